@@ -1,0 +1,84 @@
+//! Names and identities of tenants and their processes.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// Longest tenant name, in bytes: it becomes a directory name inside a socket path of 107 bytes.
+pub const TENANT_NAME_BYTES_MAX: usize = 40;
+
+/// The name of a tenant: 1 to 40 of `a-z A-Z 0-9 . _ -`, not starting with a dot.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TenantName(String);
+
+/// Why a text is no tenant name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "'{given}' is no tenant name: use 1 to {TENANT_NAME_BYTES_MAX} letters, digits, '.', '_' or '-', \
+     not starting with '.'"
+)]
+pub struct TenantNameError {
+    given: String,
+}
+
+impl TenantName {
+    /// Checks `name`.
+    ///
+    /// # Errors
+    /// [`TenantNameError`] when it is empty, too long, starts with a dot or holds another character.
+    pub fn new(name: &str) -> Result<Self, TenantNameError> {
+        let fits = (1..=TENANT_NAME_BYTES_MAX).contains(&name.len());
+        let plain = name
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
+        if fits && plain && !name.starts_with('.') {
+            Ok(Self(name.to_owned()))
+        } else {
+            Err(TenantNameError {
+                given: name.chars().take(60).collect(),
+            })
+        }
+    }
+
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for TenantName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// The random identity of one process in a tenant. Process ids are not unique across namespaces.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct MemberId(pub u64);
+
+impl fmt::Display for MemberId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+impl fmt::Debug for MemberId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_could_leave_the_directory_are_refused() {
+        for name in ["", ".", "..", ".hidden", "a/b", "a b", "ä", &"x".repeat(41)] {
+            assert!(TenantName::new(name).is_err(), "{name:?} was accepted");
+        }
+        for name in ["train", "a.b-c_D9", &"x".repeat(40)] {
+            assert!(TenantName::new(name).is_ok(), "{name:?} was refused");
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! The messages of the pause protocol.
+//!
+//! One request, one reply, in order, on each connection. Encoding is postcard behind the frame of
+//! [`crate::transport`]; the decoder is total: any bytes give a message or an error. Lists and strings
+//! are bounded by the frame's length limit.
+
+use serde::{Deserialize, Serialize};
+use vmm_pool::driver::DeviceOrdinal;
+use vmm_pool::{AllocationId, PoolReport};
+
+use crate::identity::MemberId;
+
+/// Changes whenever a message does. Processes of different versions refuse each other by name.
+pub const PROTOCOL_VERSION: u16 = 1;
+
+/// What one process asks of another's agent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Request {
+    /// Who are you? Answered with [`Reply::Member`].
+    Hello,
+    /// What do you hold? Answered with [`Reply::Stats`].
+    Stats,
+    /// Take one step of a pause or resume. Answered with [`Reply::PhaseDone`] or [`Reply::Failed`].
+    Phase {
+        /// The step.
+        phase: Phase,
+        /// Give up, and answer so, after this long.
+        timeout_ms: u64,
+    },
+    /// Wait until the application of this process has itself asked for `action` (it stands in
+    /// `ncclPause` or `ncclResume`). Answered with [`Reply::Consented`] or [`Reply::Failed`].
+    AwaitConsent {
+        /// What the application must have asked for.
+        action: Action,
+        /// Give up, and answer so, after this long.
+        timeout_ms: u64,
+    },
+    /// Descriptors for these allocations of yours, which I import. At most [`FDS_PER_MESSAGE_MAX`].
+    /// Answered with [`Reply::Fds`], as many descriptors beside it, in the same order.
+    FetchFds {
+        /// The allocations.
+        allocations: Vec<AllocationId>,
+        /// Who asks.
+        importer: MemberId,
+    },
+}
+
+/// Descriptors that one message may carry: the kernel takes 253 (`SCM_MAX_FD`).
+pub const FDS_PER_MESSAGE_MAX: usize = 250;
+
+/// An agent's answer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reply {
+    /// To [`Request::Hello`].
+    Member(MemberInfo),
+    /// To [`Request::Stats`].
+    Stats(Box<MemberStats>),
+    /// The phase is complete.
+    PhaseDone(PhaseReport),
+    /// The application asked for the action itself.
+    Consented,
+    /// Descriptors travel beside this message; `count` says how many.
+    Fds {
+        /// How many.
+        count: u32,
+    },
+    /// The request was not carried out; the process is as before the request unless `failure` says so.
+    Failed(Failure),
+}
+
+/// The two things that can be done to a tenant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Action {
+    /// Give the memory up.
+    Pause,
+    /// Take it back.
+    Resume,
+}
+
+/// The steps of a pause and of a resume. All processes of a tenant finish one before any starts the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Phase {
+    /// Pause 1: hold back new work; calls under way leave. Refused during stream capture.
+    CloseGate,
+    /// Pause 2: wait until the devices have nothing left to do.
+    Drain,
+    /// Pause 3: save contents to host memory and give up what was imported from peers.
+    SaveAndDropImports,
+    /// Pause 4, the point of no return: unmap and release own memory.
+    ReleaseOwn,
+    /// Pause 5: compare the device's free memory with what was released.
+    Verify,
+    /// Undo of pause 1 to 3: import again what was dropped, then open the gate.
+    AbortPause,
+    /// Resume 1: create all memory, or none.
+    CreateOwn,
+    /// Resume 2: map it at its old addresses, put contents back, export what peers will import.
+    Restore,
+    /// Resume 3: import peers' memory at its old addresses.
+    Import,
+    /// Resume 4: open the gate.
+    Activate,
+    /// Undo of resume 1 to 3: release everything again, contents kept.
+    AbortResume,
+}
+
+/// What one process did in one phase.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PhaseReport {
+    /// Wall time in that process.
+    pub elapsed_us: u64,
+    /// Driver calls made.
+    pub driver_calls: u64,
+    /// Device bytes created, released, copied or mapped, whichever the phase is about.
+    pub bytes: u64,
+    /// Parts of `elapsed_us`, by name, in order.
+    pub steps: Vec<(String, u64)>,
+    /// Bytes that the phase gave back or took, by device.
+    pub devices: Vec<DeviceDelta>,
+    /// Things worth telling a person, such as memory that stays and why.
+    pub notes: Vec<String>,
+}
+
+/// Bytes of one device, before and after.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceDelta {
+    /// The ordinal in that process.
+    pub device: DeviceOrdinal,
+    /// The machine-wide name, in hexadecimal.
+    pub uuid: String,
+    /// Bytes by the tables.
+    pub bytes: u64,
+    /// Free bytes that the driver reports now.
+    pub free_bytes: u64,
+    /// All bytes of the device.
+    pub total_bytes: u64,
+}
+
+/// Where a process stands, as others see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MemberState {
+    /// Running; memory on the device.
+    Active,
+    /// On the way to [`MemberState::Paused`].
+    Offloading,
+    /// Waiting at the gate; memory given back.
+    Paused,
+    /// On the way to [`MemberState::Active`].
+    Restoring,
+    /// Something was lost; the process should be ended.
+    Faulted,
+}
+
+/// Who a process is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemberInfo {
+    /// Its random identity.
+    pub id: MemberId,
+    /// Its process id, as it knows it.
+    pub pid: u32,
+    /// Start of its command line.
+    pub command: String,
+    /// Version of its libsublet.
+    pub version: String,
+    /// Where it stands.
+    pub state: MemberState,
+}
+
+/// What a process holds, and how its last pause and resume went.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemberStats {
+    /// Who it is.
+    pub member: MemberInfo,
+    /// What it holds.
+    pub pool: PoolReport,
+    /// Pauses completed.
+    pub pauses: u64,
+    /// Resumes completed.
+    pub resumes: u64,
+    /// Phases of the last pause, in order.
+    pub last_pause: Vec<(Phase, PhaseReport)>,
+    /// Phases of the last resume, in order.
+    pub last_resume: Vec<(Phase, PhaseReport)>,
+    /// What a person should know, such as memory that Sublet cannot manage and why.
+    pub notes: Vec<String>,
+}
+
+/// Why a request was not carried out, by what the asker can do about it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{message}")]
+pub struct Failure {
+    /// What kind.
+    pub kind: FailureKind,
+    /// One sentence: operation, object, size, device, code, next step.
+    pub message: String,
+}
+
+/// The kinds of [`Failure`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum FailureKind {
+    /// A stream is being captured: try again when the capture has ended.
+    InCapture,
+    /// The devices did not finish, or calls did not return, in time.
+    DrainTimeout,
+    /// The host cannot hold the contents.
+    OutOfHostMemory,
+    /// The device cannot hold the tenant now.
+    OutOfDeviceMemory {
+        /// How much more must be free.
+        missing_bytes: u64,
+    },
+    /// Not possible in the state the process is in.
+    WrongState,
+    /// Another process that was needed is gone or silent.
+    PeerGone,
+    /// The application did not ask for the action in time.
+    NoConsent,
+    /// The request names something this process does not have.
+    Unknown,
+    /// The driver failed.
+    Driver,
+    /// Something was lost; the process should be ended.
+    Faulted,
+}

@@ -1,0 +1,209 @@
+//! Driver codes and the error that carries them.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// A result code of the driver (`CUresult`), kept as the integer it is.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[repr(transparent)]
+pub struct DriverCode(pub i32);
+
+macro_rules! driver_codes {
+    ($($(#[$doc:meta])* $name:ident = $value:literal, $text:literal;)*) => {
+        impl DriverCode {
+            $($(#[$doc])* pub const $name: Self = Self($value);)*
+
+            /// NVIDIA's name for the code, where this build knows it.
+            pub fn name(self) -> Option<&'static str> {
+                match self.0 { $($value => Some($text),)* _ => None }
+            }
+        }
+    };
+}
+
+driver_codes! {
+    /// The call did what it was asked.
+    SUCCESS = 0, "CUDA_SUCCESS";
+    /// An argument is wrong.
+    INVALID_VALUE = 1, "CUDA_ERROR_INVALID_VALUE";
+    /// No memory of the asked kind is free now.
+    OUT_OF_MEMORY = 2, "CUDA_ERROR_OUT_OF_MEMORY";
+    /// `cuInit` has not been called, or failed.
+    NOT_INITIALIZED = 3, "CUDA_ERROR_NOT_INITIALIZED";
+    /// The process is ending and the driver with it.
+    DEINITIALIZED = 4, "CUDA_ERROR_DEINITIALIZED";
+    /// `libcuda.so.1` is a stub, not a driver.
+    STUB_LIBRARY = 34, "CUDA_ERROR_STUB_LIBRARY";
+    /// There is no GPU.
+    NO_DEVICE = 100, "CUDA_ERROR_NO_DEVICE";
+    /// The ordinal names no GPU.
+    INVALID_DEVICE = 101, "CUDA_ERROR_INVALID_DEVICE";
+    /// No context is current, or it is not usable.
+    INVALID_CONTEXT = 201, "CUDA_ERROR_INVALID_CONTEXT";
+    /// Peer access was switched on before.
+    PEER_ACCESS_ALREADY_ENABLED = 704, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED";
+    /// Peer access was not switched on.
+    PEER_ACCESS_NOT_ENABLED = 705, "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED";
+    /// A handle is not one of the driver's.
+    INVALID_HANDLE = 400, "CUDA_ERROR_INVALID_HANDLE";
+    /// The object is not in a state for this call.
+    ILLEGAL_STATE = 401, "CUDA_ERROR_ILLEGAL_STATE";
+    /// A name was not found.
+    NOT_FOUND = 500, "CUDA_ERROR_NOT_FOUND";
+    /// Work is still under way.
+    NOT_READY = 600, "CUDA_ERROR_NOT_READY";
+    /// A kernel touched an address that is not mapped.
+    ILLEGAL_ADDRESS = 700, "CUDA_ERROR_ILLEGAL_ADDRESS";
+    /// The host range was registered before.
+    HOST_MEMORY_ALREADY_REGISTERED = 712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED";
+    /// The host range is not registered.
+    HOST_MEMORY_NOT_REGISTERED = 713, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED";
+    /// A kernel could not be launched.
+    LAUNCH_FAILED = 719, "CUDA_ERROR_LAUNCH_FAILED";
+    /// The operation is not permitted.
+    NOT_PERMITTED = 800, "CUDA_ERROR_NOT_PERMITTED";
+    /// This driver or device cannot do it.
+    NOT_SUPPORTED = 801, "CUDA_ERROR_NOT_SUPPORTED";
+    /// Not allowed while a stream is being captured.
+    STREAM_CAPTURE_UNSUPPORTED = 900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED";
+    /// The driver could not say what went wrong.
+    UNKNOWN = 999, "CUDA_ERROR_UNKNOWN";
+}
+
+impl DriverCode {
+    /// `Ok` for success, the code otherwise.
+    ///
+    /// # Errors
+    /// `self`, when it is not [`DriverCode::SUCCESS`].
+    pub fn ok(self) -> Result<(), Self> {
+        if self == Self::SUCCESS {
+            Ok(())
+        } else {
+            Err(self)
+        }
+    }
+}
+
+impl fmt::Debug for DriverCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for DriverCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.name() {
+            Some(name) => write!(f, "{name} ({})", self.0),
+            None => write!(f, "driver code {}", self.0),
+        }
+    }
+}
+
+macro_rules! driver_ops {
+    ($($(#[$doc:meta])* $variant:ident => $symbol:literal,)*) => {
+        /// A driver call, for errors, counters and fault injection.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+        pub enum DriverOp { $($(#[$doc])* $variant,)* }
+
+        impl DriverOp {
+            /// All operations, in declaration order.
+            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
+
+            /// The driver's name for the call.
+            pub fn symbol(self) -> &'static str {
+                match self { $(Self::$variant => $symbol,)* }
+            }
+        }
+    };
+}
+
+driver_ops! {
+    /// Load and initialise the driver.
+    Init => "cuInit",
+    /// Ask for the driver's version.
+    DriverGetVersion => "cuDriverGetVersion",
+    /// Count the devices.
+    DeviceGetCount => "cuDeviceGetCount",
+    /// Ask for a device attribute.
+    DeviceGetAttribute => "cuDeviceGetAttribute",
+    /// Ask for the machine-wide name of a device.
+    DeviceGetUuid => "cuDeviceGetUuid",
+    /// Ask for the primary context of a device.
+    PrimaryContextRetain => "cuDevicePrimaryCtxRetain",
+    /// Make a context current.
+    ContextSetCurrent => "cuCtxSetCurrent",
+    /// Wait for all work of a device.
+    ContextSynchronize => "cuCtxSynchronize",
+    /// Ask how much memory is free.
+    MemoryGetInfo => "cuMemGetInfo",
+    /// Ask for the granularity of allocations.
+    GetAllocationGranularity => "cuMemGetAllocationGranularity",
+    /// Reserve addresses.
+    AddressReserve => "cuMemAddressReserve",
+    /// Free reserved addresses.
+    AddressFree => "cuMemAddressFree",
+    /// Create physical memory.
+    Create => "cuMemCreate",
+    /// Give a handle back.
+    Release => "cuMemRelease",
+    /// Map a handle.
+    Map => "cuMemMap",
+    /// Unmap addresses.
+    Unmap => "cuMemUnmap",
+    /// Set who may reach a mapping.
+    SetAccess => "cuMemSetAccess",
+    /// Turn a handle into a file descriptor.
+    Export => "cuMemExportToShareableHandle",
+    /// Turn a file descriptor into a handle.
+    Import => "cuMemImportFromShareableHandle",
+    /// Pin host memory.
+    HostRegister => "cuMemHostRegister",
+    /// Unpin host memory.
+    HostUnregister => "cuMemHostUnregister",
+    /// Make a stream.
+    StreamCreate => "cuStreamCreate",
+    /// End a stream.
+    StreamDestroy => "cuStreamDestroy",
+    /// Wait for a stream.
+    StreamSynchronize => "cuStreamSynchronize",
+    /// Ask whether a stream is done.
+    StreamQuery => "cuStreamQuery",
+    /// Copy from the device.
+    CopyToHost => "cuMemcpyDtoHAsync",
+    /// Copy to the device.
+    CopyToDevice => "cuMemcpyHtoDAsync",
+    /// Return unused memory of stream-ordered pools.
+    PoolTrim => "cuMemPoolTrimTo",
+}
+
+impl fmt::Display for DriverOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.symbol())
+    }
+}
+
+/// A driver call that did not succeed. The layer above adds the object, its size and the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{op} returned {code}")]
+pub struct DriverError {
+    /// The call.
+    pub op: DriverOp,
+    /// What it returned.
+    pub code: DriverCode,
+}
+
+impl DriverError {
+    /// Could the same call succeed later, when somebody gave memory back?
+    pub fn is_transient(self) -> bool {
+        self.code == DriverCode::OUT_OF_MEMORY || self.code == DriverCode::NOT_READY
+    }
+
+    /// Is the context beyond use, so that only ending the process helps?
+    pub fn poisons_context(self) -> bool {
+        matches!(
+            self.code,
+            DriverCode::ILLEGAL_ADDRESS | DriverCode::LAUNCH_FAILED | DriverCode::DEINITIALIZED
+        )
+    }
+}

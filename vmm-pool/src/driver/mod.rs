@@ -1,0 +1,273 @@
+//! The driver calls that Sublet itself makes: one trait, a real driver behind it and a simulated one.
+//!
+//! A driver does what it is told. It does not retry, cache, count or log above `trace`; it knows no
+//! tenant and validates nothing that the pool has validated. Methods that can pull memory from under
+//! running work are `unsafe`; the owning types of the pool are the safe way to reach them.
+//!
+//! Every method may be called from any thread and takes no lock of ours. Calls marked *blocks* may wait
+//! for the device; all others return promptly.
+
+#![expect(
+    unsafe_code,
+    reason = "declares the driver methods that can pull memory from under work"
+)]
+
+mod cuda;
+mod error;
+#[cfg(feature = "sim")]
+pub mod sim;
+mod types;
+
+use std::fmt::Debug;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+
+pub use cuda::{CudaDriver, LoadError, RealSymbol};
+pub use error::{DriverCode, DriverError, DriverOp};
+pub use types::{
+    ALLOCATION_KIND_PINNED, AccessDesc, AllocationFlags, AllocationProp, DeviceAddress,
+    DeviceAttribute, DeviceOrdinal, DriverVersion, Granularity, HANDLE_TYPE_FABRIC,
+    HANDLE_TYPE_POSIX_FD, Location, LocationKind, MemoryInfo, RawHandle, RawStream, VaRange,
+};
+
+/// Result of a driver call.
+pub type DriverResult<T> = Result<T, DriverError>;
+
+/// The driver calls of a pool, one method each.
+pub trait Driver: Debug + Send + Sync + 'static {
+    /// The CUDA version the driver speaks.
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuDriverGetVersion")]
+    fn version(&self) -> DriverResult<DriverVersion>;
+
+    /// How many devices this process sees.
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuDeviceGetCount")]
+    fn device_count(&self) -> DriverResult<i32>;
+
+    /// An attribute of `device`.
+    ///
+    /// # Errors
+    /// `INVALID_DEVICE` for an ordinal that names none; `INVALID_VALUE` for an attribute unknown to it.
+    #[doc(alias = "cuDeviceGetAttribute")]
+    fn device_attribute(
+        &self,
+        device: DeviceOrdinal,
+        attribute: DeviceAttribute,
+    ) -> DriverResult<i32>;
+
+    /// A name of the device that all processes of the machine share, whatever ordinal they use.
+    ///
+    /// # Errors
+    /// `INVALID_DEVICE` for an ordinal that names none.
+    #[doc(alias = "cuDeviceGetUuid")]
+    fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<[u8; 16]>;
+
+    /// Makes the primary context of `device` current on this thread, retaining it on first use.
+    ///
+    /// Needed before the calls below that say *context*. The thread must be one of ours: an
+    /// application's thread would see its context change.
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuDevicePrimaryCtxRetain")]
+    #[doc(alias = "cuCtxSetCurrent")]
+    fn make_current(&self, device: DeviceOrdinal) -> DriverResult<()>;
+
+    /// Memory of the current context's device. *Context.*
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuMemGetInfo")]
+    fn memory_info(&self) -> DriverResult<MemoryInfo>;
+
+    /// Waits for all work submitted to the current context. *Context. Blocks* without limit.
+    ///
+    /// # Errors
+    /// What the driver returned, including the failure of earlier work.
+    #[doc(alias = "cuCtxSynchronize")]
+    fn synchronize(&self) -> DriverResult<()>;
+
+    /// The smallest granularity of allocations with `prop`.
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuMemGetAllocationGranularity")]
+    fn allocation_granularity(&self, prop: &AllocationProp) -> DriverResult<Granularity>;
+
+    /// Reserves addresses; `hint` asks for a place, which the driver may ignore.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` for a zero or misaligned size, or an alignment that is no power of two;
+    /// `OUT_OF_MEMORY` when the address space is used up.
+    #[doc(alias = "cuMemAddressReserve")]
+    fn address_reserve(
+        &self,
+        size_bytes: u64,
+        alignment_bytes: u64,
+        hint: DeviceAddress,
+    ) -> DriverResult<DeviceAddress>;
+
+    /// Frees a whole reservation.
+    ///
+    /// # Safety
+    /// Nothing may use addresses of `range` any more.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` when `range` is not exactly one reservation or something is still mapped in it.
+    #[doc(alias = "cuMemAddressFree")]
+    unsafe fn address_free(&self, range: VaRange) -> DriverResult<()>;
+
+    /// Creates physical memory.
+    ///
+    /// # Errors
+    /// `OUT_OF_MEMORY`; `INVALID_VALUE` for a zero or misaligned size; `INVALID_DEVICE`;
+    /// `NOT_SUPPORTED` for properties the device cannot give.
+    #[doc(alias = "cuMemCreate")]
+    fn create(&self, size_bytes: u64, prop: &AllocationProp) -> DriverResult<RawHandle>;
+
+    /// Gives back one reference of `handle`. The memory goes when the last handle, mapping, import and
+    /// exported descriptor of it is gone, in any process.
+    ///
+    /// # Safety
+    /// The caller owns the reference and uses `handle` no more.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` for a handle that is none.
+    #[doc(alias = "cuMemRelease")]
+    unsafe fn release(&self, handle: RawHandle) -> DriverResult<()>;
+
+    /// Maps the whole of `handle` at `range`, without access.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` when the range is misaligned, outside a reservation, mapped already, or not the
+    /// size of the handle (`NOT_SUPPORTED` on driver 580 for a smaller size or an offset).
+    #[doc(alias = "cuMemMap")]
+    fn map(&self, range: VaRange, handle: RawHandle) -> DriverResult<()>;
+
+    /// Unmaps all mappings that lie wholly inside `range`.
+    ///
+    /// # Safety
+    /// No work on any device may use addresses of `range` until they are mapped again.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` when `range` cuts through a mapping or holds none.
+    #[doc(alias = "cuMemUnmap")]
+    unsafe fn unmap(&self, range: VaRange) -> DriverResult<()>;
+
+    /// Sets who may reach the mappings in `range`; places not named keep what they had.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` when part of `range` is not mapped, or for an unknown place or flag.
+    #[doc(alias = "cuMemSetAccess")]
+    fn set_access(&self, range: VaRange, access: &[AccessDesc]) -> DriverResult<()>;
+
+    /// A file descriptor that holds a reference to the memory of `handle`.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` when the handle was created without that handle type.
+    #[doc(alias = "cuMemExportToShareableHandle")]
+    fn export_fd(&self, handle: RawHandle) -> DriverResult<OwnedFd>;
+
+    /// A handle for the memory that `fd` holds; `fd` stays the caller's.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` (or `INVALID_HANDLE`) when `fd` is not an export of a driver.
+    #[doc(alias = "cuMemImportFromShareableHandle")]
+    fn import_fd(&self, fd: BorrowedFd<'_>) -> DriverResult<RawHandle>;
+
+    /// Pins host memory so that copies run at full speed, for all contexts. *Context.*
+    ///
+    /// # Safety
+    /// `[start, start + size_bytes)` stays mapped until [`Driver::host_unregister`].
+    ///
+    /// # Errors
+    /// `HOST_MEMORY_ALREADY_REGISTERED`; `OUT_OF_MEMORY`; `INVALID_VALUE`.
+    #[doc(alias = "cuMemHostRegister")]
+    unsafe fn host_register(&self, start: NonNull<u8>, size_bytes: usize) -> DriverResult<()>;
+
+    /// Ends a registration made at exactly `start`. *Context.*
+    ///
+    /// # Safety
+    /// No copy uses the range any more.
+    ///
+    /// # Errors
+    /// `HOST_MEMORY_NOT_REGISTERED`.
+    #[doc(alias = "cuMemHostUnregister")]
+    unsafe fn host_unregister(&self, start: NonNull<u8>) -> DriverResult<()>;
+
+    /// A stream of the current context that does not wait for the default stream. *Context.*
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuStreamCreate")]
+    fn stream_create(&self) -> DriverResult<RawStream>;
+
+    /// Ends a stream; its work still completes. *Context.*
+    ///
+    /// # Safety
+    /// The caller owns `stream` and uses it no more.
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuStreamDestroy")]
+    unsafe fn stream_destroy(&self, stream: RawStream) -> DriverResult<()>;
+
+    /// Waits for the work of `stream`. *Context. Blocks.*
+    ///
+    /// # Errors
+    /// What the driver returned, including the failure of earlier work.
+    #[doc(alias = "cuStreamSynchronize")]
+    fn stream_synchronize(&self, stream: RawStream) -> DriverResult<()>;
+
+    /// Is the work of `stream` done? *Context.*
+    ///
+    /// # Errors
+    /// What the driver returned, including the failure of earlier work.
+    #[doc(alias = "cuStreamQuery")]
+    fn stream_is_done(&self, stream: RawStream) -> DriverResult<bool>;
+
+    /// Starts a copy of `source` to host memory. *Context.*
+    ///
+    /// # Safety
+    /// `target` is valid for writes of `source.size_bytes` bytes, and nobody else touches them, until
+    /// the stream has passed the copy; `source` stays mapped as long.
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuMemcpyDtoHAsync")]
+    unsafe fn copy_to_host(
+        &self,
+        target: NonNull<u8>,
+        source: VaRange,
+        stream: RawStream,
+    ) -> DriverResult<()>;
+
+    /// Starts a copy of host memory to `target`. *Context.*
+    ///
+    /// # Safety
+    /// `source` is valid for reads of `target.size_bytes` bytes, and nobody writes them, until the
+    /// stream has passed the copy; `target` stays mapped as long.
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuMemcpyHtoDAsync")]
+    unsafe fn copy_to_device(
+        &self,
+        target: VaRange,
+        source: NonNull<u8>,
+        stream: RawStream,
+    ) -> DriverResult<()>;
+
+    /// Returns unused memory of the device's stream-ordered pool and graph pool to the driver.
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuMemPoolTrimTo")]
+    #[doc(alias = "cuDeviceGraphMemTrim")]
+    fn trim_pools(&self, device: DeviceOrdinal) -> DriverResult<()>;
+}

@@ -1,0 +1,271 @@
+//! The plain values that cross the driver boundary.
+//!
+//! Structures that the driver reads or writes have its exact layout (`#[repr(C)]`, checked below against
+//! the bindings of `cudarc`), but hold integers where C has enums: a driver newer than our bindings may
+//! use any value, and an unknown discriminant in a Rust enum would be undefined behaviour.
+
+use std::fmt;
+use std::mem::{offset_of, size_of};
+
+use cudarc::driver::sys;
+use serde::{Deserialize, Serialize};
+
+/// A GPU, by the ordinal that this process knows it by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct DeviceOrdinal(pub i32);
+
+impl fmt::Display for DeviceOrdinal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "GPU {}", self.0)
+    }
+}
+
+/// A device virtual address.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct DeviceAddress(pub u64);
+
+impl fmt::Debug for DeviceAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
+impl fmt::Display for DeviceAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
+/// A half-open range of device virtual addresses, `[start, start + size_bytes)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct VaRange {
+    /// First address.
+    pub start: DeviceAddress,
+    /// Length in bytes.
+    pub size_bytes: u64,
+}
+
+impl VaRange {
+    /// A range from its first address and its length in bytes.
+    pub fn new(start: DeviceAddress, size_bytes: u64) -> Self {
+        Self { start, size_bytes }
+    }
+
+    /// One past the last address; saturates at the top of the address space.
+    pub fn end(self) -> DeviceAddress {
+        DeviceAddress(self.start.0.saturating_add(self.size_bytes))
+    }
+
+    /// Does `self` hold the whole of `inner`? An empty `inner` is held when its start lies inside.
+    pub fn contains(self, inner: VaRange) -> bool {
+        self.start <= inner.start && inner.end() <= self.end()
+    }
+
+    /// Does `self` hold the byte at `address`?
+    pub fn contains_address(self, address: DeviceAddress) -> bool {
+        self.start <= address && address < self.end()
+    }
+}
+
+/// The driver's own value for a physical allocation (`CUmemGenericAllocationHandle`).
+///
+/// Never shown to applications: they hold virtual handles, which survive a pause.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct RawHandle(pub u64);
+
+/// A stream made by us through [`super::Driver::stream_create`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RawStream(pub u64);
+
+/// Kind of place that memory lives in or is reached from (`CUmemLocationType`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[repr(transparent)]
+pub struct LocationKind(pub i32);
+
+impl LocationKind {
+    /// Memory of a GPU; the id is its ordinal.
+    pub const DEVICE: Self = Self(1);
+    /// Host memory; the id is ignored.
+    pub const HOST: Self = Self(2);
+    /// Host memory of one NUMA node; the id is the node.
+    pub const HOST_NUMA: Self = Self(3);
+    /// Host memory of the NUMA node nearest the calling thread.
+    pub const HOST_NUMA_CURRENT: Self = Self(4);
+}
+
+/// A place that memory lives in or is reached from (`CUmemLocation`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[repr(C)]
+pub struct Location {
+    /// What kind of place.
+    pub kind: LocationKind,
+    /// Which one of that kind.
+    pub id: i32,
+}
+
+impl Location {
+    /// The memory of `device`.
+    pub fn device(device: DeviceOrdinal) -> Self {
+        Self {
+            kind: LocationKind::DEVICE,
+            id: device.0,
+        }
+    }
+
+    /// The GPU, when this place is one.
+    pub fn as_device(self) -> Option<DeviceOrdinal> {
+        (self.kind == LocationKind::DEVICE).then_some(DeviceOrdinal(self.id))
+    }
+}
+
+/// Rarely used flags of an allocation (`CUmemAllocationProp::allocFlags`), kept verbatim.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[repr(C)]
+pub struct AllocationFlags {
+    /// Compression asked for (`CUmemAllocationCompType`).
+    pub compression: u8,
+    /// Non-zero: a network card may read and write the memory.
+    pub gpu_direct_rdma_capable: u8,
+    /// Use bits (`CU_MEM_CREATE_USAGE_*`).
+    pub usage: u16,
+    /// Kept as given.
+    pub reserved: [u8; 4],
+}
+
+/// Everything the driver was told about an allocation (`CUmemAllocationProp`).
+///
+/// Kept whole and given back unchanged when the memory is created again after a pause: a later use, such
+/// as registration with a network card, may depend on any of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(C)]
+pub struct AllocationProp {
+    /// `CUmemAllocationType`; 1 is pinned.
+    pub kind: i32,
+    /// Bits of `CUmemAllocationHandleType` that may be exported.
+    pub requested_handle_types: i32,
+    /// Where the memory lives.
+    pub location: Location,
+    /// Windows only; null on Linux.
+    pub win32_handle_metadata: u64,
+    /// The remaining flags.
+    pub flags: AllocationFlags,
+}
+
+/// `CU_MEM_ALLOCATION_TYPE_PINNED`.
+pub const ALLOCATION_KIND_PINNED: i32 = 1;
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+pub const HANDLE_TYPE_POSIX_FD: i32 = 1;
+/// `CU_MEM_HANDLE_TYPE_FABRIC`.
+pub const HANDLE_TYPE_FABRIC: i32 = 8;
+
+impl AllocationProp {
+    /// Pinned memory of `device`, exportable as a file descriptor.
+    pub fn pinned_on(device: DeviceOrdinal) -> Self {
+        Self {
+            kind: ALLOCATION_KIND_PINNED,
+            requested_handle_types: HANDLE_TYPE_POSIX_FD,
+            location: Location::device(device),
+            win32_handle_metadata: 0,
+            flags: AllocationFlags::default(),
+        }
+    }
+}
+
+/// Access rights of one place to a mapping (`CUmemAccessDesc`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[repr(C)]
+pub struct AccessDesc {
+    /// Who gets access.
+    pub location: Location,
+    /// `CUmemAccess_flags`: 0 none, 1 read, 3 read and write.
+    pub flags: i32,
+}
+
+impl AccessDesc {
+    /// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
+    pub const READ_WRITE: i32 = 3;
+
+    /// Read and write from `device`.
+    pub fn read_write(device: DeviceOrdinal) -> Self {
+        Self {
+            location: Location::device(device),
+            flags: Self::READ_WRITE,
+        }
+    }
+}
+
+/// Unit of size and alignment of allocations and mappings, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Granularity {
+    /// Always a power of two.
+    pub size_bytes: u64,
+}
+
+impl Granularity {
+    /// `size_bytes` rounded up to a whole number of units; `None` when that overflows.
+    pub fn round_up(self, size_bytes: u64) -> Option<u64> {
+        size_bytes.checked_next_multiple_of(self.size_bytes)
+    }
+}
+
+/// Memory of a device at one moment, in bytes (`cuMemGetInfo`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryInfo {
+    /// Bytes that an allocation could still get.
+    pub free_bytes: u64,
+    /// All bytes of the device.
+    pub total_bytes: u64,
+}
+
+/// A number of the driver's, such as 13000 for CUDA 13.0 (`cuDriverGetVersion`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct DriverVersion(pub i32);
+
+impl fmt::Display for DriverVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.0 / 1000, (self.0 % 1000) / 10)
+    }
+}
+
+/// A device attribute, by the driver's number (`CUdevice_attribute`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceAttribute(pub i32);
+
+impl DeviceAttribute {
+    /// Can the device do virtual memory management?
+    pub const VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: Self = Self(102);
+    /// Can allocations be exported as file descriptors?
+    pub const HANDLE_TYPE_POSIX_FD_SUPPORTED: Self = Self(103);
+    /// Can allocations be made usable by network cards?
+    pub const GPU_DIRECT_RDMA_WITH_VMM_SUPPORTED: Self = Self(110);
+    /// Can allocations be exported as fabric handles?
+    pub const HANDLE_TYPE_FABRIC_SUPPORTED: Self = Self(128);
+    /// Does the device take part in multicast objects?
+    pub const MULTICAST_SUPPORTED: Self = Self(132);
+}
+
+// Layouts must be the driver's own; `cudarc` generates its view of them from NVIDIA's header.
+const _: () = {
+    assert!(size_of::<AllocationProp>() == size_of::<sys::CUmemAllocationProp>());
+    assert!(offset_of!(AllocationProp, location) == offset_of!(sys::CUmemAllocationProp, location));
+    assert!(offset_of!(AllocationProp, flags) == offset_of!(sys::CUmemAllocationProp, allocFlags));
+    assert!(size_of::<AccessDesc>() == size_of::<sys::CUmemAccessDesc>());
+    assert!(
+        DeviceAttribute::MULTICAST_SUPPORTED.0
+            == sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED as i32
+    );
+    assert!(
+        DeviceAttribute::HANDLE_TYPE_FABRIC_SUPPORTED.0
+            == sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED as i32
+    );
+    assert!(
+        DeviceAttribute::GPU_DIRECT_RDMA_WITH_VMM_SUPPORTED.0
+            == sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+                as i32
+    );
+    assert!(
+        DeviceAttribute::VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED.0
+            == sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+                as i32
+    );
+};

@@ -1,0 +1,89 @@
+//! Plain accounts of who holds what, in bytes. Sums are exact: every byte of pool memory is in exactly
+//! one [`ClassBytes`].
+
+use serde::{Deserialize, Serialize};
+
+use crate::driver::DeviceOrdinal;
+
+/// What becomes of an allocation's bytes while its tenant is paused.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum Contents {
+    /// Saved to host memory and put back.
+    #[default]
+    Keep,
+    /// Given up: the memory comes back with undefined contents.
+    Discard,
+}
+
+/// Bytes of one class of memory (who asked for it, under which tag, with which policy) on one device.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClassBytes {
+    /// The library that asked, such as `nccl` or `torch`.
+    pub library: String,
+    /// The region's tag; empty outside any region.
+    pub tag: String,
+    /// What a pause does with the contents.
+    pub contents: Contents,
+    /// Allocations of this process.
+    pub own_bytes: u64,
+    /// Of `own_bytes`, how many are on the device now.
+    pub resident_bytes: u64,
+    /// Of `own_bytes`, how many a pause must leave in place, with the reason in [`DeviceReport::pinned`].
+    pub pinned_bytes: u64,
+    /// Allocations of other processes that this one has imported; counted by their owners.
+    pub imported_bytes: u64,
+    /// Number of own allocations.
+    pub own_count: u64,
+    /// Number of imported allocations.
+    pub imported_count: u64,
+}
+
+/// Memory that a pause leaves on the device, and why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PinnedBytes {
+    /// Why it stays, with what to do about it.
+    pub reason: String,
+    /// How much.
+    pub bytes: u64,
+    /// In how many allocations.
+    pub count: u64,
+}
+
+/// Bytes of one process on one device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceReport {
+    /// The ordinal in that process.
+    pub device: DeviceOrdinal,
+    /// The machine-wide name, in hexadecimal.
+    pub uuid: String,
+    /// By class, largest first.
+    pub classes: Vec<ClassBytes>,
+    /// What a pause leaves in place.
+    pub pinned: Vec<PinnedBytes>,
+}
+
+impl DeviceReport {
+    /// All own bytes, resident or not.
+    pub fn own_bytes(&self) -> u64 {
+        self.classes.iter().map(|class| class.own_bytes).sum()
+    }
+
+    /// Own bytes that are on the device now.
+    pub fn resident_bytes(&self) -> u64 {
+        self.classes.iter().map(|class| class.resident_bytes).sum()
+    }
+}
+
+/// Bytes of one process.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PoolReport {
+    /// By device, in ordinal order; devices without a byte are absent.
+    pub devices: Vec<DeviceReport>,
+    /// Host memory held for saved contents, in bytes.
+    pub host_arena_bytes: u64,
+    /// Host bytes of driver allocations on NUMA nodes, which are never paused.
+    pub host_numa_bytes: u64,
+}
