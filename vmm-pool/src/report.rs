@@ -42,7 +42,7 @@ pub struct ClassBytes {
 }
 
 /// Memory that a pause leaves on the device, and why.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PinnedBytes {
     /// Why it stays, with what to do about it.
     pub reason: String,

@@ -1,11 +1,447 @@
-//! The real driver, loaded at run time. (Written next.)
+//! The real driver, loaded at run time: builds and starts with no CUDA installed.
+//!
+//! Only types and constants come from `cudarc`; its functions return a Rust `enum`, which a code newer
+//! than its bindings would make undefined. So the calls here go through a table of our own, with plain
+//! integers, filled by whoever can look names up: [`CudaDriver::load`] opens `libcuda.so.1`, and the
+//! preload object hands in the driver's own pointers, past its own hooks.
 
-/// Placeholder.
-#[derive(Debug)]
-pub struct CudaDriver;
-/// Placeholder.
-#[derive(Debug)]
-pub struct LoadError;
-/// Placeholder.
-#[derive(Debug)]
-pub struct RealSymbol;
+#![expect(unsafe_code, reason = "calls the CUDA driver")]
+
+use std::ffi::{CStr, c_int, c_uint, c_ulonglong, c_void};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+
+use super::{
+    AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver, DriverCode,
+    DriverError, DriverOp, DriverResult, DriverVersion, Granularity, HANDLE_TYPE_POSIX_FD,
+    MemoryInfo, RawHandle, RawStream, VaRange,
+};
+
+/// The name every consumer of the driver opens.
+const LIBRARY_NAME: &str = "libcuda.so.1";
+
+const DEVICES_MAX: usize = 64;
+const STREAM_NON_BLOCKING: c_uint = 1;
+const HOST_REGISTER_PORTABLE: c_uint = 1;
+const GRANULARITY_MINIMUM: c_int = 0;
+
+/// Why there is no driver.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// The library is not on this machine, or not where the loader looks.
+    #[error(
+        "no NVIDIA driver here: {LIBRARY_NAME} could not be opened ({reason}); install the driver, or \
+         set LD_LIBRARY_PATH to its folder"
+    )]
+    NoLibrary {
+        /// The loader's words.
+        reason: String,
+    },
+    /// The library lacks a call that Sublet needs.
+    #[error("{LIBRARY_NAME} has no {symbol}: Sublet needs driver 12.0 or newer; update the driver")]
+    NoSymbol {
+        /// The call.
+        symbol: &'static str,
+    },
+    /// The driver did not start.
+    #[error("the driver did not start: {0}; see `nvidia-smi`")]
+    Init(#[source] DriverError),
+}
+
+/// A pointer to a function of the driver, as looked up by name.
+pub type RealSymbol = NonNull<c_void>;
+
+macro_rules! driver_table {
+    ($($field:ident : $symbol:ident ( $($arg:ty),* $(,)? );)*) => {
+        struct Table { $($field: unsafe extern "C" fn($($arg),*) -> c_int,)* }
+
+        impl Table {
+            fn look_up(find: &dyn Fn(&CStr) -> Option<RealSymbol>) -> Result<Self, LoadError> {
+                Ok(Self { $(
+                    $field: {
+                        const NAME: &str = concat!(stringify!($symbol), "\0");
+                        let name = CStr::from_bytes_with_nul(NAME.as_bytes())
+                            .unwrap_or(c"");
+                        let found = find(name)
+                            .ok_or(LoadError::NoSymbol { symbol: stringify!($symbol) })?;
+                        // SAFETY: `found` is the driver's function of this name, whose parameters and
+                        // result the table declares as the CUDA driver API documents them.
+                        unsafe {
+                            std::mem::transmute::<
+                                *mut c_void,
+                                unsafe extern "C" fn($($arg),*) -> c_int,
+                            >(found.as_ptr())
+                        }
+                    },
+                )* })
+            }
+        }
+    };
+}
+
+type Context = *mut c_void;
+
+driver_table! {
+    init: cuInit(c_uint);
+    driver_get_version: cuDriverGetVersion(*mut c_int);
+    device_get_count: cuDeviceGetCount(*mut c_int);
+    device_get_attribute: cuDeviceGetAttribute(*mut c_int, c_int, c_int);
+    device_get_uuid: cuDeviceGetUuid(*mut [u8; 16], c_int);
+    primary_context_retain: cuDevicePrimaryCtxRetain(*mut Context, c_int);
+    context_set_current: cuCtxSetCurrent(Context);
+    context_synchronize: cuCtxSynchronize();
+    mem_get_info: cuMemGetInfo_v2(*mut usize, *mut usize);
+    get_granularity: cuMemGetAllocationGranularity(*mut usize, *const AllocationProp, c_int);
+    address_reserve: cuMemAddressReserve(*mut u64, usize, usize, u64, c_ulonglong);
+    address_free: cuMemAddressFree(u64, usize);
+    create: cuMemCreate(*mut u64, usize, *const AllocationProp, c_ulonglong);
+    release: cuMemRelease(u64);
+    get_properties: cuMemGetAllocationPropertiesFromHandle(*mut AllocationProp, u64);
+    map: cuMemMap(u64, usize, usize, u64, c_ulonglong);
+    unmap: cuMemUnmap(u64, usize);
+    set_access: cuMemSetAccess(u64, usize, *const AccessDesc, usize);
+    export: cuMemExportToShareableHandle(*mut c_void, u64, c_int, c_ulonglong);
+    import: cuMemImportFromShareableHandle(*mut u64, *mut c_void, c_int);
+    host_register: cuMemHostRegister_v2(*mut c_void, usize, c_uint);
+    host_unregister: cuMemHostUnregister(*mut c_void);
+    stream_create: cuStreamCreate(*mut u64, c_uint);
+    stream_destroy: cuStreamDestroy_v2(u64);
+    stream_synchronize: cuStreamSynchronize(u64);
+    stream_query: cuStreamQuery(u64);
+    copy_to_host: cuMemcpyDtoHAsync_v2(*mut c_void, u64, usize, u64);
+    copy_to_device: cuMemcpyHtoDAsync_v2(u64, *const c_void, usize, u64);
+    default_pool: cuDeviceGetDefaultMemPool(*mut u64, c_int);
+    pool_trim: cuMemPoolTrimTo(u64, usize);
+    graph_mem_trim: cuDeviceGraphMemTrim(c_int);
+}
+
+/// The driver of this machine.
+pub struct CudaDriver {
+    table: Table,
+    contexts: [OnceLock<PrimaryContext>; DEVICES_MAX],
+    // Keeps the library open for as long as the table points into it; `None` when the process itself
+    // opened it, which then never closes.
+    _library: Option<libloading::Library>,
+}
+
+/// A primary context that we retained and never give back.
+#[derive(Clone, Copy)]
+struct PrimaryContext(Context);
+
+// SAFETY: a context is a token of the driver's, which any thread may make current.
+unsafe impl Send for PrimaryContext {}
+// SAFETY: as above; the token itself is never dereferenced here.
+unsafe impl Sync for PrimaryContext {}
+
+impl std::fmt::Debug for CudaDriver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CudaDriver").finish_non_exhaustive()
+    }
+}
+
+impl CudaDriver {
+    /// Opens and initialises the driver of this machine.
+    ///
+    /// # Errors
+    /// [`LoadError`], by what is missing.
+    ///
+    /// # Driver calls
+    /// `cuInit`.
+    pub fn load() -> Result<Self, LoadError> {
+        // SAFETY: opening the driver runs NVIDIA's initialisers, which need nothing from us.
+        let library = unsafe { libloading::Library::new(LIBRARY_NAME) }
+            .map_err(|error| LoadError::NoLibrary { reason: error.to_string() })?;
+        let mut driver = Self::from_symbols(&|name| {
+            // SAFETY: only the address is taken; nothing is called through this type.
+            let symbol = unsafe { library.get::<*mut c_void>(name.to_bytes_with_nul()) }.ok()?;
+            // SAFETY: the symbol's value is the function's address.
+            let address = unsafe { symbol.try_as_raw_ptr() }?;
+            NonNull::new(address)
+        })?;
+        driver._library = Some(library);
+        driver.init().map_err(LoadError::Init)?;
+        Ok(driver)
+    }
+
+    /// A driver whose functions `find` looks up by their exact C names. It is not initialised: the
+    /// process that found them does that.
+    ///
+    /// # Errors
+    /// [`LoadError::NoSymbol`] for the first function that `find` does not know.
+    pub fn from_symbols(find: &dyn Fn(&CStr) -> Option<RealSymbol>) -> Result<Self, LoadError> {
+        Ok(Self {
+            table: Table::look_up(find)?,
+            contexts: [const { OnceLock::new() }; DEVICES_MAX],
+            _library: None,
+        })
+    }
+
+    /// Initialises the driver for this process; harmless when that has been done.
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuInit")]
+    pub fn init(&self) -> DriverResult<()> {
+        // SAFETY: no pointer is passed.
+        check(DriverOp::Init, unsafe { (self.table.init)(0) })
+    }
+
+    fn primary_context(&self, device: DeviceOrdinal) -> DriverResult<PrimaryContext> {
+        let invalid =
+            DriverError { op: DriverOp::PrimaryContextRetain, code: DriverCode::INVALID_DEVICE };
+        let index = usize::try_from(device.0).map_err(|_| invalid)?;
+        let slot = self.contexts.get(index).ok_or(invalid)?;
+        if let Some(context) = slot.get() {
+            return Ok(*context);
+        }
+        let mut context: Context = std::ptr::null_mut();
+        // SAFETY: `context` is a valid out-pointer for the call.
+        let code = unsafe { (self.table.primary_context_retain)(&raw mut context, device.0) };
+        check(DriverOp::PrimaryContextRetain, code)?;
+        // Two threads may both retain; the driver counts, and one reference more changes nothing.
+        Ok(*slot.get_or_init(|| PrimaryContext(context)))
+    }
+}
+
+fn check(op: DriverOp, code: c_int) -> DriverResult<()> {
+    tracing::trace!(op = op.symbol(), code);
+    DriverCode(code).ok().map_err(|code| DriverError { op, code })
+}
+
+/// `bytes` for a C `size_t`. Lossless: the crate builds for 64-bit Linux only.
+fn size_t(bytes: u64) -> usize {
+    const { assert!(usize::BITS == 64) };
+    usize::try_from(bytes).unwrap_or(usize::MAX)
+}
+
+impl Driver for CudaDriver {
+    fn version(&self) -> DriverResult<DriverVersion> {
+        let mut version = 0;
+        // SAFETY: `version` is a valid out-pointer.
+        let code = unsafe { (self.table.driver_get_version)(&raw mut version) };
+        check(DriverOp::DriverGetVersion, code)?;
+        Ok(DriverVersion(version))
+    }
+
+    fn device_count(&self) -> DriverResult<i32> {
+        let mut count = 0;
+        // SAFETY: `count` is a valid out-pointer.
+        let code = unsafe { (self.table.device_get_count)(&raw mut count) };
+        check(DriverOp::DeviceGetCount, code)?;
+        Ok(count)
+    }
+
+    fn device_attribute(
+        &self,
+        device: DeviceOrdinal,
+        attribute: DeviceAttribute,
+    ) -> DriverResult<i32> {
+        let mut value = 0;
+        // SAFETY: `value` is a valid out-pointer; unknown attributes are refused by the driver.
+        let code =
+            unsafe { (self.table.device_get_attribute)(&raw mut value, attribute.0, device.0) };
+        check(DriverOp::DeviceGetAttribute, code)?;
+        Ok(value)
+    }
+
+    fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<[u8; 16]> {
+        let mut uuid = [0; 16];
+        // SAFETY: `CUuuid` is 16 bytes, which `uuid` holds.
+        let code = unsafe { (self.table.device_get_uuid)(&raw mut uuid, device.0) };
+        check(DriverOp::DeviceGetUuid, code)?;
+        Ok(uuid)
+    }
+
+    fn make_current(&self, device: DeviceOrdinal) -> DriverResult<()> {
+        let context = self.primary_context(device)?;
+        // SAFETY: the context was retained above and is never released.
+        check(DriverOp::ContextSetCurrent, unsafe { (self.table.context_set_current)(context.0) })
+    }
+
+    fn memory_info(&self) -> DriverResult<MemoryInfo> {
+        let (mut free, mut total) = (0_usize, 0_usize);
+        // SAFETY: both are valid out-pointers.
+        let code = unsafe { (self.table.mem_get_info)(&raw mut free, &raw mut total) };
+        check(DriverOp::MemoryGetInfo, code)?;
+        Ok(MemoryInfo { free_bytes: free as u64, total_bytes: total as u64 })
+    }
+
+    fn synchronize(&self) -> DriverResult<()> {
+        // SAFETY: the call has no argument.
+        check(DriverOp::ContextSynchronize, unsafe { (self.table.context_synchronize)() })
+    }
+
+    fn allocation_granularity(&self, prop: &AllocationProp) -> DriverResult<Granularity> {
+        let mut bytes = 0_usize;
+        // SAFETY: `bytes` is a valid out-pointer and `prop` has the layout of the C structure.
+        let code =
+            unsafe { (self.table.get_granularity)(&raw mut bytes, prop, GRANULARITY_MINIMUM) };
+        check(DriverOp::GetAllocationGranularity, code)?;
+        Ok(Granularity { size_bytes: bytes as u64 })
+    }
+
+    fn address_reserve(
+        &self,
+        size_bytes: u64,
+        alignment_bytes: u64,
+        hint: DeviceAddress,
+    ) -> DriverResult<DeviceAddress> {
+        let mut address = 0_u64;
+        let (size, alignment) = (size_t(size_bytes), size_t(alignment_bytes));
+        // SAFETY: `address` is a valid out-pointer; the driver checks the rest.
+        let code =
+            unsafe { (self.table.address_reserve)(&raw mut address, size, alignment, hint.0, 0) };
+        check(DriverOp::AddressReserve, code)?;
+        Ok(DeviceAddress(address))
+    }
+
+    unsafe fn address_free(&self, range: VaRange) -> DriverResult<()> {
+        // SAFETY: the caller vouches that nothing uses the range; the driver checks that it is whole.
+        let code = unsafe { (self.table.address_free)(range.start.0, size_t(range.size_bytes)) };
+        check(DriverOp::AddressFree, code)
+    }
+
+    fn create(&self, size_bytes: u64, prop: &AllocationProp) -> DriverResult<RawHandle> {
+        let mut handle = 0_u64;
+        // SAFETY: `handle` is a valid out-pointer and `prop` has the layout of the C structure.
+        let code = unsafe { (self.table.create)(&raw mut handle, size_t(size_bytes), prop, 0) };
+        check(DriverOp::Create, code)?;
+        Ok(RawHandle(handle))
+    }
+
+    unsafe fn release(&self, handle: RawHandle) -> DriverResult<()> {
+        // SAFETY: the caller gives up its reference.
+        check(DriverOp::Release, unsafe { (self.table.release)(handle.0) })
+    }
+
+    fn properties(&self, handle: RawHandle) -> DriverResult<AllocationProp> {
+        let mut prop = AllocationProp::pinned_on(DeviceOrdinal(0));
+        // SAFETY: `prop` has the layout of the C structure; a handle that is none is refused.
+        let code = unsafe { (self.table.get_properties)(&raw mut prop, handle.0) };
+        check(DriverOp::GetProperties, code)?;
+        Ok(prop)
+    }
+
+    fn map(&self, range: VaRange, handle: RawHandle) -> DriverResult<()> {
+        // SAFETY: mapping takes nothing away; the driver refuses ranges that are mapped or not reserved.
+        let code =
+            unsafe { (self.table.map)(range.start.0, size_t(range.size_bytes), 0, handle.0, 0) };
+        check(DriverOp::Map, code)
+    }
+
+    unsafe fn unmap(&self, range: VaRange) -> DriverResult<()> {
+        // SAFETY: the caller vouches that no work uses the range.
+        let code = unsafe { (self.table.unmap)(range.start.0, size_t(range.size_bytes)) };
+        check(DriverOp::Unmap, code)
+    }
+
+    fn set_access(&self, range: VaRange, access: &[AccessDesc]) -> DriverResult<()> {
+        let size = size_t(range.size_bytes);
+        // SAFETY: pointer and count describe the slice; `AccessDesc` has the layout of the C structure.
+        let code =
+            unsafe { (self.table.set_access)(range.start.0, size, access.as_ptr(), access.len()) };
+        check(DriverOp::SetAccess, code)
+    }
+
+    fn export_fd(&self, handle: RawHandle) -> DriverResult<OwnedFd> {
+        let mut fd = MaybeUninit::<RawFd>::uninit();
+        let target = fd.as_mut_ptr().cast();
+        // SAFETY: for this handle type the driver writes one `int`, which `fd` holds.
+        let code = unsafe { (self.table.export)(target, handle.0, HANDLE_TYPE_POSIX_FD, 0) };
+        check(DriverOp::Export, code)?;
+        // SAFETY: the call succeeded, so it wrote the descriptor.
+        let fd = unsafe { fd.assume_init() };
+        // SAFETY: the descriptor is new and ours alone.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+
+    fn import_fd(&self, fd: BorrowedFd<'_>) -> DriverResult<RawHandle> {
+        let mut handle = 0_u64;
+        // The driver takes the number itself in place of a pointer.
+        let number = std::ptr::without_provenance_mut(usize::try_from(fd.as_raw_fd()).unwrap_or(0));
+        // SAFETY: `handle` is a valid out-pointer; the descriptor stays open during the call.
+        let code = unsafe { (self.table.import)(&raw mut handle, number, HANDLE_TYPE_POSIX_FD) };
+        check(DriverOp::Import, code)?;
+        Ok(RawHandle(handle))
+    }
+
+    unsafe fn host_register(&self, start: NonNull<u8>, size_bytes: usize) -> DriverResult<()> {
+        let pointer = start.as_ptr().cast();
+        // SAFETY: the caller keeps the range mapped until it is unregistered.
+        let code =
+            unsafe { (self.table.host_register)(pointer, size_bytes, HOST_REGISTER_PORTABLE) };
+        check(DriverOp::HostRegister, code)
+    }
+
+    unsafe fn host_unregister(&self, start: NonNull<u8>) -> DriverResult<()> {
+        // SAFETY: the caller vouches that no copy uses the range.
+        let code = unsafe { (self.table.host_unregister)(start.as_ptr().cast()) };
+        check(DriverOp::HostUnregister, code)
+    }
+
+    fn stream_create(&self) -> DriverResult<RawStream> {
+        let mut stream = 0_u64;
+        // SAFETY: `stream` is a valid out-pointer of pointer size.
+        let code = unsafe { (self.table.stream_create)(&raw mut stream, STREAM_NON_BLOCKING) };
+        check(DriverOp::StreamCreate, code)?;
+        Ok(RawStream(stream))
+    }
+
+    unsafe fn stream_destroy(&self, stream: RawStream) -> DriverResult<()> {
+        // SAFETY: the caller gives the stream up.
+        check(DriverOp::StreamDestroy, unsafe { (self.table.stream_destroy)(stream.0) })
+    }
+
+    fn stream_synchronize(&self, stream: RawStream) -> DriverResult<()> {
+        // SAFETY: a stream that is none is refused by the driver; ours are never reused after destroy.
+        let code = unsafe { (self.table.stream_synchronize)(stream.0) };
+        check(DriverOp::StreamSynchronize, code)
+    }
+
+    fn stream_is_done(&self, stream: RawStream) -> DriverResult<bool> {
+        // SAFETY: as for `stream_synchronize`.
+        let code = unsafe { (self.table.stream_query)(stream.0) };
+        if DriverCode(code) == DriverCode::NOT_READY {
+            return Ok(false);
+        }
+        check(DriverOp::StreamQuery, code).map(|()| true)
+    }
+
+    unsafe fn copy_to_host(
+        &self,
+        target: NonNull<u8>,
+        source: VaRange,
+        stream: RawStream,
+    ) -> DriverResult<()> {
+        let (pointer, size) = (target.as_ptr().cast(), size_t(source.size_bytes));
+        // SAFETY: the caller keeps both ends valid until the stream has passed the copy.
+        let code = unsafe { (self.table.copy_to_host)(pointer, source.start.0, size, stream.0) };
+        check(DriverOp::CopyToHost, code)
+    }
+
+    unsafe fn copy_to_device(
+        &self,
+        target: VaRange,
+        source: NonNull<u8>,
+        stream: RawStream,
+    ) -> DriverResult<()> {
+        let (pointer, size) = (source.as_ptr().cast_const().cast(), size_t(target.size_bytes));
+        // SAFETY: the caller keeps both ends valid until the stream has passed the copy.
+        let code = unsafe { (self.table.copy_to_device)(target.start.0, pointer, size, stream.0) };
+        check(DriverOp::CopyToDevice, code)
+    }
+
+    fn trim_pools(&self, device: DeviceOrdinal) -> DriverResult<()> {
+        let mut pool = 0_u64;
+        // SAFETY: `pool` is a valid out-pointer of pointer size.
+        let code = unsafe { (self.table.default_pool)(&raw mut pool, device.0) };
+        check(DriverOp::PoolTrim, code)?;
+        // SAFETY: the driver gave this pool, which lives as long as the device.
+        check(DriverOp::PoolTrim, unsafe { (self.table.pool_trim)(pool, 0) })?;
+        // SAFETY: no pointer is passed.
+        check(DriverOp::PoolTrim, unsafe { (self.table.graph_mem_trim)(device.0) })
+    }
+}

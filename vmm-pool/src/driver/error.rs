@@ -77,11 +77,7 @@ impl DriverCode {
     /// # Errors
     /// `self`, when it is not [`DriverCode::SUCCESS`].
     pub fn ok(self) -> Result<(), Self> {
-        if self == Self::SUCCESS {
-            Ok(())
-        } else {
-            Err(self)
-        }
+        if self == Self::SUCCESS { Ok(()) } else { Err(self) }
     }
 }
 
@@ -147,6 +143,8 @@ driver_ops! {
     Create => "cuMemCreate",
     /// Give a handle back.
     Release => "cuMemRelease",
+    /// Ask what a handle was created with.
+    GetProperties => "cuMemGetAllocationPropertiesFromHandle",
     /// Map a handle.
     Map => "cuMemMap",
     /// Unmap addresses.

@@ -7,10 +7,7 @@
 //! Every method may be called from any thread and takes no lock of ours. Calls marked *blocks* may wait
 //! for the device; all others return promptly.
 
-#![expect(
-    unsafe_code,
-    reason = "declares the driver methods that can pull memory from under work"
-)]
+#![expect(unsafe_code, reason = "declares the driver methods that can pull memory from under work")]
 
 mod cuda;
 mod error;
@@ -140,6 +137,13 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// `INVALID_VALUE` for a handle that is none.
     #[doc(alias = "cuMemRelease")]
     unsafe fn release(&self, handle: RawHandle) -> DriverResult<()>;
+
+    /// What the memory of `handle` was created with, also for imports.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` for a handle that is none.
+    #[doc(alias = "cuMemGetAllocationPropertiesFromHandle")]
+    fn properties(&self, handle: RawHandle) -> DriverResult<AllocationProp>;
 
     /// Maps the whole of `handle` at `range`, without access.
     ///

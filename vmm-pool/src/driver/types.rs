@@ -106,10 +106,7 @@ pub struct Location {
 impl Location {
     /// The memory of `device`.
     pub fn device(device: DeviceOrdinal) -> Self {
-        Self {
-            kind: LocationKind::DEVICE,
-            id: device.0,
-        }
+        Self { kind: LocationKind::DEVICE, id: device.0 }
     }
 
     /// The GPU, when this place is one.
@@ -187,10 +184,7 @@ impl AccessDesc {
 
     /// Read and write from `device`.
     pub fn read_write(device: DeviceOrdinal) -> Self {
-        Self {
-            location: Location::device(device),
-            flags: Self::READ_WRITE,
-        }
+        Self { location: Location::device(device), flags: Self::READ_WRITE }
     }
 }
 

@@ -1,1 +1,302 @@
-//! The simulated driver. (Written next.)
+//! The simulated driver: device memory as files on a shared directory, streams as threads.
+//!
+//! Bytes are real, processes share a [`SimNode`], and everything that the real driver refuses is refused
+//! with the same code. Memory is free only when its last holder in any process is gone. There is no
+//! scheduling of kernels, no multicast and no fabric.
+//!
+//! Unlike on a GPU, work that touches an unmapped address fails with `ILLEGAL_ADDRESS` and never reads or
+//! writes anything else, whatever other threads unmap meanwhile.
+
+#![expect(unsafe_code, reason = "implements the unsafe methods of the driver trait")]
+
+mod core;
+mod faults;
+mod memory;
+mod node;
+mod stream;
+mod vm;
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::ops::Deref;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub use self::core::{AccessGuard, Core, PublishedName, Touch};
+pub use self::faults::{FaultSpan, Faults, Latency};
+pub use self::memory::{GRANULARITY_BYTES, MappingInfo};
+pub use self::node::SimNode;
+pub use self::stream::{StreamKind, Work};
+
+use super::{
+    AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver, DriverCode,
+    DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo, RawHandle,
+    RawStream, VaRange,
+};
+
+/// How a simulated driver behaves in one process.
+#[derive(Clone, Debug)]
+pub struct SimOptions {
+    /// Which devices of the node this process sees, in its order; `None` for all.
+    pub visible: Option<Vec<usize>>,
+    /// Device memory that the first use of a device costs, in bytes.
+    pub context_bytes: u64,
+    /// Does the driver offer virtual memory management?
+    pub virtual_memory: bool,
+    /// Version to claim; `None` for the node's.
+    pub version: Option<DriverVersion>,
+    /// How long calls take.
+    pub latency: Latency,
+}
+
+impl Default for SimOptions {
+    fn default() -> Self {
+        Self {
+            visible: None,
+            context_bytes: 0,
+            virtual_memory: true,
+            version: None,
+            latency: Latency::default(),
+        }
+    }
+}
+
+static INSTANCES: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    /// The current device of this thread, by driver instance.
+    static CURRENT: RefCell<BTreeMap<u64, DeviceOrdinal>> = const { RefCell::new(BTreeMap::new()) };
+}
+
+/// A driver on a simulated node. Dropping it ends its streams and releases all that it holds.
+#[derive(Debug)]
+pub struct SimDriver {
+    core: Arc<Core>,
+    instance: u64,
+}
+
+impl SimDriver {
+    /// A driver on `node`.
+    pub fn new(node: SimNode, options: SimOptions) -> Self {
+        // Every handle costs a descriptor, and jobs have thousands. With fewer, creation fails sooner.
+        vm::raise_descriptor_limit();
+        Self {
+            core: Arc::new(Core::new(node, options)),
+            instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
+        }
+    }
+
+    /// The parts below the trait.
+    pub fn core(&self) -> &Arc<Core> {
+        &self.core
+    }
+
+    /// The device that [`Driver::make_current`] chose for this thread.
+    fn current(&self) -> Result<DeviceOrdinal, DriverCode> {
+        CURRENT
+            .with_borrow(|map| map.get(&self.instance).copied())
+            .ok_or(DriverCode::INVALID_CONTEXT)
+    }
+
+    fn call<T>(
+        &self,
+        op: DriverOp,
+        body: impl FnOnce(&Arc<Core>) -> Result<T, DriverCode>,
+    ) -> DriverResult<T> {
+        self.core
+            .enter(op.symbol())
+            .and_then(|()| body(&self.core))
+            .map_err(|code| DriverError { op, code })
+    }
+
+    /// As `call`, for those that need a current context.
+    fn call_on_device<T>(
+        &self,
+        op: DriverOp,
+        body: impl FnOnce(&Arc<Core>, DeviceOrdinal) -> Result<T, DriverCode>,
+    ) -> DriverResult<T> {
+        self.call(op, |core| body(core, self.current()?))
+    }
+}
+
+impl Deref for SimDriver {
+    type Target = Core;
+
+    fn deref(&self) -> &Core {
+        &self.core
+    }
+}
+
+impl Drop for SimDriver {
+    fn drop(&mut self) {
+        self.core.close();
+        CURRENT.with_borrow_mut(|map| map.remove(&self.instance));
+    }
+}
+
+/// A host pointer as the number that the simulation works with.
+fn exposed(pointer: NonNull<u8>) -> u64 {
+    pointer.as_ptr().expose_provenance() as u64
+}
+
+impl Driver for SimDriver {
+    fn version(&self) -> DriverResult<DriverVersion> {
+        self.call(DriverOp::DriverGetVersion, |core| Ok(core.driver_version()))
+    }
+
+    fn device_count(&self) -> DriverResult<i32> {
+        self.call(DriverOp::DeviceGetCount, |core| {
+            i32::try_from(core.visible_count()).map_err(|_| DriverCode::UNKNOWN)
+        })
+    }
+
+    fn device_attribute(
+        &self,
+        device: DeviceOrdinal,
+        attribute: DeviceAttribute,
+    ) -> DriverResult<i32> {
+        self.call(DriverOp::DeviceGetAttribute, |core| core.attribute(device, attribute))
+    }
+
+    fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<[u8; 16]> {
+        self.call(DriverOp::DeviceGetUuid, |core| core.uuid(device))
+    }
+
+    fn make_current(&self, device: DeviceOrdinal) -> DriverResult<()> {
+        self.call(DriverOp::PrimaryContextRetain, |core| core.ensure_context(device))?;
+        self.call(DriverOp::ContextSetCurrent, |_| {
+            CURRENT.with_borrow_mut(|map| map.insert(self.instance, device));
+            Ok(())
+        })
+    }
+
+    fn memory_info(&self) -> DriverResult<MemoryInfo> {
+        self.call_on_device(DriverOp::MemoryGetInfo, |core, device| core.memory_of(device))
+    }
+
+    fn synchronize(&self) -> DriverResult<()> {
+        self.call_on_device(DriverOp::ContextSynchronize, |core, device| core.wait_device(device))
+    }
+
+    fn allocation_granularity(&self, prop: &AllocationProp) -> DriverResult<Granularity> {
+        self.call(DriverOp::GetAllocationGranularity, |core| {
+            core.check_prop(prop).map(|size_bytes| Granularity { size_bytes })
+        })
+    }
+
+    fn address_reserve(
+        &self,
+        size_bytes: u64,
+        alignment_bytes: u64,
+        hint: DeviceAddress,
+    ) -> DriverResult<DeviceAddress> {
+        self.call(DriverOp::AddressReserve, |core| core.reserve(size_bytes, alignment_bytes, hint))
+    }
+
+    unsafe fn address_free(&self, range: VaRange) -> DriverResult<()> {
+        self.call(DriverOp::AddressFree, |core| core.free_addresses(range))
+    }
+
+    fn create(&self, size_bytes: u64, prop: &AllocationProp) -> DriverResult<RawHandle> {
+        self.call(DriverOp::Create, |core| core.create_memory(size_bytes, prop))
+    }
+
+    unsafe fn release(&self, handle: RawHandle) -> DriverResult<()> {
+        self.call(DriverOp::Release, |core| core.release_memory(handle))
+    }
+
+    fn properties(&self, handle: RawHandle) -> DriverResult<AllocationProp> {
+        self.call(DriverOp::GetProperties, |core| core.prop_of(handle))
+    }
+
+    fn map(&self, range: VaRange, handle: RawHandle) -> DriverResult<()> {
+        self.call(DriverOp::Map, |core| core.map_memory(range, handle))
+    }
+
+    unsafe fn unmap(&self, range: VaRange) -> DriverResult<()> {
+        self.call(DriverOp::Unmap, |core| core.unmap_memory(range))
+    }
+
+    fn set_access(&self, range: VaRange, access: &[AccessDesc]) -> DriverResult<()> {
+        self.call(DriverOp::SetAccess, |core| core.grant(range, access))
+    }
+
+    fn export_fd(&self, handle: RawHandle) -> DriverResult<OwnedFd> {
+        self.call(DriverOp::Export, |core| core.export_memory(handle))
+    }
+
+    fn import_fd(&self, fd: BorrowedFd<'_>) -> DriverResult<RawHandle> {
+        self.call(DriverOp::Import, |core| core.import_memory(fd))
+    }
+
+    unsafe fn host_register(&self, start: NonNull<u8>, size_bytes: usize) -> DriverResult<()> {
+        self.call_on_device(DriverOp::HostRegister, |core, _| {
+            core.register_host(exposed(start), size_bytes as u64)
+        })
+    }
+
+    unsafe fn host_unregister(&self, start: NonNull<u8>) -> DriverResult<()> {
+        self.call_on_device(DriverOp::HostUnregister, |core, _| {
+            core.unregister_host(exposed(start))
+        })
+    }
+
+    fn stream_create(&self) -> DriverResult<RawStream> {
+        self.call_on_device(DriverOp::StreamCreate, |core, device| {
+            core.new_stream(device, StreamKind::NonBlocking)
+        })
+    }
+
+    unsafe fn stream_destroy(&self, stream: RawStream) -> DriverResult<()> {
+        self.call_on_device(DriverOp::StreamDestroy, |core, _| core.end_stream(stream))
+    }
+
+    fn stream_synchronize(&self, stream: RawStream) -> DriverResult<()> {
+        self.call_on_device(DriverOp::StreamSynchronize, |core, _| core.wait_stream(stream))
+    }
+
+    fn stream_is_done(&self, stream: RawStream) -> DriverResult<bool> {
+        self.call_on_device(DriverOp::StreamQuery, |core, _| core.stream_idle(stream))
+    }
+
+    unsafe fn copy_to_host(
+        &self,
+        target: NonNull<u8>,
+        source: VaRange,
+        stream: RawStream,
+    ) -> DriverResult<()> {
+        let target = exposed(target);
+        self.call_on_device(DriverOp::CopyToHost, |core, _| {
+            let device = core.stream_device(stream)?;
+            let work: Work = Arc::new(move |core| {
+                // SAFETY: the caller keeps `target` valid until the stream has passed this copy.
+                unsafe { core.copy((device, target), (device, source.start.0), source.size_bytes) }
+            });
+            core.enqueue(stream, work)
+        })
+    }
+
+    unsafe fn copy_to_device(
+        &self,
+        target: VaRange,
+        source: NonNull<u8>,
+        stream: RawStream,
+    ) -> DriverResult<()> {
+        let source = exposed(source);
+        self.call_on_device(DriverOp::CopyToDevice, |core, _| {
+            let device = core.stream_device(stream)?;
+            let work: Work = Arc::new(move |core| {
+                // SAFETY: the caller keeps `source` valid until the stream has passed this copy.
+                unsafe { core.copy((device, target.start.0), (device, source), target.size_bytes) }
+            });
+            core.enqueue(stream, work)
+        })
+    }
+
+    fn trim_pools(&self, device: DeviceOrdinal) -> DriverResult<()> {
+        // The simulation has no stream-ordered pools, so there is nothing to return.
+        self.call(DriverOp::PoolTrim, |core| core.node_index(device).map(drop))
+    }
+}

@@ -1,0 +1,117 @@
+//! Access to bytes, for work on streams.
+
+#![expect(
+    unsafe_code,
+    reason = "stream work copies between addresses whose mapping was just checked"
+)]
+
+use std::sync::RwLockReadGuard;
+
+use super::Core;
+use crate::driver::sim::memory::{Coded, Memory};
+use crate::driver::sim::vm;
+use crate::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, Location, VaRange};
+
+/// Most bytes copied before the mapping is looked up again.
+const COPY_CHUNK_BYTES: u64 = 4 << 20;
+
+/// What a kernel means to do with a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Touch {
+    /// Load from it.
+    Read,
+    /// Store to it, and perhaps load.
+    Write,
+}
+
+/// Proof that some ranges may be touched; while it lives, no mapping of the process changes.
+#[derive(Debug)]
+pub struct AccessGuard<'a> {
+    _memory: RwLockReadGuard<'a, Memory>,
+}
+
+impl Core {
+    /// Checks that `device` may touch all of `ranges`, and keeps it so while the guard lives. A range
+    /// outside every reservation is host memory, for which the caller vouches.
+    ///
+    /// # Errors
+    /// `ILLEGAL_ADDRESS`.
+    pub fn access(
+        &self,
+        device: DeviceOrdinal,
+        ranges: &[(VaRange, Touch)],
+    ) -> Coded<AccessGuard<'_>> {
+        let memory = self.read();
+        for (range, touch) in ranges {
+            check(&memory, device, range.start.0, range.size_bytes, *touch)?;
+        }
+        Ok(AccessGuard { _memory: memory })
+    }
+
+    /// Copies `size_bytes` bytes; each side is reached as its device would.
+    ///
+    /// # Safety
+    /// An address outside every reservation is host memory of this process that the caller may use so.
+    ///
+    /// # Errors
+    /// `ILLEGAL_ADDRESS`; bytes before the offending address may have been copied.
+    pub unsafe fn copy(
+        &self,
+        target: (DeviceOrdinal, u64),
+        source: (DeviceOrdinal, u64),
+        size_bytes: u64,
+    ) -> Coded<()> {
+        for (offset, length) in chunks(size_bytes) {
+            let (to, from) = (target.1 + offset, source.1 + offset);
+            let memory = self.read();
+            check(&memory, target.0, to, length, Touch::Write)?;
+            check(&memory, source.0, from, length, Touch::Read)?;
+            let length = usize::try_from(length).map_err(|_| DriverCode::INVALID_VALUE)?;
+            // SAFETY: device addresses have just been checked and stay mapped while `memory` is locked;
+            // for host addresses the caller vouches.
+            unsafe { vm::copy(to, from, length) };
+        }
+        Ok(())
+    }
+
+    /// Fills a range with copies of `pattern`, whose length divides the chunk size, as `device` would.
+    ///
+    /// # Safety
+    /// As [`Self::copy`].
+    ///
+    /// # Errors
+    /// `ILLEGAL_ADDRESS`.
+    pub unsafe fn fill(&self, device: DeviceOrdinal, range: VaRange, pattern: &[u8]) -> Coded<()> {
+        for (offset, length) in chunks(range.size_bytes) {
+            let to = range.start.0 + offset;
+            let part = VaRange::new(DeviceAddress(to), length);
+            let _guard = self.access(device, &[(part, Touch::Write)])?;
+            let length = usize::try_from(length).map_err(|_| DriverCode::INVALID_VALUE)?;
+            // SAFETY: as in `copy`.
+            unsafe { vm::fill(to, length, pattern) };
+        }
+        Ok(())
+    }
+}
+
+fn check(
+    memory: &Memory,
+    device: DeviceOrdinal,
+    start: u64,
+    size_bytes: u64,
+    touch: Touch,
+) -> Coded<()> {
+    let flags = match touch {
+        Touch::Read => 1,
+        Touch::Write => AccessDesc::READ_WRITE,
+    };
+    let range = VaRange::new(DeviceAddress(start), size_bytes);
+    memory.check_touch(range, Location::device(device), flags)
+}
+
+fn chunks(size_bytes: u64) -> impl Iterator<Item = (u64, u64)> {
+    (0..size_bytes.div_ceil(COPY_CHUNK_BYTES)).map(move |index| {
+        let offset = index * COPY_CHUNK_BYTES;
+        (offset, COPY_CHUNK_BYTES.min(size_bytes - offset))
+    })
+}

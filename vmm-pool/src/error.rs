@@ -1,0 +1,109 @@
+//! Why the pool did not do what it was asked.
+
+use crate::driver::{DeviceAddress, DeviceOrdinal, DriverCode, DriverError};
+
+/// An operation of the pool that was not carried out.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PoolError {
+    /// The handle or address is not the pool's: whoever asked should ask the driver itself.
+    #[error("not memory of the pool")]
+    NotOurs,
+    /// The handle was the pool's and has been released.
+    #[error("the handle {handle:#x} has been released")]
+    StaleHandle {
+        /// The value given.
+        handle: u64,
+    },
+    /// The driver refused.
+    #[error("{source}: {object} ({size_bytes} bytes{})", on_device(*device))]
+    Driver {
+        /// What it was about.
+        object: String,
+        /// Its size.
+        size_bytes: u64,
+        /// Where it lives, for device memory.
+        device: Option<DeviceOrdinal>,
+        /// The call and its code.
+        #[source]
+        source: DriverError,
+    },
+    /// The device cannot hold the memory now; nothing was taken.
+    #[error(
+        "{device} has {free_bytes} bytes free and {needed_bytes} are needed: free {} more, or wait",
+        needed_bytes.saturating_sub(*free_bytes)
+    )]
+    OutOfDeviceMemory {
+        /// The device.
+        device: DeviceOrdinal,
+        /// Bytes that must come.
+        needed_bytes: u64,
+        /// Bytes that could.
+        free_bytes: u64,
+    },
+    /// The host cannot hold the contents; nothing was given up.
+    #[error(
+        "saving {needed_bytes} bytes needs {grow_bytes} more bytes of host memory, and {available_bytes} are \
+         available: free host memory, or mark memory whose contents can go as discard"
+    )]
+    OutOfHostMemory {
+        /// Bytes to save.
+        needed_bytes: u64,
+        /// Bytes that the arena would have to grow by.
+        grow_bytes: u64,
+        /// Bytes the host can give.
+        available_bytes: u64,
+    },
+    /// A peer's memory that this process maps did not arrive.
+    #[error("no descriptor arrived for the imported allocation at {address} ({size_bytes} bytes)")]
+    MissingImport {
+        /// First address it is mapped at.
+        address: DeviceAddress,
+        /// Its size.
+        size_bytes: u64,
+    },
+}
+
+fn on_device(device: Option<DeviceOrdinal>) -> String {
+    device.map_or_else(String::new, |device| format!(" on {device}"))
+}
+
+impl PoolError {
+    /// The code to hand to a caller of the driver interface; `None` for memory that is not ours.
+    pub fn code(&self) -> Option<DriverCode> {
+        match self {
+            Self::NotOurs => None,
+            Self::StaleHandle { .. } | Self::MissingImport { .. } => {
+                Some(DriverCode::INVALID_VALUE)
+            }
+            Self::Driver { source, .. } => Some(source.code),
+            Self::OutOfDeviceMemory { .. } | Self::OutOfHostMemory { .. } => {
+                Some(DriverCode::OUT_OF_MEMORY)
+            }
+        }
+    }
+}
+
+/// Result of a pool operation.
+pub type PoolResult<T> = Result<T, PoolError>;
+
+/// Adds what a driver error was about.
+pub(crate) trait Describe<T> {
+    fn about(
+        self,
+        object: impl FnOnce() -> String,
+        size_bytes: u64,
+        device: Option<DeviceOrdinal>,
+    ) -> PoolResult<T>;
+}
+
+impl<T> Describe<T> for Result<T, DriverError> {
+    fn about(
+        self,
+        object: impl FnOnce() -> String,
+        size_bytes: u64,
+        device: Option<DeviceOrdinal>,
+    ) -> PoolResult<T> {
+        self.map_err(|source| PoolError::Driver { object: object(), size_bytes, device, source })
+    }
+}

@@ -1,0 +1,213 @@
+//! Plain device allocations (`cuMemAlloc`) made from pool memory, so that they can be paused.
+
+#![expect(unsafe_code, reason = "unmaps, releases and frees through the driver")]
+
+use std::collections::BTreeMap;
+
+use super::{Class, Pool};
+use crate::driver::{
+    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
+    DriverOp, VaRange,
+};
+use crate::error::{Describe, PoolError, PoolResult};
+
+impl<D: Driver> Pool<D> {
+    /// A block of at least `size_bytes` on the device of `prop`, mapped and reachable by `accessors`.
+    ///
+    /// # Errors
+    /// [`PoolError::Driver`]; nothing is left behind.
+    ///
+    /// # Driver calls
+    /// `cuMemGetAllocationGranularity`, `cuMemCreate`, `cuMemAddressReserve`, `cuMemMap`,
+    /// `cuMemSetAccess`.
+    #[doc(alias = "cuMemAlloc")]
+    pub fn block_allocate(
+        &self,
+        size_bytes: u64,
+        prop: &AllocationProp,
+        accessors: &[DeviceOrdinal],
+        class: Class,
+    ) -> PoolResult<DeviceAddress> {
+        let device = prop.location.as_device();
+        let block = || "new block".to_owned();
+        let granularity =
+            self.driver.allocation_granularity(prop).about(block, size_bytes, device)?;
+        let too_large = DriverError { op: DriverOp::Create, code: DriverCode::OUT_OF_MEMORY };
+        let padded_bytes =
+            granularity.round_up(size_bytes).ok_or(too_large).about(block, size_bytes, device)?;
+        let (key, handle) = self.create_keyed(padded_bytes, prop, class)?;
+        let address = match self.driver.address_reserve(padded_bytes, 0, DeviceAddress(0)) {
+            Ok(address) => address,
+            Err(error) => {
+                self.release(handle.raw())?;
+                return Err(error).about(block, padded_bytes, device);
+            }
+        };
+        let range = VaRange::new(address, padded_bytes);
+        let access: Vec<_> = accessors.iter().map(|&who| AccessDesc::read_write(who)).collect();
+        if let Err(error) = self.block_map(range, handle.raw(), &access) {
+            // SAFETY: nobody has seen the range yet.
+            let freed = unsafe { self.driver.address_free(range) };
+            freed.about(block, padded_bytes, device)?;
+            self.release(handle.raw())?;
+            return Err(error);
+        }
+        let mut tables = self.tables();
+        let allocation = &mut tables.allocations[key];
+        allocation.block_size_bytes = Some(size_bytes);
+        // From here on the mapping alone keeps the block alive.
+        allocation.references = 0;
+        Ok(address)
+    }
+
+    fn block_map(&self, range: VaRange, handle: u64, access: &[AccessDesc]) -> PoolResult<()> {
+        self.map(range, 0, handle)?;
+        if let Err(error) = self.set_access(range, access) {
+            self.unmap(range)?;
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// Maps `handle` (an import) as a block at an address of the driver's choosing, and takes over the
+    /// caller's reference: from here on the mapping alone keeps it.
+    ///
+    /// # Errors
+    /// [`PoolError::NotOurs`], [`PoolError::StaleHandle`], [`PoolError::Driver`]; the reference is
+    /// used up either way.
+    ///
+    /// # Driver calls
+    /// `cuMemAddressReserve`, `cuMemMap`, `cuMemSetAccess`.
+    pub fn block_open(
+        &self,
+        handle: u64,
+        size_bytes: u64,
+        accessor: DeviceOrdinal,
+    ) -> PoolResult<DeviceAddress> {
+        let opened = self.block_open_at_new_range(handle, accessor);
+        if let Ok(range) = opened {
+            let mut tables = self.tables();
+            let key = tables.find(handle)?;
+            let wanted = if size_bytes == 0 { range.size_bytes } else { size_bytes };
+            tables.allocations[key].block_size_bytes = Some(wanted);
+        }
+        self.release(handle)?;
+        opened.map(|range| range.start)
+    }
+
+    fn block_open_at_new_range(&self, handle: u64, accessor: DeviceOrdinal) -> PoolResult<VaRange> {
+        let size_bytes = {
+            let tables = self.tables();
+            let key = tables.find(handle)?;
+            tables.allocations[key].size_bytes
+        };
+        let about = || "address for an opened block".to_owned();
+        let address = self.driver.address_reserve(size_bytes, 0, DeviceAddress(0)).about(
+            about,
+            size_bytes,
+            Some(accessor),
+        )?;
+        let range = VaRange::new(address, size_bytes);
+        if let Err(error) = self.block_map(range, handle, &[AccessDesc::read_write(accessor)]) {
+            // SAFETY: nobody has seen the range yet.
+            let freed = unsafe { self.driver.address_free(range) };
+            freed.about(about, size_bytes, Some(accessor))?;
+            return Err(error);
+        }
+        Ok(range)
+    }
+
+    /// Identity, size asked for and size on the device of the block that starts at `address`. *While
+    /// vacated.*
+    pub fn block_identity(
+        &self,
+        address: DeviceAddress,
+    ) -> Option<(crate::AllocationId, u64, u64)> {
+        let tables = self.tables();
+        let mapping = tables.mappings.get(&address.0)?;
+        let found = tables.allocations.get(mapping.allocation)?;
+        Some((found.id, found.block_size_bytes?, found.size_bytes))
+    }
+
+    /// Counts a plain allocation that was left to the driver, and why.
+    pub fn native_allocated(
+        &self,
+        address: DeviceAddress,
+        size_bytes: u64,
+        device: DeviceOrdinal,
+        reason: &'static str,
+    ) {
+        let native = super::tables::Native { size_bytes, device, reason };
+        self.tables().natives.insert(address.0, native);
+    }
+
+    /// Forgets a plain allocation that was counted.
+    pub fn native_freed(&self, address: DeviceAddress) {
+        self.tables().natives.remove(&address.0);
+    }
+
+    /// Frees the block that starts at `address`. *While vacated.* The caller has waited for work on it.
+    ///
+    /// # Errors
+    /// [`PoolError::NotOurs`] when no block starts there; [`PoolError::Driver`].
+    ///
+    /// # Driver calls
+    /// `cuMemUnmap` and `cuMemRelease` when it is resident, `cuMemAddressFree`.
+    #[doc(alias = "cuMemFree")]
+    pub fn block_free(&self, address: DeviceAddress) -> PoolResult<()> {
+        let range = self.block_range(address).ok_or(PoolError::NotOurs)?;
+        self.unmap(range)?;
+        // SAFETY: the application frees the block, and nothing is mapped in the range any more.
+        unsafe { self.driver.address_free(range) }.about(
+            || format!("block at {address}"),
+            range.size_bytes,
+            None,
+        )
+    }
+
+    /// The whole range of the block that starts at `address`, padding included. *While vacated.*
+    pub fn block_range(&self, address: DeviceAddress) -> Option<VaRange> {
+        let tables = self.tables();
+        let mapping = tables.mappings.get(&address.0)?;
+        tables.allocations.get(mapping.allocation)?.block_size_bytes?;
+        Some(mapping.range)
+    }
+
+    /// Lets `accessor` reach every block of `owner`, as `cuCtxEnablePeerAccess` does for plain memory.
+    ///
+    /// # Errors
+    /// [`PoolError::Driver`] for the first block that could not be opened; earlier ones stay open.
+    ///
+    /// # Driver calls
+    /// `cuMemSetAccess` for each block.
+    pub fn open_blocks_to(&self, owner: DeviceOrdinal, accessor: DeviceOrdinal) -> PoolResult<()> {
+        let ranges: Vec<VaRange> = {
+            let tables = self.tables();
+            tables
+                .mappings
+                .values()
+                .filter(|mapping| {
+                    let allocation = &tables.allocations[mapping.allocation];
+                    allocation.block_size_bytes.is_some() && allocation.device() == Some(owner)
+                })
+                .map(|mapping| mapping.range)
+                .collect()
+        };
+        for range in ranges {
+            self.set_access(range, &[AccessDesc::read_write(accessor)])?;
+        }
+        Ok(())
+    }
+
+    /// How many blocks there are, by the size asked for; for tests and reports.
+    pub fn block_sizes(&self) -> BTreeMap<u64, usize> {
+        let tables = self.tables();
+        let mut sizes = BTreeMap::new();
+        for (_, allocation) in &tables.allocations {
+            if let Some(size) = allocation.block_size_bytes {
+                *sizes.entry(size).or_insert(0) += 1;
+            }
+        }
+        sizes
+    }
+}

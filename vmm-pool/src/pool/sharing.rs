@@ -1,0 +1,209 @@
+//! Memory that crosses processes: exports of ours, imports of others'.
+
+#![expect(unsafe_code, reason = "gives handles back to the driver")]
+
+use std::collections::BTreeSet;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use super::tables::{Allocation, Origin};
+use super::{Class, Pool};
+use crate::driver::Driver;
+use crate::error::{Describe, PoolError, PoolResult};
+use crate::{AllocationId, VirtualHandle};
+
+/// What a ticket for an allocation must say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Export {
+    /// Its identity.
+    pub id: AllocationId,
+    /// Its size.
+    pub size_bytes: u64,
+}
+
+/// What an importer knows of memory that another process owns.
+#[derive(Clone, Debug)]
+pub struct ImportSource {
+    /// The identity on the ticket.
+    pub id: AllocationId,
+    /// The size on the ticket.
+    pub size_bytes: u64,
+    /// Where the owner is found again; the pool does not look inside.
+    pub owner: Vec<u8>,
+}
+
+impl<D: Driver> Pool<D> {
+    /// Makes `handle` importable by others, and counts one ticket. Memory stays alive until somebody
+    /// has redeemed the ticket, as it would for a descriptor of the driver's.
+    ///
+    /// # Errors
+    /// [`PoolError::NotOurs`], [`PoolError::StaleHandle`]; [`PoolError::Driver`] as for a plain export.
+    ///
+    /// # Driver calls
+    /// `cuMemExportToShareableHandle`, once an allocation.
+    #[doc(alias = "cuMemExportToShareableHandle")]
+    pub fn export(&self, handle: u64) -> PoolResult<Export> {
+        let (key, raw, export) = {
+            let mut tables = self.tables();
+            let key = tables.find(handle)?;
+            let found = &mut tables.allocations[key];
+            let export = Export { id: found.id, size_bytes: found.size_bytes };
+            if found.exported.is_some() || !found.is_own() {
+                found.tickets_open += u32::from(found.is_own());
+                return Ok(export);
+            }
+            let raw = found.raw.ok_or(PoolError::StaleHandle { handle })?;
+            (key, raw, export)
+        };
+        let fd = self.driver.export_fd(raw).about(
+            || "export of an allocation".to_owned(),
+            export.size_bytes,
+            None,
+        )?;
+        let mut tables = self.tables();
+        if let Some(found) = tables.allocations.get_mut(key) {
+            found.exported = Some(fd);
+            found.tickets_open += 1;
+        }
+        Ok(export)
+    }
+
+    /// The owner of an import, where `handle` is one; `None` for own memory.
+    ///
+    /// # Errors
+    /// [`PoolError::NotOurs`], [`PoolError::StaleHandle`].
+    pub fn import_owner(&self, handle: u64) -> PoolResult<Option<Vec<u8>>> {
+        let tables = self.tables();
+        let key = tables.find(handle)?;
+        Ok(match &tables.allocations[key].origin {
+            Origin::Imported { owner } => Some(owner.clone()),
+            Origin::Own | Origin::Foreign => None,
+        })
+    }
+
+    /// Redeems a ticket: a descriptor of the driver's for `id`, on behalf of `importer`.
+    ///
+    /// Once every ticket has been redeemed by somebody, the descriptor kept since [`Pool::export`] is
+    /// let go, and with it memory that nothing else holds.
+    ///
+    /// # Errors
+    /// [`PoolError::StaleHandle`] when the allocation is gone or not resident; [`PoolError::Driver`].
+    ///
+    /// # Driver calls
+    /// `cuMemExportToShareableHandle` when no descriptor is at hand.
+    pub fn redeem(&self, id: AllocationId, importer: u64) -> PoolResult<OwnedFd> {
+        let stale = PoolError::StaleHandle { handle: 0 };
+        let (key, raw) = {
+            let mut tables = self.tables();
+            let Some(&key) = tables.by_id.get(&id) else {
+                return Err(stale);
+            };
+            let found = &mut tables.allocations[key];
+            if found.importers.insert(importer) {
+                found.tickets_open = found.tickets_open.saturating_sub(1);
+            }
+            let duplicate = match &found.exported {
+                Some(fd) if found.tickets_open > 0 => fd.as_fd().try_clone_to_owned().ok(),
+                Some(_) => found.exported.take(),
+                None => None,
+            };
+            if let Some(fd) = duplicate {
+                // The descriptor itself now keeps the memory for the importer.
+                let garbage = tables.take_garbage(key);
+                drop(tables);
+                self.dispose(garbage)?;
+                return Ok(fd);
+            }
+            (key, found.raw.ok_or(stale)?)
+        };
+        let fd =
+            self.driver.export_fd(raw).about(|| format!("export of allocation {id:?}"), 0, None)?;
+        let garbage = self.tables().take_garbage(key);
+        self.dispose(garbage)?;
+        Ok(fd)
+    }
+
+    /// One more reference to `id`, when this process holds it already, as owner or importer.
+    pub fn import_held(&self, id: AllocationId) -> Option<VirtualHandle> {
+        let mut tables = self.tables();
+        let key = *tables.by_id.get(&id)?;
+        let found = &mut tables.allocations[key];
+        found.references += 1;
+        // An own ticket that comes home is redeemed too.
+        if found.is_own() {
+            found.tickets_open = found.tickets_open.saturating_sub(1);
+            if found.tickets_open == 0 {
+                found.exported = None;
+            }
+        }
+        tables.handle_of(key)
+    }
+
+    /// Imports what another process owns, from the driver's descriptor `fd`.
+    ///
+    /// # Errors
+    /// [`PoolError::Driver`].
+    ///
+    /// # Driver calls
+    /// `cuMemImportFromShareableHandle`, `cuMemGetAllocationPropertiesFromHandle`.
+    #[doc(alias = "cuMemImportFromShareableHandle")]
+    pub fn import(
+        &self,
+        source: ImportSource,
+        fd: BorrowedFd<'_>,
+        class: Class,
+    ) -> PoolResult<VirtualHandle> {
+        let origin = Origin::Imported { owner: source.owner };
+        self.insert_import(source.id, source.size_bytes, origin, fd, class)
+    }
+
+    /// Imports from a descriptor whose owner is unknown. Such memory is counted and never paused.
+    ///
+    /// # Errors
+    /// [`PoolError::Driver`].
+    ///
+    /// # Driver calls
+    /// `cuMemImportFromShareableHandle`, `cuMemGetAllocationPropertiesFromHandle`.
+    pub fn import_foreign(&self, fd: BorrowedFd<'_>, class: Class) -> PoolResult<VirtualHandle> {
+        let id = AllocationId::random().ok_or(PoolError::NotOurs)?;
+        self.insert_import(id, 0, Origin::Foreign, fd, class)
+    }
+
+    fn insert_import(
+        &self,
+        id: AllocationId,
+        size_bytes: u64,
+        origin: Origin,
+        fd: BorrowedFd<'_>,
+        class: Class,
+    ) -> PoolResult<VirtualHandle> {
+        let import = || "import of a peer's allocation".to_owned();
+        let raw = self.driver.import_fd(fd).about(import, size_bytes, None)?;
+        let prop = match self.driver.properties(raw) {
+            Ok(prop) => prop,
+            Err(error) => {
+                // SAFETY: the handle was made above and nobody else has seen it.
+                unsafe { self.driver.release(raw) }.about(import, size_bytes, None)?;
+                return Err(error).about(import, size_bytes, None);
+            }
+        };
+        let mut tables = self.tables();
+        let (_, handle) = tables.insert(Allocation {
+            id,
+            size_bytes,
+            prop,
+            origin,
+            class,
+            generation: 0,
+            references: 1,
+            mappings: BTreeSet::new(),
+            tickets_open: 0,
+            importers: BTreeSet::new(),
+            exported: None,
+            raw: Some(raw),
+            pinned: None,
+            saved: None,
+            block_size_bytes: None,
+        });
+        Ok(handle)
+    }
+}

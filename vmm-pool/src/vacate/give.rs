@@ -1,0 +1,348 @@
+//! The giving half: contents to the host, imports dropped, own memory released.
+
+#![expect(unsafe_code, reason = "unmaps and releases through the driver")]
+
+use std::collections::BTreeMap;
+
+use super::{StepLog, present_mappings};
+use crate::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, Driver, RawHandle, VaRange};
+use crate::error::{Describe, PoolResult};
+use crate::pool::{Pool, is_saved};
+use crate::staging::{CopyStreams, HostBudget, Saved};
+
+/// Bytes copied between two looks at a stream. At 55 GB/s that is 5 ms, in which the driver unmaps some
+/// 200 blocks: copying and unmapping keep each other busy.
+const GROUP_BYTES: u64 = 256 << 20;
+
+#[derive(Debug)]
+struct Item {
+    key: usize,
+    /// Where the device reads it: one of its own mappings, or a view made for the copy.
+    source: VaRange,
+    saved: Saved,
+    view: bool,
+}
+
+/// Neighbours on one device that are copied together.
+#[derive(Debug)]
+struct Group {
+    device: DeviceOrdinal,
+    items: Vec<Item>,
+}
+
+impl<D: Driver> Pool<D> {
+    /// Pause 3: saves what must be kept, gives up what was imported, and unmaps what has been saved.
+    /// Own memory stays allocated, so [`Pool::remount_own`] and [`Pool::import`] undo all of it.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::OutOfHostMemory`] before anything is changed; [`crate::PoolError::Driver`]
+    /// with copies finished and everything that is still mapped intact.
+    ///
+    /// # Driver calls
+    /// `cuMemcpyDtoHAsync` and `cuStreamSynchronize` in groups; between them `cuMemUnmap` and
+    /// `cuMemRelease` of imports, then `cuMemUnmap` of what has been copied.
+    pub fn save_and_drop_imports(&self, budget: HostBudget) -> PoolResult<StepLog> {
+        let mut log = StepLog::default();
+        let mut arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        arena.check_budget(self.kept_bytes(), budget)?;
+        let groups = log.timed("plan", |log| self.plan_groups(log))?;
+        let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
+        for group in &groups {
+            if !streams.contains_key(&group.device) {
+                streams.insert(group.device, CopyStreams::open(&*self.driver, group.device)?);
+            }
+        }
+        let outcome = self.run_groups(&mut log, &mut arena, &mut streams, &groups);
+        if outcome.is_err() {
+            // Copies may still be reading; nothing may be unmapped or reused before they are done.
+            for streams in streams.values() {
+                if let Err(error) = streams.finish_all() {
+                    tracing::error!(%error, "copies did not finish after a failed save");
+                }
+            }
+            self.drop_views(&mut log, &groups);
+        }
+        outcome?;
+        log.bytes = groups.iter().flat_map(|group| &group.items).map(|i| i.source.size_bytes).sum();
+        Ok(log)
+    }
+
+    fn run_groups(
+        &self,
+        log: &mut StepLog,
+        arena: &mut crate::staging::HostArena<D>,
+        streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
+        groups: &[Group],
+    ) -> PoolResult<()> {
+        // Two groups may be in flight on a device; when the third is queued the first is done.
+        let mut in_flight: BTreeMap<DeviceOrdinal, Vec<&Group>> = BTreeMap::new();
+        let mut imports_dropped = false;
+        for group in groups {
+            let Some(copies) = streams.get_mut(&group.device) else {
+                continue;
+            };
+            let stream = log.timed("wait for copies", |_| copies.take_idle())?;
+            let flying = in_flight.entry(group.device).or_default();
+            let done = if flying.len() == 2 { Some(flying.remove(0)) } else { None };
+            flying.push(group);
+            log.timed("queue copies", |log| {
+                for item in &group.items {
+                    arena.grow_to(item.saved.offset_bytes + item.source.size_bytes)?;
+                    log.call();
+                    // SAFETY: the source stays mapped until its group is retired below, after its
+                    // stream is done; the arena's place is this item's alone.
+                    unsafe { arena.save(item.source, item.saved, stream) }?;
+                }
+                Ok(())
+            })?;
+            if !imports_dropped {
+                log.timed("drop imports", |log| self.drop_imports_into(log))?;
+                imports_dropped = true;
+            }
+            if let Some(done) = done {
+                log.timed("unmap saved", |log| self.retire(log, done))?;
+            }
+        }
+        if !imports_dropped {
+            log.timed("drop imports", |log| self.drop_imports_into(log))?;
+        }
+        for (device, flying) in in_flight {
+            if let Some(copies) = streams.get(&device) {
+                log.timed("wait for copies", |_| copies.finish_all())?;
+            }
+            for group in flying {
+                log.timed("unmap saved", |log| self.retire(log, group))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Records that a group's contents are on the host, and unmaps every mapping of it.
+    fn retire(&self, log: &mut StepLog, group: &Group) -> PoolResult<()> {
+        for item in &group.items {
+            if item.view {
+                self.drop_view(log, item.source)?;
+            }
+            let ranges: Vec<VaRange> = {
+                let mut tables = self.tables();
+                let Some(found) = tables.allocations.get_mut(item.key) else {
+                    continue;
+                };
+                found.saved = Some(item.saved);
+                let starts: Vec<u64> = found.mappings.iter().copied().collect();
+                starts
+                    .iter()
+                    .filter_map(|start| tables.mappings.get(start))
+                    .filter(|mapping| mapping.present)
+                    .map(|mapping| mapping.range)
+                    .collect()
+            };
+            for range in ranges {
+                self.unmount(log, range)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lays all that must be saved out in the arena, neighbours of one device in groups, devices in turn.
+    fn plan_groups(&self, log: &mut StepLog) -> PoolResult<Vec<Group>> {
+        let wanted: Vec<(usize, DeviceOrdinal, u64, Option<VaRange>, Option<RawHandle>)> = {
+            let tables = self.tables();
+            let kept = tables.allocations.iter().filter(|(_, found)| is_saved(found));
+            kept.filter_map(|(key, found)| {
+                let device = found.device()?;
+                let readable = found.mappings.iter().filter_map(|start| {
+                    let mapping = tables.mappings.get(start)?;
+                    let rights = mapping.access.get(&found.prop.location).copied().unwrap_or(0);
+                    (mapping.present && rights != 0).then_some(mapping.range)
+                });
+                Some((key, device, found.size_bytes, readable.into_iter().next(), found.raw))
+            })
+            .collect()
+        };
+        let mut offset_bytes = 0;
+        let mut by_device: BTreeMap<DeviceOrdinal, Vec<Group>> = BTreeMap::new();
+        for (key, device, size_bytes, readable, raw) in wanted {
+            let (source, view) = match (readable, raw) {
+                (Some(range), _) => (range, false),
+                (None, Some(raw)) => (self.make_view(log, raw, size_bytes, device)?, true),
+                (None, None) => continue,
+            };
+            let item = Item { key, source, saved: Saved { offset_bytes }, view };
+            offset_bytes += size_bytes;
+            let groups = by_device.entry(device).or_default();
+            let last_bytes: u64 = groups
+                .last()
+                .map_or(u64::MAX, |group| group.items.iter().map(|i| i.source.size_bytes).sum());
+            match groups.last_mut() {
+                Some(group) if last_bytes < GROUP_BYTES => group.items.push(item),
+                _ => groups.push(Group { device, items: vec![item] }),
+            }
+        }
+        let mut queues: Vec<_> = by_device.into_values().map(Vec::into_iter).collect();
+        let mut groups = Vec::new();
+        while !queues.is_empty() {
+            queues.retain_mut(|queue| queue.next().map(|group| groups.push(group)).is_some());
+        }
+        Ok(groups)
+    }
+
+    /// A place to read memory from that its application has nowhere mapped readably.
+    pub(super) fn make_view(
+        &self,
+        log: &mut StepLog,
+        raw: RawHandle,
+        size_bytes: u64,
+        device: DeviceOrdinal,
+    ) -> PoolResult<VaRange> {
+        let about = || "view for saving".to_owned();
+        log.driver_calls += 3;
+        let start = self.driver.address_reserve(size_bytes, 0, DeviceAddress(0)).about(
+            about,
+            size_bytes,
+            Some(device),
+        )?;
+        let range = VaRange::new(start, size_bytes);
+        let mapped = self
+            .driver
+            .map(range, raw)
+            .and_then(|()| self.driver.set_access(range, &[AccessDesc::read_write(device)]));
+        if let Err(error) = mapped {
+            if let Err(error) = self.drop_view(log, range) {
+                tracing::debug!(%error, "a view that failed could not be taken down whole");
+            }
+            return Err(error).about(about, size_bytes, Some(device));
+        }
+        Ok(range)
+    }
+
+    pub(super) fn drop_view(&self, log: &mut StepLog, range: VaRange) -> PoolResult<()> {
+        let about = || "view for saving".to_owned();
+        log.driver_calls += 2;
+        // SAFETY: only our own copy used the view, and it is done.
+        let unmapped = unsafe { self.driver.unmap(range) };
+        // SAFETY: as above.
+        unsafe { self.driver.address_free(range) }.about(about, range.size_bytes, None)?;
+        unmapped.about(about, range.size_bytes, None)
+    }
+
+    fn drop_views(&self, log: &mut StepLog, groups: &[Group]) {
+        let views = groups.iter().flat_map(|group| &group.items).filter(|item| {
+            // Retired items have lost their view already.
+            item.view && self.tables().allocations.get(item.key).is_some_and(|a| a.saved.is_none())
+        });
+        for item in views {
+            if let Err(error) = self.drop_view(log, item.source) {
+                tracing::error!(%error, "a view for saving stays mapped");
+            }
+        }
+    }
+
+    /// Unmaps and releases everything imported from other processes of the tenant.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`] for the first that failed; the others are dropped all the same.
+    ///
+    /// # Driver calls
+    /// `cuMemUnmap`, `cuMemRelease`.
+    pub fn drop_imports(&self) -> PoolResult<StepLog> {
+        let mut log = StepLog::default();
+        log.timed("drop imports", |log| self.drop_imports_into(log))?;
+        Ok(log)
+    }
+
+    fn drop_imports_into(&self, log: &mut StepLog) -> PoolResult<()> {
+        let ranges =
+            present_mappings(&self.tables(), |found| !found.is_own() && found.is_vacatable());
+        let mut first_error = Ok(());
+        for range in ranges {
+            first_error = first_error.and(self.unmount(log, range));
+        }
+        let handles = self.take_raw_handles(|found| !found.is_own() && found.is_vacatable());
+        first_error.and(self.release_all(log, handles).map(|_| ()))
+    }
+
+    /// Pause 4, after which there is no way back: unmaps and releases all own memory. A block that the
+    /// driver would not let go stays in the table as resident, and is named in the notes.
+    ///
+    /// # Errors
+    /// None today: every trouble is a note, because what was released cannot be had back by failing.
+    ///
+    /// # Driver calls
+    /// `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
+    pub fn release_own(&self) -> PoolResult<StepLog> {
+        let mut log = StepLog::default();
+        log.timed("unmap own", |log| {
+            let ranges =
+                present_mappings(&self.tables(), |found| found.is_own() && found.is_vacatable());
+            for range in ranges {
+                if let Err(error) = self.unmount(log, range) {
+                    log.notes.push(format!("stays mapped: {error}"));
+                }
+            }
+            Ok(())
+        })?;
+        log.timed("close exports", |_| {
+            let mut tables = self.tables();
+            for (_, found) in &mut tables.allocations {
+                if found.is_vacatable() {
+                    found.exported = None;
+                }
+            }
+            Ok(())
+        })?;
+        log.timed("release own", |log| {
+            let handles = self.take_raw_handles(|found| found.is_own() && found.is_vacatable());
+            log.bytes = self.release_all(log, handles)?;
+            Ok(())
+        })?;
+        for device in self.devices() {
+            log.call();
+            if let Err(error) = self.driver.trim_pools(device) {
+                tracing::debug!(%error, "stream-ordered pools were not trimmed");
+            }
+        }
+        Ok(log)
+    }
+
+    /// Takes the driver handles of unmapped allocations out of the table.
+    fn take_raw_handles(
+        &self,
+        choose: impl Fn(&crate::pool::tables::Allocation) -> bool,
+    ) -> Vec<(RawHandle, u64, Option<DeviceOrdinal>)> {
+        let mut tables = self.tables();
+        let tables = &mut *tables;
+        let mut handles = Vec::new();
+        for (_, found) in &mut tables.allocations {
+            let unmapped = found
+                .mappings
+                .iter()
+                .all(|start| tables.mappings.get(start).is_none_or(|mapping| !mapping.present));
+            if unmapped && choose(found) {
+                if let Some(raw) = found.raw.take() {
+                    handles.push((raw, found.size_bytes, found.device()));
+                }
+            }
+        }
+        handles
+    }
+
+    /// Releases all of `handles`, whatever happens; returns the bytes released.
+    pub(super) fn release_all(
+        &self,
+        log: &mut StepLog,
+        handles: Vec<(RawHandle, u64, Option<DeviceOrdinal>)>,
+    ) -> PoolResult<u64> {
+        let mut bytes = 0;
+        for (raw, size_bytes, device) in handles {
+            log.call();
+            // SAFETY: the handle was taken out of the table, unmapped: this is its last use.
+            let released = unsafe { self.driver.release(raw) };
+            match released.about(|| "release".to_owned(), size_bytes, device) {
+                Ok(()) => bytes += size_bytes,
+                Err(error) => log.notes.push(format!("not given back: {error}")),
+            }
+        }
+        Ok(bytes)
+    }
+}

@@ -1,0 +1,145 @@
+//! Giving all of a pool's device memory back, and taking it again at the same addresses.
+//!
+//! The steps run on one thread, with the application's calls excluded by the caller's gate and the
+//! devices drained: "vacate" is safe only then. The order across processes is the caller's business;
+//! each step here leaves tables and driver in agreement, whether it succeeds or fails.
+//!
+//! ```text
+//!   pause:   save_and_drop_imports ---> release_own
+//!              | undo: remount_own, then import
+//!   resume:  create_own ---> restore_own ---> import ---> commit_resume
+//!              undo of any: drop_imports + release_own, contents kept
+//! ```
+
+#![expect(unsafe_code, reason = "unmaps and releases through the driver")]
+
+mod give;
+mod take;
+
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+use crate::AllocationId;
+use crate::driver::{Driver, VaRange};
+use crate::error::{Describe, PoolError, PoolResult};
+use crate::pool::Pool;
+use crate::pool::tables::Tables;
+
+/// A named part of a phase, with what it took.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Step {
+    /// What was done.
+    pub name: &'static str,
+    /// How long.
+    pub elapsed_us: u64,
+}
+
+/// What a phase did, for the report.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StepLog {
+    /// In order.
+    pub steps: Vec<Step>,
+    /// Driver calls made.
+    pub driver_calls: u64,
+    /// Device bytes the phase was about.
+    pub bytes: u64,
+    /// Trouble that did not stop the phase, one sentence each.
+    pub notes: Vec<String>,
+}
+
+impl StepLog {
+    pub(crate) fn timed<T>(
+        &mut self,
+        name: &'static str,
+        work: impl FnOnce(&mut Self) -> PoolResult<T>,
+    ) -> PoolResult<T> {
+        let begin = Instant::now();
+        let outcome = work(self);
+        let elapsed_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
+        match self.steps.iter_mut().find(|step| step.name == name) {
+            Some(step) => step.elapsed_us += elapsed_us,
+            None => self.steps.push(Step { name, elapsed_us }),
+        }
+        outcome
+    }
+
+    fn call(&mut self) {
+        self.driver_calls += 1;
+    }
+}
+
+/// Allocations to fetch again from one owner.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImportRequest {
+    /// The owner, as [`crate::ImportSource`] named it.
+    pub owner: Vec<u8>,
+    /// Its allocations.
+    pub ids: Vec<AllocationId>,
+}
+
+impl<D: Driver> Pool<D> {
+    /// Maps a recorded mapping again, with the rights it had.
+    fn remount(&self, log: &mut StepLog, start: u64) -> PoolResult<()> {
+        let (range, raw, access, device) = {
+            let tables = self.tables();
+            let Some(mapping) = tables.mappings.get(&start) else {
+                return Ok(());
+            };
+            let found = &tables.allocations[mapping.allocation];
+            let Some(raw) = found.raw else {
+                return Err(PoolError::MissingImport {
+                    address: mapping.range.start,
+                    size_bytes: mapping.range.size_bytes,
+                });
+            };
+            if mapping.present {
+                return Ok(());
+            }
+            (mapping.range, raw, mapping.access_list(), found.device())
+        };
+        let about = || format!("mapping at {} again", range.start);
+        log.call();
+        self.driver.map(range, raw).about(about, range.size_bytes, device)?;
+        set_present(&mut self.tables(), start, true);
+        if !access.is_empty() {
+            log.call();
+            let rights = self.driver.set_access(range, &access);
+            rights.about(about, range.size_bytes, device)?;
+        }
+        Ok(())
+    }
+
+    /// Takes a mapping out of the driver's page tables and keeps its record.
+    fn unmount(&self, log: &mut StepLog, range: VaRange) -> PoolResult<()> {
+        log.call();
+        // SAFETY: vacating runs with the application's calls held back and the devices drained (module
+        // head), so no work uses the range until it is mapped again.
+        unsafe { self.driver.unmap(range) }.about(
+            || format!("mapping at {}", range.start),
+            range.size_bytes,
+            None,
+        )?;
+        set_present(&mut self.tables(), range.start.0, false);
+        Ok(())
+    }
+}
+
+fn set_present(tables: &mut Tables, start: u64, present: bool) {
+    if let Some(mapping) = tables.mappings.get_mut(&start) {
+        mapping.present = present;
+    }
+}
+
+/// Present mappings of the allocations that `choose` picks, with their allocation's key.
+fn present_mappings(
+    tables: &Tables,
+    choose: impl Fn(&crate::pool::tables::Allocation) -> bool,
+) -> Vec<VaRange> {
+    tables
+        .mappings
+        .values()
+        .filter(|mapping| mapping.present && choose(&tables.allocations[mapping.allocation]))
+        .map(|mapping| mapping.range)
+        .collect()
+}

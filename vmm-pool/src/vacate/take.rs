@@ -1,0 +1,346 @@
+//! The taking half: memory created again, contents put back, imports renewed.
+
+#![expect(unsafe_code, reason = "starts copies through the driver")]
+
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::{AsFd, OwnedFd};
+
+use super::{ImportRequest, StepLog};
+use crate::AllocationId;
+use crate::driver::{DeviceOrdinal, Driver, DriverCode};
+use crate::error::{Describe, PoolError, PoolResult};
+use crate::pool::Pool;
+use crate::pool::tables::Origin;
+use crate::staging::CopyStreams;
+
+impl<D: Driver> Pool<D> {
+    /// Resume 1: creates all own memory that is not resident, or none.
+    ///
+    /// # Errors
+    /// [`PoolError::OutOfDeviceMemory`] with what is missing; [`PoolError::Driver`]. Either way what was
+    /// created is released again.
+    ///
+    /// # Driver calls
+    /// `cuMemGetInfo`, `cuMemCreate`.
+    pub fn create_own(&self) -> PoolResult<StepLog> {
+        let mut log = StepLog::default();
+        log.timed("create own", |log| {
+            self.check_device_budget(log)?;
+            let wanted: Vec<_> = {
+                let tables = self.tables();
+                let vacated = tables
+                    .allocations
+                    .iter()
+                    .filter(|(_, found)| found.is_own() && found.raw.is_none());
+                vacated.map(|(key, found)| (key, found.size_bytes, found.prop)).collect()
+            };
+            let mut created = Vec::new();
+            for (key, size_bytes, prop) in wanted {
+                let device = prop.location.as_device();
+                log.call();
+                match self.driver.create(size_bytes, &prop) {
+                    Ok(raw) => created.push((key, raw, size_bytes, device)),
+                    Err(error) => {
+                        let undo = created.into_iter().map(|(_, raw, size, on)| (raw, size, on));
+                        self.release_all(log, undo.collect())?;
+                        if let (DriverCode::OUT_OF_MEMORY, Some(device)) = (error.code, device) {
+                            return Err(self.out_of_device_memory(device));
+                        }
+                        return Err(error).about(
+                            || "allocation, again".to_owned(),
+                            size_bytes,
+                            device,
+                        );
+                    }
+                }
+                log.bytes += size_bytes;
+            }
+            let mut tables = self.tables();
+            for (key, raw, _, _) in created {
+                if let Some(found) = tables.allocations.get_mut(key) {
+                    found.raw = Some(raw);
+                }
+            }
+            Ok(())
+        })?;
+        Ok(log)
+    }
+
+    fn vacated_bytes(&self) -> BTreeMap<DeviceOrdinal, u64> {
+        let mut bytes = BTreeMap::new();
+        for (_, found) in &self.tables().allocations {
+            if let (true, None, Some(device)) = (found.is_own(), found.raw, found.device()) {
+                *bytes.entry(device).or_insert(0) += found.size_bytes;
+            }
+        }
+        bytes
+    }
+
+    fn check_device_budget(&self, log: &mut StepLog) -> PoolResult<()> {
+        for (device, needed_bytes) in self.vacated_bytes() {
+            let about = || "free memory".to_owned();
+            log.driver_calls += 2;
+            self.driver.make_current(device).about(about, 0, Some(device))?;
+            let info = self.driver.memory_info().about(about, 0, Some(device))?;
+            if info.free_bytes < needed_bytes {
+                let free_bytes = info.free_bytes;
+                return Err(PoolError::OutOfDeviceMemory { device, needed_bytes, free_bytes });
+            }
+        }
+        Ok(())
+    }
+
+    fn out_of_device_memory(&self, device: DeviceOrdinal) -> PoolError {
+        let needed_bytes = self.vacated_bytes().get(&device).copied().unwrap_or(0);
+        let info = self.driver.make_current(device).and_then(|()| self.driver.memory_info());
+        let free_bytes = info.map_or(0, |info| info.free_bytes);
+        PoolError::OutOfDeviceMemory { device, needed_bytes, free_bytes }
+    }
+
+    /// Resume 2: maps own memory at its old addresses, puts contents back, and exports what peers had
+    /// imported. Saved contents stay on the host until [`Pool::commit_resume`].
+    ///
+    /// # Errors
+    /// [`PoolError::Driver`], with copies finished.
+    ///
+    /// # Driver calls
+    /// `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` behind each, then
+    /// `cuMemExportToShareableHandle`, `cuStreamSynchronize`.
+    pub fn restore_own(&self) -> PoolResult<StepLog> {
+        let mut log = StepLog::default();
+        let arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
+        let keys: Vec<(usize, Option<DeviceOrdinal>)> = {
+            let tables = self.tables();
+            let own = tables.allocations.iter().filter(|(_, found)| found.is_own());
+            own.map(|(key, found)| (key, found.device())).collect()
+        };
+        let outcome = log.timed("map and queue copies", |log| {
+            for &(key, device) in &keys {
+                self.remount_allocation(log, key)?;
+                let Some(device) = device else { continue };
+                if !streams.contains_key(&device) {
+                    streams.insert(device, CopyStreams::open(&*self.driver, device)?);
+                }
+                if let Some(copies) = streams.get_mut(&device) {
+                    self.restore_one(log, &arena, copies, key)?;
+                }
+            }
+            Ok(())
+        });
+        let outcome = outcome.and_then(|()| log.timed("export", |log| self.export_again(log)));
+        let finished = log
+            .timed("wait for copies", |_| streams.values().try_for_each(CopyStreams::finish_all));
+        outcome?;
+        finished?;
+        Ok(log)
+    }
+
+    fn restore_one(
+        &self,
+        log: &mut StepLog,
+        arena: &crate::staging::HostArena<D>,
+        copies: &mut CopyStreams<'_, D>,
+        key: usize,
+    ) -> PoolResult<()> {
+        let (saved, target) = {
+            let tables = self.tables();
+            let Some(found) = tables.allocations.get(key) else {
+                return Ok(());
+            };
+            let Some(saved) = found.saved else {
+                return Ok(());
+            };
+            let writable = found.mappings.iter().find_map(|start| {
+                let mapping = tables.mappings.get(start)?;
+                let rights = mapping.access.get(&found.prop.location).copied().unwrap_or(0);
+                (rights == crate::driver::AccessDesc::READ_WRITE).then_some(mapping.range)
+            });
+            (saved, (writable, found.raw, found.size_bytes))
+        };
+        log.bytes += target.2;
+        log.call();
+        let (range, view) = match target {
+            (Some(range), _, _) => (range, false),
+            (None, Some(raw), size_bytes) => {
+                (self.make_view(log, raw, size_bytes, copies.device())?, true)
+            }
+            (None, None, _) => return Ok(()),
+        };
+        let stream = copies.take();
+        // SAFETY: the range is mapped and writable, no application work runs before the gate opens, and
+        // the arena's place is this allocation's alone.
+        unsafe { arena.restore(range, saved, stream) }?;
+        if view {
+            copies.finish_all()?;
+            self.drop_view(log, range)?;
+        }
+        Ok(())
+    }
+
+    fn remount_allocation(&self, log: &mut StepLog, key: usize) -> PoolResult<()> {
+        let starts: Vec<u64> = {
+            let tables = self.tables();
+            let Some(found) = tables.allocations.get(key) else {
+                return Ok(());
+            };
+            let absent = found
+                .mappings
+                .iter()
+                .filter(|start| tables.mappings.get(start).is_some_and(|m| !m.present));
+            absent.copied().collect()
+        };
+        starts.into_iter().try_for_each(|start| self.remount(log, start))
+    }
+
+    /// Undo of the unmapping in [`Pool::save_and_drop_imports`]: own memory is still there, with its
+    /// contents; it is mapped again.
+    ///
+    /// # Errors
+    /// [`PoolError::Driver`].
+    ///
+    /// # Driver calls
+    /// `cuMemMap`, `cuMemSetAccess`, `cuMemExportToShareableHandle`.
+    pub fn remount_own(&self) -> PoolResult<StepLog> {
+        let mut log = StepLog::default();
+        log.timed("map own again", |log| {
+            let keys: Vec<usize> = {
+                let tables = self.tables();
+                tables.allocations.iter().filter(|(_, a)| a.is_own()).map(|(key, _)| key).collect()
+            };
+            keys.into_iter().try_for_each(|key| self.remount_allocation(log, key))
+        })?;
+        log.timed("export", |log| self.export_again(log))?;
+        Ok(log)
+    }
+
+    /// Descriptors for all that others imported before, in one batch.
+    fn export_again(&self, log: &mut StepLog) -> PoolResult<()> {
+        let wanted: Vec<_> = {
+            let mut tables = self.tables();
+            let mut wanted = Vec::new();
+            for (key, found) in &mut tables.allocations {
+                let shared = !found.importers.is_empty() || found.tickets_open > 0;
+                if let (true, true, None, Some(raw)) =
+                    (found.is_own(), shared, &found.exported, found.raw)
+                {
+                    // Whoever still wants it asks again, and is recorded again then.
+                    found.importers.clear();
+                    wanted.push((key, raw, found.size_bytes));
+                }
+            }
+            wanted
+        };
+        for (key, raw, size_bytes) in wanted {
+            log.call();
+            let fd = self.driver.export_fd(raw).about(
+                || "export, again".to_owned(),
+                size_bytes,
+                None,
+            )?;
+            if let Some(found) = self.tables().allocations.get_mut(key) {
+                found.exported = Some(fd);
+            }
+        }
+        Ok(())
+    }
+
+    /// A descriptor made by [`Pool::restore_own`] or [`Pool::remount_own`] for `importer`; unlike
+    /// [`Pool::redeem`] it makes no driver call where one is at hand, and keeps it for other importers.
+    ///
+    /// # Errors
+    /// [`PoolError::StaleHandle`] when the allocation is gone; [`PoolError::Driver`].
+    pub fn hand_out(&self, id: AllocationId, importer: u64) -> PoolResult<OwnedFd> {
+        {
+            let mut tables = self.tables();
+            let stale = PoolError::StaleHandle { handle: 0 };
+            let Some(&key) = tables.by_id.get(&id) else {
+                return Err(stale);
+            };
+            let found = &mut tables.allocations[key];
+            if let Some(fd) = &found.exported {
+                if let Ok(fd) = fd.as_fd().try_clone_to_owned() {
+                    found.importers.insert(importer);
+                    return Ok(fd);
+                }
+            }
+        }
+        self.redeem(id, importer)
+    }
+
+    /// What must be fetched from whom before [`Pool::import_again`], in the table's order.
+    pub fn import_requests(&self) -> Vec<ImportRequest> {
+        let tables = self.tables();
+        let mut by_owner: BTreeMap<&[u8], Vec<AllocationId>> = BTreeMap::new();
+        for (_, found) in &tables.allocations {
+            if let (Origin::Imported { owner }, None) = (&found.origin, found.raw) {
+                by_owner.entry(owner).or_default().push(found.id);
+            }
+        }
+        by_owner
+            .into_iter()
+            .map(|(owner, ids)| ImportRequest { owner: owner.to_vec(), ids })
+            .collect()
+    }
+
+    /// Resume 3: imports from `descriptors` and maps at the old addresses.
+    ///
+    /// # Errors
+    /// [`PoolError::MissingImport`] when a descriptor is missing; [`PoolError::Driver`]. What was
+    /// imported stays, for [`Pool::drop_imports`] to undo.
+    ///
+    /// # Driver calls
+    /// `cuMemImportFromShareableHandle` for all, then `cuMemMap` and `cuMemSetAccess` for all.
+    pub fn import_again(&self, descriptors: HashMap<AllocationId, OwnedFd>) -> PoolResult<StepLog> {
+        let mut log = StepLog::default();
+        let wanted: Vec<_> = {
+            let tables = self.tables();
+            let imported = tables.allocations.iter().filter(|(_, found)| {
+                matches!(found.origin, Origin::Imported { .. }) && found.raw.is_none()
+            });
+            imported.map(|(key, found)| (key, found.id, found.size_bytes)).collect()
+        };
+        log.timed("import", |log| {
+            for &(key, id, size_bytes) in &wanted {
+                let Some(fd) = descriptors.get(&id) else {
+                    continue;
+                };
+                log.call();
+                let raw = self.driver.import_fd(fd.as_fd()).about(
+                    || "import, again".to_owned(),
+                    size_bytes,
+                    None,
+                )?;
+                log.bytes += size_bytes;
+                if let Some(found) = self.tables().allocations.get_mut(key) {
+                    found.raw = Some(raw);
+                }
+            }
+            Ok(())
+        })?;
+        log.timed("close descriptors", |_| {
+            drop(descriptors);
+            Ok(())
+        })?;
+        log.timed("map imports", |log| {
+            wanted.iter().try_for_each(|&(key, _, _)| self.remount_allocation(log, key))
+        })?;
+        Ok(log)
+    }
+
+    /// Resume 4: the contents on the device are the contents, and host copies are void. Returns the
+    /// descriptors that nobody will fetch any more: closing one takes the driver some 45 us, so the
+    /// caller lets the application run on first.
+    #[must_use = "closing the descriptors gives back what they hold"]
+    pub fn commit_resume(&self) -> Vec<OwnedFd> {
+        let mut tables = self.tables();
+        let mut spare = Vec::new();
+        for (_, found) in &mut tables.allocations {
+            found.saved = None;
+            if found.tickets_open == 0 {
+                spare.extend(found.exported.take());
+            }
+        }
+        spare
+    }
+}

@@ -1,0 +1,109 @@
+//! The conformance list on the simulated driver, and what only the simulation promises.
+
+#![expect(clippy::expect_used, reason = "a test fails by panicking, helpers of it too")]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use vmm_pool::conformance::{Limits, cases};
+use vmm_pool::driver::sim::{FaultSpan, GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::{
+    AllocationProp, DeviceOrdinal, Driver, DriverCode, DriverOp, Location, LocationKind,
+};
+
+const CAPACITY_BYTES: u64 = 512 << 20;
+const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
+
+fn node() -> SimNode {
+    SimNode::private(&[CAPACITY_BYTES, CAPACITY_BYTES]).expect("a node under /dev/shm")
+}
+
+fn driver() -> SimDriver {
+    SimDriver::new(node(), SimOptions::default())
+}
+
+#[test]
+fn the_simulated_driver_conforms() {
+    let driver = driver();
+    let limits = Limits { free_tolerance_bytes: 0 };
+    let failed: Vec<_> = cases::<SimDriver>()
+        .iter()
+        .filter(|case| catch_unwind(AssertUnwindSafe(|| (case.run)(&driver, limits))).is_err())
+        .map(|case| case.name)
+        .collect();
+    assert!(failed.is_empty(), "failed: {failed:?}");
+    driver.make_current(DEVICE).expect("current");
+    let info = driver.memory_info().expect("info");
+    assert_eq!(info.free_bytes, CAPACITY_BYTES, "cases leave nothing behind");
+}
+
+#[test]
+fn dropping_a_driver_releases_all_it_holds() {
+    let node = node();
+    let first = SimDriver::new(node.clone(), SimOptions::default());
+    let second = SimDriver::new(node, SimOptions::default());
+    second.make_current(DEVICE).expect("current");
+    first.create(8 * GRANULARITY_BYTES, &AllocationProp::pinned_on(DEVICE)).expect("memory");
+    let held = second.memory_info().expect("info").free_bytes;
+    assert_eq!(held, CAPACITY_BYTES - 8 * GRANULARITY_BYTES);
+    drop(first);
+    let free = second.memory_info().expect("info").free_bytes;
+    assert_eq!(free, CAPACITY_BYTES);
+}
+
+#[test]
+fn a_fault_rule_fails_the_call_it_names() {
+    let driver = driver();
+    let prop = AllocationProp::pinned_on(DEVICE);
+    let code = DriverCode::OUT_OF_MEMORY;
+    driver.faults().fail(DriverOp::Create, FaultSpan::Nth(2), code);
+    driver.create(GRANULARITY_BYTES, &prop).expect("first");
+    let second = driver.create(GRANULARITY_BYTES, &prop);
+    assert_eq!(second.expect_err("second").code, code);
+    driver.create(GRANULARITY_BYTES, &prop).expect("third");
+    assert_eq!(driver.faults().calls(DriverOp::Create), 3);
+    driver.faults().parse("*:1+:999").expect("rule");
+    let any = driver.version().expect_err("every call fails");
+    assert_eq!(any.code, DriverCode::UNKNOWN);
+    driver.faults().clear();
+    driver.version().expect("no rules left");
+    assert_eq!(driver.faults().fired(), 2);
+}
+
+#[test]
+fn a_context_costs_what_it_is_said_to() {
+    let options = SimOptions { context_bytes: 100 << 20, ..SimOptions::default() };
+    let driver = SimDriver::new(node(), options);
+    driver.make_current(DEVICE).expect("current");
+    let info = driver.memory_info().expect("info");
+    assert_eq!(info.free_bytes, CAPACITY_BYTES - (100 << 20));
+}
+
+#[test]
+fn host_memory_is_not_limited_by_the_device() {
+    let driver = driver();
+    let mut prop = AllocationProp::pinned_on(DEVICE);
+    prop.location = Location { kind: LocationKind::HOST_NUMA, id: 0 };
+    driver.create(4 * CAPACITY_BYTES, &prop).expect("host memory");
+    driver.make_current(DEVICE).expect("current");
+    let info = driver.memory_info().expect("info");
+    assert_eq!(info.free_bytes, CAPACITY_BYTES);
+}
+
+#[test]
+fn calls_that_need_a_context_refuse_without_one() {
+    let driver = driver();
+    let error = driver.stream_create().expect_err("no context");
+    assert_eq!(error.code, DriverCode::INVALID_CONTEXT);
+}
+
+#[test]
+fn thousands_of_blocks_are_created_and_released() {
+    let node = SimNode::private(&[8 << 30]).expect("node");
+    let driver = SimDriver::new(node, SimOptions::default());
+    let prop = AllocationProp::pinned_on(DEVICE);
+    let handles: Vec<_> =
+        (0..4096).map(|_| driver.create(GRANULARITY_BYTES, &prop).expect("memory")).collect();
+    let full = driver.create(GRANULARITY_BYTES, &prop);
+    assert_eq!(full.expect_err("full").code, DriverCode::OUT_OF_MEMORY);
+    assert_eq!(handles.len(), 4096);
+}
