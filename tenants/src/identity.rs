@@ -28,15 +28,11 @@ impl TenantName {
     /// [`TenantNameError`] when it is empty, too long, starts with a dot or holds another character.
     pub fn new(name: &str) -> Result<Self, TenantNameError> {
         let fits = (1..=TENANT_NAME_BYTES_MAX).contains(&name.len());
-        let plain = name
-            .bytes()
-            .all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
+        let plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
         if fits && plain && !name.starts_with('.') {
             Ok(Self(name.to_owned()))
         } else {
-            Err(TenantNameError {
-                given: name.chars().take(60).collect(),
-            })
+            Err(TenantNameError { given: name.chars().take(60).collect() })
         }
     }
 

@@ -1,4 +1,12 @@
 //! Tenants: identity, the agent in each process, and the protocol that pauses and resumes them together.
 
+pub mod coordinator;
+pub mod gate;
+pub mod host_memory;
 pub mod identity;
+pub mod member;
+pub mod region;
+pub mod run_dir;
+pub mod ticket;
+pub mod transport;
 pub mod wire;

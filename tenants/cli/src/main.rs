@@ -1,2 +1,61 @@
-//! To be written.
-fn main() {}
+//! The `sublet` command: runs programs as tenants, and pauses, resumes and shows them.
+//!
+//! Exit codes: 0 done; 1 refused or failed, nothing changed; 2 wrong usage; 3 changed, but not wholly as
+//! asked (a process was lost on the way, or only the first half of a swap was done). `sublet run` exits
+//! as the command that it runs.
+
+mod args;
+mod change;
+mod doctor;
+mod environment;
+mod failure;
+mod output;
+mod progress;
+mod ps;
+mod run;
+mod stats;
+mod units;
+
+use std::process::ExitCode;
+
+use clap::Parser as _;
+use tenants::run_dir::RunDir;
+
+use args::{Cli, Command};
+use environment::Environment;
+use failure::Failure;
+use output::Output;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let environment = Environment::read();
+    let mut output = Output::new();
+    let done = dispatch(cli.command, &environment, &mut output);
+    match done.and_then(|code| output.finish().map(|()| code)) {
+        Ok(code) => code,
+        Err(failure) => {
+            output::complain(&failure.to_string());
+            failure.exit_code()
+        }
+    }
+}
+
+fn dispatch(
+    command: Command,
+    environment: &Environment,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    let open_run_dir = || -> Result<RunDir, Failure> {
+        let (explicit, xdg) = environment.run_dir_sources();
+        Ok(RunDir::open(explicit, xdg)?)
+    };
+    match command {
+        Command::Run(args) => run::run(&args, environment, &open_run_dir()?),
+        Command::Ps(args) => ps::ps(&open_run_dir()?, args.json, output),
+        Command::Pause(args) => change::pause(&args, open_run_dir()?, output),
+        Command::Resume(args) => change::resume(&args, open_run_dir()?, output),
+        Command::Swap(args) => change::swap(&args, &open_run_dir()?, output),
+        Command::Stats(args) => stats::stats(&args, &open_run_dir()?, output),
+        Command::Doctor(args) => doctor::doctor(args.json, environment, output),
+    }
+}

@@ -1,0 +1,205 @@
+//! What may be said on the command line.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand};
+use tenants::identity::TenantName;
+
+/// Lets several jobs share the same GPUs by turns.
+#[derive(Debug, Parser)]
+#[command(name = "sublet", version, arg_required_else_help = true)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run a command whose processes form a tenant
+    Run(RunArgs),
+    /// Show tenants, their processes, and their bytes on each GPU
+    Ps(JsonArgs),
+    /// Have a tenant give its GPU memory back
+    Pause(PauseArgs),
+    /// Have a paused tenant take its GPU memory back, at the same addresses
+    Resume(ResumeArgs),
+    /// Pause one tenant, then resume another
+    Swap(SwapArgs),
+    /// Show what the processes of a tenant hold, and how their last pause and resume went
+    Stats(StatsArgs),
+    /// Check whether this machine is able, and what is in the way
+    Doctor(JsonArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// Name of the tenant: letters, digits, '.', '_' and '-'
+    #[arg(long, value_name = "NAME", value_parser = tenant)]
+    pub(crate) tenant: TenantName,
+    /// The preload object; found beside this command when not given
+    #[arg(long, value_name = "PATH")]
+    pub(crate) library: Option<PathBuf>,
+    /// The command and its arguments
+    #[arg(
+        required = true,
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "COMMAND"
+    )]
+    pub(crate) command: Vec<OsString>,
+}
+
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct JsonArgs {
+    /// Print a report for programs
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PauseArgs {
+    /// The tenant
+    #[arg(value_parser = tenant)]
+    pub(crate) tenant: TenantName,
+    /// Time for each phase, such as 500ms, 30s or 2m; each phase has its own default
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    pub(crate) timeout: Option<Duration>,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ResumeArgs {
+    /// The tenant
+    #[arg(value_parser = tenant)]
+    pub(crate) tenant: TenantName,
+    /// Keep trying for so long while GPU memory is short
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    pub(crate) wait: Option<Duration>,
+    /// Time for each phase; each phase has its own default
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    pub(crate) timeout: Option<Duration>,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SwapArgs {
+    /// The tenant to pause
+    #[arg(value_parser = tenant, value_name = "FROM")]
+    pub(crate) from: TenantName,
+    /// The tenant to resume
+    #[arg(value_parser = tenant, value_name = "TO")]
+    pub(crate) to: TenantName,
+    /// Time for each phase; each phase has its own default
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    pub(crate) timeout: Option<Duration>,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct StatsArgs {
+    /// The tenant; all tenants when not given
+    #[arg(value_parser = tenant)]
+    pub(crate) tenant: Option<TenantName>,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+fn tenant(text: &str) -> Result<TenantName, String> {
+    TenantName::new(text).map_err(|error| error.to_string())
+}
+
+/// A time such as `500ms`, `30s`, `2m`, `1h`; a bare number is in seconds.
+fn duration(text: &str) -> Result<Duration, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let millis_per_unit = match unit {
+        "ms" => 1,
+        "s" | "" => 1000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        _ => 0,
+    };
+    let millis = number
+        .parse::<u64>()
+        .ok()
+        .and_then(|number| number.checked_mul(millis_per_unit))
+        .filter(|millis| (1..=86_400_000).contains(millis));
+    millis.map(Duration::from_millis).ok_or_else(|| {
+        format!("'{text}' is no time: say for example 500ms, 30s or 2m, at most 24h")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    fn parse(line: &str) -> Result<Command, clap::Error> {
+        Cli::try_parse_from(line.split_whitespace()).map(|cli| cli.command)
+    }
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_command_to_run_keeps_its_own_options() {
+        for line in [
+            "sublet run --tenant train -- torchrun --nproc-per-node 4 train.py -- x",
+            "sublet run --tenant train torchrun --nproc-per-node 4 train.py -- x",
+        ] {
+            let Command::Run(args) = parse(line).unwrap() else {
+                panic!("{line}");
+            };
+            assert_eq!(args.tenant.as_str(), "train");
+            assert_eq!(args.command, ["torchrun", "--nproc-per-node", "4", "train.py", "--", "x"]);
+        }
+    }
+
+    #[test]
+    fn bad_usage_is_refused() {
+        for line in [
+            "sublet",
+            "sublet run -- true",
+            "sublet run --tenant train",
+            "sublet run --tenant ../x -- true",
+            "sublet pause",
+            "sublet pause train --timeout fast",
+            "sublet swap train",
+            "sublet wake train",
+        ] {
+            assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");
+        }
+    }
+
+    #[test]
+    fn options_are_read() {
+        let Command::Resume(args) = parse("sublet resume a --wait 90 --json").unwrap() else {
+            panic!();
+        };
+        assert_eq!(args.wait, Some(Duration::from_secs(90)));
+        assert!(args.json.json);
+        let Command::Stats(args) = parse("sublet stats").unwrap() else {
+            panic!();
+        };
+        assert!(args.tenant.is_none());
+    }
+
+    #[test]
+    fn times_have_units() {
+        assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
+        assert_eq!(duration("30"), Ok(Duration::from_secs(30)));
+        assert_eq!(duration("2m"), Ok(Duration::from_mins(2)));
+        assert_eq!(duration("24h"), Ok(Duration::from_hours(24)));
+        for text in ["", "s", "0s", "-1s", "1d", "25h", "99999999999999999999s", "1.5s"] {
+            assert!(duration(text).is_err(), "{text:?}");
+        }
+    }
+}

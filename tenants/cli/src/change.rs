@@ -1,0 +1,368 @@
+//! `sublet pause`, `resume` and `swap`.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use tenants::coordinator::{
+    self, Coordinator, CoordinatorError, Options, Outcome, Report, SwapError, phase_label,
+};
+use tenants::identity::TenantName;
+use tenants::run_dir::RunDir;
+use tenants::wire::Action;
+
+use crate::args::{PauseArgs, ResumeArgs, SwapArgs};
+use crate::failure::{EXIT_PARTIAL, EXIT_USAGE, Failure, chain, exit_code_of};
+use crate::output::{self, Output};
+use crate::progress::Progress;
+use crate::units;
+
+const RETRY_MIN: Duration = Duration::from_millis(100);
+const RETRY_MAX: Duration = Duration::from_secs(2);
+
+pub(crate) fn pause(
+    args: &PauseArgs,
+    run_dir: RunDir,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options(args.timeout));
+    let result = {
+        let mut progress = Progress::start();
+        coordinator.pause(&mut |event| progress.note(&event))
+    };
+    show(&args.tenant, result, args.json.json, output)
+}
+
+pub(crate) fn resume(
+    args: &ResumeArgs,
+    run_dir: RunDir,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options(args.timeout));
+    let result = {
+        let mut progress = Progress::start();
+        resume_within(&mut coordinator, args.wait.unwrap_or_default(), &mut progress)
+    };
+    show(&args.tenant, result, args.json.json, output)
+}
+
+/// Tries again while GPU memory is short, for at most `wait`.
+fn resume_within(
+    coordinator: &mut Coordinator,
+    wait: Duration,
+    progress: &mut Progress,
+) -> Result<Outcome, CoordinatorError> {
+    let started = Instant::now();
+    let mut back_off = RETRY_MIN;
+    loop {
+        let result = coordinator.resume(&mut |event| progress.note(&event));
+        let missing = match &result {
+            Err(error) if error.is_retryable() => error.missing_device_bytes(),
+            Ok(_) | Err(_) => None,
+        };
+        let left = wait.saturating_sub(started.elapsed());
+        let Some(missing) = missing.filter(|_| !left.is_zero()) else {
+            return result;
+        };
+        progress.say(format!("waiting for {} of GPU memory", units::bytes(missing)));
+        pause_thread(back_off.min(left));
+        back_off = (back_off * 2).min(RETRY_MAX);
+    }
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the driver gives no event when device memory becomes free"
+)]
+fn pause_thread(duration: Duration) {
+    std::thread::sleep(duration);
+}
+
+pub(crate) fn swap(
+    args: &SwapArgs,
+    run_dir: &RunDir,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    if args.from == args.to {
+        let message = format!("tenant '{}' cannot be swapped with itself", args.from);
+        return Err(Failure::new(message, EXIT_USAGE));
+    }
+    let coordinator = |tenant: &TenantName| {
+        Coordinator::new(run_dir.clone(), tenant.clone(), options(args.timeout))
+    };
+    let (mut from, mut to) = (coordinator(&args.from), coordinator(&args.to));
+    let result = {
+        let mut progress = Progress::start();
+        coordinator::swap(&mut from, &mut to, &mut |event| progress.note(&event))
+    };
+    let halves = match result {
+        Ok(swap) => vec![(&args.from, Ok(swap.paused)), (&args.to, Ok(swap.resumed))],
+        Err(SwapError::NoTarget(error)) => vec![(&args.to, Err(error))],
+        Err(SwapError::Pause(error)) => vec![(&args.from, Err(error))],
+        Err(SwapError::Resume { paused, source, .. }) => {
+            vec![(&args.from, Ok(*paused)), (&args.to, Err(source))]
+        }
+    };
+    show_halves(halves, args.json.json, output)
+}
+
+/// Prints both halves of a swap, or the one that ended it.
+fn show_halves(
+    halves: Vec<(&TenantName, Result<Outcome, CoordinatorError>)>,
+    json: bool,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    if json {
+        let documents: Vec<_> =
+            halves.iter().map(|(tenant, result)| Document::new(tenant, result)).collect();
+        output.json(&documents)?;
+    }
+    let paused = match halves.as_slice() {
+        [(tenant, Ok(_)), (_, Err(_))] => Some(tenant.to_string()),
+        _ => None,
+    };
+    let mut code = ExitCode::SUCCESS;
+    for (tenant, result) in halves {
+        if let Err(error) = &result {
+            code = ExitCode::from(exit_code_of(error));
+        }
+        let shown = if json {
+            result.map(|outcome| losses_code(&outcome)).map_err(Failure::from)
+        } else {
+            show(tenant, result, false, output)
+        };
+        match shown {
+            Ok(half) if half != ExitCode::SUCCESS => code = half,
+            Ok(_) => {}
+            Err(failure) => output::complain(&failure.to_string()),
+        }
+    }
+    if let Some(tenant) = paused {
+        output::complain(&format!("tenant '{tenant}' is paused now, too"));
+        code = ExitCode::from(EXIT_PARTIAL);
+    }
+    Ok(code)
+}
+
+fn options(timeout: Option<Duration>) -> Options {
+    Options { timeout, ..Options::default() }
+}
+
+/// The report of one tenant for programs.
+#[derive(Serialize)]
+struct Document<'a> {
+    tenant: &'a str,
+    outcome: &'static str,
+    report: Option<&'a Report>,
+    error: Option<String>,
+    missing_device_bytes: Option<u64>,
+    retryable: bool,
+    unchanged: bool,
+}
+
+impl<'a> Document<'a> {
+    fn new(tenant: &'a TenantName, result: &'a Result<Outcome, CoordinatorError>) -> Self {
+        let mut document = Self {
+            tenant: tenant.as_str(),
+            outcome: "completed",
+            report: None,
+            error: None,
+            missing_device_bytes: None,
+            retryable: false,
+            unchanged: true,
+        };
+        match result {
+            Ok(Outcome::Completed(report)) => {
+                document.report = Some(report);
+                document.unchanged = false;
+            }
+            Ok(Outcome::AlreadyPaused) => document.outcome = "already_paused",
+            Ok(Outcome::AlreadyActive) => document.outcome = "already_active",
+            Err(error) => {
+                document.outcome = "failed";
+                document.error = Some(chain(error));
+                document.missing_device_bytes = error.missing_device_bytes();
+                document.retryable = error.is_retryable();
+                document.unchanged = error.left_unchanged();
+            }
+        }
+        document
+    }
+}
+
+/// Prints how it went; the exit code says it once more.
+fn show(
+    tenant: &TenantName,
+    result: Result<Outcome, CoordinatorError>,
+    json: bool,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    if json {
+        output.json(&Document::new(tenant, &result))?;
+        return Ok(match &result {
+            Ok(outcome) => losses_code(outcome),
+            Err(error) => ExitCode::from(exit_code_of(error)),
+        });
+    }
+    let outcome = result?;
+    match &outcome {
+        Outcome::Completed(report) => render(report, output),
+        Outcome::AlreadyPaused => output.line(format!("tenant '{tenant}' is paused already")),
+        Outcome::AlreadyActive => output.line(format!("tenant '{tenant}' is active already")),
+    }
+    Ok(losses_code(&outcome))
+}
+
+fn losses_code(outcome: &Outcome) -> ExitCode {
+    match outcome {
+        Outcome::Completed(report) if !report.losses.is_empty() => ExitCode::from(EXIT_PARTIAL),
+        Outcome::Completed(_) | Outcome::AlreadyPaused | Outcome::AlreadyActive => {
+            ExitCode::SUCCESS
+        }
+    }
+}
+
+fn render(report: &Report, output: &mut Output) {
+    let (verb, moved) = match report.action {
+        Action::Pause => ("paused", "FREED"),
+        Action::Resume => ("resumed", "TAKEN"),
+    };
+    let members = report.phases.first().map_or(0, |phase| phase.members.len());
+    output.line(format!(
+        "{verb} tenant '{}' in {} ({members} {})",
+        report.tenant,
+        units::micros(report.wall_us),
+        if members == 1 { "process" } else { "processes" }
+    ));
+    output.line("");
+    let mut phases = output::table(&["PHASE", "SLOWEST", "WALL", "BYTES"], &[1, 2, 3]);
+    for phase in &report.phases {
+        phases.add_row([
+            phase_label(phase.phase).to_owned(),
+            units::micros(phase.slowest_us()),
+            units::micros(phase.wall_us),
+            units::bytes_or_dash(phase.bytes()),
+        ]);
+    }
+    output.table(&phases);
+    if !report.devices.is_empty() {
+        output.line("");
+        let mut devices = output::table(&["GPU", moved, "FREE NOW", "OF"], &[1, 2, 3]);
+        for device in &report.devices {
+            devices.add_row([
+                device.uuid.clone(),
+                units::bytes(device.bytes),
+                units::bytes(device.free_bytes),
+                units::bytes(device.total_bytes),
+            ]);
+        }
+        output.table(&devices);
+    }
+    if !report.notes.is_empty() || !report.losses.is_empty() {
+        output.line("");
+    }
+    for note in &report.notes {
+        output.line(format!("note: {note}"));
+    }
+    for loss in &report.losses {
+        output.line(format!("lost: {loss}"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tenants::coordinator::{DeviceTotal, MemberFailure, MemberPhase, PhaseSummary, Step, Who};
+    use tenants::identity::MemberId;
+    use tenants::wire::{Failure as WireFailure, FailureKind, Phase, PhaseReport};
+
+    use super::*;
+
+    fn report() -> Report {
+        let who = |pid| Who { pid: Some(pid), member: MemberId(u64::from(pid)) };
+        let member = |pid, elapsed_us| MemberPhase {
+            who: who(pid),
+            report: PhaseReport { elapsed_us, bytes: 3 << 29, ..PhaseReport::default() },
+        };
+        let phase = |phase, wall_us| PhaseSummary {
+            phase,
+            wall_us,
+            members: vec![member(10, 900), member(11, 45_000)],
+        };
+        Report {
+            tenant: "train".to_owned(),
+            action: Action::Pause,
+            wall_us: 412_000,
+            phases: vec![phase(Phase::Drain, 46_000), phase(Phase::ReleaseOwn, 300_000)],
+            devices: vec![DeviceTotal {
+                uuid: "a1b2".to_owned(),
+                bytes: 3 << 30,
+                free_bytes: 70 << 30,
+                total_bytes: 80 << 30,
+            }],
+            notes: vec!["process 10: 4 MiB stay".to_owned()],
+            losses: vec![MemberFailure {
+                who: who(11),
+                step: Step::Phase(Phase::ReleaseOwn),
+                failure: WireFailure {
+                    kind: FailureKind::PeerGone,
+                    message: "it hung up".to_owned(),
+                },
+            }],
+        }
+    }
+
+    #[test]
+    fn a_report_is_two_small_tables() {
+        let mut output = Output::new();
+        let tenant = TenantName::new("train").unwrap();
+        let outcome = Outcome::Completed(Box::new(report()));
+        let code = show(&tenant, Ok(outcome), false, &mut output).unwrap();
+        assert_eq!(code, ExitCode::from(EXIT_PARTIAL));
+        let expected = "\
+paused tenant 'train' in 412 ms (2 processes)
+
+PHASE           SLOWEST    WALL  BYTES
+drain             45 ms   46 ms  3 GiB
+release memory    45 ms  300 ms  3 GiB
+
+GPU   FREED  FREE NOW      OF
+a1b2  3 GiB    70 GiB  80 GiB
+
+note: process 10: 4 MiB stay
+lost: process 11 in step 'release memory': it hung up
+";
+        assert_eq!(output.text(), expected);
+    }
+
+    #[test]
+    fn what_is_so_already_is_said_and_succeeds() {
+        let mut output = Output::new();
+        let tenant = TenantName::new("train").unwrap();
+        let code = show(&tenant, Ok(Outcome::AlreadyPaused), false, &mut output).unwrap();
+        assert_eq!(code, ExitCode::SUCCESS);
+        assert_eq!(output.text(), "tenant 'train' is paused already\n");
+    }
+
+    #[test]
+    fn an_unknown_tenant_is_one_line_and_exit_code_1() {
+        let base = tempfile::tempdir().unwrap();
+        let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
+        let tenant = TenantName::new("train").unwrap();
+        let args = |json| PauseArgs {
+            tenant: tenant.clone(),
+            timeout: None,
+            json: crate::args::JsonArgs { json },
+        };
+        let mut output = Output::new();
+        let failure = pause(&args(false), run_dir.clone(), &mut output).unwrap_err();
+        assert_eq!(failure.exit_code(), ExitCode::from(1));
+        assert!(!failure.to_string().contains('\n'));
+        assert!(failure.to_string().starts_with("there is no tenant 'train'"));
+
+        let code = pause(&args(true), run_dir, &mut output).unwrap();
+        assert_eq!(code, ExitCode::from(1));
+        let document: serde_json::Value = serde_json::from_str(output.text()).unwrap();
+        assert_eq!(document["outcome"], "failed");
+        assert_eq!(document["unchanged"], true);
+    }
+}

@@ -1,0 +1,126 @@
+//! The driver and its devices.
+
+use vmm_pool::driver::{
+    CudaDriver, DeviceAttribute, DeviceOrdinal, Driver, DriverResult, DriverVersion,
+};
+
+use super::Check;
+use crate::failure::chain;
+
+const VERSION_MIN: DriverVersion = DriverVersion(12_000);
+
+pub(super) fn checks() -> Vec<Check> {
+    match CudaDriver::load() {
+        Ok(driver) => driver_checks(&driver),
+        Err(error) => vec![no_driver(chain(&error))],
+    }
+}
+
+/// The loader's message names its own next step, if it has one.
+fn no_driver(message: String) -> Check {
+    Check::fail("driver", message, "without a driver nothing can be paused on this machine")
+}
+
+fn driver_checks<D: Driver>(driver: &D) -> Vec<Check> {
+    let mut checks = vec![version(driver.version())];
+    match driver.device_count() {
+        Ok(0) => checks.push(no_device("the driver shows no GPU".to_owned())),
+        Err(error) => checks.push(no_device(error.to_string())),
+        Ok(count) => {
+            for ordinal in 0..count {
+                checks.extend(device_checks(driver, DeviceOrdinal(ordinal)));
+            }
+        }
+    }
+    checks
+}
+
+fn no_device(finding: String) -> Check {
+    Check::fail("GPUs", finding, "look at `nvidia-smi` and at CUDA_VISIBLE_DEVICES")
+}
+
+fn version(version: DriverResult<DriverVersion>) -> Check {
+    match version {
+        Ok(version) if version >= VERSION_MIN => {
+            Check::ok("driver", format!("speaks CUDA {version}"))
+        }
+        Ok(version) => Check::fail(
+            "driver",
+            format!("speaks CUDA {version}"),
+            format!("update it to one that speaks {VERSION_MIN} or newer"),
+        ),
+        Err(error) => Check::fail("driver", error.to_string(), "look at `nvidia-smi`"),
+    }
+}
+
+fn device_checks<D: Driver>(driver: &D, device: DeviceOrdinal) -> Vec<Check> {
+    let has = |attribute| match driver.device_attribute(device, attribute) {
+        Ok(value) => Ok(value != 0),
+        Err(error) => Err(error.to_string()),
+    };
+    let subject = device.to_string();
+    let mut checks = vec![
+        needed(
+            &subject,
+            "virtual memory management",
+            has(DeviceAttribute::VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED),
+        ),
+        needed(
+            &subject,
+            "memory shared by file descriptor",
+            has(DeviceAttribute::HANDLE_TYPE_POSIX_FD_SUPPORTED),
+        ),
+    ];
+    let hidden = [
+        ("multicast (NVLS)", DeviceAttribute::MULTICAST_SUPPORTED),
+        ("fabric handles", DeviceAttribute::HANDLE_TYPE_FABRIC_SUPPORTED),
+    ];
+    for (what, attribute) in hidden {
+        // An attribute that the driver does not know is one that it does not have.
+        let finding = if has(attribute) == Ok(true) {
+            format!(
+                "has {what}; under Sublet it is hidden from applications, which use other paths"
+            )
+        } else {
+            format!("has no {what}; nothing to hide from applications")
+        };
+        checks.push(Check::ok(&subject, finding));
+    }
+    checks
+}
+
+fn needed(subject: &str, what: &str, has: Result<bool, String>) -> Check {
+    let next_step = "this GPU cannot be shared; hide it with CUDA_VISIBLE_DEVICES";
+    match has {
+        Ok(true) => Check::ok(subject, format!("has {what}")),
+        Ok(false) => Check::fail(subject, format!("has no {what}"), next_step),
+        Err(error) => Check::fail(subject, format!("{what}: {error}"), next_step),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmm_pool::driver::{DriverCode, DriverError, DriverOp};
+
+    use super::super::Level;
+    use super::*;
+
+    #[test]
+    fn an_old_driver_and_a_broken_one_fail() {
+        assert_eq!(version(Ok(DriverVersion(13_000))).level, Level::Ok);
+        let old = version(Ok(DriverVersion(11_080)));
+        assert_eq!(old.level, Level::Fail);
+        assert_eq!(old.finding, "speaks CUDA 11.8");
+        let broken =
+            version(Err(DriverError { op: DriverOp::DriverGetVersion, code: DriverCode::UNKNOWN }));
+        assert_eq!(broken.level, Level::Fail);
+    }
+
+    #[test]
+    fn a_missing_ability_fails_with_a_next_step() {
+        assert_eq!(needed("GPU 0", "x", Ok(true)).level, Level::Ok);
+        let check = needed("GPU 0", "x", Ok(false));
+        assert_eq!(check.level, Level::Fail);
+        assert!(check.next_step.is_some());
+    }
+}

@@ -1,0 +1,276 @@
+//! What the machine and the environment bring.
+
+use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
+
+use tenants::identity::{MemberId, TENANT_NAME_BYTES_MAX, TenantName};
+use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir, SOCKET_PATH_BYTES_MAX};
+
+use super::Check;
+use crate::environment::Environment;
+use crate::failure::chain;
+use crate::run::find_library;
+use crate::units;
+
+/// Less host memory than this hardly holds any tenant's contents.
+const HOST_BYTES_LOW: u64 = 8 << 30;
+
+pub(super) fn checks(environment: &Environment) -> Vec<Check> {
+    let read = |path: &str| fs::read_to_string(path).ok();
+    let mut checks = vec![library(environment), run_dir(environment)];
+    checks.push(host_memory(
+        read("/proc/meminfo").as_deref(),
+        read("/sys/fs/cgroup/memory.max").as_deref(),
+        read("/sys/fs/cgroup/memory.current").as_deref(),
+    ));
+    checks.push(locked_memory(read("/proc/self/limits").as_deref()));
+    checks.push(huge_pages(read("/sys/kernel/mm/transparent_hugepage/enabled").as_deref()));
+    checks.extend(variables(environment));
+    checks
+}
+
+fn library(environment: &Environment) -> Check {
+    match find_library(None, environment) {
+        Ok(path) => Check::ok("library", path.display().to_string()),
+        Err(failure) => {
+            Check::fail("library", failure.to_string(), "`sublet run` cannot work without it")
+        }
+    }
+}
+
+fn run_dir(environment: &Environment) -> Check {
+    let subject = "run directory";
+    let (explicit, xdg) = environment.run_dir_sources();
+    let opened = RunDir::open(explicit, xdg);
+    let dir = match &opened {
+        Ok(dir) => dir,
+        Err(error) => {
+            let next_step = format!("or set {RUN_DIR_VARIABLE} to a directory of yours");
+            return Check::fail(subject, chain(error), next_step);
+        }
+    };
+    let path = dir.path();
+    // A directory, a tenant's name, a member's name of 16 digits, and what divides them.
+    let fixed = path.as_os_str().as_bytes().len() + "//".len() + ".sock".len();
+    let member = MemberId(0).to_string().len();
+    let left = SOCKET_PATH_BYTES_MAX.saturating_sub(fixed + member);
+    let finding = path.display().to_string();
+    match left {
+        TENANT_NAME_BYTES_MAX.. => Check::ok(subject, finding),
+        0 => Check::fail(
+            subject,
+            format!("{finding} is too long for sockets in it"),
+            format!("set {RUN_DIR_VARIABLE} to a shorter one"),
+        ),
+        left => Check::warn(
+            subject,
+            format!("{finding} leaves {left} bytes for a tenant's name"),
+            format!("set {RUN_DIR_VARIABLE} to a shorter one for longer names"),
+        ),
+    }
+}
+
+/// Host memory that contents can be saved to: what is available, within the container's limit.
+fn host_memory(meminfo: Option<&str>, limit: Option<&str>, used: Option<&str>) -> Check {
+    let subject = "host memory";
+    let available = meminfo.and_then(|text| {
+        let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
+        let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+        kib.checked_mul(1024)
+    });
+    let Some(available) = available else {
+        return Check::warn(
+            subject,
+            "/proc/meminfo does not say how much is available",
+            "see that it holds what tenants keep while paused",
+        );
+    };
+    let number = |text: Option<&str>| text.and_then(|text| text.trim().parse::<u64>().ok());
+    let left_in_container =
+        number(limit).map(|limit| limit.saturating_sub(number(used).unwrap_or(0)));
+    let free = available.min(left_in_container.unwrap_or(u64::MAX));
+    let finding = format!("{} available to keep contents in", units::bytes(free));
+    if free < HOST_BYTES_LOW {
+        let next_step = "mark what need not survive a pause as `discard`, or free host memory";
+        Check::warn(subject, finding, next_step)
+    } else {
+        Check::ok(subject, finding)
+    }
+}
+
+fn locked_memory(limits: Option<&str>) -> Check {
+    let subject = "locked memory";
+    let soft = limits.and_then(|text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("Max locked memory"))?;
+        line.split_whitespace().next()
+    });
+    match soft {
+        None => Check::ok(subject, "limit unknown"),
+        Some("unlimited") => Check::ok(subject, "no limit"),
+        Some(text) => {
+            let shown = text.parse().map_or_else(|_| text.to_owned(), units::bytes);
+            // The driver pins pages itself, and does not count them against this limit everywhere.
+            Check::ok(
+                subject,
+                format!(
+                    "limit {shown}; raise it (ulimit -l) only if a pause says that pinning fails"
+                ),
+            )
+        }
+    }
+}
+
+fn huge_pages(enabled: Option<&str>) -> Check {
+    let subject = "huge pages";
+    let chosen = enabled.and_then(|text| {
+        let (_, rest) = text.split_once('[')?;
+        rest.split_once(']').map(|(chosen, _)| chosen)
+    });
+    match chosen {
+        Some("always" | "madvise") => Check::ok(subject, "transparent huge pages can be had"),
+        Some(_) | None => Check::warn(
+            subject,
+            "no transparent huge pages, so the first pause takes longer",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as root",
+        ),
+    }
+}
+
+/// Variables that change what can be paused: name, the values that matter, what follows, what to do.
+struct Rule {
+    name: &'static str,
+    matters: fn(&str) -> bool,
+    finding: &'static str,
+    next_step: &'static str,
+}
+
+const RULES: &[Rule] = &[
+    Rule {
+        name: "NCCL_CUMEM_ENABLE",
+        matters: |value| value == "0",
+        finding: "NCCL takes its buffers in a way that cannot be shared again after a pause",
+        next_step: "unset it",
+    },
+    Rule {
+        name: "NCCL_NVLS_ENABLE",
+        matters: |value| value == "1",
+        finding: "asks for multicast, which Sublet hides from applications",
+        next_step: "unset it",
+    },
+    Rule {
+        name: "NCCL_MNNVL_ENABLE",
+        matters: |value| value == "1",
+        finding: "asks for fabric handles, which Sublet hides from applications",
+        next_step: "unset it",
+    },
+    Rule {
+        name: "NCCL_GDRCOPY_ENABLE",
+        matters: |value| value == "1",
+        finding: "memory that GDRCopy maps stays on the GPU during a pause",
+        next_step: "unset it to have that memory back",
+    },
+    Rule {
+        name: "NCCL_NET_GDR_LEVEL",
+        matters: |value| value != "LOC" && value != "0",
+        finding: "memory registered with network cards stays on the GPU during a pause",
+        next_step: "set it to LOC to have that memory back, at some cost in bandwidth between nodes",
+    },
+    Rule {
+        name: "PYTORCH_CUDA_ALLOC_CONF",
+        matters: |value| value.contains("cudaMallocAsync"),
+        finding: "memory of the driver's stream-ordered allocator cannot be paused",
+        next_step: "use the native backend",
+    },
+    Rule {
+        name: "PYTORCH_ALLOC_CONF",
+        matters: |value| value.contains("cudaMallocAsync"),
+        finding: "memory of the driver's stream-ordered allocator cannot be paused",
+        next_step: "use the native backend",
+    },
+];
+
+fn variables(environment: &Environment) -> Vec<Check> {
+    let mut checks = Vec::new();
+    for rule in RULES {
+        if let Some(value) = environment.text(rule.name)
+            && (rule.matters)(value)
+        {
+            let finding = format!("{}={value}: {}", rule.name, rule.finding);
+            checks.push(Check::warn("environment", finding, rule.next_step));
+        }
+    }
+    if let Some(tenant) = environment.text(crate::environment::TENANT_VARIABLE)
+        && TenantName::new(tenant).is_err()
+    {
+        let name = crate::environment::TENANT_VARIABLE;
+        checks.push(Check::warn(
+            "environment",
+            format!("{name}={tenant} is no tenant name"),
+            "use letters, digits, '.', '_' and '-'",
+        ));
+    }
+    if checks.is_empty() {
+        checks.push(Check::ok("environment", "no variable stands in the way"));
+    }
+    checks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Level;
+    use super::*;
+
+    #[test]
+    fn host_memory_is_what_the_container_leaves() {
+        let meminfo = "MemTotal: 1 kB\nMemAvailable:   104857600 kB\n";
+        let check = host_memory(Some(meminfo), Some("max\n"), Some("0\n"));
+        assert_eq!(check.level, Level::Ok);
+        assert_eq!(check.finding, "100 GiB available to keep contents in");
+        let (limit, used) = ((5_u64 << 30).to_string(), (1_u64 << 30).to_string());
+        let check = host_memory(Some(meminfo), Some(&limit), Some(&used));
+        assert_eq!(check.level, Level::Warn);
+        assert_eq!(check.finding, "4 GiB available to keep contents in");
+        assert_eq!(host_memory(None, None, None).level, Level::Warn);
+    }
+
+    #[test]
+    fn limits_and_huge_pages_are_read_as_the_kernel_writes_them() {
+        let limits = "Max locked memory         65536                65536                bytes\n";
+        assert!(locked_memory(Some(limits)).finding.starts_with("limit 64 KiB"));
+        let limits = "Max locked memory         unlimited            unlimited            bytes\n";
+        assert_eq!(locked_memory(Some(limits)).finding, "no limit");
+        assert_eq!(huge_pages(Some("always [madvise] never")).level, Level::Ok);
+        assert_eq!(huge_pages(Some("always madvise [never]")).level, Level::Warn);
+        assert_eq!(huge_pages(None).level, Level::Warn);
+    }
+
+    #[test]
+    fn only_variables_that_matter_are_named() {
+        let quiet =
+            Environment::of(&[("NCCL_CUMEM_ENABLE", "1"), ("NCCL_NET_GDR_LEVEL", "LOC")], None);
+        assert_eq!(variables(&quiet).len(), 1);
+        assert_eq!(variables(&quiet)[0].level, Level::Ok);
+        let loud = Environment::of(
+            &[("NCCL_CUMEM_ENABLE", "0"), ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")],
+            None,
+        );
+        let checks = variables(&loud);
+        assert_eq!(checks.len(), 2);
+        assert!(checks.iter().all(|check| check.level == Level::Warn));
+        assert!(checks[0].finding.starts_with("NCCL_CUMEM_ENABLE=0: "));
+    }
+
+    #[test]
+    fn a_long_run_directory_is_named_with_what_it_leaves() {
+        let base = tempfile::tempdir().unwrap();
+        let at = |length: usize| {
+            let room = length - base.path().as_os_str().as_bytes().len() - 1;
+            let path = base.path().join("r".repeat(room));
+            let environment = Environment::of(&[(RUN_DIR_VARIABLE, path.to_str().unwrap())], None);
+            run_dir(&environment)
+        };
+        assert_eq!(at(44).level, Level::Ok);
+        assert_eq!(at(45).level, Level::Warn);
+        assert_eq!(at(84).level, Level::Fail);
+    }
+}

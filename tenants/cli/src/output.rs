@@ -1,0 +1,98 @@
+//! The one way to standard output. A reader that has gone away (`sublet ps | head -1`) is no error.
+
+use std::io::{self, ErrorKind, Write as _};
+
+use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
+use serde::Serialize;
+
+use crate::failure::{EXIT_UNCHANGED, Failure};
+
+/// Lines to be printed, written at once at the end.
+#[derive(Debug, Default)]
+pub(crate) struct Output {
+    text: String,
+}
+
+impl Output {
+    pub(crate) fn new() -> Self {
+        Self::default()
+    }
+
+    pub(crate) fn line(&mut self, line: impl AsRef<str>) {
+        self.text.push_str(line.as_ref());
+        self.text.push('\n');
+    }
+
+    pub(crate) fn table(&mut self, table: &Table) {
+        for line in table.lines() {
+            self.line(line.trim_end());
+        }
+    }
+
+    /// A value for programs, as one indented document.
+    pub(crate) fn json(&mut self, value: &impl Serialize) -> Result<(), Failure> {
+        let text = serde_json::to_string_pretty(value)
+            .map_err(|error| Failure::of(&error, EXIT_UNCHANGED))?;
+        self.line(text);
+        Ok(())
+    }
+
+    /// Writes all lines.
+    pub(crate) fn finish(self) -> Result<(), Failure> {
+        let mut stdout = io::stdout().lock();
+        let written = stdout.write_all(self.text.as_bytes()).and_then(|()| stdout.flush());
+        match written {
+            Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+                let message = format!("standard output could not be written: {error}");
+                Err(Failure::new(message, EXIT_UNCHANGED))
+            }
+            Ok(()) | Err(_) => Ok(()),
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn text(&self) -> &str {
+        &self.text
+    }
+}
+
+/// Tells a person on standard error. Nobody can be told when that fails, so it is not checked.
+pub(crate) fn complain(message: &str) {
+    writeln!(io::stderr().lock(), "sublet: {message}").ok();
+}
+
+/// A plain table: no lines, two blanks between columns, as wide as its content; columns whose index is
+/// in `right` hold figures.
+pub(crate) fn table(header: &[&str], right: &[usize]) -> Table {
+    let mut table = Table::new();
+    table.set_header(header.iter().copied());
+    plain(&mut table);
+    for index in right {
+        if let Some(column) = table.column_mut(*index) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table
+}
+
+/// As [`table`], for rows that need no titles.
+pub(crate) fn table_without_header<const N: usize>(
+    rows: impl IntoIterator<Item = [String; N]>,
+) -> Table {
+    let mut table = Table::new();
+    for row in rows {
+        table.add_row(row);
+    }
+    plain(&mut table);
+    table
+}
+
+fn plain(table: &mut Table) {
+    table
+        .load_style(presets::NOTHING)
+        .set_content_arrangement(ContentArrangement::Disabled)
+        .force_no_tty();
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+}

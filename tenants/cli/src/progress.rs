@@ -1,0 +1,98 @@
+//! A line on the terminal for whatever takes longer than a second.
+
+use std::io::IsTerminal as _;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use tenants::coordinator::{Event, Step};
+
+use crate::output;
+
+const QUIET_TIME: Duration = Duration::from_secs(1);
+const TICK: Duration = Duration::from_millis(100);
+
+/// Shows what the coordinator is at; nothing when standard error is no terminal.
+#[derive(Debug)]
+pub(crate) struct Progress {
+    bar: ProgressBar,
+    done: usize,
+    members: usize,
+    /// Wakes and ends the thread that shows the line after [`QUIET_TIME`].
+    starter: Option<(Sender<()>, JoinHandle<()>)>,
+}
+
+impl Progress {
+    pub(crate) fn start() -> Self {
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
+        let shown = std::io::stderr().is_terminal();
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} ({elapsed})") {
+            bar.set_style(style);
+        }
+        Self { starter: shown.then(|| show_later(bar.clone())), bar, done: 0, members: 0 }
+    }
+
+    pub(crate) fn note(&mut self, event: &Event<'_>) {
+        match event {
+            Event::StepStarted { tenant, step, members } => {
+                self.done = 0;
+                self.members = *members;
+                self.bar.set_message(step_line(tenant.as_str(), *step, 0, *members));
+            }
+            Event::MemberDone { step, .. } => {
+                self.done += 1;
+                let text = format!("{step}: {} of {} processes", self.done, self.members);
+                self.bar.set_message(text);
+            }
+            Event::StepDone { .. } => {}
+            Event::RollingBack { failures } => {
+                let why = failures.first().map(ToString::to_string);
+                self.bar.set_message(format!("going back: {}", why.unwrap_or_default()));
+            }
+            Event::StaleRemoved { member } => {
+                self.warn(&format!("member {member} is dead; its socket was removed"));
+            }
+            Event::Recovering { who } => {
+                self.warn(&format!(
+                    "an earlier pause or resume was left half done in {who}; putting it right first"
+                ));
+            }
+        }
+    }
+
+    /// Shows `text` until the next event.
+    pub(crate) fn say(&self, text: String) {
+        self.bar.set_message(text);
+    }
+
+    fn warn(&self, message: &str) {
+        self.bar.suspend(|| output::complain(message));
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Some((stop, thread)) = self.starter.take() {
+            drop(stop);
+            // It only waits and draws; should it have failed, the line is simply not there.
+            thread.join().ok();
+        }
+        self.bar.finish_and_clear();
+    }
+}
+
+fn show_later(bar: ProgressBar) -> (Sender<()>, JoinHandle<()>) {
+    let (stop, stopped) = channel();
+    let thread = std::thread::spawn(move || {
+        if stopped.recv_timeout(QUIET_TIME) == Err(RecvTimeoutError::Timeout) {
+            bar.set_draw_target(ProgressDrawTarget::stderr());
+            bar.enable_steady_tick(TICK);
+        }
+    });
+    (stop, thread)
+}
+
+fn step_line(tenant: &str, step: Step, done: usize, members: usize) -> String {
+    format!("{tenant}: {step}: {done} of {members} processes")
+}

@@ -1,0 +1,153 @@
+//! `sublet run`: becomes the command, with the preload object and the tenant's name in its environment.
+
+use std::ffi::{OsStr, OsString};
+use std::io::ErrorKind;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use tenants::identity::MemberId;
+use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
+
+use crate::args::RunArgs;
+use crate::environment::{Environment, LIBRARY_VARIABLE, PRELOAD_VARIABLE, TENANT_VARIABLE};
+use crate::failure::{EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, EXIT_UNCHANGED, Failure};
+
+/// File name of the preload object.
+pub(crate) const LIBRARY_NAME: &str = "libsublet.so";
+
+/// Returns only when the command could not be started.
+pub(crate) fn run(
+    args: &RunArgs,
+    environment: &Environment,
+    run_dir: &RunDir,
+) -> Result<ExitCode, Failure> {
+    // All member ids have the same length: one path that fits shows that all do.
+    run_dir.tenant(&args.tenant)?.socket_path(MemberId(0))?;
+    let library = find_library(args.library.as_deref(), environment)?;
+    let preload = prepend(&library, environment.get(PRELOAD_VARIABLE))?;
+    let (program, rest) = args
+        .command
+        .split_first()
+        .ok_or_else(|| Failure::new("no command was given".to_owned(), EXIT_NOT_FOUND))?;
+    let error = Command::new(program)
+        .args(rest)
+        .env(PRELOAD_VARIABLE, preload)
+        .env(TENANT_VARIABLE, args.tenant.as_str())
+        .env(RUN_DIR_VARIABLE, absolute(run_dir.path()))
+        .exec();
+    let shown = program.display();
+    Err(if error.kind() == ErrorKind::NotFound {
+        Failure::new(format!("command '{shown}' was not found"), EXIT_NOT_FOUND)
+    } else {
+        let message = format!("command '{shown}' could not be started: {error}");
+        Failure::new(message, EXIT_NOT_EXECUTABLE)
+    })
+}
+
+/// The preload object: as given, as the environment says, beside this command, or in `../lib`.
+pub(crate) fn find_library(
+    given: Option<&Path>,
+    environment: &Environment,
+) -> Result<PathBuf, Failure> {
+    let named = given.map(|path| (path.to_owned(), "--library")).or_else(|| {
+        let path = environment.get(LIBRARY_VARIABLE)?;
+        Some((PathBuf::from(path), LIBRARY_VARIABLE))
+    });
+    if let Some((path, source)) = named {
+        return if path.is_file() {
+            Ok(absolute(&path))
+        } else {
+            let message = format!("{source} names {}, which is no file", path.display());
+            Err(Failure::new(message, EXIT_UNCHANGED))
+        };
+    }
+    let folder = environment.executable().and_then(|path| path.parent());
+    let candidates =
+        folder.map(|folder| [folder.join(LIBRARY_NAME), folder.join("../lib").join(LIBRARY_NAME)]);
+    let found = candidates.iter().flatten().find(|path| path.is_file());
+    found.map(|path| absolute(path)).ok_or_else(|| {
+        let message = format!(
+            "{LIBRARY_NAME} was found neither beside this command nor in ../lib: name it with --library or \
+             {LIBRARY_VARIABLE}"
+        );
+        Failure::new(message, EXIT_UNCHANGED)
+    })
+}
+
+/// `library` before what is preloaded already.
+fn prepend(library: &Path, before: Option<&OsStr>) -> Result<OsString, Failure> {
+    let name = library.as_os_str();
+    // The loader takes a list that blanks and colons divide, and has no way to quote them.
+    let divides = |byte: &u8| *byte == b':' || byte.is_ascii_whitespace();
+    if name.as_bytes().iter().any(divides) {
+        let message = format!(
+            "{} cannot be preloaded, because its path holds a blank or a colon: move or link it elsewhere",
+            library.display()
+        );
+        return Err(Failure::new(message, EXIT_UNCHANGED));
+    }
+    let mut list = name.to_owned();
+    let others = before.unwrap_or_default().as_bytes();
+    let others = others.split(divides).filter(|other| !other.is_empty());
+    for other in others.filter(|other| *other != name.as_bytes()) {
+        list.push(":");
+        list.push(OsStr::from_bytes(other));
+    }
+    Ok(list)
+}
+
+/// The command may change its directory; a path that cannot be made absolute is used as it is.
+fn absolute(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn the_library_goes_before_others_and_only_once() {
+        let library = Path::new("/opt/lib/libsublet.so");
+        let join = |before: Option<&str>| prepend(library, before.map(OsStr::new)).unwrap();
+        assert_eq!(join(None), "/opt/lib/libsublet.so");
+        assert_eq!(join(Some("/a.so:/b.so /c.so")), "/opt/lib/libsublet.so:/a.so:/b.so:/c.so");
+        assert_eq!(join(Some("/a.so:/opt/lib/libsublet.so")), "/opt/lib/libsublet.so:/a.so");
+        for path in ["/a b/libsublet.so", "/a:b/libsublet.so"] {
+            let error = prepend(Path::new(path), None).unwrap_err();
+            assert!(error.to_string().contains("blank or a colon"));
+        }
+    }
+
+    #[test]
+    fn the_library_is_looked_for_in_the_order_that_is_promised() {
+        let base = tempfile::tempdir().unwrap();
+        let root = base.path().canonicalize().unwrap();
+        for folder in ["bin", "lib", "other"] {
+            fs::create_dir(root.join(folder)).unwrap();
+        }
+        let bin = Some(root.join("bin/sublet"));
+        let plain = Environment::of(&[], bin.clone());
+        let error = find_library(None, &plain).unwrap_err();
+        assert!(error.to_string().contains("--library or SUBLET_LIBRARY"));
+
+        let in_lib = root.join("lib/libsublet.so");
+        fs::write(&in_lib, "").unwrap();
+        assert_eq!(find_library(None, &plain).unwrap(), in_lib);
+        let beside = root.join("bin/libsublet.so");
+        fs::write(&beside, "").unwrap();
+        assert_eq!(find_library(None, &plain).unwrap(), beside);
+
+        let named = root.join("other/custom.so");
+        fs::write(&named, "").unwrap();
+        let variable = [(LIBRARY_VARIABLE, named.to_str().unwrap())];
+        let told = Environment::of(&variable, bin.clone());
+        assert_eq!(find_library(None, &told).unwrap(), named);
+        assert_eq!(find_library(Some(&in_lib), &told).unwrap(), in_lib);
+        let error = find_library(Some(Path::new("/no/such.so")), &told).unwrap_err();
+        assert_eq!(error.to_string(), "--library names /no/such.so, which is no file");
+    }
+}

@@ -1,0 +1,128 @@
+//! `sublet stats`: what each process holds, and how its last pause and resume went.
+
+use std::process::ExitCode;
+
+use tenants::coordinator::{TenantStats, phase_label};
+use tenants::run_dir::RunDir;
+use tenants::wire::{MemberStats, Phase, PhaseReport};
+
+use crate::args::StatsArgs;
+use crate::failure::Failure;
+use crate::output::{self, Output};
+use crate::{ps, units};
+
+pub(crate) fn stats(
+    args: &StatsArgs,
+    run_dir: &RunDir,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    let tenants = match &args.tenant {
+        Some(name) => vec![ps::one(run_dir, name)?],
+        None => ps::all(run_dir)?,
+    };
+    if args.json.json {
+        output.json(&tenants)?;
+    } else if tenants.is_empty() {
+        output.line("no tenant is running");
+    } else {
+        for tenant in &tenants {
+            render(tenant, output);
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn render(tenant: &TenantStats, output: &mut Output) {
+    for member in &tenant.members {
+        render_member(&tenant.tenant, member, output);
+    }
+    for failure in &tenant.failures {
+        output.line(format!("{}: no answer from {failure}", tenant.tenant));
+    }
+}
+
+fn render_member(tenant: &str, stats: &MemberStats, output: &mut Output) {
+    let info = &stats.member;
+    output.line(format!(
+        "{tenant} process {} ({}), libsublet {}: {}",
+        info.pid,
+        ps::state_label(info.state),
+        info.version,
+        info.command
+    ));
+    let devices = &stats.pool.devices;
+    let own: u64 = devices.iter().map(vmm_pool::DeviceReport::own_bytes).sum();
+    let resident: u64 = devices.iter().map(vmm_pool::DeviceReport::resident_bytes).sum();
+    output.line(format!(
+        "  {} of device memory, {} of it on GPUs now; host memory {} for contents, {} of the driver's",
+        units::bytes(own),
+        units::bytes(resident),
+        units::bytes(stats.pool.host_arena_bytes),
+        units::bytes(stats.pool.host_numa_bytes)
+    ));
+    output.line(format!("  {} pauses, {} resumes", stats.pauses, stats.resumes));
+    render_phases("last pause", &stats.last_pause, output);
+    render_phases("last resume", &stats.last_resume, output);
+    for note in &stats.notes {
+        output.line(format!("  note: {note}"));
+    }
+}
+
+fn render_phases(title: &str, phases: &[(Phase, PhaseReport)], output: &mut Output) {
+    if phases.is_empty() {
+        return;
+    }
+    output.line(format!("  {title}:"));
+    let mut table = output::table(&["", "PHASE", "TIME", "BYTES", "CALLS", "STEPS"], &[2, 3, 4]);
+    for (phase, report) in phases {
+        let steps: Vec<_> = report
+            .steps
+            .iter()
+            .map(|(name, elapsed_us)| format!("{name} {}", units::micros(*elapsed_us)))
+            .collect();
+        table.add_row([
+            "  ".to_owned(),
+            phase_label(*phase).to_owned(),
+            units::micros(report.elapsed_us),
+            units::bytes_or_dash(report.bytes),
+            report.driver_calls.to_string(),
+            steps.join(", "),
+        ]);
+    }
+    output.table(&table);
+}
+
+#[cfg(test)]
+mod tests {
+    use tenants::wire::MemberState;
+
+    use super::*;
+
+    #[test]
+    fn the_last_pause_is_shown_phase_by_phase() {
+        let mut member = ps::tests::member(10, MemberState::Paused);
+        member.pauses = 1;
+        member.pool.host_arena_bytes = 3 << 30;
+        member.last_pause = vec![(
+            Phase::SaveAndDropImports,
+            PhaseReport {
+                elapsed_us: 250_000,
+                driver_calls: 42,
+                bytes: 3 << 30,
+                steps: vec![("copy".to_owned(), 240_000), ("unmap".to_owned(), 900)],
+                ..PhaseReport::default()
+            },
+        )];
+        let mut output = Output::new();
+        render_member("train", &member, &mut output);
+        let expected = "\
+train process 10 (paused), libsublet 0.1.0: python train.py
+  0 B of device memory, 0 B of it on GPUs now; host memory 3 GiB for contents, 0 B of the driver's
+  1 pauses, 0 resumes
+  last pause:
+    PHASE            TIME  BYTES  CALLS  STEPS
+    save contents  250 ms  3 GiB     42  copy 240 ms, unmap 900 us
+";
+        assert_eq!(output.text(), expected);
+    }
+}

@@ -1,0 +1,257 @@
+//! Pauses and resumes a tenant: takes all its processes through the phases together.
+//!
+//! There is no daemon: whoever wants a tenant paused (the command, one of its own processes, another
+//! tenant's policy) is its coordinator for that time, under a lock. All members finish a phase before any
+//! starts the next. A failure before the point of no return ([`Phase::ReleaseOwn`] of a pause,
+//! [`Phase::Activate`] of a resume) is undone in all of them; after it the members that are left are taken
+//! to the end, and those that were lost are reported.
+//!
+//! No thread is started: a step is sent to all members, then one poll waits for all answers. Every call
+//! blocks, for a bounded time.
+
+mod error;
+mod peers;
+mod report;
+mod session;
+#[cfg(test)]
+mod tests;
+
+use std::time::{Duration, Instant};
+
+pub use error::{CoordinatorError, SwapError};
+pub use report::{
+    DeviceTotal, Event, MemberFailure, MemberPhase, Outcome, PhaseSummary, Report, Step, Swap,
+    TenantStats, Who, phase_label,
+};
+
+use peers::{Peers, Reached, reach, with_source};
+use session::Session;
+
+use crate::identity::TenantName;
+use crate::run_dir::{RunDir, RunDirError, TenantDir};
+use crate::transport::TransportError;
+use crate::wire::{Action, Failure, FailureKind, MemberState, Phase, Reply, Request};
+
+/// How long a coordinator waits, and for what.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// For each phase; none for the phase's own default ([`Options::phase_timeout`]).
+    pub timeout: Option<Duration>,
+    /// Beyond a phase's timeout, for the answer to arrive.
+    pub reply_margin: Duration,
+    /// For a connection and for the answer to a plain question.
+    pub contact_timeout: Duration,
+    /// For another coordinator of the tenant to finish.
+    pub lock_timeout: Duration,
+    /// When given, do nothing until every member's application has asked for the action too, for at most
+    /// this long.
+    pub consent: Option<Duration>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            timeout: None,
+            reply_margin: Duration::from_secs(2),
+            contact_timeout: Duration::from_secs(5),
+            lock_timeout: Duration::from_secs(10),
+            consent: None,
+        }
+    }
+}
+
+impl Options {
+    /// How long members may take for `phase`.
+    pub fn phase_timeout(&self, phase: Phase) -> Duration {
+        self.timeout.unwrap_or(match phase {
+            Phase::CloseGate => Duration::from_secs(10),
+            Phase::Drain => Duration::from_secs(30),
+            Phase::SaveAndDropImports | Phase::Restore => Duration::from_mins(2),
+            Phase::ReleaseOwn
+            | Phase::Verify
+            | Phase::AbortPause
+            | Phase::CreateOwn
+            | Phase::Import
+            | Phase::Activate
+            | Phase::AbortResume => Duration::from_mins(1),
+        })
+    }
+}
+
+/// Pauses, resumes and questions one tenant.
+#[derive(Debug)]
+pub struct Coordinator {
+    run_dir: RunDir,
+    tenant: TenantName,
+    options: Options,
+}
+
+impl Coordinator {
+    /// A coordinator of `tenant`. Nothing is contacted yet.
+    pub fn new(run_dir: RunDir, tenant: TenantName, options: Options) -> Self {
+        Self { run_dir, tenant, options }
+    }
+
+    /// The tenant's name.
+    pub fn tenant(&self) -> &TenantName {
+        &self.tenant
+    }
+
+    /// Has all active processes of the tenant give their device memory back.
+    ///
+    /// Processes that are paused already stay so. Returns when the memory can be used by others.
+    ///
+    /// # Errors
+    /// [`CoordinatorError`]; the tenant is then active as before, unless the error says otherwise.
+    pub fn pause(
+        &mut self,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Outcome, CoordinatorError> {
+        self.act(Action::Pause, progress)
+    }
+
+    /// Has all paused processes of the tenant take their device memory back, at the addresses it had.
+    ///
+    /// # Errors
+    /// [`CoordinatorError`]; the tenant is then paused as before, contents kept, unless the error says
+    /// otherwise. [`CoordinatorError::missing_device_bytes`] tells when memory was short.
+    pub fn resume(
+        &mut self,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Outcome, CoordinatorError> {
+        self.act(Action::Resume, progress)
+    }
+
+    /// What every process of the tenant holds. Takes no lock and changes nothing but that dead processes'
+    /// sockets are removed; members that do not answer are listed, not an error.
+    ///
+    /// # Errors
+    /// [`CoordinatorError::NoSuchTenant`], [`CoordinatorError::NoProcess`], [`CoordinatorError::RunDir`].
+    pub fn stats(&self) -> Result<TenantStats, CoordinatorError> {
+        let dir = self.dir()?;
+        let mut stats = TenantStats {
+            tenant: self.tenant.to_string(),
+            members: Vec::new(),
+            failures: Vec::new(),
+        };
+        let mut peers = Peers::default();
+        let deadline = Instant::now() + self.options.contact_timeout;
+        for socket in dir.members()? {
+            match reach(&socket, deadline) {
+                Ok(Reached::Peer(peer)) => peers.list.push(*peer),
+                Ok(Reached::Dead) => dir.remove_socket(&socket)?,
+                Err(error) => stats.failures.push(unreachable_member(socket.id, &error)),
+            }
+        }
+        dir.remove_stale()?;
+        if peers.list.is_empty() && stats.failures.is_empty() {
+            return Err(CoordinatorError::NoProcess { tenant: self.tenant.clone() });
+        }
+        for index in 0..peers.list.len() {
+            let timeout = self.options.contact_timeout;
+            let asked = peers.ask(index, Step::Stats, &Request::Stats, timeout);
+            stats.failures.extend(asked.err());
+        }
+        while let Some(answer) = peers.next_answer() {
+            match answer.result {
+                Ok(Reply::Stats(member)) => stats.members.push(*member),
+                Ok(_) => {
+                    let who = peers.list[answer.peer].who;
+                    stats.failures.push(unexpected(who, Step::Stats));
+                }
+                Err(failure) => stats.failures.push(failure),
+            }
+        }
+        stats.members.sort_by_key(|stats| stats.member.pid);
+        Ok(stats)
+    }
+
+    fn act(
+        &mut self,
+        action: Action,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Outcome, CoordinatorError> {
+        let span = tracing::info_span!("tenant.act", tenant = %self.tenant, ?action);
+        let _entered = span.enter();
+        let dir = self.dir()?;
+        let lock = dir.lock(Instant::now() + self.options.lock_timeout)?;
+        let mut session = Session::open(&dir, &lock, &self.options, progress)?;
+        session.recover()?;
+        let (from, already) = match action {
+            Action::Pause => (MemberState::Active, Outcome::AlreadyPaused),
+            Action::Resume => (MemberState::Paused, Outcome::AlreadyActive),
+        };
+        let members = session.members_in(from);
+        if members.is_empty() {
+            return Ok(already);
+        }
+        let report = session.run(action, members)?;
+        tracing::info!(wall_us = report.wall_us, losses = report.losses.len(), "done");
+        Ok(Outcome::Completed(Box::new(report)))
+    }
+
+    /// Is there a process to speak to? Takes no lock.
+    fn check_alive(&self) -> Result<(), CoordinatorError> {
+        let dir = self.dir()?;
+        dir.remove_stale()?;
+        if dir.members()?.is_empty() {
+            return Err(CoordinatorError::NoProcess { tenant: self.tenant.clone() });
+        }
+        Ok(())
+    }
+
+    fn dir(&self) -> Result<TenantDir, CoordinatorError> {
+        match self.run_dir.existing_tenant(&self.tenant)? {
+            Some(dir) => Ok(dir),
+            None => Err(CoordinatorError::NoSuchTenant {
+                tenant: self.tenant.clone(),
+                existing: self.live_tenants()?,
+            }),
+        }
+    }
+
+    fn live_tenants(&self) -> Result<Vec<TenantName>, RunDirError> {
+        let mut tenants = self.run_dir.tenants()?;
+        tenants.retain(|name| {
+            let dir = self.run_dir.existing_tenant(name).ok().flatten();
+            dir.and_then(|dir| dir.members().ok()).is_some_and(|members| !members.is_empty())
+        });
+        Ok(tenants)
+    }
+}
+
+/// Pauses `from`, then resumes `to`.
+///
+/// # Errors
+/// [`SwapError::NoTarget`] when `to` has no process; [`SwapError::Pause`] when `from` did not pause, and nothing was changed; [`SwapError::Resume`] when it
+/// did and `to` did not resume: both are then paused.
+pub fn swap(
+    from: &mut Coordinator,
+    to: &mut Coordinator,
+    progress: &mut dyn FnMut(Event<'_>),
+) -> Result<Swap, SwapError> {
+    to.check_alive().map_err(SwapError::NoTarget)?;
+    let paused = from.pause(progress).map_err(SwapError::Pause)?;
+    match to.resume(progress) {
+        Ok(resumed) => Ok(Swap { paused, resumed }),
+        Err(source) => Err(SwapError::Resume {
+            paused_tenant: from.tenant.clone(),
+            paused: Box::new(paused),
+            source,
+        }),
+    }
+}
+
+fn unreachable_member(member: crate::identity::MemberId, error: &TransportError) -> MemberFailure {
+    let who = Who { pid: None, member };
+    peers::gone(who, Step::Stats, with_source(error))
+}
+
+/// The failure of a member that answered another question than the one it was asked.
+fn unexpected(who: Who, step: Step) -> MemberFailure {
+    let failure = Failure {
+        kind: FailureKind::Unknown,
+        message: "its answer does not fit the question".to_owned(),
+    };
+    MemberFailure { who, step, failure }
+}

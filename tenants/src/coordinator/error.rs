@@ -1,0 +1,222 @@
+//! Why a coordinator did not do what it was asked.
+
+use std::fmt;
+
+use super::report::{MemberFailure, Outcome};
+use crate::identity::TenantName;
+use crate::run_dir::RunDirError;
+use crate::transport::TransportError;
+use crate::wire::{Action, FailureKind};
+
+/// Why a pause, a resume or a question was not carried out.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CoordinatorError {
+    /// Nobody ever ran under that name, or all of it is gone.
+    #[error("there is no tenant '{tenant}' ({})", known(existing))]
+    NoSuchTenant {
+        /// The name.
+        tenant: TenantName,
+        /// The names there are.
+        existing: Vec<TenantName>,
+    },
+    /// All processes of the tenant are dead; what they left behind was removed.
+    #[error("tenant '{tenant}' has no live process; what its processes left behind was removed")]
+    NoProcess {
+        /// The name.
+        tenant: TenantName,
+    },
+    /// The run directory is not usable, or somebody else coordinates.
+    #[error(transparent)]
+    RunDir(#[from] RunDirError),
+    /// A process lives but cannot be spoken to.
+    #[error("a process of tenant '{tenant}' cannot be reached; nothing was changed")]
+    Unreachable {
+        /// The tenant.
+        tenant: TenantName,
+        /// Why.
+        #[source]
+        source: TransportError,
+    },
+    /// A process lives but did not say who it is.
+    #[error("tenant '{tenant}' was left as it is: {failure}")]
+    NoGreeting {
+        /// The tenant.
+        tenant: TenantName,
+        /// Who, and why.
+        failure: MemberFailure,
+    },
+    /// Processes run different versions of Sublet.
+    #[error(
+        "the processes of tenant '{tenant}' run different versions of Sublet ({versions}): \
+         run all of them with one; nothing was changed"
+    )]
+    VersionsDiffer {
+        /// The tenant.
+        tenant: TenantName,
+        /// Version and process ids, as text.
+        versions: String,
+    },
+    /// A process of the tenant has lost something.
+    #[error(
+        "process {pid} of tenant '{tenant}' is faulted and can neither be paused nor resumed: end it, \
+         then try again"
+    )]
+    Faulted {
+        /// The tenant.
+        tenant: TenantName,
+        /// Which process.
+        pid: u32,
+    },
+    /// An earlier coordinator died half-way, and what it left can neither be undone nor finished.
+    #[error(
+        "an earlier pause or resume of tenant '{tenant}' was left half done and could not be finished: {}; \
+         end these processes, then try again",
+        listed(failures)
+    )]
+    Unrecovered {
+        /// The tenant.
+        tenant: TenantName,
+        /// Who did not go along.
+        failures: Vec<MemberFailure>,
+    },
+    /// A member did not do its part before the point of no return. Everything was undone, but for what
+    /// `undo_failures` says.
+    #[error(
+        "{} tenant '{tenant}' failed: {}{}",
+        gerund(*action), listed(failures), undone(*action, undo_failures)
+    )]
+    Refused {
+        /// The tenant.
+        tenant: TenantName,
+        /// What was to be done.
+        action: Action,
+        /// Who did not do their part; never empty.
+        failures: Vec<MemberFailure>,
+        /// Who could not be taken back.
+        undo_failures: Vec<MemberFailure>,
+    },
+}
+
+impl CoordinatorError {
+    /// How much device memory was missing, when that is why: the largest figure that a member gave.
+    pub fn missing_device_bytes(&self) -> Option<u64> {
+        let Self::Refused { failures, .. } = self else {
+            return None;
+        };
+        let missing = failures.iter().filter_map(|failure| match failure.failure.kind {
+            FailureKind::OutOfDeviceMemory { missing_bytes } => Some(missing_bytes),
+            FailureKind::InCapture
+            | FailureKind::DrainTimeout
+            | FailureKind::OutOfHostMemory
+            | FailureKind::WrongState
+            | FailureKind::PeerGone
+            | FailureKind::NoConsent
+            | FailureKind::Unknown
+            | FailureKind::Driver
+            | FailureKind::Faulted => None,
+        });
+        missing.max()
+    }
+
+    /// Can the same call succeed later, when others have given memory back or finished what they do?
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            Self::RunDir(error) => matches!(error, RunDirError::Locked { .. }),
+            Self::Refused { failures, undo_failures, .. } => {
+                undo_failures.is_empty()
+                    && failures.iter().all(|failure| match failure.failure.kind {
+                        FailureKind::InCapture
+                        | FailureKind::DrainTimeout
+                        | FailureKind::OutOfHostMemory
+                        | FailureKind::OutOfDeviceMemory { .. }
+                        | FailureKind::NoConsent => true,
+                        FailureKind::WrongState
+                        | FailureKind::PeerGone
+                        | FailureKind::Unknown
+                        | FailureKind::Driver
+                        | FailureKind::Faulted => false,
+                    })
+            }
+            Self::NoSuchTenant { .. }
+            | Self::NoProcess { .. }
+            | Self::Unreachable { .. }
+            | Self::NoGreeting { .. }
+            | Self::VersionsDiffer { .. }
+            | Self::Unrecovered { .. }
+            | Self::Faulted { .. } => false,
+        }
+    }
+
+    /// Is every process as it was before the call?
+    pub fn left_unchanged(&self) -> bool {
+        match self {
+            Self::Refused { undo_failures, .. } => undo_failures.is_empty(),
+            Self::Unrecovered { .. } => false,
+            Self::NoSuchTenant { .. }
+            | Self::NoProcess { .. }
+            | Self::RunDir(_)
+            | Self::Unreachable { .. }
+            | Self::NoGreeting { .. }
+            | Self::VersionsDiffer { .. }
+            | Self::Faulted { .. } => true,
+        }
+    }
+}
+
+/// Why a swap was not completed.
+#[derive(Debug, thiserror::Error)]
+pub enum SwapError {
+    /// The second tenant is not there; the first was not touched.
+    #[error(transparent)]
+    NoTarget(CoordinatorError),
+    /// The first tenant did not pause; the second was not asked.
+    #[error(transparent)]
+    Pause(CoordinatorError),
+    /// The first tenant is paused, but the second did not resume and is paused still.
+    #[error("tenant '{paused_tenant}' is paused now, but {source}")]
+    Resume {
+        /// The tenant that is paused now.
+        paused_tenant: TenantName,
+        /// How its pause went.
+        paused: Box<Outcome>,
+        /// Why the other did not resume.
+        source: CoordinatorError,
+    },
+}
+
+fn gerund(action: Action) -> &'static str {
+    match action {
+        Action::Pause => "pausing",
+        Action::Resume => "resuming",
+    }
+}
+
+fn known(existing: &[TenantName]) -> String {
+    if existing.is_empty() {
+        return "no tenant is running: start one with `sublet run --tenant NAME -- COMMAND`"
+            .to_owned();
+    }
+    let names: Vec<_> = existing.iter().map(TenantName::as_str).collect();
+    format!("there are: {}", names.join(", "))
+}
+
+fn listed(failures: &[MemberFailure]) -> String {
+    let texts: Vec<_> = failures.iter().map(ToString::to_string).collect();
+    texts.join("; ")
+}
+
+fn undone(action: Action, undo_failures: &[MemberFailure]) -> impl fmt::Display {
+    let state = match action {
+        Action::Pause => "active",
+        Action::Resume => "paused, contents kept",
+    };
+    if undo_failures.is_empty() {
+        format!(". The tenant is {state} as before")
+    } else {
+        format!(
+            ". The others are {state} as before, but taking back failed for {}",
+            listed(undo_failures)
+        )
+    }
+}

@@ -1,0 +1,289 @@
+//! The coordinator's connections: what was asked of whom, and who still owes an answer.
+//!
+//! Answers come in the order of the questions on each connection, so a question may be sent while an
+//! earlier one is unanswered: each connection keeps the queue of what it owes. One poll waits for all.
+
+use std::collections::VecDeque;
+use std::os::fd::AsFd as _;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags};
+use nix::sys::signal::kill;
+use nix::unistd::Pid;
+
+use super::report::{MemberFailure, Step, Who};
+use crate::run_dir::MemberSocket;
+use crate::transport::{Connection, TransportError, poll_until};
+use crate::wire::{Failure, FailureKind, MemberInfo, Reply, Request};
+
+/// Requests are a few bytes; a peer that cannot take one for this long does not read its socket at all.
+const SEND_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// One member, connected until it is lost.
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub(super) who: Who,
+    pub(super) info: Option<MemberInfo>,
+    link: Link,
+}
+
+#[derive(Debug)]
+enum Link {
+    Up {
+        connection: Connection,
+        owed: VecDeque<Owed>,
+    },
+    /// The process ended, or closed its end.
+    HungUp,
+    /// The connection is of no use any more, though the process may live.
+    Broken,
+}
+
+impl Link {
+    /// What is left of a connection after `error`.
+    fn after(error: &TransportError) -> Self {
+        if error.peer_is_gone() { Self::HungUp } else { Self::Broken }
+    }
+}
+
+/// An answer that is due.
+#[derive(Debug)]
+struct Owed {
+    step: Step,
+    asked: Instant,
+    deadline: Instant,
+    /// Reported as missing already; it may still come, and then comes before later ones.
+    overdue: bool,
+}
+
+/// An answer, or the news that none will come in time.
+#[derive(Debug)]
+pub(super) struct Answer {
+    pub(super) peer: usize,
+    pub(super) step: Step,
+    pub(super) result: Result<Reply, MemberFailure>,
+}
+
+/// Whether the process behind a socket is there.
+pub(super) enum Reached {
+    Peer(Box<Peer>),
+    Dead,
+}
+
+/// Connects to a member. A socket that nobody serves any more is no error.
+pub(super) fn reach(socket: &MemberSocket, deadline: Instant) -> Result<Reached, TransportError> {
+    let connection = match Connection::connect(&socket.path, deadline) {
+        Err(error) if error.nobody_listens() => return Ok(Reached::Dead),
+        connection => connection?,
+    };
+    let pid = connection.peer().pid();
+    // A forked child may hold a dead parent's listening socket open without serving it.
+    if pid.is_some_and(is_dead) {
+        return Ok(Reached::Dead);
+    }
+    Ok(Reached::Peer(Box::new(Peer {
+        who: Who { pid, member: socket.id },
+        info: None,
+        link: Link::Up { connection, owed: VecDeque::new() },
+    })))
+}
+
+fn is_dead(pid: u32) -> bool {
+    i32::try_from(pid).is_ok_and(|pid| kill(Pid::from_raw(pid), None) == Err(Errno::ESRCH))
+}
+
+/// All members of one operation.
+#[derive(Debug, Default)]
+pub(super) struct Peers {
+    pub(super) list: Vec<Peer>,
+}
+
+impl Peers {
+    /// Sends `request` to one member; its answer is due within `timeout` of now, or of the deadline of
+    /// what it owes already.
+    pub(super) fn ask(
+        &mut self,
+        index: usize,
+        step: Step,
+        request: &Request,
+        timeout: Duration,
+    ) -> Result<(), MemberFailure> {
+        let peer = &mut self.list[index];
+        let who = peer.who;
+        let Link::Up { connection, owed } = &mut peer.link else {
+            return Err(gone(who, step, "its connection was lost before".to_owned()));
+        };
+        let now = Instant::now();
+        if let Err(error) = connection.send(request, &[], now + SEND_TIMEOUT) {
+            peer.link = Link::after(&error);
+            return Err(gone(who, step, with_source(&error)));
+        }
+        let busy_until = owed.iter().filter(|owed| !owed.overdue);
+        let start = busy_until.map(|owed| owed.deadline).max().unwrap_or(now);
+        owed.push_back(Owed {
+            step,
+            asked: now,
+            deadline: start.max(now) + timeout,
+            overdue: false,
+        });
+        Ok(())
+    }
+
+    /// The next answer, or the next member that is overdue; none when nobody owes one that could still
+    /// be in time.
+    pub(super) fn next_answer(&mut self) -> Option<Answer> {
+        loop {
+            if let Some(answer) = self.answer_at_hand() {
+                return Some(answer);
+            }
+            let deadline = self.earliest_deadline()?;
+            let mut fds: Vec<_> = self.list.iter().filter_map(waiting_fd).collect();
+            let poll_failed = poll_until(&mut fds, deadline).is_err();
+            drop(fds);
+            if (poll_failed || Instant::now() >= deadline)
+                && let Some(answer) = self.answer_at_hand().or_else(|| self.mark_overdue(deadline))
+            {
+                return Some(answer);
+            }
+        }
+    }
+
+    /// An answer that has arrived already, or a member that is overdue already. Does not block.
+    pub(super) fn settled_answer(&mut self) -> Option<Answer> {
+        self.answer_at_hand().or_else(|| self.mark_overdue(Instant::now()))
+    }
+
+    fn answer_at_hand(&mut self) -> Option<Answer> {
+        self.list.iter_mut().enumerate().find_map(|(index, peer)| peer.try_answer(index))
+    }
+
+    /// Does this member still owe an answer to `step`?
+    pub(super) fn owes(&self, index: usize, step: Step) -> bool {
+        match &self.list[index].link {
+            Link::Up { owed, .. } => owed.iter().any(|owed| owed.step == step),
+            Link::HungUp | Link::Broken => false,
+        }
+    }
+
+    /// Is this member's connection up?
+    pub(super) fn is_up(&self, index: usize) -> bool {
+        matches!(self.list[index].link, Link::Up { .. })
+    }
+
+    /// Has this member's process ended, or closed its end?
+    pub(super) fn has_hung_up(&self, index: usize) -> bool {
+        matches!(self.list[index].link, Link::HungUp)
+    }
+
+    /// Closes our end. What the member still owes is waited for no more.
+    pub(super) fn drop_link(&mut self, index: usize) {
+        self.list[index].link = Link::Broken;
+    }
+
+    /// Is this member silent beyond a deadline?
+    pub(super) fn is_overdue(&self, index: usize) -> bool {
+        match &self.list[index].link {
+            Link::Up { owed, .. } => owed.iter().any(|owed| owed.overdue),
+            Link::HungUp | Link::Broken => false,
+        }
+    }
+
+    /// Notices a member that has hung up while nothing was asked of it.
+    pub(super) fn check_alive(&mut self, index: usize, step: Step) -> Result<(), MemberFailure> {
+        let peer = &mut self.list[index];
+        let who = peer.who;
+        let Link::Up { connection, .. } = &mut peer.link else {
+            return Err(gone(who, step, "its connection was lost before".to_owned()));
+        };
+        let (link, problem) = match connection.try_receive::<Reply>() {
+            Ok(None) => return Ok(()),
+            Ok(Some(_)) => (Link::Broken, "it sent an answer to no question".to_owned()),
+            Err(error) => (Link::after(&error), with_source(&error)),
+        };
+        peer.link = link;
+        Err(gone(who, step, problem))
+    }
+
+    fn earliest_deadline(&self) -> Option<Instant> {
+        let owed = self.list.iter().flat_map(|peer| match &peer.link {
+            Link::Up { owed, .. } => owed.iter().collect::<Vec<_>>(),
+            Link::HungUp | Link::Broken => Vec::new(),
+        });
+        let due = owed.filter(|owed| !owed.overdue);
+        due.map(|owed| owed.deadline).min()
+    }
+
+    /// Files one answer that was due at `deadline` as missing.
+    fn mark_overdue(&mut self, deadline: Instant) -> Option<Answer> {
+        for (index, peer) in self.list.iter_mut().enumerate() {
+            let Link::Up { owed, .. } = &mut peer.link else {
+                continue;
+            };
+            let late = owed.iter_mut().find(|owed| !owed.overdue && owed.deadline <= deadline);
+            if let Some(owed) = late {
+                owed.overdue = true;
+                let waited = owed.deadline.saturating_duration_since(owed.asked);
+                let message = format!("it did not answer within {:.1} s", waited.as_secs_f64());
+                return Some(Answer {
+                    peer: index,
+                    step: owed.step,
+                    result: Err(gone(peer.who, owed.step, message)),
+                });
+            }
+        }
+        None
+    }
+}
+
+impl Peer {
+    /// Takes an answer that has arrived. A broken connection answers the oldest question and voids the
+    /// rest.
+    fn try_answer(&mut self, index: usize) -> Option<Answer> {
+        let who = self.who;
+        let Link::Up { connection, owed } = &mut self.link else {
+            return None;
+        };
+        let step = owed.front()?.step;
+        let result = match connection.try_receive::<Reply>() {
+            Ok(None) => return None,
+            // Descriptors beside a reply to us mean nothing, and are closed here.
+            Ok(Some((reply, _fds))) => {
+                owed.pop_front();
+                if let Reply::Failed(failure) = reply {
+                    Err(MemberFailure { who, step, failure })
+                } else {
+                    Ok(reply)
+                }
+            }
+            Err(error) => {
+                self.link = Link::after(&error);
+                Err(gone(who, step, with_source(&error)))
+            }
+        };
+        Some(Answer { peer: index, step, result })
+    }
+}
+
+fn waiting_fd(peer: &Peer) -> Option<PollFd<'_>> {
+    match &peer.link {
+        Link::Up { connection, owed } if !owed.is_empty() => {
+            Some(PollFd::new(connection.as_fd(), PollFlags::POLLIN))
+        }
+        Link::Up { .. } | Link::HungUp | Link::Broken => None,
+    }
+}
+
+/// The failure of a member that does not answer for itself.
+pub(super) fn gone(who: Who, step: Step, message: String) -> MemberFailure {
+    let failure = Failure { kind: FailureKind::PeerGone, message };
+    MemberFailure { who, step, failure }
+}
+
+/// An error and its cause in one line: failures of members travel as text.
+pub(super) fn with_source(error: &TransportError) -> String {
+    match std::error::Error::source(error) {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
+    }
+}

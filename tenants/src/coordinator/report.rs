@@ -1,0 +1,284 @@
+//! What a coordinator tells: progress while it works, and an account at the end.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Serialize, Serializer};
+
+use crate::identity::{MemberId, TenantName};
+use crate::wire::{Action, Failure, MemberStats, Phase, PhaseReport};
+
+/// A step of the coordinator's work with each member.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Step {
+    /// Asking who it is.
+    Hello,
+    /// Asking what it holds.
+    Stats,
+    /// Waiting until its application asks for the action too.
+    Consent(Action),
+    /// One phase.
+    Phase(Phase),
+}
+
+/// What `phase` does, in a few words.
+pub fn phase_label(phase: Phase) -> &'static str {
+    match phase {
+        Phase::CloseGate => "close gate",
+        Phase::Drain => "drain",
+        Phase::SaveAndDropImports => "save contents",
+        Phase::ReleaseOwn => "release memory",
+        Phase::Verify => "verify",
+        Phase::AbortPause => "undo pause",
+        Phase::CreateOwn => "create memory",
+        Phase::Restore => "restore contents",
+        Phase::Import => "import from peers",
+        Phase::Activate => "open gate",
+        Phase::AbortResume => "undo resume",
+    }
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Hello => f.write_str("greeting"),
+            Self::Stats => f.write_str("statistics"),
+            Self::Consent(Action::Pause) => f.write_str("the application's own call to pause"),
+            Self::Consent(Action::Resume) => f.write_str("the application's own call to resume"),
+            Self::Phase(phase) => f.write_str(phase_label(*phase)),
+        }
+    }
+}
+
+/// One process of the tenant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct Who {
+    /// Its process id, where the kernel or the process itself told us.
+    pub pid: Option<u32>,
+    /// Its random identity.
+    #[serde(serialize_with = "as_hex")]
+    pub member: MemberId,
+}
+
+impl fmt::Display for Who {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.pid {
+            Some(pid) => write!(f, "process {pid}"),
+            None => write!(f, "member {}", self.member),
+        }
+    }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "the signature that serde calls")]
+fn as_hex<S: Serializer>(id: &MemberId, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(id)
+}
+
+/// One process that did not do its part.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct MemberFailure {
+    /// Which.
+    pub who: Who,
+    /// In which step.
+    pub step: Step,
+    /// Why.
+    pub failure: Failure,
+}
+
+impl fmt::Display for MemberFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { who, step, failure } = self;
+        write!(f, "{who} in step '{step}': {failure}")
+    }
+}
+
+/// Something to show while the coordinator works.
+#[derive(Clone, Debug)]
+pub enum Event<'a> {
+    /// A step was sent to so many members.
+    StepStarted {
+        /// Whose tenant.
+        tenant: &'a TenantName,
+        /// The step.
+        step: Step,
+        /// How many members take part.
+        members: usize,
+    },
+    /// A member has done its part.
+    MemberDone {
+        /// Which.
+        who: Who,
+        /// The step.
+        step: Step,
+    },
+    /// All members have done their part.
+    StepDone {
+        /// The step.
+        step: Step,
+        /// Since it was sent.
+        elapsed: Duration,
+    },
+    /// Something failed; what was done is being undone.
+    RollingBack {
+        /// Why.
+        failures: &'a [MemberFailure],
+    },
+    /// A process is dead and its socket was removed.
+    StaleRemoved {
+        /// Whose it was.
+        member: MemberId,
+    },
+    /// An earlier pause or resume was left half done by its coordinator and is being finished or undone.
+    Recovering {
+        /// Which process.
+        who: Who,
+    },
+}
+
+/// How a pause or resume that did not fail went.
+#[must_use]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    /// Done, with the account.
+    Completed(Box<Report>),
+    /// Every process was paused before.
+    AlreadyPaused,
+    /// Every process was active before.
+    AlreadyActive,
+}
+
+/// The account of one pause or resume.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Report {
+    /// The tenant's name.
+    pub tenant: String,
+    /// What was done.
+    pub action: Action,
+    /// From the first message to the last answer, in microseconds.
+    pub wall_us: u64,
+    /// Phases in order.
+    pub phases: Vec<PhaseSummary>,
+    /// Bytes given back or taken, by device, in order of the devices' names.
+    pub devices: Vec<DeviceTotal>,
+    /// Things worth telling a person.
+    pub notes: Vec<String>,
+    /// Members that were lost after the point of no return. The others did their part.
+    pub losses: Vec<MemberFailure>,
+}
+
+/// One phase over all members.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct PhaseSummary {
+    /// Which.
+    pub phase: Phase,
+    /// From the first message to the last answer, in microseconds.
+    pub wall_us: u64,
+    /// What each member says.
+    pub members: Vec<MemberPhase>,
+}
+
+impl PhaseSummary {
+    /// The slowest member's time, in microseconds.
+    pub fn slowest_us(&self) -> u64 {
+        let times = self.members.iter().map(|member| member.report.elapsed_us);
+        times.max().unwrap_or(0)
+    }
+
+    /// Bytes of all members.
+    pub fn bytes(&self) -> u64 {
+        let bytes = self.members.iter().map(|member| member.report.bytes);
+        bytes.fold(0, u64::saturating_add)
+    }
+}
+
+/// One member in one phase.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct MemberPhase {
+    /// Which.
+    pub who: Who,
+    /// What it says.
+    pub report: PhaseReport,
+}
+
+/// What became of one device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DeviceTotal {
+    /// The machine-wide name, in hexadecimal.
+    pub uuid: String,
+    /// Bytes of all members given back (pause) or taken (resume).
+    pub bytes: u64,
+    /// Free bytes, as last reported.
+    pub free_bytes: u64,
+    /// All bytes of the device.
+    pub total_bytes: u64,
+}
+
+impl Report {
+    pub(super) fn new(tenant: &TenantName, action: Action) -> Self {
+        Self {
+            tenant: tenant.to_string(),
+            action,
+            wall_us: 0,
+            phases: Vec::new(),
+            devices: Vec::new(),
+            notes: Vec::new(),
+            losses: Vec::new(),
+        }
+    }
+
+    /// Adds a phase. Bytes of devices count in the phases that give memory back or take it; what is free
+    /// is as the latest phase saw it.
+    pub(super) fn add(&mut self, summary: PhaseSummary) {
+        let moves_memory = matches!(summary.phase, Phase::ReleaseOwn | Phase::CreateOwn);
+        for MemberPhase { who, report } in &summary.members {
+            for note in &report.notes {
+                self.notes.push(format!("{who}: {note}"));
+            }
+            for delta in &report.devices {
+                let total = self.device(&delta.uuid);
+                if moves_memory {
+                    total.bytes = total.bytes.saturating_add(delta.bytes);
+                }
+                total.free_bytes = delta.free_bytes;
+                total.total_bytes = delta.total_bytes;
+            }
+        }
+        self.phases.push(summary);
+    }
+
+    fn device(&mut self, uuid: &str) -> &mut DeviceTotal {
+        let index = match self.devices.binary_search_by(|total| total.uuid.as_str().cmp(uuid)) {
+            Ok(index) => index,
+            Err(index) => {
+                let total =
+                    DeviceTotal { uuid: uuid.to_owned(), bytes: 0, free_bytes: 0, total_bytes: 0 };
+                self.devices.insert(index, total);
+                index
+            }
+        };
+        &mut self.devices[index]
+    }
+}
+
+/// What all members of a tenant hold.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct TenantStats {
+    /// The tenant's name.
+    pub tenant: String,
+    /// Members that answered, by process id.
+    pub members: Vec<MemberStats>,
+    /// Members that did not.
+    pub failures: Vec<MemberFailure>,
+}
+
+/// Both halves of a swap.
+#[must_use]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Swap {
+    /// Of the tenant that gave memory up.
+    pub paused: Outcome,
+    /// Of the tenant that took it.
+    pub resumed: Outcome,
+}

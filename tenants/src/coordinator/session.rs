@@ -1,0 +1,468 @@
+//! One pause or resume, from the greeting to the account.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use super::peers::{Peers, Reached, reach};
+use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Report, Step};
+use super::{CoordinatorError, Options, unexpected};
+use crate::identity::TenantName;
+use crate::run_dir::{CoordinatorLock, TenantDir};
+use crate::transport::nobody_listens;
+use crate::wire::{Action, MemberState, Phase, PhaseReport, Reply, Request};
+
+/// The order of phases, and how to go back.
+struct Plan {
+    reversible: &'static [Phase],
+    /// The first of these is the point of no return.
+    last: &'static [Phase],
+    undo: Phase,
+}
+
+const PAUSE: Plan = Plan {
+    reversible: &[Phase::CloseGate, Phase::Drain, Phase::SaveAndDropImports],
+    last: &[Phase::ReleaseOwn, Phase::Verify],
+    undo: Phase::AbortPause,
+};
+
+const RESUME: Plan = Plan {
+    reversible: &[Phase::CreateOwn, Phase::Restore, Phase::Import],
+    last: &[Phase::Activate],
+    undo: Phase::AbortResume,
+};
+
+/// From wherever a pause was left to its end. No contents are lost by saving them twice.
+const FORWARD: &[Phase] =
+    &[Phase::Drain, Phase::SaveAndDropImports, Phase::ReleaseOwn, Phase::Verify];
+
+/// The connections to a tenant's members while its lock is held.
+pub(super) struct Session<'a> {
+    dir: &'a TenantDir,
+    options: &'a Options,
+    progress: &'a mut dyn FnMut(Event<'_>),
+    peers: Peers,
+}
+
+/// Do the answers of the slow matter once somebody has failed?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum OnFailure {
+    /// No: go back at once.
+    Stop,
+    /// Yes: there is no way back.
+    WaitForAll,
+}
+
+/// What came of one step.
+#[derive(Default)]
+struct StepResult {
+    done: Vec<(usize, Reply)>,
+    failures: Vec<(usize, MemberFailure)>,
+}
+
+impl StepResult {
+    fn into_failures(self) -> Vec<MemberFailure> {
+        self.failures.into_iter().map(|(_, failure)| failure).collect()
+    }
+}
+
+impl<'a> Session<'a> {
+    /// Connects to all live members and learns who they are.
+    pub(super) fn open(
+        dir: &'a TenantDir,
+        lock: &CoordinatorLock,
+        options: &'a Options,
+        progress: &'a mut dyn FnMut(Event<'_>),
+    ) -> Result<Self, CoordinatorError> {
+        let mut session = Self { dir, options, progress, peers: Peers::default() };
+        let deadline = Instant::now() + options.contact_timeout;
+        for socket in dir.members()? {
+            match reach(&socket, deadline) {
+                Ok(Reached::Peer(peer)) => session.peers.list.push(*peer),
+                Ok(Reached::Dead) => {
+                    dir.remove_socket(&socket)?;
+                    let member = socket.id;
+                    (session.progress)(Event::StaleRemoved { member });
+                }
+                Err(source) => {
+                    let tenant = dir.tenant().clone();
+                    return Err(CoordinatorError::Unreachable { tenant, source });
+                }
+            }
+        }
+        session.greet()?;
+        if session.peers.list.is_empty() {
+            dir.remove_stale_holding(lock)?;
+            return Err(CoordinatorError::NoProcess { tenant: dir.tenant().clone() });
+        }
+        session.check_versions()?;
+        Ok(session)
+    }
+
+    fn tenant(&self) -> TenantName {
+        self.dir.tenant().clone()
+    }
+
+    /// Asks every member who it is; those that turn out dead are left out.
+    fn greet(&mut self) -> Result<(), CoordinatorError> {
+        let everyone: Vec<usize> = (0..self.peers.list.len()).collect();
+        let timeout = self.options.contact_timeout;
+        let result = self.step(Step::Hello, &everyone, timeout, OnFailure::WaitForAll);
+        for (index, reply) in result.done {
+            let Reply::Member(info) = reply else { continue };
+            let peer = &mut self.peers.list[index];
+            // The kernel's id is in our namespace, the member's own may not be.
+            peer.who.pid = peer.who.pid.or(Some(info.pid));
+            peer.info = Some(info);
+        }
+        for (index, failure) in result.failures {
+            let path = self.dir.socket_path(failure.who.member)?;
+            if !self.peers.has_hung_up(index) || !nobody_listens(&path) {
+                let tenant = self.tenant();
+                return Err(CoordinatorError::NoGreeting { tenant, failure });
+            }
+        }
+        self.peers.list.retain(|peer| peer.info.is_some());
+        Ok(())
+    }
+
+    fn check_versions(&self) -> Result<(), CoordinatorError> {
+        let mut by_version: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+        for info in self.peers.list.iter().filter_map(|peer| peer.info.as_ref()) {
+            let pids = by_version.entry(&info.version).or_default();
+            pids.push(info.pid.to_string());
+        }
+        if by_version.len() < 2 {
+            return Ok(());
+        }
+        let texts: Vec<_> = by_version
+            .iter()
+            .map(|(version, pids)| format!("{version} in process {}", pids.join(", ")))
+            .collect();
+        Err(CoordinatorError::VersionsDiffer { tenant: self.tenant(), versions: texts.join("; ") })
+    }
+
+    fn state(&self, index: usize) -> Option<MemberState> {
+        self.peers.list[index].info.as_ref().map(|info| info.state)
+    }
+
+    /// The members that are in `state`.
+    pub(super) fn members_in(&self, state: MemberState) -> Vec<usize> {
+        (0..self.peers.list.len()).filter(|index| self.state(*index) == Some(state)).collect()
+    }
+
+    /// Finishes or undoes what a coordinator that died left half done, so that every member is active or
+    /// paused.
+    ///
+    /// A member on its way to being paused is taken back, unless a peer is paused already: it may need
+    /// imports of that peer to go back, so it is taken forward. It saves its contents (again) on the way,
+    /// since we do not know how far it came.
+    pub(super) fn recover(&mut self) -> Result<(), CoordinatorError> {
+        let offloading = self.members_in(MemberState::Offloading);
+        let restoring = self.members_in(MemberState::Restoring);
+        if offloading.is_empty() && restoring.is_empty() {
+            return self.refuse_faulted();
+        }
+        for index in offloading.iter().chain(&restoring) {
+            let who = self.peers.list[*index].who;
+            (self.progress)(Event::Recovering { who });
+        }
+        if self.members_in(MemberState::Paused).is_empty() {
+            self.recover_by(&[Phase::AbortPause], &offloading)?;
+        } else {
+            self.recover_by(FORWARD, &offloading)?;
+        }
+        self.recover_by(&[Phase::AbortResume], &restoring)?;
+        self.greet()?;
+        self.refuse_faulted()
+    }
+
+    fn recover_by(&mut self, phases: &[Phase], members: &[usize]) -> Result<(), CoordinatorError> {
+        for phase in phases {
+            let result = self.phase_step(*phase, members, OnFailure::WaitForAll);
+            if !result.failures.is_empty() {
+                return Err(CoordinatorError::Unrecovered {
+                    tenant: self.tenant(),
+                    failures: result.into_failures(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn refuse_faulted(&self) -> Result<(), CoordinatorError> {
+        let infos = self.peers.list.iter().filter_map(|peer| peer.info.as_ref());
+        for info in infos {
+            match info.state {
+                MemberState::Faulted => {
+                    return Err(CoordinatorError::Faulted { tenant: self.tenant(), pid: info.pid });
+                }
+                MemberState::Active
+                | MemberState::Paused
+                | MemberState::Offloading
+                | MemberState::Restoring => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes `members` through all phases of `action`.
+    pub(super) fn run(
+        &mut self,
+        action: Action,
+        members: Vec<usize>,
+    ) -> Result<Report, CoordinatorError> {
+        let plan = match action {
+            Action::Pause => PAUSE,
+            Action::Resume => RESUME,
+        };
+        let started = Instant::now();
+        let mut report = Report::new(self.dir.tenant(), action);
+        if let Err(failures) = self.prepare(action, &plan, &members, &mut report) {
+            return Err(self.roll_back(action, &plan, &members, failures));
+        }
+        let mut left = members;
+        for phase in plan.last {
+            let began = Instant::now();
+            let result = self.phase_step(*phase, &left, OnFailure::WaitForAll);
+            left.retain(|index| !result.failures.iter().any(|(failed, _)| failed == index));
+            let StepResult { done, failures } = result;
+            report.add(self.summary(*phase, began, done));
+            report.losses.extend(failures.into_iter().map(|(_, failure)| failure));
+        }
+        report.wall_us = micros(started.elapsed());
+        self.note_latecomers(&mut report);
+        Ok(report)
+    }
+
+    /// All that can be undone: consent, the reversible phases, and a last look at who is there.
+    fn prepare(
+        &mut self,
+        action: Action,
+        plan: &Plan,
+        members: &[usize],
+        report: &mut Report,
+    ) -> Result<(), Vec<MemberFailure>> {
+        if let Some(timeout) = self.options.consent {
+            let step = Step::Consent(action);
+            let result = self.step(step, members, timeout, OnFailure::Stop);
+            if !result.failures.is_empty() {
+                return Err(result.into_failures());
+            }
+        }
+        for phase in plan.reversible {
+            let began = Instant::now();
+            let result = self.phase_step(*phase, members, OnFailure::Stop);
+            if !result.failures.is_empty() {
+                return Err(result.into_failures());
+            }
+            report.add(self.summary(*phase, began, result.done));
+        }
+        let next = plan.last.first().map_or(Step::Hello, |p| Step::Phase(*p));
+        let dead: Vec<_> =
+            members.iter().filter_map(|index| self.peers.check_alive(*index, next).err()).collect();
+        if dead.is_empty() { Ok(()) } else { Err(dead) }
+    }
+
+    /// Undoes all that was done in `members` and makes the error of it.
+    fn roll_back(
+        &mut self,
+        action: Action,
+        plan: &Plan,
+        members: &[usize],
+        mut failures: Vec<MemberFailure>,
+    ) -> CoordinatorError {
+        (self.progress)(Event::RollingBack { failures: &failures });
+        let undo = Step::Phase(plan.undo);
+        // Whoever still waits for its application has done nothing yet, and stops when we hang up.
+        for index in members {
+            if self.peers.owes(*index, Step::Consent(action)) {
+                self.peers.drop_link(*index);
+            }
+        }
+        let up = |index: &usize| self.peers.is_up(*index);
+        let targets: Vec<usize> = members.iter().copied().filter(up).collect();
+        let mut result = StepResult::default();
+        for index in targets {
+            // One that is silent already gets the message, but not another full wait.
+            let timeout = if self.peers.is_overdue(index) {
+                self.options.reply_margin
+            } else {
+                self.options.phase_timeout(plan.undo) + self.options.reply_margin
+            };
+            let request = self.request(undo);
+            if let Err(failure) = self.peers.ask(index, undo, &request, timeout) {
+                result.failures.push((index, failure));
+            }
+        }
+        let failed_step = failures.first().map(|failure| failure.step);
+        while let Some(answer) = self.peers.next_answer() {
+            let Err(failure) = answer.result else {
+                continue;
+            };
+            // Late news of the step that failed is part of why; of a member lost meanwhile, too.
+            if answer.step != undo && Some(failure.step) == failed_step {
+                failures.push(failure);
+            } else if answer.step == undo {
+                result.failures.push((answer.peer, failure));
+            }
+        }
+        CoordinatorError::Refused {
+            tenant: self.tenant(),
+            action,
+            failures,
+            undo_failures: result.into_failures(),
+        }
+    }
+
+    fn request(&self, step: Step) -> Request {
+        match step {
+            Step::Hello => Request::Hello,
+            Step::Stats => Request::Stats,
+            Step::Consent(action) => Request::AwaitConsent {
+                action,
+                timeout_ms: millis(self.options.consent.unwrap_or_default()),
+            },
+            Step::Phase(phase) => {
+                Request::Phase { phase, timeout_ms: millis(self.options.phase_timeout(phase)) }
+            }
+        }
+    }
+
+    fn phase_step(&mut self, phase: Phase, members: &[usize], on_failure: OnFailure) -> StepResult {
+        let timeout = self.options.phase_timeout(phase);
+        self.step(Step::Phase(phase), members, timeout, on_failure)
+    }
+
+    /// Sends one step to `members` and gathers their answers.
+    fn step(
+        &mut self,
+        step: Step,
+        members: &[usize],
+        timeout: Duration,
+        on_failure: OnFailure,
+    ) -> StepResult {
+        let began = Instant::now();
+        let mut result = StepResult::default();
+        if members.is_empty() {
+            return result;
+        }
+        (self.progress)(Event::StepStarted {
+            tenant: self.dir.tenant(),
+            step,
+            members: members.len(),
+        });
+        let request = self.request(step);
+        let due = timeout + self.options.reply_margin;
+        for index in members {
+            if let Err(failure) = self.peers.ask(*index, step, &request, due) {
+                result.failures.push((*index, failure));
+                if on_failure == OnFailure::Stop {
+                    return result;
+                }
+            }
+        }
+        loop {
+            let stop = on_failure == OnFailure::Stop && !result.failures.is_empty();
+            let answer = if stop { self.peers.settled_answer() } else { self.peers.next_answer() };
+            let Some(answer) = answer else { break };
+            // An answer to an earlier step that was given up on has no meaning any more.
+            if answer.step == step {
+                self.file(step, answer.peer, answer.result, &mut result);
+            }
+        }
+        let elapsed = began.elapsed();
+        if result.failures.is_empty() {
+            (self.progress)(Event::StepDone { step, elapsed });
+        }
+        result
+    }
+
+    fn file(
+        &mut self,
+        step: Step,
+        index: usize,
+        answer: Result<Reply, MemberFailure>,
+        result: &mut StepResult,
+    ) {
+        let peer = &self.peers.list[index];
+        let who = peer.who;
+        match answer {
+            Ok(reply) if fits(step, &reply) && is_from(&reply, who.member) => {
+                (self.progress)(Event::MemberDone { who, step });
+                result.done.push((index, reply));
+            }
+            Ok(_) => result.failures.push((index, unexpected(who, step))),
+            Err(failure) => {
+                tracing::debug!(%failure, "a member failed");
+                result.failures.push((index, failure));
+            }
+        }
+    }
+
+    fn summary(&self, phase: Phase, began: Instant, done: Vec<(usize, Reply)>) -> PhaseSummary {
+        let mut members: Vec<_> = done
+            .into_iter()
+            .map(|(index, reply)| MemberPhase {
+                who: self.peers.list[index].who,
+                report: phase_report(reply),
+            })
+            .collect();
+        members.sort_by_key(|member| (member.who.pid, member.who.member));
+        PhaseSummary { phase, wall_us: micros(began.elapsed()), members }
+    }
+
+    /// Processes that joined while we worked were not part of it.
+    fn note_latecomers(&self, report: &mut Report) {
+        let Ok(sockets) = self.dir.members() else {
+            return;
+        };
+        let known = |id| self.peers.list.iter().any(|peer| peer.who.member == id);
+        let late = sockets.iter().filter(|socket| !known(socket.id)).count();
+        if late > 0 {
+            report.notes.push(format!(
+                "{late} process(es) joined the tenant meanwhile and took no part; run the command again"
+            ));
+        }
+    }
+}
+
+/// Is `reply` the kind of answer that `step` asks for?
+fn fits(step: Step, reply: &Reply) -> bool {
+    match step {
+        Step::Hello => matches!(reply, Reply::Member(_)),
+        Step::Stats => matches!(reply, Reply::Stats(_)),
+        Step::Consent(_) => matches!(reply, Reply::Consented),
+        Step::Phase(_) => matches!(reply, Reply::PhaseDone(_)),
+    }
+}
+
+/// A greeting must come from the member whose socket was called; other replies name nobody.
+fn is_from(reply: &Reply, member: crate::identity::MemberId) -> bool {
+    match reply {
+        Reply::Member(info) => info.id == member,
+        Reply::Stats(_)
+        | Reply::PhaseDone(_)
+        | Reply::Consented
+        | Reply::Fds { .. }
+        | Reply::Failed(_) => true,
+    }
+}
+
+fn phase_report(reply: Reply) -> PhaseReport {
+    match reply {
+        Reply::PhaseDone(report) => report,
+        Reply::Member(_)
+        | Reply::Stats(_)
+        | Reply::Consented
+        | Reply::Fds { .. }
+        | Reply::Failed(_) => PhaseReport::default(),
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,309 @@
+//! Members that speak the protocol over real sockets and misbehave as told.
+
+use std::collections::HashMap;
+use std::os::fd::AsFd as _;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags};
+use vmm_pool::PoolReport;
+use vmm_pool::driver::DeviceOrdinal;
+
+use crate::coordinator::{Coordinator, Event, Options};
+use crate::identity::{MemberId, TenantName};
+use crate::run_dir::RunDir;
+use crate::transport::{Connection, Listener, TransportError, poll_until};
+use crate::wire::{
+    DeviceDelta, Failure, FailureKind, MemberInfo, MemberState, MemberStats, Phase, PhaseReport,
+    Reply, Request,
+};
+
+pub(super) const GIB: u64 = 1 << 30;
+const STEP: Duration = Duration::from_millis(5);
+
+/// What a member does in place of its part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fault {
+    Fail(FailureKind),
+    Die,
+    Silent,
+    /// Answers after so many milliseconds.
+    Slow(u64),
+    WrongAnswer,
+}
+
+/// One line of the log that all members of a world share.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Line {
+    Began(u64, Phase),
+    Ended(u64, Phase),
+    Consent(u64),
+}
+
+#[derive(Clone)]
+pub(super) struct Script {
+    pub(super) state: MemberState,
+    pub(super) version: &'static str,
+    pub(super) faults: HashMap<Phase, Fault>,
+    pub(super) consent: Option<Fault>,
+    pub(super) hello: Option<Fault>,
+    pub(super) stats: Option<Fault>,
+}
+
+impl Script {
+    pub(super) fn new(state: MemberState) -> Self {
+        Self {
+            state,
+            version: "0.1.0",
+            faults: HashMap::new(),
+            consent: None,
+            hello: None,
+            stats: None,
+        }
+    }
+
+    pub(super) fn with(mut self, phase: Phase, fault: Fault) -> Self {
+        self.faults.insert(phase, fault);
+        self
+    }
+}
+
+/// A run directory and the members in it.
+pub(super) struct World {
+    pub(super) run_dir: RunDir,
+    pub(super) log: Arc<Mutex<Vec<Line>>>,
+    members: Vec<Member>,
+    stop: Arc<AtomicBool>,
+    _base: tempfile::TempDir,
+}
+
+struct Member {
+    id: u64,
+    state: Arc<Mutex<MemberState>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+pub(super) fn tenant(name: &str) -> TenantName {
+    TenantName::new(name).unwrap()
+}
+
+/// Short waits, so that tests of silence are short.
+pub(super) fn options() -> Options {
+    Options {
+        timeout: Some(Duration::from_millis(60)),
+        reply_margin: Duration::from_millis(60),
+        contact_timeout: Duration::from_millis(500),
+        lock_timeout: Duration::from_secs(10),
+        consent: None,
+    }
+}
+
+pub(super) fn quiet(_event: Event<'_>) {}
+
+impl World {
+    pub(super) fn new() -> Self {
+        let base = tempfile::tempdir().unwrap();
+        Self {
+            run_dir: RunDir::open(Some(base.path().join("run")), None).unwrap(),
+            log: Arc::default(),
+            members: Vec::new(),
+            stop: Arc::default(),
+            _base: base,
+        }
+    }
+
+    /// A world with one member of tenant `train` for each script; their ids count from 1.
+    pub(super) fn of(scripts: &[Script]) -> Self {
+        let mut world = Self::new();
+        for (id, script) in (1..).zip(scripts) {
+            world.add("train", id, script.clone());
+        }
+        world
+    }
+
+    pub(super) fn add(&mut self, name: &str, id: u64, script: Script) {
+        let (_dir, listener) = self.run_dir.listen(&tenant(name), MemberId(id)).unwrap();
+        let state = Arc::new(Mutex::new(script.state));
+        let agent = Agent {
+            id,
+            script,
+            state: Arc::clone(&state),
+            log: Arc::clone(&self.log),
+            stop: Arc::clone(&self.stop),
+        };
+        let thread = std::thread::spawn(move || agent.serve(listener));
+        self.members.push(Member { id, state, thread: Some(thread) });
+    }
+
+    pub(super) fn coordinator(&self) -> Coordinator {
+        Coordinator::new(self.run_dir.clone(), tenant("train"), options())
+    }
+
+    pub(super) fn state(&self, id: u64) -> MemberState {
+        let member = self.members.iter().find(|member| member.id == id).unwrap();
+        *member.state.lock().unwrap()
+    }
+
+    pub(super) fn states(&self) -> Vec<MemberState> {
+        let states = self.members.iter().map(|member| self.state(member.id));
+        states.collect()
+    }
+
+    /// The phases that one member began, in order.
+    pub(super) fn phases_of(&self, id: u64) -> Vec<Phase> {
+        let log = self.log.lock().unwrap();
+        log.iter()
+            .filter_map(|line| match line {
+                Line::Began(member, phase) if *member == id => Some(*phase),
+                Line::Began(..) | Line::Ended(..) | Line::Consent(_) => None,
+            })
+            .collect()
+    }
+
+    pub(super) fn lines(&self) -> Vec<Line> {
+        self.log.lock().unwrap().clone()
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        for member in &mut self.members {
+            if let Some(thread) = member.thread.take() {
+                thread.join().unwrap();
+            }
+        }
+    }
+}
+
+struct Agent {
+    id: u64,
+    script: Script,
+    state: Arc<Mutex<MemberState>>,
+    log: Arc<Mutex<Vec<Line>>>,
+    stop: Arc<AtomicBool>,
+}
+
+impl Agent {
+    /// Serves until told to stop, or until a fault ends the process.
+    fn serve(&self, listener: Listener) {
+        let mut connections: Vec<Connection> = Vec::new();
+        while !self.stop.load(Ordering::Relaxed) {
+            let mut fds = vec![PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
+            fds.extend(
+                connections
+                    .iter()
+                    .map(|connection| PollFd::new(connection.as_fd(), PollFlags::POLLIN)),
+            );
+            poll_until(&mut fds, Instant::now() + STEP).unwrap();
+            drop(fds);
+            while let Some(connection) = listener.accept().unwrap() {
+                connections.push(connection);
+            }
+            let mut alive = true;
+            connections.retain_mut(|connection| match connection.try_receive::<Request>() {
+                Ok(None) => true,
+                Ok(Some((request, _))) => {
+                    alive = alive && self.answer(connection, &request);
+                    true
+                }
+                Err(TransportError::Closed { .. }) => false,
+                Err(error) => panic!("{error}"),
+            });
+            if !alive {
+                return;
+            }
+        }
+        listener.close().unwrap();
+    }
+
+    /// False when the member dies of it.
+    fn answer(&self, connection: &mut Connection, request: &Request) -> bool {
+        let fault = match request {
+            Request::Hello => self.script.hello,
+            Request::Stats => self.script.stats,
+            Request::AwaitConsent { .. } => {
+                self.log.lock().unwrap().push(Line::Consent(self.id));
+                self.script.consent
+            }
+            Request::Phase { phase, .. } => {
+                let line = Line::Began(self.id, *phase);
+                self.log.lock().unwrap().push(line);
+                self.script.faults.get(phase).copied()
+            }
+            Request::FetchFds { .. } => Some(Fault::WrongAnswer),
+        };
+        let reply = match fault {
+            None => self.good_reply(request),
+            Some(Fault::Slow(delay_ms)) => {
+                // Nothing arrives on an empty list: a wait without a sleep.
+                poll_until(&mut [], Instant::now() + Duration::from_millis(delay_ms)).unwrap();
+                self.good_reply(request)
+            }
+            Some(Fault::Silent) => return true,
+            Some(Fault::Die) => return false,
+            Some(Fault::WrongAnswer) => Reply::Fds { count: 0 },
+            Some(Fault::Fail(kind)) => {
+                Reply::Failed(Failure { kind, message: format!("told to fail with {kind:?}") })
+            }
+        };
+        // The asker may have hung up meanwhile, which is its right.
+        connection.send(&reply, &[], Instant::now() + Duration::from_secs(1)).ok();
+        true
+    }
+
+    fn good_reply(&self, request: &Request) -> Reply {
+        match request {
+            Request::Hello => Reply::Member(self.info()),
+            Request::Stats => Reply::Stats(Box::new(MemberStats {
+                member: self.info(),
+                pool: PoolReport::default(),
+                pauses: 0,
+                resumes: 0,
+                last_pause: Vec::new(),
+                last_resume: Vec::new(),
+                notes: Vec::new(),
+            })),
+            Request::AwaitConsent { .. } => Reply::Consented,
+            Request::Phase { phase, .. } => self.phase(*phase),
+            Request::FetchFds { .. } => Reply::Fds { count: 0 },
+        }
+    }
+
+    fn phase(&self, phase: Phase) -> Reply {
+        let mut state = self.state.lock().unwrap();
+        *state = match phase {
+            Phase::CloseGate | Phase::Drain | Phase::SaveAndDropImports => MemberState::Offloading,
+            Phase::ReleaseOwn | Phase::Verify | Phase::AbortResume => MemberState::Paused,
+            Phase::CreateOwn | Phase::Restore | Phase::Import => MemberState::Restoring,
+            Phase::Activate | Phase::AbortPause => MemberState::Active,
+        };
+        self.log.lock().unwrap().push(Line::Ended(self.id, phase));
+        Reply::PhaseDone(PhaseReport {
+            elapsed_us: 1000 * self.id,
+            driver_calls: 3,
+            bytes: GIB,
+            steps: Vec::new(),
+            devices: vec![DeviceDelta {
+                device: DeviceOrdinal(0),
+                uuid: "gpu-a".to_owned(),
+                bytes: GIB,
+                free_bytes: 5 * GIB,
+                total_bytes: 80 * GIB,
+            }],
+            notes: Vec::new(),
+        })
+    }
+
+    fn info(&self) -> MemberInfo {
+        MemberInfo {
+            id: MemberId(self.id),
+            pid: std::process::id(),
+            command: "python train.py".to_owned(),
+            version: self.script.version.to_owned(),
+            state: *self.state.lock().unwrap(),
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! Every fault in every phase of every member.
+
+use super::*;
+
+const MEMBERS: usize = 3;
+const REVERSIBLE_PAUSE: &[Phase] = &[Phase::CloseGate, Phase::Drain, Phase::SaveAndDropImports];
+const REVERSIBLE_RESUME: &[Phase] = &[Phase::CreateOwn, Phase::Restore, Phase::Import];
+
+/// Three members, the one with index `victim` faulty in `phase`.
+fn world(state: MemberState, victim: usize, phase: Phase, fault: Fault) -> World {
+    let scripts: Vec<_> = (0..MEMBERS)
+        .map(|index| {
+            let script = Script::new(state);
+            if index == victim { script.with(phase, fault) } else { script }
+        })
+        .collect();
+    World::of(&scripts)
+}
+
+fn act(world: &World, action: Action) -> Result<Outcome, CoordinatorError> {
+    match action {
+        Action::Pause => world.coordinator().pause(&mut quiet),
+        Action::Resume => world.coordinator().resume(&mut quiet),
+    }
+}
+
+struct Case {
+    action: Action,
+    start: MemberState,
+    phases: &'static [Phase],
+    undo: Phase,
+    no_return: Phase,
+}
+
+const CASES: [Case; 2] = [
+    Case {
+        action: Action::Pause,
+        start: MemberState::Active,
+        phases: REVERSIBLE_PAUSE,
+        undo: Phase::AbortPause,
+        no_return: Phase::ReleaseOwn,
+    },
+    Case {
+        action: Action::Resume,
+        start: MemberState::Paused,
+        phases: REVERSIBLE_RESUME,
+        undo: Phase::AbortResume,
+        no_return: Phase::Activate,
+    },
+];
+
+/// Runs `fault` in each reversible phase of each member and checks that the survivors are as before.
+fn fault_in_each_reversible_phase(fault: Fault, deadline: Duration) {
+    for case in CASES {
+        for phase in case.phases {
+            for victim in 0..MEMBERS {
+                let world = world(case.start, victim, *phase, fault);
+                let started = Instant::now();
+                let error = act(&world, case.action).unwrap_err();
+                assert!(started.elapsed() < deadline, "{:?}", started.elapsed());
+                let CoordinatorError::Refused { failures, .. } = &error else {
+                    panic!("{error}");
+                };
+                let victim_id = victim as u64 + 1;
+                assert_eq!(failures.len(), 1, "{error}");
+                assert_eq!(failures[0].who.member, MemberId(victim_id));
+                assert_eq!(failures[0].step, Step::Phase(*phase));
+                let pid = std::process::id().to_string();
+                assert!(error.to_string().contains(&pid), "{error}");
+                assert!(error.to_string().contains(phase_label(*phase)), "{error}");
+                for id in 1..=MEMBERS as u64 {
+                    let dead = fault == Fault::Die && id == victim_id;
+                    assert!(!world.phases_of(id).contains(&case.no_return));
+                    if !dead {
+                        assert_eq!(world.phases_of(id).last(), Some(&case.undo));
+                        assert_eq!(world.state(id), case.start);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_failure_before_the_point_of_no_return_is_undone_in_all_members() {
+    let failure = Fault::Fail(FailureKind::Driver);
+    fault_in_each_reversible_phase(failure, Duration::from_secs(2));
+}
+
+#[test]
+fn a_death_before_the_point_of_no_return_is_undone_in_the_survivors_at_once() {
+    fault_in_each_reversible_phase(Fault::Die, Duration::from_secs(2));
+}
+
+#[test]
+fn silence_before_the_point_of_no_return_ends_at_the_deadline() {
+    // Phase and margin, twice at most, on a busy machine.
+    fault_in_each_reversible_phase(Fault::Silent, Duration::from_secs(3));
+}
+
+#[test]
+fn an_answer_of_the_wrong_kind_is_a_failure() {
+    fault_in_each_reversible_phase(Fault::WrongAnswer, Duration::from_secs(2));
+}
+
+#[test]
+fn after_the_point_of_no_return_the_survivors_are_taken_to_the_end() {
+    let faults = [Fault::Die, Fault::Silent, Fault::Fail(FailureKind::Faulted), Fault::WrongAnswer];
+    let late = [
+        (Action::Pause, MemberState::Active, Phase::ReleaseOwn),
+        (Action::Pause, MemberState::Active, Phase::Verify),
+        (Action::Resume, MemberState::Paused, Phase::Activate),
+    ];
+    for fault in faults {
+        for (action, start, phase) in late {
+            for victim in 0..MEMBERS {
+                let world = world(start, victim, phase, fault);
+                let report = report(act(&world, action).unwrap());
+                let victim_id = victim as u64 + 1;
+                assert_eq!(report.losses.len(), 1);
+                assert_eq!(report.losses[0].who.member, MemberId(victim_id));
+                assert_eq!(report.losses[0].step, Step::Phase(phase));
+                let end = match action {
+                    Action::Pause => MemberState::Paused,
+                    Action::Resume => MemberState::Active,
+                };
+                for id in (1..=MEMBERS as u64).filter(|id| *id != victim_id) {
+                    assert_eq!(world.state(id), end);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn two_silent_members_cost_no_more_time_than_one() {
+    let silent = active().with(Phase::Drain, Fault::Silent);
+    let world = World::of(&[silent.clone(), silent, active()]);
+    let mut coordinator = world.coordinator();
+    let started = Instant::now();
+    let error = coordinator.pause(&mut quiet).unwrap_err();
+    assert!(started.elapsed() < Duration::from_secs(2));
+    let CoordinatorError::Refused { failures, .. } = &error else {
+        panic!("{error}");
+    };
+    assert_eq!(failures.len(), 2, "{error}");
+    assert!(error.to_string().contains("did not answer within 0.1 s"));
+}
+
+#[test]
+fn a_late_answer_is_not_taken_for_the_answer_to_the_undo() {
+    // Slower than the deadline, so that its answer to the phase arrives while the undo is awaited.
+    let late = active().with(Phase::Drain, Fault::Slow(140));
+    let world = World::of(&[late, active()]);
+    let error = world.coordinator().pause(&mut quiet).unwrap_err();
+    let CoordinatorError::Refused { undo_failures, .. } = &error else {
+        panic!("{error}");
+    };
+    assert!(undo_failures.is_empty(), "{error}");
+    assert_eq!(world.states(), [MemberState::Active; 2]);
+}
+
+#[test]
+fn an_undo_that_fails_is_part_of_the_error() {
+    let failure = Fault::Fail(FailureKind::Driver);
+    let stuck = active().with(Phase::AbortPause, Fault::Fail(FailureKind::Faulted));
+    let world = World::of(&[active().with(Phase::Drain, failure), stuck]);
+    let error = world.coordinator().pause(&mut quiet).unwrap_err();
+    assert!(!error.left_unchanged() && !error.is_retryable());
+    let text = error.to_string();
+    assert!(text.contains("but taking back failed for process"), "{text}");
+}
+
+#[test]
+fn missing_device_memory_is_told_and_can_be_tried_again() {
+    let missing_bytes = 3 * GIB;
+    let failure = Fault::Fail(FailureKind::OutOfDeviceMemory { missing_bytes });
+    let world = World::of(&[paused(), paused().with(Phase::CreateOwn, failure)]);
+    let error = world.coordinator().resume(&mut quiet).unwrap_err();
+    assert_eq!(error.missing_device_bytes(), Some(missing_bytes));
+    assert!(error.is_retryable() && error.left_unchanged());
+    assert!(error.to_string().contains("paused, contents kept"), "{error}");
+}
+
+#[test]
+fn without_the_consent_of_all_nothing_is_touched() {
+    let mut refusing = active();
+    refusing.consent = Some(Fault::Fail(FailureKind::NoConsent));
+    let mut waiting = active();
+    waiting.consent = Some(Fault::Silent);
+    let world = World::of(&[refusing, waiting]);
+    let mut asking = options();
+    asking.consent = Some(Duration::from_mins(1));
+    let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), asking);
+    let started = Instant::now();
+    let error = coordinator.pause(&mut quiet).unwrap_err();
+    // The other one still waits for its application; nobody waits for that.
+    assert!(started.elapsed() < Duration::from_secs(5));
+    assert!(error.to_string().contains("own call to pause"), "{error}");
+    assert!(error.is_retryable());
+    assert_eq!(world.states(), [MemberState::Active; 2]);
+    assert!(!world.phases_of(2).contains(&Phase::AbortPause));
+}
+
+#[test]
+fn with_the_consent_of_all_the_pause_goes_on() {
+    let world = World::of(&[active(), active()]);
+    let mut asking = options();
+    asking.consent = Some(Duration::from_secs(5));
+    let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), asking);
+    assert_eq!(report(coordinator.pause(&mut quiet).unwrap()).phases.len(), 5);
+    let lines = world.lines();
+    assert!(matches!(lines[0], Line::Consent(_)) && matches!(lines[1], Line::Consent(_)));
+}
+
+#[test]
+fn a_member_silent_at_the_greeting_is_named_and_nothing_is_touched() {
+    let mut silent = active();
+    silent.hello = Some(Fault::Silent);
+    let world = World::of(&[active(), silent]);
+    let error = world.coordinator().pause(&mut quiet).unwrap_err();
+    assert!(matches!(&error, CoordinatorError::NoGreeting { failure, .. }
+        if failure.who.member == MemberId(2)));
+    assert!(world.lines().is_empty());
+}
+
+#[test]
+fn a_member_that_dies_at_the_greeting_is_left_out() {
+    let mut dying = active();
+    dying.hello = Some(Fault::Die);
+    let world = World::of(&[active(), dying]);
+    let outcome = world.coordinator().pause(&mut quiet).unwrap();
+    assert_eq!(report(outcome).phases[0].members.len(), 1);
+}

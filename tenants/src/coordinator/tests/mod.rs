@@ -1,0 +1,299 @@
+//! The coordinator against members that speak over real sockets and fail in every way and place.
+
+mod fake;
+mod faults;
+
+use std::os::unix::net::UnixListener;
+use std::time::{Duration, Instant};
+
+use fake::{Fault, GIB, Line, Script, World, options, quiet, tenant};
+
+use super::*;
+use crate::identity::MemberId;
+
+const PAUSE: [Phase; 5] =
+    [Phase::CloseGate, Phase::Drain, Phase::SaveAndDropImports, Phase::ReleaseOwn, Phase::Verify];
+const RESUME: [Phase; 4] = [Phase::CreateOwn, Phase::Restore, Phase::Import, Phase::Activate];
+
+fn active() -> Script {
+    Script::new(MemberState::Active)
+}
+
+fn paused() -> Script {
+    Script::new(MemberState::Paused)
+}
+
+fn report(outcome: Outcome) -> Report {
+    match outcome {
+        Outcome::Completed(report) => *report,
+        Outcome::AlreadyPaused | Outcome::AlreadyActive => panic!("{outcome:?}"),
+    }
+}
+
+/// No member began a phase before all `members` ended the one before.
+fn assert_in_step(lines: &[Line], members: usize, phases: &[Phase]) {
+    let mut order = Vec::new();
+    for phase in phases {
+        order.extend(std::iter::repeat_n(*phase, members));
+    }
+    let began: Vec<_> = lines
+        .iter()
+        .filter_map(|line| match line {
+            Line::Began(_, phase) => Some(*phase),
+            Line::Ended(..) | Line::Consent(_) => None,
+        })
+        .collect();
+    assert_eq!(began, order);
+    for phase in phases {
+        let last_end =
+            lines.iter().rposition(|line| matches!(line, Line::Ended(_, ended) if ended == phase));
+        let next_start =
+            lines.iter().position(|line| matches!(line, Line::Began(_, began) if began > phase));
+        assert!(next_start.is_none() || last_end < next_start);
+    }
+}
+
+#[test]
+fn a_pause_and_a_resume_take_all_members_through_all_phases_together() {
+    let world = World::of(&[active(), active().with(Phase::Drain, Fault::Slow(20)), active()]);
+    let mut coordinator = world.coordinator();
+    let mut events = 0;
+    let paused = coordinator.pause(&mut |_| events += 1).unwrap();
+    let paused = report(paused);
+    assert_in_step(&world.lines(), 3, &PAUSE);
+    assert_eq!(world.states(), [MemberState::Paused; 3]);
+    // A greeting and five phases: started, one line for each of three members, done.
+    assert_eq!(events, 6 * 5);
+    let phases: Vec<_> = paused.phases.iter().map(|phase| phase.phase).collect();
+    assert_eq!(phases, PAUSE);
+    assert_eq!(paused.phases[0].slowest_us(), 3000);
+    assert_eq!(paused.phases[0].bytes(), 3 * GIB);
+    assert!(paused.phases[1].wall_us >= 20_000);
+    assert!(paused.wall_us >= paused.phases.iter().map(|phase| phase.wall_us).sum());
+    assert_eq!(paused.devices.len(), 1);
+    assert_eq!(paused.devices[0].bytes, 3 * GIB);
+    assert_eq!(paused.devices[0].free_bytes, 5 * GIB);
+    assert!(paused.losses.is_empty() && paused.notes.is_empty());
+
+    assert_eq!(coordinator.pause(&mut quiet).unwrap(), Outcome::AlreadyPaused);
+    world.log.lock().unwrap().clear();
+    let resumed = report(coordinator.resume(&mut quiet).unwrap());
+    assert_in_step(&world.lines(), 3, &RESUME);
+    assert_eq!(world.states(), [MemberState::Active; 3]);
+    assert_eq!(resumed.devices[0].bytes, 3 * GIB);
+    assert_eq!(coordinator.resume(&mut quiet).unwrap(), Outcome::AlreadyActive);
+}
+
+#[test]
+fn members_that_are_where_they_should_be_are_left_alone() {
+    let world = World::of(&[active(), paused()]);
+    let outcome = world.coordinator().pause(&mut quiet).unwrap();
+    assert_eq!(report(outcome).phases[0].members.len(), 1);
+    assert!(world.phases_of(2).is_empty());
+    assert_eq!(world.states(), [MemberState::Paused; 2]);
+
+    let world = World::of(&[active(), paused()]);
+    let outcome = world.coordinator().resume(&mut quiet).unwrap();
+    assert_eq!(report(outcome).phases.len(), 4);
+    assert!(world.phases_of(1).is_empty());
+    assert_eq!(world.states(), [MemberState::Active; 2]);
+}
+
+#[test]
+fn what_a_dead_coordinator_left_half_done_is_undone_first() {
+    let offloading = Script::new(MemberState::Offloading);
+    let restoring = Script::new(MemberState::Restoring);
+    let world = World::of(&[active(), offloading, restoring]);
+    let outcome = world.coordinator().pause(&mut quiet).unwrap();
+    assert_eq!(report(outcome).phases[0].members.len(), 2);
+    assert_eq!(world.phases_of(2)[0], Phase::AbortPause);
+    assert_eq!(world.phases_of(2)[1..], PAUSE);
+    assert_eq!(world.phases_of(3), [Phase::AbortResume]);
+    assert_eq!(world.states(), [MemberState::Paused; 3]);
+}
+
+#[test]
+fn with_a_peer_paused_already_a_half_paused_member_is_taken_forward() {
+    let world = World::of(&[paused(), Script::new(MemberState::Offloading)]);
+    let outcome = world.coordinator().pause(&mut quiet).unwrap();
+    assert_eq!(outcome, Outcome::AlreadyPaused);
+    assert!(world.phases_of(1).is_empty());
+    // Contents are saved before anything is released, whatever was done before.
+    assert_eq!(world.phases_of(2), PAUSE[1..]);
+}
+
+#[test]
+fn a_member_that_cannot_be_recovered_is_named_and_releases_nothing() {
+    let failure = Fault::Fail(FailureKind::Driver);
+    let half = || Script::new(MemberState::Offloading);
+    let stuck_back = [active(), half().with(Phase::AbortPause, failure)];
+    let stuck_forward = [paused(), half().with(Phase::SaveAndDropImports, failure)];
+    for scripts in [stuck_back, stuck_forward] {
+        let world = World::of(&scripts);
+        let error = world.coordinator().pause(&mut quiet).unwrap_err();
+        assert!(matches!(error, CoordinatorError::Unrecovered { .. }));
+        assert!(!error.left_unchanged());
+        assert!(!world.phases_of(2).contains(&Phase::ReleaseOwn));
+        assert!(world.phases_of(1).is_empty());
+    }
+}
+
+#[test]
+fn a_faulted_member_is_named_and_nothing_is_touched() {
+    let world = World::of(&[active(), Script::new(MemberState::Faulted)]);
+    let error = world.coordinator().pause(&mut quiet).unwrap_err();
+    assert!(matches!(error, CoordinatorError::Faulted { .. }));
+    assert!(world.lines().is_empty());
+}
+
+#[test]
+fn members_of_different_versions_are_refused_by_version_and_process() {
+    let mut other = active();
+    other.version = "0.2.0";
+    let world = World::of(&[active(), other]);
+    let error = world.coordinator().pause(&mut quiet).unwrap_err();
+    let text = error.to_string();
+    assert!(matches!(error, CoordinatorError::VersionsDiffer { .. }));
+    let pid = std::process::id();
+    assert!(text.contains(&format!("0.1.0 in process {pid}")), "{text}");
+    assert!(text.contains("0.2.0"), "{text}");
+    assert!(world.lines().is_empty());
+}
+
+#[test]
+fn a_member_of_another_protocol_version_is_named() {
+    use std::io::Write as _;
+    let world = World::of(&[active()]);
+    let dir = world.run_dir.tenant(&tenant("train")).unwrap();
+    let listener = UnixListener::bind(dir.socket_path(MemberId(9)).unwrap()).unwrap();
+    let stranger = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let header = [b'S', b'B', b'L', b'T', 77, 0, 0, 0, 0, 0, 0, 0];
+        stream.write_all(&header).unwrap();
+        stream
+    });
+    let error = world.coordinator().pause(&mut quiet).unwrap_err();
+    let text = error.to_string();
+    assert!(matches!(error, CoordinatorError::NoGreeting { .. }));
+    assert!(text.contains("protocol version 77"), "{text}");
+    assert!(text.contains("with one Sublet version"), "{text}");
+    drop(stranger.join().unwrap());
+}
+
+#[test]
+fn a_dead_members_socket_is_removed_and_the_others_go_on() {
+    let world = World::of(&[active()]);
+    let dir = world.run_dir.tenant(&tenant("train")).unwrap();
+    let dead = dir.socket_path(MemberId(7)).unwrap();
+    drop(UnixListener::bind(&dead).unwrap());
+    let mut removed = Vec::new();
+    let outcome = world.coordinator().pause(&mut |event| {
+        if let Event::StaleRemoved { member } = event {
+            removed.push(member);
+        }
+    });
+    assert_eq!(report(outcome.unwrap()).phases.len(), 5);
+    assert_eq!(removed, [MemberId(7)]);
+    assert!(!dead.exists());
+}
+
+#[test]
+fn a_tenant_of_dead_processes_is_cleaned_up_and_then_unknown() {
+    let mut world = World::new();
+    world.add("infer", 1, active());
+    let dir = world.run_dir.tenant(&tenant("train")).unwrap();
+    drop(UnixListener::bind(dir.socket_path(MemberId(7)).unwrap()).unwrap());
+    let mut coordinator = world.coordinator();
+    let error = coordinator.pause(&mut quiet).unwrap_err();
+    assert!(matches!(error, CoordinatorError::NoProcess { .. }));
+    assert!(!dir.path().exists());
+    let error = coordinator.pause(&mut quiet).unwrap_err();
+    assert_eq!(error.to_string(), "there is no tenant 'train' (there are: infer)");
+    assert!(error.left_unchanged() && !error.is_retryable());
+}
+
+#[test]
+fn two_coordinators_never_work_at_once() {
+    let slow = || active().with(Phase::Drain, Fault::Slow(40));
+    let world = World::of(&[slow(), slow()]);
+    let (mut first, mut second) = (world.coordinator(), world.coordinator());
+    let outcomes = std::thread::scope(|scope| {
+        let other = scope.spawn(move || second.pause(&mut quiet).unwrap());
+        [first.pause(&mut quiet).unwrap(), other.join().unwrap()]
+    });
+    let already = outcomes.iter().filter(|outcome| **outcome == Outcome::AlreadyPaused);
+    assert_eq!(already.count(), 1);
+    assert_in_step(&world.lines(), 2, &PAUSE);
+}
+
+#[test]
+fn a_coordinator_that_waits_too_long_for_another_names_it() {
+    let world = World::of(&[active()]);
+    let dir = world.run_dir.tenant(&tenant("train")).unwrap();
+    let _held = dir.lock(Instant::now()).unwrap();
+    let mut impatient = options();
+    impatient.lock_timeout = Duration::from_millis(20);
+    let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), impatient);
+    let error = coordinator.pause(&mut quiet).unwrap_err();
+    assert!(error.is_retryable());
+    let text = error.to_string();
+    assert!(text.contains(&std::process::id().to_string()), "{text}");
+    assert!(world.lines().is_empty());
+}
+
+#[test]
+fn stats_list_who_answers_and_who_does_not() {
+    let mut silent = paused();
+    silent.stats = Some(Fault::Silent);
+    let mut dying = paused();
+    dying.stats = Some(Fault::Die);
+    let world = World::of(&[active(), silent, dying]);
+    let stats = world.coordinator().stats().unwrap();
+    assert_eq!(stats.members.len(), 1);
+    assert_eq!(stats.members[0].member.id, MemberId(1));
+    let mut failed: Vec<_> = stats.failures.iter().map(|f| f.who.member.0).collect();
+    failed.sort_unstable();
+    assert_eq!(failed, [2, 3]);
+}
+
+#[test]
+fn a_swap_pauses_one_tenant_then_resumes_the_other() {
+    let mut world = World::of(&[active()]);
+    world.add("infer", 5, paused());
+    let mut from = world.coordinator();
+    let mut to = Coordinator::new(world.run_dir.clone(), tenant("infer"), options());
+    let done = swap(&mut from, &mut to, &mut quiet).unwrap();
+    assert_eq!(report(done.paused).phases.len(), 5);
+    assert_eq!(report(done.resumed).phases.len(), 4);
+    assert_eq!(world.state(1), MemberState::Paused);
+    assert_eq!(world.state(5), MemberState::Active);
+}
+
+#[test]
+fn a_swap_with_a_tenant_that_is_not_there_pauses_nothing() {
+    let world = World::of(&[active()]);
+    let mut from = world.coordinator();
+    let mut to = Coordinator::new(world.run_dir.clone(), tenant("infer"), options());
+    let error = swap(&mut from, &mut to, &mut quiet).unwrap_err();
+    assert!(matches!(error, SwapError::NoTarget(_)));
+    assert!(world.lines().is_empty());
+    // One whose processes are all dead is not there either.
+    let dir = world.run_dir.tenant(&tenant("infer")).unwrap();
+    drop(UnixListener::bind(dir.socket_path(MemberId(7)).unwrap()).unwrap());
+    let error = swap(&mut from, &mut to, &mut quiet).unwrap_err();
+    assert!(matches!(error, SwapError::NoTarget(_)));
+    assert!(world.lines().is_empty());
+}
+
+#[test]
+fn a_swap_whose_second_half_fails_says_that_both_are_paused() {
+    let mut world = World::of(&[active()]);
+    let failure = Fault::Fail(FailureKind::OutOfHostMemory);
+    world.add("infer", 5, paused().with(Phase::CreateOwn, failure));
+    let mut from = world.coordinator();
+    let mut to = Coordinator::new(world.run_dir.clone(), tenant("infer"), options());
+    let error = swap(&mut from, &mut to, &mut quiet).unwrap_err();
+    assert!(error.to_string().starts_with("tenant 'train' is paused now, but resuming"));
+    assert_eq!(world.state(1), MemberState::Paused);
+    assert_eq!(world.state(5), MemberState::Paused);
+}

@@ -1,0 +1,291 @@
+//! The gate that holds a process's device work back while its tenant is not active.
+//!
+//! Every hooked call passes it twice: in and out. Passing an open gate costs one atomic exchange and one
+//! load on memory that belongs to the calling thread alone, so launches from many threads do not meet.
+//! Closing is the slow side: it looks at every thread's slot until all are out.
+//!
+//! The exchange on the way in and the store of the mode on closing are both sequentially consistent:
+//! either the thread sees the new mode and steps back, or the closer sees the thread inside.
+//!
+//! Lock order: `slots` and `sleepers` are leaves; nothing is called while they are held.
+
+use std::cell::{Cell, RefCell};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+/// What a call needs of the gate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Passage {
+    /// Touches device memory or makes new: waits until the tenant is active.
+    Use,
+    /// Gives memory up, or asks what is in the table: also possible while the tenant stands paused,
+    /// when the table alone answers.
+    GiveUp,
+}
+
+/// Who may pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+enum Mode {
+    Open = 0,
+    /// Paused and at rest: only [`Passage::GiveUp`].
+    Vacated = 1,
+    /// A pause or resume is under way: nobody.
+    Shut = 2,
+}
+
+impl Mode {
+    fn admits(mode: u8, passage: Passage) -> bool {
+        mode == Self::Open as u8 || (mode == Self::Vacated as u8 && passage == Passage::GiveUp)
+    }
+}
+
+/// One thread's mark of being inside. Padded to a cache line of its own.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Slot {
+    inside: AtomicBool,
+}
+
+thread_local! {
+    static OWN_SLOT: RefCell<Option<Arc<Slot>>> = const { RefCell::new(None) };
+    static DEPTH: Cell<u32> = const { Cell::new(0) };
+}
+
+/// The gate of one process. There is one a process: threads keep one slot each.
+#[derive(Debug)]
+pub struct Gate {
+    mode: AtomicU8,
+    slots: Mutex<Vec<Weak<Slot>>>,
+    sleepers: Mutex<()>,
+    changed: Condvar,
+    waits: AtomicU64,
+}
+
+/// Proof of being inside. Leaving is dropping it.
+#[derive(Debug)]
+#[must_use = "dropping the pass leaves the gate"]
+pub struct Pass<'a> {
+    gate: &'a Gate,
+    outermost: bool,
+}
+
+/// Calls did not come out in time; the gate is open again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{inside} threads were still inside driver calls after {waited_ms} ms")]
+pub struct StillInside {
+    /// How many.
+    pub inside: usize,
+    /// How long was waited.
+    pub waited_ms: u64,
+}
+
+impl Default for Gate {
+    fn default() -> Self {
+        Self {
+            mode: AtomicU8::new(Mode::Open as u8),
+            slots: Mutex::default(),
+            sleepers: Mutex::default(),
+            changed: Condvar::new(),
+            waits: AtomicU64::new(0),
+        }
+    }
+}
+
+impl Gate {
+    /// Passes, waiting as long as the tenant stays paused. Passes within a pass are free.
+    pub fn pass(&self, passage: Passage) -> Pass<'_> {
+        let depth = DEPTH.get();
+        DEPTH.set(depth + 1);
+        let outermost = depth == 0;
+        if outermost {
+            // A thread that is being torn down has lost its slot; its few last calls go uncounted.
+            let _entered = OWN_SLOT.try_with(|slot| self.enter(&mut slot.borrow_mut(), passage));
+        }
+        Pass { gate: self, outermost }
+    }
+
+    fn enter(&self, own: &mut Option<Arc<Slot>>, passage: Passage) {
+        let slot = own.get_or_insert_with(|| self.new_slot());
+        loop {
+            slot.inside.swap(true, Ordering::SeqCst);
+            if Mode::admits(self.mode.load(Ordering::SeqCst), passage) {
+                return;
+            }
+            slot.inside.store(false, Ordering::SeqCst);
+            self.waits.fetch_add(1, Ordering::Relaxed);
+            let mut guard = self.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
+            self.changed.notify_all();
+            while !Mode::admits(self.mode.load(Ordering::SeqCst), passage) {
+                guard = self.changed.wait(guard).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+
+    fn new_slot(&self) -> Arc<Slot> {
+        let slot = Arc::new(Slot::default());
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        slots.retain(|slot| slot.strong_count() > 0);
+        slots.push(Arc::downgrade(&slot));
+        slot
+    }
+
+    fn leave(&self) {
+        let _left = OWN_SLOT.try_with(|slot| {
+            if let Some(slot) = &*slot.borrow() {
+                slot.inside.store(false, Ordering::Release);
+            }
+        });
+        if self.mode.load(Ordering::Relaxed) != Mode::Open as u8 {
+            let _guard = self.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
+            self.changed.notify_all();
+        }
+    }
+
+    fn count_inside(&self) -> usize {
+        let slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        let inside = |slot: Arc<Slot>| slot.inside.load(Ordering::SeqCst);
+        slots.iter().filter_map(Weak::upgrade).filter(|slot| inside(Arc::clone(slot))).count()
+    }
+
+    fn set(&self, mode: Mode) -> u8 {
+        let before = self.mode.swap(mode as u8, Ordering::SeqCst);
+        let _guard = self.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
+        self.changed.notify_all();
+        before
+    }
+
+    /// Shuts the gate for everybody and waits until all are out. The caller must not be inside.
+    ///
+    /// # Errors
+    /// [`StillInside`] at `deadline`, with the gate as it was before.
+    pub fn shut(&self, deadline: Instant) -> Result<(), StillInside> {
+        // A missed wake-up costs one look more, not the deadline.
+        const LOOK_EVERY: Duration = Duration::from_millis(2);
+        let begin = Instant::now();
+        let before = self.set(Mode::Shut);
+        loop {
+            let inside = self.count_inside();
+            if inside == 0 {
+                return Ok(());
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                self.mode.store(before, Ordering::SeqCst);
+                let _guard = self.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
+                self.changed.notify_all();
+                let waited = (now - begin).as_millis();
+                let waited_ms = u64::try_from(waited).unwrap_or(u64::MAX);
+                return Err(StillInside { inside, waited_ms });
+            }
+            let guard = self.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
+            let wait = LOOK_EVERY.min(deadline - now);
+            let _woken =
+                self.changed.wait_timeout(guard, wait).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Lets calls through that only give memory up.
+    pub fn set_vacated(&self) {
+        self.set(Mode::Vacated);
+    }
+
+    /// Lets everything through.
+    pub fn open(&self) {
+        self.set(Mode::Open);
+    }
+
+    /// Does the table alone answer now? Meaningful to a caller that holds a pass.
+    pub fn is_vacated(&self) -> bool {
+        self.mode.load(Ordering::Relaxed) == Mode::Vacated as u8
+    }
+
+    /// How many calls have had to wait.
+    pub fn waits(&self) -> u64 {
+        self.waits.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Pass<'_> {
+    fn drop(&mut self) {
+        DEPTH.set(DEPTH.get().saturating_sub(1));
+        if self.outermost {
+            self.gate.leave();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(10)
+    }
+
+    #[test]
+    fn shutting_waits_for_the_thread_inside_and_holds_the_next_back() {
+        let gate = Arc::new(Gate::default());
+        let (tell, hear) = mpsc::channel();
+        let (go, wait) = mpsc::channel::<()>();
+        let inside = {
+            let gate = Arc::clone(&gate);
+            std::thread::spawn(move || {
+                let pass = gate.pass(Passage::Use);
+                tell.send("inside").unwrap();
+                wait.recv().unwrap();
+                drop(pass);
+                let _pass = gate.pass(Passage::Use);
+                tell.send("inside again").unwrap();
+            })
+        };
+        assert_eq!(hear.recv().unwrap(), "inside");
+        let early = gate.shut(Instant::now() + Duration::from_millis(20)).unwrap_err();
+        assert_eq!(early.inside, 1);
+        go.send(()).unwrap();
+        assert_eq!(hear.recv_timeout(Duration::from_secs(10)).unwrap(), "inside again");
+        inside.join().unwrap();
+        gate.shut(soon()).unwrap();
+        let late = {
+            let gate = Arc::clone(&gate);
+            std::thread::spawn(move || drop(gate.pass(Passage::Use)))
+        };
+        while gate.waits() == 0 {
+            std::thread::yield_now();
+        }
+        assert!(!late.is_finished());
+        gate.open();
+        late.join().unwrap();
+    }
+
+    #[test]
+    fn a_vacated_gate_admits_only_giving_up() {
+        let gate = Arc::new(Gate::default());
+        gate.shut(soon()).unwrap();
+        gate.set_vacated();
+        drop(gate.pass(Passage::GiveUp));
+        let user = {
+            let gate = Arc::clone(&gate);
+            std::thread::spawn(move || drop(gate.pass(Passage::Use)))
+        };
+        while gate.waits() == 0 {
+            std::thread::yield_now();
+        }
+        assert!(!user.is_finished());
+        gate.open();
+        user.join().unwrap();
+    }
+
+    #[test]
+    fn nested_passes_leave_once() {
+        let gate = Gate::default();
+        let outer = gate.pass(Passage::Use);
+        drop(gate.pass(Passage::GiveUp));
+        assert_eq!(gate.count_inside(), 1);
+        drop(outer);
+        assert_eq!(gate.count_inside(), 0);
+    }
+}

@@ -1,0 +1,329 @@
+//! One process's part in its tenant: its pool, its gate, where it stands, and the threads that answer
+//! for it.
+//!
+//! ```text
+//!   application threads --hooks--> Gate --> Pool --> driver
+//!   agent thread:  sockets only; answers at once, never calls the driver but to hand a descriptor out
+//!   worker thread: one phase at a time; the only thread of ours that drives the device
+//! ```
+//!
+//! Lock order: `standing` is a leaf; nothing is called while it is held. `peers` likewise: a connection is
+//! taken out for use and put back.
+
+mod agent;
+mod fetch;
+mod phases;
+pub mod state;
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use vmm_pool::driver::Driver;
+use vmm_pool::{HostBudget, Pool};
+
+pub use fetch::ImportError;
+
+use crate::gate::Gate;
+use crate::identity::{MemberId, TenantName};
+use crate::run_dir::{RunDir, RunDirError, TenantDir};
+use crate::transport::Connection;
+use crate::wire::{Action, MemberInfo, MemberState, MemberStats, Phase, PhaseReport};
+use state::{Event, InvalidTransition};
+
+/// What a process is told when it joins its tenant.
+#[derive(Clone, Debug)]
+pub struct MemberConfig {
+    /// Where tenants live.
+    pub run_dir: RunDir,
+    /// Which one to join.
+    pub tenant: TenantName,
+    /// Start of the command line, for people.
+    pub command: String,
+    /// Version of the library, the same in all processes of a tenant.
+    pub version: String,
+    /// How much host memory a pause may take, asked at each pause.
+    pub host_budget: fn(members: usize) -> HostBudget,
+    /// How many threads bring new host memory in.
+    pub toucher_threads: usize,
+}
+
+/// Why a process could not join.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum JoinError {
+    /// The run directory is not usable.
+    #[error(transparent)]
+    RunDir(#[from] RunDirError),
+    /// The system gave no randomness, thread or pipe.
+    #[error("{what} could not be had: {source}")]
+    System {
+        /// What was asked for.
+        what: &'static str,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// How far a pause has come before its point of no return; what an undo must put back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Progress {
+    /// Nothing has been unmapped.
+    Untouched,
+    /// Some mappings and imports may be gone.
+    Moving,
+    /// All contents are on the host, so that going on to release is as good as going back.
+    Saved,
+}
+
+#[derive(Debug)]
+pub(crate) struct Standing {
+    pub(crate) state: MemberState,
+    /// How far a pause under way has come.
+    pub(crate) progress: Progress,
+    pub(crate) pauses: u64,
+    pub(crate) resumes: u64,
+    pub(crate) last_pause: Vec<(Phase, PhaseReport)>,
+    pub(crate) last_resume: Vec<(Phase, PhaseReport)>,
+    /// What the application itself has asked for and waits in.
+    pub(crate) consent: Option<Action>,
+    pub(crate) notes: Vec<String>,
+}
+
+/// One process's part in its tenant. Shared by all its threads.
+#[derive(Debug)]
+pub struct Member<D: Driver> {
+    id: MemberId,
+    config: MemberConfig,
+    dir: TenantDir,
+    socket_path: PathBuf,
+    pool: Pool<D>,
+    gate: Gate,
+    standing: Mutex<Standing>,
+    changed: Condvar,
+    waker: agent::Waker,
+    captures: AtomicUsize,
+    peers: Mutex<HashMap<PathBuf, Connection>>,
+    /// Descriptors of a resume that is over, to be closed when there is time.
+    spare: Mutex<Vec<OwnedFd>>,
+}
+
+impl<D: Driver> Member<D> {
+    /// Joins the tenant: listens in its directory and answers from two threads of its own, which live as
+    /// long as the process.
+    ///
+    /// # Errors
+    /// [`JoinError`]; nothing is left behind.
+    pub fn join(config: MemberConfig, driver: Arc<D>) -> Result<Arc<Self>, JoinError> {
+        let system = |what| move |source| JoinError::System { what, source };
+        let id = random_id().map_err(system("a random identity"))?;
+        let (dir, listener) = config.run_dir.listen(&config.tenant, id)?;
+        let socket_path = dir.socket_path(id)?;
+        let (waker, wakeups) = agent::wake_pair().map_err(system("a pipe"))?;
+        let member = Arc::new(Self {
+            id,
+            pool: Pool::new(driver, config.toucher_threads),
+            config,
+            dir,
+            socket_path,
+            gate: Gate::default(),
+            standing: Mutex::new(Standing {
+                state: MemberState::Active,
+                progress: Progress::Untouched,
+                pauses: 0,
+                resumes: 0,
+                last_pause: Vec::new(),
+                last_resume: Vec::new(),
+                consent: None,
+                notes: Vec::new(),
+            }),
+            changed: Condvar::new(),
+            waker,
+            captures: AtomicUsize::new(0),
+            peers: Mutex::default(),
+            spare: Mutex::default(),
+        });
+        if let Err(source) = agent::spawn(&member, listener, wakeups) {
+            member.leave();
+            return Err(JoinError::System { what: "a thread", source });
+        }
+        tracing::info!(tenant = %member.config.tenant, member = %id, "joined");
+        Ok(member)
+    }
+
+    /// Takes this process's name out of the tenant's directory, at its end.
+    pub fn leave(&self) {
+        if let Err(error) = std::fs::remove_file(&self.socket_path) {
+            tracing::debug!(%error, "the socket was gone already");
+        }
+    }
+
+    /// Its identity.
+    pub fn id(&self) -> MemberId {
+        self.id
+    }
+
+    /// Its tenant.
+    pub fn tenant(&self) -> &TenantName {
+        &self.config.tenant
+    }
+
+    /// Where tenants live.
+    pub fn run_dir(&self) -> &RunDir {
+        &self.config.run_dir
+    }
+
+    /// Where its agent listens.
+    pub fn socket_path(&self) -> &Path {
+        &self.socket_path
+    }
+
+    /// Its device memory.
+    pub fn pool(&self) -> &Pool<D> {
+        &self.pool
+    }
+
+    /// Its gate.
+    pub fn gate(&self) -> &Gate {
+        &self.gate
+    }
+
+    /// A stream capture has begun: no pause until it ends.
+    pub fn capture_begun(&self) {
+        self.captures.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// A stream capture has ended, well or badly.
+    pub fn capture_ended(&self) {
+        // An end without a begin of ours (a capture older than the hooks) must not wrap.
+        let _updated = self
+            .captures
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |count| count.checked_sub(1));
+    }
+
+    /// How many stream captures are under way.
+    pub fn captures(&self) -> usize {
+        self.captures.load(Ordering::SeqCst)
+    }
+
+    /// Where it stands.
+    pub fn state(&self) -> MemberState {
+        self.standing().state
+    }
+
+    pub(crate) fn standing(&self) -> MutexGuard<'_, Standing> {
+        self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Something a person should know; shown once in the statistics.
+    pub fn note(&self, text: String) {
+        let mut standing = self.standing();
+        if !standing.notes.contains(&text) && standing.notes.len() < 32 {
+            tracing::warn!("{text}");
+            standing.notes.push(text);
+        }
+    }
+
+    fn transition(&self, event: Event) -> Result<(), InvalidTransition> {
+        let (from, to) = {
+            let mut standing = self.standing();
+            let from = standing.state;
+            standing.state = state::next(from, event)?;
+            (from, standing.state)
+        };
+        self.changed.notify_all();
+        self.waker.wake();
+        tracing::info!(tenant = %self.config.tenant, ?from, ?to, "state");
+        Ok(())
+    }
+
+    /// Who it is, for others.
+    pub fn info(&self) -> MemberInfo {
+        MemberInfo {
+            id: self.id,
+            pid: std::process::id(),
+            command: self.config.command.clone(),
+            version: self.config.version.clone(),
+            state: self.state(),
+        }
+    }
+
+    /// What it holds, for others. Does not wait for a phase under way.
+    pub fn stats(&self) -> MemberStats {
+        let member = self.info();
+        let pool = self.pool.report();
+        let standing = self.standing();
+        MemberStats {
+            member,
+            pool,
+            pauses: standing.pauses,
+            resumes: standing.resumes,
+            last_pause: standing.last_pause.clone(),
+            last_resume: standing.last_resume.clone(),
+            notes: standing.notes.clone(),
+        }
+    }
+
+    /// The application itself asks for `action` and stands still until it has happened: says so to
+    /// whoever coordinates. Returns how often the action has happened so far.
+    pub fn consent(&self, action: Action) -> u64 {
+        let count = {
+            let mut standing = self.standing();
+            standing.consent = Some(action);
+            standing.count(action)
+        };
+        self.waker.wake();
+        count
+    }
+
+    /// The application stands in [`Member::consent`] no more.
+    pub fn withdraw_consent(&self) {
+        self.standing().consent = None;
+    }
+
+    /// Waits until `action` has happened more often than `count`, or until `deadline`; says whether.
+    pub fn wait_for(&self, action: Action, count: u64, deadline: Instant) -> bool {
+        let mut standing = self.standing();
+        loop {
+            if standing.count(action) > count {
+                return true;
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                return false;
+            }
+            standing = self
+                .changed
+                .wait_timeout(standing, deadline - now)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    /// How many processes its tenant has now, itself included.
+    fn member_count(&self) -> usize {
+        self.dir.members().map_or(1, |members| members.len().max(1))
+    }
+}
+
+impl Standing {
+    fn count(&self, action: Action) -> u64 {
+        match action {
+            Action::Pause => self.pauses,
+            Action::Resume => self.resumes,
+        }
+    }
+}
+
+fn random_id() -> std::io::Result<MemberId> {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes).map_err(|error| std::io::Error::other(error.to_string()))?;
+    Ok(MemberId(u64::from_le_bytes(bytes)))
+}
+
+/// Time for exchanges between agents that need no device.
+pub(crate) const AGENT_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,0 +1,427 @@
+//! What a process does in each phase. Runs on the worker thread, one phase at a time.
+
+use std::time::Instant;
+
+use vmm_pool::driver::{DeviceOrdinal, Driver, DriverError};
+use vmm_pool::{PoolError, StepLog};
+
+use super::state::{Event, InvalidTransition};
+use super::{ImportError, Member, Progress, Standing};
+use crate::gate::StillInside;
+use crate::wire::{DeviceDelta, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply};
+
+impl<D: Driver> Member<D> {
+    /// Does `phase` and answers for it.
+    pub(super) fn run_phase(&self, phase: Phase, deadline: Instant) -> Reply {
+        let begin = Instant::now();
+        let outcome = match phase {
+            Phase::CloseGate => self.close_gate(deadline),
+            Phase::Drain => self.drain(deadline),
+            Phase::SaveAndDropImports => self.save_and_drop_imports(),
+            Phase::ReleaseOwn => self.release_own(),
+            Phase::Verify => self.verify(),
+            Phase::AbortPause => self.abort_pause(deadline),
+            Phase::CreateOwn => self.create_own(deadline),
+            Phase::Restore => self.restore(),
+            Phase::Import => self.import(deadline),
+            Phase::Activate => self.activate(),
+            Phase::AbortResume => self.abort_resume(),
+        };
+        let elapsed_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
+        match outcome {
+            Ok(mut report) => {
+                report.elapsed_us = elapsed_us;
+                tracing::debug!(?phase, elapsed_us, bytes = report.bytes, "phase");
+                self.standing().record(phase, &report);
+                Reply::PhaseDone(report)
+            }
+            Err(failure) => {
+                tracing::error!(?phase, elapsed_us, "{failure}");
+                Reply::Failed(failure)
+            }
+        }
+    }
+
+    fn expect(&self, wanted: MemberState) -> Result<(), Failure> {
+        let state = self.state();
+        if state == wanted {
+            return Ok(());
+        }
+        Err(wrong_state(format!(
+            "process {} is {state:?}, and this step needs it {wanted:?}",
+            std::process::id()
+        )))
+    }
+
+    fn close_gate(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
+        self.expect(MemberState::Active)?;
+        self.refuse_capture()?;
+        self.gate.shut(deadline).map_err(|inside| still_inside(&inside))?;
+        // A capture may have begun before the gate was shut; none can begin now.
+        let settled = self
+            .refuse_capture()
+            .and_then(|()| self.transition(Event::PauseBegun).map_err(Failure::from));
+        if settled.is_err() {
+            self.gate.open();
+        }
+        settled?;
+        let mut standing = self.standing();
+        standing.progress = Progress::Untouched;
+        standing.last_pause.clear();
+        Ok(PhaseReport::default())
+    }
+
+    fn refuse_capture(&self) -> Result<(), Failure> {
+        match self.captures() {
+            0 => Ok(()),
+            count => Err(Failure {
+                kind: FailureKind::InCapture,
+                message: format!(
+                    "process {} is capturing {count} stream(s): pause again when the capture has ended",
+                    std::process::id()
+                ),
+            }),
+        }
+    }
+
+    /// Waits for the devices on a thread of its own: a wait inside the driver cannot be called off, so
+    /// past the deadline it is left behind and ends by itself when the work does.
+    fn drain(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
+        self.expect(MemberState::Offloading)?;
+        let (tell, hear) = crossbeam_channel::bounded(64);
+        let devices = self.pool.devices();
+        for &device in &devices {
+            let driver = std::sync::Arc::clone(self.pool.driver());
+            let tell = tell.clone();
+            let wait = move || {
+                let waited = driver.make_current(device).and_then(|()| driver.synchronize());
+                // Nobody listens any more when the deadline has passed.
+                let _told = tell.send((device, waited));
+            };
+            let thread = std::thread::Builder::new().name("sublet-drain".to_owned());
+            thread.spawn(wait).map_err(|error| Failure {
+                kind: FailureKind::DrainTimeout,
+                message: format!("no thread to wait for {device} with: {error}"),
+            })?;
+        }
+        for _ in &devices {
+            match hear.recv_deadline(deadline) {
+                Ok((_, Ok(()))) => {}
+                Ok((device, Err(error))) => return Err(drain_failed(device.0, error)),
+                Err(_) => return Err(drain_timeout()),
+            }
+        }
+        Ok(PhaseReport { driver_calls: 2 * devices.len() as u64, ..PhaseReport::default() })
+    }
+
+    fn save_and_drop_imports(&self) -> Result<PhaseReport, Failure> {
+        self.expect(MemberState::Offloading)?;
+        let budget = (self.config.host_budget)(self.member_count());
+        self.standing().progress = Progress::Moving;
+        let log = self.pool.save_and_drop_imports(budget).map_err(pool_failure)?;
+        self.standing().progress = Progress::Saved;
+        Ok(report(log))
+    }
+
+    fn release_own(&self) -> Result<PhaseReport, Failure> {
+        self.expect(MemberState::Offloading)?;
+        let before = self.resident_by_device();
+        let mut report = self.release_and_stand_paused()?;
+        report.devices = self.deltas(&before);
+        Ok(report)
+    }
+
+    fn release_and_stand_paused(&self) -> Result<PhaseReport, Failure> {
+        let log = self.pool.release_own().map_err(pool_failure)?;
+        self.transition(Event::Released)?;
+        self.standing().pauses += 1;
+        self.changed.notify_all();
+        self.gate.set_vacated();
+        Ok(report(log))
+    }
+
+    /// Resident bytes that a pause would take, on each device with memory of our own.
+    fn resident_by_device(&self) -> Vec<DeviceBytes> {
+        let devices = self.pool.report().devices.into_iter();
+        let own = devices.filter(|row| row.own_bytes() > 0);
+        own.map(|row| {
+            let pinned: u64 = row.classes.iter().map(|class| class.pinned_bytes).sum();
+            let bytes = row.resident_bytes().saturating_sub(pinned);
+            DeviceBytes { device: row.device, uuid: row.uuid, bytes }
+        })
+        .collect()
+    }
+
+    /// What the driver says of the devices of `bytes` now. Makes their contexts current on this thread.
+    fn deltas(&self, bytes: &[DeviceBytes]) -> Vec<DeviceDelta> {
+        let driver = self.pool.driver();
+        bytes
+            .iter()
+            .map(|row| {
+                let info = driver.make_current(row.device).and_then(|()| driver.memory_info());
+                DeviceDelta {
+                    device: row.device,
+                    uuid: row.uuid.clone(),
+                    bytes: row.bytes,
+                    free_bytes: info.map_or(0, |info| info.free_bytes),
+                    total_bytes: info.map_or(0, |info| info.total_bytes),
+                }
+            })
+            .collect()
+    }
+
+    /// Says what stays on the devices, now that all members have released.
+    fn verify(&self) -> Result<PhaseReport, Failure> {
+        self.expect(MemberState::Paused)?;
+        let pool = self.pool.report();
+        let mut report = PhaseReport::default();
+        for row in pool.devices {
+            let resident = row.resident_bytes();
+            let pinned: u64 = row.classes.iter().map(|class| class.pinned_bytes).sum();
+            for stays in &row.pinned {
+                report.notes.push(format!(
+                    "{}: {} bytes in {} allocations stay: {}",
+                    row.device, stays.bytes, stays.count, stays.reason
+                ));
+            }
+            if resident > pinned {
+                report.notes.push(format!(
+                    "{}: {} bytes were not given back by the driver",
+                    row.device,
+                    resident - pinned
+                ));
+            }
+        }
+        report.devices = self.deltas(&self.resident_by_device());
+        Ok(report)
+    }
+
+    fn abort_pause(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
+        let (state, progress) = {
+            let standing = self.standing();
+            (standing.state, standing.progress)
+        };
+        match state {
+            MemberState::Offloading => {}
+            MemberState::Active | MemberState::Paused => return Ok(PhaseReport::default()),
+            MemberState::Restoring | MemberState::Faulted => {
+                return Err(wrong_state(format!("a pause cannot be undone while {state:?}")));
+            }
+        }
+        let undone = match progress {
+            Progress::Untouched => Ok(StepLog::default()),
+            Progress::Moving | Progress::Saved => self.take_back(deadline),
+        };
+        match (undone, progress) {
+            (Ok(log), _) => {
+                let spare = self.pool.commit_resume();
+                self.transition(Event::PauseUndone)?;
+                self.gate.open();
+                drop(spare);
+                Ok(report(log))
+            }
+            (Err(failure), Progress::Saved) => {
+                // A peer went on to release, or is gone. Our contents are on the host: go on as well, and
+                // stand paused, so that nothing is lost and a resume can be tried.
+                self.pool.drop_imports().map_err(pool_failure)?;
+                self.release_and_stand_paused()?;
+                Err(Failure {
+                    kind: failure.kind,
+                    message: format!("{failure}; the process stands paused instead, contents kept"),
+                })
+            }
+            (Err(failure), Progress::Untouched | Progress::Moving) => {
+                self.transition(Event::Lost)?;
+                Err(Failure {
+                    kind: FailureKind::Faulted,
+                    message: format!("the pause could not be undone: {failure}"),
+                })
+            }
+        }
+    }
+
+    fn take_back(&self, deadline: Instant) -> Result<StepLog, Failure> {
+        let mut log = self.pool.remount_own().map_err(pool_failure)?;
+        let imports = self.import_from_peers(deadline)?;
+        log.steps.extend(imports.steps);
+        log.driver_calls += imports.driver_calls;
+        Ok(log)
+    }
+
+    fn create_own(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
+        self.expect(MemberState::Paused)?;
+        self.gate.shut(deadline).map_err(|inside| {
+            self.gate.set_vacated();
+            still_inside(&inside)
+        })?;
+        self.transition(Event::ResumeBegun)?;
+        self.standing().last_resume.clear();
+        match self.pool.create_own() {
+            Ok(log) => {
+                let taken = self.resident_by_device();
+                let devices = self.deltas(&taken);
+                Ok(PhaseReport { devices, ..report(log) })
+            }
+            Err(error) => {
+                // Nothing was taken; stand paused again, so that the same resume can be tried later.
+                self.transition(Event::ResumeUndone)?;
+                self.gate.set_vacated();
+                Err(pool_failure(error))
+            }
+        }
+    }
+
+    fn restore(&self) -> Result<PhaseReport, Failure> {
+        self.expect(MemberState::Restoring)?;
+        Ok(report(self.pool.restore_own().map_err(pool_failure)?))
+    }
+
+    fn import(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
+        self.expect(MemberState::Restoring)?;
+        Ok(report(self.import_from_peers(deadline)?))
+    }
+
+    fn import_from_peers(&self, deadline: Instant) -> Result<StepLog, Failure> {
+        let begin = Instant::now();
+        let descriptors = self.fetch_imports(deadline).map_err(import_failure)?;
+        let fetch_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let mut log = self.pool.import_again(descriptors).map_err(pool_failure)?;
+        log.steps.insert(0, vmm_pool::Step { name: "fetch descriptors", elapsed_us: fetch_us });
+        Ok(log)
+    }
+
+    fn activate(&self) -> Result<PhaseReport, Failure> {
+        self.expect(MemberState::Restoring)?;
+        let spare = self.pool.commit_resume();
+        self.transition(Event::Resumed)?;
+        self.standing().resumes += 1;
+        self.changed.notify_all();
+        self.gate.open();
+        self.close_later(spare);
+        Ok(PhaseReport::default())
+    }
+
+    /// Closes descriptors after the answer is out: nobody waits for that.
+    fn close_later(&self, spare: Vec<std::os::fd::OwnedFd>) {
+        self.spare.lock().unwrap_or_else(std::sync::PoisonError::into_inner).extend(spare);
+    }
+
+    /// Closes what [`Member::close_later`] was given.
+    pub(super) fn close_spare(&self) {
+        let spare = std::mem::take(
+            &mut *self.spare.lock().unwrap_or_else(std::sync::PoisonError::into_inner),
+        );
+        drop(spare);
+    }
+
+    fn abort_resume(&self) -> Result<PhaseReport, Failure> {
+        match self.state() {
+            MemberState::Restoring => {}
+            MemberState::Active | MemberState::Paused => return Ok(PhaseReport::default()),
+            state @ (MemberState::Offloading | MemberState::Faulted) => {
+                return Err(wrong_state(format!("a resume cannot be undone while {state:?}")));
+            }
+        }
+        let mut log = self.pool.drop_imports().map_err(pool_failure)?;
+        let own = self.pool.release_own().map_err(pool_failure)?;
+        log.steps.extend(own.steps);
+        self.transition(Event::ResumeUndone)?;
+        self.gate.set_vacated();
+        Ok(report(log))
+    }
+}
+
+/// Bytes on one device.
+struct DeviceBytes {
+    device: DeviceOrdinal,
+    uuid: String,
+    bytes: u64,
+}
+
+impl Standing {
+    fn record(&mut self, phase: Phase, report: &PhaseReport) {
+        match phase {
+            Phase::CloseGate
+            | Phase::Drain
+            | Phase::SaveAndDropImports
+            | Phase::ReleaseOwn
+            | Phase::Verify => self.last_pause.push((phase, report.clone())),
+            Phase::CreateOwn | Phase::Restore | Phase::Import | Phase::Activate => {
+                self.last_resume.push((phase, report.clone()));
+            }
+            Phase::AbortPause | Phase::AbortResume => {}
+        }
+    }
+}
+
+fn report(log: StepLog) -> PhaseReport {
+    PhaseReport {
+        driver_calls: log.driver_calls,
+        bytes: log.bytes,
+        steps: log.steps.into_iter().map(|step| (step.name.to_owned(), step.elapsed_us)).collect(),
+        notes: log.notes,
+        ..PhaseReport::default()
+    }
+}
+
+fn wrong_state(message: String) -> Failure {
+    Failure { kind: FailureKind::WrongState, message }
+}
+
+fn still_inside(inside: &StillInside) -> Failure {
+    Failure {
+        kind: FailureKind::DrainTimeout,
+        message: format!(
+            "process {}: {inside}; pause at a step boundary, or give a longer timeout",
+            std::process::id()
+        ),
+    }
+}
+
+fn drain_timeout() -> Failure {
+    Failure {
+        kind: FailureKind::DrainTimeout,
+        message: format!(
+            "process {}: the device did not finish its work in time: a kernel may be waiting for work that \
+             another process has not launched yet; pause at a step boundary, or give a longer timeout",
+            std::process::id()
+        ),
+    }
+}
+
+fn drain_failed(ordinal: i32, error: DriverError) -> Failure {
+    Failure {
+        kind: FailureKind::Driver,
+        message: format!("process {}: work on GPU {ordinal} failed: {error}", std::process::id()),
+    }
+}
+
+fn pool_failure(error: PoolError) -> Failure {
+    let kind = match &error {
+        PoolError::OutOfDeviceMemory { needed_bytes, free_bytes, .. } => {
+            FailureKind::OutOfDeviceMemory {
+                missing_bytes: needed_bytes.saturating_sub(*free_bytes),
+            }
+        }
+        PoolError::OutOfHostMemory { .. } => FailureKind::OutOfHostMemory,
+        PoolError::MissingImport { .. } => FailureKind::PeerGone,
+        _ => FailureKind::Driver,
+    };
+    Failure { kind, message: format!("process {}: {error}", std::process::id()) }
+}
+
+fn import_failure(error: ImportError) -> Failure {
+    match error {
+        ImportError::Pool(error) => pool_failure(error),
+        error => Failure {
+            kind: FailureKind::PeerGone,
+            message: format!("process {}: {error}", std::process::id()),
+        },
+    }
+}
+
+impl From<InvalidTransition> for Failure {
+    fn from(error: InvalidTransition) -> Self {
+        wrong_state(format!("process {}: {error}", std::process::id()))
+    }
+}

@@ -1,0 +1,93 @@
+//! Where a process stands between active and paused.
+
+use crate::wire::MemberState;
+
+/// What happened to a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// The gate was shut for a pause.
+    PauseBegun,
+    /// A pause was undone before anything was released.
+    PauseUndone,
+    /// All own memory has been given back.
+    Released,
+    /// The gate was shut for a resume.
+    ResumeBegun,
+    /// A resume was undone; everything is given back again, contents kept.
+    ResumeUndone,
+    /// Everything is back.
+    Resumed,
+    /// Something cannot be had back.
+    Lost,
+}
+
+/// An event that does not fit the state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{event:?} is not possible while {state:?}")]
+pub struct InvalidTransition {
+    /// Where the process stands.
+    pub state: MemberState,
+    /// What was to happen.
+    pub event: Event,
+}
+
+/// The state after `event`.
+///
+/// # Errors
+/// [`InvalidTransition`] when the event does not fit `state`.
+pub fn next(state: MemberState, event: Event) -> Result<MemberState, InvalidTransition> {
+    use MemberState::{Active, Faulted, Offloading, Paused, Restoring};
+    match (state, event) {
+        (Active, Event::PauseBegun) => Ok(Offloading),
+        (Offloading, Event::PauseUndone) | (Restoring, Event::Resumed) => Ok(Active),
+        (Offloading, Event::Released) | (Restoring, Event::ResumeUndone) => Ok(Paused),
+        (Paused, Event::ResumeBegun) => Ok(Restoring),
+        (_, Event::Lost) => Ok(Faulted),
+        (
+            Active | Offloading | Paused | Restoring | Faulted,
+            Event::PauseBegun
+            | Event::PauseUndone
+            | Event::Released
+            | Event::ResumeBegun
+            | Event::ResumeUndone
+            | Event::Resumed,
+        ) => Err(InvalidTransition { state, event }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_drawn_transitions_exist() {
+        use MemberState::{Active, Faulted, Offloading, Paused, Restoring};
+        let events = [
+            Event::PauseBegun,
+            Event::PauseUndone,
+            Event::Released,
+            Event::ResumeBegun,
+            Event::ResumeUndone,
+            Event::Resumed,
+        ];
+        let allowed = [
+            (Active, Event::PauseBegun, Offloading),
+            (Offloading, Event::PauseUndone, Active),
+            (Offloading, Event::Released, Paused),
+            (Paused, Event::ResumeBegun, Restoring),
+            (Restoring, Event::ResumeUndone, Paused),
+            (Restoring, Event::Resumed, Active),
+        ];
+        for state in [Active, Offloading, Paused, Restoring, Faulted] {
+            for event in events {
+                let expected = allowed.iter().find(|row| row.0 == state && row.1 == event);
+                assert_eq!(
+                    next(state, event).ok(),
+                    expected.map(|row| row.2),
+                    "{state:?} {event:?}"
+                );
+            }
+            assert_eq!(next(state, Event::Lost), Ok(Faulted));
+        }
+    }
+}

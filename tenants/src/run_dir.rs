@@ -1,0 +1,687 @@
+//! Where the processes of a user meet: the run directory, tenants' directories and the coordinator's lock.
+//!
+//! ```text
+//! <run>/                        0700, ours alone
+//!   <tenant>/                   0700, ours alone
+//!     <member id, 16 hex>.sock  one listening socket for each process
+//!     coordinator.lock          held while somebody pauses or resumes the tenant; holds their process id
+//! ```
+//!
+//! A socket has its final name only once it listens (see [`crate::transport::Listener::bind`]), so one
+//! that refuses a connection belongs to a dead process and may be removed. Nothing here reads the
+//! environment: the caller does, once.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind, Read as _, Seek as _, Write as _};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime};
+
+use nix::unistd::geteuid;
+
+use crate::identity::{MemberId, TenantName};
+use crate::transport::{Listener, TransportError, nobody_listens};
+
+/// Longest path of a Unix socket, in bytes (`sun_path` less its closing zero).
+pub const SOCKET_PATH_BYTES_MAX: usize = 107;
+
+/// Name of the environment variable that names the run directory.
+pub const RUN_DIR_VARIABLE: &str = "SUBLET_RUN_DIR";
+
+const LOCK_NAME: &str = "coordinator.lock";
+const SOCKET_EXTENSION: &str = "sock";
+/// A name in the making; as long as the final one, so that both fit a socket path or neither does.
+pub(crate) const BINDING_EXTENSION: &str = "bind";
+/// A half-bound name older than this was left behind by a process that died between bind and rename.
+const BINDING_AGE_MAX: Duration = Duration::from_mins(1);
+const LOCK_BACK_OFF_MIN: Duration = Duration::from_millis(1);
+const LOCK_BACK_OFF_MAX: Duration = Duration::from_millis(50);
+const LISTEN_ATTEMPTS_MAX: u32 = 8;
+
+/// What can be wrong with a run directory.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RunDirError {
+    /// The directory is not a directory that only we can reach.
+    #[error(
+        "{} {problem}; Sublet meets its processes only in a directory that is theirs alone: {next_step}, \
+         or set {RUN_DIR_VARIABLE} to another",
+        path.display()
+    )]
+    NotOurs {
+        /// The directory.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+        /// What helps.
+        next_step: String,
+    },
+    /// A socket in the directory would have a name that the kernel does not take.
+    #[error(
+        "the socket path {} has {length} bytes, and Unix sockets take {SOCKET_PATH_BYTES_MAX}: \
+         set {RUN_DIR_VARIABLE} to a shorter directory, such as /tmp/sublet",
+        path.display()
+    )]
+    PathTooLong {
+        /// The path.
+        path: PathBuf,
+        /// Its length in bytes.
+        length: usize,
+    },
+    /// Somebody else is pausing or resuming the tenant.
+    #[error(
+        "tenant '{tenant}' is being paused or resumed by process {}, which did not finish in {waited_ms} ms; \
+         wait for it, or end it",
+        holder_pid.map_or_else(|| "of unknown id".to_owned(), |pid| pid.to_string())
+    )]
+    Locked {
+        /// The tenant.
+        tenant: TenantName,
+        /// Who holds the lock, where the lock file says.
+        holder_pid: Option<u32>,
+        /// How long we waited.
+        waited_ms: u64,
+    },
+    /// The member's socket could not be opened for business.
+    #[error("no socket for this process in the run directory")]
+    Listen(#[source] TransportError),
+    /// The file system refused.
+    #[error("{operation} of {} failed", path.display())]
+    Io {
+        /// What was tried.
+        operation: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// The system's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// The directory that holds one directory for each tenant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RunDir {
+    path: PathBuf,
+}
+
+/// The directory of one tenant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TenantDir {
+    path: PathBuf,
+    tenant: TenantName,
+}
+
+/// The socket of one process of a tenant; the process may be dead.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemberSocket {
+    /// Whose it is.
+    pub id: MemberId,
+    /// Where it is.
+    pub path: PathBuf,
+}
+
+/// The right to pause or resume a tenant, held until dropped. A process that dies gives it up.
+#[derive(Debug)]
+pub struct CoordinatorLock {
+    file: File,
+}
+
+impl RunDir {
+    /// Opens, and creates if need be, the run directory: `explicit` (the value of
+    /// [`RUN_DIR_VARIABLE`]), else `sublet` in `xdg_runtime_dir` where that exists, else
+    /// `/tmp/sublet-<uid>`. Empty values count as absent.
+    ///
+    /// # Errors
+    /// [`RunDirError::NotOurs`] when it is a link, another user's, or open to others;
+    /// [`RunDirError::Io`] when it cannot be created.
+    pub fn open(
+        explicit: Option<PathBuf>,
+        xdg_runtime_dir: Option<PathBuf>,
+    ) -> Result<Self, RunDirError> {
+        let path = Self::choose(explicit, xdg_runtime_dir);
+        ensure_private_dir(&path)?;
+        Ok(Self { path })
+    }
+
+    /// The path that [`RunDir::open`] would use; touches no directory.
+    pub fn choose(explicit: Option<PathBuf>, xdg_runtime_dir: Option<PathBuf>) -> PathBuf {
+        let given = |path: &PathBuf| !path.as_os_str().is_empty();
+        if let Some(path) = explicit.filter(given) {
+            return path;
+        }
+        match xdg_runtime_dir.filter(given) {
+            Some(base) if base.is_dir() => base.join("sublet"),
+            Some(_) | None => PathBuf::from(format!("/tmp/sublet-{}", geteuid())),
+        }
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The directory of `tenant`, created if need be.
+    ///
+    /// # Errors
+    /// As [`RunDir::open`].
+    pub fn tenant(&self, tenant: &TenantName) -> Result<TenantDir, RunDirError> {
+        let path = self.path.join(tenant.as_str());
+        ensure_private_dir(&path)?;
+        Ok(TenantDir { path, tenant: tenant.clone() })
+    }
+
+    /// The directory of `tenant`, when there is one.
+    ///
+    /// # Errors
+    /// As [`RunDir::open`].
+    pub fn existing_tenant(&self, tenant: &TenantName) -> Result<Option<TenantDir>, RunDirError> {
+        let path = self.path.join(tenant.as_str());
+        match check_private_dir(&path) {
+            Ok(()) => Ok(Some(TenantDir { path, tenant: tenant.clone() })),
+            Err(RunDirError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// All tenants that have a directory, by name; their processes may be dead.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`] when the directory cannot be read.
+    pub fn tenants(&self) -> Result<Vec<TenantName>, RunDirError> {
+        let mut tenants: Vec<_> = entry_names(&self.path)?
+            .iter()
+            .filter(|name| self.path.join(name).is_dir())
+            .filter_map(|name| TenantName::new(name).ok())
+            .collect();
+        tenants.sort();
+        Ok(tenants)
+    }
+
+    /// Opens the socket of member `id` in the directory of `tenant`, created if need be.
+    ///
+    /// Tries again when somebody removes the directory as empty just before the socket is in it.
+    ///
+    /// # Errors
+    /// As [`RunDir::tenant`] and [`TenantDir::socket_path`]; [`RunDirError::Listen`] otherwise.
+    pub fn listen(
+        &self,
+        tenant: &TenantName,
+        id: MemberId,
+    ) -> Result<(TenantDir, Listener), RunDirError> {
+        let mut attempt = 0;
+        loop {
+            attempt += 1;
+            let dir = self.tenant(tenant)?;
+            match Listener::bind(&dir.socket_path(id)?) {
+                Ok(listener) => return Ok((dir, listener)),
+                Err(TransportError::Bind { source, .. })
+                    if source.kind() == ErrorKind::NotFound && attempt < LISTEN_ATTEMPTS_MAX => {}
+                Err(error) => return Err(RunDirError::Listen(error)),
+            }
+        }
+    }
+}
+
+impl TenantDir {
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whose it is.
+    pub fn tenant(&self) -> &TenantName {
+        &self.tenant
+    }
+
+    /// Where the socket of member `id` belongs.
+    ///
+    /// # Errors
+    /// [`RunDirError::PathTooLong`].
+    pub fn socket_path(&self, id: MemberId) -> Result<PathBuf, RunDirError> {
+        let path = self.path.join(format!("{id}.{SOCKET_EXTENSION}"));
+        let length = path.as_os_str().as_bytes().len();
+        if length > SOCKET_PATH_BYTES_MAX {
+            return Err(RunDirError::PathTooLong { path, length });
+        }
+        Ok(path)
+    }
+
+    /// The sockets of all processes, live or dead, by member id. None when the directory is gone.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`] when the directory cannot be read.
+    pub fn members(&self) -> Result<Vec<MemberSocket>, RunDirError> {
+        let names = match entry_names(&self.path) {
+            Err(RunDirError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
+                return Ok(Vec::new());
+            }
+            names => names?,
+        };
+        let mut members: Vec<_> = names
+            .iter()
+            .filter_map(|name| {
+                let id = parse_member_name(name)?;
+                let path = self.path.join(name);
+                Some(MemberSocket { id, path })
+            })
+            .collect();
+        members.sort_by_key(|member| member.id);
+        Ok(members)
+    }
+
+    /// Removes sockets whose process is dead, then the directory if no socket is left in it and nobody
+    /// coordinates in it. Says how many sockets went. Does not block: the kernel accepts or refuses a
+    /// local connection at once.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`] when something cannot be removed.
+    pub fn remove_stale(&self) -> Result<usize, RunDirError> {
+        let removed = self.remove_dead_sockets()?;
+        let path = self.path.join(LOCK_NAME);
+        match File::open(&path) {
+            Ok(file) if file.try_lock().is_err() => {}
+            // The lock is ours until `_held` goes, or there is none to take.
+            _held => self.remove_if_empty()?,
+        }
+        Ok(removed)
+    }
+
+    /// As [`TenantDir::remove_stale`], for the one who holds the tenant's lock.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`] when something cannot be removed.
+    pub fn remove_stale_holding(&self, _lock: &CoordinatorLock) -> Result<usize, RunDirError> {
+        let removed = self.remove_dead_sockets()?;
+        self.remove_if_empty()?;
+        Ok(removed)
+    }
+
+    fn remove_dead_sockets(&self) -> Result<usize, RunDirError> {
+        let mut removed = 0;
+        for member in self.members()? {
+            removed += usize::from(self.remove_if_dead(&member)?);
+        }
+        self.remove_abandoned_bindings()?;
+        Ok(removed)
+    }
+
+    /// Removes `member`'s socket when nobody listens on it. Says whether it did.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`] when it cannot be removed.
+    pub fn remove_if_dead(&self, member: &MemberSocket) -> Result<bool, RunDirError> {
+        let dead = nobody_listens(&member.path);
+        if dead {
+            self.remove_socket(member)?;
+        }
+        Ok(dead)
+    }
+
+    /// Removes `member`'s socket; the caller knows that its process is dead. One that is gone is fine.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`] when it cannot be removed.
+    pub(crate) fn remove_socket(&self, member: &MemberSocket) -> Result<(), RunDirError> {
+        tracing::debug!(tenant = %self.tenant, member = %member.id, "removing a dead process's socket");
+        remove_file_if_there(&member.path)
+    }
+
+    /// Takes the coordinator's lock, waiting for its holder until `deadline`.
+    ///
+    /// # Errors
+    /// [`RunDirError::Locked`] with the holder's process id; [`RunDirError::Io`].
+    pub fn lock(&self, deadline: Instant) -> Result<CoordinatorLock, RunDirError> {
+        let path = self.path.join(LOCK_NAME);
+        let started = Instant::now();
+        let mut back_off = LOCK_BACK_OFF_MIN;
+        loop {
+            let mut file = match open_lock_file(&path) {
+                Err(error) if error.kind() == ErrorKind::NotFound => {
+                    ensure_private_dir(&self.path)?;
+                    continue;
+                }
+                file => file.map_err(io_error("opening", &path))?,
+            };
+            match file.try_lock() {
+                Ok(()) if is_still_named(&file, &path) => {
+                    write_pid(&mut file).map_err(io_error("writing our process id", &path))?;
+                    return Ok(CoordinatorLock { file });
+                }
+                // Held by another, or by us on a file that its last holder removed with the directory,
+                // where nobody would see it.
+                Ok(()) | Err(fs::TryLockError::WouldBlock) => {}
+                Err(fs::TryLockError::Error(error)) => {
+                    return Err(io_error("locking", &path)(error));
+                }
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(RunDirError::Locked {
+                    tenant: self.tenant.clone(),
+                    holder_pid: read_pid(&path),
+                    waited_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
+                });
+            }
+            pause_thread(back_off.min(left));
+            back_off = (back_off * 2).min(LOCK_BACK_OFF_MAX);
+        }
+    }
+
+    fn remove_abandoned_bindings(&self) -> Result<(), RunDirError> {
+        let suffix = format!(".{BINDING_EXTENSION}");
+        let names = match entry_names(&self.path) {
+            Err(RunDirError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
+                return Ok(());
+            }
+            names => names?,
+        };
+        for name in names.iter().filter(|name| name.ends_with(&suffix)) {
+            let path = self.path.join(name);
+            let age = fs::symlink_metadata(&path)
+                .and_then(|metadata| metadata.modified())
+                .ok()
+                .and_then(|modified| SystemTime::now().duration_since(modified).ok());
+            if age.is_some_and(|age| age > BINDING_AGE_MAX) {
+                remove_file_if_there(&path)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes the directory unless a socket is left in it. The caller keeps coordinators out.
+    fn remove_if_empty(&self) -> Result<(), RunDirError> {
+        if !self.members()?.is_empty() || !self.path.is_dir() {
+            return Ok(());
+        }
+        remove_file_if_there(&self.path.join(LOCK_NAME))?;
+        match fs::remove_dir(&self.path) {
+            Err(error)
+                if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::DirectoryNotEmpty) =>
+            {
+                Err(io_error("removal", &self.path)(error))
+            }
+            Ok(()) | Err(_) => Ok(()),
+        }
+    }
+}
+
+impl Drop for CoordinatorLock {
+    fn drop(&mut self) {
+        // A child forked meanwhile shares the lock until it closes or unlocks; unlocking ends it for both.
+        if let Err(error) = self.file.unlock() {
+            tracing::warn!(%error, "the coordinator's lock was not given up");
+        }
+    }
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the kernel offers no file lock with a deadline, and no event for its release"
+)]
+fn pause_thread(duration: Duration) {
+    std::thread::sleep(duration);
+}
+
+fn io_error(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> RunDirError {
+    let path = path.to_owned();
+    move |source| RunDirError::Io { operation, path, source }
+}
+
+fn ensure_private_dir(path: &Path) -> Result<(), RunDirError> {
+    match DirBuilder::new().mode(0o700).create(path) {
+        Ok(()) => {}
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(io_error("creation", path)(error)),
+    }
+    check_private_dir(path)
+}
+
+fn check_private_dir(path: &Path) -> Result<(), RunDirError> {
+    let refuse = |problem: String, next_step: String| {
+        Err(RunDirError::NotOurs { path: path.to_owned(), problem, next_step })
+    };
+    let metadata = fs::symlink_metadata(path).map_err(io_error("inspection", path))?;
+    let quoted = path.display();
+    if metadata.is_symlink() {
+        return refuse("is a symbolic link".to_owned(), format!("remove {quoted}"));
+    }
+    if !metadata.is_dir() {
+        return refuse("is not a directory".to_owned(), format!("remove {quoted}"));
+    }
+    let own_uid = geteuid().as_raw();
+    if metadata.uid() != own_uid {
+        return refuse(
+            format!("belongs to user {}, not {own_uid}", metadata.uid()),
+            "run all processes of a tenant as one user".to_owned(),
+        );
+    }
+    let mode = metadata.mode() & 0o777;
+    if mode & 0o077 != 0 {
+        return refuse(
+            format!("is open to others (mode {mode:03o})"),
+            format!("chmod 700 {quoted}"),
+        );
+    }
+    Ok(())
+}
+
+/// Names that are valid text; others are none of ours.
+fn entry_names(path: &Path) -> Result<Vec<String>, RunDirError> {
+    let entries = fs::read_dir(path).map_err(io_error("reading", path))?;
+    let mut names = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(io_error("reading", path))?;
+        names.extend(entry.file_name().into_string().ok());
+    }
+    Ok(names)
+}
+
+fn parse_member_name(name: &str) -> Option<MemberId> {
+    let hex = name.strip_suffix(".sock")?;
+    let plain =
+        hex.len() == 16 && hex.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
+    if !plain {
+        return None;
+    }
+    u64::from_str_radix(hex, 16).ok().map(MemberId)
+}
+
+fn remove_file_if_there(path: &Path) -> Result<(), RunDirError> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(io_error("removal", path)(error)),
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+fn open_lock_file(path: &Path) -> io::Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(path)
+}
+
+fn is_still_named(file: &File, path: &Path) -> bool {
+    let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+    let named = fs::symlink_metadata(path).map(identity).ok();
+    named.is_some() && file.metadata().map(identity).ok() == named
+}
+
+fn write_pid(file: &mut File) -> io::Result<()> {
+    file.set_len(0)?;
+    file.rewind()?;
+    writeln!(file, "{}", std::process::id())
+}
+
+fn read_pid(path: &Path) -> Option<u32> {
+    let mut text = String::new();
+    let file = File::open(path).ok()?;
+    file.take(32).read_to_string(&mut text).ok()?;
+    text.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    fn run_dir(base: &tempfile::TempDir) -> RunDir {
+        RunDir::open(Some(base.path().join("run")), None).unwrap()
+    }
+
+    fn name(text: &str) -> TenantName {
+        TenantName::new(text).unwrap()
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(5)
+    }
+
+    /// A socket whose process is dead.
+    fn leave_dead_socket(dir: &TenantDir, id: MemberId) -> PathBuf {
+        let path = dir.socket_path(id).unwrap();
+        drop(UnixListener::bind(&path).unwrap());
+        path
+    }
+
+    #[test]
+    fn the_first_of_the_three_places_that_is_given_is_used() {
+        let xdg = tempfile::tempdir().unwrap();
+        let explicit = || Some(PathBuf::from("/given"));
+        let xdg_dir = || Some(xdg.path().to_owned());
+        assert_eq!(RunDir::choose(explicit(), xdg_dir()), Path::new("/given"));
+        assert_eq!(RunDir::choose(Some(PathBuf::new()), xdg_dir()), xdg.path().join("sublet"));
+        let fallback = PathBuf::from(format!("/tmp/sublet-{}", geteuid()));
+        assert_eq!(RunDir::choose(None, None), fallback);
+        assert_eq!(RunDir::choose(None, Some(PathBuf::from("/not/there"))), fallback);
+    }
+
+    #[test]
+    fn directories_are_created_for_us_alone() {
+        let base = tempfile::tempdir().unwrap();
+        let run = run_dir(&base);
+        let tenant = run.tenant(&name("train")).unwrap();
+        for path in [run.path(), tenant.path()] {
+            let mode = fs::metadata(path).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o700);
+        }
+        assert_eq!(run.tenants().unwrap(), [name("train")]);
+        assert!(run.existing_tenant(&name("other")).unwrap().is_none());
+        assert!(run.existing_tenant(&name("train")).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_directory_that_others_reach_a_link_and_a_file_are_refused() {
+        let base = tempfile::tempdir().unwrap();
+        let open = base.path().join("open");
+        fs::create_dir(&open).unwrap();
+        fs::set_permissions(&open, fs::Permissions::from_mode(0o750)).unwrap();
+        let error = RunDir::open(Some(open.clone()), None).unwrap_err();
+        assert!(error.to_string().contains("mode 750"), "{error}");
+        assert!(error.to_string().contains("chmod 700"), "{error}");
+
+        fs::set_permissions(&open, fs::Permissions::from_mode(0o700)).unwrap();
+        RunDir::open(Some(open.clone()), None).unwrap();
+        let link = base.path().join("link");
+        symlink(&open, &link).unwrap();
+        let error = RunDir::open(Some(link), None).unwrap_err();
+        assert!(error.to_string().contains("symbolic link"), "{error}");
+
+        let file = base.path().join("file");
+        fs::write(&file, "").unwrap();
+        let error = RunDir::open(Some(file), None).unwrap_err();
+        assert!(error.to_string().contains("not a directory"), "{error}");
+    }
+
+    #[test]
+    fn a_socket_path_that_is_too_long_is_named_with_its_length() {
+        let base = tempfile::tempdir().unwrap();
+        let run = RunDir::open(Some(base.path().join("r".repeat(90))), None).unwrap();
+        let dir = run.tenant(&name("train")).unwrap();
+        let error = dir.socket_path(MemberId(1)).unwrap_err();
+        let RunDirError::PathTooLong { length, .. } = &error else {
+            panic!("{error}");
+        };
+        assert!(*length > SOCKET_PATH_BYTES_MAX);
+        let text = error.to_string();
+        assert!(text.contains("0000000000000001.sock"), "{text}");
+        assert!(text.contains("SUBLET_RUN_DIR"), "{text}");
+    }
+
+    #[test]
+    fn only_sockets_with_a_members_name_are_listed() {
+        let base = tempfile::tempdir().unwrap();
+        let run = run_dir(&base);
+        let (dir, listener) = run.listen(&name("train"), MemberId(0xab)).unwrap();
+        for stray in ["x.sock", "00000000000000AB.sock", "00000000000000ac.bind"] {
+            fs::write(dir.path().join(stray), "").unwrap();
+        }
+        let members = dir.members().unwrap();
+        assert_eq!(members.len(), 1);
+        assert_eq!(members[0].id, MemberId(0xab));
+        assert_eq!(members[0].path, listener.path());
+    }
+
+    #[test]
+    fn dead_sockets_go_and_live_ones_stay() {
+        let base = tempfile::tempdir().unwrap();
+        let run = run_dir(&base);
+        let (dir, listener) = run.listen(&name("train"), MemberId(1)).unwrap();
+        let dead = leave_dead_socket(&dir, MemberId(2));
+        assert_eq!(dir.remove_stale().unwrap(), 1);
+        assert!(!dead.exists());
+        assert!(listener.path().exists());
+        drop(listener);
+        assert_eq!(dir.remove_stale().unwrap(), 1);
+        assert!(!dir.path().exists());
+        assert_eq!(dir.remove_stale().unwrap(), 0);
+        assert!(dir.members().unwrap().is_empty());
+    }
+
+    #[test]
+    fn an_empty_directory_stays_while_somebody_coordinates_in_it() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = run_dir(&base).tenant(&name("train")).unwrap();
+        let lock = dir.lock(soon()).unwrap();
+        dir.remove_stale().unwrap();
+        assert!(dir.path().exists());
+        dir.remove_stale_holding(&lock).unwrap();
+        assert!(!dir.path().exists());
+        // The lock file went with the directory; the next coordinator starts anew.
+        drop(dir.lock(soon()).unwrap());
+    }
+
+    #[test]
+    fn a_held_lock_is_refused_at_the_deadline_with_its_holder() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = run_dir(&base).tenant(&name("train")).unwrap();
+        let lock = dir.lock(soon()).unwrap();
+        let error = dir.lock(Instant::now() + Duration::from_millis(20)).unwrap_err();
+        let own_pid = std::process::id();
+        assert!(
+            matches!(error, RunDirError::Locked { holder_pid: Some(pid), .. } if pid == own_pid),
+            "{error}"
+        );
+        drop(lock);
+        drop(dir.lock(Instant::now()).unwrap());
+    }
+
+    #[test]
+    fn a_waiter_gets_the_lock_when_its_holder_gives_it_up() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = run_dir(&base).tenant(&name("train")).unwrap();
+        let lock = dir.lock(soon()).unwrap();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| dir.lock(soon()).map(drop));
+            dir.remove_stale_holding(&lock).unwrap();
+            drop(lock);
+            waiter.join().unwrap().unwrap();
+        });
+    }
+}

@@ -1,0 +1,490 @@
+//! Framed messages over Unix sockets, with descriptors beside them.
+//!
+//! ```text
+//! magic "SBLT" | version u16 | descriptors u16 | payload length u32 | payload (postcard)
+//! ```
+//!
+//! Integers are little-endian. Descriptors travel beside the first byte of a frame; the header says how
+//! many, and a frame that brings other than that is refused whole: what came is closed. Every wait has
+//! a deadline. A receive that runs out of time may be continued, as nothing read is lost; after any other
+//! error the connection is [`TransportError::OutOfStep`]. Peers of another user are refused.
+//!
+//! A process that reads a frame of another version answers with an empty frame of its own version, so
+//! that both sides can say who speaks what.
+//!
+//! Nothing here takes a lock, starts a thread, prints or raises a signal.
+
+mod ancillary;
+mod error;
+mod listener;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::io::{self, ErrorKind, IoSlice};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout};
+use nix::sys::socket::sockopt::PeerCredentials;
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, connect, getsockopt,
+    sendmsg, socket,
+};
+use nix::unistd::geteuid;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+pub use error::{Direction, TransportError};
+pub use listener::Listener;
+
+use crate::wire::{FDS_PER_MESSAGE_MAX, PROTOCOL_VERSION, Reply, Request};
+
+/// Longest payload of a message, in bytes.
+pub const PAYLOAD_BYTES_MAX: usize = 1024 * 1024;
+
+const MAGIC: [u8; 4] = *b"SBLT";
+const HEADER_BYTES: usize = 12;
+/// How much of a payload is asked for at once: memory follows what arrives, not what a header claims.
+const READ_BYTES: usize = 16 * 1024;
+/// A full queue of a listening socket gives no event when it has room again.
+const CONNECT_BACK_OFF: Duration = Duration::from_millis(5);
+
+/// The process at the other end, as the kernel names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Peer {
+    pid: Option<u32>,
+}
+
+impl Peer {
+    /// Its process id in our namespace; none when it lives in one that we cannot see.
+    pub fn pid(self) -> Option<u32> {
+        self.pid
+    }
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.pid {
+            Some(pid) => write!(f, "process {pid}"),
+            None => f.write_str("a process of another pid namespace"),
+        }
+    }
+}
+
+/// A connection to one other process. Send from one thread at a time.
+#[derive(Debug)]
+pub struct Connection {
+    stream: OwnedFd,
+    peer: Peer,
+    incoming: Incoming,
+    condition: Condition,
+}
+
+/// The frame that is arriving. Dropping it closes its descriptors.
+#[derive(Debug, Default)]
+struct Incoming {
+    header: [u8; HEADER_BYTES],
+    header_filled: usize,
+    announced: Option<Announced>,
+    payload: Vec<u8>,
+    fds: Vec<OwnedFd>,
+}
+
+/// What the header of a frame says is to come.
+#[derive(Clone, Copy, Debug)]
+struct Announced {
+    fds: usize,
+    payload_bytes: usize,
+}
+
+/// A frame's payload and descriptors.
+type Frame = (Vec<u8>, Vec<OwnedFd>);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Condition {
+    InStep,
+    OutOfStep,
+}
+
+impl Connection {
+    /// Connects to the process that listens at `path`.
+    ///
+    /// # Errors
+    /// [`TransportError::Connect`]; [`TransportError::ForeignPeer`].
+    pub fn connect(path: &Path, deadline: Instant) -> Result<Self, TransportError> {
+        let failed = |source: io::Error| TransportError::Connect { path: path.to_owned(), source };
+        let stream = loop {
+            match connect_now(path) {
+                Err(Errno::EAGAIN) if Instant::now() < deadline => {
+                    pause_thread(CONNECT_BACK_OFF);
+                }
+                Err(Errno::EAGAIN) => return Err(failed(ErrorKind::TimedOut.into())),
+                Err(Errno::EINTR) => {}
+                Err(errno) => return Err(failed(errno.into())),
+                Ok(stream) => break stream,
+            }
+        };
+        Self::from_nonblocking(stream)
+    }
+
+    /// Takes over a stream that a listening socket of ours accepted.
+    ///
+    /// # Errors
+    /// [`TransportError::ForeignPeer`]; [`TransportError::Io`].
+    pub fn accepted(stream: UnixStream) -> Result<Self, TransportError> {
+        stream.set_nonblocking(true).map_err(|source| TransportError::Io {
+            operation: "fcntl",
+            peer: Peer { pid: None },
+            source,
+        })?;
+        Self::from_nonblocking(stream.into())
+    }
+
+    fn from_nonblocking(stream: OwnedFd) -> Result<Self, TransportError> {
+        let credentials =
+            getsockopt(&stream, PeerCredentials).map_err(|errno| TransportError::Io {
+                operation: "getsockopt(SO_PEERCRED)",
+                peer: Peer { pid: None },
+                source: errno.into(),
+            })?;
+        let peer = Peer {
+            // The kernel says 0 for a process outside our pid namespace.
+            pid: u32::try_from(credentials.pid()).ok().filter(|pid| *pid != 0),
+        };
+        let own_uid = geteuid().as_raw();
+        if credentials.uid() != own_uid {
+            return Err(TransportError::ForeignPeer { peer, peer_uid: credentials.uid(), own_uid });
+        }
+        Ok(Self { stream, peer, incoming: Incoming::default(), condition: Condition::InStep })
+    }
+
+    /// Who is at the other end.
+    pub fn peer(&self) -> Peer {
+        self.peer
+    }
+
+    /// Sends `message` with `fds` beside it; these stay the caller's.
+    ///
+    /// # Errors
+    /// [`TransportError::TooLong`] and [`TransportError::TooManyFds`] before anything is sent;
+    /// [`TransportError::Deadline`]; [`TransportError::Closed`]; [`TransportError::Io`].
+    pub fn send<T: Serialize + ?Sized>(
+        &mut self,
+        message: &T,
+        fds: &[BorrowedFd<'_>],
+        deadline: Instant,
+    ) -> Result<(), TransportError> {
+        let peer = self.peer;
+        if self.condition == Condition::OutOfStep {
+            return Err(TransportError::OutOfStep { peer });
+        }
+        if fds.len() > FDS_PER_MESSAGE_MAX {
+            let count = fds.len();
+            return Err(TransportError::TooManyFds { peer, count });
+        }
+        let payload = postcard::to_stdvec(message)
+            .map_err(|source| TransportError::Unencodable { peer, source })?;
+        if payload.len() > PAYLOAD_BYTES_MAX {
+            let length = payload.len();
+            return Err(TransportError::TooLong { peer, length });
+        }
+        let frame = [header(fds.len(), payload.len()).as_slice(), &payload].concat();
+        let sent = self.send_frame(&frame, fds, deadline);
+        if sent.is_err() {
+            self.condition = Condition::OutOfStep;
+        }
+        sent
+    }
+
+    fn send_frame(
+        &self,
+        frame: &[u8],
+        fds: &[BorrowedFd<'_>],
+        deadline: Instant,
+    ) -> Result<(), TransportError> {
+        let raw_fds: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+        let mut sent = 0;
+        while sent < frame.len() {
+            let with_fds = if sent == 0 { raw_fds.as_slice() } else { &[] };
+            match self.send_some(&frame[sent..], with_fds) {
+                Ok(bytes) => sent += bytes,
+                Err(Errno::EINTR) => {}
+                Err(Errno::EAGAIN) => self.wait(PollFlags::POLLOUT, deadline, Direction::Send)?,
+                Err(errno) => return Err(self.io_error("sendmsg", errno.into())),
+            }
+        }
+        Ok(())
+    }
+
+    fn send_some(&self, bytes: &[u8], raw_fds: &[RawFd]) -> nix::Result<usize> {
+        let rights = [ControlMessage::ScmRights(raw_fds)];
+        let control = if raw_fds.is_empty() { &[] } else { &rights[..] };
+        sendmsg::<UnixAddr>(
+            self.stream.as_raw_fd(),
+            &[IoSlice::new(bytes)],
+            control,
+            MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT,
+            None,
+        )
+    }
+
+    /// Waits for the next message. The descriptors beside it are the caller's.
+    ///
+    /// # Errors
+    /// [`TransportError::Deadline`], after which the same message may be waited for again;
+    /// [`TransportError::Closed`]; any that says what is wrong with the message.
+    pub fn receive<T: DeserializeOwned>(
+        &mut self,
+        deadline: Instant,
+    ) -> Result<(T, Vec<OwnedFd>), TransportError> {
+        loop {
+            if let Some(message) = self.try_receive()? {
+                return Ok(message);
+            }
+            self.wait(PollFlags::POLLIN, deadline, Direction::Receive)?;
+        }
+    }
+
+    /// The next message, if all of it is here already. Does not block; meant for poll loops.
+    ///
+    /// # Errors
+    /// As [`Connection::receive`], except for the deadline.
+    pub fn try_receive<T: DeserializeOwned>(
+        &mut self,
+    ) -> Result<Option<(T, Vec<OwnedFd>)>, TransportError> {
+        if self.condition == Condition::OutOfStep {
+            return Err(TransportError::OutOfStep { peer: self.peer });
+        }
+        let received = self.try_receive_frame().and_then(|frame| {
+            let Some((payload, fds)) = frame else {
+                return Ok(None);
+            };
+            decode(&payload, self.peer).map(|message| Some((message, fds)))
+        });
+        if received.is_err() {
+            self.condition = Condition::OutOfStep;
+            self.incoming = Incoming::default();
+        }
+        received
+    }
+
+    /// Sends `request` and waits for its answer.
+    ///
+    /// # Errors
+    /// As [`Connection::send`] and [`Connection::receive`].
+    pub fn call(
+        &mut self,
+        request: &Request,
+        deadline: Instant,
+    ) -> Result<(Reply, Vec<OwnedFd>), TransportError> {
+        self.send(request, &[], deadline)?;
+        self.receive(deadline)
+    }
+
+    fn try_receive_frame(&mut self) -> Result<Option<Frame>, TransportError> {
+        while self.incoming.missing_bytes() > 0 {
+            if !self.read_some()? {
+                return Ok(None);
+            }
+            if self.incoming.announced.is_none() && self.incoming.header_filled == HEADER_BYTES {
+                self.incoming.announced = Some(self.check_header(self.incoming.header)?);
+            }
+        }
+        let frame = std::mem::take(&mut self.incoming);
+        let announced = frame.announced.map_or(0, |announced| announced.fds);
+        if frame.fds.len() != announced {
+            return Err(TransportError::FdCount {
+                peer: self.peer,
+                announced,
+                received: frame.fds.len(),
+            });
+        }
+        Ok(Some((frame.payload, frame.fds)))
+    }
+
+    /// Reads once into the arriving frame. False when nothing is here now.
+    fn read_some(&mut self) -> Result<bool, TransportError> {
+        let mut buffer = [0_u8; READ_BYTES];
+        let want = self.incoming.missing_bytes().min(READ_BYTES);
+        let target = &mut buffer[..want];
+        let received = loop {
+            match ancillary::receive(self.stream.as_fd(), target, &mut self.incoming.fds) {
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(false),
+                Err(error) => return Err(self.io_error("recvmsg", error)),
+                Ok(received) => break received,
+            }
+        };
+        let peer = self.peer;
+        if received.fds_truncated {
+            return Err(TransportError::FdsTruncated { peer });
+        }
+        if self.incoming.fds.len() > FDS_PER_MESSAGE_MAX {
+            let count = self.incoming.fds.len();
+            return Err(TransportError::TooManyFds { peer, count });
+        }
+        if received.bytes == 0 {
+            return Err(if self.incoming.header_filled == 0 {
+                TransportError::Closed { peer }
+            } else {
+                TransportError::ClosedMidFrame { peer }
+            });
+        }
+        self.incoming.take_in(&buffer[..received.bytes.min(want)]);
+        Ok(true)
+    }
+
+    fn check_header(&self, header: [u8; HEADER_BYTES]) -> Result<Announced, TransportError> {
+        let peer = self.peer;
+        let [m0, m1, m2, m3, v0, v1, f0, f1, l0, l1, l2, l3] = header;
+        if [m0, m1, m2, m3] != MAGIC {
+            return Err(TransportError::NotSublet { peer });
+        }
+        let version = u16::from_le_bytes([v0, v1]);
+        if version != PROTOCOL_VERSION {
+            self.tell_own_version();
+            return Err(TransportError::VersionMismatch {
+                peer,
+                peer_version: version,
+                own_pid: std::process::id(),
+                own_version: PROTOCOL_VERSION,
+            });
+        }
+        let fds = usize::from(u16::from_le_bytes([f0, f1]));
+        if fds > FDS_PER_MESSAGE_MAX {
+            return Err(TransportError::TooManyFds { peer, count: fds });
+        }
+        let length = u32::from_le_bytes([l0, l1, l2, l3]);
+        let length = usize::try_from(length).unwrap_or(usize::MAX);
+        if length > PAYLOAD_BYTES_MAX {
+            return Err(TransportError::TooLong { peer, length });
+        }
+        Ok(Announced { fds, payload_bytes: length })
+    }
+
+    /// Lets a peer of another version know ours; it would otherwise see no more than a hang-up.
+    fn tell_own_version(&self) {
+        if let Err(errno) = self.send_some(&header(0, 0), &[]) {
+            tracing::debug!(peer = %self.peer, %errno, "a peer of another version was not told ours");
+        }
+    }
+
+    fn wait(
+        &self,
+        events: PollFlags,
+        deadline: Instant,
+        waiting_to: Direction,
+    ) -> Result<(), TransportError> {
+        let mut fds = [PollFd::new(self.stream.as_fd(), events)];
+        match poll_until(&mut fds, deadline) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(TransportError::Deadline { peer: self.peer, waiting_to }),
+            Err(source) => Err(self.io_error("poll", source)),
+        }
+    }
+
+    fn io_error(&self, operation: &'static str, source: io::Error) -> TransportError {
+        let peer = self.peer;
+        if matches!(
+            source.kind(),
+            ErrorKind::BrokenPipe | ErrorKind::ConnectionReset | ErrorKind::NotConnected
+        ) {
+            return TransportError::Closed { peer };
+        }
+        TransportError::Io { operation, peer, source }
+    }
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+}
+
+impl Incoming {
+    /// What is still to come of the header, or of the payload once the header is known.
+    fn missing_bytes(&self) -> usize {
+        match self.announced {
+            None => HEADER_BYTES - self.header_filled,
+            Some(announced) => announced.payload_bytes - self.payload.len(),
+        }
+    }
+
+    /// Adds bytes, never more than [`Incoming::missing_bytes`].
+    fn take_in(&mut self, bytes: &[u8]) {
+        if self.announced.is_some() {
+            self.payload.extend_from_slice(bytes);
+        } else {
+            let end = self.header_filled + bytes.len();
+            self.header[self.header_filled..end].copy_from_slice(bytes);
+            self.header_filled = end;
+        }
+    }
+}
+
+/// Waits until one of `fds` is ready. False when `deadline` came first. Signals do not end the wait.
+///
+/// # Errors
+/// What the system returned.
+pub fn poll_until(fds: &mut [PollFd<'_>], deadline: Instant) -> io::Result<bool> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        // Rounded up, so that the last fraction of a millisecond is slept, not spun through.
+        let timeout_ms = left.as_nanos().div_ceil(1_000_000).min(60_000);
+        let timeout = PollTimeout::try_from(timeout_ms).unwrap_or(PollTimeout::ZERO);
+        match nix::poll::poll(fds, timeout) {
+            Ok(0) if left.is_zero() => return Ok(false),
+            Ok(0) | Err(Errno::EINTR) => {}
+            Ok(_) => return Ok(true),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a listening socket with a full queue gives no event when it has room again"
+)]
+fn pause_thread(duration: Duration) {
+    std::thread::sleep(duration);
+}
+
+/// Is the socket at `path` without a listener? Does not block.
+pub(crate) fn nobody_listens(path: &Path) -> bool {
+    matches!(connect_now(path), Err(Errno::ECONNREFUSED | Errno::ENOENT))
+}
+
+fn connect_now(path: &Path) -> nix::Result<OwnedFd> {
+    let stream = socket(
+        AddressFamily::Unix,
+        SockType::Stream,
+        SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
+        None,
+    )?;
+    connect(stream.as_raw_fd(), &UnixAddr::new(path)?)?;
+    Ok(stream)
+}
+
+fn header(fds: usize, payload_bytes: usize) -> [u8; HEADER_BYTES] {
+    // CAST: both are checked against limits far below their fields' before a frame is made.
+    let fds = u16::try_from(fds).unwrap_or(u16::MAX).to_le_bytes();
+    let length = u32::try_from(payload_bytes).unwrap_or(u32::MAX).to_le_bytes();
+    let [m0, m1, m2, m3] = MAGIC;
+    let [v0, v1] = PROTOCOL_VERSION.to_le_bytes();
+    let [l0, l1, l2, l3] = length;
+    [m0, m1, m2, m3, v0, v1, fds[0], fds[1], l0, l1, l2, l3]
+}
+
+fn decode<T: DeserializeOwned>(payload: &[u8], peer: Peer) -> Result<T, TransportError> {
+    let malformed = |source| TransportError::Malformed { peer, source };
+    let (message, rest) = postcard::take_from_bytes(payload).map_err(malformed)?;
+    if rest.is_empty() {
+        Ok(message)
+    } else {
+        Err(malformed(postcard::Error::DeserializeBadEncoding))
+    }
+}

@@ -1,0 +1,204 @@
+//! What can go wrong between two processes.
+
+use std::io;
+use std::path::PathBuf;
+
+use super::{PAYLOAD_BYTES_MAX, Peer};
+use crate::wire::FDS_PER_MESSAGE_MAX;
+
+/// Why a message did not get through.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TransportError {
+    /// Nobody could be reached.
+    #[error("connection to {} failed", path.display())]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// The system's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The socket could not be opened.
+    #[error("no socket could be opened at {}", path.display())]
+    Bind {
+        /// The socket.
+        path: PathBuf,
+        /// The system's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The peer runs as another user.
+    #[error(
+        "{peer} runs as user {peer_uid} and this process as {own_uid}: run all processes of a tenant as one user"
+    )]
+    ForeignPeer {
+        /// Who.
+        peer: Peer,
+        /// Its user.
+        peer_uid: u32,
+        /// Ours.
+        own_uid: u32,
+    },
+    /// The peer does not speak our language at all.
+    #[error("{peer} sent something that is no Sublet message")]
+    NotSublet {
+        /// Who.
+        peer: Peer,
+    },
+    /// The peer speaks another version of it.
+    #[error(
+        "{peer} speaks protocol version {peer_version} and process {own_pid} (this one) speaks {own_version}: \
+         run all processes of a tenant with one Sublet version"
+    )]
+    VersionMismatch {
+        /// Who.
+        peer: Peer,
+        /// Its version.
+        peer_version: u16,
+        /// This process.
+        own_pid: u32,
+        /// Our version.
+        own_version: u16,
+    },
+    /// A message is longer than any may be.
+    #[error(
+        "a message from or to {peer} has {length} bytes, and {PAYLOAD_BYTES_MAX} are the limit"
+    )]
+    TooLong {
+        /// Who.
+        peer: Peer,
+        /// Its length.
+        length: usize,
+    },
+    /// More descriptors than a message may carry.
+    #[error(
+        "a message from or to {peer} announces {count} descriptors, and {FDS_PER_MESSAGE_MAX} are the limit"
+    )]
+    TooManyFds {
+        /// Who.
+        peer: Peer,
+        /// How many.
+        count: usize,
+    },
+    /// Other descriptors came than were announced.
+    #[error("{peer} announced {announced} descriptors and {received} came")]
+    FdCount {
+        /// Who.
+        peer: Peer,
+        /// As the header says.
+        announced: usize,
+        /// As it was.
+        received: usize,
+    },
+    /// The system did not install all descriptors in this process.
+    #[error(
+        "descriptors from {peer} did not fit into this process: raise its limit of open files (ulimit -n)"
+    )]
+    FdsTruncated {
+        /// Who.
+        peer: Peer,
+    },
+    /// The bytes of a message make no sense.
+    #[error("a message from {peer} could not be decoded")]
+    Malformed {
+        /// Who.
+        peer: Peer,
+        /// What the decoder said.
+        #[source]
+        source: postcard::Error,
+    },
+    /// A message could not be turned into bytes.
+    #[error("a message to {peer} could not be encoded")]
+    Unencodable {
+        /// Who.
+        peer: Peer,
+        /// What the encoder said.
+        #[source]
+        source: postcard::Error,
+    },
+    /// The peer hung up between messages.
+    #[error("{peer} closed its connection")]
+    Closed {
+        /// Who.
+        peer: Peer,
+    },
+    /// The peer hung up inside a message.
+    #[error("{peer} closed its connection in the middle of a message")]
+    ClosedMidFrame {
+        /// Who.
+        peer: Peer,
+    },
+    /// The peer did not send, or take, a message in time.
+    #[error("{peer} did not {} in time", waiting_to.verb())]
+    Deadline {
+        /// Who.
+        peer: Peer,
+        /// What we waited for.
+        waiting_to: Direction,
+    },
+    /// An earlier error left the connection between two messages; open a new one.
+    #[error("the connection to {peer} is out of step after an earlier error")]
+    OutOfStep {
+        /// Who.
+        peer: Peer,
+    },
+    /// The system refused.
+    #[error("{operation} failed on the connection to {peer}")]
+    Io {
+        /// What was tried.
+        operation: &'static str,
+        /// With whom.
+        peer: Peer,
+        /// The system's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Which way a message was to go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From us to the peer.
+    Send,
+    /// From the peer to us.
+    Receive,
+}
+
+impl Direction {
+    fn verb(self) -> &'static str {
+        match self {
+            Self::Send => "take a message",
+            Self::Receive => "answer",
+        }
+    }
+}
+
+impl TransportError {
+    /// Is there nobody at the socket's name, so that it may be removed?
+    pub fn nobody_listens(&self) -> bool {
+        matches!(self, Self::Connect { source, .. }
+            if matches!(source.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound))
+    }
+
+    /// Has the peer hung up?
+    pub fn peer_is_gone(&self) -> bool {
+        match self {
+            Self::Closed { .. } | Self::ClosedMidFrame { .. } => true,
+            Self::Connect { .. } => self.nobody_listens(),
+            Self::Bind { .. }
+            | Self::ForeignPeer { .. }
+            | Self::NotSublet { .. }
+            | Self::VersionMismatch { .. }
+            | Self::TooLong { .. }
+            | Self::TooManyFds { .. }
+            | Self::FdCount { .. }
+            | Self::FdsTruncated { .. }
+            | Self::Malformed { .. }
+            | Self::Unencodable { .. }
+            | Self::Deadline { .. }
+            | Self::OutOfStep { .. }
+            | Self::Io { .. } => false,
+        }
+    }
+}

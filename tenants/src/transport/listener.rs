@@ -1,0 +1,106 @@
+//! The socket that a process is reached at.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use nix::poll::{PollFd, PollFlags};
+
+use super::{Connection, Direction, Peer, TransportError, poll_until};
+use crate::run_dir::BINDING_EXTENSION;
+
+/// A listening socket. Dropping it leaves its name behind, because a forked child drops its copy too;
+/// [`Listener::close`] removes the name, and a name without a listener is removed by whoever meets it.
+#[derive(Debug)]
+pub struct Listener {
+    socket: UnixListener,
+    path: PathBuf,
+}
+
+impl Listener {
+    /// Listens at `path`. The name appears only when connections are taken, so a peer that is refused
+    /// knows that nobody will ever answer there.
+    ///
+    /// # Errors
+    /// [`TransportError::Bind`], also when the name exists or is too long.
+    pub fn bind(path: &Path) -> Result<Self, TransportError> {
+        let failed = |source| TransportError::Bind { path: path.to_owned(), source };
+        if fs::symlink_metadata(path).is_ok() {
+            return Err(failed(ErrorKind::AddrInUse.into()));
+        }
+        let binding = path.with_extension(BINDING_EXTENSION);
+        let socket = UnixListener::bind(&binding).map_err(failed)?;
+        socket.set_nonblocking(true).map_err(failed)?;
+        fs::rename(&binding, path).map_err(failed)?;
+        Ok(Self { socket, path: path.to_owned() })
+    }
+
+    /// Where it listens.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The next connection, if somebody waits; checks that it is of our user. Does not block.
+    ///
+    /// # Errors
+    /// [`TransportError::ForeignPeer`] and [`TransportError::Io`]; the listener stays usable.
+    pub fn accept(&self) -> Result<Option<Connection>, TransportError> {
+        loop {
+            match self.socket.accept() {
+                Ok((stream, _address)) => return Connection::accepted(stream).map(Some),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        ErrorKind::Interrupted | ErrorKind::ConnectionAborted
+                    ) => {}
+                Err(error) => return Err(accept_error("accept", error)),
+            }
+        }
+    }
+
+    /// Waits for a connection.
+    ///
+    /// # Errors
+    /// [`TransportError::Deadline`]; as [`Listener::accept`].
+    pub fn accept_before(&self, deadline: Instant) -> Result<Connection, TransportError> {
+        loop {
+            if let Some(connection) = self.accept()? {
+                return Ok(connection);
+            }
+            let mut fds = [PollFd::new(self.as_fd(), PollFlags::POLLIN)];
+            let ready =
+                poll_until(&mut fds, deadline).map_err(|error| accept_error("poll", error))?;
+            if !ready {
+                return Err(TransportError::Deadline {
+                    peer: Peer { pid: None },
+                    waiting_to: Direction::Receive,
+                });
+            }
+        }
+    }
+
+    /// Ends listening and removes the name.
+    ///
+    /// # Errors
+    /// What the system returned; a name that is gone already is no error.
+    pub fn close(self) -> std::io::Result<()> {
+        match fs::remove_file(&self.path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+            Ok(()) | Err(_) => Ok(()),
+        }
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+fn accept_error(operation: &'static str, source: std::io::Error) -> TransportError {
+    TransportError::Io { operation, peer: Peer { pid: None }, source }
+}

@@ -1,0 +1,272 @@
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::wire::{Failure, FailureKind};
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(5)
+}
+
+fn shortly() -> Instant {
+    Instant::now() + Duration::from_millis(30)
+}
+
+fn pair() -> (Connection, Connection) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    (Connection::accepted(ours).unwrap(), Connection::accepted(theirs).unwrap())
+}
+
+/// One end a connection, the other a bare stream.
+fn half_pair() -> (Connection, UnixStream) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    (Connection::accepted(ours).unwrap(), theirs)
+}
+
+fn raw_header(magic: [u8; 4], version: u16, fds: u16, length: u32) -> Vec<u8> {
+    let mut bytes = magic.to_vec();
+    bytes.extend(version.to_le_bytes());
+    bytes.extend(fds.to_le_bytes());
+    bytes.extend(length.to_le_bytes());
+    bytes
+}
+
+fn receive_error(bytes: &[u8]) -> TransportError {
+    let (mut ours, mut theirs) = half_pair();
+    theirs.write_all(bytes).unwrap();
+    drop(theirs);
+    ours.receive::<Request>(soon()).unwrap_err()
+}
+
+fn some_fds(count: usize) -> Vec<File> {
+    (0..count).map(|_| File::open("/dev/null").unwrap()).collect()
+}
+
+fn borrow(files: &[File]) -> Vec<BorrowedFd<'_>> {
+    files.iter().map(AsFd::as_fd).collect()
+}
+
+#[test]
+fn messages_arrive_in_order_with_their_descriptors() {
+    let (mut a, mut b) = pair();
+    let file = tempfile::tempfile().unwrap();
+    (&file).write_all(b"beside").unwrap();
+    a.send(&Request::Hello, &[], soon()).unwrap();
+    a.send(&Request::Stats, &[file.as_fd()], soon()).unwrap();
+    a.send(&Request::Hello, &[], soon()).unwrap();
+
+    let (first, fds) = b.receive::<Request>(soon()).unwrap();
+    assert_eq!((first, fds.len()), (Request::Hello, 0));
+    let (second, mut fds) = b.receive::<Request>(soon()).unwrap();
+    assert_eq!((second, fds.len()), (Request::Stats, 1));
+    let mut text = String::new();
+    let mut received = File::from(fds.remove(0));
+    std::io::Seek::rewind(&mut received).unwrap();
+    received.read_to_string(&mut text).unwrap();
+    assert_eq!(text, "beside");
+    let flags = nix::fcntl::fcntl(&received, nix::fcntl::FcntlArg::F_GETFD).unwrap();
+    assert_eq!(flags & libc::FD_CLOEXEC, libc::FD_CLOEXEC);
+    let (third, fds) = b.receive::<Request>(soon()).unwrap();
+    assert_eq!((third, fds.len()), (Request::Hello, 0));
+    assert_eq!(b.peer().pid(), Some(std::process::id()));
+}
+
+#[test]
+fn as_many_descriptors_as_the_limit_says_travel_and_one_more_does_not() {
+    let (mut a, mut b) = pair();
+    let files = some_fds(FDS_PER_MESSAGE_MAX + 1);
+    let fds = borrow(&files);
+    a.send(&Reply::Consented, &fds[..FDS_PER_MESSAGE_MAX], soon()).unwrap();
+    let (_, received) = b.receive::<Reply>(soon()).unwrap();
+    assert_eq!(received.len(), FDS_PER_MESSAGE_MAX);
+    let error = a.send(&Reply::Consented, &fds, soon()).unwrap_err();
+    assert!(matches!(error, TransportError::TooManyFds { .. }));
+    a.send(&Reply::Consented, &[], soon()).unwrap();
+}
+
+#[test]
+fn a_long_message_passes_a_full_socket_buffer() {
+    let (mut a, mut b) = pair();
+    let message = "x".repeat(PAYLOAD_BYTES_MAX - 16);
+    std::thread::scope(|scope| {
+        let receiver = scope.spawn(move || b.receive::<String>(soon()).unwrap().0);
+        a.send(&message, &[], soon()).unwrap();
+        assert_eq!(receiver.join().unwrap(), message);
+    });
+}
+
+#[test]
+fn a_message_over_the_limit_is_refused_before_it_is_sent() {
+    let (mut a, mut b) = pair();
+    let error = a.send(&"x".repeat(PAYLOAD_BYTES_MAX), &[], soon()).unwrap_err();
+    assert!(matches!(error, TransportError::TooLong { .. }));
+    a.send(&Request::Hello, &[], soon()).unwrap();
+    assert_eq!(b.receive::<Request>(soon()).unwrap().0, Request::Hello);
+}
+
+#[test]
+fn a_send_that_nobody_takes_ends_at_its_deadline_and_breaks_the_connection() {
+    let (mut a, _b) = pair();
+    let message = "x".repeat(PAYLOAD_BYTES_MAX - 16);
+    let error = a.send(&message, &[], shortly()).unwrap_err();
+    assert!(matches!(error, TransportError::Deadline { waiting_to: Direction::Send, .. }));
+    let error = a.send(&Request::Hello, &[], soon()).unwrap_err();
+    assert!(matches!(error, TransportError::OutOfStep { .. }));
+}
+
+#[test]
+fn a_receive_that_ran_out_of_time_mid_frame_can_be_continued() {
+    let (mut ours, mut theirs) = half_pair();
+    let payload = postcard::to_stdvec(&Request::Stats).unwrap();
+    let frame = [header(0, payload.len()).as_slice(), &payload].concat();
+    for byte in &frame[..frame.len() - 1] {
+        theirs.write_all(&[*byte]).unwrap();
+        let error = ours.receive::<Request>(Instant::now()).unwrap_err();
+        assert!(matches!(error, TransportError::Deadline { .. }));
+    }
+    theirs.write_all(&frame[frame.len() - 1..]).unwrap();
+    assert_eq!(ours.receive::<Request>(soon()).unwrap().0, Request::Stats);
+}
+
+#[test]
+fn a_peer_that_hangs_up_is_told_apart_by_where_it_did() {
+    assert!(matches!(receive_error(&[]), TransportError::Closed { .. }));
+    assert!(matches!(receive_error(&header(0, 40)[..5]), TransportError::ClosedMidFrame { .. }));
+    let mut cut = header(0, 40).to_vec();
+    cut.extend([0; 39]);
+    assert!(matches!(receive_error(&cut), TransportError::ClosedMidFrame { .. }));
+    let (mut a, b) = pair();
+    drop(b);
+    let error = a.send(&Request::Hello, &[], soon()).unwrap_err();
+    assert!(error.peer_is_gone(), "{error}");
+}
+
+#[test]
+fn headers_that_are_wrong_are_refused_by_what_is_wrong() {
+    let wrong_magic = raw_header(*b"HTTP", PROTOCOL_VERSION, 0, 4);
+    assert!(matches!(receive_error(&wrong_magic), TransportError::NotSublet { .. }));
+    let too_long = raw_header(MAGIC, PROTOCOL_VERSION, 0, u32::MAX);
+    assert!(matches!(receive_error(&too_long), TransportError::TooLong { .. }));
+    let too_many = raw_header(MAGIC, PROTOCOL_VERSION, 251, 0);
+    assert!(matches!(receive_error(&too_many), TransportError::TooManyFds { count: 251, .. }));
+}
+
+#[test]
+fn both_sides_of_different_versions_learn_who_speaks_what() {
+    let (mut ours, mut theirs) = half_pair();
+    theirs.write_all(&raw_header(MAGIC, PROTOCOL_VERSION + 1, 0, 0)).unwrap();
+    let error = ours.receive::<Request>(soon()).unwrap_err();
+    let text = error.to_string();
+    let own_pid = std::process::id();
+    assert!(text.contains(&format!("process {own_pid} speaks protocol version 2")), "{text}");
+    assert!(text.contains("(this one) speaks 1"), "{text}");
+    assert!(text.contains("with one Sublet version"), "{text}");
+    // The answer that lets the other side say the same.
+    let mut answer = [0; HEADER_BYTES];
+    theirs.read_exact(&mut answer).unwrap();
+    assert_eq!(answer, header(0, 0));
+    let error = ours.receive::<Request>(soon()).unwrap_err();
+    assert!(matches!(error, TransportError::OutOfStep { .. }));
+}
+
+#[test]
+fn descriptors_that_are_missing_or_too_many_are_refused_and_closed() {
+    let files = some_fds(2);
+    for (announced, attached) in [(2, 1), (1, 2), (0, 1), (1, 0)] {
+        let (a, mut b) = pair();
+        let frame = [header(announced, 1).as_slice(), &[0]].concat();
+        a.send_frame(&frame, &borrow(&files[..attached]), soon()).unwrap();
+        let error = b.receive::<Request>(soon()).unwrap_err();
+        assert!(
+            matches!(error, TransportError::FdCount { announced: a, received: r, .. }
+                if a == announced && r == attached),
+            "{error}"
+        );
+        assert!(b.incoming.fds.is_empty());
+    }
+}
+
+#[test]
+fn a_refused_message_closes_its_descriptors() {
+    let (mut a, mut b) = pair();
+    let (reader, writer) = nix::unistd::pipe().unwrap();
+    let frame = [header(0, 1).as_slice(), &[0]].concat();
+    a.send_frame(&frame, &[writer.as_fd()], soon()).unwrap();
+    drop(writer);
+    b.receive::<Request>(soon()).unwrap_err();
+    // End of file comes only when every copy of the writing end is closed.
+    let mut rest = Vec::new();
+    File::from(reader).read_to_end(&mut rest).unwrap();
+    a.send(&Request::Hello, &[], soon()).unwrap();
+}
+
+#[test]
+fn bytes_after_a_message_are_an_error() {
+    let mut bytes = header(0, 2).to_vec();
+    bytes.extend([0, 0]);
+    assert!(matches!(receive_error(&bytes), TransportError::Malformed { .. }));
+}
+
+#[test]
+fn silence_ends_at_the_deadline() {
+    let (mut a, _b) = pair();
+    let started = Instant::now();
+    let error = a.receive::<Reply>(shortly()).unwrap_err();
+    assert!(error.to_string().contains("did not answer in time"));
+    assert!(started.elapsed() >= Duration::from_millis(30));
+    assert!(started.elapsed() < Duration::from_secs(4));
+}
+
+#[test]
+fn a_listener_takes_connections_and_its_name_goes_when_it_closes() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.sock");
+    assert!(nobody_listens(&path));
+    let listener = Listener::bind(&path).unwrap();
+    assert!(listener.accept().unwrap().is_none());
+    let mut client = Connection::connect(&path, soon()).unwrap();
+    let mut server = listener.accept_before(soon()).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            assert_eq!(server.receive::<Request>(soon()).unwrap().0, Request::Hello);
+            let failure = Failure { kind: FailureKind::WrongState, message: "not now".to_owned() };
+            server.send(&Reply::Failed(failure), &[], soon()).unwrap();
+        });
+        let (reply, _) = client.call(&Request::Hello, soon()).unwrap();
+        assert!(matches!(reply, Reply::Failed(_)));
+    });
+    assert!(Listener::bind(&path).is_err(), "bound over a live socket");
+    listener.close().unwrap();
+    assert!(!path.exists());
+    let error = Connection::connect(&path, soon()).unwrap_err();
+    assert!(error.nobody_listens());
+    let error = listener_deadline(dir.path());
+    assert!(matches!(error, TransportError::Deadline { .. }));
+}
+
+fn listener_deadline(dir: &Path) -> TransportError {
+    let listener = Listener::bind(&dir.join("b.sock")).unwrap();
+    listener.accept_before(shortly()).unwrap_err()
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_give_a_message_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+        let _error = receive_error(&bytes);
+    }
+
+    #[test]
+    fn any_payload_gives_a_message_or_an_error(
+        payload in prop::collection::vec(any::<u8>(), 0..256),
+    ) {
+        let (mut ours, mut theirs) = half_pair();
+        theirs.write_all(&header(0, payload.len())).unwrap();
+        theirs.write_all(&payload).unwrap();
+        drop(theirs);
+        let message = ours.receive::<Reply>(soon());
+        let decoded = matches!(message, Ok(_) | Err(TransportError::Malformed { .. }));
+        prop_assert!(decoded, "{:?}", message);
+    }
+}
