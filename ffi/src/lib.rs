@@ -1,1 +1,18 @@
-//! To be written.
+//! `libsublet.so`: the preload object and the C interface.
+//!
+//! A call that NCCL makes to `cuMemMap` ends up here: [`hooks`] declares every function that we stand in
+//! for, [`replaced`] turns C arguments into Rust ones, `sublet_nccl::vmm::map` passes the gate, and
+//! `vmm_pool::Pool::map` does it. How NCCL came to call us instead of the driver is in [`lookup`].
+//!
+//! * [`real`]: the loader's and the driver's own functions, past our hooks.
+//! * [`runtime`]: the one place of process-wide state: joining the tenant, fork, exit.
+//! * [`c_api`]: `include/sublet.h` and the `ncclPause` family.
+//!
+//! Nothing here decides anything; nothing here prints, exits or unwinds.
+
+pub mod c_api;
+pub mod hooks;
+pub mod lookup;
+mod real;
+pub mod replaced;
+mod runtime;

@@ -1,0 +1,66 @@
+//! Which library a call comes from, by its file name.
+
+use std::sync::{Mutex, PoisonError};
+
+/// The label of NCCL's own memory.
+pub const NCCL: &str = "nccl";
+
+/// Labels by start of file name; the first that fits counts. The shared CUDA runtime and the memory calls
+/// of PyTorch's own libraries are PyTorch's in a process that has it.
+const LABELS: &[(&str, &str)] = &[
+    ("libnccl", NCCL),
+    ("libcublas", "cublas"),
+    ("libcudnn", "cudnn"),
+    ("libcusparse", "cusparse"),
+    ("libcusolver", "cusolver"),
+    ("libcufft", "cufft"),
+    ("libnvshmem", "nvshmem"),
+    ("libc10", "torch"),
+    ("libtorch", "torch"),
+    ("libcudart", "cudart"),
+];
+
+/// Libraries that one process is expected to name at most; more share one label.
+const NAMES_MAX: usize = 64;
+
+/// The label of a library from its path. `torch_is_loaded` gives the shared CUDA runtime's calls to
+/// PyTorch, which makes almost all of them.
+pub fn label(path: &str, torch_is_loaded: bool) -> &'static str {
+    let name = path.rsplit('/').next().unwrap_or(path);
+    let known = LABELS.iter().find(|(start, _)| name.starts_with(start));
+    match known {
+        Some((_, "cudart")) if torch_is_loaded => "torch",
+        Some((_, label)) => label,
+        None => other(name),
+    }
+}
+
+/// The name of a library we have no label for, kept once for the life of the process.
+fn other(name: &str) -> &'static str {
+    static NAMES: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
+    let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(kept) = names.iter().find(|kept| **kept == name) {
+        return kept;
+    }
+    if names.len() >= NAMES_MAX {
+        return "other";
+    }
+    let kept: &'static str = Box::leak(name.to_owned().into_boxed_str());
+    names.push(kept);
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libraries_get_their_labels() {
+        assert_eq!(label("/x/nvidia/nccl/lib/libnccl.so.2", true), NCCL);
+        assert_eq!(label("/x/libcudart.so.13", true), "torch");
+        assert_eq!(label("/x/libcudart.so.13", false), "cudart");
+        assert_eq!(label("/x/libcublasLt.so.13", true), "cublas");
+        assert_eq!(label("/opt/app", true), "app");
+        assert_eq!(label("/opt/app", true), "app");
+    }
+}

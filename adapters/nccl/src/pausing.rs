@@ -1,0 +1,118 @@
+//! `ncclPause`, `ncclResume` and the calls for one process on behalf of all.
+
+use std::time::{Duration, Instant};
+
+use tenants::coordinator::{Coordinator, CoordinatorError, Options, Outcome};
+use tenants::identity::TenantName;
+use tenants::member::Member;
+use tenants::run_dir::{RunDir, RunDirError};
+use tenants::wire::{Action, MemberState};
+use vmm_pool::driver::Driver;
+
+/// How long one look for the coordinator's lock lasts; between looks the caller waits for the event
+/// itself, which usually comes first.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Pauses or resumes the caller's whole tenant once **every** process of it has called this. Returns when
+/// it has happened; at once when the process is already so.
+///
+/// One of the callers coordinates; the others wait for it to happen to them. None of them holds a lock
+/// while it waits, so one that is let go early may call for the opposite without harm.
+///
+/// # Errors
+/// [`CoordinatorError`] after `timeout`, with the tenant as it was.
+pub fn act_together<D: Driver>(
+    member: &Member<D>,
+    action: Action,
+    timeout: Duration,
+) -> Result<(), CoordinatorError> {
+    let reached = match action {
+        Action::Pause => MemberState::Paused,
+        Action::Resume => MemberState::Active,
+    };
+    if member.state() == reached {
+        return Ok(());
+    }
+    let deadline = Instant::now() + timeout;
+    let count = member.consent(action);
+    let outcome = coordinate_or_wait(member, action, count, deadline);
+    member.withdraw_consent();
+    outcome
+}
+
+fn coordinate_or_wait<D: Driver>(
+    member: &Member<D>,
+    action: Action,
+    count: u64,
+    deadline: Instant,
+) -> Result<(), CoordinatorError> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let options = Options {
+            lock_timeout: Duration::ZERO,
+            consent: Some(left),
+            timeout: Some(left.max(LOOK)),
+            ..Options::default()
+        };
+        let outcome = act(member.run_dir(), member.tenant(), action, options);
+        match outcome {
+            Ok(_) => return Ok(()),
+            Err(CoordinatorError::RunDir(RunDirError::Locked { .. })) => {}
+            Err(error) => {
+                // Another caller may have done it in the meantime.
+                if member.wait_for(action, count, Instant::now()) {
+                    return Ok(());
+                }
+                return Err(error);
+            }
+        }
+        if member.wait_for(action, count, Instant::now() + LOOK) {
+            return Ok(());
+        }
+        if Instant::now() >= deadline {
+            return act(member.run_dir(), member.tenant(), action, Options::default()).map(|_| ());
+        }
+    }
+}
+
+/// Pauses or resumes a tenant from one process for all, the caller's own or another.
+///
+/// # Errors
+/// [`CoordinatorError`], with the tenant as it was.
+pub fn act_for_all(
+    run_dir: &RunDir,
+    tenant: &TenantName,
+    action: Action,
+    timeout: Option<Duration>,
+) -> Result<Outcome, CoordinatorError> {
+    let lock_timeout = timeout.unwrap_or(Options::default().lock_timeout);
+    act(run_dir, tenant, action, Options { timeout, lock_timeout, ..Options::default() })
+}
+
+fn act(
+    run_dir: &RunDir,
+    tenant: &TenantName,
+    action: Action,
+    options: Options,
+) -> Result<Outcome, CoordinatorError> {
+    let mut coordinator = Coordinator::new(run_dir.clone(), tenant.clone(), options);
+    match action {
+        Action::Pause => coordinator.pause(&mut |_| {}),
+        Action::Resume => coordinator.resume(&mut |_| {}),
+    }
+}
+
+/// The error and everything behind it, in one line.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(below) = source {
+        let below_text = below.to_string();
+        if !text.contains(&below_text) {
+            text.push_str(": ");
+            text.push_str(&below_text);
+        }
+        source = below.source();
+    }
+    text
+}

@@ -1,0 +1,178 @@
+//! The driver's virtual memory calls, answered from the pool.
+//!
+//! Each function passes the gate first: calls that make or use memory wait until the tenant is active,
+//! calls that give it up or ask about it are answered from the table while the tenant stands paused.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use tenants::gate::Passage;
+use tenants::member::{ImportError, Member};
+use tenants::region;
+use tenants::ticket::Ticket;
+use vmm_pool::driver::{
+    AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, Driver, DriverCode,
+    HANDLE_TYPE_FABRIC, VaRange,
+};
+use vmm_pool::{Class, Contents};
+
+use crate::answer::Answer;
+
+/// NCCL's flags, credits and step counters share its buffers' allocations, so none of its memory may be
+/// given up without its contents, whatever region the thread is in.
+fn class_of(library: &'static str) -> Class {
+    let mut class = region::class_of(library);
+    if library == crate::caller::NCCL {
+        class.contents = Contents::Keep;
+    }
+    class
+}
+
+/// Creates memory, and hands out a value of ours for it.
+#[doc(alias = "cuMemCreate")]
+pub fn create<D: Driver>(
+    member: &Member<D>,
+    size_bytes: u64,
+    prop: &AllocationProp,
+    library: &'static str,
+) -> Answer<u64> {
+    if prop.requested_handle_types & HANDLE_TYPE_FABRIC != 0 {
+        // References must not leave the node; callers fall back to descriptors.
+        return Answer::Refused(DriverCode::NOT_SUPPORTED);
+    }
+    let _pass = member.gate().pass(Passage::Use);
+    Answer::of(member.pool().create(size_bytes, prop, class_of(library))).map(|h| h.raw())
+}
+
+/// Gives back one reference of a handle.
+#[doc(alias = "cuMemRelease")]
+pub fn release<D: Driver>(member: &Member<D>, handle: u64) -> Answer<()> {
+    let _pass = member.gate().pass(Passage::GiveUp);
+    Answer::of(member.pool().release(handle))
+}
+
+/// The handle of what is mapped at an address, with one reference more.
+#[doc(alias = "cuMemRetainAllocationHandle")]
+pub fn retain<D: Driver>(member: &Member<D>, address: DeviceAddress) -> Answer<u64> {
+    let _pass = member.gate().pass(Passage::GiveUp);
+    Answer::of(member.pool().retain_at(address)).map(|handle| handle.raw())
+}
+
+/// What a handle was created with.
+#[doc(alias = "cuMemGetAllocationPropertiesFromHandle")]
+pub fn properties<D: Driver>(member: &Member<D>, handle: u64) -> Answer<AllocationProp> {
+    let _pass = member.gate().pass(Passage::GiveUp);
+    Answer::of(member.pool().properties(handle))
+}
+
+/// Maps a handle.
+#[doc(alias = "cuMemMap")]
+pub fn map<D: Driver>(
+    member: &Member<D>,
+    range: VaRange,
+    offset_bytes: u64,
+    handle: u64,
+) -> Answer<()> {
+    let _pass = member.gate().pass(Passage::Use);
+    Answer::of(member.pool().map(range, offset_bytes, handle))
+}
+
+/// Unmaps a range.
+#[doc(alias = "cuMemUnmap")]
+pub fn unmap<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
+    let _pass = member.gate().pass(Passage::GiveUp);
+    Answer::of(member.pool().unmap(range))
+}
+
+/// Frees a reservation: refused while something of ours lives in it, as the driver would.
+#[doc(alias = "cuMemAddressFree")]
+pub fn address_free<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
+    let _pass = member.gate().pass(Passage::GiveUp);
+    if member.pool().address_free_is_refused(range) {
+        return Answer::Refused(DriverCode::INVALID_VALUE);
+    }
+    Answer::AskDriver
+}
+
+/// Sets who may reach a range.
+#[doc(alias = "cuMemSetAccess")]
+pub fn set_access<D: Driver>(
+    member: &Member<D>,
+    range: VaRange,
+    access: &[AccessDesc],
+) -> Answer<()> {
+    let _pass = member.gate().pass(Passage::Use);
+    Answer::of(member.pool().set_access(range, access))
+}
+
+/// A ticket in place of the driver's descriptor.
+#[doc(alias = "cuMemExportToShareableHandle")]
+pub fn export<D: Driver>(member: &Member<D>, handle: u64) -> Answer<OwnedFd> {
+    let _pass = member.gate().pass(Passage::Use);
+    of_import(member.issue_ticket(handle))
+}
+
+/// The memory that a ticket stands for; another descriptor becomes memory that is never paused.
+#[doc(alias = "cuMemImportFromShareableHandle")]
+pub fn import<D: Driver>(
+    member: &Member<D>,
+    fd: BorrowedFd<'_>,
+    library: &'static str,
+) -> Answer<u64> {
+    let _pass = member.gate().pass(Passage::Use);
+    let class = class_of(library);
+    match Ticket::read(fd) {
+        Ok(Some(ticket)) => {
+            of_import(member.redeem_ticket(&ticket, class)).map(|handle| handle.raw())
+        }
+        Ok(None) => {
+            let handle = member.pool().import_foreign(fd, class);
+            Answer::of(handle).map(|handle| handle.raw())
+        }
+        Err(error) => {
+            member.note(error.to_string());
+            Answer::Refused(DriverCode::INVALID_VALUE)
+        }
+    }
+}
+
+/// The answer for something that other processes took part in.
+pub fn of_import<T>(result: Result<T, ImportError>) -> Answer<T> {
+    match result {
+        Ok(value) => Answer::Done(value),
+        Err(ImportError::Pool(error)) => Answer::of(Err(error)),
+        Err(error) => {
+            tracing::warn!(%error, "sharing of device memory refused");
+            Answer::Refused(DriverCode::INVALID_VALUE)
+        }
+    }
+}
+
+/// Base and size of the allocation at an address, where the driver would say something else.
+#[doc(alias = "cuMemGetAddressRange")]
+pub fn address_range<D: Driver>(member: &Member<D>, address: DeviceAddress) -> Answer<VaRange> {
+    let _pass = member.gate().pass(Passage::GiveUp);
+    member.pool().range_of(address).map_or(Answer::AskDriver, Answer::Done)
+}
+
+/// A device outside the driver's view is about to hold the pages of a range: they must stay.
+#[doc(alias = "cuMemGetHandleForAddressRange")]
+pub fn pin_for_rdma<D: Driver>(member: &Member<D>, range: VaRange) {
+    let _pass = member.gate().pass(Passage::Use);
+    let bytes = member.pool().pin(
+        range,
+        "registered with a network card, which holds its pages; set NCCL_NET_GDR_LEVEL=LOC to avoid it",
+    );
+    if bytes > 0 {
+        tracing::info!(address = %range.start, bytes, "pinned by RDMA");
+    }
+}
+
+/// What applications must not believe the device can do, because a pause could not undo it.
+///
+/// Multicast objects and fabric handles hold references to memory in ways that are not replayed yet;
+/// callers ask for these attributes first and do without.
+#[doc(alias = "cuDeviceGetAttribute")]
+pub fn hidden_attribute(attribute: i32) -> bool {
+    attribute == DeviceAttribute::MULTICAST_SUPPORTED.0
+        || attribute == DeviceAttribute::HANDLE_TYPE_FABRIC_SUPPORTED.0
+}

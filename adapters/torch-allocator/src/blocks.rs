@@ -1,0 +1,150 @@
+//! `cuMemAlloc` and `cuMemFree` on pool memory, and who may reach it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, PoisonError};
+
+use tenants::gate::Passage;
+use tenants::member::Member;
+use tenants::region;
+use vmm_pool::driver::{
+    AllocationFlags, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver,
+    DriverCode,
+};
+use vmm_pool::{PoolError, PoolResult};
+
+/// Smallest allocation that becomes pool memory.
+pub const BLOCK_BYTES_MIN: u64 = 1 << 20;
+
+/// Why a plain allocation stays with the driver.
+const TOO_SMALL: &str = "plain allocations under 1 MiB stay with the driver";
+const LEGACY_IPC: &str = "NCCL shares plain allocations by legacy IPC, which cannot follow a pause; unset \
+                          NCCL_CUMEM_ENABLE=0 to make them pausable";
+
+/// Which devices were given access to which devices' plain memory, by `cuCtxEnablePeerAccess`.
+#[derive(Debug, Default)]
+pub struct Accessors {
+    /// Owner to accessors.
+    by_owner: Mutex<BTreeMap<DeviceOrdinal, BTreeSet<DeviceOrdinal>>>,
+}
+
+impl Accessors {
+    fn of(&self, owner: DeviceOrdinal) -> Vec<DeviceOrdinal> {
+        let by_owner = self.by_owner.lock().unwrap_or_else(PoisonError::into_inner);
+        let others = by_owner.get(&owner).into_iter().flatten().copied();
+        std::iter::once(owner).chain(others).collect()
+    }
+
+    /// Lets `accessor` reach plain memory of `owner`, present and future.
+    ///
+    /// # Errors
+    /// What the pool said of present memory.
+    pub fn enable<D: Driver>(
+        &self,
+        member: &Member<D>,
+        owner: DeviceOrdinal,
+        accessor: DeviceOrdinal,
+    ) -> PoolResult<()> {
+        self.record(owner, accessor);
+        let _pass = member.gate().pass(Passage::Use);
+        member.pool().open_blocks_to(owner, accessor)
+    }
+
+    /// As [`Accessors::enable`], before there is any memory.
+    pub fn record(&self, owner: DeviceOrdinal, accessor: DeviceOrdinal) {
+        let mut by_owner = self.by_owner.lock().unwrap_or_else(PoisonError::into_inner);
+        by_owner.entry(owner).or_default().insert(accessor);
+    }
+
+    /// Future memory of `owner` is no longer opened to `accessor`. Present memory stays open: taking
+    /// access away could only turn a program that works into one that does not.
+    pub fn disable(&self, owner: DeviceOrdinal, accessor: DeviceOrdinal) {
+        let mut by_owner = self.by_owner.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(accessors) = by_owner.get_mut(&owner) {
+            accessors.remove(&accessor);
+        }
+    }
+}
+
+/// What a wrapper of `cuMemAlloc` should do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Allocation {
+    /// The pool made it.
+    Made(DeviceAddress),
+    /// The pool could not.
+    Refused(DriverCode),
+    /// The driver should make it; it is then told to [`note_native`].
+    LeftToDriver(&'static str),
+}
+
+/// Allocates `size_bytes` on `device` for `library`.
+#[doc(alias = "cuMemAlloc")]
+pub fn allocate<D: Driver>(
+    member: &Member<D>,
+    accessors: &Accessors,
+    device: DeviceOrdinal,
+    size_bytes: u64,
+    library: &'static str,
+) -> Allocation {
+    if size_bytes < BLOCK_BYTES_MIN {
+        return Allocation::LeftToDriver(TOO_SMALL);
+    }
+    if library == "nccl" {
+        // NCCL asks for plain memory only when its cuMem path is off, and then shares it by legacy IPC.
+        return Allocation::LeftToDriver(LEGACY_IPC);
+    }
+    let _pass = member.gate().pass(Passage::Use);
+    let driver = member.pool().driver();
+    let mut prop = AllocationProp::pinned_on(device);
+    let rdma = DeviceAttribute::GPU_DIRECT_RDMA_WITH_VMM_SUPPORTED;
+    let rdma_capable = driver.device_attribute(device, rdma).is_ok_and(|value| value != 0);
+    prop.flags = AllocationFlags { gpu_direct_rdma_capable: u8::from(rdma_capable), ..prop.flags };
+    let class = region::class_of(library);
+    match member.pool().block_allocate(size_bytes, &prop, &accessors.of(device), class) {
+        Ok(address) => Allocation::Made(address),
+        Err(error) => {
+            tracing::debug!(%error, "allocation refused");
+            Allocation::Refused(error.code().unwrap_or(DriverCode::UNKNOWN))
+        }
+    }
+}
+
+/// Counts an allocation that the driver made for us.
+pub fn note_native<D: Driver>(
+    member: &Member<D>,
+    address: DeviceAddress,
+    size_bytes: u64,
+    device: DeviceOrdinal,
+    reason: &'static str,
+) {
+    member.pool().native_allocated(address, size_bytes, device, reason);
+}
+
+/// Frees the block at `address`. `settle` waits for the work that may still use it, as `cuMemFree` does;
+/// it is not called while the memory is vacated, when no work can.
+///
+/// `None`: no block starts there, and the driver should free it.
+#[doc(alias = "cuMemFree")]
+pub fn free<D: Driver>(
+    member: &Member<D>,
+    address: DeviceAddress,
+    settle: impl FnOnce() -> DriverCode,
+) -> Option<DriverCode> {
+    let _pass = member.gate().pass(Passage::GiveUp);
+    if member.pool().block_range(address).is_none() {
+        member.pool().native_freed(address);
+        return None;
+    }
+    if !member.gate().is_vacated() {
+        if let Err(code) = settle().ok() {
+            return Some(code);
+        }
+    }
+    match member.pool().block_free(address) {
+        Ok(()) => Some(DriverCode::SUCCESS),
+        Err(PoolError::NotOurs) => None,
+        Err(error) => {
+            tracing::warn!(%error, "free refused");
+            Some(error.code().unwrap_or(DriverCode::UNKNOWN))
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! `cudaIpc` handles of pool memory.
+//!
+//! The driver cannot make a legacy IPC handle of virtual memory, so a block that another process is to
+//! open gets a ticket in the handle's 64 bytes. The opener's mapping is an import like any other: it
+//! leaves at a pause and comes back at its address.
+//!
+//! ```text
+//!   0        8        24        32         40         64
+//!   | magic  | alloc id | owner  | size asked | zero    |
+//! ```
+
+use std::path::PathBuf;
+
+use tenants::gate::Passage;
+use tenants::identity::MemberId;
+use tenants::member::{ImportError, Member};
+use tenants::region;
+use tenants::ticket::Ticket;
+use vmm_pool::AllocationId;
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver};
+
+/// Length of a `CUipcMemHandle`.
+pub const HANDLE_BYTES: usize = 64;
+
+const MAGIC: [u8; 8] = *b"SUBLETIP";
+
+/// A handle for the block that starts at `address`; `None` when none of ours does.
+#[doc(alias = "cuIpcGetMemHandle")]
+pub fn handle_of<D: Driver>(
+    member: &Member<D>,
+    address: DeviceAddress,
+) -> Option<[u8; HANDLE_BYTES]> {
+    let (id, size_bytes, _) = member.pool().block_identity(address)?;
+    let mut handle = [0; HANDLE_BYTES];
+    handle[..8].copy_from_slice(&MAGIC);
+    handle[8..24].copy_from_slice(&id.0);
+    handle[24..32].copy_from_slice(&member.id().0.to_le_bytes());
+    handle[32..40].copy_from_slice(&size_bytes.to_le_bytes());
+    Some(handle)
+}
+
+/// Opens a handle made by [`handle_of`] in another process of the tenant, for `accessor`; `None` when it
+/// is not one of ours.
+#[doc(alias = "cuIpcOpenMemHandle")]
+pub fn open<D: Driver>(
+    member: &Member<D>,
+    handle: &[u8; HANDLE_BYTES],
+    accessor: DeviceOrdinal,
+    library: &'static str,
+) -> Option<Result<DeviceAddress, ImportError>> {
+    let rest = handle.strip_prefix(&MAGIC)?;
+    let (id, rest) = rest.split_first_chunk::<16>()?;
+    let (owner, rest) = rest.split_first_chunk::<8>()?;
+    let (size, _) = rest.split_first_chunk::<8>()?;
+    let owner = MemberId(u64::from_le_bytes(*owner));
+    let size_bytes = u64::from_le_bytes(*size);
+    let _pass = member.gate().pass(Passage::Use);
+    let ticket = Ticket {
+        allocation: AllocationId(*id),
+        serial: 0,
+        size_bytes,
+        owner,
+        owner_socket: socket_of(member, owner),
+        tenant: member.tenant().clone(),
+    };
+    Some(open_ticket(member, &ticket, accessor, library))
+}
+
+fn open_ticket<D: Driver>(
+    member: &Member<D>,
+    ticket: &Ticket,
+    accessor: DeviceOrdinal,
+    library: &'static str,
+) -> Result<DeviceAddress, ImportError> {
+    let handle = member.redeem_ticket(ticket, region::class_of(library))?;
+    Ok(member.pool().block_open(handle.raw(), ticket.size_bytes, accessor)?)
+}
+
+/// All processes of a tenant listen in one directory, under their identities.
+fn socket_of<D: Driver>(member: &Member<D>, owner: MemberId) -> PathBuf {
+    member.socket_path().with_file_name(format!("{owner}.sock"))
+}

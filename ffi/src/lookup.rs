@@ -1,0 +1,139 @@
+//! How callers find our functions in place of the driver's: `dlsym` and `cuGetProcAddress`.
+
+#![expect(unsafe_code, reason = "interposes dlsym and cuGetProcAddress")]
+
+use std::arch::naked_asm;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use sublet_nccl::lookup::{Exchange, FLAG_LEGACY, FLAG_PER_THREAD, Hook};
+use vmm_pool::driver::DriverCode;
+
+use crate::hooks;
+use crate::real;
+
+static EXCHANGE: AtomicPtr<Exchange> = AtomicPtr::new(std::ptr::null_mut());
+
+/// The addresses to exchange. Built without a lock, since callers may hold the loader's: two threads may
+/// both build it, and one copy is then dropped.
+fn exchange() -> Option<&'static Exchange> {
+    let known = EXCHANGE.load(Ordering::Acquire);
+    // SAFETY: a non-null value was leaked from a box below and is never freed or changed.
+    if let Some(known) = unsafe { known.as_ref() } {
+        return Some(known);
+    }
+    let built = Box::into_raw(Box::new(build()?));
+    let null = std::ptr::null_mut();
+    match EXCHANGE.compare_exchange(null, built, Ordering::AcqRel, Ordering::Acquire) {
+        // SAFETY: the box was leaked for good.
+        Ok(_) => unsafe { built.as_ref() },
+        Err(first) => {
+            // SAFETY: nobody else has seen this box.
+            drop(unsafe { Box::from_raw(built) });
+            // SAFETY: another thread leaked this one for good.
+            unsafe { first.as_ref() }
+        }
+    }
+}
+
+fn build() -> Option<Exchange> {
+    let ask = hooks::real_cu_get_proc_address_v2();
+    let mut pairs = Vec::new();
+    let mut found_any = false;
+    for hook in hooks::all() {
+        let Ok(symbol) = CString::new(hook.symbol) else {
+            continue;
+        };
+        if let Some(address) = real::driver_symbol(&symbol) {
+            pairs.push((address.as_ptr().expose_provenance(), (hook.wrapper)()));
+            found_any = true;
+        }
+        if let Some(address) = ask.and_then(|ask| asked(ask, hook)) {
+            pairs.push((address, (hook.wrapper)()));
+        }
+    }
+    found_any.then(|| Exchange::new(pairs))
+}
+
+/// What the driver's `cuGetProcAddress` gives for exactly this hook: on some drivers its addresses are not
+/// those of the exported symbols.
+fn asked(ask: hooks::GetProcAddressV2, hook: &Hook) -> Option<usize> {
+    let base = CString::new(hook.base).ok()?;
+    let mut address: *mut c_void = std::ptr::null_mut();
+    let mut status: c_int = 0;
+    let flags = if hook.per_thread { FLAG_PER_THREAD } else { FLAG_LEGACY };
+    // SAFETY: the name is terminated and both out-pointers are valid.
+    let code =
+        unsafe { ask(base.as_ptr(), &raw mut address, hook.version, flags, &raw mut status) };
+    (code == 0 && !address.is_null()).then(|| address.expose_provenance())
+}
+
+/// Our function for the driver's at `real`; `real` itself when we have none.
+pub(crate) fn exchanged(real: *mut c_void) -> *mut c_void {
+    let wrapper = exchange().and_then(|known| known.wrapper_of(real.expose_provenance()));
+    wrapper.map_or(real, std::ptr::with_exposed_provenance_mut)
+}
+
+/// `dlsym`, as every library of the process calls it. Whatever is not about the driver goes on to the
+/// loader's own by a jump: the loader reads the return address to know who asks (`RTLD_NEXT`,
+/// `RTLD_DEFAULT`), and it is still that of the caller.
+///
+/// # Safety
+/// As `dlsym(3)`.
+#[unsafe(naked)]
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
+    naked_asm!(
+        "push rdi",
+        "push rsi",
+        "sub rsp, 8",
+        "call {decide}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "test rax, rax",
+        "jz 2f",
+        "ret",
+        "2:",
+        "jmp qword ptr [rip + {real}]",
+        decide = sym decide,
+        real = sym real::REAL_DLSYM,
+    )
+}
+
+/// Our answer to `dlsym(handle, name)`, or null to let the loader answer. Also makes sure that the loader's
+/// own `dlsym` is known, which the jump needs.
+unsafe extern "C" fn decide(handle: *mut c_void, name: *const c_char) -> *mut c_void {
+    let null = std::ptr::null_mut();
+    if real::find_dlsym().is_none() || name.is_null() || real::is_looking() {
+        return null;
+    }
+    // Pseudo-handles mean "whatever the caller would bind to"; that is our export already.
+    if handle == libc::RTLD_DEFAULT || handle == libc::RTLD_NEXT {
+        return null;
+    }
+    // SAFETY: `dlsym` requires a terminated string.
+    let name = unsafe { CStr::from_ptr(name) };
+    let wanted = name.to_bytes();
+    if !wanted.starts_with(b"cu") || !hooks::all().any(|hook| hook.symbol.as_bytes() == wanted) {
+        return null;
+    }
+    let Some(found) = real::dlsym(handle, name) else {
+        return null;
+    };
+    let ours = exchanged(found.as_ptr());
+    if ours == found.as_ptr() { null } else { ours }
+}
+
+/// Answers `cuGetProcAddress`: the driver's answer, exchanged.
+pub(crate) unsafe fn exchange_answer(code: c_int, answer: *mut *mut c_void) {
+    if DriverCode(code) != DriverCode::SUCCESS || answer.is_null() {
+        return;
+    }
+    // SAFETY: the caller's out-pointer, which the driver has just written.
+    let real = unsafe { *answer };
+    if !real.is_null() {
+        // SAFETY: as above.
+        unsafe { *answer = exchanged(real) };
+    }
+}

@@ -1,0 +1,115 @@
+//! The loader's and the driver's own functions, past our hooks.
+
+#![expect(unsafe_code, reason = "asks the dynamic loader for functions by name")]
+
+use std::cell::Cell;
+use std::ffi::{CStr, c_char, c_void};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+
+type DlsymFn = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
+
+thread_local! {
+    /// Set while this thread looks names up for us: our own `dlsym` then stands aside.
+    static LOOKING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Address of the loader's `dlsym`; read by the assembly in [`crate::lookup`].
+pub(crate) static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
+
+static DRIVER: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+/// Is this thread looking a name up for us?
+pub(crate) fn is_looking() -> bool {
+    LOOKING.try_with(Cell::get).unwrap_or(true)
+}
+
+/// Runs `work` with our own `dlsym` standing aside on this thread.
+pub(crate) fn past_hooks<T>(work: impl FnOnce() -> T) -> T {
+    let before = LOOKING.try_with(|looking| looking.replace(true)).unwrap_or(true);
+    let value = work();
+    let _restored = LOOKING.try_with(|looking| looking.set(before));
+    value
+}
+
+/// Finds the loader's `dlsym`. Takes no lock of ours: two threads may both look, and find the same.
+pub(crate) fn find_dlsym() -> Option<DlsymFn> {
+    let known = REAL_DLSYM.load(Ordering::Acquire);
+    let address = if known == 0 {
+        // glibc 2.34 moved `dlsym` into libc under a new version; before that it was in libdl.
+        let versions = [c"GLIBC_2.34", c"GLIBC_2.2.5"];
+        let found = versions.iter().find_map(|version| {
+            // SAFETY: both strings are terminated; `dlvsym` is the loader's own, which we do not hook.
+            let found =
+                unsafe { libc::dlvsym(libc::RTLD_NEXT, c"dlsym".as_ptr(), version.as_ptr()) };
+            NonNull::new(found)
+        })?;
+        let address = found.as_ptr().expose_provenance();
+        REAL_DLSYM.store(address, Ordering::Release);
+        address
+    } else {
+        known
+    };
+    let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(address);
+    // SAFETY: the address is that of the loader's `dlsym`, which has this signature.
+    Some(unsafe { std::mem::transmute::<*mut c_void, DlsymFn>(pointer) })
+}
+
+/// The loader's answer for `name` in `handle`, which must be an explicit handle.
+pub(crate) fn dlsym(handle: *mut c_void, name: &CStr) -> Option<NonNull<c_void>> {
+    let find = find_dlsym()?;
+    // SAFETY: the name is terminated, and an explicit handle makes the answer independent of the caller.
+    past_hooks(|| NonNull::new(unsafe { find(handle, name.as_ptr()) }))
+}
+
+/// The process's `libcuda.so.1`, opened here when nobody has yet.
+fn driver_handle() -> Option<*mut c_void> {
+    let known = DRIVER.load(Ordering::Acquire);
+    if !known.is_null() {
+        return Some(known);
+    }
+    let name = c"libcuda.so.1".as_ptr();
+    // SAFETY: the name is terminated; opening the driver runs its initialisers, which need nothing of us.
+    let opened = past_hooks(|| unsafe { libc::dlopen(name, libc::RTLD_NOW) });
+    if opened.is_null() {
+        return None;
+    }
+    DRIVER.store(opened, Ordering::Release);
+    Some(opened)
+}
+
+/// The driver's own function of this exact name.
+pub(crate) fn driver_symbol(name: &CStr) -> Option<NonNull<c_void>> {
+    dlsym(driver_handle()?, name)
+}
+
+/// The file that holds `address`.
+pub(crate) fn file_of(address: usize) -> Option<String> {
+    let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
+    let pointer = std::ptr::with_exposed_provenance::<c_void>(address);
+    // SAFETY: `info` is a valid out-pointer; `dladdr` only compares the address.
+    if unsafe { libc::dladdr(pointer, info.as_mut_ptr()) } == 0 {
+        return None;
+    }
+    // SAFETY: the call succeeded and filled it; zeroes are valid too.
+    let info = unsafe { info.assume_init() };
+    if info.dli_fname.is_null() {
+        return None;
+    }
+    // SAFETY: the loader's file names are terminated and live as long as the library.
+    let name = unsafe { CStr::from_ptr(info.dli_fname) };
+    Some(name.to_string_lossy().into_owned())
+}
+
+/// Is a library of this name loaded?
+pub(crate) fn is_loaded(name: &CStr) -> bool {
+    let flags = libc::RTLD_NOW | libc::RTLD_NOLOAD;
+    // SAFETY: the name is terminated; nothing is loaded.
+    let handle = past_hooks(|| unsafe { libc::dlopen(name.as_ptr(), flags) });
+    if handle.is_null() {
+        return false;
+    }
+    // SAFETY: gives back the reference that the line above took.
+    let _closed = unsafe { libc::dlclose(handle) };
+    true
+}

@@ -1,0 +1,223 @@
+//! The one place of process-wide state: joining the tenant when the first memory is asked for, and what
+//! becomes of it at fork and exit.
+
+#![expect(unsafe_code, reason = "registers handlers for fork and exit")]
+
+use std::collections::HashMap;
+use std::ffi::c_int;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, LazyLock, OnceLock, PoisonError, RwLock};
+
+use sublet_cuda_graph::Captures;
+use sublet_nccl::{Answer, caller};
+use sublet_torch_allocator::Accessors;
+use tenants::host_memory;
+use tenants::identity::TenantName;
+use tenants::member::MemberConfig;
+use tenants::run_dir::RunDir;
+use vmm_pool::HostBudget;
+use vmm_pool::driver::{CudaDriver, DriverCode};
+
+use crate::real;
+
+/// This process's part in its tenant, over the real driver.
+pub(crate) type Member = tenants::member::Member<CudaDriver>;
+
+static MEMBER: OnceLock<Option<Arc<Member>>> = OnceLock::new();
+/// Process id of who joined; another one means that we are a forked child.
+static JOINED_PID: AtomicU32 = AtomicU32::new(0);
+static FORKED: AtomicBool = AtomicBool::new(false);
+static ACCESSORS: LazyLock<Accessors> = LazyLock::new(Accessors::default);
+static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
+static HOST_BYTES_MAX: OnceLock<Option<u64>> = OnceLock::new();
+
+/// The member, when this process has joined. The usual road of every hook: two loads.
+pub(crate) fn member() -> Option<&'static Member> {
+    if FORKED.load(Ordering::Relaxed) {
+        return None;
+    }
+    MEMBER.get()?.as_deref()
+}
+
+/// The member; the first call joins the tenant. `None` when that failed, which is said once: the process
+/// then runs as if it were not under Sublet.
+pub(crate) fn join() -> Option<&'static Member> {
+    if FORKED.load(Ordering::Relaxed) {
+        return None;
+    }
+    let joined = MEMBER.get_or_init(|| {
+        start_log();
+        match try_join() {
+            Ok(member) => {
+                JOINED_PID.store(std::process::id(), Ordering::Relaxed);
+                watch_process();
+                Some(member)
+            }
+            Err(reason) => {
+                tracing::error!(%reason, "this process is not under Sublet: its memory stays as it is");
+                None
+            }
+        }
+    });
+    joined.as_deref()
+}
+
+/// Which devices may reach which plain memory.
+pub(crate) fn accessors() -> &'static Accessors {
+    &ACCESSORS
+}
+
+/// Which streams are being captured.
+pub(crate) fn captures() -> &'static Captures {
+    &CAPTURES
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+/// Logs go to standard error, and only what `SUBLET_LOG` (or `GMM_LOG`, 0 to 5) asks for; by default
+/// warnings.
+pub(crate) fn start_log() {
+    static STARTED: OnceLock<()> = OnceLock::new();
+    STARTED.get_or_init(|| {
+        let amem_level = variable("GMM_LOG").and_then(|level| {
+            let names = ["off", "error", "warn", "info", "debug", "trace"];
+            names.get(level.parse::<usize>().ok()?).copied()
+        });
+        let filter = variable("SUBLET_LOG")
+            .or_else(|| amem_level.map(str::to_owned))
+            .unwrap_or_else(|| "warn".to_owned());
+        let started = tracing_subscriber::fmt()
+            .with_env_filter(tracing_subscriber::EnvFilter::new(filter))
+            .with_writer(std::io::stderr)
+            .with_target(false)
+            .with_ansi(false)
+            .try_init();
+        if let Err(error) = started {
+            // Another copy of us logs already.
+            tracing::debug!(%error, "log was started before");
+        }
+    });
+}
+
+/// The run directory that the environment names.
+pub(crate) fn run_dir() -> Result<RunDir, String> {
+    let explicit = variable("SUBLET_RUN_DIR").or_else(|| variable("GMM_IPC_DIR"));
+    RunDir::open(explicit.map(PathBuf::from), variable("XDG_RUNTIME_DIR").map(PathBuf::from))
+        .map_err(|error| sublet_nccl::pausing::chain(&error))
+}
+
+/// The tenant that the environment names: `SUBLET_TENANT`, or AMem's group, or the terminal session, so
+/// that the processes of one launcher find each other.
+pub(crate) fn tenant_name() -> Result<TenantName, String> {
+    let name = variable("SUBLET_TENANT").unwrap_or_else(|| {
+        let group = crate::c_api::group_id();
+        if variable("AMEM_ENABLE").is_some_and(|value| value != "0") || group != 0 {
+            return format!("amem-{group}");
+        }
+        // SAFETY: the call has no argument that could be wrong; 0 is this process.
+        let session = unsafe { libc::getsid(0) };
+        format!("session-{session}")
+    });
+    TenantName::new(&name).map_err(|error| error.to_string())
+}
+
+fn try_join() -> Result<Arc<Member>, String> {
+    if let Some(value) = variable("SUBLET_HOST_BYTES_MAX") {
+        let bytes = value
+            .parse()
+            .map_err(|_| format!("SUBLET_HOST_BYTES_MAX is '{value}': give a number of bytes"))?;
+        HOST_BYTES_MAX.get_or_init(|| Some(bytes));
+    }
+    let driver = CudaDriver::from_symbols(&|name| real::driver_symbol(name))
+        .map_err(|error| error.to_string())?;
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let config = MemberConfig {
+        run_dir: run_dir()?,
+        tenant: tenant_name()?,
+        command: command_line(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        host_budget,
+        toucher_threads: cores.clamp(1, 16),
+    };
+    tenants::member::Member::join(config, Arc::new(driver))
+        .map_err(|error| sublet_nccl::pausing::chain(&error))
+}
+
+fn host_budget(members: usize) -> HostBudget {
+    host_memory::budget(HOST_BYTES_MAX.get().copied().flatten(), members)
+}
+
+fn command_line() -> String {
+    const SHOWN_MAX: usize = 120;
+    let raw = std::fs::read("/proc/self/cmdline").unwrap_or_default();
+    let words: Vec<_> = raw
+        .split(|byte| *byte == 0)
+        .filter(|word| !word.is_empty())
+        .map(String::from_utf8_lossy)
+        .collect();
+    words.join(" ").chars().take(SHOWN_MAX).collect()
+}
+
+/// Registers what must happen at fork and at exit.
+fn watch_process() {
+    // SAFETY: the handlers are plain functions that live as long as this library, which is never unloaded
+    // once it has threads.
+    let fork = unsafe { libc::pthread_atfork(None, None, Some(after_fork_in_child)) };
+    // SAFETY: as above.
+    let exit = unsafe { libc::atexit(at_exit) };
+    if fork != 0 || exit != 0 {
+        tracing::warn!(fork, exit, "no notice of fork or exit");
+    }
+}
+
+/// The child has neither our threads nor a usable driver: it runs on as if it were not under Sublet.
+unsafe extern "C" fn after_fork_in_child() {
+    FORKED.store(true, Ordering::Relaxed);
+}
+
+extern "C" fn at_exit() {
+    if JOINED_PID.load(Ordering::Relaxed) == std::process::id() {
+        if let Some(member) = member() {
+            member.leave();
+        }
+    }
+}
+
+/// Answers a hooked call: `decide` for memory of ours, `driver` for everything else, for processes that
+/// have not joined, and, once and loudly, when something of ours went wrong.
+pub(crate) fn answered(
+    find: fn() -> Option<&'static Member>,
+    decide: impl FnOnce(&'static Member) -> Answer<()>,
+    driver: impl FnOnce() -> c_int,
+) -> c_int {
+    let Some(member) = find() else {
+        return driver();
+    };
+    match catch_unwind(AssertUnwindSafe(|| decide(member))) {
+        Ok(Answer::Done(())) => DriverCode::SUCCESS.0,
+        Ok(Answer::Refused(code)) => code.0,
+        Ok(Answer::AskDriver) => driver(),
+        Err(_) => {
+            member
+                .note("a hook failed inside; the call was refused. Please report this".to_owned());
+            DriverCode::UNKNOWN.0
+        }
+    }
+}
+
+/// The label of the library that holds the return address `caller`.
+pub(crate) fn class_of_caller(caller: usize) -> &'static str {
+    static KNOWN: LazyLock<RwLock<HashMap<usize, &'static str>>> = LazyLock::new(RwLock::default);
+    let known = KNOWN.read().unwrap_or_else(PoisonError::into_inner).get(&caller).copied();
+    if let Some(label) = known {
+        return label;
+    }
+    let torch = real::is_loaded(c"libc10_cuda.so");
+    let label = real::file_of(caller).map_or("other", |path| caller::label(&path, torch));
+    KNOWN.write().unwrap_or_else(PoisonError::into_inner).insert(caller, label);
+    label
+}
