@@ -1,2 +1,87 @@
-//! To be written.
-fn main() {}
+//! `cargo xtask`: everything that builds, tests and checks the project.
+//!
+//! No logic lives in CI files: what runs there is one of these commands, so that a developer runs the
+//! very same thing. Tests that need a GPU are not run here; `gpu-bundle` packs what they need.
+
+#![expect(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a command-line program whose output is its purpose"
+)]
+
+mod bench;
+mod bindings;
+mod build;
+mod bundle;
+mod process;
+mod python;
+mod stages;
+mod test;
+mod tidy;
+mod workspace;
+
+use std::error::Error;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::workspace::Workspace;
+
+/// What a command returns: an error is one sentence for the reader, with the next step in it.
+pub(crate) type Outcome<T = ()> = Result<T, Box<dyn Error>>;
+
+/// Builds, tests and checks the project.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run every test that needs no GPU, and set up what the tests need.
+    Test,
+    /// Run all that a build must pass: `test`, clippy and the documentation, warnings denied.
+    Ci,
+    /// Check the house rules: layers, unsafe list, file sizes, lints, paths.
+    Tidy,
+    /// Pack what the GPU lane needs into `target/gpu-bundle`.
+    GpuBundle,
+    /// List the recorded figures.
+    Bench {
+        /// Check every file against the schema in `benchmarks/README.md`.
+        #[arg(long)]
+        check: bool,
+    },
+    /// Write the Rust view of the C header.
+    Bindgen {
+        /// Write nothing, and fail when the committed view differs.
+        #[arg(long)]
+        check: bool,
+    },
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    match dispatch(&arguments.command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn dispatch(command: &Command) -> Outcome {
+    let workspace = Workspace::load()?;
+    match command {
+        Command::Test => test::test(&workspace),
+        Command::Ci => test::ci(&workspace),
+        Command::Tidy => tidy::run(&workspace),
+        Command::GpuBundle => bundle::run(&workspace),
+        Command::Bench { check } => bench::run(&workspace, *check),
+        Command::Bindgen { check: true } => bindings::check(&workspace),
+        Command::Bindgen { check: false } => bindings::write(&workspace),
+    }
+}

@@ -1,1 +1,28 @@
-//! To be written.
+//! A `libcuda.so.1` without a GPU: the C interface of the CUDA driver over the simulated driver.
+//!
+//! Programs written against the driver's interface load it as they load the real one. Device memory is
+//! the simulated node's, so several processes share it; streams are threads; kernels are a few functions
+//! known by name ([`kernels`]). What the real driver refuses is refused with the same code.
+//!
+//! | variable | meaning |
+//! | --- | --- |
+//! | `SIMCUDA_NODE` | directory of the node; without it, a private one of 2 devices of 1 GiB |
+//! | `SIMCUDA_DRIVER_VERSION` | version to claim instead of the node's 13000 |
+//! | `SIMCUDA_NO_VMM` | `1`: no virtual memory management |
+//! | `SIMCUDA_CONTEXT_BYTES` | device memory that a context costs |
+//! | `SIMCUDA_FAULTS` | `symbol:nth:code,...`; `*` for any symbol, `nth+` for that call and all later |
+//! | `SIMCUDA_LATENCY` | `symbol:microseconds,...` |
+//! | `CUDA_VISIBLE_DEVICES` | list of device numbers |
+//!
+//! Deliberately absent: textures, arrays, unified memory, multicast, fabric handles, compilation.
+
+mod abi;
+mod allocations;
+mod api;
+mod capture;
+mod codes;
+mod contexts;
+mod events;
+mod kernels;
+mod sim;
+mod work;

@@ -1,0 +1,136 @@
+"""Requests of worker.py that measure: pinned copies, all-reduce bandwidth, launches, allocations.
+
+Bounds: a PCIe 5 x16 link copies about 55 GB/s each way; 18 NVLinks carry about 450 GB/s each way, less protocol;
+a launch costs the host 2 to 5 us; cudaMalloc of 2 MiB costs the driver some 50 to 100 us.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+
+
+def pinned_setup(worker: Any, mib: int = 2048) -> dict[str, float]:
+    """Pinned host memory and a block of the same size on the device."""
+    began = time.perf_counter()
+    size = mib * common.MIB
+    worker.bench["host"] = worker.torch.empty(size, dtype=worker.torch.uint8, pin_memory=worker.device.type == "cuda")
+    worker.bench["host"].fill_(7)
+    worker.bench["dev"] = worker.torch.ones(size, dtype=worker.torch.uint8, device=worker.device)
+    for direction in ("out", "in"):
+        pinned_copy(worker, direction, 1)
+    return {"seconds": time.perf_counter() - began}
+
+
+def pinned_copy(worker: Any, direction: str, times: int = 4) -> dict[str, float]:
+    """Copies the block `times` times in one direction; GB/s."""
+    host, dev = worker.bench["host"], worker.bench["dev"]
+    target, source = (host, dev) if direction == "out" else (dev, host)
+    worker.sync()
+    began = time.perf_counter()
+    for _ in range(times):
+        target.copy_(source, non_blocking=True)
+    worker.sync()
+    took = time.perf_counter() - began
+    return {"gb_s": times * host.numel() / took / 1e9, "seconds": took}
+
+
+def all_reduce(worker: Any, mib: int, iterations: int, repeats: int) -> dict[str, Any]:
+    """Bus bandwidth of all-reduce, GB/s, one figure a repeat."""
+    torch, dist, group = worker.torch, worker.dist, worker.groups[0]
+    data = torch.zeros(mib * common.MIB // 4, dtype=torch.float32, device=worker.device)
+    for _ in range(5):
+        dist.all_reduce(data, group=group)
+    worker.sync()
+    figures = []
+    for _ in range(repeats):
+        dist.all_reduce(data[:256], group=group)  # the ranks start together
+        worker.sync()
+        began = time.perf_counter()
+        for _ in range(iterations):
+            dist.all_reduce(data, group=group)
+        worker.sync()
+        seconds = (time.perf_counter() - began) / iterations
+        figures.append(data.numel() * 4 / seconds * 2 * (worker.world - 1) / worker.world / 1e9)
+    return {"bus_gb_s": figures}
+
+
+def launches(worker: Any, count: int, repeats: int) -> dict[str, Any]:
+    """Launches a second: one torch operation on one element, and a graph of one kernel."""
+    torch = worker.torch
+    x = torch.zeros(1, device=worker.device)
+
+    def rate(once: Callable[[], Any]) -> float:
+        worker.sync()
+        began = time.perf_counter()
+        for _ in range(count):
+            once()
+        worker.sync()
+        return count / (time.perf_counter() - began)
+
+    def add() -> None:
+        x.add_(1)
+
+    answer: dict[str, Any] = {"op_per_s": [], "graph_per_s": []}
+    graph = None
+    if worker.device.type == "cuda":
+        x.add_(1)
+        worker.sync()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x.add_(1)
+    rate(add)
+    for _ in range(repeats):
+        answer["op_per_s"].append(rate(add))
+        if graph is not None:
+            answer["graph_per_s"].append(rate(graph.replay))
+    return answer
+
+
+def runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded."""
+    with open("/proc/self/maps") as maps:
+        found = re.search(r"\S+/libcudart\.so\.[\w.]+", maps.read())
+    if not found:
+        raise common.JobError("no libcudart is loaded in this process")
+    return ctypes.CDLL(found.group(0))
+
+
+def mallocs(worker: Any, sizes_mib: list[int], pairs: int, repeats: int) -> dict[str, Any]:
+    """cudaMalloc and cudaFree pairs a second, by size."""
+    if worker.device.type != "cuda":
+        return {}
+    lib = runtime()
+    lib.cudaMalloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
+    lib.cudaFree.argtypes = [ctypes.c_void_p]
+    pointer, answer = ctypes.c_void_p(), {}
+
+    def rate(size: int, count: int) -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            if lib.cudaMalloc(ctypes.byref(pointer), size) != 0 or lib.cudaFree(pointer) != 0:
+                raise common.JobError(f"cudaMalloc or cudaFree of {size} bytes failed")
+        return count / (time.perf_counter() - began)
+
+    for mib in sizes_mib:
+        worker.sync()
+        rate(mib * common.MIB, max(1, pairs // 10))
+        answer[f"{mib}_mib_per_s"] = [rate(mib * common.MIB, pairs) for _ in range(repeats)]
+    return answer
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    "pinned_setup": pinned_setup,
+    "pinned_copy": pinned_copy,
+    "all_reduce": all_reduce,
+    "launches": launches,
+    "mallocs": mallocs,
+}
+
+if __name__ == "__main__":
+    print("bench_ops is a module; worker.py imports it")

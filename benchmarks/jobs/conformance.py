@@ -1,0 +1,49 @@
+"""Does the real driver pass the same conformance list as the simulated one?
+
+Runs `bin/conformance_gpu` with a deadline and records its verdict. Bound: some hundred driver calls of at most
+a few ms each; a minute is a hang.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+import subletapi
+from common import JobError, Result
+
+
+def parse(argv: list[str]) -> Any:
+    """The options; what follows `--` goes to the program."""
+    own, theirs = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = common.job_parser(__doc__, deadline_s=120)
+    args = parser.parse_args(own)
+    args.program_args = theirs
+    return args
+
+
+def body(args: Any, result: Result, work: Path) -> None:
+    """Runs it."""
+    program = subletapi.find_beside("SUBLET_CONFORMANCE", "bin/conformance_gpu")
+    if not Path(program).exists():
+        raise JobError(f"{program} is missing: make the bundle again")
+    output = work / "conformance.log"
+    began = time.perf_counter()
+    child = common.spawn([program, *args.program_args], common.child_env(), output)
+    common.wait_until("the end of the conformance run", lambda: child.poll() is not None, args.deadline - 10)
+    result.sample("seconds", time.perf_counter() - began)
+    text = output.read_text(errors="replace")
+    result.data["output_tail"] = text[-6000:]
+    print(text[-3000:])
+    totals = re.findall(r"(\d+) passed; (\d+) failed", text)
+    detail = f"exit {child.returncode}; {sum(int(p) for p, _ in totals)} passed, {sum(int(f) for _, f in totals)} failed"
+    result.check("conformance on the real driver", child.returncode == 0, detail)
+
+
+if __name__ == "__main__":
+    options = parse(sys.argv[1:])
+    sys.exit(common.run_job(options, "conformance", lambda result, work: body(options, result, work)))

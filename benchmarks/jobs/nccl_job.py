@@ -1,0 +1,320 @@
+"""Does a stock PyTorch and NCCL job survive pauses, how long do they take, and what stays on the GPU?
+
+One process per GPU, two communicators, all-reduce on both and all-to-all on one. Two sizes: `--tensors-gib 8
+--discard-half` (half of the tensors kept, half in a region whose contents may be lost) and `--nccl-only` (a few MiB
+of messages). `--control` says who pauses: `outside` (the `sublet` command), `inside` (ncclPause on every rank),
+`inside-one` (sublet_pause_tenant on rank 0), or a comma-separated list of these, one after the other in the same
+processes; `none` runs the baseline alone. The baseline, in the same run and without Sublet, destroys the process group
+and builds it again (`--rebuild-cycles`).
+
+After each cycle every collective must be bit-identical to the first and every kept block to its checksum. In the last
+cycle of each kind another process, while the tenant is paused, fills what was free anyhow and then allocates 90% of
+what the pause freed. Free memory is read by a third process (observer.py).
+
+Bound: a pause copies the kept bytes once each way: (bytes kept + NCCL's own 1.7 to 3.3 GB a rank) at 55 GB/s a GPU
+(152 out, 198 in for 4 GPUs together), 30 to 60 ms a rank for NCCL alone; creating, mapping, exporting and importing
+some 700 to 1,200 blocks of 2 MiB at about 0.2 ms each adds 0.15 to 0.3 s, and the driver serialises it per process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+import subletapi
+from common import GIB, MIB, JobError, Result
+from observer import Observer
+from rpc import Pool
+
+CONTROLS = ("outside", "inside", "inside-one")
+#: More than the baseline that a paused process may leave on the GPU.
+LEFT_ALLOWANCE = 32 * MIB
+#: Seconds that NCCL 2.30.7's own suspend and resume took on 4 GPUs of this kind.
+NCCL_SUSPEND_RESUME_S = 5.6
+
+
+def parse(argv: list[str]) -> Any:
+    """The options."""
+    parser = common.job_parser(__doc__, deadline_s=280)
+    parser.add_argument("--control", default="outside", help="outside, inside, inside-one (a list), or none")
+    parser.add_argument("--cycles", type=int, default=20, help="cycles of each kind of control")
+    parser.add_argument("--tensors-gib", type=float, default=0.0, help="GiB of big tensors a GPU")
+    parser.add_argument("--discard-half", action="store_true", help="half of them in a region to discard")
+    parser.add_argument("--nccl-only", action="store_true", help="small messages and no big tensors")
+    parser.add_argument("--rebuild", action="store_true", help="with --control none: the baseline (the default there)")
+    parser.add_argument("--rebuild-cycles", type=int, default=3, help="cycles of the baseline; 0 skips it")
+    parser.add_argument("--a2a", choices=("one", "both"), default="one", help="communicators that do all-to-all")
+    parser.add_argument("--launcher", choices=("own", "torchrun"), default="own")
+    parser.add_argument("--expandable", action="store_true", help="torch with expandable_segments:True")
+    parser.add_argument("--warm-host", action="store_true", help="touch host memory first, for machines that grow it")
+    parser.add_argument("--pause-timeout", type=float, default=60, help="seconds for one pause or resume")
+    args = parser.parse_args(argv)
+    args.controls = [] if args.control == "none" else args.control.split(",")
+    for control in args.controls:
+        if control not in CONTROLS:
+            parser.error(f"--control {control}: use {', '.join(CONTROLS)} or none")
+    return args
+
+
+class Job:
+    """The run: observer, baseline, tenant."""
+
+    def __init__(self, args: Any, result: Result, work: Path) -> None:
+        self.args, self.result, self.work = args, result, work
+        self.data = result.data
+        self.observer = Observer(work)
+        self.world = args.gpus or self.observer.info["count"]
+        if not 1 <= self.world <= self.observer.info["count"]:
+            raise JobError(f"{self.world} GPUs wanted, {self.observer.info['count']} found")
+        args.gpus = self.data["parameters"]["gpus"] = self.world
+        self.empty = self.observer.settled_free()
+        self.result.machine(self.observer.info)
+        half = args.tensors_gib / 2 if args.discard_half else 0.0
+        self.kept_gib, self.scratch_gib = (0.0, 0.0) if args.nccl_only else (args.tensors_gib - half, half)
+        self.words = [1024, 1 << 18] if args.nccl_only else [1024, 1 << 18, 1 << 24]
+        self.env = {}
+        if args.expandable:
+            self.env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+    def used(self, free: list[int]) -> list[int]:
+        """Bytes in use per GPU beyond the idle machine."""
+        return [before - now for before, now in zip(self.empty, free, strict=True)][: self.world]
+
+    def start(self, label: str, tenant: str | None) -> tuple[Pool, dict[str, Any]]:
+        """Ranks with context, communicators and tensors; the memory in use after each step."""
+        memory: dict[str, Any] = {}
+        pool = Pool(self.work, label, self.world, tenant, self.env, self.args.launcher, self.args.deadline)
+        started = pool.call("start", 120)
+        self.result.machine(self.observer.info, started[0]["versions"])
+        if tenant and not all(reply["sublet"] for reply in started):
+            raise JobError(f"libsublet.so is not in the ranks; missing: {started[0]['missing']}")
+        memory["context"] = self.used(self.observer.free())
+        groups = 2 if self.args.a2a == "both" else 1
+        pool.call("connect", 90)
+        pool.call("messages", 60, words=self.words, all_to_all_groups=groups)
+        if self.kept_gib or self.scratch_gib:
+            reply = pool.call("tensors", 60, kept_gib=self.kept_gib, scratch_gib=self.scratch_gib)
+            memory["tensors"] = reply[0]
+        first = pool.call("step", 90)
+        memory["first_step_s"] = max(reply["seconds"] for reply in first)
+        again = self.step(pool)
+        memory["later_step_s"] = again["seconds"]
+        memory["full"] = self.used(self.observer.free())
+        memory["seen_from_inside"] = pool.call("memory")
+        return pool, memory
+
+    def step(self, pool: Pool) -> dict[str, Any]:
+        """One step on all ranks; raises when a result is not the first one's."""
+        replies = pool.call("step", 60)
+        wrong = [name for reply in replies for name in reply["wrong"]]
+        return {
+            "seconds": max(reply["seconds"] for reply in replies),
+            "collective_s": max(reply["collective_s"] for reply in replies),
+            "wrong": wrong,
+        }
+
+    # ------------------------------------------------------------ baseline
+
+    def baseline(self) -> None:
+        """Destroys and rebuilds the communicators, without Sublet."""
+        record: dict[str, Any] = {"samples": {"destroy_s": [], "rebuild_s": [], "left_bytes": []}}
+        self.data["baseline"] = record
+        pool, record["memory"] = self.start("baseline", None)
+        samples, wrong = record["samples"], []
+        for cycle in range(self.args.rebuild_cycles):
+            gone = pool.call("disconnect", 60)
+            samples["left_bytes"].append(self.used(self.observer.free()))
+            back = pool.call("reconnect", 90)
+            samples["destroy_s"].append(max(reply["destroy_s"] for reply in gone))
+            samples["rebuild_s"].append(max(reply["rebuild_s"] for reply in back))
+            wrong += [name for reply in back for name in reply["wrong"]]
+            common.log(f"baseline {cycle}: destroy {samples['destroy_s'][-1]:.3f} rebuild {samples['rebuild_s'][-1]:.3f} s")
+            self.result.save()
+        pool.call("disconnect", 60)
+        pool.call("drop_tensors", 60)
+        record["left_after_destroy"] = self.used(self.observer.settled_free())
+        record["wrong"] = wrong
+        for name in ("destroy_s", "rebuild_s"):
+            record[name] = common.summarise(samples[name])
+        record["total_s"] = common.summarise(
+            [a + b for a, b in zip(samples["destroy_s"], samples["rebuild_s"], strict=True)]
+        )
+        pool.close()
+        self.result.save()
+
+    # ------------------------------------------------------------ the tenant
+
+    def change(self, pool: Pool, control: str, action: str) -> dict[str, Any]:
+        """Pauses or resumes; the time that the caller waits, and what it was told."""
+        limit = self.args.pause_timeout
+        began = time.perf_counter()
+        if control == "outside":
+            told = subletapi.sublet(action, pool.tenant, "--json", timeout_s=limit)
+            if told["exit"] != 0:
+                self.data.setdefault("failures", []).append(told)
+                self.data["ps_at_failure"] = subletapi.sublet("ps", timeout_s=20)
+                pool.print_stacks()
+                raise JobError(subletapi.say(told))
+            return {"wall_s": told["wall_s"], "told": told}
+        try:
+            if control == "inside":
+                replies = pool.call("amem", limit + 10, action=action)
+            else:
+                replies = pool.call("tenant", limit + 10, ranks=[0], action=action, timeout_ms=int(limit * 1000))
+        except JobError:
+            self.data["ps_at_failure"] = subletapi.sublet("ps", timeout_s=20)
+            self.data["stats_at_failure"] = subletapi.sublet("stats", pool.tenant, "--json", timeout_s=20)
+            raise
+        return {
+            "wall_s": max(reply["seconds"] for reply in replies),
+            "ranks_s": [reply["seconds"] for reply in replies],
+            "with_steering_s": time.perf_counter() - began,
+        }
+
+    def next_tenant(self, before: list[int], paused: list[int]) -> dict[str, Any]:
+        """Another process takes 90% of what was freed, after filling what was free anyhow."""
+        entries = []
+        for gpu in range(self.world):
+            freed = max(0, paused[gpu] - before[gpu])
+            entries.append([gpu, max(0, before[gpu] - 256 * MIB), int(freed * 0.9) // 4096 * 4096])
+        if not all(entry[2] for entry in entries):
+            return {"passed": False, "why": "a pause freed nothing", "entries": entries}
+        answers = self.observer.take(entries)
+        return {"passed": all(answer["allocated"] for answer in answers), "gpus": answers}
+
+    def cycle(self, pool: Pool, control: str, number: int, last: bool) -> dict[str, Any]:
+        """One pause and resume, with every check."""
+        if control != "outside":
+            pool.call("sync", 30)
+        before = self.observer.free()
+        pause = self.change(pool, control, "pause")
+        paused = self.observer.free()
+        sample: dict[str, Any] = {"control": control, "cycle": number, "pause": pause}
+        sample["left_bytes"] = self.used(paused)
+        sample["freed_bytes"] = [now - then for then, now in zip(before, paused, strict=True)][: self.world]
+        if last:
+            sample["next_tenant"] = self.next_tenant(before, paused)
+        resume = self.change(pool, control, "resume")
+        after = self.observer.free()
+        sample["resume"] = resume
+        sample["lost_bytes"] = [then - now for then, now in zip(before, after, strict=True)][: self.world]
+        step = self.step(pool)
+        sample["first_step_s"], sample["wrong"] = step["seconds"], step["wrong"]
+        left = max(sample["left_bytes"]) / MIB
+        common.log(
+            f"{control} {number}: pause {pause['wall_s']:.3f} resume {resume['wall_s']:.3f} s, left {left:.0f} MiB,"
+            f" step {step['seconds']:.3f} s, wrong {len(step['wrong'])}"
+        )
+        return sample
+
+    def tenant(self) -> None:
+        """The cycles under Sublet."""
+        tenant = f"bench-{os.getpid()}"
+        if self.args.warm_host:
+            self.data["host_warmed"] = common.touch_host_memory((self.kept_gib + 4) * self.world)
+        pool, self.data["memory"] = self.start("tenant", tenant)
+        self.data["stats_before"] = subletapi.sublet("stats", tenant, "--json", timeout_s=30)
+        phases: dict[str, dict[str, dict[str, list[float]]]] = {}
+        for control in self.args.controls:
+            series = control.replace("-", "_")
+            for number in range(self.args.cycles):
+                last = number == self.args.cycles - 1
+                sample = self.cycle(pool, control, number, last)
+                self.result.sample(series, sample)
+                for action in ("pause", "resume"):
+                    told = sample[action].get("told", {}).get("json")
+                    if told is None and (number in (1, self.args.cycles - 1)):
+                        told = self.data.setdefault("stats", {})[f"{control}.{number}"] = pool.call("stats", 20, ranks=[0])
+                    if isinstance(told, dict):
+                        told = told.get(f"last_{action}", told)
+                    self.add_phases(phases.setdefault(f"{control}.{action}", {}), told)
+                if sample["wrong"]:
+                    self.result.check(f"{control}: cycle {number} bit-identical", False, str(sample["wrong"][:6]))
+                self.result.save()
+            self.summarise(control)
+        self.data["phases"] = {
+            key: {name: {k: common.summarise(v) for k, v in row.items()} for name, row in table.items()}
+            for key, table in phases.items()
+        }
+        self.data["stats_after"] = subletapi.sublet("stats", tenant, "--json", timeout_s=30)
+        self.data["ps_after"] = subletapi.sublet("ps", timeout_s=30)
+        pool.call("stats", 20, print_too=True)
+        pool.call("disconnect", 60)
+        pool.call("drop_tensors", 60)
+        self.data["left_after_destroy"] = self.used(self.observer.settled_free())
+        pool.close()
+        self.data["left_after_exit"] = self.used(self.observer.settled_free())
+        self.verdicts()
+
+    @staticmethod
+    def add_phases(table: dict[str, dict[str, list[float]]], told: Any) -> None:
+        """Adds what a report says of its phases."""
+        for name, row in subletapi.phase_table(told).items():
+            for key in ("elapsed_us", "driver_calls", "bytes"):
+                table.setdefault(name, {}).setdefault(key, []).append(row[key])
+
+    # ------------------------------------------------------------ verdicts
+
+    def summarise(self, control: str) -> None:
+        """Medians of one kind of control; the first cycle stands apart."""
+        samples = self.data["samples"][control.replace("-", "_")]
+        later = samples[1:] or samples
+        summary: dict[str, Any] = {}
+        for action in ("pause", "resume"):
+            summary[f"{action}_s"] = common.summarise([s[action]["wall_s"] for s in later])
+            summary[f"first_{action}_s"] = samples[0][action]["wall_s"]
+        summary["pause_resume_s"] = common.summarise([s["pause"]["wall_s"] + s["resume"]["wall_s"] for s in later])
+        summary["first_step_s"] = common.summarise([s["first_step_s"] for s in later])
+        summary["left_mib"] = max(max(s["left_bytes"]) for s in samples) / MIB
+        summary["freed_gib"] = min(min(s["freed_bytes"]) for s in samples) / GIB
+        summary["lost_mib_max"] = max(max(s["lost_bytes"]) for s in samples) / MIB
+        self.data["summary"][control] = summary
+        wrong = sum(len(s["wrong"]) for s in samples)
+        complete = len(samples) == self.args.cycles
+        self.result.check(f"{control}: {len(samples)} cycles, all bit-identical", wrong == 0 and complete, f"{wrong} wrong")
+        taken = samples[-1].get("next_tenant", {})
+        self.result.check(f"{control}: another process took 90% of what was freed", taken.get("passed", False), str(taken))
+
+    def verdicts(self) -> None:
+        """The figures that were promised."""
+        baseline, summary = self.data["baseline"], self.data["summary"]
+        references = {"the same process after destroy and empty cache": self.data["left_after_destroy"]}
+        if "left_after_destroy" in baseline:
+            references["the unhooked process after destroy and empty cache"] = baseline["left_after_destroy"]
+        paused = [s["left_bytes"] for c in self.args.controls for s in self.data["samples"][c.replace("-", "_")]]
+        worst = [max(column) for column in zip(*paused, strict=True)]
+        for what, reference in references.items():
+            over = [left - known for left, known in zip(worst, reference, strict=True)]
+            detail = f"left {[b // MIB for b in worst]} MiB, reference {[b // MIB for b in reference]} MiB"
+            self.result.check(f"left while paused is within 32 MiB of {what}", max(over) <= LEFT_ALLOWANCE, detail)
+        rebuild = (baseline.get("total_s") or {}).get("median")
+        for control in self.args.controls:
+            both = summary[control]["pause_resume_s"]["median"]
+            if rebuild and both:
+                summary[control]["times_faster_than_rebuild"] = rebuild / both
+            if both and self.world == 4 and self.args.nccl_only:
+                summary[control]["times_faster_than_nccl_suspend"] = NCCL_SUSPEND_RESUME_S / both
+                fast = bool(rebuild) and rebuild / both >= 5
+                self.result.check(f"{control}: 5 times faster than rebuild", fast, f"{rebuild} s against {both} s")
+                self.result.check(f"{control}: 10 times faster than 5.6 s", both <= NCCL_SUSPEND_RESUME_S / 10, f"{both} s")
+
+
+def body(args: Any, result: Result, work: Path) -> None:
+    """Baseline, then tenant."""
+    job = Job(args, result, work)
+    if args.rebuild_cycles > 0:
+        job.baseline()
+        result.check("baseline: rebuilt collectives bit-identical", not result.data["baseline"]["wrong"])
+    if args.controls:
+        job.tenant()
+
+
+if __name__ == "__main__":
+    options = parse(sys.argv[1:])
+    size = "nccl" if options.nccl_only else f"tensors{options.tensors_gib:g}"
+    label = f"nccl_{size}_{options.control.replace(',', '+')}{'_expandable' if options.expandable else ''}"
+    sys.exit(common.run_job(options, label, lambda result, work: body(options, result, work)))

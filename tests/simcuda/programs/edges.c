@@ -1,0 +1,71 @@
+/* The edges: calls before cuInit, lookups of all kinds, work on memory that is gone, a forked child. */
+#include "driver.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+static void lookups(void)
+{
+    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    driver_lookup lookup = (driver_lookup)dlsym(library, "cuGetProcAddress_v2");
+    void *found = NULL, *other = NULL;
+    int status = -1;
+    printf("lookup: empty name found %d\n", lookup("", &found, 0, 0, NULL) == CU_OK && found != NULL);
+    lookup("cuNothing", &found, 12000, 0, &status);
+    printf("lookup: unknown name: %d, status %d\n", found != NULL, status);
+    lookup("cuMemCreate", &found, 9000, 0, &status);
+    printf("lookup: too old: %d, status %d\n", found != NULL, status);
+    OK(lookup("cuMemAlloc", &found, 12000, 0, &status));
+    printf("lookup: cuMemAlloc is cuMemAlloc_v2: %d, status %d\n", found == dlsym(library, "cuMemAlloc_v2"), status);
+    OK(lookup("cuGetProcAddress", &found, 12000, 0, &status));
+    printf("lookup: itself: %d\n", found == (void *)lookup);
+    OK(lookup("cuMemcpyAsync", &found, 12000, 1, &status));
+    OK(lookup("cuMemcpyAsync", &other, 12000, 2, &status));
+    printf("lookup: per-thread form differs: %d\n", found != other);
+}
+
+static void forked(void)
+{
+    int status = 0;
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        int count = 0;
+        printf("forked: %s\n", driver_error(cuDeviceGetCount(&count)));
+        fflush(stdout);
+        _exit(0);
+    }
+    waitpid(child, &status, 0);
+}
+
+/* A kernel that meets unmapped memory makes the context useless, for good. */
+static void poisoned(void)
+{
+    CUprop prop = driver_prop();
+    CUhandle handle = 0;
+    size_t granule = 0;
+    OK(cuMemGetAllocationGranularity(&granule, &prop, 0));
+    OK(cuMemCreate(&handle, granule, &prop, 0));
+    CUdeviceptr address = driver_map(handle, granule);
+    OK(cuMemUnmap(address, granule));
+    driver_fill(address, 1, 16, NULL);
+    printf("poisoned: %s\n", driver_error(cuCtxSynchronize()));
+    printf("poisoned: still: %s\n", driver_error(cuCtxSynchronize()));
+    OK(cuMemAddressFree(address, granule));
+    OK(cuMemRelease(handle));
+}
+
+int main(void)
+{
+    int count = 0;
+    CUdeviceptr address = 0;
+    driver_load();
+    printf("early: %s\n", driver_error(cuDeviceGetCount(&count)));
+    OK(cuInit(0));
+    printf("no context: %s\n", driver_error(cuMemAlloc(&address, 4)));
+    lookups();
+    driver_start();
+    forked();
+    poisoned();
+    return 0;
+}

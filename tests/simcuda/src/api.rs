@@ -1,0 +1,33 @@
+//! The functions of the driver's interface, by family.
+
+mod context;
+mod copy;
+mod device;
+mod graph;
+mod launch;
+mod lookup;
+mod memory;
+mod pointer;
+mod stream;
+mod vmm;
+
+use crate::abi::Symbol;
+
+/// Every function that `cuGetProcAddress` knows.
+fn symbols() -> Vec<Symbol> {
+    [
+        context::symbols(),
+        copy::symbols(),
+        device::symbols(),
+        graph::symbols(),
+        launch::symbols(),
+        lookup::symbols(),
+        memory::symbols(),
+        pointer::symbols(),
+        stream::symbols(),
+        vmm::symbols(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}

@@ -1,0 +1,92 @@
+//! Modules and kernel launches.
+
+#![expect(unsafe_code, reason = "exports C functions")]
+
+use vmm_pool::driver::DriverCode;
+
+use crate::abi::{Coded, In, Out, Text, driver_api};
+use crate::{kernels, sim};
+
+/// The one module there is: it holds all kernels of the simulation, whatever image was loaded.
+const MODULE: u64 = 0x6600_0000;
+
+/// The part of `CUlaunchConfig` that matters here, at its place.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct LaunchConfig {
+    sizes: [u32; 7],
+    stream: u64,
+    attributes: u64,
+    attribute_count: u32,
+}
+
+fn check_sizes(sizes: &[u32]) -> Coded<()> {
+    if sizes.iter().all(|size| *size > 0) { Ok(()) } else { Err(DriverCode::INVALID_VALUE) }
+}
+
+fn launch(function: u64, stream: u64, params: In<In<u8>>, extra: u64) -> Coded<()> {
+    let sim = sim::get()?;
+    if extra != 0 && !params.is_given() {
+        return Err(DriverCode::NOT_SUPPORTED);
+    }
+    let stream = sim.stream(stream)?;
+    let device = sim.core.stream_device(stream)?;
+    sim.submit(stream, kernels::launch(function, device, params)?)
+}
+
+driver_api! {
+    fn cuModuleLoadData = "cuModuleLoadData" since 2000 (module: Out<u64>, image: In<u8>) {
+        let sim = sim::get()?;
+        sim.current_device()?;
+        if !image.is_given() {
+            return Err(DriverCode::INVALID_VALUE);
+        }
+        module.put(MODULE)
+    }
+
+    fn cuModuleUnload = "cuModuleUnload" since 2000 (module: u64) {
+        sim::get()?;
+        if module == MODULE {
+            Ok(())
+        } else {
+            Err(DriverCode::INVALID_HANDLE)
+        }
+    }
+
+    fn cuModuleGetFunction = "cuModuleGetFunction" since 2000
+        (function: Out<u64>, module: u64, name: Text)
+    {
+        sim::get()?;
+        if module != MODULE {
+            return Err(DriverCode::INVALID_HANDLE);
+        }
+        function.put(kernels::function_named(&name.get()?)?)
+    }
+
+    fn cuLaunchKernel / cuLaunchKernel_ptsz = "cuLaunchKernel" since 4000
+        (
+            function: u64,
+            grid_x: u32,
+            grid_y: u32,
+            grid_z: u32,
+            block_x: u32,
+            block_y: u32,
+            block_z: u32,
+            _shared_bytes: u32,
+            stream: u64,
+            params: In<In<u8>>,
+            extra: u64,
+        )
+    {
+        check_sizes(&[grid_x, grid_y, grid_z, block_x, block_y, block_z])?;
+        launch(function, stream, params, extra)
+    }
+
+    fn cuLaunchKernelEx / cuLaunchKernelEx_ptsz = "cuLaunchKernelEx" since 11060
+        (config: In<LaunchConfig>, function: u64, params: In<In<u8>>, extra: u64)
+    {
+        let config = config.get()?;
+        check_sizes(&config.sizes[..6])?;
+        launch(function, config.stream, params, extra)
+    }
+}

@@ -1,0 +1,200 @@
+//! Memory with an address from birth: device, pool, host, and other processes'.
+
+#![expect(unsafe_code, reason = "exports C functions")]
+
+use vmm_pool::driver::{DeviceOrdinal, DriverCode};
+
+use crate::abi::{Coded, Out, driver_api};
+use crate::sim;
+
+const POOL_FIRST: u64 = 0x6500_0000;
+const POOL_STEP: u64 = 0x10;
+/// `CU_MEMHOSTALLOC_*` and `CU_MEMHOSTREGISTER_*` bits that exist.
+const HOST_FLAGS: u32 = 0xf;
+
+/// A `CUipcMemHandle`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct IpcHandle([u8; 64]);
+
+fn pool_of(device: DeviceOrdinal) -> u64 {
+    POOL_FIRST + u64::from(device.0.unsigned_abs()) * POOL_STEP
+}
+
+fn device_of_pool(pool: u64) -> Coded<DeviceOrdinal> {
+    let ordinal = pool
+        .checked_sub(POOL_FIRST)
+        .map(|offset| offset / POOL_STEP)
+        .and_then(|ordinal| i32::try_from(ordinal).ok())
+        .ok_or(DriverCode::INVALID_VALUE)?;
+    sim::get()?.device(ordinal).map_err(|_| DriverCode::INVALID_VALUE)
+}
+
+fn pool_allocate(address: Out<u64>, bytes: u64, device: DeviceOrdinal) -> Coded<()> {
+    address.put(sim::get()?.pool_allocate(device, bytes)?)
+}
+
+fn allocate_host(address: Out<u64>, bytes: u64, flags: u32) -> Coded<()> {
+    if flags & !HOST_FLAGS != 0 {
+        return Err(DriverCode::INVALID_VALUE);
+    }
+    let sim = sim::get()?;
+    sim.forbid_in_capture()?;
+    address.put(sim.allocate_host(bytes)?)
+}
+
+fn open_published(address: Out<u64>, handle: IpcHandle, flags: u32) -> Coded<()> {
+    // `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS` is the only flag, and must be there.
+    if flags != 1 {
+        return Err(DriverCode::INVALID_VALUE);
+    }
+    address.put(sim::get()?.open_published(handle.0)?)
+}
+
+driver_api! {
+    fn cuMemGetInfo_v2 = "cuMemGetInfo" since 3020 (free: Out<u64>, total: Out<u64>) {
+        let sim = sim::get()?;
+        let info = sim.core.memory_of(sim.current_device()?)?;
+        free.put(info.free_bytes)?;
+        total.put(info.total_bytes)
+    }
+
+    fn cuMemAlloc_v2 = "cuMemAlloc" since 3020 (address: Out<u64>, bytes: u64) {
+        let sim = sim::get()?;
+        sim.forbid_in_capture()?;
+        address.put(sim.allocate(bytes)?)
+    }
+
+    fn cuMemFree_v2 = "cuMemFree" since 3020 (address: u64) {
+        let sim = sim::get()?;
+        sim.forbid_in_capture()?;
+        if address == 0 {
+            return Ok(());
+        }
+        sim.free(address)
+    }
+
+    fn cuMemAllocAsync / cuMemAllocAsync_ptsz = "cuMemAllocAsync" since 11020
+        (address: Out<u64>, bytes: u64, stream: u64)
+    {
+        let sim = sim::get()?;
+        let device = sim.core.stream_device(sim.stream(stream)?)?;
+        pool_allocate(address, bytes, device)
+    }
+
+    fn cuMemAllocFromPoolAsync / cuMemAllocFromPoolAsync_ptsz
+        = "cuMemAllocFromPoolAsync" since 11020
+        (address: Out<u64>, bytes: u64, pool: u64, stream: u64)
+    {
+        sim::get()?.stream(stream)?;
+        pool_allocate(address, bytes, device_of_pool(pool)?)
+    }
+
+    fn cuMemFreeAsync / cuMemFreeAsync_ptsz = "cuMemFreeAsync" since 11020
+        (address: u64, stream: u64)
+    {
+        let sim = sim::get()?;
+        let stream = sim.stream(stream)?;
+        if sim.allocation_at(address).is_none_or(|entry| entry.range.start.0 != address) {
+            return Err(DriverCode::INVALID_VALUE);
+        }
+        // Memory of a graph stays with it: a replay may use it again.
+        if sim.capture_of(stream).is_some() {
+            return Ok(());
+        }
+        sim.core.enqueue(stream, std::sync::Arc::new(move |_| sim.pool_keep(address)))
+    }
+
+    fn cuDeviceGetDefaultMemPool = "cuDeviceGetDefaultMemPool" since 11020
+        (pool: Out<u64>, device: i32)
+    {
+        pool.put(pool_of(sim::get()?.device(device)?))
+    }
+
+    fn cuDeviceGetMemPool = "cuDeviceGetMemPool" since 11020 (pool: Out<u64>, device: i32) {
+        pool.put(pool_of(sim::get()?.device(device)?))
+    }
+
+    fn cuMemPoolTrimTo = "cuMemPoolTrimTo" since 11020 (pool: u64, keep_bytes: u64) {
+        let device = device_of_pool(pool)?;
+        sim::get()?.pool_trim(device, keep_bytes)
+    }
+
+    fn cuDeviceGraphMemTrim = "cuDeviceGraphMemTrim" since 11040 (device: i32) {
+        sim::get()?.device(device).map(drop)
+    }
+
+    fn cuDeviceGetGraphMemAttribute = "cuDeviceGetGraphMemAttribute" since 11040
+        (device: i32, attribute: i32, value: Out<u64>)
+    {
+        sim::get()?.device(device)?;
+        match attribute {
+            0..=3 => value.put(0),
+            _ => Err(DriverCode::INVALID_VALUE),
+        }
+    }
+
+    fn cuMemAllocHost_v2 = "cuMemAllocHost" since 3020 (address: Out<u64>, bytes: u64) {
+        allocate_host(address, bytes, 0)
+    }
+
+    fn cuMemHostAlloc = "cuMemHostAlloc" since 2020
+        (address: Out<u64>, bytes: u64, flags: u32)
+    {
+        allocate_host(address, bytes, flags)
+    }
+
+    fn cuMemFreeHost = "cuMemFreeHost" since 2000 (address: u64) {
+        sim::get()?.free_host(address)
+    }
+
+    fn cuMemHostRegister_v2 = "cuMemHostRegister" since 6050
+        (address: u64, bytes: u64, flags: u32)
+    {
+        let sim = sim::get()?;
+        sim.current_device()?;
+        if flags & !HOST_FLAGS != 0 {
+            return Err(DriverCode::INVALID_VALUE);
+        }
+        sim.core.register_host(address, bytes)
+    }
+
+    fn cuMemHostUnregister = "cuMemHostUnregister" since 4000 (address: u64) {
+        let sim = sim::get()?;
+        sim.current_device()?;
+        sim.core.unregister_host(address)
+    }
+
+    fn cuMemHostGetDevicePointer_v2 = "cuMemHostGetDevicePointer" since 3020
+        (device_address: Out<u64>, address: u64, flags: u32)
+    {
+        if flags != 0 || sim::get()?.core.host_range_at(address).is_none() {
+            return Err(DriverCode::INVALID_VALUE);
+        }
+        device_address.put(address)
+    }
+
+    fn cuIpcGetMemHandle = "cuIpcGetMemHandle" since 4010
+        (handle: Out<IpcHandle>, address: u64)
+    {
+        handle.put(IpcHandle(sim::get()?.publish(address)?))
+    }
+
+    fn cuIpcOpenMemHandle = "cuIpcOpenMemHandle" since 4010
+        (address: Out<u64>, handle: IpcHandle, flags: u32)
+    {
+        open_published(address, handle, flags)
+    }
+
+    fn cuIpcOpenMemHandle_v2 = "cuIpcOpenMemHandle" since 11000
+        (address: Out<u64>, handle: IpcHandle, flags: u32)
+    {
+        open_published(address, handle, flags)
+    }
+
+    fn cuIpcCloseMemHandle = "cuIpcCloseMemHandle" since 4010 (address: u64) {
+        let sim = sim::get()?;
+        sim.core.wait_device(sim.current_device()?)?;
+        sim.close_published(address)
+    }
+}

@@ -1,0 +1,200 @@
+//! Stream capture and graphs: a graph is the list of recorded work, replayed in its order.
+//!
+//! The order of recording respects every dependency that the capture could express, so replaying the
+//! list on one stream is a correct schedule of the graph.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use vmm_pool::driver::sim::Work;
+use vmm_pool::driver::{DriverCode, RawStream};
+
+use crate::abi::Coded;
+use crate::sim::{Sim, lock};
+
+const FIRST: u64 = 0x6300_0000;
+const STEP: u64 = 0x10;
+const MODE_GLOBAL: i32 = 0;
+const MODE_RELAXED: i32 = 2;
+const STREAM_CAPTURE_UNMATCHED: DriverCode = DriverCode(903);
+
+thread_local! {
+    /// `CUstreamCaptureMode` of this thread.
+    static THREAD_MODE: Cell<i32> = const { Cell::new(MODE_GLOBAL) };
+}
+
+/// One capture under way.
+pub(crate) struct Capture {
+    pub(crate) id: u64,
+    origin: RawStream,
+    mode: i32,
+    work: Mutex<Vec<Work>>,
+    ended: AtomicBool,
+}
+
+impl std::fmt::Debug for Capture {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Capture")
+            .field("id", &self.id)
+            .field("origin", &self.origin)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Capture {
+    pub(crate) fn is_ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+}
+
+/// Captures by stream, graphs, and executable graphs.
+#[derive(Default)]
+pub(crate) struct Captures {
+    by_stream: BTreeMap<u64, Arc<Capture>>,
+    graphs: BTreeMap<u64, Vec<Work>>,
+    executables: BTreeMap<u64, Vec<Work>>,
+    made: u64,
+}
+
+impl std::fmt::Debug for Captures {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Captures")
+            .field("by_stream", &self.by_stream)
+            .field("graphs", &self.graphs.len())
+            .field("executables", &self.executables.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Captures {
+    fn next_id(&mut self) -> u64 {
+        self.made += 1;
+        FIRST + self.made * STEP
+    }
+}
+
+/// Sets the capture mode of this thread and returns the one before.
+pub(crate) fn exchange_thread_mode(mode: i32) -> Coded<i32> {
+    if !(MODE_GLOBAL..=MODE_RELAXED).contains(&mode) {
+        return Err(DriverCode::INVALID_VALUE);
+    }
+    Ok(THREAD_MODE.replace(mode))
+}
+
+impl Sim {
+    pub(crate) fn begin_capture(&self, stream: RawStream, mode: i32) -> Coded<()> {
+        if !(MODE_GLOBAL..=MODE_RELAXED).contains(&mode) {
+            return Err(DriverCode::INVALID_VALUE);
+        }
+        let device = self.core.stream_device(stream)?;
+        if self.core.default_stream(device)? == stream {
+            return Err(DriverCode::STREAM_CAPTURE_UNSUPPORTED);
+        }
+        let mut captures = lock(&self.captures);
+        if captures.by_stream.contains_key(&stream.0) {
+            return Err(DriverCode::ILLEGAL_STATE);
+        }
+        let capture = Arc::new(Capture {
+            id: captures.next_id(),
+            origin: stream,
+            mode,
+            work: Mutex::default(),
+            ended: AtomicBool::new(false),
+        });
+        captures.by_stream.insert(stream.0, capture);
+        Ok(())
+    }
+
+    pub(crate) fn end_capture(&self, stream: RawStream) -> Coded<u64> {
+        let mut captures = lock(&self.captures);
+        let capture =
+            captures.by_stream.get(&stream.0).cloned().ok_or(DriverCode::ILLEGAL_STATE)?;
+        if capture.origin != stream {
+            return Err(STREAM_CAPTURE_UNMATCHED);
+        }
+        capture.ended.store(true, Ordering::Release);
+        captures.by_stream.retain(|_, other| !Arc::ptr_eq(other, &capture));
+        let id = captures.next_id();
+        let work = std::mem::take(&mut *lock(&capture.work));
+        captures.graphs.insert(id, work);
+        Ok(id)
+    }
+
+    /// The capture that `stream` takes part in.
+    pub(crate) fn capture_of(&self, stream: RawStream) -> Option<Arc<Capture>> {
+        lock(&self.captures).by_stream.get(&stream.0).cloned()
+    }
+
+    pub(crate) fn join_capture(&self, stream: RawStream, capture: &Arc<Capture>) -> Coded<()> {
+        let mut captures = lock(&self.captures);
+        let joined = captures.by_stream.entry(stream.0).or_insert_with(|| capture.clone());
+        if Arc::ptr_eq(joined, capture) { Ok(()) } else { Err(DriverCode(904)) }
+    }
+
+    /// Submits work to `stream`, or records it when the stream is being captured.
+    pub(crate) fn submit(&self, stream: RawStream, work: Work) -> Coded<()> {
+        match self.capture_of(stream) {
+            Some(capture) => {
+                lock(&capture.work).push(work);
+                Ok(())
+            }
+            None => self.core.enqueue(stream, work),
+        }
+    }
+
+    /// Refuses calls that wait or allocate while a capture forbids them to this thread.
+    pub(crate) fn forbid_in_capture(&self) -> Coded<()> {
+        let global =
+            || lock(&self.captures).by_stream.values().any(|capture| capture.mode == MODE_GLOBAL);
+        if THREAD_MODE.get() != MODE_RELAXED && global() {
+            return Err(DriverCode::STREAM_CAPTURE_UNSUPPORTED);
+        }
+        Ok(())
+    }
+
+    /// Refuses a call on a stream that is being captured.
+    pub(crate) fn forbid_on_captured(&self, stream: RawStream) -> Coded<()> {
+        match self.capture_of(stream) {
+            Some(_) => Err(DriverCode::STREAM_CAPTURE_UNSUPPORTED),
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn instantiate(&self, graph: u64) -> Coded<u64> {
+        let mut captures = lock(&self.captures);
+        let work = captures.graphs.get(&graph).cloned().ok_or(DriverCode::INVALID_VALUE)?;
+        let id = captures.next_id();
+        captures.executables.insert(id, work);
+        Ok(id)
+    }
+
+    pub(crate) fn launch_graph(&self, executable: u64, stream: RawStream) -> Coded<()> {
+        let work = lock(&self.captures)
+            .executables
+            .get(&executable)
+            .cloned()
+            .ok_or(DriverCode::INVALID_VALUE)?;
+        work.into_iter().try_for_each(|step| self.submit(stream, step))
+    }
+
+    /// How many pieces of work a graph holds.
+    pub(crate) fn graph_length(&self, graph: u64) -> Coded<u64> {
+        lock(&self.captures)
+            .graphs
+            .get(&graph)
+            .map(|work| work.len() as u64)
+            .ok_or(DriverCode::INVALID_VALUE)
+    }
+
+    pub(crate) fn destroy_graph(&self, graph: u64) -> Coded<()> {
+        let removed = lock(&self.captures).graphs.remove(&graph);
+        removed.map(drop).ok_or(DriverCode::INVALID_VALUE)
+    }
+
+    pub(crate) fn destroy_executable(&self, executable: u64) -> Coded<()> {
+        let removed = lock(&self.captures).executables.remove(&executable);
+        removed.map(drop).ok_or(DriverCode::INVALID_VALUE)
+    }
+}

@@ -1,0 +1,220 @@
+//! Contexts: one primary per device, any number of others, and a stack of current ones per thread.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+
+use vmm_pool::driver::sim::StreamKind;
+use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream};
+
+use crate::abi::{Coded, is_per_thread};
+use crate::sim::{Sim, lock};
+
+const PRIMARY_FIRST: u64 = 0x6000_0000;
+const CREATED_FIRST: u64 = 0x6100_0000;
+const STEP: u64 = 0x100;
+const CONTEXT_IS_DESTROYED: DriverCode = DriverCode(709);
+/// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`.
+const STREAM_LEGACY: u64 = 1;
+const STREAM_PER_THREAD: u64 = 2;
+
+#[derive(Debug, Default)]
+pub(crate) struct Contexts {
+    /// Live contexts and the device of each.
+    live: BTreeMap<u64, DeviceOrdinal>,
+    /// How often each primary context is retained, by device.
+    primary: BTreeMap<i32, Primary>,
+    created: u64,
+    /// Pairs of a context and a peer's context that it may reach.
+    peers: BTreeSet<(u64, u64)>,
+}
+
+#[derive(Debug, Default)]
+struct Primary {
+    retained: u64,
+    flags: u32,
+}
+
+thread_local! {
+    static STACK: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+    /// The thread's own default stream, by device.
+    static OWN_STREAMS: RefCell<BTreeMap<i32, RawStream>> = const { RefCell::new(BTreeMap::new()) };
+}
+
+/// The value of the primary context of `device`.
+fn primary_of(device: DeviceOrdinal) -> u64 {
+    PRIMARY_FIRST + u64::from(device.0.unsigned_abs()) * STEP
+}
+
+/// The current context of this thread; 0 for none.
+pub(crate) fn current_or_none() -> u64 {
+    STACK.with_borrow(|stack| stack.last().copied().unwrap_or(0))
+}
+
+/// Replaces the top of the stack; 0 pops it.
+pub(crate) fn replace_current(context: u64) {
+    STACK.with_borrow_mut(|stack| {
+        stack.pop();
+        if context != 0 {
+            stack.push(context);
+        }
+    });
+}
+
+pub(crate) fn push(context: u64) {
+    STACK.with_borrow_mut(|stack| stack.push(context));
+}
+
+pub(crate) fn pop() -> Coded<u64> {
+    STACK.with_borrow_mut(Vec::pop).ok_or(DriverCode::INVALID_CONTEXT)
+}
+
+impl Sim {
+    /// `device`, if there is one by that number.
+    pub(crate) fn device(&self, device: i32) -> Coded<DeviceOrdinal> {
+        let device = DeviceOrdinal(device);
+        self.core.node_index(device).map(|_| device)
+    }
+
+    /// The device of a live context.
+    pub(crate) fn context_device(&self, context: u64) -> Coded<DeviceOrdinal> {
+        lock(&self.contexts).live.get(&context).copied().ok_or(DriverCode::INVALID_CONTEXT)
+    }
+
+    /// The device of the thread's current context.
+    pub(crate) fn current_device(&self) -> Coded<DeviceOrdinal> {
+        match current_or_none() {
+            0 => Err(DriverCode::INVALID_CONTEXT),
+            context => self.context_device(context).map_err(|_| CONTEXT_IS_DESTROYED),
+        }
+    }
+
+    pub(crate) fn retain_primary(&self, device: DeviceOrdinal) -> Coded<u64> {
+        self.core.ensure_context(device)?;
+        let mut contexts = lock(&self.contexts);
+        let context = primary_of(device);
+        contexts.primary.entry(device.0).or_default().retained += 1;
+        contexts.live.insert(context, device);
+        Ok(context)
+    }
+
+    pub(crate) fn release_primary(&self, device: DeviceOrdinal) -> Coded<()> {
+        let last = {
+            let mut contexts = lock(&self.contexts);
+            let primary = contexts
+                .primary
+                .get_mut(&device.0)
+                .filter(|primary| primary.retained > 0)
+                .ok_or(DriverCode::INVALID_CONTEXT)?;
+            primary.retained -= 1;
+            primary.retained == 0
+        };
+        if last {
+            return self.end_context(primary_of(device));
+        }
+        Ok(())
+    }
+
+    /// Ends the primary context whoever retains it; those have to retain it anew.
+    pub(crate) fn reset_primary(&self, device: DeviceOrdinal) -> Coded<()> {
+        lock(&self.contexts).primary.remove(&device.0);
+        match self.end_context(primary_of(device)) {
+            Err(DriverCode::INVALID_CONTEXT) => Ok(()),
+            other => other,
+        }
+    }
+
+    /// Flags and whether the primary context of `device` is retained by anybody.
+    pub(crate) fn primary_state(&self, device: DeviceOrdinal) -> (u32, bool) {
+        lock(&self.contexts)
+            .primary
+            .get(&device.0)
+            .map_or((0, false), |primary| (primary.flags, primary.retained > 0))
+    }
+
+    pub(crate) fn set_primary_flags(&self, device: DeviceOrdinal, flags: u32) {
+        lock(&self.contexts).primary.entry(device.0).or_default().flags = flags;
+    }
+
+    /// Makes a context and makes it current.
+    pub(crate) fn create_context(&self, device: DeviceOrdinal) -> Coded<u64> {
+        self.core.ensure_context(device)?;
+        let mut contexts = lock(&self.contexts);
+        let context = CREATED_FIRST + contexts.created * STEP;
+        contexts.created += 1;
+        contexts.live.insert(context, device);
+        push(context);
+        Ok(context)
+    }
+
+    pub(crate) fn destroy_context(&self, context: u64) -> Coded<()> {
+        let device = self.context_device(context)?;
+        if context == primary_of(device) {
+            return Err(DriverCode::INVALID_CONTEXT);
+        }
+        if current_or_none() == context {
+            replace_current(0);
+        }
+        self.end_context(context)
+    }
+
+    fn end_context(&self, context: u64) -> Coded<()> {
+        let device = self.context_device(context)?;
+        // A failure of earlier work ends with the context.
+        self.core.wait_device(device).ok();
+        self.free_all_of(context)?;
+        let mut contexts = lock(&self.contexts);
+        contexts.live.remove(&context);
+        contexts.peers.retain(|(one, other)| *one != context && *other != context);
+        if !contexts.live.values().any(|other| *other == device) {
+            self.core.drop_context(device)?;
+        }
+        Ok(())
+    }
+
+    /// Notes that the current context may reach `peer`.
+    pub(crate) fn enable_peer(&self, peer: u64) -> Coded<()> {
+        let own = self.current_device()?;
+        if self.context_device(peer)? == own {
+            return Err(DriverCode::INVALID_DEVICE);
+        }
+        if lock(&self.contexts).peers.insert((current_or_none(), peer)) {
+            Ok(())
+        } else {
+            Err(DriverCode::PEER_ACCESS_ALREADY_ENABLED)
+        }
+    }
+
+    /// Takes back what [`Self::enable_peer`] noted.
+    pub(crate) fn disable_peer(&self, peer: u64) -> Coded<()> {
+        self.context_device(peer)?;
+        if lock(&self.contexts).peers.remove(&(current_or_none(), peer)) {
+            Ok(())
+        } else {
+            Err(DriverCode::PEER_ACCESS_NOT_ENABLED)
+        }
+    }
+
+    /// The stream that a caller's value means in the current context.
+    pub(crate) fn stream(&self, value: u64) -> Coded<RawStream> {
+        let device = self.current_device()?;
+        match value {
+            STREAM_PER_THREAD => self.own_stream(device),
+            0 if is_per_thread() => self.own_stream(device),
+            0 | STREAM_LEGACY => self.core.default_stream(device),
+            other => {
+                let stream = RawStream(other);
+                self.core.stream_device(stream).map(|_| stream)
+            }
+        }
+    }
+
+    fn own_stream(&self, device: DeviceOrdinal) -> Coded<RawStream> {
+        let known = OWN_STREAMS.with_borrow(|streams| streams.get(&device.0).copied());
+        if let Some(stream) = known {
+            return Ok(stream);
+        }
+        let stream = self.core.new_stream(device, StreamKind::Blocking)?;
+        OWN_STREAMS.with_borrow_mut(|streams| streams.insert(device.0, stream));
+        Ok(stream)
+    }
+}

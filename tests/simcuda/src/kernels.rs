@@ -1,0 +1,236 @@
+//! The kernels that the simulation knows, by name.
+//!
+//! | name | arguments | effect |
+//! | --- | --- | --- |
+//! | `fill_u32` | `dst, value: u32, count: u64` | `dst[i] = value` |
+//! | `add_u32` | `dst, a, b, count: u64` | `dst[i] = a[i] + b[i]`, wrapping |
+//! | `affine_u32` | `data, mul: u32, add: u32, count: u64` | `data[i] = data[i] * mul + add`, wrapping |
+//! | `sum_u32` | `out, in, count: u64` | `*(u64 *)out` is the sum of `in[i]` |
+//! | `store_u32` | `dst, value: u32` | `*dst = value`, atomically |
+//! | `spin_until_nonzero` | `flag` | waits until `*flag` is not 0, as a collective waits for its peer |
+//!
+//! The grid does not matter. A kernel that touches an address it may not fails with `ILLEGAL_ADDRESS`.
+
+#![expect(
+    unsafe_code,
+    reason = "kernels load and store at device addresses whose access was just checked"
+)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use vmm_pool::driver::sim::{Core, Touch, Work};
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
+
+use crate::abi::{Coded, In};
+
+const FIRST: u64 = 0x6400_0000;
+const STEP: u64 = 0x10;
+const POLL: Duration = Duration::from_micros(200);
+const U32_BYTES: u64 = 4;
+
+/// A kernel known by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kernel {
+    Fill,
+    Add,
+    Affine,
+    Sum,
+    Store,
+    Spin,
+}
+
+const ALL: &[(&str, Kernel)] = &[
+    ("fill_u32", Kernel::Fill),
+    ("add_u32", Kernel::Add),
+    ("affine_u32", Kernel::Affine),
+    ("sum_u32", Kernel::Sum),
+    ("store_u32", Kernel::Store),
+    ("spin_until_nonzero", Kernel::Spin),
+];
+
+/// The function value of the kernel `name`.
+pub(crate) fn function_named(name: &str) -> Coded<u64> {
+    ALL.iter()
+        .position(|(known, _)| *known == name)
+        .map(|index| FIRST + index as u64 * STEP)
+        .ok_or(DriverCode::NOT_FOUND)
+}
+
+fn kernel_of(function: u64) -> Coded<Kernel> {
+    function
+        .checked_sub(FIRST)
+        .filter(|offset| offset.is_multiple_of(STEP))
+        .and_then(|offset| ALL.get(usize::try_from(offset / STEP).ok()?))
+        .map(|(_, kernel)| *kernel)
+        .ok_or(DriverCode::INVALID_HANDLE)
+}
+
+/// The kernel of `function` as work, its arguments read now.
+pub(crate) fn launch(function: u64, device: DeviceOrdinal, params: In<In<u8>>) -> Coded<Work> {
+    let kernel = kernel_of(function)?;
+    let count = match kernel {
+        Kernel::Spin => 1,
+        Kernel::Store => 2,
+        Kernel::Fill | Kernel::Sum => 3,
+        Kernel::Add | Kernel::Affine => 4,
+    };
+    let params = params.list(count)?;
+    let wide = |index: usize| params[index].cast::<u64>().get();
+    let narrow = |index: usize| params[index].cast::<u32>().get();
+    Ok(match kernel {
+        Kernel::Fill => {
+            let (dst, value, count) = (wide(0)?, narrow(1)?, wide(2)?);
+            Arc::new(move |core| fill(core, device, dst, value, count))
+        }
+        Kernel::Add => {
+            let (dst, a, b, count) = (wide(0)?, wide(1)?, wide(2)?, wide(3)?);
+            Arc::new(move |core| add(core, device, dst, [a, b], count))
+        }
+        Kernel::Affine => {
+            let (data, mul, add, count) = (wide(0)?, narrow(1)?, narrow(2)?, wide(3)?);
+            Arc::new(move |core| affine(core, device, data, (mul, add), count))
+        }
+        Kernel::Sum => {
+            let (out, data, count) = (wide(0)?, wide(1)?, wide(2)?);
+            Arc::new(move |core| sum(core, device, out, data, count))
+        }
+        Kernel::Store => {
+            let (dst, value) = (wide(0)?, narrow(1)?);
+            Arc::new(move |core| store(core, device, dst, value))
+        }
+        Kernel::Spin => {
+            let flag = wide(0)?;
+            Arc::new(move |core| spin(core, device, flag))
+        }
+    })
+}
+
+fn words(start: u64, count: u64) -> Coded<VaRange> {
+    let size_bytes = count.checked_mul(U32_BYTES).ok_or(DriverCode::ILLEGAL_ADDRESS)?;
+    Ok(VaRange::new(DeviceAddress(start), size_bytes))
+}
+
+/// Address of element `index` of the array at `start`.
+fn element<T>(start: u64, index: u64) -> *mut T {
+    let address = start + index * size_of::<T>() as u64;
+    std::ptr::with_exposed_provenance_mut(usize::try_from(address).unwrap_or(0))
+}
+
+/// Loads element `index` of a checked array.
+///
+/// # Safety
+/// An access guard that covers the element is alive.
+unsafe fn load(start: u64, index: u64) -> u32 {
+    // SAFETY: the caller's guard keeps the element readable.
+    unsafe { element::<u32>(start, index).read_unaligned() }
+}
+
+/// Stores element `index` of a checked array.
+///
+/// # Safety
+/// An access guard that covers the element for writing is alive.
+unsafe fn put(start: u64, index: u64, value: u32) {
+    // SAFETY: the caller's guard keeps the element writable.
+    unsafe { element::<u32>(start, index).write_unaligned(value) };
+}
+
+fn fill(core: &Core, device: DeviceOrdinal, dst: u64, value: u32, count: u64) -> Coded<()> {
+    let _guard = core.access(device, &[(words(dst, count)?, Touch::Write)])?;
+    for index in 0..count {
+        // SAFETY: `_guard` covers `count` elements of `dst`.
+        unsafe { put(dst, index, value) };
+    }
+    Ok(())
+}
+
+fn add(core: &Core, device: DeviceOrdinal, dst: u64, [a, b]: [u64; 2], count: u64) -> Coded<()> {
+    let ranges = [
+        (words(dst, count)?, Touch::Write),
+        (words(a, count)?, Touch::Read),
+        (words(b, count)?, Touch::Read),
+    ];
+    let _guard = core.access(device, &ranges)?;
+    for index in 0..count {
+        // SAFETY: `_guard` covers `count` elements of `a`.
+        let left = unsafe { load(a, index) };
+        // SAFETY: `_guard` covers `count` elements of `b`.
+        let right = unsafe { load(b, index) };
+        // SAFETY: `_guard` covers `count` elements of `dst`.
+        unsafe { put(dst, index, left.wrapping_add(right)) };
+    }
+    Ok(())
+}
+
+fn affine(
+    core: &Core,
+    device: DeviceOrdinal,
+    data: u64,
+    (mul, add): (u32, u32),
+    count: u64,
+) -> Coded<()> {
+    let _guard = core.access(device, &[(words(data, count)?, Touch::Write)])?;
+    for index in 0..count {
+        // SAFETY: `_guard` covers `count` elements of `data`.
+        let value = unsafe { load(data, index) };
+        let value = value.wrapping_mul(mul).wrapping_add(add);
+        // SAFETY: as above.
+        unsafe { put(data, index, value) };
+    }
+    Ok(())
+}
+
+fn sum(core: &Core, device: DeviceOrdinal, out: u64, data: u64, count: u64) -> Coded<()> {
+    let ranges = [(words(out, 2)?, Touch::Write), (words(data, count)?, Touch::Read)];
+    let _guard = core.access(device, &ranges)?;
+    let mut total = 0_u64;
+    for index in 0..count {
+        // SAFETY: `_guard` covers `count` elements of `data`.
+        total = total.wrapping_add(u64::from(unsafe { load(data, index) }));
+    }
+    // SAFETY: `_guard` covers eight bytes at `out`.
+    unsafe { element::<u64>(out, 0).write_unaligned(total) };
+    Ok(())
+}
+
+/// Runs `body` on the word at `address` as an atomic, which other processes may share.
+fn with_atomic<R>(
+    core: &Core,
+    device: DeviceOrdinal,
+    address: u64,
+    touch: Touch,
+    body: impl FnOnce(&AtomicU32) -> R,
+) -> Coded<R> {
+    if !address.is_multiple_of(U32_BYTES) || address == 0 {
+        return Err(DriverCode::ILLEGAL_ADDRESS);
+    }
+    let _guard = core.access(device, &[(words(address, 1)?, touch)])?;
+    // SAFETY: aligned, not null, and kept mapped by `_guard`, which outlives the reference.
+    let word = unsafe { AtomicU32::from_ptr(element(address, 0)) };
+    Ok(body(word))
+}
+
+fn store(core: &Core, device: DeviceOrdinal, dst: u64, value: u32) -> Coded<()> {
+    with_atomic(core, device, dst, Touch::Write, |word| {
+        word.store(value, Ordering::Release);
+    })
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a device has nothing to wait on but the memory itself"
+)]
+fn spin(core: &Core, device: DeviceOrdinal, flag: u64) -> Coded<()> {
+    loop {
+        let value =
+            with_atomic(core, device, flag, Touch::Read, |word| word.load(Ordering::Acquire))?;
+        if value != 0 {
+            return Ok(());
+        }
+        if core.is_closing() {
+            return Err(DriverCode::DEINITIALIZED);
+        }
+        std::thread::sleep(POLL);
+    }
+}

@@ -1,0 +1,90 @@
+//! Real programs against the simulated driver: their transcripts are fixed.
+
+use std::path::Path;
+
+use crate::stage::{CAPACITY_BYTES, Stage, source, transcript};
+use vmm_pool::driver::Driver;
+
+const BASIC: &str = include_str!("../../programs/basic.expected");
+const SHARE: &str = include_str!("../../programs/share.expected");
+const EDGES: &str = include_str!("../../programs/edges.expected");
+const PYTHON: &str = include_str!("../../programs/basic.py.expected");
+
+#[test]
+fn a_c_program_runs_whichever_way_it_looks_functions_up() {
+    let stage = Stage::new();
+    let program = stage.compile("basic");
+    for lookup in ["table", "dlsym"] {
+        let output = stage
+            .command(&program)
+            .env("SIMCUDA_PROGRAM_LOOKUP", lookup)
+            .output()
+            .expect("the program starts");
+        assert_eq!(transcript(&output), BASIC, "lookup by {lookup}");
+    }
+}
+
+#[test]
+fn two_processes_share_memory() {
+    let stage = Stage::new();
+    let program = stage.compile("share");
+    let output = stage.command(&program).output().expect("it starts");
+    assert_eq!(transcript(&output), SHARE);
+    let info = stage.observer().memory_info().expect("info");
+    assert_eq!(info.free_bytes, CAPACITY_BYTES);
+}
+
+#[test]
+fn edges_are_as_the_real_driver_has_them() {
+    let stage = Stage::new();
+    let program = stage.compile("edges");
+    let output = stage.command(&program).output().expect("it starts");
+    assert_eq!(transcript(&output), EDGES);
+}
+
+#[test]
+fn a_python_program_runs() {
+    let stage = Stage::new();
+    let output = stage
+        .command(Path::new("python3"))
+        .arg(source("basic.py"))
+        .output()
+        .expect("python3 starts");
+    assert_eq!(transcript(&output), PYTHON);
+}
+
+#[test]
+fn without_a_node_a_private_one_comes_and_goes() {
+    let stage = Stage::new();
+    let program = stage.compile("basic");
+    let output = stage.command(&program).env_remove("SIMCUDA_NODE").output().expect("it starts");
+    assert_eq!(transcript(&output), BASIC);
+}
+
+#[test]
+fn a_fault_rule_from_the_environment_fails_the_call() {
+    let stage = Stage::new();
+    let program = stage.compile("basic");
+    let output = stage
+        .command(&program)
+        .env("SIMCUDA_FAULTS", "cuMemCreate:1:2")
+        .output()
+        .expect("it starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(!output.status.success());
+    assert!(text.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{text}");
+}
+
+#[test]
+fn a_driver_without_virtual_memory_says_so() {
+    let stage = Stage::new();
+    let program = stage.compile("holder");
+    let output = stage
+        .command(&program)
+        .args(["handle", "1"])
+        .env("SIMCUDA_NO_VMM", "1")
+        .output()
+        .expect("it starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("CUDA_ERROR_NOT_SUPPORTED"), "{text}");
+}

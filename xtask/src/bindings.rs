@@ -1,0 +1,201 @@
+//! The Rust view of the C header, made by bindgen and committed.
+//!
+//! The header is written by hand and is the source of truth; the check keeps the two from drifting.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use bindgen::{Builder, EnumVariation, Formatter, RustEdition, RustTarget};
+
+use crate::python::{LIBCLANG, Python};
+use crate::workspace::Workspace;
+use crate::{Outcome, process};
+
+/// The header.
+pub(crate) const HEADER: &str = "ffi/include/sublet.h";
+const VIEW: &str = "ffi/src/bindings.rs";
+/// Where bindgen looks for the library that reads C.
+const LIBCLANG_PATH: &str = "LIBCLANG_PATH";
+
+/// What the generated file begins with.
+const HEAD: &str = "\
+//! The C interface as Rust sees it, generated from `include/sublet.h` by `cargo xtask bindgen`.
+//!
+//! Never edited: change the header and run the command.
+
+#![allow(
+    clippy::all,
+    clippy::allow_attributes_without_reason,
+    clippy::pedantic,
+    dead_code,
+    missing_docs,
+    non_camel_case_types,
+    non_snake_case,
+    non_upper_case_globals,
+    unreachable_pub,
+    unsafe_code,
+    reason = \"generated from C, whose names and forms it keeps\"
+)]
+";
+
+/// Writes the view.
+pub(crate) fn write(workspace: &Workspace) -> Outcome {
+    if !is_able(workspace, &["bindgen"])? {
+        return Ok(());
+    }
+    fs::write(workspace.root.join(VIEW), generate(workspace)?)?;
+    println!("wrote {VIEW}");
+    Ok(())
+}
+
+/// Fails when the committed view is not what the header gives.
+pub(crate) fn check(workspace: &Workspace) -> Outcome {
+    if !is_able(workspace, &["bindgen", "--check"])? {
+        return Ok(());
+    }
+    let fresh = generate(workspace)?;
+    let committed = fs::read_to_string(workspace.root.join(VIEW))
+        .map_err(|error| format!("{VIEW}: {error}; run `cargo xtask bindgen`"))?;
+    match first_difference(&committed, &fresh) {
+        None => {
+            println!("bindgen: {VIEW} is what {HEADER} gives");
+            Ok(())
+        }
+        Some(line) => {
+            let what = format!("{VIEW}:{line}: is not what {HEADER} gives");
+            Err(format!("{what}; run `cargo xtask bindgen`").into())
+        }
+    }
+}
+
+/// Whether this process can run bindgen. If not, a child that can has done the work with `arguments`.
+///
+/// bindgen reads the library's place from the environment, and changing our own would be unsafe.
+fn is_able(workspace: &Workspace, arguments: &[&str]) -> Outcome<bool> {
+    if !workspace.root.join(HEADER).is_file() {
+        return Err(format!("{HEADER} does not exist; write the header first").into());
+    }
+    if env::var_os(LIBCLANG_PATH).is_some() {
+        return Ok(true);
+    }
+    let folder = match system_libclang() {
+        Some(folder) => folder,
+        None => installed_libclang(workspace)?,
+    };
+    // This program by its open file: a build may have replaced the one at its path.
+    let mut child = workspace.command("/proc/self/exe");
+    process::run(child.args(arguments).env(LIBCLANG_PATH, folder))?;
+    Ok(false)
+}
+
+/// A folder of the system that holds libclang.
+fn system_libclang() -> Option<PathBuf> {
+    let mut folders: Vec<PathBuf> = Vec::new();
+    for entry in fs::read_dir("/usr/lib").into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.starts_with("llvm-") {
+            folders.push(entry.path().join("lib"));
+        } else if name.ends_with("-linux-gnu") {
+            folders.push(entry.path());
+        }
+    }
+    // The newest version first, so that two machines with the same packages agree.
+    folders.sort();
+    folders.reverse();
+    folders.extend(["/usr/lib64", "/usr/lib"].map(PathBuf::from));
+    folders.into_iter().find(|folder| {
+        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+        entries.into_iter().any(|entry| is_libclang(&entry.file_name().to_string_lossy()))
+    })
+}
+
+fn is_libclang(name: &str) -> bool {
+    // `libclang-cpp` is the C++ interface, which bindgen does not use.
+    name.starts_with("libclang")
+        && !name.starts_with("libclang-cpp")
+        && name.contains(".so")
+        && name["libclang".len()..].starts_with(['.', '-'])
+}
+
+/// The folder of the library inside the Python package that carries it.
+fn installed_libclang(workspace: &Workspace) -> Outcome<PathBuf> {
+    let python = Python::with(workspace, &LIBCLANG)
+        .map_err(|error| format!("no libclang on this machine: {error}; or set {LIBCLANG_PATH}"))?;
+    let place = "import clang.native; print(list(clang.native.__path__)[0])";
+    process::output(python.command(workspace, &[]).args(["-c", place])).map(PathBuf::from)
+}
+
+fn generate(workspace: &Workspace) -> Outcome<String> {
+    let header = workspace.root.join(HEADER);
+    let mut builder = Builder::default()
+        .header(path_text(&header)?)
+        .allowlist_file(format!(".*/{}", HEADER.replace('.', "\\.")))
+        .use_core()
+        .rust_target(rust_target(workspace)?)
+        .rust_edition(RustEdition::Edition2024)
+        // A newer header may give a value that an older build does not know, so values stay integers.
+        .default_enum_style(EnumVariation::NewType { is_bitfield: false, is_global: false })
+        .prepend_enum_name(false)
+        .merge_extern_blocks(true)
+        .disable_header_comment()
+        .formatter(Formatter::None);
+    // libclang alone lacks the compiler's own headers, stddef.h among them; these come last.
+    if let Ok(include) = process::output(workspace.command("cc").arg("-print-file-name=include")) {
+        builder = builder.clang_args(["-idirafter", &include]);
+    }
+    let bindings = builder.generate().map_err(|error| format!("{HEADER}: {error}"))?;
+    let unformatted = workspace.target.join("bindings.rs");
+    fs::write(&unformatted, format!("{HEAD}\n{bindings}"))?;
+    let mut rustfmt = workspace.command("rustfmt");
+    rustfmt.args(["--edition", "2024", "--config-path"]);
+    process::run(rustfmt.arg(&workspace.root).arg(&unformatted))?;
+    Ok(fs::read_to_string(&unformatted)?)
+}
+
+/// The oldest compiler that the workspace promises to build with.
+fn rust_target(workspace: &Workspace) -> Outcome<RustTarget> {
+    let promised = workspace
+        .metadata
+        .workspace_packages()
+        .iter()
+        .find_map(|package| package.rust_version.clone())
+        .ok_or("no package names its rust-version")?;
+    let fault = |error| format!("rust-version {promised}: {error}");
+    Ok(RustTarget::stable(promised.minor, promised.patch).map_err(fault)?)
+}
+
+fn path_text(path: &Path) -> Outcome<&str> {
+    path.to_str().ok_or_else(|| format!("{} is not UTF-8", path.display()).into())
+}
+
+/// The first line, counted from 1, in which two texts differ.
+fn first_difference(one: &str, other: &str) -> Option<usize> {
+    if one == other {
+        return None;
+    }
+    let same = one.lines().zip(other.lines()).take_while(|(one, other)| one == other);
+    Some(same.count() + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_c_interface_of_clang_counts() {
+        for name in ["libclang.so", "libclang-14.so.1", "libclang.so.18.1"] {
+            assert!(is_libclang(name), "{name}");
+        }
+        for name in ["libclang-cpp.so.14", "libclang.a", "libclangAST.so"] {
+            assert!(!is_libclang(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn first_difference_is_counted_from_one() {
+        assert_eq!(first_difference("a\nb\n", "a\nb\n"), None);
+        assert_eq!(first_difference("a\nb\n", "a\nc\n"), Some(2));
+        assert_eq!(first_difference("a\n", "a\nb\n"), Some(2));
+    }
+}

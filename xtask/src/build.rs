@@ -1,0 +1,126 @@
+//! Builds what tests and the demo run: the preload object, the simulated driver and the command.
+
+use std::fs;
+use std::io::BufReader;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use cargo_metadata::{Message, TargetKind};
+
+use crate::Outcome;
+use crate::workspace::Workspace;
+
+/// What was built, each at a path that later builds do not touch.
+///
+/// A test build of the whole workspace turns every feature on and overwrites cargo's own outputs with
+/// that. These are copies, so that tests run what a user would run.
+#[derive(Debug)]
+pub(crate) struct Built {
+    /// `libsublet.so`, the preload object. The command lies beside it and finds it there.
+    pub(crate) preload: PathBuf,
+    /// A directory that holds the simulated driver as `libcuda.so.1`.
+    pub(crate) simcuda_dir: PathBuf,
+    /// The `sublet` command.
+    pub(crate) sublet: PathBuf,
+}
+
+impl Built {
+    /// Builds all three in the debug profile and copies them to their places.
+    pub(crate) fn build(workspace: &Workspace) -> Outcome<Self> {
+        // Two builds, because one would turn the simulated driver on in the preload object too.
+        let shipped = build(workspace, &["--package", "sublet-ffi", "--package", "sublet-cli"])?;
+        let simulated = build(workspace, &["--package", "simcuda"])?;
+
+        let place = workspace.target.join("built");
+        let simcuda_dir = workspace.target.join("simcuda");
+        let built = Self {
+            preload: place.join("libsublet.so"),
+            sublet: place.join("sublet"),
+            simcuda_dir: simcuda_dir.clone(),
+        };
+        install(shipped.library("sublet")?, &built.preload)?;
+        install(shipped.binary("sublet")?, &built.sublet)?;
+        install(simulated.library("cuda")?, &simcuda_dir.join("libcuda.so.1"))?;
+        Ok(built)
+    }
+
+    /// Tells the tests of `command` where the built files are.
+    pub(crate) fn export(&self, command: &mut Command) {
+        command
+            .env("SUBLET_TEST_PRELOAD", &self.preload)
+            .env("SUBLET_TEST_SIMCUDA_DIR", &self.simcuda_dir)
+            .env("SUBLET_TEST_BIN", &self.sublet);
+    }
+}
+
+/// The files that one cargo build made.
+#[derive(Debug)]
+pub(crate) struct Artifacts(Vec<Artifact>);
+
+#[derive(Debug)]
+struct Artifact {
+    name: String,
+    kinds: Vec<TargetKind>,
+    executable: Option<PathBuf>,
+    files: Vec<PathBuf>,
+}
+
+impl Artifacts {
+    /// The shared library of the target `name`.
+    pub(crate) fn library(&self, name: &str) -> Outcome<&Path> {
+        self.0
+            .iter()
+            .filter(|artifact| {
+                artifact.name == name && artifact.kinds.contains(&TargetKind::CDyLib)
+            })
+            .flat_map(|artifact| &artifact.files)
+            .find(|file| file.extension().is_some_and(|extension| extension == "so"))
+            .map(PathBuf::as_path)
+            .ok_or_else(|| format!("the build made no shared library {name}").into())
+    }
+
+    /// The binary or example `name`.
+    pub(crate) fn binary(&self, name: &str) -> Outcome<&Path> {
+        self.0
+            .iter()
+            .filter(|artifact| artifact.name == name)
+            .find_map(|artifact| artifact.executable.as_deref())
+            .ok_or_else(|| format!("the build made no program {name}").into())
+    }
+}
+
+/// Runs `cargo build` with `arguments` and returns what it made.
+pub(crate) fn build(workspace: &Workspace, arguments: &[&str]) -> Outcome<Artifacts> {
+    let mut child = workspace
+        .cargo(&["build", "--message-format=json-render-diagnostics"])
+        .args(arguments)
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let stdout = child.stdout.take().ok_or("cargo has no output")?;
+    let mut artifacts = Vec::new();
+    for message in Message::parse_stream(BufReader::new(stdout)) {
+        if let Message::CompilerArtifact(artifact) = message? {
+            artifacts.push(Artifact {
+                name: artifact.target.name,
+                kinds: artifact.target.kind,
+                executable: artifact.executable.map(Into::into),
+                files: artifact.filenames.into_iter().map(Into::into).collect(),
+            });
+        }
+    }
+    if child.wait()?.success() {
+        Ok(Artifacts(artifacts))
+    } else {
+        Err(format!("cargo build {} failed", arguments.join(" ")).into())
+    }
+}
+
+/// Copies `from` to `to`. A process that runs the old file keeps it.
+pub(crate) fn install(from: &Path, to: &Path) -> Outcome {
+    let folder = to.parent().ok_or("a file to install has no folder")?;
+    fs::create_dir_all(folder)?;
+    let fresh = to.with_extension("new");
+    fs::copy(from, &fresh).map_err(|error| format!("copy {}: {error}", from.display()))?;
+    fs::rename(&fresh, to)?;
+    Ok(())
+}

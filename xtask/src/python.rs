@@ -1,0 +1,111 @@
+//! The Python that the tests use: pytest, and libclang for the bindings, without touching the system's.
+
+use std::env;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::workspace::Workspace;
+use crate::{Outcome, process};
+
+/// A package that we need. Where we install it ourselves, the version is fixed.
+#[derive(Debug)]
+pub(crate) struct Package {
+    /// What pip calls it.
+    requirement: &'static str,
+    /// What Python imports.
+    module: &'static str,
+}
+
+/// The test runner.
+pub(crate) const PYTEST: Package = Package { requirement: "pytest==9.2.0", module: "pytest" };
+
+/// The library that bindgen reads C with.
+pub(crate) const LIBCLANG: Package = Package {
+    requirement: "libclang==18.1.1",
+    // A `clang` of the system may come without the library; this part of it is the library.
+    module: "clang.native",
+};
+
+/// A Python interpreter that can import what it was asked for.
+#[derive(Debug)]
+pub(crate) struct Python {
+    interpreter: PathBuf,
+    /// Folders to import from: packages installed there because this machine cannot make environments.
+    import_path: Vec<PathBuf>,
+}
+
+impl Python {
+    /// A Python with `package`: from our environment, from the system, or installed beside it.
+    pub(crate) fn with(workspace: &Workspace, package: &Package) -> Outcome<Self> {
+        let environment = workspace.target.join("venv");
+        let ours = Self { interpreter: environment.join("bin/python"), import_path: Vec::new() };
+        let beside = Self {
+            interpreter: "python3".into(),
+            import_path: vec![workspace.target.join("python-packages")],
+        };
+        for python in [&ours, &beside] {
+            if python.imports(workspace, package) {
+                return Ok(Self {
+                    interpreter: python.interpreter.clone(),
+                    import_path: python.import_path.clone(),
+                });
+            }
+        }
+        process::output(workspace.command("python3").arg("--version"))
+            .map_err(|error| format!("{error}; install python3"))?;
+
+        // An environment made without pip, or half made, cannot install: then the next way is tried.
+        let made =
+            process::output(workspace.command("python3").args(["-m", "venv"]).arg(&environment));
+        if made.is_ok() && ours.pip_install(workspace, package, None).is_ok() {
+            return Ok(ours);
+        }
+        beside.pip_install(workspace, package, Some(&beside.import_path[0])).map_err(|error| {
+            format!(
+                "cannot install {}: {error}; install python3-venv or python3-pip, or {} itself",
+                package.requirement, package.module
+            )
+        })?;
+        Ok(beside)
+    }
+
+    /// A command that runs this interpreter in the repository root; `folders` are imported from first.
+    pub(crate) fn command(&self, workspace: &Workspace, folders: &[PathBuf]) -> Command {
+        let mut command = workspace.command(&self.interpreter);
+        command.env("PYTHONDONTWRITEBYTECODE", "1");
+        let inherited = env::var_os("PYTHONPATH").unwrap_or_default();
+        let path: Vec<PathBuf> = folders
+            .iter()
+            .chain(&self.import_path)
+            .cloned()
+            .chain(env::split_paths(&inherited).filter(|entry| !entry.as_os_str().is_empty()))
+            .collect();
+        // A folder with a colon in its name cannot be on the path; then Python says what it misses.
+        let path: OsString = env::join_paths(path).unwrap_or_default();
+        if !path.is_empty() {
+            command.env("PYTHONPATH", path);
+        }
+        command
+    }
+
+    fn imports(&self, workspace: &Workspace, package: &Package) -> bool {
+        let statement = format!("import {}", package.module);
+        process::output(self.command(workspace, &[]).args(["-c", &statement])).is_ok()
+    }
+
+    fn pip_install(
+        &self,
+        workspace: &Workspace,
+        package: &Package,
+        folder: Option<&Path>,
+    ) -> Outcome {
+        let mut command = self.command(workspace, &[]);
+        command.args(["-m", "pip", "install", "--quiet"]);
+        command.arg("--disable-pip-version-check");
+        if let Some(folder) = folder {
+            command.arg("--target").arg(folder);
+        }
+        process::output(command.arg(package.requirement)).map(|_| ())
+    }
+}

@@ -1,0 +1,210 @@
+//! Rules about one file: its size, the words it may not contain, the lints a crate inherits.
+
+use super::code::{code_only, words};
+use super::{Finding, has_extension, is_rust, line_of};
+use crate::bench::RESULT_BYTES_MAX;
+
+const LINES_MAX: usize = 800;
+/// Made by a program, so its size is not a choice.
+const GENERATED: [&str; 1] = ["ffi/src/bindings.rs"];
+
+/// All findings about one file.
+pub(crate) fn check(path: &str, text: &str) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    findings.extend(size(path, text));
+    findings.extend(machine_paths(path, text));
+    if is_rust(path) {
+        findings.extend(unfinished(path, text));
+        findings.extend(driver_knows_no_pool(path, text));
+    }
+    if is_rust(path) || has_extension(path, "py") {
+        findings.extend(unnumbered_todos(path, text));
+    }
+    if path.ends_with("Cargo.toml") {
+        findings.extend(lints(path, text));
+    }
+    findings
+}
+
+fn size(path: &str, text: &str) -> Option<Finding> {
+    let lines = text.lines().count();
+    let counted = ["rs", "py", "md"].iter().any(|extension| has_extension(path, extension));
+    if counted && lines > LINES_MAX && !GENERATED.contains(&path) {
+        let what = format!("{lines} lines, more than {LINES_MAX}");
+        return Some(Finding::new(path, LINES_MAX + 1, what, "split the file by subject"));
+    }
+    let result = path.starts_with("benchmarks/results/") && has_extension(path, "json");
+    if result && text.len() > RESULT_BYTES_MAX {
+        let what = format!("{} bytes, more than {RESULT_BYTES_MAX}", text.len());
+        return Some(Finding::new(path, 1, what, "record fewer samples or split the run"));
+    }
+    None
+}
+
+/// Paths of the machine that somebody happened to work on.
+fn machine_paths(path: &str, text: &str) -> Vec<Finding> {
+    // In two parts, so that this file does not contain them.
+    let homes = [concat!("/", "work/"), concat!("/", "root/")];
+    let mut findings = Vec::new();
+    for (number, line) in text.lines().enumerate() {
+        for home in homes {
+            let starts_path = |offset: usize| {
+                let before = line[..offset].chars().next_back();
+                !before.is_some_and(|before| before.is_alphanumeric() || "_-./}~*".contains(before))
+            };
+            if line.match_indices(home).any(|(offset, _)| starts_path(offset)) {
+                let what = format!("names a path of one machine ({home})");
+                let next = "use a path relative to the repository or to the target directory";
+                findings.push(Finding::new(path, number + 1, what, next));
+            }
+        }
+    }
+    findings
+}
+
+/// Macros that mark code as not done, or print for debugging.
+fn unfinished(path: &str, text: &str) -> Vec<Finding> {
+    let code = code_only(text);
+    let mut findings = Vec::new();
+    for name in ["todo", "unimplemented", "dbg"] {
+        for offset in words(&code, name) {
+            if code[offset + name.len()..].starts_with('!') {
+                let what = format!("{name}! is left in");
+                let next = "finish the code or return an error";
+                findings.push(Finding::new(path, line_of(text, offset), what, next));
+            }
+        }
+    }
+    findings
+}
+
+/// The driver layer is the lowest: it may use nothing of the crate around it.
+fn driver_knows_no_pool(path: &str, text: &str) -> Vec<Finding> {
+    if !path.starts_with("vmm-pool/src/driver/") {
+        return Vec::new();
+    }
+    let code = code_only(text);
+    words(&code, "crate")
+        .filter(|offset| {
+            let after = &code[offset + "crate".len()..];
+            let own = after.strip_prefix("::driver").is_some_and(|tail| {
+                !tail.starts_with(|next: char| next.is_alphanumeric() || next == '_')
+            });
+            after.starts_with("::") && !own
+        })
+        .map(|offset| {
+            let next =
+                "move what it needs into the driver, or the code that needs it into the pool";
+            let what = "the driver uses the pool (driver -> vmm-pool is the only direction)";
+            Finding::new(path, line_of(text, offset), what, next)
+        })
+        .collect()
+}
+
+fn unnumbered_todos(path: &str, text: &str) -> Vec<Finding> {
+    let mark = concat!("TO", "DO");
+    text.lines()
+        .enumerate()
+        .filter(|(_, line)| {
+            words(line, mark).any(|offset| {
+                let after = line[offset + mark.len()..].trim_start_matches(['(', ' ']);
+                !after.starts_with('#')
+            })
+        })
+        .map(|(number, _)| {
+            let what = format!("a {mark} without an issue number");
+            Finding::new(path, number + 1, what, format!("write {mark}(#number) or do it"))
+        })
+        .collect()
+}
+
+/// A crate inherits the workspace's lints.
+fn lints(path: &str, text: &str) -> Option<Finding> {
+    let mut section = "";
+    let mut package_line = None;
+    for (number, line) in text.lines().enumerate() {
+        let line = line.trim();
+        if line.starts_with('[') {
+            section = line;
+            if section == "[package]" {
+                package_line = Some(number + 1);
+            }
+        }
+        let words: String = line.split_whitespace().collect();
+        if (section == "[lints]" && words == "workspace=true") || words == "lints.workspace=true" {
+            return None;
+        }
+    }
+    // A file without a package is the workspace itself.
+    let line = package_line?;
+    let what = "does not inherit the workspace's lints";
+    Some(Finding::new(path, line, what, "add `[lints]` with `workspace = true`"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_file_is_found_and_generated_one_is_not() {
+        let text = "x\n".repeat(LINES_MAX + 1);
+        let found = size("docs/long.md", &text).unwrap().to_string();
+        assert_eq!(found, "docs/long.md:801: 801 lines, more than 800; split the file by subject");
+        assert_eq!(size("docs/long.md", &"x\n".repeat(LINES_MAX)), None);
+        assert_eq!(size("docs/long.txt", &text), None);
+        assert_eq!(size(GENERATED[0], &text), None);
+    }
+
+    #[test]
+    fn large_result_is_found() {
+        let text = " ".repeat(RESULT_BYTES_MAX + 1);
+        assert!(size("benchmarks/results/a.json", &text).is_some());
+        assert!(size("other/a.json", &text).is_none());
+    }
+
+    #[test]
+    fn machine_path_is_found_only_where_a_path_starts() {
+        let bad = format!("one\nopen(\"{}{}\")", "/", "root/x");
+        let found = machine_paths("a.py", &bad);
+        assert_eq!(found.len(), 1);
+        assert_eq!(found[0].line, 2);
+        let fine = format!("https://host{}{} src{}{}", "/", "root/x", "/", "work/y");
+        assert_eq!(machine_paths("a.md", &fine), []);
+    }
+
+    #[test]
+    fn unfinished_macro_is_found_in_code_alone() {
+        let text = "// todo!()\nlet a = \"dbg!()\";\nunimplemented!()";
+        let found = unfinished("a.rs", text);
+        assert_eq!(found.len(), 1);
+        assert!(found[0].to_string().starts_with("a.rs:3: unimplemented! is left in"));
+    }
+
+    #[test]
+    fn driver_may_use_itself_and_not_the_pool() {
+        let path = "vmm-pool/src/driver/sim/mod.rs";
+        let text = "use crate::driver::types::X;\nuse crate::pool::Pool;\npub(crate) fn f() {}";
+        let found = driver_knows_no_pool(path, text);
+        assert_eq!(found.len(), 1);
+        assert_eq!(found[0].line, 2);
+        assert_eq!(driver_knows_no_pool("vmm-pool/src/pool.rs", text), []);
+    }
+
+    #[test]
+    fn note_without_a_number_is_found() {
+        let mark = concat!("TO", "DO");
+        let text = format!("# {mark}(#12): later\n# {mark}: later");
+        let found = unnumbered_todos("a.py", &text);
+        assert_eq!(found.len(), 1);
+        assert_eq!(found[0].line, 2);
+    }
+
+    #[test]
+    fn crate_without_inherited_lints_is_found() {
+        let bare = "[package]\nname = \"a\"\n[dependencies]\nworkspace = true\n";
+        assert_eq!(lints("a/Cargo.toml", bare).unwrap().line, 1);
+        let whole = "[package]\nname = \"a\"\n\n[lints]\nworkspace = true\n";
+        assert_eq!(lints("a/Cargo.toml", whole), None);
+        assert_eq!(lints("Cargo.toml", "[workspace]\n"), None);
+    }
+}

@@ -1,0 +1,90 @@
+//! `tidy`: the house rules that a program can check.
+//!
+//! Every finding is one line, `path:line: what; next step`. The checks are functions from text to
+//! findings, so that their tests need no files.
+
+mod code;
+mod files;
+mod layers;
+mod unsafe_list;
+
+use std::fmt::{self, Display};
+use std::fs;
+use std::path::Path;
+
+use crate::Outcome;
+use crate::workspace::Workspace;
+
+/// One broken rule.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Finding {
+    path: String,
+    line: usize,
+    what: String,
+    next: String,
+}
+
+impl Finding {
+    fn new(path: &str, line: usize, what: impl Into<String>, next: impl Into<String>) -> Self {
+        Self { path: path.to_owned(), line, what: what.into(), next: next.into() }
+    }
+}
+
+impl Display for Finding {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { path, line, what, next } = self;
+        write!(formatter, "{path}:{line}: {what}; {next}")
+    }
+}
+
+/// Checks every file of the project and prints what it finds.
+pub(crate) fn run(workspace: &Workspace) -> Outcome {
+    let mut findings = layers::check(workspace)?;
+    let mut exceptions = Vec::new();
+    let mut list = None;
+    let paths = workspace.files()?;
+    for path in &paths {
+        // Text is what the rules are about; a file of another kind has no lines.
+        let Ok(text) = fs::read_to_string(workspace.root.join(path)) else {
+            continue;
+        };
+        let path = path_text(path);
+        findings.extend(files::check(&path, &text));
+        if is_rust(&path) {
+            exceptions.extend(unsafe_list::exceptions(&path, &text));
+        }
+        if path == unsafe_list::LIST {
+            list = Some(text);
+        }
+    }
+    findings.extend(unsafe_list::check(list.as_deref(), &exceptions));
+    for finding in &findings {
+        println!("{finding}");
+    }
+    match findings.len() {
+        0 => {
+            println!("tidy: {} files, nothing found", paths.len());
+            Ok(())
+        }
+        1 => Err("tidy found 1 thing to mend".into()),
+        count => Err(format!("tidy found {count} things to mend").into()),
+    }
+}
+
+fn path_text(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}
+
+/// Whether `path` names a Rust source file.
+fn is_rust(path: &str) -> bool {
+    has_extension(path, "rs")
+}
+
+fn has_extension(path: &str, extension: &str) -> bool {
+    Path::new(path).extension().is_some_and(|found| found == extension)
+}
+
+/// The line, counted from 1, of the byte `offset` of `text`.
+fn line_of(text: &str, offset: usize) -> usize {
+    text.bytes().take(offset).filter(|byte| *byte == b'\n').count() + 1
+}
