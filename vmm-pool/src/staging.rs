@@ -12,9 +12,11 @@
 
 #![expect(unsafe_code, reason = "hands host memory to the driver for copies")]
 
+use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use crossbeam_channel::Receiver;
 use memmap2::{Advice, MmapOptions, MmapRaw};
 
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawStream, VaRange};
@@ -52,11 +54,53 @@ pub(crate) struct HostArena<D: Driver> {
     driver: Arc<D>,
     chunks: Vec<Chunk>,
     toucher_threads: usize,
+    /// Chunks on their way, brought in by a thread that runs ahead of the copies.
+    coming: Option<Receiver<io::Result<Chunk>>>,
 }
+
+/// How many chunks are brought in ahead of the one being pinned.
+const CHUNKS_AHEAD: usize = 2;
 
 impl<D: Driver> HostArena<D> {
     pub(crate) fn new(driver: Arc<D>, toucher_threads: usize) -> Self {
-        Self { driver, chunks: Vec::new(), toucher_threads: toucher_threads.max(1) }
+        let toucher_threads = toucher_threads.max(1);
+        Self { driver, chunks: Vec::new(), toucher_threads, coming: None }
+    }
+
+    /// Has a thread bring memory in up to `end_bytes`, so that touching, pinning and copying run at the
+    /// same time. Without a thread to be had, [`HostArena::grow_to`] does it all.
+    pub(crate) fn begin_growth(&mut self, end_bytes: u64) {
+        let missing = end_bytes.saturating_sub(self.capacity_bytes()).div_ceil(CHUNK_BYTES);
+        if missing == 0 {
+            return;
+        }
+        let (ready, coming) = crossbeam_channel::bounded(CHUNKS_AHEAD);
+        let threads = self.toucher_threads;
+        let bring_in = move || {
+            for _ in 0..missing {
+                // Nobody listens any more when the pause has failed.
+                if ready.send(new_chunk(threads)).is_err() {
+                    return;
+                }
+            }
+        };
+        match std::thread::Builder::new().name("sublet-arena".to_owned()).spawn(bring_in) {
+            Ok(_) => self.coming = Some(coming),
+            Err(error) => tracing::debug!(%error, "no thread to bring host memory in ahead"),
+        }
+    }
+
+    fn next_chunk(&mut self) -> io::Result<Chunk> {
+        let coming = self.coming.as_ref().and_then(|coming| coming.recv().ok());
+        coming.unwrap_or_else(|| {
+            self.coming = None;
+            new_chunk(self.toucher_threads)
+        })
+    }
+
+    /// Calls off what [`HostArena::begin_growth`] has not brought in yet.
+    pub(crate) fn end_growth(&mut self) {
+        self.coming = None;
     }
 
     pub(crate) fn capacity_bytes(&self) -> u64 {
@@ -78,12 +122,11 @@ impl<D: Driver> HostArena<D> {
     /// Grows until `[0, end_bytes)` is held. A context must be current on this thread.
     pub(crate) fn grow_to(&mut self, end_bytes: u64) -> PoolResult<()> {
         while self.capacity_bytes() < end_bytes {
-            let chunk =
-                new_chunk(self.toucher_threads).map_err(|_| PoolError::OutOfHostMemory {
-                    needed_bytes: end_bytes,
-                    grow_bytes: CHUNK_BYTES,
-                    available_bytes: 0,
-                })?;
+            let chunk = self.next_chunk().map_err(|_| PoolError::OutOfHostMemory {
+                needed_bytes: end_bytes,
+                grow_bytes: CHUNK_BYTES,
+                available_bytes: 0,
+            })?;
             // SAFETY: the chunk stays mapped until `shrink_to` or the drop of the arena unregisters it.
             let registered =
                 unsafe { self.driver.host_register(chunk.start, CHUNK_BYTES as usize) };
@@ -179,7 +222,7 @@ impl<D: Driver> HostArena<D> {
 }
 
 /// Maps a chunk and brings all its pages in.
-fn new_chunk(toucher_threads: usize) -> std::io::Result<Chunk> {
+fn new_chunk(toucher_threads: usize) -> io::Result<Chunk> {
     let length = CHUNK_BYTES as usize;
     let map = MmapRaw::from(MmapOptions::new().len(length + HUGE_PAGE_BYTES).map_anon()?);
     if let Err(error) = map.advise(Advice::HugePage) {
@@ -189,7 +232,7 @@ fn new_chunk(toucher_threads: usize) -> std::io::Result<Chunk> {
     let padding = base.align_offset(HUGE_PAGE_BYTES).min(HUGE_PAGE_BYTES);
     // SAFETY: the map is one huge page longer than the chunk, and `padding` at most that.
     let start = unsafe { base.add(padding) };
-    let start = NonNull::new(start).ok_or(std::io::ErrorKind::OutOfMemory)?;
+    let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
     touch(start, length, toucher_threads);
     Ok(Chunk { map, start })
 }

@@ -52,7 +52,9 @@ impl<D: Driver> Pool<D> {
                 streams.insert(group.device, CopyStreams::open(&*self.driver, group.device)?);
             }
         }
+        arena.begin_growth(self.kept_bytes());
         let outcome = self.run_groups(&mut log, &mut arena, &mut streams, &groups);
+        arena.end_growth();
         if outcome.is_err() {
             // Copies may still be reading; nothing may be unmapped or reused before they are done.
             for streams in streams.values() {
