@@ -33,7 +33,7 @@ const NCCL_INVALID_USAGE: c_int = 5;
 
 /// How long `ncclPause` waits for the other processes to call it too. They stand at the same step, so the
 /// wait is short unless one of them is stuck.
-const TOGETHER_TIMEOUT: Duration = Duration::from_secs(120);
+const TOGETHER_TIMEOUT: Duration = Duration::from_mins(2);
 
 static GROUP_ID: AtomicI32 = AtomicI32::new(GROUP_UNSET);
 const GROUP_UNSET: i32 = i32::MIN;
@@ -189,8 +189,10 @@ pub unsafe extern "C" fn sublet_stats_json(buffer: *mut c_char, size: usize) -> 
         let target: *mut u8 = buffer.cast();
         // SAFETY: the caller's buffer has `size` bytes, more than the text.
         unsafe { target.copy_from_nonoverlapping(text.as_ptr(), text.len()) };
-        // SAFETY: as above; this is the byte after the text.
-        unsafe { target.add(text.len()).write(0) };
+        // SAFETY: the text is shorter than the buffer, so this is inside it.
+        let end = unsafe { target.add(text.len()) };
+        // SAFETY: as above.
+        unsafe { end.write(0) };
     }
     i64::try_from(text.len()).unwrap_or(i64::MAX)
 }

@@ -110,7 +110,7 @@ pub(crate) fn run_dir() -> Result<RunDir, String> {
         .map_err(|error| sublet_nccl::pausing::chain(&error))
 }
 
-/// The tenant that the environment names: `SUBLET_TENANT`, or AMem's group, or the terminal session, so
+/// The tenant that the environment names: `SUBLET_TENANT`, or the group of `AMem`, or the terminal session, so
 /// that the processes of one launcher find each other.
 pub(crate) fn tenant_name() -> Result<TenantName, String> {
     let name = variable("SUBLET_TENANT").unwrap_or_else(|| {
@@ -180,10 +180,10 @@ unsafe extern "C" fn after_fork_in_child() {
 }
 
 extern "C" fn at_exit() {
-    if JOINED_PID.load(Ordering::Relaxed) == std::process::id() {
-        if let Some(member) = member() {
-            member.leave();
-        }
+    if JOINED_PID.load(Ordering::Relaxed) == std::process::id()
+        && let Some(member) = member()
+    {
+        member.leave();
     }
 }
 

@@ -2,9 +2,9 @@
 
 use crate::driver::{DeviceAddress, DeviceOrdinal, DriverCode, DriverError};
 
-/// An operation of the pool that was not carried out.
+/// An operation of the pool that was not carried out. Exhaustive on purpose: every layer above decides for
+/// every variant what its caller can do.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum PoolError {
     /// The handle or address is not the pool's: whoever asked should ask the driver itself.
     #[error("not memory of the pool")]

@@ -77,7 +77,7 @@ impl VirtualHandle {
     }
 
     fn generation(self) -> u32 {
-        // CAST: masked to 24 bits.
-        (self.0 >> 24) as u32 & Self::GENERATION_MASK
+        let generation = (self.0 >> 24) & u64::from(Self::GENERATION_MASK);
+        u32::try_from(generation).unwrap_or(0)
     }
 }

@@ -25,6 +25,7 @@ use crate::error::{Describe, PoolError, PoolResult};
 /// Size of a chunk. Large enough that pinning runs at full speed (36 GiB/s measured with huge pages),
 /// small enough that the first copies start after some 10 ms.
 pub(crate) const CHUNK_BYTES: u64 = 256 << 20;
+const CHUNK_LENGTH: usize = 256 << 20;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Where saved contents lie in the arena: `[offset, offset + size)` of its linear space.
@@ -128,8 +129,7 @@ impl<D: Driver> HostArena<D> {
                 available_bytes: 0,
             })?;
             // SAFETY: the chunk stays mapped until `shrink_to` or the drop of the arena unregisters it.
-            let registered =
-                unsafe { self.driver.host_register(chunk.start, CHUNK_BYTES as usize) };
+            let registered = unsafe { self.driver.host_register(chunk.start, CHUNK_LENGTH) };
             registered.about(|| "pinning of host memory".to_owned(), CHUNK_BYTES, None)?;
             self.chunks.push(chunk);
         }
@@ -139,9 +139,7 @@ impl<D: Driver> HostArena<D> {
     /// Gives chunks back until at most `keep_bytes` (rounded up to a chunk) are held. A context must be
     /// current, and no contents saved beyond that.
     pub(crate) fn shrink_to(&mut self, keep_bytes: u64) -> PoolResult<()> {
-        // CAST: a count of chunks that exist.
-        let keep = keep_bytes.div_ceil(CHUNK_BYTES) as usize;
-        while self.chunks.len() > keep {
+        while self.capacity_bytes() >= keep_bytes.saturating_add(CHUNK_BYTES) {
             let Some(chunk) = self.chunks.last() else {
                 break;
             };
@@ -223,7 +221,7 @@ impl<D: Driver> HostArena<D> {
 
 /// Maps a chunk and brings all its pages in.
 fn new_chunk(toucher_threads: usize) -> io::Result<Chunk> {
-    let length = CHUNK_BYTES as usize;
+    let length = CHUNK_LENGTH;
     let map = MmapRaw::from(MmapOptions::new().len(length + HUGE_PAGE_BYTES).map_anon()?);
     if let Err(error) = map.advise(Advice::HugePage) {
         tracing::debug!(%error, "no huge pages: the first pause will be slower");
@@ -322,8 +320,8 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
 
     /// Waits for both streams.
     pub(crate) fn finish_all(&self) -> PoolResult<()> {
-        self.finish(self.streams[0])?;
-        self.finish(self.streams[1])
+        let first = self.finish(self.streams[0]);
+        first.and(self.finish(self.streams[1]))
     }
 }
 

@@ -24,8 +24,13 @@ impl<T> Answer<T> {
                 Some(code) => {
                     match &error {
                         // Callers try and fall back; the driver's own answer is passed on.
-                        PoolError::Driver { .. } => tracing::debug!(%error, "refused"),
-                        _ => tracing::warn!(%error, "refused"),
+                        PoolError::Driver { .. } | PoolError::NotOurs => {
+                            tracing::debug!(%error, "refused");
+                        }
+                        PoolError::StaleHandle { .. }
+                        | PoolError::OutOfDeviceMemory { .. }
+                        | PoolError::OutOfHostMemory { .. }
+                        | PoolError::MissingImport { .. } => tracing::warn!(%error, "refused"),
                     }
                     Self::Refused(code)
                 }

@@ -40,7 +40,8 @@ pub fn create<D: Driver>(
         return Answer::Refused(DriverCode::NOT_SUPPORTED);
     }
     let _pass = member.gate().pass(Passage::Use);
-    Answer::of(member.pool().create(size_bytes, prop, class_of(library))).map(|h| h.raw())
+    Answer::of(member.pool().create(size_bytes, prop, class_of(library)))
+        .map(vmm_pool::VirtualHandle::raw)
 }
 
 /// Gives back one reference of a handle.
@@ -54,7 +55,7 @@ pub fn release<D: Driver>(member: &Member<D>, handle: u64) -> Answer<()> {
 #[doc(alias = "cuMemRetainAllocationHandle")]
 pub fn retain<D: Driver>(member: &Member<D>, address: DeviceAddress) -> Answer<u64> {
     let _pass = member.gate().pass(Passage::GiveUp);
-    Answer::of(member.pool().retain_at(address)).map(|handle| handle.raw())
+    Answer::of(member.pool().retain_at(address)).map(vmm_pool::VirtualHandle::raw)
 }
 
 /// What a handle was created with.
@@ -122,11 +123,11 @@ pub fn import<D: Driver>(
     let class = class_of(library);
     match Ticket::read(fd) {
         Ok(Some(ticket)) => {
-            of_import(member.redeem_ticket(&ticket, class)).map(|handle| handle.raw())
+            of_import(member.redeem_ticket(&ticket, class)).map(vmm_pool::VirtualHandle::raw)
         }
         Ok(None) => {
             let handle = member.pool().import_foreign(fd, class);
-            Answer::of(handle).map(|handle| handle.raw())
+            Answer::of(handle).map(vmm_pool::VirtualHandle::raw)
         }
         Err(error) => {
             member.note(error.to_string());

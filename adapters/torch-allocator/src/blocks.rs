@@ -34,25 +34,24 @@ impl Accessors {
         std::iter::once(owner).chain(others).collect()
     }
 
-    /// Lets `accessor` reach plain memory of `owner`, present and future.
+    /// From now on, new plain memory of `owner` can be reached by `accessor`.
+    pub fn record(&self, owner: DeviceOrdinal, accessor: DeviceOrdinal) {
+        let mut by_owner = self.by_owner.lock().unwrap_or_else(PoisonError::into_inner);
+        by_owner.entry(owner).or_default().insert(accessor);
+    }
+
+    /// Lets `accessor` reach plain memory that `owner` has already.
     ///
     /// # Errors
-    /// What the pool said of present memory.
-    pub fn enable<D: Driver>(
+    /// What the pool said.
+    pub fn open<D: Driver>(
         &self,
         member: &Member<D>,
         owner: DeviceOrdinal,
         accessor: DeviceOrdinal,
     ) -> PoolResult<()> {
-        self.record(owner, accessor);
         let _pass = member.gate().pass(Passage::Use);
         member.pool().open_blocks_to(owner, accessor)
-    }
-
-    /// As [`Accessors::enable`], before there is any memory.
-    pub fn record(&self, owner: DeviceOrdinal, accessor: DeviceOrdinal) {
-        let mut by_owner = self.by_owner.lock().unwrap_or_else(PoisonError::into_inner);
-        by_owner.entry(owner).or_default().insert(accessor);
     }
 
     /// Future memory of `owner` is no longer opened to `accessor`. Present memory stays open: taking
@@ -134,10 +133,10 @@ pub fn free<D: Driver>(
         member.pool().native_freed(address);
         return None;
     }
-    if !member.gate().is_vacated() {
-        if let Err(code) = settle().ok() {
-            return Some(code);
-        }
+    if !member.gate().is_vacated()
+        && let Err(code) = settle().ok()
+    {
+        return Some(code);
     }
     match member.pool().block_free(address) {
         Ok(()) => Some(DriverCode::SUCCESS),

@@ -154,7 +154,7 @@ impl<D: Driver> Agent<D> {
         fds.extend(
             self.clients.iter().map(|c| PollFd::new(c.connection.as_fd(), PollFlags::POLLIN)),
         );
-        let idle = Instant::now() + Duration::from_secs(3600);
+        let idle = Instant::now() + Duration::from_hours(1);
         let deadline = self.waiters.iter().map(|waiter| waiter.deadline).min().unwrap_or(idle);
         if let Err(error) = poll_until(&mut fds, deadline) {
             tracing::error!(%error, "the agent could not wait");
@@ -235,8 +235,7 @@ impl<D: Driver> Agent<D> {
                 let reply = self.hand_out(&allocations, importer.0);
                 match reply {
                     Ok(fds) => {
-                        // CAST: at most `FDS_PER_MESSAGE_MAX`.
-                        let count = fds.len() as u32;
+                        let count = u32::try_from(fds.len()).unwrap_or(u32::MAX);
                         self.reply(index, &Reply::Fds { count }, &fds);
                     }
                     Err(failure) => self.reply(index, &Reply::Failed(failure), &[]),

@@ -118,7 +118,7 @@ impl<D: Driver> Member<D> {
         self.expect(MemberState::Offloading)?;
         let budget = (self.config.host_budget)(self.member_count());
         self.standing().progress = Progress::Moving;
-        let log = self.pool.save_and_drop_imports(budget).map_err(pool_failure)?;
+        let log = self.pool.save_and_drop_imports(budget).map_err(|error| pool_failure(&error))?;
         self.standing().progress = Progress::Saved;
         Ok(report(log))
     }
@@ -132,7 +132,7 @@ impl<D: Driver> Member<D> {
     }
 
     fn release_and_stand_paused(&self) -> Result<PhaseReport, Failure> {
-        let log = self.pool.release_own().map_err(pool_failure)?;
+        let log = self.pool.release_own().map_err(|error| pool_failure(&error))?;
         self.transition(Event::Released)?;
         self.standing().pauses += 1;
         self.changed.notify_all();
@@ -223,7 +223,7 @@ impl<D: Driver> Member<D> {
             (Err(failure), Progress::Saved) => {
                 // A peer went on to release, or is gone. Our contents are on the host: go on as well, and
                 // stand paused, so that nothing is lost and a resume can be tried.
-                self.pool.drop_imports().map_err(pool_failure)?;
+                self.pool.drop_imports().map_err(|error| pool_failure(&error))?;
                 self.release_and_stand_paused()?;
                 Err(Failure {
                     kind: failure.kind,
@@ -241,7 +241,7 @@ impl<D: Driver> Member<D> {
     }
 
     fn take_back(&self, deadline: Instant) -> Result<StepLog, Failure> {
-        let mut log = self.pool.remount_own().map_err(pool_failure)?;
+        let mut log = self.pool.remount_own().map_err(|error| pool_failure(&error))?;
         let imports = self.import_from_peers(deadline)?;
         log.steps.extend(imports.steps);
         log.driver_calls += imports.driver_calls;
@@ -266,14 +266,14 @@ impl<D: Driver> Member<D> {
                 // Nothing was taken; stand paused again, so that the same resume can be tried later.
                 self.transition(Event::ResumeUndone)?;
                 self.gate.set_vacated();
-                Err(pool_failure(error))
+                Err(pool_failure(&error))
             }
         }
     }
 
     fn restore(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Restoring)?;
-        Ok(report(self.pool.restore_own().map_err(pool_failure)?))
+        Ok(report(self.pool.restore_own().map_err(|error| pool_failure(&error))?))
     }
 
     fn import(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
@@ -283,9 +283,9 @@ impl<D: Driver> Member<D> {
 
     fn import_from_peers(&self, deadline: Instant) -> Result<StepLog, Failure> {
         let begin = Instant::now();
-        let descriptors = self.fetch_imports(deadline).map_err(import_failure)?;
+        let descriptors = self.fetch_imports(deadline).map_err(|error| import_failure(&error))?;
         let fetch_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
-        let mut log = self.pool.import_again(descriptors).map_err(pool_failure)?;
+        let mut log = self.pool.import_again(descriptors).map_err(|error| pool_failure(&error))?;
         log.steps.insert(0, vmm_pool::Step { name: "fetch descriptors", elapsed_us: fetch_us });
         Ok(log)
     }
@@ -322,8 +322,8 @@ impl<D: Driver> Member<D> {
                 return Err(wrong_state(format!("a resume cannot be undone while {state:?}")));
             }
         }
-        let mut log = self.pool.drop_imports().map_err(pool_failure)?;
-        let own = self.pool.release_own().map_err(pool_failure)?;
+        let mut log = self.pool.drop_imports().map_err(|error| pool_failure(&error))?;
+        let own = self.pool.release_own().map_err(|error| pool_failure(&error))?;
         log.steps.extend(own.steps);
         self.transition(Event::ResumeUndone)?;
         self.gate.set_vacated();
@@ -396,8 +396,8 @@ fn drain_failed(ordinal: i32, error: DriverError) -> Failure {
     }
 }
 
-fn pool_failure(error: PoolError) -> Failure {
-    let kind = match &error {
+fn pool_failure(error: &PoolError) -> Failure {
+    let kind = match error {
         PoolError::OutOfDeviceMemory { needed_bytes, free_bytes, .. } => {
             FailureKind::OutOfDeviceMemory {
                 missing_bytes: needed_bytes.saturating_sub(*free_bytes),
@@ -405,18 +405,20 @@ fn pool_failure(error: PoolError) -> Failure {
         }
         PoolError::OutOfHostMemory { .. } => FailureKind::OutOfHostMemory,
         PoolError::MissingImport { .. } => FailureKind::PeerGone,
-        _ => FailureKind::Driver,
+        PoolError::NotOurs | PoolError::StaleHandle { .. } | PoolError::Driver { .. } => {
+            FailureKind::Driver
+        }
     };
     Failure { kind, message: format!("process {}: {error}", std::process::id()) }
 }
 
-fn import_failure(error: ImportError) -> Failure {
-    match error {
-        ImportError::Pool(error) => pool_failure(error),
-        error => Failure {
-            kind: FailureKind::PeerGone,
-            message: format!("process {}: {error}", std::process::id()),
-        },
+fn import_failure(error: &ImportError) -> Failure {
+    if let ImportError::Pool(error) = error {
+        return pool_failure(error);
+    }
+    Failure {
+        kind: FailureKind::PeerGone,
+        message: format!("process {}: {error}", std::process::id()),
     }
 }
 

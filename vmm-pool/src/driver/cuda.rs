@@ -124,7 +124,7 @@ pub struct CudaDriver {
     contexts: [OnceLock<PrimaryContext>; DEVICES_MAX],
     // Keeps the library open for as long as the table points into it; `None` when the process itself
     // opened it, which then never closes.
-    _library: Option<libloading::Library>,
+    library: Option<libloading::Library>,
 }
 
 /// A primary context that we retained and never give back.
@@ -138,7 +138,7 @@ unsafe impl Sync for PrimaryContext {}
 
 impl std::fmt::Debug for CudaDriver {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("CudaDriver").finish_non_exhaustive()
+        f.debug_struct("CudaDriver").field("library", &self.library).finish_non_exhaustive()
     }
 }
 
@@ -161,7 +161,7 @@ impl CudaDriver {
             let address = unsafe { symbol.try_as_raw_ptr() }?;
             NonNull::new(address)
         })?;
-        driver._library = Some(library);
+        driver.library = Some(library);
         driver.init().map_err(LoadError::Init)?;
         Ok(driver)
     }
@@ -175,7 +175,7 @@ impl CudaDriver {
         Ok(Self {
             table: Table::look_up(find)?,
             contexts: [const { OnceLock::new() }; DEVICES_MAX],
-            _library: None,
+            library: None,
         })
     }
 

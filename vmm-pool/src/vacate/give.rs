@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use super::{StepLog, present_mappings};
-use crate::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, Driver, RawHandle, VaRange};
+use crate::driver::{DeviceOrdinal, Driver, RawHandle, VaRange};
 use crate::error::{Describe, PoolResult};
 use crate::pool::{Pool, is_saved};
 use crate::staging::{CopyStreams, HostBudget, Saved};
@@ -22,6 +22,9 @@ struct Item {
     saved: Saved,
     view: bool,
 }
+
+/// An allocation to save: key, device, size, a range that its device can read, and its handle.
+type Wanted = (usize, DeviceOrdinal, u64, Option<VaRange>, Option<RawHandle>);
 
 /// Neighbours on one device that are copied together.
 #[derive(Debug)]
@@ -45,16 +48,22 @@ impl<D: Driver> Pool<D> {
         let mut log = StepLog::default();
         let mut arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         arena.check_budget(self.kept_bytes(), budget)?;
-        let groups = log.timed("plan", |log| self.plan_groups(log))?;
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
-        for group in &groups {
-            if !streams.contains_key(&group.device) {
-                streams.insert(group.device, CopyStreams::open(&*self.driver, group.device)?);
+        let planned = log.timed("plan", |log| {
+            let groups = self.plan_groups(log)?;
+            for group in &groups {
+                if let std::collections::btree_map::Entry::Vacant(e) = streams.entry(group.device) {
+                    e.insert(CopyStreams::open(&*self.driver, group.device)?);
+                }
             }
-        }
-        arena.begin_growth(self.kept_bytes());
-        let outcome = self.run_groups(&mut log, &mut arena, &mut streams, &groups);
-        arena.end_growth();
+            Ok(groups)
+        });
+        let outcome = planned.and_then(|groups| {
+            arena.begin_growth(self.kept_bytes());
+            let outcome = self.run_groups(&mut log, &mut arena, &mut streams, &groups);
+            arena.end_growth();
+            outcome.map(|()| groups)
+        });
         if outcome.is_err() {
             // Copies may still be reading; nothing may be unmapped or reused before they are done.
             for streams in streams.values() {
@@ -62,9 +71,9 @@ impl<D: Driver> Pool<D> {
                     tracing::error!(%error, "copies did not finish after a failed save");
                 }
             }
-            self.drop_views(&mut log, &groups);
+            self.drop_views(&mut log);
         }
-        outcome?;
+        let groups = outcome?;
         log.bytes = groups.iter().flat_map(|group| &group.items).map(|i| i.source.size_bytes).sum();
         Ok(log)
     }
@@ -148,7 +157,7 @@ impl<D: Driver> Pool<D> {
 
     /// Lays all that must be saved out in the arena, neighbours of one device in groups, devices in turn.
     fn plan_groups(&self, log: &mut StepLog) -> PoolResult<Vec<Group>> {
-        let wanted: Vec<(usize, DeviceOrdinal, u64, Option<VaRange>, Option<RawHandle>)> = {
+        let wanted: Vec<Wanted> = {
             let tables = self.tables();
             let kept = tables.allocations.iter().filter(|(_, found)| is_saved(found));
             kept.filter_map(|(key, found)| {
@@ -189,57 +198,6 @@ impl<D: Driver> Pool<D> {
         Ok(groups)
     }
 
-    /// A place to read memory from that its application has nowhere mapped readably.
-    pub(super) fn make_view(
-        &self,
-        log: &mut StepLog,
-        raw: RawHandle,
-        size_bytes: u64,
-        device: DeviceOrdinal,
-    ) -> PoolResult<VaRange> {
-        let about = || "view for saving".to_owned();
-        log.driver_calls += 3;
-        let start = self.driver.address_reserve(size_bytes, 0, DeviceAddress(0)).about(
-            about,
-            size_bytes,
-            Some(device),
-        )?;
-        let range = VaRange::new(start, size_bytes);
-        let mapped = self
-            .driver
-            .map(range, raw)
-            .and_then(|()| self.driver.set_access(range, &[AccessDesc::read_write(device)]));
-        if let Err(error) = mapped {
-            if let Err(error) = self.drop_view(log, range) {
-                tracing::debug!(%error, "a view that failed could not be taken down whole");
-            }
-            return Err(error).about(about, size_bytes, Some(device));
-        }
-        Ok(range)
-    }
-
-    pub(super) fn drop_view(&self, log: &mut StepLog, range: VaRange) -> PoolResult<()> {
-        let about = || "view for saving".to_owned();
-        log.driver_calls += 2;
-        // SAFETY: only our own copy used the view, and it is done.
-        let unmapped = unsafe { self.driver.unmap(range) };
-        // SAFETY: as above.
-        unsafe { self.driver.address_free(range) }.about(about, range.size_bytes, None)?;
-        unmapped.about(about, range.size_bytes, None)
-    }
-
-    fn drop_views(&self, log: &mut StepLog, groups: &[Group]) {
-        let views = groups.iter().flat_map(|group| &group.items).filter(|item| {
-            // Retired items have lost their view already.
-            item.view && self.tables().allocations.get(item.key).is_some_and(|a| a.saved.is_none())
-        });
-        for item in views {
-            if let Err(error) = self.drop_view(log, item.source) {
-                tracing::error!(%error, "a view for saving stays mapped");
-            }
-        }
-    }
-
     /// Unmaps and releases everything imported from other processes of the tenant.
     ///
     /// # Errors
@@ -261,7 +219,8 @@ impl<D: Driver> Pool<D> {
             first_error = first_error.and(self.unmount(log, range));
         }
         let handles = self.take_raw_handles(|found| !found.is_own() && found.is_vacatable());
-        first_error.and(self.release_all(log, handles).map(|_| ()))
+        self.release_all(log, handles);
+        first_error
     }
 
     /// Pause 4, after which there is no way back: unmaps and releases all own memory. A block that the
@@ -275,6 +234,8 @@ impl<D: Driver> Pool<D> {
     pub fn release_own(&self) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         log.timed("unmap own", |log| {
+            // None, unless a step before this one failed half-way.
+            self.drop_views(log);
             let ranges =
                 present_mappings(&self.tables(), |found| found.is_own() && found.is_vacatable());
             for range in ranges {
@@ -295,7 +256,7 @@ impl<D: Driver> Pool<D> {
         })?;
         log.timed("release own", |log| {
             let handles = self.take_raw_handles(|found| found.is_own() && found.is_vacatable());
-            log.bytes = self.release_all(log, handles)?;
+            log.bytes = self.release_all(log, handles);
             Ok(())
         })?;
         for device in self.devices() {
@@ -320,10 +281,11 @@ impl<D: Driver> Pool<D> {
                 .mappings
                 .iter()
                 .all(|start| tables.mappings.get(start).is_none_or(|mapping| !mapping.present));
-            if unmapped && choose(found) {
-                if let Some(raw) = found.raw.take() {
-                    handles.push((raw, found.size_bytes, found.device()));
-                }
+            if unmapped
+                && choose(found)
+                && let Some(raw) = found.raw.take()
+            {
+                handles.push((raw, found.size_bytes, found.device()));
             }
         }
         handles
@@ -334,7 +296,7 @@ impl<D: Driver> Pool<D> {
         &self,
         log: &mut StepLog,
         handles: Vec<(RawHandle, u64, Option<DeviceOrdinal>)>,
-    ) -> PoolResult<u64> {
+    ) -> u64 {
         let mut bytes = 0;
         for (raw, size_bytes, device) in handles {
             log.call();
@@ -345,6 +307,6 @@ impl<D: Driver> Pool<D> {
                 Err(error) => log.notes.push(format!("not given back: {error}")),
             }
         }
-        Ok(bytes)
+        bytes
     }
 }

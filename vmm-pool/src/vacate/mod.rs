@@ -15,6 +15,7 @@
 
 mod give;
 mod take;
+mod views;
 
 use std::time::Instant;
 
@@ -104,8 +105,11 @@ impl<D: Driver> Pool<D> {
         set_present(&mut self.tables(), start, true);
         if !access.is_empty() {
             log.call();
-            let rights = self.driver.set_access(range, &access);
-            rights.about(about, range.size_bytes, device)?;
+            if let Err(error) = self.driver.set_access(range, &access) {
+                // Without its rights it counts as not mapped, so that the next try sets them.
+                self.unmount(log, range)?;
+                return Err(error).about(about, range.size_bytes, device);
+            }
         }
         Ok(())
     }

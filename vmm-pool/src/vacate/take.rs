@@ -42,7 +42,7 @@ impl<D: Driver> Pool<D> {
                     Ok(raw) => created.push((key, raw, size_bytes, device)),
                     Err(error) => {
                         let undo = created.into_iter().map(|(_, raw, size, on)| (raw, size, on));
-                        self.release_all(log, undo.collect())?;
+                        self.release_all(log, undo.collect());
                         if let (DriverCode::OUT_OF_MEMORY, Some(device)) = (error.code, device) {
                             return Err(self.out_of_device_memory(device));
                         }
@@ -119,8 +119,8 @@ impl<D: Driver> Pool<D> {
             for &(key, device) in &keys {
                 self.remount_allocation(log, key)?;
                 let Some(device) = device else { continue };
-                if !streams.contains_key(&device) {
-                    streams.insert(device, CopyStreams::open(&*self.driver, device)?);
+                if let std::collections::btree_map::Entry::Vacant(e) = streams.entry(device) {
+                    e.insert(CopyStreams::open(&*self.driver, device)?);
                 }
                 if let Some(copies) = streams.get_mut(&device) {
                     self.restore_one(log, &arena, copies, key)?;
@@ -129,11 +129,15 @@ impl<D: Driver> Pool<D> {
             Ok(())
         });
         let outcome = outcome.and_then(|()| log.timed("export", |log| self.export_again(log)));
-        let finished = log
-            .timed("wait for copies", |_| streams.values().try_for_each(CopyStreams::finish_all));
-        outcome?;
-        finished?;
-        Ok(log)
+        // Every device is waited for, whatever the others say: nothing may be unmapped under a copy.
+        let finished = log.timed("wait for copies", |_| {
+            streams.values().fold(Ok(()), |before, copies| before.and(copies.finish_all()))
+        });
+        let outcome = outcome.and(finished);
+        if outcome.is_err() {
+            self.drop_views(&mut log);
+        }
+        outcome.map(|()| log)
     }
 
     fn restore_one(
@@ -258,11 +262,11 @@ impl<D: Driver> Pool<D> {
                 return Err(stale);
             };
             let found = &mut tables.allocations[key];
-            if let Some(fd) = &found.exported {
-                if let Ok(fd) = fd.as_fd().try_clone_to_owned() {
-                    found.importers.insert(importer);
-                    return Ok(fd);
-                }
+            if let Some(fd) = &found.exported
+                && let Ok(fd) = fd.as_fd().try_clone_to_owned()
+            {
+                found.importers.insert(importer);
+                return Ok(fd);
             }
         }
         self.redeem(id, importer)
@@ -323,7 +327,16 @@ impl<D: Driver> Pool<D> {
             Ok(())
         })?;
         log.timed("map imports", |log| {
-            wanted.iter().try_for_each(|&(key, _, _)| self.remount_allocation(log, key))
+            // Also those that a failed pause had unmapped but not released.
+            let imported: Vec<usize> = {
+                let tables = self.tables();
+                let imported = tables
+                    .allocations
+                    .iter()
+                    .filter(|(_, found)| matches!(found.origin, Origin::Imported { .. }));
+                imported.map(|(key, _)| key).collect()
+            };
+            imported.into_iter().try_for_each(|key| self.remount_allocation(log, key))
         })?;
         Ok(log)
     }

@@ -1,0 +1,137 @@
+//! Lookup, device attributes, and stream capture.
+
+#![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
+
+use std::ffi::{c_char, c_int, c_ulonglong, c_void};
+
+use sublet_nccl::vmm;
+use tenants::gate::Passage;
+use vmm_pool::driver::DriverCode;
+
+use super::{Handle, SUCCESS, write_out};
+use crate::hooks::{Pointer, call_driver};
+use crate::lookup;
+use crate::runtime;
+
+/// What a device can do, less what a pause could not undo.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetAttribute(
+    value: *mut c_int,
+    attribute: c_int,
+    device: c_int,
+) -> c_int {
+    let code = call_driver!(cuDeviceGetAttribute(
+        value => *mut c_int, attribute => c_int, device => c_int
+    ));
+    if code == SUCCESS && !value.is_null() && vmm::hidden_attribute(attribute) {
+        write_out!(value, 0);
+    }
+    code
+}
+
+/// Multicast objects cannot be paused yet; devices say so, and this is for who does not ask them.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMulticastCreate(_handle: *mut Handle, _prop: *const c_void) -> c_int {
+    if let Some(member) = runtime::join() {
+        member.note(
+            "a library asked for a multicast object, which cannot be paused yet; it was refused"
+                .to_owned(),
+        );
+    }
+    DriverCode::NOT_SUPPORTED.0
+}
+
+macro_rules! begin_capture {
+    ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
+        /// Begins a capture; no pause starts until it ends.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(stream: Pointer, $($arg: $ty),*) -> c_int {
+            let member = runtime::member();
+            let _pass = member.map(|member| member.gate().pass(Passage::Use));
+            let code = call_driver!($symbol(stream => Pointer, $($arg => $ty),*));
+            if let (Some(member), SUCCESS) = (member, code) {
+                runtime::captures().begun(member, stream.addr() as u64);
+            }
+            code
+        }
+    };
+}
+
+begin_capture!(cuStreamBeginCapture_v2(mode: c_int));
+begin_capture!(cuStreamBeginCapture_v2_ptsz(mode: c_int));
+begin_capture!(cuStreamBeginCaptureToGraph(
+    graph: Pointer, dependencies: Pointer, data: Pointer, count: usize, mode: c_int
+));
+begin_capture!(cuStreamBeginCaptureToGraph_ptsz(
+    graph: Pointer, dependencies: Pointer, data: Pointer, count: usize, mode: c_int
+));
+
+macro_rules! end_capture {
+    ($symbol:ident) => {
+        /// Ends a capture.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(stream: Pointer, graph: Pointer) -> c_int {
+            let code = call_driver!($symbol(stream => Pointer, graph => Pointer));
+            // A failed end ends the capture too.
+            if let Some(member) = runtime::member() {
+                runtime::captures().ended(member, stream.addr() as u64);
+            }
+            code
+        }
+    };
+}
+
+end_capture!(cuStreamEndCapture);
+end_capture!(cuStreamEndCapture_ptsz);
+
+/// The driver's function for a name and version, or ours in its place.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetProcAddress(
+    name: *const c_char,
+    answer: *mut Pointer,
+    version: c_int,
+    flags: c_ulonglong,
+) -> c_int {
+    let code = call_driver!(cuGetProcAddress(
+        name => *const c_char, answer => *mut Pointer, version => c_int, flags => c_ulonglong
+    ));
+    // SAFETY: the driver has just written the caller's out-pointer.
+    unsafe { lookup::exchange_answer(code, answer) };
+    code
+}
+
+/// As [`cuGetProcAddress`], also telling why a name was not found.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetProcAddress_v2(
+    name: *const c_char,
+    answer: *mut Pointer,
+    version: c_int,
+    flags: c_ulonglong,
+    status: *mut c_int,
+) -> c_int {
+    let code = call_driver!(cuGetProcAddress_v2(
+        name => *const c_char, answer => *mut Pointer, version => c_int, flags => c_ulonglong,
+        status => *mut c_int
+    ));
+    // SAFETY: the driver has just written the caller's out-pointer.
+    unsafe { lookup::exchange_answer(code, answer) };
+    code
+}

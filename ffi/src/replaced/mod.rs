@@ -1,0 +1,63 @@
+//! The functions that the pool answers, under the driver's names and signatures.
+//!
+//! Each takes C arguments apart, asks the adapter, and writes results back; a null out-pointer goes to the
+//! driver, whose error it then is. Calls that make memory carry the caller's return address along, by
+//! which the caller's library is known.
+//!
+//! * [`vmm`]: virtual memory. [`plain`]: `cuMemAlloc` and what comes with it. [`control`]: lookup, device
+//!   attributes, stream capture.
+
+pub mod control;
+pub mod plain;
+pub mod vmm;
+
+use std::ffi::{c_int, c_ulonglong};
+
+pub use control::*;
+pub use plain::*;
+pub use vmm::*;
+
+use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
+
+type Handle = c_ulonglong;
+type Address = u64;
+
+const SUCCESS: c_int = DriverCode::SUCCESS.0;
+
+/// A range from C arguments.
+fn range(start: Address, size: usize) -> VaRange {
+    VaRange::new(DeviceAddress(start), size as u64)
+}
+
+/// `bytes` for a C `size_t`. Lossless: the crate builds for 64-bit Linux only.
+fn size_t(bytes: u64) -> usize {
+    const { assert!(usize::BITS == 64) };
+    usize::try_from(bytes).unwrap_or(usize::MAX)
+}
+
+/// Writes a result through a caller's out-pointer that the caller of this function has checked.
+macro_rules! write_out {
+    ($pointer:expr, $value:expr) => {{
+        let value = $value;
+        // SAFETY: the caller's out-pointer for one value of this type, checked not to be null.
+        unsafe { $pointer.write(value) }
+    }};
+}
+
+/// A function that jumps to `$body` with the caller's return address as sixth argument. Functions with up
+/// to five integer arguments keep theirs where they are.
+macro_rules! with_caller {
+    ($(#[$doc:meta])* $symbol:ident => $body:ident) => {
+        $(#[$doc])*
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(naked)]
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol() {
+            ::std::arch::naked_asm!("mov r9, qword ptr [rsp]", "jmp {body}", body = sym $body)
+        }
+    };
+}
+
+use {with_caller, write_out};

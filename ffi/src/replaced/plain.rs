@@ -1,0 +1,342 @@
+//! Plain device memory: allocation, sharing by `cudaIpc`, pointer facts, peer access.
+
+#![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
+
+use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
+
+use sublet_nccl::{Answer, vmm};
+use sublet_torch_allocator::{blocks, ipc};
+use tenants::gate::Passage;
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
+
+use super::{Address, SUCCESS, range, size_t, with_caller, write_out};
+use crate::hooks::{Pointer, call_driver};
+use crate::runtime::{self, Member, answered, class_of_caller};
+
+/// The driver's current device of this thread.
+fn current_device() -> Result<DeviceOrdinal, DriverCode> {
+    let mut device: c_int = 0;
+    let code = call_driver!(cuCtxGetDevice(&raw mut device => *mut c_int));
+    DriverCode(code).ok().map(|()| DeviceOrdinal(device))
+}
+
+with_caller! {
+    /// Allocates plain device memory.
+    cuMemAlloc_v2 => mem_alloc
+}
+
+unsafe extern "C" fn mem_alloc(
+    address: *mut Address,
+    size: usize,
+    _unused2: usize,
+    _unused3: usize,
+    _unused4: usize,
+    caller: usize,
+) -> c_int {
+    let driver = || call_driver!(cuMemAlloc_v2(address => *mut Address, size => usize));
+    if address.is_null() || size == 0 {
+        return driver();
+    }
+    // Without a current context the driver's error is the right one.
+    let Ok(device) = current_device() else {
+        return driver();
+    };
+    answered(
+        runtime::join,
+        |member| {
+            let library = class_of_caller(caller);
+            let accessors = runtime::accessors();
+            match blocks::allocate(member, accessors, device, size as u64, library) {
+                blocks::Allocation::Made(made) => {
+                    write_out!(address, made.0);
+                    Answer::Done(())
+                }
+                blocks::Allocation::Refused(code) => Answer::Refused(code),
+                blocks::Allocation::LeftToDriver(reason) => {
+                    let _pass = member.gate().pass(Passage::Use);
+                    let code = DriverCode(driver());
+                    if let Err(code) = code.ok() {
+                        return Answer::Refused(code);
+                    }
+                    // SAFETY: the call succeeded, so it wrote the address.
+                    let made = DeviceAddress(unsafe { address.read() });
+                    blocks::note_native(member, made, size as u64, device, reason);
+                    Answer::Done(())
+                }
+            }
+        },
+        driver,
+    )
+}
+
+/// Frees plain device memory.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemFree_v2(address: Address) -> c_int {
+    answered(
+        runtime::member,
+        |member| free_block(member, address, || call_driver!(cuCtxSynchronize())),
+        || call_driver!(cuMemFree_v2(address => Address)),
+    )
+}
+
+fn free_block(member: &Member, address: Address, settle: impl FnOnce() -> c_int) -> Answer<()> {
+    match blocks::free(member, DeviceAddress(address), || DriverCode(settle())) {
+        None => Answer::AskDriver,
+        Some(DriverCode::SUCCESS) => Answer::Done(()),
+        Some(code) => Answer::Refused(code),
+    }
+}
+
+macro_rules! free_async {
+    ($symbol:ident, $synchronize:ident) => {
+        /// Frees memory when a stream reaches this point. A block of the pool is freed at once, after the
+        /// stream's work.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(address: Address, stream: Pointer) -> c_int {
+            answered(
+                runtime::member,
+                |member| {
+                    free_block(member, address, || call_driver!($synchronize(stream => Pointer)))
+                },
+                || {
+                    let _pass = runtime::member().map(|member| member.gate().pass(Passage::Use));
+                    call_driver!($symbol(address => Address, stream => Pointer))
+                },
+            )
+        }
+    };
+}
+
+free_async!(cuMemFreeAsync, cuStreamSynchronize);
+free_async!(cuMemFreeAsync_ptsz, cuStreamSynchronize_ptsz);
+
+/// A handle by which another process can open plain memory.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuIpcGetMemHandle(
+    handle: *mut [u8; ipc::HANDLE_BYTES],
+    address: Address,
+) -> c_int {
+    let driver = || {
+        call_driver!(cuIpcGetMemHandle(
+            handle => *mut [u8; ipc::HANDLE_BYTES], address => Address
+        ))
+    };
+    if handle.is_null() {
+        return driver();
+    }
+    answered(
+        runtime::member,
+        |member| match ipc::handle_of(member, DeviceAddress(address)) {
+            Some(made) => {
+                write_out!(handle, made);
+                Answer::Done(())
+            }
+            None => Answer::AskDriver,
+        },
+        driver,
+    )
+}
+
+/// `CUipcMemHandle` is passed by value: a structure of 64 bytes, which the ABI puts on the stack.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct IpcHandle([u8; ipc::HANDLE_BYTES]);
+
+/// Opens another process's plain memory.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuIpcOpenMemHandle_v2(
+    address: *mut Address,
+    handle: IpcHandle,
+    flags: c_uint,
+) -> c_int {
+    let driver = || {
+        call_driver!(cuIpcOpenMemHandle_v2(
+            address => *mut Address, handle => IpcHandle, flags => c_uint
+        ))
+    };
+    if address.is_null() {
+        return driver();
+    }
+    let Ok(device) = current_device() else {
+        return driver();
+    };
+    answered(
+        runtime::join,
+        |member| match ipc::open(member, &handle.0, device, "ipc") {
+            Some(opened) => vmm::of_import(opened).map(|made| write_out!(address, made.0)),
+            None => Answer::AskDriver,
+        },
+        driver,
+    )
+}
+
+/// Closes what [`cuIpcOpenMemHandle_v2`] opened.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuIpcCloseMemHandle(address: Address) -> c_int {
+    answered(
+        runtime::member,
+        |member| free_block(member, address, || call_driver!(cuCtxSynchronize())),
+        || call_driver!(cuIpcCloseMemHandle(address => Address)),
+    )
+}
+
+/// A handle by which a network card reaches memory: its pages must then stay.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemGetHandleForAddressRange(
+    handle: *mut c_void,
+    start: Address,
+    size: usize,
+    kind: c_int,
+    flags: c_ulonglong,
+) -> c_int {
+    let driver = || {
+        call_driver!(cuMemGetHandleForAddressRange(
+            handle => *mut c_void, start => Address, size => usize, kind => c_int,
+            flags => c_ulonglong
+        ))
+    };
+    answered(
+        runtime::member,
+        |member| {
+            let _pass = member.gate().pass(Passage::Use);
+            match DriverCode(driver()) {
+                DriverCode::SUCCESS => {
+                    vmm::pin_for_rdma(member, range(start, size));
+                    Answer::Done(())
+                }
+                code => Answer::Refused(code),
+            }
+        },
+        driver,
+    )
+}
+
+/// Facts about a pointer.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuPointerGetAttribute(
+    data: *mut c_void,
+    attribute: c_int,
+    address: Address,
+) -> c_int {
+    let _pass = runtime::member().map(|member| member.gate().pass(Passage::Use));
+    let code = call_driver!(cuPointerGetAttribute(
+        data => *mut c_void, attribute => c_int, address => Address
+    ));
+    if code == SUCCESS {
+        correct_attribute(data, attribute, address);
+    }
+    code
+}
+
+/// Several facts about a pointer.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuPointerGetAttributes(
+    count: c_uint,
+    attributes: *mut c_int,
+    data: *mut *mut c_void,
+    address: Address,
+) -> c_int {
+    let _pass = runtime::member().map(|member| member.gate().pass(Passage::Use));
+    let code = call_driver!(cuPointerGetAttributes(
+        count => c_uint, attributes => *mut c_int, data => *mut *mut c_void, address => Address
+    ));
+    if code == SUCCESS {
+        // SAFETY: the driver has read this many of the caller's attributes.
+        let attributes = unsafe { std::slice::from_raw_parts(attributes, count as usize) };
+        // SAFETY: and written through this many of its pointers.
+        let targets = unsafe { std::slice::from_raw_parts(data, count as usize) };
+        for (target, attribute) in targets.iter().zip(attributes) {
+            correct_attribute(*target, *attribute, address);
+        }
+    }
+    code
+}
+
+/// A block is larger than was asked for; its size as an attribute must be what was asked for.
+fn correct_attribute(data: *mut c_void, attribute: c_int, address: Address) {
+    const RANGE_SIZE: c_int = 12;
+    if attribute != RANGE_SIZE || data.is_null() {
+        return;
+    }
+    let block = runtime::member().and_then(|member| {
+        let address = DeviceAddress(address);
+        member.pool().is_block(address).then(|| member.pool().range_of(address)).flatten()
+    });
+    if let Some(block) = block {
+        let size: *mut usize = data.cast();
+        write_out!(size, size_t(block.size_bytes));
+    }
+}
+
+/// The device that a context is for.
+fn device_of(context: Pointer) -> Option<DeviceOrdinal> {
+    if call_driver!(cuCtxPushCurrent_v2(context => Pointer)) != SUCCESS {
+        return None;
+    }
+    let device = current_device().ok();
+    let mut popped: Pointer = std::ptr::null_mut();
+    if call_driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut Pointer)) != SUCCESS {
+        tracing::error!("a context that was pushed could not be popped");
+    }
+    device
+}
+
+/// Gives the current context access to another's plain memory.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxEnablePeerAccess(peer: Pointer, flags: c_uint) -> c_int {
+    let code = call_driver!(cuCtxEnablePeerAccess(peer => Pointer, flags => c_uint));
+    if code == SUCCESS
+        && let (Ok(accessor), Some(owner)) = (current_device(), device_of(peer))
+    {
+        runtime::accessors().record(owner, accessor);
+        let opened = runtime::member()
+            .map_or(Ok(()), |member| runtime::accessors().open(member, owner, accessor));
+        if let Err(error) = opened {
+            tracing::error!(%error, %owner, %accessor, "peer access is incomplete");
+        }
+    }
+    code
+}
+
+/// Takes the current context's access to another's plain memory away.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxDisablePeerAccess(peer: Pointer) -> c_int {
+    let code = call_driver!(cuCtxDisablePeerAccess(peer => Pointer));
+    if code == SUCCESS
+        && let (Ok(accessor), Some(owner)) = (current_device(), device_of(peer))
+    {
+        runtime::accessors().disable(owner, accessor);
+    }
+    code
+}
+

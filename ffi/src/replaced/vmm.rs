@@ -1,0 +1,283 @@
+//! The virtual memory family.
+
+#![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
+
+use std::ffi::{c_int, c_ulonglong, c_void};
+use std::os::fd::{BorrowedFd, IntoRawFd, RawFd};
+
+use sublet_nccl::vmm;
+use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DriverCode, HANDLE_TYPE_POSIX_FD};
+
+use super::{Address, Handle, range, size_t, with_caller, write_out};
+use crate::hooks::call_driver;
+use crate::runtime::{self, answered, class_of_caller};
+
+with_caller! {
+    /// Creates physical memory.
+    cuMemCreate => mem_create
+}
+
+unsafe extern "C" fn mem_create(
+    handle: *mut Handle,
+    size: usize,
+    prop: *const AllocationProp,
+    flags: c_ulonglong,
+    _unused: usize,
+    caller: usize,
+) -> c_int {
+    let driver = || {
+        call_driver!(cuMemCreate(
+            handle => *mut Handle, size => usize, prop => *const AllocationProp,
+            flags => c_ulonglong
+        ))
+    };
+    if handle.is_null() || flags != 0 {
+        return driver();
+    }
+    // SAFETY: the caller's pointer to a structure of this layout, or null.
+    let Some(prop) = (unsafe { prop.as_ref() }) else {
+        return driver();
+    };
+    answered(
+        runtime::join,
+        |member| {
+            let library = class_of_caller(caller);
+            vmm::create(member, size as u64, prop, library).map(|value| write_out!(handle, value))
+        },
+        driver,
+    )
+}
+
+/// Gives back one reference of a handle.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemRelease(handle: Handle) -> c_int {
+    answered(
+        runtime::member,
+        |member| vmm::release(member, handle),
+        || call_driver!(cuMemRelease(handle => Handle)),
+    )
+}
+
+/// Maps a handle.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemMap(
+    start: Address,
+    size: usize,
+    offset: usize,
+    handle: Handle,
+    flags: c_ulonglong,
+) -> c_int {
+    answered(
+        runtime::member,
+        |member| vmm::map(member, range(start, size), offset as u64, handle),
+        || {
+            call_driver!(cuMemMap(
+                start => Address, size => usize, offset => usize, handle => Handle,
+                flags => c_ulonglong
+            ))
+        },
+    )
+}
+
+/// Unmaps a range.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemUnmap(start: Address, size: usize) -> c_int {
+    answered(
+        runtime::member,
+        |member| vmm::unmap(member, range(start, size)),
+        || call_driver!(cuMemUnmap(start => Address, size => usize)),
+    )
+}
+
+/// Frees a reservation.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAddressFree(start: Address, size: usize) -> c_int {
+    answered(
+        runtime::member,
+        |member| vmm::address_free(member, range(start, size)),
+        || call_driver!(cuMemAddressFree(start => Address, size => usize)),
+    )
+}
+
+/// Sets who may reach a range.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemSetAccess(
+    start: Address,
+    size: usize,
+    access: *const AccessDesc,
+    count: usize,
+) -> c_int {
+    let driver = || {
+        call_driver!(cuMemSetAccess(
+            start => Address, size => usize, access => *const AccessDesc, count => usize
+        ))
+    };
+    if access.is_null() || count == 0 {
+        return driver();
+    }
+    // SAFETY: the caller's array of `count` structures of this layout.
+    let access = unsafe { std::slice::from_raw_parts(access, count) };
+    answered(runtime::member, |member| vmm::set_access(member, range(start, size), access), driver)
+}
+
+/// Turns a handle into a descriptor: a ticket, for memory of ours.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemExportToShareableHandle(
+    shareable: *mut c_void,
+    handle: Handle,
+    kind: c_int,
+    flags: c_ulonglong,
+) -> c_int {
+    let driver = || {
+        call_driver!(cuMemExportToShareableHandle(
+            shareable => *mut c_void, handle => Handle, kind => c_int, flags => c_ulonglong
+        ))
+    };
+    if shareable.is_null() || flags != 0 {
+        return driver();
+    }
+    let target: *mut RawFd = shareable.cast();
+    answered(
+        runtime::member,
+        |member| {
+            if kind != HANDLE_TYPE_POSIX_FD {
+                let known = vmm::properties(member, handle);
+                return known.and_refuse(DriverCode::NOT_SUPPORTED);
+            }
+            vmm::export(member, handle).map(|fd| write_out!(target, fd.into_raw_fd()))
+        },
+        driver,
+    )
+}
+
+with_caller! {
+    /// Turns a descriptor into a handle: a ticket is redeemed with its owner.
+    cuMemImportFromShareableHandle => mem_import
+}
+
+unsafe extern "C" fn mem_import(
+    handle: *mut Handle,
+    shareable: *mut c_void,
+    kind: c_int,
+    _unused3: usize,
+    _unused4: usize,
+    caller: usize,
+) -> c_int {
+    let driver = || {
+        call_driver!(cuMemImportFromShareableHandle(
+            handle => *mut Handle, shareable => *mut c_void, kind => c_int
+        ))
+    };
+    let number = RawFd::try_from(shareable.addr()).unwrap_or(-1);
+    if handle.is_null() || kind != HANDLE_TYPE_POSIX_FD || number < 0 {
+        return driver();
+    }
+    // SAFETY: the caller passes a descriptor of its own that stays open during the call; a number that is
+    // none makes every use of it fail with EBADF.
+    let fd = unsafe { BorrowedFd::borrow_raw(number) };
+    answered(
+        runtime::join,
+        |member| {
+            let library = class_of_caller(caller);
+            vmm::import(member, fd, library).map(|value| write_out!(handle, value))
+        },
+        driver,
+    )
+}
+
+/// The handle of what is mapped at an address.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemRetainAllocationHandle(
+    handle: *mut Handle,
+    address: *mut c_void,
+) -> c_int {
+    let driver =
+        || call_driver!(cuMemRetainAllocationHandle(handle => *mut Handle, address => *mut c_void));
+    if handle.is_null() {
+        return driver();
+    }
+    answered(
+        runtime::member,
+        |member| {
+            let address = DeviceAddress(address.addr() as u64);
+            vmm::retain(member, address).map(|value| write_out!(handle, value))
+        },
+        driver,
+    )
+}
+
+/// What a handle was created with.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemGetAllocationPropertiesFromHandle(
+    prop: *mut AllocationProp,
+    handle: Handle,
+) -> c_int {
+    let driver = || {
+        call_driver!(cuMemGetAllocationPropertiesFromHandle(
+            prop => *mut AllocationProp, handle => Handle
+        ))
+    };
+    if prop.is_null() {
+        return driver();
+    }
+    answered(
+        runtime::member,
+        |member| vmm::properties(member, handle).map(|value| write_out!(prop, value)),
+        driver,
+    )
+}
+
+/// Base and size of the allocation at an address.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemGetAddressRange_v2(
+    base: *mut Address,
+    size: *mut usize,
+    address: Address,
+) -> c_int {
+    answered(
+        runtime::member,
+        |member| {
+            vmm::address_range(member, DeviceAddress(address)).map(|found| {
+                if !base.is_null() {
+                    write_out!(base, found.start.0);
+                }
+                if !size.is_null() {
+                    write_out!(size, size_t(found.size_bytes));
+                }
+            })
+        },
+        || {
+            call_driver!(cuMemGetAddressRange_v2(
+                base => *mut Address, size => *mut usize, address => Address
+            ))
+        },
+    )
+}
+
