@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the GPU lane: bash run.sh [smoke|conformance|nccl|kept|overhead|expandable|all]...
+# Runs the GPU lane: bash run.sh [smoke|conformance|nccl|train|ipc|legacy_ipc|kept|overhead|expandable|all]...
 #
 # Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
 # and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles.
@@ -49,6 +49,9 @@ run_nccl() {
     suite nccl 290 nccl_job.py --tensors-gib 8 --discard-half --control outside,inside --cycles "$CYCLES" \
         --rebuild-cycles 1 --warm-host
 }
+run_train() { suite train 150 train_job.py; }
+run_ipc() { GPUS=1 suite ipc 90 ipc_job.py; }
+run_legacy_ipc() { NCCL_CUMEM_ENABLE=0 suite legacy_ipc 120 nccl_job.py --nccl-only --control outside --cycles 2; }
 run_kept() { suite kept 200 kept_job.py --kept-gib "${KEPT_GIB:-16}" --cycles 10; }
 run_overhead() { suite overhead 240 overhead_job.py; }
 run_expandable() {
@@ -59,9 +62,9 @@ run_expandable() {
 : >"$OUT/.console"
 for name in "${@:-all}"; do
     case "$name" in
-        smoke | conformance | nccl | kept | overhead | expandable) "run_$name" ;;
-        all) for each in smoke conformance nccl kept overhead expandable; do "run_$each"; done ;;
-        *) echo "run.sh: unknown suite '$name'; use smoke, conformance, nccl, kept, overhead, expandable or all" >&2; worst=2 ;;
+        smoke | conformance | nccl | train | ipc | legacy_ipc | kept | overhead | expandable) "run_$name" ;;
+        all) for each in smoke conformance nccl train ipc legacy_ipc kept overhead expandable; do "run_$each"; done ;;
+        *) echo "run.sh: unknown suite '$name'; use smoke, conformance, nccl, train, ipc, legacy_ipc, kept, overhead, expandable or all" >&2; worst=2 ;;
     esac
 done
 

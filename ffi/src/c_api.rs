@@ -17,14 +17,20 @@ use tenants::region;
 use tenants::wire::{Action, MemberState};
 use vmm_pool::{Contents, PoolReport};
 
-use crate::runtime;
+use crate::{bindings, runtime};
 
-const OK: c_int = 0;
-const ARGUMENT: c_int = 1;
-const NOT_JOINED: c_int = 2;
-const RETRY: c_int = 3;
-const REFUSED: c_int = 4;
-const OUT_OF_DEVICE_MEMORY: c_int = 5;
+const OK: c_int = code(bindings::SUBLET_OK);
+const ARGUMENT: c_int = code(bindings::SUBLET_ERROR_ARGUMENT);
+const NOT_JOINED: c_int = code(bindings::SUBLET_ERROR_NOT_JOINED);
+const RETRY: c_int = code(bindings::SUBLET_ERROR_RETRY);
+const REFUSED: c_int = code(bindings::SUBLET_ERROR_REFUSED);
+const OUT_OF_DEVICE_MEMORY: c_int = code(bindings::SUBLET_ERROR_OUT_OF_DEVICE_MEMORY);
+
+/// A constant of the header as the type that its functions return.
+const fn code(value: u32) -> c_int {
+    // CAST: the header's codes are small.
+    value.cast_signed()
+}
 
 const NCCL_SUCCESS: c_int = 0;
 const NCCL_UNHANDLED_CUDA_ERROR: c_int = 1;
@@ -197,13 +203,21 @@ pub unsafe extern "C" fn sublet_stats_json(buffer: *mut c_char, size: usize) -> 
     i64::try_from(text.len()).unwrap_or(i64::MAX)
 }
 
+/// [`TOGETHER_TIMEOUT`], or what `SUBLET_TOGETHER_TIMEOUT_MS` says.
+fn together_timeout() -> Duration {
+    std::env::var("SUBLET_TOGETHER_TIMEOUT_MS")
+        .ok()
+        .and_then(|value| value.parse().ok())
+        .map_or(TOGETHER_TIMEOUT, Duration::from_millis)
+}
+
 fn act_together(action: Action) -> c_int {
     guarded(|| {
         let Some(member) = runtime::member() else {
             // Nothing was ever allocated here, so there is nothing to pause, and nobody waits for us.
             return NCCL_SUCCESS;
         };
-        match pausing::act_together(member, action, TOGETHER_TIMEOUT) {
+        match pausing::act_together(member, action, together_timeout()) {
             Ok(()) => NCCL_SUCCESS,
             Err(error) => fail(NCCL_UNHANDLED_CUDA_ERROR, &pausing::chain(&error)),
         }
@@ -320,4 +334,31 @@ pub unsafe extern "C" fn ncclGetGroupID(id: *mut c_int) -> c_int {
         unsafe { id.write(group_id()) };
         NCCL_SUCCESS
     })
+}
+
+/// Fails to compile when a function here and its declaration in the header differ.
+macro_rules! agrees {
+    ($($name:ident: $type:ty;)*) => {
+        const _: () = {
+            $(
+                let _: [$type; 2] = [bindings::$name, $name];
+            )*
+        };
+    };
+}
+
+agrees! {
+    sublet_version: unsafe extern "C" fn() -> *const c_char;
+    sublet_last_error: unsafe extern "C" fn() -> *const c_char;
+    sublet_pause_tenant: unsafe extern "C" fn(*const c_char, u32) -> c_int;
+    sublet_resume_tenant: unsafe extern "C" fn(*const c_char, u32) -> c_int;
+    sublet_is_paused: unsafe extern "C" fn() -> c_int;
+    sublet_region_begin: unsafe extern "C" fn(*const c_char, c_int) -> c_int;
+    sublet_region_end: unsafe extern "C" fn() -> c_int;
+    sublet_stats_json: unsafe extern "C" fn(*mut c_char, usize) -> i64;
+    ncclPause: unsafe extern "C" fn(*mut c_void) -> c_int;
+    ncclResume: unsafe extern "C" fn(*mut c_void) -> c_int;
+    ncclMemStats: unsafe extern "C" fn() -> c_int;
+    ncclSetGroupID: unsafe extern "C" fn(c_int) -> c_int;
+    ncclGetGroupID: unsafe extern "C" fn(*mut c_int) -> c_int;
 }

@@ -225,6 +225,15 @@ waiting! {
     cuMemcpy3DBatchAsync_v2 @ 13000 | cuMemcpy3DBatchAsync_v2_ptsz @ 13000 (
         count: usize, operations: Pointer, flags: c_ulonglong, stream: Pointer
     );
+    cuMemcpyWithAttributesAsync @ 13020 | cuMemcpyWithAttributesAsync_ptsz @ 13020 (
+        target: u64, source: u64, bytes: usize, attributes: Pointer, stream: Pointer
+    );
+    cuMemcpy3DWithAttributesAsync @ 13020 | cuMemcpy3DWithAttributesAsync_ptsz @ 13020 (
+        operation: Pointer, flags: c_ulonglong, stream: Pointer
+    );
+    cuMemBatchDecompressAsync @ 12060 | cuMemBatchDecompressAsync_ptsz @ 12060 (
+        operations: Pointer, count: usize, flags: c_uint, error_index: Pointer, stream: Pointer
+    );
     cuStreamWaitValue32_v2 @ 11070 | cuStreamWaitValue32_v2_ptsz @ 11070 (
         stream: Pointer, address: u64, value: c_uint, flags: c_uint
     );
@@ -238,6 +247,21 @@ waiting! {
         stream: Pointer, address: u64, value: u64, flags: c_uint
     );
     cuStreamBatchMemOp_v2 @ 11070 | cuStreamBatchMemOp_v2_ptsz @ 11070 (
+        stream: Pointer, count: c_uint, operations: Pointer, flags: c_uint
+    );
+    cuStreamWaitValue32 @ 8000 | cuStreamWaitValue32_ptsz @ 8000 (
+        stream: Pointer, address: u64, value: c_uint, flags: c_uint
+    );
+    cuStreamWaitValue64 @ 9000 | cuStreamWaitValue64_ptsz @ 9000 (
+        stream: Pointer, address: u64, value: u64, flags: c_uint
+    );
+    cuStreamWriteValue32 @ 8000 | cuStreamWriteValue32_ptsz @ 8000 (
+        stream: Pointer, address: u64, value: c_uint, flags: c_uint
+    );
+    cuStreamWriteValue64 @ 9000 | cuStreamWriteValue64_ptsz @ 9000 (
+        stream: Pointer, address: u64, value: u64, flags: c_uint
+    );
+    cuStreamBatchMemOp @ 8000 | cuStreamBatchMemOp_ptsz @ 8000 (
         stream: Pointer, count: c_uint, operations: Pointer, flags: c_uint
     );
     cuMemAllocAsync @ 11020 | cuMemAllocAsync_ptsz @ 11020 (
@@ -286,6 +310,8 @@ replacing! {
     cuStreamBeginCaptureToGraph @ 12030;
     cuStreamBeginCaptureToGraph_ptsz @ 12030;
     cuStreamBeginCapture_v2 @ 10010;
+    cuStreamBeginRecaptureToGraph @ 13030;
+    cuStreamBeginRecaptureToGraph_ptsz @ 13030;
     cuStreamBeginCapture_v2_ptsz @ 10010;
     cuStreamEndCapture @ 10000;
     cuStreamEndCapture_ptsz @ 10000;

@@ -10,6 +10,7 @@
 //!
 //! Nothing here decides anything; nothing here prints, exits or unwinds.
 
+mod bindings;
 pub mod c_api;
 pub mod hooks;
 pub mod lookup;

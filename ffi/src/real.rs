@@ -62,6 +62,12 @@ pub(crate) fn dlsym(handle: *mut c_void, name: &CStr) -> Option<NonNull<c_void>>
     past_hooks(|| NonNull::new(unsafe { find(handle, name.as_ptr()) }))
 }
 
+/// Forgets what the loader would tell this thread's next `dlerror`, as any successful `dlsym` does.
+pub(crate) fn forget_error() {
+    // SAFETY: the call has no requirements; the text it returns is not looked at.
+    let _forgotten = unsafe { libc::dlerror() };
+}
+
 /// The process's `libcuda.so.1`, opened here when nobody has yet.
 fn driver_handle() -> Option<*mut c_void> {
     let known = DRIVER.load(Ordering::Acquire);

@@ -12,6 +12,7 @@ mod error;
 mod pool;
 mod report;
 mod staging;
+pub mod support;
 mod vacate;
 
 use std::fmt;

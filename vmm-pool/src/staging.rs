@@ -19,8 +19,9 @@ use std::sync::Arc;
 use crossbeam_channel::Receiver;
 use memmap2::{Advice, MmapOptions, MmapRaw};
 
-use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawStream, VaRange};
+use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, PinnedFor, RawStream, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
+use crate::vacate::StepLog;
 
 /// Size of a chunk. Large enough that pinning runs at full speed (36 GiB/s measured with huge pages),
 /// small enough that the first copies start after some 10 ms.
@@ -120,17 +121,31 @@ impl<D: Driver> HostArena<D> {
         }
     }
 
-    /// Grows until `[0, end_bytes)` is held. A context must be current on this thread.
-    pub(crate) fn grow_to(&mut self, end_bytes: u64) -> PoolResult<()> {
+    /// Grows until `[0, end_bytes)` is held, pinned for `contexts`. A context must be current on this
+    /// thread.
+    pub(crate) fn grow_to(
+        &mut self,
+        log: &mut StepLog,
+        end_bytes: u64,
+        contexts: PinnedFor,
+    ) -> PoolResult<()> {
         while self.capacity_bytes() < end_bytes {
-            let chunk = self.next_chunk().map_err(|_| PoolError::OutOfHostMemory {
+            let refused = |_| PoolError::OutOfHostMemory {
                 needed_bytes: end_bytes,
                 grow_bytes: CHUNK_BYTES,
                 available_bytes: 0,
+            };
+            let chunk =
+                log.timed("wait for host memory", |_| self.next_chunk().map_err(refused))?;
+            log.timed("pin host memory", |_| {
+                // SAFETY: the chunk stays mapped until `shrink_to` or the drop of the arena unregisters
+                // it.
+                unsafe { self.driver.host_register(chunk.start, CHUNK_LENGTH, contexts) }.about(
+                    || "pinning of host memory".to_owned(),
+                    CHUNK_BYTES,
+                    None,
+                )
             })?;
-            // SAFETY: the chunk stays mapped until `shrink_to` or the drop of the arena unregisters it.
-            let registered = unsafe { self.driver.host_register(chunk.start, CHUNK_LENGTH) };
-            registered.about(|| "pinning of host memory".to_owned(), CHUNK_BYTES, None)?;
             self.chunks.push(chunk);
         }
         Ok(())

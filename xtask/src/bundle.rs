@@ -13,6 +13,8 @@ const BUNDLE_BYTES_MAX: u64 = 60 * 1024 * 1024;
 /// The oldest C library that the bundle must start with.
 const GLIBC_MAX: Glibc = Glibc(2, 36);
 const JOBS: &str = "benchmarks/jobs";
+/// Scripts that a job runs as a user would.
+const EXAMPLES: &str = "examples";
 const RUNNER: &str = "benchmarks/run.sh";
 
 /// A version of the C library.
@@ -77,14 +79,16 @@ fn build_programs(workspace: &Workspace, bundle: &Path) -> Outcome<Vec<PathBuf>>
 }
 
 fn copy_jobs(workspace: &Workspace, bundle: &Path) -> Outcome {
-    let jobs: Vec<PathBuf> =
-        workspace.files()?.into_iter().filter(|path| path.starts_with(JOBS)).collect();
-    if jobs.is_empty() {
-        return Err(format!("{JOBS} is empty; the bundle would have nothing to run").into());
-    }
-    for job in jobs {
-        let name = Path::new("jobs").join(job.strip_prefix(JOBS)?);
-        build::install(&workspace.root.join(&job), &bundle.join(name))?;
+    for (from, to) in [(JOBS, "jobs"), (EXAMPLES, EXAMPLES)] {
+        let files: Vec<PathBuf> =
+            workspace.files()?.into_iter().filter(|path| path.starts_with(from)).collect();
+        if files.is_empty() {
+            return Err(format!("{from} is empty; the bundle would have nothing to run").into());
+        }
+        for file in files {
+            let name = Path::new(to).join(file.strip_prefix(from)?);
+            build::install(&workspace.root.join(&file), &bundle.join(name))?;
+        }
     }
     let runner = bundle.join("run.sh");
     build::install(&workspace.root.join(RUNNER), &runner)?;

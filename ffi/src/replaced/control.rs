@@ -68,6 +68,12 @@ macro_rules! begin_capture {
 
 begin_capture!(cuStreamBeginCapture_v2(mode: c_int));
 begin_capture!(cuStreamBeginCapture_v2_ptsz(mode: c_int));
+begin_capture!(cuStreamBeginRecaptureToGraph(
+    mode: c_int, graph: Pointer, callback: Pointer, data: Pointer
+));
+begin_capture!(cuStreamBeginRecaptureToGraph_ptsz(
+    mode: c_int, graph: Pointer, callback: Pointer, data: Pointer
+));
 begin_capture!(cuStreamBeginCaptureToGraph(
     graph: Pointer, dependencies: Pointer, data: Pointer, count: usize, mode: c_int
 ));

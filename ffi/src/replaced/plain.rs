@@ -339,4 +339,3 @@ pub unsafe extern "C" fn cuCtxDisablePeerAccess(peer: Pointer) -> c_int {
     }
     code
 }
-

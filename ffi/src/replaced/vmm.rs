@@ -6,7 +6,9 @@ use std::ffi::{c_int, c_ulonglong, c_void};
 use std::os::fd::{BorrowedFd, IntoRawFd, RawFd};
 
 use sublet_nccl::vmm;
-use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DriverCode, HANDLE_TYPE_POSIX_FD};
+use vmm_pool::driver::{
+    AccessDesc, AllocationProp, DeviceAddress, DriverCode, HANDLE_TYPE_POSIX_FD,
+};
 
 use super::{Address, Handle, range, size_t, with_caller, write_out};
 use crate::hooks::call_driver;
@@ -280,4 +282,3 @@ pub unsafe extern "C" fn cuMemGetAddressRange_v2(
         },
     )
 }
-

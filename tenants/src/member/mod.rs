@@ -23,6 +23,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use vmm_pool::driver::Driver;
+use vmm_pool::support::Unsupported;
 use vmm_pool::{HostBudget, Pool};
 
 pub use fetch::ImportError;
@@ -55,6 +56,9 @@ pub struct MemberConfig {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum JoinError {
+    /// The driver lacks what a pause needs.
+    #[error(transparent)]
+    Unsupported(#[from] Unsupported),
     /// The run directory is not usable.
     #[error(transparent)]
     RunDir(#[from] RunDirError),
@@ -119,6 +123,7 @@ impl<D: Driver> Member<D> {
     /// # Errors
     /// [`JoinError`]; nothing is left behind.
     pub fn join(config: MemberConfig, driver: Arc<D>) -> Result<Arc<Self>, JoinError> {
+        vmm_pool::support::check(&*driver)?;
         let system = |what| move |source| JoinError::System { what, source };
         let id = random_id().map_err(system("a random identity"))?;
         let (dir, listener) = config.run_dir.listen(&config.tenant, id)?;

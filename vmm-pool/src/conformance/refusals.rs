@@ -11,8 +11,8 @@ use std::ptr::NonNull;
 
 use super::{Bench, Case, DEVICE, Limits, case_list, prop, refused};
 use crate::driver::{
-    AccessDesc, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver, DriverCode, RawHandle,
-    VaRange,
+    AccessDesc, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver, DriverCode, PinnedFor,
+    RawHandle, VaRange,
 };
 
 /// The code for an argument that is wrong.
@@ -238,9 +238,9 @@ fn host_memory_is_registered_once<D: Driver>(driver: &D, _: Limits) {
     let mut memory = vec![0_u8; 1 << 20];
     let start = NonNull::from(memory.as_mut_slice()).cast();
     // SAFETY: `memory` lives until the end of the case, after the registration.
-    unsafe { driver.host_register(start, memory.len()) }.expect("register");
+    unsafe { driver.host_register(start, memory.len(), PinnedFor::AllContexts) }.expect("register");
     // SAFETY: as above.
-    let again = unsafe { driver.host_register(start, memory.len()) };
+    let again = unsafe { driver.host_register(start, memory.len(), PinnedFor::AllContexts) };
     let already = &[DriverCode::HOST_MEMORY_ALREADY_REGISTERED];
     refused(again, already, "second registration");
     // SAFETY: no copy uses the memory.

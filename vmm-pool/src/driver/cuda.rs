@@ -16,7 +16,7 @@ use std::sync::OnceLock;
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver, DriverCode,
     DriverError, DriverOp, DriverResult, DriverVersion, Granularity, HANDLE_TYPE_POSIX_FD,
-    MemoryInfo, RawHandle, RawStream, VaRange,
+    MemoryInfo, PinnedFor, RawHandle, RawStream, VaRange,
 };
 
 /// The name every consumer of the driver opens.
@@ -368,11 +368,19 @@ impl Driver for CudaDriver {
         Ok(RawHandle(handle))
     }
 
-    unsafe fn host_register(&self, start: NonNull<u8>, size_bytes: usize) -> DriverResult<()> {
+    unsafe fn host_register(
+        &self,
+        start: NonNull<u8>,
+        size_bytes: usize,
+        contexts: PinnedFor,
+    ) -> DriverResult<()> {
+        let flags = match contexts {
+            PinnedFor::CurrentContext => 0,
+            PinnedFor::AllContexts => HOST_REGISTER_PORTABLE,
+        };
         let pointer = start.as_ptr().cast();
         // SAFETY: the caller keeps the range mapped until it is unregistered.
-        let code =
-            unsafe { (self.table.host_register)(pointer, size_bytes, HOST_REGISTER_PORTABLE) };
+        let code = unsafe { (self.table.host_register)(pointer, size_bytes, flags) };
         check(DriverOp::HostRegister, code)
     }
 

@@ -24,7 +24,8 @@ pub use error::{DriverCode, DriverError, DriverOp};
 pub use types::{
     ALLOCATION_KIND_PINNED, AccessDesc, AllocationFlags, AllocationProp, DeviceAddress,
     DeviceAttribute, DeviceOrdinal, DriverVersion, Granularity, HANDLE_TYPE_FABRIC,
-    HANDLE_TYPE_POSIX_FD, Location, LocationKind, MemoryInfo, RawHandle, RawStream, VaRange,
+    HANDLE_TYPE_POSIX_FD, Location, LocationKind, MemoryInfo, PinnedFor, RawHandle, RawStream,
+    VaRange,
 };
 
 /// Result of a driver call.
@@ -184,7 +185,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuMemImportFromShareableHandle")]
     fn import_fd(&self, fd: BorrowedFd<'_>) -> DriverResult<RawHandle>;
 
-    /// Pins host memory so that copies run at full speed, for all contexts. *Context.*
+    /// Pins host memory so that copies of `contexts` run at full speed. *Context.*
     ///
     /// # Safety
     /// `[start, start + size_bytes)` stays mapped until [`Driver::host_unregister`].
@@ -192,7 +193,12 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// # Errors
     /// `HOST_MEMORY_ALREADY_REGISTERED`; `OUT_OF_MEMORY`; `INVALID_VALUE`.
     #[doc(alias = "cuMemHostRegister")]
-    unsafe fn host_register(&self, start: NonNull<u8>, size_bytes: usize) -> DriverResult<()>;
+    unsafe fn host_register(
+        &self,
+        start: NonNull<u8>,
+        size_bytes: usize,
+        contexts: PinnedFor,
+    ) -> DriverResult<()>;
 
     /// Ends a registration made at exactly `start`. *Context.*
     ///

@@ -211,6 +211,18 @@ pub struct MemoryInfo {
     pub total_bytes: u64,
 }
 
+/// Whose copies pinned host memory speeds up.
+///
+/// Pinning for the current context alone is faster when several processes do it at once: 79 GB/s together
+/// against 46 on 4 H200 with driver 580, and 35 against 32 for one process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PinnedFor {
+    /// The context that is current when it is pinned.
+    CurrentContext,
+    /// Every context of the process.
+    AllContexts,
+}
+
 /// A number of the driver's, such as 13000 for CUDA 13.0 (`cuDriverGetVersion`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DriverVersion(pub i32);

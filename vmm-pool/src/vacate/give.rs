@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use super::{StepLog, present_mappings};
-use crate::driver::{DeviceOrdinal, Driver, RawHandle, VaRange};
+use crate::driver::{DeviceOrdinal, Driver, PinnedFor, RawHandle, VaRange};
 use crate::error::{Describe, PoolResult};
 use crate::pool::{Pool, is_saved};
 use crate::staging::{CopyStreams, HostBudget, Saved};
@@ -21,6 +21,13 @@ struct Item {
     source: VaRange,
     saved: Saved,
     view: bool,
+}
+
+impl Item {
+    /// Where its place in the arena ends.
+    fn end_bytes(&self) -> u64 {
+        self.saved.offset_bytes + self.source.size_bytes
+    }
 }
 
 /// An allocation to save: key, device, size, a range that its device can read, and its handle.
@@ -88,6 +95,8 @@ impl<D: Driver> Pool<D> {
         // Two groups may be in flight on a device; when the third is queued the first is done.
         let mut in_flight: BTreeMap<DeviceOrdinal, Vec<&Group>> = BTreeMap::new();
         let mut imports_dropped = false;
+        let contexts =
+            if streams.len() > 1 { PinnedFor::AllContexts } else { PinnedFor::CurrentContext };
         for group in groups {
             let Some(copies) = streams.get_mut(&group.device) else {
                 continue;
@@ -96,9 +105,10 @@ impl<D: Driver> Pool<D> {
             let flying = in_flight.entry(group.device).or_default();
             let done = if flying.len() == 2 { Some(flying.remove(0)) } else { None };
             flying.push(group);
+            let end_bytes = group.items.iter().map(Item::end_bytes).max().unwrap_or(0);
+            arena.grow_to(log, end_bytes, contexts)?;
             log.timed("queue copies", |log| {
                 for item in &group.items {
-                    arena.grow_to(item.saved.offset_bytes + item.source.size_bytes)?;
                     log.call();
                     // SAFETY: the source stays mapped until its group is retired below, after its
                     // stream is done; the arena's place is this item's alone.

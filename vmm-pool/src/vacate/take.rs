@@ -131,7 +131,11 @@ impl<D: Driver> Pool<D> {
         let outcome = outcome.and_then(|()| log.timed("export", |log| self.export_again(log)));
         // Every device is waited for, whatever the others say: nothing may be unmapped under a copy.
         let finished = log.timed("wait for copies", |_| {
-            streams.values().fold(Ok(()), |before, copies| before.and(copies.finish_all()))
+            let mut all = Ok(());
+            for copies in streams.values() {
+                all = all.and(copies.finish_all());
+            }
+            all
         });
         let outcome = outcome.and(finished);
         if outcome.is_err() {

@@ -3,11 +3,10 @@
 use vmm_pool::driver::{
     CudaDriver, DeviceAttribute, DeviceOrdinal, Driver, DriverResult, DriverVersion,
 };
+use vmm_pool::support::VERSION_MIN;
 
 use super::Check;
 use crate::failure::chain;
-
-const VERSION_MIN: DriverVersion = DriverVersion(12_000);
 
 pub(super) fn checks() -> Vec<Check> {
     match CudaDriver::load() {

@@ -32,8 +32,8 @@ pub use self::stream::{StreamKind, Work};
 
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver, DriverCode,
-    DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo, RawHandle,
-    RawStream, VaRange,
+    DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo, PinnedFor,
+    RawHandle, RawStream, VaRange,
 };
 
 /// How a simulated driver behaves in one process.
@@ -231,7 +231,12 @@ impl Driver for SimDriver {
         self.call(DriverOp::Import, |core| core.import_memory(fd))
     }
 
-    unsafe fn host_register(&self, start: NonNull<u8>, size_bytes: usize) -> DriverResult<()> {
+    unsafe fn host_register(
+        &self,
+        start: NonNull<u8>,
+        size_bytes: usize,
+        _contexts: PinnedFor,
+    ) -> DriverResult<()> {
         self.call_on_device(DriverOp::HostRegister, |core, _| {
             core.register_host(exposed(start), size_bytes as u64)
         })

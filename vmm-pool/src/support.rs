@@ -1,0 +1,48 @@
+//! Whether a driver offers what a pool stands on.
+
+use crate::driver::{DeviceAttribute, DeviceOrdinal, Driver, DriverError, DriverVersion};
+
+/// The oldest driver that a pool works with.
+pub const VERSION_MIN: DriverVersion = DriverVersion(12_000);
+
+/// Why a pool cannot stand on a driver.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Unsupported {
+    /// The driver is too old.
+    #[error("the driver speaks CUDA {found}, older than {VERSION_MIN}: update it")]
+    TooOld {
+        /// Its version.
+        found: DriverVersion,
+    },
+    /// A device cannot place memory at chosen addresses.
+    #[error("{device} has no virtual memory management: hide it with CUDA_VISIBLE_DEVICES")]
+    NoVirtualMemory {
+        /// Which.
+        device: DeviceOrdinal,
+    },
+    /// The driver did not answer.
+    #[error("the driver cannot be asked what it offers: {0}")]
+    Driver(#[from] DriverError),
+}
+
+/// Checks the driver and every device that this process sees.
+///
+/// # Errors
+/// [`Unsupported`], for the first thing that is missing.
+///
+/// # Driver calls
+/// `cuDriverGetVersion`, `cuDeviceGetCount`, `cuDeviceGetAttribute` for each device.
+pub fn check(driver: &impl Driver) -> Result<(), Unsupported> {
+    let found = driver.version()?;
+    if found < VERSION_MIN {
+        return Err(Unsupported::TooOld { found });
+    }
+    for device in (0..driver.device_count()?).map(DeviceOrdinal) {
+        let attribute = DeviceAttribute::VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
+        if driver.device_attribute(device, attribute)? == 0 {
+            return Err(Unsupported::NoVirtualMemory { device });
+        }
+    }
+    Ok(())
+}
