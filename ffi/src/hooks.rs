@@ -280,6 +280,10 @@ macro_rules! replacing {
 }
 
 replacing! {
+    cuCtxCreate_v2 @ 3020;
+    cuCtxCreate_v3 @ 11040;
+    cuCtxCreate_v4 @ 12050;
+    cuCtxDestroy_v2 @ 4000;
     cuCtxDisablePeerAccess @ 4000;
     cuCtxEnablePeerAccess @ 4000;
     cuDeviceGetAttribute @ 2000;

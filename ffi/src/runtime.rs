@@ -3,12 +3,12 @@
 
 #![expect(unsafe_code, reason = "registers handlers for fork and exit")]
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ffi::c_int;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, LazyLock, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError, RwLock};
 
 use sublet_cuda_graph::Captures;
 use sublet_nccl::{Answer, caller};
@@ -18,9 +18,14 @@ use tenants::identity::TenantName;
 use tenants::member::MemberConfig;
 use tenants::run_dir::RunDir;
 use vmm_pool::HostBudget;
-use vmm_pool::driver::{CudaDriver, DriverCode};
+use vmm_pool::driver::{CudaDriver, DriverCode, RawContext};
 
 use crate::real;
+
+/// How many threads bring new host memory in. More would only get in the way of the thread that pins it:
+/// with 4 processes at once on 64 cores, 4 threads each gave a first pause of 48 GB/s in all and 16 each
+/// 40 GB/s; 6 still feed one process alone at the speed it can pin.
+const TOUCHER_THREADS_MAX: usize = 6;
 
 /// This process's part in its tenant, over the real driver.
 pub(crate) type Member = tenants::member::Member<CudaDriver>;
@@ -31,6 +36,7 @@ static JOINED_PID: AtomicU32 = AtomicU32::new(0);
 static FORKED: AtomicBool = AtomicBool::new(false);
 static ACCESSORS: LazyLock<Accessors> = LazyLock::new(Accessors::default);
 static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
+static OWN_CONTEXTS: Mutex<BTreeSet<RawContext>> = Mutex::new(BTreeSet::new());
 static HOST_BYTES_MAX: OnceLock<Option<u64>> = OnceLock::new();
 
 /// The member, when this process has joined. The usual road of every hook: two loads.
@@ -72,6 +78,15 @@ pub(crate) fn accessors() -> &'static Accessors {
 /// Which streams are being captured.
 pub(crate) fn captures() -> &'static Captures {
     &CAPTURES
+}
+
+/// Contexts that the application has made for itself.
+pub(crate) fn own_contexts() -> &'static Mutex<BTreeSet<RawContext>> {
+    &OWN_CONTEXTS
+}
+
+fn list_own_contexts() -> Vec<RawContext> {
+    OWN_CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
 }
 
 fn variable(name: &str) -> Option<String> {
@@ -141,7 +156,8 @@ fn try_join() -> Result<Arc<Member>, String> {
         command: command_line(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         host_budget,
-        toucher_threads: cores.clamp(1, 16),
+        own_contexts: list_own_contexts,
+        toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
     };
     tenants::member::Member::join(config, Arc::new(driver))
         .map_err(|error| sublet_nccl::pausing::chain(&error))

@@ -1,1 +1,26 @@
-//! To be written.
+//! A harness for tests and demonstrations of several processes: real programs under the real preload
+//! object, on a simulated node.
+//!
+//! ```text
+//!   Stage    one node, one run directory; everything under one temporary directory
+//!     Job      the ranks of one tenant, `programs/rank.c`, driven line by line
+//!       Rank     one process; killed by its id when dropped
+//!     sublet   the real command
+//! ```
+//!
+//! Every wait has a deadline. Nothing here panics: what goes wrong is a [`Trouble`], which names the process
+//! and shows what it said.
+
+mod child;
+mod files;
+mod job;
+mod rank;
+mod stage;
+mod trouble;
+
+pub use child::Ran;
+pub use files::Files;
+pub use job::{Job, JobOptions};
+pub use rank::{Answer, Rank};
+pub use stage::{MIB, Stage, statistic};
+pub use trouble::{Outcome, Trouble};

@@ -13,6 +13,7 @@ mod bench;
 mod bindings;
 mod build;
 mod bundle;
+mod demo;
 mod process;
 mod python;
 mod stages;
@@ -44,6 +45,8 @@ enum Command {
     Test,
     /// Run all that a build must pass: `test`, clippy and the documentation, warnings denied.
     Ci,
+    /// Run the main job on a simulated node of four GPUs: two tenants take turns. Needs no GPU.
+    Demo,
     /// Check the house rules: layers, unsafe list, file sizes, lints, paths.
     Tidy,
     /// Pack what the GPU lane needs into `target/gpu-bundle`.
@@ -78,6 +81,7 @@ fn dispatch(command: &Command) -> Outcome {
     match command {
         Command::Test => test::test(&workspace),
         Command::Ci => test::ci(&workspace),
+        Command::Demo => demo::run(&workspace),
         Command::Tidy => tidy::run(&workspace),
         Command::GpuBundle => bundle::run(&workspace),
         Command::Bench { check } => bench::run(&workspace, *check),

@@ -111,13 +111,21 @@ impl<D: Driver> Member<D> {
                 ours: self.config.tenant.to_string(),
             });
         }
+        let is_own = ticket.owner_socket == self.socket_path;
+        let deadline = Instant::now() + AGENT_TIMEOUT;
         if let Some(handle) = self.pool.import_held(ticket.allocation) {
+            if !is_own {
+                // The owner keeps memory for every ticket until it is redeemed: tell it that this one is.
+                if let Err(error) = self.fetch(&ticket.owner_socket, &[ticket.allocation], deadline)
+                {
+                    tracing::debug!(%error, "the owner was not told of a second ticket");
+                }
+            }
             return Ok(handle);
         }
-        if ticket.owner_socket == self.socket_path {
+        if is_own {
             return Err(ImportError::Stale { id: ticket.allocation });
         }
-        let deadline = Instant::now() + AGENT_TIMEOUT;
         let mut fds = self.fetch(&ticket.owner_socket, &[ticket.allocation], deadline)?;
         let fd =
             fds.remove(&ticket.allocation).ok_or(ImportError::Stale { id: ticket.allocation })?;

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmm_pool::driver::Driver;
+use vmm_pool::driver::{Driver, RawContext};
 use vmm_pool::support::Unsupported;
 use vmm_pool::{HostBudget, Pool};
 
@@ -48,6 +48,8 @@ pub struct MemberConfig {
     pub version: String,
     /// How much host memory a pause may take, asked at each pause.
     pub host_budget: fn(members: usize) -> HostBudget,
+    /// Contexts that the application has made for itself, asked at each pause: their work must end too.
+    pub own_contexts: fn() -> Vec<RawContext>,
     /// How many threads bring new host memory in.
     pub toucher_threads: usize,
 }

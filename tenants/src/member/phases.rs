@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use vmm_pool::driver::{DeviceOrdinal, Driver, DriverError};
+use vmm_pool::driver::{DeviceOrdinal, Driver, DriverError, RawContext};
 use vmm_pool::{PoolError, StepLog};
 
 use super::state::{Event, InvalidTransition};
@@ -88,30 +88,35 @@ impl<D: Driver> Member<D> {
     /// past the deadline it is left behind and ends by itself when the work does.
     fn drain(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
-        let (tell, hear) = crossbeam_channel::bounded(64);
-        let devices = self.pool.devices();
-        for &device in &devices {
+        let (tell, hear) = crossbeam_channel::unbounded();
+        let devices = self.pool.devices().into_iter().map(Place::Device);
+        let own = (self.config.own_contexts)().into_iter().map(Place::OwnContext);
+        let places: Vec<Place> = devices.chain(own).collect();
+        for &place in &places {
             let driver = std::sync::Arc::clone(self.pool.driver());
             let tell = tell.clone();
             let wait = move || {
-                let waited = driver.make_current(device).and_then(|()| driver.synchronize());
+                let current = match place {
+                    Place::Device(device) => driver.make_current(device),
+                    Place::OwnContext(context) => driver.make_own_context_current(context),
+                };
                 // Nobody listens any more when the deadline has passed.
-                let _told = tell.send((device, waited));
+                let _told = tell.send((place, current.and_then(|()| driver.synchronize())));
             };
             let thread = std::thread::Builder::new().name("sublet-drain".to_owned());
             thread.spawn(wait).map_err(|error| Failure {
                 kind: FailureKind::DrainTimeout,
-                message: format!("no thread to wait for {device} with: {error}"),
+                message: format!("no thread to wait for {place:?} with: {error}"),
             })?;
         }
-        for _ in &devices {
+        for _ in &places {
             match hear.recv_deadline(deadline) {
                 Ok((_, Ok(()))) => {}
-                Ok((device, Err(error))) => return Err(drain_failed(device.0, error)),
+                Ok((place, Err(error))) => return Err(drain_failed(place, error)),
                 Err(_) => return Err(drain_timeout()),
             }
         }
-        Ok(PhaseReport { driver_calls: 2 * devices.len() as u64, ..PhaseReport::default() })
+        Ok(PhaseReport { driver_calls: 2 * places.len() as u64, ..PhaseReport::default() })
     }
 
     fn save_and_drop_imports(&self) -> Result<PhaseReport, Failure> {
@@ -389,10 +394,19 @@ fn drain_timeout() -> Failure {
     }
 }
 
-fn drain_failed(ordinal: i32, error: DriverError) -> Failure {
+/// Something whose work must end before memory can leave.
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    /// The primary context of a device.
+    Device(DeviceOrdinal),
+    /// A context that the application made for itself.
+    OwnContext(RawContext),
+}
+
+fn drain_failed(place: Place, error: DriverError) -> Failure {
     Failure {
         kind: FailureKind::Driver,
-        message: format!("process {}: work on GPU {ordinal} failed: {error}", std::process::id()),
+        message: format!("process {}: work on {place:?} failed: {error}", std::process::id()),
     }
 }
 

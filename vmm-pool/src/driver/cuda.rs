@@ -16,7 +16,7 @@ use std::sync::OnceLock;
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver, DriverCode,
     DriverError, DriverOp, DriverResult, DriverVersion, Granularity, HANDLE_TYPE_POSIX_FD,
-    MemoryInfo, PinnedFor, RawHandle, RawStream, VaRange,
+    MemoryInfo, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
 };
 
 /// The name every consumer of the driver opens.
@@ -259,6 +259,13 @@ impl Driver for CudaDriver {
         let context = self.primary_context(device)?;
         // SAFETY: the context was retained above and is never released.
         check(DriverOp::ContextSetCurrent, unsafe { (self.table.context_set_current)(context.0) })
+    }
+
+    fn make_own_context_current(&self, context: RawContext) -> DriverResult<()> {
+        let address = usize::try_from(context.0).unwrap_or(0);
+        let context: Context = std::ptr::with_exposed_provenance_mut(address);
+        // SAFETY: the application made the context; one that is gone is refused by the driver.
+        check(DriverOp::ContextSetCurrent, unsafe { (self.table.context_set_current)(context) })
     }
 
     fn memory_info(&self) -> DriverResult<MemoryInfo> {

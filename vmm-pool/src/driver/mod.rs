@@ -24,8 +24,8 @@ pub use error::{DriverCode, DriverError, DriverOp};
 pub use types::{
     ALLOCATION_KIND_PINNED, AccessDesc, AllocationFlags, AllocationProp, DeviceAddress,
     DeviceAttribute, DeviceOrdinal, DriverVersion, Granularity, HANDLE_TYPE_FABRIC,
-    HANDLE_TYPE_POSIX_FD, Location, LocationKind, MemoryInfo, PinnedFor, RawHandle, RawStream,
-    VaRange,
+    HANDLE_TYPE_POSIX_FD, Location, LocationKind, MemoryInfo, PinnedFor, RawContext, RawHandle,
+    RawStream, VaRange,
 };
 
 /// Result of a driver call.
@@ -75,6 +75,13 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuDevicePrimaryCtxRetain")]
     #[doc(alias = "cuCtxSetCurrent")]
     fn make_current(&self, device: DeviceOrdinal) -> DriverResult<()>;
+
+    /// Makes a context of the application's own current on this thread, which must be one of ours.
+    ///
+    /// # Errors
+    /// `INVALID_CONTEXT` for one that is gone.
+    #[doc(alias = "cuCtxSetCurrent")]
+    fn make_own_context_current(&self, context: RawContext) -> DriverResult<()>;
 
     /// Memory of the current context's device. *Context.*
     ///

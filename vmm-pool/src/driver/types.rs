@@ -77,6 +77,10 @@ pub struct RawHandle(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RawStream(pub u64);
 
+/// A context that the application made for itself (`CUcontext`), beside a device's primary one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RawContext(pub u64);
+
 /// Kind of place that memory lives in or is reached from (`CUmemLocationType`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[repr(transparent)]

@@ -98,9 +98,8 @@ impl<D: Driver> Pool<D> {
                 return Err(stale);
             };
             let found = &mut tables.allocations[key];
-            if found.importers.insert(importer) {
-                found.tickets_open = found.tickets_open.saturating_sub(1);
-            }
+            found.importers.insert(importer);
+            found.tickets_open = found.tickets_open.saturating_sub(1);
             let duplicate = match &found.exported {
                 Some(fd) if found.tickets_open > 0 => fd.as_fd().try_clone_to_owned().ok(),
                 Some(_) => found.exported.take(),

@@ -33,7 +33,7 @@ pub use self::stream::{StreamKind, Work};
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver, DriverCode,
     DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo, PinnedFor,
-    RawHandle, RawStream, VaRange,
+    RawContext, RawHandle, RawStream, VaRange,
 };
 
 /// How a simulated driver behaves in one process.
@@ -170,6 +170,12 @@ impl Driver for SimDriver {
             CURRENT.with_borrow_mut(|map| map.insert(self.instance, device));
             Ok(())
         })
+    }
+
+    /// The simulated driver has primary contexts only.
+    fn make_own_context_current(&self, _context: RawContext) -> DriverResult<()> {
+        let op = DriverOp::ContextSetCurrent;
+        Err(DriverError { op, code: DriverCode::INVALID_CONTEXT })
     }
 
     fn memory_info(&self) -> DriverResult<MemoryInfo> {

@@ -1,0 +1,47 @@
+//! Compiles the C programs that the tests run.
+
+use std::env;
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const COMMON: [&str; 5] = ["-std=gnu11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wno-unused-function"];
+
+fn main() -> Result<(), Box<dyn Error>> {
+    println!("cargo::rerun-if-changed=programs");
+    println!("cargo::rerun-if-changed=simcuda/programs/driver.h");
+    let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo gives no OUT_DIR")?);
+    let rank = out.join("rank");
+    compile("programs/rank.c", &rank, &["-pthread"], &["-ldl"])?;
+    // The name must begin as NCCL's does: it is how callers are told apart.
+    let nccl_like = out.join("libnccl-like.so");
+    compile("programs/nccl_like.c", &nccl_like, &["-shared", "-fPIC"], &[])?;
+    println!("cargo::rustc-env=SUBLET_RANK_PROGRAM={}", rank.display());
+    println!("cargo::rustc-env=SUBLET_NCCL_LIKE_LIBRARY={}", nccl_like.display());
+    Ok(())
+}
+
+fn compile(
+    source: &str,
+    target: &Path,
+    flags: &[&str],
+    libraries: &[&str],
+) -> Result<(), Box<dyn Error>> {
+    let compiler = env::var("CC").unwrap_or_else(|_| "cc".to_owned());
+    let status = Command::new(&compiler)
+        .args(COMMON)
+        .args(flags)
+        .arg("-o")
+        .arg(target)
+        .arg(source)
+        .args(libraries)
+        .status()
+        .map_err(|error| {
+            format!("no C compiler ({compiler}: {error}); install one, such as gcc")
+        })?;
+    if status.success() {
+        Ok(())
+    } else {
+        Err(format!("{compiler} could not compile {source}").into())
+    }
+}

@@ -1,0 +1,61 @@
+/* Calls every function of sublet.h, and prints what came. */
+#include "driver.h"
+
+#include <sublet.h>
+
+static int has_error(void)
+{
+    return sublet_last_error()[0] != 0;
+}
+
+int main(void)
+{
+    char text[16384];
+    int group[3] = {-1, -1, -1};
+    long long stats = sublet_stats_json(NULL, 0);
+    if (strlen(sublet_version()) < 5)
+        return 1;
+    printf("before any memory: stats %lld, paused %d, error %d\n", stats, sublet_is_paused(), has_error());
+    ncclGetGroupID(&group[0]);
+    int set = ncclSetGroupID(7);
+    ncclGetGroupID(&group[1]);
+    printf("group %d %d %d, refused %d, needs a place %d\n", group[0], group[1], set, ncclSetGroupID(-1),
+           ncclGetGroupID(NULL));
+    int early = ncclPause(NULL) + ncclResume(NULL);
+    printf("pause before any memory %d, statistics %d\n", early, ncclMemStats());
+
+    driver_start();
+    int begun = sublet_region_begin("weights", SUBLET_CONTENTS_DISCARD);
+    CUdeviceptr memory = 0;
+    OK(cuMemAlloc(&memory, (1 << 20) + 1));
+    int no_tag = sublet_region_begin(NULL, SUBLET_CONTENTS_KEEP);
+    int no_contents = sublet_region_begin("weights", 9);
+    int ended = sublet_region_end();
+    printf("region %d, wrong tag %d, wrong contents %d, end %d, one end too many %d\n", begun, no_tag, no_contents,
+           ended, sublet_region_end());
+    int64_t length = sublet_stats_json(text, sizeof text);
+    int fits = length > 0 && strlen(text) == (size_t)length;
+    int tagged = strstr(text, "\"weights\"") != NULL;
+    text[0] = 'x';
+    int too_short = sublet_stats_json(text, 4) == length && text[0] == 'x';
+    printf("stats fit %d, too short %d, tag in them %d\n", fits, too_short, tagged);
+    printf("set group too late %d\n", ncclSetGroupID(3));
+    fflush(stdout);
+    int printed = ncclMemStats();
+    printf("statistics %d\n", printed);
+
+    int paused = sublet_pause_tenant(NULL, 0);
+    int is_paused = sublet_is_paused();
+    int again = sublet_pause_tenant(NULL, 5000);
+    int resumed = sublet_resume_tenant(NULL, 0);
+    printf("paused %d %d %d, again %d, resumed %d %d %d\n", paused, is_paused, has_error() && paused, again, resumed,
+           sublet_is_paused(), has_error() && resumed);
+    paused = ncclPause(NULL);
+    is_paused = sublet_is_paused();
+    resumed = ncclResume(NULL);
+    printf("together %d %d, back %d %d\n", paused, is_paused, resumed, sublet_is_paused());
+    int unknown = sublet_pause_tenant("nobody", 1000);
+    printf("unknown tenant %d, error %d\n", unknown, strstr(sublet_last_error(), "nobody") != NULL);
+    OK(cuMemFree(memory));
+    return 0;
+}

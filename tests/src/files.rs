@@ -1,0 +1,43 @@
+//! Where the built things are.
+
+use std::path::PathBuf;
+
+use crate::{Outcome, Trouble};
+
+/// What the tests run, as `cargo xtask test` built it.
+#[derive(Clone, Debug)]
+pub struct Files {
+    /// The preload object.
+    pub preload: PathBuf,
+    /// A directory with the simulated `libcuda.so.1`.
+    pub simcuda_dir: PathBuf,
+    /// The `sublet` command.
+    pub sublet: PathBuf,
+    /// The compiled `programs/rank.c`.
+    pub rank: PathBuf,
+    /// The compiled `programs/nccl_like.c`.
+    pub nccl_like: PathBuf,
+}
+
+impl Files {
+    /// Reads the environment.
+    ///
+    /// # Errors
+    /// When a variable is missing, with the command to run instead.
+    pub fn from_environment() -> Outcome<Self> {
+        let path = |name: &str| {
+            std::env::var_os(name).map(PathBuf::from).ok_or_else(|| {
+                Trouble::new(format!(
+                    "{name} is not set: these tests need built files; run `cargo xtask test`"
+                ))
+            })
+        };
+        Ok(Self {
+            preload: path("SUBLET_TEST_PRELOAD")?,
+            simcuda_dir: path("SUBLET_TEST_SIMCUDA_DIR")?,
+            sublet: path("SUBLET_TEST_BIN")?,
+            rank: PathBuf::from(env!("SUBLET_RANK_PROGRAM")),
+            nccl_like: PathBuf::from(env!("SUBLET_NCCL_LIKE_LIBRARY")),
+        })
+    }
+}

@@ -1,0 +1,186 @@
+//! One process of a job.
+
+use std::io::Write as _;
+use std::process::{Command, ExitStatus};
+use std::time::{Duration, Instant};
+
+use crate::child::LineChild;
+use crate::job::look_again_later;
+use crate::{Outcome, Trouble};
+
+/// How long a rank may take to answer, unless a test says otherwise.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(40);
+/// How long a line on standard error may lag behind.
+const COMPLAINT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A rank's answer to one line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Answer {
+    /// Whether it was `ok`; otherwise the driver or Sublet refused, and the rank lives on.
+    pub is_ok: bool,
+    /// What came behind that word.
+    pub text: String,
+    /// Lines that libraries printed before the answer.
+    pub printed: Vec<String>,
+}
+
+impl Answer {
+    /// The numbers in the answer.
+    ///
+    /// # Errors
+    /// When it was refused, or does not hold at least `COUNT` numbers.
+    pub fn numbers<const COUNT: usize>(&self) -> Outcome<[u64; COUNT]> {
+        let words = self.text.split_whitespace();
+        let numbers: Vec<u64> = words.map_while(|word| word.parse().ok()).collect();
+        let first = numbers.first_chunk::<COUNT>().copied();
+        first
+            .filter(|_| self.is_ok)
+            .ok_or_else(|| Trouble::new(format!("expected {COUNT} numbers, got {self:?}")))
+    }
+}
+
+/// One process of a job, which obeys lines. Killed when dropped.
+#[derive(Debug)]
+pub struct Rank {
+    index: usize,
+    child: LineChild,
+}
+
+impl Rank {
+    /// Starts rank `index` of a job. It answers once by itself, when its memory is there.
+    pub(crate) fn start(index: usize, command: &mut Command) -> Outcome<Self> {
+        Ok(Self { index, child: LineChild::start(command)? })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.pid()
+    }
+
+    /// Sends a line and does not wait.
+    ///
+    /// # Errors
+    /// When it has ended.
+    pub fn say(&mut self, line: &str) -> Outcome {
+        let sent = self.child.input().map(|input| input.write_all(format!("{line}\n").as_bytes()));
+        match sent {
+            Some(Ok(())) => Ok(()),
+            Some(Err(_)) | None => Err(self.ended(line)),
+        }
+    }
+
+    /// Its next answer.
+    ///
+    /// # Errors
+    /// When it failed, ended, or says nothing in time.
+    pub fn answer(&mut self) -> Outcome<Answer> {
+        self.answer_within(ANSWER_TIMEOUT)
+    }
+
+    /// As [`Rank::answer`], for at most `timeout`.
+    ///
+    /// # Errors
+    /// As [`Rank::answer`].
+    pub fn answer_within(&mut self, timeout: Duration) -> Outcome<Answer> {
+        let deadline = Instant::now() + timeout;
+        let mut printed = Vec::new();
+        while let Some(line) = self.child.line(deadline)? {
+            let (word, rest) = line.split_once(' ').unwrap_or((&line, ""));
+            match word {
+                "ok" | "no" => {
+                    return Ok(Answer { is_ok: word == "ok", text: rest.to_owned(), printed });
+                }
+                _ => printed.push(line),
+            }
+        }
+        Err(self.ended(&printed.join("\n")))
+    }
+
+    /// Sends a line and waits for its answer.
+    ///
+    /// # Errors
+    /// As [`Rank::answer`].
+    pub fn ask(&mut self, line: &str) -> Outcome<Answer> {
+        self.say(line)?;
+        self.answer()
+    }
+
+    /// As [`Rank::ask`], when the answer must be `ok`.
+    ///
+    /// # Errors
+    /// As [`Rank::answer`], and when it was refused.
+    pub fn do_it(&mut self, line: &str) -> Outcome<Answer> {
+        let answer = self.ask(line)?;
+        self.accepted(line, answer)
+    }
+
+    pub(crate) fn accepted(&self, line: &str, answer: Answer) -> Outcome<Answer> {
+        if answer.is_ok {
+            return Ok(answer);
+        }
+        let errors = self.child.stderr();
+        let text = answer.text;
+        Err(Trouble::new(format!(
+            "rank {} refused '{line}': {text}. Its errors: {errors}",
+            self.index
+        )))
+    }
+
+    /// Does it say anything within `timeout`? A rank that waits at the gate does not.
+    pub fn is_silent_for(&mut self, timeout: Duration) -> bool {
+        self.child.line(Instant::now() + timeout).is_err()
+    }
+
+    /// Ends it by the end of its input, and waits.
+    ///
+    /// # Errors
+    /// When it does not end in time.
+    pub fn exit(&mut self) -> Outcome<ExitStatus> {
+        self.child.close_input();
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        while self.child.line(deadline)?.is_some() {}
+        self.child.wait()
+    }
+
+    /// Kills it (`kill -9`) and waits.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub fn kill(&mut self) -> Outcome {
+        self.child.kill().map(drop)
+    }
+
+    /// What it wrote to standard error so far.
+    pub fn stderr(&self) -> String {
+        self.child.stderr()
+    }
+
+    /// Waits until its standard error holds `text`: what it wrote before an answer may arrive after it.
+    ///
+    /// # Errors
+    /// When that does not happen in time.
+    pub fn complained(&self, text: &str) -> Outcome {
+        let deadline = Instant::now() + COMPLAINT_TIMEOUT;
+        while !self.stderr().contains(text) {
+            if Instant::now() >= deadline {
+                let (index, errors) = (self.index, self.stderr());
+                return Err(Trouble::new(format!("rank {index}: no '{text}' in: {errors}")));
+            }
+            look_again_later();
+        }
+        Ok(())
+    }
+
+    fn ended(&mut self, about: &str) -> Trouble {
+        let status = match self.child.kill() {
+            Ok(status) => status.to_string(),
+            Err(trouble) => trouble.to_string(),
+        };
+        Trouble::new(format!(
+            "rank {} (process {}) ended with {status} at: {about}. Its errors: {}",
+            self.index,
+            self.pid(),
+            self.stderr()
+        ))
+    }
+}

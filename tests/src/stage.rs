@@ -1,0 +1,199 @@
+//! A simulated node with a run directory, and the real command.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+use tenants::run_dir::RunDir;
+use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::{DeviceOrdinal, Driver as _, MemoryInfo};
+
+use crate::{Files, Job, JobOptions, Outcome, Ran, Trouble, child};
+
+/// Bytes of a mebibyte.
+pub const MIB: u64 = 1 << 20;
+
+/// How long one run of the command may take.
+const COMMAND_TIMEOUT: Duration = Duration::from_mins(1);
+
+/// One node and one run directory, under a directory that goes when this is dropped.
+#[derive(Debug)]
+pub struct Stage {
+    files: Files,
+    observer: SimDriver,
+    jobs: AtomicU32,
+    /// Last, so that the directory goes after the driver has let go of the node.
+    dir: TempDir,
+}
+
+impl Stage {
+    /// A node with one device per capacity.
+    ///
+    /// # Errors
+    /// When the built files are not named in the environment, or the system refuses.
+    pub fn new(capacities_bytes: &[u64]) -> Outcome<Self> {
+        let files = Files::from_environment()?;
+        let wanted_bytes = capacities_bytes.iter().sum();
+        let base = base_dir(wanted_bytes)?;
+        let dir = tempfile::Builder::new().prefix("sublet-").tempdir_in(base)?;
+        let node = SimNode::create(dir.path().join("node"), capacities_bytes)?;
+        Ok(Self {
+            files,
+            observer: SimDriver::new(node, SimOptions::default()),
+            jobs: AtomicU32::new(0),
+            dir,
+        })
+    }
+
+    /// What was built.
+    pub fn files(&self) -> &Files {
+        &self.files
+    }
+
+    /// Where tenants live.
+    pub fn run_dir_path(&self) -> PathBuf {
+        self.dir.path().join("run")
+    }
+
+    /// Where tenants live, for use in this process.
+    ///
+    /// # Errors
+    /// When it is not usable.
+    pub fn run_dir(&self) -> Outcome<RunDir> {
+        Ok(RunDir::open(Some(self.run_dir_path()), None)?)
+    }
+
+    /// The directory of the node.
+    pub fn node_path(&self) -> PathBuf {
+        self.dir.path().join("node")
+    }
+
+    /// A command that finds the simulated driver, the node and the run directory, and nothing of the
+    /// caller's own Sublet.
+    pub fn command(&self, program: &Path) -> Command {
+        let mut command = Command::new(program);
+        for name in ["LD_PRELOAD", "SUBLET_TENANT", "SUBLET_LOG", "SUBLET_HOST_BYTES_MAX"] {
+            command.env_remove(name);
+        }
+        command
+            .env_remove("CUDA_VISIBLE_DEVICES")
+            .env("LD_LIBRARY_PATH", &self.files.simcuda_dir)
+            .env("SIMCUDA_NODE", self.node_path())
+            .env("SUBLET_RUN_DIR", self.run_dir_path());
+        command
+    }
+
+    /// Runs the `sublet` command.
+    ///
+    /// # Errors
+    /// When it could not be started or did not end in time.
+    pub fn sublet<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Outcome<Ran> {
+        let mut command = self.command(&self.files.sublet);
+        child::run(command.args(arguments), Instant::now() + COMMAND_TIMEOUT)
+    }
+
+    /// Starts a job and waits until every rank has its memory.
+    ///
+    /// # Errors
+    /// When a rank failed.
+    pub fn job(&self, options: &JobOptions) -> Outcome<Job> {
+        let number = self.jobs.fetch_add(1, Ordering::Relaxed);
+        let dir = self.dir.path().join(format!("job{number}"));
+        std::fs::create_dir(&dir)?;
+        Job::start(self, options, &dir)
+    }
+
+    /// As [`Stage::job`], and the ranks open each other's memory and do a step.
+    ///
+    /// # Errors
+    /// When a rank failed.
+    pub fn connected_job(&self, options: &JobOptions) -> Outcome<Job> {
+        let mut job = self.job(options)?;
+        job.connect()?;
+        job.step(1)?;
+        job.verify()?;
+        Ok(job)
+    }
+
+    /// Pauses a tenant by the command, which must succeed. Returns its report.
+    ///
+    /// # Errors
+    /// What the command said.
+    pub fn pause(&self, tenant: &str) -> Outcome<Value> {
+        self.sublet(&["pause", tenant, "--json"])?.succeeded()?.json()
+    }
+
+    /// Resumes a tenant by the command, which must succeed. Returns its report.
+    ///
+    /// # Errors
+    /// What the command said.
+    pub fn resume(&self, tenant: &str) -> Outcome<Value> {
+        self.sublet(&["resume", tenant, "--json"])?.succeeded()?.json()
+    }
+
+    /// What `sublet stats --json` says of the processes of one tenant.
+    ///
+    /// # Errors
+    /// What the command said.
+    pub fn members(&self, tenant: &str) -> Outcome<Vec<Value>> {
+        let document = self.sublet(&["stats", tenant, "--json"])?.succeeded()?.json()?;
+        let members = document[0]["members"].as_array();
+        members.cloned().ok_or_else(|| Trouble::new(format!("no members in {document}")))
+    }
+
+    /// The states of the processes of one tenant, without repetition.
+    ///
+    /// # Errors
+    /// What the command said.
+    pub fn states(&self, tenant: &str) -> Outcome<Vec<String>> {
+        let state = |member: &Value| member["member"]["state"].as_str().unwrap_or("?").to_owned();
+        let mut states: Vec<String> = self.members(tenant)?.iter().map(state).collect();
+        states.sort();
+        states.dedup();
+        Ok(states)
+    }
+
+    /// What the driver says of a device's memory.
+    ///
+    /// # Errors
+    /// What the driver said.
+    pub fn memory(&self, device: i32) -> Outcome<MemoryInfo> {
+        self.observer.make_current(DeviceOrdinal(device))?;
+        Ok(self.observer.memory_info()?)
+    }
+
+    /// Bytes of a device that somebody holds.
+    ///
+    /// # Errors
+    /// What the driver said.
+    pub fn used_bytes(&self, device: i32) -> Outcome<u64> {
+        let info = self.memory(device)?;
+        Ok(info.total_bytes - info.free_bytes)
+    }
+}
+
+/// The sum of one figure over all classes of memory of a process, as `sublet stats --json` shows them.
+pub fn statistic(member: &Value, name: &str) -> u64 {
+    let devices = member["pool"]["devices"].as_array().into_iter().flatten();
+    let classes = devices.flat_map(|device| device["classes"].as_array().into_iter().flatten());
+    classes.filter_map(|class| class[name].as_u64()).sum()
+}
+
+/// `/dev/shm`, or the directory for temporary files where that is too small, as in some containers.
+fn base_dir(wanted_bytes: u64) -> Outcome<PathBuf> {
+    let shared = PathBuf::from("/dev/shm");
+    let room = nix::sys::statvfs::statvfs(&shared)
+        .map(|found| found.blocks_available().saturating_mul(found.fragment_size()));
+    if room.is_ok_and(|room| room > wanted_bytes) {
+        return Ok(shared);
+    }
+    let other = std::env::temp_dir();
+    if other.is_dir() {
+        return Ok(other);
+    }
+    Err(Trouble::new("neither /dev/shm nor the directory for temporary files can hold the node"))
+}

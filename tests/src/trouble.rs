@@ -1,0 +1,43 @@
+//! What went wrong, for people.
+
+use std::fmt;
+
+/// A sentence, and what the processes concerned had said.
+///
+/// A test that returns it shows it in full; that is why its `Debug` is its text.
+pub struct Trouble(String);
+
+/// A result for tests and demonstrations.
+pub type Outcome<T = ()> = Result<T, Trouble>;
+
+impl Trouble {
+    /// Trouble in these words.
+    pub fn new(text: impl Into<String>) -> Self {
+        Self(text.into())
+    }
+}
+
+impl fmt::Display for Trouble {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Debug for Trouble {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl<E: std::error::Error> From<E> for Trouble {
+    fn from(error: E) -> Self {
+        let mut text = error.to_string();
+        let mut cause = error.source();
+        while let Some(error) = cause {
+            text.push_str(": ");
+            text.push_str(&error.to_string());
+            cause = error.source();
+        }
+        Self(text)
+    }
+}

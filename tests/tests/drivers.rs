@@ -1,0 +1,80 @@
+//! Drivers that Sublet cannot work with, and processes that it must not mix.
+
+use std::sync::Arc;
+
+use sublet_tests::{JobOptions, MIB, Outcome, Stage};
+use tenants::host_memory;
+use tenants::identity::TenantName;
+use tenants::member::{Member, MemberConfig};
+use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
+
+const CAPACITIES: [u64; 2] = [128 * MIB; 2];
+
+fn runs_native_and_says(variable: (&str, &str), reason: &str) -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let options = JobOptions { is_plain: true, ..JobOptions::new("train", 2) };
+    let options = options.with("SIMCUDA_PROGRAM_LOOKUP", "dlsym").with(variable.0, variable.1);
+    let mut job = stage.job(&options)?;
+    job.all("step 2")?;
+    job.verify()?;
+    for rank in &job.ranks {
+        rank.complained("this process is not under Sublet")?;
+        rank.complained(reason)?;
+        let errors = rank.stderr();
+        assert_eq!(errors.lines().count(), 1, "said more than once: {errors}");
+    }
+    let ran = stage.sublet(&["pause", "train"])?.exited(1)?;
+    assert!(ran.stderr.contains("train"), "{ran:#?}");
+    job.all("step 1")?;
+    job.verify()?;
+    job.exit()
+}
+
+#[test]
+fn driver_without_virtual_memory_runs_the_job_as_without_sublet() -> Outcome {
+    runs_native_and_says(("SIMCUDA_NO_VMM", "1"), "virtual memory management")
+}
+
+#[test]
+fn driver_older_than_12_0_runs_the_job_as_without_sublet() -> Outcome {
+    runs_native_and_says(("SIMCUDA_DRIVER_VERSION", "11080"), "12.0")
+}
+
+#[test]
+fn processes_of_different_versions_are_named_and_left_alone() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let config = MemberConfig {
+        run_dir: stage.run_dir()?,
+        tenant: TenantName::new("train")?,
+        command: "a process with another libsublet".to_owned(),
+        version: "9.9.9".to_owned(),
+        host_budget: |members| host_memory::budget(None, members),
+        own_contexts: Vec::new,
+        toucher_threads: 1,
+    };
+    let node = SimNode::open(stage.node_path())?;
+    let stranger = Member::join(config, Arc::new(SimDriver::new(node, SimOptions::default())))?;
+    let ran = stage.sublet(&["pause", "train"])?.exited(1)?;
+    assert!(ran.stderr.contains("different versions of Sublet"), "{ran:#?}");
+    assert!(ran.stderr.contains("9.9.9"), "{ran:#?}");
+    stranger.leave();
+    job.step(1)?;
+    job.verify()?;
+    job.exit()
+}
+
+#[test]
+fn socket_path_that_is_too_long_is_said_before_the_job_starts() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let long = stage.run_dir_path().join("d".repeat(90));
+    std::fs::create_dir_all(stage.run_dir_path())?;
+    let mut command = stage.command(&stage.files().sublet);
+    command.env("SUBLET_RUN_DIR", &long).args(["run", "--tenant", "train", "--library"]);
+    command.arg(&stage.files().preload).args(["--", "true"]);
+    let output = command.output()?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{errors}");
+    assert!(errors.contains("SUBLET_RUN_DIR") && errors.contains("107"), "{errors}");
+    Ok(())
+}

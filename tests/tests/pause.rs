@@ -1,0 +1,157 @@
+//! Pausing and resuming a job from outside, by the real command.
+
+use std::time::Duration;
+
+use sublet_tests::{JobOptions, MIB, Outcome, Stage, statistic};
+
+const CAPACITIES: [u64; 3] = [128 * MIB; 3];
+
+/// Cross imports, windows mapped twice, imports released right after map, own tickets, tickets that went
+/// around a ring and `cudaIpc` mappings are in every job of these tests; `verify` reads through all of them.
+#[test]
+fn every_byte_is_there_after_twenty_cycles() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
+    for _ in 0..20 {
+        stage.pause("train")?;
+        stage.resume("train")?;
+        job.step(1)?;
+    }
+    job.verify()?;
+    assert_eq!(job.steps_done(), 21);
+    job.exit()
+}
+
+#[test]
+fn every_byte_is_there_after_each_of_three_cycles_without_work_between() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
+    for _ in 0..3 {
+        stage.pause("train")?;
+        stage.resume("train")?;
+        job.verify()?;
+    }
+    job.exit()
+}
+
+#[test]
+fn job_that_keeps_running_is_paused_anywhere_in_a_step() -> Outcome {
+    let stage = Stage::new(&CAPACITIES[..2])?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    job.run()?;
+    for _ in 0..5 {
+        stage.pause("train")?;
+        let at = job.steps_done();
+        assert!(job.ranks[0].is_silent_for(Duration::from_millis(50)));
+        assert_eq!(job.steps_done(), at, "a paused job went on");
+        stage.resume("train")?;
+        job.wait_for_step(at + 2)?;
+    }
+    job.stop()?;
+    job.verify()?;
+    job.exit()
+}
+
+#[test]
+fn steps_give_the_same_with_and_without_sublet() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let plain = JobOptions { is_preloaded: false, ..JobOptions::new("plain", 3) };
+    let mut native = stage.connected_job(&plain)?;
+    let wanted = native.step(3)?;
+    native.verify()?;
+    native.exit()?;
+
+    let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
+    stage.pause("train")?;
+    stage.resume("train")?;
+    assert_eq!(job.step(3)?, wanted);
+    job.exit()
+}
+
+#[test]
+fn paused_memory_is_there_for_another_tenant() -> Outcome {
+    let stage = Stage::new(&CAPACITIES[..2])?;
+    let options = JobOptions { statics: 16, tensor_mib: 24, ..JobOptions::new("train", 2) };
+    let mut job = stage.connected_job(&options)?;
+    let before_bytes = stage.used_bytes(0)?;
+    assert!(before_bytes > CAPACITIES[0] / 2, "the job is too small to be in the way");
+    stage.pause("train")?;
+    // What stays is the one small plain allocation of the rank.
+    assert!(stage.used_bytes(0)? <= 2 * MIB, "{} bytes stay", stage.used_bytes(0)?);
+
+    let other = JobOptions { statics: 0, ..JobOptions::new("infer", 1) };
+    let mut other = stage.job(&other)?;
+    let [free_bytes, total_bytes] = other.ranks[0].do_it("memory")?.numbers::<2>()?;
+    let most_bytes = total_bytes / 10 * 9 - (total_bytes - free_bytes);
+    other.ranks[0].do_it(&format!("allocate {most_bytes}"))?;
+    assert!(stage.used_bytes(0)? >= total_bytes / 10 * 9);
+    other.exit()?;
+
+    stage.resume("train")?;
+    assert_eq!(stage.used_bytes(0)?, before_bytes);
+    job.step(1)?;
+    job.verify()?;
+    job.exit()
+}
+
+#[test]
+fn discarded_contents_are_not_moved() -> Outcome {
+    let stage = Stage::new(&CAPACITIES[..1])?;
+    let options = JobOptions { scratch_mib: 32, ..JobOptions::new("train", 1) };
+    let mut job = stage.connected_job(&options)?;
+    let member = &stage.members("train")?[0];
+    let own_bytes = statistic(member, "own_bytes") - statistic(member, "pinned_bytes");
+    let report = stage.pause("train")?;
+    let saved = phase_bytes(&report, "SaveAndDropImports");
+    let released = phase_bytes(&report, "ReleaseOwn");
+    assert_eq!(released, own_bytes, "{report:#}");
+    assert_eq!(saved, own_bytes - 32 * MIB, "{report:#}");
+    let report = stage.resume("train")?;
+    assert_eq!(phase_bytes(&report, "Restore"), saved, "{report:#}");
+    job.step(1)?;
+    job.verify()?;
+    job.exit()
+}
+
+fn phase_bytes(report: &serde_json::Value, phase: &str) -> u64 {
+    let phases = report["report"]["phases"].as_array().into_iter().flatten();
+    let members = phases
+        .filter(|found| found["phase"] == phase)
+        .flat_map(|found| found["members"].as_array().into_iter().flatten());
+    members.filter_map(|member| member["report"]["bytes"].as_u64()).sum()
+}
+
+#[test]
+fn what_is_so_already_succeeds_and_is_said() -> Outcome {
+    let stage = Stage::new(&CAPACITIES[..1])?;
+    let job = stage.connected_job(&JobOptions::new("train", 1))?;
+    let said = stage.sublet(&["resume", "train"])?.succeeded()?.stdout;
+    assert_eq!(said, "tenant 'train' is active already\n");
+    stage.pause("train")?;
+    let said = stage.sublet(&["pause", "train"])?.succeeded()?.stdout;
+    assert_eq!(said, "tenant 'train' is paused already\n");
+    assert_eq!(stage.states("train")?, ["paused"]);
+    stage.resume("train")?;
+    assert_eq!(stage.states("train")?, ["active"]);
+    job.exit()
+}
+
+#[test]
+fn swap_exchanges_two_tenants_that_do_not_fit_together() -> Outcome {
+    let stage = Stage::new(&CAPACITIES[..2])?;
+    let big = |tenant: &str| JobOptions { tensor_mib: 56, ..JobOptions::new(tenant, 2) };
+    let mut train = stage.connected_job(&big("train"))?;
+    stage.pause("train")?;
+    let mut infer = stage.connected_job(&big("infer"))?;
+    for _ in 0..2 {
+        stage.sublet(&["swap", "infer", "train"])?.succeeded()?;
+        train.step(1)?;
+        train.verify()?;
+        assert_eq!(stage.states("infer")?, ["paused"]);
+        stage.sublet(&["swap", "train", "infer"])?.succeeded()?;
+        infer.step(1)?;
+        infer.verify()?;
+        assert_eq!(stage.states("train")?, ["paused"]);
+    }
+    Ok(())
+}

@@ -1,0 +1,126 @@
+//! Whichever way a program looks a driver function up, it gets ours, and only in the right form.
+
+use std::collections::BTreeSet;
+use std::io::Write;
+use std::process::Stdio;
+
+use crate::hooks::table;
+use crate::stage::{Preload, Stage, exported, simcuda_dir, transcript};
+
+const PER_THREAD: u32 = 2;
+
+/// Asks `preload_lookup.c` for each of `questions`: `symbol base version flags`. Each answer is one line:
+/// file by `dlsym`, by `cuGetProcAddress_v2`, by `cuGetProcAddress`, by ELF symbol; are all found ones the
+/// same; code and status.
+fn ask(preload: Preload, questions: &[String]) -> Vec<Vec<String>> {
+    let stage = Stage::new();
+    let program = stage.program("lookup");
+    let mut child = stage
+        .command(&program, preload)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let mut input = child.stdin.take().expect("a pipe");
+    let text = questions.join("\n") + "\n";
+    let writer = std::thread::spawn(move || input.write_all(text.as_bytes()));
+    let answers = transcript(&child.wait_with_output().expect("it ends"));
+    writer.join().expect("a thread").expect("all questions");
+    let words = |line: &str| line.split_whitespace().map(str::to_owned).collect();
+    let answers: Vec<Vec<String>> = answers.lines().map(words).collect();
+    assert_eq!(answers.len(), questions.len());
+    answers
+}
+
+#[test]
+fn every_hooked_symbol_is_ours_by_every_road() {
+    let driver: BTreeSet<String> =
+        exported(&simcuda_dir().join("libcuda.so.1")).into_iter().collect();
+    let rows = table();
+    let questions: Vec<String> = rows
+        .iter()
+        .map(|row| {
+            let flags = if row.per_thread { PER_THREAD } else { 1 };
+            format!("{} {} {} {flags}", row.symbol, row.base, row.version)
+        })
+        .collect();
+    let mut present = 0;
+    for (row, answer) in rows.iter().zip(ask(Preload::With, &questions)) {
+        let ours = "libsublet.so";
+        let (by_dlsym, by_table, by_old_table, by_elf) =
+            (&answer[0], &answer[1], &answer[2], &answer[3]);
+        assert_eq!(by_elf, ours, "{row:?}: by ELF symbol");
+        if driver.contains(&row.symbol) {
+            present += 1;
+            assert_eq!(by_dlsym, ours, "{row:?}: by dlsym");
+            assert_eq!(by_table, ours, "{row:?}: by cuGetProcAddress_v2");
+            assert_eq!(by_old_table, ours, "{row:?}: by cuGetProcAddress");
+            assert_eq!(answer[4], "same", "{row:?}: one function by every road");
+        } else {
+            // What this driver lacks must not seem to be there.
+            assert_eq!(by_dlsym, "nowhere", "{row:?}: by dlsym");
+        }
+    }
+    assert!(present > 50, "the simulated driver has only {present} of the hooked functions");
+}
+
+#[test]
+fn functions_that_are_not_hooked_are_the_drivers() {
+    let questions = ["cuInit cuInit 2000 0", "cuMemGetInfo_v2 cuMemGetInfo 3020 0"];
+    let questions = questions.map(str::to_owned);
+    for answer in ask(Preload::With, &questions) {
+        assert_eq!(answer[..3], ["libcuda.so.1"; 3], "{answer:?}");
+    }
+}
+
+#[test]
+fn older_forms_of_a_function_never_get_the_newer_forms_wrapper() {
+    let questions = [
+        // Before the second form, the first one: not ours to answer.
+        "cuIpcOpenMemHandle cuIpcOpenMemHandle 4010 0",
+        // Before there was a form that the driver still has.
+        "- cuMemAlloc 2000 0",
+        "- cuMemCreate 10010 0",
+        "- cuGetProcAddress 11020 0",
+    ];
+    let questions = questions.map(str::to_owned);
+    let (without, with) = (ask(Preload::Without, &questions), ask(Preload::With, &questions));
+    for (with, without) in with.iter().zip(&without) {
+        assert_ne!(with[1], "libsublet.so", "{with:?}");
+        assert_eq!((&with[1], &with[5..]), (&without[1], &without[5..]));
+    }
+    assert_eq!(with[0][1], "libcuda.so.1", "the first form of opening memory is the driver's own");
+}
+
+#[test]
+fn newer_versions_than_a_form_still_get_it() {
+    let questions =
+        ["cuMemAlloc_v2 cuMemAlloc 13000 0", "cuGetProcAddress_v2 cuGetProcAddress 13000 0"];
+    let questions = questions.map(str::to_owned);
+    for answer in ask(Preload::With, &questions) {
+        assert_eq!(answer[..4], ["libsublet.so"; 4], "{answer:?}");
+        assert_eq!(answer[4], "same", "{answer:?}");
+    }
+}
+
+#[test]
+fn the_per_thread_flag_gives_the_per_thread_form() {
+    let questions = [
+        "cuMemcpyHtoDAsync_v2_ptsz cuMemcpyHtoDAsync 12000 2",
+        "cuMemcpyDtoH_v2_ptds cuMemcpyDtoH 12000 2",
+        "cuLaunchKernel_ptsz cuLaunchKernel 12000 2",
+        "cuMemFreeAsync_ptsz cuMemFreeAsync 12000 2",
+    ];
+    let questions = questions.map(str::to_owned);
+    for answer in ask(Preload::With, &questions) {
+        assert_eq!(answer[..4], ["libsublet.so"; 4], "{answer:?}");
+        assert_eq!(answer[4], "same", "{answer:?}: not the legacy form");
+    }
+}
+
+#[test]
+fn probes_are_answered_by_the_driver_itself() {
+    let questions = ["- EMPTY 0 0", "- EMPTY 12000 0", "- NULL 12000 0", "- NOWHERE 12000 0"];
+    let questions = questions.map(str::to_owned);
+    assert_eq!(ask(Preload::With, &questions), ask(Preload::Without, &questions));
+}

@@ -1,0 +1,15 @@
+//! The real preload object in processes of their own, over the simulated driver.
+
+#![expect(
+    clippy::expect_used,
+    reason = "helpers of tests, whose failure to set a stage up is the test's"
+)]
+
+mod header;
+mod hooks;
+mod loader;
+mod lookup;
+mod processes;
+mod ring;
+mod stage;
+mod transcripts;

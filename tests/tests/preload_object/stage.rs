@@ -1,0 +1,173 @@
+//! Builds C programs and runs them with and without the preload object.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::{DeviceOrdinal, Driver};
+
+/// Memory of each of the two devices.
+pub(crate) const CAPACITY_BYTES: u64 = 512 << 20;
+
+/// Is the preload object in the process?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Preload {
+    Without,
+    With,
+}
+
+/// A path that `cargo xtask test` gives to tests.
+fn given(variable: &str) -> PathBuf {
+    let path = std::env::var_os(variable);
+    path.unwrap_or_else(|| panic!("{variable} is not set: run `cargo xtask test`")).into()
+}
+
+/// `libsublet.so`.
+pub(crate) fn preload_path() -> PathBuf {
+    given("SUBLET_TEST_PRELOAD")
+}
+
+/// The directory that holds the simulated `libcuda.so.1`.
+pub(crate) fn simcuda_dir() -> PathBuf {
+    given("SUBLET_TEST_SIMCUDA_DIR")
+}
+
+/// The root of the repository.
+pub(crate) fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// A node of two devices, a run directory, and a place for what is built.
+#[derive(Debug)]
+pub(crate) struct Stage {
+    dir: TempDir,
+}
+
+impl Stage {
+    pub(crate) fn new() -> Self {
+        let dir = tempfile::Builder::new()
+            .prefix("sublet-preload-")
+            .tempdir_in("/dev/shm")
+            .expect("a directory under /dev/shm");
+        SimNode::create(dir.path().join("node"), &[CAPACITY_BYTES; 2]).expect("a node");
+        Self { dir }
+    }
+
+    /// A file or directory of this stage.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Free bytes of both devices, as another process sees them.
+    pub(crate) fn free_bytes(&self) -> [u64; 2] {
+        let node = SimNode::open(self.path("node")).expect("the node");
+        let driver = SimDriver::new(node, SimOptions::default());
+        [0, 1].map(|ordinal| {
+            driver.make_current(DeviceOrdinal(ordinal)).expect("the device");
+            driver.memory_info().expect("memory").free_bytes
+        })
+    }
+
+    fn cc(&self, source: &Path, target: &str, flags: &[&str]) -> PathBuf {
+        let target = self.path(target);
+        let status = Command::new("cc")
+            .args(["-std=gnu11", "-O1", "-Wall", "-Werror", "-Wno-unused-variable"])
+            .args(["-Wno-unused-function", "-I"])
+            .arg(root().join("tests/simcuda/programs"))
+            .arg("-I")
+            .arg(root().join("ffi/include"))
+            .arg("-o")
+            .arg(&target)
+            .arg(source)
+            .args(flags)
+            .args(["-ldl", "-lpthread"])
+            .status()
+            .expect("a C compiler");
+        assert!(status.success(), "{} does not compile", source.display());
+        target
+    }
+
+    /// Builds `tests/programs/preload_<name>.c`.
+    pub(crate) fn program(&self, name: &str) -> PathBuf {
+        self.cc(&own_source(name), name, &["-rdynamic"])
+    }
+
+    /// Builds `tests/programs/preload_<name>.c` against a library of this stage.
+    pub(crate) fn program_with(&self, name: &str, library: &Path) -> PathBuf {
+        let library = library.to_str().expect("UTF-8");
+        self.cc(&own_source(name), name, &["-rdynamic", "-Wl,--no-as-needed", library])
+    }
+
+    /// Builds `tests/programs/preload_<name>.c` as `lib<name>.so`.
+    pub(crate) fn library(&self, name: &str) -> PathBuf {
+        self.cc(&own_source(name), &format!("lib{name}.so"), &["-shared", "-fPIC"])
+    }
+
+    /// Builds a program of the simulated driver's own tests.
+    pub(crate) fn driver_program(&self, name: &str) -> PathBuf {
+        self.cc(&driver_source(&format!("{name}.c")), name, &[])
+    }
+
+    /// A command that finds the simulated driver, in a tenant of its own.
+    pub(crate) fn command(&self, program: impl AsRef<Path>, preload: Preload) -> Command {
+        let mut command = self.bare_command(program, preload);
+        command.env("LD_LIBRARY_PATH", simcuda_dir()).env("SIMCUDA_NODE", self.path("node"));
+        command
+    }
+
+    /// A command on a machine without a driver.
+    pub(crate) fn bare_command(&self, program: impl AsRef<Path>, preload: Preload) -> Command {
+        let mut command = Command::new(program.as_ref());
+        command
+            .env("SUBLET_RUN_DIR", self.path("run"))
+            .env("SUBLET_TENANT", "preload-test")
+            .env("STAGE_DIR", self.dir.path())
+            .env_remove("LD_LIBRARY_PATH")
+            .env_remove("CUDA_VISIBLE_DEVICES");
+        match preload {
+            Preload::With => command.env("LD_PRELOAD", preload_path()),
+            Preload::Without => command.env_remove("LD_PRELOAD"),
+        };
+        command
+    }
+
+    /// What `program` prints with and without the preload object, which must be the same.
+    pub(crate) fn same(&self, program: &Path, arguments: &[&str]) -> String {
+        let [without, with] = [Preload::Without, Preload::With].map(|preload| {
+            let output = self.command(program, preload).args(arguments).output();
+            transcript(&output.expect("the program starts"))
+        });
+        assert_eq!(with, without, "{} {arguments:?}", program.display());
+        with
+    }
+}
+
+fn own_source(name: &str) -> PathBuf {
+    root().join("tests/programs").join(format!("preload_{name}.c"))
+}
+
+/// A file of `tests/simcuda/programs`.
+pub(crate) fn driver_source(name: &str) -> PathBuf {
+    root().join("tests/simcuda/programs").join(name)
+}
+
+/// What a program printed, which must have ended well.
+pub(crate) fn transcript(output: &Output) -> String {
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{}\n{text}\n{errors}", output.status);
+    text
+}
+
+/// The functions that a shared library exports, from its dynamic symbol table.
+pub(crate) fn exported(library: &Path) -> Vec<String> {
+    let output = Command::new("nm").args(["-D", "--defined-only"]).arg(library).output();
+    let text = transcript(&output.expect("nm, of binutils"));
+    let functions = text.lines().filter_map(|line| {
+        let mut words = line.split_whitespace().rev();
+        let (name, kind) = (words.next()?, words.next()?);
+        matches!(kind, "T" | "W" | "i").then(|| name.split('@').next().unwrap_or(name).to_owned())
+    });
+    functions.collect()
+}

@@ -1,0 +1,191 @@
+//! The application's calls: ranges, references and refusals.
+
+use vmm_pool::PoolError;
+use vmm_pool::driver::sim::FaultSpan;
+use vmm_pool::driver::{
+    AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverOp, Location, VaRange,
+};
+
+use crate::stage::{
+    CAPACITY_BYTES, DEVICE, OTHER, UNIT, create, free_addresses, free_bytes, holds, kept, map,
+    node, pattern, pause, pool, reserve, resume, write,
+};
+
+#[test]
+fn one_unmap_spans_many_mappings_and_gives_all_their_memory_back() {
+    let pool = pool(&node());
+    let whole = reserve(&pool, 8 * UNIT);
+    for slot in [0, 2, 3, 7] {
+        let handle = create(&pool, DEVICE, 1, kept());
+        let place = VaRange::new(DeviceAddress(whole.start.0 + slot * UNIT), UNIT);
+        pool.map(place, 0, handle).expect("mapping");
+        pool.release(handle).expect("the mapping keeps it");
+    }
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - 4 * UNIT);
+    pool.unmap(whole).expect("four mappings and four holes");
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+    assert!(pool.report().devices.is_empty());
+    free_addresses(&pool, whole);
+}
+
+#[test]
+fn unmap_over_no_mapping_is_the_drivers_business_and_harms_nothing() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 1, kept());
+    let range = map(&pool, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
+    write(&pool, DEVICE, range, pattern(1));
+    let empty = reserve(&pool, 4 * UNIT);
+    assert!(matches!(pool.unmap(empty), Err(PoolError::NotOurs)));
+    assert!(holds(&pool, DEVICE, range, pattern(1)));
+}
+
+#[test]
+fn unmap_that_cuts_a_mapping_is_refused_and_changes_nothing() {
+    let pool = pool(&node());
+    let whole = reserve(&pool, 4 * UNIT);
+    let place =
+        |slot, units| VaRange::new(DeviceAddress(whole.start.0 + slot * UNIT), units * UNIT);
+    let (small, large) = (create(&pool, DEVICE, 1, kept()), create(&pool, DEVICE, 2, kept()));
+    pool.map(place(0, 1), 0, small).expect("mapping");
+    pool.map(place(1, 2), 0, large).expect("mapping");
+    assert!(pool.unmap(place(0, 2)).is_err());
+    pool.unmap(place(0, 3)).expect("both are still there");
+}
+
+#[test]
+fn unmap_while_vacated_spans_many_mappings_without_the_driver() {
+    let pool = pool(&node());
+    let whole = reserve(&pool, 3 * UNIT);
+    for slot in [0, 2] {
+        let handle = create(&pool, DEVICE, 1, kept());
+        let place = VaRange::new(DeviceAddress(whole.start.0 + slot * UNIT), UNIT);
+        pool.map(place, 0, handle).expect("mapping");
+        pool.release(handle).expect("release");
+    }
+    pause(&pool);
+    assert!(pool.address_free_is_refused(whole));
+    let calls = pool.driver().faults().calls(DriverOp::Unmap);
+    pool.unmap(whole).expect("from the table");
+    assert_eq!(pool.driver().faults().calls(DriverOp::Unmap), calls);
+    assert!(!pool.address_free_is_refused(whole));
+    free_addresses(&pool, whole);
+    resume(&pool);
+    assert!(pool.report().devices.is_empty());
+}
+
+#[test]
+fn a_released_handle_is_stale_and_a_strangers_is_not_ours() {
+    let pool = pool(&node());
+    let first = create(&pool, DEVICE, 1, kept());
+    pool.release(first).expect("release");
+    let second = create(&pool, DEVICE, 1, kept());
+    assert_ne!(first, second, "the slot is used again under another value");
+    for outcome in [pool.release(first), pool.map(reserve(&pool, UNIT), 0, first)] {
+        assert!(matches!(outcome, Err(PoolError::StaleHandle { .. })));
+    }
+    assert!(matches!(pool.release(0x7fff_1234_5678), Err(PoolError::NotOurs)));
+    pool.release(second).expect("unharmed");
+}
+
+#[test]
+fn one_release_too_many_is_refused_while_a_mapping_keeps_the_memory() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 1, kept());
+    let range = map(&pool, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
+    pool.release(handle).expect("the only reference");
+    assert!(matches!(pool.release(handle), Err(PoolError::StaleHandle { .. })));
+    assert_eq!(pool.retain_at(range.start).expect("retain").raw(), handle);
+    pool.release(handle).expect("that reference");
+    pool.unmap(range).expect("the last use");
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+}
+
+#[test]
+fn access_set_across_many_mappings_survives_a_pause() {
+    let pool = pool(&node());
+    let whole = reserve(&pool, 4 * UNIT);
+    for slot in [0, 2] {
+        let handle = create(&pool, DEVICE, 2, kept());
+        let place = VaRange::new(DeviceAddress(whole.start.0 + slot * UNIT), 2 * UNIT);
+        pool.map(place, 0, handle).expect("mapping");
+        pool.release(handle).expect("release");
+    }
+    pool.set_access(whole, &[AccessDesc::read_write(DEVICE)]).expect("both in one call");
+    pool.set_access(whole, &[AccessDesc::read_write(OTHER)]).expect("both in one call");
+    write(&pool, OTHER, whole, pattern(5));
+    pause(&pool);
+    resume(&pool);
+    assert!(holds(&pool, OTHER, whole, pattern(5)));
+    assert!(holds(&pool, DEVICE, whole, pattern(5)));
+}
+
+#[test]
+fn a_failed_block_leaves_nothing_behind_whichever_call_failed() {
+    let pool = pool(&node());
+    let prop = AllocationProp::pinned_on(DEVICE);
+    let ops = [
+        DriverOp::GetAllocationGranularity,
+        DriverOp::Create,
+        DriverOp::AddressReserve,
+        DriverOp::Map,
+        DriverOp::SetAccess,
+    ];
+    for op in ops {
+        pool.driver().faults().fail(op, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+        let failed = pool.block_allocate(100, &prop, &[DEVICE], kept());
+        let PoolError::Driver { source, .. } = failed.expect_err("it was made to fail") else {
+            panic!("{op}: another error");
+        };
+        assert_eq!((source.op, source.code), (op, DriverCode::UNKNOWN));
+        pool.driver().faults().clear();
+        assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES, "{op}");
+        assert!(pool.report().devices.is_empty(), "{op}");
+    }
+    let block = pool.block_allocate(100, &prop, &[DEVICE], kept()).expect("a block");
+    assert_eq!(pool.range_of(block), Some(VaRange::new(block, 100)));
+    pool.block_free(block).expect("free");
+    assert!(pool.driver().reservation_at(block).is_none());
+}
+
+#[test]
+fn a_block_larger_than_any_device_is_out_of_memory() {
+    let pool = pool(&node());
+    let prop = AllocationProp::pinned_on(DEVICE);
+    for size_bytes in [CAPACITY_BYTES + 1, u64::MAX] {
+        let refused = pool.block_allocate(size_bytes, &prop, &[DEVICE], kept());
+        assert_eq!(refused.expect_err("too large").code(), Some(DriverCode::OUT_OF_MEMORY));
+    }
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+}
+
+#[test]
+fn a_ticket_keeps_released_memory_until_it_is_redeemed() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 1, kept());
+    let export = pool.export(handle).expect("export");
+    pool.release(handle).expect("release");
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - UNIT);
+    let fd = pool.redeem(export.id, 7).expect("a descriptor");
+    assert!(pool.report().devices.is_empty(), "the descriptor has it now");
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - UNIT);
+    drop(fd);
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+    assert!(pool.redeem(export.id, 7).is_err());
+}
+
+#[test]
+fn properties_are_those_given_and_survive_a_pause() {
+    let pool = pool(&node());
+    let mut prop = AllocationProp::pinned_on(OTHER);
+    prop.flags.gpu_direct_rdma_capable = 1;
+    let handle = pool.create(UNIT, &prop, kept()).expect("memory").raw();
+    pause(&pool);
+    assert_eq!(pool.properties(handle).expect("properties"), prop);
+    resume(&pool);
+    let range = map(&pool, handle, UNIT, &[AccessDesc::read_write(OTHER)]);
+    let raw = pool.driver().retain_at(range.start).expect("the driver's handle");
+    let again = pool.driver().properties(raw).expect("properties");
+    assert_eq!(again.location, Location::device(OTHER));
+    assert_eq!(again.flags, prop.flags);
+    pool.driver().release_memory(raw).expect("release");
+}

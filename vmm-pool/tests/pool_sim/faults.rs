@@ -1,0 +1,325 @@
+//! Every driver call of every step of a pause and resume fails once. Undone as a member undoes it, all
+//! contents are intact, nothing is left on the device that should not be, and the next try succeeds.
+
+use vmm_pool::driver::sim::FaultSpan;
+use vmm_pool::driver::{
+    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, VaRange,
+};
+use vmm_pool::{Contents, PoolError, PoolResult, StepLog};
+
+use crate::stage::{
+    CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, class, create, free_bytes, holds,
+    import_again, kept, map, node, pattern, pool, share, write,
+};
+
+/// Two processes that share memory in both directions, with one of each kind of mapping.
+struct Pair {
+    pools: [SimPool; 2],
+    /// What must be readable: which process, as which device, where, and what.
+    contents: Vec<(usize, DeviceOrdinal, VaRange, u64)>,
+    /// Kept memory that is mapped nowhere, of process 0.
+    unmapped: (u64, u64),
+    resident_bytes: [u64; 2],
+}
+
+/// Which process is `importer`'s owner in this pair.
+fn peer(process: usize) -> usize {
+    1 - process
+}
+
+impl Pair {
+    fn new() -> Self {
+        let node = node();
+        let pools = [pool(&node), pool(&node)];
+        let mut contents = Vec::new();
+        let mut seed = 1;
+        for (process, pool) in pools.iter().enumerate() {
+            let device = DeviceOrdinal(i32::try_from(process).expect("0 or 1"));
+            let elsewhere = DeviceOrdinal(1 - device.0);
+            let rights = [AccessDesc::read_write(device)];
+            // Mapped twice, shared with the other process, which maps it twice too.
+            let shared = create(pool, device, 2, kept());
+            let places = [(); 2].map(|()| map(pool, shared, 2 * UNIT, &rights));
+            write(pool, device, places[0], pattern(seed));
+            contents.extend(places.map(|place| (process, device, place, seed)));
+            let other = &pools[peer(process)];
+            let imported = share(pool, shared, other, peer(process) as u64);
+            for _ in 0..2 {
+                let rights = [AccessDesc::read_write(elsewhere)];
+                let place = map(other, imported, 2 * UNIT, &rights);
+                contents.push((peer(process), elsewhere, place, seed));
+            }
+            other.release(imported).expect("the mappings keep it");
+            // A plain block, and one that only the other device reaches.
+            let prop = AllocationProp::pinned_on(device);
+            for accessor in [device, elsewhere] {
+                seed += 1;
+                let block = pool.block_allocate(UNIT, &prop, &[accessor], kept()).expect("a block");
+                let place = VaRange::new(block, UNIT);
+                write(pool, accessor, place, pattern(seed));
+                contents.push((process, accessor, place, seed));
+            }
+            let scratch = create(pool, device, 1, class(Contents::Discard));
+            map(pool, scratch, UNIT, &rights);
+            seed += 1;
+        }
+        let hidden = create(&pools[0], DEVICE, 1, kept());
+        let place = map(&pools[0], hidden, UNIT, &[AccessDesc::read_write(DEVICE)]);
+        write(&pools[0], DEVICE, place, pattern(seed));
+        pools[0].unmap(place).expect("unmap");
+        Self { pools, contents, unmapped: (hidden, seed), resident_bytes: [6 * UNIT, 5 * UNIT] }
+    }
+
+    fn assert_intact(&self, when: &str) {
+        for (process, device, place, seed) in &self.contents {
+            let pool = &self.pools[*process];
+            assert!(holds(pool, *device, *place, pattern(*seed)), "{when}: {place:?} of {process}");
+        }
+        let (handle, seed) = self.unmapped;
+        let place = map(&self.pools[0], handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
+        assert!(holds(&self.pools[0], DEVICE, place, pattern(seed)), "{when}: unmapped memory");
+        self.pools[0].unmap(place).expect("unmap");
+        crate::stage::free_addresses(&self.pools[0], place);
+    }
+
+    /// Every byte that was given back is free, so no view, handle or descriptor was left behind.
+    fn assert_balance(&self, resident: bool, when: &str) {
+        for (device, bytes) in [DEVICE, OTHER].into_iter().zip(self.resident_bytes) {
+            let expected = if resident { CAPACITY_BYTES - bytes } else { CAPACITY_BYTES };
+            assert_eq!(free_bytes(&self.pools[0], device), expected, "{when}: {device}");
+        }
+    }
+
+    fn each(&self, mut step: impl FnMut(&SimPool) -> PoolResult<StepLog>) -> PoolResult<()> {
+        self.pools.iter().try_for_each(|pool| step(pool).map(drop))
+    }
+
+    fn import(&self, process: usize) -> PoolResult<StepLog> {
+        import_again(&self.pools[peer(process)], &self.pools[process], process as u64)
+    }
+
+    fn pause(&self) -> PoolResult<()> {
+        self.each(|pool| pool.save_and_drop_imports(UNLIMITED))?;
+        self.each(SimPool::release_own)
+    }
+
+    fn finish_resume(&self) -> PoolResult<()> {
+        self.import(0)?;
+        self.import(1)?;
+        for pool in &self.pools {
+            drop(pool.commit_resume());
+        }
+        Ok(())
+    }
+
+    fn resume(&self) -> PoolResult<()> {
+        self.each(SimPool::create_own)?;
+        self.each(SimPool::restore_own)?;
+        self.finish_resume()
+    }
+
+    /// What members do when a step of a pause failed before the first release.
+    fn undo_pause(&self) -> PoolResult<()> {
+        self.each(SimPool::remount_own)?;
+        self.finish_resume()
+    }
+
+    /// What members do when a step of a resume failed.
+    fn undo_resume(&self) {
+        self.each(SimPool::drop_imports).expect("imports dropped");
+        self.each(SimPool::release_own).expect("own memory released");
+    }
+}
+
+/// A call that fails: of which process, which operation, which one of the step.
+#[derive(Clone, Copy, Debug)]
+struct Fault {
+    process: usize,
+    op: DriverOp,
+    nth: u64,
+}
+
+impl Fault {
+    /// Runs `step` with this fault. `None` when the step makes fewer such calls.
+    fn during<T>(self, pair: &Pair, step: impl FnOnce() -> PoolResult<T>) -> Option<PoolResult<T>> {
+        let faults = pair.pools[self.process].driver().faults();
+        let before = faults.fired();
+        faults.fail(self.op, FaultSpan::Nth(self.nth), DriverCode::UNKNOWN);
+        let outcome = step();
+        faults.clear();
+        (faults.fired() > before).then_some(outcome)
+    }
+
+    /// A handle that the driver would not take back is lost to everybody, so sums cannot add up.
+    fn loses_memory(self) -> bool {
+        self.op == DriverOp::Release
+    }
+}
+
+/// Calls `round` on a fresh pair for each call of each process that it lets happen, one at a time. `round`
+/// says whether the fault was met.
+fn each_fault(mut round: impl FnMut(&Pair, Fault) -> bool) -> u64 {
+    let mut pair = Pair::new();
+    let mut met = 0;
+    for process in 0..2 {
+        for &op in DriverOp::ALL {
+            for nth in 1.. {
+                let fault = Fault { process, op, nth };
+                if !round(&pair, fault) {
+                    break;
+                }
+                met += 1;
+                pair.assert_intact(&format!("{fault:?}"));
+                if fault.loses_memory() {
+                    pair = Pair::new();
+                } else {
+                    pair.assert_balance(true, &format!("{fault:?}"));
+                }
+            }
+        }
+    }
+    met
+}
+
+#[test]
+fn any_call_of_saving_may_fail_and_the_pause_is_undone() {
+    let met = each_fault(|pair, fault| {
+        // The other process has saved when this one fails.
+        let other = &pair.pools[peer(fault.process)];
+        other.save_and_drop_imports(UNLIMITED).expect("no fault here");
+        let pool = &pair.pools[fault.process];
+        let outcome = fault.during(pair, || pool.save_and_drop_imports(UNLIMITED));
+        pair.undo_pause().unwrap_or_else(|error| panic!("{fault:?}: undo: {error}"));
+        pair.assert_intact(&format!("{fault:?} undone"));
+        if !fault.loses_memory() {
+            pair.assert_balance(true, &format!("{fault:?} undone"));
+        }
+        pair.pause().unwrap_or_else(|error| panic!("{fault:?}: second try: {error}"));
+        if !fault.loses_memory() {
+            pair.assert_balance(false, &format!("{fault:?} paused"));
+        }
+        pair.resume().unwrap_or_else(|error| panic!("{fault:?}: resume: {error}"));
+        outcome.is_some()
+    });
+    assert!(met >= 30, "only {met} calls were met");
+}
+
+/// A resume in which `step` of one process fails, undone, then tried again.
+fn resume_with_fault(
+    pair: &Pair,
+    fault: Fault,
+    steps_before: impl FnOnce(),
+    step: impl FnOnce() -> PoolResult<StepLog>,
+) -> bool {
+    pair.pause().expect("pause");
+    steps_before();
+    let Some(outcome) = fault.during(pair, step) else {
+        pair.undo_resume();
+        pair.resume().expect("resume");
+        return false;
+    };
+    if outcome.is_ok() {
+        // Only what can be put off may go wrong unnoticed.
+        assert!(
+            fault.loses_memory() || fault.op == DriverOp::StreamDestroy,
+            "{fault:?} was hidden"
+        );
+    }
+    pair.undo_resume();
+    if !fault.loses_memory() {
+        pair.assert_balance(false, &format!("{fault:?} undone"));
+    }
+    pair.resume().unwrap_or_else(|error| panic!("{fault:?}: second try: {error}"));
+    true
+}
+
+#[test]
+fn any_call_of_creating_may_fail_and_nothing_is_taken() {
+    let met = each_fault(|pair, fault| {
+        pair.pause().expect("pause");
+        let pool = &pair.pools[fault.process];
+        let outcome = fault.during(pair, || pool.create_own());
+        let Some(outcome) = outcome else {
+            pair.undo_resume();
+            pair.resume().expect("resume");
+            return false;
+        };
+        assert!(outcome.is_err(), "{fault:?} was hidden");
+        pair.assert_balance(false, &format!("{fault:?}: nothing was taken"));
+        pair.resume().unwrap_or_else(|error| panic!("{fault:?}: second try: {error}"));
+        true
+    });
+    assert!(met >= 9, "only {met} calls were met");
+}
+
+#[test]
+fn any_call_of_restoring_may_fail_and_the_tenant_stays_paused() {
+    let met = each_fault(|pair, fault| {
+        let before = || pair.each(SimPool::create_own).expect("memory");
+        let step = || pair.pools[fault.process].restore_own();
+        resume_with_fault(pair, fault, before, step)
+    });
+    assert!(met >= 40, "only {met} calls were met");
+}
+
+#[test]
+fn any_call_of_importing_may_fail_and_the_tenant_stays_paused() {
+    let met = each_fault(|pair, fault| {
+        let before = || {
+            pair.each(SimPool::create_own).expect("memory");
+            pair.each(SimPool::restore_own).expect("contents");
+        };
+        resume_with_fault(pair, fault, before, || pair.import(fault.process))
+    });
+    assert!(met >= 8, "only {met} calls were met");
+}
+
+#[test]
+fn any_call_of_mapping_own_memory_again_may_fail_and_be_tried_again() {
+    let met = each_fault(|pair, fault| {
+        pair.each(|pool| pool.save_and_drop_imports(UNLIMITED)).expect("saving");
+        let pool = &pair.pools[fault.process];
+        let outcome = fault.during(pair, || pool.remount_own());
+        pair.undo_pause().unwrap_or_else(|error| panic!("{fault:?}: second try: {error}"));
+        outcome.is_some()
+    });
+    assert!(met >= 6, "only {met} calls were met");
+}
+
+#[test]
+fn memory_that_runs_out_half_way_is_named_and_given_back() {
+    let pair = Pair::new();
+    pair.pause().expect("pause");
+    let faults = pair.pools[0].driver().faults();
+    for nth in 1..=5 {
+        faults.fail(DriverOp::Create, FaultSpan::Nth(nth), DriverCode::OUT_OF_MEMORY);
+        let error = pair.pools[0].create_own().expect_err("it was made to run out");
+        let PoolError::OutOfDeviceMemory { device, needed_bytes, .. } = error else {
+            panic!("{error}")
+        };
+        assert_eq!((device, needed_bytes), (DEVICE, 6 * UNIT));
+        faults.clear();
+        pair.assert_balance(false, "ran out");
+    }
+    pair.resume().expect("resume");
+    pair.assert_intact("after running out");
+}
+
+#[test]
+fn a_mapping_that_the_driver_will_not_undo_is_named_and_stays() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 1, class(Contents::Discard));
+    let place = map(&pool, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
+    pool.save_and_drop_imports(UNLIMITED).expect("nothing to save");
+    pool.driver().faults().fail(DriverOp::Unmap, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    let log = pool.release_own().expect("the others are gone all the same");
+    assert_eq!(log.notes.len(), 1, "{:?}", log.notes);
+    assert!(log.notes[0].contains("stays mapped"), "{:?}", log.notes);
+    let row = &pool.report().devices[0];
+    assert_eq!(row.resident_bytes(), UNIT, "it is still there, and says so");
+    crate::stage::resume(&pool);
+    write(&pool, DEVICE, VaRange::new(DeviceAddress(place.start.0), UNIT), pattern(1));
+    pool.unmap(place).expect("unmap");
+    pool.release(handle).expect("release");
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+}

@@ -1,0 +1,12 @@
+//! The pool over the simulated driver: against a model, through pauses, and with driver calls failing.
+
+#![expect(
+    clippy::expect_used,
+    reason = "helpers of tests, whose failure to set a stage up is the test's"
+)]
+
+mod calls;
+mod faults;
+mod model;
+mod stage;
+mod vacate;

@@ -1,0 +1,329 @@
+//! Random calls against a model of ten lines a call: sums agree, contents are right, nothing is left.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+use proptest::test_runner::Config;
+use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
+use vmm_pool::{AllocationId, Contents};
+
+use crate::stage::{
+    CAPACITY_BYTES, SimPool, UNIT, class, free_addresses, free_bytes, holds, map, node, pattern,
+    pause, pool, resume, write,
+};
+
+/// A call; numbers pick among what exists.
+#[derive(Clone, Debug)]
+enum Call {
+    Create { device: bool, units: u64, discard: bool },
+    Release(usize),
+    Retain(usize),
+    Map(usize),
+    Unmap(usize),
+    SetAccess(usize),
+    Write(usize),
+    Export(usize),
+    Redeem(usize),
+    ImportHeld(usize),
+    BlockAllocate { device: bool, size_bytes: u64 },
+    BlockFree(usize),
+    Pin(usize),
+    PauseOrResume,
+}
+
+fn any_call() -> impl Strategy<Value = Call> {
+    let pick = any::<usize>;
+    prop_oneof![
+        3 => (any::<bool>(), 1..4_u64, any::<bool>())
+            .prop_map(|(device, units, discard)| Call::Create { device, units, discard }),
+        3 => pick().prop_map(Call::Release),
+        1 => pick().prop_map(Call::Retain),
+        4 => pick().prop_map(Call::Map),
+        2 => pick().prop_map(Call::Unmap),
+        3 => pick().prop_map(Call::SetAccess),
+        4 => pick().prop_map(Call::Write),
+        1 => pick().prop_map(Call::Export),
+        1 => pick().prop_map(Call::Redeem),
+        1 => pick().prop_map(Call::ImportHeld),
+        2 => (any::<bool>(), 1..3 * UNIT)
+            .prop_map(|(device, size_bytes)| Call::BlockAllocate { device, size_bytes }),
+        1 => pick().prop_map(Call::BlockFree),
+        1 => pick().prop_map(Call::Pin),
+        2 => Just(Call::PauseOrResume),
+    ]
+}
+
+#[derive(Clone, Debug)]
+struct Memory {
+    handle: u64,
+    id: Option<AllocationId>,
+    device: DeviceOrdinal,
+    size_bytes: u64,
+    contents: Contents,
+    references: u32,
+    tickets: u32,
+    pinned: bool,
+    bytes: Option<[u8; 16]>,
+}
+
+#[derive(Debug)]
+struct Place {
+    memory: usize,
+    range: VaRange,
+    accessible: bool,
+    block: bool,
+}
+
+#[derive(Debug)]
+struct Model {
+    pool: SimPool,
+    memories: BTreeMap<usize, Memory>,
+    places: Vec<Place>,
+    made: usize,
+    paused: bool,
+}
+
+fn nth<T>(items: &[T], pick: usize) -> Option<usize> {
+    (!items.is_empty()).then(|| pick % items.len())
+}
+
+impl Model {
+    fn new() -> Self {
+        let pool = pool(&node());
+        Self { pool, memories: BTreeMap::new(), places: Vec::new(), made: 0, paused: false }
+    }
+
+    /// A memory that passes `fits`.
+    fn memory(&self, pick: usize, fits: impl Fn(&Memory) -> bool) -> Option<usize> {
+        let keys: Vec<_> = self.memories.iter().filter(|(_, m)| fits(m)).map(|(&k, _)| k).collect();
+        nth(&keys, pick).map(|index| keys[index])
+    }
+
+    fn forget_unheld(&mut self) {
+        let places = &self.places;
+        self.memories.retain(|key, memory| {
+            let mapped = places.iter().any(|place| place.memory == *key);
+            memory.references > 0 || memory.tickets > 0 || mapped
+        });
+    }
+
+    fn add(&mut self, handle: u64, device: DeviceOrdinal, size_bytes: u64, contents: Contents) {
+        let memory = Memory {
+            handle,
+            id: None,
+            device,
+            size_bytes,
+            contents,
+            references: 1,
+            tickets: 0,
+            pinned: false,
+            bytes: None,
+        };
+        self.memories.insert(self.made, memory);
+        self.made += 1;
+    }
+
+    fn run(&mut self, call: &Call) {
+        // While paused the gate lets only those through that give up or ask.
+        match *call {
+            Call::Release(pick) => self.release(pick),
+            Call::Retain(pick) => self.retain(pick),
+            Call::Unmap(pick) => self.unmap(pick, false),
+            Call::BlockFree(pick) => self.unmap(pick, true),
+            Call::PauseOrResume => self.pause_or_resume(),
+            _ if self.paused => {}
+            Call::Create { device, units, discard } => {
+                let device = DeviceOrdinal(i32::from(device));
+                let contents = if discard { Contents::Discard } else { Contents::Keep };
+                let prop = AllocationProp::pinned_on(device);
+                let made = self.pool.create(units * UNIT, &prop, class(contents)).expect("memory");
+                self.add(made.raw(), device, units * UNIT, contents);
+            }
+            Call::Map(pick) => self.map(pick),
+            Call::SetAccess(pick) => {
+                let Some(index) = nth(&self.places, pick) else { return };
+                let place = &mut self.places[index];
+                let device = self.memories[&place.memory].device;
+                let access = [AccessDesc::read_write(device)];
+                self.pool.set_access(place.range, &access).expect("access");
+                place.accessible = true;
+            }
+            Call::Write(pick) => self.write(pick),
+            Call::Export(pick) => {
+                let Some(key) = self.memory(pick, |m| m.references > 0) else { return };
+                let memory = self.memories.get_mut(&key).expect("picked");
+                memory.id = Some(self.pool.export(memory.handle).expect("export").id);
+                memory.tickets += 1;
+            }
+            Call::Redeem(pick) => self.redeem(pick),
+            Call::ImportHeld(pick) => {
+                let Some(key) = self.memory(pick, |m| m.tickets > 0) else { return };
+                let memory = self.memories.get_mut(&key).expect("picked");
+                let held = self.pool.import_held(memory.id.expect("exported")).expect("held");
+                assert_eq!(held.raw(), memory.handle);
+                memory.references += 1;
+                memory.tickets -= 1;
+            }
+            Call::BlockAllocate { device, size_bytes } => {
+                self.block_allocate(DeviceOrdinal(i32::from(device)), size_bytes);
+            }
+            Call::Pin(pick) => {
+                let Some(index) = nth(&self.places, pick) else { return };
+                let place = &self.places[index];
+                self.pool.pin(place.range, "pinned by the test");
+                self.memories.get_mut(&place.memory).expect("mapped").pinned = true;
+            }
+        }
+    }
+
+    fn release(&mut self, pick: usize) {
+        let Some(key) = self.memory(pick, |m| m.references > 0) else { return };
+        let memory = self.memories.get_mut(&key).expect("picked");
+        self.pool.release(memory.handle).expect("a reference");
+        memory.references -= 1;
+        self.forget_unheld();
+    }
+
+    fn retain(&mut self, pick: usize) {
+        let Some(index) = nth(&self.places, pick) else { return };
+        let place = &self.places[index];
+        let inside = DeviceAddress(place.range.start.0 + place.range.size_bytes - 1);
+        let handle = self.pool.retain_at(inside).expect("mapped there").raw();
+        let memory = self.memories.get_mut(&place.memory).expect("mapped");
+        memory.references += 1;
+        memory.handle = handle;
+    }
+
+    fn map(&mut self, pick: usize) {
+        let Some(key) = self.memory(pick, |m| m.references > 0) else { return };
+        let memory = &self.memories[&key];
+        let range = map(&self.pool, memory.handle, memory.size_bytes, &[]);
+        self.places.push(Place { memory: key, range, accessible: false, block: false });
+    }
+
+    fn unmap(&mut self, pick: usize, block: bool) {
+        let fits = |place: &Place| place.block == block;
+        let indices: Vec<_> = (0..self.places.len()).filter(|&i| fits(&self.places[i])).collect();
+        let Some(index) = nth(&indices, pick) else { return };
+        let place = self.places.swap_remove(indices[index]);
+        if block {
+            self.pool.block_free(place.range.start).expect("a block");
+        } else {
+            self.pool.unmap(place.range).expect("a mapping");
+            free_addresses(&self.pool, place.range);
+        }
+        self.forget_unheld();
+    }
+
+    fn write(&mut self, pick: usize) {
+        let Some(index) = nth(&self.places, pick) else { return };
+        let place = &self.places[index];
+        let memory = self.memories.get_mut(&place.memory).expect("mapped");
+        if place.accessible {
+            let bytes = pattern(pick as u64);
+            write(&self.pool, memory.device, place.range, bytes);
+            memory.bytes = Some(bytes);
+        }
+    }
+
+    fn redeem(&mut self, pick: usize) {
+        let Some(key) = self.memory(pick, |m| m.tickets > 0) else { return };
+        let memory = self.memories.get_mut(&key).expect("picked");
+        // Each importer is another process.
+        self.made += 1;
+        let id = memory.id.expect("exported");
+        drop(self.pool.redeem(id, self.made as u64).expect("a descriptor"));
+        memory.tickets -= 1;
+        self.forget_unheld();
+    }
+
+    fn block_allocate(&mut self, device: DeviceOrdinal, size_bytes: u64) {
+        let prop = AllocationProp::pinned_on(device);
+        let made = self.pool.block_allocate(size_bytes, &prop, &[device], class(Contents::Keep));
+        let start = made.expect("a block");
+        let padded_bytes = size_bytes.next_multiple_of(UNIT);
+        self.add(0, device, padded_bytes, Contents::Keep);
+        let memory = self.made - 1;
+        self.memories.get_mut(&memory).expect("added").references = 0;
+        let range = VaRange::new(start, padded_bytes);
+        self.places.push(Place { memory, range, accessible: true, block: true });
+    }
+
+    fn pause_or_resume(&mut self) {
+        if self.paused {
+            resume(&self.pool);
+        } else {
+            pause(&self.pool);
+            for memory in self.memories.values_mut().filter(|m| !m.pinned) {
+                if memory.contents == Contents::Discard {
+                    memory.bytes = None;
+                }
+            }
+        }
+        self.paused = !self.paused;
+    }
+
+    fn check(&self) {
+        let report = self.pool.report();
+        for device in [DeviceOrdinal(0), DeviceOrdinal(1)] {
+            let row = report.devices.iter().find(|row| row.device == device);
+            for contents in [Contents::Keep, Contents::Discard] {
+                let here = |m: &&Memory| m.device == device && m.contents == contents;
+                let mine = self.memories.values().filter(here);
+                let own_bytes: u64 = mine.clone().map(|m| m.size_bytes).sum();
+                let pinned_bytes: u64 = mine.filter(|m| m.pinned).map(|m| m.size_bytes).sum();
+                let found = row.and_then(|row| row.classes.iter().find(|c| c.contents == contents));
+                assert_eq!(found.map_or(0, |c| c.own_bytes), own_bytes);
+                let resident_bytes = if self.paused { pinned_bytes } else { own_bytes };
+                assert_eq!(found.map_or(0, |c| c.resident_bytes), resident_bytes);
+                assert_eq!(found.map_or(0, |c| c.pinned_bytes), pinned_bytes);
+            }
+            let taken_bytes = row.map_or(0, vmm_pool::DeviceReport::resident_bytes);
+            assert_eq!(free_bytes(&self.pool, device), CAPACITY_BYTES - taken_bytes);
+        }
+        let readable = self.places.iter().filter(|place| place.accessible && !self.paused);
+        for place in readable {
+            let memory = &self.memories[&place.memory];
+            if let Some(bytes) = memory.bytes {
+                assert!(holds(&self.pool, memory.device, place.range, bytes));
+            }
+        }
+    }
+
+    fn finish(mut self) {
+        if self.paused {
+            self.pause_or_resume();
+            self.check();
+        }
+        while !self.places.is_empty() {
+            self.unmap(0, false);
+            self.unmap(0, true);
+        }
+        while self.memory(0, |m| m.references > 0).is_some() {
+            self.release(0);
+        }
+        while self.memory(0, |m| m.tickets > 0).is_some() {
+            self.redeem(0);
+        }
+        assert!(self.memories.is_empty());
+        let report = self.pool.report();
+        assert!(report.devices.is_empty(), "{report:?}");
+        for device in [DeviceOrdinal(0), DeviceOrdinal(1)] {
+            assert_eq!(free_bytes(&self.pool, device), CAPACITY_BYTES);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(Config { cases: 40, max_shrink_iters: 200, ..Config::default() })]
+
+    #[test]
+    fn any_calls_leave_pool_and_model_agreed(calls in prop::collection::vec(any_call(), 1..60)) {
+        let mut model = Model::new();
+        for call in &calls {
+            model.run(call);
+            model.check();
+        }
+        model.finish();
+    }
+}

@@ -1,0 +1,154 @@
+//! A node with one pool a process, and a way to write and look at device bytes.
+
+#![expect(unsafe_code, reason = "reads and writes simulated device memory through the driver")]
+
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, VaRange};
+use vmm_pool::{Class, Contents, HostBudget, ImportSource, Pool, PoolResult, StepLog};
+
+/// Memory of each of the two devices.
+pub(crate) const CAPACITY_BYTES: u64 = 256 << 20;
+/// The simulated driver's granularity.
+pub(crate) const UNIT: u64 = GRANULARITY_BYTES;
+/// The device that most tests use.
+pub(crate) const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
+/// The other one.
+pub(crate) const OTHER: DeviceOrdinal = DeviceOrdinal(1);
+/// Host memory without limit.
+pub(crate) const UNLIMITED: HostBudget = HostBudget(None);
+
+pub(crate) type SimPool = Pool<SimDriver>;
+
+/// A fresh node of two devices.
+pub(crate) fn node() -> SimNode {
+    SimNode::private(&[CAPACITY_BYTES; 2]).expect("a node under /dev/shm")
+}
+
+/// A pool with a driver of its own, as one process has.
+pub(crate) fn pool(node: &SimNode) -> SimPool {
+    let driver = SimDriver::new(node.clone(), SimOptions::default());
+    driver.make_current(DEVICE).expect("device 0");
+    Pool::new(Arc::new(driver), 2)
+}
+
+/// Memory whose contents are kept.
+pub(crate) fn kept() -> Class {
+    class(Contents::Keep)
+}
+
+/// Memory of a class of its own with this policy.
+pub(crate) fn class(contents: Contents) -> Class {
+    let tag = match contents {
+        Contents::Keep => "",
+        Contents::Discard => "scratch",
+    };
+    Class { library: "test", tag: tag.to_owned(), contents }
+}
+
+/// Free bytes of a device, as any process sees them.
+pub(crate) fn free_bytes(pool: &SimPool, device: DeviceOrdinal) -> u64 {
+    pool.driver().memory_of(device).expect("memory").free_bytes
+}
+
+/// Fresh addresses.
+pub(crate) fn reserve(pool: &SimPool, size_bytes: u64) -> VaRange {
+    let reserved = pool.driver().reserve(size_bytes, 0, DeviceAddress(0));
+    VaRange::new(reserved.expect("addresses"), size_bytes)
+}
+
+/// Gives addresses back.
+pub(crate) fn free_addresses(pool: &SimPool, range: VaRange) {
+    pool.driver().free_addresses(range).expect("the whole of a reservation with nothing mapped");
+}
+
+/// Maps `handle` at fresh addresses with the access given.
+pub(crate) fn map(pool: &SimPool, handle: u64, size_bytes: u64, access: &[AccessDesc]) -> VaRange {
+    let range = reserve(pool, size_bytes);
+    pool.map(range, 0, handle).expect("mapping");
+    if !access.is_empty() {
+        pool.set_access(range, access).expect("access");
+    }
+    range
+}
+
+/// Creates memory on `device`.
+pub(crate) fn create(pool: &SimPool, device: DeviceOrdinal, units: u64, class: Class) -> u64 {
+    let prop = AllocationProp::pinned_on(device);
+    pool.create(units * UNIT, &prop, class).expect("memory").raw()
+}
+
+/// Sixteen bytes that tell `seed` from any other.
+pub(crate) fn pattern(seed: u64) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+    bytes[8..].copy_from_slice(&(!seed).to_le_bytes());
+    bytes
+}
+
+/// Fills `range` as `device` would.
+pub(crate) fn write(pool: &SimPool, device: DeviceOrdinal, range: VaRange, bytes: [u8; 16]) {
+    // SAFETY: the range lies in a reservation, which the driver checks before it touches a byte.
+    unsafe { pool.driver().core().fill(device, range, &bytes) }.expect("a writable range");
+}
+
+/// Does all of `range` hold copies of `bytes`, as `device` sees it?
+pub(crate) fn holds(
+    pool: &SimPool,
+    device: DeviceOrdinal,
+    range: VaRange,
+    bytes: [u8; 16],
+) -> bool {
+    let length = usize::try_from(range.size_bytes).expect("a small range");
+    let mut seen = vec![0_u8; length];
+    let target = seen.as_mut_ptr().expose_provenance() as u64;
+    let from = (device, range.start.0);
+    // SAFETY: `seen` is host memory of this length; the source is checked by the driver.
+    unsafe { pool.driver().core().copy((device, target), from, range.size_bytes) }
+        .expect("a readable range");
+    // A page at a time: a test build compares slices fast and single elements slowly.
+    let page = bytes.repeat(256);
+    seen.chunks(page.len()).all(|chunk| *chunk == page[..chunk.len()])
+}
+
+/// Makes `importer` hold `handle` of `owner`, as through a ticket, and returns its handle there.
+pub(crate) fn share(owner: &SimPool, handle: u64, importer: &SimPool, importer_id: u64) -> u64 {
+    let export = owner.export(handle).expect("export");
+    let fd = owner.redeem(export.id, importer_id).expect("a descriptor");
+    let source =
+        ImportSource { id: export.id, size_bytes: export.size_bytes, owner: b"owner".to_vec() };
+    importer.import(source, fd.as_fd(), kept()).expect("import").raw()
+}
+
+/// Fetches what `importer` gave up from `owner`, and maps it again.
+pub(crate) fn import_again(
+    owner: &SimPool,
+    importer: &SimPool,
+    importer_id: u64,
+) -> PoolResult<StepLog> {
+    let mut descriptors = HashMap::new();
+    for request in importer.import_requests() {
+        assert_eq!(request.owner, b"owner");
+        for id in request.ids {
+            descriptors.insert(id, owner.hand_out(id, importer_id)?);
+        }
+    }
+    importer.import_again(descriptors)
+}
+
+/// A whole pause of one pool without peers.
+pub(crate) fn pause(pool: &SimPool) {
+    pool.save_and_drop_imports(UNLIMITED).expect("saving");
+    let log = pool.release_own().expect("release");
+    assert!(log.notes.is_empty(), "{:?}", log.notes);
+}
+
+/// A whole resume of one pool without peers.
+pub(crate) fn resume(pool: &SimPool) {
+    pool.create_own().expect("memory");
+    pool.restore_own().expect("contents");
+    drop(pool.commit_resume());
+}

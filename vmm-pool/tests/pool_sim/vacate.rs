@@ -1,0 +1,272 @@
+//! Pauses and resumes in which every driver call succeeds.
+
+use vmm_pool::driver::sim::{SimDriver, SimOptions};
+use vmm_pool::driver::{AccessDesc, AllocationProp, Driver, DriverCode, DriverOp, Location};
+use vmm_pool::{Contents, HostBudget, PoolError};
+
+use crate::stage::{
+    CAPACITY_BYTES, DEVICE, OTHER, UNIT, UNLIMITED, class, create, free_bytes, holds, import_again,
+    kept, map, node, pattern, pause, pool, resume, share, write,
+};
+
+const RW: fn(vmm_pool::driver::DeviceOrdinal) -> AccessDesc = AccessDesc::read_write;
+
+#[test]
+fn kept_bytes_come_back_at_both_addresses_of_an_alias() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 3, kept());
+    let first = map(&pool, handle, 3 * UNIT, &[RW(DEVICE)]);
+    let second = map(&pool, handle, 3 * UNIT, &[RW(DEVICE), RW(OTHER)]);
+    for round in 0..3 {
+        write(&pool, DEVICE, first, pattern(round));
+        pause(&pool);
+        assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES, "every byte is free");
+        assert_eq!(pool.range_of(first.start), Some(first));
+        resume(&pool);
+        assert!(holds(&pool, DEVICE, first, pattern(round)));
+        assert!(holds(&pool, OTHER, second, pattern(round)), "the alias, with its own rights");
+        assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - 3 * UNIT, "one memory, not two");
+    }
+}
+
+#[test]
+fn memory_that_is_mapped_nowhere_is_kept_through_a_view() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 2, kept());
+    let range = map(&pool, handle, 2 * UNIT, &[RW(DEVICE)]);
+    write(&pool, DEVICE, range, pattern(9));
+    pool.unmap(range).expect("the handle keeps it");
+    pause(&pool);
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+    resume(&pool);
+    pool.map(range, 0, handle).expect("the same address");
+    pool.set_access(range, &[RW(DEVICE)]).expect("access");
+    assert!(holds(&pool, DEVICE, range, pattern(9)));
+}
+
+#[test]
+fn memory_that_its_own_device_may_not_write_is_kept_with_its_rights() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 1, kept());
+    let range = map(&pool, handle, UNIT, &[RW(DEVICE)]);
+    write(&pool, DEVICE, range, pattern(4));
+    let only_read = AccessDesc { location: Location::device(DEVICE), flags: 1 };
+    pool.set_access(range, &[only_read]).expect("access");
+    pause(&pool);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, range, pattern(4)));
+    let rights = pool.driver().access_of(range.start, Location::device(DEVICE));
+    assert_eq!(rights.expect("rights"), 1);
+}
+
+#[test]
+fn a_mapping_nobody_may_touch_comes_back_so() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 1, kept());
+    let range = map(&pool, handle, UNIT, &[]);
+    pause(&pool);
+    resume(&pool);
+    let rights = pool.driver().access_of(range.start, Location::device(DEVICE));
+    assert_eq!(rights.expect("rights"), 0);
+    pool.set_access(range, &[RW(DEVICE)]).expect("it is mapped");
+}
+
+#[test]
+fn discarded_memory_comes_back_without_a_copy() {
+    let pool = pool(&node());
+    let scratch = create(&pool, DEVICE, 4, class(Contents::Discard));
+    let range = map(&pool, scratch, 4 * UNIT, &[RW(DEVICE)]);
+    write(&pool, DEVICE, range, pattern(1));
+    assert_eq!(pool.kept_bytes(), 0);
+    let saved = pool.save_and_drop_imports(UNLIMITED).expect("saving");
+    pool.release_own().expect("release");
+    assert_eq!(saved.bytes, 0);
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+    resume(&pool);
+    let faults = pool.driver().faults();
+    assert_eq!(faults.calls(DriverOp::CopyToHost) + faults.calls(DriverOp::CopyToDevice), 0);
+    assert_eq!(pool.report().host_arena_bytes, 0);
+    write(&pool, DEVICE, range, pattern(2));
+    assert!(holds(&pool, DEVICE, range, pattern(2)), "mapped and usable");
+}
+
+#[test]
+fn a_pause_undone_before_release_leaves_everything() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let shared = create(&owner, DEVICE, 2, kept());
+    let scratch = create(&owner, DEVICE, 1, class(Contents::Discard));
+    let place = map(&owner, shared, 2 * UNIT, &[RW(DEVICE)]);
+    let scratch_place = map(&owner, scratch, UNIT, &[RW(DEVICE)]);
+    write(&owner, DEVICE, place, pattern(3));
+    write(&owner, DEVICE, scratch_place, pattern(4));
+    let imported = share(&owner, shared, &importer, 1);
+    let there = map(&importer, imported, 2 * UNIT, &[RW(OTHER)]);
+    importer.release(imported).expect("only the mapping is left, as NCCL does it");
+
+    owner.save_and_drop_imports(UNLIMITED).expect("saving");
+    importer.save_and_drop_imports(UNLIMITED).expect("dropping");
+    owner.remount_own().expect("own memory");
+    importer.remount_own().expect("nothing of its own");
+    import_again(&owner, &importer, 1).expect("imports");
+    drop((owner.commit_resume(), importer.commit_resume()));
+
+    assert!(holds(&owner, DEVICE, place, pattern(3)));
+    assert!(holds(&owner, DEVICE, scratch_place, pattern(4)), "it was never given up");
+    assert!(holds(&importer, OTHER, there, pattern(3)));
+    assert_eq!(free_bytes(&owner, DEVICE), CAPACITY_BYTES - 3 * UNIT);
+}
+
+#[test]
+fn imports_show_the_owners_new_memory_after_a_resume() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let shared = create(&owner, DEVICE, 1, kept());
+    let place = map(&owner, shared, UNIT, &[RW(DEVICE)]);
+    let imported = share(&owner, shared, &importer, 1);
+    let there = map(&importer, imported, UNIT, &[RW(OTHER)]);
+    let twice = map(&importer, imported, UNIT, &[RW(OTHER)]);
+    for round in 0..2 {
+        write(&importer, OTHER, there, pattern(round));
+        owner.save_and_drop_imports(UNLIMITED).expect("saving");
+        importer.save_and_drop_imports(UNLIMITED).expect("dropping");
+        owner.release_own().expect("release");
+        importer.release_own().expect("release");
+        assert_eq!(free_bytes(&owner, DEVICE), CAPACITY_BYTES);
+        owner.create_own().expect("memory");
+        importer.create_own().expect("nothing to make");
+        owner.restore_own().expect("contents");
+        importer.restore_own().expect("nothing to restore");
+        import_again(&owner, &importer, 1).expect("imports");
+        drop((owner.commit_resume(), importer.commit_resume()));
+        assert!(holds(&importer, OTHER, twice, pattern(round)));
+        write(&owner, DEVICE, place, pattern(round + 100));
+        assert!(holds(&importer, OTHER, there, pattern(round + 100)), "the same memory");
+    }
+    importer.unmap(there).expect("unmap");
+    importer.unmap(twice).expect("unmap");
+    importer.release(imported).expect("release");
+    owner.unmap(place).expect("unmap");
+    owner.release(shared).expect("release");
+    assert_eq!(free_bytes(&owner, DEVICE), CAPACITY_BYTES);
+}
+
+#[test]
+fn a_missing_descriptor_is_named_and_the_import_can_be_tried_again() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let shared = create(&owner, DEVICE, 1, kept());
+    let imported = share(&owner, shared, &importer, 1);
+    let there = map(&importer, imported, UNIT, &[RW(OTHER)]);
+    importer.save_and_drop_imports(UNLIMITED).expect("dropping");
+    let missing = importer.import_again(std::collections::HashMap::new());
+    let error = missing.expect_err("nothing was fetched");
+    let PoolError::MissingImport { address, size_bytes } = error else { panic!("{error}") };
+    assert_eq!((address, size_bytes), (there.start, UNIT));
+    import_again(&owner, &importer, 1).expect("the second try");
+    write(&importer, OTHER, there, pattern(8));
+}
+
+#[test]
+fn too_little_device_memory_is_named_and_nothing_is_taken() {
+    let node = node();
+    let (tenant, other) = (pool(&node), pool(&node));
+    let handle = create(&tenant, DEVICE, 8, kept());
+    let range = map(&tenant, handle, 8 * UNIT, &[RW(DEVICE)]);
+    write(&tenant, DEVICE, range, pattern(6));
+    pause(&tenant);
+    let hog = create(&other, DEVICE, CAPACITY_BYTES / UNIT - 5, kept());
+    let error = tenant.create_own().expect_err("three units are missing");
+    let PoolError::OutOfDeviceMemory { device, needed_bytes, free_bytes: found_bytes } = error
+    else {
+        panic!("{error}")
+    };
+    assert_eq!((device, needed_bytes, found_bytes), (DEVICE, 8 * UNIT, 5 * UNIT));
+    assert_eq!(free_bytes(&other, DEVICE), 5 * UNIT);
+    other.release(hog).expect("release");
+    resume(&tenant);
+    assert!(holds(&tenant, DEVICE, range, pattern(6)));
+}
+
+#[test]
+fn a_host_budget_that_is_too_small_changes_nothing() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 2, kept());
+    let range = map(&pool, handle, 2 * UNIT, &[RW(DEVICE)]);
+    write(&pool, DEVICE, range, pattern(7));
+    let (report, calls) = (pool.report(), pool.driver().faults().calls_total());
+    let refused = pool.save_and_drop_imports(HostBudget(Some(UNIT)));
+    let error = refused.expect_err("two units do not fit into one");
+    let PoolError::OutOfHostMemory { needed_bytes, grow_bytes, available_bytes } = error else {
+        panic!("{error}")
+    };
+    assert_eq!((needed_bytes, available_bytes), (2 * UNIT, UNIT));
+    assert!(grow_bytes >= needed_bytes);
+    assert_eq!(pool.driver().faults().calls_total(), calls, "the driver was not asked");
+    assert_eq!(pool.report(), report);
+    assert!(holds(&pool, DEVICE, range, pattern(7)));
+}
+
+#[test]
+fn pinned_memory_stays_and_is_reported_with_its_reason() {
+    let pool = pool(&node());
+    let (stays, goes) = (create(&pool, DEVICE, 1, kept()), create(&pool, DEVICE, 2, kept()));
+    let place = map(&pool, stays, UNIT, &[RW(DEVICE)]);
+    let other = map(&pool, goes, 2 * UNIT, &[RW(DEVICE)]);
+    write(&pool, DEVICE, place, pattern(1));
+    write(&pool, DEVICE, other, pattern(2));
+    assert_eq!(pool.pin(place, "a network card holds it"), UNIT);
+    assert_eq!(pool.pin(place, "again"), 0, "once is enough");
+    pause(&pool);
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - UNIT);
+    assert!(holds(&pool, DEVICE, place, pattern(1)), "in place all the time");
+    let row = &pool.report().devices[0];
+    assert_eq!(row.pinned[0].reason, "a network card holds it");
+    assert_eq!(row.pinned[0].bytes, UNIT);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, other, pattern(2)));
+}
+
+#[test]
+fn memory_freed_while_paused_does_not_come_back() {
+    let pool = pool(&node());
+    let prop = AllocationProp::pinned_on(DEVICE);
+    let block = pool.block_allocate(3 * UNIT, &prop, &[DEVICE], kept()).expect("a block");
+    let stays = pool.block_allocate(UNIT, &prop, &[DEVICE], kept()).expect("a block");
+    pause(&pool);
+    pool.block_free(block).expect("from the table");
+    resume(&pool);
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - UNIT);
+    pool.block_free(stays).expect("free");
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+}
+
+#[test]
+fn a_descriptor_without_a_known_owner_is_counted_and_never_given_up() {
+    let node = node();
+    let stranger = SimDriver::new(node.clone(), SimOptions::default());
+    let raw = stranger.create(UNIT, &AllocationProp::pinned_on(DEVICE)).expect("memory");
+    let fd = stranger.export_fd(raw).expect("a descriptor");
+    let pool = pool(&node);
+    let handle = pool.import_foreign(std::os::fd::AsFd::as_fd(&fd), kept()).expect("import").raw();
+    let range = map(&pool, handle, UNIT, &[RW(DEVICE)]);
+    write(&pool, DEVICE, range, pattern(1));
+    pause(&pool);
+    assert!(holds(&pool, DEVICE, range, pattern(1)));
+    assert_eq!(pool.report().devices[0].pinned[0].count, 1);
+    resume(&pool);
+    pool.unmap(range).expect("unmap");
+    pool.release(handle).expect("release");
+}
+
+#[test]
+fn mapping_vacated_memory_is_not_ready() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 1, kept());
+    pause(&pool);
+    let range = crate::stage::reserve(&pool, UNIT);
+    let refused = pool.map(range, 0, handle).expect_err("there is no memory now");
+    assert_eq!(refused.code(), Some(DriverCode::NOT_READY));
+    resume(&pool);
+    pool.map(range, 0, handle).expect("now there is");
+}

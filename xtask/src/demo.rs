@@ -1,0 +1,17 @@
+//! `demo`: builds what the demonstration runs, then becomes it.
+
+use std::os::unix::process::CommandExt as _;
+
+use crate::Outcome;
+use crate::build::{self, Built};
+use crate::workspace::Workspace;
+
+/// The main job on a simulated node. Returns only when it could not be started: Ctrl-C and the exit code
+/// are then the demonstration's own.
+pub(crate) fn run(workspace: &Workspace) -> Outcome {
+    let built = Built::build(workspace)?;
+    let tests = build::build(workspace, &["--package", "sublet-tests", "--bin", "sublet-demo"])?;
+    let mut demo = workspace.command(tests.binary("sublet-demo")?);
+    built.export(&mut demo);
+    Err(format!("the demonstration could not be started: {}", demo.exec()).into())
+}
