@@ -46,7 +46,7 @@ run_smoke() { GPUS=1 suite smoke 175 selfcheck.py; }
 run_conformance() { suite conformance 120 conformance.py -- ${CONFORMANCE_ARGS:-}; }
 run_nccl() {
     suite nccl 290 nccl_job.py --nccl-only --control outside,inside,inside-one --cycles "$CYCLES" --rebuild-cycles 4
-    suite nccl 290 nccl_job.py --tensors-gib 8 --discard-half --control outside,inside --cycles "$CYCLES" \
+    suite nccl_tensors 290 nccl_job.py --tensors-gib 8 --discard-half --control outside,inside --cycles "$CYCLES" \
         --rebuild-cycles 1 --warm-host
 }
 run_train() { suite train 150 train_job.py; }
@@ -76,6 +76,7 @@ done
     timeout 5 dmesg 2>/dev/null | tail -n +$((DMESG_BEFORE + 1)) | tail -n 200
 } >>"$LOGS"
 rm -f "$OUT/.console"
+"$PYTHON" "$JOBS/compact.py" "$OUT"/*.json
 # Keeps the log under 8 MiB: the end says most.
 if [ "$(stat -c %s "$LOGS")" -gt 8388608 ]; then tail -c 8000000 "$LOGS" >"$LOGS.part" && mv "$LOGS.part" "$LOGS"; fi
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import os
 import select
 import signal
@@ -23,10 +24,13 @@ import subletapi
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that was free just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port of 127.0.0.1 that nobody listens on, below the range that outgoing connections take theirs from."""
+    for _ in range(100):
+        port = random.randrange(20_000, 30_000)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise JobError("no free port between 20000 and 30000")
 
 
 class Line:
