@@ -51,8 +51,10 @@ def main() -> None:
         optimizer.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
+        # Every rank reads the loss, so all of them stand at the same step while they wait for the next.
+        mean_loss = total.item() / dist.get_world_size()
         if rank == 0:
-            print(f"step {step} loss {total.item().hex()} took {time.monotonic() - begin:.3f} s", flush=True)
+            print(f"step {step} loss {mean_loss.hex()} took {time.monotonic() - begin:.3f} s", flush=True)
         time.sleep(max(0.0, args.step_s - (time.monotonic() - begin)))
     dist.destroy_process_group()
 

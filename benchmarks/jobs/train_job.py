@@ -2,7 +2,8 @@
 
 Runs `torchrun examples/train.py` twice in one go: plain, then under `sublet run`, paused and resumed by the command while
 it trains. The losses of both runs must be the same text. A pause may meet ranks in the middle of a collective; it then
-says so after its timeout, the job runs on, and the next try comes at another moment.
+says so after its timeout, the job runs on, and the next try comes at another moment. The script reads its loss on every
+rank and waits between steps, so most moments are step boundaries; a script that never waits has few of them.
 Bound: a pause costs the bytes over the link (about 2 GiB a rank: 40 ms) and NCCL's blocks; starting torchrun twice 20 s.
 """
 
