@@ -240,6 +240,16 @@ def driver_version() -> str:
     return "unknown"
 
 
+def gpus() -> dict[str, Any]:
+    """Name and number of the GPUs, as nvidia-smi lists them; a job that uses fewer says so itself."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")
+        names = [name.strip() for name in names if name.strip()]
+        return {"name": names[0] if names else None, "count": len(names)}
+    return {"name": None, "count": None}
+
+
 class Result:
     """One record in a JSON file of records; written again, whole and by rename, at every `save`."""
 
@@ -251,7 +261,7 @@ class Result:
             "status": "running",
             "commit": manifest_commit(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "gpu": {"name": None, "count": None},
+            "gpu": gpus(),
             "driver": driver_version(),
             "versions": {
                 "torch": None,

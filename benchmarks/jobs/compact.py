@@ -1,4 +1,4 @@
-"""Makes result files small enough to commit, without losing a sample.
+"""Makes result files fit to commit: small, and without paths of the machine. No sample is lost.
 
 Reports of the `sublet` command are kept whole for the first and the last of a series; of the others stay the wall time and,
 by phase, wall time and each process's time, driver calls and bytes. Usage: compact.py FILE...
@@ -7,6 +7,7 @@ by phase, wall time and each process's time, driver calls and bytes. Usage: comp
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,18 @@ def shrink(value: Any, whole: bool = True) -> Any:
     return value
 
 
+def without_paths(text: str) -> str:
+    """Absolute paths cut down to their last part; what a command line was cut off at goes too."""
+    return re.sub(r"/(?:home|opt|root|tmp|work)(?:/[^\s\"'\\,]*/|/)([^\s\"'\\/,]*)", r"\1", text)
+
+
 def main(paths: list[str]) -> int:
-    """Rewrites the files that are too large."""
+    """Rewrites the files."""
     for name in paths:
         path = Path(name)
-        if path.stat().st_size <= WHOLE_BYTES_MAX:
-            continue
-        records = shrink(json.loads(path.read_text()))
+        records = json.loads(without_paths(path.read_text()))
+        if path.stat().st_size > WHOLE_BYTES_MAX:
+            records = shrink(records)
         text = json.dumps(records, indent=1)
         if len(text) > WHOLE_BYTES_MAX:
             text = json.dumps(records, separators=(",", ":"))
