@@ -2,7 +2,7 @@
 //!
 //! | verdict | means | where |
 //! | --- | --- | --- |
-//! | wait | passes the gate, then calls the driver with the same arguments | [`waiting!`] below |
+//! | wait | passes the gate, then calls the driver with the same arguments | `waiting!` below |
 //! | replace | answered from the pool, or passed on when it is not about memory of ours | [`crate::replaced`] |
 //! | pass | not hooked, for the reason given | `PASSED` in the completeness test |
 //!

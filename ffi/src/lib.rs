@@ -4,8 +4,8 @@
 //! for, [`replaced`] turns C arguments into Rust ones, `sublet_nccl::vmm::map` passes the gate, and
 //! `vmm_pool::Pool::map` does it. How NCCL came to call us instead of the driver is in [`lookup`].
 //!
-//! * [`real`]: the loader's and the driver's own functions, past our hooks.
-//! * [`runtime`]: the one place of process-wide state: joining the tenant, fork, exit.
+//! * `real`: the loader's and the driver's own functions, past our hooks.
+//! * `runtime`: the one place of process-wide state: joining the tenant, fork, exit.
 //! * [`c_api`]: `include/sublet.h` and the `ncclPause` family.
 //!
 //! Nothing here decides anything; nothing here prints, exits or unwinds.

@@ -1,6 +1,7 @@
 //! Tenants: identity, the agent in each process, and the protocol that pauses and resumes them together.
 
 pub mod coordinator;
+pub mod cut;
 pub mod gate;
 pub mod host_memory;
 pub mod identity;

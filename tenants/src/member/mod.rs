@@ -28,6 +28,7 @@ use vmm_pool::{HostBudget, Pool};
 
 pub use fetch::ImportError;
 
+use crate::cut::Cut;
 use crate::gate::Gate;
 use crate::identity::{MemberId, TenantName};
 use crate::run_dir::{RunDir, RunDirError, TenantDir};
@@ -109,6 +110,7 @@ pub struct Member<D: Driver> {
     socket_path: PathBuf,
     pool: Pool<D>,
     gate: Gate,
+    cut: Cut,
     standing: Mutex<Standing>,
     changed: Condvar,
     waker: agent::Waker,
@@ -138,6 +140,7 @@ impl<D: Driver> Member<D> {
             dir,
             socket_path,
             gate: Gate::default(),
+            cut: Cut::default(),
             standing: Mutex::new(Standing {
                 state: MemberState::Active,
                 progress: Progress::Untouched,
@@ -197,6 +200,11 @@ impl<D: Driver> Member<D> {
     /// Its gate.
     pub fn gate(&self) -> &Gate {
         &self.gate
+    }
+
+    /// Where launches that wait for other ranks are counted, and held.
+    pub fn cut(&self) -> &Cut {
+        &self.cut
     }
 
     /// A stream capture has begun: no pause until it ends.

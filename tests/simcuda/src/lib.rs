@@ -2,7 +2,7 @@
 //!
 //! Programs written against the driver's interface load it as they load the real one. Device memory is
 //! the simulated node's, so several processes share it; streams are threads; kernels are a few functions
-//! known by name ([`kernels`]). What the real driver refuses is refused with the same code.
+//! known by name (module `kernels`). What the real driver refuses is refused with the same code.
 //!
 //! | variable | meaning |
 //! | --- | --- |
