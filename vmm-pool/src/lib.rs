@@ -13,6 +13,7 @@ mod pool;
 mod report;
 mod staging;
 pub mod support;
+mod turns;
 mod vacate;
 
 use std::fmt;
@@ -23,6 +24,7 @@ pub use error::{PoolError, PoolResult};
 pub use pool::{Class, Export, ImportSource, Pool};
 pub use report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
 pub use staging::HostBudget;
+pub use turns::PinTurns;
 pub use vacate::{ImportRequest, Step, StepLog};
 
 /// The random identity of a physical allocation, the same in every process that holds it.

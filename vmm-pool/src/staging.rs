@@ -21,6 +21,7 @@ use memmap2::{Advice, MmapOptions, MmapRaw};
 
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, PinnedFor, RawStream, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
+use crate::turns::PinTurns;
 use crate::vacate::StepLog;
 
 /// Size of a chunk. Large enough that pinning runs at full speed (36 GiB/s measured with huge pages),
@@ -56,6 +57,7 @@ pub(crate) struct HostArena<D: Driver> {
     driver: Arc<D>,
     chunks: Vec<Chunk>,
     toucher_threads: usize,
+    turns: PinTurns,
     /// Chunks on their way, brought in by a thread that runs ahead of the copies.
     coming: Option<Receiver<io::Result<Chunk>>>,
 }
@@ -66,7 +68,17 @@ const CHUNKS_AHEAD: usize = 2;
 impl<D: Driver> HostArena<D> {
     pub(crate) fn new(driver: Arc<D>, toucher_threads: usize) -> Self {
         let toucher_threads = toucher_threads.max(1);
-        Self { driver, chunks: Vec::new(), toucher_threads, coming: None }
+        Self {
+            driver,
+            chunks: Vec::new(),
+            toucher_threads,
+            turns: PinTurns::default(),
+            coming: None,
+        }
+    }
+
+    pub(crate) fn set_turns(&mut self, turns: PinTurns) {
+        self.turns = turns;
     }
 
     /// Has a thread bring memory in up to `end_bytes`, so that touching, pinning and copying run at the
@@ -137,6 +149,7 @@ impl<D: Driver> HostArena<D> {
             };
             let chunk =
                 log.timed("wait for host memory", |_| self.next_chunk().map_err(refused))?;
+            let turn = log.timed("wait for a turn at pinning", |_| Ok(self.turns.take()))?;
             log.timed("pin host memory", |_| {
                 // SAFETY: the chunk stays mapped until `shrink_to` or the drop of the arena unregisters
                 // it.
@@ -146,6 +159,7 @@ impl<D: Driver> HostArena<D> {
                     None,
                 )
             })?;
+            drop(turn);
             self.chunks.push(chunk);
         }
         Ok(())

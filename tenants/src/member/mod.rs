@@ -133,9 +133,11 @@ impl<D: Driver> Member<D> {
         let (dir, listener) = config.run_dir.listen(&config.tenant, id)?;
         let socket_path = dir.socket_path(id)?;
         let (waker, wakeups) = agent::wake_pair().map_err(system("a pipe"))?;
+        let pool = Pool::new(driver, config.toucher_threads);
+        let pool = pool.pinning_by(config.run_dir.pin_turns()?);
         let member = Arc::new(Self {
             id,
-            pool: Pool::new(driver, config.toucher_threads),
+            pool,
             config,
             dir,
             socket_path,

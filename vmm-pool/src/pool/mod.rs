@@ -32,6 +32,7 @@ use crate::driver::{
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
 use crate::staging::HostArena;
+use crate::turns::PinTurns;
 use crate::{AllocationId, VirtualHandle};
 
 /// Device memory of one process, over one driver. Shared by all threads; no method blocks except on the
@@ -48,6 +49,13 @@ impl<D: Driver> Pool<D> {
     pub fn new(driver: Arc<D>, toucher_threads: usize) -> Self {
         let arena = HostArena::new(Arc::clone(&driver), toucher_threads);
         Self { driver, tables: Mutex::default(), arena: Mutex::new(arena) }
+    }
+
+    /// Has this pool pin its host memory by `turns`.
+    #[must_use]
+    pub fn pinning_by(mut self, turns: PinTurns) -> Self {
+        self.arena.get_mut().unwrap_or_else(PoisonError::into_inner).set_turns(turns);
+        self
     }
 
     /// The driver below.
