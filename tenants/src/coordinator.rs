@@ -9,6 +9,7 @@
 //! No thread is started: a step is sent to all members, then one poll waits for all answers. Every call
 //! blocks, for a bounded time.
 
+mod cutting;
 mod error;
 mod peers;
 mod report;
@@ -20,8 +21,8 @@ use std::time::{Duration, Instant};
 
 pub use error::{CoordinatorError, SwapError};
 pub use report::{
-    DeviceTotal, Event, MemberFailure, MemberPhase, Outcome, PhaseSummary, Report, Step, Swap,
-    TenantStats, Who, phase_label,
+    CutSummary, DeviceTotal, Event, MemberFailure, MemberPhase, Outcome, PhaseSummary, Report,
+    Step, Swap, TenantStats, Who, phase_label,
 };
 
 use peers::{Peers, Reached, reach, with_source};
@@ -37,6 +38,8 @@ use crate::wire::{Action, Failure, FailureKind, MemberState, Phase, Reply, Reque
 pub struct Options {
     /// For each phase; none for the phase's own default ([`Options::phase_timeout`]).
     pub timeout: Option<Duration>,
+    /// For the ranks to come to a common cut before a pause, when there is no `timeout`.
+    pub cut_timeout: Duration,
     /// Beyond a phase's timeout, for the answer to arrive.
     pub reply_margin: Duration,
     /// For a connection and for the answer to a plain question.
@@ -52,6 +55,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             timeout: None,
+            cut_timeout: Duration::from_secs(30),
             reply_margin: Duration::from_secs(2),
             contact_timeout: Duration::from_secs(5),
             lock_timeout: Duration::from_secs(10),
@@ -61,6 +65,11 @@ impl Default for Options {
 }
 
 impl Options {
+    /// How long the ranks may take to come to a common cut.
+    pub fn cut_timeout(&self) -> Duration {
+        self.timeout.unwrap_or(self.cut_timeout)
+    }
+
     /// How long members may take for `phase`.
     pub fn phase_timeout(&self, phase: Phase) -> Duration {
         self.timeout.unwrap_or(match phase {

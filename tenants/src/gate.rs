@@ -2,17 +2,16 @@
 //!
 //! Every hooked call passes it twice: in and out. Passing an open gate costs one atomic exchange and one
 //! load on memory that belongs to the calling thread alone, so launches from many threads do not meet.
-//! Closing is the slow side: it looks at every thread's slot until all are out.
-//!
-//! The exchange on the way in and the store of the mode on closing are both sequentially consistent:
-//! either the thread sees the new mode and steps back, or the closer sees the thread inside.
+//! Closing is the slow side: it looks at every thread's slot ([`crate::slots`]) until all are out.
 //!
 //! Lock order: `slots` and `sleepers` are leaves; nothing is called while they are held.
 
-use std::cell::{Cell, RefCell};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::cell::{Cell, OnceCell};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use crate::slots::{Slot, Slots};
 
 /// What a call needs of the gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,15 +40,8 @@ impl Mode {
     }
 }
 
-/// One thread's mark of being inside. Padded to a cache line of its own.
-#[derive(Debug, Default)]
-#[repr(align(128))]
-struct Slot {
-    inside: AtomicBool,
-}
-
 thread_local! {
-    static OWN_SLOT: RefCell<Option<Arc<Slot>>> = const { RefCell::new(None) };
+    static OWN_SLOT: OnceCell<Arc<Slot>> = const { OnceCell::new() };
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
@@ -57,7 +49,7 @@ thread_local! {
 #[derive(Debug)]
 pub struct Gate {
     mode: AtomicU8,
-    slots: Mutex<Vec<Weak<Slot>>>,
+    slots: Slots,
     sleepers: Mutex<()>,
     changed: Condvar,
     waits: AtomicU64,
@@ -85,7 +77,7 @@ impl Default for Gate {
     fn default() -> Self {
         Self {
             mode: AtomicU8::new(Mode::Open as u8),
-            slots: Mutex::default(),
+            slots: Slots::default(),
             sleepers: Mutex::default(),
             changed: Condvar::new(),
             waits: AtomicU64::new(0),
@@ -101,19 +93,20 @@ impl Gate {
         let outermost = depth == 0;
         if outermost {
             // A thread that is being torn down has lost its slot; its few last calls go uncounted.
-            let _entered = OWN_SLOT.try_with(|slot| self.enter(&mut slot.borrow_mut(), passage));
+            let _entered = OWN_SLOT.try_with(|own| {
+                self.enter(own.get_or_init(|| self.slots.add()), passage);
+            });
         }
         Pass { gate: self, outermost }
     }
 
-    fn enter(&self, own: &mut Option<Arc<Slot>>, passage: Passage) {
-        let slot = own.get_or_insert_with(|| self.new_slot());
+    fn enter(&self, slot: &Slot, passage: Passage) {
         loop {
-            slot.inside.swap(true, Ordering::SeqCst);
+            slot.step_in();
             if Mode::admits(self.mode.load(Ordering::SeqCst), passage) {
                 return;
             }
-            slot.inside.store(false, Ordering::SeqCst);
+            slot.step_out();
             self.waits.fetch_add(1, Ordering::Relaxed);
             let mut guard = self.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
             self.changed.notify_all();
@@ -123,30 +116,16 @@ impl Gate {
         }
     }
 
-    fn new_slot(&self) -> Arc<Slot> {
-        let slot = Arc::new(Slot::default());
-        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        slots.retain(|slot| slot.strong_count() > 0);
-        slots.push(Arc::downgrade(&slot));
-        slot
-    }
-
     fn leave(&self) {
-        let _left = OWN_SLOT.try_with(|slot| {
-            if let Some(slot) = &*slot.borrow() {
-                slot.inside.store(false, Ordering::Release);
+        let _left = OWN_SLOT.try_with(|own| {
+            if let Some(slot) = own.get() {
+                slot.step_out();
             }
         });
         if self.mode.load(Ordering::Relaxed) != Mode::Open as u8 {
             let _guard = self.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
             self.changed.notify_all();
         }
-    }
-
-    fn count_inside(&self) -> usize {
-        let slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        let inside = |slot: Arc<Slot>| slot.inside.load(Ordering::SeqCst);
-        slots.iter().filter_map(Weak::upgrade).filter(|slot| inside(Arc::clone(slot))).count()
     }
 
     fn set(&self, mode: Mode) -> u8 {
@@ -166,7 +145,7 @@ impl Gate {
         let begin = Instant::now();
         let before = self.set(Mode::Shut);
         loop {
-            let inside = self.count_inside();
+            let inside = self.slots.inside().len();
             if inside == 0 {
                 return Ok(());
             }
@@ -284,8 +263,8 @@ mod tests {
         let gate = Gate::default();
         let outer = gate.pass(Passage::Use);
         drop(gate.pass(Passage::GiveUp));
-        assert_eq!(gate.count_inside(), 1);
+        assert_eq!(gate.slots.inside().len(), 1);
         drop(outer);
-        assert_eq!(gate.count_inside(), 0);
+        assert_eq!(gate.slots.inside().len(), 0);
     }
 }

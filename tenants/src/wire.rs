@@ -8,10 +8,11 @@ use serde::{Deserialize, Serialize};
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, PoolReport};
 
+use crate::cut::{CutReport, Limits, Seat, Seen};
 use crate::identity::MemberId;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 1;
+pub const PROTOCOL_VERSION: u16 = 2;
 
 /// What one process asks of another's agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,6 +27,16 @@ pub enum Request {
         phase: Phase,
         /// Give up, and answer so, after this long.
         timeout_ms: u64,
+    },
+    /// Before a pause: launch no more than `limits` admits until told otherwise, or until I hang up, and
+    /// say where you stand. Answered with [`Reply::Cut`], or [`Reply::Failed`].
+    Cut {
+        /// Up to which count each lane may be launched.
+        limits: Limits,
+        /// What I know: answer when this is no longer so.
+        seen: Seen,
+        /// Answer after this long in any case, or when I ask for something else.
+        wait_ms: u64,
     },
     /// Wait until the application of this process has itself asked for `action` (it stands in
     /// `ncclPause` or `ncclResume`). Answered with [`Reply::Consented`] or [`Reply::Failed`].
@@ -55,6 +66,8 @@ pub enum Reply {
     Member(MemberInfo),
     /// To [`Request::Stats`].
     Stats(Box<MemberStats>),
+    /// To [`Request::Cut`].
+    Cut(Box<CutReport>),
     /// The phase is complete.
     PhaseDone(PhaseReport),
     /// The application asked for the action itself.
@@ -165,6 +178,8 @@ pub struct MemberInfo {
     pub version: String,
     /// Where it stands.
     pub state: MemberState,
+    /// Is it held on the way to a cut?
+    pub held: bool,
 }
 
 /// What a process holds, and how its last pause and resume went.
@@ -182,6 +197,8 @@ pub struct MemberStats {
     pub last_pause: Vec<(Phase, PhaseReport)>,
     /// Phases of the last resume, in order.
     pub last_resume: Vec<(Phase, PhaseReport)>,
+    /// Its ranks in communicators.
+    pub communicators: Vec<Seat>,
     /// What a person should know, such as memory that Sublet cannot manage and why.
     pub notes: Vec<String>,
 }
@@ -201,6 +218,8 @@ pub struct Failure {
 pub enum FailureKind {
     /// A stream is being captured: try again when the capture has ended.
     InCapture,
+    /// The ranks did not reach a common cut in time.
+    CutNotReached,
     /// The devices did not finish, or calls did not return, in time.
     DrainTimeout,
     /// The host cannot hold the contents.

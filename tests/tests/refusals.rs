@@ -26,12 +26,13 @@ fn goes_on(stage: &Stage, job: &mut Job) -> Outcome {
 }
 
 #[test]
-fn pause_during_a_capture_is_refused() -> Outcome {
+fn pause_during_a_capture_waits_for_its_end_and_is_refused_in_the_end() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
     job.ranks[1].do_it("capture begin")?;
     let pid = format!("process {} is capturing 1 stream", job.ranks[1].pid());
-    refused(&stage, &["pause", "train"], &[&pid, "The tenant is active as before"])?;
+    let words = [pid.as_str(), "The tenant is active as before"];
+    refused(&stage, &["pause", "train", "--timeout", "700ms"], &words)?;
     job.ranks[1].do_it("capture end")?;
     goes_on(&stage, &mut job)?;
     job.exit()

@@ -236,6 +236,10 @@ fn render(report: &Report, output: &mut Output) {
     ));
     output.line("");
     let mut phases = output::table(&["PHASE", "SLOWEST", "WALL", "BYTES"], &[1, 2, 3]);
+    if let Some(cut) = &report.cut {
+        let wall = units::micros(cut.wall_us);
+        phases.add_row(["cut".to_owned(), "-".to_owned(), wall, "-".to_owned()]);
+    }
     for phase in &report.phases {
         phases.add_row([
             phase_label(phase.phase).to_owned(),
@@ -292,6 +296,7 @@ mod tests {
             tenant: "train".to_owned(),
             action: Action::Pause,
             wall_us: 412_000,
+            cut: None,
             phases: vec![phase(Phase::Drain, 46_000), phase(Phase::ReleaseOwn, 300_000)],
             devices: vec![DeviceTotal {
                 uuid: "a1b2".to_owned(),

@@ -46,6 +46,11 @@ impl Progress {
                 self.bar.set_message(text);
             }
             Event::StepDone { .. } => {}
+            Event::WaitingForCut { who, laggard, others } => {
+                let more =
+                    if *others > 0 { format!(" (and {others} more)") } else { String::new() };
+                self.bar.set_message(format!("waiting for a cut: {who}, {laggard}{more}"));
+            }
             Event::RollingBack { failures } => {
                 let why = failures.first().map(ToString::to_string);
                 self.bar.set_message(format!("going back: {}", why.unwrap_or_default()));

@@ -169,12 +169,14 @@ pub(crate) mod tests {
                 command: "python train.py".to_owned(),
                 version: "0.1.0".to_owned(),
                 state,
+                held: false,
             },
             pool: PoolReport::default(),
             pauses: 0,
             resumes: 0,
             last_pause: Vec::new(),
             last_resume: Vec::new(),
+            communicators: Vec::new(),
             notes: Vec::new(),
         }
     }

@@ -61,6 +61,13 @@ fn render_member(tenant: &str, stats: &MemberStats, output: &mut Output) {
         units::bytes(stats.pool.host_numa_bytes)
     ));
     output.line(format!("  {} pauses, {} resumes", stats.pauses, stats.resumes));
+    if !stats.communicators.is_empty() {
+        let seats = stats.communicators.iter();
+        let texts: Vec<_> = seats
+            .map(|seat| format!("{} (rank {} of {})", seat.communicator, seat.rank, seat.ranks))
+            .collect();
+        output.line(format!("  communicators: {}", texts.join(", ")));
+    }
     render_phases("last pause", &stats.last_pause, output);
     render_phases("last resume", &stats.last_resume, output);
     for note in &stats.notes {

@@ -107,6 +107,7 @@ impl CoordinatorError {
         let missing = failures.iter().filter_map(|failure| match failure.failure.kind {
             FailureKind::OutOfDeviceMemory { missing_bytes } => Some(missing_bytes),
             FailureKind::InCapture
+            | FailureKind::CutNotReached
             | FailureKind::DrainTimeout
             | FailureKind::OutOfHostMemory
             | FailureKind::WrongState
@@ -127,6 +128,7 @@ impl CoordinatorError {
                 undo_failures.is_empty()
                     && failures.iter().all(|failure| match failure.failure.kind {
                         FailureKind::InCapture
+                        | FailureKind::CutNotReached
                         | FailureKind::DrainTimeout
                         | FailureKind::OutOfHostMemory
                         | FailureKind::OutOfDeviceMemory { .. }
@@ -203,7 +205,15 @@ fn known(existing: &[TenantName]) -> String {
 
 fn listed(failures: &[MemberFailure]) -> String {
     let texts: Vec<_> = failures.iter().map(ToString::to_string).collect();
-    texts.join("; ")
+    if failures.iter().all(|failure| failure.failure.kind != FailureKind::CutNotReached) {
+        return texts.join("; ");
+    }
+    // Where each rank is reads better one below the other.
+    format!(
+        "the ranks did not reach a common cut in time:\n  {}\n  If they only need longer, give a longer \
+         timeout; if one is stuck, see what its process waits for",
+        texts.join("\n  ")
+    )
 }
 
 fn undone(action: Action, undo_failures: &[MemberFailure]) -> impl fmt::Display {

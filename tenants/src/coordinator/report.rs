@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 
+use crate::cut::Laggard;
 use crate::identity::{MemberId, TenantName};
 use crate::wire::{Action, Failure, MemberStats, Phase, PhaseReport};
 
@@ -18,6 +19,8 @@ pub enum Step {
     Stats,
     /// Waiting until its application asks for the action too.
     Consent(Action),
+    /// Coming to a common cut.
+    Cut,
     /// One phase.
     Phase(Phase),
 }
@@ -46,6 +49,7 @@ impl fmt::Display for Step {
             Self::Stats => f.write_str("statistics"),
             Self::Consent(Action::Pause) => f.write_str("the application's own call to pause"),
             Self::Consent(Action::Resume) => f.write_str("the application's own call to resume"),
+            Self::Cut => f.write_str("cut"),
             Self::Phase(phase) => f.write_str(phase_label(*phase)),
         }
     }
@@ -119,6 +123,15 @@ pub enum Event<'a> {
         /// Since it was sent.
         elapsed: Duration,
     },
+    /// The ranks are not at a common cut yet.
+    WaitingForCut {
+        /// The member that is waited for.
+        who: Who,
+        /// Where it is.
+        laggard: &'a Laggard,
+        /// How many more there are.
+        others: usize,
+    },
     /// Something failed; what was done is being undone.
     RollingBack {
         /// Why.
@@ -158,6 +171,8 @@ pub struct Report {
     pub action: Action,
     /// From the first message to the last answer, in microseconds.
     pub wall_us: u64,
+    /// How the ranks came to a common cut, before the phases of a pause.
+    pub cut: Option<CutSummary>,
     /// Phases in order.
     pub phases: Vec<PhaseSummary>,
     /// Bytes given back or taken, by device, in order of the devices' names.
@@ -166,6 +181,21 @@ pub struct Report {
     pub notes: Vec<String>,
     /// Members that were lost after the point of no return. The others did their part.
     pub losses: Vec<MemberFailure>,
+}
+
+/// How the ranks of a tenant came to a common cut.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct CutSummary {
+    /// From the first hold to the last report, in microseconds.
+    pub wall_us: u64,
+    /// How often limits were sent to a member.
+    pub rounds: u64,
+    /// Launches that were made from the first report to the last.
+    pub launches: u64,
+    /// How often everybody was let one launch further because nothing moved.
+    pub stalls: u64,
+    /// How often the gate could not be closed at the cut, and another was looked for.
+    pub retries: u64,
 }
 
 /// One phase over all members.
@@ -221,6 +251,7 @@ impl Report {
             tenant: tenant.to_string(),
             action,
             wall_us: 0,
+            cut: None,
             phases: Vec::new(),
             devices: Vec::new(),
             notes: Vec::new(),

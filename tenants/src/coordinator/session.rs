@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use super::peers::{Peers, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Report, Step};
 use super::{CoordinatorError, Options, unexpected};
+use crate::cut::{Limits, Seen};
 use crate::identity::TenantName;
 use crate::run_dir::{CoordinatorLock, TenantDir};
 use crate::transport::nobody_listens;
@@ -38,14 +39,14 @@ const FORWARD: &[Phase] =
 /// The connections to a tenant's members while its lock is held.
 pub(super) struct Session<'a> {
     dir: &'a TenantDir,
-    options: &'a Options,
-    progress: &'a mut dyn FnMut(Event<'_>),
-    peers: Peers,
+    pub(super) options: &'a Options,
+    pub(super) progress: &'a mut dyn FnMut(Event<'_>),
+    pub(super) peers: Peers,
 }
 
 /// Do the answers of the slow matter once somebody has failed?
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum OnFailure {
+pub(super) enum OnFailure {
     /// No: go back at once.
     Stop,
     /// Yes: there is no way back.
@@ -54,13 +55,13 @@ enum OnFailure {
 
 /// What came of one step.
 #[derive(Default)]
-struct StepResult {
-    done: Vec<(usize, Reply)>,
-    failures: Vec<(usize, MemberFailure)>,
+pub(super) struct StepResult {
+    pub(super) done: Vec<(usize, Reply)>,
+    pub(super) failures: Vec<(usize, MemberFailure)>,
 }
 
 impl StepResult {
-    fn into_failures(self) -> Vec<MemberFailure> {
+    pub(super) fn into_failures(self) -> Vec<MemberFailure> {
         self.failures.into_iter().map(|(_, failure)| failure).collect()
     }
 }
@@ -155,8 +156,12 @@ impl<'a> Session<'a> {
     ///
     /// A member on its way to being paused is taken back, unless a peer is paused already: it may need
     /// imports of that peer to go back, so it is taken forward. It saves its contents (again) on the way,
-    /// since we do not know how far it came.
+    /// since we do not know how far it came. One that is merely held runs on.
     pub(super) fn recover(&mut self) -> Result<(), CoordinatorError> {
+        let is_held = |index: &usize| self.peers.list[*index].info.as_ref().is_some_and(|i| i.held);
+        let active = self.members_in(MemberState::Active);
+        let held: Vec<usize> = active.into_iter().filter(is_held).collect();
+        self.recover_by(&[Phase::AbortPause], &held)?;
         let offloading = self.members_in(MemberState::Offloading);
         let restoring = self.members_in(MemberState::Restoring);
         if offloading.is_empty() && restoring.is_empty() {
@@ -226,7 +231,7 @@ impl<'a> Session<'a> {
             let result = self.phase_step(*phase, &left, OnFailure::WaitForAll);
             left.retain(|index| !result.failures.iter().any(|(failed, _)| failed == index));
             let StepResult { done, failures } = result;
-            report.add(self.summary(*phase, began, done));
+            report.add(self.summary(*phase, began.elapsed(), done));
             report.losses.extend(failures.into_iter().map(|(_, failure)| failure));
         }
         report.wall_us = micros(started.elapsed());
@@ -249,13 +254,18 @@ impl<'a> Session<'a> {
                 return Err(result.into_failures());
             }
         }
-        for phase in plan.reversible {
+        let mut phases = plan.reversible;
+        if action == Action::Pause {
+            self.cut_and_close(members, report)?;
+            phases = &phases[1..];
+        }
+        for phase in phases {
             let began = Instant::now();
             let result = self.phase_step(*phase, members, OnFailure::Stop);
             if !result.failures.is_empty() {
                 return Err(result.into_failures());
             }
-            report.add(self.summary(*phase, began, result.done));
+            report.add(self.summary(*phase, began.elapsed(), result.done));
         }
         let next = plan.last.first().map_or(Step::Hello, |p| Step::Phase(*p));
         let dead: Vec<_> =
@@ -322,19 +332,28 @@ impl<'a> Session<'a> {
                 action,
                 timeout_ms: millis(self.options.consent.unwrap_or_default()),
             },
+            // The first of a cut: hold everything, and say where you stand.
+            Step::Cut => {
+                Request::Cut { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 }
+            }
             Step::Phase(phase) => {
                 Request::Phase { phase, timeout_ms: millis(self.options.phase_timeout(phase)) }
             }
         }
     }
 
-    fn phase_step(&mut self, phase: Phase, members: &[usize], on_failure: OnFailure) -> StepResult {
+    pub(super) fn phase_step(
+        &mut self,
+        phase: Phase,
+        members: &[usize],
+        on_failure: OnFailure,
+    ) -> StepResult {
         let timeout = self.options.phase_timeout(phase);
         self.step(Step::Phase(phase), members, timeout, on_failure)
     }
 
     /// Sends one step to `members` and gathers their answers.
-    fn step(
+    pub(super) fn step(
         &mut self,
         step: Step,
         members: &[usize],
@@ -399,7 +418,12 @@ impl<'a> Session<'a> {
         }
     }
 
-    fn summary(&self, phase: Phase, began: Instant, done: Vec<(usize, Reply)>) -> PhaseSummary {
+    pub(super) fn summary(
+        &self,
+        phase: Phase,
+        wall: Duration,
+        done: Vec<(usize, Reply)>,
+    ) -> PhaseSummary {
         let mut members: Vec<_> = done
             .into_iter()
             .map(|(index, reply)| MemberPhase {
@@ -408,7 +432,7 @@ impl<'a> Session<'a> {
             })
             .collect();
         members.sort_by_key(|member| (member.who.pid, member.who.member));
-        PhaseSummary { phase, wall_us: micros(began.elapsed()), members }
+        PhaseSummary { phase, wall_us: micros(wall), members }
     }
 
     /// Processes that joined while we worked were not part of it.
@@ -432,6 +456,7 @@ fn fits(step: Step, reply: &Reply) -> bool {
         Step::Hello => matches!(reply, Reply::Member(_)),
         Step::Stats => matches!(reply, Reply::Stats(_)),
         Step::Consent(_) => matches!(reply, Reply::Consented),
+        Step::Cut => matches!(reply, Reply::Cut(_)),
         Step::Phase(_) => matches!(reply, Reply::PhaseDone(_)),
     }
 }
@@ -441,6 +466,7 @@ fn is_from(reply: &Reply, member: crate::identity::MemberId) -> bool {
     match reply {
         Reply::Member(info) => info.id == member,
         Reply::Stats(_)
+        | Reply::Cut(_)
         | Reply::PhaseDone(_)
         | Reply::Consented
         | Reply::Fds { .. }
@@ -453,16 +479,17 @@ fn phase_report(reply: Reply) -> PhaseReport {
         Reply::PhaseDone(report) => report,
         Reply::Member(_)
         | Reply::Stats(_)
+        | Reply::Cut(_)
         | Reply::Consented
         | Reply::Fds { .. }
         | Reply::Failed(_) => PhaseReport::default(),
     }
 }
 
-fn millis(duration: Duration) -> u64 {
+pub(super) fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-fn micros(duration: Duration) -> u64 {
+pub(super) fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }

@@ -8,16 +8,53 @@
 //! `docs/consistent-cut.md` says why this ends.
 //!
 //! This module knows nothing of NCCL: an adapter says what is launched ([`Cut::enter`]).
+//!
+//! ```text
+//!   application threads --enter--> Cut (mode, posts) <--hold, watch-- worker thread
+//!                                                                         |
+//!                              coordinator: Plan <------- CutReport ------+
+//! ```
+//!
+//! Open, a launch marks the thread's own slot ([`crate::slots`]), loads the mode and adds to its posts.
+//! Held, every launch takes `table`'s lock, so that its entries are admitted and counted as one. Whoever
+//! reports looks at the slots first and at the counts after, so a thread that has stepped out has been
+//! counted.
+//!
+//! Lock order: `table` before the slots' list and `labels`, which are leaves. Under `table` nothing is
+//! called but what [`Launch::unfinished`] was given.
 
+mod describe;
+mod hold;
+pub mod plan;
+mod report;
+#[cfg(test)]
+mod tests;
+
+use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
+
+pub use describe::{Lag, Laggard, foreign_ranks, laggards};
+pub use report::{CutReport, Inside, Limits, Need, PostCount, Seen, Waiting};
+
+use crate::slots::{Slot, Slots};
+use hold::{Mode, Table, Unfinished};
 
 /// A communicator's identity, the same in all its processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct CommunicatorId(pub u128);
+
+impl fmt::Display for CommunicatorId {
+    /// The first 32 bits: enough to tell a job's communicators apart.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:08x}", self.0 >> 96)
+    }
+}
 
 /// What is counted of a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -35,6 +72,16 @@ pub enum Series {
     },
     /// Its end, where ranks wait for each other: 1 once a rank has gone in.
     End,
+}
+
+impl Series {
+    /// Does `rank` take part?
+    pub fn includes(self, rank: u32) -> bool {
+        match self {
+            Self::Creation | Self::Collectives | Self::End => true,
+            Self::Pair { from, to } => rank == from || rank == to,
+        }
+    }
 }
 
 /// Launches that all who take part make in the same order.
@@ -91,16 +138,31 @@ pub struct Entry {
     pub launches: u64,
 }
 
-/// The member's side of the cut. One a process.
+/// The member's side of the cut. One a process: threads keep one slot each.
 #[derive(Debug, Default)]
 pub struct Cut {
+    mode: AtomicU8,
+    slots: Slots,
     table: Mutex<Table>,
+    /// Something has moved that whoever watches may want to know.
+    moved: Condvar,
+    /// The mode or the limits have changed.
+    admitted: Condvar,
+    /// Names of calls by their address, which is what a slot's label can hold.
+    labels: Mutex<BTreeMap<usize, &'static str>>,
 }
 
-#[derive(Debug, Default)]
-struct Table {
-    seats: BTreeMap<(CommunicatorId, u32), Seat>,
-    posts: BTreeMap<(Lane, u32), Arc<Post>>,
+/// What a thread keeps.
+#[derive(Debug)]
+struct Own {
+    slot: Arc<Slot>,
+    /// Addresses of the names that this thread has made known.
+    known: RefCell<Vec<usize>>,
+}
+
+thread_local! {
+    static OWN: OnceCell<Own> = const { OnceCell::new() };
+    static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
 /// A launch under way. Dropping it says that it was made.
@@ -108,7 +170,11 @@ struct Table {
 #[must_use = "dropping it says that the launch was made"]
 pub struct Launch<'a> {
     cut: &'a Cut,
+    what: &'static str,
     entries: &'a [Entry],
+    outermost: bool,
+    /// The mark is the thread's: a launch ends where it began.
+    here: PhantomData<*const ()>,
 }
 
 impl Cut {
@@ -118,7 +184,9 @@ impl Cut {
 
     /// A rank of a communicator lives in this process from now on.
     pub fn take_seat(&self, seat: Seat) {
-        self.table().seats.insert((seat.communicator, seat.rank), seat);
+        let mut table = self.table();
+        table.seats.insert((seat.communicator, seat.rank), seat);
+        table.progress += 1;
     }
 
     /// It does no more; its counts go with it.
@@ -126,6 +194,16 @@ impl Cut {
         let mut table = self.table();
         table.seats.remove(&(communicator, rank));
         table.posts.retain(|(lane, r), _| lane.communicator != communicator || *r != rank);
+        let unfinished = table.unfinished.remove(&(communicator, rank));
+        table.progress += 1;
+        drop(table);
+        // Ends outside the lock: it may own anything.
+        drop(unfinished);
+    }
+
+    /// The seats taken, in order.
+    pub fn seats(&self) -> Vec<Seat> {
+        self.table().seats.values().copied().collect()
     }
 
     /// The counter of `rank` on `lane`. For keeping: finding it takes a lock.
@@ -138,27 +216,98 @@ impl Cut {
     }
 
     /// Goes into a call that launches `entries`, all or nothing, after waiting while the rank is held.
-    /// `what` names the call for people. A call within a call of the same thread passes.
+    /// `what` names the call for people. A call within a call of the same thread is part of it: it passes
+    /// and counts nothing. So does, but for the counting, a thread that is being torn down.
     pub fn enter<'a>(&'a self, what: &'static str, entries: &'a [Entry]) -> Launch<'a> {
-        let _ = what;
-        for entry in entries {
-            entry.post.launched.fetch_add(entry.launches, Ordering::SeqCst);
+        let depth = DEPTH.get();
+        DEPTH.set(depth + 1);
+        let outermost = depth == 0;
+        if outermost {
+            let entered =
+                OWN.try_with(|own| self.go_in(own.get_or_init(|| self.own()), what, entries));
+            if entered.is_err() {
+                count(entries);
+            }
         }
-        Launch { cut: self, entries }
+        Launch { cut: self, what, entries, outermost, here: PhantomData }
+    }
+
+    fn go_in(&self, own: &Own, what: &'static str, entries: &[Entry]) {
+        let label = what.as_ptr().addr();
+        if own.slot.label() != label {
+            self.name(own, label, what);
+        }
+        own.slot.step_in();
+        if self.mode.load(Ordering::SeqCst) == Mode::Open as u8 {
+            count(entries);
+            return;
+        }
+        own.slot.step_out();
+        self.wait_to_go_in(&own.slot, what, entries);
+    }
+
+    fn own(&self) -> Own {
+        Own { slot: self.slots.add(), known: RefCell::default() }
+    }
+
+    fn name(&self, own: &Own, label: usize, what: &'static str) {
+        let mut known = own.known.borrow_mut();
+        if !known.contains(&label) {
+            known.push(label);
+            self.labels.lock().unwrap_or_else(PoisonError::into_inner).insert(label, what);
+        }
+        own.slot.set_label(label);
+    }
+
+    fn go_out(&self) {
+        let left = OWN.try_with(|own| own.get().map(|own| own.slot.step_out()));
+        // Watchers look again by themselves, so that a mode set at this moment costs a look, not more.
+        if left.is_ok() && self.mode.load(Ordering::Relaxed) != Mode::Open as u8 {
+            self.table().progress += 1;
+            self.moved.notify_all();
+        }
+    }
+}
+
+fn count(entries: &[Entry]) {
+    for entry in entries {
+        entry.post.launched.fetch_add(entry.launches, Ordering::SeqCst);
     }
 }
 
 impl Launch<'_> {
     /// The call failed: nothing was launched.
     pub fn not_launched(self) {
+        if !self.outermost {
+            return;
+        }
         for entry in self.entries {
             entry.post.launched.fetch_sub(entry.launches, Ordering::SeqCst);
         }
+        // Somebody may be waiting for just this room under the limit.
+        let _table = self.cut.table();
+        self.cut.admitted.notify_all();
     }
 
     /// The call has returned, and its work goes on in another thread until `finished` says so (a
     /// communicator in non-blocking mode). `finished` is asked from our own threads, and must not block.
+    ///
+    /// One a rank of a communicator is kept: a later one stands for the earlier too.
     pub fn unfinished(self, finished: Box<dyn Fn() -> bool + Send>) {
-        let _ = (self.cut, finished);
+        if let Some(Entry { post, .. }) = self.entries.first() {
+            let key = (post.lane.communicator, post.rank);
+            let work = Unfinished { what: self.what, since: std::time::Instant::now(), finished };
+            let earlier = self.cut.table().unfinished.insert(key, work);
+            drop(earlier);
+        }
+    }
+}
+
+impl Drop for Launch<'_> {
+    fn drop(&mut self) {
+        DEPTH.set(DEPTH.get().saturating_sub(1));
+        if self.outermost {
+            self.cut.go_out();
+        }
     }
 }

@@ -14,6 +14,7 @@ use nix::sys::signal::SigSet;
 use vmm_pool::driver::Driver;
 
 use super::{AGENT_TIMEOUT, Member};
+use crate::cut::{Limits, Seen};
 use crate::transport::{Connection, Listener, poll_until};
 use crate::wire::{
     Action, FDS_PER_MESSAGE_MAX, Failure, FailureKind, MemberState, Phase, Reply, Request,
@@ -51,13 +52,24 @@ impl Wakeups {
 
 struct Job {
     connection: u64,
-    phase: Phase,
+    work: Work,
     deadline: Instant,
+}
+
+enum Work {
+    Phase(Phase),
+    Cut {
+        limits: Limits,
+        seen: Seen,
+        /// What [`crate::cut::Cut::claim`] gave.
+        asked: u64,
+    },
 }
 
 struct Done {
     connection: u64,
-    phase: Phase,
+    /// None for a look at the cut, which leaves nothing to undo but the hold.
+    phase: Option<Phase>,
     reply: Reply,
 }
 
@@ -124,8 +136,16 @@ fn block_signals() {
 
 fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Done>) {
     for job in jobs {
-        let reply = member.run_phase(job.phase, job.deadline);
-        let done = Done { connection: job.connection, phase: job.phase, reply };
+        let Job { connection, work, deadline } = job;
+        let done = match work {
+            Work::Phase(phase) => {
+                Done { connection, phase: Some(phase), reply: member.run_phase(phase, deadline) }
+            }
+            Work::Cut { limits, seen, asked } => {
+                let reply = member.run_cut(connection, limits, seen, asked, deadline);
+                Done { connection, phase: None, reply }
+            }
+        };
         if report.send(done).is_err() {
             return;
         }
@@ -190,6 +210,7 @@ impl<D: Driver> Agent<D> {
             }
         }
         for number in gone {
+            self.member.cut().abandon(number);
             self.clients.retain(|client| client.number != number);
             self.waiters.retain(|waiter| waiter.connection != number);
             if self.coordinator == Some(number) {
@@ -207,13 +228,13 @@ impl<D: Driver> Agent<D> {
             MemberState::Active | MemberState::Paused | MemberState::Faulted => return,
         };
         tracing::warn!(?phase, "the coordinator is gone: undoing");
-        self.submit(0, phase, AGENT_TIMEOUT);
+        self.submit(0, Work::Phase(phase), AGENT_TIMEOUT);
     }
 
-    fn submit(&self, connection: u64, phase: Phase, timeout: Duration) {
+    fn submit(&self, connection: u64, work: Work, timeout: Duration) {
         let deadline = Instant::now() + timeout;
-        if self.jobs.send(Job { connection, phase, deadline }).is_err() {
-            tracing::error!(?phase, "the worker thread is gone");
+        if self.jobs.send(Job { connection, work, deadline }).is_err() {
+            tracing::error!("the worker thread is gone");
         }
     }
 
@@ -225,7 +246,14 @@ impl<D: Driver> Agent<D> {
             }
             Request::Phase { phase, timeout_ms } => {
                 self.coordinator = Some(number);
-                self.submit(number, phase, Duration::from_millis(timeout_ms));
+                self.member.cut().claim(number);
+                self.submit(number, Work::Phase(phase), Duration::from_millis(timeout_ms));
+            }
+            Request::Cut { limits, seen, wait_ms } => {
+                self.coordinator = Some(number);
+                let asked = self.member.cut().claim(number);
+                let work = Work::Cut { limits, seen, asked };
+                self.submit(number, work, Duration::from_millis(wait_ms));
             }
             Request::AwaitConsent { action, timeout_ms } => {
                 let deadline = Instant::now() + Duration::from_millis(timeout_ms);
@@ -286,12 +314,13 @@ impl<D: Driver> Agent<D> {
             self.reply_to(done.connection, &done.reply);
             let over = matches!(
                 done.phase,
-                Phase::Verify | Phase::Activate | Phase::AbortPause | Phase::AbortResume
+                Some(Phase::Verify | Phase::Activate | Phase::AbortPause | Phase::AbortResume)
             );
             if over && self.coordinator == Some(done.connection) {
                 self.coordinator = None;
             } else if self.clients.iter().all(|client| client.number != done.connection)
                 && done.connection != 0
+                && done.phase.is_some()
             {
                 // The phase outlived its coordinator.
                 self.coordinator_gone();

@@ -184,6 +184,7 @@ impl<D: Driver> Member<D> {
             Reply::Fds { .. }
             | Reply::Member(_)
             | Reply::Stats(_)
+            | Reply::Cut(_)
             | Reply::PhaseDone(_)
             | Reply::Consented => Err(ImportError::Miscounted {
                 path: path.to_owned(),

@@ -266,6 +266,7 @@ impl<D: Driver> Member<D> {
             command: self.config.command.clone(),
             version: self.config.version.clone(),
             state: self.state(),
+            held: self.cut.is_held(),
         }
     }
 
@@ -273,6 +274,7 @@ impl<D: Driver> Member<D> {
     pub fn stats(&self) -> MemberStats {
         let member = self.info();
         let pool = self.pool.report();
+        let communicators = self.cut.seats();
         let standing = self.standing();
         MemberStats {
             member,
@@ -281,6 +283,7 @@ impl<D: Driver> Member<D> {
             resumes: standing.resumes,
             last_pause: standing.last_pause.clone(),
             last_resume: standing.last_resume.clone(),
+            communicators,
             notes: standing.notes.clone(),
         }
     }

@@ -7,6 +7,7 @@ use vmm_pool::{PoolError, StepLog};
 
 use super::state::{Event, InvalidTransition};
 use super::{ImportError, Member, Progress, Standing};
+use crate::cut::{Limits, Seen};
 use crate::gate::StillInside;
 use crate::wire::{DeviceDelta, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply};
 
@@ -39,6 +40,27 @@ impl<D: Driver> Member<D> {
                 tracing::error!(?phase, elapsed_us, "{failure}");
                 Reply::Failed(failure)
             }
+        }
+    }
+
+    /// Holds the process on the way to a cut, and says where it stands.
+    pub(super) fn run_cut(
+        &self,
+        holder: u64,
+        limits: Limits,
+        seen: Seen,
+        asked: u64,
+        until: Instant,
+    ) -> Reply {
+        if let Err(failure) = self.expect(MemberState::Active) {
+            return Reply::Failed(failure);
+        }
+        let held = self.cut.hold(holder, limits);
+        let report =
+            held.then(|| self.cut.watch(seen, asked, until, &|| self.captures())).flatten();
+        match report {
+            Some(report) => Reply::Cut(Box::new(report)),
+            None => Reply::Failed(wrong_state("the hold ended with its holder".to_owned())),
         }
     }
 
@@ -141,6 +163,7 @@ impl<D: Driver> Member<D> {
         self.transition(Event::Released)?;
         self.standing().pauses += 1;
         self.changed.notify_all();
+        self.cut.stand();
         self.gate.set_vacated();
         Ok(report(log))
     }
@@ -208,7 +231,11 @@ impl<D: Driver> Member<D> {
         };
         match state {
             MemberState::Offloading => {}
-            MemberState::Active | MemberState::Paused => return Ok(PhaseReport::default()),
+            MemberState::Active => {
+                self.cut.release();
+                return Ok(PhaseReport::default());
+            }
+            MemberState::Paused => return Ok(PhaseReport::default()),
             MemberState::Restoring | MemberState::Faulted => {
                 return Err(wrong_state(format!("a pause cannot be undone while {state:?}")));
             }
@@ -222,6 +249,7 @@ impl<D: Driver> Member<D> {
                 let spare = self.pool.commit_resume();
                 self.transition(Event::PauseUndone)?;
                 self.gate.open();
+                self.cut.release();
                 drop(spare);
                 Ok(report(log))
             }
@@ -302,6 +330,7 @@ impl<D: Driver> Member<D> {
         self.standing().resumes += 1;
         self.changed.notify_all();
         self.gate.open();
+        self.cut.release();
         self.close_later(spare);
         Ok(PhaseReport::default())
     }

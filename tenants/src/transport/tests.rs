@@ -160,8 +160,9 @@ fn both_sides_of_different_versions_learn_who_speaks_what() {
     let error = ours.receive::<Request>(soon()).unwrap_err();
     let text = error.to_string();
     let own_pid = std::process::id();
-    assert!(text.contains(&format!("process {own_pid} speaks protocol version 2")), "{text}");
-    assert!(text.contains("(this one) speaks 1"), "{text}");
+    let theirs_is = format!("process {own_pid} speaks protocol version {}", PROTOCOL_VERSION + 1);
+    assert!(text.contains(&theirs_is), "{text}");
+    assert!(text.contains(&format!("(this one) speaks {PROTOCOL_VERSION}")), "{text}");
     assert!(text.contains("with one Sublet version"), "{text}");
     // The answer that lets the other side say the same.
     let mut answer = [0; HEADER_BYTES];

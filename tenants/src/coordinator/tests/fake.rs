@@ -93,6 +93,7 @@ pub(super) fn tenant(name: &str) -> TenantName {
 pub(super) fn options() -> Options {
     Options {
         timeout: Some(Duration::from_millis(60)),
+        cut_timeout: Duration::from_secs(30),
         reply_margin: Duration::from_millis(60),
         contact_timeout: Duration::from_millis(500),
         lock_timeout: Duration::from_secs(10),
@@ -224,6 +225,7 @@ impl Agent {
         let fault = match request {
             Request::Hello => self.script.hello,
             Request::Stats => self.script.stats,
+            Request::Cut { .. } => None,
             Request::AwaitConsent { .. } => {
                 self.log.lock().unwrap().push(Line::Consent(self.id));
                 self.script.consent
@@ -264,8 +266,11 @@ impl Agent {
                 resumes: 0,
                 last_pause: Vec::new(),
                 last_resume: Vec::new(),
+                communicators: Vec::new(),
                 notes: Vec::new(),
             })),
+            // No communicators: at a cut at any time.
+            Request::Cut { .. } => Reply::Cut(Box::default()),
             Request::AwaitConsent { .. } => Reply::Consented,
             Request::Phase { phase, .. } => self.phase(*phase),
             Request::FetchFds { .. } => Reply::Fds { count: 0 },
@@ -304,6 +309,7 @@ impl Agent {
             command: "python train.py".to_owned(),
             version: self.script.version.to_owned(),
             state: *self.state.lock().unwrap(),
+            held: false,
         }
     }
 }

@@ -62,8 +62,8 @@ fn a_pause_and_a_resume_take_all_members_through_all_phases_together() {
     let paused = report(paused);
     assert_in_step(&world.lines(), 3, &PAUSE);
     assert_eq!(world.states(), [MemberState::Paused; 3]);
-    // A greeting and five phases: started, one line for each of three members, done.
-    assert_eq!(events, 6 * 5);
+    // A greeting, the cut and five phases: started, one line for each of three members, done.
+    assert_eq!(events, 7 * 5);
     let phases: Vec<_> = paused.phases.iter().map(|phase| phase.phase).collect();
     assert_eq!(phases, PAUSE);
     assert_eq!(paused.phases[0].slowest_us(), 3000);

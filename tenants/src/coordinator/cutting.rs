@@ -1,0 +1,280 @@
+//! Bringing the ranks of a tenant to a common cut, and closing the gates there.
+//!
+//! Every member is asked to launch no more than [`Plan::limits`] admits and to say when it has moved.
+//! Whoever answers is told the new limits at once, without waiting for the others: one that computes on
+//! its host for long delays nobody else.
+
+use std::time::{Duration, Instant};
+
+use super::report::{CutSummary, Event, MemberFailure, Report, Step};
+use super::session::{OnFailure, Session, micros, millis};
+use crate::cut::plan::{Pace, Plan, Verdict};
+use crate::cut::{CutReport, Lag, Laggard, Limits, foreign_ranks, laggards};
+use crate::wire::{Failure, FailureKind, Phase, Reply, Request};
+
+/// How long a member may be silent while nothing moves.
+const SLICE: Duration = Duration::from_millis(25);
+/// How long nothing must move before everybody is let one launch further; doubled after each time, so
+/// that a rank that computes for long is waited for in the end.
+const PATIENCE: Duration = Duration::from_millis(50);
+const PATIENCE_MAX: Duration = Duration::from_secs(2);
+/// A pause that takes no longer is not worth a word.
+const QUIET: Duration = Duration::from_millis(200);
+/// Laggards that an error names.
+const NAMED_MAX: usize = 10;
+
+/// One member on the way to the cut.
+struct Held {
+    index: usize,
+    report: CutReport,
+    /// The limits that it was sent last.
+    sent: Limits,
+    /// Answers that it owes.
+    due: usize,
+    /// Those of them that are to requests before the last change of limits.
+    stale: usize,
+    /// Was `report` made under `sent`?
+    fresh: bool,
+}
+
+/// How long nothing has moved.
+struct Stillness {
+    progress: u64,
+    since: Instant,
+    patience: Duration,
+}
+
+impl Session<'_> {
+    /// Brings `members` to a cut and closes their gates.
+    pub(super) fn cut_and_close(
+        &mut self,
+        members: &[usize],
+        report: &mut Report,
+    ) -> Result<(), Vec<MemberFailure>> {
+        let began = Instant::now();
+        let deadline = began + self.options.cut_timeout();
+        let mut summary = CutSummary::default();
+        loop {
+            report.notes = self.reach_cut(members, deadline, &mut summary)?;
+            let closing = Instant::now();
+            let result = self.phase_step(Phase::CloseGate, members, OnFailure::Stop);
+            if result.failures.is_empty() {
+                summary.wall_us = micros(closing - began);
+                report.cut = Some(summary);
+                report.add(self.summary(Phase::CloseGate, closing.elapsed(), result.done));
+                return Ok(());
+            }
+            let passes = result.failures.iter().all(|(_, failure)| may_pass(failure));
+            if !passes || Instant::now() >= deadline {
+                return Err(result.into_failures());
+            }
+            // A capture has begun, or a call of another kind takes its time: let all run, and try again.
+            let undone = self.phase_step(Phase::AbortPause, members, OnFailure::WaitForAll);
+            if !undone.failures.is_empty() {
+                return Err(undone.into_failures());
+            }
+            summary.retries += 1;
+        }
+    }
+
+    /// Holds `members` until all that was launched can end. What a person should know of the cut.
+    fn reach_cut(
+        &mut self,
+        members: &[usize],
+        deadline: Instant,
+        summary: &mut CutSummary,
+    ) -> Result<Vec<String>, Vec<MemberFailure>> {
+        let mut held = self.hold_all(members)?;
+        let launched_before = launched(&held);
+        let mut plan = Plan::default();
+        let began = Instant::now();
+        let mut still = Stillness { progress: 0, since: began, patience: PATIENCE };
+        loop {
+            let reports: Vec<_> = held.iter().map(|held| &held.report).collect();
+            let pace = still.pace(&reports);
+            let verdict = plan.update(&reports, pace);
+            if pace == Pace::Stalled {
+                summary.stalls += 1;
+                still.be_more_patient(plan.is_making(&reports));
+            }
+            let limits: Vec<_> = reports.iter().map(|r| plan.limits().for_member(r)).collect();
+            let current = |(held, limits): (&Held, &Limits)| held.fresh && held.sent == *limits;
+            if verdict == Verdict::Settled && held.iter().zip(&limits).all(current) {
+                summary.launches += launched(&held).saturating_sub(launched_before);
+                return Ok(foreign_ranks(&reports));
+            }
+            let late = laggards(plan.limits(), &reports);
+            if Instant::now() >= deadline {
+                return Err(self.not_reached(&held, &late));
+            }
+            if began.elapsed() >= QUIET {
+                self.tell(&held, &late);
+            }
+            for (held, limits) in held.iter_mut().zip(limits) {
+                self.send_limits(held, limits, summary)?;
+            }
+            self.gather(&mut held)?;
+        }
+    }
+
+    fn hold_all(&mut self, members: &[usize]) -> Result<Vec<Held>, Vec<MemberFailure>> {
+        let result = self.step(Step::Cut, members, self.options.contact_timeout, OnFailure::Stop);
+        if !result.failures.is_empty() {
+            return Err(result.into_failures());
+        }
+        let held = result.done.into_iter().filter_map(|(index, reply)| match reply {
+            Reply::Cut(report) => Some(Held {
+                index,
+                report: *report,
+                sent: Limits::default(),
+                due: 0,
+                stale: 0,
+                fresh: true,
+            }),
+            Reply::Member(_)
+            | Reply::Stats(_)
+            | Reply::PhaseDone(_)
+            | Reply::Consented
+            | Reply::Fds { .. }
+            | Reply::Failed(_) => None,
+        });
+        Ok(held.collect())
+    }
+
+    /// Tells a member its limits, unless it knows them and owes an answer.
+    fn send_limits(
+        &mut self,
+        held: &mut Held,
+        limits: Limits,
+        summary: &mut CutSummary,
+    ) -> Result<(), Vec<MemberFailure>> {
+        let changed = held.sent != limits;
+        if !changed && held.due > 0 {
+            return Ok(());
+        }
+        if changed {
+            summary.rounds += 1;
+            held.stale = held.due;
+            held.fresh = false;
+            held.sent.clone_from(&limits);
+        }
+        held.due += 1;
+        let request = Request::Cut { limits, seen: held.report.seen, wait_ms: millis(SLICE) };
+        let timeout = SLICE + self.options.contact_timeout;
+        let asked = self.peers.ask(held.index, Step::Cut, &request, timeout);
+        asked.map_err(|failure| vec![failure])
+    }
+
+    /// Waits for an answer, and takes all that are there.
+    fn gather(&mut self, held: &mut [Held]) -> Result<(), Vec<MemberFailure>> {
+        let mut next = self.peers.next_answer();
+        while let Some(answer) = next {
+            let report = match answer.result {
+                Ok(Reply::Cut(report)) => *report,
+                Ok(_) => {
+                    let who = self.peers.list[answer.peer].who;
+                    return Err(vec![super::unexpected(who, answer.step)]);
+                }
+                Err(failure) => return Err(vec![failure]),
+            };
+            if let Some(held) = held.iter_mut().find(|held| held.index == answer.peer) {
+                held.due = held.due.saturating_sub(1);
+                held.report = report;
+                if held.stale > 0 {
+                    held.stale -= 1;
+                } else {
+                    held.fresh = true;
+                }
+            }
+            next = self.peers.settled_answer();
+        }
+        Ok(())
+    }
+
+    fn tell(&mut self, held: &[Held], late: &[Laggard]) {
+        if let Some(laggard) = late.first() {
+            let who = self.peers.list[held[laggard.report].index].who;
+            (self.progress)(Event::WaitingForCut { who, laggard, others: late.len() - 1 });
+        }
+    }
+
+    fn not_reached(&self, held: &[Held], late: &[Laggard]) -> Vec<MemberFailure> {
+        let mut failures: Vec<_> = late
+            .iter()
+            .take(NAMED_MAX)
+            .map(|laggard| {
+                let who = self.peers.list[held[laggard.report].index].who;
+                let failure = match laggard.lag {
+                    Lag::Captures(count) => Failure {
+                        kind: FailureKind::InCapture,
+                        message: format!(
+                            "{who} is capturing {count} stream(s): pause again when the capture has ended"
+                        ),
+                    },
+                    Lag::Launches { .. } | Lag::Call => {
+                        let message = laggard.to_string();
+                        Failure { kind: FailureKind::CutNotReached, message }
+                    }
+                };
+                MemberFailure { who, step: Step::Cut, failure }
+            })
+            .collect();
+        if late.len() > failures.len()
+            && let Some(last) = failures.last_mut()
+        {
+            let more = late.len() - NAMED_MAX;
+            last.failure.message = format!("{} (and {more} more)", last.failure.message);
+        }
+        if failures.is_empty() {
+            // All were at rest, but not all had said so under the last limits.
+            failures.extend(held.iter().filter(|held| !held.fresh).map(|held| {
+                let message = "it did not say in time that it has stopped".to_owned();
+                let failure = Failure { kind: FailureKind::CutNotReached, message };
+                MemberFailure { who: self.peers.list[held.index].who, step: Step::Cut, failure }
+            }));
+        }
+        failures
+    }
+}
+
+impl Stillness {
+    fn pace(&mut self, reports: &[&CutReport]) -> Pace {
+        let now = Instant::now();
+        let progress = reports.iter().map(|report| report.progress).fold(0, u64::wrapping_add);
+        if progress != self.progress {
+            self.progress = progress;
+            self.since = now;
+        }
+        if now - self.since < self.patience { Pace::Moving } else { Pace::Stalled }
+    }
+
+    /// A communicator in the making needs ranks to come that nobody can name yet, perhaps from many
+    /// launches away: patience would not help it.
+    fn be_more_patient(&mut self, making: bool) {
+        self.since = Instant::now();
+        if !making {
+            self.patience = (2 * self.patience).min(PATIENCE_MAX);
+        }
+    }
+}
+
+/// Can the same member close its gate a little later?
+fn may_pass(failure: &MemberFailure) -> bool {
+    match failure.failure.kind {
+        FailureKind::InCapture | FailureKind::DrainTimeout => true,
+        FailureKind::CutNotReached
+        | FailureKind::OutOfHostMemory
+        | FailureKind::OutOfDeviceMemory { .. }
+        | FailureKind::WrongState
+        | FailureKind::PeerGone
+        | FailureKind::NoConsent
+        | FailureKind::Unknown
+        | FailureKind::Driver
+        | FailureKind::Faulted => false,
+    }
+}
+
+fn launched(held: &[Held]) -> u64 {
+    let posts = held.iter().flat_map(|held| &held.report.posts);
+    posts.map(|post| post.launched).fold(0, u64::saturating_add)
+}

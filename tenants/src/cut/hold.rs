@@ -1,0 +1,273 @@
+//! Holding a process at its next launch, and telling where it stands.
+//!
+//! Who holds is named by a number (its connection): a hold ends with its holder, at once, whatever the
+//! worker thread is at.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::report::{
+    CutReport, Inside, LISTED_MAX, Limits, Need, PostCount, Seen, Waiting, millis,
+};
+use super::{CommunicatorId, Cut, Entry, Lane, Post, Seat, Series, count};
+use crate::slots::Slot;
+
+/// How long a watcher goes without looking: calls leave without taking a lock, captures begin and end,
+/// and other threads' work ends, without a word to us.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// Who may launch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Mode {
+    /// Everybody, uncounted by the lock.
+    #[default]
+    Open = 0,
+    /// Whatever the limits admit.
+    Held = 1,
+    /// The tenant stands paused: only the end of a communicator.
+    Standing = 2,
+}
+
+/// All that is not on the open path.
+#[derive(Debug, Default)]
+pub(super) struct Table {
+    pub(super) seats: BTreeMap<(CommunicatorId, u32), Seat>,
+    pub(super) posts: BTreeMap<(Lane, u32), Arc<Post>>,
+    pub(super) unfinished: BTreeMap<(CommunicatorId, u32), Unfinished>,
+    /// Moves with everything that happens while not open.
+    pub(super) progress: u64,
+    mode: Mode,
+    limits: Limits,
+    holder: Option<u64>,
+    /// Moves when whoever watches is to stop.
+    asked: u64,
+    waiting: BTreeMap<u64, Waiter>,
+    /// How many launches have had to wait; the last one's number.
+    waits: u64,
+    /// When each thread inside was first seen there, by its slot's number.
+    first_seen: HashMap<u64, (u64, Instant)>,
+}
+
+#[derive(Debug)]
+struct Waiter {
+    what: &'static str,
+    entries: Vec<Entry>,
+    since: Instant,
+}
+
+/// Work of a call that has returned.
+pub(super) struct Unfinished {
+    pub(super) what: &'static str,
+    pub(super) since: Instant,
+    pub(super) finished: Box<dyn Fn() -> bool + Send>,
+}
+
+impl fmt::Debug for Unfinished {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Unfinished").field("what", &self.what).finish_non_exhaustive()
+    }
+}
+
+/// The limits that let `entries` pass. Several entries on one post add up.
+fn needs(entries: &[Entry]) -> Vec<Need> {
+    let mut needs: Vec<Need> = Vec::with_capacity(entries.len());
+    for Entry { post, launches } in entries {
+        let same = needs.iter_mut().find(|need| need.lane == post.lane && need.rank == post.rank);
+        if let Some(need) = same {
+            need.needed = need.needed.saturating_add(*launches);
+        } else {
+            let needed = post.launched().saturating_add(*launches);
+            needs.push(Need { lane: post.lane, rank: post.rank, needed });
+        }
+    }
+    needs
+}
+
+impl Table {
+    fn admits(&self, entries: &[Entry]) -> bool {
+        match self.mode {
+            Mode::Open => true,
+            Mode::Held => self.limits.admit(&needs(entries)),
+            Mode::Standing => entries.iter().all(|entry| entry.post.lane.series == Series::End),
+        }
+    }
+}
+
+impl Cut {
+    pub(super) fn wait_to_go_in(&self, slot: &Slot, what: &'static str, entries: &[Entry]) {
+        let mut table = self.table();
+        let mut ticket = None;
+        while !table.admits(entries) {
+            if ticket.is_none() {
+                table.waits += 1;
+                table.progress += 1;
+                let number = table.waits;
+                let since = Instant::now();
+                table.waiting.insert(number, Waiter { what, entries: entries.to_vec(), since });
+                ticket = Some(number);
+                self.moved.notify_all();
+            }
+            table = self.admitted.wait(table).unwrap_or_else(PoisonError::into_inner);
+        }
+        slot.step_in();
+        count(entries);
+        if let Some(number) = ticket {
+            table.waiting.remove(&number);
+        }
+        table.progress += 1;
+        self.moved.notify_all();
+    }
+
+    /// `holder` is going to hold, or asks for something else: whoever watches for it stops.
+    pub fn claim(&self, holder: u64) -> u64 {
+        let mut table = self.table();
+        table.holder = Some(holder);
+        table.asked += 1;
+        self.moved.notify_all();
+        table.asked
+    }
+
+    /// `holder` is gone: what it holds is let go, and nothing it has asked for is begun any more.
+    pub fn abandon(&self, holder: u64) {
+        let mut table = self.table();
+        if table.holder == Some(holder) {
+            table.holder = None;
+            if table.mode == Mode::Held {
+                tracing::warn!("whoever held this process is gone: it runs on");
+                self.set(&mut table, Mode::Open);
+            }
+        }
+    }
+
+    /// Holds all launches that `limits` do not admit. False when `holder` is gone.
+    pub fn hold(&self, holder: u64, limits: Limits) -> bool {
+        let mut table = self.table();
+        if table.holder != Some(holder) {
+            return false;
+        }
+        if table.limits != limits {
+            table.progress += 1;
+        }
+        table.limits = limits;
+        self.set(&mut table, Mode::Held);
+        true
+    }
+
+    /// The tenant stands paused: nothing is launched until [`Cut::release`].
+    pub fn stand(&self) {
+        let mut table = self.table();
+        self.set(&mut table, Mode::Standing);
+    }
+
+    /// Lets everything through.
+    pub fn release(&self) {
+        let mut table = self.table();
+        self.set(&mut table, Mode::Open);
+    }
+
+    /// Is a hold in force?
+    pub fn is_held(&self) -> bool {
+        self.mode.load(Ordering::Relaxed) == Mode::Held as u8
+    }
+
+    fn set(&self, table: &mut Table, mode: Mode) {
+        table.mode = mode;
+        if mode == Mode::Open {
+            table.limits = Limits::default();
+            table.first_seen.clear();
+        }
+        self.mode.store(mode as u8, Ordering::SeqCst);
+        self.admitted.notify_all();
+        self.moved.notify_all();
+    }
+
+    /// Where the process stands, when that is other than `seen`, or at `until`, or as soon as something
+    /// else is asked for than what [`Cut::claim`] gave `asked` for. `captures` says how many there are.
+    ///
+    /// Blocks. None when the hold has ended.
+    pub fn watch(
+        &self,
+        seen: Seen,
+        asked: u64,
+        until: Instant,
+        captures: &dyn Fn() -> usize,
+    ) -> Option<CutReport> {
+        let mut table = self.table();
+        loop {
+            if table.mode != Mode::Held {
+                return None;
+            }
+            let report = self.look(&mut table, captures());
+            let now = Instant::now();
+            if report.seen != seen || now >= until || table.asked != asked {
+                return Some(report);
+            }
+            let wait = LOOK_EVERY.min(until - now);
+            table = self.moved.wait_timeout(table, wait).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Where the process stands now.
+    pub fn report(&self, captures: usize) -> CutReport {
+        self.look(&mut self.table(), captures)
+    }
+
+    fn look(&self, table: &mut Table, captures: usize) -> CutReport {
+        // The slots before the counts: see the module's head.
+        let inside = self.inside(table);
+        let posts = table.posts.values();
+        let posts = posts.map(|post| PostCount {
+            lane: post.lane,
+            rank: post.rank,
+            launched: post.launched(),
+        });
+        let waiting = table.waiting.values().take(LISTED_MAX).map(|waiter| Waiting {
+            what: waiter.what.to_owned(),
+            needs: needs(&waiter.entries),
+            waited_ms: millis(waiter.since.elapsed()),
+        });
+        let mut report = CutReport {
+            seen: Seen { waits: table.waits, at_rest: false },
+            progress: table.progress,
+            seats: table.seats.values().copied().collect(),
+            posts: posts.collect(),
+            waiting: waiting.collect(),
+            inside,
+            captures: captures as u64,
+        };
+        report.seen.at_rest = report.is_at_rest(&table.limits);
+        report
+    }
+
+    fn inside(&self, table: &mut Table) -> Vec<Inside> {
+        let now = Instant::now();
+        let occupants = self.slots.inside();
+        let seen = std::mem::take(&mut table.first_seen);
+        for occupant in &occupants {
+            let before = seen.get(&occupant.number).filter(|(turn, _)| *turn == occupant.turn);
+            let since = before.map_or(now, |(_, since)| *since);
+            table.first_seen.insert(occupant.number, (occupant.turn, since));
+        }
+        let labels = self.labels.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut inside = Vec::new();
+        for occupant in occupants.iter().take(LISTED_MAX) {
+            let what = labels.get(&occupant.label).copied().unwrap_or("a launch");
+            let since = table.first_seen.get(&occupant.number).map_or(now, |(_, since)| *since);
+            inside.push(Inside { what: what.to_owned(), inside_ms: millis(now - since) });
+        }
+        drop(labels);
+        let before = table.unfinished.len();
+        table.unfinished.retain(|_, work| !(work.finished)());
+        table.progress += (before - table.unfinished.len()) as u64;
+        let unfinished = table.unfinished.values().take(LISTED_MAX);
+        inside.extend(unfinished.map(|work| Inside {
+            what: work.what.to_owned(),
+            inside_ms: millis(now.saturating_duration_since(work.since)),
+        }));
+        inside
+    }
+}

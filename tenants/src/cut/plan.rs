@@ -1,0 +1,139 @@
+//! What the coordinator lets through next: a pure function of what it was told.
+//!
+//! `docs/consistent-cut.md` argues why this ends, and `tests/model.rs` beside this file tries it on all
+//! interleavings of small programs.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{CutReport, Lane, Limits, Series};
+
+/// The limits of one cut, and why they are what they are.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Plan {
+    limits: Limits,
+    /// For a lane whose limit was raised beyond what anybody had launched: the lanes that somebody was
+    /// behind on, and for whose sake it was, directly or not.
+    reasons: BTreeMap<Lane, BTreeSet<Lane>>,
+}
+
+/// What came of a look at the reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Nobody is below a limit, inside a call or capturing: if all reports were made under
+    /// [`Plan::limits`], nothing can be launched any more, and nothing launched needs anything that is not.
+    Settled,
+    /// Somebody is still to come.
+    Open,
+}
+
+/// Has nothing happened for so long that a rank may be waiting in host code for one that is held?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pace {
+    /// No.
+    Moving,
+    /// Yes: everybody who waits may go one launch further.
+    Stalled,
+}
+
+impl Plan {
+    /// Up to which count each lane may be launched now.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// Takes the latest report of every member, and sets the limits.
+    ///
+    /// * A lane's limit is its largest count. It never sinks, but for a stall: what was allowed and not
+    ///   used by then (a launch that failed) is taken back.
+    /// * A member that is behind on a lane, or captures, and whose threads all wait, has what they wait
+    ///   for raised, unless that lane was the reason for the limit that it is behind of: it cannot be in
+    ///   the way then (one thread would have come the other way round), and two would raise each other's
+    ///   for ever.
+    /// * In a stall, whatever anybody waits for is raised.
+    pub fn update(&mut self, reports: &[&CutReport], pace: Pace) -> Verdict {
+        self.count(reports, pace);
+        let limits = self.limits.clone();
+        if reports.iter().all(|report| report.is_at_rest(&limits)) {
+            return Verdict::Settled;
+        }
+        for report in reports {
+            match pace {
+                Pace::Moving => self.help(report, &limits),
+                Pace::Stalled => {
+                    for waiting in &report.waiting {
+                        for need in &waiting.needs {
+                            self.raise(need.lane, need.needed, BTreeSet::new());
+                        }
+                    }
+                }
+            }
+        }
+        Verdict::Open
+    }
+
+    /// Is a communicator being made whose other ranks are not known yet?
+    pub fn is_making(&self, reports: &[&CutReport]) -> bool {
+        let seats = || reports.iter().flat_map(|report| &report.seats);
+        let creations = self.limits.iter().filter(|(lane, _)| lane.series == Series::Creation);
+        let making = creations.map(|(lane, _)| lane.communicator).any(|communicator| {
+            let here = seats().filter(|seat| seat.communicator == communicator);
+            here.clone().any(|seat| here.clone().count() < seat.ranks as usize)
+        });
+        making && reports.iter().any(|report| !report.inside.is_empty())
+    }
+
+    /// Lets no lane's limit be below what has been launched on it.
+    fn count(&mut self, reports: &[&CutReport], pace: Pace) {
+        if pace == Pace::Stalled {
+            self.limits = Limits::default();
+            self.reasons.clear();
+        }
+        for post in reports.iter().flat_map(|report| &report.posts) {
+            self.raise(post.lane, post.launched, BTreeSet::new());
+        }
+    }
+
+    fn raise(&mut self, lane: Lane, to: u64, reasons: BTreeSet<Lane>) {
+        if self.limits.raise(lane, to) {
+            self.reasons.insert(lane, reasons);
+        }
+    }
+
+    /// Raises what a member that is behind waits for.
+    fn help(&mut self, report: &CutReport, limits: &Limits) {
+        let behind: BTreeSet<Lane> = report.behind(limits).map(|(lane, ..)| lane).collect();
+        if behind.is_empty() && report.captures == 0 {
+            return;
+        }
+        // A thread that may go already goes first: what it does may be all that was missing.
+        if report.waiting.iter().any(|waiting| limits.admit(&waiting.needs)) {
+            return;
+        }
+        for waiting in &report.waiting {
+            let missing: Vec<_> =
+                waiting.needs.iter().filter(|need| need.needed > limits.of(need.lane)).collect();
+            let own = waiting.needs.iter().map(|need| need.lane).find(|lane| behind.contains(lane));
+            let cause = own.or_else(|| {
+                let misses = |lane: &Lane| missing.iter().any(|need| need.lane == *lane);
+                behind.iter().copied().find(|lane| !self.is_for(*lane, misses))
+            });
+            let reasons = match cause {
+                Some(lane) => {
+                    let mut reasons = self.reasons.get(&lane).cloned().unwrap_or_default();
+                    reasons.insert(lane);
+                    reasons
+                }
+                None if report.captures > 0 => BTreeSet::new(),
+                None => continue,
+            };
+            for need in missing {
+                self.raise(need.lane, need.needed, reasons.clone());
+            }
+        }
+    }
+
+    /// Was the limit of `lane` raised for the sake of a lane that `which` picks?
+    fn is_for(&self, lane: Lane, which: impl Fn(&Lane) -> bool) -> bool {
+        self.reasons.get(&lane).is_some_and(|reasons| reasons.iter().any(which))
+    }
+}

@@ -1,0 +1,158 @@
+//! What a member says of its launches, and what it is told: the data of the cut's messages.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Lane, Seat, Series};
+
+/// Up to which count each lane may be launched. On a lane that is not named, nothing may.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Limits(BTreeMap<Lane, u64>);
+
+impl Limits {
+    /// The limit of `lane`.
+    pub fn of(&self, lane: Lane) -> u64 {
+        self.0.get(&lane).copied().unwrap_or(0)
+    }
+
+    /// May what needs `needs` be launched?
+    pub fn admit(&self, needs: &[Need]) -> bool {
+        needs.iter().all(|need| need.needed <= self.of(need.lane))
+    }
+
+    /// Raises the limit of `lane` to `to`, if it is lower; says whether.
+    pub fn raise(&mut self, lane: Lane, to: u64) -> bool {
+        let raised = to > self.of(lane);
+        if raised {
+            self.0.insert(lane, to);
+        }
+        raised
+    }
+
+    /// All lanes that have one, in order.
+    pub fn iter(&self) -> impl Iterator<Item = (Lane, u64)> {
+        self.0.iter().map(|(lane, limit)| (*lane, *limit))
+    }
+
+    /// What a member with this report must know: its own lanes, and communicators being made, which it
+    /// may be about to join.
+    #[must_use]
+    pub fn for_member(&self, report: &CutReport) -> Self {
+        let own = |lane: Lane| lane.series == Series::Creation || report.takes_part(lane);
+        Self(self.iter().filter(|(lane, _)| own(*lane)).collect())
+    }
+}
+
+/// One lane's part of a launch that waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Need {
+    /// On which lane.
+    pub lane: Lane,
+    /// By which rank.
+    pub rank: u32,
+    /// The limit that would let it pass.
+    pub needed: u64,
+}
+
+/// How much one rank has launched on one lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct PostCount {
+    /// On which lane.
+    pub lane: Lane,
+    /// By which rank.
+    pub rank: u32,
+    /// How much.
+    pub launched: u64,
+}
+
+/// A thread that waits to launch.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Waiting {
+    /// The call.
+    pub what: String,
+    /// What it would launch.
+    pub needs: Vec<Need>,
+    /// For how long, in milliseconds.
+    pub waited_ms: u64,
+}
+
+/// A call that has been let through and is not over.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Inside {
+    /// The call.
+    pub what: String,
+    /// For how long at least, in milliseconds.
+    pub inside_ms: u64,
+}
+
+/// What the coordinator knows of a member already: it is told when this is no longer so.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Seen {
+    /// How many launches had been made to wait.
+    pub waits: u64,
+    /// Was it at all its limits, with nobody inside?
+    pub at_rest: bool,
+}
+
+/// What a held member says.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct CutReport {
+    /// The state that this report is of.
+    pub seen: Seen,
+    /// Moves with every launch, wait and return: unchanged, nothing has happened.
+    pub progress: u64,
+    /// The ranks that live here.
+    pub seats: Vec<Seat>,
+    /// Their counts.
+    pub posts: Vec<PostCount>,
+    /// Threads that wait to launch.
+    pub waiting: Vec<Waiting>,
+    /// Calls under way.
+    pub inside: Vec<Inside>,
+    /// Stream captures under way.
+    pub captures: u64,
+}
+
+/// Lists in a report are cut at this length, counts of ranks excepted: they are for people, and for
+/// deciding what to let through next, one at a time.
+pub(super) const LISTED_MAX: usize = 256;
+
+impl CutReport {
+    /// Does a rank that lives here take part in `lane`?
+    pub fn takes_part(&self, lane: Lane) -> bool {
+        self.ranks_in(lane).next().is_some() || self.posts.iter().any(|post| post.lane == lane)
+    }
+
+    /// How much each rank that lives here has launched on `lane`.
+    pub fn counts_on(&self, lane: Lane) -> BTreeMap<u32, u64> {
+        let mut counts: BTreeMap<u32, u64> = self.ranks_in(lane).map(|rank| (rank, 0)).collect();
+        let posts = self.posts.iter().filter(|post| post.lane == lane);
+        counts.extend(posts.map(|post| (post.rank, post.launched)));
+        counts
+    }
+
+    /// Lanes, of those with a limit, on which a rank that lives here has launched less, in order.
+    pub fn behind<'a>(&'a self, limits: &'a Limits) -> impl Iterator<Item = (Lane, u32, u64)> + 'a {
+        limits.iter().flat_map(|(lane, limit)| {
+            let counts = self.counts_on(lane).into_iter();
+            counts.filter(move |(_, count)| *count < limit).map(move |(rank, n)| (lane, rank, n))
+        })
+    }
+
+    /// Is it at all its `limits`, with nothing under way?
+    pub fn is_at_rest(&self, limits: &Limits) -> bool {
+        self.inside.is_empty() && self.captures == 0 && self.behind(limits).next().is_none()
+    }
+
+    fn ranks_in(&self, lane: Lane) -> impl Iterator<Item = u32> + '_ {
+        let seats = self.seats.iter().filter(move |seat| seat.communicator == lane.communicator);
+        seats.map(|seat| seat.rank).filter(move |rank| lane.series.includes(*rank))
+    }
+}
+
+/// In whole milliseconds.
+pub(super) fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}

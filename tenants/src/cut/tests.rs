@@ -1,0 +1,299 @@
+//! The member's side: who is let through, who is counted, and who is told of.
+
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::*;
+
+const COORDINATOR: u64 = 7;
+
+fn lane(communicator: u128, series: Series) -> Lane {
+    Lane { communicator: CommunicatorId(communicator), series }
+}
+
+fn collectives(communicator: u128) -> Lane {
+    lane(communicator, Series::Collectives)
+}
+
+fn seat(communicator: u128, rank: u32, ranks: u32) -> Seat {
+    Seat { communicator: CommunicatorId(communicator), rank, ranks }
+}
+
+fn limits(of: &[(Lane, u64)]) -> Limits {
+    let mut limits = Limits::default();
+    for (lane, limit) in of {
+        limits.raise(*lane, *limit);
+    }
+    limits
+}
+
+fn entry(cut: &Cut, lane: Lane, launches: u64) -> Entry {
+    Entry { post: cut.post(lane, 0), launches }
+}
+
+fn hold(cut: &Cut, of: &[(Lane, u64)]) -> u64 {
+    let asked = cut.claim(COORDINATOR);
+    assert!(cut.hold(COORDINATOR, limits(of)));
+    asked
+}
+
+/// Waits until so many threads wait at the hold.
+fn until_waiting(cut: &Cut, threads: usize) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while cut.report(0).waiting.len() != threads {
+        assert!(Instant::now() < deadline, "{:?}", cut.report(0));
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn an_open_cut_counts_and_lets_through() {
+    let cut = Cut::default();
+    cut.take_seat(seat(1, 0, 2));
+    let entries = [entry(&cut, collectives(1), 1), entry(&cut, collectives(2), 3)];
+    drop(cut.enter("ncclAllReduce", &entries));
+    let launch = cut.enter("ncclAllReduce", &entries);
+    assert_eq!(cut.report(0).inside.len(), 1);
+    assert_eq!(cut.report(0).inside[0].what, "ncclAllReduce");
+    drop(launch);
+    let report = cut.report(0);
+    assert!(report.inside.is_empty() && report.waiting.is_empty());
+    let counts: Vec<_> = report.posts.iter().map(|post| post.launched).collect();
+    assert_eq!(counts, [2, 6]);
+    assert_eq!(report.seats, [seat(1, 0, 2)]);
+}
+
+#[test]
+fn a_launch_that_failed_is_not_counted() {
+    let cut = Cut::default();
+    let entries = [entry(&cut, collectives(1), 2)];
+    cut.enter("ncclAllReduce", &entries).not_launched();
+    assert_eq!(entries[0].post.launched(), 0);
+    assert!(cut.report(0).inside.is_empty());
+}
+
+#[test]
+fn a_call_within_a_call_passes_and_counts_nothing() {
+    let cut = Cut::default();
+    let entries = [entry(&cut, collectives(1), 1)];
+    let outer = cut.enter("ncclGroupEnd", &entries);
+    hold(&cut, &[]);
+    drop(cut.enter("ncclAllReduce", &entries));
+    cut.enter("ncclAllReduce", &entries).not_launched();
+    assert_eq!(cut.report(0).inside.len(), 1);
+    drop(outer);
+    assert!(cut.report(0).inside.is_empty());
+    assert_eq!(entries[0].post.launched(), 1);
+}
+
+#[test]
+fn a_held_launch_waits_for_all_of_its_lanes() {
+    let cut = Cut::default();
+    let (a, b) = (collectives(1), collectives(2));
+    let group = [entry(&cut, a, 1), entry(&cut, b, 2)];
+    hold(&cut, &[(a, 1)]);
+    thread::scope(|scope| {
+        let late = scope.spawn(|| drop(cut.enter("ncclGroupEnd", &group)));
+        until_waiting(&cut, 1);
+        let report = cut.report(0);
+        assert_eq!(report.waiting[0].what, "ncclGroupEnd");
+        let needed: Vec<_> = report.waiting[0].needs.iter().map(|n| (n.lane, n.needed)).collect();
+        assert_eq!(needed, [(a, 1), (b, 2)]);
+        hold(&cut, &[(a, 1), (b, 1)]);
+        assert_eq!(cut.report(0).posts.iter().map(|post| post.launched).sum::<u64>(), 0);
+        hold(&cut, &[(a, 1), (b, 2)]);
+        late.join().unwrap();
+        drop(cut.enter("nothing", &[]));
+        assert!(cut.report(0).is_at_rest(&limits(&[(a, 1), (b, 2)])));
+        let next = scope.spawn(|| drop(cut.enter("ncclGroupEnd", &group)));
+        until_waiting(&cut, 1);
+        cut.release();
+        next.join().unwrap();
+    });
+    assert_eq!(group[0].post.launched(), 2);
+}
+
+#[test]
+fn several_entries_on_one_post_add_up() {
+    let cut = Cut::default();
+    let a = collectives(1);
+    let group = [entry(&cut, a, 1), entry(&cut, a, 1)];
+    hold(&cut, &[(a, 1)]);
+    thread::scope(|scope| {
+        scope.spawn(|| drop(cut.enter("ncclGroupEnd", &group)));
+        until_waiting(&cut, 1);
+        hold(&cut, &[(a, 2)]);
+    });
+    assert_eq!(group[0].post.launched(), 2);
+}
+
+#[test]
+fn while_the_tenant_stands_paused_only_the_end_of_a_communicator_passes() {
+    let cut = Cut::default();
+    let end = [entry(&cut, lane(1, Series::End), 1)];
+    let more = [entry(&cut, collectives(1), 1)];
+    cut.stand();
+    drop(cut.enter("ncclCommDestroy", &end));
+    thread::scope(|scope| {
+        let launch = scope.spawn(|| drop(cut.enter("ncclAllReduce", &more)));
+        until_waiting(&cut, 1);
+        // A coordinator that went away after the pause leaves it paused.
+        cut.claim(COORDINATOR);
+        cut.abandon(COORDINATOR);
+        assert_eq!(cut.report(0).waiting.len(), 1);
+        assert!(!launch.is_finished());
+        cut.release();
+    });
+}
+
+#[test]
+fn a_hold_ends_with_its_holder_and_is_not_begun_after() {
+    let cut = Cut::default();
+    let entries = [entry(&cut, collectives(1), 1)];
+    hold(&cut, &[]);
+    thread::scope(|scope| {
+        scope.spawn(|| drop(cut.enter("ncclAllReduce", &entries)));
+        until_waiting(&cut, 1);
+        cut.abandon(COORDINATOR + 1);
+        assert!(cut.is_held());
+        cut.abandon(COORDINATOR);
+    });
+    assert!(!cut.is_held());
+    assert!(!cut.hold(COORDINATOR, Limits::default()));
+    assert!(!cut.is_held());
+}
+
+#[test]
+fn a_watcher_hears_of_a_wait_of_rest_and_of_the_end() {
+    let cut = Cut::default();
+    let a = collectives(1);
+    let entries = [entry(&cut, a, 1)];
+    let far = Instant::now() + Duration::from_mins(10);
+    let asked = hold(&cut, &[]);
+    let first = cut.watch(Seen::default(), asked, far, &|| 0).unwrap();
+    assert!(first.seen.at_rest);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            drop(cut.enter("ncclAllReduce", &entries));
+        });
+        let waits = cut.watch(first.seen, asked, far, &|| 0).unwrap();
+        assert_eq!(waits.waiting.len(), 1);
+        let asked = hold(&cut, &[(a, 1)]);
+        let behind = Seen { at_rest: false, ..waits.seen };
+        let rest = cut.watch(behind, asked, far, &|| 0).unwrap();
+        assert!(rest.seen.at_rest);
+        assert_eq!(rest.posts[0].launched, 1);
+        // A capture keeps it from rest.
+        assert!(!cut.watch(rest.seen, asked, far, &|| 1).unwrap().seen.at_rest);
+        // Another request ends the watch; so does the end of the hold.
+        let seen = rest.seen;
+        let watched = &cut;
+        let newer = scope.spawn(move || watched.watch(seen, asked, far, &|| 0));
+        let asked = cut.claim(COORDINATOR);
+        assert!(newer.join().unwrap().is_some());
+        cut.abandon(COORDINATOR);
+        assert_eq!(cut.watch(rest.seen, asked, far, &|| 0), None);
+    });
+}
+
+#[test]
+fn work_that_goes_on_after_its_call_keeps_the_process_from_rest() {
+    let cut = Cut::default();
+    let a = lane(1, Series::Creation);
+    let entries = [entry(&cut, a, 1)];
+    let (tell, hear) = mpsc::channel::<()>();
+    let hear = Mutex::new(hear);
+    let launch = cut.enter("ncclCommInitRankConfig", &entries);
+    launch.unfinished(Box::new(move || hear.lock().unwrap().try_recv().is_ok()));
+    let report = cut.report(0);
+    assert_eq!(report.inside.len(), 1);
+    assert_eq!(report.inside[0].what, "ncclCommInitRankConfig");
+    tell.send(()).unwrap();
+    assert!(cut.report(0).inside.is_empty());
+}
+
+#[test]
+fn a_seat_that_is_left_takes_its_counts_with_it() {
+    let cut = Cut::default();
+    cut.take_seat(seat(1, 0, 2));
+    cut.take_seat(seat(2, 0, 2));
+    drop(cut.enter("ncclAllReduce", &[entry(&cut, collectives(1), 1)]));
+    drop(cut.enter("ncclAllReduce", &[entry(&cut, collectives(2), 1)]));
+    cut.leave_seat(CommunicatorId(1), 0);
+    let report = cut.report(0);
+    assert_eq!(report.seats, [seat(2, 0, 2)]);
+    assert_eq!(report.posts.len(), 1);
+}
+
+#[test]
+fn a_rank_that_has_not_begun_is_behind() {
+    let cut = Cut::default();
+    cut.take_seat(seat(1, 3, 4));
+    let report = cut.report(0);
+    let pair = |from, to| lane(1, Series::Pair { from, to });
+    let all = limits(&[(collectives(1), 2), (pair(0, 3), 1), (pair(0, 1), 1), (collectives(2), 5)]);
+    let behind: Vec<_> = report.behind(&all).collect();
+    assert_eq!(behind, [(collectives(1), 3, 0), (pair(0, 3), 3, 0)]);
+    // It is told of its own lanes, and of communicators that it may be about to join.
+    let mut all = all;
+    all.raise(lane(9, Series::Creation), 1);
+    let told: Vec<_> = all.for_member(&report).iter().map(|(lane, _)| lane).collect();
+    assert_eq!(told, [collectives(1), pair(0, 3), lane(9, Series::Creation)]);
+}
+
+#[test]
+fn nothing_is_launched_once_a_report_says_rest() {
+    // Threads launch as fast as they can; holds come at any instant.
+    let cut = Cut::default();
+    let threads = 3;
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    thread::scope(|scope| {
+        for thread in 0..threads {
+            let (cut, stop) = (&cut, &stop);
+            scope.spawn(move || {
+                let entries = [entry(cut, collectives(thread), 1), entry(cut, collectives(9), 1)];
+                while !stop.load(Ordering::Relaxed) {
+                    drop(cut.enter("ncclAllReduce", &entries));
+                }
+            });
+        }
+        for _ in 0..300 {
+            let asked = hold(&cut, &[]);
+            let far = Instant::now() + Duration::from_secs(30);
+            let mut seen = Seen::default();
+            let mut plan = plan::Plan::default();
+            let rest = loop {
+                let report = cut.watch(seen, asked, far, &|| 0).unwrap();
+                assert!(Instant::now() < far, "{report:?}");
+                if report.inside.is_empty() {
+                    break report;
+                }
+                seen = report.seen;
+            };
+            let counts = rest.posts.clone();
+            plan.update(&[&rest], plan::Pace::Moving);
+            assert!(cut.hold(COORDINATOR, plan.limits().clone()));
+            for _ in 0..50 {
+                thread::yield_now();
+                assert_eq!(cut.report(0).posts, counts);
+            }
+            cut.release();
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+}
+
+#[test]
+#[ignore = "a measurement: run it with --release --nocapture"]
+fn time_of_an_open_pass() {
+    let cut = Cut::default();
+    let entries = [entry(&cut, collectives(1), 1)];
+    let rounds = 10_000_000_u32;
+    let begin = Instant::now();
+    for _ in 0..rounds {
+        drop(cut.enter("ncclAllReduce", std::hint::black_box(&entries)));
+    }
+    let each = begin.elapsed() / rounds;
+    assert!(each < Duration::from_nanos(50), "{each:?} a pass");
+}

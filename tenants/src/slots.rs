@@ -1,0 +1,100 @@
+//! Which threads are inside something, told without their meeting: each has a slot of its own, and
+//! whoever must know looks at all of them.
+//!
+//! A thread marks its slot with one sequentially consistent exchange and then loads the mode that says
+//! whether it may go in; whoever closes stores the mode, sequentially consistent too, and then looks at
+//! the slots. So either the thread sees the new mode and steps out, or the other sees it inside.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+/// One thread's mark. Padded to a cache line of its own, with its neighbour, which is fetched along.
+#[derive(Debug)]
+#[repr(align(128))]
+pub(crate) struct Slot {
+    number: u64,
+    /// Odd while inside; each time inside has a value of its own. Written by the owner alone.
+    turn: AtomicU64,
+    /// What the owner says of itself; for the user of the slots to understand.
+    label: AtomicUsize,
+}
+
+/// A look at a thread that was inside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Occupant {
+    /// Which slot.
+    pub(crate) number: u64,
+    /// Which time inside.
+    pub(crate) turn: u64,
+    /// What it said of itself.
+    pub(crate) label: usize,
+}
+
+impl Slot {
+    /// Marks the thread as inside. Only its owner calls it, and only while outside.
+    pub(crate) fn step_in(&self) {
+        let turn = self.turn.load(Ordering::Relaxed);
+        self.turn.swap(turn.wrapping_add(1), Ordering::SeqCst);
+    }
+
+    /// Takes the mark away. Only its owner calls it, and only while inside.
+    pub(crate) fn step_out(&self) {
+        let turn = self.turn.load(Ordering::Relaxed);
+        self.turn.store(turn.wrapping_add(1), Ordering::Release);
+    }
+
+    /// What the owner said of itself last.
+    pub(crate) fn label(&self) -> usize {
+        self.label.load(Ordering::Relaxed)
+    }
+
+    /// Says something of itself.
+    pub(crate) fn set_label(&self, label: usize) {
+        self.label.store(label, Ordering::Relaxed);
+    }
+
+    fn occupant(&self) -> Option<Occupant> {
+        let turn = self.turn.load(Ordering::SeqCst);
+        let inside = turn % 2 == 1;
+        inside.then(|| Occupant { number: self.number, turn, label: self.label() })
+    }
+}
+
+/// The slots of all threads that have ever been inside and still live.
+#[derive(Debug, Default)]
+pub(crate) struct Slots {
+    list: Mutex<List>,
+}
+
+#[derive(Debug, Default)]
+struct List {
+    slots: Vec<Weak<Slot>>,
+    last_number: u64,
+}
+
+impl Slots {
+    /// A slot for one more thread, which owns it.
+    pub(crate) fn add(&self) -> Arc<Slot> {
+        let mut list = self.list();
+        list.last_number += 1;
+        let slot = Arc::new(Slot {
+            number: list.last_number,
+            turn: AtomicU64::new(0),
+            label: AtomicUsize::new(0),
+        });
+        list.slots.retain(|slot| slot.strong_count() > 0);
+        list.slots.push(Arc::downgrade(&slot));
+        slot
+    }
+
+    /// Who is inside now.
+    pub(crate) fn inside(&self) -> Vec<Occupant> {
+        let list = self.list();
+        let slots = list.slots.iter().filter_map(Weak::upgrade);
+        slots.filter_map(|slot| slot.occupant()).collect()
+    }
+
+    fn list(&self) -> MutexGuard<'_, List> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
