@@ -1,0 +1,218 @@
+//! The communicators of this process, by the pointers that NCCL gave out for them.
+//!
+//! Looking one up is on the road of every collective: each thread remembers the last few, and forgets them
+//! when the table changes.
+//!
+//! Lock order: `by_pointer`, `pairs` and `polling` are leaves, but that NCCL's `ncclCommGetAsyncError`,
+//! which waits for nothing, is called under `polling`.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, TryLockError};
+
+use tenants::cut::{CommunicatorId, Cut, Entry, Lane, Seat, Series};
+
+use super::NcclResult;
+
+/// One rank of a communicator, in this process.
+#[derive(Debug)]
+pub(super) struct Communicator {
+    pub(super) pointer: usize,
+    pub(super) seat: Seat,
+    /// What one collective adds.
+    pub(super) collective: [Entry; 1],
+    pairs: Mutex<HashMap<Series, Entry>>,
+    splits: AtomicU64,
+    shrinks: AtomicU64,
+    is_ending: AtomicBool,
+    is_revoked: AtomicBool,
+    /// A call in non-blocking mode goes on, as far as the application has seen.
+    is_in_progress: AtomicBool,
+    /// Held around questions about progress: NCCL does not expect two at once.
+    polling: Mutex<()>,
+}
+
+impl Communicator {
+    pub(super) fn new(cut: &Cut, pointer: usize, seat: Seat) -> Self {
+        let lane = Lane { communicator: seat.communicator, series: Series::Collectives };
+        Self {
+            pointer,
+            seat,
+            collective: [Entry { post: cut.post(lane, seat.rank), launches: 1 }],
+            pairs: Mutex::default(),
+            splits: AtomicU64::new(0),
+            shrinks: AtomicU64::new(0),
+            is_ending: AtomicBool::new(false),
+            is_revoked: AtomicBool::new(false),
+            is_in_progress: AtomicBool::new(false),
+            polling: Mutex::default(),
+        }
+    }
+
+    pub(super) fn id(&self) -> CommunicatorId {
+        self.seat.communicator
+    }
+
+    /// One launch on a series of its own.
+    pub(super) fn entry(&self, cut: &Cut, series: Series) -> Entry {
+        let lane = Lane { communicator: self.id(), series };
+        let make = || Entry { post: cut.post(lane, self.seat.rank), launches: 1 };
+        match series {
+            Series::Collectives => self.collective[0].clone(),
+            Series::Pair { .. } => {
+                let mut pairs = self.pairs.lock().unwrap_or_else(PoisonError::into_inner);
+                pairs.entry(series).or_insert_with(make).clone()
+            }
+            Series::Creation | Series::End => make(),
+        }
+    }
+
+    /// The number of the split that begins now.
+    pub(super) fn next_split(&self) -> u64 {
+        self.splits.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The number of the shrinking that begins now.
+    pub(super) fn next_shrink(&self) -> u64 {
+        self.shrinks.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Its end begins; says whether it had not before.
+    pub(super) fn begin_end(&self) -> bool {
+        !self.is_ending.swap(true, Ordering::Relaxed)
+    }
+
+    pub(super) fn revoke(&self) {
+        self.is_revoked.store(true, Ordering::Relaxed);
+        self.application_goes_on();
+    }
+
+    pub(super) fn is_revoked(&self) -> bool {
+        self.is_revoked.load(Ordering::Relaxed)
+    }
+
+    /// A call returned `ncclInProgress`.
+    pub(super) fn begin_progress(&self) {
+        self.is_in_progress.store(true, Ordering::SeqCst);
+    }
+
+    /// The application makes another call on it. By NCCL's rules it then knows that the last one is over,
+    /// and from now on we must not ask.
+    pub(super) fn application_goes_on(&self) {
+        if self.is_in_progress.load(Ordering::Relaxed) {
+            let _polling = self.polling.lock().unwrap_or_else(PoisonError::into_inner);
+            self.is_in_progress.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// The application asks for the state: `ask` is its call.
+    pub(super) fn asked_by_application(&self, ask: impl FnOnce() -> NcclResult) -> NcclResult {
+        let _polling = self.polling.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = ask();
+        if state != NcclResult::IN_PROGRESS {
+            self.is_in_progress.store(false, Ordering::SeqCst);
+        }
+        state
+    }
+
+    /// Is the call in non-blocking mode over? Asks NCCL by `ask` unless the application has.
+    ///
+    /// Asking also frees what NCCL keeps of the call (`ncclCommGetAsyncError` in NCCL's `src/init.cc`), and
+    /// so must not meet the application's own calls: its questions come through
+    /// [`Self::asked_by_application`], and other calls end ours first.
+    pub(super) fn is_finished(&self, ask: fn(usize) -> NcclResult) -> bool {
+        if !self.is_in_progress.load(Ordering::SeqCst) {
+            return true;
+        }
+        let _polling = match self.polling.try_lock() {
+            Ok(guard) => guard,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return false,
+        };
+        if !self.is_in_progress.load(Ordering::SeqCst) {
+            return true;
+        }
+        let over = ask(self.pointer) != NcclResult::IN_PROGRESS;
+        if over {
+            self.is_in_progress.store(false, Ordering::SeqCst);
+        }
+        over
+    }
+}
+
+/// How many communicators a thread remembers. Scripts with more than data, tensor, pipeline and expert
+/// groups on one thread pay for a shared lock.
+const REMEMBERED: usize = 4;
+
+#[derive(Default)]
+struct Remembered {
+    version: u64,
+    next: usize,
+    last: [Option<Arc<Communicator>>; REMEMBERED],
+}
+
+thread_local! {
+    static LAST: RefCell<Remembered> = RefCell::default();
+}
+
+/// Versions are never used twice in a process, so that threads cannot take one table for another.
+static VERSIONS: AtomicU64 = AtomicU64::new(1);
+
+fn next_version() -> u64 {
+    VERSIONS.fetch_add(1, Ordering::Relaxed)
+}
+
+/// All communicators that have been seen coming to be.
+#[derive(Debug)]
+pub(super) struct Communicators {
+    version: AtomicU64,
+    by_pointer: RwLock<HashMap<usize, Arc<Communicator>>>,
+}
+
+impl Default for Communicators {
+    fn default() -> Self {
+        Self { version: AtomicU64::new(next_version()), by_pointer: RwLock::default() }
+    }
+}
+
+impl Communicators {
+    pub(super) fn insert(&self, communicator: Arc<Communicator>) {
+        let mut table = self.by_pointer.write().unwrap_or_else(PoisonError::into_inner);
+        table.insert(communicator.pointer, communicator);
+        self.version.store(next_version(), Ordering::Release);
+    }
+
+    pub(super) fn remove(&self, pointer: usize) -> Option<Arc<Communicator>> {
+        let mut table = self.by_pointer.write().unwrap_or_else(PoisonError::into_inner);
+        let removed = table.remove(&pointer);
+        self.version.store(next_version(), Ordering::Release);
+        removed
+    }
+
+    pub(super) fn find(&self, pointer: usize) -> Option<Arc<Communicator>> {
+        // A thread that is being torn down has lost its memory of the last ones.
+        LAST.try_with(|last| self.remember(&mut last.borrow_mut(), pointer))
+            .unwrap_or_else(|_| self.look_up(pointer))
+    }
+
+    fn remember(&self, own: &mut Remembered, pointer: usize) -> Option<Arc<Communicator>> {
+        let version = self.version.load(Ordering::Acquire);
+        if own.version != version {
+            *own = Remembered { version, ..Remembered::default() };
+        }
+        let known = own.last.iter().flatten().find(|known| known.pointer == pointer);
+        if let Some(known) = known {
+            return Some(Arc::clone(known));
+        }
+        let found = self.look_up(pointer)?;
+        own.last[own.next] = Some(Arc::clone(&found));
+        own.next = (own.next + 1) % REMEMBERED;
+        Some(found)
+    }
+
+    fn look_up(&self, pointer: usize) -> Option<Arc<Communicator>> {
+        let table = self.by_pointer.read().unwrap_or_else(PoisonError::into_inner);
+        table.get(&pointer).cloned()
+    }
+}

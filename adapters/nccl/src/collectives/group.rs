@@ -1,0 +1,96 @@
+//! What a thread has gathered between `ncclGroupStart` and `ncclGroupEnd`.
+
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+
+use tenants::cut::Entry;
+
+use super::communicators::Communicator;
+use super::life::Newcomer;
+
+/// The calls of one group of one thread. They launch nothing before its end.
+#[derive(Debug, Default)]
+pub(super) struct Group {
+    /// Launched when the group ends.
+    pub(super) entries: Vec<Entry>,
+    /// Recorded into captures when the group ends.
+    pub(super) captured: Vec<(u64, Entry)>,
+    /// Communicators that the group calls.
+    pub(super) touched: Vec<Arc<Communicator>>,
+    /// Communicators that the group makes.
+    pub(super) newcomers: Vec<Newcomer>,
+    /// Communicators that the group ends.
+    pub(super) leaving: Vec<Arc<Communicator>>,
+}
+
+impl Group {
+    pub(super) fn touch(&mut self, communicator: Arc<Communicator>) {
+        if !self.touched.iter().any(|known| Arc::ptr_eq(known, &communicator)) {
+            self.touched.push(communicator);
+        }
+    }
+
+    /// One entry a post.
+    pub(super) fn merged_entries(&mut self) -> Vec<Entry> {
+        let mut entries = std::mem::take(&mut self.entries);
+        entries.sort_by_key(|entry| Arc::as_ptr(&entry.post).addr());
+        entries.dedup_by(|next, kept| {
+            let same = Arc::ptr_eq(&next.post, &kept.post);
+            if same {
+                kept.launches += next.launches;
+            }
+            same
+        });
+        entries
+    }
+}
+
+thread_local! {
+    static DEPTH: Cell<u32> = const { Cell::new(0) };
+    static GROUP: RefCell<Group> = RefCell::default();
+    static IS_INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Is this thread between a start and an end?
+pub(super) fn is_open() -> bool {
+    DEPTH.get() > 0
+}
+
+/// A start has succeeded.
+pub(super) fn start() {
+    DEPTH.set(DEPTH.get() + 1);
+}
+
+/// An end is about to be called: what it will launch, when it is the outermost.
+pub(super) fn end() -> Option<Group> {
+    let depth = DEPTH.get();
+    DEPTH.set(depth.saturating_sub(1));
+    if depth != 1 {
+        return None;
+    }
+    // A thread that is being torn down has lost what it gathered; its last calls go uncounted.
+    GROUP.try_with(RefCell::take).ok()
+}
+
+/// Adds to the group of this thread.
+pub(super) fn gather(add: impl FnOnce(&mut Group)) {
+    let _gathered = GROUP.try_with(|group| add(&mut group.borrow_mut()));
+}
+
+/// Is this thread inside a call of NCCL's that we have counted? What NCCL itself calls then is part of it.
+pub(super) fn is_inside() -> bool {
+    IS_INSIDE.get()
+}
+
+/// Runs NCCL's own function as a counted call.
+pub(super) fn inside<T>(call: impl FnOnce() -> T) -> T {
+    struct Leave;
+    impl Drop for Leave {
+        fn drop(&mut self) {
+            IS_INSIDE.set(false);
+        }
+    }
+    IS_INSIDE.set(true);
+    let _leave = Leave;
+    call()
+}
