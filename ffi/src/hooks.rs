@@ -139,7 +139,6 @@ waiting! {
         block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: Pointer,
         parameters: Pointer
     );
-    cuGraphLaunch @ 10000 | cuGraphLaunch_ptsz @ 10000 (graph: Pointer, stream: Pointer);
     cuMemcpy @ 4000 | cuMemcpy_ptds @ 7000 (target: u64, source: u64, bytes: usize);
     cuMemcpyPeer @ 4000 | cuMemcpyPeer_ptds @ 7000 (
         target: u64, target_context: Pointer, source: u64, source_context: Pointer, bytes: usize
@@ -289,6 +288,23 @@ replacing! {
     cuDeviceGetAttribute @ 2000;
     cuGetProcAddress @ 11030;
     cuGetProcAddress_v2 @ 12000;
+    cuGraphAddChildGraphNode @ 10000;
+    cuGraphAddNode @ 12020;
+    cuGraphAddNode_v2 @ 12030;
+    cuGraphAddNode_v3 @ 13040;
+    cuGraphClone @ 10000;
+    cuGraphDestroy @ 10000;
+    cuGraphExecChildGraphNodeSetParams @ 11010;
+    cuGraphExecDestroy @ 10000;
+    cuGraphExecUpdate @ 10020;
+    cuGraphExecUpdate_v2 @ 12000;
+    cuGraphInstantiate @ 10000;
+    cuGraphInstantiateWithFlags @ 11040;
+    cuGraphInstantiateWithParams @ 12000;
+    cuGraphInstantiateWithParams_ptsz @ 12000;
+    cuGraphInstantiate_v2 @ 11000;
+    cuGraphLaunch @ 10000;
+    cuGraphLaunch_ptsz @ 10000;
     cuIpcCloseMemHandle @ 4010;
     cuIpcGetMemHandle @ 4010;
     cuIpcOpenMemHandle_v2 @ 11000;
@@ -321,9 +337,16 @@ replacing! {
     cuStreamEndCapture_ptsz @ 10000;
 }
 
+/// Further names by which `cuGetProcAddress` gives a function out: from 12.0 on, the name of the oldest form
+/// is that of the one with flags.
+const RENAMED: &[Hook] =
+    &[Hook::new("cuGraphInstantiateWithFlags", "cuGraphInstantiate", 12_000, false, || {
+        (replaced::cuGraphInstantiateWithFlags as *const ()).expose_provenance()
+    })];
+
 /// Every function we stand in for.
 pub(crate) fn all() -> impl Iterator<Item = &'static Hook> {
-    REPLACING.iter().chain(WAITING)
+    REPLACING.iter().chain(WAITING).chain(RENAMED)
 }
 
 /// `cuGetProcAddress_v2`.

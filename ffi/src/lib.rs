@@ -4,6 +4,7 @@
 //! for, [`replaced`] turns C arguments into Rust ones, `sublet_nccl::vmm::map` passes the gate, and
 //! `vmm_pool::Pool::map` does it. How NCCL came to call us instead of the driver is in [`lookup`].
 //!
+//! * [`nccl`]: NCCL's own public functions, counted for the consistent cut.
 //! * `real`: the loader's and the driver's own functions, past our hooks.
 //! * `runtime`: the one place of process-wide state: joining the tenant, fork, exit.
 //! * [`c_api`]: `include/sublet.h` and the `ncclPause` family.
@@ -14,6 +15,7 @@ mod bindings;
 pub mod c_api;
 pub mod hooks;
 pub mod lookup;
+pub mod nccl;
 mod real;
 pub mod replaced;
 mod runtime;

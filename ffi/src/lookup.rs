@@ -1,4 +1,4 @@
-//! How callers find our functions in place of the driver's: `dlsym` and `cuGetProcAddress`.
+//! How callers find our functions in place of the driver's and NCCL's: `dlsym` and `cuGetProcAddress`.
 
 #![expect(unsafe_code, reason = "interposes dlsym and cuGetProcAddress")]
 
@@ -10,6 +10,7 @@ use sublet_nccl::lookup::{Exchange, FLAG_LEGACY, FLAG_PER_THREAD, Hook};
 use vmm_pool::driver::DriverCode;
 
 use crate::hooks;
+use crate::nccl::{self, libraries};
 use crate::real;
 
 static EXCHANGE: AtomicPtr<Exchange> = AtomicPtr::new(std::ptr::null_mut());
@@ -76,7 +77,7 @@ pub(crate) fn exchanged(real: *mut c_void) -> *mut c_void {
     wrapper.map_or(real, std::ptr::with_exposed_provenance_mut)
 }
 
-/// `dlsym`, as every library of the process calls it. Whatever is not about the driver goes on to the
+/// `dlsym`, as every library of the process calls it. Whatever is not about the driver or NCCL goes on to the
 /// loader's own by a jump: the loader reads the return address to know who asks (`RTLD_NEXT`,
 /// `RTLD_DEFAULT`), and it is still that of the caller.
 ///
@@ -88,12 +89,13 @@ pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut
     naked_asm!(
         "push rdi",
         "push rsi",
+        "mov rdx, qword ptr [rsp + 16]",
         "sub rsp, 8",
         "call {decide}",
         "add rsp, 8",
         "pop rsi",
         "pop rdi",
-        "test rax, rax",
+        "test rdx, rdx",
         "jz 2f",
         "ret",
         "2:",
@@ -103,28 +105,91 @@ pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut
     )
 }
 
-/// Our answer to `dlsym(handle, name)`, or null to let the loader answer. Also makes sure that the loader's
-/// own `dlsym` is known, which the jump needs.
-unsafe extern "C" fn decide(handle: *mut c_void, name: *const c_char) -> *mut c_void {
-    let null = std::ptr::null_mut();
-    if real::find_dlsym().is_none() || name.is_null() || real::is_looking() {
-        return null;
+/// What becomes of a question, in the two registers that the assembly above looks at.
+#[derive(Debug)]
+#[repr(C)]
+struct Decision {
+    address: *mut c_void,
+    /// 0 when the loader answers.
+    is_ours: usize,
+}
+
+impl Decision {
+    const LOADER: Self = Self { address: std::ptr::null_mut(), is_ours: 0 };
+
+    fn answer(address: usize) -> Self {
+        Self { address: std::ptr::with_exposed_provenance_mut(address), is_ours: 1 }
     }
-    // Pseudo-handles mean "whatever the caller would bind to"; that is our export already.
-    if handle == libc::RTLD_DEFAULT || handle == libc::RTLD_NEXT {
-        return null;
+}
+
+/// Our answer to `dlsym(handle, name)` asked from `caller`. Also makes sure that the loader's own `dlsym` is
+/// known, which the jump needs.
+unsafe extern "C" fn decide(handle: *mut c_void, name: *const c_char, caller: usize) -> Decision {
+    if real::find_dlsym().is_none() || name.is_null() || real::is_looking() {
+        return Decision::LOADER;
     }
     // SAFETY: `dlsym` requires a terminated string.
     let name = unsafe { CStr::from_ptr(name) };
-    let wanted = name.to_bytes();
-    if !wanted.starts_with(b"cu") || !hooks::all().any(|hook| hook.symbol.as_bytes() == wanted) {
-        return null;
+    match name.to_bytes() {
+        [b'c', b'u', ..] => decide_driver(handle, name),
+        [b'n', b'c', b'c', b'l', ..] => match nccl::number_of(name) {
+            Some(number) => decide_nccl(handle, name, number, caller),
+            None => Decision::LOADER,
+        },
+        _ => Decision::LOADER,
+    }
+}
+
+fn decide_driver(handle: *mut c_void, name: &CStr) -> Decision {
+    // Pseudo-handles mean "whatever the caller would bind to"; that is our export already.
+    let is_pseudo = handle == libc::RTLD_DEFAULT || handle == libc::RTLD_NEXT;
+    if is_pseudo || !hooks::all().any(|hook| hook.symbol.as_bytes() == name.to_bytes()) {
+        return Decision::LOADER;
     }
     let Some(found) = real::dlsym(handle, name) else {
-        return null;
+        return Decision::LOADER;
     };
     let ours = exchanged(found.as_ptr());
-    if ours == found.as_ptr() { null } else { ours }
+    if ours == found.as_ptr() {
+        Decision::LOADER
+    } else {
+        Decision::answer(ours.expose_provenance())
+    }
+}
+
+/// Unlike the driver, NCCL may be missing, or there twice: our exports must be found only where NCCL's own
+/// would have been.
+fn decide_nccl(handle: *mut c_void, name: &CStr, number: usize, caller: usize) -> Decision {
+    let library = if handle == libc::RTLD_NEXT {
+        // Behind the caller is less than behind us: with nothing here the loader could only find us.
+        return match real::dlsym(libc::RTLD_NEXT, name) {
+            Some(_) => Decision::LOADER,
+            None => Decision::answer(0),
+        };
+    } else if handle == libc::RTLD_DEFAULT {
+        libraries::behind_us().or_else(|| libraries::of_dependencies(caller))
+    } else {
+        let Some(found) = real::dlsym(handle, name) else {
+            return Decision::LOADER;
+        };
+        if real::is_own(found.as_ptr().expose_provenance()) {
+            // The handle of the program itself, whose order we are in.
+            libraries::behind_us()
+        } else {
+            match libraries::of_handle(handle) {
+                Some(library) if library.is_watched() => Some(library),
+                _ => return Decision::LOADER,
+            }
+        }
+    };
+    let found = library.and_then(|library| {
+        if library.is_watched() { nccl::target(library, number) } else { library.function(number) }
+    });
+    // Asked last, so that a name that is nowhere leaves the caller the loader's error.
+    let found = found.or_else(|| {
+        real::dlsym(libc::RTLD_NEXT, name).map(|found| found.as_ptr().expose_provenance())
+    });
+    Decision::answer(found.unwrap_or(0))
 }
 
 /// Answers `cuGetProcAddress`: the driver's answer, exchanged.

@@ -3,7 +3,7 @@
 #![expect(unsafe_code, reason = "asks the dynamic loader for functions by name")]
 
 use std::cell::Cell;
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
@@ -55,10 +55,11 @@ pub(crate) fn find_dlsym() -> Option<DlsymFn> {
     Some(unsafe { std::mem::transmute::<*mut c_void, DlsymFn>(pointer) })
 }
 
-/// The loader's answer for `name` in `handle`, which must be an explicit handle.
+/// The loader's answer for `name` in `handle`: an explicit handle, or `RTLD_NEXT`, which means behind us.
 pub(crate) fn dlsym(handle: *mut c_void, name: &CStr) -> Option<NonNull<c_void>> {
     let find = find_dlsym()?;
-    // SAFETY: the name is terminated, and an explicit handle makes the answer independent of the caller.
+    // SAFETY: the name is terminated; of the pseudo-handles, which ask who calls, only the one that means us
+    // is used.
     past_hooks(|| NonNull::new(unsafe { find(handle, name.as_ptr()) }))
 }
 
@@ -89,8 +90,8 @@ pub(crate) fn driver_symbol(name: &CStr) -> Option<NonNull<c_void>> {
     dlsym(driver_handle()?, name)
 }
 
-/// The file that holds `address`.
-pub(crate) fn file_of(address: usize) -> Option<String> {
+/// Where the file that holds `address` is mapped, and its path.
+pub(crate) fn image_of(address: usize) -> Option<(usize, CString)> {
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
     let pointer = std::ptr::with_exposed_provenance::<c_void>(address);
     // SAFETY: `info` is a valid out-pointer; `dladdr` only compares the address.
@@ -104,18 +105,35 @@ pub(crate) fn file_of(address: usize) -> Option<String> {
     }
     // SAFETY: the loader's file names are terminated and live as long as the library.
     let name = unsafe { CStr::from_ptr(info.dli_fname) };
-    Some(name.to_string_lossy().into_owned())
+    Some((info.dli_fbase.addr(), name.to_owned()))
+}
+
+/// Is `address` in this library?
+pub(crate) fn is_own(address: usize) -> bool {
+    let own = image_of((image_of as *const ()).addr());
+    own.is_some_and(|(own, _)| image_of(address).is_some_and(|(base, _)| base == own))
+}
+
+/// The file that holds `address`.
+pub(crate) fn file_of(address: usize) -> Option<String> {
+    image_of(address).map(|(_, path)| path.to_string_lossy().into_owned())
+}
+
+/// A handle of a library that is loaded already; to be given back by [`close`].
+pub(crate) fn open_loaded(path: &CStr) -> Option<*mut c_void> {
+    let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD;
+    // SAFETY: the path is terminated; nothing is loaded.
+    let handle = past_hooks(|| unsafe { libc::dlopen(path.as_ptr(), flags) });
+    (!handle.is_null()).then_some(handle)
+}
+
+/// Gives a handle of [`open_loaded`] back.
+pub(crate) fn close(handle: *mut c_void) {
+    // SAFETY: the caller has the handle from `open_loaded`, which took the reference given back here.
+    let _closed = unsafe { libc::dlclose(handle) };
 }
 
 /// Is a library of this name loaded?
 pub(crate) fn is_loaded(name: &CStr) -> bool {
-    let flags = libc::RTLD_NOW | libc::RTLD_NOLOAD;
-    // SAFETY: the name is terminated; nothing is loaded.
-    let handle = past_hooks(|| unsafe { libc::dlopen(name.as_ptr(), flags) });
-    if handle.is_null() {
-        return false;
-    }
-    // SAFETY: gives back the reference that the line above took.
-    let _closed = unsafe { libc::dlclose(handle) };
-    true
+    open_loaded(name).map(close).is_some()
 }

@@ -10,7 +10,8 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError, RwLock};
 
-use sublet_cuda_graph::Captures;
+use sublet_cuda_graph::{Captures, Graphs};
+use sublet_nccl::collectives::Collectives;
 use sublet_nccl::{Answer, caller};
 use sublet_torch_allocator::Accessors;
 use tenants::host_memory;
@@ -36,6 +37,8 @@ static JOINED_PID: AtomicU32 = AtomicU32::new(0);
 static FORKED: AtomicBool = AtomicBool::new(false);
 static ACCESSORS: LazyLock<Accessors> = LazyLock::new(Accessors::default);
 static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
+static GRAPHS: LazyLock<Graphs> = LazyLock::new(Graphs::default);
+static COLLECTIVES: LazyLock<Collectives> = LazyLock::new(Collectives::default);
 static OWN_CONTEXTS: Mutex<BTreeSet<RawContext>> = Mutex::new(BTreeSet::new());
 static HOST_BYTES_MAX: OnceLock<Option<u64>> = OnceLock::new();
 
@@ -78,6 +81,16 @@ pub(crate) fn accessors() -> &'static Accessors {
 /// Which streams are being captured.
 pub(crate) fn captures() -> &'static Captures {
     &CAPTURES
+}
+
+/// Which graphs launch collectives.
+pub(crate) fn graphs() -> &'static Graphs {
+    &GRAPHS
+}
+
+/// NCCL's communicators.
+pub(crate) fn collectives() -> &'static Collectives {
+    &COLLECTIVES
 }
 
 /// Contexts that the application has made for itself.

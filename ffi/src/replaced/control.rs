@@ -5,6 +5,7 @@
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::sync::PoisonError;
 
+use sublet_cuda_graph::Target;
 use sublet_nccl::vmm;
 use tenants::gate::Passage;
 use vmm_pool::driver::{DriverCode, RawContext};
@@ -87,7 +88,7 @@ pub unsafe extern "C" fn cuCtxDestroy_v2(context: Pointer) -> c_int {
 }
 
 macro_rules! begin_capture {
-    ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
+    ($symbol:ident ( $($arg:ident : $ty:ty),* ) into $target:ident) => {
         /// Begins a capture; no pause starts until it ends.
         ///
         /// # Safety
@@ -98,27 +99,27 @@ macro_rules! begin_capture {
             let _pass = member.map(|member| member.gate().pass(Passage::Use));
             let code = call_driver!($symbol(stream => Pointer, $($arg => $ty),*));
             if let (Some(member), SUCCESS) = (member, code) {
-                runtime::captures().begun(member, stream.addr() as u64);
+                runtime::captures().begun(member, stream.addr() as u64, Target::$target);
             }
             code
         }
     };
 }
 
-begin_capture!(cuStreamBeginCapture_v2(mode: c_int));
-begin_capture!(cuStreamBeginCapture_v2_ptsz(mode: c_int));
+begin_capture!(cuStreamBeginCapture_v2(mode: c_int) into NewGraph);
+begin_capture!(cuStreamBeginCapture_v2_ptsz(mode: c_int) into NewGraph);
 begin_capture!(cuStreamBeginRecaptureToGraph(
     mode: c_int, graph: Pointer, callback: Pointer, data: Pointer
-));
+) into NewGraph);
 begin_capture!(cuStreamBeginRecaptureToGraph_ptsz(
     mode: c_int, graph: Pointer, callback: Pointer, data: Pointer
-));
+) into NewGraph);
 begin_capture!(cuStreamBeginCaptureToGraph(
     graph: Pointer, dependencies: Pointer, data: Pointer, count: usize, mode: c_int
-));
+) into Existing);
 begin_capture!(cuStreamBeginCaptureToGraph_ptsz(
     graph: Pointer, dependencies: Pointer, data: Pointer, count: usize, mode: c_int
-));
+) into Existing);
 
 macro_rules! end_capture {
     ($symbol:ident) => {
@@ -128,12 +129,9 @@ macro_rules! end_capture {
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol(stream: Pointer, graph: Pointer) -> c_int {
-            let code = call_driver!($symbol(stream => Pointer, graph => Pointer));
-            // A failed end ends the capture too.
-            if let Some(member) = runtime::member() {
-                runtime::captures().ended(member, stream.addr() as u64);
-            }
-            code
+            super::graph::end_capture(stream, graph, || {
+                call_driver!($symbol(stream => Pointer, graph => Pointer))
+            })
         }
     };
 }

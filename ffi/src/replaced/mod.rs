@@ -5,15 +5,17 @@
 //! which the caller's library is known.
 //!
 //! * [`vmm`]: virtual memory. [`plain`]: `cuMemAlloc` and what comes with it. [`control`]: lookup, device
-//!   attributes, stream capture.
+//!   attributes, stream capture. [`graph`]: graphs.
 
 pub mod control;
+pub mod graph;
 pub mod plain;
 pub mod vmm;
 
 use std::ffi::{c_int, c_ulonglong};
 
 pub use control::*;
+pub use graph::*;
 pub use plain::*;
 pub use vmm::*;
 

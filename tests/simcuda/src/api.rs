@@ -20,6 +20,7 @@ fn symbols() -> Vec<Symbol> {
         copy::symbols(),
         device::symbols(),
         graph::symbols(),
+        vec![graph::renamed()],
         launch::symbols(),
         lookup::symbols(),
         memory::symbols(),

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::process::Command;
 
+use crate::nccl;
 use crate::stage::{Preload, Stage, exported, preload_path, root, transcript};
 
 /// The functions that the header declares.
@@ -47,7 +48,8 @@ fn the_header_compiles_alone_as_c_and_as_cxx() {
 
 #[test]
 fn every_declared_function_is_exported_and_every_export_declared() {
-    let exports = exported(&preload_path()).into_iter();
+    let hooked = nccl::table();
+    let exports = exported(&preload_path()).into_iter().filter(|name| !hooked.contains(name));
     let ours = exports.filter(|name| name.starts_with("sublet_") || name.starts_with("nccl"));
     assert_eq!(ours.collect::<BTreeSet<_>>(), declared());
 }

@@ -9,6 +9,7 @@ mod header;
 mod hooks;
 mod loader;
 mod lookup;
+mod nccl;
 mod processes;
 mod ring;
 mod stage;

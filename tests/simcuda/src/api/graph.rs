@@ -2,13 +2,30 @@
 
 #![expect(unsafe_code, reason = "exports C functions")]
 
-use crate::abi::{Out, driver_api};
+use crate::abi::{Out, Symbol, driver_api};
 use crate::sim;
 
+/// From 12.0 on, the name of the oldest form of instantiation is that of the one with flags.
+pub(crate) fn renamed() -> Symbol {
+    Symbol {
+        name: "cuGraphInstantiate",
+        since: 12_000,
+        address: cuGraphInstantiateWithFlags as *const () as usize,
+        per_thread: None,
+    }
+}
+
 driver_api! {
-    fn cuGraphInstantiateWithFlags = "cuGraphInstantiate" since 11040
+    fn cuGraphInstantiateWithFlags = "cuGraphInstantiateWithFlags" since 11040
         (executable: Out<u64>, graph: u64, _flags: u64)
     {
+        executable.put(sim::get()?.instantiate(graph)?)
+    }
+
+    fn cuGraphInstantiate_v2 = "cuGraphInstantiate" since 11000
+        (executable: Out<u64>, graph: u64, error_node: Out<u64>, _log: u64, _log_bytes: usize)
+    {
+        error_node.put_if_wanted(0);
         executable.put(sim::get()?.instantiate(graph)?)
     }
 

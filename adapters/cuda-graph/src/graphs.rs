@@ -1,0 +1,298 @@
+//! What a graph launch adds to the counts of the consistent cut.
+//!
+//! Collectives on a stream under capture launch nothing. Their entries follow the work: capture, graph,
+//! executable graph, launch; and go with copies, child graphs and updates. A process none of whose graphs
+//! holds a collective pays one atomic load a call. Bodies of conditional nodes are not followed: how often
+//! they run is decided on the device.
+//!
+//! Lock order: `tables` is a leaf.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use tenants::cut::Entry;
+
+/// The entries of one graph.
+#[derive(Clone, Debug, Default)]
+struct Contents {
+    own: Vec<Entry>,
+    /// By the node that stands for a child graph, since an executable can have it exchanged.
+    children: BTreeMap<u64, Vec<Entry>>,
+}
+
+impl Contents {
+    fn is_empty(&self) -> bool {
+        self.own.is_empty() && self.children.values().all(Vec::is_empty)
+    }
+
+    /// All entries, one a post.
+    fn flat(&self) -> Vec<Entry> {
+        let mut merged: Vec<Entry> = Vec::new();
+        for entry in self.own.iter().chain(self.children.values().flatten()) {
+            match merged.iter_mut().find(|known| Arc::ptr_eq(&known.post, &entry.post)) {
+                Some(known) => known.launches += entry.launches,
+                None => merged.push(entry.clone()),
+            }
+        }
+        merged
+    }
+}
+
+#[derive(Debug)]
+struct Executable {
+    contents: Contents,
+    flat: Arc<[Entry]>,
+}
+
+impl Executable {
+    fn new(contents: Contents) -> Self {
+        let flat = contents.flat().into();
+        Self { contents, flat }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Tables {
+    /// By the driver's number of the capture.
+    captures: HashMap<u64, Vec<Entry>>,
+    /// By the driver's value, only those that hold entries.
+    graphs: HashMap<u64, Contents>,
+    executables: HashMap<u64, Executable>,
+}
+
+/// The graphs of this process that launch work which waits for other ranks.
+#[derive(Debug, Default)]
+pub struct Graphs {
+    /// Has there ever been one?
+    is_used: AtomicBool,
+    tables: RwLock<Tables>,
+}
+
+impl Graphs {
+    fn read(&self) -> Option<RwLockReadGuard<'_, Tables>> {
+        let is_used = self.is_used.load(Ordering::Acquire);
+        is_used.then(|| self.tables.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn write(&self) -> Option<RwLockWriteGuard<'_, Tables>> {
+        let is_used = self.is_used.load(Ordering::Acquire);
+        is_used.then(|| self.tables.write().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Is there anything to follow? While not, no other function here does anything.
+    pub fn is_used(&self) -> bool {
+        self.is_used.load(Ordering::Acquire)
+    }
+
+    /// These launches have been recorded by `capture`.
+    pub fn recorded(&self, capture: u64, entries: Vec<Entry>) {
+        self.is_used.store(true, Ordering::Release);
+        if let Some(mut tables) = self.write() {
+            tables.captures.entry(capture).or_default().extend(entries);
+        }
+    }
+
+    /// `capture` has ended, and `graph` holds what it recorded; none when it failed. What else the graph
+    /// holds stays only if it `had_other_work`.
+    #[doc(alias = "cuStreamEndCapture")]
+    pub fn capture_ended(&self, capture: u64, graph: Option<u64>, had_other_work: bool) {
+        let Some(mut tables) = self.write() else { return };
+        let entries = tables.captures.remove(&capture).unwrap_or_default();
+        let Some(graph) = graph else { return };
+        if !had_other_work {
+            tables.graphs.remove(&graph);
+        }
+        if !entries.is_empty() {
+            tables.graphs.entry(graph).or_default().own.extend(entries);
+        }
+    }
+
+    /// `executable` was made from `graph`.
+    #[doc(alias = "cuGraphInstantiate")]
+    pub fn instantiated(&self, executable: u64, graph: u64) {
+        let Some(mut tables) = self.write() else { return };
+        let contents = tables.graphs.get(&graph).filter(|contents| !contents.is_empty()).cloned();
+        match contents {
+            Some(contents) => {
+                tables.executables.insert(executable, Executable::new(contents));
+            }
+            None => {
+                tables.executables.remove(&executable);
+            }
+        }
+    }
+
+    /// `executable` now does what `graph` does.
+    #[doc(alias = "cuGraphExecUpdate")]
+    pub fn updated(&self, executable: u64, graph: u64) {
+        self.instantiated(executable, graph);
+    }
+
+    /// `copy` is a copy of `original`. Nodes of a copy have other values, so its children are its own.
+    #[doc(alias = "cuGraphClone")]
+    pub fn cloned(&self, copy: u64, original: u64) {
+        let Some(mut tables) = self.write() else { return };
+        let own = tables.graphs.get(&original).map(Contents::flat).unwrap_or_default();
+        if own.is_empty() {
+            tables.graphs.remove(&copy);
+        } else {
+            tables.graphs.insert(copy, Contents { own, children: BTreeMap::new() });
+        }
+    }
+
+    /// `node` of `graph` stands for a copy of `child`.
+    #[doc(alias = "cuGraphAddChildGraphNode")]
+    pub fn child_added(&self, graph: u64, node: u64, child: u64) {
+        let Some(mut tables) = self.write() else { return };
+        let entries = tables.graphs.get(&child).map(Contents::flat).unwrap_or_default();
+        if !entries.is_empty() {
+            tables.graphs.entry(graph).or_default().children.insert(node, entries);
+        }
+    }
+
+    /// `node` of `executable` now does what `child` does.
+    #[doc(alias = "cuGraphExecChildGraphNodeSetParams")]
+    pub fn child_replaced(&self, executable: u64, node: u64, child: u64) {
+        let Some(mut tables) = self.write() else { return };
+        let entries = tables.graphs.get(&child).map(Contents::flat).unwrap_or_default();
+        let known = tables.executables.remove(&executable);
+        let mut contents = known.map(|known| known.contents).unwrap_or_default();
+        contents.children.insert(node, entries);
+        if !contents.is_empty() {
+            tables.executables.insert(executable, Executable::new(contents));
+        }
+    }
+
+    /// `graph` is gone; executables made from it are not.
+    #[doc(alias = "cuGraphDestroy")]
+    pub fn graph_destroyed(&self, graph: u64) {
+        if let Some(mut tables) = self.write() {
+            tables.graphs.remove(&graph);
+        }
+    }
+
+    /// `executable` is gone.
+    #[doc(alias = "cuGraphExecDestroy")]
+    pub fn executable_destroyed(&self, executable: u64) {
+        if let Some(mut tables) = self.write() {
+            tables.executables.remove(&executable);
+        }
+    }
+
+    /// What a launch of `executable` adds; `None` when nothing.
+    #[doc(alias = "cuGraphLaunch")]
+    pub fn entries_of(&self, executable: u64) -> Option<Arc<[Entry]>> {
+        let tables = self.read()?;
+        tables.executables.get(&executable).map(|known| Arc::clone(&known.flat))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tenants::cut::{CommunicatorId, Cut, Lane, Series};
+
+    const CAPTURE: u64 = 1;
+    const GRAPH: u64 = 10;
+    const EXECUTABLE: u64 = 20;
+
+    struct Fixture {
+        cut: Cut,
+        graphs: Graphs,
+    }
+
+    impl Fixture {
+        fn new() -> Self {
+            Self { cut: Cut::default(), graphs: Graphs::default() }
+        }
+
+        fn entry(&self, communicator: u128) -> Entry {
+            let communicator = CommunicatorId(communicator);
+            let lane = Lane { communicator, series: Series::Collectives };
+            Entry { post: self.cut.post(lane, 0), launches: 1 }
+        }
+
+        /// A graph that holds one collective of each of `communicators`.
+        fn graph(&self, graph: u64, communicators: &[u128]) {
+            for communicator in communicators {
+                self.graphs.recorded(CAPTURE, vec![self.entry(*communicator)]);
+            }
+            self.graphs.capture_ended(CAPTURE, Some(graph), false);
+        }
+
+        /// Launches by communicator.
+        fn launches(&self, executable: u64) -> Vec<(u128, u64)> {
+            let entries = self.graphs.entries_of(executable);
+            let mut launches: Vec<_> = entries
+                .iter()
+                .flat_map(|entries| entries.iter())
+                .map(|entry| (entry.post.lane().communicator.0, entry.launches))
+                .collect();
+            launches.sort_unstable();
+            launches
+        }
+    }
+
+    #[test]
+    fn recorded_collectives_count_at_each_launch_merged_by_communicator() {
+        let fixture = Fixture::new();
+        fixture.graph(GRAPH, &[5, 6, 5]);
+        fixture.graphs.instantiated(EXECUTABLE, GRAPH);
+        assert_eq!(fixture.launches(EXECUTABLE), [(5, 2), (6, 1)]);
+    }
+
+    #[test]
+    fn an_executable_outlives_its_graph_and_its_value_may_come_again() {
+        let fixture = Fixture::new();
+        fixture.graph(GRAPH, &[5]);
+        fixture.graphs.instantiated(EXECUTABLE, GRAPH);
+        fixture.graphs.graph_destroyed(GRAPH);
+        assert_eq!(fixture.launches(EXECUTABLE), [(5, 1)]);
+        fixture.graphs.executable_destroyed(EXECUTABLE);
+        assert_eq!(fixture.launches(EXECUTABLE), []);
+        fixture.graphs.instantiated(EXECUTABLE, GRAPH);
+        assert_eq!(fixture.launches(EXECUTABLE), [], "the graph is gone");
+    }
+
+    #[test]
+    fn a_failed_capture_leaves_nothing() {
+        let fixture = Fixture::new();
+        fixture.graphs.recorded(CAPTURE, vec![fixture.entry(5)]);
+        fixture.graphs.capture_ended(CAPTURE, None, false);
+        fixture.graph(GRAPH, &[]);
+        fixture.graphs.instantiated(EXECUTABLE, GRAPH);
+        assert_eq!(fixture.launches(EXECUTABLE), []);
+    }
+
+    #[test]
+    fn a_capture_into_a_graph_with_other_work_adds_and_any_other_starts_anew() {
+        let fixture = Fixture::new();
+        fixture.graph(GRAPH, &[5]);
+        fixture.graphs.recorded(CAPTURE, vec![fixture.entry(6)]);
+        fixture.graphs.capture_ended(CAPTURE, Some(GRAPH), true);
+        fixture.graphs.instantiated(EXECUTABLE, GRAPH);
+        assert_eq!(fixture.launches(EXECUTABLE), [(5, 1), (6, 1)]);
+        fixture.graph(GRAPH, &[7]);
+        fixture.graphs.updated(EXECUTABLE, GRAPH);
+        assert_eq!(fixture.launches(EXECUTABLE), [(7, 1)]);
+    }
+
+    #[test]
+    fn entries_go_with_copies_child_graphs_and_their_exchange() {
+        const NODE: u64 = 30;
+        let fixture = Fixture::new();
+        let (child, other, copy) = (11, 12, 13);
+        fixture.graph(child, &[5]);
+        fixture.graph(other, &[6, 6]);
+        fixture.graph(GRAPH, &[7]);
+        fixture.graphs.child_added(GRAPH, NODE, child);
+        fixture.graphs.instantiated(EXECUTABLE, GRAPH);
+        assert_eq!(fixture.launches(EXECUTABLE), [(5, 1), (7, 1)]);
+        fixture.graphs.child_replaced(EXECUTABLE, NODE, other);
+        assert_eq!(fixture.launches(EXECUTABLE), [(6, 2), (7, 1)]);
+        fixture.graphs.cloned(copy, GRAPH);
+        fixture.graphs.instantiated(EXECUTABLE, copy);
+        assert_eq!(fixture.launches(EXECUTABLE), [(5, 1), (7, 1)]);
+    }
+}

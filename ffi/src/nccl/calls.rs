@@ -1,0 +1,308 @@
+//! The functions that count: C arguments taken apart for `sublet_nccl::collectives`.
+
+#![expect(unsafe_code, reason = "exports functions under NCCL's names and calls NCCL")]
+#![expect(non_snake_case, reason = "named as NCCL names them")]
+
+use std::ffi::{c_int, c_uint};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use sublet_nccl::collectives::{Collectives, NcclResult, Operation, Process, of_unique_ids};
+use tenants::cut::{Cut, Entry};
+
+use super::{Function, libraries};
+use crate::hooks::Pointer;
+use crate::replaced::graph;
+use crate::runtime::{self, Member};
+
+/// `ncclUniqueId` is passed by value: 128 bytes, which the ABI puts on the stack.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct UniqueId([u8; 128]);
+
+/// Calls the watched NCCL's own function.
+macro_rules! call_nccl {
+    ($symbol:ident ( $($value:expr => $ty:ty),* )) => {
+        match libraries::watched().and_then(|nccl| nccl.function(Function::$symbol as usize)) {
+            Some(address) => {
+                let address = std::ptr::with_exposed_provenance::<()>(address);
+                // SAFETY: the address is NCCL's function of this name, whose signature is this.
+                let function = unsafe {
+                    std::mem::transmute::<*const (), unsafe extern "C" fn($($ty),*) -> c_int>(address)
+                };
+                // SAFETY: the arguments are the caller's own.
+                NcclResult(unsafe { function($($value),*) })
+            }
+            None => NcclResult::SYSTEM_ERROR,
+        }
+    };
+}
+
+/// Calls a function of the watched NCCL's that tells something of a communicator through a pointer.
+fn told(symbol: &std::ffi::CStr, communicator: usize) -> Result<c_int, NcclResult> {
+    let address = libraries::watched().and_then(|nccl| nccl.symbol(symbol));
+    let address = address.ok_or(NcclResult::SYSTEM_ERROR)?;
+    // SAFETY: callers name functions of this signature.
+    let function = unsafe {
+        std::mem::transmute::<Pointer, unsafe extern "C" fn(Pointer, *mut c_int) -> c_int>(address)
+    };
+    let mut value: c_int = 0;
+    let communicator = std::ptr::with_exposed_provenance_mut(communicator);
+    // SAFETY: the communicator is alive: its maker has just returned it, or its table entry is there.
+    let result = NcclResult(unsafe { function(communicator, &raw mut value) });
+    if result == NcclResult::SUCCESS { Ok(value) } else { Err(result) }
+}
+
+fn state_of(communicator: usize) -> NcclResult {
+    told(c"ncclCommGetAsyncError", communicator).map_or_else(|code| code, NcclResult)
+}
+
+/// This process, as the adapter sees it.
+struct Here(&'static Member);
+
+impl Process for Here {
+    fn cut(&self) -> &Cut {
+        self.0.cut()
+    }
+
+    fn note(&self, text: &str) {
+        self.0.note(text.to_owned());
+    }
+
+    fn seed(&self) -> u64 {
+        self.0.id().0
+    }
+
+    fn capture_of(&self, stream: usize) -> Option<u64> {
+        graph::capture_of(stream)
+    }
+
+    fn add_to_capture(&self, capture: u64, entries: Vec<Entry>) {
+        runtime::graphs().recorded(capture, entries);
+    }
+
+    fn communicator_at(&self, place: usize) -> usize {
+        let place = std::ptr::with_exposed_provenance::<Pointer>(place);
+        if place.is_null() {
+            return 0;
+        }
+        // SAFETY: the caller's out-pointer, which NCCL's interface has it keep until the communicator is made.
+        unsafe { place.read() }.expose_provenance()
+    }
+
+    fn rank_of(&self, communicator: usize) -> Option<(u32, u32)> {
+        let ask = |symbol| u32::try_from(told(symbol, communicator).ok()?).ok();
+        Some((ask(c"ncclCommUserRank")?, ask(c"ncclCommCount")?))
+    }
+
+    fn state_of(&self) -> fn(usize) -> NcclResult {
+        state_of
+    }
+}
+
+/// Runs `count`, or `plain` where this process is in no tenant.
+fn counted(
+    find: fn() -> Option<&'static Member>,
+    count: impl FnOnce(&'static Collectives, &Here) -> NcclResult,
+    plain: impl FnOnce() -> NcclResult,
+) -> c_int {
+    let Some(member) = find() else {
+        return plain().0;
+    };
+    let here = Here(member);
+    let count = AssertUnwindSafe(|| count(runtime::collectives(), &here));
+    if let Ok(result) = catch_unwind(count) {
+        return result.0;
+    }
+    member.note("a call of NCCL's failed inside of us. Please report this".to_owned());
+    NcclResult::INTERNAL_ERROR.0
+}
+
+macro_rules! function {
+    ($symbol:ident ( $($arg:ident : $ty:ty),* $(,)? ) by $find:ident |$all:ident, $here:ident, $call:ident| $count:expr) => {
+        #[doc = concat!("`", stringify!($symbol), "`, counted.")]
+        ///
+        /// # Safety
+        /// As NCCL's function of this name.
+        pub(crate) unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
+            let $call = || call_nccl!($symbol($($arg => $ty),*));
+            counted(runtime::$find, |$all, $here| $count, $call)
+        }
+    };
+}
+
+macro_rules! collective {
+    ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
+        function! {
+            $symbol($($arg: $ty,)* communicator: Pointer, stream: Pointer) by member
+                |all, here, call| {
+                    let what = (communicator.expose_provenance(), Operation::Collective);
+                    all.launch(here, stringify!($symbol), what, stream.expose_provenance(), call)
+                }
+        }
+    };
+}
+
+macro_rules! message {
+    ($symbol:ident, $operation:ident) => {
+        function! {
+            $symbol(
+                buffer: Pointer, count: usize, kind: c_int, peer: c_int, communicator: Pointer,
+                stream: Pointer
+            ) by member |all, here, call| {
+                let what = (communicator.expose_provenance(), Operation::$operation { peer });
+                all.launch(here, stringify!($symbol), what, stream.expose_provenance(), call)
+            }
+        }
+    };
+}
+
+collective!(ncclAllGather(send: Pointer, receive: Pointer, count: usize, kind: c_int));
+collective!(ncclAllReduce(send: Pointer, receive: Pointer, count: usize, kind: c_int, operator: c_int));
+collective!(ncclAlltoAll(send: Pointer, receive: Pointer, count: usize, kind: c_int));
+collective!(ncclBcast(buffer: Pointer, count: usize, kind: c_int, root: c_int));
+collective!(ncclBroadcast(send: Pointer, receive: Pointer, count: usize, kind: c_int, root: c_int));
+collective!(ncclGather(send: Pointer, receive: Pointer, count: usize, kind: c_int, root: c_int));
+collective!(ncclReduce(
+    send: Pointer, receive: Pointer, count: usize, kind: c_int, operator: c_int, root: c_int
+));
+collective!(ncclReduceScatter(
+    send: Pointer, receive: Pointer, count: usize, kind: c_int, operator: c_int
+));
+collective!(ncclScatter(send: Pointer, receive: Pointer, count: usize, kind: c_int, root: c_int));
+message!(ncclRecv, Receive);
+message!(ncclSend, Send);
+
+function! {
+    ncclCommWindowRegister(
+        communicator: Pointer, buffer: Pointer, size: usize, window: Pointer, flags: c_int
+    ) by member |all, here, call| {
+        all.agree(here, "ncclCommWindowRegister", communicator.expose_provenance(), call)
+    }
+}
+function! {
+    ncclCommWindowDeregister(communicator: Pointer, window: Pointer)
+        by member |all, here, call| {
+            all.agree(here, "ncclCommWindowDeregister", communicator.expose_provenance(), call)
+        }
+}
+function! {
+    ncclDevCommCreate(communicator: Pointer, requirements: Pointer, made: Pointer)
+        by member |all, here, call| {
+            all.agree(here, "ncclDevCommCreate", communicator.expose_provenance(), call)
+        }
+}
+
+function!(ncclGroupStart() by member |all, _here, call| all.group_start(call));
+function!(ncclGroupEnd() by member |all, here, call| all.group_end(here, call));
+function!(ncclGroupSimulateEnd(info: Pointer) by member |all, here, call| {
+    all.group_simulate_end(here, call)
+});
+
+function! {
+    ncclCommInitRank(place: Pointer, ranks: c_int, id: UniqueId, rank: c_int)
+        by join |all, here, call| {
+            let who = (of_unique_ids(&id.0), rank, ranks);
+            all.create(here, "ncclCommInitRank", who, place.expose_provenance(), call)
+        }
+}
+function! {
+    ncclCommInitRankConfig(
+        place: Pointer, ranks: c_int, id: UniqueId, rank: c_int, config: Pointer
+    ) by join |all, here, call| {
+        let who = (of_unique_ids(&id.0), rank, ranks);
+        all.create(here, "ncclCommInitRankConfig", who, place.expose_provenance(), call)
+    }
+}
+function! {
+    ncclCommInitRankScalable(
+        place: Pointer, ranks: c_int, rank: c_int, id_count: c_int, ids: *const UniqueId,
+        config: Pointer
+    ) by join |all, here, call| {
+        let bytes: &[u8] = match usize::try_from(id_count) {
+            // SAFETY: the caller's array of this many ids, as NCCL's function takes it.
+            Ok(count) if !ids.is_null() => unsafe {
+                std::slice::from_raw_parts(ids.cast::<u8>(), count * size_of::<UniqueId>())
+            },
+            _ => &[],
+        };
+        let who = (of_unique_ids(bytes), rank, ranks);
+        all.create(here, "ncclCommInitRankScalable", who, place.expose_provenance(), call)
+    }
+}
+function! {
+    ncclCommInitAll(places: Pointer, ranks: c_int, devices: *const c_int)
+        by join |all, here, call| {
+            all.create_all(here, ranks, places.expose_provenance(), call)
+        }
+}
+function! {
+    ncclCommSplit(
+        parent: Pointer, color: c_int, key: c_int, place: Pointer, config: Pointer
+    ) by member |all, here, call| {
+        let place = place.expose_provenance();
+        all.split(here, parent.expose_provenance(), color, place, call)
+    }
+}
+function! {
+    ncclCommShrink(
+        parent: Pointer, excluded: *const c_int, excluded_count: c_int, place: Pointer,
+        config: Pointer, flags: c_int
+    ) by member |all, here, call| {
+        let excluded: &[c_int] = match usize::try_from(excluded_count) {
+            // SAFETY: the caller's list of this many ranks, as NCCL's function takes it.
+            Ok(count) if !excluded.is_null() => unsafe {
+                std::slice::from_raw_parts(excluded, count)
+            },
+            _ => &[],
+        };
+        let place = place.expose_provenance();
+        all.shrink(here, parent.expose_provenance(), excluded, place, call)
+    }
+}
+function! {
+    ncclCommFinalize(communicator: Pointer) by member |all, here, call| {
+        all.finalize(here, communicator.expose_provenance(), call)
+    }
+}
+function! {
+    ncclCommDestroy(communicator: Pointer) by member |all, here, call| {
+        all.destroy(here, communicator.expose_provenance(), call)
+    }
+}
+function! {
+    ncclCommAbort(communicator: Pointer) by member |all, here, call| {
+        all.abort(here, communicator.expose_provenance(), call)
+    }
+}
+function! {
+    ncclCommRevoke(communicator: Pointer, flags: c_uint) by member |all, here, call| {
+        all.revoke(here, communicator.expose_provenance(), call)
+    }
+}
+
+/// `ncclCommGetAsyncError`: what it says is also what we know of a non-blocking call.
+///
+/// # Safety
+/// As NCCL's function of this name.
+pub(crate) unsafe extern "C" fn ncclCommGetAsyncError(
+    communicator: Pointer,
+    state: *mut c_int,
+) -> c_int {
+    let call = || call_nccl!(ncclCommGetAsyncError(communicator => Pointer, state => *mut c_int));
+    let Some(member) = runtime::member().filter(|_| !state.is_null()) else {
+        return call().0;
+    };
+    let mut result = NcclResult::SUCCESS;
+    let ask = || {
+        result = call();
+        if result == NcclResult::SUCCESS {
+            // SAFETY: the caller's out-pointer, not null, which NCCL has just written.
+            NcclResult(unsafe { state.read() })
+        } else {
+            result
+        }
+    };
+    let all = runtime::collectives();
+    let _state = all.state(&Here(member), communicator.expose_provenance(), ask);
+    result.0
+}

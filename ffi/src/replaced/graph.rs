@@ -1,0 +1,241 @@
+//! Graphs: their launches count and wait like what they hold, and what they hold is followed from the
+//! capture on.
+
+#![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
+
+use std::ffi::{c_char, c_int, c_uint, c_ulonglong};
+
+use tenants::gate::Passage;
+
+use super::SUCCESS;
+use crate::hooks::{Pointer, call_driver};
+use crate::runtime;
+
+/// `CU_STREAM_LEGACY`; 0 means the same here.
+const STREAM_LEGACY: usize = 1;
+/// `CU_STREAM_CAPTURE_STATUS_ACTIVE`.
+const CAPTURE_ACTIVE: c_int = 1;
+/// `CU_GRAPH_NODE_TYPE_GRAPH`, first in `CUgraphNodeParams`; the child graph is 16 bytes in.
+const NODE_TYPE_GRAPH: c_int = 4;
+const NODE_CHILD_OFFSET: usize = 16;
+
+/// The driver's number of the capture that records what is submitted to `stream` now. Asks only while a
+/// capture is under way in the process, and never of the legacy stream, which cannot be captured and would
+/// answer with an error.
+pub(crate) fn capture_of(stream: usize) -> Option<u64> {
+    let member = runtime::member()?;
+    if member.captures() == 0 || stream <= STREAM_LEGACY {
+        return None;
+    }
+    let mut status: c_int = 0;
+    let mut id: c_ulonglong = 0;
+    let stream: Pointer = std::ptr::with_exposed_provenance_mut(stream);
+    let none = std::ptr::null_mut();
+    // CUDA 13 headers name the third form; drivers keep the second.
+    let code = call_driver!(cuStreamGetCaptureInfo_v2(
+        stream => Pointer, &raw mut status => *mut c_int, &raw mut id => *mut c_ulonglong,
+        none => Pointer, none => Pointer, none => Pointer
+    ));
+    (code == SUCCESS && status == CAPTURE_ACTIVE).then_some(id)
+}
+
+/// What the driver has written to an out-pointer, as a number.
+fn written(place: Pointer) -> Option<u64> {
+    if place.is_null() {
+        return None;
+    }
+    // SAFETY: the caller's out-pointer for one handle, which the driver has just written.
+    let value = unsafe { place.cast::<Pointer>().read() };
+    (!value.is_null()).then(|| value.expose_provenance() as u64)
+}
+
+fn value(handle: Pointer) -> u64 {
+    handle.addr() as u64
+}
+
+/// Ends a capture by `end`, and follows what it recorded.
+pub(super) fn end_capture(stream: Pointer, graph: Pointer, end: impl FnOnce() -> c_int) -> c_int {
+    let Some(member) = runtime::member() else {
+        return end();
+    };
+    let graphs = runtime::graphs();
+    let capture = graphs.is_used().then(|| capture_of(stream.expose_provenance())).flatten();
+    let code = end();
+    // A failed end ends the capture too.
+    let target = runtime::captures().ended(member, stream.addr() as u64);
+    if let Some(capture) = capture {
+        let made = if code == SUCCESS { written(graph) } else { None };
+        let had_other_work = target == Some(sublet_cuda_graph::Target::Existing);
+        graphs.capture_ended(capture, made, had_other_work);
+    }
+    code
+}
+
+macro_rules! launch_graph {
+    ($symbol:ident) => {
+        /// Launches a graph. When it holds collectives, they are counted, and held, like others.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(executable: Pointer, stream: Pointer) -> c_int {
+            let driver = || call_driver!($symbol(executable => Pointer, stream => Pointer));
+            let Some(member) = runtime::member() else {
+                return driver();
+            };
+            let Some(entries) = runtime::graphs().entries_of(value(executable)) else {
+                let _pass = member.gate().pass(Passage::Use);
+                return driver();
+            };
+            let capture = capture_of(stream.expose_provenance());
+            // Held outside of the gate, which a pause shuts.
+            let launch =
+                capture.is_none().then(|| member.cut().enter("cuGraphLaunch", &entries));
+            let code = {
+                let _pass = member.gate().pass(Passage::Use);
+                driver()
+            };
+            match (launch, capture) {
+                (Some(launch), _) if code != SUCCESS => launch.not_launched(),
+                (Some(launch), _) => drop(launch),
+                (None, Some(capture)) if code == SUCCESS => {
+                    runtime::graphs().recorded(capture, entries.to_vec());
+                }
+                (None, _) => {}
+            }
+            code
+        }
+    };
+}
+
+launch_graph!(cuGraphLaunch);
+launch_graph!(cuGraphLaunch_ptsz);
+
+macro_rules! followed {
+    ($(#[$doc:meta])* $symbol:ident ( $($arg:ident : $ty:ty),* ) then |$graphs:ident| $follow:expr) => {
+        $(#[$doc])*
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
+            let code = call_driver!($symbol($($arg => $ty),*));
+            if code == SUCCESS && runtime::graphs().is_used() {
+                let $graphs = runtime::graphs();
+                $follow;
+            }
+            code
+        }
+    };
+}
+
+fn instantiated(executable: Pointer, graph: Pointer) {
+    if let Some(made) = written(executable) {
+        runtime::graphs().instantiated(made, value(graph));
+    }
+}
+
+followed! {
+    /// Makes an executable graph.
+    cuGraphInstantiate(
+        executable: Pointer, graph: Pointer, error_node: Pointer, log: *mut c_char, size: usize
+    ) then |_graphs| instantiated(executable, graph)
+}
+followed! {
+    /// Makes an executable graph.
+    cuGraphInstantiate_v2(
+        executable: Pointer, graph: Pointer, error_node: Pointer, log: *mut c_char, size: usize
+    ) then |_graphs| instantiated(executable, graph)
+}
+followed! {
+    /// Makes an executable graph.
+    cuGraphInstantiateWithFlags(executable: Pointer, graph: Pointer, flags: c_ulonglong)
+        then |_graphs| instantiated(executable, graph)
+}
+followed! {
+    /// Makes an executable graph.
+    cuGraphInstantiateWithParams(executable: Pointer, graph: Pointer, parameters: Pointer)
+        then |_graphs| instantiated(executable, graph)
+}
+followed! {
+    /// Makes an executable graph.
+    cuGraphInstantiateWithParams_ptsz(executable: Pointer, graph: Pointer, parameters: Pointer)
+        then |_graphs| instantiated(executable, graph)
+}
+followed! {
+    /// Copies a graph.
+    cuGraphClone(copy: Pointer, original: Pointer) then |graphs| {
+        if let Some(made) = written(copy) {
+            graphs.cloned(made, value(original));
+        }
+    }
+}
+followed! {
+    /// Puts a copy of a graph into another as a node.
+    cuGraphAddChildGraphNode(
+        node: Pointer, graph: Pointer, dependencies: Pointer, count: usize, child: Pointer
+    ) then |graphs| {
+        if let Some(made) = written(node) {
+            graphs.child_added(value(graph), made, value(child));
+        }
+    }
+}
+followed! {
+    /// Adds a node, which may stand for a graph.
+    cuGraphAddNode(
+        node: Pointer, graph: Pointer, dependencies: Pointer, count: usize, parameters: Pointer
+    ) then |_graphs| node_added(node, graph, parameters)
+}
+followed! {
+    /// Adds a node, which may stand for a graph.
+    cuGraphAddNode_v2(
+        node: Pointer, graph: Pointer, dependencies: Pointer, data: Pointer, count: usize,
+        parameters: Pointer
+    ) then |_graphs| node_added(node, graph, parameters)
+}
+
+followed! {
+    /// Adds a node, which may stand for a graph.
+    cuGraphAddNode_v3(
+        node: Pointer, graph: Pointer, dependencies: Pointer, data: Pointer, count: usize,
+        parameters: Pointer
+    ) then |_graphs| node_added(node, graph, parameters)
+}
+
+fn node_added(node: Pointer, graph: Pointer, parameters: Pointer) {
+    let Some(made) = written(node) else { return };
+    // SAFETY: the driver has accepted these parameters, whose first field is the kind of node.
+    let kind = unsafe { parameters.cast::<c_int>().read() };
+    if kind == NODE_TYPE_GRAPH {
+        let place = parameters.wrapping_byte_add(NODE_CHILD_OFFSET).cast::<Pointer>();
+        // SAFETY: parameters of this kind hold the child graph there.
+        let child = unsafe { place.read() };
+        runtime::graphs().child_added(value(graph), made, value(child));
+    }
+}
+
+followed! {
+    /// Changes an executable graph to what another graph does.
+    cuGraphExecUpdate(
+        executable: Pointer, graph: Pointer, error_node: Pointer, result: *mut c_uint
+    ) then |graphs| graphs.updated(value(executable), value(graph))
+}
+followed! {
+    /// Changes an executable graph to what another graph does.
+    cuGraphExecUpdate_v2(executable: Pointer, graph: Pointer, info: Pointer)
+        then |graphs| graphs.updated(value(executable), value(graph))
+}
+followed! {
+    /// Changes what a node of an executable graph stands for.
+    cuGraphExecChildGraphNodeSetParams(executable: Pointer, node: Pointer, child: Pointer)
+        then |graphs| graphs.child_replaced(value(executable), value(node), value(child))
+}
+followed! {
+    /// Ends a graph.
+    cuGraphDestroy(graph: Pointer) then |graphs| graphs.graph_destroyed(value(graph))
+}
+followed! {
+    /// Ends an executable graph.
+    cuGraphExecDestroy(executable: Pointer)
+        then |graphs| graphs.executable_destroyed(value(executable))
+}
