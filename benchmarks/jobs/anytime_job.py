@@ -1,0 +1,232 @@
+"""Is training paused at random instants the same training, bit for bit?
+
+The scripts in programs/ know nothing of Sublet and of pauses: `--program` ddp (gradient all-reduce in buckets), tpdp
+(three kinds of communicators, three streams), pipeline (sends and receives), graphs (collectives in CUDA graphs). Only
+one rank reads its loss, so the ranks stand at different places when a pause comes. The same torchrun job runs once plain
+and once under `sublet run`, where the real command pauses and resumes it `--pauses` times, a random `--gap-ms` apart.
+A job that ends before is started again. Every rank's losses of all steps and its final weights must be the same bits.
+
+Bound: a pause costs its bytes over the link and NCCL's blocks, some 0.15 s, and a resume 0.15 to 0.25 s; the cut should
+take no longer than the steps that the slowest rank is behind, a few ms; two starts of torchrun take 25 s.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+import subletapi
+from common import JobError, Result
+from training_run import TrainingRun, first_difference, gpu_count, library_versions
+
+#: Steps before the first pause: what is made on first use is there.
+WARM_STEPS = 25
+#: Texts of failed pauses to keep.
+FAILURES_MAX = 40
+
+
+def parse(argv: list[str]) -> Any:
+    """The options."""
+    parser = common.job_parser(__doc__, deadline_s=240)
+    parser.add_argument("--program", choices=("ddp", "tpdp", "pipeline", "graphs"), default="ddp")
+    parser.add_argument("--pauses", type=int, default=200, help="pauses that must succeed")
+    parser.add_argument("--seed", type=int, default=1, help="of the instants")
+    parser.add_argument("--gap-ms", default="5,60", help="shortest and longest time from a resume to the next pause")
+    parser.add_argument("--active-ms", type=float, default=110, help="time that the job is expected to run a pause")
+    parser.add_argument("--pause-timeout", type=float, default=5.0, help="seconds for each phase of a pause")
+    parser.add_argument("--stuck-s", type=float, default=20.0, help="without a step for so long, the job is stuck")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--failures-max", type=int, default=25, help="failed pauses after which the job gives up")
+    args = parser.parse_args(argv)
+    args.gaps = [float(text) / 1000 for text in args.gap_ms.split(",")]
+    return args
+
+
+def kind_of_failure(told: dict[str, Any]) -> str:
+    """Whether a pause that failed ran out of time or was refused."""
+    text = f"{told.get('json') or ''} {told.get('stderr', '')}".lower()
+    late = told["exit"] == common.EXIT_DEADLINE or any(word in text for word in ("deadline", "timeout", "timed out", "within"))
+    return "timed_out" if late else "refused"
+
+
+class Job:
+    """Baseline, then as many runs as the pauses take."""
+
+    def __init__(self, args: Any, result: Result, work: Path) -> None:
+        self.args, self.result, self.work, self.data = args, result, work, result.data
+        self.began = time.monotonic()
+        self.random = random.Random(args.seed)
+        self.ranks = gpu_count(args.gpus)
+        self.data["parameters"]["gpus"] = self.ranks
+        self.data["versions"].update(library_versions())
+        self.counts = {"succeeded": 0, "refused": 0, "timed_out": 0, "resumes_failed": 0}
+        self.walls: dict[str, dict[str, list[float]]] = {"pause": {}, "resume": {}}
+        self.members: dict[str, dict[str, dict[str, list[float]]]] = {"pause": {}, "resume": {}}
+        self.data["failures"] = []
+        self.expected: list[list[str]] = []
+        self.steps, self.rate = 0, 0.0
+        self.current: TrainingRun | None = None
+        common.at_deadline(lambda _reason: self.current and self.current.print_state())
+
+    def left_s(self) -> float:
+        """Seconds until the job must have ended, some for the report taken off."""
+        return self.args.deadline - 10 - (time.monotonic() - self.began)
+
+    def start(self, label: str, tenant: str | None, *arguments: str) -> TrainingRun:
+        """One run of the program."""
+        given = ["--width", str(self.args.width), *arguments]
+        self.current = TrainingRun(self.work, label, self.args.program, self.ranks, given, tenant)
+        return self.current
+
+    def baseline(self) -> None:
+        """The run without pauses and without Sublet."""
+        seconds = self.args.pauses * self.args.active_ms / 1000 + 1.0
+        plain = self.start("plain", None, "--seconds", f"{seconds:.1f}")
+        code = plain.wait_end(min(self.left_s(), seconds * 3 + 60))
+        self.expected, self.steps, self.rate = plain.losses(), plain.steps, plain.rate() or 0.0
+        if code != 0 or not all(self.expected):
+            raise JobError(f"the run without Sublet ended with {code}: {plain.tail()}")
+        self.data["baseline"] = {"steps": self.steps, "steps_per_s": self.rate, "final_loss": self.expected[0][-2]}
+        common.log(f"without Sublet: {self.steps} steps, {self.rate:.1f} a second")
+
+    # ------------------------------------------------------------ one cycle
+
+    def change(self, action: str, tenant: str) -> dict[str, Any]:
+        """Runs the command."""
+        limit = ["--timeout", f"{max(1, round(self.args.pause_timeout))}s"]
+        return subletapi.sublet(action, tenant, *limit, "--json", timeout_s=8 * self.args.pause_timeout)
+
+    def note_report(self, action: str, told: dict[str, Any]) -> None:
+        """Adds the times of each phase, and what the report says beside them."""
+        report = (told.get("json") or {}).get("report") or {}
+        for phase in report.get("phases", []):
+            self.walls[action].setdefault(phase["phase"], []).append(phase["wall_us"])
+        for name, row in subletapi.phase_table(report.get("phases")).items():
+            entry = self.members[action].setdefault(name, {})
+            for key in ("elapsed_us", "driver_calls", "bytes"):
+                entry.setdefault(key, []).append(row[key])
+        if action == "pause" and report:
+            names = [phase["phase"] for phase in report["phases"]]
+            upto = names.index("Drain") + 1 if "Drain" in names else 0
+            self.result.sample("standstill_ms", sum(p["wall_us"] for p in report["phases"][:upto]) / 1000)
+            # Whatever says where the ranks were, for a few pauses.
+            about = {k: v for k, v in report.items() if k not in ("phases", "devices", "tenant", "action")}
+            if len(str(about)) < 3000 and len(self.data.setdefault("places", [])) < 12:
+                self.data["places"].append(about)
+        self.data.setdefault(f"first_{action}", told)
+
+    def cycle(self, run: TrainingRun, tenant: str) -> None:
+        """A gap, a pause at whatever the ranks are doing then, a resume."""
+        gap = self.random.uniform(*self.args.gaps)
+        time.sleep(gap)
+        step = run.poll()
+        told = self.change("pause", tenant)
+        if told["exit"] != 0:
+            if run.ended:
+                return
+            kind = kind_of_failure(told)
+            self.counts[kind] += 1
+            error = (told.get("json") or {}).get("error") or told.get("stderr") or told.get("stdout") or ""
+            if len(self.data["failures"]) < FAILURES_MAX:
+                entry = {"pause": self.counts["succeeded"], "step": step, "kind": kind, "wall_s": told["wall_s"]}
+                self.data["failures"].append({**entry, "exit": told["exit"], "error": str(error)[:1200]})
+            common.log(f"pause {kind} at step {step}: {str(error)[:400]}")
+            if told["exit"] == 1:
+                return
+        at_rest = run.poll()
+        if self.counts["succeeded"] % 10 == 0:
+            time.sleep(0.05)
+            # A rank that had its loss already may still print it before it comes to its next launch.
+            if run.poll() > at_rest + 1:
+                raise JobError(f"{run.steps - at_rest} steps were made while the tenant was paused")
+        again = self.change("resume", tenant)
+        if again["exit"] != 0:
+            self.counts["resumes_failed"] += 1
+            self.data["resume_failure"] = subletapi.say(again) + str(again.get("json"))[:2000]
+            run.print_state()
+            raise JobError(f"resume failed: {self.data['resume_failure'][:600]}")
+        if told["exit"] == 0:
+            self.counts["succeeded"] += 1
+            self.result.sample("gap_ms", round(gap * 1000, 2))
+            self.result.sample("step", step)
+            self.result.sample("pause_ms", round(told["wall_s"] * 1000, 2))
+            self.result.sample("resume_ms", round(again["wall_s"] * 1000, 2))
+            self.note_report("pause", told)
+            self.note_report("resume", again)
+
+    # ------------------------------------------------------------ the runs
+
+    def failed(self) -> int:
+        """Pauses that did not succeed."""
+        return self.counts["refused"] + self.counts["timed_out"]
+
+    def paused_run(self, number: int) -> None:
+        """One run of the job under Sublet, paused until it nears its end or there were enough pauses."""
+        tenant = f"anytime-{self.args.program}-{os.getpid()}-{number}"
+        run = self.start(f"hooked{number}", tenant, "--steps", str(self.steps))
+        run.wait_steps(WARM_STEPS, min(self.left_s(), 90))
+        # The last quarter second is left alone: then the job is about to end.
+        last = self.steps - max(5, round(self.rate / 4))
+        rest_s = self.steps / max(self.rate, 1e-3)
+        while self.counts["succeeded"] < self.args.pauses and run.poll() < last and not run.ended:
+            rest_s = (self.steps - run.steps) / max(self.rate, 1e-3)
+            if self.left_s() < rest_s * 1.5 + 10 or self.failed() > self.args.failures_max:
+                self.result.note(f"no more pauses: {self.left_s():.0f} s left, {self.failed()} failed")
+                break
+            if time.monotonic() - run.advanced > self.args.stuck_s:
+                run.print_state()
+                raise JobError(f"no step for {self.args.stuck_s:.0f} s after pause {self.counts['succeeded']}")
+            self.cycle(run, tenant)
+            if self.counts["succeeded"] % 50 == 1:
+                common.log(f"{self.counts}, step {run.steps} of {self.steps}")
+                self.result.save()
+        code = run.wait_end(max(5.0, min(self.left_s(), rest_s * 3 + 30)))
+        self.result.check(f"run {number}: the job ended well", code == 0, f"exit {code} {run.tail(600) if code else ''}")
+        same, detail = first_difference(self.expected, run.losses())
+        self.result.check(f"run {number}: losses of all ranks identical to the run without pauses", same, detail)
+
+    def run(self) -> None:
+        """Everything, then the table."""
+        self.baseline()
+        number = 0
+        while self.counts["succeeded"] < self.args.pauses and self.failed() <= self.args.failures_max:
+            before = self.counts["succeeded"]
+            if number and self.left_s() < 25 + 1.5 * self.steps / max(self.rate, 1e-3):
+                self.result.note(f"no time for another run: {self.left_s():.0f} s left")
+                break
+            try:
+                self.paused_run(number)
+            finally:
+                self.report()
+            number += 1
+            if self.counts["succeeded"] == before:
+                break
+        wanted = self.args.pauses
+        self.result.check(f"{wanted} pauses at random instants succeeded", self.counts["succeeded"] >= wanted, str(self.counts))
+        self.result.check("no pause timed out or was refused", self.failed() == 0, str(self.data["failures"][:1]))
+
+    def report(self) -> None:
+        """Puts what was measured into the record and prints the phases."""
+        self.data["summary"]["pauses"] = dict(self.counts)
+        self.data["samples"]["phase_wall_us"] = {
+            f"{action}.{name}": values for action, table in self.walls.items() for name, values in table.items()
+        }
+        self.data["phases"] = {
+            action: {name: {k: common.summarise(v) for k, v in row.items()} for name, row in table.items()}
+            for action, table in self.members.items()
+        }
+        print(f"{'phase':<28}{'n':>6}{'p50 ms':>10}{'p99 ms':>10}{'max ms':>10}")
+        for action, table in self.walls.items():
+            for name, values in table.items():
+                row = common.summarise(values)
+                print(f"{action + ' ' + name:<28}{row['count']:>6}" + "".join(f"{row[k] / 1000:>10.2f}" for k in ("median", "p99", "max")))
+
+
+if __name__ == "__main__":
+    options = parse(sys.argv[1:])
+    sys.exit(common.run_job(options, f"anytime_{options.program}", lambda result, work: Job(options, result, work).run()))

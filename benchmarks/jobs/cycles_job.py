@@ -1,0 +1,186 @@
+"""Does a job survive a thousand pauses, and is everything as it was at the start?
+
+The NCCL-only job (one process per GPU, two communicators, all-reduce and all-to-all) is paused and resumed by the real
+command `--cycles` times. After each, every collective must be bit-identical to the first. Resident memory and file
+descriptors of every rank, the host arena, and the memory in use on each GPU are read every `--every` cycles, active
+and paused, and must be flat. When time runs out, it says how many cycles were done.
+
+Bound: a cycle is a pause and a resume of some 2 GiB a rank, 0.13 + 0.25 s, and a check of a few ms: 400 s for 1,000.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+import subletapi
+from common import MIB, JobError, Result
+from observer import Observer
+from rpc import Pool
+
+#: Cycles after which the host arena and whatever is made on first use are there.
+SETTLED = 20
+#: What may be more at the end than after SETTLED cycles.
+RSS_GROWTH_MAX = 24 * MIB
+GPU_GROWTH_MAX = 4 * MIB
+
+
+def parse(argv: list[str]) -> Any:
+    """The options."""
+    parser = common.job_parser(__doc__, deadline_s=560)
+    parser.add_argument("--cycles", type=int, default=1000)
+    parser.add_argument("--every", type=int, default=25, help="cycles between two readings of what is held")
+    parser.add_argument("--pause-timeout", type=float, default=20.0, help="seconds for one pause or resume")
+    return parser.parse_args(argv)
+
+
+def held(pids: list[int], tenant: str) -> dict[str, int]:
+    """Sums over the ranks: resident bytes not shared with files, descriptors, threads, maps; and the host arena."""
+    sums = {"rss_bytes": 0, "anonymous_bytes": 0, "descriptors": 0, "threads": 0, "maps": 0}
+    for pid in pids:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+        sums["rss_bytes"] += int(status["VmRSS"].split()[0]) << 10
+        sums["anonymous_bytes"] += int(status["RssAnon"].split()[0]) << 10
+        sums["threads"] += int(status["Threads"])
+        sums["descriptors"] += len(os.listdir(f"/proc/{pid}/fd"))
+        sums["maps"] += Path(f"/proc/{pid}/maps").read_bytes().count(b"\n")
+    told = subletapi.sublet("stats", tenant, "--json", timeout_s=20)
+    tenants = told.get("json") or []
+    members = [member for entry in tenants if isinstance(entry, dict) for member in entry.get("members", [])]
+    sums["arena_bytes"] = sum(member.get("pool", {}).get("host_arena_bytes", 0) for member in members)
+    sums["members"] = len(members)
+    return sums
+
+
+class Job:
+    """The tenant and its cycles."""
+
+    def __init__(self, args: Any, result: Result, work: Path) -> None:
+        self.args, self.result, self.data, self.began = args, result, result.data, time.monotonic()
+        self.observer = Observer(work)
+        self.world = args.gpus or self.observer.info["count"]
+        self.data["parameters"]["gpus"] = self.world
+        self.empty = self.observer.settled_free()
+        self.tenant = f"cycles-{os.getpid()}"
+        self.pool = Pool(work, "cycles", self.world, self.tenant, life_s=args.deadline)
+        started = self.pool.call("start", 120)
+        result.machine(self.observer.info, started[0]["versions"])
+        if not all(reply["sublet"] for reply in started):
+            raise JobError(f"libsublet.so is not in the ranks; missing: {started[0]['missing']}")
+        self.pool.call("connect", 90)
+        self.pool.call("messages", 60, words=[1024, 1 << 18])
+        self.pool.call("step", 90)
+        self.walls: dict[str, list[int]] = {}
+        self.members: dict[str, dict[str, dict[str, list[float]]]] = {"pause": {}, "resume": {}}
+
+    def used(self) -> list[int]:
+        """Bytes in use per GPU beyond the idle machine."""
+        return [then - now for then, now in zip(self.empty, self.observer.free(), strict=True)][: self.world]
+
+    def change(self, action: str) -> None:
+        """One pause or resume by the command, and the times it tells."""
+        told = subletapi.sublet(action, self.tenant, "--json", timeout_s=self.args.pause_timeout)
+        if told["exit"] != 0:
+            self.data["failure"] = told
+            for words in (["ps"], ["stats", self.tenant, "--json"]):
+                print(f"---- sublet {words[0]}: {subletapi.sublet(*words, timeout_s=10)}"[:6000], flush=True)
+            self.pool.print_stacks()
+            raise JobError(f"{subletapi.say(told)} {(told.get('json') or {}).get('error', '')}")
+        self.result.sample(f"{action}_ms", round(told["wall_s"] * 1000, 2))
+        report = told["json"]["report"]
+        for phase in report["phases"]:
+            self.walls.setdefault(f"{action}.{phase['phase']}", []).append(phase["wall_us"])
+        for name, row in subletapi.phase_table(report["phases"]).items():
+            entry = self.members[action].setdefault(name, {})
+            for key in ("elapsed_us", "driver_calls", "bytes"):
+                entry.setdefault(key, []).append(row[key])
+        self.data.setdefault(f"first_{action}", told)
+
+    def cycle(self, number: int, read: bool) -> None:
+        """Pause, resume, check; the readings where `read`."""
+        self.change("pause")
+        if read:
+            self.result.sample("left_paused_bytes", max(self.used()))
+        self.change("resume")
+        replies = self.pool.call("step", 30)
+        wrong = [name for reply in replies for name in reply["wrong"]]
+        self.result.sample("step_ms", round(max(reply["seconds"] for reply in replies) * 1000, 2))
+        if wrong:
+            raise JobError(f"cycle {number}: collectives differ from the first: {wrong[:6]}")
+        if read:
+            self.result.sample("used_active_bytes", max(self.used()))
+            self.result.sample("read_after", number + 1)
+            for name, value in held(list(self.pool.pids.values()), self.tenant).items():
+                self.result.sample(name, value)
+
+    def run(self) -> None:
+        """All cycles that fit."""
+        done = 0
+        settled = min(SETTLED, self.args.cycles // 2)
+        longest = 0.0
+        try:
+            while done < self.args.cycles:
+                left = self.args.deadline - 20 - (time.monotonic() - self.began)
+                if left < longest:
+                    self.result.note(f"time ran out after {done} cycles")
+                    break
+                at = time.monotonic()
+                self.cycle(done, done == settled or (done + 1) % self.args.every == 0 or done + 1 == self.args.cycles)
+                longest = max(longest, time.monotonic() - at)
+                done += 1
+                if done % 100 == 0:
+                    common.log(f"{done} cycles, longest {longest:.2f} s")
+                    self.result.save()
+        finally:
+            self.report(done)
+        self.verdicts(done)
+
+    def report(self, done: int) -> None:
+        """Puts the times into the record and prints them."""
+        self.data["summary"]["cycles"] = done
+        # Every sample of each phase for the first and last hundred cycles; of those between, every fifth.
+        thin = [i for i in range(done) if i < 100 or i >= done - 100 or i % 5 == 0]
+        self.data["samples"]["phase_cycle"] = thin
+        self.data["samples"]["phase_wall_us"] = {
+            name: [values[i] for i in thin if i < len(values)] for name, values in self.walls.items()
+        }
+        self.data["phases"] = {
+            action: {name: {k: common.summarise(v) for k, v in row.items()} for name, row in table.items()}
+            for action, table in self.members.items()
+        }
+        self.data["summary"]["phase_wall_us"] = {name: common.summarise(values) for name, values in self.walls.items()}
+        print(f"{'phase':<28}{'n':>6}{'p50 ms':>10}{'p99 ms':>10}{'max ms':>10}")
+        for name, values in self.walls.items():
+            row = common.summarise(values)
+            print(f"{name:<28}{row['count']:>6}" + "".join(f"{row[k] / 1000:>10.2f}" for k in ("median", "p99", "max")))
+
+    def verdicts(self, done: int) -> None:
+        """What was promised."""
+        samples = self.data["samples"]
+        self.result.check(f"{self.args.cycles} cycles, every collective bit-identical after each", done >= self.args.cycles, f"{done} done")
+        limits = {
+            "anonymous_bytes": RSS_GROWTH_MAX * self.world,
+            "descriptors": 0,
+            "threads": 0,
+            "arena_bytes": 0,
+            "used_active_bytes": GPU_GROWTH_MAX,
+            "left_paused_bytes": GPU_GROWTH_MAX,
+        }
+        for name, limit in limits.items():
+            values = samples.get(name, [])
+            if len(values) < 2:
+                self.result.check(f"{name} is flat", False, "fewer than two readings")
+                continue
+            self.result.check(f"{name} is flat", values[-1] - values[0] <= limit, f"{values[0]} then {values[-1]}, most {max(values)}")
+        self.pool.close()
+        left = [then - now for then, now in zip(self.empty, self.observer.settled_free(), strict=True)]
+        self.result.check("nothing is left on the GPUs after the job", max(left[: self.world]) <= GPU_GROWTH_MAX, str(left))
+
+
+if __name__ == "__main__":
+    options = parse(sys.argv[1:])
+    sys.exit(common.run_job(options, "cycles_nccl", lambda result, work: Job(options, result, work).run()))

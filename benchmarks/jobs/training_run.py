@@ -1,0 +1,164 @@
+"""Runs of the ordinary training scripts in programs/ under stock torchrun, plain or as a tenant, watched from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+import subletapi
+from common import JobError
+
+PROGRAMS = common.JOBS / "programs"
+STEP = re.compile(rb"step (\d+) loss (\S+)\n")
+
+
+def gpu_count(wanted: int) -> int:
+    """GPUs to use: as many as wanted, or all; without any, as many ranks as a rehearsal on the CPU takes."""
+    return wanted or len(list(Path("/dev").glob("nvidia[0-9]*"))) or 4
+
+
+def library_versions() -> dict[str, str | None]:
+    """The installed versions that a record names."""
+    found: dict[str, str | None] = {}
+    for name, packages in {"torch": ("torch",), "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}.items():
+        for package in packages:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[name] = importlib.metadata.version(package)
+    return found
+
+
+class TrainingRun:
+    """One torchrun of a program."""
+
+    def __init__(
+        self,
+        work: Path,
+        label: str,
+        program: str,
+        ranks: int,
+        arguments: list[str],
+        tenant: str | None = None,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self.label, self.ranks, self.tenant = label, ranks, tenant
+        self.out = work / label
+        self.out.mkdir()
+        self.log = work / f"{label}.log"
+        self.log.touch()
+        self._reader = open(self.log, "rb")  # noqa: SIM115 (lives as long as the run)
+        self._rest = b""
+        self.steps, self.advanced = 0, time.monotonic()
+        torchrun = shutil.which("torchrun") or str(Path(sys.executable).parent / "torchrun")
+        command = [torchrun, "--standalone", "--nproc-per-node", str(ranks), str(PROGRAMS / f"{program}.py")]
+        command += [*arguments, "--out", str(self.out)]
+        environment = common.child_env({"PYTHONFAULTHANDLER": "1", **(env or {})})
+        self.child = common.spawn(subletapi.tenant_command(tenant, command), environment, self.log)
+
+    def poll(self) -> int:
+        """Steps printed so far."""
+        data = self._rest + self._reader.read()
+        end = data.rfind(b"\n") + 1
+        self._rest = data[end:]
+        found = STEP.findall(data[:end])
+        if found:
+            self.steps, self.advanced = int(found[-1][0]) + 1, time.monotonic()
+        return self.steps
+
+    @property
+    def ended(self) -> bool:
+        """Whether torchrun is gone."""
+        return self.child.poll() is not None
+
+    def tail(self, size: int = 1500) -> str:
+        """The end of the output, but for the losses."""
+        text = self.log.read_bytes()[-4 * size :].decode(errors="replace")
+        lines = [line for line in text.splitlines() if not re.match(r"step \d+ loss ", line)]
+        return "\n".join(lines)[-size:]
+
+    def wait_steps(self, count: int, timeout_s: float) -> None:
+        """Waits until `count` steps are printed."""
+
+        def ready() -> bool:
+            if self.poll() >= count:
+                return True
+            if self.ended:
+                raise JobError(f"{self.label} ended with {self.child.returncode} after {self.steps} steps: {self.tail()}")
+            return False
+
+        self._wait(f"step {count} of {self.label}", ready, timeout_s)
+
+    def wait_end(self, timeout_s: float) -> int:
+        """Waits until torchrun ends; its exit code."""
+        self._wait(f"the end of {self.label}", lambda: self.ended, timeout_s)
+        self.poll()
+        common.release(self.child)
+        return self.child.returncode
+
+    def _wait(self, what: str, ready: Any, timeout_s: float) -> None:
+        try:
+            common.wait_until(what, ready, timeout_s, poll_s=0.005)
+        except JobError:
+            self.print_state()
+            raise
+
+    def rate(self) -> float | None:
+        """Steps a second, as the program says at its end."""
+        found = re.search(rb"\nrate (\S+) steps/s", self.log.read_bytes())
+        return float(found.group(1)) if found else None
+
+    def losses(self) -> list[list[str]]:
+        """What each rank wrote: its value of each step in hexadecimal, and the digest of its weights."""
+        files = [self.out / f"rank{rank}.txt" for rank in range(self.ranks)]
+        return [path.read_text().splitlines() if path.exists() else [] for path in files]
+
+    def processes(self) -> list[int]:
+        """The ranks' process ids: what torchrun started, and what that started."""
+        parents: dict[int, int] = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        family, grown = {self.child.pid}, True
+        while grown:
+            more = {pid for pid, parent in parents.items() if parent in family} - family
+            family |= more
+            grown = bool(more)
+        return sorted(family - {self.child.pid})
+
+    def print_state(self) -> None:
+        """Says what Sublet knows, then has every rank end with its Python stacks in the log, and shows that."""
+        for words in (["ps"], *([["stats", self.tenant, "--json"]] if self.tenant else [])):
+            told = subletapi.sublet(*words, timeout_s=10)
+            print(f"---- sublet {' '.join(words)}\n{str(told.get('json') or told.get('stdout'))[:4000]}", flush=True)
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["ps", "-L", "-o", "pid,lwp,stat,wchan:24,comm", "-p", ",".join(map(str, self.processes()))]
+            shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
+            print("\n".join(line for line in shown.splitlines() if "cuda" not in line)[:6000], flush=True)
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGABRT)
+        time.sleep(1.5)
+        print(f"---- {self.label}: last output\n{self.tail(8000)}\n----", flush=True)
+
+
+def first_difference(expected: list[list[str]], got: list[list[str]]) -> tuple[bool, str]:
+    """Whether every rank's values are the same, and where they first differ."""
+    for rank, (before, after) in enumerate(zip(expected, got, strict=True)):
+        if before == after and before:
+            continue
+        step = next((i for i, pair in enumerate(zip(before, after)) if pair[0] != pair[1]), None)
+        return False, f"rank {rank}: {len(after)} of {len(before)} lines, first other {step}"
+    return True, f"{len(expected)} ranks, {len(expected[0]) - 1} steps, and the digests of the final weights"
+
+
+if __name__ == "__main__":
+    print("training_run is a module; the jobs import it")
