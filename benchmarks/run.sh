@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
-# Runs the GPU lane: bash run.sh [smoke|conformance|nccl|train|ipc|legacy_ipc|kept|overhead|expandable|all]...
+# Runs the GPU lane: bash run.sh [SUITE...], without arguments every suite.
 #
+# Suites: smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
+#         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs cycles deaths shortage watchdog
 # Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
-# and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles.
+# and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES
+# those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, ANYTIME_SEED their instants.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 OUT=${OUT:-$PWD/results}
 PYTHON=${PYTHON:-python3}
 GPUS=${GPUS:-0}
 CYCLES=${CYCLES:-20}
+SUITES=(smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
+    anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs cycles deaths shortage watchdog)
 JOBS=$HERE/jobs
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -23,7 +28,7 @@ export PYTHONDONTWRITEBYTECODE=1
 [ -x "$HERE/bin/sublet" ] && export SUBLET_BIN=${SUBLET_BIN:-$HERE/bin/sublet}
 [ -x "$HERE/bin/conformance_gpu" ] && export SUBLET_CONFORMANCE=${SUBLET_CONFORMANCE:-$HERE/bin/conformance_gpu}
 case "${1:-all}" in
-    -h | --help) sed -n '2,6p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,8p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
 if [ ! -f "$JOBS/common.py" ]; then echo "run.sh: $JOBS/common.py is missing" >&2; exit 2; fi
 
@@ -59,13 +64,37 @@ run_expandable() {
         --cycles "${EXPANDABLE_CYCLES:-10}" --rebuild-cycles 1 --warm-host
 }
 
+run_rates() { suite rates 200 rates_job.py; }
+# anytime PROGRAM PAUSES LIMIT_S
+anytime() {
+    suite "anytime_$1" "$3" anytime_job.py --program "$1" --pauses "${ANYTIME_PAUSES:-$2}" --seed "${ANYTIME_SEED:-1}"
+}
+run_anytime_ddp() { anytime ddp 200 265; }
+run_anytime_tpdp() { anytime tpdp 100 190; }
+run_anytime_pipeline() { anytime pipeline 100 190; }
+run_anytime_graphs() { anytime graphs 100 190; }
+run_cycles() { suite cycles 585 cycles_job.py --cycles "${MANY_CYCLES:-1000}"; }
+run_deaths() { suite deaths 240 deaths_job.py; }
+run_shortage() { suite shortage 120 shortage_job.py; }
+run_watchdog() { suite watchdog 210 watchdog_job.py --beyond; }
+
+# wanted NAME: runs the suite of that name, or says which there are.
+wanted() {
+    local each
+    for each in "${SUITES[@]}"; do
+        if [ "$each" = "$1" ]; then "run_$1"; return; fi
+    done
+    echo "run.sh: unknown suite '$1'; use all or one of: ${SUITES[*]}" >&2
+    worst=2
+}
+
 : >"$OUT/.console"
 for name in "${@:-all}"; do
-    case "$name" in
-        smoke | conformance | nccl | train | ipc | legacy_ipc | kept | overhead | expandable) "run_$name" ;;
-        all) for each in smoke conformance nccl train ipc legacy_ipc kept overhead expandable; do "run_$each"; done ;;
-        *) echo "run.sh: unknown suite '$name'; use smoke, conformance, nccl, train, ipc, legacy_ipc, kept, overhead, expandable or all" >&2; worst=2 ;;
-    esac
+    if [ "$name" = all ]; then
+        for each in "${SUITES[@]}"; do wanted "$each"; done
+    else
+        wanted "$name"
+    fi
 done
 
 {

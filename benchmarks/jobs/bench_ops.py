@@ -14,6 +14,9 @@ from typing import Any
 
 import common
 
+#: All-reduces in the graph that `calls` launches.
+GRAPH_CALLS = 4
+
 
 def pinned_setup(worker: Any, mib: int = 2048) -> dict[str, float]:
     """Pinned host memory and a block of the same size on the device."""
@@ -92,6 +95,36 @@ def launches(worker: Any, count: int, repeats: int) -> dict[str, Any]:
     return answer
 
 
+def calls(worker: Any, sizes_bytes: list[int], count: int) -> dict[str, float]:
+    """All-reduce calls a second from this rank's host thread, by message size; then in a graph of `GRAPH_CALLS`."""
+    torch, dist, group = worker.torch, worker.dist, worker.groups[0]
+    answer: dict[str, float] = {}
+    data = worker.bench.setdefault("calls", torch.zeros(1 << 18, dtype=torch.float32, device=worker.device))
+
+    def rate(once: Callable[[], Any], times: int) -> float:
+        dist.all_reduce(data[:2], group=group)  # the ranks start together
+        worker.sync()
+        began = time.perf_counter()
+        for _ in range(times):
+            once()
+        worker.sync()
+        return times / (time.perf_counter() - began)
+
+    for size in sizes_bytes:
+        part = data[: size // 4]
+        answer[f"all_reduce_{size}_bytes_calls_per_s"] = rate(lambda part=part: dist.all_reduce(part, group=group), count)
+    if worker.device.type == "cuda":
+        graph = worker.bench.get("calls_graph")
+        if graph is None:
+            graph = worker.bench["calls_graph"] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for _ in range(GRAPH_CALLS):
+                    dist.all_reduce(data[:256], group=group)
+            graph.replay()
+        answer["graph_with_all_reduce_launches_per_s"] = rate(graph.replay, max(1, count // GRAPH_CALLS))
+    return answer
+
+
 def runtime() -> ctypes.CDLL:
     """The CUDA runtime that torch has loaded."""
     with open("/proc/self/maps") as maps:
@@ -129,6 +162,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "pinned_copy": pinned_copy,
     "all_reduce": all_reduce,
     "launches": launches,
+    "calls": calls,
     "mallocs": mallocs,
 }
 

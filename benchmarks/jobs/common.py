@@ -42,6 +42,10 @@ class JobError(RuntimeError):
     """Something that ends a job, in one sentence."""
 
 
+class Ended(BaseException):
+    """A signal asked the job to end; no job mistakes it for a failure that it can go on from."""
+
+
 def log(text: str) -> None:
     """Prints one line with the time since the job began."""
     print(f"[{time.monotonic() - _BEGAN:7.1f}s] {text}", flush=True)
@@ -365,7 +369,7 @@ def run_job(args: argparse.Namespace, name: str, body: Callable[[Result, Path], 
         result.finish("deadline")
 
     def terminated(number: int, _frame: Any) -> None:
-        raise JobError(f"ended by signal {number}")
+        raise Ended(f"ended by signal {number}")
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, terminated)
@@ -374,7 +378,7 @@ def run_job(args: argparse.Namespace, name: str, body: Callable[[Result, Path], 
     status: str | None = None
     try:
         body(result, work)
-    except JobError as error:
+    except (JobError, Ended) as error:
         result.note(f"stopped: {error}")
         status = "error"
     except Exception as error:

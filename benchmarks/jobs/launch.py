@@ -1,7 +1,7 @@
 """Starts one process per GPU, as torchrun does, with the environment that `env://` wants, and waits for them.
 
-`python3 launch.py N PROGRAM [ARGS...]`. The first process that fails ends the others, by id. It takes about 10 ms,
-so times of jobs are not times of a launcher; `--launcher torchrun` of the jobs uses the stock one instead.
+`python3 launch.py N PROGRAM [ARGS...]`. The first process that fails ends the others, by id, unless
+LAUNCH_KEEP_SURVIVORS=1. It takes about 10 ms, so times of jobs are not times of a launcher; `--launcher torchrun` of the jobs uses the stock one instead.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ def main() -> int:
     for rank in range(world):
         env = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
         ranks.append(subprocess.Popen([sys.executable, *program], env=env, stdin=subprocess.DEVNULL))
+    keep = os.environ.get("LAUNCH_KEEP_SURVIVORS") == "1"
     failed, failed_at = 0, 0.0
     while any(child.poll() is None for child in ranks):
         codes = [child.returncode for child in ranks if child.returncode]
         if codes and not failed:
             failed, failed_at = codes[0], time.monotonic()
-        if failed and time.monotonic() - failed_at > 5:
+        if failed and not keep and time.monotonic() - failed_at > 5:
             for child in ranks:
                 if child.poll() is None:
                     child.kill()

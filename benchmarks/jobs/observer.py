@@ -3,7 +3,7 @@
 A small program over libcuda alone (no torch, nothing preloaded). It keeps a context on every GPU, so its own cost
 is constant (some 500 MiB a GPU), answers `{"op": "free"}` lines on standard input with free bytes per GPU, and on
 `{"op": "take", ...}` plays the next tenant: it first fills what was free anyhow (the ballast), then allocates,
-writes and reads back the given bytes, which only fit if the paused tenant's memory really came back.
+writes and reads back the given bytes, which only fit if the paused tenant's memory really came back. `hold` allocates and writes until `drop`.
 
 Bound: writing at about 4 TB/s takes 2.5 ms for 10 GB; cuMemGetInfo takes some 10 us.
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import subletapi
 
 CHUNK = 8 * common.GIB
 
@@ -44,6 +45,7 @@ class Driver:
         if self.contexts:
             self.lib.cuDeviceGetName(name, 128, 0)
         self.info = {"count": count.value, "name": name.value.decode(), "driver_api": version.value}
+        self.held: list[tuple[int, ctypes.c_uint64]] = []
         for gpu in range(count.value):  # loads the driver's own fill kernel, so that later readings are flat
             self.take(gpu, 0, 2 * common.MIB)
 
@@ -102,6 +104,30 @@ class Driver:
             for block in reversed(held):
                 self.lib.cuMemFree_v2(block)
 
+    def hold(self, gpu: int, size: int) -> int:
+        """Allocates and writes up to `size` bytes and keeps them; how many it got."""
+        self.use(gpu)
+        got = 0
+        while got < size:
+            part = min(CHUNK, size - got) // 4096 * 4096
+            block = self.alloc(part) if part else None
+            if block is None:
+                break
+            self.check(self.lib.cuMemsetD32_v2(block, ctypes.c_uint(0x5EB1E7), ctypes.c_size_t(part // 4)), "cuMemsetD32")
+            self.held.append((gpu, block))
+            got += part
+        self.check(self.lib.cuCtxSynchronize(), "cuCtxSynchronize")
+        return got
+
+    def drop(self) -> int:
+        """Frees what is held; how many blocks."""
+        count = len(self.held)
+        for gpu, block in self.held:
+            self.use(gpu)
+            self.check(self.lib.cuMemFree_v2(block), "cuMemFree")
+        self.held.clear()
+        return count
+
 
 def serve() -> int:
     """Answers lines until standard input ends."""
@@ -114,6 +140,10 @@ def serve() -> int:
         try:
             if asked["op"] == "free":
                 answer: Any = driver.free()
+            elif asked["op"] == "hold":
+                answer = [driver.hold(*entry) for entry in asked["entries"]]
+            elif asked["op"] == "drop":
+                answer = driver.drop()
             else:
                 answer = [driver.take(*entry) for entry in asked["entries"]]
         except Exception as error:
@@ -124,12 +154,12 @@ def serve() -> int:
 
 
 class Observer:
-    """The parent's side: starts the program and asks it."""
+    """The parent's side: starts the program, outside any tenant or as one, and asks it."""
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, tenant: str | None = None) -> None:
         with open(work / "observer.log", "ab") as sink:
             self.child = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve())],
+                subletapi.tenant_command(tenant, [sys.executable, str(Path(__file__).resolve())]),
                 env=common.child_env(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -174,6 +204,14 @@ class Observer:
     def take(self, entries: list[list[int]]) -> list[dict[str, Any]]:
         """Per entry `[gpu, ballast bytes, bytes]`: see Driver.take."""
         return self.ask(timeout_s=110, op="take", entries=entries)
+
+    def hold(self, entries: list[list[int]]) -> list[int]:
+        """Per entry `[gpu, bytes]`: see Driver.hold."""
+        return self.ask(timeout_s=60, op="hold", entries=entries)
+
+    def drop(self) -> int:
+        """Frees what `hold` took."""
+        return self.ask(timeout_s=60, op="drop")
 
     def close(self) -> None:
         """Ends the program."""

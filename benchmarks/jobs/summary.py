@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+#: Samples from which on a p99 says something.
+LONG_SERIES = 100
+
 
 def number(value: Any) -> str:
     """A short number, or a dash."""
@@ -41,8 +44,9 @@ def phases(table: dict[str, Any]) -> list[str]:
             key, rows = key.split(".")[0], {key: rows}
         parts = []
         for name, row in rows.items():
-            took, calls = row["elapsed_us"]["median"], row["driver_calls"]["median"]
-            parts.append(f"{name} {number((took or 0) / 1000)} ms/{number(calls)} calls")
+            took, calls = row["elapsed_us"], row["driver_calls"]["median"]
+            slow = f" (p99 {number((took['p99'] or 0) / 1000)})" if took["count"] >= LONG_SERIES else ""
+            parts.append(f"{name} {number((took['median'] or 0) / 1000)}{slow} ms/{number(calls)} calls")
         if parts:
             lines.append(f"phases {key}: " + ", ".join(parts))
     return lines
@@ -59,7 +63,7 @@ def show(record: dict[str, Any]) -> None:
     passed = sum(entry["passed"] for entry in record.get("checks", []))
     print(f"  {passed} of {len(record.get('checks', []))} checks passed, {record.get('nccl_warnings', 0)} NCCL WARN lines")
     for line in medians(record.get("summary") or {}) + phases(record.get("phases") or {}):
-        print(f"  {line[:240]}")
+        print(f"  {line[:400]}")
     baseline = record.get("baseline") or {}
     parts = [f"{k} {number(v['median'])}" for k, v in baseline.items() if isinstance(v, dict) and "median" in v]
     if parts:

@@ -1,12 +1,14 @@
 """One rank of a job: does what its job script asks through rpc.py, one request at a time.
 
 Started by launch.py or torchrun, under `sublet run` or plainly; the code is the same. With JOB_REHEARSE=1 it runs
-on the CPU with gloo, to try the scripts' control flow; such figures mean nothing.
+on the CPU with gloo, to try the scripts' control flow; such figures mean nothing. Where a simulated driver is found,
+each rank holds some of its memory then, so that it is a process of the tenant.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import os
@@ -33,6 +35,22 @@ def signed(value: int) -> int:
     """`value` modulo 2**64 as a signed 64-bit number."""
     value &= MASK
     return value - (1 << 64) if value >> 63 else value
+
+
+def rehearsal_memory(gpu: int) -> ctypes.c_uint64 | None:
+    """64 MiB of a simulated GPU; None where there is no driver."""
+    try:
+        lib = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, context, pointer = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
+    codes = [lib.cuInit(0), lib.cuDeviceGet(ctypes.byref(device), gpu)]
+    codes.append(lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    codes.append(lib.cuCtxSetCurrent(context))
+    codes.append(lib.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(64 * common.MIB)))
+    if any(codes):
+        raise common.JobError(f"the simulated driver returned {codes}")
+    return pointer
 
 
 class Checksum:
@@ -86,6 +104,8 @@ class Worker:
         self.device = torch.device("cpu" if REHEARSE else f"cuda:{self.local}")
         if not REHEARSE:
             torch.cuda.set_device(self.device)
+        else:
+            self.rehearsal = rehearsal_memory(self.local)
         torch.zeros(1, device=self.device)
         self.sync()
         self.empty_cache()
