@@ -113,7 +113,12 @@ class Job:
         if action == "pause" and report:
             names = [phase["phase"] for phase in report["phases"]]
             upto = names.index("Drain") + 1 if "Drain" in names else 0
-            self.result.sample("standstill_ms", sum(p["wall_us"] for p in report["phases"][:upto]) / 1000)
+            cut = report.get("cut") or {}
+            for name in ("rounds", "launches", "stalls", "retries"):
+                self.result.sample(f"cut_{name}", cut.get(name, 0))
+            self.result.sample("cut_ms", cut.get("wall_us", 0) / 1000)
+            standstill_us = cut.get("wall_us", 0) + sum(p["wall_us"] for p in report["phases"][:upto])
+            self.result.sample("standstill_ms", standstill_us / 1000)
             # Whatever says where the ranks were, for a few pauses.
             about = {k: v for k, v in report.items() if k not in ("phases", "devices", "tenant", "action")}
             if len(str(about)) < 3000 and len(self.data.setdefault("places", [])) < 12:
