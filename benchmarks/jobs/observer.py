@@ -3,7 +3,7 @@
 A small program over libcuda alone (no torch, nothing preloaded). It keeps a context on every GPU, so its own cost
 is constant (some 500 MiB a GPU), answers `{"op": "free"}` lines on standard input with free bytes per GPU, and on
 `{"op": "take", ...}` plays the next tenant: it first fills what was free anyhow (the ballast), then allocates,
-writes and reads back the given bytes, which only fit if the paused tenant's memory really came back. `hold` allocates and writes until `drop`.
+writes and reads back the given bytes, which only fit if the paused tenant's memory really came back. `hold` allocates until `drop`.
 
 Bound: writing at about 4 TB/s takes 2.5 ms for 10 GB; cuMemGetInfo takes some 10 us.
 """
@@ -105,7 +105,7 @@ class Driver:
                 self.lib.cuMemFree_v2(block)
 
     def hold(self, gpu: int, size: int) -> int:
-        """Allocates and writes up to `size` bytes and keeps them; how many it got."""
+        """Allocates up to `size` bytes and keeps them; how many it got."""
         self.use(gpu)
         got = 0
         while got < size:
@@ -113,10 +113,8 @@ class Driver:
             block = self.alloc(part) if part else None
             if block is None:
                 break
-            self.check(self.lib.cuMemsetD32_v2(block, ctypes.c_uint(0x5EB1E7), ctypes.c_size_t(part // 4)), "cuMemsetD32")
             self.held.append((gpu, block))
             got += part
-        self.check(self.lib.cuCtxSynchronize(), "cuCtxSynchronize")
         return got
 
     def drop(self) -> int:

@@ -53,7 +53,9 @@ def start(args: Any, result: Result, work: Path, world: int, tenant: str | None)
 def measure(args: Any, pool: Pool) -> dict[str, float]:
     """Every figure once; of all ranks the slowest."""
     rates = pool.call("launches", 60, ranks=[0], count=args.launches, repeats=1)[0]
-    figures = {"torch_launches_per_s": rates["op_per_s"][0], "graph_launches_per_s": rates["graph_per_s"][0]}
+    figures = {"torch_launches_per_s": rates["op_per_s"][0]}
+    if rates["graph_per_s"]:  # a rehearsal without a GPU has no graphs
+        figures["graph_launches_per_s"] = rates["graph_per_s"][0]
     replies = pool.call("calls", 60, sizes_bytes=SIZES_BYTES, count=args.calls)
     return figures | {name: min(reply[name] for reply in replies) for name in replies[0]}
 

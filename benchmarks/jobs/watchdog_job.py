@@ -56,7 +56,12 @@ class Job:
 
     def start(self, label: str, tenant: str | None, timeout_s: float, *arguments: str) -> TrainingRun:
         """One run."""
-        environment = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(self.args.heartbeat_s), "TORCH_NCCL_ENABLE_MONITORING": "1"}
+        environment = {
+            "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(self.args.heartbeat_s),
+            "TORCH_NCCL_ENABLE_MONITORING": "1",
+            # A watchdog that fires waits four times this long before it ends its process.
+            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
+        }
         given = ["--group-timeout-s", str(timeout_s), *arguments]
         self.current = TrainingRun(self.work, label, self.args.program, self.ranks, given, tenant, environment)
         return self.current
