@@ -229,7 +229,8 @@ class Job:
         for action, table in self.walls.items():
             for name, values in table.items():
                 row = common.summarise(values)
-                print(f"{action + ' ' + name:<28}{row['count']:>6}" + "".join(f"{row[k] / 1000:>10.2f}" for k in ("median", "p99", "max")))
+                figures = "".join(f"{row[key] / 1000:>10.2f}" for key in ("median", "p99", "max"))
+                print(f"{action + ' ' + name:<28}{row['count']:>6}{figures}")
 
 
 if __name__ == "__main__":

@@ -161,7 +161,8 @@ class Job:
     def verdicts(self, done: int) -> None:
         """What was promised."""
         samples = self.data["samples"]
-        self.result.check(f"{self.args.cycles} cycles, every collective bit-identical after each", done >= self.args.cycles, f"{done} done")
+        what = f"{self.args.cycles} cycles, every collective bit-identical after each"
+        self.result.check(what, done >= self.args.cycles, f"{done} done")
         limits = {
             "anonymous_bytes": RSS_GROWTH_MAX * self.world,
             "descriptors": 0,
@@ -175,7 +176,8 @@ class Job:
             if len(values) < 2:
                 self.result.check(f"{name} is flat", False, "fewer than two readings")
                 continue
-            self.result.check(f"{name} is flat", values[-1] - values[0] <= limit, f"{values[0]} then {values[-1]}, most {max(values)}")
+            detail = f"{values[0]} then {values[-1]}, most {max(values)}"
+            self.result.check(f"{name} is flat", values[-1] - values[0] <= limit, detail)
         self.pool.close()
         left = [then - now for then, now in zip(self.empty, self.observer.settled_free(), strict=True)]
         self.result.check("nothing is left on the GPUs after the job", max(left[: self.world]) <= GPU_GROWTH_MAX, str(left))

@@ -99,7 +99,7 @@ class Round:
 
     def killed_during(self, action: str, took_s: float, victim: int | None) -> dict[str, Any]:
         """Starts the command and kills `victim`, or the command itself, at a random time in it."""
-        delay = self.job.random.uniform(0.0, took_s)
+        delay = self.job.random.uniform(0.0, 0.9 * took_s)
         child = subprocess.Popen(
             [subletapi.sublet_bin(), action, self.tenant, "--json"],
             env=common.child_env(),
@@ -174,7 +174,7 @@ class Round:
     def inside(self) -> None:
         """A rank dies while every rank is in ncclPause."""
         ranks = self.pool.send("amem", action="pause")
-        time.sleep(self.job.random.uniform(0.0, self.pause_s))
+        time.sleep(self.job.random.uniform(0.0, 0.6 * self.pause_s))
         self.kill()
         killed, answers, late = time.perf_counter(), {}, []
         for rank in [rank for rank in ranks if rank != self.victim]:
@@ -204,7 +204,8 @@ class Round:
             told.pop("json")
             pause, resume = self.command("pause", must=False), self.command("resume", must=False)
             exits = (pause["exit"], resume["exit"])
-            self.record.setdefault("kills", []).append({**told, "next": exits, "pause_s": pause["wall_s"], "resume_s": resume["wall_s"]})
+            after = {"next": exits, "pause_s": pause["wall_s"], "resume_s": resume["wall_s"]}
+            self.record.setdefault("kills", []).append({**told, **after})
             said = [(t.get("json") or {}).get("error") for t in (pause, resume)]
             if exits != (0, 0):
                 self.pool.print_stacks()
@@ -222,7 +223,8 @@ class Round:
         self.record["states"] = states
         if any(state != "paused" for state in states.values()):
             told = self.command("pause", must=False)
-            self.record["second_pause"] = {"exit": told["exit"], "wall_s": told["wall_s"], "error": (told.get("json") or {}).get("error")}
+            error = (told.get("json") or {}).get("error")
+            self.record["second_pause"] = {"exit": told["exit"], "wall_s": told["wall_s"], "error": error}
             self.check("survivors can be paused", told["exit"] in (0, 3), str(self.record["second_pause"])[:900])
         survivors = [gpu for gpu in range(self.job.world) if gpu != self.victim]
         free = self.job.observer.settled_free()
@@ -261,7 +263,8 @@ class Round:
         shared = sorted(name for name in set(os.listdir("/dev/shm")) - self.job.shared_before if not name.startswith("sublet-sim"))
         used = [then - now for then, now in zip(self.job.empty, self.job.observer.settled_free(), strict=True)]
         self.record["left"] = {"files": left, "shared": shared, "gpu_bytes": used}
-        self.check("ps shows no tenant and removes what the dead left", shown["exit"] == 0 and not shown.get("json") and not files, f"{left}")
+        clean = shown["exit"] == 0 and not shown.get("json") and not files
+        self.check("ps shows no tenant and removes what the dead left", clean, str(left))
         self.check("nothing is left in shared memory", not shared, str(shared))
         self.check("nothing is left on the GPUs", max(used[: self.job.world]) <= LEFT_MAX, str(used))
 
@@ -313,7 +316,8 @@ class Job:
         for record in self.data.get("rounds", []):
             told = record.get("told", {})
             after = told.get("after_s", record.get("after_s"))
-            print(f"{record['kind']:<14} exit {told.get('exit', '-')!s:<4} after {after if after is None else round(after, 3)} s  {str(told.get('error', ''))[:150]}")
+            shown = "-" if after is None else f"{after:.3f} s"
+            print(f"{record['kind']:<14} exit {told.get('exit', '-')!s:<4} after {shown}  {str(told.get('error', ''))[:150]}")
 
 
 if __name__ == "__main__":

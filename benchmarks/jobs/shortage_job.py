@@ -19,7 +19,7 @@ from typing import Any
 
 import common
 import subletapi
-from common import JobError, Result
+from common import MIB, JobError, Result
 from observer import Observer
 from rpc import Pool
 
@@ -98,13 +98,17 @@ class Job:
         error, missing = document.get("error") or told.get("stderr", ""), document.get("missing_device_bytes") or 0
         short = sum(max(0, need - now) for need, now in zip(freed, free, strict=False))
         self.result.sample("refused_s", told["wall_s"])
-        self.result.check(f"{kind}: resume is refused within {REFUSED_WITHIN_S:.0f} s", told["exit"] == 1 and told["wall_s"] <= REFUSED_WITHIN_S, f"exit {told['exit']} in {told['wall_s']:.3f} s")
-        self.result.check(f"{kind}: the error says how much is missing", 0 < missing <= sum(freed), f"{missing} bytes said, {short} counted over {len(freed)} GPUs: {error}")
+        refused = told["exit"] == 1 and told["wall_s"] <= REFUSED_WITHIN_S
+        detail = f"exit {told['exit']} in {told['wall_s']:.3f} s"
+        self.result.check(f"{kind}: resume is refused within {REFUSED_WITHIN_S:.0f} s", refused, detail)
+        detail = f"{missing} bytes said, {short} counted over {len(freed)} GPUs: {error}"
+        self.result.check(f"{kind}: the error says how much is missing", 0 < missing <= sum(freed), detail)
         holder = [word for word in (name, str(pid)) if word and word in error]
         self.result.check(f"{kind}: the error names the holder", bool(holder), f"process {pid}, tenant {name}: {error}")
         self.result.check(f"{kind}: the tenant is still paused", self.states() == {"paused"}, str(self.states()))
         now = self.observer.free()
-        self.result.check(f"{kind}: a refused resume keeps nothing", max(abs(a - b) for a, b in zip(free, now, strict=True)) <= 4 << 20, f"{free} {now}")
+        kept = max(abs(then - since) for then, since in zip(free, now, strict=True))
+        self.result.check(f"{kind}: a refused resume keeps nothing", kept <= 4 * MIB, f"{free} then {now}")
 
     def waited(self, kind: str, holder: Observer) -> None:
         """A resume with --wait, in the background, while the holder lets go."""
@@ -122,7 +126,9 @@ class Job:
             self.pool.print_stacks()
             raise JobError(f"{kind}: resume --wait did not come back")
         self.result.sample("returned_after_release_s", took)
-        self.result.check(f"{kind}: --wait returns within {RETURNED_WITHIN_S:.0f} s of the release", box[0]["exit"] == 0 and took <= RETURNED_WITHIN_S, f"{took:.3f} s {subletapi.say(box[0])[:400]}")
+        in_time = box[0]["exit"] == 0 and took <= RETURNED_WITHIN_S
+        what = f"{kind}: --wait returns within {RETURNED_WITHIN_S:.0f} s of the release"
+        self.result.check(what, in_time, f"{took:.3f} s {subletapi.say(box[0])[:400]}")
 
     def run(self) -> None:
         """Both rounds."""

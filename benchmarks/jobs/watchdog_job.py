@@ -24,7 +24,8 @@ from common import JobError, Result
 from training_run import TrainingRun, first_difference, gpu_count, library_versions
 
 #: What a watchdog or monitor of torch, or its launcher, writes when it fires.
-FIRED = re.compile(r"[^\n]*(?:Watchdog caught|watchdog got stuck|watchdog thread terminated|heartbeat|timed out|SIGABRT|exitcode)[^\n]*", re.I)
+SIGNS = "Watchdog caught|watchdog got stuck|watchdog thread terminated|heartbeat|timed out|SIGABRT|exitcode"
+FIRED = re.compile(rf"[^\n]*(?:{SIGNS})[^\n]*", re.IGNORECASE)
 
 
 def parse(argv: list[str]) -> Any:
@@ -113,8 +114,8 @@ class Job:
         except JobError as error:
             self.result.note(f"pause beyond the timeout: {error}")
         common.wait_until("the end of the run that was paused for too long", lambda: run.ended, 60)
-        entry = {"timeout_s": limit_s, "paused_s": limit_s * 1.5, "exit": run.child.returncode, "ended_after_s": time.monotonic() - began}
-        self.data["beyond"] = {**entry, "steps": run.poll(), "of": self.steps, "fired": self.fired(run)[:12]}
+        entry = {"timeout_s": limit_s, "paused_s": limit_s * 1.5, "ended_after_s": time.monotonic() - began}
+        self.data["beyond"] = {**entry, "exit": run.child.returncode, "steps": run.poll(), "of": self.steps, "fired": self.fired(run)[:12]}
         self.result.note(f"paused for {limit_s * 1.5:.0f} s with a timeout of {limit_s:.0f} s: {self.data['beyond']}")
 
     def run(self) -> None:
