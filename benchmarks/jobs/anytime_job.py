@@ -71,7 +71,7 @@ class Job:
         self.expected: list[list[str]] = []
         self.steps, self.rate = 0, 0.0
         self.current: TrainingRun | None = None
-        common.at_deadline(lambda _reason: self.current and self.current.print_state())
+        common.at_deadline(lambda _reason: self.end(shown=True))
 
     def left_s(self) -> float:
         """Seconds until the job must have ended, some for the report taken off."""
@@ -195,6 +195,13 @@ class Job:
         same, detail = first_difference(self.expected, run.losses())
         self.result.check(f"run {number}: losses of all ranks identical to the run without pauses", same, detail)
 
+    def end(self, shown: bool = False) -> None:
+        """Ends the run under way, after a look at it."""
+        if self.current is not None and not self.current.ended:
+            if shown:
+                self.current.print_state()
+            self.current.stop()
+
     def run(self) -> None:
         """Everything, then the table."""
         self.baseline()
@@ -233,6 +240,15 @@ class Job:
                 print(f"{action + ' ' + name:<28}{row['count']:>6}{figures}")
 
 
+def body(args: Any, result: Result, work: Path) -> None:
+    """The job; whatever happens, no rank outlives it."""
+    job = Job(args, result, work)
+    try:
+        job.run()
+    finally:
+        job.end()
+
+
 if __name__ == "__main__":
     options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, f"anytime_{options.program}", lambda result, work: Job(options, result, work).run()))
+    sys.exit(common.run_job(options, f"anytime_{options.program}", lambda result, work: body(options, result, work)))

@@ -134,6 +134,13 @@ class TrainingRun:
             grown = bool(more)
         return sorted(family - {self.child.pid})
 
+    def stop(self) -> None:
+        """Ends the ranks and torchrun, if they still run: torchrun gives each rank a session of its own."""
+        for pid in [] if self.ended else self.processes():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        common.stop_child(self.child)
+
     def print_state(self) -> None:
         """Says what Sublet knows, then has every rank end with its Python stacks in the log, and shows that."""
         for words in (["ps"], *([["stats", self.tenant, "--json"]] if self.tenant else [])):

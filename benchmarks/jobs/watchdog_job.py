@@ -53,7 +53,7 @@ class Job:
         self.data["versions"].update(library_versions())
         self.steps = 0
         self.current: TrainingRun | None = None
-        common.at_deadline(lambda _reason: self.current and self.current.print_state())
+        common.at_deadline(lambda _reason: self.end(shown=True))
 
     def start(self, label: str, tenant: str | None, timeout_s: float, *arguments: str) -> TrainingRun:
         """One run."""
@@ -118,6 +118,13 @@ class Job:
         self.data["beyond"] = {**entry, "exit": run.child.returncode, "steps": run.poll(), "of": self.steps, "fired": self.fired(run)[:12]}
         self.result.note(f"paused for {limit_s * 1.5:.0f} s with a timeout of {limit_s:.0f} s: {self.data['beyond']}")
 
+    def end(self, shown: bool = False) -> None:
+        """Ends the run under way, after a look at it."""
+        if self.current is not None and not self.current.ended:
+            if shown:
+                self.current.print_state()
+            self.current.stop()
+
     def run(self) -> None:
         """Everything."""
         plain = self.start("plain", None, self.args.group_timeout_s, "--seconds", f"{self.args.seconds}")
@@ -132,6 +139,15 @@ class Job:
             self.beyond()
 
 
+def body(args: Any, result: Result, work: Path) -> None:
+    """The job; whatever happens, no rank outlives it."""
+    job = Job(args, result, work)
+    try:
+        job.run()
+    finally:
+        job.end()
+
+
 if __name__ == "__main__":
     options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, "watchdog", lambda result, work: Job(options, result, work).run()))
+    sys.exit(common.run_job(options, "watchdog", lambda result, work: body(options, result, work)))
