@@ -1,5 +1,6 @@
 //! The coordinator against members that speak over real sockets and fail in every way and place.
 
+mod cuts;
 mod fake;
 mod faults;
 
