@@ -2,6 +2,7 @@
 
 use std::env;
 use std::error::Error;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -16,7 +17,17 @@ fn main() -> Result<(), Box<dyn Error>> {
     // The name must begin as NCCL's does: it is how callers are told apart.
     let nccl_like = out.join("libnccl-like.so");
     compile("programs/nccl_like.c", &nccl_like, &["-shared", "-fPIC"], &[])?;
+    let nccl_dir = out.join("simnccl");
+    fs::create_dir_all(&nccl_dir)?;
+    let nccl = nccl_dir.join("libnccl.so.2");
+    let soname = ["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"];
+    compile("programs/simnccl.c", &nccl, &soname, &["-ldl"])?;
+    let spmd = out.join("spmd");
+    let nccl_name = nccl.to_str().ok_or("OUT_DIR is not UTF-8")?;
+    compile("programs/spmd.c", &spmd, &["-pthread"], &[nccl_name, "-ldl"])?;
     println!("cargo::rustc-env=SUBLET_RANK_PROGRAM={}", rank.display());
+    println!("cargo::rustc-env=SUBLET_SIMNCCL_DIR={}", nccl_dir.display());
+    println!("cargo::rustc-env=SUBLET_SPMD_PROGRAM={}", spmd.display());
     println!("cargo::rustc-env=SUBLET_NCCL_LIKE_LIBRARY={}", nccl_like.display());
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::{Outcome, Trouble};
 
@@ -73,6 +73,8 @@ pub(crate) struct LineChild {
     child: Child,
     input: Option<ChildStdin>,
     lines: Receiver<String>,
+    /// A line that has been looked for, and is still to be read.
+    ahead: Option<String>,
     stderr: Arc<Mutex<String>>,
     stderr_ended: Receiver<()>,
 }
@@ -104,7 +106,15 @@ impl LineChild {
                 drop(ended);
             });
         }
-        Ok(Self { name, input: child.stdin.take(), child, lines, stderr, stderr_ended })
+        Ok(Self {
+            name,
+            input: child.stdin.take(),
+            child,
+            lines,
+            ahead: None,
+            stderr,
+            stderr_ended,
+        })
     }
 
     pub(crate) fn pid(&self) -> u32 {
@@ -121,6 +131,9 @@ impl LineChild {
 
     /// The next line of standard output; `None` at its end.
     pub(crate) fn line(&mut self, deadline: Instant) -> Outcome<Option<String>> {
+        if let Some(line) = self.ahead.take() {
+            return Ok(Some(line));
+        }
         let left = deadline.saturating_duration_since(Instant::now());
         match self.lines.recv_timeout(left) {
             Ok(line) => Ok(Some(line)),
@@ -134,11 +147,22 @@ impl LineChild {
         }
     }
 
+    /// Does it write a line, or end, within `timeout`?
+    pub(crate) fn has_line_within(&mut self, timeout: Duration) -> bool {
+        if self.ahead.is_none() {
+            match self.lines.recv_timeout(timeout) {
+                Ok(line) => self.ahead = Some(line),
+                Err(error) => return error == RecvTimeoutError::Disconnected,
+            }
+        }
+        true
+    }
+
     /// Waits for its end, which must be near: its output has ended, or it was killed.
     pub(crate) fn wait(&mut self) -> Outcome<ExitStatus> {
         let status = self.child.wait()?;
         // Ends with the process, unless that left a child behind; then what came so far must do.
-        let _ended = self.stderr_ended.recv_timeout(std::time::Duration::from_secs(1));
+        let _ended = self.stderr_ended.recv_timeout(Duration::from_secs(1));
         Ok(status)
     }
 

@@ -17,6 +17,12 @@ pub struct Files {
     pub rank: PathBuf,
     /// The compiled `programs/nccl_like.c`.
     pub nccl_like: PathBuf,
+    /// A directory with the simulated `libnccl.so.2`, `programs/simnccl.c`.
+    pub simnccl_dir: PathBuf,
+    /// The compiled `programs/spmd.c`.
+    pub spmd: PathBuf,
+    /// `programs/spmd.py`.
+    pub spmd_python: PathBuf,
 }
 
 impl Files {
@@ -38,6 +44,9 @@ impl Files {
             sublet: path("SUBLET_TEST_BIN")?,
             rank: PathBuf::from(env!("SUBLET_RANK_PROGRAM")),
             nccl_like: PathBuf::from(env!("SUBLET_NCCL_LIKE_LIBRARY")),
+            simnccl_dir: PathBuf::from(env!("SUBLET_SIMNCCL_DIR")),
+            spmd: PathBuf::from(env!("SUBLET_SPMD_PROGRAM")),
+            spmd_python: PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("programs/spmd.py"),
         })
     }
 }

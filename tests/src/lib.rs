@@ -5,6 +5,7 @@
 //!   Stage    one node, one run directory; everything under one temporary directory
 //!     Job      the ranks of one tenant, `programs/rank.c`, driven line by line
 //!       Rank     one process; killed by its id when dropped
+//!     Spmd     the ranks of a job that never stops for a pause, `programs/spmd.c`
 //!     sublet   the real command
 //! ```
 //!
@@ -15,6 +16,7 @@ mod child;
 mod files;
 mod job;
 mod rank;
+mod spmd;
 mod stage;
 mod trouble;
 
@@ -22,5 +24,6 @@ pub use child::Ran;
 pub use files::Files;
 pub use job::{Job, JobOptions};
 pub use rank::{Answer, Rank};
+pub use spmd::{Spmd, SpmdOptions};
 pub use stage::{MIB, Stage, statistic};
 pub use trouble::{Outcome, Trouble};

@@ -96,6 +96,14 @@ impl Rank {
         Err(self.ended(&printed.join("\n")))
     }
 
+    /// Its next answer, if it comes within `timeout`.
+    ///
+    /// # Errors
+    /// When it failed or ended.
+    pub fn answer_if_within(&mut self, timeout: Duration) -> Outcome<Option<Answer>> {
+        if self.child.has_line_within(timeout) { self.answer().map(Some) } else { Ok(None) }
+    }
+
     /// Sends a line and waits for its answer.
     ///
     /// # Errors

@@ -101,10 +101,7 @@ impl Stage {
     /// # Errors
     /// When a rank failed.
     pub fn job(&self, options: &JobOptions) -> Outcome<Job> {
-        let number = self.jobs.fetch_add(1, Ordering::Relaxed);
-        let dir = self.dir.path().join(format!("job{number}"));
-        std::fs::create_dir(&dir)?;
-        Job::start(self, options, &dir)
+        Job::start(self, options, &self.job_dir()?)
     }
 
     /// As [`Stage::job`], and the ranks open each other's memory and do a step.
@@ -117,6 +114,17 @@ impl Stage {
         job.step(1)?;
         job.verify()?;
         Ok(job)
+    }
+
+    /// A new directory for the files of one job.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub(crate) fn job_dir(&self) -> Outcome<PathBuf> {
+        let number = self.jobs.fetch_add(1, Ordering::Relaxed);
+        let dir = self.dir.path().join(format!("job{number}"));
+        std::fs::create_dir(&dir)?;
+        Ok(dir)
     }
 
     /// Pauses a tenant by the command, which must succeed. Returns its report.

@@ -68,6 +68,7 @@ enum {
     X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice)) \
     X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, (CUdevice)) \
     X(cuCtxSetCurrent, cuCtxSetCurrent, (CUcontext)) \
+    X(cuCtxGetDevice, cuCtxGetDevice, (CUdevice *)) \
     X(cuCtxSynchronize, cuCtxSynchronize, (void)) \
     X(cuMemGetInfo, cuMemGetInfo_v2, (size_t *, size_t *)) \
     X(cuMemAlloc, cuMemAlloc_v2, (CUdeviceptr *, size_t)) \

@@ -1,0 +1,349 @@
+/* A NCCL without GPUs: the same calls, made over the driver interface in the same spirit. Communicators
+ * come to be and end by a meeting of all ranks on the host; memory is created, exported and imported; and
+ * work waits on the device until the peers have launched theirs. It knows unsigned 32-bit sums of up to
+ * 64 KiB. Calls between ncclGroupStart and ncclGroupEnd run at the end.
+ */
+#include "simnccl/simnccl.h"
+
+#include "simnccl/mailbox.h"
+
+#define GROUP_MAX 64
+
+struct Communicator {
+    uint64_t name;
+    int rank, ranks, device;
+    uint32_t meetings, splits;
+    Meeting *meeting;
+    Box boxes[RANKS_MAX];
+};
+
+typedef enum { ALL_REDUCE, BROADCAST, SEND, RECEIVE } Kind;
+
+typedef struct {
+    Kind kind;
+    ncclComm_t comm;
+    CUstream stream;
+    CUdeviceptr from, to;
+    size_t bytes;
+    int peer; /* or the root */
+    int round;
+} Call;
+
+static __thread struct {
+    int depth, count;
+    Call calls[GROUP_MAX];
+} group;
+
+static void load_driver(void)
+{
+    static _Atomic int loaded;
+    if (!atomic_load(&loaded)) {
+        driver_load();
+        atomic_store(&loaded, 1);
+    }
+}
+
+static void meet_all(ncclComm_t comm)
+{
+    meet(comm->meeting, comm->ranks, ++comm->meetings);
+}
+
+static ncclResult_t make(ncclComm_t *made, uint64_t name, int rank, int ranks)
+{
+    load_driver();
+    ncclComm_t comm = calloc(1, sizeof *comm);
+    if (comm == NULL || ranks > RANKS_MAX || rank < 0 || rank >= ranks)
+        return ncclInvalidArgument;
+    *comm = (struct Communicator){.name = name, .rank = rank, .ranks = ranks, .meeting = map_meeting(name)};
+    OK(cuCtxGetDevice(&comm->device));
+    int listener = listen_as(name, rank);
+    comm->boxes[rank] = make_box(comm->device);
+    meet_all(comm);
+    exchange_boxes(name, listener, rank, ranks, comm->device, comm->boxes);
+    meet_all(comm);
+    close(listener);
+    unlink(socket_of(name, rank).sun_path);
+    *made = comm;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclGetVersion(int *version)
+{
+    *version = 22809;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
+{
+    int fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+    memset(id, 0, sizeof *id);
+    ssize_t got = read(fd, id->internal, 32);
+    close(fd);
+    return got == 32 ? ncclSuccess : ncclSystemError;
+}
+
+ncclResult_t ncclCommInitRank(ncclComm_t *made, int ranks, ncclUniqueId id, int rank)
+{
+    return make(made, hashed(14695981039346656037u, id.internal, sizeof id.internal), rank, ranks);
+}
+
+ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t *made, void *config)
+{
+    (void)config;
+    Meeting *meeting = parent->meeting;
+    int rank = 0, ranks = 0;
+    *made = NULL;
+    meeting->color[parent->rank] = color;
+    meeting->key[parent->rank] = key;
+    meet_all(parent);
+    for (int peer = 0; peer < parent->ranks; peer++) {
+        if (meeting->color[peer] != color)
+            continue;
+        int other = meeting->key[peer];
+        rank += other < key || (other == key && peer < parent->rank);
+        ranks++;
+    }
+    meet_all(parent);
+    uint64_t words[] = {parent->name, parent->splits++, (uint64_t)color};
+    if (color < 0)
+        return ncclSuccess;
+    return make(made, hashed(14695981039346656037u, words, sizeof words), rank, ranks);
+}
+
+ncclResult_t ncclCommFinalize(ncclComm_t comm)
+{
+    meet_all(comm);
+    return ncclSuccess;
+}
+
+static ncclResult_t end(ncclComm_t comm)
+{
+    for (int peer = 0; peer < comm->ranks; peer++)
+        end_box(comm->boxes[peer]);
+    munmap(comm->meeting, sizeof *comm->meeting);
+    free(comm);
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommDestroy(ncclComm_t comm)
+{
+    OK(cuCtxSynchronize());
+    meet_all(comm);
+    return end(comm);
+}
+
+ncclResult_t ncclCommAbort(ncclComm_t comm)
+{
+    atomic_store(&comm->meeting->aborted, 1);
+    return end(comm);
+}
+
+ncclResult_t ncclCommCount(ncclComm_t comm, int *count)
+{
+    *count = comm->ranks;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommUserRank(ncclComm_t comm, int *rank)
+{
+    *rank = comm->rank;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *state)
+{
+    (void)comm;
+    *state = ncclSuccess;
+    return ncclSuccess;
+}
+
+static Road road_to(const Call *call, int peer, enum Channel channel)
+{
+    ncclComm_t comm = call->comm;
+    return (Road){.own = comm->boxes[comm->rank].address,
+                  .peer = comm->boxes[peer].address,
+                  .stream = call->stream,
+                  .own_rank = comm->rank,
+                  .peer_rank = peer,
+                  .channel = channel};
+}
+
+static void copy(CUdeviceptr to, CUdeviceptr from, const Call *call)
+{
+    if (to != from)
+        OK(cuMemcpyDtoDAsync(to, from, call->bytes, call->stream));
+}
+
+static void run_all_reduce(const Call *call)
+{
+    ncclComm_t comm = call->comm;
+    uint64_t count = call->bytes / 4;
+    for (int hop = 1; hop < comm->ranks; hop++)
+        put(road_to(call, (comm->rank + hop) % comm->ranks, COLLECTIVE), call->from, call->bytes);
+    copy(call->to, call->from, call);
+    for (int hop = 1; hop < comm->ranks; hop++) {
+        Road road = road_to(call, (comm->rank + hop) % comm->ranks, COLLECTIVE);
+        CUdeviceptr target = call->to, other = wait_for_peer(road);
+        void *params[] = {&target, &target, &other, &count};
+        driver_launch("add_u32", call->stream, params);
+        let_go(road);
+    }
+    for (int hop = 1; hop < comm->ranks; hop++)
+        wait_until_taken(road_to(call, (comm->rank + hop) % comm->ranks, COLLECTIVE));
+}
+
+static void run_broadcast(const Call *call)
+{
+    ncclComm_t comm = call->comm;
+    if (comm->rank != call->peer) {
+        Road road = road_to(call, call->peer, COLLECTIVE);
+        copy(call->to, wait_for_peer(road), call);
+        let_go(road);
+        return;
+    }
+    copy(call->to, call->from, call);
+    for (int hop = 1; hop < comm->ranks; hop++)
+        put(road_to(call, (comm->rank + hop) % comm->ranks, COLLECTIVE), call->from, call->bytes);
+    for (int hop = 1; hop < comm->ranks; hop++)
+        wait_until_taken(road_to(call, (comm->rank + hop) % comm->ranks, COLLECTIVE));
+}
+
+/* A message to oneself: the group's send to this rank, for its receive. */
+static void receive_from_self(const Call *receive)
+{
+    for (int i = 0; i < group.count; i++) {
+        const Call *send = &group.calls[i];
+        if (send->kind == SEND && send->comm == receive->comm && send->peer == receive->comm->rank)
+            copy(receive->to, send->from, receive);
+    }
+}
+
+/* All messages of one round: no pair has two of them in one direction, so all can be put before any is
+ * waited for. */
+static void run_messages(int round)
+{
+    for (int step = 0; step < 3; step++) {
+        for (int i = 0; i < group.count; i++) {
+            const Call *call = &group.calls[i];
+            if ((call->kind != SEND && call->kind != RECEIVE) || call->round != round)
+                continue;
+            if (call->peer == call->comm->rank) {
+                if (step == 1 && call->kind == RECEIVE)
+                    receive_from_self(call);
+                continue;
+            }
+            Road road = road_to(call, call->peer, MESSAGE);
+            if (step == 0 && call->kind == SEND)
+                put(road, call->from, call->bytes);
+            if (step == 1 && call->kind == RECEIVE) {
+                copy(call->to, wait_for_peer(road), call);
+                let_go(road);
+            }
+            if (step == 2 && call->kind == SEND)
+                wait_until_taken(road);
+        }
+    }
+}
+
+/* Messages of one pair in one direction keep their order: each has a round of its own. */
+static int number_rounds(void)
+{
+    int rounds = 0;
+    for (int i = 0; i < group.count; i++) {
+        Call *call = &group.calls[i];
+        call->round = 0;
+        for (int before = 0; before < i; before++) {
+            const Call *other = &group.calls[before];
+            call->round += other->kind == call->kind && other->comm == call->comm && other->peer == call->peer;
+        }
+        if (call->round >= rounds)
+            rounds = call->round + 1;
+    }
+    return rounds;
+}
+
+static void run_group(void)
+{
+    for (int i = 0; i < group.count; i++) {
+        if (group.calls[i].kind == ALL_REDUCE)
+            run_all_reduce(&group.calls[i]);
+        if (group.calls[i].kind == BROADCAST)
+            run_broadcast(&group.calls[i]);
+    }
+    int rounds = number_rounds();
+    for (int round = 0; round < rounds; round++)
+        run_messages(round);
+    group.count = 0;
+}
+
+static ncclResult_t add(Call call, size_t count, ncclDataType_t kind)
+{
+    call.bytes = count * 4;
+    if (call.comm == NULL || kind != ncclUint32 || call.bytes > SLOT_BYTES || group.count == GROUP_MAX)
+        return ncclInvalidArgument;
+    if (call.peer < 0 || call.peer >= call.comm->ranks)
+        return ncclInvalidArgument;
+    group.calls[group.count++] = call;
+    if (group.depth == 0)
+        run_group();
+    return ncclSuccess;
+}
+
+ncclResult_t ncclAllReduce(const void *send, void *receive, size_t count, ncclDataType_t kind, ncclRedOp_t operator,
+                           ncclComm_t comm, ncclStream_t stream)
+{
+    Call call = {.kind = ALL_REDUCE, .comm = comm, .stream = stream, .from = (CUdeviceptr)send,
+                 .to = (CUdeviceptr)receive};
+    return operator == ncclSum ? add(call, count, kind) : ncclInvalidArgument;
+}
+
+ncclResult_t ncclBroadcast(const void *send, void *receive, size_t count, ncclDataType_t kind, int root,
+                           ncclComm_t comm, ncclStream_t stream)
+{
+    Call call = {.kind = BROADCAST, .comm = comm, .stream = stream, .from = (CUdeviceptr)send,
+                 .to = (CUdeviceptr)receive, .peer = root};
+    return add(call, count, kind);
+}
+
+ncclResult_t ncclSend(const void *send, size_t count, ncclDataType_t kind, int peer, ncclComm_t comm,
+                      ncclStream_t stream)
+{
+    Call call = {.kind = SEND, .comm = comm, .stream = stream, .from = (CUdeviceptr)send, .peer = peer};
+    return add(call, count, kind);
+}
+
+ncclResult_t ncclRecv(void *receive, size_t count, ncclDataType_t kind, int peer, ncclComm_t comm,
+                      ncclStream_t stream)
+{
+    Call call = {.kind = RECEIVE, .comm = comm, .stream = stream, .to = (CUdeviceptr)receive, .peer = peer};
+    return add(call, count, kind);
+}
+
+/* By its own public functions, which a preload object may stand in for. */
+ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, ncclDataType_t kind, ncclComm_t comm,
+                          ncclStream_t stream)
+{
+    ncclResult_t code = ncclGroupStart();
+    for (int peer = 0; peer < comm->ranks && code == ncclSuccess; peer++) {
+        code = ncclSend((const char *)send + (size_t)peer * count * 4, count, kind, peer, comm, stream);
+        if (code == ncclSuccess)
+            code = ncclRecv((char *)receive + (size_t)peer * count * 4, count, kind, peer, comm, stream);
+    }
+    ncclResult_t ended = ncclGroupEnd();
+    return code != ncclSuccess ? code : ended;
+}
+
+ncclResult_t ncclGroupStart(void)
+{
+    group.depth++;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclGroupEnd(void)
+{
+    if (group.depth == 0)
+        return ncclInvalidUsage;
+    if (--group.depth == 0)
+        run_group();
+    return ncclSuccess;
+}

@@ -1,0 +1,41 @@
+/* The part of NCCL's public interface that the simulated NCCL has, declared from its documentation. */
+#ifndef SUBLET_TEST_SIMNCCL_H
+#define SUBLET_TEST_SIMNCCL_H
+
+#include <stddef.h>
+
+typedef struct Communicator *ncclComm_t;
+typedef struct {
+    char internal[128];
+} ncclUniqueId;
+typedef int ncclResult_t, ncclDataType_t, ncclRedOp_t;
+typedef void *ncclStream_t; /* cudaStream_t */
+
+enum { ncclSuccess = 0, ncclSystemError = 2, ncclInvalidArgument = 4, ncclInvalidUsage = 5 };
+enum { ncclUint32 = 3 };
+enum { ncclSum = 0 };
+
+ncclResult_t ncclGetVersion(int *version);
+ncclResult_t ncclGetUniqueId(ncclUniqueId *id);
+ncclResult_t ncclCommInitRank(ncclComm_t *made, int ranks, ncclUniqueId id, int rank);
+ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t *made, void *config);
+ncclResult_t ncclCommFinalize(ncclComm_t comm);
+ncclResult_t ncclCommDestroy(ncclComm_t comm);
+ncclResult_t ncclCommAbort(ncclComm_t comm);
+ncclResult_t ncclCommCount(ncclComm_t comm, int *count);
+ncclResult_t ncclCommUserRank(ncclComm_t comm, int *rank);
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *state);
+ncclResult_t ncclAllReduce(const void *send, void *receive, size_t count, ncclDataType_t kind, ncclRedOp_t operator,
+                           ncclComm_t comm, ncclStream_t stream);
+ncclResult_t ncclBroadcast(const void *send, void *receive, size_t count, ncclDataType_t kind, int root,
+                           ncclComm_t comm, ncclStream_t stream);
+ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, ncclDataType_t kind, ncclComm_t comm,
+                          ncclStream_t stream);
+ncclResult_t ncclSend(const void *send, size_t count, ncclDataType_t kind, int peer, ncclComm_t comm,
+                      ncclStream_t stream);
+ncclResult_t ncclRecv(void *receive, size_t count, ncclDataType_t kind, int peer, ncclComm_t comm,
+                      ncclStream_t stream);
+ncclResult_t ncclGroupStart(void);
+ncclResult_t ncclGroupEnd(void);
+
+#endif

@@ -1,0 +1,359 @@
+/* One rank of an ordinary job: it links NCCL as libtorch does, knows nothing of pauses, and never stops for
+ * one.
+ *
+ *   spmd --rank R --ranks N --device D --id FILE --mode MODE --steps S [--stick-at STEP]
+ *
+ * It says `ok ready` when it has a first piece of memory, and `ok STEPS SUM` when it is done; then it waits for
+ * the end of its input. SUM depends on every result of every step. With --stick-at the rank stops in front of
+ * that step until a line comes on standard input, and says `ok stuck`.
+ *
+ *   data       two threads, each with a communicator and a stream of its own, reduce gradients
+ *   tensor     tensor parallel pairs, data parallel pairs and the whole world, by ncclCommSplit
+ *   pipeline   stages send activations on and gradients back, one forward, one backward
+ *   graph      a captured graph with a collective on a stream that joined by an event
+ *   churn      communicators are made, split, used and destroyed all the time
+ */
+#include "simnccl/simnccl.h"
+
+#include "../simcuda/programs/driver.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#define WORDS 512u
+#define BYTES (WORDS * 4)
+#define STREAM_NON_BLOCKING 1
+#define CAPTURE_RELAXED 2
+
+static int rank, ranks, device, steps, stick_at = -1;
+static const char *id_path, *mode;
+static CUcontext context;
+
+#define NCCL(call) \
+    do { \
+        int result_ = (call); \
+        if (result_ != ncclSuccess) { \
+            printf("fail line %d: %s: %d\n", __LINE__, #call, result_); \
+            fflush(stdout); \
+            _exit(1); \
+        } \
+    } while (0)
+
+static void say(const char *text)
+{
+    puts(text);
+    fflush(stdout);
+}
+
+/* The `number`th id that rank 0 makes for all: a file that appears whole. */
+static ncclUniqueId shared_id(int number)
+{
+    char path[4096], fresh[4096 + 8];
+    ncclUniqueId id;
+    snprintf(path, sizeof path, "%s.%d", id_path, number);
+    if (rank == 0) {
+        NCCL(ncclGetUniqueId(&id));
+        snprintf(fresh, sizeof fresh, "%s.new", path);
+        FILE *file = fopen(fresh, "w");
+        fwrite(&id, sizeof id, 1, file);
+        fclose(file);
+        rename(fresh, path);
+        return id;
+    }
+    for (int tries = 0; tries < 120000; tries++) {
+        FILE *file = fopen(path, "r");
+        if (file != NULL) {
+            size_t got = fread(&id, sizeof id, 1, file);
+            fclose(file);
+            if (got == 1)
+                return id;
+        }
+        usleep(1000);
+    }
+    say("fail no id came from rank 0");
+    _exit(1);
+}
+
+static ncclComm_t world(int number)
+{
+    ncclComm_t comm = NULL;
+    NCCL(ncclCommInitRank(&comm, ranks, shared_id(number), rank));
+    return comm;
+}
+
+static CUdeviceptr tensor(uint32_t seed)
+{
+    CUdeviceptr address = 0;
+    uint32_t words[WORDS];
+    for (uint32_t i = 0; i < WORDS; i++)
+        words[i] = (i + seed) * 2654435761u + (uint32_t)rank * 40503u;
+    OK(cuMemAlloc(&address, BYTES));
+    OK(cuMemcpyHtoD(address, words, BYTES));
+    return address;
+}
+
+static CUstream new_stream(void)
+{
+    CUstream stream = NULL;
+    OK(cuStreamCreate(&stream, STREAM_NON_BLOCKING));
+    return stream;
+}
+
+static void all_reduce(CUdeviceptr data, ncclComm_t comm, CUstream stream)
+{
+    NCCL(ncclAllReduce((void *)data, (void *)data, WORDS, ncclUint32, ncclSum, comm, stream));
+}
+
+/* Some computing, which differs from rank to rank. */
+static void compute(CUdeviceptr data, CUstream stream)
+{
+    driver_affine(data, 5, 7 + 2 * (uint32_t)rank, WORDS, stream);
+}
+
+static void maybe_stick(int step)
+{
+    if (step != stick_at)
+        return;
+    say("ok stuck");
+    char line[16];
+    if (read(0, line, sizeof line) <= 0)
+        _exit(1);
+}
+
+static uint64_t sum_of(CUdeviceptr data, CUstream stream)
+{
+    return driver_sum(data, WORDS, stream);
+}
+
+typedef struct {
+    int number;
+    uint64_t sum;
+} Half;
+
+static void *reduce_gradients(void *argument)
+{
+    Half *half = argument;
+    OK(cuCtxSetCurrent(context));
+    ncclComm_t comm = world(half->number);
+    CUstream stream = new_stream();
+    CUdeviceptr data = tensor((uint32_t)half->number);
+    for (int step = 0; step < steps; step++) {
+        if (half->number == 0)
+            maybe_stick(step);
+        compute(data, stream);
+        all_reduce(data, comm, stream);
+        if (step % 3 == 0)
+            OK(cuStreamSynchronize(stream));
+    }
+    half->sum = sum_of(data, stream);
+    NCCL(ncclCommDestroy(comm));
+    return NULL;
+}
+
+static uint64_t run_data(void)
+{
+    Half halves[2] = {{0, 0}, {1, 0}};
+    pthread_t second;
+    pthread_create(&second, NULL, reduce_gradients, &halves[1]);
+    reduce_gradients(&halves[0]);
+    pthread_join(second, NULL);
+    return halves[0].sum * 31 + halves[1].sum;
+}
+
+static uint64_t run_tensor(void)
+{
+    ncclComm_t all = world(0), pair = NULL, stride = NULL;
+    CUstream stream = new_stream(), side = new_stream();
+    CUdeviceptr data = tensor(1), gradient = tensor(2);
+    NCCL(ncclCommSplit(all, rank / 2, rank, &pair, NULL));
+    NCCL(ncclCommSplit(all, rank % 2, rank, &stride, NULL));
+    for (int step = 0; step < steps; step++) {
+        maybe_stick(step);
+        compute(data, stream);
+        all_reduce(data, pair, stream);
+        compute(data, stream);
+        all_reduce(data, pair, stream);
+        /* Gradients of the last step go while this one computes. */
+        compute(gradient, side);
+        all_reduce(gradient, stride, side);
+        if (step % 4 == 3) {
+            OK(cuStreamSynchronize(side));
+            all_reduce(gradient, all, stream);
+        }
+        OK(cuStreamSynchronize(stream));
+    }
+    uint64_t sum = sum_of(data, stream) * 31 + sum_of(gradient, side);
+    NCCL(ncclCommDestroy(pair));
+    NCCL(ncclCommDestroy(stride));
+    NCCL(ncclCommDestroy(all));
+    return sum;
+}
+
+static void forward(CUdeviceptr data, ncclComm_t comm, CUstream stream)
+{
+    if (rank > 0)
+        NCCL(ncclRecv((void *)data, WORDS, ncclUint32, rank - 1, comm, stream));
+    compute(data, stream);
+}
+
+/* One forward, one backward: in the steady state a stage sends on and receives back in one group. */
+static uint64_t run_pipeline(void)
+{
+    ncclComm_t comm = world(0);
+    CUstream stream = new_stream();
+    CUdeviceptr out = tensor(1), back = tensor(2), total = tensor(3);
+    int warm = ranks - 1 - rank, batches = ranks + 2;
+    for (int step = 0; step < steps; step++) {
+        maybe_stick(step);
+        for (int batch = 0; batch < batches + warm; batch++) {
+            bool goes = batch < batches, comes = batch >= warm;
+            if (goes)
+                forward(out, comm, stream);
+            NCCL(ncclGroupStart());
+            if (goes && rank < ranks - 1)
+                NCCL(ncclSend((void *)out, WORDS, ncclUint32, rank + 1, comm, stream));
+            if (comes && rank < ranks - 1)
+                NCCL(ncclRecv((void *)back, WORDS, ncclUint32, rank + 1, comm, stream));
+            NCCL(ncclGroupEnd());
+            if (!comes)
+                continue;
+            uint64_t count = WORDS;
+            void *params[] = {&total, &total, &back, &count};
+            compute(back, stream);
+            driver_launch("add_u32", stream, params);
+            if (rank > 0)
+                NCCL(ncclSend((void *)back, WORDS, ncclUint32, rank - 1, comm, stream));
+        }
+        NCCL(ncclAlltoAll((void *)total, (void *)out, WORDS / (uint32_t)ranks, ncclUint32, comm, stream));
+        OK(cuStreamSynchronize(stream));
+    }
+    uint64_t sum = sum_of(total, stream) * 31 + sum_of(out, stream);
+    NCCL(ncclCommDestroy(comm));
+    return sum;
+}
+
+/* As torch captures: the collective's stream joins the capture by an event and is left by another. */
+static CUgraphExec captured(CUdeviceptr data, ncclComm_t comm, CUstream stream)
+{
+    CUstream side = new_stream();
+    CUevent fork = NULL, join = NULL;
+    CUgraph graph = NULL;
+    CUgraphExec executable = NULL;
+    OK(cuEventCreate(&fork, 2));
+    OK(cuEventCreate(&join, 2));
+    OK(cuStreamBeginCapture(stream, CAPTURE_RELAXED));
+    compute(data, stream);
+    OK(cuEventRecord(fork, stream));
+    OK(cuStreamWaitEvent(side, fork, 0));
+    all_reduce(data, comm, side);
+    OK(cuEventRecord(join, side));
+    OK(cuStreamWaitEvent(stream, join, 0));
+    all_reduce(data, comm, stream);
+    OK(cuStreamEndCapture(stream, &graph));
+    OK(cuGraphInstantiate(&executable, graph, 0));
+    OK(cuGraphDestroy(graph));
+    return executable;
+}
+
+static uint64_t run_graph(void)
+{
+    ncclComm_t comm = world(0);
+    CUstream stream = new_stream();
+    CUdeviceptr data = tensor(1);
+    CUgraphExec graph = captured(data, comm, stream);
+    for (int step = 0; step < steps; step++) {
+        maybe_stick(step);
+        OK(cuGraphLaunch(graph, stream));
+        if (step % 3 == 0)
+            all_reduce(data, comm, stream);
+        if (step % 4 == 0)
+            OK(cuStreamSynchronize(stream));
+    }
+    uint64_t sum = sum_of(data, stream);
+    OK(cuGraphExecDestroy(graph));
+    NCCL(ncclCommDestroy(comm));
+    return sum;
+}
+
+static uint64_t run_churn(void)
+{
+    CUstream stream = new_stream();
+    CUdeviceptr data = tensor(1);
+    for (int step = 0; step < steps; step++) {
+        ncclComm_t all = world(step), child = NULL;
+        maybe_stick(step);
+        compute(data, stream);
+        all_reduce(data, all, stream);
+        NCCL(ncclCommSplit(all, rank % 2 == 0 ? 0 : -1, rank, &child, NULL));
+        if (child != NULL) {
+            all_reduce(data, child, stream);
+            NCCL(ncclCommDestroy(child));
+        }
+        NCCL(ncclCommFinalize(all));
+        NCCL(ncclCommDestroy(all));
+    }
+    return sum_of(data, stream);
+}
+
+static uint64_t run(void)
+{
+    if (strcmp(mode, "data") == 0)
+        return run_data();
+    if (strcmp(mode, "tensor") == 0)
+        return run_tensor();
+    if (strcmp(mode, "pipeline") == 0)
+        return run_pipeline();
+    if (strcmp(mode, "graph") == 0)
+        return run_graph();
+    if (strcmp(mode, "churn") == 0)
+        return run_churn();
+    say("fail unknown mode");
+    _exit(1);
+}
+
+static void read_arguments(int count, char **words)
+{
+    for (int i = 1; i + 1 < count; i += 2) {
+        const char *name = words[i], *value = words[i + 1];
+        if (strcmp(name, "--rank") == 0)
+            rank = atoi(value);
+        else if (strcmp(name, "--ranks") == 0)
+            ranks = atoi(value);
+        else if (strcmp(name, "--device") == 0)
+            device = atoi(value);
+        else if (strcmp(name, "--id") == 0)
+            id_path = value;
+        else if (strcmp(name, "--mode") == 0)
+            mode = value;
+        else if (strcmp(name, "--steps") == 0)
+            steps = atoi(value);
+        else if (strcmp(name, "--stick-at") == 0)
+            stick_at = atoi(value);
+    }
+}
+
+int main(int count, char **words)
+{
+    CUdeviceptr first = 0;
+    CUdevice own = 0;
+    char line[16];
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    read_arguments(count, words);
+    driver_load();
+    OK(cuInit(0));
+    OK(cuDeviceGet(&own, device));
+    OK(cuDevicePrimaryCtxRetain(&context, own));
+    OK(cuCtxSetCurrent(context));
+    OK(cuMemAlloc(&first, 2u << 20));
+    say("ok ready");
+    uint64_t sum = run();
+    printf("ok %d %llu\n", steps, (unsigned long long)sum);
+    fflush(stdout);
+    while (read(0, line, sizeof line) > 0)
+        continue;
+    return 0;
+}

@@ -1,0 +1,132 @@
+//! A job whose ranks run to their end by themselves, over the simulated NCCL.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crate::{Answer, Outcome, Rank, Stage, Trouble};
+
+/// How long a whole job may take, pauses included, on a machine that does other things too.
+const JOB_TIMEOUT: Duration = Duration::from_mins(4);
+
+/// What a job is like.
+#[derive(Clone, Debug)]
+pub struct SpmdOptions {
+    /// Its tenant.
+    pub tenant: String,
+    /// What it does; see `programs/spmd.c`.
+    pub mode: &'static str,
+    /// How many processes, each on a device of its own.
+    pub ranks: usize,
+    /// How many steps.
+    pub steps: u32,
+    /// Under the preload object, by `sublet run`?
+    pub is_preloaded: bool,
+    /// Rank and step at which a rank stops until it is told to go on.
+    pub stuck: Option<(usize, u32)>,
+}
+
+impl SpmdOptions {
+    /// A job of tenant `spmd`.
+    pub fn new(mode: &'static str, ranks: usize, steps: u32) -> Self {
+        let tenant = "spmd".to_owned();
+        Self { tenant, mode, ranks, steps, is_preloaded: true, stuck: None }
+    }
+
+    /// The same without Sublet.
+    #[must_use]
+    pub fn plain(&self) -> Self {
+        Self { is_preloaded: false, stuck: None, ..self.clone() }
+    }
+}
+
+/// The ranks of a job that runs by itself.
+#[derive(Debug)]
+pub struct Spmd {
+    /// In order.
+    pub ranks: Vec<Rank>,
+    results: Vec<Option<Answer>>,
+    deadline: Instant,
+}
+
+impl Spmd {
+    /// Starts all ranks, and waits until each has its first piece of memory.
+    ///
+    /// # Errors
+    /// When a rank failed.
+    pub fn start(stage: &Stage, options: &SpmdOptions) -> Outcome<Self> {
+        let dir = stage.job_dir()?;
+        let start = |index| Rank::start(index, &mut rank_command(stage, options, &dir, index));
+        let mut ranks = (0..options.ranks).map(start).collect::<Outcome<Vec<_>>>()?;
+        for rank in &mut ranks {
+            rank.answer()?;
+        }
+        let results = vec![None; options.ranks];
+        Ok(Self { ranks, results, deadline: Instant::now() + JOB_TIMEOUT })
+    }
+
+    /// Waits `timeout` for the end of the job; says whether it has come.
+    ///
+    /// # Errors
+    /// When a rank failed, or the job takes too long in all.
+    pub fn is_done_within(&mut self, timeout: Duration) -> Outcome<bool> {
+        let until = Instant::now() + timeout;
+        for (rank, result) in self.ranks.iter_mut().zip(&mut self.results) {
+            if result.is_none() {
+                let left = until.saturating_duration_since(Instant::now());
+                *result = rank.answer_if_within(left)?;
+            }
+        }
+        if Instant::now() > self.deadline {
+            return Err(Trouble::new(format!("the job is not done in time: {:?}", self.results)));
+        }
+        Ok(self.results.iter().all(Option::is_some))
+    }
+
+    /// Waits for the end of the job and returns the sums of all ranks.
+    ///
+    /// # Errors
+    /// As [`Spmd::is_done_within`].
+    pub fn finish(mut self) -> Outcome<Vec<u64>> {
+        while !self.is_done_within(Duration::from_secs(5))? {}
+        let sum = |answer: &Answer| answer.numbers::<2>().map(|[_, sum]| sum);
+        let sums = self.results.iter().flatten().map(sum).collect::<Outcome<Vec<_>>>()?;
+        for rank in &mut self.ranks {
+            let status = rank.exit()?;
+            if !status.success() {
+                return Err(Trouble::new(format!("a rank ended with {status}: {}", rank.stderr())));
+            }
+        }
+        Ok(sums)
+    }
+}
+
+fn rank_command(stage: &Stage, options: &SpmdOptions, dir: &Path, index: usize) -> Command {
+    let files = stage.files();
+    let is_python = options.mode == "python";
+    let program = if is_python { Path::new("python3") } else { &files.spmd };
+    let mut command = if options.is_preloaded {
+        let mut command = stage.command(&files.sublet);
+        command.args(["run", "--tenant", &options.tenant, "--library"]);
+        command.arg(&files.preload).arg("--").arg(program);
+        command
+    } else {
+        stage.command(program)
+    };
+    if is_python {
+        command.arg(&files.spmd_python);
+    }
+    let libraries = format!("{}:{}", files.simcuda_dir.display(), files.simnccl_dir.display());
+    command.env("LD_LIBRARY_PATH", libraries).env("SIMNCCL_DIR", dir);
+    for (name, value) in [("--rank", index), ("--device", index), ("--ranks", options.ranks)] {
+        command.arg(name).arg(value.to_string());
+    }
+    command.arg("--id").arg(dir.join("id")).args(["--mode", options.mode]);
+    command.args(["--steps", &options.steps.to_string()]);
+    if let Some((rank, step)) = options.stuck
+        && rank == index
+    {
+        command.args(["--stick-at", &step.to_string()]);
+    }
+    command
+}
