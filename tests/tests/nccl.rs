@@ -1,20 +1,57 @@
 //! Jobs over the simulated NCCL, linked as libtorch is or found by ctypes, paused from outside at any
 //! instant. The jobs know nothing of pauses, and what they compute shows every result of every step.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use sublet_tests::{MIB, Outcome, Spmd, SpmdOptions, Stage};
 
 const CAPACITIES: [u64; 4] = [128 * MIB; 4];
 /// Pauses of one job, at most.
 const PAUSES_MAX: u32 = 40;
-const GAP_MAX_MS: u64 = 40;
+/// Fewer would mean that the jobs are too short to test anything.
+const PAUSES_MIN: u32 = 4;
+/// The job runs for up to this long between pauses.
+const GAP_MAX_MS: u64 = 60;
 
-/// What the job gives when nobody pauses it, with and without the preload object.
-fn undisturbed(stage: &Stage, options: &SpmdOptions) -> Outcome<Vec<u64>> {
-    let sums = Spmd::start(stage, &options.plain())?.finish()?;
-    assert_eq!(Spmd::start(stage, options)?.finish()?, sums, "only preloaded");
-    Ok(sums)
+/// Numbers that look random. A run is repeated by giving its seed in `SUBLET_TEST_SEED`.
+struct Random(u64);
+
+impl Random {
+    fn new() -> Outcome<Self> {
+        let given = std::env::var("SUBLET_TEST_SEED").ok().and_then(|text| text.parse().ok());
+        let now = SystemTime::now().duration_since(UNIX_EPOCH)?;
+        let seed = given.unwrap_or(u64::from(now.subsec_nanos()));
+        println!("SUBLET_TEST_SEED={seed}");
+        Ok(Self(seed))
+    }
+
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % limit
+    }
+}
+
+/// The job gives the same when it is paused at random instants as when nobody pauses it.
+fn survives_pauses(mode: &'static str, ranks: usize, steps: u32) -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let options = SpmdOptions::new(mode, ranks, steps);
+    let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
+    let mut random = Random::new()?;
+    let mut job = Spmd::start(&stage, &options)?;
+    let mut pauses = 0;
+    while pauses < PAUSES_MAX
+        && !job.is_done_within(Duration::from_millis(random.below(GAP_MAX_MS)))?
+    {
+        stage.pause(&options.tenant)?;
+        stage.resume(&options.tenant)?;
+        pauses += 1;
+    }
+    println!("{pauses} pauses");
+    assert_eq!(job.finish()?, wanted);
+    assert!(pauses >= PAUSES_MIN, "only {pauses} pauses: the job is too short");
+    Ok(())
 }
 
 #[test]
@@ -23,7 +60,39 @@ fn jobs_give_the_same_under_the_preload_object() -> Outcome {
     for (mode, ranks) in
         [("data", 2), ("tensor", 4), ("pipeline", 3), ("graph", 2), ("churn", 3), ("python", 2)]
     {
-        undisturbed(&stage, &SpmdOptions::new(mode, ranks, 6))?;
+        let options = SpmdOptions::new(mode, ranks, 6);
+        let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
+        assert_eq!(Spmd::start(&stage, &options)?.finish()?, wanted, "{mode}");
     }
     Ok(())
+}
+
+#[test]
+fn gradients_reduced_by_two_threads_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("data", 2, 300)
+}
+
+#[test]
+fn tensor_and_data_parallel_groups_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("tensor", 4, 60)
+}
+
+#[test]
+fn a_pipeline_survives_pauses_at_any_instant() -> Outcome {
+    survives_pauses("pipeline", 3, 40)
+}
+
+#[test]
+fn collectives_in_graphs_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("graph", 2, 200)
+}
+
+#[test]
+fn communicators_that_come_and_go_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("churn", 3, 40)
+}
+
+#[test]
+fn a_job_that_finds_nccl_by_ctypes_survives_pauses_at_any_instant() -> Outcome {
+    survives_pauses("python", 2, 300)
 }

@@ -18,8 +18,8 @@ pub(super) struct Newcomer {
     place: usize,
     /// Which communicator shows when it is there, where it cannot itself.
     parent: Option<Arc<Communicator>>,
-    /// In the table already.
-    is_inserted: bool,
+    /// Its pointer, where it is in the table already.
+    inserted: Option<usize>,
 }
 
 impl Collectives {
@@ -40,7 +40,7 @@ impl Collectives {
             return call();
         };
         let seat = Seat { communicator: id, rank, ranks };
-        let newcomer = Newcomer { id, seat: Some(seat), place, parent: None, is_inserted: false };
+        let newcomer = Newcomer { id, seat: Some(seat), place, parent: None, inserted: None };
         self.make(process, what, vec![newcomer], call)
     }
 
@@ -63,7 +63,7 @@ impl Collectives {
             seat: Some(Seat { communicator: id, rank, ranks }),
             place: places + rank as usize * size_of::<usize>(),
             parent: None,
-            is_inserted: false,
+            inserted: None,
         };
         self.make(process, "ncclCommInitAll", (0..ranks).map(newcomer).collect(), call)
     }
@@ -92,7 +92,7 @@ impl Collectives {
             seat: Some(seat),
             place,
             parent: Some(parent),
-            is_inserted: false,
+            inserted: None,
         };
         self.make(process, "ncclCommShrink", vec![newcomer], call)
     }
@@ -117,7 +117,7 @@ impl Collectives {
             seat: None,
             place,
             parent: Some(Arc::clone(&parent)),
-            is_inserted: false,
+            inserted: None,
         });
         if group::is_open() {
             let result = call();
@@ -291,7 +291,7 @@ impl Collectives {
         let pointer = process.communicator_at(newcomer.place);
         if let (true, Some(seat)) = (pointer != 0, newcomer.seat) {
             self.insert(process, pointer, seat);
-            newcomer.is_inserted = true;
+            newcomer.inserted = Some(pointer);
         }
         let rank = newcomer.seat.map(|seat| seat.rank);
         let own = entries.iter().filter(|entry| Some(entry.post.rank()) == rank).cloned();
@@ -309,13 +309,16 @@ impl Collectives {
         result: NcclResult,
     ) -> Option<Arc<Communicator>> {
         if !result.is_accepted() {
+            if let Some(pointer) = newcomer.inserted {
+                self.communicators.remove(pointer);
+            }
             leave(process, &newcomer);
             return None;
         }
-        let pointer = process.communicator_at(newcomer.place);
-        if newcomer.is_inserted {
+        if let Some(pointer) = newcomer.inserted {
             return self.communicators.find(pointer);
         }
+        let pointer = process.communicator_at(newcomer.place);
         let is_late = pointer == 0 || newcomer.seat.is_none();
         if is_late && result == NcclResult::IN_PROGRESS {
             self.has_non_blocking.store(true, Ordering::Relaxed);
