@@ -1,8 +1,9 @@
 //! NCCL's functions: the table is complete, and ours are found exactly where NCCL's own would be.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
-use crate::stage::{exported, preload_path, root};
+use crate::stage::{Preload, Stage, exported, preload_path, root, transcript};
 
 /// The functions that NCCL 2.28.9 exports for programs: those of `nccl.h` and of `nccl_device/*.h`.
 const DECLARED: &[&str] = &[
@@ -137,4 +138,76 @@ fn every_row_is_exported() {
     let exports: BTreeSet<String> = exported(&preload_path()).into_iter().collect();
     let lacks: Vec<_> = table().into_iter().filter(|name| !exports.contains(name)).collect();
     assert!(lacks.is_empty(), "{lacks:?}");
+}
+
+/// What `preload_nccl_finder.c` says of `libraries`.
+fn finds(stage: &Stage, program: &Path, preload: Preload, libraries: &[&Path]) -> Vec<String> {
+    let output = stage.command(program, preload).args(libraries).output();
+    transcript(&output.expect("the program starts")).lines().map(str::to_owned).collect()
+}
+
+const NOWHERE: [&str; 3] =
+    ["default: nowhere, an error", "next: nowhere, an error", "program: nowhere, an error"];
+
+#[test]
+fn a_process_without_nccl_finds_none() {
+    let stage = Stage::new();
+    let program = stage.program("nccl_finder");
+    for preload in [Preload::Without, Preload::With] {
+        assert_eq!(finds(&stage, &program, preload, &[]), NOWHERE, "{preload:?}");
+    }
+}
+
+#[test]
+fn a_library_that_links_nccl_gets_ours_and_nobody_else_finds_it() {
+    let stage = Stage::new();
+    let program = stage.program("nccl_finder");
+    let nccl = stage.nccl(1000);
+    let user = stage.nccl_user("libuser.so", &nccl);
+    for (preload, file) in [(Preload::Without, "libnccl1000.so"), (Preload::With, "libsublet.so")] {
+        let said = finds(&stage, &program, preload, &[&user]);
+        let direct = format!("by name: {file} 1001");
+        assert_eq!(said[..3], ["linked: 1001", &direct, "calls: 2"], "{preload:?}");
+        assert_eq!(said[3..], NOWHERE, "{preload:?}");
+    }
+}
+
+#[test]
+fn a_second_nccl_gets_its_own_calls() {
+    let stage = Stage::new();
+    let program = stage.program("nccl_finder");
+    let users = [1000, 2000]
+        .map(|which| stage.nccl_user(&format!("libuser{which}.so"), &stage.nccl(which)));
+    let [first, second] = [&*users[0], &*users[1]];
+    let said = finds(&stage, &program, Preload::With, &[first, second, first]);
+    let wanted = [
+        "linked: 1001",
+        "by name: libsublet.so 1001",
+        "calls: 2",
+        "linked: 2002",
+        "by name: libnccl2000.so 2002",
+        "calls: 2",
+        "linked: 1003",
+        "by name: libsublet.so 1003",
+        "calls: 4",
+    ];
+    assert_eq!(said[..9], wanted);
+    assert_eq!(said[9..], NOWHERE);
+}
+
+#[test]
+fn a_program_that_links_nccl_finds_ours_without_naming_a_library() {
+    let stage = Stage::new();
+    let nccl = stage.nccl(1000);
+    let program = stage.program_with("nccl_finder", &nccl);
+    let found = |preload| {
+        let mut command = stage.command(&program, preload);
+        let mut path = std::ffi::OsString::from(stage.path(""));
+        path.push(":");
+        path.push(crate::stage::simcuda_dir());
+        let output = command.env("LD_LIBRARY_PATH", path).output();
+        transcript(&output.expect("the program starts"))
+    };
+    assert_eq!(found(Preload::With).matches("libsublet.so, no error").count(), 3);
+    assert_eq!(found(Preload::Without).matches("libnccl1000.so, no error").count(), 3);
 }

@@ -104,6 +104,20 @@ impl Stage {
         self.cc(&own_source(name), &format!("lib{name}.so"), &["-shared", "-fPIC"])
     }
 
+    /// Builds a library that calls itself NCCL, and returns `which` and more from `ncclAllReduce`.
+    pub(crate) fn nccl(&self, which: u32) -> PathBuf {
+        let (name, which) = (format!("libnccl{which}.so"), format!("-DWHICH={which}"));
+        let soname = format!("-Wl,-soname,{name}");
+        self.cc(&own_source("nccl"), &name, &["-shared", "-fPIC", &soname, &which])
+    }
+
+    /// Builds a library that links `nccl`.
+    pub(crate) fn nccl_user(&self, name: &str, nccl: &Path) -> PathBuf {
+        let rpath = format!("-Wl,-rpath,{}", self.dir.path().display());
+        let flags = ["-shared", "-fPIC", &rpath, nccl.to_str().expect("UTF-8")];
+        self.cc(&own_source("nccl_user"), name, &flags)
+    }
+
     /// Builds a program of the simulated driver's own tests.
     pub(crate) fn driver_program(&self, name: &str) -> PathBuf {
         self.cc(&driver_source(&format!("{name}.c")), name, &[])
