@@ -45,10 +45,9 @@ impl Plan {
     ///
     /// * A lane's limit is its largest count. It never sinks, but for a stall: what was allowed and not
     ///   used by then (a launch that failed) is taken back.
-    /// * A member that is behind on a lane, or captures, and whose threads all wait, has what they wait
-    ///   for raised, unless that lane was the reason for the limit that it is behind of: it cannot be in
-    ///   the way then (one thread would have come the other way round), and two would raise each other's
-    ///   for ever.
+    /// * A member that is behind on a lane, or captures, has what its threads wait for raised, unless that
+    ///   lane was the reason for the limit that it is behind of: it cannot be in the way then (one thread
+    ///   would have come the other way round), and two could raise each other's for ever.
     /// * In a stall, whatever anybody waits for is raised.
     pub fn update(&mut self, reports: &[&CutReport], pace: Pace) -> Verdict {
         self.count(reports, pace);

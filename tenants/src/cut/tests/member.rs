@@ -1,10 +1,11 @@
 //! The member's side: who is let through, who is counted, and who is told of.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::*;
+use super::super::*;
 
 const COORDINATOR: u64 = 7;
 
@@ -246,19 +247,20 @@ fn a_rank_that_has_not_begun_is_behind() {
 fn nothing_is_launched_once_a_report_says_rest() {
     // Threads launch as fast as they can; holds come at any instant.
     let cut = Cut::default();
-    let threads = 3;
-    let stop = std::sync::atomic::AtomicBool::new(false);
+    let stop = AtomicBool::new(false);
+    let launches = [0, 1, 2]
+        .map(|thread| [entry(&cut, collectives(thread), 1), entry(&cut, collectives(9), 1)]);
     thread::scope(|scope| {
-        for thread in 0..threads {
+        let _end = LetGo { cut: &cut, stop: &stop };
+        for entries in &launches {
             let (cut, stop) = (&cut, &stop);
             scope.spawn(move || {
-                let entries = [entry(cut, collectives(thread), 1), entry(cut, collectives(9), 1)];
                 while !stop.load(Ordering::Relaxed) {
-                    drop(cut.enter("ncclAllReduce", &entries));
+                    drop(cut.enter("ncclAllReduce", entries));
                 }
             });
         }
-        for _ in 0..300 {
+        for _ in 0..100 {
             let asked = hold(&cut, &[]);
             let far = Instant::now() + Duration::from_secs(30);
             let mut seen = Seen::default();
@@ -280,8 +282,20 @@ fn nothing_is_launched_once_a_report_says_rest() {
             }
             cut.release();
         }
-        stop.store(true, Ordering::Relaxed);
     });
+}
+
+/// Lets the threads of a test end, however it does.
+struct LetGo<'a> {
+    cut: &'a Cut,
+    stop: &'a AtomicBool,
+}
+
+impl Drop for LetGo<'_> {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.cut.release();
+    }
 }
 
 #[test]

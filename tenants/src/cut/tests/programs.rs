@@ -1,0 +1,255 @@
+//! Programs of ranks that launch, as they are made from one order in which all of it can be done.
+
+use std::collections::BTreeMap;
+
+use super::super::{CommunicatorId, Lane, Seat, Series};
+
+/// What a thread does next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Op {
+    /// Launches, all or nothing.
+    Launch {
+        /// When in the order that the program was made from; 0 where there is none.
+        place: u32,
+        /// On which lane, by which rank, and how much.
+        entries: Vec<(Lane, u32, u64)>,
+    },
+    /// Makes a communicator: does not return before all its ranks have come.
+    Create {
+        /// The rank that it gives.
+        seat: Seat,
+        /// What it counts.
+        entries: [(Lane, u32, u64); 1],
+    },
+    /// Waits on the host until so many threads have come to the same meeting.
+    Meet { meeting: u32, threads: usize },
+}
+
+impl Op {
+    /// What it counts, and where.
+    pub(super) fn entries(&self) -> &[(Lane, u32, u64)] {
+        match self {
+            Self::Launch { entries, .. } => entries,
+            Self::Create { entries, .. } => entries,
+            Self::Meet { .. } => &[],
+        }
+    }
+
+    /// When in the order of the program.
+    pub(super) fn place(&self) -> u32 {
+        match self {
+            Self::Launch { place, .. } => *place,
+            Self::Create { .. } | Self::Meet { .. } => 0,
+        }
+    }
+}
+
+/// A process: its threads, each doing one thing after the other.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Process {
+    /// Ranks from the beginning on.
+    pub(super) seats: Vec<Seat>,
+    pub(super) threads: Vec<Vec<Op>>,
+}
+
+/// What all processes do.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Program {
+    pub(super) processes: Vec<Process>,
+    place: u32,
+    meetings: u32,
+    communicators: u128,
+}
+
+/// The processes of a communicator, by rank.
+#[derive(Clone, Debug)]
+pub(super) struct Group {
+    id: CommunicatorId,
+    processes: Vec<usize>,
+}
+
+impl Group {
+    fn seat(&self, rank: usize) -> Seat {
+        let [rank, ranks] = [rank, self.processes.len()].map(|n| u32::try_from(n).unwrap());
+        Seat { communicator: self.id, rank, ranks }
+    }
+
+    pub(super) fn collectives(&self) -> Lane {
+        Lane { communicator: self.id, series: Series::Collectives }
+    }
+}
+
+impl Program {
+    /// So many processes of so many threads, which do nothing.
+    pub(super) fn new(processes: usize, threads: usize) -> Self {
+        let process = Process { seats: Vec::new(), threads: vec![Vec::new(); threads] };
+        Self { processes: vec![process; processes], ..Self::default() }
+    }
+
+    /// Does each process do one thing after the other?
+    pub(super) fn is_sequential(&self) -> bool {
+        self.processes.iter().all(|process| process.threads.len() == 1)
+    }
+
+    /// A communicator that is there.
+    pub(super) fn group(&mut self, processes: &[usize]) -> Group {
+        let group = self.group_to_come(processes);
+        for (rank, process) in processes.iter().enumerate() {
+            self.processes[*process].seats.push(group.seat(rank));
+        }
+        group
+    }
+
+    /// A communicator that is to be made.
+    pub(super) fn group_to_come(&mut self, processes: &[usize]) -> Group {
+        self.communicators += 1;
+        Group { id: CommunicatorId(self.communicators), processes: processes.to_vec() }
+    }
+
+    /// Its making, in each process' first thread.
+    pub(super) fn create(&mut self, group: &Group) {
+        for (rank, process) in group.processes.iter().enumerate() {
+            let seat = group.seat(rank);
+            let lane = Lane { communicator: group.id, series: Series::Creation };
+            let create = Op::Create { seat, entries: [(lane, seat.rank, 1)] };
+            self.processes[*process].threads[0].push(create);
+        }
+    }
+
+    /// One thing in the order of all: in each process, what it launches of it as one.
+    fn at_once(&mut self, thread: usize, parts: BTreeMap<usize, Vec<(Lane, u32, u64)>>) {
+        self.place += 1;
+        let place = self.place;
+        for (process, entries) in parts {
+            self.processes[process].threads[thread].push(Op::Launch { place, entries });
+        }
+    }
+
+    /// A collective of `group`.
+    pub(super) fn collective(&mut self, group: &Group) {
+        self.collective_in(0, group);
+    }
+
+    /// A collective of `group` in the thread of that number.
+    pub(super) fn collective_in(&mut self, thread: usize, group: &Group) {
+        self.graph_in(thread, &[(group, 1)]);
+    }
+
+    /// A graph with collectives of several communicators, the same in all their processes.
+    pub(super) fn graph(&mut self, of: &[(&Group, u64)]) {
+        self.graph_in(0, of);
+    }
+
+    fn graph_in(&mut self, thread: usize, of: &[(&Group, u64)]) {
+        let mut parts: BTreeMap<usize, Vec<_>> = BTreeMap::new();
+        for (group, launches) in of {
+            for (rank, process) in group.processes.iter().enumerate() {
+                let entry = (group.collectives(), group.seat(rank).rank, *launches);
+                parts.entry(*process).or_default().push(entry);
+            }
+        }
+        self.at_once(thread, parts);
+    }
+
+    /// Messages between ranks of `group`, as one group call in each process.
+    pub(super) fn messages(&mut self, group: &Group, pairs: &[(usize, usize)]) {
+        let mut parts: BTreeMap<usize, Vec<_>> = BTreeMap::new();
+        for (from, to) in pairs {
+            let series = Series::Pair { from: group.seat(*from).rank, to: group.seat(*to).rank };
+            let lane = Lane { communicator: group.id, series };
+            for rank in [*from, *to] {
+                let entry = (lane, group.seat(rank).rank, 1);
+                parts.entry(group.processes[rank]).or_default().push(entry);
+            }
+        }
+        self.at_once(0, parts);
+    }
+
+    /// A meeting of the first threads of `processes`, on the host.
+    pub(super) fn meet(&mut self, processes: &[usize]) {
+        self.meetings += 1;
+        let meet = Op::Meet { meeting: self.meetings, threads: processes.len() };
+        for process in processes {
+            self.processes[*process].threads[0].push(meet.clone());
+        }
+    }
+}
+
+/// One communicator of all, `steps` collectives.
+pub(super) fn plain(ranks: usize, steps: usize) -> Program {
+    let mut program = Program::new(ranks, 1);
+    let group = program.group(&(0..ranks).collect::<Vec<_>>());
+    for _ in 0..steps {
+        program.collective(&group);
+    }
+    program
+}
+
+/// Tensor parallel pairs, data parallel pairs across them, and one for all: a step each.
+pub(super) fn tensor_and_data_parallel() -> Program {
+    let mut program = Program::new(4, 1);
+    let tensor = [program.group(&[0, 1]), program.group(&[2, 3])];
+    let data = [program.group(&[0, 2]), program.group(&[1, 3])];
+    tensor.iter().chain(&data).for_each(|group| program.collective(group));
+    program
+}
+
+/// A pipeline of three stages: forward, then back and forth at once, then backward.
+pub(super) fn pipeline() -> Program {
+    let mut program = Program::new(3, 1);
+    let group = program.group(&[0, 1, 2]);
+    program.messages(&group, &[(0, 1)]);
+    program.messages(&group, &[(1, 2)]);
+    program.messages(&group, &[(0, 1)]);
+    program.messages(&group, &[(1, 2), (2, 1)]);
+    program.messages(&group, &[(1, 0)]);
+    program
+}
+
+/// Each of two ranks has two threads with a communicator each.
+pub(super) fn two_threads() -> Program {
+    let mut program = Program::new(2, 2);
+    let groups = [program.group(&[0, 1]), program.group(&[0, 1])];
+    for _ in 0..2 {
+        program.collective_in(0, &groups[0]);
+        program.collective_in(1, &groups[1]);
+    }
+    program
+}
+
+/// Graphs with several launches on a lane, and launches between them.
+pub(super) fn graphs() -> Program {
+    let mut program = Program::new(3, 1);
+    let (pair, all) = (program.group(&[0, 1]), program.group(&[0, 1, 2]));
+    program.graph(&[(&pair, 3), (&all, 2)]);
+    program.collective(&pair);
+    program.collective(&all);
+    program.graph(&[(&pair, 3), (&all, 2)]);
+    program
+}
+
+/// Ranks that wait for each other on the host, between launches of which only one side is held.
+pub(super) fn meetings() -> Program {
+    let mut program = Program::new(3, 1);
+    let (left, right) = (program.group(&[0, 1]), program.group(&[1, 2]));
+    program.collective(&left);
+    program.meet(&[0, 1]);
+    program.collective(&right);
+    program.collective(&right);
+    program.meet(&[1, 2]);
+    program.collective(&left);
+    program
+}
+
+/// A communicator that is made among others' launches.
+pub(super) fn creation() -> Program {
+    let mut program = Program::new(3, 1);
+    let (all, pair) = (program.group(&[0, 1, 2]), program.group(&[1, 2]));
+    let made = program.group_to_come(&[0, 1]);
+    program.collective(&all);
+    program.collective(&pair);
+    program.create(&made);
+    program.collective(&made);
+    program.collective(&all);
+    program
+}
