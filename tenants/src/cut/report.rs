@@ -126,18 +126,17 @@ impl CutReport {
     }
 
     /// How much each rank that lives here has launched on `lane`.
-    pub fn counts_on(&self, lane: Lane) -> BTreeMap<u32, u64> {
-        let mut counts: BTreeMap<u32, u64> = self.ranks_in(lane).map(|rank| (rank, 0)).collect();
-        let posts = self.posts.iter().filter(|post| post.lane == lane);
-        counts.extend(posts.map(|post| (post.rank, post.launched)));
-        counts
+    pub fn counts_on(&self, lane: Lane) -> impl Iterator<Item = (u32, u64)> + '_ {
+        let posts = move || self.posts.iter().filter(move |post| post.lane == lane);
+        let idle = self.ranks_in(lane).filter(move |rank| posts().all(|post| post.rank != *rank));
+        posts().map(|post| (post.rank, post.launched)).chain(idle.map(|rank| (rank, 0)))
     }
 
     /// Lanes, of those with a limit, on which a rank that lives here has launched less, in order.
     pub fn behind<'a>(&'a self, limits: &'a Limits) -> impl Iterator<Item = (Lane, u32, u64)> + 'a {
         limits.iter().flat_map(|(lane, limit)| {
-            let counts = self.counts_on(lane).into_iter();
-            counts.filter(move |(_, count)| *count < limit).map(move |(rank, n)| (lane, rank, n))
+            let short = self.counts_on(lane).filter(move |(_, count)| *count < limit);
+            short.map(move |(rank, count)| (lane, rank, count))
         })
     }
 

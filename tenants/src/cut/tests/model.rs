@@ -113,7 +113,7 @@ impl Run {
                 if is_hasty && state.hasty_stalls == self.hasty_stalls_max {
                     return None;
                 }
-                self.update(&mut next, Pace::Stalled);
+                Self::update(&mut next, Pace::Stalled);
                 if next == *state {
                     return None;
                 }
@@ -132,7 +132,7 @@ impl Run {
         self.program.processes[process].threads[thread].get(done)
     }
 
-    fn step(&self, state: &mut State, process: usize, thread: usize) {
+    pub(super) fn step(&self, state: &mut State, process: usize, thread: usize) {
         let Some(op) = self.op(state, process, thread) else {
             return;
         };
@@ -231,7 +231,7 @@ impl Run {
     }
 
     /// As the coordinator does: all are held before anything is decided.
-    fn exchange(&self, state: &mut State, process: usize) {
+    pub(super) fn exchange(&self, state: &mut State, process: usize) {
         let limits = match &state.reports[process] {
             Some(report) => state.plan.limits().for_member(report),
             None => Limits::default(),
@@ -242,10 +242,10 @@ impl Run {
         if !were_all_held && state.held.iter().all(Option::is_some) {
             state.furthest = self.furthest(state);
         }
-        self.update(state, Pace::Moving);
+        Self::update(state, Pace::Moving);
     }
 
-    fn update(&self, state: &mut State, pace: Pace) {
+    fn update(state: &mut State, pace: Pace) {
         let reports: Vec<_> = state.reports.iter().flatten().collect();
         if reports.len() < state.reports.len() {
             return;
