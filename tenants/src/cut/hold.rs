@@ -37,7 +37,8 @@ pub(super) enum Mode {
 pub(super) struct Table {
     pub(super) seats: BTreeMap<(CommunicatorId, u32), Seat>,
     pub(super) posts: BTreeMap<(Lane, u32), Arc<Post>>,
-    pub(super) unfinished: BTreeMap<(CommunicatorId, u32), Unfinished>,
+    /// By the ranks that launched it.
+    pub(super) unfinished: BTreeMap<Vec<(CommunicatorId, u32)>, Unfinished>,
     /// Moves with everything that happens while not open.
     pub(super) progress: u64,
     mode: Mode,

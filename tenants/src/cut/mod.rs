@@ -31,13 +31,15 @@ mod report;
 mod tests;
 
 use std::cell::{Cell, OnceCell, RefCell};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use describe::{Lag, Laggard, foreign_ranks, laggards};
 pub use report::{CutReport, Inside, Limits, Need, PostCount, Seen, Waiting};
@@ -46,8 +48,29 @@ use crate::slots::{Slot, Slots};
 use hold::{Mode, Table, Unfinished};
 
 /// A communicator's identity, the same in all its processes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CommunicatorId(pub u128);
+
+/// For people's programs, whose numbers may be shorter, as text.
+impl Serialize for CommunicatorId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if serializer.is_human_readable() {
+            serializer.collect_str(&format_args!("{:032x}", self.0))
+        } else {
+            serializer.serialize_u128(self.0)
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for CommunicatorId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        if !deserializer.is_human_readable() {
+            return u128::deserialize(deserializer).map(Self);
+        }
+        let text = String::deserialize(deserializer)?;
+        u128::from_str_radix(&text, 16).map(Self).map_err(D::Error::custom)
+    }
+}
 
 impl fmt::Display for CommunicatorId {
     /// The first 32 bits: enough to tell a job's communicators apart.
@@ -194,7 +217,8 @@ impl Cut {
         let mut table = self.table();
         table.seats.remove(&(communicator, rank));
         table.posts.retain(|(lane, r), _| lane.communicator != communicator || *r != rank);
-        let unfinished = table.unfinished.remove(&(communicator, rank));
+        let is_of_it = |places: &Vec<_>, _: &mut Unfinished| places.contains(&(communicator, rank));
+        let unfinished: Vec<_> = table.unfinished.extract_if(.., is_of_it).collect();
         table.progress += 1;
         drop(table);
         // Ends outside the lock: it may own anything.
@@ -292,14 +316,14 @@ impl Launch<'_> {
     /// The call has returned, and its work goes on in another thread until `finished` says so (a
     /// communicator in non-blocking mode). `finished` is asked from our own threads, and must not block.
     ///
-    /// One a rank of a communicator is kept: a later one stands for the earlier too.
+    /// A later one of the same ranks stands for the earlier too. It is forgotten when one of them leaves.
     pub fn unfinished(self, finished: Box<dyn Fn() -> bool + Send>) {
-        if let Some(Entry { post, .. }) = self.entries.first() {
-            let key = (post.lane.communicator, post.rank);
-            let work = Unfinished { what: self.what, since: std::time::Instant::now(), finished };
-            let earlier = self.cut.table().unfinished.insert(key, work);
-            drop(earlier);
-        }
+        let posts = self.entries.iter().map(|entry| &entry.post);
+        let places: BTreeSet<_> = posts.map(|post| (post.lane.communicator, post.rank)).collect();
+        let work = Unfinished { what: self.what, since: Instant::now(), finished };
+        let places = places.into_iter().collect();
+        let earlier = self.cut.table().unfinished.insert(places, work);
+        drop(earlier);
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::super::*;
 
@@ -212,6 +212,17 @@ fn work_that_goes_on_after_its_call_keeps_the_process_from_rest() {
     assert_eq!(report.inside[0].what, "ncclCommInitRankConfig");
     tell.send(()).unwrap();
     assert!(cut.report(0).inside.is_empty());
+}
+
+#[test]
+fn an_identity_is_text_for_people_and_a_number_on_the_wire() {
+    let id = CommunicatorId((0xab12_cd34 << 96) + 7);
+    let text = serde_json::to_string(&id).unwrap();
+    assert_eq!(text, "\"ab12cd34000000000000000000000007\"");
+    assert_eq!(serde_json::from_str::<CommunicatorId>(&text).unwrap(), id);
+    let bytes = postcard::to_stdvec(&id).unwrap();
+    assert_eq!(postcard::from_bytes::<CommunicatorId>(&bytes).unwrap(), id);
+    assert_eq!(id.to_string(), "ab12cd34");
 }
 
 #[test]
