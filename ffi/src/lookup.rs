@@ -183,7 +183,7 @@ fn decide_nccl(handle: *mut c_void, name: &CStr, number: usize, caller: usize) -
         }
     };
     let found = library.and_then(|library| {
-        if library.is_watched() { nccl::target(library, number) } else { library.function(number) }
+        if library.is_watched() { nccl::answer(library, number) } else { library.function(number) }
     });
     // Asked last, so that a name that is nowhere leaves the caller the loader's error.
     let found = found.or_else(|| {

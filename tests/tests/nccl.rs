@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use sublet_tests::{MIB, Outcome, Spmd, SpmdOptions, Stage};
 
 const CAPACITIES: [u64; 4] = [128 * MIB; 4];
-/// Pauses of one job, at most.
+/// Pauses of one job, at most. `SUBLET_TEST_PAUSES` asks for more, and for jobs that are as much longer.
 const PAUSES_MAX: u32 = 20;
 /// Fewer would mean that the jobs are too short to test anything.
 const PAUSES_MIN: u32 = 4;
@@ -38,12 +38,14 @@ impl Random {
 /// The job gives the same when it is paused at random instants as when nobody pauses it.
 fn survives_pauses(mode: &'static str, ranks: usize, steps: u32) -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let options = SpmdOptions::new(mode, ranks, steps);
+    let given = std::env::var("SUBLET_TEST_PAUSES").ok().and_then(|text| text.parse().ok());
+    let pauses_max = given.unwrap_or(PAUSES_MAX).max(PAUSES_MAX);
+    let options = SpmdOptions::new(mode, ranks, steps * pauses_max / PAUSES_MAX);
     let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
     let mut random = Random::new()?;
     let mut job = Spmd::start(&stage, &options)?;
     let mut pauses = 0;
-    while pauses < PAUSES_MAX
+    while pauses < pauses_max
         && !job.is_done_within(Duration::from_millis(random.below(GAP_MAX_MS)))?
     {
         stage.pause(&options.tenant)?;

@@ -3,7 +3,8 @@
 //! Collectives on a stream under capture launch nothing. Their entries follow the work: capture, graph,
 //! executable graph, launch; and go with copies, child graphs and updates. A process none of whose graphs
 //! holds a collective pays one atomic load a call. Bodies of conditional nodes are not followed: how often
-//! they run is decided on the device.
+//! they run is decided on the device. Nor is a child graph that `cuGraphExecNodeSetParams` exchanges: it must
+//! have the form of the one before.
 //!
 //! Lock order: `tables` is a leaf.
 

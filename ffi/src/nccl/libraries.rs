@@ -159,29 +159,66 @@ pub(crate) fn of_dependencies(address: usize) -> Option<&'static Library> {
     found
 }
 
-/// Call sites that have been looked up: an address and the number of its NCCL above it, or 0.
+/// Call sites that have been looked up, in the places that their addresses allow.
 static SITES: [AtomicU64; SITES_MAX] = [const { AtomicU64::new(0) }; SITES_MAX];
 const SITES_MAX: usize = 1024;
-const ADDRESS_BITS: u32 = 48;
-/// Set when the call comes from NCCL itself.
-const OWN_BIT: u64 = 1 << 56;
+/// How many places one address allows: a process has some tens of call sites.
+const SITE_PLACES: usize = 4;
+
+/// A call site: its address, above it the number of its NCCL, and whether it is in that NCCL itself. 0 when
+/// there is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Site(u64);
+
+impl Site {
+    const NUMBER_SHIFT: u32 = 48;
+    const OWN: u64 = 1 << 56;
+    const ADDRESS: u64 = (1 << Self::NUMBER_SHIFT) - 1;
+
+    fn new(caller: usize, library: &Library, is_own: bool) -> Self {
+        let own = if is_own { Self::OWN } else { 0 };
+        Self(caller as u64 & Self::ADDRESS | (library.number as u64) << Self::NUMBER_SHIFT | own)
+    }
+
+    fn is_at(self, caller: usize) -> bool {
+        self.0 & Self::ADDRESS == caller as u64 & Self::ADDRESS
+    }
+
+    fn library(self) -> Option<(&'static Library, bool)> {
+        let number = usize::try_from((self.0 & !Self::OWN) >> Self::NUMBER_SHIFT).ok()?;
+        known(number).map(|library| (library, self.0 & Self::OWN != 0))
+    }
+
+    fn places(caller: usize) -> impl Iterator<Item = &'static AtomicU64> {
+        // Return addresses are anywhere: the low bits tell neighbours apart.
+        let first = caller ^ (caller >> 10);
+        (0..SITE_PLACES).map(move |next| &SITES[first.wrapping_add(next) % SITES_MAX])
+    }
+
+    fn find(caller: usize) -> Option<Self> {
+        Self::places(caller)
+            .map(|place| Self(place.load(Ordering::Relaxed)))
+            .find(|site| site.is_at(caller))
+    }
+
+    /// Two threads may take one place at once; the one that loses it is looked up again.
+    fn keep(self, caller: usize) {
+        let free = Self::places(caller).find(|place| place.load(Ordering::Relaxed) == 0);
+        if let Some(place) = free.or_else(|| Self::places(caller).next()) {
+            place.store(self.0, Ordering::Relaxed);
+        }
+    }
+}
 
 /// The NCCL that a call from code at `caller` is for, and whether that NCCL itself makes it. As the loader
 /// would have bound the caller without us: the program's order first, then the caller's own dependencies.
 pub(crate) fn of_caller(caller: usize) -> Option<(&'static Library, bool)> {
-    let address = caller as u64 & ((1 << ADDRESS_BITS) - 1);
-    // Call instructions have any address: the low bits tell neighbours apart.
-    let place = usize::try_from((address ^ (address >> 10)) % SITES_MAX as u64).unwrap_or(0);
-    let site = SITES[place].load(Ordering::Relaxed);
-    if site & ((1 << ADDRESS_BITS) - 1) == address {
-        let number = usize::try_from((site & !OWN_BIT) >> ADDRESS_BITS).unwrap_or(0);
-        return known(number).map(|library| (library, site & OWN_BIT != 0));
+    if let Some(site) = Site::find(caller) {
+        return site.library();
     }
     let library = behind_us().or_else(|| of_dependencies(caller)).or_else(anywhere)?;
     let is_own = is_nccl_file(caller, library);
-    let own = if is_own { OWN_BIT } else { 0 };
-    let site = address | (library.number as u64) << ADDRESS_BITS | own;
-    SITES[place].store(site, Ordering::Relaxed);
+    Site::new(caller, library, is_own).keep(caller);
     Some((library, is_own))
 }
 

@@ -2,14 +2,14 @@
 //!
 //! | verdict | means |
 //! | --- | --- |
-//! | count | counted, and held before a pause ([`calls`]), then NCCL's own function |
+//! | count | counted, and held before a pause (`calls.rs`), then NCCL's own function |
 //! | note | NCCL's own function; people are told once that a pause does not see it |
 //! | pass | not hooked, for the reason given in the completeness test |
 //!
 //! From each row come an exported function that a library which links NCCL binds to instead of NCCL's, and
 //! the answer of `dlsym` ([`lookup`](crate::lookup)). The exported function does not count itself: it looks
 //! who calls, and jumps to the counting function, or to the caller's own NCCL when that is not the one we
-//! watch ([`libraries`]). The profiling names (`pnccl...`) are not hooked: a tool calls them after the
+//! watch (`libraries.rs`). The profiling names (`pnccl...`) are not hooked: a tool calls them after the
 //! application has called the public ones, and `PyTorch` never does.
 
 #![expect(unsafe_code, reason = "exports functions under NCCL's names and calls NCCL")]
@@ -38,6 +38,8 @@ pub(crate) struct Row {
     pub(crate) name: &'static CStr,
     /// What is done with it.
     pub(crate) verdict: Verdict,
+    /// Our export of that name.
+    exported: fn() -> usize,
 }
 
 macro_rules! nccl_functions {
@@ -57,8 +59,13 @@ macro_rules! nccl_functions {
             $(Row {
                 name: crate::hooks::c_name!($counted),
                 verdict: Verdict::Count(|| (calls::$counted as *const ()).expose_provenance()),
+                exported: || (exports::$counted as *const ()).expose_provenance(),
             },)*
-            $(Row { name: crate::hooks::c_name!($noted), verdict: Verdict::Note },)*
+            $(Row {
+                name: crate::hooks::c_name!($noted),
+                verdict: Verdict::Note,
+                exported: || (exports::$noted as *const ()).expose_provenance(),
+            },)*
         ];
 
         /// What is exported.
@@ -168,9 +175,9 @@ extern "C" fn choose(number: usize, caller: usize) -> usize {
     .unwrap_or_else(missing)
 }
 
-/// What stands in for function `number` of the NCCL that we watch.
-pub(crate) fn target(library: &'static libraries::Library, number: usize) -> Option<usize> {
-    // A function that this NCCL lacks must not seem to be there.
+/// What a call of function `number` of the NCCL that we watch goes to. `None` for one that this NCCL lacks: it
+/// must not seem to be there.
+fn target(library: &libraries::Library, number: usize) -> Option<usize> {
     let own = library.function(number)?;
     match TABLE[number].verdict {
         Verdict::Count(wrapper) => Some(wrapper()),
@@ -182,6 +189,15 @@ pub(crate) fn target(library: &'static libraries::Library, number: usize) -> Opt
             Some(own)
         }
     }
+}
+
+/// What `dlsym` gives out for it: callers may ask for all names and use few.
+pub(crate) fn answer(library: &libraries::Library, number: usize) -> Option<usize> {
+    let row = &TABLE[number];
+    library.function(number).map(|_| match row.verdict {
+        Verdict::Count(wrapper) => wrapper(),
+        Verdict::Note => (row.exported)(),
+    })
 }
 
 /// Called where a program was linked against NCCL and none is in the process.

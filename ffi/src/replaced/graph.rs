@@ -6,6 +6,7 @@
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong};
 
 use tenants::gate::Passage;
+use vmm_pool::driver::DriverCode;
 
 use super::SUCCESS;
 use crate::hooks::{Pointer, call_driver};
@@ -30,12 +31,18 @@ pub(crate) fn capture_of(stream: usize) -> Option<u64> {
     let mut status: c_int = 0;
     let mut id: c_ulonglong = 0;
     let stream: Pointer = std::ptr::with_exposed_provenance_mut(stream);
-    let none = std::ptr::null_mut();
-    // CUDA 13 headers name the third form; drivers keep the second.
-    let code = call_driver!(cuStreamGetCaptureInfo_v2(
-        stream => Pointer, &raw mut status => *mut c_int, &raw mut id => *mut c_ulonglong,
+    let (status_out, id_out, none) = (&raw mut status, &raw mut id, std::ptr::null_mut());
+    // CUDA 13 headers name the third form; drivers keep the second for older programs.
+    let mut code = call_driver!(cuStreamGetCaptureInfo_v2(
+        stream => Pointer, status_out => *mut c_int, id_out => *mut c_ulonglong,
         none => Pointer, none => Pointer, none => Pointer
     ));
+    if code == DriverCode::NOT_INITIALIZED.0 {
+        code = call_driver!(cuStreamGetCaptureInfo_v3(
+            stream => Pointer, status_out => *mut c_int, id_out => *mut c_ulonglong,
+            none => Pointer, none => Pointer, none => Pointer, none => Pointer
+        ));
+    }
     (code == SUCCESS && status == CAPTURE_ACTIVE).then_some(id)
 }
 

@@ -94,8 +94,13 @@ fn older_forms_of_a_function_never_get_the_newer_forms_wrapper() {
 
 #[test]
 fn newer_versions_than_a_form_still_get_it() {
-    let questions =
-        ["cuMemAlloc_v2 cuMemAlloc 13000 0", "cuGetProcAddress_v2 cuGetProcAddress 13000 0"];
+    let questions = [
+        "cuMemAlloc_v2 cuMemAlloc 13000 0",
+        "cuGetProcAddress_v2 cuGetProcAddress 13000 0",
+        // The name of the oldest form, which from 12.0 on is that of another function.
+        "cuGraphInstantiateWithFlags cuGraphInstantiate 12000 0",
+        "cuGraphInstantiateWithFlags cuGraphInstantiate 13000 0",
+    ];
     let questions = questions.map(str::to_owned);
     for answer in ask(Preload::With, &questions) {
         assert_eq!(answer[..4], ["libsublet.so"; 4], "{answer:?}");

@@ -143,7 +143,7 @@ impl Communicator {
 
 /// How many communicators a thread remembers. Scripts with more than data, tensor, pipeline and expert
 /// groups on one thread pay for a shared lock.
-const REMEMBERED: usize = 4;
+const REMEMBERED: usize = 8;
 
 #[derive(Default)]
 struct Remembered {

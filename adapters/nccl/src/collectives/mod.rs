@@ -10,10 +10,10 @@
 //!
 //! Between `ncclGroupStart` and the outermost `ncclGroupEnd` calls are gathered, and counted as one launch
 //! at the end: NCCL itself starts nothing earlier (`ncclGroupEndInternal` in its `src/group.cc`). `PyTorch`
-//! brackets sends, receives, coalesced collectives and every call of a non-blocking communicator so
-//! (`ProcessGroupNCCL.cpp`, `AutoNcclGroup` in its `cuda/nccl.cpp`), and splits and makes communicators
-//! outside of groups (`NCCLUtils.cpp`). On a stream under capture nothing is launched: the entries go to the
-//! capture, and count at each launch of its graph.
+//! brackets sends, receives, coalesced collectives and every call of a non-blocking communicator so, and
+//! then asks for the state until the call is over (`AutoNcclGroup` in its `torch/csrc/cuda/nccl.cpp`); it ends
+//! its open groups before it makes a communicator (`initNCCLComm` in `ProcessGroupNCCL.cpp`). On a stream
+//! under capture nothing is launched: the entries go to the capture, and count at each launch of its graph.
 //!
 //! Nothing here calls NCCL but through the caller's closures and [`Process`], so all of it is tested
 //! without.
