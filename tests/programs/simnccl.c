@@ -1,17 +1,23 @@
 /* A NCCL without GPUs: the same calls, made over the driver interface in the same spirit. Communicators
  * come to be and end by a meeting of all ranks on the host; memory is created, exported and imported; and
  * work waits on the device until the peers have launched theirs. It knows unsigned 32-bit sums of up to
- * 64 KiB. Calls between ncclGroupStart and ncclGroupEnd run at the end.
+ * 64 KiB. Calls between ncclGroupStart and ncclGroupEnd run at the end. What a non-blocking communicator is
+ * asked for goes on in a thread of its own.
  */
 #include "simnccl/simnccl.h"
 
 #include "simnccl/mailbox.h"
+
+#include <pthread.h>
+#include <stdbool.h>
 
 #define GROUP_MAX 64
 
 struct Communicator {
     uint64_t name;
     int rank, ranks, device;
+    bool non_blocking;
+    _Atomic int state; /* ncclInProgress while a thread works for it */
     uint32_t meetings, splits;
     Meeting *meeting;
     Box boxes[RANKS_MAX];
@@ -29,10 +35,53 @@ typedef struct {
     int round;
 } Call;
 
-static __thread struct {
+typedef struct {
     int depth, count;
     Call calls[GROUP_MAX];
-} group;
+} Group;
+
+static __thread Group group;
+
+/* Something that a thread does for non-blocking communicators. */
+typedef struct {
+    void (*work)(void *);
+    void *argument;
+    int device, count;
+    ncclComm_t comms[GROUP_MAX];
+} Job;
+
+static void *run_job(void *argument)
+{
+    Job *job = argument;
+    CUcontext context = NULL;
+    OK(cuDevicePrimaryCtxRetain(&context, job->device));
+    OK(cuCtxSetCurrent(context));
+    job->work(job->argument);
+    for (int i = 0; i < job->count; i++)
+        atomic_store(&job->comms[i]->state, ncclSuccess);
+    free(job);
+    return NULL;
+}
+
+/* Does `work` now, or later when the communicator does not block. */
+static ncclResult_t do_for(ncclComm_t *comms, int count, void (*work)(void *), void *argument)
+{
+    pthread_t thread;
+    if (!comms[0]->non_blocking) {
+        work(argument);
+        return ncclSuccess;
+    }
+    Job *job = calloc(1, sizeof *job);
+    *job = (Job){.work = work, .argument = argument, .device = comms[0]->device, .count = count};
+    for (int i = 0; i < count; i++) {
+        job->comms[i] = comms[i];
+        atomic_store(&comms[i]->state, ncclInProgress);
+    }
+    if (pthread_create(&thread, NULL, run_job, job) != 0)
+        stop("no thread");
+    pthread_detach(thread);
+    return ncclInProgress;
+}
 
 static void load_driver(void)
 {
@@ -48,23 +97,32 @@ static void meet_all(ncclComm_t comm)
     meet(comm->meeting, comm->ranks, ++comm->meetings);
 }
 
-static ncclResult_t make(ncclComm_t *made, uint64_t name, int rank, int ranks)
+static ncclComm_t new_communicator(uint64_t name, int rank, int ranks, bool non_blocking)
 {
     load_driver();
     ncclComm_t comm = calloc(1, sizeof *comm);
     if (comm == NULL || ranks > RANKS_MAX || rank < 0 || rank >= ranks)
-        return ncclInvalidArgument;
-    *comm = (struct Communicator){.name = name, .rank = rank, .ranks = ranks, .meeting = map_meeting(name)};
+        stop("rank %d of %d", rank, ranks);
+    comm->name = name;
+    comm->rank = rank;
+    comm->ranks = ranks;
+    comm->non_blocking = non_blocking;
+    comm->meeting = map_meeting(name);
     OK(cuCtxGetDevice(&comm->device));
-    int listener = listen_as(name, rank);
-    comm->boxes[rank] = make_box(comm->device);
+    return comm;
+}
+
+/* Meets the other ranks and maps their boxes. */
+static void join_peers(void *argument)
+{
+    ncclComm_t comm = argument;
+    int listener = listen_as(comm->name, comm->rank);
+    comm->boxes[comm->rank] = make_box(comm->device);
     meet_all(comm);
-    exchange_boxes(name, listener, rank, ranks, comm->device, comm->boxes);
+    exchange_boxes(comm->name, listener, comm->rank, comm->ranks, comm->device, comm->boxes);
     meet_all(comm);
     close(listener);
-    unlink(socket_of(name, rank).sun_path);
-    *made = comm;
-    return ncclSuccess;
+    unlink(socket_of(comm->name, comm->rank).sun_path);
 }
 
 ncclResult_t ncclGetVersion(int *version)
@@ -82,32 +140,57 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
     return got == 32 ? ncclSuccess : ncclSystemError;
 }
 
-ncclResult_t ncclCommInitRank(ncclComm_t *made, int ranks, ncclUniqueId id, int rank)
+ncclResult_t ncclCommInitRankConfig(ncclComm_t *made, int ranks, ncclUniqueId id, int rank, ncclConfig_t *config)
 {
-    return make(made, hashed(14695981039346656037u, id.internal, sizeof id.internal), rank, ranks);
+    uint64_t name = hashed(14695981039346656037u, id.internal, sizeof id.internal);
+    *made = new_communicator(name, rank, ranks, config != NULL && config->blocking == 0);
+    return do_for(made, 1, join_peers, *made);
 }
 
-ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t *made, void *config)
+ncclResult_t ncclCommInitRank(ncclComm_t *made, int ranks, ncclUniqueId id, int rank)
 {
-    (void)config;
+    return ncclCommInitRankConfig(made, ranks, id, rank, NULL);
+}
+
+typedef struct {
+    ncclComm_t parent, *made;
+    int color, key;
+} Split;
+
+static void split(void *argument)
+{
+    Split *split = argument;
+    ncclComm_t parent = split->parent;
     Meeting *meeting = parent->meeting;
     int rank = 0, ranks = 0;
-    *made = NULL;
-    meeting->color[parent->rank] = color;
-    meeting->key[parent->rank] = key;
+    meeting->color[parent->rank] = split->color;
+    meeting->key[parent->rank] = split->key;
     meet_all(parent);
     for (int peer = 0; peer < parent->ranks; peer++) {
-        if (meeting->color[peer] != color)
+        if (meeting->color[peer] != split->color)
             continue;
         int other = meeting->key[peer];
-        rank += other < key || (other == key && peer < parent->rank);
+        rank += other < split->key || (other == split->key && peer < parent->rank);
         ranks++;
     }
     meet_all(parent);
-    uint64_t words[] = {parent->name, parent->splits++, (uint64_t)color};
-    if (color < 0)
-        return ncclSuccess;
-    return make(made, hashed(14695981039346656037u, words, sizeof words), rank, ranks);
+    uint64_t words[] = {parent->name, parent->splits++, (uint64_t)split->color};
+    if (split->color >= 0) {
+        uint64_t name = hashed(14695981039346656037u, words, sizeof words);
+        ncclComm_t child = new_communicator(name, rank, ranks, parent->non_blocking);
+        join_peers(child);
+        __atomic_store_n(split->made, child, __ATOMIC_RELEASE);
+    }
+    free(split);
+}
+
+ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t *made, ncclConfig_t *config)
+{
+    (void)config;
+    Split *work = malloc(sizeof *work);
+    *work = (Split){parent, made, color, key};
+    *made = NULL;
+    return do_for(&parent, 1, split, work);
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm)
@@ -152,8 +235,7 @@ ncclResult_t ncclCommUserRank(ncclComm_t comm, int *rank)
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *state)
 {
-    (void)comm;
-    *state = ncclSuccess;
+    *state = atomic_load(&comm->state);
     return ncclSuccess;
 }
 
@@ -262,7 +344,7 @@ static int number_rounds(void)
     return rounds;
 }
 
-static void run_group(void)
+static void run_calls(void)
 {
     for (int i = 0; i < group.count; i++) {
         if (group.calls[i].kind == ALL_REDUCE)
@@ -276,6 +358,32 @@ static void run_group(void)
     group.count = 0;
 }
 
+static void run_copy(void *copy)
+{
+    if (copy != &group) {
+        group = *(Group *)copy;
+        free(copy);
+    }
+    run_calls();
+}
+
+/* All communicators of a group block, or none. */
+static ncclResult_t run_group(void)
+{
+    ncclComm_t comms[GROUP_MAX];
+    Group *copy = &group;
+    if (group.count == 0)
+        return ncclSuccess;
+    for (int i = 0; i < group.count; i++)
+        comms[i] = group.calls[i].comm;
+    if (comms[0]->non_blocking) {
+        copy = malloc(sizeof *copy);
+        *copy = group;
+        group.count = 0;
+    }
+    return do_for(comms, copy->count, run_copy, copy);
+}
+
 static ncclResult_t add(Call call, size_t count, ncclDataType_t kind)
 {
     call.bytes = count * 4;
@@ -283,10 +391,10 @@ static ncclResult_t add(Call call, size_t count, ncclDataType_t kind)
         return ncclInvalidArgument;
     if (call.peer < 0 || call.peer >= call.comm->ranks)
         return ncclInvalidArgument;
+    if (atomic_load(&call.comm->state) != ncclSuccess)
+        return ncclInvalidUsage;
     group.calls[group.count++] = call;
-    if (group.depth == 0)
-        run_group();
-    return ncclSuccess;
+    return group.depth == 0 ? run_group() : ncclSuccess;
 }
 
 ncclResult_t ncclAllReduce(const void *send, void *receive, size_t count, ncclDataType_t kind, ncclRedOp_t operator,
@@ -343,7 +451,5 @@ ncclResult_t ncclGroupEnd(void)
 {
     if (group.depth == 0)
         return ncclInvalidUsage;
-    if (--group.depth == 0)
-        run_group();
-    return ncclSuccess;
+    return --group.depth == 0 ? run_group() : ncclSuccess;
 }

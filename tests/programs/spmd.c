@@ -12,6 +12,7 @@
  *   pipeline   stages send activations on and gradients back, one forward, one backward
  *   graph      a captured graph with a collective on a stream that joined by an event
  *   churn      communicators are made, split, used and destroyed all the time
+ *   waiting    communicators that do not block: every call is asked about until it is over
  */
 #include "simnccl/simnccl.h"
 
@@ -299,6 +300,50 @@ static uint64_t run_churn(void)
     return sum_of(data, stream);
 }
 
+/* As torch does in this mode: asks until the call is over. */
+static void finish(ncclComm_t comm, ncclResult_t result)
+{
+    while (result == ncclInProgress) {
+        usleep(100);
+        NCCL(ncclCommGetAsyncError(comm, &result));
+    }
+    NCCL(result);
+}
+
+static void reduce_and_wait(CUdeviceptr data, ncclComm_t comm, CUstream stream)
+{
+    NCCL(ncclGroupStart());
+    all_reduce(data, comm, stream);
+    finish(comm, ncclGroupEnd());
+}
+
+static uint64_t run_waiting(void)
+{
+    ncclConfig_t config = {.size = sizeof config, .blocking = 0};
+    CUstream stream = new_stream();
+    CUdeviceptr data = tensor(1);
+    for (int step = 0; step < steps; step++) {
+        static ncclComm_t all, child;
+        maybe_stick(step);
+        if (step % 5 == 0) {
+            ncclResult_t result = ncclCommInitRankConfig(&all, ranks, shared_id(step), rank, &config);
+            finish(all, result);
+        }
+        if (step % 5 == 1)
+            finish(all, ncclCommSplit(all, rank % 2, rank, &child, &config));
+        compute(data, stream);
+        reduce_and_wait(data, all, stream);
+        if (child != NULL)
+            reduce_and_wait(data, child, stream);
+        if (step % 5 == 4) {
+            NCCL(ncclCommDestroy(child));
+            NCCL(ncclCommDestroy(all));
+            child = NULL;
+        }
+    }
+    return sum_of(data, stream);
+}
+
 static uint64_t run(void)
 {
     if (strcmp(mode, "data") == 0)
@@ -311,6 +356,8 @@ static uint64_t run(void)
         return run_graph();
     if (strcmp(mode, "churn") == 0)
         return run_churn();
+    if (strcmp(mode, "waiting") == 0)
+        return run_waiting();
     say("fail unknown mode");
     _exit(1);
 }

@@ -61,9 +61,8 @@ fn survives_pauses(mode: &'static str, ranks: usize, steps: u32) -> Outcome {
 #[test]
 fn jobs_give_the_same_under_the_preload_object() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    for (mode, ranks) in
-        [("data", 2), ("tensor", 4), ("pipeline", 3), ("graph", 2), ("churn", 3), ("python", 2)]
-    {
+    let modes = ["data", "tensor", "pipeline", "graph", "churn", "waiting", "python"];
+    for (mode, ranks) in modes.into_iter().zip([2, 4, 3, 2, 3, 4, 2]) {
         let options = SpmdOptions::new(mode, ranks, 6);
         let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
         assert_eq!(Spmd::start(&stage, &options)?.finish()?, wanted, "{mode}");
@@ -94,6 +93,11 @@ fn collectives_in_graphs_survive_pauses_at_any_instant() -> Outcome {
 #[test]
 fn communicators_that_come_and_go_survive_pauses_at_any_instant() -> Outcome {
     survives_pauses("churn", 3, 40)
+}
+
+#[test]
+fn communicators_that_do_not_block_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("waiting", 4, 150)
 }
 
 #[test]
