@@ -192,9 +192,10 @@ function! {
         }
 }
 
-function!(ncclGroupStart() by member |all, _here, call| all.group_start(call));
-function!(ncclGroupEnd() by member |all, here, call| all.group_end(here, call));
-function!(ncclGroupSimulateEnd(info: Pointer) by member |all, here, call| {
+// The first communicator may be made inside a group: its start must have been counted.
+function!(ncclGroupStart() by join |all, _here, call| all.group_start(call));
+function!(ncclGroupEnd() by join |all, here, call| all.group_end(here, call));
+function!(ncclGroupSimulateEnd(info: Pointer) by join |all, here, call| {
     all.group_simulate_end(here, call)
 });
 

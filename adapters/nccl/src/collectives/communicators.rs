@@ -7,7 +7,7 @@
 //! which waits for nothing, is called under `polling`.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, TryLockError};
 
@@ -22,7 +22,7 @@ pub(super) struct Communicator {
     pub(super) seat: Seat,
     /// What one collective adds.
     pub(super) collective: [Entry; 1],
-    pairs: Mutex<HashMap<Series, Entry>>,
+    pairs: Mutex<BTreeMap<Series, Entry>>,
     splits: AtomicU64,
     shrinks: AtomicU64,
     is_ending: AtomicBool,
