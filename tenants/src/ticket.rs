@@ -135,7 +135,7 @@ impl Ticket {
     }
 
     /// The ticket as bytes; `None` when the socket path does not fit.
-    fn encode(&self) -> Option<Vec<u8>> {
+    pub fn encode(&self) -> Option<Vec<u8>> {
         let tenant = self.tenant.as_str().as_bytes();
         let path = self.owner_socket.as_os_str().as_bytes();
         if path.is_empty() || path.len() > SOCKET_PATH_BYTES_MAX {

@@ -5,9 +5,11 @@
 //! ```
 //!
 //! Integers are little-endian. Descriptors travel beside the first byte of a frame; the header says how
-//! many, and a frame that brings other than that is refused whole: what came is closed. Every wait has
-//! a deadline. A receive that runs out of time may be continued, as nothing read is lost; after any other
-//! error the connection is [`TransportError::OutOfStep`]. Peers of another user are refused.
+//! many, and a frame that brings other than that is refused whole: what came is closed. A side that
+//! expects none ([`Limits::fds_max`]) reads with no room for any, so that the kernel never installs them.
+//! Every wait has a deadline. A receive that runs out of time may be continued, as nothing read is lost;
+//! after any other error the connection is [`TransportError::OutOfStep`]. Peers of another user are
+//! refused, by whoever connects and by whoever accepts.
 //!
 //! A process that reads a frame of another version answers with an empty frame of its own version, so
 //! that both sides can say who speaks what.
@@ -16,7 +18,9 @@
 
 mod ancillary;
 mod error;
+pub mod frame;
 mod listener;
+mod outgoing;
 #[cfg(test)]
 mod tests;
 
@@ -39,15 +43,15 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 pub use error::{Direction, TransportError};
+pub use frame::{Limits, PAYLOAD_BYTES_MAX, REQUEST_BYTES_MAX};
 pub use listener::Listener;
 
-use crate::wire::{FDS_PER_MESSAGE_MAX, PROTOCOL_VERSION, Reply, Request};
+use ancillary::Room;
+use frame::{FrameError, HEADER_BYTES, Header};
+use outgoing::Outgoing;
 
-/// Longest payload of a message, in bytes.
-pub const PAYLOAD_BYTES_MAX: usize = 1024 * 1024;
+use crate::wire::{FDS_PER_MESSAGE_MAX, Reply, Request};
 
-const MAGIC: [u8; 4] = *b"SBLT";
-const HEADER_BYTES: usize = 12;
 /// How much of a payload is asked for at once: memory follows what arrives, not what a header claims.
 const READ_BYTES: usize = 16 * 1024;
 /// A full queue of a listening socket gives no event when it has room again.
@@ -80,7 +84,9 @@ impl fmt::Display for Peer {
 pub struct Connection {
     stream: OwnedFd,
     peer: Peer,
+    limits: Limits,
     incoming: Incoming,
+    outgoing: Outgoing,
     condition: Condition,
 }
 
@@ -89,16 +95,9 @@ pub struct Connection {
 struct Incoming {
     header: [u8; HEADER_BYTES],
     header_filled: usize,
-    announced: Option<Announced>,
+    announced: Option<Header>,
     payload: Vec<u8>,
     fds: Vec<OwnedFd>,
-}
-
-/// What the header of a frame says is to come.
-#[derive(Clone, Copy, Debug)]
-struct Announced {
-    fds: usize,
-    payload_bytes: usize,
 }
 
 /// A frame's payload and descriptors.
@@ -128,7 +127,7 @@ impl Connection {
                 Ok(stream) => break stream,
             }
         };
-        Self::from_nonblocking(stream)
+        Self::from_nonblocking(stream, Limits::REPLIES)
     }
 
     /// Takes over a stream that a listening socket of ours accepted.
@@ -136,15 +135,19 @@ impl Connection {
     /// # Errors
     /// [`TransportError::ForeignPeer`]; [`TransportError::Io`].
     pub fn accepted(stream: UnixStream) -> Result<Self, TransportError> {
+        Self::with_limits(stream, Limits::REQUESTS)
+    }
+
+    fn with_limits(stream: UnixStream, limits: Limits) -> Result<Self, TransportError> {
         stream.set_nonblocking(true).map_err(|source| TransportError::Io {
             operation: "fcntl",
             peer: Peer { pid: None },
             source,
         })?;
-        Self::from_nonblocking(stream.into())
+        Self::from_nonblocking(stream.into(), limits)
     }
 
-    fn from_nonblocking(stream: OwnedFd) -> Result<Self, TransportError> {
+    fn from_nonblocking(stream: OwnedFd, limits: Limits) -> Result<Self, TransportError> {
         let credentials =
             getsockopt(&stream, PeerCredentials).map_err(|errno| TransportError::Io {
                 operation: "getsockopt(SO_PEERCRED)",
@@ -159,7 +162,14 @@ impl Connection {
         if credentials.uid() != own_uid {
             return Err(TransportError::ForeignPeer { peer, peer_uid: credentials.uid(), own_uid });
         }
-        Ok(Self { stream, peer, incoming: Incoming::default(), condition: Condition::InStep })
+        Ok(Self {
+            stream,
+            peer,
+            limits,
+            incoming: Incoming::default(),
+            outgoing: Outgoing::default(),
+            condition: Condition::InStep,
+        })
     }
 
     /// Who is at the other end.
@@ -167,7 +177,17 @@ impl Connection {
         self.peer
     }
 
-    /// Sends `message` with `fds` beside it; these stay the caller's.
+    /// Has a part of a message arrived, and the rest not?
+    pub fn is_mid_frame(&self) -> bool {
+        self.incoming.header_filled > 0
+    }
+
+    /// Is there something queued that the peer has not taken yet?
+    pub fn has_queued(&self) -> bool {
+        !self.outgoing.is_empty()
+    }
+
+    /// Sends `message` with `fds` beside it; these stay the caller's. What was queued goes first.
     ///
     /// # Errors
     /// [`TransportError::TooLong`] and [`TransportError::TooManyFds`] before anything is sent;
@@ -178,26 +198,76 @@ impl Connection {
         fds: &[BorrowedFd<'_>],
         deadline: Instant,
     ) -> Result<(), TransportError> {
-        let peer = self.peer;
-        if self.condition == Condition::OutOfStep {
-            return Err(TransportError::OutOfStep { peer });
+        let frame = self.encode(message, fds.len())?;
+        while !self.flush()? {
+            self.wait(PollFlags::POLLOUT, deadline, Direction::Send)
+                .inspect_err(|_| self.condition = Condition::OutOfStep)?;
         }
-        if fds.len() > FDS_PER_MESSAGE_MAX {
-            let count = fds.len();
-            return Err(TransportError::TooManyFds { peer, count });
-        }
-        let payload = postcard::to_stdvec(message)
-            .map_err(|source| TransportError::Unencodable { peer, source })?;
-        if payload.len() > PAYLOAD_BYTES_MAX {
-            let length = payload.len();
-            return Err(TransportError::TooLong { peer, length });
-        }
-        let frame = [header(fds.len(), payload.len()).as_slice(), &payload].concat();
         let sent = self.send_frame(&frame, fds, deadline);
         if sent.is_err() {
             self.condition = Condition::OutOfStep;
         }
         sent
+    }
+
+    /// Queues `message` with `fds` beside it; [`Connection::flush`] sends it. Does not block.
+    ///
+    /// # Errors
+    /// [`TransportError::TooLong`] and [`TransportError::TooManyFds`], with nothing queued;
+    /// [`TransportError::OutOfStep`].
+    pub fn queue<T: Serialize + ?Sized>(
+        &mut self,
+        message: &T,
+        fds: Vec<OwnedFd>,
+    ) -> Result<(), TransportError> {
+        let frame = self.encode(message, fds.len())?;
+        self.outgoing.push(frame, fds);
+        Ok(())
+    }
+
+    /// Sends what is queued, as far as the peer takes it now. True when nothing is left. Does not block.
+    ///
+    /// # Errors
+    /// [`TransportError::Closed`]; [`TransportError::Io`]; [`TransportError::OutOfStep`] after either.
+    pub fn flush(&mut self) -> Result<bool, TransportError> {
+        if self.condition == Condition::OutOfStep {
+            return Err(TransportError::OutOfStep { peer: self.peer });
+        }
+        while let Some(frame) = self.outgoing.first() {
+            let raw_fds: Vec<RawFd> = frame.fds.iter().map(AsRawFd::as_raw_fd).collect();
+            match self.send_some(&frame.bytes[frame.sent..], &raw_fds) {
+                Ok(bytes) => self.outgoing.advance(bytes),
+                Err(Errno::EINTR) => {}
+                Err(Errno::EAGAIN) => return Ok(false),
+                Err(errno) => {
+                    self.condition = Condition::OutOfStep;
+                    return Err(self.io_error("sendmsg", errno.into()));
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// `message` as a frame that may be sent on this connection.
+    fn encode<T: Serialize + ?Sized>(
+        &self,
+        message: &T,
+        fds: usize,
+    ) -> Result<Vec<u8>, TransportError> {
+        let peer = self.peer;
+        if self.condition == Condition::OutOfStep {
+            return Err(TransportError::OutOfStep { peer });
+        }
+        if fds > FDS_PER_MESSAGE_MAX {
+            return Err(TransportError::TooManyFds { peer, count: fds, limit: FDS_PER_MESSAGE_MAX });
+        }
+        let frame = frame::encode(message, fds)
+            .map_err(|source| TransportError::Unencodable { peer, source })?;
+        let length = frame.len() - HEADER_BYTES;
+        if length > PAYLOAD_BYTES_MAX {
+            return Err(TransportError::TooLong { peer, length, limit: PAYLOAD_BYTES_MAX });
+        }
+        Ok(frame)
     }
 
     fn send_frame(
@@ -263,7 +333,9 @@ impl Connection {
             let Some((payload, fds)) = frame else {
                 return Ok(None);
             };
-            decode(&payload, self.peer).map(|message| Some((message, fds)))
+            let message = frame::decode_payload(&payload)
+                .map_err(|source| TransportError::Malformed { peer: self.peer, source })?;
+            Ok(Some((message, fds)))
         });
         if received.is_err() {
             self.condition = Condition::OutOfStep;
@@ -272,17 +344,20 @@ impl Connection {
         received
     }
 
-    /// Sends `request` and waits for its answer.
+    /// Sends `request` and waits for its answer, which may bring up to `fds_max` descriptors.
     ///
     /// # Errors
     /// As [`Connection::send`] and [`Connection::receive`].
     pub fn call(
         &mut self,
         request: &Request,
+        fds_max: usize,
         deadline: Instant,
     ) -> Result<(Reply, Vec<OwnedFd>), TransportError> {
-        self.send(request, &[], deadline)?;
-        self.receive(deadline)
+        self.limits.fds_max = fds_max.min(FDS_PER_MESSAGE_MAX);
+        let answer = self.send(request, &[], deadline).and_then(|()| self.receive(deadline));
+        self.limits.fds_max = 0;
+        answer
     }
 
     fn try_receive_frame(&mut self) -> Result<Option<Frame>, TransportError> {
@@ -312,7 +387,8 @@ impl Connection {
         let want = self.incoming.missing_bytes().min(READ_BYTES);
         let target = &mut buffer[..want];
         let received = loop {
-            match ancillary::receive(self.stream.as_fd(), target, &mut self.incoming.fds) {
+            let room = if self.limits.fds_max == 0 { Room::None } else { Room::Full };
+            match ancillary::receive(self.stream.as_fd(), target, &mut self.incoming.fds, room) {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(false),
                 Err(error) => return Err(self.io_error("recvmsg", error)),
@@ -321,11 +397,15 @@ impl Connection {
         };
         let peer = self.peer;
         if received.fds_truncated {
-            return Err(TransportError::FdsTruncated { peer });
+            return Err(if self.limits.fds_max == 0 {
+                TransportError::UnexpectedFds { peer }
+            } else {
+                TransportError::FdsTruncated { peer }
+            });
         }
-        if self.incoming.fds.len() > FDS_PER_MESSAGE_MAX {
-            let count = self.incoming.fds.len();
-            return Err(TransportError::TooManyFds { peer, count });
+        if self.incoming.fds.len() > self.limits.fds_max {
+            let (count, limit) = (self.incoming.fds.len(), self.limits.fds_max);
+            return Err(TransportError::TooManyFds { peer, count, limit });
         }
         if received.bytes == 0 {
             return Err(if self.incoming.header_filled == 0 {
@@ -338,37 +418,18 @@ impl Connection {
         Ok(true)
     }
 
-    fn check_header(&self, header: [u8; HEADER_BYTES]) -> Result<Announced, TransportError> {
-        let peer = self.peer;
-        let [m0, m1, m2, m3, v0, v1, f0, f1, l0, l1, l2, l3] = header;
-        if [m0, m1, m2, m3] != MAGIC {
-            return Err(TransportError::NotSublet { peer });
-        }
-        let version = u16::from_le_bytes([v0, v1]);
-        if version != PROTOCOL_VERSION {
-            self.tell_own_version();
-            return Err(TransportError::VersionMismatch {
-                peer,
-                peer_version: version,
-                own_pid: std::process::id(),
-                own_version: PROTOCOL_VERSION,
-            });
-        }
-        let fds = usize::from(u16::from_le_bytes([f0, f1]));
-        if fds > FDS_PER_MESSAGE_MAX {
-            return Err(TransportError::TooManyFds { peer, count: fds });
-        }
-        let length = u32::from_le_bytes([l0, l1, l2, l3]);
-        let length = usize::try_from(length).unwrap_or(usize::MAX);
-        if length > PAYLOAD_BYTES_MAX {
-            return Err(TransportError::TooLong { peer, length });
-        }
-        Ok(Announced { fds, payload_bytes: length })
+    fn check_header(&self, header: [u8; HEADER_BYTES]) -> Result<Header, TransportError> {
+        Header::decode(header, self.limits).map_err(|error| {
+            if matches!(error, FrameError::Version { .. }) {
+                self.tell_own_version();
+            }
+            TransportError::of_frame(error, self.peer)
+        })
     }
 
     /// Lets a peer of another version know ours; it would otherwise see no more than a hang-up.
     fn tell_own_version(&self) {
-        if let Err(errno) = self.send_some(&header(0, 0), &[]) {
+        if let Err(errno) = self.send_some(&Header { fds: 0, payload_bytes: 0 }.encode(), &[]) {
             tracing::debug!(peer = %self.peer, %errno, "a peer of another version was not told ours");
         }
     }
@@ -467,24 +528,4 @@ fn connect_now(path: &Path) -> nix::Result<OwnedFd> {
     )?;
     connect(stream.as_raw_fd(), &UnixAddr::new(path)?)?;
     Ok(stream)
-}
-
-fn header(fds: usize, payload_bytes: usize) -> [u8; HEADER_BYTES] {
-    // CAST: both are checked against limits far below their fields' before a frame is made.
-    let fds = u16::try_from(fds).unwrap_or(u16::MAX).to_le_bytes();
-    let length = u32::try_from(payload_bytes).unwrap_or(u32::MAX).to_le_bytes();
-    let [m0, m1, m2, m3] = MAGIC;
-    let [v0, v1] = PROTOCOL_VERSION.to_le_bytes();
-    let [l0, l1, l2, l3] = length;
-    [m0, m1, m2, m3, v0, v1, fds[0], fds[1], l0, l1, l2, l3]
-}
-
-fn decode<T: DeserializeOwned>(payload: &[u8], peer: Peer) -> Result<T, TransportError> {
-    let malformed = |source| TransportError::Malformed { peer, source };
-    let (message, rest) = postcard::take_from_bytes(payload).map_err(malformed)?;
-    if rest.is_empty() {
-        Ok(message)
-    } else {
-        Err(malformed(postcard::Error::DeserializeBadEncoding))
-    }
 }

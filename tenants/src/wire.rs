@@ -68,8 +68,8 @@ pub enum Reply {
     Stats(Box<MemberStats>),
     /// To [`Request::Cut`].
     Cut(Box<CutReport>),
-    /// The phase is complete.
-    PhaseDone(PhaseReport),
+    /// This phase is complete. It is named, so that an answer given twice is not taken for the next one's.
+    PhaseDone(Phase, PhaseReport),
     /// The application asked for the action itself.
     Consented,
     /// Descriptors travel beside this message; `count` says how many.

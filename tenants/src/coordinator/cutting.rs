@@ -133,7 +133,7 @@ impl Session<'_> {
             }),
             Reply::Member(_)
             | Reply::Stats(_)
-            | Reply::PhaseDone(_)
+            | Reply::PhaseDone(..)
             | Reply::Consented
             | Reply::Fds { .. }
             | Reply::Failed(_) => None,

@@ -457,7 +457,7 @@ fn fits(step: Step, reply: &Reply) -> bool {
         Step::Stats => matches!(reply, Reply::Stats(_)),
         Step::Consent(_) => matches!(reply, Reply::Consented),
         Step::Cut => matches!(reply, Reply::Cut(_)),
-        Step::Phase(_) => matches!(reply, Reply::PhaseDone(_)),
+        Step::Phase(phase) => matches!(reply, Reply::PhaseDone(done, _) if *done == phase),
     }
 }
 
@@ -467,7 +467,7 @@ fn is_from(reply: &Reply, member: crate::identity::MemberId) -> bool {
         Reply::Member(info) => info.id == member,
         Reply::Stats(_)
         | Reply::Cut(_)
-        | Reply::PhaseDone(_)
+        | Reply::PhaseDone(..)
         | Reply::Consented
         | Reply::Fds { .. }
         | Reply::Failed(_) => true,
@@ -476,7 +476,7 @@ fn is_from(reply: &Reply, member: crate::identity::MemberId) -> bool {
 
 fn phase_report(reply: Reply) -> PhaseReport {
     match reply {
-        Reply::PhaseDone(report) => report,
+        Reply::PhaseDone(_, report) => report,
         Reply::Member(_)
         | Reply::Stats(_)
         | Reply::Cut(_)

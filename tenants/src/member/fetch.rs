@@ -163,11 +163,11 @@ impl<D: Driver> Member<D> {
         let request = Request::FetchFds { allocations: ids.to_vec(), importer: self.id };
         let answer = match kept {
             Some(mut connection) => {
-                let answer = connection.call(&request, deadline);
+                let answer = connection.call(&request, ids.len(), deadline);
                 answer.map(|answer| (answer, connection))
             }
             None => Connection::connect(path, deadline).and_then(|mut connection| {
-                let answer = connection.call(&request, deadline)?;
+                let answer = connection.call(&request, ids.len(), deadline)?;
                 Ok((answer, connection))
             }),
         };
@@ -185,7 +185,7 @@ impl<D: Driver> Member<D> {
             | Reply::Member(_)
             | Reply::Stats(_)
             | Reply::Cut(_)
-            | Reply::PhaseDone(_)
+            | Reply::PhaseDone(..)
             | Reply::Consented => Err(ImportError::Miscounted {
                 path: path.to_owned(),
                 got: fds.len(),

@@ -34,7 +34,7 @@ impl<D: Driver> Member<D> {
                 report.elapsed_us = elapsed_us;
                 tracing::debug!(?phase, elapsed_us, bytes = report.bytes, "phase");
                 self.standing().record(phase, &report);
-                Reply::PhaseDone(report)
+                Reply::PhaseDone(phase, report)
             }
             Err(failure) => {
                 tracing::error!(?phase, elapsed_us, "{failure}");

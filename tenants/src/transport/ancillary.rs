@@ -30,12 +30,22 @@ pub(super) struct Received {
     pub(super) fds_truncated: bool,
 }
 
+/// How many descriptors the kernel may install.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Room {
+    /// None: what comes is closed by the kernel, and reported as truncated.
+    None,
+    /// As many as a message can carry.
+    Full,
+}
+
 /// Receives at most `into.len()` bytes without blocking; descriptors beside them join `fds`,
 /// close-on-exec.
 pub(super) fn receive(
     socket: BorrowedFd<'_>,
     into: &mut [u8],
     fds: &mut Vec<OwnedFd>,
+    room: Room,
 ) -> io::Result<Received> {
     let mut control = Control([0; CONTROL_BYTES]);
     let mut data = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
@@ -43,11 +53,13 @@ pub(super) fn receive(
     let mut message: libc::msghdr = unsafe { MaybeUninit::zeroed().assume_init() };
     message.msg_iov = &raw mut data;
     message.msg_iovlen = 1;
-    message.msg_control = control.0.as_mut_ptr().cast();
-    message.msg_controllen = CONTROL_BYTES;
+    if room == Room::Full {
+        message.msg_control = control.0.as_mut_ptr().cast();
+        message.msg_controllen = CONTROL_BYTES;
+    }
     let flags = libc::MSG_CMSG_CLOEXEC | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-    // SAFETY: `message` names one buffer of data (`into`, borrowed mutably for this call) and one for
-    // control (`control`, a local), each with its own length; the kernel writes within these.
+    // SAFETY: `message` names one buffer of data (`into`, borrowed mutably for this call) and at most one
+    // for control (`control`, a local), each with its own length; the kernel writes within these.
     let count = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, flags) };
     let bytes = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
     let used = message.msg_controllen.min(CONTROL_BYTES);

@@ -3,8 +3,9 @@
 use std::io;
 use std::path::PathBuf;
 
-use super::{PAYLOAD_BYTES_MAX, Peer};
-use crate::wire::FDS_PER_MESSAGE_MAX;
+use super::Peer;
+use super::frame::FrameError;
+use crate::wire::PROTOCOL_VERSION;
 
 /// Why a message did not get through.
 #[derive(Debug, thiserror::Error)]
@@ -63,23 +64,33 @@ pub enum TransportError {
     },
     /// A message is longer than any may be.
     #[error(
-        "a message from or to {peer} has {length} bytes, and {PAYLOAD_BYTES_MAX} are the limit"
+        "a message from or to {peer} has {length} bytes, and {limit} are the limit"
     )]
     TooLong {
         /// Who.
         peer: Peer,
         /// Its length.
         length: usize,
+        /// What may be.
+        limit: usize,
     },
     /// More descriptors than a message may carry.
     #[error(
-        "a message from or to {peer} announces {count} descriptors, and {FDS_PER_MESSAGE_MAX} are the limit"
+        "a message from or to {peer} brings {count} descriptors, and {limit} are the limit"
     )]
     TooManyFds {
         /// Who.
         peer: Peer,
         /// How many.
         count: usize,
+        /// What may be.
+        limit: usize,
+    },
+    /// Descriptors came with a message that brings none; the kernel closed them.
+    #[error("{peer} sent descriptors where none belong")]
+    UnexpectedFds {
+        /// Who.
+        peer: Peer,
     },
     /// Other descriptors came than were announced.
     #[error("{peer} announced {announced} descriptors and {received} came")]
@@ -175,6 +186,23 @@ impl Direction {
 }
 
 impl TransportError {
+    /// What a header from `peer` that is none of ours is called.
+    pub(super) fn of_frame(error: FrameError, peer: Peer) -> Self {
+        match error {
+            FrameError::NotSublet => Self::NotSublet { peer },
+            FrameError::Version { found } => Self::VersionMismatch {
+                peer,
+                peer_version: found,
+                own_pid: std::process::id(),
+                own_version: PROTOCOL_VERSION,
+            },
+            FrameError::TooLong { length, limit } => Self::TooLong { peer, length, limit },
+            FrameError::TooManyFds { count, limit } => Self::TooManyFds { peer, count, limit },
+            FrameError::Length { .. } => Self::ClosedMidFrame { peer },
+            FrameError::Malformed(source) => Self::Malformed { peer, source },
+        }
+    }
+
     /// Is there nobody at the socket's name, so that it may be removed?
     pub fn nobody_listens(&self) -> bool {
         matches!(self, Self::Connect { source, .. }
@@ -192,6 +220,7 @@ impl TransportError {
             | Self::VersionMismatch { .. }
             | Self::TooLong { .. }
             | Self::TooManyFds { .. }
+            | Self::UnexpectedFds { .. }
             | Self::FdCount { .. }
             | Self::FdsTruncated { .. }
             | Self::Malformed { .. }

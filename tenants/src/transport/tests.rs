@@ -3,8 +3,9 @@ use std::io::{Read as _, Write as _};
 
 use proptest::prelude::*;
 
+use super::frame::MAGIC;
 use super::*;
-use crate::wire::{Failure, FailureKind};
+use crate::wire::{Failure, FailureKind, PROTOCOL_VERSION};
 
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(5)
@@ -16,13 +17,17 @@ fn shortly() -> Instant {
 
 fn pair() -> (Connection, Connection) {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    (Connection::accepted(ours).unwrap(), Connection::accepted(theirs).unwrap())
+    (Connection::with_limits(ours, Limits::ALL).unwrap(), Connection::with_limits(theirs, Limits::ALL).unwrap())
 }
 
 /// One end a connection, the other a bare stream.
 fn half_pair() -> (Connection, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    (Connection::accepted(ours).unwrap(), theirs)
+    (Connection::with_limits(ours, Limits::ALL).unwrap(), theirs)
+}
+
+fn header(fds: usize, payload_bytes: usize) -> [u8; HEADER_BYTES] {
+    Header { fds, payload_bytes }.encode()
 }
 
 fn raw_header(magic: [u8; 4], version: u16, fds: u16, length: u32) -> Vec<u8> {
@@ -235,7 +240,7 @@ fn a_listener_takes_connections_and_its_name_goes_when_it_closes() {
             let failure = Failure { kind: FailureKind::WrongState, message: "not now".to_owned() };
             server.send(&Reply::Failed(failure), &[], soon()).unwrap();
         });
-        let (reply, _) = client.call(&Request::Hello, soon()).unwrap();
+        let (reply, _) = client.call(&Request::Hello, 0, soon()).unwrap();
         assert!(matches!(reply, Reply::Failed(_)));
     });
     assert!(Listener::bind(&path).is_err(), "bound over a live socket");

@@ -286,7 +286,7 @@ impl Agent {
             Phase::Activate | Phase::AbortPause => MemberState::Active,
         };
         self.log.lock().unwrap().push(Line::Ended(self.id, phase));
-        Reply::PhaseDone(PhaseReport {
+        let report = PhaseReport {
             elapsed_us: 1000 * self.id,
             driver_calls: 3,
             bytes: GIB,
@@ -299,7 +299,8 @@ impl Agent {
                 total_bytes: 80 * GIB,
             }],
             notes: Vec::new(),
-        })
+        };
+        Reply::PhaseDone(phase, report)
     }
 
     fn info(&self) -> MemberInfo {

@@ -1,0 +1,194 @@
+//! The form of a frame: header, then payload. Pure functions of bytes; nothing here reads or waits.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::wire::{FDS_PER_MESSAGE_MAX, PROTOCOL_VERSION};
+
+/// Longest payload of any message, in bytes.
+pub const PAYLOAD_BYTES_MAX: usize = 1024 * 1024;
+/// Longest payload of a request, in bytes: 250 identities, or counts of many communicators, and room.
+pub const REQUEST_BYTES_MAX: usize = 64 * 1024;
+/// Length of a header, in bytes.
+pub const HEADER_BYTES: usize = 12;
+
+pub(super) const MAGIC: [u8; 4] = *b"SBLT";
+
+/// What one side takes from the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes of a payload.
+    pub payload_bytes_max: usize,
+    /// Descriptors beside a frame. More are never installed in this process.
+    pub fds_max: usize,
+}
+
+impl Limits {
+    /// Of one who is asked: requests are short and bring no descriptors.
+    pub const REQUESTS: Self = Self { payload_bytes_max: REQUEST_BYTES_MAX, fds_max: 0 };
+    /// Of one who asks; descriptors only where they were asked for.
+    pub const REPLIES: Self = Self { payload_bytes_max: PAYLOAD_BYTES_MAX, fds_max: 0 };
+    /// The most that any message may have.
+    pub const ALL: Self =
+        Self { payload_bytes_max: PAYLOAD_BYTES_MAX, fds_max: FDS_PER_MESSAGE_MAX };
+}
+
+/// What the header of a frame says is to come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// Descriptors beside the frame.
+    pub fds: usize,
+    /// Bytes of the payload.
+    pub payload_bytes: usize,
+}
+
+/// Why bytes are no frame that we take.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FrameError {
+    /// They do not begin as our frames do.
+    #[error("no Sublet message")]
+    NotSublet,
+    /// They are of another version of the protocol.
+    #[error("protocol version {found}, and {PROTOCOL_VERSION} is ours")]
+    Version {
+        /// Its version.
+        found: u16,
+    },
+    /// The payload is longer than the receiver takes.
+    #[error("a payload of {length} bytes, and {limit} are the limit")]
+    TooLong {
+        /// Its length in bytes.
+        length: usize,
+        /// What is taken.
+        limit: usize,
+    },
+    /// More descriptors are announced than the receiver takes.
+    #[error("{count} descriptors, and {limit} are the limit")]
+    TooManyFds {
+        /// How many.
+        count: usize,
+        /// What is taken.
+        limit: usize,
+    },
+    /// The bytes end before the frame does, or go on after it.
+    #[error("{length} bytes for a frame of {expected}")]
+    Length {
+        /// How many there are.
+        length: usize,
+        /// How many there should be.
+        expected: usize,
+    },
+    /// The payload makes no sense.
+    #[error("a payload that could not be decoded")]
+    Malformed(#[source] postcard::Error),
+}
+
+impl Header {
+    /// Reads a header. Any bytes give a header within `limits`, or an error.
+    ///
+    /// # Errors
+    /// [`FrameError::NotSublet`], [`FrameError::Version`], [`FrameError::TooManyFds`],
+    /// [`FrameError::TooLong`], looked for in this order.
+    pub fn decode(bytes: [u8; HEADER_BYTES], limits: Limits) -> Result<Self, FrameError> {
+        let [m0, m1, m2, m3, v0, v1, f0, f1, l0, l1, l2, l3] = bytes;
+        if [m0, m1, m2, m3] != MAGIC {
+            return Err(FrameError::NotSublet);
+        }
+        let found = u16::from_le_bytes([v0, v1]);
+        if found != PROTOCOL_VERSION {
+            return Err(FrameError::Version { found });
+        }
+        let fds = usize::from(u16::from_le_bytes([f0, f1]));
+        if fds > limits.fds_max {
+            return Err(FrameError::TooManyFds { count: fds, limit: limits.fds_max });
+        }
+        let length = u32::from_le_bytes([l0, l1, l2, l3]);
+        let length = usize::try_from(length).unwrap_or(usize::MAX);
+        let limit = limits.payload_bytes_max;
+        if length > limit {
+            return Err(FrameError::TooLong { length, limit });
+        }
+        Ok(Self { fds, payload_bytes: length })
+    }
+
+    /// The header as bytes. Both numbers have been checked against [`Limits::ALL`] before a frame is made.
+    pub fn encode(self) -> [u8; HEADER_BYTES] {
+        let fds = u16::try_from(self.fds).unwrap_or(u16::MAX).to_le_bytes();
+        let length = u32::try_from(self.payload_bytes).unwrap_or(u32::MAX).to_le_bytes();
+        let [m0, m1, m2, m3] = MAGIC;
+        let [v0, v1] = PROTOCOL_VERSION.to_le_bytes();
+        let [l0, l1, l2, l3] = length;
+        [m0, m1, m2, m3, v0, v1, fds[0], fds[1], l0, l1, l2, l3]
+    }
+}
+
+/// The message in `payload`, which are all of it. Any bytes give a message or an error.
+///
+/// # Errors
+/// What the decoder said; [`postcard::Error::DeserializeBadEncoding`] for bytes that are left over.
+pub fn decode_payload<T: DeserializeOwned>(payload: &[u8]) -> Result<T, postcard::Error> {
+    let (message, rest) = postcard::take_from_bytes(payload)?;
+    if rest.is_empty() { Ok(message) } else { Err(postcard::Error::DeserializeBadEncoding) }
+}
+
+/// The message in `frame`, which are header and payload. Any bytes give a message or an error.
+///
+/// # Errors
+/// [`FrameError`].
+pub fn decode<T: DeserializeOwned>(frame: &[u8], limits: Limits) -> Result<T, FrameError> {
+    let short = FrameError::Length { length: frame.len(), expected: HEADER_BYTES };
+    let (header, payload) = frame.split_first_chunk::<HEADER_BYTES>().ok_or(short)?;
+    let header = Header::decode(*header, limits)?;
+    if payload.len() != header.payload_bytes {
+        let expected = HEADER_BYTES + header.payload_bytes;
+        return Err(FrameError::Length { length: frame.len(), expected });
+    }
+    decode_payload(payload).map_err(FrameError::Malformed)
+}
+
+/// `message` as a frame that announces `fds` descriptors. Checks no limits.
+///
+/// # Errors
+/// What the encoder said.
+pub fn encode<T: Serialize + ?Sized>(message: &T, fds: usize) -> Result<Vec<u8>, postcard::Error> {
+    let payload = postcard::to_stdvec(message)?;
+    let header = Header { fds, payload_bytes: payload.len() };
+    Ok([header.encode().as_slice(), &payload].concat())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::Request;
+
+    fn header(fds: usize, payload_bytes: usize) -> [u8; HEADER_BYTES] {
+        Header { fds, payload_bytes }.encode()
+    }
+
+    #[test]
+    fn each_limit_is_taken_and_one_more_is_not() {
+        for limits in [Limits::REQUESTS, Limits::REPLIES, Limits::ALL] {
+            let Limits { payload_bytes_max, fds_max } = limits;
+            let most = Header { fds: fds_max, payload_bytes: payload_bytes_max };
+            assert_eq!(Header::decode(most.encode(), limits), Ok(most));
+            let long = header(0, payload_bytes_max + 1);
+            assert!(matches!(Header::decode(long, limits), Err(FrameError::TooLong { .. })));
+            let many = header(fds_max + 1, 0);
+            assert!(matches!(Header::decode(many, limits), Err(FrameError::TooManyFds { .. })));
+        }
+    }
+
+    #[test]
+    fn a_frame_decodes_at_its_own_length_only() {
+        let frame = encode(&Request::Stats, 0).unwrap();
+        assert_eq!(decode(&frame, Limits::REQUESTS), Ok(Request::Stats));
+        for length in 0..frame.len() {
+            let error = decode::<Request>(&frame[..length], Limits::REQUESTS).unwrap_err();
+            assert!(matches!(error, FrameError::Length { .. }), "{error}");
+        }
+        let longer = [frame.as_slice(), &[0]].concat();
+        let error = decode::<Request>(&longer, Limits::REQUESTS).unwrap_err();
+        assert!(matches!(error, FrameError::Length { .. }), "{error}");
+    }
+}

@@ -1,0 +1,173 @@
+//! The inputs that fuzzing has collected (`fuzz/corpus`), through the same decoders, in every build.
+//!
+//! Files called `seed-*` are whole messages of today's version: where fuzzing starts. After a change of
+//! the wire, `SUBLET_WRITE_SEEDS=1 cargo test -p tenants --test corpus` writes them anew.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tenants::identity::{MemberId, TenantName};
+use tenants::ticket::Ticket;
+use tenants::transport::Limits;
+use tenants::transport::frame::{HEADER_BYTES, decode, decode_payload, encode};
+use tenants::wire::{
+    Action, DeviceDelta, Failure, FailureKind, MemberInfo, MemberState, MemberStats, Phase,
+    PhaseReport, Reply, Request,
+};
+use vmm_pool::driver::DeviceOrdinal;
+use vmm_pool::{AllocationId, PoolReport};
+
+/// Inputs by file name.
+type Inputs = BTreeMap<String, Vec<u8>>;
+
+fn corpus(target: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(target)
+}
+
+fn inputs(target: &str) -> Inputs {
+    let entries = fs::read_dir(corpus(target)).unwrap().map(Result::unwrap);
+    entries
+        .map(|entry| {
+            let name = entry.file_name().into_string().unwrap();
+            (name, fs::read(entry.path()).unwrap())
+        })
+        .collect()
+}
+
+/// The corpus of `target`, which must hold today's `seeds`.
+fn inputs_with(target: &str, seeds: &Inputs) -> Inputs {
+    if std::env::var_os("SUBLET_WRITE_SEEDS").is_some() {
+        fs::create_dir_all(corpus(target)).unwrap();
+        for (name, bytes) in seeds {
+            fs::write(corpus(target).join(name), bytes).unwrap();
+        }
+    }
+    let inputs = inputs(target);
+    for (name, bytes) in seeds {
+        assert!(
+            inputs.get(name) == Some(bytes),
+            "{target}/{name} is not what is sent today: \
+             run SUBLET_WRITE_SEEDS=1 cargo test -p tenants --test corpus"
+        );
+    }
+    inputs
+}
+
+fn seeds<T: Serialize>(messages: &[T], fds: usize) -> Inputs {
+    let frames = messages.iter().map(|message| encode(message, fds).unwrap());
+    (0..).zip(frames).map(|(number, frame)| (format!("seed-{number:02}"), frame)).collect()
+}
+
+/// Every input gives a message or an error; says how many whole frames gave a message.
+fn replay<T>(inputs: &Inputs, limits: Limits) -> usize
+where
+    T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug,
+{
+    let mut whole = 0;
+    for bytes in inputs.values() {
+        // As the fuzz targets do: the frame, and its payload whatever the header says.
+        let framed = decode::<T>(bytes, limits).ok();
+        whole += usize::from(framed.is_some());
+        let payload = bytes.get(HEADER_BYTES..).unwrap_or_default();
+        for message in framed.into_iter().chain(decode_payload(payload).ok()) {
+            let frame = encode(&message, 0).unwrap();
+            assert_eq!(decode::<T>(&frame, Limits::ALL).unwrap(), message);
+        }
+    }
+    whole
+}
+
+fn requests() -> Vec<Request> {
+    vec![
+        Request::Hello,
+        Request::Stats,
+        Request::Phase { phase: Phase::SaveAndDropImports, timeout_ms: 120_000 },
+        Request::AwaitConsent { action: Action::Resume, timeout_ms: u64::MAX },
+        Request::FetchFds {
+            allocations: vec![AllocationId(*b"0123456789abcdef"); 3],
+            importer: MemberId(0x0123_4567_89ab_cdef),
+        },
+    ]
+}
+
+fn replies() -> Vec<Reply> {
+    let member = MemberInfo {
+        id: MemberId(7),
+        pid: 4242,
+        command: "python train.py".to_owned(),
+        version: "0.1.0".to_owned(),
+        state: MemberState::Paused,
+    };
+    let report = PhaseReport {
+        elapsed_us: 1_234_567,
+        driver_calls: 300,
+        bytes: 3 << 30,
+        steps: vec![("unmap".to_owned(), 17)],
+        devices: vec![DeviceDelta {
+            device: DeviceOrdinal(1),
+            uuid: "00112233445566778899aabbccddeeff".to_owned(),
+            bytes: 1 << 30,
+            free_bytes: 2 << 30,
+            total_bytes: 80 << 30,
+        }],
+        notes: vec!["something stays".to_owned()],
+    };
+    let stats = MemberStats {
+        member: member.clone(),
+        pool: PoolReport { host_arena_bytes: 1 << 40, ..PoolReport::default() },
+        pauses: 3,
+        resumes: 2,
+        last_pause: vec![(Phase::ReleaseOwn, report.clone())],
+        last_resume: Vec::new(),
+        notes: vec!["a note".to_owned()],
+    };
+    let kind = FailureKind::OutOfDeviceMemory { missing_bytes: u64::MAX };
+    vec![
+        Reply::Member(member),
+        Reply::Stats(Box::new(stats)),
+        Reply::PhaseDone(Phase::Verify, report),
+        Reply::Consented,
+        Reply::Fds { count: 0 },
+        Reply::Failed(Failure { kind, message: "process 1: no memory".to_owned() }),
+    ]
+}
+
+fn tickets() -> Inputs {
+    let ticket = Ticket {
+        allocation: AllocationId(*b"0123456789abcdef"),
+        serial: 7,
+        size_bytes: 2 << 20,
+        owner: MemberId(0x0123_4567_89ab_cdef),
+        owner_socket: PathBuf::from("/tmp/sublet-0/train/0123456789abcdef.sock"),
+        tenant: TenantName::new("train").unwrap(),
+    };
+    BTreeMap::from([("seed-00".to_owned(), ticket.encode().unwrap())])
+}
+
+#[test]
+fn every_request_of_the_corpus_gives_a_request_or_an_error() {
+    let inputs = inputs_with("requests", &seeds(&requests(), 0));
+    assert!(replay::<Request>(&inputs, Limits::REQUESTS) >= requests().len());
+}
+
+#[test]
+fn every_reply_of_the_corpus_gives_a_reply_or_an_error() {
+    let inputs = inputs_with("replies", &seeds(&replies(), 0));
+    assert!(replay::<Reply>(&inputs, Limits::ALL) >= replies().len());
+}
+
+#[test]
+fn every_ticket_of_the_corpus_gives_a_ticket_or_an_error() {
+    let inputs = inputs_with("tickets", &tickets());
+    let mut read = 0;
+    for bytes in inputs.values() {
+        if let Ok(ticket) = Ticket::decode(bytes) {
+            assert_eq!(ticket.encode().as_ref(), Some(bytes));
+            read += 1;
+        }
+    }
+    assert!(read >= 1);
+}
