@@ -9,13 +9,16 @@
 //! ```
 //!
 //! A socket has its final name only once it listens (see [`crate::transport::Listener::bind`]), so one
-//! that refuses a connection belongs to a dead process and may be removed. Nothing here reads the
+//! that refuses a connection belongs to a dead process and may be removed. Nobody else can put anything
+//! in the place of these directories ([`private`] says how that is checked). Nothing here reads the
 //! environment: the caller does, once.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
+mod private;
+
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read as _, Seek as _, Write as _};
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -27,6 +30,9 @@ use crate::transport::{Listener, TransportError, nobody_listens};
 
 /// Longest path of a Unix socket, in bytes (`sun_path` less its closing zero).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
+
+/// Processes of one tenant: the most that a directory may hold sockets of.
+pub const MEMBERS_MAX: usize = 1024;
 
 /// Name of the environment variable that names the run directory.
 pub const RUN_DIR_VARIABLE: &str = "SUBLET_RUN_DIR";
@@ -71,6 +77,16 @@ pub enum RunDirError {
         path: PathBuf,
         /// Its length in bytes.
         length: usize,
+    },
+    /// More sockets than any tenant has processes.
+    #[error(
+        "{} holds more than {MEMBERS_MAX} sockets of processes: remove what is not Sublet's, or run fewer \
+         processes in one tenant",
+        path.display()
+    )]
+    TooManyMembers {
+        /// The tenant's directory.
+        path: PathBuf,
     },
     /// Somebody else is pausing or resuming the tenant.
     #[error(
@@ -136,14 +152,16 @@ impl RunDir {
     /// `/tmp/sublet-<uid>`. Empty values count as absent.
     ///
     /// # Errors
-    /// [`RunDirError::NotOurs`] when it is a link, another user's, or open to others;
-    /// [`RunDirError::Io`] when it cannot be created.
+    /// [`RunDirError::NotOurs`] when it is a link, another user's, or open to others, or lies where others
+    /// could replace it; [`RunDirError::Io`] when it cannot be created.
     pub fn open(
         explicit: Option<PathBuf>,
         xdg_runtime_dir: Option<PathBuf>,
     ) -> Result<Self, RunDirError> {
         let path = Self::choose(explicit, xdg_runtime_dir);
-        ensure_private_dir(&path)?;
+        // Processes of one tenant may stand in different directories.
+        let path = std::path::absolute(&path).map_err(io_error("use", &path))?;
+        private::ensure(&path)?;
         Ok(Self { path })
     }
 
@@ -170,7 +188,7 @@ impl RunDir {
     /// As [`RunDir::open`].
     pub fn tenant(&self, tenant: &TenantName) -> Result<TenantDir, RunDirError> {
         let path = self.path.join(tenant.as_str());
-        ensure_private_dir(&path)?;
+        private::ensure(&path)?;
         Ok(TenantDir { path, tenant: tenant.clone() })
     }
 
@@ -180,7 +198,7 @@ impl RunDir {
     /// As [`RunDir::open`].
     pub fn existing_tenant(&self, tenant: &TenantName) -> Result<Option<TenantDir>, RunDirError> {
         let path = self.path.join(tenant.as_str());
-        match check_private_dir(&path) {
+        match private::check(&path) {
             Ok(()) => Ok(Some(TenantDir { path, tenant: tenant.clone() })),
             Err(RunDirError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
@@ -259,25 +277,38 @@ impl TenantDir {
         Ok(path)
     }
 
+    /// Does member `id` have a socket here? Its process may be dead.
+    pub(crate) fn has_member(&self, id: MemberId) -> bool {
+        let path = self.socket_path(id);
+        path.is_ok_and(|path| {
+            fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket())
+        })
+    }
+
     /// The sockets of all processes, live or dead, by member id. None when the directory is gone.
     ///
     /// # Errors
-    /// [`RunDirError::Io`] when the directory cannot be read.
+    /// [`RunDirError::Io`] when the directory cannot be read; [`RunDirError::TooManyMembers`].
     pub fn members(&self) -> Result<Vec<MemberSocket>, RunDirError> {
-        let names = match entry_names(&self.path) {
-            Err(RunDirError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
-                return Ok(Vec::new());
-            }
-            names => names?,
+        let entries = match fs::read_dir(&self.path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries.map_err(io_error("reading", &self.path))?,
         };
-        let mut members: Vec<_> = names
-            .iter()
-            .filter_map(|name| {
-                let id = parse_member_name(name)?;
-                let path = self.path.join(name);
-                Some(MemberSocket { id, path })
-            })
-            .collect();
+        let mut members = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(io_error("reading", &self.path))?;
+            let name = entry.file_name();
+            let Some(id) = name.to_str().and_then(parse_member_name) else {
+                continue;
+            };
+            // A link by that name is nothing that we have made, and could lead to another tenant.
+            if entry.file_type().is_ok_and(|kind| kind.is_socket()) {
+                members.push(MemberSocket { id, path: self.path.join(name) });
+            }
+            if members.len() > MEMBERS_MAX {
+                return Err(RunDirError::TooManyMembers { path: self.path.clone() });
+            }
+        }
         members.sort_by_key(|member| member.id);
         Ok(members)
     }
@@ -350,7 +381,7 @@ impl TenantDir {
         loop {
             let mut file = match open_lock_file(&path) {
                 Err(error) if error.kind() == ErrorKind::NotFound => {
-                    ensure_private_dir(&self.path)?;
+                    private::ensure(&self.path)?;
                     continue;
                 }
                 file => file.map_err(io_error("opening", &path))?,
@@ -440,44 +471,6 @@ fn io_error(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> R
     move |source| RunDirError::Io { operation, path, source }
 }
 
-fn ensure_private_dir(path: &Path) -> Result<(), RunDirError> {
-    match DirBuilder::new().mode(0o700).create(path) {
-        Ok(()) => {}
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-        Err(error) => return Err(io_error("creation", path)(error)),
-    }
-    check_private_dir(path)
-}
-
-fn check_private_dir(path: &Path) -> Result<(), RunDirError> {
-    let refuse = |problem: String, next_step: String| {
-        Err(RunDirError::NotOurs { path: path.to_owned(), problem, next_step })
-    };
-    let metadata = fs::symlink_metadata(path).map_err(io_error("inspection", path))?;
-    let quoted = path.display();
-    if metadata.is_symlink() {
-        return refuse("is a symbolic link".to_owned(), format!("remove {quoted}"));
-    }
-    if !metadata.is_dir() {
-        return refuse("is not a directory".to_owned(), format!("remove {quoted}"));
-    }
-    let own_uid = geteuid().as_raw();
-    if metadata.uid() != own_uid {
-        return refuse(
-            format!("belongs to user {}, not {own_uid}", metadata.uid()),
-            "run all processes of a tenant as one user".to_owned(),
-        );
-    }
-    let mode = metadata.mode() & 0o777;
-    if mode & 0o077 != 0 {
-        return refuse(
-            format!("is open to others (mode {mode:03o})"),
-            format!("chmod 700 {quoted}"),
-        );
-    }
-    Ok(())
-}
-
 /// Names that are valid text; others are none of ours.
 fn entry_names(path: &Path) -> Result<Vec<String>, RunDirError> {
     let entries = fs::read_dir(path).map_err(io_error("reading", path))?;
@@ -489,7 +482,7 @@ fn entry_names(path: &Path) -> Result<Vec<String>, RunDirError> {
     Ok(names)
 }
 
-fn parse_member_name(name: &str) -> Option<MemberId> {
+pub(crate) fn parse_member_name(name: &str) -> Option<MemberId> {
     let hex = name.strip_suffix(".sock")?;
     let plain =
         hex.len() == 16 && hex.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
@@ -531,7 +524,7 @@ fn write_pid(file: &mut File) -> io::Result<()> {
 
 fn read_pid(path: &Path) -> Option<u32> {
     let mut text = String::new();
-    let file = File::open(path).ok()?;
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path).ok()?;
     file.take(32).read_to_string(&mut text).ok()?;
     text.trim().parse().ok()
 }

@@ -259,7 +259,11 @@ impl Connection {
             return Err(TransportError::OutOfStep { peer });
         }
         if fds > FDS_PER_MESSAGE_MAX {
-            return Err(TransportError::TooManyFds { peer, count: fds, limit: FDS_PER_MESSAGE_MAX });
+            return Err(TransportError::TooManyFds {
+                peer,
+                count: fds,
+                limit: FDS_PER_MESSAGE_MAX,
+            });
         }
         let frame = frame::encode(message, fds)
             .map_err(|source| TransportError::Unencodable { peer, source })?;

@@ -12,7 +12,7 @@ use crate::cut::{CutReport, Limits, Seat, Seen};
 use crate::identity::MemberId;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 2;
+pub const PROTOCOL_VERSION: u16 = 3;
 
 /// What one process asks of another's agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

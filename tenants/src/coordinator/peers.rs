@@ -109,6 +109,10 @@ impl Peers {
         request: &Request,
         timeout: Duration,
     ) -> Result<(), MemberFailure> {
+        if self.owes_nothing(index) {
+            // What is here now answers no question; it must not be taken for the answer to this one.
+            self.check_alive(index, step)?;
+        }
         let peer = &mut self.list[index];
         let who = peer.who;
         let Link::Up { connection, owed } = &mut peer.link else {
@@ -164,6 +168,10 @@ impl Peers {
             Link::Up { owed, .. } => owed.iter().any(|owed| owed.step == step),
             Link::HungUp | Link::Broken => false,
         }
+    }
+
+    fn owes_nothing(&self, index: usize) -> bool {
+        matches!(&self.list[index].link, Link::Up { owed, .. } if owed.is_empty())
     }
 
     /// Is this member's connection up?

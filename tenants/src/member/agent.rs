@@ -13,15 +13,20 @@ use nix::poll::{PollFd, PollFlags};
 use nix::sys::signal::SigSet;
 use vmm_pool::driver::Driver;
 
+use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
 use super::{AGENT_TIMEOUT, Member};
 use crate::cut::{Limits, Seen};
-use crate::transport::{Connection, Listener, poll_until};
+use crate::identity::MemberId;
+use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
     Action, FDS_PER_MESSAGE_MAX, Failure, FailureKind, MemberState, Phase, Reply, Request,
 };
 
-/// Connections one agent keeps; more are closed at once. Peers on a node and a few commands fit.
-const CONNECTIONS_MAX: usize = 256;
+/// No request waits longer than this, whatever it says.
+const TIMEOUT_MAX: Duration = Duration::from_hours(24);
+/// How long the agent looks away from its listening socket when the system gives it no connection, as
+/// when the process has too many open files: the socket would wake it again at once.
+const ACCEPT_BACK_OFF: Duration = Duration::from_millis(100);
 
 /// Wakes the agent from any thread.
 #[derive(Debug)]
@@ -79,17 +84,13 @@ struct Waiter {
     deadline: Instant,
 }
 
-struct Client {
-    number: u64,
-    connection: Connection,
-}
-
 struct Agent<D: Driver> {
     member: Arc<Member<D>>,
     listener: Listener,
     wakeups: Wakeups,
-    clients: Vec<Client>,
-    next_number: u64,
+    clients: Clients,
+    /// No connection is accepted before.
+    accept_after: Option<Instant>,
     waiters: VecDeque<Waiter>,
     jobs: Sender<Job>,
     done: Receiver<Done>,
@@ -114,8 +115,8 @@ pub(super) fn spawn<D: Driver>(
         member: Arc::clone(member),
         listener,
         wakeups,
-        clients: Vec::new(),
-        next_number: 1,
+        clients: Clients::new(),
+        accept_after: None,
         waiters: VecDeque::new(),
         jobs,
         done,
@@ -167,15 +168,15 @@ impl<D: Driver> Agent<D> {
     }
 
     fn wait(&self) {
-        let mut fds = vec![
-            PollFd::new(self.listener.as_fd(), PollFlags::POLLIN),
-            PollFd::new(self.wakeups.0.as_fd(), PollFlags::POLLIN),
-        ];
-        fds.extend(
-            self.clients.iter().map(|c| PollFd::new(c.connection.as_fd(), PollFlags::POLLIN)),
-        );
+        let mut fds = vec![PollFd::new(self.wakeups.0.as_fd(), PollFlags::POLLIN)];
+        if self.accept_after.is_none() {
+            fds.push(PollFd::new(self.listener.as_fd(), PollFlags::POLLIN));
+        }
+        fds.extend(self.clients.poll_fds());
         let idle = Instant::now() + Duration::from_hours(1);
-        let deadline = self.waiters.iter().map(|waiter| waiter.deadline).min().unwrap_or(idle);
+        let waiters = self.waiters.iter().map(|waiter| waiter.deadline);
+        let others = self.clients.next_stall().into_iter().chain(self.accept_after);
+        let deadline = waiters.chain(others).min().unwrap_or(idle);
         if let Err(error) = poll_until(&mut fds, deadline) {
             tracing::error!(%error, "the agent could not wait");
             std::thread::yield_now();
@@ -183,23 +184,34 @@ impl<D: Driver> Agent<D> {
     }
 
     fn accept(&mut self) {
-        while let Ok(Some(connection)) = self.listener.accept() {
-            if self.clients.len() >= CONNECTIONS_MAX {
-                tracing::warn!(peer = %connection.peer(), "too many connections: closed");
-                continue;
+        if self.accept_after.is_some_and(|after| Instant::now() < after) {
+            return;
+        }
+        self.accept_after = None;
+        for _ in 0..CONNECTIONS_MAX {
+            match self.listener.accept() {
+                Ok(Some(connection)) => {
+                    if let Some(closed) = self.clients.add(connection, self.coordinator) {
+                        self.forget(closed);
+                    }
+                }
+                Ok(None) => return,
+                Err(error @ TransportError::Io { .. }) => {
+                    tracing::warn!(%error, "no connection could be accepted");
+                    self.accept_after = Some(Instant::now() + ACCEPT_BACK_OFF);
+                    return;
+                }
+                Err(error) => tracing::warn!(%error, "a connection was refused"),
             }
-            self.clients.push(Client { number: self.next_number, connection });
-            self.next_number += 1;
         }
     }
 
     fn serve(&mut self) {
         let mut gone = Vec::new();
-        for index in 0..self.clients.len() {
-            loop {
-                let number = self.clients[index].number;
-                match self.clients[index].connection.try_receive::<Request>() {
-                    Ok(Some((request, _fds))) => self.handle(index, number, request),
+        for number in self.clients.numbers() {
+            for _ in 0..REQUESTS_PER_TURN_MAX {
+                match self.clients.next_request(number) {
+                    Ok(Some(request)) => self.handle(number, request),
                     Ok(None) => break,
                     Err(error) => {
                         tracing::debug!(%error, "connection ended");
@@ -210,12 +222,17 @@ impl<D: Driver> Agent<D> {
             }
         }
         for number in gone {
-            self.member.cut().abandon(number);
-            self.clients.retain(|client| client.number != number);
-            self.waiters.retain(|waiter| waiter.connection != number);
-            if self.coordinator == Some(number) {
-                self.coordinator_gone();
-            }
+            self.clients.close(number);
+            self.forget(number);
+        }
+    }
+
+    /// The connection `number` is closed.
+    fn forget(&mut self, number: u64) {
+        self.member.cut().abandon(number);
+        self.waiters.retain(|waiter| waiter.connection != number);
+        if self.coordinator == Some(number) {
+            self.coordinator_gone();
         }
     }
 
@@ -238,87 +255,100 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    fn handle(&mut self, index: usize, number: u64, request: Request) {
+    fn handle(&mut self, number: u64, request: Request) {
         match request {
-            Request::Hello => self.reply(index, &Reply::Member(self.member.info()), &[]),
+            Request::Hello => self.answer(number, &Reply::Member(self.member.info())),
             Request::Stats => {
-                self.reply(index, &Reply::Stats(Box::new(self.member.stats())), &[]);
+                self.answer(number, &Reply::Stats(Box::new(self.member.stats())));
             }
             Request::Phase { phase, timeout_ms } => {
-                self.coordinator = Some(number);
-                self.member.cut().claim(number);
-                self.submit(number, Work::Phase(phase), Duration::from_millis(timeout_ms));
+                if self.opens(number) {
+                    self.coordinator = Some(number);
+                    self.member.cut().claim(number);
+                    self.submit(number, Work::Phase(phase), wait_of(timeout_ms));
+                }
             }
             Request::Cut { limits, seen, wait_ms } => {
-                self.coordinator = Some(number);
-                let asked = self.member.cut().claim(number);
-                let work = Work::Cut { limits, seen, asked };
-                self.submit(number, work, Duration::from_millis(wait_ms));
+                if self.opens(number) {
+                    self.coordinator = Some(number);
+                    let asked = self.member.cut().claim(number);
+                    let work = Work::Cut { limits, seen, asked };
+                    self.submit(number, work, wait_of(wait_ms));
+                }
             }
             Request::AwaitConsent { action, timeout_ms } => {
-                let deadline = Instant::now() + Duration::from_millis(timeout_ms);
-                self.waiters.push_back(Waiter { connection: number, action, deadline });
+                if self.opens(number) {
+                    let deadline = Instant::now() + wait_of(timeout_ms);
+                    self.waiters.push_back(Waiter { connection: number, action, deadline });
+                }
             }
             Request::FetchFds { allocations, importer } => {
-                let reply = self.hand_out(&allocations, importer.0);
-                match reply {
+                match self.hand_out(&allocations, importer) {
                     Ok(fds) => {
                         let count = u32::try_from(fds.len()).unwrap_or(u32::MAX);
-                        self.reply(index, &Reply::Fds { count }, &fds);
+                        self.clients.answer(number, &Reply::Fds { count }, fds);
                     }
-                    Err(failure) => self.reply(index, &Reply::Failed(failure), &[]),
+                    Err(failure) => self.answer(number, &Reply::Failed(failure)),
                 }
             }
         }
     }
 
+    /// Notes that client `number` is to be answered later. One that has asked too much is closed: an
+    /// answer out of order would be taken for another's.
+    fn opens(&mut self, number: u64) -> bool {
+        let fits = self.clients.open_request(number);
+        if !fits {
+            tracing::warn!("a client has {OPEN_REQUESTS_MAX} unanswered requests: closed");
+            self.clients.close(number);
+            self.forget(number);
+        }
+        fits
+    }
+
     fn hand_out(
         &self,
         ids: &[vmm_pool::AllocationId],
-        importer: u64,
+        importer: MemberId,
     ) -> Result<Vec<OwnedFd>, Failure> {
+        let refused = |message| Failure { kind: FailureKind::Unknown, message };
         if ids.len() > FDS_PER_MESSAGE_MAX {
-            let message = format!("{} descriptors in one request are too many", ids.len());
-            return Err(Failure { kind: FailureKind::Unknown, message });
+            return Err(refused(format!(
+                "{} descriptors in one request, and {FDS_PER_MESSAGE_MAX} are the limit",
+                ids.len()
+            )));
         }
+        // Memory crosses no tenants: a pause of ours would take it from under the other.
+        if !self.member.dir.has_member(importer) {
+            return Err(refused(format!(
+                "process {}: {importer} is no process of tenant {}",
+                std::process::id(),
+                self.member.tenant()
+            )));
+        }
+        let importer = importer.0;
         let pool = self.member.pool();
         let active = self.member.state() == MemberState::Active;
         ids.iter()
             .map(|&id| if active { pool.redeem(id, importer) } else { pool.hand_out(id, importer) })
             .collect::<Result<_, _>>()
-            .map_err(|error| Failure {
-                kind: FailureKind::Unknown,
-                message: format!("process {}: {error}", std::process::id()),
-            })
+            .map_err(|error| refused(format!("process {}: {error}", std::process::id())))
     }
 
-    fn reply(&mut self, index: usize, reply: &Reply, fds: &[OwnedFd]) {
-        let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        let deadline = Instant::now() + AGENT_TIMEOUT;
-        let Some(client) = self.clients.get_mut(index) else {
-            return;
-        };
-        if let Err(error) = client.connection.send(reply, &borrowed, deadline) {
-            tracing::warn!(%error, "an answer was not delivered");
-        }
-    }
-
-    fn reply_to(&mut self, number: u64, reply: &Reply) {
-        if let Some(index) = self.clients.iter().position(|client| client.number == number) {
-            self.reply(index, reply, &[]);
-        }
+    fn answer(&mut self, number: u64, reply: &Reply) {
+        self.clients.answer(number, reply, Vec::new());
     }
 
     fn deliver(&mut self) {
         while let Ok(done) = self.done.try_recv() {
-            self.reply_to(done.connection, &done.reply);
+            self.clients.answer_open(done.connection, &done.reply);
             let over = matches!(
                 done.phase,
                 Some(Phase::Verify | Phase::Activate | Phase::AbortPause | Phase::AbortResume)
             );
             if over && self.coordinator == Some(done.connection) {
                 self.coordinator = None;
-            } else if self.clients.iter().all(|client| client.number != done.connection)
+            } else if !self.clients.has(done.connection)
                 && done.connection != 0
                 && done.phase.is_some()
             {
@@ -345,9 +375,13 @@ impl<D: Driver> Agent<D> {
             true
         });
         for (number, reply) in answers {
-            self.reply_to(number, &reply);
+            self.clients.answer_open(number, &reply);
         }
     }
+}
+
+fn wait_of(timeout_ms: u64) -> Duration {
+    Duration::from_millis(timeout_ms).min(TIMEOUT_MAX)
 }
 
 fn no_consent(action: Action) -> Failure {

@@ -8,10 +8,12 @@ use std::path::{Path, PathBuf};
 use std::sync::PoisonError;
 use std::time::Instant;
 
+use nix::sys::stat::{SFlag, fstat};
 use vmm_pool::driver::Driver;
 use vmm_pool::{AllocationId, Class, ImportSource, PoolError, VirtualHandle};
 
 use super::{AGENT_TIMEOUT, Member};
+use crate::run_dir::parse_member_name;
 use crate::ticket::Ticket;
 use crate::transport::{Connection, TransportError};
 use crate::wire::{FDS_PER_MESSAGE_MAX, Failure, Reply, Request};
@@ -30,6 +32,15 @@ pub enum ImportError {
         theirs: String,
         /// Ours.
         ours: String,
+    },
+    /// The ticket names no process that could be in our tenant's directory.
+    #[error(
+        "the ticket says that its owner is reached at {}, which is no socket of a tenant's process",
+        path.display()
+    )]
+    NoMember {
+        /// What it says.
+        path: PathBuf,
     },
     /// The allocation has been freed.
     #[error("the ticket is stale: its allocation {id:?} has been freed")]
@@ -68,6 +79,12 @@ pub enum ImportError {
         got: usize,
         /// Allocations asked for.
         wanted: usize,
+    },
+    /// The owner sent a descriptor that cannot be of the driver's.
+    #[error("the owner of the memory, at {}, sent a descriptor that is no device's", path.display())]
+    NotMemory {
+        /// Its socket.
+        path: PathBuf,
     },
     /// The driver refused.
     #[error(transparent)]
@@ -111,13 +128,13 @@ impl<D: Driver> Member<D> {
                 ours: self.config.tenant.to_string(),
             });
         }
-        let is_own = ticket.owner_socket == self.socket_path;
+        let owner_socket = self.socket_of_owner(ticket)?;
+        let is_own = owner_socket == self.socket_path;
         let deadline = Instant::now() + AGENT_TIMEOUT;
         if let Some(handle) = self.pool.import_held(ticket.allocation) {
             if !is_own {
                 // The owner keeps memory for every ticket until it is redeemed: tell it that this one is.
-                if let Err(error) = self.fetch(&ticket.owner_socket, &[ticket.allocation], deadline)
-                {
+                if let Err(error) = self.fetch(&owner_socket, &[ticket.allocation], deadline) {
                     tracing::debug!(%error, "the owner was not told of a second ticket");
                 }
             }
@@ -126,15 +143,24 @@ impl<D: Driver> Member<D> {
         if is_own {
             return Err(ImportError::Stale { id: ticket.allocation });
         }
-        let mut fds = self.fetch(&ticket.owner_socket, &[ticket.allocation], deadline)?;
+        let mut fds = self.fetch(&owner_socket, &[ticket.allocation], deadline)?;
         let fd =
             fds.remove(&ticket.allocation).ok_or(ImportError::Stale { id: ticket.allocation })?;
         let source = ImportSource {
             id: ticket.allocation,
             size_bytes: ticket.size_bytes,
-            owner: ticket.owner_socket.as_os_str().as_bytes().to_vec(),
+            owner: owner_socket.as_os_str().as_bytes().to_vec(),
         };
         Ok(self.pool.import(source, fd.as_fd(), class)?)
+    }
+
+    /// Where to ask for what `ticket` stands for: a member's name in our own tenant's directory. Which
+    /// directory the ticket names is not asked, so none can lead us anywhere else.
+    fn socket_of_owner(&self, ticket: &Ticket) -> Result<PathBuf, ImportError> {
+        let name = ticket.owner_socket.file_name().and_then(OsStr::to_str);
+        let member = name.and_then(parse_member_name);
+        let path = member.and_then(|member| self.dir.socket_path(member).ok());
+        path.ok_or_else(|| ImportError::NoMember { path: ticket.owner_socket.clone() })
     }
 
     /// Descriptors for everything imported that is not resident, from all owners.
@@ -152,6 +178,18 @@ impl<D: Driver> Member<D> {
         Ok(descriptors)
     }
 
+    fn ask_anew(
+        &self,
+        path: &Path,
+        request: &Request,
+        ids: &[AllocationId],
+        deadline: Instant,
+    ) -> Result<((Reply, Vec<OwnedFd>), Connection), TransportError> {
+        let mut connection = Connection::connect(path, deadline)?;
+        let answer = connection.call(request, ids.len(), deadline)?;
+        Ok((answer, connection))
+    }
+
     fn fetch(
         &self,
         path: &Path,
@@ -161,15 +199,17 @@ impl<D: Driver> Member<D> {
         let failed = |source| ImportError::Owner { path: path.to_owned(), source };
         let kept = self.peers.lock().unwrap_or_else(PoisonError::into_inner).remove(path);
         let request = Request::FetchFds { allocations: ids.to_vec(), importer: self.id };
+        let kept = kept.map(|mut connection| {
+            let answer = connection.call(&request, ids.len(), deadline);
+            answer.map(|answer| (answer, connection))
+        });
         let answer = match kept {
-            Some(mut connection) => {
-                let answer = connection.call(&request, ids.len(), deadline);
-                answer.map(|answer| (answer, connection))
+            // The owner may have closed what was idle; a new connection tells whether it lives.
+            Some(Err(error)) if error.peer_is_gone() => {
+                self.ask_anew(path, &request, ids, deadline)
             }
-            None => Connection::connect(path, deadline).and_then(|mut connection| {
-                let answer = connection.call(&request, ids.len(), deadline)?;
-                Ok((answer, connection))
-            }),
+            Some(answer) => answer,
+            None => self.ask_anew(path, &request, ids, deadline),
         };
         let ((reply, fds), connection) = answer.map_err(failed)?;
         self.peers
@@ -178,6 +218,9 @@ impl<D: Driver> Member<D> {
             .insert(path.to_owned(), connection);
         match reply {
             Reply::Fds { count } if count as usize == ids.len() && fds.len() == ids.len() => {
+                if !fds.iter().all(may_be_the_drivers) {
+                    return Err(ImportError::NotMemory { path: path.to_owned() });
+                }
                 Ok(ids.iter().copied().zip(fds).collect())
             }
             Reply::Failed(failure) => Err(ImportError::Refused(failure)),
@@ -193,6 +236,14 @@ impl<D: Driver> Member<D> {
             }),
         }
     }
+}
+
+/// What is behind a descriptor, the driver checks; these kinds it should never be given.
+fn may_be_the_drivers(fd: &OwnedFd) -> bool {
+    fstat(fd).is_ok_and(|status| {
+        let kind = SFlag::from_bits_truncate(status.st_mode & SFlag::S_IFMT.bits());
+        ![SFlag::S_IFSOCK, SFlag::S_IFIFO, SFlag::S_IFDIR, SFlag::S_IFBLK].contains(&kind)
+    })
 }
 
 fn path_of(owner: &[u8]) -> PathBuf {

@@ -11,6 +11,7 @@
 //! taken out for use and put back.
 
 mod agent;
+mod clients;
 mod fetch;
 mod phases;
 pub mod state;

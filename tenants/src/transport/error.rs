@@ -63,9 +63,7 @@ pub enum TransportError {
         own_version: u16,
     },
     /// A message is longer than any may be.
-    #[error(
-        "a message from or to {peer} has {length} bytes, and {limit} are the limit"
-    )]
+    #[error("a message from or to {peer} has {length} bytes, and {limit} are the limit")]
     TooLong {
         /// Who.
         peer: Peer,
@@ -75,9 +73,7 @@ pub enum TransportError {
         limit: usize,
     },
     /// More descriptors than a message may carry.
-    #[error(
-        "a message from or to {peer} brings {count} descriptors, and {limit} are the limit"
-    )]
+    #[error("a message from or to {peer} brings {count} descriptors, and {limit} are the limit")]
     TooManyFds {
         /// Who.
         peer: Peer,

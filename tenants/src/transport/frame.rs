@@ -7,8 +7,8 @@ use crate::wire::{FDS_PER_MESSAGE_MAX, PROTOCOL_VERSION};
 
 /// Longest payload of any message, in bytes.
 pub const PAYLOAD_BYTES_MAX: usize = 1024 * 1024;
-/// Longest payload of a request, in bytes: 250 identities, or counts of many communicators, and room.
-pub const REQUEST_BYTES_MAX: usize = 64 * 1024;
+/// Longest payload of a request, in bytes: 250 identities, or the limits of thousands of lanes.
+pub const REQUEST_BYTES_MAX: usize = 256 * 1024;
 /// Length of a header, in bytes.
 pub const HEADER_BYTES: usize = 12;
 

@@ -17,7 +17,10 @@ fn shortly() -> Instant {
 
 fn pair() -> (Connection, Connection) {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    (Connection::with_limits(ours, Limits::ALL).unwrap(), Connection::with_limits(theirs, Limits::ALL).unwrap())
+    (
+        Connection::with_limits(ours, Limits::ALL).unwrap(),
+        Connection::with_limits(theirs, Limits::ALL).unwrap(),
+    )
 }
 
 /// One end a connection, the other a bare stream.

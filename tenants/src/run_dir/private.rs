@@ -1,0 +1,303 @@
+//! Directories that nobody but us can enter, replace or lead elsewhere.
+//!
+//! A path is walked one component at a time, each opened without following links, from the root down:
+//!
+//! * every directory above ours belongs to root or to us, and is writable for nobody else, unless it is
+//!   sticky, as `/tmp` is; so nobody else can rename what lies in it;
+//! * a link on the way is followed only when root or we made it, and what it leads to is walked the same;
+//! * our own directory is no link, belongs to us, and is closed to group and others.
+//!
+//! After that, nobody but root and ourselves can change what the path means, and it may be used as a path:
+//! Unix sockets are bound and connected by name only.
+
+use std::collections::VecDeque;
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::io::ErrorKind;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Component, Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, OFlag, openat, readlinkat};
+use nix::sys::stat::{FileStat, Mode, SFlag, fstat, mkdirat};
+use nix::unistd::geteuid;
+
+use super::{RunDirError, io_error};
+
+/// Links followed on one path; the kernel's own limit.
+const LINKS_MAX: usize = 40;
+/// What the kernel shows for a user that has no name in our user namespace.
+const OVERFLOW_UID_DEFAULT: u32 = 65534;
+
+/// Makes sure that `path` is a directory that is ours alone; creates it, but not those above it.
+pub(super) fn ensure(path: &Path) -> Result<(), RunDirError> {
+    let (above, name) = walk_above(path)?;
+    match mkdirat(&above, name.as_os_str(), Mode::S_IRWXU) {
+        Ok(()) | Err(Errno::EEXIST) => check_own(&above, &name, path),
+        Err(errno) => Err(io_error("creation", path)(errno.into())),
+    }
+}
+
+/// Checks that `path` is a directory that is ours alone.
+pub(super) fn check(path: &Path) -> Result<(), RunDirError> {
+    let (above, name) = walk_above(path)?;
+    check_own(&above, &name, path)
+}
+
+/// Opens the directory above `path`, checked from the root down, and says what `path` is called in it.
+fn walk_above(path: &Path) -> Result<(OwnedFd, OsString), RunDirError> {
+    let invalid = || io_error("use", path)(ErrorKind::InvalidInput.into());
+    let whole = std::path::absolute(path).map_err(io_error("use", path))?;
+    let name = whole.file_name().ok_or_else(invalid)?.to_owned();
+    let mut pending = components(whole.parent().ok_or_else(invalid)?);
+    let mut place = PathBuf::from("/");
+    let mut here = open(&AT_FDCWD, OsStr::new("/"), &place)?;
+    check_above(&status(&here, &place)?, &place)?;
+    let mut links = 0;
+    while let Some(next) = pending.pop_front() {
+        let target = place.join(&next);
+        let found = open(&here, &next, &target)?;
+        let found_status = status(&found, &target)?;
+        if kind(&found_status) != SFlag::S_IFLNK {
+            check_above(&found_status, &target)?;
+            (here, place) = (found, target);
+            continue;
+        }
+        check_link(&found_status, &target)?;
+        links += 1;
+        if links > LINKS_MAX {
+            return Err(io_error("use", path)(Errno::ELOOP.into()));
+        }
+        // Of the link that was just checked, whatever has its name by now.
+        let leads_to = readlinkat(&found, "")
+            .map_err(|errno| io_error("reading", &target)(errno.into()))
+            .map(PathBuf::from)?;
+        if leads_to.is_absolute() {
+            place = PathBuf::from("/");
+            here = open(&AT_FDCWD, OsStr::new("/"), &place)?;
+        }
+        for component in components(&leads_to).into_iter().rev() {
+            pending.push_front(component);
+        }
+    }
+    Ok((here, name))
+}
+
+/// What is left to walk of a path; `..` leads up from wherever the walk is, which has been checked.
+fn components(path: &Path) -> VecDeque<OsString> {
+    path.components()
+        .filter(|component| matches!(component, Component::Normal(_) | Component::ParentDir))
+        .map(|component| component.as_os_str().to_owned())
+        .collect()
+}
+
+fn open(at: &impl AsFd, name: &OsStr, shown: &Path) -> Result<OwnedFd, RunDirError> {
+    let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    openat(at, name, flags, Mode::empty())
+        .map_err(|errno| io_error("inspection", shown)(errno.into()))
+}
+
+fn status(fd: &OwnedFd, shown: &Path) -> Result<FileStat, RunDirError> {
+    fstat(fd).map_err(|errno| io_error("inspection", shown)(errno.into()))
+}
+
+fn kind(status: &FileStat) -> SFlag {
+    SFlag::from_bits_truncate(status.st_mode & SFlag::S_IFMT.bits())
+}
+
+fn refuse<T>(path: &Path, problem: String, next_step: String) -> Result<T, RunDirError> {
+    Err(RunDirError::NotOurs { path: path.to_owned(), problem, next_step })
+}
+
+/// A directory above ours: could somebody else put another in place of what lies in it?
+fn check_above(status: &FileStat, path: &Path) -> Result<(), RunDirError> {
+    if kind(status) != SFlag::S_IFDIR {
+        return Err(io_error("use", path)(Errno::ENOTDIR.into()));
+    }
+    let shown = path.display();
+    if !is_trusted(status.st_uid) {
+        return refuse(
+            path,
+            format!("belongs to user {}, who could replace what lies in it", status.st_uid),
+            "choose a place under directories of root's and yours".to_owned(),
+        );
+    }
+    let open_to_others = status.st_mode & 0o022 != 0;
+    if open_to_others && status.st_mode & libc::S_ISVTX == 0 {
+        return refuse(
+            path,
+            format!(
+                "lets others replace what lies in it (mode {:03o}, not sticky)",
+                status.st_mode & 0o777
+            ),
+            format!("chmod go-w {shown}"),
+        );
+    }
+    Ok(())
+}
+
+fn check_link(status: &FileStat, path: &Path) -> Result<(), RunDirError> {
+    if is_trusted(status.st_uid) {
+        return Ok(());
+    }
+    refuse(
+        path,
+        format!("is a symbolic link of user {}", status.st_uid),
+        format!("remove {}", path.display()),
+    )
+}
+
+/// The directory itself.
+fn check_own(above: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), RunDirError> {
+    let status = status(&open(above, name, path)?, path)?;
+    let shown = path.display();
+    let kind = kind(&status);
+    if kind == SFlag::S_IFLNK {
+        return refuse(path, "is a symbolic link".to_owned(), format!("remove {shown}"));
+    }
+    if kind != SFlag::S_IFDIR {
+        return refuse(path, "is not a directory".to_owned(), format!("remove {shown}"));
+    }
+    let own_uid = geteuid().as_raw();
+    if status.st_uid != own_uid {
+        return refuse(
+            path,
+            format!("belongs to user {}, not {own_uid}", status.st_uid),
+            "run all processes of a tenant as one user".to_owned(),
+        );
+    }
+    if unmapped_uid() == Some(own_uid) {
+        return refuse(
+            path,
+            format!("may be anybody's: user {own_uid} stands for all that have no name here"),
+            "give this process's user a name in its user namespace (unshare --map-current-user)"
+                .to_owned(),
+        );
+    }
+    let mode = status.st_mode & 0o777;
+    if mode & 0o077 != 0 {
+        return refuse(
+            path,
+            format!("is open to others (mode {mode:03o})"),
+            format!("chmod 700 {shown}"),
+        );
+    }
+    Ok(())
+}
+
+/// Root, ourselves, and in a user namespace those outside it, whom we cannot tell apart: root's
+/// directories look like theirs from there.
+fn is_trusted(uid: u32) -> bool {
+    uid == 0 || uid == geteuid().as_raw() || unmapped_uid() == Some(uid)
+}
+
+/// The number that stands for users without a name in our user namespace; none where all have one.
+fn unmapped_uid() -> Option<u32> {
+    let read = |path| fs::read_to_string(path).ok();
+    let overflow = read("/proc/sys/kernel/overflowuid")
+        .and_then(|text| text.trim().parse().ok())
+        .unwrap_or(OVERFLOW_UID_DEFAULT);
+    let is_mapped = read("/proc/self/uid_map").is_none_or(|map| maps(&map, overflow));
+    (!is_mapped).then_some(overflow)
+}
+
+/// Does a user namespace's `map` (lines of first inside, first outside, count) name `uid`?
+fn maps(map: &str, uid: u32) -> bool {
+    map.lines().any(|line| {
+        let numbers: Vec<u64> = line.split_whitespace().flat_map(str::parse).collect();
+        let [first, _outside, count] = numbers[..] else {
+            return false;
+        };
+        (first..first.saturating_add(count)).contains(&u64::from(uid))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+
+    use super::*;
+
+    fn chmod(path: &Path, mode: u32) {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    #[test]
+    fn a_directory_above_that_others_write_to_is_refused_unless_it_is_sticky() {
+        let base = tempfile::tempdir().unwrap();
+        let above = base.path().join("above");
+        fs::create_dir(&above).unwrap();
+        let run = above.join("run");
+        for mode in [0o777, 0o770, 0o702] {
+            chmod(&above, mode);
+            let text = ensure(&run).unwrap_err().to_string();
+            assert!(text.contains("lets others replace what lies in it"), "{text}");
+            assert!(text.contains("chmod go-w"), "{text}");
+            assert!(!run.exists(), "created in a place of others");
+        }
+        for mode in [0o1777, 0o755] {
+            chmod(&above, mode);
+            ensure(&run).unwrap();
+        }
+        chmod(&above, 0o777);
+        check(&run).unwrap_err();
+        chmod(&above, 0o755);
+        check(&run).unwrap();
+    }
+
+    #[test]
+    fn links_of_ours_are_followed_and_what_they_lead_to_is_checked() {
+        let base = tempfile::tempdir().unwrap();
+        let real = base.path().join("real");
+        fs::create_dir(&real).unwrap();
+        symlink("real", base.path().join("relative")).unwrap();
+        symlink(&real, base.path().join("absolute")).unwrap();
+        symlink("../real/../real", real.join("up")).unwrap();
+        for way in ["relative/a", "absolute/b", "real/up/c", "real/../real/d"] {
+            ensure(&base.path().join(way)).unwrap();
+        }
+        for name in ["a", "b", "c", "d"] {
+            assert!(real.join(name).is_dir(), "{name}");
+        }
+        chmod(&real, 0o777);
+        for way in ["relative/a", "absolute/b"] {
+            check(&base.path().join(way)).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn links_in_a_ring_and_files_on_the_way_are_errors() {
+        let base = tempfile::tempdir().unwrap();
+        symlink("two", base.path().join("one")).unwrap();
+        symlink("one", base.path().join("two")).unwrap();
+        let error = ensure(&base.path().join("one/run")).unwrap_err();
+        let RunDirError::Io { source, .. } = &error else { panic!("{error}") };
+        assert_eq!(source.raw_os_error(), Some(libc::ELOOP));
+
+        fs::write(base.path().join("file"), "").unwrap();
+        let error = ensure(&base.path().join("file/run")).unwrap_err();
+        let RunDirError::Io { source, .. } = &error else { panic!("{error}") };
+        assert_eq!(source.kind(), ErrorKind::NotADirectory);
+    }
+
+    #[test]
+    fn what_is_not_there_is_said_to_be_not_there() {
+        let base = tempfile::tempdir().unwrap();
+        for path in ["run", "above/run"] {
+            let error = check(&base.path().join(path)).unwrap_err();
+            let RunDirError::Io { source, .. } = &error else { panic!("{error}") };
+            assert_eq!(source.kind(), ErrorKind::NotFound);
+        }
+        ensure(&base.path().join("above/run")).unwrap_err();
+        ensure(Path::new("/")).unwrap_err();
+    }
+
+    #[test]
+    fn users_that_a_namespace_names_are_found_in_its_map() {
+        let all = "         0          0 4294967295\n";
+        assert!(maps(all, 0) && maps(all, 65534));
+        let one = "      1000          0          1\n         0     100000      65534\n";
+        assert!(maps(one, 1000) && maps(one, 65533) && !maps(one, 65534));
+        assert!(!maps("", 0) && !maps("nonsense\n1 2\n", 1));
+    }
+}
