@@ -14,14 +14,14 @@ use crate::wire::{Failure, FailureKind, Reply, Request};
 
 /// Connections one agent keeps: peers on a node and a few commands fit. When all are taken, a new one
 /// takes the place of the one that has been idle longest.
-pub(super) const CONNECTIONS_MAX: usize = 256;
+pub const CONNECTIONS_MAX: usize = 256;
 /// Requests of one connection that may be unanswered at a time: a coordinator that brings ranks to a cut
 /// sends new limits without waiting for the answer to the last.
-pub(super) const OPEN_REQUESTS_MAX: usize = 256;
+pub const OPEN_REQUESTS_MAX: usize = 256;
 /// Requests answered on one connection before the others have their turn.
-pub(super) const REQUESTS_PER_TURN_MAX: usize = 16;
+pub const REQUESTS_PER_TURN_MAX: usize = 16;
 /// How long a client may stand still inside a message, or with an answer that it does not take.
-pub(super) const STALL_MAX: Duration = Duration::from_secs(10);
+pub const STALL_MAX: Duration = Duration::from_secs(10);
 
 /// One connection.
 #[derive(Debug)]

@@ -27,6 +27,7 @@ use vmm_pool::driver::{Driver, RawContext};
 use vmm_pool::support::Unsupported;
 use vmm_pool::{HostBudget, Pool};
 
+pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use fetch::ImportError;
 
 use crate::cut::Cut;

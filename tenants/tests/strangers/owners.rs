@@ -1,0 +1,211 @@
+//! What the owner of memory can answer to one who redeems a ticket, and where a ticket can lead.
+
+use std::fs::File;
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
+
+use nix::poll::{PollFd, PollFlags};
+use tenants::identity::MemberId;
+use tenants::member::ImportError;
+use tenants::run_dir::MEMBERS_MAX;
+use tenants::ticket::Ticket;
+use tenants::transport::frame::{Header, encode};
+use tenants::transport::{Connection, Listener, poll_until};
+use tenants::wire::{Failure, FailureKind, Reply, Request};
+use vmm_pool::AllocationId;
+
+use crate::stage::{SimMember, Stage, answers, class, name, soon, ticket_of};
+
+const OWNER: MemberId = MemberId(0xabc);
+
+fn redeem(importer: &SimMember, ticket: &Ticket) -> Result<(), ImportError> {
+    importer.redeem_ticket(ticket, class()).map(drop)
+}
+
+/// A ticket whose owner is member [`OWNER`] of the importer's tenant.
+fn ticket(importer: &SimMember) -> Ticket {
+    Ticket {
+        allocation: AllocationId([3; 16]),
+        serial: 0,
+        size_bytes: 2 << 20,
+        owner: OWNER,
+        owner_socket: importer.socket_path().with_file_name(format!("{OWNER}.sock")),
+        tenant: importer.tenant().clone(),
+    }
+}
+
+/// An owner that answers one request with these bytes and descriptors, and hangs up.
+fn answering(path: &Path, bytes: Vec<u8>, files: Vec<File>) -> JoinHandle<()> {
+    let listener = Listener::bind(path).unwrap();
+    std::thread::spawn(move || {
+        let mut connection = listener.accept_before(soon()).unwrap();
+        connection.receive::<Request>(soon()).unwrap();
+        let fds: Vec<BorrowedFd<'_>> = files.iter().map(File::as_fd).collect();
+        send_raw(&connection, &bytes, &fds);
+        listener.close().unwrap();
+    })
+}
+
+fn send_raw(connection: &Connection, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+    use std::os::fd::AsRawFd as _;
+    let raw: Vec<_> = fds.iter().map(std::os::fd::AsRawFd::as_raw_fd).collect();
+    let rights = [nix::sys::socket::ControlMessage::ScmRights(&raw)];
+    let control = if raw.is_empty() { &[][..] } else { &rights[..] };
+    let sent = nix::sys::socket::sendmsg::<nix::sys::socket::UnixAddr>(
+        connection.as_fd().as_raw_fd(),
+        &[std::io::IoSlice::new(bytes)],
+        control,
+        nix::sys::socket::MsgFlags::MSG_NOSIGNAL,
+        None,
+    );
+    assert_eq!(sent, Ok(bytes.len()));
+}
+
+fn files(count: usize) -> Vec<File> {
+    (0..count).map(|_| File::open("/dev/null").unwrap()).collect()
+}
+
+#[test]
+fn an_owner_that_answers_nonsense_is_refused_and_named() {
+    let stage = Stage::new();
+    let importer = stage.member("train");
+    let good = encode(&Reply::Fds { count: 1 }, 1).unwrap();
+    let newer = {
+        let mut header = Header { fds: 0, payload_bytes: 0 }.encode();
+        header[4] += 1;
+        header.to_vec()
+    };
+    let refusal = Failure { kind: FailureKind::Unknown, message: "no".to_owned() };
+    let pipe = || vec![File::from(nix::unistd::pipe().unwrap().0)];
+    let cases: Vec<(&str, Vec<u8>, Vec<File>)> = vec![
+        ("closed its connection", Vec::new(), Vec::new()),
+        ("in the middle of a message", good[..7].to_vec(), Vec::new()),
+        ("no Sublet message", b"HTTP/1.1 200 OK\r\n".to_vec(), Vec::new()),
+        ("protocol version", newer, Vec::new()),
+        (
+            "could not be decoded",
+            [Header { fds: 0, payload_bytes: 3 }.encode().to_vec(), vec![0xff; 3]].concat(),
+            Vec::new(),
+        ),
+        ("announced 1 descriptors and 0 came", good.clone(), Vec::new()),
+        ("2 descriptors, and 1 are the limit", good.clone(), files(2)),
+        ("are the limit", encode(&Reply::Fds { count: 2 }, 2).unwrap(), files(2)),
+        ("sent 0 descriptors for 1", encode(&Reply::Fds { count: 0 }, 0).unwrap(), Vec::new()),
+        ("sent 0 descriptors for 1", encode(&Reply::Fds { count: 1 }, 0).unwrap(), Vec::new()),
+        ("sent 1 descriptors for 1", encode(&Reply::Fds { count: 9 }, 1).unwrap(), files(1)),
+        ("sent 0 descriptors for 1", encode(&Reply::Consented, 0).unwrap(), Vec::new()),
+        ("refused", encode(&Reply::Failed(refusal), 0).unwrap(), Vec::new()),
+        ("no device's", good.clone(), pipe()),
+        ("import of a peer's allocation", good, files(1)),
+    ];
+    for (words, bytes, files) in cases {
+        let ticket = ticket(&importer);
+        let owner = answering(&ticket.owner_socket, bytes, files);
+        let error = redeem(&importer, &ticket).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains(words), "no '{words}' in: {text}");
+        owner.join().unwrap();
+    }
+    // None of it broke the importer: memory of a real peer still comes.
+    let peer = stage.member("train");
+    let (ticket, _handle) = ticket_of(&peer);
+    redeem(&importer, &ticket).unwrap();
+    answers(&importer);
+    importer.leave();
+    peer.leave();
+}
+
+#[test]
+fn an_owner_that_closed_the_idle_connection_is_asked_anew() {
+    let stage = Stage::new();
+    let (owner, importer) = (stage.member("train"), stage.member("train"));
+    let (first, _handle) = ticket_of(&owner);
+    redeem(&importer, &first).unwrap();
+    // As many clients as the owner keeps: the importer's idle connection is closed.
+    let mut others = Vec::new();
+    for _ in 0..tenants::member::CONNECTIONS_MAX {
+        let mut other = Connection::connect(owner.socket_path(), soon()).unwrap();
+        other.call(&Request::Hello, 0, soon()).unwrap();
+        others.push(other);
+    }
+    let (second, _handle) = ticket_of(&owner);
+    redeem(&importer, &second).unwrap();
+    owner.leave();
+    importer.leave();
+}
+
+#[test]
+fn a_ticket_leads_nowhere_but_into_the_directory_of_our_own_tenant() {
+    let stage = Stage::new();
+    let importer = stage.member("train");
+    let elsewhere = stage.base().join(format!("{OWNER}.sock"));
+    let trap = UnixListener::bind(&elsewhere).unwrap();
+    trap.set_nonblocking(true).unwrap();
+    let leading = |path: &Path| Ticket { owner_socket: path.to_owned(), ..ticket(&importer) };
+    let error = redeem(&importer, &leading(&elsewhere)).unwrap_err();
+    assert!(
+        matches!(&error, ImportError::Owner { path, .. }
+        if path.parent() == importer.socket_path().parent()),
+        "{error}"
+    );
+    assert!(trap.accept().is_err(), "somebody came");
+    for path in ["/", "..", "a/..", "/tmp/x.sock", "/tmp/coordinator.lock", "0000000000000ABC.sock"]
+    {
+        let error = redeem(&importer, &leading(&PathBuf::from(path))).unwrap_err();
+        assert!(matches!(error, ImportError::NoMember { .. }), "{path}: {error}");
+    }
+    importer.leave();
+}
+
+#[test]
+fn a_ticket_of_another_tenant_is_of_no_use_even_when_it_says_otherwise() {
+    let stage = Stage::new();
+    let (owner, importer) = (stage.member("train"), stage.member("infer"));
+    let (good, _handle) = ticket_of(&owner);
+    let error = redeem(&importer, &good).unwrap_err();
+    assert!(matches!(error, ImportError::OtherTenant { .. }), "{error}");
+    let forged = Ticket { tenant: name("infer"), ..good };
+    let error = redeem(&importer, &forged).unwrap_err();
+    assert!(matches!(error, ImportError::Owner { .. }), "{error}");
+    owner.leave();
+    importer.leave();
+}
+
+#[test]
+fn a_link_in_place_of_a_members_socket_is_no_member() {
+    let stage = Stage::new();
+    let (member, other) = (stage.member("train"), stage.member("infer"));
+    let link = member.socket_path().with_file_name(format!("{OWNER}.sock"));
+    std::os::unix::fs::symlink(other.socket_path(), &link).unwrap();
+    let dir = stage.run_dir.existing_tenant(&name("train")).unwrap().unwrap();
+    let members = dir.members().unwrap();
+    assert_eq!(members.iter().map(|m| m.id).collect::<Vec<_>>(), [member.id()]);
+    member.leave();
+    other.leave();
+}
+
+#[test]
+fn as_many_members_as_the_limit_says_are_listed_and_one_more_is_an_error() {
+    let stage = Stage::new();
+    let dir = stage.run_dir.tenant(&name("train")).unwrap();
+    for id in 0..MEMBERS_MAX as u64 {
+        drop(UnixListener::bind(dir.socket_path(MemberId(id)).unwrap()).unwrap());
+    }
+    assert_eq!(dir.members().unwrap().len(), MEMBERS_MAX);
+    drop(UnixListener::bind(dir.socket_path(MemberId(u64::MAX)).unwrap()).unwrap());
+    let error = dir.members().unwrap_err();
+    assert!(error.to_string().contains("more than 1024 sockets"), "{error}");
+}
+
+#[test]
+fn a_client_that_hangs_up_is_told_by_the_end_of_its_stream() {
+    let stage = Stage::new();
+    let member = stage.member("train");
+    let client = std::os::unix::net::UnixStream::connect(member.socket_path()).unwrap();
+    client.shutdown(std::net::Shutdown::Write).unwrap();
+    let mut fds = [PollFd::new(client.as_fd(), PollFlags::POLLIN)];
+    assert!(poll_until(&mut fds, soon()).unwrap(), "the agent kept a dead connection");
+    member.leave();
+}

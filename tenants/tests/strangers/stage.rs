@@ -1,0 +1,114 @@
+//! Members of a simulated node, and streams that speak to them byte by byte.
+
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags};
+use tempfile::TempDir;
+use tenants::identity::TenantName;
+use tenants::member::{Member, MemberConfig};
+use tenants::run_dir::RunDir;
+use tenants::ticket::Ticket;
+use tenants::transport::{Connection, poll_until};
+use tenants::wire::{Reply, Request};
+use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::{AllocationProp, DeviceOrdinal, Driver as _};
+use vmm_pool::{Class, HostBudget};
+
+/// A member on the simulated driver.
+pub(crate) type SimMember = Member<SimDriver>;
+
+/// How long a healthy agent may take to answer, on a busy machine.
+const HEALTHY: Duration = Duration::from_secs(5);
+
+pub(crate) fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+/// One node and one run directory.
+pub(crate) struct Stage {
+    pub(crate) run_dir: RunDir,
+    node: SimNode,
+    base: TempDir,
+}
+
+impl Stage {
+    pub(crate) fn new() -> Self {
+        let base = tempfile::tempdir().unwrap();
+        let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
+        Self { run_dir, node: SimNode::private(&[256 << 20]).unwrap(), base }
+    }
+
+    /// A directory beside the run directory.
+    pub(crate) fn base(&self) -> &Path {
+        self.base.path()
+    }
+
+    pub(crate) fn member(&self, tenant: &str) -> Arc<SimMember> {
+        let config = MemberConfig {
+            run_dir: self.run_dir.clone(),
+            tenant: name(tenant),
+            command: "a member".to_owned(),
+            version: "0.1.0".to_owned(),
+            host_budget: |_| HostBudget(None),
+            own_contexts: Vec::new,
+            toucher_threads: 1,
+        };
+        let driver = SimDriver::new(self.node.clone(), SimOptions::default());
+        driver.make_current(DeviceOrdinal(0)).unwrap();
+        Member::join(config, Arc::new(driver)).unwrap()
+    }
+}
+
+pub(crate) fn name(tenant: &str) -> TenantName {
+    TenantName::new(tenant).unwrap()
+}
+
+pub(crate) fn class() -> Class {
+    Class { library: "test", ..Class::default() }
+}
+
+/// A ticket for fresh memory of `owner`, and the memory's handle.
+pub(crate) fn ticket_of(owner: &SimMember) -> (Ticket, u64) {
+    let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
+    let handle = owner.pool().create(GRANULARITY_BYTES, &prop, class()).unwrap().raw();
+    let fd = owner.issue_ticket(handle).unwrap();
+    (Ticket::read(fd.as_fd()).unwrap().unwrap(), handle)
+}
+
+/// A bare stream to a member's agent.
+pub(crate) fn stream(member: &SimMember) -> UnixStream {
+    UnixStream::connect(member.socket_path()).unwrap()
+}
+
+/// The member's agent answers a new client at once.
+pub(crate) fn answers(member: &SimMember) {
+    let asked = Instant::now();
+    let mut connection = Connection::connect(member.socket_path(), soon()).unwrap();
+    let (reply, _) = connection.call(&Request::Hello, 0, soon()).unwrap();
+    assert!(matches!(reply, Reply::Member(info) if info.id == member.id()));
+    assert!(asked.elapsed() < HEALTHY, "the agent was held up for {:?}", asked.elapsed());
+}
+
+/// What arrives until the other end closes; it must, before `deadline`.
+pub(crate) fn rest_of(
+    stream: &mut (impl std::io::Read + std::os::fd::AsFd),
+    deadline: Instant,
+) -> Vec<u8> {
+    let mut all = Vec::new();
+    loop {
+        let ready = poll_until(&mut [PollFd::new(stream.as_fd(), PollFlags::POLLIN)], deadline);
+        assert!(ready.unwrap(), "the other end was not closed in time");
+        let mut buffer = [0; 4096];
+        match stream.by_ref().read(&mut buffer) {
+            Ok(0) => return all,
+            Ok(length) => all.extend_from_slice(&buffer[..length]),
+            // A peer that closes with unread bytes resets the connection.
+            Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => return all,
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
