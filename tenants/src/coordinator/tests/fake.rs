@@ -1,19 +1,22 @@
 //! Members that speak the protocol over real sockets and misbehave as told.
 
 use std::collections::HashMap;
-use std::os::fd::AsFd as _;
+use std::io::IoSlice;
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
+use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
 use vmm_pool::PoolReport;
 use vmm_pool::driver::DeviceOrdinal;
 
 use crate::coordinator::{Coordinator, Event, Options};
 use crate::identity::{MemberId, TenantName};
 use crate::run_dir::RunDir;
+use crate::transport::frame::encode;
 use crate::transport::{Connection, Listener, TransportError, poll_until};
 use crate::wire::{
     DeviceDelta, Failure, FailureKind, MemberInfo, MemberState, MemberStats, Phase, PhaseReport,
@@ -32,6 +35,16 @@ pub(super) enum Fault {
     /// Answers after so many milliseconds.
     Slow(u64),
     WrongAnswer,
+    /// Answers for another phase than the one it was asked for.
+    OtherPhase,
+    /// Answers, and says the same once more.
+    Twice,
+    /// Sends what is no message.
+    Garbage,
+    /// Sends the first half of its answer, then nothing.
+    HalfAnswer,
+    /// Sends a descriptor beside its answer.
+    WithFd,
 }
 
 /// One line of the log that all members of a world share.
@@ -247,6 +260,18 @@ impl Agent {
             Some(Fault::Silent) => return true,
             Some(Fault::Die) => return false,
             Some(Fault::WrongAnswer) => Reply::Fds { count: 0 },
+            Some(Fault::OtherPhase) => Reply::PhaseDone(Phase::Verify, PhaseReport::default()),
+            Some(fault @ (Fault::Twice | Fault::Garbage | Fault::HalfAnswer | Fault::WithFd)) => {
+                let frame = encode(&self.good_reply(request), 0).unwrap();
+                let bytes = match fault {
+                    Fault::Twice => [frame.clone(), frame].concat(),
+                    Fault::Garbage => b"HTTP/1.1 200 OK\r\n\r\n".to_vec(),
+                    Fault::HalfAnswer => frame[..frame.len() / 2].to_vec(),
+                    _ => frame,
+                };
+                send_raw(connection, &bytes, fault == Fault::WithFd);
+                return true;
+            }
             Some(Fault::Fail(kind)) => {
                 Reply::Failed(Failure { kind, message: format!("told to fail with {kind:?}") })
             }
@@ -313,4 +338,16 @@ impl Agent {
             held: false,
         }
     }
+}
+
+/// Bytes as they are, in one piece.
+fn send_raw(connection: &Connection, bytes: &[u8], with_fd: bool) {
+    let null = std::fs::File::open("/dev/null").unwrap();
+    let fds = [null.as_raw_fd()];
+    let rights = [ControlMessage::ScmRights(&fds)];
+    let control = if with_fd { &rights[..] } else { &[] };
+    let socket = connection.as_fd().as_raw_fd();
+    let data = [IoSlice::new(bytes)];
+    let sent = sendmsg::<UnixAddr>(socket, &data, control, MsgFlags::MSG_NOSIGNAL, None);
+    assert_eq!(sent, Ok(bytes.len()));
 }

@@ -104,6 +104,52 @@ fn an_answer_of_the_wrong_kind_is_a_failure() {
 }
 
 #[test]
+fn an_answer_for_another_phase_is_a_failure() {
+    fault_in_each_reversible_phase(Fault::OtherPhase, Duration::from_secs(2));
+}
+
+/// The member is of no use any more: its process undoes by itself when the connection goes.
+fn bad_bytes_in_each_reversible_phase(fault: Fault, words: &str) {
+    for case in CASES {
+        for phase in case.phases {
+            let world = world(case.start, 1, *phase, fault);
+            let error = act(&world, case.action).unwrap_err();
+            let text = error.to_string();
+            assert!(text.contains(words), "no '{words}' in: {text}");
+            let CoordinatorError::Refused { failures, .. } = &error else {
+                panic!("{error}");
+            };
+            assert_eq!(failures[0].who.member, MemberId(2), "{error}");
+            for id in [1, 3] {
+                assert!(!world.phases_of(id).contains(&case.no_return));
+                assert_eq!(world.state(id), case.start, "{error}");
+            }
+            assert!(!world.phases_of(2).contains(&case.no_return));
+        }
+    }
+}
+
+#[test]
+fn bytes_that_are_no_answer_are_a_failure_of_who_sent_them() {
+    bad_bytes_in_each_reversible_phase(Fault::Garbage, "no Sublet message");
+}
+
+#[test]
+fn half_an_answer_ends_at_the_deadline() {
+    bad_bytes_in_each_reversible_phase(Fault::HalfAnswer, "did not answer within");
+}
+
+#[test]
+fn a_descriptor_beside_an_answer_is_a_failure() {
+    bad_bytes_in_each_reversible_phase(Fault::WithFd, "descriptors where none belong");
+}
+
+#[test]
+fn an_answer_given_twice_is_not_taken_for_the_next_one() {
+    bad_bytes_in_each_reversible_phase(Fault::Twice, "an answer to no question");
+}
+
+#[test]
 fn after_the_point_of_no_return_the_survivors_are_taken_to_the_end() {
     let faults = [Fault::Die, Fault::Silent, Fault::Fail(FailureKind::Faulted), Fault::WrongAnswer];
     let late = [
