@@ -2,7 +2,7 @@
 # Runs the GPU lane: bash run.sh [SUITE...], without arguments every suite.
 #
 # Suites: smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
-#         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs cycles deaths shortage watchdog
+#         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs cycles deaths shortage watchdog zeroed
 # Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
 # and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES
 # those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, ANYTIME_SEED their instants.
@@ -13,7 +13,7 @@ PYTHON=${PYTHON:-python3}
 GPUS=${GPUS:-0}
 CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
-    anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs cycles deaths shortage watchdog)
+    anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs cycles deaths shortage watchdog zeroed)
 JOBS=$HERE/jobs
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -63,6 +63,7 @@ run_expandable() {
     suite expandable 240 nccl_job.py --expandable --tensors-gib 8 --discard-half --control outside,inside-one \
         --cycles "${EXPANDABLE_CYCLES:-10}" --rebuild-cycles 1 --warm-host
 }
+run_zeroed() { GPUS=1 suite zeroed 290 zeroed_job.py --look-gib "${LOOK_GIB:-32}"; }
 
 run_rates() { suite rates 200 rates_job.py; }
 # anytime PROGRAM PAUSES LIMIT_S
