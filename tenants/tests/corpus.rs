@@ -3,6 +3,8 @@
 //! Files called `seed-*` are whole messages of today's version: where fuzzing starts. After a change of
 //! the wire, `SUBLET_WRITE_SEEDS=1 cargo test -p tenants --test corpus` writes them anew.
 
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking, helpers of it too")]
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -45,6 +45,7 @@ struct Stage {
 
 impl Stage {
     /// None, and a line that says why, where this machine lets us become nobody else.
+    #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     fn new() -> Outcome<Option<Self>> {
         let place = tempfile::tempdir()?;
         fs::set_permissions(place.path(), Permissions::from_mode(0o1777))?;

@@ -13,7 +13,8 @@ fuzz_target!(|bytes: &[u8]| {
     let payload = bytes.get(HEADER_BYTES..).unwrap_or_default();
     for message in framed.into_iter().chain(decode_payload(payload).ok()) {
         let frame = encode(&message, 0).expect("what was decoded can be encoded");
-        let again = decode::<Request>(&frame, Limits::ALL).expect("what was encoded can be decoded");
+        let again =
+            decode::<Request>(&frame, Limits::ALL).expect("what was encoded can be decoded");
         assert_eq!(again, message);
     }
 });

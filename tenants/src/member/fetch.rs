@@ -178,18 +178,6 @@ impl<D: Driver> Member<D> {
         Ok(descriptors)
     }
 
-    fn ask_anew(
-        &self,
-        path: &Path,
-        request: &Request,
-        ids: &[AllocationId],
-        deadline: Instant,
-    ) -> Result<((Reply, Vec<OwnedFd>), Connection), TransportError> {
-        let mut connection = Connection::connect(path, deadline)?;
-        let answer = connection.call(request, ids.len(), deadline)?;
-        Ok((answer, connection))
-    }
-
     fn fetch(
         &self,
         path: &Path,
@@ -205,11 +193,9 @@ impl<D: Driver> Member<D> {
         });
         let answer = match kept {
             // The owner may have closed what was idle; a new connection tells whether it lives.
-            Some(Err(error)) if error.peer_is_gone() => {
-                self.ask_anew(path, &request, ids, deadline)
-            }
+            Some(Err(error)) if error.peer_is_gone() => ask_anew(path, &request, ids, deadline),
             Some(answer) => answer,
-            None => self.ask_anew(path, &request, ids, deadline),
+            None => ask_anew(path, &request, ids, deadline),
         };
         let ((reply, fds), connection) = answer.map_err(failed)?;
         self.peers
@@ -236,6 +222,17 @@ impl<D: Driver> Member<D> {
             }),
         }
     }
+}
+
+fn ask_anew(
+    path: &Path,
+    request: &Request,
+    ids: &[AllocationId],
+    deadline: Instant,
+) -> Result<((Reply, Vec<OwnedFd>), Connection), TransportError> {
+    let mut connection = Connection::connect(path, deadline)?;
+    let answer = connection.call(request, ids.len(), deadline)?;
+    Ok((answer, connection))
 }
 
 /// What is behind a descriptor, the driver checks; these kinds it should never be given.

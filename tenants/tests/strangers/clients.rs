@@ -33,10 +33,8 @@ fn ask(connection: &mut Connection, request: &Request) -> Reply {
 }
 
 fn failure_of(reply: Reply) -> (FailureKind, String) {
-    match reply {
-        Reply::Failed(failure) => (failure.kind, failure.message),
-        other => panic!("{other:?}"),
-    }
+    let Reply::Failed(failure) = reply else { panic!("{reply:?}") };
+    (failure.kind, failure.message)
 }
 
 fn pause_and_resume(stage: &Stage, tenant: &str) {
@@ -166,7 +164,7 @@ fn clients_that_stand_still_hold_nobody_up_and_are_closed() {
     while quiet_since.elapsed() < Duration::from_millis(200) && Instant::now() < deadline {
         match deaf.write(&question) {
             Ok(length) if length == question.len() => {
-                (asked, quiet_since) = (asked + 1, Instant::now())
+                (asked, quiet_since) = (asked + 1, Instant::now());
             }
             Ok(_) => break,
             Err(error) if error.kind() == ErrorKind::WouldBlock => std::thread::yield_now(),

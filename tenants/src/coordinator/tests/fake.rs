@@ -263,12 +263,14 @@ impl Agent {
             Some(Fault::OtherPhase) => Reply::PhaseDone(Phase::Verify, PhaseReport::default()),
             Some(fault @ (Fault::Twice | Fault::Garbage | Fault::HalfAnswer | Fault::WithFd)) => {
                 let frame = encode(&self.good_reply(request), 0).unwrap();
-                let bytes = match fault {
-                    Fault::Twice => [frame.clone(), frame].concat(),
-                    Fault::Garbage => b"HTTP/1.1 200 OK\r\n\r\n".to_vec(),
-                    Fault::HalfAnswer => frame[..frame.len() / 2].to_vec(),
-                    _ => frame,
-                };
+                let mut bytes = frame.clone();
+                if fault == Fault::Twice {
+                    bytes.extend(&frame);
+                } else if fault == Fault::Garbage {
+                    bytes = b"HTTP/1.1 200 OK\r\n\r\n".to_vec();
+                } else if fault == Fault::HalfAnswer {
+                    bytes.truncate(frame.len() / 2);
+                }
                 send_raw(connection, &bytes, fault == Fault::WithFd);
                 return true;
             }
