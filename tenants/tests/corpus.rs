@@ -11,6 +11,9 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tenants::cut::{
+    CommunicatorId, CutReport, Inside, Lane, Need, PostCount, Seat, Seen, Series, Waiting,
+};
 use tenants::identity::{MemberId, TenantName};
 use tenants::ticket::Ticket;
 use tenants::transport::Limits;
@@ -82,8 +85,19 @@ where
     whole
 }
 
+fn lane() -> Lane {
+    Lane { communicator: seat().communicator, series: Series::Collectives }
+}
+
+fn seat() -> Seat {
+    Seat { communicator: CommunicatorId(0x0123_4567_89ab_cdef), rank: 1, ranks: 4 }
+}
+
 fn requests() -> Vec<Request> {
+    let mut limits = tenants::cut::Limits::default();
+    limits.raise(lane(), 7);
     vec![
+        Request::Cut { limits, seen: Seen { waits: 3, at_rest: true }, wait_ms: 25 },
         Request::Hello,
         Request::Stats,
         Request::Phase { phase: Phase::SaveAndDropImports, timeout_ms: 120_000 },
@@ -102,6 +116,7 @@ fn replies() -> Vec<Reply> {
         command: "python train.py".to_owned(),
         version: "0.1.0".to_owned(),
         state: MemberState::Paused,
+        held: true,
     };
     let report = PhaseReport {
         elapsed_us: 1_234_567,
@@ -124,12 +139,24 @@ fn replies() -> Vec<Reply> {
         resumes: 2,
         last_pause: vec![(Phase::ReleaseOwn, report.clone())],
         last_resume: Vec::new(),
+        communicators: vec![seat()],
         notes: vec!["a note".to_owned()],
+    };
+    let need = Need { lane: lane(), rank: 1, needed: 8 };
+    let cut = CutReport {
+        seen: Seen { waits: 3, at_rest: false },
+        progress: 99,
+        seats: vec![seat()],
+        posts: vec![PostCount { lane: lane(), rank: 1, launched: 7 }],
+        waiting: vec![Waiting { what: "ncclAllReduce".to_owned(), needs: vec![need], waited_ms: 5 }],
+        inside: vec![Inside { what: "ncclGroupEnd".to_owned(), inside_ms: 1 }],
+        captures: 0,
     };
     let kind = FailureKind::OutOfDeviceMemory { missing_bytes: u64::MAX };
     vec![
         Reply::Member(member),
         Reply::Stats(Box::new(stats)),
+        Reply::Cut(Box::new(cut)),
         Reply::PhaseDone(Phase::Verify, report),
         Reply::Consented,
         Reply::Fds { count: 0 },
