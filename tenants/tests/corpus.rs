@@ -148,7 +148,11 @@ fn replies() -> Vec<Reply> {
         progress: 99,
         seats: vec![seat()],
         posts: vec![PostCount { lane: lane(), rank: 1, launched: 7 }],
-        waiting: vec![Waiting { what: "ncclAllReduce".to_owned(), needs: vec![need], waited_ms: 5 }],
+        waiting: vec![Waiting {
+            what: "ncclAllReduce".to_owned(),
+            needs: vec![need],
+            waited_ms: 5,
+        }],
         inside: vec![Inside { what: "ncclGroupEnd".to_owned(), inside_ms: 1 }],
         captures: 0,
     };
