@@ -18,9 +18,22 @@ fn world(state: MemberState, victim: usize, phase: Phase, fault: Fault) -> World
 }
 
 fn act(world: &World, action: Action) -> Result<Outcome, CoordinatorError> {
+    act_by(&mut world.coordinator(), action)
+}
+
+/// As [`act`]; only a member that is silent for good is given up soon, as a busy machine makes others slow.
+fn act_against(world: &World, action: Action, fault: Fault) -> Result<Outcome, CoordinatorError> {
+    if matches!(fault, Fault::Silent | Fault::HalfAnswer) {
+        return act(world, action);
+    }
+    let patient = Options { timeout: Some(Duration::from_secs(20)), ..Options::default() };
+    act_by(&mut Coordinator::new(world.run_dir.clone(), tenant("train"), patient), action)
+}
+
+fn act_by(coordinator: &mut Coordinator, action: Action) -> Result<Outcome, CoordinatorError> {
     match action {
-        Action::Pause => world.coordinator().pause(&mut quiet),
-        Action::Resume => world.coordinator().resume(&mut quiet),
+        Action::Pause => coordinator.pause(&mut quiet),
+        Action::Resume => coordinator.resume(&mut quiet),
     }
 }
 
@@ -56,7 +69,7 @@ fn fault_in_each_reversible_phase(fault: Fault, deadline: Duration) {
             for victim in 0..MEMBERS {
                 let world = world(case.start, victim, *phase, fault);
                 let started = Instant::now();
-                let error = act(&world, case.action).unwrap_err();
+                let error = act_against(&world, case.action, fault).unwrap_err();
                 assert!(started.elapsed() < deadline, "{:?}", started.elapsed());
                 let CoordinatorError::Refused { failures, .. } = &error else {
                     panic!("{error}");
@@ -113,7 +126,7 @@ fn bad_bytes_in_each_reversible_phase(fault: Fault, words: &str) {
     for case in CASES {
         for phase in case.phases {
             let world = world(case.start, 1, *phase, fault);
-            let error = act(&world, case.action).unwrap_err();
+            let error = act_against(&world, case.action, fault).unwrap_err();
             let text = error.to_string();
             assert!(text.contains(words), "no '{words}' in: {text}");
             let CoordinatorError::Refused { failures, .. } = &error else {
