@@ -54,6 +54,18 @@ pub enum PoolError {
         /// Bytes the host can give.
         available_bytes: u64,
     },
+    /// The system gave no host memory, although by its own figures it has some; nothing was given up.
+    #[error(
+        "the system refused {size_bytes} bytes of host memory for saved contents ({source}): raise the limit \
+         of the process (ulimit -v, or the container's), or mark memory whose contents can go as discard"
+    )]
+    HostMemoryRefused {
+        /// Bytes asked for at once.
+        size_bytes: u64,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
     /// A peer's memory that this process maps did not arrive.
     #[error("no descriptor arrived for the imported allocation at {address} ({size_bytes} bytes)")]
     MissingImport {
@@ -69,6 +81,19 @@ fn on_device(device: Option<DeviceOrdinal>) -> String {
 }
 
 impl PoolError {
+    /// Is a CUDA context beyond use, and with it all device memory of the process that was not saved?
+    pub fn poisons_context(&self) -> bool {
+        match self {
+            Self::Driver { source, .. } => source.poisons_context(),
+            Self::NotOurs
+            | Self::StaleHandle { .. }
+            | Self::OutOfDeviceMemory { .. }
+            | Self::OutOfHostMemory { .. }
+            | Self::HostMemoryRefused { .. }
+            | Self::MissingImport { .. } => false,
+        }
+    }
+
     /// The code to hand to a caller of the driver interface; `None` for memory that is not ours.
     pub fn code(&self) -> Option<DriverCode> {
         match self {
@@ -77,9 +102,9 @@ impl PoolError {
                 Some(DriverCode::INVALID_VALUE)
             }
             Self::Driver { source, .. } => Some(source.code),
-            Self::OutOfDeviceMemory { .. } | Self::OutOfHostMemory { .. } => {
-                Some(DriverCode::OUT_OF_MEMORY)
-            }
+            Self::OutOfDeviceMemory { .. }
+            | Self::OutOfHostMemory { .. }
+            | Self::HostMemoryRefused { .. } => Some(DriverCode::OUT_OF_MEMORY),
         }
     }
 }

@@ -21,6 +21,7 @@ use memmap2::{Advice, MmapOptions, MmapRaw};
 
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, PinnedFor, RawStream, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
+use crate::pool::Pool;
 use crate::turns::PinTurns;
 use crate::vacate::StepLog;
 
@@ -56,6 +57,8 @@ unsafe impl Send for Chunk {}
 pub(crate) struct HostArena<D: Driver> {
     driver: Arc<D>,
     chunks: Vec<Chunk>,
+    /// What the last completed pause used.
+    used_bytes: u64,
     toucher_threads: usize,
     turns: PinTurns,
     /// Chunks on their way, brought in by a thread that runs ahead of the copies.
@@ -71,6 +74,7 @@ impl<D: Driver> HostArena<D> {
         Self {
             driver,
             chunks: Vec::new(),
+            used_bytes: 0,
             toucher_threads,
             turns: PinTurns::default(),
             coming: None,
@@ -142,11 +146,7 @@ impl<D: Driver> HostArena<D> {
         contexts: PinnedFor,
     ) -> PoolResult<()> {
         while self.capacity_bytes() < end_bytes {
-            let refused = |_| PoolError::OutOfHostMemory {
-                needed_bytes: end_bytes,
-                grow_bytes: CHUNK_BYTES,
-                available_bytes: 0,
-            };
+            let refused = |source| PoolError::HostMemoryRefused { size_bytes: CHUNK_BYTES, source };
             let chunk =
                 log.timed("wait for host memory", |_| self.next_chunk().map_err(refused))?;
             let turn = log.timed("wait for a turn at pinning", |_| Ok(self.turns.take()))?;
@@ -181,6 +181,19 @@ impl<D: Driver> HostArena<D> {
             self.chunks.pop();
         }
         Ok(())
+    }
+
+    /// A pause is complete that has `saved_bytes` here.
+    pub(crate) fn used(&mut self, saved_bytes: u64) {
+        self.used_bytes = saved_bytes;
+    }
+
+    /// After a pause that came to nothing: gives back what the last completed one did not use. What the
+    /// driver will not unpin stays for the next pause. A context must be current, and nothing saved.
+    pub(crate) fn give_back_unused(&mut self) {
+        if let Err(error) = self.shrink_to(self.used_bytes) {
+            tracing::error!(%error, "host memory stays for the next pause");
+        }
     }
 
     /// Calls `each` with host pointer and length of every piece of `[offset, offset + size)`.
@@ -302,7 +315,7 @@ impl<D: Driver> Drop for HostArena<D> {
 /// Two streams of one device, taken in turn, so that the next copy is queued while one runs.
 #[derive(Debug)]
 pub(crate) struct CopyStreams<'a, D: Driver> {
-    driver: &'a D,
+    pool: &'a Pool<D>,
     device: DeviceOrdinal,
     streams: [RawStream; 2],
     next: usize,
@@ -310,15 +323,15 @@ pub(crate) struct CopyStreams<'a, D: Driver> {
 
 impl<'a, D: Driver> CopyStreams<'a, D> {
     /// Makes `device`'s context current on this thread and two streams in it.
-    pub(crate) fn open(driver: &'a D, device: DeviceOrdinal) -> PoolResult<Self> {
+    pub(crate) fn open(pool: &'a Pool<D>, device: DeviceOrdinal) -> PoolResult<Self> {
         let about = || "stream for copies".to_owned();
+        let driver = pool.driver();
         driver.make_current(device).about(about, 0, Some(device))?;
         let first = driver.stream_create().about(about, 0, Some(device))?;
         match driver.stream_create() {
-            Ok(second) => Ok(Self { driver, device, streams: [first, second], next: 0 }),
+            Ok(second) => Ok(Self { pool, device, streams: [first, second], next: 0 }),
             Err(error) => {
-                // SAFETY: made above, used by nobody.
-                unsafe { driver.stream_destroy(first) }.about(about, 0, Some(device))?;
+                end_stream(pool, device, first);
                 Err(error).about(about, 0, Some(device))
             }
         }
@@ -343,8 +356,9 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
 
     fn finish(&self, stream: RawStream) -> PoolResult<()> {
         let about = || "copies of contents".to_owned();
-        self.driver.make_current(self.device).about(about, 0, Some(self.device))?;
-        self.driver.stream_synchronize(stream).about(about, 0, Some(self.device))
+        let driver = self.pool.driver();
+        driver.make_current(self.device).about(about, 0, Some(self.device))?;
+        driver.stream_synchronize(stream).about(about, 0, Some(self.device))
     }
 
     /// Waits for both streams.
@@ -357,10 +371,16 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
 impl<D: Driver> Drop for CopyStreams<'_, D> {
     fn drop(&mut self) {
         for stream in self.streams {
-            // SAFETY: the streams are ours; their queued work completes before they end.
-            if let Err(error) = unsafe { self.driver.stream_destroy(stream) } {
-                tracing::error!(%error, device = self.device.0, "a copy stream stays");
-            }
+            end_stream(self.pool, self.device, stream);
         }
+    }
+}
+
+/// Ends a stream of ours; files it when the driver keeps it.
+fn end_stream<D: Driver>(pool: &Pool<D>, device: DeviceOrdinal, stream: RawStream) {
+    // SAFETY: the stream is ours; its queued work completes before it ends.
+    if let Err(error) = unsafe { pool.driver().stream_destroy(stream) } {
+        tracing::error!(%error, device = device.0, "a copy stream stays until the next pause");
+        pool.strays().streams.push((device, stream));
     }
 }

@@ -30,6 +30,7 @@ impl<T> Answer<T> {
                         PoolError::StaleHandle { .. }
                         | PoolError::OutOfDeviceMemory { .. }
                         | PoolError::OutOfHostMemory { .. }
+                        | PoolError::HostMemoryRefused { .. }
                         | PoolError::MissingImport { .. } => tracing::warn!(%error, "refused"),
                     }
                     Self::Refused(code)

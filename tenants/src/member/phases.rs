@@ -446,7 +446,9 @@ fn pool_failure(error: &PoolError) -> Failure {
                 missing_bytes: needed_bytes.saturating_sub(*free_bytes),
             }
         }
-        PoolError::OutOfHostMemory { .. } => FailureKind::OutOfHostMemory,
+        PoolError::OutOfHostMemory { .. } | PoolError::HostMemoryRefused { .. } => {
+            FailureKind::OutOfHostMemory
+        }
         PoolError::MissingImport { .. } => FailureKind::PeerGone,
         PoolError::NotOurs | PoolError::StaleHandle { .. } | PoolError::Driver { .. } => {
             FailureKind::Driver

@@ -45,6 +45,12 @@ driver_codes! {
     PEER_ACCESS_ALREADY_ENABLED = 704, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED";
     /// Peer access was not switched on.
     PEER_ACCESS_NOT_ENABLED = 705, "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED";
+    /// Memory of the device has an error that it cannot correct.
+    ECC_UNCORRECTABLE = 214, "CUDA_ERROR_ECC_UNCORRECTABLE";
+    /// A link between devices has an error that it cannot correct.
+    NVLINK_UNCORRECTABLE = 220, "CUDA_ERROR_NVLINK_UNCORRECTABLE";
+    /// An error of the device was contained; the context is gone.
+    CONTAINED = 226, "CUDA_ERROR_CONTAINED";
     /// A handle is not one of the driver's.
     INVALID_HANDLE = 400, "CUDA_ERROR_INVALID_HANDLE";
     /// The object is not in a state for this call.
@@ -55,11 +61,27 @@ driver_codes! {
     NOT_READY = 600, "CUDA_ERROR_NOT_READY";
     /// A kernel touched an address that is not mapped.
     ILLEGAL_ADDRESS = 700, "CUDA_ERROR_ILLEGAL_ADDRESS";
+    /// A kernel ran longer than the system lets it.
+    LAUNCH_TIMEOUT = 702, "CUDA_ERROR_LAUNCH_TIMEOUT";
+    /// The context has been destroyed.
+    CONTEXT_IS_DESTROYED = 709, "CUDA_ERROR_CONTEXT_IS_DESTROYED";
+    /// An assertion in a kernel failed.
+    ASSERT = 710, "CUDA_ERROR_ASSERT";
     /// The host range was registered before.
     HOST_MEMORY_ALREADY_REGISTERED = 712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED";
     /// The host range is not registered.
     HOST_MEMORY_NOT_REGISTERED = 713, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED";
-    /// A kernel could not be launched.
+    /// The stack of a kernel is broken.
+    HARDWARE_STACK_ERROR = 714, "CUDA_ERROR_HARDWARE_STACK_ERROR";
+    /// A kernel met an instruction that is none.
+    ILLEGAL_INSTRUCTION = 715, "CUDA_ERROR_ILLEGAL_INSTRUCTION";
+    /// A kernel touched an address that is not aligned for it.
+    MISALIGNED_ADDRESS = 716, "CUDA_ERROR_MISALIGNED_ADDRESS";
+    /// A kernel touched an address of the wrong space.
+    INVALID_ADDRESS_SPACE = 717, "CUDA_ERROR_INVALID_ADDRESS_SPACE";
+    /// The program counter of a kernel left its code.
+    INVALID_PC = 718, "CUDA_ERROR_INVALID_PC";
+    /// A kernel failed while it ran.
     LAUNCH_FAILED = 719, "CUDA_ERROR_LAUNCH_FAILED";
     /// The operation is not permitted.
     NOT_PERMITTED = 800, "CUDA_ERROR_NOT_PERMITTED";
@@ -198,10 +220,26 @@ impl DriverError {
     }
 
     /// Is the context beyond use, so that only ending the process helps?
+    ///
+    /// The codes after which, by the CUDA driver API manual (`CUresult`), "the process must be terminated and
+    /// relaunched", and those that say that the context or the driver is gone.
     pub fn poisons_context(self) -> bool {
         matches!(
             self.code,
-            DriverCode::ILLEGAL_ADDRESS | DriverCode::LAUNCH_FAILED | DriverCode::DEINITIALIZED
+            DriverCode::ILLEGAL_ADDRESS
+                | DriverCode::LAUNCH_TIMEOUT
+                | DriverCode::ASSERT
+                | DriverCode::HARDWARE_STACK_ERROR
+                | DriverCode::ILLEGAL_INSTRUCTION
+                | DriverCode::MISALIGNED_ADDRESS
+                | DriverCode::INVALID_ADDRESS_SPACE
+                | DriverCode::INVALID_PC
+                | DriverCode::LAUNCH_FAILED
+                | DriverCode::ECC_UNCORRECTABLE
+                | DriverCode::NVLINK_UNCORRECTABLE
+                | DriverCode::CONTAINED
+                | DriverCode::CONTEXT_IS_DESTROYED
+                | DriverCode::DEINITIALIZED
         )
     }
 }

@@ -39,17 +39,14 @@ impl<D: Driver> Pool<D> {
         let address = match self.driver.address_reserve(padded_bytes, 0, DeviceAddress(0)) {
             Ok(address) => address,
             Err(error) => {
-                self.release(handle.raw())?;
+                self.abandon(None, handle.raw());
                 return Err(error).about(block, padded_bytes, device);
             }
         };
         let range = VaRange::new(address, padded_bytes);
         let access: Vec<_> = accessors.iter().map(|&who| AccessDesc::read_write(who)).collect();
         if let Err(error) = self.block_map(range, handle.raw(), &access) {
-            // SAFETY: nobody has seen the range yet.
-            let freed = unsafe { self.driver.address_free(range) };
-            freed.about(block, padded_bytes, device)?;
-            self.release(handle.raw())?;
+            self.abandon(Some(range), handle.raw());
             return Err(error);
         }
         let mut tables = self.tables();
@@ -62,11 +59,24 @@ impl<D: Driver> Pool<D> {
 
     fn block_map(&self, range: VaRange, handle: u64, access: &[AccessDesc]) -> PoolResult<()> {
         self.map(range, 0, handle)?;
-        if let Err(error) = self.set_access(range, access) {
-            self.unmap(range)?;
-            return Err(error);
+        self.set_access(range, access)
+    }
+
+    /// Gives up what was made for a block that cannot be: nobody has seen it yet.
+    fn abandon(&self, range: Option<VaRange>, handle: u64) {
+        if let Some(range) = range {
+            let mut tables = self.tables();
+            for start in tables.mappings_inside(range) {
+                tables.remove_mapping(start);
+            }
+            drop(tables);
+            if let Err(error) = self.give_back_range(range) {
+                tracing::error!(%error, "addresses stay until the next pause");
+            }
         }
-        Ok(())
+        if let Err(error) = self.release(handle) {
+            tracing::error!(%error, "memory stays until the next pause");
+        }
     }
 
     /// Maps `handle` (an import) as a block at an address of the driver's choosing, and takes over the
@@ -84,15 +94,16 @@ impl<D: Driver> Pool<D> {
         size_bytes: u64,
         accessor: DeviceOrdinal,
     ) -> PoolResult<DeviceAddress> {
-        let opened = self.block_open_at_new_range(handle, accessor);
-        if let Ok(range) = opened {
+        let range = self.block_open_at_new_range(handle, accessor)?;
+        {
             let mut tables = self.tables();
             let key = tables.find(handle)?;
             let wanted = if size_bytes == 0 { range.size_bytes } else { size_bytes };
             tables.allocations[key].block_size_bytes = Some(wanted);
         }
+        // The mapping keeps the memory, so that this makes no driver call.
         self.release(handle)?;
-        opened.map(|range| range.start)
+        Ok(range.start)
     }
 
     fn block_open_at_new_range(&self, handle: u64, accessor: DeviceOrdinal) -> PoolResult<VaRange> {
@@ -102,16 +113,17 @@ impl<D: Driver> Pool<D> {
             tables.allocations[key].size_bytes
         };
         let about = || "address for an opened block".to_owned();
-        let address = self.driver.address_reserve(size_bytes, 0, DeviceAddress(0)).about(
-            about,
-            size_bytes,
-            Some(accessor),
-        )?;
+        let reserved = self.driver.address_reserve(size_bytes, 0, DeviceAddress(0));
+        let address = match reserved {
+            Ok(address) => address,
+            Err(error) => {
+                self.abandon(None, handle);
+                return Err(error).about(about, size_bytes, Some(accessor));
+            }
+        };
         let range = VaRange::new(address, size_bytes);
         if let Err(error) = self.block_map(range, handle, &[AccessDesc::read_write(accessor)]) {
-            // SAFETY: nobody has seen the range yet.
-            let freed = unsafe { self.driver.address_free(range) };
-            freed.about(about, size_bytes, Some(accessor))?;
+            self.abandon(Some(range), handle);
             return Err(error);
         }
         Ok(range)
@@ -149,7 +161,7 @@ impl<D: Driver> Pool<D> {
     /// Frees the block that starts at `address`. *While vacated.* The caller has waited for work on it.
     ///
     /// # Errors
-    /// [`PoolError::NotOurs`] when no block starts there; [`PoolError::Driver`].
+    /// [`PoolError::NotOurs`] when no block starts there; [`PoolError::Driver`], with the block as before.
     ///
     /// # Driver calls
     /// `cuMemUnmap` and `cuMemRelease` when it is resident, `cuMemAddressFree`.
@@ -158,11 +170,12 @@ impl<D: Driver> Pool<D> {
         let range = self.block_range(address).ok_or(PoolError::NotOurs)?;
         self.unmap(range)?;
         // SAFETY: the application frees the block, and nothing is mapped in the range any more.
-        unsafe { self.driver.address_free(range) }.about(
-            || format!("block at {address}"),
-            range.size_bytes,
-            None,
-        )
+        if let Err(error) = unsafe { self.driver.address_free(range) } {
+            // The memory is gone, which is what was asked for; the addresses follow.
+            tracing::error!(%error, %address, "addresses stay until the next pause");
+            self.strays().ranges.push(range);
+        }
+        Ok(())
     }
 
     /// The whole range of the block that starts at `address`, padding included. *While vacated.*

@@ -16,14 +16,16 @@
 
 mod blocks;
 mod sharing;
+pub(crate) mod strays;
 pub(crate) mod tables;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use sharing::{Export, ImportSource};
+use strays::{StrayHandle, Strays};
 pub use tables::Class;
-use tables::{Allocation, Mapping, Origin, Tables};
+use tables::{Allocation, Mapping, Origin, Presence, Tables};
 
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
@@ -41,6 +43,7 @@ use crate::{AllocationId, VirtualHandle};
 pub struct Pool<D: Driver> {
     pub(crate) driver: Arc<D>,
     tables: Mutex<Tables>,
+    strays: Mutex<Strays>,
     pub(crate) arena: Mutex<HostArena<D>>,
 }
 
@@ -48,7 +51,8 @@ impl<D: Driver> Pool<D> {
     /// An empty pool. `toucher_threads` is how many threads bring new host memory in.
     pub fn new(driver: Arc<D>, toucher_threads: usize) -> Self {
         let arena = HostArena::new(Arc::clone(&driver), toucher_threads);
-        Self { driver, tables: Mutex::default(), arena: Mutex::new(arena) }
+        let (tables, strays) = (Mutex::default(), Mutex::default());
+        Self { driver, tables, strays, arena: Mutex::new(arena) }
     }
 
     /// Has this pool pin its host memory by `turns`.
@@ -127,7 +131,8 @@ impl<D: Driver> Pool<D> {
     ///
     /// # Errors
     /// [`PoolError::NotOurs`], [`PoolError::StaleHandle`] (also when its references are used up),
-    /// [`PoolError::Driver`].
+    /// [`PoolError::Driver`]: the reference is gone all the same, and the memory goes at the next pause or
+    /// resume.
     ///
     /// # Driver calls
     /// `cuMemRelease`, when this was the last use of resident memory.
@@ -146,21 +151,25 @@ impl<D: Driver> Pool<D> {
         self.dispose(garbage)
     }
 
-    /// Gives memory back to the driver that the table has already forgotten.
+    /// Gives memory back to the driver that the table has already forgotten. What the driver keeps is
+    /// filed as a stray.
     fn dispose(&self, garbage: Option<Allocation>) -> PoolResult<()> {
         let Some(allocation) = garbage else {
             return Ok(());
         };
+        let (size_bytes, device) = (allocation.size_bytes, allocation.device());
         let Some(raw) = allocation.raw else {
             return Ok(());
         };
-        // SAFETY: the allocation has left the table with no mapping and no reference, so this is the
-        // only use of its one driver reference (invariants 3 and 4 of the tables).
-        unsafe { self.driver.release(raw) }.about(
-            || allocation.describe(),
-            allocation.size_bytes,
-            allocation.device(),
-        )
+        let released = self.give_back_handle(StrayHandle { raw, size_bytes, device });
+        released.about(|| allocation.describe(), size_bytes, device)
+    }
+
+    /// As [`Pool::dispose`], where what the caller asked for is done already: a refusal is only logged.
+    fn dispose_quietly(&self, garbage: Option<Allocation>) {
+        if let Err(error) = self.dispose(garbage) {
+            tracing::error!(%error, "memory that nobody holds stays until the next pause");
+        }
     }
 
     /// One more reference to whatever is mapped at `address`. *While vacated.*
@@ -222,7 +231,7 @@ impl<D: Driver> Pool<D> {
     ) {
         let mut tables = self.tables();
         tables.allocations[key].mappings.insert(range.start.0);
-        let mapping = Mapping { range, allocation: key, access, present: true };
+        let mapping = Mapping { range, allocation: key, access, presence: Presence::Whole };
         let previous = tables.mappings.insert(range.start.0, mapping);
         debug_assert!(previous.is_none(), "the driver mapped over a mapping of ours");
     }
@@ -240,7 +249,7 @@ impl<D: Driver> Pool<D> {
         let (starts, any_present) = {
             let tables = self.tables();
             let starts = tables.mappings_inside(range);
-            let present = starts.iter().any(|start| tables.mappings[start].present);
+            let present = starts.iter().any(|start| tables.mappings[start].is_present());
             (starts, present)
         };
         if starts.is_empty() {
@@ -266,7 +275,7 @@ impl<D: Driver> Pool<D> {
                 .collect()
         };
         for allocation in garbage {
-            self.dispose(Some(allocation))?;
+            self.dispose_quietly(Some(allocation));
         }
         Ok(())
     }
@@ -275,7 +284,7 @@ impl<D: Driver> Pool<D> {
     /// which the driver itself can no longer see. *While vacated.*
     pub fn address_free_is_refused(&self, range: VaRange) -> bool {
         let tables = self.tables();
-        tables.mappings_inside(range).iter().any(|start| !tables.mappings[start].present)
+        tables.mappings_inside(range).iter().any(|start| !tables.mappings[start].is_present())
     }
 
     /// Sets who may reach the pool's mappings in `range`.
@@ -323,7 +332,7 @@ impl<D: Driver> Pool<D> {
         let block = tables.allocations.get(mapping.allocation)?.block_size_bytes;
         match block {
             Some(size_bytes) => Some(VaRange::new(mapping.range.start, size_bytes)),
-            None if mapping.present => None,
+            None if mapping.is_present() => None,
             None => Some(mapping.range),
         }
     }
@@ -391,6 +400,12 @@ impl<D: Driver> Pool<D> {
             for native in tables.natives.values() {
                 let row = pinned.entry((native.device, native.reason)).or_default();
                 add_to_pinned(row, native.size_bytes);
+            }
+        }
+        for stray in &self.strays().handles {
+            if let Some(device) = stray.device {
+                let row = pinned.entry((device, strays::REASON)).or_default();
+                add_to_pinned(row, stray.size_bytes);
             }
         }
         let mut devices: BTreeMap<DeviceOrdinal, DeviceReport> = BTreeMap::new();

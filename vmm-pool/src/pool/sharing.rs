@@ -1,10 +1,9 @@
 //! Memory that crosses processes: exports of ours, imports of others'.
 
-#![expect(unsafe_code, reason = "gives handles back to the driver")]
-
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use super::strays::StrayHandle;
 use super::tables::{Allocation, Origin};
 use super::{Class, Pool};
 use crate::driver::Driver;
@@ -86,38 +85,78 @@ impl<D: Driver> Pool<D> {
     /// let go, and with it memory that nothing else holds.
     ///
     /// # Errors
-    /// [`PoolError::StaleHandle`] when the allocation is gone or not resident; [`PoolError::Driver`].
+    /// [`PoolError::StaleHandle`] when the allocation is gone or not resident; [`PoolError::Driver`]. Either
+    /// way the ticket is good still.
     ///
     /// # Driver calls
     /// `cuMemExportToShareableHandle` when no descriptor is at hand.
     pub fn redeem(&self, id: AllocationId, importer: u64) -> PoolResult<OwnedFd> {
-        let stale = PoolError::StaleHandle { handle: 0 };
-        let (key, raw) = {
+        let at_hand = {
             let mut tables = self.tables();
-            let Some(&key) = tables.by_id.get(&id) else {
-                return Err(stale);
-            };
+            let key = *tables.by_id.get(&id).ok_or(PoolError::StaleHandle { handle: 0 })?;
+            let found = &mut tables.allocations[key];
+            match &found.exported {
+                Some(fd) if found.tickets_open > 1 => fd.as_fd().try_clone_to_owned().ok(),
+                Some(_) => found.exported.take(),
+                None => None,
+            }
+        };
+        let fd = match at_hand {
+            Some(fd) => fd,
+            None => self.export_once(id)?,
+        };
+        let garbage = {
+            let mut tables = self.tables();
+            let key = *tables.by_id.get(&id).ok_or(PoolError::StaleHandle { handle: 0 })?;
             let found = &mut tables.allocations[key];
             found.importers.insert(importer);
             found.tickets_open = found.tickets_open.saturating_sub(1);
-            let duplicate = match &found.exported {
-                Some(fd) if found.tickets_open > 0 => fd.as_fd().try_clone_to_owned().ok(),
-                Some(_) => found.exported.take(),
-                None => None,
-            };
-            if let Some(fd) = duplicate {
-                // The descriptor itself now keeps the memory for the importer.
-                let garbage = tables.take_garbage(key);
-                drop(tables);
-                self.dispose(garbage)?;
-                return Ok(fd);
-            }
-            (key, found.raw.ok_or(stale)?)
+            // The descriptor itself now keeps the memory for the importer.
+            tables.take_garbage(key)
         };
-        let fd =
-            self.driver.export_fd(raw).about(|| format!("export of allocation {id:?}"), 0, None)?;
-        let garbage = self.tables().take_garbage(key);
-        self.dispose(garbage)?;
+        self.dispose_quietly(garbage);
+        Ok(fd)
+    }
+
+    /// A descriptor of the driver's for one importer, kept by nobody.
+    fn export_once(&self, id: AllocationId) -> PoolResult<OwnedFd> {
+        let (raw, size_bytes) = {
+            let tables = self.tables();
+            let stale = PoolError::StaleHandle { handle: 0 };
+            let found = tables.by_id.get(&id).and_then(|&key| tables.allocations.get(key));
+            let Some((raw, size_bytes)) = found.and_then(|a| Some((a.raw?, a.size_bytes))) else {
+                return Err(stale);
+            };
+            (raw, size_bytes)
+        };
+        let fd = self.driver.export_fd(raw);
+        fd.about(|| format!("export of allocation {id:?}"), size_bytes, None)
+    }
+
+    /// A descriptor for `importer`, which has redeemed its ticket before and gave the memory up for a pause.
+    /// Open tickets are not touched; a descriptor made by [`Pool::restore_own`] or [`Pool::remount_own`] is
+    /// used where there is one, and kept for other importers.
+    ///
+    /// # Errors
+    /// [`PoolError::StaleHandle`] when the allocation is gone or not resident; [`PoolError::Driver`].
+    ///
+    /// # Driver calls
+    /// `cuMemExportToShareableHandle` when no descriptor is at hand.
+    pub fn hand_out(&self, id: AllocationId, importer: u64) -> PoolResult<OwnedFd> {
+        let at_hand = {
+            let tables = self.tables();
+            let found = tables.by_id.get(&id).and_then(|&key| tables.allocations.get(key));
+            let exported = found.and_then(|found| found.exported.as_ref());
+            exported.and_then(|fd| fd.as_fd().try_clone_to_owned().ok())
+        };
+        let fd = match at_hand {
+            Some(fd) => fd,
+            None => self.export_once(id)?,
+        };
+        let mut tables = self.tables();
+        if let Some(&key) = tables.by_id.get(&id) {
+            tables.allocations[key].importers.insert(importer);
+        }
         Ok(fd)
     }
 
@@ -180,8 +219,11 @@ impl<D: Driver> Pool<D> {
         let prop = match self.driver.properties(raw) {
             Ok(prop) => prop,
             Err(error) => {
-                // SAFETY: the handle was made above and nobody else has seen it.
-                unsafe { self.driver.release(raw) }.about(import, size_bytes, None)?;
+                // Nobody else has seen the handle; what the driver keeps is filed.
+                let stray = StrayHandle { raw, size_bytes, device: None };
+                if let Err(kept) = self.give_back_handle(stray) {
+                    tracing::error!(error = %kept, "an import stays until the next pause");
+                }
                 return Err(error).about(import, size_bytes, None);
             }
         };

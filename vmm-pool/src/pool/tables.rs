@@ -109,11 +109,26 @@ pub(crate) struct Mapping {
     pub(crate) allocation: usize,
     /// Rights by place, as last set. Empty: never set, so nobody may touch it.
     pub(crate) access: BTreeMap<crate::driver::Location, i32>,
-    /// Is it in the driver's page tables now?
-    pub(crate) present: bool,
+    pub(crate) presence: Presence,
+}
+
+/// How much of a mapping is in the driver's page tables now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Presence {
+    /// Nothing.
+    Absent,
+    /// It is mapped, and its rights are still to be set.
+    Bare,
+    /// All that its record says.
+    Whole,
 }
 
 impl Mapping {
+    /// Is anything of it in the driver's page tables?
+    pub(crate) fn is_present(&self) -> bool {
+        self.presence != Presence::Absent
+    }
+
     pub(crate) fn access_list(&self) -> Vec<AccessDesc> {
         self.access.iter().map(|(&location, &flags)| AccessDesc { location, flags }).collect()
     }

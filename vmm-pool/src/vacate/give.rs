@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 use super::{StepLog, present_mappings};
 use crate::driver::{DeviceOrdinal, Driver, PinnedFor, RawHandle, VaRange};
 use crate::error::{Describe, PoolResult};
+use crate::pool::strays::StrayHandle;
+use crate::pool::tables::Presence;
 use crate::pool::{Pool, is_saved};
 use crate::staging::{CopyStreams, HostBudget, Saved};
 
@@ -45,14 +47,17 @@ impl<D: Driver> Pool<D> {
     /// Own memory stays allocated, so [`Pool::remount_own`] and [`Pool::import`] undo all of it.
     ///
     /// # Errors
-    /// [`crate::PoolError::OutOfHostMemory`] before anything is changed; [`crate::PoolError::Driver`]
-    /// with copies finished and everything that is still mapped intact.
+    /// [`crate::PoolError::OutOfHostMemory`] before anything is changed;
+    /// [`crate::PoolError::HostMemoryRefused`] and [`crate::PoolError::Driver`] with everything that is still
+    /// mapped intact. Host memory that was taken for nothing is given back, down to what the last completed
+    /// pause used: that much will be wanted again, and bringing it in is most of the time of a first pause.
     ///
     /// # Driver calls
     /// `cuMemcpyDtoHAsync` and `cuStreamSynchronize` in groups; between them `cuMemUnmap` and
     /// `cuMemRelease` of imports, then `cuMemUnmap` of what has been copied.
     pub fn save_and_drop_imports(&self, budget: HostBudget) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
+        self.settle()?;
         let mut arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         arena.check_budget(self.kept_bytes(), budget)?;
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
@@ -60,7 +65,7 @@ impl<D: Driver> Pool<D> {
             let groups = self.plan_groups(log)?;
             for group in &groups {
                 if let std::collections::btree_map::Entry::Vacant(e) = streams.entry(group.device) {
-                    e.insert(CopyStreams::open(&*self.driver, group.device)?);
+                    e.insert(CopyStreams::open(self, group.device)?);
                 }
             }
             Ok(groups)
@@ -73,12 +78,14 @@ impl<D: Driver> Pool<D> {
         });
         if outcome.is_err() {
             // Copies may still be reading; nothing may be unmapped or reused before they are done.
-            for streams in streams.values() {
-                if let Err(error) = streams.finish_all() {
-                    tracing::error!(%error, "copies did not finish after a failed save");
-                }
+            if let Err(error) = self.wait_for_copies(&streams) {
+                tracing::error!(%error, "copies did not finish after a failed save");
             }
-            self.drop_views(&mut log);
+            if self.is_settled() {
+                self.drop_views(&mut log);
+                self.forget_saved();
+                arena.give_back_unused();
+            }
         }
         let groups = outcome?;
         log.bytes = groups.iter().flat_map(|group| &group.items).map(|i| i.source.size_bytes).sum();
@@ -154,7 +161,7 @@ impl<D: Driver> Pool<D> {
                 starts
                     .iter()
                     .filter_map(|start| tables.mappings.get(start))
-                    .filter(|mapping| mapping.present)
+                    .filter(|mapping| mapping.is_present())
                     .map(|mapping| mapping.range)
                     .collect()
             };
@@ -175,7 +182,8 @@ impl<D: Driver> Pool<D> {
                 let readable = found.mappings.iter().filter_map(|start| {
                     let mapping = tables.mappings.get(start)?;
                     let rights = mapping.access.get(&found.prop.location).copied().unwrap_or(0);
-                    (mapping.present && rights != 0).then_some(mapping.range)
+                    let readable = mapping.presence == Presence::Whole && rights != 0;
+                    readable.then_some(mapping.range)
                 });
                 Some((key, device, found.size_bytes, readable.into_iter().next(), found.raw))
             })
@@ -217,6 +225,7 @@ impl<D: Driver> Pool<D> {
     /// `cuMemUnmap`, `cuMemRelease`.
     pub fn drop_imports(&self) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
+        self.settle()?;
         log.timed("drop imports", |log| self.drop_imports_into(log))?;
         Ok(log)
     }
@@ -237,12 +246,14 @@ impl<D: Driver> Pool<D> {
     /// driver would not let go stays in the table as resident, and is named in the notes.
     ///
     /// # Errors
-    /// None today: every trouble is a note, because what was released cannot be had back by failing.
+    /// [`crate::PoolError::Driver`] before anything was unmapped, when copies are under way that did not end.
+    /// Every other trouble is a note, because what was released cannot be had back by failing.
     ///
     /// # Driver calls
     /// `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
     pub fn release_own(&self) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
+        self.settle()?;
         log.timed("unmap own", |log| {
             // None, unless a step before this one failed half-way.
             self.drop_views(log);
@@ -267,6 +278,8 @@ impl<D: Driver> Pool<D> {
         log.timed("release own", |log| {
             let handles = self.take_raw_handles(|found| found.is_own() && found.is_vacatable());
             log.bytes = self.release_all(log, handles);
+            let saved = self.kept_bytes();
+            self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner).used(saved);
             Ok(())
         })?;
         for device in self.devices() {
@@ -282,41 +295,59 @@ impl<D: Driver> Pool<D> {
     fn take_raw_handles(
         &self,
         choose: impl Fn(&crate::pool::tables::Allocation) -> bool,
-    ) -> Vec<(RawHandle, u64, Option<DeviceOrdinal>)> {
+    ) -> Vec<StrayHandle> {
         let mut tables = self.tables();
         let tables = &mut *tables;
         let mut handles = Vec::new();
         for (_, found) in &mut tables.allocations {
-            let unmapped = found
-                .mappings
-                .iter()
-                .all(|start| tables.mappings.get(start).is_none_or(|mapping| !mapping.present));
+            let unmapped = found.mappings.iter().all(|start| {
+                tables.mappings.get(start).is_none_or(|mapping| !mapping.is_present())
+            });
             if unmapped
                 && choose(found)
                 && let Some(raw) = found.raw.take()
             {
-                handles.push((raw, found.size_bytes, found.device()));
+                let (size_bytes, device) = (found.size_bytes, found.device());
+                handles.push(StrayHandle { raw, size_bytes, device });
             }
         }
         handles
     }
 
     /// Releases all of `handles`, whatever happens; returns the bytes released.
-    pub(super) fn release_all(
-        &self,
-        log: &mut StepLog,
-        handles: Vec<(RawHandle, u64, Option<DeviceOrdinal>)>,
-    ) -> u64 {
+    pub(super) fn release_all(&self, log: &mut StepLog, handles: Vec<StrayHandle>) -> u64 {
         let mut bytes = 0;
-        for (raw, size_bytes, device) in handles {
+        for handle in handles {
+            let (size_bytes, device) = (handle.size_bytes, handle.device);
             log.call();
-            // SAFETY: the handle was taken out of the table, unmapped: this is its last use.
-            let released = unsafe { self.driver.release(raw) };
+            let released = self.give_back_handle(handle);
             match released.about(|| "release".to_owned(), size_bytes, device) {
                 Ok(()) => bytes += size_bytes,
                 Err(error) => log.notes.push(format!("not given back: {error}")),
             }
         }
         bytes
+    }
+
+    /// The contents on the device are the contents, and host copies are void.
+    pub(super) fn forget_saved(&self) {
+        for (_, found) in &mut self.tables().allocations {
+            found.saved = None;
+        }
+    }
+
+    /// After a pause that came to nothing: gives host memory back that it took, down to what the last
+    /// completed pause used. Nothing may be saved.
+    ///
+    /// # Driver calls
+    /// `cuMemHostUnregister`.
+    pub fn give_back_host_memory(&self) {
+        let mut arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let current = self.devices().first().map(|&device| self.driver.make_current(device));
+        match current {
+            Some(Ok(())) => arena.give_back_unused(),
+            Some(Err(error)) => tracing::error!(%error, "host memory stays for the next pause"),
+            None => {}
+        }
     }
 }

@@ -17,15 +17,17 @@ mod give;
 mod take;
 mod views;
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
 use crate::AllocationId;
-use crate::driver::{Driver, VaRange};
+use crate::driver::{DeviceOrdinal, Driver, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::pool::Pool;
-use crate::pool::tables::Tables;
+use crate::pool::tables::{Presence, Tables};
+use crate::staging::CopyStreams;
 
 /// A named part of a phase, with what it took.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -80,9 +82,30 @@ pub struct ImportRequest {
 }
 
 impl<D: Driver> Pool<D> {
-    /// Maps a recorded mapping again, with the rights it had.
+    /// Waits for the copies of a step. A wait that failed is tried once more; when that fails too, the device
+    /// is filed as unsettled, and nothing is unmapped before [`Pool::settle`] has waited for it.
+    fn wait_for_copies(
+        &self,
+        streams: &BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
+    ) -> PoolResult<()> {
+        let mut all = Ok(());
+        for (&device, copies) in streams {
+            let first = copies.finish_all();
+            if first.is_err() && copies.finish_all().is_err() {
+                self.strays().unsettled.insert(device);
+            }
+            all = all.and(first);
+        }
+        all
+    }
+
+    fn is_settled(&self) -> bool {
+        self.strays().unsettled.is_empty()
+    }
+
+    /// Maps a recorded mapping again, with the rights it had. After a failure it goes on where it stopped.
     fn remount(&self, log: &mut StepLog, start: u64) -> PoolResult<()> {
-        let (range, raw, access, device) = {
+        let (range, raw, access, device, presence) = {
             let tables = self.tables();
             let Some(mapping) = tables.mappings.get(&start) else {
                 return Ok(());
@@ -94,23 +117,19 @@ impl<D: Driver> Pool<D> {
                     size_bytes: mapping.range.size_bytes,
                 });
             };
-            if mapping.present {
-                return Ok(());
-            }
-            (mapping.range, raw, mapping.access_list(), found.device())
+            (mapping.range, raw, mapping.access_list(), found.device(), mapping.presence)
         };
         let about = || format!("mapping at {} again", range.start);
-        log.call();
-        self.driver.map(range, raw).about(about, range.size_bytes, device)?;
-        set_present(&mut self.tables(), start, true);
-        if !access.is_empty() {
+        if presence == Presence::Absent {
             log.call();
-            if let Err(error) = self.driver.set_access(range, &access) {
-                // Without its rights it counts as not mapped, so that the next try sets them.
-                self.unmount(log, range)?;
-                return Err(error).about(about, range.size_bytes, device);
-            }
+            self.driver.map(range, raw).about(about, range.size_bytes, device)?;
+            set_presence(&mut self.tables(), start, Presence::Bare);
         }
+        if presence != Presence::Whole && !access.is_empty() {
+            log.call();
+            self.driver.set_access(range, &access).about(about, range.size_bytes, device)?;
+        }
+        set_presence(&mut self.tables(), start, Presence::Whole);
         Ok(())
     }
 
@@ -124,14 +143,14 @@ impl<D: Driver> Pool<D> {
             range.size_bytes,
             None,
         )?;
-        set_present(&mut self.tables(), range.start.0, false);
+        set_presence(&mut self.tables(), range.start.0, Presence::Absent);
         Ok(())
     }
 }
 
-fn set_present(tables: &mut Tables, start: u64, present: bool) {
+fn set_presence(tables: &mut Tables, start: u64, presence: Presence) {
     if let Some(mapping) = tables.mappings.get_mut(&start) {
-        mapping.present = present;
+        mapping.presence = presence;
     }
 }
 
@@ -143,7 +162,7 @@ fn present_mappings(
     tables
         .mappings
         .values()
-        .filter(|mapping| mapping.present && choose(&tables.allocations[mapping.allocation]))
+        .filter(|mapping| mapping.is_present() && choose(&tables.allocations[mapping.allocation]))
         .map(|mapping| mapping.range)
         .collect()
 }

@@ -10,7 +10,8 @@ use crate::AllocationId;
 use crate::driver::{DeviceOrdinal, Driver, DriverCode};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::pool::Pool;
-use crate::pool::tables::Origin;
+use crate::pool::strays::StrayHandle;
+use crate::pool::tables::{Origin, Presence};
 use crate::staging::CopyStreams;
 
 impl<D: Driver> Pool<D> {
@@ -24,6 +25,7 @@ impl<D: Driver> Pool<D> {
     /// `cuMemGetInfo`, `cuMemCreate`.
     pub fn create_own(&self) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
+        self.settle()?;
         log.timed("create own", |log| {
             self.check_device_budget(log)?;
             let wanted: Vec<_> = {
@@ -41,7 +43,12 @@ impl<D: Driver> Pool<D> {
                 match self.driver.create(size_bytes, &prop) {
                     Ok(raw) => created.push((key, raw, size_bytes, device)),
                     Err(error) => {
-                        let undo = created.into_iter().map(|(_, raw, size, on)| (raw, size, on));
+                        let undo = created.into_iter();
+                        let undo = undo.map(|(_, raw, size_bytes, device)| StrayHandle {
+                            raw,
+                            size_bytes,
+                            device,
+                        });
                         self.release_all(log, undo.collect());
                         if let (DriverCode::OUT_OF_MEMORY, Some(device)) = (error.code, device) {
                             return Err(self.out_of_device_memory(device));
@@ -120,7 +127,7 @@ impl<D: Driver> Pool<D> {
                 self.remount_allocation(log, key)?;
                 let Some(device) = device else { continue };
                 if let std::collections::btree_map::Entry::Vacant(e) = streams.entry(device) {
-                    e.insert(CopyStreams::open(&*self.driver, device)?);
+                    e.insert(CopyStreams::open(self, device)?);
                 }
                 if let Some(copies) = streams.get_mut(&device) {
                     self.restore_one(log, &arena, copies, key)?;
@@ -130,15 +137,9 @@ impl<D: Driver> Pool<D> {
         });
         let outcome = outcome.and_then(|()| log.timed("export", |log| self.export_again(log)));
         // Every device is waited for, whatever the others say: nothing may be unmapped under a copy.
-        let finished = log.timed("wait for copies", |_| {
-            let mut all = Ok(());
-            for copies in streams.values() {
-                all = all.and(copies.finish_all());
-            }
-            all
-        });
+        let finished = log.timed("wait for copies", |_| self.wait_for_copies(&streams));
         let outcome = outcome.and(finished);
-        if outcome.is_err() {
+        if outcome.is_err() && self.is_settled() {
             self.drop_views(&mut log);
         }
         outcome.map(|()| log)
@@ -192,10 +193,9 @@ impl<D: Driver> Pool<D> {
             let Some(found) = tables.allocations.get(key) else {
                 return Ok(());
             };
-            let absent = found
-                .mappings
-                .iter()
-                .filter(|start| tables.mappings.get(start).is_some_and(|m| !m.present));
+            let absent = found.mappings.iter().filter(|start| {
+                tables.mappings.get(start).is_some_and(|m| m.presence != Presence::Whole)
+            });
             absent.copied().collect()
         };
         starts.into_iter().try_for_each(|start| self.remount(log, start))
@@ -211,6 +211,7 @@ impl<D: Driver> Pool<D> {
     /// `cuMemMap`, `cuMemSetAccess`, `cuMemExportToShareableHandle`.
     pub fn remount_own(&self) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
+        self.settle()?;
         log.timed("map own again", |log| {
             let keys: Vec<usize> = {
                 let tables = self.tables();
@@ -232,8 +233,6 @@ impl<D: Driver> Pool<D> {
                 if let (true, true, None, Some(raw)) =
                     (found.is_own(), shared, &found.exported, found.raw)
                 {
-                    // Whoever still wants it asks again, and is recorded again then.
-                    found.importers.clear();
                     wanted.push((key, raw, found.size_bytes));
                 }
             }
@@ -248,32 +247,11 @@ impl<D: Driver> Pool<D> {
             )?;
             if let Some(found) = self.tables().allocations.get_mut(key) {
                 found.exported = Some(fd);
+                // Whoever still wants it asks again, and is recorded again then.
+                found.importers.clear();
             }
         }
         Ok(())
-    }
-
-    /// A descriptor made by [`Pool::restore_own`] or [`Pool::remount_own`] for `importer`; unlike
-    /// [`Pool::redeem`] it makes no driver call where one is at hand, and keeps it for other importers.
-    ///
-    /// # Errors
-    /// [`PoolError::StaleHandle`] when the allocation is gone; [`PoolError::Driver`].
-    pub fn hand_out(&self, id: AllocationId, importer: u64) -> PoolResult<OwnedFd> {
-        {
-            let mut tables = self.tables();
-            let stale = PoolError::StaleHandle { handle: 0 };
-            let Some(&key) = tables.by_id.get(&id) else {
-                return Err(stale);
-            };
-            let found = &mut tables.allocations[key];
-            if let Some(fd) = &found.exported
-                && let Ok(fd) = fd.as_fd().try_clone_to_owned()
-            {
-                found.importers.insert(importer);
-                return Ok(fd);
-            }
-        }
-        self.redeem(id, importer)
     }
 
     /// What must be fetched from whom before [`Pool::import_again`], in the table's order.
@@ -350,10 +328,10 @@ impl<D: Driver> Pool<D> {
     /// caller lets the application run on first.
     #[must_use = "closing the descriptors gives back what they hold"]
     pub fn commit_resume(&self) -> Vec<OwnedFd> {
+        self.forget_saved();
         let mut tables = self.tables();
         let mut spare = Vec::new();
         for (_, found) in &mut tables.allocations {
-            found.saved = None;
             if found.tickets_open == 0 {
                 spare.extend(found.exported.take());
             }

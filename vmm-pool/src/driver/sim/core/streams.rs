@@ -103,6 +103,12 @@ impl Core {
         Ok(())
     }
 
+    /// How many streams there are, default ones not counted.
+    pub fn stream_count(&self) -> usize {
+        let streams = lock(&self.streams);
+        streams.live.values().filter(|stream| stream.kind != StreamKind::Default).count()
+    }
+
     /// Submits work to a stream, after what the order against the default stream asks for.
     ///
     /// # Errors
