@@ -51,9 +51,20 @@ pub enum Request {
     FetchFds {
         /// The allocations.
         allocations: Vec<AllocationId>,
+        /// Why.
+        purpose: FetchPurpose,
         /// Who asks.
         importer: MemberId,
     },
+}
+
+/// Why descriptors are fetched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum FetchPurpose {
+    /// To redeem one ticket for each.
+    Redeem,
+    /// Once more, for what a pause made the importer give up. No ticket is used up.
+    Again,
 }
 
 /// Descriptors that one message may carry: the kernel takes 253 (`SCM_MAX_FD`).

@@ -19,8 +19,8 @@ use tenants::ticket::Ticket;
 use tenants::transport::Limits;
 use tenants::transport::frame::{HEADER_BYTES, decode, decode_payload, encode};
 use tenants::wire::{
-    Action, DeviceDelta, Failure, FailureKind, MemberInfo, MemberState, MemberStats, Phase,
-    PhaseReport, Reply, Request,
+    Action, DeviceDelta, Failure, FailureKind, FetchPurpose, MemberInfo, MemberState, MemberStats,
+    Phase, PhaseReport, Reply, Request,
 };
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, PoolReport};
@@ -104,6 +104,7 @@ fn requests() -> Vec<Request> {
         Request::AwaitConsent { action: Action::Resume, timeout_ms: u64::MAX },
         Request::FetchFds {
             allocations: vec![AllocationId(*b"0123456789abcdef"); 3],
+            purpose: FetchPurpose::Again,
             importer: MemberId(0x0123_4567_89ab_cdef),
         },
     ]

@@ -5,8 +5,8 @@
 //! leaves at a pause and comes back at its address.
 //!
 //! ```text
-//!   0        8        24        32         40         64
-//!   | magic  | alloc id | owner  | size asked | zero    |
+//!   0        8          24       32           40        48     64
+//!   | magic  | alloc id | owner  | size asked | size    | zero |
 //! ```
 
 use std::path::PathBuf;
@@ -30,12 +30,13 @@ pub fn handle_of<D: Driver>(
     member: &Member<D>,
     address: DeviceAddress,
 ) -> Option<[u8; HANDLE_BYTES]> {
-    let (id, size_bytes, _) = member.pool().block_identity(address)?;
+    let (id, asked_bytes, size_bytes) = member.pool().block_identity(address)?;
     let mut handle = [0; HANDLE_BYTES];
     handle[..8].copy_from_slice(&MAGIC);
     handle[8..24].copy_from_slice(&id.0);
     handle[24..32].copy_from_slice(&member.id().0.to_le_bytes());
-    handle[32..40].copy_from_slice(&size_bytes.to_le_bytes());
+    handle[32..40].copy_from_slice(&asked_bytes.to_le_bytes());
+    handle[40..48].copy_from_slice(&size_bytes.to_le_bytes());
     Some(handle)
 }
 
@@ -51,6 +52,7 @@ pub fn open<D: Driver>(
     let rest = handle.strip_prefix(&MAGIC)?;
     let (id, rest) = rest.split_first_chunk::<16>()?;
     let (owner, rest) = rest.split_first_chunk::<8>()?;
+    let (asked, rest) = rest.split_first_chunk::<8>()?;
     let (size, _) = rest.split_first_chunk::<8>()?;
     let owner = MemberId(u64::from_le_bytes(*owner));
     let size_bytes = u64::from_le_bytes(*size);
@@ -63,17 +65,19 @@ pub fn open<D: Driver>(
         owner_socket: socket_of(member, owner),
         tenant: member.tenant().clone(),
     };
-    Some(open_ticket(member, &ticket, accessor, library))
+    let asked_bytes = u64::from_le_bytes(*asked);
+    Some(open_ticket(member, &ticket, asked_bytes, accessor, library))
 }
 
 fn open_ticket<D: Driver>(
     member: &Member<D>,
     ticket: &Ticket,
+    asked_bytes: u64,
     accessor: DeviceOrdinal,
     library: &'static str,
 ) -> Result<DeviceAddress, ImportError> {
     let handle = member.redeem_ticket(ticket, region::class_of(library))?;
-    Ok(member.pool().block_open(handle.raw(), ticket.size_bytes, accessor)?)
+    Ok(member.pool().block_open(handle.raw(), asked_bytes, accessor)?)
 }
 
 /// All processes of a tenant listen in one directory, under their identities.

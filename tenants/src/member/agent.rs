@@ -11,15 +11,18 @@ use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::signal::SigSet;
+use vmm_pool::PoolError;
 use vmm_pool::driver::Driver;
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
+use super::phases::pool_failure;
 use super::{AGENT_TIMEOUT, Member};
 use crate::cut::{Limits, Seen};
 use crate::identity::MemberId;
 use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
-    Action, FDS_PER_MESSAGE_MAX, Failure, FailureKind, MemberState, Phase, Reply, Request,
+    Action, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchPurpose, MemberState, Phase, Reply,
+    Request,
 };
 
 /// No request waits longer than this, whatever it says.
@@ -282,8 +285,8 @@ impl<D: Driver> Agent<D> {
                     self.waiters.push_back(Waiter { connection: number, action, deadline });
                 }
             }
-            Request::FetchFds { allocations, importer } => {
-                match self.hand_out(&allocations, importer) {
+            Request::FetchFds { allocations, purpose, importer } => {
+                match self.hand_out(&allocations, purpose, importer) {
                     Ok(fds) => {
                         let count = u32::try_from(fds.len()).unwrap_or(u32::MAX);
                         self.clients.answer(number, &Reply::Fds { count }, fds);
@@ -309,6 +312,7 @@ impl<D: Driver> Agent<D> {
     fn hand_out(
         &self,
         ids: &[vmm_pool::AllocationId],
+        purpose: FetchPurpose,
         importer: MemberId,
     ) -> Result<Vec<OwnedFd>, Failure> {
         let refused = |message| Failure { kind: FailureKind::Unknown, message };
@@ -328,11 +332,18 @@ impl<D: Driver> Agent<D> {
         }
         let importer = importer.0;
         let pool = self.member.pool();
-        let active = self.member.state() == MemberState::Active;
         ids.iter()
-            .map(|&id| if active { pool.redeem(id, importer) } else { pool.hand_out(id, importer) })
+            .map(|&id| match purpose {
+                FetchPurpose::Redeem => pool.redeem(id, importer),
+                FetchPurpose::Again => pool.hand_out(id, importer),
+            })
             .collect::<Result<_, _>>()
-            .map_err(|error| refused(format!("process {}: {error}", std::process::id())))
+            .map_err(|error| {
+                if matches!(error, PoolError::StaleHandle { .. }) {
+                    return refused(format!("process {} does not have it now", std::process::id()));
+                }
+                pool_failure(&error)
+            })
     }
 
     fn answer(&mut self, number: u64, reply: &Reply) {

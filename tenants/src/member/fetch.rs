@@ -16,7 +16,7 @@ use super::{AGENT_TIMEOUT, Member};
 use crate::run_dir::parse_member_name;
 use crate::ticket::Ticket;
 use crate::transport::{Connection, TransportError};
-use crate::wire::{FDS_PER_MESSAGE_MAX, Failure, Reply, Request};
+use crate::wire::{FDS_PER_MESSAGE_MAX, Failure, FetchPurpose, Reply, Request};
 
 /// Why a ticket did not become memory.
 #[derive(Debug, thiserror::Error)]
@@ -131,10 +131,13 @@ impl<D: Driver> Member<D> {
         let owner_socket = self.socket_of_owner(ticket)?;
         let is_own = owner_socket == self.socket_path;
         let deadline = Instant::now() + AGENT_TIMEOUT;
+        let redeem = FetchPurpose::Redeem;
         if let Some(handle) = self.pool.import_held(ticket.allocation) {
             if !is_own {
                 // The owner keeps memory for every ticket until it is redeemed: tell it that this one is.
-                if let Err(error) = self.fetch(&owner_socket, &[ticket.allocation], deadline) {
+                if let Err(error) =
+                    self.fetch(&owner_socket, &[ticket.allocation], redeem, deadline)
+                {
                     tracing::debug!(%error, "the owner was not told of a second ticket");
                 }
             }
@@ -143,7 +146,7 @@ impl<D: Driver> Member<D> {
         if is_own {
             return Err(ImportError::Stale { id: ticket.allocation });
         }
-        let mut fds = self.fetch(&owner_socket, &[ticket.allocation], deadline)?;
+        let mut fds = self.fetch(&owner_socket, &[ticket.allocation], redeem, deadline)?;
         let fd =
             fds.remove(&ticket.allocation).ok_or(ImportError::Stale { id: ticket.allocation })?;
         let source = ImportSource {
@@ -172,7 +175,7 @@ impl<D: Driver> Member<D> {
         for request in self.pool.import_requests() {
             let path = path_of(&request.owner);
             for ids in request.ids.chunks(FDS_PER_MESSAGE_MAX) {
-                descriptors.extend(self.fetch(&path, ids, deadline)?);
+                descriptors.extend(self.fetch(&path, ids, FetchPurpose::Again, deadline)?);
             }
         }
         Ok(descriptors)
@@ -182,11 +185,12 @@ impl<D: Driver> Member<D> {
         &self,
         path: &Path,
         ids: &[AllocationId],
+        purpose: FetchPurpose,
         deadline: Instant,
     ) -> Result<HashMap<AllocationId, OwnedFd>, ImportError> {
         let failed = |source| ImportError::Owner { path: path.to_owned(), source };
         let kept = self.peers.lock().unwrap_or_else(PoisonError::into_inner).remove(path);
-        let request = Request::FetchFds { allocations: ids.to_vec(), importer: self.id };
+        let request = Request::FetchFds { allocations: ids.to_vec(), purpose, importer: self.id };
         let kept = kept.map(|mut connection| {
             let answer = connection.call(&request, ids.len(), deadline);
             answer.map(|answer| (answer, connection))

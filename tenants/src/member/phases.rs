@@ -38,6 +38,9 @@ impl<D: Driver> Member<D> {
             }
             Err(failure) => {
                 tracing::error!(?phase, elapsed_us, "{failure}");
+                if failure.kind == FailureKind::Faulted && self.state() != MemberState::Faulted {
+                    self.stand_faulted();
+                }
                 Reply::Failed(failure)
             }
         }
@@ -64,10 +67,24 @@ impl<D: Driver> Member<D> {
         }
     }
 
+    /// The context is lost, and nothing of ours can bring it back. The application's own calls are let
+    /// through, so that it hears of it from the driver, and ends.
+    fn stand_faulted(&self) {
+        // Every state has this transition.
+        if let Err(error) = self.transition(Event::Lost) {
+            tracing::error!(%error, "a lost context was not recorded");
+        }
+        self.gate.open();
+        self.cut.release();
+    }
+
     fn expect(&self, wanted: MemberState) -> Result<(), Failure> {
         let state = self.state();
         if state == wanted {
             return Ok(());
+        }
+        if state == MemberState::Faulted {
+            return Err(faulted());
         }
         Err(wrong_state(format!(
             "process {} is {state:?}, and this step needs it {wanted:?}",
@@ -236,7 +253,8 @@ impl<D: Driver> Member<D> {
                 return Ok(PhaseReport::default());
             }
             MemberState::Paused => return Ok(PhaseReport::default()),
-            MemberState::Restoring | MemberState::Faulted => {
+            MemberState::Faulted => return Err(faulted()),
+            MemberState::Restoring => {
                 return Err(wrong_state(format!("a pause cannot be undone while {state:?}")));
             }
         }
@@ -247,11 +265,21 @@ impl<D: Driver> Member<D> {
         match (undone, progress) {
             (Ok(log), _) => {
                 let spare = self.pool.commit_resume();
+                if progress != Progress::Untouched {
+                    self.pool.give_back_host_memory();
+                }
                 self.transition(Event::PauseUndone)?;
                 self.gate.open();
                 self.cut.release();
                 drop(spare);
                 Ok(report(log))
+            }
+            (Err(failure), Progress::Untouched | Progress::Moving | Progress::Saved)
+                if failure.kind != FailureKind::PeerGone =>
+            {
+                // Own memory is all there, with its contents; only mappings are missing. To go on alone and
+                // release it would tear it from peers that have imported it again and run.
+                Err(not_undone_yet(&failure))
             }
             (Err(failure), Progress::Saved) => {
                 // A peer went on to release, or is gone. Our contents are on the host: go on as well, and
@@ -267,7 +295,10 @@ impl<D: Driver> Member<D> {
                 self.transition(Event::Lost)?;
                 Err(Failure {
                     kind: FailureKind::Faulted,
-                    message: format!("the pause could not be undone: {failure}"),
+                    message: format!(
+                        "the pause could not be undone, and memory of a peer is lost to this process: \
+                         {failure}; end it"
+                    ),
                 })
             }
         }
@@ -352,7 +383,8 @@ impl<D: Driver> Member<D> {
         match self.state() {
             MemberState::Restoring => {}
             MemberState::Active | MemberState::Paused => return Ok(PhaseReport::default()),
-            state @ (MemberState::Offloading | MemberState::Faulted) => {
+            MemberState::Faulted => return Err(faulted()),
+            state @ MemberState::Offloading => {
                 return Err(wrong_state(format!("a resume cannot be undone while {state:?}")));
             }
         }
@@ -433,13 +465,52 @@ enum Place {
 }
 
 fn drain_failed(place: Place, error: DriverError) -> Failure {
+    if error.poisons_context() {
+        return context_lost(&error);
+    }
     Failure {
         kind: FailureKind::Driver,
         message: format!("process {}: work on {place:?} failed: {error}", std::process::id()),
     }
 }
 
-fn pool_failure(error: &PoolError) -> Failure {
+/// A code after which the driver refuses everything: device memory that was not saved is gone, and what was
+/// saved cannot be put back in this process.
+fn context_lost(error: &dyn std::error::Error) -> Failure {
+    Failure {
+        kind: FailureKind::Faulted,
+        message: format!(
+            "process {}: its CUDA context is lost ({error}), and with it what its device memory held: end the \
+             process",
+            std::process::id()
+        ),
+    }
+}
+
+fn faulted() -> Failure {
+    Failure {
+        kind: FailureKind::Faulted,
+        message: format!(
+            "process {} is faulted: something of it was lost before; end it",
+            std::process::id()
+        ),
+    }
+}
+
+fn not_undone_yet(failure: &Failure) -> Failure {
+    Failure {
+        kind: failure.kind,
+        message: format!(
+            "the pause is not undone yet: {failure}. Nothing is lost, and the process stands still: run `sublet \
+             resume` for its tenant to go back"
+        ),
+    }
+}
+
+pub(super) fn pool_failure(error: &PoolError) -> Failure {
+    if error.poisons_context() {
+        return context_lost(error);
+    }
     let kind = match error {
         PoolError::OutOfDeviceMemory { needed_bytes, free_bytes, .. } => {
             FailureKind::OutOfDeviceMemory {
@@ -458,13 +529,20 @@ fn pool_failure(error: &PoolError) -> Failure {
 }
 
 fn import_failure(error: &ImportError) -> Failure {
-    if let ImportError::Pool(error) = error {
-        return pool_failure(error);
-    }
-    Failure {
-        kind: FailureKind::PeerGone,
-        message: format!("process {}: {error}", std::process::id()),
-    }
+    let kind = match error {
+        ImportError::Pool(error) => return pool_failure(error),
+        // The owner has the memory, and its driver refused this once.
+        ImportError::Refused(failure) if failure.kind == FailureKind::Driver => FailureKind::Driver,
+        ImportError::Refused(_)
+        | ImportError::OtherTenant { .. }
+        | ImportError::Stale { .. }
+        | ImportError::NoTicket { .. }
+        | ImportError::NoMember { .. }
+        | ImportError::NotMemory { .. }
+        | ImportError::Owner { .. }
+        | ImportError::Miscounted { .. } => FailureKind::PeerGone,
+    };
+    Failure { kind, message: format!("process {}: {error}", std::process::id()) }
 }
 
 impl From<InvalidTransition> for Failure {

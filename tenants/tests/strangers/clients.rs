@@ -14,7 +14,8 @@ use tenants::member::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, STALL_MAX};
 use tenants::transport::frame::{HEADER_BYTES, Header, decode, encode};
 use tenants::transport::{Connection, Limits, REQUEST_BYTES_MAX, poll_until};
 use tenants::wire::{
-    Action, FDS_PER_MESSAGE_MAX, FailureKind, MemberState, PROTOCOL_VERSION, Phase, Reply, Request,
+    Action, FDS_PER_MESSAGE_MAX, FailureKind, FetchPurpose, MemberState, PROTOCOL_VERSION, Phase,
+    Reply, Request,
 };
 use vmm_pool::AllocationId;
 
@@ -106,7 +107,8 @@ fn the_longest_request_is_read_and_one_byte_more_is_not() {
     let member = stage.member("train");
     // Too many identities, but as a message it is one that can be read.
     let allocations = vec![AllocationId([7; 16]); REQUEST_BYTES_MAX / 16 - 1];
-    let request = Request::FetchFds { allocations, importer: member.id() };
+    let request =
+        Request::FetchFds { allocations, purpose: FetchPurpose::Redeem, importer: member.id() };
     let frame = encode(&request, 0).unwrap();
     assert!(frame.len() - HEADER_BYTES > REQUEST_BYTES_MAX - 32);
     let (kind, message) = failure_of(ask(&mut connect(&member), &request));
@@ -269,7 +271,11 @@ fn memory_is_handed_to_members_of_the_tenant_and_in_numbers_within_the_limit() {
     let stranger = stage.member("infer");
     let (ticket, _handle) = ticket_of(&owner);
     let mut client = connect(&owner);
-    let fetch = |allocations, importer| Request::FetchFds { allocations, importer };
+    let fetch = |allocations, importer| Request::FetchFds {
+        allocations,
+        purpose: FetchPurpose::Redeem,
+        importer,
+    };
     for nobody in [stranger.id(), MemberId(0), MemberId(u64::MAX)] {
         let (kind, message) = failure_of(ask(&mut client, &fetch(vec![ticket.allocation], nobody)));
         assert_eq!(kind, FailureKind::Unknown);

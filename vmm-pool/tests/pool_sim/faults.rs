@@ -173,7 +173,7 @@ fn each_fault(mut round: impl FnMut(&Pair, Fault) -> bool) -> u64 {
                 pair.assert_intact(&format!("{fault:?}"));
                 pair.assert_balance(true, &format!("{fault:?}"));
                 for pool in &pair.pools {
-                    assert_eq!(pool.driver().stream_count(), 0, "{fault:?}: streams stay");
+                    assert_eq!(pool.driver().census().streams, 0, "{fault:?}: streams stay");
                 }
             }
         }

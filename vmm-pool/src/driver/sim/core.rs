@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use self::streams::Streams;
-use super::memory::{Coded, Memory, io_code};
+use super::memory::{Census, Coded, Memory, io_code};
 use super::node::{Block, SimNode};
 use super::{Faults, SimOptions};
 use crate::driver::{
@@ -120,6 +120,11 @@ impl Core {
 
     fn write(&self) -> RwLockWriteGuard<'_, Memory> {
         self.memory.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What this process holds now. For tests of leaks.
+    pub fn census(&self) -> Census {
+        Census { streams: self.stream_count(), ..self.read().census() }
     }
 
     // Devices.

@@ -55,6 +55,21 @@ pub struct MappingInfo {
     pub prop: AllocationProp,
 }
 
+/// How many driver objects a process holds, by kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Census {
+    /// Handles, created and imported.
+    pub handles: usize,
+    /// Reserved address ranges.
+    pub reservations: usize,
+    /// Mappings.
+    pub mappings: usize,
+    /// Registered ranges of host memory.
+    pub host_ranges: usize,
+    /// Streams, default ones not counted.
+    pub streams: usize,
+}
+
 #[derive(Debug)]
 pub(super) struct Memory {
     handles: BTreeMap<u64, Handle>,
@@ -121,6 +136,17 @@ impl Memory {
             va_next: VA_BASE + u64::from(process_id % 1024) * VA_PROCESS_STRIDE,
             freed: Vec::new(),
             host: BTreeMap::new(),
+        }
+    }
+
+    /// Objects by kind; streams are not in this table.
+    pub(super) fn census(&self) -> Census {
+        Census {
+            handles: self.handles.len(),
+            reservations: self.reservations.len(),
+            mappings: self.mappings.len(),
+            host_ranges: self.host.len(),
+            streams: 0,
         }
     }
 

@@ -104,7 +104,7 @@ impl Core {
     }
 
     /// How many streams there are, default ones not counted.
-    pub fn stream_count(&self) -> usize {
+    pub(super) fn stream_count(&self) -> usize {
         let streams = lock(&self.streams);
         streams.live.values().filter(|stream| stream.kind != StreamKind::Default).count()
     }

@@ -1,0 +1,82 @@
+//! One call fails, each in turn.
+
+use tenants::coordinator::{CoordinatorError, Outcome};
+use tenants::wire::{Action, MemberState};
+use vmm_pool::driver::DriverCode;
+use vmm_pool::driver::sim::FaultSpan;
+
+use crate::stage::Stage;
+
+/// Fails call `nth` of `member` during `action`. False when so many calls were not made.
+fn fail_one(stage: &Stage, action: Action, member: usize, nth: u64) -> bool {
+    let what = format!("{action:?} with call {nth} of member {member} failed");
+    let before = stage.clear_faults();
+    stage.faults(member).fail_any(FaultSpan::Nth(nth), DriverCode::UNKNOWN);
+    let outcome = stage.act(action);
+    let met = stage.clear_faults() > before;
+    let (start, end) = match action {
+        Action::Pause => (MemberState::Active, MemberState::Paused),
+        Action::Resume => (MemberState::Paused, MemberState::Active),
+    };
+    match outcome {
+        Ok(Outcome::Completed(report)) => {
+            assert!(report.losses.is_empty(), "{what}: {:?}", report.losses);
+            if action == Action::Pause && report.notes.is_empty() {
+                stage.assert_gone(&what);
+            }
+        }
+        Ok(other) => panic!("{what}: {other:?}"),
+        Err(error) => {
+            assert!(met, "{what}: {error}");
+            assert!(matches!(error, CoordinatorError::Refused { .. }), "{what}: {error}");
+            assert!(error.left_unchanged(), "{what}: {error}");
+            assert!(error.to_string().contains("returned CUDA_ERROR_UNKNOWN"), "{what}: {error}");
+            stage.assert_all(start, &what);
+            if action == Action::Pause {
+                stage.assert_contents_of(&[0, 1], &what);
+            }
+            stage.must_then(action, &what);
+        }
+    }
+    stage.assert_all(end, &what);
+    met
+}
+
+#[test]
+fn any_call_of_a_pause_may_fail_and_the_tenant_is_active_or_paused_with_its_contents() {
+    let stage = Stage::new();
+    for member in 0..2 {
+        for nth in 1.. {
+            let met = fail_one(&stage, Action::Pause, member, nth);
+            stage.must(Action::Resume);
+            stage.assert_intact(&format!("pause, call {nth} of member {member}"));
+            if !met {
+                assert!(nth > 50, "only {nth} calls were met");
+                break;
+            }
+        }
+    }
+    stage.assert_ticket_is_good();
+}
+
+#[test]
+fn any_call_of_a_resume_may_fail_and_the_tenant_stays_paused_with_its_contents() {
+    let stage = Stage::new();
+    for member in 0..2 {
+        for nth in 1.. {
+            stage.must(Action::Pause);
+            let met = fail_one(&stage, Action::Resume, member, nth);
+            let what = format!("resume, call {nth} of member {member}");
+            stage.assert_contents_of(&[0, 1], &what);
+            // A stream that the driver kept goes with the next pause.
+            stage.must(Action::Pause);
+            stage.must(Action::Resume);
+            stage.assert_intact(&what);
+            if !met {
+                assert!(nth > 50, "only {nth} calls were met");
+                break;
+            }
+        }
+    }
+    stage.assert_ticket_is_good();
+}

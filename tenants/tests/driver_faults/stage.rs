@@ -1,0 +1,354 @@
+//! Two members of one tenant on a node of two devices, and what they must never lose.
+
+#![expect(unsafe_code, reason = "reads and writes simulated device memory through the driver")]
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tempfile::TempDir;
+use tenants::coordinator::{Coordinator, CoordinatorError, Options, Outcome};
+use tenants::identity::TenantName;
+use tenants::member::{Member, MemberConfig};
+use tenants::run_dir::RunDir;
+use tenants::ticket::Ticket;
+use tenants::wire::{Action, MemberState};
+use vmm_pool::driver::sim::{Census, Faults, GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
+use vmm_pool::{Class, Contents, HostBudget};
+
+/// The simulated driver's granularity.
+pub(crate) const UNIT: u64 = GRANULARITY_BYTES;
+const CAPACITY_BYTES: u64 = 128 << 20;
+const TENANT: &str = "train";
+/// Long enough for a busy machine; no test waits for it.
+const PHASE_TIMEOUT: Duration = Duration::from_mins(1);
+
+/// A place, who reads it as which device, and what it must hold.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Spot {
+    pub(crate) member: usize,
+    pub(crate) device: DeviceOrdinal,
+    pub(crate) range: VaRange,
+    pub(crate) seed: u64,
+}
+
+/// See the head of this module.
+pub(crate) struct Stage {
+    pub(crate) members: Vec<Arc<Member<SimDriver>>>,
+    pub(crate) run_dir: RunDir,
+    spots: Vec<Spot>,
+    /// A ticket that nobody has redeemed, for memory that nothing else holds, and its contents.
+    ticket: (OwnedFd, u64),
+    seeds: u64,
+    resident: Vec<u64>,
+    census: Vec<Census>,
+    _base: TempDir,
+}
+
+/// The device that a member's memory lies on.
+pub(crate) fn device_of(member: usize) -> DeviceOrdinal {
+    DeviceOrdinal(i32::try_from(member).expect("0 or 1"))
+}
+
+pub(crate) fn peer_of(member: usize) -> usize {
+    1 - member
+}
+
+pub(crate) fn class(contents: Contents) -> Class {
+    Class { library: "test", tag: String::new(), contents }
+}
+
+pub(crate) fn tenant() -> TenantName {
+    TenantName::new(TENANT).expect("a good name")
+}
+
+pub(crate) fn config(run_dir: &RunDir) -> MemberConfig {
+    MemberConfig {
+        run_dir: run_dir.clone(),
+        tenant: tenant(),
+        command: "python train.py".to_owned(),
+        version: "0.1.0".to_owned(),
+        host_budget: |_| HostBudget(None),
+        own_contexts: Vec::new,
+        toucher_threads: 1,
+    }
+}
+
+impl Stage {
+    /// Both members with all their memory, after one whole pause and resume.
+    pub(crate) fn new() -> Self {
+        let base = tempfile::tempdir().expect("a directory");
+        let run_dir = RunDir::open(Some(base.path().join("run")), None).expect("a run directory");
+        let node = SimNode::private(&[CAPACITY_BYTES; 2]).expect("a node under /dev/shm");
+        let join = |_| {
+            let driver = SimDriver::new(node.clone(), SimOptions::default());
+            Member::join(config(&run_dir), Arc::new(driver)).expect("joined")
+        };
+        let members: Vec<_> = (0..2).map(join).collect();
+        // A memfd is replaced by the real one below.
+        let ticket = (tempfile::tempfile().expect("a file").into(), 0);
+        let mut stage = Self {
+            members,
+            run_dir,
+            spots: Vec::new(),
+            ticket,
+            seeds: 0,
+            resident: Vec::new(),
+            census: Vec::new(),
+            _base: base,
+        };
+        (0..2).for_each(|member| stage.fill(member));
+        stage.hide(0);
+        stage.issue(0);
+        // The host memory of the first pause stays, and so belongs to the census.
+        stage.must(Action::Pause);
+        stage.must(Action::Resume);
+        stage.resident = stage.used();
+        stage.census = stage.members.iter().map(|m| m.pool().driver().census()).collect();
+        stage.assert_intact("at first");
+        stage
+    }
+
+    fn next_seed(&mut self) -> u64 {
+        self.seeds += 1;
+        self.seeds
+    }
+
+    fn spot(&mut self, member: usize, device: DeviceOrdinal, range: VaRange, seed: u64) {
+        self.spots.push(Spot { member, device, range, seed });
+    }
+
+    fn fill(&mut self, index: usize) {
+        let (member, peer) = (Arc::clone(&self.members[index]), peer_of(index));
+        let importer = Arc::clone(&self.members[peer]);
+        let (device, elsewhere) = (device_of(index), device_of(peer));
+        // A window mapped twice, imported by the peer, which maps it twice too and lets its handle go.
+        let seed = self.next_seed();
+        let shared = create(&member, device, 2, Contents::Keep);
+        let places = [(); 2].map(|()| map(&member, shared, 2 * UNIT, device));
+        write(&member, device, places[0], seed);
+        let fd = member.issue_ticket(shared).expect("a ticket");
+        let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
+        let imported = importer.redeem_ticket(&ticket, class(Contents::Keep)).expect("import");
+        for place in places {
+            self.spot(index, device, place, seed);
+            let there = map(&importer, imported.raw(), 2 * UNIT, elsewhere);
+            self.spot(peer, elsewhere, there, seed);
+        }
+        importer.pool().release(imported.raw()).expect("the mappings keep it");
+        // A plain block, one that only the other device reaches, and one that the peer has opened.
+        for accessor in [device, elsewhere, device] {
+            let seed = self.next_seed();
+            let prop = AllocationProp::pinned_on(device);
+            let kept = class(Contents::Keep);
+            let block = member.pool().block_allocate(UNIT - 512, &prop, &[accessor], kept);
+            let range = VaRange::new(block.expect("a block"), UNIT);
+            write(&member, accessor, range, seed);
+            self.spot(index, accessor, range, seed);
+        }
+        let last = *self.spots.last().expect("a block");
+        let opened = open_block(&member, &importer, last.range.start, elsewhere);
+        self.spot(peer, elsewhere, opened, last.seed);
+        let scratch = create(&member, device, 1, Contents::Discard);
+        map(&member, scratch, UNIT, device);
+    }
+
+    /// Kept memory that is mapped nowhere for a while: its contents are looked at through a mapping.
+    fn hide(&mut self, index: usize) {
+        let member = Arc::clone(&self.members[index]);
+        let seed = self.next_seed();
+        let hidden = create(&member, device_of(index), 1, Contents::Keep);
+        let range = map(&member, hidden, UNIT, device_of(index));
+        write(&member, device_of(index), range, seed);
+        // Nobody may touch it through this one, so a pause needs a view.
+        member.pool().unmap(range).expect("unmap");
+        member.pool().map(range, 0, hidden).expect("mapping without rights");
+    }
+
+    fn issue(&mut self, index: usize) {
+        let member = Arc::clone(&self.members[index]);
+        let seed = self.next_seed();
+        let lonely = create(&member, device_of(index), 1, Contents::Keep);
+        let range = map(&member, lonely, UNIT, device_of(index));
+        write(&member, device_of(index), range, seed);
+        let ticket = member.issue_ticket(lonely).expect("a ticket");
+        member.pool().unmap(range).expect("unmap");
+        free_addresses(&member, range);
+        member.pool().release(lonely).expect("the ticket keeps it");
+        self.ticket = (ticket, seed);
+    }
+
+    /// Pauses or resumes, as the command does.
+    pub(crate) fn act(&self, action: Action) -> Result<Outcome, CoordinatorError> {
+        let options = Options { timeout: Some(PHASE_TIMEOUT), ..Options::default() };
+        let mut coordinator = Coordinator::new(self.run_dir.clone(), tenant(), options);
+        match action {
+            Action::Pause => coordinator.pause(&mut |_| {}),
+            Action::Resume => coordinator.resume(&mut |_| {}),
+        }
+    }
+
+    /// Pauses or resumes without a fault.
+    pub(crate) fn must(&self, action: Action) {
+        self.must_then(action, "without a fault");
+    }
+
+    /// As [`Stage::must`], after `what`.
+    pub(crate) fn must_then(&self, action: Action, what: &str) {
+        if let Err(error) = self.act(action) {
+            panic!("{what}, then {action:?}: {error} ({:?})", self.states());
+        }
+    }
+
+    pub(crate) fn faults(&self, member: usize) -> &Faults {
+        self.members[member].pool().driver().faults()
+    }
+
+    /// No call fails any more; says how many were made to.
+    pub(crate) fn clear_faults(&self) -> u64 {
+        let counts = (0..2).map(|member| {
+            self.faults(member).clear();
+            self.faults(member).fired()
+        });
+        counts.sum()
+    }
+
+    pub(crate) fn states(&self) -> Vec<MemberState> {
+        self.members.iter().map(|member| member.state()).collect()
+    }
+
+    pub(crate) fn assert_all(&self, state: MemberState, when: &str) {
+        assert_eq!(self.states(), [state; 2], "{when}");
+    }
+
+    /// Bytes that anybody holds, by device.
+    fn used(&self) -> Vec<u64> {
+        let driver = self.members[0].pool().driver();
+        let info = |device| driver.memory_of(device_of(device)).expect("memory");
+        (0..2).map(|device| info(device).total_bytes - info(device).free_bytes).collect()
+    }
+
+    /// Nothing of the tenant is on a device.
+    pub(crate) fn assert_gone(&self, when: &str) {
+        assert_eq!(self.used(), [0, 0], "{when}: memory stays");
+    }
+
+    /// All contents are as they were written, every byte is accounted for, and no driver object is left over.
+    pub(crate) fn assert_intact(&self, when: &str) {
+        self.assert_contents_of(&[0, 1], when);
+        assert_eq!(self.used(), self.resident, "{when}: bytes in use");
+        for (index, member) in self.members.iter().enumerate() {
+            let census = member.pool().driver().census();
+            assert_eq!(census, self.census[index], "{when}: objects of member {index}");
+            let report = member.pool().report();
+            for row in &report.devices {
+                let resident: u64 = row.classes.iter().map(|class| class.resident_bytes).sum();
+                assert_eq!(resident, row.own_bytes(), "{when}: accounts of member {index}");
+                assert!(row.pinned.is_empty(), "{when}: {:?}", row.pinned);
+            }
+        }
+    }
+
+    pub(crate) fn assert_contents_of(&self, members: &[usize], when: &str) {
+        for spot in self.spots.iter().filter(|spot| members.contains(&spot.member)) {
+            let member = &self.members[spot.member];
+            assert!(holds(member, spot.device, spot.range, spot.seed), "{when}: {spot:?}");
+        }
+    }
+
+    /// Redeems the ticket that nobody has redeemed: its memory must have come all the way.
+    pub(crate) fn assert_ticket_is_good(self) {
+        let importer = &self.members[1];
+        let (fd, seed) = &self.ticket;
+        let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
+        let handle = importer.redeem_ticket(&ticket, class(Contents::Keep)).expect("redeemed");
+        let range = map(importer, handle.raw(), UNIT, device_of(1));
+        assert!(holds(importer, device_of(1), range, *seed), "the memory behind the ticket");
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        for member in &self.members {
+            member.leave();
+        }
+    }
+}
+
+pub(crate) fn create(
+    member: &Member<SimDriver>,
+    device: DeviceOrdinal,
+    units: u64,
+    contents: Contents,
+) -> u64 {
+    let prop = AllocationProp::pinned_on(device);
+    member.pool().create(units * UNIT, &prop, class(contents)).expect("memory").raw()
+}
+
+pub(crate) fn reserve(member: &Member<SimDriver>, size_bytes: u64) -> VaRange {
+    let start = member.pool().driver().reserve(size_bytes, 0, DeviceAddress(0));
+    VaRange::new(start.expect("addresses"), size_bytes)
+}
+
+pub(crate) fn free_addresses(member: &Member<SimDriver>, range: VaRange) {
+    member.pool().driver().free_addresses(range).expect("a reservation with nothing mapped");
+}
+
+fn map(member: &Member<SimDriver>, handle: u64, size_bytes: u64, device: DeviceOrdinal) -> VaRange {
+    let range = reserve(member, size_bytes);
+    member.pool().map(range, 0, handle).expect("mapping");
+    member.pool().set_access(range, &[AccessDesc::read_write(device)]).expect("access");
+    range
+}
+
+/// As a `cudaIpc` handle is opened: a ticket made of what the handle says.
+fn open_block(
+    owner: &Member<SimDriver>,
+    importer: &Member<SimDriver>,
+    block: DeviceAddress,
+    accessor: DeviceOrdinal,
+) -> VaRange {
+    let (allocation, asked_bytes, size_bytes) =
+        owner.pool().block_identity(block).expect("a block");
+    let ticket = Ticket {
+        allocation,
+        serial: 0,
+        size_bytes,
+        owner: owner.id(),
+        owner_socket: owner.socket_path().to_owned(),
+        tenant: tenant(),
+    };
+    let handle = importer.redeem_ticket(&ticket, class(Contents::Keep)).expect("import").raw();
+    let opened = importer.pool().block_open(handle, asked_bytes, accessor).expect("open");
+    VaRange::new(opened, UNIT)
+}
+
+/// Four kibibytes that tell `seed` from any other.
+fn page_of(seed: u64) -> Vec<u8> {
+    let word = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
+    word.repeat(512)
+}
+
+pub(crate) fn write(member: &Member<SimDriver>, device: DeviceOrdinal, range: VaRange, seed: u64) {
+    let page = page_of(seed);
+    // SAFETY: the range lies in a reservation, which the driver checks before it touches a byte.
+    unsafe { member.pool().driver().core().fill(device, range, &page) }.expect("a writable range");
+}
+
+pub(crate) fn holds(
+    member: &Member<SimDriver>,
+    device: DeviceOrdinal,
+    range: VaRange,
+    seed: u64,
+) -> bool {
+    let length = usize::try_from(range.size_bytes).expect("a small range");
+    let mut seen = vec![0_u8; length];
+    let target = seen.as_mut_ptr().expose_provenance() as u64;
+    let from = (device, range.start.0);
+    // SAFETY: `seen` is host memory of this length; the source is checked by the driver.
+    unsafe { member.pool().driver().core().copy((device, target), from, range.size_bytes) }
+        .expect("a readable range");
+    let page = page_of(seed);
+    seen.chunks(page.len()).all(|chunk| *chunk == page[..chunk.len()])
+}
