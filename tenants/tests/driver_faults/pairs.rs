@@ -46,7 +46,6 @@ fn all_calls(calls: [u64; 2]) -> Vec<Call> {
     (0..2).flat_map(|member| (1..=calls[member]).map(move |nth| (member, nth))).collect()
 }
 
-#[expect(clippy::disallowed_methods, reason = "the environment says how long a test may be")]
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
