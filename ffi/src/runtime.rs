@@ -14,11 +14,10 @@ use sublet_cuda_graph::{Captures, Graphs};
 use sublet_nccl::collectives::Collectives;
 use sublet_nccl::{Answer, caller};
 use sublet_torch_allocator::Accessors;
-use tenants::host_memory;
+use tenants::host_memory::{self, HostLimit};
 use tenants::identity::TenantName;
 use tenants::member::MemberConfig;
 use tenants::run_dir::RunDir;
-use vmm_pool::HostBudget;
 use vmm_pool::driver::{CudaDriver, DriverCode, RawContext};
 
 use crate::real;
@@ -168,7 +167,7 @@ fn try_join() -> Result<Arc<Member>, String> {
         tenant: tenant_name()?,
         command: command_line(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
-        host_budget,
+        host_limits,
         own_contexts: list_own_contexts,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
     };
@@ -176,8 +175,8 @@ fn try_join() -> Result<Arc<Member>, String> {
         .map_err(|error| sublet_nccl::pausing::chain(&error))
 }
 
-fn host_budget(members: usize) -> HostBudget {
-    host_memory::budget(HOST_BYTES_MAX.get().copied().flatten(), members)
+fn host_limits() -> Vec<HostLimit> {
+    host_memory::limits(HOST_BYTES_MAX.get().copied().flatten())
 }
 
 fn command_line() -> String {

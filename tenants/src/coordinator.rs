@@ -14,6 +14,7 @@ mod error;
 mod peers;
 mod report;
 mod session;
+mod shortage;
 #[cfg(test)]
 mod tests;
 
@@ -24,6 +25,8 @@ pub use report::{
     CutSummary, DeviceTotal, Event, MemberFailure, MemberPhase, Outcome, PhaseSummary, Report,
     Step, Swap, TenantStats, Who, phase_label,
 };
+
+pub use shortage::{DeviceShortage, Holder};
 
 use peers::{Peers, Reached, reach, with_source};
 use session::Session;
@@ -49,6 +52,9 @@ pub struct Options {
     /// When given, do nothing until every member's application has asked for the action too, for at most
     /// this long.
     pub consent: Option<Duration>,
+    /// Before a resume creates anything, ask every member what is needed and free. For trying again and
+    /// again: one that cannot succeed then takes no memory from others even for a moment.
+    pub look_first: bool,
 }
 
 impl Default for Options {
@@ -60,6 +66,7 @@ impl Default for Options {
             contact_timeout: Duration::from_secs(5),
             lock_timeout: Duration::from_secs(10),
             consent: None,
+            look_first: false,
         }
     }
 }
@@ -104,6 +111,12 @@ impl Coordinator {
     /// The tenant's name.
     pub fn tenant(&self) -> &TenantName {
         &self.tenant
+    }
+
+    /// From now on, a resume asks what is needed and free before it creates anything
+    /// ([`Options::look_first`]).
+    pub fn look_first(&mut self) {
+        self.options.look_first = true;
     }
 
     /// Has all active processes of the tenant give their device memory back.
@@ -194,7 +207,12 @@ impl Coordinator {
         if members.is_empty() {
             return Ok(already);
         }
-        let report = session.run(action, members)?;
+        let mut outcome = session.run(action, members);
+        drop(lock);
+        if let Err(CoordinatorError::Refused { shortages, .. }) = &mut outcome {
+            shortage::name_holders(shortages, &self.run_dir, &self.tenant);
+        }
+        let report = outcome?;
         tracing::info!(wall_us = report.wall_us, losses = report.losses.len(), "done");
         Ok(Outcome::Completed(Box::new(report)))
     }
@@ -246,7 +264,7 @@ pub fn swap(
         Err(source) => Err(SwapError::Resume {
             paused_tenant: from.tenant.clone(),
             paused: Box::new(paused),
-            source,
+            source: Box::new(source),
         }),
     }
 }

@@ -1,21 +1,167 @@
-//! How much host memory a pause may take.
+//! How much host memory a pause may take, and what stands in the way.
+//!
+//! Three things limit it: the user's word (`SUBLET_HOST_BYTES_MAX`), the memory limits of the control groups
+//! that a process is in, and what the kernel calls available. Each process says what it needs and what limits
+//! it; the coordinator adds up all processes that share a limit, so that a tenant is refused as a whole before
+//! any of its memory was released. Another tenant that pauses at the same time is not seen.
 
+use std::collections::BTreeMap;
+use std::fmt;
 use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
 
-use vmm_pool::HostBudget;
+use serde::{Deserialize, Serialize};
+use vmm_pool::{HostBudget, HostDemand};
 
-/// The budget of one of `members` processes of a tenant that pause together.
+/// Limits that one process reports; control groups are nested a few levels deep.
+const CGROUP_DEPTH_MAX: usize = 32;
+/// Version 1 writes "no limit" as the largest multiple of a page; nothing real comes near.
+const UNLIMITED_BYTES_MIN: u64 = 1 << 60;
+
+/// What limits host memory.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum LimitKind {
+    /// `SUBLET_HOST_BYTES_MAX`: for all that the tenant keeps on the host.
+    Configured,
+    /// `MemAvailable` of `/proc/meminfo`, less a tenth that stays for everybody else.
+    Available,
+    /// The memory limit of a control group. Processes in the same one share it.
+    ControlGroup {
+        /// Where it is.
+        path: PathBuf,
+        /// Device and inode of that place: containers may use one path for different groups.
+        identity: (u64, u64),
+    },
+}
+
+impl LimitKind {
+    /// The user's next step.
+    fn advice(&self) -> &'static str {
+        match self {
+            Self::Configured => "raise it",
+            Self::Available => {
+                "free host memory (or set SUBLET_HOST_BYTES_MAX, where the machine grows its memory)"
+            }
+            Self::ControlGroup { .. } => "raise the memory limit of the container or job",
+        }
+    }
+}
+
+impl fmt::Display for LimitKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Configured => f.write_str("SUBLET_HOST_BYTES_MAX"),
+            Self::Available => f.write_str("nine tenths of MemAvailable"),
+            Self::ControlGroup { path, .. } => {
+                write!(f, "the control group at {}", path.display())
+            }
+        }
+    }
+}
+
+/// One limit and what it leaves.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostLimit {
+    /// Which.
+    pub kind: LimitKind,
+    /// For [`LimitKind::Configured`] all that may be held, for the others what may be taken in addition.
+    pub bytes: u64,
+}
+
+/// What one process must save, and what limits it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostNeed {
+    /// Contents to save, in bytes.
+    pub saved_bytes: u64,
+    /// Host memory that it holds for them already.
+    pub held_bytes: u64,
+    /// Host memory that it must take in addition.
+    pub grow_bytes: u64,
+    /// What limits that.
+    pub limits: Vec<HostLimit>,
+}
+
+impl HostNeed {
+    /// Of a process with this demand under these limits.
+    pub fn new(demand: HostDemand, limits: Vec<HostLimit>) -> Self {
+        let HostDemand { saved_bytes, held_bytes, grow_bytes } = demand;
+        Self { saved_bytes, held_bytes, grow_bytes, limits }
+    }
+
+    fn demand_on(&self, kind: &LimitKind) -> u64 {
+        match kind {
+            LimitKind::Configured => self.held_bytes.saturating_add(self.grow_bytes),
+            LimitKind::Available | LimitKind::ControlGroup { .. } => self.grow_bytes,
+        }
+    }
+
+    /// By how much this process may grow if no other does.
+    pub fn budget(&self) -> HostBudget {
+        let left = self.limits.iter().map(|limit| match limit.kind {
+            LimitKind::Configured => limit.bytes.saturating_sub(self.held_bytes),
+            LimitKind::Available | LimitKind::ControlGroup { .. } => limit.bytes,
+        });
+        HostBudget(left.min())
+    }
+}
+
+/// The processes of a tenant need more host memory than a limit leaves them.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "saving {saved_bytes} bytes of {processes} process(es) needs {demand_bytes} bytes of host memory, and {kind} \
+     leaves {bytes}: {}, or mark memory whose contents can go as discard",
+    kind.advice()
+)]
+pub struct HostShortage {
+    /// Which limit.
+    pub kind: LimitKind,
+    /// What it leaves.
+    pub bytes: u64,
+    /// What is needed of it.
+    pub demand_bytes: u64,
+    /// Contents to save.
+    pub saved_bytes: u64,
+    /// By how many processes that share the limit.
+    pub processes: usize,
+}
+
+/// The first limit that `needs` exceed together; `None` when all fits.
+pub fn shortage<'a>(needs: impl IntoIterator<Item = &'a HostNeed>) -> Option<HostShortage> {
+    let mut sums: BTreeMap<&LimitKind, HostShortage> = BTreeMap::new();
+    for need in needs.into_iter().filter(|need| need.grow_bytes > 0) {
+        for limit in &need.limits {
+            let sum = sums.entry(&limit.kind).or_insert_with(|| HostShortage {
+                kind: limit.kind.clone(),
+                bytes: limit.bytes,
+                demand_bytes: 0,
+                saved_bytes: 0,
+                processes: 0,
+            });
+            sum.bytes = sum.bytes.min(limit.bytes);
+            sum.demand_bytes = sum.demand_bytes.saturating_add(need.demand_on(&limit.kind));
+            sum.saved_bytes = sum.saved_bytes.saturating_add(need.saved_bytes);
+            sum.processes += 1;
+        }
+    }
+    sums.into_values().find(|sum| sum.demand_bytes > sum.bytes)
+}
+
+/// What limits this process now.
 ///
-/// `limit_bytes`, when given, is the user's word for the whole tenant and is not doubted: on machines that
-/// grow their memory as it is used, the kernel's own figure is far too low. Otherwise it is what the kernel
-/// calls available (`MemAvailable` in `/proc/meminfo`), less a tenth that stays for everybody else.
-pub fn budget(limit_bytes: Option<u64>, members: usize) -> HostBudget {
-    let members = members.max(1) as u64;
-    let whole = limit_bytes.or_else(|| {
-        let meminfo = fs::read_to_string("/proc/meminfo").ok()?;
-        available_bytes(&meminfo).map(|bytes| bytes - bytes / 10)
-    });
-    HostBudget(whole.map(|bytes| bytes / members))
+/// `configured_bytes`, when given, is the user's word for the whole tenant and takes the place of the kernel's
+/// own figure: on machines that grow their memory as it is used, that is far too low. The limits of control
+/// groups hold all the same: who exceeds one is killed.
+pub fn limits(configured_bytes: Option<u64>) -> Vec<HostLimit> {
+    let first = match configured_bytes {
+        Some(bytes) => Some(HostLimit { kind: LimitKind::Configured, bytes }),
+        None => fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+            let bytes = available_bytes(&text)?;
+            Some(HostLimit { kind: LimitKind::Available, bytes: bytes - bytes / 10 })
+        }),
+    };
+    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    first.into_iter().chain(control_groups(&groups, Path::new("/sys/fs/cgroup"))).collect()
 }
 
 fn available_bytes(meminfo: &str) -> Option<u64> {
@@ -24,15 +170,156 @@ fn available_bytes(meminfo: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
+/// The files of one version of control groups.
+struct Version {
+    limit: &'static str,
+    usage: &'static str,
+    /// Page cache, which the kernel gives up first.
+    cache: [&'static str; 2],
+}
+
+const V1: Version = Version {
+    limit: "memory.limit_in_bytes",
+    usage: "memory.usage_in_bytes",
+    cache: ["total_inactive_file", "total_active_file"],
+};
+const V2: Version = Version {
+    limit: "memory.max",
+    usage: "memory.current",
+    cache: ["inactive_file", "active_file"],
+};
+
+/// Limits of all control groups that `membership` (`/proc/self/cgroup`) names, and of those around them.
+fn control_groups(membership: &str, mount: &Path) -> Vec<HostLimit> {
+    let mut found = Vec::new();
+    for line in membership.lines() {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else {
+            continue;
+        };
+        let (root, version) = if controllers.is_empty() {
+            (mount.to_owned(), V2)
+        } else if controllers.split(',').any(|name| name == "memory") {
+            (mount.join("memory"), V1)
+        } else {
+            continue;
+        };
+        let own = root.join(path.trim_start_matches('/'));
+        // In a container the path may be the machine's, and the group itself mounted as the root.
+        let own = if own.is_dir() { own } else { root.clone() };
+        let around = own.ancestors().take_while(|dir| dir.starts_with(&root));
+        found.extend(around.take(CGROUP_DEPTH_MAX).filter_map(|dir| limit_of(dir, &version)));
+    }
+    found
+}
+
+fn limit_of(dir: &Path, version: &Version) -> Option<HostLimit> {
+    let number = |name: &str| fs::read_to_string(dir.join(name)).ok()?.trim().parse::<u64>().ok();
+    let most = number(version.limit).filter(|bytes| *bytes < UNLIMITED_BYTES_MIN)?;
+    let statistics = fs::read_to_string(dir.join("memory.stat")).unwrap_or_default();
+    let cache: u64 = statistics
+        .lines()
+        .filter_map(|line| line.split_once(' '))
+        .filter(|(name, _)| version.cache.contains(name))
+        .filter_map(|(_, value)| value.trim().parse::<u64>().ok())
+        .fold(0, u64::saturating_add);
+    let held = number(version.usage)?.saturating_sub(cache);
+    let place = fs::metadata(dir).ok()?;
+    let kind =
+        LimitKind::ControlGroup { path: dir.to_owned(), identity: (place.dev(), place.ino()) };
+    Some(HostLimit { kind, bytes: most.saturating_sub(held) })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const MIB: u64 = 1 << 20;
+
+    fn need(held_mib: u64, grow_mib: u64, limits: &[HostLimit]) -> HostNeed {
+        HostNeed {
+            saved_bytes: grow_mib * MIB,
+            held_bytes: held_mib * MIB,
+            grow_bytes: grow_mib * MIB,
+            limits: limits.to_vec(),
+        }
+    }
+
+    fn group(name: &str, inode: u64, mib: u64) -> HostLimit {
+        let kind = LimitKind::ControlGroup { path: PathBuf::from(name), identity: (1, inode) };
+        HostLimit { kind, bytes: mib * MIB }
+    }
+
     #[test]
-    fn the_kernels_line_is_read_and_shared_among_members() {
+    fn the_kernels_line_is_read() {
         let text = "MemTotal:       100 kB\nMemAvailable:     80 kB\n";
         assert_eq!(available_bytes(text), Some(80 * 1024));
-        assert_eq!(budget(Some(100), 4), HostBudget(Some(25)));
-        assert!(budget(None, 1).0.is_some_and(|bytes| bytes > 0));
+        assert_eq!(available_bytes("MemAvailable: many kB"), None);
+        assert!(limits(None).iter().any(|limit| limit.kind == LimitKind::Available));
+        let word = HostLimit { kind: LimitKind::Configured, bytes: 7 };
+        let limits = limits(Some(7));
+        assert!(limits.contains(&word));
+        assert!(limits.iter().all(|limit| limit.kind != LimitKind::Available));
+    }
+
+    #[test]
+    fn processes_that_fit_alone_are_refused_together() {
+        let limit = [HostLimit { kind: LimitKind::Available, bytes: 100 * MIB }];
+        let each = need(0, 60, &limit);
+        assert_eq!(shortage([&each]), None);
+        let short = shortage([&each, &each]).unwrap();
+        assert_eq!((short.demand_bytes, short.processes), (120 * MIB, 2));
+        let text = short.to_string();
+        assert!(text.contains("MemAvailable leaves 104857600: free host memory"), "{text}");
+    }
+
+    #[test]
+    fn one_process_may_take_what_the_others_leave() {
+        let limit = [HostLimit { kind: LimitKind::Available, bytes: 100 * MIB }];
+        assert_eq!(shortage([&need(0, 95, &limit), &need(0, 5, &limit)]), None);
+    }
+
+    #[test]
+    fn the_users_word_counts_what_is_held_and_stops_growth_only() {
+        let limit = [HostLimit { kind: LimitKind::Configured, bytes: 100 * MIB }];
+        assert!(shortage([&need(80, 30, &limit)]).is_some());
+        assert_eq!(shortage([&need(120, 0, &limit)]), None);
+        assert_eq!(need(80, 30, &limit).budget(), HostBudget(Some(20 * MIB)));
+    }
+
+    #[test]
+    fn different_control_groups_of_one_path_are_not_added_up() {
+        let (a, b) = (group("/sys/fs/cgroup", 1, 100), group("/sys/fs/cgroup", 2, 100));
+        let needs = [need(0, 80, std::slice::from_ref(&a)), need(0, 80, &[b])];
+        assert_eq!(shortage(&needs), None);
+        let short = shortage([&needs[0], &need(0, 30, &[a])]).unwrap();
+        assert!(short.to_string().contains("control group at /sys/fs/cgroup leaves"));
+    }
+
+    #[test]
+    fn limits_of_both_versions_are_read_up_to_the_root() {
+        let base = tempfile::tempdir().unwrap();
+        let put = |dir: &str, files: &[(&str, &str)]| {
+            let dir = base.path().join(dir);
+            fs::create_dir_all(&dir).unwrap();
+            for (name, text) in files {
+                fs::write(dir.join(name), text).unwrap();
+            }
+        };
+        let stat = "anon 5\ninactive_file 20\nactive_file 10\n";
+        put("job/step", &[("memory.max", "max\n"), ("memory.current", "50\n")]);
+        put("job", &[("memory.max", "100\n"), ("memory.current", "70\n"), ("memory.stat", stat)]);
+        let found = control_groups("0::/job/step\n", base.path());
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert_eq!(found[0].bytes, 60);
+
+        put("memory/ours", &[("memory.limit_in_bytes", "90"), ("memory.usage_in_bytes", "30")]);
+        put("memory", &[("memory.limit_in_bytes", "9223372036854771712")]);
+        let found = control_groups("4:memory:/ours\n1:cpu:/\n", base.path());
+        assert_eq!(found.iter().map(|limit| limit.bytes).collect::<Vec<_>>(), [60]);
+        // A path of the machine's, seen from inside a container.
+        put("memory", &[("memory.limit_in_bytes", "80"), ("memory.usage_in_bytes", "10")]);
+        let found = control_groups("4:memory:/docker/1234\n", base.path());
+        assert_eq!(found.iter().map(|limit| limit.bytes).collect::<Vec<_>>(), [70]);
     }
 }

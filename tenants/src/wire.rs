@@ -9,6 +9,7 @@ use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, PoolReport};
 
 use crate::cut::{CutReport, Limits, Seat, Seen};
+use crate::host_memory::HostNeed;
 use crate::identity::MemberId;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
@@ -124,7 +125,8 @@ pub enum Phase {
     Import,
     /// Resume 4: open the gate.
     Activate,
-    /// Undo of resume 1 to 3: release everything again, contents kept.
+    /// Undo of resume 1 to 3: release everything again, contents kept. Tells what a resume needs on each
+    /// device and what is free there; of a paused process, which it leaves as it is, too.
     AbortResume,
 }
 
@@ -143,6 +145,8 @@ pub struct PhaseReport {
     pub devices: Vec<DeviceDelta>,
     /// Things worth telling a person, such as memory that stays and why.
     pub notes: Vec<String>,
+    /// Of [`Phase::Drain`]: the host memory that saving will take.
+    pub host: Option<HostNeed>,
 }
 
 /// Bytes of one device, before and after.

@@ -49,7 +49,7 @@ fn processes_of_different_versions_are_named_and_left_alone() -> Outcome {
         tenant: TenantName::new("train")?,
         command: "a process with another libsublet".to_owned(),
         version: "9.9.9".to_owned(),
-        host_budget: |members| host_memory::budget(None, members),
+        host_limits: || host_memory::limits(None),
         own_contexts: Vec::new,
         toucher_threads: 1,
     };

@@ -1,5 +1,10 @@
 //! What cannot be done now: it is said in one line, the exit code is not 0, and nothing is lost.
 
+use std::io::{BufRead as _, BufReader};
+use std::process::{Command, Stdio};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use sublet_tests::{Job, JobOptions, MIB, Outcome, Ran, Stage};
 
 const CAPACITIES: [u64; 2] = [128 * MIB; 2];
@@ -55,10 +60,64 @@ fn host_without_room_refuses_the_pause() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let options = JobOptions::new("train", 2).with("SUBLET_HOST_BYTES_MAX", "1048576");
     let mut job = stage.connected_job(&options)?;
-    refused(&stage, &["pause", "train"], &["host memory", "The tenant is active as before"])?;
+    let words = [
+        "of 2 process(es) needs",
+        "SUBLET_HOST_BYTES_MAX leaves 1048576: raise it",
+        "The tenant is active as before",
+    ];
+    refused(&stage, &["pause", "train"], &words)?;
     assert_eq!(stage.states("train")?, ["active"]);
+    for member in stage.members("train")? {
+        assert_eq!(member["pool"]["host_arena_bytes"], 0, "host memory was taken: {member:#}");
+    }
     job.step(1)?;
     job.verify()?;
+    job.exit()
+}
+
+#[test]
+fn host_with_room_for_each_process_alone_refuses_all_of_them_together() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    // Host memory comes in pieces of 256 MiB, so that each process needs one.
+    let limit = (400 * MIB).to_string();
+    let alone = stage.job(&JobOptions::new("alone", 1).with("SUBLET_HOST_BYTES_MAX", &limit))?;
+    stage.pause("alone")?;
+    stage.resume("alone")?;
+    alone.exit()?;
+    let options = JobOptions::new("train", 2).with("SUBLET_HOST_BYTES_MAX", &limit);
+    let mut job = stage.connected_job(&options)?;
+    let words = ["of 2 process(es) needs 536870912 bytes of host memory", "leaves 419430400"];
+    refused(&stage, &["pause", "train"], &words)?;
+    job.step(1)?;
+    job.verify()?;
+    job.exit()
+}
+
+/// The address space of a rank is limited after its start, so that the map for saved contents is refused.
+#[test]
+fn system_that_refuses_host_memory_refuses_the_pause() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let pid = job.ranks[1].pid().to_string();
+    let limit = |limit: &str| -> Outcome {
+        let limits = format!("--as={limit}:");
+        let done = Command::new("prlimit").args(["--pid", &pid, &limits]).status()?;
+        assert!(done.success(), "prlimit is part of util-linux");
+        Ok(())
+    };
+    // Room for threads and small things, and not for a piece of host memory.
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let size = status.lines().find_map(|line| line.strip_prefix("VmSize:"));
+    let size_kib = size.and_then(|text| text.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    let size_bytes = size_kib.expect("a size in kB") * 1024;
+    limit(&(size_bytes + 160 * MIB).to_string())?;
+    let words = ["the system refused 268435456 bytes of host memory", "ulimit -v"];
+    refused(&stage, &["pause", "train"], &words)?;
+    limit("unlimited")?;
+    for member in stage.members("train")? {
+        assert_eq!(member["pool"]["host_arena_bytes"], 0, "host memory stays: {member:#}");
+    }
+    goes_on(&stage, &mut job)?;
     job.exit()
 }
 
@@ -75,11 +134,18 @@ fn device_without_room_refuses_the_resume_until_it_has() -> Outcome {
         &["resume", "train"],
         &["GPU 0", "The tenant is paused, contents kept as before"],
     )?;
-    assert!(ran.stderr.contains("bytes"), "{ran:#?}");
+    // The other tenant is named with what it holds there.
+    let words = ["lacks", "held by tenant 'infer' (active): ", "outside Sublet: "];
+    for word in words {
+        assert!(ran.stderr.contains(word), "no '{word}' in {ran:#?}");
+    }
     let document = stage.sublet(&["resume", "train", "--json"])?.exited(1)?.json()?;
     let missing_bytes = document["missing_device_bytes"].as_u64().expect("a number of bytes");
     assert!((MIB..CAPACITIES[0]).contains(&missing_bytes), "{document:#}");
     assert_eq!(document["retryable"], true);
+    let holder = &document["shortages"][0]["holders"][0];
+    assert_eq!(holder["tenant"], "infer", "{document:#}");
+    assert!(holder["bytes"].as_u64().is_some_and(|bytes| bytes >= 80 * MIB), "{document:#}");
     assert_eq!(stage.states("train")?, ["paused"]);
     assert!(stage.used_bytes(1)? <= 2 * MIB, "the failed resume keeps memory");
 
@@ -108,7 +174,79 @@ fn resume_waits_for_memory_when_told_to() -> Outcome {
 }
 
 fn stage_resume_waiting(stage: &Stage) -> Outcome {
-    stage.sublet(&["resume", "train", "--wait", "30s"])?.succeeded().map(drop)
+    stage.sublet(&["resume", "train", "--wait=30s"])?.succeeded().map(drop)
+}
+
+#[test]
+fn process_outside_sublet_is_counted_as_such() -> Outcome {
+    let stage = Stage::new(&CAPACITIES[..1])?;
+    let options = JobOptions { tensor_mib: 48, ..JobOptions::new("train", 1) };
+    let job = stage.connected_job(&options)?;
+    stage.pause("train")?;
+    let stranger = JobOptions { tensor_mib: 80, is_preloaded: false, ..JobOptions::new("x", 1) };
+    let stranger = stage.job(&stranger)?;
+    let document = stage.sublet(&["resume", "train", "--json"])?.exited(1)?.json()?;
+    let shortage = &document["shortages"][0];
+    assert_eq!(shortage["holders"], serde_json::json!([]), "{document:#}");
+    assert!(shortage["outside_bytes"].as_u64().is_some_and(|bytes| bytes >= 80 * MIB));
+    stranger.exit()?;
+    stage.resume("train")?;
+    job.exit()
+}
+
+#[test]
+fn interrupted_wait_says_what_it_waited_for_and_leaves_the_tenant_paused() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let options = JobOptions { tensor_mib: 48, ..JobOptions::new("train", 2) };
+    let mut job = stage.connected_job(&options)?;
+    stage.pause("train")?;
+    let other = stage.job(&JobOptions { tensor_mib: 80, ..JobOptions::new("infer", 1) })?;
+    let mut command = stage.command(&stage.files().sublet);
+    let mut waiting = command
+        .args(["resume", "train", "--wait"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    let mut line = String::new();
+    let stderr = waiting.stderr.take().expect("a pipe");
+    // The first line comes when the first try has failed; the command's end would end the pipe.
+    BufReader::new(stderr).read_line(&mut line)?;
+    assert!(line.contains("tenant 'train' waits for"), "{line}");
+    assert!(line.contains("tenant 'infer' holds"), "{line}");
+    let pid = Pid::from_raw(i32::try_from(waiting.id()).expect("a process id"));
+    kill(pid, Signal::SIGINT)?;
+    assert!(!waiting.wait()?.success());
+
+    assert_eq!(stage.states("train")?, ["paused"]);
+    other.exit()?;
+    stage.resume("train")?;
+    job.step(1)?;
+    job.verify()?;
+    job.exit()
+}
+
+#[test]
+fn swap_waits_for_memory_when_told_to() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let options = JobOptions { tensor_mib: 48, ..JobOptions::new("train", 2) };
+    let mut job = stage.connected_job(&options)?;
+    stage.pause("train")?;
+    let small = stage.job(&JobOptions { first_device: 1, ..JobOptions::new("small", 1) })?;
+    let other = stage.job(&JobOptions { tensor_mib: 80, ..JobOptions::new("infer", 1) })?;
+    std::thread::scope(|scope| -> Outcome {
+        let swap = scope.spawn(|| {
+            stage.sublet(&["swap", "small", "train", "--wait=30s"])?.succeeded().map(drop)
+        });
+        other.exit()?;
+        swap.join().expect("the thread ends")
+    })?;
+    assert_eq!(stage.states("small")?, ["paused"]);
+    job.step(1)?;
+    job.verify()?;
+    stage.pause("train")?;
+    stage.resume("small")?;
+    small.exit()
 }
 
 #[test]

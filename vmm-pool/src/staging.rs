@@ -41,6 +41,17 @@ pub(crate) struct Saved {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostBudget(pub Option<u64>);
 
+/// Host memory that a pause would take now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostDemand {
+    /// Contents to save, in bytes.
+    pub saved_bytes: u64,
+    /// Host memory held for them already.
+    pub held_bytes: u64,
+    /// Host memory to be taken in addition.
+    pub grow_bytes: u64,
+}
+
 #[derive(Debug)]
 struct Chunk {
     map: MmapRaw,
@@ -125,10 +136,16 @@ impl<D: Driver> HostArena<D> {
         self.chunks.len() as u64 * CHUNK_BYTES
     }
 
+    /// What saving `saved_bytes` takes.
+    pub(crate) fn demand(&self, saved_bytes: u64) -> HostDemand {
+        let held_bytes = self.capacity_bytes();
+        let missing = saved_bytes.saturating_sub(held_bytes);
+        HostDemand { saved_bytes, held_bytes, grow_bytes: missing.next_multiple_of(CHUNK_BYTES) }
+    }
+
     /// Refuses when `needed_bytes` cannot be held within `budget`; changes nothing.
     pub(crate) fn check_budget(&self, needed_bytes: u64, budget: HostBudget) -> PoolResult<()> {
-        let missing = needed_bytes.saturating_sub(self.capacity_bytes());
-        let grow_bytes = missing.next_multiple_of(CHUNK_BYTES);
+        let grow_bytes = self.demand(needed_bytes).grow_bytes;
         match budget.0 {
             Some(available_bytes) if grow_bytes > available_bytes => {
                 Err(PoolError::OutOfHostMemory { needed_bytes, grow_bytes, available_bytes })

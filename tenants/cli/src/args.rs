@@ -75,14 +75,36 @@ pub(crate) struct ResumeArgs {
     /// The tenant
     #[arg(value_parser = tenant)]
     pub(crate) tenant: TenantName,
-    /// Keep trying for so long while GPU memory is short
-    #[arg(long, value_name = "TIME", value_parser = duration)]
-    pub(crate) wait: Option<Duration>,
+    #[command(flatten)]
+    pub(crate) wait: WaitArgs,
     /// Time for each phase; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) timeout: Option<Duration>,
     #[command(flatten)]
     pub(crate) json: JsonArgs,
+}
+
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct WaitArgs {
+    /// While GPU memory is short, wait until it fits: without end, or for the time given, such as --wait=90s
+    #[arg(
+        long,
+        value_name = "TIME",
+        value_parser = wait_time,
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = FOREVER
+    )]
+    wait: Option<Duration>,
+}
+
+const FOREVER: &str = "forever";
+
+impl WaitArgs {
+    /// How long to wait; nothing without the option, and no bound without a time.
+    pub(crate) fn at_most(self) -> Duration {
+        self.wait.unwrap_or_default()
+    }
 }
 
 #[derive(Debug, Args)]
@@ -93,6 +115,8 @@ pub(crate) struct SwapArgs {
     /// The tenant to resume
     #[arg(value_parser = tenant, value_name = "TO")]
     pub(crate) to: TenantName,
+    #[command(flatten)]
+    pub(crate) wait: WaitArgs,
     /// Time for each phase; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) timeout: Option<Duration>,
@@ -111,6 +135,10 @@ pub(crate) struct StatsArgs {
 
 fn tenant(text: &str) -> Result<TenantName, String> {
     TenantName::new(text).map_err(|error| error.to_string())
+}
+
+fn wait_time(text: &str) -> Result<Duration, String> {
+    if text == FOREVER { Ok(Duration::MAX) } else { duration(text) }
 }
 
 /// A time such as `500ms`, `30s`, `2m`, `1h`; a bare number is in seconds.
@@ -181,11 +209,19 @@ mod tests {
 
     #[test]
     fn options_are_read() {
-        let Command::Resume(args) = parse("sublet resume a --wait 90 --json").unwrap() else {
+        let Command::Resume(args) = parse("sublet resume a --wait=90 --json").unwrap() else {
             panic!();
         };
-        assert_eq!(args.wait, Some(Duration::from_secs(90)));
+        assert_eq!(args.wait.at_most(), Duration::from_secs(90));
         assert!(args.json.json);
+        let Command::Swap(args) = parse("sublet swap --wait a b").unwrap() else {
+            panic!();
+        };
+        assert_eq!(args.wait.at_most(), Duration::MAX);
+        let Command::Resume(args) = parse("sublet resume a").unwrap() else {
+            panic!();
+        };
+        assert_eq!(args.wait.at_most(), Duration::ZERO);
         let Command::Stats(args) = parse("sublet stats").unwrap() else {
             panic!();
         };

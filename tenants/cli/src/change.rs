@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use tenants::coordinator::{
-    self, Coordinator, CoordinatorError, Options, Outcome, Report, SwapError, phase_label,
+    self, Coordinator, CoordinatorError, DeviceShortage, Options, Outcome, Report, Swap, SwapError,
+    phase_label,
 };
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
@@ -41,33 +42,65 @@ pub(crate) fn resume(
     let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options(args.timeout));
     let result = {
         let mut progress = Progress::start();
-        resume_within(&mut coordinator, args.wait.unwrap_or_default(), &mut progress)
+        let result = coordinator.resume(&mut |event| progress.note(&event));
+        wait_until_it_fits(&mut coordinator, result, args.wait.at_most(), &mut progress)
     };
     show(&args.tenant, result, args.json.json, output)
 }
 
-/// Tries again while GPU memory is short, for at most `wait`.
-fn resume_within(
+/// Tries a resume again that `result` says was short of GPU memory, for at most `wait`, and says what it waits
+/// for. Between two tries the tenant stands paused, and ending this process leaves it so.
+fn wait_until_it_fits(
     coordinator: &mut Coordinator,
+    mut result: Result<Outcome, CoordinatorError>,
     wait: Duration,
     progress: &mut Progress,
 ) -> Result<Outcome, CoordinatorError> {
     let started = Instant::now();
     let mut back_off = RETRY_MIN;
+    let mut told = String::new();
+    coordinator.look_first();
     loop {
-        let result = coordinator.resume(&mut |event| progress.note(&event));
-        let missing = match &result {
-            Err(error) if error.is_retryable() => error.missing_device_bytes(),
+        let waiting_for = match &result {
+            Err(error) if error.is_retryable() => waiting_for(error),
             Ok(_) | Err(_) => None,
         };
         let left = wait.saturating_sub(started.elapsed());
-        let Some(missing) = missing.filter(|_| !left.is_zero()) else {
+        let Some(waiting_for) = waiting_for.filter(|_| !left.is_zero()) else {
             return result;
         };
-        progress.say(format!("waiting for {} of GPU memory", units::bytes(missing)));
+        if told != waiting_for {
+            progress.tell(&format!("tenant '{}' {waiting_for}", coordinator.tenant()));
+            told.clone_from(&waiting_for);
+        }
+        progress.say(waiting_for);
         pause_thread(back_off.min(left));
         back_off = (back_off * 2).min(RETRY_MAX);
+        result = coordinator.resume(&mut |event| progress.note(&event));
     }
+}
+
+/// What a resume waits for; `None` when it is not GPU memory.
+fn waiting_for(error: &CoordinatorError) -> Option<String> {
+    let missing_bytes = error.missing_device_bytes()?;
+    let devices: Vec<_> = error.shortages().iter().map(shortage_line).collect();
+    if devices.is_empty() {
+        return Some(format!("waits for {} of GPU memory", units::bytes(missing_bytes)));
+    }
+    Some(format!("waits for {}", devices.join("; ")))
+}
+
+fn shortage_line(shortage: &DeviceShortage) -> String {
+    let mut holders: Vec<_> = shortage
+        .holders
+        .iter()
+        .map(|holder| format!("tenant '{}' holds {}", holder.tenant, units::bytes(holder.bytes)))
+        .collect();
+    if shortage.outside_bytes > 0 || holders.is_empty() {
+        holders.push(format!("{} are outside Sublet", units::bytes(shortage.outside_bytes)));
+    }
+    let missing = units::bytes(shortage.missing_bytes());
+    format!("{missing} on GPU {} ({})", shortage.uuid, holders.join(", "))
 }
 
 #[expect(
@@ -93,14 +126,26 @@ pub(crate) fn swap(
     let (mut from, mut to) = (coordinator(&args.from), coordinator(&args.to));
     let result = {
         let mut progress = Progress::start();
-        coordinator::swap(&mut from, &mut to, &mut |event| progress.note(&event))
+        match coordinator::swap(&mut from, &mut to, &mut |event| progress.note(&event)) {
+            Err(SwapError::Resume { paused, source, paused_tenant }) => {
+                let wait = args.wait.at_most();
+                match wait_until_it_fits(&mut to, Err(*source), wait, &mut progress) {
+                    Ok(resumed) => Ok(Swap { paused: *paused, resumed }),
+                    Err(source) => {
+                        let source = Box::new(source);
+                        Err(SwapError::Resume { paused, source, paused_tenant })
+                    }
+                }
+            }
+            done => done,
+        }
     };
     let halves = match result {
         Ok(swap) => vec![(&args.from, Ok(swap.paused)), (&args.to, Ok(swap.resumed))],
         Err(SwapError::NoTarget(error)) => vec![(&args.to, Err(error))],
         Err(SwapError::Pause(error)) => vec![(&args.from, Err(error))],
         Err(SwapError::Resume { paused, source, .. }) => {
-            vec![(&args.from, Ok(*paused)), (&args.to, Err(source))]
+            vec![(&args.from, Ok(*paused)), (&args.to, Err(*source))]
         }
     };
     show_halves(halves, args.json.json, output)
@@ -156,6 +201,7 @@ struct Document<'a> {
     report: Option<&'a Report>,
     error: Option<String>,
     missing_device_bytes: Option<u64>,
+    shortages: &'a [DeviceShortage],
     retryable: bool,
     unchanged: bool,
 }
@@ -168,6 +214,7 @@ impl<'a> Document<'a> {
             report: None,
             error: None,
             missing_device_bytes: None,
+            shortages: &[],
             retryable: false,
             unchanged: true,
         };
@@ -182,6 +229,7 @@ impl<'a> Document<'a> {
                 document.outcome = "failed";
                 document.error = Some(chain(error));
                 document.missing_device_bytes = error.missing_device_bytes();
+                document.shortages = error.shortages();
                 document.retryable = error.is_retryable();
                 document.unchanged = error.left_unchanged();
             }

@@ -71,6 +71,11 @@ impl Progress {
         self.bar.set_message(text);
     }
 
+    /// Says something that a person should read also when standard error is a file.
+    pub(crate) fn tell(&self, message: &str) {
+        self.warn(message);
+    }
+
     fn warn(&self, message: &str) {
         self.bar.suspend(|| output::complain(message));
     }

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::report::{MemberFailure, Outcome};
+use super::shortage::DeviceShortage;
 use crate::identity::TenantName;
 use crate::run_dir::RunDirError;
 use crate::transport::TransportError;
@@ -83,8 +84,8 @@ pub enum CoordinatorError {
     /// A member did not do its part before the point of no return. Everything was undone, but for what
     /// `undo_failures` says.
     #[error(
-        "{} tenant '{tenant}' failed: {}{}",
-        gerund(*action), listed(failures), undone(*action, undo_failures)
+        "{} tenant '{tenant}' failed: {}{}{}",
+        gerund(*action), listed(failures), lacking(shortages), undone(*action, undo_failures)
     )]
     Refused {
         /// The tenant.
@@ -95,15 +96,35 @@ pub enum CoordinatorError {
         failures: Vec<MemberFailure>,
         /// Who could not be taken back.
         undo_failures: Vec<MemberFailure>,
+        /// Of a resume: devices that cannot hold the tenant now, and who holds them.
+        shortages: Vec<DeviceShortage>,
     },
 }
 
 impl CoordinatorError {
-    /// How much device memory was missing, when that is why: the largest figure that a member gave.
+    /// Devices that cannot hold the tenant now; empty when something else was the matter.
+    pub fn shortages(&self) -> &[DeviceShortage] {
+        match self {
+            Self::Refused { shortages, .. } => shortages,
+            Self::NoSuchTenant { .. }
+            | Self::NoProcess { .. }
+            | Self::RunDir(_)
+            | Self::Unreachable { .. }
+            | Self::NoGreeting { .. }
+            | Self::VersionsDiffer { .. }
+            | Self::Faulted { .. }
+            | Self::Unrecovered { .. } => &[],
+        }
+    }
+
+    /// How much device memory was missing, when that is why: the largest figure of one device.
     pub fn missing_device_bytes(&self) -> Option<u64> {
-        let Self::Refused { failures, .. } = self else {
+        let Self::Refused { failures, shortages, .. } = self else {
             return None;
         };
+        if let Some(most) = shortages.iter().map(DeviceShortage::missing_bytes).max() {
+            return Some(most);
+        }
         let missing = failures.iter().filter_map(|failure| match failure.failure.kind {
             FailureKind::OutOfDeviceMemory { missing_bytes } => Some(missing_bytes),
             FailureKind::InCapture
@@ -183,7 +204,7 @@ pub enum SwapError {
         /// How its pause went.
         paused: Box<Outcome>,
         /// Why the other did not resume.
-        source: CoordinatorError,
+        source: Box<CoordinatorError>,
     },
 }
 
@@ -216,6 +237,11 @@ fn listed(failures: &[MemberFailure]) -> String {
     )
 }
 
+fn lacking(shortages: &[DeviceShortage]) -> String {
+    let texts: Vec<_> = shortages.iter().map(|shortage| format!(". {shortage}")).collect();
+    texts.concat()
+}
+
 fn undone(action: Action, undo_failures: &[MemberFailure]) -> impl fmt::Display {
     let state = match action {
         Action::Pause => "active",
@@ -225,7 +251,8 @@ fn undone(action: Action, undo_failures: &[MemberFailure]) -> impl fmt::Display 
         format!(". The tenant is {state} as before")
     } else {
         format!(
-            ". The others are {state} as before, but taking back failed for {}",
+            ". The others are {state} as before, but taking back failed for {}. The next command for this tenant \
+             tries that again",
             listed(undo_failures)
         )
     }

@@ -5,12 +5,16 @@ use std::time::{Duration, Instant};
 
 use super::peers::{Peers, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Report, Step};
+use super::shortage::short_devices;
 use super::{CoordinatorError, Options, unexpected};
 use crate::cut::{Limits, Seen};
+use crate::host_memory;
 use crate::identity::TenantName;
 use crate::run_dir::{CoordinatorLock, TenantDir};
 use crate::transport::nobody_listens;
-use crate::wire::{Action, MemberState, Phase, PhaseReport, Reply, Request};
+use crate::wire::{
+    Action, DeviceDelta, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply, Request,
+};
 
 /// The order of phases, and how to go back.
 struct Plan {
@@ -254,6 +258,9 @@ impl<'a> Session<'a> {
                 return Err(result.into_failures());
             }
         }
+        if self.options.look_first && action == Action::Resume {
+            self.look(plan, members)?;
+        }
         let mut phases = plan.reversible;
         if action == Action::Pause {
             self.cut_and_close(members, report)?;
@@ -265,12 +272,49 @@ impl<'a> Session<'a> {
             if !result.failures.is_empty() {
                 return Err(result.into_failures());
             }
+            if let Some(failure) = self.host_shortage(&result.done) {
+                return Err(vec![failure]);
+            }
             report.add(self.summary(*phase, began.elapsed(), result.done));
         }
         let next = plan.last.first().map_or(Step::Hello, |p| Step::Phase(*p));
         let dead: Vec<_> =
             members.iter().filter_map(|index| self.peers.check_alive(*index, next).err()).collect();
         if dead.is_empty() { Ok(()) } else { Err(dead) }
+    }
+
+    /// Refuses when the devices cannot hold the members. Changes nothing: paused members that are asked to
+    /// undo a resume only say what they need.
+    fn look(&mut self, plan: &Plan, members: &[usize]) -> Result<(), Vec<MemberFailure>> {
+        let result = self.phase_step(plan.undo, members, OnFailure::WaitForAll);
+        let short = short_devices(result.done.iter().flat_map(|(_, reply)| needs_of(reply)));
+        let (Some(shortage), Some(&index)) = (short.first(), members.first()) else {
+            return Ok(());
+        };
+        let missing_bytes = shortage.missing_bytes();
+        let kind = FailureKind::OutOfDeviceMemory { missing_bytes };
+        let failure = Failure { kind, message: "its tenant does not fit".to_owned() };
+        let step = Step::Phase(Phase::CreateOwn);
+        Err(vec![MemberFailure { who: self.peers.list[index].who, step, failure }])
+    }
+
+    /// Do the members need more host memory together than there is? Named after the one that needs most.
+    fn host_shortage(&self, done: &[(usize, Reply)]) -> Option<MemberFailure> {
+        let needs = done.iter().filter_map(|(index, reply)| match reply {
+            Reply::PhaseDone(_, report) => Some((*index, report.host.as_ref()?)),
+            Reply::Member(_)
+            | Reply::Cut(_)
+            | Reply::Stats(_)
+            | Reply::Consented
+            | Reply::Fds { .. }
+            | Reply::Failed(_) => None,
+        });
+        let needs: Vec<_> = needs.collect();
+        let short = host_memory::shortage(needs.iter().map(|(_, need)| *need))?;
+        let (most, _) = needs.iter().max_by_key(|(_, need)| need.grow_bytes)?;
+        let failure = Failure { kind: FailureKind::OutOfHostMemory, message: short.to_string() };
+        let step = Step::Phase(Phase::SaveAndDropImports);
+        Some(MemberFailure { who: self.peers.list[*most].who, step, failure })
     }
 
     /// Undoes all that was done in `members` and makes the error of it.
@@ -305,9 +349,16 @@ impl<'a> Session<'a> {
             }
         }
         let failed_step = failures.first().map(|failure| failure.step);
+        let mut needs = Vec::new();
         while let Some(answer) = self.peers.next_answer() {
-            let Err(failure) = answer.result else {
-                continue;
+            let failure = match answer.result {
+                Err(failure) => failure,
+                Ok(reply) => {
+                    if answer.step == undo {
+                        needs.extend(needs_of(&reply).iter().cloned());
+                    }
+                    continue;
+                }
             };
             // Late news of the step that failed is part of why; of a member lost meanwhile, too.
             if answer.step != undo && Some(failure.step) == failed_step {
@@ -316,9 +367,14 @@ impl<'a> Session<'a> {
                 result.failures.push((answer.peer, failure));
             }
         }
+        let out_of_memory = failures
+            .iter()
+            .any(|member| matches!(member.failure.kind, FailureKind::OutOfDeviceMemory { .. }));
+        let shortages = if out_of_memory { short_devices(&needs) } else { Vec::new() };
         CoordinatorError::Refused {
             tenant: self.tenant(),
             action,
+            shortages,
             failures,
             undo_failures: result.into_failures(),
         }
@@ -447,6 +503,19 @@ impl<'a> Session<'a> {
                 "{late} process(es) joined the tenant meanwhile and took no part; run the command again"
             ));
         }
+    }
+}
+
+/// What the undo of a resume says is needed and free.
+fn needs_of(reply: &Reply) -> &[DeviceDelta] {
+    match reply {
+        Reply::PhaseDone(_, report) => &report.devices,
+        Reply::Member(_)
+        | Reply::Cut(_)
+        | Reply::Stats(_)
+        | Reply::Consented
+        | Reply::Fds { .. }
+        | Reply::Failed(_) => &[],
     }
 }
 

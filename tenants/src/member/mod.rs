@@ -23,15 +23,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use vmm_pool::Pool;
 use vmm_pool::driver::{Driver, RawContext};
 use vmm_pool::support::Unsupported;
-use vmm_pool::{HostBudget, Pool};
 
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use fetch::ImportError;
 
 use crate::cut::Cut;
 use crate::gate::Gate;
+use crate::host_memory::HostLimit;
 use crate::identity::{MemberId, TenantName};
 use crate::run_dir::{RunDir, RunDirError, TenantDir};
 use crate::transport::Connection;
@@ -49,8 +50,8 @@ pub struct MemberConfig {
     pub command: String,
     /// Version of the library, the same in all processes of a tenant.
     pub version: String,
-    /// How much host memory a pause may take, asked at each pause.
-    pub host_budget: fn(members: usize) -> HostBudget,
+    /// What limits the host memory that a pause may take, asked at each pause.
+    pub host_limits: fn() -> Vec<HostLimit>,
     /// Contexts that the application has made for itself, asked at each pause: their work must end too.
     pub own_contexts: fn() -> Vec<RawContext>,
     /// How many threads bring new host memory in.
@@ -324,11 +325,6 @@ impl<D: Driver> Member<D> {
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
-    }
-
-    /// How many processes its tenant has now, itself included.
-    fn member_count(&self) -> usize {
-        self.dir.members().map_or(1, |members| members.len().max(1))
     }
 }
 

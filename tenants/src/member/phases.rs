@@ -2,13 +2,14 @@
 
 use std::time::Instant;
 
-use vmm_pool::driver::{DeviceOrdinal, Driver, DriverError, RawContext};
+use vmm_pool::driver::{DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, RawContext};
 use vmm_pool::{PoolError, StepLog};
 
 use super::state::{Event, InvalidTransition};
 use super::{ImportError, Member, Progress, Standing};
 use crate::cut::{Limits, Seen};
 use crate::gate::StillInside;
+use crate::host_memory::HostNeed;
 use crate::wire::{DeviceDelta, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply};
 
 impl<D: Driver> Member<D> {
@@ -155,12 +156,17 @@ impl<D: Driver> Member<D> {
                 Err(_) => return Err(drain_timeout()),
             }
         }
-        Ok(PhaseReport { driver_calls: 2 * places.len() as u64, ..PhaseReport::default() })
+        let driver_calls = 2 * places.len() as u64;
+        Ok(PhaseReport { driver_calls, host: Some(self.host_need()), ..PhaseReport::default() })
+    }
+
+    fn host_need(&self) -> HostNeed {
+        HostNeed::new(self.pool.host_demand(), (self.config.host_limits)())
     }
 
     fn save_and_drop_imports(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
-        let budget = (self.config.host_budget)(self.member_count());
+        let budget = self.host_need().budget();
         self.standing().progress = Progress::Moving;
         let log = self.pool.save_and_drop_imports(budget).map_err(|error| pool_failure(&error))?;
         self.standing().progress = Progress::Saved;
@@ -382,7 +388,8 @@ impl<D: Driver> Member<D> {
     fn abort_resume(&self) -> Result<PhaseReport, Failure> {
         match self.state() {
             MemberState::Restoring => {}
-            MemberState::Active | MemberState::Paused => return Ok(PhaseReport::default()),
+            MemberState::Active => return Ok(PhaseReport::default()),
+            MemberState::Paused => return Ok(self.needs()),
             MemberState::Faulted => return Err(faulted()),
             state @ MemberState::Offloading => {
                 return Err(wrong_state(format!("a resume cannot be undone while {state:?}")));
@@ -393,7 +400,18 @@ impl<D: Driver> Member<D> {
         log.steps.extend(own.steps);
         self.transition(Event::ResumeUndone)?;
         self.gate.set_vacated();
-        Ok(report(log))
+        Ok(PhaseReport { devices: self.needs().devices, ..report(log) })
+    }
+
+    /// While paused: what a resume needs on each device, and what is free there.
+    fn needs(&self) -> PhaseReport {
+        let devices = self.pool.report().devices.into_iter();
+        let vacated = devices.map(|row| {
+            let bytes = row.own_bytes().saturating_sub(row.resident_bytes());
+            DeviceBytes { device: row.device, uuid: row.uuid, bytes }
+        });
+        let vacated: Vec<_> = vacated.filter(|row| row.bytes > 0).collect();
+        PhaseReport { devices: self.deltas(&vacated), ..PhaseReport::default() }
     }
 }
 
@@ -521,6 +539,11 @@ pub(super) fn pool_failure(error: &PoolError) -> Failure {
             FailureKind::OutOfHostMemory
         }
         PoolError::MissingImport { .. } => FailureKind::PeerGone,
+        PoolError::Driver { source, .. }
+            if source.op == DriverOp::HostRegister && source.code == DriverCode::OUT_OF_MEMORY =>
+        {
+            FailureKind::OutOfHostMemory
+        }
         PoolError::NotOurs | PoolError::StaleHandle { .. } | PoolError::Driver { .. } => {
             FailureKind::Driver
         }

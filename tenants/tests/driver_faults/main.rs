@@ -10,5 +10,6 @@
 mod lost_context;
 mod pairs;
 mod sharing;
+mod shortage;
 mod singles;
 mod stage;

@@ -15,11 +15,12 @@ use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState};
 use vmm_pool::driver::sim::{Census, Faults, GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
-use vmm_pool::{Class, Contents, HostBudget};
+use vmm_pool::{Class, Contents};
 
 /// The simulated driver's granularity.
 pub(crate) const UNIT: u64 = GRANULARITY_BYTES;
-const CAPACITY_BYTES: u64 = 128 << 20;
+/// Memory of each device.
+pub(crate) const CAPACITY_BYTES: u64 = 128 << 20;
 const TENANT: &str = "train";
 /// Long enough for a busy machine; no test waits for it.
 const PHASE_TIMEOUT: Duration = Duration::from_mins(1);
@@ -69,7 +70,7 @@ pub(crate) fn config(run_dir: &RunDir) -> MemberConfig {
         tenant: tenant(),
         command: "python train.py".to_owned(),
         version: "0.1.0".to_owned(),
-        host_budget: |_| HostBudget(None),
+        host_limits: Vec::new,
         own_contexts: Vec::new,
         toucher_threads: 1,
     }
@@ -220,6 +221,11 @@ impl Stage {
 
     pub(crate) fn assert_all(&self, state: MemberState, when: &str) {
         assert_eq!(self.states(), [state; 2], "{when}");
+    }
+
+    /// Bytes that the tenant holds on a device while it is active.
+    pub(crate) fn resident_on(&self, device: usize) -> u64 {
+        self.resident[device]
     }
 
     /// Bytes that anybody holds, by device.

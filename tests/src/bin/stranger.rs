@@ -92,7 +92,11 @@ fn redeem() -> io::Result<String> {
     let mut stream = UnixStream::connect(&ticket.owner_socket)?;
     // The identity of a member is no secret that would help: it says whose it is.
     let allocations = vec![ticket.allocation];
-    let request = Request::FetchFds { allocations, importer: ticket.owner };
+    let request = Request::FetchFds {
+        allocations,
+        purpose: tenants::wire::FetchPurpose::Redeem,
+        importer: ticket.owner,
+    };
     let question = encode(&request, 0).map_err(io::Error::other)?;
     stream.write_all(&question).ok();
     heard(&mut stream)

@@ -10,7 +10,7 @@ use crate::error::{Describe, PoolResult};
 use crate::pool::strays::StrayHandle;
 use crate::pool::tables::Presence;
 use crate::pool::{Pool, is_saved};
-use crate::staging::{CopyStreams, HostBudget, Saved};
+use crate::staging::{CopyStreams, HostBudget, HostDemand, Saved};
 
 /// Bytes copied between two looks at a stream. At 55 GB/s that is 5 ms, in which the driver unmaps some
 /// 200 blocks: copying and unmapping keep each other busy.
@@ -334,6 +334,12 @@ impl<D: Driver> Pool<D> {
         for (_, found) in &mut self.tables().allocations {
             found.saved = None;
         }
+    }
+
+    /// Host memory that a pause would take now. Waits for a pause or resume under way.
+    pub fn host_demand(&self) -> HostDemand {
+        let saved_bytes = self.kept_bytes();
+        self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner).demand(saved_bytes)
     }
 
     /// After a pause that came to nothing: gives host memory back that it took, down to what the last

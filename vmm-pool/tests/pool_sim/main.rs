@@ -7,6 +7,7 @@
 
 mod calls;
 mod faults;
+mod host_memory;
 mod model;
 mod stage;
 mod vacate;

@@ -5,7 +5,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
-use vmm_pool::HostBudget;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 
 use super::*;
@@ -44,7 +43,7 @@ impl Job {
                 tenant: tenant("train"),
                 command: "python train.py".to_owned(),
                 version: "0.1.0".to_owned(),
-                host_budget: |_| HostBudget(None),
+                host_limits: Vec::new,
                 own_contexts: Vec::new,
                 toucher_threads: 1,
             };

@@ -14,6 +14,7 @@ use vmm_pool::PoolReport;
 use vmm_pool::driver::DeviceOrdinal;
 
 use crate::coordinator::{Coordinator, Event, Options};
+use crate::host_memory::HostNeed;
 use crate::identity::{MemberId, TenantName};
 use crate::run_dir::RunDir;
 use crate::transport::frame::encode;
@@ -63,6 +64,7 @@ pub(super) struct Script {
     pub(super) consent: Option<Fault>,
     pub(super) hello: Option<Fault>,
     pub(super) stats: Option<Fault>,
+    pub(super) host: Option<HostNeed>,
 }
 
 impl Script {
@@ -74,6 +76,7 @@ impl Script {
             consent: None,
             hello: None,
             stats: None,
+            host: None,
         }
     }
 
@@ -111,6 +114,7 @@ pub(super) fn options() -> Options {
         contact_timeout: Duration::from_millis(500),
         lock_timeout: Duration::from_secs(10),
         consent: None,
+        look_first: false,
     }
 }
 
@@ -326,6 +330,7 @@ impl Agent {
                 total_bytes: 80 * GIB,
             }],
             notes: Vec::new(),
+            host: self.script.host.clone().filter(|_| phase == Phase::Drain),
         };
         Reply::PhaseDone(phase, report)
     }

@@ -1,6 +1,7 @@
 //! Every fault in every phase of every member.
 
 use super::*;
+use crate::host_memory::{HostLimit, HostNeed, LimitKind};
 
 const MEMBERS: usize = 3;
 const REVERSIBLE_PAUSE: &[Phase] = &[Phase::CloseGate, Phase::Drain, Phase::SaveAndDropImports];
@@ -228,6 +229,27 @@ fn an_undo_that_fails_is_part_of_the_error() {
     assert!(!error.left_unchanged() && !error.is_retryable());
     let text = error.to_string();
     assert!(text.contains("but taking back failed for process"), "{text}");
+}
+
+#[test]
+fn members_that_fit_the_host_alone_but_not_together_are_refused_before_anything_is_saved() {
+    let limits = vec![HostLimit { kind: LimitKind::Available, bytes: 3 * GIB }];
+    let mut script = active();
+    script.host =
+        Some(HostNeed { saved_bytes: 2 * GIB, held_bytes: 0, grow_bytes: 2 * GIB, limits });
+    let world = World::of(&[script.clone()]);
+    assert_eq!(report(world.coordinator().pause(&mut quiet).unwrap()).phases.len(), 5);
+
+    let world = World::of(&[script.clone(), script]);
+    let error = world.coordinator().pause(&mut quiet).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("needs 4294967296 bytes of host memory"), "{text}");
+    assert!(text.contains("MemAvailable leaves 3221225472"), "{text}");
+    assert!(error.is_retryable() && error.left_unchanged());
+    for id in [1, 2] {
+        let phases = [Phase::CloseGate, Phase::Drain, Phase::AbortPause];
+        assert_eq!(world.phases_of(id), phases);
+    }
 }
 
 #[test]

@@ -1,0 +1,129 @@
+//! Which devices are too full for a resume, and who holds them.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::{Coordinator, Options, TenantStats};
+use crate::identity::TenantName;
+use crate::run_dir::RunDir;
+use crate::wire::{DeviceDelta, MemberState};
+
+/// For the answers of other tenants' processes: they are only asked who holds what.
+const HOLDER_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A device that cannot hold what a tenant had there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DeviceShortage {
+    /// The machine-wide name, in hexadecimal.
+    pub uuid: String,
+    /// Bytes that all processes of the tenant need there.
+    pub needed_bytes: u64,
+    /// Bytes that are free.
+    pub free_bytes: u64,
+    /// All bytes of the device.
+    pub total_bytes: u64,
+    /// Other tenants with memory there, largest first.
+    pub holders: Vec<Holder>,
+    /// What is neither free nor any other tenant's: contexts, and processes that do not run under Sublet.
+    pub outside_bytes: u64,
+}
+
+/// A tenant that has memory on a device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Holder {
+    /// Its name.
+    pub tenant: String,
+    /// Does it run? A paused tenant can hold memory that a pause leaves in place.
+    pub active: bool,
+    /// How much.
+    pub bytes: u64,
+}
+
+impl DeviceShortage {
+    /// How much more must be free.
+    pub fn missing_bytes(&self) -> u64 {
+        self.needed_bytes.saturating_sub(self.free_bytes)
+    }
+}
+
+impl fmt::Display for DeviceShortage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { uuid, needed_bytes, free_bytes, .. } = self;
+        let missing_bytes = self.missing_bytes();
+        write!(
+            f,
+            "GPU {uuid} lacks {missing_bytes} bytes ({needed_bytes} needed, {free_bytes} free; held by "
+        )?;
+        for holder in &self.holders {
+            let state = if holder.active { "active" } else { "paused" };
+            write!(f, "tenant '{}' ({state}): {}, ", holder.tenant, holder.bytes)?;
+        }
+        write!(f, "outside Sublet: {})", self.outside_bytes)
+    }
+}
+
+/// The devices on which the needs of all members together exceed what is free. Members that released last
+/// saw most of it free.
+pub(super) fn short_devices<'a>(
+    needs: impl IntoIterator<Item = &'a DeviceDelta>,
+) -> Vec<DeviceShortage> {
+    let mut devices: BTreeMap<&str, DeviceShortage> = BTreeMap::new();
+    for need in needs {
+        let device = devices.entry(&need.uuid).or_insert_with(|| DeviceShortage {
+            uuid: need.uuid.clone(),
+            needed_bytes: 0,
+            free_bytes: 0,
+            total_bytes: need.total_bytes,
+            holders: Vec::new(),
+            outside_bytes: 0,
+        });
+        device.needed_bytes = device.needed_bytes.saturating_add(need.bytes);
+        device.free_bytes = device.free_bytes.max(need.free_bytes);
+    }
+    devices.into_values().filter(|device| device.missing_bytes() > 0).collect()
+}
+
+/// Finds out who holds `shortages`, `tenant` itself left out. A tenant that does not answer counts as outside.
+pub(super) fn name_holders(
+    shortages: &mut [DeviceShortage],
+    run_dir: &RunDir,
+    tenant: &TenantName,
+) {
+    if shortages.is_empty() {
+        return;
+    }
+    let names = run_dir.tenants().unwrap_or_default();
+    let options = Options { contact_timeout: HOLDER_TIMEOUT, ..Options::default() };
+    let others: Vec<TenantStats> = names
+        .into_iter()
+        .filter(|name| name != tenant)
+        .filter_map(|name| Coordinator::new(run_dir.clone(), name, options.clone()).stats().ok())
+        .collect();
+    for shortage in shortages {
+        let held = others.iter().filter_map(|stats| {
+            let bytes = held_on(stats, &shortage.uuid);
+            let active =
+                stats.members.iter().any(|member| member.member.state == MemberState::Active);
+            (bytes > 0).then(|| Holder { tenant: stats.tenant.clone(), active, bytes })
+        });
+        shortage.holders = held.collect();
+        shortage.holders.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
+        let known = shortage.holders.iter().map(|holder| holder.bytes).sum();
+        let used_bytes = shortage.total_bytes.saturating_sub(shortage.free_bytes);
+        shortage.outside_bytes = used_bytes.saturating_sub(known);
+    }
+}
+
+/// Bytes of a tenant on one device, with what its pool only counts.
+fn held_on(stats: &TenantStats, uuid: &str) -> u64 {
+    let devices = stats.members.iter().flat_map(|member| &member.pool.devices);
+    let bytes = devices.filter(|row| row.uuid == uuid).map(|row| {
+        let stays: u64 = row.pinned.iter().map(|pinned| pinned.bytes).sum();
+        let in_classes: u64 = row.classes.iter().map(|class| class.pinned_bytes).sum();
+        row.resident_bytes() + stays.saturating_sub(in_classes)
+    });
+    bytes.sum()
+}

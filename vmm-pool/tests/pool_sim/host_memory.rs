@@ -1,0 +1,56 @@
+//! Host memory of pauses that come to nothing.
+
+use vmm_pool::driver::sim::{FaultSpan, SimNode};
+use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp};
+
+use crate::stage::{
+    DEVICE, SimPool, UNIT, UNLIMITED, create, holds, kept, map, pattern, pause, pool, resume, write,
+};
+
+/// Host memory is taken in pieces of this size.
+const CHUNK: u64 = 256 << 20;
+
+fn arena_bytes(pool: &SimPool) -> u64 {
+    pool.report().host_arena_bytes
+}
+
+#[test]
+fn host_memory_of_a_pause_that_failed_goes_back_to_what_the_last_one_used() {
+    let node = SimNode::private(&[CHUNK + 64 * UNIT]).expect("a node");
+    let pool = pool(&node);
+    let handle = create(&pool, DEVICE, 1, kept());
+    let place = map(&pool, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
+    write(&pool, DEVICE, place, pattern(3));
+    let faults = pool.driver().faults();
+    for op in [DriverOp::HostRegister, DriverOp::CopyToHost, DriverOp::StreamSynchronize] {
+        faults.fail(op, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
+        assert!(pool.save_and_drop_imports(UNLIMITED).is_err(), "{op}");
+        faults.clear();
+        assert_eq!(arena_bytes(&pool), 0, "{op}: nothing was used before");
+        pool.remount_own().expect("mapped again");
+    }
+    // Saved well, and undone for another's sake.
+    pool.save_and_drop_imports(UNLIMITED).expect("saving");
+    pool.remount_own().expect("mapped again");
+    drop(pool.commit_resume());
+    assert_eq!(arena_bytes(&pool), CHUNK);
+    pool.give_back_host_memory();
+    assert_eq!((arena_bytes(&pool), pool.driver().census().host_ranges), (0, 0));
+
+    pause(&pool);
+    resume(&pool);
+    assert_eq!(arena_bytes(&pool), CHUNK, "kept for the next pause");
+    let more = create(&pool, DEVICE, CHUNK / UNIT, kept());
+    assert_eq!(pool.host_demand().grow_bytes, CHUNK);
+    faults.fail(DriverOp::HostRegister, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
+    let error = pool.save_and_drop_imports(UNLIMITED).expect_err("the second piece is refused");
+    assert!(error.to_string().contains("pinning of host memory"), "{error}");
+    faults.clear();
+    pool.remount_own().expect("mapped again");
+    assert_eq!(arena_bytes(&pool), CHUNK, "what the last pause used stays");
+    pool.release(more).expect("release");
+    assert!(holds(&pool, DEVICE, place, pattern(3)));
+    pause(&pool);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, place, pattern(3)));
+}
