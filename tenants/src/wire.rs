@@ -13,7 +13,7 @@ use crate::host_memory::HostNeed;
 use crate::identity::MemberId;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 3;
+pub const PROTOCOL_VERSION: u16 = 4;
 
 /// What one process asks of another's agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

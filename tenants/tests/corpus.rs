@@ -14,6 +14,7 @@ use serde::de::DeserializeOwned;
 use tenants::cut::{
     CommunicatorId, CutReport, Inside, Lane, Need, PostCount, Seat, Seen, Series, Waiting,
 };
+use tenants::host_memory::{HostLimit, HostNeed, LimitKind};
 use tenants::identity::{MemberId, TenantName};
 use tenants::ticket::Ticket;
 use tenants::transport::Limits;
@@ -132,6 +133,12 @@ fn replies() -> Vec<Reply> {
             total_bytes: 80 << 30,
         }],
         notes: vec!["something stays".to_owned()],
+        host: Some(HostNeed {
+            saved_bytes: 3 << 30,
+            held_bytes: 1 << 30,
+            grow_bytes: 2 << 30,
+            limits: vec![HostLimit { kind: LimitKind::Configured, bytes: 8 << 30 }],
+        }),
     };
     let stats = MemberStats {
         member: member.clone(),

@@ -14,9 +14,9 @@ use tenants::run_dir::RunDir;
 use tenants::ticket::Ticket;
 use tenants::transport::{Connection, poll_until};
 use tenants::wire::{Reply, Request};
+use vmm_pool::Class;
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal, Driver as _};
-use vmm_pool::{Class, HostBudget};
 
 /// A member on the simulated driver.
 pub(crate) type SimMember = Member<SimDriver>;
@@ -53,7 +53,7 @@ impl Stage {
             tenant: name(tenant),
             command: "a member".to_owned(),
             version: "0.1.0".to_owned(),
-            host_budget: |_| HostBudget(None),
+            host_limits: Vec::new,
             own_contexts: Vec::new,
             toucher_threads: 1,
         };
