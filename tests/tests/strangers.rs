@@ -16,7 +16,6 @@ use std::time::{Duration, Instant};
 use sublet_tests::Outcome;
 use tempfile::TempDir;
 use tenants::coordinator::{Coordinator, Options, Outcome as Done};
-use tenants::host_memory;
 use tenants::identity::TenantName;
 use tenants::member::{Member, MemberConfig};
 use tenants::run_dir::RunDir;
@@ -68,7 +67,7 @@ impl Stage {
             tenant: TenantName::new("train")?,
             command: "a member".to_owned(),
             version: "0.1.0".to_owned(),
-            host_budget: |members| host_memory::budget(None, members),
+            host_limits: Vec::new,
             own_contexts: Vec::new,
             toucher_threads: 1,
         };
