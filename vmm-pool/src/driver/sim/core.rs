@@ -264,6 +264,7 @@ impl Core {
         let (live, threads) = {
             let mut streams = lock(&self.streams);
             streams.defaults.clear();
+            streams.clear_events();
             (std::mem::take(&mut streams.live), std::mem::take(&mut streams.threads))
         };
         for stream in live.values() {
