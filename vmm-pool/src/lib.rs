@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 pub use error::{PoolError, PoolResult};
 pub use pool::{Class, Export, ImportSource, Pool};
 pub use report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
-pub use staging::{HostBudget, HostDemand};
+pub use staging::{HostBudget, HostDemand, PinLater, Staging};
 pub use turns::PinTurns;
 pub use vacate::{ImportRequest, Step, StepLog};
 

@@ -6,6 +6,7 @@
 //! promise: whoever waits too long, because the holder was stopped, goes ahead without it.
 
 use std::fs::File;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// A pin of 256 MiB takes 4 to 10 ms alone; with 64 processes before us, this is still enough.
@@ -28,9 +29,14 @@ impl PinTurns {
 
     /// Waits for a turn. `None` when there is nobody to take turns with, or patience has ended.
     pub(crate) fn take(&self) -> Option<Turn<'_>> {
+        self.take_unless(&AtomicBool::new(false))
+    }
+
+    /// As [`PinTurns::take`]; also `None` as soon as `called_off` is set.
+    pub(crate) fn take_unless(&self, called_off: &AtomicBool) -> Option<Turn<'_>> {
         let file = self.0.as_ref()?;
         let began = Instant::now();
-        loop {
+        while !called_off.load(Ordering::Acquire) {
             match file.try_lock() {
                 Ok(()) => return Some(Turn(file)),
                 Err(std::fs::TryLockError::WouldBlock) if began.elapsed() < PATIENCE => look_away(),
@@ -40,6 +46,7 @@ impl PinTurns {
                 }
             }
         }
+        None
     }
 }
 
@@ -86,6 +93,19 @@ mod tests {
         let began = Instant::now();
         assert!(other.take().is_none());
         assert!(began.elapsed() >= PATIENCE);
+    }
+
+    #[test]
+    fn a_waiter_that_is_called_off_goes_at_once() {
+        let (_file, one, other) = opened_twice();
+        let _turn = one.take().expect("nobody has it");
+        assert!(other.take_unless(&AtomicBool::new(true)).is_none());
+        let called_off = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| other.take_unless(&called_off).is_some());
+            called_off.store(true, Ordering::Release);
+            assert!(!waiter.join().unwrap());
+        });
     }
 
     #[test]

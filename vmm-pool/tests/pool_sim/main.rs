@@ -9,5 +9,6 @@ mod calls;
 mod faults;
 mod host_memory;
 mod model;
+mod ring;
 mod stage;
 mod vacate;
