@@ -93,7 +93,7 @@ fn a_first_pause_goes_through_the_ring_and_pins_no_more_than_that() {
     assert_eq!(filled.pinned_bytes(), STAGING.chunk_bytes);
     assert_eq!(filled.pool.report().host_arena_bytes, filled.chunks() * STAGING.chunk_bytes);
     assert!(filled.calls(DriverOp::EventRecord) >= filled.saved_bytes() / STAGING.chunk_bytes);
-    assert_eq!(filled.pool.driver().event_count(), 0, "no event is left");
+    assert_eq!(filled.pool.driver().census().events, 0, "no event is left");
     assert_eq!(free_bytes(&filled.pool, DEVICE), CAPACITY_BYTES);
     resume(&filled.pool);
     filled.assert_holds(0);
@@ -244,7 +244,7 @@ fn first_pause_with_fault(op: DriverOp, span: FaultSpan) -> bool {
     let met = faults.fired() > 0;
     // Only what can be put off may go wrong unnoticed.
     let hidden = met && outcome.is_ok();
-    let put_off = filled.pool.driver().event_count() > 0 || op == DriverOp::StreamDestroy;
+    let put_off = filled.pool.driver().census().events > 0 || op == DriverOp::StreamDestroy;
     assert!(!hidden || put_off, "{op} {span:?} was hidden");
     assert!(met || outcome.is_ok(), "{op} {span:?}: {outcome:?}");
     filled.pool.remount_own().unwrap_or_else(|error| panic!("{op} {span:?}: undo: {error}"));
@@ -254,7 +254,7 @@ fn first_pause_with_fault(op: DriverOp, span: FaultSpan) -> bool {
     pause(&filled.pool);
     resume(&filled.pool);
     filled.assert_holds(1);
-    assert_eq!(filled.pool.driver().event_count(), 0, "{op} {span:?}: an event is left for good");
+    assert_eq!(filled.pool.driver().census().events, 0, "{op} {span:?}: an event is left for good");
     met
 }
 
@@ -337,6 +337,6 @@ proptest! {
                 filled.add(&on(&more));
             }
         }
-        assert_eq!(filled.pool.driver().event_count(), 0, "no event is left");
+        assert_eq!(filled.pool.driver().census().events, 0, "no event is left");
     }
 }

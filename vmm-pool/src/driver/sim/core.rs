@@ -124,7 +124,8 @@ impl Core {
 
     /// What this process holds now. For tests of leaks.
     pub fn census(&self) -> Census {
-        Census { streams: self.stream_count(), ..self.read().census() }
+        let (streams, events) = (self.stream_count(), self.event_count());
+        Census { streams, events, ..self.read().census() }
     }
 
     // Devices.

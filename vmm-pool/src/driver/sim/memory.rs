@@ -68,6 +68,8 @@ pub struct Census {
     pub host_ranges: usize,
     /// Streams, default ones not counted.
     pub streams: usize,
+    /// Events.
+    pub events: usize,
 }
 
 #[derive(Debug)]
@@ -147,6 +149,7 @@ impl Memory {
             mappings: self.mappings.len(),
             host_ranges: self.host.len(),
             streams: 0,
+            events: 0,
         }
     }
 

@@ -206,8 +206,7 @@ impl Core {
         lock(&self.streams).events.remove(&event.0).map(drop).ok_or(DriverCode::INVALID_HANDLE)
     }
 
-    /// How many events there are.
-    pub fn event_count(&self) -> usize {
+    pub(super) fn event_count(&self) -> usize {
         lock(&self.streams).events.len()
     }
 
