@@ -15,13 +15,16 @@
 
 mod arena;
 mod chunk;
+mod copies;
 mod pinning;
 mod ring;
 mod streams;
 
 use crate::driver::{DeviceOrdinal, PinnedFor};
 
-pub(crate) use arena::{DeviceStream, HostArena, Mark, Saved};
+pub(crate) use arena::HostArena;
+pub(crate) use copies::Saved;
+pub(crate) use ring::{DeviceStream, Mark};
 pub(crate) use streams::CopyStreams;
 
 /// How much the arena may grow by, in bytes; `None` is without limit.
