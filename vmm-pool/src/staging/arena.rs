@@ -207,7 +207,7 @@ impl<D: Driver> HostArena<D> {
 
 impl<D: Driver> Drop for HostArena<D> {
     fn drop(&mut self) {
-        self.end_saving();
+        self.end_saving(&mut StepLog::default());
         if let Err(error) = self.shrink_to(0) {
             tracing::error!(%error, "host memory stays pinned");
             self.chunks.drain(..).for_each(Chunk::keep);

@@ -55,16 +55,13 @@ impl<D: Driver> HostArena<D> {
         pin_for: PinFor,
     ) -> PoolResult<()> {
         self.call_pinner_off(log);
-        log.timed("map host memory", |_| {
-            while self.capacity_bytes() < end_bytes {
-                let chunk = Chunk::map(self.chunk_length());
-                self.chunks.push(chunk.map_err(|source| PoolError::HostMemoryRefused {
-                    size_bytes: self.chunk_bytes(),
-                    source,
-                })?);
-            }
-            Ok(())
-        })?;
+        while self.capacity_bytes() < end_bytes {
+            let chunk = Chunk::map(self.chunk_length());
+            self.chunks.push(chunk.map_err(|source| PoolError::HostMemoryRefused {
+                size_bytes: self.chunk_bytes(),
+                source,
+            })?);
+        }
         let used = length_of(end_bytes.div_ceil(self.chunk_bytes()));
         self.in_use = Some((used, pin_for));
         let unpinned: Vec<usize> = (0..used).filter(|&i| !self.chunks[i].is_pinned).collect();
@@ -111,9 +108,9 @@ impl<D: Driver> HostArena<D> {
     }
 
     /// The pause has saved, or failed to: ends the ring and its threads, after all copies that it was given.
-    pub(crate) fn end_saving(&mut self) {
+    pub(crate) fn end_saving(&mut self, log: &mut StepLog) {
         if let Some(open) = self.ring.take() {
-            self.kept_events = open.ring.end();
+            self.kept_events = log.measured("end the ring", || open.ring.end());
         }
     }
 
@@ -187,8 +184,8 @@ impl<D: Driver> HostArena<D> {
     /// Lets everything under way through the ring land, and ends it: its chunk takes contents from now on.
     fn drain_ring(&mut self, log: &mut StepLog) -> PoolResult<()> {
         let mark = self.flush(log)?;
-        log.timed("drain the ring", |_| self.wait_for(mark))?;
-        self.end_saving();
+        self.wait_for(log, mark)?;
+        self.end_saving(log);
         Ok(())
     }
 
@@ -198,8 +195,11 @@ impl<D: Driver> HostArena<D> {
     }
 
     /// Waits until everything before `mark` that goes through the ring is in its final place.
-    pub(crate) fn wait_for(&mut self, mark: Mark) -> PoolResult<()> {
-        self.ring.as_mut().map_or(Ok(()), |open| open.ring.wait_for(mark))
+    pub(crate) fn wait_for(&mut self, log: &mut StepLog, mark: Mark) -> PoolResult<()> {
+        let Some(open) = &mut self.ring else {
+            return Ok(());
+        };
+        log.timed("wait for the ring", |_| open.ring.wait_for(mark))
     }
 
     /// Starts copies from the arena back to `target`. Memory that is not pinned yet is pinned first; where the

@@ -73,7 +73,7 @@ impl<D: Driver> Pool<D> {
         });
         let outcome = planned.and_then(|groups| {
             let outcome = self.run_groups(&mut log, &mut arena, &mut streams, &groups);
-            log.measured("end the ring", || arena.end_saving());
+            arena.end_saving(&mut log);
             outcome.map(|()| groups)
         });
         if outcome.is_err() {
@@ -127,7 +127,7 @@ impl<D: Driver> Pool<D> {
                 imports_dropped = true;
             }
             if let Some((done, mark)) = done {
-                log.timed("wait for the ring", |_| arena.wait_for(mark))?;
+                arena.wait_for(log, mark)?;
                 log.timed("unmap saved", |log| self.retire(log, done))?;
             }
         }
@@ -139,7 +139,7 @@ impl<D: Driver> Pool<D> {
                 log.timed("wait for copies", |_| copies.finish_all())?;
             }
             for (group, mark) in flying {
-                log.timed("wait for the ring", |_| arena.wait_for(mark))?;
+                arena.wait_for(log, mark)?;
                 log.timed("unmap saved", |log| self.retire(log, group))?;
             }
         }
