@@ -22,9 +22,10 @@ use vmm_pool::driver::{CudaDriver, DriverCode, RawContext};
 
 use crate::real;
 
-/// How many threads a pause may use to fill new host memory. With 4 processes at once on 64 cores, 8 each gave
-/// 52 GB/s in all and 12 each 49; one process alone had 28 and 32.
-const COPIER_THREADS_MAX: usize = 8;
+/// How many threads bring new host memory in. More would only get in the way of the thread that pins it:
+/// with 4 processes at once on 64 cores, 4 threads each gave a first pause of 48 GB/s in all and 16 each
+/// 40 GB/s; 6 still feed one process alone at the speed it can pin.
+const TOUCHER_THREADS_MAX: usize = 6;
 
 /// This process's part in its tenant, over the real driver.
 pub(crate) type Member = tenants::member::Member<CudaDriver>;
@@ -168,7 +169,7 @@ fn try_join() -> Result<Arc<Member>, String> {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         host_limits,
         own_contexts: list_own_contexts,
-        copier_threads: cores.clamp(1, COPIER_THREADS_MAX),
+        toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
     };
     tenants::member::Member::join(config, Arc::new(driver))
         .map_err(|error| sublet_nccl::pausing::chain(&error))

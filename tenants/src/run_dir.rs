@@ -2,7 +2,6 @@
 //!
 //! ```text
 //! <run>/                        0700, ours alone
-//!   pinning.lock                whoever holds it may pin host memory
 //!   <tenant>/                   0700, ours alone
 //!     <member id, 16 hex>.sock  one listening socket for each process
 //!     coordinator.lock          held while somebody pauses or resumes the tenant; holds their process id
@@ -23,7 +22,6 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use nix::unistd::geteuid;
-use vmm_pool::PinTurns;
 
 use crate::identity::{MemberId, TenantName};
 use crate::transport::{Listener, TransportError, nobody_listens};
@@ -38,7 +36,6 @@ pub const MEMBERS_MAX: usize = 1024;
 pub const RUN_DIR_VARIABLE: &str = "SUBLET_RUN_DIR";
 
 const LOCK_NAME: &str = "coordinator.lock";
-const PIN_TURNS_NAME: &str = "pinning.lock";
 const SOCKET_EXTENSION: &str = "sock";
 /// A name in the making; as long as the final one, so that both fit a socket path or neither does.
 pub(crate) const BINDING_EXTENSION: &str = "bind";
@@ -217,15 +214,6 @@ impl RunDir {
             .collect();
         tenants.sort();
         Ok(tenants)
-    }
-
-    /// Turns at pinning host memory, between all processes of all tenants here.
-    ///
-    /// # Errors
-    /// [`RunDirError::Io`] when the file cannot be had.
-    pub fn pin_turns(&self) -> Result<PinTurns, RunDirError> {
-        let path = self.path.join(PIN_TURNS_NAME);
-        open_lock_file(&path).map(PinTurns::by).map_err(io_error("opening", &path))
     }
 
     /// Opens the socket of member `id` in the directory of `tenant`, created if need be.

@@ -51,7 +51,7 @@ fn processes_of_different_versions_are_named_and_left_alone() -> Outcome {
         version: "9.9.9".to_owned(),
         host_limits: || host_memory::limits(None),
         own_contexts: Vec::new,
-        copier_threads: 1,
+        toucher_threads: 1,
     };
     let node = SimNode::open(stage.node_path())?;
     let stranger = Member::join(config, Arc::new(SimDriver::new(node, SimOptions::default())))?;

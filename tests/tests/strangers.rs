@@ -69,7 +69,7 @@ impl Stage {
             version: "0.1.0".to_owned(),
             host_limits: Vec::new,
             own_contexts: Vec::new,
-            copier_threads: 1,
+            toucher_threads: 1,
         };
         let driver = SimDriver::new(SimNode::private(&[64 << 20])?, SimOptions::default());
         driver.make_current(DeviceOrdinal(0))?;

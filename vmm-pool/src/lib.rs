@@ -13,7 +13,6 @@ mod pool;
 mod report;
 mod staging;
 pub mod support;
-mod turns;
 mod vacate;
 
 use std::fmt;
@@ -23,8 +22,7 @@ use serde::{Deserialize, Serialize};
 pub use error::{PoolError, PoolResult};
 pub use pool::{Class, Export, ImportSource, Pool};
 pub use report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
-pub use staging::{HostBudget, HostDemand, PinLater, Staging};
-pub use turns::PinTurns;
+pub use staging::{HostBudget, HostDemand};
 pub use vacate::{ImportRequest, Step, StepLog};
 
 /// The random identity of a physical allocation, the same in every process that holds it.

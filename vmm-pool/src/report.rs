@@ -84,8 +84,6 @@ pub struct PoolReport {
     pub devices: Vec<DeviceReport>,
     /// Host memory held for saved contents, in bytes.
     pub host_arena_bytes: u64,
-    /// Of `host_arena_bytes`, how many are pinned: copied to and from at the speed of the link.
-    pub host_pinned_bytes: u64,
     /// Host bytes of driver allocations on NUMA nodes, which are never paused.
     pub host_numa_bytes: u64,
 }

@@ -54,8 +54,8 @@ pub struct MemberConfig {
     pub host_limits: fn() -> Vec<HostLimit>,
     /// Contexts that the application has made for itself, asked at each pause: their work must end too.
     pub own_contexts: fn() -> Vec<RawContext>,
-    /// How many threads a pause may use to fill new host memory.
-    pub copier_threads: usize,
+    /// How many threads bring new host memory in.
+    pub toucher_threads: usize,
 }
 
 /// Why a process could not join.
@@ -136,11 +136,9 @@ impl<D: Driver> Member<D> {
         let (dir, listener) = config.run_dir.listen(&config.tenant, id)?;
         let socket_path = dir.socket_path(id)?;
         let (waker, wakeups) = agent::wake_pair().map_err(system("a pipe"))?;
-        let pool = Pool::new(driver, config.copier_threads);
-        let pool = pool.pinning_by(config.run_dir.pin_turns()?);
         let member = Arc::new(Self {
             id,
-            pool,
+            pool: Pool::new(driver, config.toucher_threads),
             config,
             dir,
             socket_path,
@@ -172,7 +170,6 @@ impl<D: Driver> Member<D> {
 
     /// Takes this process's name out of the tenant's directory, at its end.
     pub fn leave(&self) {
-        self.pool.stop_pinning();
         if let Err(error) = std::fs::remove_file(&self.socket_path) {
             tracing::debug!(%error, "the socket was gone already");
         }

@@ -72,7 +72,7 @@ pub(crate) fn config(run_dir: &RunDir) -> MemberConfig {
         version: "0.1.0".to_owned(),
         host_limits: Vec::new,
         own_contexts: Vec::new,
-        copier_threads: 1,
+        toucher_threads: 1,
     }
 }
 

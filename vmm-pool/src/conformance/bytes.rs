@@ -13,7 +13,6 @@ use crate::driver::{DeviceAddress, Driver, VaRange};
 case_list![
     copies_come_back_as_they_went,
     copies_of_one_stream_happen_in_order,
-    an_event_stands_for_the_copies_before_it,
     two_mappings_of_a_handle_share_bytes,
     contents_survive_release_while_mapped,
     contents_survive_unmap_while_the_handle_is_held,
@@ -52,33 +51,6 @@ fn copies_of_one_stream_happen_in_order<D: Driver>(driver: &D, _: Limits) {
     }
     driver.synchronize().expect("wait for the device");
     assert_same(&bench.read(mapped.range), &rounds[19], "last copy wins");
-    bench.tear_down(mapped);
-}
-
-fn an_event_stands_for_the_copies_before_it<D: Driver>(driver: &D, _: Limits) {
-    let bench = Bench::new(driver);
-    let mapped = bench.mapped(4 * bench.granule_bytes);
-    let bytes = pattern(3, mapped.range.size_bytes);
-    bench.write(mapped.range, &bytes);
-    let event = driver.event_create().expect("an event");
-    driver.event_synchronize(event).expect("it stands for nothing yet");
-    for _ in 0..2 {
-        let mut seen = vec![0; bytes.len()];
-        let target = std::ptr::NonNull::from(seen.as_mut_slice()).cast();
-        // SAFETY: `seen` outlives the wait below and is touched by nobody before it.
-        unsafe { driver.copy_to_host(target, mapped.range, bench.stream) }.expect("copy out");
-        driver.event_record(event, bench.stream).expect("record");
-        std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| {
-                driver.make_current(super::DEVICE).expect("device 0 is usable");
-                driver.event_synchronize(event).expect("wait");
-            });
-            waiter.join().expect("another thread waits");
-        });
-        assert_same(&seen, &bytes, "after the event");
-    }
-    // SAFETY: made above, and waited for.
-    unsafe { driver.event_destroy(event) }.expect("end");
     bench.tear_down(mapped);
 }
 

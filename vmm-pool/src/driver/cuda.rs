@@ -16,7 +16,7 @@ use std::sync::OnceLock;
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver, DriverCode,
     DriverError, DriverOp, DriverResult, DriverVersion, Granularity, HANDLE_TYPE_POSIX_FD,
-    MemoryInfo, PinnedFor, RawContext, RawEvent, RawHandle, RawStream, VaRange,
+    MemoryInfo, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
 };
 
 /// The name every consumer of the driver opens.
@@ -24,8 +24,6 @@ const LIBRARY_NAME: &str = "libcuda.so.1";
 
 const DEVICES_MAX: usize = 64;
 const STREAM_NON_BLOCKING: c_uint = 1;
-/// `CU_EVENT_BLOCKING_SYNC` and `CU_EVENT_DISABLE_TIMING`: whoever waits sleeps, and nobody asks for times.
-const EVENT_FLAGS: c_uint = 1 | 2;
 const HOST_REGISTER_PORTABLE: c_uint = 1;
 const GRANULARITY_MINIMUM: c_int = 0;
 
@@ -113,10 +111,6 @@ driver_table! {
     stream_destroy: cuStreamDestroy_v2(u64);
     stream_synchronize: cuStreamSynchronize(u64);
     stream_query: cuStreamQuery(u64);
-    event_create: cuEventCreate(*mut u64, c_uint);
-    event_destroy: cuEventDestroy_v2(u64);
-    event_record: cuEventRecord(u64, u64);
-    event_synchronize: cuEventSynchronize(u64);
     copy_to_host: cuMemcpyDtoHAsync_v2(*mut c_void, u64, usize, u64);
     copy_to_device: cuMemcpyHtoDAsync_v2(u64, *const c_void, usize, u64);
     default_pool: cuDeviceGetDefaultMemPool(*mut u64, c_int);
@@ -429,31 +423,6 @@ impl Driver for CudaDriver {
             return Ok(false);
         }
         check(DriverOp::StreamQuery, code).map(|()| true)
-    }
-
-    fn event_create(&self) -> DriverResult<RawEvent> {
-        let mut event = 0_u64;
-        // SAFETY: `event` is a valid out-pointer of pointer size.
-        let code = unsafe { (self.table.event_create)(&raw mut event, EVENT_FLAGS) };
-        check(DriverOp::EventCreate, code)?;
-        Ok(RawEvent(event))
-    }
-
-    unsafe fn event_destroy(&self, event: RawEvent) -> DriverResult<()> {
-        // SAFETY: the caller gives the event up.
-        check(DriverOp::EventDestroy, unsafe { (self.table.event_destroy)(event.0) })
-    }
-
-    fn event_record(&self, event: RawEvent, stream: RawStream) -> DriverResult<()> {
-        // SAFETY: values that are no event or stream are refused; ours are never reused after destroy.
-        let code = unsafe { (self.table.event_record)(event.0, stream.0) };
-        check(DriverOp::EventRecord, code)
-    }
-
-    fn event_synchronize(&self, event: RawEvent) -> DriverResult<()> {
-        // SAFETY: as for `event_record`.
-        let code = unsafe { (self.table.event_synchronize)(event.0) };
-        check(DriverOp::EventSynchronize, code)
     }
 
     unsafe fn copy_to_host(

@@ -189,14 +189,6 @@ driver_ops! {
     StreamSynchronize => "cuStreamSynchronize",
     /// Ask whether a stream is done.
     StreamQuery => "cuStreamQuery",
-    /// Make an event.
-    EventCreate => "cuEventCreate",
-    /// End an event.
-    EventDestroy => "cuEventDestroy",
-    /// Mark a point of a stream.
-    EventRecord => "cuEventRecord",
-    /// Wait for a marked point.
-    EventSynchronize => "cuEventSynchronize",
     /// Copy from the device.
     CopyToHost => "cuMemcpyDtoHAsync",
     /// Copy to the device.

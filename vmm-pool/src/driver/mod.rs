@@ -24,8 +24,8 @@ pub use error::{DriverCode, DriverError, DriverOp};
 pub use types::{
     ALLOCATION_KIND_PINNED, AccessDesc, AllocationFlags, AllocationProp, DeviceAddress,
     DeviceAttribute, DeviceOrdinal, DriverVersion, Granularity, HANDLE_TYPE_FABRIC,
-    HANDLE_TYPE_POSIX_FD, Location, LocationKind, MemoryInfo, PinnedFor, RawContext, RawEvent,
-    RawHandle, RawStream, VaRange,
+    HANDLE_TYPE_POSIX_FD, Location, LocationKind, MemoryInfo, PinnedFor, RawContext, RawHandle,
+    RawStream, VaRange,
 };
 
 /// Result of a driver call.
@@ -247,38 +247,6 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// What the driver returned, including the failure of earlier work.
     #[doc(alias = "cuStreamQuery")]
     fn stream_is_done(&self, stream: RawStream) -> DriverResult<bool>;
-
-    /// An event of the current context; whoever waits for it sleeps. *Context.*
-    ///
-    /// # Errors
-    /// What the driver returned.
-    #[doc(alias = "cuEventCreate")]
-    fn event_create(&self) -> DriverResult<RawEvent>;
-
-    /// Ends an event; a stream that has yet to pass it is not disturbed. *Context.*
-    ///
-    /// # Safety
-    /// The caller owns `event` and uses it no more.
-    ///
-    /// # Errors
-    /// What the driver returned.
-    #[doc(alias = "cuEventDestroy")]
-    unsafe fn event_destroy(&self, event: RawEvent) -> DriverResult<()>;
-
-    /// Lets `event` stand for all work that `stream` has been given so far. *Context*, the same for both.
-    ///
-    /// # Errors
-    /// `INVALID_HANDLE` for a stream that is none; the failure of earlier work.
-    #[doc(alias = "cuEventRecord")]
-    fn event_record(&self, event: RawEvent, stream: RawStream) -> DriverResult<()>;
-
-    /// Waits for the work that `event` stands for; returns at once when it stands for none. *Context.
-    /// Blocks.*
-    ///
-    /// # Errors
-    /// What the driver returned, including the failure of earlier work.
-    #[doc(alias = "cuEventSynchronize")]
-    fn event_synchronize(&self, event: RawEvent) -> DriverResult<()>;
 
     /// Starts a copy of `source` to host memory. *Context.*
     ///

@@ -77,10 +77,6 @@ pub struct RawHandle(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RawStream(pub u64);
 
-/// The driver's own value for an event (`CUevent`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct RawEvent(pub u64);
-
 /// A context that the application made for itself (`CUcontext`), beside a device's primary one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RawContext(pub u64);

@@ -33,9 +33,7 @@ use crate::driver::{
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
-use crate::staging::{HostArena, Staging};
-use crate::turns::PinTurns;
-use crate::vacate::StepLog;
+use crate::staging::HostArena;
 use crate::{AllocationId, VirtualHandle};
 
 /// Device memory of one process, over one driver. Shared by all threads; no method blocks except on the
@@ -45,44 +43,15 @@ pub struct Pool<D: Driver> {
     pub(crate) driver: Arc<D>,
     tables: Mutex<Tables>,
     strays: Mutex<Strays>,
-    arena: Mutex<HostArena<D>>,
+    pub(crate) arena: Mutex<HostArena<D>>,
 }
 
 impl<D: Driver> Pool<D> {
-    /// An empty pool. `copier_threads` is how many threads a pause may use to fill new host memory.
-    pub fn new(driver: Arc<D>, copier_threads: usize) -> Self {
-        let arena = HostArena::new(Arc::clone(&driver), Staging::with_copiers(copier_threads));
+    /// An empty pool. `toucher_threads` is how many threads bring new host memory in.
+    pub fn new(driver: Arc<D>, toucher_threads: usize) -> Self {
+        let arena = HostArena::new(Arc::clone(&driver), toucher_threads);
         let (tables, strays) = (Mutex::default(), Mutex::default());
         Self { driver, tables, strays, arena: Mutex::new(arena) }
-    }
-
-    /// Has this pool pin its host memory by `turns`.
-    #[must_use]
-    pub fn pinning_by(mut self, turns: PinTurns) -> Self {
-        self.arena.get_mut().unwrap_or_else(PoisonError::into_inner).set_turns(turns);
-        self
-    }
-
-    /// Has this pool hold saved contents in this way; before its first pause.
-    #[must_use]
-    pub fn staging_by(mut self, staging: Staging) -> Self {
-        self.arena.get_mut().unwrap_or_else(PoisonError::into_inner).set_staging(staging);
-        self
-    }
-
-    /// Stops pinning host memory behind a pause, at the end of the process. Waits for the chunk that is being
-    /// pinned, not for a phase under way.
-    pub fn stop_pinning(&self) {
-        // A phase under way has stopped it.
-        if let Ok(mut arena) = self.arena.try_lock() {
-            arena.call_pinner_off(&mut StepLog::default());
-        }
-    }
-
-    /// Waits until the host memory that the last pause has filled is pinned, as far as the driver pins it.
-    /// Keeps phases waiting meanwhile: for measurements.
-    pub fn finish_pinning(&self) {
-        self.arena().wait_for_pinner();
     }
 
     /// The driver below.
@@ -93,11 +62,6 @@ impl<D: Driver> Pool<D> {
     /// The table. Poisoning is ignored: every section under the lock leaves the table consistent.
     pub(crate) fn tables(&self) -> MutexGuard<'_, Tables> {
         self.tables.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The arena. Poisoning is ignored: a chunk counts as pinned only once it is.
-    pub(crate) fn arena(&self) -> MutexGuard<'_, HostArena<D>> {
-        self.arena.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Creates memory.
@@ -451,12 +415,9 @@ impl<D: Driver> Pool<D> {
         for device in &mut devices {
             device.classes.sort_by_key(|class| std::cmp::Reverse(class.own_bytes));
         }
-        let (host_arena_bytes, host_pinned_bytes) = self
-            .arena
-            .try_lock()
-            .map(|arena| (arena.capacity_bytes(), arena.pinned_bytes()))
-            .unwrap_or_default();
-        PoolReport { devices, host_arena_bytes, host_pinned_bytes, host_numa_bytes }
+        let host_arena_bytes =
+            self.arena.try_lock().map(|arena| arena.capacity_bytes()).unwrap_or_default();
+        PoolReport { devices, host_arena_bytes, host_numa_bytes }
     }
 
     fn device_row(&self, device: DeviceOrdinal) -> DeviceReport {

@@ -10,7 +10,11 @@ use crate::error::{Describe, PoolResult};
 use crate::pool::strays::StrayHandle;
 use crate::pool::tables::Presence;
 use crate::pool::{Pool, is_saved};
-use crate::staging::{CopyStreams, DeviceStream, HostBudget, HostDemand, Mark, PinFor, Saved};
+use crate::staging::{CopyStreams, HostBudget, HostDemand, Saved};
+
+/// Bytes copied between two looks at a stream. At 55 GB/s that is 5 ms, in which the driver unmaps some
+/// 200 blocks: copying and unmapping keep each other busy.
+const GROUP_BYTES: u64 = 256 << 20;
 
 #[derive(Debug)]
 struct Item {
@@ -21,26 +25,22 @@ struct Item {
     view: bool,
 }
 
+impl Item {
+    /// Where its place in the arena ends.
+    fn end_bytes(&self) -> u64 {
+        self.saved.offset_bytes + self.source.size_bytes
+    }
+}
+
 /// An allocation to save: key, device, size, a range that its device can read, and its handle.
 type Wanted = (usize, DeviceOrdinal, u64, Option<VaRange>, Option<RawHandle>);
 
-/// Neighbours on one device that are copied together: as many as a chunk of the arena holds, or little more.
-/// At 55 GB/s, 256 MiB take 5 ms, in which the driver unmaps some 200 blocks: copying and unmapping keep each
-/// other busy.
+/// Neighbours on one device that are copied together.
 #[derive(Debug)]
 struct Group {
     device: DeviceOrdinal,
     items: Vec<Item>,
 }
-
-impl Group {
-    fn size_bytes(&self) -> u64 {
-        self.items.iter().map(|item| item.source.size_bytes).sum()
-    }
-}
-
-/// A group whose copies are under way, and when those through the ring have landed.
-type Flying<'a> = (&'a Group, Mark);
 
 impl<D: Driver> Pool<D> {
     /// Pause 3: saves what must be kept, gives up what was imported, and unmaps what has been saved.
@@ -53,17 +53,16 @@ impl<D: Driver> Pool<D> {
     /// pause used: that much will be wanted again, and bringing it in is most of the time of a first pause.
     ///
     /// # Driver calls
-    /// `cuMemHostRegister`, once or not at all; `cuMemcpyDtoHAsync`, `cuEventRecord` and
-    /// `cuStreamSynchronize` in groups, `cuEventSynchronize` on threads of the pool's; between them `cuMemUnmap` and
+    /// `cuMemcpyDtoHAsync` and `cuStreamSynchronize` in groups; between them `cuMemUnmap` and
     /// `cuMemRelease` of imports, then `cuMemUnmap` of what has been copied.
     pub fn save_and_drop_imports(&self, budget: HostBudget) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.settle()?;
-        let mut arena = self.arena();
+        let mut arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         arena.check_budget(self.kept_bytes(), budget)?;
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
         let planned = log.timed("plan", |log| {
-            let groups = self.plan_groups(log, arena.chunk_bytes())?;
+            let groups = self.plan_groups(log)?;
             for group in &groups {
                 if let std::collections::btree_map::Entry::Vacant(e) = streams.entry(group.device) {
                     e.insert(CopyStreams::open(self, group.device)?);
@@ -72,8 +71,9 @@ impl<D: Driver> Pool<D> {
             Ok(groups)
         });
         let outcome = planned.and_then(|groups| {
+            arena.begin_growth(self.kept_bytes());
             let outcome = self.run_groups(&mut log, &mut arena, &mut streams, &groups);
-            arena.end_saving(&mut log);
+            arena.end_growth();
             outcome.map(|()| groups)
         });
         if outcome.is_err() {
@@ -88,7 +88,7 @@ impl<D: Driver> Pool<D> {
             }
         }
         let groups = outcome?;
-        log.bytes = groups.iter().map(Group::size_bytes).sum();
+        log.bytes = groups.iter().flat_map(|group| &group.items).map(|i| i.source.size_bytes).sum();
         Ok(log)
     }
 
@@ -100,14 +100,10 @@ impl<D: Driver> Pool<D> {
         groups: &[Group],
     ) -> PoolResult<()> {
         // Two groups may be in flight on a device; when the third is queued the first is done.
-        let mut in_flight: BTreeMap<DeviceOrdinal, Vec<Flying<'_>>> = BTreeMap::new();
+        let mut in_flight: BTreeMap<DeviceOrdinal, Vec<&Group>> = BTreeMap::new();
         let mut imports_dropped = false;
-        if let Some(&device) = streams.keys().next_back() {
-            let several = streams.len() > 1;
-            let contexts = if several { PinnedFor::AllContexts } else { PinnedFor::CurrentContext };
-            let end_bytes = groups.iter().map(Group::size_bytes).sum();
-            arena.begin_saving(log, end_bytes, PinFor { device, contexts })?;
-        }
+        let contexts =
+            if streams.len() > 1 { PinnedFor::AllContexts } else { PinnedFor::CurrentContext };
         for group in groups {
             let Some(copies) = streams.get_mut(&group.device) else {
                 continue;
@@ -115,19 +111,23 @@ impl<D: Driver> Pool<D> {
             let stream = log.timed("wait for copies", |_| copies.take_idle())?;
             let flying = in_flight.entry(group.device).or_default();
             let done = if flying.len() == 2 { Some(flying.remove(0)) } else { None };
-            let through = DeviceStream { device: group.device, stream };
-            for item in &group.items {
-                // SAFETY: the source stays mapped until its group is retired below, after its stream is
-                // done and all of it has landed; the arena's place is this item's alone.
-                unsafe { arena.save(log, item.source, item.saved, through) }?;
-            }
-            flying.push((group, arena.flush(log)?));
+            flying.push(group);
+            let end_bytes = group.items.iter().map(Item::end_bytes).max().unwrap_or(0);
+            arena.grow_to(log, end_bytes, contexts)?;
+            log.timed("queue copies", |log| {
+                for item in &group.items {
+                    log.call();
+                    // SAFETY: the source stays mapped until its group is retired below, after its
+                    // stream is done; the arena's place is this item's alone.
+                    unsafe { arena.save(item.source, item.saved, stream) }?;
+                }
+                Ok(())
+            })?;
             if !imports_dropped {
                 log.timed("drop imports", |log| self.drop_imports_into(log))?;
                 imports_dropped = true;
             }
-            if let Some((done, mark)) = done {
-                arena.wait_for(log, mark)?;
+            if let Some(done) = done {
                 log.timed("unmap saved", |log| self.retire(log, done))?;
             }
         }
@@ -138,8 +138,7 @@ impl<D: Driver> Pool<D> {
             if let Some(copies) = streams.get(&device) {
                 log.timed("wait for copies", |_| copies.finish_all())?;
             }
-            for (group, mark) in flying {
-                arena.wait_for(log, mark)?;
+            for group in flying {
                 log.timed("unmap saved", |log| self.retire(log, group))?;
             }
         }
@@ -173,9 +172,8 @@ impl<D: Driver> Pool<D> {
         Ok(())
     }
 
-    /// Makes groups of all that must be saved, neighbours of one device together, devices in turn, and lays
-    /// them out in the arena in that order: what comes last lies last.
-    fn plan_groups(&self, log: &mut StepLog, group_bytes: u64) -> PoolResult<Vec<Group>> {
+    /// Lays all that must be saved out in the arena, neighbours of one device in groups, devices in turn.
+    fn plan_groups(&self, log: &mut StepLog) -> PoolResult<Vec<Group>> {
         let wanted: Vec<Wanted> = {
             let tables = self.tables();
             let kept = tables.allocations.iter().filter(|(_, found)| is_saved(found));
@@ -191,6 +189,7 @@ impl<D: Driver> Pool<D> {
             })
             .collect()
         };
+        let mut offset_bytes = 0;
         let mut by_device: BTreeMap<DeviceOrdinal, Vec<Group>> = BTreeMap::new();
         for (key, device, size_bytes, readable, raw) in wanted {
             let (source, view) = match (readable, raw) {
@@ -198,10 +197,14 @@ impl<D: Driver> Pool<D> {
                 (None, Some(raw)) => (self.make_view(log, raw, size_bytes, device)?, true),
                 (None, None) => continue,
             };
-            let item = Item { key, source, saved: Saved { offset_bytes: 0 }, view };
+            let item = Item { key, source, saved: Saved { offset_bytes }, view };
+            offset_bytes += size_bytes;
             let groups = by_device.entry(device).or_default();
+            let last_bytes: u64 = groups
+                .last()
+                .map_or(u64::MAX, |group| group.items.iter().map(|i| i.source.size_bytes).sum());
             match groups.last_mut() {
-                Some(group) if group.size_bytes() < group_bytes => group.items.push(item),
+                Some(group) if last_bytes < GROUP_BYTES => group.items.push(item),
                 _ => groups.push(Group { device, items: vec![item] }),
             }
         }
@@ -209,11 +212,6 @@ impl<D: Driver> Pool<D> {
         let mut groups = Vec::new();
         while !queues.is_empty() {
             queues.retain_mut(|queue| queue.next().map(|group| groups.push(group)).is_some());
-        }
-        let mut offset_bytes = 0;
-        for item in groups.iter_mut().flat_map(|group| &mut group.items) {
-            item.saved = Saved { offset_bytes };
-            offset_bytes += item.source.size_bytes;
         }
         Ok(groups)
     }
@@ -252,8 +250,7 @@ impl<D: Driver> Pool<D> {
     /// Every other trouble is a note, because what was released cannot be had back by failing.
     ///
     /// # Driver calls
-    /// `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`; behind it, on a thread of the pool's,
-    /// `cuMemHostRegister`.
+    /// `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
     pub fn release_own(&self) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.settle()?;
@@ -282,10 +279,9 @@ impl<D: Driver> Pool<D> {
             let handles = self.take_raw_handles(|found| found.is_own() && found.is_vacatable());
             log.bytes = self.release_all(log, handles);
             let saved = self.kept_bytes();
-            self.arena().used(saved);
+            self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner).used(saved);
             Ok(())
         })?;
-        self.arena().pin_behind();
         for device in self.devices() {
             log.call();
             if let Err(error) = self.driver.trim_pools(device) {
@@ -343,7 +339,7 @@ impl<D: Driver> Pool<D> {
     /// Host memory that a pause would take now. Waits for a pause or resume under way.
     pub fn host_demand(&self) -> HostDemand {
         let saved_bytes = self.kept_bytes();
-        self.arena().demand(saved_bytes)
+        self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner).demand(saved_bytes)
     }
 
     /// After a pause that came to nothing: gives host memory back that it took, down to what the last
@@ -352,7 +348,7 @@ impl<D: Driver> Pool<D> {
     /// # Driver calls
     /// `cuMemHostUnregister`.
     pub fn give_back_host_memory(&self) {
-        let mut arena = self.arena();
+        let mut arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let current = self.devices().first().map(|&device| self.driver.make_current(device));
         match current {
             Some(Ok(())) => arena.give_back_unused(),

@@ -59,27 +59,15 @@ impl StepLog {
     ) -> PoolResult<T> {
         let begin = Instant::now();
         let outcome = work(self);
-        self.add(name, begin);
-        outcome
-    }
-
-    /// As [`StepLog::timed`], for work that has no error of the pool's to give.
-    pub(crate) fn measured<T>(&mut self, name: &'static str, work: impl FnOnce() -> T) -> T {
-        let begin = Instant::now();
-        let outcome = work();
-        self.add(name, begin);
-        outcome
-    }
-
-    fn add(&mut self, name: &'static str, begin: Instant) {
         let elapsed_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
         match self.steps.iter_mut().find(|step| step.name == name) {
             Some(step) => step.elapsed_us += elapsed_us,
             None => self.steps.push(Step { name, elapsed_us }),
         }
+        outcome
     }
 
-    pub(crate) fn call(&mut self) {
+    fn call(&mut self) {
         self.driver_calls += 1;
     }
 }

@@ -22,10 +22,9 @@ impl<D: Driver> Pool<D> {
     /// created is released again.
     ///
     /// # Driver calls
-    /// `cuMemGetInfo`, `cuMemCreate`. Pinning behind the last pause ends first.
+    /// `cuMemGetInfo`, `cuMemCreate`.
     pub fn create_own(&self) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
-        self.arena().call_pinner_off(&mut log);
         self.settle()?;
         log.timed("create own", |log| {
             self.check_device_budget(log)?;
@@ -112,20 +111,16 @@ impl<D: Driver> Pool<D> {
     /// [`PoolError::Driver`], with copies finished.
     ///
     /// # Driver calls
-    /// `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` behind each, `cuMemHostRegister` where
-    /// memory is not pinned yet; then `cuMemExportToShareableHandle`, `cuStreamSynchronize`.
+    /// `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` behind each, then
+    /// `cuMemExportToShareableHandle`, `cuStreamSynchronize`.
     pub fn restore_own(&self) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
-        let mut arena = self.arena();
-        arena.call_pinner_off(&mut log);
+        let arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
         let keys: Vec<(usize, Option<DeviceOrdinal>)> = {
             let tables = self.tables();
             let own = tables.allocations.iter().filter(|(_, found)| found.is_own());
-            let mut own: Vec<_> = own.collect();
-            // In the arena's order, which is the order that it is pinned in; what has no contents is last.
-            own.sort_by_key(|(_, found)| found.saved.map_or(u64::MAX, |saved| saved.offset_bytes));
-            own.into_iter().map(|(key, found)| (key, found.device())).collect()
+            own.map(|(key, found)| (key, found.device())).collect()
         };
         let outcome = log.timed("map and queue copies", |log| {
             for &(key, device) in &keys {
@@ -135,7 +130,7 @@ impl<D: Driver> Pool<D> {
                     e.insert(CopyStreams::open(self, device)?);
                 }
                 if let Some(copies) = streams.get_mut(&device) {
-                    self.restore_one(log, &mut arena, copies, key)?;
+                    self.restore_one(log, &arena, copies, key)?;
                 }
             }
             Ok(())
@@ -153,7 +148,7 @@ impl<D: Driver> Pool<D> {
     fn restore_one(
         &self,
         log: &mut StepLog,
-        arena: &mut crate::staging::HostArena<D>,
+        arena: &crate::staging::HostArena<D>,
         copies: &mut CopyStreams<'_, D>,
         key: usize,
     ) -> PoolResult<()> {
@@ -173,6 +168,7 @@ impl<D: Driver> Pool<D> {
             (saved, (writable, found.raw, found.size_bytes))
         };
         log.bytes += target.2;
+        log.call();
         let (range, view) = match target {
             (Some(range), _, _) => (range, false),
             (None, Some(raw), size_bytes) => {
@@ -183,7 +179,7 @@ impl<D: Driver> Pool<D> {
         let stream = copies.take();
         // SAFETY: the range is mapped and writable, no application work runs before the gate opens, and
         // the arena's place is this allocation's alone.
-        unsafe { arena.restore(log, range, saved, stream) }?;
+        unsafe { arena.restore(range, saved, stream) }?;
         if view {
             copies.finish_all()?;
             self.drop_view(log, range)?;

@@ -4,12 +4,11 @@ use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp};
 
 use crate::stage::{
-    DEVICE, STAGING, SimPool, UNIT, UNLIMITED, create, holds, kept, map, pattern, pause, pool,
-    resume, write,
+    DEVICE, SimPool, UNIT, UNLIMITED, create, holds, kept, map, pattern, pause, pool, resume, write,
 };
 
 /// Host memory is taken in pieces of this size.
-const CHUNK: u64 = STAGING.chunk_bytes;
+const CHUNK: u64 = 256 << 20;
 
 fn arena_bytes(pool: &SimPool) -> u64 {
     pool.report().host_arena_bytes

@@ -9,6 +9,5 @@ mod calls;
 mod faults;
 mod host_memory;
 mod model;
-mod ring;
 mod stage;
 mod vacate;

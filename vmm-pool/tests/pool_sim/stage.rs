@@ -8,9 +8,7 @@ use std::sync::Arc;
 
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, VaRange};
-use vmm_pool::{
-    Class, Contents, HostBudget, ImportSource, PinLater, Pool, PoolResult, Staging, StepLog,
-};
+use vmm_pool::{Class, Contents, HostBudget, ImportSource, Pool, PoolResult, StepLog};
 
 /// Memory of each of the two devices.
 pub(crate) const CAPACITY_BYTES: u64 = 256 << 20;
@@ -23,15 +21,6 @@ pub(crate) const OTHER: DeviceOrdinal = DeviceOrdinal(1);
 /// Host memory without limit.
 pub(crate) const UNLIMITED: HostBudget = HostBudget(None);
 
-/// Chunks so small that a few units cross them, slots of the ring that divide neither chunk nor unit, and
-/// nothing behind a test's back.
-pub(crate) const STAGING: Staging = Staging {
-    copier_threads: 2,
-    chunk_bytes: 3 << 20,
-    slot_bytes: (1 << 20) - 12_288,
-    pin_later: PinLater::WhenNeeded,
-};
-
 pub(crate) type SimPool = Pool<SimDriver>;
 
 /// A fresh node of two devices.
@@ -43,12 +32,7 @@ pub(crate) fn node() -> SimNode {
 pub(crate) fn pool(node: &SimNode) -> SimPool {
     let driver = SimDriver::new(node.clone(), SimOptions::default());
     driver.make_current(DEVICE).expect("device 0");
-    Pool::new(Arc::new(driver), 2).staging_by(STAGING)
-}
-
-/// A pool whose host memory is pinned by a thread behind its pauses.
-pub(crate) fn pool_that_pins_behind(node: &SimNode) -> SimPool {
-    pool(node).staging_by(Staging { pin_later: PinLater::Behind, ..STAGING })
+    Pool::new(Arc::new(driver), 2)
 }
 
 /// Memory whose contents are kept.

@@ -45,7 +45,7 @@ impl Job {
                 version: "0.1.0".to_owned(),
                 host_limits: Vec::new,
                 own_contexts: Vec::new,
-                copier_threads: 1,
+                toucher_threads: 1,
             };
             let driver = SimDriver::new(node, SimOptions::default());
             let member = Member::join(config, Arc::new(driver)).unwrap();

@@ -68,8 +68,6 @@ pub struct Census {
     pub host_ranges: usize,
     /// Streams, default ones not counted.
     pub streams: usize,
-    /// Events.
-    pub events: usize,
 }
 
 #[derive(Debug)]
@@ -149,7 +147,6 @@ impl Memory {
             mappings: self.mappings.len(),
             host_ranges: self.host.len(),
             streams: 0,
-            events: 0,
         }
     }
 

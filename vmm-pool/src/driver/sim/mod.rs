@@ -33,7 +33,7 @@ pub use self::stream::{StreamKind, Work};
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver, DriverCode,
     DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo, PinnedFor,
-    RawContext, RawEvent, RawHandle, RawStream, VaRange,
+    RawContext, RawHandle, RawStream, VaRange,
 };
 
 /// How a simulated driver behaves in one process.
@@ -270,22 +270,6 @@ impl Driver for SimDriver {
 
     fn stream_is_done(&self, stream: RawStream) -> DriverResult<bool> {
         self.call_on_device(DriverOp::StreamQuery, |core, _| core.stream_idle(stream))
-    }
-
-    fn event_create(&self) -> DriverResult<RawEvent> {
-        self.call_on_device(DriverOp::EventCreate, |core, device| core.new_event(device))
-    }
-
-    unsafe fn event_destroy(&self, event: RawEvent) -> DriverResult<()> {
-        self.call_on_device(DriverOp::EventDestroy, |core, _| core.end_event(event))
-    }
-
-    fn event_record(&self, event: RawEvent, stream: RawStream) -> DriverResult<()> {
-        self.call_on_device(DriverOp::EventRecord, |core, _| core.record_event(event, stream))
-    }
-
-    fn event_synchronize(&self, event: RawEvent) -> DriverResult<()> {
-        self.call_on_device(DriverOp::EventSynchronize, |core, _| core.wait_event(event))
     }
 
     unsafe fn copy_to_host(

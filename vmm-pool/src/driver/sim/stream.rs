@@ -122,11 +122,6 @@ impl Stream {
         (queue.completed < queue.submitted).then_some(queue.submitted)
     }
 
-    /// How much work has been submitted so far, done or not.
-    pub(super) fn submitted(&self) -> u64 {
-        self.lock().submitted
-    }
-
     pub(super) fn wait_until(&self, point: u64) {
         let mut queue = self.lock();
         while queue.completed < point && !queue.aborted {

@@ -113,16 +113,10 @@ pub(super) unsafe fn fill(target: u64, size_bytes: usize, pattern: &[u8]) {
         unsafe { target.write_bytes(*byte, size_bytes) };
         return;
     }
-    let mut done = pattern.len().min(size_bytes);
-    // SAFETY: the caller vouches for the range, which is none of the pattern.
-    unsafe { target.copy_from_nonoverlapping(pattern.as_ptr(), done) };
-    // What is there is doubled, whole patterns each time.
-    while done < size_bytes && done > 0 {
-        let length = done.min(size_bytes - done);
-        // SAFETY: `done` is below the size that the caller vouches for.
-        let rest = unsafe { target.add(done) };
-        // SAFETY: the two parts of the range do not overlap, `length` being `done` at most.
-        unsafe { rest.copy_from_nonoverlapping(target, length) };
-        done += length;
+    for (offset, byte) in (0..size_bytes).zip(pattern.iter().cycle()) {
+        // SAFETY: `offset` is below the size that the caller vouches for.
+        let place = unsafe { target.add(offset) };
+        // SAFETY: as above.
+        unsafe { place.write(*byte) };
     }
 }

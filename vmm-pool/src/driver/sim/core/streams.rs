@@ -7,17 +7,10 @@ use std::thread::JoinHandle;
 use super::{Core, lock};
 use crate::driver::sim::memory::Coded;
 use crate::driver::sim::stream::{Stream, StreamKind, Work};
-use crate::driver::{DeviceOrdinal, DriverCode, RawEvent, RawStream};
+use crate::driver::{DeviceOrdinal, DriverCode, RawStream};
 
 const STREAM_ID_FIRST: u64 = 0x5000_0000;
 const STREAM_ID_STEP: u64 = 0x10;
-
-/// An event, and the point of a stream that it stands for.
-#[derive(Clone, Debug)]
-struct Event {
-    device: DeviceOrdinal,
-    recorded: Option<(Arc<Stream>, u64)>,
-}
 
 #[derive(Debug)]
 pub(super) struct Streams {
@@ -25,7 +18,6 @@ pub(super) struct Streams {
     next: u64,
     pub(super) defaults: BTreeMap<i32, Arc<Stream>>,
     pub(super) threads: Vec<JoinHandle<()>>,
-    events: BTreeMap<u64, Event>,
 }
 
 impl Streams {
@@ -35,14 +27,7 @@ impl Streams {
             next: STREAM_ID_FIRST,
             defaults: BTreeMap::new(),
             threads: Vec::new(),
-            events: BTreeMap::new(),
         }
-    }
-}
-
-impl Streams {
-    pub(super) fn clear_events(&mut self) {
-        self.events.clear();
     }
 }
 
@@ -183,58 +168,6 @@ impl Core {
         let entry = self.stream(stream)?;
         self.device_failure(entry.device)?;
         Ok(entry.pending().is_none())
-    }
-
-    /// Makes an event, for streams of `device`.
-    ///
-    /// # Errors
-    /// `INVALID_DEVICE`.
-    pub fn new_event(&self, device: DeviceOrdinal) -> Coded<RawEvent> {
-        self.device(device)?;
-        let mut streams = lock(&self.streams);
-        let id = streams.next;
-        streams.next += STREAM_ID_STEP;
-        streams.events.insert(id, Event { device, recorded: None });
-        Ok(RawEvent(id))
-    }
-
-    /// Ends an event.
-    ///
-    /// # Errors
-    /// `INVALID_HANDLE`.
-    pub fn end_event(&self, event: RawEvent) -> Coded<()> {
-        lock(&self.streams).events.remove(&event.0).map(drop).ok_or(DriverCode::INVALID_HANDLE)
-    }
-
-    pub(super) fn event_count(&self) -> usize {
-        lock(&self.streams).events.len()
-    }
-
-    /// Lets `event` stand for all work submitted to `stream` so far.
-    ///
-    /// # Errors
-    /// `INVALID_HANDLE`, also for a stream of another device; the failure of earlier work on the device.
-    pub fn record_event(&self, event: RawEvent, stream: RawStream) -> Coded<()> {
-        let entry = self.stream(stream)?;
-        self.device_failure(entry.device)?;
-        let mut streams = lock(&self.streams);
-        let found = streams.events.get_mut(&event.0).filter(|found| found.device == entry.device);
-        let point = entry.submitted();
-        found.ok_or(DriverCode::INVALID_HANDLE)?.recorded = Some((entry, point));
-        Ok(())
-    }
-
-    /// Waits for the work that `event` stands for.
-    ///
-    /// # Errors
-    /// `INVALID_HANDLE`; the failure of earlier work on the device.
-    pub fn wait_event(&self, event: RawEvent) -> Coded<()> {
-        let found = lock(&self.streams).events.get(&event.0).cloned();
-        let found = found.ok_or(DriverCode::INVALID_HANDLE)?;
-        if let Some((stream, point)) = found.recorded {
-            stream.wait_until(point);
-        }
-        self.device_failure(found.device)
     }
 
     /// Waits for all work submitted to `device` by this process.
