@@ -20,7 +20,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 pub use error::{PoolError, PoolResult};
-pub use pool::{Class, Export, ImportSource, Pool};
+pub use pool::{Class, Export, ImportSource, LostImports, Pool};
 pub use report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
 pub use staging::{HostBudget, HostDemand};
 pub use vacate::{ImportRequest, Step, StepLog};

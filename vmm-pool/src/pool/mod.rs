@@ -22,7 +22,7 @@ pub(crate) mod tables;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-pub use sharing::{Export, ImportSource};
+pub use sharing::{Export, ImportSource, LostImports};
 use strays::{StrayHandle, Strays};
 pub use tables::Class;
 use tables::{Allocation, Mapping, Origin, Presence, Tables};
@@ -114,6 +114,7 @@ impl<D: Driver> Pool<D> {
             exported: None,
             raw: Some(raw),
             pinned: None,
+            is_orphan: false,
             saved: None,
             block_size_bytes: None,
         }))
@@ -238,21 +239,25 @@ impl<D: Driver> Pool<D> {
     /// any more.
     #[doc(alias = "cuMemUnmap")]
     pub fn unmap(&self, range: VaRange) -> PoolResult<()> {
-        let (starts, any_present) = {
+        let (starts, present) = {
             let tables = self.tables();
             let starts = tables.mappings_inside(range);
-            let present = starts.iter().any(|start| tables.mappings[start].is_present());
+            let mappings = starts.iter().map(|start| &tables.mappings[start]);
+            let present = mappings.filter(|found| found.is_present()).map(|found| found.range);
+            let present: Vec<VaRange> = present.collect();
             (starts, present)
         };
         if starts.is_empty() {
             return Err(PoolError::NotOurs);
         }
-        if any_present {
+        // The driver takes the whole range at once unless a part of it is gone (lost imports).
+        let whole = if present.len() == starts.len() { vec![range] } else { present };
+        for part in whole {
             // SAFETY: the application asks for its own range to go; keeping its work off it is its duty,
             // as it is without the pool.
-            unsafe { self.driver.unmap(range) }.about(
-                || format!("mapping at {}", range.start),
-                range.size_bytes,
+            unsafe { self.driver.unmap(part) }.about(
+                || format!("mapping at {}", part.start),
+                part.size_bytes,
                 None,
             )?;
         }
@@ -456,7 +461,7 @@ fn reason_it_stays(allocation: &Allocation) -> Option<&'static str> {
         (None, Origin::Foreign) => Some(
             "imported from a descriptor that is no ticket: its owner does not run under Sublet",
         ),
-        (None, Origin::Own | Origin::Imported { .. }) => None,
+        (None, Origin::Own | Origin::Imported { .. } | Origin::Lost) => None,
     }
 }
 

@@ -19,6 +19,15 @@ pub struct Export {
     pub size_bytes: u64,
 }
 
+/// Imports whose owner has ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LostImports {
+    /// How many.
+    pub count: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
 /// What an importer knows of memory that another process owns.
 #[derive(Clone, Debug)]
 pub struct ImportSource {
@@ -75,7 +84,7 @@ impl<D: Driver> Pool<D> {
         let key = tables.find(handle)?;
         Ok(match &tables.allocations[key].origin {
             Origin::Imported { owner } => Some(owner.clone()),
-            Origin::Own | Origin::Foreign => None,
+            Origin::Own | Origin::Lost | Origin::Foreign => None,
         })
     }
 
@@ -176,6 +185,59 @@ impl<D: Driver> Pool<D> {
         tables.handle_of(key)
     }
 
+    /// For a forked child: closes its copies of exported descriptors, which hold memory that the parent
+    /// believes to have given back. Does nothing when a thread held the table at the fork.
+    pub fn close_exports_in_child(&self) {
+        if let Ok(mut tables) = self.tables.try_lock() {
+            for (_, found) in &mut tables.allocations {
+                found.exported = None;
+            }
+        }
+    }
+
+    /// The owners of all imports, each once.
+    pub fn import_owners(&self) -> Vec<Vec<u8>> {
+        let tables = self.tables();
+        let owners: BTreeSet<&Vec<u8>> = tables
+            .allocations
+            .iter()
+            .filter_map(|(_, found)| match &found.origin {
+                Origin::Imported { owner } => Some(owner),
+                Origin::Own | Origin::Lost | Origin::Foreign => None,
+            })
+            .collect();
+        owners.into_iter().cloned().collect()
+    }
+
+    /// Records that `owner` has ended: a pause then keeps what was imported from it until its point of no
+    /// return, since nobody can hand it out again. Says how much that is.
+    pub fn orphan_imports(&self, owner: &[u8]) -> LostImports {
+        self.each_import_of(owner, |found| found.is_orphan = true)
+    }
+
+    /// Gives up on what was imported from `owner` and is not resident: it is not asked for any more, and
+    /// its mappings stay absent until their user unmaps them. Says how much that is.
+    pub fn give_up_imports(&self, owner: &[u8]) -> LostImports {
+        self.each_import_of(owner, |found| {
+            if found.raw.is_none() {
+                found.origin = Origin::Lost;
+            }
+        })
+    }
+
+    fn each_import_of(&self, owner: &[u8], change: impl Fn(&mut Allocation)) -> LostImports {
+        let mut tables = self.tables();
+        let mut lost = LostImports::default();
+        for (_, found) in &mut tables.allocations {
+            if matches!(&found.origin, Origin::Imported { owner: theirs } if theirs == owner) {
+                lost.count += 1;
+                lost.bytes += found.size_bytes;
+                change(found);
+            }
+        }
+        lost
+    }
+
     /// Imports what another process owns, from the driver's descriptor `fd`.
     ///
     /// # Errors
@@ -242,6 +304,7 @@ impl<D: Driver> Pool<D> {
             exported: None,
             raw: Some(raw),
             pinned: None,
+            is_orphan: false,
             saved: None,
             block_size_bytes: None,
         });

@@ -38,6 +38,9 @@ pub(crate) enum Origin {
     /// Created by another process of the tenant; the pool keeps what its user needs to find that
     /// process again, and does not look inside.
     Imported { owner: Vec<u8> },
+    /// As [`Origin::Imported`], after its owner has ended and the last reference to its memory was given
+    /// up: it is never mapped again, and waits for its user to unmap and release it.
+    Lost,
     /// From a descriptor that is no ticket: its owner is unknown, so it can never be given back.
     Foreign,
 }
@@ -63,6 +66,9 @@ pub(crate) struct Allocation {
     pub(crate) raw: Option<RawHandle>,
     /// Why a pause must leave it where it is.
     pub(crate) pinned: Option<&'static str>,
+    /// Its owner has ended: what this process holds may be the last reference, so it is given up only
+    /// where there is no way back.
+    pub(crate) is_orphan: bool,
     /// Where its contents are while it is not resident.
     pub(crate) saved: Option<Saved>,
     /// For memory made by [`super::Pool::block_allocate`]: the size that the caller asked for.

@@ -8,7 +8,7 @@ use super::{StepLog, present_mappings};
 use crate::driver::{DeviceOrdinal, Driver, PinnedFor, RawHandle, VaRange};
 use crate::error::{Describe, PoolResult};
 use crate::pool::strays::StrayHandle;
-use crate::pool::tables::Presence;
+use crate::pool::tables::{Allocation, Presence};
 use crate::pool::{Pool, is_saved};
 use crate::staging::{CopyStreams, HostBudget, HostDemand, Saved};
 
@@ -231,18 +231,21 @@ impl<D: Driver> Pool<D> {
     }
 
     fn drop_imports_into(&self, log: &mut StepLog) -> PoolResult<()> {
-        let ranges =
-            present_mappings(&self.tables(), |found| !found.is_own() && found.is_vacatable());
+        // The last reference to a dead process's memory is kept as long as there is a way back.
+        let given_up =
+            |found: &Allocation| !found.is_own() && found.is_vacatable() && !found.is_orphan;
+        let ranges = present_mappings(&self.tables(), given_up);
         let mut first_error = Ok(());
         for range in ranges {
             first_error = first_error.and(self.unmount(log, range));
         }
-        let handles = self.take_raw_handles(|found| !found.is_own() && found.is_vacatable());
+        let handles = self.take_raw_handles(given_up);
         self.release_all(log, handles);
         first_error
     }
 
-    /// Pause 4, after which there is no way back: unmaps and releases all own memory. A block that the
+    /// Pause 4, after which there is no way back: unmaps and releases all own memory, and imports whose
+    /// owner has ended. A block that the
     /// driver would not let go stays in the table as resident, and is named in the notes.
     ///
     /// # Errors
@@ -257,8 +260,9 @@ impl<D: Driver> Pool<D> {
         log.timed("unmap own", |log| {
             // None, unless a step before this one failed half-way.
             self.drop_views(log);
-            let ranges =
-                present_mappings(&self.tables(), |found| found.is_own() && found.is_vacatable());
+            let ranges = present_mappings(&self.tables(), |found| {
+                (found.is_own() || found.is_orphan) && found.is_vacatable()
+            });
             for range in ranges {
                 if let Err(error) = self.unmount(log, range) {
                     log.notes.push(format!("stays mapped: {error}"));
@@ -280,6 +284,8 @@ impl<D: Driver> Pool<D> {
             log.bytes = self.release_all(log, handles);
             let saved = self.kept_bytes();
             self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner).used(saved);
+            let orphans = self.take_raw_handles(|found| found.is_orphan && found.is_vacatable());
+            self.release_all(log, orphans);
             Ok(())
         })?;
         for device in self.devices() {
@@ -292,10 +298,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// Takes the driver handles of unmapped allocations out of the table.
-    fn take_raw_handles(
-        &self,
-        choose: impl Fn(&crate::pool::tables::Allocation) -> bool,
-    ) -> Vec<StrayHandle> {
+    fn take_raw_handles(&self, choose: impl Fn(&Allocation) -> bool) -> Vec<StrayHandle> {
         let mut tables = self.tables();
         let tables = &mut *tables;
         let mut handles = Vec::new();

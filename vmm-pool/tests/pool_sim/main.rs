@@ -9,5 +9,6 @@ mod calls;
 mod faults;
 mod host_memory;
 mod model;
+mod orphans;
 mod stage;
 mod vacate;
