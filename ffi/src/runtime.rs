@@ -204,6 +204,9 @@ fn watch_process() {
 
 /// The child has neither our threads nor a usable driver: it runs on as if it were not under Sublet.
 unsafe extern "C" fn after_fork_in_child() {
+    if let Some(member) = member() {
+        member.let_go_in_child();
+    }
     FORKED.store(true, Ordering::Relaxed);
 }
 

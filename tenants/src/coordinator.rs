@@ -11,6 +11,7 @@
 
 mod cutting;
 mod error;
+mod interrupt;
 mod peers;
 mod report;
 mod session;
@@ -21,6 +22,7 @@ mod tests;
 use std::time::{Duration, Instant};
 
 pub use error::{CoordinatorError, SwapError};
+pub use interrupt::Interrupt;
 pub use report::{
     CutSummary, DeviceTotal, Event, MemberFailure, MemberPhase, Outcome, PhaseSummary, Report,
     Step, Swap, TenantStats, Who, phase_label,
@@ -32,7 +34,7 @@ use peers::{Peers, Reached, reach, with_source};
 use session::Session;
 
 use crate::identity::TenantName;
-use crate::run_dir::{RunDir, RunDirError, TenantDir};
+use crate::run_dir::{CoordinatorLock, RunDir, RunDirError, TenantDir};
 use crate::transport::TransportError;
 use crate::wire::{Action, Failure, FailureKind, MemberState, Phase, Reply, Request};
 
@@ -55,6 +57,22 @@ pub struct Options {
     /// Before a resume creates anything, ask every member what is needed and free. For trying again and
     /// again: one that cannot succeed then takes no memory from others even for a moment.
     pub look_first: bool,
+    /// What a resume does about memory that was imported from processes that have ended.
+    pub lost_imports: LostImports,
+    /// Calls the action off when it is raised before the point of no return.
+    pub interrupt: Option<Interrupt>,
+}
+
+/// What becomes of memory that was imported from a process that ended while its tenant was paused. It
+/// cannot come back: its contents were that process's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LostImports {
+    /// The resume is refused, and the tenant stays paused.
+    #[default]
+    Refuse,
+    /// The resume goes on without it. Its addresses stay reserved and unmapped: a kernel that touches
+    /// them fails with an illegal address, which ends the use of its context.
+    LeaveOut,
 }
 
 impl Default for Options {
@@ -67,6 +85,8 @@ impl Default for Options {
             lock_timeout: Duration::from_secs(10),
             consent: None,
             look_first: false,
+            lost_imports: LostImports::default(),
+            interrupt: None,
         }
     }
 }
@@ -88,11 +108,16 @@ impl Options {
             | Phase::AbortPause
             | Phase::CreateOwn
             | Phase::Import
+            | Phase::ImportFromLiving
             | Phase::Activate
-            | Phase::AbortResume => Duration::from_mins(1),
+            | Phase::AbortResume
+            | Phase::Settle => Duration::from_mins(1),
         })
     }
 }
+
+/// How long one wait for the lock lasts before the interrupt is looked at.
+const LOCK_LOOK: Duration = Duration::from_millis(100);
 
 /// Pauses, resumes and questions one tenant.
 #[derive(Debug)]
@@ -157,24 +182,28 @@ impl Coordinator {
             failures: Vec::new(),
         };
         let mut peers = Peers::default();
+        let mut dead = 0;
         let deadline = Instant::now() + self.options.contact_timeout;
         for socket in dir.members()? {
             match reach(&socket, deadline) {
                 Ok(Reached::Peer(peer)) => peers.list.push(*peer),
-                Ok(Reached::Dead) => dir.remove_socket(&socket)?,
+                Ok(Reached::Dead) => {
+                    dir.remove_socket(&socket)?;
+                    dead += 1;
+                }
                 Err(error) => stats.failures.push(unreachable_member(socket.id, &error)),
             }
         }
         dir.remove_stale()?;
         if peers.list.is_empty() && stats.failures.is_empty() {
-            return Err(CoordinatorError::NoProcess { tenant: self.tenant.clone() });
+            return Err(CoordinatorError::NoProcess { tenant: self.tenant.clone(), dead });
         }
         for index in 0..peers.list.len() {
             let timeout = self.options.contact_timeout;
             let asked = peers.ask(index, Step::Stats, &Request::Stats, timeout);
             stats.failures.extend(asked.err());
         }
-        while let Some(answer) = peers.next_answer() {
+        while let Some(answer) = peers.next_answer(None) {
             match answer.result {
                 Ok(Reply::Stats(member)) => stats.members.push(*member),
                 Ok(_) => {
@@ -196,7 +225,7 @@ impl Coordinator {
         let span = tracing::info_span!("tenant.act", tenant = %self.tenant, ?action);
         let _entered = span.enter();
         let dir = self.dir()?;
-        let lock = dir.lock(Instant::now() + self.options.lock_timeout)?;
+        let lock = self.lock(&dir, action)?;
         let mut session = Session::open(&dir, &lock, &self.options, progress)?;
         session.recover()?;
         let (from, already) = match action {
@@ -217,12 +246,34 @@ impl Coordinator {
         Ok(Outcome::Completed(Box::new(report)))
     }
 
+    /// Takes the tenant's lock, unless that is called off.
+    fn lock(&self, dir: &TenantDir, action: Action) -> Result<CoordinatorLock, CoordinatorError> {
+        let started = Instant::now();
+        let deadline = started + self.options.lock_timeout;
+        let Some(interrupt) = &self.options.interrupt else {
+            return Ok(dir.lock(deadline)?);
+        };
+        loop {
+            if interrupt.is_raised() {
+                return Err(CoordinatorError::CalledOff {
+                    tenant: self.tenant.clone(),
+                    action,
+                    undo_failures: Vec::new(),
+                });
+            }
+            match dir.lock(deadline.min(Instant::now() + LOCK_LOOK)) {
+                Err(RunDirError::Locked { .. }) if Instant::now() < deadline => {}
+                lock => return Ok(lock?),
+            }
+        }
+    }
+
     /// Is there a process to speak to? Takes no lock.
     fn check_alive(&self) -> Result<(), CoordinatorError> {
         let dir = self.dir()?;
-        dir.remove_stale()?;
+        let dead = dir.remove_stale()?;
         if dir.members()?.is_empty() {
-            return Err(CoordinatorError::NoProcess { tenant: self.tenant.clone() });
+            return Err(CoordinatorError::NoProcess { tenant: self.tenant.clone(), dead });
         }
         Ok(())
     }

@@ -138,8 +138,12 @@ impl Gate {
     /// Shuts the gate for everybody and waits until all are out. The caller must not be inside.
     ///
     /// # Errors
-    /// [`StillInside`] at `deadline`, with the gate as it was before.
-    pub fn shut(&self, deadline: Instant) -> Result<(), StillInside> {
+    /// [`StillInside`] at `deadline`, or when `called_off` says so, with the gate as it was before.
+    pub fn shut(
+        &self,
+        deadline: Instant,
+        called_off: impl Fn() -> bool,
+    ) -> Result<(), StillInside> {
         // A missed wake-up costs one look more, not the deadline.
         const LOOK_EVERY: Duration = Duration::from_millis(2);
         let begin = Instant::now();
@@ -150,7 +154,7 @@ impl Gate {
                 return Ok(());
             }
             let now = Instant::now();
-            if now >= deadline {
+            if now >= deadline || called_off() {
                 self.mode.store(before, Ordering::SeqCst);
                 let _guard = self.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
                 self.changed.notify_all();
@@ -222,12 +226,12 @@ mod tests {
             })
         };
         assert_eq!(hear.recv().unwrap(), "inside");
-        let early = gate.shut(Instant::now() + Duration::from_millis(20)).unwrap_err();
+        let early = gate.shut(Instant::now() + Duration::from_millis(20), || false).unwrap_err();
         assert_eq!(early.inside, 1);
         go.send(()).unwrap();
         assert_eq!(hear.recv_timeout(Duration::from_secs(10)).unwrap(), "inside again");
         inside.join().unwrap();
-        gate.shut(soon()).unwrap();
+        gate.shut(soon(), || false).unwrap();
         let late = {
             let gate = Arc::clone(&gate);
             std::thread::spawn(move || drop(gate.pass(Passage::Use)))
@@ -243,7 +247,7 @@ mod tests {
     #[test]
     fn a_vacated_gate_admits_only_giving_up() {
         let gate = Arc::new(Gate::default());
-        gate.shut(soon()).unwrap();
+        gate.shut(soon(), || false).unwrap();
         gate.set_vacated();
         drop(gate.pass(Passage::GiveUp));
         let user = {
@@ -256,6 +260,20 @@ mod tests {
         assert!(!user.is_finished());
         gate.open();
         user.join().unwrap();
+    }
+
+    #[test]
+    fn shutting_ends_early_when_it_is_called_off_and_the_gate_is_as_before() {
+        let gate = Gate::default();
+        let pass = gate.pass(Passage::Use);
+        let begin = Instant::now();
+        let closer = std::thread::scope(|scope| {
+            scope.spawn(|| gate.shut(begin + Duration::from_mins(5), || true)).join().unwrap()
+        });
+        assert_eq!(closer.unwrap_err().inside, 1);
+        assert!(begin.elapsed() < Duration::from_mins(1));
+        drop(pass);
+        drop(gate.pass(Passage::Use));
     }
 
     #[test]

@@ -13,7 +13,7 @@ use crate::host_memory::HostNeed;
 use crate::identity::MemberId;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 4;
+pub const PROTOCOL_VERSION: u16 = 5;
 
 /// What one process asks of another's agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,6 +26,8 @@ pub enum Request {
     Phase {
         /// The step.
         phase: Phase,
+        /// Which pause or resume it belongs to, by a random number.
+        round: u64,
         /// Give up, and answer so, after this long.
         timeout_ms: u64,
     },
@@ -46,6 +48,14 @@ pub enum Request {
         action: Action,
         /// Give up, and answer so, after this long.
         timeout_ms: u64,
+    },
+    /// The `action` that your application asked for and waits in will not happen now: let it go on with
+    /// an error that says why. Answered with [`Reply::Noted`].
+    GiveUp {
+        /// What the application asked for.
+        action: Action,
+        /// One sentence.
+        why: String,
     },
     /// Descriptors for these allocations of yours, which I import. At most [`FDS_PER_MESSAGE_MAX`].
     /// Answered with [`Reply::Fds`], as many descriptors beside it, in the same order.
@@ -84,6 +94,8 @@ pub enum Reply {
     PhaseDone(Phase, PhaseReport),
     /// The application asked for the action itself.
     Consented,
+    /// To [`Request::GiveUp`].
+    Noted,
     /// Descriptors travel beside this message; `count` says how many.
     Fds {
         /// How many.
@@ -123,11 +135,37 @@ pub enum Phase {
     Restore,
     /// Resume 3: import peers' memory at its old addresses.
     Import,
+    /// In place of [`Phase::Import`]: the same, but what was imported from processes that have ended is
+    /// left out for ever. Its addresses stay reserved and unmapped.
+    ImportFromLiving,
     /// Resume 4: open the gate.
     Activate,
     /// Undo of resume 1 to 3: release everything again, contents kept. Tells what a resume needs on each
     /// device and what is free there; of a paused process, which it leaves as it is, too.
     AbortResume,
+    /// The coordinator of what is under way has ended: find out from the others how far they were told to
+    /// go, and go the same way. Nothing is done when nothing is under way.
+    Settle,
+}
+
+impl Phase {
+    /// Is this the point of no return of its pause or resume, or behind it? Nobody is asked for such a
+    /// step before everybody has done all steps before.
+    pub fn is_decided(self) -> bool {
+        match self {
+            Self::ReleaseOwn | Self::Verify | Self::Activate => true,
+            Self::CloseGate
+            | Self::Drain
+            | Self::SaveAndDropImports
+            | Self::AbortPause
+            | Self::CreateOwn
+            | Self::Restore
+            | Self::Import
+            | Self::ImportFromLiving
+            | Self::AbortResume
+            | Self::Settle => false,
+        }
+    }
 }
 
 /// What one process did in one phase.
@@ -195,6 +233,17 @@ pub struct MemberInfo {
     pub state: MemberState,
     /// Is it held on the way to a cut?
     pub held: bool,
+    /// The last step that it was asked for.
+    pub asked: Option<Asked>,
+}
+
+/// A step of one pause or resume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Asked {
+    /// Which pause or resume, by a random number.
+    pub round: u64,
+    /// The step.
+    pub phase: Phase,
 }
 
 /// What a process holds, and how its last pause and resume went.
@@ -250,6 +299,8 @@ pub enum FailureKind {
     PeerGone,
     /// The application did not ask for the action in time.
     NoConsent,
+    /// It was under way, and is no longer wanted: something failed elsewhere.
+    CalledOff,
     /// The request names something this process does not have.
     Unknown,
     /// The driver failed.

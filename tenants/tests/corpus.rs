@@ -20,8 +20,8 @@ use tenants::ticket::Ticket;
 use tenants::transport::Limits;
 use tenants::transport::frame::{HEADER_BYTES, decode, decode_payload, encode};
 use tenants::wire::{
-    Action, DeviceDelta, Failure, FailureKind, FetchPurpose, MemberInfo, MemberState, MemberStats,
-    Phase, PhaseReport, Reply, Request,
+    Action, Asked, DeviceDelta, Failure, FailureKind, FetchPurpose, MemberInfo, MemberState,
+    MemberStats, Phase, PhaseReport, Reply, Request,
 };
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, PoolReport};
@@ -101,13 +101,14 @@ fn requests() -> Vec<Request> {
         Request::Cut { limits, seen: Seen { waits: 3, at_rest: true }, wait_ms: 25 },
         Request::Hello,
         Request::Stats,
-        Request::Phase { phase: Phase::SaveAndDropImports, timeout_ms: 120_000 },
+        Request::Phase { phase: Phase::SaveAndDropImports, round: 1 << 40, timeout_ms: 120_000 },
         Request::AwaitConsent { action: Action::Resume, timeout_ms: u64::MAX },
         Request::FetchFds {
             allocations: vec![AllocationId(*b"0123456789abcdef"); 3],
             purpose: FetchPurpose::Again,
             importer: MemberId(0x0123_4567_89ab_cdef),
         },
+        Request::GiveUp { action: Action::Pause, why: "process 1 has ended".to_owned() },
     ]
 }
 
@@ -119,6 +120,7 @@ fn replies() -> Vec<Reply> {
         version: "0.1.0".to_owned(),
         state: MemberState::Paused,
         held: true,
+        asked: Some(Asked { round: 1 << 40, phase: Phase::Verify }),
     };
     let report = PhaseReport {
         elapsed_us: 1_234_567,
@@ -171,6 +173,7 @@ fn replies() -> Vec<Reply> {
         Reply::Cut(Box::new(cut)),
         Reply::PhaseDone(Phase::Verify, report),
         Reply::Consented,
+        Reply::Noted,
         Reply::Fds { count: 0 },
         Reply::Failed(Failure { kind, message: "process 1: no memory".to_owned() }),
     ]

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use tenants::coordinator::{Coordinator, CoordinatorError, Options, Outcome};
 use tenants::identity::TenantName;
-use tenants::member::Member;
+use tenants::member::{Member, Waited};
 use tenants::run_dir::{RunDir, RunDirError};
 use tenants::wire::{Action, MemberState};
 use vmm_pool::driver::Driver;
@@ -60,14 +60,19 @@ fn coordinate_or_wait<D: Driver>(
             Err(CoordinatorError::RunDir(RunDirError::Locked { .. })) => {}
             Err(error) => {
                 // Another caller may have done it in the meantime.
-                if member.wait_for(action, count, Instant::now()) {
-                    return Ok(());
-                }
-                return Err(error);
+                return match member.wait_for(action, count, Instant::now()) {
+                    Waited::Done => Ok(()),
+                    Waited::GivenUp(_) | Waited::NotYet => Err(error),
+                };
             }
         }
-        if member.wait_for(action, count, Instant::now() + LOOK) {
-            return Ok(());
+        match member.wait_for(action, count, Instant::now() + LOOK) {
+            Waited::Done => return Ok(()),
+            Waited::GivenUp(why) => {
+                let tenant = member.tenant().clone();
+                return Err(CoordinatorError::FailedTogether { tenant, action, why });
+            }
+            Waited::NotYet => {}
         }
         if Instant::now() >= deadline {
             return act(member.run_dir(), member.tenant(), action, Options::default()).map(|_| ());

@@ -77,6 +77,10 @@ pub(crate) struct ResumeArgs {
     pub(crate) tenant: TenantName,
     #[command(flatten)]
     pub(crate) wait: WaitArgs,
+    /// Go on without memory that was imported from processes that have ended since: work that touches it
+    /// fails, so that the job can take its own error path
+    #[arg(long)]
+    pub(crate) without_lost: bool,
     /// Time for each phase; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) timeout: Option<Duration>,
@@ -213,7 +217,7 @@ mod tests {
             panic!();
         };
         assert_eq!(args.wait.at_most(), Duration::from_secs(90));
-        assert!(args.json.json);
+        assert!(args.json.json && !args.without_lost);
         let Command::Swap(args) = parse("sublet swap --wait a b").unwrap() else {
             panic!();
         };

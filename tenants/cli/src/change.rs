@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use tenants::coordinator::{
-    self, Coordinator, CoordinatorError, DeviceShortage, Options, Outcome, Report, Swap, SwapError,
-    phase_label,
+    self, Coordinator, CoordinatorError, DeviceShortage, Interrupt, LostImports, Options, Outcome,
+    Report, Swap, SwapError, phase_label,
 };
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
@@ -16,6 +16,7 @@ use crate::args::{PauseArgs, ResumeArgs, SwapArgs};
 use crate::failure::{EXIT_PARTIAL, EXIT_USAGE, Failure, chain, exit_code_of};
 use crate::output::{self, Output};
 use crate::progress::Progress;
+use crate::signals;
 use crate::units;
 
 const RETRY_MIN: Duration = Duration::from_millis(100);
@@ -26,7 +27,8 @@ pub(crate) fn pause(
     run_dir: RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
-    let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options(args.timeout));
+    let options = options(args.timeout, &signals::watch()?);
+    let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
     let result = {
         let mut progress = Progress::start();
         coordinator.pause(&mut |event| progress.note(&event))
@@ -39,11 +41,15 @@ pub(crate) fn resume(
     run_dir: RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
-    let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options(args.timeout));
+    let interrupt = signals::watch()?;
+    let lost_imports = if args.without_lost { LostImports::LeaveOut } else { LostImports::Refuse };
+    let options = Options { lost_imports, ..options(args.timeout, &interrupt) };
+    let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
     let result = {
         let mut progress = Progress::start();
         let result = coordinator.resume(&mut |event| progress.note(&event));
-        wait_until_it_fits(&mut coordinator, result, args.wait.at_most(), &mut progress)
+        let wait = args.wait.at_most();
+        wait_until_it_fits(&mut coordinator, result, wait, &interrupt, &mut progress)
     };
     show(&args.tenant, result, args.json.json, output)
 }
@@ -54,6 +60,7 @@ fn wait_until_it_fits(
     coordinator: &mut Coordinator,
     mut result: Result<Outcome, CoordinatorError>,
     wait: Duration,
+    interrupt: &Interrupt,
     progress: &mut Progress,
 ) -> Result<Outcome, CoordinatorError> {
     let started = Instant::now();
@@ -66,7 +73,8 @@ fn wait_until_it_fits(
             Ok(_) | Err(_) => None,
         };
         let left = wait.saturating_sub(started.elapsed());
-        let Some(waiting_for) = waiting_for.filter(|_| !left.is_zero()) else {
+        let goes_on = !left.is_zero() && !interrupt.is_raised();
+        let Some(waiting_for) = waiting_for.filter(|_| goes_on) else {
             return result;
         };
         if told != waiting_for {
@@ -74,7 +82,8 @@ fn wait_until_it_fits(
             told.clone_from(&waiting_for);
         }
         progress.say(waiting_for);
-        pause_thread(back_off.min(left));
+        // The driver gives no event when device memory becomes free.
+        interrupt.wait(back_off.min(left));
         back_off = (back_off * 2).min(RETRY_MAX);
         result = coordinator.resume(&mut |event| progress.note(&event));
     }
@@ -103,14 +112,6 @@ fn shortage_line(shortage: &DeviceShortage) -> String {
     format!("{missing} on GPU {} ({})", shortage.uuid, holders.join(", "))
 }
 
-#[expect(
-    clippy::disallowed_methods,
-    reason = "the driver gives no event when device memory becomes free"
-)]
-fn pause_thread(duration: Duration) {
-    std::thread::sleep(duration);
-}
-
 pub(crate) fn swap(
     args: &SwapArgs,
     run_dir: &RunDir,
@@ -120,8 +121,10 @@ pub(crate) fn swap(
         let message = format!("tenant '{}' cannot be swapped with itself", args.from);
         return Err(Failure::new(message, EXIT_USAGE));
     }
+    let interrupt = signals::watch()?;
     let coordinator = |tenant: &TenantName| {
-        Coordinator::new(run_dir.clone(), tenant.clone(), options(args.timeout))
+        let options = options(args.timeout, &interrupt);
+        Coordinator::new(run_dir.clone(), tenant.clone(), options)
     };
     let (mut from, mut to) = (coordinator(&args.from), coordinator(&args.to));
     let result = {
@@ -129,7 +132,7 @@ pub(crate) fn swap(
         match coordinator::swap(&mut from, &mut to, &mut |event| progress.note(&event)) {
             Err(SwapError::Resume { paused, source, paused_tenant }) => {
                 let wait = args.wait.at_most();
-                match wait_until_it_fits(&mut to, Err(*source), wait, &mut progress) {
+                match wait_until_it_fits(&mut to, Err(*source), wait, &interrupt, &mut progress) {
                     Ok(resumed) => Ok(Swap { paused: *paused, resumed }),
                     Err(source) => {
                         let source = Box::new(source);
@@ -189,8 +192,8 @@ fn show_halves(
     Ok(code)
 }
 
-fn options(timeout: Option<Duration>) -> Options {
-    Options { timeout, ..Options::default() }
+fn options(timeout: Option<Duration>, interrupt: &Interrupt) -> Options {
+    Options { timeout, interrupt: Some(interrupt.clone()), ..Options::default() }
 }
 
 /// The report of one tenant for programs.

@@ -13,6 +13,8 @@ pub(crate) const EXIT_UNCHANGED: u8 = 1;
 pub(crate) const EXIT_USAGE: u8 = 2;
 /// Changed, but not wholly as asked.
 pub(crate) const EXIT_PARTIAL: u8 = 3;
+/// Called off by Ctrl-C or SIGTERM, nothing changed; as shells say it of Ctrl-C.
+pub(crate) const EXIT_CALLED_OFF: u8 = 130;
 /// The command to run exists but cannot be run, as shells say it.
 pub(crate) const EXIT_NOT_EXECUTABLE: u8 = 126;
 /// The command to run was not found, as shells say it.
@@ -69,7 +71,13 @@ impl From<SwapError> for Failure {
 }
 
 pub(crate) fn exit_code_of(error: &CoordinatorError) -> u8 {
-    if error.left_unchanged() { EXIT_UNCHANGED } else { EXIT_PARTIAL }
+    if !error.left_unchanged() {
+        EXIT_PARTIAL
+    } else if matches!(error, CoordinatorError::CalledOff { .. }) {
+        EXIT_CALLED_OFF
+    } else {
+        EXIT_UNCHANGED
+    }
 }
 
 /// An error and its causes, in one line.

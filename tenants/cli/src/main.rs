@@ -1,8 +1,8 @@
 //! The `sublet` command: runs programs as tenants, and pauses, resumes and shows them.
 //!
 //! Exit codes: 0 done; 1 refused or failed, nothing changed; 2 wrong usage; 3 changed, but not wholly as
-//! asked (a process was lost on the way, or only the first half of a swap was done). `sublet run` exits
-//! as the command that it runs.
+//! asked (a process was lost on the way, or only the first half of a swap was done); 130 called off by
+//! Ctrl-C or SIGTERM, nothing changed. `sublet run` exits as the command that it runs.
 
 mod args;
 mod change;
@@ -13,6 +13,7 @@ mod output;
 mod progress;
 mod ps;
 mod run;
+mod signals;
 mod stats;
 mod units;
 

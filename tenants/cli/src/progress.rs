@@ -45,18 +45,19 @@ impl Progress {
                 let text = format!("{step}: {} of {} processes", self.done, self.members);
                 self.bar.set_message(text);
             }
-            Event::StepDone { .. } => {}
+            // What was cleaned up is in the report.
+            Event::StepDone { .. } | Event::StaleRemoved { .. } => {}
             Event::WaitingForCut { who, laggard, others } => {
                 let more =
                     if *others > 0 { format!(" (and {others} more)") } else { String::new() };
                 self.bar.set_message(format!("waiting for a cut: {who}, {laggard}{more}"));
             }
+            Event::RollingBack { failures: [] } => {
+                self.warn("called off: going back; once more leaves at once");
+            }
             Event::RollingBack { failures } => {
                 let why = failures.first().map(ToString::to_string);
                 self.bar.set_message(format!("going back: {}", why.unwrap_or_default()));
-            }
-            Event::StaleRemoved { member } => {
-                self.warn(&format!("member {member} is dead; its socket was removed"));
             }
             Event::Recovering { who } => {
                 self.warn(&format!(

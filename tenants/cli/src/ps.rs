@@ -170,6 +170,7 @@ pub(crate) mod tests {
                 version: "0.1.0".to_owned(),
                 state,
                 held: false,
+                asked: None,
             },
             pool: PoolReport::default(),
             pauses: 0,

@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use super::report::{CutSummary, Event, MemberFailure, Report, Step};
-use super::session::{OnFailure, Session, micros, millis};
+use super::session::{OnFailure, Session, Stop, micros, millis};
 use crate::cut::plan::{Pace, Plan, Verdict};
 use crate::cut::{CutReport, Lag, Laggard, Limits, foreign_ranks, laggards};
 use crate::wire::{Failure, FailureKind, Phase, Reply, Request};
@@ -50,7 +50,7 @@ impl Session<'_> {
         &mut self,
         members: &[usize],
         report: &mut Report,
-    ) -> Result<(), Vec<MemberFailure>> {
+    ) -> Result<(), Stop> {
         let began = Instant::now();
         let deadline = began + self.options.cut_timeout();
         let mut summary = CutSummary::default();
@@ -58,6 +58,9 @@ impl Session<'_> {
             report.notes = self.reach_cut(members, deadline, &mut summary)?;
             let closing = Instant::now();
             let result = self.phase_step(Phase::CloseGate, members, OnFailure::Stop);
+            if self.is_called_off() {
+                return Err(Stop::CalledOff);
+            }
             if result.failures.is_empty() {
                 summary.wall_us = micros(closing - began);
                 report.cut = Some(summary);
@@ -66,12 +69,12 @@ impl Session<'_> {
             }
             let passes = result.failures.iter().all(|(_, failure)| may_pass(failure));
             if !passes || Instant::now() >= deadline {
-                return Err(result.into_failures());
+                return Err(Stop::Failed(result.into_failures()));
             }
             // A capture has begun, or a call of another kind takes its time: let all run, and try again.
             let undone = self.phase_step(Phase::AbortPause, members, OnFailure::WaitForAll);
             if !undone.failures.is_empty() {
-                return Err(undone.into_failures());
+                return Err(Stop::Failed(undone.into_failures()));
             }
             summary.retries += 1;
         }
@@ -83,13 +86,16 @@ impl Session<'_> {
         members: &[usize],
         deadline: Instant,
         summary: &mut CutSummary,
-    ) -> Result<Vec<String>, Vec<MemberFailure>> {
+    ) -> Result<Vec<String>, Stop> {
         let mut held = self.hold_all(members)?;
         let launched_before = launched(&held);
         let mut plan = Plan::default();
         let began = Instant::now();
         let mut still = Stillness { progress: 0, since: began, patience: PATIENCE };
         loop {
+            if self.is_called_off() {
+                return Err(Stop::CalledOff);
+            }
             let reports: Vec<_> = held.iter().map(|held| &held.report).collect();
             let pace = still.pace(&reports);
             let verdict = plan.update(&reports, pace);
@@ -105,7 +111,7 @@ impl Session<'_> {
             }
             let late = laggards(plan.limits(), &reports);
             if Instant::now() >= deadline {
-                return Err(self.not_reached(&held, &late));
+                return Err(Stop::Failed(self.not_reached(&held, &late)));
             }
             if began.elapsed() >= QUIET {
                 self.tell(&held, &late);
@@ -135,6 +141,7 @@ impl Session<'_> {
             | Reply::Stats(_)
             | Reply::PhaseDone(..)
             | Reply::Consented
+            | Reply::Noted
             | Reply::Fds { .. }
             | Reply::Failed(_) => None,
         });
@@ -167,7 +174,7 @@ impl Session<'_> {
 
     /// Waits for an answer, and takes all that are there.
     fn gather(&mut self, held: &mut [Held]) -> Result<(), Vec<MemberFailure>> {
-        let mut next = self.peers.next_answer();
+        let mut next = self.peers.next_answer(self.options.interrupt.as_ref());
         while let Some(answer) = next {
             let report = match answer.result {
                 Ok(Reply::Cut(report)) => *report,
@@ -268,6 +275,7 @@ fn may_pass(failure: &MemberFailure) -> bool {
         | FailureKind::WrongState
         | FailureKind::PeerGone
         | FailureKind::NoConsent
+        | FailureKind::CalledOff
         | FailureKind::Unknown
         | FailureKind::Driver
         | FailureKind::Faulted => false,

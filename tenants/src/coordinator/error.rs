@@ -22,10 +22,14 @@ pub enum CoordinatorError {
         existing: Vec<TenantName>,
     },
     /// All processes of the tenant are dead; what they left behind was removed.
-    #[error("tenant '{tenant}' has no live process; what its processes left behind was removed")]
+    #[error(
+        "tenant '{tenant}' has no live process; what its {dead} dead processes left behind was removed"
+    )]
     NoProcess {
         /// The name.
         tenant: TenantName,
+        /// How many left something behind.
+        dead: usize,
     },
     /// The run directory is not usable, or somebody else coordinates.
     #[error(transparent)]
@@ -81,6 +85,27 @@ pub enum CoordinatorError {
         /// Who did not go along.
         failures: Vec<MemberFailure>,
     },
+    /// It was called off before the point of no return. Everything was undone, but for what
+    /// `undo_failures` says.
+    #[error("{} tenant '{tenant}' was called off{}", gerund(*action), undone(*action, undo_failures))]
+    CalledOff {
+        /// The tenant.
+        tenant: TenantName,
+        /// What was to be done.
+        action: Action,
+        /// Who could not be taken back.
+        undo_failures: Vec<MemberFailure>,
+    },
+    /// The process that coordinated what all processes asked for has failed, and told the others.
+    #[error("{} tenant '{tenant}' together with its other processes failed: {why}", gerund(*action))]
+    FailedTogether {
+        /// The tenant.
+        tenant: TenantName,
+        /// What was to be done.
+        action: Action,
+        /// What that process said.
+        why: String,
+    },
     /// A member did not do its part before the point of no return. Everything was undone, but for what
     /// `undo_failures` says.
     #[error(
@@ -113,6 +138,8 @@ impl CoordinatorError {
             | Self::NoGreeting { .. }
             | Self::VersionsDiffer { .. }
             | Self::Faulted { .. }
+            | Self::CalledOff { .. }
+            | Self::FailedTogether { .. }
             | Self::Unrecovered { .. } => &[],
         }
     }
@@ -134,6 +161,7 @@ impl CoordinatorError {
             | FailureKind::WrongState
             | FailureKind::PeerGone
             | FailureKind::NoConsent
+            | FailureKind::CalledOff
             | FailureKind::Unknown
             | FailureKind::Driver
             | FailureKind::Faulted => None,
@@ -153,7 +181,8 @@ impl CoordinatorError {
                         | FailureKind::DrainTimeout
                         | FailureKind::OutOfHostMemory
                         | FailureKind::OutOfDeviceMemory { .. }
-                        | FailureKind::NoConsent => true,
+                        | FailureKind::NoConsent
+                        | FailureKind::CalledOff => true,
                         FailureKind::WrongState
                         | FailureKind::PeerGone
                         | FailureKind::Unknown
@@ -161,11 +190,13 @@ impl CoordinatorError {
                         | FailureKind::Faulted => false,
                     })
             }
+            Self::CalledOff { undo_failures, .. } => undo_failures.is_empty(),
             Self::NoSuchTenant { .. }
             | Self::NoProcess { .. }
             | Self::Unreachable { .. }
             | Self::NoGreeting { .. }
             | Self::VersionsDiffer { .. }
+            | Self::FailedTogether { .. }
             | Self::Unrecovered { .. }
             | Self::Faulted { .. } => false,
         }
@@ -174,8 +205,10 @@ impl CoordinatorError {
     /// Is every process as it was before the call?
     pub fn left_unchanged(&self) -> bool {
         match self {
-            Self::Refused { undo_failures, .. } => undo_failures.is_empty(),
-            Self::Unrecovered { .. } => false,
+            Self::Refused { undo_failures, .. } | Self::CalledOff { undo_failures, .. } => {
+                undo_failures.is_empty()
+            }
+            Self::Unrecovered { .. } | Self::FailedTogether { .. } => false,
             Self::NoSuchTenant { .. }
             | Self::NoProcess { .. }
             | Self::RunDir(_)

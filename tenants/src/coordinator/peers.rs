@@ -4,14 +4,17 @@
 //! earlier one is unanswered: each connection keeps the queue of what it owes. One poll waits for all.
 
 use std::collections::VecDeque;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags};
+use nix::poll::{PollFd, PollFlags, PollTimeout};
 use nix::sys::signal::kill;
 use nix::unistd::Pid;
 
+use rustix::process::{PidfdFlags, pidfd_open};
+
+use super::Interrupt;
 use super::report::{MemberFailure, Step, Who};
 use crate::run_dir::MemberSocket;
 use crate::transport::{Connection, TransportError, poll_until};
@@ -20,11 +23,17 @@ use crate::wire::{Failure, FailureKind, MemberInfo, Reply, Request};
 /// Requests are a few bytes; a peer that cannot take one for this long does not read its socket at all.
 const SEND_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// How long a process may take from closing its descriptors to being dead.
+const END_TIMEOUT: Duration = Duration::from_millis(500);
+
 /// One member, connected until it is lost.
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) who: Who,
     pub(super) info: Option<MemberInfo>,
+    /// Readable once the process has ended. Its connection does not always tell: a child that it forked
+    /// may hold that open. None where the kernel does not say which process it is.
+    process: Option<OwnedFd>,
     link: Link,
 }
 
@@ -85,12 +94,18 @@ pub(super) fn reach(socket: &MemberSocket, deadline: Instant) -> Result<Reached,
     Ok(Reached::Peer(Box::new(Peer {
         who: Who { pid, member: socket.id },
         info: None,
+        process: pid.and_then(process_fd),
         link: Link::Up { connection, owed: VecDeque::new() },
     })))
 }
 
 fn is_dead(pid: u32) -> bool {
     i32::try_from(pid).is_ok_and(|pid| kill(Pid::from_raw(pid), None) == Err(Errno::ESRCH))
+}
+
+fn process_fd(pid: u32) -> Option<OwnedFd> {
+    let pid = rustix::process::Pid::from_raw(i32::try_from(pid).ok()?)?;
+    pidfd_open(pid, PidfdFlags::empty()).ok()
 }
 
 /// All members of one operation.
@@ -120,8 +135,7 @@ impl Peers {
         };
         let now = Instant::now();
         if let Err(error) = connection.send(request, &[], now + SEND_TIMEOUT) {
-            peer.link = Link::after(&error);
-            return Err(gone(who, step, with_source(&error)));
+            return Err(peer.lose(step, &error));
         }
         let busy_until = owed.iter().filter(|owed| !owed.overdue);
         let start = busy_until.map(|owed| owed.deadline).max().unwrap_or(now);
@@ -135,14 +149,18 @@ impl Peers {
     }
 
     /// The next answer, or the next member that is overdue; none when nobody owes one that could still
-    /// be in time.
-    pub(super) fn next_answer(&mut self) -> Option<Answer> {
+    /// be in time, or when `interrupt` was raised.
+    pub(super) fn next_answer(&mut self, interrupt: Option<&Interrupt>) -> Option<Answer> {
         loop {
             if let Some(answer) = self.answer_at_hand() {
                 return Some(answer);
             }
+            if interrupt.is_some_and(Interrupt::is_raised) {
+                return None;
+            }
             let deadline = self.earliest_deadline()?;
-            let mut fds: Vec<_> = self.list.iter().filter_map(waiting_fd).collect();
+            let mut fds: Vec<_> = self.list.iter().flat_map(waiting_fds).collect();
+            fds.extend(interrupt.map(|raised| PollFd::new(raised.as_fd(), PollFlags::POLLIN)));
             let poll_failed = poll_until(&mut fds, deadline).is_err();
             drop(fds);
             if (poll_failed || Instant::now() >= deadline)
@@ -184,6 +202,11 @@ impl Peers {
         matches!(self.list[index].link, Link::HungUp)
     }
 
+    /// Forgets the members that have ended.
+    pub(super) fn drop_ended(&mut self) {
+        self.list.retain(|peer| !matches!(peer.link, Link::HungUp));
+    }
+
     /// Closes our end. What the member still owes is waited for no more.
     pub(super) fn drop_link(&mut self, index: usize) {
         self.list[index].link = Link::Broken;
@@ -201,16 +224,19 @@ impl Peers {
     pub(super) fn check_alive(&mut self, index: usize, step: Step) -> Result<(), MemberFailure> {
         let peer = &mut self.list[index];
         let who = peer.who;
+        let has_ended = peer.has_ended();
         let Link::Up { connection, .. } = &mut peer.link else {
             return Err(gone(who, step, "its connection was lost before".to_owned()));
         };
-        let (link, problem) = match connection.try_receive::<Reply>() {
-            Ok(None) => return Ok(()),
-            Ok(Some(_)) => (Link::Broken, "it sent an answer to no question".to_owned()),
-            Err(error) => (Link::after(&error), with_source(&error)),
-        };
-        peer.link = link;
-        Err(gone(who, step, problem))
+        match connection.try_receive::<Reply>() {
+            Ok(None) if has_ended => Err(peer.note_end(step)),
+            Ok(None) => Ok(()),
+            Ok(Some(_)) => {
+                peer.link = Link::Broken;
+                Err(gone(who, step, "it sent an answer to no question".to_owned()))
+            }
+            Err(error) => Err(peer.lose(step, &error)),
+        }
     }
 
     fn earliest_deadline(&self) -> Option<Instant> {
@@ -249,11 +275,14 @@ impl Peer {
     /// rest.
     fn try_answer(&mut self, index: usize) -> Option<Answer> {
         let who = self.who;
+        // Looked at first: what it sent before its end counts.
+        let has_ended = self.has_ended();
         let Link::Up { connection, owed } = &mut self.link else {
             return None;
         };
         let step = owed.front()?.step;
         let result = match connection.try_receive::<Reply>() {
+            Ok(None) if has_ended => Err(self.note_end(step)),
             Ok(None) => return None,
             // Descriptors beside a reply to us mean nothing, and are closed here.
             Ok(Some((reply, _fds))) => {
@@ -264,22 +293,63 @@ impl Peer {
                     Ok(reply)
                 }
             }
-            Err(error) => {
-                self.link = Link::after(&error);
-                Err(gone(who, step, with_source(&error)))
-            }
+            Err(error) => Err(self.lose(step, &error)),
         };
         Some(Answer { peer: index, step, result })
     }
+
+    fn has_ended(&self) -> bool {
+        let Some(process) = &self.process else {
+            return false;
+        };
+        let mut fds = [PollFd::new(process.as_fd(), PollFlags::POLLIN)];
+        matches!(nix::poll::poll(&mut fds, PollTimeout::ZERO), Ok(1..))
+    }
+
+    /// The process has ended, though its connection does not say so.
+    fn note_end(&mut self, step: Step) -> MemberFailure {
+        self.link = Link::HungUp;
+        gone(self.who, step, self.end_in_words())
+    }
+
+    /// The connection failed with `error`.
+    fn lose(&mut self, step: Step, error: &TransportError) -> MemberFailure {
+        self.link = Link::after(error);
+        let message = match self.link {
+            Link::HungUp if self.ends_soon() => self.end_in_words(),
+            Link::HungUp | Link::Broken | Link::Up { .. } => match &self.info {
+                Some(info) => format!("{} ({})", with_source(error), info.command),
+                None => with_source(error),
+            },
+        };
+        gone(self.who, step, message)
+    }
+
+    /// Is a process that has closed its end about to end? The kernel closes descriptors first.
+    fn ends_soon(&self) -> bool {
+        let Some(process) = &self.process else {
+            return self.info.is_some();
+        };
+        let mut fds = [PollFd::new(process.as_fd(), PollFlags::POLLIN)];
+        poll_until(&mut fds, Instant::now() + END_TIMEOUT).unwrap_or(false)
+    }
+
+    fn end_in_words(&self) -> String {
+        match &self.info {
+            Some(info) => format!("it has ended ({})", info.command),
+            None => "it has ended".to_owned(),
+        }
+    }
 }
 
-fn waiting_fd(peer: &Peer) -> Option<PollFd<'_>> {
-    match &peer.link {
-        Link::Up { connection, owed } if !owed.is_empty() => {
-            Some(PollFd::new(connection.as_fd(), PollFlags::POLLIN))
-        }
+/// What to wait for when `peer` owes an answer: the answer, or its end.
+fn waiting_fds(peer: &Peer) -> impl Iterator<Item = PollFd<'_>> {
+    let connection = match &peer.link {
+        Link::Up { connection, owed } if !owed.is_empty() => Some(connection.as_fd()),
         Link::Up { .. } | Link::HungUp | Link::Broken => None,
-    }
+    };
+    let process = connection.and(peer.process.as_ref()).map(OwnedFd::as_fd);
+    connection.into_iter().chain(process).map(|fd| PollFd::new(fd, PollFlags::POLLIN))
 }
 
 /// The failure of a member that does not answer for itself.

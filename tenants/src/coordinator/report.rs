@@ -37,8 +37,10 @@ pub fn phase_label(phase: Phase) -> &'static str {
         Phase::CreateOwn => "create memory",
         Phase::Restore => "restore contents",
         Phase::Import => "import from peers",
+        Phase::ImportFromLiving => "import from living peers",
         Phase::Activate => "open gate",
         Phase::AbortResume => "undo resume",
+        Phase::Settle => "settle what was left half done",
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::peers::{Peers, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Report, Step};
 use super::shortage::short_devices;
-use super::{CoordinatorError, Options, unexpected};
+use super::{CoordinatorError, Interrupt, LostImports, Options, unexpected};
 use crate::cut::{Limits, Seen};
 use crate::host_memory;
 use crate::identity::TenantName;
@@ -30,15 +30,18 @@ const PAUSE: Plan = Plan {
     undo: Phase::AbortPause,
 };
 
+/// A resume that leaves out what dead processes had.
+const RESUME_WITHOUT_LOST: Plan =
+    Plan { reversible: &[Phase::CreateOwn, Phase::Restore, Phase::ImportFromLiving], ..RESUME };
+
 const RESUME: Plan = Plan {
     reversible: &[Phase::CreateOwn, Phase::Restore, Phase::Import],
     last: &[Phase::Activate],
     undo: Phase::AbortResume,
 };
 
-/// From wherever a pause was left to its end. No contents are lost by saving them twice.
-const FORWARD: &[Phase] =
-    &[Phase::Drain, Phase::SaveAndDropImports, Phase::ReleaseOwn, Phase::Verify];
+/// How long a member may take to hear that what it waits for will not happen.
+const TELL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The connections to a tenant's members while its lock is held.
 pub(super) struct Session<'a> {
@@ -46,6 +49,22 @@ pub(super) struct Session<'a> {
     pub(super) options: &'a Options,
     pub(super) progress: &'a mut dyn FnMut(Event<'_>),
     pub(super) peers: Peers,
+    /// Tells this pause or resume from others.
+    round: u64,
+    /// Processes whose sockets were found and removed.
+    dead: usize,
+}
+
+/// Why an action ends before its point of no return.
+pub(super) enum Stop {
+    Failed(Vec<MemberFailure>),
+    CalledOff,
+}
+
+impl From<Vec<MemberFailure>> for Stop {
+    fn from(failures: Vec<MemberFailure>) -> Self {
+        Self::Failed(failures)
+    }
 }
 
 /// Do the answers of the slow matter once somebody has failed?
@@ -78,13 +97,15 @@ impl<'a> Session<'a> {
         options: &'a Options,
         progress: &'a mut dyn FnMut(Event<'_>),
     ) -> Result<Self, CoordinatorError> {
-        let mut session = Self { dir, options, progress, peers: Peers::default() };
+        let round = getrandom::u64().unwrap_or_else(|_| u64::from(std::process::id()));
+        let mut session = Self { dir, options, progress, peers: Peers::default(), round, dead: 0 };
         let deadline = Instant::now() + options.contact_timeout;
         for socket in dir.members()? {
             match reach(&socket, deadline) {
                 Ok(Reached::Peer(peer)) => session.peers.list.push(*peer),
                 Ok(Reached::Dead) => {
                     dir.remove_socket(&socket)?;
+                    session.dead += 1;
                     let member = socket.id;
                     (session.progress)(Event::StaleRemoved { member });
                 }
@@ -97,7 +118,8 @@ impl<'a> Session<'a> {
         session.greet()?;
         if session.peers.list.is_empty() {
             dir.remove_stale_holding(lock)?;
-            return Err(CoordinatorError::NoProcess { tenant: dir.tenant().clone() });
+            let (tenant, dead) = (dir.tenant().clone(), session.dead);
+            return Err(CoordinatorError::NoProcess { tenant, dead });
         }
         session.check_versions()?;
         Ok(session)
@@ -155,47 +177,38 @@ impl<'a> Session<'a> {
         (0..self.peers.list.len()).filter(|index| self.state(*index) == Some(state)).collect()
     }
 
-    /// Finishes or undoes what a coordinator that died left half done, so that every member is active or
-    /// paused.
-    ///
-    /// A member on its way to being paused is taken back, unless a peer is paused already: it may need
-    /// imports of that peer to go back, so it is taken forward. It saves its contents (again) on the way,
-    /// since we do not know how far it came. One that is merely held runs on.
+    /// Has every member that a dead coordinator left half-way finish or undo its part, so that every member
+    /// is active or paused. They agree among themselves which way ([`Phase::Settle`]).
     pub(super) fn recover(&mut self) -> Result<(), CoordinatorError> {
-        let is_held = |index: &usize| self.peers.list[*index].info.as_ref().is_some_and(|i| i.held);
-        let active = self.members_in(MemberState::Active);
-        let held: Vec<usize> = active.into_iter().filter(is_held).collect();
-        self.recover_by(&[Phase::AbortPause], &held)?;
-        let offloading = self.members_in(MemberState::Offloading);
-        let restoring = self.members_in(MemberState::Restoring);
-        if offloading.is_empty() && restoring.is_empty() {
+        let is_half_way = |index: &usize| match &self.peers.list[*index].info {
+            Some(info) => match info.state {
+                MemberState::Offloading | MemberState::Restoring => true,
+                MemberState::Active => info.held,
+                MemberState::Paused | MemberState::Faulted => false,
+            },
+            None => false,
+        };
+        let half_way: Vec<usize> = (0..self.peers.list.len()).filter(is_half_way).collect();
+        if half_way.is_empty() {
             return self.refuse_faulted();
         }
-        for index in offloading.iter().chain(&restoring) {
+        for index in &half_way {
             let who = self.peers.list[*index].who;
             (self.progress)(Event::Recovering { who });
         }
-        if self.members_in(MemberState::Paused).is_empty() {
-            self.recover_by(&[Phase::AbortPause], &offloading)?;
-        } else {
-            self.recover_by(FORWARD, &offloading)?;
+        let result = self.phase_step(Phase::Settle, &half_way, OnFailure::WaitForAll);
+        // One that ended meanwhile is left half-way no more.
+        let mut failures = result.failures;
+        failures.retain(|(index, _)| !self.peers.has_hung_up(*index));
+        if !failures.is_empty() {
+            return Err(CoordinatorError::Unrecovered {
+                tenant: self.tenant(),
+                failures: failures.into_iter().map(|(_, failure)| failure).collect(),
+            });
         }
-        self.recover_by(&[Phase::AbortResume], &restoring)?;
+        self.peers.drop_ended();
         self.greet()?;
         self.refuse_faulted()
-    }
-
-    fn recover_by(&mut self, phases: &[Phase], members: &[usize]) -> Result<(), CoordinatorError> {
-        for phase in phases {
-            let result = self.phase_step(*phase, members, OnFailure::WaitForAll);
-            if !result.failures.is_empty() {
-                return Err(CoordinatorError::Unrecovered {
-                    tenant: self.tenant(),
-                    failures: result.into_failures(),
-                });
-            }
-        }
-        Ok(())
     }
 
     fn refuse_faulted(&self) -> Result<(), CoordinatorError> {
@@ -222,12 +235,25 @@ impl<'a> Session<'a> {
     ) -> Result<Report, CoordinatorError> {
         let plan = match action {
             Action::Pause => PAUSE,
-            Action::Resume => RESUME,
+            Action::Resume => match self.options.lost_imports {
+                LostImports::Refuse => RESUME,
+                LostImports::LeaveOut => RESUME_WITHOUT_LOST,
+            },
         };
         let started = Instant::now();
         let mut report = Report::new(self.dir.tenant(), action);
-        if let Err(failures) = self.prepare(action, &plan, &members, &mut report) {
-            return Err(self.roll_back(action, &plan, &members, failures));
+        if self.dead > 0 {
+            report.notes.push(format!(
+                "{} process(es) of the tenant had ended before; what they left behind was removed",
+                self.dead
+            ));
+        }
+        if let Err(stop) = self.prepare(action, &plan, &members, &mut report) {
+            let error = self.roll_back(action, &plan, &members, stop);
+            if self.options.consent.is_some() {
+                self.tell_waiting(action, &members, &error);
+            }
+            return Err(error);
         }
         let mut left = members;
         for phase in plan.last {
@@ -250,12 +276,12 @@ impl<'a> Session<'a> {
         plan: &Plan,
         members: &[usize],
         report: &mut Report,
-    ) -> Result<(), Vec<MemberFailure>> {
+    ) -> Result<(), Stop> {
         if let Some(timeout) = self.options.consent {
             let step = Step::Consent(action);
             let result = self.step(step, members, timeout, OnFailure::Stop);
             if !result.failures.is_empty() {
-                return Err(result.into_failures());
+                return Err(Stop::Failed(result.into_failures()));
             }
         }
         if self.options.look_first && action == Action::Resume {
@@ -270,17 +296,25 @@ impl<'a> Session<'a> {
             let began = Instant::now();
             let result = self.phase_step(*phase, members, OnFailure::Stop);
             if !result.failures.is_empty() {
-                return Err(result.into_failures());
+                return Err(Stop::Failed(result.into_failures()));
+            }
+            if self.is_called_off() {
+                return Err(Stop::CalledOff);
             }
             if let Some(failure) = self.host_shortage(&result.done) {
-                return Err(vec![failure]);
+                return Err(Stop::Failed(vec![failure]));
             }
             report.add(self.summary(*phase, began.elapsed(), result.done));
         }
         let next = plan.last.first().map_or(Step::Hello, |p| Step::Phase(*p));
         let dead: Vec<_> =
             members.iter().filter_map(|index| self.peers.check_alive(*index, next).err()).collect();
-        if dead.is_empty() { Ok(()) } else { Err(dead) }
+        if dead.is_empty() { Ok(()) } else { Err(Stop::Failed(dead)) }
+    }
+
+    /// Does somebody want it called off?
+    pub(super) fn is_called_off(&self) -> bool {
+        self.options.interrupt.as_ref().is_some_and(Interrupt::is_raised)
     }
 
     /// Refuses when the devices cannot hold the members. Changes nothing: paused members that are asked to
@@ -306,6 +340,7 @@ impl<'a> Session<'a> {
             | Reply::Cut(_)
             | Reply::Stats(_)
             | Reply::Consented
+            | Reply::Noted
             | Reply::Fds { .. }
             | Reply::Failed(_) => None,
         });
@@ -323,8 +358,13 @@ impl<'a> Session<'a> {
         action: Action,
         plan: &Plan,
         members: &[usize],
-        mut failures: Vec<MemberFailure>,
+        stop: Stop,
     ) -> CoordinatorError {
+        let called_off = matches!(stop, Stop::CalledOff);
+        let mut failures = match stop {
+            Stop::Failed(failures) => failures,
+            Stop::CalledOff => Vec::new(),
+        };
         (self.progress)(Event::RollingBack { failures: &failures });
         let undo = Step::Phase(plan.undo);
         // Whoever still waits for its application has done nothing yet, and stops when we hang up.
@@ -350,7 +390,7 @@ impl<'a> Session<'a> {
         }
         let failed_step = failures.first().map(|failure| failure.step);
         let mut needs = Vec::new();
-        while let Some(answer) = self.peers.next_answer() {
+        while let Some(answer) = self.peers.next_answer(None) {
             let failure = match answer.result {
                 Err(failure) => failure,
                 Ok(reply) => {
@@ -360,6 +400,9 @@ impl<'a> Session<'a> {
                     continue;
                 }
             };
+            if failure.failure.kind == FailureKind::CalledOff {
+                continue;
+            }
             // Late news of the step that failed is part of why; of a member lost meanwhile, too.
             if answer.step != undo && Some(failure.step) == failed_step {
                 failures.push(failure);
@@ -371,12 +414,29 @@ impl<'a> Session<'a> {
             .iter()
             .any(|member| matches!(member.failure.kind, FailureKind::OutOfDeviceMemory { .. }));
         let shortages = if out_of_memory { short_devices(&needs) } else { Vec::new() };
-        CoordinatorError::Refused {
-            tenant: self.tenant(),
-            action,
-            shortages,
-            failures,
-            undo_failures: result.into_failures(),
+        let (tenant, undo_failures) = (self.tenant(), result.into_failures());
+        if called_off {
+            CoordinatorError::CalledOff { tenant, action, undo_failures }
+        } else {
+            CoordinatorError::Refused { tenant, action, shortages, failures, undo_failures }
+        }
+    }
+
+    /// Lets the applications that wait for `action` together go on with the same error.
+    fn tell_waiting(&mut self, action: Action, members: &[usize], error: &CoordinatorError) {
+        let request = Request::GiveUp { action, why: error.to_string() };
+        let step = Step::Consent(action);
+        for index in members {
+            if self.peers.is_up(*index)
+                && let Err(failure) = self.peers.ask(*index, step, &request, TELL_TIMEOUT)
+            {
+                tracing::debug!(%failure, "a waiting member was not told");
+            }
+        }
+        while let Some(answer) = self.peers.next_answer(None) {
+            if let Err(failure) = answer.result {
+                tracing::debug!(%failure, "a waiting member did not take the news");
+            }
         }
     }
 
@@ -392,9 +452,11 @@ impl<'a> Session<'a> {
             Step::Cut => {
                 Request::Cut { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 }
             }
-            Step::Phase(phase) => {
-                Request::Phase { phase, timeout_ms: millis(self.options.phase_timeout(phase)) }
-            }
+            Step::Phase(phase) => Request::Phase {
+                phase,
+                round: self.round,
+                timeout_ms: millis(self.options.phase_timeout(phase)),
+            },
         }
     }
 
@@ -438,7 +500,12 @@ impl<'a> Session<'a> {
         }
         loop {
             let stop = on_failure == OnFailure::Stop && !result.failures.is_empty();
-            let answer = if stop { self.peers.settled_answer() } else { self.peers.next_answer() };
+            let interrupt = match on_failure {
+                OnFailure::Stop => self.options.interrupt.as_ref(),
+                OnFailure::WaitForAll => None,
+            };
+            let answer =
+                if stop { self.peers.settled_answer() } else { self.peers.next_answer(interrupt) };
             let Some(answer) = answer else { break };
             // An answer to an earlier step that was given up on has no meaning any more.
             if answer.step == step {
@@ -514,6 +581,7 @@ fn needs_of(reply: &Reply) -> &[DeviceDelta] {
         | Reply::Cut(_)
         | Reply::Stats(_)
         | Reply::Consented
+        | Reply::Noted
         | Reply::Fds { .. }
         | Reply::Failed(_) => &[],
     }
@@ -538,6 +606,7 @@ fn is_from(reply: &Reply, member: crate::identity::MemberId) -> bool {
         | Reply::Cut(_)
         | Reply::PhaseDone(..)
         | Reply::Consented
+        | Reply::Noted
         | Reply::Fds { .. }
         | Reply::Failed(_) => true,
     }
@@ -550,6 +619,7 @@ fn phase_report(reply: Reply) -> PhaseReport {
         | Reply::Stats(_)
         | Reply::Cut(_)
         | Reply::Consented
+        | Reply::Noted
         | Reply::Fds { .. }
         | Reply::Failed(_) => PhaseReport::default(),
     }

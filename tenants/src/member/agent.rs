@@ -21,8 +21,7 @@ use crate::cut::{Limits, Seen};
 use crate::identity::MemberId;
 use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
-    Action, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchPurpose, MemberState, Phase, Reply,
-    Request,
+    Action, Asked, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchPurpose, Phase, Reply, Request,
 };
 
 /// No request waits longer than this, whatever it says.
@@ -58,7 +57,11 @@ impl Wakeups {
     }
 }
 
+/// No connection has this number.
+const NOBODY: u64 = 0;
+
 struct Job {
+    /// Who asked; [`NOBODY`] for a step of our own.
     connection: u64,
     work: Work,
     deadline: Instant,
@@ -97,7 +100,7 @@ struct Agent<D: Driver> {
     waiters: VecDeque<Waiter>,
     jobs: Sender<Job>,
     done: Receiver<Done>,
-    /// Who coordinates the pause or resume under way: when it goes, the process undoes its part.
+    /// Who coordinates the pause or resume under way: when it goes, the process settles it alone.
     coordinator: Option<u64>,
 }
 
@@ -138,11 +141,19 @@ fn block_signals() {
     }
 }
 
+/// Is what is under way no longer wanted once `phase` has been asked for?
+fn ends_early(phase: Phase) -> bool {
+    matches!(phase, Phase::AbortPause | Phase::AbortResume | Phase::Settle)
+}
+
 fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Done>) {
     for job in jobs {
         let Job { connection, work, deadline } = job;
         let done = match work {
             Work::Phase(phase) => {
+                if ends_early(phase) {
+                    member.calling_off.lower();
+                }
                 Done { connection, phase: Some(phase), reply: member.run_phase(phase, deadline) }
             }
             Work::Cut { limits, seen, asked } => {
@@ -239,19 +250,19 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    /// The coordinator went away between two phases: nobody will tell us to undo, so we do.
+    /// The coordinator went away: nobody will tell us what to do, so the worker finds out when it is done
+    /// with what it was told.
     fn coordinator_gone(&mut self) {
         self.coordinator = None;
-        let phase = match self.member.state() {
-            MemberState::Offloading => Phase::AbortPause,
-            MemberState::Restoring => Phase::AbortResume,
-            MemberState::Active | MemberState::Paused | MemberState::Faulted => return,
-        };
-        tracing::warn!(?phase, "the coordinator is gone: undoing");
-        self.submit(0, Work::Phase(phase), AGENT_TIMEOUT);
+        self.submit(NOBODY, Work::Phase(Phase::Settle), AGENT_TIMEOUT);
     }
 
     fn submit(&self, connection: u64, work: Work, timeout: Duration) {
+        if let Work::Phase(phase) = work
+            && ends_early(phase)
+        {
+            self.member.calling_off.raise();
+        }
         let deadline = Instant::now() + timeout;
         if self.jobs.send(Job { connection, work, deadline }).is_err() {
             tracing::error!("the worker thread is gone");
@@ -264,10 +275,13 @@ impl<D: Driver> Agent<D> {
             Request::Stats => {
                 self.answer(number, &Reply::Stats(Box::new(self.member.stats())));
             }
-            Request::Phase { phase, timeout_ms } => {
+            Request::Phase { phase, round, timeout_ms } => {
                 if self.opens(number) {
                     self.coordinator = Some(number);
                     self.member.cut().claim(number);
+                    if phase != Phase::Settle {
+                        self.member.standing().asked = Some(Asked { round, phase });
+                    }
                     self.submit(number, Work::Phase(phase), wait_of(timeout_ms));
                 }
             }
@@ -278,6 +292,10 @@ impl<D: Driver> Agent<D> {
                     let work = Work::Cut { limits, seen, asked };
                     self.submit(number, work, wait_of(wait_ms));
                 }
+            }
+            Request::GiveUp { action, why } => {
+                self.member.give_up(action, why);
+                self.answer(number, &Reply::Noted);
             }
             Request::AwaitConsent { action, timeout_ms } => {
                 if self.opens(number) {
@@ -355,16 +373,16 @@ impl<D: Driver> Agent<D> {
             self.clients.answer_open(done.connection, &done.reply);
             let over = matches!(
                 done.phase,
-                Some(Phase::Verify | Phase::Activate | Phase::AbortPause | Phase::AbortResume)
+                Some(
+                    Phase::Verify
+                        | Phase::Activate
+                        | Phase::AbortPause
+                        | Phase::AbortResume
+                        | Phase::Settle
+                )
             );
             if over && self.coordinator == Some(done.connection) {
                 self.coordinator = None;
-            } else if !self.clients.has(done.connection)
-                && done.connection != 0
-                && done.phase.is_some()
-            {
-                // The phase outlived its coordinator.
-                self.coordinator_gone();
             }
         }
     }

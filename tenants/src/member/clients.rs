@@ -75,10 +75,6 @@ impl Clients {
         self.list.retain(|client| client.number != number);
     }
 
-    pub(super) fn has(&self, number: u64) -> bool {
-        self.list.iter().any(|client| client.number == number)
-    }
-
     pub(super) fn numbers(&self) -> Vec<u64> {
         self.list.iter().map(|client| client.number).collect()
     }

@@ -12,10 +12,11 @@ use nix::sys::stat::{SFlag, fstat};
 use vmm_pool::driver::Driver;
 use vmm_pool::{AllocationId, Class, ImportSource, PoolError, VirtualHandle};
 
+use super::owners::path_of;
 use super::{AGENT_TIMEOUT, Member};
 use crate::run_dir::parse_member_name;
 use crate::ticket::Ticket;
-use crate::transport::{Connection, TransportError};
+use crate::transport::{Connection, TransportError, nobody_listens};
 use crate::wire::{FDS_PER_MESSAGE_MAX, Failure, FetchPurpose, Reply, Request};
 
 /// Why a ticket did not become memory.
@@ -63,6 +64,17 @@ pub enum ImportError {
         /// What went wrong.
         #[source]
         source: TransportError,
+    },
+    /// The owner has ended, and its memory with it.
+    #[error(
+        "{owner} has ended, and with it {count} allocations that this process had imported from it: end \
+         this process, or leave them out (sublet resume --without-lost)"
+    )]
+    OwnerEnded {
+        /// Which process.
+        owner: String,
+        /// Allocations asked for.
+        count: usize,
     },
     /// The owner refused.
     #[error("the owner of the memory refused: {0}")]
@@ -175,10 +187,23 @@ impl<D: Driver> Member<D> {
         for request in self.pool.import_requests() {
             let path = path_of(&request.owner);
             for ids in request.ids.chunks(FDS_PER_MESSAGE_MAX) {
-                descriptors.extend(self.fetch(&path, ids, FetchPurpose::Again, deadline)?);
+                let fetched = self.fetch(&path, ids, FetchPurpose::Again, deadline);
+                descriptors.extend(fetched.map_err(|error| self.or_ended(error, ids.len()))?);
             }
         }
         Ok(descriptors)
+    }
+
+    /// Why `count` imports could not be fetched again: says so when that is because their owner has ended.
+    fn or_ended(&self, error: ImportError, count: usize) -> ImportError {
+        let ImportError::Owner { path, source } = error else {
+            return error;
+        };
+        let has_ended = source.nobody_listens() || source.peer_is_gone();
+        match self.known_owner(&path).filter(|_| has_ended && nobody_listens(&path)) {
+            Some(owner) => ImportError::OwnerEnded { owner, count },
+            None => ImportError::Owner { path, source },
+        }
     }
 
     fn fetch(
@@ -197,9 +222,11 @@ impl<D: Driver> Member<D> {
         });
         let answer = match kept {
             // The owner may have closed what was idle; a new connection tells whether it lives.
-            Some(Err(error)) if error.peer_is_gone() => ask_anew(path, &request, ids, deadline),
+            Some(Err(error)) if error.peer_is_gone() => {
+                self.ask_anew(path, &request, ids, deadline)
+            }
             Some(answer) => answer,
-            None => ask_anew(path, &request, ids, deadline),
+            None => self.ask_anew(path, &request, ids, deadline),
         };
         let ((reply, fds), connection) = answer.map_err(failed)?;
         self.peers
@@ -219,24 +246,26 @@ impl<D: Driver> Member<D> {
             | Reply::Stats(_)
             | Reply::Cut(_)
             | Reply::PhaseDone(..)
-            | Reply::Consented => Err(ImportError::Miscounted {
+            | Reply::Consented
+            | Reply::Noted => Err(ImportError::Miscounted {
                 path: path.to_owned(),
                 got: fds.len(),
                 wanted: ids.len(),
             }),
         }
     }
-}
 
-fn ask_anew(
-    path: &Path,
-    request: &Request,
-    ids: &[AllocationId],
-    deadline: Instant,
-) -> Result<((Reply, Vec<OwnedFd>), Connection), TransportError> {
-    let mut connection = Connection::connect(path, deadline)?;
-    let answer = connection.call(request, ids.len(), deadline)?;
-    Ok((answer, connection))
+    fn ask_anew(
+        &self,
+        path: &Path,
+        request: &Request,
+        ids: &[AllocationId],
+        deadline: Instant,
+    ) -> Result<((Reply, Vec<OwnedFd>), Connection), TransportError> {
+        let mut connection = self.connect_to_owner(path, deadline)?;
+        let answer = connection.call(request, ids.len(), deadline)?;
+        Ok((answer, connection))
+    }
 }
 
 /// What is behind a descriptor, the driver checks; these kinds it should never be given.
@@ -245,8 +274,4 @@ fn may_be_the_drivers(fd: &OwnedFd) -> bool {
         let kind = SFlag::from_bits_truncate(status.st_mode & SFlag::S_IFMT.bits());
         ![SFlag::S_IFSOCK, SFlag::S_IFIFO, SFlag::S_IFDIR, SFlag::S_IFBLK].contains(&kind)
     })
-}
-
-fn path_of(owner: &[u8]) -> PathBuf {
-    PathBuf::from(OsStr::from_bytes(owner))
 }

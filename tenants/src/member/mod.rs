@@ -11,8 +11,10 @@
 //! taken out for use and put back.
 
 mod agent;
+mod alone;
 mod clients;
 mod fetch;
+mod owners;
 mod phases;
 pub mod state;
 
@@ -36,7 +38,9 @@ use crate::host_memory::HostLimit;
 use crate::identity::{MemberId, TenantName};
 use crate::run_dir::{RunDir, RunDirError, TenantDir};
 use crate::transport::Connection;
-use crate::wire::{Action, MemberInfo, MemberState, MemberStats, Phase, PhaseReport};
+use crate::wire::{Action, Asked, MemberInfo, MemberState, MemberStats, Phase, PhaseReport};
+use alone::CallingOff;
+use owners::Owner;
 use state::{Event, InvalidTransition};
 
 /// What a process is told when it joins its tenant.
@@ -79,28 +83,43 @@ pub enum JoinError {
     },
 }
 
-/// How far a pause has come before its point of no return; what an undo must put back.
+/// How far a pause or resume has come before its point of no return; what an undo must put back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Progress {
     /// Nothing has been unmapped.
     Untouched,
     /// Some mappings and imports may be gone.
     Moving,
-    /// All contents are on the host, so that going on to release is as good as going back.
-    Saved,
+    /// All that comes before the point of no return is done, so that going on is as good as going back.
+    Ready,
+}
+
+/// What came of [`Member::wait_for`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Waited {
+    /// It has happened.
+    Done,
+    /// It failed for everybody, and this is why.
+    GivenUp(String),
+    /// Neither, so far.
+    NotYet,
 }
 
 #[derive(Debug)]
 pub(crate) struct Standing {
     pub(crate) state: MemberState,
-    /// How far a pause under way has come.
+    /// How far a pause or resume under way has come.
     pub(crate) progress: Progress,
+    /// The last step it was asked for.
+    pub(crate) asked: Option<Asked>,
     pub(crate) pauses: u64,
     pub(crate) resumes: u64,
     pub(crate) last_pause: Vec<(Phase, PhaseReport)>,
     pub(crate) last_resume: Vec<(Phase, PhaseReport)>,
     /// What the application itself has asked for and waits in.
     pub(crate) consent: Option<Action>,
+    /// Why what the application waits in will not happen.
+    pub(crate) given_up: Option<String>,
     pub(crate) notes: Vec<String>,
 }
 
@@ -119,6 +138,10 @@ pub struct Member<D: Driver> {
     waker: agent::Waker,
     captures: AtomicUsize,
     peers: Mutex<HashMap<PathBuf, Connection>>,
+    /// Who owns what was imported, also after its end.
+    owners: Mutex<HashMap<PathBuf, Owner>>,
+    /// Raised while a phase under way is to end early, because it will be undone.
+    calling_off: CallingOff,
     /// Descriptors of a resume that is over, to be closed when there is time.
     spare: Mutex<Vec<OwnedFd>>,
 }
@@ -147,17 +170,21 @@ impl<D: Driver> Member<D> {
             standing: Mutex::new(Standing {
                 state: MemberState::Active,
                 progress: Progress::Untouched,
+                asked: None,
                 pauses: 0,
                 resumes: 0,
                 last_pause: Vec::new(),
                 last_resume: Vec::new(),
                 consent: None,
+                given_up: None,
                 notes: Vec::new(),
             }),
             changed: Condvar::new(),
             waker,
             captures: AtomicUsize::new(0),
             peers: Mutex::default(),
+            owners: Mutex::default(),
+            calling_off: CallingOff::default(),
             spare: Mutex::default(),
         });
         if let Err(source) = agent::spawn(&member, listener, wakeups) {
@@ -172,6 +199,18 @@ impl<D: Driver> Member<D> {
     pub fn leave(&self) {
         if let Err(error) = std::fs::remove_file(&self.socket_path) {
             tracing::debug!(%error, "the socket was gone already");
+        }
+    }
+
+    /// For a forked child, which is no member: closes its copies of descriptors that hold device memory,
+    /// or a conversation with a peer, where no other thread was changing them at the fork. Blocks nowhere.
+    pub fn let_go_in_child(&self) {
+        self.pool.close_exports_in_child();
+        if let Ok(mut spare) = self.spare.try_lock() {
+            spare.clear();
+        }
+        if let Ok(mut peers) = self.peers.try_lock() {
+            peers.clear();
         }
     }
 
@@ -261,13 +300,18 @@ impl<D: Driver> Member<D> {
 
     /// Who it is, for others.
     pub fn info(&self) -> MemberInfo {
+        let (state, asked) = {
+            let standing = self.standing();
+            (standing.state, standing.asked)
+        };
         MemberInfo {
             id: self.id,
             pid: std::process::id(),
             command: self.config.command.clone(),
             version: self.config.version.clone(),
-            state: self.state(),
+            state,
             held: self.cut.is_held(),
+            asked,
         }
     }
 
@@ -295,6 +339,7 @@ impl<D: Driver> Member<D> {
         let count = {
             let mut standing = self.standing();
             standing.consent = Some(action);
+            standing.given_up = None;
             standing.count(action)
         };
         self.waker.wake();
@@ -306,16 +351,32 @@ impl<D: Driver> Member<D> {
         self.standing().consent = None;
     }
 
-    /// Waits until `action` has happened more often than `count`, or until `deadline`; says whether.
-    pub fn wait_for(&self, action: Action, count: u64, deadline: Instant) -> bool {
+    /// The `action` that the application waits in will not happen.
+    pub(crate) fn give_up(&self, action: Action, why: String) {
+        {
+            let mut standing = self.standing();
+            if standing.consent != Some(action) {
+                return;
+            }
+            standing.given_up = Some(why);
+        }
+        self.changed.notify_all();
+    }
+
+    /// Waits until `action` has happened more often than `count`, until it is known that it will not, or
+    /// until `deadline`.
+    pub fn wait_for(&self, action: Action, count: u64, deadline: Instant) -> Waited {
         let mut standing = self.standing();
         loop {
             if standing.count(action) > count {
-                return true;
+                return Waited::Done;
+            }
+            if let Some(why) = standing.given_up.take() {
+                return Waited::GivenUp(why);
             }
             let now = Instant::now();
             if now >= deadline {
-                return false;
+                return Waited::NotYet;
             }
             standing = self
                 .changed

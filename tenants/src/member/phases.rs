@@ -26,8 +26,10 @@ impl<D: Driver> Member<D> {
             Phase::CreateOwn => self.create_own(deadline),
             Phase::Restore => self.restore(),
             Phase::Import => self.import(deadline),
+            Phase::ImportFromLiving => self.import_from_living(deadline),
             Phase::Activate => self.activate(),
             Phase::AbortResume => self.abort_resume(),
+            Phase::Settle => self.settle(deadline),
         };
         let elapsed_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
         match outcome {
@@ -96,7 +98,8 @@ impl<D: Driver> Member<D> {
     fn close_gate(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Active)?;
         self.refuse_capture()?;
-        self.gate.shut(deadline).map_err(|inside| still_inside(&inside))?;
+        let called_off = || self.calling_off.is_raised();
+        self.gate.shut(deadline, called_off).map_err(|inside| self.still_inside(&inside))?;
         // A capture may have begun before the gate was shut; none can begin now.
         let settled = self
             .refuse_capture()
@@ -109,6 +112,19 @@ impl<D: Driver> Member<D> {
         standing.progress = Progress::Untouched;
         standing.last_pause.clear();
         Ok(PhaseReport::default())
+    }
+
+    fn still_inside(&self, inside: &StillInside) -> Failure {
+        let kind = if self.calling_off.is_raised() {
+            FailureKind::CalledOff
+        } else {
+            FailureKind::DrainTimeout
+        };
+        let message = format!(
+            "process {}: {inside}; pause at a step boundary, or give a longer timeout",
+            std::process::id()
+        );
+        Failure { kind, message }
     }
 
     fn refuse_capture(&self) -> Result<(), Failure> {
@@ -150,10 +166,16 @@ impl<D: Driver> Member<D> {
             })?;
         }
         for _ in &places {
-            match hear.recv_deadline(deadline) {
-                Ok((_, Ok(()))) => {}
-                Ok((place, Err(error))) => return Err(drain_failed(place, error)),
-                Err(_) => return Err(drain_timeout()),
+            let left = deadline.saturating_duration_since(Instant::now());
+            let heard = crossbeam_channel::select! {
+                recv(hear) -> heard => heard.ok(),
+                recv(self.calling_off.receiver()) -> _ => return Err(drain_called_off()),
+                default(left) => None,
+            };
+            match heard {
+                Some((_, Ok(()))) => {}
+                Some((place, Err(error))) => return Err(drain_failed(place, error)),
+                None => return Err(drain_timeout()),
             }
         }
         let driver_calls = 2 * places.len() as u64;
@@ -167,13 +189,15 @@ impl<D: Driver> Member<D> {
     fn save_and_drop_imports(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
         let budget = self.host_need().budget();
+        // Whoever has ended cannot give again what is dropped now.
+        self.keep_orphans();
         self.standing().progress = Progress::Moving;
         let log = self.pool.save_and_drop_imports(budget).map_err(|error| pool_failure(&error))?;
-        self.standing().progress = Progress::Saved;
+        self.standing().progress = Progress::Ready;
         Ok(report(log))
     }
 
-    fn release_own(&self) -> Result<PhaseReport, Failure> {
+    pub(super) fn release_own(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
         let before = self.resident_by_device();
         let mut report = self.release_and_stand_paused()?;
@@ -244,10 +268,11 @@ impl<D: Driver> Member<D> {
             }
         }
         report.devices = self.deltas(&self.resident_by_device());
+        report.notes.extend(self.lost_imports());
         Ok(report)
     }
 
-    fn abort_pause(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
+    pub(super) fn abort_pause(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
         let (state, progress) = {
             let standing = self.standing();
             (standing.state, standing.progress)
@@ -266,7 +291,7 @@ impl<D: Driver> Member<D> {
         }
         let undone = match progress {
             Progress::Untouched => Ok(StepLog::default()),
-            Progress::Moving | Progress::Saved => self.take_back(deadline),
+            Progress::Moving | Progress::Ready => self.take_back(deadline),
         };
         match (undone, progress) {
             (Ok(log), _) => {
@@ -280,14 +305,14 @@ impl<D: Driver> Member<D> {
                 drop(spare);
                 Ok(report(log))
             }
-            (Err(failure), Progress::Untouched | Progress::Moving | Progress::Saved)
+            (Err(failure), Progress::Untouched | Progress::Moving | Progress::Ready)
                 if failure.kind != FailureKind::PeerGone =>
             {
                 // Own memory is all there, with its contents; only mappings are missing. To go on alone and
                 // release it would tear it from peers that have imported it again and run.
                 Err(not_undone_yet(&failure))
             }
-            (Err(failure), Progress::Saved) => {
+            (Err(failure), Progress::Ready) => {
                 // A peer went on to release, or is gone. Our contents are on the host: go on as well, and
                 // stand paused, so that nothing is lost and a resume can be tried.
                 self.pool.drop_imports().map_err(|error| pool_failure(&error))?;
@@ -320,12 +345,17 @@ impl<D: Driver> Member<D> {
 
     fn create_own(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Paused)?;
-        self.gate.shut(deadline).map_err(|inside| {
+        let called_off = || self.calling_off.is_raised();
+        self.gate.shut(deadline, called_off).map_err(|inside| {
             self.gate.set_vacated();
-            still_inside(&inside)
+            self.still_inside(&inside)
         })?;
         self.transition(Event::ResumeBegun)?;
-        self.standing().last_resume.clear();
+        {
+            let mut standing = self.standing();
+            standing.progress = Progress::Moving;
+            standing.last_resume.clear();
+        }
         match self.pool.create_own() {
             Ok(log) => {
                 let taken = self.resident_by_device();
@@ -348,7 +378,17 @@ impl<D: Driver> Member<D> {
 
     fn import(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Restoring)?;
-        Ok(report(self.import_from_peers(deadline)?))
+        let report = report(self.import_from_peers(deadline)?);
+        self.standing().progress = Progress::Ready;
+        Ok(report)
+    }
+
+    fn import_from_living(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
+        self.expect(MemberState::Restoring)?;
+        let notes = self.leave_lost_out();
+        let mut report = self.import(deadline)?;
+        report.notes.extend(notes);
+        Ok(report)
     }
 
     fn import_from_peers(&self, deadline: Instant) -> Result<StepLog, Failure> {
@@ -360,7 +400,7 @@ impl<D: Driver> Member<D> {
         Ok(log)
     }
 
-    fn activate(&self) -> Result<PhaseReport, Failure> {
+    pub(super) fn activate(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Restoring)?;
         let spare = self.pool.commit_resume();
         self.transition(Event::Resumed)?;
@@ -385,7 +425,7 @@ impl<D: Driver> Member<D> {
         drop(spare);
     }
 
-    fn abort_resume(&self) -> Result<PhaseReport, Failure> {
+    pub(super) fn abort_resume(&self) -> Result<PhaseReport, Failure> {
         match self.state() {
             MemberState::Restoring => {}
             MemberState::Active => return Ok(PhaseReport::default()),
@@ -430,10 +470,14 @@ impl Standing {
             | Phase::SaveAndDropImports
             | Phase::ReleaseOwn
             | Phase::Verify => self.last_pause.push((phase, report.clone())),
-            Phase::CreateOwn | Phase::Restore | Phase::Import | Phase::Activate => {
+            Phase::CreateOwn
+            | Phase::Restore
+            | Phase::Import
+            | Phase::ImportFromLiving
+            | Phase::Activate => {
                 self.last_resume.push((phase, report.clone()));
             }
-            Phase::AbortPause | Phase::AbortResume => {}
+            Phase::AbortPause | Phase::AbortResume | Phase::Settle => {}
         }
     }
 }
@@ -452,22 +496,22 @@ fn wrong_state(message: String) -> Failure {
     Failure { kind: FailureKind::WrongState, message }
 }
 
-fn still_inside(inside: &StillInside) -> Failure {
-    Failure {
-        kind: FailureKind::DrainTimeout,
-        message: format!(
-            "process {}: {inside}; pause at a step boundary, or give a longer timeout",
-            std::process::id()
-        ),
-    }
-}
-
 fn drain_timeout() -> Failure {
     Failure {
         kind: FailureKind::DrainTimeout,
         message: format!(
             "process {}: the device did not finish its work in time: a kernel may be waiting for work that \
              another process has not launched yet; pause at a step boundary, or give a longer timeout",
+            std::process::id()
+        ),
+    }
+}
+
+fn drain_called_off() -> Failure {
+    Failure {
+        kind: FailureKind::CalledOff,
+        message: format!(
+            "process {}: the wait for the device was called off, because the pause failed elsewhere",
             std::process::id()
         ),
     }
@@ -563,6 +607,7 @@ fn import_failure(error: &ImportError) -> Failure {
         | ImportError::NoMember { .. }
         | ImportError::NotMemory { .. }
         | ImportError::Owner { .. }
+        | ImportError::OwnerEnded { .. }
         | ImportError::Miscounted { .. } => FailureKind::PeerGone,
     };
     Failure { kind, message: format!("process {}: {error}", std::process::id()) }

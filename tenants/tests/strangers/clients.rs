@@ -89,7 +89,7 @@ fn a_client_of_a_newer_version_is_told_ours() {
 fn a_request_cut_short_anywhere_is_dropped() {
     let stage = Stage::new();
     let member = stage.member("train");
-    let request = Request::Phase { phase: Phase::CloseGate, timeout_ms: 1000 };
+    let request = Request::Phase { phase: Phase::CloseGate, round: 1, timeout_ms: 1000 };
     let frame = encode(&request, 0).unwrap();
     for length in 0..frame.len() {
         let mut client = stream(&member);
@@ -236,7 +236,7 @@ fn phases_that_come_twice_late_or_out_of_order_change_nothing() {
     let stage = Stage::new();
     let member = stage.member("train");
     let mut client = connect(&member);
-    let phase = |phase| Request::Phase { phase, timeout_ms: 5000 };
+    let phase = |phase| Request::Phase { phase, round: 1, timeout_ms: 5000 };
     let out_of_order = [
         Phase::Drain,
         Phase::SaveAndDropImports,

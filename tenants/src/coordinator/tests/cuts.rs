@@ -14,12 +14,12 @@ use crate::member::{Member, MemberConfig};
 type SimMember = Member<SimDriver>;
 
 const WORLD: CommunicatorId = CommunicatorId(0xab12_cd34 << 96);
-const SOON: Duration = Duration::from_secs(30);
+pub(super) const SOON: Duration = Duration::from_secs(30);
 
 /// Several processes' worth of members, in this one.
-struct Job {
+pub(super) struct Job {
     run_dir: RunDir,
-    members: Vec<Arc<SimMember>>,
+    pub(super) members: Vec<Arc<SimMember>>,
     _base: tempfile::TempDir,
 }
 
@@ -27,13 +27,13 @@ fn collectives() -> Lane {
     Lane { communicator: WORLD, series: Series::Collectives }
 }
 
-fn patient() -> Options {
+pub(super) fn patient() -> Options {
     Options { timeout: None, ..Options::default() }
 }
 
 impl Job {
     /// So many members, one rank of one communicator in each.
-    fn new(ranks: u32) -> Self {
+    pub(super) fn new(ranks: u32) -> Self {
         let base = tempfile::tempdir().unwrap();
         let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
         let members = (0..ranks).map(|rank| {
@@ -55,11 +55,11 @@ impl Job {
         Self { members: members.collect(), run_dir, _base: base }
     }
 
-    fn coordinator(&self, options: Options) -> Coordinator {
+    pub(super) fn coordinator(&self, options: Options) -> Coordinator {
         Coordinator::new(self.run_dir.clone(), tenant("train"), options)
     }
 
-    fn states(&self) -> Vec<MemberState> {
+    pub(super) fn states(&self) -> Vec<MemberState> {
         self.members.iter().map(|member| member.state()).collect()
     }
 
@@ -134,7 +134,7 @@ impl Ranks {
     }
 }
 
-fn until(what: &str, mut holds: impl FnMut() -> bool) {
+pub(super) fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + SOON;
     while !holds() {
         assert!(Instant::now() < deadline, "{what} did not come");
@@ -311,7 +311,7 @@ fn a_paused_job_holds_its_launches_until_it_is_active_again() {
         let path = job.members[0].socket_path();
         let mut half = crate::transport::Connection::connect(path, Instant::now() + SOON).unwrap();
         for phase in [Phase::CreateOwn, Phase::AbortResume] {
-            let request = Request::Phase { phase, timeout_ms: 30_000 };
+            let request = Request::Phase { phase, round: 7, timeout_ms: 30_000 };
             half.send(&request, &[], Instant::now() + SOON).unwrap();
             let (reply, _) = half.receive::<Reply>(Instant::now() + SOON).unwrap();
             assert!(matches!(reply, Reply::PhaseDone(..)), "{reply:?}");

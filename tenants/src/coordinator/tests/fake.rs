@@ -54,6 +54,7 @@ pub(super) enum Line {
     Began(u64, Phase),
     Ended(u64, Phase),
     Consent(u64),
+    GivenUp(u64, String),
 }
 
 #[derive(Clone)]
@@ -114,7 +115,7 @@ pub(super) fn options() -> Options {
         contact_timeout: Duration::from_millis(500),
         lock_timeout: Duration::from_secs(10),
         consent: None,
-        look_first: false,
+        ..Options::default()
     }
 }
 
@@ -175,7 +176,7 @@ impl World {
         log.iter()
             .filter_map(|line| match line {
                 Line::Began(member, phase) if *member == id => Some(*phase),
-                Line::Began(..) | Line::Ended(..) | Line::Consent(_) => None,
+                Line::Began(..) | Line::Ended(..) | Line::Consent(_) | Line::GivenUp(..) => None,
             })
             .collect()
     }
@@ -252,6 +253,10 @@ impl Agent {
                 self.log.lock().unwrap().push(line);
                 self.script.faults.get(phase).copied()
             }
+            Request::GiveUp { why, .. } => {
+                self.log.lock().unwrap().push(Line::GivenUp(self.id, why.clone()));
+                None
+            }
             Request::FetchFds { .. } => Some(Fault::WrongAnswer),
         };
         let reply = match fault {
@@ -304,6 +309,7 @@ impl Agent {
             Request::Cut { .. } => Reply::Cut(Box::default()),
             Request::AwaitConsent { .. } => Reply::Consented,
             Request::Phase { phase, .. } => self.phase(*phase),
+            Request::GiveUp { .. } => Reply::Noted,
             Request::FetchFds { .. } => Reply::Fds { count: 0 },
         }
     }
@@ -313,8 +319,11 @@ impl Agent {
         *state = match phase {
             Phase::CloseGate | Phase::Drain | Phase::SaveAndDropImports => MemberState::Offloading,
             Phase::ReleaseOwn | Phase::Verify | Phase::AbortResume => MemberState::Paused,
-            Phase::CreateOwn | Phase::Restore | Phase::Import => MemberState::Restoring,
-            Phase::Activate | Phase::AbortPause => MemberState::Active,
+            Phase::CreateOwn | Phase::Restore | Phase::Import | Phase::ImportFromLiving => {
+                MemberState::Restoring
+            }
+            Phase::Settle if *state == MemberState::Restoring => MemberState::Paused,
+            Phase::Activate | Phase::AbortPause | Phase::Settle => MemberState::Active,
         };
         self.log.lock().unwrap().push(Line::Ended(self.id, phase));
         let report = PhaseReport {
@@ -343,6 +352,7 @@ impl Agent {
             version: self.script.version.to_owned(),
             state: *self.state.lock().unwrap(),
             held: false,
+            asked: None,
         }
     }
 }

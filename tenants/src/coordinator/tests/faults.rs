@@ -313,3 +313,37 @@ fn a_member_that_dies_at_the_greeting_is_left_out() {
     let outcome = world.coordinator().pause(&mut quiet).unwrap();
     assert_eq!(report(outcome).phases[0].members.len(), 1);
 }
+
+#[test]
+fn those_who_wait_together_are_told_why_it_will_not_happen() {
+    let world = World::of(&[active(), active().with(Phase::Drain, Fault::Die), active()]);
+    let mut asking = options();
+    asking.consent = Some(Duration::from_secs(5));
+    let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), asking);
+    let error = coordinator.pause(&mut quiet).unwrap_err();
+    let told: Vec<_> = world
+        .lines()
+        .into_iter()
+        .filter_map(|line| match line {
+            Line::GivenUp(id, why) => Some((id, why)),
+            Line::Began(..) | Line::Ended(..) | Line::Consent(_) => None,
+        })
+        .collect();
+    let mut ids: Vec<_> = told.iter().map(|(id, _)| *id).collect();
+    ids.sort_unstable();
+    assert_eq!(ids, [1, 3]);
+    for (_, why) in told {
+        assert_eq!(why, error.to_string());
+        assert!(why.contains("(python train.py)"), "{why}");
+    }
+}
+
+#[test]
+fn a_resume_that_leaves_lost_imports_out_asks_for_that() {
+    let world = World::of(&[paused(), paused()]);
+    let leaving = Options { lost_imports: LostImports::LeaveOut, ..options() };
+    let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), leaving);
+    let report = report(coordinator.resume(&mut quiet).unwrap());
+    assert_eq!(report.phases[2].phase, Phase::ImportFromLiving);
+    assert_eq!(world.states(), [MemberState::Active; 2]);
+}

@@ -1,5 +1,6 @@
 //! The coordinator against members that speak over real sockets and fail in every way and place.
 
+mod alone;
 mod cuts;
 mod fake;
 mod faults;
@@ -41,7 +42,7 @@ fn assert_in_step(lines: &[Line], members: usize, phases: &[Phase]) {
         .iter()
         .filter_map(|line| match line {
             Line::Began(_, phase) => Some(*phase),
-            Line::Ended(..) | Line::Consent(_) => None,
+            Line::Ended(..) | Line::Consent(_) | Line::GivenUp(..) => None,
         })
         .collect();
     assert_eq!(began, order);
@@ -101,42 +102,76 @@ fn members_that_are_where_they_should_be_are_left_alone() {
 }
 
 #[test]
-fn what_a_dead_coordinator_left_half_done_is_undone_first() {
+fn what_a_dead_coordinator_left_half_done_is_settled_by_the_members_first() {
     let offloading = Script::new(MemberState::Offloading);
     let restoring = Script::new(MemberState::Restoring);
     let world = World::of(&[active(), offloading, restoring]);
     let outcome = world.coordinator().pause(&mut quiet).unwrap();
     assert_eq!(report(outcome).phases[0].members.len(), 2);
-    assert_eq!(world.phases_of(2)[0], Phase::AbortPause);
+    assert_eq!(world.phases_of(2)[0], Phase::Settle);
     assert_eq!(world.phases_of(2)[1..], PAUSE);
-    assert_eq!(world.phases_of(3), [Phase::AbortResume]);
+    assert_eq!(world.phases_of(3), [Phase::Settle]);
     assert_eq!(world.states(), [MemberState::Paused; 3]);
 }
 
 #[test]
-fn with_a_peer_paused_already_a_half_paused_member_is_taken_forward() {
-    let world = World::of(&[paused(), Script::new(MemberState::Offloading)]);
-    let outcome = world.coordinator().pause(&mut quiet).unwrap();
-    assert_eq!(outcome, Outcome::AlreadyPaused);
+fn a_member_that_cannot_be_settled_is_named_and_nothing_else_is_touched() {
+    let failure = Fault::Fail(FailureKind::Driver);
+    let half = Script::new(MemberState::Offloading).with(Phase::Settle, failure);
+    let world = World::of(&[active(), half]);
+    let error = world.coordinator().pause(&mut quiet).unwrap_err();
+    assert!(matches!(error, CoordinatorError::Unrecovered { .. }));
+    assert!(!error.left_unchanged());
+    assert_eq!(world.phases_of(2), [Phase::Settle]);
     assert!(world.phases_of(1).is_empty());
-    // Contents are saved before anything is released, whatever was done before.
-    assert_eq!(world.phases_of(2), PAUSE[1..]);
 }
 
 #[test]
-fn a_member_that_cannot_be_recovered_is_named_and_releases_nothing() {
-    let failure = Fault::Fail(FailureKind::Driver);
-    let half = || Script::new(MemberState::Offloading);
-    let stuck_back = [active(), half().with(Phase::AbortPause, failure)];
-    let stuck_forward = [paused(), half().with(Phase::SaveAndDropImports, failure)];
-    for scripts in [stuck_back, stuck_forward] {
-        let world = World::of(&scripts);
-        let error = world.coordinator().pause(&mut quiet).unwrap_err();
-        assert!(matches!(error, CoordinatorError::Unrecovered { .. }));
-        assert!(!error.left_unchanged());
-        assert!(!world.phases_of(2).contains(&Phase::ReleaseOwn));
-        assert!(world.phases_of(1).is_empty());
+fn a_half_way_member_that_dies_while_it_settles_is_left_out() {
+    let dying = Script::new(MemberState::Offloading).with(Phase::Settle, Fault::Die);
+    let world = World::of(&[active(), dying]);
+    let report = report(world.coordinator().pause(&mut quiet).unwrap());
+    assert_eq!(report.phases[0].members.len(), 1);
+    assert_eq!(world.state(1), MemberState::Paused);
+}
+
+#[test]
+fn an_action_called_off_before_the_point_of_no_return_is_undone() {
+    for (start, action) in [(active(), Action::Pause), (paused(), Action::Resume)] {
+        let before = start.state;
+        let world = World::of(&[start.clone(), start]);
+        let (interrupt, raise) = Interrupt::new().unwrap();
+        let options = Options { interrupt: Some(interrupt), ..options() };
+        let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), options);
+        let mut raise_first = |event: Event<'_>| {
+            if matches!(event, Event::StepDone { step: Step::Phase(_), .. }) {
+                nix::unistd::write(&raise, &[1]).unwrap();
+            }
+        };
+        let error = match action {
+            Action::Pause => coordinator.pause(&mut raise_first).unwrap_err(),
+            Action::Resume => coordinator.resume(&mut raise_first).unwrap_err(),
+        };
+        assert!(matches!(error, CoordinatorError::CalledOff { .. }), "{error}");
+        assert!(error.left_unchanged());
+        assert!(error.to_string().contains("as before"), "{error}");
+        assert_eq!(world.states(), [before; 2]);
     }
+}
+
+#[test]
+fn an_action_called_off_behind_the_point_of_no_return_is_finished() {
+    let world = World::of(&[active(), active()]);
+    let (interrupt, raise) = Interrupt::new().unwrap();
+    let options = Options { interrupt: Some(interrupt), ..options() };
+    let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), options);
+    let outcome = coordinator.pause(&mut |event| {
+        if matches!(event, Event::StepStarted { step: Step::Phase(Phase::ReleaseOwn), .. }) {
+            nix::unistd::write(&raise, &[1]).unwrap();
+        }
+    });
+    assert_eq!(report(outcome.unwrap()).phases.len(), 5);
+    assert_eq!(world.states(), [MemberState::Paused; 2]);
 }
 
 #[test]

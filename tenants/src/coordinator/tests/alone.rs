@@ -1,0 +1,118 @@
+//! Real members whose coordinator ends when it has told some of them to go on, and others not.
+
+use super::cuts::{Job, SOON, patient, until};
+use super::*;
+use crate::transport::Connection;
+use crate::wire::Asked;
+
+const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::SaveAndDropImports];
+const BEFORE_ACTIVATE: [Phase; 3] = [Phase::CreateOwn, Phase::Restore, Phase::Import];
+const ROUND: u64 = 11;
+
+/// A coordinator of this test's own.
+struct Hand {
+    connections: Vec<Connection>,
+}
+
+impl Hand {
+    fn on(job: &Job) -> Self {
+        let connect = |path| Connection::connect(path, Instant::now() + SOON).unwrap();
+        let paths = job.members.iter().map(|member| member.socket_path());
+        Self { connections: paths.map(connect).collect() }
+    }
+
+    fn tell(&mut self, index: usize, phase: Phase) {
+        let request = Request::Phase { phase, round: ROUND, timeout_ms: 30_000 };
+        self.connections[index].send(&request, &[], Instant::now() + SOON).unwrap();
+    }
+
+    fn lead(&mut self, phases: &[Phase]) {
+        for phase in phases {
+            for index in 0..self.connections.len() {
+                self.tell(index, *phase);
+            }
+            for connection in &mut self.connections {
+                let (reply, _) = connection.receive::<Reply>(Instant::now() + SOON).unwrap();
+                assert!(matches!(reply, Reply::PhaseDone(..)), "{reply:?}");
+            }
+        }
+    }
+}
+
+/// Ends after `phases`, with `decision` told to these members only, and says where that leads.
+fn ended(job: &Job, phases: &[Phase], decision: Phase, told: &[usize]) -> Vec<MemberState> {
+    let mut hand = Hand::on(job);
+    hand.lead(phases);
+    for index in told {
+        hand.tell(*index, decision);
+    }
+    drop(hand);
+    until("the members to settle", || {
+        let states = job.states();
+        !states.contains(&MemberState::Offloading) && !states.contains(&MemberState::Restoring)
+    });
+    job.states()
+}
+
+#[test]
+fn one_that_was_told_to_release_takes_all_along() {
+    for told in [&[0][..], &[2], &[0, 1]] {
+        let job = Job::new(3);
+        let states = ended(&job, &BEFORE_RELEASE, Phase::ReleaseOwn, told);
+        assert_eq!(states, [MemberState::Paused; 3], "{told:?}");
+        report(job.coordinator(patient()).resume(&mut quiet).unwrap());
+    }
+}
+
+#[test]
+fn when_none_was_told_to_release_all_go_back() {
+    for count in 0..=BEFORE_RELEASE.len() {
+        let job = Job::new(3);
+        let states = ended(&job, &BEFORE_RELEASE[..count], Phase::ReleaseOwn, &[]);
+        assert_eq!(states, [MemberState::Active; 3], "after {count} phases");
+    }
+}
+
+#[test]
+fn one_that_was_told_to_open_its_gate_takes_all_along() {
+    for told in [&[0][..], &[2], &[0, 1]] {
+        let job = Job::new(3);
+        report(job.coordinator(patient()).pause(&mut quiet).unwrap());
+        let states = ended(&job, &BEFORE_ACTIVATE, Phase::Activate, told);
+        assert_eq!(states, [MemberState::Active; 3], "{told:?}");
+        report(job.coordinator(patient()).pause(&mut quiet).unwrap());
+    }
+}
+
+#[test]
+fn when_none_was_told_to_open_its_gate_all_go_back() {
+    for count in 0..=BEFORE_ACTIVATE.len() {
+        let job = Job::new(3);
+        report(job.coordinator(patient()).pause(&mut quiet).unwrap());
+        let states = ended(&job, &BEFORE_ACTIVATE[..count], Phase::Activate, &[]);
+        assert_eq!(states, [MemberState::Paused; 3], "after {count} phases");
+    }
+}
+
+#[test]
+fn what_was_told_in_another_round_counts_for_nothing() {
+    let job = Job::new(2);
+    report(job.coordinator(patient()).pause(&mut quiet).unwrap());
+    // The first is left active by a resume of its own.
+    let mut hand = Hand::on(&job);
+    let second = hand.connections.pop().unwrap();
+    hand.lead(&[Phase::CreateOwn, Phase::Restore, Phase::Import, Phase::Activate]);
+    let asked = job.members[0].info().asked;
+    assert_eq!(asked, Some(Asked { round: ROUND, phase: Phase::Activate }));
+    drop(hand);
+    // The second comes as far in a round of its own, whose coordinator ends.
+    let mut alone = Hand { connections: vec![second] };
+    for phase in BEFORE_ACTIVATE {
+        let request = Request::Phase { phase, round: ROUND + 1, timeout_ms: 30_000 };
+        alone.connections[0].send(&request, &[], Instant::now() + SOON).unwrap();
+        alone.connections[0].receive::<Reply>(Instant::now() + SOON).unwrap();
+    }
+    drop(alone);
+    until("the second to go back", || job.states()[1] == MemberState::Paused);
+    assert_eq!(job.states()[0], MemberState::Active);
+}

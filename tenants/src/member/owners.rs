@@ -1,0 +1,118 @@
+//! Who owns the memory that this process has imported, and whether those processes still live.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::fmt;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::PoisonError;
+use std::time::Instant;
+
+use vmm_pool::LostImports;
+use vmm_pool::driver::Driver;
+
+use super::Member;
+use crate::transport::{Connection, TransportError, nobody_listens};
+
+/// A process that memory was imported from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Owner {
+    /// As the kernel knows it.
+    pid: u32,
+    /// Start of its command line.
+    command: String,
+}
+
+impl fmt::Display for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "process {} ({})", self.pid, self.command)
+    }
+}
+
+impl<D: Driver> Member<D> {
+    /// Connects to the owner at `path`. The kernel says which process that is, and which command; this is
+    /// remembered beyond its end.
+    pub(super) fn connect_to_owner(
+        &self,
+        path: &Path,
+        deadline: Instant,
+    ) -> Result<Connection, TransportError> {
+        let connection = Connection::connect(path, deadline)?;
+        if let Some(pid) = connection.peer().pid()
+            && !self.owners().contains_key(path)
+        {
+            let owner = Owner { pid, command: command_of(pid) };
+            self.owners().insert(path.to_owned(), owner);
+        }
+        Ok(connection)
+    }
+
+    fn owners(&self) -> std::sync::MutexGuard<'_, HashMap<PathBuf, Owner>> {
+        self.owners.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The owner at `path`, in words, when this process has spoken to it before.
+    pub(super) fn known_owner(&self, path: &Path) -> Option<String> {
+        self.owners().get(path).map(ToString::to_string)
+    }
+
+    /// The owners of imports that have ended.
+    fn dead_owners(&self) -> Vec<(Vec<u8>, String)> {
+        let owners = self.pool.import_owners().into_iter();
+        let dead = owners.filter(|owner| nobody_listens(&path_of(owner)));
+        dead.map(|owner| {
+            let path = path_of(&owner);
+            let words = self.known_owner(&path);
+            (owner, words.unwrap_or_else(|| format!("the process at {}", path.display())))
+        })
+        .collect()
+    }
+
+    /// Has the pool keep what was imported from dead owners as long as a pause can be undone.
+    pub(super) fn keep_orphans(&self) {
+        for (owner, _) in self.dead_owners() {
+            self.pool.orphan_imports(&owner);
+        }
+    }
+
+    /// One sentence for each dead owner whose memory this process had imported and has given up.
+    pub(super) fn lost_imports(&self) -> Vec<String> {
+        let sentence = |(owner, words): (Vec<u8>, String)| {
+            let LostImports { count, bytes } = self.pool.orphan_imports(&owner);
+            format!(
+                "{words} has ended: {bytes} bytes in {count} allocations that were imported from it cannot \
+                 come back; end this process, or resume with --without-lost"
+            )
+        };
+        self.dead_owners().into_iter().map(sentence).collect()
+    }
+
+    /// Gives up on what dead owners had; says so in the notes and in one sentence each.
+    pub(super) fn leave_lost_out(&self) -> Vec<String> {
+        let mut notes = Vec::new();
+        for (owner, words) in self.dead_owners() {
+            let LostImports { count, bytes } = self.pool.give_up_imports(&owner);
+            let note = format!(
+                "{bytes} bytes in {count} allocations that were imported from {words}, which has ended, are \
+                 lost: their addresses are unmapped, and work that touches them fails"
+            );
+            self.note(note.clone());
+            notes.push(note);
+        }
+        notes
+    }
+}
+
+/// The start of a process's command line, as `/proc` shows it.
+fn command_of(pid: u32) -> String {
+    const SHOWN_MAX: usize = 120;
+    let raw = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let words = raw.split(|byte| *byte == 0).filter(|word| !word.is_empty());
+    let words: Vec<_> = words.map(String::from_utf8_lossy).collect();
+    words.join(" ").chars().take(SHOWN_MAX).collect()
+}
+
+/// The socket of an owner, as the pool remembers it.
+pub(super) fn path_of(owner: &[u8]) -> PathBuf {
+    PathBuf::from(OsStr::from_bytes(owner))
+}
