@@ -7,7 +7,7 @@
  * It says `ok ready` when its memory is there. The ranks of a job share DIR. --plain uses no virtual memory
  * management and shares nothing. At the end of its input it ends; it dies with whoever started it.
  */
-#include "rank/hand.h"
+#include "rank/children.h"
 
 #include <poll.h>
 #include <signal.h>
@@ -128,6 +128,16 @@ static bool obey(const char *line)
         command_for_all("sublet_resume_tenant", (unsigned)number);
     else if (strcmp(line, "is paused") == 0)
         answer("ok %d", ((int (*)(void))sublet("sublet_is_paused"))());
+    else if (strcmp(line, "fork") == 0)
+        command_fork();
+    else if (strcmp(line, "spawn") == 0)
+        command_spawn();
+    else if (strcmp(line, "spawn member") == 0)
+        command_spawn_member();
+    else if (strcmp(line, "unload") == 0)
+        command_unload();
+    else if (strcmp(line, "leave") == 0)
+        exit(0);
     else if (strcmp(line, "stats") == 0)
         command_stats();
     else if (strcmp(line, "memory stats") == 0)

@@ -184,6 +184,11 @@ impl Job {
         Ok(())
     }
 
+    /// The ranks but the one with this index.
+    pub fn others(&mut self, index: usize) -> impl Iterator<Item = &mut Rank> {
+        self.ranks.iter_mut().enumerate().filter(move |(at, _)| *at != index).map(|(_, rank)| rank)
+    }
+
     /// Ends all ranks in an orderly way.
     ///
     /// # Errors

@@ -18,6 +18,7 @@ mod job;
 mod rank;
 mod spmd;
 mod stage;
+mod steps;
 mod trouble;
 
 pub use child::Ran;
@@ -26,4 +27,5 @@ pub use job::{Job, JobOptions};
 pub use rank::{Answer, Rank};
 pub use spmd::{Spmd, SpmdOptions};
 pub use stage::{MIB, Stage, statistic};
+pub use steps::Steps;
 pub use trouble::{Outcome, Trouble};

@@ -4,6 +4,9 @@ use std::io::Write as _;
 use std::process::{Command, ExitStatus};
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
 use crate::child::LineChild;
 use crate::job::look_again_later;
 use crate::{Outcome, Trouble};
@@ -156,6 +159,26 @@ impl Rank {
     /// What the system said.
     pub fn kill(&mut self) -> Outcome {
         self.child.kill().map(drop)
+    }
+
+    /// Sends it a signal.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub fn signal(&self, signal: Signal) -> Outcome {
+        let pid =
+            i32::try_from(self.pid()).map_err(|_| Trouble::new("a process id out of range"))?;
+        Ok(kill(Pid::from_raw(pid), signal)?)
+    }
+
+    /// Waits until it has ended by itself, or by a signal that it was sent.
+    ///
+    /// # Errors
+    /// When it does not end in time.
+    pub fn ends_within(&mut self, timeout: Duration) -> Outcome<ExitStatus> {
+        let deadline = Instant::now() + timeout;
+        while self.child.line(deadline)?.is_some() {}
+        self.child.wait()
     }
 
     /// What it wrote to standard error so far.

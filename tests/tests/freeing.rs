@@ -68,8 +68,10 @@ fn rank_killed_while_paused_is_named_by_the_resume_and_nothing_hangs() -> Outcom
     job.ranks[2].kill()?;
     let ran = stage.sublet(&["resume", "train", "--timeout", "5s"])?;
     assert_ne!(ran.code, Some(0), "{ran:#?}");
-    assert!(ran.stderr.contains("the owner of the memory"), "{ran:#?}");
-    // Its peers cannot do without its memory: they stay paused, and can be ended.
+    let who = format!("process {} (", job.ranks[2].pid());
+    assert!(ran.stderr.contains(&who) && ran.stderr.contains(") has ended"), "{ran:#?}");
+    assert!(ran.stderr.contains("--without-lost"), "{ran:#?}");
+    // Its peers cannot do without its memory: they stay paused, and can be ended or told to go on.
     assert_eq!(stage.states("train")?, ["paused"]);
     assert!(stage.used_bytes(0)? <= 2 * MIB);
     assert_eq!(stage.used_bytes(2)?, 0, "memory of a killed process stays");

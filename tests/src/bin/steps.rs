@@ -1,0 +1,75 @@
+//! A coordinator that stops at every event, so that a test can kill somebody at a chosen instant.
+//!
+//! `sublet-steps RUN_DIR TENANT pause|resume [soon]`
+//!
+//! It prints `started STEP`, `member PID STEP`, `done STEP` or `back`, and goes on with the next line of its
+//! input, or without one when the input has ended. With `soon`, phases have one second. Its last line is `ok LOSSES` or `error MESSAGE`.
+
+use std::io::{BufRead as _, Write as _};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use sublet_tests::{Outcome, Trouble};
+use tenants::coordinator::{Coordinator, CoordinatorError, Event, Options, Outcome as Done};
+use tenants::identity::TenantName;
+use tenants::run_dir::RunDir;
+
+fn main() -> ExitCode {
+    let outcome = run();
+    let last = match &outcome {
+        Ok(line) => line.clone(),
+        Err(trouble) => format!("error {trouble}"),
+    };
+    say(&last.replace('\n', " "));
+    if outcome.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn run() -> Outcome<String> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [run_dir, tenant, action, rest @ ..] = arguments.as_slice() else {
+        return Err(Trouble::new("a run directory, a tenant and an action are needed"));
+    };
+    let timeout = Duration::from_secs(if rest.is_empty() { 20 } else { 1 });
+    let run_dir = RunDir::open(Some(run_dir.into()), None)?;
+    let options = Options { timeout: Some(timeout), ..Options::default() };
+    let mut coordinator = Coordinator::new(run_dir, TenantName::new(tenant)?, options);
+    let done = match action.as_str() {
+        "pause" => coordinator.pause(&mut |event| stop_at(&event)),
+        "resume" => coordinator.resume(&mut |event| stop_at(&event)),
+        other => return Err(Trouble::new(format!("what is {other}?"))),
+    };
+    said(done)
+}
+
+fn said(done: Result<Done, CoordinatorError>) -> Outcome<String> {
+    match done? {
+        Done::Completed(report) => {
+            let told = report.losses.iter().map(ToString::to_string).chain(report.notes);
+            Ok(format!("ok {}", told.collect::<Vec<_>>().join("; ")))
+        }
+        Done::AlreadyPaused | Done::AlreadyActive => Ok("ok already".to_owned()),
+    }
+}
+
+/// Says what happens and waits for the word to go on.
+fn stop_at(event: &Event<'_>) {
+    let line = match event {
+        Event::StepStarted { step, .. } => format!("started {step}"),
+        Event::MemberDone { who, step } => format!("member {} {step}", who.pid.unwrap_or(0)),
+        Event::StepDone { step, .. } => format!("done {step}"),
+        Event::RollingBack { .. } => "back".to_owned(),
+        Event::WaitingForCut { .. } | Event::StaleRemoved { .. } | Event::Recovering { .. } => {
+            return;
+        }
+    };
+    say(&line);
+    let mut word = String::new();
+    // The end of the input is a word to go on, too.
+    let _read = std::io::stdin().lock().read_line(&mut word);
+}
+
+fn say(line: &str) {
+    let mut out = std::io::stdout().lock();
+    // A test that is gone reads nothing any more.
+    let _said = writeln!(out, "{line}").and_then(|()| out.flush());
+}

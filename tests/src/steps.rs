@@ -1,0 +1,86 @@
+//! A coordinator in a process of its own that is led from event to event.
+
+use std::io::Write as _;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::child::LineChild;
+use crate::{Outcome, Stage, Trouble};
+
+const STEP_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// `sublet-steps`, which stops at every event. Killed when dropped.
+#[derive(Debug)]
+pub struct Steps {
+    child: LineChild,
+    waits: bool,
+}
+
+impl Steps {
+    /// Starts `program` (the path of `sublet-steps`) with `words`: the action, and how.
+    ///
+    /// # Errors
+    /// When it could not be started.
+    pub fn start(stage: &Stage, program: &Path, tenant: &str, words: &[&str]) -> Outcome<Self> {
+        let mut command = stage.command(program);
+        command.arg(stage.run_dir_path()).arg(tenant).args(words);
+        Ok(Self { child: LineChild::start(&mut command)?, waits: false })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.pid()
+    }
+
+    /// Lets it go on to the event that is said as `wanted`, where it stays.
+    ///
+    /// # Errors
+    /// When it does not come there.
+    pub fn until(&mut self, wanted: &str) -> Outcome {
+        let deadline = Instant::now() + STEP_TIMEOUT;
+        if std::mem::take(&mut self.waits) {
+            self.go_on()?;
+        }
+        while let Some(line) = self.child.line(deadline)? {
+            if line == wanted {
+                self.waits = true;
+                return Ok(());
+            }
+            if line.starts_with("ok") || line.starts_with("error") {
+                return Err(Trouble::new(format!("it ended before '{wanted}': {line}")));
+            }
+            self.go_on()?;
+        }
+        Err(Trouble::new(format!("it died before '{wanted}': {}", self.child.stderr())))
+    }
+
+    /// Lets it go on to its end; returns its last line.
+    ///
+    /// # Errors
+    /// When it does not come to its end.
+    pub fn finish(&mut self) -> Outcome<String> {
+        let deadline = Instant::now() + STEP_TIMEOUT;
+        self.child.close_input();
+        let mut last = String::new();
+        while let Some(line) = self.child.line(deadline)? {
+            last = line;
+        }
+        self.child.wait()?;
+        Ok(last)
+    }
+
+    /// Kills it (`kill -9`) and waits.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub fn kill(&mut self) -> Outcome {
+        self.child.kill().map(drop)
+    }
+
+    fn go_on(&mut self) -> Outcome {
+        if let Some(input) = self.child.input() {
+            input.write_all(b"\n")?;
+        }
+        Ok(())
+    }
+}

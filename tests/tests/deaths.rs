@@ -1,0 +1,318 @@
+//! Processes that are killed at every boundary between two phases, and at random instants.
+//!
+//! Whoever is left must be told who died and what it was, within two seconds; must hang nowhere; and its
+//! device memory must go to another tenant by the next command.
+
+#![expect(clippy::print_stdout, reason = "a failure shows the seed and the times")]
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use sublet_tests::{Job, JobOptions, MIB, Outcome, Stage, Steps, Trouble};
+
+const CAPACITIES: [u64; 3] = [64 * MIB; 3];
+/// What a context and the like may cost on the simulated device.
+const LEFT_BYTES: u64 = 2 * MIB;
+/// The promise, and what a busy machine adds to it.
+const TOLD_WITHIN: Duration = Duration::from_secs(2 + 4);
+
+const PAUSE: [&str; 5] = ["close gate", "drain", "save contents", "release memory", "verify"];
+const RESUME: [&str; 4] = ["create memory", "restore contents", "import from peers", "open gate"];
+
+fn steps(stage: &Stage, words: &[&str]) -> Outcome<Steps> {
+    Steps::start(stage, Path::new(env!("CARGO_BIN_EXE_sublet-steps")), "train", words)
+}
+
+/// Both ends of every phase.
+fn boundaries(phases: &[&str]) -> Vec<String> {
+    let ends = |phase: &&str| [format!("started {phase}"), format!("done {phase}")];
+    phases.iter().flat_map(ends).collect()
+}
+
+/// No process is on its way any more, whoever settles that.
+fn settled(stage: &Stage) -> Outcome<Vec<String>> {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        // Each look is a run of the command, so this does not spin.
+        let states = stage.states("train")?;
+        if states.iter().all(|state| state == "active" || state == "paused") {
+            return Ok(states);
+        }
+        if Instant::now() >= deadline {
+            return Err(Trouble::new(format!("the processes stay {states:?}")));
+        }
+    }
+}
+
+/// The survivors give all they have to another tenant, are brought back without what is lost, and end.
+fn survivors_can_go_on(stage: &Stage, job: &mut Job, dead: usize) -> Outcome {
+    let pid = job.ranks[dead].pid();
+    let ran = stage.sublet(&["pause", "train"])?.succeeded()?;
+    assert!(ran.stdout.contains("already") || ran.stdout.contains(&pid.to_string()), "{ran:#?}");
+    assert_eq!(stage.states("train")?, ["paused"]);
+    for device in 0..3 {
+        assert!(stage.used_bytes(device)? <= LEFT_BYTES, "device {device} is not free");
+    }
+    let big = JobOptions { tensor_mib: 24, ..JobOptions::new("infer", 3) };
+    stage.job(&big)?.exit()?;
+
+    let refused = stage.sublet(&["resume", "train", "--timeout", "10s"])?.exited(1)?;
+    let who = format!("process {pid} (");
+    assert!(refused.stderr.contains(&who) && refused.stderr.contains("has ended"), "{refused:#?}");
+    assert_eq!(stage.states("train")?, ["paused"]);
+    let ran = stage.sublet(&["resume", "train", "--without-lost"])?.succeeded()?;
+    assert!(ran.stdout.contains(&who) && ran.stdout.contains("are lost"), "{ran:#?}");
+    assert_eq!(stage.states("train")?, ["active"]);
+    // Twice around: what is lost is not asked for again.
+    stage.pause("train")?;
+    stage.resume("train")?;
+    for rank in job.others(dead) {
+        rank.do_it("memory")?;
+        assert!(rank.exit()?.success());
+    }
+    assert_eq!(stage.sublet(&["ps", "--json"])?.succeeded()?.stdout.trim(), "[]");
+    assert!(!stage.run_dir_path().join("train").exists(), "the dead left something behind");
+    Ok(())
+}
+
+/// Kills rank `victim` where `action` has come to `boundary`.
+fn kill_a_rank(action: &str, boundary: &str, victim: usize) -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
+    if action == "resume" {
+        stage.pause("train")?;
+    }
+    let mut steps = steps(&stage, &[action])?;
+    steps.until(boundary)?;
+    job.ranks[victim].kill()?;
+    let begin = Instant::now();
+    let said = steps.finish()?;
+    let took = begin.elapsed();
+    println!("{action}, {boundary}, rank {victim}: told after {took:?}: {said}");
+    assert!(took < TOLD_WITHIN, "told only after {took:?}");
+    let last = ["done verify", "done open gate"].contains(&boundary);
+    let who = format!("process {}", job.ranks[victim].pid());
+    assert!(last || said.contains(&who), "no '{who}' in: {said}");
+    assert!(last || said.contains("has ended ("), "not what it was in: {said}");
+    settled(&stage)?;
+    survivors_can_go_on(&stage, &mut job, victim)
+}
+
+fn kill_a_rank_at_each_boundary(action: &str, phases: &[&str]) -> Outcome {
+    for (number, boundary) in boundaries(phases).iter().enumerate() {
+        kill_a_rank(action, boundary, number % 3)
+            .map_err(|trouble| Trouble::new(format!("{action} at '{boundary}': {trouble}")))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn rank_killed_at_a_boundary_of_giving_is_named_and_the_others_can_go_on() -> Outcome {
+    kill_a_rank_at_each_boundary("pause", &PAUSE[..3])
+}
+
+#[test]
+fn rank_killed_behind_the_last_save_is_named_and_the_others_can_go_on() -> Outcome {
+    kill_a_rank_at_each_boundary("pause", &PAUSE[3..])
+}
+
+#[test]
+fn rank_killed_at_a_boundary_of_taking_is_named_and_the_others_can_go_on() -> Outcome {
+    kill_a_rank_at_each_boundary("resume", &RESUME[..2])
+}
+
+#[test]
+fn rank_killed_behind_the_restore_is_named_and_the_others_can_go_on() -> Outcome {
+    kill_a_rank_at_each_boundary("resume", &RESUME[2..])
+}
+
+/// The coordinator dies at `boundary`, and its members settle it without a further command.
+fn kill_the_coordinator(stage: &Stage, job: &mut Job, action: &str, boundary: &str) -> Outcome {
+    let mut steps = steps(stage, &[action])?;
+    steps.until(boundary)?;
+    steps.kill()?;
+    // Statistics change nothing; they show that the processes settle it alone.
+    let states = settled(stage)?;
+    let decided = ["release memory", "verify", "open gate"].iter().any(|p| boundary.ends_with(p));
+    let told = decided
+        && !boundary.starts_with("started release")
+        && !boundary.starts_with("started open");
+    let (before, after) =
+        if action == "pause" { ("active", "paused") } else { ("paused", "active") };
+    assert_eq!(states, [if told { after } else { before }], "{action} at '{boundary}'");
+    if states == ["paused"] {
+        stage.resume("train")?;
+    }
+    job.step(1)?;
+    job.verify()?;
+    Ok(())
+}
+
+#[test]
+fn coordinator_killed_at_each_boundary_leaves_one_clean_state() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
+    for boundary in boundaries(&PAUSE) {
+        kill_the_coordinator(&stage, &mut job, "pause", &boundary)?;
+    }
+    for boundary in boundaries(&RESUME) {
+        stage.pause("train")?;
+        kill_the_coordinator(&stage, &mut job, "resume", &boundary)?;
+    }
+    job.exit()
+}
+
+/// The command that comes first after the death finds whatever state there is.
+#[test]
+fn command_right_after_the_coordinators_death_succeeds() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
+    for (action, phases) in [("pause", &PAUSE[..]), ("resume", &RESUME[..])] {
+        for boundary in boundaries(phases) {
+            for next in ["resume", "pause"] {
+                if action == "resume" {
+                    stage.pause("train")?;
+                }
+                let mut steps = steps(&stage, &[action])?;
+                steps.until(&boundary)?;
+                steps.kill()?;
+                let ran = stage.sublet(&[next, "train"])?;
+                assert_eq!(ran.code, Some(0), "{next} after {action} at '{boundary}': {ran:#?}");
+                let wanted = if next == "pause" { "paused" } else { "active" };
+                assert_eq!(stage.states("train")?, [wanted]);
+                stage.sublet(&["resume", "train"])?.succeeded()?;
+            }
+            job.step(1)?;
+            job.verify()?;
+        }
+    }
+    job.exit()
+}
+
+#[test]
+fn rank_and_coordinator_killed_together_leave_the_others_able_to_go_on() -> Outcome {
+    for (action, boundary) in [
+        ("pause", "done drain"),
+        ("pause", "done save contents"),
+        ("pause", "done release memory"),
+        ("resume", "done restore contents"),
+        ("resume", "done import from peers"),
+    ] {
+        let stage = Stage::new(&CAPACITIES)?;
+        let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
+        if action == "resume" {
+            stage.pause("train")?;
+        }
+        let mut steps = steps(&stage, &[action])?;
+        steps.until(boundary)?;
+        job.ranks[1].kill()?;
+        steps.kill()?;
+        settled(&stage)?;
+        survivors_can_go_on(&stage, &mut job, 1)
+            .map_err(|trouble| Trouble::new(format!("{action} at '{boundary}': {trouble}")))?;
+    }
+    Ok(())
+}
+
+/// A generator that a printed seed repeats.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % limit
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "a random instant is waited for, not an event")]
+fn wait(random: &mut Random, limit_us: u64) {
+    std::thread::sleep(Duration::from_micros(random.below(limit_us)));
+}
+
+#[test]
+fn processes_killed_at_random_instants_leave_the_others_able_to_go_on() -> Outcome {
+    let seed = std::env::var("SUBLET_TEST_SEED").ok().and_then(|seed| seed.parse().ok());
+    let seed = seed.unwrap_or_else(|| u64::from(std::process::id()));
+    println!("SUBLET_TEST_SEED={seed}");
+    let mut random = Random(seed);
+    let rounds = std::env::var("SUBLET_TEST_ROUNDS").ok().and_then(|count| count.parse().ok());
+    for round in 0..rounds.unwrap_or(6) {
+        let stage = Stage::new(&CAPACITIES)?;
+        let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
+        let action = if random.below(2) == 0 { "pause" } else { "resume" };
+        if action == "resume" {
+            stage.pause("train")?;
+        }
+        let victim = usize::try_from(random.below(3))?;
+        let (kills_rank, kills_command) =
+            [(true, false), (true, true), (false, true)][usize::try_from(random.below(3))?];
+        println!("round {round}: {action}, rank {victim}: {kills_rank}, command: {kills_command}");
+        let mut command = stage
+            .command(&stage.files().sublet)
+            .args([action, "train"])
+            .stdout(std::process::Stdio::null())
+            .stderr(std::process::Stdio::null())
+            .spawn()?;
+        wait(&mut random, 80_000);
+        if kills_rank {
+            job.ranks[victim].kill()?;
+        }
+        if kills_command {
+            wait(&mut random, 10_000);
+            command.kill()?;
+        }
+        let begin = Instant::now();
+        command.wait()?;
+        assert!(begin.elapsed() < TOLD_WITHIN, "the command took {:?}", begin.elapsed());
+        settled(&stage)?;
+        if kills_rank {
+            survivors_can_go_on(&stage, &mut job, victim)?;
+        } else {
+            stage.sublet(&["resume", "train"])?.succeeded()?;
+            job.step(1)?;
+            job.verify()?;
+        }
+    }
+    Ok(())
+}
+
+/// A kernel waits for the dead: the wait for the device must not be waited out.
+#[test]
+fn death_while_a_survivor_drains_is_told_at_once() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.job(&JobOptions::new("train", 3))?;
+    job.ranks[0].do_it("spin")?;
+    let mut steps = steps(&stage, &["pause"])?;
+    steps.until("started drain")?;
+    job.ranks[2].kill()?;
+    let begin = Instant::now();
+    let said = steps.finish()?;
+    assert!(begin.elapsed() < TOLD_WITHIN, "told only after {:?}", begin.elapsed());
+    assert!(said.contains(&format!("process {}", job.ranks[2].pid())), "{said}");
+    assert!(!said.contains("called off"), "{said}");
+    assert_eq!(stage.states("train")?, ["active"]);
+    job.ranks[0].do_it("release spin")?;
+    job.ranks[0].do_it("verify")?;
+    Ok(())
+}
+
+#[test]
+fn ranks_that_pause_together_are_all_told_who_died() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    // Not connected, so that all go back; the dead one never calls.
+    let mut job = stage.job(&JobOptions::new("train", 3))?;
+    job.ranks[0].say("pause inside")?;
+    job.ranks[1].say("pause inside")?;
+    assert!(job.ranks[0].is_silent_for(Duration::from_millis(300)));
+    let pid = job.ranks[2].pid();
+    job.ranks[2].kill()?;
+    let begin = Instant::now();
+    for index in [0, 1] {
+        let answer = job.ranks[index].answer()?;
+        // Either it was told, or it went on without the dead one after that had been said.
+        assert!(answer.is_ok || answer.text.contains(&format!("process {pid}")), "{answer:?}");
+    }
+    assert!(begin.elapsed() < TOLD_WITHIN, "told only after {:?}", begin.elapsed());
+    Ok(())
+}

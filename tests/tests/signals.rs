@@ -1,0 +1,328 @@
+//! Forks, execs, exits, unloading and signals while a tenant is on its way, and while it stands paused.
+
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::Path;
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use sublet_tests::{Job, JobOptions, MIB, Outcome, Stage, Steps, Trouble};
+
+const CAPACITIES: [u64; 2] = [128 * MIB; 2];
+const SOON: Duration = Duration::from_secs(10);
+
+const PAUSE: [&str; 5] = ["close gate", "drain", "save contents", "release memory", "verify"];
+const RESUME: [&str; 4] = ["create memory", "restore contents", "import from peers", "open gate"];
+
+fn steps(stage: &Stage, words: &[&str]) -> Outcome<Steps> {
+    Steps::start(stage, Path::new(env!("CARGO_BIN_EXE_sublet-steps")), "train", words)
+}
+
+/// Does `at_boundary` at the end of every phase of a pause, while paused, and at the end of every phase of
+/// a resume.
+fn in_every_phase(
+    stage: &Stage,
+    job: &mut Job,
+    mut at_boundary: impl FnMut(&mut Job) -> Outcome,
+) -> Outcome {
+    for (action, phases) in [("pause", &PAUSE[..]), ("resume", &RESUME[..])] {
+        let mut steps = steps(stage, &[action])?;
+        for phase in phases {
+            steps.until(&format!("done {phase}"))?;
+            at_boundary(job)
+                .map_err(|trouble| Trouble::new(format!("{action}, '{phase}': {trouble}")))?;
+        }
+        let said = steps.finish()?;
+        assert!(said.starts_with("ok"), "{said}");
+        at_boundary(job).map_err(|trouble| Trouble::new(format!("after {action}: {trouble}")))?;
+    }
+    job.step(1)?;
+    job.verify()?;
+    Ok(())
+}
+
+fn numbers(job: &mut Job, line: &str) -> Outcome<[u64; 2]> {
+    job.ranks[0].ask(line)?.numbers::<2>()
+}
+
+#[test]
+fn forked_child_is_no_member_in_any_phase() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    in_every_phase(&stage, &mut job, |job| {
+        // The child ended well, and the driver said that it is not initialised in it.
+        assert_eq!(numbers(job, "fork")?, [0, 3]);
+        Ok(())
+    })?;
+    job.exit()
+}
+
+#[test]
+fn spawned_program_inherits_no_descriptor_in_any_phase() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    // What the tests' own runner leaves open reaches every process.
+    let without_us = JobOptions { is_preloaded: false, ..JobOptions::new("plain", 1) };
+    let usual = numbers(&mut stage.job(&without_us)?, "spawn")?;
+    in_every_phase(&stage, &mut job, |job| {
+        assert_eq!(numbers(job, "spawn")?, usual);
+        Ok(())
+    })?;
+    job.exit()
+}
+
+#[test]
+fn spawned_program_joins_as_a_member_of_its_own_in_any_phase() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    in_every_phase(&stage, &mut job, |job| {
+        assert_eq!(numbers(job, "spawn member")?, [0, 1]);
+        Ok(())
+    })?;
+    assert_eq!(stage.members("train")?.len(), 2);
+    job.exit()
+}
+
+#[test]
+fn preload_object_stays_when_it_is_unloaded() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    in_every_phase(&stage, &mut job, |job| job.ranks[0].do_it("unload").map(drop))?;
+    job.exit()
+}
+
+#[test]
+fn signals_that_a_program_handles_or_ignores_disturb_no_phase() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    in_every_phase(&stage, &mut job, |job| {
+        for signal in [Signal::SIGCHLD, Signal::SIGWINCH, Signal::SIGSTOP, Signal::SIGCONT] {
+            job.ranks[1].signal(signal)?;
+        }
+        Ok(())
+    })?;
+    job.exit()
+}
+
+/// Ends rank 1 by `end` while the tenant stands paused, with its main thread waiting at the gate.
+fn ends_while_paused(end: impl FnOnce(&mut Job) -> Outcome<std::process::ExitStatus>) -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    stage.pause("train")?;
+    end(&mut job)?;
+    assert!(stage.used_bytes(1)? <= 2 * MIB);
+    assert_eq!(stage.members("train")?.len(), 1);
+    // The one that is left can be ended likewise.
+    job.ranks[0].signal(Signal::SIGTERM)?;
+    job.ranks[0].ends_within(SOON)?;
+    let ran = stage.sublet(&["pause", "train"])?.exited(1)?;
+    assert_eq!(ran.stderr.lines().count(), 1, "{ran:#?}");
+    assert!(!stage.run_dir_path().join("train").exists());
+    Ok(())
+}
+
+#[test]
+fn rank_that_waits_at_the_gate_dies_of_sigterm_and_sigint() -> Outcome {
+    for signal in [Signal::SIGTERM, Signal::SIGINT] {
+        ends_while_paused(|job| {
+            job.ranks[1].say("allocate 1048576")?;
+            assert!(job.ranks[1].is_silent_for(Duration::from_millis(300)), "it passed the gate");
+            job.ranks[1].signal(signal)?;
+            let status = job.ranks[1].ends_within(SOON)?;
+            assert_eq!(status.signal(), Some(signal as i32));
+            Ok(status)
+        })?;
+    }
+    Ok(())
+}
+
+#[test]
+fn rank_that_exits_while_paused_runs_its_exit_handlers_and_ends() -> Outcome {
+    ends_while_paused(|job| {
+        job.ranks[1].say("leave")?;
+        let status = job.ranks[1].ends_within(SOON)?;
+        assert!(status.success(), "{status}");
+        Ok(status)
+    })
+}
+
+#[test]
+fn rank_that_exits_in_a_phase_is_named_and_the_other_is_settled() -> Outcome {
+    for boundary in ["done close gate", "done save contents", "done release memory"] {
+        let stage = Stage::new(&CAPACITIES)?;
+        let mut job = stage.job(&JobOptions::new("train", 2))?;
+        let mut steps = steps(&stage, &["pause"])?;
+        steps.until(boundary)?;
+        let pid = job.ranks[1].pid();
+        job.ranks[1].say("leave")?;
+        assert!(job.ranks[1].ends_within(SOON)?.success());
+        let said = steps.finish()?;
+        assert!(said.contains(&format!("process {pid}")), "{boundary}: {said}");
+        let state = if boundary.ends_with("release memory") { "paused" } else { "active" };
+        assert_eq!(stage.states("train")?, [state]);
+    }
+    Ok(())
+}
+
+#[test]
+fn stopped_rank_is_named_at_the_deadline_and_consistent_when_it_goes_on() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    job.ranks[1].signal(Signal::SIGSTOP)?;
+    // Nobody can greet it.
+    let ran = stage.sublet(&["pause", "train", "--timeout", "1s"])?.exited(1)?;
+    assert!(ran.stderr.contains(&format!("process {}", job.ranks[1].pid())), "{ran:#?}");
+    job.ranks[1].signal(Signal::SIGCONT)?;
+    job.step(1)?;
+    for (action, phases) in [("pause", &PAUSE[..4]), ("resume", &RESUME[..])] {
+        for phase in phases {
+            if action == "resume" {
+                stage.pause("train")?;
+            }
+            stopped_in(&stage, &mut job, action, phase)
+                .map_err(|trouble| Trouble::new(format!("{action}, '{phase}': {trouble}")))?;
+        }
+    }
+    job.exit()
+}
+
+/// Stops rank 1 when `phase` is about to be sent out.
+fn stopped_in(stage: &Stage, job: &mut Job, action: &str, phase: &str) -> Outcome {
+    let mut steps = steps(stage, &[action, "soon"])?;
+    steps.until(&format!("started {phase}"))?;
+    job.ranks[1].signal(Signal::SIGSTOP)?;
+    let said = steps.finish()?;
+    assert!(said.contains(&format!("process {}", job.ranks[1].pid())), "{said}");
+    job.ranks[1].signal(Signal::SIGCONT)?;
+    // Whatever it was told in the meantime, one more command brings all together.
+    stage.sublet(&["resume", "train"])?.succeeded()?;
+    assert_eq!(stage.states("train")?, ["active"]);
+    job.step(1)?;
+    job.verify()?;
+    Ok(())
+}
+
+fn start_command(stage: &Stage, words: &[&str]) -> Outcome<Child> {
+    let mut command = stage.command(&stage.files().sublet);
+    let command = command.args(words).stdin(Stdio::null());
+    Ok(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?)
+}
+
+fn signal_command(command: &Child, signal: Signal) -> Outcome {
+    Ok(kill(Pid::from_raw(i32::try_from(command.id())?), signal)?)
+}
+
+fn wait_for_state(stage: &Stage, wanted: &str) -> Outcome {
+    let deadline = Instant::now() + SOON;
+    while stage.states("train")? != [wanted] {
+        if Instant::now() >= deadline {
+            return Err(Trouble::new(format!("the processes do not become {wanted}")));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn first_ctrl_c_takes_a_pause_back_and_says_so() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    for signal in [Signal::SIGINT, Signal::SIGTERM] {
+        job.ranks[0].do_it("spin")?;
+        let command = start_command(&stage, &["pause", "train"])?;
+        wait_for_state(&stage, "offloading")?;
+        let begin = Instant::now();
+        signal_command(&command, signal)?;
+        let output = command.wait_with_output()?;
+        assert!(begin.elapsed() < SOON, "it took {:?}", begin.elapsed());
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(130), "{errors}");
+        assert!(errors.contains("called off. The tenant is active as before"), "{errors}");
+        assert_eq!(stage.states("train")?, ["active"]);
+        job.ranks[0].do_it("release spin")?;
+        job.step(1)?;
+        job.verify()?;
+    }
+    job.exit()
+}
+
+#[test]
+fn second_ctrl_c_leaves_at_once_and_the_processes_settle_it() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    job.ranks[0].do_it("spin")?;
+    // Its undo cannot be answered while the rank is stopped.
+    let command = start_command(&stage, &["pause", "train"])?;
+    wait_for_state(&stage, "offloading")?;
+    job.ranks[1].signal(Signal::SIGSTOP)?;
+    signal_command(&command, Signal::SIGINT)?;
+    let begin = Instant::now();
+    let mut command = command;
+    while command.try_wait()?.is_none() {
+        assert!(begin.elapsed() < SOON, "the second one did not end it");
+        signal_command(&command, Signal::SIGINT)?;
+    }
+    assert_eq!(command.wait()?.code(), Some(130));
+    job.ranks[1].signal(Signal::SIGCONT)?;
+    wait_for_state(&stage, "active")?;
+    job.ranks[0].do_it("release spin")?;
+    job.step(1)?;
+    job.verify()?;
+    job.exit()
+}
+
+#[test]
+fn ctrl_c_at_any_instant_leaves_one_of_the_two_clean_states_and_names_it() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    for delay_ms in 0..12 {
+        for (action, done, before) in
+            [("pause", "paused", "active"), ("resume", "active", "paused")]
+        {
+            let command = start_command(&stage, &[action, "train"])?;
+            wait_ms(4 * delay_ms);
+            // It may have ended already, and is then waited for below all the same.
+            signal_command(&command, Signal::SIGINT)?;
+            let output = command.wait_with_output()?;
+            let errors = String::from_utf8_lossy(&output.stderr);
+            let state = stage.states("train")?;
+            match output.status.code() {
+                Some(0) => assert_eq!(state, [done], "{errors}"),
+                Some(130) => {
+                    assert_eq!(state, [before], "{errors}");
+                    assert!(errors.contains(&format!("The tenant is {before}")), "{errors}");
+                    stage.sublet(&[action, "train"])?.succeeded()?;
+                }
+                // Before it watched signals, it had done nothing.
+                None => {
+                    assert_eq!(state, [before]);
+                    stage.sublet(&[action, "train"])?.succeeded()?;
+                }
+                other => {
+                    return Err(Trouble::new(format!("{action} ended with {other:?}: {errors}")));
+                }
+            }
+        }
+    }
+    job.step(1)?;
+    job.verify()?;
+    job.exit()
+}
+
+#[expect(clippy::disallowed_methods, reason = "an instant is waited for, not an event")]
+fn wait_ms(milliseconds: u64) {
+    std::thread::sleep(Duration::from_millis(milliseconds));
+}
+
+#[test]
+fn dead_tenant_is_one_line_of_error() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.job(&JobOptions::new("train", 2))?;
+    for rank in &mut job.ranks {
+        rank.kill()?;
+    }
+    let ran = stage.sublet(&["pause", "train"])?.exited(1)?;
+    assert_eq!(ran.stderr.lines().count(), 1, "{ran:#?}");
+    assert!(ran.stderr.contains("2 dead processes"), "{ran:#?}");
+    Ok(())
+}
