@@ -34,6 +34,7 @@ def parse(argv: list[str]) -> Any:
     parser = common.job_parser(__doc__, deadline_s=560)
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--every", type=int, default=25, help="cycles between two readings of what is held")
+    parser.add_argument("--all-to-all", type=int, default=1, help="communicators that also do all-to-all (0 to 2)")
     parser.add_argument("--pause-timeout", type=float, default=20.0, help="seconds for one pause or resume")
     return parser.parse_args(argv)
 
@@ -72,7 +73,7 @@ class Job:
         if not all(reply["sublet"] for reply in started):
             raise JobError(f"libsublet.so is not in the ranks; missing: {started[0]['missing']}")
         self.pool.call("connect", 90)
-        self.pool.call("messages", 60, words=[1024, 1 << 18])
+        self.pool.call("messages", 60, words=[1024, 1 << 18], all_to_all_groups=args.all_to_all)
         self.pool.call("step", 90)
         self.walls: dict[str, list[int]] = {}
         self.members: dict[str, dict[str, dict[str, list[float]]]] = {"pause": {}, "resume": {}}

@@ -103,8 +103,9 @@ class Job:
         self.result.check(f"{kind}: resume is refused within {REFUSED_WITHIN_S:.0f} s", refused, detail)
         detail = f"{missing} bytes said, {short} counted over {len(freed)} GPUs: {error}"
         self.result.check(f"{kind}: the error says how much is missing", 0 < missing <= sum(freed), detail)
-        holder = [word for word in (name, str(pid)) if word and word in error]
-        self.result.check(f"{kind}: the error names the holder", bool(holder), f"process {pid}, tenant {name}: {error}")
+        said = f"{error} {document.get('shortages')}"
+        holder = [word for word in (name, str(pid)) if word and word in said]
+        self.result.check(f"{kind}: the error names the holder", bool(holder), f"process {pid}, tenant {name}: {said}")
         self.result.check(f"{kind}: the tenant is still paused", self.states() == {"paused"}, str(self.states()))
         now = self.observer.free()
         kept = max(abs(then - since) for then, since in zip(free, now, strict=True))
@@ -113,7 +114,7 @@ class Job:
     def waited(self, kind: str, holder: Observer) -> None:
         """A resume with --wait, in the background, while the holder lets go."""
         box: list[dict[str, Any]] = []
-        words = ("resume", self.tenant, "--wait", f"{WAIT_S}s")
+        words = ("resume", self.tenant, f"--wait={WAIT_S}s")
         waiter = threading.Thread(target=lambda: box.append(self.command(*words, timeout_s=WAIT_S + 30)), daemon=True)
         waiter.start()
         waiter.join(self.args.hold_s)

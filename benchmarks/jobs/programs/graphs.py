@@ -19,8 +19,8 @@ from training import Training
 LAYERS, ROWS, EVALUATE_EVERY, RATE = 4, 128, 8, 0.05
 
 
-def captured(body: Callable[[], None], training: Training) -> Callable[[], None]:
-    """`body` as a graph; it runs a few times before, so that whatever is made on first use is there."""
+def captured(body: Callable[[], None], training: Training, graphs: list[torch.cuda.CUDAGraph]) -> Callable[[], None]:
+    """`body` as a graph of `graphs`; it runs a few times before, so that whatever is made on first use is there."""
     if not training.cuda:
         return body
     side = torch.cuda.Stream()
@@ -30,11 +30,12 @@ def captured(body: Callable[[], None], training: Training) -> Callable[[], None]
             body()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph, index = torch.cuda.CUDAGraph(), len(graphs)
     # The process group's own threads ask for events meanwhile; they are not to spoil the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         body()
-    return graph.replay
+    graphs.append(graph)
+    return lambda: graphs[index].replay()
 
 
 def main() -> None:
@@ -65,7 +66,8 @@ def main() -> None:
             spread.copy_(gathered.square().mean())
 
     start = [parameter.detach().clone() for parameter in parameters]
-    train_graph, evaluate_graph = captured(train, training), captured(evaluate, training)
+    graphs: list[torch.cuda.CUDAGraph] = []
+    train_graph, evaluate_graph = captured(train, training, graphs), captured(evaluate, training, graphs)
     with torch.no_grad():  # what the runs before the capture changed
         for parameter, value in zip(parameters, start, strict=True):
             parameter.copy_(value)
@@ -79,7 +81,8 @@ def main() -> None:
             return loss + spread
         return loss
 
-    training.run(step, reader=0, model=model)
+    # NCCL ends a communicator only when no graph holds its collectives any more.
+    training.run(step, reader=0, model=model, before_end=graphs.clear)
 
 
 if __name__ == "__main__":

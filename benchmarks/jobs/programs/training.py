@@ -58,8 +58,15 @@ class Training:
         self.generator.manual_seed(1_000_003 * step + part)
         return torch.randn(*shape, device=self.device, generator=self.generator)
 
-    def run(self, step: Callable[[int], torch.Tensor], reader: int, model: torch.nn.Module) -> None:
-        """Calls `step(number)` for every step and keeps the value it gives on the device.
+    def run(
+        self,
+        step: Callable[[int], torch.Tensor],
+        reader: int,
+        model: torch.nn.Module,
+        before_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Calls `step(number)` for every step and keeps the value it gives on the device. `before_end` is called
+        when all is written, before the process group ends.
 
         Rank `reader` alone reads and prints each value, so it waits for its GPU while the others run ahead.
         """
@@ -86,6 +93,7 @@ class Training:
         if self.rank == reader:
             print(f"rate {(number - UNTIMED_STEPS) / took:.3f} steps/s over {number - UNTIMED_STEPS} steps", flush=True)
         self.write(history, model)
+        before_end()
         dist.destroy_process_group()
 
     def wait(self) -> None:

@@ -15,6 +15,7 @@ use tenants::wire::Action;
 use crate::args::{PauseArgs, ResumeArgs, SwapArgs};
 use crate::failure::{EXIT_PARTIAL, EXIT_USAGE, Failure, chain, exit_code_of};
 use crate::output::{self, Output};
+use crate::outsiders::{self, Occupant};
 use crate::progress::Progress;
 use crate::signals;
 use crate::units;
@@ -196,6 +197,33 @@ fn options(timeout: Option<Duration>, interrupt: &Interrupt) -> Options {
     Options { timeout, interrupt: Some(interrupt.clone()), ..Options::default() }
 }
 
+/// A GPU that is too full, and the processes with the most memory on it.
+#[derive(Serialize)]
+struct Shortage<'a> {
+    #[serde(flatten)]
+    device: &'a DeviceShortage,
+    processes: Vec<Occupant>,
+}
+
+impl<'a> Shortage<'a> {
+    fn of(device: &'a DeviceShortage) -> Self {
+        Self { device, processes: outsiders::largest_on(&device.uuid) }
+    }
+}
+
+/// The error of a change for a person, with the processes that hold GPUs which are too full.
+fn failure_of(error: &CoordinatorError) -> Failure {
+    let mut parts = vec![chain(error)];
+    for device in error.shortages() {
+        let named: Vec<_> =
+            outsiders::largest_on(&device.uuid).iter().map(ToString::to_string).collect();
+        if !named.is_empty() {
+            parts.push(format!("most of GPU {} is held by {}", device.uuid, named.join(", ")));
+        }
+    }
+    Failure::new(parts.join("; "), exit_code_of(error))
+}
+
 /// The report of one tenant for programs.
 #[derive(Serialize)]
 struct Document<'a> {
@@ -204,7 +232,7 @@ struct Document<'a> {
     report: Option<&'a Report>,
     error: Option<String>,
     missing_device_bytes: Option<u64>,
-    shortages: &'a [DeviceShortage],
+    shortages: Vec<Shortage<'a>>,
     retryable: bool,
     unchanged: bool,
 }
@@ -217,7 +245,7 @@ impl<'a> Document<'a> {
             report: None,
             error: None,
             missing_device_bytes: None,
-            shortages: &[],
+            shortages: Vec::new(),
             retryable: false,
             unchanged: true,
         };
@@ -232,7 +260,7 @@ impl<'a> Document<'a> {
                 document.outcome = "failed";
                 document.error = Some(chain(error));
                 document.missing_device_bytes = error.missing_device_bytes();
-                document.shortages = error.shortages();
+                document.shortages = error.shortages().iter().map(Shortage::of).collect();
                 document.retryable = error.is_retryable();
                 document.unchanged = error.left_unchanged();
             }
@@ -255,7 +283,7 @@ fn show(
             Err(error) => ExitCode::from(exit_code_of(error)),
         });
     }
-    let outcome = result?;
+    let outcome = result.map_err(|error| failure_of(&error))?;
     match &outcome {
         Outcome::Completed(report) => render(report, output),
         Outcome::AlreadyPaused => output.line(format!("tenant '{tenant}' is paused already")),

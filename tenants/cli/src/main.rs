@@ -10,6 +10,7 @@ mod doctor;
 mod environment;
 mod failure;
 mod output;
+mod outsiders;
 mod progress;
 mod ps;
 mod run;
