@@ -2,7 +2,7 @@
 //!
 //! Every hooked call passes it twice: in and out. Passing an open gate costs one atomic exchange and one
 //! load on memory that belongs to the calling thread alone, so launches from many threads do not meet.
-//! Closing is the slow side: it looks at every thread's slot ([`crate::slots`]) until all are out.
+//! Closing is the slow side: it looks at every thread's slot (`slots.rs`) until all are out.
 //!
 //! Lock order: `slots` and `sleepers` are leaves; nothing is called while they are held.
 

@@ -9,7 +9,7 @@
 //!
 //! A socket has its final name only once it listens (see [`crate::transport::Listener::bind`]), so one
 //! that refuses a connection belongs to a dead process and may be removed. Nobody else can put anything
-//! in the place of these directories ([`private`] says how that is checked). Nothing here reads the
+//! in the place of these directories (`run_dir/private.rs` says how that is checked). Nothing here reads the
 //! environment: the caller does, once.
 
 mod private;

@@ -15,7 +15,7 @@
 //!                              coordinator: Plan <------- CutReport ------+
 //! ```
 //!
-//! Open, a launch marks the thread's own slot ([`crate::slots`]), loads the mode and adds to its posts.
+//! Open, a launch marks the thread's own slot (`slots.rs`), loads the mode and adds to its posts.
 //! Held, every launch takes `table`'s lock, so that its entries are admitted and counted as one. Whoever
 //! reports looks at the slots first and at the counts after, so a thread that has stepped out has been
 //! counted.
