@@ -16,6 +16,7 @@ mod bundle;
 mod demo;
 mod process;
 mod python;
+mod sim;
 mod stages;
 mod test;
 mod tidy;
@@ -47,6 +48,18 @@ enum Command {
     Ci,
     /// Run the main job on a simulated node of four GPUs: two tenants take turns. Needs no GPU.
     Demo,
+    /// Run the seeded simulation: processes that work, fail and are killed are paused and resumed.
+    Sim {
+        /// Settles what happens; a fresh one is chosen, and shown, when none is given.
+        #[arg(long)]
+        seed: Option<u64>,
+        /// Pauses that a resume has followed.
+        #[arg(long, default_value_t = 1000)]
+        cycles: u64,
+        /// Most processes at once, up to 64.
+        #[arg(long, default_value_t = 64)]
+        processes: u64,
+    },
     /// Check the house rules: layers, unsafe list, file sizes, lints, paths.
     Tidy,
     /// Pack what the GPU lane needs into `target/gpu-bundle`.
@@ -82,6 +95,9 @@ fn dispatch(command: &Command) -> Outcome {
         Command::Test => test::test(&workspace),
         Command::Ci => test::ci(&workspace),
         Command::Demo => demo::run(&workspace),
+        Command::Sim { seed, cycles, processes } => {
+            sim::run(&workspace, *seed, *cycles, *processes)
+        }
         Command::Tidy => tidy::run(&workspace),
         Command::GpuBundle => bundle::run(&workspace),
         Command::Bench { check } => bench::run(&workspace, *check),

@@ -1,0 +1,181 @@
+//! What the simulation tells its workers, and what they answer: lines of JSON over a socket pair.
+//!
+//! Orders are numbered, and answers carry the number, so that a worker whose work waits at the gate of a
+//! paused tenant can still be told about faults.
+
+use std::collections::HashMap;
+use std::io::{BufRead as _, BufReader, ErrorKind, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use sublet_tests::{Outcome, Trouble};
+
+/// What a worker is to do.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Order {
+    /// Do these steps together with the others of its tenant. Waits at the gate while paused.
+    Work { first: u64, last: u64, seed: u64 },
+    /// Compare all that it can reach with what it has written.
+    Check,
+    /// Make tickets for so many of its allocations.
+    Share { count: usize },
+    /// Redeem these tickets and map what they stand for.
+    Accept { offers: Vec<Offer> },
+    /// Let go of what was imported from this process.
+    DropImports { owner: u64 },
+    /// That process has ended: what was imported from it may be lost by a pause.
+    Ended { owner: u64 },
+    /// Take part in these communicators and no others.
+    Communicate(Generation),
+    /// Make driver calls fail by these rules.
+    Fail { rules: String },
+    /// No call fails any more.
+    FailNoMore,
+    /// The host memory that a pause may take.
+    HostLimit { bytes: Option<u64> },
+    /// Free everything and end.
+    Leave,
+}
+
+impl Order {
+    /// Can it be obeyed while the tenant is paused, without passing the gate?
+    pub(crate) fn is_aside(&self) -> bool {
+        matches!(self, Self::Fail { .. } | Self::FailNoMore | Self::HostLimit { .. })
+    }
+}
+
+/// Memory that one worker offers to another.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Offer {
+    /// The ticket, encoded.
+    pub(crate) ticket: Vec<u8>,
+    /// Its size in units of the driver's granularity.
+    pub(crate) units: u64,
+    /// What it holds.
+    pub(crate) pattern: u64,
+    /// Who offers it, by the simulation's number.
+    pub(crate) owner: u64,
+    /// The device that it lies on.
+    pub(crate) device: i32,
+}
+
+/// One set of communicators over the living workers of a tenant.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Generation {
+    /// Which; part of the communicators' identities.
+    pub(crate) number: u64,
+    /// Where ranks say how far their devices have come.
+    pub(crate) board: PathBuf,
+    /// This worker's rank.
+    pub(crate) rank: u32,
+    /// How many there are.
+    pub(crate) ranks: u32,
+}
+
+/// What a worker answers.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Answer {
+    /// Obeyed.
+    Done,
+    /// The steps are done, or were given up because a rank died.
+    Worked(Worked),
+    /// All contents are right, and this is what it holds.
+    Account(Account),
+    /// To [`Order::Share`].
+    Offers(Vec<Offer>),
+    /// How many calls were made to fail since the rules were given.
+    Failed(u64),
+    /// Something is not as it must be.
+    Violation(String),
+}
+
+/// What came of some steps.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Worked {
+    /// Launches that were counted by the cut.
+    pub(crate) launches: u64,
+    /// Changes of its own memory.
+    pub(crate) changes: u64,
+    /// Of these, refused by the driver.
+    pub(crate) refused: u64,
+}
+
+/// What a worker holds.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Account {
+    /// Bytes of its own by device, by its own count.
+    pub(crate) own_bytes: Vec<u64>,
+    /// Memory of ended processes that it holds still: identity, device, bytes.
+    pub(crate) orphans: Vec<(u128, i32, u64)>,
+    /// Bytes that were compared.
+    pub(crate) checked_bytes: u64,
+    /// Imports that a pause has lost, since the last account.
+    pub(crate) lost: u64,
+    /// Open descriptors, but for those of memory.
+    pub(crate) fds: usize,
+    /// Driver objects.
+    pub(crate) objects: String,
+    /// Anonymous resident memory, without the arena for saved contents.
+    pub(crate) resident_bytes: u64,
+}
+
+/// One end of the conversation.
+#[derive(Debug)]
+pub(crate) struct Link {
+    reader: BufReader<UnixStream>,
+    writer: UnixStream,
+    /// A line that has come in part.
+    partial: String,
+    early: HashMap<u64, Answer>,
+    next: u64,
+}
+
+impl Link {
+    pub(crate) fn new(stream: UnixStream) -> Outcome<Self> {
+        let writer = stream.try_clone()?;
+        let reader = BufReader::new(stream);
+        Ok(Self { reader, writer, partial: String::new(), early: HashMap::new(), next: 0 })
+    }
+
+    /// Sends an order; returns its number.
+    pub(crate) fn send(&mut self, order: &Order) -> Outcome<u64> {
+        self.next += 1;
+        write_line(&mut self.writer, &(self.next, order))?;
+        Ok(self.next)
+    }
+
+    /// The answer to the order of this number.
+    pub(crate) fn answer(&mut self, number: u64, deadline: Instant) -> Outcome<Answer> {
+        loop {
+            if let Some(answer) = self.early.remove(&number) {
+                return Ok(answer);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            self.reader.get_ref().set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+            match self.reader.read_line(&mut self.partial) {
+                Ok(0) => return Err(Trouble::new("it has ended")),
+                Ok(_) => {
+                    let (number, answer) = serde_json::from_str(&self.partial)?;
+                    self.partial.clear();
+                    self.early.insert(number, answer);
+                }
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) =>
+                {
+                    return Err(Trouble::new("it did not answer in time"));
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+/// Writes one message as a line.
+pub(crate) fn write_line(stream: &mut UnixStream, message: &impl Serialize) -> Outcome {
+    let mut line = serde_json::to_string(message)?;
+    line.push('\n');
+    stream.write_all(line.as_bytes())?;
+    Ok(())
+}

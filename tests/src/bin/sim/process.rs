@@ -1,0 +1,149 @@
+//! A worker as the simulation sees it.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use sublet_tests::{Outcome, Trouble};
+
+use crate::orders::{Account, Answer, Link, Order};
+use crate::worker::Charter;
+
+/// How long a worker may take for anything while its tenant is active.
+const ANSWER_TIMEOUT: Duration = Duration::from_mins(1);
+
+/// A running worker. Killed when dropped.
+#[derive(Debug)]
+pub(crate) struct Worker {
+    pub(crate) number: u64,
+    child: Child,
+    link: Link,
+    /// Orders whose answers have not been read.
+    outstanding: Vec<u64>,
+    /// Never killed, so that its footprint can be watched from start to end.
+    pub(crate) is_veteran: bool,
+    pub(crate) is_keeper: bool,
+    pub(crate) account: Account,
+    fired: u64,
+}
+
+impl Worker {
+    pub(crate) fn start(charter: &Charter, is_veteran: bool) -> Outcome<Self> {
+        let (ours, theirs) = UnixStream::pair()?;
+        let child = Command::new(std::env::current_exe()?)
+            .arg("worker")
+            .args(charter.to_words())
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .spawn()?;
+        let mut worker = Self {
+            number: charter.number,
+            child,
+            link: Link::new(ours)?,
+            outstanding: Vec::new(),
+            is_veteran,
+            is_keeper: charter.is_keeper,
+            account: Account::default(),
+            fired: 0,
+        };
+        // Its first answer says that it has joined.
+        worker.check()?;
+        Ok(worker)
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn failed(&self, what: &str, trouble: &Trouble) -> Trouble {
+        Trouble::new(format!(
+            "worker {} (process {}) at {what}: {trouble}",
+            self.number,
+            self.pid()
+        ))
+    }
+
+    /// Sends an order whose answer is read by [`Worker::answers`].
+    pub(crate) fn send(&mut self, order: &Order) -> Outcome {
+        let number = self.link.send(order)?;
+        self.outstanding.push(number);
+        Ok(())
+    }
+
+    /// All answers that are outstanding.
+    pub(crate) fn answers(&mut self) -> Outcome<Vec<Answer>> {
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        let mut answers = Vec::new();
+        for number in std::mem::take(&mut self.outstanding) {
+            answers.push(self.answer(number, "work", deadline)?);
+        }
+        Ok(answers)
+    }
+
+    /// Sends an order and waits for its answer.
+    pub(crate) fn obey(&mut self, order: &Order) -> Outcome<Answer> {
+        let number = self.link.send(order)?;
+        self.answer(number, &format!("{order:?}"), Instant::now() + ANSWER_TIMEOUT)
+    }
+
+    fn answer(&mut self, number: u64, what: &str, deadline: Instant) -> Outcome<Answer> {
+        let answer = self.link.answer(number, deadline);
+        let answer = answer.map_err(|trouble| self.failed(what, &trouble))?;
+        if let Answer::Violation(text) = answer {
+            return Err(self.failed(what, &Trouble::new(text)));
+        }
+        Ok(answer)
+    }
+
+    /// Has it compare everything; its account is kept. Returns it.
+    pub(crate) fn check(&mut self) -> Outcome<&Account> {
+        let answer = self.obey(&Order::Check)?;
+        let Answer::Account(account) = answer else {
+            return Err(Trouble::new(format!("{answer:?} in place of an account")));
+        };
+        self.account = account;
+        Ok(&self.account)
+    }
+
+    /// No call of it fails any more; returns how many did since it was last asked.
+    pub(crate) fn fail_no_more(&mut self) -> Outcome<u64> {
+        let answer = self.obey(&Order::FailNoMore)?;
+        let Answer::Failed(fired) = answer else {
+            return Err(Trouble::new(format!("{answer:?} in place of a count")));
+        };
+        let fresh = fired - self.fired;
+        self.fired = fired;
+        Ok(fresh)
+    }
+
+    /// Frees all its memory and ends. Returns its last account.
+    pub(crate) fn leave(mut self) -> Outcome<Account> {
+        let answer = self.obey(&Order::Leave)?;
+        let Answer::Account(account) = answer else {
+            return Err(Trouble::new(format!("{answer:?} in place of a last account")));
+        };
+        // It ends with its input.
+        self.link = Link::new(UnixStream::pair()?.0)?;
+        let status = self.child.wait()?;
+        if status.success() {
+            Ok(account)
+        } else {
+            Err(Trouble::new(format!("worker {} ended with {status}", self.number)))
+        }
+    }
+
+    /// Kills it (`kill -9`) and waits for its end.
+    pub(crate) fn kill(&mut self) -> Outcome {
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // Both fail only when it has ended and been waited for.
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
+}

@@ -1,0 +1,449 @@
+//! What happens next, and what must be true afterwards.
+
+mod mishap;
+mod population;
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use sublet_tests::{Outcome, Trouble};
+use tenants::coordinator::LostImports;
+use tenants::wire::{Action, MemberState};
+
+use crate::coordinate::{Refusal, Request, Verdict, Way};
+use crate::orders::{Answer, Order};
+use crate::tally::Tally;
+use crate::world::{Standing, World};
+use mishap::{Mishap, Stranger};
+use population::Crowd;
+
+/// How much of what happened is shown with a failure.
+const HISTORY_LINES: usize = 30;
+
+/// What a simulation is asked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Settings {
+    pub(crate) seed: u64,
+    pub(crate) cycles: u64,
+    pub(crate) processes_max: usize,
+}
+
+/// See the head of this module.
+pub(crate) struct Script {
+    pub(crate) world: World,
+    pub(crate) history: VecDeque<String>,
+    pub(crate) veteran: Veteran,
+    settings: Settings,
+    crowd: Crowd,
+    /// Whose turn it is, when the last one made that clear.
+    next: Option<usize>,
+}
+
+/// The footprint of the one process that lives from start to end.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Veteran {
+    early: Option<(u64, usize)>,
+    late: (u64, usize),
+}
+
+impl std::fmt::Display for Veteran {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (early, late) = (self.early.unwrap_or(self.late), self.late);
+        write!(
+            f,
+            "{} KiB resident and {} descriptors after a tenth, {} KiB and {} at the end",
+            early.0 >> 10,
+            early.1,
+            late.0 >> 10,
+            late.1
+        )
+    }
+}
+
+/// How a command ended for the tenant.
+struct Ending {
+    standing: Standing,
+    /// Did one of its processes end on the way?
+    somebody_died: bool,
+}
+
+impl Script {
+    pub(crate) fn new(settings: Settings, world: World) -> Self {
+        Self {
+            world,
+            history: VecDeque::new(),
+            veteran: Veteran::default(),
+            settings,
+            crowd: Crowd::default(),
+            next: None,
+        }
+    }
+
+    fn tell(&mut self, line: &str) {
+        if self.history.len() == HISTORY_LINES {
+            self.history.pop_front();
+        }
+        self.history.push_back(format!("cycle {}: {line}", self.world.tally.cycles));
+    }
+
+    /// One pause or resume of one tenant, with or without a mishap, and all checks.
+    pub(crate) fn turn(&mut self) -> Outcome {
+        self.populate()?;
+        let tenant = self.choose_tenant();
+        let action =
+            if self.world.tenants[tenant].is_paused { Action::Resume } else { Action::Pause };
+        if action == Action::Pause {
+            self.start_work(tenant)?;
+        }
+        self.command(tenant, action)?;
+        self.world.compare_devices()
+    }
+
+    fn choose_tenant(&mut self) -> usize {
+        if let Some(next) = self.next.take()
+            && !self.world.tenants[next].workers.is_empty()
+        {
+            return next;
+        }
+        let tenants = &self.world.tenants;
+        let peopled = (0..tenants.len()).filter(|index| !tenants[*index].workers.is_empty());
+        let peopled: Vec<usize> = peopled.collect();
+        peopled[self.world.random.usize(..peopled.len())]
+    }
+
+    /// Has all processes of a tenant do some steps, which the coming pause meets at any instant.
+    fn start_work(&mut self, tenant: usize) -> Outcome {
+        let random = &mut self.world.random;
+        let (seed, steps) = (random.u64(..), random.u64(4..40));
+        let head_start = Duration::from_micros(random.u64(..12_000));
+        let tenant = &mut self.world.tenants[tenant];
+        let (first, last) = (tenant.steps, tenant.steps + steps);
+        tenant.steps = last;
+        for worker in &mut tenant.workers {
+            worker.send(&Order::Work { first, last, seed })?;
+        }
+        mishap::let_time_pass(head_start);
+        Ok(())
+    }
+
+    /// Asks for `action`, has something go wrong or not, and looks at what came of it.
+    fn command(&mut self, tenant: usize, action: Action) -> Outcome {
+        let mishap = self.choose_mishap(tenant, action);
+        let lost_imports =
+            if self.world.random.u8(..4) > 0 { LostImports::LeaveOut } else { LostImports::Refuse };
+        let name = self.world.tenants[tenant].name.clone();
+        let request = Request { tenant: name, action, lost_imports };
+        let way = self.choose_way(&mishap);
+        self.tell(&format!("{action:?} of {} by {way:?} with {mishap:?}", request.tenant));
+        let stranger = self.prepare(tenant, &mishap)?;
+        let fits = action == Action::Pause || self.fits(tenant)?;
+        let deaths = self.world.tally.kills.values().sum::<u64>();
+        let begin = Instant::now();
+        let verdict = self.ask(tenant, way, &request, &mishap)?;
+        self.clear(tenant, &mishap)?;
+        let took = begin.elapsed();
+        self.world.tally.slowest = self.world.tally.slowest.max(took);
+        self.tell(&format!("  {} ({} ms)", outline(&verdict), took.as_millis()));
+        let was_half_done =
+            matches!(&verdict, Verdict::Refused(refusal) if !refusal.left_unchanged);
+        drop(stranger);
+        self.end_faulted(tenant, &mishap)?;
+        if self.world.tenants[tenant].workers.is_empty() {
+            self.count(action, &verdict, &mishap);
+            // All are dead: the next one to join starts anew.
+            self.world.tenants[tenant].is_paused = false;
+            return Ok(());
+        }
+        if was_half_done {
+            self.repair(tenant, Action::Resume)?;
+        }
+        let ending = self.ending(tenant, &mishap, deaths)?;
+        self.judge(tenant, action, &verdict, &mishap, fits, &ending)?;
+        self.count(action, &verdict, &mishap);
+        self.conclude(tenant, &ending)
+    }
+
+    fn choose_way(&mut self, mishap: &Mishap) -> Way {
+        match mishap {
+            Mishap::CoordinatorKilled { after, .. } => Way::ChildKilledAfter(*after),
+            Mishap::CalledOff { after } => Way::CalledOffAfter(*after),
+            Mishap::None | Mishap::Faults { .. } if self.world.random.u8(..12) == 0 => Way::Command,
+            Mishap::None
+            | Mishap::Faults { .. }
+            | Mishap::ContextLost { .. }
+            | Mishap::NoHostMemory { .. }
+            | Mishap::WorkerKilled { .. }
+            | Mishap::Stranger { .. } => Way::Library,
+        }
+    }
+
+    /// Do the devices have room for all that a paused tenant must create again?
+    fn fits(&self, tenant: usize) -> Outcome<bool> {
+        let needed = self.world.standing(tenant)?.needed_bytes();
+        let free = self.world.free_bytes()?;
+        Ok(needed.iter().zip(free).all(|(needed, free)| *needed <= free))
+    }
+
+    /// A plain command that brings a tenant to one state after something was left half done.
+    fn repair(&mut self, tenant: usize, action: Action) -> Outcome {
+        self.world.tally.repairs += 1;
+        let name = self.world.tenants[tenant].name.clone();
+        let request = Request { tenant: name, action, lost_imports: LostImports::LeaveOut };
+        let verdict = self.world.desk.ask(Way::Library, &request)?;
+        self.tell(&format!("  repaired by {action:?}: {}", outline(&verdict)));
+        match verdict {
+            Verdict::Refused(refusal) if refusal.shortages.is_empty() => {
+                Err(Trouble::new(format!("what was left half done stays so: {}", refusal.text)))
+            }
+            Verdict::Refused(_) | Verdict::Done { .. } | Verdict::Killed => Ok(()),
+        }
+    }
+
+    /// Ends processes that have lost something, as their error says; only a lost context leads there.
+    fn end_faulted(&mut self, tenant: usize, mishap: &Mishap) -> Outcome {
+        for pid in self.world.faulted(tenant)? {
+            let workers = &self.world.tenants[tenant].workers;
+            let index = workers.iter().position(|worker| worker.pid() == pid);
+            let index = index.ok_or_else(|| Trouble::new("a process that is not known"))?;
+            if !mishap.loses_context_of(workers[index].number) {
+                return Err(Trouble::new(format!("process {pid} is faulted after {mishap:?}")));
+            }
+            self.world.bury(tenant, index)?;
+            Tally::count(&mut self.world.tally.kills, "worker whose context was lost", 1);
+        }
+        Ok(())
+    }
+
+    /// Where all processes of the tenant are now.
+    fn ending(&mut self, tenant: usize, mishap: &Mishap, deaths: u64) -> Outcome<Ending> {
+        self.end_faulted(tenant, mishap)?;
+        let somebody_died = self.world.tally.kills.values().sum::<u64>() > deaths;
+        let mut standing = self.world.standing(tenant)?;
+        let is_one = standing.all_are(MemberState::Active) || standing.all_are(MemberState::Paused);
+        if !is_one && !somebody_died {
+            return Err(Trouble::new(format!("not in one state: {:?}", standing.states)));
+        }
+        if !is_one {
+            // Those that had given up what they imported from the dead stand paused.
+            self.repair(tenant, Action::Pause)?;
+            standing = self.world.standing(tenant)?;
+        }
+        Ok(Ending { standing, somebody_died })
+    }
+
+    /// Is what came of a command what may come of it?
+    fn judge(
+        &self,
+        tenant: usize,
+        action: Action,
+        verdict: &Verdict,
+        mishap: &Mishap,
+        fits: bool,
+        ending: &Ending,
+    ) -> Outcome {
+        let (before, after) = match action {
+            Action::Pause => (MemberState::Active, MemberState::Paused),
+            Action::Resume => (MemberState::Paused, MemberState::Active),
+        };
+        let Ending { standing, somebody_died } = ending;
+        let is = |state| standing.all_are(state);
+        let has_orphans = self.world.tenants[tenant].has_orphans;
+        let wrong = match verdict {
+            _ if *somebody_died => None,
+            Verdict::Done { losses } if *losses > 0 => Some("members were lost, and none died"),
+            Verdict::Done { .. } if !is(after) => Some("it succeeded, and the state is another"),
+            Verdict::Done { .. } if !fits && mishap.is_none() => Some("it cannot have fitted"),
+            Verdict::Refused(refusal) if refusal.left_unchanged && !is(before) => {
+                Some("it was refused with everything as before, which is not so")
+            }
+            Verdict::Refused(refusal) if mishap.is_none() => {
+                let is_short = !fits && !is_wrong_shortage(refusal);
+                let is_lost = has_orphans && refusal.text.contains("--without-lost");
+                (!is_short && !is_lost).then_some("it was refused without a reason")
+            }
+            Verdict::Done { .. } | Verdict::Refused(_) | Verdict::Killed => None,
+        };
+        match wrong {
+            Some(what) => {
+                Err(Trouble::new(format!("{what}: {}; {:?}", full(verdict), standing.states)))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn count(&mut self, action: Action, verdict: &Verdict, mishap: &Mishap) {
+        let tally = &mut self.world.tally;
+        match (verdict, action) {
+            (Verdict::Done { .. }, Action::Pause) => tally.pauses += 1,
+            (Verdict::Done { .. }, Action::Resume) => tally.resumes += 1,
+            (Verdict::Refused(refusal), _) => {
+                let is_lost = refusal.text.contains("--without-lost");
+                let cause = match (mishap.is_none(), is_lost) {
+                    (true, true) => "lost imports",
+                    (true, false) => "no device memory",
+                    (false, _) => mishap.cause(),
+                };
+                Tally::count(&mut tally.refused, cause, 1);
+            }
+            (Verdict::Killed, _) => {
+                Tally::count(&mut tally.refused, "unknown, the coordinator was killed", 1);
+            }
+        }
+    }
+
+    /// Records the state that the tenant is in; when it is active, has all work end and compares all.
+    fn conclude(&mut self, index: usize, ending: &Ending) -> Outcome {
+        let world = &mut self.world;
+        let tenant = &mut world.tenants[index];
+        if tenant.workers.is_empty() {
+            tenant.is_paused = false;
+            return Ok(());
+        }
+        let was_paused = tenant.is_paused;
+        tenant.is_paused = ending.standing.all_are(MemberState::Paused);
+        if tenant.is_paused {
+            // It did not fit: somebody else must make room.
+            if was_paused {
+                let others: Vec<usize> = (0..world.tenants.len())
+                    .filter(|other| *other != index && !world.tenants[*other].is_paused)
+                    .collect();
+                self.next = world.random.choice(others);
+            }
+            return Ok(());
+        }
+        world.tally.cycles += u64::from(was_paused);
+        for worker in &mut tenant.workers {
+            for answer in worker.answers()? {
+                if let Answer::Worked(worked) = answer {
+                    world.tally.launches += worked.launches;
+                    world.tally.changes += worked.changes;
+                }
+            }
+        }
+        let mut orphans = 0;
+        for worker in &mut tenant.workers {
+            let account = worker.check()?;
+            world.tally.checked_bytes += account.checked_bytes;
+            world.tally.lost_imports += account.lost;
+            orphans += account.orphans.len();
+        }
+        tenant.has_orphans = orphans > 0;
+        if let Some(worker) = tenant.workers.iter().find(|worker| worker.is_veteran) {
+            let now = (worker.account.resident_bytes, worker.account.fds);
+            let veteran = &mut self.veteran;
+            veteran.late = now;
+            if veteran.early.is_none() && world.tally.cycles * 10 >= self.settings.cycles {
+                veteran.early = Some(now);
+            }
+        }
+        if was_paused { Ok(()) } else { self.world.compare_devices() }
+    }
+
+    /// Brings every tenant back, one at a time, and has every process end in an orderly way.
+    pub(crate) fn finish(&mut self) -> Outcome {
+        for index in 0..self.world.tenants.len() {
+            if !self.world.tenants[index].is_paused && !self.world.tenants[index].workers.is_empty()
+            {
+                self.plainly(index, Action::Pause)?;
+            }
+        }
+        for index in 0..self.world.tenants.len() {
+            if !self.world.tenants[index].workers.is_empty() {
+                self.plainly(index, Action::Resume)?;
+            }
+            while let Some(last) = self.world.tenants[index].workers.len().checked_sub(1) {
+                self.world.leave(index, last)?;
+            }
+            self.world.clear_board(index)?;
+        }
+        // What ended processes left in the run directory goes with the next look at it.
+        for tenant in self.world.desk.run_dir.tenants()? {
+            if let Some(dir) = self.world.desk.run_dir.existing_tenant(&tenant)? {
+                dir.remove_stale()?;
+            }
+        }
+        let free = self.world.free_bytes()?;
+        self.tell(&format!("all have left; free on the devices: {free:?}"));
+        self.world.compare_devices()
+    }
+
+    fn plainly(&mut self, index: usize, action: Action) -> Outcome {
+        let name = self.world.tenants[index].name.clone();
+        let request = Request { tenant: name, action, lost_imports: LostImports::LeaveOut };
+        self.tell(&format!("{action:?} of {} at the end", request.tenant));
+        let verdict = self.world.desk.ask(Way::Library, &request)?;
+        let Verdict::Done { .. } = verdict else {
+            return Err(Trouble::new(format!("at the end: {}", full(&verdict))));
+        };
+        let standing = self.world.standing(index)?;
+        self.conclude(index, &Ending { standing, somebody_died: false })
+    }
+
+    fn prepare(&mut self, tenant: usize, mishap: &Mishap) -> Outcome<Option<Stranger>> {
+        match mishap {
+            Mishap::Stranger { device } => Stranger::fill(&self.world, *device).map(Some),
+            Mishap::Faults { worker, rules } | Mishap::ContextLost { worker, rules } => {
+                let rules = rules.clone();
+                self.aside(tenant, *worker, &Order::Fail { rules })?;
+                Ok(None)
+            }
+            Mishap::NoHostMemory { worker } => {
+                self.aside(tenant, *worker, &Order::HostLimit { bytes: Some(0) })?;
+                Ok(None)
+            }
+            Mishap::None
+            | Mishap::CalledOff { .. }
+            | Mishap::WorkerKilled { .. }
+            | Mishap::CoordinatorKilled { .. } => Ok(None),
+        }
+    }
+
+    fn aside(&mut self, tenant: usize, worker: u64, order: &Order) -> Outcome {
+        let mut workers = self.world.tenants[tenant].workers.iter_mut();
+        match workers.find(|found| found.number == worker) {
+            Some(worker) => worker.obey(order).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// Nothing fails any more.
+    fn clear(&mut self, tenant: usize, mishap: &Mishap) -> Outcome {
+        match mishap {
+            Mishap::Faults { worker, rules } | Mishap::ContextLost { worker, rules } => {
+                let mut workers = self.world.tenants[tenant].workers.iter_mut();
+                if let Some(worker) = workers.find(|found| found.number == *worker) {
+                    let fired = worker.fail_no_more()?;
+                    Tally::count(&mut self.world.tally.faults, mishap::symbols(rules), fired);
+                }
+                Ok(())
+            }
+            Mishap::NoHostMemory { worker } => {
+                self.aside(tenant, *worker, &Order::HostLimit { bytes: None })
+            }
+            Mishap::None
+            | Mishap::Stranger { .. }
+            | Mishap::CalledOff { .. }
+            | Mishap::WorkerKilled { .. }
+            | Mishap::CoordinatorKilled { .. } => Ok(()),
+        }
+    }
+}
+
+/// A refusal for want of memory says for some device that more is needed than is free.
+fn is_wrong_shortage(refusal: &Refusal) -> bool {
+    // The command's text is for people.
+    !refusal.shortages.is_empty()
+        && refusal.shortages.iter().all(|shortage| shortage.missing_bytes() == 0)
+}
+
+fn full(verdict: &Verdict) -> String {
+    match verdict {
+        Verdict::Done { losses } => format!("done, {losses} lost"),
+        Verdict::Refused(refusal) => format!("refused: {}", refusal.text),
+        Verdict::Killed => "the coordinator was killed".to_owned(),
+    }
+}
+
+fn outline(verdict: &Verdict) -> String {
+    full(verdict).chars().take(240).collect()
+}

@@ -1,0 +1,227 @@
+//! What goes wrong.
+
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use fastrand::Rng;
+use sublet_tests::{Outcome, Trouble};
+use tenants::wire::Action;
+use vmm_pool::driver::sim::SimDriver;
+use vmm_pool::driver::{AllocationProp, DeviceOrdinal, Driver as _, DriverCode, DriverOp};
+
+use super::Script;
+use crate::coordinate::{Request, Verdict, Way};
+use crate::tally::Tally;
+use crate::world::World;
+
+/// One thing that goes wrong during a command. Workers are named by their numbers.
+#[derive(Clone, Debug)]
+pub(super) enum Mishap {
+    /// Nothing.
+    None,
+    /// Calls of a worker fail.
+    Faults { worker: u64, rules: String },
+    /// From one call on, the driver refuses everything.
+    ContextLost { worker: u64, rules: String },
+    /// There is no host memory to be had.
+    NoHostMemory { worker: u64 },
+    /// A worker is killed after some time.
+    WorkerKilled { worker: u64, after: Duration, kernels_give_up_at_once: bool },
+    /// Whoever coordinates is killed after some time, and perhaps a worker right behind.
+    CoordinatorKilled { after: Duration, with: Option<u64> },
+    /// The command is called off after some time.
+    CalledOff { after: Duration },
+    /// A process that does not run under Sublet has taken what is free of a device.
+    Stranger { device: usize },
+}
+
+impl Mishap {
+    pub(super) fn is_none(&self) -> bool {
+        matches!(self, Self::None)
+    }
+
+    pub(super) fn loses_context_of(&self, number: u64) -> bool {
+        matches!(self, Self::ContextLost { worker, .. } if *worker == number)
+    }
+
+    /// In the account of refusals.
+    pub(super) fn cause(&self) -> &'static str {
+        match self {
+            Self::None => "no reason",
+            Self::Faults { .. } => "a driver call failed",
+            Self::ContextLost { .. } => "a context was lost",
+            Self::NoHostMemory { .. } => "no host memory",
+            Self::WorkerKilled { .. } | Self::CoordinatorKilled { .. } => "a process was killed",
+            Self::CalledOff { .. } => "called off",
+            Self::Stranger { .. } => "no device memory, taken from outside",
+        }
+    }
+}
+
+/// Device memory of a process that does not run under Sublet; given back when dropped.
+pub(super) struct Stranger {
+    _driver: SimDriver,
+}
+
+impl Stranger {
+    pub(super) fn fill(world: &World, device: usize) -> Outcome<Self> {
+        let driver = world.stranger();
+        let free_bytes = world.free_bytes()?[device];
+        if free_bytes > 0 {
+            let ordinal = DeviceOrdinal(i32::try_from(device)?);
+            driver.create(free_bytes, &AllocationProp::pinned_on(ordinal))?;
+        }
+        Ok(Self { _driver: driver })
+    }
+}
+
+/// The calls that rules are about, for the account.
+pub(super) fn symbols(rules: &str) -> String {
+    let names: Vec<&str> = rules.split(',').filter_map(|rule| rule.split(':').next()).collect();
+    names.join("+").replace('*', "any")
+}
+
+#[expect(clippy::disallowed_methods, reason = "a random instant is what the simulation is about")]
+pub(super) fn let_time_pass(time: Duration) {
+    std::thread::sleep(time);
+}
+
+fn random_rule(random: &mut Rng) -> String {
+    let code = if random.u8(..4) == 0 { DriverCode::OUT_OF_MEMORY } else { DriverCode::UNKNOWN };
+    if random.bool() {
+        return format!("*:{}:{}", random.u64(1..80), code.0);
+    }
+    let op = DriverOp::ALL[random.usize(..DriverOp::ALL.len())];
+    format!("{}:{}:{}", op.symbol(), random.u64(1..4), code.0)
+}
+
+impl Script {
+    pub(super) fn choose_mishap(&mut self, tenant: usize, action: Action) -> Mishap {
+        let world = &mut self.world;
+        let workers = &world.tenants[tenant].workers;
+        let random = &mut world.random;
+        let any = workers[random.usize(..workers.len())].number;
+        let mortals: Vec<u64> =
+            workers.iter().filter(|w| !w.is_veteran).map(|w| w.number).collect();
+        let mortal = random.choice(mortals);
+        // From before the first message to after the last.
+        let after = Duration::from_micros(random.u64(..40_000));
+        match (random.u8(..100), mortal) {
+            (0..14, _) => Mishap::Faults { worker: any, rules: random_rule(random) },
+            (14..18, _) => {
+                let rules = format!("{},{}", random_rule(random), random_rule(random));
+                Mishap::Faults { worker: any, rules }
+            }
+            (18..24, Some(worker)) => {
+                let kernels_give_up_at_once = random.bool();
+                Mishap::WorkerKilled { worker, after, kernels_give_up_at_once }
+            }
+            (24..31, mortal) => {
+                let with = mortal.filter(|_| random.u8(..6) == 0);
+                Mishap::CoordinatorKilled { after, with }
+            }
+            (31..35, _) => Mishap::CalledOff { after },
+            (35..38, _) if action == Action::Pause => Mishap::NoHostMemory { worker: any },
+            (35..39, _) if action == Action::Resume => {
+                Mishap::Stranger { device: random.usize(..crate::world::DEVICES) }
+            }
+            (39, Some(worker)) if action == Action::Resume => {
+                let code = DriverCode::ILLEGAL_ADDRESS.0;
+                Mishap::ContextLost { worker, rules: format!("*:{}+:{code}", random.u64(1..40)) }
+            }
+            _ => Mishap::None,
+        }
+    }
+
+    /// Asks, and kills whom the mishap says on the way.
+    pub(super) fn ask(
+        &mut self,
+        tenant: usize,
+        way: Way,
+        request: &Request,
+        mishap: &Mishap,
+    ) -> Outcome<Verdict> {
+        let place = match (request.action, way) {
+            (Action::Pause, _) => "a pause",
+            (Action::Resume, _) => "a resume",
+        };
+        let by = match way {
+            Way::ChildKilledAfter(_) => "a child to be killed",
+            Way::CalledOffAfter(_) => "the library, called off",
+            Way::Command if self.world.desk.sublet.is_some() => "the command",
+            Way::Library | Way::Command => "the library",
+        };
+        Tally::count(&mut self.world.tally.commands, by, 1);
+        match mishap {
+            Mishap::WorkerKilled { worker, after, kernels_give_up_at_once } => {
+                let give_up = *kernels_give_up_at_once;
+                self.ask_and_kill(tenant, request, *worker, (*after, give_up), place)
+            }
+            Mishap::CoordinatorKilled { with, .. } => {
+                let verdict = self.world.desk.ask(way, request)?;
+                if matches!(verdict, Verdict::Killed) {
+                    Tally::count(&mut self.world.tally.kills, format!("coordinator of {place}"), 1);
+                }
+                if let Some(worker) = with {
+                    let name = format!("worker right behind a coordinator of {place}");
+                    self.kill(tenant, *worker, &name)?;
+                }
+                Ok(verdict)
+            }
+            Mishap::None
+            | Mishap::Faults { .. }
+            | Mishap::ContextLost { .. }
+            | Mishap::NoHostMemory { .. }
+            | Mishap::CalledOff { .. }
+            | Mishap::Stranger { .. } => self.world.desk.ask(way, request),
+        }
+    }
+
+    fn ask_and_kill(
+        &mut self,
+        tenant: usize,
+        request: &Request,
+        worker: u64,
+        (after, give_up): (Duration, bool),
+        place: &str,
+    ) -> Outcome<Verdict> {
+        let desk = self.world.desk.clone();
+        let (ended, end) = channel();
+        std::thread::scope(|scope| {
+            let asking = scope.spawn(move || {
+                let verdict = desk.ask(Way::Library, request);
+                // Nobody listens any more when the time was up.
+                ended.send(()).ok();
+                verdict
+            });
+            let name = match end.recv_timeout(after) {
+                Ok(()) => format!("worker behind {place}"),
+                Err(_) => format!("worker in {place}"),
+            };
+            if give_up {
+                self.kill(tenant, worker, &name)?;
+            } else {
+                let mut workers = self.world.tenants[tenant].workers.iter_mut();
+                if let Some(victim) = workers.find(|found| found.number == worker) {
+                    victim.kill()?;
+                }
+            }
+            let verdict =
+                asking.join().map_err(|_| Trouble::new("the thread that asks panicked"))?;
+            if !give_up {
+                self.kill(tenant, worker, &name)?;
+            }
+            verdict
+        })
+    }
+
+    /// Kills a worker and has its peers told.
+    pub(super) fn kill(&mut self, tenant: usize, worker: u64, place: &str) -> Outcome {
+        let workers = &self.world.tenants[tenant].workers;
+        if let Some(index) = workers.iter().position(|found| found.number == worker) {
+            self.world.bury(tenant, index)?;
+            Tally::count(&mut self.world.tally.kills, place, 1);
+        }
+        Ok(())
+    }
+}

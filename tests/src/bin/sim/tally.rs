@@ -1,0 +1,106 @@
+//! What a simulation did, in numbers.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use crate::usage::Usage;
+
+/// Counters by name, in order.
+pub(crate) type Counts = BTreeMap<String, u64>;
+
+/// See the head of this module.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Tally {
+    pub(crate) cycles: u64,
+    pub(crate) pauses: u64,
+    pub(crate) resumes: u64,
+    /// Commands that were refused, by cause.
+    pub(crate) refused: Counts,
+    /// Calls that were made to fail, by name.
+    pub(crate) faults: Counts,
+    /// Processes that were killed, by what was under way.
+    pub(crate) kills: Counts,
+    /// Commands by who gave them.
+    pub(crate) commands: Counts,
+    /// Commands that were needed to bring a tenant to one state.
+    pub(crate) repairs: u64,
+    pub(crate) joined: u64,
+    pub(crate) left: u64,
+    pub(crate) processes_max: usize,
+    pub(crate) launches: u64,
+    pub(crate) changes: u64,
+    pub(crate) shared: u64,
+    pub(crate) lost_imports: u64,
+    pub(crate) checked_bytes: u64,
+    /// The longest time that a command took.
+    pub(crate) slowest: Duration,
+}
+
+impl Tally {
+    /// Adds `by` to the counter of this name.
+    pub(crate) fn count(counts: &mut Counts, name: impl Into<String>, by: u64) {
+        if by > 0 {
+            *counts.entry(name.into()).or_default() += by;
+        }
+    }
+}
+
+fn listed(counts: &Counts) -> String {
+    let texts: Vec<_> = counts.iter().map(|(name, count)| format!("{count} {name}")).collect();
+    if texts.is_empty() { "none".to_owned() } else { texts.join(", ") }
+}
+
+impl fmt::Display for Tally {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let sum = |counts: &Counts| counts.values().sum::<u64>();
+        writeln!(f, "cycles          {}", self.cycles)?;
+        writeln!(f, "succeeded       {} pauses, {} resumes", self.pauses, self.resumes)?;
+        writeln!(f, "refused         {}: {}", sum(&self.refused), listed(&self.refused))?;
+        writeln!(f, "given by        {}", listed(&self.commands))?;
+        writeln!(f, "calls failed    {}: {}", sum(&self.faults), listed(&self.faults))?;
+        writeln!(f, "killed          {}: {}", sum(&self.kills), listed(&self.kills))?;
+        writeln!(f, "repairs         {}", self.repairs)?;
+        writeln!(
+            f,
+            "processes       {} joined, {} left, {} at once at most",
+            self.joined, self.left, self.processes_max
+        )?;
+        writeln!(
+            f,
+            "work            {} launches, {} changes of memory, {} tickets redeemed, {} imports lost",
+            self.launches, self.changes, self.shared, self.lost_imports
+        )?;
+        writeln!(f, "compared        {} MiB", self.checked_bytes >> 20)?;
+        write!(f, "slowest command {}", seconds(self.slowest))
+    }
+}
+
+/// What must be flat from the start of a simulation to its end.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Footprint {
+    /// The simulation's own process, without children.
+    pub(crate) own: Usage,
+    /// Entries under the simulated node, which is where its shared memory is.
+    pub(crate) shared_entries: usize,
+    /// Entries in the run directory.
+    pub(crate) run_entries: usize,
+}
+
+impl fmt::Display for Footprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} KiB resident, {} descriptors, {} entries in shared memory, {} in the run directory",
+            self.own.resident_bytes >> 10,
+            self.own.fds,
+            self.shared_entries,
+            self.run_entries
+        )
+    }
+}
+
+/// A time for people.
+pub(crate) fn seconds(time: Duration) -> String {
+    format!("{:.1} s", time.as_secs_f64())
+}

@@ -1,0 +1,35 @@
+//! What a process takes of its machine.
+
+use std::fs;
+use std::path::Path;
+
+use sublet_tests::Outcome;
+
+/// Resident memory and descriptors of this process.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Usage {
+    /// Anonymous resident memory, less what the caller accounts for otherwise.
+    pub(crate) resident_bytes: u64,
+    /// Open descriptors, but for those of simulated device memory, which is accounted for in bytes.
+    pub(crate) fds: usize,
+}
+
+impl Usage {
+    /// As it is now, without `other_bytes` of memory.
+    pub(crate) fn now(other_bytes: u64) -> Outcome<Self> {
+        let status = fs::read_to_string("/proc/self/status")?;
+        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+        let kib: u64 = line
+            .and_then(|text| text.trim().trim_end_matches("kB").trim().parse().ok())
+            .unwrap_or(0);
+        let entries = fs::read_dir("/proc/self/fd")?.flatten();
+        let targets = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
+        let fds = targets.filter(|target| !is_memory(target)).count();
+        Ok(Self { resident_bytes: (kib * 1024).saturating_sub(other_bytes), fds })
+    }
+}
+
+fn is_memory(target: &Path) -> bool {
+    let name = target.file_name().unwrap_or_default().to_string_lossy();
+    name.starts_with("h-")
+}

@@ -1,0 +1,236 @@
+//! One process of a tenant: a real member over the simulated driver, which works, and checks every byte.
+//!
+//! The thread that started reads orders and obeys those that must not wait; a second thread does the rest,
+//! as an application's own thread does, and waits at the gate while the tenant is paused.
+
+mod board;
+mod collectives;
+mod holdings;
+mod memory;
+
+use std::io::{BufRead as _, BufReader};
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+use sublet_tests::{Outcome, Trouble};
+use tenants::host_memory::{HostLimit, LimitKind};
+use tenants::identity::TenantName;
+use tenants::member::{Member, MemberConfig};
+use tenants::run_dir::RunDir;
+use vmm_pool::driver::DeviceOrdinal;
+use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
+
+use crate::orders::{Answer, Order, Worked, write_line};
+use collectives::Collectives;
+use holdings::Holdings;
+
+pub(crate) use board::Board;
+
+/// What `MemberConfig::host_limits` says, which can hold no value of its own.
+static HOST_BYTES: AtomicU64 = AtomicU64::new(u64::MAX);
+
+/// What a worker is started with.
+#[derive(Clone, Debug)]
+pub(crate) struct Charter {
+    pub(crate) node: PathBuf,
+    pub(crate) run_dir: PathBuf,
+    pub(crate) tenant: String,
+    /// The simulation's number for it.
+    pub(crate) number: u64,
+    pub(crate) device: i32,
+    /// How much memory it may have, in units of the driver's granularity.
+    pub(crate) units_max: u64,
+    /// May it have contents that a pause keeps? Each process with some takes a chunk of host memory.
+    pub(crate) is_keeper: bool,
+    pub(crate) seed: u64,
+}
+
+impl Charter {
+    pub(crate) fn to_words(&self) -> Vec<String> {
+        vec![
+            self.node.display().to_string(),
+            self.run_dir.display().to_string(),
+            self.tenant.clone(),
+            self.number.to_string(),
+            self.device.to_string(),
+            self.units_max.to_string(),
+            self.is_keeper.to_string(),
+            self.seed.to_string(),
+        ]
+    }
+
+    pub(crate) fn from_words(words: &[String]) -> Outcome<Self> {
+        let [node, run_dir, tenant, number, device, units_max, is_keeper, seed] = words else {
+            return Err(Trouble::new("a worker is started by the simulation only"));
+        };
+        Ok(Self {
+            node: node.into(),
+            run_dir: run_dir.into(),
+            tenant: tenant.clone(),
+            number: number.parse()?,
+            device: device.parse()?,
+            units_max: units_max.parse()?,
+            is_keeper: is_keeper.parse()?,
+            seed: seed.parse()?,
+        })
+    }
+}
+
+type Sim = Member<SimDriver>;
+
+/// The second thread's own.
+struct Application {
+    member: Arc<Sim>,
+    holdings: Holdings,
+    collectives: Collectives,
+}
+
+/// Obeys orders from standard input, which is a socket, until it closes.
+pub(crate) fn run(charter: &Charter) -> Outcome {
+    let stream = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+    let node = SimNode::open(&charter.node)?;
+    let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
+    let config = MemberConfig {
+        run_dir: RunDir::open(Some(charter.run_dir.clone()), None)?,
+        tenant: TenantName::new(&charter.tenant)?,
+        command: format!("worker {}", charter.number),
+        version: "simulation".to_owned(),
+        host_limits,
+        own_contexts: Vec::new,
+        toucher_threads: 1,
+    };
+    let member = Member::join(config, driver)?;
+    let device = DeviceOrdinal(charter.device);
+    let application = Application {
+        holdings: Holdings::new(Arc::clone(&member), device, charter)?,
+        collectives: Collectives::new(Arc::clone(&member), device)?,
+        member: Arc::clone(&member),
+    };
+    let writer = Arc::new(Mutex::new(stream.try_clone()?));
+    let (tasks, inbox) = channel();
+    let answers = Arc::clone(&writer);
+    let worker = thread::spawn(move || application.obey(&inbox, &answers));
+    listen(stream, &member, &tasks, &writer)?;
+    drop(tasks);
+    if worker.is_finished() {
+        // It was told to leave; otherwise it may wait at the gate for ever, and ends with the process.
+        return worker.join().map_err(|_| Trouble::new("the application's thread panicked"))?;
+    }
+    Ok(())
+}
+
+fn listen(
+    stream: UnixStream,
+    member: &Sim,
+    tasks: &Sender<(u64, Order)>,
+    writer: &Mutex<UnixStream>,
+) -> Outcome {
+    for line in BufReader::new(stream).lines() {
+        let (number, order): (u64, Order) = serde_json::from_str(&line?)?;
+        if order.is_aside() {
+            say(writer, number, &obey_aside(member, &order))?;
+        } else if tasks.send((number, order)).is_err() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+fn obey_aside(member: &Sim, order: &Order) -> Answer {
+    let faults = member.pool().driver().faults();
+    match order {
+        Order::Fail { rules } => match faults.parse(rules) {
+            Ok(()) => Answer::Done,
+            Err(rule) => Answer::Violation(format!("not a rule: {rule}")),
+        },
+        Order::FailNoMore => {
+            faults.clear();
+            Answer::Failed(faults.fired())
+        }
+        Order::HostLimit { bytes } => {
+            HOST_BYTES.store(bytes.unwrap_or(u64::MAX), Ordering::SeqCst);
+            Answer::Done
+        }
+        Order::Work { .. }
+        | Order::Check
+        | Order::Share { .. }
+        | Order::Accept { .. }
+        | Order::DropImports { .. }
+        | Order::Ended { .. }
+        | Order::Communicate(_)
+        | Order::Leave => Answer::Violation(format!("{order:?} is not to be obeyed aside")),
+    }
+}
+
+fn host_limits() -> Vec<HostLimit> {
+    vec![HostLimit { kind: LimitKind::Configured, bytes: HOST_BYTES.load(Ordering::SeqCst) }]
+}
+
+fn say(writer: &Mutex<UnixStream>, number: u64, answer: &Answer) -> Outcome {
+    let mut stream = writer.lock().unwrap_or_else(PoisonError::into_inner);
+    write_line(&mut stream, &(number, answer))
+}
+
+impl Application {
+    fn obey(mut self, inbox: &Receiver<(u64, Order)>, writer: &Mutex<UnixStream>) -> Outcome {
+        while let Ok((number, order)) = inbox.recv() {
+            let is_last = matches!(order, Order::Leave);
+            let answer = self
+                .obey_one(order)
+                .unwrap_or_else(|trouble| Answer::Violation(trouble.to_string()));
+            say(writer, number, &answer)?;
+            if is_last {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn obey_one(&mut self, order: Order) -> Outcome<Answer> {
+        let done = |()| Answer::Done;
+        match order {
+            Order::Work { first, last, seed } => self.work(first, last, seed).map(Answer::Worked),
+            Order::Check => self.holdings.check().map(Answer::Account),
+            Order::Share { count } => self.holdings.share(count).map(Answer::Offers),
+            Order::Accept { offers } => self.holdings.accept(offers).map(done),
+            Order::DropImports { owner } => self.holdings.drop_imports(owner).map(done),
+            Order::Ended { owner } => {
+                self.holdings.owner_ended(owner);
+                Ok(Answer::Done)
+            }
+            Order::Communicate(generation) => self.collectives.join(generation).map(done),
+            Order::Leave => {
+                self.collectives.leave()?;
+                let account = self.holdings.free_all()?;
+                self.member.leave();
+                Ok(Answer::Account(account))
+            }
+            Order::Fail { .. } | Order::FailNoMore | Order::HostLimit { .. } => {
+                Err(Trouble::new("an order to be obeyed aside"))
+            }
+        }
+    }
+
+    /// The steps that all ranks of the tenant do in the same order, with changes of its own between them.
+    fn work(&mut self, first: u64, last: u64, seed: u64) -> Outcome<Worked> {
+        let mut worked = Worked::default();
+        for step in first..last {
+            if self.collectives.are_aborted()? {
+                break;
+            }
+            worked.launches += self.collectives.step(seed, step)?;
+            if self.holdings.wants_a_change() {
+                worked.changes += 1;
+                worked.refused += u64::from(!self.holdings.change()?);
+            }
+        }
+        self.collectives.wait()?;
+        self.holdings.wait()?;
+        Ok(worked)
+    }
+}
