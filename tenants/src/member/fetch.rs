@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::PoisonError;
+use std::sync::{MutexGuard, PoisonError};
 use std::time::Instant;
 
 use nix::sys::stat::{SFlag, fstat};
@@ -206,6 +206,11 @@ impl<D: Driver> Member<D> {
         }
     }
 
+    /// Connections to owners that are not in use.
+    pub(super) fn peers(&self) -> MutexGuard<'_, HashMap<PathBuf, Connection>> {
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn fetch(
         &self,
         path: &Path,
@@ -214,7 +219,7 @@ impl<D: Driver> Member<D> {
         deadline: Instant,
     ) -> Result<HashMap<AllocationId, OwnedFd>, ImportError> {
         let failed = |source| ImportError::Owner { path: path.to_owned(), source };
-        let kept = self.peers.lock().unwrap_or_else(PoisonError::into_inner).remove(path);
+        let kept = self.peers().remove(path);
         let request = Request::FetchFds { allocations: ids.to_vec(), purpose, importer: self.id };
         let kept = kept.map(|mut connection| {
             let answer = connection.call(&request, ids.len(), deadline);
@@ -229,10 +234,7 @@ impl<D: Driver> Member<D> {
             None => self.ask_anew(path, &request, ids, deadline),
         };
         let ((reply, fds), connection) = answer.map_err(failed)?;
-        self.peers
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(path.to_owned(), connection);
+        self.peers().insert(path.to_owned(), connection);
         match reply {
             Reply::Fds { count } if count as usize == ids.len() && fds.len() == ids.len() => {
                 if !fds.iter().all(may_be_the_drivers) {

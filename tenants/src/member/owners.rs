@@ -1,6 +1,6 @@
 //! Who owns the memory that this process has imported, and whether those processes still live.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::fmt;
 use std::os::unix::ffi::OsStrExt as _;
@@ -75,6 +75,20 @@ impl<D: Driver> Member<D> {
         }
     }
 
+    /// Lets go of what is kept for processes that have ended: connections to them, and the names of those
+    /// that nothing is imported from any more.
+    pub(super) fn forget_ended(&self) {
+        let mut kept: BTreeSet<PathBuf> = self.peers().keys().cloned().collect();
+        kept.extend(self.owners().keys().cloned());
+        let importing = self.pool.import_owners();
+        for path in kept.into_iter().filter(|path| nobody_listens(path)) {
+            self.peers().remove(&path);
+            if !importing.iter().any(|owner| path_of(owner) == path) {
+                self.owners().remove(&path);
+            }
+        }
+    }
+
     /// One sentence for each dead owner whose memory this process had imported and has given up.
     pub(super) fn lost_imports(&self) -> Vec<String> {
         let sentence = |(owner, words): (Vec<u8>, String)| {
@@ -115,4 +129,58 @@ fn command_of(pid: u32) -> String {
 /// The socket of an owner, as the pool remembers it.
 pub(super) fn path_of(owner: &[u8]) -> PathBuf {
     PathBuf::from(OsStr::from_bytes(owner))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd as _;
+    use std::sync::Arc;
+
+    use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
+    use vmm_pool::driver::{AllocationProp, DeviceOrdinal};
+    use vmm_pool::{Class, Contents};
+
+    use super::*;
+    use crate::coordinator::{Coordinator, Options};
+    use crate::identity::TenantName;
+    use crate::member::MemberConfig;
+    use crate::run_dir::RunDir;
+    use crate::ticket::Ticket;
+
+    #[test]
+    fn nothing_is_kept_for_owners_that_ended_when_their_memory_is_freed() {
+        let base = tempfile::tempdir().unwrap();
+        let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
+        let tenant = TenantName::new("train").unwrap();
+        let node = SimNode::private(&[8 * GRANULARITY_BYTES]).unwrap();
+        let join = || {
+            let config = MemberConfig {
+                run_dir: run_dir.clone(),
+                tenant: tenant.clone(),
+                command: "python train.py".to_owned(),
+                version: "0.1.0".to_owned(),
+                host_limits: Vec::new,
+                own_contexts: Vec::new,
+                toucher_threads: 1,
+            };
+            let driver = SimDriver::new(node.clone(), SimOptions::default());
+            Member::join(config, Arc::new(driver)).unwrap()
+        };
+        let class = || Class { library: "test", tag: String::new(), contents: Contents::Discard };
+        let importer = join();
+        for _ in 0..3 {
+            let owner = join();
+            let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
+            let shared = owner.pool().create(GRANULARITY_BYTES, &prop, class()).unwrap().raw();
+            let fd = owner.issue_ticket(shared).unwrap();
+            let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
+            let imported = importer.redeem_ticket(&ticket, class()).unwrap();
+            owner.leave();
+            importer.pool().release(imported.raw()).unwrap();
+        }
+        assert_eq!((importer.peers().len(), importer.owners().len()), (3, 3));
+        let mut coordinator = Coordinator::new(run_dir, tenant, Options::default());
+        let _paused = coordinator.pause(&mut |_| {}).unwrap();
+        assert_eq!((importer.peers().len(), importer.owners().len()), (0, 0));
+    }
 }

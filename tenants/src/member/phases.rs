@@ -191,6 +191,7 @@ impl<D: Driver> Member<D> {
         let budget = self.host_need().budget();
         // Whoever has ended cannot give again what is dropped now.
         self.keep_orphans();
+        self.forget_ended();
         self.standing().progress = Progress::Moving;
         let log = self.pool.save_and_drop_imports(budget).map_err(|error| pool_failure(&error))?;
         self.standing().progress = Progress::Ready;
