@@ -25,6 +25,8 @@ pub(crate) struct Worker {
     pub(crate) is_veteran: bool,
     pub(crate) is_keeper: bool,
     pub(crate) account: Account,
+    /// Resident bytes and descriptors when it had joined.
+    pub(crate) joined_with: (u64, usize),
     fired: u64,
 }
 
@@ -44,10 +46,12 @@ impl Worker {
             is_veteran,
             is_keeper: charter.is_keeper,
             account: Account::default(),
+            joined_with: (0, 0),
             fired: 0,
         };
         // Its first answer says that it has joined.
-        worker.check()?;
+        let account = worker.check()?;
+        worker.joined_with = (account.resident_bytes, account.fds);
         Ok(worker)
     }
 

@@ -144,6 +144,7 @@ impl World {
         let workers = self.tenants.iter().flat_map(|tenant| &tenant.workers);
         let keepers = workers.filter(|worker| worker.is_keeper).count();
         let all_units = DEVICE_UNITS * DEVICES as u64;
+        let is_veteran = tenant == 0 && self.tenants[0].workers.is_empty();
         let charter = Charter {
             node: self.dir.path().join("node"),
             run_dir: self.desk.run_dir_path.clone(),
@@ -152,10 +153,9 @@ impl World {
             device: self.random.i32(0..4),
             // Together more than the devices hold, so that tenants must take turns.
             units_max: (all_units * 3 / 2 / crowd as u64).clamp(1, 6),
-            is_keeper: keepers < KEEPERS_MAX,
+            is_keeper: is_veteran || (keepers < KEEPERS_MAX && self.random.u8(..3) == 0),
             seed: self.random.u64(..),
         };
-        let is_veteran = tenant == 0 && self.tenants[0].workers.is_empty();
         let worker = Worker::start(&charter, is_veteran)?;
         let tenant = &mut self.tenants[tenant];
         tenant.workers.push(worker);

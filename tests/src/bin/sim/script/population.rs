@@ -123,13 +123,12 @@ impl Script {
         for worker in &mut tenant.workers {
             worker.answers()?;
         }
-        let is_new = tenant.is_broken;
-        if is_new {
+        if tenant.is_broken {
             self.world.regroup(index)?;
+        } else if self.world.random.u8(..3) > 0 {
+            return Ok(());
         }
-        if is_new || self.world.random.u8(..3) == 0 {
-            self.share(index)?;
-        }
+        self.share(index)?;
         for worker in &mut self.world.tenants[index].workers {
             worker.check()?;
         }

@@ -221,6 +221,8 @@ impl Application {
         let mut worked = Worked::default();
         for step in first..last {
             if self.collectives.are_aborted()? {
+                // As a job does that hears of a dead rank: `ncclCommAbort`.
+                self.collectives.leave()?;
                 break;
             }
             worked.launches += self.collectives.step(seed, step)?;
