@@ -55,6 +55,8 @@ pub(crate) struct Offer {
     pub(crate) units: u64,
     /// What it holds.
     pub(crate) pattern: u64,
+    /// Does a pause keep that?
+    pub(crate) is_kept: bool,
     /// Who offers it, by the simulation's number.
     pub(crate) owner: u64,
     /// The device that it lies on.

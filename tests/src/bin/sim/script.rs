@@ -154,10 +154,10 @@ impl Script {
         self.tell(&format!("{action:?} of {} by {way:?} with {mishap:?}", request.tenant));
         let stranger = self.prepare(tenant, &mishap)?;
         let fits = action == Action::Pause || self.fits(tenant)?;
-        let deaths = self.world.tally.kills.values().sum::<u64>();
+        let deaths = self.world.deaths;
         let begin = Instant::now();
         let verdict = self.ask(tenant, way, &request, &mishap)?;
-        self.clear(tenant, &mishap)?;
+        let fired = self.clear(tenant, &mishap)?;
         let took = begin.elapsed();
         self.world.tally.slowest = self.world.tally.slowest.max(took);
         self.tell(&format!("  {} ({} ms)", outline(&verdict), took.as_millis()));
@@ -165,6 +165,12 @@ impl Script {
             matches!(&verdict, Verdict::Refused(refusal) if !refusal.left_unchanged);
         drop(stranger);
         self.end_faulted(tenant, &mishap)?;
+        if let Mishap::ContextLost { worker, .. } = mishap
+            && fired > 0
+        {
+            // Where the command was over by then, its own work has met the error.
+            self.kill(tenant, worker, "worker whose context was lost")?;
+        }
         if self.world.tenants[tenant].workers.is_empty() {
             self.count(action, &verdict, &mishap);
             // All are dead: the next one to join starts anew.
@@ -174,7 +180,7 @@ impl Script {
         if was_half_done {
             self.repair(tenant, Action::Resume)?;
         }
-        let ending = self.ending(tenant, &mishap, deaths)?;
+        let ending = self.ending(tenant, action, &verdict, deaths)?;
         self.judge(tenant, action, &verdict, &mishap, fits, &ending)?;
         self.count(action, &verdict, &mishap);
         self.conclude(tenant, &ending)
@@ -231,14 +237,24 @@ impl Script {
         Ok(())
     }
 
-    /// Where all processes of the tenant are now.
-    fn ending(&mut self, tenant: usize, mishap: &Mishap, deaths: u64) -> Outcome<Ending> {
-        self.end_faulted(tenant, mishap)?;
-        let somebody_died = self.world.tally.kills.values().sum::<u64>() > deaths;
+    /// Where all processes of the tenant are now. All are in one state, but where one of them died before
+    /// the point of no return.
+    fn ending(
+        &mut self,
+        tenant: usize,
+        action: Action,
+        verdict: &Verdict,
+        deaths: u64,
+    ) -> Outcome<Ending> {
+        let somebody_died = self.world.deaths > deaths;
         let mut standing = self.world.standing(tenant)?;
         let is_one = standing.all_are(MemberState::Active) || standing.all_are(MemberState::Paused);
-        if !is_one && !somebody_died {
-            return Err(Trouble::new(format!("not in one state: {:?}", standing.states)));
+        if !is_one && (!somebody_died || matches!(verdict, Verdict::Done { .. })) {
+            return Err(Trouble::new(format!(
+                "{action:?} left them in different states: {}; {:?}",
+                full(verdict),
+                standing.states
+            )));
         }
         if !is_one {
             // Those that had given up what they imported from the dead stand paused.
@@ -266,9 +282,9 @@ impl Script {
         let is = |state| standing.all_are(state);
         let has_orphans = self.world.tenants[tenant].has_orphans;
         let wrong = match verdict {
+            Verdict::Done { .. } if !is(after) => Some("it succeeded, and the state is another"),
             _ if *somebody_died => None,
             Verdict::Done { losses } if *losses > 0 => Some("members were lost, and none died"),
-            Verdict::Done { .. } if !is(after) => Some("it succeeded, and the state is another"),
             Verdict::Refused(refusal) if refusal.left_unchanged && !is(before) => {
                 Some("it was refused with everything as before, which is not so")
             }
@@ -428,25 +444,26 @@ impl Script {
         }
     }
 
-    /// Nothing fails any more.
-    fn clear(&mut self, tenant: usize, mishap: &Mishap) -> Outcome {
+    /// Nothing fails any more; says how many calls did.
+    fn clear(&mut self, tenant: usize, mishap: &Mishap) -> Outcome<u64> {
         match mishap {
             Mishap::Faults { worker, rules } | Mishap::ContextLost { worker, rules } => {
                 let mut workers = self.world.tenants[tenant].workers.iter_mut();
                 if let Some(worker) = workers.find(|found| found.number == *worker) {
                     let fired = worker.fail_no_more()?;
                     Tally::count(&mut self.world.tally.faults, mishap::symbols(rules), fired);
+                    return Ok(fired);
                 }
-                Ok(())
+                Ok(0)
             }
             Mishap::NoHostMemory { worker } => {
-                self.aside(tenant, *worker, &Order::HostLimit { bytes: None })
+                self.aside(tenant, *worker, &Order::HostLimit { bytes: None }).map(|()| 0)
             }
             Mishap::None
             | Mishap::Stranger { .. }
             | Mishap::CalledOff { .. }
             | Mishap::WorkerKilled { .. }
-            | Mishap::CoordinatorKilled { .. } => Ok(()),
+            | Mishap::CoordinatorKilled { .. } => Ok(0),
         }
     }
 }

@@ -94,6 +94,8 @@ pub(crate) struct World {
     pub(crate) tally: Tally,
     observer: SimDriver,
     workers_made: u64,
+    /// Processes that did not end by themselves.
+    pub(crate) deaths: u64,
     generations: u64,
     /// Last, so that the directory goes after all that uses it.
     dir: TempDir,
@@ -123,6 +125,7 @@ impl World {
             tally: Tally::default(),
             observer: SimDriver::new(node, SimOptions::default()),
             workers_made: 0,
+            deaths: 0,
             generations: 0,
             dir,
         })
@@ -192,6 +195,7 @@ impl World {
         let tenant = &mut self.tenants[tenant];
         let mut worker = tenant.workers.remove(index);
         worker.kill()?;
+        self.deaths += 1;
         tenant.abort()?;
         tenant.has_orphans = true;
         for other in &mut tenant.workers {

@@ -337,12 +337,11 @@ impl Holdings {
         Ok(true)
     }
 
-    /// Tickets for up to `count` allocations whose contents are kept.
+    /// Tickets for up to `count` allocations.
     pub(super) fn share(&mut self, count: usize) -> Outcome<Vec<Offer>> {
         let mut offers = Vec::new();
         for _ in 0..count {
-            let suits = |h: &Holding| h.handle.is_some() && h.contents == Contents::Keep;
-            let Some(index) = self.choose(|holding| holding.is_own() && suits(holding)) else {
+            let Some(index) = self.choose(|h| h.is_own() && h.handle.is_some()) else {
                 break;
             };
             let Some(handle) = self.list[index].handle else { break };
@@ -355,6 +354,7 @@ impl Holdings {
                 ticket,
                 units: holding.units,
                 pattern: holding.pattern,
+                is_kept: holding.contents == Contents::Keep,
                 owner: self.number,
                 device: holding.device.0,
             });
@@ -367,8 +367,8 @@ impl Holdings {
         let _pass = member.gate().pass(Passage::Use);
         for offer in offers {
             let ticket = Ticket::decode(&offer.ticket)?;
-            let class =
-                Class { library: "simulation", tag: String::new(), contents: Contents::Keep };
+            let contents = if offer.is_kept { Contents::Keep } else { Contents::Discard };
+            let class = Class { library: "simulation", tag: String::new(), contents };
             let handle = redeem(&member, &ticket, class)?;
             let place = self.map(handle, offer.units)?.ok_or_else(|| Trouble::new("no mapping"))?;
             self.list.push(Holding {
@@ -382,7 +382,7 @@ impl Holdings {
                 places: vec![place],
                 units: offer.units,
                 device: DeviceOrdinal(offer.device),
-                contents: Contents::Keep,
+                contents,
                 pattern: offer.pattern,
                 is_shared: true,
             });
@@ -463,7 +463,7 @@ impl Holdings {
             if !is_gone {
                 account.orphans.push((*allocation, device, bytes));
             }
-        } else if self.list[index].contents == Contents::Discard {
+        } else if self.list[index].contents == Contents::Discard && self.list[index].is_own() {
             self.renew_discarded(index)?;
         }
         Ok(())
