@@ -455,12 +455,16 @@ pub(crate) fn is_saved(allocation: &Allocation) -> bool {
     allocation.is_own() && allocation.is_vacatable() && allocation.class.contents == Contents::Keep
 }
 
+/// No owner counts such memory any more.
+const ORPHAN_REASON: &str = "imported from a process that has ended: the next pause gives it up";
+
 fn reason_it_stays(allocation: &Allocation) -> Option<&'static str> {
     match (allocation.pinned, &allocation.origin) {
         (Some(reason), _) => Some(reason),
         (None, Origin::Foreign) => Some(
             "imported from a descriptor that is no ticket: its owner does not run under Sublet",
         ),
+        (None, Origin::Imported { .. }) if allocation.is_orphan => Some(ORPHAN_REASON),
         (None, Origin::Own | Origin::Imported { .. } | Origin::Lost) => None,
     }
 }

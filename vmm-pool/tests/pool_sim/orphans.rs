@@ -1,6 +1,7 @@
 //! Imports whose owner has ended.
 
-use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
+use vmm_pool::driver::sim::FaultSpan;
+use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
 use vmm_pool::{LostImports, PoolError};
 
 use crate::stage::{
@@ -38,6 +39,26 @@ fn an_orphan_is_kept_until_the_release() {
     importer.save_and_drop_imports(UNLIMITED).expect("dropping");
     importer.release_own().expect("release");
     assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES, "memory of the dead stays");
+}
+
+#[test]
+fn an_orphan_that_the_driver_will_not_unmap_is_counted_and_goes_with_the_next_pause() {
+    let (importer, _, there) = orphaned();
+    let counted = || {
+        let rows = importer.report().devices.into_iter().flat_map(|device| device.pinned);
+        rows.map(|row| row.bytes).sum::<u64>()
+    };
+    importer.save_and_drop_imports(UNLIMITED).expect("nothing to save");
+    importer.driver().faults().fail(DriverOp::Unmap, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    importer.release_own().expect("the others are gone all the same");
+    assert_eq!(counted(), UNIT);
+    assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES - UNIT);
+    resume(&importer);
+    assert!(holds(&importer, OTHER, there, pattern(5)), "it was never unmapped");
+
+    importer.save_and_drop_imports(UNLIMITED).expect("nothing to save");
+    importer.release_own().expect("release");
+    assert_eq!((counted(), free_bytes(&importer, DEVICE)), (0, CAPACITY_BYTES));
 }
 
 #[test]
