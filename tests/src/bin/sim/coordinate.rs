@@ -151,7 +151,7 @@ impl Desk {
             Verdict::Done { losses: 0 }
         } else {
             Verdict::Refused(Refusal {
-                left_unchanged: text.contains("as before") || text.contains("nothing was changed"),
+                left_unchanged: !text.contains("taking back failed") && !text.contains("half done"),
                 text,
                 shortages: Vec::new(),
             })

@@ -159,7 +159,10 @@ impl Script {
         let verdict = self.ask(tenant, way, &request, &mishap)?;
         let fired = self.clear(tenant, &mishap)?;
         let took = begin.elapsed();
-        self.world.tally.slowest = self.world.tally.slowest.max(took);
+        if took > self.world.tally.slowest.0 {
+            let what = format!("{action:?} with {mishap:?}: {}", outline(&verdict));
+            self.world.tally.slowest = (took, what);
+        }
         self.tell(&format!("  {} ({} ms)", outline(&verdict), took.as_millis()));
         let was_half_done =
             matches!(&verdict, Verdict::Refused(refusal) if !refusal.left_unchanged);
@@ -451,7 +454,7 @@ impl Script {
                 let mut workers = self.world.tenants[tenant].workers.iter_mut();
                 if let Some(worker) = workers.find(|found| found.number == *worker) {
                     let fired = worker.fail_no_more()?;
-                    Tally::count(&mut self.world.tally.faults, mishap::symbols(rules), fired);
+                    Tally::count(&mut self.world.tally.faults, mishap::symbol(rules), fired);
                     return Ok(fired);
                 }
                 Ok(0)

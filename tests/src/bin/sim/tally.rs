@@ -33,8 +33,8 @@ pub(crate) struct Tally {
     pub(crate) shared: u64,
     pub(crate) lost_imports: u64,
     pub(crate) checked_bytes: u64,
-    /// The longest time that a command took.
-    pub(crate) slowest: Duration,
+    /// The longest time that a command took, and what came of it.
+    pub(crate) slowest: (Duration, String),
 }
 
 impl Tally {
@@ -72,7 +72,8 @@ impl fmt::Display for Tally {
             self.launches, self.changes, self.shared, self.lost_imports
         )?;
         writeln!(f, "compared        {} MiB", self.checked_bytes >> 20)?;
-        write!(f, "slowest command {}", seconds(self.slowest))
+        write!(f, "slowest command {}", seconds(self.slowest.0))?;
+        write!(f, " ({})", self.slowest.1)
     }
 }
 

@@ -11,9 +11,9 @@ use tenants::coordinator::{Coordinator, Options};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::wire::{MemberState, MemberStats};
-use vmm_pool::DeviceReport;
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
+use vmm_pool::{DeviceReport, PinnedBytes};
 
 use crate::coordinate::Desk;
 use crate::orders::{Generation, Order};
@@ -54,6 +54,15 @@ impl Tenant {
     }
 }
 
+/// Is memory of dead processes in a sum?
+#[derive(Clone, Copy, Debug)]
+enum Orphans {
+    /// Of a paused tenant: only what the driver would not unmap.
+    Counted,
+    /// Of an active one, whose processes list all of it in their accounts.
+    LeftOut,
+}
+
 /// What a tenant's processes say of themselves.
 #[derive(Clone, Debug)]
 pub(crate) struct Standing {
@@ -71,10 +80,15 @@ impl Standing {
         self.bytes(DeviceReport::own_bytes)
     }
 
-    /// Bytes by device that they hold now, what the driver would not take back included.
-    fn resident_bytes(&self) -> Vec<u64> {
+    /// Bytes by device that they hold now, what the driver would not take back included. Memory of dead
+    /// processes counts only where `orphans` says so.
+    fn resident_bytes(&self, orphans: Orphans) -> Vec<u64> {
         self.bytes(|device| {
-            let strays: u64 = device.pinned.iter().map(|row| row.bytes).sum();
+            let counts = |row: &&PinnedBytes| match orphans {
+                Orphans::Counted => true,
+                Orphans::LeftOut => !row.reason.contains("process that has ended"),
+            };
+            let strays: u64 = device.pinned.iter().filter(counts).map(|row| row.bytes).sum();
             device.resident_bytes() + strays
         })
     }
@@ -294,7 +308,8 @@ impl World {
                 if tenant.workers.is_empty() {
                     continue;
                 }
-                let resident = self.standing(index)?.resident_bytes();
+                let orphans_in = if tenant.is_paused { Orphans::Counted } else { Orphans::LeftOut };
+                let resident = self.standing(index)?.resident_bytes(orphans_in);
                 wanted.iter_mut().zip(resident).for_each(|(sum, bytes)| *sum += bytes);
                 if !tenant.is_paused {
                     let accounts = tenant.workers.iter().map(|worker| &worker.account);

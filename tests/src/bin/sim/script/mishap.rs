@@ -75,10 +75,13 @@ impl Stranger {
     }
 }
 
-/// The calls that rules are about, for the account.
-pub(super) fn symbols(rules: &str) -> String {
-    let names: Vec<&str> = rules.split(',').filter_map(|rule| rule.split(':').next()).collect();
-    names.join("+").replace('*', "any")
+/// The call that a rule is about, for the account; which of two failed is not known.
+pub(super) fn symbol(rules: &str) -> &str {
+    match rules.split_once(':') {
+        _ if rules.contains(',') => "of one of two rules",
+        Some(("*", _)) | None => "the nth of any",
+        Some((symbol, _)) => symbol,
+    }
 }
 
 #[expect(clippy::disallowed_methods, reason = "a random instant is what the simulation is about")]
