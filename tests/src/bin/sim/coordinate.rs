@@ -100,7 +100,8 @@ impl Desk {
                 Ok(()) => Ok(()),
                 Err(_) => File::from(raise).write_all(b"x"),
             });
-            let verdict = self.ask_library(request, Some(interrupt));
+            // Ours is kept, so that there is one to raise when the command is over just then.
+            let verdict = self.ask_library(request, Some(interrupt.clone()));
             // The other thread may have ended already.
             ended.send(()).ok();
             raiser.join().map_err(|_| Trouble::new("the thread that calls off panicked"))??;
