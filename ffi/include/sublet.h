@@ -29,10 +29,19 @@ extern "C" {
 #define SUBLET_ERROR_REFUSED 4
 /* The device cannot hold the tenant now: free memory there, then try again. */
 #define SUBLET_ERROR_OUT_OF_DEVICE_MEMORY 5
+/* The host cannot hold the contents now: free memory there, then try again. */
+#define SUBLET_ERROR_OUT_OF_HOST_MEMORY 6
+/* Something is lost: end the processes that the message names. */
+#define SUBLET_ERROR_LOST 7
 
 /* What a pause does with the contents of a region's memory. */
 #define SUBLET_CONTENTS_KEEP 0
 #define SUBLET_CONTENTS_DISCARD 1
+
+/* Whose memory a pause or resume by tag is about: that of every process of the tenant, or what the calling
+ * process itself owns, wherever it was imported. */
+#define SUBLET_WHOSE_TENANT 0
+#define SUBLET_WHOSE_PROCESS 1
 
 /* The version of the library, such as "0.1.0". Never freed. */
 const char *sublet_version(void);
@@ -41,6 +50,16 @@ const char *sublet_version(void);
  * this interface on this thread. */
 const char *sublet_last_error(void);
 
+/* Answers in JSON: each writes its text with a terminating zero to buffer[0..size) and returns the length that
+ * the whole text has without the zero; when that is not less than size, nothing was written. buffer may be
+ * NULL when size is 0. -1 is an error.
+ *
+ * sublet_last_error_json: the last error of this thread, as {"code", "message", "missing_bytes" (or null),
+ * "devices" (that cannot hold the tenant, and who holds them), "tags" (that there are)}.
+ * sublet_last_report_json: what this thread's last pause, resume or swap did. */
+int64_t sublet_last_error_json(char *buffer, size_t size);
+int64_t sublet_last_report_json(char *buffer, size_t size);
+
 /* Pauses every process of a tenant on behalf of all of them; NULL is the caller's own. A tenant that is
  * paused already is a success. timeout_ms bounds each phase; 0 keeps the defaults. */
 int sublet_pause_tenant(const char *tenant, uint32_t timeout_ms);
@@ -48,19 +67,58 @@ int sublet_pause_tenant(const char *tenant, uint32_t timeout_ms);
 /* Resumes every process of a tenant; as sublet_pause_tenant. */
 int sublet_resume_tenant(const char *tenant, uint32_t timeout_ms);
 
-/* Is the calling process's memory given back now? 1 yes, 0 no. */
+/* Pauses one tenant, then resumes the other. When that cannot resume, both are paused. */
+int sublet_swap_tenants(const char *from, const char *to, uint32_t timeout_ms);
+
+/* Gives the memory of regions with these tags back, while the processes run on: touching it is an illegal
+ * access until sublet_resume_tags has brought it back. tags[0..count); NULL and 0 are all tags. whose is one
+ * of SUBLET_WHOSE_; with SUBLET_WHOSE_PROCESS the tenant is the caller's own, and the other processes are not
+ * stopped unless they have imported such memory. What is away already stays so, and what is there stays
+ * there. A tenant that is paused as a whole runs again after sublet_resume_tags with these tags and with all
+ * memory that has none; a tenant that runs takes all its tags back with sublet_resume_tenant. */
+int sublet_pause_tags(const char *tenant, const char *const *tags, size_t count, int whose,
+                      uint32_t timeout_ms);
+int sublet_resume_tags(const char *tenant, const char *const *tags, size_t count, int whose,
+                       uint32_t timeout_ms);
+
+/* Is the calling process's memory given back now, as a whole? 1 yes, 0 no. */
 int sublet_is_paused(void);
+/* Is any memory of the calling process with this tag away? 1 yes, 0 no, -1 no such tag. */
+int sublet_tag_is_paused(const char *tag);
 
 /* Device memory that this thread asks for until the matching sublet_region_end belongs to `tag` (1 to 128
- * bytes of UTF-8) and is treated as `contents` (SUBLET_CONTENTS_) says. Regions nest; the innermost
- * counts. NCCL's own memory is kept whatever region it is asked for in. */
+ * bytes of UTF-8) and is treated as `contents` (SUBLET_CONTENTS_) says: one policy for a tag as long as the
+ * process lives. Regions nest; the innermost counts. Memory that NCCL, cuBLAS and the like ask for themselves
+ * belongs to no tag. */
 int sublet_region_begin(const char *tag, int contents);
+/* The same for memory on one device (a CUDA ordinal; -1 is every device): on others it belongs to no tag. */
+int sublet_region_begin_on(const char *tag, int contents, int device);
+/* Until the matching sublet_region_end, memory that this thread asks for belongs to no tag. */
+int sublet_region_begin_none(void);
 int sublet_region_end(void);
+/* For threads that have no region of their own open, such as those a library runs work on. One at a time. */
+int sublet_region_begin_all_threads(const char *tag, int contents, int device);
+int sublet_region_end_all_threads(void);
 
-/* Writes what this process holds, as JSON with a terminating zero, to buffer[0..size). Returns the length
- * that the whole text has without the zero; when that is not less than size, nothing was written.
- * Returns -1 when this process is not under Sublet. buffer may be NULL when size is 0. */
+/* Where the saved contents of device memory [address, address + size_bytes) lie on the host while it is away.
+ * Good until its resume begins, and to be read only. Fails when the memory is not away, when its contents were
+ * not kept, and when they lie in two pieces: sublet_host_copy_out copies them then. */
+int sublet_host_copy(uint64_t address, uint64_t size_bytes, const void **host);
+int sublet_host_copy_out(uint64_t address, uint64_t size_bytes, void *target);
+
+/* In each pause of the calling process, whoever asks for it, `source` is called with `context` and a token
+ * when nothing of the application's can reach a device any more. It runs on a thread of its own and may answer
+ * with sublet_unused, once: ranges of this process's memory whose contents nobody needs, which are then not
+ * saved. The pause waits 250 ms for it; an answer that comes later is refused. NULL: nobody is asked. */
+typedef void (*sublet_unused_source)(void *context, uint64_t token);
+int sublet_set_unused_source(sublet_unused_source source, void *context);
+int sublet_unused(uint64_t token, const uint64_t *starts, const uint64_t *sizes, size_t count);
+
+/* JSON: what this process holds (-1 when it is not under Sublet), what every process of a tenant holds, and
+ * the names of the tenants there are. */
 int64_t sublet_stats_json(char *buffer, size_t size);
+int64_t sublet_tenant_stats_json(const char *tenant, char *buffer, size_t size);
+int64_t sublet_tenants_json(char *buffer, size_t size);
 
 /* The pause family of AMem NCCL. Results are ncclResult_t: 0 is ncclSuccess, 1 ncclUnhandledCudaError,
  * 4 ncclInvalidArgument, 5 ncclInvalidUsage.

@@ -22,11 +22,19 @@ pub const SUBLET_ERROR_NOT_JOINED: u32 = 2;
 pub const SUBLET_ERROR_RETRY: u32 = 3;
 pub const SUBLET_ERROR_REFUSED: u32 = 4;
 pub const SUBLET_ERROR_OUT_OF_DEVICE_MEMORY: u32 = 5;
+pub const SUBLET_ERROR_OUT_OF_HOST_MEMORY: u32 = 6;
+pub const SUBLET_ERROR_LOST: u32 = 7;
 pub const SUBLET_CONTENTS_KEEP: u32 = 0;
 pub const SUBLET_CONTENTS_DISCARD: u32 = 1;
+pub const SUBLET_WHOSE_TENANT: u32 = 0;
+pub const SUBLET_WHOSE_PROCESS: u32 = 1;
+pub type sublet_unused_source =
+    ::core::option::Option<unsafe extern "C" fn(context: *mut ::core::ffi::c_void, token: u64)>;
 unsafe extern "C" {
     pub fn sublet_version() -> *const ::core::ffi::c_char;
     pub fn sublet_last_error() -> *const ::core::ffi::c_char;
+    pub fn sublet_last_error_json(buffer: *mut ::core::ffi::c_char, size: usize) -> i64;
+    pub fn sublet_last_report_json(buffer: *mut ::core::ffi::c_char, size: usize) -> i64;
     pub fn sublet_pause_tenant(
         tenant: *const ::core::ffi::c_char,
         timeout_ms: u32,
@@ -35,13 +43,71 @@ unsafe extern "C" {
         tenant: *const ::core::ffi::c_char,
         timeout_ms: u32,
     ) -> ::core::ffi::c_int;
+    pub fn sublet_swap_tenants(
+        from: *const ::core::ffi::c_char,
+        to: *const ::core::ffi::c_char,
+        timeout_ms: u32,
+    ) -> ::core::ffi::c_int;
+    pub fn sublet_pause_tags(
+        tenant: *const ::core::ffi::c_char,
+        tags: *const *const ::core::ffi::c_char,
+        count: usize,
+        whose: ::core::ffi::c_int,
+        timeout_ms: u32,
+    ) -> ::core::ffi::c_int;
+    pub fn sublet_resume_tags(
+        tenant: *const ::core::ffi::c_char,
+        tags: *const *const ::core::ffi::c_char,
+        count: usize,
+        whose: ::core::ffi::c_int,
+        timeout_ms: u32,
+    ) -> ::core::ffi::c_int;
     pub fn sublet_is_paused() -> ::core::ffi::c_int;
+    pub fn sublet_tag_is_paused(tag: *const ::core::ffi::c_char) -> ::core::ffi::c_int;
     pub fn sublet_region_begin(
         tag: *const ::core::ffi::c_char,
         contents: ::core::ffi::c_int,
     ) -> ::core::ffi::c_int;
+    pub fn sublet_region_begin_on(
+        tag: *const ::core::ffi::c_char,
+        contents: ::core::ffi::c_int,
+        device: ::core::ffi::c_int,
+    ) -> ::core::ffi::c_int;
+    pub fn sublet_region_begin_none() -> ::core::ffi::c_int;
     pub fn sublet_region_end() -> ::core::ffi::c_int;
+    pub fn sublet_region_begin_all_threads(
+        tag: *const ::core::ffi::c_char,
+        contents: ::core::ffi::c_int,
+        device: ::core::ffi::c_int,
+    ) -> ::core::ffi::c_int;
+    pub fn sublet_region_end_all_threads() -> ::core::ffi::c_int;
+    pub fn sublet_host_copy(
+        address: u64,
+        size_bytes: u64,
+        host: *mut *const ::core::ffi::c_void,
+    ) -> ::core::ffi::c_int;
+    pub fn sublet_host_copy_out(
+        address: u64,
+        size_bytes: u64,
+        target: *mut ::core::ffi::c_void,
+    ) -> ::core::ffi::c_int;
+    pub fn sublet_set_unused_source(
+        source: sublet_unused_source,
+        context: *mut ::core::ffi::c_void,
+    ) -> ::core::ffi::c_int;
+    pub fn sublet_unused(
+        token: u64,
+        starts: *const u64,
+        sizes: *const u64,
+        count: usize,
+    ) -> ::core::ffi::c_int;
     pub fn sublet_stats_json(buffer: *mut ::core::ffi::c_char, size: usize) -> i64;
+    pub fn sublet_tenant_stats_json(
+        tenant: *const ::core::ffi::c_char,
+        buffer: *mut ::core::ffi::c_char,
+        size: usize,
+    ) -> i64;
+    pub fn sublet_tenants_json(buffer: *mut ::core::ffi::c_char, size: usize) -> i64;
     pub fn ncclPause(comm: *mut ::core::ffi::c_void) -> ::core::ffi::c_int;
     pub fn ncclResume(comm: *mut ::core::ffi::c_void) -> ::core::ffi::c_int;
     pub fn ncclMemStats() -> ::core::ffi::c_int;

@@ -141,7 +141,7 @@ pub(crate) fn run_dir() -> Result<RunDir, String> {
 /// that the processes of one launcher find each other.
 pub(crate) fn tenant_name() -> Result<TenantName, String> {
     let name = variable("SUBLET_TENANT").unwrap_or_else(|| {
-        let group = crate::c_api::group_id();
+        let group = crate::c_api::amem::group_id();
         if variable("AMEM_ENABLE").is_some_and(|value| value != "0") || group != 0 {
             return format!("amem-{group}");
         }
@@ -169,6 +169,7 @@ fn try_join() -> Result<Arc<Member>, String> {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         host_limits,
         own_contexts: list_own_contexts,
+        unused: crate::c_api::contents::ask_unused,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
     };
     tenants::member::Member::join(config, Arc::new(driver))

@@ -33,10 +33,11 @@ pub use shortage::{DeviceShortage, Holder};
 use peers::{Peers, Reached, reach, with_source};
 use session::Session;
 
-use crate::identity::TenantName;
+use crate::identity::{MemberId, TenantName};
 use crate::run_dir::{CoordinatorLock, RunDir, RunDirError, TenantDir};
+use crate::scope::Scope;
 use crate::transport::TransportError;
-use crate::wire::{Action, Failure, FailureKind, MemberState, Phase, Reply, Request};
+use crate::wire::{Action, Failure, FailureKind, Phase, Reply, Request};
 
 /// How long a coordinator waits, and for what.
 #[derive(Clone, Debug)]
@@ -61,6 +62,22 @@ pub struct Options {
     pub lost_imports: LostImports,
     /// Calls the action off when it is raised before the point of no return.
     pub interrupt: Option<Interrupt>,
+    /// Which memory the action is about.
+    pub scope: Scope,
+    /// Who takes part.
+    pub takes_part: TakesPart,
+}
+
+/// Which members of a tenant take part in a pause or resume.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TakesPart {
+    /// All.
+    #[default]
+    Everybody,
+    /// This one alone, beside others that do the same. For memory that no other holds, of a process whose
+    /// peers run on: nobody is brought to a cut, so what it has launched must be able to end without more
+    /// launches of its own.
+    Alone(MemberId),
 }
 
 /// What becomes of memory that was imported from a process that ended while its tenant was paused. It
@@ -87,6 +104,8 @@ impl Default for Options {
             look_first: false,
             lost_imports: LostImports::default(),
             interrupt: None,
+            scope: Scope::Whole,
+            takes_part: TakesPart::Everybody,
         }
     }
 }
@@ -228,13 +247,12 @@ impl Coordinator {
         let lock = self.lock(&dir, action)?;
         let mut session = Session::open(&dir, &lock, &self.options, progress)?;
         session.recover()?;
-        let (from, already) = match action {
-            Action::Pause => (MemberState::Active, Outcome::AlreadyPaused),
-            Action::Resume => (MemberState::Paused, Outcome::AlreadyActive),
-        };
-        let members = session.members_in(from);
+        let members = session.members_for(action)?;
         if members.is_empty() {
-            return Ok(already);
+            return Ok(match action {
+                Action::Pause => Outcome::AlreadyPaused,
+                Action::Resume => Outcome::AlreadyActive,
+            });
         }
         let mut outcome = session.run(action, members);
         drop(lock);
@@ -250,8 +268,10 @@ impl Coordinator {
     fn lock(&self, dir: &TenantDir, action: Action) -> Result<CoordinatorLock, CoordinatorError> {
         let started = Instant::now();
         let deadline = started + self.options.lock_timeout;
+        let alone = self.options.takes_part != TakesPart::Everybody;
+        let take = |deadline| if alone { dir.lock_shared(deadline) } else { dir.lock(deadline) };
         let Some(interrupt) = &self.options.interrupt else {
-            return Ok(dir.lock(deadline)?);
+            return Ok(take(deadline)?);
         };
         loop {
             if interrupt.is_raised() {
@@ -261,7 +281,7 @@ impl Coordinator {
                     undo_failures: Vec::new(),
                 });
             }
-            match dir.lock(deadline.min(Instant::now() + LOCK_LOOK)) {
+            match take(deadline.min(Instant::now() + LOCK_LOOK)) {
                 Err(RunDirError::Locked { .. }) if Instant::now() < deadline => {}
                 lock => return Ok(lock?),
             }
@@ -283,18 +303,9 @@ impl Coordinator {
             Some(dir) => Ok(dir),
             None => Err(CoordinatorError::NoSuchTenant {
                 tenant: self.tenant.clone(),
-                existing: self.live_tenants()?,
+                existing: self.run_dir.live_tenants()?,
             }),
         }
-    }
-
-    fn live_tenants(&self) -> Result<Vec<TenantName>, RunDirError> {
-        let mut tenants = self.run_dir.tenants()?;
-        tenants.retain(|name| {
-            let dir = self.run_dir.existing_tenant(name).ok().flatten();
-            dir.and_then(|dir| dir.members().ok()).is_some_and(|members| !members.is_empty())
-        });
-        Ok(tenants)
     }
 }
 

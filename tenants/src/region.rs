@@ -1,16 +1,55 @@
 //! Regions: memory that a thread asks for inside one belongs to the region's tag and policy.
+//!
+//! A tag has one policy for the life of the process: memory of one tag leaves and comes back together, and a
+//! reader of the tag must know what has become of its contents.
+//!
+//! Libraries' own memory (NCCL's buffers, handles of cuBLAS) belongs to no tag, whatever region it happens to
+//! be asked for in: it would leave under a library that knows nothing of tags.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{Class, Contents};
 
 /// Deepest nesting; more is a leak of begins without ends.
 pub const DEPTH_MAX: usize = 64;
 /// Longest tag, in bytes.
 pub const TAG_BYTES_MAX: usize = 128;
+/// Most tags of a process; more is a tag made anew for each use.
+pub const TAGS_MAX: usize = 4096;
+
+/// Labels of libraries whose own memory belongs to no tag.
+const UNTAGGED: [&str; 7] = ["nccl", "cublas", "cudnn", "cusparse", "cusolver", "cufft", "nvshmem"];
+
+/// A stretch of a thread's work.
+#[derive(Clone, Debug)]
+struct Region {
+    tag: String,
+    contents: Contents,
+    /// Memory on other devices belongs to no tag.
+    device: Option<DeviceOrdinal>,
+}
 
 thread_local! {
-    static REGIONS: RefCell<Vec<(String, Contents)>> = const { RefCell::new(Vec::new()) };
+    /// Open regions, the innermost last; `None` where no region counts.
+    static REGIONS: RefCell<Vec<Option<Region>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What all threads share.
+#[derive(Debug)]
+struct Shared {
+    /// Every tag that a region was ever begun with.
+    policies: BTreeMap<String, Contents>,
+    /// For threads without a region of their own.
+    everywhere: Option<Region>,
+}
+
+static SHARED: Mutex<Shared> = Mutex::new(Shared { policies: BTreeMap::new(), everywhere: None });
+
+fn shared() -> MutexGuard<'static, Shared> {
+    SHARED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Why a region could not begin or end.
@@ -22,32 +61,89 @@ pub enum RegionError {
         /// The length given.
         length: usize,
     },
+    /// The tag has another policy.
+    #[error(
+        "tag '{tag}' has the policy {was:?} in this process and cannot be {now:?} too: use another tag for \
+         memory with another policy"
+    )]
+    OtherContents {
+        /// The tag.
+        tag: String,
+        /// Its policy.
+        was: Contents,
+        /// What was asked for.
+        now: Contents,
+    },
+    /// Too many tags.
+    #[error("this process has used {TAGS_MAX} tags: a tag names a kind of memory, not one tensor")]
+    TooManyTags,
     /// Nested too deep.
     #[error("regions are nested {DEPTH_MAX} deep: an end is missing on this thread")]
     TooDeep,
     /// No region is open on this thread.
     #[error("no region is open on this thread: end regions on the thread that began them")]
     NotOpen,
+    /// A region for all threads is open already, or none is.
+    #[error("{0}")]
+    Everywhere(&'static str),
 }
 
-/// Begins a region on this thread, inside any that is open.
-///
-/// # Errors
-/// [`RegionError::BadTag`], [`RegionError::TooDeep`].
-pub fn begin(tag: &str, contents: Contents) -> Result<(), RegionError> {
+/// Checks the tag, and fixes its policy at its first use.
+fn region(
+    tag: &str,
+    contents: Contents,
+    device: Option<DeviceOrdinal>,
+) -> Result<Region, RegionError> {
     if tag.is_empty() || tag.len() > TAG_BYTES_MAX {
         return Err(RegionError::BadTag { length: tag.len() });
     }
+    let mut shared = shared();
+    let tags = shared.policies.len();
+    match shared.policies.get(tag) {
+        Some(&was) if was != contents => {
+            return Err(RegionError::OtherContents { tag: tag.to_owned(), was, now: contents });
+        }
+        Some(_) => {}
+        None if tags >= TAGS_MAX => return Err(RegionError::TooManyTags),
+        None => {
+            shared.policies.insert(tag.to_owned(), contents);
+        }
+    }
+    Ok(Region { tag: tag.to_owned(), contents, device })
+}
+
+/// Begins a region on this thread, inside any that is open. `device`: memory on others belongs to no tag.
+///
+/// # Errors
+/// [`RegionError`], but for [`RegionError::NotOpen`].
+pub fn begin(
+    tag: &str,
+    contents: Contents,
+    device: Option<DeviceOrdinal>,
+) -> Result<(), RegionError> {
+    let region = region(tag, contents, device)?;
+    push(Some(region))
+}
+
+/// Begins a stretch of this thread's work in which no region counts.
+///
+/// # Errors
+/// [`RegionError::TooDeep`].
+pub fn begin_none() -> Result<(), RegionError> {
+    push(None)
+}
+
+fn push(region: Option<Region>) -> Result<(), RegionError> {
     REGIONS.with_borrow_mut(|regions| {
         if regions.len() >= DEPTH_MAX {
             return Err(RegionError::TooDeep);
         }
-        regions.push((tag.to_owned(), contents));
+        regions.push(region);
         Ok(())
     })
 }
 
-/// Ends the innermost region of this thread.
+/// Ends what was begun last on this thread.
 ///
 /// # Errors
 /// [`RegionError::NotOpen`].
@@ -55,12 +151,107 @@ pub fn end() -> Result<(), RegionError> {
     REGIONS.with_borrow_mut(|regions| regions.pop().map(|_| ()).ok_or(RegionError::NotOpen))
 }
 
-/// The class of memory that `library` asks for on this thread now.
-pub fn class_of(library: &'static str) -> Class {
+/// Begins a region for all threads that have none of their own open, such as those that a library runs work
+/// on. There is one at a time.
+///
+/// # Errors
+/// [`RegionError`].
+pub fn begin_everywhere(
+    tag: &str,
+    contents: Contents,
+    device: Option<DeviceOrdinal>,
+) -> Result<(), RegionError> {
+    let region = region(tag, contents, device)?;
+    let mut shared = shared();
+    if let Some(open) = &shared.everywhere
+        && open.tag != tag
+    {
+        let text = "a region for all threads is open: end it before another begins";
+        return Err(RegionError::Everywhere(text));
+    }
+    shared.everywhere = Some(region);
+    Ok(())
+}
+
+/// Ends the region for all threads.
+///
+/// # Errors
+/// [`RegionError::Everywhere`] when there is none.
+pub fn end_everywhere() -> Result<(), RegionError> {
+    match shared().everywhere.take() {
+        Some(_) => Ok(()),
+        None => Err(RegionError::Everywhere("no region for all threads is open")),
+    }
+}
+
+/// Every tag that a region was ever begun with, with its policy.
+pub fn tags() -> BTreeMap<String, Contents> {
+    shared().policies.clone()
+}
+
+/// The class of memory that `library` asks for on this thread now, on `device` where that is known.
+pub fn class_of(library: &'static str, device: Option<DeviceOrdinal>) -> Class {
+    if UNTAGGED.contains(&library) {
+        return Class { library, ..Class::default() };
+    }
     // During thread teardown there is no region any more.
-    let open = REGIONS.try_with(|regions| regions.borrow().last().cloned()).ok().flatten();
-    match open {
-        Some((tag, contents)) => Class { library, tag, contents },
+    let own = REGIONS.try_with(|regions| regions.borrow().last().cloned()).ok().flatten();
+    let open = own.unwrap_or_else(|| shared().everywhere.clone());
+    match open.filter(|region| region.device.is_none() || region.device == device) {
+        Some(Region { tag, contents, .. }) => Class { library, tag, contents },
         None => Class { library, ..Class::default() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GPU: DeviceOrdinal = DeviceOrdinal(0);
+
+    fn tag_now(library: &'static str) -> String {
+        class_of(library, Some(GPU)).tag
+    }
+
+    #[test]
+    fn the_innermost_region_counts_and_libraries_own_memory_has_no_tag() {
+        begin("weights", Contents::Keep, None).unwrap();
+        begin("cache", Contents::Discard, Some(GPU)).unwrap();
+        assert_eq!(class_of("torch", Some(GPU)).contents, Contents::Discard);
+        assert_eq!((tag_now("torch"), tag_now("nccl")), ("cache".to_owned(), String::new()));
+        assert_eq!(class_of("torch", Some(DeviceOrdinal(1))).tag, "");
+        begin_none().unwrap();
+        assert_eq!(tag_now("torch"), "");
+        end().unwrap();
+        end().unwrap();
+        assert_eq!(tag_now("torch"), "weights");
+        end().unwrap();
+        assert_eq!(end(), Err(RegionError::NotOpen));
+    }
+
+    #[test]
+    fn a_tag_keeps_its_policy() {
+        begin("fixed", Contents::Keep, None).unwrap();
+        let error = begin("fixed", Contents::Discard, None).unwrap_err();
+        assert!(error.to_string().contains("'fixed' has the policy Keep"), "{error}");
+        end().unwrap();
+        assert_eq!(tags().get("fixed"), Some(&Contents::Keep));
+        assert_eq!(begin("", Contents::Keep, None), Err(RegionError::BadTag { length: 0 }));
+    }
+
+    #[test]
+    fn a_region_for_all_threads_serves_those_without_one_of_their_own() {
+        begin_everywhere("shared", Contents::Keep, None).unwrap();
+        let other = std::thread::spawn(|| tag_now("torch")).join().unwrap();
+        assert_eq!(other, "shared");
+        let own = std::thread::spawn(|| {
+            begin("own", Contents::Keep, None).unwrap();
+            tag_now("torch")
+        });
+        assert_eq!(own.join().unwrap(), "own");
+        assert!(begin_everywhere("another", Contents::Keep, None).is_err());
+        end_everywhere().unwrap();
+        assert!(end_everywhere().is_err());
+        assert_eq!(std::thread::spawn(|| tag_now("torch")).join().unwrap(), "");
     }
 }

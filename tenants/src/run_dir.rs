@@ -216,6 +216,19 @@ impl RunDir {
         Ok(tenants)
     }
 
+    /// The tenants that have a process, in order of their names.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`].
+    pub fn live_tenants(&self) -> Result<Vec<TenantName>, RunDirError> {
+        let mut tenants = self.tenants()?;
+        tenants.retain(|name| {
+            let dir = self.existing_tenant(name).ok().flatten();
+            dir.and_then(|dir| dir.members().ok()).is_some_and(|members| !members.is_empty())
+        });
+        Ok(tenants)
+    }
+
     /// Opens the socket of member `id` in the directory of `tenant`, created if need be.
     ///
     /// Tries again when somebody removes the directory as empty just before the socket is in it.
@@ -363,6 +376,23 @@ impl TenantDir {
     /// # Errors
     /// [`RunDirError::Locked`] with the holder's process id; [`RunDirError::Io`].
     pub fn lock(&self, deadline: Instant) -> Result<CoordinatorLock, RunDirError> {
+        self.lock_with(deadline, fs::File::try_lock, write_pid)
+    }
+
+    /// Takes the coordinator's lock beside others that do the same, each for one process alone.
+    ///
+    /// # Errors
+    /// As [`TenantDir::lock`].
+    pub fn lock_shared(&self, deadline: Instant) -> Result<CoordinatorLock, RunDirError> {
+        self.lock_with(deadline, fs::File::try_lock_shared, |_| Ok(()))
+    }
+
+    fn lock_with(
+        &self,
+        deadline: Instant,
+        try_lock: fn(&File) -> Result<(), fs::TryLockError>,
+        sign: fn(&mut File) -> io::Result<()>,
+    ) -> Result<CoordinatorLock, RunDirError> {
         let path = self.path.join(LOCK_NAME);
         let started = Instant::now();
         let mut back_off = LOCK_BACK_OFF_MIN;
@@ -374,9 +404,9 @@ impl TenantDir {
                 }
                 file => file.map_err(io_error("opening", &path))?,
             };
-            match file.try_lock() {
+            match try_lock(&file) {
                 Ok(()) if is_still_named(&file, &path) => {
-                    write_pid(&mut file).map_err(io_error("writing our process id", &path))?;
+                    sign(&mut file).map_err(io_error("writing our process id", &path))?;
                     return Ok(CoordinatorLock { file });
                 }
                 // Held by another, or by us on a file that its last holder removed with the directory,

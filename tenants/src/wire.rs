@@ -11,9 +11,10 @@ use vmm_pool::{AllocationId, PoolReport};
 use crate::cut::{CutReport, Limits, Seat, Seen};
 use crate::host_memory::HostNeed;
 use crate::identity::MemberId;
+use crate::scope::Scope;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 5;
+pub const PROTOCOL_VERSION: u16 = 6;
 
 /// What one process asks of another's agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,6 +29,8 @@ pub enum Request {
         phase: Phase,
         /// Which pause or resume it belongs to, by a random number.
         round: u64,
+        /// Which memory it is about, the same in all steps.
+        scope: Scope,
         /// Give up, and answer so, after this long.
         timeout_ms: u64,
     },
@@ -100,6 +103,8 @@ pub enum Reply {
     Fds {
         /// How many.
         count: u32,
+        /// When tickets were redeemed: the tag of each allocation, in the same order.
+        tags: Vec<String>,
     },
     /// The request was not carried out; the process is as before the request unless `failure` says so.
     Failed(Failure),
@@ -235,6 +240,19 @@ pub struct MemberInfo {
     pub held: bool,
     /// The last step that it was asked for.
     pub asked: Option<Asked>,
+    /// The tags of its regions, in order of their names.
+    pub tags: Vec<TagBytes>,
+}
+
+/// Own memory of one tag in one process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TagBytes {
+    /// The tag.
+    pub tag: String,
+    /// On the devices.
+    pub resident_bytes: u64,
+    /// Given up, by a pause of the tag or of everything.
+    pub away_bytes: u64,
 }
 
 /// A step of one pause or resume.

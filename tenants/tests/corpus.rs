@@ -16,12 +16,13 @@ use tenants::cut::{
 };
 use tenants::host_memory::{HostLimit, HostNeed, LimitKind};
 use tenants::identity::{MemberId, TenantName};
+use tenants::scope::{Scope, TagNames};
 use tenants::ticket::Ticket;
 use tenants::transport::Limits;
 use tenants::transport::frame::{HEADER_BYTES, decode, decode_payload, encode};
 use tenants::wire::{
     Action, Asked, DeviceDelta, Failure, FailureKind, FetchPurpose, MemberInfo, MemberState,
-    MemberStats, Phase, PhaseReport, Reply, Request,
+    MemberStats, Phase, PhaseReport, Reply, Request, TagBytes,
 };
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, PoolReport};
@@ -97,11 +98,18 @@ fn seat() -> Seat {
 fn requests() -> Vec<Request> {
     let mut limits = tenants::cut::Limits::default();
     limits.raise(lane(), 7);
+    let names = ["kv", "weights"].map(str::to_owned);
+    let tags = Scope::Tags { tags: TagNames::Named(names.into()), owner: Some(MemberId(7)) };
     vec![
         Request::Cut { limits, seen: Seen { waits: 3, at_rest: true }, wait_ms: 25 },
         Request::Hello,
         Request::Stats,
-        Request::Phase { phase: Phase::SaveAndDropImports, round: 1 << 40, timeout_ms: 120_000 },
+        Request::Phase {
+            phase: Phase::SaveAndDropImports,
+            round: 1 << 40,
+            scope: tags,
+            timeout_ms: 120_000,
+        },
         Request::AwaitConsent { action: Action::Resume, timeout_ms: u64::MAX },
         Request::FetchFds {
             allocations: vec![AllocationId(*b"0123456789abcdef"); 3],
@@ -121,6 +129,11 @@ fn replies() -> Vec<Reply> {
         state: MemberState::Paused,
         held: true,
         asked: Some(Asked { round: 1 << 40, phase: Phase::Verify }),
+        tags: vec![TagBytes {
+            tag: "kv".to_owned(),
+            resident_bytes: 2 << 20,
+            away_bytes: 40 << 30,
+        }],
     };
     let report = PhaseReport {
         elapsed_us: 1_234_567,
@@ -174,7 +187,7 @@ fn replies() -> Vec<Reply> {
         Reply::PhaseDone(Phase::Verify, report),
         Reply::Consented,
         Reply::Noted,
-        Reply::Fds { count: 0 },
+        Reply::Fds { count: 0, tags: Vec::new() },
         Reply::Failed(Failure { kind, message: "process 1: no memory".to_owned() }),
     ]
 }

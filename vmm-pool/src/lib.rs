@@ -23,7 +23,7 @@ pub use error::{PoolError, PoolResult};
 pub use pool::{Class, Export, ImportSource, LostImports, Pool};
 pub use report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
 pub use staging::{HostBudget, HostDemand};
-pub use vacate::{ImportRequest, Step, StepLog};
+pub use vacate::{ImportRequest, SavedError, Selection, Step, StepLog, Tags, Whose};
 
 /// The random identity of a physical allocation, the same in every process that holds it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

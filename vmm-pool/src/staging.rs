@@ -13,6 +13,7 @@
 #![expect(unsafe_code, reason = "hands host memory to the driver for copies")]
 
 use std::io;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -34,6 +35,13 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Saved {
     pub(crate) offset_bytes: u64,
+}
+
+impl Saved {
+    /// Where a part of the same contents lies, by offset in them.
+    pub(crate) fn part(self, part: &Range<u64>) -> Self {
+        Self { offset_bytes: self.offset_bytes + part.start }
+    }
 }
 
 /// How much the arena may grow by, in bytes; `None` is without limit.
@@ -218,6 +226,33 @@ impl<D: Driver> HostArena<D> {
             done += length;
         }
         Ok(())
+    }
+
+    /// Where `[offset, offset + size)` lies, when that is one piece.
+    pub(crate) fn one_piece(&self, saved: Saved, size_bytes: u64) -> Option<NonNull<u8>> {
+        let mut pieces = Vec::new();
+        self.pieces(saved, size_bytes, |pointer, _, _| {
+            pieces.push(pointer);
+            Ok(())
+        })
+        .ok()?;
+        if pieces.len() == 1 { pieces.pop() } else { None }
+    }
+
+    /// Copies contents out. No copy of the driver's may be under way there.
+    pub(crate) fn read(&self, saved: Saved, target: &mut [u8]) {
+        let size_bytes = target.len() as u64;
+        let base = target.as_mut_ptr();
+        let copied = self.pieces(saved, size_bytes, |pointer, offset, length| {
+            // CAST: both are at most the length of `target`.
+            let (offset, length) = (offset as usize, length as usize);
+            // SAFETY: the pieces make up exactly `target.len()` bytes, so this is inside it.
+            let to = unsafe { base.add(offset) };
+            // SAFETY: the piece lies in a live chunk, which `target` is no part of, and nobody writes it now.
+            unsafe { to.copy_from_nonoverlapping(pointer.as_ptr(), length) };
+            Ok(())
+        });
+        debug_assert!(copied.is_ok(), "nothing in the closure fails");
     }
 
     /// Starts copies of `source` to its place in the arena.

@@ -2,10 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use tenants::coordinator::{Coordinator, CoordinatorError, Options, Outcome};
+use tenants::coordinator::{Coordinator, CoordinatorError, Options, Outcome, TakesPart};
 use tenants::identity::TenantName;
 use tenants::member::{Member, Waited};
 use tenants::run_dir::{RunDir, RunDirError};
+use tenants::scope::{Scope, TagNames};
 use tenants::wire::{Action, MemberState};
 use vmm_pool::driver::Driver;
 
@@ -80,6 +81,28 @@ fn coordinate_or_wait<D: Driver>(
     }
 }
 
+/// Pauses or resumes by tag the memory that the caller's process itself owns. The other processes of its
+/// tenant run on, unless they hold some of that memory too.
+///
+/// # Errors
+/// [`CoordinatorError`], with the process as it was.
+pub fn act_for_own_tags<D: Driver>(
+    member: &Member<D>,
+    tags: TagNames,
+    action: Action,
+    timeout: Option<Duration>,
+) -> Result<Outcome, CoordinatorError> {
+    let scope = Scope::Tags { tags, owner: Some(member.id()) };
+    let lock_timeout = timeout.unwrap_or(Options::default().lock_timeout);
+    let is_shared = member.pool().is_shared(&member.paused_selection(&scope));
+    // A process that is paused as a whole comes back with its tenant.
+    let alone = !is_shared && member.state() == MemberState::Active;
+    let takes_part = if alone { TakesPart::Alone(member.id()) } else { TakesPart::Everybody };
+    let _turn = member.take_turn(Instant::now() + lock_timeout);
+    let options = Options { timeout, lock_timeout, scope, takes_part, ..Options::default() };
+    act(member.run_dir(), member.tenant(), action, options)
+}
+
 /// Pauses or resumes a tenant from one process for all, the caller's own or another.
 ///
 /// # Errors
@@ -87,11 +110,12 @@ fn coordinate_or_wait<D: Driver>(
 pub fn act_for_all(
     run_dir: &RunDir,
     tenant: &TenantName,
+    scope: Scope,
     action: Action,
     timeout: Option<Duration>,
 ) -> Result<Outcome, CoordinatorError> {
     let lock_timeout = timeout.unwrap_or(Options::default().lock_timeout);
-    act(run_dir, tenant, action, Options { timeout, lock_timeout, ..Options::default() })
+    act(run_dir, tenant, action, Options { timeout, lock_timeout, scope, ..Options::default() })
 }
 
 fn act(

@@ -9,23 +9,13 @@ use tenants::gate::Passage;
 use tenants::member::{ImportError, Member};
 use tenants::region;
 use tenants::ticket::Ticket;
+use vmm_pool::Class;
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, Driver, DriverCode,
     HANDLE_TYPE_FABRIC, VaRange,
 };
-use vmm_pool::{Class, Contents};
 
 use crate::answer::Answer;
-
-/// NCCL's flags, credits and step counters share its buffers' allocations, so none of its memory may be
-/// given up without its contents, whatever region the thread is in.
-fn class_of(library: &'static str) -> Class {
-    let mut class = region::class_of(library);
-    if library == crate::caller::NCCL {
-        class.contents = Contents::Keep;
-    }
-    class
-}
 
 /// Creates memory, and hands out a value of ours for it.
 #[doc(alias = "cuMemCreate")]
@@ -40,8 +30,8 @@ pub fn create<D: Driver>(
         return Answer::Refused(DriverCode::NOT_SUPPORTED);
     }
     let _pass = member.gate().pass(Passage::Use);
-    Answer::of(member.pool().create(size_bytes, prop, class_of(library)))
-        .map(vmm_pool::VirtualHandle::raw)
+    let class = region::class_of(library, prop.location.as_device());
+    Answer::of(member.pool().create(size_bytes, prop, class)).map(vmm_pool::VirtualHandle::raw)
 }
 
 /// Gives back one reference of a handle.
@@ -120,12 +110,12 @@ pub fn import<D: Driver>(
     library: &'static str,
 ) -> Answer<u64> {
     let _pass = member.gate().pass(Passage::Use);
-    let class = class_of(library);
     match Ticket::read(fd) {
         Ok(Some(ticket)) => {
-            of_import(member.redeem_ticket(&ticket, class)).map(vmm_pool::VirtualHandle::raw)
+            of_import(member.redeem_ticket(&ticket, library)).map(vmm_pool::VirtualHandle::raw)
         }
         Ok(None) => {
+            let class = Class { library, ..Class::default() };
             let handle = member.pool().import_foreign(fd, class);
             Answer::of(handle).map(vmm_pool::VirtualHandle::raw)
         }

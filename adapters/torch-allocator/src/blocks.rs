@@ -97,7 +97,7 @@ pub fn allocate<D: Driver>(
     let rdma = DeviceAttribute::GPU_DIRECT_RDMA_WITH_VMM_SUPPORTED;
     let rdma_capable = driver.device_attribute(device, rdma).is_ok_and(|value| value != 0);
     prop.flags = AllocationFlags { gpu_direct_rdma_capable: u8::from(rdma_capable), ..prop.flags };
-    let class = region::class_of(library);
+    let class = region::class_of(library, Some(device));
     match member.pool().block_allocate(size_bytes, &prop, &accessors.of(device), class) {
         Ok(address) => Allocation::Made(address),
         Err(error) => {

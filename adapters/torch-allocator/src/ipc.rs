@@ -14,7 +14,6 @@ use std::path::PathBuf;
 use tenants::gate::Passage;
 use tenants::identity::MemberId;
 use tenants::member::{ImportError, Member};
-use tenants::region;
 use tenants::ticket::Ticket;
 use vmm_pool::AllocationId;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver};
@@ -76,7 +75,7 @@ fn open_ticket<D: Driver>(
     accessor: DeviceOrdinal,
     library: &'static str,
 ) -> Result<DeviceAddress, ImportError> {
-    let handle = member.redeem_ticket(ticket, region::class_of(library))?;
+    let handle = member.redeem_ticket(ticket, library)?;
     Ok(member.pool().block_open(handle.raw(), asked_bytes, accessor)?)
 }
 

@@ -171,6 +171,7 @@ pub(crate) mod tests {
                 state,
                 held: false,
                 asked: None,
+                tags: Vec::new(),
             },
             pool: PoolReport::default(),
             pauses: 0,

@@ -73,6 +73,28 @@ pub enum CoordinatorError {
         /// Which process.
         pid: u32,
     },
+    /// No process of the tenant has ever used these tags.
+    #[error(
+        "tenant '{tenant}' has no memory with the {}; {}",
+        quoted_tags(unknown),
+        known_tags(known)
+    )]
+    UnknownTags {
+        /// The tenant.
+        tenant: TenantName,
+        /// The tags asked for that nobody knows.
+        unknown: Vec<String>,
+        /// The tags there are.
+        known: Vec<String>,
+    },
+    /// A pause by tag of processes that stand still.
+    #[error(
+        "tenant '{tenant}' is paused as a whole, and so are its tags: resume it, all or by tag, first"
+    )]
+    PausedAlready {
+        /// The tenant.
+        tenant: TenantName,
+    },
     /// An earlier coordinator died half-way, and what it left can neither be undone nor finished.
     #[error(
         "an earlier pause or resume of tenant '{tenant}' was left half done and could not be finished: {}; \
@@ -127,6 +149,11 @@ pub enum CoordinatorError {
 }
 
 impl CoordinatorError {
+    /// Who did not do their part before the point of no return; empty when something else was the matter.
+    pub fn failures(&self) -> &[MemberFailure] {
+        if let Self::Refused { failures, .. } = self { failures } else { &[] }
+    }
+
     /// Devices that cannot hold the tenant now; empty when something else was the matter.
     pub fn shortages(&self) -> &[DeviceShortage] {
         match self {
@@ -136,6 +163,8 @@ impl CoordinatorError {
             | Self::RunDir(_)
             | Self::Unreachable { .. }
             | Self::NoGreeting { .. }
+            | Self::UnknownTags { .. }
+            | Self::PausedAlready { .. }
             | Self::VersionsDiffer { .. }
             | Self::Faulted { .. }
             | Self::CalledOff { .. }
@@ -195,6 +224,8 @@ impl CoordinatorError {
             | Self::NoProcess { .. }
             | Self::Unreachable { .. }
             | Self::NoGreeting { .. }
+            | Self::UnknownTags { .. }
+            | Self::PausedAlready { .. }
             | Self::VersionsDiffer { .. }
             | Self::FailedTogether { .. }
             | Self::Unrecovered { .. }
@@ -214,6 +245,8 @@ impl CoordinatorError {
             | Self::RunDir(_)
             | Self::Unreachable { .. }
             | Self::NoGreeting { .. }
+            | Self::UnknownTags { .. }
+            | Self::PausedAlready { .. }
             | Self::VersionsDiffer { .. }
             | Self::Faulted { .. } => true,
         }
@@ -255,6 +288,18 @@ fn known(existing: &[TenantName]) -> String {
     }
     let names: Vec<_> = existing.iter().map(TenantName::as_str).collect();
     format!("there are: {}", names.join(", "))
+}
+
+fn quoted_tags(tags: &[String]) -> String {
+    let names: Vec<_> = tags.iter().map(|tag| format!("'{tag}'")).collect();
+    format!("{} {}", if tags.len() == 1 { "tag" } else { "tags" }, names.join(", "))
+}
+
+fn known_tags(known: &[String]) -> String {
+    if known.is_empty() {
+        return "none of its memory has a tag: ask for it inside a region".to_owned();
+    }
+    format!("there is the {}", quoted_tags(known))
 }
 
 fn listed(failures: &[MemberFailure]) -> String {

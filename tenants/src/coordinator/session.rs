@@ -1,16 +1,17 @@
 //! One pause or resume, from the greeting to the account.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use super::peers::{Peers, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Report, Step};
 use super::shortage::short_devices;
-use super::{CoordinatorError, Interrupt, LostImports, Options, unexpected};
+use super::{CoordinatorError, Interrupt, LostImports, Options, TakesPart, unexpected};
 use crate::cut::{Limits, Seen};
 use crate::host_memory;
 use crate::identity::TenantName;
-use crate::run_dir::{CoordinatorLock, TenantDir};
+use crate::run_dir::{CoordinatorLock, MemberSocket, TenantDir};
+use crate::scope::{Scope, TagNames};
 use crate::transport::nobody_listens;
 use crate::wire::{
     Action, DeviceDelta, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply, Request,
@@ -51,6 +52,8 @@ pub(super) struct Session<'a> {
     pub(super) peers: Peers,
     /// Tells this pause or resume from others.
     round: u64,
+    /// Which memory it is about.
+    scope: Scope,
     /// Processes whose sockets were found and removed.
     dead: usize,
 }
@@ -98,9 +101,15 @@ impl<'a> Session<'a> {
         progress: &'a mut dyn FnMut(Event<'_>),
     ) -> Result<Self, CoordinatorError> {
         let round = getrandom::u64().unwrap_or_else(|_| u64::from(std::process::id()));
-        let mut session = Self { dir, options, progress, peers: Peers::default(), round, dead: 0 };
+        let scope = options.scope.clone();
+        let peers = Peers::default();
+        let mut session = Self { dir, options, progress, peers, round, scope, dead: 0 };
         let deadline = Instant::now() + options.contact_timeout;
-        for socket in dir.members()? {
+        let takes_part = |socket: &MemberSocket| match options.takes_part {
+            TakesPart::Everybody => true,
+            TakesPart::Alone(member) => socket.id == member,
+        };
+        for socket in dir.members()?.into_iter().filter(takes_part) {
             match reach(&socket, deadline) {
                 Ok(Reached::Peer(peer)) => session.peers.list.push(*peer),
                 Ok(Reached::Dead) => {
@@ -173,8 +182,52 @@ impl<'a> Session<'a> {
     }
 
     /// The members that are in `state`.
-    pub(super) fn members_in(&self, state: MemberState) -> Vec<usize> {
+    fn members_in(&self, state: MemberState) -> Vec<usize> {
         (0..self.peers.list.len()).filter(|index| self.state(*index) == Some(state)).collect()
+    }
+
+    /// The members that `action` has something to do for; empty when there is nothing to be done. A resume
+    /// without tags of a tenant that runs is one of all its tags.
+    pub(super) fn members_for(&mut self, action: Action) -> Result<Vec<usize>, CoordinatorError> {
+        self.refuse_unknown_tags()?;
+        let active = self.members_in(MemberState::Active);
+        let paused = self.members_in(MemberState::Paused);
+        if action == Action::Resume && paused.is_empty() && self.scope == Scope::Whole {
+            self.scope = Scope::Tags { tags: TagNames::All, owner: None };
+        }
+        let members = match action {
+            Action::Pause => active,
+            Action::Resume if paused.is_empty() => active,
+            Action::Resume => return Ok(paused),
+        };
+        let Scope::Tags { tags, .. } = &self.scope else {
+            return Ok(members);
+        };
+        if action == Action::Pause && !paused.is_empty() {
+            return Err(CoordinatorError::PausedAlready { tenant: self.tenant() });
+        }
+        let infos = members.iter().filter_map(|index| self.peers.list[*index].info.as_ref());
+        let rows = infos.filter(|info| self.scope.is_about(info.id)).flat_map(|info| &info.tags);
+        let bytes = rows.filter(|row| tags.has(&row.tag)).map(|row| match action {
+            Action::Pause => row.resident_bytes,
+            Action::Resume => row.away_bytes,
+        });
+        Ok(if bytes.sum::<u64>() == 0 { Vec::new() } else { members })
+    }
+
+    fn refuse_unknown_tags(&self) -> Result<(), CoordinatorError> {
+        let Scope::Tags { tags: TagNames::Named(wanted), .. } = &self.scope else {
+            return Ok(());
+        };
+        let infos = self.peers.list.iter().filter_map(|peer| peer.info.as_ref());
+        let known: BTreeSet<String> =
+            infos.flat_map(|info| &info.tags).map(|row| row.tag.clone()).collect();
+        let unknown: Vec<String> = wanted.difference(&known).cloned().collect();
+        if unknown.is_empty() {
+            return Ok(());
+        }
+        let known = known.into_iter().collect();
+        Err(CoordinatorError::UnknownTags { tenant: self.tenant(), unknown, known })
     }
 
     /// Has every member that a dead coordinator left half-way finish or undo its part, so that every member
@@ -288,7 +341,7 @@ impl<'a> Session<'a> {
             self.look(plan, members)?;
         }
         let mut phases = plan.reversible;
-        if action == Action::Pause {
+        if action == Action::Pause && self.options.takes_part == TakesPart::Everybody {
             self.cut_and_close(members, report)?;
             phases = &phases[1..];
         }
@@ -455,6 +508,7 @@ impl<'a> Session<'a> {
             Step::Phase(phase) => Request::Phase {
                 phase,
                 round: self.round,
+                scope: self.scope.clone(),
                 timeout_ms: millis(self.options.phase_timeout(phase)),
             },
         }
@@ -560,6 +614,9 @@ impl<'a> Session<'a> {
 
     /// Processes that joined while we worked were not part of it.
     fn note_latecomers(&self, report: &mut Report) {
+        if self.options.takes_part != TakesPart::Everybody {
+            return;
+        }
         let Ok(sockets) = self.dir.members() else {
             return;
         };

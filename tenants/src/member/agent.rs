@@ -19,6 +19,7 @@ use super::phases::pool_failure;
 use super::{AGENT_TIMEOUT, Member};
 use crate::cut::{Limits, Seen};
 use crate::identity::MemberId;
+use crate::scope::Scope;
 use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
     Action, Asked, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchPurpose, Phase, Reply, Request,
@@ -68,7 +69,7 @@ struct Job {
 }
 
 enum Work {
-    Phase(Phase),
+    Phase(Phase, Scope),
     Cut {
         limits: Limits,
         seen: Seen,
@@ -150,11 +151,12 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
     for job in jobs {
         let Job { connection, work, deadline } = job;
         let done = match work {
-            Work::Phase(phase) => {
+            Work::Phase(phase, scope) => {
                 if ends_early(phase) {
                     member.calling_off.lower();
                 }
-                Done { connection, phase: Some(phase), reply: member.run_phase(phase, deadline) }
+                let reply = member.run_phase(phase, &scope, deadline);
+                Done { connection, phase: Some(phase), reply }
             }
             Work::Cut { limits, seen, asked } => {
                 let reply = member.run_cut(connection, limits, seen, asked, deadline);
@@ -254,12 +256,12 @@ impl<D: Driver> Agent<D> {
     /// with what it was told.
     fn coordinator_gone(&mut self) {
         self.coordinator = None;
-        self.submit(NOBODY, Work::Phase(Phase::Settle), AGENT_TIMEOUT);
+        self.submit(NOBODY, Work::Phase(Phase::Settle, Scope::Whole), AGENT_TIMEOUT);
     }
 
     fn submit(&self, connection: u64, work: Work, timeout: Duration) {
-        if let Work::Phase(phase) = work
-            && ends_early(phase)
+        if let Work::Phase(phase, _) = &work
+            && ends_early(*phase)
         {
             self.member.calling_off.raise();
         }
@@ -275,14 +277,14 @@ impl<D: Driver> Agent<D> {
             Request::Stats => {
                 self.answer(number, &Reply::Stats(Box::new(self.member.stats())));
             }
-            Request::Phase { phase, round, timeout_ms } => {
+            Request::Phase { phase, round, scope, timeout_ms } => {
                 if self.opens(number) {
                     self.coordinator = Some(number);
                     self.member.cut().claim(number);
                     if phase != Phase::Settle {
                         self.member.standing().asked = Some(Asked { round, phase });
                     }
-                    self.submit(number, Work::Phase(phase), wait_of(timeout_ms));
+                    self.submit(number, Work::Phase(phase, scope), wait_of(timeout_ms));
                 }
             }
             Request::Cut { limits, seen, wait_ms } => {
@@ -305,9 +307,9 @@ impl<D: Driver> Agent<D> {
             }
             Request::FetchFds { allocations, purpose, importer } => {
                 match self.hand_out(&allocations, purpose, importer) {
-                    Ok(fds) => {
+                    Ok((fds, tags)) => {
                         let count = u32::try_from(fds.len()).unwrap_or(u32::MAX);
-                        self.clients.answer(number, &Reply::Fds { count }, fds);
+                        self.clients.answer(number, &Reply::Fds { count, tags }, fds);
                     }
                     Err(failure) => self.answer(number, &Reply::Failed(failure)),
                 }
@@ -332,7 +334,7 @@ impl<D: Driver> Agent<D> {
         ids: &[vmm_pool::AllocationId],
         purpose: FetchPurpose,
         importer: MemberId,
-    ) -> Result<Vec<OwnedFd>, Failure> {
+    ) -> Result<(Vec<OwnedFd>, Vec<String>), Failure> {
         let refused = |message| Failure { kind: FailureKind::Unknown, message };
         if ids.len() > FDS_PER_MESSAGE_MAX {
             return Err(refused(format!(
@@ -350,18 +352,22 @@ impl<D: Driver> Agent<D> {
         }
         let importer = importer.0;
         let pool = self.member.pool();
-        ids.iter()
-            .map(|&id| match purpose {
-                FetchPurpose::Redeem => pool.redeem(id, importer),
-                FetchPurpose::Again => pool.hand_out(id, importer),
-            })
-            .collect::<Result<_, _>>()
-            .map_err(|error| {
-                if matches!(error, PoolError::StaleHandle { .. }) {
-                    return refused(format!("process {} does not have it now", std::process::id()));
-                }
-                pool_failure(&error)
-            })
+        let tags = match purpose {
+            // Asked before: redeeming may be the last use of the allocation in this process.
+            FetchPurpose::Redeem => ids.iter().map(|&id| pool.tag_of(id)).collect(),
+            FetchPurpose::Again => Vec::new(),
+        };
+        let fds = ids.iter().map(|&id| match purpose {
+            FetchPurpose::Redeem => pool.redeem(id, importer),
+            FetchPurpose::Again => pool.hand_out(id, importer),
+        });
+        let fds: Result<Vec<OwnedFd>, PoolError> = fds.collect();
+        fds.map(|fds| (fds, tags)).map_err(|error| {
+            if matches!(error, PoolError::StaleHandle { .. }) {
+                return refused(format!("process {} does not have it now", std::process::id()));
+            }
+            pool_failure(&error)
+        })
     }
 
     fn answer(&mut self, number: u64, reply: &Reply) {

@@ -15,6 +15,7 @@ use crossbeam_channel::{Receiver, Sender};
 use vmm_pool::driver::Driver;
 
 use super::{Member, Progress};
+use crate::scope::Scope;
 use crate::transport::Connection;
 use crate::wire::{Asked, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply, Request};
 
@@ -110,7 +111,7 @@ impl<D: Driver> Member<D> {
             (true, Verdict::GoOn) => self.release_own(),
             (true, Verdict::GoBack) => self.abort_pause(deadline),
             (false, Verdict::GoOn) => self.activate(),
-            (false, Verdict::GoBack) => self.abort_resume(),
+            (false, Verdict::GoBack) => self.abort_resume(&Scope::Whole),
         };
         match (outcome, self.state()) {
             // Where a pause could not be undone, standing paused is an end as well.

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use nix::sys::stat::{SFlag, fstat};
 use vmm_pool::driver::Driver;
-use vmm_pool::{AllocationId, Class, ImportSource, PoolError, VirtualHandle};
+use vmm_pool::{AllocationId, Class, Contents, ImportSource, PoolError, Selection, VirtualHandle};
 
 use super::owners::path_of;
 use super::{AGENT_TIMEOUT, Member};
@@ -125,14 +125,14 @@ impl<D: Driver> Member<D> {
         ticket.issue().map_err(|source| ImportError::NoTicket { source })
     }
 
-    /// The memory that `ticket` stands for.
+    /// The memory that `ticket` stands for, asked for by `library`. Its tag is its owner's.
     ///
     /// # Errors
     /// [`ImportError`].
     pub fn redeem_ticket(
         &self,
         ticket: &Ticket,
-        class: Class,
+        library: &'static str,
     ) -> Result<VirtualHandle, ImportError> {
         if ticket.tenant != self.config.tenant {
             return Err(ImportError::OtherTenant {
@@ -158,7 +158,10 @@ impl<D: Driver> Member<D> {
         if is_own {
             return Err(ImportError::Stale { id: ticket.allocation });
         }
-        let mut fds = self.fetch(&owner_socket, &[ticket.allocation], redeem, deadline)?;
+        let (mut fds, tags) = self.fetch(&owner_socket, &[ticket.allocation], redeem, deadline)?;
+        // It leaves and comes back with its owner's.
+        let tag = tags.into_iter().next().unwrap_or_default();
+        let class = Class { library, tag, contents: Contents::Keep };
         let fd =
             fds.remove(&ticket.allocation).ok_or(ImportError::Stale { id: ticket.allocation })?;
         let source = ImportSource {
@@ -178,17 +181,19 @@ impl<D: Driver> Member<D> {
         path.ok_or_else(|| ImportError::NoMember { path: ticket.owner_socket.clone() })
     }
 
-    /// Descriptors for everything imported that is not resident, from all owners.
+    /// Descriptors for all of `selection` that is imported and not resident, from all owners.
     pub(super) fn fetch_imports(
         &self,
+        selection: &Selection,
         deadline: Instant,
     ) -> Result<HashMap<AllocationId, OwnedFd>, ImportError> {
         let mut descriptors = HashMap::new();
-        for request in self.pool.import_requests() {
+        for request in self.pool.import_requests(selection) {
             let path = path_of(&request.owner);
             for ids in request.ids.chunks(FDS_PER_MESSAGE_MAX) {
                 let fetched = self.fetch(&path, ids, FetchPurpose::Again, deadline);
-                descriptors.extend(fetched.map_err(|error| self.or_ended(error, ids.len()))?);
+                let (fetched, _) = fetched.map_err(|error| self.or_ended(error, ids.len()))?;
+                descriptors.extend(fetched);
             }
         }
         Ok(descriptors)
@@ -217,7 +222,7 @@ impl<D: Driver> Member<D> {
         ids: &[AllocationId],
         purpose: FetchPurpose,
         deadline: Instant,
-    ) -> Result<HashMap<AllocationId, OwnedFd>, ImportError> {
+    ) -> Result<(HashMap<AllocationId, OwnedFd>, Vec<String>), ImportError> {
         let failed = |source| ImportError::Owner { path: path.to_owned(), source };
         let kept = self.peers().remove(path);
         let request = Request::FetchFds { allocations: ids.to_vec(), purpose, importer: self.id };
@@ -236,11 +241,11 @@ impl<D: Driver> Member<D> {
         let ((reply, fds), connection) = answer.map_err(failed)?;
         self.peers().insert(path.to_owned(), connection);
         match reply {
-            Reply::Fds { count } if count as usize == ids.len() && fds.len() == ids.len() => {
+            Reply::Fds { count, tags } if count as usize == ids.len() && fds.len() == ids.len() => {
                 if !fds.iter().all(may_be_the_drivers) {
                     return Err(ImportError::NotMemory { path: path.to_owned() });
                 }
-                Ok(ids.iter().copied().zip(fds).collect())
+                Ok((ids.iter().copied().zip(fds).collect(), tags))
             }
             Reply::Failed(failure) => Err(ImportError::Refused(failure)),
             Reply::Fds { .. }

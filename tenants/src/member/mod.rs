@@ -25,9 +25,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmm_pool::Pool;
-use vmm_pool::driver::{Driver, RawContext};
+use crossbeam_channel::{Receiver, Sender};
+use vmm_pool::driver::{Driver, RawContext, VaRange};
 use vmm_pool::support::Unsupported;
+use vmm_pool::{Pool, Selection};
 
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use fetch::ImportError;
@@ -36,9 +37,12 @@ use crate::cut::Cut;
 use crate::gate::Gate;
 use crate::host_memory::HostLimit;
 use crate::identity::{MemberId, TenantName};
+use crate::region;
 use crate::run_dir::{RunDir, RunDirError, TenantDir};
 use crate::transport::Connection;
-use crate::wire::{Action, Asked, MemberInfo, MemberState, MemberStats, Phase, PhaseReport};
+use crate::wire::{
+    Action, Asked, MemberInfo, MemberState, MemberStats, Phase, PhaseReport, TagBytes,
+};
 use alone::CallingOff;
 use owners::Owner;
 use state::{Event, InvalidTransition};
@@ -58,6 +62,9 @@ pub struct MemberConfig {
     pub host_limits: fn() -> Vec<HostLimit>,
     /// Contexts that the application has made for itself, asked at each pause: their work must end too.
     pub own_contexts: fn() -> Vec<RawContext>,
+    /// Parts of own memory whose contents nobody needs, asked at each pause, while nothing of the application's
+    /// can reach a device. Answers within a bounded time.
+    pub unused: fn() -> Vec<VaRange>,
     /// How many threads bring new host memory in.
     pub toucher_threads: usize,
 }
@@ -110,6 +117,8 @@ pub(crate) struct Standing {
     pub(crate) state: MemberState,
     /// How far a pause or resume under way has come.
     pub(crate) progress: Progress,
+    /// Which memory the pause or resume under way is about, or was the last one.
+    pub(crate) selection: Selection,
     /// The last step it was asked for.
     pub(crate) asked: Option<Asked>,
     pub(crate) pauses: u64,
@@ -144,6 +153,23 @@ pub struct Member<D: Driver> {
     calling_off: CallingOff,
     /// Descriptors of a resume that is over, to be closed when there is time.
     spare: Mutex<Vec<OwnedFd>>,
+    /// Whose turn it is among threads that pause or resume this process alone.
+    turns: Turns,
+}
+
+/// One token, taken and put back: a lock that can be waited for with a deadline.
+#[derive(Debug)]
+struct Turns(Sender<()>, Receiver<()>);
+
+/// The turn of one thread; dropping it passes it on.
+#[derive(Debug)]
+pub struct Turn<'a>(&'a Sender<()>);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        // There is room: this is the one token.
+        let _put_back = self.0.try_send(());
+    }
 }
 
 impl<D: Driver> Member<D> {
@@ -170,6 +196,7 @@ impl<D: Driver> Member<D> {
             standing: Mutex::new(Standing {
                 state: MemberState::Active,
                 progress: Progress::Untouched,
+                selection: Selection::Whole,
                 asked: None,
                 pauses: 0,
                 resumes: 0,
@@ -186,6 +213,7 @@ impl<D: Driver> Member<D> {
             owners: Mutex::default(),
             calling_off: CallingOff::default(),
             spare: Mutex::default(),
+            turns: Turns::default(),
         });
         if let Err(source) = agent::spawn(&member, listener, wakeups) {
             member.leave();
@@ -200,6 +228,12 @@ impl<D: Driver> Member<D> {
         if let Err(error) = std::fs::remove_file(&self.socket_path) {
             tracing::debug!(%error, "the socket was gone already");
         }
+    }
+
+    /// Waits for this thread's turn to pause or resume the process alone; none at `deadline`, and then what
+    /// follows finds the process in the other's hands.
+    pub fn take_turn(&self, deadline: Instant) -> Option<Turn<'_>> {
+        self.turns.1.recv_deadline(deadline).ok().map(|()| Turn(&self.turns.0))
     }
 
     /// For a forked child, which is no member: closes its copies of descriptors that hold device memory,
@@ -312,7 +346,19 @@ impl<D: Driver> Member<D> {
             state,
             held: self.cut.is_held(),
             asked,
+            tags: self.tags(),
         }
+    }
+
+    /// The tags of its regions, in order of their names.
+    pub fn tags(&self) -> Vec<TagBytes> {
+        let mut bytes = self.pool.tag_bytes();
+        for tag in region::tags().into_keys() {
+            bytes.entry(tag).or_default();
+        }
+        let row =
+            |(tag, (resident_bytes, away_bytes))| TagBytes { tag, resident_bytes, away_bytes };
+        bytes.into_iter().map(row).collect()
     }
 
     /// What it holds, for others. Does not wait for a phase under way.
@@ -384,6 +430,14 @@ impl<D: Driver> Member<D> {
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
+    }
+}
+
+impl Default for Turns {
+    fn default() -> Self {
+        let (put, take) = crossbeam_channel::bounded(1);
+        let _first = put.try_send(());
+        Self(put, take)
     }
 }
 

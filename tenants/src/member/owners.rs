@@ -161,6 +161,7 @@ mod tests {
                 version: "0.1.0".to_owned(),
                 host_limits: Vec::new,
                 own_contexts: Vec::new,
+                unused: Vec::new,
                 toucher_threads: 1,
             };
             let driver = SimDriver::new(node.clone(), SimOptions::default());
@@ -174,7 +175,7 @@ mod tests {
             let shared = owner.pool().create(GRANULARITY_BYTES, &prop, class()).unwrap().raw();
             let fd = owner.issue_ticket(shared).unwrap();
             let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
-            let imported = importer.redeem_ticket(&ticket, class()).unwrap();
+            let imported = importer.redeem_ticket(&ticket, "test").unwrap();
             owner.leave();
             importer.pool().release(imported.raw()).unwrap();
         }

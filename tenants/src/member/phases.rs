@@ -1,34 +1,36 @@
 //! What a process does in each phase. Runs on the worker thread, one phase at a time.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use vmm_pool::driver::{DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, RawContext};
-use vmm_pool::{PoolError, StepLog};
+use vmm_pool::{PoolError, Selection, StepLog};
 
 use super::state::{Event, InvalidTransition};
 use super::{ImportError, Member, Progress, Standing};
 use crate::cut::{Limits, Seen};
 use crate::gate::StillInside;
 use crate::host_memory::HostNeed;
+use crate::scope::Scope;
 use crate::wire::{DeviceDelta, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply};
 
 impl<D: Driver> Member<D> {
     /// Does `phase` and answers for it.
-    pub(super) fn run_phase(&self, phase: Phase, deadline: Instant) -> Reply {
+    pub(super) fn run_phase(&self, phase: Phase, scope: &Scope, deadline: Instant) -> Reply {
         let begin = Instant::now();
         let outcome = match phase {
-            Phase::CloseGate => self.close_gate(deadline),
+            Phase::CloseGate => self.close_gate(scope, deadline),
             Phase::Drain => self.drain(deadline),
             Phase::SaveAndDropImports => self.save_and_drop_imports(),
             Phase::ReleaseOwn => self.release_own(),
             Phase::Verify => self.verify(),
             Phase::AbortPause => self.abort_pause(deadline),
-            Phase::CreateOwn => self.create_own(deadline),
+            Phase::CreateOwn => self.create_own(scope, deadline),
             Phase::Restore => self.restore(),
             Phase::Import => self.import(deadline),
             Phase::ImportFromLiving => self.import_from_living(deadline),
             Phase::Activate => self.activate(),
-            Phase::AbortResume => self.abort_resume(),
+            Phase::AbortResume => self.abort_resume(scope),
             Phase::Settle => self.settle(deadline),
         };
         let elapsed_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
@@ -95,7 +97,7 @@ impl<D: Driver> Member<D> {
         )))
     }
 
-    fn close_gate(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
+    fn close_gate(&self, scope: &Scope, deadline: Instant) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Active)?;
         self.refuse_capture()?;
         let called_off = || self.calling_off.is_raised();
@@ -108,10 +110,19 @@ impl<D: Driver> Member<D> {
             self.gate.open();
         }
         settled?;
+        // What was said to be unused before may be in use by now.
+        self.pool.mark_unused(&[]);
+        let selection = self.paused_selection(scope);
         let mut standing = self.standing();
+        standing.selection = selection;
         standing.progress = Progress::Untouched;
         standing.last_pause.clear();
         Ok(PhaseReport::default())
+    }
+
+    /// What the pause or resume under way is about.
+    fn selection(&self) -> Selection {
+        self.standing().selection.clone()
     }
 
     fn still_inside(&self, inside: &StillInside) -> Failure {
@@ -178,12 +189,15 @@ impl<D: Driver> Member<D> {
                 None => return Err(drain_timeout()),
             }
         }
+        // Asked only now: from here on no work of the application's can put anything there.
+        self.pool.mark_unused(&(self.config.unused)());
         let driver_calls = 2 * places.len() as u64;
         Ok(PhaseReport { driver_calls, host: Some(self.host_need()), ..PhaseReport::default() })
     }
 
     fn host_need(&self) -> HostNeed {
-        HostNeed::new(self.pool.host_demand(), (self.config.host_limits)())
+        let demand = self.pool.host_demand(&self.selection());
+        HostNeed::new(demand, (self.config.host_limits)())
     }
 
     fn save_and_drop_imports(&self) -> Result<PhaseReport, Failure> {
@@ -193,39 +207,45 @@ impl<D: Driver> Member<D> {
         self.keep_orphans();
         self.forget_ended();
         self.standing().progress = Progress::Moving;
-        let log = self.pool.save_and_drop_imports(budget).map_err(|error| pool_failure(&error))?;
+        let saved = self.pool.save_and_drop_imports(&self.selection(), budget);
+        let log = saved.map_err(|error| pool_failure(&error))?;
         self.standing().progress = Progress::Ready;
         Ok(report(log))
     }
 
     pub(super) fn release_own(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
-        let before = self.resident_by_device();
-        let mut report = self.release_and_stand_paused()?;
+        let before = self.by_device(self.pool.resident_bytes(&self.selection()));
+        let mut report = self.release_and_stand()?;
         report.devices = self.deltas(&before);
         Ok(report)
     }
 
-    fn release_and_stand_paused(&self) -> Result<PhaseReport, Failure> {
-        let log = self.pool.release_own().map_err(|error| pool_failure(&error))?;
-        self.transition(Event::Released)?;
-        self.standing().pauses += 1;
-        self.changed.notify_all();
-        self.cut.stand();
-        self.gate.set_vacated();
+    /// Past the point of no return of a pause: the process stands paused, or runs on without some tags.
+    fn release_and_stand(&self) -> Result<PhaseReport, Failure> {
+        let selection = self.selection();
+        let log = self.pool.release_own(&selection).map_err(|error| pool_failure(&error))?;
+        match selection {
+            Selection::Tagged(..) => {
+                self.transition(Event::TagsReleased)?;
+                self.pool.set_aside();
+                self.gate.open();
+                self.cut.release();
+            }
+            Selection::Whole | Selection::SetAside(..) | Selection::Staged(_) => {
+                self.transition(Event::Released)?;
+                self.standing().pauses += 1;
+                self.changed.notify_all();
+                self.cut.stand();
+                self.gate.set_vacated();
+            }
+        }
         Ok(report(log))
     }
 
-    /// Resident bytes that a pause would take, on each device with memory of our own.
-    fn resident_by_device(&self) -> Vec<DeviceBytes> {
-        let devices = self.pool.report().devices.into_iter();
-        let own = devices.filter(|row| row.own_bytes() > 0);
-        own.map(|row| {
-            let pinned: u64 = row.classes.iter().map(|class| class.pinned_bytes).sum();
-            let bytes = row.resident_bytes().saturating_sub(pinned);
-            DeviceBytes { device: row.device, uuid: row.uuid, bytes }
-        })
-        .collect()
+    fn by_device(&self, bytes: BTreeMap<DeviceOrdinal, u64>) -> Vec<DeviceBytes> {
+        let named = |(device, bytes)| DeviceBytes { device, uuid: self.pool.uuid(device), bytes };
+        bytes.into_iter().map(named).collect()
     }
 
     /// What the driver says of the devices of `bytes` now. Makes their contexts current on this thread.
@@ -248,6 +268,10 @@ impl<D: Driver> Member<D> {
 
     /// Says what stays on the devices, now that all members have released.
     fn verify(&self) -> Result<PhaseReport, Failure> {
+        let selection = self.selection();
+        if let Selection::Tagged(..) = selection {
+            return Ok(self.verify_tags(&selection));
+        }
         self.expect(MemberState::Paused)?;
         let pool = self.pool.report();
         let mut report = PhaseReport::default();
@@ -268,9 +292,20 @@ impl<D: Driver> Member<D> {
                 ));
             }
         }
-        report.devices = self.deltas(&self.resident_by_device());
+        report.devices = self.deltas(&self.by_device(self.pool.resident_bytes(&selection)));
         report.notes.extend(self.lost_imports());
         Ok(report)
+    }
+
+    /// As [`Member::verify`], of a process that runs on. New memory of the tags may be there already.
+    fn verify_tags(&self, selection: &Selection) -> PhaseReport {
+        let away = self.by_device(self.pool.vacated_bytes(selection));
+        let notes = self.pool.pinned_bytes(selection).into_iter().map(|(device, bytes)| {
+            format!(
+                "{device}: {bytes} bytes of these tags stay: see what `sublet stats` says of them"
+            )
+        });
+        PhaseReport { notes: notes.collect(), devices: self.deltas(&away), ..Default::default() }
     }
 
     pub(super) fn abort_pause(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
@@ -316,11 +351,12 @@ impl<D: Driver> Member<D> {
             (Err(failure), Progress::Ready) => {
                 // A peer went on to release, or is gone. Our contents are on the host: go on as well, and
                 // stand paused, so that nothing is lost and a resume can be tried.
-                self.pool.drop_imports().map_err(|error| pool_failure(&error))?;
-                self.release_and_stand_paused()?;
+                let dropped = self.pool.drop_imports(&self.selection());
+                dropped.map_err(|error| pool_failure(&error))?;
+                self.release_and_stand()?;
                 Err(Failure {
                     kind: failure.kind,
-                    message: format!("{failure}; the process stands paused instead, contents kept"),
+                    message: format!("{failure}; its memory is paused instead, contents kept"),
                 })
             }
             (Err(failure), Progress::Untouched | Progress::Moving) => {
@@ -337,44 +373,71 @@ impl<D: Driver> Member<D> {
     }
 
     fn take_back(&self, deadline: Instant) -> Result<StepLog, Failure> {
-        let mut log = self.pool.remount_own().map_err(|error| pool_failure(&error))?;
+        let remounted = self.pool.remount_own(&self.selection());
+        let mut log = remounted.map_err(|error| pool_failure(&error))?;
         let imports = self.import_from_peers(deadline)?;
         log.steps.extend(imports.steps);
         log.driver_calls += imports.driver_calls;
         Ok(log)
     }
 
-    fn create_own(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
-        self.expect(MemberState::Paused)?;
+    fn create_own(&self, scope: &Scope, deadline: Instant) -> Result<PhaseReport, Failure> {
+        let state = self.state();
+        let selection = self.resumed_selection(scope, state);
+        let begun = match selection {
+            Selection::SetAside(..) => {
+                self.expect(MemberState::Active)?;
+                Event::TagResumeBegun
+            }
+            Selection::Whole | Selection::Staged(_) | Selection::Tagged(..) => {
+                self.expect(MemberState::Paused)?;
+                Event::ResumeBegun
+            }
+        };
         let called_off = || self.calling_off.is_raised();
-        self.gate.shut(deadline, called_off).map_err(|inside| {
-            self.gate.set_vacated();
-            self.still_inside(&inside)
-        })?;
-        self.transition(Event::ResumeBegun)?;
+        // On failure it leaves the gate as it was.
+        let shut = self.gate.shut(deadline, called_off);
+        shut.map_err(|inside| self.still_inside(&inside))?;
+        self.transition(begun)?;
         {
             let mut standing = self.standing();
+            standing.selection = selection.clone();
             standing.progress = Progress::Moving;
             standing.last_resume.clear();
         }
-        match self.pool.create_own() {
+        let taken = self.by_device(self.pool.vacated_bytes(&selection));
+        match self.pool.create_own(&selection) {
             Ok(log) => {
-                let taken = self.resident_by_device();
                 let devices = self.deltas(&taken);
                 Ok(PhaseReport { devices, ..report(log) })
             }
             Err(error) => {
-                // Nothing was taken; stand paused again, so that the same resume can be tried later.
-                self.transition(Event::ResumeUndone)?;
-                self.gate.set_vacated();
+                // Nothing was taken; stand as before, so that the same resume can be tried later.
+                self.stand_as_before_resume()?;
                 Err(pool_failure(&error))
             }
         }
     }
 
+    /// A resume is undone in the pool: the process is as it was before.
+    fn stand_as_before_resume(&self) -> Result<(), Failure> {
+        match self.selection() {
+            Selection::SetAside(..) => {
+                self.transition(Event::TagResumeUndone)?;
+                self.gate.open();
+            }
+            Selection::Whole | Selection::Staged(_) | Selection::Tagged(..) => {
+                self.transition(Event::ResumeUndone)?;
+                self.gate.set_vacated();
+            }
+        }
+        Ok(())
+    }
+
     fn restore(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Restoring)?;
-        Ok(report(self.pool.restore_own().map_err(|error| pool_failure(&error))?))
+        let restored = self.pool.restore_own(&self.selection());
+        Ok(report(restored.map_err(|error| pool_failure(&error))?))
     }
 
     fn import(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
@@ -394,9 +457,12 @@ impl<D: Driver> Member<D> {
 
     fn import_from_peers(&self, deadline: Instant) -> Result<StepLog, Failure> {
         let begin = Instant::now();
-        let descriptors = self.fetch_imports(deadline).map_err(|error| import_failure(&error))?;
+        let selection = self.selection();
+        let fetched = self.fetch_imports(&selection, deadline);
+        let descriptors = fetched.map_err(|error| import_failure(&error))?;
         let fetch_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
-        let mut log = self.pool.import_again(descriptors).map_err(|error| pool_failure(&error))?;
+        let imported = self.pool.import_again(&selection, descriptors);
+        let mut log = imported.map_err(|error| pool_failure(&error))?;
         log.steps.insert(0, vmm_pool::Step { name: "fetch descriptors", elapsed_us: fetch_us });
         Ok(log)
     }
@@ -405,7 +471,12 @@ impl<D: Driver> Member<D> {
         self.expect(MemberState::Restoring)?;
         let spare = self.pool.commit_resume();
         self.transition(Event::Resumed)?;
-        self.standing().resumes += 1;
+        {
+            let mut standing = self.standing();
+            if !matches!(standing.selection, Selection::SetAside(..)) {
+                standing.resumes += 1;
+            }
+        }
         self.changed.notify_all();
         self.gate.open();
         self.cut.release();
@@ -426,32 +497,28 @@ impl<D: Driver> Member<D> {
         drop(spare);
     }
 
-    pub(super) fn abort_resume(&self) -> Result<PhaseReport, Failure> {
+    pub(super) fn abort_resume(&self, scope: &Scope) -> Result<PhaseReport, Failure> {
         match self.state() {
             MemberState::Restoring => {}
-            MemberState::Active => return Ok(PhaseReport::default()),
-            MemberState::Paused => return Ok(self.needs()),
+            state @ (MemberState::Active | MemberState::Paused) => {
+                return Ok(self.needs(&self.resumed_selection(scope, state)));
+            }
             MemberState::Faulted => return Err(faulted()),
             state @ MemberState::Offloading => {
                 return Err(wrong_state(format!("a resume cannot be undone while {state:?}")));
             }
         }
-        let mut log = self.pool.drop_imports().map_err(|error| pool_failure(&error))?;
-        let own = self.pool.release_own().map_err(|error| pool_failure(&error))?;
+        let selection = self.selection();
+        let mut log = self.pool.drop_imports(&selection).map_err(|error| pool_failure(&error))?;
+        let own = self.pool.release_own(&selection).map_err(|error| pool_failure(&error))?;
         log.steps.extend(own.steps);
-        self.transition(Event::ResumeUndone)?;
-        self.gate.set_vacated();
-        Ok(PhaseReport { devices: self.needs().devices, ..report(log) })
+        self.stand_as_before_resume()?;
+        Ok(PhaseReport { devices: self.needs(&selection).devices, ..report(log) })
     }
 
-    /// While paused: what a resume needs on each device, and what is free there.
-    fn needs(&self) -> PhaseReport {
-        let devices = self.pool.report().devices.into_iter();
-        let vacated = devices.map(|row| {
-            let bytes = row.own_bytes().saturating_sub(row.resident_bytes());
-            DeviceBytes { device: row.device, uuid: row.uuid, bytes }
-        });
-        let vacated: Vec<_> = vacated.filter(|row| row.bytes > 0).collect();
+    /// What a resume of `selection` needs on each device, and what is free there.
+    fn needs(&self, selection: &Selection) -> PhaseReport {
+        let vacated = self.by_device(self.pool.vacated_bytes(selection));
         PhaseReport { devices: self.deltas(&vacated), ..PhaseReport::default() }
     }
 }

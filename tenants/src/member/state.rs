@@ -17,6 +17,12 @@ pub enum Event {
     ResumeUndone,
     /// Everything is back.
     Resumed,
+    /// The memory of some tags has been given back, and the process goes on.
+    TagsReleased,
+    /// The gate was shut to bring back the memory of some tags.
+    TagResumeBegun,
+    /// That was undone, and the process goes on without.
+    TagResumeUndone,
     /// Something cannot be had back.
     Lost,
 }
@@ -39,9 +45,10 @@ pub fn next(state: MemberState, event: Event) -> Result<MemberState, InvalidTran
     use MemberState::{Active, Faulted, Offloading, Paused, Restoring};
     match (state, event) {
         (Active, Event::PauseBegun) => Ok(Offloading),
-        (Offloading, Event::PauseUndone) | (Restoring, Event::Resumed) => Ok(Active),
+        (Offloading, Event::PauseUndone | Event::TagsReleased)
+        | (Restoring, Event::Resumed | Event::TagResumeUndone) => Ok(Active),
         (Offloading, Event::Released) | (Restoring, Event::ResumeUndone) => Ok(Paused),
-        (Paused, Event::ResumeBegun) => Ok(Restoring),
+        (Paused, Event::ResumeBegun) | (Active, Event::TagResumeBegun) => Ok(Restoring),
         (_, Event::Lost) => Ok(Faulted),
         (
             Active | Offloading | Paused | Restoring | Faulted,
@@ -50,7 +57,10 @@ pub fn next(state: MemberState, event: Event) -> Result<MemberState, InvalidTran
             | Event::Released
             | Event::ResumeBegun
             | Event::ResumeUndone
-            | Event::Resumed,
+            | Event::Resumed
+            | Event::TagsReleased
+            | Event::TagResumeBegun
+            | Event::TagResumeUndone,
         ) => Err(InvalidTransition { state, event }),
     }
 }
@@ -69,6 +79,9 @@ mod tests {
             Event::ResumeBegun,
             Event::ResumeUndone,
             Event::Resumed,
+            Event::TagsReleased,
+            Event::TagResumeBegun,
+            Event::TagResumeUndone,
         ];
         let allowed = [
             (Active, Event::PauseBegun, Offloading),
@@ -77,6 +90,9 @@ mod tests {
             (Paused, Event::ResumeBegun, Restoring),
             (Restoring, Event::ResumeUndone, Paused),
             (Restoring, Event::Resumed, Active),
+            (Offloading, Event::TagsReleased, Active),
+            (Active, Event::TagResumeBegun, Restoring),
+            (Restoring, Event::TagResumeUndone, Active),
         ];
         for state in [Active, Offloading, Paused, Restoring, Faulted] {
             for event in events {

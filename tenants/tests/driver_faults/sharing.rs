@@ -64,7 +64,7 @@ fn share_and_let_go(stage: &Stage) {
     let made = again(|| Ok(owner.pool().create(UNIT, &prop, kept())?)).raw();
     let ticket = again(|| owner.issue_ticket(made));
     let ticket = Ticket::read(ticket.as_fd()).expect("readable").expect("a ticket");
-    let imported = again(|| importer.redeem_ticket(&ticket, kept())).raw();
+    let imported = again(|| importer.redeem_ticket(&ticket, "test")).raw();
     let mut places = Vec::new();
     for (member, handle, device) in
         [(owner, made, device_of(0)), (importer, imported, device_of(1))]

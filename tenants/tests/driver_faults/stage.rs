@@ -72,6 +72,7 @@ pub(crate) fn config(run_dir: &RunDir) -> MemberConfig {
         version: "0.1.0".to_owned(),
         host_limits: Vec::new,
         own_contexts: Vec::new,
+        unused: Vec::new,
         toucher_threads: 1,
     }
 }
@@ -131,7 +132,7 @@ impl Stage {
         write(&member, device, places[0], seed);
         let fd = member.issue_ticket(shared).expect("a ticket");
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let imported = importer.redeem_ticket(&ticket, class(Contents::Keep)).expect("import");
+        let imported = importer.redeem_ticket(&ticket, "test").expect("import");
         for place in places {
             self.spot(index, device, place, seed);
             let there = map(&importer, imported.raw(), 2 * UNIT, elsewhere);
@@ -268,7 +269,7 @@ impl Stage {
         let importer = &self.members[1];
         let (fd, seed) = &self.ticket;
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let handle = importer.redeem_ticket(&ticket, class(Contents::Keep)).expect("redeemed");
+        let handle = importer.redeem_ticket(&ticket, "test").expect("redeemed");
         let range = map(importer, handle.raw(), UNIT, device_of(1));
         assert!(holds(importer, device_of(1), range, *seed), "the memory behind the ticket");
     }
@@ -325,7 +326,7 @@ fn open_block(
         owner_socket: owner.socket_path().to_owned(),
         tenant: tenant(),
     };
-    let handle = importer.redeem_ticket(&ticket, class(Contents::Keep)).expect("import").raw();
+    let handle = importer.redeem_ticket(&ticket, "test").expect("import").raw();
     let opened = importer.pool().block_open(handle, asked_bytes, accessor).expect("open");
     VaRange::new(opened, UNIT)
 }

@@ -11,6 +11,7 @@ use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
 use tenants::coordinator::{Coordinator, Options, Outcome};
 use tenants::identity::MemberId;
 use tenants::member::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, STALL_MAX};
+use tenants::scope::Scope;
 use tenants::transport::frame::{HEADER_BYTES, Header, decode, encode};
 use tenants::transport::{Connection, Limits, REQUEST_BYTES_MAX, poll_until};
 use tenants::wire::{
@@ -89,7 +90,8 @@ fn a_client_of_a_newer_version_is_told_ours() {
 fn a_request_cut_short_anywhere_is_dropped() {
     let stage = Stage::new();
     let member = stage.member("train");
-    let request = Request::Phase { phase: Phase::CloseGate, round: 1, timeout_ms: 1000 };
+    let request =
+        Request::Phase { phase: Phase::CloseGate, round: 1, scope: Scope::Whole, timeout_ms: 1000 };
     let frame = encode(&request, 0).unwrap();
     for length in 0..frame.len() {
         let mut client = stream(&member);
@@ -236,7 +238,7 @@ fn phases_that_come_twice_late_or_out_of_order_change_nothing() {
     let stage = Stage::new();
     let member = stage.member("train");
     let mut client = connect(&member);
-    let phase = |phase| Request::Phase { phase, round: 1, timeout_ms: 5000 };
+    let phase = |phase| Request::Phase { phase, round: 1, scope: Scope::Whole, timeout_ms: 5000 };
     let out_of_order = [
         Phase::Drain,
         Phase::SaveAndDropImports,
@@ -287,7 +289,7 @@ fn memory_is_handed_to_members_of_the_tenant_and_in_numbers_within_the_limit() {
     assert_eq!(failure_of(ask(&mut client, &many)).0, FailureKind::Unknown);
     let most = fetch(vec![ticket.allocation; FDS_PER_MESSAGE_MAX], peer.id());
     let (reply, fds) = client.call(&most, FDS_PER_MESSAGE_MAX, soon()).unwrap();
-    assert_eq!(reply, Reply::Fds { count: 250 });
+    assert_eq!(reply, Reply::Fds { count: 250, tags: vec![String::new(); 250] });
     assert_eq!(fds.len(), FDS_PER_MESSAGE_MAX);
     // Whoever did not ask for descriptors gets none, though they were sent.
     let one = encode(&fetch(vec![ticket.allocation], peer.id()), 0).unwrap();

@@ -55,6 +55,7 @@ impl Stage {
             version: "0.1.0".to_owned(),
             host_limits: Vec::new,
             own_contexts: Vec::new,
+            unused: Vec::new,
             toucher_threads: 1,
         };
         let driver = SimDriver::new(self.node.clone(), SimOptions::default());

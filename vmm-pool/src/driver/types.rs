@@ -8,6 +8,8 @@ use std::fmt;
 use std::mem::{offset_of, size_of};
 
 use cudarc::driver::sys;
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 /// A GPU, by the ordinal that this process knows it by.
@@ -59,6 +61,11 @@ impl VaRange {
     /// Does `self` hold the whole of `inner`? An empty `inner` is held when its start lies inside.
     pub fn contains(self, inner: VaRange) -> bool {
         self.start <= inner.start && inner.end() <= self.end()
+    }
+
+    /// The part of it that begins and ends at these offsets.
+    pub(crate) fn part(self, part: &Range<u64>) -> Self {
+        Self::new(DeviceAddress(self.start.0 + part.start), part.end - part.start)
     }
 
     /// Does `self` hold the byte at `address`?

@@ -20,6 +20,7 @@ pub(crate) mod strays;
 pub(crate) mod tables;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use sharing::{Export, ImportSource, LostImports};
@@ -34,6 +35,7 @@ use crate::driver::{
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
 use crate::staging::HostArena;
+use crate::vacate::Selection;
 use crate::{AllocationId, VirtualHandle};
 
 /// Device memory of one process, over one driver. Shared by all threads; no method blocks except on the
@@ -116,6 +118,8 @@ impl<D: Driver> Pool<D> {
             pinned: None,
             is_orphan: false,
             saved: None,
+            unused: Vec::new(),
+            set_aside: false,
             block_size_bytes: None,
         }))
     }
@@ -306,11 +310,21 @@ impl<D: Driver> Pool<D> {
         if starts.is_empty() {
             return Err(PoolError::NotOurs);
         }
-        self.driver.set_access(range, access).about(
-            || format!("access to {}", range.start),
-            range.size_bytes,
-            None,
-        )?;
+        let (all_present, present) = {
+            let tables = self.tables();
+            let found = starts.iter().filter_map(|start| tables.mappings.get(start));
+            let present: Vec<VaRange> =
+                found.filter(|mapping| mapping.is_present()).map(|m| m.range).collect();
+            (present.len() == starts.len(), present)
+        };
+        // What is set aside gets its rights when it comes back.
+        for part in if all_present { vec![range] } else { present } {
+            self.driver.set_access(part, access).about(
+                || format!("access to {}", part.start),
+                part.size_bytes,
+                None,
+            )?;
+        }
         let mut tables = self.tables();
         for start in starts {
             if let Some(mapping) = tables.mappings.get_mut(&start) {
@@ -438,21 +452,112 @@ impl<D: Driver> Pool<D> {
         }
     }
 
-    /// Bytes that a pause must save, by the policies in force.
-    pub fn kept_bytes(&self) -> u64 {
+    /// Own memory of `selection` that is on its device and would leave in a pause, in bytes.
+    pub fn resident_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
+        self.own_bytes(|found| found.raw.is_some() && found.is_vacatable() && selection.has(found))
+    }
+
+    /// Own memory of `selection` that a pause must leave in place, in bytes.
+    pub fn pinned_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
+        self.own_bytes(|found| found.pinned.is_some() && selection.has(found))
+    }
+
+    /// Own memory of `selection` that is not on its device now, in bytes.
+    pub fn vacated_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
+        self.own_bytes(|found| found.raw.is_none() && selection.has(found))
+    }
+
+    fn own_bytes(&self, choose: impl Fn(&Allocation) -> bool) -> BTreeMap<DeviceOrdinal, u64> {
+        let mut bytes = BTreeMap::new();
+        for (_, found) in &self.tables().allocations {
+            if let (true, Some(device)) = (found.is_own() && choose(found), found.device()) {
+                *bytes.entry(device).or_insert(0) += found.size_bytes;
+            }
+        }
+        bytes
+    }
+
+    /// Own memory by tag: on the devices, and away, in bytes. Memory without a tag is left out.
+    pub fn tag_bytes(&self) -> BTreeMap<String, (u64, u64)> {
+        let mut bytes: BTreeMap<String, (u64, u64)> = BTreeMap::new();
+        for (_, found) in &self.tables().allocations {
+            if !found.is_own() || found.class.tag.is_empty() {
+                continue;
+            }
+            let row = bytes.entry(found.class.tag.clone()).or_default();
+            match found.raw {
+                Some(_) => row.0 += found.size_bytes,
+                None => row.1 += found.size_bytes,
+            }
+        }
+        bytes
+    }
+
+    /// The tag of an allocation; empty when it has none, or is gone.
+    pub fn tag_of(&self, id: AllocationId) -> String {
         let tables = self.tables();
-        tables
-            .allocations
-            .iter()
-            .filter(|(_, found)| is_saved(found))
-            .map(|(_, a)| a.size_bytes)
-            .sum()
+        let found = tables.by_id.get(&id).and_then(|&key| tables.allocations.get(key));
+        found.map(|found| found.class.tag.clone()).unwrap_or_default()
+    }
+
+    /// Does another process hold memory of `selection` that this one owns, or a ticket for it?
+    pub fn is_shared(&self, selection: &Selection) -> bool {
+        self.tables().allocations.iter().any(|(_, found)| {
+            let shared = !found.importers.is_empty() || found.tickets_open > 0;
+            found.is_own() && shared && selection.has(found)
+        })
+    }
+
+    /// Parts of own memory whose contents nobody needs: unless the process touches them first, the next pause
+    /// gives them up without saving. Marks of before are void. Ranges of other memory are passed over.
+    pub fn mark_unused(&self, ranges: &[VaRange]) {
+        let mut tables = self.tables();
+        let tables = &mut *tables;
+        for (_, found) in &mut tables.allocations {
+            if found.raw.is_some() {
+                found.unused.clear();
+            }
+        }
+        for range in ranges {
+            let inside = tables.mappings.range(..range.end().0).rev();
+            let overlapping = inside.take_while(|(_, mapping)| range.start < mapping.range.end());
+            for (&start, mapping) in overlapping {
+                let begin = range.start.0.max(start) - start;
+                let end = range.end().0.min(mapping.range.end().0) - start;
+                let found = &mut tables.allocations[mapping.allocation];
+                // Memory that is mapped twice may be in use under its other address.
+                if found.is_own() && found.raw.is_some() && found.mappings.len() == 1 {
+                    found.unused.push(begin..end);
+                }
+            }
+        }
+        for (_, found) in &mut tables.allocations {
+            found.unused = merged(std::mem::take(&mut found.unused));
+        }
     }
 }
 
-/// Must a pause copy this allocation's contents?
+/// Must a pause copy contents of this allocation?
 pub(crate) fn is_saved(allocation: &Allocation) -> bool {
-    allocation.is_own() && allocation.is_vacatable() && allocation.class.contents == Contents::Keep
+    let is_wholly_unused = allocation.unused.first() == Some(&(0..allocation.size_bytes));
+    allocation.is_own()
+        && allocation.is_vacatable()
+        && allocation.class.contents == Contents::Keep
+        && !is_wholly_unused
+}
+
+/// The same bytes as ranges in order, none empty, none touching another.
+fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    ranges.retain(|range| range.start < range.end);
+    ranges.sort_by_key(|range| range.start);
+    let mut merged: Vec<Range<u64>> = Vec::new();
+    for range in ranges {
+        match merged.last_mut() {
+            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+            _ => merged.push(range),
+        }
+    }
+    merged
 }
 
 /// No owner counts such memory any more.

@@ -306,6 +306,8 @@ impl<D: Driver> Pool<D> {
             pinned: None,
             is_orphan: false,
             saved: None,
+            unused: Vec::new(),
+            set_aside: false,
             block_size_bytes: None,
         });
         Ok(handle)

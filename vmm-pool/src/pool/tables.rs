@@ -7,6 +7,7 @@
 //! 4. `raw` is `Some` exactly while the allocation is resident.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 
 use slab::Slab;
@@ -71,6 +72,11 @@ pub(crate) struct Allocation {
     pub(crate) is_orphan: bool,
     /// Where its contents are while it is not resident.
     pub(crate) saved: Option<Saved>,
+    /// Parts, by offset, whose contents the next pause need not save ([`super::Pool::mark_unused`]). In order,
+    /// none empty, none touching another.
+    pub(crate) unused: Vec<Range<u64>>,
+    /// Given up by a pause by tag; whoever owns it runs on without it.
+    pub(crate) set_aside: bool,
     /// For memory made by [`super::Pool::block_allocate`]: the size that the caller asked for.
     pub(crate) block_size_bytes: Option<u64>,
 }

@@ -3,18 +3,37 @@
 #![expect(unsafe_code, reason = "unmaps and releases through the driver")]
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
-use super::{StepLog, present_mappings};
+use super::layout::Layout;
+use super::{Selection, StepLog, present_mappings};
 use crate::driver::{DeviceOrdinal, Driver, PinnedFor, RawHandle, VaRange};
 use crate::error::{Describe, PoolResult};
+use crate::pool::Pool;
 use crate::pool::strays::StrayHandle;
 use crate::pool::tables::{Allocation, Presence};
-use crate::pool::{Pool, is_saved};
 use crate::staging::{CopyStreams, HostBudget, HostDemand, Saved};
 
 /// Bytes copied between two looks at a stream. At 55 GB/s that is 5 ms, in which the driver unmaps some
 /// 200 blocks: copying and unmapping keep each other busy.
 const GROUP_BYTES: u64 = 256 << 20;
+
+/// Smallest unused part that is worth leaving out: below, a copy more costs as much as the bytes.
+const UNUSED_BYTES_MIN: u64 = 1 << 20;
+
+/// The parts of an allocation whose contents are saved and put back, by offset.
+pub(super) fn copied_parts(allocation: &Allocation) -> Vec<Range<u64>> {
+    let mut parts = Vec::new();
+    let mut begin = 0;
+    for unused in allocation.unused.iter().filter(|part| part.end - part.start >= UNUSED_BYTES_MIN)
+    {
+        parts.push(begin..unused.start);
+        begin = unused.end;
+    }
+    parts.push(begin..allocation.size_bytes);
+    parts.retain(|part| part.start < part.end);
+    parts
+}
 
 #[derive(Debug)]
 struct Item {
@@ -22,6 +41,8 @@ struct Item {
     /// Where the device reads it: one of its own mappings, or a view made for the copy.
     source: VaRange,
     saved: Saved,
+    /// Parts of `source` that are copied, by offset.
+    parts: Vec<Range<u64>>,
     view: bool,
 }
 
@@ -32,8 +53,17 @@ impl Item {
     }
 }
 
-/// An allocation to save: key, device, size, a range that its device can read, and its handle.
-type Wanted = (usize, DeviceOrdinal, u64, Option<VaRange>, Option<RawHandle>);
+/// An allocation to save.
+struct Wanted {
+    key: usize,
+    device: DeviceOrdinal,
+    size_bytes: u64,
+    saved: Saved,
+    parts: Vec<Range<u64>>,
+    /// A range that its device can read.
+    readable: Option<VaRange>,
+    raw: Option<RawHandle>,
+}
 
 /// Neighbours on one device that are copied together.
 #[derive(Debug)]
@@ -55,14 +85,19 @@ impl<D: Driver> Pool<D> {
     /// # Driver calls
     /// `cuMemcpyDtoHAsync` and `cuStreamSynchronize` in groups; between them `cuMemUnmap` and
     /// `cuMemRelease` of imports, then `cuMemUnmap` of what has been copied.
-    pub fn save_and_drop_imports(&self, budget: HostBudget) -> PoolResult<StepLog> {
+    pub fn save_and_drop_imports(
+        &self,
+        selection: &Selection,
+        budget: HostBudget,
+    ) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.settle()?;
         let mut arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        arena.check_budget(self.kept_bytes(), budget)?;
+        let layout = Layout::of(&self.tables(), selection);
+        arena.check_budget(layout.end_bytes, budget)?;
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
         let planned = log.timed("plan", |log| {
-            let groups = self.plan_groups(log)?;
+            let groups = self.plan_groups(log, &layout)?;
             for group in &groups {
                 if let std::collections::btree_map::Entry::Vacant(e) = streams.entry(group.device) {
                     e.insert(CopyStreams::open(self, group.device)?);
@@ -71,8 +106,8 @@ impl<D: Driver> Pool<D> {
             Ok(groups)
         });
         let outcome = planned.and_then(|groups| {
-            arena.begin_growth(self.kept_bytes());
-            let outcome = self.run_groups(&mut log, &mut arena, &mut streams, &groups);
+            arena.begin_growth(layout.end_bytes);
+            let outcome = self.run_groups(&mut log, selection, &mut arena, &mut streams, &groups);
             arena.end_growth();
             outcome.map(|()| groups)
         });
@@ -88,13 +123,15 @@ impl<D: Driver> Pool<D> {
             }
         }
         let groups = outcome?;
-        log.bytes = groups.iter().flat_map(|group| &group.items).map(|i| i.source.size_bytes).sum();
+        let parts = groups.iter().flat_map(|group| &group.items).flat_map(|item| &item.parts);
+        log.bytes = parts.map(|part| part.end - part.start).sum();
         Ok(log)
     }
 
     fn run_groups(
         &self,
         log: &mut StepLog,
+        selection: &Selection,
         arena: &mut crate::staging::HostArena<D>,
         streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
         groups: &[Group],
@@ -116,15 +153,18 @@ impl<D: Driver> Pool<D> {
             arena.grow_to(log, end_bytes, contexts)?;
             log.timed("queue copies", |log| {
                 for item in &group.items {
-                    log.call();
-                    // SAFETY: the source stays mapped until its group is retired below, after its
-                    // stream is done; the arena's place is this item's alone.
-                    unsafe { arena.save(item.source, item.saved, stream) }?;
+                    for part in &item.parts {
+                        log.call();
+                        let (source, saved) = (item.source.part(part), item.saved.part(part));
+                        // SAFETY: the source stays mapped until its group is retired below, after its
+                        // stream is done; the arena's place is this item's alone.
+                        unsafe { arena.save(source, saved, stream) }?;
+                    }
                 }
                 Ok(())
             })?;
             if !imports_dropped {
-                log.timed("drop imports", |log| self.drop_imports_into(log))?;
+                log.timed("drop imports", |log| self.drop_imports_into(log, selection))?;
                 imports_dropped = true;
             }
             if let Some(done) = done {
@@ -132,7 +172,7 @@ impl<D: Driver> Pool<D> {
             }
         }
         if !imports_dropped {
-            log.timed("drop imports", |log| self.drop_imports_into(log))?;
+            log.timed("drop imports", |log| self.drop_imports_into(log, selection))?;
         }
         for (device, flying) in in_flight {
             if let Some(copies) = streams.get(&device) {
@@ -172,12 +212,13 @@ impl<D: Driver> Pool<D> {
         Ok(())
     }
 
-    /// Lays all that must be saved out in the arena, neighbours of one device in groups, devices in turn.
-    fn plan_groups(&self, log: &mut StepLog) -> PoolResult<Vec<Group>> {
+    /// All that `layout` has a place for, neighbours of one device in groups, devices in turn.
+    fn plan_groups(&self, log: &mut StepLog, layout: &Layout) -> PoolResult<Vec<Group>> {
         let wanted: Vec<Wanted> = {
             let tables = self.tables();
-            let kept = tables.allocations.iter().filter(|(_, found)| is_saved(found));
-            kept.filter_map(|(key, found)| {
+            let kept = layout.places.iter();
+            kept.filter_map(|&(key, offset_bytes)| {
+                let found = tables.allocations.get(key)?;
                 let device = found.device()?;
                 let readable = found.mappings.iter().filter_map(|start| {
                     let mapping = tables.mappings.get(start)?;
@@ -185,20 +226,26 @@ impl<D: Driver> Pool<D> {
                     let readable = mapping.presence == Presence::Whole && rights != 0;
                     readable.then_some(mapping.range)
                 });
-                Some((key, device, found.size_bytes, readable.into_iter().next(), found.raw))
+                Some(Wanted {
+                    key,
+                    device,
+                    size_bytes: found.size_bytes,
+                    saved: Saved { offset_bytes },
+                    parts: copied_parts(found),
+                    readable: readable.into_iter().next(),
+                    raw: found.raw,
+                })
             })
             .collect()
         };
-        let mut offset_bytes = 0;
         let mut by_device: BTreeMap<DeviceOrdinal, Vec<Group>> = BTreeMap::new();
-        for (key, device, size_bytes, readable, raw) in wanted {
+        for Wanted { key, device, size_bytes, saved, parts, readable, raw } in wanted {
             let (source, view) = match (readable, raw) {
                 (Some(range), _) => (range, false),
                 (None, Some(raw)) => (self.make_view(log, raw, size_bytes, device)?, true),
                 (None, None) => continue,
             };
-            let item = Item { key, source, saved: Saved { offset_bytes }, view };
-            offset_bytes += size_bytes;
+            let item = Item { key, source, saved, parts, view };
             let groups = by_device.entry(device).or_default();
             let last_bytes: u64 = groups
                 .last()
@@ -216,24 +263,25 @@ impl<D: Driver> Pool<D> {
         Ok(groups)
     }
 
-    /// Unmaps and releases everything imported from other processes of the tenant.
+    /// Unmaps and releases what `selection` has of all that was imported from other processes of the tenant.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`] for the first that failed; the others are dropped all the same.
     ///
     /// # Driver calls
     /// `cuMemUnmap`, `cuMemRelease`.
-    pub fn drop_imports(&self) -> PoolResult<StepLog> {
+    pub fn drop_imports(&self, selection: &Selection) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.settle()?;
-        log.timed("drop imports", |log| self.drop_imports_into(log))?;
+        log.timed("drop imports", |log| self.drop_imports_into(log, selection))?;
         Ok(log)
     }
 
-    fn drop_imports_into(&self, log: &mut StepLog) -> PoolResult<()> {
-        // The last reference to a dead process's memory is kept as long as there is a way back.
-        let given_up =
-            |found: &Allocation| !found.is_own() && found.is_vacatable() && !found.is_orphan;
+    fn drop_imports_into(&self, log: &mut StepLog, selection: &Selection) -> PoolResult<()> {
+        let given_up = |found: &Allocation| {
+            // The last reference to a dead process's memory is kept as long as there is a way back.
+            !found.is_own() && found.is_vacatable() && !found.is_orphan && selection.has(found)
+        };
         let ranges = present_mappings(&self.tables(), given_up);
         let mut first_error = Ok(());
         for range in ranges {
@@ -244,8 +292,8 @@ impl<D: Driver> Pool<D> {
         first_error
     }
 
-    /// Pause 4, after which there is no way back: unmaps and releases all own memory, and imports whose
-    /// owner has ended. A block that the
+    /// Pause 4, after which there is no way back: unmaps and releases own memory, and imports whose
+    /// owner has ended, as far as `selection` has them. A block that the
     /// driver would not let go stays in the table as resident, and is named in the notes.
     ///
     /// # Errors
@@ -254,14 +302,15 @@ impl<D: Driver> Pool<D> {
     ///
     /// # Driver calls
     /// `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
-    pub fn release_own(&self) -> PoolResult<StepLog> {
+    pub fn release_own(&self, selection: &Selection) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.settle()?;
+        let chosen = |found: &Allocation| found.is_vacatable() && selection.has(found);
         log.timed("unmap own", |log| {
             // None, unless a step before this one failed half-way.
             self.drop_views(log);
             let ranges = present_mappings(&self.tables(), |found| {
-                (found.is_own() || found.is_orphan) && found.is_vacatable()
+                (found.is_own() || found.is_orphan) && chosen(found)
             });
             for range in ranges {
                 if let Err(error) = self.unmount(log, range) {
@@ -273,18 +322,18 @@ impl<D: Driver> Pool<D> {
         log.timed("close exports", |_| {
             let mut tables = self.tables();
             for (_, found) in &mut tables.allocations {
-                if found.is_vacatable() {
+                if chosen(found) {
                     found.exported = None;
                 }
             }
             Ok(())
         })?;
         log.timed("release own", |log| {
-            let handles = self.take_raw_handles(|found| found.is_own() && found.is_vacatable());
+            let handles = self.take_raw_handles(|found| found.is_own() && chosen(found));
             log.bytes = self.release_all(log, handles);
-            let saved = self.kept_bytes();
+            let saved = self.saved_end_bytes();
             self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner).used(saved);
-            let orphans = self.take_raw_handles(|found| found.is_orphan && found.is_vacatable());
+            let orphans = self.take_raw_handles(|found| found.is_orphan && chosen(found));
             self.release_all(log, orphans);
             Ok(())
         })?;
@@ -332,21 +381,49 @@ impl<D: Driver> Pool<D> {
         bytes
     }
 
-    /// The contents on the device are the contents, and host copies are void.
+    /// Where resident memory is concerned, the contents on the device are the contents, and host copies are
+    /// void.
     pub(super) fn forget_saved(&self) {
         for (_, found) in &mut self.tables().allocations {
-            found.saved = None;
+            if found.raw.is_some() {
+                found.saved = None;
+                found.unused.clear();
+            }
         }
     }
 
-    /// Host memory that a pause would take now. Waits for a pause or resume under way.
-    pub fn host_demand(&self) -> HostDemand {
-        let saved_bytes = self.kept_bytes();
+    /// Where the last saved contents end in the arena.
+    fn saved_end_bytes(&self) -> u64 {
+        let tables = self.tables();
+        let ends = tables.allocations.iter().filter_map(|(_, found)| {
+            let saved = found.saved?;
+            Some(saved.offset_bytes + found.size_bytes)
+        });
+        ends.max().unwrap_or(0)
+    }
+
+    /// The process goes on, and what is not resident now it goes on without, until it is brought back by tag.
+    pub fn set_aside(&self) {
+        let mut tables = self.tables();
+        let tables = &mut *tables;
+        for (_, found) in &mut tables.allocations {
+            let mut mappings = found.mappings.iter().filter_map(|start| tables.mappings.get(start));
+            found.set_aside = found.raw.is_none() || mappings.any(|mapping| !mapping.is_present());
+            if found.raw.is_some() {
+                found.unused.clear();
+            }
+        }
+    }
+
+    /// Host memory that a pause of `selection` would take now, with what is saved there already. Waits for a
+    /// pause or resume under way.
+    pub fn host_demand(&self, selection: &Selection) -> HostDemand {
+        let saved_bytes = Layout::of(&self.tables(), selection).end_bytes;
         self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner).demand(saved_bytes)
     }
 
     /// After a pause that came to nothing: gives host memory back that it took, down to what the last
-    /// completed pause used. Nothing may be saved.
+    /// completed pause used.
     ///
     /// # Driver calls
     /// `cuMemHostUnregister`.

@@ -1,4 +1,4 @@
-//! Giving all of a pool's device memory back, and taking it again at the same addresses.
+//! Giving a pool's device memory back, all or by tag, and taking it again at the same addresses.
 //!
 //! The steps run on one thread, with the application's calls excluded by the caller's gate and the
 //! devices drained: "vacate" is safe only then. The order across processes is the caller's business;
@@ -14,12 +14,17 @@
 #![expect(unsafe_code, reason = "unmaps and releases through the driver")]
 
 mod give;
+mod layout;
+mod saved;
+mod selection;
 mod take;
 mod views;
 
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+pub use saved::SavedError;
+pub use selection::{Selection, Tags, Whose};
 use serde::{Deserialize, Serialize};
 
 use crate::AllocationId;

@@ -5,17 +5,18 @@
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
 
-use super::{ImportRequest, StepLog};
+use super::give::copied_parts;
+use super::{ImportRequest, Selection, StepLog};
 use crate::AllocationId;
 use crate::driver::{DeviceOrdinal, Driver, DriverCode};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::pool::Pool;
 use crate::pool::strays::StrayHandle;
-use crate::pool::tables::{Origin, Presence};
+use crate::pool::tables::{Allocation, Origin, Presence};
 use crate::staging::CopyStreams;
 
 impl<D: Driver> Pool<D> {
-    /// Resume 1: creates all own memory that is not resident, or none.
+    /// Resume 1: creates all own memory of `selection` that is not resident, or none.
     ///
     /// # Errors
     /// [`PoolError::OutOfDeviceMemory`] with what is missing; [`PoolError::Driver`]. Either way what was
@@ -23,17 +24,16 @@ impl<D: Driver> Pool<D> {
     ///
     /// # Driver calls
     /// `cuMemGetInfo`, `cuMemCreate`.
-    pub fn create_own(&self) -> PoolResult<StepLog> {
+    pub fn create_own(&self, selection: &Selection) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.settle()?;
         log.timed("create own", |log| {
-            self.check_device_budget(log)?;
+            self.check_device_budget(log, selection)?;
             let wanted: Vec<_> = {
                 let tables = self.tables();
-                let vacated = tables
-                    .allocations
-                    .iter()
-                    .filter(|(_, found)| found.is_own() && found.raw.is_none());
+                let vacated = tables.allocations.iter().filter(|(_, found)| {
+                    found.is_own() && found.raw.is_none() && selection.has(found)
+                });
                 vacated.map(|(key, found)| (key, found.size_bytes, found.prop)).collect()
             };
             let mut created = Vec::new();
@@ -51,7 +51,7 @@ impl<D: Driver> Pool<D> {
                         });
                         self.release_all(log, undo.collect());
                         if let (DriverCode::OUT_OF_MEMORY, Some(device)) = (error.code, device) {
-                            return Err(self.out_of_device_memory(device));
+                            return Err(self.out_of_device_memory(device, selection));
                         }
                         return Err(error).about(
                             || "allocation, again".to_owned(),
@@ -73,18 +73,8 @@ impl<D: Driver> Pool<D> {
         Ok(log)
     }
 
-    fn vacated_bytes(&self) -> BTreeMap<DeviceOrdinal, u64> {
-        let mut bytes = BTreeMap::new();
-        for (_, found) in &self.tables().allocations {
-            if let (true, None, Some(device)) = (found.is_own(), found.raw, found.device()) {
-                *bytes.entry(device).or_insert(0) += found.size_bytes;
-            }
-        }
-        bytes
-    }
-
-    fn check_device_budget(&self, log: &mut StepLog) -> PoolResult<()> {
-        for (device, needed_bytes) in self.vacated_bytes() {
+    fn check_device_budget(&self, log: &mut StepLog, selection: &Selection) -> PoolResult<()> {
+        for (device, needed_bytes) in self.vacated_bytes(selection) {
             let about = || "free memory".to_owned();
             log.driver_calls += 2;
             self.driver.make_current(device).about(about, 0, Some(device))?;
@@ -97,8 +87,8 @@ impl<D: Driver> Pool<D> {
         Ok(())
     }
 
-    fn out_of_device_memory(&self, device: DeviceOrdinal) -> PoolError {
-        let needed_bytes = self.vacated_bytes().get(&device).copied().unwrap_or(0);
+    fn out_of_device_memory(&self, device: DeviceOrdinal, selection: &Selection) -> PoolError {
+        let needed_bytes = self.vacated_bytes(selection).get(&device).copied().unwrap_or(0);
         let info = self.driver.make_current(device).and_then(|()| self.driver.memory_info());
         let free_bytes = info.map_or(0, |info| info.free_bytes);
         PoolError::OutOfDeviceMemory { device, needed_bytes, free_bytes }
@@ -113,13 +103,16 @@ impl<D: Driver> Pool<D> {
     /// # Driver calls
     /// `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` behind each, then
     /// `cuMemExportToShareableHandle`, `cuStreamSynchronize`.
-    pub fn restore_own(&self) -> PoolResult<StepLog> {
+    pub fn restore_own(&self, selection: &Selection) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         let arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
         let keys: Vec<(usize, Option<DeviceOrdinal>)> = {
             let tables = self.tables();
-            let own = tables.allocations.iter().filter(|(_, found)| found.is_own());
+            let own = tables
+                .allocations
+                .iter()
+                .filter(|(_, found)| found.is_own() && found.raw.is_some() && selection.has(found));
             own.map(|(key, found)| (key, found.device())).collect()
         };
         let outcome = log.timed("map and queue copies", |log| {
@@ -135,7 +128,8 @@ impl<D: Driver> Pool<D> {
             }
             Ok(())
         });
-        let outcome = outcome.and_then(|()| log.timed("export", |log| self.export_again(log)));
+        let outcome =
+            outcome.and_then(|()| log.timed("export", |log| self.export_again(log, selection)));
         // Every device is waited for, whatever the others say: nothing may be unmapped under a copy.
         let finished = log.timed("wait for copies", |_| self.wait_for_copies(&streams));
         let outcome = outcome.and(finished);
@@ -152,7 +146,7 @@ impl<D: Driver> Pool<D> {
         copies: &mut CopyStreams<'_, D>,
         key: usize,
     ) -> PoolResult<()> {
-        let (saved, target) = {
+        let (saved, parts, target) = {
             let tables = self.tables();
             let Some(found) = tables.allocations.get(key) else {
                 return Ok(());
@@ -165,10 +159,8 @@ impl<D: Driver> Pool<D> {
                 let rights = mapping.access.get(&found.prop.location).copied().unwrap_or(0);
                 (rights == crate::driver::AccessDesc::READ_WRITE).then_some(mapping.range)
             });
-            (saved, (writable, found.raw, found.size_bytes))
+            (saved, copied_parts(found), (writable, found.raw, found.size_bytes))
         };
-        log.bytes += target.2;
-        log.call();
         let (range, view) = match target {
             (Some(range), _, _) => (range, false),
             (None, Some(raw), size_bytes) => {
@@ -177,9 +169,13 @@ impl<D: Driver> Pool<D> {
             (None, None, _) => return Ok(()),
         };
         let stream = copies.take();
-        // SAFETY: the range is mapped and writable, no application work runs before the gate opens, and
-        // the arena's place is this allocation's alone.
-        unsafe { arena.restore(range, saved, stream) }?;
+        for part in &parts {
+            log.bytes += part.end - part.start;
+            log.call();
+            // SAFETY: the range is mapped and writable, no application work runs before the gate opens, and
+            // the arena's place is this allocation's alone.
+            unsafe { arena.restore(range.part(part), saved.part(part), stream) }?;
+        }
         if view {
             copies.finish_all()?;
             self.drop_view(log, range)?;
@@ -209,22 +205,25 @@ impl<D: Driver> Pool<D> {
     ///
     /// # Driver calls
     /// `cuMemMap`, `cuMemSetAccess`, `cuMemExportToShareableHandle`.
-    pub fn remount_own(&self) -> PoolResult<StepLog> {
+    pub fn remount_own(&self, selection: &Selection) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.settle()?;
         log.timed("map own again", |log| {
             let keys: Vec<usize> = {
                 let tables = self.tables();
-                tables.allocations.iter().filter(|(_, a)| a.is_own()).map(|(key, _)| key).collect()
+                let own = tables.allocations.iter().filter(|(_, found)| {
+                    found.is_own() && found.raw.is_some() && selection.has(found)
+                });
+                own.map(|(key, _)| key).collect()
             };
             keys.into_iter().try_for_each(|key| self.remount_allocation(log, key))
         })?;
-        log.timed("export", |log| self.export_again(log))?;
+        log.timed("export", |log| self.export_again(log, selection))?;
         Ok(log)
     }
 
-    /// Descriptors for all that others imported before, in one batch.
-    fn export_again(&self, log: &mut StepLog) -> PoolResult<()> {
+    /// Descriptors for all of `selection` that others imported before, in one batch.
+    fn export_again(&self, log: &mut StepLog, selection: &Selection) -> PoolResult<()> {
         let wanted: Vec<_> = {
             let mut tables = self.tables();
             let mut wanted = Vec::new();
@@ -232,6 +231,7 @@ impl<D: Driver> Pool<D> {
                 let shared = !found.importers.is_empty() || found.tickets_open > 0;
                 if let (true, true, None, Some(raw)) =
                     (found.is_own(), shared, &found.exported, found.raw)
+                    && selection.has(found)
                 {
                     wanted.push((key, raw, found.size_bytes));
                 }
@@ -255,11 +255,13 @@ impl<D: Driver> Pool<D> {
     }
 
     /// What must be fetched from whom before [`Pool::import_again`], in the table's order.
-    pub fn import_requests(&self) -> Vec<ImportRequest> {
+    pub fn import_requests(&self, selection: &Selection) -> Vec<ImportRequest> {
         let tables = self.tables();
         let mut by_owner: BTreeMap<&[u8], Vec<AllocationId>> = BTreeMap::new();
         for (_, found) in &tables.allocations {
-            if let (Origin::Imported { owner }, None) = (&found.origin, found.raw) {
+            if let (Origin::Imported { owner }, None) = (&found.origin, found.raw)
+                && selection.has(found)
+            {
                 by_owner.entry(owner).or_default().push(found.id);
             }
         }
@@ -277,13 +279,21 @@ impl<D: Driver> Pool<D> {
     ///
     /// # Driver calls
     /// `cuMemImportFromShareableHandle` for all, then `cuMemMap` and `cuMemSetAccess` for all.
-    pub fn import_again(&self, descriptors: HashMap<AllocationId, OwnedFd>) -> PoolResult<StepLog> {
+    pub fn import_again(
+        &self,
+        selection: &Selection,
+        descriptors: HashMap<AllocationId, OwnedFd>,
+    ) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
+        let is_import = |found: &Allocation| {
+            matches!(found.origin, Origin::Imported { .. }) && selection.has(found)
+        };
         let wanted: Vec<_> = {
             let tables = self.tables();
-            let imported = tables.allocations.iter().filter(|(_, found)| {
-                matches!(found.origin, Origin::Imported { .. }) && found.raw.is_none()
-            });
+            let imported = tables
+                .allocations
+                .iter()
+                .filter(|(_, found)| is_import(found) && found.raw.is_none());
             imported.map(|(key, found)| (key, found.id, found.size_bytes)).collect()
         };
         log.timed("import", |log| {
@@ -312,10 +322,7 @@ impl<D: Driver> Pool<D> {
             // Also those that a failed pause had unmapped but not released.
             let imported: Vec<usize> = {
                 let tables = self.tables();
-                let imported = tables
-                    .allocations
-                    .iter()
-                    .filter(|(_, found)| matches!(found.origin, Origin::Imported { .. }));
+                let imported = tables.allocations.iter().filter(|(_, found)| is_import(found));
                 imported.map(|(key, _)| key).collect()
             };
             imported.into_iter().try_for_each(|key| self.remount_allocation(log, key))
@@ -323,12 +330,13 @@ impl<D: Driver> Pool<D> {
         Ok(log)
     }
 
-    /// Resume 4: the contents on the device are the contents, and host copies are void. Returns the
-    /// descriptors that nobody will fetch any more: closing one takes the driver some 45 us, so the
-    /// caller lets the application run on first.
+    /// Resume 4: the contents on the device are the contents, and host copies are void; what is not back is set
+    /// aside. Returns the descriptors that nobody will fetch any more: closing one takes the driver some 45 us,
+    /// so the caller lets the application run on first.
     #[must_use = "closing the descriptors gives back what they hold"]
     pub fn commit_resume(&self) -> Vec<OwnedFd> {
         self.forget_saved();
+        self.set_aside();
         let mut tables = self.tables();
         let mut spare = Vec::new();
         for (_, found) in &mut tables.allocations {

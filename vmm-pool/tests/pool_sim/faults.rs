@@ -8,8 +8,8 @@ use vmm_pool::driver::{
 use vmm_pool::{Contents, PoolError, PoolResult, StepLog};
 
 use crate::stage::{
-    CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, class, create, free_bytes, holds,
-    import_again, kept, map, node, pattern, pool, share, write,
+    CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, free_bytes,
+    holds, import_again, kept, map, node, pattern, pool, share, write,
 };
 
 /// Two processes that share memory in both directions, with one of each kind of mapping.
@@ -99,8 +99,8 @@ impl Pair {
     }
 
     fn pause(&self) -> PoolResult<()> {
-        self.each(|pool| pool.save_and_drop_imports(UNLIMITED))?;
-        self.each(SimPool::release_own)
+        self.each(|pool| pool.save_and_drop_imports(&WHOLE, UNLIMITED))?;
+        self.each(|pool| pool.release_own(&WHOLE))
     }
 
     fn finish_resume(&self) -> PoolResult<()> {
@@ -113,21 +113,21 @@ impl Pair {
     }
 
     fn resume(&self) -> PoolResult<()> {
-        self.each(SimPool::create_own)?;
-        self.each(SimPool::restore_own)?;
+        self.each(|pool| pool.create_own(&WHOLE))?;
+        self.each(|pool| pool.restore_own(&WHOLE))?;
         self.finish_resume()
     }
 
     /// What members do when a step of a pause failed before the first release.
     fn undo_pause(&self) -> PoolResult<()> {
-        self.each(SimPool::remount_own)?;
+        self.each(|pool| pool.remount_own(&WHOLE))?;
         self.finish_resume()
     }
 
     /// What members do when a step of a resume failed.
     fn undo_resume(&self) {
-        self.each(SimPool::drop_imports).expect("imports dropped");
-        self.each(SimPool::release_own).expect("own memory released");
+        self.each(|pool| pool.drop_imports(&WHOLE)).expect("imports dropped");
+        self.each(|pool| pool.release_own(&WHOLE)).expect("own memory released");
     }
 }
 
@@ -186,9 +186,9 @@ fn any_call_of_saving_may_fail_and_the_pause_is_undone() {
     let met = each_fault(|pair, fault| {
         // The other process has saved when this one fails.
         let other = &pair.pools[peer(fault.process)];
-        other.save_and_drop_imports(UNLIMITED).expect("no fault here");
+        other.save_and_drop_imports(&WHOLE, UNLIMITED).expect("no fault here");
         let pool = &pair.pools[fault.process];
-        let outcome = fault.during(pair, || pool.save_and_drop_imports(UNLIMITED));
+        let outcome = fault.during(pair, || pool.save_and_drop_imports(&WHOLE, UNLIMITED));
         pair.undo_pause().unwrap_or_else(|error| panic!("{fault:?}: undo: {error}"));
         pair.assert_intact(&format!("{fault:?} undone"));
         if !fault.is_put_off() {
@@ -235,7 +235,7 @@ fn any_call_of_creating_may_fail_and_nothing_is_taken() {
     let met = each_fault(|pair, fault| {
         pair.pause().expect("pause");
         let pool = &pair.pools[fault.process];
-        let outcome = fault.during(pair, || pool.create_own());
+        let outcome = fault.during(pair, || pool.create_own(&WHOLE));
         let Some(outcome) = outcome else {
             pair.undo_resume();
             pair.resume().expect("resume");
@@ -252,8 +252,8 @@ fn any_call_of_creating_may_fail_and_nothing_is_taken() {
 #[test]
 fn any_call_of_restoring_may_fail_and_the_tenant_stays_paused() {
     let met = each_fault(|pair, fault| {
-        let before = || pair.each(SimPool::create_own).expect("memory");
-        let step = || pair.pools[fault.process].restore_own();
+        let before = || pair.each(|pool| pool.create_own(&WHOLE)).expect("memory");
+        let step = || pair.pools[fault.process].restore_own(&WHOLE);
         resume_with_fault(pair, fault, before, step)
     });
     assert!(met >= 40, "only {met} calls were met");
@@ -263,8 +263,8 @@ fn any_call_of_restoring_may_fail_and_the_tenant_stays_paused() {
 fn any_call_of_importing_may_fail_and_the_tenant_stays_paused() {
     let met = each_fault(|pair, fault| {
         let before = || {
-            pair.each(SimPool::create_own).expect("memory");
-            pair.each(SimPool::restore_own).expect("contents");
+            pair.each(|pool| pool.create_own(&WHOLE)).expect("memory");
+            pair.each(|pool| pool.restore_own(&WHOLE)).expect("contents");
         };
         resume_with_fault(pair, fault, before, || pair.import(fault.process))
     });
@@ -274,9 +274,9 @@ fn any_call_of_importing_may_fail_and_the_tenant_stays_paused() {
 #[test]
 fn any_call_of_mapping_own_memory_again_may_fail_and_be_tried_again() {
     let met = each_fault(|pair, fault| {
-        pair.each(|pool| pool.save_and_drop_imports(UNLIMITED)).expect("saving");
+        pair.each(|pool| pool.save_and_drop_imports(&WHOLE, UNLIMITED)).expect("saving");
         let pool = &pair.pools[fault.process];
-        let outcome = fault.during(pair, || pool.remount_own());
+        let outcome = fault.during(pair, || pool.remount_own(&WHOLE));
         pair.undo_pause().unwrap_or_else(|error| panic!("{fault:?}: second try: {error}"));
         outcome.is_some()
     });
@@ -290,7 +290,7 @@ fn memory_that_runs_out_half_way_is_named_and_given_back() {
     let faults = pair.pools[0].driver().faults();
     for nth in 1..=5 {
         faults.fail(DriverOp::Create, FaultSpan::Nth(nth), DriverCode::OUT_OF_MEMORY);
-        let error = pair.pools[0].create_own().expect_err("it was made to run out");
+        let error = pair.pools[0].create_own(&WHOLE).expect_err("it was made to run out");
         let PoolError::OutOfDeviceMemory { device, needed_bytes, .. } = error else {
             panic!("{error}")
         };
@@ -307,9 +307,9 @@ fn a_mapping_that_the_driver_will_not_undo_is_named_and_stays() {
     let pool = pool(&node());
     let handle = create(&pool, DEVICE, 1, class(Contents::Discard));
     let place = map(&pool, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
-    pool.save_and_drop_imports(UNLIMITED).expect("nothing to save");
+    pool.save_and_drop_imports(&WHOLE, UNLIMITED).expect("nothing to save");
     pool.driver().faults().fail(DriverOp::Unmap, FaultSpan::Nth(1), DriverCode::UNKNOWN);
-    let log = pool.release_own().expect("the others are gone all the same");
+    let log = pool.release_own(&WHOLE).expect("the others are gone all the same");
     assert_eq!(log.notes.len(), 1, "{:?}", log.notes);
     assert!(log.notes[0].contains("stays mapped"), "{:?}", log.notes);
     let row = &pool.report().devices[0];

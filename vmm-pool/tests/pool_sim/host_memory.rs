@@ -4,7 +4,8 @@ use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp};
 
 use crate::stage::{
-    DEVICE, SimPool, UNIT, UNLIMITED, create, holds, kept, map, pattern, pause, pool, resume, write,
+    DEVICE, SimPool, UNIT, UNLIMITED, WHOLE, create, holds, kept, map, pattern, pause, pool,
+    resume, write,
 };
 
 /// Host memory is taken in pieces of this size.
@@ -24,14 +25,14 @@ fn host_memory_of_a_pause_that_failed_goes_back_to_what_the_last_one_used() {
     let faults = pool.driver().faults();
     for op in [DriverOp::HostRegister, DriverOp::CopyToHost, DriverOp::StreamSynchronize] {
         faults.fail(op, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
-        assert!(pool.save_and_drop_imports(UNLIMITED).is_err(), "{op}");
+        assert!(pool.save_and_drop_imports(&WHOLE, UNLIMITED).is_err(), "{op}");
         faults.clear();
         assert_eq!(arena_bytes(&pool), 0, "{op}: nothing was used before");
-        pool.remount_own().expect("mapped again");
+        pool.remount_own(&WHOLE).expect("mapped again");
     }
     // Saved well, and undone for another's sake.
-    pool.save_and_drop_imports(UNLIMITED).expect("saving");
-    pool.remount_own().expect("mapped again");
+    pool.save_and_drop_imports(&WHOLE, UNLIMITED).expect("saving");
+    pool.remount_own(&WHOLE).expect("mapped again");
     drop(pool.commit_resume());
     assert_eq!(arena_bytes(&pool), CHUNK);
     pool.give_back_host_memory();
@@ -41,12 +42,13 @@ fn host_memory_of_a_pause_that_failed_goes_back_to_what_the_last_one_used() {
     resume(&pool);
     assert_eq!(arena_bytes(&pool), CHUNK, "kept for the next pause");
     let more = create(&pool, DEVICE, CHUNK / UNIT, kept());
-    assert_eq!(pool.host_demand().grow_bytes, CHUNK);
+    assert_eq!(pool.host_demand(&WHOLE).grow_bytes, CHUNK);
     faults.fail(DriverOp::HostRegister, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
-    let error = pool.save_and_drop_imports(UNLIMITED).expect_err("the second piece is refused");
+    let error =
+        pool.save_and_drop_imports(&WHOLE, UNLIMITED).expect_err("the second piece is refused");
     assert!(error.to_string().contains("pinning of host memory"), "{error}");
     faults.clear();
-    pool.remount_own().expect("mapped again");
+    pool.remount_own(&WHOLE).expect("mapped again");
     assert_eq!(arena_bytes(&pool), CHUNK, "what the last pause used stays");
     pool.release(more).expect("release");
     assert!(holds(&pool, DEVICE, place, pattern(3)));

@@ -11,4 +11,5 @@ mod host_memory;
 mod model;
 mod orphans;
 mod stage;
+mod tags;
 mod vacate;

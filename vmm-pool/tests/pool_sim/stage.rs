@@ -8,7 +8,10 @@ use std::sync::Arc;
 
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, VaRange};
-use vmm_pool::{Class, Contents, HostBudget, ImportSource, Pool, PoolResult, StepLog};
+use vmm_pool::{Class, Contents, HostBudget, ImportSource, Pool, PoolResult, Selection, StepLog};
+
+/// A pause and a resume of everything.
+pub(crate) const WHOLE: Selection = Selection::Whole;
 
 /// Memory of each of the two devices.
 pub(crate) const CAPACITY_BYTES: u64 = 256 << 20;
@@ -130,25 +133,25 @@ pub(crate) fn import_again(
     importer_id: u64,
 ) -> PoolResult<StepLog> {
     let mut descriptors = HashMap::new();
-    for request in importer.import_requests() {
+    for request in importer.import_requests(&WHOLE) {
         assert_eq!(request.owner, b"owner");
         for id in request.ids {
             descriptors.insert(id, owner.hand_out(id, importer_id)?);
         }
     }
-    importer.import_again(descriptors)
+    importer.import_again(&WHOLE, descriptors)
 }
 
 /// A whole pause of one pool without peers.
 pub(crate) fn pause(pool: &SimPool) {
-    pool.save_and_drop_imports(UNLIMITED).expect("saving");
-    let log = pool.release_own().expect("release");
+    pool.save_and_drop_imports(&WHOLE, UNLIMITED).expect("saving");
+    let log = pool.release_own(&WHOLE).expect("release");
     assert!(log.notes.is_empty(), "{:?}", log.notes);
 }
 
 /// A whole resume of one pool without peers.
 pub(crate) fn resume(pool: &SimPool) {
-    pool.create_own().expect("memory");
-    pool.restore_own().expect("contents");
+    pool.create_own(&WHOLE).expect("memory");
+    pool.restore_own(&WHOLE).expect("contents");
     drop(pool.commit_resume());
 }

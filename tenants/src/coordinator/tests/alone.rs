@@ -22,7 +22,8 @@ impl Hand {
     }
 
     fn tell(&mut self, index: usize, phase: Phase) {
-        let request = Request::Phase { phase, round: ROUND, timeout_ms: 30_000 };
+        let request =
+            Request::Phase { phase, round: ROUND, scope: Scope::Whole, timeout_ms: 30_000 };
         self.connections[index].send(&request, &[], Instant::now() + SOON).unwrap();
     }
 
@@ -108,7 +109,8 @@ fn what_was_told_in_another_round_counts_for_nothing() {
     // The second comes as far in a round of its own, whose coordinator ends.
     let mut alone = Hand { connections: vec![second] };
     for phase in BEFORE_ACTIVATE {
-        let request = Request::Phase { phase, round: ROUND + 1, timeout_ms: 30_000 };
+        let request =
+            Request::Phase { phase, round: ROUND + 1, scope: Scope::Whole, timeout_ms: 30_000 };
         alone.connections[0].send(&request, &[], Instant::now() + SOON).unwrap();
         alone.connections[0].receive::<Reply>(Instant::now() + SOON).unwrap();
     }

@@ -45,6 +45,7 @@ impl Job {
                 version: "0.1.0".to_owned(),
                 host_limits: Vec::new,
                 own_contexts: Vec::new,
+                unused: Vec::new,
                 toucher_threads: 1,
             };
             let driver = SimDriver::new(node, SimOptions::default());
@@ -311,7 +312,8 @@ fn a_paused_job_holds_its_launches_until_it_is_active_again() {
         let path = job.members[0].socket_path();
         let mut half = crate::transport::Connection::connect(path, Instant::now() + SOON).unwrap();
         for phase in [Phase::CreateOwn, Phase::AbortResume] {
-            let request = Request::Phase { phase, round: 7, timeout_ms: 30_000 };
+            let request =
+                Request::Phase { phase, round: 7, scope: Scope::Whole, timeout_ms: 30_000 };
             half.send(&request, &[], Instant::now() + SOON).unwrap();
             let (reply, _) = half.receive::<Reply>(Instant::now() + SOON).unwrap();
             assert!(matches!(reply, Reply::PhaseDone(..)), "{reply:?}");

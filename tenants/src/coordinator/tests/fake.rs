@@ -268,7 +268,7 @@ impl Agent {
             }
             Some(Fault::Silent) => return true,
             Some(Fault::Die) => return false,
-            Some(Fault::WrongAnswer) => Reply::Fds { count: 0 },
+            Some(Fault::WrongAnswer) => Reply::Fds { count: 0, tags: Vec::new() },
             Some(Fault::OtherPhase) => Reply::PhaseDone(Phase::Verify, PhaseReport::default()),
             Some(fault @ (Fault::Twice | Fault::Garbage | Fault::HalfAnswer | Fault::WithFd)) => {
                 let frame = encode(&self.good_reply(request), 0).unwrap();
@@ -310,7 +310,7 @@ impl Agent {
             Request::AwaitConsent { .. } => Reply::Consented,
             Request::Phase { phase, .. } => self.phase(*phase),
             Request::GiveUp { .. } => Reply::Noted,
-            Request::FetchFds { .. } => Reply::Fds { count: 0 },
+            Request::FetchFds { .. } => Reply::Fds { count: 0, tags: Vec::new() },
         }
     }
 
@@ -353,6 +353,7 @@ impl Agent {
             state: *self.state.lock().unwrap(),
             held: false,
             asked: None,
+            tags: Vec::new(),
         }
     }
 }

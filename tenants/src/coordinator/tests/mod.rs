@@ -12,6 +12,7 @@ use fake::{Fault, GIB, Line, Script, World, options, quiet, tenant};
 
 use super::*;
 use crate::identity::MemberId;
+use crate::wire::MemberState;
 
 const PAUSE: [Phase; 5] =
     [Phase::CloseGate, Phase::Drain, Phase::SaveAndDropImports, Phase::ReleaseOwn, Phase::Verify];

@@ -536,8 +536,9 @@ fn present_places(holding: &Holding) -> Option<usize> {
 
 /// Imports; a ticket stays good when a fault was in the way.
 fn redeem(member: &Sim, ticket: &Ticket, class: Class) -> Result<u64, ImportError> {
-    let handle = member.redeem_ticket(ticket, class.clone());
-    Ok(handle.or_else(|_| member.redeem_ticket(ticket, class))?.raw())
+    let library = class.library;
+    let handle = member.redeem_ticket(ticket, library);
+    Ok(handle.or_else(|_| member.redeem_ticket(ticket, library))?.raw())
 }
 
 fn is_full(error: &PoolError) -> bool {

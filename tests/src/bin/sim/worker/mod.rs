@@ -102,6 +102,7 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
         version: "simulation".to_owned(),
         host_limits,
         own_contexts: Vec::new,
+        unused: Vec::new,
         toucher_threads: 1,
     };
     let member = Member::join(config, driver)?;

@@ -1,0 +1,244 @@
+//! Pausing and resuming, whole or by tag.
+
+#![expect(unsafe_code, reason = "exports the C interface")]
+
+use std::collections::BTreeSet;
+use std::ffi::{CStr, c_char, c_int};
+use std::time::Duration;
+
+use sublet_nccl::pausing;
+use tenants::coordinator::{Coordinator, Options, swap};
+use tenants::identity::TenantName;
+use tenants::run_dir::RunDir;
+use tenants::scope::{Scope, TagNames};
+use tenants::wire::{Action, MemberState};
+
+use super::last::{fail, guarded, not_joined, settled, swapped};
+use super::{ARGUMENT, OK, REFUSED};
+use crate::{bindings, runtime};
+
+/// The text at `pointer`, which is not null.
+///
+/// # Safety
+/// `pointer` is a terminated string that outlives what is done with the result.
+pub(super) unsafe fn text<'a>(pointer: *const c_char, what: &str) -> Result<&'a str, c_int> {
+    // SAFETY: as this function's caller promises.
+    let text = unsafe { CStr::from_ptr(pointer) };
+    text.to_str().map_err(|_| fail(ARGUMENT, &format!("{what} is not UTF-8: {text:?}")))
+}
+
+/// The tenant of that name; the caller's own when null.
+///
+/// # Safety
+/// `tenant` is null or a terminated string.
+pub(super) unsafe fn tenant_of(tenant: *const c_char) -> Result<TenantName, c_int> {
+    if tenant.is_null() {
+        if let Some(member) = runtime::member() {
+            return Ok(member.tenant().clone());
+        }
+        return runtime::tenant_name().map_err(|reason| fail(ARGUMENT, &reason));
+    }
+    // SAFETY: as this function's caller promises.
+    let name = unsafe { text(tenant, "the tenant's name") }?;
+    TenantName::new(name).map_err(|error| fail(ARGUMENT, &error.to_string()))
+}
+
+pub(super) fn run_dir() -> Result<RunDir, c_int> {
+    runtime::run_dir().map_err(|reason| fail(REFUSED, &reason))
+}
+
+fn timeout_of(timeout_ms: u32) -> Option<Duration> {
+    (timeout_ms > 0).then(|| Duration::from_millis(u64::from(timeout_ms)))
+}
+
+/// The result of work that fails with a code.
+fn code_of(work: impl FnOnce() -> Result<c_int, c_int>) -> c_int {
+    guarded(|| work().unwrap_or_else(|code| code))
+}
+
+unsafe fn act_for_all(
+    tenant: *const c_char,
+    scope: Scope,
+    action: Action,
+    timeout_ms: u32,
+) -> Result<c_int, c_int> {
+    runtime::start_log();
+    // SAFETY: as this function's caller promises.
+    let tenant = unsafe { tenant_of(tenant) }?;
+    let timeout = timeout_of(timeout_ms);
+    Ok(settled(pausing::act_for_all(&run_dir()?, &tenant, scope, action, timeout)))
+}
+
+/// Pauses every process of a tenant.
+///
+/// # Safety
+/// `tenant` is null or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_pause_tenant(tenant: *const c_char, timeout_ms: u32) -> c_int {
+    // SAFETY: as this function's caller promises.
+    code_of(|| unsafe { act_for_all(tenant, Scope::Whole, Action::Pause, timeout_ms) })
+}
+
+/// Resumes every process of a tenant.
+///
+/// # Safety
+/// `tenant` is null or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_resume_tenant(tenant: *const c_char, timeout_ms: u32) -> c_int {
+    // SAFETY: as this function's caller promises.
+    code_of(|| unsafe { act_for_all(tenant, Scope::Whole, Action::Resume, timeout_ms) })
+}
+
+/// Pauses one tenant, then resumes another.
+///
+/// # Safety
+/// Both are null or terminated strings.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_swap_tenants(
+    from: *const c_char,
+    to: *const c_char,
+    timeout_ms: u32,
+) -> c_int {
+    code_of(|| {
+        runtime::start_log();
+        // SAFETY: as this function's caller promises.
+        let from = unsafe { tenant_of(from) }?;
+        // SAFETY: as this function's caller promises.
+        let to = unsafe { tenant_of(to) }?;
+        if from == to {
+            return Err(fail(ARGUMENT, &format!("tenant '{from}' cannot be swapped with itself")));
+        }
+        let run_dir = run_dir()?;
+        let timeout = timeout_of(timeout_ms);
+        let options = || Options { timeout, ..Options::default() };
+        let mut from = Coordinator::new(run_dir.clone(), from, options());
+        let mut to = Coordinator::new(run_dir, to, options());
+        Ok(swapped(swap(&mut from, &mut to, &mut |_| {})))
+    })
+}
+
+/// # Safety
+/// `tags` is null or points to `count` terminated strings.
+unsafe fn tags_of(tags: *const *const c_char, count: usize) -> Result<TagNames, c_int> {
+    if tags.is_null() {
+        return match count {
+            0 => Ok(TagNames::All),
+            _ => Err(fail(ARGUMENT, &format!("{count} tags were announced and none given"))),
+        };
+    }
+    let mut names = BTreeSet::new();
+    for index in 0..count {
+        // SAFETY: the caller promises this many.
+        let tag = unsafe { *tags.add(index) };
+        if tag.is_null() {
+            return Err(fail(ARGUMENT, &format!("tag {index} of {count} is null")));
+        }
+        // SAFETY: the caller promises terminated strings.
+        names.insert(unsafe { text(tag, "a tag") }?.to_owned());
+    }
+    if names.is_empty() {
+        return Err(fail(ARGUMENT, "no tag was given: null stands for all of them"));
+    }
+    Ok(TagNames::Named(names))
+}
+
+unsafe fn act_for_tags(
+    tenant: *const c_char,
+    tags: (*const *const c_char, usize),
+    whose: c_int,
+    action: Action,
+    timeout_ms: u32,
+) -> Result<c_int, c_int> {
+    runtime::start_log();
+    // SAFETY: as this function's caller promises.
+    let tags = unsafe { tags_of(tags.0, tags.1) }?;
+    match u32::try_from(whose) {
+        Ok(bindings::SUBLET_WHOSE_TENANT) => {
+            let scope = Scope::Tags { tags, owner: None };
+            // SAFETY: as this function's caller promises.
+            unsafe { act_for_all(tenant, scope, action, timeout_ms) }
+        }
+        Ok(bindings::SUBLET_WHOSE_PROCESS) => {
+            let Some(member) = runtime::member() else {
+                return Err(not_joined());
+            };
+            // SAFETY: as this function's caller promises.
+            let tenant = unsafe { tenant_of(tenant) }?;
+            if tenant != *member.tenant() {
+                let own = member.tenant();
+                let message = format!("this process is of tenant '{own}', not of '{tenant}'");
+                return Err(fail(ARGUMENT, &message));
+            }
+            Ok(settled(pausing::act_for_own_tags(member, tags, action, timeout_of(timeout_ms))))
+        }
+        _ => Err(fail(ARGUMENT, &format!("{whose} is no SUBLET_WHOSE_ value: use 0 or 1"))),
+    }
+}
+
+/// Pauses memory by tag.
+///
+/// # Safety
+/// `tenant` is null or a terminated string; `tags` is null or points to `count` of them.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_pause_tags(
+    tenant: *const c_char,
+    tags: *const *const c_char,
+    count: usize,
+    whose: c_int,
+    timeout_ms: u32,
+) -> c_int {
+    // SAFETY: as this function's caller promises.
+    code_of(|| unsafe { act_for_tags(tenant, (tags, count), whose, Action::Pause, timeout_ms) })
+}
+
+/// Brings memory back by tag.
+///
+/// # Safety
+/// `tenant` is null or a terminated string; `tags` is null or points to `count` of them.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_resume_tags(
+    tenant: *const c_char,
+    tags: *const *const c_char,
+    count: usize,
+    whose: c_int,
+    timeout_ms: u32,
+) -> c_int {
+    // SAFETY: as this function's caller promises.
+    code_of(|| unsafe { act_for_tags(tenant, (tags, count), whose, Action::Resume, timeout_ms) })
+}
+
+/// Is the calling process's memory given back now, as a whole?
+#[unsafe(no_mangle)]
+pub extern "C" fn sublet_is_paused() -> c_int {
+    c_int::from(runtime::member().is_some_and(|member| member.state() == MemberState::Paused))
+}
+
+/// Is any of the calling process's memory with this tag away?
+///
+/// # Safety
+/// `tag` is null or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_tag_is_paused(tag: *const c_char) -> c_int {
+    let answer = code_of(|| {
+        if tag.is_null() {
+            return Err(fail(ARGUMENT, "a tag is needed"));
+        }
+        // SAFETY: as this function's caller promises.
+        let tag = unsafe { text(tag, "a tag") }?;
+        let tags = runtime::member().map(|member| member.tags()).unwrap_or_default();
+        let found = tags.iter().find(|row| row.tag == tag);
+        let known: Vec<_> = tags.iter().map(|row| row.tag.as_str()).collect();
+        match found {
+            Some(row) => Ok(if row.away_bytes > 0 { PAUSED } else { OK }),
+            None => Err(fail(ARGUMENT, &format!("no tag '{tag}' here: there are {known:?}"))),
+        }
+    });
+    match answer {
+        OK => 0,
+        PAUSED => 1,
+        _ => -1,
+    }
+}
+
+/// No code of the header's.
+const PAUSED: c_int = c_int::MAX;

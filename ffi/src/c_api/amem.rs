@@ -1,0 +1,161 @@
+//! The pause family of `AMem` NCCL: names, types and results as its callers know them.
+
+#![expect(unsafe_code, reason = "exports the C interface")]
+
+use std::ffi::{c_int, c_void};
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::Duration;
+
+use sublet_nccl::pausing;
+use tenants::wire::Action;
+use vmm_pool::PoolReport;
+
+use super::last::{fail, guarded};
+use crate::runtime;
+
+const NCCL_SUCCESS: c_int = 0;
+const NCCL_UNHANDLED_CUDA_ERROR: c_int = 1;
+const NCCL_INVALID_ARGUMENT: c_int = 4;
+const NCCL_INVALID_USAGE: c_int = 5;
+
+/// How long `ncclPause` waits for the other processes to call it too. They stand at the same step, so the
+/// wait is short unless one of them is stuck.
+const TOGETHER_TIMEOUT: Duration = Duration::from_mins(2);
+
+static GROUP_ID: AtomicI32 = AtomicI32::new(GROUP_UNSET);
+const GROUP_UNSET: i32 = i32::MIN;
+
+/// [`TOGETHER_TIMEOUT`], or what `SUBLET_TOGETHER_TIMEOUT_MS` says.
+fn together_timeout() -> Duration {
+    std::env::var("SUBLET_TOGETHER_TIMEOUT_MS")
+        .ok()
+        .and_then(|value| value.parse().ok())
+        .map_or(TOGETHER_TIMEOUT, Duration::from_millis)
+}
+
+fn act_together(action: Action) -> c_int {
+    guarded(|| {
+        let Some(member) = runtime::member() else {
+            // Nothing was ever allocated here, so there is nothing to pause, and nobody waits for us.
+            return NCCL_SUCCESS;
+        };
+        match pausing::act_together(member, action, together_timeout()) {
+            Ok(()) => NCCL_SUCCESS,
+            Err(error) => fail(NCCL_UNHANDLED_CUDA_ERROR, &pausing::chain(&error)),
+        }
+    })
+}
+
+/// Pauses the tenant once every process of it has called this.
+///
+/// # Safety
+/// The argument is ignored.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclPause(_comm: *mut c_void) -> c_int {
+    act_together(Action::Pause)
+}
+
+/// Resumes the tenant once every process of it has called this.
+///
+/// # Safety
+/// The argument is ignored.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclResume(_comm: *mut c_void) -> c_int {
+    act_together(Action::Resume)
+}
+
+/// Prints this process's device memory.
+#[unsafe(no_mangle)]
+pub extern "C" fn ncclMemStats() -> c_int {
+    guarded(|| {
+        let Some(member) = runtime::member() else {
+            return fail(
+                NCCL_INVALID_USAGE,
+                "this process holds no device memory under Sublet yet",
+            );
+        };
+        let text = mem_stats(&member.stats().pool);
+        match std::io::stdout().lock().write_all(text.as_bytes()) {
+            Ok(()) => NCCL_SUCCESS,
+            Err(error) => fail(NCCL_INVALID_USAGE, &format!("standard output: {error}")),
+        }
+    })
+}
+
+fn mem_stats(pool: &PoolReport) -> String {
+    let mut text = String::new();
+    let (mut own, mut resident, mut imported) = (0, 0, 0);
+    for device in &pool.devices {
+        for class in &device.classes {
+            let tag = if class.tag.is_empty() { "-" } else { &class.tag };
+            let _written = writeln!(
+                text,
+                "sublet: {} library={} tag={} contents={:?} own={} resident={} imported={}",
+                device.device,
+                class.library,
+                tag,
+                class.contents,
+                class.own_bytes,
+                class.resident_bytes,
+                class.imported_bytes
+            );
+            own += class.own_bytes;
+            resident += class.resident_bytes;
+            imported += class.imported_bytes;
+        }
+        for pinned in &device.pinned {
+            let _written = writeln!(
+                text,
+                "sublet: {} stays={} in {} allocations: {}",
+                device.device, pinned.bytes, pinned.count, pinned.reason
+            );
+        }
+    }
+    let _written =
+        writeln!(text, "sublet: total own={own} resident={resident} imported={imported}");
+    text
+}
+
+/// The group of this process: as set, or `AMEM_GROUPID`, or 0.
+pub(crate) fn group_id() -> i32 {
+    match GROUP_ID.load(Ordering::Relaxed) {
+        GROUP_UNSET => {
+            std::env::var("AMEM_GROUPID").ok().and_then(|value| value.parse().ok()).unwrap_or(0)
+        }
+        id => id,
+    }
+}
+
+/// Sets the group of this process.
+#[unsafe(no_mangle)]
+pub extern "C" fn ncclSetGroupID(id: c_int) -> c_int {
+    guarded(|| {
+        if id < 0 {
+            return fail(NCCL_INVALID_ARGUMENT, &format!("{id} is no group: give 0 or more"));
+        }
+        if runtime::member().is_some() {
+            let message = "the group is fixed by the first device memory: set it before that";
+            return fail(NCCL_UNHANDLED_CUDA_ERROR, message);
+        }
+        GROUP_ID.store(id, Ordering::Relaxed);
+        NCCL_SUCCESS
+    })
+}
+
+/// The group of this process.
+///
+/// # Safety
+/// `id` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclGetGroupID(id: *mut c_int) -> c_int {
+    guarded(|| {
+        if id.is_null() {
+            return fail(NCCL_INVALID_ARGUMENT, "ncclGetGroupID needs somewhere to write");
+        }
+        // SAFETY: checked not to be null; the caller's for one integer.
+        unsafe { id.write(group_id()) };
+        NCCL_SUCCESS
+    })
+}

@@ -1,0 +1,179 @@
+//! Contents while their memory is away, and contents that nobody needs.
+
+#![expect(unsafe_code, reason = "exports the C interface, and calls back into the application")]
+
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use vmm_pool::driver::{DeviceAddress, VaRange};
+
+use super::last::{fail, guarded, not_joined};
+use super::{ARGUMENT, OK};
+use crate::runtime;
+
+/// How long a pause waits for the application to say what it does not need. It may have to wait for a lock
+/// that a thread holds which stands at our gate: then all is saved.
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(250);
+/// Ranges in one answer.
+const RANGES_MAX: usize = 1 << 20;
+
+/// Where the saved contents of a range lie in host memory.
+///
+/// # Safety
+/// `host` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_host_copy(
+    address: u64,
+    size_bytes: u64,
+    host: *mut *const c_void,
+) -> c_int {
+    guarded(|| {
+        let Some(member) = runtime::member() else {
+            return not_joined();
+        };
+        if host.is_null() || size_bytes == 0 {
+            return fail(ARGUMENT, "a host copy needs a size, and somewhere to write");
+        }
+        match member.pool().saved_at(VaRange::new(DeviceAddress(address), size_bytes)) {
+            Ok(pointer) => {
+                // SAFETY: checked not to be null; the caller's for one pointer.
+                unsafe { host.write(pointer.as_ptr().cast_const().cast()) };
+                OK
+            }
+            Err(error) => fail(ARGUMENT, &error.to_string()),
+        }
+    })
+}
+
+/// Copies the saved contents of a range out.
+///
+/// # Safety
+/// `target` is null or valid for writes of `size_bytes`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_host_copy_out(
+    address: u64,
+    size_bytes: u64,
+    target: *mut c_void,
+) -> c_int {
+    guarded(|| {
+        let Some(member) = runtime::member() else {
+            return not_joined();
+        };
+        let Ok(length) = usize::try_from(size_bytes) else {
+            return fail(ARGUMENT, &format!("{size_bytes} bytes are more than there can be"));
+        };
+        if target.is_null() || length == 0 {
+            return fail(ARGUMENT, "a host copy needs a size, and somewhere to write");
+        }
+        // SAFETY: the caller's buffer has this many bytes.
+        let target = unsafe { std::slice::from_raw_parts_mut(target.cast::<u8>(), length) };
+        match member.pool().read_saved(DeviceAddress(address), target) {
+            Ok(()) => OK,
+            Err(error) => fail(ARGUMENT, &error.to_string()),
+        }
+    })
+}
+
+/// A function of the application's, and what it is called with.
+#[derive(Clone, Copy, Debug)]
+struct Source {
+    function: unsafe extern "C" fn(*mut c_void, u64),
+    context: *mut c_void,
+}
+
+// SAFETY: the context is the application's, which is told that it is used on another thread.
+unsafe impl Send for Source {}
+
+/// The source, and the question that is open.
+#[derive(Debug)]
+struct Questions {
+    source: Option<Source>,
+    /// The token of the open question, and where its answer goes.
+    open: Option<(u64, crossbeam_channel::Sender<Vec<VaRange>>)>,
+}
+
+static QUESTIONS: Mutex<Questions> = Mutex::new(Questions { source: None, open: None });
+static LAST_TOKEN: AtomicU64 = AtomicU64::new(0);
+
+fn questions() -> std::sync::MutexGuard<'static, Questions> {
+    QUESTIONS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Sets who is asked in each pause what it does not need.
+///
+/// # Safety
+/// `source` may be called with `context`, from any thread, until another is set.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_set_unused_source(
+    source: Option<unsafe extern "C" fn(*mut c_void, u64)>,
+    context: *mut c_void,
+) -> c_int {
+    guarded(|| {
+        questions().source = source.map(|function| Source { function, context });
+        OK
+    })
+}
+
+/// Answers a question of [`sublet_set_unused_source`]'s function.
+///
+/// # Safety
+/// Both arrays are valid for `count` reads, or `count` is 0.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_unused(
+    token: u64,
+    starts: *const u64,
+    sizes: *const u64,
+    count: usize,
+) -> c_int {
+    guarded(|| {
+        if count > RANGES_MAX || (count > 0 && (starts.is_null() || sizes.is_null())) {
+            return fail(
+                ARGUMENT,
+                &format!("{count} ranges: give up to {RANGES_MAX}, and both arrays"),
+            );
+        }
+        let mut ranges = Vec::with_capacity(count);
+        for index in 0..count {
+            // SAFETY: the caller promises this many.
+            let start = unsafe { *starts.add(index) };
+            // SAFETY: as above.
+            let size_bytes = unsafe { *sizes.add(index) };
+            ranges.push(VaRange::new(DeviceAddress(start), size_bytes));
+        }
+        let open = questions().open.take_if(|(open, _)| *open == token);
+        let sent = open.is_some_and(|(_, answer)| answer.send(ranges).is_ok());
+        if sent {
+            OK
+        } else {
+            fail(ARGUMENT, "the answer came too late: the pause went on without it")
+        }
+    })
+}
+
+/// Asks the application what it does not need. Nothing, when it has no source or does not answer in time.
+pub(crate) fn ask_unused() -> Vec<VaRange> {
+    let (send, answer) = crossbeam_channel::bounded(1);
+    let token = LAST_TOKEN.fetch_add(1, Ordering::Relaxed) + 1;
+    let source = {
+        let mut questions = questions();
+        let Some(source) = questions.source else {
+            return Vec::new();
+        };
+        questions.open = Some((token, send));
+        source
+    };
+    let ask = move || {
+        let source = source;
+        // SAFETY: whoever set the source allows calls with its context from any thread.
+        unsafe { (source.function)(source.context, token) };
+    };
+    let thread = std::thread::Builder::new().name("sublet-unused".to_owned()).spawn(ask);
+    let answered = thread.ok().and_then(|_| answer.recv_timeout(ANSWER_TIMEOUT).ok());
+    questions().open.take_if(|(open, _)| *open == token);
+    if answered.is_none() {
+        tracing::debug!("the application did not say in time what it does not need: all is saved");
+    }
+    answered.unwrap_or_default()
+}

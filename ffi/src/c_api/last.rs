@@ -1,0 +1,200 @@
+//! What the last call of a thread came to: its error, and its report.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use serde_json::{Value, json};
+use sublet_nccl::pausing;
+use tenants::coordinator::{CoordinatorError, Outcome, SwapError};
+use tenants::wire::FailureKind;
+
+use super::{
+    ARGUMENT, LOST, NOT_JOINED, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY,
+};
+
+/// Of one thread.
+#[derive(Debug, Default)]
+struct Last {
+    message: CString,
+    error: Value,
+    report: Value,
+}
+
+thread_local! {
+    static LAST: RefCell<Last> = RefCell::default();
+}
+
+/// Keeps an error for this thread and returns its code.
+fn keep(code: c_int, message: &str, error: Value) -> c_int {
+    tracing::warn!(code, "{message}");
+    let text = CString::new(message.replace('\0', " ")).unwrap_or_default();
+    let _kept = LAST.try_with(|last| {
+        let mut last = last.borrow_mut();
+        last.message = text;
+        last.error = error;
+    });
+    code
+}
+
+/// An error without more to it than its words.
+pub(crate) fn fail(code: c_int, message: &str) -> c_int {
+    keep(code, message, described(code, message, None, &json!([]), &json!([])))
+}
+
+fn described(
+    code: c_int,
+    message: &str,
+    missing_bytes: Option<u64>,
+    devices: &Value,
+    tags: &Value,
+) -> Value {
+    json!({
+        "code": code, "message": message, "missing_bytes": missing_bytes, "devices": devices, "tags": tags,
+    })
+}
+
+/// Runs a function of the interface; a panic of ours becomes an error instead of unwinding into C.
+pub(crate) fn guarded(work: impl FnOnce() -> c_int) -> c_int {
+    catch_unwind(AssertUnwindSafe(work))
+        .unwrap_or_else(|_| fail(REFUSED, "Sublet failed inside; please report this"))
+}
+
+/// As [`guarded`], for a function that answers with a length, or -1.
+pub(crate) fn guarded_length(work: impl FnOnce() -> i64) -> i64 {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
+        fail(REFUSED, "Sublet failed inside; please report this");
+        -1
+    })
+}
+
+/// This process has no device memory under Sublet.
+pub(crate) fn not_joined() -> c_int {
+    let message = "this process holds no device memory under Sublet yet";
+    fail(NOT_JOINED, message)
+}
+
+/// Keeps the report of what was done, or the error, and returns the code.
+pub(crate) fn settled(outcome: Result<Outcome, CoordinatorError>) -> c_int {
+    match outcome {
+        Ok(outcome) => keep_report(json_of(&outcome)),
+        Err(error) => refused(&error),
+    }
+}
+
+/// As [`settled`], of two tenants at once.
+pub(crate) fn swapped(outcome: Result<tenants::coordinator::Swap, SwapError>) -> c_int {
+    match outcome {
+        Ok(swap) => {
+            keep_report(json!({"paused": json_of(&swap.paused), "resumed": json_of(&swap.resumed)}))
+        }
+        Err(SwapError::NoTarget(error) | SwapError::Pause(error)) => refused(&error),
+        Err(SwapError::Resume { ref source, .. }) => refused(source),
+    }
+}
+
+fn keep_report(report: Value) -> c_int {
+    let _kept = LAST.try_with(|last| last.borrow_mut().report = report);
+    OK
+}
+
+fn json_of(outcome: &Outcome) -> Value {
+    match outcome {
+        Outcome::Completed(report) => {
+            let mut report = serde_json::to_value(report).unwrap_or_default();
+            if let Some(fields) = report.as_object_mut() {
+                fields.insert("outcome".to_owned(), json!("completed"));
+            }
+            report
+        }
+        Outcome::AlreadyPaused | Outcome::AlreadyActive => json!({"outcome": "already"}),
+    }
+}
+
+fn refused(error: &CoordinatorError) -> c_int {
+    let code = code_of(error);
+    let message = pausing::chain(error);
+    let devices: Vec<Value> = error
+        .shortages()
+        .iter()
+        .map(|shortage| serde_json::to_value(shortage).unwrap_or_default())
+        .collect();
+    let tags = match error {
+        CoordinatorError::UnknownTags { known, .. } => json!(known),
+        _ => json!([]),
+    };
+    let missing_bytes = error.missing_device_bytes();
+    keep(code, &message, described(code, &message, missing_bytes, &json!(devices), &tags))
+}
+
+fn code_of(error: &CoordinatorError) -> c_int {
+    if error.missing_device_bytes().is_some() {
+        return OUT_OF_DEVICE_MEMORY;
+    }
+    let failed =
+        |wanted: FailureKind| error.failures().iter().any(|failure| failure.failure.kind == wanted);
+    match error {
+        CoordinatorError::UnknownTags { .. }
+        | CoordinatorError::PausedAlready { .. }
+        | CoordinatorError::NoSuchTenant { .. } => ARGUMENT,
+        CoordinatorError::Faulted { .. } | CoordinatorError::Unrecovered { .. } => LOST,
+        _ if failed(FailureKind::Faulted) || failed(FailureKind::PeerGone) => LOST,
+        _ if failed(FailureKind::OutOfHostMemory) => OUT_OF_HOST_MEMORY,
+        error if error.is_retryable() => RETRY,
+        _ => REFUSED,
+    }
+}
+
+/// Writes `text` with a terminating zero where it fits; the length that it has.
+///
+/// # Safety
+/// `buffer` is null or valid for writes of `size` bytes.
+#[expect(unsafe_code, reason = "writes into a caller's buffer")]
+pub(crate) unsafe fn write_text(text: &str, buffer: *mut c_char, size: usize) -> i64 {
+    if text.len() < size && !buffer.is_null() {
+        let target: *mut u8 = buffer.cast();
+        // SAFETY: the caller's buffer has `size` bytes, more than the text.
+        unsafe { target.copy_from_nonoverlapping(text.as_ptr(), text.len()) };
+        // SAFETY: the text is shorter than the buffer, so this is inside it.
+        let end = unsafe { target.add(text.len()) };
+        // SAFETY: as above.
+        unsafe { end.write(0) };
+    }
+    i64::try_from(text.len()).unwrap_or(i64::MAX)
+}
+
+/// Why the last call of this thread failed.
+#[unsafe(no_mangle)]
+#[expect(unsafe_code, reason = "exports the C interface")]
+pub extern "C" fn sublet_last_error() -> *const c_char {
+    let empty: &CStr = c"";
+    LAST.try_with(|last| last.borrow().message.as_ptr()).unwrap_or(empty.as_ptr())
+}
+
+fn json_answer(pick: impl FnOnce(&Last) -> Value) -> String {
+    LAST.try_with(|last| pick(&last.borrow())).unwrap_or_default().to_string()
+}
+
+/// Why the last call of this thread failed, as JSON.
+///
+/// # Safety
+/// `buffer` is null or valid for writes of `size` bytes.
+#[unsafe(no_mangle)]
+#[expect(unsafe_code, reason = "exports the C interface")]
+pub unsafe extern "C" fn sublet_last_error_json(buffer: *mut c_char, size: usize) -> i64 {
+    let text = json_answer(|last| last.error.clone());
+    // SAFETY: as this function's caller promises.
+    unsafe { write_text(&text, buffer, size) }
+}
+
+/// What the last pause, resume or swap of this thread did, as JSON.
+///
+/// # Safety
+/// `buffer` is null or valid for writes of `size` bytes.
+#[unsafe(no_mangle)]
+#[expect(unsafe_code, reason = "exports the C interface")]
+pub unsafe extern "C" fn sublet_last_report_json(buffer: *mut c_char, size: usize) -> i64 {
+    let text = json_answer(|last| last.report.clone());
+    // SAFETY: as this function's caller promises.
+    unsafe { write_text(&text, buffer, size) }
+}

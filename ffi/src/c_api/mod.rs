@@ -1,0 +1,84 @@
+//! `include/sublet.h`, function by function. The header is the source of truth.
+//!
+//! * [`acting`]: pausing and resuming, whole or by tag.
+//! * [`regions`]: what memory belongs to which tag.
+//! * [`contents`]: contents while they are away, and contents that nobody needs.
+//! * [`accounts`]: who holds what, as JSON.
+//! * [`last`]: errors and reports of a thread's last call.
+//! * [`amem`]: the `ncclPause` family.
+
+pub mod accounts;
+pub mod acting;
+pub mod amem;
+pub mod contents;
+pub mod last;
+pub mod regions;
+
+use std::ffi::{c_char, c_int, c_void};
+
+use crate::bindings;
+
+pub(crate) const OK: c_int = code(bindings::SUBLET_OK);
+pub(crate) const ARGUMENT: c_int = code(bindings::SUBLET_ERROR_ARGUMENT);
+pub(crate) const NOT_JOINED: c_int = code(bindings::SUBLET_ERROR_NOT_JOINED);
+pub(crate) const RETRY: c_int = code(bindings::SUBLET_ERROR_RETRY);
+pub(crate) const REFUSED: c_int = code(bindings::SUBLET_ERROR_REFUSED);
+pub(crate) const OUT_OF_DEVICE_MEMORY: c_int = code(bindings::SUBLET_ERROR_OUT_OF_DEVICE_MEMORY);
+pub(crate) const OUT_OF_HOST_MEMORY: c_int = code(bindings::SUBLET_ERROR_OUT_OF_HOST_MEMORY);
+pub(crate) const LOST: c_int = code(bindings::SUBLET_ERROR_LOST);
+
+/// A constant of the header as the type that its functions return.
+const fn code(value: u32) -> c_int {
+    // CAST: the header's codes are small.
+    value.cast_signed()
+}
+
+/// Fails to compile when a function here and its declaration in the header differ.
+macro_rules! agrees {
+    ($($name:ident in $module:ident: $type:ty;)*) => {
+        const _: () = {
+            $(
+                let _: [$type; 2] = [bindings::$name, $module::$name];
+            )*
+        };
+    };
+}
+
+agrees! {
+    sublet_version in accounts: unsafe extern "C" fn() -> *const c_char;
+    sublet_last_error in last: unsafe extern "C" fn() -> *const c_char;
+    sublet_last_error_json in last: unsafe extern "C" fn(*mut c_char, usize) -> i64;
+    sublet_last_report_json in last: unsafe extern "C" fn(*mut c_char, usize) -> i64;
+    sublet_pause_tenant in acting: unsafe extern "C" fn(*const c_char, u32) -> c_int;
+    sublet_resume_tenant in acting: unsafe extern "C" fn(*const c_char, u32) -> c_int;
+    sublet_swap_tenants in acting: unsafe extern "C" fn(*const c_char, *const c_char, u32) -> c_int;
+    sublet_pause_tags in acting:
+        unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
+    sublet_resume_tags in acting:
+        unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
+    sublet_is_paused in acting: unsafe extern "C" fn() -> c_int;
+    sublet_tag_is_paused in acting: unsafe extern "C" fn(*const c_char) -> c_int;
+    sublet_region_begin in regions: unsafe extern "C" fn(*const c_char, c_int) -> c_int;
+    sublet_region_begin_on in regions: unsafe extern "C" fn(*const c_char, c_int, c_int) -> c_int;
+    sublet_region_begin_none in regions: unsafe extern "C" fn() -> c_int;
+    sublet_region_end in regions: unsafe extern "C" fn() -> c_int;
+    sublet_region_begin_all_threads in regions:
+        unsafe extern "C" fn(*const c_char, c_int, c_int) -> c_int;
+    sublet_region_end_all_threads in regions: unsafe extern "C" fn() -> c_int;
+    sublet_host_copy in contents:
+        unsafe extern "C" fn(u64, u64, *mut *const c_void) -> c_int;
+    sublet_host_copy_out in contents: unsafe extern "C" fn(u64, u64, *mut c_void) -> c_int;
+    sublet_set_unused_source in contents:
+        unsafe extern "C" fn(bindings::sublet_unused_source, *mut c_void) -> c_int;
+    sublet_unused in contents:
+        unsafe extern "C" fn(u64, *const u64, *const u64, usize) -> c_int;
+    sublet_stats_json in accounts: unsafe extern "C" fn(*mut c_char, usize) -> i64;
+    sublet_tenant_stats_json in accounts:
+        unsafe extern "C" fn(*const c_char, *mut c_char, usize) -> i64;
+    sublet_tenants_json in accounts: unsafe extern "C" fn(*mut c_char, usize) -> i64;
+    ncclPause in amem: unsafe extern "C" fn(*mut c_void) -> c_int;
+    ncclResume in amem: unsafe extern "C" fn(*mut c_void) -> c_int;
+    ncclMemStats in amem: unsafe extern "C" fn() -> c_int;
+    ncclSetGroupID in amem: unsafe extern "C" fn(c_int) -> c_int;
+    ncclGetGroupID in amem: unsafe extern "C" fn(*mut c_int) -> c_int;
+}

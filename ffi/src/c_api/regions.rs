@@ -1,0 +1,107 @@
+//! Which memory belongs to which tag.
+
+#![expect(unsafe_code, reason = "exports the C interface")]
+
+use std::ffi::{c_char, c_int};
+
+use tenants::region::{self, RegionError};
+use vmm_pool::Contents;
+use vmm_pool::driver::DeviceOrdinal;
+
+use super::acting::text;
+use super::last::{fail, guarded};
+use super::{ARGUMENT, OK};
+use crate::bindings;
+
+/// Begins a region in one of the two ways there are.
+type Begin = fn(&str, Contents, Option<DeviceOrdinal>) -> Result<(), RegionError>;
+
+fn done(result: Result<(), RegionError>) -> c_int {
+    match result {
+        Ok(()) => OK,
+        Err(error) => fail(ARGUMENT, &error.to_string()),
+    }
+}
+
+unsafe fn begin(how: Begin, tag: *const c_char, contents: c_int, device: c_int) -> c_int {
+    guarded(|| {
+        if tag.is_null() {
+            return fail(ARGUMENT, "a region needs a tag");
+        }
+        // SAFETY: as this function's caller promises.
+        let tag = match unsafe { text(tag, "a region's tag") } {
+            Ok(tag) => tag,
+            Err(code) => return code,
+        };
+        let contents = match u32::try_from(contents) {
+            Ok(bindings::SUBLET_CONTENTS_KEEP) => Contents::Keep,
+            Ok(bindings::SUBLET_CONTENTS_DISCARD) => Contents::Discard,
+            _ => {
+                let message = format!("{contents} is no SUBLET_CONTENTS_ value: use 0 or 1");
+                return fail(ARGUMENT, &message);
+            }
+        };
+        let device = match device {
+            -1 => None,
+            0.. => Some(DeviceOrdinal(device)),
+            _ => return fail(ARGUMENT, &format!("{device} is no device: -1 is every device")),
+        };
+        done(how(tag, contents, device))
+    })
+}
+
+/// Begins a region on this thread, for memory of every device.
+///
+/// # Safety
+/// `tag` is null or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_region_begin(tag: *const c_char, contents: c_int) -> c_int {
+    // SAFETY: as this function's caller promises.
+    unsafe { begin(region::begin, tag, contents, -1) }
+}
+
+/// Begins a region on this thread, for memory of one device.
+///
+/// # Safety
+/// `tag` is null or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_region_begin_on(
+    tag: *const c_char,
+    contents: c_int,
+    device: c_int,
+) -> c_int {
+    // SAFETY: as this function's caller promises.
+    unsafe { begin(region::begin, tag, contents, device) }
+}
+
+/// Begins a stretch of this thread in which no region counts.
+#[unsafe(no_mangle)]
+pub extern "C" fn sublet_region_begin_none() -> c_int {
+    guarded(|| done(region::begin_none()))
+}
+
+/// Ends what was begun last on this thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn sublet_region_end() -> c_int {
+    guarded(|| done(region::end()))
+}
+
+/// Begins a region for all threads that have none of their own.
+///
+/// # Safety
+/// `tag` is null or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_region_begin_all_threads(
+    tag: *const c_char,
+    contents: c_int,
+    device: c_int,
+) -> c_int {
+    // SAFETY: as this function's caller promises.
+    unsafe { begin(region::begin_everywhere, tag, contents, device) }
+}
+
+/// Ends the region for all threads.
+#[unsafe(no_mangle)]
+pub extern "C" fn sublet_region_end_all_threads() -> c_int {
+    guarded(|| done(region::end_everywhere()))
+}

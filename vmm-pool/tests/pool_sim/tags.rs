@@ -1,0 +1,198 @@
+//! Pauses and resumes by tag of a process that runs on.
+
+use std::collections::BTreeSet;
+
+use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
+use vmm_pool::{Class, Contents, SavedError, Selection, Tags, Whose};
+
+use crate::stage::{
+    CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_bytes, holds,
+    kept, map, node, pattern, pause, pool, resume, share, write,
+};
+
+const RW: fn(vmm_pool::driver::DeviceOrdinal) -> AccessDesc = AccessDesc::read_write;
+
+fn tagged(tag: &str, contents: Contents) -> Class {
+    Class { library: "test", tag: tag.to_owned(), contents }
+}
+
+fn names(tags: &[&str]) -> Tags {
+    Tags::Named(tags.iter().map(|tag| (*tag).to_owned()).collect::<BTreeSet<_>>())
+}
+
+/// Memory of `units` under `class`, filled.
+fn filled(pool: &SimPool, units: u64, class: Class, seed: u64) -> VaRange {
+    let handle = create(pool, DEVICE, units, class);
+    let range = map(pool, handle, units * UNIT, &[RW(DEVICE)]);
+    write(pool, DEVICE, range, pattern(seed));
+    range
+}
+
+fn pause_tags(pool: &SimPool, tags: &[&str]) {
+    let selection = Selection::Tagged(names(tags), Whose::Everybody);
+    pool.save_and_drop_imports(&selection, UNLIMITED).expect("saved");
+    let log = pool.release_own(&selection).expect("released");
+    assert_eq!(log.notes, [""; 0]);
+    pool.set_aside();
+}
+
+fn resume_selected(pool: &SimPool, selection: &Selection) {
+    pool.create_own(selection).expect("memory");
+    pool.restore_own(selection).expect("contents");
+    drop(pool.commit_resume());
+}
+
+fn resume_tags(pool: &SimPool, tags: &[&str]) {
+    resume_selected(pool, &Selection::SetAside(names(tags), Whose::Everybody));
+}
+
+#[test]
+fn a_tag_leaves_and_comes_back_while_the_rest_stays() {
+    let pool = pool(&node());
+    let weights = filled(&pool, 3, tagged("weights", Contents::Keep), 1);
+    let cache = filled(&pool, 4, tagged("kv", Contents::Discard), 2);
+    let other = filled(&pool, 1, kept(), 3);
+    for _ in 0..3 {
+        pause_tags(&pool, &["kv"]);
+        assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - 4 * UNIT);
+        pause_tags(&pool, &["weights"]);
+        assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - UNIT);
+        assert!(holds(&pool, DEVICE, other, pattern(3)), "the rest works on");
+        resume_tags(&pool, &["weights"]);
+        assert!(holds(&pool, DEVICE, weights, pattern(1)));
+        resume_tags(&pool, &["kv"]);
+        write(&pool, DEVICE, cache, pattern(2));
+        assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - 8 * UNIT);
+    }
+}
+
+#[test]
+fn what_is_set_aside_keeps_its_place_beside_later_pauses() {
+    let pool = pool(&node());
+    let [a, b, c] = ["a", "b", "c"].map(|tag| tagged(tag, Contents::Keep));
+    let (a, b, c) = (filled(&pool, 2, a, 1), filled(&pool, 3, b, 2), filled(&pool, 1, c, 3));
+    pause_tags(&pool, &["a"]);
+    pause_tags(&pool, &["b"]);
+    resume_tags(&pool, &["a"]);
+    write(&pool, DEVICE, a, pattern(4));
+    // Goes into the gap that `a` has left, and what does not fit behind `b`.
+    pause_tags(&pool, &["a", "c"]);
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+    resume_tags(&pool, &["a", "b", "c"]);
+    for (range, seed) in [(a, 4), (b, 2), (c, 3)] {
+        assert!(holds(&pool, DEVICE, range, pattern(seed)), "{seed}");
+    }
+}
+
+#[test]
+fn a_whole_pause_and_resume_leave_what_was_set_aside_away() {
+    let pool = pool(&node());
+    let weights = filled(&pool, 2, tagged("weights", Contents::Keep), 1);
+    let other = filled(&pool, 1, kept(), 2);
+    pause_tags(&pool, &["weights"]);
+    pause(&pool);
+    resume(&pool);
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - UNIT, "only the rest is back");
+    assert!(holds(&pool, DEVICE, other, pattern(2)));
+    resume_tags(&pool, &["weights"]);
+    assert!(holds(&pool, DEVICE, weights, pattern(1)));
+}
+
+#[test]
+fn a_paused_process_can_come_back_with_some_tags_only() {
+    let pool = pool(&node());
+    let weights = filled(&pool, 2, tagged("weights", Contents::Keep), 1);
+    let cache = filled(&pool, 4, tagged("kv", Contents::Keep), 2);
+    let other = filled(&pool, 1, kept(), 3);
+    pause(&pool);
+    resume_selected(&pool, &Selection::Staged(names(&["weights"])));
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - 3 * UNIT);
+    assert!(holds(&pool, DEVICE, weights, pattern(1)));
+    assert!(holds(&pool, DEVICE, other, pattern(3)));
+    resume_tags(&pool, &["kv"]);
+    assert!(holds(&pool, DEVICE, cache, pattern(2)));
+}
+
+#[test]
+fn a_failed_resume_of_a_tag_leaves_new_memory_of_it_alone() {
+    let pool = pool(&node());
+    let old = filled(&pool, 100, tagged("kv", Contents::Keep), 1);
+    pause_tags(&pool, &["kv"]);
+    let new = filled(&pool, 60, tagged("kv", Contents::Keep), 2);
+    let selection = Selection::SetAside(names(&["kv"]), Whose::Everybody);
+    let error = pool.create_own(&selection).expect_err("it does not fit beside the new");
+    assert!(error.to_string().contains("free"), "{error}");
+    // The undo of a resume that came further.
+    pool.drop_imports(&selection).expect("nothing");
+    pool.release_own(&selection).expect("nothing");
+    assert!(holds(&pool, DEVICE, new, pattern(2)));
+    pool.unmap(new).expect("the handle keeps it");
+    let handles: u64 = pool.report().devices.iter().map(|d| d.resident_bytes()).sum();
+    assert_eq!(handles, 60 * UNIT);
+    pause_tags(&pool, &["kv"]);
+    resume_selected(&pool, &Selection::Staged(names(&[])));
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+    assert!(old.size_bytes > new.size_bytes);
+}
+
+#[test]
+fn imports_follow_the_owner_that_is_named() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let handle = create(&owner, DEVICE, 2, tagged("kv", Contents::Keep));
+    let at_owner = map(&owner, handle, 2 * UNIT, &[RW(DEVICE)]);
+    write(&owner, DEVICE, at_owner, pattern(1));
+    let imported = share(&owner, handle, &importer, 7);
+    let there = map(&importer, imported, 2 * UNIT, &[RW(OTHER)]);
+    // The import has no tag of its own here: whoever redeems a ticket learns the owner's.
+    let all_of = |whose| Selection::Tagged(Tags::All, whose);
+    importer
+        .save_and_drop_imports(&all_of(Whose::Owner(b"another".to_vec())), UNLIMITED)
+        .expect("nothing");
+    assert!(holds(&importer, OTHER, there, pattern(1)));
+    assert!(owner.is_shared(&all_of(Whose::Own)));
+    assert!(!importer.is_shared(&all_of(Whose::Own)));
+}
+
+#[test]
+fn saved_contents_can_be_read_while_they_are_away() {
+    let pool = pool(&node());
+    let range = filled(&pool, 2, tagged("weights", Contents::Keep), 5);
+    let cache = filled(&pool, 1, tagged("kv", Contents::Discard), 6);
+    let part = VaRange::new(DeviceAddress(range.start.0 + UNIT), 64);
+    assert_eq!(pool.saved_at(part), Err(SavedError::Resident(part.start)));
+    pause_tags(&pool, &["weights", "kv"]);
+    let mut bytes = [0; 64];
+    pool.read_saved(part.start, &mut bytes).expect("saved");
+    assert_eq!(bytes[..16], pattern(5));
+    assert!(pool.saved_at(part).is_ok());
+    assert_eq!(pool.saved_at(cache), Err(SavedError::NotKept(cache.start)));
+    let beyond = VaRange::new(range.start, 3 * UNIT);
+    assert_eq!(pool.saved_at(beyond), Err(SavedError::NotOurs(beyond.start, beyond.end())));
+}
+
+#[test]
+fn unused_parts_are_not_copied_and_what_lies_beside_them_is() {
+    let pool = pool(&node());
+    let range = filled(&pool, 4, kept(), 1);
+    let whole = filled(&pool, 2, kept(), 2);
+    let hole = VaRange::new(DeviceAddress(range.start.0 + UNIT), 2 * UNIT);
+    // Two that touch, one of another size, and one of nobody's.
+    let halves =
+        [VaRange::new(hole.start, UNIT), VaRange::new(DeviceAddress(hole.start.0 + UNIT), UNIT)];
+    pool.mark_unused(&[halves[1], whole, halves[0], VaRange::new(DeviceAddress(64), 8)]);
+    let log = pool.save_and_drop_imports(&WHOLE, UNLIMITED).expect("saved");
+    assert_eq!(log.bytes, 2 * UNIT, "the ends of the first, nothing of the second");
+    pool.release_own(&WHOLE).expect("released");
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+    resume(&pool);
+    let ends = [range.start.0, range.start.0 + 3 * UNIT].map(DeviceAddress);
+    for start in ends {
+        assert!(holds(&pool, DEVICE, VaRange::new(start, UNIT), pattern(1)));
+    }
+    // The marks are used up.
+    write(&pool, DEVICE, range, pattern(3));
+    pause(&pool);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, range, pattern(3)));
+}
