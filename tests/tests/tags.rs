@@ -1,0 +1,233 @@
+//! Pauses by tag across the processes of a tenant: members over the simulated driver, in one process.
+
+use std::collections::BTreeSet;
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+
+use sublet_nccl::pausing::{act_for_all, act_for_own_tags};
+use sublet_tests::{MIB, Outcome as TestOutcome, Trouble};
+use tenants::coordinator::{CoordinatorError, Outcome};
+use tenants::identity::TenantName;
+use tenants::member::{Member, MemberConfig};
+use tenants::run_dir::RunDir;
+use tenants::scope::{Scope, TagNames};
+use tenants::ticket::Ticket;
+use tenants::wire::{Action, MemberState};
+use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
+use vmm_pool::{Class, Contents};
+
+const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
+const UNIT: u64 = 2 * MIB;
+const CAPACITY: u64 = 128 * MIB;
+
+type SimMember = Arc<Member<SimDriver>>;
+
+struct Tenant {
+    members: Vec<SimMember>,
+    run_dir: RunDir,
+    name: TenantName,
+    node: SimNode,
+    _base: tempfile::TempDir,
+}
+
+impl Tenant {
+    fn new(count: usize) -> Result<Self, Trouble> {
+        let base = tempfile::tempdir()?;
+        let run_dir = RunDir::open(Some(base.path().join("run")), None)?;
+        let name = TenantName::new("train")?;
+        let node = SimNode::private(&[CAPACITY])?;
+        let join = |_| {
+            let config = MemberConfig {
+                run_dir: run_dir.clone(),
+                tenant: name.clone(),
+                command: "python train.py".to_owned(),
+                version: "0.1.0".to_owned(),
+                host_limits: Vec::new,
+                own_contexts: Vec::new,
+                unused: Vec::new,
+                toucher_threads: 1,
+            };
+            Member::join(config, Arc::new(SimDriver::new(node.clone(), SimOptions::default())))
+        };
+        let members = (0..count).map(join).collect::<Result<_, _>>()?;
+        Ok(Self { members, run_dir, name, node, _base: base })
+    }
+
+    fn act(&self, action: Action, scope: Scope) -> Result<Outcome, CoordinatorError> {
+        act_for_all(&self.run_dir, &self.name, scope, action, None)
+    }
+
+    fn used(&self) -> Result<u64, Trouble> {
+        let driver = SimDriver::new(self.node.clone(), SimOptions::default());
+        let memory = driver.memory_of(DEVICE).map_err(|code| Trouble::new(format!("{code:?}")))?;
+        Ok(memory.total_bytes - memory.free_bytes)
+    }
+
+    fn states(&self) -> Vec<MemberState> {
+        self.members.iter().map(|member| member.state()).collect()
+    }
+}
+
+fn tags(names: &[&str]) -> TagNames {
+    TagNames::Named(names.iter().map(|name| (*name).to_owned()).collect::<BTreeSet<_>>())
+}
+
+fn of_all(names: &[&str]) -> Scope {
+    Scope::Tags { tags: tags(names), owner: None }
+}
+
+fn map(member: &SimMember, handle: u64) -> Result<VaRange, Trouble> {
+    let start = member.pool().driver().reserve(UNIT, 0, DeviceAddress(0));
+    let start = start.map_err(|code| Trouble::new(format!("{code:?}")))?;
+    let range = VaRange::new(start, UNIT);
+    member.pool().map(range, 0, handle)?;
+    member.pool().set_access(range, &[AccessDesc::read_write(DEVICE)])?;
+    Ok(range)
+}
+
+/// Memory of one unit, and where it is mapped.
+fn memory(member: &SimMember, tag: &str) -> Result<(u64, VaRange), Trouble> {
+    let class = Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep };
+    let prop = AllocationProp::pinned_on(DEVICE);
+    let handle = member.pool().create(UNIT, &prop, class)?.raw();
+    Ok((handle, map(member, handle)?))
+}
+
+fn completed(outcome: Outcome) -> bool {
+    matches!(outcome, Outcome::Completed(_))
+}
+
+#[test]
+fn a_process_pauses_its_own_tag_and_the_others_notice_nothing() -> TestOutcome {
+    let tenant = Tenant::new(3)?;
+    for member in &tenant.members {
+        memory(member, "kv")?;
+        memory(member, "")?;
+    }
+    assert_eq!(tenant.used()?, 6 * UNIT);
+    let first = &tenant.members[0];
+    assert!(completed(act_for_own_tags(first, tags(&["kv"]), Action::Pause, None)?));
+    assert_eq!(tenant.used()?, 5 * UNIT);
+    assert_eq!(tenant.states(), [MemberState::Active; 3]);
+    let asked: Vec<_> = tenant.members.iter().map(|member| member.info().asked.is_some()).collect();
+    assert_eq!(asked, [true, false, false], "only the owner took part");
+    let again = act_for_own_tags(first, tags(&["kv"]), Action::Pause, None)?;
+    assert_eq!(again, Outcome::AlreadyPaused);
+    assert!(completed(act_for_own_tags(first, TagNames::All, Action::Resume, None)?));
+    assert_eq!(tenant.used()?, 6 * UNIT);
+    Ok(())
+}
+
+#[test]
+fn many_processes_pause_their_own_tags_at_once() -> TestOutcome {
+    let tenant = Tenant::new(4)?;
+    for member in &tenant.members {
+        memory(member, "kv")?;
+    }
+    for action in [Action::Pause, Action::Resume].repeat(5) {
+        let outcomes: Vec<_> = std::thread::scope(|scope| {
+            let mut threads = Vec::new();
+            for member in &tenant.members {
+                threads.push(
+                    scope.spawn(move || act_for_own_tags(member, tags(&["kv"]), action, None)),
+                );
+            }
+            threads.into_iter().map(std::thread::ScopedJoinHandle::join).collect()
+        });
+        for outcome in outcomes {
+            let outcome = outcome.map_err(|_| Trouble::new("a thread panicked"))?;
+            assert!(completed(outcome?));
+        }
+        let left = if action == Action::Pause { 0 } else { 4 * UNIT };
+        assert_eq!(tenant.used()?, left);
+    }
+    Ok(())
+}
+
+#[test]
+fn imports_leave_and_come_back_with_their_owners_tag() -> TestOutcome {
+    let tenant = Tenant::new(2)?;
+    let [owner, importer] = [&tenant.members[0], &tenant.members[1]];
+    let (shared, _) = memory(owner, "weights")?;
+    memory(importer, "weights")?;
+    let fd = owner.issue_ticket(shared)?;
+    let ticket = Ticket::read(fd.as_fd())?.ok_or_else(|| Trouble::new("no ticket"))?;
+    let imported = importer.redeem_ticket(&ticket, "test")?;
+    map(importer, imported.raw())?;
+    assert_eq!(tenant.used()?, 2 * UNIT);
+    // The importer must let go, or the memory would not be free; its own stays.
+    assert!(completed(act_for_own_tags(owner, tags(&["weights"]), Action::Pause, None)?));
+    assert_eq!(tenant.used()?, UNIT);
+    assert_eq!(tenant.states(), [MemberState::Active; 2]);
+    assert!(completed(act_for_own_tags(owner, tags(&["weights"]), Action::Resume, None)?));
+    assert_eq!(tenant.used()?, 2 * UNIT);
+    assert!(completed(tenant.act(Action::Pause, of_all(&["weights"]))?));
+    assert_eq!(tenant.used()?, 0);
+    // A resume without tags of a tenant that runs is one of all its tags.
+    assert!(completed(tenant.act(Action::Resume, Scope::Whole)?));
+    assert_eq!(tenant.used()?, 2 * UNIT);
+    assert_eq!(tenant.act(Action::Resume, Scope::Whole)?, Outcome::AlreadyActive);
+    Ok(())
+}
+
+#[test]
+fn a_paused_tenant_comes_back_in_stages() -> TestOutcome {
+    let tenant = Tenant::new(2)?;
+    for member in &tenant.members {
+        for tag in ["weights", "kv", ""] {
+            memory(member, tag)?;
+        }
+    }
+    assert!(completed(tenant.act(Action::Pause, Scope::Whole)?));
+    assert_eq!(tenant.used()?, 0);
+    let refused = tenant
+        .act(Action::Pause, of_all(&["kv"]))
+        .err()
+        .ok_or_else(|| Trouble::new("it was paused already"))?;
+    assert!(refused.to_string().contains("paused as a whole"), "{refused}");
+    assert!(completed(tenant.act(Action::Resume, of_all(&["weights"]))?));
+    assert_eq!(tenant.used()?, 4 * UNIT, "the tag, and what has none");
+    assert_eq!(tenant.states(), [MemberState::Active; 2]);
+    assert!(completed(tenant.act(Action::Resume, of_all(&["kv"]))?));
+    assert_eq!(tenant.used()?, 6 * UNIT);
+    Ok(())
+}
+
+#[test]
+fn an_unknown_tag_is_refused_with_the_tags_there_are() -> TestOutcome {
+    let tenant = Tenant::new(1)?;
+    memory(&tenant.members[0], "weights")?;
+    let error = tenant
+        .act(Action::Pause, of_all(&["wieghts"]))
+        .err()
+        .ok_or_else(|| Trouble::new("no such tag"))?;
+    assert!(error.to_string().contains("'wieghts'"), "{error}");
+    let CoordinatorError::UnknownTags { known, .. } = error else {
+        return Err(Trouble::new("another error"));
+    };
+    assert!(known.contains(&"weights".to_owned()), "{known:?}");
+    assert_eq!(tenant.used()?, UNIT);
+    Ok(())
+}
+
+#[test]
+fn a_tag_that_does_not_fit_stays_away_and_comes_back_when_it_does() -> TestOutcome {
+    let tenant = Tenant::new(2)?;
+    let [first, second] = [&tenant.members[0], &tenant.members[1]];
+    memory(first, "kv")?;
+    assert!(completed(act_for_own_tags(first, tags(&["kv"]), Action::Pause, None)?));
+    let mut filler = Vec::new();
+    while tenant.used()? < CAPACITY {
+        filler.push(memory(second, "")?);
+    }
+    let error = act_for_own_tags(first, tags(&["kv"]), Action::Resume, None);
+    let error = error.err().ok_or_else(|| Trouble::new("there is no room"))?;
+    assert_eq!(error.missing_device_bytes(), Some(UNIT), "{error}");
+    assert_eq!(first.state(), MemberState::Active, "it runs on without the tag");
+    let (handle, range) = filler.pop().ok_or_else(|| Trouble::new("none"))?;
+    second.pool().unmap(range)?;
+    second.pool().release(handle)?;
+    assert!(completed(act_for_own_tags(first, tags(&["kv"]), Action::Resume, None)?));
+    Ok(())
+}
