@@ -241,18 +241,19 @@ impl<D: Driver> HostArena<D> {
 
     /// Copies contents out. No copy of the driver's may be under way there.
     pub(crate) fn read(&self, saved: Saved, target: &mut [u8]) {
-        let size_bytes = target.len() as u64;
-        let base = target.as_mut_ptr();
-        let copied = self.pieces(saved, size_bytes, |pointer, offset, length| {
-            // CAST: both are at most the length of `target`.
-            let (offset, length) = (offset as usize, length as usize);
-            // SAFETY: the pieces make up exactly `target.len()` bytes, so this is inside it.
-            let to = unsafe { base.add(offset) };
-            // SAFETY: the piece lies in a live chunk, which `target` is no part of, and nobody writes it now.
-            unsafe { to.copy_from_nonoverlapping(pointer.as_ptr(), length) };
+        let mut left = &mut *target;
+        let size_bytes = left.len() as u64;
+        let copied = self.pieces(saved, size_bytes, |pointer, _, length| {
+            let length = usize::try_from(length).unwrap_or(usize::MAX);
+            // The pieces make up exactly the target.
+            if let Some(part) = left.split_off_mut(..length) {
+                let to = part.as_mut_ptr();
+                // SAFETY: the piece lies in a live chunk, which `target` is no part of, and nobody writes it now.
+                unsafe { to.copy_from_nonoverlapping(pointer.as_ptr(), part.len()) };
+            }
             Ok(())
         });
-        debug_assert!(copied.is_ok(), "nothing in the closure fails");
+        debug_assert!(copied.is_ok() && left.is_empty(), "nothing in the closure fails");
     }
 
     /// Starts copies of `source` to its place in the arena.

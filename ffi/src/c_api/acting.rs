@@ -126,10 +126,10 @@ unsafe fn tags_of(tags: *const *const c_char, count: usize) -> Result<TagNames, 
             _ => Err(fail(ARGUMENT, &format!("{count} tags were announced and none given"))),
         };
     }
+    // SAFETY: the caller promises this many.
+    let tags = unsafe { std::slice::from_raw_parts(tags, count) };
     let mut names = BTreeSet::new();
-    for index in 0..count {
-        // SAFETY: the caller promises this many.
-        let tag = unsafe { *tags.add(index) };
+    for (index, &tag) in tags.iter().enumerate() {
         if tag.is_null() {
             return Err(fail(ARGUMENT, &format!("tag {index} of {count} is null")));
         }
@@ -225,7 +225,7 @@ pub unsafe extern "C" fn sublet_tag_is_paused(tag: *const c_char) -> c_int {
         }
         // SAFETY: as this function's caller promises.
         let tag = unsafe { text(tag, "a tag") }?;
-        let tags = runtime::member().map(|member| member.tags()).unwrap_or_default();
+        let tags = runtime::member().map(tenants::member::Member::tags).unwrap_or_default();
         let found = tags.iter().find(|row| row.tag == tag);
         let known: Vec<_> = tags.iter().map(|row| row.tag.as_str()).collect();
         match found {

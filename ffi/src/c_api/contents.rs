@@ -134,14 +134,16 @@ pub unsafe extern "C" fn sublet_unused(
                 &format!("{count} ranges: give up to {RANGES_MAX}, and both arrays"),
             );
         }
-        let mut ranges = Vec::with_capacity(count);
-        for index in 0..count {
-            // SAFETY: the caller promises this many.
-            let start = unsafe { *starts.add(index) };
+        let ranges = if count == 0 {
+            Vec::new()
+        } else {
+            // SAFETY: not null, and the caller promises this many.
+            let starts = unsafe { std::slice::from_raw_parts(starts, count) };
             // SAFETY: as above.
-            let size_bytes = unsafe { *sizes.add(index) };
-            ranges.push(VaRange::new(DeviceAddress(start), size_bytes));
-        }
+            let sizes = unsafe { std::slice::from_raw_parts(sizes, count) };
+            let range = |(&start, &size): (&u64, &u64)| VaRange::new(DeviceAddress(start), size);
+            starts.iter().zip(sizes).map(range).collect()
+        };
         let open = questions().open.take_if(|(open, _)| *open == token);
         let sent = open.is_some_and(|(_, answer)| answer.send(ranges).is_ok());
         if sent {

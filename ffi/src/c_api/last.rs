@@ -1,5 +1,7 @@
 //! What the last call of a thread came to: its error, and its report.
 
+#![expect(unsafe_code, reason = "exports the C interface and writes into callers' buffers")]
+
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -119,12 +121,13 @@ fn refused(error: &CoordinatorError) -> c_int {
         .iter()
         .map(|shortage| serde_json::to_value(shortage).unwrap_or_default())
         .collect();
-    let tags = match error {
-        CoordinatorError::UnknownTags { known, .. } => json!(known),
-        _ => json!([]),
+    let tags = if let CoordinatorError::UnknownTags { known, .. } = error {
+        known.as_slice()
+    } else {
+        &[]
     };
     let missing_bytes = error.missing_device_bytes();
-    keep(code, &message, described(code, &message, missing_bytes, &json!(devices), &tags))
+    keep(code, &message, described(code, &message, missing_bytes, &json!(devices), &json!(tags)))
 }
 
 fn code_of(error: &CoordinatorError) -> c_int {
@@ -136,11 +139,27 @@ fn code_of(error: &CoordinatorError) -> c_int {
     match error {
         CoordinatorError::UnknownTags { .. }
         | CoordinatorError::PausedAlready { .. }
-        | CoordinatorError::NoSuchTenant { .. } => ARGUMENT,
+        | CoordinatorError::NoSuchTenant { .. }
+        | CoordinatorError::NoProcess { .. } => ARGUMENT,
         CoordinatorError::Faulted { .. } | CoordinatorError::Unrecovered { .. } => LOST,
-        _ if failed(FailureKind::Faulted) || failed(FailureKind::PeerGone) => LOST,
-        _ if failed(FailureKind::OutOfHostMemory) => OUT_OF_HOST_MEMORY,
-        error if error.is_retryable() => RETRY,
+        CoordinatorError::RunDir(_)
+        | CoordinatorError::Unreachable { .. }
+        | CoordinatorError::NoGreeting { .. }
+        | CoordinatorError::VersionsDiffer { .. }
+        | CoordinatorError::CalledOff { .. }
+        | CoordinatorError::FailedTogether { .. }
+        | CoordinatorError::Refused { .. } => {
+            if failed(FailureKind::Faulted) || failed(FailureKind::PeerGone) {
+                LOST
+            } else if failed(FailureKind::OutOfHostMemory) {
+                OUT_OF_HOST_MEMORY
+            } else if error.is_retryable() {
+                RETRY
+            } else {
+                REFUSED
+            }
+        }
+        // The enumeration may grow in another crate.
         _ => REFUSED,
     }
 }
@@ -149,7 +168,6 @@ fn code_of(error: &CoordinatorError) -> c_int {
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.
-#[expect(unsafe_code, reason = "writes into a caller's buffer")]
 pub(crate) unsafe fn write_text(text: &str, buffer: *mut c_char, size: usize) -> i64 {
     if text.len() < size && !buffer.is_null() {
         let target: *mut u8 = buffer.cast();
@@ -165,7 +183,6 @@ pub(crate) unsafe fn write_text(text: &str, buffer: *mut c_char, size: usize) ->
 
 /// Why the last call of this thread failed.
 #[unsafe(no_mangle)]
-#[expect(unsafe_code, reason = "exports the C interface")]
 pub extern "C" fn sublet_last_error() -> *const c_char {
     let empty: &CStr = c"";
     LAST.try_with(|last| last.borrow().message.as_ptr()).unwrap_or(empty.as_ptr())
@@ -180,7 +197,6 @@ fn json_answer(pick: impl FnOnce(&Last) -> Value) -> String {
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.
 #[unsafe(no_mangle)]
-#[expect(unsafe_code, reason = "exports the C interface")]
 pub unsafe extern "C" fn sublet_last_error_json(buffer: *mut c_char, size: usize) -> i64 {
     let text = json_answer(|last| last.error.clone());
     // SAFETY: as this function's caller promises.
@@ -192,7 +208,6 @@ pub unsafe extern "C" fn sublet_last_error_json(buffer: *mut c_char, size: usize
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.
 #[unsafe(no_mangle)]
-#[expect(unsafe_code, reason = "exports the C interface")]
 pub unsafe extern "C" fn sublet_last_report_json(buffer: *mut c_char, size: usize) -> i64 {
     let text = json_answer(|last| last.report.clone());
     // SAFETY: as this function's caller promises.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use tenants::identity::TenantName;
+use tenants::scope::{Scope, TagNames};
 
 /// Lets several jobs share the same GPUs by turns.
 #[derive(Debug, Parser)]
@@ -58,11 +59,32 @@ pub(crate) struct JsonArgs {
     pub(crate) json: bool,
 }
 
+#[derive(Debug, Default, Args)]
+pub(crate) struct TagArgs {
+    /// Only memory of regions with this tag, in all processes, which run on without it; may be given more than
+    /// once
+    #[arg(long = "tag", value_name = "TAG")]
+    tags: Vec<String>,
+}
+
+impl TagArgs {
+    /// What to pause or resume.
+    pub(crate) fn scope(&self) -> Scope {
+        if self.tags.is_empty() {
+            return Scope::Whole;
+        }
+        let tags = TagNames::Named(self.tags.iter().cloned().collect());
+        Scope::Tags { tags, owner: None }
+    }
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct PauseArgs {
     /// The tenant
     #[arg(value_parser = tenant)]
     pub(crate) tenant: TenantName,
+    #[command(flatten)]
+    pub(crate) tags: TagArgs,
     /// Time for each phase, such as 500ms, 30s or 2m; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) timeout: Option<Duration>,
@@ -75,6 +97,8 @@ pub(crate) struct ResumeArgs {
     /// The tenant
     #[arg(value_parser = tenant)]
     pub(crate) tenant: TenantName,
+    #[command(flatten)]
+    pub(crate) tags: TagArgs,
     #[command(flatten)]
     pub(crate) wait: WaitArgs,
     /// Go on without memory that was imported from processes that have ended since: work that touches it

@@ -28,7 +28,8 @@ pub(crate) fn pause(
     run_dir: RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
-    let options = options(args.timeout, &signals::watch()?);
+    let scope = args.tags.scope();
+    let options = Options { scope, ..options(args.timeout, &signals::watch()?) };
     let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
     let result = {
         let mut progress = Progress::start();
@@ -44,7 +45,8 @@ pub(crate) fn resume(
 ) -> Result<ExitCode, Failure> {
     let interrupt = signals::watch()?;
     let lost_imports = if args.without_lost { LostImports::LeaveOut } else { LostImports::Refuse };
-    let options = Options { lost_imports, ..options(args.timeout, &interrupt) };
+    let scope = args.tags.scope();
+    let options = Options { lost_imports, scope, ..options(args.timeout, &interrupt) };
     let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
     let result = {
         let mut progress = Progress::start();
@@ -434,6 +436,7 @@ lost: process 11 in step 'release memory': it hung up
         let tenant = TenantName::new("train").unwrap();
         let args = |json| PauseArgs {
             tenant: tenant.clone(),
+            tags: crate::args::TagArgs::default(),
             timeout: None,
             json: crate::args::JsonArgs { json },
         };

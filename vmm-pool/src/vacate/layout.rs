@@ -46,20 +46,13 @@ impl Layout {
         let mut places = Vec::new();
         for (key, size_bytes) in wanted {
             let fits = |gap: &Range<u64>| gap.end - gap.start >= size_bytes;
-            let offset_bytes = match gaps.iter_mut().find(|gap| fits(gap)) {
-                Some(gap) => {
-                    let begin = gap.start;
-                    gap.start += size_bytes;
-                    begin
-                }
-                None => {
-                    let begin = end_bytes;
-                    // OVERFLOW: sizes of allocations that exist on one machine.
-                    end_bytes += size_bytes;
-                    begin
-                }
+            // OVERFLOW: sizes of allocations that exist on one machine.
+            let free = match gaps.iter_mut().find(|gap| fits(gap)) {
+                Some(gap) => &mut gap.start,
+                None => &mut end_bytes,
             };
-            places.push((key, offset_bytes));
+            places.push((key, *free));
+            *free += size_bytes;
             gaps.retain(|gap| gap.start < gap.end);
         }
         Self { places, end_bytes }

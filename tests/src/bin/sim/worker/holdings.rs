@@ -367,9 +367,7 @@ impl Holdings {
         let _pass = member.gate().pass(Passage::Use);
         for offer in offers {
             let ticket = Ticket::decode(&offer.ticket)?;
-            let contents = if offer.is_kept { Contents::Keep } else { Contents::Discard };
-            let class = Class { library: "simulation", tag: String::new(), contents };
-            let handle = redeem(&member, &ticket, class)?;
+            let handle = redeem(&member, &ticket, "simulation")?;
             let place = self.map(handle, offer.units)?.ok_or_else(|| Trouble::new("no mapping"))?;
             self.list.push(Holding {
                 origin: Origin::Imported {
@@ -535,8 +533,7 @@ fn present_places(holding: &Holding) -> Option<usize> {
 }
 
 /// Imports; a ticket stays good when a fault was in the way.
-fn redeem(member: &Sim, ticket: &Ticket, class: Class) -> Result<u64, ImportError> {
-    let library = class.library;
+fn redeem(member: &Sim, ticket: &Ticket, library: &'static str) -> Result<u64, ImportError> {
     let handle = member.redeem_ticket(ticket, library);
     Ok(handle.or_else(|_| member.redeem_ticket(ticket, library))?.raw())
 }
