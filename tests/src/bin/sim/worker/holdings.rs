@@ -367,6 +367,7 @@ impl Holdings {
         let _pass = member.gate().pass(Passage::Use);
         for offer in offers {
             let ticket = Ticket::decode(&offer.ticket)?;
+            let contents = if offer.is_kept { Contents::Keep } else { Contents::Discard };
             let handle = redeem(&member, &ticket, "simulation")?;
             let place = self.map(handle, offer.units)?.ok_or_else(|| Trouble::new("no mapping"))?;
             self.list.push(Holding {
