@@ -94,7 +94,7 @@ fn memory(member: &SimMember, tag: &str) -> Result<(u64, VaRange), Trouble> {
     Ok((handle, map(member, handle)?))
 }
 
-fn completed(outcome: Outcome) -> bool {
+fn completed(outcome: &Outcome) -> bool {
     matches!(outcome, Outcome::Completed(_))
 }
 
@@ -107,14 +107,14 @@ fn a_process_pauses_its_own_tag_and_the_others_notice_nothing() -> TestOutcome {
     }
     assert_eq!(tenant.used()?, 6 * UNIT);
     let first = &tenant.members[0];
-    assert!(completed(act_for_own_tags(first, tags(&["kv"]), Action::Pause, None)?));
+    assert!(completed(&act_for_own_tags(first, tags(&["kv"]), Action::Pause, None)?));
     assert_eq!(tenant.used()?, 5 * UNIT);
     assert_eq!(tenant.states(), [MemberState::Active; 3]);
     let asked: Vec<_> = tenant.members.iter().map(|member| member.info().asked.is_some()).collect();
     assert_eq!(asked, [true, false, false], "only the owner took part");
     let again = act_for_own_tags(first, tags(&["kv"]), Action::Pause, None)?;
     assert_eq!(again, Outcome::AlreadyPaused);
-    assert!(completed(act_for_own_tags(first, TagNames::All, Action::Resume, None)?));
+    assert!(completed(&act_for_own_tags(first, TagNames::All, Action::Resume, None)?));
     assert_eq!(tenant.used()?, 6 * UNIT);
     Ok(())
 }
@@ -137,7 +137,7 @@ fn many_processes_pause_their_own_tags_at_once() -> TestOutcome {
         });
         for outcome in outcomes {
             let outcome = outcome.map_err(|_| Trouble::new("a thread panicked"))?;
-            assert!(completed(outcome?));
+            assert!(completed(&outcome?));
         }
         let left = if action == Action::Pause { 0 } else { 4 * UNIT };
         assert_eq!(tenant.used()?, left);
@@ -157,15 +157,15 @@ fn imports_leave_and_come_back_with_their_owners_tag() -> TestOutcome {
     map(importer, imported.raw())?;
     assert_eq!(tenant.used()?, 2 * UNIT);
     // The importer must let go, or the memory would not be free; its own stays.
-    assert!(completed(act_for_own_tags(owner, tags(&["weights"]), Action::Pause, None)?));
+    assert!(completed(&act_for_own_tags(owner, tags(&["weights"]), Action::Pause, None)?));
     assert_eq!(tenant.used()?, UNIT);
     assert_eq!(tenant.states(), [MemberState::Active; 2]);
-    assert!(completed(act_for_own_tags(owner, tags(&["weights"]), Action::Resume, None)?));
+    assert!(completed(&act_for_own_tags(owner, tags(&["weights"]), Action::Resume, None)?));
     assert_eq!(tenant.used()?, 2 * UNIT);
-    assert!(completed(tenant.act(Action::Pause, of_all(&["weights"]))?));
+    assert!(completed(&tenant.act(Action::Pause, of_all(&["weights"]))?));
     assert_eq!(tenant.used()?, 0);
     // A resume without tags of a tenant that runs is one of all its tags.
-    assert!(completed(tenant.act(Action::Resume, Scope::Whole)?));
+    assert!(completed(&tenant.act(Action::Resume, Scope::Whole)?));
     assert_eq!(tenant.used()?, 2 * UNIT);
     assert_eq!(tenant.act(Action::Resume, Scope::Whole)?, Outcome::AlreadyActive);
     Ok(())
@@ -179,17 +179,17 @@ fn a_paused_tenant_comes_back_in_stages() -> TestOutcome {
             memory(member, tag)?;
         }
     }
-    assert!(completed(tenant.act(Action::Pause, Scope::Whole)?));
+    assert!(completed(&tenant.act(Action::Pause, Scope::Whole)?));
     assert_eq!(tenant.used()?, 0);
     let refused = tenant
         .act(Action::Pause, of_all(&["kv"]))
         .err()
         .ok_or_else(|| Trouble::new("it was paused already"))?;
     assert!(refused.to_string().contains("paused as a whole"), "{refused}");
-    assert!(completed(tenant.act(Action::Resume, of_all(&["weights"]))?));
+    assert!(completed(&tenant.act(Action::Resume, of_all(&["weights"]))?));
     assert_eq!(tenant.used()?, 4 * UNIT, "the tag, and what has none");
     assert_eq!(tenant.states(), [MemberState::Active; 2]);
-    assert!(completed(tenant.act(Action::Resume, of_all(&["kv"]))?));
+    assert!(completed(&tenant.act(Action::Resume, of_all(&["kv"]))?));
     assert_eq!(tenant.used()?, 6 * UNIT);
     Ok(())
 }
@@ -216,7 +216,7 @@ fn a_tag_that_does_not_fit_stays_away_and_comes_back_when_it_does() -> TestOutco
     let tenant = Tenant::new(2)?;
     let [first, second] = [&tenant.members[0], &tenant.members[1]];
     memory(first, "kv")?;
-    assert!(completed(act_for_own_tags(first, tags(&["kv"]), Action::Pause, None)?));
+    assert!(completed(&act_for_own_tags(first, tags(&["kv"]), Action::Pause, None)?));
     let mut filler = Vec::new();
     while tenant.used()? < CAPACITY {
         filler.push(memory(second, "")?);
@@ -228,6 +228,6 @@ fn a_tag_that_does_not_fit_stays_away_and_comes_back_when_it_does() -> TestOutco
     let (handle, range) = filler.pop().ok_or_else(|| Trouble::new("none"))?;
     second.pool().unmap(range)?;
     second.pool().release(handle)?;
-    assert!(completed(act_for_own_tags(first, tags(&["kv"]), Action::Resume, None)?));
+    assert!(completed(&act_for_own_tags(first, tags(&["kv"]), Action::Resume, None)?));
     Ok(())
 }
