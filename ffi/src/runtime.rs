@@ -49,6 +49,11 @@ pub(crate) fn member() -> Option<&'static Member> {
     MEMBER.get()?.as_deref()
 }
 
+/// Is this a child of a process that had joined? It never joins.
+pub(crate) fn is_forked() -> bool {
+    FORKED.load(Ordering::Relaxed)
+}
+
 /// The member; the first call joins the tenant. `None` when that failed, which is said once: the process
 /// then runs as if it were not under Sublet.
 pub(crate) fn join() -> Option<&'static Member> {

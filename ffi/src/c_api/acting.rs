@@ -36,6 +36,9 @@ pub(super) unsafe fn tenant_of(tenant: *const c_char) -> Result<TenantName, c_in
         if let Some(member) = runtime::member() {
             return Ok(member.tenant().clone());
         }
+        if runtime::is_forked() {
+            return Err(not_joined());
+        }
         return runtime::tenant_name().map_err(|reason| fail(ARGUMENT, &reason));
     }
     // SAFETY: as this function's caller promises.

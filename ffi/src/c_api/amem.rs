@@ -12,7 +12,8 @@ use sublet_nccl::pausing;
 use tenants::wire::Action;
 use vmm_pool::PoolReport;
 
-use super::last::{fail, guarded};
+use super::OK;
+use super::last::{fail, guarded, settled_already, settled_together};
 use crate::runtime;
 
 const NCCL_SUCCESS: c_int = 0;
@@ -39,11 +40,13 @@ fn act_together(action: Action) -> c_int {
     guarded(|| {
         let Some(member) = runtime::member() else {
             // Nothing was ever allocated here, so there is nothing to pause, and nobody waits for us.
+            settled_already();
             return NCCL_SUCCESS;
         };
-        match pausing::act_together(member, action, together_timeout()) {
-            Ok(()) => NCCL_SUCCESS,
-            Err(error) => fail(NCCL_UNHANDLED_CUDA_ERROR, &pausing::chain(&error)),
+        // Callers of ours find the code that says more in sublet_last_error_json.
+        match settled_together(pausing::act_together(member, action, together_timeout())) {
+            OK => NCCL_SUCCESS,
+            _ => NCCL_UNHANDLED_CUDA_ERROR,
         }
     })
 }

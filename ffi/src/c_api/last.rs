@@ -14,6 +14,7 @@ use tenants::wire::FailureKind;
 use super::{
     ARGUMENT, LOST, NOT_JOINED, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY,
 };
+use crate::runtime;
 
 /// Of one thread.
 #[derive(Debug, Default)]
@@ -72,7 +73,12 @@ pub(crate) fn guarded_length(work: impl FnOnce() -> i64) -> i64 {
 
 /// This process has no device memory under Sublet.
 pub(crate) fn not_joined() -> c_int {
-    let message = "this process holds no device memory under Sublet yet";
+    let message = if runtime::is_forked() {
+        "this process was forked from one that holds device memory under Sublet, and neither CUDA nor Sublet \
+         outlives a fork: start processes afresh ('spawn' in Python), or fork before CUDA is used"
+    } else {
+        "this process holds no device memory under Sublet yet"
+    };
     fail(NOT_JOINED, message)
 }
 
@@ -93,6 +99,19 @@ pub(crate) fn swapped(outcome: Result<tenants::coordinator::Swap, SwapError>) ->
         Err(SwapError::NoTarget(error) | SwapError::Pause(error)) => refused(&error),
         Err(SwapError::Resume { ref source, .. }) => refused(source),
     }
+}
+
+/// As [`settled`], of what all processes of a tenant asked for together.
+pub(crate) fn settled_together(outcome: Result<(), CoordinatorError>) -> c_int {
+    match outcome {
+        Ok(()) => keep_report(json!({"outcome": "completed"})),
+        Err(error) => refused(&error),
+    }
+}
+
+/// There was nothing to do.
+pub(crate) fn settled_already() -> c_int {
+    keep_report(json!({"outcome": "already"}))
 }
 
 fn keep_report(report: Value) -> c_int {
