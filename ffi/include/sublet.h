@@ -134,6 +134,23 @@ int ncclMemStats(void);
 int ncclSetGroupID(int id);
 int ncclGetGroupID(int *id);
 
+/* Brings a process that was not started with `sublet run` or LD_PRELOAD under Sublet, for one that has opened
+ * libsublet.so itself: the libraries that are loaded, and those loaded later, call Sublet's functions from
+ * here on. Best before the first use of CUDA: memory asked for earlier stays on the device at a pause.
+ * `tenant` is the tenant to join at the first device memory; NULL is the one that the environment names.
+ * SUBLET_ERROR_ARGUMENT when another one has been joined. Attaching twice, or under LD_PRELOAD, is a
+ * success. */
+int sublet_attach(const char *tenant);
+
+/* What the attach found and did, as sublet_stats_json writes it:
+ *   {"tenant": "train" or null,
+ *    "libraries": [{"path": "...", "slots": imports that lead to Sublet, "exchanged": addresses of the
+ *      driver's functions that it had kept and that were exchanged, "state": "hooked", "late" or "unknown",
+ *      "why": "..."}],
+ *    "devices": [{"device": 0, "used_bytes": in use by all processes when the attach found a context there}],
+ *    "launches_are_held": is every library hooked, so that a pause holds all launches} */
+int64_t sublet_attach_report_json(char *buffer, size_t size);
+
 #ifdef __cplusplus
 }
 #endif

@@ -6,13 +6,18 @@
     clippy::all,
     clippy::allow_attributes_without_reason,
     clippy::pedantic,
+    clippy::expect_used,
+    clippy::multiple_unsafe_ops_per_block,
+    clippy::undocumented_unsafe_blocks,
     dead_code,
+    missing_debug_implementations,
     missing_docs,
     non_camel_case_types,
     non_snake_case,
     non_upper_case_globals,
     unreachable_pub,
     unsafe_code,
+    unsafe_op_in_unsafe_fn,
     reason = "generated from C, whose names and forms it keeps"
 )]
 
@@ -113,4 +118,6 @@ unsafe extern "C" {
     pub fn ncclMemStats() -> ::core::ffi::c_int;
     pub fn ncclSetGroupID(id: ::core::ffi::c_int) -> ::core::ffi::c_int;
     pub fn ncclGetGroupID(id: *mut ::core::ffi::c_int) -> ::core::ffi::c_int;
+    pub fn sublet_attach(tenant: *const ::core::ffi::c_char) -> ::core::ffi::c_int;
+    pub fn sublet_attach_report_json(buffer: *mut ::core::ffi::c_char, size: usize) -> i64;
 }
