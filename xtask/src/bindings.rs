@@ -1,6 +1,6 @@
-//! The Rust view of the C header, made by bindgen and committed.
+//! The Rust views of the C header, made by bindgen and committed.
 //!
-//! The header is written by hand and is the source of truth; the check keeps the two from drifting.
+//! The header is written by hand and is the source of truth; the check keeps them from drifting.
 
 use std::env;
 use std::fs;
@@ -14,13 +14,34 @@ use crate::{Outcome, process};
 
 /// The header.
 pub(crate) const HEADER: &str = "ffi/include/sublet.h";
-const VIEW: &str = "ffi/src/bindings.rs";
 /// Where bindgen looks for the library that reads C.
 const LIBCLANG_PATH: &str = "LIBCLANG_PATH";
 
-/// What the generated file begins with.
+/// One Rust view of the header.
+#[derive(Debug)]
+struct View {
+    path: &'static str,
+    /// The first line of the file.
+    title: &'static str,
+    /// The type that finds the functions in a loaded library, by name. Without one they are linked.
+    table: Option<&'static str>,
+}
+
+const VIEWS: [View; 2] = [
+    View {
+        path: "ffi/src/bindings.rs",
+        title: "The C interface as Rust sees it, generated from `include/sublet.h` by `cargo xtask bindgen`.",
+        table: None,
+    },
+    View {
+        path: "ffi/python/src/bindings.rs",
+        title: "The C interface as found at run time, generated from `sublet.h` by `cargo xtask bindgen`.",
+        table: Some("Functions"),
+    },
+];
+
+/// What follows the title.
 const HEAD: &str = "\
-//! The C interface as Rust sees it, generated from `include/sublet.h` by `cargo xtask bindgen`.
 //!
 //! Never edited: change the header and run the command.
 
@@ -28,45 +49,51 @@ const HEAD: &str = "\
     clippy::all,
     clippy::allow_attributes_without_reason,
     clippy::pedantic,
+    clippy::expect_used,
+    clippy::multiple_unsafe_ops_per_block,
+    clippy::undocumented_unsafe_blocks,
     dead_code,
+    missing_debug_implementations,
     missing_docs,
     non_camel_case_types,
     non_snake_case,
     non_upper_case_globals,
     unreachable_pub,
     unsafe_code,
+    unsafe_op_in_unsafe_fn,
     reason = \"generated from C, whose names and forms it keeps\"
 )]
 ";
 
-/// Writes the view.
+/// Writes the views.
 pub(crate) fn write(workspace: &Workspace) -> Outcome {
     if !is_able(workspace, &["bindgen"])? {
         return Ok(());
     }
-    fs::write(workspace.root.join(VIEW), generate(workspace)?)?;
-    println!("wrote {VIEW}");
+    for view in &VIEWS {
+        fs::write(workspace.root.join(view.path), generate(workspace, view)?)?;
+        println!("wrote {}", view.path);
+    }
     Ok(())
 }
 
-/// Fails when the committed view is not what the header gives.
+/// Fails when a committed view is not what the header gives.
 pub(crate) fn check(workspace: &Workspace) -> Outcome {
     if !is_able(workspace, &["bindgen", "--check"])? {
         return Ok(());
     }
-    let fresh = generate(workspace)?;
-    let committed = fs::read_to_string(workspace.root.join(VIEW))
-        .map_err(|error| format!("{VIEW}: {error}; run `cargo xtask bindgen`"))?;
-    match first_difference(&committed, &fresh) {
-        None => {
-            println!("bindgen: {VIEW} is what {HEADER} gives");
-            Ok(())
+    for view in &VIEWS {
+        let path = view.path;
+        let fresh = generate(workspace, view)?;
+        let committed = fs::read_to_string(workspace.root.join(path))
+            .map_err(|error| format!("{path}: {error}; run `cargo xtask bindgen`"))?;
+        if let Some(line) = first_difference(&committed, &fresh) {
+            let what = format!("{path}:{line}: is not what {HEADER} gives");
+            return Err(format!("{what}; run `cargo xtask bindgen`").into());
         }
-        Some(line) => {
-            let what = format!("{VIEW}:{line}: is not what {HEADER} gives");
-            Err(format!("{what}; run `cargo xtask bindgen`").into())
-        }
+        println!("bindgen: {path} is what {HEADER} gives");
     }
+    Ok(())
 }
 
 /// Whether this process can run bindgen. If not, a child that can has done the work with `arguments`.
@@ -126,7 +153,7 @@ fn installed_libclang(workspace: &Workspace) -> Outcome<PathBuf> {
     process::output(python.command(workspace, &[]).args(["-c", place])).map(PathBuf::from)
 }
 
-fn generate(workspace: &Workspace) -> Outcome<String> {
+fn generate(workspace: &Workspace, view: &View) -> Outcome<String> {
     let header = workspace.root.join(HEADER);
     let mut builder = Builder::default()
         .header(path_text(&header)?)
@@ -140,13 +167,17 @@ fn generate(workspace: &Workspace) -> Outcome<String> {
         .merge_extern_blocks(true)
         .disable_header_comment()
         .formatter(Formatter::None);
+    if let Some(table) = view.table {
+        // A function that an older library lacks is known only when it is asked for.
+        builder = builder.dynamic_library_name(table).dynamic_link_require_all(false);
+    }
     // libclang alone lacks the compiler's own headers, stddef.h among them; these come last.
     if let Ok(include) = process::output(workspace.command("cc").arg("-print-file-name=include")) {
         builder = builder.clang_args(["-idirafter", &include]);
     }
     let bindings = builder.generate().map_err(|error| format!("{HEADER}: {error}"))?;
     let unformatted = workspace.target.join("bindings.rs");
-    fs::write(&unformatted, format!("{HEAD}\n{bindings}"))?;
+    fs::write(&unformatted, format!("//! {}\n{HEAD}\n{bindings}", view.title))?;
     let mut rustfmt = workspace.command("rustfmt");
     rustfmt.args(["--edition", "2024", "--config-path"]);
     process::run(rustfmt.arg(&workspace.root).arg(&unformatted))?;

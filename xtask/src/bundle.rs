@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use crate::glibc::{self, Glibc};
 use crate::workspace::Workspace;
 use crate::{Outcome, build, process};
 
@@ -17,10 +18,6 @@ const JOBS: &str = "benchmarks/jobs";
 const EXAMPLES: &str = "examples";
 const RUNNER: &str = "benchmarks/run.sh";
 
-/// A version of the C library.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Glibc(u32, u32);
-
 /// Builds in release, copies everything into `target/gpu-bundle` and checks the result.
 pub(crate) fn run(workspace: &Workspace) -> Outcome {
     let bundle = workspace.target.join("gpu-bundle");
@@ -31,7 +28,9 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
 
     let programs = build_programs(workspace, &bundle)?;
     copy_jobs(workspace, &bundle)?;
-    strip(workspace, &programs)?;
+    for program in &programs {
+        process::strip(workspace, program)?;
+    }
     let glibc = check_glibc(workspace, &programs)?;
     let manifest = manifest(workspace, glibc)?;
     print!("{manifest}");
@@ -96,55 +95,17 @@ fn copy_jobs(workspace: &Workspace, bundle: &Path) -> Outcome {
     Ok(())
 }
 
-/// Removes debug information: it is most of the size, and no job reads it.
-fn strip(workspace: &Workspace, programs: &[PathBuf]) -> Outcome {
-    if !is_there(workspace, "strip") {
-        println!("strip is not installed: the bundle keeps its debug information");
-        return Ok(());
-    }
-    for program in programs {
-        process::run(workspace.command("strip").arg("--strip-debug").arg(program))?;
-    }
-    Ok(())
-}
-
 /// The newest C library version that a program asks for, `None` where no tool can tell.
 fn check_glibc(workspace: &Workspace, programs: &[PathBuf]) -> Outcome<Option<Glibc>> {
-    let tools = [("objdump", "-T"), ("readelf", "-V")];
-    let Some((tool, option)) = tools.into_iter().find(|(tool, _)| is_there(workspace, tool)) else {
-        println!("neither objdump nor readelf is installed: C library versions are not checked");
-        return Ok(None);
-    };
-    let mut newest = None;
-    for program in programs {
-        let table = process::output(workspace.command(tool).arg(option).arg(program))?;
-        let needed = newest_glibc(&table);
-        if let Some(Glibc(major, minor)) = needed.filter(|needed| *needed > GLIBC_MAX) {
-            let Glibc(max_major, max_minor) = GLIBC_MAX;
-            let name = program.file_name().unwrap_or_default().to_string_lossy();
-            return Err(format!(
-                "{name} needs glibc {major}.{minor}, newer than {max_major}.{max_minor}; \
-                 build on an older system"
-            )
-            .into());
-        }
-        newest = newest.max(needed);
+    let programs: Vec<&Path> = programs.iter().map(PathBuf::as_path).collect();
+    let newest = glibc::newest(workspace, &programs)?;
+    if let Some(needed) = newest.filter(|needed| *needed > GLIBC_MAX) {
+        return Err(format!(
+            "the bundle needs glibc {needed}, newer than {GLIBC_MAX}; build on an older system"
+        )
+        .into());
     }
     Ok(newest)
-}
-
-/// The newest version named as `GLIBC_x.y` in a symbol table.
-fn newest_glibc(table: &str) -> Option<Glibc> {
-    table
-        .split("GLIBC_")
-        .skip(1)
-        .filter_map(|after| {
-            let end = after.find(|next: char| !next.is_ascii_digit() && next != '.');
-            let mut numbers = after[..end.unwrap_or(after.len())].split('.');
-            let major = numbers.next()?.parse().ok()?;
-            Some(Glibc(major, numbers.next()?.parse().ok()?))
-        })
-        .max()
 }
 
 fn manifest(workspace: &Workspace, glibc: Option<Glibc>) -> Outcome<String> {
@@ -156,8 +117,7 @@ fn manifest(workspace: &Workspace, glibc: Option<Glibc>) -> Outcome<String> {
         .iter()
         .find(|package| package.name == "sublet-ffi")
         .map_or_else(|| "unknown".to_owned(), |package| package.version.to_string());
-    let glibc = glibc
-        .map_or_else(|| "not checked".to_owned(), |Glibc(major, minor)| format!("{major}.{minor}"));
+    let glibc = glibc.map_or_else(|| "not checked".to_owned(), |glibc| glibc.to_string());
     let mut text = String::new();
     writeln!(text, "commit {}{dirty}", git(&["rev-parse", "--short", "HEAD"])?)?;
     writeln!(text, "commit_date {}", git(&["log", "-1", "--format=%cI"])?)?;
@@ -166,10 +126,6 @@ fn manifest(workspace: &Workspace, glibc: Option<Glibc>) -> Outcome<String> {
     writeln!(text, "{compiler}")?;
     writeln!(text, "glibc {glibc}")?;
     Ok(text)
-}
-
-fn is_there(workspace: &Workspace, tool: &str) -> bool {
-    process::output(workspace.command(tool).arg("--version")).is_ok()
 }
 
 fn size_bytes(folder: &Path) -> Outcome<u64> {
@@ -183,18 +139,4 @@ fn size_bytes(folder: &Path) -> Outcome<u64> {
         };
     }
     Ok(total_bytes)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn newest_version_is_compared_by_number() {
-        let table = "(GLIBC_2.9) read\n(GLIBC_2.34) write\n(GLIBC_PRIVATE) x\n(GLIBC_2.2.5) y";
-        assert_eq!(newest_glibc(table), Some(Glibc(2, 34)));
-        assert!(newest_glibc(table) < Some(GLIBC_MAX));
-        assert!(Glibc(2, 38) > GLIBC_MAX);
-        assert_eq!(newest_glibc("no versions"), None);
-    }
 }

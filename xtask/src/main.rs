@@ -14,12 +14,15 @@ mod bindings;
 mod build;
 mod bundle;
 mod demo;
+mod glibc;
+mod package;
 mod process;
 mod python;
 mod sim;
 mod stages;
 mod test;
 mod tidy;
+mod wheel;
 mod workspace;
 
 use std::error::Error;
@@ -44,6 +47,8 @@ struct Arguments {
 enum Command {
     /// Run every test that needs no GPU, and set up what the tests need.
     Test,
+    /// Run the tests of the Python package alone.
+    Python,
     /// Run all that a build must pass: `test`, clippy and the documentation, warnings denied.
     Ci,
     /// Run the main job on a simulated node of four GPUs: two tenants take turns. Needs no GPU.
@@ -64,6 +69,8 @@ enum Command {
     Tidy,
     /// Pack what the GPU lane needs into `target/gpu-bundle`.
     GpuBundle,
+    /// Build the Python package as one wheel, into `target/wheels`.
+    Wheel,
     /// List the recorded figures.
     Bench {
         /// Check every file against the schema in `benchmarks/README.md`.
@@ -93,6 +100,7 @@ fn dispatch(command: &Command) -> Outcome {
     let workspace = Workspace::load()?;
     match command {
         Command::Test => test::test(&workspace),
+        Command::Python => test::python(&workspace),
         Command::Ci => test::ci(&workspace),
         Command::Demo => demo::run(&workspace),
         Command::Sim { seed, cycles, processes } => {
@@ -100,6 +108,7 @@ fn dispatch(command: &Command) -> Outcome {
         }
         Command::Tidy => tidy::run(&workspace),
         Command::GpuBundle => bundle::run(&workspace),
+        Command::Wheel => wheel::run(&workspace),
         Command::Bench { check } => bench::run(&workspace, *check),
         Command::Bindgen { check: true } => bindings::check(&workspace),
         Command::Bindgen { check: false } => bindings::write(&workspace),

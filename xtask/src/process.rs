@@ -1,12 +1,14 @@
 //! Child processes: run one and judge its status, or run one and watch its lines go by.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::Outcome;
+use crate::workspace::Workspace;
 
 /// How long to wait for the last lines once a child has ended. Something it left running may hold the
 /// pipe open for ever, and must not hold us.
@@ -32,6 +34,20 @@ pub(crate) fn output(command: &mut Command) -> Outcome<String> {
         let last = said.lines().last().unwrap_or("it said nothing");
         Err(format!("{} failed: {last}", name(command)).into())
     }
+}
+
+/// Whether `tool` is installed.
+pub(crate) fn is_there(workspace: &Workspace, tool: &str) -> bool {
+    output(workspace.command(tool).arg("--version")).is_ok()
+}
+
+/// Removes the debug information of `program`: it is most of the size, and only a debugger reads it.
+pub(crate) fn strip(workspace: &Workspace, program: &Path) -> Outcome {
+    if is_there(workspace, "strip") {
+        return run(workspace.command("strip").arg("--strip-debug").arg(program));
+    }
+    println!("strip is not installed: {} keeps its debug information", program.display());
+    Ok(())
 }
 
 /// Runs `command`, passes its lines on, and holds back those that `is_summary` names.

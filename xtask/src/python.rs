@@ -1,7 +1,8 @@
-//! The Python that the tests use: pytest, and libclang for the bindings, without touching the system's.
+//! The Python that we build and test with: our own packages, without touching the system's.
 
 use std::env;
 use std::ffi::OsString;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -26,6 +27,12 @@ pub(crate) const LIBCLANG: Package = Package {
     // A `clang` of the system may come without the library; this part of it is the library.
     module: "clang.native",
 };
+
+/// The builder of the wheel.
+pub(crate) const MATURIN: Package = Package { requirement: "maturin==1.16.0", module: "maturin" };
+
+/// The type checker.
+pub(crate) const MYPY: Package = Package { requirement: "mypy==2.4.1", module: "mypy" };
 
 /// A Python interpreter that can import what it was asked for.
 #[derive(Debug)]
@@ -58,15 +65,41 @@ impl Python {
         // An environment made without pip, or half made, cannot install: then the next way is tried.
         let made =
             process::output(workspace.command("python3").args(["-m", "venv"]).arg(&environment));
-        if made.is_ok() && ours.pip_install(workspace, package, None).is_ok() {
+        if made.is_ok() && ours.pip_install(workspace, &[package.requirement], None).is_ok() {
             return Ok(ours);
         }
-        beside.pip_install(workspace, package, Some(&beside.import_path[0])).map_err(|error| {
+        let folder = Some(beside.import_path[0].as_path());
+        beside.pip_install(workspace, &[package.requirement], folder).map_err(|error| {
             format!(
                 "cannot install {}: {error}; install python3-venv or python3-pip, or {} itself",
                 package.requirement, package.module
             )
         })?;
+        Ok(beside)
+    }
+
+    /// A Python that has `wheel` and nothing else, made afresh in `folder`.
+    pub(crate) fn with_wheel_alone(
+        workspace: &Workspace,
+        folder: &Path,
+        wheel: &Path,
+    ) -> Outcome<Self> {
+        let wheel = wheel.to_str().ok_or("the wheel's path is not UTF-8")?;
+        // No index: a wheel that needed another package would fail here.
+        let arguments = ["--no-index", "--no-compile", wheel];
+        let made = process::output(
+            workspace.command("python3").args(["-m", "venv", "--clear"]).arg(folder),
+        );
+        let clean = Self { interpreter: folder.join("bin/python"), import_path: Vec::new() };
+        if made.is_ok() && clean.pip_install(workspace, &arguments, None).is_ok() {
+            return Ok(clean);
+        }
+        if folder.exists() {
+            fs::remove_dir_all(folder)?;
+        }
+        // The pip that we installed packages beside the system's with.
+        let beside = Self { interpreter: "python3".into(), import_path: vec![folder.to_owned()] };
+        beside.pip_install(workspace, &arguments, Some(folder))?;
         Ok(beside)
     }
 
@@ -89,6 +122,22 @@ impl Python {
         command
     }
 
+    /// The interpreter.
+    pub(crate) fn interpreter(&self) -> &Path {
+        &self.interpreter
+    }
+
+    /// A program that comes with a package, such as `maturin`.
+    pub(crate) fn script(&self, workspace: &Workspace, name: &str) -> Command {
+        let beside = match self.import_path.first() {
+            // What pip puts there when it installs into a folder.
+            Some(folder) => folder.join("bin").join(name),
+            None => self.interpreter.with_file_name(name),
+        };
+        // A package of the system's own has its programs on the path.
+        workspace.command(if beside.is_file() { beside } else { name.into() })
+    }
+
     fn imports(&self, workspace: &Workspace, package: &Package) -> bool {
         let statement = format!("import {}", package.module);
         process::output(self.command(workspace, &[]).args(["-c", &statement])).is_ok()
@@ -97,7 +146,7 @@ impl Python {
     fn pip_install(
         &self,
         workspace: &Workspace,
-        package: &Package,
+        arguments: &[&str],
         folder: Option<&Path>,
     ) -> Outcome {
         let mut command = self.command(workspace, &[]);
@@ -106,6 +155,6 @@ impl Python {
         if let Some(folder) = folder {
             command.arg("--target").arg(folder);
         }
-        process::output(command.arg(package.requirement)).map(|_| ())
+        process::output(command.args(arguments)).map(|_| ())
     }
 }

@@ -1,18 +1,31 @@
 //! `test` and `ci`: every stage that needs no GPU.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use crate::build::Built;
-use crate::python::{PYTEST, Python};
 use crate::stages::{Ran, Stages};
 use crate::workspace::Workspace;
-use crate::{Outcome, bindings, process, tidy};
+use crate::{Outcome, bindings, package, process, tidy};
 
 /// Runs the tests, and the checks that take no time beside them.
 pub(crate) fn test(workspace: &Workspace) -> Outcome {
     let mut stages = Stages::default();
     quick_checks(workspace, &mut stages);
     tests(workspace, &mut stages);
+    stages.finish()
+}
+
+/// Runs the tests of the Python package alone.
+pub(crate) fn python(workspace: &Workspace) -> Outcome {
+    let mut stages = Stages::default();
+    let mut built = None;
+    stages.run("build", |_| {
+        built = Some(Built::build(workspace)?);
+        Ok(Ran::All)
+    });
+    if let Some(built) = built {
+        package::stages(workspace, &built, &mut stages);
+    }
     stages.finish()
 }
 
@@ -56,9 +69,9 @@ fn tests(workspace: &Workspace, stages: &mut Stages) {
     if let Some(built) = built {
         stages.run("rust tests", |lines| rust_tests(workspace, &built, lines));
         stages.run("doc tests", |lines| doc_tests(workspace, &built, lines));
-        stages.run("python tests", |lines| python_tests(workspace, &built, lines));
+        package::stages(workspace, &built, stages);
     } else {
-        for name in ["rust tests", "doc tests", "python tests"] {
+        for name in ["rust tests", "doc tests", package::WHEEL] {
             stages.blocked(name, "build");
         }
     }
@@ -89,40 +102,9 @@ fn doc_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> O
     outcome.map(|()| Ran::All)
 }
 
-fn python_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> Outcome<Ran> {
-    let files: Vec<PathBuf> =
-        workspace.files()?.into_iter().filter(|path| is_python_test(path)).collect();
-    if files.is_empty() {
-        return Ok(Ran::Nothing("there is no test_*.py".to_owned()));
-    }
-    let python = Python::with(workspace, &PYTEST)?;
-    let mut command = python.command(workspace, &[workspace.root.join("ffi/python")]);
-    command.args(["-m", "pytest", "-p", "no:cacheprovider", "-ra"]);
-    command.args(files);
-    built.export(&mut command);
-    let (outcome, held) = process::stream(&mut command, is_pytest_summary);
-    lines.extend(held);
-    outcome.map(|()| Ran::All)
-}
-
-fn is_python_test(path: &Path) -> bool {
-    let python = path.extension().is_some_and(|extension| extension == "py");
-    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-    python && stem.starts_with("test_")
-}
-
 /// The last line of nextest, or of one program of `cargo test`.
 fn is_rust_summary(line: &str) -> bool {
     line.starts_with("Summary [") || line.starts_with("test result: ")
-}
-
-/// The last line of pytest: `==== 3 passed, 1 skipped in 0.12s ====`.
-fn is_pytest_summary(line: &str) -> bool {
-    let words = ["passed", "failed", "skipped", "error", "no tests ran"];
-    line.starts_with('=')
-        && line.ends_with('=')
-        && line.contains(" in ")
-        && words.iter().any(|word| line.contains(word))
 }
 
 fn gpu_lane(gpu_is_here: bool) -> &'static str {
@@ -144,16 +126,5 @@ mod tests {
         assert!(is_rust_summary("Summary [   0.010s] 3 tests run: 3 passed, 0 skipped"));
         assert!(is_rust_summary("test result: ok. 1 passed; 0 failed"));
         assert!(!is_rust_summary("test tests::result ... ok"));
-        assert!(is_pytest_summary("==== 3 passed, 1 skipped in 0.12s ===="));
-        assert!(is_pytest_summary("==== no tests ran in 0.01s ===="));
-        assert!(!is_pytest_summary("==== test session starts ===="));
-        assert!(!is_pytest_summary("==== short test summary info ===="));
-    }
-
-    #[test]
-    fn only_python_files_with_the_prefix_are_tests() {
-        assert!(is_python_test(Path::new("ffi/python/tests/test_region.py")));
-        assert!(!is_python_test(Path::new("ffi/python/tests/conftest.py")));
-        assert!(!is_python_test(Path::new("tests/test_data.txt")));
     }
 }

@@ -15,6 +15,7 @@ enum Layer {
     Tenants,
     Adapter,
     Ffi,
+    Python,
     Cli,
     SimulatedDriver,
     Tests,
@@ -27,6 +28,7 @@ impl Layer {
             "vmm-pool" => Some(Self::Pool),
             "tenants" => Some(Self::Tenants),
             "ffi" => Some(Self::Ffi),
+            "ffi/python" => Some(Self::Python),
             "tenants/cli" => Some(Self::Cli),
             "tests/simcuda" => Some(Self::SimulatedDriver),
             "tests" => Some(Self::Tests),
@@ -39,7 +41,8 @@ impl Layer {
     /// The layers that this one may use.
     fn may_use(self) -> &'static [Layer] {
         match self {
-            Self::Pool | Self::Xtask => &[],
+            // Python finds the C interface at run time, in the library that holds the memory.
+            Self::Pool | Self::Python | Self::Xtask => &[],
             Self::Tenants | Self::SimulatedDriver => &[Self::Pool],
             // Not each other: what two adapters share belongs to the left of both.
             Self::Adapter | Self::Cli => &[Self::Pool, Self::Tenants],
@@ -133,6 +136,7 @@ mod tests {
             ("adapters/nccl", "ffi"),
             ("tenants/cli", "adapters/nccl"),
             ("tests/simcuda", "tenants"),
+            ("ffi/python", "ffi"),
             ("xtask", "vmm-pool"),
         ] {
             let finding = edge(from, to).expect("a wrong edge").to_string();

@@ -1,0 +1,337 @@
+//! The methods of [`Library`]: one for each function of the header that the package uses.
+//!
+//! Texts that come back are JSON. A method that pauses, resumes or asks other processes lets go of the
+//! interpreter lock, so other threads of the program run on.
+
+#![expect(unsafe_code, reason = "calls what the header of libsublet.so declares")]
+
+use std::ffi::{CString, c_char, c_int};
+use std::path::PathBuf;
+use std::ptr;
+
+use pyo3::exceptions::PyOSError;
+use pyo3::prelude::*;
+
+use crate::bindings;
+use crate::library::{Library, c_text};
+use crate::unused::{self, Ask, Source};
+
+/// A code of the header as the type that its functions return.
+const fn code(value: u32) -> c_int {
+    // CAST: the header's codes are small.
+    value.cast_signed()
+}
+
+/// What a text function means by -1.
+pub(crate) const NOT_JOINED: c_int = code(bindings::SUBLET_ERROR_NOT_JOINED);
+
+/// Pauses or resumes tags, as the header declares it.
+type ActOnTags =
+    unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
+
+/// The pointer that C takes: null for none.
+fn pointer(text: Option<&CString>) -> *const c_char {
+    text.map_or(ptr::null(), |text| text.as_ptr())
+}
+
+/// Finds `name` in the library, or returns the exception that says that it is missing.
+macro_rules! function {
+    ($library:expr, $py:expr, $name:ident) => {
+        *$library.function($py, stringify!($name), &$library.functions().$name)?
+    };
+}
+
+#[pymethods]
+impl Library {
+    /// The library that this process was started with, or None.
+    #[staticmethod]
+    fn find() -> Option<Self> {
+        Self::preloaded()
+    }
+
+    /// Opens the library at `path`, for its functions alone: it stands in for nobody until `attach`.
+    #[staticmethod]
+    fn open(path: PathBuf) -> PyResult<Self> {
+        Self::opened(path).map_err(|error| PyOSError::new_err(error.to_string()))
+    }
+
+    /// The library's version.
+    fn version(&self) -> String {
+        self.version_text()
+    }
+
+    /// Joins this process to a tenant, and returns what came too late for it.
+    fn attach(&self, py: Python<'_>, tenant: Option<&str>) -> PyResult<String> {
+        let attach = function!(self, py, sublet_attach);
+        let report = function!(self, py, sublet_attach_report_json);
+        let tenant = c_text(tenant)?;
+        self.run(py, "attach", || {
+            // SAFETY: null or a terminated string that outlives the call.
+            unsafe { attach(pointer(tenant.as_ref())) }
+        })?;
+        self.answer(py, "attach", &|buffer, size| {
+            // SAFETY: the buffer has `size` bytes.
+            unsafe { report(buffer, size) }
+        })
+    }
+
+    /// Pauses all processes of a tenant.
+    fn pause_tenant(
+        &self,
+        py: Python<'_>,
+        tenant: Option<&str>,
+        timeout_ms: u32,
+    ) -> PyResult<String> {
+        let pause = function!(self, py, sublet_pause_tenant);
+        let tenant = c_text(tenant)?;
+        self.reported(py, "pause", || {
+            // SAFETY: null or a terminated string that outlives the call.
+            unsafe { pause(pointer(tenant.as_ref()), timeout_ms) }
+        })
+    }
+
+    /// Resumes all processes of a tenant.
+    fn resume_tenant(
+        &self,
+        py: Python<'_>,
+        tenant: Option<&str>,
+        timeout_ms: u32,
+    ) -> PyResult<String> {
+        let resume = function!(self, py, sublet_resume_tenant);
+        let tenant = c_text(tenant)?;
+        self.reported(py, "resume", || {
+            // SAFETY: null or a terminated string that outlives the call.
+            unsafe { resume(pointer(tenant.as_ref()), timeout_ms) }
+        })
+    }
+
+    /// Pauses the memory of tags.
+    fn pause_tags(
+        &self,
+        py: Python<'_>,
+        tenant: Option<&str>,
+        tags: Vec<String>,
+        whose: c_int,
+        timeout_ms: u32,
+    ) -> PyResult<String> {
+        let pause = function!(self, py, sublet_pause_tags);
+        self.act_on_tags(py, "pause", pause, tenant, tags, whose, timeout_ms)
+    }
+
+    /// Resumes the memory of tags; of all tags when there are none.
+    fn resume_tags(
+        &self,
+        py: Python<'_>,
+        tenant: Option<&str>,
+        tags: Vec<String>,
+        whose: c_int,
+        timeout_ms: u32,
+    ) -> PyResult<String> {
+        let resume = function!(self, py, sublet_resume_tags);
+        self.act_on_tags(py, "resume", resume, tenant, tags, whose, timeout_ms)
+    }
+
+    /// Pauses the tenant once every process of it has called this.
+    fn pause_together(&self, py: Python<'_>) -> PyResult<String> {
+        let pause = function!(self, py, ncclPause);
+        self.reported(py, "pause", || {
+            // SAFETY: the argument is ignored.
+            unsafe { pause(ptr::null_mut()) }
+        })
+    }
+
+    /// Resumes the tenant once every process of it has called this.
+    fn resume_together(&self, py: Python<'_>) -> PyResult<String> {
+        let resume = function!(self, py, ncclResume);
+        self.reported(py, "resume", || {
+            // SAFETY: the argument is ignored.
+            unsafe { resume(ptr::null_mut()) }
+        })
+    }
+
+    /// Pauses one tenant and resumes another.
+    fn swap_tenants(
+        &self,
+        py: Python<'_>,
+        from_tenant: &str,
+        to_tenant: &str,
+        timeout_ms: u32,
+    ) -> PyResult<String> {
+        let swap = function!(self, py, sublet_swap_tenants);
+        let from = CString::new(from_tenant)?;
+        let to = CString::new(to_tenant)?;
+        self.reported(py, "swap", || {
+            // SAFETY: both are terminated strings that outlive the call.
+            unsafe { swap(from.as_ptr(), to.as_ptr(), timeout_ms) }
+        })
+    }
+
+    /// Is this process paused as a whole?
+    fn is_paused(&self, py: Python<'_>) -> PyResult<bool> {
+        let is_paused = function!(self, py, sublet_is_paused);
+        // SAFETY: the function has no precondition.
+        Ok(unsafe { is_paused() } == 1)
+    }
+
+    /// Is some of a tag's memory away? None for an unknown tag.
+    fn tag_is_paused(&self, py: Python<'_>, tag: &str) -> PyResult<Option<bool>> {
+        let is_paused = function!(self, py, sublet_tag_is_paused);
+        let tag = CString::new(tag)?;
+        // SAFETY: a terminated string that outlives the call.
+        Ok(match unsafe { is_paused(tag.as_ptr()) } {
+            0 => Some(false),
+            1 => Some(true),
+            _ => None,
+        })
+    }
+
+    /// Begins a region of this thread; of every device when there is none.
+    fn region_begin(
+        &self,
+        py: Python<'_>,
+        tag: &str,
+        contents: c_int,
+        device: Option<c_int>,
+    ) -> PyResult<()> {
+        let begin = function!(self, py, sublet_region_begin_on);
+        let tag = CString::new(tag)?;
+        self.run(py, "region", || {
+            // SAFETY: a terminated string that outlives the call.
+            unsafe { begin(tag.as_ptr(), contents, device.unwrap_or(-1)) }
+        })
+    }
+
+    /// Ends the innermost region of this thread.
+    fn region_end(&self, py: Python<'_>) -> PyResult<()> {
+        let end = function!(self, py, sublet_region_end);
+        self.run(py, "region", || {
+            // SAFETY: the function has no precondition.
+            unsafe { end() }
+        })
+    }
+
+    /// Begins a stretch in which memory of this thread belongs to no tag; `region_end` ends it.
+    fn region_begin_none(&self, py: Python<'_>) -> PyResult<()> {
+        let begin = function!(self, py, sublet_region_begin_none);
+        self.run(py, "region", || {
+            // SAFETY: the function has no precondition.
+            unsafe { begin() }
+        })
+    }
+
+    /// Begins the region of threads that have none of their own.
+    fn region_begin_all_threads(
+        &self,
+        py: Python<'_>,
+        tag: &str,
+        contents: c_int,
+        device: Option<c_int>,
+    ) -> PyResult<()> {
+        let begin = function!(self, py, sublet_region_begin_all_threads);
+        let tag = CString::new(tag)?;
+        self.run(py, "region", || {
+            // SAFETY: a terminated string that outlives the call.
+            unsafe { begin(tag.as_ptr(), contents, device.unwrap_or(-1)) }
+        })
+    }
+
+    /// Ends the region of threads that have none of their own.
+    fn region_end_all_threads(&self, py: Python<'_>) -> PyResult<()> {
+        let end = function!(self, py, sublet_region_end_all_threads);
+        self.run(py, "region", || {
+            // SAFETY: the function has no precondition.
+            unsafe { end() }
+        })
+    }
+
+    /// What this process holds.
+    fn stats(&self, py: Python<'_>) -> PyResult<String> {
+        let stats = function!(self, py, sublet_stats_json);
+        self.answer(py, "stats", &|buffer, size| {
+            // SAFETY: the buffer has `size` bytes.
+            unsafe { stats(buffer, size) }
+        })
+    }
+
+    /// What all processes of a tenant hold.
+    fn tenant_stats(&self, py: Python<'_>, tenant: Option<&str>) -> PyResult<String> {
+        let stats = function!(self, py, sublet_tenant_stats_json);
+        let tenant = c_text(tenant)?;
+        self.answer(py, "stats", &|buffer, size| {
+            // SAFETY: null or a terminated string, and a buffer of `size` bytes.
+            unsafe { stats(pointer(tenant.as_ref()), buffer, size) }
+        })
+    }
+
+    /// The names of all tenants.
+    fn tenants(&self, py: Python<'_>) -> PyResult<String> {
+        let tenants = function!(self, py, sublet_tenants_json);
+        self.answer(py, "tenants", &|buffer, size| {
+            // SAFETY: the buffer has `size` bytes.
+            unsafe { tenants(buffer, size) }
+        })
+    }
+
+    /// The host address of the saved bytes of paused device memory.
+    fn host_copy(&self, py: Python<'_>, address: u64, size_bytes: u64) -> PyResult<usize> {
+        let find = function!(self, py, sublet_host_copy);
+        let mut place = 0_usize;
+        let found = &mut place;
+        self.run(py, "host_copy", || {
+            let mut host = ptr::null();
+            // SAFETY: `host` is a place for one pointer, and outlives the call.
+            let code = unsafe { find(address, size_bytes, &raw mut host) };
+            *found = host.addr();
+            code
+        })?;
+        Ok(place)
+    }
+
+    /// A copy of the saved bytes of paused device memory.
+    fn host_copy_out(&self, py: Python<'_>, address: u64, size_bytes: usize) -> PyResult<Vec<u8>> {
+        let copy = function!(self, py, sublet_host_copy_out);
+        let mut bytes = vec![0_u8; size_bytes];
+        let target = &mut bytes;
+        self.run(py, "host_copy", || {
+            // SAFETY: the buffer has `size_bytes` bytes.
+            unsafe { copy(address, size_bytes as u64, target.as_mut_ptr().cast()) }
+        })?;
+        Ok(bytes)
+    }
+
+    /// Has `source` asked in each pause, whoever wants it, for memory whose contents nobody needs: a list of
+    /// addresses and bytes. `None`: nobody is asked.
+    fn set_unused_source(&self, py: Python<'_>, source: Option<Py<PyAny>>) -> PyResult<()> {
+        let set = function!(self, py, sublet_set_unused_source);
+        let answer = function!(self, py, sublet_unused);
+        let source = source.map(|function| Source::leaked(function, answer));
+        self.run(py, "unused", || {
+            let context = source.map_or(ptr::null(), ptr::from_ref).cast_mut().cast();
+            // SAFETY: `ask` takes any thread, and this context as long as the process lives.
+            unsafe { set(source.map(|_| unused::ask as Ask), context) }
+        })
+    }
+}
+
+impl Library {
+    #[expect(clippy::too_many_arguments, reason = "the header's, and what tells pause from resume")]
+    fn act_on_tags(
+        &self,
+        py: Python<'_>,
+        what: &str,
+        act: ActOnTags,
+        tenant: Option<&str>,
+        tags: Vec<String>,
+        whose: c_int,
+        timeout_ms: u32,
+    ) -> PyResult<String> {
+        let tenant = c_text(tenant)?;
+        let tags = tags.into_iter().map(CString::new).collect::<Result<Vec<_>, _>>()?;
+        self.reported(py, what, || {
+            let pointers: Vec<*const c_char> = tags.iter().map(|tag| tag.as_ptr()).collect();
+            let list = if pointers.is_empty() { ptr::null() } else { pointers.as_ptr() };
+            // SAFETY: null or a terminated string; as many of those as are named; all outlive the call.
+            unsafe { act(pointer(tenant.as_ref()), list, pointers.len(), whose, timeout_ms) }
+        })
+    }
+}

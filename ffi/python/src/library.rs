@@ -1,0 +1,203 @@
+//! Finding `libsublet.so` in the process, and asking its functions.
+
+#![expect(unsafe_code, reason = "opens libsublet.so and calls what its header declares")]
+
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::path::PathBuf;
+
+use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
+use pyo3::prelude::*;
+
+use crate::bindings::Functions;
+
+/// Bytes that an answer in JSON is first given room for.
+const ANSWER_BYTES: usize = 4096;
+
+/// The functions of a `libsublet.so` that is in this process.
+#[pyclass(frozen, module = "sublet._native")]
+pub(crate) struct Library {
+    functions: Functions,
+}
+
+/// Why a call of the library failed, as it says itself.
+#[derive(Debug)]
+struct Failure {
+    code: c_int,
+    /// One line; empty when the library says nothing.
+    message: String,
+    /// The fields, in JSON; `None` from a library that has no such answer.
+    report: Option<String>,
+}
+
+/// A function of the header as found in the library.
+type Found<F> = Result<F, libloading::Error>;
+/// A function that writes text to a buffer, as `sublet_stats_json` does.
+type WriteText<'a> = &'a (dyn Fn(*mut c_char, usize) -> i64 + Send + Sync);
+
+impl Library {
+    /// The library that the process was started with; `None` when it was started without.
+    pub(crate) fn preloaded() -> Option<Self> {
+        // SAFETY: the functions of the global scope have the types of the header: no other library has
+        // these names.
+        let functions = unsafe { Functions::from_library(Handle::this()) }.ok()?;
+        functions.sublet_version.is_ok().then_some(Self { functions })
+    }
+
+    /// Opens the library at `path`. Other libraries do not see it.
+    pub(crate) fn opened(path: PathBuf) -> Result<Self, libloading::Error> {
+        // SAFETY: libsublet.so does nothing when it is loaded, and is never unloaded.
+        let handle = unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_LOCAL) }?;
+        // SAFETY: its functions have the types of the header, from which both are made.
+        let functions = unsafe { Functions::from_library(handle) }?;
+        Ok(Self { functions })
+    }
+
+    /// What the library finds.
+    pub(crate) fn functions(&self) -> &Functions {
+        &self.functions
+    }
+
+    /// Its version, such as "0.1.0".
+    pub(crate) fn version_text(&self) -> String {
+        let Ok(version) = &self.functions.sublet_version else {
+            return "unknown".to_owned();
+        };
+        // SAFETY: the function has no precondition.
+        let text = unsafe { version() };
+        // SAFETY: the header promises a terminated string that is never freed.
+        unsafe { owned(text) }
+    }
+
+    /// `found`, or the exception that says which function the library lacks.
+    pub(crate) fn function<'a, F>(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        found: &'a Found<F>,
+    ) -> PyResult<&'a F> {
+        found.as_ref().map_err(|_| {
+            let errors = py.import("sublet._errors");
+            let missing = errors.and_then(|errors| {
+                errors.call_method1("missing_function", (name, self.version_text()))
+            });
+            missing.map_or_else(|error| error, PyErr::from_value)
+        })
+    }
+
+    /// Runs `call` without the interpreter lock, and raises what its code means.
+    pub(crate) fn run(
+        &self,
+        py: Python<'_>,
+        what: &str,
+        call: impl FnOnce() -> c_int + Send,
+    ) -> PyResult<()> {
+        let failure = py.detach(|| match call() {
+            0 => None,
+            code => Some(self.failure(code)),
+        });
+        failure.map_or(Ok(()), |failure| Err(failure.raised(py, what)))
+    }
+
+    /// Runs `call` as [`Library::run`] does; returns what the library reports about it, in JSON.
+    pub(crate) fn reported(
+        &self,
+        py: Python<'_>,
+        what: &str,
+        call: impl FnOnce() -> c_int + Send,
+    ) -> PyResult<String> {
+        let found = &self.functions.sublet_last_report_json;
+        let write = *self.function(py, "sublet_last_report_json", found)?;
+        let answer = py.detach(|| match call() {
+            // The report is this thread's: it is read before anything else runs here.
+            0 => self.text(&|buffer, size| {
+                // SAFETY: `text` passes a buffer of `size` bytes.
+                unsafe { write(buffer, size) }
+            }),
+            code => Err(self.failure(code)),
+        });
+        answer.map_err(|failure| failure.raised(py, what))
+    }
+
+    /// The text that `write` gives, without the interpreter lock.
+    pub(crate) fn answer(
+        &self,
+        py: Python<'_>,
+        what: &str,
+        write: WriteText<'_>,
+    ) -> PyResult<String> {
+        py.detach(|| self.text(write)).map_err(|failure| failure.raised(py, what))
+    }
+
+    /// Reads a text of whatever length.
+    fn text(&self, write: WriteText<'_>) -> Result<String, Failure> {
+        let mut buffer = vec![0_u8; ANSWER_BYTES];
+        loop {
+            let length = write(buffer.as_mut_ptr().cast(), buffer.len());
+            // Negative is the only failure there is.
+            let Ok(length) = usize::try_from(length) else {
+                return Err(self.failure(crate::calls::NOT_JOINED));
+            };
+            if length < buffer.len() {
+                buffer.truncate(length);
+                return Ok(String::from_utf8_lossy(&buffer).into_owned());
+            }
+            // It may have grown again by the next time.
+            buffer.resize(length.saturating_add(ANSWER_BYTES), 0);
+        }
+    }
+
+    /// Why the last call on this thread failed.
+    fn failure(&self, code: c_int) -> Failure {
+        let message = self.functions.sublet_last_error.as_ref().map_or_else(
+            |_| String::new(),
+            |last| {
+                // SAFETY: the function has no precondition.
+                let text = unsafe { last() };
+                // SAFETY: the header promises a terminated string, valid until the next call on this thread.
+                unsafe { owned(text) }
+            },
+        );
+        Failure { code, message, report: self.error_report() }
+    }
+
+    fn error_report(&self) -> Option<String> {
+        let write = *self.functions.sublet_last_error_json.as_ref().ok()?;
+        let mut buffer = vec![0_u8; ANSWER_BYTES];
+        loop {
+            // SAFETY: the buffer has as many bytes as are named.
+            let length = unsafe { write(buffer.as_mut_ptr().cast(), buffer.len()) };
+            let length = usize::try_from(length).ok()?;
+            if length < buffer.len() {
+                buffer.truncate(length);
+                return String::from_utf8(buffer).ok();
+            }
+            buffer.resize(length.saturating_add(1), 0);
+        }
+    }
+}
+
+impl Failure {
+    /// The exception that `sublet._errors` makes of it.
+    fn raised(self, py: Python<'_>, what: &str) -> PyErr {
+        let Self { code, message, report } = self;
+        let made = py
+            .import("sublet._errors")
+            .and_then(|errors| errors.call_method1("from_code", (what, code, message, report)));
+        made.map_or_else(|error| error, PyErr::from_value)
+    }
+}
+
+/// # Safety
+/// `text` is null or a terminated string.
+unsafe fn owned(text: *const c_char) -> String {
+    if text.is_null() {
+        return String::new();
+    }
+    // SAFETY: checked not to be null; the caller's for the rest.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+/// `text` as C takes it. A zero inside is a `ValueError`.
+pub(crate) fn c_text(text: Option<&str>) -> PyResult<Option<CString>> {
+    Ok(text.map(CString::new).transpose()?)
+}

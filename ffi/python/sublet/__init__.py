@@ -1,0 +1,63 @@
+"""Sublet: GPU jobs share devices by turns.
+
+Pausing gives device memory back to the driver; resuming brings it back to the same addresses with the
+same contents. Start a program with ``sublet run --tenant NAME -- python train.py`` (or
+``python -m sublet run ...``), or call :func:`attach` before CUDA is used.
+
+Importing this package imports no other, needs no GPU and starts nothing.
+"""
+
+from sublet._errors import (
+    Error,
+    LostError,
+    NotAttachedError,
+    OutOfDeviceMemory,
+    OutOfHostMemory,
+    RefusedError,
+    RetryError,
+    UsageError,
+)
+from sublet._library import (
+    AttachReport,
+    attach,
+    attached,
+    configure_subprocess,
+    library_path,
+    nccl_library_path,
+)
+from sublet._memory import host_copy
+from sublet._pausing import pause, paused, resume, stats
+from sublet._regions import Region, region
+from sublet._tenants import Tenant, swap, tenants
+
+__all__ = [
+    "AttachReport",
+    "Error",
+    "LostError",
+    "NotAttachedError",
+    "OutOfDeviceMemory",
+    "OutOfHostMemory",
+    "RefusedError",
+    "Region",
+    "RetryError",
+    "Tenant",
+    "UsageError",
+    "attach",
+    "attached",
+    "configure_subprocess",
+    "host_copy",
+    "library_path",
+    "nccl_library_path",
+    "pause",
+    "paused",
+    "region",
+    "resume",
+    "stats",
+    "swap",
+    "tenants",
+]
+
+for _name in __all__:
+    # Users see one name for each thing: the package's.
+    globals()[_name].__module__ = __name__
+del _name

@@ -1,0 +1,82 @@
+"""What the package asks of PyTorch, when the program uses it."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import sys
+import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Optional, Protocol, cast
+
+from sublet._native import Library
+
+
+class TorchAdapter(Protocol):
+    """The functions of ``sublet._torch``."""
+
+    def check_supported(self) -> None:
+        """Raises UsageError for a PyTorch that regions do not work with."""
+
+    def region_pool(
+        self, tag: str, device: Optional[int], all_threads: bool
+    ) -> AbstractContextManager[object]:
+        """Inside it, PyTorch takes memory from a pool whose segments belong to this tag alone."""
+
+    def unused_blocks(self, tags: Optional[Iterable[str]]) -> list[tuple[int, int]]:
+        """Address and bytes of memory that PyTorch holds and no tensor uses; of all tags for None."""
+
+    def reserved_bytes(self) -> dict[int, int]:
+        """What PyTorch has from the driver, by device."""
+
+    def host_tensor(self, tensor: Any) -> Any:
+        """A CPU tensor over the saved bytes of a paused CUDA tensor."""
+
+
+def torch_adapter() -> Optional[TorchAdapter]:
+    """The adapter when PyTorch is loaded and has a device; PyTorch is never imported from here."""
+    torch: Any = sys.modules.get("torch")
+    # While it is being imported, it lacks most of what it will have.
+    if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_available():
+        return None
+    return cast(TorchAdapter, importlib.import_module("sublet._torch"))
+
+
+def reserved_bytes() -> dict[int, int]:
+    """What PyTorch has from the driver, by device; asks nothing of a PyTorch that has used no device."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
+        return {}
+    adapter = torch_adapter()
+    return {} if adapter is None else adapter.reserved_bytes()
+
+
+def _unused_blocks() -> list[tuple[int, int]]:
+    adapter = torch_adapter()
+    return [] if adapter is None else list(adapter.unused_blocks(None))
+
+
+class _Questions:
+    """Pauses ask this process, once PyTorch is in it, which memory need not be saved."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._are_answered = False
+
+    def answer_from_now_on(self, library: Library) -> None:
+        with self._lock:
+            if not self._are_answered:
+                library.set_unused_source(_unused_blocks)
+                # A pause that comes while the interpreter ends asks nobody.
+                atexit.register(library.set_unused_source, None)
+                self._are_answered = True
+
+
+_questions = _Questions()
+
+
+def answer_pauses(library: Library) -> None:
+    """From now on a pause, whoever asks for it, leaves out what PyTorch has cached and nobody uses."""
+    if torch_adapter() is not None:
+        _questions.answer_from_now_on(library)

@@ -1,0 +1,123 @@
+"""The exceptions: one class for each thing that a caller can do about a failure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Optional
+
+# What the codes of sublet.h mean.
+_ARGUMENT = 1
+_NOT_JOINED = 2
+_RETRY = 3
+_OUT_OF_DEVICE_MEMORY = 5
+_OUT_OF_HOST_MEMORY = 6
+_LOST = 7
+
+
+class Error(Exception):
+    """Why something was refused or failed. Each subclass says what can be done about it."""
+
+
+class UsageError(Error):
+    """The call is wrong: fix the call. Nothing has changed.
+
+    Attributes:
+        tags: the tags that this process or tenant has, when the call named one that it has not.
+    """
+
+    def __init__(self, message: str, *, tags: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.tags: tuple[str, ...] = tuple(tags)
+
+
+class NotAttachedError(UsageError):
+    """This process is not under Sublet: start it with ``sublet run``, or call ``sublet.attach()``."""
+
+
+class RetryError(Error):
+    """Refused or failed, and the tenant is as it was before: the same call can succeed later."""
+
+
+class RefusedError(Error):
+    """Refused or failed, and the tenant is as it was before: the same call would fail again."""
+
+
+class OutOfDeviceMemory(Error):
+    """A device cannot hold what is to come back: free memory there, then make the same call again.
+
+    What was to come back is still paused, with its contents kept.
+
+    Attributes:
+        missing_bytes: how many bytes the device lacks that lacks most; ``None`` when that is not known.
+        devices: for each device that is short, a dict with ``uuid`` (as in ``sublet.stats()``),
+            ``needed_bytes``, ``free_bytes``, ``total_bytes``, ``holders`` (other tenants, each with
+            ``tenant``, ``active`` and ``bytes``) and ``outside_bytes`` (held by nobody's tenant).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing_bytes: Optional[int] = None,
+        devices: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
+        self.devices: list[dict[str, Any]] = list(devices)
+
+
+class OutOfHostMemory(Error):
+    """The host cannot hold what is to be saved: free host memory or disk, then make the same call again.
+
+    The tenant runs on as before.
+
+    Attributes:
+        missing_bytes: how many bytes are missing; ``None`` when that is not known.
+    """
+
+    def __init__(self, message: str, *, missing_bytes: Optional[int] = None) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
+
+
+class LostError(Error):
+    """Something is lost for good: end the processes that the message names."""
+
+
+def from_code(what: str, code: int, message: str, report: Optional[str]) -> Error:
+    """The exception for a failure of ``libsublet.so``.
+
+    Args:
+        what: the operation, such as ``"pause"``.
+        code: a ``SUBLET_ERROR_`` code.
+        message: the library's own line, used where there is no report.
+        report: the library's answer in JSON (``sublet_last_error_json``).
+    """
+    fields: dict[str, Any] = json.loads(report) if report else {}
+    # ncclPause and ncclResume return codes of NCCL's; the report has ours.
+    code = fields.get("code") or code
+    text = f"{what}: {fields.get('message') or message or f'failed with code {code}'}"
+    if code == _ARGUMENT:
+        return UsageError(text, tags=fields.get("tags") or ())
+    if code == _NOT_JOINED:
+        return NotAttachedError(text)
+    if code == _RETRY:
+        return RetryError(text)
+    missing_bytes = fields.get("missing_bytes")
+    if code == _OUT_OF_DEVICE_MEMORY:
+        devices = fields.get("devices") or ()
+        return OutOfDeviceMemory(text, missing_bytes=missing_bytes, devices=devices)
+    if code == _OUT_OF_HOST_MEMORY:
+        return OutOfHostMemory(text, missing_bytes=missing_bytes)
+    if code == _LOST:
+        return LostError(text)
+    return RefusedError(text)
+
+
+def missing_function(name: str, version: str) -> RefusedError:
+    """The exception for a library that lacks a function of this package's."""
+    return RefusedError(
+        f"libsublet.so {version} in this process has no {name}: it is older than the package sublet; "
+        "preload the one at sublet.library_path()"
+    )

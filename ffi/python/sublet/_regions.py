@@ -1,0 +1,165 @@
+"""Regions: memory that is asked for inside one belongs to its tag."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Callable, Literal, Optional, TypeVar, cast
+
+from sublet._adapter import answer_pauses, torch_adapter
+from sublet._errors import UsageError
+from sublet._library import own_library
+from sublet._native import Library
+
+Contents = Literal["keep", "discard", "file"]
+CONTENTS: dict[str, int] = {"keep": 0, "discard": 1, "file": 2}
+TAG_BYTES_MAX = 128
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def checked_tag(tag: object) -> str:
+    """``tag``, or the UsageError that says what is wrong with it."""
+    if not isinstance(tag, str):
+        raise UsageError(f"a tag is a str, not {type(tag).__name__}")
+    length = len(tag.encode(errors="surrogatepass"))
+    if not 1 <= length <= TAG_BYTES_MAX or "\0" in tag or not tag.isprintable():
+        raise UsageError(f"a tag is 1 to {TAG_BYTES_MAX} bytes of printable text, not {tag!r}")
+    return tag
+
+
+class _Entered(threading.local):
+    """The regions that this thread is in, innermost last."""
+
+    def __init__(self) -> None:
+        self.regions: list[tuple[Region, ExitStack]] = []
+
+
+_entered = _Entered()
+
+
+class Region:
+    """A region to enter by ``with`` or to decorate a function with; made by :func:`region`.
+
+    One object may be entered many times, also nested, and by several threads.
+    """
+
+    def __init__(self, tag: str, contents: str, device: Optional[int], all_threads: bool) -> None:
+        self.tag = tag
+        self.contents = contents
+        self.device = device
+        self.all_threads = all_threads
+
+    def __repr__(self) -> str:
+        return f"sublet.region({self.tag!r}, {self.contents!r})"
+
+    def __enter__(self) -> Region:
+        library = own_library()
+        if library.tag_is_paused(self.tag):
+            raise UsageError(
+                f"region: tag '{self.tag}' is paused, and memory asked for now could be memory that "
+                f"is away: call sublet.resume(tags=['{self.tag}']) first"
+            )
+        answer_pauses(library)
+        adapter = torch_adapter()
+        with ExitStack() as stack:
+            if adapter is not None:
+                adapter.check_supported()
+            stack.enter_context(self._driver_region(library))
+            if adapter is not None:
+                stack.enter_context(adapter.region_pool(self.tag, self.device, self.all_threads))
+            _entered.regions.append((self, stack.pop_all()))
+        return self
+
+    def __exit__(
+        self,
+        kind: Optional[type[BaseException]],
+        error: Optional[BaseException],
+        traceback: Optional[TracebackType],
+    ) -> None:
+        if not _entered.regions or _entered.regions[-1][0] is not self:
+            raise UsageError(
+                f"region: '{self.tag}' is not the innermost region of this thread: regions end in "
+                "reverse order, on the thread that entered them"
+            )
+        _, stack = _entered.regions.pop()
+        # A torch pool or a driver region never swallows the program's own exception.
+        stack.__exit__(kind, error, traceback)
+
+    def __call__(self, function: _Function) -> _Function:
+        """The function, run inside the region."""
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            name = getattr(function, "__qualname__", repr(function))
+            raise UsageError(
+                f"region: {name} is a coroutine or generator function, whose body runs after the "
+                "call has returned: use `with sublet.region(...)` inside it"
+            )
+
+        @functools.wraps(function)
+        def in_region(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return cast(_Function, in_region)
+
+    @contextlib.contextmanager
+    def _driver_region(self, library: Library) -> Iterator[None]:
+        contents = CONTENTS[self.contents]
+        if self.all_threads:
+            library.region_begin_all_threads(self.tag, contents, self.device)
+        else:
+            library.region_begin(self.tag, contents, self.device)
+        try:
+            yield
+        finally:
+            if self.all_threads:
+                library.region_end_all_threads()
+            else:
+                library.region_end()
+
+
+def region(
+    tag: str,
+    contents: Contents = "keep",
+    *,
+    device: Optional[int] = None,
+    all_threads: bool = False,
+) -> Region:
+    """Device memory asked for inside belongs to ``tag``, and can be paused and resumed by it.
+
+    Use it by ``with`` or as a decorator. Regions nest, and the innermost counts. A region is the
+    calling thread's; memory that NCCL, cuBLAS and cuDNN ask for belongs to no tag.
+
+    Args:
+        tag: 1 to 128 bytes of printable text. A tag has one ``contents`` for the life of the process.
+        contents: what a pause does with the bytes: ``"keep"`` saves them to host memory, ``"file"``
+            to a file, ``"discard"`` does not save them, and they are undefined after the resume.
+        device: number of the one device that is meant; memory on others belongs to no tag. By
+            default all devices.
+        all_threads: also for threads that are in no region of their own, such as those that run
+            PyTorch's backward pass. One such region at a time in a process.
+
+    Raises:
+        UsageError: the tag or ``contents`` is none, the tag is paused, or it has other ``contents``
+            already. Raised on entry, but for the first.
+        NotAttachedError: this process is not under Sublet. Raised on entry.
+
+    >>> with sublet.region("kv", contents="discard"):
+    ...     cache = allocate(4 << 20)
+    >>> @sublet.region("weights")
+    ... def load():
+    ...     return allocate(2 << 20)
+    >>> weights = load()
+    """
+    checked_tag(tag)
+    if contents not in CONTENTS:
+        known = ", ".join(repr(word) for word in CONTENTS)
+        raise UsageError(f"region: contents is one of {known}, not {contents!r}")
+    if device is not None and (isinstance(device, bool) or not isinstance(device, int) or device < 0):
+        raise UsageError(f"region: device is the number of a device, not {device!r}")
+    return Region(tag, contents, device, all_threads)

@@ -1,0 +1,112 @@
+"""Driving tenants from any process of the same user, under Sublet or not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Optional, Union
+
+from sublet._errors import UsageError
+from sublet._library import any_library
+from sublet._pausing import Tags, parsed, tag_list, timeout_ms
+
+_WHOSE_TENANT = 0
+
+
+class Tenant:
+    """A tenant by its name. Its processes may run or not; each method looks afresh.
+
+    Methods that pause or resume block, without the interpreter lock, and raise what
+    :func:`sublet.pause` and :func:`sublet.resume` raise. ``timeout`` is the limit of each phase in
+    seconds, by default that of the ``sublet`` command.
+
+    >>> train = sublet.Tenant("train")
+    >>> train.pause()["outcome"]
+    'completed'
+    >>> train.resume()["outcome"]
+    'completed'
+    """
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"a tenant has a name, not {name!r}")
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._name
+
+    def __repr__(self) -> str:
+        return f"sublet.Tenant({self._name!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tenant) and other._name == self._name
+
+    def __hash__(self) -> int:
+        return hash((Tenant, self._name))
+
+    def pause(self, tags: Tags = None, *, timeout: Optional[float] = None) -> dict[str, Any]:
+        """Pauses the tenant; with tags, that memory of all its processes, which run on."""
+        listed = tag_list(tags)
+        limit_ms = timeout_ms(timeout)
+        library = any_library()
+        if listed is None:
+            return parsed(library.pause_tenant(self._name, limit_ms))
+        return parsed(library.pause_tags(self._name, listed, _WHOSE_TENANT, limit_ms))
+
+    def resume(self, tags: Tags = None, *, timeout: Optional[float] = None) -> dict[str, Any]:
+        """Resumes the tenant; with tags, that memory of all its processes."""
+        listed = tag_list(tags)
+        limit_ms = timeout_ms(timeout)
+        library = any_library()
+        if listed is None:
+            return parsed(library.resume_tenant(self._name, limit_ms))
+        return parsed(library.resume_tags(self._name, listed, _WHOSE_TENANT, limit_ms))
+
+    def stats(self) -> dict[str, Any]:
+        """What its processes hold, as ``sublet stats --json`` says of it.
+
+        Raises:
+            RefusedError: there is no such tenant.
+        """
+        return parsed(any_library().tenant_stats(self._name))
+
+    def swap_to(
+        self, other: Union[Tenant, str], *, timeout: Optional[float] = None
+    ) -> dict[str, Any]:
+        """Pauses this tenant and resumes the other."""
+        return swap(self, other, timeout=timeout)
+
+
+def swap(
+    from_tenant: Union[Tenant, str],
+    to_tenant: Union[Tenant, str],
+    *,
+    timeout: Optional[float] = None,
+) -> dict[str, Any]:
+    """Pauses one tenant and resumes another.
+
+    Returns and raises what :func:`sublet.pause` and :func:`sublet.resume` do. When the second cannot
+    be resumed, the first stays paused.
+
+    >>> sublet.swap("train", "train")
+    Traceback (most recent call last):
+        ...
+    sublet.UsageError: swap: 'train' is both tenants
+    """
+    names = [
+        tenant.name if isinstance(tenant, Tenant) else Tenant(tenant).name
+        for tenant in (from_tenant, to_tenant)
+    ]
+    if names[0] == names[1]:
+        raise UsageError(f"swap: '{names[0]}' is both tenants")
+    return parsed(any_library().swap_tenants(names[0], names[1], timeout_ms(timeout)))
+
+
+def tenants() -> list[str]:
+    """The names of the tenants of this user on this machine, sorted.
+
+    >>> "train" in sublet.tenants()
+    True
+    """
+    return sorted(json.loads(any_library().tenants()))

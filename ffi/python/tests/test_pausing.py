@@ -1,0 +1,311 @@
+"""Pausing and resuming from inside a process, by tag and as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import sublet
+from conftest import Stage
+from simdriver import MIB, SUCCESS, Capture, Memory, allocate, free_bytes
+
+tenant = pytest.mark.tenant("train")
+
+
+def in_region(tag: str, contents: Any, size_bytes: int = 4 * MIB, fill: int = 7) -> Memory:
+    with sublet.region(tag, contents):
+        return allocate(size_bytes, fill)
+
+
+def bytes_by_tag() -> dict[str, int]:
+    """Own bytes of this process, by tag."""
+    found: dict[str, int] = {}
+    for device in sublet.stats()["pool"]["devices"]:
+        for entry in device["classes"]:
+            found[entry["tag"]] = found.get(entry["tag"], 0) + entry["own_bytes"]
+    return found
+
+
+@tenant
+def test_kept_tag_comes_back_with_its_bytes_and_discarded_one_without() -> None:
+    weights = in_region("weights", "keep", 4 * MIB, fill=7)
+    cache = in_region("kv", "discard", 8 * MIB, fill=8)
+    other = allocate(2 * MIB, fill=9)
+    before_bytes = free_bytes()
+
+    report = sublet.pause(["weights", "kv"])
+    assert report["outcome"] == "completed"
+    assert free_bytes() == before_bytes + 12 * MIB
+    assert sublet.paused("weights") and sublet.paused("kv") and not sublet.paused()
+    # The process runs on with what was not named.
+    assert other.read() == b"\x09" * (2 * MIB)
+    assert sublet.pause(["weights", "kv"])["outcome"] == "already"
+
+    assert sublet.resume(["weights", "kv"])["outcome"] == "completed"
+    assert free_bytes() == before_bytes
+    assert weights.read() == b"\x07" * (4 * MIB)
+    assert len(cache.read()) == 8 * MIB
+    assert not sublet.paused("weights")
+    assert sublet.resume("weights")["outcome"] == "already"
+
+
+@tenant
+def test_one_tag_leaves_and_the_other_stays_usable() -> None:
+    weights, cache = in_region("weights", "keep"), in_region("kv", "keep", fill=8)
+    sublet.pause("kv")
+    assert (sublet.paused("kv"), sublet.paused("weights")) == (True, False)
+    assert weights.read() == b"\x07" * (4 * MIB)
+    weights.write(b"\x01")
+    sublet.resume()
+    assert cache.read() == b"\x08" * (4 * MIB)
+    assert weights.read()[:2] == b"\x01\x07"
+
+
+@tenant
+def test_whole_pause_takes_everything_and_leaves_tags_away_that_were() -> None:
+    weights, cache = in_region("weights", "keep"), in_region("kv", "keep", fill=8)
+    other = allocate(2 * MIB, fill=9)
+    sublet.pause("kv")
+    sublet.pause()
+    assert sublet.paused()
+    assert sublet.resume()["outcome"] == "completed"
+    assert not sublet.paused()
+    assert sublet.paused("kv") and not sublet.paused("weights")
+    assert weights.read() == b"\x07" * (4 * MIB) and other.read() == b"\x09" * (2 * MIB)
+    sublet.resume()
+    assert cache.read() == b"\x08" * (4 * MIB)
+
+
+@tenant
+def test_resume_of_a_tag_lets_a_wholly_paused_tenant_run() -> None:
+    weights, cache = in_region("weights", "keep"), in_region("kv", "keep", fill=8)
+    other = allocate(2 * MIB, fill=9)
+    sublet.pause()
+    sublet.resume("weights")
+    assert not sublet.paused() and not sublet.paused("weights") and sublet.paused("kv")
+    assert weights.read() == b"\x07" * (4 * MIB) and other.read() == b"\x09" * (2 * MIB)
+    sublet.resume("kv")
+    assert cache.read() == b"\x08" * (4 * MIB)
+
+
+@tenant
+def test_unknown_tag_is_named_with_those_there_are() -> None:
+    in_region("weights", "keep"), in_region("kv", "discard")
+    for call in (sublet.pause, sublet.resume):
+        with pytest.raises(sublet.UsageError, match="caches") as caught:
+            call("caches")
+        assert set(caught.value.tags) == {"weights", "kv"}
+    with pytest.raises(sublet.UsageError, match="kv, weights") as caught:
+        sublet.paused("caches")
+    assert set(caught.value.tags) == {"weights", "kv"}
+
+
+@tenant
+def test_innermost_region_counts_and_memory_outside_has_no_tag() -> None:
+    with sublet.region("outer"):
+        allocate(2 * MIB)
+        with sublet.region("inner", "discard"):
+            allocate(4 * MIB)
+        allocate(8 * MIB)
+    allocate(16 * MIB)
+    assert bytes_by_tag() == {"outer": 10 * MIB, "inner": 4 * MIB, "": 16 * MIB}
+
+
+@tenant
+def test_region_is_the_threads_own_unless_it_is_for_all() -> None:
+    def elsewhere() -> None:
+        thread = threading.Thread(target=allocate, args=(2 * MIB,))
+        thread.start()
+        thread.join()
+
+    with sublet.region("mine"):
+        elsewhere()
+    assert bytes_by_tag() == {"": 2 * MIB}
+    with sublet.region("all", all_threads=True):
+        elsewhere()
+    elsewhere()
+    assert bytes_by_tag() == {"": 4 * MIB, "all": 2 * MIB}
+
+
+@tenant
+def test_region_of_one_device_leaves_other_devices_alone() -> None:
+    with sublet.region("kv", device=1):
+        allocate(2 * MIB, device=0)
+        allocate(4 * MIB, device=1)
+    assert bytes_by_tag() == {"": 2 * MIB, "kv": 4 * MIB}
+
+
+@tenant
+def test_decorated_function_runs_in_the_region_each_time() -> None:
+    @sublet.region("weights")
+    def load(depth: int) -> list[Memory]:
+        """Loads."""
+        rest = load(depth - 1) if depth else []
+        return [allocate(2 * MIB), *rest]
+
+    assert load.__doc__ == "Loads."
+    assert len(load(2)) == 3
+    allocate(2 * MIB)
+    assert bytes_by_tag() == {"weights": 6 * MIB, "": 2 * MIB}
+
+
+@tenant
+def test_exception_leaves_the_region() -> None:
+    with pytest.raises(ZeroDivisionError):
+        with sublet.region("kv"):
+            raise ZeroDivisionError
+    allocate(2 * MIB)
+    assert bytes_by_tag() == {"": 2 * MIB}
+
+
+@tenant
+def test_regions_end_in_order_and_on_their_thread() -> None:
+    outer, inner = sublet.region("outer"), sublet.region("inner")
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(sublet.UsageError, match="'outer' is not the innermost"):
+        outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+    caught: list[BaseException] = []
+
+    def end() -> None:
+        try:
+            outer.__exit__(None, None, None)
+        except sublet.UsageError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
+    outer.__exit__(None, None, None)
+
+
+@tenant
+def test_tag_has_one_policy() -> None:
+    in_region("kv", "discard")
+    with pytest.raises(sublet.UsageError, match="kv"):
+        in_region("kv", "keep")
+    with sublet.region("new", "keep"):
+        with pytest.raises(sublet.UsageError, match="new"):
+            with sublet.region("new", "discard"):
+                pass
+    # The refused ones left nothing open.
+    allocate(2 * MIB)
+    assert bytes_by_tag() == {"kv": 4 * MIB, "": 2 * MIB}
+
+
+@tenant
+def test_paused_tag_is_not_entered() -> None:
+    in_region("kv", "discard")
+    sublet.pause("kv")
+    with pytest.raises(sublet.UsageError, match="'kv' is paused.*resume"):
+        with sublet.region("kv", "discard"):
+            pass
+    sublet.resume("kv")
+    in_region("kv", "discard")
+    assert bytes_by_tag() == {"kv": 8 * MIB}
+
+
+@tenant
+def test_pause_in_the_middle_of_a_capture_is_for_later() -> None:
+    in_region("kv", "keep")
+    with Capture():
+        for tags in (None, "kv"):
+            with pytest.raises(sublet.RetryError, match="captur"):
+                sublet.pause(tags, timeout=1)
+    assert sublet.pause("kv")["outcome"] == "completed"
+
+
+@tenant
+def test_shortage_at_resume_names_the_bytes_and_a_retry_works() -> None:
+    weights = in_region("weights", "keep", 8 * MIB)
+    uuid = sublet.stats()["pool"]["devices"][0]["uuid"]
+    sublet.pause("weights")
+    left_bytes = 6 * MIB
+    hoard = allocate(free_bytes() - left_bytes)
+    for _ in range(2):
+        with pytest.raises(sublet.OutOfDeviceMemory) as caught:
+            sublet.resume("weights")
+        assert caught.value.missing_bytes == 2 * MIB
+        (device,) = caught.value.devices
+        assert device["uuid"] == uuid
+        assert (device["free_bytes"], device["needed_bytes"]) == (left_bytes, 8 * MIB)
+        assert sublet.paused("weights")
+    hoard.free()
+    assert sublet.resume("weights")["outcome"] == "completed"
+    assert weights.read() == b"\x07" * (8 * MIB)
+
+
+def test_shortage_of_host_memory_at_pause_changes_nothing(stage: Stage) -> None:
+    worker = stage.worker("train", SUBLET_HOST_BYTES_MAX=str(MIB))
+    worker.do("memory = simdriver.allocate(4 * MIB, fill=7)")
+    kind, missing_bytes = worker.do("failure(sublet.pause, 'missing_bytes')")
+    assert kind == "OutOfHostMemory"
+    assert missing_bytes is None or missing_bytes > 0
+    assert worker.do("sublet.paused()") is False
+    assert worker.do("memory.read() == b'\\x07' * 4 * MIB") is True
+
+
+@tenant
+def test_reports_and_statistics_are_plain_and_in_their_units() -> None:
+    in_region("weights", "keep")
+    report = sublet.pause()
+    assert json.loads(json.dumps(report)) == report
+    assert report["wall_us"] > 0
+    held = sublet.stats()
+    assert json.loads(json.dumps(held)) == held
+    assert held["member"]["pid"] == os.getpid()
+    assert held["member"]["state"] == "paused"
+    assert held["pauses"] == 1 and held["last_pause"]
+    sublet.resume()
+    assert sublet.stats()["resumes"] == 1
+
+
+@tenant
+def test_attaching_a_preloaded_process_changes_nothing() -> None:
+    for name in (None, "train"):
+        report = sublet.attach(name)
+        assert report.was_preloaded and report.tenant == "train"
+    with pytest.raises(sublet.UsageError, match="'train'.*'other'"):
+        sublet.attach("other")
+
+
+@tenant
+def test_forked_child_is_told_that_it_cannot() -> None:
+    memory = in_region("weights", "keep")
+    calls: list[Callable[[], object]] = [
+        sublet.pause,
+        sublet.resume,
+        sublet.stats,
+        lambda: sublet.pause("weights"),
+        lambda: sublet.host_copy(memory),
+    ]
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = []
+        for call in calls:
+            try:
+                call()
+                said.append("nothing")
+            except sublet.NotAttachedError as error:
+                said.append(str(error))
+        os.write(write_end, json.dumps(said).encode())
+        os._exit(SUCCESS)
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        said = json.loads(pipe.read())
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert len(said) == len(calls)
+    assert all("was forked from" in text and "spawn" in text for text in said), said
+    # The parent goes on.
+    sublet.pause()
+    sublet.resume()
+    assert memory.read() == b"\x07" * (4 * MIB)
