@@ -1,0 +1,314 @@
+"""Which pool of torch's caching allocator serves an allocation while regions are open.
+
+A tag belongs to whole physical allocations, and torch cuts its segments into blocks. So each tag
+has pools of its own: blocks of two tags, or of a tag and of none, never lie in one segment. The
+segments come from torch's own allocator by `cudaMalloc` (or from expandable segments, by
+`cuMemCreate`) inside the region, which is how libsublet.so knows their tag.
+
+What torch does with pools is settled in c10/cuda/CUDACachingAllocator.cpp, alike in 2.8 to 2.11:
+
+- `beginAllocateToPool` appends the pool, with a condition on thread or stream, to a list of its
+  device; an allocation is served by the **first** pool of the list whose condition holds. Being
+  opened later therefore never wins: this module takes an outer region's pool off the list while an
+  inner one is open, and moves what must come last to the end.
+- A pool may be on a device's list once. So a pool is entered by one thread at a time; a second
+  thread in the same region gets another pool of that tag.
+- A pool whose use count falls to nothing loses its cached blocks at the next `empty_cache()` and
+  cannot be entered again. Ours keep a use for the life of the process. `empty_cache()` therefore
+  leaves them alone, and inside any region also everything else: torch takes an open pool for a
+  capture under way.
+
+Nothing here calls the driver, so no lock of this module is held where a pause could stop its owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, Dict, List, Optional, Tuple
+
+from sublet._errors import UsageError
+
+PoolId = Tuple[int, int]
+#: The pool that serves whatever no pool on the list takes.
+DEFAULT_POOL: PoolId = (0, 0)
+#: The tag under which the pool of `Pools.sheltered` is kept; no tag of a user's has no characters.
+_SHELTER = ""
+
+
+class Entered:
+    """One open region of one thread: the pool that serves it, by device."""
+
+    def __init__(self, tag: Optional[str], thread: int, stack: List[Entered]) -> None:
+        self.tag, self.thread, self.stack = tag, thread, stack
+        self.pools: Dict[int, PoolId] = {}
+        #: Whether the pools are on their devices' lists.
+        self.listed = False
+
+
+class Pools:
+    """Every pool made for a tag, and who allocates from which. One in a process.
+
+    Methods may be called from any thread. `device` is an ordinal as torch counts them.
+    """
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._lock = threading.RLock()
+        self._local = threading.local()
+        self._made: Dict[Tuple[Optional[str], int], List[PoolId]] = defaultdict(list)
+        self._uses: Dict[Tuple[int, PoolId], int] = defaultdict(int)
+        self._everyone: Optional[Entered] = None
+        self._expandable = ExpandableSegments(torch)
+
+    # ------------------------------------------------------------ regions
+
+    @contextlib.contextmanager
+    def region(self, tag: Optional[str], devices: Iterable[int]) -> Iterator[None]:
+        """Inside, this thread allocates on `devices` from pools of `tag`, elsewhere from no tag's.
+
+        A tag of None is memory of no tag. Regions nest, and the innermost counts; one that ends
+        before one that began later in the same thread, as generators can, takes only itself away.
+
+        Raises:
+            UsageError: it ends in another thread than it began in, under a region of that thread.
+        """
+        entered = self._enter(tag, list(devices))
+        try:
+            yield
+        finally:
+            self._leave(entered)
+
+    @contextlib.contextmanager
+    def everyone(self, tag: str, devices: Iterable[int]) -> Iterator[None]:
+        """Inside, threads without a region of their own allocate from pools of `tag`.
+
+        Raises:
+            UsageError: another such region is open in this process.
+        """
+        with self._lock:
+            if self._everyone is not None:
+                raise UsageError(
+                    f"region '{tag}' for all threads: region '{self._everyone.tag}' for all threads "
+                    "is open; end it first"
+                )
+            entered = Entered(tag, threading.get_ident(), [])
+            entered.pools = {device: self._take(tag, device) for device in devices}
+            self._expandable.suspend(entered.pools)
+            self._put_on(entered, for_all=True)
+            self._everyone = entered
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._everyone = None
+                self._take_off(entered)
+                self._give(entered)
+                self._expandable.restore()
+
+    def capture_begun(self) -> None:
+        """Lets the graph whose capture this thread has just begun come before open regions.
+
+        Its private pool is the last of the list then, and a region's pool would serve it: memory
+        that the graph replays on would be handed to others once the capture is over.
+        """
+        with self._lock:
+            stack = self._stack()
+            if stack:
+                self._take_off(stack[-1])
+                self._put_on(stack[-1])
+            self._everyone_last()
+
+    def _enter(self, tag: Optional[str], devices: List[int]) -> Entered:
+        with self._lock:
+            stack = self._stack()
+            entered = Entered(tag, threading.get_ident(), stack)
+            # Memory of no tag comes from the default pool, unless a region for all threads would be
+            # asked first.
+            if tag is not None or self._everyone is not None:
+                entered.pools = {device: self._take(tag, device, stack) for device in devices}
+            self._expandable.suspend(entered.pools)
+            if stack:
+                self._take_off(stack[-1])
+            stack.append(entered)
+            self._put_on(entered)
+            self._everyone_last()
+            return entered
+
+    def _leave(self, entered: Entered) -> None:
+        with self._lock:
+            stack = entered.stack
+            innermost = stack[-1] is entered
+            stack.remove(entered)
+            if innermost:
+                self._take_off(entered)
+            self._give(entered)
+            self._expandable.restore()
+            if not innermost or not stack:
+                return
+            if threading.get_ident() != entered.thread:
+                raise UsageError(
+                    f"region '{entered.tag}' began in thread {entered.thread} inside region "
+                    f"'{stack[-1].tag}' and ended in thread {threading.get_ident()}: "
+                    "end regions in the thread that began them"
+                )
+            self._put_on(stack[-1])
+            self._everyone_last()
+
+    # ------------------------------------------------------------ pause
+
+    @contextlib.contextmanager
+    def sheltered(self, tags: Optional[Iterable[str]]) -> Iterator[Dict[int, List[PoolId]]]:
+        """Pools by device that hand nothing out until this ends, whatever other threads do.
+
+        Those of `tags`, or of every tag and the default pool where that is None. New allocations of
+        threads that are in no region come from a pool of their own meanwhile; other threads wait
+        before a region. Pools that a thread has entered are left out, since it may allocate at any
+        time, and so are private pools of CUDA graphs.
+        """
+        wanted = None if tags is None else set(tags)
+        with self._lock:
+            shelter = Entered(_SHELTER, threading.get_ident(), [])
+            shelter.pools = {
+                device: self._take(_SHELTER, device)
+                for device in range(self._torch.cuda.device_count())
+            }
+            self._put_on(shelter, for_all=True)
+            try:
+                quiet: Dict[int, List[PoolId]] = {device: [] for device in shelter.pools}
+                for device in quiet if wanted is None else ():
+                    quiet[device].append(DEFAULT_POOL)
+                for (tag, device), pools in self._made.items():
+                    if tag != _SHELTER and (wanted is None or tag in wanted):
+                        quiet[device] += [pool for pool in pools if not self._uses[device, pool]]
+                yield quiet
+            finally:
+                self._take_off(shelter)
+                self._give(shelter)
+
+    # ------------------------------------------------------------ pools
+
+    def _stack(self) -> List[Entered]:
+        stack: Optional[List[Entered]] = getattr(self._local, "stack", None)
+        if stack is None:
+            stack = self._local.stack = []
+        return stack
+
+    def _take(self, tag: Optional[str], device: int, stack: Iterable[Entered] = ()) -> PoolId:
+        """A pool of `tag`: an outer region's of this thread, else one that nobody has entered."""
+        made = self._made[tag, device]
+        outer = [
+            region.pools[device] for region in stack if region.tag == tag and device in region.pools
+        ]
+        idle = [pool for pool in made if not self._uses[device, pool]]
+        if outer or idle:
+            pool = (outer or idle)[0]
+        else:
+            pool = self._torch.cuda.graph_pool_handle()
+            # Made by its first entry. That use is never given back.
+            self._torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
+            self._torch._C._cuda_endAllocateToPool(device, pool)
+            made.append(pool)
+        self._uses[device, pool] += 1
+        return pool
+
+    def _give(self, entered: Entered) -> None:
+        for device, pool in entered.pools.items():
+            self._uses[device, pool] -= 1
+
+    def _put_on(self, entered: Entered, for_all: bool = False) -> None:
+        c = self._torch._C
+        begin = c._cuda_beginAllocateToPool if for_all else c._cuda_beginAllocateCurrentThreadToPool
+        for device, pool in entered.pools.items():
+            begin(device, pool)
+        entered.listed = True
+
+    def _take_off(self, entered: Entered) -> None:
+        if not entered.listed:
+            return
+        entered.listed = False
+        for device, pool in entered.pools.items():
+            self._torch._C._cuda_endAllocateToPool(device, pool)
+            self._torch._C._cuda_releasePool(device, pool)
+
+    def _everyone_last(self) -> None:
+        """Moves the region for all threads behind those of single threads.
+
+        By another pool of its tag, opened before the first is closed: there is no instant at which
+        another thread's allocation would get into the default pool with the region's tag on it.
+        """
+        everyone = self._everyone
+        if everyone is None:
+            return
+        for device, before in list(everyone.pools.items()):
+            after = self._take(everyone.tag, device)
+            self._torch._C._cuda_beginAllocateToPool(device, after)
+            self._torch._C._cuda_endAllocateToPool(device, before)
+            self._torch._C._cuda_releasePool(device, before)
+            self._uses[device, before] -= 1
+            everyone.pools[device] = after
+
+
+class ExpandableSegments:
+    """Switches expandable segments off while regions are open, where torch cannot have both.
+
+    From 2.11 on, a pool without an allocator of its own may have expandable segments
+    (pytorch/pytorch#169491), and ours stay as they are set. Before, depending on the version, an
+    allocation inside would be refused. The setting is the process's: other threads get ordinary
+    segments meanwhile, and find what they had cached again afterwards.
+    """
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._needed = version(torch) < (2, 11)
+        self._open = 0
+        self._settings: Optional[str] = None
+
+    def suspend(self, pools: Dict[int, PoolId]) -> None:
+        """A region with `pools` begins."""
+        self._open += 1
+        if self._open == 1 and self._needed and pools:
+            settings = self._current(next(iter(pools.values())))
+            if settings is not None:
+                self._settings = settings
+                self._torch.cuda.memory._set_allocator_settings(with_expandable(settings, False))
+
+    def restore(self) -> None:
+        """A region ends."""
+        self._open -= 1
+        if self._open == 0 and self._settings is not None:
+            self._torch.cuda.memory._set_allocator_settings(with_expandable(self._settings, True))
+            self._settings = None
+
+    def _current(self, pool: PoolId) -> Optional[str]:
+        """The allocator's settings where expandable segments are on; `pool` makes asking fast."""
+        found = self._torch._C._cuda_memorySnapshot(pool)["allocator_settings"]
+        if not found["expandable_segments"]:
+            return None
+        return str(found.get("PYTORCH_CUDA_ALLOC_CONF") or found.get("PYTORCH_ALLOC_CONF") or "")
+
+
+def with_expandable(settings: str, enabled: bool) -> str:
+    """`settings` with expandable segments on or off. What the text does not name is reset."""
+    # A comma inside brackets belongs to a list of roundup_power2_divisions.
+    entries, depth = [""], 0
+    for letter in settings:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and not depth:
+            entries.append("")
+        else:
+            entries[-1] += letter
+    kept = [
+        entry
+        for entry in entries
+        if entry and entry.partition(":")[0].strip() != "expandable_segments"
+    ]
+    return ",".join([*kept, f"expandable_segments:{enabled}"])
+
+
+def version(torch: Any) -> Tuple[int, int]:
+    """Major and minor version of `torch`."""
+    major, minor = str(torch.__version__).split(".")[:2]
+    return int(major), int(minor)

@@ -1,0 +1,168 @@
+"""As much of torch as sublet._torch_pools talks to: its allocator's rules for pools, and no memory.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.8 to 2.11: the first pool of a
+device's list whose condition holds serves an allocation; no pool is twice on a list; a pool lives
+while its use count is above nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+PoolId = Tuple[int, int]
+
+
+class FakeC:
+    """`torch._C`."""
+
+    def __init__(self) -> None:
+        self.lists: Dict[int, List[Tuple[PoolId, Callable[[], bool]]]] = {}
+        self.uses: Dict[Tuple[int, PoolId], int] = {}
+        self.allocated: List[PoolId] = []
+        #: Called between any two changes of a list, as another thread might.
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.settings = "expandable_segments:False"
+
+    def _begin(self, device: int, pool: PoolId, condition: Callable[[], bool]) -> None:
+        key = (device, pool)
+        if key in self.uses:
+            assert self.uses[key] > 0, "the pool was given up"
+        self.uses[key] = self.uses.get(key, 0) + 1
+        entries = self.lists.setdefault(device, [])
+        if any(pool == listed for listed, _ in entries):
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        entries.append((pool, condition))
+        self.meanwhile()
+
+    def _cuda_beginAllocateCurrentThreadToPool(self, device: int, pool: PoolId) -> None:
+        thread = threading.get_ident()
+        self._begin(device, pool, lambda: threading.get_ident() == thread)
+
+    def _cuda_beginAllocateToPool(self, device: int, pool: PoolId) -> None:
+        self._begin(device, pool, lambda: True)
+
+    def _cuda_endAllocateToPool(self, device: int, pool: PoolId) -> None:
+        entries = self.lists.get(device, [])
+        for index, (listed, _) in enumerate(entries):
+            if listed == pool:
+                del entries[index]
+                self.meanwhile()
+                return
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    def _cuda_releasePool(self, device: int, pool: PoolId) -> None:
+        self.uses[device, pool] -= 1
+
+    def _cuda_memorySnapshot(self, pool: Optional[PoolId]) -> Dict[str, Any]:
+        on = "expandable_segments:True" in self.settings
+        return {
+            "allocator_settings": {
+                "PYTORCH_CUDA_ALLOC_CONF": self.settings,
+                "expandable_segments": on,
+            }
+        }
+
+
+class FakeTorch:
+    """`torch`; `serving` says which pool the calling thread would allocate from."""
+
+    def __init__(self, version: str = "2.11.0+cu130", devices: int = 2) -> None:
+        self.__version__ = version
+        self.version = types.SimpleNamespace(cuda="13.0")
+        self._C = FakeC()
+        self._handles = 0
+        self.segments: List[Dict[str, Any]] = []
+        self.backend = "native"
+        memory = types.SimpleNamespace(_set_allocator_settings=self._set)
+        self.cuda = types.SimpleNamespace(
+            CUDAGraph=type("CUDAGraph", (FakeGraph,), {"torch": self}),
+            device_count=lambda: devices,
+            get_allocator_backend=lambda: self.backend,
+            graph_pool_handle=self._handle,
+            init=lambda: None,
+            is_available=lambda: True,
+            is_initialized=lambda: True,
+            memory=memory,
+            memory_reserved=lambda device: sum(
+                s["total_size"] for s in self.segments if s["device"] == device
+            ),
+            memory_snapshot=lambda mempool_id=None, include_traces=True: self.segments,
+        )
+
+    def _handle(self) -> PoolId:
+        self._handles += 1
+        return (0, self._handles)
+
+    def _set(self, settings: str) -> None:
+        self._C.settings = settings
+
+    def serving(self, device: int = 0) -> PoolId:
+        """The pool that serves the calling thread on `device`."""
+        for pool, condition in self._C.lists.get(device, []):
+            if condition():
+                return pool
+        return (0, 0)
+
+
+class FakeGraph:
+    """`torch.cuda.CUDAGraph`: its own pool serves the stream that is captured."""
+
+    torch: FakeTorch
+    capturing = False
+
+    def capture_begin(self) -> None:
+        self.capturing = True
+        self.pool = self.torch._handle()
+        self.torch._C._begin(0, self.pool, lambda: self.capturing)
+
+    def capture_end(self) -> None:
+        self.torch._C._cuda_endAllocateToPool(0, self.pool)
+        self.capturing = False
+
+
+class Other:
+    """Another thread, which does one thing at a time as it is told."""
+
+    def __init__(self) -> None:
+        self._work: List[Callable[[], Any]] = []
+        self._turn = threading.Semaphore(0)
+        self._done = threading.Semaphore(0)
+        self._answer: Any = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._turn.acquire() and self._work:
+            try:
+                self._answer = self._work.pop()()
+            except Exception as error:
+                self._answer = error
+            self._done.release()
+
+    def does(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns in that thread; an exception is raised here."""
+        self._work.append(work)
+        self._turn.release()
+        assert self._done.acquire(timeout=30), "the other thread did not come back"
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._turn.release()
+        self._thread.join(30)
+
+
+@contextlib.contextmanager
+def other_thread() -> Iterator[Other]:
+    """Another thread for the length of the block."""
+    other = Other()
+    try:
+        yield other
+    finally:
+        other.end()

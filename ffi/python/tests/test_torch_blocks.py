@@ -1,0 +1,253 @@
+"""Memory that torch has cached, tensors over saved bytes, and what is said of torch's version."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import time
+import types
+import warnings
+from typing import Any, Dict, List
+
+import pytest
+from fake_torch import FakeTorch
+from sublet import _torch
+from sublet._errors import UsageError
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+    """A torch of version 2.11 in this process, with no pools yet."""
+    fake = FakeTorch()
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    monkeypatch.setattr(_torch, "_pools", None)
+    return fake
+
+
+def segment(address: int, *blocks: Any, pool: Any = (0, 0), device: int = 0) -> Dict[str, Any]:
+    """A segment of a snapshot; each block is (MiB, state)."""
+    described, at = [], address
+    for size_mib, state in blocks:
+        described.append(
+            {
+                "address": at,
+                "size": size_mib * MIB,
+                "requested_size": size_mib * MIB,
+                "state": state,
+            }
+        )
+        at += size_mib * MIB
+    return {
+        "device": device,
+        "address": address,
+        "total_size": at - address,
+        "segment_pool_id": pool,
+        "stream": 0,
+        "blocks": described,
+    }
+
+
+def test_only_inactive_blocks_are_unused() -> None:
+    segments = [
+        segment(
+            0x1000_0000,
+            (2, "active_allocated"),
+            (4, "inactive"),
+            (2, "active_pending_free"),
+            (1, "inactive"),
+        ),
+        segment(0x2000_0000, (20, "inactive")),
+    ]
+    assert _torch.inactive_ranges(segments, [(0, (0, 0))]) == [
+        (0x1000_0000 + 2 * MIB, 4 * MIB),
+        (0x1000_0000 + 8 * MIB, 1 * MIB),
+        (0x2000_0000, 20 * MIB),
+    ]
+
+
+def test_neighbours_are_one_range_in_whatever_order_they_come() -> None:
+    segments = [
+        segment(0x1000_0000 + 2 * MIB, (2, "inactive")),
+        segment(0x1000_0000, (2, "inactive")),
+    ]
+    assert _torch.inactive_ranges(segments, [(0, (0, 0))]) == [(0x1000_0000, 4 * MIB)]
+
+
+def test_pools_of_graphs_and_strangers_are_left_out(torch: FakeTorch) -> None:
+    with _torch.region_pool("weights", 0, False):
+        weights = torch.serving()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    graph.capture_end()
+    torch.segments = [
+        segment(0x1000_0000, (2, "inactive")),
+        segment(0x2000_0000, (2, "inactive"), pool=weights),
+        segment(0x3000_0000, (2, "inactive"), pool=graph.pool),
+        segment(0x4000_0000, (2, "inactive"), pool=(0, 77)),
+        segment(0x5000_0000, (2, "inactive"), pool=weights, device=1),
+    ]
+    with _torch.unused_blocks(None) as ranges:
+        assert ranges == [(0x1000_0000, 2 * MIB), (0x2000_0000, 2 * MIB)]
+        assert torch.serving() not in ((0, 0), weights)
+    with _torch.unused_blocks(["weights"]) as ranges:
+        assert ranges == [(0x2000_0000, 2 * MIB)]
+    with _torch.region_pool("weights", 0, False), _torch.unused_blocks(["weights"]) as ranges:
+        assert ranges == []
+
+
+def test_ten_thousand_blocks_are_read_fast() -> None:
+    states = ["inactive", "active_allocated"] * 50
+    segments = [segment(index << 32, *[(2, state) for state in states]) for index in range(100)]
+    began = time.perf_counter()
+    ranges = _torch.inactive_ranges(segments, [(0, (0, 0))])
+    took_s = time.perf_counter() - began
+    print(f"10,000 blocks in {took_s * 1000:.1f} ms")
+    assert len(ranges) == 5000
+    assert took_s < 5, "this is linear in the blocks"
+
+
+def test_nothing_is_unused_before_torch_has_begun(
+    torch: FakeTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.cuda.is_initialized = lambda: False
+    with _torch.unused_blocks(None) as ranges:
+        assert ranges == []
+    assert _torch.reserved_bytes() == {}
+    monkeypatch.delitem(sys.modules, "torch")
+    with _torch.unused_blocks(None) as ranges:
+        assert ranges == []
+    assert not _torch.is_usable()
+
+
+def test_reserved_bytes_by_device(torch: FakeTorch) -> None:
+    torch.segments = [
+        segment(0x1000_0000, (2, "inactive")),
+        segment(0x2000_0000, (20, "active_allocated")),
+    ]
+    assert _torch.reserved_bytes() == {0: 22 * MIB}
+
+
+def test_a_capture_inside_a_region_uses_the_graphs_pool(torch: FakeTorch) -> None:
+    with _torch.region_pool("weights", None, False):
+        weights = torch.serving()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        assert torch.serving() == graph.pool
+        graph.capture_end()
+        assert torch.serving() == weights
+        assert torch.serving(1) not in ((0, 0), weights), "no device named is every device"
+
+
+@pytest.mark.parametrize(
+    "version, said",
+    [
+        ("2.8.0", None),
+        ("2.11.0+cu130", None),
+        ("2.7.1", "torch 2.7.1 was not tried"),
+        ("2.12.0", "not tried"),
+    ],
+)
+def test_versions_that_were_not_tried_are_named(torch: FakeTorch, version: str, said: Any) -> None:
+    torch.__version__ = version
+    found = _torch.support()
+    assert found is None if said is None else said in (found or "")
+    with pytest.warns(UserWarning, match="was not tried") if said else contextlib.nullcontext():
+        _torch.check_supported()
+
+
+def test_what_regions_need_and_torch_lacks_is_named(
+    torch: FakeTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.__version__ = "2.4.0"
+    torch._C = types.SimpleNamespace()  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="regions do not work, pausing everything does"):
+        _torch.check_supported()
+    with (
+        pytest.raises(UsageError, match="torch 2.4.0 has no _cuda_begin"),
+        _torch.region_pool("weights", None, False),
+    ):
+        pass
+
+
+def test_other_allocators_are_named(torch: FakeTorch) -> None:
+    torch.backend = "cudaMallocAsync"
+    assert not _torch.is_usable()
+    assert "cudaMallocAsync" in (_torch.support() or "")
+    with pytest.raises(UsageError, match="cudaMallocAsync"):
+        _torch.region_pool("weights", None, False)
+
+
+def test_saved_bytes_are_taken_as_they_lie() -> None:
+    saved = (ctypes.c_ubyte * 4)(1, 2, 3, 4)
+    assert _torch._writable(memoryview(saved).cast("B").toreadonly()) is saved
+    copied = _torch._writable(memoryview(b"abcd"))
+    assert copied == bytearray(b"abcd"), "what came as a copy is not written to"
+
+
+class Away:
+    """A tensor on a device, as far as its place and shape."""
+
+    def __init__(self, real: Any, address: int) -> None:
+        self._real, self._address = real, address
+        self.is_cuda, self.layout, self.dtype, self.device = True, real.layout, real.dtype, "cuda:0"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+@pytest.mark.parametrize(
+    "kind", ["whole", "transposed", "sliced", "bfloat16", "float8_e4m3fn", "empty", "conj"]
+)
+def test_host_tensor_is_over_the_saved_bytes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(_torch, "_is_tensor", lambda tensor: True)
+    real = torch.arange(60, dtype=torch.float32).reshape(6, 10)
+    if kind in ("bfloat16", "float8_e4m3fn"):
+        real = real.to(getattr(torch, kind))
+    real = {
+        "transposed": lambda: real.t(),
+        "sliced": lambda: real[1:5, 2:9:3],
+        "empty": lambda: real[:0],
+        "conj": lambda: torch.complex(real, real).conj(),
+    }.get(kind, lambda: real)()
+    calls: List[Any] = []
+
+    def saved(address: int, size_bytes: int) -> memoryview:
+        calls.append((address, size_bytes))
+        words = real.untyped_storage().tolist()[real.storage_offset() * real.element_size() :]
+        return memoryview((ctypes.c_ubyte * size_bytes)(*words[:size_bytes])).cast("B").toreadonly()
+
+    monkeypatch.setattr(_torch, "host_bytes", saved)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = _torch.host_tensor(Away(real, 0x7000_0000))
+    assert (
+        result.dtype == real.dtype
+        and result.shape == real.shape
+        and result.stride() == real.stride()
+    )
+    assert result.is_conj() == real.is_conj()
+    if kind.startswith("float8"):
+        result, real = result.float(), real.float()
+    assert torch.equal(result, real)
+    assert all(address == 0x7000_0000 for address, _ in calls) and bool(calls) == (kind != "empty")
+
+
+def test_host_tensor_takes_device_tensors_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tensor:
+        is_cuda, layout, device = False, "strided", "cpu"
+
+    monkeypatch.setitem(
+        sys.modules, "torch", types.SimpleNamespace(Tensor=Tensor, strided="strided")
+    )
+    with pytest.raises(UsageError, match="not strided on cpu"):
+        _torch.byte_range(Tensor())
+    with pytest.raises(UsageError, match="not str"):
+        _torch.byte_range("weights")
