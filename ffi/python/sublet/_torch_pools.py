@@ -91,7 +91,7 @@ class Pools:
         with self._lock:
             if self._everyone is not None:
                 raise UsageError(
-                    f"region '{tag}' for all threads: region '{self._everyone.tag}' for all threads "
+                    f"region '{tag}' for all threads: that of '{self._everyone.tag}' "
                     "is open; end it first"
                 )
             entered = Entered(tag, threading.get_ident(), [])

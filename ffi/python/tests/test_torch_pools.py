@@ -152,7 +152,7 @@ def test_no_instant_leaves_all_threads_without_their_region(torch: FakeTorch, po
 def test_a_second_region_for_all_threads_is_refused(torch: FakeTorch, pools: Pools) -> None:
     with (
         pools.everyone("step", [0]),
-        pytest.raises(UsageError, match="region 'step' for all threads is open"),
+        pytest.raises(UsageError, match="that of 'step' is open"),
     ):
         with pools.everyone("other", [0]):
             pass

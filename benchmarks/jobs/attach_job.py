@@ -1,0 +1,126 @@
+"""Can a program that was not started by `sublet run` be paused?
+
+Two programs import torch and call `sublet.attach()`, one before CUDA is used and one when a tensor is on the device
+already. Both then make a tensor of `--gib` GiB and are paused and resumed from outside. What was made after the attach
+must leave the device and come back exact; what came before stays, and the report names the library and the bytes.
+
+Bound: 2 GiB over the link, 40 ms each way; the run is two starts of torch, some 20 s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import childrun
+import common
+import subletapi
+from common import Result
+from observer import Observer
+
+CYCLES = 3
+
+
+def parse(argv: list[str]) -> Any:
+    """The options."""
+    parser = common.job_parser(__doc__, deadline_s=90)
+    parser.add_argument("--gib", type=float, default=2.0)
+    parser.add_argument("--when", choices=["early", "late"], help="used by the job itself")
+    parser.add_argument("--tenant", help="used by the job itself")
+    parser.add_argument("--stop", type=Path, help="used by the job itself: a file that ends the program")
+    return parser.parse_args(argv)
+
+
+def program(args: Any) -> int:
+    """A program that attaches."""
+    childrun.begin(args.deadline)
+    import sublet
+    import torch
+
+    count = int(args.gib * common.GIB) // 8
+    before = None
+    if args.when == "late":
+        before = torch.arange(count, dtype=torch.int64, device="cuda:0")
+        torch.cuda.synchronize()
+        torch.ones(1 << 20, device="cuda:0").sum().item()
+    report = sublet.attach(args.tenant)
+    said = dataclasses.asdict(report)
+    childrun.fact("report", said)
+    childrun.row("attached", sublet.attached() and not said["was_preloaded"])
+    if args.when == "late":
+        text = json.dumps(said)
+        childrun.row("the report names what came too late", "cudart" in text and "bytes" in text, text[:900])
+    tensor = torch.arange(count, dtype=torch.int64, device="cuda:0").mul_(3)
+    product = torch.randn(512, 512, device="cuda:0")
+    expected, total = product @ product, int(tensor.sum().item())
+    torch.cuda.synchronize()
+    childrun.fact("versions", childrun.versions())
+    childrun.fact("ready", True)
+    rounds, wrong = 0, 0
+    while not args.stop.exists():
+        wrong += int(tensor.sum().item()) != total or not torch.equal(product @ product, expected)
+        wrong += before is not None and int(before[-1].item()) != count - 1
+        rounds += 1
+    childrun.row("values exact all the time", wrong == 0 and rounds > 0, f"{wrong} of {rounds} wrong")
+    return 0
+
+
+def case(args: Any, result: Result, work: Path, observer: Observer, when: str) -> None:
+    """One program, paused from outside."""
+    stop, tenant = work / f"stop-{when}", f"attach-{when}-{os.getpid()}"
+    command = [
+        __file__,
+        "--when",
+        when,
+        "--tenant",
+        tenant,
+        "--stop",
+        str(stop),
+        "--gib",
+        str(args.gib),
+        "--deadline",
+        "60",
+    ]
+    child = childrun.Child(work, when, command, sites=[childrun.package(work, "sublet")])
+    try:
+        child.wait_fact("ready", 45)
+    except common.JobError as error:
+        child.finish(result, 5)
+        result.check(f"{when}: the program attaches and starts", False, str(error))
+        return
+    for cycle in range(CYCLES):
+        before = observer.free()[0]
+        for action in ("pause", "resume"):
+            told = subletapi.sublet(action, tenant, "--json", timeout_s=30)
+            result.sample(f"{when}_{action}_s", told["wall_s"])
+            passed = told["exit"] == 0
+            if action == "pause":
+                freed = observer.free()[0] - before
+                result.sample(f"{when}_freed_mib", freed / common.MIB)
+                passed = passed and freed >= 0.98 * args.gib * common.GIB
+            detail = "" if passed else f"{freed / common.MIB:.0f} MiB freed; {subletapi.say(told)}"
+            result.check(f"{when}: {action} {cycle}", passed, detail)
+    stop.touch()
+    child.finish(result, 25)
+
+
+def body(args: Any, result: Result, work: Path) -> None:
+    """Both programs."""
+    observer = Observer(work)
+    result.machine(observer.info)
+    common.touch_host_memory(2 * args.gib)
+    for when in ("early", "late"):
+        case(args, result, work, observer, when)
+    observer.close()
+    childrun.verdicts(result)
+
+
+if __name__ == "__main__":
+    options = parse(sys.argv[1:])
+    if options.when:
+        sys.exit(program(options))
+    sys.exit(common.run_job(options, "attach", lambda result, work: body(options, result, work)))

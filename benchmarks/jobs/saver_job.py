@@ -1,0 +1,321 @@
+"""Pausing by tag against those who do it today: how fast, in one run on one GPU?
+
+Weights of `--kept-gb` GB in a tag that is kept and KV cache of `--discarded-gb` GB in one that is discarded are paused
+and resumed together, `--cycles` times, by four ways, each in a process of its own:
+
+- sublet: `sublet.region`, `sublet.pause(tags)`, `sublet.resume(tags)`, under `sublet run`;
+- saver: torch_memory_saver 0.0.10 as it comes, which allocates pinned memory at each pause and frees it at each resume;
+- retained: the same with `retain_cpu_backup`, its best mode;
+- vllm: as vLLM's CuMemAllocator copies: for each block a pinned tensor of torch's, `cudaMemcpy`, unmap, release.
+
+Every word of the weights is checked on the device after each resume, and with sublet a piece of `host_copy` while
+paused.
+
+Bound: 20 GB at 55 GB/s are 0.36 s each way; pinning 20 GB takes some 6 s, so `saver` is bound by that and gets fewer
+cycles. The run is four starts of torch and about 2 x 20 GB of pinned memory to make, some 100 s.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import childrun
+import common
+from common import JobError, Result
+
+WAYS = ("sublet", "saver", "retained", "vllm")
+#: Elements of one weight, as of a 7B model's feed-forward layer, in two bytes each.
+WEIGHT_WORDS = 4096 * 11008
+KV_BLOCK_BYTES = 298 * 2 * common.MIB
+GB = 10**9
+
+
+def parse(argv: list[str]) -> Any:
+    """The options."""
+    parser = common.job_parser(__doc__, deadline_s=220)
+    parser.add_argument("--kept-gb", type=float, default=20.0)
+    parser.add_argument("--discarded-gb", type=float, default=40.0)
+    parser.add_argument("--cycles", type=int, default=10)
+    parser.add_argument("--saver-cycles", type=int, default=3, help="cycles of the way that pins anew each time")
+    parser.add_argument("--ways", default=",".join(WAYS), help="which, with commas")
+    parser.add_argument("--way", choices=WAYS, help="used by the job itself")
+    return parser.parse_args(argv)
+
+
+# ---------------------------------------------------------------- the ways, in the child
+
+
+class Memory:
+    """Weights and KV cache, as tensors."""
+
+    def __init__(self, args: Any, weights_from: Callable[[int], Any], kv_from: Callable[[int], Any]) -> None:
+        import torch
+        from worker import Checksum
+
+        self.torch = torch
+        device = torch.device("cuda:0")
+        self.sum = Checksum(torch, device)
+        count = max(1, round(args.kept_gb * GB / (2 * WEIGHT_WORDS)))
+        self.weights = [weights_from(2 * WEIGHT_WORDS) for _ in range(count)]
+        self.kv = [kv_from(KV_BLOCK_BYTES) for _ in range(max(1, round(args.discarded_gb * GB / KV_BLOCK_BYTES)))]
+        generator = torch.Generator(device=device)
+        for number, weight in enumerate(self.weights):
+            generator.manual_seed(number)
+            weight.view(torch.int64).random_(generator=generator)
+        torch.cuda.synchronize()
+        self.sums = self.checksums()
+        self.plain_sum = int(self.weights[0].view(torch.int64).sum().item())
+
+    def checksums(self) -> list[int]:
+        """Of each weight."""
+        return [self.sum.of(weight) for weight in self.weights]
+
+    def wrong(self) -> int:
+        """How many weights differ, after the KV cache was written and read."""
+        for number, block in enumerate(self.kv):
+            block.fill_(number & 0x7F)
+        bad = sum(int(block[-1].item()) != number & 0x7F for number, block in enumerate(self.kv))
+        return bad + sum(before != now for before, now in zip(self.sums, self.checksums(), strict=True))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(weight.numel() * weight.element_size() for weight in self.weights)
+
+
+def torch_bytes(size_bytes: int) -> Any:
+    """Device memory from torch."""
+    import torch
+
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cuda:0")
+
+
+def way_sublet(args: Any) -> tuple[Memory, Callable[[], Any], Callable[[], Any]]:
+    """Ours."""
+    import sublet
+
+    def in_region(tag: str, contents: str) -> Callable[[int], Any]:
+        def make(size_bytes: int) -> Any:
+            with sublet.region(tag, contents):
+                return torch_bytes(size_bytes)
+
+        return make
+
+    memory = Memory(args, in_region("weights", "keep"), in_region("kv", "discard"))
+    tags = ["weights", "kv"]
+    return memory, lambda: sublet.pause(tags=tags), lambda: sublet.resume(tags=tags)
+
+
+def way_saver(args: Any) -> tuple[Memory, Callable[[], Any], Callable[[], Any]]:
+    """torch_memory_saver, in either mode."""
+    from torch_memory_saver import torch_memory_saver as saver
+
+    if args.way == "retained":
+        saver.retain_cpu_backup = True
+
+    def in_region(tag: str, backup: bool) -> Callable[[int], Any]:
+        def make(size_bytes: int) -> Any:
+            with saver.region(tag=tag, enable_cpu_backup=backup):
+                return torch_bytes(size_bytes)
+
+        return make
+
+    memory = Memory(args, in_region("weights", True), in_region("kv", False))
+    return memory, saver.pause, saver.resume
+
+
+def way_vllm(args: Any) -> tuple[Memory, Callable[[], Any], Callable[[], Any]]:
+    """The copying of vLLM's allocator, on blocks of our own."""
+    import torch
+    import vmm
+
+    device = vmm.Device()
+    kept: list[vmm.Block] = []
+    discarded: list[vmm.Block] = []
+
+    def block(into: list[vmm.Block]) -> Callable[[int], Any]:
+        def make(size_bytes: int) -> Any:
+            into.append(device.block(size_bytes))
+            return torch.as_tensor(into[-1], device="cuda:0")
+
+        return make
+
+    memory = Memory(args, block(kept), block(discarded))
+    saved: dict[int, Any] = {}
+
+    def pause() -> None:
+        for index, each in enumerate(kept):
+            saved[index] = torch.empty(each.size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            device.copy(saved[index].data_ptr(), each.address, each.size_bytes)
+            each.unmap_and_release()
+        for each in discarded:
+            each.unmap_and_release()
+
+    def resume() -> None:
+        for index, each in enumerate(kept):
+            each.create_and_map()
+            device.copy(each.address, saved.pop(index).data_ptr(), each.size_bytes)
+        for each in discarded:
+            each.create_and_map()
+
+    return memory, pause, resume
+
+
+def child(args: Any) -> int:
+    """One way: its cycles, timed and checked."""
+    childrun.begin(args.deadline)
+    import torch
+
+    childrun.fact("versions", childrun.versions())
+    make = {"sublet": way_sublet, "saver": way_saver, "retained": way_saver, "vllm": way_vllm}[args.way]
+    memory, pause, resume = make(args)
+    childrun.fact("kept_bytes", memory.kept_bytes)
+    wrong, freed_min = 0, None
+    for _ in range(args.cycles):
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
+        times = []
+        for action in (pause, resume):
+            began = time.perf_counter()
+            report = action()
+            times.append(time.perf_counter() - began)
+            if action is pause:
+                freed = torch.cuda.mem_get_info()[0] - before
+                freed_min = freed if freed_min is None else min(freed, freed_min)
+                if args.way == "sublet":
+                    wrong += host_copy_is_wrong(memory)
+        wrong += memory.wrong()
+        childrun.sample("pause_s", times[0])
+        childrun.sample("resume_s", times[1])
+        childrun.fact("last_resume", report)
+    total = memory.kept_bytes + sum(block.numel() for block in memory.kv)
+    childrun.row("values exact after each cycle", wrong == 0, f"{wrong} wrong")
+    childrun.row(
+        "a pause frees all of it",
+        (freed_min or 0) >= 0.99 * total,
+        f"{(freed_min or 0) / GB:.1f} of {total / GB:.1f} GB",
+    )
+    if args.way == "sublet":
+        host_copy_kinds()
+    return 0
+
+
+def host_copy_is_wrong(memory: Memory) -> int:
+    """Whether the saved bytes of one weight add up to anything but what they did on the device."""
+    import sublet
+
+    return int(int(sublet.host_copy(memory.weights[0]).view(memory.torch.int64).sum().item()) != memory.plain_sum)
+
+
+def host_copy_kinds() -> None:
+    """Tensors of several types and layouts against their saved bytes."""
+    import sublet
+    import torch
+
+    with sublet.region("kinds"):
+        base = torch.randn(64, 96, device="cuda:0")
+        kinds = {
+            "float32": base,
+            "bfloat16": base.bfloat16(),
+            "float8": base.to(torch.float8_e4m3fn),
+            "transposed": base.t(),
+            "sliced": base[3:40, 5:90:7],
+            "complex conjugate": torch.complex(base, base).conj(),
+            "empty": base[:0],
+        }
+    before = {name: tensor.cpu() for name, tensor in kinds.items()}
+    sublet.pause(tags="kinds")
+    bad = []
+    for name, tensor in kinds.items():
+        saved = sublet.host_copy(tensor)
+        same = saved.shape == tensor.shape and saved.stride() == tensor.stride() and saved.dtype == tensor.dtype
+        values = [each.to(torch.float32) if name == "float8" else each for each in (saved, before[name])]
+        bad += [] if same and torch.equal(*values) else [name]
+    sublet.resume(tags="kinds")
+    childrun.row("host_copy of every kind of tensor", not bad, ", ".join(bad) or ", ".join(kinds))
+
+
+# ---------------------------------------------------------------- the job
+
+
+def start(args: Any, work: Path, way: str) -> childrun.Child:
+    """The process of one way."""
+    cycles = args.saver_cycles if way == "saver" else args.cycles
+    command = [__file__, "--way", way, "--cycles", str(cycles), "--deadline", "150"]
+    command += ["--kept-gb", str(args.kept_gb), "--discarded-gb", str(args.discarded_gb)]
+    if way == "sublet":
+        return childrun.Child(
+            work, way, command, tenant=f"saver-{os.getpid()}", sites=[childrun.package(work, "sublet")]
+        )
+    if way == "vllm":
+        return childrun.Child(work, way, command)
+    site = childrun.package(work, "torch_memory_saver")
+    cuda = "13" if (torch_cuda_major() or 13) >= 13 else "12"
+    hooks = sorted(site.glob(f"torch_memory_saver_hook_mode_preload_cu{cuda}*.so"))
+    if not hooks:
+        raise JobError(f"torch_memory_saver has no preload library for CUDA {cuda}")
+    env = {"LD_PRELOAD": str(hooks[0]), "LD_LIBRARY_PATH": childrun.cuda_libraries()}
+    return childrun.Child(work, way, command, sites=[site], env=env)
+
+
+def torch_cuda_major() -> int | None:
+    """The CUDA version that the installed torch is built for, without importing it."""
+    import importlib.metadata
+
+    try:
+        needs = importlib.metadata.requires("torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return 12 if any("-cu12" in need for need in needs) else 13
+
+
+def body(args: Any, result: Result, work: Path) -> None:
+    """The ways, one after the other, then the table."""
+    result.data["host_warmed"] = common.touch_host_memory(2.6 * args.kept_gb * GB / common.GIB)
+    rows = [("way", "pause first", "pause steady", "resume first", "resume steady", "(GB/s of kept bytes)")]
+    steady: dict[str, dict[str, float]] = {}
+    for way in args.ways.split(","):
+        facts = start(args, work, way).finish(result, 160, prefix=way)
+        kept = facts.get("kept_bytes", 0)
+        cells = [way]
+        for action in ("pause", "resume"):
+            seconds = result.data["samples"].get(f"{way}_{action}_s", [])
+            rates = [kept / each / GB for each in seconds]
+            if not rates:
+                cells += ["-", "-"]
+                continue
+            middle = common.summarise(rates[1:] or rates)["median"] or 0.0
+            steady.setdefault(way, {})[action] = middle
+            for name, value in (("first", rates[0]), ("steady", middle)):
+                result.data["summary"][f"{way}_{action}_{name}_gb_s"] = value
+                cells.append(f"{value:.1f}")
+        rows.append((*cells, ""))
+        result.save()
+    ours, rival, best = (steady.get(way, {}) for way in ("sublet", "saver", "retained"))
+    result.data["baseline"] = {way: rates for way, rates in steady.items() if way != "sublet"}
+    for action in ("pause", "resume"):
+        mine = ours.get(action, 0.0)
+        if action in best:
+            result.check(
+                f"{action}: at least their best mode",
+                mine >= best[action],
+                f"{mine:.1f}, theirs {best[action]:.1f} GB/s",
+            )
+        if action in rival:
+            factor = mine / rival[action]
+            result.check(f"{action}: at least 5 times their default", factor >= 5, f"{factor:.1f} times")
+    childrun.verdicts(result)
+    print()
+    childrun.table(rows)
+
+
+if __name__ == "__main__":
+    options = parse(sys.argv[1:])
+    if options.way:
+        sys.exit(child(options))
+    sys.exit(common.run_job(options, "saver", lambda result, work: body(options, result, work)))
