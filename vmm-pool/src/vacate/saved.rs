@@ -10,8 +10,8 @@ use crate::staging::Saved;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SavedError {
-    /// The pool has no mapping that holds the whole range.
-    #[error("no allocation of this process under Sublet holds all of {0}..{1}")]
+    /// Some of the range is mapped to no allocation of the pool's.
+    #[error("no allocations of this process under Sublet hold all of {0}..{1}")]
     NotOurs(DeviceAddress, DeviceAddress),
     /// The memory is on its device.
     #[error("the memory at {0} is on its device: read it there, or pause it first")]
@@ -19,8 +19,8 @@ pub enum SavedError {
     /// It is away, and its contents were not kept on the host.
     #[error("the contents at {0} were not kept in host memory: their region's policy is another")]
     NotKept(DeviceAddress),
-    /// The saved bytes lie in two pieces.
-    #[error("the saved contents at {0} lie in two pieces of host memory: copy them out")]
+    /// The saved bytes lie in several pieces.
+    #[error("the saved contents at {0} lie in several pieces of host memory: copy them out")]
     InPieces(DeviceAddress),
 }
 
@@ -33,8 +33,11 @@ impl<D: Driver> Pool<D> {
     /// [`SavedError`].
     pub fn saved_at(&self, range: VaRange) -> Result<NonNull<u8>, SavedError> {
         let arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let saved = self.saved_place(range)?;
-        arena.one_piece(saved, range.size_bytes).ok_or(SavedError::InPieces(range.start))
+        match self.saved_pieces(range)?.as_slice() {
+            [(saved, size_bytes)] => arena.one_piece(*saved, *size_bytes),
+            _ => None,
+        }
+        .ok_or(SavedError::InPieces(range.start))
     }
 
     /// Copies the saved contents of the range from `start` on to `target`, as [`Pool::saved_at`].
@@ -44,21 +47,42 @@ impl<D: Driver> Pool<D> {
     pub fn read_saved(&self, start: DeviceAddress, target: &mut [u8]) -> Result<(), SavedError> {
         let range = VaRange::new(start, target.len() as u64);
         let arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let saved = self.saved_place(range)?;
-        arena.read(saved, target);
+        let mut rest = target;
+        for (saved, size_bytes) in self.saved_pieces(range)? {
+            // The pieces make up exactly the target.
+            let length = usize::try_from(size_bytes).unwrap_or(usize::MAX).min(rest.len());
+            let (part, after) = rest.split_at_mut(length);
+            arena.read(saved, part);
+            rest = after;
+        }
         Ok(())
     }
 
-    fn saved_place(&self, range: VaRange) -> Result<Saved, SavedError> {
+    /// Where the contents of `range` lie, and how many bytes of each: a range may go over several allocations
+    /// that are mapped side by side, as blocks of expandable segments do. Neighbours in the arena are one.
+    fn saved_pieces(&self, range: VaRange) -> Result<Vec<(Saved, u64)>, SavedError> {
         let tables = self.tables();
-        let mapping = tables.mapping_at(range.start).filter(|m| m.range.contains(range));
-        let found = mapping.and_then(|m| Some((m, tables.allocations.get(m.allocation)?)));
-        let (mapping, found) = found.ok_or(SavedError::NotOurs(range.start, range.end()))?;
-        if found.raw.is_some() {
-            return Err(SavedError::Resident(range.start));
+        let mut pieces: Vec<(Saved, u64)> = Vec::new();
+        let mut at = range.start;
+        while at < range.end() {
+            let mapping = tables.mapping_at(at);
+            let found = mapping.and_then(|m| Some((m, tables.allocations.get(m.allocation)?)));
+            let (mapping, found) = found.ok_or(SavedError::NotOurs(range.start, range.end()))?;
+            if found.raw.is_some() {
+                return Err(SavedError::Resident(at));
+            }
+            let saved = found.saved.ok_or(SavedError::NotKept(at))?;
+            let begin = at.0 - mapping.range.start.0;
+            let end = mapping.range.end().0.min(range.end().0) - mapping.range.start.0;
+            let saved = saved.part(&(begin..end));
+            match pieces.last_mut() {
+                Some((before, size_bytes)) if before.part(&(*size_bytes..*size_bytes)) == saved => {
+                    *size_bytes += end - begin;
+                }
+                _ => pieces.push((saved, end - begin)),
+            }
+            at = DeviceAddress(mapping.range.start.0 + end);
         }
-        let saved = found.saved.ok_or(SavedError::NotKept(range.start))?;
-        let offset = range.start.0 - mapping.range.start.0;
-        Ok(saved.part(&(offset..offset + range.size_bytes)))
+        Ok(pieces)
     }
 }

@@ -7,7 +7,7 @@ use vmm_pool::{Class, Contents, SavedError, Selection, Tags, Whose};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_bytes, holds,
-    kept, map, node, pattern, pause, pool, resume, share, write,
+    kept, map, node, pattern, pause, pool, reserve, resume, share, write,
 };
 
 const RW: fn(vmm_pool::driver::DeviceOrdinal) -> AccessDesc = AccessDesc::read_write;
@@ -169,6 +169,30 @@ fn saved_contents_can_be_read_while_they_are_away() {
     assert_eq!(pool.saved_at(cache), Err(SavedError::NotKept(cache.start)));
     let beyond = VaRange::new(range.start, 3 * UNIT);
     assert_eq!(pool.saved_at(beyond), Err(SavedError::NotOurs(beyond.start, beyond.end())));
+}
+
+#[test]
+fn saved_contents_are_read_across_allocations_that_are_mapped_side_by_side() {
+    let pool = pool(&node());
+    let range = reserve(&pool, 3 * UNIT);
+    let part = |begin: u64, units: u64| {
+        VaRange::new(DeviceAddress(range.start.0 + begin * UNIT), units * UNIT)
+    };
+    for (at, seed) in [(part(0, 1), 1), (part(1, 2), 2)] {
+        let handle = create(&pool, DEVICE, at.size_bytes / UNIT, tagged("kv", Contents::Keep));
+        pool.map(at, 0, handle).expect("mapping");
+        pool.set_access(at, &[RW(DEVICE)]).expect("access");
+        write(&pool, DEVICE, at, pattern(seed));
+    }
+    pause_tags(&pool, &["kv"]);
+    let across = VaRange::new(DeviceAddress(range.start.0 + UNIT - 16), 32);
+    let mut bytes = [0; 32];
+    pool.read_saved(across.start, &mut bytes).expect("saved");
+    assert_eq!(bytes, [pattern(1), pattern(2)].concat()[..]);
+    let place = pool.saved_at(across).expect("neighbours in the arena too");
+    // Saved places follow each other as the allocations do.
+    let second = pool.saved_at(part(1, 2)).expect("saved");
+    assert_eq!(place.addr().get() + 16, second.addr().get());
 }
 
 #[test]
