@@ -6,13 +6,12 @@ what follows for others.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Callable, ContextManager, Dict, List, Optional, Set, Tuple
 
 from sublet._errors import UsageError
@@ -191,33 +190,33 @@ def _follow_captures(torch: Any, pools: Pools) -> None:
 # ---------------------------------------------------------------- memory nobody uses
 
 
-@contextlib.contextmanager
-def unused_blocks(tags: Optional[Iterable[str]]) -> Iterator[List[Range]]:
-    """Ranges of device memory that torch has cached and nobody uses, while the `with` block lasts.
+def unused_blocks(tags: Optional[Iterable[str]]) -> List[Range]:
+    """Ranges of device memory that torch has cached and nobody uses: a pause need not save them.
 
-    Those of `tags`, or of all memory where that is None. Sorted, without overlap; neighbours are
-    one range, which may therefore span several allocations, or be a part of one. A pause inside the
-    block need not save them.
+    To be asked when no launch can reach a device any more and all that were made have ended. What
+    is unused then stays so until the pause is over.
 
-    Why their contents are dead by then: torch's allocator hands a block out in the order of its
-    stream, so kernels that still read a free block may be queued on it. A pause lets the devices
-    finish all that is queued before it takes memory away, and no later launch may read a block
-    before it was handed out again. Blocks whose last use lies on another stream (`record_stream`)
-    are not free until torch has seen that use end, and are not among these. Inside the block no
-    thread is given any of these ranges: a thread that allocates gets other memory.
+    Args:
+        tags: whose memory; None is all of it.
 
-    Left out: memory of CUDA graphs, whose replays use blocks that count as free; pools that others
-    made; pools of regions that are open in some thread.
+    Returns:
+        Address and size in bytes, sorted, without overlap. Neighbours are one range, which may
+        therefore span several allocations, or be a part of one.
 
-    It costs about 2 us for each block of the allocator.
+    Why the contents are dead: torch hands a block out in the order of its stream, so kernels that
+    still read a free block may be queued on it; but what is queued has ended by then, and no later
+    launch may read a block before it was handed out again and written. A block whose last use was
+    on another stream (`record_stream`) is not free until torch has seen that use end, and is not
+    among these. A thread that is handed one of them meanwhile cannot have written it: its launches
+    wait.
+
+    Left out: memory of CUDA graphs, whose replays use blocks that count as free, and pools that
+    others made. Some 2 us for each block of the allocator. Waits for the allocator's lock.
     """
     torch: Any = sys.modules.get("torch")
     if not is_usable() or not torch.cuda.is_initialized():
-        yield []
-        return
-    with _all_pools(torch).sheltered(tags) as quiet:
-        wanted = {(device, pool) for device, pools in quiet.items() for pool in pools}
-        yield inactive_ranges(_segments(torch), wanted)
+        return []
+    return inactive_ranges(_segments(torch), _all_pools(torch).of(tags))
 
 
 def _segments(torch: Any) -> Any:

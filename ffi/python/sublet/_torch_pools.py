@@ -27,15 +27,13 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 from sublet._errors import UsageError
 
 PoolId = Tuple[int, int]
 #: The pool that serves whatever no pool on the list takes.
 DEFAULT_POOL: PoolId = (0, 0)
-#: The tag under which the pool of `Pools.sheltered` is kept; no tag of a user's has no characters.
-_SHELTER = ""
 
 
 class Entered:
@@ -157,36 +155,18 @@ class Pools:
             self._put_on(stack[-1])
             self._everyone_last()
 
-    # ------------------------------------------------------------ pause
-
-    @contextlib.contextmanager
-    def sheltered(self, tags: Optional[Iterable[str]]) -> Iterator[Dict[int, List[PoolId]]]:
-        """Pools by device that hand nothing out until this ends, whatever other threads do.
-
-        Those of `tags`, or of every tag and the default pool where that is None. New allocations of
-        threads that are in no region come from a pool of their own meanwhile; other threads wait
-        before a region. Pools that a thread has entered are left out, since it may allocate at any
-        time, and so are private pools of CUDA graphs.
-        """
-        wanted = None if tags is None else set(tags)
+    def of(self, tags: Optional[Iterable[str]]) -> Set[Tuple[int, PoolId]]:
+        """The pools of `tags` as (device, pool); None is all but graphs' and strangers'."""
         with self._lock:
-            shelter = Entered(_SHELTER, threading.get_ident(), [])
-            shelter.pools = {
-                device: self._take(_SHELTER, device)
-                for device in range(self._torch.cuda.device_count())
-            }
-            self._put_on(shelter, for_all=True)
-            try:
-                quiet: Dict[int, List[PoolId]] = {device: [] for device in shelter.pools}
-                for device in quiet if wanted is None else ():
-                    quiet[device].append(DEFAULT_POOL)
-                for (tag, device), pools in self._made.items():
-                    if tag != _SHELTER and (wanted is None or tag in wanted):
-                        quiet[device] += [pool for pool in pools if not self._uses[device, pool]]
-                yield quiet
-            finally:
-                self._take_off(shelter)
-                self._give(shelter)
+            if tags is None:
+                keys = set(self._made)
+                found = {
+                    (device, DEFAULT_POOL) for device in range(self._torch.cuda.device_count())
+                }
+            else:
+                wanted = set(tags)
+                keys, found = {key for key in self._made if key[0] in wanted}, set()
+            return found | {(key[1], pool) for key in keys for pool in self._made[key]}
 
     # ------------------------------------------------------------ pools
 

@@ -177,18 +177,10 @@ def test_a_graph_captured_in_a_region_has_its_own_pool(
     assert all_lists_empty(torch)
 
 
-def test_nobody_allocates_from_sheltered_pools(torch: FakeTorch, pools: Pools) -> None:
+def test_pools_are_found_by_tag(torch: FakeTorch, pools: Pools) -> None:
     weights, kv = served(pools, torch, "weights"), served(pools, torch, "kv")
-    with other_thread() as other:
-        with pools.region("kv", [0]), pools.sheltered(None) as quiet:
-            assert quiet[0] == [DEFAULT_POOL, weights], (
-                "the pool of an open region may be allocated from"
-            )
-            assert other.does(torch.serving) not in (DEFAULT_POOL, weights, kv)
-        with pools.sheltered(["kv", "unknown"]) as quiet:
-            assert quiet == {0: [kv], 1: []}
-        assert other.does(torch.serving) == DEFAULT_POOL
-    assert all_lists_empty(torch)
+    assert pools.of(["kv", "unknown"]) == {(0, kv)}
+    assert pools.of(None) == {(0, DEFAULT_POOL), (1, DEFAULT_POOL), (0, weights), (0, kv)}
 
 
 @pytest.mark.parametrize(
