@@ -6,6 +6,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use crate::glibc::{self, Glibc};
+use crate::python::{MATURIN, Python};
+use crate::wheel::{self, Parts};
 use crate::workspace::Workspace;
 use crate::{Outcome, build, process};
 
@@ -17,6 +19,10 @@ const JOBS: &str = "benchmarks/jobs";
 /// Scripts that a job runs as a user would.
 const EXAMPLES: &str = "examples";
 const RUNNER: &str = "benchmarks/run.sh";
+/// Where in the bundle Python packages are, as wheels that the jobs install.
+const WHEELS: &str = "python";
+/// What a job measures ours against. It is fetched as it is published, and not kept among the sources.
+const RIVAL: &str = "torch_memory_saver==0.0.10";
 
 /// Builds in release, copies everything into `target/gpu-bundle` and checks the result.
 pub(crate) fn run(workspace: &Workspace) -> Outcome {
@@ -28,6 +34,7 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
 
     let programs = build_programs(workspace, &bundle)?;
     copy_jobs(workspace, &bundle)?;
+    add_rival(workspace, &bundle.join(WHEELS))?;
     for program in &programs {
         process::strip(workspace, program)?;
     }
@@ -74,7 +81,34 @@ fn build_programs(workspace: &Workspace, bundle: &Path) -> Outcome<Vec<PathBuf>>
         build::install(source, &program)?;
         programs.push(program);
     }
+    let parts = Parts {
+        preload: shipped.library("sublet")?,
+        command: shipped.binary("sublet")?,
+        profile: "release",
+        folder: &bundle.join(WHEELS),
+    };
+    wheel::pack(workspace, &parts)?;
     Ok(programs)
+}
+
+/// Adds the rival's wheel to `folder`, from the last download or a new one. Without a network the bundle goes without
+/// it, and the job that wants it says so.
+fn add_rival(workspace: &Workspace, folder: &Path) -> Outcome {
+    let downloads = workspace.target.join("rival");
+    if wheel::wheels(&downloads)?.is_empty() {
+        let python = Python::with(workspace, &MATURIN)?;
+        let mut pip = python.command(workspace, &[]);
+        pip.args(["-m", "pip", "download", "--quiet", "--disable-pip-version-check"]);
+        pip.args(["--no-deps", "--only-binary=:all:", "--dest"]).arg(&downloads).arg(RIVAL);
+        if let Err(error) = process::output(&mut pip) {
+            println!("the bundle goes without {RIVAL}: {error}");
+        }
+    }
+    for wheel in wheel::wheels(&downloads)? {
+        let name = wheel.file_name().ok_or("a wheel without a name")?;
+        build::install(&wheel, &folder.join(name))?;
+    }
+    Ok(())
 }
 
 fn copy_jobs(workspace: &Workspace, bundle: &Path) -> Outcome {

@@ -84,7 +84,8 @@ fn platform_tag(workspace: &Workspace, programs: &[&Path]) -> Outcome<String> {
     })
 }
 
-fn wheels(folder: &Path) -> Outcome<Vec<PathBuf>> {
+/// The wheels in `folder`, which is made where it is not there.
+pub(crate) fn wheels(folder: &Path) -> Outcome<Vec<PathBuf>> {
     fs::create_dir_all(folder)?;
     let mut wheels = Vec::new();
     for entry in fs::read_dir(folder)? {
