@@ -103,8 +103,8 @@ def tenant(args: Any) -> int:
     del many[::2]
     for _ in range(5):
         began = time.perf_counter()
-        with _torch.unused_blocks(None) as ranges:
-            childrun.sample("ask_ms", 1000 * (time.perf_counter() - began))
+        ranges = _torch.unused_blocks(None)
+        childrun.sample("ask_ms", 1000 * (time.perf_counter() - began))
     childrun.row("10,000 gaps are found", len(ranges) >= 9_000, f"{len(ranges)} ranges")
     return 0
 
