@@ -3,6 +3,7 @@
 #
 # Suites: smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
 #         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs cycles deaths shortage watchdog zeroed
+#         saver sharing custom_allreduce generate unused attach (of the Python package, from python/*.whl)
 # Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
 # and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES
 # those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, ANYTIME_SEED their instants.
@@ -13,7 +14,8 @@ PYTHON=${PYTHON:-python3}
 GPUS=${GPUS:-0}
 CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
-    anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs cycles deaths shortage watchdog zeroed)
+    anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs cycles deaths shortage watchdog zeroed
+    saver sharing custom_allreduce generate unused attach)
 JOBS=$HERE/jobs
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -28,7 +30,7 @@ export PYTHONDONTWRITEBYTECODE=1
 [ -x "$HERE/bin/sublet" ] && export SUBLET_BIN=${SUBLET_BIN:-$HERE/bin/sublet}
 [ -x "$HERE/bin/conformance_gpu" ] && export SUBLET_CONFORMANCE=${SUBLET_CONFORMANCE:-$HERE/bin/conformance_gpu}
 case "${1:-all}" in
-    -h | --help) sed -n '2,8p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,9p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
 if [ ! -f "$JOBS/common.py" ]; then echo "run.sh: $JOBS/common.py is missing" >&2; exit 2; fi
 
@@ -78,6 +80,12 @@ run_cycles() { suite cycles 585 cycles_job.py --cycles "${MANY_CYCLES:-1000}"; }
 run_deaths() { suite deaths 240 deaths_job.py; }
 run_shortage() { suite shortage 120 shortage_job.py; }
 run_watchdog() { suite watchdog 210 watchdog_job.py --beyond; }
+run_saver() { GPUS=1 suite saver 245 saver_job.py --kept-gb "${KEPT_GB:-20}" --discarded-gb "${DISCARDED_GB:-40}"; }
+run_sharing() { GPUS=1 suite sharing 135 sharing_job.py; }
+run_custom_allreduce() { GPUS=2 suite custom_allreduce 140 custom_allreduce_job.py; }
+run_generate() { GPUS=1 suite generate 245 generate_job.py --layers "${LAYERS:-32}"; }
+run_unused() { GPUS=1 suite unused 115 unused_job.py; }
+run_attach() { GPUS=1 suite attach 115 attach_job.py; }
 
 # wanted NAME: runs the suite of that name, or says which there are.
 wanted() {
