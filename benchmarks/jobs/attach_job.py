@@ -10,7 +10,6 @@ Bound: 2 GiB over the link, 40 ms each way; the run is two starts of torch, some
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from pathlib import Path
@@ -51,9 +50,14 @@ def program(args: Any) -> int:
     said = dataclasses.asdict(report)
     childrun.fact("report", said)
     childrun.row("attached", sublet.attached() and not said["was_preloaded"])
+    named = [str(library["path"]) for library in said["libraries"] if library["state"] == "late"]
+    reserved = sum(said["reserved_bytes"].values())
+    detail = f"late: {', '.join(Path(path).name for path in named) or 'nothing'}; {reserved >> 20} MiB reserved"
     if args.when == "late":
-        text = json.dumps(said)
-        childrun.row("the report names what came too late", "cudart" in text and "bytes" in text, text[:900])
+        is_said = any("cudart" in path for path in named) and reserved >= args.gib * common.GIB
+        childrun.row("the report names libcudart and the bytes that came too early", is_said, detail)
+    else:
+        childrun.row("nothing came too late", not named and not reserved, detail)
     tensor = torch.arange(count, dtype=torch.int64, device="cuda:0").mul_(3)
     product = torch.randn(512, 512, device="cuda:0")
     expected, total = product @ product, int(tensor.sum().item())
