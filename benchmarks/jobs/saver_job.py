@@ -8,6 +8,9 @@ and resumed together, `--cycles` times, by four ways, each in a process of its o
 - retained: the same with `retain_cpu_backup`, its best mode;
 - vllm: as vLLM's CuMemAllocator copies: for each block a pinned tensor of torch's, `cudaMemcpy`, unmap, release.
 
+Half of the cycles resume at once, half after a rest: the driver clears memory in the background after it was given back,
+and copies that follow at once share the device with that.
+
 Every word of the weights is checked on the device after each resume, and with sublet a piece of `host_copy` while
 paused.
 
@@ -33,6 +36,8 @@ WAYS = ("sublet", "saver", "retained", "vllm")
 WEIGHT_WORDS = 4096 * 11008
 KV_BLOCK_BYTES = 298 * 2 * common.MIB
 GB = 10**9
+#: Between a pause and its resume, in every other half of the cycles.
+REST_S = 0.5
 
 
 def parse(argv: list[str]) -> Any:
@@ -41,7 +46,7 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--kept-gb", type=float, default=20.0)
     parser.add_argument("--discarded-gb", type=float, default=40.0)
     parser.add_argument("--cycles", type=int, default=10)
-    parser.add_argument("--saver-cycles", type=int, default=3, help="cycles of the way that pins anew each time")
+    parser.add_argument("--saver-cycles", type=int, default=2, help="cycles of the way that pins anew each time")
     parser.add_argument("--ways", default=",".join(WAYS), help="which, with commas")
     parser.add_argument("--way", choices=WAYS, help="used by the job itself")
     return parser.parse_args(argv)
@@ -176,11 +181,13 @@ def child(args: Any) -> int:
     memory, pause, resume = make(args)
     childrun.fact("kept_bytes", memory.kept_bytes)
     wrong, freed_min = 0, None
-    for _ in range(args.cycles):
+    for rest_s in [0.0] * args.cycles + [REST_S] * args.cycles:
         torch.cuda.synchronize()
         before = torch.cuda.mem_get_info()[0]
         times = []
         for action in (pause, resume):
+            if action is resume:
+                time.sleep(rest_s)
             began = time.perf_counter()
             report = action()
             times.append(time.perf_counter() - began)
@@ -191,7 +198,7 @@ def child(args: Any) -> int:
                     wrong += host_copy_is_wrong(memory)
         wrong += memory.wrong()
         childrun.sample("pause_s", times[0])
-        childrun.sample("resume_s", times[1])
+        childrun.sample("rested_resume_s" if rest_s else "resume_s", times[1])
         childrun.fact("last_resume", report)
     total = memory.kept_bytes + sum(block.numel() for block in memory.kv)
     childrun.row("values exact after each cycle", wrong == 0, f"{wrong} wrong")
@@ -202,7 +209,25 @@ def child(args: Any) -> int:
     )
     if args.way == "sublet":
         host_copy_kinds()
+        childrun.fact("link_gb_s", link_gb_s(torch))
     return 0
+
+
+def link_gb_s(torch: Any) -> dict[str, float]:
+    """Plain pinned copies of 4 GiB each way, the best of three."""
+    host = torch.empty(4 << 30, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(4 << 30, dtype=torch.uint8, device="cuda:0")
+    best = {}
+    for name, target, source in (("pause", host, device), ("resume", device, host)):
+        times = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        best[name] = host.numel() / min(times) / GB
+    return best
 
 
 def host_copy_is_wrong(memory: Memory) -> int:
@@ -277,17 +302,25 @@ def torch_cuda_major() -> int | None:
 def body(args: Any, result: Result, work: Path) -> None:
     """The ways, one after the other, then the table."""
     result.data["host_warmed"] = common.touch_host_memory(2.6 * args.kept_gb * GB / common.GIB)
-    rows = [("way", "pause first", "pause steady", "resume first", "resume steady", "(GB/s of kept bytes)")]
+    rows = [
+        ("way", "pause first", "pause steady", "resume at once: first", "steady", "after a rest", "(GB/s of kept bytes)")
+    ]
     steady: dict[str, dict[str, float]] = {}
     for way in args.ways.split(","):
         facts = start(args, work, way).finish(result, 160, prefix=way)
         kept = facts.get("kept_bytes", 0)
         cells = [way]
-        for action in ("pause", "resume"):
+        for action in ("pause", "resume", "rested_resume"):
             seconds = result.data["samples"].get(f"{way}_{action}_s", [])
             rates = [kept / each / GB for each in seconds]
             if not rates:
                 cells += ["-", "-"]
+                continue
+            if action == "rested_resume":
+                middle = common.summarise(rates)["median"] or 0.0
+                steady.setdefault(way, {})[action] = middle
+                result.data["summary"][f"{way}_{action}_gb_s"] = middle
+                cells.append(f"{middle:.1f}")
                 continue
             middle = common.summarise(rates[1:] or rates)["median"] or 0.0
             steady.setdefault(way, {})[action] = middle
@@ -296,9 +329,10 @@ def body(args: Any, result: Result, work: Path) -> None:
                 cells.append(f"{value:.1f}")
         rows.append((*cells, ""))
         result.save()
+    link = result.data["facts"].get("sublet", {}).get("link_gb_s", {})
     ours, rival, best = (steady.get(way, {}) for way in ("sublet", "saver", "retained"))
     result.data["baseline"] = {way: rates for way, rates in steady.items() if way != "sublet"}
-    for action in ("pause", "resume"):
+    for action in ("pause", "resume", "rested_resume"):
         mine = ours.get(action, 0.0)
         if action in best:
             result.check(
@@ -307,8 +341,16 @@ def body(args: Any, result: Result, work: Path) -> None:
                 f"{mine:.1f}, theirs {best[action]:.1f} GB/s",
             )
         if action in rival:
-            factor = mine / rival[action]
-            result.check(f"{action}: at least 5 times their default", factor >= 5, f"{factor:.1f} times")
+            factor, limit = mine / rival[action], link.get(action.removeprefix("rested_"), 0.0)
+            if 5 * rival[action] > limit:
+                # No way can be that fast: the goal is the link then.
+                result.check(
+                    f"{action}: 5 times their default is beyond the link; at least 90 % of the link",
+                    limit > 0 and mine >= 0.9 * limit,
+                    f"{factor:.1f} times, {mine:.1f} of {limit:.1f} GB/s",
+                )
+            else:
+                result.check(f"{action}: at least 5 times their default", factor >= 5, f"{factor:.1f} times")
     childrun.verdicts(result)
     print()
     childrun.table(rows)

@@ -97,6 +97,7 @@ impl Session<'_> {
                 return Err(Stop::CalledOff);
             }
             let reports: Vec<_> = held.iter().map(|held| &held.report).collect();
+            self.absent = foreign_ranks(&reports);
             let pace = still.pace(&reports);
             let verdict = plan.update(&reports, pace);
             if pace == Pace::Stalled {
@@ -107,7 +108,7 @@ impl Session<'_> {
             let current = |(held, limits): (&Held, &Limits)| held.fresh && held.sent == *limits;
             if verdict == Verdict::Settled && held.iter().zip(&limits).all(current) {
                 summary.launches += launched(&held).saturating_sub(launched_before);
-                return Ok(foreign_ranks(&reports));
+                return Ok(self.absent.clone());
             }
             let late = laggards(plan.limits(), &reports);
             if Instant::now() >= deadline {

@@ -54,6 +54,8 @@ pub(super) struct Session<'a> {
     round: u64,
     /// Which memory it is about.
     scope: Scope,
+    /// One sentence for each communicator that some ranks of are in no live process of the tenant.
+    pub(super) absent: Vec<String>,
     /// Processes whose sockets were found and removed.
     dead: usize,
 }
@@ -103,7 +105,8 @@ impl<'a> Session<'a> {
         let round = getrandom::u64().unwrap_or_else(|_| u64::from(std::process::id()));
         let scope = options.scope.clone();
         let peers = Peers::default();
-        let mut session = Self { dir, options, progress, peers, round, scope, dead: 0 };
+        let mut session =
+            Self { dir, options, progress, peers, round, scope, absent: Vec::new(), dead: 0 };
         let deadline = Instant::now() + options.contact_timeout;
         let takes_part = |socket: &MemberSocket| match options.takes_part {
             TakesPart::Everybody => true,
@@ -418,6 +421,7 @@ impl<'a> Session<'a> {
             Stop::Failed(failures) => failures,
             Stop::CalledOff => Vec::new(),
         };
+        self.name_absent(&mut failures);
         (self.progress)(Event::RollingBack { failures: &failures });
         let undo = Step::Phase(plan.undo);
         // Whoever still waits for its application has done nothing yet, and stops when we hang up.
@@ -472,6 +476,19 @@ impl<'a> Session<'a> {
             CoordinatorError::CalledOff { tenant, action, undo_failures }
         } else {
             CoordinatorError::Refused { tenant, action, shortages, failures, undo_failures }
+        }
+    }
+
+    /// Says with a wait that was in vain who may be missing: a rank that had ended before is no member any more.
+    fn name_absent(&self, failures: &mut [MemberFailure]) {
+        let in_vain = |failure: &&mut MemberFailure| {
+            matches!(failure.failure.kind, FailureKind::CutNotReached | FailureKind::DrainTimeout)
+        };
+        if let Some(first) = failures.iter_mut().find(in_vain) {
+            for sentence in &self.absent {
+                first.failure.message.push_str("; ");
+                first.failure.message.push_str(sentence);
+            }
         }
     }
 

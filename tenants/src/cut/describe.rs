@@ -120,10 +120,14 @@ pub fn foreign_ranks(reports: &[&CutReport]) -> Vec<String> {
     let partial = seats.iter().filter(|(_, (ranks, here))| here.len() < *ranks as usize);
     partial
         .map(|(communicator, (ranks, here))| {
+            let missing: Vec<String> =
+                (0..*ranks).filter(|rank| !here.contains(rank)).map(|rank| rank.to_string()).collect();
             format!(
-                "communicator {communicator} has {ranks} ranks, {} of them in processes of this tenant: a \
-                 pause cannot wait for what the others have launched",
-                here.len()
+                "communicator {communicator} has {ranks} ranks, and no live process of this tenant holds {} ({}): \
+                 a pause cannot wait for what they have launched, and where they have ended, their peers wait in \
+                 vain",
+                if missing.len() == 1 { "one of them" } else { "some of them" },
+                missing.join(", ")
             )
         })
         .collect()

@@ -337,7 +337,9 @@ fn ranks_that_live_elsewhere_are_noted() {
     job.members[0].cut().take_seat(seat);
     let paused = report(job.coordinator(patient()).pause(&mut quiet).unwrap());
     assert_eq!(paused.notes.len(), 1);
-    assert!(paused.notes[0].starts_with("communicator 00000077 has 8 ranks, 1 of them"));
+    let note = &paused.notes[0];
+    assert!(note.starts_with("communicator 00000077 has 8 ranks, and no live process"), "{note}");
+    assert!(note.contains("some of them (0, 2, 3, 4, 5, 6, 7)"), "{note}");
     let stats = job.coordinator(patient()).stats().unwrap();
     assert_eq!(stats.members.iter().map(|member| member.communicators.len()).sum::<usize>(), 3);
 }
