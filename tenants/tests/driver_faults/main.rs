@@ -13,3 +13,4 @@ mod sharing;
 mod shortage;
 mod singles;
 mod stage;
+mod tags;

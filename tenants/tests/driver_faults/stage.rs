@@ -11,6 +11,7 @@ use tenants::coordinator::{Coordinator, CoordinatorError, Options, Outcome};
 use tenants::identity::TenantName;
 use tenants::member::{Member, MemberConfig};
 use tenants::run_dir::RunDir;
+use tenants::scope::{Scope, TagNames};
 use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState};
 use vmm_pool::driver::sim::{Census, Faults, GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
@@ -56,8 +57,16 @@ pub(crate) fn peer_of(member: usize) -> usize {
     1 - member
 }
 
+/// The tag of all memory on the stage. A whole pause does not look at it.
+const TAG: &str = "all";
+
 pub(crate) fn class(contents: Contents) -> Class {
-    Class { library: "test", tag: String::new(), contents }
+    Class { library: "test", tag: TAG.to_owned(), contents }
+}
+
+/// All memory on the stage, by its tag.
+pub(crate) fn by_tag() -> Scope {
+    Scope::Tags { tags: TagNames::Named([TAG.to_owned()].into()), owner: None }
 }
 
 pub(crate) fn tenant() -> TenantName {
@@ -183,7 +192,12 @@ impl Stage {
 
     /// Pauses or resumes, as the command does.
     pub(crate) fn act(&self, action: Action) -> Result<Outcome, CoordinatorError> {
-        let options = Options { timeout: Some(PHASE_TIMEOUT), ..Options::default() };
+        self.act_on(action, Scope::Whole)
+    }
+
+    /// As [`Stage::act`], on a part of the memory.
+    pub(crate) fn act_on(&self, action: Action, scope: Scope) -> Result<Outcome, CoordinatorError> {
+        let options = Options { timeout: Some(PHASE_TIMEOUT), scope, ..Options::default() };
         let mut coordinator = Coordinator::new(self.run_dir.clone(), tenant(), options);
         match action {
             Action::Pause => coordinator.pause(&mut |_| {}),
