@@ -1,7 +1,9 @@
 //! Keeps `libsublet.so` loaded: its threads run, and its functions are in others' tables, until the process
-//! ends, whatever `dlclose` is asked for.
+//! ends, whatever `dlclose` is asked for. And has it mean its own functions by the names that it exports:
+//! where it is opened late, the loader would bind them to the C library's and the driver's.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-Bsymbolic");
 }

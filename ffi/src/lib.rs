@@ -4,6 +4,7 @@
 //! for, [`replaced`] turns C arguments into Rust ones, `sublet_nccl::vmm::map` passes the gate, and
 //! `vmm_pool::Pool::map` does it. How NCCL came to call us instead of the driver is in [`lookup`].
 //!
+//! * [`attach`]: the same for a process that runs already, whose libraries are bound elsewhere.
 //! * [`nccl`]: NCCL's own public functions, counted for the consistent cut.
 //! * `real`: the loader's and the driver's own functions, past our hooks.
 //! * `runtime`: the one place of process-wide state: joining the tenant, fork, exit.
@@ -11,6 +12,7 @@
 //!
 //! Nothing here decides anything; nothing here prints, exits or unwinds.
 
+pub mod attach;
 mod bindings;
 pub mod c_api;
 pub mod hooks;

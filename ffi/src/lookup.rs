@@ -9,19 +9,25 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use sublet_nccl::lookup::{Exchange, FLAG_LEGACY, FLAG_PER_THREAD, Hook};
 use vmm_pool::driver::DriverCode;
 
+use crate::attach;
 use crate::hooks;
 use crate::nccl::{self, libraries};
 use crate::real;
 
 static EXCHANGE: AtomicPtr<Exchange> = AtomicPtr::new(std::ptr::null_mut());
 
+/// The addresses to exchange, when they are known already. Asks nobody.
+pub(crate) fn known_exchange() -> Option<&'static Exchange> {
+    // SAFETY: a non-null value was leaked from a box in `exchange` and is never freed or changed.
+    unsafe { EXCHANGE.load(Ordering::Acquire).as_ref() }
+}
+
 /// The addresses to exchange. Built without a lock, since callers may hold the loader's: two threads may
 /// both build it, and one copy is then dropped.
-fn exchange() -> Option<&'static Exchange> {
-    let known = EXCHANGE.load(Ordering::Acquire);
-    // SAFETY: a non-null value was leaked from a box below and is never freed or changed.
-    if let Some(known) = unsafe { known.as_ref() } {
-        return Some(known);
+pub(crate) fn exchange() -> Option<&'static Exchange> {
+    let known = known_exchange();
+    if known.is_some() {
+        return known;
     }
     let built = Box::into_raw(Box::new(build()?));
     let null = std::ptr::null_mut();
@@ -128,10 +134,12 @@ unsafe extern "C" fn decide(handle: *mut c_void, name: *const c_char, caller: us
     if real::find_dlsym().is_none() || name.is_null() || real::is_looking() {
         return Decision::LOADER;
     }
+    // Whoever opens a library asks it for a symbol next, before the library itself asks anybody.
+    attach::look_again();
     // SAFETY: `dlsym` requires a terminated string.
     let name = unsafe { CStr::from_ptr(name) };
     match name.to_bytes() {
-        [b'c', b'u', ..] => decide_driver(handle, name),
+        [b'c', b'u', ..] => decide_driver(handle, name, caller),
         [b'n', b'c', b'c', b'l', ..] => match nccl::number_of(name) {
             Some(number) => decide_nccl(handle, name, number, caller),
             None => Decision::LOADER,
@@ -140,13 +148,24 @@ unsafe extern "C" fn decide(handle: *mut c_void, name: *const c_char, caller: us
     }
 }
 
-fn decide_driver(handle: *mut c_void, name: &CStr) -> Decision {
-    // Pseudo-handles mean "whatever the caller would bind to"; that is our export already.
-    let is_pseudo = handle == libc::RTLD_DEFAULT || handle == libc::RTLD_NEXT;
-    if is_pseudo || !hooks::all().any(|hook| hook.symbol.as_bytes() == name.to_bytes()) {
+fn decide_driver(handle: *mut c_void, name: &CStr, caller: usize) -> Decision {
+    if !hooks::all().any(|hook| hook.symbol.as_bytes() == name.to_bytes()) {
         return Decision::LOADER;
     }
-    let Some(found) = real::dlsym(handle, name) else {
+    let found = if handle == libc::RTLD_NEXT {
+        None
+    } else if handle != libc::RTLD_DEFAULT {
+        real::dlsym(handle, name)
+    } else if attach::is_attached() {
+        // The driver may come before us in the caller's order.
+        real::program()
+            .and_then(|program| real::dlsym(program, name))
+            .or_else(|| real::dlsym_of_file(caller, name))
+    } else {
+        // Whatever the caller would bind to, which is our export already.
+        None
+    };
+    let Some(found) = found else {
         return Decision::LOADER;
     };
     let ours = exchanged(found.as_ptr());
@@ -161,6 +180,10 @@ fn decide_driver(handle: *mut c_void, name: &CStr) -> Decision {
 /// would have been.
 fn decide_nccl(handle: *mut c_void, name: &CStr, number: usize, caller: usize) -> Decision {
     let library = if handle == libc::RTLD_NEXT {
+        if attach::is_attached() {
+            // The caller came before us, and its order need not have us in it.
+            return Decision::LOADER;
+        }
         // Behind the caller is less than behind us: with nothing here the loader could only find us.
         return match real::dlsym(libc::RTLD_NEXT, name) {
             Some(_) => Decision::LOADER,

@@ -85,6 +85,19 @@ fn driver_handle() -> Option<*mut c_void> {
     Some(opened)
 }
 
+/// A handle of the program itself: names are looked up in it as the whole program's order has them.
+pub(crate) fn program() -> Option<*mut c_void> {
+    static PROGRAM: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+    let known = PROGRAM.load(Ordering::Acquire);
+    if !known.is_null() {
+        return Some(known);
+    }
+    // SAFETY: a null name is the program's, which is loaded already.
+    let opened = past_hooks(|| unsafe { libc::dlopen(std::ptr::null(), libc::RTLD_LAZY) });
+    PROGRAM.store(opened, Ordering::Release);
+    (!opened.is_null()).then_some(opened)
+}
+
 /// The driver's own function of this exact name.
 pub(crate) fn driver_symbol(name: &CStr) -> Option<NonNull<c_void>> {
     dlsym(driver_handle()?, name)
@@ -125,6 +138,15 @@ pub(crate) fn open_loaded(path: &CStr) -> Option<*mut c_void> {
     // SAFETY: the path is terminated; nothing is loaded.
     let handle = past_hooks(|| unsafe { libc::dlopen(path.as_ptr(), flags) });
     (!handle.is_null()).then_some(handle)
+}
+
+/// The loader's answer for `name` in the file that holds `address`, and what that file depends on.
+pub(crate) fn dlsym_of_file(address: usize, name: &CStr) -> Option<NonNull<c_void>> {
+    let (_, path) = image_of(address)?;
+    let handle = open_loaded(&path)?;
+    let found = dlsym(handle, name);
+    close(handle);
+    found
 }
 
 /// Gives a handle of [`open_loaded`] back.

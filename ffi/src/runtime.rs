@@ -8,7 +8,7 @@ use std::ffi::c_int;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
 use sublet_cuda_graph::{Captures, Graphs};
 use sublet_nccl::collectives::Collectives;
@@ -39,6 +39,10 @@ static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
 static GRAPHS: LazyLock<Graphs> = LazyLock::new(Graphs::default);
 static COLLECTIVES: LazyLock<Collectives> = LazyLock::new(Collectives::default);
 static OWN_CONTEXTS: Mutex<BTreeSet<RawContext>> = Mutex::new(BTreeSet::new());
+/// The tenant that [`choose_tenant`] was told.
+static CHOSEN_TENANT: Mutex<Option<TenantName>> = Mutex::new(None);
+/// What an attach found before the tenant was joined.
+static NOTES_OF_ATTACH: Mutex<Vec<String>> = Mutex::new(Vec::new());
 static HOST_BYTES_MAX: OnceLock<Option<u64>> = OnceLock::new();
 
 /// The member, when this process has joined. The usual road of every hook: two loads.
@@ -66,6 +70,9 @@ pub(crate) fn join() -> Option<&'static Member> {
             Ok(member) => {
                 JOINED_PID.store(std::process::id(), Ordering::Relaxed);
                 watch_process();
+                for note in std::mem::take(&mut *lock(&NOTES_OF_ATTACH)) {
+                    member.note(note);
+                }
                 Some(member)
             }
             Err(reason) => {
@@ -103,7 +110,35 @@ pub(crate) fn own_contexts() -> &'static Mutex<BTreeSet<RawContext>> {
 }
 
 fn list_own_contexts() -> Vec<RawContext> {
-    OWN_CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
+    lock(&OWN_CONTEXTS).iter().copied().collect()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Has this process join `tenant` when it joins, whatever the environment says.
+///
+/// # Errors
+/// It has joined another one.
+pub(crate) fn choose_tenant(tenant: TenantName) -> Result<(), String> {
+    let mut chosen = lock(&CHOSEN_TENANT);
+    if let Some(joined) = member().map(Member::tenant).filter(|joined| **joined != tenant) {
+        return Err(format!(
+            "this process is in tenant {joined} since its first device memory and cannot join {tenant}: \
+             attach before the first use of CUDA, or name {joined}"
+        ));
+    }
+    *chosen = Some(tenant);
+    Ok(())
+}
+
+/// A note of an attach, for the tenant that is or will be joined.
+pub(crate) fn note_of_attach(text: String) {
+    match member() {
+        Some(member) => member.note(text),
+        None => lock(&NOTES_OF_ATTACH).push(text),
+    }
 }
 
 fn variable(name: &str) -> Option<String> {
@@ -142,9 +177,12 @@ pub(crate) fn run_dir() -> Result<RunDir, String> {
         .map_err(|error| sublet_nccl::pausing::chain(&error))
 }
 
-/// The tenant that the environment names: `SUBLET_TENANT`, or the group of `AMem`, or the terminal session, so
+/// The tenant that an attach chose, or that the environment names: `SUBLET_TENANT`, or the group of `AMem`, or the terminal session, so
 /// that the processes of one launcher find each other.
 pub(crate) fn tenant_name() -> Result<TenantName, String> {
+    if let Some(chosen) = lock(&CHOSEN_TENANT).clone() {
+        return Ok(chosen);
+    }
     let name = variable("SUBLET_TENANT").unwrap_or_else(|| {
         let group = crate::c_api::amem::group_id();
         if variable("AMEM_ENABLE").is_some_and(|value| value != "0") || group != 0 {

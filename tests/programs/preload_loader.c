@@ -1,5 +1,7 @@
 /* Uses of the dynamic loader; the first argument chooses. Prints what does not depend on addresses. */
 #define _GNU_SOURCE
+#include "attach.h"
+
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdint.h>
@@ -186,6 +188,7 @@ int main(int argc, char **argv)
                  {"late", late},           {"absent", absent}};
     for (size_t i = 0; argc > 1 && i < sizeof modes / sizeof modes[0]; i++) {
         if (strcmp(argv[1], modes[i].name) == 0) {
+            attach_if_asked();
             modes[i].run();
             return 0;
         }

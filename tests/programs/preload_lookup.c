@@ -2,6 +2,8 @@
  * road leads to, whether the roads agree, and what code and status the last one gave. EMPTY is the empty
  * name, NULL a null one, NOWHERE a null place for the answer, - no symbol. */
 #define _GNU_SOURCE
+#include "attach.h"
+
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -34,6 +36,7 @@ static int agree(void *const found[4])
 
 int main(void)
 {
+    attach_if_asked();
     void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     int (*init)(unsigned) = (int (*)(unsigned))dlsym(driver, "cuInit");
     lookup_v2 by_table = (lookup_v2)dlsym(driver, "cuGetProcAddress_v2");

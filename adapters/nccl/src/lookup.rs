@@ -84,6 +84,11 @@ impl Exchange {
         Some(self.pairs[index].1)
     }
 
+    /// The driver's addresses all lie in here; `None` when there are none.
+    pub fn span(&self) -> Option<std::ops::RangeInclusive<usize>> {
+        Some(self.pairs.first()?.0..=self.pairs.last()?.0)
+    }
+
     /// Is `address` one of ours?
     pub fn is_wrapper(&self, address: usize) -> bool {
         self.pairs.iter().any(|pair| pair.1 == address)
@@ -110,5 +115,7 @@ mod tests {
         assert_eq!(exchange.wrapper_of(0), None);
         assert_eq!(exchange.wrapper_of(15), None);
         assert!(exchange.is_wrapper(100));
+        assert_eq!(exchange.span(), Some(10..=20));
+        assert_eq!(Exchange::default().span(), None);
     }
 }

@@ -24,7 +24,11 @@ pub extern "C" fn sublet_version() -> *const c_char {
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.
-unsafe fn answer(value: &impl serde::Serialize, buffer: *mut c_char, size: usize) -> i64 {
+pub(super) unsafe fn answer(
+    value: &impl serde::Serialize,
+    buffer: *mut c_char,
+    size: usize,
+) -> i64 {
     match serde_json::to_string(value) {
         // SAFETY: as this function's caller promises.
         Ok(text) => unsafe { write_text(&text, buffer, size) },

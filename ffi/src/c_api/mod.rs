@@ -4,12 +4,14 @@
 //! * [`regions`]: what memory belongs to which tag.
 //! * [`contents`]: contents while they are away, and contents that nobody needs.
 //! * [`accounts`]: who holds what, as JSON.
+//! * [`attaching`]: coming under Sublet without LD_PRELOAD.
 //! * [`last`]: errors and reports of a thread's last call.
 //! * [`amem`]: the `ncclPause` family.
 
 pub mod accounts;
 pub mod acting;
 pub mod amem;
+pub mod attaching;
 pub mod contents;
 pub mod last;
 pub mod regions;
@@ -76,6 +78,8 @@ agrees! {
     sublet_tenant_stats_json in accounts:
         unsafe extern "C" fn(*const c_char, *mut c_char, usize) -> i64;
     sublet_tenants_json in accounts: unsafe extern "C" fn(*mut c_char, usize) -> i64;
+    sublet_attach in attaching: unsafe extern "C" fn(*const c_char) -> c_int;
+    sublet_attach_report_json in attaching: unsafe extern "C" fn(*mut c_char, usize) -> i64;
     ncclPause in amem: unsafe extern "C" fn(*mut c_void) -> c_int;
     ncclResume in amem: unsafe extern "C" fn(*mut c_void) -> c_int;
     ncclMemStats in amem: unsafe extern "C" fn() -> c_int;

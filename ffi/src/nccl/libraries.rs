@@ -12,7 +12,7 @@ use std::ffi::{CStr, c_void};
 use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
 use super::{FUNCTIONS, TABLE};
-use crate::{real, runtime};
+use crate::{attach, real, runtime};
 
 /// A name that we do not export, and every NCCL has.
 const LANDMARK: &CStr = c"ncclGetVersion";
@@ -141,6 +141,10 @@ fn note_second(number: usize, path: &CStr) {
 
 /// The NCCL that a program finds without naming a library.
 pub(crate) fn behind_us() -> Option<&'static Library> {
+    if attach::is_attached() {
+        // We came after the others then, so that nothing is behind us. The landmark is not ours.
+        return of_handle(real::program()?);
+    }
     library_of(Scope::BehindUs.find(LANDMARK)?, Scope::BehindUs)
 }
 

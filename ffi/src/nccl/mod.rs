@@ -42,6 +42,13 @@ pub(crate) struct Row {
     exported: fn() -> usize,
 }
 
+impl Row {
+    /// The address of our export of that name.
+    pub(crate) fn exported(&self) -> usize {
+        (self.exported)()
+    }
+}
+
 macro_rules! nccl_functions {
     (count { $($counted:ident;)* } note { $($noted:ident;)* }) => {
         /// The functions by number.
@@ -196,7 +203,7 @@ pub(crate) fn answer(library: &libraries::Library, number: usize) -> Option<usiz
     let row = &TABLE[number];
     library.function(number).map(|_| match row.verdict {
         Verdict::Count(wrapper) => wrapper(),
-        Verdict::Note => (row.exported)(),
+        Verdict::Note => row.exported(),
     })
 }
 

@@ -115,6 +115,7 @@ fn a_c_program_has_the_calls_of_amem_and_for_the_whole_tenant() {
          statistics 0\n\
          paused 0 1 0, again 0, resumed 0 0 0\n\
          together 0 1, back 0 0\n\
-         unknown tenant 1, error 1\n"
+         unknown tenant 1, error 1\n\
+         attached 0, report 1, held 1\n"
     );
 }

@@ -4,11 +4,12 @@ use std::process::Command;
 
 use crate::stage::{Preload, Stage, preload_path, transcript};
 
-/// Runs a mode of `preload_loader.c` both ways.
+/// Runs a mode of `preload_loader.c` without us, preloaded, and attached.
 fn same(mode: &str) -> String {
     let stage = Stage::new();
     stage.library("local");
     let program = stage.program("loader");
+    stage.same_as_without(Preload::Attached, &program, &[mode]);
     stage.same(&program, &[mode])
 }
 
@@ -18,6 +19,7 @@ fn next_is_next_after_the_library_that_asks() {
     let interposer = stage.library("interposer");
     let program = stage.program_with("interposed", &interposer);
     assert_eq!(stage.same(&program, &[]), "page size and one: 1\n");
+    stage.same_as_without(Preload::Attached, &program, &[]);
 }
 
 #[test]
@@ -88,7 +90,9 @@ fn a_driver_that_is_loaded_late_is_hooked() {
         transcript(&output.expect("it starts"))
     };
     assert_eq!(run(Preload::Without), "loaded before 0\nallocation 0 libcuda.so.1\n");
-    assert_eq!(run(Preload::With), "loaded before 0\nallocation 0 libsublet.so\n");
+    for preload in [Preload::With, Preload::Attached] {
+        assert_eq!(run(preload), "loaded before 0\nallocation 0 libsublet.so\n", "{preload:?}");
+    }
 }
 
 #[test]

@@ -45,7 +45,9 @@ fn every_hooked_symbol_is_ours_by_every_road() {
         })
         .collect();
     let mut present = 0;
-    for (row, answer) in rows.iter().zip(ask(Preload::With, &questions)) {
+    let answers = [Preload::With, Preload::Attached].map(|preload| ask(preload, &questions));
+    assert_eq!(answers[0], answers[1], "attached is as good as preloaded");
+    for (row, answer) in rows.iter().zip(&answers[0]) {
         let ours = "libsublet.so";
         let (by_dlsym, by_table, by_old_table, by_elf) =
             (&answer[0], &answer[1], &answer[2], &answer[3]);
@@ -68,8 +70,10 @@ fn every_hooked_symbol_is_ours_by_every_road() {
 fn functions_that_are_not_hooked_are_the_drivers() {
     let questions = ["cuInit cuInit 2000 0", "cuMemGetInfo_v2 cuMemGetInfo 3020 0"];
     let questions = questions.map(str::to_owned);
-    for answer in ask(Preload::With, &questions) {
-        assert_eq!(answer[..3], ["libcuda.so.1"; 3], "{answer:?}");
+    for preload in [Preload::With, Preload::Attached] {
+        for answer in ask(preload, &questions) {
+            assert_eq!(answer[..3], ["libcuda.so.1"; 3], "{preload:?} {answer:?}");
+        }
     }
 }
 

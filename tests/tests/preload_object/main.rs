@@ -5,6 +5,7 @@
     reason = "helpers of tests, whose failure to set a stage up is the test's"
 )]
 
+mod attach;
 mod header;
 mod hooks;
 mod loader;

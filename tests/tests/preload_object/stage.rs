@@ -15,6 +15,8 @@ pub(crate) const CAPACITY_BYTES: u64 = 512 << 20;
 pub(crate) enum Preload {
     Without,
     With,
+    /// Not from the start: programs that read `SUBLET_ATTACH` open it and attach.
+    Attached,
 }
 
 /// A path that `cargo xtask test` gives to tests.
@@ -99,6 +101,17 @@ impl Stage {
         self.cc(&own_source(name), name, &["-rdynamic", "-Wl,--no-as-needed", library])
     }
 
+    /// Builds `tests/programs/preload_<name>.c` with `flags`.
+    pub(crate) fn program_as(&self, name: &str, flags: &[&str]) -> PathBuf {
+        self.cc(&own_source(name), name, &[&["-rdynamic"], flags].concat())
+    }
+
+    /// Builds `tests/programs/preload_<name>.c` as `lib<name>.so` with `flags`.
+    pub(crate) fn library_as(&self, name: &str, flags: &[&str]) -> PathBuf {
+        let flags = [&["-shared", "-fPIC"], flags].concat();
+        self.cc(&own_source(name), &format!("lib{name}.so"), &flags)
+    }
+
     /// Builds `tests/programs/preload_<name>.c` as `lib<name>.so`.
     pub(crate) fn library(&self, name: &str) -> PathBuf {
         self.cc(&own_source(name), &format!("lib{name}.so"), &["-shared", "-fPIC"])
@@ -141,14 +154,27 @@ impl Stage {
             .env_remove("CUDA_VISIBLE_DEVICES");
         match preload {
             Preload::With => command.env("LD_PRELOAD", preload_path()),
-            Preload::Without => command.env_remove("LD_PRELOAD"),
+            Preload::Without | Preload::Attached => command.env_remove("LD_PRELOAD"),
         };
+        if preload == Preload::Attached {
+            command.env("SUBLET_ATTACH", preload_path());
+        }
         command
     }
 
     /// What `program` prints with and without the preload object, which must be the same.
     pub(crate) fn same(&self, program: &Path, arguments: &[&str]) -> String {
-        let [without, with] = [Preload::Without, Preload::With].map(|preload| {
+        self.same_as_without(Preload::With, program, arguments)
+    }
+
+    /// What `program` prints without us and with us by way of `preload`, which must be the same.
+    pub(crate) fn same_as_without(
+        &self,
+        preload: Preload,
+        program: &Path,
+        arguments: &[&str],
+    ) -> String {
+        let [without, with] = [Preload::Without, preload].map(|preload| {
             let output = self.command(program, preload).args(arguments).output();
             transcript(&output.expect("the program starts"))
         });

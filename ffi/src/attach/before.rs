@@ -1,0 +1,110 @@
+//! What was there before an attach: contexts, and CUDA runtimes that have filled their tables.
+
+#![expect(unsafe_code, reason = "calls the driver and the CUDA runtime")]
+
+use std::ffi::{CStr, CString, c_int, c_uint, c_ulonglong, c_void};
+
+use vmm_pool::driver::DriverCode;
+
+use super::report::Device;
+use crate::hooks::call_driver;
+use crate::{lookup, real};
+
+/// An upper limit of devices in one process, against a driver that says anything.
+const DEVICES_MAX: c_int = 64;
+
+/// Has the driver been initialised in this process? Does not initialise it. The driver is loaded.
+pub(super) fn driver_is_up() -> bool {
+    let mut count: c_int = 0;
+    call_driver!(cuDeviceGetCount(&raw mut count => *mut c_int)) == DriverCode::SUCCESS.0
+}
+
+/// The devices whose primary context is there already, and what of them is in use. Makes no context; the
+/// caller's current one is as before. The driver is up.
+pub(super) fn devices() -> Vec<Device> {
+    let mut count: c_int = 0;
+    if call_driver!(cuDeviceGetCount(&raw mut count => *mut c_int)) != DriverCode::SUCCESS.0 {
+        return Vec::new();
+    }
+    (0..count.min(DEVICES_MAX)).filter(|&device| has_context(device)).filter_map(used).collect()
+}
+
+fn has_context(device: c_int) -> bool {
+    let (mut flags, mut is_active): (c_uint, c_int) = (0, 0);
+    let code = call_driver!(cuDevicePrimaryCtxGetState(
+        device => c_int, &raw mut flags => *mut c_uint, &raw mut is_active => *mut c_int
+    ));
+    code == DriverCode::SUCCESS.0 && is_active != 0
+}
+
+fn used(device: c_int) -> Option<Device> {
+    let done = |code: c_int| (code == DriverCode::SUCCESS.0).then_some(());
+    let mut context: *mut c_void = std::ptr::null_mut();
+    // One more reference to a context that is there, for the time of the question.
+    done(call_driver!(cuDevicePrimaryCtxRetain(
+        &raw mut context => *mut *mut c_void, device => c_int
+    )))?;
+    let pushed = done(call_driver!(cuCtxPushCurrent_v2(context => *mut c_void)));
+    let (mut free, mut total): (usize, usize) = (0, 0);
+    let asked = pushed.and_then(|()| {
+        let asked = done(call_driver!(cuMemGetInfo_v2(
+            &raw mut free => *mut usize, &raw mut total => *mut usize
+        )));
+        let mut popped: *mut c_void = std::ptr::null_mut();
+        done(call_driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut *mut c_void)))?;
+        asked
+    });
+    done(call_driver!(cuDevicePrimaryCtxRelease_v2(device => c_int)))?;
+    asked.map(|()| Device { device, used_bytes: total.saturating_sub(free) as u64 })
+}
+
+/// What a shared CUDA runtime has in its table of the driver's functions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Table {
+    /// The library at that path is no CUDA runtime.
+    NoRuntime,
+    /// Our functions.
+    Ours,
+    /// The driver's own.
+    Drivers,
+    /// It would not say; this is its error.
+    Silent(c_int),
+}
+
+/// Asks the runtime at `path`, when it is one, for a function of the driver's. It answers from the pointer to
+/// `cuGetProcAddress` that it keeps. The driver is up: the runtime would start it otherwise.
+pub(super) fn table_of(path: &str) -> Table {
+    let Some(handle) = CString::new(path).ok().and_then(|path| real::open_loaded(&path)) else {
+        return Table::NoRuntime;
+    };
+    let table = ask(handle, path);
+    real::close(handle);
+    table
+}
+
+fn ask(handle: *mut c_void, path: &str) -> Table {
+    /// `cudaGetDriverEntryPoint` of 12.0; 11.3 to 11.8 take no fourth argument and ignore it.
+    type EntryPoint =
+        unsafe extern "C" fn(*const i8, *mut *mut c_void, c_ulonglong, *mut c_int) -> c_int;
+    const NAME: &CStr = c"cudaGetDriverEntryPoint";
+    let Some(function) = real::dlsym(handle, NAME) else {
+        return Table::NoRuntime;
+    };
+    // Dependencies are looked through too: the runtime is the library that has it.
+    if real::file_of(function.as_ptr().expose_provenance()).as_deref() != Some(path) {
+        return Table::NoRuntime;
+    }
+    // SAFETY: the address is the runtime's function of this name, whose signature is this.
+    let function = unsafe { std::mem::transmute::<*mut c_void, EntryPoint>(function.as_ptr()) };
+    let (mut found, mut status): (*mut c_void, c_int) = (std::ptr::null_mut(), 0);
+    // SAFETY: the name is terminated and both out-pointers are valid.
+    let code = unsafe { function(c"cuMemAlloc".as_ptr(), &raw mut found, 0, &raw mut status) };
+    if code != 0 || found.is_null() {
+        return Table::Silent(code);
+    }
+    if lookup::exchanged(found) == found && real::is_own(found.expose_provenance()) {
+        Table::Ours
+    } else {
+        Table::Drivers
+    }
+}

@@ -1,0 +1,108 @@
+//! Which import slots are exchanged, and how one is written.
+//!
+//! A slot is written only once the loader is done with it. While a library is being loaded its slots hold
+//! addresses of the file, to which the loader adds the bias later: writing earlier would have it add to our
+//! address. And a page that the loader will protect may be opened and closed again only after it has: the
+//! loader still writes there before. Slots that are not ready are looked at again at the next walk.
+
+#![expect(unsafe_code, reason = "opens pages that the loader has made read-only")]
+
+use std::collections::HashMap;
+use std::ffi::CStr;
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::object::{Import, Object, PAGE_BYTES};
+use super::protections::{Protections, Rights};
+use crate::{hooks, lookup, nccl};
+
+/// Our functions by the names that libraries import them by.
+static OURS: LazyLock<HashMap<&'static [u8], usize>> = LazyLock::new(|| {
+    let own_dlsym = (lookup::dlsym as *const ()).expose_provenance();
+    let driver = hooks::all().map(|hook| (hook.symbol.as_bytes(), (hook.wrapper)()));
+    let nccl = nccl::TABLE.iter().map(|row| (row.name.to_bytes(), row.exported()));
+    driver.chain(nccl).chain([(b"dlsym".as_slice(), own_dlsym)]).collect()
+});
+
+/// Makes the table, which needs memory, before the loader's lock is held.
+pub(super) fn prepare() {
+    LazyLock::force(&OURS);
+}
+
+/// Our function for imports of `name`.
+pub(super) fn ours(name: &CStr) -> Option<usize> {
+    let name = name.to_bytes();
+    // Most names are none of ours, and this is asked of every import in the process.
+    matches!(name.first(), Some(b'c' | b'd' | b'n')).then(|| OURS.get(name).copied()).flatten()
+}
+
+/// What became of a slot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Settled {
+    /// It leads to us, from now on or already.
+    Ours,
+    /// Nobody has the function, which is allowed; a library that is loaded later does not change that.
+    Absent,
+    /// The loader is not done with it.
+    NotYet,
+    /// It cannot be written, for this reason.
+    Refused(String),
+}
+
+/// Has `import`'s slot lead to `ours`.
+///
+/// `protections` is asked only where there is something to write.
+pub(super) fn settle<'a>(
+    object: &Object<'_>,
+    import: &Import<'_>,
+    ours: usize,
+    protections: impl FnOnce() -> &'a Protections,
+) -> Settled {
+    let Some(slot) = object.word(import.slot) else {
+        return Settled::Refused("an import lies outside of the library".to_owned());
+    };
+    match slot.load(Ordering::Acquire) {
+        value if value == ours => return Settled::Ours,
+        0 if import.is_weak => return Settled::Absent,
+        0 => return Settled::NotYet,
+        value if object.is_unrelocated(value) => return Settled::NotYet,
+        _ => {}
+    }
+    let in_relro = object.is_in_relro(import.slot);
+    match protections().at(import.slot) {
+        Some(Rights { write: true, .. }) if in_relro => Settled::NotYet,
+        Some(Rights { write: true, .. }) => {
+            slot.store(ours, Ordering::Release);
+            Settled::Ours
+        }
+        Some(rights) => write_protected(slot, ours, rights),
+        None => Settled::Refused("an import lies where nothing is mapped".to_owned()),
+    }
+}
+
+/// Writes a slot whose page has `rights`, which it has again afterwards.
+fn write_protected(slot: &AtomicUsize, ours: usize, rights: Rights) -> Settled {
+    let bits = |rights: Rights| {
+        let bit = |has, bit| if has { bit } else { libc::PROT_NONE };
+        bit(rights.read, libc::PROT_READ)
+            | bit(rights.write, libc::PROT_WRITE)
+            | bit(rights.execute, libc::PROT_EXEC)
+    };
+    let address = std::ptr::from_ref(slot).expose_provenance() & !(PAGE_BYTES - 1);
+    let page = std::ptr::with_exposed_provenance_mut(address);
+    // SAFETY: the page is mapped, as `slot` lies in it, and gains a right: no access to it can fail by this.
+    if unsafe { libc::mprotect(page, PAGE_BYTES, bits(Rights { write: true, ..rights })) } != 0 {
+        let error = std::io::Error::last_os_error();
+        return Settled::Refused(format!(
+            "a read-only page of imports could not be opened: {error}"
+        ));
+    }
+    slot.store(ours, Ordering::Release);
+    // SAFETY: as above; the right that is taken again is one that nobody but us relied on, since the loader
+    // is done with the page and whoever else writes there opens it first, as we did.
+    if unsafe { libc::mprotect(page, PAGE_BYTES, bits(rights)) } != 0 {
+        let error = std::io::Error::last_os_error();
+        tracing::warn!(%error, "a page of imports stays writable");
+    }
+    Settled::Ours
+}

@@ -1,0 +1,45 @@
+//! Coming under Sublet without `LD_PRELOAD`.
+
+#![expect(unsafe_code, reason = "exports the C interface")]
+
+use std::ffi::{c_char, c_int};
+
+use super::accounts::answer;
+use super::acting::tenant_of;
+use super::last::{fail, guarded, guarded_length};
+use super::{ARGUMENT, OK};
+use crate::{attach, runtime};
+
+/// Brings a process that runs already under Sublet.
+///
+/// # Safety
+/// `tenant` is null or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_attach(tenant: *const c_char) -> c_int {
+    guarded(|| {
+        runtime::start_log();
+        let chosen = if tenant.is_null() {
+            None
+        } else {
+            // SAFETY: as this function's caller promises.
+            match unsafe { tenant_of(tenant) } {
+                Ok(tenant) => Some(tenant),
+                Err(code) => return code,
+            }
+        };
+        match attach::attach(chosen) {
+            Ok(()) => OK,
+            Err(reason) => fail(ARGUMENT, &reason),
+        }
+    })
+}
+
+/// What the attach found and did, as JSON.
+///
+/// # Safety
+/// `buffer` is null or valid for writes of `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_attach_report_json(buffer: *mut c_char, size: usize) -> i64 {
+    // SAFETY: as this function's caller promises.
+    guarded_length(|| unsafe { answer(&attach::report(), buffer, size) })
+}
