@@ -15,15 +15,15 @@ use tenants::gate::Passage;
 use tenants::identity::MemberId;
 use tenants::member::{ImportError, Member};
 use tenants::ticket::Ticket;
-use vmm_pool::AllocationId;
-use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver};
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode};
+use vmm_pool::{AllocationId, PoolError};
 
 /// Length of a `CUipcMemHandle`.
 pub const HANDLE_BYTES: usize = 64;
 
 const MAGIC: [u8; 8] = *b"SUBLETIP";
 
-/// A handle for the block that starts at `address`; `None` when none of ours does.
+/// A handle for the whole block that holds `address`; `None` when none of this process's own does.
 #[doc(alias = "cuIpcGetMemHandle")]
 pub fn handle_of<D: Driver>(
     member: &Member<D>,
@@ -40,7 +40,7 @@ pub fn handle_of<D: Driver>(
 }
 
 /// Opens a handle made by [`handle_of`] in another process of the tenant, for `accessor`; `None` when it
-/// is not one of ours.
+/// is not one of ours. What comes is the block's first address, and the same one as long as it is open.
 #[doc(alias = "cuIpcOpenMemHandle")]
 pub fn open<D: Driver>(
     member: &Member<D>,
@@ -77,6 +77,35 @@ fn open_ticket<D: Driver>(
 ) -> Result<DeviceAddress, ImportError> {
     let handle = member.redeem_ticket(ticket, library)?;
     Ok(member.pool().block_open(handle.raw(), asked_bytes, accessor)?)
+}
+
+/// Closes what [`open`] opened at `address`, which goes with its last close. `settle` waits for the work that
+/// may still use it; it is not called while the memory is vacated, when no work can.
+///
+/// `None`: nothing of ours is open there, and the driver should close it.
+#[doc(alias = "cuIpcCloseMemHandle")]
+pub fn close<D: Driver>(
+    member: &Member<D>,
+    address: DeviceAddress,
+    settle: impl FnOnce() -> DriverCode,
+) -> Option<DriverCode> {
+    let _pass = member.gate().pass(Passage::GiveUp);
+    if !member.pool().is_block(address) {
+        return None;
+    }
+    if !member.gate().is_vacated()
+        && let Err(code) = settle().ok()
+    {
+        return Some(code);
+    }
+    match member.pool().block_close(address) {
+        Ok(()) => Some(DriverCode::SUCCESS),
+        Err(PoolError::NotOurs) => None,
+        Err(error) => {
+            tracing::warn!(%error, "close refused");
+            Some(error.code().unwrap_or(DriverCode::UNKNOWN))
+        }
+    }
 }
 
 /// All processes of a tenant listen in one directory, under their identities.

@@ -83,7 +83,12 @@ pub unsafe extern "C" fn cuMemFree_v2(address: Address) -> c_int {
 }
 
 fn free_block(member: &Member, address: Address, settle: impl FnOnce() -> c_int) -> Answer<()> {
-    match blocks::free(member, DeviceAddress(address), || DriverCode(settle())) {
+    given_up(blocks::free(member, DeviceAddress(address), || DriverCode(settle())))
+}
+
+/// The answer where the pool may have nothing there.
+fn given_up(code: Option<DriverCode>) -> Answer<()> {
+    match code {
         None => Answer::AskDriver,
         Some(DriverCode::SUCCESS) => Answer::Done(()),
         Some(code) => Answer::Refused(code),
@@ -190,7 +195,10 @@ pub unsafe extern "C" fn cuIpcOpenMemHandle_v2(
 pub unsafe extern "C" fn cuIpcCloseMemHandle(address: Address) -> c_int {
     answered(
         runtime::member,
-        |member| free_block(member, address, || call_driver!(cuCtxSynchronize())),
+        |member| {
+            let settle = || DriverCode(call_driver!(cuCtxSynchronize()));
+            given_up(ipc::close(member, DeviceAddress(address), settle))
+        },
         || call_driver!(cuIpcCloseMemHandle(address => Address)),
     )
 }

@@ -9,10 +9,13 @@
 #include <unistd.h>
 
 #define WORDS 1024
+#define PLAIN_BYTES ((size_t)3 << 20)
 
 /* What the first process tells the second. */
 typedef struct {
     CUipcMemHandle ipc;
+    /* Of the same memory, by an address inside of it. */
+    CUipcMemHandle inside;
     uint64_t bytes;
 } Letter;
 
@@ -89,6 +92,14 @@ static int second(int socket_fd)
     printf("second: sum of the import %llu\n", (unsigned long long)driver_sum(shared, WORDS, NULL));
     OK(cuIpcOpenMemHandle(&opened, letter.ipc, 1));
     printf("second: sum of the opened memory %llu\n", (unsigned long long)driver_sum(opened, WORDS, NULL));
+    /* Opening is counted: one close leaves the other open. */
+    CUdeviceptr again = 0;
+    OK(cuIpcOpenMemHandle(&again, letter.inside, 1));
+    int same = again == opened;
+    OK(cuIpcCloseMemHandle(again));
+    printf("second: opened again by an address inside, same %d\n", same);
+    printf("second: freed %d, shared further %d\n", cuMemFree(opened) == CU_OK,
+           cuIpcGetMemHandle(&letter.inside, opened) == CU_OK);
     driver_affine(shared, 2, 0, WORDS, NULL);
     driver_affine(opened, 3, 0, WORDS, NULL);
     OK(cuCtxSynchronize());
@@ -104,6 +115,7 @@ static int second(int socket_fd)
     printf("second: sum after the owner let go %llu\n", (unsigned long long)driver_sum(shared, WORDS, NULL));
     driver_unmap(shared, letter.bytes);
     OK(cuIpcCloseMemHandle(opened));
+    printf("second: closed once too often %d\n", cuIpcCloseMemHandle(opened) == CU_OK);
     give_turn(socket_fd);
     take_turn(socket_fd);
     return 0;
@@ -141,9 +153,11 @@ static int first(const char *program)
     OK(cuMemCreate(&handle, granule, &prop, 0));
     CUdeviceptr shared = driver_map(handle, granule), flag = shared + granule - 4;
     driver_fill(shared, 5, WORDS, NULL);
-    OK(cuMemAlloc(&plain, WORDS * 4));
+    /* More than the smallest piece of memory that a pause can take, and less than two. */
+    OK(cuMemAlloc(&plain, PLAIN_BYTES));
     driver_fill(plain, 6, WORDS, NULL);
     OK(cuIpcGetMemHandle(&letter.ipc, plain));
+    OK(cuIpcGetMemHandle(&letter.inside, plain + PLAIN_BYTES - 4));
     OK(cuMemExportToShareableHandle(&fd, handle, CU_FD, 0));
     OK(cuCtxSynchronize());
 

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use super::{Class, Pool};
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
-    DriverOp, VaRange,
+    DriverOp, Location, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
 
@@ -80,7 +80,8 @@ impl<D: Driver> Pool<D> {
     }
 
     /// Maps `handle` (an import) as a block at an address of the driver's choosing, and takes over the
-    /// caller's reference: from here on the mapping alone keeps it.
+    /// caller's reference: from here on the mapping alone keeps it. One that `accessor` has open already is
+    /// not mapped again: its address is returned, and it takes one more [`Pool::block_close`].
     ///
     /// # Errors
     /// [`PoolError::NotOurs`], [`PoolError::StaleHandle`], [`PoolError::Driver`]; the reference is
@@ -94,16 +95,46 @@ impl<D: Driver> Pool<D> {
         size_bytes: u64,
         accessor: DeviceOrdinal,
     ) -> PoolResult<DeviceAddress> {
+        if let Some(start) = self.block_open_once_more(handle, accessor)? {
+            self.release(handle)?;
+            return Ok(start);
+        }
         let range = self.block_open_at_new_range(handle, accessor)?;
         {
             let mut tables = self.tables();
             let key = tables.find(handle)?;
             let wanted = if size_bytes == 0 { range.size_bytes } else { size_bytes };
             tables.allocations[key].block_size_bytes = Some(wanted);
+            if let Some(mapping) = tables.mappings.get_mut(&range.start.0) {
+                mapping.opened = 1;
+            }
         }
         // The mapping keeps the memory, so that this makes no driver call.
         self.release(handle)?;
         Ok(range.start)
+    }
+
+    /// The address at which `accessor` has `handle` open already, counted once more. Two threads that open it
+    /// for the first time at once get an address each, and close each.
+    fn block_open_once_more(
+        &self,
+        handle: u64,
+        accessor: DeviceOrdinal,
+    ) -> PoolResult<Option<DeviceAddress>> {
+        let mut tables = self.tables();
+        let key = tables.find(handle)?;
+        let starts: Vec<u64> = tables.allocations[key].mappings.iter().copied().collect();
+        let place = Location::device(accessor);
+        for start in starts {
+            if let Some(mapping) = tables.mappings.get_mut(&start)
+                && mapping.opened > 0
+                && mapping.access.contains_key(&place)
+            {
+                mapping.opened += 1;
+                return Ok(Some(mapping.range.start));
+            }
+        }
+        Ok(None)
     }
 
     fn block_open_at_new_range(&self, handle: u64, accessor: DeviceOrdinal) -> PoolResult<VaRange> {
@@ -129,16 +160,47 @@ impl<D: Driver> Pool<D> {
         Ok(range)
     }
 
-    /// Identity, size asked for and size on the device of the block that starts at `address`. *While
-    /// vacated.*
+    /// Identity, size asked for and size on the device of the own block that holds `address`. *While
+    /// vacated.* What another process owns is not shared further, and the padding behind what was asked for
+    /// is nobody's.
     pub fn block_identity(
         &self,
         address: DeviceAddress,
     ) -> Option<(crate::AllocationId, u64, u64)> {
         let tables = self.tables();
-        let mapping = tables.mappings.get(&address.0)?;
-        let found = tables.allocations.get(mapping.allocation)?;
-        Some((found.id, found.block_size_bytes?, found.size_bytes))
+        let mapping = tables.mapping_at(address)?;
+        let found = tables.allocations.get(mapping.allocation).filter(|found| found.is_own())?;
+        let asked_bytes = found.block_size_bytes?;
+        let is_inside = address.0 - mapping.range.start.0 < asked_bytes;
+        is_inside.then_some((found.id, asked_bytes, found.size_bytes))
+    }
+
+    /// Closes what [`Pool::block_open`] opened at `address`; the last close unmaps it. *While vacated.* The
+    /// caller has waited for work on it.
+    ///
+    /// # Errors
+    /// [`PoolError::NotOurs`] when nothing is open there; [`PoolError::Driver`], with the block as before.
+    ///
+    /// # Driver calls
+    /// At the last close, those of [`Pool::block_free`].
+    #[doc(alias = "cuIpcCloseMemHandle")]
+    pub fn block_close(&self, address: DeviceAddress) -> PoolResult<()> {
+        let range = {
+            let mut tables = self.tables();
+            let mapping = tables.mappings.get_mut(&address.0).filter(|found| found.opened > 0);
+            let mapping = mapping.ok_or(PoolError::NotOurs)?;
+            // At none it is not opened once more while it is being unmapped.
+            mapping.opened -= 1;
+            if mapping.opened > 0 {
+                return Ok(());
+            }
+            mapping.range
+        };
+        self.block_give_up(range).inspect_err(|_| {
+            if let Some(mapping) = self.tables().mappings.get_mut(&address.0) {
+                mapping.opened = 1;
+            }
+        })
     }
 
     /// Counts a plain allocation that was left to the driver, and why.
@@ -161,27 +223,32 @@ impl<D: Driver> Pool<D> {
     /// Frees the block that starts at `address`. *While vacated.* The caller has waited for work on it.
     ///
     /// # Errors
-    /// [`PoolError::NotOurs`] when no block starts there; [`PoolError::Driver`], with the block as before.
+    /// [`PoolError::NotOurs`] when no block starts there, or it is another process's, which is closed instead;
+    /// [`PoolError::Driver`], with the block as before.
     ///
     /// # Driver calls
     /// `cuMemUnmap` and `cuMemRelease` when it is resident, `cuMemAddressFree`.
     #[doc(alias = "cuMemFree")]
     pub fn block_free(&self, address: DeviceAddress) -> PoolResult<()> {
-        let range = self.block_range(address).ok_or(PoolError::NotOurs)?;
+        self.block_give_up(self.block_range(address).ok_or(PoolError::NotOurs)?)
+    }
+
+    fn block_give_up(&self, range: VaRange) -> PoolResult<()> {
         self.unmap(range)?;
-        // SAFETY: the application frees the block, and nothing is mapped in the range any more.
+        // SAFETY: the application gives the block up, and nothing is mapped in the range any more.
         if let Err(error) = unsafe { self.driver.address_free(range) } {
             // The memory is gone, which is what was asked for; the addresses follow.
-            tracing::error!(%error, %address, "addresses stay until the next pause");
+            tracing::error!(%error, address = %range.start, "addresses stay until the next pause");
             self.strays().ranges.push(range);
         }
         Ok(())
     }
 
-    /// The whole range of the block that starts at `address`, padding included. *While vacated.*
+    /// The whole range of the block that starts at `address`, padding included; none for one that
+    /// [`Pool::block_open`] opened. *While vacated.*
     pub fn block_range(&self, address: DeviceAddress) -> Option<VaRange> {
         let tables = self.tables();
-        let mapping = tables.mappings.get(&address.0)?;
+        let mapping = tables.mappings.get(&address.0).filter(|found| found.opened == 0)?;
         tables.allocations.get(mapping.allocation)?.block_size_bytes?;
         Some(mapping.range)
     }

@@ -228,7 +228,8 @@ impl<D: Driver> Pool<D> {
     ) {
         let mut tables = self.tables();
         tables.allocations[key].mappings.insert(range.start.0);
-        let mapping = Mapping { range, allocation: key, access, presence: Presence::Whole };
+        let mapping =
+            Mapping { range, allocation: key, access, presence: Presence::Whole, opened: 0 };
         let previous = tables.mappings.insert(range.start.0, mapping);
         debug_assert!(previous.is_none(), "the driver mapped over a mapping of ours");
     }

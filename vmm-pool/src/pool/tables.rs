@@ -122,6 +122,8 @@ pub(crate) struct Mapping {
     /// Rights by place, as last set. Empty: never set, so nobody may touch it.
     pub(crate) access: BTreeMap<crate::driver::Location, i32>,
     pub(crate) presence: Presence,
+    /// How often a block of another process was opened here and not closed yet; 0 for any other mapping.
+    pub(crate) opened: u32,
 }
 
 /// How much of a mapping is in the driver's page tables now.

@@ -7,8 +7,8 @@ use vmm_pool::driver::{
 };
 
 use crate::stage::{
-    CAPACITY_BYTES, DEVICE, OTHER, UNIT, create, free_addresses, free_bytes, holds, kept, map,
-    node, pattern, pause, pool, reserve, resume, write,
+    CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, create, free_addresses, free_bytes, holds, kept,
+    map, node, pattern, pause, pool, reserve, resume, share, write,
 };
 
 #[test]
@@ -188,4 +188,67 @@ fn properties_are_those_given_and_survive_a_pause() {
     assert_eq!(again.location, Location::device(OTHER));
     assert_eq!(again.flags, prop.flags);
     pool.driver().release_memory(raw).expect("release");
+}
+
+/// A block of `owner`'s, opened twice by `importer` on the same device; both at the address returned.
+fn open_twice(owner: &SimPool, importer: &SimPool) -> (DeviceAddress, DeviceAddress) {
+    let prop = AllocationProp::pinned_on(DEVICE);
+    let block = owner.block_allocate(UNIT + 1, &prop, &[DEVICE], kept()).expect("a block");
+    let handle = owner.retain_at(block).expect("it has one").raw();
+    let first = importer.block_open(share(owner, handle, importer, 7), 0, DEVICE).expect("open");
+    owner.release(handle).expect("the mapping keeps it");
+    let held = importer.import_held(owner.block_identity(block).expect("a block").0);
+    let again = importer.block_open(held.expect("held").raw(), 0, DEVICE).expect("open");
+    assert_eq!(first, again);
+    (block, first)
+}
+
+#[test]
+fn a_block_that_is_opened_twice_takes_two_closes() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let (block, opened) = open_twice(&owner, &importer);
+    importer.block_close(opened).expect("one of two");
+    let range = VaRange::new(opened, UNIT);
+    write(&importer, DEVICE, range, pattern(5));
+    assert!(holds(&owner, DEVICE, VaRange::new(block, UNIT), pattern(5)), "one memory");
+    importer.block_close(opened).expect("the other");
+    assert!(importer.report().devices.is_empty(), "nothing is left of it");
+    assert!(matches!(importer.block_close(opened), Err(PoolError::NotOurs)));
+}
+
+#[test]
+fn opened_blocks_are_closed_and_own_ones_freed_and_not_the_other_way_round() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let (block, opened) = open_twice(&owner, &importer);
+    assert!(matches!(importer.block_free(opened), Err(PoolError::NotOurs)));
+    assert!(matches!(owner.block_close(block), Err(PoolError::NotOurs)));
+    assert_eq!(importer.block_identity(opened), None, "only its owner shares it");
+    owner.block_free(block).expect("free");
+}
+
+#[test]
+fn a_close_that_the_driver_refuses_can_be_tried_again() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let (_, opened) = open_twice(&owner, &importer);
+    importer.block_close(opened).expect("one of two");
+    importer.driver().faults().fail(DriverOp::Unmap, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    importer.block_close(opened).expect_err("the driver refused");
+    importer.block_close(opened).expect("open still, and once");
+    assert!(importer.report().devices.is_empty());
+}
+
+#[test]
+fn a_block_is_shared_whole_by_any_address_of_what_was_asked_for() {
+    let pool = pool(&node());
+    let prop = AllocationProp::pinned_on(DEVICE);
+    let block = pool.block_allocate(UNIT + 9, &prop, &[DEVICE], kept()).expect("a block");
+    let at = |offset| pool.block_identity(DeviceAddress(block.0 + offset));
+    let whole = at(0).expect("its start");
+    assert_eq!((whole.1, whole.2), (UNIT + 9, 2 * UNIT));
+    assert_eq!(at(UNIT + 8), Some(whole));
+    assert_eq!(at(UNIT + 9), None, "padding is nobody's");
+    assert_eq!(at(2 * UNIT), None);
 }
