@@ -213,6 +213,7 @@ fn try_join() -> Result<Arc<Member>, String> {
         host_limits,
         own_contexts: list_own_contexts,
         unused: crate::c_api::contents::ask_unused,
+        ungated: crate::attach::ungated,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
     };
     tenants::member::Member::join(config, Arc::new(driver))

@@ -4,6 +4,7 @@
  *   runtime | direct           opens libruntime.so or libdirect.so of STAGE_DIR
  *   malloc | malloc-direct | malloc-table     asks it for 8 MiB
  *   pause | resume             the tenant, and checks every byte of the runtime's memory after a resume
+ *   outside                    runs `$SUBLET_COMMAND pause` on the tenant
  *   use=LIBRARY                opens a user of NCCL and calls it
  *   close=LIBRARY              opens a library, asks it for a symbol, and closes it
  *   default=NAME               looks NAME up without naming a library
@@ -188,6 +189,9 @@ static void obey(const char *word)
     } else if (strcmp(word, "resume") == 0) {
         printf("resume %d", for_tenant("sublet_resume_tenant"));
         printf(", wrong words %d\n", wrong_words());
+    } else if (strcmp(word, "outside") == 0) {
+        int status = system("\"$SUBLET_COMMAND\" pause \"$SUBLET_TENANT\" 2>&1");
+        printf("outside %d\n", status);
     } else if (strncmp(word, "use=", 4) == 0) {
         void *user = open_file(value);
         int answer = ((int (*)(int))dlsym(user, "use_nccl"))(1);

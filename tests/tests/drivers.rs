@@ -52,6 +52,7 @@ fn processes_of_different_versions_are_named_and_left_alone() -> Outcome {
         host_limits: || host_memory::limits(None),
         own_contexts: Vec::new,
         unused: Vec::new,
+        ungated: || None,
         toucher_threads: 1,
     };
     let node = SimNode::open(stage.node_path())?;

@@ -98,6 +98,7 @@ pub fn act_for_own_tags<D: Driver>(
     // A process that is paused as a whole comes back with its tenant.
     let alone = !is_shared && member.state() == MemberState::Active;
     let takes_part = if alone { TakesPart::Alone(member.id()) } else { TakesPart::Everybody };
+    let _asking = member.asks_itself();
     let _turn = member.take_turn(Instant::now() + lock_timeout);
     let options = Options { timeout, lock_timeout, scope, takes_part, ..Options::default() };
     act(member.run_dir(), member.tenant(), action, options)

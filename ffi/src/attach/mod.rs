@@ -21,7 +21,7 @@ mod stored;
 mod walk;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, Once, PoisonError};
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 use tenants::identity::TenantName;
 
@@ -36,6 +36,18 @@ static ATTACHED: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
 /// The devices with a context before the first attach.
 static DEVICES: Mutex<Option<Vec<Device>>> = Mutex::new(None);
+
+/// Why launches may pass our gate by, as the last attach found it.
+static UNGATED: Mutex<Option<String>> = Mutex::new(None);
+
+/// Why launches of this process may pass our gate by.
+pub(crate) fn ungated() -> Option<String> {
+    lock(&UNGATED).clone()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Were this process's libraries bound to us by an attach, and not by the loader?
 pub(crate) fn is_attached() -> bool {
@@ -82,13 +94,22 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), String> {
     walk::walk(Purpose::Patch);
     // A thread that was binding a slot for the first time meanwhile has written over ours.
     walk::walk(Purpose::Patch);
-    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut devices = lock(&DEVICES);
     if devices.is_none() {
         for &device in &before {
             runtime::note_of_attach(earlier_memory(device));
         }
         *devices = Some(before);
     }
+    drop(devices);
+    let ungated = report().libraries.into_iter().find(|library| library.state != State::Hooked);
+    let ungated = ungated.map(|library| {
+        format!("launches from {} may pass Sublet by ({})", library.path, library.why)
+    });
+    if let Some(why) = &ungated {
+        runtime::note_of_attach(format!("this process can only be paused from inside: {why}"));
+    }
+    *lock(&UNGATED) = ungated;
     Ok(())
 }
 
@@ -137,7 +158,7 @@ pub(crate) fn report() -> Report {
         tenant,
         launches_are_held: libraries.iter().all(is_hooked),
         libraries,
-        devices: DEVICES.lock().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default(),
+        devices: lock(&DEVICES).clone().unwrap_or_default(),
     }
 }
 
@@ -145,14 +166,14 @@ fn library(path: String, entry: &Entry, is_preloaded: bool, driver_is_up: bool) 
     let table = if driver_is_up { before::table_of(&path) } else { Table::NoRuntime };
     let (state, why) = match (&entry.problem, table) {
         (Some(problem), _) => (State::Unknown, problem.clone()),
-        (None, Table::Drivers) => (
-            State::Late,
-            "its CUDA runtime still gives the driver's own functions out; start the process with `sublet run`"
-                .to_owned(),
-        ),
+        (None, Table::Drivers) => {
+            (State::Late, "its CUDA runtime still gives the driver's own functions out".to_owned())
+        }
         (None, Table::Silent(code)) => (
             State::Unknown,
-            format!("its CUDA runtime failed with {code} when asked for a function of the driver's"),
+            format!(
+                "its CUDA runtime failed with {code} when asked for a function of the driver's"
+            ),
         ),
         (None, Table::Ours) => {
             (State::Hooked, "its CUDA runtime gives our functions out".to_owned())

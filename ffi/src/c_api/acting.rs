@@ -9,6 +9,7 @@ use std::time::Duration;
 use sublet_nccl::pausing;
 use tenants::coordinator::{Coordinator, Options, swap};
 use tenants::identity::TenantName;
+use tenants::member::Asking;
 use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
 use tenants::wire::{Action, MemberState};
@@ -59,6 +60,11 @@ fn code_of(work: impl FnOnce() -> Result<c_int, c_int>) -> c_int {
     guarded(|| work().unwrap_or_else(|code| code))
 }
 
+/// That this process itself asks, where the tenant is its own.
+fn asking_for(tenant: &TenantName) -> Option<Asking<'static>> {
+    runtime::member().filter(|member| member.tenant() == tenant).map(|member| member.asks_itself())
+}
+
 unsafe fn act_for_all(
     tenant: *const c_char,
     scope: Scope,
@@ -69,6 +75,7 @@ unsafe fn act_for_all(
     // SAFETY: as this function's caller promises.
     let tenant = unsafe { tenant_of(tenant) }?;
     let timeout = timeout_of(timeout_ms);
+    let _asking = asking_for(&tenant);
     Ok(settled(pausing::act_for_all(&run_dir()?, &tenant, scope, action, timeout)))
 }
 
@@ -113,6 +120,7 @@ pub unsafe extern "C" fn sublet_swap_tenants(
         }
         let run_dir = run_dir()?;
         let timeout = timeout_of(timeout_ms);
+        let _asking = asking_for(&from);
         let options = || Options { timeout, ..Options::default() };
         let mut from = Coordinator::new(run_dir.clone(), from, options());
         let mut to = Coordinator::new(run_dir, to, options());

@@ -65,6 +65,9 @@ pub struct MemberConfig {
     /// Parts of own memory whose contents nobody needs, asked at each pause, while nothing of the application's
     /// can reach a device. Answers within a bounded time.
     pub unused: fn() -> Vec<VaRange>,
+    /// Why work of this process may reach a device past its gate, asked at each pause. Then only the process
+    /// itself may ask for one, which knows when it launches nothing.
+    pub ungated: fn() -> Option<String>,
     /// How many threads bring new host memory in.
     pub toucher_threads: usize,
 }
@@ -153,6 +156,8 @@ pub struct Member<D: Driver> {
     calling_off: CallingOff,
     /// Descriptors of a resume that is over, to be closed when there is time.
     spare: Mutex<Vec<OwnedFd>>,
+    /// How many threads of this process ask for a pause or resume now.
+    asking: AtomicUsize,
     /// Whose turn it is among threads that pause or resume this process alone.
     turns: Turns,
 }
@@ -160,6 +165,16 @@ pub struct Member<D: Driver> {
 /// One token, taken and put back: a lock that can be waited for with a deadline.
 #[derive(Debug)]
 struct Turns(Sender<()>, Receiver<()>);
+
+/// While it lives, this process itself asks for a pause.
+#[derive(Debug)]
+pub struct Asking<'a>(&'a AtomicUsize);
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
 
 /// The turn of one thread; dropping it passes it on.
 #[derive(Debug)]
@@ -213,6 +228,7 @@ impl<D: Driver> Member<D> {
             owners: Mutex::default(),
             calling_off: CallingOff::default(),
             spare: Mutex::default(),
+            asking: AtomicUsize::new(0),
             turns: Turns::default(),
         });
         if let Err(source) = agent::spawn(&member, listener, wakeups) {
@@ -234,6 +250,18 @@ impl<D: Driver> Member<D> {
     /// follows finds the process in the other's hands.
     pub fn take_turn(&self, deadline: Instant) -> Option<Turn<'_>> {
         self.turns.1.recv_deadline(deadline).ok().map(|()| Turn(&self.turns.0))
+    }
+
+    /// The calling thread asks for a pause that takes part of this process too, and answers for it that nothing
+    /// is launched meanwhile.
+    pub fn asks_itself(&self) -> Asking<'_> {
+        self.asking.fetch_add(1, Ordering::SeqCst);
+        Asking(&self.asking)
+    }
+
+    /// Does the application itself ask for a pause now?
+    pub(crate) fn is_asking(&self) -> bool {
+        self.asking.load(Ordering::SeqCst) > 0 || self.standing().consent == Some(Action::Pause)
     }
 
     /// For a forked child, which is no member: closes its copies of descriptors that hold device memory,

@@ -162,6 +162,7 @@ mod tests {
                 host_limits: Vec::new,
                 own_contexts: Vec::new,
                 unused: Vec::new,
+                ungated: || None,
                 toucher_threads: 1,
             };
             let driver = SimDriver::new(node.clone(), SimOptions::default());

@@ -99,6 +99,7 @@ impl<D: Driver> Member<D> {
 
     fn close_gate(&self, scope: &Scope, deadline: Instant) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Active)?;
+        self.refuse_ungated()?;
         self.refuse_capture()?;
         let called_off = || self.calling_off.is_raised();
         self.gate.shut(deadline, called_off).map_err(|inside| self.still_inside(&inside))?;
@@ -136,6 +137,18 @@ impl<D: Driver> Member<D> {
             std::process::id()
         );
         Failure { kind, message }
+    }
+
+    /// A gate that does not hold everything back is enough only for whoever knows what passes it by.
+    fn refuse_ungated(&self) -> Result<(), Failure> {
+        match (self.config.ungated)() {
+            Some(why) if !self.is_asking() => Err(wrong_state(format!(
+                "process {} cannot be paused from outside: {why}; start it with `sublet run`, or pause it from \
+                 inside, between its steps (sublet_pause_tenant)",
+                std::process::id()
+            ))),
+            Some(_) | None => Ok(()),
+        }
     }
 
     fn refuse_capture(&self) -> Result<(), Failure> {

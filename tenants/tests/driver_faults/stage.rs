@@ -82,6 +82,7 @@ pub(crate) fn config(run_dir: &RunDir) -> MemberConfig {
         host_limits: Vec::new,
         own_contexts: Vec::new,
         unused: Vec::new,
+        ungated: || None,
         toucher_threads: 1,
     }
 }

@@ -56,6 +56,7 @@ impl Stage {
             host_limits: Vec::new,
             own_contexts: Vec::new,
             unused: Vec::new,
+            ungated: || None,
             toucher_threads: 1,
         };
         let driver = SimDriver::new(self.node.clone(), SimOptions::default());

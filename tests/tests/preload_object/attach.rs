@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::stage::{CAPACITY_BYTES, Preload, Stage, preload_path, simcuda_dir, transcript};
+use crate::stage::{CAPACITY_BYTES, Preload, Stage, given, preload_path, simcuda_dir, transcript};
 
 const BLOCK_BYTES: u64 = 8 << 20;
 
@@ -17,7 +17,9 @@ struct Said {
 impl Said {
     fn by(stage: &Stage, preload: Preload, program: &Path, words: &[&str]) -> Self {
         let mut command = stage.command(program, preload);
-        command.env("SUBLET_ATTACH", preload_path());
+        command
+            .env("SUBLET_ATTACH", preload_path())
+            .env("SUBLET_COMMAND", given("SUBLET_TEST_BIN"));
         let text = transcript(&command.args(words).output().expect("it starts"));
         let (json, lines): (Vec<&str>, Vec<&str>) =
             text.lines().partition(|line| line.starts_with('{'));
@@ -99,11 +101,36 @@ fn a_runtime_that_keeps_its_table_elsewhere_is_late_and_named() {
     let program = stage.program("attach");
     let words = ["runtime", "malloc", "attach", "malloc", "report"];
     let said = Said::by(&stage, Preload::Without, &program, &words);
+    assert_eq!(said.lines, ["malloc 0", "attach 0", "malloc 0"]);
     let report = &said.json[0];
     let runtime = row(report, "libruntime.so");
     assert_eq!(runtime["state"], "late", "{report}");
-    assert!(runtime["why"].as_str().expect("text").contains("sublet run"), "{report}");
+    assert!(runtime["why"].as_str().expect("text").contains("the driver's own"), "{report}");
     assert_eq!(report["launches_are_held"], false);
+}
+
+#[test]
+fn a_process_with_a_late_library_is_paused_from_inside_only() {
+    let stage = Stage::new();
+    let driver = simcuda_dir().join("libcuda.so.1");
+    stage.library_as("runtime", &["-DON_THE_HEAP"]);
+    stage.library_as("direct", &[driver.to_str().expect("UTF-8")]);
+    let program = stage.program("attach");
+    let words = ["runtime", "malloc", "attach", "direct", "malloc-direct", "outside", "pause"];
+    let more = ["outside", "resume", "stats"];
+    let said = Said::by(&stage, Preload::Without, &program, &[&words[..], &more].concat());
+    let text = said.lines.join("\n");
+    let refused = text.find("cannot be paused from outside: launches from").expect(&text);
+    assert!(text[refused..].contains("libruntime.so may pass Sublet by"), "{text}");
+    assert!(
+        text[refused..].contains("start it with `sublet run`, or pause it from inside"),
+        "{text}"
+    );
+    assert_eq!(text.matches("outside 0").count(), 1, "a second time it was paused already: {text}");
+    assert!(text.contains("\npause 0\n") && text.contains("\nresume 0, wrong words 0"), "{text}");
+    assert_eq!(said.own_bytes(0), BLOCK_BYTES);
+    let notes = said.json[0]["notes"].to_string();
+    assert!(notes.contains("can only be paused from inside"), "{notes}");
 }
 
 #[test]

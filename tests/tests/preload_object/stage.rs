@@ -20,7 +20,7 @@ pub(crate) enum Preload {
 }
 
 /// A path that `cargo xtask test` gives to tests.
-fn given(variable: &str) -> PathBuf {
+pub(crate) fn given(variable: &str) -> PathBuf {
     let path = std::env::var_os(variable);
     path.unwrap_or_else(|| panic!("{variable} is not set: run `cargo xtask test`")).into()
 }

@@ -46,6 +46,7 @@ impl Job {
                 host_limits: Vec::new,
                 own_contexts: Vec::new,
                 unused: Vec::new,
+                ungated: || None,
                 toucher_threads: 1,
             };
             let driver = SimDriver::new(node, SimOptions::default());

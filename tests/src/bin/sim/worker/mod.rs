@@ -103,6 +103,7 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
         host_limits,
         own_contexts: Vec::new,
         unused: Vec::new,
+        ungated: || None,
         toucher_threads: 1,
     };
     let member = Member::join(config, driver)?;
