@@ -1,6 +1,6 @@
 /* A library that reaches the driver as NVIDIA's CUDA runtime does: by a table of functions that it fills at
  * its first use, through dlopen, dlsym and cuGetProcAddress_v2. With -DON_THE_HEAP the table is not in its
- * static data. */
+ * static data; with -DEARLY it is filled as the library is loaded. */
 #include <dlfcn.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -58,6 +58,13 @@ static int start(void)
     is_up = code == 0;
     return code;
 }
+
+#ifdef EARLY
+__attribute__((constructor)) static void early(void)
+{
+    start();
+}
+#endif
 
 int cudaMalloc(uint64_t *address, size_t bytes)
 {

@@ -46,6 +46,7 @@ impl Tenant {
                 host_limits: Vec::new,
                 own_contexts: Vec::new,
                 unused: Vec::new,
+                ungated: || None,
                 toucher_threads: 1,
             };
             Member::join(config, Arc::new(SimDriver::new(node.clone(), SimOptions::default())))

@@ -95,6 +95,8 @@ struct Walk {
     known: Option<MutexGuard<'static, Known>>,
     protections: OnceCell<Protections>,
     unsettled: bool,
+    /// The driver was met.
+    driver: bool,
 }
 
 /// Prepares what walks need, so that nothing of it is made under the loader's lock.
@@ -105,19 +107,53 @@ pub(super) fn prepare() {
 
 /// Walks over all libraries of the process.
 pub(super) fn walk(purpose: Purpose) {
+    if walk_once(purpose) == Driver::Unknown && lookup::exchange().is_some() {
+        // Whoever brought the driver in, in its initialiser, may keep functions of it already.
+        walk_once(Purpose::Patch);
+    }
+}
+
+/// What a walk met of the driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Driver {
+    /// It is not in the process, so that nobody keeps a function of it.
+    Absent,
+    /// It is there, and it is known which of its functions are exchanged.
+    Known,
+    /// It is there, and has not been asked yet.
+    Unknown,
+}
+
+fn walk_once(purpose: Purpose) -> Driver {
     let nested = WALKING.try_with(|walking| walking.replace(true)).unwrap_or(true);
     if nested {
-        return;
+        return Driver::Known;
     }
-    let mut walk = Walk { purpose, known: None, protections: OnceCell::new(), unsettled: false };
+    let mut walk = Walk {
+        purpose,
+        known: None,
+        protections: OnceCell::new(),
+        unsettled: false,
+        driver: false,
+    };
     // SAFETY: `visit` is a callback as `dl_iterate_phdr` takes it, and its data outlives the call.
     unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut walk).cast()) };
     let _cleared = WALKING.try_with(|walking| walking.set(false));
-    if let Some(mut known) = walk.known.take() {
-        // What was not met has been unloaded.
-        let walks = known.walks;
-        known.entries.retain(|_, entry| entry.walk == walks);
-        UNSETTLED.store(walk.unsettled, Ordering::Release);
+    let Some(mut known) = walk.known.take() else {
+        return Driver::Known;
+    };
+    // What was not met has been unloaded.
+    let walks = known.walks;
+    known.entries.retain(|_, entry| {
+        entry.is_searched |= !walk.driver;
+        entry.walk == walks
+    });
+    let unknown = walk.driver && purpose != Purpose::Look && lookup::known_exchange().is_none();
+    UNSETTLED.store(walk.unsettled, Ordering::Release);
+    match (walk.driver, unknown) {
+        (false, _) => Driver::Absent,
+        (true, true) => Driver::Unknown,
+        (true, false) => Driver::Known,
     }
 }
 
@@ -154,6 +190,7 @@ unsafe extern "C" fn visit(
 
 impl Walk {
     fn look_at(&mut self, object: &Object<'_>) {
+        self.driver |= is_file(object.name, DRIVER_FILE);
         if object.contains((visit as *const ()).addr()) || is_left_out(object.name) {
             return;
         }
@@ -215,10 +252,15 @@ impl Walk {
 
 /// The driver itself and the loader: their own calls are not ours to see.
 fn is_left_out(name: &CStr) -> bool {
+    [DRIVER_FILE, b"ld-linux", b"libc.so", b"linux-vdso"].iter().any(|file| is_file(name, file))
+}
+
+/// How the driver's file name begins.
+const DRIVER_FILE: &[u8] = b"libcuda.so";
+
+fn is_file(name: &CStr, begin: &[u8]) -> bool {
     let file = name.to_bytes().rsplit(|&byte| byte == b'/').next().unwrap_or_default();
-    [b"libcuda.so".as_slice(), b"ld-linux", b"libc.so", b"linux-vdso"]
-        .iter()
-        .any(|left_out| file.starts_with(left_out))
+    file.starts_with(begin)
 }
 
 /// What is known of the libraries that matter, by path. Calls nothing of the loader's.

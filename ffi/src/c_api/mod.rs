@@ -4,7 +4,7 @@
 //! * [`regions`]: what memory belongs to which tag.
 //! * [`contents`]: contents while they are away, and contents that nobody needs.
 //! * [`accounts`]: who holds what, as JSON.
-//! * [`attaching`]: coming under Sublet without LD_PRELOAD.
+//! * [`attaching`]: coming under Sublet without `LD_PRELOAD`.
 //! * [`last`]: errors and reports of a thread's last call.
 //! * [`amem`]: the `ncclPause` family.
 

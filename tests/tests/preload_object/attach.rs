@@ -95,6 +95,18 @@ fn a_runtime_that_has_started_is_exchanged_and_its_earlier_memory_named() {
 }
 
 #[test]
+fn a_library_that_uses_the_driver_while_it_is_loaded_is_exchanged() {
+    let stage = Stage::new();
+    stage.library_as("runtime", &["-DEARLY"]);
+    let program = stage.program("attach");
+    let words = ["attach", "runtime", "malloc", "stats", "report", "pause", "resume"];
+    let said = Said::by(&stage, Preload::Without, &program, &words);
+    assert_eq!(said.own_bytes(0), BLOCK_BYTES);
+    let row = row(&said.json[1], "libruntime.so");
+    assert!(row["exchanged"].as_u64().expect("a number") >= 4, "{row}");
+}
+
+#[test]
 fn a_runtime_that_keeps_its_table_elsewhere_is_late_and_named() {
     let stage = Stage::new();
     stage.library_as("runtime", &["-DON_THE_HEAP"]);
