@@ -84,7 +84,8 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), String> {
         // Its addresses must be known before the walk, which may not ask the loader.
         let _known = lookup::exchange();
     }
-    let before = if driver_is_loaded { before::devices() } else { Vec::new() };
+    let is_first = lock(&DEVICES).is_none();
+    let before = if driver_is_loaded && is_first { before::devices() } else { Vec::new() };
     if is_preloaded() {
         walk::walk(Purpose::Look);
         return Ok(());

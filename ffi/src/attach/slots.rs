@@ -106,3 +106,62 @@ fn write_protected(slot: &AtomicUsize, ours: usize, rights: Rights) -> Settled {
     }
     Settled::Ours
 }
+
+#[cfg(test)]
+mod tests {
+    use object::elf::{PF_R, PT_GNU_RELRO};
+
+    use super::super::object::tests::{IMAGE_BYTES, Image, SLOTS, header};
+    use super::*;
+
+    const OURS: usize = 0x7777_0000;
+
+    /// What becomes of the slot of `dlsym` (or of the weak import) that holds `value`, and what it holds then.
+    fn settled(image: &mut Image, value: usize, is_weak: bool) -> (Settled, usize) {
+        let at = SLOTS + if is_weak { 16 } else { 0 };
+        image.put(at, &[value as u64]);
+        let info = image.info();
+        // SAFETY: the segment is this image's buffer, which outlives the object.
+        let object = unsafe { Object::of_loader(&info) }.expect("an object");
+        let imports = object.imports().expect("tables");
+        let find =
+            |place| object.import_at(&imports, place).filter(|found| found.is_weak == is_weak);
+        let import = imports.places().find_map(find).expect("an import");
+        let protections = Protections::read();
+        let settled = settle(&object, &import, OURS, || &protections);
+        (settled, object.word(import.slot).expect("a word").load(Ordering::Relaxed))
+    }
+
+    #[test]
+    fn a_slot_that_the_loader_has_filled_is_written_once() {
+        let mut image = Image::new();
+        // Bound lazily it leads into the library itself, and bound at once somewhere else.
+        for value in [image.bias() + 0x1036, 0x7fff_dead_0000] {
+            assert_eq!(settled(&mut image, value, false), (Settled::Ours, OURS));
+        }
+        assert_eq!(settled(&mut image, OURS, false), (Settled::Ours, OURS));
+    }
+
+    #[test]
+    fn a_slot_that_the_loader_is_not_done_with_is_left_alone() {
+        let mut image = Image::new();
+        for value in [0, 0x1036] {
+            assert_eq!(settled(&mut image, value, false), (Settled::NotYet, value));
+        }
+        assert_eq!(settled(&mut image, 0, true), (Settled::Absent, 0));
+        // Its page will be protected, and is not yet.
+        image.headers.push(header(PT_GNU_RELRO, PF_R, 0, IMAGE_BYTES));
+        let bound = image.bias() + 0x1036;
+        assert_eq!(settled(&mut image, bound, false), (Settled::NotYet, bound));
+    }
+
+    #[test]
+    fn only_names_that_we_stand_in_for_are_ours() {
+        for name in [c"dlsym", c"cuMemAlloc_v2", c"ncclAllReduce", c"cuGetProcAddress"] {
+            assert!(ours(name).is_some(), "{name:?}");
+        }
+        for name in [c"dlopen", c"cuInit", c"cudaMalloc", c"ncclGetVersion", c"malloc", c""] {
+            assert_eq!(ours(name), None, "{name:?}");
+        }
+    }
+}
