@@ -138,8 +138,8 @@ int ncclGetGroupID(int *id);
  * libsublet.so itself: the libraries that are loaded, and those loaded later, call Sublet's functions from
  * here on. Best before the first use of CUDA: memory asked for earlier stays on the device at a pause.
  * `tenant` is the tenant to join at the first device memory; NULL is the one that the environment names.
- * SUBLET_ERROR_ARGUMENT when another one has been joined. Attaching twice, or under LD_PRELOAD, is a
- * success. */
+ * SUBLET_ERROR_ARGUMENT when another one has been joined, SUBLET_ERROR_REFUSED in a child that an attached
+ * process has forked. Attaching twice, or under LD_PRELOAD, is a success. */
 int sublet_attach(const char *tenant);
 
 /* What the attach found and did, as sublet_stats_json writes it:

@@ -68,16 +68,33 @@ fn is_preloaded() -> bool {
     found.is_some_and(|found| real::is_own(found.as_ptr().expose_provenance()))
 }
 
+/// Why a process was not attached. Nothing has changed then.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// Another tenant has been joined; the text says which, and what to do.
+    OtherTenant(String),
+    /// This process cannot be attached, for this reason.
+    Impossible(&'static str),
+}
+
 /// Attaches this process to `tenant`, or to the one that the environment names.
 ///
 /// # Errors
-/// Another tenant has been joined; the text says which.
-pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), String> {
-    if let Some(tenant) = tenant {
-        runtime::choose_tenant(tenant)?;
+/// [`Refusal`].
+pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
+    if FORKED.load(Ordering::Relaxed) {
+        let why =
+            "a child of an attached process runs on without Sublet: start another program in it";
+        return Err(Refusal::Impossible(why));
     }
     // The jump of our `dlsym` needs the loader's own.
-    real::find_dlsym().ok_or("the loader's own dlsym was not found: use `sublet run`")?;
+    if real::find_dlsym().is_none() {
+        let why = "the loader's own dlsym was not found: start the process with `sublet run`";
+        return Err(Refusal::Impossible(why));
+    }
+    if let Some(tenant) = tenant {
+        runtime::choose_tenant(tenant).map_err(Refusal::OtherTenant)?;
+    }
     walk::prepare();
     let driver_is_loaded = walk::driver_is_loaded();
     if driver_is_loaded {

@@ -7,8 +7,9 @@ use std::ffi::{c_char, c_int};
 use super::accounts::answer;
 use super::acting::tenant_of;
 use super::last::{fail, guarded, guarded_length};
-use super::{ARGUMENT, OK};
-use crate::{attach, runtime};
+use super::{ARGUMENT, OK, REFUSED};
+use crate::attach::{self, Refusal};
+use crate::runtime;
 
 /// Brings a process that runs already under Sublet.
 ///
@@ -29,7 +30,8 @@ pub unsafe extern "C" fn sublet_attach(tenant: *const c_char) -> c_int {
         };
         match attach::attach(chosen) {
             Ok(()) => OK,
-            Err(reason) => fail(ARGUMENT, &reason),
+            Err(Refusal::OtherTenant(reason)) => fail(ARGUMENT, &reason),
+            Err(Refusal::Impossible(reason)) => fail(REFUSED, reason),
         }
     })
 }
