@@ -75,6 +75,8 @@ def versions() -> dict[str, Any]:
 def package(work: Path, name: str) -> Path:
     """Installs the wheel of `name` that the bundle carries into a folder of its own, for PYTHONPATH."""
     folder = work / f"site-{name}"
+    if folder.exists():
+        return folder
     wheels = sorted(WHEELS.glob(f"{name}-*.whl"))
     if not wheels:
         given = importlib.util.find_spec(name)
@@ -200,7 +202,7 @@ def table(rows: Sequence[Sequence[str]]) -> None:
 def verdicts(result: Result) -> None:
     """Prints the checks, as the job's last table."""
     print()
-    table([("what", "result", "detail")])
+    table([("result", "what", "detail")])
     for entry in result.data["checks"]:
         print(
             f"{'ok  ' if entry['passed'] else 'FAIL'} {entry['what']}  {' '.join(entry['detail'].split())[:110]}",

@@ -261,9 +261,9 @@ def body(args: Any, result: Result, work: Path) -> None:
         tenant = f"custom-{os.getpid()}"
         ranks.append(childrun.Child(work, f"rank{rank}", command, tenant=tenant, sites=[site], env=env))
     end = time.monotonic() + args.deadline - 15
-    for rank in ranks:
+    for child in ranks:
         with contextlib.suppress(JobError):
-            rank.finish(result, max(1.0, end - time.monotonic()))
+            child.finish(result, max(1.0, end - time.monotonic()))
     childrun.verdicts(result)
     print()
     rows = [("median", "before", "after the last cycle")]

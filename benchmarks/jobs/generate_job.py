@@ -298,7 +298,7 @@ def body(args: Any, result: Result, work: Path) -> None:
         result.check(f"{label}: tokens as without Sublet", same)
     childrun.verdicts(result)
     print()
-    rows = [("median seconds", "pause", "resume")]
+    rows: list[tuple[str, ...]] = [("median seconds", "pause", "resume")]
     for series in sorted(name[: -len("_pause_s")] for name in result.data["samples"] if name.endswith("_pause_s")):
         rows.append((series, *(middle(result, f"{series}_{action}_s") for action in ("pause", "resume"))))
     for allocator in ALLOCATORS:

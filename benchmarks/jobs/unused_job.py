@@ -129,7 +129,7 @@ def body(args: Any, result: Result, work: Path) -> None:
     result.check("what is cached is not copied", spared >= wanted > 0, f"{spared:.2f} GB spared, {wanted:.2f} wanted")
     childrun.verdicts(result)
     print()
-    rows = [("median", "pause s", "resume s", "copied GB")]
+    rows: list[tuple[str, ...]] = [("median", "pause s", "resume s", "copied GB")]
     for label, name in (("all saved", "plain"), ("cached given back", "asked")):
         rows.append((label, *(f"{middle(f'{name}_{kind}'):.3f}" for kind in ("pause_s", "resume_s", "saved_gb"))))
     childrun.table(rows)

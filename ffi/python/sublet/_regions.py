@@ -70,9 +70,10 @@ class Region:
         with ExitStack() as stack:
             if adapter is not None:
                 adapter.check_supported()
-            stack.enter_context(self._driver_region(library))
-            if adapter is not None:
+                # Around the driver's region: no allocation of another thread may get the tag while it is
+                # served from PyTorch's default pool.
                 stack.enter_context(adapter.region_pool(self.tag, self.device, self.all_threads))
+            stack.enter_context(self._driver_region(library))
             _entered.regions.append((self, stack.pop_all()))
         return self
 

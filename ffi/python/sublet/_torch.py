@@ -129,8 +129,8 @@ def region_pool(
     Args:
         tag: the region's tag; None is memory of no tag.
         device: an ordinal as torch counts them, or None for every device. On other devices memory
-        belongs to no tag. all_threads: False is the calling thread; True is every thread that is in
-        no region of its own.
+            belongs to no tag.
+        all_threads: False is the calling thread; True every thread that is in no region of its own.
 
     What is caught: everything this thread allocates through torch on any stream, also by extensions
     that use torch's allocator, and memory of graphs captured inside (it comes from the graph's own
@@ -147,8 +147,7 @@ def region_pool(
     keep regions around allocations, not around a whole run.
 
     Raises:
-        UsageError: this torch has no pools of this kind; or a region for all threads is open
-        already.
+        UsageError: this torch has no such pools, or a region for all threads is open already.
     """
     torch: Any = sys.modules["torch"]
     refusal = _refusal(torch)
@@ -282,14 +281,13 @@ def host_tensor(tensor: Any) -> Any:
     Args:
         tensor: a tensor whose memory is away; only its place and shape are looked at.
 
-    Nothing is copied where the saved bytes lie in one piece; where they do not, the tensor is over
-    a copy, and the logger `sublet` says so (debug). The storage offset is 0: the storage begins at
-    the first element. Valid until the resume of this memory begins. Writing to it changes what the
-    resume brings back.
+    Nothing is copied where the saved bytes lie in one piece. Where they do not, as with more than
+    256 MiB, the tensor is over a copy, and the logger `sublet` says so (debug). The storage begins
+    at the first element. Valid until the resume of this memory begins. Writing to it changes what
+    the resume brings back.
 
     Raises:
-        UsageError: `tensor` is no strided tensor on a CUDA device, or its bytes are not saved on
-        the host.
+        UsageError: it is no strided tensor on a CUDA device, or its bytes are not on the host.
     """
     torch: Any = sys.modules["torch"]
     address, size_bytes = byte_range(tensor)
@@ -310,6 +308,6 @@ def _writable(view: memoryview) -> Any:
     if not memoryview(owner).readonly:
         return owner
     _log.debug(
-        "host_copy: %d saved bytes lie in two pieces; the tensor is over a copy", view.nbytes
+        "host_copy: %d saved bytes lie in several pieces; the tensor is over a copy", view.nbytes
     )
     return bytearray(view)
