@@ -251,11 +251,6 @@ def inactive_ranges(
 # ---------------------------------------------------------------- saved bytes
 
 
-def _is_tensor(value: Any) -> bool:
-    torch: Any = sys.modules["torch"]
-    return isinstance(value, torch.Tensor)
-
-
 def byte_range(tensor: Any) -> Range:
     """Address and size in bytes of what `tensor` covers, from its first to its last element.
 
@@ -263,7 +258,7 @@ def byte_range(tensor: Any) -> Range:
         UsageError: it is no strided tensor on a CUDA device.
     """
     torch: Any = sys.modules["torch"]
-    if not _is_tensor(tensor):
+    if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"a torch.Tensor is wanted, not {type(tensor).__name__}")
     if not tensor.is_cuda or tensor.layout != torch.strided:
         raise UsageError(
