@@ -50,14 +50,15 @@ def program(args: Any) -> int:
     said = dataclasses.asdict(report)
     childrun.fact("report", said)
     childrun.row("attached", sublet.attached() and not said["was_preloaded"])
-    named = [str(library["path"]) for library in said["libraries"] if library["state"] == "late"]
+    states = {Path(str(library["path"])).name: library["state"] for library in said["libraries"]}
+    runtime = {name: state for name, state in states.items() if "cudart" in name}
+    others = {name: state for name, state in states.items() if state != "hooked"}
+    childrun.row("every library is hooked", said["launches_are_held"] and not others, str(others or "none is not"))
     reserved = sum(said["reserved_bytes"].values())
-    detail = f"late: {', '.join(Path(path).name for path in named) or 'nothing'}; {reserved >> 20} MiB reserved"
-    if args.when == "late":
-        is_said = any("cudart" in path for path in named) and reserved >= args.gib * common.GIB
-        childrun.row("the report names libcudart and the bytes that came too early", is_said, detail)
-    else:
-        childrun.row("nothing came too late", not named and not reserved, detail)
+    wanted = args.gib * common.GIB if args.when == "late" else 0
+    is_said = bool(runtime) and (reserved >= wanted if wanted else reserved == 0)
+    detail = f"{runtime}; {reserved >> 20} MiB reserved before"
+    childrun.row("the report names libcudart and the bytes that came too early", is_said, detail)
     tensor = torch.arange(count, dtype=torch.int64, device="cuda:0").mul_(3)
     product = torch.randn(512, 512, device="cuda:0")
     expected, total = product @ product, int(tensor.sum().item())
