@@ -1,0 +1,108 @@
+"""Regions and pauses of a program that uses torch, with the simulated driver's memory and the model of torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, Dict, List
+
+import pytest
+
+import sublet
+from fake_torch import FakeTorch, other_thread
+from simdriver import MIB, Memory, allocate
+
+tenant = pytest.mark.tenant("train")
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
+    """A torch in this process, which is one of a tenant."""
+    fake = FakeTorch(devices=1)
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    yield fake
+    # Questions that come later are answered with nothing.
+    fake.cuda.is_initialized = lambda: False
+
+
+def half_used(torch: FakeTorch, memory: Memory, pool: Any) -> None:
+    """Makes `memory` a segment of `pool` whose first half is in use and whose second half is cached."""
+    half_bytes = memory.size_bytes // 2
+    torch.segments.append(
+        {
+            "device": memory.device,
+            "total_size": memory.size_bytes,
+            "segment_pool_id": pool,
+            "blocks": [
+                {"address": memory.address, "size": half_bytes, "state": "active_allocated"},
+                {"address": memory.address + half_bytes, "size": half_bytes, "state": "inactive"},
+            ],
+        }
+    )
+
+
+def saved_bytes(report: Dict[str, Any]) -> int:
+    """How much a pause copied."""
+    members: List[Dict[str, Any]] = [
+        member
+        for phase in report["phases"]
+        if phase["phase"] == "SaveAndDropImports"
+        for member in phase["members"]
+    ]
+    return sum(member["report"]["bytes"] for member in members)
+
+
+@tenant
+def test_what_torch_has_cached_in_a_region_is_given_back_without_a_copy(torch: FakeTorch) -> None:
+    with sublet.region("weights"):
+        memory = allocate(8 * MIB, fill=7)
+        half_used(torch, memory, torch.serving())
+    assert torch.serving() == (0, 0)
+    report = sublet.pause("weights")
+    assert saved_bytes(report) == 4 * MIB
+    assert bytes(sublet.host_copy(Memory(memory.address, 4 * MIB, 0))) == b"\x07" * (4 * MIB)
+    sublet.resume("weights")
+    assert memory.read()[: 4 * MIB] == b"\x07" * (4 * MIB)
+
+
+@tenant
+def test_a_pause_from_outside_asks_too(torch: FakeTorch) -> None:
+    with sublet.region("weights"):
+        in_region = allocate(8 * MIB, fill=7)
+        half_used(torch, in_region, torch.serving())
+    plain = allocate(8 * MIB, fill=8)
+    half_used(torch, plain, (0, 0))
+    graphs = allocate(8 * MIB, fill=9)
+    half_used(torch, graphs, (77, 0))
+    for action in ("pause", "resume"):
+        command = [sys.executable, "-m", "sublet", action, "train"]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert sublet.stats()["last_pause"] is not None
+    assert plain.read()[: 4 * MIB] == b"\x08" * (4 * MIB)
+    assert in_region.read()[: 4 * MIB] == b"\x07" * (4 * MIB)
+    assert graphs.read() == b"\x09" * (8 * MIB), "a graph may read what counts as free in its pool"
+    assert b"\x08" not in plain.read()[4 * MIB :], "what was cached came back without its bytes"
+
+
+@tenant
+def test_a_region_for_all_threads_serves_another_thread_from_its_pool_and_with_its_tag(
+    torch: FakeTorch,
+) -> None:
+    with other_thread() as backward:
+        with sublet.region("step", "discard", all_threads=True):
+            pool = backward.does(torch.serving)
+            memory = backward.does(lambda: allocate(4 * MIB))
+        assert backward.does(torch.serving) == (0, 0) != pool
+    classes = [entry for device in sublet.stats()["pool"]["devices"] for entry in device["classes"]]
+    assert {entry["tag"]: entry["own_bytes"] for entry in classes}["step"] == memory.size_bytes
+
+
+@tenant
+def test_a_torch_without_pools_is_refused_before_anything_is_begun(torch: FakeTorch) -> None:
+    torch.backend = "cudaMallocAsync"
+    with pytest.raises(sublet.UsageError, match="cudaMallocAsync"), sublet.region("weights"):
+        pass
+    memory = allocate(2 * MIB)
+    classes = [entry for device in sublet.stats()["pool"]["devices"] for entry in device["classes"]]
+    assert {entry["tag"] for entry in classes} == {""} and memory.size_bytes
