@@ -141,7 +141,7 @@ class Child:
             if self.fact(name) is not None:
                 return True
             if self.process.poll() is not None:
-                raise JobError(f"{self.label} ended with {self.process.returncode} before '{name}': {self.tail()}")
+                raise JobError(f"{self.label} ended with {self.process.returncode} before '{name}': {self.why()}")
             return False
 
         try:
@@ -156,6 +156,11 @@ class Child:
         """The end of its output, but for what it said."""
         text = self.log.read_text(errors="replace")
         return "\n".join(line for line in text.splitlines() if not line.startswith(_MARK))[-size:]
+
+    def why(self) -> str:
+        """Its last line, which names the error where there was one, and then what came before."""
+        text = self.tail()
+        return f"{text.strip().splitlines()[-1] if text.strip() else 'it wrote nothing'}\n{text}"
 
     def abort(self) -> None:
         """Has it and the processes it started write their stacks, and ends them."""
@@ -186,7 +191,8 @@ class Child:
         result.data["versions"].update(facts.pop("versions", {}))
         result.data.setdefault("facts", {})[prefix] = facts
         code = self.process.returncode
-        why = f"not within {timeout_s:.0f} s: {self.tail()}" if late else f"exit {code}: {self.tail()}" if code else ""
+        how = f"not within {timeout_s:.0f} s" if late else f"exit {code}"
+        why = f"{how}: {self.why()}" if late or code else ""
         result.check(f"{prefix}: ended by itself", not late and code == 0, why)
         result.save()
         return facts
