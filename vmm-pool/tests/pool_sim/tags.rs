@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
-use vmm_pool::{Class, Contents, SavedError, Selection, Tags, Whose};
+use vmm_pool::{Class, Contents, DeviceReport, SavedError, Selection, Tags, Whose};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_bytes, holds,
@@ -127,7 +127,7 @@ fn a_failed_resume_of_a_tag_leaves_new_memory_of_it_alone() {
     pool.release_own(&selection).expect("nothing");
     assert!(holds(&pool, DEVICE, new, pattern(2)));
     pool.unmap(new).expect("the handle keeps it");
-    let handles: u64 = pool.report().devices.iter().map(|d| d.resident_bytes()).sum();
+    let handles: u64 = pool.report().devices.iter().map(DeviceReport::resident_bytes).sum();
     assert_eq!(handles, 60 * UNIT);
     pause_tags(&pool, &["kv"]);
     resume_selected(&pool, &Selection::Staged(names(&[])));
