@@ -18,7 +18,8 @@ What torch does with pools is settled in c10/cuda/CUDACachingAllocator.cpp, alik
   leaves them alone, and inside any region also everything else: torch takes an open pool for a
   capture under way.
 
-Nothing here calls the driver, so no lock of this module is held where a pause could stop its owner.
+Nothing here calls the driver. A thread that a pause stopped inside torch's own `cudaMalloc` holds the
+lock of torch's allocator, though; calls here then wait for it, as all of torch's do.
 """
 
 from __future__ import annotations
