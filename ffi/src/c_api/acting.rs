@@ -14,7 +14,7 @@ use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
 use tenants::wire::{Action, MemberState};
 
-use super::last::{fail, guarded, not_joined, settled, swapped};
+use super::last::{fail, guarded, not_joined, say_no, settled, swapped};
 use super::{ARGUMENT, OK, REFUSED};
 use crate::{bindings, runtime};
 
@@ -241,7 +241,7 @@ pub unsafe extern "C" fn sublet_tag_is_paused(tag: *const c_char) -> c_int {
         let known: Vec<_> = tags.iter().map(|row| row.tag.as_str()).collect();
         match found {
             Some(row) => Ok(if row.away_bytes > 0 { PAUSED } else { OK }),
-            None => Err(fail(ARGUMENT, &format!("no tag '{tag}' here: there are {known:?}"))),
+            None => Err(say_no(ARGUMENT, &format!("no tag '{tag}' here: there are {known:?}"))),
         }
     });
     match answer {

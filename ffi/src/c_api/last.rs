@@ -30,7 +30,6 @@ thread_local! {
 
 /// Keeps an error for this thread and returns its code.
 fn keep(code: c_int, message: &str, error: Value) -> c_int {
-    tracing::warn!(code, "{message}");
     let text = CString::new(message.replace('\0', " ")).unwrap_or_default();
     let _kept = LAST.try_with(|last| {
         let mut last = last.borrow_mut();
@@ -42,6 +41,13 @@ fn keep(code: c_int, message: &str, error: Value) -> c_int {
 
 /// An error without more to it than its words.
 pub(crate) fn fail(code: c_int, message: &str) -> c_int {
+    tracing::warn!(code, "{message}");
+    say_no(code, message)
+}
+
+/// As [`fail`], where a caller asks whether something is so: nothing went wrong.
+pub(crate) fn say_no(code: c_int, message: &str) -> c_int {
+    tracing::debug!(code, "{message}");
     keep(code, message, described(code, message, None, &json!([]), &json!([])))
 }
 
@@ -79,7 +85,7 @@ pub(crate) fn not_joined() -> c_int {
     } else {
         "this process holds no device memory under Sublet yet"
     };
-    fail(NOT_JOINED, message)
+    say_no(NOT_JOINED, message)
 }
 
 /// Keeps the report of what was done, or the error, and returns the code.
@@ -146,6 +152,7 @@ fn refused(error: &CoordinatorError) -> c_int {
         &[]
     };
     let missing_bytes = error.missing_device_bytes();
+    tracing::warn!(code, "{message}");
     keep(code, &message, described(code, &message, missing_bytes, &json!(devices), &json!(tags)))
 }
 
