@@ -5,6 +5,7 @@
 
 #![expect(unsafe_code, reason = "calls what the header of libsublet.so declares")]
 
+use std::error::Error as _;
 use std::ffi::{CString, c_char, c_int};
 use std::path::PathBuf;
 use std::ptr;
@@ -52,7 +53,11 @@ impl Library {
     /// Opens the library at `path`, for its functions alone: it stands in for nobody until `attach`.
     #[staticmethod]
     fn open(path: PathBuf) -> PyResult<Self> {
-        Self::opened(path).map_err(|error| PyOSError::new_err(error.to_string()))
+        Self::opened(path).map_err(|error| {
+            // The loader's own words, which name the file, are the cause.
+            let cause = error.source().map_or_else(String::new, |cause| format!(": {cause}"));
+            PyOSError::new_err(format!("{error}{cause}"))
+        })
     }
 
     /// The library's version.

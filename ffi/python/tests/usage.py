@@ -1,0 +1,56 @@
+"""How typed programs use the package. Never run: mypy says whether a user's types come out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Optional
+
+import sublet
+
+if TYPE_CHECKING:
+    from typing_extensions import assert_type
+
+
+@sublet.region("weights")
+def load(path: str, *, layers: int = 1) -> list[str]:
+    """Keeps its own signature in a region."""
+    return [path] * layers
+
+
+def use() -> None:
+    """Every public name, as a user writes it."""
+    assert_type(load("a", layers=2), list[str])
+    with sublet.region("kv", contents="discard", device=0, all_threads=True) as region:
+        assert_type(region, sublet.Region)
+    assert_type(sublet.attach("train"), sublet.AttachReport)
+    assert_type(sublet.attached(), bool)
+    with sublet.configure_subprocess(tenant="infer"):
+        pass
+    assert_type(sublet.library_path(), str)
+    assert_type(sublet.nccl_library_path(), str)
+    assert_type(sublet.pause(), dict[str, Any])
+    assert_type(sublet.pause("kv", whose="tenant", timeout=2.5), dict[str, Any])
+    assert_type(sublet.resume(("kv", "weights")), dict[str, Any])
+    sublet.resume({"kv": 1}.keys(), together=False)
+    assert_type(sublet.paused(), bool)
+    assert_type(sublet.paused("kv"), bool)
+    assert_type(sublet.stats(), dict[str, Any])
+    assert_type(sublet.tenants(), list[str])
+    train = sublet.Tenant("train")
+    assert_type(train.name, str)
+    assert_type(train.swap_to("infer", timeout=1), dict[str, Any])
+    assert_type(sublet.swap(train, "infer"), dict[str, Any])
+
+
+def shortage() -> tuple[Optional[int], list[dict[str, Any]], tuple[str, ...]]:
+    """The fields of exceptions."""
+    try:
+        sublet.resume()
+    except sublet.OutOfDeviceMemory as error:
+        return error.missing_bytes, error.devices, ()
+    except sublet.OutOfHostMemory as error:
+        return error.missing_bytes, [], ()
+    except sublet.UsageError as error:
+        return None, [], error.tags
+    except (sublet.RetryError, sublet.RefusedError, sublet.LostError, sublet.Error):
+        pass
+    return None, [], ()
