@@ -76,7 +76,9 @@ fn types(workspace: &Workspace, site: &Path) -> Outcome {
     let source = workspace.root.join(wheel::SOURCE);
     let cache = workspace.target.join("mypy");
     let python = Python::with(workspace, &MYPY)?;
-    let mut mypy = python.command(workspace, &[]);
+    // The tests' types are pytest's too.
+    let pytest = Python::with(workspace, &PYTEST)?;
+    let mut mypy = python.command(workspace, pytest.import_path());
     mypy.current_dir(&source).args(["-m", "mypy", "--cache-dir"]).arg(&cache);
     process::run(&mut mypy)?;
     let mut stubtest = python.command(workspace, &[site.to_owned()]);

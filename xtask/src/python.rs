@@ -49,7 +49,8 @@ impl Python {
         let ours = Self { interpreter: environment.join("bin/python"), import_path: Vec::new() };
         let beside = Self {
             interpreter: "python3".into(),
-            import_path: vec![workspace.target.join("python-packages")],
+            // A folder for each: pip adds no programs to a folder that has some.
+            import_path: vec![workspace.target.join("python-packages").join(package.module)],
         };
         for python in [&ours, &beside] {
             if python.imports(workspace, package) {
@@ -125,6 +126,11 @@ impl Python {
     /// The interpreter.
     pub(crate) fn interpreter(&self) -> &Path {
         &self.interpreter
+    }
+
+    /// Folders that it imports our packages from, when they could not be installed in an environment.
+    pub(crate) fn import_path(&self) -> &[PathBuf] {
+        &self.import_path
     }
 
     /// A program that comes with a package, such as `maturin`.
