@@ -49,6 +49,9 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
 
 /// Packs a wheel and returns its path.
 pub(crate) fn pack(workspace: &Workspace, parts: &Parts<'_>) -> Outcome<PathBuf> {
+    // The package's folder holds the files of one wheel at a time.
+    let alone = fs::File::create(workspace.target.join("wheel.lock"))?;
+    alone.lock()?;
     let python = Python::with(workspace, &MATURIN)?;
     let package = workspace.root.join(SOURCE).join("sublet");
     let library = package.join("lib/libsublet.so");

@@ -26,6 +26,7 @@ from sublet._library import (
     nccl_library_path,
 )
 from sublet._memory import host_copy
+from sublet._native import __version__ as __version__
 from sublet._pausing import pause, paused, resume, stats
 from sublet._regions import Region, region
 from sublet._tenants import Tenant, swap, tenants

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
+from sublet._native import __version__
+
 # What the codes of sublet.h mean.
 _ARGUMENT = 1
 _NOT_JOINED = 2
@@ -118,6 +120,6 @@ def from_code(what: str, code: int, message: str, report: Optional[str]) -> Erro
 def missing_function(name: str, version: str) -> RefusedError:
     """The exception for a library that lacks a function of this package's."""
     return RefusedError(
-        f"libsublet.so {version} in this process has no {name}: it is older than the package sublet; "
-        "preload the one at sublet.library_path()"
+        f"libsublet.so {version} in this process has no {name}: it is older than the package, "
+        f"{__version__}; preload the one at sublet.library_path()"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any
 
 from sublet._adapter import torch_adapter
@@ -34,8 +35,9 @@ def host_copy(tensor: Any) -> Any:
     b'\\x07\\x07\\x07\\x07'
     >>> report = sublet.resume(tags="weights")
     """
+    torch: Any = sys.modules.get("torch")
     adapter = torch_adapter()
-    if adapter is not None and type(tensor).__module__.partition(".")[0] == "torch":
+    if adapter is not None and isinstance(tensor, torch.Tensor):
         return adapter.host_tensor(tensor)
     address, size_bytes = _extent(tensor)
     return host_bytes(address, size_bytes)

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Optional, final
 
-__all__ = ["Library"]
+__all__ = ["Library", "__version__"]
+
+__version__: str
 
 @final
 class Library:

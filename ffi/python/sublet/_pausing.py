@@ -168,7 +168,11 @@ def resume(
         return parsed(library.resume_tags(None, listed, owner, limit_ms))
     if library.is_paused():
         return parsed(library.resume_tenant(None, limit_ms))
-    return parsed(library.resume_tags(None, [], owner, limit_ms))
+    try:
+        return parsed(library.resume_tags(None, [], owner, limit_ms))
+    except NotAttachedError:
+        # A process without device memory, such as a launcher, can have paused its tenant all the same.
+        return parsed(library.resume_tenant(None, limit_ms))
 
 
 def paused(tag: Optional[str] = None) -> bool:

@@ -67,7 +67,7 @@ class Tenant:
         """What its processes hold, as ``sublet stats --json`` says of it.
 
         Raises:
-            RefusedError: there is no such tenant.
+            UsageError: there is no such tenant.
         """
         return parsed(any_library().tenant_stats(self._name))
 

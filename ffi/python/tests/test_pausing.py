@@ -94,6 +94,15 @@ def test_resume_of_a_tag_lets_a_wholly_paused_tenant_run() -> None:
 
 
 @tenant
+def test_resume_of_what_runs_is_a_success() -> None:
+    allocate(2 * MIB)
+    assert sublet.resume()["outcome"] == "already"
+    in_region("kv", "keep")
+    for tags in (None, "kv"):
+        assert sublet.resume(tags)["outcome"] == "already"
+
+
+@tenant
 def test_unknown_tag_is_named_with_those_there_are() -> None:
     in_region("weights", "keep"), in_region("kv", "discard")
     for call in (sublet.pause, sublet.resume):

@@ -79,6 +79,18 @@ def test_tags_of_one_process_or_of_its_tenant(stage: Stage) -> None:
         assert worker.do("weights.read() == b'\\x07' * 4 * MIB") is True
 
 
+def test_process_without_device_memory_pauses_its_tenant(stage: Stage) -> None:
+    launcher, worker = stage.worker("train"), stage.worker("train")
+    worker.do("weights = sublet.region('weights')(simdriver.allocate)(4 * MIB, fill=7)")
+    launcher.do("sublet.pause()")
+    assert worker.do("sublet.paused()") is True
+    launcher.do("sublet.resume()")
+    assert worker.do("sublet.paused()") is False
+    worker.do("sublet.pause('weights')")
+    launcher.do("sublet.resume()")
+    assert worker.do("weights.read() == b'\\x07' * 4 * MIB") is True
+
+
 def test_processes_pause_together_without_the_interpreter_lock(stage: Stage) -> None:
     one, other = stage.worker("train"), stage.worker("train")
     for worker in (one, other):
@@ -133,7 +145,7 @@ def test_tenants_are_swapped(stage: Stage) -> None:
 def test_tenant_that_is_not_there_is_named(stage: Stage) -> None:
     nobody = sublet.Tenant("nobody")
     for call in (nobody.pause, nobody.resume, nobody.stats):
-        with pytest.raises(sublet.Error, match="nobody"):
+        with pytest.raises(sublet.UsageError, match="nobody"):
             call()
     with pytest.raises(sublet.UsageError):
         sublet.Tenant("no/name").pause()
