@@ -1,8 +1,8 @@
 //! `sublet._native`: the C functions of `libsublet.so` for Python.
 //!
-//! It links nothing of ours and keeps no state: [`library::Library`] finds the functions in the process at
-//! run time, since the library that was preloaded is the one that holds the memory. What an error code
-//! means as an exception is settled in `sublet/_errors.py`.
+//! It links nothing of ours and keeps no state: `Library` finds the functions in the process at run time,
+//! since the library that was preloaded is the one that holds the memory. What an error code means as an
+//! exception is settled in `sublet/_errors.py`.
 
 mod bindings;
 mod calls;
