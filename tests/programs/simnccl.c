@@ -2,7 +2,8 @@
  * come to be and end by a meeting of all ranks on the host; memory is created, exported and imported; and
  * work waits on the device until the peers have launched theirs. It knows unsigned 32-bit sums of up to
  * 64 KiB. Calls between ncclGroupStart and ncclGroupEnd run at the end. What a non-blocking communicator is
- * asked for goes on in a thread of its own.
+ * asked for goes on in a thread of its own. A suspended communicator has given its memory up and kept its
+ * addresses.
  */
 #include "simnccl/simnccl.h"
 
@@ -16,14 +17,14 @@
 struct Communicator {
     uint64_t name;
     int rank, ranks, device;
-    bool non_blocking;
+    bool non_blocking, suspended;
     _Atomic int state; /* ncclInProgress while a thread works for it */
     uint32_t meetings, splits;
     Meeting *meeting;
     Box boxes[RANKS_MAX];
 };
 
-typedef enum { ALL_REDUCE, BROADCAST, SEND, RECEIVE } Kind;
+typedef enum { ALL_REDUCE, BROADCAST, SEND, RECEIVE, SUSPEND, RESUME } Kind;
 
 typedef struct {
     Kind kind;
@@ -117,12 +118,32 @@ static void join_peers(void *argument)
 {
     ncclComm_t comm = argument;
     int listener = listen_as(comm->name, comm->rank);
-    comm->boxes[comm->rank] = make_box(comm->device);
+    make_box(&comm->boxes[comm->rank], comm->device);
     meet_all(comm);
     exchange_boxes(comm->name, listener, comm->rank, comm->ranks, comm->device, comm->boxes);
     meet_all(comm);
     close(listener);
     unlink(socket_of(comm->name, comm->rank).sun_path);
+}
+
+/* What others have of this rank's memory goes before the memory itself. */
+static void suspend(ncclComm_t comm)
+{
+    OK(cuCtxSynchronize());
+    meet_all(comm);
+    for (int peer = 0; peer < comm->ranks; peer++)
+        if (peer != comm->rank)
+            suspend_box(&comm->boxes[peer]);
+    meet_all(comm);
+    suspend_box(&comm->boxes[comm->rank]);
+    comm->suspended = true;
+}
+
+/* New memory at the same addresses. The boxes hold nothing between two calls. */
+static void resume(ncclComm_t comm)
+{
+    join_peers(comm);
+    comm->suspended = false;
 }
 
 ncclResult_t ncclGetVersion(int *version)
@@ -202,7 +223,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm)
 static ncclResult_t end(ncclComm_t comm)
 {
     for (int peer = 0; peer < comm->ranks; peer++)
-        end_box(comm->boxes[peer]);
+        end_box(&comm->boxes[peer]);
     munmap(comm->meeting, sizeof *comm->meeting);
     free(comm);
     return ncclSuccess;
@@ -347,6 +368,10 @@ static int number_rounds(void)
 static void run_calls(void)
 {
     for (int i = 0; i < group.count; i++) {
+        if (group.calls[i].kind == SUSPEND)
+            suspend(group.calls[i].comm);
+        if (group.calls[i].kind == RESUME)
+            resume(group.calls[i].comm);
         if (group.calls[i].kind == ALL_REDUCE)
             run_all_reduce(&group.calls[i]);
         if (group.calls[i].kind == BROADCAST)
@@ -389,6 +414,8 @@ static ncclResult_t add(Call call, size_t count, ncclDataType_t kind)
     call.bytes = count * 4;
     if (call.comm == NULL || kind != ncclUint32 || call.bytes > SLOT_BYTES || group.count == GROUP_MAX)
         return ncclInvalidArgument;
+    if (call.comm->suspended != (call.kind == RESUME))
+        return ncclInvalidUsage;
     if (call.peer < 0 || call.peer >= call.comm->ranks)
         return ncclInvalidArgument;
     if (atomic_load(&call.comm->state) != ncclSuccess)
@@ -425,6 +452,25 @@ ncclResult_t ncclRecv(void *receive, size_t count, ncclDataType_t kind, int peer
 {
     Call call = {.kind = RECEIVE, .comm = comm, .stream = stream, .to = (CUdeviceptr)receive, .peer = peer};
     return add(call, count, kind);
+}
+
+ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags)
+{
+    return flags == NCCL_SUSPEND_MEM ? add((Call){.kind = SUSPEND, .comm = comm}, 0, ncclUint32) : ncclInvalidArgument;
+}
+
+ncclResult_t ncclCommResume(ncclComm_t comm)
+{
+    return add((Call){.kind = RESUME, .comm = comm}, 0, ncclUint32);
+}
+
+ncclResult_t ncclCommMemStats(ncclComm_t comm, int stat, uint64_t *value)
+{
+    if (comm == NULL || value == NULL || stat < ncclStatGpuMemSuspend || stat > ncclStatGpuMemTotal)
+        return ncclInvalidArgument;
+    uint64_t bytes = (uint64_t)comm->ranks * BOX_BYTES;
+    *value = stat == ncclStatGpuMemSuspended ? comm->suspended : stat == ncclStatGpuMemPersist ? 0 : bytes;
+    return ncclSuccess;
 }
 
 /* By its own public functions, which a preload object may stand in for. */

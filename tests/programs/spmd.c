@@ -12,6 +12,7 @@
  *   pipeline   stages send activations on and gradients back, one forward, one backward
  *   graph      a captured graph with a collective on a stream that joined by an event
  *   churn      communicators are made, split, used and destroyed all the time
+ *   suspend    the job suspends and resumes its communicator by itself, alone and in groups
  *   waiting    communicators that do not block: every call is asked about until it is over
  */
 #include "simnccl/simnccl.h"
@@ -300,6 +301,46 @@ static uint64_t run_churn(void)
     return sum_of(data, stream);
 }
 
+static void is_suspended(ncclComm_t comm, uint64_t wanted)
+{
+    uint64_t value = 2;
+    NCCL(ncclCommMemStats(comm, ncclStatGpuMemSuspended, &value));
+    ncclResult_t again = wanted ? ncclCommSuspend(comm, NCCL_SUSPEND_MEM) : ncclCommResume(comm);
+    if (value != wanted || again != ncclInvalidUsage) {
+        say("fail the communicator is in the wrong state");
+        _exit(1);
+    }
+}
+
+static uint64_t run_suspend(void)
+{
+    ncclComm_t comm = world(0);
+    CUstream stream = new_stream();
+    CUdeviceptr data = tensor(1);
+    for (int step = 0; step < steps; step++) {
+        bool grouped = step % 2 == 1;
+        compute(data, stream);
+        all_reduce(data, comm, stream);
+        if (grouped)
+            NCCL(ncclGroupStart());
+        NCCL(ncclCommSuspend(comm, NCCL_SUSPEND_MEM));
+        if (grouped)
+            NCCL(ncclGroupEnd());
+        is_suspended(comm, 1);
+        maybe_stick(step);
+        compute(data, stream);
+        if (grouped)
+            NCCL(ncclGroupStart());
+        NCCL(ncclCommResume(comm));
+        if (grouped)
+            NCCL(ncclGroupEnd());
+        is_suspended(comm, 0);
+    }
+    uint64_t sum = sum_of(data, stream);
+    NCCL(ncclCommDestroy(comm));
+    return sum;
+}
+
 /* As torch does in this mode: asks until the call is over. */
 static void finish(ncclComm_t comm, ncclResult_t result)
 {
@@ -356,6 +397,8 @@ static uint64_t run(void)
         return run_graph();
     if (strcmp(mode, "churn") == 0)
         return run_churn();
+    if (strcmp(mode, "suspend") == 0)
+        return run_suspend();
     if (strcmp(mode, "waiting") == 0)
         return run_waiting();
     say("fail unknown mode");

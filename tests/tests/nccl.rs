@@ -61,8 +61,8 @@ fn survives_pauses(mode: &'static str, ranks: usize, steps: u32) -> Outcome {
 #[test]
 fn jobs_give_the_same_under_the_preload_object() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let modes = ["data", "tensor", "pipeline", "graph", "churn", "waiting", "python"];
-    for (mode, ranks) in modes.into_iter().zip([2, 4, 3, 2, 3, 4, 2]) {
+    let modes = ["data", "tensor", "pipeline", "graph", "churn", "suspend", "waiting", "python"];
+    for (mode, ranks) in modes.into_iter().zip([2, 4, 3, 2, 3, 3, 4, 2]) {
         let options = SpmdOptions::new(mode, ranks, 6);
         let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
         assert_eq!(Spmd::start(&stage, &options)?.finish()?, wanted, "{mode}");
@@ -98,6 +98,35 @@ fn communicators_that_come_and_go_survive_pauses_at_any_instant() -> Outcome {
 #[test]
 fn communicators_that_do_not_block_survive_pauses_at_any_instant() -> Outcome {
     survives_pauses("waiting", 4, 150)
+}
+
+#[test]
+fn communicators_that_the_job_suspends_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("suspend", 3, 40)
+}
+
+#[test]
+fn memory_of_a_suspended_communicator_is_free_and_comes_back_with_it() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let options = SpmdOptions { stuck: Some((1, 4)), ..SpmdOptions::new("suspend", 2, 8) };
+    let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
+    let mut job = Spmd::start(&stage, &options)?;
+    assert_eq!(job.ranks[1].answer()?.text, "stuck");
+    let nccl_bytes = |pid: u32| -> Outcome<u64> {
+        let members = stage.members("spmd")?;
+        let member = members.iter().find(|member| member["member"]["pid"] == pid);
+        let classes = member
+            .map_or(&serde_json::Value::Null, |member| &member["pool"]["devices"][0]["classes"]);
+        let classes = classes.as_array().cloned().unwrap_or_default();
+        assert!(!classes.is_empty(), "process {pid} is not in {members:?}");
+        let nccl = classes.iter().filter(|class| class["library"] == "nccl");
+        let bytes = |class: &serde_json::Value, name: &str| class[name].as_u64().unwrap_or(0);
+        Ok(nccl.map(|class| bytes(class, "own_bytes") + bytes(class, "imported_bytes")).sum())
+    };
+    assert_eq!(nccl_bytes(job.ranks[1].pid())?, 0);
+    job.ranks[1].say("go on")?;
+    assert_eq!(job.finish()?, wanted);
+    Ok(())
 }
 
 #[test]

@@ -185,6 +185,17 @@ function! {
             all.agree(here, "ncclCommWindowDeregister", communicator.expose_provenance(), call)
         }
 }
+// All ranks suspend and resume together. The memory itself goes and comes by the driver's calls.
+function! {
+    ncclCommSuspend(communicator: Pointer, flags: c_int) by member |all, here, call| {
+        all.agree(here, "ncclCommSuspend", communicator.expose_provenance(), call)
+    }
+}
+function! {
+    ncclCommResume(communicator: Pointer) by member |all, here, call| {
+        all.agree(here, "ncclCommResume", communicator.expose_provenance(), call)
+    }
+}
 function! {
     ncclDevCommCreate(communicator: Pointer, requirements: Pointer, made: Pointer)
         by member |all, here, call| {

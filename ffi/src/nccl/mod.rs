@@ -136,9 +136,11 @@ nccl_functions! {
         ncclCommInitRank;
         ncclCommInitRankConfig;
         ncclCommInitRankScalable;
+        ncclCommResume;
         ncclCommRevoke;
         ncclCommShrink;
         ncclCommSplit;
+        ncclCommSuspend;
         ncclCommWindowDeregister;
         ncclCommWindowRegister;
         ncclDevCommCreate;

@@ -85,33 +85,40 @@ static void wait_until_taken(Road road)
     wait_and_clear(taken_flag(road.own, road.channel, road.peer_rank), road.stream);
 }
 
-static CUdeviceptr map_box(CUhandle handle, int device)
+/* Maps a box where it was before, or at a new address. */
+static void map_box(Box *box, int device)
 {
-    CUdeviceptr address = 0;
     CUaccess access = {{1, device}, 3};
-    OK(cuMemAddressReserve(&address, BOX_BYTES, 0, 0, 0));
-    OK(cuMemMap(address, BOX_BYTES, 0, handle, 0));
-    OK(cuMemSetAccess(address, BOX_BYTES, &access, 1));
-    return address;
+    if (box->address == 0)
+        OK(cuMemAddressReserve(&box->address, BOX_BYTES, 0, 0, 0));
+    OK(cuMemMap(box->address, BOX_BYTES, 0, box->handle, 0));
+    OK(cuMemSetAccess(box->address, BOX_BYTES, &access, 1));
 }
 
-static Box make_box(int device)
+static void make_box(Box *box, int device)
 {
     CUprop prop = driver_prop();
-    Box box = {0, 0};
     prop.location.id = device;
-    OK(cuMemCreate(&box.handle, BOX_BYTES, &prop, 0));
-    box.address = map_box(box.handle, device);
+    OK(cuMemCreate(&box->handle, BOX_BYTES, &prop, 0));
+    map_box(box, device);
     /* Fills run on the default stream, and the host does not wait for them. */
-    OK(cuMemsetD8(box.address, 0, BOX_BYTES));
+    OK(cuMemsetD8(box->address, 0, BOX_BYTES));
     OK(cuStreamSynchronize(NULL));
-    return box;
 }
 
-static void end_box(Box box)
+/* Gives the memory up and keeps the address. */
+static void suspend_box(Box *box)
 {
-    driver_unmap(box.address, BOX_BYTES);
-    OK(cuMemRelease(box.handle));
+    OK(cuMemUnmap(box->address, BOX_BYTES));
+    OK(cuMemRelease(box->handle));
+    box->handle = 0;
+}
+
+static void end_box(Box *box)
+{
+    if (box->handle != 0)
+        suspend_box(box);
+    OK(cuMemAddressFree(box->address, BOX_BYTES));
 }
 
 /* Sends a descriptor of the own box to every peer and maps theirs. */
@@ -129,7 +136,7 @@ static void exchange_boxes(uint64_t name, int listener, int own_rank, int ranks,
             stop("a descriptor came from rank %d", peer);
         OK(cuMemImportFromShareableHandle(&boxes[peer].handle, (void *)(intptr_t)fd, CU_FD));
         close(fd);
-        boxes[peer].address = map_box(boxes[peer].handle, device);
+        map_box(&boxes[peer], device);
     }
 }
 

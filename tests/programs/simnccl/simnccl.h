@@ -3,6 +3,7 @@
 #define SUBLET_TEST_SIMNCCL_H
 
 #include <stddef.h>
+#include <stdint.h>
 
 typedef struct Communicator *ncclComm_t;
 typedef struct {
@@ -21,6 +22,8 @@ typedef struct {
 } ncclConfig_t;
 
 enum { ncclUint32 = 3 };
+enum { NCCL_SUSPEND_MEM = 1 };
+enum { ncclStatGpuMemSuspend, ncclStatGpuMemSuspended, ncclStatGpuMemPersist, ncclStatGpuMemTotal };
 enum { ncclSum = 0 };
 
 ncclResult_t ncclGetVersion(int *version);
@@ -31,6 +34,9 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t *ma
 ncclResult_t ncclCommFinalize(ncclComm_t comm);
 ncclResult_t ncclCommDestroy(ncclComm_t comm);
 ncclResult_t ncclCommAbort(ncclComm_t comm);
+ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags);
+ncclResult_t ncclCommResume(ncclComm_t comm);
+ncclResult_t ncclCommMemStats(ncclComm_t comm, int stat, uint64_t *value);
 ncclResult_t ncclCommCount(ncclComm_t comm, int *count);
 ncclResult_t ncclCommUserRank(ncclComm_t comm, int *rank);
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *state);

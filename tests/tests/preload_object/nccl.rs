@@ -103,7 +103,14 @@ const PASSED: &[(&str, &[&str])] = &[
 ];
 
 /// Rows for functions that NCCL 2.28.9 does not have yet.
-const NEWER: &[&str] = &["ncclCommGrow", "ncclPutSignal", "ncclSignal", "ncclWaitSignal"];
+const NEWER: &[&str] = &[
+    "ncclCommGrow",
+    "ncclCommResume",
+    "ncclCommSuspend",
+    "ncclPutSignal",
+    "ncclSignal",
+    "ncclWaitSignal",
+];
 
 /// The table, read from its source: one name a line.
 pub(crate) fn table() -> BTreeSet<String> {

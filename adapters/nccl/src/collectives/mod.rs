@@ -2,7 +2,7 @@
 //!
 //! | call | counts on |
 //! | --- | --- |
-//! | a collective, `ncclCommWindowRegister` and its reverse, `ncclDevCommCreate`, `ncclCommSplit` | the communicator's collectives |
+//! | a collective, `ncclCommWindowRegister` and its reverse, `ncclCommSuspend` and its reverse, `ncclDevCommCreate`, `ncclCommSplit` | the communicator's collectives |
 //! | `ncclSend`, `ncclRecv` | the pair's lane; to oneself, nothing |
 //! | `ncclCommInitRank` and its variants, `ncclCommShrink` | the making of the new communicator |
 //! | `ncclCommFinalize`, `ncclCommDestroy` | the communicator's end, once |
