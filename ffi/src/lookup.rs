@@ -196,8 +196,8 @@ fn decide_nccl(handle: *mut c_void, name: &CStr, number: usize, caller: usize) -
             return Decision::LOADER;
         };
         if real::is_own(found.as_ptr().expose_provenance()) {
-            // The handle of the program itself, whose order we are in.
-            libraries::behind_us()
+            // The handle of the program itself, whose order we are in, or of a library that needs us and NCCL.
+            libraries::of_handle(handle).or_else(libraries::behind_us)
         } else {
             match libraries::of_handle(handle) {
                 Some(library) if library.is_watched() => Some(library),

@@ -203,6 +203,19 @@ fn a_second_nccl_gets_its_own_calls() {
 }
 
 #[test]
+fn a_library_of_ours_and_nccl_has_the_functions_of_both() {
+    let stage = Stage::new();
+    let program = stage.program("nccl_finder");
+    let both = stage.both("libboth.so", &stage.nccl(1000));
+    // Ours come first in its order, and lead to its own NCCL.
+    for preload in [Preload::With, Preload::Without] {
+        let said = finds(&stage, &program, preload, &[&both]);
+        assert_eq!(said[..2], ["by name: libsublet.so 1001", "calls: 1"], "{preload:?}");
+        assert_eq!(said[2..], NOWHERE, "{preload:?}");
+    }
+}
+
+#[test]
 fn a_program_that_links_nccl_finds_ours_without_naming_a_library() {
     let stage = Stage::new();
     let nccl = stage.nccl(1000);

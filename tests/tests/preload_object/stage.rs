@@ -131,6 +131,17 @@ impl Stage {
         self.cc(&own_source("nccl_user"), name, &flags)
     }
 
+    /// Builds a library that needs the preload object and `nccl`, in this order.
+    pub(crate) fn both(&self, name: &str, nccl: &Path) -> PathBuf {
+        let preload = preload_path();
+        let folders = [preload.parent().expect("a folder"), self.dir.path()];
+        let rpaths = folders.map(|folder| format!("-Wl,-rpath,{}", folder.display()));
+        let libraries = [&preload, nccl].map(|path| path.to_str().expect("UTF-8"));
+        let mut flags = vec!["-shared", "-fPIC", "-Wl,--no-as-needed"];
+        flags.extend(rpaths.iter().map(String::as_str).chain(libraries));
+        self.cc(&own_source("local"), name, &flags)
+    }
+
     /// Builds a program of the simulated driver's own tests.
     pub(crate) fn driver_program(&self, name: &str) -> PathBuf {
         self.cc(&driver_source(&format!("{name}.c")), name, &[])
