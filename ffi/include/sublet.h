@@ -114,6 +114,12 @@ typedef void (*sublet_unused_source)(void *context, uint64_t token);
 int sublet_set_unused_source(sublet_unused_source source, void *context);
 int sublet_unused(uint64_t token, const uint64_t *starts, const uint64_t *sizes, size_t count);
 
+/* For torch's CUDAPluggableAllocator. What sublet_torch_malloc gives can be paused whatever its size, lies on
+ * `device` whichever is current, and belongs to the region of the calling thread; NULL when size is not positive
+ * or there is no memory. sublet_torch_free waits for the device's work first. `stream` is not used. */
+void *sublet_torch_malloc(ptrdiff_t size, int device, void *stream);
+void sublet_torch_free(void *ptr, ptrdiff_t size, int device, void *stream);
+
 /* JSON: what this process holds (-1 when it is not under Sublet), what every process of a tenant holds, and
  * the names of the tenants there are. */
 int64_t sublet_stats_json(char *buffer, size_t size);

@@ -106,6 +106,17 @@ unsafe extern "C" {
         sizes: *const u64,
         count: usize,
     ) -> ::core::ffi::c_int;
+    pub fn sublet_torch_malloc(
+        size: isize,
+        device: ::core::ffi::c_int,
+        stream: *mut ::core::ffi::c_void,
+    ) -> *mut ::core::ffi::c_void;
+    pub fn sublet_torch_free(
+        ptr: *mut ::core::ffi::c_void,
+        size: isize,
+        device: ::core::ffi::c_int,
+        stream: *mut ::core::ffi::c_void,
+    );
     pub fn sublet_stats_json(buffer: *mut ::core::ffi::c_char, size: usize) -> i64;
     pub fn sublet_tenant_stats_json(
         tenant: *const ::core::ffi::c_char,

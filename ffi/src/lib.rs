@@ -8,16 +8,20 @@
 //! * [`nccl`]: NCCL's own public functions, counted for the consistent cut.
 //! * `real`: the loader's and the driver's own functions, past our hooks.
 //! * `runtime`: the one place of process-wide state: joining the tenant, fork, exit.
+//! * [`pluggable`]: what torch's `CUDAPluggableAllocator` calls.
 //! * [`c_api`]: `include/sublet.h` and the `ncclPause` family.
+//! * [`compat`]: what callers of other projects know by other names.
 //!
 //! Nothing here decides anything; nothing here prints, exits or unwinds.
 
 pub mod attach;
 mod bindings;
 pub mod c_api;
+pub mod compat;
 pub mod hooks;
 pub mod lookup;
 pub mod nccl;
+pub mod pluggable;
 mod real;
 pub mod replaced;
 mod runtime;

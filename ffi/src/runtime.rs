@@ -3,7 +3,7 @@
 
 #![expect(unsafe_code, reason = "registers handlers for fork and exit")]
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::c_int;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -20,6 +20,7 @@ use tenants::member::MemberConfig;
 use tenants::run_dir::RunDir;
 use vmm_pool::driver::{CudaDriver, DriverCode, RawContext};
 
+use crate::hooks::{Pointer, call_driver};
 use crate::real;
 
 /// How many threads bring new host memory in. More would only get in the way of the thread that pins it:
@@ -43,6 +44,7 @@ static OWN_CONTEXTS: Mutex<BTreeSet<RawContext>> = Mutex::new(BTreeSet::new());
 static CHOSEN_TENANT: Mutex<Option<TenantName>> = Mutex::new(None);
 /// What an attach found before the tenant was joined.
 static NOTES_OF_ATTACH: Mutex<Vec<String>> = Mutex::new(Vec::new());
+static PRIMARY_CONTEXTS: Mutex<BTreeMap<c_int, usize>> = Mutex::new(BTreeMap::new());
 static HOST_BYTES_MAX: OnceLock<Option<u64>> = OnceLock::new();
 
 /// The member, when this process has joined. The usual road of every hook: two loads.
@@ -107,6 +109,22 @@ pub(crate) fn collectives() -> &'static Collectives {
 /// Contexts that the application has made for itself.
 pub(crate) fn own_contexts() -> &'static Mutex<BTreeSet<RawContext>> {
     &OWN_CONTEXTS
+}
+
+/// The device's primary context, which torch and the CUDA runtime use. Retained when first asked for, and for
+/// good, as they do: memory in it must not go with a release of ours. Two threads may both retain it, once.
+pub(crate) fn primary_context(device: c_int) -> Option<Pointer> {
+    let known = || lock(&PRIMARY_CONTEXTS);
+    let found = known().get(&device).copied();
+    if let Some(context) = found {
+        return Some(std::ptr::with_exposed_provenance_mut(context));
+    }
+    let mut context: Pointer = std::ptr::null_mut();
+    let place = &raw mut context;
+    let code = call_driver!(cuDevicePrimaryCtxRetain(place => *mut Pointer, device => c_int));
+    DriverCode(code).ok().ok()?;
+    known().insert(device, context.expose_provenance());
+    Some(context)
 }
 
 fn list_own_contexts() -> Vec<RawContext> {

@@ -32,9 +32,28 @@ struct Region {
     device: Option<DeviceOrdinal>,
 }
 
+/// What counts for a thread's memory where none of its regions is open.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Base {
+    /// The region for all threads, if there is one.
+    #[default]
+    Everywhere,
+    /// Nothing: it belongs to no tag.
+    NoTag,
+    /// As if a region were open.
+    Region {
+        /// Its tag.
+        tag: String,
+        /// The tag's policy.
+        contents: Contents,
+    },
+}
+
 thread_local! {
     /// Open regions, the innermost last; `None` where no region counts.
     static REGIONS: RefCell<Vec<Option<Region>>> = const { RefCell::new(Vec::new()) };
+    /// What counts where no region is open.
+    static BASE: RefCell<Base> = const { RefCell::new(Base::Everywhere) };
 }
 
 /// What all threads share.
@@ -151,6 +170,30 @@ pub fn end() -> Result<(), RegionError> {
     REGIONS.with_borrow_mut(|regions| regions.pop().map(|_| ()).ok_or(RegionError::NotOpen))
 }
 
+/// Sets what counts for this thread's memory where no region is open, until it is set again. For callers
+/// that set and reset one state instead of opening and closing regions.
+///
+/// # Errors
+/// [`RegionError::BadTag`], [`RegionError::OtherContents`], [`RegionError::TooManyTags`]; its memory then
+/// belongs to no tag.
+pub fn set_base(base: Base) -> Result<(), RegionError> {
+    let outcome = match &base {
+        Base::Everywhere | Base::NoTag => Ok(()),
+        Base::Region { tag, contents } => region(tag, *contents, None).map(drop),
+    };
+    BASE.replace(if outcome.is_ok() { base } else { Base::NoTag });
+    outcome
+}
+
+/// What counts on this thread where no region is open.
+fn base_region() -> Option<Region> {
+    match BASE.try_with(|base| base.borrow().clone()).unwrap_or_default() {
+        Base::Everywhere => shared().everywhere.clone(),
+        Base::NoTag => None,
+        Base::Region { tag, contents } => Some(Region { tag, contents, device: None }),
+    }
+}
+
 /// Begins a region for all threads that have none of their own open, such as those that a library runs work
 /// on. There is one at a time.
 ///
@@ -196,7 +239,7 @@ pub fn class_of(library: &'static str, device: Option<DeviceOrdinal>) -> Class {
     }
     // During thread teardown there is no region any more.
     let own = REGIONS.try_with(|regions| regions.borrow().last().cloned()).ok().flatten();
-    let open = own.unwrap_or_else(|| shared().everywhere.clone());
+    let open = own.unwrap_or_else(base_region);
     match open.filter(|region| region.device.is_none() || region.device == device) {
         Some(Region { tag, contents, .. }) => Class { library, tag, contents },
         None => Class { library, ..Class::default() },
@@ -253,5 +296,23 @@ mod tests {
         end_everywhere().unwrap();
         assert!(end_everywhere().is_err());
         assert_eq!(std::thread::spawn(|| tag_now("torch")).join().unwrap(), "");
+    }
+
+    #[test]
+    fn a_base_counts_where_no_region_is_open() {
+        let base = |tag: &str| Base::Region { tag: tag.to_owned(), contents: Contents::Discard };
+        set_base(base("state")).unwrap();
+        assert_eq!(class_of("torch", Some(GPU)).contents, Contents::Discard);
+        assert_eq!((tag_now("torch"), tag_now("nccl")), ("state".to_owned(), String::new()));
+        begin("opened", Contents::Keep, None).unwrap();
+        assert_eq!(tag_now("torch"), "opened");
+        end().unwrap();
+        assert_eq!(tag_now("torch"), "state");
+        set_base(Base::NoTag).unwrap();
+        assert_eq!(tag_now("torch"), "");
+        set_base(base("state")).unwrap();
+        assert_eq!(set_base(base("")), Err(RegionError::BadTag { length: 0 }));
+        assert_eq!(tag_now("torch"), "");
+        set_base(Base::Everywhere).unwrap();
     }
 }

@@ -44,6 +44,12 @@ int main(void)
     int printed = ncclMemStats();
     printf("statistics %d\n", printed);
 
+    char *torch = sublet_torch_malloc(1000, 0, NULL);
+    OK(cuMemsetD8((CUdeviceptr)torch, 1, 1000));
+    printf("for torch %d, nothing %d, too much %d\n", torch != NULL, sublet_torch_malloc(0, 0, NULL) != NULL,
+           sublet_torch_malloc((ptrdiff_t)1 << 50, 0, NULL) != NULL);
+    sublet_torch_free(torch, 1000, 0, NULL);
+
     int paused = sublet_pause_tenant(NULL, 0);
     int is_paused = sublet_is_paused();
     int again = sublet_pause_tenant(NULL, 5000);

@@ -91,6 +91,23 @@ pub fn allocate<D: Driver>(
         // NCCL asks for plain memory only when its cuMem path is off, and then shares it by legacy IPC.
         return Allocation::LeftToDriver(LEGACY_IPC);
     }
+    match allocate_from_pool(member, accessors, device, size_bytes, library) {
+        Ok(address) => Allocation::Made(address),
+        Err(code) => Allocation::Refused(code),
+    }
+}
+
+/// Allocates pool memory on `device` for `library`, however small: the size is rounded up to a granule.
+///
+/// # Errors
+/// What the driver said.
+pub fn allocate_from_pool<D: Driver>(
+    member: &Member<D>,
+    accessors: &Accessors,
+    device: DeviceOrdinal,
+    size_bytes: u64,
+    library: &'static str,
+) -> Result<DeviceAddress, DriverCode> {
     let _pass = member.gate().pass(Passage::Use);
     let driver = member.pool().driver();
     let mut prop = AllocationProp::pinned_on(device);
@@ -98,13 +115,11 @@ pub fn allocate<D: Driver>(
     let rdma_capable = driver.device_attribute(device, rdma).is_ok_and(|value| value != 0);
     prop.flags = AllocationFlags { gpu_direct_rdma_capable: u8::from(rdma_capable), ..prop.flags };
     let class = region::class_of(library, Some(device));
-    match member.pool().block_allocate(size_bytes, &prop, &accessors.of(device), class) {
-        Ok(address) => Allocation::Made(address),
-        Err(error) => {
-            tracing::debug!(%error, "allocation refused");
-            Allocation::Refused(error.code().unwrap_or(DriverCode::UNKNOWN))
-        }
-    }
+    let made = member.pool().block_allocate(size_bytes, &prop, &accessors.of(device), class);
+    made.map_err(|error| {
+        tracing::debug!(%error, "allocation refused");
+        error.code().unwrap_or(DriverCode::UNKNOWN)
+    })
 }
 
 /// Counts an allocation that the driver made for us.

@@ -157,6 +157,23 @@ pub struct Functions {
         ) -> ::core::ffi::c_int,
         ::libloading::Error,
     >,
+    pub sublet_torch_malloc: Result<
+        unsafe extern "C" fn(
+            size: isize,
+            device: ::core::ffi::c_int,
+            stream: *mut ::core::ffi::c_void,
+        ) -> *mut ::core::ffi::c_void,
+        ::libloading::Error,
+    >,
+    pub sublet_torch_free: Result<
+        unsafe extern "C" fn(
+            ptr: *mut ::core::ffi::c_void,
+            size: isize,
+            device: ::core::ffi::c_int,
+            stream: *mut ::core::ffi::c_void,
+        ),
+        ::libloading::Error,
+    >,
     pub sublet_stats_json: Result<
         unsafe extern "C" fn(buffer: *mut ::core::ffi::c_char, size: usize) -> i64,
         ::libloading::Error,
@@ -236,6 +253,8 @@ impl Functions {
         let sublet_host_copy_out = __library.get(b"sublet_host_copy_out\0").map(|sym| *sym);
         let sublet_set_unused_source = __library.get(b"sublet_set_unused_source\0").map(|sym| *sym);
         let sublet_unused = __library.get(b"sublet_unused\0").map(|sym| *sym);
+        let sublet_torch_malloc = __library.get(b"sublet_torch_malloc\0").map(|sym| *sym);
+        let sublet_torch_free = __library.get(b"sublet_torch_free\0").map(|sym| *sym);
         let sublet_stats_json = __library.get(b"sublet_stats_json\0").map(|sym| *sym);
         let sublet_tenant_stats_json = __library.get(b"sublet_tenant_stats_json\0").map(|sym| *sym);
         let sublet_tenants_json = __library.get(b"sublet_tenants_json\0").map(|sym| *sym);
@@ -270,6 +289,8 @@ impl Functions {
             sublet_host_copy_out,
             sublet_set_unused_source,
             sublet_unused,
+            sublet_torch_malloc,
+            sublet_torch_free,
             sublet_stats_json,
             sublet_tenant_stats_json,
             sublet_tenants_json,
@@ -439,6 +460,27 @@ impl Functions {
     ) -> ::core::ffi::c_int {
         (self.sublet_unused.as_ref().expect("Expected function, got error."))(
             token, starts, sizes, count,
+        )
+    }
+    pub unsafe fn sublet_torch_malloc(
+        &self,
+        size: isize,
+        device: ::core::ffi::c_int,
+        stream: *mut ::core::ffi::c_void,
+    ) -> *mut ::core::ffi::c_void {
+        (self.sublet_torch_malloc.as_ref().expect("Expected function, got error."))(
+            size, device, stream,
+        )
+    }
+    pub unsafe fn sublet_torch_free(
+        &self,
+        ptr: *mut ::core::ffi::c_void,
+        size: isize,
+        device: ::core::ffi::c_int,
+        stream: *mut ::core::ffi::c_void,
+    ) {
+        (self.sublet_torch_free.as_ref().expect("Expected function, got error."))(
+            ptr, size, device, stream,
         )
     }
     pub unsafe fn sublet_stats_json(&self, buffer: *mut ::core::ffi::c_char, size: usize) -> i64 {

@@ -18,7 +18,7 @@ pub mod regions;
 
 use std::ffi::{c_char, c_int, c_void};
 
-use crate::bindings;
+use crate::{bindings, pluggable};
 
 pub(crate) const OK: c_int = code(bindings::SUBLET_OK);
 pub(crate) const ARGUMENT: c_int = code(bindings::SUBLET_ERROR_ARGUMENT);
@@ -74,6 +74,8 @@ agrees! {
         unsafe extern "C" fn(bindings::sublet_unused_source, *mut c_void) -> c_int;
     sublet_unused in contents:
         unsafe extern "C" fn(u64, *const u64, *const u64, usize) -> c_int;
+    sublet_torch_malloc in pluggable: unsafe extern "C" fn(isize, c_int, *mut c_void) -> *mut c_void;
+    sublet_torch_free in pluggable: unsafe extern "C" fn(*mut c_void, isize, c_int, *mut c_void);
     sublet_stats_json in accounts: unsafe extern "C" fn(*mut c_char, usize) -> i64;
     sublet_tenant_stats_json in accounts:
         unsafe extern "C" fn(*const c_char, *mut c_char, usize) -> i64;

@@ -10,6 +10,7 @@ use tenants::gate::Passage;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 
 use super::{Address, SUCCESS, range, size_t, with_caller, write_out};
+use crate::compat::saver;
 use crate::hooks::{Pointer, call_driver};
 use crate::runtime::{self, Member, answered, class_of_caller};
 
@@ -41,6 +42,10 @@ unsafe extern "C" fn mem_alloc(
     let Ok(device) = current_device() else {
         return driver();
     };
+    saver::settle();
+    if saver::leaves_too_little(size) {
+        return DriverCode::OUT_OF_MEMORY.0;
+    }
     answered(
         runtime::join,
         |member| {

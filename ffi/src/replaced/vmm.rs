@@ -11,6 +11,7 @@ use vmm_pool::driver::{
 };
 
 use super::{Address, Handle, range, size_t, with_caller, write_out};
+use crate::compat::saver;
 use crate::hooks::call_driver;
 use crate::runtime::{self, answered, class_of_caller};
 
@@ -40,6 +41,7 @@ unsafe extern "C" fn mem_create(
     let Some(prop) = (unsafe { prop.as_ref() }) else {
         return driver();
     };
+    saver::settle();
     answered(
         runtime::join,
         |member| {

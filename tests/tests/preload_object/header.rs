@@ -113,6 +113,7 @@ fn a_c_program_has_the_calls_of_amem_and_for_the_whole_tenant() {
          sublet: GPU 0 library=header tag=weights contents=Discard own=2097152 resident=2097152 imported=0\n\
          sublet: total own=2097152 resident=2097152 imported=0\n\
          statistics 0\n\
+         for torch 1, nothing 0, too much 0\n\
          paused 0 1 0, again 0, resumed 0 0 0\n\
          together 0 1, back 0 0\n\
          unknown tenant 1, error 1\n\

@@ -1,0 +1,309 @@
+//! The functions of `torch_memory_saver`, which its Python package and other programs call by name.
+//!
+//! Memory of one tag may be kept, discarded or written to files there, as the calling thread was set when it
+//! asked for it. A tag of ours has one policy, so each such pair is a tag of its own, `tms/<tag>/<policy>`, and
+//! pausing a tag pauses all that it has (`settings.rs`).
+//!
+//! What ends the process there is a success here that does nothing (pausing what is paused, resuming what is
+//! resident), or an error code, with the reason in `sublet_last_error`.
+
+#![expect(unsafe_code, reason = "exports C functions")]
+
+mod settings;
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use vmm_pool::SavedError;
+use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
+
+use crate::bindings::SUBLET_WHOSE_PROCESS;
+use crate::c_api::last::{fail, guarded_length, write_text};
+use crate::c_api::{self, acting};
+use crate::hooks::{Pointer, call_driver};
+use crate::pluggable::{sublet_torch_free, sublet_torch_malloc};
+use crate::runtime;
+
+use settings::{Backend, Environment};
+
+/// Free device memory that an allocation in a region must leave; 0 for none.
+static MARGIN_BYTES: AtomicU64 = AtomicU64::new(0);
+/// Backups by device address and size.
+type Backups = BTreeMap<(u64, u64), Box<[u8]>>;
+
+/// Those that lie in two pieces, put together for who asked, until the next resume.
+static TOGETHER: Mutex<Backups> = Mutex::new(Backups::new());
+
+fn together() -> MutexGuard<'static, Backups> {
+    TOGETHER.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs a function of the interface that cannot fail; a panic of ours does not unwind into C.
+fn quietly<T>(otherwise: T, work: impl FnOnce() -> T) -> T {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or(otherwise)
+}
+
+/// # Safety
+/// `text` is null or a terminated string.
+unsafe fn text_of(text: *const c_char) -> Option<String> {
+    if text.is_null() {
+        return None;
+    }
+    // SAFETY: not null, so a terminated string.
+    Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+}
+
+/// Makes the calling thread's settings count for what it asks for now.
+pub(crate) fn settle() {
+    quietly((), settings::settle);
+}
+
+/// Would `size_bytes` more on the current device leave less free memory than was asked to be left?
+pub(crate) fn leaves_too_little(size_bytes: usize) -> bool {
+    let margin_bytes = MARGIN_BYTES.load(Ordering::Relaxed);
+    if margin_bytes == 0 || !settings::is_interesting() {
+        return false;
+    }
+    let (mut free, mut total) = (0_usize, 0_usize);
+    let places = (&raw mut free, &raw mut total);
+    let code = call_driver!(cuMemGetInfo_v2(places.0 => *mut usize, places.1 => *mut usize));
+    let needed_bytes = margin_bytes.saturating_add(size_bytes as u64);
+    let refused = code == DriverCode::SUCCESS.0 && needed_bytes > free as u64;
+    if refused {
+        tracing::info!(size_bytes, margin_bytes, free_bytes = free, "refused to keep the margin");
+    }
+    refused
+}
+
+/// Sets the tag of what this thread asks for.
+///
+/// # Safety
+/// `tag` is null, which changes nothing, or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn tms_set_current_tag(tag: *const c_char) {
+    // SAFETY: as this function's caller promises.
+    let tag = unsafe { text_of(tag) };
+    quietly((), || tag.into_iter().for_each(|tag| settings::change(|own| own.set_tag(&tag))));
+}
+
+/// The tag of what this thread asks for. Valid until the thread sets another.
+#[unsafe(no_mangle)]
+pub extern "C" fn tms_get_current_tag() -> *const c_char {
+    quietly(c"".as_ptr(), || settings::ask(|own| own.tag_text().as_ptr()))
+}
+
+macro_rules! switch {
+    ($what:literal, $set:ident, $get:ident, $field:ident) => {
+        #[doc = concat!("Sets, for what this thread asks for, ", $what, ".")]
+        #[unsafe(no_mangle)]
+        pub extern "C" fn $set(value: bool) {
+            quietly((), || settings::change(|own| own.$field = value));
+        }
+
+        #[doc = concat!("For what this thread asks for: ", $what, ".")]
+        #[unsafe(no_mangle)]
+        pub extern "C" fn $get() -> bool {
+            quietly(false, || settings::ask(|own| own.$field))
+        }
+    };
+}
+
+switch!(
+    "whether it can be paused",
+    tms_set_interesting_region,
+    tms_get_interesting_region,
+    interesting
+);
+switch!(
+    "whether a pause saves it to host memory",
+    tms_set_enable_cpu_backup,
+    tms_get_enable_cpu_backup,
+    cpu_backup
+);
+switch!(
+    "whether a pause saves it to a file",
+    tms_set_enable_disk_backup,
+    tms_get_enable_disk_backup,
+    disk_backup
+);
+
+/// Sets what kind of host memory backups are said to lie in. There is one kind here, so this is only
+/// remembered. Unknown words change nothing.
+///
+/// # Safety
+/// `backend` is null or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn tms_set_cpu_backup_backend(backend: *const c_char) {
+    // SAFETY: as this function's caller promises.
+    let word = unsafe { text_of(backend) }.unwrap_or_default();
+    quietly((), || match Backend::named(&word) {
+        Some(backend) => settings::change(|own| own.backend = backend),
+        None => {
+            fail(c_api::ARGUMENT, &format!("'{word}' is no kind of backup: use pinned or mmap"));
+        }
+    });
+}
+
+/// What [`tms_set_cpu_backup_backend`] was given. Never freed.
+#[unsafe(no_mangle)]
+pub extern "C" fn tms_get_cpu_backup_backend() -> *const c_char {
+    quietly(Backend::Pinned, || settings::ask(|own| own.backend)).text().as_ptr()
+}
+
+/// Sets where files of paused memory go. Contents are saved to host memory in any case.
+///
+/// # Safety
+/// The argument is ignored.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn tms_set_disk_backup_dir(_dir: *const c_char) {
+    tracing::info!("disk backups lie in host memory: a directory for them is not used");
+}
+
+/// Sets how much free device memory allocations in regions must leave. One that would leave less is
+/// answered as out of memory, upon which torch frees what it has cached and asks again.
+#[unsafe(no_mangle)]
+pub extern "C" fn set_memory_margin_bytes(value: u64) {
+    MARGIN_BYTES.store(value, Ordering::Relaxed);
+}
+
+/// Remembers whether backups are to be kept after a resume. The host memory of a pause is kept for the next one
+/// in any case; the bytes in it are given out only while the memory is away.
+#[unsafe(no_mangle)]
+pub extern "C" fn tms_set_retain_cpu_backup(retain: bool) {
+    quietly((), || Environment::get().retain.store(retain, Ordering::Relaxed));
+}
+
+/// What [`tms_set_retain_cpu_backup`] was given, or the environment says.
+#[unsafe(no_mangle)]
+pub extern "C" fn tms_get_retain_cpu_backup() -> bool {
+    quietly(false, || Environment::get().retain.load(Ordering::Relaxed))
+}
+
+/// Tags of ours that `tag` stands for; null or empty stands for all that were made here.
+unsafe fn own_tags(tag: *const c_char) -> Vec<CString> {
+    // SAFETY: as this function's caller promises.
+    let tag = unsafe { text_of(tag) }.filter(|tag| !tag.is_empty());
+    let names = settings::tags_of(tag.as_deref());
+    names.into_iter().filter_map(|name| CString::new(name).ok()).collect()
+}
+
+const WHOSE: c_int = SUBLET_WHOSE_PROCESS.cast_signed();
+
+type ActOnTags =
+    unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
+
+/// Pauses or resumes this process's memory of `tag`. A tag without memory is a success.
+unsafe fn act(tag: *const c_char, act: ActOnTags) -> c_int {
+    // SAFETY: as this function's caller promises.
+    let tags = quietly(Vec::new(), || unsafe { own_tags(tag) });
+    if tags.is_empty() {
+        return 0;
+    }
+    let pointers: Vec<_> = tags.iter().map(|tag| tag.as_ptr()).collect();
+    // SAFETY: the strings are terminated and live until after the call.
+    unsafe { act(std::ptr::null(), pointers.as_ptr(), pointers.len(), WHOSE, 0) }
+}
+
+/// Gives the memory of `tag` back, or all that is paused by tags of this interface when that is null. 0 is success,
+/// also for what is paused already; otherwise a `SUBLET_ERROR_` code, and nothing has changed.
+///
+/// # Safety
+/// `tag` is null or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn tms_pause(tag: *const c_char) -> c_int {
+    // SAFETY: as this function's caller promises.
+    unsafe { act(tag, acting::sublet_pause_tags) }
+}
+
+/// Brings memory back to the same addresses; as [`tms_pause`]. After a failure it is still paused, with its
+/// backups kept, and this can be called again.
+///
+/// # Safety
+/// `tag` is null or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn tms_resume(tag: *const c_char) -> c_int {
+    // SAFETY: as this function's caller promises.
+    let code = unsafe { act(tag, acting::sublet_resume_tags) };
+    if code == 0 {
+        together().clear();
+    }
+    code
+}
+
+/// Writes the tags of Sublet's that `tag` stands for (null: all of this interface) as a JSON list, as the functions of
+/// `sublet.h` write theirs.
+///
+/// # Safety
+/// `tag` is null or a terminated string; `buffer` is null or valid for writes of `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn tms_tags_json(
+    tag: *const c_char,
+    buffer: *mut c_char,
+    size: usize,
+) -> i64 {
+    guarded_length(|| {
+        // SAFETY: as this function's caller promises.
+        let names = settings::tags_of(unsafe { text_of(tag) }.as_deref());
+        // SAFETY: as this function's caller promises.
+        unsafe { write_text(&serde_json::json!(names).to_string(), buffer, size) }
+    })
+}
+
+/// Where the saved bytes of device memory are while it is paused, valid until its resume; null when it is not
+/// paused, or was not saved to host memory.
+///
+/// # Safety
+/// The address is only compared.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn tms_get_cpu_backup_pointer(address: *const u8, size: u64) -> *mut u8 {
+    let found = quietly(None, || backup(DeviceAddress(address.addr() as u64), size));
+    found.map_or(std::ptr::null_mut(), std::ptr::NonNull::as_ptr)
+}
+
+fn backup(start: DeviceAddress, size_bytes: u64) -> Option<std::ptr::NonNull<u8>> {
+    let pool = runtime::member()?.pool();
+    match pool.saved_at(VaRange::new(start, size_bytes)) {
+        Ok(place) => return Some(place),
+        Err(SavedError::InPieces(_)) => {}
+        // Callers ask for what is not away, too.
+        Err(error) => {
+            tracing::debug!(%error, "no backup");
+            return None;
+        }
+    }
+    let length = usize::try_from(size_bytes).ok()?;
+    let mut known = together();
+    let copy = match known.entry((start.0, size_bytes)) {
+        Entry::Occupied(copy) => copy.into_mut(),
+        Entry::Vacant(place) => {
+            let mut copy = vec![0_u8; length].into_boxed_slice();
+            pool.read_saved(start, &mut copy).ok()?;
+            place.insert(copy)
+        }
+    };
+    std::ptr::NonNull::new(copy.as_mut_ptr())
+}
+
+/// Allocates for torch's pluggable allocator, as the calling thread is set.
+///
+/// # Safety
+/// As [`sublet_torch_malloc`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn tms_torch_malloc(size: isize, device: c_int, stream: Pointer) -> Pointer {
+    // SAFETY: as this function's caller promises.
+    unsafe { sublet_torch_malloc(size, device, stream) }
+}
+
+/// Frees for torch's pluggable allocator.
+///
+/// # Safety
+/// As [`sublet_torch_free`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn tms_torch_free(ptr: Pointer, size: isize, device: c_int, stream: Pointer) {
+    // SAFETY: as this function's caller promises.
+    unsafe { sublet_torch_free(ptr, size, device, stream) }
+}

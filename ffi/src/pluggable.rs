@@ -1,0 +1,95 @@
+//! The functions that torch's `CUDAPluggableAllocator` calls. Everything they give is pool memory, whatever its
+//! size, and belongs to the region of the calling thread.
+
+#![expect(unsafe_code, reason = "exports C functions and calls the driver")]
+
+use std::ffi::c_int;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use sublet_torch_allocator::blocks;
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
+
+use crate::compat::saver;
+use crate::hooks::{Pointer, call_driver};
+use crate::runtime;
+
+/// What memory from here is counted as.
+const LIBRARY: &str = "torch";
+
+/// Runs `work` with the device's primary context current, whichever is current now. `None` without a usable
+/// driver or device.
+fn on_device<T>(device: c_int, work: impl FnOnce() -> T) -> Option<T> {
+    let context = runtime::primary_context(device)?;
+    if call_driver!(cuCtxPushCurrent_v2(context => Pointer)) != DriverCode::SUCCESS.0 {
+        return None;
+    }
+    let done = catch_unwind(AssertUnwindSafe(work));
+    let mut popped: Pointer = std::ptr::null_mut();
+    if call_driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut Pointer)) != DriverCode::SUCCESS.0 {
+        tracing::error!(device, "a context that was pushed could not be popped");
+    }
+    done.inspect_err(|_| tracing::error!(device, "torch's allocator failed inside of us")).ok()
+}
+
+fn allocate(size_bytes: u64, device: c_int) -> Option<DeviceAddress> {
+    let size = usize::try_from(size_bytes).ok()?;
+    saver::settle();
+    if saver::leaves_too_little(size) {
+        return None;
+    }
+    if let Some(member) = runtime::join() {
+        let accessors = runtime::accessors();
+        let device = DeviceOrdinal(device);
+        return blocks::allocate_from_pool(member, accessors, device, size_bytes, LIBRARY).ok();
+    }
+    let mut address: u64 = 0;
+    let code = call_driver!(cuMemAlloc_v2(&raw mut address => *mut u64, size => usize));
+    (code == DriverCode::SUCCESS.0).then_some(DeviceAddress(address))
+}
+
+fn free(address: DeviceAddress) -> DriverCode {
+    let settle = || DriverCode(call_driver!(cuCtxSynchronize()));
+    let freed = runtime::member().and_then(|member| blocks::free(member, address, settle));
+    freed.unwrap_or_else(|| DriverCode(call_driver!(cuMemFree_v2(address.0 => u64))))
+}
+
+/// Allocates `size` bytes on `device`; null when `size` is not positive or there is no memory.
+///
+/// # Safety
+/// The stream is not used.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_torch_malloc(
+    size: isize,
+    device: c_int,
+    _stream: Pointer,
+) -> Pointer {
+    let null = std::ptr::null_mut();
+    let Some(size_bytes) = u64::try_from(size).ok().filter(|size| *size > 0) else {
+        return null;
+    };
+    let made = on_device(device, || allocate(size_bytes, device)).flatten();
+    let address = made.and_then(|address| usize::try_from(address.0).ok());
+    address.map_or(null, std::ptr::with_exposed_provenance_mut)
+}
+
+/// Frees what [`sublet_torch_malloc`] gave, after the device's work. Nothing happens for null.
+///
+/// # Safety
+/// `ptr` came from [`sublet_torch_malloc`] for this device and is not used any more.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_torch_free(
+    ptr: Pointer,
+    _size: isize,
+    device: c_int,
+    _stream: Pointer,
+) {
+    if ptr.is_null() {
+        return;
+    }
+    let address = DeviceAddress(ptr.expose_provenance() as u64);
+    match on_device(device, || free(address)) {
+        Some(DriverCode::SUCCESS) => {}
+        // At the end of a process the driver goes before torch's last blocks do.
+        code => tracing::debug!(?code, device, address = address.0, "torch's block was not freed"),
+    }
+}
