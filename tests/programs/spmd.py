@@ -1,4 +1,5 @@
-"""One rank of a job that finds NCCL by ctypes, as vLLM's PyNccl does. Arguments and answers as of spmd.c."""
+"""One rank of a job that finds NCCL by ctypes, as vLLM's PyNccl does: libnccl.so.2, or what SPMD_NCCL names. Arguments and
+answers as of spmd.c."""
 
 import argparse
 import ctypes
@@ -48,7 +49,7 @@ def main():
     options = parser.parse_args()
 
     cuda = ctypes.CDLL("libcuda.so.1")
-    nccl = ctypes.CDLL("libnccl.so.2")
+    nccl = ctypes.CDLL(os.environ.get("SPMD_NCCL", "libnccl.so.2"))
     u64, pointer = ctypes.c_uint64, ctypes.c_void_p
     nccl.ncclCommInitRank.argtypes = [pointer, ctypes.c_int, UniqueId, ctypes.c_int]
     nccl.ncclAllReduce.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, pointer]
@@ -76,6 +77,10 @@ def main():
             check(cuda.cuStreamSynchronize(stream), "cuStreamSynchronize")
     check(cuda.cuStreamSynchronize(stream), "cuStreamSynchronize")
     check(cuda.cuMemcpyDtoH_v2(words, data, ctypes.c_size_t(WORDS * 4)), "cuMemcpyDtoH")
+    if "SPMD_NCCL" in os.environ:
+        # What is loaded in place of NCCL has the calls of AMem beside NCCL's; all ranks make them.
+        check(nccl.ncclPause(None), "ncclPause")
+        check(nccl.ncclResume(None), "ncclResume")
     check(nccl.ncclCommDestroy(comm), "ncclCommDestroy")
     print("ok", options.steps, sum((i + 1) * word for i, word in enumerate(words)) % 2**64, flush=True)
     sys.stdin.read()

@@ -13,6 +13,8 @@ pub struct Files {
     pub simcuda_dir: PathBuf,
     /// The `sublet` command.
     pub sublet: PathBuf,
+    /// The library that is loaded in place of NCCL.
+    pub nccl: PathBuf,
     /// The compiled `programs/rank.c`.
     pub rank: PathBuf,
     /// The compiled `programs/nccl_like.c`.
@@ -42,6 +44,7 @@ impl Files {
             preload: path("SUBLET_TEST_PRELOAD")?,
             simcuda_dir: path("SUBLET_TEST_SIMCUDA_DIR")?,
             sublet: path("SUBLET_TEST_BIN")?,
+            nccl: path("SUBLET_TEST_NCCL")?,
             rank: PathBuf::from(env!("SUBLET_RANK_PROGRAM")),
             nccl_like: PathBuf::from(env!("SUBLET_NCCL_LIKE_LIBRARY")),
             simnccl_dir: PathBuf::from(env!("SUBLET_SIMNCCL_DIR")),

@@ -14,7 +14,8 @@ const JOB_TIMEOUT: Duration = Duration::from_mins(4);
 pub struct SpmdOptions {
     /// Its tenant.
     pub tenant: String,
-    /// What it does; see `programs/spmd.c`.
+    /// What it does; see `programs/spmd.c`. `python` and `ours` are `programs/spmd.py`, which opens NCCL, or what
+    /// we have in its place.
     pub mode: &'static str,
     /// How many processes, each on a device of its own.
     pub ranks: usize,
@@ -103,7 +104,7 @@ impl Spmd {
 
 fn rank_command(stage: &Stage, options: &SpmdOptions, dir: &Path, index: usize) -> Command {
     let files = stage.files();
-    let is_python = options.mode == "python";
+    let is_python = matches!(options.mode, "python" | "ours");
     let program = if is_python { Path::new("python3") } else { &files.spmd };
     let mut command = if options.is_preloaded {
         let mut command = stage.command(&files.sublet);
@@ -115,6 +116,9 @@ fn rank_command(stage: &Stage, options: &SpmdOptions, dir: &Path, index: usize) 
     };
     if is_python {
         command.arg(&files.spmd_python);
+    }
+    if options.mode == "ours" && options.is_preloaded {
+        command.env("SPMD_NCCL", &files.nccl);
     }
     let libraries = format!("{}:{}", files.simcuda_dir.display(), files.simnccl_dir.display());
     command.env("LD_LIBRARY_PATH", libraries).env("SIMNCCL_DIR", dir);

@@ -61,8 +61,9 @@ fn survives_pauses(mode: &'static str, ranks: usize, steps: u32) -> Outcome {
 #[test]
 fn jobs_give_the_same_under_the_preload_object() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let modes = ["data", "tensor", "pipeline", "graph", "churn", "suspend", "waiting", "python"];
-    for (mode, ranks) in modes.into_iter().zip([2, 4, 3, 2, 3, 3, 4, 2]) {
+    let modes =
+        ["data", "tensor", "pipeline", "graph", "churn", "suspend", "waiting", "python", "ours"];
+    for (mode, ranks) in modes.into_iter().zip([2, 4, 3, 2, 3, 3, 4, 2, 2]) {
         let options = SpmdOptions::new(mode, ranks, 6);
         let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
         assert_eq!(Spmd::start(&stage, &options)?.finish()?, wanted, "{mode}");
@@ -132,6 +133,11 @@ fn memory_of_a_suspended_communicator_is_free_and_comes_back_with_it() -> Outcom
 #[test]
 fn a_job_that_finds_nccl_by_ctypes_survives_pauses_at_any_instant() -> Outcome {
     survives_pauses("python", 2, 1500)
+}
+
+#[test]
+fn a_job_that_opens_ours_in_place_of_nccl_survives_pauses_at_any_instant() -> Outcome {
+    survives_pauses("ours", 2, 1500)
 }
 
 #[test]

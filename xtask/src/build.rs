@@ -7,8 +7,8 @@ use std::process::{Command, Stdio};
 
 use cargo_metadata::{Message, TargetKind};
 
-use crate::Outcome;
 use crate::workspace::Workspace;
+use crate::{Outcome, shims};
 
 /// What was built, each at a path that later builds do not touch.
 ///
@@ -22,6 +22,8 @@ pub(crate) struct Built {
     pub(crate) simcuda_dir: PathBuf,
     /// The `sublet` command.
     pub(crate) sublet: PathBuf,
+    /// The library that is loaded in place of NCCL.
+    pub(crate) nccl: PathBuf,
 }
 
 impl Built {
@@ -36,10 +38,12 @@ impl Built {
         let built = Self {
             preload: place.join("libsublet.so"),
             sublet: place.join("sublet"),
+            nccl: place.join("lib/libsublet_nccl.so"),
             simcuda_dir: simcuda_dir.clone(),
         };
         install(shipped.library("sublet")?, &built.preload)?;
         install(shipped.binary("sublet")?, &built.sublet)?;
+        shims::build(workspace, &place)?;
         install(simulated.library("cuda")?, &simcuda_dir.join("libcuda.so.1"))?;
         Ok(built)
     }
@@ -49,7 +53,8 @@ impl Built {
         command
             .env("SUBLET_TEST_PRELOAD", &self.preload)
             .env("SUBLET_TEST_SIMCUDA_DIR", &self.simcuda_dir)
-            .env("SUBLET_TEST_BIN", &self.sublet);
+            .env("SUBLET_TEST_BIN", &self.sublet)
+            .env("SUBLET_TEST_NCCL", &self.nccl);
     }
 }
 

@@ -18,6 +18,7 @@ mod glibc;
 mod package;
 mod process;
 mod python;
+mod shims;
 mod sim;
 mod stages;
 mod test;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::python::{MATURIN, Python};
 use crate::workspace::Workspace;
-use crate::{Outcome, build, glibc, process};
+use crate::{Outcome, build, glibc, process, shims};
 
 /// Where the package's source is.
 pub(crate) const SOURCE: &str = "ffi/python";
@@ -61,6 +61,7 @@ pub(crate) fn pack(workspace: &Workspace, parts: &Parts<'_>) -> Outcome<PathBuf>
         process::strip(workspace, to)?;
         fs::set_permissions(to, fs::Permissions::from_mode(0o755))?;
     }
+    shims::build(workspace, &package)?;
     for old in wheels(parts.folder)? {
         fs::remove_file(old)?;
     }

@@ -165,10 +165,11 @@ def library_path() -> str:
 def nccl_library_path() -> str:
     """The path of a library with NCCL's functions and ``ncclPause`` side by side.
 
-    For programs that open NCCL by a path they are told, as vLLM by ``VLLM_NCCL_SO_PATH``. NCCL's own
-    library must be loaded or be found by the loader.
+    For programs that open NCCL by a path they are told, as vLLM by ``VLLM_NCCL_SO_PATH``, in a process
+    that is under Sublet. NCCL itself is the library that is loaded already, that of the pip package
+    ``nvidia-nccl``, or what the loader finds.
     """
-    return library_path()
+    return _carried("lib/libsublet_nccl.so")
 
 
 def command_path() -> str:
