@@ -1,0 +1,1 @@
+"""The place of modules that other programs import by name."""
