@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Optional, Protocol, cast
 
@@ -52,9 +53,27 @@ def reserved_bytes() -> dict[int, int]:
     return {} if adapter is None else adapter.reserved_bytes()
 
 
+#: Memory that a program gives up with the pause it asks for, beside what PyTorch has unused.
+_given_up: list[tuple[int, int]] = []
+
+
+@contextlib.contextmanager
+def giving_up(library: Library, blocks: Iterable[tuple[int, int]]) -> Iterator[None]:
+    """Pauses inside do not save these blocks, each an address and bytes."""
+    answer_pauses(library)
+    blocks = list(blocks)
+    _given_up.extend(blocks)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            _given_up.remove(block)
+
+
 def _unused_blocks() -> list[tuple[int, int]]:
     adapter = torch_adapter()
-    return [] if adapter is None else list(adapter.unused_blocks(None))
+    found = [] if adapter is None else adapter.unused_blocks(None)
+    return [*found, *_given_up]
 
 
 class _Questions:

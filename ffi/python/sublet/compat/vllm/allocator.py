@@ -1,0 +1,207 @@
+"""vLLM's ``CuMemAllocator``, with Sublet's pauses for its sleeps."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional, Union
+
+import sublet
+from sublet._adapter import giving_up, torch_adapter
+from sublet._errors import UsageError
+from sublet._library import own_library
+from sublet._torch_pools import ExpandableSegments
+
+#: What tags of this interface begin with in Sublet's reports.
+PREFIX = "vllm/"
+#: Device, size in bytes, address, and 0 in the place of the driver's handle, which changes.
+Handle = tuple[int, int, int, int]
+
+
+@dataclass
+class AllocationData:
+    """A piece of memory that the allocator has from the driver.
+
+    Attributes:
+        handle: device, size in bytes, address, and 0.
+        tag: the tag of the pool that it belongs to.
+        cpu_backup_tensor: always ``None``: backups lie in Sublet's host memory
+            (``sublet.host_copy``).
+    """
+
+    handle: Handle
+    tag: str
+    cpu_backup_tensor: Any = None
+
+
+class _Entered(threading.local):
+    """The pools that a thread is in, innermost last, each with its device."""
+
+    def __init__(self) -> None:
+        self.pools: list[tuple[int, tuple[int, int]]] = []
+
+
+class CuMemAllocator:
+    """Memory for tensors that can sleep. One object serves a process: :meth:`get_instance`.
+
+    Attributes:
+        default_tag: the tag of pools that are given none.
+        current_tag: the tag of the pool that is in use.
+        allocator_and_pools: the pools that are in use, by tag; each a ``torch.cuda.MemPool`` and
+            ``None``.
+    """
+
+    instance: Optional[CuMemAllocator] = None
+    default_tag: str = "default"
+
+    @staticmethod
+    def get_instance() -> CuMemAllocator:
+        """The one object.
+
+        Raises:
+            NotAttachedError: this process is not under Sublet.
+        """
+        if CuMemAllocator.instance is None:
+            CuMemAllocator.instance = CuMemAllocator()
+        return CuMemAllocator.instance
+
+    def __init__(self) -> None:
+        self._library = own_library()
+        self._torch: Any = importlib.import_module("torch")
+        self._expandable = ExpandableSegments(self._torch)
+        self.current_tag: str = CuMemAllocator.default_tag
+        self.allocator_and_pools: dict[str, Any] = {}
+        self._entered = _Entered()
+        #: Tags of all pools that there were, by the identity that torch's snapshots show.
+        self._tags: dict[tuple[int, int], str] = {}
+
+    @contextlib.contextmanager
+    def use_memory_pool(self, tag: Optional[str] = None) -> Iterator[None]:
+        """Tensors made inside by this thread have memory that sleeps and wakes up with ``tag``.
+
+        What was freed by the end is given back to the driver then.
+
+        Raises:
+            UsageError: the tag is no text, or too long.
+        """
+        tag = CuMemAllocator.default_tag if tag is None else tag
+        # Its answer to a region without a tag is not in the protocol.
+        adapter: Any = torch_adapter()
+        if adapter is None:
+            raise UsageError("use_memory_pool: torch has no CUDA device in this process")
+        outer_tag, outer_pool = self.current_tag, self.allocator_and_pools.get(tag)
+        pool = self._torch.cuda.MemPool()
+        identity = (int(pool.id[0]), int(pool.id[1]))
+        self._expandable.suspend({self._torch.cuda.current_device(): identity})
+        self.current_tag = tag
+        self._tags[identity] = tag
+        self.allocator_and_pools[tag] = (pool, None)
+        self._library.region_begin(PREFIX + tag, 0, None)
+        try:
+            with adapter.region_pool(None, None, False), self._in_front(identity):
+                with self._torch.cuda.use_mem_pool(pool):
+                    yield
+        finally:
+            self._library.region_end()
+            self.current_tag = outer_tag
+            self._expandable.restore()
+            del self.allocator_and_pools[tag]
+            if outer_pool is not None:
+                self.allocator_and_pools[tag] = outer_pool
+            # The last reference: torch then gives back what the pool has cached.
+            del pool
+
+    @contextlib.contextmanager
+    def _in_front(self, pool: tuple[int, int]) -> Iterator[None]:
+        """This thread's other pools stand aside: of several, torch asks the one opened first."""
+        pools = self._entered.pools
+        device = self._torch.cuda.current_device()
+        if pools:
+            self._torch._C._cuda_endAllocateToPool(*pools[-1])
+            self._torch._C._cuda_releasePool(*pools[-1])
+        pools.append((device, pool))
+        try:
+            yield
+        finally:
+            pools.pop()
+            if pools:
+                self._torch._C._cuda_beginAllocateCurrentThreadToPool(*pools[-1])
+
+    @property
+    def pointer_to_data(self) -> dict[int, AllocationData]:
+        """What the allocator has from the driver now, by address, asleep or awake."""
+        found: dict[int, AllocationData] = {}
+        for segment in self._torch.cuda.memory_snapshot():
+            tag = self._tags.get(tuple(segment["segment_pool_id"]))
+            if tag is not None:
+                address, size_bytes = int(segment["address"]), int(segment["total_size"])
+                handle = (int(segment["device"]), size_bytes, address, 0)
+                found[address] = AllocationData(handle, tag)
+        return found
+
+    def get_current_usage(self) -> int:
+        """Bytes that the allocator has from the driver, asleep or awake."""
+        return sum(data.handle[1] for data in self.pointer_to_data.values())
+
+    def sleep(self, offload_tags: Union[tuple[str, ...], str, None] = None) -> None:
+        """Gives the memory of all tags back to the driver. What is asleep already stays so.
+
+        Args:
+            offload_tags: a tag or several whose contents are saved; by default the default tag. The
+                contents of all others are lost. Level 1 saves ``("weights",)``, level 2 nothing.
+
+        Raises:
+            RetryError, RefusedError, OutOfHostMemory: all is awake, and contents that were not to
+                be saved may be lost.
+        """
+        saved = (CuMemAllocator.default_tag,) if offload_tags is None else offload_tags
+        saved = (saved,) if isinstance(saved, str) else tuple(saved)
+        # Whole pieces that nobody uses need not sleep: they go.
+        self._give_back_unused()
+        tags = set(self._tags.values())
+        self._fall_asleep(tags, tags.difference(saved))
+        self._give_back_unused()
+
+    def discard(self, tags: Sequence[str]) -> None:
+        """Gives the memory of ``tags`` back to the driver; their contents are lost.
+
+        Raises:
+            RetryError, RefusedError: all is awake, and the contents may be lost.
+        """
+        known = set(self._tags.values()).intersection(tags)
+        self._fall_asleep(known, known)
+
+    def wake_up(self, tags: Optional[Sequence[str]] = None) -> None:
+        """Brings memory back to the same addresses, with the contents that were saved.
+
+        Args:
+            tags: the tags that are to wake up; by default all.
+
+        Raises:
+            OutOfDeviceMemory: nothing has woken up, and all that was saved still is: call again
+                when memory is free.
+            RetryError, RefusedError: as above.
+        """
+        known = set(self._tags.values())
+        wanted = known if tags is None else known.intersection(tags)
+        if wanted:
+            sublet.resume([PREFIX + tag for tag in sorted(wanted)], whose="process")
+
+    def _fall_asleep(self, tags: set[str], unsaved: set[str]) -> None:
+        if not tags:
+            return
+        given_up = [
+            (address, data.handle[1])
+            for address, data in self.pointer_to_data.items()
+            if data.tag in unsaved
+        ]
+        with giving_up(self._library, given_up):
+            sublet.pause([PREFIX + tag for tag in sorted(tags)], whose="process")
+
+    def _give_back_unused(self) -> None:
+        gc.collect()
+        self._torch.cuda.empty_cache()

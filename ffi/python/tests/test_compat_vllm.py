@@ -1,0 +1,260 @@
+"""vLLM's allocator on the simulated driver, over a torch of pools; and how vLLM finds it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sublet
+from fake_torch import FakeTorch
+from simdriver import MIB, Memory, allocate, free_bytes
+from sublet.compat import vllm as compat
+
+BYTES = 4 * MIB
+
+
+class Pool:
+    """`torch.cuda.MemPool`: its last reference gives its cached memory back."""
+
+    def __init__(self, torch: PooledTorch) -> None:
+        self._torch = torch
+        self.id = torch.cuda.graph_pool_handle()
+        torch._C.uses[0, self.id] = 1
+
+    def __del__(self) -> None:
+        self._torch.empty_pool(self.id)
+
+
+class PooledTorch(FakeTorch):
+    """A torch whose segments are memory of the simulated driver, one for each tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: dict[int, Memory] = {}
+        self.cuda.MemPool = lambda: Pool(self)
+        self.cuda.use_mem_pool = self._use
+        self.cuda.current_device = lambda: 0
+        self.cuda.empty_cache = lambda: None
+        sys.modules["torch"] = self  # type: ignore[assignment]
+
+    @contextlib.contextmanager
+    def _use(self, pool: Pool) -> Iterator[None]:
+        self._C._cuda_beginAllocateCurrentThreadToPool(0, pool.id)
+        yield
+        self._C._cuda_endAllocateToPool(0, pool.id)
+        self._C._cuda_releasePool(0, pool.id)
+
+    def tensor(self, fill: int) -> Memory:
+        """A tensor of BYTES from the pool that serves this thread."""
+        memory = allocate(BYTES, fill=fill)
+        self.memory[memory.address] = memory
+        block = {"address": memory.address, "size": BYTES, "state": "active_allocated"}
+        self.segments.append(
+            {
+                "device": 0,
+                "address": memory.address,
+                "total_size": BYTES,
+                "segment_pool_id": self.serving(),
+                "blocks": [block],
+            }
+        )
+        return memory
+
+    def release(self, memory: Memory) -> None:
+        """The tensor is gone; its memory stays cached."""
+        for segment in self.segments:
+            if segment["address"] == memory.address:
+                segment["blocks"][0]["state"] = "inactive"
+
+    def empty_pool(self, pool: tuple[int, int]) -> None:
+        """Gives what is cached in one pool back to the driver."""
+        for segment in list(self.segments):
+            if segment["segment_pool_id"] == pool and segment["blocks"][0]["state"] == "inactive":
+                self.memory.pop(segment["address"]).free()
+                self.segments.remove(segment)
+
+
+def saved_bytes() -> int:
+    """What the last pause saved, as its report says."""
+    phases = sublet.stats()["last_pause"]["phases"]
+    return sum(phase[1]["bytes"] for phase in phases)
+
+
+@pytest.mark.tenant("vllm")
+def test_level_one_saves_the_weights_alone_and_wakes_up_by_tag() -> None:
+    torch = PooledTorch()
+    allocator = compat.CuMemAllocator.get_instance()
+    assert allocator is compat.CuMemAllocator.get_instance()
+    with allocator.use_memory_pool(tag="weights"):
+        assert allocator.current_tag == "weights"
+        weights = torch.tensor(1)
+        with allocator.use_memory_pool(tag="kv_cache"):
+            cache = torch.tensor(2)
+        more = torch.tensor(3)
+    outside = torch.tensor(4)
+    assert (allocator.current_tag, allocator.allocator_and_pools) == ("default", {})
+    tags = {address: data.tag for address, data in allocator.pointer_to_data.items()}
+    assert tags == {weights.address: "weights", cache.address: "kv_cache", more.address: "weights"}
+    assert allocator.get_current_usage() == 3 * BYTES
+    assert allocator.pointer_to_data[cache.address].handle == (0, BYTES, cache.address, 0)
+
+    before = free_bytes()
+    for _ in range(2):
+        allocator.sleep(offload_tags=("weights",))
+        assert free_bytes() == before + 3 * BYTES
+    assert outside.read()[:1] == b"\4"
+    assert bytes(sublet.host_copy(weights)[:1]) == b"\1"
+    with pytest.raises(sublet.UsageError):
+        sublet.host_copy(cache)
+    allocator.wake_up(tags=["weights"])
+    assert (weights.read(), more.read()) == (b"\1" * BYTES, b"\3" * BYTES)
+    assert free_bytes() == before + BYTES
+    for _ in range(2):
+        allocator.wake_up()
+        assert free_bytes() == before
+    cache.write(b"new")
+
+
+@pytest.mark.tenant("vllm")
+def test_level_two_saves_nothing() -> None:
+    torch = PooledTorch()
+    allocator = compat.CuMemAllocator.get_instance()
+    with allocator.use_memory_pool():
+        first = torch.tensor(5)
+    before = free_bytes()
+    allocator.sleep(offload_tags=())
+    assert free_bytes() == before + BYTES
+    with pytest.raises(sublet.UsageError):
+        sublet.host_copy(first)
+    allocator.wake_up()
+    first.write(b"again")
+    # The default tag is what is saved when nothing is said.
+    allocator.sleep()
+    allocator.wake_up()
+    assert first.read()[:5] == b"again"
+    allocator.discard(["default", "unknown"])
+    assert free_bytes() == before + BYTES
+    allocator.wake_up(["unknown"])
+    assert free_bytes() == before + BYTES
+    allocator.wake_up()
+
+
+@pytest.mark.tenant("vllm")
+def test_wake_up_that_fails_keeps_every_backup() -> None:
+    torch = PooledTorch()
+    allocator = compat.CuMemAllocator.get_instance()
+    with allocator.use_memory_pool("weights"):
+        weights = [torch.tensor(fill) for fill in range(8)]
+    allocator.sleep("weights")
+    intruder = allocate(free_bytes() - 3 * BYTES)
+    for _ in range(2):
+        with pytest.raises(sublet.OutOfDeviceMemory) as refused:
+            allocator.wake_up()
+        assert refused.value.missing_bytes == 5 * BYTES
+    assert [bytes(sublet.host_copy(weight)[:1]) for weight in weights] == [
+        bytes([n]) for n in range(8)
+    ]
+    intruder.free()
+    allocator.wake_up()
+    assert [weight.read() for weight in weights] == [bytes([fill]) * BYTES for fill in range(8)]
+
+
+@pytest.mark.tenant("vllm")
+def test_what_was_freed_in_a_pool_goes_back_at_its_end() -> None:
+    torch = PooledTorch()
+    allocator = compat.CuMemAllocator.get_instance()
+    allocate(BYTES)
+    before = free_bytes()
+    with allocator.use_memory_pool("weights"):
+        full_precision, quantized = torch.tensor(1), torch.tensor(2)
+        torch.release(full_precision)
+        assert free_bytes() == before - 2 * BYTES
+    assert free_bytes() == before - BYTES
+    allocator.sleep("weights")
+    allocator.wake_up()
+    assert quantized.read()[:1] == b"\2"
+
+
+def test_process_without_sublet_is_told_so() -> None:
+    with pytest.raises(sublet.NotAttachedError):
+        compat.CuMemAllocator.get_instance()
+
+
+CUMEM = """
+import vllm.marker
+class CuMemAllocator:
+    instance = None
+cumem_available = False
+libcudart = object()
+def create_and_map(handle): return "theirs"
+"""
+
+USES_VLLM = """
+import os
+if os.environ.get("EARLY"):
+    from vllm.device_allocator.cumem import CuMemAllocator as early
+from sublet.compat.vllm import CuMemAllocator as ours, install, install_if_asked
+install_if_asked()
+import vllm.worker
+from vllm.device_allocator import cumem
+bound = vllm.worker.CuMemAllocator is ours
+print(bound, cumem.cumem_available, hasattr(cumem, "libcudart"), cumem.__name__)
+if bound:
+    try:
+        cumem.create_and_map((0, 1, 2, 3))
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A vLLM of three files."""
+    package = tmp_path / "vllm" / "device_allocator"
+    package.mkdir(parents=True)
+    for name in ("vllm/__init__.py", "vllm/marker.py", "vllm/device_allocator/__init__.py"):
+        (tmp_path / name).write_text("")
+    (package / "cumem.py").write_text(CUMEM)
+    worker = "from vllm.device_allocator.cumem import CuMemAllocator\n"
+    (tmp_path / "vllm" / "worker.py").write_text(worker)
+    return tmp_path
+
+
+@pytest.mark.parametrize("early", ["", "1"])
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_modules_are_bound_by_name_where_asked_for(tree: Path, asked: str, early: str) -> None:
+    path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, "-c", USES_VLLM],
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": path, "SUBLET_VLLM": asked, "EARLY": early},
+    )
+    name = "vllm.device_allocator.cumem"
+    wanted = (
+        f"True True True {name}\nUsageError\n" if asked == "1" else f"False False True {name}\n"
+    )
+    assert ran.stdout == wanted, ran.stderr
+
+
+def test_an_allocator_with_memory_is_not_replaced(tree: Path) -> None:
+    code = (
+        "from vllm.device_allocator.cumem import CuMemAllocator as theirs\n"
+        "theirs.instance = theirs(); theirs.instance.pointer_to_data = {1: 2}\n"
+        "import sublet.compat; sublet.compat.install('vllm')"
+    )
+    path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert "before the model is loaded" in ran.stderr
