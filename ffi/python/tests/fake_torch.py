@@ -74,6 +74,8 @@ class FakeTorch:
         self.__version__ = version
         self.version = types.SimpleNamespace(cuda="13.0")
         self._C = FakeC()
+        # Nothing is one: memory of the simulated driver is shown by its own objects.
+        self.Tensor = type("Tensor", (), {})
         self._handles = 0
         self.segments: List[Dict[str, Any]] = []
         self.backend = "native"
