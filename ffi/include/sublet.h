@@ -29,14 +29,16 @@ extern "C" {
 #define SUBLET_ERROR_REFUSED 4
 /* The device cannot hold the tenant now: free memory there, then try again. */
 #define SUBLET_ERROR_OUT_OF_DEVICE_MEMORY 5
-/* The host cannot hold the contents now: free memory there, then try again. */
+/* The host cannot hold the contents now: free its memory, or the disk that the message names, then try again. */
 #define SUBLET_ERROR_OUT_OF_HOST_MEMORY 6
 /* Something is lost: end the processes that the message names. */
 #define SUBLET_ERROR_LOST 7
 
-/* What a pause does with the contents of a region's memory. */
+/* What a pause does with the contents of a region's memory: saves them to host memory, gives them up, or saves
+ * them to a file (sublet_set_file_dir). */
 #define SUBLET_CONTENTS_KEEP 0
 #define SUBLET_CONTENTS_DISCARD 1
+#define SUBLET_CONTENTS_FILE 2
 
 /* Whose memory a pause or resume by tag is about: that of every process of the tenant, or what the calling
  * process itself owns, wherever it was imported. */
@@ -100,9 +102,15 @@ int sublet_region_end(void);
 int sublet_region_begin_all_threads(const char *tag, int contents, int device);
 int sublet_region_end_all_threads(void);
 
+/* Where this process's contents of SUBLET_CONTENTS_FILE are saved: an existing directory that it can write. Without
+ * this call it is SUBLET_FILE_DIR of the environment, else /tmp. Holds from the next pause on that finds no such
+ * contents saved already. The file has no name, and is gone when the process ends, however that is. */
+int sublet_set_file_dir(const char *path);
+
 /* Where the saved contents of device memory [address, address + size_bytes) lie on the host while it is away.
  * Good until its resume begins, and to be read only. Fails when the memory is not away, when its contents were
- * not kept, and when they lie in two pieces: sublet_host_copy_out copies them then. */
+ * not kept in host memory, and when they lie in two pieces: sublet_host_copy_out copies them then, and also
+ * out of a file. */
 int sublet_host_copy(uint64_t address, uint64_t size_bytes, const void **host);
 int sublet_host_copy_out(uint64_t address, uint64_t size_bytes, void *target);
 

@@ -31,6 +31,7 @@ pub const SUBLET_ERROR_OUT_OF_HOST_MEMORY: u32 = 6;
 pub const SUBLET_ERROR_LOST: u32 = 7;
 pub const SUBLET_CONTENTS_KEEP: u32 = 0;
 pub const SUBLET_CONTENTS_DISCARD: u32 = 1;
+pub const SUBLET_CONTENTS_FILE: u32 = 2;
 pub const SUBLET_WHOSE_TENANT: u32 = 0;
 pub const SUBLET_WHOSE_PROCESS: u32 = 1;
 pub type sublet_unused_source =
@@ -86,6 +87,7 @@ unsafe extern "C" {
         device: ::core::ffi::c_int,
     ) -> ::core::ffi::c_int;
     pub fn sublet_region_end_all_threads() -> ::core::ffi::c_int;
+    pub fn sublet_set_file_dir(path: *const ::core::ffi::c_char) -> ::core::ffi::c_int;
     pub fn sublet_host_copy(
         address: u64,
         size_bytes: u64,

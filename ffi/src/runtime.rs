@@ -234,8 +234,14 @@ fn try_join() -> Result<Arc<Member>, String> {
         ungated: crate::attach::ungated,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
     };
-    tenants::member::Member::join(config, Arc::new(driver))
-        .map_err(|error| sublet_nccl::pausing::chain(&error))
+    let member = tenants::member::Member::join(config, Arc::new(driver))
+        .map_err(|error| sublet_nccl::pausing::chain(&error))?;
+    if let Some(dir) = variable("SUBLET_FILE_DIR") {
+        // A directory that is not there fails the first pause that needs it, with a message that names it.
+        let absolute = std::path::absolute(&dir).unwrap_or(PathBuf::from(dir));
+        member.pool().set_file_dir(absolute);
+    }
+    Ok(member)
 }
 
 fn host_limits() -> Vec<HostLimit> {

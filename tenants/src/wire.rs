@@ -126,7 +126,7 @@ pub enum Phase {
     CloseGate,
     /// Pause 2: wait until the devices have nothing left to do.
     Drain,
-    /// Pause 3: save contents to host memory and give up what was imported from peers.
+    /// Pause 3: save contents to host memory and files, and give up what was imported from peers.
     SaveAndDropImports,
     /// Pause 4, the point of no return: unmap and release own memory.
     ReleaseOwn,
@@ -304,7 +304,7 @@ pub enum FailureKind {
     CutNotReached,
     /// The devices did not finish, or calls did not return, in time.
     DrainTimeout,
-    /// The host cannot hold the contents.
+    /// The host cannot hold the contents, in its memory or on its disk.
     OutOfHostMemory,
     /// The device cannot hold the tenant now.
     OutOfDeviceMemory {
@@ -321,7 +321,7 @@ pub enum FailureKind {
     CalledOff,
     /// The request names something this process does not have.
     Unknown,
-    /// The driver failed.
+    /// The driver failed, or the disk that saved contents are on.
     Driver,
     /// Something was lost; the process should be ended.
     Faulted,

@@ -157,7 +157,11 @@ fn replies() -> Vec<Reply> {
     };
     let stats = MemberStats {
         member: member.clone(),
-        pool: PoolReport { host_arena_bytes: 1 << 40, ..PoolReport::default() },
+        pool: PoolReport {
+            host_arena_bytes: 1 << 40,
+            file_bytes: 1 << 41,
+            ..PoolReport::default()
+        },
         pauses: 3,
         resumes: 2,
         last_pause: vec![(Phase::ReleaseOwn, report.clone())],

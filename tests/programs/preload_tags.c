@@ -95,6 +95,23 @@ int main(void)
     back = sublet_resume_tenant(NULL, 0);
     printf("all %d, kv away %d\n", back, sublet_tag_is_paused("kv"));
 
+    int nowhere = sublet_set_file_dir("/nowhere"), missing = sublet_set_file_dir(NULL);
+    int there = sublet_set_file_dir("/dev/shm");
+    sublet_region_begin("frozen", SUBLET_CONTENTS_FILE);
+    CUdeviceptr frozen = filled(UNIT, 5);
+    sublet_region_end();
+    const char *frozens[] = {"frozen"};
+    paused = sublet_pause_tags(NULL, frozens, 1, SUBLET_WHOSE_PROCESS, 0);
+    sublet_stats_json(text, sizeof text);
+    printf("files in %d %d %d, paused %d, on disk %d\n", nowhere, missing, there, paused,
+           has("\"file_bytes\":2097152"));
+    at = sublet_host_copy(frozen, 4, &host);
+    copied = sublet_host_copy_out(frozen, sizeof out, out);
+    printf("in memory %d, read %d %d\n", at, copied, out[3]);
+    back = sublet_resume_tenant(NULL, 0);
+    printf("back from the file %d %d\n", back, first_byte(frozen));
+    OK(cuMemFree(frozen));
+
     sublet_tenants_json(text, sizeof text);
     printf("tenants %d, ", has("tags"));
     sublet_tenant_stats_json(NULL, text, sizeof text);

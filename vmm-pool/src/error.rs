@@ -1,5 +1,7 @@
 //! Why the pool did not do what it was asked.
 
+use std::path::PathBuf;
+
 use crate::driver::{DeviceAddress, DeviceOrdinal, DriverCode, DriverError};
 
 /// An operation of the pool that was not carried out. Exhaustive on purpose: every layer above decides for
@@ -66,6 +68,56 @@ pub enum PoolError {
         #[source]
         source: std::io::Error,
     },
+    /// The disk cannot hold the contents; nothing was given up.
+    #[error(
+        "saving to a file in {} needs {needed_bytes} bytes, and {free_bytes} are free there: free {} more, name a \
+         directory on another disk, or mark memory whose contents can go as discard",
+        dir.display(), needed_bytes.saturating_sub(*free_bytes)
+    )]
+    OutOfDisk {
+        /// Where the file is.
+        dir: PathBuf,
+        /// Bytes to save in addition to what it holds.
+        needed_bytes: u64,
+        /// Bytes that the filesystem has free.
+        free_bytes: u64,
+    },
+    /// The system did not make, grow or write the file for saved contents; nothing was given up.
+    #[error(
+        "{operation} a file for saved contents in {} failed ({size_bytes} bytes at {offset_bytes}: {source}): free \
+         disk there, raise its limits (quota, ulimit -f), or name another directory",
+        dir.display()
+    )]
+    FileRefused {
+        /// What was done.
+        operation: &'static str,
+        /// Where the file is, or should be.
+        dir: PathBuf,
+        /// From where on in the file.
+        offset_bytes: u64,
+        /// How much.
+        size_bytes: u64,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// Saved contents could not be read back. The file stays as it is, and with it what it holds.
+    #[error(
+        "reading {size_bytes} bytes at {offset_bytes} of the file for saved contents in {} failed ({source}): see to \
+         that disk, then resume again; the contents are nowhere else",
+        dir.display()
+    )]
+    FileUnreadable {
+        /// Where the file is.
+        dir: PathBuf,
+        /// From where on in the file.
+        offset_bytes: u64,
+        /// How much.
+        size_bytes: u64,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
     /// A peer's memory that this process maps did not arrive.
     #[error("no descriptor arrived for the imported allocation at {address} ({size_bytes} bytes)")]
     MissingImport {
@@ -90,6 +142,9 @@ impl PoolError {
             | Self::OutOfDeviceMemory { .. }
             | Self::OutOfHostMemory { .. }
             | Self::HostMemoryRefused { .. }
+            | Self::OutOfDisk { .. }
+            | Self::FileRefused { .. }
+            | Self::FileUnreadable { .. }
             | Self::MissingImport { .. } => false,
         }
     }
@@ -104,7 +159,10 @@ impl PoolError {
             Self::Driver { source, .. } => Some(source.code),
             Self::OutOfDeviceMemory { .. }
             | Self::OutOfHostMemory { .. }
-            | Self::HostMemoryRefused { .. } => Some(DriverCode::OUT_OF_MEMORY),
+            | Self::HostMemoryRefused { .. }
+            | Self::OutOfDisk { .. }
+            | Self::FileRefused { .. } => Some(DriverCode::OUT_OF_MEMORY),
+            Self::FileUnreadable { .. } => Some(DriverCode::UNKNOWN),
         }
     }
 }

@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 pub use error::{PoolError, PoolResult};
 pub use pool::{Class, Export, ImportSource, LostImports, Pool};
 pub use report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
-pub use staging::{HostBudget, HostDemand};
+pub use staging::{HostBudget, HostDemand, check_file_dir};
 pub use vacate::{ImportRequest, SavedError, Selection, Step, StepLog, Tags, Whose};
 
 /// The random identity of a physical allocation, the same in every process that holds it.

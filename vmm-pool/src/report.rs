@@ -16,6 +16,8 @@ pub enum Contents {
     Keep,
     /// Given up: the memory comes back with undefined contents.
     Discard,
+    /// Saved to a file and put back.
+    File,
 }
 
 /// Bytes of one class of memory (who asked for it, under which tag, with which policy) on one device.
@@ -84,6 +86,8 @@ pub struct PoolReport {
     pub devices: Vec<DeviceReport>,
     /// Host memory held for saved contents, in bytes.
     pub host_arena_bytes: u64,
+    /// Contents that are in a file now, in bytes.
+    pub file_bytes: u64,
     /// Host bytes of driver allocations on NUMA nodes, which are never paused.
     pub host_numa_bytes: u64,
 }

@@ -5,6 +5,8 @@
 //! made while copies into earlier ones are under way, so that a first pause runs at the speed of the
 //! slowest of the three. Chunks stay for the next pause.
 //!
+//! Contents that go to a file pass through one chunk more, the ring ([`ring`]); [`disk`] has the file.
+//!
 //! ```text
 //!   linear offset:  0 ............ chunk ............ 2*chunk ............ 3*chunk
 //!   saved pieces:   [A      ][B ][C                      ][D   ]
@@ -12,35 +14,59 @@
 
 #![expect(unsafe_code, reason = "hands host memory to the driver for copies")]
 
+mod chunk;
+mod disk;
+mod ring;
+
 use std::io;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use chunk::{CHUNK_BYTES, CHUNK_LENGTH, Chunk, new_chunk};
 use crossbeam_channel::Receiver;
-use memmap2::{Advice, MmapOptions, MmapRaw};
+use disk::Disk;
+pub use disk::check_file_dir;
+use ring::Ring;
+pub(crate) use ring::{SLOT_BYTES, Slot, Writing};
 
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, PinnedFor, RawStream, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::pool::Pool;
+use crate::report::Contents;
 use crate::vacate::StepLog;
 
-/// Size of a chunk. Large enough that pinning runs at full speed (36 GiB/s measured with huge pages),
-/// small enough that the first copies start after some 10 ms.
-pub(crate) const CHUNK_BYTES: u64 = 256 << 20;
-const CHUNK_LENGTH: usize = 256 << 20;
-const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// What holds saved contents.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Store {
+    /// The host arena.
+    Host,
+    /// The file.
+    File,
+}
 
-/// Where saved contents lie in the arena: `[offset, offset + size)` of its linear space.
+impl Store {
+    /// Where contents of this policy go, when they are saved at all.
+    pub(crate) fn of(contents: Contents) -> Option<Self> {
+        match contents {
+            Contents::Keep => Some(Self::Host),
+            Contents::File => Some(Self::File),
+            Contents::Discard => None,
+        }
+    }
+}
+
+/// Where saved contents lie: `[offset, offset + size)` of the linear space of arena or file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Saved {
+    pub(crate) store: Store,
     pub(crate) offset_bytes: u64,
 }
 
 impl Saved {
     /// Where a part of the same contents lies, by offset in them.
     pub(crate) fn part(self, part: &Range<u64>) -> Self {
-        Self { offset_bytes: self.offset_bytes + part.start }
+        Self { offset_bytes: self.offset_bytes + part.start, ..self }
     }
 }
 
@@ -59,27 +85,20 @@ pub struct HostDemand {
     pub grow_bytes: u64,
 }
 
-#[derive(Debug)]
-struct Chunk {
-    map: MmapRaw,
-    /// First huge-page boundary inside `map`.
-    start: NonNull<u8>,
-}
-
-// SAFETY: a chunk is plain memory that its arena owns; who may touch which bytes when is the business of
-// the copies' safety contracts.
-unsafe impl Send for Chunk {}
-
 /// Pinned host memory for the saved contents of one process.
 #[derive(Debug)]
 pub(crate) struct HostArena<D: Driver> {
     driver: Arc<D>,
     chunks: Vec<Chunk>,
-    /// What the last completed pause used.
-    used_bytes: u64,
+    /// Between devices and the file.
+    ring: Option<Ring>,
+    /// What the last completed pause used of the chunks, and of the ring.
+    used: (u64, bool),
     toucher_threads: usize,
     /// Chunks on their way, brought in by a thread that runs ahead of the copies.
     coming: Option<Receiver<io::Result<Chunk>>>,
+    /// The file. It is under the arena's lock, for the same steps use both.
+    pub(crate) disk: Disk,
 }
 
 /// How many chunks are brought in ahead of the one being pinned.
@@ -88,7 +107,15 @@ const CHUNKS_AHEAD: usize = 2;
 impl<D: Driver> HostArena<D> {
     pub(crate) fn new(driver: Arc<D>, toucher_threads: usize) -> Self {
         let toucher_threads = toucher_threads.max(1);
-        Self { driver, chunks: Vec::new(), used_bytes: 0, toucher_threads, coming: None }
+        Self {
+            driver,
+            chunks: Vec::new(),
+            ring: None,
+            used: (0, false),
+            toucher_threads,
+            coming: None,
+            disk: Disk::new(),
+        }
     }
 
     /// Has a thread bring memory in up to `end_bytes`, so that touching, pinning and copying run at the
@@ -127,20 +154,29 @@ impl<D: Driver> HostArena<D> {
         self.coming = None;
     }
 
-    pub(crate) fn capacity_bytes(&self) -> u64 {
+    fn capacity_bytes(&self) -> u64 {
         self.chunks.len() as u64 * CHUNK_BYTES
     }
 
-    /// What saving `saved_bytes` takes.
-    pub(crate) fn demand(&self, saved_bytes: u64) -> HostDemand {
-        let held_bytes = self.capacity_bytes();
-        let missing = saved_bytes.saturating_sub(held_bytes);
-        HostDemand { saved_bytes, held_bytes, grow_bytes: missing.next_multiple_of(CHUNK_BYTES) }
+    /// Host memory held, in bytes.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        self.capacity_bytes() + self.ring.as_ref().map_or(0, |_| CHUNK_BYTES)
     }
 
-    /// Refuses when `needed_bytes` cannot be held within `budget`; changes nothing.
-    pub(crate) fn check_budget(&self, needed_bytes: u64, budget: HostBudget) -> PoolResult<()> {
-        let grow_bytes = self.demand(needed_bytes).grow_bytes;
+    /// What saving takes: `host_bytes` here, and `file_bytes` in the file.
+    pub(crate) fn demand(&self, host_bytes: u64, file_bytes: u64) -> HostDemand {
+        let missing = host_bytes.saturating_sub(self.capacity_bytes());
+        let ring_bytes = if file_bytes > 0 && self.ring.is_none() { CHUNK_BYTES } else { 0 };
+        HostDemand {
+            saved_bytes: host_bytes + file_bytes,
+            held_bytes: self.held_bytes(),
+            grow_bytes: missing.next_multiple_of(CHUNK_BYTES) + ring_bytes,
+        }
+    }
+
+    /// Refuses what cannot be held within `budget`; changes nothing.
+    pub(crate) fn check_budget(demand: HostDemand, budget: HostBudget) -> PoolResult<()> {
+        let HostDemand { saved_bytes: needed_bytes, grow_bytes, .. } = demand;
         match budget.0 {
             Some(available_bytes) if grow_bytes > available_bytes => {
                 Err(PoolError::OutOfHostMemory { needed_bytes, grow_bytes, available_bytes })
@@ -158,21 +194,74 @@ impl<D: Driver> HostArena<D> {
         contexts: PinnedFor,
     ) -> PoolResult<()> {
         while self.capacity_bytes() < end_bytes {
-            let refused = |source| PoolError::HostMemoryRefused { size_bytes: CHUNK_BYTES, source };
             let chunk =
-                log.timed("wait for host memory", |_| self.next_chunk().map_err(refused))?;
-            log.timed("pin host memory", |_| {
-                // SAFETY: the chunk stays mapped until `shrink_to` or the drop of the arena unregisters
-                // it.
-                unsafe { self.driver.host_register(chunk.start, CHUNK_LENGTH, contexts) }.about(
-                    || "pinning of host memory".to_owned(),
-                    CHUNK_BYTES,
-                    None,
-                )
-            })?;
+                log.timed("wait for host memory", |_| self.next_chunk().map_err(memory_refused))?;
+            log.timed("pin host memory", |_| self.pin(&chunk, contexts))?;
             self.chunks.push(chunk);
         }
         Ok(())
+    }
+
+    /// Sees that there is a ring. A context must be current on this thread.
+    pub(crate) fn hold_ring(&mut self, log: &mut StepLog) -> PoolResult<()> {
+        if self.ring.is_some() {
+            return Ok(());
+        }
+        let chunk = log.timed("wait for host memory", |_| {
+            new_chunk(self.toucher_threads).map_err(memory_refused)
+        })?;
+        // The next pause may be of another device.
+        log.timed("pin host memory", |_| self.pin(&chunk, PinnedFor::AllContexts))?;
+        self.ring = Some(Ring { chunk });
+        Ok(())
+    }
+
+    fn pin(&self, chunk: &Chunk, contexts: PinnedFor) -> PoolResult<()> {
+        // SAFETY: whoever keeps the chunk keeps it mapped until `unpin`, or for good.
+        unsafe { self.driver.host_register(chunk.start, CHUNK_LENGTH, contexts) }.about(
+            || "pinning of host memory".to_owned(),
+            CHUNK_BYTES,
+            None,
+        )
+    }
+
+    /// Nothing that is copied may be in `chunk`.
+    fn unpin(&self, chunk: &Chunk) -> PoolResult<()> {
+        // SAFETY: the caller vouches that no copy uses it.
+        unsafe { self.driver.host_unregister(chunk.start) }.about(
+            || "unpinning of host memory".to_owned(),
+            CHUNK_BYTES,
+            None,
+        )
+    }
+
+    /// Writes what `fill` hands over to the file, and returns when it is on the disk.
+    ///
+    /// # Errors
+    /// [`PoolError::FileRefused`]; nothing is being written then.
+    pub(crate) fn write_behind<'r>(
+        &'r mut self,
+        fill: impl FnOnce(&mut Writing<'r>) -> PoolResult<()>,
+    ) -> PoolResult<()> {
+        match (&mut self.ring, self.disk.file()) {
+            (Some(ring), Some(file)) => ring::write_behind(file, ring.slots(), fill),
+            (None, _) | (_, None) => Ok(()),
+        }
+    }
+
+    /// Reads `places` of the file, and calls `each` with the index of every one and the slot that holds it.
+    ///
+    /// # Errors
+    /// [`PoolError::FileUnreadable`]; nothing is being read then.
+    pub(crate) fn read_ahead<'r>(
+        &'r mut self,
+        places: &[Range<u64>],
+        each: impl FnMut(usize, &Slot<'r>) -> PoolResult<()>,
+    ) -> PoolResult<()> {
+        match (&mut self.ring, self.disk.file()) {
+            (Some(ring), Some(file)) => ring::read_ahead(file, ring.slots(), places, each),
+            (None, _) | (_, None) => Ok(()),
+        }
     }
 
     /// Gives chunks back until at most `keep_bytes` (rounded up to a chunk) are held. A context must be
@@ -182,26 +271,33 @@ impl<D: Driver> HostArena<D> {
             let Some(chunk) = self.chunks.last() else {
                 break;
             };
-            // SAFETY: the caller vouches that nothing is saved in this chunk, so no copy uses it.
-            unsafe { self.driver.host_unregister(chunk.start) }.about(
-                || "unpinning of host memory".to_owned(),
-                CHUNK_BYTES,
-                None,
-            )?;
+            self.unpin(chunk)?;
             self.chunks.pop();
         }
         Ok(())
     }
 
-    /// A pause is complete that has `saved_bytes` here.
-    pub(crate) fn used(&mut self, saved_bytes: u64) {
-        self.used_bytes = saved_bytes;
+    /// Gives the ring back. A context must be current, and no copy under way there.
+    fn drop_ring(&mut self) -> PoolResult<()> {
+        if let Some(ring) = &self.ring {
+            self.unpin(&ring.chunk)?;
+        }
+        self.ring = None;
+        Ok(())
+    }
+
+    /// A pause is complete that has saved contents up to `end_bytes` here, and some in the file or none.
+    pub(crate) fn used(&mut self, end_bytes: u64, is_file_used: bool) {
+        self.used = (end_bytes, is_file_used);
     }
 
     /// After a pause that came to nothing: gives back what the last completed one did not use. What the
     /// driver will not unpin stays for the next pause. A context must be current, and nothing saved.
     pub(crate) fn give_back_unused(&mut self) {
-        if let Err(error) = self.shrink_to(self.used_bytes) {
+        let (end_bytes, is_file_used) = self.used;
+        let shrunk = self.shrink_to(end_bytes);
+        let dropped = if is_file_used { Ok(()) } else { self.drop_ring() };
+        if let Err(error) = shrunk.and(dropped) {
             tracing::error!(%error, "host memory stays for the next pause");
         }
     }
@@ -299,53 +395,18 @@ impl<D: Driver> HostArena<D> {
     }
 }
 
-/// Maps a chunk and brings all its pages in.
-fn new_chunk(toucher_threads: usize) -> io::Result<Chunk> {
-    let length = CHUNK_LENGTH;
-    let map = MmapRaw::from(MmapOptions::new().len(length + HUGE_PAGE_BYTES).map_anon()?);
-    if let Err(error) = map.advise(Advice::HugePage) {
-        tracing::debug!(%error, "no huge pages: the first pause will be slower");
-    }
-    let base = map.as_mut_ptr();
-    let padding = base.align_offset(HUGE_PAGE_BYTES).min(HUGE_PAGE_BYTES);
-    // SAFETY: the map is one huge page longer than the chunk, and `padding` at most that.
-    let start = unsafe { base.add(padding) };
-    let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
-    touch(start, length, toucher_threads);
-    Ok(Chunk { map, start })
-}
-
-/// Writes a zero to each page of a new anonymous map, so that the kernel brings it in now and in parallel.
-fn touch(start: NonNull<u8>, length: usize, threads: usize) {
-    const PAGE_BYTES: usize = 4096;
-    let share = length.div_ceil(threads).next_multiple_of(HUGE_PAGE_BYTES);
-    let base = start.as_ptr().expose_provenance();
-    std::thread::scope(|scope| {
-        for begin in (0..length).step_by(share) {
-            let touch_share = move || {
-                for offset in (begin..(begin + share).min(length)).step_by(PAGE_BYTES) {
-                    let page = std::ptr::with_exposed_provenance_mut::<u8>(base + offset);
-                    // SAFETY: the page lies in the new map, which nobody else uses before this returns.
-                    unsafe { page.write_volatile(0) };
-                }
-            };
-            // Without a thread to be had, this one does the share itself.
-            if let Err(error) = std::thread::Builder::new().spawn_scoped(scope, touch_share) {
-                tracing::debug!(%error, "no thread to touch host memory with");
-                touch_share();
-            }
-        }
-    });
+fn memory_refused(source: io::Error) -> PoolError {
+    PoolError::HostMemoryRefused { size_bytes: CHUNK_BYTES, source }
 }
 
 impl<D: Driver> Drop for HostArena<D> {
     fn drop(&mut self) {
-        if let Err(error) = self.shrink_to(0) {
+        let dropped = self.drop_ring();
+        if let Err(error) = self.shrink_to(0).and(dropped) {
             tracing::error!(%error, "host memory stays pinned");
             // Unmapping pinned memory would pull it from under the driver: keep it for good.
-            for chunk in self.chunks.drain(..) {
-                let _kept = std::mem::ManuallyDrop::new(chunk.map);
-            }
+            let ring = self.ring.take().map(|ring| ring.chunk);
+            self.chunks.drain(..).chain(ring).for_each(Chunk::keep_for_good);
         }
     }
 }
@@ -375,10 +436,6 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         }
     }
 
-    pub(crate) fn device(&self) -> DeviceOrdinal {
-        self.device
-    }
-
     /// The stream whose turn it is, after its earlier work is done.
     pub(crate) fn take_idle(&mut self) -> PoolResult<RawStream> {
         let stream = self.take();
@@ -392,7 +449,8 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         self.streams[self.next]
     }
 
-    fn finish(&self, stream: RawStream) -> PoolResult<()> {
+    /// Waits for `stream`, one of the two, and leaves the device's context current.
+    pub(crate) fn finish(&self, stream: RawStream) -> PoolResult<()> {
         let about = || "copies of contents".to_owned();
         let driver = self.pool.driver();
         driver.make_current(self.device).about(about, 0, Some(self.device))?;

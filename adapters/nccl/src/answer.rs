@@ -31,6 +31,9 @@ impl<T> Answer<T> {
                         | PoolError::OutOfDeviceMemory { .. }
                         | PoolError::OutOfHostMemory { .. }
                         | PoolError::HostMemoryRefused { .. }
+                        | PoolError::OutOfDisk { .. }
+                        | PoolError::FileRefused { .. }
+                        | PoolError::FileUnreadable { .. }
                         | PoolError::MissingImport { .. } => tracing::warn!(%error, "refused"),
                     }
                     Self::Refused(code)

@@ -31,6 +31,7 @@ pub const SUBLET_ERROR_OUT_OF_HOST_MEMORY: u32 = 6;
 pub const SUBLET_ERROR_LOST: u32 = 7;
 pub const SUBLET_CONTENTS_KEEP: u32 = 0;
 pub const SUBLET_CONTENTS_DISCARD: u32 = 1;
+pub const SUBLET_CONTENTS_FILE: u32 = 2;
 pub const SUBLET_WHOSE_TENANT: u32 = 0;
 pub const SUBLET_WHOSE_PROCESS: u32 = 1;
 pub type sublet_unused_source =
@@ -125,6 +126,10 @@ pub struct Functions {
     >,
     pub sublet_region_end_all_threads:
         Result<unsafe extern "C" fn() -> ::core::ffi::c_int, ::libloading::Error>,
+    pub sublet_set_file_dir: Result<
+        unsafe extern "C" fn(path: *const ::core::ffi::c_char) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
     pub sublet_host_copy: Result<
         unsafe extern "C" fn(
             address: u64,
@@ -249,6 +254,7 @@ impl Functions {
             __library.get(b"sublet_region_begin_all_threads\0").map(|sym| *sym);
         let sublet_region_end_all_threads =
             __library.get(b"sublet_region_end_all_threads\0").map(|sym| *sym);
+        let sublet_set_file_dir = __library.get(b"sublet_set_file_dir\0").map(|sym| *sym);
         let sublet_host_copy = __library.get(b"sublet_host_copy\0").map(|sym| *sym);
         let sublet_host_copy_out = __library.get(b"sublet_host_copy_out\0").map(|sym| *sym);
         let sublet_set_unused_source = __library.get(b"sublet_set_unused_source\0").map(|sym| *sym);
@@ -285,6 +291,7 @@ impl Functions {
             sublet_region_end,
             sublet_region_begin_all_threads,
             sublet_region_end_all_threads,
+            sublet_set_file_dir,
             sublet_host_copy,
             sublet_host_copy_out,
             sublet_set_unused_source,
@@ -421,6 +428,12 @@ impl Functions {
     }
     pub unsafe fn sublet_region_end_all_threads(&self) -> ::core::ffi::c_int {
         (self.sublet_region_end_all_threads.as_ref().expect("Expected function, got error."))()
+    }
+    pub unsafe fn sublet_set_file_dir(
+        &self,
+        path: *const ::core::ffi::c_char,
+    ) -> ::core::ffi::c_int {
+        (self.sublet_set_file_dir.as_ref().expect("Expected function, got error."))(path)
     }
     pub unsafe fn sublet_host_copy(
         &self,

@@ -2,7 +2,8 @@
 
 #![expect(unsafe_code, reason = "exports the C interface, and calls back into the application")]
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
+use std::os::unix::ffi::OsStrExt as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -73,6 +74,36 @@ pub unsafe extern "C" fn sublet_host_copy_out(
             Ok(()) => OK,
             Err(error) => fail(ARGUMENT, &error.to_string()),
         }
+    })
+}
+
+/// Names the directory that contents of `SUBLET_CONTENTS_FILE` are saved in.
+///
+/// # Safety
+/// `path` is null or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_set_file_dir(path: *const c_char) -> c_int {
+    guarded(|| {
+        let Some(member) = runtime::member() else {
+            return not_joined();
+        };
+        if path.is_null() {
+            return fail(ARGUMENT, "contents in files need a directory");
+        }
+        // SAFETY: checked not to be null; the caller's terminated string.
+        let path = OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes());
+        // The process may change its own directory before the next pause.
+        let dir = match std::path::absolute(path) {
+            Ok(dir) => dir,
+            Err(error) => {
+                return fail(ARGUMENT, &format!("{} is no directory: {error}", path.display()));
+            }
+        };
+        if let Err(error) = vmm_pool::check_file_dir(&dir) {
+            return fail(ARGUMENT, &error.to_string());
+        }
+        member.pool().set_file_dir(dir);
+        OK
     })
 }
 

@@ -69,6 +69,7 @@ agrees! {
     sublet_region_end_all_threads in regions: unsafe extern "C" fn() -> c_int;
     sublet_host_copy in contents:
         unsafe extern "C" fn(u64, u64, *mut *const c_void) -> c_int;
+    sublet_set_file_dir in contents: unsafe extern "C" fn(*const c_char) -> c_int;
     sublet_host_copy_out in contents: unsafe extern "C" fn(u64, u64, *mut c_void) -> c_int;
     sublet_set_unused_source in contents:
         unsafe extern "C" fn(bindings::sublet_unused_source, *mut c_void) -> c_int;

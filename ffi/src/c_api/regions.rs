@@ -36,8 +36,9 @@ unsafe fn begin(how: Begin, tag: *const c_char, contents: c_int, device: c_int) 
         let contents = match u32::try_from(contents) {
             Ok(bindings::SUBLET_CONTENTS_KEEP) => Contents::Keep,
             Ok(bindings::SUBLET_CONTENTS_DISCARD) => Contents::Discard,
+            Ok(bindings::SUBLET_CONTENTS_FILE) => Contents::File,
             _ => {
-                let message = format!("{contents} is no SUBLET_CONTENTS_ value: use 0 or 1");
+                let message = format!("{contents} is no SUBLET_CONTENTS_ value: use 0, 1 or 2");
                 return fail(ARGUMENT, &message);
             }
         };

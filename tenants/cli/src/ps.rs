@@ -149,6 +149,7 @@ fn contents_label(contents: Contents) -> &'static str {
     match contents {
         Contents::Keep => "keep",
         Contents::Discard => "discard",
+        Contents::File => "file",
     }
 }
 

@@ -265,9 +265,9 @@ impl<D: Driver> Member<D> {
     }
 
     /// For a forked child, which is no member: closes its copies of descriptors that hold device memory,
-    /// or a conversation with a peer, where no other thread was changing them at the fork. Blocks nowhere.
+    /// disk space, or a conversation with a peer, where no other thread was changing them at the fork. Blocks nowhere.
     pub fn let_go_in_child(&self) {
-        self.pool.close_exports_in_child();
+        self.pool.close_descriptors_in_child();
         if let Ok(mut spare) = self.spare.try_lock() {
             spare.clear();
         }

@@ -660,18 +660,20 @@ pub(super) fn pool_failure(error: &PoolError) -> Failure {
                 missing_bytes: needed_bytes.saturating_sub(*free_bytes),
             }
         }
-        PoolError::OutOfHostMemory { .. } | PoolError::HostMemoryRefused { .. } => {
-            FailureKind::OutOfHostMemory
-        }
+        PoolError::OutOfHostMemory { .. }
+        | PoolError::HostMemoryRefused { .. }
+        | PoolError::OutOfDisk { .. }
+        | PoolError::FileRefused { .. } => FailureKind::OutOfHostMemory,
         PoolError::MissingImport { .. } => FailureKind::PeerGone,
         PoolError::Driver { source, .. }
             if source.op == DriverOp::HostRegister && source.code == DriverCode::OUT_OF_MEMORY =>
         {
             FailureKind::OutOfHostMemory
         }
-        PoolError::NotOurs | PoolError::StaleHandle { .. } | PoolError::Driver { .. } => {
-            FailureKind::Driver
-        }
+        PoolError::NotOurs
+        | PoolError::StaleHandle { .. }
+        | PoolError::FileUnreadable { .. }
+        | PoolError::Driver { .. } => FailureKind::Driver,
     };
     Failure { kind, message: format!("process {}: {error}", std::process::id()) }
 }

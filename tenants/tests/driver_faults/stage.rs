@@ -95,7 +95,9 @@ impl Stage {
         let node = SimNode::private(&[CAPACITY_BYTES; 2]).expect("a node under /dev/shm");
         let join = |_| {
             let driver = SimDriver::new(node.clone(), SimOptions::default());
-            Member::join(config(&run_dir), Arc::new(driver)).expect("joined")
+            let member = Member::join(config(&run_dir), Arc::new(driver)).expect("joined");
+            member.pool().set_file_dir("/dev/shm".into());
+            member
         };
         let members: Vec<_> = (0..2).map(join).collect();
         // A memfd is replaced by the real one below.
@@ -164,6 +166,18 @@ impl Stage {
         self.spot(peer, elsewhere, opened, last.seed);
         let scratch = create(&member, device, 1, Contents::Discard);
         map(&member, scratch, UNIT, device);
+        // Contents that go to a file, of memory that the peer has imported.
+        let seed = self.next_seed();
+        let filed = create(&member, device, 1, Contents::File);
+        let range = map(&member, filed, UNIT, device);
+        write(&member, device, range, seed);
+        self.spot(index, device, range, seed);
+        let fd = member.issue_ticket(filed).expect("a ticket");
+        let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
+        let imported = importer.redeem_ticket(&ticket, "test").expect("import");
+        let there = map(&importer, imported.raw(), UNIT, elsewhere);
+        self.spot(peer, elsewhere, there, seed);
+        importer.pool().release(imported.raw()).expect("the mapping keeps it");
     }
 
     /// Kept memory that is mapped nowhere for a while: its contents are looked at through a mapping.
@@ -269,6 +283,7 @@ impl Stage {
                 assert_eq!(resident, row.own_bytes(), "{when}: accounts of member {index}");
                 assert!(row.pinned.is_empty(), "{when}: {:?}", row.pinned);
             }
+            assert_eq!(report.file_bytes, 0, "{when}: disk of member {index}");
         }
     }
 

@@ -93,6 +93,9 @@ fn memory_by_tag_works_as_a_c_program_calls_for_it() {
          contents 7 8\n\
          too late 1\n\
          all 0, kv away 0\n\
+         files in 1 1 0, paused 0, on disk 1\n\
+         in memory 1, read 0 5\n\
+         back from the file 0 5\n\
          tenants 1, stats 1, swap with itself 1\n"
     );
 }

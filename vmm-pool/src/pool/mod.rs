@@ -21,6 +21,7 @@ pub(crate) mod tables;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use sharing::{Export, ImportSource, LostImports};
@@ -33,8 +34,8 @@ use crate::driver::{
     DriverOp, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
-use crate::staging::HostArena;
+use crate::report::{ClassBytes, DeviceReport, PinnedBytes, PoolReport};
+use crate::staging::{HostArena, Store};
 use crate::vacate::Selection;
 use crate::{AllocationId, VirtualHandle};
 
@@ -54,6 +55,13 @@ impl<D: Driver> Pool<D> {
         let arena = HostArena::new(Arc::clone(&driver), toucher_threads);
         let (tables, strays) = (Mutex::default(), Mutex::default());
         Self { driver, tables, strays, arena: Mutex::new(arena) }
+    }
+
+    /// Where contents of [`crate::Contents::File`] go, `/tmp` at first: from the next pause on that finds no such contents
+    /// saved already. Whether that can be is looked at then, and by [`crate::check_file_dir`]. Waits for a pause or
+    /// resume under way.
+    pub fn set_file_dir(&self, dir: PathBuf) {
+        self.arena.lock().unwrap_or_else(PoisonError::into_inner).disk.set_dir(dir);
     }
 
     /// The driver below.
@@ -436,8 +444,8 @@ impl<D: Driver> Pool<D> {
             device.classes.sort_by_key(|class| std::cmp::Reverse(class.own_bytes));
         }
         let host_arena_bytes =
-            self.arena.try_lock().map(|arena| arena.capacity_bytes()).unwrap_or_default();
-        PoolReport { devices, host_arena_bytes, host_numa_bytes }
+            self.arena.try_lock().map(|arena| arena.held_bytes()).unwrap_or_default();
+        PoolReport { devices, host_arena_bytes, file_bytes: self.file_bytes(), host_numa_bytes }
     }
 
     fn device_row(&self, device: DeviceOrdinal) -> DeviceReport {
@@ -538,17 +546,17 @@ impl<D: Driver> Pool<D> {
     }
 }
 
-/// Must a pause copy contents of this allocation?
-pub(crate) fn is_saved(allocation: &Allocation) -> bool {
+/// Must a pause copy contents of this allocation to `store`?
+pub(crate) fn is_saved_to(store: Store, allocation: &Allocation) -> bool {
     let is_wholly_unused = allocation.unused.first() == Some(&(0..allocation.size_bytes));
     allocation.is_own()
         && allocation.is_vacatable()
-        && allocation.class.contents == Contents::Keep
+        && Store::of(allocation.class.contents) == Some(store)
         && !is_wholly_unused
 }
 
 /// The same bytes as ranges in order, none empty, none touching another.
-fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+pub(crate) fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     ranges.retain(|range| range.start < range.end);
     ranges.sort_by_key(|range| range.start);
     let mut merged: Vec<Range<u64>> = Vec::new();

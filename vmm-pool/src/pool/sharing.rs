@@ -185,9 +185,12 @@ impl<D: Driver> Pool<D> {
         tables.handle_of(key)
     }
 
-    /// For a forked child: closes its copies of exported descriptors, which hold memory that the parent
-    /// believes to have given back. Does nothing when a thread held the table at the fork.
-    pub fn close_exports_in_child(&self) {
+    /// For a forked child: closes its copies of descriptors, which hold device memory and disk space that the
+    /// parent believes to have given back. Passes over what a thread was changing at the fork.
+    pub fn close_descriptors_in_child(&self) {
+        if let Ok(mut arena) = self.arena.try_lock() {
+            arena.disk.close_in_child();
+        }
         if let Ok(mut tables) = self.tables.try_lock() {
             for (_, found) in &mut tables.allocations {
                 found.exported = None;

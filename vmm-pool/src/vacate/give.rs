@@ -1,18 +1,20 @@
-//! The giving half: contents to the host, imports dropped, own memory released.
+//! The giving half: contents to the host or the disk, imports dropped, own memory released.
 
 #![expect(unsafe_code, reason = "unmaps and releases through the driver")]
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 
-use super::layout::Layout;
+use super::filed::Filed;
+use super::layout::{Layout, place_in};
 use super::{Selection, StepLog, present_mappings};
 use crate::driver::{DeviceOrdinal, Driver, PinnedFor, RawHandle, VaRange};
 use crate::error::{Describe, PoolResult};
-use crate::pool::Pool;
 use crate::pool::strays::StrayHandle;
 use crate::pool::tables::{Allocation, Presence};
-use crate::staging::{CopyStreams, HostBudget, HostDemand, Saved};
+use crate::pool::{Pool, merged};
+use crate::staging::{CopyStreams, HostArena, HostBudget, HostDemand, Saved, Store};
 
 /// Bytes copied between two looks at a stream. At 55 GB/s that is 5 ms, in which the driver unmaps some
 /// 200 blocks: copying and unmapping keep each other busy.
@@ -36,8 +38,9 @@ pub(super) fn copied_parts(allocation: &Allocation) -> Vec<Range<u64>> {
 }
 
 #[derive(Debug)]
-struct Item {
+pub(super) struct Item {
     key: usize,
+    device: DeviceOrdinal,
     /// Where the device reads it: one of its own mappings, or a view made for the copy.
     source: VaRange,
     saved: Saved,
@@ -50,6 +53,10 @@ impl Item {
     /// Where its place in the arena ends.
     fn end_bytes(&self) -> u64 {
         self.saved.offset_bytes + self.source.size_bytes
+    }
+
+    fn filed(&self) -> Filed<'_> {
+        Filed { device: self.device, range: self.source, saved: self.saved, parts: &self.parts }
     }
 }
 
@@ -65,6 +72,19 @@ struct Wanted {
     raw: Option<RawHandle>,
 }
 
+/// What a pause saves, by where it goes.
+#[derive(Debug, Default)]
+struct Plan {
+    groups: Vec<Group>,
+    to_file: Vec<Item>,
+}
+
+impl Plan {
+    fn items(&self) -> impl Iterator<Item = &Item> {
+        self.groups.iter().flat_map(|group| &group.items).chain(&self.to_file)
+    }
+}
+
 /// Neighbours on one device that are copied together.
 #[derive(Debug)]
 struct Group {
@@ -72,19 +92,42 @@ struct Group {
     items: Vec<Item>,
 }
 
+/// Neighbours of one device in groups, devices in turn.
+fn in_groups(items: Vec<Item>) -> Vec<Group> {
+    let mut by_device: BTreeMap<DeviceOrdinal, Vec<Group>> = BTreeMap::new();
+    for item in items {
+        let device = item.device;
+        let groups = by_device.entry(device).or_default();
+        let last_bytes: u64 = groups
+            .last()
+            .map_or(u64::MAX, |group| group.items.iter().map(|i| i.source.size_bytes).sum());
+        match groups.last_mut() {
+            Some(group) if last_bytes < GROUP_BYTES => group.items.push(item),
+            _ => groups.push(Group { device, items: vec![item] }),
+        }
+    }
+    let mut queues: Vec<_> = by_device.into_values().map(Vec::into_iter).collect();
+    let mut groups = Vec::new();
+    while !queues.is_empty() {
+        queues.retain_mut(|queue| queue.next().map(|group| groups.push(group)).is_some());
+    }
+    groups
+}
+
 impl<D: Driver> Pool<D> {
     /// Pause 3: saves what must be kept, gives up what was imported, and unmaps what has been saved.
     /// Own memory stays allocated, so [`Pool::remount_own`] and [`Pool::import`] undo all of it.
     ///
     /// # Errors
-    /// [`crate::PoolError::OutOfHostMemory`] before anything is changed;
-    /// [`crate::PoolError::HostMemoryRefused`] and [`crate::PoolError::Driver`] with everything that is still
-    /// mapped intact. Host memory that was taken for nothing is given back, down to what the last completed
-    /// pause used: that much will be wanted again, and bringing it in is most of the time of a first pause.
+    /// [`crate::PoolError::OutOfHostMemory`] and [`crate::PoolError::OutOfDisk`] before anything is changed;
+    /// [`crate::PoolError::HostMemoryRefused`], [`crate::PoolError::FileRefused`] and
+    /// [`crate::PoolError::Driver`] with everything that is still mapped intact. Disk space that was taken for
+    /// nothing is given back, and host memory down to what the last completed pause used: that much will be wanted
+    /// again, and bringing it in is most of the time of a first pause.
     ///
     /// # Driver calls
     /// `cuMemcpyDtoHAsync` and `cuStreamSynchronize` in groups; between them `cuMemUnmap` and
-    /// `cuMemRelease` of imports, then `cuMemUnmap` of what has been copied.
+    /// `cuMemRelease` of imports, then `cuMemUnmap` of what has been copied; the same for what goes to the file.
     pub fn save_and_drop_imports(
         &self,
         selection: &Selection,
@@ -93,23 +136,33 @@ impl<D: Driver> Pool<D> {
         let mut log = StepLog::default();
         self.settle()?;
         let mut arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let layout = Layout::of(&self.tables(), selection);
-        arena.check_budget(layout.end_bytes, budget)?;
+        let [kept, filed] = self.layouts(selection);
+        HostArena::<D>::check_budget(arena.demand(kept.end_bytes, filed.end_bytes), budget)?;
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
-        let planned = log.timed("plan", |log| {
-            let groups = self.plan_groups(log, &layout)?;
-            for group in &groups {
-                if let std::collections::btree_map::Entry::Vacant(e) = streams.entry(group.device) {
-                    e.insert(CopyStreams::open(self, group.device)?);
+        let reserved = log.timed("reserve disk", |_| arena.disk.reserve(&self.parts_of(&filed)));
+        let planned = reserved.and_then(|()| {
+            log.timed("plan", |log| {
+                let groups = in_groups(self.plan_items(log, &kept, Store::Host)?);
+                let to_file = self.plan_items(log, &filed, Store::File)?;
+                let plan = Plan { groups, to_file };
+                for item in plan.items() {
+                    if let std::collections::btree_map::Entry::Vacant(e) =
+                        streams.entry(item.device)
+                    {
+                        e.insert(CopyStreams::open(self, item.device)?);
+                    }
                 }
-            }
-            Ok(groups)
+                Ok(plan)
+            })
         });
-        let outcome = planned.and_then(|groups| {
-            arena.begin_growth(layout.end_bytes);
-            let outcome = self.run_groups(&mut log, selection, &mut arena, &mut streams, &groups);
+        let outcome = planned.and_then(|plan| {
+            arena.begin_growth(kept.end_bytes);
+            let kept = self.run_groups(&mut log, selection, &mut arena, &mut streams, &plan.groups);
             arena.end_growth();
-            outcome.map(|()| groups)
+            kept.and_then(|()| {
+                self.run_to_file(&mut log, &mut arena, &mut streams, &plan.to_file)
+            })?;
+            Ok(plan)
         });
         if outcome.is_err() {
             // Copies may still be reading; nothing may be unmapped or reused before they are done.
@@ -121,18 +174,50 @@ impl<D: Driver> Pool<D> {
                 self.forget_saved();
                 arena.give_back_unused();
             }
+            drop(self.give_disk_back(&mut arena));
         }
-        let groups = outcome?;
-        let parts = groups.iter().flat_map(|group| &group.items).flat_map(|item| &item.parts);
+        let plan = outcome?;
+        let parts = plan.items().flat_map(|item| &item.parts);
         log.bytes = parts.map(|part| part.end - part.start).sum();
         Ok(log)
+    }
+
+    fn layouts(&self, selection: &Selection) -> [Layout; 2] {
+        let tables = self.tables();
+        [Store::Host, Store::File].map(|store| Layout::of(&tables, selection, store))
+    }
+
+    /// The places in the file that will be written, in order and apart.
+    fn parts_of(&self, layout: &Layout) -> Vec<Range<u64>> {
+        let tables = self.tables();
+        let placed = layout.places.iter().filter_map(|&(key, offset_bytes)| {
+            let parts = copied_parts(tables.allocations.get(key)?).into_iter();
+            Some(parts.map(move |part| offset_bytes + part.start..offset_bytes + part.end))
+        });
+        merged(placed.flatten().collect())
+    }
+
+    /// Writes to the file what goes there, then unmaps it.
+    fn run_to_file(
+        &self,
+        log: &mut StepLog,
+        arena: &mut HostArena<D>,
+        streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
+        items: &[Item],
+    ) -> PoolResult<()> {
+        if items.is_empty() {
+            return Ok(());
+        }
+        let filed: Vec<_> = items.iter().map(Item::filed).collect();
+        self.save_to_file(log, arena, streams, &filed)?;
+        log.timed("unmap saved", |log| self.retire(log, items))
     }
 
     fn run_groups(
         &self,
         log: &mut StepLog,
         selection: &Selection,
-        arena: &mut crate::staging::HostArena<D>,
+        arena: &mut HostArena<D>,
         streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
         groups: &[Group],
     ) -> PoolResult<()> {
@@ -168,7 +253,7 @@ impl<D: Driver> Pool<D> {
                 imports_dropped = true;
             }
             if let Some(done) = done {
-                log.timed("unmap saved", |log| self.retire(log, done))?;
+                log.timed("unmap saved", |log| self.retire(log, &done.items))?;
             }
         }
         if !imports_dropped {
@@ -179,15 +264,15 @@ impl<D: Driver> Pool<D> {
                 log.timed("wait for copies", |_| copies.finish_all())?;
             }
             for group in flying {
-                log.timed("unmap saved", |log| self.retire(log, group))?;
+                log.timed("unmap saved", |log| self.retire(log, &group.items))?;
             }
         }
         Ok(())
     }
 
-    /// Records that a group's contents are on the host, and unmaps every mapping of it.
-    fn retire(&self, log: &mut StepLog, group: &Group) -> PoolResult<()> {
-        for item in &group.items {
+    /// Records that contents are saved, and unmaps every mapping of them.
+    fn retire(&self, log: &mut StepLog, items: &[Item]) -> PoolResult<()> {
+        for item in items {
             if item.view {
                 self.drop_view(log, item.source)?;
             }
@@ -212,8 +297,13 @@ impl<D: Driver> Pool<D> {
         Ok(())
     }
 
-    /// All that `layout` has a place for, neighbours of one device in groups, devices in turn.
-    fn plan_groups(&self, log: &mut StepLog, layout: &Layout) -> PoolResult<Vec<Group>> {
+    /// All that `layout` has a place for in `store`, each where its device can read it.
+    fn plan_items(
+        &self,
+        log: &mut StepLog,
+        layout: &Layout,
+        store: Store,
+    ) -> PoolResult<Vec<Item>> {
         let wanted: Vec<Wanted> = {
             let tables = self.tables();
             let kept = layout.places.iter();
@@ -230,7 +320,7 @@ impl<D: Driver> Pool<D> {
                     key,
                     device,
                     size_bytes: found.size_bytes,
-                    saved: Saved { offset_bytes },
+                    saved: Saved { store, offset_bytes },
                     parts: copied_parts(found),
                     readable: readable.into_iter().next(),
                     raw: found.raw,
@@ -238,29 +328,16 @@ impl<D: Driver> Pool<D> {
             })
             .collect()
         };
-        let mut by_device: BTreeMap<DeviceOrdinal, Vec<Group>> = BTreeMap::new();
+        let mut items = Vec::new();
         for Wanted { key, device, size_bytes, saved, parts, readable, raw } in wanted {
             let (source, view) = match (readable, raw) {
                 (Some(range), _) => (range, false),
                 (None, Some(raw)) => (self.make_view(log, raw, size_bytes, device)?, true),
                 (None, None) => continue,
             };
-            let item = Item { key, source, saved, parts, view };
-            let groups = by_device.entry(device).or_default();
-            let last_bytes: u64 = groups
-                .last()
-                .map_or(u64::MAX, |group| group.items.iter().map(|i| i.source.size_bytes).sum());
-            match groups.last_mut() {
-                Some(group) if last_bytes < GROUP_BYTES => group.items.push(item),
-                _ => groups.push(Group { device, items: vec![item] }),
-            }
+            items.push(Item { key, device, source, saved, parts, view });
         }
-        let mut queues: Vec<_> = by_device.into_values().map(Vec::into_iter).collect();
-        let mut groups = Vec::new();
-        while !queues.is_empty() {
-            queues.retain_mut(|queue| queue.next().map(|group| groups.push(group)).is_some());
-        }
-        Ok(groups)
+        Ok(items)
     }
 
     /// Unmaps and releases what `selection` has of all that was imported from other processes of the tenant.
@@ -331,8 +408,10 @@ impl<D: Driver> Pool<D> {
         log.timed("release own", |log| {
             let handles = self.take_raw_handles(|found| found.is_own() && chosen(found));
             log.bytes = self.release_all(log, handles);
-            let saved = self.saved_end_bytes();
-            self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner).used(saved);
+            let mut arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let end_bytes = self.places_in(Store::Host).last().map_or(0, |place| place.end);
+            arena.used(end_bytes, !self.places_in(Store::File).is_empty());
+            drop(arena);
             let orphans = self.take_raw_handles(|found| found.is_orphan && chosen(found));
             self.release_all(log, orphans);
             Ok(())
@@ -392,14 +471,24 @@ impl<D: Driver> Pool<D> {
         }
     }
 
-    /// Where the last saved contents end in the arena.
-    fn saved_end_bytes(&self) -> u64 {
+    /// Where saved contents lie in `store`, in order and apart.
+    fn places_in(&self, store: Store) -> Vec<Range<u64>> {
         let tables = self.tables();
-        let ends = tables.allocations.iter().filter_map(|(_, found)| {
-            let saved = found.saved?;
-            Some(saved.offset_bytes + found.size_bytes)
-        });
-        ends.max().unwrap_or(0)
+        merged(tables.allocations.iter().filter_map(|(_, found)| place_in(store, found)).collect())
+    }
+
+    /// Gives disk space back that no saved contents need. The file itself, when it is empty, is for the caller to
+    /// close.
+    pub(super) fn give_disk_back(&self, arena: &mut HostArena<D>) -> Option<OwnedFd> {
+        arena.disk.keep_only(&self.places_in(Store::File))
+    }
+
+    /// Contents that are in the file, in bytes.
+    pub(crate) fn file_bytes(&self) -> u64 {
+        let tables = self.tables();
+        let saved = tables.allocations.iter().map(|(_, found)| found);
+        let filed = saved.filter(|found| place_in(Store::File, found).is_some());
+        filed.flat_map(copied_parts).map(|part| part.end - part.start).sum()
     }
 
     /// The process goes on, and what is not resident now it goes on without, until it is brought back by tag.
@@ -418,8 +507,9 @@ impl<D: Driver> Pool<D> {
     /// Host memory that a pause of `selection` would take now, with what is saved there already. Waits for a
     /// pause or resume under way.
     pub fn host_demand(&self, selection: &Selection) -> HostDemand {
-        let saved_bytes = Layout::of(&self.tables(), selection).end_bytes;
-        self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner).demand(saved_bytes)
+        let [kept, filed] = self.layouts(selection);
+        let arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        arena.demand(kept.end_bytes, filed.end_bytes)
     }
 
     /// After a pause that came to nothing: gives host memory back that it took, down to what the last

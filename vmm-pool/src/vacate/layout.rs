@@ -1,4 +1,4 @@
-//! Where in the host arena a pause puts what it saves.
+//! Where in the host arena, or in the file, a pause puts what it saves there.
 //!
 //! Contents that are set aside lie there already and stay where they are. What is saved beside them goes into
 //! the first gap that holds it, in the table's order, so that a pause of everything fills the arena from end
@@ -8,10 +8,11 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::Selection;
-use crate::pool::is_saved;
+use crate::pool::is_saved_to;
 use crate::pool::tables::{Allocation, Tables};
+use crate::staging::{Saved, Store};
 
-/// Places for all that `selection` has to be saved.
+/// Places in one store for all of a selection that has to be saved there.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Layout {
     /// Key of an allocation, and where its contents begin.
@@ -21,14 +22,12 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    pub(crate) fn of(tables: &Tables, selection: &Selection) -> Self {
-        let is_wanted =
-            |found: &Allocation| found.raw.is_some() && selection.has(found) && is_saved(found);
+    pub(crate) fn of(tables: &Tables, selection: &Selection, store: Store) -> Self {
+        let is_wanted = |found: &Allocation| {
+            found.raw.is_some() && selection.has(found) && is_saved_to(store, found)
+        };
         let taken = tables.allocations.iter().filter(|(_, found)| !is_wanted(found));
-        let taken = taken.filter_map(|(_, found)| {
-            let begin = found.saved?.offset_bytes;
-            Some(begin..begin + found.size_bytes)
-        });
+        let taken = taken.filter_map(|(_, found)| place_in(store, found));
         let wanted = tables.allocations.iter().filter(|(_, found)| is_wanted(found));
         Self::place(taken.collect(), wanted.map(|(key, found)| (key, found.size_bytes)))
     }
@@ -57,6 +56,12 @@ impl Layout {
         }
         Self { places, end_bytes }
     }
+}
+
+/// Where an allocation's contents lie in `store`, when they do.
+pub(crate) fn place_in(store: Store, allocation: &Allocation) -> Option<Range<u64>> {
+    let Saved { offset_bytes, .. } = allocation.saved.filter(|saved| saved.store == store)?;
+    Some(offset_bytes..offset_bytes + allocation.size_bytes)
 }
 
 #[cfg(test)]

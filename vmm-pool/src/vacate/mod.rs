@@ -13,6 +13,7 @@
 
 #![expect(unsafe_code, reason = "unmaps and releases through the driver")]
 
+mod filed;
 mod give;
 mod layout;
 mod saved;

@@ -4,7 +4,7 @@ use std::ptr::NonNull;
 
 use crate::driver::{DeviceAddress, Driver, VaRange};
 use crate::pool::Pool;
-use crate::staging::Saved;
+use crate::staging::{Saved, Store};
 
 /// Why saved contents cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -22,6 +22,9 @@ pub enum SavedError {
     /// The saved bytes lie in several pieces.
     #[error("the saved contents at {0} lie in several pieces of host memory: copy them out")]
     InPieces(DeviceAddress),
+    /// They are in a file, and the system does not read them.
+    #[error("the saved contents at {0} cannot be read from their file: {1}")]
+    Unreadable(DeviceAddress, std::io::ErrorKind),
 }
 
 impl<D: Driver> Pool<D> {
@@ -33,17 +36,22 @@ impl<D: Driver> Pool<D> {
     /// [`SavedError`].
     pub fn saved_at(&self, range: VaRange) -> Result<NonNull<u8>, SavedError> {
         let arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        match self.saved_pieces(range)?.as_slice() {
+        let pieces = self.saved_pieces(range)?;
+        if pieces.iter().any(|(saved, _)| saved.store == Store::File) {
+            return Err(SavedError::NotKept(range.start));
+        }
+        match pieces.as_slice() {
             [(saved, size_bytes)] => arena.one_piece(*saved, *size_bytes),
             _ => None,
         }
         .ok_or(SavedError::InPieces(range.start))
     }
 
-    /// Copies the saved contents of the range from `start` on to `target`, as [`Pool::saved_at`].
+    /// Copies the saved contents of the range from `start` on to `target`, as [`Pool::saved_at`]; also those that
+    /// are in a file.
     ///
     /// # Errors
-    /// [`SavedError`], but for [`SavedError::InPieces`]; `target` is untouched then.
+    /// [`SavedError`], but for [`SavedError::InPieces`]; `target` holds nothing meant then.
     pub fn read_saved(&self, start: DeviceAddress, target: &mut [u8]) -> Result<(), SavedError> {
         let range = VaRange::new(start, target.len() as u64);
         let arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -52,7 +60,13 @@ impl<D: Driver> Pool<D> {
             // The pieces make up exactly the target.
             let length = usize::try_from(size_bytes).unwrap_or(usize::MAX).min(rest.len());
             let (part, after) = rest.split_at_mut(length);
-            arena.read(saved, part);
+            match (saved.store, arena.disk.file()) {
+                (Store::Host, _) => arena.read(saved, part),
+                (Store::File, Some(file)) => file
+                    .copy_out(saved.offset_bytes, part)
+                    .map_err(|error| SavedError::Unreadable(start, error.kind()))?,
+                (Store::File, None) => return Err(SavedError::NotKept(start)),
+            }
             rest = after;
         }
         Ok(())

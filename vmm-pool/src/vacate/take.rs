@@ -3,17 +3,28 @@
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 
+use super::filed::Filed;
 use super::give::copied_parts;
 use super::{ImportRequest, Selection, StepLog};
 use crate::AllocationId;
-use crate::driver::{DeviceOrdinal, Driver, DriverCode};
+use crate::driver::{DeviceOrdinal, Driver, DriverCode, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::pool::Pool;
 use crate::pool::strays::StrayHandle;
 use crate::pool::tables::{Allocation, Origin, Presence};
-use crate::staging::CopyStreams;
+use crate::staging::{CopyStreams, HostArena, Saved, Store};
+
+/// An allocation whose contents come back, and where its device can write them.
+struct Target {
+    range: VaRange,
+    /// The range was made for the copy.
+    is_view: bool,
+    saved: Saved,
+    parts: Vec<Range<u64>>,
+}
 
 impl<D: Driver> Pool<D> {
     /// Resume 1: creates all own memory of `selection` that is not resident, or none.
@@ -95,17 +106,17 @@ impl<D: Driver> Pool<D> {
     }
 
     /// Resume 2: maps own memory at its old addresses, puts contents back, and exports what peers had
-    /// imported. Saved contents stay on the host until [`Pool::commit_resume`].
+    /// imported. Saved contents stay where they are until [`Pool::commit_resume`].
     ///
     /// # Errors
-    /// [`PoolError::Driver`], with copies finished.
+    /// [`PoolError::Driver`] and [`PoolError::FileUnreadable`], with copies finished.
     ///
     /// # Driver calls
-    /// `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` behind each, then
-    /// `cuMemExportToShareableHandle`, `cuStreamSynchronize`.
+    /// `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` behind each, and behind the last of them for
+    /// what comes from the file; then `cuMemExportToShareableHandle`, `cuStreamSynchronize`.
     pub fn restore_own(&self, selection: &Selection) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
-        let arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
         let keys: Vec<(usize, Option<DeviceOrdinal>)> = {
             let tables = self.tables();
@@ -115,6 +126,7 @@ impl<D: Driver> Pool<D> {
                 .filter(|(_, found)| found.is_own() && found.raw.is_some() && selection.has(found));
             own.map(|(key, found)| (key, found.device())).collect()
         };
+        let mut from_file = Vec::new();
         let outcome = log.timed("map and queue copies", |log| {
             for &(key, device) in &keys {
                 self.remount_allocation(log, key)?;
@@ -122,12 +134,19 @@ impl<D: Driver> Pool<D> {
                 if let std::collections::btree_map::Entry::Vacant(e) = streams.entry(device) {
                     e.insert(CopyStreams::open(self, device)?);
                 }
-                if let Some(copies) = streams.get_mut(&device) {
-                    self.restore_one(log, &arena, copies, key)?;
+                let Some(target) = self.target_of(log, key, device)? else { continue };
+                match (target.saved.store, streams.get_mut(&device)) {
+                    (Store::File, _) => from_file.push((device, target)),
+                    (Store::Host, Some(copies)) => {
+                        self.restore_one(log, &arena, copies, &target)?;
+                    }
+                    (Store::Host, None) => {}
                 }
             }
             Ok(())
         });
+        let outcome = outcome
+            .and_then(|()| self.restore_files(&mut log, &mut arena, &mut streams, &from_file));
         let outcome =
             outcome.and_then(|()| log.timed("export", |log| self.export_again(log, selection)));
         // Every device is waited for, whatever the others say: nothing may be unmapped under a copy.
@@ -139,20 +158,20 @@ impl<D: Driver> Pool<D> {
         outcome.map(|()| log)
     }
 
-    fn restore_one(
+    /// Where saved contents of an allocation go back to; `None` when it has none.
+    fn target_of(
         &self,
         log: &mut StepLog,
-        arena: &crate::staging::HostArena<D>,
-        copies: &mut CopyStreams<'_, D>,
         key: usize,
-    ) -> PoolResult<()> {
+        device: DeviceOrdinal,
+    ) -> PoolResult<Option<Target>> {
         let (saved, parts, target) = {
             let tables = self.tables();
             let Some(found) = tables.allocations.get(key) else {
-                return Ok(());
+                return Ok(None);
             };
             let Some(saved) = found.saved else {
-                return Ok(());
+                return Ok(None);
             };
             let writable = found.mappings.iter().find_map(|start| {
                 let mapping = tables.mappings.get(start)?;
@@ -161,26 +180,51 @@ impl<D: Driver> Pool<D> {
             });
             (saved, copied_parts(found), (writable, found.raw, found.size_bytes))
         };
-        let (range, view) = match target {
+        let (range, is_view) = match target {
             (Some(range), _, _) => (range, false),
-            (None, Some(raw), size_bytes) => {
-                (self.make_view(log, raw, size_bytes, copies.device())?, true)
-            }
-            (None, None, _) => return Ok(()),
+            (None, Some(raw), size_bytes) => (self.make_view(log, raw, size_bytes, device)?, true),
+            (None, None, _) => return Ok(None),
         };
+        log.bytes += parts.iter().map(|part| part.end - part.start).sum::<u64>();
+        Ok(Some(Target { range, is_view, saved, parts }))
+    }
+
+    fn restore_one(
+        &self,
+        log: &mut StepLog,
+        arena: &HostArena<D>,
+        copies: &mut CopyStreams<'_, D>,
+        target: &Target,
+    ) -> PoolResult<()> {
         let stream = copies.take();
-        for part in &parts {
-            log.bytes += part.end - part.start;
+        for part in &target.parts {
             log.call();
+            let (range, saved) = (target.range.part(part), target.saved.part(part));
             // SAFETY: the range is mapped and writable, no application work runs before the gate opens, and
             // the arena's place is this allocation's alone.
-            unsafe { arena.restore(range.part(part), saved.part(part), stream) }?;
+            unsafe { arena.restore(range, saved, stream) }?;
         }
-        if view {
+        if target.is_view {
             copies.finish_all()?;
-            self.drop_view(log, range)?;
+            self.drop_view(log, target.range)?;
         }
         Ok(())
+    }
+
+    fn restore_files(
+        &self,
+        log: &mut StepLog,
+        arena: &mut HostArena<D>,
+        streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
+        targets: &[(DeviceOrdinal, Target)],
+    ) -> PoolResult<()> {
+        let filed = targets.iter().map(|(device, target)| {
+            let Target { range, saved, ref parts, .. } = *target;
+            Filed { device: *device, range, saved, parts }
+        });
+        self.restore_from_file(log, arena, streams, &filed.collect::<Vec<_>>())?;
+        let views = targets.iter().filter(|(_, target)| target.is_view);
+        views.into_iter().try_for_each(|(_, target)| self.drop_view(log, target.range))
     }
 
     fn remount_allocation(&self, log: &mut StepLog, key: usize) -> PoolResult<()> {
@@ -330,15 +374,20 @@ impl<D: Driver> Pool<D> {
         Ok(log)
     }
 
-    /// Resume 4: the contents on the device are the contents, and host copies are void; what is not back is set
-    /// aside. Returns the descriptors that nobody will fetch any more: closing one takes the driver some 45 us,
-    /// so the caller lets the application run on first.
+    /// Resume 4: the contents on the device are the contents, and saved copies are void; what is not back is set
+    /// aside. Returns the descriptors that nobody will fetch any more, and the file, once it is empty: closing takes
+    /// the driver some 45 us for each of the first and the filesystem longer for the other, so the caller lets the
+    /// application run on first.
     #[must_use = "closing the descriptors gives back what they hold"]
     pub fn commit_resume(&self) -> Vec<OwnedFd> {
         self.forget_saved();
         self.set_aside();
-        let mut tables = self.tables();
         let mut spare = Vec::new();
+        {
+            let mut arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            spare.extend(self.give_disk_back(&mut arena));
+        }
+        let mut tables = self.tables();
         for (_, found) in &mut tables.allocations {
             if found.tickets_open == 0 {
                 spare.extend(found.exported.take());

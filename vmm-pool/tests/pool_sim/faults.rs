@@ -61,13 +61,21 @@ impl Pair {
             }
             let scratch = create(pool, device, 1, class(Contents::Discard));
             map(pool, scratch, UNIT, &rights);
+            // In the file: one as usual, and one that only the other device reaches.
+            for accessor in [device, elsewhere] {
+                seed += 1;
+                let handle = create(pool, device, 1, class(Contents::File));
+                let place = map(pool, handle, UNIT, &[AccessDesc::read_write(accessor)]);
+                write(pool, accessor, place, pattern(seed));
+                contents.push((process, accessor, place, seed));
+            }
             seed += 1;
         }
         let hidden = create(&pools[0], DEVICE, 1, kept());
         let place = map(&pools[0], hidden, UNIT, &[AccessDesc::read_write(DEVICE)]);
         write(&pools[0], DEVICE, place, pattern(seed));
         pools[0].unmap(place).expect("unmap");
-        Self { pools, contents, unmapped: (hidden, seed), resident_bytes: [6 * UNIT, 5 * UNIT] }
+        Self { pools, contents, unmapped: (hidden, seed), resident_bytes: [8 * UNIT, 7 * UNIT] }
     }
 
     fn assert_intact(&self, when: &str) {
@@ -294,7 +302,7 @@ fn memory_that_runs_out_half_way_is_named_and_given_back() {
         let PoolError::OutOfDeviceMemory { device, needed_bytes, .. } = error else {
             panic!("{error}")
         };
-        assert_eq!((device, needed_bytes), (DEVICE, 6 * UNIT));
+        assert_eq!((device, needed_bytes), (DEVICE, pair.resident_bytes[0]));
         faults.clear();
         pair.assert_balance(false, "ran out");
     }

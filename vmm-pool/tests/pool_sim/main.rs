@@ -7,6 +7,7 @@
 
 mod calls;
 mod faults;
+mod files;
 mod host_memory;
 mod model;
 mod orphans;

@@ -15,7 +15,7 @@ use crate::stage::{
 /// A call; numbers pick among what exists.
 #[derive(Clone, Debug)]
 enum Call {
-    Create { device: bool, units: u64, discard: bool },
+    Create { device: bool, units: u64, contents: Contents },
     Release(usize),
     Retain(usize),
     Map(usize),
@@ -31,11 +31,13 @@ enum Call {
     PauseOrResume,
 }
 
+const ALL_CONTENTS: [Contents; 3] = [Contents::Keep, Contents::Discard, Contents::File];
+
 fn any_call() -> impl Strategy<Value = Call> {
     let pick = any::<usize>;
     prop_oneof![
-        3 => (any::<bool>(), 1..4_u64, any::<bool>())
-            .prop_map(|(device, units, discard)| Call::Create { device, units, discard }),
+        3 => (any::<bool>(), 1..4_u64, prop::sample::select(&ALL_CONTENTS[..]))
+            .prop_map(|(device, units, contents)| Call::Create { device, units, contents }),
         3 => pick().prop_map(Call::Release),
         1 => pick().prop_map(Call::Retain),
         4 => pick().prop_map(Call::Map),
@@ -132,9 +134,8 @@ impl Model {
             Call::BlockFree(pick) => self.unmap(pick, true),
             Call::PauseOrResume => self.pause_or_resume(),
             _ if self.paused => {}
-            Call::Create { device, units, discard } => {
+            Call::Create { device, units, contents } => {
                 let device = DeviceOrdinal(i32::from(device));
-                let contents = if discard { Contents::Discard } else { Contents::Keep };
                 let prop = AllocationProp::pinned_on(device);
                 let made = self.pool.create(units * UNIT, &prop, class(contents)).expect("memory");
                 self.add(made.raw(), device, units * UNIT, contents);
@@ -267,7 +268,7 @@ impl Model {
         let report = self.pool.report();
         for device in [DeviceOrdinal(0), DeviceOrdinal(1)] {
             let row = report.devices.iter().find(|row| row.device == device);
-            for contents in [Contents::Keep, Contents::Discard] {
+            for contents in ALL_CONTENTS {
                 let here = |m: &&Memory| m.device == device && m.contents == contents;
                 let mine = self.memories.values().filter(here);
                 let own_bytes: u64 = mine.clone().map(|m| m.size_bytes).sum();

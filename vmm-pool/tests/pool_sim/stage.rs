@@ -31,11 +31,13 @@ pub(crate) fn node() -> SimNode {
     SimNode::private(&[CAPACITY_BYTES; 2]).expect("a node under /dev/shm")
 }
 
-/// A pool with a driver of its own, as one process has.
+/// A pool with a driver of its own, as one process has, and files in memory as the node's devices are.
 pub(crate) fn pool(node: &SimNode) -> SimPool {
     let driver = SimDriver::new(node.clone(), SimOptions::default());
     driver.make_current(DEVICE).expect("device 0");
-    Pool::new(Arc::new(driver), 2)
+    let pool = Pool::new(Arc::new(driver), 2);
+    pool.set_file_dir("/dev/shm".into());
+    pool
 }
 
 /// Memory whose contents are kept.
@@ -48,6 +50,7 @@ pub(crate) fn class(contents: Contents) -> Class {
     let tag = match contents {
         Contents::Keep => "",
         Contents::Discard => "scratch",
+        Contents::File => "weights",
     };
     Class { library: "test", tag: tag.to_owned(), contents }
 }

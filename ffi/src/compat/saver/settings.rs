@@ -165,6 +165,7 @@ fn tag_name(tag: &str, contents: Contents) -> String {
     let policy = match contents {
         Contents::Keep => "keep",
         Contents::Discard => "discard",
+        Contents::File => "file",
     };
     format!("{PREFIX}{tag}/{policy}")
 }

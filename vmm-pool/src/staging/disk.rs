@@ -1,0 +1,274 @@
+//! Disk space for saved contents: one file without a name, in a directory that the pool's user chooses.
+//!
+//! The file never has a name that outlives its making, so nothing is left behind however the process ends. It is
+//! written through the page cache, whose pages are sent to the disk and dropped behind the writer: that brings nine
+//! tenths of what going past the cache does, any filesystem takes it, and no more than two pieces a writer are in
+//! host memory at once.
+
+#![expect(unsafe_code, reason = "calls sync_file_range")]
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, PosixFadviseAdvice, fallocate, posix_fadvise};
+use nix::sys::resource::{Resource, getrlimit};
+use nix::sys::statvfs::fstatvfs;
+
+use crate::error::{PoolError, PoolResult};
+
+/// Where the file is made, unless the pool's user says otherwise.
+const DEFAULT_DIR: &str = "/tmp";
+
+/// The directory, and the file while it holds anything.
+#[derive(Debug)]
+pub(crate) struct Disk {
+    dir: PathBuf,
+    file: Option<ContentsFile>,
+}
+
+/// The file. Disk space is held by its parts that have been reserved and not given back.
+#[derive(Debug)]
+pub(crate) struct ContentsFile {
+    file: File,
+    /// Where it was made, for messages.
+    dir: PathBuf,
+}
+
+/// Can files for saved contents be made and written in `dir`? Nothing stays there.
+///
+/// # Errors
+/// [`PoolError::FileRefused`].
+pub fn check_file_dir(dir: &Path) -> PoolResult<()> {
+    ContentsFile::create(dir)?.write(0, &[0])
+}
+
+impl Disk {
+    pub(super) fn new() -> Self {
+        Self { dir: PathBuf::from(DEFAULT_DIR), file: None }
+    }
+
+    /// From the next file on.
+    pub(crate) fn set_dir(&mut self, dir: PathBuf) {
+        self.dir = dir;
+    }
+
+    #[cfg(test)]
+    pub(crate) fn use_full(&mut self) {
+        self.file = Some(ContentsFile::full());
+    }
+
+    /// The file; there is one while anything is saved in it.
+    pub(crate) fn file(&self) -> Option<&ContentsFile> {
+        self.file.as_ref()
+    }
+
+    /// Takes disk space for `places`, which hold nothing yet. What was taken by a reservation that failed half-way
+    /// is given back by the next [`Disk::keep_only`].
+    ///
+    /// # Errors
+    /// [`PoolError::OutOfDisk`], [`PoolError::FileRefused`].
+    pub(crate) fn reserve(&mut self, places: &[Range<u64>]) -> PoolResult<()> {
+        let Some(end_bytes) = places.iter().map(|place| place.end).max() else {
+            return Ok(());
+        };
+        let file = match self.file.take() {
+            Some(file) => file,
+            None => ContentsFile::create(&self.dir)?,
+        };
+        let file = self.file.insert(file);
+        file.check_limit(end_bytes)?;
+        file.check_space(places.iter().map(|place| place.end - place.start).sum())?;
+        places.iter().try_for_each(|place| file.take_space(place))
+    }
+
+    /// Gives back all disk space but that of `live`, which are in order and apart. When nothing is left this
+    /// returns the file: closing it gives the space back, which takes a while.
+    pub(crate) fn keep_only(&mut self, live: &[Range<u64>]) -> Option<OwnedFd> {
+        let Some(last) = live.last() else {
+            return self.file.take().map(|file| file.file.into());
+        };
+        let file = self.file.as_ref()?;
+        let mut begin = 0;
+        for place in live {
+            file.give_space_back(&(begin..place.start));
+            begin = place.end;
+        }
+        if let Err(error) = file.file.set_len(last.end) {
+            tracing::debug!(%error, "disk space behind saved contents stays until the next resume");
+        }
+        None
+    }
+
+    /// For a forked child: closes its copy of the file, which would hold the disk space beyond the parent's end.
+    pub(crate) fn close_in_child(&mut self) {
+        self.file = None;
+    }
+}
+
+impl ContentsFile {
+    fn create(dir: &Path) -> PoolResult<Self> {
+        let file = tempfile::tempfile_in(dir).map_err(|source| PoolError::FileRefused {
+            operation: "making",
+            dir: dir.to_owned(),
+            offset_bytes: 0,
+            size_bytes: 0,
+            source,
+        })?;
+        Ok(Self { file, dir: dir.to_owned() })
+    }
+
+    /// One that behaves as on a disk without space.
+    #[cfg(test)]
+    pub(super) fn full() -> Self {
+        let file = File::options().read(true).write(true).open("/dev/full").unwrap();
+        Self { file, dir: PathBuf::from("/dev") }
+    }
+
+    /// A file beyond the process's own limit: asking the kernel would bring a signal that ends the process.
+    fn check_limit(&self, end_bytes: u64) -> PoolResult<()> {
+        match getrlimit(Resource::RLIMIT_FSIZE) {
+            Ok((limit, _)) if end_bytes > limit => {
+                Err(self.refused("reserving", &(0..end_bytes), Errno::EFBIG.into()))
+            }
+            Ok(_) | Err(_) => Ok(()),
+        }
+    }
+
+    /// What the filesystem says. Processes that pause at the same time see the same free space; who comes second is
+    /// refused by [`ContentsFile::take_space`].
+    fn check_space(&self, needed_bytes: u64) -> PoolResult<()> {
+        let space = fstatvfs(&self.file)
+            .map_err(|errno| self.refused("reserving", &(0..needed_bytes), errno.into()))?;
+        let free_bytes = space.blocks_available().saturating_mul(space.fragment_size());
+        if free_bytes < needed_bytes {
+            return Err(PoolError::OutOfDisk { dir: self.dir.clone(), needed_bytes, free_bytes });
+        }
+        Ok(())
+    }
+
+    fn take_space(&self, place: &Range<u64>) -> PoolResult<()> {
+        let (offset, length) = self.signed("reserving", place)?;
+        loop {
+            match fallocate(&self.file, FallocateFlags::empty(), offset, length) {
+                Err(Errno::EINTR) => {}
+                // Where nothing can be reserved, the write itself finds out.
+                Ok(()) | Err(Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::ENODEV) => return Ok(()),
+                Err(errno) => return Err(self.refused("reserving", place, errno.into())),
+            }
+        }
+    }
+
+    fn give_space_back(&self, place: &Range<u64>) {
+        if place.start >= place.end {
+            return;
+        }
+        let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        let given = self
+            .signed("giving back", place)
+            .ok()
+            .map(|(offset, length)| fallocate(&self.file, flags, offset, length));
+        if let Some(Err(error)) = given {
+            tracing::debug!(%error, "disk space of contents that are back stays with the file");
+        }
+    }
+
+    /// Writes at `offset_bytes`; [`ContentsFile::drop_cached`] sees it to the disk.
+    pub(super) fn write(&self, offset_bytes: u64, bytes: &[u8]) -> PoolResult<()> {
+        let place = offset_bytes..offset_bytes + bytes.len() as u64;
+        self.file
+            .write_all_at(bytes, offset_bytes)
+            .and_then(|()| self.sync_range(&place, libc::SYNC_FILE_RANGE_WRITE))
+            .map_err(|source| self.refused("writing", &place, source))
+    }
+
+    /// Waits until `place` is on the disk, and takes it out of host memory.
+    pub(super) fn drop_cached(&self, place: &Range<u64>) -> PoolResult<()> {
+        let all = libc::SYNC_FILE_RANGE_WAIT_BEFORE
+            | libc::SYNC_FILE_RANGE_WRITE
+            | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+        self.sync_range(place, all).map_err(|source| self.refused("writing", place, source))?;
+        self.forget_cached(place);
+        Ok(())
+    }
+
+    /// The filesystem says whether it took all that was written; some tell only now.
+    pub(super) fn finish(&self) -> PoolResult<()> {
+        self.file.sync_data().map_err(|source| self.refused("writing", &(0..0), source))
+    }
+
+    /// Reads exactly what `bytes` holds, and takes it out of host memory.
+    pub(super) fn read(&self, offset_bytes: u64, bytes: &mut [u8]) -> PoolResult<()> {
+        let place = offset_bytes..offset_bytes + bytes.len() as u64;
+        let read = self.file.read_exact_at(bytes, offset_bytes);
+        read.map_err(|source| self.unreadable(&place, source))?;
+        self.forget_cached(&place);
+        Ok(())
+    }
+
+    /// As [`ContentsFile::read`], of any size, into memory of the caller's.
+    pub(crate) fn copy_out(&self, offset_bytes: u64, target: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(target, offset_bytes)
+    }
+
+    fn forget_cached(&self, place: &Range<u64>) {
+        let Ok((offset, length)) = self.signed("reading", place) else {
+            return;
+        };
+        let advised =
+            posix_fadvise(&self.file, offset, length, PosixFadviseAdvice::POSIX_FADV_DONTNEED);
+        if let Err(error) = advised {
+            tracing::debug!(%error, "saved contents stay in the page cache");
+        }
+    }
+
+    fn sync_range(&self, place: &Range<u64>, flags: libc::c_uint) -> io::Result<()> {
+        let too_large = |_| io::Error::from(Errno::EFBIG);
+        let offset = i64::try_from(place.start).map_err(too_large)?;
+        let length = i64::try_from(place.end - place.start).map_err(too_large)?;
+        // SAFETY: the descriptor is open as long as `self.file`; the call has no pointer.
+        let outcome =
+            unsafe { libc::sync_file_range(self.file.as_raw_fd(), offset, length, flags) };
+        match Errno::result(outcome) {
+            // Nothing to wait for there: the last flush tells.
+            Ok(_) | Err(Errno::ENOSYS | Errno::ESPIPE | Errno::EINVAL) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// Offset and length as the kernel wants them.
+    fn signed(&self, operation: &'static str, place: &Range<u64>) -> PoolResult<(i64, i64)> {
+        let too_large = |_| self.refused(operation, place, Errno::EFBIG.into());
+        let offset = i64::try_from(place.start).map_err(too_large)?;
+        let length = i64::try_from(place.end - place.start).map_err(too_large)?;
+        Ok((offset, length))
+    }
+
+    pub(super) fn refused(
+        &self,
+        operation: &'static str,
+        place: &Range<u64>,
+        source: io::Error,
+    ) -> PoolError {
+        PoolError::FileRefused {
+            operation,
+            dir: self.dir.clone(),
+            offset_bytes: place.start,
+            size_bytes: place.end - place.start,
+            source,
+        }
+    }
+
+    pub(super) fn unreadable(&self, place: &Range<u64>, source: io::Error) -> PoolError {
+        PoolError::FileUnreadable {
+            dir: self.dir.clone(),
+            offset_bytes: place.start,
+            size_bytes: place.end - place.start,
+            source,
+        }
+    }
+}

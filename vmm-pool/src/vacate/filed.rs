@@ -1,0 +1,246 @@
+//! Contents to the file and back: which bytes pass through a slot together, and their copies.
+
+#![expect(unsafe_code, reason = "starts copies through the driver")]
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::ptr::NonNull;
+
+use super::StepLog;
+use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawStream, VaRange};
+use crate::error::{Describe, PoolResult};
+use crate::pool::Pool;
+use crate::staging::{CopyStreams, HostArena, SLOT_BYTES, Saved, Slot};
+
+/// Contents with a place in the file, where their device reaches them now.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Filed<'a> {
+    pub(super) device: DeviceOrdinal,
+    pub(super) range: VaRange,
+    pub(super) saved: Saved,
+    /// Parts of `range` that are saved, by offset.
+    pub(super) parts: &'a [Range<u64>],
+}
+
+/// Neighbours in the file that pass through a slot together.
+#[derive(Debug, PartialEq, Eq)]
+struct Batch {
+    device: DeviceOrdinal,
+    /// In the file; at most a slot long.
+    place: Range<u64>,
+    /// On the device, end to end as in the file.
+    ranges: Vec<VaRange>,
+}
+
+/// All of `filed`, once, in the file's order for each device.
+fn in_batches(filed: &[Filed<'_>]) -> Vec<Batch> {
+    let mut pieces = Vec::new();
+    for Filed { device, range, saved, parts } in filed {
+        for part in *parts {
+            let (mut at, mut left) = (saved.part(part).offset_bytes, range.part(part));
+            while left.size_bytes > 0 {
+                let size_bytes = left.size_bytes.min(SLOT_BYTES);
+                pieces.push((*device, at, VaRange::new(left.start, size_bytes)));
+                at += size_bytes;
+                let rest = DeviceAddress(left.start.0 + size_bytes);
+                left = VaRange::new(rest, left.size_bytes - size_bytes);
+            }
+        }
+    }
+    pieces.sort_by_key(|&(device, at, _)| (device, at));
+    let mut batches: Vec<Batch> = Vec::new();
+    for (device, at, range) in pieces {
+        let end = at + range.size_bytes;
+        match batches.last_mut() {
+            Some(last)
+                if last.device == device
+                    && last.place.end == at
+                    && end - last.place.start <= SLOT_BYTES =>
+            {
+                last.place.end = end;
+                last.ranges.push(range);
+            }
+            _ => batches.push(Batch { device, place: at..end, ranges: vec![range] }),
+        }
+    }
+    batches
+}
+
+impl<D: Driver> Pool<D> {
+    /// Writes the contents of all of `filed` to their places, which are reserved. `streams` has every device.
+    pub(super) fn save_to_file(
+        &self,
+        log: &mut StepLog,
+        arena: &mut HostArena<D>,
+        streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
+        filed: &[Filed<'_>],
+    ) -> PoolResult<()> {
+        arena.hold_ring(log)?;
+        log.timed("save to file", |log| {
+            arena.write_behind(|writing| {
+                for batch in in_batches(filed) {
+                    let (Some(copies), Some(slot)) =
+                        (streams.get_mut(&batch.device), writing.take_slot()?)
+                    else {
+                        continue;
+                    };
+                    pass(log, copies, &batch, &slot, "saving", |at, range, stream| {
+                        // SAFETY: the slot is this batch's alone, and the range stays mapped until all of the
+                        // file is written; `pass` waits for the copy before either is passed on.
+                        unsafe { self.driver.copy_to_host(at, range, stream) }
+                    })?;
+                    writing.write(slot, batch.place);
+                }
+                Ok(())
+            })
+        })
+    }
+
+    /// Puts the contents of all of `filed` back. `streams` has every device.
+    pub(super) fn restore_from_file(
+        &self,
+        log: &mut StepLog,
+        arena: &mut HostArena<D>,
+        streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
+        filed: &[Filed<'_>],
+    ) -> PoolResult<()> {
+        if filed.is_empty() {
+            return Ok(());
+        }
+        arena.hold_ring(log)?;
+        let batches = in_batches(filed);
+        let places: Vec<_> = batches.iter().map(|batch| batch.place.clone()).collect();
+        log.timed("restore from file", |log| {
+            arena.read_ahead(&places, |index, slot| {
+                let batch = &batches[index];
+                let Some(copies) = streams.get_mut(&batch.device) else {
+                    return Ok(());
+                };
+                pass(log, copies, batch, slot, "restoring", |at, range, stream| {
+                    // SAFETY: the slot is this batch's alone, and the range is mapped and writable, with no work
+                    // of the application's before the gate opens; `pass` waits for the copy.
+                    unsafe { self.driver.copy_to_device(range, at, stream) }
+                })
+            })
+        })
+    }
+}
+
+/// Copies a batch between its device and `slot`, and waits for it.
+fn pass<D: Driver>(
+    log: &mut StepLog,
+    copies: &mut CopyStreams<'_, D>,
+    batch: &Batch,
+    slot: &Slot<'_>,
+    what: &'static str,
+    copy: impl Fn(NonNull<u8>, VaRange, RawStream) -> Result<(), crate::driver::DriverError>,
+) -> PoolResult<()> {
+    let stream = copies.take_idle()?;
+    let mut offset = 0;
+    let queued = batch.ranges.iter().try_for_each(|&range| {
+        log.call();
+        let at = slot.at(offset);
+        offset += range.size_bytes;
+        copy(at, range, stream).about(
+            || format!("{what} of {}", range.start),
+            range.size_bytes,
+            Some(batch.device),
+        )
+    });
+    // Also what was queued before one that failed: the slot is passed on after this.
+    let finished = copies.finish(stream);
+    queued.and(finished)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::staging::Store;
+
+    const MIB: u64 = 1 << 20;
+    const GPU: DeviceOrdinal = DeviceOrdinal(0);
+
+    fn range(start_mib: u64, size_mib: u64) -> VaRange {
+        VaRange::new(DeviceAddress(start_mib * MIB), size_mib * MIB)
+    }
+
+    fn at(offset_mib: u64) -> Saved {
+        Saved { store: Store::File, offset_bytes: offset_mib * MIB }
+    }
+
+    #[test]
+    fn neighbours_in_the_file_share_a_slot_and_large_ones_take_several() {
+        let whole = |size_mib: u64| vec![Range { start: 0, end: size_mib * MIB }];
+        let (small, large) = (whole(2), whole(130));
+        let filed = [
+            Filed { device: GPU, range: range(1000, 130), saved: at(4), parts: &large },
+            Filed { device: GPU, range: range(500, 2), saved: at(2), parts: &small },
+            Filed { device: GPU, range: range(700, 2), saved: at(0), parts: &small },
+            Filed { device: DeviceOrdinal(1), range: range(800, 2), saved: at(134), parts: &small },
+        ];
+        let batches = in_batches(&filed);
+        let places: Vec<_> =
+            batches.iter().map(|b| (b.place.start / MIB, b.place.end / MIB)).collect();
+        assert_eq!(
+            places,
+            [(0, 4), (4, 36), (36, 68), (68, 100), (100, 132), (132, 134), (134, 136)]
+        );
+        assert_eq!(batches[0].ranges, [range(700, 2), range(500, 2)]);
+        assert_eq!(batches[2].ranges, [range(1032, 32)]);
+        assert_eq!(batches[6].device, DeviceOrdinal(1));
+    }
+
+    #[cfg(feature = "sim")]
+    #[test]
+    fn what_the_disk_refuses_half_way_stays_on_its_device() {
+        use std::sync::Arc;
+
+        use crate::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
+        use crate::driver::{AccessDesc, AllocationProp};
+        use crate::{Class, Contents, HostBudget, PoolError, Selection};
+
+        let node = SimNode::private(&[64 * MIB]).unwrap();
+        let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
+        driver.make_current(GPU).unwrap();
+        let pool = Pool::new(Arc::clone(&driver), 1);
+        let class = |contents| Class { library: "test", tag: "weights".to_owned(), contents };
+        for contents in [Contents::Keep, Contents::File] {
+            let prop = AllocationProp::pinned_on(GPU);
+            let handle = pool.create(GRANULARITY_BYTES, &prop, class(contents)).unwrap().raw();
+            let start = driver.reserve(GRANULARITY_BYTES, 0, DeviceAddress(0)).unwrap();
+            let range = VaRange::new(start, GRANULARITY_BYTES);
+            pool.map(range, 0, handle).unwrap();
+            pool.set_access(range, &[AccessDesc::read_write(GPU)]).unwrap();
+        }
+        pool.arena.lock().unwrap().disk.use_full();
+        let free_bytes = || driver.memory_of(GPU).unwrap().free_bytes;
+        let before = free_bytes();
+        let refused = pool.save_and_drop_imports(&Selection::Whole, HostBudget(None));
+        let error = refused.unwrap_err();
+        assert!(matches!(&error, PoolError::FileRefused { operation: "writing", .. }), "{error}");
+        assert!(
+            error.to_string().contains("(2097152 bytes at 0: No space left on device"),
+            "{error}"
+        );
+        assert_eq!((pool.report().file_bytes, pool.report().host_arena_bytes), (0, 0));
+        pool.remount_own(&Selection::Whole).unwrap();
+        drop(pool.commit_resume());
+        // The next file is one of the disk's.
+        pool.save_and_drop_imports(&Selection::Whole, HostBudget(None)).unwrap();
+        assert_eq!(free_bytes(), before, "nothing was released before");
+        pool.release_own(&Selection::Whole).unwrap();
+        assert_eq!(free_bytes(), before + 2 * GRANULARITY_BYTES);
+        assert_eq!(pool.report().file_bytes, GRANULARITY_BYTES);
+    }
+
+    #[test]
+    fn unused_parts_end_a_batch() {
+        let parts = [0..2 * MIB, 6 * MIB..8 * MIB];
+        let filed = [Filed { device: GPU, range: range(100, 8), saved: at(0), parts: &parts }];
+        let batches = in_batches(&filed);
+        let places: Vec<_> =
+            batches.iter().map(|b| (b.place.start / MIB, b.place.end / MIB)).collect();
+        assert_eq!(places, [(0, 2), (6, 8)]);
+        assert_eq!(batches[1].ranges, [range(106, 2)]);
+    }
+}
