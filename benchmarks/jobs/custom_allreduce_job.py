@@ -93,6 +93,10 @@ class Runtime:
         return (pointer.value or 0) + shared[1]
 
 
+#: Stretches without work and without a pause, before the first pause, and how long each is.
+RESTS, REST_S = 4, 0.05
+
+
 class Meeting:
     """Where two processes exchange bytes and wait for each other: files in a folder."""
 
@@ -156,12 +160,14 @@ class Rank:
         torch = self.torch
         ramp = torch.arange(FLOATS, device="cuda", dtype=torch.float32) % 1024
         for name, (tensor, buffer) in self.buffers.items():
-            wrong, times = 0, []
+            wrong, times, on_device = 0, [], []
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             for _ in range(REDUCTIONS):
                 self.epoch += 1
                 tensor.copy_(ramp + (self.rank + 1) * self.epoch)
                 torch.cuda.synchronize()
                 began = time.perf_counter()
+                begin.record()
                 inputs = (buffer.own, buffer.peer) if self.rank == 0 else (buffer.peer, buffer.own)
                 code = self.kernel.one_shot_all_reduce(
                     *map(ctypes.c_void_p, inputs),
@@ -173,12 +179,15 @@ class Rank:
                     ctypes.c_void_p(self.failed.data_ptr()),
                     ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
                 )
+                end.record()
                 torch.cuda.synchronize()
                 times.append((time.perf_counter() - began) * 1e6)
+                on_device.append(begin.elapsed_time(end) * 1e3)
                 expected = 2 * ramp + 3 * self.epoch
                 wrong += int(code != 0) + int(not torch.equal(self.output, expected)) + int(self.failed.item())
             childrun.row(f"{label}, {name}: exact", wrong == 0, f"{wrong} of {REDUCTIONS} wrong")
             childrun.sample(f"{name}_us", statistics.median(times))
+            childrun.sample(f"{name}_on_device_us", statistics.median(on_device))
         self.meeting.barrier()
 
     def run(self, cycles: int) -> None:
@@ -186,6 +195,12 @@ class Rank:
         import subletapi
 
         self.reduce("before")
+        for rest in range(RESTS):
+            # What a pause does not do, but the time without work.
+            if self.rank == 0:
+                time.sleep(REST_S)
+            self.meeting.barrier()
+            self.reduce(f"rest {rest}")
         for cycle in range(cycles):
             whole = cycle % 2 == 0
             label = f"cycle {cycle} ({'whole' if whole else 'by tag'})"

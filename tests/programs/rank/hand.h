@@ -239,8 +239,9 @@ static void command_forge(const char *how)
         bytes[56] = bytes[56] == 'x' ? 'y' : 'x';
         fd = sealed(bytes, (size_t)size);
     } else if (strcmp(how, "owner") == 0) {
-        bytes[16] ^= 0xff;    /* Unknown here, so that the owner is asked; */
-        bytes[size - 6] ^= 1; /* a digit of its socket's name: nobody listens there. */
+        bytes[16] ^= 0xff; /* Unknown here, so that the owner is asked; */
+        /* another digit in its socket's name: nobody listens there. */
+        bytes[size - 6] = bytes[size - 6] == '0' ? '1' : '0';
         fd = sealed(bytes, (size_t)size);
     } else if (strcmp(how, "none") != 0) {
         die("cannot forge %s", how);
