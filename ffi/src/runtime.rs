@@ -42,6 +42,8 @@ static COLLECTIVES: LazyLock<Collectives> = LazyLock::new(Collectives::default);
 static OWN_CONTEXTS: Mutex<BTreeSet<RawContext>> = Mutex::new(BTreeSet::new());
 /// The tenant that [`choose_tenant`] was told.
 static CHOSEN_TENANT: Mutex<Option<TenantName>> = Mutex::new(None);
+/// What [`set_file_dir`] was told before the tenant was joined.
+static CHOSEN_FILE_DIR: Mutex<Option<PathBuf>> = Mutex::new(None);
 /// What an attach found before the tenant was joined.
 static NOTES_OF_ATTACH: Mutex<Vec<String>> = Mutex::new(Vec::new());
 static PRIMARY_CONTEXTS: Mutex<BTreeMap<c_int, usize>> = Mutex::new(BTreeMap::new());
@@ -236,12 +238,23 @@ fn try_join() -> Result<Arc<Member>, String> {
     };
     let member = tenants::member::Member::join(config, Arc::new(driver))
         .map_err(|error| sublet_nccl::pausing::chain(&error))?;
-    if let Some(dir) = variable("SUBLET_FILE_DIR") {
-        // A directory that is not there fails the first pause that needs it, with a message that names it.
-        let absolute = std::path::absolute(&dir).unwrap_or(PathBuf::from(dir));
-        member.pool().set_file_dir(absolute);
+    // The second is the name that callers of torch_memory_saver know.
+    let named = variable("SUBLET_FILE_DIR").or_else(|| variable("TMS_DISK_BACKUP_DIR"));
+    let chosen = lock(&CHOSEN_FILE_DIR).take();
+    // A directory that is not there fails the first pause that needs it, with a message that names it.
+    let absolute = |dir| std::path::absolute(&dir).unwrap_or(PathBuf::from(dir));
+    if let Some(dir) = chosen.or_else(|| named.map(absolute)) {
+        member.pool().set_file_dir(dir);
     }
     Ok(member)
+}
+
+/// Has contents of the policy "file" saved in `dir`, from the next pause on; also before this process joins.
+pub(crate) fn set_file_dir(dir: PathBuf) {
+    match member() {
+        Some(member) => member.pool().set_file_dir(dir),
+        None => *lock(&CHOSEN_FILE_DIR) = Some(dir),
+    }
 }
 
 fn host_limits() -> Vec<HostLimit> {

@@ -292,6 +292,16 @@ impl Library {
         Ok(place)
     }
 
+    /// Names the folder for contents that are saved to a file.
+    fn set_file_dir(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
+        let set = function!(self, py, sublet_set_file_dir);
+        let path = CString::new(path.into_os_string().into_encoded_bytes())?;
+        self.run(py, "set_file_dir", || {
+            // SAFETY: a terminated string that outlives the call.
+            unsafe { set(path.as_ptr()) }
+        })
+    }
+
     /// A copy of the saved bytes of paused device memory.
     fn host_copy_out(&self, py: Python<'_>, address: u64, size_bytes: usize) -> PyResult<Vec<u8>> {
         let copy = function!(self, py, sublet_host_copy_out);

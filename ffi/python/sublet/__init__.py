@@ -25,7 +25,7 @@ from sublet._library import (
     library_path,
     nccl_library_path,
 )
-from sublet._memory import host_copy
+from sublet._memory import host_copy, set_file_dir
 from sublet._native import __version__ as __version__
 from sublet._pausing import pause, paused, resume, stats
 from sublet._regions import Region, region
@@ -53,6 +53,7 @@ __all__ = [
     "paused",
     "region",
     "resume",
+    "set_file_dir",
     "stats",
     "swap",
     "tenants",

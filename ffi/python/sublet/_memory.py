@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
-from typing import Any
+from typing import Any, Union
 
 from sublet._adapter import torch_adapter
 from sublet._errors import UsageError
@@ -41,6 +42,23 @@ def host_copy(tensor: Any) -> Any:
         return adapter.host_tensor(tensor)
     address, size_bytes = _extent(tensor)
     return host_bytes(address, size_bytes)
+
+
+def set_file_dir(path: Union[str, os.PathLike[str]]) -> None:
+    """Names the folder in which pauses save memory of regions with ``contents="file"``.
+
+    Each process has one file there, without a name, so nothing is left behind when it is killed. Counts
+    from the next pause on that finds nothing saved in the old folder. The default is what
+    ``SUBLET_FILE_DIR`` says, else ``/tmp``. Choose a local disk with as many free bytes as such regions
+    have.
+
+    Raises:
+        UsageError: there is no such folder, or no file can be made in it.
+        NotAttachedError: this process is not under Sublet.
+
+    >>> sublet.set_file_dir("/var/tmp")
+    """
+    own_library().set_file_dir(os.fspath(path))
 
 
 def host_bytes(address: int, size_bytes: int) -> memoryview:

@@ -84,9 +84,6 @@ pub unsafe extern "C" fn sublet_host_copy_out(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_set_file_dir(path: *const c_char) -> c_int {
     guarded(|| {
-        let Some(member) = runtime::member() else {
-            return not_joined();
-        };
         if path.is_null() {
             return fail(ARGUMENT, "contents in files need a directory");
         }
@@ -102,7 +99,7 @@ pub unsafe extern "C" fn sublet_set_file_dir(path: *const c_char) -> c_int {
         if let Err(error) = vmm_pool::check_file_dir(&dir) {
             return fail(ARGUMENT, &error.to_string());
         }
-        member.pool().set_file_dir(dir);
+        runtime::set_file_dir(dir);
         OK
     })
 }

@@ -154,13 +154,15 @@ pub extern "C" fn tms_get_cpu_backup_backend() -> *const c_char {
     quietly(Backend::Pinned, || settings::ask(|own| own.backend)).text().as_ptr()
 }
 
-/// Sets where files of paused memory go. Contents are saved to host memory in any case.
+/// Sets where files of paused memory go, from the next pause on. A directory that will not do is said on
+/// standard error, and changes nothing.
 ///
 /// # Safety
-/// The argument is ignored.
+/// `dir` is null or a terminated string.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn tms_set_disk_backup_dir(_dir: *const c_char) {
-    tracing::info!("disk backups lie in host memory: a directory for them is not used");
+pub unsafe extern "C" fn tms_set_disk_backup_dir(dir: *const c_char) {
+    // SAFETY: as this function's caller promises. What it says is kept as the thread's last error.
+    let _code = unsafe { c_api::contents::sublet_set_file_dir(dir) };
 }
 
 /// Sets how much free device memory allocations in regions must leave. One that would leave less is

@@ -111,8 +111,11 @@ impl Settings {
     }
 
     fn contents(&self) -> Contents {
-        // What is to be saved to a file is saved to host memory.
-        if self.cpu_backup || self.disk_backup { Contents::Keep } else { Contents::Discard }
+        match (self.cpu_backup, self.disk_backup) {
+            (true, _) => Contents::Keep,
+            (false, true) => Contents::File,
+            (false, false) => Contents::Discard,
+        }
     }
 }
 

@@ -48,7 +48,7 @@ class TorchMemorySaver:
         Args:
             tag: 1 to 100 bytes of text. A tag may have memory with and without backups.
             enable_cpu_backup: a pause saves the contents to host memory; otherwise they are lost.
-            enable_disk_backup: as ``enable_cpu_backup``: contents are saved to host memory.
+            enable_disk_backup: contents are saved to a file (:meth:`set_disk_backup_dir`).
             cpu_backup_backend: ``"pinned"`` or ``"mmap"``; remembered, and the same here.
 
         Raises:
@@ -190,9 +190,14 @@ class TorchMemorySaver:
         return self._started().get_cpu_backup(x, zero_copy)
 
     def set_disk_backup_dir(self, path: str) -> None:
-        """Makes the folder. Contents are saved to host memory in any case."""
+        """Makes the folder, and has later pauses save disk backups there; by default in ``/tmp``.
+
+        Raises:
+            UsageError: no file can be made in it.
+        """
         os.makedirs(path, exist_ok=True)
-        self._started().functions.tms_set_disk_backup_dir(os.fsencode(path))
+        self._started()
+        sublet.set_file_dir(path)
 
     def _ensure_initialized(self) -> None:
         self._started()
@@ -227,7 +232,7 @@ class Implementation:
         with contextlib.ExitStack() as stack:
             if adapter is not None:
                 # Blocks of what is kept and what is not never share memory, so pools differ too.
-                policy = "keep" if enable_cpu_backup or enable_disk_backup else "discard"
+                policy = "keep" if enable_cpu_backup else "file" if enable_disk_backup else "discard"
                 stack.enter_context(adapter.region_pool(f"tms/{tag}/{policy}", None, False))
             backups = (enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
             stack.enter_context(self.settings(tag, *backups))
