@@ -3,7 +3,7 @@
 #
 # Suites: smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
 #         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs cycles deaths shortage watchdog zeroed
-#         saver sharing custom_allreduce generate unused attach compat (of the Python package, from python/*.whl)
+#         saver sharing custom_allreduce generate unused attach compat contents (of the Python package, from python/*.whl)
 # Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
 # and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES
 # those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, ANYTIME_SEED their instants.
@@ -15,7 +15,7 @@ GPUS=${GPUS:-0}
 CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
     anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs cycles deaths shortage watchdog zeroed
-    saver sharing custom_allreduce generate unused attach compat)
+    saver sharing custom_allreduce generate unused attach compat contents)
 JOBS=$HERE/jobs
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -86,6 +86,7 @@ run_custom_allreduce() { GPUS=2 suite custom_allreduce 140 custom_allreduce_job.
 run_generate() { GPUS=1 suite generate 245 generate_job.py --layers "${LAYERS:-32}"; }
 run_unused() { GPUS=1 suite unused 115 unused_job.py; }
 run_compat() { GPUS=1 suite compat 115 compat_job.py; }
+run_contents() { GPUS=1 suite contents 115 contents_job.py; }
 run_attach() { GPUS=1 suite attach 115 attach_job.py; }
 
 # wanted NAME: runs the suite of that name, or says which there are.

@@ -281,11 +281,15 @@ def body(args: Any, result: Result, work: Path) -> None:
             child.finish(result, max(1.0, end - time.monotonic()))
     childrun.verdicts(result)
     print()
-    rows = [("median", "before", "after the last cycle")]
+    rows = [("median of both ranks' lesser time on the device, us", "before", "after rests", "after pauses")]
+    samples = result.data["samples"]
     for name in ("cudaMalloc", "tensor"):
-        series = result.data["samples"].get(f"rank0_{name}_us", [])
-        if series:
-            rows.append((f"all-reduce of 4 MiB, {name}, us", f"{series[0]:.1f}", f"{series[-1]:.1f}"))
+        both = [samples.get(f"rank{rank}_{name}_on_device_us", []) for rank in range(2)]
+        # Whoever comes first waits for the other; the later one shows what the reduction takes.
+        series = [min(pair) for pair in zip(*both, strict=False)]
+        if len(series) > 1 + RESTS:
+            parts = series[:1], series[1 : 1 + RESTS], series[1 + RESTS :]
+            rows.append((f"4 MiB, {name}", *(f"{statistics.median(part):.1f}" for part in parts)))
     childrun.table(rows)
 
 
