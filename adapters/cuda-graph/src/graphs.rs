@@ -6,10 +6,14 @@
 //! they run is decided on the device. Nor is a child graph that `cuGraphExecNodeSetParams` exchanges: it must
 //! have the form of the one before.
 //!
+//! A program launches the same graphs again and again, a few microseconds each. So every thread remembers what
+//! it has asked, until something changes, and takes no lock for it.
+//!
 //! Lock order: `tables` is a leaf.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use tenants::cut::Entry;
@@ -67,7 +71,34 @@ struct Tables {
 pub struct Graphs {
     /// Has there ever been one?
     is_used: AtomicBool,
+    /// Grows with each change of `tables`, before the lock is given up.
+    changes: AtomicU64,
     tables: RwLock<Tables>,
+}
+
+/// What a thread remembers of one executable graph.
+#[derive(Clone, Debug)]
+struct Remembered {
+    /// [`Graphs::changes`] when it was asked.
+    changes: u64,
+    executable: u64,
+    entries: Option<Arc<[Entry]>>,
+}
+
+/// Graphs that a thread remembers; piecewise graphs of a large model are some 60 to 100.
+const REMEMBERED_MAX: usize = 128;
+
+thread_local! {
+    /// By the executable's value. There is one [`Graphs`] in a process.
+    static REMEMBERED: RefCell<[Option<Remembered>; REMEMBERED_MAX]> =
+        const { RefCell::new([const { None }; REMEMBERED_MAX]) };
+}
+
+/// Where `executable` is remembered. The driver's values are addresses, alike in their lowest bits.
+fn slot(executable: u64) -> usize {
+    let mixed = executable.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+    // CAST: less than the number of slots.
+    (mixed % REMEMBERED_MAX as u64) as usize
 }
 
 impl Graphs {
@@ -78,7 +109,13 @@ impl Graphs {
 
     fn write(&self) -> Option<RwLockWriteGuard<'_, Tables>> {
         let is_used = self.is_used.load(Ordering::Acquire);
-        is_used.then(|| self.tables.write().unwrap_or_else(PoisonError::into_inner))
+        is_used.then(|| {
+            let tables = self.tables.write().unwrap_or_else(PoisonError::into_inner);
+            // Whoever asks before the change is made asks under the lock, and remembers what was right then;
+            // the change that follows must be seen by those who have this number already.
+            self.changes.fetch_add(1, Ordering::Release);
+            tables
+        })
     }
 
     /// Is there anything to follow? While not, no other function here does anything.
@@ -184,8 +221,29 @@ impl Graphs {
     /// What a launch of `executable` adds; `None` when nothing.
     #[doc(alias = "cuGraphLaunch")]
     pub fn entries_of(&self, executable: u64) -> Option<Arc<[Entry]>> {
-        let tables = self.read()?;
-        tables.executables.get(&executable).map(|known| Arc::clone(&known.flat))
+        if !self.is_used() {
+            return None;
+        }
+        let known = REMEMBERED.try_with(|remembered| {
+            let remembered = remembered.borrow();
+            let known = remembered[slot(executable)].as_ref()?;
+            let is_fresh = known.changes == self.changes.load(Ordering::Acquire);
+            (is_fresh && known.executable == executable).then(|| known.entries.clone())
+        });
+        if let Ok(Some(entries)) = known {
+            return entries;
+        }
+        let (changes, entries) = {
+            let tables = self.read()?;
+            // No change is under way while this lock is held.
+            let changes = self.changes.load(Ordering::Acquire);
+            (changes, tables.executables.get(&executable).map(|known| Arc::clone(&known.flat)))
+        };
+        let fresh = Remembered { changes, executable, entries: entries.clone() };
+        let _kept = REMEMBERED.try_with(|remembered| {
+            remembered.borrow_mut()[slot(executable)] = Some(fresh);
+        });
+        entries
     }
 }
 
@@ -254,6 +312,24 @@ mod tests {
         assert_eq!(fixture.launches(EXECUTABLE), []);
         fixture.graphs.instantiated(EXECUTABLE, GRAPH);
         assert_eq!(fixture.launches(EXECUTABLE), [], "the graph is gone");
+    }
+
+    #[test]
+    fn what_a_thread_remembers_ends_with_a_change_that_another_makes() {
+        let fixture = Fixture::new();
+        fixture.graph(GRAPH, &[5]);
+        for round in 0..100 {
+            fixture.graphs.instantiated(EXECUTABLE, GRAPH);
+            assert_eq!(fixture.launches(EXECUTABLE), [(5, 1)], "{round}");
+            // Many more than are remembered, some of them in the same place.
+            for executable in 0..2 * REMEMBERED_MAX as u64 {
+                assert_eq!(fixture.launches(1000 + executable), [], "{round}");
+            }
+            std::thread::scope(|scope| {
+                scope.spawn(|| fixture.graphs.executable_destroyed(EXECUTABLE));
+            });
+            assert_eq!(fixture.launches(EXECUTABLE), [], "{round}");
+        }
     }
 
     #[test]
