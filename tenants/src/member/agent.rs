@@ -15,7 +15,7 @@ use vmm_pool::PoolError;
 use vmm_pool::driver::Driver;
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
-use super::phases::pool_failure;
+use super::failures::pool_failure;
 use super::{AGENT_TIMEOUT, Member};
 use crate::cut::{Limits, Seen};
 use crate::identity::MemberId;

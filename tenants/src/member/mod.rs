@@ -13,6 +13,7 @@
 mod agent;
 mod alone;
 mod clients;
+mod failures;
 mod fetch;
 mod owners;
 mod phases;

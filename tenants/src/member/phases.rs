@@ -3,11 +3,15 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use vmm_pool::driver::{DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, RawContext};
-use vmm_pool::{PoolError, Selection, StepLog};
+use vmm_pool::driver::{DeviceOrdinal, Driver, RawContext};
+use vmm_pool::{Selection, StepLog};
 
-use super::state::{Event, InvalidTransition};
-use super::{ImportError, Member, Progress, Standing};
+use super::failures::{
+    drain_called_off, drain_failed, drain_timeout, faulted, import_failure, not_undone_yet,
+    pool_failure, wrong_state,
+};
+use super::state::Event;
+use super::{Member, Progress, Standing};
 use crate::cut::{Limits, Seen};
 use crate::gate::StillInside;
 use crate::host_memory::HostNeed;
@@ -573,131 +577,11 @@ fn report(log: StepLog) -> PhaseReport {
     }
 }
 
-fn wrong_state(message: String) -> Failure {
-    Failure { kind: FailureKind::WrongState, message }
-}
-
-fn drain_timeout() -> Failure {
-    Failure {
-        kind: FailureKind::DrainTimeout,
-        message: format!(
-            "process {}: the device did not finish its work in time: a kernel may be waiting for work that \
-             another process has not launched yet; pause at a step boundary, or give a longer timeout",
-            std::process::id()
-        ),
-    }
-}
-
-fn drain_called_off() -> Failure {
-    Failure {
-        kind: FailureKind::CalledOff,
-        message: format!(
-            "process {}: the wait for the device was called off, because the pause failed elsewhere",
-            std::process::id()
-        ),
-    }
-}
-
 /// Something whose work must end before memory can leave.
 #[derive(Clone, Copy, Debug)]
-enum Place {
+pub(super) enum Place {
     /// The primary context of a device.
     Device(DeviceOrdinal),
     /// A context that the application made for itself.
     OwnContext(RawContext),
-}
-
-fn drain_failed(place: Place, error: DriverError) -> Failure {
-    if error.poisons_context() {
-        return context_lost(&error);
-    }
-    Failure {
-        kind: FailureKind::Driver,
-        message: format!("process {}: work on {place:?} failed: {error}", std::process::id()),
-    }
-}
-
-/// A code after which the driver refuses everything: device memory that was not saved is gone, and what was
-/// saved cannot be put back in this process.
-fn context_lost(error: &dyn std::error::Error) -> Failure {
-    Failure {
-        kind: FailureKind::Faulted,
-        message: format!(
-            "process {}: its CUDA context is lost ({error}), and with it what its device memory held: end the \
-             process",
-            std::process::id()
-        ),
-    }
-}
-
-fn faulted() -> Failure {
-    Failure {
-        kind: FailureKind::Faulted,
-        message: format!(
-            "process {} is faulted: something of it was lost before; end it",
-            std::process::id()
-        ),
-    }
-}
-
-fn not_undone_yet(failure: &Failure) -> Failure {
-    Failure {
-        kind: failure.kind,
-        message: format!(
-            "the pause is not undone yet: {failure}. Nothing is lost, and the process stands still: run `sublet \
-             resume` for its tenant to go back"
-        ),
-    }
-}
-
-pub(super) fn pool_failure(error: &PoolError) -> Failure {
-    if error.poisons_context() {
-        return context_lost(error);
-    }
-    let kind = match error {
-        PoolError::OutOfDeviceMemory { needed_bytes, free_bytes, .. } => {
-            FailureKind::OutOfDeviceMemory {
-                missing_bytes: needed_bytes.saturating_sub(*free_bytes),
-            }
-        }
-        PoolError::OutOfHostMemory { .. }
-        | PoolError::HostMemoryRefused { .. }
-        | PoolError::OutOfDisk { .. }
-        | PoolError::FileRefused { .. } => FailureKind::OutOfHostMemory,
-        PoolError::MissingImport { .. } => FailureKind::PeerGone,
-        PoolError::Driver { source, .. }
-            if source.op == DriverOp::HostRegister && source.code == DriverCode::OUT_OF_MEMORY =>
-        {
-            FailureKind::OutOfHostMemory
-        }
-        PoolError::NotOurs
-        | PoolError::StaleHandle { .. }
-        | PoolError::FileUnreadable { .. }
-        | PoolError::Driver { .. } => FailureKind::Driver,
-    };
-    Failure { kind, message: format!("process {}: {error}", std::process::id()) }
-}
-
-fn import_failure(error: &ImportError) -> Failure {
-    let kind = match error {
-        ImportError::Pool(error) => return pool_failure(error),
-        // The owner has the memory, and its driver refused this once.
-        ImportError::Refused(failure) if failure.kind == FailureKind::Driver => FailureKind::Driver,
-        ImportError::Refused(_)
-        | ImportError::OtherTenant { .. }
-        | ImportError::Stale { .. }
-        | ImportError::NoTicket { .. }
-        | ImportError::NoMember { .. }
-        | ImportError::NotMemory { .. }
-        | ImportError::Owner { .. }
-        | ImportError::OwnerEnded { .. }
-        | ImportError::Miscounted { .. } => FailureKind::PeerGone,
-    };
-    Failure { kind, message: format!("process {}: {error}", std::process::id()) }
-}
-
-impl From<InvalidTransition> for Failure {
-    fn from(error: InvalidTransition) -> Self {
-        wrong_state(format!("process {}: {error}", std::process::id()))
-    }
 }

@@ -1,0 +1,129 @@
+//! What a phase that fails says: the kind, by what can be done about it, and one sentence.
+
+use vmm_pool::PoolError;
+use vmm_pool::driver::{DriverCode, DriverError, DriverOp};
+
+use super::ImportError;
+use super::phases::Place;
+use super::state::InvalidTransition;
+use crate::wire::{Failure, FailureKind};
+
+pub(super) fn wrong_state(message: String) -> Failure {
+    Failure { kind: FailureKind::WrongState, message }
+}
+
+pub(super) fn drain_timeout() -> Failure {
+    Failure {
+        kind: FailureKind::DrainTimeout,
+        message: format!(
+            "process {}: the device did not finish its work in time: a kernel may be waiting for work that \
+             another process has not launched yet; pause at a step boundary, or give a longer timeout",
+            std::process::id()
+        ),
+    }
+}
+
+pub(super) fn drain_called_off() -> Failure {
+    Failure {
+        kind: FailureKind::CalledOff,
+        message: format!(
+            "process {}: the wait for the device was called off, because the pause failed elsewhere",
+            std::process::id()
+        ),
+    }
+}
+
+pub(super) fn drain_failed(place: Place, error: DriverError) -> Failure {
+    if error.poisons_context() {
+        return context_lost(&error);
+    }
+    Failure {
+        kind: FailureKind::Driver,
+        message: format!("process {}: work on {place:?} failed: {error}", std::process::id()),
+    }
+}
+
+/// A code after which the driver refuses everything: device memory that was not saved is gone, and what was
+/// saved cannot be put back in this process.
+pub(super) fn context_lost(error: &dyn std::error::Error) -> Failure {
+    Failure {
+        kind: FailureKind::Faulted,
+        message: format!(
+            "process {}: its CUDA context is lost ({error}), and with it what its device memory held: end the \
+             process",
+            std::process::id()
+        ),
+    }
+}
+
+pub(super) fn faulted() -> Failure {
+    Failure {
+        kind: FailureKind::Faulted,
+        message: format!(
+            "process {} is faulted: something of it was lost before; end it",
+            std::process::id()
+        ),
+    }
+}
+
+pub(super) fn not_undone_yet(failure: &Failure) -> Failure {
+    Failure {
+        kind: failure.kind,
+        message: format!(
+            "the pause is not undone yet: {failure}. Nothing is lost, and the process stands still: run `sublet \
+             resume` for its tenant to go back"
+        ),
+    }
+}
+
+pub(super) fn pool_failure(error: &PoolError) -> Failure {
+    if error.poisons_context() {
+        return context_lost(error);
+    }
+    let kind = match error {
+        PoolError::OutOfDeviceMemory { needed_bytes, free_bytes, .. } => {
+            FailureKind::OutOfDeviceMemory {
+                missing_bytes: needed_bytes.saturating_sub(*free_bytes),
+            }
+        }
+        PoolError::OutOfHostMemory { .. }
+        | PoolError::HostMemoryRefused { .. }
+        | PoolError::OutOfDisk { .. }
+        | PoolError::FileRefused { .. } => FailureKind::OutOfHostMemory,
+        PoolError::MissingImport { .. } => FailureKind::PeerGone,
+        PoolError::Driver { source, .. }
+            if source.op == DriverOp::HostRegister && source.code == DriverCode::OUT_OF_MEMORY =>
+        {
+            FailureKind::OutOfHostMemory
+        }
+        PoolError::NotOurs
+        | PoolError::StaleHandle { .. }
+        | PoolError::FileUnreadable { .. }
+        | PoolError::Driver { .. } => FailureKind::Driver,
+    };
+    Failure { kind, message: format!("process {}: {error}", std::process::id()) }
+}
+
+pub(super) fn import_failure(error: &ImportError) -> Failure {
+    let kind = match error {
+        ImportError::Pool(error) => return pool_failure(error),
+        // The owner has the memory, and its driver refused this once.
+        ImportError::Refused(failure) if failure.kind == FailureKind::Driver => FailureKind::Driver,
+        ImportError::Refused(_)
+        | ImportError::OtherTenant { .. }
+        | ImportError::Stale { .. }
+        | ImportError::NoTicket { .. }
+        | ImportError::NoMember { .. }
+        | ImportError::NotMemory { .. }
+        | ImportError::Owner { .. }
+        | ImportError::OwnerEnded { .. }
+        | ImportError::Miscounted { .. } => FailureKind::PeerGone,
+    };
+    Failure { kind, message: format!("process {}: {error}", std::process::id()) }
+}
+
+impl From<InvalidTransition> for Failure {
+    fn from(error: InvalidTransition) -> Self {
+        wrong_state(format!("process {}: {error}", std::process::id()))
+    }
+}
