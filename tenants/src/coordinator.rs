@@ -9,6 +9,7 @@
 //! No thread is started: a step is sent to all members, then one poll waits for all answers. Every call
 //! blocks, for a bounded time.
 
+mod choosing;
 mod cutting;
 mod error;
 mod interrupt;

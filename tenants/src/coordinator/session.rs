@@ -1,6 +1,6 @@
 //! One pause or resume, from the greeting to the account.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::peers::{Peers, Reached, reach};
@@ -11,11 +11,9 @@ use crate::cut::{Limits, Seen};
 use crate::host_memory;
 use crate::identity::TenantName;
 use crate::run_dir::{CoordinatorLock, MemberSocket, TenantDir};
-use crate::scope::{Scope, TagNames};
+use crate::scope::Scope;
 use crate::transport::nobody_listens;
-use crate::wire::{
-    Action, DeviceDelta, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply, Request,
-};
+use crate::wire::{Action, DeviceDelta, Failure, FailureKind, Phase, PhaseReport, Reply, Request};
 
 /// The order of phases, and how to go back.
 struct Plan {
@@ -53,7 +51,7 @@ pub(super) struct Session<'a> {
     /// Tells this pause or resume from others.
     round: u64,
     /// Which memory it is about.
-    scope: Scope,
+    pub(super) scope: Scope,
     /// One sentence for each communicator that some ranks of are in no live process of the tenant.
     pub(super) absent: Vec<String>,
     /// Processes whose sockets were found and removed.
@@ -137,12 +135,12 @@ impl<'a> Session<'a> {
         Ok(session)
     }
 
-    fn tenant(&self) -> TenantName {
+    pub(super) fn tenant(&self) -> TenantName {
         self.dir.tenant().clone()
     }
 
     /// Asks every member who it is; those that turn out dead are left out.
-    fn greet(&mut self) -> Result<(), CoordinatorError> {
+    pub(super) fn greet(&mut self) -> Result<(), CoordinatorError> {
         let everyone: Vec<usize> = (0..self.peers.list.len()).collect();
         let timeout = self.options.contact_timeout;
         let result = self.step(Step::Hello, &everyone, timeout, OnFailure::WaitForAll);
@@ -178,109 +176,6 @@ impl<'a> Session<'a> {
             .map(|(version, pids)| format!("{version} in process {}", pids.join(", ")))
             .collect();
         Err(CoordinatorError::VersionsDiffer { tenant: self.tenant(), versions: texts.join("; ") })
-    }
-
-    fn state(&self, index: usize) -> Option<MemberState> {
-        self.peers.list[index].info.as_ref().map(|info| info.state)
-    }
-
-    /// The members that are in `state`.
-    fn members_in(&self, state: MemberState) -> Vec<usize> {
-        (0..self.peers.list.len()).filter(|index| self.state(*index) == Some(state)).collect()
-    }
-
-    /// The members that `action` has something to do for; empty when there is nothing to be done. A resume
-    /// without tags of a tenant that runs is one of all its tags.
-    pub(super) fn members_for(&mut self, action: Action) -> Result<Vec<usize>, CoordinatorError> {
-        self.refuse_unknown_tags()?;
-        let active = self.members_in(MemberState::Active);
-        let paused = self.members_in(MemberState::Paused);
-        if action == Action::Resume && paused.is_empty() && self.scope == Scope::Whole {
-            self.scope = Scope::Tags { tags: TagNames::All, owner: None };
-        }
-        let members = match action {
-            Action::Pause => active,
-            Action::Resume if paused.is_empty() => active,
-            Action::Resume => return Ok(paused),
-        };
-        let Scope::Tags { tags, .. } = &self.scope else {
-            return Ok(members);
-        };
-        if action == Action::Pause && !paused.is_empty() {
-            return Err(CoordinatorError::PausedAlready { tenant: self.tenant() });
-        }
-        let infos = members.iter().filter_map(|index| self.peers.list[*index].info.as_ref());
-        let rows = infos.filter(|info| self.scope.is_about(info.id)).flat_map(|info| &info.tags);
-        let bytes = rows.filter(|row| tags.has(&row.tag)).map(|row| match action {
-            Action::Pause => row.resident_bytes,
-            Action::Resume => row.away_bytes,
-        });
-        Ok(if bytes.sum::<u64>() == 0 { Vec::new() } else { members })
-    }
-
-    fn refuse_unknown_tags(&self) -> Result<(), CoordinatorError> {
-        let Scope::Tags { tags: TagNames::Named(wanted), .. } = &self.scope else {
-            return Ok(());
-        };
-        let infos = self.peers.list.iter().filter_map(|peer| peer.info.as_ref());
-        let known: BTreeSet<String> =
-            infos.flat_map(|info| &info.tags).map(|row| row.tag.clone()).collect();
-        let unknown: Vec<String> = wanted.difference(&known).cloned().collect();
-        if unknown.is_empty() {
-            return Ok(());
-        }
-        let known = known.into_iter().collect();
-        Err(CoordinatorError::UnknownTags { tenant: self.tenant(), unknown, known })
-    }
-
-    /// Has every member that a dead coordinator left half-way finish or undo its part, so that every member
-    /// is active or paused. They agree among themselves which way ([`Phase::Settle`]).
-    pub(super) fn recover(&mut self) -> Result<(), CoordinatorError> {
-        let is_half_way = |index: &usize| match &self.peers.list[*index].info {
-            Some(info) => match info.state {
-                MemberState::Offloading | MemberState::Restoring => true,
-                MemberState::Active => info.held,
-                MemberState::Paused | MemberState::Faulted => false,
-            },
-            None => false,
-        };
-        let half_way: Vec<usize> = (0..self.peers.list.len()).filter(is_half_way).collect();
-        if half_way.is_empty() {
-            return self.refuse_faulted();
-        }
-        for index in &half_way {
-            let who = self.peers.list[*index].who;
-            (self.progress)(Event::Recovering { who });
-        }
-        let result = self.phase_step(Phase::Settle, &half_way, OnFailure::WaitForAll);
-        // One that ended meanwhile is left half-way no more.
-        let mut failures = result.failures;
-        failures.retain(|(index, _)| !self.peers.has_hung_up(*index));
-        if !failures.is_empty() {
-            return Err(CoordinatorError::Unrecovered {
-                tenant: self.tenant(),
-                failures: failures.into_iter().map(|(_, failure)| failure).collect(),
-            });
-        }
-        self.peers.drop_ended();
-        self.greet()?;
-        self.refuse_faulted()
-    }
-
-    fn refuse_faulted(&self) -> Result<(), CoordinatorError> {
-        let infos = self.peers.list.iter().filter_map(|peer| peer.info.as_ref());
-        for info in infos {
-            match info.state {
-                MemberState::Faulted => {
-                    return Err(CoordinatorError::Faulted { tenant: self.tenant(), pid: info.pid });
-                }
-                MemberState::Active
-                | MemberState::Paused
-                | MemberState::Offloading
-                | MemberState::Restoring => {}
-            }
-        }
-        Ok(())
     }
 
     /// Takes `members` through all phases of `action`.
