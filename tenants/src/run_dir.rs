@@ -224,7 +224,8 @@ impl RunDir {
         let mut tenants = self.tenants()?;
         tenants.retain(|name| {
             let dir = self.existing_tenant(name).ok().flatten();
-            dir.and_then(|dir| dir.members().ok()).is_some_and(|members| !members.is_empty())
+            let members = dir.and_then(|dir| dir.members().ok()).unwrap_or_default();
+            members.iter().any(|member| !nobody_listens(&member.path))
         });
         Ok(tenants)
     }

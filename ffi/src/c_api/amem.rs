@@ -13,7 +13,7 @@ use tenants::wire::Action;
 use vmm_pool::PoolReport;
 
 use super::OK;
-use super::last::{fail, guarded, settled_already, settled_together};
+use super::last::{fail_aloud, guarded, settled_already, settled_together};
 use crate::runtime;
 
 const NCCL_SUCCESS: c_int = 0;
@@ -74,7 +74,7 @@ pub unsafe extern "C" fn ncclResume(_comm: *mut c_void) -> c_int {
 pub extern "C" fn ncclMemStats() -> c_int {
     guarded(|| {
         let Some(member) = runtime::member() else {
-            return fail(
+            return fail_aloud(
                 NCCL_INVALID_USAGE,
                 "this process holds no device memory under Sublet yet",
             );
@@ -82,7 +82,7 @@ pub extern "C" fn ncclMemStats() -> c_int {
         let text = mem_stats(&member.stats().pool);
         match std::io::stdout().lock().write_all(text.as_bytes()) {
             Ok(()) => NCCL_SUCCESS,
-            Err(error) => fail(NCCL_INVALID_USAGE, &format!("standard output: {error}")),
+            Err(error) => fail_aloud(NCCL_INVALID_USAGE, &format!("standard output: {error}")),
         }
     })
 }
@@ -136,11 +136,11 @@ pub(crate) fn group_id() -> i32 {
 pub extern "C" fn ncclSetGroupID(id: c_int) -> c_int {
     guarded(|| {
         if id < 0 {
-            return fail(NCCL_INVALID_ARGUMENT, &format!("{id} is no group: give 0 or more"));
+            return fail_aloud(NCCL_INVALID_ARGUMENT, &format!("{id} is no group: give 0 or more"));
         }
         if runtime::member().is_some() {
             let message = "the group is fixed by the first device memory: set it before that";
-            return fail(NCCL_UNHANDLED_CUDA_ERROR, message);
+            return fail_aloud(NCCL_UNHANDLED_CUDA_ERROR, message);
         }
         GROUP_ID.store(id, Ordering::Relaxed);
         NCCL_SUCCESS
@@ -155,7 +155,7 @@ pub extern "C" fn ncclSetGroupID(id: c_int) -> c_int {
 pub unsafe extern "C" fn ncclGetGroupID(id: *mut c_int) -> c_int {
     guarded(|| {
         if id.is_null() {
-            return fail(NCCL_INVALID_ARGUMENT, "ncclGetGroupID needs somewhere to write");
+            return fail_aloud(NCCL_INVALID_ARGUMENT, "ncclGetGroupID needs somewhere to write");
         }
         // SAFETY: checked not to be null; the caller's for one integer.
         unsafe { id.write(group_id()) };

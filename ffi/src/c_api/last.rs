@@ -39,8 +39,14 @@ fn keep(code: c_int, message: &str, error: Value) -> c_int {
     code
 }
 
-/// An error without more to it than its words.
+/// An error without more to it than its words. Its caller reads them: they are no warning beside that.
 pub(crate) fn fail(code: c_int, message: &str) -> c_int {
+    tracing::info!(code, "{message}");
+    say_no(code, message)
+}
+
+/// As [`fail`], of a function whose callers know of no [`sublet_last_error`]: the words go to the log.
+pub(crate) fn fail_aloud(code: c_int, message: &str) -> c_int {
     tracing::warn!(code, "{message}");
     say_no(code, message)
 }
@@ -66,13 +72,13 @@ fn described(
 /// Runs a function of the interface; a panic of ours becomes an error instead of unwinding into C.
 pub(crate) fn guarded(work: impl FnOnce() -> c_int) -> c_int {
     catch_unwind(AssertUnwindSafe(work))
-        .unwrap_or_else(|_| fail(REFUSED, "Sublet failed inside; please report this"))
+        .unwrap_or_else(|_| fail_aloud(REFUSED, "Sublet failed inside; please report this"))
 }
 
 /// As [`guarded`], for a function that answers with a length, or -1.
 pub(crate) fn guarded_length(work: impl FnOnce() -> i64) -> i64 {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
-        fail(REFUSED, "Sublet failed inside; please report this");
+        fail_aloud(REFUSED, "Sublet failed inside; please report this");
         -1
     })
 }
@@ -111,7 +117,11 @@ pub(crate) fn swapped(outcome: Result<tenants::coordinator::Swap, SwapError>) ->
 pub(crate) fn settled_together(outcome: Result<(), CoordinatorError>) -> c_int {
     match outcome {
         Ok(()) => keep_report(json!({"outcome": "completed"})),
-        Err(error) => refused(&error),
+        Err(error) => {
+            // As [`fail_aloud`]: callers of ncclPause look at its code only.
+            tracing::warn!("{}", pausing::chain(&error));
+            refused(&error)
+        }
     }
 }
 
@@ -152,7 +162,7 @@ fn refused(error: &CoordinatorError) -> c_int {
         &[]
     };
     let missing_bytes = error.missing_device_bytes();
-    tracing::warn!(code, "{message}");
+    tracing::info!(code, "{message}");
     keep(code, &message, described(code, &message, missing_bytes, &json!(devices), &json!(tags)))
 }
 

@@ -22,7 +22,7 @@ use vmm_pool::SavedError;
 use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
 
 use crate::bindings::SUBLET_WHOSE_PROCESS;
-use crate::c_api::last::{fail, guarded_length, write_text};
+use crate::c_api::last::{fail_aloud, guarded_length, write_text};
 use crate::c_api::{self, acting};
 use crate::hooks::{Pointer, call_driver};
 use crate::pluggable::{sublet_torch_free, sublet_torch_malloc};
@@ -143,7 +143,10 @@ pub unsafe extern "C" fn tms_set_cpu_backup_backend(backend: *const c_char) {
     quietly((), || match Backend::named(&word) {
         Some(backend) => settings::change(|own| own.backend = backend),
         None => {
-            fail(c_api::ARGUMENT, &format!("'{word}' is no kind of backup: use pinned or mmap"));
+            fail_aloud(
+                c_api::ARGUMENT,
+                &format!("'{word}' is no kind of backup: use pinned or mmap"),
+            );
         }
     });
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicBool;
 use tenants::region::{self, Base};
 use vmm_pool::Contents;
 
-use crate::c_api::{self, last::fail};
+use crate::c_api::{self, last::fail_aloud};
 
 /// What tags of this interface begin with.
 const PREFIX: &str = "tms/";
@@ -159,7 +159,7 @@ fn apply(own: &Settings) {
         Base::Everywhere
     };
     if let Err(error) = region::set_base(base) {
-        fail(c_api::ARGUMENT, &format!("memory of this thread cannot be paused: {error}"));
+        fail_aloud(c_api::ARGUMENT, &format!("memory of this thread cannot be paused: {error}"));
     }
 }
 
