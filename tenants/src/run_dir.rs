@@ -653,6 +653,18 @@ mod tests {
     }
 
     #[test]
+    fn only_tenants_with_a_process_that_listens_live() {
+        let base = tempfile::tempdir().unwrap();
+        let run = run_dir(&base);
+        let (_dir, _listener) = run.listen(&name("train"), MemberId(1)).unwrap();
+        let (dead, listener) = run.listen(&name("infer"), MemberId(2)).unwrap();
+        drop(listener);
+        leave_dead_socket(&dead, MemberId(3));
+        assert_eq!(run.live_tenants().unwrap(), [name("train")]);
+        assert_eq!(run.tenants().unwrap().len(), 2, "nothing was removed");
+    }
+
+    #[test]
     fn dead_sockets_go_and_live_ones_stay() {
         let base = tempfile::tempdir().unwrap();
         let run = run_dir(&base);

@@ -3,12 +3,12 @@
 //! Under `LD_PRELOAD` the loader binds everybody's `dlsym`, `cu...` and `nccl...` to us. A library that is
 //! opened later is asked by nobody, so an attach writes our addresses where the loader wrote others:
 //!
-//! 1. into the import slots of all libraries ([`slots`], found by [`object`]);
-//! 2. into tables of the driver's functions that libraries have filled before ([`stored`]);
+//! 1. into the import slots of all libraries (`slots`, found by `object`);
+//! 2. into tables of the driver's functions that libraries have filled before (`stored`);
 //! 3. and again for what is loaded later: whoever opens a library asks it for a symbol next, and our `dlsym`
-//!    then looks first whether the loader has loaded anything since the last walk ([`walk`]).
+//!    then looks first whether the loader has loaded anything since the last walk (`walk`).
 //!
-//! What it cannot reach is in the report ([`report`]), library by library; `docs/attach.md` lists the limits.
+//! What it cannot reach is in the report (`report`), library by library; `docs/attach.md` lists the limits.
 
 #![expect(unsafe_code, reason = "asks for a notice of forks")]
 
