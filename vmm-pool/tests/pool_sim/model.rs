@@ -5,17 +5,22 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 use proptest::test_runner::Config;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
-use vmm_pool::{AllocationId, Contents};
+use vmm_pool::{AllocationId, Class, ClassBytes, Contents, Selection, Tags, Whose};
 
 use crate::stage::{
-    CAPACITY_BYTES, SimPool, UNIT, class, free_addresses, free_bytes, holds, map, node, pattern,
-    pause, pool, resume, write,
+    CAPACITY_BYTES, SimPool, UNIT, UNLIMITED, class, free_addresses, free_bytes, holds, map, node,
+    pattern, pause, pool, resume, write,
 };
 
 /// A call; numbers pick among what exists.
 #[derive(Clone, Debug)]
 enum Call {
-    Create { device: bool, units: u64, contents: Contents },
+    Create {
+        device: bool,
+        units: u64,
+        contents: Contents,
+        tag: &'static str,
+    },
     Release(usize),
     Retain(usize),
     Map(usize),
@@ -25,19 +30,31 @@ enum Call {
     Export(usize),
     Redeem(usize),
     ImportHeld(usize),
-    BlockAllocate { device: bool, size_bytes: u64 },
+    BlockAllocate {
+        device: bool,
+        size_bytes: u64,
+    },
     BlockFree(usize),
     Pin(usize),
     PauseOrResume,
+    /// Pauses the tag, or brings it back. Of a process that is paused as a whole: brings it back with the tag.
+    Tag(&'static str),
 }
 
+/// No tag, and two.
+const TAGS: [&str; 3] = ["", "a", "b"];
 const ALL_CONTENTS: [Contents; 3] = [Contents::Keep, Contents::Discard, Contents::File];
 
 fn any_call() -> impl Strategy<Value = Call> {
     let pick = any::<usize>;
     prop_oneof![
-        3 => (any::<bool>(), 1..4_u64, prop::sample::select(&ALL_CONTENTS[..]))
-            .prop_map(|(device, units, contents)| Call::Create { device, units, contents }),
+        3 => (
+            any::<bool>(),
+            1..4_u64,
+            prop::sample::select(&ALL_CONTENTS[..]),
+            prop::sample::select(&TAGS[..]),
+        )
+            .prop_map(|(device, units, contents, tag)| Call::Create { device, units, contents, tag }),
         3 => pick().prop_map(Call::Release),
         1 => pick().prop_map(Call::Retain),
         4 => pick().prop_map(Call::Map),
@@ -52,6 +69,7 @@ fn any_call() -> impl Strategy<Value = Call> {
         1 => pick().prop_map(Call::BlockFree),
         1 => pick().prop_map(Call::Pin),
         2 => Just(Call::PauseOrResume),
+        3 => prop::sample::select(&TAGS[1..]).prop_map(Call::Tag),
     ]
 }
 
@@ -62,9 +80,12 @@ struct Memory {
     device: DeviceOrdinal,
     size_bytes: u64,
     contents: Contents,
+    tag: &'static str,
     references: u32,
     tickets: u32,
     pinned: bool,
+    /// Given up by its tag, and not brought back.
+    away: bool,
     bytes: Option<[u8; 16]>,
 }
 
@@ -109,16 +130,25 @@ impl Model {
         });
     }
 
-    fn add(&mut self, handle: u64, device: DeviceOrdinal, size_bytes: u64, contents: Contents) {
+    fn add(
+        &mut self,
+        handle: u64,
+        device: DeviceOrdinal,
+        size_bytes: u64,
+        contents: Contents,
+        tag: &'static str,
+    ) {
         let memory = Memory {
             handle,
             id: None,
             device,
             size_bytes,
             contents,
+            tag,
             references: 1,
             tickets: 0,
             pinned: false,
+            away: false,
             bytes: None,
         };
         self.memories.insert(self.made, memory);
@@ -133,12 +163,14 @@ impl Model {
             Call::Unmap(pick) => self.unmap(pick, false),
             Call::BlockFree(pick) => self.unmap(pick, true),
             Call::PauseOrResume => self.pause_or_resume(),
+            Call::Tag(tag) => self.act_on_tag(tag),
             _ if self.paused => {}
-            Call::Create { device, units, contents } => {
+            Call::Create { device, units, contents, tag } => {
                 let device = DeviceOrdinal(i32::from(device));
                 let prop = AllocationProp::pinned_on(device);
-                let made = self.pool.create(units * UNIT, &prop, class(contents)).expect("memory");
-                self.add(made.raw(), device, units * UNIT, contents);
+                let class = Class { library: "test", tag: tag.to_owned(), contents };
+                let made = self.pool.create(units * UNIT, &prop, class).expect("memory");
+                self.add(made.raw(), device, units * UNIT, contents, tag);
             }
             Call::Map(pick) => self.map(pick),
             Call::SetAccess(pick) => {
@@ -151,7 +183,7 @@ impl Model {
             }
             Call::Write(pick) => self.write(pick),
             Call::Export(pick) => {
-                let Some(key) = self.memory(pick, |m| m.references > 0) else { return };
+                let Some(key) = self.memory(pick, |m| m.references > 0 && !m.away) else { return };
                 let memory = self.memories.get_mut(&key).expect("picked");
                 memory.id = Some(self.pool.export(memory.handle).expect("export").id);
                 memory.tickets += 1;
@@ -171,6 +203,9 @@ impl Model {
             Call::Pin(pick) => {
                 let Some(index) = nth(&self.places, pick) else { return };
                 let place = &self.places[index];
+                if self.memories[&place.memory].away {
+                    return;
+                }
                 self.pool.pin(place.range, "pinned by the test");
                 self.memories.get_mut(&place.memory).expect("mapped").pinned = true;
             }
@@ -196,7 +231,7 @@ impl Model {
     }
 
     fn map(&mut self, pick: usize) {
-        let Some(key) = self.memory(pick, |m| m.references > 0) else { return };
+        let Some(key) = self.memory(pick, |m| m.references > 0 && !m.away) else { return };
         let memory = &self.memories[&key];
         let range = map(&self.pool, memory.handle, memory.size_bytes, &[]);
         self.places.push(Place { memory: key, range, accessible: false, block: false });
@@ -220,7 +255,7 @@ impl Model {
         let Some(index) = nth(&self.places, pick) else { return };
         let place = &self.places[index];
         let memory = self.memories.get_mut(&place.memory).expect("mapped");
-        if place.accessible {
+        if place.accessible && !memory.away {
             let bytes = pattern(pick as u64);
             write(&self.pool, memory.device, place.range, bytes);
             memory.bytes = Some(bytes);
@@ -228,7 +263,7 @@ impl Model {
     }
 
     fn redeem(&mut self, pick: usize) {
-        let Some(key) = self.memory(pick, |m| m.tickets > 0) else { return };
+        let Some(key) = self.memory(pick, |m| m.tickets > 0 && !m.away) else { return };
         let memory = self.memories.get_mut(&key).expect("picked");
         // Each importer is another process.
         self.made += 1;
@@ -243,7 +278,9 @@ impl Model {
         let made = self.pool.block_allocate(size_bytes, &prop, &[device], class(Contents::Keep));
         let start = made.expect("a block");
         let padded_bytes = size_bytes.next_multiple_of(UNIT);
-        self.add(0, device, padded_bytes, Contents::Keep);
+        let tag = class(Contents::Keep).tag;
+        assert_eq!(tag, "", "blocks here have no tag");
+        self.add(0, device, padded_bytes, Contents::Keep, "");
         let memory = self.made - 1;
         self.memories.get_mut(&memory).expect("added").references = 0;
         let range = VaRange::new(start, padded_bytes);
@@ -255,13 +292,52 @@ impl Model {
             resume(&self.pool);
         } else {
             pause(&self.pool);
-            for memory in self.memories.values_mut().filter(|m| !m.pinned) {
-                if memory.contents == Contents::Discard {
-                    memory.bytes = None;
-                }
-            }
+            self.lose_discarded(|memory| !memory.away);
         }
         self.paused = !self.paused;
+    }
+
+    /// Contents that nobody has saved, of what leaves now.
+    fn lose_discarded(&mut self, leaves: impl Fn(&Memory) -> bool) {
+        for memory in self.memories.values_mut().filter(|m| !m.pinned && leaves(m)) {
+            if memory.contents == Contents::Discard {
+                memory.bytes = None;
+            }
+        }
+    }
+
+    fn act_on_tag(&mut self, tag: &'static str) {
+        let tags = Tags::Named([tag.to_owned()].into());
+        let is_away = self.memories.values().any(|m| m.tag == tag && m.away);
+        if self.paused {
+            self.resume(&Selection::Staged(tags));
+            // What was paused and is not of this tag stays away; what stayed for a reason is here.
+            for memory in self.memories.values_mut() {
+                let is_back = memory.tag.is_empty() || memory.tag == tag;
+                memory.away = !is_back && (memory.away || !memory.pinned);
+            }
+            self.paused = false;
+        } else if is_away {
+            self.resume(&Selection::SetAside(tags, Whose::Everybody));
+            for memory in self.memories.values_mut().filter(|m| m.tag == tag) {
+                memory.away = false;
+            }
+        } else {
+            let selection = Selection::Tagged(tags, Whose::Everybody);
+            self.pool.save_and_drop_imports(&selection, UNLIMITED).expect("saved");
+            self.pool.release_own(&selection).expect("released");
+            self.pool.set_aside();
+            self.lose_discarded(|memory| memory.tag == tag);
+            for memory in self.memories.values_mut().filter(|m| m.tag == tag && !m.pinned) {
+                memory.away = true;
+            }
+        }
+    }
+
+    fn resume(&self, selection: &Selection) {
+        self.pool.create_own(selection).expect("memory");
+        self.pool.restore_own(selection).expect("contents");
+        drop(self.pool.commit_resume());
     }
 
     fn check(&self) {
@@ -272,12 +348,16 @@ impl Model {
                 let here = |m: &&Memory| m.device == device && m.contents == contents;
                 let mine = self.memories.values().filter(here);
                 let own_bytes: u64 = mine.clone().map(|m| m.size_bytes).sum();
-                let pinned_bytes: u64 = mine.filter(|m| m.pinned).map(|m| m.size_bytes).sum();
-                let found = row.and_then(|row| row.classes.iter().find(|c| c.contents == contents));
-                assert_eq!(found.map_or(0, |c| c.own_bytes), own_bytes);
-                let resident_bytes = if self.paused { pinned_bytes } else { own_bytes };
-                assert_eq!(found.map_or(0, |c| c.resident_bytes), resident_bytes);
-                assert_eq!(found.map_or(0, |c| c.pinned_bytes), pinned_bytes);
+                let pinned = mine.clone().filter(|m| m.pinned);
+                let pinned_bytes: u64 = pinned.map(|m| m.size_bytes).sum();
+                let is_here = |m: &&Memory| !m.away && (m.pinned || !self.paused);
+                let resident_bytes: u64 = mine.filter(is_here).map(|m| m.size_bytes).sum();
+                let classes = row.into_iter().flat_map(|row| &row.classes);
+                let found = classes.filter(|c| c.contents == contents);
+                let sum = |what: fn(&ClassBytes) -> u64| found.clone().map(what).sum::<u64>();
+                assert_eq!(sum(|c| c.own_bytes), own_bytes);
+                assert_eq!(sum(|c| c.resident_bytes), resident_bytes);
+                assert_eq!(sum(|c| c.pinned_bytes), pinned_bytes);
             }
             let taken_bytes = row.map_or(0, vmm_pool::DeviceReport::resident_bytes);
             assert_eq!(free_bytes(&self.pool, device), CAPACITY_BYTES - taken_bytes);
@@ -285,7 +365,7 @@ impl Model {
         let readable = self.places.iter().filter(|place| place.accessible && !self.paused);
         for place in readable {
             let memory = &self.memories[&place.memory];
-            if let Some(bytes) = memory.bytes {
+            if let (Some(bytes), false) = (memory.bytes, memory.away) {
                 assert!(holds(&self.pool, memory.device, place.range, bytes));
             }
         }
@@ -295,6 +375,12 @@ impl Model {
         if self.paused {
             self.pause_or_resume();
             self.check();
+        }
+        for tag in &TAGS[1..] {
+            if self.memories.values().any(|memory| memory.tag == *tag && memory.away) {
+                self.act_on_tag(tag);
+                self.check();
+            }
         }
         while !self.places.is_empty() {
             self.unmap(0, false);
