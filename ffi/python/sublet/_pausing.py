@@ -10,7 +10,7 @@ from sublet._adapter import answer_pauses
 from sublet._errors import NotAttachedError, UsageError
 from sublet._library import own_library
 from sublet._native import Library
-from sublet._regions import checked_tag
+from sublet._regions import checked_tag, refuse_open
 
 Tags = Union[str, Iterable[str], None]
 Whose = Literal["process", "tenant"]
@@ -92,7 +92,8 @@ def pause(
         (microseconds), sizes in ``_bytes``.
 
     Raises:
-        UsageError: a tag is unknown (``tags`` lists those there are), or an argument is wrong.
+        UsageError: a tag is unknown (``tags`` lists those there are), a region of it is open, or an
+            argument is wrong.
         NotAttachedError: this process is not under Sublet, or holds no device memory yet.
         RetryError: not now, for example while a CUDA graph is captured; nothing has changed.
         RefusedError: the same call would fail again; nothing has changed.
@@ -120,6 +121,7 @@ def pause(
         return parsed(library.pause_together())
     if listed is None:
         return parsed(library.pause_tenant(None, limit_ms))
+    refuse_open(listed)
     return parsed(library.pause_tags(None, listed, owner, limit_ms))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import TracebackType
@@ -43,6 +44,41 @@ class _Entered(threading.local):
 _entered = _Entered()
 
 
+class _Open:
+    """How many regions of each tag are open, over all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, tag: str, change: int) -> None:
+        with self._lock:
+            self._counts[tag] += change
+
+    def of(self, tags: Optional[list[str]]) -> list[str]:
+        with self._lock:
+            return sorted(
+                tag for tag, count in self._counts.items() if count and (tags is None or tag in tags)
+            )
+
+
+_open = _Open()
+
+
+def refuse_open(tags: Optional[list[str]]) -> None:
+    """Raises UsageError where a region of one of `tags` (of all for None) is open on some thread.
+
+    What is asked for in it after the pause could be memory that PyTorch has cached, and that is away.
+    """
+    opened = _open.of(tags)
+    if opened:
+        raise UsageError(
+            f"pause: a region of tag '{opened[0]}' is open: memory asked for in it could then be memory "
+            "that is away; leave the region first",
+            tags=opened,
+        )
+
+
 class Region:
     """A region to enter by ``with`` or to decorate a function with; made by :func:`region`.
 
@@ -75,6 +111,7 @@ class Region:
                 stack.enter_context(adapter.region_pool(self.tag, self.device, self.all_threads))
             stack.enter_context(self._driver_region(library))
             _entered.regions.append((self, stack.pop_all()))
+        _open.add(self.tag, 1)
         return self
 
     def __exit__(
@@ -89,6 +126,7 @@ class Region:
                 "reverse order, on the thread that entered them"
             )
         _, stack = _entered.regions.pop()
+        _open.add(self.tag, -1)
         # A torch pool or a driver region never swallows the program's own exception.
         stack.__exit__(kind, error, traceback)
 

@@ -222,6 +222,28 @@ def test_paused_tag_is_not_entered() -> None:
 
 
 @tenant
+def test_tag_with_an_open_region_is_not_paused() -> None:
+    opened, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with sublet.region("kv"):
+            allocate(2 * MIB)
+            opened.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert opened.wait(30)
+    with pytest.raises(sublet.UsageError, match="open") as caught:
+        sublet.pause("kv")
+    assert caught.value.tags == ("kv",) and not sublet.paused("kv")
+    done.set()
+    thread.join()
+    assert sublet.pause("kv")["outcome"] == "completed"
+    assert sublet.resume("kv")["outcome"] == "completed"
+
+
+@tenant
 def test_pause_in_the_middle_of_a_capture_is_for_later() -> None:
     in_region("kv", "keep")
     with Capture():
