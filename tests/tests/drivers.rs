@@ -45,15 +45,13 @@ fn processes_of_different_versions_are_named_and_left_alone() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
     let config = MemberConfig {
-        run_dir: stage.run_dir()?,
-        tenant: TenantName::new("train")?,
-        command: "a process with another libsublet".to_owned(),
-        version: "9.9.9".to_owned(),
         host_limits: || host_memory::limits(None),
-        own_contexts: Vec::new,
-        unused: Vec::new,
-        ungated: || None,
-        toucher_threads: 1,
+        ..MemberConfig::new(
+            stage.run_dir()?,
+            TenantName::new("train")?,
+            "a process with another libsublet",
+            "9.9.9",
+        )
     };
     let node = SimNode::open(stage.node_path())?;
     let stranger = Member::join(config, Arc::new(SimDriver::new(node, SimOptions::default())))?;

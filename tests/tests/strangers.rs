@@ -62,17 +62,8 @@ impl Stage {
             return Ok(None);
         }
         let run_dir = RunDir::open(Some(place.path().join("run")), None)?;
-        let config = MemberConfig {
-            run_dir: run_dir.clone(),
-            tenant: TenantName::new("train")?,
-            command: "a member".to_owned(),
-            version: "0.1.0".to_owned(),
-            host_limits: Vec::new,
-            own_contexts: Vec::new,
-            unused: Vec::new,
-            ungated: || None,
-            toucher_threads: 1,
-        };
+        let config =
+            MemberConfig::new(run_dir.clone(), TenantName::new("train")?, "a member", "0.1.0");
         let driver = SimDriver::new(SimNode::private(&[64 << 20])?, SimOptions::default());
         driver.make_current(DeviceOrdinal(0))?;
         let member = Member::join(config, Arc::new(driver))?;

@@ -38,17 +38,8 @@ impl Tenant {
         let name = TenantName::new("train")?;
         let node = SimNode::private(&[CAPACITY])?;
         let join = |_| {
-            let config = MemberConfig {
-                run_dir: run_dir.clone(),
-                tenant: name.clone(),
-                command: "python train.py".to_owned(),
-                version: "0.1.0".to_owned(),
-                host_limits: Vec::new,
-                own_contexts: Vec::new,
-                unused: Vec::new,
-                ungated: || None,
-                toucher_threads: 1,
-            };
+            let config =
+                MemberConfig::new(run_dir.clone(), name.clone(), "python train.py", "0.1.0");
             Member::join(config, Arc::new(SimDriver::new(node.clone(), SimOptions::default())))
         };
         let members = (0..count).map(join).collect::<Result<_, _>>()?;

@@ -73,6 +73,24 @@ pub struct MemberConfig {
     pub toucher_threads: usize,
 }
 
+impl MemberConfig {
+    /// What must be said, and no more: host memory without a limit, no contexts of the application's own, nothing
+    /// known to be unused, everything gated, one thread for new host memory.
+    pub fn new(run_dir: RunDir, tenant: TenantName, command: &str, version: &str) -> Self {
+        Self {
+            run_dir,
+            tenant,
+            command: command.to_owned(),
+            version: version.to_owned(),
+            host_limits: Vec::new,
+            own_contexts: Vec::new,
+            unused: Vec::new,
+            ungated: || None,
+            toucher_threads: 1,
+        }
+    }
+}
+
 /// Why a process could not join.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

@@ -154,17 +154,8 @@ mod tests {
         let tenant = TenantName::new("train").unwrap();
         let node = SimNode::private(&[8 * GRANULARITY_BYTES]).unwrap();
         let join = || {
-            let config = MemberConfig {
-                run_dir: run_dir.clone(),
-                tenant: tenant.clone(),
-                command: "python train.py".to_owned(),
-                version: "0.1.0".to_owned(),
-                host_limits: Vec::new,
-                own_contexts: Vec::new,
-                unused: Vec::new,
-                ungated: || None,
-                toucher_threads: 1,
-            };
+            let config =
+                MemberConfig::new(run_dir.clone(), tenant.clone(), "python train.py", "0.1.0");
             let driver = SimDriver::new(node.clone(), SimOptions::default());
             Member::join(config, Arc::new(driver)).unwrap()
         };

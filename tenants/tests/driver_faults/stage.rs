@@ -74,17 +74,7 @@ pub(crate) fn tenant() -> TenantName {
 }
 
 pub(crate) fn config(run_dir: &RunDir) -> MemberConfig {
-    MemberConfig {
-        run_dir: run_dir.clone(),
-        tenant: tenant(),
-        command: "python train.py".to_owned(),
-        version: "0.1.0".to_owned(),
-        host_limits: Vec::new,
-        own_contexts: Vec::new,
-        unused: Vec::new,
-        ungated: || None,
-        toucher_threads: 1,
-    }
+    MemberConfig::new(run_dir.clone(), tenant(), "python train.py", "0.1.0")
 }
 
 impl Stage {

@@ -48,17 +48,7 @@ impl Stage {
     }
 
     pub(crate) fn member(&self, tenant: &str) -> Arc<SimMember> {
-        let config = MemberConfig {
-            run_dir: self.run_dir.clone(),
-            tenant: name(tenant),
-            command: "a member".to_owned(),
-            version: "0.1.0".to_owned(),
-            host_limits: Vec::new,
-            own_contexts: Vec::new,
-            unused: Vec::new,
-            ungated: || None,
-            toucher_threads: 1,
-        };
+        let config = MemberConfig::new(self.run_dir.clone(), name(tenant), "a member", "0.1.0");
         let driver = SimDriver::new(self.node.clone(), SimOptions::default());
         driver.make_current(DeviceOrdinal(0)).unwrap();
         Member::join(config, Arc::new(driver)).unwrap()

@@ -38,17 +38,8 @@ impl Job {
         let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
         let members = (0..ranks).map(|rank| {
             let node = SimNode::private(&[64 * 1024 * 1024]).unwrap();
-            let config = MemberConfig {
-                run_dir: run_dir.clone(),
-                tenant: tenant("train"),
-                command: "python train.py".to_owned(),
-                version: "0.1.0".to_owned(),
-                host_limits: Vec::new,
-                own_contexts: Vec::new,
-                unused: Vec::new,
-                ungated: || None,
-                toucher_threads: 1,
-            };
+            let config =
+                MemberConfig::new(run_dir.clone(), tenant("train"), "python train.py", "0.1.0");
             let driver = SimDriver::new(node, SimOptions::default());
             let member = Member::join(config, Arc::new(driver)).unwrap();
             member.cut().take_seat(Seat { communicator: WORLD, rank, ranks });

@@ -95,17 +95,11 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     let stream = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
     let node = SimNode::open(&charter.node)?;
     let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
-    let config = MemberConfig {
-        run_dir: RunDir::open(Some(charter.run_dir.clone()), None)?,
-        tenant: TenantName::new(&charter.tenant)?,
-        command: format!("worker {}", charter.number),
-        version: "simulation".to_owned(),
-        host_limits,
-        own_contexts: Vec::new,
-        unused: Vec::new,
-        ungated: || None,
-        toucher_threads: 1,
-    };
+    let run_dir = RunDir::open(Some(charter.run_dir.clone()), None)?;
+    let tenant = TenantName::new(&charter.tenant)?;
+    let command = format!("worker {}", charter.number);
+    let plain = MemberConfig::new(run_dir, tenant, &command, "simulation");
+    let config = MemberConfig { host_limits, ..plain };
     let member = Member::join(config, driver)?;
     let device = DeviceOrdinal(charter.device);
     let application = Application {
