@@ -36,7 +36,7 @@ pub const MEMBERS_MAX: usize = 1024;
 pub const RUN_DIR_VARIABLE: &str = "SUBLET_RUN_DIR";
 
 const LOCK_NAME: &str = "coordinator.lock";
-const SOCKET_EXTENSION: &str = "sock";
+pub(crate) const SOCKET_EXTENSION: &str = "sock";
 /// A name in the making; as long as the final one, so that both fit a socket path or neither does.
 pub(crate) const BINDING_EXTENSION: &str = "bind";
 /// A half-bound name older than this was left behind by a process that died between bind and rename.

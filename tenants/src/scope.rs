@@ -89,11 +89,7 @@ impl<D: Driver> Member<D> {
         match owner {
             None => Whose::Everybody,
             Some(owner) if owner == self.id() => Whose::Own,
-            // A member listens under its identity, in the directory that all share.
-            Some(owner) => {
-                let path = self.socket_path().with_file_name(format!("{owner}.sock"));
-                Whose::Owner(path.as_os_str().as_bytes().to_vec())
-            }
+            Some(owner) => Whose::Owner(self.socket_path_of(owner).as_os_str().as_bytes().to_vec()),
         }
     }
 }

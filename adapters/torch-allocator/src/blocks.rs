@@ -148,16 +148,26 @@ pub fn free<D: Driver>(
         member.pool().native_freed(address);
         return None;
     }
+    give_up(member, settle, || member.pool().block_free(address))
+}
+
+/// Gives up, by `give`, memory that work may still use: `settle` waits for that, unless the memory is vacated.
+/// The caller has passed the gate. `None`: it is not the pool's.
+pub(crate) fn give_up<D: Driver>(
+    member: &Member<D>,
+    settle: impl FnOnce() -> DriverCode,
+    give: impl FnOnce() -> PoolResult<()>,
+) -> Option<DriverCode> {
     if !member.gate().is_vacated()
         && let Err(code) = settle().ok()
     {
         return Some(code);
     }
-    match member.pool().block_free(address) {
+    match give() {
         Ok(()) => Some(DriverCode::SUCCESS),
         Err(PoolError::NotOurs) => None,
         Err(error) => {
-            tracing::warn!(%error, "free refused");
+            tracing::warn!(%error, "giving memory up was refused");
             Some(error.code().unwrap_or(DriverCode::UNKNOWN))
         }
     }

@@ -9,14 +9,14 @@
 //!   | magic  | alloc id | owner  | size asked | size    | zero |
 //! ```
 
-use std::path::PathBuf;
-
 use tenants::gate::Passage;
 use tenants::identity::MemberId;
 use tenants::member::{ImportError, Member};
 use tenants::ticket::Ticket;
+use vmm_pool::AllocationId;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode};
-use vmm_pool::{AllocationId, PoolError};
+
+use crate::blocks::give_up;
 
 /// Length of a `CUipcMemHandle`.
 pub const HANDLE_BYTES: usize = 64;
@@ -61,7 +61,7 @@ pub fn open<D: Driver>(
         serial: 0,
         size_bytes,
         owner,
-        owner_socket: socket_of(member, owner),
+        owner_socket: member.socket_path_of(owner),
         tenant: member.tenant().clone(),
     };
     let asked_bytes = u64::from_le_bytes(*asked);
@@ -93,22 +93,5 @@ pub fn close<D: Driver>(
     if !member.pool().is_block(address) {
         return None;
     }
-    if !member.gate().is_vacated()
-        && let Err(code) = settle().ok()
-    {
-        return Some(code);
-    }
-    match member.pool().block_close(address) {
-        Ok(()) => Some(DriverCode::SUCCESS),
-        Err(PoolError::NotOurs) => None,
-        Err(error) => {
-            tracing::warn!(%error, "close refused");
-            Some(error.code().unwrap_or(DriverCode::UNKNOWN))
-        }
-    }
-}
-
-/// All processes of a tenant listen in one directory, under their identities.
-fn socket_of<D: Driver>(member: &Member<D>, owner: MemberId) -> PathBuf {
-    member.socket_path().with_file_name(format!("{owner}.sock"))
+    give_up(member, settle, || member.pool().block_close(address))
 }

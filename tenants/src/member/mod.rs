@@ -39,7 +39,7 @@ use crate::gate::Gate;
 use crate::host_memory::HostLimit;
 use crate::identity::{MemberId, TenantName};
 use crate::region;
-use crate::run_dir::{RunDir, RunDirError, TenantDir};
+use crate::run_dir::{RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
 use crate::transport::Connection;
 use crate::wire::{
     Action, Asked, MemberInfo, MemberState, MemberStats, Phase, PhaseReport, TagBytes,
@@ -283,8 +283,9 @@ impl<D: Driver> Member<D> {
         self.asking.load(Ordering::SeqCst) > 0 || self.standing().consent == Some(Action::Pause)
     }
 
-    /// For a forked child, which is no member: closes its copies of descriptors that hold device memory,
-    /// disk space, or a conversation with a peer, where no other thread was changing them at the fork. Blocks nowhere.
+    /// For a forked child, which is no member: closes its copies of descriptors that hold device memory, disk
+    /// space, or a conversation with a peer, where no other thread was changing them at the fork. Blocks
+    /// nowhere.
     pub fn let_go_in_child(&self) {
         self.pool.close_descriptors_in_child();
         if let Ok(mut spare) = self.spare.try_lock() {
@@ -313,6 +314,12 @@ impl<D: Driver> Member<D> {
     /// Where its agent listens.
     pub fn socket_path(&self) -> &Path {
         &self.socket_path
+    }
+
+    /// Where the agent of `member`, of the same tenant, listens. All identities are of one length, so this path
+    /// fits where the own one did.
+    pub fn socket_path_of(&self, member: MemberId) -> PathBuf {
+        self.socket_path.with_file_name(format!("{member}.{SOCKET_EXTENSION}"))
     }
 
     /// Its device memory.
