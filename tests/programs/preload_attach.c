@@ -16,6 +16,7 @@
  * Every other line says what came of one word. */
 #define _GNU_SOURCE
 #include "attach.h"
+#include "file_of.h"
 
 #include <link.h>
 #include <pthread.h>
@@ -40,15 +41,6 @@ static void *open_file(const char *name)
         exit(1);
     }
     return library;
-}
-
-static const char *file_of(void *address)
-{
-    Dl_info info;
-    if (address == NULL || dladdr(address, &info) == 0)
-        return "nowhere";
-    const char *slash = strrchr(info.dli_fname, '/');
-    return slash == NULL ? info.dli_fname : slash + 1;
 }
 
 static int runtime_malloc(void)

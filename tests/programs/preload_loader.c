@@ -1,6 +1,7 @@
 /* Uses of the dynamic loader; the first argument chooses. Prints what does not depend on addresses. */
 #define _GNU_SOURCE
 #include "attach.h"
+#include "file_of.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -29,15 +30,6 @@ static const char *stage_file(const char *name)
     static char path[4096];
     snprintf(path, sizeof path, "%s/%s", getenv("STAGE_DIR"), name);
     return path;
-}
-
-static const char *file_of(void *address)
-{
-    Dl_info info;
-    if (address == NULL || dladdr(address, &info) == 0)
-        return "nowhere";
-    const char *slash = strrchr(info.dli_fname, '/');
-    return slash == NULL ? info.dli_fname : slash + 1;
 }
 
 static void by_default(void)

@@ -3,6 +3,7 @@
  * name, NULL a null one, NOWHERE a null place for the answer, - no symbol. */
 #define _GNU_SOURCE
 #include "attach.h"
+#include "file_of.h"
 
 #include <dlfcn.h>
 #include <stdint.h>
@@ -11,15 +12,6 @@
 
 typedef int (*lookup_v2)(const char *, void **, int, uint64_t, int *);
 typedef int (*lookup_v1)(const char *, void **, int, uint64_t);
-
-static const char *file_of(void *address)
-{
-    Dl_info info;
-    if (address == NULL || dladdr(address, &info) == 0)
-        return "nowhere";
-    const char *slash = strrchr(info.dli_fname, '/');
-    return slash == NULL ? info.dli_fname : slash + 1;
-}
 
 static int agree(void *const found[4])
 {

@@ -1,22 +1,31 @@
 //! One call fails, each in turn.
 
 use tenants::coordinator::{CoordinatorError, Outcome};
+use tenants::scope::Scope;
 use tenants::wire::{Action, MemberState};
 use vmm_pool::driver::DriverCode;
 use vmm_pool::driver::sim::FaultSpan;
 
 use crate::stage::Stage;
 
-/// Fails call `nth` of `member` during `action`. False when so many calls were not made.
-fn fail_one(stage: &Stage, action: Action, member: usize, nth: u64) -> bool {
-    let what = format!("{action:?} with call {nth} of member {member} failed");
+/// Fails call `nth` of `member` during `action` on `scope`. False when so many calls were not made.
+pub(crate) fn fail_one(
+    stage: &Stage,
+    action: Action,
+    scope: &Scope,
+    member: usize,
+    nth: u64,
+) -> bool {
+    let what = format!("{action:?} of {scope:?} with call {nth} of member {member} failed");
     let before = stage.clear_faults();
     stage.faults(member).fail_any(FaultSpan::Nth(nth), DriverCode::UNKNOWN);
-    let outcome = stage.act(action);
+    let outcome = stage.act_on(action, scope.clone());
     let met = stage.clear_faults() > before;
-    let (start, end) = match action {
-        Action::Pause => (MemberState::Active, MemberState::Paused),
-        Action::Resume => (MemberState::Paused, MemberState::Active),
+    let (start, end) = match (scope, action) {
+        (Scope::Whole, Action::Pause) => (MemberState::Active, MemberState::Paused),
+        (Scope::Whole, Action::Resume) => (MemberState::Paused, MemberState::Active),
+        // The processes run before, and run after.
+        (Scope::Tags { .. }, _) => (MemberState::Active, MemberState::Active),
     };
     match outcome {
         Ok(Outcome::Completed(report)) => {
@@ -35,7 +44,8 @@ fn fail_one(stage: &Stage, action: Action, member: usize, nth: u64) -> bool {
             if action == Action::Pause {
                 stage.assert_contents_of(&[0, 1], &what);
             }
-            stage.must_then(action, &what);
+            let again = stage.act_on(action, scope.clone());
+            assert!(again.is_ok(), "{what}, then again: {again:?} ({:?})", stage.states());
         }
     }
     stage.assert_all(end, &what);
@@ -47,7 +57,7 @@ fn any_call_of_a_pause_may_fail_and_the_tenant_is_active_or_paused_with_its_cont
     let stage = Stage::new();
     for member in 0..2 {
         for nth in 1.. {
-            let met = fail_one(&stage, Action::Pause, member, nth);
+            let met = fail_one(&stage, Action::Pause, &Scope::Whole, member, nth);
             stage.must(Action::Resume);
             stage.assert_intact(&format!("pause, call {nth} of member {member}"));
             if !met {
@@ -65,7 +75,7 @@ fn any_call_of_a_resume_may_fail_and_the_tenant_stays_paused_with_its_contents()
     for member in 0..2 {
         for nth in 1.. {
             stage.must(Action::Pause);
-            let met = fail_one(&stage, Action::Resume, member, nth);
+            let met = fail_one(&stage, Action::Resume, &Scope::Whole, member, nth);
             let what = format!("resume, call {nth} of member {member}");
             stage.assert_contents_of(&[0, 1], &what);
             // A stream that the driver kept goes with the next pause.

@@ -1,45 +1,16 @@
 //! One call fails, each in turn, of a pause or resume by tag. The processes run before, and run after.
 
-use tenants::coordinator::{CoordinatorError, Outcome};
-use tenants::wire::{Action, MemberState};
-use vmm_pool::driver::DriverCode;
-use vmm_pool::driver::sim::FaultSpan;
+use tenants::wire::Action;
 
+use crate::singles::fail_one;
 use crate::stage::{Stage, by_tag};
-
-/// Fails call `nth` of `member` during `action`. False when so many calls were not made.
-fn fail_one(stage: &Stage, action: Action, member: usize, nth: u64) -> bool {
-    let what = format!("{action:?} by tag with call {nth} of member {member} failed");
-    let before = stage.clear_faults();
-    stage.faults(member).fail_any(FaultSpan::Nth(nth), DriverCode::UNKNOWN);
-    let outcome = stage.act_on(action, by_tag());
-    let met = stage.clear_faults() > before;
-    match outcome {
-        Ok(Outcome::Completed(report)) => {
-            assert!(report.losses.is_empty(), "{what}: {:?}", report.losses);
-        }
-        Ok(other) => panic!("{what}: {other:?}"),
-        Err(error) => {
-            assert!(met, "{what}: {error}");
-            assert!(matches!(error, CoordinatorError::Refused { .. }), "{what}: {error}");
-            assert!(error.left_unchanged(), "{what}: {error}");
-            if action == Action::Pause {
-                stage.assert_contents_of(&[0, 1], &what);
-            }
-            let again = stage.act_on(action, by_tag());
-            assert!(again.is_ok(), "{what}, then again: {again:?}");
-        }
-    }
-    stage.assert_all(MemberState::Active, &what);
-    met
-}
 
 #[test]
 fn any_call_of_a_pause_by_tag_may_fail_and_the_processes_run_on() {
     let stage = Stage::new();
     for member in 0..2 {
         for nth in 1.. {
-            let met = fail_one(&stage, Action::Pause, member, nth);
+            let met = fail_one(&stage, Action::Pause, &by_tag(), member, nth);
             let what = format!("pause by tag, call {nth} of member {member}");
             let resumed = stage.act_on(Action::Resume, by_tag());
             assert!(resumed.is_ok(), "{what}: {resumed:?}");
@@ -65,7 +36,7 @@ fn any_call_of_a_resume_by_tag_may_fail_and_the_tag_stays_away_with_its_contents
             let paused = stage.act_on(Action::Pause, by_tag());
             assert!(paused.is_ok(), "{paused:?}");
             stage.assert_gone("all memory has the tag");
-            let met = fail_one(&stage, Action::Resume, member, nth);
+            let met = fail_one(&stage, Action::Resume, &by_tag(), member, nth);
             let what = format!("resume by tag, call {nth} of member {member}");
             stage.assert_contents_of(&[0, 1], &what);
             stage.must(Action::Pause);
