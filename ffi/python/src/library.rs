@@ -130,20 +130,7 @@ impl Library {
 
     /// Reads a text of whatever length.
     fn text(&self, write: WriteText<'_>) -> Result<String, Failure> {
-        let mut buffer = vec![0_u8; ANSWER_BYTES];
-        loop {
-            let length = write(buffer.as_mut_ptr().cast(), buffer.len());
-            // Negative is the only failure there is.
-            let Ok(length) = usize::try_from(length) else {
-                return Err(self.failure(crate::calls::NOT_JOINED));
-            };
-            if length < buffer.len() {
-                buffer.truncate(length);
-                return Ok(String::from_utf8_lossy(&buffer).into_owned());
-            }
-            // It may have grown again by the next time.
-            buffer.resize(length.saturating_add(ANSWER_BYTES), 0);
-        }
+        read(write).ok_or_else(|| self.failure(crate::calls::NOT_JOINED))
     }
 
     /// Why the last call on this thread failed.
@@ -162,17 +149,25 @@ impl Library {
 
     fn error_report(&self) -> Option<String> {
         let write = *self.functions.sublet_last_error_json.as_ref().ok()?;
-        let mut buffer = vec![0_u8; ANSWER_BYTES];
-        loop {
-            // SAFETY: the buffer has as many bytes as are named.
-            let length = unsafe { write(buffer.as_mut_ptr().cast(), buffer.len()) };
-            let length = usize::try_from(length).ok()?;
-            if length < buffer.len() {
-                buffer.truncate(length);
-                return String::from_utf8(buffer).ok();
-            }
-            buffer.resize(length.saturating_add(1), 0);
+        read(&|buffer, size| {
+            // SAFETY: `read` passes a buffer of `size` bytes.
+            unsafe { write(buffer, size) }
+        })
+    }
+}
+
+/// The text that `write` gives, of whatever length; `None` when it fails.
+fn read(write: WriteText<'_>) -> Option<String> {
+    let mut buffer = vec![0_u8; ANSWER_BYTES];
+    loop {
+        // Negative is the only failure there is.
+        let length = usize::try_from(write(buffer.as_mut_ptr().cast(), buffer.len())).ok()?;
+        if length < buffer.len() {
+            buffer.truncate(length);
+            return Some(String::from_utf8_lossy(&buffer).into_owned());
         }
+        // It may have grown again by the next time.
+        buffer.resize(length.saturating_add(ANSWER_BYTES), 0);
     }
 }
 

@@ -230,7 +230,9 @@ pub extern "C" fn sublet_is_paused() -> c_int {
 /// `tag` is null or a terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_tag_is_paused(tag: *const c_char) -> c_int {
-    let answer = code_of(|| {
+    let mut away = None;
+    // Its code goes to the last error only.
+    code_of(|| {
         if tag.is_null() {
             return Err(fail(ARGUMENT, "a tag is needed"));
         }
@@ -240,16 +242,12 @@ pub unsafe extern "C" fn sublet_tag_is_paused(tag: *const c_char) -> c_int {
         let found = tags.iter().find(|row| row.tag == tag);
         let known: Vec<_> = tags.iter().map(|row| row.tag.as_str()).collect();
         match found {
-            Some(row) => Ok(if row.away_bytes > 0 { PAUSED } else { OK }),
+            Some(row) => {
+                away = Some(row.away_bytes > 0);
+                Ok(OK)
+            }
             None => Err(say_no(ARGUMENT, &format!("no tag '{tag}' here: there are {known:?}"))),
         }
     });
-    match answer {
-        OK => 0,
-        PAUSED => 1,
-        _ => -1,
-    }
+    away.map_or(-1, c_int::from)
 }
-
-/// No code of the header's.
-const PAUSED: c_int = c_int::MAX;

@@ -115,8 +115,6 @@ impl<D: Driver> Member<D> {
             self.gate.open();
         }
         settled?;
-        // What was said to be unused before may be in use by now.
-        self.pool.mark_unused(&[]);
         let selection = self.paused_selection(scope);
         let mut standing = self.standing();
         standing.selection = selection;
@@ -206,7 +204,8 @@ impl<D: Driver> Member<D> {
                 None => return Err(drain_timeout()),
             }
         }
-        // Asked only now: from here on no work of the application's can put anything there.
+        // Asked only now: from here on no work of the application's can put anything there. What was said before
+        // is void, also without an answer.
         self.pool.mark_unused(&(self.config.unused)());
         let driver_calls = 2 * places.len() as u64;
         Ok(PhaseReport { driver_calls, host: Some(self.host_need()), ..PhaseReport::default() })
