@@ -189,7 +189,7 @@ def vllm_role() -> None:
     for cycle in range(2):
         allocator.sleep(offload_tags=("weights",))
         childrun.row(f"{cycle}: level 1 gives all back", about(free_bytes() - before, usage))
-        saved = sum(phase[1]["bytes"] for phase in sublet.stats()["last_pause"] if phase[0] == "SaveAndDropImports")
+        saved = sum(phase[1]["bytes"] for phase in sublet.stats()["last_pause"] if phase[0] == "Save")
         childrun.row(f"{cycle}: and saves the weights alone", about(saved, KEPT_BYTES), str(saved))
         allocator.wake_up(tags=["weights"])
         childrun.row(f"{cycle}: weights are exact", torch.equal(weights, pattern(KEPT_BYTES, 3)))

@@ -2,7 +2,7 @@
 //!
 //! There is no daemon: whoever wants a tenant paused (the command, one of its own processes, another
 //! tenant's policy) is its coordinator for that time, under a lock. All members finish a phase before any
-//! starts the next. A failure before the point of no return ([`Phase::ReleaseOwn`] of a pause,
+//! starts the next. A failure before the point of no return ([`Phase::Release`] of a pause,
 //! [`Phase::Activate`] of a resume) is undone in all of them; after it the members that are left are taken
 //! to the end, and those that were lost are reported.
 //!
@@ -16,6 +16,7 @@ mod interrupt;
 mod peers;
 mod report;
 mod session;
+mod shared;
 mod shortage;
 #[cfg(test)]
 mod tests;
@@ -122,8 +123,8 @@ impl Options {
         self.timeout.unwrap_or(match phase {
             Phase::CloseGate => Duration::from_secs(10),
             Phase::Drain => Duration::from_secs(30),
-            Phase::SaveAndDropImports | Phase::Restore => Duration::from_mins(2),
-            Phase::ReleaseOwn
+            Phase::Save | Phase::Restore => Duration::from_mins(2),
+            Phase::Release
             | Phase::Verify
             | Phase::AbortPause
             | Phase::CreateOwn
@@ -135,6 +136,9 @@ impl Options {
         })
     }
 }
+
+/// How often a pause begins again because processes have joined its tenant meanwhile.
+const JOINED_TRIES_MAX: u32 = 8;
 
 /// How long one wait for the lock lasts before the interrupt is looked at.
 const LOCK_LOOK: Duration = Duration::from_millis(100);
@@ -246,7 +250,24 @@ impl Coordinator {
         let _entered = span.enter();
         let dir = self.dir()?;
         let lock = self.lock(&dir, action)?;
-        let mut session = Session::open(&dir, &lock, &self.options, progress)?;
+        let mut tries = 1;
+        loop {
+            match self.try_act(&dir, &lock, action, progress) {
+                // With the newcomers, then.
+                Err(CoordinatorError::Joined { .. }) if tries < JOINED_TRIES_MAX => tries += 1,
+                outcome => return outcome,
+            }
+        }
+    }
+
+    fn try_act(
+        &self,
+        dir: &TenantDir,
+        lock: &CoordinatorLock,
+        action: Action,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Outcome, CoordinatorError> {
+        let mut session = Session::open(dir, lock, &self.options, progress)?;
         session.recover()?;
         let members = session.members_for(action)?;
         if members.is_empty() {
@@ -256,7 +277,6 @@ impl Coordinator {
             });
         }
         let mut outcome = session.run(action, members);
-        drop(lock);
         if let Err(CoordinatorError::Refused { shortages, .. }) = &mut outcome {
             shortage::name_holders(shortages, &self.run_dir, &self.tenant);
         }

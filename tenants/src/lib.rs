@@ -6,6 +6,7 @@ pub mod gate;
 pub mod host_memory;
 pub mod identity;
 pub mod member;
+pub mod references;
 pub mod region;
 pub mod run_dir;
 pub mod scope;

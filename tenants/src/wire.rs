@@ -11,10 +11,11 @@ use vmm_pool::{AllocationId, PoolReport};
 use crate::cut::{CutReport, Limits, Seat, Seen};
 use crate::host_memory::HostNeed;
 use crate::identity::MemberId;
+use crate::references::{References, Stay};
 use crate::scope::Scope;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 6;
+pub const PROTOCOL_VERSION: u16 = 7;
 
 /// What one process asks of another's agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,6 +32,8 @@ pub enum Request {
         round: u64,
         /// Which memory it is about, the same in all steps.
         scope: Scope,
+        /// Of [`Phase::Save`]: shared memory that stays where it is. Empty for other steps.
+        stays: Vec<Stay>,
         /// Give up, and answer so, after this long.
         timeout_ms: u64,
     },
@@ -75,8 +78,11 @@ pub enum Request {
 /// Why descriptors are fetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum FetchPurpose {
-    /// To redeem one ticket for each.
-    Redeem,
+    /// To redeem a ticket.
+    Redeem {
+        /// Which of the owner's tickets; 0 where it holds nothing.
+        serial: u64,
+    },
     /// Once more, for what a pause made the importer give up. No ticket is used up.
     Again,
 }
@@ -105,6 +111,8 @@ pub enum Reply {
         count: u32,
         /// When tickets were redeemed: the tag of each allocation, in the same order.
         tags: Vec<String>,
+        /// Allocations asked for again that this process does not have any more. No descriptor comes for them.
+        missing: Vec<AllocationId>,
     },
     /// The request was not carried out; the process is as before the request unless `failure` says so.
     Failed(Failure),
@@ -124,15 +132,16 @@ pub enum Action {
 pub enum Phase {
     /// Pause 1: hold back new work; calls under way leave. Refused during stream capture.
     CloseGate,
-    /// Pause 2: wait until the devices have nothing left to do.
+    /// Pause 2: wait until the devices have nothing left to do, hand nothing out from now on, and say what is held of
+    /// shared memory.
     Drain,
-    /// Pause 3: save contents to host memory and files, and give up what was imported from peers.
-    SaveAndDropImports,
-    /// Pause 4, the point of no return: unmap and release own memory.
-    ReleaseOwn,
+    /// Pause 3: save contents to host memory and files, and unmap. Every handle is kept.
+    Save,
+    /// Pause 4, the point of no return: release imports and own memory.
+    Release,
     /// Pause 5: compare the device's free memory with what was released.
     Verify,
-    /// Undo of pause 1 to 3: import again what was dropped, then open the gate.
+    /// Undo of pause 1 to 3: map again, then open the gate. Nobody else is needed for that.
     AbortPause,
     /// Resume 1: create all memory, or none.
     CreateOwn,
@@ -140,8 +149,8 @@ pub enum Phase {
     Restore,
     /// Resume 3: import peers' memory at its old addresses.
     Import,
-    /// In place of [`Phase::Import`]: the same, but what was imported from processes that have ended is
-    /// left out for ever. Its addresses stay reserved and unmapped.
+    /// In place of [`Phase::Import`]: the same, but what was imported from processes that have ended, or that do not
+    /// have it any more, is left out for ever. Its addresses stay reserved and unmapped.
     ImportFromLiving,
     /// Resume 4: open the gate.
     Activate,
@@ -158,10 +167,10 @@ impl Phase {
     /// step before everybody has done all steps before.
     pub fn is_decided(self) -> bool {
         match self {
-            Self::ReleaseOwn | Self::Verify | Self::Activate => true,
+            Self::Release | Self::Verify | Self::Activate => true,
             Self::CloseGate
             | Self::Drain
-            | Self::SaveAndDropImports
+            | Self::Save
             | Self::AbortPause
             | Self::CreateOwn
             | Self::Restore
@@ -190,6 +199,8 @@ pub struct PhaseReport {
     pub notes: Vec<String>,
     /// Of [`Phase::Drain`]: the host memory that saving will take.
     pub host: Option<HostNeed>,
+    /// Of [`Phase::Drain`]: what is held of shared memory.
+    pub references: Option<Box<References>>,
 }
 
 /// Bytes of one device, before and after.
@@ -253,6 +264,8 @@ pub struct TagBytes {
     pub resident_bytes: u64,
     /// Given up, by a pause of the tag or of everything.
     pub away_bytes: u64,
+    /// Imported from other processes, and given up.
+    pub imported_away_bytes: u64,
 }
 
 /// A step of one pause or resume.
@@ -319,6 +332,10 @@ pub enum FailureKind {
     NoConsent,
     /// It was under way, and is no longer wanted: something failed elsewhere.
     CalledOff,
+    /// Not while the process is paused, or being paused: ask again when it runs.
+    NotNow,
+    /// Other processes hold some of the memory: all must take part.
+    Shared,
     /// The request names something this process does not have.
     Unknown,
     /// The driver failed, or the disk that saved contents are on.

@@ -16,6 +16,7 @@ use tenants::cut::{
 };
 use tenants::host_memory::{HostLimit, HostNeed, LimitKind};
 use tenants::identity::{MemberId, TenantName};
+use tenants::references::{References, Stay};
 use tenants::scope::{Scope, TagNames};
 use tenants::ticket::Ticket;
 use tenants::transport::Limits;
@@ -25,7 +26,9 @@ use tenants::wire::{
     MemberStats, Phase, PhaseReport, Reply, Request, TagBytes,
 };
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{AllocationId, PoolReport};
+use vmm_pool::{AllocationId, Held, PoolReport, StayReason};
+
+const ID: AllocationId = AllocationId(*b"0123456789abcdef");
 
 /// Inputs by file name.
 type Inputs = BTreeMap<String, Vec<u8>>;
@@ -105,14 +108,15 @@ fn requests() -> Vec<Request> {
         Request::Hello,
         Request::Stats,
         Request::Phase {
-            phase: Phase::SaveAndDropImports,
+            phase: Phase::Save,
             round: 1 << 40,
             scope: tags,
+            stays: vec![Stay { id: ID, reason: StayReason::LetGo }],
             timeout_ms: 120_000,
         },
         Request::AwaitConsent { action: Action::Resume, timeout_ms: u64::MAX },
         Request::FetchFds {
-            allocations: vec![AllocationId(*b"0123456789abcdef"); 3],
+            allocations: vec![ID; 3],
             purpose: FetchPurpose::Again,
             importer: MemberId(0x0123_4567_89ab_cdef),
         },
@@ -133,6 +137,7 @@ fn replies() -> Vec<Reply> {
             tag: "kv".to_owned(),
             resident_bytes: 2 << 20,
             away_bytes: 40 << 30,
+            imported_away_bytes: 1 << 30,
         }],
     };
     let report = PhaseReport {
@@ -154,6 +159,11 @@ fn replies() -> Vec<Reply> {
             grow_bytes: 2 << 30,
             limits: vec![HostLimit { kind: LimitKind::Configured, bytes: 8 << 30 }],
         }),
+        references: Some(Box::new(References {
+            given: vec![Held { id: ID, is_pinned: true }],
+            taken: vec![(MemberId(9), vec![Held { id: ID, is_pinned: false }])],
+            shares_scope: true,
+        })),
     };
     let stats = MemberStats {
         member: member.clone(),
@@ -164,7 +174,7 @@ fn replies() -> Vec<Reply> {
         },
         pauses: 3,
         resumes: 2,
-        last_pause: vec![(Phase::ReleaseOwn, report.clone())],
+        last_pause: vec![(Phase::Release, report.clone())],
         last_resume: Vec::new(),
         communicators: vec![seat()],
         notes: vec!["a note".to_owned()],
@@ -191,14 +201,14 @@ fn replies() -> Vec<Reply> {
         Reply::PhaseDone(Phase::Verify, report),
         Reply::Consented,
         Reply::Noted,
-        Reply::Fds { count: 0, tags: Vec::new() },
+        Reply::Fds { count: 0, tags: Vec::new(), missing: vec![ID] },
         Reply::Failed(Failure { kind, message: "process 1: no memory".to_owned() }),
     ]
 }
 
 fn tickets() -> Inputs {
     let ticket = Ticket {
-        allocation: AllocationId(*b"0123456789abcdef"),
+        allocation: ID,
         serial: 7,
         size_bytes: 2 << 20,
         owner: MemberId(0x0123_4567_89ab_cdef),

@@ -62,12 +62,12 @@ fn run<D: Driver>(
     let whole = Selection::Whole;
     for round in 1..=rounds {
         let saving = Instant::now();
-        pool.save_and_drop_imports(&whole, HostBudget(None))?;
+        pool.save(&whole, HostBudget(None))?;
         let saved = saving.elapsed();
-        pool.release_own(&whole)?;
+        pool.release_selected(&whole)?;
         pool.create_own(&whole)?;
         let restoring = Instant::now();
-        pool.restore_own(&whole)?;
+        pool.restore_own(&whole, usize::MAX)?;
         let restored = restoring.elapsed();
         drop(pool.commit_resume());
         // CAST: a figure for people.

@@ -17,6 +17,26 @@ pub enum PoolError {
         /// The value given.
         handle: u64,
     },
+    /// The process is being paused or is paused: its memory is given to nobody until it runs again.
+    #[error(
+        "the process that owns the memory is paused, or is being paused: ask again when it runs"
+    )]
+    Frozen,
+    /// The memory has been given up by a pause of its tag, whose process runs on.
+    #[error("the memory is away, because tag '{tag}' is paused: resume the tag first")]
+    Offloaded {
+        /// The tag.
+        tag: String,
+    },
+    /// The processes of a tenant disagree about who owns memory. Nothing was given up.
+    #[error(
+        "allocation {id:?} is this process's own, and the others take it for nobody's: nothing was given up; this is a \
+         fault of Sublet, report it"
+    )]
+    Disowned {
+        /// Its identity.
+        id: crate::AllocationId,
+    },
     /// The driver refused.
     #[error("{source}: {object} ({size_bytes} bytes{})", on_device(*device))]
     Driver {
@@ -145,6 +165,9 @@ impl PoolError {
             | Self::OutOfDisk { .. }
             | Self::FileRefused { .. }
             | Self::FileUnreadable { .. }
+            | Self::Frozen
+            | Self::Disowned { .. }
+            | Self::Offloaded { .. }
             | Self::MissingImport { .. } => false,
         }
     }
@@ -153,16 +176,17 @@ impl PoolError {
     pub fn code(&self) -> Option<DriverCode> {
         match self {
             Self::NotOurs => None,
-            Self::StaleHandle { .. } | Self::MissingImport { .. } => {
+            Self::StaleHandle { .. } | Self::Offloaded { .. } | Self::MissingImport { .. } => {
                 Some(DriverCode::INVALID_VALUE)
             }
+            Self::Frozen => Some(DriverCode::NOT_READY),
             Self::Driver { source, .. } => Some(source.code),
             Self::OutOfDeviceMemory { .. }
             | Self::OutOfHostMemory { .. }
             | Self::HostMemoryRefused { .. }
             | Self::OutOfDisk { .. }
             | Self::FileRefused { .. } => Some(DriverCode::OUT_OF_MEMORY),
-            Self::FileUnreadable { .. } => Some(DriverCode::UNKNOWN),
+            Self::Disowned { .. } | Self::FileUnreadable { .. } => Some(DriverCode::UNKNOWN),
         }
     }
 }

@@ -20,7 +20,9 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 pub use error::{PoolError, PoolResult};
-pub use pool::{Class, Export, ImportSource, LostImports, Pool};
+pub use pool::{
+    Class, Export, Held, ImportSource, LostImports, Pool, References, StayReason, TagTotals,
+};
 pub use report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
 pub use staging::{HostBudget, HostDemand, check_file_dir};
 pub use vacate::{ImportRequest, SavedError, Selection, Step, StepLog, Tags, Whose};

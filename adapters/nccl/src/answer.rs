@@ -28,6 +28,9 @@ impl<T> Answer<T> {
                             tracing::debug!(%error, "refused");
                         }
                         PoolError::StaleHandle { .. }
+                        | PoolError::Frozen
+                        | PoolError::Disowned { .. }
+                        | PoolError::Offloaded { .. }
                         | PoolError::OutOfDeviceMemory { .. }
                         | PoolError::OutOfHostMemory { .. }
                         | PoolError::HostMemoryRefused { .. }

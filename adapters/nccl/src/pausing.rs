@@ -94,14 +94,23 @@ pub fn act_for_own_tags<D: Driver>(
 ) -> Result<Outcome, CoordinatorError> {
     let scope = Scope::Tags { tags, owner: Some(member.id()) };
     let lock_timeout = timeout.unwrap_or(Options::default().lock_timeout);
-    let is_shared = member.pool().is_shared(&member.paused_selection(&scope));
-    // A process that is paused as a whole comes back with its tenant.
-    let alone = !is_shared && member.state() == MemberState::Active;
-    let takes_part = if alone { TakesPart::Alone(member.id()) } else { TakesPart::Everybody };
     let _asking = member.asks_itself();
     let _turn = member.take_turn(Instant::now() + lock_timeout);
-    let options = Options { timeout, lock_timeout, scope, takes_part, ..Options::default() };
-    act(member.run_dir(), member.tenant(), action, options)
+    let act_with = |takes_part| {
+        let scope = scope.clone();
+        let options = Options { timeout, lock_timeout, scope, takes_part, ..Options::default() };
+        act(member.run_dir(), member.tenant(), action, options)
+    };
+    // A process that is paused as a whole comes back with its tenant. Whether it may act alone is known for certain
+    // only once nobody can come for the memory any more: this look spares an attempt in vain.
+    let is_shared = member.pool().is_shared(&member.paused_selection(&scope));
+    if !is_shared && member.state() == MemberState::Active {
+        match act_with(TakesPart::Alone(member.id())) {
+            Err(error) if error.is_shared() => {}
+            outcome => return outcome,
+        }
+    }
+    act_with(TakesPart::Everybody)
 }
 
 /// Pauses or resumes a tenant from one process for all, the caller's own or another.

@@ -47,7 +47,7 @@ def saved_bytes(report: Dict[str, Any]) -> int:
     members: List[Dict[str, Any]] = [
         member
         for phase in report["phases"]
-        if phase["phase"] == "SaveAndDropImports"
+        if phase["phase"] == "Save"
         for member in phase["members"]
     ]
     return sum(member["report"]["bytes"] for member in members)

@@ -179,6 +179,7 @@ fn code_of(error: &CoordinatorError) -> c_int {
         | CoordinatorError::NoProcess { .. } => ARGUMENT,
         CoordinatorError::Faulted { .. } | CoordinatorError::Unrecovered { .. } => LOST,
         CoordinatorError::RunDir(_)
+        | CoordinatorError::Joined { .. }
         | CoordinatorError::Unreachable { .. }
         | CoordinatorError::NoGreeting { .. }
         | CoordinatorError::VersionsDiffer { .. }

@@ -378,7 +378,7 @@ mod tests {
             action: Action::Pause,
             wall_us: 412_000,
             cut: None,
-            phases: vec![phase(Phase::Drain, 46_000), phase(Phase::ReleaseOwn, 300_000)],
+            phases: vec![phase(Phase::Drain, 46_000), phase(Phase::Release, 300_000)],
             devices: vec![DeviceTotal {
                 uuid: "a1b2".to_owned(),
                 bytes: 3 << 30,
@@ -388,7 +388,7 @@ mod tests {
             notes: vec!["process 10: 4 MiB stay".to_owned()],
             losses: vec![MemberFailure {
                 who: who(11),
-                step: Step::Phase(Phase::ReleaseOwn),
+                step: Step::Phase(Phase::Release),
                 failure: WireFailure {
                     kind: FailureKind::PeerGone,
                     message: "it hung up".to_owned(),

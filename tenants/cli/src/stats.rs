@@ -114,7 +114,7 @@ mod tests {
         member.pool.host_arena_bytes = 3 << 30;
         member.pool.file_bytes = 2 << 30;
         member.last_pause = vec![(
-            Phase::SaveAndDropImports,
+            Phase::Save,
             PhaseReport {
                 elapsed_us: 250_000,
                 driver_calls: 42,

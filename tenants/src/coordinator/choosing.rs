@@ -40,10 +40,15 @@ impl Session<'_> {
             return Err(CoordinatorError::PausedAlready { tenant: self.tenant() });
         }
         let infos = members.iter().filter_map(|index| self.peers.list[*index].info.as_ref());
-        let rows = infos.filter(|info| self.scope.is_about(info.id)).flat_map(|info| &info.tags);
-        let bytes = rows.filter(|row| tags.has(&row.tag)).map(|row| match action {
-            Action::Pause => row.resident_bytes,
-            Action::Resume => row.away_bytes,
+        let rows = infos.flat_map(|info| info.tags.iter().map(|row| (info.id, row)));
+        let bytes = rows.filter(|(_, row)| tags.has(&row.tag)).map(|(id, row)| {
+            match (action, self.scope.is_about(id)) {
+                (Action::Pause, true) => row.resident_bytes,
+                (Action::Pause, false) => 0,
+                // What others have imported may be away where the owner's own memory is not.
+                (Action::Resume, true) => row.away_bytes + row.imported_away_bytes,
+                (Action::Resume, false) => row.imported_away_bytes,
+            }
         });
         Ok(if bytes.sum::<u64>() == 0 { Vec::new() } else { members })
     }

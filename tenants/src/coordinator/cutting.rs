@@ -277,6 +277,8 @@ fn may_pass(failure: &MemberFailure) -> bool {
         | FailureKind::PeerGone
         | FailureKind::NoConsent
         | FailureKind::CalledOff
+        | FailureKind::NotNow
+        | FailureKind::Shared
         | FailureKind::Unknown
         | FailureKind::Driver
         | FailureKind::Faulted => false,

@@ -107,6 +107,14 @@ pub enum CoordinatorError {
         /// Who did not go along.
         failures: Vec<MemberFailure>,
     },
+    /// Processes joined again and again while the tenant was being paused. Everything was undone.
+    #[error(
+        "tenant '{tenant}' is as before: processes joined it each time while it was being paused; pause it again"
+    )]
+    Joined {
+        /// The tenant.
+        tenant: TenantName,
+    },
     /// It was called off before the point of no return. Everything was undone, but for what
     /// `undo_failures` says.
     #[error("{} tenant '{tenant}' was called off{}", gerund(*action), undone(*action, undo_failures))]
@@ -154,12 +162,19 @@ impl CoordinatorError {
         if let Self::Refused { failures, .. } = self { failures } else { &[] }
     }
 
+    /// Did one process want to act alone on memory that others hold too? All of them together can.
+    pub fn is_shared(&self) -> bool {
+        let shared = |failure: &MemberFailure| failure.failure.kind == FailureKind::Shared;
+        self.failures().iter().any(shared) && self.left_unchanged()
+    }
+
     /// Devices that cannot hold the tenant now; empty when something else was the matter.
     pub fn shortages(&self) -> &[DeviceShortage] {
         match self {
             Self::Refused { shortages, .. } => shortages,
             Self::NoSuchTenant { .. }
             | Self::NoProcess { .. }
+            | Self::Joined { .. }
             | Self::RunDir(_)
             | Self::Unreachable { .. }
             | Self::NoGreeting { .. }
@@ -191,6 +206,8 @@ impl CoordinatorError {
             | FailureKind::PeerGone
             | FailureKind::NoConsent
             | FailureKind::CalledOff
+            | FailureKind::NotNow
+            | FailureKind::Shared
             | FailureKind::Unknown
             | FailureKind::Driver
             | FailureKind::Faulted => None,
@@ -202,6 +219,7 @@ impl CoordinatorError {
     pub fn is_retryable(&self) -> bool {
         match self {
             Self::RunDir(error) => matches!(error, RunDirError::Locked { .. }),
+            Self::Joined { .. } => true,
             Self::Refused { failures, undo_failures, .. } => {
                 undo_failures.is_empty()
                     && failures.iter().all(|failure| match failure.failure.kind {
@@ -211,8 +229,10 @@ impl CoordinatorError {
                         | FailureKind::OutOfHostMemory
                         | FailureKind::OutOfDeviceMemory { .. }
                         | FailureKind::NoConsent
+                        | FailureKind::NotNow
                         | FailureKind::CalledOff => true,
                         FailureKind::WrongState
+                        | FailureKind::Shared
                         | FailureKind::PeerGone
                         | FailureKind::Unknown
                         | FailureKind::Driver
@@ -242,6 +262,7 @@ impl CoordinatorError {
             Self::Unrecovered { .. } | Self::FailedTogether { .. } => false,
             Self::NoSuchTenant { .. }
             | Self::NoProcess { .. }
+            | Self::Joined { .. }
             | Self::RunDir(_)
             | Self::Unreachable { .. }
             | Self::NoGreeting { .. }

@@ -30,8 +30,8 @@ pub fn phase_label(phase: Phase) -> &'static str {
     match phase {
         Phase::CloseGate => "close gate",
         Phase::Drain => "drain",
-        Phase::SaveAndDropImports => "save contents",
-        Phase::ReleaseOwn => "release memory",
+        Phase::Save => "save contents",
+        Phase::Release => "release memory",
         Phase::Verify => "verify",
         Phase::AbortPause => "undo pause",
         Phase::CreateOwn => "create memory",
@@ -264,7 +264,7 @@ impl Report {
     /// Adds a phase. Bytes of devices count in the phases that give memory back or take it; what is free
     /// is as the latest phase saw it.
     pub(super) fn add(&mut self, summary: PhaseSummary) {
-        let moves_memory = matches!(summary.phase, Phase::ReleaseOwn | Phase::CreateOwn);
+        let moves_memory = matches!(summary.phase, Phase::Release | Phase::CreateOwn);
         for MemberPhase { who, report } in &summary.members {
             for note in &report.notes {
                 self.notes.push(format!("{who}: {note}"));

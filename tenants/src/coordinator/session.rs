@@ -10,6 +10,7 @@ use super::{CoordinatorError, Interrupt, LostImports, Options, TakesPart, unexpe
 use crate::cut::{Limits, Seen};
 use crate::host_memory;
 use crate::identity::TenantName;
+use crate::references::Stay;
 use crate::run_dir::{CoordinatorLock, MemberSocket, TenantDir};
 use crate::scope::Scope;
 use crate::transport::nobody_listens;
@@ -24,8 +25,8 @@ struct Plan {
 }
 
 const PAUSE: Plan = Plan {
-    reversible: &[Phase::CloseGate, Phase::Drain, Phase::SaveAndDropImports],
-    last: &[Phase::ReleaseOwn, Phase::Verify],
+    reversible: &[Phase::CloseGate, Phase::Drain, Phase::Save],
+    last: &[Phase::Release, Phase::Verify],
     undo: Phase::AbortPause,
 };
 
@@ -44,7 +45,7 @@ const TELL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The connections to a tenant's members while its lock is held.
 pub(super) struct Session<'a> {
-    dir: &'a TenantDir,
+    pub(super) dir: &'a TenantDir,
     pub(super) options: &'a Options,
     pub(super) progress: &'a mut dyn FnMut(Event<'_>),
     pub(super) peers: Peers,
@@ -54,6 +55,8 @@ pub(super) struct Session<'a> {
     pub(super) scope: Scope,
     /// One sentence for each communicator that some ranks of are in no live process of the tenant.
     pub(super) absent: Vec<String>,
+    /// Shared memory that this pause leaves where it is.
+    stays: Vec<Stay>,
     /// Processes whose sockets were found and removed.
     dead: usize,
 }
@@ -62,6 +65,8 @@ pub(super) struct Session<'a> {
 pub(super) enum Stop {
     Failed(Vec<MemberFailure>),
     CalledOff,
+    /// Processes have joined since the members were listed.
+    Joined,
 }
 
 impl From<Vec<MemberFailure>> for Stop {
@@ -103,8 +108,17 @@ impl<'a> Session<'a> {
         let round = getrandom::u64().unwrap_or_else(|_| u64::from(std::process::id()));
         let scope = options.scope.clone();
         let peers = Peers::default();
-        let mut session =
-            Self { dir, options, progress, peers, round, scope, absent: Vec::new(), dead: 0 };
+        let mut session = Self {
+            dir,
+            options,
+            progress,
+            peers,
+            round,
+            scope,
+            absent: Vec::new(),
+            stays: Vec::new(),
+            dead: 0,
+        };
         let deadline = Instant::now() + options.contact_timeout;
         let takes_part = |socket: &MemberSocket| match options.takes_part {
             TakesPart::Everybody => true,
@@ -255,6 +269,9 @@ impl<'a> Session<'a> {
             if let Some(failure) = self.host_shortage(&result.done) {
                 return Err(Stop::Failed(vec![failure]));
             }
+            if *phase == Phase::Drain {
+                self.stays = self.agree_on_shared(&result.done)?;
+            }
             report.add(self.summary(*phase, began.elapsed(), result.done));
         }
         let next = plan.last.first().map_or(Step::Hello, |p| Step::Phase(*p));
@@ -299,7 +316,7 @@ impl<'a> Session<'a> {
         let short = host_memory::shortage(needs.iter().map(|(_, need)| *need))?;
         let (most, _) = needs.iter().max_by_key(|(_, need)| need.grow_bytes)?;
         let failure = Failure { kind: FailureKind::OutOfHostMemory, message: short.to_string() };
-        let step = Step::Phase(Phase::SaveAndDropImports);
+        let step = Step::Phase(Phase::Save);
         Some(MemberFailure { who: self.peers.list[*most].who, step, failure })
     }
 
@@ -312,9 +329,10 @@ impl<'a> Session<'a> {
         stop: Stop,
     ) -> CoordinatorError {
         let called_off = matches!(stop, Stop::CalledOff);
+        let joined = matches!(stop, Stop::Joined);
         let mut failures = match stop {
             Stop::Failed(failures) => failures,
-            Stop::CalledOff => Vec::new(),
+            Stop::CalledOff | Stop::Joined => Vec::new(),
         };
         self.name_absent(&mut failures);
         (self.progress)(Event::RollingBack { failures: &failures });
@@ -367,7 +385,9 @@ impl<'a> Session<'a> {
             .any(|member| matches!(member.failure.kind, FailureKind::OutOfDeviceMemory { .. }));
         let shortages = if out_of_memory { short_devices(&needs) } else { Vec::new() };
         let (tenant, undo_failures) = (self.tenant(), result.into_failures());
-        if called_off {
+        if joined && undo_failures.is_empty() {
+            CoordinatorError::Joined { tenant }
+        } else if called_off {
             CoordinatorError::CalledOff { tenant, action, undo_failures }
         } else {
             CoordinatorError::Refused { tenant, action, shortages, failures, undo_failures }
@@ -421,6 +441,7 @@ impl<'a> Session<'a> {
                 phase,
                 round: self.round,
                 scope: self.scope.clone(),
+                stays: if phase == Phase::Save { self.stays.clone() } else { Vec::new() },
                 timeout_ms: millis(self.options.phase_timeout(phase)),
             },
         }

@@ -11,18 +11,20 @@ use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::signal::SigSet;
-use vmm_pool::PoolError;
 use vmm_pool::driver::Driver;
+use vmm_pool::{AllocationId, PoolError};
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
-use super::failures::pool_failure;
+use super::failures::{faulted, pool_failure};
 use super::{AGENT_TIMEOUT, Member};
 use crate::cut::{Limits, Seen};
 use crate::identity::MemberId;
+use crate::references::Stay;
 use crate::scope::Scope;
 use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
-    Action, Asked, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchPurpose, Phase, Reply, Request,
+    Action, Asked, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchPurpose, MemberState, Phase,
+    Reply, Request,
 };
 
 /// No request waits longer than this, whatever it says.
@@ -69,7 +71,7 @@ struct Job {
 }
 
 enum Work {
-    Phase(Phase, Scope),
+    Phase(Phase, Scope, Vec<Stay>),
     Cut {
         limits: Limits,
         seen: Seen,
@@ -83,6 +85,16 @@ struct Done {
     /// None for a look at the cut, which leaves nothing to undo but the hold.
     phase: Option<Phase>,
     reply: Reply,
+}
+
+/// What an importer is given.
+#[derive(Default)]
+struct HandedOut {
+    fds: Vec<OwnedFd>,
+    /// When tickets are redeemed.
+    tags: Vec<String>,
+    /// What this process does not have any more.
+    missing: Vec<AllocationId>,
 }
 
 struct Waiter {
@@ -151,11 +163,11 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
     for job in jobs {
         let Job { connection, work, deadline } = job;
         let done = match work {
-            Work::Phase(phase, scope) => {
+            Work::Phase(phase, scope, stays) => {
                 if ends_early(phase) {
                     member.calling_off.lower();
                 }
-                let reply = member.run_phase(phase, &scope, deadline);
+                let reply = member.run_phase(phase, &scope, &stays, deadline);
                 Done { connection, phase: Some(phase), reply }
             }
             Work::Cut { limits, seen, asked } => {
@@ -256,11 +268,11 @@ impl<D: Driver> Agent<D> {
     /// with what it was told.
     fn coordinator_gone(&mut self) {
         self.coordinator = None;
-        self.submit(NOBODY, Work::Phase(Phase::Settle, Scope::Whole), AGENT_TIMEOUT);
+        self.submit(NOBODY, Work::Phase(Phase::Settle, Scope::Whole, Vec::new()), AGENT_TIMEOUT);
     }
 
     fn submit(&self, connection: u64, work: Work, timeout: Duration) {
-        if let Work::Phase(phase, _) = &work
+        if let Work::Phase(phase, ..) = &work
             && ends_early(*phase)
         {
             self.member.calling_off.raise();
@@ -277,14 +289,14 @@ impl<D: Driver> Agent<D> {
             Request::Stats => {
                 self.answer(number, &Reply::Stats(Box::new(self.member.stats())));
             }
-            Request::Phase { phase, round, scope, timeout_ms } => {
+            Request::Phase { phase, round, scope, stays, timeout_ms } => {
                 if self.opens(number) {
                     self.coordinator = Some(number);
                     self.member.cut().claim(number);
                     if phase != Phase::Settle {
                         self.member.standing().asked = Some(Asked { round, phase });
                     }
-                    self.submit(number, Work::Phase(phase, scope), wait_of(timeout_ms));
+                    self.submit(number, Work::Phase(phase, scope, stays), wait_of(timeout_ms));
                 }
             }
             Request::Cut { limits, seen, wait_ms } => {
@@ -307,9 +319,9 @@ impl<D: Driver> Agent<D> {
             }
             Request::FetchFds { allocations, purpose, importer } => {
                 match self.hand_out(&allocations, purpose, importer) {
-                    Ok((fds, tags)) => {
+                    Ok(HandedOut { fds, tags, missing }) => {
                         let count = u32::try_from(fds.len()).unwrap_or(u32::MAX);
-                        self.clients.answer(number, &Reply::Fds { count, tags }, fds);
+                        self.clients.answer(number, &Reply::Fds { count, tags, missing }, fds);
                     }
                     Err(failure) => self.answer(number, &Reply::Failed(failure)),
                 }
@@ -331,10 +343,10 @@ impl<D: Driver> Agent<D> {
 
     fn hand_out(
         &self,
-        ids: &[vmm_pool::AllocationId],
+        ids: &[AllocationId],
         purpose: FetchPurpose,
         importer: MemberId,
-    ) -> Result<(Vec<OwnedFd>, Vec<String>), Failure> {
+    ) -> Result<HandedOut, Failure> {
         let refused = |message| Failure { kind: FailureKind::Unknown, message };
         if ids.len() > FDS_PER_MESSAGE_MAX {
             return Err(refused(format!(
@@ -350,24 +362,33 @@ impl<D: Driver> Agent<D> {
                 self.member.tenant()
             )));
         }
-        let importer = importer.0;
+        if self.member.state() == MemberState::Faulted {
+            return Err(faulted());
+        }
         let pool = self.member.pool();
-        let tags = match purpose {
-            // Asked before: redeeming may be the last use of the allocation in this process.
-            FetchPurpose::Redeem => ids.iter().map(|&id| pool.tag_of(id)).collect(),
-            FetchPurpose::Again => Vec::new(),
-        };
-        let fds = ids.iter().map(|&id| match purpose {
-            FetchPurpose::Redeem => pool.redeem(id, importer),
-            FetchPurpose::Again => pool.hand_out(id, importer),
-        });
-        let fds: Result<Vec<OwnedFd>, PoolError> = fds.collect();
-        fds.map(|fds| (fds, tags)).map_err(|error| {
-            if matches!(error, PoolError::StaleHandle { .. }) {
-                return refused(format!("process {} does not have it now", std::process::id()));
+        let mut handed = HandedOut::default();
+        for &id in ids {
+            let fd = match purpose {
+                FetchPurpose::Redeem { serial } => {
+                    // Asked before: redeeming may be the last use of the allocation in this process.
+                    handed.tags.push(pool.tag_of(id));
+                    pool.redeem(id, serial, importer.0)
+                }
+                FetchPurpose::Again => pool.hand_out(id, importer.0),
+            };
+            match (fd, purpose) {
+                (Ok(fd), _) => handed.fds.push(fd),
+                (Err(PoolError::StaleHandle { .. }), FetchPurpose::Again) => {
+                    handed.missing.push(id);
+                }
+                (Err(PoolError::StaleHandle { .. }), FetchPurpose::Redeem { .. }) => {
+                    let pid = std::process::id();
+                    return Err(refused(format!("process {pid} does not have it now")));
+                }
+                (Err(error), _) => return Err(pool_failure(&error)),
             }
-            pool_failure(&error)
-        })
+        }
+        Ok(handed)
     }
 
     fn answer(&mut self, number: u64, reply: &Reply) {

@@ -69,7 +69,7 @@ enum Verdict {
 impl<D: Driver> Member<D> {
     /// Brings a pause or resume under way to an end without its coordinator. Runs on the worker thread,
     /// after the phase that the coordinator left behind.
-    pub(super) fn settle(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
+    pub(super) fn settle(&self) -> Result<PhaseReport, Failure> {
         let (state, progress, asked) = {
             let standing = self.standing();
             (standing.state, standing.progress, standing.asked)
@@ -94,7 +94,7 @@ impl<D: Driver> Member<D> {
         // Paused is safe whatever a silent one does: contents are saved, and nobody writes to them.
         let verdict = verdict.unwrap_or(failing);
         let phase = match (is_pause, verdict) {
-            (true, Verdict::GoOn) => Phase::ReleaseOwn,
+            (true, Verdict::GoOn) => Phase::Release,
             (true, Verdict::GoBack) => Phase::AbortPause,
             (false, Verdict::GoOn) => Phase::Activate,
             (false, Verdict::GoBack) => Phase::AbortResume,
@@ -108,8 +108,8 @@ impl<D: Driver> Member<D> {
             self.standing().asked = Some(Asked { round, phase });
         }
         let outcome = match (is_pause, verdict) {
-            (true, Verdict::GoOn) => self.release_own(),
-            (true, Verdict::GoBack) => self.abort_pause(deadline),
+            (true, Verdict::GoOn) => self.release(),
+            (true, Verdict::GoBack) => self.abort_pause(),
             (false, Verdict::GoOn) => self.activate(),
             (false, Verdict::GoBack) => self.abort_resume(&Scope::Whole),
         };

@@ -96,6 +96,8 @@ pub(super) fn pool_failure(error: &PoolError) -> Failure {
         {
             FailureKind::OutOfHostMemory
         }
+        PoolError::Frozen => FailureKind::NotNow,
+        PoolError::Disowned { .. } | PoolError::Offloaded { .. } => FailureKind::WrongState,
         PoolError::NotOurs
         | PoolError::StaleHandle { .. }
         | PoolError::FileUnreadable { .. }
@@ -117,6 +119,7 @@ pub(super) fn import_failure(error: &ImportError) -> Failure {
         | ImportError::NotMemory { .. }
         | ImportError::Owner { .. }
         | ImportError::OwnerEnded { .. }
+        | ImportError::Missing { .. }
         | ImportError::Miscounted { .. } => FailureKind::PeerGone,
     };
     Failure { kind, message: format!("process {}: {error}", std::process::id()) }

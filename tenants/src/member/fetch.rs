@@ -1,23 +1,26 @@
 //! Getting descriptors of memory that other processes of the tenant own.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::{MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::stat::{SFlag, fstat};
 use vmm_pool::driver::Driver;
-use vmm_pool::{AllocationId, Class, Contents, ImportSource, PoolError, Selection, VirtualHandle};
+use vmm_pool::{
+    AllocationId, Class, Contents, ImportSource, PoolError, Selection, Step, StepLog, VirtualHandle,
+};
 
 use super::owners::path_of;
 use super::{AGENT_TIMEOUT, Member};
 use crate::run_dir::parse_member_name;
 use crate::ticket::Ticket;
 use crate::transport::{Connection, TransportError, nobody_listens};
-use crate::wire::{FDS_PER_MESSAGE_MAX, Failure, FetchPurpose, Reply, Request};
+use crate::wire::{FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchPurpose, Reply, Request};
 
 /// Why a ticket did not become memory.
 #[derive(Debug, thiserror::Error)]
@@ -76,6 +79,17 @@ pub enum ImportError {
         /// Allocations asked for.
         count: usize,
     },
+    /// The owner lives, and does not have the memory any more.
+    #[error(
+        "{owner} does not have {count} allocations any more that this process had imported from it: leave them out \
+         (sublet resume --without-lost)"
+    )]
+    Missing {
+        /// Which process.
+        owner: String,
+        /// Allocations that are missing.
+        count: usize,
+    },
     /// The owner refused.
     #[error("the owner of the memory refused: {0}")]
     Refused(#[source] Failure),
@@ -103,6 +117,36 @@ pub enum ImportError {
     Pool(#[from] PoolError),
 }
 
+/// What an owner has sent.
+struct Fetched {
+    fds: HashMap<AllocationId, OwnedFd>,
+    /// Of redeemed tickets.
+    tags: Vec<String>,
+    /// What the owner does not have any more.
+    missing: BTreeSet<AllocationId>,
+}
+
+/// Imports that a living owner does not have any more.
+#[derive(Debug)]
+pub(super) struct Missing {
+    /// The owner, in words.
+    pub(super) owner: String,
+    pub(super) ids: BTreeSet<AllocationId>,
+}
+
+impl From<Missing> for ImportError {
+    fn from(missing: Missing) -> Self {
+        Self::Missing { owner: missing.owner, count: missing.ids.len() }
+    }
+}
+
+/// Between two questions to an owner that is paused.
+const REDEEM_REST_MIN: Duration = Duration::from_millis(1);
+const REDEEM_REST_MAX: Duration = Duration::from_millis(100);
+
+/// Descriptors that are left to the application and the rest of us.
+const DESCRIPTORS_KEPT_FREE: usize = 32;
+
 impl<D: Driver> Member<D> {
     /// A ticket for `handle`, in place of the driver's descriptor.
     ///
@@ -116,7 +160,7 @@ impl<D: Driver> Member<D> {
         };
         let ticket = Ticket {
             allocation: export.id,
-            serial: 0,
+            serial: export.serial,
             size_bytes: export.size_bytes,
             owner: self.id,
             owner_socket,
@@ -142,30 +186,27 @@ impl<D: Driver> Member<D> {
         }
         let owner_socket = self.socket_of_owner(ticket)?;
         let is_own = owner_socket == self.socket_path;
-        let deadline = Instant::now() + AGENT_TIMEOUT;
-        let redeem = FetchPurpose::Redeem;
-        if let Some(handle) = self.pool.import_held(ticket.allocation) {
-            if !is_own {
-                // The owner keeps memory for every ticket until it is redeemed: tell it that this one is.
-                if let Err(error) =
-                    self.fetch(&owner_socket, &[ticket.allocation], redeem, deadline)
-                {
-                    tracing::debug!(%error, "the owner was not told of a second ticket");
-                }
+        let Ticket { allocation, serial, .. } = *ticket;
+        if let Some(handle) = self.pool.import_held(allocation, serial) {
+            // The owner keeps memory for every ticket until it is redeemed: tell it that this one is.
+            if !is_own
+                && serial != 0
+                && let Err(error) = self.redeem_from(&owner_socket, allocation, serial)
+            {
+                tracing::debug!(%error, "the owner was not told of a second ticket");
             }
             return Ok(handle);
         }
         if is_own {
-            return Err(ImportError::Stale { id: ticket.allocation });
+            return Err(ImportError::Stale { id: allocation });
         }
-        let (mut fds, tags) = self.fetch(&owner_socket, &[ticket.allocation], redeem, deadline)?;
+        let Fetched { mut fds, tags, .. } = self.redeem_from(&owner_socket, allocation, serial)?;
         // It leaves and comes back with its owner's.
         let tag = tags.into_iter().next().unwrap_or_default();
         let class = Class { library, tag, contents: Contents::Keep };
-        let fd =
-            fds.remove(&ticket.allocation).ok_or(ImportError::Stale { id: ticket.allocation })?;
+        let fd = fds.remove(&allocation).ok_or(ImportError::Stale { id: allocation })?;
         let source = ImportSource {
-            id: ticket.allocation,
+            id: allocation,
             size_bytes: ticket.size_bytes,
             owner: owner_socket.as_os_str().as_bytes().to_vec(),
         };
@@ -181,22 +222,80 @@ impl<D: Driver> Member<D> {
         path.ok_or_else(|| ImportError::NoMember { path: ticket.owner_socket.clone() })
     }
 
-    /// Descriptors for all of `selection` that is imported and not resident, from all owners.
-    pub(super) fn fetch_imports(
+    /// Redeems a ticket at its owner. While that is paused, or being paused, it waits as it would at its own gate,
+    /// and lets a pause of its own process through.
+    fn redeem_from(
+        &self,
+        owner: &Path,
+        id: AllocationId,
+        serial: u64,
+    ) -> Result<Fetched, ImportError> {
+        let mut rest = REDEEM_REST_MIN;
+        loop {
+            let deadline = Instant::now() + AGENT_TIMEOUT;
+            let purpose = FetchPurpose::Redeem { serial };
+            match self.fetch(owner, &[id], purpose, deadline) {
+                Err(ImportError::Refused(failure)) if failure.kind == FailureKind::NotNow => {
+                    self.gate.step_aside();
+                    self.rest(rest);
+                    rest = (2 * rest).min(REDEEM_REST_MAX);
+                }
+                answer => return answer,
+            }
+        }
+    }
+
+    /// Imports again all of `selection` that is not resident, from all owners. What a living owner does not have any
+    /// more is left as it is, and returned. [`Pool::map_imports`] is to follow.
+    ///
+    /// Descriptors are fetched all before the first is imported, because the driver is slow where one process exports
+    /// while another imports, but never more at once than this process may open.
+    pub(super) fn import_again(
         &self,
         selection: &Selection,
         deadline: Instant,
-    ) -> Result<HashMap<AllocationId, OwnedFd>, ImportError> {
-        let mut descriptors = HashMap::new();
+    ) -> Result<(StepLog, Vec<Missing>), ImportError> {
+        let begin = Instant::now();
+        let (mut log, mut missing) = (StepLog::default(), Vec::new());
+        let mut at_hand = HashMap::new();
+        let mut batch = FDS_PER_MESSAGE_MAX;
         for request in self.pool.import_requests(selection) {
             let path = path_of(&request.owner);
-            for ids in request.ids.chunks(FDS_PER_MESSAGE_MAX) {
-                let fetched = self.fetch(&path, ids, FetchPurpose::Again, deadline);
-                let (fetched, _) = fetched.map_err(|error| self.or_ended(error, ids.len()))?;
-                descriptors.extend(fetched);
+            let mut gone = BTreeSet::new();
+            let mut rest = request.ids.as_slice();
+            while !rest.is_empty() {
+                let room = free_descriptors();
+                if room < batch.min(rest.len()) && !at_hand.is_empty() {
+                    log.add(self.pool.import_batch(std::mem::take(&mut at_hand))?);
+                    continue;
+                }
+                let ids = &rest[..batch.min(room.max(1)).min(rest.len())];
+                match self.fetch(&path, ids, FetchPurpose::Again, deadline) {
+                    Ok(fetched) => {
+                        at_hand.extend(fetched.fds);
+                        gone.extend(fetched.missing);
+                        rest = &rest[ids.len()..];
+                    }
+                    // The owner, too, may have no room for so many descriptors at once.
+                    Err(ImportError::Refused(failure))
+                        if failure.kind == FailureKind::Driver
+                            && (ids.len() > 1 || !at_hand.is_empty()) =>
+                    {
+                        tracing::debug!(%failure, "descriptors are fetched in smaller batches");
+                        batch = (ids.len() / 2).max(1);
+                        log.add(self.pool.import_batch(std::mem::take(&mut at_hand))?);
+                    }
+                    Err(error) => return Err(self.or_ended(error, ids.len())),
+                }
+            }
+            if !gone.is_empty() {
+                missing.push(Missing { owner: self.owner_in_words(&path), ids: gone });
             }
         }
-        Ok(descriptors)
+        let fetch_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
+        log.steps.insert(0, Step { name: "fetch descriptors", elapsed_us: fetch_us });
+        log.add(self.pool.import_batch(at_hand)?);
+        Ok((log, missing))
     }
 
     /// Why `count` imports could not be fetched again: says so when that is because their owner has ended.
@@ -222,7 +321,7 @@ impl<D: Driver> Member<D> {
         ids: &[AllocationId],
         purpose: FetchPurpose,
         deadline: Instant,
-    ) -> Result<(HashMap<AllocationId, OwnedFd>, Vec<String>), ImportError> {
+    ) -> Result<Fetched, ImportError> {
         let failed = |source| ImportError::Owner { path: path.to_owned(), source };
         let kept = self.peers().remove(path);
         let request = Request::FetchFds { allocations: ids.to_vec(), purpose, importer: self.id };
@@ -241,11 +340,15 @@ impl<D: Driver> Member<D> {
         let ((reply, fds), connection) = answer.map_err(failed)?;
         self.peers().insert(path.to_owned(), connection);
         match reply {
-            Reply::Fds { count, tags } if count as usize == ids.len() && fds.len() == ids.len() => {
+            Reply::Fds { count, tags, missing }
+                if count as usize == fds.len() && fds.len() + missing.len() == ids.len() =>
+            {
                 if !fds.iter().all(may_be_the_drivers) {
                     return Err(ImportError::NotMemory { path: path.to_owned() });
                 }
-                Ok((ids.iter().copied().zip(fds).collect(), tags))
+                let missing: BTreeSet<AllocationId> = missing.into_iter().collect();
+                let found = ids.iter().copied().filter(|id| !missing.contains(id));
+                Ok(Fetched { fds: found.zip(fds).collect(), tags, missing })
             }
             Reply::Failed(failure) => Err(ImportError::Refused(failure)),
             Reply::Fds { .. }
@@ -273,6 +376,15 @@ impl<D: Driver> Member<D> {
         let answer = connection.call(request, ids.len(), deadline)?;
         Ok((answer, connection))
     }
+}
+
+/// How many descriptors this process may open now, with some left over.
+pub(super) fn free_descriptors() -> usize {
+    let limit = getrlimit(Resource::RLIMIT_NOFILE)
+        .map_or(usize::MAX, |(soft, _)| usize::try_from(soft).unwrap_or(usize::MAX));
+    // Where /proc cannot be read, as many as are likely to be free.
+    let open = std::fs::read_dir("/proc/self/fd").map_or(limit / 2, Iterator::count);
+    limit.saturating_sub(open + DESCRIPTORS_KEPT_FREE)
 }
 
 /// What is behind a descriptor, the driver checks; these kinds it should never be given.

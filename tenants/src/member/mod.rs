@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender};
 use vmm_pool::driver::{Driver, RawContext, VaRange};
 use vmm_pool::support::Unsupported;
-use vmm_pool::{Pool, Selection};
+use vmm_pool::{Pool, Selection, TagTotals};
 
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use fetch::ImportError;
@@ -410,8 +410,12 @@ impl<D: Driver> Member<D> {
         for tag in region::tags().into_keys() {
             bytes.entry(tag).or_default();
         }
-        let row =
-            |(tag, (resident_bytes, away_bytes))| TagBytes { tag, resident_bytes, away_bytes };
+        let row = |(tag, totals): (String, TagTotals)| TagBytes {
+            tag,
+            resident_bytes: totals.resident_bytes,
+            away_bytes: totals.away_bytes,
+            imported_away_bytes: totals.imported_away_bytes,
+        };
         bytes.into_iter().map(row).collect()
     }
 
@@ -461,6 +465,13 @@ impl<D: Driver> Member<D> {
             standing.given_up = Some(why);
         }
         self.changed.notify_all();
+    }
+
+    /// Waits for as long as `rest`, or until this process itself changes its state.
+    fn rest(&self, rest: Duration) {
+        let standing = self.standing();
+        let _woken =
+            self.changed.wait_timeout(standing, rest).unwrap_or_else(PoisonError::into_inner);
     }
 
     /// Waits until `action` has happened more often than `count`, until it is known that it will not, or

@@ -12,6 +12,7 @@ use vmm_pool::LostImports;
 use vmm_pool::driver::Driver;
 
 use super::Member;
+use super::fetch::Missing;
 use crate::transport::{Connection, TransportError, nobody_listens};
 
 /// A process that memory was imported from.
@@ -56,23 +57,21 @@ impl<D: Driver> Member<D> {
         self.owners().get(path).map(ToString::to_string)
     }
 
+    /// The owner at `path`, in words.
+    pub(super) fn owner_in_words(&self, path: &Path) -> String {
+        self.known_owner(path).unwrap_or_else(|| format!("the process at {}", path.display()))
+    }
+
     /// The owners of imports that have ended.
     fn dead_owners(&self) -> Vec<(Vec<u8>, String)> {
         let owners = self.pool.import_owners().into_iter();
         let dead = owners.filter(|owner| nobody_listens(&path_of(owner)));
         dead.map(|owner| {
             let path = path_of(&owner);
-            let words = self.known_owner(&path);
-            (owner, words.unwrap_or_else(|| format!("the process at {}", path.display())))
+            let words = self.owner_in_words(&path);
+            (owner, words)
         })
         .collect()
-    }
-
-    /// Has the pool keep what was imported from dead owners as long as a pause can be undone.
-    pub(super) fn keep_orphans(&self) {
-        for (owner, _) in self.dead_owners() {
-            self.pool.orphan_imports(&owner);
-        }
     }
 
     /// Lets go of what is kept for processes that have ended: connections to them, and the names of those
@@ -92,13 +91,15 @@ impl<D: Driver> Member<D> {
     /// One sentence for each dead owner whose memory this process had imported and has given up.
     pub(super) fn lost_imports(&self) -> Vec<String> {
         let sentence = |(owner, words): (Vec<u8>, String)| {
-            let LostImports { count, bytes } = self.pool.orphan_imports(&owner);
-            format!(
-                "{words} has ended: {bytes} bytes in {count} allocations that were imported from it cannot \
-                 come back; end this process, or resume with --without-lost"
-            )
+            let LostImports { count, bytes } = self.pool.imports_away(&owner);
+            (count > 0).then(|| {
+                format!(
+                    "{words} has ended: {bytes} bytes in {count} allocations that were imported from it cannot \
+                     come back; end this process, or resume with --without-lost"
+                )
+            })
         };
-        self.dead_owners().into_iter().map(sentence).collect()
+        self.dead_owners().into_iter().filter_map(sentence).collect()
     }
 
     /// Gives up on what dead owners had; says so in the notes and in one sentence each.
@@ -106,6 +107,9 @@ impl<D: Driver> Member<D> {
         let mut notes = Vec::new();
         for (owner, words) in self.dead_owners() {
             let LostImports { count, bytes } = self.pool.give_up_imports(&owner);
+            if count == 0 {
+                continue;
+            }
             let note = format!(
                 "{bytes} bytes in {count} allocations that were imported from {words}, which has ended, are \
                  lost: their addresses are unmapped, and work that touches them fails"
@@ -114,6 +118,18 @@ impl<D: Driver> Member<D> {
             notes.push(note);
         }
         notes
+    }
+
+    /// Gives up on what a living owner does not have any more; says so in the notes and in one sentence.
+    pub(super) fn leave_missing_out(&self, missing: &Missing) -> String {
+        let LostImports { count, bytes } = self.pool.give_up_missing(&missing.ids);
+        let note = format!(
+            "{bytes} bytes in {count} allocations that were imported from {}, which does not have them any more, \
+             are lost: their addresses are unmapped, and work that touches them fails",
+            missing.owner
+        );
+        self.note(note.clone());
+        note
     }
 }
 

@@ -10,32 +10,40 @@ use super::failures::{
     drain_called_off, drain_failed, drain_timeout, faulted, import_failure, not_undone_yet,
     pool_failure, wrong_state,
 };
+use super::fetch::free_descriptors;
 use super::state::Event;
 use super::{Member, Progress, Standing};
 use crate::cut::{Limits, Seen};
 use crate::gate::StillInside;
 use crate::host_memory::HostNeed;
+use crate::references::{References, Stay};
 use crate::scope::Scope;
 use crate::wire::{DeviceDelta, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply};
 
 impl<D: Driver> Member<D> {
     /// Does `phase` and answers for it.
-    pub(super) fn run_phase(&self, phase: Phase, scope: &Scope, deadline: Instant) -> Reply {
+    pub(super) fn run_phase(
+        &self,
+        phase: Phase,
+        scope: &Scope,
+        stays: &[Stay],
+        deadline: Instant,
+    ) -> Reply {
         let begin = Instant::now();
         let outcome = match phase {
             Phase::CloseGate => self.close_gate(scope, deadline),
             Phase::Drain => self.drain(deadline),
-            Phase::SaveAndDropImports => self.save_and_drop_imports(),
-            Phase::ReleaseOwn => self.release_own(),
+            Phase::Save => self.save(stays),
+            Phase::Release => self.release(),
             Phase::Verify => self.verify(),
-            Phase::AbortPause => self.abort_pause(deadline),
+            Phase::AbortPause => self.abort_pause(),
             Phase::CreateOwn => self.create_own(scope, deadline),
             Phase::Restore => self.restore(),
             Phase::Import => self.import(deadline),
             Phase::ImportFromLiving => self.import_from_living(deadline),
             Phase::Activate => self.activate(),
             Phase::AbortResume => self.abort_resume(scope),
-            Phase::Settle => self.settle(deadline),
+            Phase::Settle => self.settle(),
         };
         let elapsed_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
         match outcome {
@@ -208,7 +216,13 @@ impl<D: Driver> Member<D> {
         // is void, also without an answer.
         self.pool.mark_unused(&(self.config.unused)());
         let driver_calls = 2 * places.len() as u64;
-        Ok(PhaseReport { driver_calls, host: Some(self.host_need()), ..PhaseReport::default() })
+        let references = References::new(self.pool.freeze(&self.selection()));
+        Ok(PhaseReport {
+            driver_calls,
+            host: Some(self.host_need()),
+            references: Some(Box::new(references)),
+            ..PhaseReport::default()
+        })
     }
 
     fn host_need(&self) -> HostNeed {
@@ -216,20 +230,20 @@ impl<D: Driver> Member<D> {
         HostNeed::new(demand, (self.config.host_limits)())
     }
 
-    fn save_and_drop_imports(&self) -> Result<PhaseReport, Failure> {
+    fn save(&self, stays: &[Stay]) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
+        let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
+        self.pool.set_stays(&stays).map_err(|error| pool_failure(&error))?;
         let budget = self.host_need().budget();
-        // Whoever has ended cannot give again what is dropped now.
-        self.keep_orphans();
         self.forget_ended();
         self.standing().progress = Progress::Moving;
-        let saved = self.pool.save_and_drop_imports(&self.selection(), budget);
+        let saved = self.pool.save(&self.selection(), budget);
         let log = saved.map_err(|error| pool_failure(&error))?;
         self.standing().progress = Progress::Ready;
         Ok(report(log))
     }
 
-    pub(super) fn release_own(&self) -> Result<PhaseReport, Failure> {
+    pub(super) fn release(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
         let before = self.by_device(self.pool.resident_bytes(&self.selection()));
         let mut report = self.release_and_stand()?;
@@ -240,7 +254,8 @@ impl<D: Driver> Member<D> {
     /// Past the point of no return of a pause: the process stands paused, or runs on without some tags.
     fn release_and_stand(&self) -> Result<PhaseReport, Failure> {
         let selection = self.selection();
-        let log = self.pool.release_own(&selection).map_err(|error| pool_failure(&error))?;
+        let released = self.pool.release_selected(&selection);
+        let log = released.map_err(|error| pool_failure(&error))?;
         match selection {
             Selection::Tagged(..) => {
                 self.transition(Event::TagsReleased)?;
@@ -324,7 +339,8 @@ impl<D: Driver> Member<D> {
         PhaseReport { notes: notes.collect(), devices: self.deltas(&away), ..Default::default() }
     }
 
-    pub(super) fn abort_pause(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
+    /// Maps again what was unmapped, and runs on. Nobody else is needed for that, whoever has died meanwhile.
+    pub(super) fn abort_pause(&self) -> Result<PhaseReport, Failure> {
         let (state, progress) = {
             let standing = self.standing();
             (standing.state, standing.progress)
@@ -341,60 +357,22 @@ impl<D: Driver> Member<D> {
                 return Err(wrong_state(format!("a pause cannot be undone while {state:?}")));
             }
         }
-        let undone = match progress {
-            Progress::Untouched => Ok(StepLog::default()),
-            Progress::Moving | Progress::Ready => self.take_back(deadline),
+        let log = match progress {
+            Progress::Untouched => StepLog::default(),
+            Progress::Moving | Progress::Ready => {
+                let remounted = self.pool.remount(&self.selection());
+                remounted.map_err(|error| not_undone_yet(&pool_failure(&error)))?
+            }
         };
-        match (undone, progress) {
-            (Ok(log), _) => {
-                let spare = self.pool.commit_resume();
-                if progress != Progress::Untouched {
-                    self.pool.give_back_host_memory();
-                }
-                self.transition(Event::PauseUndone)?;
-                self.gate.open();
-                self.cut.release();
-                drop(spare);
-                Ok(report(log))
-            }
-            (Err(failure), Progress::Untouched | Progress::Moving | Progress::Ready)
-                if failure.kind != FailureKind::PeerGone =>
-            {
-                // Own memory is all there, with its contents; only mappings are missing. To go on alone and
-                // release it would tear it from peers that have imported it again and run.
-                Err(not_undone_yet(&failure))
-            }
-            (Err(failure), Progress::Ready) => {
-                // A peer went on to release, or is gone. Our contents are on the host: go on as well, and
-                // stand paused, so that nothing is lost and a resume can be tried.
-                let dropped = self.pool.drop_imports(&self.selection());
-                dropped.map_err(|error| pool_failure(&error))?;
-                self.release_and_stand()?;
-                Err(Failure {
-                    kind: failure.kind,
-                    message: format!("{failure}; its memory is paused instead, contents kept"),
-                })
-            }
-            (Err(failure), Progress::Untouched | Progress::Moving) => {
-                self.transition(Event::Lost)?;
-                Err(Failure {
-                    kind: FailureKind::Faulted,
-                    message: format!(
-                        "the pause could not be undone, and memory of a peer is lost to this process: \
-                         {failure}; end it"
-                    ),
-                })
-            }
+        let spare = self.pool.commit_resume();
+        if progress != Progress::Untouched {
+            self.pool.give_back_host_memory();
         }
-    }
-
-    fn take_back(&self, deadline: Instant) -> Result<StepLog, Failure> {
-        let remounted = self.pool.remount_own(&self.selection());
-        let mut log = remounted.map_err(|error| pool_failure(&error))?;
-        let imports = self.import_from_peers(deadline)?;
-        log.steps.extend(imports.steps);
-        log.driver_calls += imports.driver_calls;
-        Ok(log)
+        self.transition(Event::PauseUndone)?;
+        self.gate.open();
+        self.cut.release();
+        drop(spare);
+        Ok(report(log))
     }
 
     fn create_own(&self, scope: &Scope, deadline: Instant) -> Result<PhaseReport, Failure> {
@@ -415,6 +393,8 @@ impl<D: Driver> Member<D> {
         let shut = self.gate.shut(deadline, called_off);
         shut.map_err(|inside| self.still_inside(&inside))?;
         self.transition(begun)?;
+        // What comes back is given to those whom it is owed, and to nobody else before it is all there.
+        let _held = self.pool.freeze(&selection);
         {
             let mut standing = self.standing();
             standing.selection = selection.clone();
@@ -440,6 +420,7 @@ impl<D: Driver> Member<D> {
         match self.selection() {
             Selection::SetAside(..) => {
                 self.transition(Event::TagResumeUndone)?;
+                self.pool.thaw();
                 self.gate.open();
             }
             Selection::Whole | Selection::Staged(_) | Selection::Tagged(..) => {
@@ -452,35 +433,37 @@ impl<D: Driver> Member<D> {
 
     fn restore(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Restoring)?;
-        let restored = self.pool.restore_own(&self.selection());
+        let restored = self.pool.restore_own(&self.selection(), free_descriptors() / 4);
         Ok(report(restored.map_err(|error| pool_failure(&error))?))
     }
 
     fn import(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Restoring)?;
-        let report = report(self.import_from_peers(deadline)?);
-        self.standing().progress = Progress::Ready;
-        Ok(report)
+        let fetched = self.import_again(&self.selection(), deadline);
+        let (log, missing) = fetched.map_err(|error| import_failure(&error))?;
+        if let Some(missing) = missing.into_iter().next() {
+            return Err(import_failure(&missing.into()));
+        }
+        self.map_imports(log)
     }
 
     fn import_from_living(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Restoring)?;
-        let notes = self.leave_lost_out();
-        let mut report = self.import(deadline)?;
+        let mut notes = self.leave_lost_out();
+        let fetched = self.import_again(&self.selection(), deadline);
+        let (log, missing) = fetched.map_err(|error| import_failure(&error))?;
+        notes.extend(missing.iter().map(|missing| self.leave_missing_out(missing)));
+        let mut report = self.map_imports(log)?;
         report.notes.extend(notes);
         Ok(report)
     }
 
-    fn import_from_peers(&self, deadline: Instant) -> Result<StepLog, Failure> {
-        let begin = Instant::now();
-        let selection = self.selection();
-        let fetched = self.fetch_imports(&selection, deadline);
-        let descriptors = fetched.map_err(|error| import_failure(&error))?;
-        let fetch_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
-        let imported = self.pool.import_again(&selection, descriptors);
-        let mut log = imported.map_err(|error| pool_failure(&error))?;
-        log.steps.insert(0, vmm_pool::Step { name: "fetch descriptors", elapsed_us: fetch_us });
-        Ok(log)
+    /// All that comes before the gate opens is done with that.
+    fn map_imports(&self, mut log: StepLog) -> Result<PhaseReport, Failure> {
+        let mapped = self.pool.map_imports(&self.selection());
+        log.add(mapped.map_err(|error| pool_failure(&error))?);
+        self.standing().progress = Progress::Ready;
+        Ok(report(log))
     }
 
     pub(super) fn activate(&self) -> Result<PhaseReport, Failure> {
@@ -526,7 +509,7 @@ impl<D: Driver> Member<D> {
         }
         let selection = self.selection();
         let mut log = self.pool.drop_imports(&selection).map_err(|error| pool_failure(&error))?;
-        let own = self.pool.release_own(&selection).map_err(|error| pool_failure(&error))?;
+        let own = self.pool.release_selected(&selection).map_err(|error| pool_failure(&error))?;
         log.steps.extend(own.steps);
         self.stand_as_before_resume()?;
         Ok(PhaseReport { devices: self.needs(&selection).devices, ..report(log) })
@@ -549,11 +532,11 @@ struct DeviceBytes {
 impl Standing {
     fn record(&mut self, phase: Phase, report: &PhaseReport) {
         match phase {
-            Phase::CloseGate
-            | Phase::Drain
-            | Phase::SaveAndDropImports
-            | Phase::ReleaseOwn
-            | Phase::Verify => self.last_pause.push((phase, report.clone())),
+            Phase::CloseGate | Phase::Drain | Phase::Save | Phase::Release | Phase::Verify => {
+                // Of use to the coordinator alone, and long.
+                let report = PhaseReport { references: None, ..report.clone() };
+                self.last_pause.push((phase, report));
+            }
             Phase::CreateOwn
             | Phase::Restore
             | Phase::Import

@@ -90,8 +90,13 @@ fn a_client_of_a_newer_version_is_told_ours() {
 fn a_request_cut_short_anywhere_is_dropped() {
     let stage = Stage::new();
     let member = stage.member("train");
-    let request =
-        Request::Phase { phase: Phase::CloseGate, round: 1, scope: Scope::Whole, timeout_ms: 1000 };
+    let request = Request::Phase {
+        phase: Phase::CloseGate,
+        round: 1,
+        scope: Scope::Whole,
+        stays: Vec::new(),
+        timeout_ms: 1000,
+    };
     let frame = encode(&request, 0).unwrap();
     for length in 0..frame.len() {
         let mut client = stream(&member);
@@ -109,8 +114,11 @@ fn the_longest_request_is_read_and_one_byte_more_is_not() {
     let member = stage.member("train");
     // Too many identities, but as a message it is one that can be read.
     let allocations = vec![AllocationId([7; 16]); REQUEST_BYTES_MAX / 16 - 1];
-    let request =
-        Request::FetchFds { allocations, purpose: FetchPurpose::Redeem, importer: member.id() };
+    let request = Request::FetchFds {
+        allocations,
+        purpose: FetchPurpose::Redeem { serial: 0 },
+        importer: member.id(),
+    };
     let frame = encode(&request, 0).unwrap();
     assert!(frame.len() - HEADER_BYTES > REQUEST_BYTES_MAX - 32);
     let (kind, message) = failure_of(ask(&mut connect(&member), &request));
@@ -238,11 +246,17 @@ fn phases_that_come_twice_late_or_out_of_order_change_nothing() {
     let stage = Stage::new();
     let member = stage.member("train");
     let mut client = connect(&member);
-    let phase = |phase| Request::Phase { phase, round: 1, scope: Scope::Whole, timeout_ms: 5000 };
+    let phase = |phase| Request::Phase {
+        phase,
+        round: 1,
+        scope: Scope::Whole,
+        stays: Vec::new(),
+        timeout_ms: 5000,
+    };
     let out_of_order = [
         Phase::Drain,
-        Phase::SaveAndDropImports,
-        Phase::ReleaseOwn,
+        Phase::Save,
+        Phase::Release,
         Phase::Verify,
         Phase::CreateOwn,
         Phase::Restore,
@@ -275,7 +289,7 @@ fn memory_is_handed_to_members_of_the_tenant_and_in_numbers_within_the_limit() {
     let mut client = connect(&owner);
     let fetch = |allocations, importer| Request::FetchFds {
         allocations,
-        purpose: FetchPurpose::Redeem,
+        purpose: FetchPurpose::Redeem { serial: 0 },
         importer,
     };
     for nobody in [stranger.id(), MemberId(0), MemberId(u64::MAX)] {
@@ -289,7 +303,10 @@ fn memory_is_handed_to_members_of_the_tenant_and_in_numbers_within_the_limit() {
     assert_eq!(failure_of(ask(&mut client, &many)).0, FailureKind::Unknown);
     let most = fetch(vec![ticket.allocation; FDS_PER_MESSAGE_MAX], peer.id());
     let (reply, fds) = client.call(&most, FDS_PER_MESSAGE_MAX, soon()).unwrap();
-    assert_eq!(reply, Reply::Fds { count: 250, tags: vec![String::new(); 250] });
+    assert_eq!(
+        reply,
+        Reply::Fds { count: 250, tags: vec![String::new(); 250], missing: Vec::new() }
+    );
     assert_eq!(fds.len(), FDS_PER_MESSAGE_MAX);
     // Whoever did not ask for descriptors gets none, though they were sent.
     let one = encode(&fetch(vec![ticket.allocation], peer.id()), 0).unwrap();

@@ -71,7 +71,7 @@ fn files(count: usize) -> Vec<File> {
 fn an_owner_that_answers_nonsense_is_refused_and_named() {
     let stage = Stage::new();
     let importer = stage.member("train");
-    let good = encode(&Reply::Fds { count: 1, tags: Vec::new() }, 1).unwrap();
+    let good = encode(&Reply::Fds { count: 1, tags: Vec::new(), missing: Vec::new() }, 1).unwrap();
     let newer = {
         let mut header = Header { fds: 0, payload_bytes: 0 }.encode();
         header[4] += 1;
@@ -91,20 +91,24 @@ fn an_owner_that_answers_nonsense_is_refused_and_named() {
         ),
         ("announced 1 descriptors and 0 came", good.clone(), Vec::new()),
         ("2 descriptors, and 1 are the limit", good.clone(), files(2)),
-        ("are the limit", encode(&Reply::Fds { count: 2, tags: Vec::new() }, 2).unwrap(), files(2)),
+        (
+            "are the limit",
+            encode(&Reply::Fds { count: 2, tags: Vec::new(), missing: Vec::new() }, 2).unwrap(),
+            files(2),
+        ),
         (
             "sent 0 descriptors for 1",
-            encode(&Reply::Fds { count: 0, tags: Vec::new() }, 0).unwrap(),
+            encode(&Reply::Fds { count: 0, tags: Vec::new(), missing: Vec::new() }, 0).unwrap(),
             Vec::new(),
         ),
         (
             "sent 0 descriptors for 1",
-            encode(&Reply::Fds { count: 1, tags: Vec::new() }, 0).unwrap(),
+            encode(&Reply::Fds { count: 1, tags: Vec::new(), missing: Vec::new() }, 0).unwrap(),
             Vec::new(),
         ),
         (
             "sent 1 descriptors for 1",
-            encode(&Reply::Fds { count: 9, tags: Vec::new() }, 1).unwrap(),
+            encode(&Reply::Fds { count: 9, tags: Vec::new(), missing: Vec::new() }, 1).unwrap(),
             files(1),
         ),
         ("sent 0 descriptors for 1", encode(&Reply::Consented, 0).unwrap(), Vec::new()),

@@ -94,7 +94,7 @@ fn redeem() -> io::Result<String> {
     let allocations = vec![ticket.allocation];
     let request = Request::FetchFds {
         allocations,
-        purpose: tenants::wire::FetchPurpose::Redeem,
+        purpose: tenants::wire::FetchPurpose::Redeem { serial: 0 },
         importer: ticket.owner,
     };
     let question = encode(&request, 0).map_err(io::Error::other)?;

@@ -15,6 +15,7 @@
 #![expect(unsafe_code, reason = "unmaps, releases and frees through the driver")]
 
 mod blocks;
+mod references;
 mod sharing;
 pub(crate) mod strays;
 pub(crate) mod tables;
@@ -24,6 +25,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+pub use references::{Held, References, StayReason};
 pub use sharing::{Export, ImportSource, LostImports};
 use strays::{StrayHandle, Strays};
 pub use tables::Class;
@@ -47,6 +49,17 @@ pub struct Pool<D: Driver> {
     tables: Mutex<Tables>,
     strays: Mutex<Strays>,
     pub(crate) arena: Mutex<HostArena<D>>,
+}
+
+/// Memory of one tag, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TagTotals {
+    /// Own, on the devices.
+    pub resident_bytes: u64,
+    /// Own, given up by a pause.
+    pub away_bytes: u64,
+    /// Imported, and given up by a pause.
+    pub imported_away_bytes: u64,
 }
 
 impl<D: Driver> Pool<D> {
@@ -119,12 +132,13 @@ impl<D: Driver> Pool<D> {
             generation: 0,
             references: 1,
             mappings: std::collections::BTreeSet::new(),
-            tickets_open: 0,
+            tickets: std::collections::BTreeSet::new(),
             importers: std::collections::BTreeSet::new(),
+            fetched: None,
             exported: None,
             raw: Some(raw),
             pinned: None,
-            is_orphan: false,
+            stays: None,
             saved: None,
             unused: Vec::new(),
             set_aside: false,
@@ -171,7 +185,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// As [`Pool::dispose`], where what the caller asked for is done already: a refusal is only logged.
-    fn dispose_quietly(&self, garbage: Option<Allocation>) {
+    pub(crate) fn dispose_quietly(&self, garbage: Option<Allocation>) {
         if let Err(error) = self.dispose(garbage) {
             tracing::error!(%error, "memory that nobody holds stays until the next pause");
         }
@@ -209,14 +223,16 @@ impl<D: Driver> Pool<D> {
     /// `cuMemMap`.
     #[doc(alias = "cuMemMap")]
     pub fn map(&self, range: VaRange, offset_bytes: u64, handle: u64) -> PoolResult<()> {
-        let (key, raw, device) = {
+        let (key, raw, device, is_taken) = {
             let tables = self.tables();
             let key = tables.find(handle)?;
             let allocation = &tables.allocations[key];
-            (key, allocation.raw, allocation.device())
+            // The driver sees no mapping whose memory is away; it is one all the same.
+            (key, allocation.raw, allocation.device(), tables.is_mapped_away(range))
         };
         let refused = |code| DriverError { op: DriverOp::Map, code };
         let outcome = match raw {
+            _ if is_taken => Err(refused(DriverCode::INVALID_VALUE)),
             // Driver 580 answers so for any offset; see the conformance case of this name.
             _ if offset_bytes != 0 => Err(refused(DriverCode::NOT_SUPPORTED)),
             Some(raw) => self.driver.map(range, raw),
@@ -468,7 +484,9 @@ impl<D: Driver> Pool<D> {
 
     /// Own memory of `selection` that a pause must leave in place, in bytes.
     pub fn pinned_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
-        self.own_bytes(|found| found.pinned.is_some() && selection.has(found))
+        self.own_bytes(|found| {
+            (found.pinned.is_some() || found.stays.is_some()) && selection.has(found)
+        })
     }
 
     /// Own memory of `selection` that is not on its device now, in bytes.
@@ -486,17 +504,19 @@ impl<D: Driver> Pool<D> {
         bytes
     }
 
-    /// Own memory by tag: on the devices, and away, in bytes. Memory without a tag is left out.
-    pub fn tag_bytes(&self) -> BTreeMap<String, (u64, u64)> {
-        let mut bytes: BTreeMap<String, (u64, u64)> = BTreeMap::new();
+    /// Memory by tag. What has none is left out.
+    pub fn tag_bytes(&self) -> BTreeMap<String, TagTotals> {
+        let mut bytes: BTreeMap<String, TagTotals> = BTreeMap::new();
         for (_, found) in &self.tables().allocations {
-            if !found.is_own() || found.class.tag.is_empty() {
+            if found.class.tag.is_empty() {
                 continue;
             }
             let row = bytes.entry(found.class.tag.clone()).or_default();
-            match found.raw {
-                Some(_) => row.0 += found.size_bytes,
-                None => row.1 += found.size_bytes,
+            match (&found.origin, found.raw) {
+                (Origin::Own, Some(_)) => row.resident_bytes += found.size_bytes,
+                (Origin::Own, None) => row.away_bytes += found.size_bytes,
+                (Origin::Imported { .. }, None) => row.imported_away_bytes += found.size_bytes,
+                (Origin::Imported { .. }, Some(_)) | (Origin::Lost | Origin::Foreign, _) => {}
             }
         }
         bytes
@@ -511,10 +531,8 @@ impl<D: Driver> Pool<D> {
 
     /// Does another process hold memory of `selection` that this one owns, or a ticket for it?
     pub fn is_shared(&self, selection: &Selection) -> bool {
-        self.tables().allocations.iter().any(|(_, found)| {
-            let shared = !found.importers.is_empty() || found.tickets_open > 0;
-            found.is_own() && shared && selection.has(found)
-        })
+        let tables = self.tables();
+        tables.allocations.iter().any(|(_, found)| found.is_shared() && selection.has(found))
     }
 
     /// Parts of own memory whose contents nobody needs: unless the process touches them first, the next pause
@@ -569,16 +587,12 @@ pub(crate) fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     merged
 }
 
-/// No owner counts such memory any more.
-const ORPHAN_REASON: &str = "imported from a process that has ended: the next pause gives it up";
-
 fn reason_it_stays(allocation: &Allocation) -> Option<&'static str> {
-    match (allocation.pinned, &allocation.origin) {
+    match (allocation.pinned.or(allocation.stays), &allocation.origin) {
         (Some(reason), _) => Some(reason),
         (None, Origin::Foreign) => Some(
             "imported from a descriptor that is no ticket: its owner does not run under Sublet",
         ),
-        (None, Origin::Imported { .. }) if allocation.is_orphan => Some(ORPHAN_REASON),
         (None, Origin::Own | Origin::Imported { .. } | Origin::Lost) => None,
     }
 }
@@ -595,7 +609,7 @@ fn add_to_class(row: &mut ClassBytes, found: &Allocation) {
         if found.raw.is_some() {
             row.resident_bytes += found.size_bytes;
         }
-        if found.pinned.is_some() {
+        if found.pinned.is_some() || found.stays.is_some() {
             row.pinned_bytes += found.size_bytes;
         }
     } else {

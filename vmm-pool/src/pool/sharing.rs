@@ -17,9 +17,12 @@ pub struct Export {
     pub id: AllocationId,
     /// Its size.
     pub size_bytes: u64,
+    /// Which of its tickets this is: redeeming it once lets the memory go that it holds. 0 for memory that is
+    /// another process's, of which a ticket holds nothing.
+    pub serial: u64,
 }
 
-/// Imports whose owner has ended.
+/// Imports that nobody can bring back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LostImports {
     /// How many.
@@ -53,13 +56,18 @@ impl<D: Driver> Pool<D> {
         let (key, raw, export) = {
             let mut tables = self.tables();
             let key = tables.find(handle)?;
+            let serial = if tables.allocations[key].is_own() { tables.next_ticket() } else { 0 };
             let found = &mut tables.allocations[key];
-            let export = Export { id: found.id, size_bytes: found.size_bytes };
-            if found.exported.is_some() || !found.is_own() {
-                found.tickets_open += u32::from(found.is_own());
+            let export = Export { id: found.id, size_bytes: found.size_bytes, serial };
+            if !found.is_own() {
                 return Ok(export);
             }
-            let raw = found.raw.ok_or(PoolError::StaleHandle { handle })?;
+            if found.exported.is_some() {
+                found.tickets.insert(serial);
+                return Ok(export);
+            }
+            let offloaded = || PoolError::Offloaded { tag: found.class.tag.clone() };
+            let raw = found.raw.ok_or_else(offloaded)?;
             (key, raw, export)
         };
         let fd = self.driver.export_fd(raw).about(
@@ -70,7 +78,7 @@ impl<D: Driver> Pool<D> {
         let mut tables = self.tables();
         if let Some(found) = tables.allocations.get_mut(key) {
             found.exported = Some(fd);
-            found.tickets_open += 1;
+            found.tickets.insert(export.serial);
         }
         Ok(export)
     }
@@ -88,27 +96,24 @@ impl<D: Driver> Pool<D> {
         })
     }
 
-    /// Redeems a ticket: a descriptor of the driver's for `id`, on behalf of `importer`.
+    /// A descriptor of the driver's for `id`, on behalf of `importer`, which holds it from now on. `serial` is that
+    /// of its ticket; 0 where there is none, or it holds nothing.
     ///
     /// Once every ticket has been redeemed by somebody, the descriptor kept since [`Pool::export`] is
     /// let go, and with it memory that nothing else holds.
     ///
     /// # Errors
-    /// [`PoolError::StaleHandle`] when the allocation is gone or not resident; [`PoolError::Driver`]. Either
-    /// way the ticket is good still.
+    /// [`PoolError::Frozen`] in a pause; [`PoolError::StaleHandle`] when the allocation is gone,
+    /// [`PoolError::Offloaded`] when its tag is paused; [`PoolError::Driver`]. In each case the ticket is good still.
     ///
     /// # Driver calls
     /// `cuMemExportToShareableHandle` when no descriptor is at hand.
-    pub fn redeem(&self, id: AllocationId, importer: u64) -> PoolResult<OwnedFd> {
+    pub fn redeem(&self, id: AllocationId, serial: u64, importer: u64) -> PoolResult<OwnedFd> {
         let at_hand = {
-            let mut tables = self.tables();
-            let key = *tables.by_id.get(&id).ok_or(PoolError::StaleHandle { handle: 0 })?;
-            let found = &mut tables.allocations[key];
-            match &found.exported {
-                Some(fd) if found.tickets_open > 1 => fd.as_fd().try_clone_to_owned().ok(),
-                Some(_) => found.exported.take(),
-                None => None,
-            }
+            let tables = self.tables();
+            let key = tables.find_for_importer(id)?;
+            let exported = tables.allocations[key].exported.as_ref();
+            exported.and_then(|fd| fd.as_fd().try_clone_to_owned().ok())
         };
         let fd = match at_hand {
             Some(fd) => fd,
@@ -116,10 +121,14 @@ impl<D: Driver> Pool<D> {
         };
         let garbage = {
             let mut tables = self.tables();
-            let key = *tables.by_id.get(&id).ok_or(PoolError::StaleHandle { handle: 0 })?;
+            // Once more: a pause may have begun meanwhile, which does not know of this importer.
+            let key = tables.find_for_importer(id)?;
             let found = &mut tables.allocations[key];
             found.importers.insert(importer);
-            found.tickets_open = found.tickets_open.saturating_sub(1);
+            found.tickets.remove(&serial);
+            if found.tickets.is_empty() {
+                found.exported = None;
+            }
             // The descriptor itself now keeps the memory for the importer.
             tables.take_garbage(key)
         };
@@ -131,32 +140,36 @@ impl<D: Driver> Pool<D> {
     fn export_once(&self, id: AllocationId) -> PoolResult<OwnedFd> {
         let (raw, size_bytes) = {
             let tables = self.tables();
-            let stale = PoolError::StaleHandle { handle: 0 };
             let found = tables.by_id.get(&id).and_then(|&key| tables.allocations.get(key));
-            let Some((raw, size_bytes)) = found.and_then(|a| Some((a.raw?, a.size_bytes))) else {
-                return Err(stale);
-            };
-            (raw, size_bytes)
+            let found = found.filter(|found| found.is_own());
+            let found = found.ok_or(PoolError::StaleHandle { handle: 0 })?;
+            let offloaded = || PoolError::Offloaded { tag: found.class.tag.clone() };
+            (found.raw.ok_or_else(offloaded)?, found.size_bytes)
         };
         let fd = self.driver.export_fd(raw);
         fd.about(|| format!("export of allocation {id:?}"), size_bytes, None)
     }
 
     /// A descriptor for `importer`, which has redeemed its ticket before and gave the memory up for a pause.
-    /// Open tickets are not touched; a descriptor made by [`Pool::restore_own`] or [`Pool::remount_own`] is
-    /// used where there is one, and kept for other importers.
+    /// Open tickets are not touched; a descriptor made by [`Pool::restore_own`] is used where there is one, and kept
+    /// for other importers.
     ///
     /// # Errors
-    /// [`PoolError::StaleHandle`] when the allocation is gone or not resident; [`PoolError::Driver`].
+    /// [`PoolError::StaleHandle`] when the allocation is gone, [`PoolError::Offloaded`] when it is not resident;
+    /// [`PoolError::Driver`].
     ///
     /// # Driver calls
     /// `cuMemExportToShareableHandle` when no descriptor is at hand.
     pub fn hand_out(&self, id: AllocationId, importer: u64) -> PoolResult<OwnedFd> {
         let at_hand = {
-            let tables = self.tables();
-            let found = tables.by_id.get(&id).and_then(|&key| tables.allocations.get(key));
-            let exported = found.and_then(|found| found.exported.as_ref());
-            exported.and_then(|fd| fd.as_fd().try_clone_to_owned().ok())
+            let mut tables = self.tables();
+            let key = tables.by_id.get(&id).copied();
+            let found = key.and_then(|key| tables.allocations.get_mut(key));
+            found.and_then(|found| {
+                let copied = found.exported.as_ref()?.as_fd().try_clone_to_owned();
+                // Without room for one descriptor more, this very one goes.
+                copied.ok().or_else(|| found.exported.take())
+            })
         };
         let fd = match at_hand {
             Some(fd) => fd,
@@ -164,21 +177,25 @@ impl<D: Driver> Pool<D> {
         };
         let mut tables = self.tables();
         if let Some(&key) = tables.by_id.get(&id) {
-            tables.allocations[key].importers.insert(importer);
+            let found = &mut tables.allocations[key];
+            found.importers.insert(importer);
+            if let Some(fetched) = &mut found.fetched {
+                fetched.insert(importer);
+            }
         }
         Ok(fd)
     }
 
-    /// One more reference to `id`, when this process holds it already, as owner or importer.
-    pub fn import_held(&self, id: AllocationId) -> Option<VirtualHandle> {
+    /// One more reference to `id`, when this process holds it already, as owner or importer. Of its own the ticket
+    /// `serial` is redeemed by that.
+    pub fn import_held(&self, id: AllocationId, serial: u64) -> Option<VirtualHandle> {
         let mut tables = self.tables();
         let key = *tables.by_id.get(&id)?;
         let found = &mut tables.allocations[key];
         found.references += 1;
-        // An own ticket that comes home is redeemed too.
         if found.is_own() {
-            found.tickets_open = found.tickets_open.saturating_sub(1);
-            if found.tickets_open == 0 {
+            found.tickets.remove(&serial);
+            if found.tickets.is_empty() {
                 found.exported = None;
             }
         }
@@ -212,27 +229,33 @@ impl<D: Driver> Pool<D> {
         owners.into_iter().cloned().collect()
     }
 
-    /// Records that `owner` has ended: a pause then keeps what was imported from it until its point of no
-    /// return, since nobody can hand it out again. Says how much that is.
-    pub fn orphan_imports(&self, owner: &[u8]) -> LostImports {
-        self.each_import_of(owner, |found| found.is_orphan = true)
+    /// How much was imported from `owner` and is not resident.
+    pub fn imports_away(&self, owner: &[u8]) -> LostImports {
+        self.each_import_away(|_, theirs| theirs == owner, |_| {})
     }
 
     /// Gives up on what was imported from `owner` and is not resident: it is not asked for any more, and
     /// its mappings stay absent until their user unmaps them. Says how much that is.
     pub fn give_up_imports(&self, owner: &[u8]) -> LostImports {
-        self.each_import_of(owner, |found| {
-            if found.raw.is_none() {
-                found.origin = Origin::Lost;
-            }
-        })
+        self.each_import_away(|_, theirs| theirs == owner, |found| found.origin = Origin::Lost)
     }
 
-    fn each_import_of(&self, owner: &[u8], change: impl Fn(&mut Allocation)) -> LostImports {
+    /// As [`Pool::give_up_imports`], of these allocations.
+    pub fn give_up_missing(&self, missing: &BTreeSet<AllocationId>) -> LostImports {
+        self.each_import_away(|id, _| missing.contains(&id), |found| found.origin = Origin::Lost)
+    }
+
+    fn each_import_away(
+        &self,
+        choose: impl Fn(AllocationId, &[u8]) -> bool,
+        change: impl Fn(&mut Allocation),
+    ) -> LostImports {
         let mut tables = self.tables();
         let mut lost = LostImports::default();
         for (_, found) in &mut tables.allocations {
-            if matches!(&found.origin, Origin::Imported { owner: theirs } if theirs == owner) {
+            if let (Origin::Imported { owner }, None) = (&found.origin, found.raw)
+                && choose(found.id, owner)
+            {
                 lost.count += 1;
                 lost.bytes += found.size_bytes;
                 change(found);
@@ -302,12 +325,13 @@ impl<D: Driver> Pool<D> {
             generation: 0,
             references: 1,
             mappings: BTreeSet::new(),
-            tickets_open: 0,
+            tickets: BTreeSet::new(),
             importers: BTreeSet::new(),
+            fetched: None,
             exported: None,
             raw: Some(raw),
             pinned: None,
-            is_orphan: false,
+            stays: None,
             saved: None,
             unused: Vec::new(),
             set_aside: false,

@@ -3,7 +3,8 @@
 //! # Invariants
 //! 1. Every mapping names a live allocation, and that allocation lists the mapping's start; both ways.
 //! 2. Mappings do not overlap.
-//! 3. An allocation lives while it has a reference, a mapping, or a ticket nobody redeemed yet.
+//! 3. An allocation lives while it has a reference, a mapping, or a ticket nobody redeemed yet; while it is not
+//!    resident also as long as an importer may want it again (`is_garbage` is the rule).
 //! 4. `raw` is `Some` exactly while the allocation is resident.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -58,18 +59,21 @@ pub(crate) struct Allocation {
     pub(crate) references: u32,
     /// Starts of its mappings.
     pub(crate) mappings: BTreeSet<u64>,
-    /// Tickets issued and not yet redeemed by anybody.
-    pub(crate) tickets_open: u32,
-    /// Importers that have redeemed a ticket, by an identity the pool does not look into.
+    /// Serial numbers of tickets issued and not yet redeemed by anybody.
+    pub(crate) tickets: BTreeSet<u64>,
+    /// Processes that may hold it: whoever was given a descriptor since it was last created, by an identity the pool
+    /// does not look into.
     pub(crate) importers: BTreeSet<u64>,
+    /// From its restoring to the end of that resume: whoever has fetched it again, the importers to come.
+    pub(crate) fetched: Option<BTreeSet<u64>>,
     /// The driver's descriptor for the importers, between issue and redemption.
     pub(crate) exported: Option<OwnedFd>,
     pub(crate) raw: Option<RawHandle>,
     /// Why a pause must leave it where it is.
     pub(crate) pinned: Option<&'static str>,
-    /// Its owner has ended: what this process holds may be the last reference, so it is given up only
-    /// where there is no way back.
-    pub(crate) is_orphan: bool,
+    /// Why the pause under way, or the last one, leaves it where it is in all processes that hold it: nobody could
+    /// save it, or somebody else has pinned it.
+    pub(crate) stays: Option<&'static str>,
     /// Where its contents are while it is not resident.
     pub(crate) saved: Option<Saved>,
     /// Parts, by offset, whose contents the next pause need not save ([`super::Pool::mark_unused`]). In order,
@@ -92,15 +96,25 @@ impl Allocation {
 
     /// Does a pause take this allocation's memory away?
     pub(crate) fn is_vacatable(&self) -> bool {
-        self.pinned.is_none() && !self.is_host() && self.origin != Origin::Foreign
+        self.pinned.is_none()
+            && self.stays.is_none()
+            && !self.is_host()
+            && self.origin != Origin::Foreign
     }
 
     pub(crate) fn is_own(&self) -> bool {
         self.origin == Origin::Own
     }
 
+    /// May another process hold it, or come for it?
+    pub(crate) fn is_shared(&self) -> bool {
+        self.is_own() && !(self.importers.is_empty() && self.tickets.is_empty())
+    }
+
     fn is_garbage(&self) -> bool {
-        self.references == 0 && self.mappings.is_empty() && self.tickets_open == 0
+        // Resident memory the driver keeps for its importers. What is away nobody but its owner can bring back.
+        let is_owed = self.is_own() && self.raw.is_none() && !self.importers.is_empty();
+        self.references == 0 && self.mappings.is_empty() && self.tickets.is_empty() && !is_owed
     }
 
     pub(crate) fn describe(&self) -> String {
@@ -159,6 +173,9 @@ pub(crate) struct Tables {
     /// Places mapped for a copy of a pause or resume, and not taken down yet.
     pub(crate) views: Vec<VaRange>,
     next_generation: u32,
+    last_ticket: u64,
+    /// Nothing is given to importers: a pause has asked who holds what, or memory is away.
+    pub(crate) is_frozen: bool,
 }
 
 /// A plain allocation that the pool only counts.
@@ -180,6 +197,12 @@ impl Tables {
         (key, VirtualHandle::new(key, generation))
     }
 
+    /// A number for a new ticket; 0 is none.
+    pub(crate) fn next_ticket(&mut self) -> u64 {
+        self.last_ticket += 1;
+        self.last_ticket
+    }
+
     pub(crate) fn handle_of(&self, key: usize) -> Option<VirtualHandle> {
         self.allocations.get(key).map(|found| VirtualHandle::new(key, found.generation))
     }
@@ -193,10 +216,32 @@ impl Tables {
         }
     }
 
+    /// An own allocation that importers may be given now.
+    pub(crate) fn find_for_importer(&self, id: AllocationId) -> PoolResult<usize> {
+        if self.is_frozen {
+            return Err(PoolError::Frozen);
+        }
+        let stale = PoolError::StaleHandle { handle: 0 };
+        let key = *self.by_id.get(&id).ok_or(stale)?;
+        let found = &self.allocations[key];
+        match (found.is_own(), found.raw) {
+            (true, Some(_)) => Ok(key),
+            (true, None) => Err(PoolError::Offloaded { tag: found.class.tag.clone() }),
+            (false, _) => Err(PoolError::StaleHandle { handle: 0 }),
+        }
+    }
+
     /// The mapping that holds `address`.
     pub(crate) fn mapping_at(&self, address: DeviceAddress) -> Option<&Mapping> {
         let (_, mapping) = self.mappings.range(..=address.0).next_back()?;
         mapping.range.contains_address(address).then_some(mapping)
+    }
+
+    /// Does a mapping whose memory is away overlap `range`?
+    pub(crate) fn is_mapped_away(&self, range: VaRange) -> bool {
+        let before = self.mappings.range(..range.end().0).rev();
+        let mut overlapping = before.take_while(|(_, mapping)| range.start < mapping.range.end());
+        overlapping.any(|(_, mapping)| !mapping.is_present())
     }
 
     /// Starts of the mappings that lie wholly inside `range`.

@@ -215,7 +215,7 @@ mod tests {
         pool.arena.lock().unwrap().disk.use_full();
         let free_bytes = || driver.memory_of(GPU).unwrap().free_bytes;
         let before = free_bytes();
-        let refused = pool.save_and_drop_imports(&Selection::Whole, HostBudget(None));
+        let refused = pool.save(&Selection::Whole, HostBudget(None));
         let error = refused.unwrap_err();
         assert!(matches!(&error, PoolError::FileRefused { operation: "writing", .. }), "{error}");
         assert!(
@@ -223,12 +223,12 @@ mod tests {
             "{error}"
         );
         assert_eq!((pool.report().file_bytes, pool.report().host_arena_bytes), (0, 0));
-        pool.remount_own(&Selection::Whole).unwrap();
+        pool.remount(&Selection::Whole).unwrap();
         drop(pool.commit_resume());
         // The next file is one of the disk's.
-        pool.save_and_drop_imports(&Selection::Whole, HostBudget(None)).unwrap();
+        pool.save(&Selection::Whole, HostBudget(None)).unwrap();
         assert_eq!(free_bytes(), before, "nothing was released before");
-        pool.release_own(&Selection::Whole).unwrap();
+        pool.release_selected(&Selection::Whole).unwrap();
         assert_eq!(free_bytes(), before + 2 * GRANULARITY_BYTES);
         assert_eq!(pool.report().file_bytes, GRANULARITY_BYTES);
     }

@@ -114,9 +114,14 @@ fn in_groups(items: Vec<Item>) -> Vec<Group> {
     groups
 }
 
+/// Is it of another process of the tenant, and leaves in a pause of `selection`?
+fn is_import_of(found: &Allocation, selection: &Selection) -> bool {
+    !found.is_own() && found.is_vacatable() && selection.has(found)
+}
+
 impl<D: Driver> Pool<D> {
-    /// Pause 3: saves what must be kept, gives up what was imported, and unmaps what has been saved.
-    /// Own memory stays allocated, so [`Pool::remount_own`] and [`Pool::import`] undo all of it.
+    /// Pause 3: saves what must be kept, and unmaps it and what was imported. Every handle is kept, of imports too,
+    /// so that [`Pool::remount`] undoes all of it without asking anybody.
     ///
     /// # Errors
     /// [`crate::PoolError::OutOfHostMemory`] and [`crate::PoolError::OutOfDisk`] before anything is changed;
@@ -126,13 +131,9 @@ impl<D: Driver> Pool<D> {
     /// again, and bringing it in is most of the time of a first pause.
     ///
     /// # Driver calls
-    /// `cuMemcpyDtoHAsync` and `cuStreamSynchronize` in groups; between them `cuMemUnmap` and
-    /// `cuMemRelease` of imports, then `cuMemUnmap` of what has been copied; the same for what goes to the file.
-    pub fn save_and_drop_imports(
-        &self,
-        selection: &Selection,
-        budget: HostBudget,
-    ) -> PoolResult<StepLog> {
+    /// `cuMemcpyDtoHAsync` and `cuStreamSynchronize` in groups; between them `cuMemUnmap` of imports, then of what
+    /// has been copied; the same for what goes to the file.
+    pub fn save(&self, selection: &Selection, budget: HostBudget) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.settle()?;
         let mut arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -223,7 +224,7 @@ impl<D: Driver> Pool<D> {
     ) -> PoolResult<()> {
         // Two groups may be in flight on a device; when the third is queued the first is done.
         let mut in_flight: BTreeMap<DeviceOrdinal, Vec<&Group>> = BTreeMap::new();
-        let mut imports_dropped = false;
+        let mut imports_unmapped = false;
         let contexts =
             if streams.len() > 1 { PinnedFor::AllContexts } else { PinnedFor::CurrentContext };
         for group in groups {
@@ -248,16 +249,16 @@ impl<D: Driver> Pool<D> {
                 }
                 Ok(())
             })?;
-            if !imports_dropped {
-                log.timed("drop imports", |log| self.drop_imports_into(log, selection))?;
-                imports_dropped = true;
+            if !imports_unmapped {
+                log.timed("unmap imports", |log| self.unmap_imports(log, selection))?;
+                imports_unmapped = true;
             }
             if let Some(done) = done {
                 log.timed("unmap saved", |log| self.retire(log, &done.items))?;
             }
         }
-        if !imports_dropped {
-            log.timed("drop imports", |log| self.drop_imports_into(log, selection))?;
+        if !imports_unmapped {
+            log.timed("unmap imports", |log| self.unmap_imports(log, selection))?;
         }
         for (device, flying) in in_flight {
             if let Some(copies) = streams.get(&device) {
@@ -350,28 +351,28 @@ impl<D: Driver> Pool<D> {
     pub fn drop_imports(&self, selection: &Selection) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.settle()?;
-        log.timed("drop imports", |log| self.drop_imports_into(log, selection))?;
+        log.timed("drop imports", |log| {
+            let unmapped = self.unmap_imports(log, selection);
+            let handles = self.take_raw_handles(|found| is_import_of(found, selection));
+            self.release_handles(log, handles);
+            unmapped
+        })?;
         Ok(log)
     }
 
-    fn drop_imports_into(&self, log: &mut StepLog, selection: &Selection) -> PoolResult<()> {
-        let given_up = |found: &Allocation| {
-            // The last reference to a dead process's memory is kept as long as there is a way back.
-            !found.is_own() && found.is_vacatable() && !found.is_orphan && selection.has(found)
-        };
-        let ranges = present_mappings(&self.tables(), given_up);
+    /// Unmaps what `selection` has of imports, as many as can be; their handles are kept.
+    fn unmap_imports(&self, log: &mut StepLog, selection: &Selection) -> PoolResult<()> {
+        let ranges = present_mappings(&self.tables(), |found| is_import_of(found, selection));
         let mut first_error = Ok(());
         for range in ranges {
             first_error = first_error.and(self.unmount(log, range));
         }
-        let handles = self.take_raw_handles(given_up);
-        self.release_all(log, handles);
         first_error
     }
 
-    /// Pause 4, after which there is no way back: unmaps and releases own memory, and imports whose
-    /// owner has ended, as far as `selection` has them. A block that the
-    /// driver would not let go stays in the table as resident, and is named in the notes.
+    /// Pause 4, after which there is no way back: releases imports, unmaps what is mapped of own memory and releases
+    /// it, as far as `selection` has them. A block that the driver would not let go stays in the table as resident,
+    /// and is named in the notes.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`] before anything was unmapped, when copies are under way that did not end.
@@ -379,16 +380,14 @@ impl<D: Driver> Pool<D> {
     ///
     /// # Driver calls
     /// `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
-    pub fn release_own(&self, selection: &Selection) -> PoolResult<StepLog> {
+    pub fn release_selected(&self, selection: &Selection) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.settle()?;
         let chosen = |found: &Allocation| found.is_vacatable() && selection.has(found);
         log.timed("unmap own", |log| {
             // None, unless a step before this one failed half-way.
             self.drop_views(log);
-            let ranges = present_mappings(&self.tables(), |found| {
-                (found.is_own() || found.is_orphan) && chosen(found)
-            });
+            let ranges = present_mappings(&self.tables(), chosen);
             for range in ranges {
                 if let Err(error) = self.unmount(log, range) {
                     log.notes.push(format!("stays mapped: {error}"));
@@ -401,19 +400,22 @@ impl<D: Driver> Pool<D> {
             for (_, found) in &mut tables.allocations {
                 if chosen(found) {
                     found.exported = None;
+                    found.fetched = None;
                 }
             }
             Ok(())
         })?;
+        log.timed("release imports", |log| {
+            let handles = self.take_raw_handles(|found| is_import_of(found, selection));
+            self.release_handles(log, handles);
+            Ok(())
+        })?;
         log.timed("release own", |log| {
             let handles = self.take_raw_handles(|found| found.is_own() && chosen(found));
-            log.bytes = self.release_all(log, handles);
+            log.bytes = self.release_handles(log, handles);
             let mut arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             let end_bytes = self.places_in(Store::Host).last().map_or(0, |place| place.end);
             arena.used(end_bytes, !self.places_in(Store::File).is_empty());
-            drop(arena);
-            let orphans = self.take_raw_handles(|found| found.is_orphan && chosen(found));
-            self.release_all(log, orphans);
             Ok(())
         })?;
         for device in self.devices() {
@@ -446,7 +448,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// Releases all of `handles`, whatever happens; returns the bytes released.
-    pub(super) fn release_all(&self, log: &mut StepLog, handles: Vec<StrayHandle>) -> u64 {
+    pub(super) fn release_handles(&self, log: &mut StepLog, handles: Vec<StrayHandle>) -> u64 {
         let mut bytes = 0;
         for handle in handles {
             let (size_bytes, device) = (handle.size_bytes, handle.device);
@@ -495,6 +497,7 @@ impl<D: Driver> Pool<D> {
     pub fn set_aside(&self) {
         let mut tables = self.tables();
         let tables = &mut *tables;
+        tables.is_frozen = false;
         for (_, found) in &mut tables.allocations {
             let mut mappings = found.mappings.iter().filter_map(|start| tables.mappings.get(start));
             found.set_aside = found.raw.is_none() || mappings.any(|mapping| !mapping.is_present());

@@ -5,10 +5,10 @@
 //! each step here leaves tables and driver in agreement, whether it succeeds or fails.
 //!
 //! ```text
-//!   pause:   save_and_drop_imports ---> release_own
-//!              | undo: remount_own, then import
-//!   resume:  create_own ---> restore_own ---> import ---> commit_resume
-//!              undo of any: drop_imports + release_own, contents kept
+//!   pause:   freeze ---> save ---> release_selected
+//!              undo of the first two: remount, commit_resume
+//!   resume:  create_own ---> restore_own ---> import_batch, map_imports ---> commit_resume
+//!              undo of any: drop_imports + release_selected, contents kept
 //! ```
 
 #![expect(unsafe_code, reason = "unmaps and releases through the driver")]
@@ -73,6 +73,19 @@ impl StepLog {
         outcome
     }
 
+    /// What another part of the same phase did, as done by this one.
+    pub fn add(&mut self, other: Self) {
+        for Step { name, elapsed_us } in other.steps {
+            match self.steps.iter_mut().find(|step| step.name == name) {
+                Some(step) => step.elapsed_us += elapsed_us,
+                None => self.steps.push(Step { name, elapsed_us }),
+            }
+        }
+        self.driver_calls += other.driver_calls;
+        self.bytes += other.bytes;
+        self.notes.extend(other.notes);
+    }
+
     fn call(&mut self) {
         self.driver_calls += 1;
     }
@@ -110,7 +123,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// Maps a recorded mapping again, with the rights it had. After a failure it goes on where it stopped.
-    fn remount(&self, log: &mut StepLog, start: u64) -> PoolResult<()> {
+    fn remount_mapping(&self, log: &mut StepLog, start: u64) -> PoolResult<()> {
         let (range, raw, access, device, presence) = {
             let tables = self.tables();
             let Some(mapping) = tables.mappings.get(&start) else {

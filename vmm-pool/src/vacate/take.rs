@@ -60,7 +60,7 @@ impl<D: Driver> Pool<D> {
                             size_bytes,
                             device,
                         });
-                        self.release_all(log, undo.collect());
+                        self.release_handles(log, undo.collect());
                         if let (DriverCode::OUT_OF_MEMORY, Some(device)) = (error.code, device) {
                             return Err(self.out_of_device_memory(device, selection));
                         }
@@ -106,7 +106,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// Resume 2: maps own memory at its old addresses, puts contents back, and exports what peers had
-    /// imported. Saved contents stay where they are until [`Pool::commit_resume`].
+    /// imported, as far as `exports_max` descriptors go: the rest is exported when it is asked for. Saved contents stay where they are until [`Pool::commit_resume`].
     ///
     /// # Errors
     /// [`PoolError::Driver`] and [`PoolError::FileUnreadable`], with copies finished.
@@ -114,7 +114,7 @@ impl<D: Driver> Pool<D> {
     /// # Driver calls
     /// `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` behind each, and behind the last of them for
     /// what comes from the file; then `cuMemExportToShareableHandle`, `cuStreamSynchronize`.
-    pub fn restore_own(&self, selection: &Selection) -> PoolResult<StepLog> {
+    pub fn restore_own(&self, selection: &Selection, exports_max: usize) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         let mut arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
@@ -147,8 +147,9 @@ impl<D: Driver> Pool<D> {
         });
         let outcome = outcome
             .and_then(|()| self.restore_files(&mut log, &mut arena, &mut streams, &from_file));
-        let outcome =
-            outcome.and_then(|()| log.timed("export", |log| self.export_again(log, selection)));
+        let outcome = outcome.and_then(|()| {
+            log.timed("export", |log| self.export_again(log, selection, exports_max))
+        });
         // Every device is waited for, whatever the others say: nothing may be unmapped under a copy.
         let finished = log.timed("wait for copies", |_| self.wait_for_copies(&streams));
         let outcome = outcome.and(finished);
@@ -238,51 +239,59 @@ impl<D: Driver> Pool<D> {
             });
             absent.copied().collect()
         };
-        starts.into_iter().try_for_each(|start| self.remount(log, start))
+        starts.into_iter().try_for_each(|start| self.remount_mapping(log, start))
     }
 
-    /// Undo of the unmapping in [`Pool::save_and_drop_imports`]: own memory is still there, with its
-    /// contents; it is mapped again.
+    /// Undo of the unmapping in [`Pool::save`]: own memory and imports are still there, with their contents; they are
+    /// mapped again.
     ///
     /// # Errors
     /// [`PoolError::Driver`].
     ///
     /// # Driver calls
-    /// `cuMemMap`, `cuMemSetAccess`, `cuMemExportToShareableHandle`.
-    pub fn remount_own(&self, selection: &Selection) -> PoolResult<StepLog> {
+    /// `cuMemMap`, `cuMemSetAccess`.
+    pub fn remount(&self, selection: &Selection) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.settle()?;
-        log.timed("map own again", |log| {
+        log.timed("map again", |log| {
             let keys: Vec<usize> = {
                 let tables = self.tables();
-                let own = tables.allocations.iter().filter(|(_, found)| {
-                    found.is_own() && found.raw.is_some() && selection.has(found)
-                });
-                own.map(|(key, _)| key).collect()
+                let held = tables
+                    .allocations
+                    .iter()
+                    .filter(|(_, found)| found.raw.is_some() && selection.has(found));
+                held.map(|(key, _)| key).collect()
             };
             keys.into_iter().try_for_each(|key| self.remount_allocation(log, key))
         })?;
-        log.timed("export", |log| self.export_again(log, selection))?;
         Ok(log)
     }
 
-    /// Descriptors for all of `selection` that others imported before, in one batch.
-    fn export_again(&self, log: &mut StepLog, selection: &Selection) -> PoolResult<()> {
+    /// Descriptors for what others imported before of `selection`, in one batch.
+    fn export_again(
+        &self,
+        log: &mut StepLog,
+        selection: &Selection,
+        exports_max: usize,
+    ) -> PoolResult<()> {
         let wanted: Vec<_> = {
             let mut tables = self.tables();
             let mut wanted = Vec::new();
             for (key, found) in &mut tables.allocations {
-                let shared = !found.importers.is_empty() || found.tickets_open > 0;
-                if let (true, true, None, Some(raw)) =
-                    (found.is_own(), shared, &found.exported, found.raw)
-                    && selection.has(found)
-                {
+                if !(found.is_shared() && selection.has(found)) {
+                    continue;
+                }
+                // Whoever still wants it asks again, and is an importer when the resume is committed.
+                if found.is_vacatable() {
+                    found.fetched.get_or_insert_default();
+                }
+                if let (None, Some(raw)) = (&found.exported, found.raw) {
                     wanted.push((key, raw, found.size_bytes));
                 }
             }
             wanted
         };
-        for (key, raw, size_bytes) in wanted {
+        for (key, raw, size_bytes) in wanted.into_iter().take(exports_max) {
             log.call();
             let fd = self.driver.export_fd(raw).about(
                 || "export, again".to_owned(),
@@ -291,8 +300,6 @@ impl<D: Driver> Pool<D> {
             )?;
             if let Some(found) = self.tables().allocations.get_mut(key) {
                 found.exported = Some(fd);
-                // Whoever still wants it asks again, and is recorded again then.
-                found.importers.clear();
             }
         }
         Ok(())
@@ -315,30 +322,24 @@ impl<D: Driver> Pool<D> {
             .collect()
     }
 
-    /// Resume 3: imports from `descriptors` and maps at the old addresses.
+    /// Resume 3: imports from `descriptors`, which are closed then. May be called any number of times before
+    /// [`Pool::map_imports`].
     ///
     /// # Errors
-    /// [`PoolError::MissingImport`] when a descriptor is missing; [`PoolError::Driver`]. What was
-    /// imported stays, for [`Pool::drop_imports`] to undo.
+    /// [`PoolError::Driver`]. What was imported stays, for [`Pool::drop_imports`] to undo.
     ///
     /// # Driver calls
-    /// `cuMemImportFromShareableHandle` for all, then `cuMemMap` and `cuMemSetAccess` for all.
-    pub fn import_again(
-        &self,
-        selection: &Selection,
-        descriptors: HashMap<AllocationId, OwnedFd>,
-    ) -> PoolResult<StepLog> {
+    /// `cuMemImportFromShareableHandle` for all.
+    pub fn import_batch(&self, descriptors: HashMap<AllocationId, OwnedFd>) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
-        let is_import = |found: &Allocation| {
-            matches!(found.origin, Origin::Imported { .. }) && selection.has(found)
-        };
         let wanted: Vec<_> = {
             let tables = self.tables();
-            let imported = tables
-                .allocations
-                .iter()
-                .filter(|(_, found)| is_import(found) && found.raw.is_none());
-            imported.map(|(key, found)| (key, found.id, found.size_bytes)).collect()
+            let absent = tables.allocations.iter().filter(|(_, found)| {
+                matches!(found.origin, Origin::Imported { .. })
+                    && found.raw.is_none()
+                    && descriptors.contains_key(&found.id)
+            });
+            absent.map(|(key, found)| (key, found.id, found.size_bytes)).collect()
         };
         log.timed("import", |log| {
             for &(key, id, size_bytes) in &wanted {
@@ -362,11 +363,25 @@ impl<D: Driver> Pool<D> {
             drop(descriptors);
             Ok(())
         })?;
+        Ok(log)
+    }
+
+    /// Resume 3, second half: maps all imports of `selection` at their old addresses.
+    ///
+    /// # Errors
+    /// [`PoolError::MissingImport`] when one has not been imported; [`PoolError::Driver`]. What was mapped stays, for
+    /// [`Pool::drop_imports`] to undo.
+    ///
+    /// # Driver calls
+    /// `cuMemMap` and `cuMemSetAccess` for all.
+    pub fn map_imports(&self, selection: &Selection) -> PoolResult<StepLog> {
+        let mut log = StepLog::default();
         log.timed("map imports", |log| {
-            // Also those that a failed pause had unmapped but not released.
             let imported: Vec<usize> = {
                 let tables = self.tables();
-                let imported = tables.allocations.iter().filter(|(_, found)| is_import(found));
+                let imported = tables.allocations.iter().filter(|(_, found)| {
+                    matches!(found.origin, Origin::Imported { .. }) && selection.has(found)
+                });
                 imported.map(|(key, _)| key).collect()
             };
             imported.into_iter().try_for_each(|key| self.remount_allocation(log, key))
@@ -382,6 +397,7 @@ impl<D: Driver> Pool<D> {
     pub fn commit_resume(&self) -> Vec<OwnedFd> {
         self.forget_saved();
         self.set_aside();
+        self.let_go_of_importers_own();
         let mut spare = Vec::new();
         {
             let mut arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -389,10 +405,29 @@ impl<D: Driver> Pool<D> {
         }
         let mut tables = self.tables();
         for (_, found) in &mut tables.allocations {
-            if found.tickets_open == 0 {
+            if found.tickets.is_empty() {
                 spare.extend(found.exported.take());
             }
         }
         spare
+    }
+
+    /// Whoever has fetched memory again is its importer, and keeps alive from now on what its owner's application
+    /// freed while it was away.
+    fn let_go_of_importers_own(&self) {
+        let garbage: Vec<Allocation> = {
+            let mut tables = self.tables();
+            for (_, found) in &mut tables.allocations {
+                found.stays = None;
+                if let Some(fetched) = found.fetched.take() {
+                    found.importers = fetched;
+                }
+            }
+            let keys: Vec<usize> = tables.allocations.iter().map(|(key, _)| key).collect();
+            keys.into_iter().filter_map(|key| tables.take_garbage(key)).collect()
+        };
+        for allocation in garbage {
+            self.dispose_quietly(Some(allocation));
+        }
     }
 }

@@ -165,12 +165,12 @@ fn a_ticket_keeps_released_memory_until_it_is_redeemed() {
     let export = pool.export(handle).expect("export");
     pool.release(handle).expect("release");
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - UNIT);
-    let fd = pool.redeem(export.id, 7).expect("a descriptor");
+    let fd = pool.redeem(export.id, export.serial, 7).expect("a descriptor");
     assert!(pool.report().devices.is_empty(), "the descriptor has it now");
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - UNIT);
     drop(fd);
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
-    assert!(pool.redeem(export.id, 7).is_err());
+    assert!(pool.redeem(export.id, export.serial, 7).is_err());
 }
 
 #[test]
@@ -197,7 +197,7 @@ fn open_twice(owner: &SimPool, importer: &SimPool) -> (DeviceAddress, DeviceAddr
     let handle = owner.retain_at(block).expect("it has one").raw();
     let first = importer.block_open(share(owner, handle, importer, 7), 0, DEVICE).expect("open");
     owner.release(handle).expect("the mapping keeps it");
-    let held = importer.import_held(owner.block_identity(block).expect("a block").0);
+    let held = importer.import_held(owner.block_identity(block).expect("a block").0, 0);
     let again = importer.block_open(held.expect("held").raw(), 0, DEVICE).expect("open");
     assert_eq!(first, again);
     (block, first)

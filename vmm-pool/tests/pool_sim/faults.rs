@@ -107,8 +107,8 @@ impl Pair {
     }
 
     fn pause(&self) -> PoolResult<()> {
-        self.each(|pool| pool.save_and_drop_imports(&WHOLE, UNLIMITED))?;
-        self.each(|pool| pool.release_own(&WHOLE))
+        self.each(|pool| pool.save(&WHOLE, UNLIMITED))?;
+        self.each(|pool| pool.release_selected(&WHOLE))
     }
 
     fn finish_resume(&self) -> PoolResult<()> {
@@ -122,20 +122,23 @@ impl Pair {
 
     fn resume(&self) -> PoolResult<()> {
         self.each(|pool| pool.create_own(&WHOLE))?;
-        self.each(|pool| pool.restore_own(&WHOLE))?;
+        self.each(|pool| pool.restore_own(&WHOLE, usize::MAX))?;
         self.finish_resume()
     }
 
     /// What members do when a step of a pause failed before the first release.
     fn undo_pause(&self) -> PoolResult<()> {
-        self.each(|pool| pool.remount_own(&WHOLE))?;
-        self.finish_resume()
+        self.each(|pool| pool.remount(&WHOLE))?;
+        for pool in &self.pools {
+            drop(pool.commit_resume());
+        }
+        Ok(())
     }
 
     /// What members do when a step of a resume failed.
     fn undo_resume(&self) {
         self.each(|pool| pool.drop_imports(&WHOLE)).expect("imports dropped");
-        self.each(|pool| pool.release_own(&WHOLE)).expect("own memory released");
+        self.each(|pool| pool.release_selected(&WHOLE)).expect("own memory released");
     }
 }
 
@@ -194,9 +197,9 @@ fn any_call_of_saving_may_fail_and_the_pause_is_undone() {
     let met = each_fault(|pair, fault| {
         // The other process has saved when this one fails.
         let other = &pair.pools[peer(fault.process)];
-        other.save_and_drop_imports(&WHOLE, UNLIMITED).expect("no fault here");
+        other.save(&WHOLE, UNLIMITED).expect("no fault here");
         let pool = &pair.pools[fault.process];
-        let outcome = fault.during(pair, || pool.save_and_drop_imports(&WHOLE, UNLIMITED));
+        let outcome = fault.during(pair, || pool.save(&WHOLE, UNLIMITED));
         pair.undo_pause().unwrap_or_else(|error| panic!("{fault:?}: undo: {error}"));
         pair.assert_intact(&format!("{fault:?} undone"));
         if !fault.is_put_off() {
@@ -261,7 +264,7 @@ fn any_call_of_creating_may_fail_and_nothing_is_taken() {
 fn any_call_of_restoring_may_fail_and_the_tenant_stays_paused() {
     let met = each_fault(|pair, fault| {
         let before = || pair.each(|pool| pool.create_own(&WHOLE)).expect("memory");
-        let step = || pair.pools[fault.process].restore_own(&WHOLE);
+        let step = || pair.pools[fault.process].restore_own(&WHOLE, usize::MAX);
         resume_with_fault(pair, fault, before, step)
     });
     assert!(met >= 40, "only {met} calls were met");
@@ -272,7 +275,7 @@ fn any_call_of_importing_may_fail_and_the_tenant_stays_paused() {
     let met = each_fault(|pair, fault| {
         let before = || {
             pair.each(|pool| pool.create_own(&WHOLE)).expect("memory");
-            pair.each(|pool| pool.restore_own(&WHOLE)).expect("contents");
+            pair.each(|pool| pool.restore_own(&WHOLE, usize::MAX)).expect("contents");
         };
         resume_with_fault(pair, fault, before, || pair.import(fault.process))
     });
@@ -282,9 +285,9 @@ fn any_call_of_importing_may_fail_and_the_tenant_stays_paused() {
 #[test]
 fn any_call_of_mapping_own_memory_again_may_fail_and_be_tried_again() {
     let met = each_fault(|pair, fault| {
-        pair.each(|pool| pool.save_and_drop_imports(&WHOLE, UNLIMITED)).expect("saving");
+        pair.each(|pool| pool.save(&WHOLE, UNLIMITED)).expect("saving");
         let pool = &pair.pools[fault.process];
-        let outcome = fault.during(pair, || pool.remount_own(&WHOLE));
+        let outcome = fault.during(pair, || pool.remount(&WHOLE));
         pair.undo_pause().unwrap_or_else(|error| panic!("{fault:?}: second try: {error}"));
         outcome.is_some()
     });
@@ -315,9 +318,9 @@ fn a_mapping_that_the_driver_will_not_undo_is_named_and_stays() {
     let pool = pool(&node());
     let handle = create(&pool, DEVICE, 1, class(Contents::Discard));
     let place = map(&pool, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
-    pool.save_and_drop_imports(&WHOLE, UNLIMITED).expect("nothing to save");
+    pool.save(&WHOLE, UNLIMITED).expect("nothing to save");
     pool.driver().faults().fail(DriverOp::Unmap, FaultSpan::Nth(1), DriverCode::UNKNOWN);
-    let log = pool.release_own(&WHOLE).expect("the others are gone all the same");
+    let log = pool.release_selected(&WHOLE).expect("the others are gone all the same");
     assert_eq!(log.notes.len(), 1, "{:?}", log.notes);
     assert!(log.notes[0].contains("stays mapped"), "{:?}", log.notes);
     let row = &pool.report().devices[0];

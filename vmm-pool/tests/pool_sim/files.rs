@@ -110,14 +110,14 @@ fn what_comes_back_first_gives_its_disk_back_first() {
     let second = filled(&pool, DEVICE, 8, tagged("second"), 2);
     let third = filled(&pool, DEVICE, 8, tagged("third"), 3);
     let whole = Selection::Tagged(Tags::All, Whose::Everybody);
-    pool.save_and_drop_imports(&whole, UNLIMITED).expect("saved");
-    pool.release_own(&whole).expect("released");
+    pool.save(&whole, UNLIMITED).expect("saved");
+    pool.release_selected(&whole).expect("released");
     pool.set_aside();
     let all = disk_bytes(dir.path());
     let back = |tags: &[&str]| {
         let selection = Selection::SetAside(named(tags), Whose::Everybody);
         pool.create_own(&selection).expect("memory");
-        pool.restore_own(&selection).expect("contents");
+        pool.restore_own(&selection, usize::MAX).expect("contents");
         drop(pool.commit_resume());
     };
     back(&["first", "third"]);
@@ -148,8 +148,8 @@ fn unused_parts_take_no_disk_and_saved_bytes_are_read_from_the_file() {
     let range = filled(&pool, DEVICE, 8, tagged("weights"), 1);
     let hole = VaRange::new(DeviceAddress(range.start.0 + 2 * UNIT), 4 * UNIT);
     pool.mark_unused(&[hole]);
-    let log = pool.save_and_drop_imports(&WHOLE, UNLIMITED).expect("saved");
-    pool.release_own(&WHOLE).expect("released");
+    let log = pool.save(&WHOLE, UNLIMITED).expect("saved");
+    pool.release_selected(&WHOLE).expect("released");
     assert_eq!((log.bytes, pool.report().file_bytes), (4 * UNIT, 4 * UNIT));
     assert!(disk_bytes(dir.path()) < 5 * UNIT);
     let last = DeviceAddress(range.start.0 + 7 * UNIT + 8);
@@ -171,7 +171,7 @@ fn a_directory_that_is_not_there_is_named_and_nothing_has_changed() {
     pool.set_file_dir(missing.clone());
     let (report, calls) = (pool.report(), pool.driver().faults().calls_total());
     let checked = check_file_dir(&missing).expect_err("not there").to_string();
-    let error = pool.save_and_drop_imports(&WHOLE, UNLIMITED).expect_err("not there");
+    let error = pool.save(&WHOLE, UNLIMITED).expect_err("not there");
     assert_eq!(error.to_string(), checked);
     assert!(
         matches!(&error, PoolError::FileRefused { operation: "making", dir, .. } if *dir == missing)
@@ -191,11 +191,11 @@ fn a_directory_that_is_not_there_is_named_and_nothing_has_changed() {
 fn a_host_budget_counts_the_ring_alone() {
     let (pool, _dir) = filing_pool(&node());
     let range = filled(&pool, DEVICE, 100, tagged("weights"), 7);
-    let refused = pool.save_and_drop_imports(&WHOLE, HostBudget(Some(RING_BYTES - 1)));
+    let refused = pool.save(&WHOLE, HostBudget(Some(RING_BYTES - 1)));
     let error = refused.expect_err("not even the ring");
     assert!(matches!(error, PoolError::OutOfHostMemory { grow_bytes: RING_BYTES, .. }), "{error}");
-    pool.save_and_drop_imports(&WHOLE, HostBudget(Some(RING_BYTES))).expect("the ring fits");
-    pool.remount_own(&WHOLE).expect("mapped again");
+    pool.save(&WHOLE, HostBudget(Some(RING_BYTES))).expect("the ring fits");
+    pool.remount(&WHOLE).expect("mapped again");
     drop(pool.commit_resume());
     pool.give_back_host_memory();
     assert_eq!((pool.report().host_arena_bytes, pool.report().file_bytes), (0, 0));
@@ -214,13 +214,13 @@ fn a_file_cut_short_leaves_the_memory_paused_and_what_is_put_back_is_read() {
     file.set_len(2 * UNIT + 100).expect("cut");
 
     pool.create_own(&WHOLE).expect("memory");
-    let error = pool.restore_own(&WHOLE).expect_err("the end is missing");
+    let error = pool.restore_own(&WHOLE, usize::MAX).expect_err("the end is missing");
     let PoolError::FileUnreadable { offset_bytes, size_bytes, .. } = error else {
         panic!("{error}")
     };
     assert_eq!((offset_bytes, size_bytes), (0, 3 * UNIT));
     assert!(error.to_string().contains(&dir.path().display().to_string()), "{error}");
-    pool.release_own(&WHOLE).expect("released");
+    pool.release_selected(&WHOLE).expect("released");
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
     let mut end = [0; 8];
     let unread = pool.read_saved(DeviceAddress(range.end().0 - 8), &mut end);
@@ -238,9 +238,9 @@ fn copies_that_fail_give_disk_and_ring_back() {
     let faults = pool.driver().faults();
     for op in [DriverOp::HostRegister, DriverOp::CopyToHost, DriverOp::Unmap] {
         faults.fail(op, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
-        assert!(pool.save_and_drop_imports(&WHOLE, UNLIMITED).is_err(), "{op}");
+        assert!(pool.save(&WHOLE, UNLIMITED).is_err(), "{op}");
         faults.clear();
-        pool.remount_own(&WHOLE).expect("mapped again");
+        pool.remount(&WHOLE).expect("mapped again");
         drop(pool.commit_resume());
         let report = pool.report();
         assert_eq!((report.file_bytes, report.host_arena_bytes), (0, 0), "{op}");
@@ -276,7 +276,7 @@ fn a_limit_on_files_is_an_error_and_no_signal() {
     let range = filled(&pool, DEVICE, 3, tagged("weights"), 5);
     // For this process alone.
     setrlimit(Resource::RLIMIT_FSIZE, UNIT, UNIT).expect("a limit");
-    let error = pool.save_and_drop_imports(&WHOLE, UNLIMITED).expect_err("three units");
+    let error = pool.save(&WHOLE, UNLIMITED).expect_err("three units");
     assert!(error.to_string().contains("ulimit -f"), "{error}");
     assert!(matches!(error, PoolError::FileRefused { operation: "reserving", .. }), "{error}");
     assert!(holds(&pool, DEVICE, range, pattern(5)));

@@ -25,14 +25,14 @@ fn host_memory_of_a_pause_that_failed_goes_back_to_what_the_last_one_used() {
     let faults = pool.driver().faults();
     for op in [DriverOp::HostRegister, DriverOp::CopyToHost, DriverOp::StreamSynchronize] {
         faults.fail(op, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
-        assert!(pool.save_and_drop_imports(&WHOLE, UNLIMITED).is_err(), "{op}");
+        assert!(pool.save(&WHOLE, UNLIMITED).is_err(), "{op}");
         faults.clear();
         assert_eq!(arena_bytes(&pool), 0, "{op}: nothing was used before");
-        pool.remount_own(&WHOLE).expect("mapped again");
+        pool.remount(&WHOLE).expect("mapped again");
     }
     // Saved well, and undone for another's sake.
-    pool.save_and_drop_imports(&WHOLE, UNLIMITED).expect("saving");
-    pool.remount_own(&WHOLE).expect("mapped again");
+    pool.save(&WHOLE, UNLIMITED).expect("saving");
+    pool.remount(&WHOLE).expect("mapped again");
     drop(pool.commit_resume());
     assert_eq!(arena_bytes(&pool), CHUNK);
     pool.give_back_host_memory();
@@ -44,11 +44,10 @@ fn host_memory_of_a_pause_that_failed_goes_back_to_what_the_last_one_used() {
     let more = create(&pool, DEVICE, CHUNK / UNIT, kept());
     assert_eq!(pool.host_demand(&WHOLE).grow_bytes, CHUNK);
     faults.fail(DriverOp::HostRegister, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
-    let error =
-        pool.save_and_drop_imports(&WHOLE, UNLIMITED).expect_err("the second piece is refused");
+    let error = pool.save(&WHOLE, UNLIMITED).expect_err("the second piece is refused");
     assert!(error.to_string().contains("pinning of host memory"), "{error}");
     faults.clear();
-    pool.remount_own(&WHOLE).expect("mapped again");
+    pool.remount(&WHOLE).expect("mapped again");
     assert_eq!(arena_bytes(&pool), CHUNK, "what the last pause used stays");
     pool.release(more).expect("release");
     assert!(holds(&pool, DEVICE, place, pattern(3)));

@@ -82,11 +82,20 @@ struct Memory {
     contents: Contents,
     tag: &'static str,
     references: u32,
-    tickets: u32,
+    /// Serial numbers of its open tickets.
+    tickets: Vec<u64>,
+    /// Another process was given it since it was last created.
+    imported: bool,
     pinned: bool,
     /// Given up by its tag, and not brought back.
     away: bool,
     bytes: Option<[u8; 16]>,
+}
+
+impl Memory {
+    fn is_away(&self, paused: bool) -> bool {
+        self.away || (paused && !self.pinned)
+    }
 }
 
 #[derive(Debug)]
@@ -123,11 +132,29 @@ impl Model {
     }
 
     fn forget_unheld(&mut self) {
-        let places = &self.places;
+        let (places, paused) = (&self.places, self.paused);
         self.memories.retain(|key, memory| {
             let mapped = places.iter().any(|place| place.memory == *key);
-            memory.references > 0 || memory.tickets > 0 || mapped
+            // Nobody but its owner can bring back what is away.
+            let is_owed = memory.imported && memory.is_away(paused);
+            memory.references > 0 || !memory.tickets.is_empty() || mapped || is_owed
         });
+    }
+
+    /// What has come back was fetched by nobody, so that it is its owner's alone.
+    fn note_back(&mut self, was_away: &[usize]) {
+        let paused = self.paused;
+        for key in was_away {
+            if let Some(memory) = self.memories.get_mut(key).filter(|m| !m.is_away(paused)) {
+                memory.imported = false;
+            }
+        }
+        self.forget_unheld();
+    }
+
+    fn away(&self) -> Vec<usize> {
+        let away = self.memories.iter().filter(|(_, memory)| memory.is_away(self.paused));
+        away.map(|(key, _)| *key).collect()
     }
 
     fn add(
@@ -146,7 +173,8 @@ impl Model {
             contents,
             tag,
             references: 1,
-            tickets: 0,
+            tickets: Vec::new(),
+            imported: false,
             pinned: false,
             away: false,
             bytes: None,
@@ -185,17 +213,18 @@ impl Model {
             Call::Export(pick) => {
                 let Some(key) = self.memory(pick, |m| m.references > 0 && !m.away) else { return };
                 let memory = self.memories.get_mut(&key).expect("picked");
-                memory.id = Some(self.pool.export(memory.handle).expect("export").id);
-                memory.tickets += 1;
+                let export = self.pool.export(memory.handle).expect("export");
+                memory.id = Some(export.id);
+                memory.tickets.push(export.serial);
             }
             Call::Redeem(pick) => self.redeem(pick),
             Call::ImportHeld(pick) => {
-                let Some(key) = self.memory(pick, |m| m.tickets > 0) else { return };
+                let Some(key) = self.memory(pick, |m| !m.tickets.is_empty()) else { return };
                 let memory = self.memories.get_mut(&key).expect("picked");
-                let held = self.pool.import_held(memory.id.expect("exported")).expect("held");
-                assert_eq!(held.raw(), memory.handle);
+                let serial = memory.tickets.pop().expect("picked for one");
+                let held = self.pool.import_held(memory.id.expect("exported"), serial);
+                assert_eq!(held.expect("held").raw(), memory.handle);
                 memory.references += 1;
-                memory.tickets -= 1;
             }
             Call::BlockAllocate { device, size_bytes } => {
                 self.block_allocate(DeviceOrdinal(i32::from(device)), size_bytes);
@@ -263,13 +292,14 @@ impl Model {
     }
 
     fn redeem(&mut self, pick: usize) {
-        let Some(key) = self.memory(pick, |m| m.tickets > 0 && !m.away) else { return };
+        let Some(key) = self.memory(pick, |m| !m.tickets.is_empty() && !m.away) else { return };
         let memory = self.memories.get_mut(&key).expect("picked");
         // Each importer is another process.
         self.made += 1;
         let id = memory.id.expect("exported");
-        drop(self.pool.redeem(id, self.made as u64).expect("a descriptor"));
-        memory.tickets -= 1;
+        let serial = memory.tickets.pop().expect("picked for one");
+        drop(self.pool.redeem(id, serial, self.made as u64).expect("a descriptor"));
+        memory.imported = true;
         self.forget_unheld();
     }
 
@@ -288,6 +318,7 @@ impl Model {
     }
 
     fn pause_or_resume(&mut self) {
+        let was_away = self.away();
         if self.paused {
             resume(&self.pool);
         } else {
@@ -295,6 +326,7 @@ impl Model {
             self.lose_discarded(|memory| !memory.away);
         }
         self.paused = !self.paused;
+        self.note_back(&was_away);
     }
 
     /// Contents that nobody has saved, of what leaves now.
@@ -309,6 +341,7 @@ impl Model {
     fn act_on_tag(&mut self, tag: &'static str) {
         let tags = Tags::Named([tag.to_owned()].into());
         let is_away = self.memories.values().any(|m| m.tag == tag && m.away);
+        let was_away = self.away();
         if self.paused {
             self.resume(&Selection::Staged(tags));
             // What was paused and is not of this tag stays away; what stayed for a reason is here.
@@ -324,19 +357,20 @@ impl Model {
             }
         } else {
             let selection = Selection::Tagged(tags, Whose::Everybody);
-            self.pool.save_and_drop_imports(&selection, UNLIMITED).expect("saved");
-            self.pool.release_own(&selection).expect("released");
+            self.pool.save(&selection, UNLIMITED).expect("saved");
+            self.pool.release_selected(&selection).expect("released");
             self.pool.set_aside();
             self.lose_discarded(|memory| memory.tag == tag);
             for memory in self.memories.values_mut().filter(|m| m.tag == tag && !m.pinned) {
                 memory.away = true;
             }
         }
+        self.note_back(&was_away);
     }
 
     fn resume(&self, selection: &Selection) {
         self.pool.create_own(selection).expect("memory");
-        self.pool.restore_own(selection).expect("contents");
+        self.pool.restore_own(selection, usize::MAX).expect("contents");
         drop(self.pool.commit_resume());
     }
 
@@ -389,7 +423,7 @@ impl Model {
         while self.memory(0, |m| m.references > 0).is_some() {
             self.release(0);
         }
-        while self.memory(0, |m| m.tickets > 0).is_some() {
+        while self.memory(0, |m| !m.tickets.is_empty()).is_some() {
             self.redeem(0);
         }
         assert!(self.memories.is_empty());

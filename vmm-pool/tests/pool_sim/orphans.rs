@@ -1,82 +1,178 @@
-//! Imports whose owner has ended.
+//! Imports that their owner has no more: it has let them go, or it has ended.
 
-use vmm_pool::driver::sim::FaultSpan;
-use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
-use vmm_pool::{LostImports, PoolError};
+use std::collections::BTreeSet;
+
+use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
+use vmm_pool::{AllocationId, LostImports, PoolError, StayReason};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_addresses,
-    free_bytes, holds, kept, map, node, pattern, pool, reserve, resume, share, write,
+    free_bytes, holds, import_again, kept, map, node, pattern, pause, pool, reserve, resume, share,
+    write,
 };
 
-/// An importer whose owner has ended, its handle, and where it maps it.
-fn orphaned() -> (SimPool, u64, VaRange) {
+const RW: fn(vmm_pool::driver::DeviceOrdinal) -> AccessDesc = AccessDesc::read_write;
+
+/// An owner that has let its memory go, an importer that holds it still, its handle, and where it maps it.
+fn let_go() -> (SimPool, SimPool, u64, VaRange) {
     let node = node();
     let (owner, importer) = (pool(&node), pool(&node));
-    let access = AccessDesc::read_write(DEVICE);
     let shared = create(&owner, DEVICE, 1, kept());
-    let place = map(&owner, shared, UNIT, &[access]);
+    let place = map(&owner, shared, UNIT, &[RW(DEVICE)]);
     write(&owner, DEVICE, place, pattern(5));
     let imported = share(&owner, shared, &importer, 1);
-    let there = map(&importer, imported, UNIT, &[AccessDesc::read_write(OTHER)]);
+    let there = map(&importer, imported, UNIT, &[RW(OTHER)]);
     owner.unmap(place).expect("unmap");
     owner.release(shared).expect("release");
     assert_eq!(importer.import_owners(), [b"owner"]);
-    let lost = importer.orphan_imports(b"owner");
-    assert_eq!(lost, LostImports { count: 1, bytes: UNIT });
-    (importer, imported, there)
+    (owner, importer, imported, there)
+}
+
+fn ids_of_imports(importer: &SimPool) -> Vec<AllocationId> {
+    let taken = importer.freeze(&WHOLE).taken.into_values().flatten();
+    taken.map(|held| held.id).collect()
+}
+
+fn paused(pool: &SimPool) {
+    pool.save(&WHOLE, UNLIMITED).expect("saving");
+    pool.release_selected(&WHOLE).expect("release");
 }
 
 #[test]
-fn an_orphan_is_kept_until_the_release() {
-    let (importer, _, there) = orphaned();
-    importer.save_and_drop_imports(&WHOLE, UNLIMITED).expect("dropping");
-    assert!(holds(&importer, OTHER, there, pattern(5)), "nobody could hand it out again");
-    importer.remount_own(&WHOLE).expect("nothing of its own");
-    importer.import_again(&WHOLE, std::collections::HashMap::new()).expect("nothing is missing");
-    assert!(holds(&importer, OTHER, there, pattern(5)));
-
-    importer.save_and_drop_imports(&WHOLE, UNLIMITED).expect("dropping");
-    importer.release_own(&WHOLE).expect("release");
-    assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES, "memory of the dead stays");
-}
-
-#[test]
-fn an_orphan_that_the_driver_will_not_unmap_is_counted_and_goes_with_the_next_pause() {
-    let (importer, _, there) = orphaned();
-    let counted = || {
-        let rows = importer.report().devices.into_iter().flat_map(|device| device.pinned);
-        rows.map(|row| row.bytes).sum::<u64>()
-    };
-    importer.save_and_drop_imports(&WHOLE, UNLIMITED).expect("nothing to save");
-    importer.driver().faults().fail(DriverOp::Unmap, FaultSpan::Nth(1), DriverCode::UNKNOWN);
-    importer.release_own(&WHOLE).expect("the others are gone all the same");
-    assert_eq!(counted(), UNIT);
-    assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES - UNIT);
+fn what_stays_keeps_its_bytes_through_a_pause_and_is_named() {
+    let (owner, importer, imported, there) = let_go();
+    assert_eq!(owner.freeze(&WHOLE).given, [], "the owner has it no more");
+    let ids = ids_of_imports(&importer);
+    let stays: Vec<_> = ids.iter().map(|&id| (id, StayReason::LetGo)).collect();
+    importer.set_stays(&stays).expect("it is not its own");
+    paused(&importer);
+    assert!(holds(&importer, OTHER, there, pattern(5)), "nobody could bring it back");
+    let rows = || importer.report().devices.into_iter().flat_map(|device| device.pinned);
+    assert_eq!(rows().map(|row| row.bytes).sum::<u64>(), UNIT);
+    assert!(
+        rows().all(|row| row.reason.contains("let go by its owner")),
+        "{:?}",
+        importer.report()
+    );
     resume(&importer);
-    assert!(holds(&importer, OTHER, there, pattern(5)), "it was never unmapped");
-
-    importer.save_and_drop_imports(&WHOLE, UNLIMITED).expect("nothing to save");
-    importer.release_own(&WHOLE).expect("release");
-    assert_eq!((counted(), free_bytes(&importer, DEVICE)), (0, CAPACITY_BYTES));
+    assert!(holds(&importer, OTHER, there, pattern(5)));
+    assert_eq!(rows().count(), 0, "it is counted while it is in the way");
+    importer.unmap(there).expect("unmap");
+    importer.release(imported).expect("release");
+    assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES);
 }
 
 #[test]
-fn an_orphan_is_asked_for_until_it_is_given_up() {
-    let (importer, imported, there) = orphaned();
-    importer.save_and_drop_imports(&WHOLE, UNLIMITED).expect("dropping");
-    importer.release_own(&WHOLE).expect("release");
+fn what_nobody_else_counts_is_never_taken_from_its_owner() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 1, kept());
+    let id = pool.export(handle).expect("export").id;
+    let refused = pool.set_stays(&[(id, StayReason::LetGo)]);
+    assert!(matches!(refused, Err(PoolError::Disowned { id: named }) if named == id));
+    pool.set_stays(&[(id, StayReason::Pinned)]).expect("others may have pinned it");
+    let place = map(&pool, handle, UNIT, &[RW(DEVICE)]);
+    write(&pool, DEVICE, place, pattern(1));
+    paused(&pool);
+    assert!(holds(&pool, DEVICE, place, pattern(1)), "it stays");
+}
+
+#[test]
+fn a_frozen_pool_gives_nothing_and_a_thawed_one_what_is_there() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let shared = create(&owner, DEVICE, 1, kept());
+    let export = owner.export(shared).expect("export");
+    let held = owner.freeze(&WHOLE);
+    assert!(held.shares_selection);
+    assert_eq!(held.given.len(), 1, "somebody may come with the ticket");
+    let refused = owner.redeem(export.id, export.serial, 1);
+    assert!(matches!(refused, Err(PoolError::Frozen)));
+    paused(&owner);
+    assert!(matches!(owner.redeem(export.id, export.serial, 1), Err(PoolError::Frozen)));
+    resume(&owner);
+    drop(owner.redeem(export.id, export.serial, 1).expect("it runs again"));
+    drop(importer);
+}
+
+#[test]
+fn a_ticket_is_used_up_by_its_own_redemption_only() {
+    let owner = pool(&node());
+    let shared = create(&owner, DEVICE, 1, kept());
+    let (first, second) = (owner.export(shared).unwrap(), owner.export(shared).unwrap());
+    owner.release(shared).expect("release");
+    drop(owner.redeem(first.id, 0, 1).expect("without a ticket, while it is there"));
+    drop(owner.redeem(first.id, first.serial, 2).expect("the first"));
+    drop(owner.redeem(first.id, first.serial, 3).expect("the same once more"));
+    assert_eq!(free_bytes(&owner, DEVICE), CAPACITY_BYTES - UNIT, "one is open");
+    drop(owner.redeem(second.id, second.serial, 4).expect("the second"));
+    assert_eq!(free_bytes(&owner, DEVICE), CAPACITY_BYTES);
+}
+
+#[test]
+fn what_is_freed_while_it_is_away_comes_back_for_its_importers_and_is_theirs_then() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let shared = create(&owner, DEVICE, 1, kept());
+    let place = map(&owner, shared, UNIT, &[RW(DEVICE)]);
+    write(&owner, DEVICE, place, pattern(6));
+    let imported = share(&owner, shared, &importer, 1);
+    let there = map(&importer, imported, UNIT, &[RW(OTHER)]);
+    for pool in [&owner, &importer] {
+        paused(pool);
+    }
+    owner.unmap(place).expect("frees are answered while it is away");
+    owner.release(shared).expect("release");
+    free_addresses(&owner, place);
+    for pool in [&owner, &importer] {
+        pool.create_own(&WHOLE).expect("memory");
+        pool.restore_own(&WHOLE, usize::MAX).expect("contents");
+    }
+    import_again(&owner, &importer, 1).expect("imports");
+    drop((owner.commit_resume(), importer.commit_resume()));
+    assert!(holds(&importer, OTHER, there, pattern(6)), "as if there had been no pause");
+    assert!(owner.report().devices.is_empty(), "it is the importer's alone");
+    importer.unmap(there).expect("unmap");
+    importer.release(imported).expect("release");
+    assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES);
+}
+
+#[test]
+fn what_is_freed_by_all_while_it_is_away_is_gone_after_the_resume() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let shared = create(&owner, DEVICE, 1, kept());
+    let imported = share(&owner, shared, &importer, 1);
+    pause(&owner);
+    paused(&importer);
+    owner.release(shared).expect("release");
+    importer.release(imported).expect("release");
+    resume(&owner);
+    resume(&importer);
+    assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES);
+    assert!(owner.report().devices.is_empty());
+}
+
+#[test]
+fn memory_of_the_dead_is_kept_until_the_release_and_asked_for_until_it_is_given_up() {
+    let (_, importer, imported, there) = let_go();
+    importer.save(&WHOLE, UNLIMITED).expect("nothing to save");
+    importer.remount(&WHOLE).expect("mapped again");
+    drop(importer.commit_resume());
+    assert!(holds(&importer, OTHER, there, pattern(5)), "going back loses nothing");
+
+    paused(&importer);
+    assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES, "memory of the dead stays");
+    assert_eq!(importer.imports_away(b"owner"), LostImports { count: 1, bytes: UNIT });
     assert_eq!(importer.import_requests(&WHOLE).len(), 1);
-    let refused = importer.import_again(&WHOLE, std::collections::HashMap::new());
+    let refused = importer.map_imports(&WHOLE);
     assert!(matches!(refused, Err(PoolError::MissingImport { .. })));
 
     assert_eq!(importer.give_up_imports(b"owner").count, 1);
     assert!(importer.import_requests(&WHOLE).is_empty());
-    importer.import_again(&WHOLE, std::collections::HashMap::new()).expect("nothing is missing");
+    importer.map_imports(&WHOLE).expect("nothing is missing");
     resume(&importer);
     // It takes part in pauses no more, and its user can give it up.
-    importer.save_and_drop_imports(&WHOLE, UNLIMITED).expect("nothing to save");
-    importer.release_own(&WHOLE).expect("nothing to release");
+    paused(&importer);
     resume(&importer);
     assert!(importer.address_free_is_refused(there));
     importer.unmap(there).expect("no driver call");
@@ -95,16 +191,29 @@ fn a_range_with_a_lost_part_is_unmapped_as_a_whole() {
     let second = VaRange::new(DeviceAddress(both.start.0 + UNIT), UNIT);
     importer.map(VaRange::new(both.start, UNIT), 0, imported).expect("mapping");
     importer.map(second, 0, own).expect("mapping");
-    importer.set_access(both, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    importer.set_access(both, &[RW(DEVICE)]).expect("access");
     importer.release(imported).expect("only the mapping is left");
 
-    importer.orphan_imports(b"owner");
-    importer.save_and_drop_imports(&WHOLE, UNLIMITED).expect("dropping");
-    importer.release_own(&WHOLE).expect("release");
-    importer.give_up_imports(b"owner");
+    let missing: BTreeSet<_> = ids_of_imports(&importer).into_iter().collect();
+    paused(&importer);
+    assert_eq!(importer.give_up_missing(&missing).count, 1);
     resume(&importer);
     importer.unmap(both).expect("what is there is unmapped, and what is not is forgotten");
     importer.release(own).expect("release");
     free_addresses(&importer, both);
+    drop(owner);
     assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES);
+}
+
+#[test]
+fn nothing_is_mapped_over_what_is_away() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 2, kept());
+    let place = map(&pool, handle, 2 * UNIT, &[RW(DEVICE)]);
+    let other = create(&pool, DEVICE, 1, kept());
+    pause(&pool);
+    let inside = VaRange::new(DeviceAddress(place.start.0 + UNIT), UNIT);
+    let refused = pool.map(inside, 0, other).expect_err("as while it is there");
+    assert_eq!(refused.code(), Some(vmm_pool::driver::DriverCode::INVALID_VALUE));
+    resume(&pool);
 }

@@ -123,7 +123,7 @@ pub(crate) fn holds(
 /// Makes `importer` hold `handle` of `owner`, as through a ticket, and returns its handle there.
 pub(crate) fn share(owner: &SimPool, handle: u64, importer: &SimPool, importer_id: u64) -> u64 {
     let export = owner.export(handle).expect("export");
-    let fd = owner.redeem(export.id, importer_id).expect("a descriptor");
+    let fd = owner.redeem(export.id, export.serial, importer_id).expect("a descriptor");
     let source =
         ImportSource { id: export.id, size_bytes: export.size_bytes, owner: b"owner".to_vec() };
     importer.import(source, fd.as_fd(), kept()).expect("import").raw()
@@ -142,19 +142,21 @@ pub(crate) fn import_again(
             descriptors.insert(id, owner.hand_out(id, importer_id)?);
         }
     }
-    importer.import_again(&WHOLE, descriptors)
+    let mut log = importer.import_batch(descriptors)?;
+    log.add(importer.map_imports(&WHOLE)?);
+    Ok(log)
 }
 
 /// A whole pause of one pool without peers.
 pub(crate) fn pause(pool: &SimPool) {
-    pool.save_and_drop_imports(&WHOLE, UNLIMITED).expect("saving");
-    let log = pool.release_own(&WHOLE).expect("release");
+    pool.save(&WHOLE, UNLIMITED).expect("saving");
+    let log = pool.release_selected(&WHOLE).expect("release");
     assert!(log.notes.is_empty(), "{:?}", log.notes);
 }
 
 /// A whole resume of one pool without peers.
 pub(crate) fn resume(pool: &SimPool) {
     pool.create_own(&WHOLE).expect("memory");
-    pool.restore_own(&WHOLE).expect("contents");
+    pool.restore_own(&WHOLE, usize::MAX).expect("contents");
     drop(pool.commit_resume());
 }

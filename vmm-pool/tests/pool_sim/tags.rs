@@ -30,15 +30,15 @@ fn filled(pool: &SimPool, units: u64, class: Class, seed: u64) -> VaRange {
 
 fn pause_tags(pool: &SimPool, tags: &[&str]) {
     let selection = Selection::Tagged(names(tags), Whose::Everybody);
-    pool.save_and_drop_imports(&selection, UNLIMITED).expect("saved");
-    let log = pool.release_own(&selection).expect("released");
+    pool.save(&selection, UNLIMITED).expect("saved");
+    let log = pool.release_selected(&selection).expect("released");
     assert_eq!(log.notes, [""; 0]);
     pool.set_aside();
 }
 
 fn resume_selected(pool: &SimPool, selection: &Selection) {
     pool.create_own(selection).expect("memory");
-    pool.restore_own(selection).expect("contents");
+    pool.restore_own(selection, usize::MAX).expect("contents");
     drop(pool.commit_resume());
 }
 
@@ -124,7 +124,7 @@ fn a_failed_resume_of_a_tag_leaves_new_memory_of_it_alone() {
     assert!(error.to_string().contains("free"), "{error}");
     // The undo of a resume that came further.
     pool.drop_imports(&selection).expect("nothing");
-    pool.release_own(&selection).expect("nothing");
+    pool.release_selected(&selection).expect("nothing");
     assert!(holds(&pool, DEVICE, new, pattern(2)));
     pool.unmap(new).expect("the handle keeps it");
     let handles: u64 = pool.report().devices.iter().map(DeviceReport::resident_bytes).sum();
@@ -146,9 +146,7 @@ fn imports_follow_the_owner_that_is_named() {
     let there = map(&importer, imported, 2 * UNIT, &[RW(OTHER)]);
     // The import has no tag of its own here: whoever redeems a ticket learns the owner's.
     let all_of = |whose| Selection::Tagged(Tags::All, whose);
-    importer
-        .save_and_drop_imports(&all_of(Whose::Owner(b"another".to_vec())), UNLIMITED)
-        .expect("nothing");
+    importer.save(&all_of(Whose::Owner(b"another".to_vec())), UNLIMITED).expect("nothing");
     assert!(holds(&importer, OTHER, there, pattern(1)));
     assert!(owner.is_shared(&all_of(Whose::Own)));
     assert!(!importer.is_shared(&all_of(Whose::Own)));
@@ -205,9 +203,9 @@ fn unused_parts_are_not_copied_and_what_lies_beside_them_is() {
     let halves =
         [VaRange::new(hole.start, UNIT), VaRange::new(DeviceAddress(hole.start.0 + UNIT), UNIT)];
     pool.mark_unused(&[halves[1], whole, halves[0], VaRange::new(DeviceAddress(64), 8)]);
-    let log = pool.save_and_drop_imports(&WHOLE, UNLIMITED).expect("saved");
+    let log = pool.save(&WHOLE, UNLIMITED).expect("saved");
     assert_eq!(log.bytes, 2 * UNIT, "the ends of the first, nothing of the second");
-    pool.release_own(&WHOLE).expect("released");
+    pool.release_selected(&WHOLE).expect("released");
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
     resume(&pool);
     let ends = [range.start.0, range.start.0 + 3 * UNIT].map(DeviceAddress);

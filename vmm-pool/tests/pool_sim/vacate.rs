@@ -78,8 +78,8 @@ fn discarded_memory_comes_back_without_a_copy() {
     let range = map(&pool, scratch, 4 * UNIT, &[RW(DEVICE)]);
     write(&pool, DEVICE, range, pattern(1));
     assert_eq!(pool.host_demand(&WHOLE).saved_bytes, 0);
-    let saved = pool.save_and_drop_imports(&WHOLE, UNLIMITED).expect("saving");
-    pool.release_own(&WHOLE).expect("release");
+    let saved = pool.save(&WHOLE, UNLIMITED).expect("saving");
+    pool.release_selected(&WHOLE).expect("release");
     assert_eq!(saved.bytes, 0);
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
     resume(&pool);
@@ -104,11 +104,11 @@ fn a_pause_undone_before_release_leaves_everything() {
     let there = map(&importer, imported, 2 * UNIT, &[RW(OTHER)]);
     importer.release(imported).expect("only the mapping is left, as NCCL does it");
 
-    owner.save_and_drop_imports(&WHOLE, UNLIMITED).expect("saving");
-    importer.save_and_drop_imports(&WHOLE, UNLIMITED).expect("dropping");
-    owner.remount_own(&WHOLE).expect("own memory");
-    importer.remount_own(&WHOLE).expect("nothing of its own");
-    import_again(&owner, &importer, 1).expect("imports");
+    owner.save(&WHOLE, UNLIMITED).expect("saving");
+    importer.save(&WHOLE, UNLIMITED).expect("nothing to save");
+    assert!(importer.import_requests(&WHOLE).is_empty(), "nobody has to be asked");
+    owner.remount(&WHOLE).expect("own memory");
+    importer.remount(&WHOLE).expect("imports");
     drop((owner.commit_resume(), importer.commit_resume()));
 
     assert!(holds(&owner, DEVICE, place, pattern(3)));
@@ -128,15 +128,15 @@ fn imports_show_the_owners_new_memory_after_a_resume() {
     let twice = map(&importer, imported, UNIT, &[RW(OTHER)]);
     for round in 0..2 {
         write(&importer, OTHER, there, pattern(round));
-        owner.save_and_drop_imports(&WHOLE, UNLIMITED).expect("saving");
-        importer.save_and_drop_imports(&WHOLE, UNLIMITED).expect("dropping");
-        owner.release_own(&WHOLE).expect("release");
-        importer.release_own(&WHOLE).expect("release");
+        owner.save(&WHOLE, UNLIMITED).expect("saving");
+        importer.save(&WHOLE, UNLIMITED).expect("nothing to save");
+        owner.release_selected(&WHOLE).expect("release");
+        importer.release_selected(&WHOLE).expect("release");
         assert_eq!(free_bytes(&owner, DEVICE), CAPACITY_BYTES);
         owner.create_own(&WHOLE).expect("memory");
         importer.create_own(&WHOLE).expect("nothing to make");
-        owner.restore_own(&WHOLE).expect("contents");
-        importer.restore_own(&WHOLE).expect("nothing to restore");
+        owner.restore_own(&WHOLE, usize::MAX).expect("contents");
+        importer.restore_own(&WHOLE, usize::MAX).expect("nothing to restore");
         import_again(&owner, &importer, 1).expect("imports");
         drop((owner.commit_resume(), importer.commit_resume()));
         assert!(holds(&importer, OTHER, twice, pattern(round)));
@@ -158,9 +158,9 @@ fn a_missing_descriptor_is_named_and_the_import_can_be_tried_again() {
     let shared = create(&owner, DEVICE, 1, kept());
     let imported = share(&owner, shared, &importer, 1);
     let there = map(&importer, imported, UNIT, &[RW(OTHER)]);
-    importer.save_and_drop_imports(&WHOLE, UNLIMITED).expect("dropping");
-    let missing = importer.import_again(&WHOLE, std::collections::HashMap::new());
-    let error = missing.expect_err("nothing was fetched");
+    importer.save(&WHOLE, UNLIMITED).expect("nothing to save");
+    importer.release_selected(&WHOLE).expect("release");
+    let error = importer.map_imports(&WHOLE).expect_err("nothing was fetched");
     let PoolError::MissingImport { address, size_bytes } = error else { panic!("{error}") };
     assert_eq!((address, size_bytes), (there.start, UNIT));
     import_again(&owner, &importer, 1).expect("the second try");
@@ -195,7 +195,7 @@ fn a_host_budget_that_is_too_small_changes_nothing() {
     let range = map(&pool, handle, 2 * UNIT, &[RW(DEVICE)]);
     write(&pool, DEVICE, range, pattern(7));
     let (report, calls) = (pool.report(), pool.driver().faults().calls_total());
-    let refused = pool.save_and_drop_imports(&WHOLE, HostBudget(Some(UNIT)));
+    let refused = pool.save(&WHOLE, HostBudget(Some(UNIT)));
     let error = refused.expect_err("two units do not fit into one");
     let PoolError::OutOfHostMemory { needed_bytes, grow_bytes, available_bytes } = error else {
         panic!("{error}")

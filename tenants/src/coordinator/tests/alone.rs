@@ -5,7 +5,7 @@ use super::*;
 use crate::transport::Connection;
 use crate::wire::Asked;
 
-const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::SaveAndDropImports];
+const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Save];
 const BEFORE_ACTIVATE: [Phase; 3] = [Phase::CreateOwn, Phase::Restore, Phase::Import];
 const ROUND: u64 = 11;
 
@@ -22,8 +22,13 @@ impl Hand {
     }
 
     fn tell(&mut self, index: usize, phase: Phase) {
-        let request =
-            Request::Phase { phase, round: ROUND, scope: Scope::Whole, timeout_ms: 30_000 };
+        let request = Request::Phase {
+            phase,
+            round: ROUND,
+            scope: Scope::Whole,
+            stays: Vec::new(),
+            timeout_ms: 30_000,
+        };
         self.connections[index].send(&request, &[], Instant::now() + SOON).unwrap();
     }
 
@@ -59,7 +64,7 @@ fn ended(job: &Job, phases: &[Phase], decision: Phase, told: &[usize]) -> Vec<Me
 fn one_that_was_told_to_release_takes_all_along() {
     for told in [&[0][..], &[2], &[0, 1]] {
         let job = Job::new(3);
-        let states = ended(&job, &BEFORE_RELEASE, Phase::ReleaseOwn, told);
+        let states = ended(&job, &BEFORE_RELEASE, Phase::Release, told);
         assert_eq!(states, [MemberState::Paused; 3], "{told:?}");
         report(job.coordinator(patient()).resume(&mut quiet).unwrap());
     }
@@ -69,7 +74,7 @@ fn one_that_was_told_to_release_takes_all_along() {
 fn when_none_was_told_to_release_all_go_back() {
     for count in 0..=BEFORE_RELEASE.len() {
         let job = Job::new(3);
-        let states = ended(&job, &BEFORE_RELEASE[..count], Phase::ReleaseOwn, &[]);
+        let states = ended(&job, &BEFORE_RELEASE[..count], Phase::Release, &[]);
         assert_eq!(states, [MemberState::Active; 3], "after {count} phases");
     }
 }
@@ -109,8 +114,13 @@ fn what_was_told_in_another_round_counts_for_nothing() {
     // The second comes as far in a round of its own, whose coordinator ends.
     let mut alone = Hand { connections: vec![second] };
     for phase in BEFORE_ACTIVATE {
-        let request =
-            Request::Phase { phase, round: ROUND + 1, scope: Scope::Whole, timeout_ms: 30_000 };
+        let request = Request::Phase {
+            phase,
+            round: ROUND + 1,
+            scope: Scope::Whole,
+            stays: Vec::new(),
+            timeout_ms: 30_000,
+        };
         alone.connections[0].send(&request, &[], Instant::now() + SOON).unwrap();
         alone.connections[0].receive::<Reply>(Instant::now() + SOON).unwrap();
     }

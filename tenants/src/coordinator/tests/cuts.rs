@@ -304,8 +304,13 @@ fn a_paused_job_holds_its_launches_until_it_is_active_again() {
         let path = job.members[0].socket_path();
         let mut half = crate::transport::Connection::connect(path, Instant::now() + SOON).unwrap();
         for phase in [Phase::CreateOwn, Phase::AbortResume] {
-            let request =
-                Request::Phase { phase, round: 7, scope: Scope::Whole, timeout_ms: 30_000 };
+            let request = Request::Phase {
+                phase,
+                round: 7,
+                scope: Scope::Whole,
+                stays: Vec::new(),
+                timeout_ms: 30_000,
+            };
             half.send(&request, &[], Instant::now() + SOON).unwrap();
             let (reply, _) = half.receive::<Reply>(Instant::now() + SOON).unwrap();
             assert!(matches!(reply, Reply::PhaseDone(..)), "{reply:?}");

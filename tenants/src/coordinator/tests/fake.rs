@@ -268,7 +268,9 @@ impl Agent {
             }
             Some(Fault::Silent) => return true,
             Some(Fault::Die) => return false,
-            Some(Fault::WrongAnswer) => Reply::Fds { count: 0, tags: Vec::new() },
+            Some(Fault::WrongAnswer) => {
+                Reply::Fds { count: 0, tags: Vec::new(), missing: Vec::new() }
+            }
             Some(Fault::OtherPhase) => Reply::PhaseDone(Phase::Verify, PhaseReport::default()),
             Some(fault @ (Fault::Twice | Fault::Garbage | Fault::HalfAnswer | Fault::WithFd)) => {
                 let frame = encode(&self.good_reply(request), 0).unwrap();
@@ -310,15 +312,17 @@ impl Agent {
             Request::AwaitConsent { .. } => Reply::Consented,
             Request::Phase { phase, .. } => self.phase(*phase),
             Request::GiveUp { .. } => Reply::Noted,
-            Request::FetchFds { .. } => Reply::Fds { count: 0, tags: Vec::new() },
+            Request::FetchFds { .. } => {
+                Reply::Fds { count: 0, tags: Vec::new(), missing: Vec::new() }
+            }
         }
     }
 
     fn phase(&self, phase: Phase) -> Reply {
         let mut state = self.state.lock().unwrap();
         *state = match phase {
-            Phase::CloseGate | Phase::Drain | Phase::SaveAndDropImports => MemberState::Offloading,
-            Phase::ReleaseOwn | Phase::Verify | Phase::AbortResume => MemberState::Paused,
+            Phase::CloseGate | Phase::Drain | Phase::Save => MemberState::Offloading,
+            Phase::Release | Phase::Verify | Phase::AbortResume => MemberState::Paused,
             Phase::CreateOwn | Phase::Restore | Phase::Import | Phase::ImportFromLiving => {
                 MemberState::Restoring
             }
@@ -340,6 +344,7 @@ impl Agent {
             }],
             notes: Vec::new(),
             host: self.script.host.clone().filter(|_| phase == Phase::Drain),
+            references: None,
         };
         Reply::PhaseDone(phase, report)
     }

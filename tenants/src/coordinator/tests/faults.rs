@@ -4,7 +4,7 @@ use super::*;
 use crate::host_memory::{HostLimit, HostNeed, LimitKind};
 
 const MEMBERS: usize = 3;
-const REVERSIBLE_PAUSE: &[Phase] = &[Phase::CloseGate, Phase::Drain, Phase::SaveAndDropImports];
+const REVERSIBLE_PAUSE: &[Phase] = &[Phase::CloseGate, Phase::Drain, Phase::Save];
 const REVERSIBLE_RESUME: &[Phase] = &[Phase::CreateOwn, Phase::Restore, Phase::Import];
 
 /// Three members, the one with index `victim` faulty in `phase`.
@@ -52,7 +52,7 @@ const CASES: [Case; 2] = [
         start: MemberState::Active,
         phases: REVERSIBLE_PAUSE,
         undo: Phase::AbortPause,
-        no_return: Phase::ReleaseOwn,
+        no_return: Phase::Release,
     },
     Case {
         action: Action::Resume,
@@ -167,7 +167,7 @@ fn an_answer_given_twice_is_not_taken_for_the_next_one() {
 fn after_the_point_of_no_return_the_survivors_are_taken_to_the_end() {
     let faults = [Fault::Die, Fault::Silent, Fault::Fail(FailureKind::Faulted), Fault::WrongAnswer];
     let late = [
-        (Action::Pause, MemberState::Active, Phase::ReleaseOwn),
+        (Action::Pause, MemberState::Active, Phase::Release),
         (Action::Pause, MemberState::Active, Phase::Verify),
         (Action::Resume, MemberState::Paused, Phase::Activate),
     ];

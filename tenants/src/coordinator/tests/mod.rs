@@ -15,7 +15,7 @@ use crate::identity::MemberId;
 use crate::wire::MemberState;
 
 const PAUSE: [Phase; 5] =
-    [Phase::CloseGate, Phase::Drain, Phase::SaveAndDropImports, Phase::ReleaseOwn, Phase::Verify];
+    [Phase::CloseGate, Phase::Drain, Phase::Save, Phase::Release, Phase::Verify];
 const RESUME: [Phase; 4] = [Phase::CreateOwn, Phase::Restore, Phase::Import, Phase::Activate];
 
 fn active() -> Script {
@@ -167,7 +167,7 @@ fn an_action_called_off_behind_the_point_of_no_return_is_finished() {
     let options = Options { interrupt: Some(interrupt), ..options() };
     let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), options);
     let outcome = coordinator.pause(&mut |event| {
-        if matches!(event, Event::StepStarted { step: Step::Phase(Phase::ReleaseOwn), .. }) {
+        if matches!(event, Event::StepStarted { step: Step::Phase(Phase::Release), .. }) {
             nix::unistd::write(&raise, &[1]).unwrap();
         }
     });

@@ -1,0 +1,149 @@
+//! Who keeps shared memory alive, and who saves it: decided once for all processes of a tenant.
+//!
+//! While a tenant runs the driver answers: memory lives while any process holds it. A pause takes every
+//! reference away, so exactly one process must save the contents and create the memory again. That is the
+//! owner, if it can; if nobody can, the memory stays where it is, in all processes that hold it.
+//!
+//! [`decide`] is a pure function of what all of them said when their gates were shut and their pools frozen, so
+//! all of it was true at one moment.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use vmm_pool::{AllocationId, Held, StayReason};
+
+use crate::identity::MemberId;
+use crate::run_dir::parse_member_name;
+
+/// What one process holds of shared device memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct References {
+    /// Its own, that others hold or may come for.
+    pub given: Vec<Held>,
+    /// What it has imported, by owner.
+    pub taken: Vec<(MemberId, Vec<Held>)>,
+    /// Is some of what the pause is about among `given`?
+    pub shares_scope: bool,
+}
+
+/// An allocation that a pause leaves on its device in all who hold it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stay {
+    /// Which.
+    pub id: AllocationId,
+    /// Why.
+    pub reason: StayReason,
+}
+
+impl References {
+    /// As the pool says it, with owners by name. What has an owner that is no member of a tenant is left out; there
+    /// is none.
+    pub(crate) fn new(references: vmm_pool::References) -> Self {
+        let taken = references.taken.into_iter();
+        let taken = taken.filter_map(|(owner, held)| Some((member_of(&owner)?, held)));
+        let shares_scope = references.shares_selection;
+        Self { given: references.given, taken: taken.collect(), shares_scope }
+    }
+}
+
+/// The member whose socket an owner's name is ([`vmm_pool::ImportSource::owner`]).
+pub(crate) fn member_of(owner: &[u8]) -> Option<MemberId> {
+    let name = Path::new(OsStr::from_bytes(owner)).file_name()?;
+    parse_member_name(name.to_str()?)
+}
+
+/// What must stay, of all that somebody has imported. `members` take part in the pause, and have said what they hold;
+/// `bystanders` live and take no part.
+///
+/// Memory of an owner that has ended is not among it, unless it is pinned: it is given up, since its contents were its
+/// owner's to save.
+pub fn decide(members: &[(MemberId, &References)], bystanders: &BTreeSet<MemberId>) -> Vec<Stay> {
+    let mut owned: HashMap<AllocationId, MemberId> = HashMap::new();
+    let mut pinned: BTreeSet<AllocationId> = BTreeSet::new();
+    for (member, references) in members {
+        owned.extend(references.given.iter().map(|held| (held.id, *member)));
+        let taken = references.taken.iter().flat_map(|(_, held)| held);
+        let held = references.given.iter().chain(taken);
+        pinned.extend(held.filter(|held| held.is_pinned).map(|held| held.id));
+    }
+    let takes_part: BTreeSet<MemberId> = members.iter().map(|(member, _)| *member).collect();
+    let mut stays: BTreeMap<AllocationId, StayReason> = BTreeMap::new();
+    let all_taken = members.iter().flat_map(|(_, references)| &references.taken);
+    for (owner, held) in all_taken.flat_map(|(owner, held)| held.iter().map(move |h| (*owner, h))) {
+        let reason = match owned.get(&held.id) {
+            None if takes_part.contains(&owner) => Some(StayReason::LetGo),
+            None if bystanders.contains(&owner) => Some(StayReason::OwnerApart),
+            Some(_) | None => pinned.contains(&held.id).then_some(StayReason::Pinned),
+        };
+        if let Some(reason) = reason {
+            stays.insert(held.id, reason);
+        }
+    }
+    stays.into_iter().map(|(id, reason)| Stay { id, reason }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn held(number: u8) -> Held {
+        Held { id: AllocationId([number; 16]), is_pinned: false }
+    }
+
+    fn pinned(number: u8) -> Held {
+        Held { is_pinned: true, ..held(number) }
+    }
+
+    fn owner(given: &[Held]) -> References {
+        References { given: given.to_vec(), ..References::default() }
+    }
+
+    fn importer(owner: u64, held: &[Held]) -> References {
+        References { taken: vec![(MemberId(owner), held.to_vec())], ..References::default() }
+    }
+
+    fn decided(all: &[(u64, References)], bystanders: &[u64]) -> Vec<(u8, StayReason)> {
+        let members: Vec<_> = all.iter().map(|(id, held)| (MemberId(*id), held)).collect();
+        let bystanders = bystanders.iter().map(|id| MemberId(*id)).collect();
+        let stays = decide(&members, &bystanders).into_iter();
+        stays.map(|stay| (stay.id.0[0], stay.reason)).collect()
+    }
+
+    #[test]
+    fn what_its_owner_has_leaves_with_it() {
+        let all = [(1, owner(&[held(7), held(8)])), (2, importer(1, &[held(7)]))];
+        assert_eq!(decided(&all, &[]), []);
+    }
+
+    #[test]
+    fn what_its_owner_let_go_stays_for_all_who_hold_it() {
+        let all = [
+            (1, owner(&[held(7)])),
+            (2, importer(1, &[held(7), held(8)])),
+            (3, importer(1, &[held(8)])),
+        ];
+        assert_eq!(decided(&all, &[]), [(8, StayReason::LetGo)]);
+    }
+
+    #[test]
+    fn what_is_pinned_by_anybody_stays_everywhere() {
+        let by_importer = [(1, owner(&[held(7)])), (2, importer(1, &[pinned(7)]))];
+        assert_eq!(decided(&by_importer, &[]), [(7, StayReason::Pinned)]);
+        let by_owner = [(1, owner(&[pinned(7)])), (2, importer(1, &[held(7)]))];
+        assert_eq!(decided(&by_owner, &[]), [(7, StayReason::Pinned)]);
+        // Nobody else holds it: its owner's own pin keeps it.
+        assert_eq!(decided(&[(1, owner(&[pinned(7)]))], &[]), []);
+    }
+
+    #[test]
+    fn memory_of_the_dead_is_given_up_and_of_bystanders_stays() {
+        let all = [(2, importer(1, &[held(7)]))];
+        assert_eq!(decided(&all, &[]), []);
+        assert_eq!(decided(&all, &[1]), [(7, StayReason::OwnerApart)]);
+        let pinned_of_the_dead = [(2, importer(1, &[pinned(7)])), (3, importer(1, &[held(7)]))];
+        assert_eq!(decided(&pinned_of_the_dead, &[]), [(7, StayReason::Pinned)]);
+    }
+}
