@@ -1,0 +1,179 @@
+//! Tickets and `cudaIpc` handles that are redeemed while their owner is being paused.
+
+use std::os::fd::OwnedFd;
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use tenants::coordinator::{Event, Options, Outcome, Step, TakesPart};
+use tenants::gate::Passage;
+use tenants::member::ImportError;
+use tenants::scope::{Scope, TagNames};
+use tenants::ticket::Ticket;
+use tenants::wire::{Action, MemberState, Phase};
+use vmm_pool::driver::{AllocationProp, VaRange};
+
+use crate::stage::{
+    DEVICE, Process, Stage, UNIT, assert_one_memory, holds, kept, map, options, redeem, tenant,
+    used_bytes, write, written,
+};
+
+/// Redeems on a thread of its own, inside its gate as an application's call is, and maps what it gets.
+fn redeems(importer: &Process, ticket: &OwnedFd) -> JoinHandle<VaRange> {
+    let (importer, ticket) = (importer.clone(), ticket.try_clone().expect("a copy"));
+    std::thread::spawn(move || {
+        let imported = {
+            let _pass = importer.gate().pass(Passage::Use);
+            redeem(&importer, &ticket).expect("redeemed in the end")
+        };
+        let _pass = importer.gate().pass(Passage::Use);
+        map(&importer, imported, 2)
+    })
+}
+
+/// A process joins when `phase` begins, and comes with a ticket.
+fn joined_in(phase: Phase) {
+    let stage = Stage::new();
+    let owner = stage.join();
+    let (handle, at_owner) = written(&owner, 2, "", 7);
+    let ticket = owner.issue_ticket(handle).expect("a ticket");
+    let mut late: Option<(Process, JoinHandle<VaRange>)> = None;
+    let outcome = stage.act_with(Action::Pause, options(Scope::Whole), &mut |event| {
+        if let Event::StepStarted { step: Step::Phase(begun), .. } = event
+            && begun == phase
+            && late.is_none()
+        {
+            let importer = stage.join();
+            let redeeming = redeems(&importer, &ticket);
+            late = Some((importer, redeeming));
+        }
+    });
+    assert!(outcome.is_ok(), "{phase:?}: {outcome:?}");
+    let (importer, redeeming) = late.expect("it joined");
+    assert_eq!(owner.state(), MemberState::Paused, "{phase:?}");
+    // Whoever is not paused waits with the ticket in its hand.
+    let is_there = importer.state() == MemberState::Active;
+    if is_there {
+        assert_eq!(used_bytes(&owner), 0, "{phase:?}: nobody was given the old memory");
+    }
+    stage.resume();
+    let at_importer = redeeming.join().expect("redeemed");
+    assert_eq!(holds(&importer, at_importer, 7), Ok(true), "{phase:?}");
+    assert_one_memory((&owner, at_owner), (&importer, at_importer), 8);
+    assert_eq!(used_bytes(&owner), 2 * UNIT, "{phase:?}");
+    // All of them together, once more.
+    stage.pause();
+    assert_eq!(used_bytes(&owner), 0, "{phase:?}");
+    stage.resume();
+    assert_one_memory((&importer, at_importer), (&owner, at_owner), 9);
+}
+
+#[test]
+fn a_process_that_joins_in_a_pause_and_redeems_a_ticket_gets_the_memory_that_all_see() {
+    for phase in [Phase::CloseGate, Phase::Drain, Phase::Save, Phase::Release] {
+        joined_in(phase);
+    }
+}
+
+#[test]
+fn a_process_that_waits_with_a_ticket_of_a_paused_owner_can_be_paused_itself() {
+    let stage = Stage::new();
+    let owner = stage.join();
+    let (handle, at_owner) = written(&owner, 2, "", 7);
+    let ticket = owner.issue_ticket(handle).expect("a ticket");
+    stage.pause();
+    let importer = stage.join();
+    let redeeming = redeems(&importer, &ticket);
+    // It is refused at least once before its own pause.
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while importer.gate().waits() == 0 && Instant::now() < deadline {
+        if stage.act(Action::Pause, Scope::Whole).is_ok() {
+            break;
+        }
+    }
+    assert_eq!((owner.state(), importer.state()), (MemberState::Paused, MemberState::Paused));
+    stage.resume();
+    let at_importer = redeeming.join().expect("redeemed");
+    assert_one_memory((&owner, at_owner), (&importer, at_importer), 8);
+}
+
+/// A block with contents 7, and a handle for it as `cudaIpc` gives them.
+fn block(owner: &Process, tag: &str) -> (VaRange, Ticket, u64) {
+    let prop = AllocationProp::pinned_on(DEVICE);
+    let start = owner.pool().block_allocate(2 * UNIT, &prop, &[DEVICE], kept(tag)).expect("block");
+    let range = VaRange::new(start, 2 * UNIT);
+    write(owner, range, 7);
+    let (allocation, asked_bytes, size_bytes) = owner.pool().block_identity(start).expect("known");
+    let ticket = Ticket {
+        allocation,
+        serial: 0,
+        size_bytes,
+        owner: owner.id(),
+        owner_socket: owner.socket_path().to_owned(),
+        tenant: tenant(),
+    };
+    (range, ticket, asked_bytes)
+}
+
+fn own_tags(owner: &Process) -> Scope {
+    Scope::Tags { tags: TagNames::All, owner: Some(owner.id()) }
+}
+
+fn alone(owner: &Process) -> Options {
+    Options { takes_part: TakesPart::Alone(owner.id()), ..options(own_tags(owner)) }
+}
+
+#[test]
+fn a_handle_opened_while_its_owner_pauses_alone_is_refused_by_the_tags_name_and_opens_afterwards() {
+    let stage = Stage::new();
+    let (owner, importer) = (stage.join(), stage.join());
+    let (at_owner, ticket, asked_bytes) = block(&owner, "kv");
+    let (tell, hear) = mpsc::channel();
+    let opening = |ticket: Ticket| {
+        let (importer, tell) = (importer.clone(), tell.clone());
+        std::thread::spawn(move || {
+            let _pass = importer.gate().pass(Passage::Use);
+            tell.send(importer.redeem_ticket(&ticket, "test")).expect("heard");
+        })
+    };
+    let mut opened = None;
+    let outcome = stage.act_with(Action::Pause, alone(&owner), &mut |event| {
+        if let Event::StepStarted { step: Step::Phase(Phase::Save), .. } = event {
+            opened = Some(opening(ticket.clone()));
+        }
+    });
+    assert!(matches!(outcome, Ok(Outcome::Completed(_))), "{outcome:?}");
+    let refused = hear.recv_timeout(Duration::from_secs(30)).expect("an answer");
+    let Err(ImportError::Refused(failure)) = refused else { panic!("{refused:?}") };
+    assert!(failure.message.contains("tag 'kv' is paused"), "{failure}");
+    opened.expect("it tried").join().expect("it ended");
+    assert_eq!(used_bytes(&owner), 0);
+
+    let resumed = stage.act_with(Action::Resume, alone(&owner), &mut |_| {});
+    assert!(matches!(resumed, Ok(Outcome::Completed(_))), "{resumed:?}");
+    let handle = importer.redeem_ticket(&ticket, "test").expect("it is there").raw();
+    let start = importer.pool().block_open(handle, asked_bytes, DEVICE).expect("opened");
+    let at_importer = VaRange::new(start, 2 * UNIT);
+    assert_eq!(holds(&importer, at_importer, 7), Ok(true));
+    assert_one_memory((&owner, at_owner), (&importer, at_importer), 8);
+}
+
+#[test]
+fn an_alone_pause_of_memory_that_somebody_has_opened_gives_way_to_one_of_all() {
+    let stage = Stage::new();
+    let (owner, importer) = (stage.join(), stage.join());
+    let (at_owner, ticket, asked_bytes) = block(&owner, "kv");
+    let handle = importer.redeem_ticket(&ticket, "test").expect("redeemed").raw();
+    let start = importer.pool().block_open(handle, asked_bytes, DEVICE).expect("opened");
+    let at_importer = VaRange::new(start, 2 * UNIT);
+    let refused = stage.act_with(Action::Pause, alone(&owner), &mut |_| {});
+    let refused = refused.expect_err("it is shared");
+    assert!(refused.is_shared(), "{refused}");
+    assert_eq!(holds(&importer, at_importer, 7), Ok(true), "nothing has moved");
+    stage.must(Action::Pause, own_tags(&owner));
+    assert_eq!(used_bytes(&owner), 0);
+    assert!(holds(&importer, at_importer, 7).is_err());
+    stage.must(Action::Resume, own_tags(&owner));
+    assert_eq!(holds(&importer, at_importer, 7), Ok(true));
+    assert_one_memory((&owner, at_owner), (&importer, at_importer), 8);
+}
