@@ -7,6 +7,11 @@
 //! [`decide`] is a pure function of what all of them said when their gates were shut and their pools frozen, so
 //! all of it was true at one moment.
 
+#[cfg(test)]
+mod model;
+#[cfg(test)]
+mod search;
+
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;

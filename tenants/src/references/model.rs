@@ -1,0 +1,621 @@
+//! A model of one allocation that three processes share: its owner, one that has imported it, and one that joins.
+//!
+//! Whatever can happen to it happens here in every order: writes, pins, tickets redeemed, frees on any side, also
+//! while it is away; pauses of everything and by tag, step by step in each process; a step that fails, a death, a
+//! coordinator that ends. What stays in a pause is decided by the code itself ([`decide`]).
+
+use std::collections::BTreeSet;
+
+use vmm_pool::{AllocationId, Held, StayReason};
+
+use super::{References, decide};
+use crate::identity::MemberId;
+
+/// Creates the memory.
+pub(super) const OWNER: usize = 0;
+/// Is in the tenant from the start.
+pub(super) const IMPORTER: usize = 1;
+/// May join at any time.
+pub(super) const NEWCOMER: usize = 2;
+pub(super) const ALL: [usize; 3] = [OWNER, IMPORTER, NEWCOMER];
+
+const ID: AllocationId = AllocationId([1; 16]);
+
+/// What a process has of the allocation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Memory {
+    /// Nothing: no row in its table.
+    None,
+    /// The physical memory of this number.
+    Resident(u8),
+    /// A row, and no memory.
+    Away,
+    /// A row, and the knowledge that nobody can bring it back.
+    Lost,
+}
+
+/// How far a process has come in a pause or resume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) enum Stage {
+    Runs,
+    Shut,
+    Drained,
+    Saved,
+    Paused,
+    Created,
+    Imported,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a fact of its own, and all combinations are meant"
+)]
+pub(super) struct Process {
+    pub(super) is_member: bool,
+    pub(super) lives: bool,
+    pub(super) stage: Stage,
+    pub(super) memory: Memory,
+    /// Its application holds it.
+    pub(super) is_held: bool,
+    pinned: bool,
+    stays: bool,
+    frozen: bool,
+    /// Of the last step, whose answer the coordinator has.
+    said: Option<Said>,
+    /// What this pause has taken, and a resume in progress would have to give back.
+    restored: bool,
+}
+
+/// What [`References`] come down to for one allocation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Said {
+    given: bool,
+    taken: bool,
+    pinned: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Step {
+    Close,
+    Drain,
+    Save,
+    Release,
+    Create,
+    Import,
+    Activate,
+    UndoPause,
+    UndoResume,
+}
+
+/// What is under way, if anything.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Action {
+    step: Step,
+    /// Who takes part.
+    members: [bool; 3],
+    /// Who has done the step.
+    done: [bool; 3],
+    by_tag: bool,
+    without_lost: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct State {
+    pub(super) processes: [Process; 3],
+    /// What each physical memory holds, by its number.
+    values: [u8; 10],
+    made: u8,
+    /// What was written last.
+    written: u8,
+    /// The owner's: who may hold it, who has fetched it again, an open ticket, saved contents.
+    importers: [bool; 3],
+    fetched: Option<[bool; 3]>,
+    ticket: bool,
+    saved: Option<u8>,
+    pub(super) action: Option<Action>,
+    /// What may still happen.
+    pub(super) left: Left,
+    /// A process took memory for its own that all others took for nobody's.
+    pub(super) disowned: bool,
+}
+
+/// How often each kind of event may still happen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Left {
+    pub(super) pauses: u8,
+    pub(super) writes: u8,
+    pub(super) pins: u8,
+    pub(super) failures: u8,
+    pub(super) deaths: u8,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Event {
+    Write(usize),
+    Pin(usize),
+    IssueTicket,
+    Redeem(usize),
+    Free(usize),
+    Join,
+    Die(usize),
+    Pause {
+        by_tag: bool,
+    },
+    Resume {
+        without_lost: bool,
+    },
+    /// A process does the step under way.
+    Do(usize),
+    /// The step under way fails in a process, or the coordinator ends.
+    Fail,
+}
+
+impl State {
+    pub(super) fn new(left: Left) -> Self {
+        let process = |is_member, memory, is_held| Process {
+            is_member,
+            lives: true,
+            stage: Stage::Runs,
+            memory,
+            is_held,
+            pinned: false,
+            stays: false,
+            frozen: false,
+            said: None,
+            restored: false,
+        };
+        Self {
+            processes: [
+                process(true, Memory::Resident(0), true),
+                process(true, Memory::None, false),
+                process(false, Memory::None, false),
+            ],
+            values: [0; 10],
+            made: 1,
+            written: 0,
+            importers: [false; 3],
+            fetched: None,
+            ticket: false,
+            saved: None,
+            action: None,
+            left,
+            disowned: false,
+        }
+    }
+
+    fn is_in(&self, who: usize) -> bool {
+        self.processes[who].is_member && self.processes[who].lives
+    }
+
+    fn runs(&self, who: usize) -> bool {
+        self.is_in(who) && self.processes[who].stage == Stage::Runs
+    }
+
+    /// The number of the memory that `who` can use now.
+    pub(super) fn usable(&self, who: usize) -> Option<u8> {
+        match self.processes[who].memory {
+            Memory::Resident(number) if self.runs(who) => Some(number),
+            Memory::Resident(_) | Memory::None | Memory::Away | Memory::Lost => None,
+        }
+    }
+
+    pub(super) fn value_of(&self, number: u8) -> u8 {
+        self.values[usize::from(number)]
+    }
+
+    pub(super) fn written(&self) -> u8 {
+        self.written
+    }
+
+    /// Everything that can happen now.
+    pub(super) fn events(&self) -> Vec<Event> {
+        let mut events = Vec::new();
+        for who in ALL {
+            if self.usable(who).is_some() && self.processes[who].is_held {
+                events.extend((self.left.writes > 0).then_some(Event::Write(who)));
+                events.extend((self.left.pins > 0).then_some(Event::Pin(who)));
+            }
+            let is_at_rest = matches!(self.processes[who].stage, Stage::Runs | Stage::Paused);
+            if self.is_in(who) && is_at_rest && self.processes[who].is_held {
+                events.push(Event::Free(who));
+            }
+            if who != OWNER && self.can_redeem(who) {
+                events.push(Event::Redeem(who));
+            }
+            if self.is_in(who) && self.left.deaths > 0 {
+                events.push(Event::Die(who));
+            }
+        }
+        if self.usable(OWNER).is_some() && self.processes[OWNER].is_held && !self.ticket {
+            events.push(Event::IssueTicket);
+        }
+        if !self.processes[NEWCOMER].is_member {
+            events.push(Event::Join);
+        }
+        match &self.action {
+            Some(action) => {
+                let todo = |who: &usize| action.members[*who] && !action.done[*who];
+                events.extend(ALL.into_iter().filter(todo).map(Event::Do));
+                events.extend((self.left.failures > 0).then_some(Event::Fail));
+            }
+            None => self.commands(&mut events),
+        }
+        events
+    }
+
+    fn commands(&self, events: &mut Vec<Event>) {
+        let any_runs = ALL.into_iter().any(|who| self.runs(who));
+        if self.left.pauses > 0 && any_runs {
+            events.push(Event::Pause { by_tag: false });
+            // A tenant that is paused as a whole, in part, is resumed first.
+            if !self.some_are(Stage::Paused) {
+                events.push(Event::Pause { by_tag: true });
+            }
+        }
+        if self.needs_resume() {
+            events.push(Event::Resume { without_lost: false });
+            events.push(Event::Resume { without_lost: true });
+        }
+    }
+
+    fn some_are(&self, stage: Stage) -> bool {
+        ALL.into_iter().any(|who| self.is_in(who) && self.processes[who].stage == stage)
+    }
+
+    /// Is there something to bring back?
+    pub(super) fn needs_resume(&self) -> bool {
+        let is_away = |who| self.is_in(who) && self.processes[who].memory == Memory::Away;
+        self.some_are(Stage::Paused) || ALL.into_iter().any(is_away)
+    }
+
+    /// Its owner gives it to an importer that runs, with a ticket or a handle that holds nothing.
+    fn can_redeem(&self, who: usize) -> bool {
+        let owner = &self.processes[OWNER];
+        let is_there = matches!(owner.memory, Memory::Resident(_)) && !owner.frozen;
+        let has_none = self.processes[who].memory == Memory::None;
+        self.runs(who) && owner.lives && is_there && has_none
+    }
+
+    pub(super) fn after(&self, event: Event) -> Self {
+        let mut next = self.clone();
+        match event {
+            Event::Write(who) => {
+                next.left.writes -= 1;
+                next.written += 1;
+                if let Memory::Resident(number) = next.processes[who].memory {
+                    next.values[usize::from(number)] = next.written;
+                }
+            }
+            Event::Pin(who) => {
+                next.left.pins -= 1;
+                next.processes[who].pinned = true;
+            }
+            Event::IssueTicket => next.ticket = true,
+            Event::Redeem(who) => next.redeem(who),
+            Event::Free(who) => {
+                next.processes[who].is_held = false;
+                next.forget_unheld(who);
+            }
+            Event::Join => next.processes[NEWCOMER].is_member = true,
+            Event::Die(who) => next.die(who),
+            Event::Pause { by_tag } => next.begin_pause(by_tag),
+            Event::Resume { without_lost } => next.begin_resume(without_lost),
+            Event::Do(who) => next.do_step(who),
+            Event::Fail => {
+                next.left.failures -= 1;
+                next.go_back();
+            }
+        }
+        next.advance();
+        next
+    }
+
+    fn redeem(&mut self, who: usize) {
+        self.processes[who].memory = self.processes[OWNER].memory;
+        self.processes[who].is_held = true;
+        self.importers[who] = true;
+        self.ticket = false;
+        self.forget_unheld(OWNER);
+    }
+
+    /// The rule of the pool: a row lives while its application holds it, or a ticket does; what is away also as long
+    /// as an importer may come for it.
+    fn forget_unheld(&mut self, who: usize) {
+        let (ticket, owed) = if who == OWNER {
+            let is_away = self.processes[OWNER].memory == Memory::Away;
+            (self.ticket, is_away && self.importers.contains(&true))
+        } else {
+            (false, false)
+        };
+        let process = &mut self.processes[who];
+        if !process.is_held && !ticket && !owed {
+            process.memory = Memory::None;
+            process.pinned = false;
+            process.stays = false;
+            if who == OWNER {
+                self.saved = None;
+                self.importers = [false; 3];
+            }
+        }
+    }
+
+    fn die(&mut self, who: usize) {
+        self.left.deaths -= 1;
+        let process = &mut self.processes[who];
+        process.lives = false;
+        process.memory = Memory::None;
+        process.is_held = false;
+        if who == OWNER {
+            self.saved = None;
+            self.ticket = false;
+        }
+        let Some(action) = &mut self.action else {
+            return;
+        };
+        if !action.members[who] {
+            return;
+        }
+        action.members[who] = false;
+        // Behind the point of no return whoever is left goes on; before it all go back.
+        if !matches!(action.step, Step::Release | Step::Activate) {
+            self.go_back();
+        }
+    }
+
+    fn begin(&mut self, step: Step, members: [bool; 3], by_tag: bool, without_lost: bool) {
+        if members.contains(&true) {
+            let done = [false; 3];
+            self.action = Some(Action { step, members, done, by_tag, without_lost });
+        }
+    }
+
+    fn begin_pause(&mut self, by_tag: bool) {
+        self.left.pauses -= 1;
+        let members = ALL.map(|who| self.runs(who));
+        self.begin(Step::Close, members, by_tag, false);
+    }
+
+    fn begin_resume(&mut self, without_lost: bool) {
+        let by_tag = !self.some_are(Stage::Paused);
+        let stage = if by_tag { Stage::Runs } else { Stage::Paused };
+        let members = ALL.map(|who| self.is_in(who) && self.processes[who].stage == stage);
+        self.begin(Step::Create, members, by_tag, without_lost);
+    }
+
+    fn go_back(&mut self) {
+        let Some(action) = &mut self.action else {
+            return;
+        };
+        let undo = match action.step {
+            Step::Close | Step::Drain | Step::Save => Step::UndoPause,
+            Step::Create | Step::Import => Step::UndoResume,
+            // A step of these that fails is done by the next command, or by the process alone.
+            Step::Release | Step::Activate | Step::UndoPause | Step::UndoResume => return,
+        };
+        action.step = undo;
+        action.done = [false; 3];
+    }
+
+    fn do_step(&mut self, who: usize) {
+        let Some(action) = self.action.clone() else {
+            return;
+        };
+        let done = match action.step {
+            Step::Close => {
+                self.processes[who].stage = Stage::Shut;
+                true
+            }
+            Step::Drain => {
+                self.drain(who);
+                true
+            }
+            Step::Save => self.save(who),
+            Step::Release => {
+                self.release(who, action.by_tag);
+                true
+            }
+            Step::Create => {
+                self.create(who);
+                true
+            }
+            Step::Import => self.import(who, action.without_lost),
+            Step::Activate => {
+                self.activate(who);
+                true
+            }
+            Step::UndoPause => {
+                self.undo_pause(who);
+                true
+            }
+            Step::UndoResume => {
+                self.undo_resume(who, action.by_tag);
+                true
+            }
+        };
+        if !done {
+            self.go_back();
+        } else if let Some(action) = &mut self.action {
+            action.done[who] = true;
+        }
+    }
+
+    fn drain(&mut self, who: usize) {
+        let is_shared = self.importers.contains(&true) || self.ticket;
+        let process = &mut self.processes[who];
+        process.stage = Stage::Drained;
+        process.frozen = true;
+        let is_there = matches!(process.memory, Memory::Resident(_));
+        process.said = Some(Said {
+            given: who == OWNER && process.memory != Memory::None && is_shared,
+            taken: who != OWNER && is_there,
+            pinned: process.pinned,
+        });
+    }
+
+    /// What the coordinator decides from what all have said.
+    fn decision(&self, members: [bool; 3]) -> Option<StayReason> {
+        let name = |who: usize| MemberId(who as u64);
+        let said = |who: usize| self.processes[who].said.filter(|_| members[who]);
+        let references = ALL.map(|who| {
+            let held = |said: Said| Held { id: ID, is_pinned: said.pinned };
+            let given = said(who).filter(|said| said.given).map(held).into_iter().collect();
+            let taken = said(who).filter(|said| said.taken).map(held);
+            let taken = taken.map(|held| (name(OWNER), vec![held])).into_iter().collect();
+            References { given, taken, shares_scope: false }
+        });
+        let take_part: Vec<_> = ALL
+            .into_iter()
+            .filter(|who| members[*who])
+            .map(|who| (name(who), &references[who]))
+            .collect();
+        let apart = ALL.into_iter().filter(|who| self.is_in(*who) && !members[*who]);
+        let bystanders: BTreeSet<MemberId> = apart.map(name).collect();
+        decide(&take_part, &bystanders).first().map(|stay| stay.reason)
+    }
+
+    fn save(&mut self, who: usize) -> bool {
+        let Some(action) = &self.action else {
+            return false;
+        };
+        let reason = self.decision(action.members);
+        let has_row = self.processes[OWNER].memory != Memory::None;
+        if who == OWNER && has_row && !matches!(reason, None | Some(StayReason::Pinned)) {
+            self.disowned = true;
+            return false;
+        }
+        let process = &mut self.processes[who];
+        process.stays = reason.is_some() && process.memory != Memory::None;
+        process.stage = Stage::Saved;
+        if let (OWNER, Memory::Resident(number), false) =
+            (who, process.memory, process.pinned || process.stays)
+        {
+            self.saved = Some(self.values[usize::from(number)]);
+        }
+        true
+    }
+
+    fn release(&mut self, who: usize, by_tag: bool) {
+        let process = &mut self.processes[who];
+        if let (Memory::Resident(_), false) = (process.memory, process.pinned || process.stays) {
+            process.memory = Memory::Away;
+        }
+        process.stage = if by_tag { Stage::Runs } else { Stage::Paused };
+        process.frozen = !by_tag;
+    }
+
+    fn create(&mut self, who: usize) {
+        let process = &mut self.processes[who];
+        process.stage = Stage::Created;
+        process.frozen = true;
+        process.restored = false;
+        if who == OWNER && process.memory == Memory::Away {
+            process.memory = Memory::Resident(self.made);
+            process.restored = true;
+            // What was not saved comes back with something else.
+            self.values[usize::from(self.made)] = self.saved.unwrap_or(u8::MAX);
+            self.made += 1;
+            self.fetched = Some([false; 3]);
+        }
+    }
+
+    fn import(&mut self, who: usize, without_lost: bool) -> bool {
+        self.processes[who].stage = Stage::Imported;
+        if who == OWNER || self.processes[who].memory != Memory::Away {
+            return true;
+        }
+        let owner = &self.processes[OWNER];
+        match owner.memory {
+            Memory::Resident(_) if owner.lives => {
+                self.processes[who].memory = owner.memory;
+                self.processes[who].restored = true;
+                self.importers[who] = true;
+                if let Some(fetched) = &mut self.fetched {
+                    fetched[who] = true;
+                }
+                true
+            }
+            // It has it, and takes no part: the tag is to be resumed first.
+            Memory::Away if owner.lives => false,
+            Memory::Resident(_) | Memory::None | Memory::Away | Memory::Lost => {
+                if without_lost {
+                    self.processes[who].memory = Memory::Lost;
+                }
+                without_lost
+            }
+        }
+    }
+
+    fn activate(&mut self, who: usize) {
+        self.run_on(who);
+        if who == OWNER {
+            if let Some(fetched) = self.fetched.take() {
+                self.importers = fetched;
+            }
+            self.saved = None;
+            self.forget_unheld(OWNER);
+        }
+    }
+
+    fn run_on(&mut self, who: usize) {
+        let process = &mut self.processes[who];
+        process.stage = Stage::Runs;
+        process.frozen = false;
+        process.stays = false;
+        process.restored = false;
+        process.said = None;
+    }
+
+    fn undo_pause(&mut self, who: usize) {
+        self.run_on(who);
+        if who == OWNER && matches!(self.processes[OWNER].memory, Memory::Resident(_)) {
+            self.saved = None;
+        }
+    }
+
+    fn undo_resume(&mut self, who: usize, by_tag: bool) {
+        let process = &mut self.processes[who];
+        if !matches!(process.stage, Stage::Created | Stage::Imported) {
+            return;
+        }
+        if process.restored {
+            process.memory = Memory::Away;
+            process.restored = false;
+        }
+        process.stage = if by_tag { Stage::Runs } else { Stage::Paused };
+        process.frozen = !by_tag;
+        if who == OWNER {
+            self.fetched = None;
+        }
+    }
+
+    /// The coordinator's side: the next step when all have done this one.
+    fn advance(&mut self) {
+        let Some(action) = self.action.clone() else {
+            return;
+        };
+        if ALL.into_iter().any(|who| action.members[who] && !action.done[who]) {
+            return;
+        }
+        let next = match action.step {
+            Step::Close => Step::Drain,
+            Step::Drain if self.somebody_joined(action.members) => Step::UndoPause,
+            Step::Drain => Step::Save,
+            Step::Save => Step::Release,
+            Step::Create => Step::Import,
+            Step::Import => Step::Activate,
+            Step::Release | Step::Activate | Step::UndoPause | Step::UndoResume => {
+                self.action = None;
+                return;
+            }
+        };
+        let members = action.members;
+        self.action =
+            members.contains(&true).then_some(Action { step: next, done: [false; 3], ..action });
+    }
+
+    fn somebody_joined(&self, members: [bool; 3]) -> bool {
+        // Whoever was paused before is known; only a process that runs can be new.
+        ALL.into_iter().any(|who| self.runs(who) && !members[who])
+    }
+}
