@@ -8,6 +8,7 @@ pub mod identity;
 pub mod member;
 pub mod region;
 pub mod run_dir;
+pub mod saving;
 pub mod scope;
 mod slots;
 pub mod ticket;
