@@ -15,6 +15,7 @@ mod error;
 mod interrupt;
 mod peers;
 mod report;
+mod saving;
 mod session;
 mod shared;
 mod shortage;
@@ -30,6 +31,7 @@ pub use report::{
     Step, Swap, TenantStats, Who, phase_label,
 };
 
+pub use saving::{SaveError, SaveReport, SaveState};
 pub use shortage::{DeviceShortage, Holder};
 
 use peers::{Peers, Reached, reach, with_source};

@@ -9,6 +9,7 @@ pub mod member;
 pub mod references;
 pub mod region;
 pub mod run_dir;
+pub mod saving;
 pub mod scope;
 mod slots;
 pub mod ticket;

@@ -12,6 +12,8 @@ use crate::cut::{CutReport, Limits, Seat, Seen};
 use crate::host_memory::HostNeed;
 use crate::identity::MemberId;
 use crate::references::{References, Stay};
+use crate::saving::DirName;
+use crate::saving::map::SaveAccount;
 use crate::scope::Scope;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
@@ -73,6 +75,26 @@ pub enum Request {
         /// Who asks.
         importer: MemberId,
     },
+    /// Write what a pause has saved of you to files, a step at a time. It ends with this connection, and with any
+    /// other step of a pause or resume. Answered with [`Reply::Saving`] or [`Reply::Failed`].
+    Save(SaveStep),
+}
+
+/// One step of writing saved contents to files.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SaveStep {
+    /// Say how much it is; write nothing yet.
+    Begin {
+        /// Where to.
+        dir: DirName,
+    },
+    /// Write on for at most this long.
+    WriteOn {
+        /// How long.
+        for_ms: u64,
+    },
+    /// Remove what is written, as far as it is not whole.
+    CallOff,
 }
 
 /// Why descriptors are fetched.
@@ -114,8 +136,37 @@ pub enum Reply {
         /// Allocations asked for again that this process does not have any more. No descriptor comes for them.
         missing: Vec<AllocationId>,
     },
+    /// To [`Request::Save`].
+    Saving(Box<SaveProgress>),
     /// The request was not carried out; the process is as before the request unless `failure` says so.
     Failed(Failure),
+}
+
+/// How far a process is with writing saved contents to files.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SaveProgress {
+    /// What it has.
+    pub account: SaveAccount,
+    /// Bytes of [`SaveAccount::saved_bytes`] that are written.
+    pub written_bytes: u64,
+    /// How far it is.
+    pub stage: SaveStage,
+}
+
+/// See [`SaveProgress`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SaveStage {
+    /// It runs, and has all its memory: there is nothing to write.
+    Nothing,
+    /// There is more to write.
+    Writing,
+    /// All is written.
+    Written {
+        /// The name of its map in the directory.
+        map: String,
+    },
+    /// Nothing is being written, and what was not whole is removed.
+    CalledOff,
 }
 
 /// The two things that can be done to a tenant.

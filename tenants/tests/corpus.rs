@@ -17,13 +17,15 @@ use tenants::cut::{
 use tenants::host_memory::{HostLimit, HostNeed, LimitKind};
 use tenants::identity::{MemberId, TenantName};
 use tenants::references::{References, Stay};
+use tenants::saving::DirName;
+use tenants::saving::map::SaveAccount;
 use tenants::scope::{Scope, TagNames};
 use tenants::ticket::Ticket;
 use tenants::transport::Limits;
 use tenants::transport::frame::{HEADER_BYTES, decode, decode_payload, encode};
 use tenants::wire::{
     Action, Asked, DeviceDelta, Failure, FailureKind, FetchPurpose, MemberInfo, MemberState,
-    MemberStats, Phase, PhaseReport, Reply, Request, TagBytes,
+    MemberStats, Phase, PhaseReport, Reply, Request, SaveProgress, SaveStage, SaveStep, TagBytes,
 };
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, Held, PoolReport, StayReason};
@@ -121,6 +123,11 @@ fn requests() -> Vec<Request> {
             importer: MemberId(0x0123_4567_89ab_cdef),
         },
         Request::GiveUp { action: Action::Pause, why: "process 1 has ended".to_owned() },
+        Request::Save(SaveStep::Begin {
+            dir: DirName { path: b"/data/saved".to_vec(), device: 66305, inode: u64::MAX },
+        }),
+        Request::Save(SaveStep::WriteOn { for_ms: 500 }),
+        Request::Save(SaveStep::CallOff),
     ]
 }
 
@@ -202,6 +209,11 @@ fn replies() -> Vec<Reply> {
         Reply::Consented,
         Reply::Noted,
         Reply::Fds { count: 0, tags: Vec::new(), missing: vec![ID] },
+        Reply::Saving(Box::new(SaveProgress {
+            account: SaveAccount { saved_bytes: 3 << 30, ..SaveAccount::default() },
+            written_bytes: 1 << 30,
+            stage: SaveStage::Written { map: "process-1.json".to_owned() },
+        })),
         Reply::Failed(Failure { kind, message: "process 1: no memory".to_owned() }),
     ]
 }

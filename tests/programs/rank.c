@@ -108,6 +108,8 @@ static bool obey(const char *line)
         command_allocate(number);
     else if (strcmp(first, "allocate-as-nccl") == 0)
         command_allocate_as_nccl(number);
+    else if (strcmp(first, "hold") == 0)
+        command_hold(line);
     else if (strcmp(line, "memory") == 0)
         command_memory();
     else if (strcmp(line, "spin") == 0)

@@ -25,7 +25,10 @@ pub use pool::{
 };
 pub use report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
 pub use staging::{HostBudget, HostDemand, check_file_dir};
-pub use vacate::{ImportRequest, SavedError, Selection, Step, StepLog, Tags, Whose};
+pub use vacate::{
+    Holding, HoldingSource, ImportRequest, SavedError, Selection, Standing, Step, StepLog, Tags,
+    Whose, WriteOut, Written,
+};
 
 /// The random identity of a physical allocation, the same in every process that holds it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

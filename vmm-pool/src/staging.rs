@@ -25,6 +25,7 @@ use std::sync::Arc;
 
 use chunk::{CHUNK_BYTES, CHUNK_LENGTH, Chunk, new_chunk};
 use crossbeam_channel::Receiver;
+pub(crate) use disk::ContentsFile;
 use disk::Disk;
 pub use disk::check_file_dir;
 use ring::Ring;

@@ -28,6 +28,8 @@ pub(crate) enum Command {
     Resume(ResumeArgs),
     /// Pause one tenant, then resume another
     Swap(SwapArgs),
+    /// Write what a paused tenant has saved to files, with a map of them; the tenant stays as it is
+    Save(SaveArgs),
     /// Show what the processes of a tenant hold, and how their last pause and resume went
     Stats(StatsArgs),
     /// Check whether this machine is able, and what is in the way
@@ -153,6 +155,17 @@ pub(crate) struct SwapArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct SaveArgs {
+    /// The tenant
+    #[arg(value_parser = tenant)]
+    pub(crate) tenant: TenantName,
+    /// Where to: made, or empty and closed to others. All processes of the tenant must see it under this path
+    pub(crate) dir: PathBuf,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct StatsArgs {
     /// The tenant; all tenants when not given
     #[arg(value_parser = tenant)]
@@ -229,6 +242,7 @@ mod tests {
             "sublet pause",
             "sublet pause train --timeout fast",
             "sublet swap train",
+            "sublet save train",
             "sublet wake train",
         ] {
             assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");

@@ -1,8 +1,9 @@
 //! The `sublet` command: runs programs as tenants, and pauses, resumes and shows them.
 //!
 //! Exit codes: 0 done; 1 refused or failed, nothing changed; 2 wrong usage; 3 changed, but not wholly as
-//! asked (a process was lost on the way, or only the first half of a swap was done); 130 called off by
-//! Ctrl-C or SIGTERM, nothing changed. `sublet run` exits as the command that it runs.
+//! asked (a process was lost on the way, only the first half of a swap was done, or not every process has
+//! written what it had saved); 130 called off by Ctrl-C or SIGTERM, nothing changed. `sublet run` exits as
+//! the command that it runs.
 
 mod args;
 mod change;
@@ -14,6 +15,7 @@ mod outsiders;
 mod progress;
 mod ps;
 mod run;
+mod save;
 mod signals;
 mod stats;
 mod units;
@@ -57,6 +59,7 @@ fn dispatch(
         Command::Pause(args) => change::pause(&args, open_run_dir()?, output),
         Command::Resume(args) => change::resume(&args, open_run_dir()?, output),
         Command::Swap(args) => change::swap(&args, &open_run_dir()?, output),
+        Command::Save(args) => save::save(&args, open_run_dir()?, output),
         Command::Stats(args) => stats::stats(&args, &open_run_dir()?, output),
         Command::Doctor(args) => doctor::doctor(args.json, environment, output),
     }

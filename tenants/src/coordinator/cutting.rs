@@ -143,6 +143,7 @@ impl Session<'_> {
             | Reply::PhaseDone(..)
             | Reply::Consented
             | Reply::Noted
+            | Reply::Saving(_)
             | Reply::Fds { .. }
             | Reply::Failed(_) => None,
         });

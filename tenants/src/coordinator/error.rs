@@ -65,7 +65,8 @@ pub enum CoordinatorError {
     /// A process of the tenant has lost something.
     #[error(
         "process {pid} of tenant '{tenant}' is faulted and can neither be paused nor resumed: end it, \
-         then try again"
+         then try again; {} before that",
+        save_hint(tenant)
     )]
     Faulted {
         /// The tenant.
@@ -98,8 +99,9 @@ pub enum CoordinatorError {
     /// An earlier coordinator died half-way, and what it left can neither be undone nor finished.
     #[error(
         "an earlier pause or resume of tenant '{tenant}' was left half done and could not be finished: {}; \
-         end these processes, then try again",
-        listed(failures)
+         end these processes, then try again; {} before that",
+        listed(failures),
+        save_hint(tenant)
     )]
     Unrecovered {
         /// The tenant.
@@ -139,8 +141,9 @@ pub enum CoordinatorError {
     /// A member did not do its part before the point of no return. Everything was undone, but for what
     /// `undo_failures` says.
     #[error(
-        "{} tenant '{tenant}' failed: {}{}{}",
-        gerund(*action), listed(failures), lacking(shortages), undone(*action, undo_failures)
+        "{} tenant '{tenant}' failed: {}{}{}{}",
+        gerund(*action), listed(failures), lacking(shortages), undone(*action, undo_failures),
+        way_on(*action, tenant, failures)
     )]
     Refused {
         /// The tenant.
@@ -222,22 +225,7 @@ impl CoordinatorError {
             Self::Joined { .. } => true,
             Self::Refused { failures, undo_failures, .. } => {
                 undo_failures.is_empty()
-                    && failures.iter().all(|failure| match failure.failure.kind {
-                        FailureKind::InCapture
-                        | FailureKind::CutNotReached
-                        | FailureKind::DrainTimeout
-                        | FailureKind::OutOfHostMemory
-                        | FailureKind::OutOfDeviceMemory { .. }
-                        | FailureKind::NoConsent
-                        | FailureKind::NotNow
-                        | FailureKind::CalledOff => true,
-                        FailureKind::WrongState
-                        | FailureKind::Shared
-                        | FailureKind::PeerGone
-                        | FailureKind::Unknown
-                        | FailureKind::Driver
-                        | FailureKind::Faulted => false,
-                    })
+                    && failures.iter().all(|failure| may_pass(failure.failure.kind))
             }
             Self::CalledOff { undo_failures, .. } => undo_failures.is_empty(),
             Self::NoSuchTenant { .. }
@@ -293,6 +281,38 @@ pub enum SwapError {
         /// Why the other did not resume.
         source: Box<CoordinatorError>,
     },
+}
+
+/// Is it over by itself, when others have given memory back or finished what they do?
+fn may_pass(kind: FailureKind) -> bool {
+    match kind {
+        FailureKind::InCapture
+        | FailureKind::CutNotReached
+        | FailureKind::DrainTimeout
+        | FailureKind::OutOfHostMemory
+        | FailureKind::OutOfDeviceMemory { .. }
+        | FailureKind::NoConsent
+        | FailureKind::NotNow
+        | FailureKind::CalledOff => true,
+        FailureKind::WrongState
+        | FailureKind::Shared
+        | FailureKind::PeerGone
+        | FailureKind::Unknown
+        | FailureKind::Driver
+        | FailureKind::Faulted => false,
+    }
+}
+
+/// What is left to do about a resume that may never succeed.
+fn way_on(action: Action, tenant: &TenantName, failures: &[MemberFailure]) -> String {
+    if action == Action::Pause || failures.iter().all(|failure| may_pass(failure.failure.kind)) {
+        return String::new();
+    }
+    format!(". Should trying again not help, {}", save_hint(tenant))
+}
+
+fn save_hint(tenant: &TenantName) -> String {
+    format!("`sublet save {tenant} DIR` writes what is saved to files")
 }
 
 fn gerund(action: Action) -> &'static str {

@@ -21,6 +21,8 @@ pub enum Step {
     Consent(Action),
     /// Coming to a common cut.
     Cut,
+    /// Writing saved contents to files.
+    Save,
     /// One phase.
     Phase(Phase),
 }
@@ -52,6 +54,7 @@ impl fmt::Display for Step {
             Self::Consent(Action::Pause) => f.write_str("the application's own call to pause"),
             Self::Consent(Action::Resume) => f.write_str("the application's own call to resume"),
             Self::Cut => f.write_str("cut"),
+            Self::Save => f.write_str("save to files"),
             Self::Phase(phase) => f.write_str(phase_label(*phase)),
         }
     }

@@ -14,7 +14,9 @@ use crate::references::Stay;
 use crate::run_dir::{CoordinatorLock, MemberSocket, TenantDir};
 use crate::scope::Scope;
 use crate::transport::nobody_listens;
-use crate::wire::{Action, DeviceDelta, Failure, FailureKind, Phase, PhaseReport, Reply, Request};
+use crate::wire::{
+    Action, DeviceDelta, Failure, FailureKind, Phase, PhaseReport, Reply, Request, SaveStep,
+};
 
 /// The order of phases, and how to go back.
 struct Plan {
@@ -308,6 +310,7 @@ impl<'a> Session<'a> {
             | Reply::Cut(_)
             | Reply::Stats(_)
             | Reply::Consented
+            | Reply::Saving(_)
             | Reply::Noted
             | Reply::Fds { .. }
             | Reply::Failed(_) => None,
@@ -437,6 +440,8 @@ impl<'a> Session<'a> {
             Step::Cut => {
                 Request::Cut { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 }
             }
+            // No part of a pause or resume; this would end one that is under way.
+            Step::Save => Request::Save(SaveStep::CallOff),
             Step::Phase(phase) => Request::Phase {
                 phase,
                 round: self.round,
@@ -571,6 +576,7 @@ fn needs_of(reply: &Reply) -> &[DeviceDelta] {
         | Reply::Cut(_)
         | Reply::Stats(_)
         | Reply::Consented
+        | Reply::Saving(_)
         | Reply::Noted
         | Reply::Fds { .. }
         | Reply::Failed(_) => &[],
@@ -584,6 +590,7 @@ fn fits(step: Step, reply: &Reply) -> bool {
         Step::Stats => matches!(reply, Reply::Stats(_)),
         Step::Consent(_) => matches!(reply, Reply::Consented),
         Step::Cut => matches!(reply, Reply::Cut(_)),
+        Step::Save => matches!(reply, Reply::Saving(_)),
         Step::Phase(phase) => matches!(reply, Reply::PhaseDone(done, _) if *done == phase),
     }
 }
@@ -596,6 +603,7 @@ fn is_from(reply: &Reply, member: crate::identity::MemberId) -> bool {
         | Reply::Cut(_)
         | Reply::PhaseDone(..)
         | Reply::Consented
+        | Reply::Saving(_)
         | Reply::Noted
         | Reply::Fds { .. }
         | Reply::Failed(_) => true,
@@ -609,6 +617,7 @@ fn phase_report(reply: Reply) -> PhaseReport {
         | Reply::Stats(_)
         | Reply::Cut(_)
         | Reply::Consented
+        | Reply::Saving(_)
         | Reply::Noted
         | Reply::Fds { .. }
         | Reply::Failed(_) => PhaseReport::default(),

@@ -1,6 +1,6 @@
 //! The two threads of a member: one that speaks, one that works.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -16,6 +16,7 @@ use vmm_pool::{AllocationId, PoolError};
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
 use super::failures::{faulted, pool_failure};
+use super::saving::Saving;
 use super::{AGENT_TIMEOUT, Member};
 use crate::cut::{Limits, Seen};
 use crate::identity::MemberId;
@@ -24,7 +25,7 @@ use crate::scope::Scope;
 use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
     Action, Asked, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchPurpose, MemberState, Phase,
-    Reply, Request,
+    Reply, Request, SaveStep,
 };
 
 /// No request waits longer than this, whatever it says.
@@ -78,6 +79,9 @@ enum Work {
         /// What [`crate::cut::Cut::claim`] gave.
         asked: u64,
     },
+    Save(SaveStep),
+    /// This connection, which had asked for [`Work::Save`], is closed.
+    EndSave(u64),
 }
 
 struct Done {
@@ -115,6 +119,8 @@ struct Agent<D: Driver> {
     done: Receiver<Done>,
     /// Who coordinates the pause or resume under way: when it goes, the process settles it alone.
     coordinator: Option<u64>,
+    /// Who has asked for contents in files.
+    savers: BTreeSet<u64>,
 }
 
 /// Starts both threads. They take no signals: those are the application's.
@@ -140,6 +146,7 @@ pub(super) fn spawn<D: Driver>(
         jobs,
         done,
         coordinator: None,
+        savers: BTreeSet::new(),
     };
     std::thread::Builder::new().name("sublet-agent".to_owned()).spawn(move || {
         block_signals();
@@ -160,10 +167,13 @@ fn ends_early(phase: Phase) -> bool {
 }
 
 fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Done>) {
+    let mut saving = None;
     for job in jobs {
         let Job { connection, work, deadline } = job;
         let done = match work {
             Work::Phase(phase, scope, stays) => {
+                // It moves what is being written.
+                saving = None;
                 if ends_early(phase) {
                     member.calling_off.lower();
                 }
@@ -173,6 +183,14 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
             Work::Cut { limits, seen, asked } => {
                 let reply = member.run_cut(connection, limits, seen, asked, deadline);
                 Done { connection, phase: None, reply }
+            }
+            Work::Save(step) => {
+                let reply = member.run_save(&mut saving, connection, step);
+                Done { connection, phase: None, reply }
+            }
+            Work::EndSave(closed) => {
+                saving = saving.filter(|saving: &Saving| saving.connection() != closed);
+                continue;
             }
         };
         if report.send(done).is_err() {
@@ -259,6 +277,9 @@ impl<D: Driver> Agent<D> {
     fn forget(&mut self, number: u64) {
         self.member.cut().abandon(number);
         self.waiters.retain(|waiter| waiter.connection != number);
+        if self.savers.remove(&number) {
+            self.submit(NOBODY, Work::EndSave(number), AGENT_TIMEOUT);
+        }
         if self.coordinator == Some(number) {
             self.coordinator_gone();
         }
@@ -305,6 +326,12 @@ impl<D: Driver> Agent<D> {
                     let asked = self.member.cut().claim(number);
                     let work = Work::Cut { limits, seen, asked };
                     self.submit(number, work, wait_of(wait_ms));
+                }
+            }
+            Request::Save(step) => {
+                if self.opens(number) {
+                    self.savers.insert(number);
+                    self.submit(number, Work::Save(step), AGENT_TIMEOUT);
                 }
             }
             Request::GiveUp { action, why } => {

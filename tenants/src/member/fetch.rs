@@ -357,6 +357,7 @@ impl<D: Driver> Member<D> {
             | Reply::Cut(_)
             | Reply::PhaseDone(..)
             | Reply::Consented
+            | Reply::Saving(_)
             | Reply::Noted => Err(ImportError::Miscounted {
                 path: path.to_owned(),
                 got: fds.len(),

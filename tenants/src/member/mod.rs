@@ -17,6 +17,7 @@ mod failures;
 mod fetch;
 mod owners;
 mod phases;
+mod saving;
 pub mod state;
 
 use std::collections::HashMap;

@@ -9,6 +9,7 @@
 
 mod lost_context;
 mod pairs;
+mod saving;
 mod sharing;
 mod shortage;
 mod singles;

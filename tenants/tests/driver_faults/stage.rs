@@ -284,6 +284,11 @@ impl Stage {
         }
     }
 
+    /// What one member must not lose, its own and what it has imported.
+    pub(crate) fn spots_of(&self, member: usize) -> impl Iterator<Item = &Spot> {
+        self.spots.iter().filter(move |spot| spot.member == member)
+    }
+
     /// Redeems the ticket that nobody has redeemed: its memory must have come all the way.
     pub(crate) fn assert_ticket_is_good(self) {
         let importer = &self.members[1];
@@ -352,7 +357,7 @@ fn open_block(
 }
 
 /// Four kibibytes that tell `seed` from any other.
-fn page_of(seed: u64) -> Vec<u8> {
+pub(crate) fn page_of(seed: u64) -> Vec<u8> {
     let word = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
     word.repeat(512)
 }

@@ -81,6 +81,33 @@ static void command_allocate_as_nccl(unsigned long long bytes)
     answer_code(allocate(cuMemAlloc, &address, bytes));
 }
 
+static void *sublet(const char *name)
+{
+    void *found = dlsym(RTLD_DEFAULT, name);
+    if (found == NULL)
+        die("%s is not loaded", name);
+    return found;
+}
+
+/* Memory of a region: `hold TAG CONTENTS MIB`, each word of it as the pattern for FOR_HELD plus how many came
+ * before. Answers its address. */
+static void command_hold(const char *line)
+{
+    static unsigned held;
+    char tag[32];
+    int contents = 0, mib = 0;
+    CUdeviceptr address = 0;
+    if (sscanf(line, "%*s %31s %d %d", tag, &contents, &mib) != 3)
+        die("hold what? %s", line);
+    if (((int (*)(const char *, int))sublet("sublet_region_begin"))(tag, contents) != 0)
+        die("sublet_region_begin");
+    OK(cuMemAlloc(&address, (size_t)mib << 20));
+    if (((int (*)(void))sublet("sublet_region_end"))() != 0)
+        die("sublet_region_end");
+    fill_with_pattern(address, (size_t)mib << 20, FOR_HELD + held++);
+    answer("ok %llu", (unsigned long long)address);
+}
+
 static void command_memory(void)
 {
     size_t free_bytes = 0, total_bytes = 0;
@@ -135,14 +162,6 @@ static void command_capture_end(void)
     if (value != 4242)
         die("the captured graph left %u", value);
     answer("ok");
-}
-
-static void *sublet(const char *name)
-{
-    void *found = dlsym(RTLD_DEFAULT, name);
-    if (found == NULL)
-        die("%s is not loaded", name);
-    return found;
 }
 
 /* Calls one function of the ncclPause family. */

@@ -8,6 +8,7 @@
  *   statics    any number of 2 MiB buffers that are only kept
  *   tensor, weights, spare, shared   plain allocations; `shared` is opened by the next rank by IPC handle
  *   scratch    a plain allocation in a region whose contents may be lost
+ *   held       plain allocations of regions that a test asks for
  *   words      a small plain allocation for sums and flags, which stays with the driver
  */
 #ifndef SUBLET_TEST_RANK_JOB_H
@@ -38,7 +39,16 @@
 enum { WORD_SUM = 0, WORD_FLAG = 64, WORD_CAPTURED = 65, WORDS_COUNT = 128 };
 
 /* What a pattern is for; two patterns of one job never agree. */
-enum Purpose { FOR_WINDOW = 1, FOR_RING, FOR_TENSOR, FOR_WEIGHTS, FOR_SPARE, FOR_SHARED, FOR_STATIC = 32 };
+enum Purpose {
+    FOR_WINDOW = 1,
+    FOR_RING,
+    FOR_TENSOR,
+    FOR_WEIGHTS,
+    FOR_SPARE,
+    FOR_SHARED,
+    FOR_STATIC = 32,
+    FOR_HELD = 512
+};
 
 /* A handle and where it is mapped; 0 for what there is not (any more). */
 typedef struct {

@@ -122,15 +122,27 @@ impl ContentsFile {
         Ok(Self { file, dir: dir.to_owned() })
     }
 
+    /// As one of ours: a file that lies in `dir` and is the caller's.
+    pub(crate) fn over(file: File, dir: PathBuf) -> Self {
+        Self { file, dir }
+    }
+
+    /// Gives the file this size; what is not written of it takes no space.
+    pub(crate) fn extend_to(&self, end_bytes: u64) -> PoolResult<()> {
+        self.check_limit(end_bytes)?;
+        let extended = self.file.set_len(end_bytes);
+        extended.map_err(|source| self.refused("making", &(0..end_bytes), source))
+    }
+
     /// One that behaves as on a disk without space.
     #[cfg(test)]
-    pub(super) fn full() -> Self {
+    pub(crate) fn full() -> Self {
         let file = File::options().read(true).write(true).open("/dev/full").unwrap();
         Self { file, dir: PathBuf::from("/dev") }
     }
 
     /// A file beyond the process's own limit: asking the kernel would bring a signal that ends the process.
-    fn check_limit(&self, end_bytes: u64) -> PoolResult<()> {
+    pub(crate) fn check_limit(&self, end_bytes: u64) -> PoolResult<()> {
         match getrlimit(Resource::RLIMIT_FSIZE) {
             Ok((limit, _)) if end_bytes > limit => {
                 Err(self.refused("reserving", &(0..end_bytes), Errno::EFBIG.into()))
@@ -178,7 +190,7 @@ impl ContentsFile {
     }
 
     /// Writes at `offset_bytes`; [`ContentsFile::drop_cached`] sees it to the disk.
-    pub(super) fn write(&self, offset_bytes: u64, bytes: &[u8]) -> PoolResult<()> {
+    pub(crate) fn write(&self, offset_bytes: u64, bytes: &[u8]) -> PoolResult<()> {
         let place = offset_bytes..offset_bytes + bytes.len() as u64;
         self.file
             .write_all_at(bytes, offset_bytes)
@@ -187,7 +199,7 @@ impl ContentsFile {
     }
 
     /// Waits until `place` is on the disk, and takes it out of host memory.
-    pub(super) fn drop_cached(&self, place: &Range<u64>) -> PoolResult<()> {
+    pub(crate) fn drop_cached(&self, place: &Range<u64>) -> PoolResult<()> {
         let all = libc::SYNC_FILE_RANGE_WAIT_BEFORE
             | libc::SYNC_FILE_RANGE_WRITE
             | libc::SYNC_FILE_RANGE_WAIT_AFTER;
@@ -197,12 +209,12 @@ impl ContentsFile {
     }
 
     /// The filesystem says whether it took all that was written; some tell only now.
-    pub(super) fn finish(&self) -> PoolResult<()> {
+    pub(crate) fn finish(&self) -> PoolResult<()> {
         self.file.sync_data().map_err(|source| self.refused("writing", &(0..0), source))
     }
 
     /// Reads exactly what `bytes` holds, and takes it out of host memory.
-    pub(super) fn read(&self, offset_bytes: u64, bytes: &mut [u8]) -> PoolResult<()> {
+    pub(crate) fn read(&self, offset_bytes: u64, bytes: &mut [u8]) -> PoolResult<()> {
         let place = offset_bytes..offset_bytes + bytes.len() as u64;
         let read = self.file.read_exact_at(bytes, offset_bytes);
         read.map_err(|source| self.unreadable(&place, source))?;

@@ -15,18 +15,22 @@
 
 mod filed;
 mod give;
+mod inventory;
 mod layout;
 mod saved;
 mod selection;
 mod take;
 mod views;
+mod writeout;
 
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+pub use inventory::{Holding, HoldingSource, Standing};
 pub use saved::SavedError;
 pub use selection::{Selection, Tags, Whose};
 use serde::{Deserialize, Serialize};
+pub use writeout::{WriteOut, Written};
 
 use crate::AllocationId;
 use crate::driver::{DeviceOrdinal, Driver, VaRange};

@@ -14,3 +14,4 @@ mod orphans;
 mod stage;
 mod tags;
 mod vacate;
+mod writeout;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io::IoSlice;
 use std::os::fd::{AsFd as _, AsRawFd as _};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -17,11 +17,12 @@ use crate::coordinator::{Coordinator, Event, Options};
 use crate::host_memory::HostNeed;
 use crate::identity::{MemberId, TenantName};
 use crate::run_dir::RunDir;
+use crate::saving::map::SaveAccount;
 use crate::transport::frame::encode;
 use crate::transport::{Connection, Listener, TransportError, poll_until};
 use crate::wire::{
     DeviceDelta, Failure, FailureKind, MemberInfo, MemberState, MemberStats, Phase, PhaseReport,
-    Reply, Request,
+    Reply, Request, SaveProgress, SaveStage, SaveStep,
 };
 
 pub(super) const GIB: u64 = 1 << 30;
@@ -55,6 +56,7 @@ pub(super) enum Line {
     Ended(u64, Phase),
     Consent(u64),
     GivenUp(u64, String),
+    CalledOff(u64),
 }
 
 #[derive(Clone)]
@@ -65,6 +67,10 @@ pub(super) struct Script {
     pub(super) consent: Option<Fault>,
     pub(super) hello: Option<Fault>,
     pub(super) stats: Option<Fault>,
+    /// In place of writing on, the second time.
+    pub(super) save: Option<Fault>,
+    /// What it has to write; none when it runs with all its memory.
+    pub(super) saved_bytes: Option<u64>,
     pub(super) host: Option<HostNeed>,
 }
 
@@ -77,6 +83,8 @@ impl Script {
             consent: None,
             hello: None,
             stats: None,
+            save: None,
+            saved_bytes: Some(3000),
             host: None,
         }
     }
@@ -151,6 +159,7 @@ impl World {
             state: Arc::clone(&state),
             log: Arc::clone(&self.log),
             stop: Arc::clone(&self.stop),
+            written: AtomicU64::new(0),
         };
         let thread = std::thread::spawn(move || agent.serve(listener));
         self.members.push(Member { id, state, thread: Some(thread) });
@@ -176,7 +185,11 @@ impl World {
         log.iter()
             .filter_map(|line| match line {
                 Line::Began(member, phase) if *member == id => Some(*phase),
-                Line::Began(..) | Line::Ended(..) | Line::Consent(_) | Line::GivenUp(..) => None,
+                Line::Began(..)
+                | Line::Ended(..)
+                | Line::Consent(_)
+                | Line::GivenUp(..)
+                | Line::CalledOff(_) => None,
             })
             .collect()
     }
@@ -203,6 +216,7 @@ struct Agent {
     state: Arc<Mutex<MemberState>>,
     log: Arc<Mutex<Vec<Line>>>,
     stop: Arc<AtomicBool>,
+    written: AtomicU64,
 }
 
 impl Agent {
@@ -243,7 +257,7 @@ impl Agent {
         let fault = match request {
             Request::Hello => self.script.hello,
             Request::Stats => self.script.stats,
-            Request::Cut { .. } => None,
+            Request::Cut { .. } | Request::Save(SaveStep::Begin { .. } | SaveStep::CallOff) => None,
             Request::AwaitConsent { .. } => {
                 self.log.lock().unwrap().push(Line::Consent(self.id));
                 self.script.consent
@@ -258,6 +272,10 @@ impl Agent {
                 None
             }
             Request::FetchFds { .. } => Some(Fault::WrongAnswer),
+            Request::Save(SaveStep::WriteOn { .. }) => {
+                let is_second = self.written.load(Ordering::Relaxed) > 0;
+                self.script.save.filter(|_| is_second)
+            }
         };
         let reply = match fault {
             None => self.good_reply(request),
@@ -315,6 +333,7 @@ impl Agent {
             Request::FetchFds { .. } => {
                 Reply::Fds { count: 0, tags: Vec::new(), missing: Vec::new() }
             }
+            Request::Save(step) => self.save(step),
         }
     }
 
@@ -347,6 +366,30 @@ impl Agent {
             references: None,
         };
         Reply::PhaseDone(phase, report)
+    }
+
+    /// A thousand bytes a step, and no files.
+    fn save(&self, step: &SaveStep) -> Reply {
+        let saved_bytes = self.script.saved_bytes.unwrap_or(0);
+        let stage = match step {
+            SaveStep::Begin { .. } if self.script.saved_bytes.is_none() => SaveStage::Nothing,
+            SaveStep::Begin { .. } => SaveStage::Writing,
+            SaveStep::WriteOn { .. } => {
+                let written = self.written.fetch_add(1000, Ordering::Relaxed) + 1000;
+                if written >= saved_bytes {
+                    SaveStage::Written { map: format!("process-{}.json", self.id) }
+                } else {
+                    SaveStage::Writing
+                }
+            }
+            SaveStep::CallOff => {
+                self.log.lock().unwrap().push(Line::CalledOff(self.id));
+                SaveStage::CalledOff
+            }
+        };
+        let written_bytes = self.written.load(Ordering::Relaxed).min(saved_bytes);
+        let account = SaveAccount { saved_bytes, ..SaveAccount::default() };
+        Reply::Saving(Box::new(SaveProgress { account, written_bytes, stage }))
     }
 
     fn info(&self) -> MemberInfo {

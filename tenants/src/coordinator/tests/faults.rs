@@ -326,7 +326,7 @@ fn those_who_wait_together_are_told_why_it_will_not_happen() {
         .into_iter()
         .filter_map(|line| match line {
             Line::GivenUp(id, why) => Some((id, why)),
-            Line::Began(..) | Line::Ended(..) | Line::Consent(_) => None,
+            Line::Began(..) | Line::Ended(..) | Line::Consent(_) | Line::CalledOff(_) => None,
         })
         .collect();
     let mut ids: Vec<_> = told.iter().map(|(id, _)| *id).collect();

@@ -4,6 +4,7 @@ mod alone;
 mod cuts;
 mod fake;
 mod faults;
+mod saving;
 
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
@@ -43,7 +44,7 @@ fn assert_in_step(lines: &[Line], members: usize, phases: &[Phase]) {
         .iter()
         .filter_map(|line| match line {
             Line::Began(_, phase) => Some(*phase),
-            Line::Ended(..) | Line::Consent(_) | Line::GivenUp(..) => None,
+            Line::Ended(..) | Line::Consent(_) | Line::GivenUp(..) | Line::CalledOff(_) => None,
         })
         .collect();
     assert_eq!(began, order);

@@ -1,0 +1,413 @@
+//! Has every process of a tenant write what it has saved to files.
+//!
+//! It takes no part in pauses and resumes and changes nothing: a process that stands half-way, or is faulted, is asked
+//! as it is, and one that cannot answer does not keep the others from writing.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use super::peers::{Answer, Peers, Reached, gone, reach, with_source};
+use super::report::{MemberFailure, Step, Who};
+use super::session::{micros, millis};
+use super::{Coordinator, CoordinatorError, unexpected};
+use crate::identity::TenantName;
+use crate::run_dir::TenantDir;
+use crate::saving::dir::SaveDir;
+use crate::saving::map::{
+    FORMAT, FailedProcess, ProcessName, SaveAccount, SavedProcess, TENANT_MAP, TenantMap, VERSION,
+};
+use crate::saving::{PART_SUFFIX, SaveDirError};
+use crate::wire::{Action, MemberInfo, Reply, Request, SaveProgress, SaveStage, SaveStep};
+
+/// How long a process writes before it says how far it is.
+const SLICE: Duration = Duration::from_millis(500);
+/// Beyond that, how long its answer may take, unless the options say otherwise: it may have a step of a pause or
+/// resume to finish first, or a slow disk.
+const ANSWER_TIMEOUT: Duration = Duration::from_mins(1);
+/// How long processes may take to remove what they have written.
+const CALL_OFF_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Why nothing was written.
+#[derive(Debug, thiserror::Error)]
+pub enum SaveError {
+    /// The tenant could not be spoken to.
+    #[error(transparent)]
+    Tenant(#[from] CoordinatorError),
+    /// The directory is not usable. No process was asked to write.
+    #[error(transparent)]
+    Dir(#[from] SaveDirError),
+    /// No process has given memory up.
+    #[error(
+        "tenant '{tenant}' has nothing saved: its memory is where it belongs; `sublet pause {tenant}` saves it"
+    )]
+    NothingSaved {
+        /// The tenant.
+        tenant: TenantName,
+    },
+    /// The disk is too small. Nothing was written.
+    #[error(
+        "what tenant '{tenant}' has saved takes {needed_bytes} bytes, and {free_bytes} are free in {}: free {} \
+         more, or name a directory on another disk",
+        dir.display(), needed_bytes.saturating_sub(*free_bytes)
+    )]
+    NoSpace {
+        /// The tenant.
+        tenant: TenantName,
+        /// Where to.
+        dir: PathBuf,
+        /// Bytes to write.
+        needed_bytes: u64,
+        /// Bytes that the filesystem has free.
+        free_bytes: u64,
+    },
+    /// Somebody called it off. What was written is removed.
+    #[error("saving tenant '{tenant}' to files was called off, and what was written is removed")]
+    CalledOff {
+        /// The tenant.
+        tenant: TenantName,
+    },
+    /// No process could write. Nothing is left in the directory.
+    #[error("no process of tenant '{tenant}' has written anything to {}: {}", dir.display(), listed(failures))]
+    Failed {
+        /// The tenant.
+        tenant: TenantName,
+        /// Where to.
+        dir: PathBuf,
+        /// Who, and why.
+        failures: Vec<MemberFailure>,
+    },
+}
+
+/// How far one process is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SaveState {
+    /// Which.
+    pub who: Who,
+    /// What it has to write.
+    pub total_bytes: u64,
+    /// What it has written.
+    pub written_bytes: u64,
+}
+
+/// What was written.
+#[must_use]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct SaveReport {
+    /// Where to, absolute.
+    pub dir: PathBuf,
+    /// From the first message to the last file, in microseconds.
+    pub wall_us: u64,
+    /// Processes that had ended before, and whose contents are gone with them.
+    pub ended: usize,
+    /// As in the file [`TENANT_MAP`].
+    pub map: TenantMap,
+}
+
+/// A process that has something to write.
+struct Writer {
+    peer: usize,
+    account: SaveAccount,
+    written_bytes: u64,
+    /// The name of its map, once all is written.
+    map: Option<String>,
+}
+
+/// What all processes have done so far.
+#[derive(Default)]
+struct Save {
+    peers: Peers,
+    ended: usize,
+    writers: Vec<Writer>,
+    /// Indexes of peers.
+    idle: Vec<usize>,
+    failures: Vec<MemberFailure>,
+}
+
+impl Coordinator {
+    /// Has every process write what it has saved to files in `dir`, which is made, or must be empty and its user's
+    /// alone. Nothing else changes: the tenant stays as it is, and can be resumed afterwards. Blocks other pauses and
+    /// resumes of the tenant for as long as it takes. `progress` is told about all that write, each time one of them
+    /// says how far it is.
+    ///
+    /// # Errors
+    /// [`SaveError`]; nothing is left in `dir` then. Where some processes have written and others not, it succeeds and
+    /// says who has not.
+    pub fn save(
+        &mut self,
+        dir: &Path,
+        progress: &mut dyn FnMut(&[SaveState]),
+    ) -> Result<SaveReport, SaveError> {
+        let span = tracing::info_span!("tenant.save", tenant = %self.tenant);
+        let _entered = span.enter();
+        let started = Instant::now();
+        let tenant_dir = self.dir()?;
+        let lock = self.lock(&tenant_dir, Action::Resume).map_err(|error| {
+            if let CoordinatorError::CalledOff { tenant, .. } = error {
+                return SaveError::CalledOff { tenant };
+            }
+            error.into()
+        })?;
+        let target = SaveDir::prepare(dir)?;
+        let saved = self.save_into(&tenant_dir, &target, progress);
+        if saved.is_err() {
+            target.undo();
+        }
+        drop(lock);
+        let (map, ended) = saved?;
+        Ok(SaveReport {
+            dir: target.path().to_owned(),
+            wall_us: micros(started.elapsed()),
+            ended,
+            map,
+        })
+    }
+
+    fn save_into(
+        &self,
+        tenant_dir: &TenantDir,
+        target: &SaveDir,
+        progress: &mut dyn FnMut(&[SaveState]),
+    ) -> Result<(TenantMap, usize), SaveError> {
+        let mut save = Save::default();
+        self.reach_all(tenant_dir, &mut save)?;
+        self.greet_all(&mut save)?;
+        let begun = self.begin_all(target, &mut save).and_then(|()| {
+            self.write_all(&mut save, progress)?;
+            if save.writers.is_empty() {
+                let (tenant, dir) = (self.tenant.clone(), target.path().to_owned());
+                return Err(if save.failures.is_empty() {
+                    SaveError::NothingSaved { tenant }
+                } else {
+                    SaveError::Failed { tenant, dir, failures: save.failures.clone() }
+                });
+            }
+            Ok(())
+        });
+        if begun.is_err() {
+            call_off(&mut save);
+        }
+        begun?;
+        // Of processes that have failed without a word.
+        target.remove_all(|name| name.ends_with(PART_SUFFIX.as_bytes()));
+        let map = self.map_of(&save);
+        let mut text = serde_json::to_vec_pretty(&map).unwrap_or_default();
+        text.push(b'\n');
+        target.write_whole(TENANT_MAP, &text)?;
+        Ok((map, save.ended))
+    }
+
+    /// Connects to every process that lives.
+    fn reach_all(&self, tenant_dir: &TenantDir, save: &mut Save) -> Result<(), CoordinatorError> {
+        let deadline = Instant::now() + self.options.contact_timeout;
+        for socket in tenant_dir.members()? {
+            match reach(&socket, deadline) {
+                Ok(Reached::Peer(peer)) => save.peers.list.push(*peer),
+                Ok(Reached::Dead) => {
+                    tenant_dir.remove_socket(&socket)?;
+                    save.ended += 1;
+                }
+                Err(error) => {
+                    let who = Who { pid: None, member: socket.id };
+                    save.failures.push(gone(who, Step::Hello, with_source(&error)));
+                }
+            }
+        }
+        if save.peers.list.is_empty() && save.failures.is_empty() {
+            let (tenant, dead) = (self.tenant.clone(), save.ended);
+            return Err(CoordinatorError::NoProcess { tenant, dead });
+        }
+        Ok(())
+    }
+
+    /// Asks every process who it is.
+    fn greet_all(&self, save: &mut Save) -> Result<(), SaveError> {
+        for index in 0..save.peers.list.len() {
+            let timeout = self.options.contact_timeout;
+            let asked = save.peers.ask(index, Step::Hello, &Request::Hello, timeout);
+            save.failures.extend(asked.err());
+        }
+        let interrupt = self.options.interrupt.as_ref();
+        while let Some(Answer { peer, step, result }) = save.peers.next_answer(interrupt) {
+            let who = save.peers.list[peer].who;
+            match result {
+                Ok(Reply::Member(info)) if info.id == who.member => {
+                    let peer = &mut save.peers.list[peer];
+                    peer.who.pid = peer.who.pid.or(Some(info.pid));
+                    peer.info = Some(info);
+                }
+                Ok(_) => save.failures.push(unexpected(who, step)),
+                Err(failure) => save.failures.push(failure),
+            }
+        }
+        self.refuse_called_off()
+    }
+
+    /// Asks every process what it has, and looks whether all of it fits.
+    fn begin_all(&self, target: &SaveDir, save: &mut Save) -> Result<(), SaveError> {
+        let begin = Request::Save(SaveStep::Begin { dir: target.name()? });
+        let greeted = save.peers.list.iter().enumerate().filter(|(_, peer)| peer.info.is_some());
+        let greeted: Vec<usize> = greeted.map(|(index, _)| index).collect();
+        for index in greeted {
+            let asked = save.peers.ask(index, Step::Save, &begin, self.answer_timeout());
+            save.failures.extend(asked.err());
+        }
+        while let Some(answer) = save.peers.next_answer(self.options.interrupt.as_ref()) {
+            let peer = answer.peer;
+            let Some(SaveProgress { account, stage, .. }) = save.accept(answer) else {
+                continue;
+            };
+            if stage == SaveStage::Nothing {
+                save.idle.push(peer);
+            } else {
+                save.writers.push(Writer { peer, account, written_bytes: 0, map: None });
+            }
+        }
+        self.refuse_called_off()?;
+        save.writers.sort_by_key(|writer| save.peers.list[writer.peer].who.pid);
+        let needed_bytes = save.writers.iter().map(|writer| writer.account.saved_bytes).sum();
+        let free_bytes = target.free_bytes()?;
+        if free_bytes < needed_bytes {
+            let (tenant, dir) = (self.tenant.clone(), target.path().to_owned());
+            return Err(SaveError::NoSpace { tenant, dir, needed_bytes, free_bytes });
+        }
+        Ok(())
+    }
+
+    /// Has all write at the same time, each a while at a time.
+    fn write_all(
+        &self,
+        save: &mut Save,
+        progress: &mut dyn FnMut(&[SaveState]),
+    ) -> Result<(), SaveError> {
+        for index in save.writers.iter().map(|writer| writer.peer).collect::<Vec<_>>() {
+            self.ask_on(save, index);
+        }
+        progress(&save.states());
+        while let Some(answer) = save.peers.next_answer(self.options.interrupt.as_ref()) {
+            let peer = answer.peer;
+            let Some(SaveProgress { written_bytes, stage, .. }) = save.accept(answer) else {
+                continue;
+            };
+            if let Some(writer) = save.writers.iter_mut().find(|writer| writer.peer == peer) {
+                writer.written_bytes = written_bytes;
+                match stage {
+                    SaveStage::Written { map } => writer.map = Some(map),
+                    SaveStage::Nothing | SaveStage::Writing | SaveStage::CalledOff => {
+                        self.ask_on(save, peer);
+                    }
+                }
+            }
+            progress(&save.states());
+        }
+        self.refuse_called_off()?;
+        save.writers.retain(|writer| writer.map.is_some());
+        // One that was late for an answer may have come to its end all the same.
+        let Save { peers, writers, failures, .. } = save;
+        let has_written = |who: Who| writers.iter().any(|w| peers.list[w.peer].who == who);
+        failures.retain(|failure| !has_written(failure.who));
+        Ok(())
+    }
+
+    fn ask_on(&self, save: &mut Save, index: usize) {
+        let request = Request::Save(SaveStep::WriteOn { for_ms: millis(SLICE) });
+        let timeout = SLICE + self.answer_timeout();
+        let asked = save.peers.ask(index, Step::Save, &request, timeout);
+        save.failures.extend(asked.err());
+    }
+
+    fn answer_timeout(&self) -> Duration {
+        self.options.timeout.unwrap_or(ANSWER_TIMEOUT) + self.options.reply_margin
+    }
+
+    fn refuse_called_off(&self) -> Result<(), SaveError> {
+        match &self.options.interrupt {
+            Some(interrupt) if interrupt.is_raised() => {
+                Err(SaveError::CalledOff { tenant: self.tenant.clone() })
+            }
+            Some(_) | None => Ok(()),
+        }
+    }
+
+    fn map_of(&self, save: &Save) -> TenantMap {
+        let info_of = |index: usize| save.peers.list[index].info.as_ref();
+        let processes = save.writers.iter().filter_map(|writer| {
+            Some(SavedProcess {
+                process: name_of(info_of(writer.peer)?),
+                map: writer.map.clone()?,
+                account: writer.account,
+            })
+        });
+        let failed = save.failures.iter().map(|failure| FailedProcess {
+            pid: failure.who.pid,
+            member: failure.who.member.to_string(),
+            why: failure.failure.message.clone(),
+        });
+        TenantMap {
+            format: FORMAT.to_owned(),
+            version: VERSION,
+            tenant: self.tenant.to_string(),
+            complete: save.failures.is_empty(),
+            processes: processes.collect(),
+            nothing_saved: save.idle.iter().filter_map(|&i| info_of(i)).map(name_of).collect(),
+            failed: failed.collect(),
+        }
+    }
+}
+
+impl Save {
+    /// What an answer says; a failure is filed.
+    fn accept(&mut self, answer: Answer) -> Option<SaveProgress> {
+        let who = self.peers.list[answer.peer].who;
+        if answer.step != Step::Save {
+            // Late, and given up on already.
+            return None;
+        }
+        match answer.result {
+            Ok(Reply::Saving(progress)) => return Some(*progress),
+            Ok(_) => self.failures.push(unexpected(who, answer.step)),
+            Err(failure) => self.failures.push(failure),
+        }
+        None
+    }
+
+    fn states(&self) -> Vec<SaveState> {
+        let state = |writer: &Writer| SaveState {
+            who: self.peers.list[writer.peer].who,
+            total_bytes: writer.account.saved_bytes,
+            written_bytes: writer.written_bytes,
+        };
+        self.writers.iter().map(state).collect()
+    }
+}
+
+/// Has all processes remove what they have written, so that nothing comes into the directory any more.
+fn call_off(save: &mut Save) {
+    let request = Request::Save(SaveStep::CallOff);
+    for index in 0..save.peers.list.len() {
+        if save.peers.is_up(index)
+            && let Err(failure) = save.peers.ask(index, Step::Save, &request, CALL_OFF_TIMEOUT)
+        {
+            tracing::debug!(%failure, "a process was not told");
+        }
+    }
+    while let Some(answer) = save.peers.next_answer(None) {
+        if let Err(failure) = answer.result {
+            tracing::debug!(%failure, "a process did not say that it has stopped");
+        }
+    }
+}
+
+fn name_of(info: &MemberInfo) -> ProcessName {
+    ProcessName {
+        pid: info.pid,
+        member: info.id.to_string(),
+        command: info.command.clone(),
+        state: info.state,
+    }
+}
+
+fn listed(failures: &[MemberFailure]) -> String {
+    failures.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}

@@ -1,0 +1,301 @@
+//! A process writes what a pause has saved of it to files. Runs on the worker thread, a while at a time, so that no
+//! step of a pause or resume comes between; one that does ends it.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::time::{Duration, Instant};
+
+use vmm_pool::driver::{DeviceOrdinal, Driver};
+use vmm_pool::{Contents, Holding, HoldingSource, Standing, WriteOut};
+
+use super::Member;
+use super::failures::{pool_failure, wrong_state};
+use super::owners::path_of;
+use crate::identity::MemberId;
+use crate::run_dir::parse_member_name;
+use crate::saving::SaveDirError;
+use crate::saving::dir::{FILE_PREFIX, SaveDir};
+use crate::saving::map::{
+    DeviceName, FORMAT, ImportedAllocation, MappedAt, Part, ProcessMap, ProcessName, SaveAccount,
+    SavedAllocation, VERSION, WhyNot, rest_of,
+};
+use crate::wire::{Failure, FailureKind, MemberState, Reply, SaveProgress, SaveStage, SaveStep};
+
+/// No step takes longer, but for the last piece that it writes.
+const STEP_MAX: Duration = Duration::from_secs(10);
+
+/// Files that are being written. Dropping it removes what is not whole.
+#[derive(Debug)]
+pub(super) struct Saving {
+    /// Who asked.
+    connection: u64,
+    dir: SaveDir,
+    process: ProcessName,
+    account: SaveAccount,
+    holdings: Vec<Holding>,
+    /// Made by the first step that writes.
+    out: Option<WriteOut>,
+    is_whole: bool,
+}
+
+impl Saving {
+    pub(super) fn connection(&self) -> u64 {
+        self.connection
+    }
+
+    fn file_name(&self, extension: &str) -> String {
+        format!("{FILE_PREFIX}{}-{}.{extension}", self.process.pid, self.process.member)
+    }
+
+    fn data_name(&self) -> String {
+        self.file_name("bin")
+    }
+
+    fn map_name(&self) -> String {
+        self.file_name("json")
+    }
+
+    fn progress(&self, stage: SaveStage) -> SaveProgress {
+        let written_bytes = self.out.as_ref().map_or(0, WriteOut::written_bytes);
+        SaveProgress { account: self.account, written_bytes, stage }
+    }
+}
+
+impl Drop for Saving {
+    fn drop(&mut self) {
+        if !self.is_whole {
+            self.dir.remove(&self.data_name());
+            self.dir.remove(&self.map_name());
+        }
+    }
+}
+
+impl<D: Driver> Member<D> {
+    /// Does one step for `connection`, and answers for it.
+    pub(super) fn run_save(
+        &self,
+        saving: &mut Option<Saving>,
+        connection: u64,
+        step: SaveStep,
+    ) -> Reply {
+        let outcome = match step {
+            SaveStep::Begin { dir } => {
+                let dir = SaveDir::open(&dir).map_err(|error| dir_failure(&error));
+                dir.map(|dir| self.begin_save(saving, connection, dir))
+            }
+            SaveStep::WriteOn { for_ms } => {
+                let until = Instant::now() + Duration::from_millis(for_ms).min(STEP_MAX);
+                self.write_on(saving, connection, until)
+            }
+            SaveStep::CallOff => {
+                saving.take_if(|saving| saving.connection == connection);
+                Ok(SaveProgress {
+                    account: SaveAccount::default(),
+                    written_bytes: 0,
+                    stage: SaveStage::CalledOff,
+                })
+            }
+        };
+        match outcome {
+            Ok(progress) => Reply::Saving(Box::new(progress)),
+            Err(failure) => {
+                tracing::error!("{failure}");
+                saving.take_if(|saving| saving.connection == connection);
+                Reply::Failed(failure)
+            }
+        }
+    }
+
+    fn begin_save(
+        &self,
+        saving: &mut Option<Saving>,
+        connection: u64,
+        dir: SaveDir,
+    ) -> SaveProgress {
+        // Whoever asks holds the tenant's lock, so one that began before has lost it, and has ended.
+        *saving = None;
+        let info = self.info();
+        let standing = match info.state {
+            MemberState::Active => Standing::Runs,
+            MemberState::Offloading
+            | MemberState::Paused
+            | MemberState::Restoring
+            | MemberState::Faulted => Standing::StandsStill,
+        };
+        let holdings = self.pool.inventory(standing);
+        let account = account_of(&holdings);
+        let process = ProcessName {
+            pid: info.pid,
+            member: info.id.to_string(),
+            command: info.command,
+            state: info.state,
+        };
+        let begun =
+            Saving { connection, dir, process, account, holdings, out: None, is_whole: false };
+        if standing == Standing::Runs && account.saved_bytes + account.not_kept_bytes == 0 {
+            return begun.progress(SaveStage::Nothing);
+        }
+        saving.insert(begun).progress(SaveStage::Writing)
+    }
+
+    fn write_on(
+        &self,
+        saving: &mut Option<Saving>,
+        connection: u64,
+        until: Instant,
+    ) -> Result<SaveProgress, Failure> {
+        let of_asker = saving.as_mut().filter(|saving| saving.connection == connection);
+        let Some(under_way) = of_asker else {
+            return Err(wrong_state(format!(
+                "process {} is not writing its saved contents to files any more: a pause, a resume or another save \
+                 has begun meanwhile; try again",
+                std::process::id()
+            )));
+        };
+        if under_way.account.saved_bytes > 0 && !self.write_data(under_way, until)? {
+            return Ok(under_way.progress(SaveStage::Writing));
+        }
+        let map = self.map_of(under_way);
+        let text = serde_json::to_vec_pretty(&map).map_err(|error| Failure {
+            kind: FailureKind::Unknown,
+            message: format!("process {}: the map of its contents: {error}", std::process::id()),
+        })?;
+        let name = under_way.map_name();
+        under_way.dir.write_whole(&name, &text).map_err(|error| dir_failure(&error))?;
+        under_way.is_whole = true;
+        let done = under_way.progress(SaveStage::Written { map: name });
+        *saving = None;
+        Ok(done)
+    }
+
+    /// Writes contents until `until`. True when all are in their file, and that has its name.
+    fn write_data(&self, saving: &mut Saving, until: Instant) -> Result<bool, Failure> {
+        let name = saving.data_name();
+        let out = if let Some(out) = &mut saving.out {
+            out
+        } else {
+            let file = saving.dir.create_part(&name).map_err(|error| dir_failure(&error))?;
+            let out = WriteOut::new(&saving.holdings, file, saving.dir.path().to_owned());
+            saving.out.insert(out.map_err(|error| pool_failure(&error))?)
+        };
+        if !out.write_on(&self.pool, until).map_err(|error| pool_failure(&error))? {
+            return Ok(false);
+        }
+        saving.dir.finish_part(&name).map_err(|error| dir_failure(&error))?;
+        Ok(true)
+    }
+
+    fn map_of(&self, saving: &Saving) -> ProcessMap {
+        let mut devices = BTreeMap::new();
+        let mut allocations = Vec::new();
+        let mut imports = Vec::new();
+        for (index, holding) in saving.holdings.iter().enumerate() {
+            let written = saving.out.as_ref().and_then(|out| out.written(index));
+            let HoldingSource::Own { importers } = &holding.source else {
+                imports.push(imported(holding));
+                continue;
+            };
+            let device = holding.device.map(|ordinal| {
+                let name = devices.entry(ordinal).or_insert_with(|| self.device_name(ordinal));
+                name.clone()
+            });
+            allocations.push(SavedAllocation {
+                id: format!("{:?}", holding.id),
+                library: holding.class.library.to_owned(),
+                tag: holding.class.tag.clone(),
+                contents: holding.class.contents,
+                device,
+                bytes: holding.size_bytes,
+                addresses: addresses_of(holding),
+                file_offset: written.map(|written| written.offset_bytes),
+                saved: holding.saved_parts.iter().map(Part::from).collect(),
+                not_saved: rest_of(&holding.saved_parts, holding.size_bytes),
+                why_not: why_not(holding),
+                crc32: written.map(|written| format!("{:08x}", written.crc32)),
+                importers: importers.iter().map(|id| MemberId(*id).to_string()).collect(),
+            });
+        }
+        ProcessMap {
+            format: FORMAT.to_owned(),
+            version: VERSION,
+            tenant: self.config.tenant.to_string(),
+            process: saving.process.clone(),
+            data: saving.out.as_ref().map(|_| saving.data_name()),
+            account: saving.account,
+            allocations,
+            imports,
+        }
+    }
+
+    fn device_name(&self, device: DeviceOrdinal) -> DeviceName {
+        DeviceName { uuid: self.pool.uuid(device), ordinal: device.0 }
+    }
+}
+
+fn imported(holding: &Holding) -> ImportedAllocation {
+    let owner = match &holding.source {
+        HoldingSource::Imported { owner } => {
+            let path = path_of(owner);
+            let name = path.file_name().and_then(OsStr::to_str);
+            name.and_then(parse_member_name).map(|member| member.to_string())
+        }
+        HoldingSource::Own { .. } | HoldingSource::Lost | HoldingSource::Foreign => None,
+    };
+    ImportedAllocation {
+        id: format!("{:?}", holding.id),
+        library: holding.class.library.to_owned(),
+        tag: holding.class.tag.clone(),
+        bytes: holding.size_bytes,
+        addresses: addresses_of(holding),
+        owner,
+    }
+}
+
+fn addresses_of(holding: &Holding) -> Vec<MappedAt> {
+    let mapped = holding.ranges.iter();
+    mapped
+        .map(|range| MappedAt { address: format!("{:#x}", range.start.0), bytes: range.size_bytes })
+        .collect()
+}
+
+fn why_not(holding: &Holding) -> Option<WhyNot> {
+    if !holding.saved_parts.is_empty() {
+        return None;
+    }
+    Some(match (holding.is_resident, holding.class.contents) {
+        (true, _) => WhyNot::InPlace,
+        (false, Contents::Discard) => WhyNot::Discarded,
+        (false, Contents::Keep | Contents::File) => WhyNot::Unused,
+    })
+}
+
+fn account_of(holdings: &[Holding]) -> SaveAccount {
+    let mut account = SaveAccount::default();
+    for holding in holdings {
+        if !holding.is_own() {
+            account.imported_bytes += holding.size_bytes;
+            continue;
+        }
+        let saved_bytes = holding.saved_bytes();
+        account.saved_bytes += saved_bytes;
+        let rest_bytes = holding.size_bytes - saved_bytes;
+        if holding.is_resident && saved_bytes == 0 {
+            account.in_place_bytes += rest_bytes;
+        } else {
+            account.not_kept_bytes += rest_bytes;
+        }
+    }
+    account
+}
+
+fn dir_failure(error: &SaveDirError) -> Failure {
+    let kind = match error {
+        SaveDirError::Io { .. } => FailureKind::OutOfHostMemory,
+        SaveDirError::NotEmpty { .. }
+        | SaveDirError::NotPrivate { .. }
+        | SaveDirError::Elsewhere { .. } => FailureKind::Unknown,
+    };
+    let cause = std::error::Error::source(error).map(|cause| format!(": {cause}"));
+    let message = format!("process {}: {error}{}", std::process::id(), cause.unwrap_or_default());
+    Failure { kind, message }
+}

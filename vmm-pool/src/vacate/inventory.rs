@@ -1,0 +1,106 @@
+//! What a pause has saved, allocation by allocation, for a map of it.
+
+use std::ops::Range;
+
+use super::give::copied_parts;
+use crate::AllocationId;
+use crate::driver::{DeviceOrdinal, Driver, VaRange};
+use crate::pool::tables::{Allocation, Origin, Tables};
+use crate::pool::{Class, Pool};
+use crate::staging::Saved;
+
+/// One allocation, and what is saved of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holding {
+    /// Its identity.
+    pub id: AllocationId,
+    /// Who asked for it, its tag, and what a pause does with its contents.
+    pub class: Class,
+    /// Where it lives; none for host memory.
+    pub device: Option<DeviceOrdinal>,
+    /// Its size.
+    pub size_bytes: u64,
+    /// Where it is mapped, or was and will be again, in order.
+    pub ranges: Vec<VaRange>,
+    /// Where it comes from.
+    pub source: HoldingSource,
+    /// Is it on its device now?
+    pub is_resident: bool,
+    /// Parts whose contents are saved, by offset, in order and apart; none when nothing is.
+    pub saved_parts: Vec<Range<u64>>,
+    /// Where those lie.
+    pub(crate) saved: Option<Saved>,
+}
+
+/// Where an allocation comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum HoldingSource {
+    /// Created here.
+    Own {
+        /// Who has imported it, by the identities that [`Pool::redeem`] was told, as far as is known.
+        importers: Vec<u64>,
+    },
+    /// Created by another process of the tenant, who saves it.
+    Imported {
+        /// Who, as [`crate::ImportSource`] named it.
+        owner: Vec<u8>,
+    },
+    /// Created by a process that has ended; nobody has its contents.
+    Lost,
+    /// Created by a process that is not under Sublet.
+    Foreign,
+}
+
+/// Whether the process that asks for an inventory runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// It runs, and may change what is on a device: only of what is away the saved contents are the contents.
+    Runs,
+    /// It stands still: what is saved is what its memory held.
+    StandsStill,
+}
+
+impl Holding {
+    fn of(tables: &Tables, found: &Allocation, standing: Standing) -> Self {
+        let is_resident = found.raw.is_some();
+        let counts = !is_resident || standing == Standing::StandsStill;
+        let saved = found.saved.filter(|_| found.is_own() && counts);
+        let mappings = found.mappings.iter().filter_map(|start| tables.mappings.get(start));
+        Self {
+            id: found.id,
+            class: found.class.clone(),
+            device: found.device(),
+            size_bytes: found.size_bytes,
+            ranges: mappings.map(|mapping| mapping.range).collect(),
+            source: match &found.origin {
+                Origin::Own => {
+                    HoldingSource::Own { importers: found.importers.iter().copied().collect() }
+                }
+                Origin::Imported { owner } => HoldingSource::Imported { owner: owner.clone() },
+                Origin::Lost => HoldingSource::Lost,
+                Origin::Foreign => HoldingSource::Foreign,
+            },
+            is_resident,
+            saved_parts: saved.map(|_| copied_parts(found)).unwrap_or_default(),
+            saved,
+        }
+    }
+
+    /// Was it created here?
+    pub fn is_own(&self) -> bool {
+        matches!(self.source, HoldingSource::Own { .. })
+    }
+
+    /// How much of it is saved.
+    pub fn saved_bytes(&self) -> u64 {
+        self.saved_parts.iter().map(|part| part.end - part.start).sum()
+    }
+}
+
+impl<D: Driver> Pool<D> {
+    /// All allocations, in the table's order, with what is saved of each. Waits for nothing.
+    pub fn inventory(&self, standing: Standing) -> Vec<Holding> {
+        let tables = self.tables();
+        tables.allocations.iter().map(|(_, found)| Holding::of(&tables, found, standing)).collect()
+    }
+}
