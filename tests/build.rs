@@ -25,6 +25,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let spmd = out.join("spmd");
     let nccl_name = nccl.to_str().ok_or("OUT_DIR is not UTF-8")?;
     compile("programs/spmd.c", &spmd, &["-pthread"], &[nccl_name, "-ldl"])?;
+    let platform = env::var("TARGET")?;
+    println!("cargo::rustc-env=SUBLET_PLATFORM={platform}");
     println!("cargo::rustc-env=SUBLET_RANK_PROGRAM={}", rank.display());
     println!("cargo::rustc-env=SUBLET_SIMNCCL_DIR={}", nccl_dir.display());
     println!("cargo::rustc-env=SUBLET_SPMD_PROGRAM={}", spmd.display());

@@ -103,6 +103,8 @@ impl Gate {
     fn enter(&self, slot: &Slot, passage: Passage) {
         loop {
             slot.step_in();
+            #[cfg(test)]
+            tests::between_mark_and_look();
             if Mode::admits(self.mode.load(Ordering::SeqCst), passage) {
                 return;
             }
@@ -217,8 +219,58 @@ mod tests {
 
     use super::*;
 
+    thread_local! {
+        /// What this thread does, once, when it has marked its slot and not looked at the mode yet.
+        static BETWEEN: Cell<Option<Box<dyn FnOnce()>>> = const { Cell::new(None) };
+    }
+
+    pub(super) fn between_mark_and_look() {
+        if let Some(work) = BETWEEN.take() {
+            work();
+        }
+    }
+
     fn soon() -> Instant {
         Instant::now() + Duration::from_secs(10)
+    }
+
+    #[test]
+    fn a_gate_that_is_shut_at_the_last_instant_sees_the_thread_and_holds_it_back() {
+        let gate = Arc::new(Gate::default());
+        let (tell, hear) = mpsc::channel();
+        let user = {
+            let gate = Arc::clone(&gate);
+            std::thread::spawn(move || {
+                let other = Arc::clone(&gate);
+                BETWEEN.set(Some(Box::new(move || {
+                    tell.send(other.slots.inside().len()).unwrap();
+                    other.set(Mode::Shut);
+                })));
+                drop(gate.pass(Passage::Use));
+            })
+        };
+        assert_eq!(hear.recv_timeout(Duration::from_secs(10)), Ok(1));
+        while gate.waits() == 0 && !user.is_finished() {
+            std::thread::yield_now();
+        }
+        assert!(!user.is_finished(), "it looked before it marked its slot");
+        gate.open();
+        user.join().unwrap();
+    }
+
+    #[test]
+    fn a_shut_that_fails_leaves_a_vacated_gate_vacated() {
+        let gate = Gate::default();
+        gate.shut(soon(), || false).unwrap();
+        gate.set_vacated();
+        let pass = gate.pass(Passage::GiveUp);
+        let closer = std::thread::scope(|scope| {
+            scope.spawn(|| gate.shut(Instant::now(), || false)).join().unwrap()
+        });
+        assert_eq!(closer.unwrap_err().inside, 1);
+        assert!(gate.is_vacated(), "the memory is still away");
+        drop(pass);
+        drop(gate.pass(Passage::GiveUp));
     }
 
     #[test]

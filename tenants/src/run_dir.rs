@@ -708,6 +708,29 @@ mod tests {
         drop(dir.lock(Instant::now()).unwrap());
     }
 
+    thread_local! {
+        static REMOVED_FIRST: std::cell::Cell<Option<PathBuf>> = const { std::cell::Cell::new(None) };
+    }
+
+    #[test]
+    fn a_lock_on_a_file_that_its_last_holder_has_removed_is_none() {
+        // As when the last holder removes the directory between the opening of the file and its locking.
+        fn lock_late(file: &File) -> Result<(), fs::TryLockError> {
+            if let Some(path) = REMOVED_FIRST.take() {
+                fs::remove_file(path).unwrap();
+            }
+            file.try_lock()
+        }
+        let base = tempfile::tempdir().unwrap();
+        let dir = run_dir(&base).tenant(&name("train")).unwrap();
+        drop(dir.lock(soon()).unwrap());
+        REMOVED_FIRST.set(Some(dir.path().join(LOCK_NAME)));
+        let lock = dir.lock_with(soon(), lock_late, write_pid).unwrap();
+        let second = dir.lock(Instant::now());
+        assert!(matches!(second, Err(RunDirError::Locked { .. })), "{second:?}");
+        drop(lock);
+    }
+
     #[test]
     fn a_waiter_gets_the_lock_when_its_holder_gives_it_up() {
         let base = tempfile::tempdir().unwrap();

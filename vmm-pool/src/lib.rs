@@ -11,6 +11,8 @@ pub mod driver;
 mod error;
 mod pool;
 mod report;
+#[cfg(test)]
+mod scaling;
 mod staging;
 pub mod support;
 mod vacate;

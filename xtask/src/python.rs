@@ -108,6 +108,8 @@ impl Python {
     pub(crate) fn command(&self, workspace: &Workspace, folders: &[PathBuf]) -> Command {
         let mut command = workspace.command(&self.interpreter);
         command.env("PYTHONDONTWRITEBYTECODE", "1");
+        // Set on some machines; a program that forgets to flush must fail on all of them.
+        command.env_remove("PYTHONUNBUFFERED");
         let inherited = env::var_os("PYTHONPATH").unwrap_or_default();
         let path: Vec<PathBuf> = folders
             .iter()

@@ -23,7 +23,7 @@ def host_copy(tensor: Any) -> Any:
     Returns:
         For a ``torch.Tensor`` a CPU tensor of the same shape and type; otherwise a read-only
         ``memoryview`` of its bytes. Nothing is copied where the bytes lie in one piece. It is valid until
-        the resume of that memory begins; copy what must live longer.
+        the resume of that memory begins, and not in a forked child; copy what must live longer.
 
     Raises:
         UsageError: not a CUDA tensor, not contiguous, not paused, or its contents are not kept.

@@ -140,7 +140,8 @@ def test_subprocesses_are_configured_and_the_environment_restored(
 def test_command_of_the_package_runs_with_its_own_exit_codes(stage: Stage) -> None:
     ran = stage.run("-m", "sublet", "ps")
     assert ran.returncode == 0, ran.stderr
-    ran = stage.run("-c", "import os; print(os.environ['SUBLET_TENANT']); os._exit(7)", tenant="a")
+    program = "import os; print(os.environ['SUBLET_TENANT'], flush=True); os._exit(7)"
+    ran = stage.run("-c", program, tenant="a")
     assert (ran.stdout, ran.returncode) == ("a\n", 7)
     ran = stage.run("-m", "sublet", "no-such-command")
     assert ran.returncode == 2 and "no-such-command" in ran.stderr

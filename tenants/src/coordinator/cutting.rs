@@ -44,6 +44,34 @@ struct Stillness {
     patience: Duration,
 }
 
+impl Held {
+    /// It was held without limits raised, and has said where.
+    fn new(index: usize, report: CutReport) -> Self {
+        Self { index, report, sent: Limits::default(), due: 0, stale: 0, fresh: true }
+    }
+
+    /// It is asked once more, under `limits`.
+    fn asked(&mut self, limits: &Limits) {
+        if self.sent != *limits {
+            self.stale = self.due;
+            self.fresh = false;
+            self.sent.clone_from(limits);
+        }
+        self.due += 1;
+    }
+
+    /// It has answered the oldest request that it owes an answer to.
+    fn answered(&mut self, report: CutReport) {
+        self.due = self.due.saturating_sub(1);
+        self.report = report;
+        if self.stale > 0 {
+            self.stale -= 1;
+        } else {
+            self.fresh = true;
+        }
+    }
+}
+
 impl Session<'_> {
     /// Brings `members` to a cut and closes their gates.
     pub(super) fn cut_and_close(
@@ -130,14 +158,7 @@ impl Session<'_> {
             return Err(result.into_failures());
         }
         let held = result.done.into_iter().filter_map(|(index, reply)| match reply {
-            Reply::Cut(report) => Some(Held {
-                index,
-                report: *report,
-                sent: Limits::default(),
-                due: 0,
-                stale: 0,
-                fresh: true,
-            }),
+            Reply::Cut(report) => Some(Held::new(index, *report)),
             Reply::Member(_)
             | Reply::Stats(_)
             | Reply::PhaseDone(..)
@@ -161,13 +182,8 @@ impl Session<'_> {
         if !changed && held.due > 0 {
             return Ok(());
         }
-        if changed {
-            summary.rounds += 1;
-            held.stale = held.due;
-            held.fresh = false;
-            held.sent.clone_from(&limits);
-        }
-        held.due += 1;
+        summary.rounds += u64::from(changed);
+        held.asked(&limits);
         let request = Request::Cut { limits, seen: held.report.seen, wait_ms: millis(SLICE) };
         let timeout = SLICE + self.options.contact_timeout;
         let asked = self.peers.ask(held.index, Step::Cut, &request, timeout);
@@ -187,13 +203,7 @@ impl Session<'_> {
                 Err(failure) => return Err(vec![failure]),
             };
             if let Some(held) = held.iter_mut().find(|held| held.index == answer.peer) {
-                held.due = held.due.saturating_sub(1);
-                held.report = report;
-                if held.stale > 0 {
-                    held.stale -= 1;
-                } else {
-                    held.fresh = true;
-                }
+                held.answered(report);
             }
             next = self.peers.settled_answer();
         }
@@ -289,4 +299,36 @@ fn may_pass(failure: &MemberFailure) -> bool {
 fn launched(held: &[Held]) -> u64 {
     let posts = held.iter().flat_map(|held| &held.report.posts);
     posts.map(|post| post.launched).fold(0, u64::saturating_add)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cut::{CommunicatorId, Lane, Series};
+
+    fn limits(limit: u64) -> Limits {
+        let mut limits = Limits::default();
+        let communicator = CommunicatorId(1);
+        limits.raise(Lane { communicator, series: Series::Collectives }, limit);
+        limits
+    }
+
+    #[test]
+    fn an_answer_counts_when_it_was_given_under_the_limits_sent_last() {
+        let mut held = Held::new(0, CutReport::default());
+        assert!(held.fresh);
+        // Twice under the first limits, then under others, with no answer in between.
+        for limit in [1, 1, 2] {
+            held.asked(&limits(limit));
+        }
+        let mut fresh = Vec::new();
+        for _ in 0..3 {
+            held.answered(CutReport::default());
+            fresh.push(held.fresh);
+        }
+        assert_eq!(fresh, [false, false, true]);
+        // Asked again under the same, what it said last still holds.
+        held.asked(&limits(2));
+        assert!(held.fresh && held.due == 1);
+    }
 }

@@ -385,14 +385,8 @@ impl<D: Driver> Pool<D> {
     /// device outside the driver's view may hold its pages. Returns how many bytes that concerns.
     pub fn pin(&self, range: VaRange, reason: &'static str) -> u64 {
         let mut tables = self.tables();
-        let keys: Vec<usize> = tables
-            .mappings
-            .values()
-            .filter(|mapping| {
-                mapping.range.start < range.end() && range.start < mapping.range.end()
-            })
-            .map(|mapping| mapping.allocation)
-            .collect();
+        let keys: Vec<usize> =
+            overlapping(&tables.mappings, range).map(|mapping| mapping.allocation).collect();
         let mut bytes = 0;
         for key in keys {
             let allocation = &mut tables.allocations[key];
@@ -546,9 +540,8 @@ impl<D: Driver> Pool<D> {
             }
         }
         for range in ranges {
-            let inside = tables.mappings.range(..range.end().0).rev();
-            let overlapping = inside.take_while(|(_, mapping)| range.start < mapping.range.end());
-            for (&start, mapping) in overlapping {
+            for mapping in overlapping(&tables.mappings, *range) {
+                let start = mapping.range.start.0;
                 let begin = range.start.0.max(start) - start;
                 let end = range.end().0.min(mapping.range.end().0) - start;
                 let found = &mut tables.allocations[mapping.allocation];
@@ -562,6 +555,16 @@ impl<D: Driver> Pool<D> {
             found.unused = merged(std::mem::take(&mut found.unused));
         }
     }
+}
+
+/// The mappings, by start address, of which a part lies in `range`; the last first.
+fn overlapping(
+    mappings: &BTreeMap<u64, Mapping>,
+    range: VaRange,
+) -> impl Iterator<Item = &Mapping> {
+    let before_its_end = mappings.range(..range.end().0).rev().map(|(_, mapping)| mapping);
+    // They do not overlap each other, so none before the first that ends too early reaches it.
+    before_its_end.take_while(move |mapping| range.start < mapping.range.end())
 }
 
 /// Must a pause copy contents of this allocation to `store`?
@@ -615,5 +618,59 @@ fn add_to_class(row: &mut ClassBytes, found: &Allocation) {
     } else {
         row.imported_bytes += found.size_bytes;
         row.imported_count += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::scaling::assert_not_quadratic;
+
+    fn mappings(ranges: impl Iterator<Item = Range<u64>>) -> BTreeMap<u64, Mapping> {
+        let mapping = |range: Range<u64>| Mapping {
+            range: VaRange::new(DeviceAddress(range.start), range.end - range.start),
+            allocation: 0,
+            access: BTreeMap::new(),
+            presence: Presence::Whole,
+            opened: 0,
+        };
+        ranges.map(|range| (range.start, mapping(range))).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn overlapping_mappings_are_found_as_by_a_look_at_each(
+            sizes in prop::collection::vec((0u64..4, 1u64..6), 0..12),
+            (start, size_bytes) in (0u64..60, 1u64..20),
+        ) {
+            let mut end = 0;
+            let apart = sizes.iter().map(|(gap, size)| {
+                let range = end + gap..end + gap + size;
+                end = range.end;
+                range
+            });
+            let mappings = mappings(apart);
+            let range = VaRange::new(DeviceAddress(start), size_bytes);
+            let found: Vec<_> = overlapping(&mappings, range).map(|found| found.range).collect();
+            let each = mappings.values().map(|mapping| mapping.range).rev().filter(|mapping| {
+                mapping.start < range.end() && range.start < mapping.end()
+            });
+            prop_assert_eq!(found, each.collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn a_mapping_among_many_is_found_as_fast_as_among_few() {
+        assert_not_quadratic(|count| {
+            let mappings = mappings((0..count as u64).map(|at| 4 * at..4 * at + 3));
+            move || {
+                for at in 0..count as u64 {
+                    let one = VaRange::new(DeviceAddress(4 * at), 4);
+                    assert_eq!(overlapping(&mappings, one).count(), 1);
+                }
+            }
+        });
     }
 }

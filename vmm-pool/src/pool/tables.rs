@@ -170,8 +170,8 @@ pub(crate) struct Tables {
     pub(crate) mappings: BTreeMap<u64, Mapping>,
     /// Plain allocations left to the driver, by address.
     pub(crate) natives: BTreeMap<u64, Native>,
-    /// Places mapped for a copy of a pause or resume, and not taken down yet.
-    pub(crate) views: Vec<VaRange>,
+    /// Places mapped for a copy of a pause or resume, and not taken down yet. By start address.
+    pub(crate) views: BTreeMap<u64, VaRange>,
     next_generation: u32,
     last_ticket: u64,
     /// Nothing is given to importers: a pause has asked who holds what, or memory is away.

@@ -39,6 +39,11 @@ pub(super) fn new_chunk(toucher_threads: usize) -> io::Result<Chunk> {
     if let Err(error) = map.advise(Advice::HugePage) {
         tracing::debug!(%error, "no huge pages: the first pause will be slower");
     }
+    // The chunk stays pinned, and since Linux 5.12 a fork copies pinned pages at once, where it shares others until
+    // they are written. A child has no use for them.
+    if let Err(error) = map.advise(Advice::DontFork) {
+        tracing::warn!(%error, "a fork of this process copies its saved contents");
+    }
     let base = map.as_mut_ptr();
     let padding = base.align_offset(HUGE_PAGE_BYTES).min(HUGE_PAGE_BYTES);
     // SAFETY: the map is one huge page longer than the chunk, and `padding` at most that.
@@ -69,4 +74,41 @@ fn touch(start: NonNull<u8>, length: usize, threads: usize) {
             }
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    /// Flags of the map that holds `address`, as the kernel names them.
+    fn flags_at(address: u64) -> Vec<String> {
+        let maps = fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut is_it = false;
+        for line in maps.lines() {
+            let range = line.split_whitespace().next().and_then(|word| word.split_once('-'));
+            let hexadecimal = |digits| u64::from_str_radix(digits, 16).ok();
+            if let Some((start, end)) = range
+                && let (Some(start), Some(end)) = (hexadecimal(start), hexadecimal(end))
+            {
+                is_it = (start..end).contains(&address);
+            }
+            if let (true, Some(flags)) = (is_it, line.strip_prefix("VmFlags:")) {
+                return flags.split_whitespace().map(str::to_owned).collect();
+            }
+        }
+        panic!("nothing is mapped at {address:#x}");
+    }
+
+    #[test]
+    fn a_fork_leaves_every_byte_of_a_chunk_out() {
+        let chunk = new_chunk(1).unwrap();
+        let start = chunk.start.as_ptr().addr() as u64;
+        for address in [start, start + CHUNK_BYTES / 2, start + CHUNK_BYTES - 1] {
+            let flags = flags_at(address);
+            // "do not copy area on fork"
+            assert!(flags.contains(&"dc".to_owned()), "{address:#x}: {flags:?}");
+        }
+    }
 }

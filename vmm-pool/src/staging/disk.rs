@@ -37,6 +37,9 @@ pub(crate) struct ContentsFile {
     file: File,
     /// Where it was made, for messages.
     dir: PathBuf,
+    /// What begins here never gets to the disk.
+    #[cfg(test)]
+    broken_at: Option<u64>,
 }
 
 /// Can files for saved contents be made and written in `dir`? Nothing stays there.
@@ -119,12 +122,22 @@ impl ContentsFile {
             size_bytes: 0,
             source,
         })?;
-        Ok(Self { file, dir: dir.to_owned() })
+        Ok(Self {
+            file,
+            dir: dir.to_owned(),
+            #[cfg(test)]
+            broken_at: None,
+        })
     }
 
     /// As one of ours: a file that lies in `dir` and is the caller's.
     pub(crate) fn over(file: File, dir: PathBuf) -> Self {
-        Self { file, dir }
+        Self {
+            file,
+            dir,
+            #[cfg(test)]
+            broken_at: None,
+        }
     }
 
     /// Gives the file this size; what is not written of it takes no space.
@@ -137,8 +150,25 @@ impl ContentsFile {
     /// One that behaves as on a disk without space.
     #[cfg(test)]
     pub(crate) fn full() -> Self {
-        let file = File::options().read(true).write(true).open("/dev/full").unwrap();
-        Self { file, dir: PathBuf::from("/dev") }
+        Self::device("/dev/full")
+    }
+
+    /// One that takes whatever is written, and says only at the flush that it has not kept it.
+    #[cfg(test)]
+    pub(super) fn without_flush() -> Self {
+        Self::device("/dev/null")
+    }
+
+    #[cfg(test)]
+    fn device(path: &str) -> Self {
+        let file = File::options().read(true).write(true).open(path).unwrap();
+        Self { file, dir: PathBuf::from("/dev"), broken_at: None }
+    }
+
+    /// One on a disk that loses what is written to `offset_bytes`, after it has taken it.
+    #[cfg(test)]
+    pub(super) fn broken_at(dir: &Path, offset_bytes: u64) -> Self {
+        Self { broken_at: Some(offset_bytes), ..Self::create(dir).unwrap() }
     }
 
     /// A file beyond the process's own limit: asking the kernel would bring a signal that ends the process.
@@ -203,6 +233,10 @@ impl ContentsFile {
         let all = libc::SYNC_FILE_RANGE_WAIT_BEFORE
             | libc::SYNC_FILE_RANGE_WRITE
             | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+        #[cfg(test)]
+        if self.broken_at == Some(place.start) {
+            return Err(self.refused("writing", place, Errno::EIO.into()));
+        }
         self.sync_range(place, all).map_err(|source| self.refused("writing", place, source))?;
         self.forget_cached(place);
         Ok(())

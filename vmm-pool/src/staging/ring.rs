@@ -298,6 +298,26 @@ mod tests {
     }
 
     #[test]
+    fn a_piece_that_is_lost_on_its_way_to_the_disk_fails_the_writing() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let mut ring = Ring { chunk: new_chunk(1).unwrap() };
+        // The last one is its writer's last too: no piece after it settles it.
+        for lost in [0, PIECES / 2, PIECES - 1] {
+            let file = ContentsFile::broken_at(dir.path(), lost * PIECE_BYTES);
+            let error = write_places(&file, &mut ring).unwrap_err();
+            let PoolError::FileRefused { offset_bytes, .. } = &error else { panic!("{error}") };
+            assert_eq!(*offset_bytes, lost * PIECE_BYTES, "{error}");
+        }
+    }
+
+    #[test]
+    fn what_the_last_flush_says_counts() {
+        let mut ring = Ring { chunk: new_chunk(1).unwrap() };
+        let error = write_places(&ContentsFile::without_flush(), &mut ring).unwrap_err();
+        assert!(matches!(error, PoolError::FileRefused { operation: "writing", .. }), "{error}");
+    }
+
+    #[test]
     fn what_fails_between_the_pieces_ends_the_reading() {
         let mut ring = Ring { chunk: new_chunk(1).unwrap() };
         // It reads as zeros without end.

@@ -94,19 +94,23 @@ struct Group {
 
 /// Neighbours of one device in groups, devices in turn.
 fn in_groups(items: Vec<Item>) -> Vec<Group> {
-    let mut by_device: BTreeMap<DeviceOrdinal, Vec<Group>> = BTreeMap::new();
+    let mut by_device: BTreeMap<DeviceOrdinal, (Vec<Group>, u64)> = BTreeMap::new();
     for item in items {
-        let device = item.device;
-        let groups = by_device.entry(device).or_default();
-        let last_bytes: u64 = groups
-            .last()
-            .map_or(u64::MAX, |group| group.items.iter().map(|i| i.source.size_bytes).sum());
+        let (device, size_bytes) = (item.device, item.source.size_bytes);
+        let (groups, last_bytes) = by_device.entry(device).or_default();
         match groups.last_mut() {
-            Some(group) if last_bytes < GROUP_BYTES => group.items.push(item),
-            _ => groups.push(Group { device, items: vec![item] }),
+            Some(group) if *last_bytes < GROUP_BYTES => {
+                group.items.push(item);
+                *last_bytes += size_bytes;
+            }
+            _ => {
+                groups.push(Group { device, items: vec![item] });
+                *last_bytes = size_bytes;
+            }
         }
     }
-    let mut queues: Vec<_> = by_device.into_values().map(Vec::into_iter).collect();
+    let mut queues: Vec<_> =
+        by_device.into_values().map(|(groups, _)| groups.into_iter()).collect();
     let mut groups = Vec::new();
     while !queues.is_empty() {
         queues.retain_mut(|queue| queue.next().map(|group| groups.push(group)).is_some());
@@ -530,3 +534,6 @@ impl<D: Driver> Pool<D> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,7 +4,6 @@
 //! the first gap that holds it, in the table's order, so that a pause of everything fills the arena from end
 //! to end.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::Selection;
@@ -35,26 +34,78 @@ impl Layout {
     fn place(mut taken: Vec<Range<u64>>, wanted: impl Iterator<Item = (usize, u64)>) -> Self {
         taken.sort_by_key(|range| range.start);
         let mut end_bytes = 0;
-        let mut gaps = VecDeque::new();
+        let mut gaps = Vec::new();
         for range in taken {
             if end_bytes < range.start {
-                gaps.push_back(end_bytes..range.start);
+                gaps.push(end_bytes..range.start);
             }
             end_bytes = range.end.max(end_bytes);
         }
+        let mut gaps = Gaps::new(gaps);
         let mut places = Vec::new();
         for (key, size_bytes) in wanted {
-            let fits = |gap: &Range<u64>| gap.end - gap.start >= size_bytes;
-            // OVERFLOW: sizes of allocations that exist on one machine.
-            let free = match gaps.iter_mut().find(|gap| fits(gap)) {
-                Some(gap) => &mut gap.start,
-                None => &mut end_bytes,
-            };
-            places.push((key, *free));
-            *free += size_bytes;
-            gaps.retain(|gap| gap.start < gap.end);
+            let place = gaps.take(size_bytes).unwrap_or_else(|| {
+                let behind = end_bytes;
+                // OVERFLOW: sizes of allocations that exist on one machine.
+                end_bytes += size_bytes;
+                behind
+            });
+            places.push((key, place));
         }
         Self { places, end_bytes }
+    }
+}
+
+/// Gaps in order. The first one that holds a size is found without a look at those before it, since a pause
+/// asks for each allocation, and there can be as many gaps.
+struct Gaps {
+    gaps: Vec<Range<u64>>,
+    /// How much fits at once, as a binary tree: the root is at 1, below `n` are `2 * n` and `2 * n + 1`, and the
+    /// lowest level is the gaps. Each node has the larger of those below.
+    largest_bytes: Vec<u64>,
+}
+
+impl Gaps {
+    fn new(gaps: Vec<Range<u64>>) -> Self {
+        let leaves = gaps.len().next_power_of_two();
+        let mut largest_bytes = vec![0; leaves];
+        largest_bytes.extend(gaps.iter().map(|gap| gap.end - gap.start));
+        largest_bytes.resize(2 * leaves, 0);
+        let mut all = Self { gaps, largest_bytes };
+        for node in (1..leaves).rev() {
+            all.update(node);
+        }
+        all
+    }
+
+    fn update(&mut self, node: usize) {
+        let below = [2 * node, 2 * node + 1].map(|node| self.largest_bytes[node]);
+        self.largest_bytes[node] = below[0].max(below[1]);
+    }
+
+    /// The begin of the first gap that holds `size_bytes`, which is smaller by that from now on.
+    fn take(&mut self, size_bytes: u64) -> Option<u64> {
+        if self.largest_bytes[1] < size_bytes {
+            return None;
+        }
+        let leaves = self.largest_bytes.len() / 2;
+        let mut node = 1;
+        while node < leaves {
+            node *= 2;
+            // Then the other one holds it, for the one above does.
+            if self.largest_bytes[node] < size_bytes {
+                node += 1;
+            }
+        }
+        let gap = self.gaps.get_mut(node - leaves)?;
+        let place = gap.start;
+        gap.start += size_bytes;
+        self.largest_bytes[node] = gap.end - gap.start;
+        while node > 1 {
+            node /= 2;
+            self.update(node);
+        }
+        Some(place)
     }
 }
 
@@ -69,6 +120,39 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::scaling::assert_not_quadratic;
+
+    /// The first gap that holds each, found by going through all of them.
+    fn place_one_by_one(taken: &[Range<u64>], sizes: &[u64]) -> Layout {
+        let mut free = 0;
+        let mut gaps = Vec::new();
+        for range in taken {
+            gaps.push(free..range.start);
+            free = range.end;
+        }
+        gaps.push(free..u64::MAX);
+        let mut end_bytes = free;
+        let place = |(key, size_bytes): (usize, &u64)| {
+            let gap = gaps.iter_mut().find(|gap| gap.end - gap.start >= *size_bytes).unwrap();
+            let place = gap.start;
+            gap.start += size_bytes;
+            end_bytes = end_bytes.max(gap.start);
+            (key, place)
+        };
+        Layout { places: sizes.iter().enumerate().map(place).collect(), end_bytes }
+    }
+
+    #[test]
+    fn many_gaps_take_no_longer_each_than_few() {
+        // One of a unit before each content; every second asks for more, so that it looks at all gaps for nothing.
+        assert_not_quadratic(|count| {
+            let taken: Vec<_> = (0..count as u64).map(|at| 2 * at + 1..2 * at + 2).collect();
+            move || {
+                let sizes = (0..count).map(|key| (key, 1 + (key as u64 + 1) % 2));
+                Layout::place(taken.clone(), sizes);
+            }
+        });
+    }
 
     #[test]
     fn an_empty_arena_is_filled_from_end_to_end() {
@@ -95,6 +179,7 @@ mod tests {
                 at = range.end;
                 range
             }).collect();
+            let one_by_one = place_one_by_one(&taken, &sizes);
             let layout = Layout::place(taken.clone(), sizes.iter().copied().enumerate());
             let placed = layout.places.iter().map(|&(key, at)| at..at + sizes[key]);
             let mut all: Vec<_> = taken.into_iter().chain(placed).collect();
@@ -102,6 +187,7 @@ mod tests {
             prop_assert!(all.windows(2).all(|pair| pair[0].end <= pair[1].start));
             prop_assert_eq!(all.last().map_or(0, |range| range.end), layout.end_bytes);
             prop_assert_eq!(layout.places.len(), sizes.len());
+            prop_assert_eq!(layout, one_by_one);
         }
     }
 }

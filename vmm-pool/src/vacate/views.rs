@@ -27,7 +27,7 @@ impl<D: Driver> Pool<D> {
             Some(device),
         )?;
         let range = VaRange::new(start, size_bytes);
-        self.tables().views.push(range);
+        self.tables().views.insert(range.start.0, range);
         self.driver
             .map(range, raw)
             .and_then(|()| self.driver.set_access(range, &[AccessDesc::read_write(device)]))
@@ -47,13 +47,13 @@ impl<D: Driver> Pool<D> {
             return Err(first).about(|| "view for a copy".to_owned(), range.size_bytes, None);
         }
         // Addresses are freed only when nothing is mapped there, whatever the call before said.
-        self.tables().views.retain(|view| *view != range);
+        self.tables().views.remove(&range.start.0);
         Ok(())
     }
 
     /// Takes down every view that a step which failed has left. All copies are done.
     pub(super) fn drop_views(&self, log: &mut StepLog) {
-        let views = self.tables().views.clone();
+        let views: Vec<VaRange> = self.tables().views.values().copied().collect();
         for range in views {
             if let Err(error) = self.drop_view(log, range) {
                 log.notes.push(format!("stays mapped: {error}"));

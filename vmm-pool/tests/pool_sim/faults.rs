@@ -295,6 +295,31 @@ fn any_call_of_mapping_own_memory_again_may_fail_and_be_tried_again() {
 }
 
 #[test]
+fn nothing_is_unmapped_under_copies_whose_end_nobody_has_seen() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 2, kept());
+    let place = map(&pool, handle, 2 * UNIT, &[AccessDesc::read_write(DEVICE)]);
+    write(&pool, DEVICE, place, pattern(5));
+    let faults = pool.driver().faults();
+    faults.fail(DriverOp::StreamSynchronize, FaultSpan::From(1), DriverCode::UNKNOWN);
+    assert!(pool.save(&WHOLE, UNLIMITED).is_err(), "no wait succeeded");
+    faults.clear();
+    let unmapped = faults.calls(DriverOp::Unmap);
+    // Nor does the device itself say that it is done.
+    faults.fail(DriverOp::ContextSynchronize, FaultSpan::From(1), DriverCode::UNKNOWN);
+    for step in [SimPool::release_selected, SimPool::create_own, SimPool::drop_imports] {
+        let error = step(&pool, &WHOLE).expect_err("copies may be under way");
+        assert!(error.to_string().contains("copies that did not end"), "{error}");
+    }
+    assert_eq!(faults.calls(DriverOp::Unmap), unmapped);
+    faults.clear();
+    pool.remount(&WHOLE).expect("it says so now");
+    assert!(holds(&pool, DEVICE, place, pattern(5)));
+    crate::stage::pause(&pool);
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+}
+
+#[test]
 fn memory_that_runs_out_half_way_is_named_and_given_back() {
     let pair = Pair::new();
     pair.pause().expect("pause");

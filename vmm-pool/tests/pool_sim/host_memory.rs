@@ -1,7 +1,8 @@
 //! Host memory of pauses that come to nothing.
 
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
-use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp};
+use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
+use vmm_pool::{Class, Contents, Selection, Tags, Whose};
 
 use crate::stage::{
     DEVICE, SimPool, UNIT, UNLIMITED, WHOLE, create, holds, kept, map, pattern, pause, pool,
@@ -54,4 +55,47 @@ fn host_memory_of_a_pause_that_failed_goes_back_to_what_the_last_one_used() {
     pause(&pool);
     resume(&pool);
     assert!(holds(&pool, DEVICE, place, pattern(3)));
+}
+
+#[test]
+fn host_memory_behind_a_gap_is_not_given_back_while_contents_lie_there() {
+    let node = SimNode::private(&[CHUNK + 64 * UNIT]).expect("a node");
+    let pool = pool(&node);
+    let tags = |tag: &str| Tags::Named([tag.to_owned()].into());
+    let class =
+        |tag: &str| Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep };
+    let pause_tag = |tag: &str| {
+        let selection = Selection::Tagged(tags(tag), Whose::Everybody);
+        pool.save(&selection, UNLIMITED).expect("saved");
+        pool.release_selected(&selection).expect("released");
+        pool.set_aside();
+    };
+    let resume_tag = |tag: &str| {
+        let selection = Selection::SetAside(tags(tag), Whose::Everybody);
+        pool.create_own(&selection).expect("memory");
+        pool.restore_own(&selection, usize::MAX).expect("contents");
+        drop(pool.commit_resume());
+    };
+    let filled = |tag: &str, units: u64, seed: u64| {
+        let handle = create(&pool, DEVICE, units, class(tag));
+        let place = map(&pool, handle, units * UNIT, &[AccessDesc::read_write(DEVICE)]);
+        let end = DeviceAddress(place.end().0 - UNIT);
+        write(&pool, DEVICE, VaRange::new(end, UNIT), pattern(seed));
+        place
+    };
+    filled("before", 1, 1);
+    let large = filled("between", CHUNK / UNIT, 2);
+    let behind = filled("behind", 1, 3);
+    pause_tag("before");
+    // All of it but the end is as good as not there, and has its place all the same.
+    pool.mark_unused(&[VaRange::new(large.start, CHUNK - UNIT)]);
+    pause_tag("between");
+    pause_tag("behind");
+    resume_tag("between");
+    // A pause that has nothing to save completes: what is set aside is what it has used.
+    pause_tag("another");
+    pool.give_back_host_memory();
+    assert_eq!(arena_bytes(&pool), 2 * CHUNK);
+    resume_tag("behind");
+    assert!(holds(&pool, DEVICE, behind, pattern(3)));
 }

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
+use vmm_pool::driver::sim::FaultSpan;
+use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
 use vmm_pool::{Class, Contents, DeviceReport, SavedError, Selection, Tags, Whose};
 
 use crate::stage::{
@@ -217,4 +218,48 @@ fn unused_parts_are_not_copied_and_what_lies_beside_them_is() {
     pause(&pool);
     resume(&pool);
     assert!(holds(&pool, DEVICE, range, pattern(3)));
+}
+
+#[test]
+fn marks_of_unused_parts_are_void_after_a_pause_of_other_memory() {
+    let pool = pool(&node());
+    filled(&pool, 1, tagged("kv", Contents::Keep), 1);
+    let other = filled(&pool, 2, kept(), 2);
+    pool.mark_unused(&[other]);
+    pause_tags(&pool, &["kv"]);
+    // It runs on, and this is of worth now.
+    write(&pool, DEVICE, other, pattern(3));
+    pause(&pool);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, other, pattern(3)));
+}
+
+#[test]
+fn marks_of_unused_parts_are_void_after_a_pause_that_failed() {
+    let pool = pool(&node());
+    filled(&pool, 1, kept(), 1);
+    let unused = filled(&pool, 2, kept(), 2);
+    pool.mark_unused(&[unused]);
+    let faults = pool.driver().faults();
+    faults.fail(DriverOp::CopyToHost, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    assert!(pool.save(&WHOLE, UNLIMITED).is_err(), "it was made to fail");
+    faults.clear();
+    pool.remount(&WHOLE).expect("mapped again");
+    write(&pool, DEVICE, unused, pattern(3));
+    pause(&pool);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, unused, pattern(3)));
+}
+
+#[test]
+fn memory_that_is_mapped_twice_is_never_unused() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 2, kept());
+    let marked = map(&pool, handle, 2 * UNIT, &[RW(DEVICE)]);
+    let in_use = map(&pool, handle, 2 * UNIT, &[RW(DEVICE)]);
+    write(&pool, DEVICE, in_use, pattern(4));
+    pool.mark_unused(&[marked]);
+    pause(&pool);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, in_use, pattern(4)));
 }

@@ -1,7 +1,9 @@
 //! Pauses and resumes in which every driver call succeeds.
 
-use vmm_pool::driver::sim::{SimDriver, SimOptions};
-use vmm_pool::driver::{AccessDesc, AllocationProp, Driver, DriverCode, DriverOp, Location};
+use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::{
+    AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverOp, Location, VaRange,
+};
 use vmm_pool::{Contents, HostBudget, PoolError};
 
 use crate::stage::{
@@ -269,4 +271,35 @@ fn mapping_vacated_memory_is_not_ready() {
     assert_eq!(refused.code(), Some(DriverCode::NOT_READY));
     resume(&pool);
     pool.map(range, 0, handle).expect("now there is");
+}
+
+#[test]
+fn nothing_is_unmapped_before_its_copy_is_done_however_many_groups_there_are() {
+    /// Memory of this size is a group of its own.
+    const GROUP: u64 = 256 << 20;
+    /// What is copied of each. It takes longer than queueing the next two.
+    const USED: u64 = 32 << 20;
+    let node = SimNode::private(&[4 * GROUP]).expect("a node");
+    let pool = pool(&node);
+    let places: Vec<_> = (0..3)
+        .map(|_| {
+            let handle = create(&pool, DEVICE, GROUP / UNIT, kept());
+            map(&pool, handle, GROUP, &[RW(DEVICE)])
+        })
+        .collect();
+    let used = |place: &VaRange| VaRange::new(DeviceAddress(place.end().0 - USED), USED);
+    // In the first pause host memory is brought in between; in the second the groups follow at once.
+    for round in 0..2 {
+        for (place, seed) in places.iter().zip(10 * round..) {
+            write(&pool, DEVICE, used(place), pattern(seed));
+        }
+        let unused = |place: &VaRange| VaRange::new(place.start, GROUP - USED);
+        pool.mark_unused(&places.iter().map(unused).collect::<Vec<_>>());
+        pause(&pool);
+        assert_eq!(free_bytes(&pool, DEVICE), 4 * GROUP);
+        resume(&pool);
+        for (place, seed) in places.iter().zip(10 * round..) {
+            assert!(holds(&pool, DEVICE, used(place), pattern(seed)), "{round}: {seed}");
+        }
+    }
 }

@@ -5,6 +5,7 @@ mod cuts;
 mod fake;
 mod faults;
 mod saving;
+mod settling;
 
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};

@@ -296,6 +296,20 @@ fn nothing_is_launched_once_a_report_says_rest() {
     });
 }
 
+#[test]
+fn what_is_counted_while_the_slots_are_looked_at_is_in_the_report() {
+    let cut = Cut::default();
+    let making = [entry(&cut, lane(1, Series::Creation), 1)];
+    let post = cut.post(collectives(1), 0);
+    let counted = Arc::clone(&post);
+    // This is asked after the slots. It stands for a thread that was inside, and is out again when they are.
+    let finished = move || counted.launched.fetch_add(1, Ordering::SeqCst) == 0;
+    cut.enter("ncclCommInitRank", &making).unfinished(Box::new(finished));
+    let report = cut.report(0);
+    let row = report.posts.iter().find(|row| row.lane == post.lane()).unwrap();
+    assert_eq!((row.launched, post.launched()), (1, 1), "{report:?}");
+}
+
 /// Lets the threads of a test end, however it does.
 struct LetGo<'a> {
     cut: &'a Cut,

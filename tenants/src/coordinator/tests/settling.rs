@@ -1,0 +1,229 @@
+//! Real members led message by message: what they tell others of a decision, and what is left when a step is undone.
+
+use std::sync::mpsc;
+
+use vmm_pool::driver::sim::{FaultSpan, GRANULARITY_BYTES, SimDriver};
+use vmm_pool::driver::{AllocationProp, DeviceOrdinal, Driver as _, DriverCode, DriverOp};
+use vmm_pool::{Class, Contents, Selection};
+
+use super::cuts::{Job, SOON, until};
+use super::*;
+use crate::cut::{Limits, Seen};
+use crate::gate::Passage;
+use crate::member::{CONNECTIONS_MAX, Member};
+use crate::scope::TagNames;
+use crate::transport::Connection;
+
+const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Save];
+const BEFORE_ACTIVATE: [Phase; 3] = [Phase::CreateOwn, Phase::Restore, Phase::Import];
+const ROUND: u64 = 12;
+const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
+
+/// A coordinator's connection to one member.
+struct Line(Connection);
+
+impl Line {
+    fn to(member: &Member<SimDriver>) -> Self {
+        Self(Connection::connect(member.socket_path(), Instant::now() + SOON).unwrap())
+    }
+
+    fn ask(&mut self, request: &Request) -> Reply {
+        self.0.send(request, &[], Instant::now() + SOON).unwrap();
+        self.0.receive(Instant::now() + SOON).unwrap().0
+    }
+
+    fn phase_of(&mut self, phase: Phase, scope: &Scope) -> Reply {
+        let scope = scope.clone();
+        self.ask(&Request::Phase {
+            phase,
+            round: ROUND,
+            scope,
+            stays: Vec::new(),
+            timeout_ms: 30_000,
+        })
+    }
+
+    /// A step that succeeds.
+    fn lead(&mut self, phase: Phase, scope: &Scope) {
+        let reply = self.phase_of(phase, scope);
+        assert!(matches!(reply, Reply::PhaseDone(..)), "{phase:?}: {reply:?}");
+    }
+
+    /// A step that fails.
+    fn fail(&mut self, phase: Phase, scope: &Scope) {
+        let reply = self.phase_of(phase, scope);
+        assert!(matches!(reply, Reply::Failed(_)), "{phase:?}: {reply:?}");
+    }
+}
+
+fn kv() -> Scope {
+    Scope::Tags { tags: TagNames::Named(["kv".to_owned()].into()), owner: None }
+}
+
+/// Kept memory of the tag `kv`.
+fn allocate(member: &Member<SimDriver>) {
+    let pool = member.pool();
+    pool.driver().make_current(DEVICE).unwrap();
+    let class = Class { library: "test", tag: "kv".to_owned(), contents: Contents::Keep };
+    let prop = AllocationProp::pinned_on(DEVICE);
+    pool.block_allocate(GRANULARITY_BYTES, &prop, &[DEVICE], class).unwrap();
+}
+
+/// A process of the tenant that takes connections and answers nothing, as one that is stopped.
+fn silent(job: &Job) -> impl Sized + use<> {
+    job.members[0].run_dir().listen(&tenant("train"), MemberId(1)).unwrap()
+}
+
+fn is_under_way(state: MemberState) -> bool {
+    matches!(state, MemberState::Offloading | MemberState::Restoring)
+}
+
+/// Does the gate let work through, now or when somebody else has let go?
+fn lets_work_through(member: &std::sync::Arc<Member<SimDriver>>) -> bool {
+    let (tell, hear) = mpsc::channel();
+    let member = std::sync::Arc::clone(member);
+    std::thread::spawn(move || {
+        drop(member.gate().pass(Passage::Use));
+        let _told = tell.send(());
+    });
+    hear.recv_timeout(Duration::from_secs(10)).is_ok()
+}
+
+#[test]
+fn one_that_followed_a_decision_tells_it_to_those_that_ask_later() {
+    let pause = (MemberState::Active, BEFORE_RELEASE, Phase::Release, MemberState::Paused);
+    let resume = (MemberState::Paused, BEFORE_ACTIVATE, Phase::Activate, MemberState::Active);
+    for (before, phases, decision, after) in [pause, resume] {
+        let job = Job::new(3);
+        if before == MemberState::Paused {
+            report(job.coordinator(options()).pause(&mut quiet).unwrap());
+        }
+        let mut lines: Vec<_> = job.members.iter().map(|member| Line::to(member)).collect();
+        for phase in phases {
+            for line in &mut lines {
+                line.lead(phase, &Scope::Whole);
+            }
+        }
+        // The first is told and the second asks it. Then the first is gone, and the third asks the second.
+        lines[0].lead(decision, &Scope::Whole);
+        let third = lines.pop();
+        drop(lines.pop());
+        until("the second to follow", || !is_under_way(job.states()[1]));
+        assert_eq!(job.states()[1], after);
+        job.members[0].leave();
+        drop(third);
+        until("the third to follow", || !is_under_way(job.states()[2]));
+        assert_eq!(job.states()[2], after);
+    }
+}
+
+#[test]
+fn beside_a_silent_process_all_stand_paused() {
+    for (phases, is_resume) in [(BEFORE_RELEASE, false), (BEFORE_ACTIVATE, true)] {
+        let job = Job::new(2);
+        if is_resume {
+            report(job.coordinator(options()).pause(&mut quiet).unwrap());
+        }
+        let _silent = silent(&job);
+        let mut lines: Vec<_> = job.members.iter().map(|member| Line::to(member)).collect();
+        for phase in phases {
+            for line in &mut lines {
+                line.lead(phase, &Scope::Whole);
+            }
+        }
+        drop(lines);
+        until("the members to settle", || !job.states().into_iter().any(is_under_way));
+        assert_eq!(job.states(), [MemberState::Paused; 2], "is it a resume: {is_resume}");
+    }
+}
+
+#[test]
+fn one_that_has_not_saved_all_goes_back_whatever_others_may_have_been_told() {
+    let job = Job::new(1);
+    let member = &job.members[0];
+    allocate(member);
+    let _silent = silent(&job);
+    let mut line = Line::to(member);
+    line.lead(Phase::CloseGate, &Scope::Whole);
+    line.lead(Phase::Drain, &Scope::Whole);
+    let faults = member.pool().driver().faults();
+    faults.fail(DriverOp::CopyToHost, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    line.fail(Phase::Save, &Scope::Whole);
+    drop(line);
+    until("the member to settle", || !is_under_way(member.state()));
+    assert_eq!(member.state(), MemberState::Active);
+    let resident = member.pool().resident_bytes(&Selection::Whole);
+    assert_eq!(resident.get(&DEVICE), Some(&GRANULARITY_BYTES));
+}
+
+#[test]
+fn an_undone_pause_lets_ranks_go_while_its_coordinator_is_still_there() {
+    let job = Job::new(1);
+    let member = &job.members[0];
+    let mut line = Line::to(member);
+    let hold = Request::Cut { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 };
+    // Undone after each step, also when nothing but the hold has happened.
+    for steps in 0..=BEFORE_RELEASE.len() {
+        let reply = line.ask(&hold);
+        assert!(matches!(reply, Reply::Cut(_)), "{reply:?}");
+        assert!(member.info().held);
+        for phase in &BEFORE_RELEASE[..steps] {
+            line.lead(*phase, &Scope::Whole);
+        }
+        line.lead(Phase::AbortPause, &Scope::Whole);
+        assert!(!member.info().held, "after {steps} steps");
+        assert!(lets_work_through(member), "after {steps} steps");
+    }
+}
+
+#[test]
+fn a_resume_by_tag_that_fails_leaves_the_process_running() {
+    let job = Job::new(1);
+    let member = &job.members[0];
+    allocate(member);
+    let mut line = Line::to(member);
+    let faults = member.pool().driver().faults();
+    for phase in BEFORE_RELEASE.into_iter().chain([Phase::Release, Phase::Verify]) {
+        line.lead(phase, &kv());
+    }
+    assert!(lets_work_through(member), "a pause by tag");
+
+    faults.fail(DriverOp::Create, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
+    line.fail(Phase::CreateOwn, &kv());
+    assert_eq!(member.state(), MemberState::Active);
+    assert!(lets_work_through(member), "nothing was taken");
+
+    faults.fail(DriverOp::CopyToDevice, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    line.lead(Phase::CreateOwn, &kv());
+    line.fail(Phase::Restore, &kv());
+    line.lead(Phase::AbortResume, &kv());
+    assert_eq!(member.state(), MemberState::Active);
+    assert!(lets_work_through(member), "undone");
+
+    faults.clear();
+    for phase in BEFORE_ACTIVATE.into_iter().chain([Phase::Activate]) {
+        line.lead(phase, &kv());
+    }
+    assert!(lets_work_through(member), "it is back");
+}
+
+#[test]
+fn a_coordinator_whose_work_is_over_makes_room_as_any_idle_client() {
+    let job = Job::new(1);
+    let member = &job.members[0];
+    let mut first = Line::to(member);
+    first.lead(Phase::CloseGate, &Scope::Whole);
+    first.lead(Phase::AbortPause, &Scope::Whole);
+    // All places are taken, and one more comes.
+    let others: Vec<_> = (0..CONNECTIONS_MAX)
+        .map(|_| {
+            let mut line = Line::to(member);
+            let reply = line.ask(&Request::Hello);
+            assert!(matches!(reply, Reply::Member(_)), "{reply:?}");
+            line
+        })
+        .collect();
+    let gone = first.0.receive::<Reply>(Instant::now() + SOON);
+    assert!(gone.is_err_and(|error| error.peer_is_gone()), "the longest idle");
+    drop::<Vec<Line>>(others);
+}
