@@ -156,7 +156,7 @@ driver_api! {
         if flags & !HOST_FLAGS != 0 {
             return Err(DriverCode::INVALID_VALUE);
         }
-        sim.core.register_host(address, bytes)
+        sim.core.register_host(address, bytes, None)
     }
 
     fn cuMemHostUnregister = "cuMemHostUnregister" since 4000 (address: u64) {
