@@ -25,6 +25,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let spmd = out.join("spmd");
     let nccl_name = nccl.to_str().ok_or("OUT_DIR is not UTF-8")?;
     compile("programs/spmd.c", &spmd, &["-pthread"], &[nccl_name, "-ldl"])?;
+    let devices = out.join("devices");
+    compile("programs/devices.c", &devices, &[], &["-ldl"])?;
+    println!("cargo::rustc-env=SUBLET_DEVICES_PROGRAM={}", devices.display());
     println!("cargo::rustc-env=SUBLET_RANK_PROGRAM={}", rank.display());
     println!("cargo::rustc-env=SUBLET_SIMNCCL_DIR={}", nccl_dir.display());
     println!("cargo::rustc-env=SUBLET_SPMD_PROGRAM={}", spmd.display());

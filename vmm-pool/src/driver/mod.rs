@@ -76,6 +76,13 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuCtxSetCurrent")]
     fn make_current(&self, device: DeviceOrdinal) -> DriverResult<()>;
 
+    /// Is there a primary context of `device` in this process, whoever retains it? Makes none.
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuDevicePrimaryCtxGetState")]
+    fn has_primary_context(&self, device: DeviceOrdinal) -> DriverResult<bool>;
+
     /// Makes a context of the application's own current on this thread, which must be one of ours.
     ///
     /// # Errors

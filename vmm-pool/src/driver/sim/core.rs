@@ -235,6 +235,14 @@ impl Core {
         Ok(())
     }
 
+    /// Is there a context on `device`?
+    ///
+    /// # Errors
+    /// `INVALID_DEVICE`.
+    pub fn has_context(&self, device: DeviceOrdinal) -> Coded<bool> {
+        Ok(matches!(*lock(&self.device(device)?.context), Context::Present { .. }))
+    }
+
     /// Gives back the memory of the context on `device`, and forgets its failed work.
     ///
     /// # Errors

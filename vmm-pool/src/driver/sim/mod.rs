@@ -176,6 +176,10 @@ impl Driver for SimDriver {
         })
     }
 
+    fn has_primary_context(&self, device: DeviceOrdinal) -> DriverResult<bool> {
+        self.call(DriverOp::PrimaryContextGetState, |core| core.has_context(device))
+    }
+
     /// The simulated driver has primary contexts only.
     fn make_own_context_current(&self, _context: RawContext) -> DriverResult<()> {
         let op = DriverOp::ContextSetCurrent;
