@@ -2,11 +2,13 @@
 # Runs the GPU lane: bash run.sh [SUITE...], without arguments every suite.
 #
 # Suites: smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
-#         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs cycles deaths shortage watchdog zeroed
+#         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
+#         cycles deaths shortage watchdog zeroed
 #         saver sharing custom_allreduce generate unused attach compat contents (of the Python package, from python/*.whl)
 # Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
 # and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES
-# those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, ANYTIME_SEED their instants.
+# those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of the four programs of
+# one_process, ANYTIME_SEED their instants.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 OUT=${OUT:-$PWD/results}
@@ -14,8 +16,8 @@ PYTHON=${PYTHON:-python3}
 GPUS=${GPUS:-0}
 CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
-    anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs cycles deaths shortage watchdog zeroed
-    saver sharing custom_allreduce generate unused attach compat contents)
+    anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
+    cycles deaths shortage watchdog zeroed saver sharing custom_allreduce generate unused attach compat contents)
 JOBS=$HERE/jobs
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -30,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE=1
 [ -x "$HERE/bin/sublet" ] && export SUBLET_BIN=${SUBLET_BIN:-$HERE/bin/sublet}
 [ -x "$HERE/bin/conformance_gpu" ] && export SUBLET_CONFORMANCE=${SUBLET_CONFORMANCE:-$HERE/bin/conformance_gpu}
 case "${1:-all}" in
-    -h | --help) sed -n '2,9p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,11p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
 if [ ! -f "$JOBS/common.py" ]; then echo "run.sh: $JOBS/common.py is missing" >&2; exit 2; fi
 
@@ -76,6 +78,12 @@ run_anytime_ddp() { anytime ddp 200 265; }
 run_anytime_tpdp() { anytime tpdp 100 190; }
 run_anytime_pipeline() { anytime pipeline 100 190; }
 run_anytime_graphs() { anytime graphs 100 190; }
+# One process with all GPUs, 50 pauses a program.
+run_one_process() {
+    local program
+    for program in one_parallel one_split one_nccl one_contents; do anytime "$program" 50 120; done
+}
+run_rebuild() { anytime rebuild 100 150; }
 run_cycles() { suite cycles 585 cycles_job.py --cycles "${MANY_CYCLES:-1000}"; }
 run_deaths() { suite deaths 240 deaths_job.py; }
 run_shortage() { suite shortage 120 shortage_job.py; }

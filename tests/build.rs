@@ -27,6 +27,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     compile("programs/spmd.c", &spmd, &["-pthread"], &[nccl_name, "-ldl"])?;
     let platform = env::var("TARGET")?;
     println!("cargo::rustc-env=SUBLET_PLATFORM={platform}");
+    let devices = out.join("devices");
+    compile("programs/devices.c", &devices, &[], &["-ldl"])?;
+    println!("cargo::rustc-env=SUBLET_DEVICES_PROGRAM={}", devices.display());
     println!("cargo::rustc-env=SUBLET_RANK_PROGRAM={}", rank.display());
     println!("cargo::rustc-env=SUBLET_SIMNCCL_DIR={}", nccl_dir.display());
     println!("cargo::rustc-env=SUBLET_SPMD_PROGRAM={}", spmd.display());

@@ -6,6 +6,9 @@ one rank reads its loss, so the ranks stand at different places when a pause com
 and once under `sublet run`, where the real command pauses and resumes it `--pauses` times, a random `--gap-ms` apart.
 A job that ends before is started again. Every rank's losses of all steps and its final weights must be the same bits.
 
+one_parallel and one_split (torch), one_nccl and one_contents (the driver alone) are one process that uses all GPUs.
+rebuild is a process per GPU whose communicators end and are made again all the time, with ranks that are not in step.
+
 Bound: a pause costs its bytes over the link and NCCL's blocks, some 0.15 s, and a resume 0.15 to 0.25 s; the cut should
 take no longer than the steps that the slowest rank is behind, a few ms; two starts of torchrun take 25 s.
 """
@@ -21,11 +24,23 @@ from typing import Any
 
 import common
 import subletapi
+from childrun import cuda_libraries
 from common import JobError, Result
 from training_run import TrainingRun, first_difference, gpu_count, library_versions
 
 #: Steps before the first pause: what is made on first use is there.
 WARM_STEPS = 25
+#: How the programs are started; all others by torchrun.
+LAUNCHERS = {
+    "rebuild": "launch",
+    "one_parallel": "alone",
+    "one_split": "alone",
+    "one_nccl": "alone",
+    "one_contents": "alone",
+}
+PROGRAMS = ("ddp", "tpdp", "pipeline", "graphs", *LAUNCHERS)
+#: Programs that find the CUDA libraries by their names, as torch's processes need not.
+BY_NAME = ("rebuild", "one_nccl", "one_contents")
 #: Texts of failed pauses to keep.
 FAILURES_MAX = 40
 
@@ -33,7 +48,7 @@ FAILURES_MAX = 40
 def parse(argv: list[str]) -> Any:
     """The options."""
     parser = common.job_parser(__doc__, deadline_s=240)
-    parser.add_argument("--program", choices=("ddp", "tpdp", "pipeline", "graphs"), default="ddp")
+    parser.add_argument("--program", choices=PROGRAMS, default="ddp")
     parser.add_argument("--pauses", type=int, default=200, help="pauses that must succeed")
     parser.add_argument("--seed", type=int, default=1, help="of the instants")
     parser.add_argument("--gap-ms", default="5,60", help="shortest and longest time from a resume to the next pause")
@@ -61,8 +76,12 @@ class Job:
         self.args, self.result, self.work, self.data = args, result, work, result.data
         self.began = time.monotonic()
         self.random = random.Random(args.seed)
-        self.ranks = gpu_count(args.gpus)
-        self.data["parameters"]["gpus"] = self.ranks
+        self.launcher = LAUNCHERS.get(args.program, "torchrun")
+        devices = gpu_count(args.gpus)
+        self.ranks = 1 if self.launcher == "alone" else devices
+        self.devices = ["--devices", str(devices)] if self.launcher == "alone" else []
+        self.env = {"LD_LIBRARY_PATH": cuda_libraries()} if args.program in BY_NAME else {}
+        self.data["parameters"]["gpus"] = devices
         self.data["versions"].update(library_versions())
         self.counts = {"succeeded": 0, "refused": 0, "timed_out": 0, "resumes_failed": 0}
         self.walls: dict[str, dict[str, list[float]]] = {"pause": {}, "resume": {}}
@@ -79,8 +98,9 @@ class Job:
 
     def start(self, label: str, tenant: str | None, *arguments: str) -> TrainingRun:
         """One run of the program."""
-        given = ["--width", str(self.args.width), *arguments]
-        self.current = TrainingRun(self.work, label, self.args.program, self.ranks, given, tenant)
+        given = ["--width", str(self.args.width), *self.devices, *arguments]
+        how = {"tenant": tenant, "env": self.env, "launcher": self.launcher}
+        self.current = TrainingRun(self.work, label, self.args.program, self.ranks, given, **how)
         return self.current
 
     def baseline(self) -> None:

@@ -1,4 +1,7 @@
-"""Runs of the ordinary training scripts in programs/ under stock torchrun, plain or as a tenant, watched from outside."""
+"""Runs of the ordinary scripts in programs/, plain or as a tenant, watched from outside.
+
+Most are started by stock torchrun; those without torch by launch.py, a process per GPU too, or as one process.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,19 @@ def library_versions() -> dict[str, str | None]:
     return found
 
 
+def start_command(program: str, ranks: int, launcher: str) -> list[str]:
+    """How a program is started: by `torchrun`, by `launch`, or `alone`."""
+    script = str(PROGRAMS / f"{program}.py")
+    if launcher == "alone":
+        return [sys.executable, script]
+    if launcher == "launch":
+        return [sys.executable, str(common.JOBS / "launch.py"), str(ranks), script]
+    torchrun = shutil.which("torchrun") or str(Path(sys.executable).parent / "torchrun")
+    return [torchrun, "--standalone", "--nproc-per-node", str(ranks), script]
+
+
 class TrainingRun:
-    """One torchrun of a program."""
+    """One run of a program."""
 
     def __init__(
         self,
@@ -49,6 +63,7 @@ class TrainingRun:
         arguments: list[str],
         tenant: str | None = None,
         env: dict[str, str] | None = None,
+        launcher: str = "torchrun",
     ) -> None:
         self.label, self.ranks, self.tenant = label, ranks, tenant
         self.out = work / label
@@ -58,8 +73,7 @@ class TrainingRun:
         self._reader = open(self.log, "rb")  # noqa: SIM115 (lives as long as the run)
         self._rest = b""
         self.steps, self.advanced = 0, time.monotonic()
-        torchrun = shutil.which("torchrun") or str(Path(sys.executable).parent / "torchrun")
-        command = [torchrun, "--standalone", "--nproc-per-node", str(ranks), str(PROGRAMS / f"{program}.py")]
+        command = start_command(program, ranks, launcher)
         command += [*arguments, "--out", str(self.out)]
         environment = common.child_env({"PYTHONFAULTHANDLER": "1", **(env or {})})
         self.child = common.spawn(subletapi.tenant_command(tenant, command), environment, self.log)
@@ -76,7 +90,7 @@ class TrainingRun:
 
     @property
     def ended(self) -> bool:
-        """Whether torchrun is gone."""
+        """Whether it is gone."""
         return self.child.poll() is not None
 
     def tail(self, size: int = 1500) -> str:
@@ -98,7 +112,7 @@ class TrainingRun:
         self._wait(f"step {count} of {self.label}", ready, timeout_s)
 
     def wait_end(self, timeout_s: float) -> int:
-        """Waits until torchrun ends; its exit code."""
+        """Waits until it ends; its exit code."""
         self._wait(f"the end of {self.label}", lambda: self.ended, timeout_s)
         self.poll()
         common.release(self.child)
@@ -122,7 +136,7 @@ class TrainingRun:
         return [path.read_text().splitlines() if path.exists() else [] for path in files]
 
     def processes(self) -> list[int]:
-        """The ranks' process ids: what torchrun started, and what that started."""
+        """The ranks' process ids: what was started, and what that started. Without a launcher, the one process."""
         parents: dict[int, int] = {}
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -132,10 +146,10 @@ class TrainingRun:
             more = {pid for pid, parent in parents.items() if parent in family} - family
             family |= more
             grown = bool(more)
-        return sorted(family - {self.child.pid})
+        return sorted(family - {self.child.pid}) or [self.child.pid]
 
     def stop(self) -> None:
-        """Ends the ranks and torchrun, if they still run: torchrun gives each rank a session of its own."""
+        """Ends the ranks and their launcher, if they still run: torchrun gives each rank a session of its own."""
         for pid in [] if self.ended else self.processes():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

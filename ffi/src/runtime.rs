@@ -4,7 +4,7 @@
 #![expect(unsafe_code, reason = "registers handlers for fork and exit")]
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::ffi::c_int;
+use std::ffi::{c_int, c_uint};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -127,6 +127,15 @@ pub(crate) fn primary_context(device: c_int) -> Option<Pointer> {
     DriverCode(code).ok().ok()?;
     known().insert(device, context.expose_provenance());
     Some(context)
+}
+
+/// Has somebody in this process made the device's primary context? Makes none.
+pub(crate) fn has_primary_context(device: c_int) -> bool {
+    let (mut flags, mut is_active): (c_uint, c_int) = (0, 0);
+    let code = call_driver!(cuDevicePrimaryCtxGetState(
+        device => c_int, &raw mut flags => *mut c_uint, &raw mut is_active => *mut c_int
+    ));
+    code == DriverCode::SUCCESS.0 && is_active != 0
 }
 
 fn list_own_contexts() -> Vec<RawContext> {

@@ -17,6 +17,8 @@ pub struct Files {
     pub nccl: PathBuf,
     /// The compiled `programs/rank.c`.
     pub rank: PathBuf,
+    /// The compiled `programs/devices.c`.
+    pub devices: PathBuf,
     /// The compiled `programs/nccl_like.c`.
     pub nccl_like: PathBuf,
     /// A directory with the simulated `libnccl.so.2`, `programs/simnccl.c`.
@@ -46,6 +48,7 @@ impl Files {
             sublet: path("SUBLET_TEST_BIN")?,
             nccl: path("SUBLET_TEST_NCCL")?,
             rank: PathBuf::from(env!("SUBLET_RANK_PROGRAM")),
+            devices: PathBuf::from(env!("SUBLET_DEVICES_PROGRAM")),
             nccl_like: PathBuf::from(env!("SUBLET_NCCL_LIKE_LIBRARY")),
             simnccl_dir: PathBuf::from(env!("SUBLET_SIMNCCL_DIR")),
             spmd: PathBuf::from(env!("SUBLET_SPMD_PROGRAM")),

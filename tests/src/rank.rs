@@ -107,6 +107,20 @@ impl Rank {
         if self.child.has_line_within(timeout) { self.answer().map(Some) } else { Ok(None) }
     }
 
+    /// Reads its lines up to one that begins with `beginning`.
+    ///
+    /// # Errors
+    /// When it ended, or writes no such line in time.
+    pub fn wait_for_line(&mut self, beginning: &str) -> Outcome {
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        while let Some(line) = self.child.line(deadline)? {
+            if line.starts_with(beginning) {
+                return Ok(());
+            }
+        }
+        Err(self.ended(beginning))
+    }
+
     /// Sends a line and waits for its answer.
     ///
     /// # Errors

@@ -12,7 +12,7 @@ use tenants::run_dir::RunDir;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{DeviceOrdinal, Driver as _, MemoryInfo};
 
-use crate::{Files, Job, JobOptions, Outcome, Ran, Trouble, child};
+use crate::{Files, Job, JobOptions, Outcome, Ran, Rank, Trouble, child};
 
 /// Bytes of a mebibyte.
 pub const MIB: u64 = 1 << 20;
@@ -114,6 +114,55 @@ impl Stage {
         job.step(1)?;
         job.verify()?;
         Ok(job)
+    }
+
+    /// Starts `programs/devices.c`, one process that uses all devices of the node, and waits until it has its
+    /// memory. Under the preload object when a tenant is named.
+    ///
+    /// # Errors
+    /// When it failed.
+    pub fn process_on_all_devices(&self, tenant: Option<&str>) -> Outcome<Rank> {
+        let mut process = Rank::start(0, &mut self.program(tenant, &self.files.devices))?;
+        process.answer()?;
+        Ok(process)
+    }
+
+    /// Starts a program of the GPU lane, `benchmarks/jobs/programs`, on this node, over the simulated NCCL. Its
+    /// values go to the directory that comes with it.
+    ///
+    /// # Errors
+    /// When it could not be started.
+    pub fn lane_program(
+        &self,
+        tenant: Option<&str>,
+        program: &str,
+        ranks: usize,
+        arguments: &[&str],
+    ) -> Outcome<(Rank, PathBuf)> {
+        let dir = self.job_dir()?;
+        let jobs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../benchmarks/jobs");
+        let mut command = self.program(tenant, Path::new("python3"));
+        if ranks > 1 {
+            command.arg(jobs.join("launch.py")).arg(ranks.to_string());
+        }
+        command.arg(jobs.join("programs").join(program)).args(arguments).arg("--out").arg(&dir);
+        let libraries =
+            format!("{}:{}", self.files.simcuda_dir.display(), self.files.simnccl_dir.display());
+        command.env("LD_LIBRARY_PATH", libraries).env("SIMNCCL_DIR", &dir);
+        command.env("PYTHONDONTWRITEBYTECODE", "1").env("PYTHONUNBUFFERED", "1");
+        Ok((Rank::start(0, &mut command)?, dir))
+    }
+
+    /// A program on this node, under the preload object when a tenant is named.
+    fn program(&self, tenant: Option<&str>, program: &Path) -> Command {
+        let Some(tenant) = tenant else {
+            return self.command(program);
+        };
+        let mut command = self.command(&self.files.sublet);
+        command.args(["run", "--tenant", tenant, "--library"]);
+        command.arg(&self.files.preload).arg("--").arg(program);
+        command.env("SUBLET_FILE_DIR", self.dir.path());
+        command
     }
 
     /// A new directory for the files of one job.

@@ -13,6 +13,7 @@
 
 mod accounting;
 mod bytes;
+mod contexts;
 mod refusals;
 
 use std::fmt::Debug;
@@ -44,6 +45,7 @@ pub fn cases<D: Driver>() -> Vec<Case<D>> {
     let mut all = bytes::cases();
     all.extend(refusals::cases());
     all.extend(accounting::cases());
+    all.extend(contexts::cases());
     all
 }
 

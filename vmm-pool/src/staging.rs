@@ -86,11 +86,36 @@ pub struct HostDemand {
     pub grow_bytes: u64,
 }
 
+/// Whose context a chunk is pinned for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pins {
+    /// Nobody's: the driver would not pin it again. It holds contents as well as any, and is slower.
+    Nobody,
+    /// That of one device.
+    Only(DeviceOrdinal),
+    /// All of the process.
+    All,
+}
+
+impl Pins {
+    /// What a process needs that uses these devices.
+    pub(crate) fn of(devices: &[DeviceOrdinal]) -> Self {
+        if let [only] = devices { Self::Only(*only) } else { Self::All }
+    }
+}
+
+/// A chunk that is held.
+#[derive(Debug)]
+struct Held {
+    chunk: Chunk,
+    pins: Pins,
+}
+
 /// Pinned host memory for the saved contents of one process.
 #[derive(Debug)]
 pub(crate) struct HostArena<D: Driver> {
     driver: Arc<D>,
-    chunks: Vec<Chunk>,
+    chunks: Vec<Held>,
     /// Between devices and the file.
     ring: Option<Ring>,
     /// What the last completed pause used of the chunks, and of the ring.
@@ -186,19 +211,43 @@ impl<D: Driver> HostArena<D> {
         }
     }
 
-    /// Grows until `[0, end_bytes)` is held, pinned for `contexts`. A context must be current on this
-    /// thread.
+    /// Pins what is held for `pins` too: a process that has come to use another device would copy to and from the
+    /// rest at a fraction of the speed. A context must be current on this thread (that of the device, where `pins`
+    /// names one), and no copy under way in a chunk.
+    pub(crate) fn pin_again(&mut self, log: &mut StepLog, pins: Pins) -> PoolResult<()> {
+        for index in 0..self.chunks.len() {
+            let present = self.chunks[index].pins;
+            if present == pins || present == Pins::All {
+                continue;
+            }
+            log.timed("pin host memory", |_| {
+                if present != Pins::Nobody {
+                    self.unpin(&self.chunks[index].chunk)?;
+                    self.chunks[index].pins = Pins::Nobody;
+                }
+                // Whoever has used two devices may use them again.
+                let wanted = if present == Pins::Nobody { pins } else { Pins::All };
+                self.pin(&self.chunks[index].chunk, wanted)?;
+                self.chunks[index].pins = wanted;
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Grows until `[0, end_bytes)` is held, pinned for `pins`. A context must be current on this thread (that
+    /// of the device, where `pins` names one).
     pub(crate) fn grow_to(
         &mut self,
         log: &mut StepLog,
         end_bytes: u64,
-        contexts: PinnedFor,
+        pins: Pins,
     ) -> PoolResult<()> {
         while self.capacity_bytes() < end_bytes {
             let chunk =
                 log.timed("wait for host memory", |_| self.next_chunk().map_err(memory_refused))?;
-            log.timed("pin host memory", |_| self.pin(&chunk, contexts))?;
-            self.chunks.push(chunk);
+            log.timed("pin host memory", |_| self.pin(&chunk, pins))?;
+            self.chunks.push(Held { chunk, pins });
         }
         Ok(())
     }
@@ -212,17 +261,22 @@ impl<D: Driver> HostArena<D> {
             new_chunk(self.toucher_threads).map_err(memory_refused)
         })?;
         // The next pause may be of another device.
-        log.timed("pin host memory", |_| self.pin(&chunk, PinnedFor::AllContexts))?;
+        log.timed("pin host memory", |_| self.pin(&chunk, Pins::All))?;
         self.ring = Some(Ring { chunk });
         Ok(())
     }
 
-    fn pin(&self, chunk: &Chunk, contexts: PinnedFor) -> PoolResult<()> {
+    fn pin(&self, chunk: &Chunk, pins: Pins) -> PoolResult<()> {
+        let (contexts, device) = match pins {
+            Pins::Nobody => return Ok(()),
+            Pins::Only(device) => (PinnedFor::CurrentContext, Some(device)),
+            Pins::All => (PinnedFor::AllContexts, None),
+        };
         // SAFETY: whoever keeps the chunk keeps it mapped until `unpin`, or for good.
         unsafe { self.driver.host_register(chunk.start, CHUNK_LENGTH, contexts) }.about(
             || "pinning of host memory".to_owned(),
             CHUNK_BYTES,
-            None,
+            device,
         )
     }
 
@@ -269,10 +323,12 @@ impl<D: Driver> HostArena<D> {
     /// current, and no contents saved beyond that.
     pub(crate) fn shrink_to(&mut self, keep_bytes: u64) -> PoolResult<()> {
         while self.capacity_bytes() >= keep_bytes.saturating_add(CHUNK_BYTES) {
-            let Some(chunk) = self.chunks.last() else {
+            let Some(Held { chunk, pins }) = self.chunks.last() else {
                 break;
             };
-            self.unpin(chunk)?;
+            if *pins != Pins::Nobody {
+                self.unpin(chunk)?;
+            }
             self.chunks.pop();
         }
         Ok(())
@@ -316,7 +372,7 @@ impl<D: Driver> HostArena<D> {
             let within = at % CHUNK_BYTES;
             let length = (CHUNK_BYTES - within).min(size_bytes - done);
             // CAST: an index of a chunk that exists; the next line panics otherwise, before any copy.
-            let chunk = &self.chunks[(at / CHUNK_BYTES) as usize];
+            let chunk = &self.chunks[(at / CHUNK_BYTES) as usize].chunk;
             // SAFETY: `within` is less than the chunk's length.
             let pointer = unsafe { chunk.start.add(within as usize) };
             each(pointer, done, length)?;
@@ -353,7 +409,7 @@ impl<D: Driver> HostArena<D> {
         debug_assert!(copied.is_ok() && left.is_empty(), "nothing in the closure fails");
     }
 
-    /// Starts copies of `source` to its place in the arena.
+    /// Starts copies of `source` to its place in the arena, on a stream of `copies` that was taken last.
     ///
     /// # Safety
     /// `source` stays mapped, and the arena's place untouched, until the stream is done.
@@ -361,20 +417,21 @@ impl<D: Driver> HostArena<D> {
         &self,
         source: VaRange,
         saved: Saved,
-        stream: RawStream,
+        copies: &CopyStreams<'_, D>,
     ) -> PoolResult<()> {
+        let stream = copies.taken();
         self.pieces(saved, source.size_bytes, |pointer, offset, length| {
             let from = VaRange::new(DeviceAddress(source.start.0 + offset), length);
             // SAFETY: the piece lies in a live chunk; the caller keeps both ends valid.
             unsafe { self.driver.copy_to_host(pointer, from, stream) }.about(
                 || format!("saving of {}", source.start),
                 length,
-                None,
+                Some(copies.device),
             )
         })
     }
 
-    /// Starts copies from the arena back to `target`.
+    /// Starts copies from the arena back to `target`, on a stream of `copies` that was taken last.
     ///
     /// # Safety
     /// `target` stays mapped, and the arena's place untouched, until the stream is done.
@@ -382,15 +439,16 @@ impl<D: Driver> HostArena<D> {
         &self,
         target: VaRange,
         saved: Saved,
-        stream: RawStream,
+        copies: &CopyStreams<'_, D>,
     ) -> PoolResult<()> {
+        let stream = copies.taken();
         self.pieces(saved, target.size_bytes, |pointer, offset, length| {
             let to = VaRange::new(DeviceAddress(target.start.0 + offset), length);
             // SAFETY: the piece lies in a live chunk; the caller keeps both ends valid.
             unsafe { self.driver.copy_to_device(to, pointer, stream) }.about(
                 || format!("restoring of {}", target.start),
                 length,
-                None,
+                Some(copies.device),
             )
         })
     }
@@ -407,12 +465,17 @@ impl<D: Driver> Drop for HostArena<D> {
             tracing::error!(%error, "host memory stays pinned");
             // Unmapping pinned memory would pull it from under the driver: keep it for good.
             let ring = self.ring.take().map(|ring| ring.chunk);
-            self.chunks.drain(..).chain(ring).for_each(Chunk::keep_for_good);
+            let chunks = self.chunks.drain(..).map(|held| held.chunk);
+            chunks.chain(ring).for_each(Chunk::keep_for_good);
         }
     }
 }
 
 /// Two streams of one device, taken in turn, so that the next copy is queued while one runs.
+///
+/// The driver takes a copy only while the context of a device is current that may reach the memory (driver 580;
+/// conformance case `a_copy_out_of_reach_of_the_current_context_is_refused`), and a step works for several
+/// devices by turns. So whoever takes a stream here has its device's context current.
 #[derive(Debug)]
 pub(crate) struct CopyStreams<'a, D: Driver> {
     pool: &'a Pool<D>,
@@ -437,25 +500,34 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         }
     }
 
-    /// The stream whose turn it is, after its earlier work is done.
+    /// The stream whose turn it is, after its earlier work is done. Its device's context is current then.
     pub(crate) fn take_idle(&mut self) -> PoolResult<RawStream> {
-        let stream = self.take();
+        let stream = self.take()?;
         self.finish(stream)?;
         Ok(stream)
     }
 
-    /// The stream whose turn it is.
-    pub(crate) fn take(&mut self) -> RawStream {
+    /// The stream whose turn it is. Its device's context is current then.
+    pub(crate) fn take(&mut self) -> PoolResult<RawStream> {
+        self.make_current()?;
         self.next = 1 - self.next;
+        Ok(self.taken())
+    }
+
+    /// The stream that was taken last.
+    fn taken(&self) -> RawStream {
         self.streams[self.next]
     }
 
-    /// Waits for `stream`, one of the two, and leaves the device's context current.
+    fn make_current(&self) -> PoolResult<()> {
+        let current = self.pool.driver().make_current(self.device);
+        current.about(|| "stream for copies".to_owned(), 0, Some(self.device))
+    }
+
+    /// Waits for `stream`, one of the two.
     pub(crate) fn finish(&self, stream: RawStream) -> PoolResult<()> {
-        let about = || "copies of contents".to_owned();
-        let driver = self.pool.driver();
-        driver.make_current(self.device).about(about, 0, Some(self.device))?;
-        driver.stream_synchronize(stream).about(about, 0, Some(self.device))
+        let waited = self.pool.driver().stream_synchronize(stream);
+        waited.about(|| "copies of contents".to_owned(), 0, Some(self.device))
     }
 
     /// Waits for both streams.

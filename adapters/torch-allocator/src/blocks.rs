@@ -25,6 +25,8 @@ const LEGACY_IPC: &str = "NCCL shares plain allocations by legacy IPC, which can
 pub struct Accessors {
     /// Owner to accessors.
     by_owner: Mutex<BTreeMap<DeviceOrdinal, BTreeSet<DeviceOrdinal>>>,
+    /// Pairs of owner and accessor that the driver does not join.
+    apart: Mutex<BTreeSet<(DeviceOrdinal, DeviceOrdinal)>>,
 }
 
 impl Accessors {
@@ -52,6 +54,39 @@ impl Accessors {
     ) -> PoolResult<()> {
         let _pass = member.gate().pass(Passage::Use);
         member.pool().open_blocks_to(owner, accessor)
+    }
+
+    /// The driver has refused a copy. It copies plain memory between any two devices, and mapped memory, which ours
+    /// is, only where the current context's device may reach it (driver 580). So all devices with blocks, and
+    /// `current`, are given access to each other's. Says whether any was: the copy is then worth another try.
+    pub fn open_for_copies<D: Driver>(
+        &self,
+        member: &Member<D>,
+        current: Option<DeviceOrdinal>,
+    ) -> bool {
+        let owners = member.pool().block_devices();
+        let accessors: BTreeSet<_> = owners.iter().copied().chain(current).collect();
+        let mut is_any_open = false;
+        for &owner in &owners {
+            for &accessor in accessors.iter().filter(|accessor| **accessor != owner) {
+                let apart = || self.apart.lock().unwrap_or_else(PoisonError::into_inner);
+                let is_known = self.of(owner).contains(&accessor);
+                if is_known || apart().contains(&(owner, accessor)) {
+                    continue;
+                }
+                // Before the present blocks, so that none is made in between without it.
+                self.record(owner, accessor);
+                match self.open(member, owner, accessor) {
+                    Ok(()) => is_any_open = true,
+                    Err(error) => {
+                        tracing::debug!(%error, %owner, %accessor, "no copies between the two");
+                        self.disable(owner, accessor);
+                        apart().insert((owner, accessor));
+                    }
+                }
+            }
+        }
+        is_any_open
     }
 
     /// Future memory of `owner` is no longer opened to `accessor`. Present memory stays open: taking

@@ -2,13 +2,13 @@
 
 #![expect(unsafe_code, reason = "calls the driver and the CUDA runtime")]
 
-use std::ffi::{CStr, CString, c_int, c_uint, c_ulonglong, c_void};
+use std::ffi::{CStr, CString, c_int, c_ulonglong, c_void};
 
 use vmm_pool::driver::DriverCode;
 
 use super::report::Device;
 use crate::hooks::call_driver;
-use crate::{lookup, real};
+use crate::{lookup, real, runtime};
 
 /// An upper limit of devices in one process, against a driver that says anything.
 const DEVICES_MAX: c_int = 64;
@@ -26,15 +26,10 @@ pub(super) fn devices() -> Vec<Device> {
     if call_driver!(cuDeviceGetCount(&raw mut count => *mut c_int)) != DriverCode::SUCCESS.0 {
         return Vec::new();
     }
-    (0..count.min(DEVICES_MAX)).filter(|&device| has_context(device)).filter_map(used).collect()
-}
-
-fn has_context(device: c_int) -> bool {
-    let (mut flags, mut is_active): (c_uint, c_int) = (0, 0);
-    let code = call_driver!(cuDevicePrimaryCtxGetState(
-        device => c_int, &raw mut flags => *mut c_uint, &raw mut is_active => *mut c_int
-    ));
-    code == DriverCode::SUCCESS.0 && is_active != 0
+    (0..count.min(DEVICES_MAX))
+        .filter(|&device| runtime::has_primary_context(device))
+        .filter_map(used)
+        .collect()
 }
 
 fn used(device: c_int) -> Option<Device> {

@@ -17,6 +17,7 @@ use std::ffi::{c_int, c_ulonglong};
 pub use control::*;
 pub use graph::*;
 pub use plain::*;
+pub(crate) use plain::{is_refused_copy, opens_blocks};
 pub use vmm::*;
 
 use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};

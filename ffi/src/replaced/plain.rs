@@ -3,11 +3,12 @@
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
+use std::sync::PoisonError;
 
 use sublet_nccl::{Answer, vmm};
 use sublet_torch_allocator::{blocks, ipc};
 use tenants::gate::Passage;
-use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, RawContext};
 
 use super::{Address, SUCCESS, range, size_t, with_caller, write_out};
 use crate::compat::saver;
@@ -19,6 +20,39 @@ fn current_device() -> Result<DeviceOrdinal, DriverCode> {
     let mut device: c_int = 0;
     let code = call_driver!(cuCtxGetDevice(&raw mut device => *mut c_int));
     DriverCode(code).ok().map(|()| DeviceOrdinal(device))
+}
+
+/// Has the driver refused a copy as it does for memory out of the current context's reach?
+pub(crate) fn is_refused_copy(symbol: &str, code: c_int) -> bool {
+    DriverCode(code) == DriverCode::INVALID_VALUE && symbol.starts_with("cuMemcpy")
+}
+
+/// Gives devices access to each other's plain memory, which copies take for granted. Says whether any had less
+/// before.
+pub(crate) fn opens_blocks() -> bool {
+    runtime::member()
+        .is_some_and(|member| runtime::accessors().open_for_copies(member, current_device().ok()))
+}
+
+/// Waits for work that may use a block of `device`, whatever context is current; leaves that as it is.
+fn synchronize(device: Option<DeviceOrdinal>) -> c_int {
+    let here = || call_driver!(cuCtxSynchronize());
+    let Some(device) = device.filter(|device| current_device() != Ok(*device)) else {
+        return here();
+    };
+    let own = runtime::own_contexts().lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let own = own.into_iter().map(|RawContext(value)| {
+        std::ptr::with_exposed_provenance_mut::<c_void>(usize::try_from(value).unwrap_or(0))
+    });
+    let is_used = runtime::has_primary_context(device.0);
+    let primary = is_used.then(|| runtime::primary_context(device.0)).flatten();
+    for context in own.filter(|context| device_of(*context) == Some(device)).chain(primary) {
+        let code = with_current(context, here).unwrap_or(SUCCESS);
+        if code != SUCCESS {
+            return code;
+        }
+    }
+    SUCCESS
 }
 
 with_caller! {
@@ -82,7 +116,11 @@ unsafe extern "C" fn mem_alloc(
 pub unsafe extern "C" fn cuMemFree_v2(address: Address) -> c_int {
     answered(
         runtime::member,
-        |member| free_block(member, address, || call_driver!(cuCtxSynchronize())),
+        |member| {
+            // Natively the memory's context is waited for, which need not be the current one.
+            let device = member.pool().block_device(DeviceAddress(address));
+            free_block(member, address, || synchronize(device))
+        },
         || call_driver!(cuMemFree_v2(address => Address)),
     )
 }
@@ -305,17 +343,22 @@ fn correct_attribute(data: *mut c_void, attribute: c_int, address: Address) {
     }
 }
 
-/// The device that a context is for.
-fn device_of(context: Pointer) -> Option<DeviceOrdinal> {
+/// Runs `body` with `context` current; `None` where the driver does not take it.
+fn with_current<T>(context: Pointer, body: impl FnOnce() -> T) -> Option<T> {
     if call_driver!(cuCtxPushCurrent_v2(context => Pointer)) != SUCCESS {
         return None;
     }
-    let device = current_device().ok();
+    let done = body();
     let mut popped: Pointer = std::ptr::null_mut();
     if call_driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut Pointer)) != SUCCESS {
         tracing::error!("a context that was pushed could not be popped");
     }
-    device
+    Some(done)
+}
+
+/// The device that a context is for.
+fn device_of(context: Pointer) -> Option<DeviceOrdinal> {
+    with_current(context, || current_device().ok()).flatten()
 }
 
 /// Gives the current context access to another's plain memory.

@@ -179,7 +179,7 @@ impl<D: Driver> Member<D> {
     fn drain(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
         let (tell, hear) = crossbeam_channel::unbounded();
-        let devices = self.pool.devices().into_iter().map(Place::Device);
+        let devices = self.pool.devices_at_work().into_iter().map(Place::Device);
         let own = (self.config.own_contexts)().into_iter().map(Place::OwnContext);
         let places: Vec<Place> = devices.chain(own).collect();
         for &place in &places {

@@ -91,11 +91,15 @@ enum {
     X(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle, (CUhandle *, void *, int)) \
     X(cuMemRetainAllocationHandle, cuMemRetainAllocationHandle, (CUhandle *, void *)) \
     X(cuMemGetAllocationPropertiesFromHandle, cuMemGetAllocationPropertiesFromHandle, (CUprop *, CUhandle)) \
+    X(cuMemHostRegister, cuMemHostRegister_v2, (void *, size_t, unsigned)) \
+    X(cuMemHostUnregister, cuMemHostUnregister, (void *)) \
+    X(cuCtxEnablePeerAccess, cuCtxEnablePeerAccess, (CUcontext, unsigned)) \
     X(cuIpcGetMemHandle, cuIpcGetMemHandle, (CUipcMemHandle *, CUdeviceptr)) \
     X(cuIpcOpenMemHandle, cuIpcOpenMemHandle_v2, (CUdeviceptr *, CUipcMemHandle, unsigned)) \
     X(cuIpcCloseMemHandle, cuIpcCloseMemHandle, (CUdeviceptr)) \
     X(cuMemcpyHtoD, cuMemcpyHtoD_v2, (CUdeviceptr, const void *, size_t)) \
     X(cuMemcpyDtoH, cuMemcpyDtoH_v2, (void *, CUdeviceptr, size_t)) \
+    X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, (CUdeviceptr, const void *, size_t, CUstream)) \
     X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, (void *, CUdeviceptr, size_t, CUstream)) \
     X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, (CUdeviceptr, CUdeviceptr, size_t, CUstream)) \
     X(cuMemsetD8, cuMemsetD8_v2, (CUdeviceptr, unsigned char, size_t)) \

@@ -241,7 +241,7 @@ impl Sim {
         memory.resize(padded, 0_u8);
         let first = memory.as_mut_ptr().expose_provenance() as u64;
         let start = first.next_multiple_of(PAGE_BYTES);
-        self.core.register_host(start, size_bytes)?;
+        self.core.register_host(start, size_bytes, None)?;
         lock(&self.allocations).host.insert(start, memory);
         Ok(start)
     }

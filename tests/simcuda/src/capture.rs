@@ -122,6 +122,13 @@ impl Sim {
         Ok(id)
     }
 
+    /// Ends a stream, and what is known of it: its value may be another's at once.
+    pub(crate) fn end_stream(&self, stream: RawStream) -> Coded<()> {
+        self.core.end_stream(stream)?;
+        lock(&self.captures).by_stream.remove(&stream.0);
+        Ok(())
+    }
+
     /// The capture that `stream` takes part in.
     pub(crate) fn capture_of(&self, stream: RawStream) -> Option<Arc<Capture>> {
         lock(&self.captures).by_stream.get(&stream.0).cloned()

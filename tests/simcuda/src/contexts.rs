@@ -194,13 +194,12 @@ impl Sim {
         }
     }
 
-    /// The stream that a caller's value means in the current context.
+    /// The stream that a caller's value means. Only a default one depends on the current context.
     pub(crate) fn stream(&self, value: u64) -> Coded<RawStream> {
-        let device = self.current_device()?;
         match value {
-            STREAM_PER_THREAD => self.own_stream(device),
-            0 if is_per_thread() => self.own_stream(device),
-            0 | STREAM_LEGACY => self.core.default_stream(device),
+            STREAM_PER_THREAD => self.own_stream(self.current_device()?),
+            0 if is_per_thread() => self.own_stream(self.current_device()?),
+            0 | STREAM_LEGACY => self.core.default_stream(self.current_device()?),
             other => {
                 let stream = RawStream(other);
                 self.core.stream_device(stream).map(|_| stream)

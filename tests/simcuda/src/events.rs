@@ -85,6 +85,9 @@ impl Sim {
 
     pub(crate) fn record_event(&self, event: u64, stream: RawStream) -> Coded<()> {
         let event = self.event(event)?;
+        if event.device != self.core.stream_device(stream)? {
+            return Err(DriverCode::INVALID_HANDLE);
+        }
         let capture = self.capture_of(stream);
         let captured = capture.is_some();
         let point = {

@@ -27,6 +27,8 @@ use crate::abi::{Coded, In};
 
 const FIRST: u64 = 0x6400_0000;
 const STEP: u64 = 0x10;
+/// Between the functions of one device and those of the next.
+const DEVICE_STEP: u64 = 0x1000;
 const POLL: Duration = Duration::from_micros(200);
 const U32_BYTES: u64 = 4;
 
@@ -50,26 +52,32 @@ const ALL: &[(&str, Kernel)] = &[
     ("spin_until_nonzero", Kernel::Spin),
 ];
 
-/// The function value of the kernel `name`.
-pub(crate) fn function_named(name: &str) -> Coded<u64> {
+/// The function value of the kernel `name` in the module of `device`.
+pub(crate) fn function_named(name: &str, device: DeviceOrdinal) -> Coded<u64> {
     ALL.iter()
         .position(|(known, _)| *known == name)
-        .map(|index| FIRST + index as u64 * STEP)
+        .map(|index| first_of(device) + index as u64 * STEP)
         .ok_or(DriverCode::NOT_FOUND)
 }
 
-fn kernel_of(function: u64) -> Coded<Kernel> {
+fn first_of(device: DeviceOrdinal) -> u64 {
+    FIRST + u64::from(device.0.unsigned_abs()) * DEVICE_STEP
+}
+
+/// The kernel of a function, which must be of `device`'s module.
+fn kernel_of(function: u64, device: DeviceOrdinal) -> Coded<Kernel> {
     function
-        .checked_sub(FIRST)
+        .checked_sub(first_of(device))
         .filter(|offset| offset.is_multiple_of(STEP))
         .and_then(|offset| ALL.get(usize::try_from(offset / STEP).ok()?))
         .map(|(_, kernel)| *kernel)
         .ok_or(DriverCode::INVALID_HANDLE)
 }
 
-/// The kernel of `function` as work, its arguments read now.
+/// The kernel of `function` as work, its arguments read now. `INVALID_HANDLE` for a function of another device's
+/// module, as driver 580 has it: function and stream are of one context, and the current one does not matter.
 pub(crate) fn launch(function: u64, device: DeviceOrdinal, params: In<In<u8>>) -> Coded<Work> {
-    let kernel = kernel_of(function)?;
+    let kernel = kernel_of(function, device)?;
     let count = match kernel {
         Kernel::Spin => 1,
         Kernel::Store => 2,

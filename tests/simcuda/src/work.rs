@@ -49,6 +49,9 @@ impl Sim {
         size_bytes: u64,
     ) -> Coded<()> {
         let device = self.core.stream_device(stream)?;
+        let current = self.current_device().unwrap_or(device);
+        let ranges = [target, source].map(|at| VaRange::new(DeviceAddress(at), size_bytes));
+        self.core.check_copy(current, &ranges)?;
         let side = |address| Side { device, address };
         self.copy_sides_on(stream, side(target), side(source), size_bytes)
     }
@@ -82,6 +85,8 @@ impl Sim {
     ) -> Coded<()> {
         let device = self.core.stream_device(stream)?;
         let range = VaRange::new(DeviceAddress(target), size_bytes);
+        // Here the stream's context counts, whatever is current.
+        self.core.check_copy(device, &[range])?;
         let work: Work = Arc::new(move |core| {
             // SAFETY: as in `copy_work`.
             unsafe { core.fill(device, range, &pattern) }

@@ -91,6 +91,7 @@ driver_table! {
     device_get_attribute: cuDeviceGetAttribute(*mut c_int, c_int, c_int);
     device_get_uuid: cuDeviceGetUuid(*mut [u8; 16], c_int);
     primary_context_retain: cuDevicePrimaryCtxRetain(*mut Context, c_int);
+    primary_context_get_state: cuDevicePrimaryCtxGetState(c_int, *mut c_uint, *mut c_int);
     context_set_current: cuCtxSetCurrent(Context);
     context_synchronize: cuCtxSynchronize();
     mem_get_info: cuMemGetInfo_v2(*mut usize, *mut usize);
@@ -259,6 +260,16 @@ impl Driver for CudaDriver {
         let context = self.primary_context(device)?;
         // SAFETY: the context was retained above and is never released.
         check(DriverOp::ContextSetCurrent, unsafe { (self.table.context_set_current)(context.0) })
+    }
+
+    fn has_primary_context(&self, device: DeviceOrdinal) -> DriverResult<bool> {
+        let (mut flags, mut is_active) = (0, 0);
+        // SAFETY: both are valid out-pointers.
+        let code = unsafe {
+            (self.table.primary_context_get_state)(device.0, &raw mut flags, &raw mut is_active)
+        };
+        check(DriverOp::PrimaryContextGetState, code)?;
+        Ok(is_active != 0)
     }
 
     fn make_own_context_current(&self, context: RawContext) -> DriverResult<()> {

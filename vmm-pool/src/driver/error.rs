@@ -149,6 +149,8 @@ driver_ops! {
     DeviceGetUuid => "cuDeviceGetUuid",
     /// Ask for the primary context of a device.
     PrimaryContextRetain => "cuDevicePrimaryCtxRetain",
+    /// Ask whether a device has a primary context.
+    PrimaryContextGetState => "cuDevicePrimaryCtxGetState",
     /// Make a context current.
     ContextSetCurrent => "cuCtxSetCurrent",
     /// Wait for all work of a device.

@@ -76,6 +76,13 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuCtxSetCurrent")]
     fn make_current(&self, device: DeviceOrdinal) -> DriverResult<()>;
 
+    /// Is there a primary context of `device` in this process, whoever retains it? Makes none.
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuDevicePrimaryCtxGetState")]
+    fn has_primary_context(&self, device: DeviceOrdinal) -> DriverResult<bool>;
+
     /// Makes a context of the application's own current on this thread, which must be one of ours.
     ///
     /// # Errors
@@ -207,7 +214,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
         contexts: PinnedFor,
     ) -> DriverResult<()>;
 
-    /// Ends a registration made at exactly `start`. *Context.*
+    /// Ends a registration made at exactly `start`.
     ///
     /// # Safety
     /// No copy uses the range any more.
@@ -224,7 +231,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuStreamCreate")]
     fn stream_create(&self) -> DriverResult<RawStream>;
 
-    /// Ends a stream; its work still completes. *Context.*
+    /// Ends a stream; its work still completes.
     ///
     /// # Safety
     /// The caller owns `stream` and uses it no more.
@@ -234,28 +241,31 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuStreamDestroy")]
     unsafe fn stream_destroy(&self, stream: RawStream) -> DriverResult<()>;
 
-    /// Waits for the work of `stream`. *Context. Blocks.*
+    /// Waits for the work of `stream`. *Blocks.*
     ///
     /// # Errors
     /// What the driver returned, including the failure of earlier work.
     #[doc(alias = "cuStreamSynchronize")]
     fn stream_synchronize(&self, stream: RawStream) -> DriverResult<()>;
 
-    /// Is the work of `stream` done? *Context.*
+    /// Is the work of `stream` done?
     ///
     /// # Errors
     /// What the driver returned, including the failure of earlier work.
     #[doc(alias = "cuStreamQuery")]
     fn stream_is_done(&self, stream: RawStream) -> DriverResult<bool>;
 
-    /// Starts a copy of `source` to host memory. *Context.*
+    /// Starts a copy of `source` to host memory.
+    ///
+    /// The current context's device must have access to `source`, whatever device `stream` belongs to; with no
+    /// context current, that of `stream` must.
     ///
     /// # Safety
     /// `target` is valid for writes of `source.size_bytes` bytes, and nobody else touches them, until
     /// the stream has passed the copy; `source` stays mapped as long.
     ///
     /// # Errors
-    /// What the driver returned.
+    /// `INVALID_VALUE` without that access; what else the driver returned.
     #[doc(alias = "cuMemcpyDtoHAsync")]
     unsafe fn copy_to_host(
         &self,
@@ -264,14 +274,14 @@ pub trait Driver: Debug + Send + Sync + 'static {
         stream: RawStream,
     ) -> DriverResult<()>;
 
-    /// Starts a copy of host memory to `target`. *Context.*
+    /// Starts a copy of host memory to `target`. What is said of access at [`Driver::copy_to_host`] holds here.
     ///
     /// # Safety
     /// `source` is valid for reads of `target.size_bytes` bytes, and nobody writes them, until the
     /// stream has passed the copy; `target` stays mapped as long.
     ///
     /// # Errors
-    /// What the driver returned.
+    /// `INVALID_VALUE` without that access; what else the driver returned.
     #[doc(alias = "cuMemcpyHtoDAsync")]
     unsafe fn copy_to_device(
         &self,

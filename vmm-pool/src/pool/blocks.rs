@@ -2,8 +2,9 @@
 
 #![expect(unsafe_code, reason = "unmaps, releases and frees through the driver")]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
+use super::tables::Allocation;
 use super::{Class, Pool};
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
@@ -251,6 +252,21 @@ impl<D: Driver> Pool<D> {
         let mapping = tables.mappings.get(&address.0).filter(|found| found.opened == 0)?;
         tables.allocations.get(mapping.allocation)?.block_size_bytes?;
         Some(mapping.range)
+    }
+
+    /// The device of the block that starts at `address`.
+    pub fn block_device(&self, address: DeviceAddress) -> Option<DeviceOrdinal> {
+        let tables = self.tables();
+        let mapping = tables.mappings.get(&address.0)?;
+        tables.allocations.get(mapping.allocation)?.device()
+    }
+
+    /// The devices that have blocks.
+    pub fn block_devices(&self) -> BTreeSet<DeviceOrdinal> {
+        let tables = self.tables();
+        let allocations = tables.allocations.iter().map(|(_, found)| found);
+        let blocks = allocations.filter(|found| found.block_size_bytes.is_some());
+        blocks.filter_map(Allocation::device).collect()
     }
 
     /// Lets `accessor` reach every block of `owner`, as `cuCtxEnablePeerAccess` does for plain memory.

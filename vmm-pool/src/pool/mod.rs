@@ -20,7 +20,7 @@ mod sharing;
 pub(crate) mod strays;
 pub(crate) mod tables;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -404,8 +404,26 @@ impl<D: Driver> Pool<D> {
     pub fn devices(&self) -> Vec<DeviceOrdinal> {
         let tables = self.tables();
         let own = tables.allocations.iter().filter(|(_, found)| found.is_own());
-        let devices: std::collections::BTreeSet<_> =
-            own.filter_map(|(_, found)| found.device()).collect();
+        let devices: BTreeSet<_> = own.filter_map(|(_, found)| found.device()).collect();
+        devices.into_iter().collect()
+    }
+
+    /// The devices whose work may touch memory of the pool: those with some of it, and those that were given access
+    /// and have a context. To wait for a device makes a context there, so the others are left alone.
+    pub fn devices_at_work(&self) -> Vec<DeviceOrdinal> {
+        let guests: BTreeSet<_> = {
+            let tables = self.tables();
+            let places = tables.mappings.values().flat_map(|mapping| mapping.access.keys());
+            places.filter_map(|place| place.as_device()).collect()
+        };
+        let mut devices: BTreeSet<_> = self.devices().into_iter().collect();
+        let guests = guests.difference(&devices).copied();
+        let has_context = |device: &DeviceOrdinal| {
+            // One that cannot be asked is waited for, which shows what is the matter with it.
+            self.driver.has_primary_context(*device).unwrap_or(true)
+        };
+        let at_work: Vec<_> = guests.filter(has_context).collect();
+        devices.extend(at_work);
         devices.into_iter().collect()
     }
 

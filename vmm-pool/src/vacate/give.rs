@@ -9,12 +9,12 @@ use std::os::fd::OwnedFd;
 use super::filed::Filed;
 use super::layout::{Layout, place_in};
 use super::{Selection, StepLog, present_mappings};
-use crate::driver::{DeviceOrdinal, Driver, PinnedFor, RawHandle, VaRange};
+use crate::driver::{DeviceOrdinal, Driver, RawHandle, VaRange};
 use crate::error::{Describe, PoolResult};
 use crate::pool::strays::StrayHandle;
 use crate::pool::tables::{Allocation, Presence};
 use crate::pool::{Pool, merged};
-use crate::staging::{CopyStreams, HostArena, HostBudget, HostDemand, Saved, Store};
+use crate::staging::{CopyStreams, HostArena, HostBudget, HostDemand, Pins, Saved, Store};
 
 /// Bytes copied between two looks at a stream. At 55 GB/s that is 5 ms, in which the driver unmaps some
 /// 200 blocks: copying and unmapping keep each other busy.
@@ -229,18 +229,21 @@ impl<D: Driver> Pool<D> {
         // Two groups may be in flight on a device; when the third is queued the first is done.
         let mut in_flight: BTreeMap<DeviceOrdinal, Vec<&Group>> = BTreeMap::new();
         let mut imports_unmapped = false;
-        let contexts =
-            if streams.len() > 1 { PinnedFor::AllContexts } else { PinnedFor::CurrentContext };
+        // Also where this pause is of one of several devices only: the memory is there for the next one too.
+        let pins = Pins::of(&self.devices());
+        if !groups.is_empty() {
+            arena.pin_again(log, pins)?;
+        }
         for group in groups {
             let Some(copies) = streams.get_mut(&group.device) else {
                 continue;
             };
-            let stream = log.timed("wait for copies", |_| copies.take_idle())?;
+            log.timed("wait for copies", |_| copies.take_idle())?;
             let flying = in_flight.entry(group.device).or_default();
             let done = if flying.len() == 2 { Some(flying.remove(0)) } else { None };
             flying.push(group);
             let end_bytes = group.items.iter().map(Item::end_bytes).max().unwrap_or(0);
-            arena.grow_to(log, end_bytes, contexts)?;
+            arena.grow_to(log, end_bytes, pins)?;
             log.timed("queue copies", |log| {
                 for item in &group.items {
                     for part in &item.parts {
@@ -248,7 +251,7 @@ impl<D: Driver> Pool<D> {
                         let (source, saved) = (item.source.part(part), item.saved.part(part));
                         // SAFETY: the source stays mapped until its group is retired below, after its
                         // stream is done; the arena's place is this item's alone.
-                        unsafe { arena.save(source, saved, stream) }?;
+                        unsafe { arena.save(source, saved, copies) }?;
                     }
                 }
                 Ok(())

@@ -197,13 +197,13 @@ impl<D: Driver> Pool<D> {
         copies: &mut CopyStreams<'_, D>,
         target: &Target,
     ) -> PoolResult<()> {
-        let stream = copies.take();
+        copies.take()?;
         for part in &target.parts {
             log.call();
             let (range, saved) = (target.range.part(part), target.saved.part(part));
             // SAFETY: the range is mapped and writable, no application work runs before the gate opens, and
             // the arena's place is this allocation's alone.
-            unsafe { arena.restore(range, saved, stream) }?;
+            unsafe { arena.restore(range, saved, copies) }?;
         }
         if target.is_view {
             copies.finish_all()?;

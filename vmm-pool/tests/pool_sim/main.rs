@@ -6,6 +6,7 @@
 )]
 
 mod calls;
+mod devices;
 mod faults;
 mod files;
 mod host_memory;

@@ -29,7 +29,7 @@ fn filled(pool: &SimPool, units: u64, class: Class, seed: u64) -> VaRange {
     range
 }
 
-fn pause_tags(pool: &SimPool, tags: &[&str]) {
+pub(crate) fn pause_tags(pool: &SimPool, tags: &[&str]) {
     let selection = Selection::Tagged(names(tags), Whose::Everybody);
     pool.save(&selection, UNLIMITED).expect("saved");
     let log = pool.release_selected(&selection).expect("released");
@@ -43,7 +43,7 @@ fn resume_selected(pool: &SimPool, selection: &Selection) {
     drop(pool.commit_resume());
 }
 
-fn resume_tags(pool: &SimPool, tags: &[&str]) {
+pub(crate) fn resume_tags(pool: &SimPool, tags: &[&str]) {
     resume_selected(pool, &Selection::SetAside(names(tags), Whose::Everybody));
 }
 

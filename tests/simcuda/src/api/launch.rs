@@ -2,13 +2,26 @@
 
 #![expect(unsafe_code, reason = "exports C functions")]
 
-use vmm_pool::driver::DriverCode;
+use vmm_pool::driver::{DeviceOrdinal, DriverCode};
 
 use crate::abi::{Coded, In, Out, Text, driver_api};
 use crate::{kernels, sim};
 
-/// The one module there is: it holds all kernels of the simulation, whatever image was loaded.
-const MODULE: u64 = 0x6600_0000;
+/// The one module that each device has: it holds all kernels of the simulation, whatever image was loaded.
+const MODULE_FIRST: u64 = 0x6600_0000;
+const MODULE_STEP: u64 = 0x100;
+
+fn module_of(device: DeviceOrdinal) -> u64 {
+    MODULE_FIRST + u64::from(device.0.unsigned_abs()) * MODULE_STEP
+}
+
+/// The device that a module was loaded on.
+fn device_of_module(module: u64) -> Coded<DeviceOrdinal> {
+    let offset =
+        module.checked_sub(MODULE_FIRST).filter(|offset| offset.is_multiple_of(MODULE_STEP));
+    let ordinal = offset.and_then(|offset| i32::try_from(offset / MODULE_STEP).ok());
+    sim::get()?.device(ordinal.unwrap_or(-1)).map_err(|_| DriverCode::INVALID_HANDLE)
+}
 
 /// The part of `CUlaunchConfig` that matters here, at its place.
 #[derive(Clone, Copy, Debug)]
@@ -37,30 +50,22 @@ fn launch(function: u64, stream: u64, params: In<In<u8>>, extra: u64) -> Coded<(
 driver_api! {
     fn cuModuleLoadData = "cuModuleLoadData" since 2000 (module: Out<u64>, image: In<u8>) {
         let sim = sim::get()?;
-        sim.current_device()?;
+        let device = sim.current_device()?;
         if !image.is_given() {
             return Err(DriverCode::INVALID_VALUE);
         }
-        module.put(MODULE)
+        module.put(module_of(device))
     }
 
     fn cuModuleUnload = "cuModuleUnload" since 2000 (module: u64) {
-        sim::get()?;
-        if module == MODULE {
-            Ok(())
-        } else {
-            Err(DriverCode::INVALID_HANDLE)
-        }
+        device_of_module(module).map(drop)
     }
 
     fn cuModuleGetFunction = "cuModuleGetFunction" since 2000
         (function: Out<u64>, module: u64, name: Text)
     {
-        sim::get()?;
-        if module != MODULE {
-            return Err(DriverCode::INVALID_HANDLE);
-        }
-        function.put(kernels::function_named(&name.get()?)?)
+        let device = device_of_module(module)?;
+        function.put(kernels::function_named(&name.get()?, device)?)
     }
 
     fn cuLaunchKernel / cuLaunchKernel_ptsz = "cuLaunchKernel" since 4000

@@ -11,6 +11,8 @@ const POOL_FIRST: u64 = 0x6500_0000;
 const POOL_STEP: u64 = 0x10;
 /// `CU_MEMHOSTALLOC_*` and `CU_MEMHOSTREGISTER_*` bits that exist.
 const HOST_FLAGS: u32 = 0xf;
+/// `CU_MEMHOSTREGISTER_PORTABLE`.
+const HOST_PORTABLE: u32 = 1;
 
 /// A `CUipcMemHandle`.
 #[derive(Clone, Copy, Debug)]
@@ -152,17 +154,16 @@ driver_api! {
         (address: u64, bytes: u64, flags: u32)
     {
         let sim = sim::get()?;
-        sim.current_device()?;
+        let device = sim.current_device()?;
         if flags & !HOST_FLAGS != 0 {
             return Err(DriverCode::INVALID_VALUE);
         }
-        sim.core.register_host(address, bytes)
+        let pinned_for = (flags & HOST_PORTABLE == 0).then_some(device);
+        sim.core.register_host(address, bytes, pinned_for)
     }
 
     fn cuMemHostUnregister = "cuMemHostUnregister" since 4000 (address: u64) {
-        let sim = sim::get()?;
-        sim.current_device()?;
-        sim.core.unregister_host(address)
+        sim::get()?.core.unregister_host(address)
     }
 
     fn cuMemHostGetDevicePointer_v2 = "cuMemHostGetDevicePointer" since 3020

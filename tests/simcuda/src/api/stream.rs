@@ -44,7 +44,7 @@ driver_api! {
     }
 
     fn cuStreamDestroy_v2 = "cuStreamDestroy" since 4000 (stream: u64) {
-        sim::get()?.core.end_stream(RawStream(stream))
+        sim::get()?.end_stream(RawStream(stream))
     }
 
     fn cuStreamSynchronize / cuStreamSynchronize_ptsz = "cuStreamSynchronize" since 2000

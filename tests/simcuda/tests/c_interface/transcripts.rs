@@ -8,6 +8,7 @@ use vmm_pool::driver::Driver;
 const BASIC: &str = include_str!("../../programs/basic.expected");
 const SHARE: &str = include_str!("../../programs/share.expected");
 const EDGES: &str = include_str!("../../programs/edges.expected");
+const CONTEXTS: &str = include_str!("../../programs/contexts.expected");
 const PYTHON: &str = include_str!("../../programs/basic.py.expected");
 
 #[test]
@@ -40,6 +41,15 @@ fn edges_are_as_the_real_driver_has_them() {
     let program = stage.compile("edges");
     let output = stage.command(&program).output().expect("it starts");
     assert_eq!(transcript(&output), EDGES);
+}
+
+/// Everything that it prints was seen with driver 580 on two H200.
+#[test]
+fn contexts_matter_where_they_do_on_the_real_driver() {
+    let stage = Stage::new();
+    let program = stage.compile("contexts");
+    let output = stage.command(&program).output().expect("it starts");
+    assert_eq!(transcript(&output), CONTEXTS);
 }
 
 #[test]

@@ -9,7 +9,7 @@ mod bytes;
 mod memory;
 mod streams;
 
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use self::streams::Streams;
@@ -50,6 +50,8 @@ pub struct Core {
     /// Held while work is submitted to a stream that is ordered against another.
     submit: Mutex<()>,
     closing: AtomicBool,
+    /// Copies of host memory that is pinned, but not for the device that copies.
+    foreign_pins: AtomicU64,
     faults: Faults,
 }
 
@@ -80,6 +82,7 @@ impl Core {
             streams: Mutex::new(Streams::new()),
             submit: Mutex::new(()),
             closing: AtomicBool::new(false),
+            foreign_pins: AtomicU64::new(0),
             faults: Faults::default(),
         }
     }
@@ -230,6 +233,14 @@ impl Core {
             *context = Context::Present { _cost: cost };
         }
         Ok(())
+    }
+
+    /// Is there a context on `device`?
+    ///
+    /// # Errors
+    /// `INVALID_DEVICE`.
+    pub fn has_context(&self, device: DeviceOrdinal) -> Coded<bool> {
+        Ok(matches!(*lock(&self.device(device)?.context), Context::Present { .. }))
     }
 
     /// Gives back the memory of the context on `device`, and forgets its failed work.

@@ -11,8 +11,8 @@ use nix::sys::mman::ProtFlags;
 use super::node::Block;
 use super::vm;
 use crate::driver::{
-    AccessDesc, AllocationProp, DeviceAddress, DriverCode, Location, LocationKind, RawHandle,
-    VaRange,
+    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DriverCode, Location, LocationKind,
+    RawHandle, VaRange,
 };
 
 /// Unit of size and alignment of simulated memory.
@@ -74,6 +74,9 @@ pub struct Census {
 pub(super) struct Memory {
     handles: BTreeMap<u64, Handle>,
     handle_next: u64,
+    /// Values of handles that are gone, reused last in first out, as addresses are: who keeps one too long has
+    /// another's soon. (The real driver's are addresses of its own objects, and come again at some time.)
+    handles_gone: Vec<u64>,
     /// Start to length, in bytes; never overlapping.
     reservations: BTreeMap<u64, u64>,
     /// By start; each lies inside one reservation, never overlapping.
@@ -83,6 +86,8 @@ pub(super) struct Memory {
     freed: Vec<VaRange>,
     /// Registered host memory: start to length, in bytes.
     host: BTreeMap<u64, u64>,
+    /// Starts of host memory that was registered for the context of one device alone.
+    pinned_for_one: BTreeMap<u64, DeviceOrdinal>,
 }
 
 pub(super) fn io_code(error: &io::Error) -> DriverCode {
@@ -131,11 +136,13 @@ impl Memory {
             handles: BTreeMap::new(),
             // Values of one process mean nothing in another.
             handle_next: (u64::from(process_id) << 24) | 0x10,
+            handles_gone: Vec::new(),
             reservations: BTreeMap::new(),
             mappings: BTreeMap::new(),
             va_next: VA_BASE + u64::from(process_id % 1024) * VA_PROCESS_STRIDE,
             freed: Vec::new(),
             host: BTreeMap::new(),
+            pinned_for_one: BTreeMap::new(),
         }
     }
 
@@ -226,8 +233,10 @@ impl Memory {
     // Handles.
 
     pub(super) fn add_handle(&mut self, block: Block, prop: AllocationProp) -> RawHandle {
-        let value = self.handle_next;
-        self.handle_next += 0x10;
+        let value = self.handles_gone.pop().unwrap_or_else(|| {
+            self.handle_next += 0x10;
+            self.handle_next - 0x10
+        });
         self.handles.insert(value, Handle { block, prop, references: 1, mappings: 0 });
         RawHandle(value)
     }
@@ -256,6 +265,7 @@ impl Memory {
         if entry.references > 0 || entry.mappings > 0 {
             return None;
         }
+        self.handles_gone.push(handle);
         self.handles.remove(&handle).map(|entry| entry.block)
     }
 
@@ -431,9 +441,22 @@ impl Memory {
         Ok(())
     }
 
+    /// Has `place` some access to every mapping that `range` meets?
+    pub(super) fn is_in_reach(&self, range: VaRange, place: Location) -> bool {
+        let before = self.mapping_entry(range.start.0);
+        let met = before.into_iter().chain(self.mappings_in(range));
+        let mut rights = met.map(|(_, mapping)| mapping.access.get(&place).copied().unwrap_or(0));
+        rights.all(|flags| flags != 0)
+    }
+
     // Host memory.
 
-    pub(super) fn host_register(&mut self, start: u64, size_bytes: u64) -> Coded<()> {
+    pub(super) fn host_register(
+        &mut self,
+        start: u64,
+        size_bytes: u64,
+        pinned_for: Option<DeviceOrdinal>,
+    ) -> Coded<()> {
         if start == 0 || size_bytes == 0 || start.checked_add(size_bytes).is_none() {
             return Err(DriverCode::INVALID_VALUE);
         }
@@ -441,15 +464,23 @@ impl Memory {
             return Err(DriverCode::HOST_MEMORY_ALREADY_REGISTERED);
         }
         self.host.insert(start, size_bytes);
+        self.pinned_for_one.extend(pinned_for.map(|device| (start, device)));
         Ok(())
     }
 
     pub(super) fn host_unregister(&mut self, start: u64) -> Coded<()> {
+        self.pinned_for_one.remove(&start);
         self.host.remove(&start).map(drop).ok_or(DriverCode::HOST_MEMORY_NOT_REGISTERED)
     }
 
     pub(super) fn host_range_at(&self, address: u64) -> Option<VaRange> {
         covering(&self.host, address)
+    }
+
+    /// Is the host memory at `address` registered, but for the context of another device alone?
+    pub(super) fn is_pinned_for_others(&self, address: u64, device: DeviceOrdinal) -> bool {
+        let start = covering(&self.host, address).map(|range| range.start.0);
+        start.and_then(|start| self.pinned_for_one.get(&start)).is_some_and(|only| *only != device)
     }
 
     /// Lets go of everything.
@@ -463,6 +494,7 @@ impl Memory {
         // After the mappings: a block is settled once nothing holds its file.
         self.handles.clear();
         self.host.clear();
+        self.pinned_for_one.clear();
     }
 }
 

@@ -4,6 +4,10 @@
 //! with the same code. Memory is free only when its last holder in any process is gone. There is no
 //! scheduling of kernels, no multicast and no fabric.
 //!
+//! Contexts as driver 580 has them (seen with a program on two H200): a stream may be used with any context
+//! current, or none. A copy is refused with `INVALID_VALUE` where the *current* context's device may not reach
+//! mapped memory that it names, whatever stream it goes to; with no context current, the stream's device counts.
+//!
 //! Unlike on a GPU, work that touches an unmapped address fails with `ILLEGAL_ADDRESS` and never reads or
 //! writes anything else, whatever other threads unmap meanwhile.
 
@@ -172,6 +176,10 @@ impl Driver for SimDriver {
         })
     }
 
+    fn has_primary_context(&self, device: DeviceOrdinal) -> DriverResult<bool> {
+        self.call(DriverOp::PrimaryContextGetState, |core| core.has_context(device))
+    }
+
     /// The simulated driver has primary contexts only.
     fn make_own_context_current(&self, _context: RawContext) -> DriverResult<()> {
         let op = DriverOp::ContextSetCurrent;
@@ -241,17 +249,19 @@ impl Driver for SimDriver {
         &self,
         start: NonNull<u8>,
         size_bytes: usize,
-        _contexts: PinnedFor,
+        contexts: PinnedFor,
     ) -> DriverResult<()> {
-        self.call_on_device(DriverOp::HostRegister, |core, _| {
-            core.register_host(exposed(start), size_bytes as u64)
+        self.call_on_device(DriverOp::HostRegister, |core, device| {
+            let pinned_for = match contexts {
+                PinnedFor::CurrentContext => Some(device),
+                PinnedFor::AllContexts => None,
+            };
+            core.register_host(exposed(start), size_bytes as u64, pinned_for)
         })
     }
 
     unsafe fn host_unregister(&self, start: NonNull<u8>) -> DriverResult<()> {
-        self.call_on_device(DriverOp::HostUnregister, |core, _| {
-            core.unregister_host(exposed(start))
-        })
+        self.call(DriverOp::HostUnregister, |core| core.unregister_host(exposed(start)))
     }
 
     fn stream_create(&self) -> DriverResult<RawStream> {
@@ -261,15 +271,15 @@ impl Driver for SimDriver {
     }
 
     unsafe fn stream_destroy(&self, stream: RawStream) -> DriverResult<()> {
-        self.call_on_device(DriverOp::StreamDestroy, |core, _| core.end_stream(stream))
+        self.call(DriverOp::StreamDestroy, |core| core.end_stream(stream))
     }
 
     fn stream_synchronize(&self, stream: RawStream) -> DriverResult<()> {
-        self.call_on_device(DriverOp::StreamSynchronize, |core, _| core.wait_stream(stream))
+        self.call(DriverOp::StreamSynchronize, |core| core.wait_stream(stream))
     }
 
     fn stream_is_done(&self, stream: RawStream) -> DriverResult<bool> {
-        self.call_on_device(DriverOp::StreamQuery, |core, _| core.stream_idle(stream))
+        self.call(DriverOp::StreamQuery, |core| core.stream_idle(stream))
     }
 
     unsafe fn copy_to_host(
@@ -279,8 +289,10 @@ impl Driver for SimDriver {
         stream: RawStream,
     ) -> DriverResult<()> {
         let target = exposed(target);
-        self.call_on_device(DriverOp::CopyToHost, |core, _| {
+        self.call(DriverOp::CopyToHost, |core| {
             let device = core.stream_device(stream)?;
+            core.check_copy(self.current().unwrap_or(device), &[source])?;
+            core.note_host_side(device, target);
             let work: Work = Arc::new(move |core| {
                 // SAFETY: the caller keeps `target` valid until the stream has passed this copy.
                 unsafe { core.copy((device, target), (device, source.start.0), source.size_bytes) }
@@ -296,8 +308,10 @@ impl Driver for SimDriver {
         stream: RawStream,
     ) -> DriverResult<()> {
         let source = exposed(source);
-        self.call_on_device(DriverOp::CopyToDevice, |core, _| {
+        self.call(DriverOp::CopyToDevice, |core| {
             let device = core.stream_device(stream)?;
+            core.check_copy(self.current().unwrap_or(device), &[target])?;
+            core.note_host_side(device, source);
             let work: Work = Arc::new(move |core| {
                 // SAFETY: the caller keeps `source` valid until the stream has passed this copy.
                 unsafe { core.copy((device, target.start.0), (device, source), target.size_bytes) }

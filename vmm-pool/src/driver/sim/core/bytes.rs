@@ -6,6 +6,7 @@
 )]
 
 use std::sync::RwLockReadGuard;
+use std::sync::atomic::Ordering;
 
 use super::Core;
 use crate::driver::sim::memory::{Coded, Memory};
@@ -46,6 +47,33 @@ impl Core {
             check(&memory, device, range.start.0, range.size_bytes, *touch)?;
         }
         Ok(AccessGuard { _memory: memory })
+    }
+
+    /// What the driver checks of a copy before it takes it: `current` may reach what is mapped in `ranges`.
+    /// Addresses where nothing is mapped are left to the work itself.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE`.
+    pub fn check_copy(&self, current: DeviceOrdinal, ranges: &[VaRange]) -> Coded<()> {
+        let memory = self.read();
+        let place = Location::device(current);
+        if ranges.iter().all(|range| memory.is_in_reach(*range, place)) {
+            Ok(())
+        } else {
+            Err(DriverCode::INVALID_VALUE)
+        }
+    }
+
+    /// Counts a copy of `device` whose host side is pinned for others only: it works, and is slow.
+    pub(in crate::driver::sim) fn note_host_side(&self, device: DeviceOrdinal, address: u64) {
+        if self.read().is_pinned_for_others(address, device) {
+            self.foreign_pins.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// How many copies had host memory that was pinned for another device's context alone.
+    pub fn copies_pinned_for_others(&self) -> u64 {
+        self.foreign_pins.load(Ordering::Relaxed)
     }
 
     /// Copies `size_bytes` bytes; each side is reached as its device would.

@@ -355,12 +355,18 @@ impl Core {
 
     // Host memory.
 
-    /// As [`crate::driver::Driver::host_register`], but safe: nothing is pinned.
+    /// As [`crate::driver::Driver::host_register`], but safe: nothing is pinned. `pinned_for` is the device of
+    /// the one context that it is for; `None` for all.
     ///
     /// # Errors
     /// As there.
-    pub fn register_host(&self, start: u64, size_bytes: u64) -> Coded<()> {
-        self.write().host_register(start, size_bytes)
+    pub fn register_host(
+        &self,
+        start: u64,
+        size_bytes: u64,
+        pinned_for: Option<DeviceOrdinal>,
+    ) -> Coded<()> {
+        self.write().host_register(start, size_bytes, pinned_for)
     }
 
     /// As [`crate::driver::Driver::host_unregister`].

@@ -16,6 +16,8 @@ const STREAM_ID_STEP: u64 = 0x10;
 pub(super) struct Streams {
     pub(super) live: BTreeMap<u64, Arc<Stream>>,
     next: u64,
+    /// Values of streams that have ended, reused last in first out as the real driver does.
+    ended: Vec<u64>,
     pub(super) defaults: BTreeMap<i32, Arc<Stream>>,
     pub(super) threads: Vec<JoinHandle<()>>,
 }
@@ -25,6 +27,7 @@ impl Streams {
         Self {
             live: BTreeMap::new(),
             next: STREAM_ID_FIRST,
+            ended: Vec::new(),
             defaults: BTreeMap::new(),
             threads: Vec::new(),
         }
@@ -52,10 +55,15 @@ impl Core {
         device: DeviceOrdinal,
         kind: StreamKind,
     ) -> Coded<Arc<Stream>> {
-        let id = RawStream(streams.next);
+        let reused = streams.ended.last().copied();
+        let id = RawStream(reused.unwrap_or(streams.next));
         let (stream, thread) =
             Stream::start(self, id, device, kind).map_err(|_| DriverCode::OUT_OF_MEMORY)?;
-        streams.next += STREAM_ID_STEP;
+        if reused.is_some() {
+            streams.ended.pop();
+        } else {
+            streams.next += STREAM_ID_STEP;
+        }
         streams.threads.retain(|thread| !thread.is_finished());
         streams.threads.push(thread);
         streams.live.insert(id.0, stream.clone());
@@ -99,7 +107,10 @@ impl Core {
             return Err(DriverCode::INVALID_HANDLE);
         }
         entry.end();
-        lock(&self.streams).live.remove(&stream.0);
+        let mut streams = lock(&self.streams);
+        if streams.live.remove(&stream.0).is_some() {
+            streams.ended.push(stream.0);
+        }
         Ok(())
     }
 

@@ -1,0 +1,96 @@
+"""The loop of the programs that need no torchrun. Nothing here knows Sublet, and nothing needs torch.
+
+A program prints one line a step and writes a file of all values at its end, as training.py has it. `--seconds`
+chooses the number of steps on the machine, `--steps` gives it. A program that hangs ends with its stacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+#: Steps that `--seconds` times first, and how many of them are not counted. Both hold whole rounds of rebuild.py.
+TIMED_STEPS, UNTIMED_STEPS = 80, 40
+#: Seconds that a program may live; longer than any job.
+LIFE_S = 600
+#: Seconds that one process of a program waits for what another one says.
+PEER_S = 60
+
+
+def program_failed(what: str) -> None:
+    """Says what is wrong and ends the process at once: an orderly end would wait for peers and devices."""
+    print(f"failed: {what}", file=sys.stderr, flush=True)
+    os._exit(3)
+
+
+class Steps:
+    """Arguments, and the loop around a program's own step."""
+
+    def __init__(self, doc: str | None) -> None:
+        parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--steps", type=int, default=200)
+        parser.add_argument("--seconds", type=float, help="work for about so long instead of --steps")
+        parser.add_argument("--width", type=int, default=512)
+        parser.add_argument("--devices", type=int, default=0, help="GPUs that one process uses (0: all)")
+        parser.add_argument("--out", type=Path, default=Path("."), help="folder for every rank's values")
+        self.args = parser.parse_args()
+        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        faulthandler.enable()
+        faulthandler.dump_traceback_later(LIFE_S, exit=True)
+
+    def run(self, step: Callable[[int], str], finish: Callable[[], str]) -> None:
+        """Calls `step(number)` for every step, which gives the value of an earlier step or "". `finish` gives what
+        is left, one value a line."""
+        values: list[str] = []
+        total, began, number = self.args.steps, time.monotonic(), 0
+        timing = self.args.seconds is not None
+        if timing:
+            total = TIMED_STEPS
+        while number < total:
+            value = step(number)
+            if value:
+                values.append(value)
+            if self.rank == 0:
+                print(f"step {number} loss {value or '-'}", flush=True)
+            number += 1
+            if number == UNTIMED_STEPS:
+                began = time.monotonic()
+            if timing and number == TIMED_STEPS:
+                total, timing = self.agreed_steps(began), False
+        values += finish().splitlines()
+        took = time.monotonic() - began
+        if self.rank == 0:
+            counted = number - UNTIMED_STEPS
+            print(f"rate {counted / took:.3f} steps/s over {counted} steps", flush=True)
+        (self.args.out / f"rank{self.rank}.txt").write_text("\n".join(values) + "\n")
+
+    def agreed_steps(self, began: float) -> int:
+        """How many steps fill `--seconds`, as rank 0 measured it."""
+        if self.rank == 0:
+            step_s = (time.monotonic() - began) / (TIMED_STEPS - UNTIMED_STEPS)
+            self.tell("steps", str(max(TIMED_STEPS, int(self.args.seconds / step_s))).encode())
+        return int(self.hear("steps"))
+
+    def tell(self, name: str, data: bytes) -> None:
+        """Tells all ranks: a file that appears whole."""
+        part = self.args.out / f".{name}"
+        part.write_bytes(data)
+        part.replace(self.args.out / name)
+
+    def hear(self, name: str) -> bytes:
+        """What a rank has told, as soon as it has."""
+        path, end = self.args.out / name, time.monotonic() + PEER_S
+        while not path.exists():
+            if time.monotonic() > end:
+                program_failed(f"rank {self.rank}: nobody told {name} within {PEER_S} s")
+            time.sleep(0.0005)
+        return path.read_bytes()
+
+
+if __name__ == "__main__":
+    print("steps is a module; the programs import it")
