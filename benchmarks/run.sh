@@ -7,7 +7,7 @@
 #         saver sharing custom_allreduce generate unused attach compat contents (of the Python package, from python/*.whl)
 # Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
 # and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES
-# those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of the four programs of
+# those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of the five programs of
 # one_process, ANYTIME_SEED their instants.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -81,7 +81,7 @@ run_anytime_graphs() { anytime graphs 100 190; }
 # One process with all GPUs, 50 pauses a program.
 run_one_process() {
     local program
-    for program in one_parallel one_split one_nccl one_contents; do anytime "$program" 50 120; done
+    for program in one_parallel one_split one_jax one_nccl one_contents; do anytime "$program" 50 120; done
 }
 run_rebuild() { anytime rebuild 100 150; }
 run_cycles() { suite cycles 585 cycles_job.py --cycles "${MANY_CYCLES:-1000}"; }

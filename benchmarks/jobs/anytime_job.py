@@ -6,7 +6,8 @@ one rank reads its loss, so the ranks stand at different places when a pause com
 and once under `sublet run`, where the real command pauses and resumes it `--pauses` times, a random `--gap-ms` apart.
 A job that ends before is started again. Every rank's losses of all steps and its final weights must be the same bits.
 
-one_parallel and one_split (torch), one_nccl and one_contents (the driver alone) are one process that uses all GPUs.
+one_parallel and one_split (torch), one_jax, one_nccl and one_contents (the driver alone) are one process that uses all
+GPUs.
 rebuild is a process per GPU whose communicators end and are made again all the time, with ranks that are not in step.
 
 Bound: a pause costs its bytes over the link and NCCL's blocks, some 0.15 s, and a resume 0.15 to 0.25 s; the cut should
@@ -37,6 +38,7 @@ LAUNCHERS = {
     "one_split": "alone",
     "one_nccl": "alone",
     "one_contents": "alone",
+    "one_jax": "alone",
 }
 PROGRAMS = ("ddp", "tpdp", "pipeline", "graphs", *LAUNCHERS)
 #: Programs that find the CUDA libraries by their names, as torch's processes need not.

@@ -33,7 +33,7 @@ def gpu_count(wanted: int) -> int:
 def library_versions() -> dict[str, str | None]:
     """The installed versions that a record names."""
     found: dict[str, str | None] = {}
-    for name, packages in {"torch": ("torch",), "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}.items():
+    for name, packages in {"torch": ("torch",), "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"), "jax": ("jax",)}.items():
         for package in packages:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 found[name] = importlib.metadata.version(package)
