@@ -301,6 +301,7 @@ impl Coordinator {
                 return Err(CoordinatorError::CalledOff {
                     tenant: self.tenant.clone(),
                     action,
+                    runs: action == Action::Pause,
                     undo_failures: Vec::new(),
                 });
             }

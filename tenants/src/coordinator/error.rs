@@ -119,12 +119,14 @@ pub enum CoordinatorError {
     },
     /// It was called off before the point of no return. Everything was undone, but for what
     /// `undo_failures` says.
-    #[error("{} tenant '{tenant}' was called off{}", gerund(*action), undone(*action, undo_failures))]
+    #[error("{} tenant '{tenant}' was called off{}", gerund(*action), undone(*action, *runs, undo_failures))]
     CalledOff {
         /// The tenant.
         tenant: TenantName,
         /// What was to be done.
         action: Action,
+        /// Did its processes run before, as those do whose memory leaves or comes back by tag?
+        runs: bool,
         /// Who could not be taken back.
         undo_failures: Vec<MemberFailure>,
     },
@@ -142,7 +144,7 @@ pub enum CoordinatorError {
     /// `undo_failures` says.
     #[error(
         "{} tenant '{tenant}' failed: {}{}{}{}",
-        gerund(*action), listed(failures), lacking(shortages), undone(*action, undo_failures),
+        gerund(*action), listed(failures), lacking(shortages), undone(*action, *runs, undo_failures),
         way_on(*action, tenant, failures)
     )]
     Refused {
@@ -150,6 +152,8 @@ pub enum CoordinatorError {
         tenant: TenantName,
         /// What was to be done.
         action: Action,
+        /// Did its processes run before, as those do whose memory leaves or comes back by tag?
+        runs: bool,
         /// Who did not do their part; never empty.
         failures: Vec<MemberFailure>,
         /// Who could not be taken back.
@@ -361,10 +365,11 @@ fn lacking(shortages: &[DeviceShortage]) -> String {
     texts.concat()
 }
 
-fn undone(action: Action, undo_failures: &[MemberFailure]) -> impl fmt::Display {
-    let state = match action {
-        Action::Pause => "active",
-        Action::Resume => "paused, contents kept",
+fn undone(action: Action, runs: bool, undo_failures: &[MemberFailure]) -> impl fmt::Display {
+    let state = match (action, runs) {
+        (Action::Pause, _) => "active",
+        (Action::Resume, true) => "active, and the memory of these tags is paused, contents kept,",
+        (Action::Resume, false) => "paused, contents kept",
     };
     if undo_failures.is_empty() {
         format!(". The tenant is {state} as before")

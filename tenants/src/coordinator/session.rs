@@ -15,7 +15,8 @@ use crate::run_dir::{CoordinatorLock, MemberSocket, TenantDir};
 use crate::scope::Scope;
 use crate::transport::nobody_listens;
 use crate::wire::{
-    Action, DeviceDelta, Failure, FailureKind, Phase, PhaseReport, Reply, Request, SaveStep,
+    Action, DeviceDelta, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply, Request,
+    SaveStep,
 };
 
 /// The order of phases, and how to go back.
@@ -388,12 +389,14 @@ impl<'a> Session<'a> {
             .any(|member| matches!(member.failure.kind, FailureKind::OutOfDeviceMemory { .. }));
         let shortages = if out_of_memory { short_devices(&needs) } else { Vec::new() };
         let (tenant, undo_failures) = (self.tenant(), result.into_failures());
+        let info = members.first().and_then(|index| self.peers.list[*index].info.as_ref());
+        let runs = info.is_some_and(|info| info.state == MemberState::Active);
         if joined && undo_failures.is_empty() {
             CoordinatorError::Joined { tenant }
         } else if called_off {
-            CoordinatorError::CalledOff { tenant, action, undo_failures }
+            CoordinatorError::CalledOff { tenant, action, runs, undo_failures }
         } else {
-            CoordinatorError::Refused { tenant, action, shortages, failures, undo_failures }
+            CoordinatorError::Refused { tenant, action, runs, shortages, failures, undo_failures }
         }
     }
 

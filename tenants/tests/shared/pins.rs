@@ -53,5 +53,6 @@ fn imports_of_a_tag_whose_owner_has_them_no_more_are_asked_for_by_the_tag() {
     // Its owner is no member any more: there is something to do, which cannot be done.
     let refused = stage.act(Action::Resume, tags("kv")).expect_err("it cannot come back");
     assert!(refused.left_unchanged(), "{refused}");
+    assert!(refused.to_string().contains("the memory of these tags is paused"), "{refused}");
     assert!(stage.act(Action::Resume, Scope::Whole).is_err());
 }
