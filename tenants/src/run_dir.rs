@@ -24,7 +24,7 @@ use std::time::{Duration, Instant, SystemTime};
 use nix::unistd::geteuid;
 
 use crate::identity::{MemberId, TenantName};
-use crate::transport::{Listener, TransportError, nobody_listens};
+use crate::transport::{Listener, TransportError, has_ended};
 
 /// Longest path of a Unix socket, in bytes (`sun_path` less its closing zero).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
@@ -225,7 +225,7 @@ impl RunDir {
         tenants.retain(|name| {
             let dir = self.existing_tenant(name).ok().flatten();
             let members = dir.and_then(|dir| dir.members().ok()).unwrap_or_default();
-            members.iter().any(|member| !nobody_listens(&member.path))
+            members.iter().any(|member| !has_ended(&member.path))
         });
         Ok(tenants)
     }
@@ -351,12 +351,12 @@ impl TenantDir {
         Ok(removed)
     }
 
-    /// Removes `member`'s socket when nobody listens on it. Says whether it did.
+    /// Removes `member`'s socket when its process has ended. Says whether it did.
     ///
     /// # Errors
     /// [`RunDirError::Io`] when it cannot be removed.
     pub fn remove_if_dead(&self, member: &MemberSocket) -> Result<bool, RunDirError> {
-        let dead = nobody_listens(&member.path);
+        let dead = has_ended(&member.path);
         if dead {
             self.remove_socket(member)?;
         }

@@ -4,20 +4,15 @@
 //! earlier one is unanswered: each connection keeps the queue of what it owes. One poll waits for all.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
-use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout};
-use nix::sys::signal::kill;
-use nix::unistd::Pid;
-
-use rustix::process::{PidfdFlags, pidfd_open};
+use nix::poll::{PollFd, PollFlags};
 
 use super::Interrupt;
 use super::report::{MemberFailure, Step, Who};
 use crate::run_dir::MemberSocket;
-use crate::transport::{Connection, TransportError, poll_until};
+use crate::transport::{Connection, Process, TransportError, poll_until};
 use crate::wire::{Failure, FailureKind, MemberInfo, Reply, Request};
 
 /// Requests are a few bytes; a peer that cannot take one for this long does not read its socket at all.
@@ -31,9 +26,8 @@ const END_TIMEOUT: Duration = Duration::from_millis(500);
 pub(super) struct Peer {
     pub(super) who: Who,
     pub(super) info: Option<MemberInfo>,
-    /// Readable once the process has ended. Its connection does not always tell: a child that it forked
-    /// may hold that open. None where the kernel does not say which process it is.
-    process: Option<OwnedFd>,
+    /// Its connection does not always tell of its end: a child that it forked may hold that open.
+    process: Process,
     link: Link,
 }
 
@@ -86,26 +80,17 @@ pub(super) fn reach(socket: &MemberSocket, deadline: Instant) -> Result<Reached,
         Err(error) if error.nobody_listens() => return Ok(Reached::Dead),
         connection => connection?,
     };
-    let pid = connection.peer().pid();
     // A forked child may hold a dead parent's listening socket open without serving it.
-    if pid.is_some_and(is_dead) {
+    let process = connection.process();
+    if process.has_ended() {
         return Ok(Reached::Dead);
     }
     Ok(Reached::Peer(Box::new(Peer {
-        who: Who { pid, member: socket.id },
+        who: Who { pid: connection.peer().pid(), member: socket.id },
         info: None,
-        process: pid.and_then(process_fd),
+        process,
         link: Link::Up { connection, owed: VecDeque::new() },
     })))
-}
-
-fn is_dead(pid: u32) -> bool {
-    i32::try_from(pid).is_ok_and(|pid| kill(Pid::from_raw(pid), None) == Err(Errno::ESRCH))
-}
-
-fn process_fd(pid: u32) -> Option<OwnedFd> {
-    let pid = rustix::process::Pid::from_raw(i32::try_from(pid).ok()?)?;
-    pidfd_open(pid, PidfdFlags::empty()).ok()
 }
 
 /// All members of one operation.
@@ -202,6 +187,11 @@ impl Peers {
         matches!(self.list[index].link, Link::HungUp)
     }
 
+    /// Is this member's process known to have ended?
+    pub(super) fn process_has_ended(&self, index: usize) -> bool {
+        self.list[index].process.has_ended()
+    }
+
     /// Forgets the members that have ended.
     pub(super) fn drop_ended(&mut self) {
         self.list.retain(|peer| !matches!(peer.link, Link::HungUp));
@@ -224,7 +214,7 @@ impl Peers {
     pub(super) fn check_alive(&mut self, index: usize, step: Step) -> Result<(), MemberFailure> {
         let peer = &mut self.list[index];
         let who = peer.who;
-        let has_ended = peer.has_ended();
+        let has_ended = peer.process.has_ended();
         let Link::Up { connection, .. } = &mut peer.link else {
             return Err(gone(who, step, "its connection was lost before".to_owned()));
         };
@@ -276,7 +266,7 @@ impl Peer {
     fn try_answer(&mut self, index: usize) -> Option<Answer> {
         let who = self.who;
         // Looked at first: what it sent before its end counts.
-        let has_ended = self.has_ended();
+        let has_ended = self.process.has_ended();
         let Link::Up { connection, owed } = &mut self.link else {
             return None;
         };
@@ -296,14 +286,6 @@ impl Peer {
             Err(error) => Err(self.lose(step, &error)),
         };
         Some(Answer { peer: index, step, result })
-    }
-
-    fn has_ended(&self) -> bool {
-        let Some(process) = &self.process else {
-            return false;
-        };
-        let mut fds = [PollFd::new(process.as_fd(), PollFlags::POLLIN)];
-        matches!(nix::poll::poll(&mut fds, PollTimeout::ZERO), Ok(1..))
     }
 
     /// The process has ended, though its connection does not say so.
@@ -327,11 +309,8 @@ impl Peer {
 
     /// Is a process that has closed its end about to end? The kernel closes descriptors first.
     fn ends_soon(&self) -> bool {
-        let Some(process) = &self.process else {
-            return self.info.is_some();
-        };
-        let mut fds = [PollFd::new(process.as_fd(), PollFlags::POLLIN)];
-        poll_until(&mut fds, Instant::now() + END_TIMEOUT).unwrap_or(false)
+        let ended = self.process.ends_before(Instant::now() + END_TIMEOUT);
+        ended.unwrap_or(self.info.is_some())
     }
 
     fn end_in_words(&self) -> String {
@@ -348,7 +327,7 @@ fn waiting_fds(peer: &Peer) -> impl Iterator<Item = PollFd<'_>> {
         Link::Up { connection, owed } if !owed.is_empty() => Some(connection.as_fd()),
         Link::Up { .. } | Link::HungUp | Link::Broken => None,
     };
-    let process = connection.and(peer.process.as_ref()).map(OwnedFd::as_fd);
+    let process = connection.and(peer.process.end_event());
     connection.into_iter().chain(process).map(|fd| PollFd::new(fd, PollFlags::POLLIN))
 }
 

@@ -16,6 +16,7 @@ use vmm_pool::driver::Driver;
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
 use super::failures::pool_failure;
+use super::sockets::Noted;
 use super::{AGENT_TIMEOUT, Member};
 use crate::cut::{Limits, Seen};
 use crate::identity::MemberId;
@@ -93,6 +94,8 @@ struct Waiter {
 
 struct Agent<D: Driver> {
     member: Arc<Member<D>>,
+    /// Goes before the listener does.
+    _noted: Noted,
     listener: Listener,
     wakeups: Wakeups,
     clients: Clients,
@@ -120,9 +123,10 @@ pub(super) fn spawn<D: Driver>(
     })?;
     let agent = Agent {
         member: Arc::clone(member),
+        _noted: member.sockets.note(&listener),
         listener,
         wakeups,
-        clients: Clients::new(),
+        clients: Clients::new(Arc::clone(&member.sockets)),
         accept_after: None,
         waiters: VecDeque::new(),
         jobs,

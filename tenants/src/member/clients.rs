@@ -5,10 +5,12 @@
 //! does not take an answer, is closed after [`STALL_MAX`]. The limits are listed in `docs/security.md`.
 
 use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
 
+use super::sockets::{Noted, Sockets};
 use crate::transport::{Connection, Direction, TransportError};
 use crate::wire::{Failure, FailureKind, Reply, Request};
 
@@ -27,6 +29,8 @@ pub const STALL_MAX: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 struct Client {
     number: u64,
+    /// Goes before the connection does.
+    _noted: Noted,
     connection: Connection,
     /// Requests that are answered later and have not been.
     open_requests: usize,
@@ -39,11 +43,12 @@ struct Client {
 pub(super) struct Clients {
     list: Vec<Client>,
     next_number: u64,
+    sockets: Arc<Sockets>,
 }
 
 impl Clients {
-    pub(super) fn new() -> Self {
-        Self { list: Vec::new(), next_number: 1 }
+    pub(super) fn new(sockets: Arc<Sockets>) -> Self {
+        Self { list: Vec::new(), next_number: 1, sockets }
     }
 
     /// Takes a connection in. Returns the client that had to go for it; none when nobody is idle, and
@@ -62,6 +67,7 @@ impl Clients {
         }
         self.list.push(Client {
             number: self.next_number,
+            _noted: self.sockets.note(&connection),
             connection,
             open_requests: 0,
             last_request: Instant::now(),

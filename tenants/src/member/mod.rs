@@ -17,6 +17,7 @@ mod failures;
 mod fetch;
 mod owners;
 mod phases;
+mod sockets;
 pub mod state;
 
 use std::collections::HashMap;
@@ -46,6 +47,7 @@ use crate::wire::{
 };
 use alone::CallingOff;
 use owners::Owner;
+use sockets::Sockets;
 use state::{Event, InvalidTransition};
 
 /// What a process is told when it joins its tenant.
@@ -167,6 +169,8 @@ pub struct Member<D: Driver> {
     standing: Mutex<Standing>,
     changed: Condvar,
     waker: agent::Waker,
+    /// The agent's, for a forked child to close.
+    sockets: Arc<Sockets>,
     captures: AtomicUsize,
     peers: Mutex<HashMap<PathBuf, Connection>>,
     /// Who owns what was imported, also after its end.
@@ -242,6 +246,7 @@ impl<D: Driver> Member<D> {
             }),
             changed: Condvar::new(),
             waker,
+            sockets: Arc::default(),
             captures: AtomicUsize::new(0),
             peers: Mutex::default(),
             owners: Mutex::default(),
@@ -283,10 +288,11 @@ impl<D: Driver> Member<D> {
         self.asking.load(Ordering::SeqCst) > 0 || self.standing().consent == Some(Action::Pause)
     }
 
-    /// For a forked child, which is no member: closes its copies of descriptors that hold device memory, disk
-    /// space, or a conversation with a peer, where no other thread was changing them at the fork. Blocks
-    /// nowhere.
+    /// For a forked child, which is no member: closes its copies of the agent's sockets, and of descriptors that
+    /// hold device memory, disk space, or a conversation with a peer, where no other thread was changing them at
+    /// the fork. Blocks nowhere.
     pub fn let_go_in_child(&self) {
+        self.sockets.close_in_child();
         self.pool.close_descriptors_in_child();
         if let Ok(mut spare) = self.spare.try_lock() {
             spare.clear();
