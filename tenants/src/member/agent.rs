@@ -188,15 +188,16 @@ impl<D: Driver> Agent<D> {
     }
 
     fn wait(&self) {
-        let mut fds = vec![PollFd::new(self.wakeups.0.as_fd(), PollFlags::POLLIN)];
-        if self.accept_after.is_none() {
-            fds.push(PollFd::new(self.listener.as_fd(), PollFlags::POLLIN));
-        }
-        fds.extend(self.clients.poll_fds());
         let idle = Instant::now() + Duration::from_hours(1);
         let waiters = self.waiters.iter().map(|waiter| waiter.deadline);
         let others = self.clients.next_stall().into_iter().chain(self.accept_after);
         let deadline = waiters.chain(others).min().unwrap_or(idle);
+        let mut fds = vec![PollFd::new(self.wakeups.0.as_fd(), PollFlags::POLLIN)];
+        // Asked after the deadline was taken: room that time makes is seen here, or waited for.
+        if self.accept_after.is_none() && self.clients.has_room(self.coordinator) {
+            fds.push(PollFd::new(self.listener.as_fd(), PollFlags::POLLIN));
+        }
+        fds.extend(self.clients.poll_fds());
         if let Err(error) = poll_until(&mut fds, deadline) {
             tracing::error!(%error, "the agent could not wait");
             std::thread::yield_now();
@@ -209,6 +210,9 @@ impl<D: Driver> Agent<D> {
         }
         self.accept_after = None;
         for _ in 0..CONNECTIONS_MAX {
+            if !self.clients.has_room(self.coordinator) {
+                return;
+            }
             match self.listener.accept() {
                 Ok(Some(connection)) => {
                     if let Some(closed) = self.clients.add(connection, self.coordinator) {
