@@ -1,8 +1,10 @@
 //! The two threads of a member: one that speaks, one that works.
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -153,25 +155,47 @@ fn ends_early(phase: Phase) -> bool {
 
 fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Done>) {
     for job in jobs {
-        let Job { connection, work, deadline } = job;
-        let done = match work {
-            Work::Phase(phase, scope) => {
-                if ends_early(phase) {
-                    member.calling_off.lower();
-                }
-                let reply = member.run_phase(phase, &scope, deadline);
-                Done { connection, phase: Some(phase), reply }
-            }
-            Work::Cut { limits, seen, asked } => {
-                let reply = member.run_cut(connection, limits, seen, asked, deadline);
-                Done { connection, phase: None, reply }
-            }
-        };
+        let (connection, phase) = (job.connection, job.work.phase());
+        // A defect in one phase must not end the thread: every later phase would wait for it in vain, and the
+        // application at the gate.
+        let reply = catch_unwind(AssertUnwindSafe(|| do_job(member, job)))
+            .unwrap_or_else(|panic| member.fail_inside(phase, text_of(&*panic)));
+        let done = Done { connection, phase, reply };
         if report.send(done).is_err() {
             return;
         }
         member.waker.wake();
         member.close_spare();
+    }
+}
+
+fn do_job<D: Driver>(member: &Member<D>, job: Job) -> Reply {
+    let Job { connection, work, deadline } = job;
+    match work {
+        Work::Phase(phase, scope) => {
+            if ends_early(phase) {
+                member.calling_off.lower();
+            }
+            member.run_phase(phase, &scope, deadline)
+        }
+        Work::Cut { limits, seen, asked } => {
+            member.run_cut(connection, limits, seen, asked, deadline)
+        }
+    }
+}
+
+/// What a panic said.
+fn text_of(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+}
+
+impl Work {
+    fn phase(&self) -> Option<Phase> {
+        match self {
+            Self::Phase(phase, _) => Some(*phase),
+            Self::Cut { .. } => None,
+        }
     }
 }
 
