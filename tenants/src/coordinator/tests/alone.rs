@@ -95,6 +95,42 @@ fn when_none_was_told_to_open_its_gate_all_go_back() {
     }
 }
 
+/// A process that takes questions and answers none, as one that is stopped; all others ask it first.
+fn silent(job: &Job) -> crate::transport::Listener {
+    job.run_dir.listen(&tenant("train"), MemberId(0)).unwrap().1
+}
+
+#[test]
+fn one_that_is_silent_takes_nobody_elses_time_to_answer() {
+    for told in 0..3 {
+        for is_pause in [true, false] {
+            let job = Job::new(3);
+            if !is_pause {
+                report(job.coordinator(patient()).pause(&mut quiet).unwrap());
+            }
+            let _silent = silent(&job);
+            let begin = Instant::now();
+            let (states, wanted) = if is_pause {
+                let states = ended(&job, &BEFORE_RELEASE, Phase::ReleaseOwn, &[told]);
+                (states, MemberState::Paused)
+            } else {
+                let states = ended(&job, &BEFORE_ACTIVATE, Phase::Activate, &[told]);
+                (states, MemberState::Active)
+            };
+            assert_eq!(states, [wanted; 3], "member {told} was told, {is_pause}");
+            assert!(begin.elapsed() < Duration::from_secs(4), "after {:?}", begin.elapsed());
+        }
+    }
+}
+
+#[test]
+fn beside_one_that_is_silent_all_that_were_told_nothing_stand_paused() {
+    let job = Job::new(3);
+    let _silent = silent(&job);
+    let states = ended(&job, &BEFORE_RELEASE, Phase::ReleaseOwn, &[]);
+    assert_eq!(states, [MemberState::Paused; 3]);
+}
+
 #[test]
 fn what_was_told_in_another_round_counts_for_nothing() {
     let job = Job::new(2);

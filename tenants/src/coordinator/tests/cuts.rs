@@ -18,7 +18,7 @@ pub(super) const SOON: Duration = Duration::from_secs(30);
 
 /// Several processes' worth of members, in this one.
 pub(super) struct Job {
-    run_dir: RunDir,
+    pub(super) run_dir: RunDir,
     pub(super) members: Vec<Arc<SimMember>>,
     _base: tempfile::TempDir,
 }
