@@ -253,6 +253,22 @@ impl RunDir {
             }
         }
     }
+
+    /// As [`RunDir::listen`], when the name of a socket that was there, and perhaps this directory, has gone: logind
+    /// removes a user's at the last logout, and cleaners of `/tmp` what is old.
+    ///
+    /// # Errors
+    /// As [`RunDir::open`] and [`RunDir::listen`].
+    pub(crate) fn listen_again(
+        &self,
+        tenant: &TenantName,
+        id: MemberId,
+    ) -> Result<Listener, RunDirError> {
+        private::ensure(&self.path)?;
+        // Whatever has the name now is in a directory that is ours alone, and it is not our socket.
+        remove_file_if_there(&self.tenant(tenant)?.socket_path(id)?)?;
+        self.listen(tenant, id).map(|(_, listener)| listener)
+    }
 }
 
 impl TenantDir {

@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
@@ -33,6 +34,9 @@ const TIMEOUT_MAX: Duration = Duration::from_hours(24);
 /// How long the agent looks away from its listening socket when the system gives it no connection, as
 /// when the process has too many open files: the socket would wake it again at once.
 const ACCEPT_BACK_OFF: Duration = Duration::from_millis(100);
+
+/// How often the agent looks whether its socket still has its name, which costs one look at a file.
+const NAME_LOOK_EVERY: Duration = Duration::from_secs(3);
 
 /// Wakes the agent from any thread.
 #[derive(Debug)]
@@ -97,8 +101,10 @@ struct Waiter {
 struct Agent<D: Driver> {
     member: Arc<Member<D>>,
     /// Goes before the listener does.
-    _noted: Noted,
+    noted: Noted,
     listener: Listener,
+    /// When it looks next whether the listener still has its name.
+    look_at: Instant,
     wakeups: Wakeups,
     clients: Clients,
     /// No connection is accepted before.
@@ -125,8 +131,9 @@ pub(super) fn spawn<D: Driver>(
     })?;
     let agent = Agent {
         member: Arc::clone(member),
-        _noted: member.sockets.note(&listener),
+        noted: member.sockets.note(&listener),
         listener,
+        look_at: Instant::now() + NAME_LOOK_EVERY,
         wakeups,
         clients: Clients::new(Arc::clone(&member.sockets)),
         accept_after: None,
@@ -208,14 +215,50 @@ impl<D: Driver> Agent<D> {
             self.serve();
             self.deliver();
             self.answer_waiters();
+            self.keep_name();
+        }
+    }
+
+    /// Puts the socket's name back when it has gone: nobody could reach this process any more, nor what it has saved.
+    fn keep_name(&mut self) {
+        let now = Instant::now();
+        if now < self.look_at {
+            return;
+        }
+        self.look_at = now + NAME_LOOK_EVERY;
+        // A coordinator holds a lock that went with the directory: another one shall not find us beside it.
+        if self.coordinator.is_some() || self.listener.is_named() {
+            return;
+        }
+        // The name goes at the process's end, too.
+        if self.member.has_left.load(Ordering::SeqCst) {
+            return;
+        }
+        let member = Arc::clone(&self.member);
+        let path = member.socket_path.display();
+        match member.config.run_dir.listen_again(member.tenant(), member.id) {
+            Ok(listener) => {
+                // Whoever has connected already is served all the same.
+                self.accept();
+                self.noted = member.sockets.note(&listener);
+                self.listener = listener;
+                member.note(format!("{path} had been removed, and was made again"));
+            }
+            Err(error) => {
+                member.note(format!(
+                    "{path} was removed, and nobody can reach this process: {error}"
+                ));
+            }
+        }
+        if member.has_left.load(Ordering::SeqCst) {
+            member.leave();
         }
     }
 
     fn wait(&self) {
-        let idle = Instant::now() + Duration::from_hours(1);
         let waiters = self.waiters.iter().map(|waiter| waiter.deadline);
         let others = self.clients.next_stall().into_iter().chain(self.accept_after);
-        let deadline = waiters.chain(others).min().unwrap_or(idle);
+        let deadline = waiters.chain(others).min().unwrap_or(self.look_at).min(self.look_at);
         let mut fds = vec![PollFd::new(self.wakeups.0.as_fd(), PollFlags::POLLIN)];
         // Asked after the deadline was taken: room that time makes is seen here, or waited for.
         if self.accept_after.is_none() && self.clients.has_room(self.coordinator) {

@@ -137,6 +137,10 @@ impl<D: Driver> Member<D> {
     fn ask_others(&self, round: u64) -> Option<Verdict> {
         let deadline = Instant::now() + ASK_TIMEOUT;
         let sockets = self.dir.members().unwrap_or_default();
+        if !sockets.iter().any(|socket| socket.id == self.id) {
+            tracing::warn!("the tenant's directory has gone: the others cannot be asked");
+            return None;
+        }
         let mut to_ask: VecDeque<MemberSocket> =
             sockets.into_iter().filter(|socket| socket.id != self.id).collect();
         let mut asked: Vec<Question> = Vec::new();

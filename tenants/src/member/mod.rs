@@ -23,7 +23,7 @@ pub mod state;
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -171,6 +171,8 @@ pub struct Member<D: Driver> {
     waker: agent::Waker,
     /// The agent's, for a forked child to close.
     sockets: Arc<Sockets>,
+    /// Its name is not put back where it goes.
+    has_left: AtomicBool,
     captures: AtomicUsize,
     peers: Mutex<HashMap<PathBuf, Connection>>,
     /// Who owns what was imported, also after its end.
@@ -247,6 +249,7 @@ impl<D: Driver> Member<D> {
             changed: Condvar::new(),
             waker,
             sockets: Arc::default(),
+            has_left: AtomicBool::new(false),
             captures: AtomicUsize::new(0),
             peers: Mutex::default(),
             owners: Mutex::default(),
@@ -265,6 +268,7 @@ impl<D: Driver> Member<D> {
 
     /// Takes this process's name out of the tenant's directory, at its end.
     pub fn leave(&self) {
+        self.has_left.store(true, Ordering::SeqCst);
         if let Err(error) = std::fs::remove_file(&self.socket_path) {
             tracing::debug!(%error, "the socket was gone already");
         }

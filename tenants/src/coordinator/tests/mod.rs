@@ -4,6 +4,7 @@ mod alone;
 mod cuts;
 mod fake;
 mod faults;
+mod gone;
 mod panics;
 
 use std::os::unix::net::UnixListener;
