@@ -97,6 +97,8 @@ pub(super) fn reach(socket: &MemberSocket, deadline: Instant) -> Result<Reached,
 #[derive(Debug, Default)]
 pub(super) struct Peers {
     pub(super) list: Vec<Peer>,
+    /// Who has something for us. One too many is no harm, and one that is missing is found by the next look.
+    ready: VecDeque<usize>,
 }
 
 impl Peers {
@@ -144,11 +146,8 @@ impl Peers {
                 return None;
             }
             let deadline = self.earliest_deadline()?;
-            let mut fds: Vec<_> = self.list.iter().flat_map(waiting_fds).collect();
-            fds.extend(interrupt.map(|raised| PollFd::new(raised.as_fd(), PollFlags::POLLIN)));
-            let poll_failed = poll_until(&mut fds, deadline).is_err();
-            drop(fds);
-            if (poll_failed || Instant::now() >= deadline)
+            self.look(deadline, interrupt);
+            if Instant::now() >= deadline
                 && let Some(answer) = self.answer_at_hand().or_else(|| self.mark_overdue(deadline))
             {
                 return Some(answer);
@@ -158,11 +157,49 @@ impl Peers {
 
     /// An answer that has arrived already, or a member that is overdue already. Does not block.
     pub(super) fn settled_answer(&mut self) -> Option<Answer> {
-        self.answer_at_hand().or_else(|| self.mark_overdue(Instant::now()))
+        if let Some(answer) = self.answer_at_hand() {
+            return Some(answer);
+        }
+        let now = Instant::now();
+        self.look(now, None);
+        self.answer_at_hand().or_else(|| self.mark_overdue(now))
     }
 
+    /// Waits until one that owes an answer has sent something or ended, and notes all of those: with many members,
+    /// to look at each for each answer is most of a pause.
+    fn look(&mut self, deadline: Instant, interrupt: Option<&Interrupt>) {
+        let mut owners = Vec::new();
+        let mut fds = Vec::new();
+        for (index, peer) in self.list.iter().enumerate() {
+            for event in waiting_fds(peer) {
+                owners.push(index);
+                fds.push(event);
+            }
+        }
+        fds.extend(interrupt.map(|raised| PollFd::new(raised.as_fd(), PollFlags::POLLIN)));
+        match poll_until(&mut fds, deadline) {
+            Ok(_) => {
+                let ready = owners.iter().zip(&fds).filter(|(_, fd)| fd.any() != Some(false));
+                self.ready.extend(ready.map(|(index, _)| *index));
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the members could not be waited for: each is looked at");
+                self.ready.extend(0..self.list.len());
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    /// The next answer of those that were found ready. A member may have sent more than one.
     fn answer_at_hand(&mut self) -> Option<Answer> {
-        self.list.iter_mut().enumerate().find_map(|(index, peer)| peer.try_answer(index))
+        while let Some(&index) = self.ready.front() {
+            let answer = self.list.get_mut(index).and_then(|peer| peer.try_answer(index));
+            if answer.is_some() {
+                return answer;
+            }
+            self.ready.pop_front();
+        }
+        None
     }
 
     /// Does this member still owe an answer to `step`?
@@ -230,10 +267,11 @@ impl Peers {
     }
 
     fn earliest_deadline(&self) -> Option<Instant> {
-        let owed = self.list.iter().flat_map(|peer| match &peer.link {
-            Link::Up { owed, .. } => owed.iter().collect::<Vec<_>>(),
-            Link::HungUp | Link::Broken => Vec::new(),
+        let owed = self.list.iter().filter_map(|peer| match &peer.link {
+            Link::Up { owed, .. } => Some(owed.iter()),
+            Link::HungUp | Link::Broken => None,
         });
+        let owed = owed.flatten();
         let due = owed.filter(|owed| !owed.overdue);
         due.map(|owed| owed.deadline).min()
     }
@@ -265,12 +303,12 @@ impl Peer {
     /// rest.
     fn try_answer(&mut self, index: usize) -> Option<Answer> {
         let who = self.who;
-        // Looked at first: what it sent before its end counts.
-        let has_ended = self.process.has_ended();
         let Link::Up { connection, owed } = &mut self.link else {
             return None;
         };
         let step = owed.front()?.step;
+        // Looked at before the connection: what it sent before its end counts.
+        let has_ended = self.process.has_ended();
         let result = match connection.try_receive::<Reply>() {
             Ok(None) if has_ended => Err(self.note_end(step)),
             Ok(None) => return None,
