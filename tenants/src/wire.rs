@@ -14,7 +14,7 @@ use crate::identity::MemberId;
 use crate::scope::Scope;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 6;
+pub const PROTOCOL_VERSION: u16 = 7;
 
 /// What one process asks of another's agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,6 +59,12 @@ pub enum Request {
         action: Action,
         /// One sentence.
         why: String,
+    },
+    /// The coordinator of `round` has ended, or is silent, and I settle what it began: take no step of it any more,
+    /// and settle it too. What were you told in it? Answered with [`Reply::Member`].
+    Withdraw {
+        /// Which pause or resume.
+        round: u64,
     },
     /// Descriptors for these allocations of yours, which I import. At most [`FDS_PER_MESSAGE_MAX`].
     /// Answered with [`Reply::Fds`], as many descriptors beside it, in the same order.

@@ -337,7 +337,11 @@ impl Peer {
         self.link = Link::after(error);
         let message = match self.link {
             Link::HungUp if self.ends_soon() => self.end_in_words(),
-            Link::HungUp | Link::Broken | Link::Up { .. } => match &self.info {
+            Link::HungUp => format!(
+                "{}: it goes on without this command, which may have stood still for too long; see `sublet ps`",
+                with_source(error)
+            ),
+            Link::Broken | Link::Up { .. } => match &self.info {
                 Some(info) => format!("{} ({})", with_source(error), info.command),
                 None => with_source(error),
             },

@@ -35,6 +35,9 @@ const TIMEOUT_MAX: Duration = Duration::from_hours(24);
 /// when the process has too many open files: the socket would wake it again at once.
 const ACCEPT_BACK_OFF: Duration = Duration::from_millis(100);
 
+/// How long a coordinator may ask for nothing after all members had to be done with what it asked for last. It waits
+/// for none of them longer than its margin for answers, which is two seconds.
+const SILENCE_MAX: Duration = Duration::from_secs(15);
 /// How often the agent looks whether its socket still has its name, which costs one look at a file.
 const NAME_LOOK_EVERY: Duration = Duration::from_secs(3);
 
@@ -114,6 +117,8 @@ struct Agent<D: Driver> {
     done: Receiver<Done>,
     /// Who coordinates the pause or resume under way: when it goes, the process settles it alone.
     coordinator: Option<u64>,
+    /// When its next request is due.
+    coordinator_due: Instant,
 }
 
 /// Starts both threads. They take no signals: those are the application's.
@@ -141,6 +146,7 @@ pub(super) fn spawn<D: Driver>(
         jobs,
         done,
         coordinator: None,
+        coordinator_due: Instant::now(),
     };
     std::thread::Builder::new().name("sublet-agent".to_owned()).spawn(move || {
         block_signals();
@@ -215,8 +221,48 @@ impl<D: Driver> Agent<D> {
             self.serve();
             self.deliver();
             self.answer_waiters();
+            self.hang_up_on_silence();
             self.keep_name();
         }
+    }
+
+    /// A coordinator that is connected and asks for nothing any more stands still itself, and with it this process.
+    fn hang_up_on_silence(&mut self) {
+        if let Some(number) = self.coordinator
+            && Instant::now() >= self.coordinator_due
+        {
+            self.member.note(
+                "whoever led a pause or resume was silent for too long (stopped?), and was hung up on".to_owned(),
+            );
+            self.hang_up(number);
+        }
+    }
+
+    /// Closes the coordinator's connection: nothing that it may still send is acted on. Then as if it had ended.
+    fn hang_up(&mut self, number: u64) {
+        self.clients.close(number);
+        self.forget(number);
+    }
+
+    /// Somebody settles `round` without its coordinator, and goes by what we say now: no step of it may follow.
+    fn withdraw(&mut self, round: u64) {
+        let Some(number) = self.coordinator else {
+            return;
+        };
+        // What the coordinator has sent before it ended counts.
+        while let Ok(Some(request)) = self.clients.next_request(number) {
+            self.handle(number, request);
+        }
+        let is_of_round = self.member.standing().asked.is_some_and(|asked| asked.round == round);
+        if self.coordinator == Some(number) && is_of_round {
+            self.hang_up(number);
+        }
+    }
+
+    /// `number` leads from now on, and its next request is due when all have had `timeout` for this one.
+    fn follow(&mut self, number: u64, timeout: Duration) {
+        self.coordinator = Some(number);
+        self.coordinator_due = Instant::now() + timeout + SILENCE_MAX;
     }
 
     /// Puts the socket's name back when it has gone: nobody could reach this process any more, nor what it has saved.
@@ -257,7 +303,8 @@ impl<D: Driver> Agent<D> {
 
     fn wait(&self) {
         let waiters = self.waiters.iter().map(|waiter| waiter.deadline);
-        let others = self.clients.next_stall().into_iter().chain(self.accept_after);
+        let silence = self.coordinator.map(|_| self.coordinator_due);
+        let others = self.clients.next_stall().into_iter().chain(self.accept_after).chain(silence);
         let deadline = waiters.chain(others).min().unwrap_or(self.look_at).min(self.look_at);
         let mut fds = vec![PollFd::new(self.wakeups.0.as_fd(), PollFlags::POLLIN)];
         // Asked after the deadline was taken: room that time makes is seen here, or waited for.
@@ -354,7 +401,7 @@ impl<D: Driver> Agent<D> {
             }
             Request::Phase { phase, round, scope, timeout_ms } => {
                 if self.opens(number) {
-                    self.coordinator = Some(number);
+                    self.follow(number, wait_of(timeout_ms));
                     self.member.cut().claim(number);
                     if phase != Phase::Settle {
                         self.member.standing().asked = Some(Asked { round, phase });
@@ -364,11 +411,15 @@ impl<D: Driver> Agent<D> {
             }
             Request::Cut { limits, seen, wait_ms } => {
                 if self.opens(number) {
-                    self.coordinator = Some(number);
+                    self.follow(number, wait_of(wait_ms));
                     let asked = self.member.cut().claim(number);
                     let work = Work::Cut { limits, seen, asked };
                     self.submit(number, work, wait_of(wait_ms));
                 }
+            }
+            Request::Withdraw { round } => {
+                self.withdraw(round);
+                self.answer(number, &Reply::Member(self.member.info()));
             }
             Request::GiveUp { action, why } => {
                 self.member.give_up(action, why);

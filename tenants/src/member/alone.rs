@@ -1,4 +1,5 @@
-//! What a process does when its coordinator is gone.
+//! What a process does when its coordinator is gone, or stands still: a stopped one is hung up on, and is as good
+//! as gone from then on.
 //!
 //! Nobody is asked for a step behind the point of no return before everybody has done all steps before it.
 //! So a process that has done those cannot know alone which way the others went, and asks them: if one was
@@ -6,8 +7,9 @@
 //! them knows that nobody was told, and goes back.
 //!
 //! The question needs a connection made after the coordinator's end was seen. Whatever the coordinator sent
-//! to the process that is asked lies in that one's socket by then, and its agent reads connections in the
-//! order they were made, so its answer counts it.
+//! to the process that is asked lies in that one's socket by then, and its agent reads that first, so its answer
+//! counts it. A coordinator that was only stopped may go on at any time, though: so whoever is asked hangs up on it
+//! before it answers, and can be told nothing afterwards that its answer did not count.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd as _;
@@ -158,7 +160,7 @@ impl<D: Driver> Member<D> {
             while asked.len() < ASKED_AT_ONCE
                 && let Some(socket) = to_ask.pop_front()
             {
-                match Question::ask(&socket) {
+                match Question::ask(&socket, round) {
                     Ok(question) => asked.push(question),
                     Err(error) if error.peer_is_gone() => {}
                     Err(error) => {
@@ -176,7 +178,7 @@ impl<D: Driver> Member<D> {
                 return None;
             }
             drop(fds);
-            let mut one_goes_on = false;
+            let (mut one_goes_on, mut one_goes_back) = (false, false);
             asked.retain_mut(|question| match question.answer() {
                 Heard::Nothing => true,
                 Heard::Gone => false,
@@ -187,11 +189,18 @@ impl<D: Driver> Member<D> {
                 Heard::Told(asked) => {
                     let asked = asked.filter(|asked| asked.round == round);
                     one_goes_on |= asked.is_some_and(|asked| asked.phase.is_decided());
+                    // Whoever goes back has been told so, or has found out that nobody was told to go on.
+                    one_goes_back |= asked.is_some_and(|asked| {
+                        matches!(asked.phase, Phase::AbortPause | Phase::AbortResume)
+                    });
                     false
                 }
             });
             if one_goes_on {
                 return Some(Verdict::GoOn);
+            }
+            if one_goes_back {
+                return Some(Verdict::GoBack);
             }
         }
         all_answered.then_some(Verdict::GoBack)
@@ -216,10 +225,10 @@ enum Heard {
 }
 
 impl Question {
-    fn ask(socket: &MemberSocket) -> Result<Self, TransportError> {
+    fn ask(socket: &MemberSocket, round: u64) -> Result<Self, TransportError> {
         let now = Instant::now();
         let mut connection = Connection::connect(&socket.path, now)?;
-        connection.send(&Request::Hello, &[], now)?;
+        connection.send(&Request::Withdraw { round }, &[], now)?;
         let process = connection.process();
         Ok(Self { member: socket.id, connection, process })
     }

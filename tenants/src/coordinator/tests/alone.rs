@@ -22,8 +22,11 @@ impl Hand {
     }
 
     fn tell(&mut self, index: usize, phase: Phase) {
-        let request =
-            Request::Phase { phase, round: ROUND, scope: Scope::Whole, timeout_ms: 30_000 };
+        self.tell_within(index, phase, 30_000);
+    }
+
+    fn tell_within(&mut self, index: usize, phase: Phase, timeout_ms: u64) {
+        let request = Request::Phase { phase, round: ROUND, scope: Scope::Whole, timeout_ms };
         self.connections[index].send(&request, &[], Instant::now() + SOON).unwrap();
     }
 
@@ -93,6 +96,56 @@ fn when_none_was_told_to_open_its_gate_all_go_back() {
         let states = ended(&job, &BEFORE_ACTIVATE[..count], Phase::Activate, &[]);
         assert_eq!(states, [MemberState::Paused; 3], "after {count} phases");
     }
+}
+
+/// Is it closed, so that nothing sent on it is read any more?
+fn is_closed(connection: &mut Connection) -> bool {
+    connection.receive::<Reply>(Instant::now() + SOON).is_err_and(|error| error.peer_is_gone())
+}
+
+#[test]
+fn a_coordinator_that_stands_still_is_hung_up_on_and_all_go_back() {
+    let job = Job::new(3);
+    let mut hand = Hand::on(&job);
+    hand.lead(&BEFORE_RELEASE[..2]);
+    // The last one that it speaks to has less time than the others, and takes them along.
+    for (index, timeout_ms) in [(0, 60_000), (1, 60_000), (2, 10)] {
+        hand.tell_within(index, Phase::SaveAndDropImports, timeout_ms);
+    }
+    for connection in &mut hand.connections {
+        connection.receive::<Reply>(Instant::now() + SOON).unwrap();
+    }
+    until("the members to settle", || job.states() == [MemberState::Active; 3]);
+    // It goes on, and nobody hears it.
+    assert!(hand.connections.iter_mut().all(is_closed));
+    for index in 0..3 {
+        let request = Request::Phase {
+            phase: Phase::ReleaseOwn,
+            round: ROUND,
+            scope: Scope::Whole,
+            timeout_ms: 30_000,
+        };
+        hand.connections[index].send(&request, &[], Instant::now() + SOON).unwrap_err();
+    }
+    assert_eq!(job.states(), [MemberState::Active; 3]);
+    report(job.coordinator(patient()).pause(&mut quiet).unwrap());
+}
+
+#[test]
+fn a_coordinator_that_stands_still_behind_the_point_of_no_return_is_followed() {
+    let job = Job::new(3);
+    let mut hand = Hand::on(&job);
+    hand.lead(&BEFORE_RELEASE[..2]);
+    for index in 0..3 {
+        hand.tell_within(index, Phase::SaveAndDropImports, 10);
+    }
+    for connection in &mut hand.connections {
+        connection.receive::<Reply>(Instant::now() + SOON).unwrap();
+    }
+    hand.tell(1, Phase::ReleaseOwn);
+    until("the members to settle", || job.states() == [MemberState::Paused; 3]);
+    assert!(is_closed(&mut hand.connections[0]) && is_closed(&mut hand.connections[2]));
+    report(job.coordinator(patient()).resume(&mut quiet).unwrap());
 }
 
 /// A process that takes questions and answers none, as one that is stopped; all others ask it first.

@@ -241,7 +241,7 @@ impl Agent {
     /// False when the member dies of it.
     fn answer(&self, connection: &mut Connection, request: &Request) -> bool {
         let fault = match request {
-            Request::Hello => self.script.hello,
+            Request::Hello | Request::Withdraw { .. } => self.script.hello,
             Request::Stats => self.script.stats,
             Request::Cut { .. } => None,
             Request::AwaitConsent { .. } => {
@@ -294,7 +294,7 @@ impl Agent {
 
     fn good_reply(&self, request: &Request) -> Reply {
         match request {
-            Request::Hello => Reply::Member(self.info()),
+            Request::Hello | Request::Withdraw { .. } => Reply::Member(self.info()),
             Request::Stats => Reply::Stats(Box::new(MemberStats {
                 member: self.info(),
                 pool: PoolReport::default(),
