@@ -4,7 +4,7 @@
 //! <run>/                        0700, ours alone
 //!   <tenant>/                   0700, ours alone
 //!     <member id, 16 hex>.sock  one listening socket for each process
-//!     coordinator.lock          held while somebody pauses or resumes the tenant; holds their process id
+//!     coordinator.lock          held while somebody pauses or resumes the tenant
 //! ```
 //!
 //! A socket has its final name only once it listens (see [`crate::transport::Listener::bind`]), so one
@@ -12,10 +12,11 @@
 //! in the place of these directories (`run_dir/private.rs` says how that is checked). Nothing here reads the
 //! environment: the caller does, once.
 
+mod holders;
 mod private;
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, ErrorKind, Read as _, Seek as _, Write as _};
+use std::io::{self, ErrorKind};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
@@ -87,15 +88,15 @@ pub enum RunDirError {
     },
     /// Somebody else is pausing or resuming the tenant.
     #[error(
-        "tenant '{tenant}' is being paused or resumed by process {}, which did not finish in {waited_ms} ms; \
-         wait for it, or end it",
-        holder_pid.map_or_else(|| "of unknown id".to_owned(), |pid| pid.to_string())
+        "tenant '{tenant}' is being paused or resumed by {}, and that did not end in {waited_ms} ms; wait for it, or \
+         end it",
+        holders::in_words(holder_pids)
     )]
     Locked {
         /// The tenant.
         tenant: TenantName,
-        /// Who holds the lock, where the lock file says.
-        holder_pid: Option<u32>,
+        /// Who holds the lock, as far as the kernel says; several, where each acts for itself alone.
+        holder_pids: Vec<u32>,
         /// How long we waited.
         waited_ms: u64,
     },
@@ -393,7 +394,7 @@ impl TenantDir {
     /// # Errors
     /// [`RunDirError::Locked`] with the holder's process id; [`RunDirError::Io`].
     pub fn lock(&self, deadline: Instant) -> Result<CoordinatorLock, RunDirError> {
-        self.lock_with(deadline, fs::File::try_lock, write_pid)
+        self.lock_with(deadline, fs::File::try_lock)
     }
 
     /// Takes the coordinator's lock beside others that do the same, each for one process alone.
@@ -401,20 +402,19 @@ impl TenantDir {
     /// # Errors
     /// As [`TenantDir::lock`].
     pub fn lock_shared(&self, deadline: Instant) -> Result<CoordinatorLock, RunDirError> {
-        self.lock_with(deadline, fs::File::try_lock_shared, |_| Ok(()))
+        self.lock_with(deadline, fs::File::try_lock_shared)
     }
 
     fn lock_with(
         &self,
         deadline: Instant,
         try_lock: fn(&File) -> Result<(), fs::TryLockError>,
-        sign: fn(&mut File) -> io::Result<()>,
     ) -> Result<CoordinatorLock, RunDirError> {
         let path = self.path.join(LOCK_NAME);
         let started = Instant::now();
         let mut back_off = LOCK_BACK_OFF_MIN;
         loop {
-            let mut file = match open_lock_file(&path) {
+            let file = match open_lock_file(&path) {
                 Err(error) if error.kind() == ErrorKind::NotFound => {
                     private::ensure(&self.path)?;
                     continue;
@@ -422,10 +422,7 @@ impl TenantDir {
                 file => file.map_err(io_error("opening", &path))?,
             };
             match try_lock(&file) {
-                Ok(()) if is_still_named(&file, &path) => {
-                    sign(&mut file).map_err(io_error("writing our process id", &path))?;
-                    return Ok(CoordinatorLock { file });
-                }
+                Ok(()) if is_still_named(&file, &path) => return Ok(CoordinatorLock { file }),
                 // Held by another, or by us on a file that its last holder removed with the directory,
                 // where nobody would see it.
                 Ok(()) | Err(fs::TryLockError::WouldBlock) => {}
@@ -437,7 +434,7 @@ impl TenantDir {
             if left.is_zero() {
                 return Err(RunDirError::Locked {
                     tenant: self.tenant.clone(),
-                    holder_pid: read_pid(&path),
+                    holder_pids: holders::holders(&file),
                     waited_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
                 });
             }
@@ -549,19 +546,6 @@ fn is_still_named(file: &File, path: &Path) -> bool {
     let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
     let named = fs::symlink_metadata(path).map(identity).ok();
     named.is_some() && file.metadata().map(identity).ok() == named
-}
-
-fn write_pid(file: &mut File) -> io::Result<()> {
-    file.set_len(0)?;
-    file.rewind()?;
-    writeln!(file, "{}", std::process::id())
-}
-
-fn read_pid(path: &Path) -> Option<u32> {
-    let mut text = String::new();
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path).ok()?;
-    file.take(32).read_to_string(&mut text).ok()?;
-    text.trim().parse().ok()
 }
 
 #[cfg(test)]
@@ -715,13 +699,28 @@ mod tests {
         let dir = run_dir(&base).tenant(&name("train")).unwrap();
         let lock = dir.lock(soon()).unwrap();
         let error = dir.lock(Instant::now() + Duration::from_millis(20)).unwrap_err();
-        let own_pid = std::process::id();
         assert!(
-            matches!(error, RunDirError::Locked { holder_pid: Some(pid), .. } if pid == own_pid),
+            error.to_string().contains(&format!("by process {},", std::process::id())),
             "{error}"
         );
         drop(lock);
         drop(dir.lock(Instant::now()).unwrap());
+    }
+
+    #[test]
+    fn those_that_share_the_lock_are_named_and_nobody_who_held_it_before() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = run_dir(&base).tenant(&name("train")).unwrap();
+        // What versions wrote that took this file for a place to sign.
+        fs::write(dir.path().join(LOCK_NAME), "4123456789\n").unwrap();
+        let _one = dir.lock_shared(soon()).unwrap();
+        let _other = dir.lock_shared(soon()).unwrap();
+        let error = dir.lock(Instant::now() + Duration::from_millis(20)).unwrap_err();
+        let own_pid = std::process::id();
+        assert!(
+            matches!(&error, RunDirError::Locked { holder_pids, .. } if *holder_pids == [own_pid]),
+            "{error}"
+        );
     }
 
     #[test]
