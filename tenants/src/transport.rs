@@ -46,7 +46,7 @@ use serde::de::DeserializeOwned;
 pub use error::{Direction, TransportError};
 pub use frame::{Limits, PAYLOAD_BYTES_MAX, REQUEST_BYTES_MAX};
 pub use listener::Listener;
-pub(crate) use process::{Process, has_ended, has_ended as nobody_listens};
+pub(crate) use process::{Process, has_ended};
 
 use ancillary::Room;
 use frame::{FrameError, HEADER_BYTES, Header};

@@ -40,6 +40,8 @@ const ACCEPT_BACK_OFF: Duration = Duration::from_millis(100);
 const SILENCE_MAX: Duration = Duration::from_secs(15);
 /// How often the agent looks whether its socket still has its name, which costs one look at a file.
 const NAME_LOOK_EVERY: Duration = Duration::from_secs(3);
+/// By when every process has its name again, after one has: busy machines take longer.
+pub(super) const NAMES_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
 /// Wakes the agent from any thread.
 #[derive(Debug)]
@@ -288,6 +290,7 @@ impl<D: Driver> Agent<D> {
                 self.accept();
                 self.noted = member.sockets.note(&listener);
                 self.listener = listener;
+                member.note_new_name();
                 member.note(format!("{path} had been removed, and was made again"));
             }
             Err(error) => {

@@ -173,6 +173,8 @@ pub struct Member<D: Driver> {
     sockets: Arc<Sockets>,
     /// Its name is not put back where it goes.
     has_left: AtomicBool,
+    /// When its name was last put back.
+    new_name: Mutex<Option<Instant>>,
     captures: AtomicUsize,
     peers: Mutex<HashMap<PathBuf, Connection>>,
     /// Who owns what was imported, also after its end.
@@ -250,6 +252,7 @@ impl<D: Driver> Member<D> {
             waker,
             sockets: Arc::default(),
             has_left: AtomicBool::new(false),
+            new_name: Mutex::default(),
             captures: AtomicUsize::new(0),
             peers: Mutex::default(),
             owners: Mutex::default(),
@@ -272,6 +275,18 @@ impl<D: Driver> Member<D> {
         if let Err(error) = std::fs::remove_file(&self.socket_path) {
             tracing::debug!(%error, "the socket was gone already");
         }
+    }
+
+    fn note_new_name(&self) {
+        *self.new_name.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+    }
+
+    /// Are the names of all processes where they belong, as far as can be told by the own one?
+    fn names_stay(&self) -> bool {
+        let new_name = *self.new_name.lock().unwrap_or_else(PoisonError::into_inner);
+        let all_had_time = new_name.is_none_or(|since| since.elapsed() > agent::NAMES_AGAIN_AFTER);
+        let is_there = self.has_left.load(Ordering::SeqCst) || self.dir.has_member(self.id);
+        all_had_time && is_there
     }
 
     /// Waits for this thread's turn to pause or resume the process alone; none at `deadline`, and then what
