@@ -307,6 +307,11 @@ impl Coordinator {
             }
             match take(deadline.min(Instant::now() + LOCK_LOOK)) {
                 Err(RunDirError::Locked { .. }) if Instant::now() < deadline => {}
+                Err(RunDirError::Locked { tenant, holder_pids, .. }) => {
+                    // What it says it waited is the time of the last look.
+                    let waited_ms = session::millis(started.elapsed());
+                    return Err(RunDirError::Locked { tenant, holder_pids, waited_ms }.into());
+                }
                 lock => return Ok(lock?),
             }
         }

@@ -4,7 +4,7 @@
 //! <run>/                        0700, ours alone
 //!   <tenant>/                   0700, ours alone
 //!     <member id, 16 hex>.sock  one listening socket for each process
-//!     coordinator.lock          held while somebody pauses or resumes the tenant; holds their process id
+//!     coordinator.lock          held while somebody pauses or resumes the tenant
 //! ```
 //!
 //! A socket has its final name only once it listens (see [`crate::transport::Listener::bind`]), so one
@@ -12,10 +12,11 @@
 //! in the place of these directories (`run_dir/private.rs` says how that is checked). Nothing here reads the
 //! environment: the caller does, once.
 
+mod holders;
 mod private;
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, ErrorKind, Read as _, Seek as _, Write as _};
+use std::io::{self, ErrorKind};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
@@ -24,7 +25,7 @@ use std::time::{Duration, Instant, SystemTime};
 use nix::unistd::geteuid;
 
 use crate::identity::{MemberId, TenantName};
-use crate::transport::{Listener, TransportError, nobody_listens};
+use crate::transport::{Listener, TransportError, has_ended};
 
 /// Longest path of a Unix socket, in bytes (`sun_path` less its closing zero).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
@@ -87,15 +88,15 @@ pub enum RunDirError {
     },
     /// Somebody else is pausing or resuming the tenant.
     #[error(
-        "tenant '{tenant}' is being paused or resumed by process {}, which did not finish in {waited_ms} ms; \
-         wait for it, or end it",
-        holder_pid.map_or_else(|| "of unknown id".to_owned(), |pid| pid.to_string())
+        "tenant '{tenant}' is being paused or resumed by {}, and that did not end in {waited_ms} ms; wait for it, or \
+         end it",
+        holders::in_words(holder_pids)
     )]
     Locked {
         /// The tenant.
         tenant: TenantName,
-        /// Who holds the lock, where the lock file says.
-        holder_pid: Option<u32>,
+        /// Who holds the lock, as far as the kernel says; several, where each acts for itself alone.
+        holder_pids: Vec<u32>,
         /// How long we waited.
         waited_ms: u64,
     },
@@ -225,7 +226,7 @@ impl RunDir {
         tenants.retain(|name| {
             let dir = self.existing_tenant(name).ok().flatten();
             let members = dir.and_then(|dir| dir.members().ok()).unwrap_or_default();
-            members.iter().any(|member| !nobody_listens(&member.path))
+            members.iter().any(|member| !has_ended(&member.path))
         });
         Ok(tenants)
     }
@@ -252,6 +253,22 @@ impl RunDir {
                 Err(error) => return Err(RunDirError::Listen(error)),
             }
         }
+    }
+
+    /// As [`RunDir::listen`], when the name of a socket that was there, and perhaps this directory, has gone: logind
+    /// removes a user's at the last logout, and cleaners of `/tmp` what is old.
+    ///
+    /// # Errors
+    /// As [`RunDir::open`] and [`RunDir::listen`].
+    pub(crate) fn listen_again(
+        &self,
+        tenant: &TenantName,
+        id: MemberId,
+    ) -> Result<Listener, RunDirError> {
+        private::ensure(&self.path)?;
+        // Whatever has the name now is in a directory that is ours alone, and it is not our socket.
+        remove_file_if_there(&self.tenant(tenant)?.socket_path(id)?)?;
+        self.listen(tenant, id).map(|(_, listener)| listener)
     }
 }
 
@@ -351,12 +368,12 @@ impl TenantDir {
         Ok(removed)
     }
 
-    /// Removes `member`'s socket when nobody listens on it. Says whether it did.
+    /// Removes `member`'s socket when its process has ended. Says whether it did.
     ///
     /// # Errors
     /// [`RunDirError::Io`] when it cannot be removed.
     pub fn remove_if_dead(&self, member: &MemberSocket) -> Result<bool, RunDirError> {
-        let dead = nobody_listens(&member.path);
+        let dead = has_ended(&member.path);
         if dead {
             self.remove_socket(member)?;
         }
@@ -377,7 +394,7 @@ impl TenantDir {
     /// # Errors
     /// [`RunDirError::Locked`] with the holder's process id; [`RunDirError::Io`].
     pub fn lock(&self, deadline: Instant) -> Result<CoordinatorLock, RunDirError> {
-        self.lock_with(deadline, fs::File::try_lock, write_pid)
+        self.lock_with(deadline, fs::File::try_lock)
     }
 
     /// Takes the coordinator's lock beside others that do the same, each for one process alone.
@@ -385,20 +402,19 @@ impl TenantDir {
     /// # Errors
     /// As [`TenantDir::lock`].
     pub fn lock_shared(&self, deadline: Instant) -> Result<CoordinatorLock, RunDirError> {
-        self.lock_with(deadline, fs::File::try_lock_shared, |_| Ok(()))
+        self.lock_with(deadline, fs::File::try_lock_shared)
     }
 
     fn lock_with(
         &self,
         deadline: Instant,
         try_lock: fn(&File) -> Result<(), fs::TryLockError>,
-        sign: fn(&mut File) -> io::Result<()>,
     ) -> Result<CoordinatorLock, RunDirError> {
         let path = self.path.join(LOCK_NAME);
         let started = Instant::now();
         let mut back_off = LOCK_BACK_OFF_MIN;
         loop {
-            let mut file = match open_lock_file(&path) {
+            let file = match open_lock_file(&path) {
                 Err(error) if error.kind() == ErrorKind::NotFound => {
                     private::ensure(&self.path)?;
                     continue;
@@ -406,10 +422,7 @@ impl TenantDir {
                 file => file.map_err(io_error("opening", &path))?,
             };
             match try_lock(&file) {
-                Ok(()) if is_still_named(&file, &path) => {
-                    sign(&mut file).map_err(io_error("writing our process id", &path))?;
-                    return Ok(CoordinatorLock { file });
-                }
+                Ok(()) if is_still_named(&file, &path) => return Ok(CoordinatorLock { file }),
                 // Held by another, or by us on a file that its last holder removed with the directory,
                 // where nobody would see it.
                 Ok(()) | Err(fs::TryLockError::WouldBlock) => {}
@@ -421,7 +434,7 @@ impl TenantDir {
             if left.is_zero() {
                 return Err(RunDirError::Locked {
                     tenant: self.tenant.clone(),
-                    holder_pid: read_pid(&path),
+                    holder_pids: holders::holders(&file),
                     waited_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
                 });
             }
@@ -533,19 +546,6 @@ fn is_still_named(file: &File, path: &Path) -> bool {
     let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
     let named = fs::symlink_metadata(path).map(identity).ok();
     named.is_some() && file.metadata().map(identity).ok() == named
-}
-
-fn write_pid(file: &mut File) -> io::Result<()> {
-    file.set_len(0)?;
-    file.rewind()?;
-    writeln!(file, "{}", std::process::id())
-}
-
-fn read_pid(path: &Path) -> Option<u32> {
-    let mut text = String::new();
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path).ok()?;
-    file.take(32).read_to_string(&mut text).ok()?;
-    text.trim().parse().ok()
 }
 
 #[cfg(test)]
@@ -699,9 +699,8 @@ mod tests {
         let dir = run_dir(&base).tenant(&name("train")).unwrap();
         let lock = dir.lock(soon()).unwrap();
         let error = dir.lock(Instant::now() + Duration::from_millis(20)).unwrap_err();
-        let own_pid = std::process::id();
         assert!(
-            matches!(error, RunDirError::Locked { holder_pid: Some(pid), .. } if pid == own_pid),
+            error.to_string().contains(&format!("by process {},", std::process::id())),
             "{error}"
         );
         drop(lock);
@@ -725,10 +724,26 @@ mod tests {
         let dir = run_dir(&base).tenant(&name("train")).unwrap();
         drop(dir.lock(soon()).unwrap());
         REMOVED_FIRST.set(Some(dir.path().join(LOCK_NAME)));
-        let lock = dir.lock_with(soon(), lock_late, write_pid).unwrap();
+        let lock = dir.lock_with(soon(), lock_late).unwrap();
         let second = dir.lock(Instant::now());
         assert!(matches!(second, Err(RunDirError::Locked { .. })), "{second:?}");
         drop(lock);
+    }
+
+    #[test]
+    fn those_that_share_the_lock_are_named_and_nobody_who_held_it_before() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = run_dir(&base).tenant(&name("train")).unwrap();
+        // What versions wrote that took this file for a place to sign.
+        fs::write(dir.path().join(LOCK_NAME), "4123456789\n").unwrap();
+        let _one = dir.lock_shared(soon()).unwrap();
+        let _other = dir.lock_shared(soon()).unwrap();
+        let error = dir.lock(Instant::now() + Duration::from_millis(20)).unwrap_err();
+        let own_pid = std::process::id();
+        assert!(
+            matches!(&error, RunDirError::Locked { holder_pids, .. } if *holder_pids == [own_pid]),
+            "{error}"
+        );
     }
 
     #[test]

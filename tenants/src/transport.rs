@@ -21,6 +21,7 @@ mod error;
 pub mod frame;
 mod listener;
 mod outgoing;
+mod process;
 #[cfg(test)]
 mod tests;
 
@@ -45,6 +46,7 @@ use serde::de::DeserializeOwned;
 pub use error::{Direction, TransportError};
 pub use frame::{Limits, PAYLOAD_BYTES_MAX, REQUEST_BYTES_MAX};
 pub use listener::Listener;
+pub(crate) use process::{Process, has_ended};
 
 use ancillary::Room;
 use frame::{FrameError, HEADER_BYTES, Header};
@@ -85,6 +87,8 @@ pub struct Connection {
     stream: OwnedFd,
     peer: Peer,
     limits: Limits,
+    /// Has this side made the connection?
+    asks: bool,
     incoming: Incoming,
     outgoing: Outgoing,
     condition: Condition,
@@ -127,7 +131,7 @@ impl Connection {
                 Ok(stream) => break stream,
             }
         };
-        Self::from_nonblocking(stream, Limits::REPLIES)
+        Self::from_nonblocking(stream, Limits::REPLIES).map(|made| Self { asks: true, ..made })
     }
 
     /// Takes over a stream that a listening socket of ours accepted.
@@ -166,6 +170,7 @@ impl Connection {
             stream,
             peer,
             limits,
+            asks: false,
             incoming: Incoming::default(),
             outgoing: Outgoing::default(),
             condition: Condition::InStep,
@@ -180,6 +185,11 @@ impl Connection {
     /// Has a part of a message arrived, and the rest not?
     pub fn is_mid_frame(&self) -> bool {
         self.incoming.header_filled > 0
+    }
+
+    /// The process at the other end of a connection that this side has made.
+    pub(crate) fn process(&self) -> Process {
+        Process::behind(&self.stream)
     }
 
     /// Is there something queued that the peer has not taken yet?
@@ -438,18 +448,29 @@ impl Connection {
         }
     }
 
+    /// Waits for `events`. Whoever asks is told of the other's end here, also where a child of the other holds the
+    /// connection open.
     fn wait(
         &self,
         events: PollFlags,
         deadline: Instant,
         waiting_to: Direction,
     ) -> Result<(), TransportError> {
-        let mut fds = [PollFd::new(self.stream.as_fd(), events)];
+        let process = if self.asks { self.process() } else { Process::Unknown };
+        let end = process.end_event().map(|end| PollFd::new(end, PollFlags::POLLIN));
+        let own = PollFd::new(self.stream.as_fd(), events);
+        let mut fds: Vec<PollFd<'_>> = std::iter::once(own).chain(end).collect();
         match poll_until(&mut fds, deadline) {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(TransportError::Deadline { peer: self.peer, waiting_to }),
-            Err(source) => Err(self.io_error("poll", source)),
+            Ok(true) => {}
+            Ok(false) => return Err(TransportError::Deadline { peer: self.peer, waiting_to }),
+            Err(source) => return Err(self.io_error("poll", source)),
         }
+        // What it sent before its end counts.
+        let ended = fds.len() > 1 && fds[1].any() == Some(true);
+        if ended && matches!(nix::poll::poll(&mut fds[..1], PollTimeout::ZERO), Ok(0)) {
+            return Err(TransportError::Closed { peer: self.peer });
+        }
+        Ok(())
     }
 
     fn io_error(&self, operation: &'static str, source: io::Error) -> TransportError {
@@ -516,11 +537,6 @@ pub fn poll_until(fds: &mut [PollFd<'_>], deadline: Instant) -> io::Result<bool>
 )]
 fn pause_thread(duration: Duration) {
     std::thread::sleep(duration);
-}
-
-/// Is the socket at `path` without a listener? Does not block.
-pub(crate) fn nobody_listens(path: &Path) -> bool {
-    matches!(connect_now(path), Err(Errno::ECONNREFUSED | Errno::ENOENT))
 }
 
 fn connect_now(path: &Path) -> nix::Result<OwnedFd> {

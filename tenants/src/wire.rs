@@ -65,6 +65,12 @@ pub enum Request {
         /// One sentence.
         why: String,
     },
+    /// The coordinator of `round` has ended, or is silent, and I settle what it began: take no step of it any more,
+    /// and settle it too. What were you told in it? Answered with [`Reply::Member`].
+    Withdraw {
+        /// Which pause or resume.
+        round: u64,
+    },
     /// Descriptors for these allocations of yours, which I import. At most [`FDS_PER_MESSAGE_MAX`].
     /// Answered with [`Reply::Fds`], as many descriptors beside it, in the same order.
     FetchFds {

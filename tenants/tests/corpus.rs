@@ -122,6 +122,7 @@ fn requests() -> Vec<Request> {
             purpose: FetchPurpose::Again,
             importer: MemberId(0x0123_4567_89ab_cdef),
         },
+        Request::Withdraw { round: 7 },
         Request::GiveUp { action: Action::Pause, why: "process 1 has ended".to_owned() },
         Request::Save(SaveStep::Begin {
             dir: DirName { path: b"/data/saved".to_vec(), device: 66305, inode: u64::MAX },

@@ -132,6 +132,10 @@ static bool obey(const char *line)
         answer("ok %d", ((int (*)(void))sublet("sublet_is_paused"))());
     else if (strcmp(line, "fork") == 0)
         command_fork();
+    else if (strcmp(line, "leave child") == 0)
+        command_leave_child(false);
+    else if (strcmp(line, "leave raw child") == 0)
+        command_leave_child(true);
     else if (strcmp(line, "spawn") == 0)
         command_spawn();
     else if (strcmp(line, "spawn member") == 0)

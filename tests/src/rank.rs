@@ -5,6 +5,7 @@ use std::process::{Command, ExitStatus};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
 
 use crate::child::LineChild;
@@ -173,6 +174,18 @@ impl Rank {
     /// What the system said.
     pub fn kill(&mut self) -> Outcome {
         self.child.kill().map(drop)
+    }
+
+    /// Kills it and waits until it has ended, but leaves it as it is then, as a parent does that does not look
+    /// after its children.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub fn kill_and_leave(&self) -> Outcome {
+        self.signal(Signal::SIGKILL)?;
+        let pid = Pid::from_raw(i32::try_from(self.pid())?);
+        waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT)?;
+        Ok(())
     }
 
     /// Sends it a signal.

@@ -8,6 +8,8 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use sublet_tests::{Job, JobOptions, MIB, Outcome, Stage, Steps, Trouble};
 
 const CAPACITIES: [u64; 3] = [64 * MIB; 3];
@@ -210,6 +212,86 @@ fn rank_and_coordinator_killed_together_leave_the_others_able_to_go_on() -> Outc
         settled(&stage)?;
         survivors_can_go_on(&stage, &mut job, 1)
             .map_err(|trouble| Trouble::new(format!("{action} at '{boundary}': {trouble}")))?;
+    }
+    Ok(())
+}
+
+/// A child that a rank has left behind, which may hold its sockets. Killed when dropped.
+struct Orphan(Pid);
+
+impl Drop for Orphan {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _killed = kill(self.0, Signal::SIGKILL);
+    }
+}
+
+fn leave_child(job: &mut Job, index: usize, kind: &str) -> Outcome<Orphan> {
+    let [pid] = job.ranks[index].do_it(kind)?.numbers::<1>()?;
+    Ok(Orphan(Pid::from_raw(i32::try_from(pid)?)))
+}
+
+const KINDS_OF_CHILDREN: [&str; 2] = ["leave child", "leave raw child"];
+
+/// Nobody has waited for it yet, and its child lives: neither its process id nor its socket is gone.
+#[test]
+fn rank_killed_beside_its_child_and_not_waited_for_is_left_out() -> Outcome {
+    for kind in KINDS_OF_CHILDREN {
+        let stage = Stage::new(&CAPACITIES)?;
+        let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
+        let _orphan = leave_child(&mut job, 2, kind)?;
+        let who = format!("process {} (", job.ranks[2].pid());
+        job.ranks[2].kill_and_leave()?;
+        let begin = Instant::now();
+        let ran = stage.sublet(&["pause", "train"])?.succeeded()?;
+        assert!(ran.stdout.contains(&who) && ran.stdout.contains("has ended"), "{kind}: {ran:#?}");
+        assert_eq!(stage.states("train")?, ["paused"]);
+        let refused = stage.sublet(&["resume", "train"])?.exited(1)?;
+        assert!(refused.stderr.contains(&who), "{kind}: {refused:#?}");
+        let ran = stage.sublet(&["resume", "train", "--without-lost"])?.succeeded()?;
+        assert!(ran.stdout.contains("are lost"), "{kind}: {ran:#?}");
+        assert_eq!(stage.states("train")?, ["active"]);
+        assert!(begin.elapsed() < 4 * TOLD_WITHIN, "{kind}: it took {:?}", begin.elapsed());
+        stage.pause("train")?;
+        stage.resume("train")?;
+    }
+    Ok(())
+}
+
+#[test]
+fn rank_killed_beside_its_child_on_the_way_is_named_and_the_others_are_settled() -> Outcome {
+    for kind in KINDS_OF_CHILDREN {
+        for (action, boundary) in [
+            ("pause", "done drain"),
+            ("pause", "done save contents"),
+            ("resume", "done create memory"),
+        ] {
+            for coordinator_dies in [false, true] {
+                let what = format!("{kind}, {action}, {boundary}, {coordinator_dies}");
+                let stage = Stage::new(&CAPACITIES)?;
+                let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
+                let _orphan = leave_child(&mut job, 1, kind)?;
+                if action == "resume" {
+                    stage.pause("train")?;
+                }
+                let mut steps = steps(&stage, &[action])?;
+                steps.until(boundary)?;
+                job.ranks[1].kill_and_leave()?;
+                let begin = Instant::now();
+                if coordinator_dies {
+                    steps.kill()?;
+                } else {
+                    let said = steps.finish()?;
+                    let who = format!("process {}", job.ranks[1].pid());
+                    assert!(said.contains(&who) && said.contains("has ended ("), "{what}: {said}");
+                }
+                settled(&stage)?;
+                assert!(begin.elapsed() < TOLD_WITHIN, "{what}: only after {:?}", begin.elapsed());
+                stage.pause("train")?;
+                stage.sublet(&["resume", "train", "--without-lost"])?.succeeded()?;
+                assert_eq!(stage.states("train")?, ["active"]);
+            }
+        }
     }
     Ok(())
 }

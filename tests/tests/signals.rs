@@ -256,6 +256,47 @@ fn first_ctrl_c_takes_a_pause_back_and_says_so() -> Outcome {
 }
 
 #[test]
+fn ctrl_z_does_not_stop_a_command_that_has_begun() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let slow = JobOptions::new("train", 2).with("SIMCUDA_LATENCY", "cuMemcpyDtoHAsync:150000");
+    let mut job = stage.connected_job(&slow)?;
+    let command = start_command(&stage, &["pause", "train"])?;
+    wait_for_state(&stage, "offloading")?;
+    for signal in [Signal::SIGTSTP, Signal::SIGTTOU] {
+        signal_command(&command, signal)?;
+    }
+    wait_for_state(&stage, "paused")?;
+    assert!(command.wait_with_output()?.status.success());
+    stage.resume("train")?;
+    job.step(1)?;
+    job.exit()
+}
+
+/// As one that got SIGSTOP: it is connected, and asks for nothing.
+#[test]
+fn coordinator_that_stands_still_is_left_behind_and_says_so_when_it_goes_on() -> Outcome {
+    const HUNG_UP_WITHIN: Duration = Duration::from_secs(1 + 15 + 10);
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let mut steps = steps(&stage, &["pause", "soon"])?;
+    steps.until("done save contents")?;
+    let begin = Instant::now();
+    while stage.states("train")? != ["active"] {
+        assert!(begin.elapsed() < HUNG_UP_WITHIN, "the processes wait for it");
+    }
+    job.step(1)?;
+    job.verify()?;
+    let said = steps.finish()?;
+    assert!(said.contains("stood still for too long"), "{said}");
+    assert_eq!(stage.states("train")?, ["active"]);
+    stage.pause("train")?;
+    stage.resume("train")?;
+    job.step(1)?;
+    job.verify()?;
+    job.exit()
+}
+
+#[test]
 fn second_ctrl_c_leaves_at_once_and_the_processes_settle_it() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 2))?;

@@ -4,20 +4,15 @@
 //! earlier one is unanswered: each connection keeps the queue of what it owes. One poll waits for all.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
-use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout};
-use nix::sys::signal::kill;
-use nix::unistd::Pid;
-
-use rustix::process::{PidfdFlags, pidfd_open};
+use nix::poll::{PollFd, PollFlags};
 
 use super::Interrupt;
 use super::report::{MemberFailure, Step, Who};
 use crate::run_dir::MemberSocket;
-use crate::transport::{Connection, TransportError, poll_until};
+use crate::transport::{Connection, Process, TransportError, poll_until};
 use crate::wire::{Failure, FailureKind, MemberInfo, Reply, Request};
 
 /// Requests are a few bytes; a peer that cannot take one for this long does not read its socket at all.
@@ -31,9 +26,8 @@ const END_TIMEOUT: Duration = Duration::from_millis(500);
 pub(super) struct Peer {
     pub(super) who: Who,
     pub(super) info: Option<MemberInfo>,
-    /// Readable once the process has ended. Its connection does not always tell: a child that it forked
-    /// may hold that open. None where the kernel does not say which process it is.
-    process: Option<OwnedFd>,
+    /// Its connection does not always tell of its end: a child that it forked may hold that open.
+    process: Process,
     link: Link,
 }
 
@@ -86,32 +80,25 @@ pub(super) fn reach(socket: &MemberSocket, deadline: Instant) -> Result<Reached,
         Err(error) if error.nobody_listens() => return Ok(Reached::Dead),
         connection => connection?,
     };
-    let pid = connection.peer().pid();
     // A forked child may hold a dead parent's listening socket open without serving it.
-    if pid.is_some_and(is_dead) {
+    let process = connection.process();
+    if process.has_ended() {
         return Ok(Reached::Dead);
     }
     Ok(Reached::Peer(Box::new(Peer {
-        who: Who { pid, member: socket.id },
+        who: Who { pid: connection.peer().pid(), member: socket.id },
         info: None,
-        process: pid.and_then(process_fd),
+        process,
         link: Link::Up { connection, owed: VecDeque::new() },
     })))
-}
-
-fn is_dead(pid: u32) -> bool {
-    i32::try_from(pid).is_ok_and(|pid| kill(Pid::from_raw(pid), None) == Err(Errno::ESRCH))
-}
-
-fn process_fd(pid: u32) -> Option<OwnedFd> {
-    let pid = rustix::process::Pid::from_raw(i32::try_from(pid).ok()?)?;
-    pidfd_open(pid, PidfdFlags::empty()).ok()
 }
 
 /// All members of one operation.
 #[derive(Debug, Default)]
 pub(super) struct Peers {
     pub(super) list: Vec<Peer>,
+    /// Who has something for us. One too many is no harm, and one that is missing is found by the next look.
+    ready: VecDeque<usize>,
 }
 
 impl Peers {
@@ -159,11 +146,8 @@ impl Peers {
                 return None;
             }
             let deadline = self.earliest_deadline()?;
-            let mut fds: Vec<_> = self.list.iter().flat_map(waiting_fds).collect();
-            fds.extend(interrupt.map(|raised| PollFd::new(raised.as_fd(), PollFlags::POLLIN)));
-            let poll_failed = poll_until(&mut fds, deadline).is_err();
-            drop(fds);
-            if (poll_failed || Instant::now() >= deadline)
+            self.look(deadline, interrupt);
+            if Instant::now() >= deadline
                 && let Some(answer) = self.answer_at_hand().or_else(|| self.mark_overdue(deadline))
             {
                 return Some(answer);
@@ -173,11 +157,49 @@ impl Peers {
 
     /// An answer that has arrived already, or a member that is overdue already. Does not block.
     pub(super) fn settled_answer(&mut self) -> Option<Answer> {
-        self.answer_at_hand().or_else(|| self.mark_overdue(Instant::now()))
+        if let Some(answer) = self.answer_at_hand() {
+            return Some(answer);
+        }
+        let now = Instant::now();
+        self.look(now, None);
+        self.answer_at_hand().or_else(|| self.mark_overdue(now))
     }
 
+    /// Waits until one that owes an answer has sent something or ended, and notes all of those: with many members,
+    /// to look at each for each answer is most of a pause.
+    fn look(&mut self, deadline: Instant, interrupt: Option<&Interrupt>) {
+        let mut owners = Vec::new();
+        let mut fds = Vec::new();
+        for (index, peer) in self.list.iter().enumerate() {
+            for event in waiting_fds(peer) {
+                owners.push(index);
+                fds.push(event);
+            }
+        }
+        fds.extend(interrupt.map(|raised| PollFd::new(raised.as_fd(), PollFlags::POLLIN)));
+        match poll_until(&mut fds, deadline) {
+            Ok(_) => {
+                let ready = owners.iter().zip(&fds).filter(|(_, fd)| fd.any() != Some(false));
+                self.ready.extend(ready.map(|(index, _)| *index));
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the members could not be waited for: each is looked at");
+                self.ready.extend(0..self.list.len());
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    /// The next answer of those that were found ready. A member may have sent more than one.
     fn answer_at_hand(&mut self) -> Option<Answer> {
-        self.list.iter_mut().enumerate().find_map(|(index, peer)| peer.try_answer(index))
+        while let Some(&index) = self.ready.front() {
+            let answer = self.list.get_mut(index).and_then(|peer| peer.try_answer(index));
+            if answer.is_some() {
+                return answer;
+            }
+            self.ready.pop_front();
+        }
+        None
     }
 
     /// Does this member still owe an answer to `step`?
@@ -202,6 +224,11 @@ impl Peers {
         matches!(self.list[index].link, Link::HungUp)
     }
 
+    /// Is this member's process known to have ended?
+    pub(super) fn process_has_ended(&self, index: usize) -> bool {
+        self.list[index].process.has_ended()
+    }
+
     /// Forgets the members that have ended.
     pub(super) fn drop_ended(&mut self) {
         self.list.retain(|peer| !matches!(peer.link, Link::HungUp));
@@ -224,7 +251,7 @@ impl Peers {
     pub(super) fn check_alive(&mut self, index: usize, step: Step) -> Result<(), MemberFailure> {
         let peer = &mut self.list[index];
         let who = peer.who;
-        let has_ended = peer.has_ended();
+        let has_ended = peer.process.has_ended();
         let Link::Up { connection, .. } = &mut peer.link else {
             return Err(gone(who, step, "its connection was lost before".to_owned()));
         };
@@ -240,10 +267,11 @@ impl Peers {
     }
 
     fn earliest_deadline(&self) -> Option<Instant> {
-        let owed = self.list.iter().flat_map(|peer| match &peer.link {
-            Link::Up { owed, .. } => owed.iter().collect::<Vec<_>>(),
-            Link::HungUp | Link::Broken => Vec::new(),
+        let owed = self.list.iter().filter_map(|peer| match &peer.link {
+            Link::Up { owed, .. } => Some(owed.iter()),
+            Link::HungUp | Link::Broken => None,
         });
+        let owed = owed.flatten();
         let due = owed.filter(|owed| !owed.overdue);
         due.map(|owed| owed.deadline).min()
     }
@@ -275,12 +303,12 @@ impl Peer {
     /// rest.
     fn try_answer(&mut self, index: usize) -> Option<Answer> {
         let who = self.who;
-        // Looked at first: what it sent before its end counts.
-        let has_ended = self.has_ended();
         let Link::Up { connection, owed } = &mut self.link else {
             return None;
         };
         let step = owed.front()?.step;
+        // Looked at before the connection: what it sent before its end counts.
+        let has_ended = self.process.has_ended();
         let result = match connection.try_receive::<Reply>() {
             Ok(None) if has_ended => Err(self.note_end(step)),
             Ok(None) => return None,
@@ -298,14 +326,6 @@ impl Peer {
         Some(Answer { peer: index, step, result })
     }
 
-    fn has_ended(&self) -> bool {
-        let Some(process) = &self.process else {
-            return false;
-        };
-        let mut fds = [PollFd::new(process.as_fd(), PollFlags::POLLIN)];
-        matches!(nix::poll::poll(&mut fds, PollTimeout::ZERO), Ok(1..))
-    }
-
     /// The process has ended, though its connection does not say so.
     fn note_end(&mut self, step: Step) -> MemberFailure {
         self.link = Link::HungUp;
@@ -317,7 +337,11 @@ impl Peer {
         self.link = Link::after(error);
         let message = match self.link {
             Link::HungUp if self.ends_soon() => self.end_in_words(),
-            Link::HungUp | Link::Broken | Link::Up { .. } => match &self.info {
+            Link::HungUp => format!(
+                "{}: it goes on without this command, which may have stood still for too long; see `sublet ps`",
+                with_source(error)
+            ),
+            Link::Broken | Link::Up { .. } => match &self.info {
                 Some(info) => format!("{} ({})", with_source(error), info.command),
                 None => with_source(error),
             },
@@ -327,11 +351,8 @@ impl Peer {
 
     /// Is a process that has closed its end about to end? The kernel closes descriptors first.
     fn ends_soon(&self) -> bool {
-        let Some(process) = &self.process else {
-            return self.info.is_some();
-        };
-        let mut fds = [PollFd::new(process.as_fd(), PollFlags::POLLIN)];
-        poll_until(&mut fds, Instant::now() + END_TIMEOUT).unwrap_or(false)
+        let ended = self.process.ends_before(Instant::now() + END_TIMEOUT);
+        ended.unwrap_or(self.info.is_some())
     }
 
     fn end_in_words(&self) -> String {
@@ -348,7 +369,7 @@ fn waiting_fds(peer: &Peer) -> impl Iterator<Item = PollFd<'_>> {
         Link::Up { connection, owed } if !owed.is_empty() => Some(connection.as_fd()),
         Link::Up { .. } | Link::HungUp | Link::Broken => None,
     };
-    let process = connection.and(peer.process.as_ref()).map(OwnedFd::as_fd);
+    let process = connection.and(peer.process.end_event());
     connection.into_iter().chain(process).map(|fd| PollFd::new(fd, PollFlags::POLLIN))
 }
 

@@ -13,7 +13,7 @@ use crate::identity::TenantName;
 use crate::references::Stay;
 use crate::run_dir::{CoordinatorLock, MemberSocket, TenantDir};
 use crate::scope::Scope;
-use crate::transport::nobody_listens;
+use crate::transport::has_ended;
 use crate::wire::{
     Action, DeviceDelta, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply, Request,
     SaveStep,
@@ -170,7 +170,9 @@ impl<'a> Session<'a> {
         }
         for (index, failure) in result.failures {
             let path = self.dir.socket_path(failure.who.member)?;
-            if !self.peers.has_hung_up(index) || !nobody_listens(&path) {
+            let is_dead = self.peers.process_has_ended(index)
+                || (self.peers.has_hung_up(index) && has_ended(&path));
+            if !is_dead {
                 let tenant = self.tenant();
                 return Err(CoordinatorError::NoGreeting { tenant, failure });
             }

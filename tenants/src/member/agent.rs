@@ -1,9 +1,12 @@
 //! The two threads of a member: one that speaks, one that works.
 
+use std::any::Any;
 use std::collections::{BTreeSet, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
@@ -15,8 +18,9 @@ use vmm_pool::driver::Driver;
 use vmm_pool::{AllocationId, PoolError};
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
-use super::failures::{faulted, pool_failure};
+use super::failures::{failed_inside, faulted, pool_failure};
 use super::saving::Saving;
+use super::sockets::Noted;
 use super::{AGENT_TIMEOUT, Member};
 use crate::cut::{Limits, Seen};
 use crate::identity::MemberId;
@@ -33,6 +37,14 @@ const TIMEOUT_MAX: Duration = Duration::from_hours(24);
 /// How long the agent looks away from its listening socket when the system gives it no connection, as
 /// when the process has too many open files: the socket would wake it again at once.
 const ACCEPT_BACK_OFF: Duration = Duration::from_millis(100);
+
+/// How long a coordinator may ask for nothing after all members had to be done with what it asked for last. It waits
+/// for none of them longer than its margin for answers, which is two seconds.
+const SILENCE_MAX: Duration = Duration::from_secs(15);
+/// How often the agent looks whether its socket still has its name, which costs one look at a file.
+const NAME_LOOK_EVERY: Duration = Duration::from_secs(3);
+/// By when every process has its name again, after one has: busy machines take longer.
+pub(super) const NAMES_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
 /// Wakes the agent from any thread.
 #[derive(Debug)]
@@ -109,7 +121,11 @@ struct Waiter {
 
 struct Agent<D: Driver> {
     member: Arc<Member<D>>,
+    /// Goes before the listener does.
+    noted: Noted,
     listener: Listener,
+    /// When it looks next whether the listener still has its name.
+    look_at: Instant,
     wakeups: Wakeups,
     clients: Clients,
     /// No connection is accepted before.
@@ -121,6 +137,8 @@ struct Agent<D: Driver> {
     coordinator: Option<u64>,
     /// Who has asked for contents in files.
     savers: BTreeSet<u64>,
+    /// When its next request is due.
+    coordinator_due: Instant,
 }
 
 /// Starts both threads. They take no signals: those are the application's.
@@ -138,15 +156,18 @@ pub(super) fn spawn<D: Driver>(
     })?;
     let agent = Agent {
         member: Arc::clone(member),
+        noted: member.sockets.note(&listener),
         listener,
+        look_at: Instant::now() + NAME_LOOK_EVERY,
         wakeups,
-        clients: Clients::new(),
+        clients: Clients::new(Arc::clone(&member.sockets)),
         accept_after: None,
         waiters: VecDeque::new(),
         jobs,
         done,
         coordinator: None,
         savers: BTreeSet::new(),
+        coordinator_due: Instant::now(),
     };
     std::thread::Builder::new().name("sublet-agent".to_owned()).spawn(move || {
         block_signals();
@@ -169,35 +190,64 @@ fn ends_early(phase: Phase) -> bool {
 fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Done>) {
     let mut saving = None;
     for job in jobs {
-        let Job { connection, work, deadline } = job;
-        let done = match work {
-            Work::Phase(phase, scope, stays) => {
-                // It moves what is being written.
-                saving = None;
-                if ends_early(phase) {
-                    member.calling_off.lower();
-                }
-                let reply = member.run_phase(phase, &scope, &stays, deadline);
-                Done { connection, phase: Some(phase), reply }
-            }
-            Work::Cut { limits, seen, asked } => {
-                let reply = member.run_cut(connection, limits, seen, asked, deadline);
-                Done { connection, phase: None, reply }
-            }
-            Work::Save(step) => {
-                let reply = member.run_save(&mut saving, connection, step);
-                Done { connection, phase: None, reply }
-            }
-            Work::EndSave(closed) => {
-                saving = saving.filter(|saving: &Saving| saving.connection() != closed);
-                continue;
-            }
-        };
-        if report.send(done).is_err() {
+        let (connection, phase) = (job.connection, job.work.phase());
+        // What only reads saved contents harms nothing when it fails.
+        let only_reads = matches!(job.work, Work::Save(_));
+        // A defect in one phase must not end the thread: every later phase would wait for it in vain, and the
+        // application at the gate.
+        let reply = catch_unwind(AssertUnwindSafe(|| do_job(member, &mut saving, job)));
+        let reply = reply.unwrap_or_else(|panic| {
+            let text = text_of(&*panic);
+            Some(if only_reads {
+                Reply::Failed(failed_inside(None, text))
+            } else {
+                member.fail_inside(phase, text)
+            })
+        });
+        let Some(reply) = reply else { continue };
+        if report.send(Done { connection, phase, reply }).is_err() {
             return;
         }
         member.waker.wake();
         member.close_spare();
+    }
+}
+
+/// Does a job; none when nobody waits for an answer.
+fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) -> Option<Reply> {
+    let Job { connection, work, deadline } = job;
+    Some(match work {
+        Work::Phase(phase, scope, stays) => {
+            // It moves what is being written.
+            *saving = None;
+            if ends_early(phase) {
+                member.calling_off.lower();
+            }
+            member.run_phase(phase, &scope, &stays, deadline)
+        }
+        Work::Cut { limits, seen, asked } => {
+            member.run_cut(connection, limits, seen, asked, deadline)
+        }
+        Work::Save(step) => member.run_save(saving, connection, step),
+        Work::EndSave(closed) => {
+            *saving = saving.take().filter(|saving| saving.connection() != closed);
+            return None;
+        }
+    })
+}
+
+/// What a panic said.
+fn text_of(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+}
+
+impl Work {
+    fn phase(&self) -> Option<Phase> {
+        match self {
+            Self::Phase(phase, ..) => Some(*phase),
+            Self::Cut { .. } | Self::Save(_) | Self::EndSave(_) => None,
+        }
     }
 }
 
@@ -210,19 +260,98 @@ impl<D: Driver> Agent<D> {
             self.serve();
             self.deliver();
             self.answer_waiters();
+            self.hang_up_on_silence();
+            self.keep_name();
+        }
+    }
+
+    /// A coordinator that is connected and asks for nothing any more stands still itself, and with it this process.
+    fn hang_up_on_silence(&mut self) {
+        if let Some(number) = self.coordinator
+            && Instant::now() >= self.coordinator_due
+        {
+            self.member.note(
+                "whoever led a pause or resume was silent for too long (stopped?), and was hung up on".to_owned(),
+            );
+            self.hang_up(number);
+        }
+    }
+
+    /// Closes the coordinator's connection: nothing that it may still send is acted on. Then as if it had ended.
+    fn hang_up(&mut self, number: u64) {
+        self.clients.close(number);
+        self.forget(number);
+    }
+
+    /// Somebody settles `round` without its coordinator, and goes by what we say now: no step of it may follow.
+    fn withdraw(&mut self, round: u64) {
+        let Some(number) = self.coordinator else {
+            return;
+        };
+        // What the coordinator has sent before it ended counts.
+        while let Ok(Some(request)) = self.clients.next_request(number) {
+            self.handle(number, request);
+        }
+        let is_of_round = self.member.standing().asked.is_some_and(|asked| asked.round == round);
+        if self.coordinator == Some(number) && is_of_round {
+            self.hang_up(number);
+        }
+    }
+
+    /// `number` leads from now on, and its next request is due when all have had `timeout` for this one.
+    fn follow(&mut self, number: u64, timeout: Duration) {
+        self.coordinator = Some(number);
+        self.coordinator_due = Instant::now() + timeout + SILENCE_MAX;
+    }
+
+    /// Puts the socket's name back when it has gone: nobody could reach this process any more, nor what it has saved.
+    fn keep_name(&mut self) {
+        let now = Instant::now();
+        if now < self.look_at {
+            return;
+        }
+        self.look_at = now + NAME_LOOK_EVERY;
+        // A coordinator holds a lock that went with the directory: another one shall not find us beside it.
+        if self.coordinator.is_some() || self.listener.is_named() {
+            return;
+        }
+        // The name goes at the process's end, too.
+        if self.member.has_left.load(Ordering::SeqCst) {
+            return;
+        }
+        let member = Arc::clone(&self.member);
+        let path = member.socket_path.display();
+        match member.config.run_dir.listen_again(member.tenant(), member.id) {
+            Ok(listener) => {
+                // Whoever has connected already is served all the same.
+                self.accept();
+                self.noted = member.sockets.note(&listener);
+                self.listener = listener;
+                member.note_new_name();
+                member.note(format!("{path} had been removed, and was made again"));
+            }
+            Err(error) => {
+                member.note(format!(
+                    "{path} was removed, and nobody can reach this process: {error}"
+                ));
+            }
+        }
+        if member.has_left.load(Ordering::SeqCst) {
+            member.leave();
         }
     }
 
     fn wait(&self) {
+        let waiters = self.waiters.iter().map(|waiter| waiter.deadline);
+        let silence = self.coordinator.map(|_| self.coordinator_due);
+        let others = self.clients.next_stall().into_iter().chain(self.accept_after).chain(silence);
+        let deadline = waiters.chain(others).min().unwrap_or(self.look_at).min(self.look_at);
         let mut fds = vec![PollFd::new(self.wakeups.0.as_fd(), PollFlags::POLLIN)];
-        if self.accept_after.is_none() {
+        // Asked after the deadline was taken: room that time makes is seen here, or waited for.
+        if self.accept_after.is_none() && self.clients.has_room(self.coordinator) {
             fds.push(PollFd::new(self.listener.as_fd(), PollFlags::POLLIN));
         }
         fds.extend(self.clients.poll_fds());
-        let idle = Instant::now() + Duration::from_hours(1);
-        let waiters = self.waiters.iter().map(|waiter| waiter.deadline);
-        let others = self.clients.next_stall().into_iter().chain(self.accept_after);
-        let deadline = waiters.chain(others).min().unwrap_or(idle);
         if let Err(error) = poll_until(&mut fds, deadline) {
             tracing::error!(%error, "the agent could not wait");
             std::thread::yield_now();
@@ -235,6 +364,9 @@ impl<D: Driver> Agent<D> {
         }
         self.accept_after = None;
         for _ in 0..CONNECTIONS_MAX {
+            if !self.clients.has_room(self.coordinator) {
+                return;
+            }
             match self.listener.accept() {
                 Ok(Some(connection)) => {
                     if let Some(closed) = self.clients.add(connection, self.coordinator) {
@@ -312,7 +444,7 @@ impl<D: Driver> Agent<D> {
             }
             Request::Phase { phase, round, scope, stays, timeout_ms } => {
                 if self.opens(number) {
-                    self.coordinator = Some(number);
+                    self.follow(number, wait_of(timeout_ms));
                     self.member.cut().claim(number);
                     if phase != Phase::Settle {
                         self.member.standing().asked = Some(Asked { round, phase });
@@ -322,7 +454,7 @@ impl<D: Driver> Agent<D> {
             }
             Request::Cut { limits, seen, wait_ms } => {
                 if self.opens(number) {
-                    self.coordinator = Some(number);
+                    self.follow(number, wait_of(wait_ms));
                     let asked = self.member.cut().claim(number);
                     let work = Work::Cut { limits, seen, asked };
                     self.submit(number, work, wait_of(wait_ms));
@@ -333,6 +465,10 @@ impl<D: Driver> Agent<D> {
                     self.savers.insert(number);
                     self.submit(number, Work::Save(step), AGENT_TIMEOUT);
                 }
+            }
+            Request::Withdraw { round } => {
+                self.withdraw(round);
+                self.answer(number, &Reply::Member(self.member.info()));
             }
             Request::GiveUp { action, why } => {
                 self.member.give_up(action, why);

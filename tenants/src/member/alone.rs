@@ -1,4 +1,5 @@
-//! What a process does when its coordinator is gone.
+//! What a process does when its coordinator is gone, or stands still: a stopped one is hung up on, and is as good
+//! as gone from then on.
 //!
 //! Nobody is asked for a step behind the point of no return before everybody has done all steps before it.
 //! So a process that has done those cannot know alone which way the others went, and asks them: if one was
@@ -6,22 +7,32 @@
 //! them knows that nobody was told, and goes back.
 //!
 //! The question needs a connection made after the coordinator's end was seen. Whatever the coordinator sent
-//! to the process that is asked lies in that one's socket by then, and its agent reads connections in the
-//! order they were made, so its answer counts it.
+//! to the process that is asked lies in that one's socket by then, and its agent reads that first, so its answer
+//! counts it. A coordinator that was only stopped may go on at any time, though: so whoever is asked hangs up on it
+//! before it answers, and can be told nothing afterwards that its answer did not count.
 
+use std::collections::VecDeque;
+use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
+use nix::poll::{PollFd, PollFlags};
 use vmm_pool::driver::Driver;
 
 use super::{Member, Progress};
+use crate::identity::MemberId;
+use crate::run_dir::MemberSocket;
 use crate::scope::Scope;
-use crate::transport::Connection;
+use crate::transport::{Connection, Process, TransportError, poll_until};
 use crate::wire::{Asked, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply, Request};
 
 /// How long all others together may take to say what they were told. Agents answer at once; only a stopped
 /// process does not.
 const ASK_TIMEOUT: Duration = Duration::from_secs(5);
+/// Questions that are out at a time: each takes two descriptors of the application's process.
+const ASKED_AT_ONCE: usize = 64;
+/// How soon one that could not be asked is tried again: there is no event for that.
+const ASK_AGAIN: Duration = Duration::from_millis(5);
 
 /// Ends a wait inside a phase early. Raised by the agent, seen by the worker, which alone lowers it.
 #[derive(Debug)]
@@ -123,28 +134,123 @@ impl<D: Driver> Member<D> {
     }
 
     /// Was any other process told to go beyond the point of no return of `round`? None when none of those
-    /// that answer was, and one does not answer.
+    /// that answer was, and one does not answer. All are asked at once, so that one that is silent takes nobody
+    /// else's time to answer.
     fn ask_others(&self, round: u64) -> Option<Verdict> {
         let deadline = Instant::now() + ASK_TIMEOUT;
-        let mut all_answered = true;
         let sockets = self.dir.members().unwrap_or_default();
-        for socket in sockets.iter().filter(|socket| socket.id != self.id) {
-            let answer = Connection::connect(&socket.path, deadline)
-                .and_then(|mut connection| connection.call(&Request::Hello, 0, deadline));
-            match answer {
-                Ok((Reply::Member(info), _)) => {
-                    let asked = info.asked.filter(|asked| asked.round == round);
-                    if asked.is_some_and(|asked| asked.phase.is_decided()) {
-                        return Some(Verdict::GoOn);
+        if !sockets.iter().any(|socket| socket.id == self.id) {
+            tracing::warn!("the tenant's directory has gone: the others cannot be asked");
+            return None;
+        }
+        let mut to_ask: VecDeque<MemberSocket> =
+            sockets.into_iter().filter(|socket| socket.id != self.id).collect();
+        let mut asked: Vec<Question> = Vec::new();
+        let mut all_answered = true;
+        while !(asked.is_empty() && to_ask.is_empty()) {
+            let now = Instant::now();
+            if now >= deadline {
+                let silent = asked.iter().map(|question| question.member);
+                for member in silent.chain(to_ask.iter().map(|socket| socket.id)) {
+                    tracing::warn!(%member, "a peer did not say how far it was told to go");
+                }
+                return None;
+            }
+            let mut look_again = deadline;
+            while asked.len() < ASKED_AT_ONCE
+                && let Some(socket) = to_ask.pop_front()
+            {
+                match Question::ask(&socket, round) {
+                    Ok(question) => asked.push(question),
+                    Err(error) if error.peer_is_gone() => {}
+                    Err(error) => {
+                        // Its queue is full, or we have no descriptor for it now.
+                        tracing::debug!(%error, "a peer could not be asked yet");
+                        to_ask.push_back(socket);
+                        look_again = deadline.min(now + ASK_AGAIN);
+                        break;
                     }
                 }
-                Err(error) if error.nobody_listens() || error.peer_is_gone() => {}
-                Ok(_) | Err(_) => {
-                    tracing::warn!(member = %socket.id, "a peer did not say how far it was told to go");
+            }
+            let mut fds: Vec<PollFd<'_>> = asked.iter().flat_map(Question::events).collect();
+            if let Err(error) = poll_until(&mut fds, look_again) {
+                tracing::warn!(%error, "the others could not be waited for");
+                return None;
+            }
+            drop(fds);
+            let (mut one_goes_on, mut one_goes_back) = (false, false);
+            asked.retain_mut(|question| match question.answer() {
+                Heard::Nothing => true,
+                Heard::Gone => false,
+                Heard::Nonsense => {
                     all_answered = false;
+                    false
                 }
+                Heard::Told(asked) => {
+                    let asked = asked.filter(|asked| asked.round == round);
+                    one_goes_on |= asked.is_some_and(|asked| asked.phase.is_decided());
+                    // Whoever goes back has been told so, or has found out that nobody was told to go on.
+                    one_goes_back |= asked.is_some_and(|asked| {
+                        matches!(asked.phase, Phase::AbortPause | Phase::AbortResume)
+                    });
+                    false
+                }
+            });
+            if one_goes_on {
+                return Some(Verdict::GoOn);
+            }
+            if one_goes_back {
+                return Some(Verdict::GoBack);
             }
         }
         all_answered.then_some(Verdict::GoBack)
+    }
+}
+
+/// A question to one other process.
+struct Question {
+    member: MemberId,
+    connection: Connection,
+    process: Process,
+}
+
+/// What came of it so far.
+enum Heard {
+    Nothing,
+    /// The last step that it was asked for.
+    Told(Option<Asked>),
+    /// It has ended.
+    Gone,
+    Nonsense,
+}
+
+impl Question {
+    fn ask(socket: &MemberSocket, round: u64) -> Result<Self, TransportError> {
+        let now = Instant::now();
+        let mut connection = Connection::connect(&socket.path, now)?;
+        connection.send(&Request::Withdraw { round }, &[], now)?;
+        let process = connection.process();
+        Ok(Self { member: socket.id, connection, process })
+    }
+
+    /// What to wait for: the answer, or its end.
+    fn events(&self) -> impl Iterator<Item = PollFd<'_>> {
+        let fds = std::iter::once(self.connection.as_fd()).chain(self.process.end_event());
+        fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN))
+    }
+
+    fn answer(&mut self) -> Heard {
+        // Looked at first: what it sent before its end counts.
+        let has_ended = self.process.has_ended();
+        match self.connection.try_receive::<Reply>() {
+            Ok(None) if has_ended => Heard::Gone,
+            Ok(None) => Heard::Nothing,
+            Ok(Some((Reply::Member(info), _))) => Heard::Told(info.asked),
+            Err(error) if error.peer_is_gone() => Heard::Gone,
+            Ok(Some(_)) | Err(_) => {
+                tracing::warn!(member = %self.member, "a peer's answer makes no sense");
+                Heard::Nonsense
+            }
+        }
     }
 }

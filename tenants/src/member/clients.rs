@@ -5,15 +5,19 @@
 //! does not take an answer, is closed after [`STALL_MAX`]. The limits are listed in `docs/security.md`.
 
 use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nix::poll::{PollFd, PollFlags};
+use nix::poll::{PollFd, PollFlags, PollTimeout};
 
+use super::sockets::{Noted, Sockets};
 use crate::transport::{Connection, Direction, TransportError};
 use crate::wire::{Failure, FailureKind, Reply, Request};
 
 /// Connections one agent keeps: peers on a node and a few commands fit. When all are taken, a new one
-/// takes the place of the one that has been idle longest.
+/// takes the place of the one that has been idle longest, and that one's owner connects anew when it next asks
+/// something. One whose question is not answered yet never goes: when there is no other, new ones wait in the
+/// listening socket's queue.
 pub const CONNECTIONS_MAX: usize = 256;
 /// Requests of one connection that may be unanswered at a time: a coordinator that brings ranks to a cut
 /// sends new limits without waiting for the answer to the last.
@@ -27,10 +31,14 @@ pub const STALL_MAX: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 struct Client {
     number: u64,
+    /// Goes before the connection does.
+    _noted: Noted,
     connection: Connection,
     /// Requests that are answered later and have not been.
     open_requests: usize,
     last_request: Instant,
+    /// Has it asked anything yet?
+    was_served: bool,
     stalled_since: Option<Instant>,
 }
 
@@ -39,11 +47,17 @@ struct Client {
 pub(super) struct Clients {
     list: Vec<Client>,
     next_number: u64,
+    sockets: Arc<Sockets>,
 }
 
 impl Clients {
-    pub(super) fn new() -> Self {
-        Self { list: Vec::new(), next_number: 1 }
+    pub(super) fn new(sockets: Arc<Sockets>) -> Self {
+        Self { list: Vec::new(), next_number: 1, sockets }
+    }
+
+    /// Is there room for one more, be it in the place of one that is idle? `keep` never goes.
+    pub(super) fn has_room(&self, keep: Option<u64>) -> bool {
+        self.list.len() < CONNECTIONS_MAX || self.idle(keep).is_some()
     }
 
     /// Takes a connection in. Returns the client that had to go for it; none when nobody is idle, and
@@ -51,24 +65,37 @@ impl Clients {
     pub(super) fn add(&mut self, connection: Connection, keep: Option<u64>) -> Option<u64> {
         let mut closed = None;
         if self.list.len() >= CONNECTIONS_MAX {
-            let idle = self.list.iter().filter(|c| c.open_requests == 0 && Some(c.number) != keep);
-            let Some(number) = idle.min_by_key(|c| c.last_request).map(|c| c.number) else {
+            let Some(number) = self.idle(keep) else {
                 tracing::warn!(peer = %connection.peer(), "too many connections: closed");
                 return None;
             };
-            tracing::warn!(peer = %connection.peer(), "too many connections: the longest idle goes");
+            tracing::debug!(peer = %connection.peer(), "too many connections: the longest idle goes");
             self.close(number);
             closed = Some(number);
         }
         self.list.push(Client {
             number: self.next_number,
+            _noted: self.sockets.note(&connection),
             connection,
             open_requests: 0,
             last_request: Instant::now(),
+            was_served: false,
             stalled_since: None,
         });
         self.next_number += 1;
         closed
+    }
+
+    /// The client that has been idle longest.
+    fn idle(&self, keep: Option<u64>) -> Option<u64> {
+        let now = Instant::now();
+        let mut candidates: Vec<&Client> = self
+            .list
+            .iter()
+            .filter(|client| client.may_go(now) && Some(client.number) != keep)
+            .collect();
+        candidates.sort_unstable_by_key(|client| client.last_request);
+        candidates.into_iter().find(|client| !client.has_unread()).map(|client| client.number)
     }
 
     pub(super) fn close(&mut self, number: u64) {
@@ -88,9 +115,14 @@ impl Clients {
         })
     }
 
-    /// When the next client will have stood still for too long.
+    /// When the next client will have stood still for too long, or may go because it asks nothing.
     pub(super) fn next_stall(&self) -> Option<Instant> {
-        self.list.iter().filter_map(|client| client.stalled_since).min().map(|at| at + STALL_MAX)
+        let stalled = self.list.iter().filter_map(|client| client.stalled_since).min();
+        let is_full = self.list.len() >= CONNECTIONS_MAX;
+        let now = Instant::now();
+        let mute = self.list.iter().filter(|client| is_full && !client.was_served);
+        let mute = mute.map(|client| client.last_request).filter(|at| *at + STALL_MAX > now).min();
+        stalled.into_iter().chain(mute).min().map(|at| at + STALL_MAX)
     }
 
     /// Sends what waits for client `number`, then takes its next request; none when it has not come, or
@@ -108,6 +140,7 @@ impl Clients {
         let request = client.connection.try_receive::<Request>()?;
         if request.is_some() {
             client.last_request = Instant::now();
+            client.was_served = true;
             client.stalled_since = None;
         }
         client.note_stall()?;
@@ -158,6 +191,23 @@ impl Clients {
 }
 
 impl Client {
+    /// Does nobody wait for an answer on it, as far as is known here? One that has just connected is about to ask.
+    fn may_go(&self, now: Instant) -> bool {
+        let asks_nothing = self.was_served || now >= self.last_request + STALL_MAX;
+        asks_nothing
+            && self.open_requests == 0
+            && !self.connection.is_mid_frame()
+            && !self.connection.has_queued()
+    }
+
+    /// Is there a question that has not been looked at?
+    fn has_unread(&self) -> bool {
+        let mut fds = [PollFd::new(self.connection.as_fd(), PollFlags::POLLIN)];
+        let ready = matches!(nix::poll::poll(&mut fds, PollTimeout::ZERO), Ok(1..));
+        let hung_up = fds[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP));
+        ready && !hung_up
+    }
+
     fn note_stall(&mut self) -> Result<(), TransportError> {
         let (mid_frame, queued) = (self.connection.is_mid_frame(), self.connection.has_queued());
         if !mid_frame && !queued {
@@ -170,5 +220,71 @@ impl Client {
         }
         let waiting_to = if queued { Direction::Send } else { Direction::Receive };
         Err(TransportError::Deadline { peer: self.connection.peer(), waiting_to })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::transport::frame::encode;
+
+    /// As many clients as there may be, and their other ends.
+    fn full() -> (Clients, Vec<UnixStream>) {
+        let mut clients = Clients::new(Arc::default());
+        let ends = (0..CONNECTIONS_MAX).map(|_| connect(&mut clients).0).collect();
+        (clients, ends)
+    }
+
+    /// A new client's other end, and who had to go for it.
+    fn connect(clients: &mut Clients) -> (UnixStream, Option<u64>) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let closed = clients.add(Connection::accepted(theirs).unwrap(), None);
+        (ours, closed)
+    }
+
+    fn ask(end: &mut UnixStream) {
+        std::io::Write::write_all(end, &encode(&Request::Hello, 0).unwrap()).unwrap();
+    }
+
+    #[test]
+    fn clients_whose_questions_are_not_answered_keep_their_places() {
+        let (mut clients, mut ends) = full();
+        assert!(!clients.has_room(None), "one that is about to ask would have to go");
+        for end in &mut ends {
+            ask(end);
+        }
+        assert!(!clients.has_room(None), "one that has asked would have to go");
+        let [first, second, third] = [0, 1, 2].map(|index| clients.numbers()[index]);
+        for number in [second, first, third] {
+            assert_eq!(clients.next_request(number).unwrap(), Some(Request::Hello));
+        }
+        assert!(clients.open_request(second));
+        ask(&mut ends[0]);
+        // The second waits for its answer, and the first has asked once more.
+        assert_eq!(connect(&mut clients).1, Some(third));
+        assert!(!clients.has_room(None));
+        clients.answer_open(second, &Reply::Noted);
+        assert!(!clients.has_room(Some(second)));
+        assert_eq!(connect(&mut clients).1, Some(second));
+    }
+
+    #[test]
+    fn clients_that_have_hung_up_or_ask_nothing_hold_no_place_for_long() {
+        let (mut clients, mut ends) = full();
+        let number = clients.numbers()[0];
+        ask(&mut ends[0]);
+        assert_eq!(clients.next_request(number).unwrap(), Some(Request::Hello));
+        drop(ends);
+        assert!(clients.has_room(None));
+        let (mut clients, _ends) = full();
+        let mute_until = clients.next_stall().unwrap();
+        assert!(mute_until > Instant::now() && mute_until <= Instant::now() + STALL_MAX);
+        for client in &mut clients.list {
+            client.last_request -= STALL_MAX;
+        }
+        assert!(clients.has_room(None));
+        assert_eq!(clients.next_stall(), None);
     }
 }

@@ -6,7 +6,8 @@ use vmm_pool::driver::{DriverCode, DriverError, DriverOp};
 use super::ImportError;
 use super::phases::Place;
 use super::state::InvalidTransition;
-use crate::wire::{Failure, FailureKind};
+use crate::coordinator::phase_label;
+use crate::wire::{Failure, FailureKind, Phase};
 
 pub(super) fn wrong_state(message: String) -> Failure {
     Failure { kind: FailureKind::WrongState, message }
@@ -62,6 +63,19 @@ pub(super) fn faulted() -> Failure {
         message: format!(
             "process {} is faulted: something of it was lost before; end it",
             std::process::id()
+        ),
+    }
+}
+
+/// A defect of ours.
+pub(super) fn failed_inside(phase: Option<Phase>, panic: &str) -> Failure {
+    Failure {
+        kind: FailureKind::Faulted,
+        message: format!(
+            "process {}: Sublet failed inside, in step '{}' ({panic}); the process runs on and can neither be paused \
+             nor resumed any more: end it, and report this",
+            std::process::id(),
+            phase.map_or("cut", phase_label)
         ),
     }
 }

@@ -19,7 +19,7 @@ use super::owners::path_of;
 use super::{AGENT_TIMEOUT, Member};
 use crate::run_dir::parse_member_name;
 use crate::ticket::Ticket;
-use crate::transport::{Connection, TransportError, nobody_listens};
+use crate::transport::{Connection, TransportError};
 use crate::wire::{FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchPurpose, Reply, Request};
 
 /// Why a ticket did not become memory.
@@ -304,7 +304,7 @@ impl<D: Driver> Member<D> {
             return error;
         };
         let has_ended = source.nobody_listens() || source.peer_is_gone();
-        match self.known_owner(&path).filter(|_| has_ended && nobody_listens(&path)) {
+        match self.known_owner(&path).filter(|_| has_ended && self.has_ended(&path)) {
             Some(owner) => ImportError::OwnerEnded { owner, count },
             None => ImportError::Owner { path, source },
         }

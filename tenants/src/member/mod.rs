@@ -18,12 +18,13 @@ mod fetch;
 mod owners;
 mod phases;
 mod saving;
+mod sockets;
 pub mod state;
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -47,6 +48,7 @@ use crate::wire::{
 };
 use alone::CallingOff;
 use owners::Owner;
+use sockets::Sockets;
 use state::{Event, InvalidTransition};
 
 /// What a process is told when it joins its tenant.
@@ -168,6 +170,12 @@ pub struct Member<D: Driver> {
     standing: Mutex<Standing>,
     changed: Condvar,
     waker: agent::Waker,
+    /// The agent's, for a forked child to close.
+    sockets: Arc<Sockets>,
+    /// Its name is not put back where it goes.
+    has_left: AtomicBool,
+    /// When its name was last put back.
+    new_name: Mutex<Option<Instant>>,
     captures: AtomicUsize,
     peers: Mutex<HashMap<PathBuf, Connection>>,
     /// Who owns what was imported, also after its end.
@@ -243,6 +251,9 @@ impl<D: Driver> Member<D> {
             }),
             changed: Condvar::new(),
             waker,
+            sockets: Arc::default(),
+            has_left: AtomicBool::new(false),
+            new_name: Mutex::default(),
             captures: AtomicUsize::new(0),
             peers: Mutex::default(),
             owners: Mutex::default(),
@@ -261,9 +272,22 @@ impl<D: Driver> Member<D> {
 
     /// Takes this process's name out of the tenant's directory, at its end.
     pub fn leave(&self) {
+        self.has_left.store(true, Ordering::SeqCst);
         if let Err(error) = std::fs::remove_file(&self.socket_path) {
             tracing::debug!(%error, "the socket was gone already");
         }
+    }
+
+    fn note_new_name(&self) {
+        *self.new_name.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+    }
+
+    /// Are the names of all processes where they belong, as far as can be told by the own one?
+    fn names_stay(&self) -> bool {
+        let new_name = *self.new_name.lock().unwrap_or_else(PoisonError::into_inner);
+        let all_had_time = new_name.is_none_or(|since| since.elapsed() > agent::NAMES_AGAIN_AFTER);
+        let is_there = self.has_left.load(Ordering::SeqCst) || self.dir.has_member(self.id);
+        all_had_time && is_there
     }
 
     /// Waits for this thread's turn to pause or resume the process alone; none at `deadline`, and then what
@@ -284,10 +308,11 @@ impl<D: Driver> Member<D> {
         self.asking.load(Ordering::SeqCst) > 0 || self.standing().consent == Some(Action::Pause)
     }
 
-    /// For a forked child, which is no member: closes its copies of descriptors that hold device memory, disk
-    /// space, or a conversation with a peer, where no other thread was changing them at the fork. Blocks
-    /// nowhere.
+    /// For a forked child, which is no member: closes its copies of the agent's sockets, and of descriptors that
+    /// hold device memory, disk space, or a conversation with a peer, where no other thread was changing them at
+    /// the fork. Blocks nowhere.
     pub fn let_go_in_child(&self) {
+        self.sockets.close_in_child();
         self.pool.close_descriptors_in_child();
         if let Ok(mut spare) = self.spare.try_lock() {
             spare.clear();

@@ -13,7 +13,7 @@ use vmm_pool::driver::Driver;
 
 use super::Member;
 use super::fetch::Missing;
-use crate::transport::{Connection, TransportError, nobody_listens};
+use crate::transport::{Connection, TransportError, has_ended};
 
 /// A process that memory was imported from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,10 +62,16 @@ impl<D: Driver> Member<D> {
         self.known_owner(path).unwrap_or_else(|| format!("the process at {}", path.display()))
     }
 
+    /// Has the process at `path` ended? That its name has gone proves it only where names stay: not when the
+    /// tenant's directory was removed, and others may not have taken their names again yet.
+    pub(super) fn has_ended(&self, path: &Path) -> bool {
+        has_ended(path) && (path.symlink_metadata().is_ok() || self.names_stay())
+    }
+
     /// The owners of imports that have ended.
     fn dead_owners(&self) -> Vec<(Vec<u8>, String)> {
         let owners = self.pool.import_owners().into_iter();
-        let dead = owners.filter(|owner| nobody_listens(&path_of(owner)));
+        let dead = owners.filter(|owner| self.has_ended(&path_of(owner)));
         dead.map(|owner| {
             let path = path_of(&owner);
             let words = self.owner_in_words(&path);
@@ -80,7 +86,7 @@ impl<D: Driver> Member<D> {
         let mut kept: BTreeSet<PathBuf> = self.peers().keys().cloned().collect();
         kept.extend(self.owners().keys().cloned());
         let importing = self.pool.import_owners();
-        for path in kept.into_iter().filter(|path| nobody_listens(path)) {
+        for path in kept.into_iter().filter(|path| self.has_ended(path)) {
             self.peers().remove(&path);
             if !importing.iter().any(|owner| path_of(owner) == path) {
                 self.owners().remove(&path);
@@ -191,5 +197,34 @@ mod tests {
         let mut coordinator = Coordinator::new(run_dir, tenant, Options::default());
         let _paused = coordinator.pause(&mut |_| {}).unwrap();
         assert_eq!((importer.peers().len(), importer.owners().len()), (0, 0));
+    }
+
+    #[test]
+    fn owners_whose_names_went_with_the_directory_are_not_taken_for_dead() {
+        let base = tempfile::tempdir().unwrap();
+        let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
+        let tenant = TenantName::new("train").unwrap();
+        let node = SimNode::private(&[8 * GRANULARITY_BYTES]).unwrap();
+        let join = || {
+            let config =
+                MemberConfig::new(run_dir.clone(), tenant.clone(), "python train.py", "0.1.0");
+            let driver = SimDriver::new(node.clone(), SimOptions::default());
+            Member::join(config, Arc::new(driver)).unwrap()
+        };
+        let (owner, importer) = (join(), join());
+        let class = Class { library: "test", tag: String::new(), contents: Contents::Keep };
+        let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
+        let shared = owner.pool().create(GRANULARITY_BYTES, &prop, class).unwrap().raw();
+        let fd = owner.issue_ticket(shared).unwrap();
+        let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
+        importer.redeem_ticket(&ticket, "test").unwrap();
+        std::fs::remove_dir_all(run_dir.path()).unwrap();
+        assert_eq!(importer.dead_owners(), []);
+        // The importer has its name again, and the owner has not.
+        let _again = run_dir.listen_again(&tenant, importer.id()).unwrap();
+        importer.note_new_name();
+        assert_eq!(importer.dead_owners(), []);
+        importer.leave();
+        owner.leave();
     }
 }

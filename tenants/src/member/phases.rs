@@ -7,8 +7,8 @@ use vmm_pool::driver::{DeviceOrdinal, Driver, RawContext};
 use vmm_pool::{Selection, StepLog};
 
 use super::failures::{
-    drain_called_off, drain_failed, drain_timeout, faulted, import_failure, not_undone_yet,
-    pool_failure, wrong_state,
+    drain_called_off, drain_failed, drain_timeout, failed_inside, faulted, import_failure,
+    not_undone_yet, pool_failure, wrong_state,
 };
 use super::fetch::free_descriptors;
 use super::state::Event;
@@ -93,6 +93,16 @@ impl<D: Driver> Member<D> {
         }
         self.gate.open();
         self.cut.release();
+    }
+
+    /// The code of `phase`, or of a look at the cut, failed in a way that nobody foresaw. What has been done of it
+    /// nobody knows, so the process is faulted; it is not left waiting.
+    pub(super) fn fail_inside(&self, phase: Option<Phase>, panic: &str) -> Reply {
+        let failure = failed_inside(phase, panic);
+        tracing::error!("{failure}");
+        self.note(failure.message.clone());
+        self.stand_faulted();
+        Reply::Failed(failure)
     }
 
     fn expect(&self, wanted: MemberState) -> Result<(), Failure> {

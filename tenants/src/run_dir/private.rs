@@ -5,7 +5,7 @@
 //! * every directory above ours belongs to root or to us, and is writable for nobody else, unless it is
 //!   sticky, as `/tmp` is; so nobody else can rename what lies in it;
 //! * a link on the way is followed only when root or we made it, and what it leads to is walked the same;
-//! * our own directory is no link, belongs to us, and is closed to group and others.
+//! * our own directory is no link, belongs to us, is closed to group and others, and lies on this machine.
 //!
 //! After that, nobody but root and ourselves can change what the path means, and it may be used as a path:
 //! Unix sockets are bound and connected by name only.
@@ -20,6 +20,7 @@ use std::path::{Component, Path, PathBuf};
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, OFlag, openat, readlinkat};
 use nix::sys::stat::{FileStat, Mode, SFlag, fstat, mkdirat};
+use nix::sys::statfs::fstatfs;
 use nix::unistd::geteuid;
 
 use super::{RunDirError, io_error};
@@ -149,7 +150,8 @@ fn check_link(status: &FileStat, path: &Path) -> Result<(), RunDirError> {
 
 /// The directory itself.
 fn check_own(above: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), RunDirError> {
-    let status = status(&open(above, name, path)?, path)?;
+    let found = open(above, name, path)?;
+    let status = status(&found, path)?;
     let shown = path.display();
     let kind = kind(&status);
     if kind == SFlag::S_IFLNK {
@@ -182,7 +184,40 @@ fn check_own(above: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), RunDirErr
             format!("chmod 700 {shown}"),
         );
     }
+    let system = fstatfs(&found)
+        .map_err(|errno| io_error("inspection", path)(errno.into()))?
+        .filesystem_type();
+    if let Some(system) = network_name(system.0) {
+        return refuse(
+            path,
+            format!(
+                "is on a network file system ({system}): on another machine that has it, our processes' sockets \
+                 look like those of dead ones, and are removed"
+            ),
+            "use a directory of this machine's own".to_owned(),
+        );
+    }
     Ok(())
+}
+
+/// The name of a file system that several machines may see, by its number (`statfs(2)`). FUSE is taken for one of
+/// this machine's own, since virtual machines and containers have their disks by it.
+fn network_name(number: i64) -> Option<&'static str> {
+    // The kernel gives 32 bits; where they are signed, the upper ones follow the sign.
+    match number & 0xffff_ffff {
+        0x6969 => Some("NFS"),
+        0x517b | 0xff53_4d42 | 0xfe53_4d42 => Some("SMB"),
+        0x0bd0_0bd0 => Some("Lustre"),
+        0x00c3_6400 => Some("Ceph"),
+        0x4750_4653 => Some("GPFS"),
+        0x1983_0326 => Some("BeeGFS"),
+        0x5346_414f | 0x6b41_4653 => Some("AFS"),
+        0xaad7_aaea => Some("PanFS"),
+        0x0116_1970 => Some("GFS2"),
+        0x7461_636f => Some("OCFS2"),
+        0x7375_7245 => Some("Coda"),
+        _ => None,
+    }
 }
 
 /// Root, ourselves, and in a user namespace those outside it, whom we cannot tell apart: root's
@@ -290,6 +325,20 @@ mod tests {
         }
         ensure(&base.path().join("above/run")).unwrap_err();
         ensure(Path::new("/")).unwrap_err();
+    }
+
+    #[test]
+    fn file_systems_that_other_machines_see_are_known_by_their_numbers() {
+        for (number, name) in [(0x6969, "NFS"), (0xff53_4d42, "SMB"), (0x0bd0_0bd0, "Lustre")] {
+            assert_eq!(network_name(number), Some(name));
+        }
+        assert_eq!(network_name(i64::from(0xff53_4d42_u32.cast_signed())), Some("SMB"));
+        // tmpfs, ext4, xfs, btrfs, overlayfs, FUSE.
+        for local in [0x0102_1994, 0xef53, 0x5846_5342, 0x9123_683e, 0x794c_7630, 0x6573_5546] {
+            assert_eq!(network_name(local), None, "{local:x}");
+        }
+        let base = tempfile::tempdir().unwrap();
+        ensure(&base.path().join("run")).unwrap();
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::fs;
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -18,6 +19,8 @@ use crate::run_dir::BINDING_EXTENSION;
 pub struct Listener {
     socket: UnixListener,
     path: PathBuf,
+    /// Device and inode of the name.
+    inode: Option<(u64, u64)>,
 }
 
 impl Listener {
@@ -34,8 +37,14 @@ impl Listener {
         let binding = path.with_extension(BINDING_EXTENSION);
         let socket = UnixListener::bind(&binding).map_err(failed)?;
         socket.set_nonblocking(true).map_err(failed)?;
+        let inode = inode(&binding);
         fs::rename(&binding, path).map_err(failed)?;
-        Ok(Self { socket, path: path.to_owned() })
+        Ok(Self { socket, path: path.to_owned(), inode })
+    }
+
+    /// Does its name still lead to it? Otherwise it was removed, perhaps with all that was around it.
+    pub fn is_named(&self) -> bool {
+        self.inode.is_some() && inode(&self.path) == self.inode
     }
 
     /// Where it listens.
@@ -99,6 +108,10 @@ impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
+}
+
+fn inode(path: &Path) -> Option<(u64, u64)> {
+    fs::symlink_metadata(path).ok().map(|found| (found.dev(), found.ino()))
 }
 
 fn accept_error(operation: &'static str, source: std::io::Error) -> TransportError {

@@ -232,9 +232,11 @@ fn silence_ends_at_the_deadline() {
 fn a_listener_takes_connections_and_its_name_goes_when_it_closes() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.sock");
-    assert!(nobody_listens(&path));
+    assert!(has_ended(&path));
     let listener = Listener::bind(&path).unwrap();
     assert!(listener.accept().unwrap().is_none());
+    assert!(!has_ended(&path));
+    assert!(listener.accept().unwrap().is_some());
     let mut client = Connection::connect(&path, soon()).unwrap();
     let mut server = listener.accept_before(soon()).unwrap();
     std::thread::scope(|scope| {

@@ -12,6 +12,7 @@ use tenants::coordinator::{Coordinator, Options, Outcome};
 use tenants::identity::MemberId;
 use tenants::member::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, STALL_MAX};
 use tenants::scope::Scope;
+use tenants::ticket::Ticket;
 use tenants::transport::frame::{HEADER_BYTES, Header, decode, encode};
 use tenants::transport::{Connection, Limits, REQUEST_BYTES_MAX, poll_until};
 use tenants::wire::{
@@ -19,6 +20,8 @@ use tenants::wire::{
     Reply, Request,
 };
 use vmm_pool::AllocationId;
+use vmm_pool::driver::sim::GRANULARITY_BYTES;
+use vmm_pool::driver::{DeviceAddress, Driver as _, VaRange};
 
 use crate::stage::{SimMember, Stage, answers, name, rest_of, soon, stream, ticket_of};
 
@@ -213,6 +216,29 @@ fn when_all_connections_are_taken_the_longest_idle_one_goes() {
     assert!(matches!(ask(&mut clients[0], &Request::Hello), Reply::Member(_)));
     assert!(matches!(ask(&mut clients[2], &Request::Hello), Reply::Member(_)));
     member.leave();
+}
+
+/// They all ask the owner at the same moment, and those that asked before have kept their connections.
+#[test]
+fn more_importers_than_connections_pause_and_resume_together() {
+    let stage = Stage::new();
+    let owner = stage.member("train");
+    let (_, handle) = ticket_of(&owner);
+    let importers: Vec<_> = (0..CONNECTIONS_MAX + 44).map(|_| stage.member("train")).collect();
+    for importer in &importers {
+        let fd = owner.issue_ticket(handle).unwrap();
+        let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
+        let imported = importer.redeem_ticket(&ticket, "test").unwrap().raw();
+        let driver = importer.pool().driver();
+        let at = driver.address_reserve(GRANULARITY_BYTES, 0, DeviceAddress(0)).unwrap();
+        importer.pool().map(VaRange::new(at, GRANULARITY_BYTES), 0, imported).unwrap();
+    }
+    for _ in 0..2 {
+        pause_and_resume(&stage, "train");
+    }
+    for member in importers.into_iter().chain([owner]) {
+        member.leave();
+    }
 }
 
 #[test]

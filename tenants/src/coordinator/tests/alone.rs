@@ -22,12 +22,16 @@ impl Hand {
     }
 
     fn tell(&mut self, index: usize, phase: Phase) {
+        self.tell_within(index, phase, 30_000);
+    }
+
+    fn tell_within(&mut self, index: usize, phase: Phase, timeout_ms: u64) {
         let request = Request::Phase {
             phase,
             round: ROUND,
             scope: Scope::Whole,
             stays: Vec::new(),
-            timeout_ms: 30_000,
+            timeout_ms,
         };
         self.connections[index].send(&request, &[], Instant::now() + SOON).unwrap();
     }
@@ -98,6 +102,93 @@ fn when_none_was_told_to_open_its_gate_all_go_back() {
         let states = ended(&job, &BEFORE_ACTIVATE[..count], Phase::Activate, &[]);
         assert_eq!(states, [MemberState::Paused; 3], "after {count} phases");
     }
+}
+
+/// Is it closed, so that nothing sent on it is read any more?
+fn is_closed(connection: &mut Connection) -> bool {
+    connection.receive::<Reply>(Instant::now() + SOON).is_err_and(|error| error.peer_is_gone())
+}
+
+#[test]
+fn a_coordinator_that_stands_still_is_hung_up_on_and_all_go_back() {
+    let job = Job::new(3);
+    let mut hand = Hand::on(&job);
+    hand.lead(&BEFORE_RELEASE[..2]);
+    // The last one that it speaks to has less time than the others, and takes them along.
+    for (index, timeout_ms) in [(0, 60_000), (1, 60_000), (2, 10)] {
+        hand.tell_within(index, Phase::Save, timeout_ms);
+    }
+    for connection in &mut hand.connections {
+        connection.receive::<Reply>(Instant::now() + SOON).unwrap();
+    }
+    until("the members to settle", || job.states() == [MemberState::Active; 3]);
+    // It goes on, and nobody hears it.
+    assert!(hand.connections.iter_mut().all(is_closed));
+    for index in 0..3 {
+        let request = Request::Phase {
+            phase: Phase::Release,
+            round: ROUND,
+            scope: Scope::Whole,
+            stays: Vec::new(),
+            timeout_ms: 30_000,
+        };
+        hand.connections[index].send(&request, &[], Instant::now() + SOON).unwrap_err();
+    }
+    assert_eq!(job.states(), [MemberState::Active; 3]);
+    report(job.coordinator(patient()).pause(&mut quiet).unwrap());
+}
+
+#[test]
+fn a_coordinator_that_stands_still_behind_the_point_of_no_return_is_followed() {
+    let job = Job::new(3);
+    let mut hand = Hand::on(&job);
+    hand.lead(&BEFORE_RELEASE[..2]);
+    for index in 0..3 {
+        hand.tell_within(index, Phase::Save, 10);
+    }
+    for connection in &mut hand.connections {
+        connection.receive::<Reply>(Instant::now() + SOON).unwrap();
+    }
+    hand.tell(1, Phase::Release);
+    until("the members to settle", || job.states() == [MemberState::Paused; 3]);
+    assert!(is_closed(&mut hand.connections[0]) && is_closed(&mut hand.connections[2]));
+    report(job.coordinator(patient()).resume(&mut quiet).unwrap());
+}
+
+/// A process that takes questions and answers none, as one that is stopped; all others ask it first.
+fn silent(job: &Job) -> crate::transport::Listener {
+    job.run_dir.listen(&tenant("train"), MemberId(0)).unwrap().1
+}
+
+#[test]
+fn one_that_is_silent_takes_nobody_elses_time_to_answer() {
+    for told in 0..3 {
+        for is_pause in [true, false] {
+            let job = Job::new(3);
+            if !is_pause {
+                report(job.coordinator(patient()).pause(&mut quiet).unwrap());
+            }
+            let _silent = silent(&job);
+            let begin = Instant::now();
+            let (states, wanted) = if is_pause {
+                let states = ended(&job, &BEFORE_RELEASE, Phase::Release, &[told]);
+                (states, MemberState::Paused)
+            } else {
+                let states = ended(&job, &BEFORE_ACTIVATE, Phase::Activate, &[told]);
+                (states, MemberState::Active)
+            };
+            assert_eq!(states, [wanted; 3], "member {told} was told, {is_pause}");
+            assert!(begin.elapsed() < Duration::from_secs(4), "after {:?}", begin.elapsed());
+        }
+    }
+}
+
+#[test]
+fn beside_one_that_is_silent_all_that_were_told_nothing_stand_paused() {
+    let job = Job::new(3);
+    let _silent = silent(&job);
+    let states = ended(&job, &BEFORE_RELEASE, Phase::Release, &[]);
+    assert_eq!(states, [MemberState::Paused; 3]);
 }
 
 #[test]

@@ -18,7 +18,7 @@ pub(super) const SOON: Duration = Duration::from_secs(30);
 
 /// Several processes' worth of members, in this one.
 pub(super) struct Job {
-    run_dir: RunDir,
+    pub(super) run_dir: RunDir,
     pub(super) members: Vec<Arc<SimMember>>,
     _base: tempfile::TempDir,
 }
@@ -34,12 +34,18 @@ pub(super) fn patient() -> Options {
 impl Job {
     /// So many members, one rank of one communicator in each.
     pub(super) fn new(ranks: u32) -> Self {
+        Self::with(ranks, |_, _| {})
+    }
+
+    /// As [`Job::new`], with the configuration of each rank changed first.
+    pub(super) fn with(ranks: u32, change: impl Fn(u32, &mut MemberConfig)) -> Self {
         let base = tempfile::tempdir().unwrap();
         let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
         let members = (0..ranks).map(|rank| {
             let node = SimNode::private(&[64 * 1024 * 1024]).unwrap();
-            let config =
+            let mut config =
                 MemberConfig::new(run_dir.clone(), tenant("train"), "python train.py", "0.1.0");
+            change(rank, &mut config);
             let driver = SimDriver::new(node, SimOptions::default());
             let member = Member::join(config, Arc::new(driver)).unwrap();
             member.cut().take_seat(Seat { communicator: WORLD, rank, ranks });

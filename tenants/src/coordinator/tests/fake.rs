@@ -255,7 +255,7 @@ impl Agent {
     /// False when the member dies of it.
     fn answer(&self, connection: &mut Connection, request: &Request) -> bool {
         let fault = match request {
-            Request::Hello => self.script.hello,
+            Request::Hello | Request::Withdraw { .. } => self.script.hello,
             Request::Stats => self.script.stats,
             Request::Cut { .. } | Request::Save(SaveStep::Begin { .. } | SaveStep::CallOff) => None,
             Request::AwaitConsent { .. } => {
@@ -314,7 +314,7 @@ impl Agent {
 
     fn good_reply(&self, request: &Request) -> Reply {
         match request {
-            Request::Hello => Reply::Member(self.info()),
+            Request::Hello | Request::Withdraw { .. } => Reply::Member(self.info()),
             Request::Stats => Reply::Stats(Box::new(MemberStats {
                 member: self.info(),
                 pool: PoolReport::default(),

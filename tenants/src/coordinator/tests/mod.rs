@@ -4,6 +4,8 @@ mod alone;
 mod cuts;
 mod fake;
 mod faults;
+mod gone;
+mod panics;
 mod saving;
 mod settling;
 
@@ -270,14 +272,22 @@ fn a_coordinator_that_waits_too_long_for_another_names_it() {
     let world = World::of(&[active()]);
     let dir = world.run_dir.tenant(&tenant("train")).unwrap();
     let _held = dir.lock(Instant::now()).unwrap();
-    let mut impatient = options();
-    impatient.lock_timeout = Duration::from_millis(20);
-    let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), impatient);
-    let error = coordinator.pause(&mut quiet).unwrap_err();
-    assert!(error.is_retryable());
-    let text = error.to_string();
-    assert!(text.contains(&std::process::id().to_string()), "{text}");
-    assert!(world.lines().is_empty());
+    let (interrupt, _raise) = Interrupt::new().unwrap();
+    // With an interrupt it looks for that now and then.
+    for (interrupt, wait_ms) in [(None, 20), (Some(interrupt), 250)] {
+        let lock_timeout = Duration::from_millis(wait_ms);
+        let impatient = Options { lock_timeout, interrupt, ..options() };
+        let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), impatient);
+        let error = coordinator.pause(&mut quiet).unwrap_err();
+        assert!(error.is_retryable());
+        let text = error.to_string();
+        assert!(text.contains(&std::process::id().to_string()), "{text}");
+        let CoordinatorError::RunDir(RunDirError::Locked { waited_ms, .. }) = error else {
+            panic!("{text}");
+        };
+        assert!(waited_ms >= wait_ms, "{text}");
+        assert!(world.lines().is_empty());
+    }
 }
 
 #[test]
