@@ -26,7 +26,8 @@ use crate::identity::MemberId;
 use crate::scope::Scope;
 use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
-    Action, Asked, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchPurpose, Phase, Reply, Request,
+    Action, Asked, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchPurpose, MemberState, Phase,
+    Reply, Request,
 };
 
 /// No request waits longer than this, whatever it says.
@@ -181,7 +182,15 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
         }
         member.waker.wake();
         member.close_spare();
+        if member.state() != MemberState::Restoring {
+            member.descriptor_limit.put_back();
+        }
     }
+}
+
+/// Does `phase` open a descriptor for each allocation that is shared?
+fn holds_many_descriptors(phase: Phase) -> bool {
+    matches!(phase, Phase::Restore | Phase::Import | Phase::ImportFromLiving)
 }
 
 fn do_job<D: Driver>(member: &Member<D>, job: Job) -> Reply {
@@ -190,6 +199,9 @@ fn do_job<D: Driver>(member: &Member<D>, job: Job) -> Reply {
         Work::Phase(phase, scope) => {
             if ends_early(phase) {
                 member.calling_off.lower();
+            }
+            if holds_many_descriptors(phase) {
+                member.descriptor_limit.raise();
             }
             member.run_phase(phase, &scope, deadline)
         }
