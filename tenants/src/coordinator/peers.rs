@@ -335,16 +335,17 @@ impl Peer {
     /// The connection failed with `error`.
     fn lose(&mut self, step: Step, error: &TransportError) -> MemberFailure {
         self.link = Link::after(error);
+        let in_words = match &self.info {
+            Some(info) => format!("{} ({})", with_source(error), info.command),
+            None => with_source(error),
+        };
         let message = match self.link {
             Link::HungUp if self.ends_soon() => self.end_in_words(),
             Link::HungUp => format!(
-                "{}: it goes on without this command, which may have stood still for too long; see `sublet ps`",
-                with_source(error)
+                "{in_words}; if it lives, it goes on without this command, which may have stood still for too long: \
+                 see `sublet ps`"
             ),
-            Link::Broken | Link::Up { .. } => match &self.info {
-                Some(info) => format!("{} ({})", with_source(error), info.command),
-                None => with_source(error),
-            },
+            Link::Broken | Link::Up { .. } => in_words,
         };
         gone(self.who, step, message)
     }

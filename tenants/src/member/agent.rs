@@ -210,7 +210,15 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
         }
         member.waker.wake();
         member.close_spare();
+        if member.state() != MemberState::Restoring {
+            member.descriptor_limit.put_back();
+        }
     }
+}
+
+/// Does `phase` open a descriptor for each allocation that is shared?
+fn holds_many_descriptors(phase: Phase) -> bool {
+    matches!(phase, Phase::Restore | Phase::Import | Phase::ImportFromLiving)
 }
 
 /// Does a job; none when nobody waits for an answer.
@@ -222,6 +230,9 @@ fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) 
             *saving = None;
             if ends_early(phase) {
                 member.calling_off.lower();
+            }
+            if holds_many_descriptors(phase) {
+                member.descriptor_limit.raise();
             }
             member.run_phase(phase, &scope, &stays, deadline)
         }

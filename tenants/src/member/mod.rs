@@ -15,6 +15,7 @@ mod alone;
 mod clients;
 mod failures;
 mod fetch;
+mod limit;
 mod owners;
 mod phases;
 mod saving;
@@ -47,6 +48,7 @@ use crate::wire::{
     Action, Asked, MemberInfo, MemberState, MemberStats, Phase, PhaseReport, TagBytes,
 };
 use alone::CallingOff;
+use limit::DescriptorLimit;
 use owners::Owner;
 use sockets::Sockets;
 use state::{Event, InvalidTransition};
@@ -184,6 +186,8 @@ pub struct Member<D: Driver> {
     calling_off: CallingOff,
     /// Descriptors of a resume that is over, to be closed when there is time.
     spare: Mutex<Vec<OwnedFd>>,
+    /// Raised while memory is brought back.
+    descriptor_limit: DescriptorLimit,
     /// How many threads of this process ask for a pause or resume now.
     asking: AtomicUsize,
     /// Whose turn it is among threads that pause or resume this process alone.
@@ -259,6 +263,7 @@ impl<D: Driver> Member<D> {
             owners: Mutex::default(),
             calling_off: CallingOff::default(),
             spare: Mutex::default(),
+            descriptor_limit: DescriptorLimit::default(),
             asking: AtomicUsize::new(0),
             turns: Turns::default(),
         });
@@ -313,6 +318,7 @@ impl<D: Driver> Member<D> {
     /// the fork. Blocks nowhere.
     pub fn let_go_in_child(&self) {
         self.sockets.close_in_child();
+        self.descriptor_limit.put_back_in_child();
         self.pool.close_descriptors_in_child();
         if let Ok(mut spare) = self.spare.try_lock() {
             spare.clear();

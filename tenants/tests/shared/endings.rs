@@ -15,8 +15,8 @@ use vmm_pool::driver::sim::{FaultSpan, Latency, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AllocationProp, DriverCode, DriverOp, VaRange};
 
 use crate::stage::{
-    DEVICE, Process, Stage, UNIT, assert_one_memory, free, holds, kept, map, options, share, tags,
-    tenant, used_bytes, write, written,
+    DEVICE, Process, Stage, UNIT, assert_one_memory, assert_used, free, holds, kept, map, options,
+    share, tags, tenant, write, written,
 };
 
 /// An owner that has let memory with contents 7 go, and the importer that holds it still.
@@ -37,13 +37,13 @@ fn memory_that_its_owner_let_go_stays_and_pauses_go_on() {
         let notes = stage.pause();
         assert_eq!((owner.state(), importer.state()), (MemberState::Paused, MemberState::Paused));
         assert!(notes.iter().any(|note| note.contains("let go by its owner")), "{notes:?}");
-        assert_eq!(used_bytes(&owner), 2 * UNIT, "nobody could bring it back");
+        assert_used(&owner, 2 * UNIT, "nobody could bring it back");
         stage.resume();
         assert_eq!(holds(&importer, there, 7 + round), Ok(true));
         write(&importer, there, 8 + round);
     }
     free(&importer, imported, there);
-    assert_eq!(used_bytes(&owner), 0);
+    assert_used(&owner, 0, "all of it was freed");
     assert!(stage.pause().is_empty());
     stage.resume();
 }
@@ -78,7 +78,7 @@ fn memory_freed_by_its_owner_while_paused_comes_back_for_its_importer() {
     stage.resume();
     assert_eq!(holds(&importer, there, 7), Ok(true));
     free(&importer, imported, there);
-    assert_eq!(used_bytes(&owner), 0);
+    assert_used(&owner, 0, "all of it was freed");
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn memory_freed_by_its_importer_while_paused_is_its_owners_alone() {
     stage.resume();
     assert_eq!(holds(&owner, at_owner, 7), Ok(true));
     free(&owner, handle, at_owner);
-    assert_eq!(used_bytes(&owner), 0);
+    assert_used(&owner, 0, "all of it was freed");
 }
 
 #[test]
@@ -136,7 +136,7 @@ fn a_communicator_ended_on_one_side_between_pauses_is_no_trouble() {
         stage.pause();
         stage.resume();
         end(late);
-        assert_eq!(used_bytes(&processes[0]), 0, "round {round}");
+        assert_used(&processes[0], 0, &format!("round {round}"));
     }
 }
 
@@ -219,7 +219,7 @@ fn a_death_in_a_pause_takes_all_survivors_back_to_the_same_memory() {
     // What the dead had is given up by a pause; all else comes back.
     let notes = stage.pause();
     assert!(notes.iter().any(|note| note.contains("has ended")), "{notes:?}");
-    assert_eq!(used_bytes(&middle), 0);
+    assert_used(&middle, 0, "all of it was freed");
     let refused = stage.act(Action::Resume, Scope::Whole).expect_err("something is lost");
     assert!(refused.to_string().contains("--without-lost"), "{refused}");
     assert!(stage.resume_without_lost().is_ok());

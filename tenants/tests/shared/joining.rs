@@ -14,8 +14,8 @@ use tenants::wire::{Action, MemberState, Phase};
 use vmm_pool::driver::{AllocationProp, VaRange};
 
 use crate::stage::{
-    DEVICE, Process, Stage, UNIT, assert_one_memory, holds, kept, map, options, redeem, tenant,
-    used_bytes, write, written,
+    DEVICE, Process, Stage, UNIT, assert_one_memory, assert_used, holds, kept, map, options,
+    redeem, tenant, write, written,
 };
 
 /// Redeems on a thread of its own, inside its gate as an application's call is, and maps what it gets.
@@ -54,16 +54,16 @@ fn joined_in(phase: Phase) {
     // Whoever is not paused waits with the ticket in its hand.
     let is_there = importer.state() == MemberState::Active;
     if is_there {
-        assert_eq!(used_bytes(&owner), 0, "{phase:?}: nobody was given the old memory");
+        assert_used(&owner, 0, &format!("{phase:?}: nobody was given the old memory"));
     }
     stage.resume();
     let at_importer = redeeming.join().expect("redeemed");
     assert_eq!(holds(&importer, at_importer, 7), Ok(true), "{phase:?}");
     assert_one_memory((&owner, at_owner), (&importer, at_importer), 8);
-    assert_eq!(used_bytes(&owner), 2 * UNIT, "{phase:?}");
+    assert_used(&owner, 2 * UNIT, &format!("{phase:?}"));
     // All of them together, once more.
     stage.pause();
-    assert_eq!(used_bytes(&owner), 0, "{phase:?}");
+    assert_used(&owner, 0, &format!("{phase:?}"));
     stage.resume();
     assert_one_memory((&importer, at_importer), (&owner, at_owner), 9);
 }
@@ -147,7 +147,7 @@ fn a_handle_opened_while_its_owner_pauses_alone_is_refused_by_the_tags_name_and_
     let Err(ImportError::Refused(failure)) = refused else { panic!("{refused:?}") };
     assert!(failure.message.contains("tag 'kv' is paused"), "{failure}");
     opened.expect("it tried").join().expect("it ended");
-    assert_eq!(used_bytes(&owner), 0);
+    assert_used(&owner, 0, "all of it was freed");
 
     let resumed = stage.act_with(Action::Resume, alone(&owner), &mut |_| {});
     assert!(matches!(resumed, Ok(Outcome::Completed(_))), "{resumed:?}");
@@ -171,7 +171,7 @@ fn an_alone_pause_of_memory_that_somebody_has_opened_gives_way_to_one_of_all() {
     assert!(refused.is_shared(), "{refused}");
     assert_eq!(holds(&importer, at_importer, 7), Ok(true), "nothing has moved");
     stage.must(Action::Pause, own_tags(&owner));
-    assert_eq!(used_bytes(&owner), 0);
+    assert_used(&owner, 0, "all of it was freed");
     assert!(holds(&importer, at_importer, 7).is_err());
     stage.must(Action::Resume, own_tags(&owner));
     assert_eq!(holds(&importer, at_importer, 7), Ok(true));

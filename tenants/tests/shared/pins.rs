@@ -4,7 +4,7 @@ use tenants::coordinator::Outcome;
 use tenants::scope::Scope;
 use tenants::wire::Action;
 
-use crate::stage::{Stage, UNIT, assert_one_memory, holds, share, tags, used_bytes, written};
+use crate::stage::{Stage, UNIT, assert_one_memory, assert_used, holds, share, tags, written};
 
 #[test]
 fn memory_pinned_by_its_importer_stays_in_its_owner_too() {
@@ -19,7 +19,7 @@ fn memory_pinned_by_its_importer_stays_in_its_owner_too() {
         let notes = stage.pause();
         assert!(notes.iter().any(|note| note.contains("network card")), "{notes:?}");
         assert!(!notes.iter().any(|note| note.contains("not given back")), "{notes:?}");
-        assert_eq!(used_bytes(&owner), 2 * UNIT, "one memory, and it stays");
+        assert_used(&owner, 2 * UNIT, "one memory, and it stays");
         stage.resume();
         assert_one_memory((&owner, at_owner), (&importer, there), seed);
         assert_one_memory((&importer, there), (&third, at_third), seed + 10);

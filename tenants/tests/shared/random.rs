@@ -9,7 +9,7 @@ use vmm_pool::driver::{DriverCode, VaRange};
 use vmm_pool::{Class, Contents};
 
 use crate::stage::{
-    Acted, Process, Stage, UNIT, create, free, holds, map, options, share, tenant, used_bytes,
+    Acted, Process, Stage, UNIT, assert_used, create, free, holds, map, options, share, tenant,
     write,
 };
 
@@ -283,8 +283,7 @@ impl Run {
             }
         }
         let wanted: u64 = self.memories.iter().map(|memory| memory.units).sum();
-        let used = used_bytes(&self.processes[0]) / UNIT;
-        assert_eq!(used, wanted, "units in use; {:#?}", self.last());
+        assert_used(&self.processes[0], wanted * UNIT, &format!("{:#?}", self.last()));
     }
 
     fn last(&self) -> &[String] {

@@ -4,7 +4,7 @@
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 use tenants::coordinator::{Coordinator, CoordinatorError, Event, LostImports, Options, Outcome};
@@ -108,7 +108,7 @@ impl Stage {
 }
 
 /// Bytes of the device in use, as any process sees them.
-pub(crate) fn used_bytes(process: &Process) -> u64 {
+fn used_bytes(process: &Process) -> u64 {
     let info = process.pool().driver().memory_of(DEVICE).expect("memory");
     info.total_bytes - info.free_bytes
 }
@@ -125,6 +125,15 @@ fn notes(outcome: Outcome) -> Vec<String> {
         }
         Outcome::AlreadyPaused | Outcome::AlreadyActive => panic!("{outcome:?}"),
     }
+}
+
+/// This much of the device is in use, as soon as descriptors that a resume has left are closed.
+pub(crate) fn assert_used(process: &Process, bytes: u64, why: &str) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while used_bytes(process) != bytes && Instant::now() < deadline {
+        std::thread::park_timeout(Duration::from_millis(2));
+    }
+    assert_eq!(used_bytes(process), bytes, "{why}");
 }
 
 /// A handle of new memory.

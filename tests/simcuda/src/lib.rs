@@ -11,6 +11,7 @@
 //! | `SIMCUDA_NO_VMM` | `1`: no virtual memory management |
 //! | `SIMCUDA_CONTEXT_BYTES` | device memory that a context costs |
 //! | `SIMCUDA_FAULTS` | `symbol:nth:code,...`; `*` for any symbol, `nth+` for that call and all later |
+//! | `SIMCUDA_KEEP_DESCRIPTOR_LIMIT` | `1`: the soft limit of open files is not raised |
 //! | `SIMCUDA_LATENCY` | `symbol:microseconds,...` |
 //! | `CUDA_VISIBLE_DEVICES` | list of device numbers |
 //!

@@ -130,6 +130,7 @@ fn options() -> Coded<SimOptions> {
         virtual_memory: env::var("SIMCUDA_NO_VMM").as_deref() != Ok("1"),
         version: version_override().map(DriverVersion),
         latency: Latency::parse(&latency).map_err(|_| DriverCode::INVALID_VALUE)?,
+        raises_descriptor_limit: env::var("SIMCUDA_KEEP_DESCRIPTOR_LIMIT").as_deref() != Ok("1"),
     })
 }
 

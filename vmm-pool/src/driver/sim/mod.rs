@@ -53,6 +53,9 @@ pub struct SimOptions {
     pub version: Option<DriverVersion>,
     /// How long calls take.
     pub latency: Latency,
+    /// Is the soft limit of open files raised when the driver is made? Every handle costs a descriptor, and jobs
+    /// have thousands; a real driver leaves the limit alone.
+    pub raises_descriptor_limit: bool,
 }
 
 impl Default for SimOptions {
@@ -63,6 +66,7 @@ impl Default for SimOptions {
             virtual_memory: true,
             version: None,
             latency: Latency::default(),
+            raises_descriptor_limit: true,
         }
     }
 }
@@ -84,8 +88,9 @@ pub struct SimDriver {
 impl SimDriver {
     /// A driver on `node`.
     pub fn new(node: SimNode, options: SimOptions) -> Self {
-        // Every handle costs a descriptor, and jobs have thousands. With fewer, creation fails sooner.
-        vm::raise_descriptor_limit();
+        if options.raises_descriptor_limit {
+            vm::raise_descriptor_limit();
+        }
         Self {
             core: Arc::new(Core::new(node, options)),
             instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
