@@ -118,10 +118,16 @@ fn a_process_that_stands_half_way_in_a_resume_is_written_and_goes_back() {
     let base = tempfile::tempdir().expect("a directory");
     stage.must(Action::Pause);
     // One has everything back and cannot give its imports up again; the other cannot import.
-    stage.faults(0).fail(DriverOp::Unmap, FaultSpan::From(4), DriverCode::UNKNOWN);
-    stage.faults(1).fail(DriverOp::Import, FaultSpan::From(1), DriverCode::UNKNOWN);
-    let error = stage.act(Action::Resume).expect_err("a fault");
-    assert_eq!(stage.states()[0], MemberState::Restoring, "{error}");
+    // If that fails before the first has its imports, both go back: then once more.
+    let is_half_way = (0..50).any(|_| {
+        stage.clear_faults();
+        stage.faults(0).fail(DriverOp::Unmap, FaultSpan::From(4), DriverCode::UNKNOWN);
+        stage.faults(1).fail(DriverOp::Import, FaultSpan::From(1), DriverCode::UNKNOWN);
+        let error = stage.act(Action::Resume).expect_err("a fault");
+        assert!(error.to_string().contains("import"), "{error}");
+        stage.states()[0] == MemberState::Restoring
+    });
+    assert!(is_half_way, "{:?}", stage.states());
     let dir = base.path().join("saved");
     let report = save(&stage, &dir).expect("written");
     assert!(report.map.complete, "{report:?}");

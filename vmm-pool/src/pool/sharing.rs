@@ -143,8 +143,11 @@ impl<D: Driver> Pool<D> {
             let found = tables.by_id.get(&id).and_then(|&key| tables.allocations.get(key));
             let found = found.filter(|found| found.is_own());
             let found = found.ok_or(PoolError::StaleHandle { handle: 0 })?;
-            let offloaded = || PoolError::Offloaded { tag: found.class.tag.clone() };
-            (found.raw.ok_or_else(offloaded)?, found.size_bytes)
+            let away = || {
+                let tag = found.class.tag.clone();
+                if tables.is_frozen { PoolError::Frozen } else { PoolError::Offloaded { tag } }
+            };
+            (found.raw.ok_or_else(away)?, found.size_bytes)
         };
         let fd = self.driver.export_fd(raw);
         fd.about(|| format!("export of allocation {id:?}"), size_bytes, None)
@@ -155,8 +158,8 @@ impl<D: Driver> Pool<D> {
     /// for other importers.
     ///
     /// # Errors
-    /// [`PoolError::StaleHandle`] when the allocation is gone, [`PoolError::Offloaded`] when it is not resident;
-    /// [`PoolError::Driver`].
+    /// [`PoolError::StaleHandle`] when the allocation is gone, [`PoolError::Frozen`] or [`PoolError::Offloaded`] when
+    /// it is not resident; [`PoolError::Driver`].
     ///
     /// # Driver calls
     /// `cuMemExportToShareableHandle` when no descriptor is at hand.
