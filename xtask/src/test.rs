@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::build::Built;
 use crate::stages::{Ran, Stages};
 use crate::workspace::Workspace;
-use crate::{Outcome, bindings, package, process, tidy};
+use crate::{Outcome, bindings, demo, package, process, tidy};
 
 /// Runs the tests, and the checks that take no time beside them.
 pub(crate) fn test(workspace: &Workspace) -> Outcome {
@@ -67,11 +67,15 @@ fn tests(workspace: &Workspace, stages: &mut Stages) {
         Ok(Ran::All)
     });
     if let Some(built) = built {
+        // The first thing that the README has people do.
+        stages.run("demo", |_| {
+            process::run(&mut demo::command(workspace, &built)?).map(|()| Ran::All)
+        });
         stages.run("rust tests", |lines| rust_tests(workspace, &built, lines));
         stages.run("doc tests", |lines| doc_tests(workspace, &built, lines));
         package::stages(workspace, &built, stages);
     } else {
-        for name in ["rust tests", "doc tests", package::WHEEL] {
+        for name in ["demo", "rust tests", "doc tests", package::WHEEL] {
             stages.blocked(name, "build");
         }
     }
