@@ -147,6 +147,10 @@ class Round:
         if told.get("ended_before") or (told["exit"] == 0 and told["after_s"] < LAST_MOMENT_S):
             self.record["note"] = "the command was done before it could see the death"
             return
+        if told["exit"] == 0 and "had ended before" in said:
+            self.record["note"] = "the rank was dead before the command looked, and its notes say so"
+            self.check("the report says what was lost with the dead process", "has ended" in said, said[:600])
+            return
         named = str(self.pid) in said
         self.check("the error names the dead process", named and told["exit"] != 0, f"exit {told['exit']}: {told['error'][:600]}")
 
