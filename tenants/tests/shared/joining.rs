@@ -15,8 +15,8 @@ use vmm_pool::driver::sim::{Latency, SimOptions};
 use vmm_pool::driver::{AllocationProp, DeviceAddress, DriverOp, VaRange};
 
 use crate::stage::{
-    DEVICE, Process, Stage, UNIT, assert_one_memory, holds, kept, map, options, redeem, share,
-    tags, tenant, used_bytes, write, written,
+    DEVICE, Process, Stage, UNIT, assert_one_memory, free, holds, kept, map, options, redeem,
+    share, tags, tenant, used_bytes, write, written,
 };
 
 /// Redeems on a thread of its own, inside its gate as an application's call is, and maps what it gets.
@@ -219,4 +219,23 @@ fn a_handle_that_is_opened_while_its_owner_frees_the_memory_is_refused_as_stale(
         let refused = opening.join().expect("it ended").expect_err("it is gone");
         assert!(refused.to_string().contains("does not have it now"), "{refused}");
     }
+}
+
+#[test]
+fn a_second_ticket_for_what_is_held_is_redeemed_or_stays_good_when_its_tag_is_paused() {
+    let stage = Stage::new();
+    let (owner, importer) = (stage.join(), stage.join());
+    let (handle, at_owner) = written(&owner, 2, "kv", 7);
+    let tickets = [(); 2].map(|()| owner.issue_ticket(handle).expect("a ticket"));
+    let first = redeem(&importer, &tickets[0]).expect("imported");
+    stage.must(Action::Pause, tags("kv"));
+    let refused = redeem(&importer, &tickets[1]).expect_err("it is away");
+    assert!(refused.to_string().contains("tag 'kv' is paused"), "{refused}");
+    stage.must(Action::Resume, tags("kv"));
+    let second = redeem(&importer, &tickets[1]).expect("the ticket is good still");
+    free(&owner, handle, at_owner);
+    for imported in [first, second] {
+        importer.pool().release(imported).expect("released");
+    }
+    assert_eq!(used_bytes(&owner), 0, "no ticket holds it any more");
 }
