@@ -117,6 +117,25 @@ pub enum ImportError {
     Pool(#[from] PoolError),
 }
 
+impl ImportError {
+    /// Does the owner have the memory, and count the ticket still?
+    fn leaves_ticket_good(&self) -> bool {
+        match self {
+            Self::Refused(failure) => failure.kind != FailureKind::Unknown,
+            Self::OtherTenant { .. }
+            | Self::NoMember { .. }
+            | Self::Stale { .. }
+            | Self::NoTicket { .. }
+            | Self::Owner { .. }
+            | Self::OwnerEnded { .. }
+            | Self::Missing { .. }
+            | Self::Miscounted { .. }
+            | Self::NotMemory { .. }
+            | Self::Pool(_) => false,
+        }
+    }
+}
+
 /// What an owner has sent.
 struct Fetched {
     fds: HashMap<AllocationId, OwnedFd>,
@@ -189,13 +208,21 @@ impl<D: Driver> Member<D> {
         let Ticket { allocation, serial, .. } = *ticket;
         if let Some(handle) = self.pool.import_held(allocation, serial) {
             // The owner keeps memory for every ticket until it is redeemed: tell it that this one is.
-            if !is_own
-                && serial != 0
-                && let Err(error) = self.redeem_from(&owner_socket, allocation, serial)
-            {
-                tracing::debug!(%error, "the owner was not told of a second ticket");
+            if is_own || serial == 0 {
+                return Ok(handle);
             }
-            return Ok(handle);
+            return match self.redeem_from(&owner_socket, allocation, serial) {
+                // The ticket is good still, and would hold the memory for ever if this were a success.
+                Err(error) if error.leaves_ticket_good() => {
+                    self.pool.release(handle.raw())?;
+                    Err(error)
+                }
+                Err(error) => {
+                    tracing::debug!(%error, "the owner was not told of a second ticket");
+                    Ok(handle)
+                }
+                Ok(_) => Ok(handle),
+            };
         }
         if is_own {
             return Err(ImportError::Stale { id: allocation });

@@ -225,5 +225,8 @@ fn a_death_in_a_pause_takes_all_survivors_back_to_the_same_memory() {
     assert!(stage.resume_without_lost().is_ok());
     assert_eq!(holds(&middle, at_middle, 8), Ok(true));
     assert_one_memory((&middle, at_middle), (&last, at_last), 9);
+    // What is lost is not given out again by its handle, which would map to nothing.
+    let refused = middle.redeem_ticket(&ticket, "test").expect_err("nobody has it any more");
+    assert!(refused.to_string().contains("could not be asked"), "{refused}");
     free(&middle, of_the_dead, of_the_dead_at);
 }

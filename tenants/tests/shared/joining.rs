@@ -11,11 +11,12 @@ use tenants::member::ImportError;
 use tenants::scope::{Scope, TagNames};
 use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState, Phase};
-use vmm_pool::driver::{AllocationProp, VaRange};
+use vmm_pool::driver::sim::{Latency, SimOptions};
+use vmm_pool::driver::{AllocationProp, DeviceAddress, DriverOp, VaRange};
 
 use crate::stage::{
-    DEVICE, Process, Stage, UNIT, assert_one_memory, assert_used, holds, kept, map, options,
-    redeem, tenant, write, written,
+    DEVICE, Process, Stage, UNIT, assert_one_memory, assert_used, free, holds, kept, map, options,
+    redeem, share, tags, tenant, write, written,
 };
 
 /// Redeems on a thread of its own, inside its gate as an application's call is, and maps what it gets.
@@ -176,4 +177,65 @@ fn an_alone_pause_of_memory_that_somebody_has_opened_gives_way_to_one_of_all() {
     stage.must(Action::Resume, own_tags(&owner));
     assert_eq!(holds(&importer, at_importer, 7), Ok(true));
     assert_one_memory((&owner, at_owner), (&importer, at_importer), 8);
+}
+
+#[test]
+fn mapping_memory_once_more_while_its_tag_is_paused_is_refused_by_the_tags_name() {
+    let stage = Stage::new();
+    let (owner, importer) = (stage.join(), stage.join());
+    let (handle, _) = written(&owner, 2, "kv", 7);
+    let (imported, _) = share(&owner, handle, &importer, 2);
+    stage.must(Action::Pause, tags("kv"));
+    for (process, handle) in [(&owner, handle), (&importer, imported)] {
+        let driver = process.pool().driver();
+        let start = driver.reserve(2 * UNIT, 0, DeviceAddress(0)).expect("a place");
+        let refused = process.pool().map(VaRange::new(start, 2 * UNIT), 0, handle);
+        let refused = refused.expect_err("it is away");
+        assert!(refused.to_string().contains("tag 'kv' is paused"), "{refused}");
+    }
+}
+
+#[test]
+fn a_handle_that_is_opened_while_its_owner_frees_the_memory_is_refused_as_stale() {
+    let stage = Stage::new();
+    // Slow to export, so that the memory is freed before the driver has looked at it.
+    let slow = SimOptions {
+        latency: Latency::default().with(DriverOp::Export, 100_000),
+        ..SimOptions::default()
+    };
+    let (owner, importer) = (stage.join_with(slow), stage.join());
+    for _ in 0..3 {
+        let (at_owner, ticket, _) = block(&owner, "");
+        let (tell, hear) = mpsc::channel();
+        let opening = {
+            let importer = importer.clone();
+            std::thread::spawn(move || {
+                tell.send(()).expect("heard");
+                importer.redeem_ticket(&ticket, "test")
+            })
+        };
+        hear.recv_timeout(Duration::from_secs(30)).expect("it is about to ask");
+        owner.pool().block_free(at_owner.start).expect("freed");
+        let refused = opening.join().expect("it ended").expect_err("it is gone");
+        assert!(refused.to_string().contains("does not have it now"), "{refused}");
+    }
+}
+
+#[test]
+fn a_second_ticket_for_what_is_held_is_redeemed_or_stays_good_when_its_tag_is_paused() {
+    let stage = Stage::new();
+    let (owner, importer) = (stage.join(), stage.join());
+    let (handle, at_owner) = written(&owner, 2, "kv", 7);
+    let tickets = [(); 2].map(|()| owner.issue_ticket(handle).expect("a ticket"));
+    let first = redeem(&importer, &tickets[0]).expect("imported");
+    stage.must(Action::Pause, tags("kv"));
+    let refused = redeem(&importer, &tickets[1]).expect_err("it is away");
+    assert!(refused.to_string().contains("tag 'kv' is paused"), "{refused}");
+    stage.must(Action::Resume, tags("kv"));
+    let second = redeem(&importer, &tickets[1]).expect("the ticket is good still");
+    free(&owner, handle, at_owner);
+    for imported in [first, second] {
+        importer.pool().release(imported).expect("released");
+    }
+    assert_used(&owner, 0, "no ticket holds it any more");
 }

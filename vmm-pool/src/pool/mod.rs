@@ -227,6 +227,10 @@ impl<D: Driver> Pool<D> {
             let tables = self.tables();
             let key = tables.find(handle)?;
             let allocation = &tables.allocations[key];
+            let is_lost = allocation.origin == Origin::Lost;
+            if allocation.raw.is_none() && allocation.set_aside && !is_lost {
+                return Err(PoolError::Offloaded { tag: allocation.class.tag.clone() });
+            }
             // The driver sees no mapping whose memory is away; it is one all the same.
             (key, allocation.raw, allocation.device(), tables.is_mapped_away(range))
         };

@@ -117,7 +117,11 @@ impl<D: Driver> Pool<D> {
         };
         let fd = match at_hand {
             Some(fd) => fd,
-            None => self.export_once(id)?,
+            None => self.export_once(id).or_else(|error| {
+                // Its process may have freed it just then, or a pause begun: that is why, then.
+                self.tables().find_for_importer(id)?;
+                Err(error)
+            })?,
         };
         let garbage = {
             let mut tables = self.tables();
@@ -190,11 +194,14 @@ impl<D: Driver> Pool<D> {
     }
 
     /// One more reference to `id`, when this process holds it already, as owner or importer. Of its own the ticket
-    /// `serial` is redeemed by that.
+    /// `serial` is redeemed by that. What a pause has lost for good is held no more.
     pub fn import_held(&self, id: AllocationId, serial: u64) -> Option<VirtualHandle> {
         let mut tables = self.tables();
         let key = *tables.by_id.get(&id)?;
         let found = &mut tables.allocations[key];
+        if found.origin == Origin::Lost {
+            return None;
+        }
         found.references += 1;
         if found.is_own() {
             found.tickets.remove(&serial);

@@ -15,6 +15,7 @@ use tenants::coordinator::{
 };
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
+use tenants::scope::{Scope, TagNames};
 use tenants::wire::Action;
 
 /// Longer than any phase takes on a busy machine.
@@ -41,13 +42,14 @@ pub(crate) struct Request {
     pub(crate) tenant: TenantName,
     pub(crate) action: Action,
     pub(crate) lost_imports: LostImports,
+    pub(crate) scope: Scope,
 }
 
 /// What came of it.
 #[derive(Clone, Debug)]
 pub(crate) enum Verdict {
     /// It succeeded, with so many members lost on the way.
-    Done { losses: usize },
+    Done { losses: usize, notes: Vec<String> },
     /// It did not.
     Refused(Refusal),
     /// Whoever asked was killed.
@@ -87,7 +89,7 @@ impl Desk {
 
     fn ask_library(&self, request: &Request, interrupt: Option<Interrupt>) -> Verdict {
         match act(&self.run_dir, request, interrupt) {
-            Ok(done) => Verdict::Done { losses: losses(&done) },
+            Ok(done) => Verdict::Done { losses: losses(&done), notes: notes(&done) },
             Err(error) => Verdict::Refused(Refusal::of(&error)),
         }
     }
@@ -112,7 +114,7 @@ impl Desk {
     fn ask_child(&self, request: &Request, time: Duration) -> Outcome<Verdict> {
         let mut command = Command::new(std::env::current_exe()?);
         command.arg("coordinate").arg(&self.run_dir_path).arg(request.tenant.as_str());
-        command.args(words(request));
+        command.args(words(request)).arg(serde_json::to_string(&request.scope)?);
         let (mut ours, theirs) = UnixStream::pair()?;
         let mut child = command
             .stdin(Stdio::null())
@@ -126,7 +128,7 @@ impl Desk {
         child.kill()?;
         child.wait()?;
         Ok(if came_to_its_end && said == *b"k" {
-            Verdict::Done { losses: 0 }
+            Verdict::Done { losses: 0, notes: Vec::new() }
         } else {
             Verdict::Killed
         })
@@ -140,6 +142,9 @@ impl Desk {
         };
         let mut command = Command::new(program);
         command.args([action, request.tenant.as_str(), "--timeout", "30s"]).args(flag);
+        if let Scope::Tags { tags: TagNames::Named(names), .. } = &request.scope {
+            command.args(names.iter().flat_map(|name| ["--tag", name]));
+        }
         command.env("SUBLET_RUN_DIR", &self.run_dir_path).env_remove("LD_PRELOAD");
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let begin = Instant::now();
@@ -149,7 +154,7 @@ impl Desk {
         }
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
         Ok(if output.status.success() {
-            Verdict::Done { losses: 0 }
+            Verdict::Done { losses: 0, notes: Vec::new() }
         } else {
             Verdict::Refused(Refusal {
                 left_unchanged: !text.contains("taking back failed") && !text.contains("half done"),
@@ -184,7 +189,7 @@ fn words(request: &Request) -> [&'static str; 2] {
 
 /// The child's part: does as its words say, and says `k` when it has succeeded.
 pub(crate) fn run(arguments: &[String]) -> Outcome {
-    let [run_dir, tenant, action, lost] = arguments else {
+    let [run_dir, tenant, action, lost, scope] = arguments else {
         return Err(Trouble::new("a coordinator is started by the simulation only"));
     };
     let request = Request {
@@ -194,6 +199,7 @@ pub(crate) fn run(arguments: &[String]) -> Outcome {
             "refuse" => LostImports::Refuse,
             _ => LostImports::LeaveOut,
         },
+        scope: serde_json::from_str(scope)?,
     };
     let run_dir = RunDir::open(Some(run_dir.into()), None)?;
     let done = act(&run_dir, &request, None)?;
@@ -211,6 +217,7 @@ fn act(
     let options = Options {
         timeout: Some(PHASE_TIMEOUT),
         lost_imports: request.lost_imports,
+        scope: request.scope.clone(),
         interrupt,
         ..Options::default()
     };
@@ -218,6 +225,13 @@ fn act(
     match request.action {
         Action::Pause => coordinator.pause(&mut |_| {}),
         Action::Resume => coordinator.resume(&mut |_| {}),
+    }
+}
+
+fn notes(done: &Done) -> Vec<String> {
+    match done {
+        Done::Completed(report) => report.notes.clone(),
+        Done::AlreadyPaused | Done::AlreadyActive => Vec::new(),
     }
 }
 

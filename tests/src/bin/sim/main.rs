@@ -17,6 +17,7 @@ mod orders;
 mod process;
 mod script;
 mod tally;
+mod trade;
 mod usage;
 mod worker;
 mod world;

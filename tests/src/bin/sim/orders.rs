@@ -4,6 +4,7 @@
 //! paused tenant can still be told about faults.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::io::{BufRead as _, BufReader, ErrorKind, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -18,13 +19,16 @@ pub(crate) enum Order {
     /// Do these steps together with the others of its tenant. Waits at the gate while paused.
     Work { first: u64, last: u64, seed: u64 },
     /// Compare all that it can reach with what it has written.
-    Check,
-    /// Make tickets for so many of its allocations.
-    Share { count: usize },
-    /// Redeem these tickets and map what they stand for.
-    Accept { offers: Vec<Offer> },
-    /// Let go of what was imported from this process.
-    DropImports { owner: u64 },
+    Check {
+        /// Tags that may be paused.
+        away: Vec<String>,
+        /// Allocations of its own with tickets that nobody has redeemed.
+        open: Vec<u128>,
+    },
+    /// On a thread of its own, after some time.
+    Trade { after_us: u64, deal: Deal },
+    /// What is on record, whatever state it is in.
+    Inventory,
     /// That process has ended: what was imported from it may be lost by a pause.
     Ended { owner: u64 },
     /// Take part in these communicators and no others.
@@ -35,22 +39,79 @@ pub(crate) enum Order {
     FailNoMore,
     /// The host memory that a pause may take.
     HostLimit { bytes: Option<u64> },
-    /// Free everything and end.
-    Leave,
+    /// Free everything and end. The rest as for [`Order::Check`].
+    Leave { away: Vec<String>, open: Vec<u128> },
+}
+
+/// Something that is done with memory that crosses processes.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Deal {
+    /// Make so much new memory that others may come for.
+    Offer { count: usize },
+    /// Come for this.
+    Accept { offers: Vec<Offer> },
+    /// Let all go that is shared, in this order: the communicator ends here.
+    End { order: EndOrder },
+    /// Let one piece go, or close one handle that was opened twice.
+    LetOneGo,
+    /// Let go of what was imported from this process.
+    DropImports { owner: u64 },
+    /// Have a ticket of its own hold nothing any more.
+    Settle { ticket: Vec<u8> },
+    /// A network card takes some memory.
+    Pin,
+    /// Pause or resume memory of its own with this tag.
+    OwnTag { tag: String, is_pause: bool },
+}
+
+/// What goes first when a communicator ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum EndOrder {
+    ImportsFirst,
+    OwnFirst,
+    Any,
+}
+
+impl fmt::Debug for Paper {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ticket(_) => f.write_str("ticket"),
+            Self::Handle(_) => f.write_str("handle"),
+        }
+    }
+}
+
+/// What somebody comes with.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Paper {
+    /// Holds memory until it is redeemed, once.
+    Ticket(Vec<u8>),
+    /// As `cudaIpc` makes them: holds nothing, and may be opened as often as one likes.
+    Handle(Vec<u8>),
 }
 
 impl Order {
     /// Can it be obeyed while the tenant is paused, without passing the gate?
     pub(crate) fn is_aside(&self) -> bool {
-        matches!(self, Self::Fail { .. } | Self::FailNoMore | Self::HostLimit { .. })
+        matches!(
+            self,
+            Self::Fail { .. }
+                | Self::FailNoMore
+                | Self::HostLimit { .. }
+                | Self::Trade { .. }
+                | Self::Inventory
+        )
     }
 }
 
 /// Memory that one worker offers to another.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Offer {
-    /// The ticket, encoded.
-    pub(crate) ticket: Vec<u8>,
+    /// Which offer it is.
+    pub(crate) number: u64,
+    pub(crate) paper: Paper,
+    /// The allocation's identity.
+    pub(crate) id: u128,
     /// Its size in units of the driver's granularity.
     pub(crate) units: u64,
     /// What it holds.
@@ -61,6 +122,39 @@ pub(crate) struct Offer {
     pub(crate) owner: u64,
     /// The device that it lies on.
     pub(crate) device: i32,
+    /// The tag of its region.
+    pub(crate) tag: String,
+}
+
+/// What came of an offer.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Taken {
+    pub(crate) offer: u64,
+    pub(crate) how: TakenHow,
+}
+
+/// See [`Taken`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum TakenHow {
+    /// It is mapped.
+    Held,
+    /// It was redeemed, and could not be mapped, for the reason of a fault.
+    Dropped,
+    /// The same, for another reason.
+    NotMapped(String),
+    /// It was refused. Was that by a fault in the process that came?
+    Refused { text: String, is_explained: bool },
+}
+
+/// An allocation on record.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Item {
+    pub(crate) id: u128,
+    pub(crate) is_own: bool,
+    pub(crate) is_resident: bool,
+    pub(crate) device: i32,
+    pub(crate) bytes: u64,
+    pub(crate) tag: String,
 }
 
 /// One set of communicators over the living workers of a tenant.
@@ -85,8 +179,14 @@ pub(crate) enum Answer {
     Worked(Worked),
     /// All contents are right, and this is what it holds.
     Account(Account),
-    /// To [`Order::Share`].
+    /// To [`Deal::Offer`].
     Offers(Vec<Offer>),
+    /// To [`Deal::Accept`].
+    Taken(Vec<Taken>),
+    /// To [`Deal::OwnTag`]: why not, where it did not.
+    Tagged(Option<String>),
+    /// To [`Order::Inventory`].
+    Inventory(Vec<Item>),
     /// How many calls were made to fail since the rules were given.
     Failed(u64),
     /// Something is not as it must be.
@@ -109,8 +209,8 @@ pub(crate) struct Worked {
 pub(crate) struct Account {
     /// Bytes of its own by device, by its own count.
     pub(crate) own_bytes: Vec<u64>,
-    /// Memory of ended processes that it holds still: identity, device, bytes.
-    pub(crate) orphans: Vec<(u128, i32, u64)>,
+    /// Allocations of ended processes that it holds still.
+    pub(crate) orphans: usize,
     /// Bytes that were compared.
     pub(crate) checked_bytes: u64,
     /// Imports that a pause has lost, since the last account.

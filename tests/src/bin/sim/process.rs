@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use sublet_tests::{Outcome, Trouble};
 
-use crate::orders::{Account, Answer, Link, Order};
+use crate::orders::{Account, Answer, Deal, Item, Link, Order};
 use crate::worker::Charter;
 
 /// How long a worker may take for anything while its tenant is active.
@@ -36,6 +36,8 @@ impl Worker {
         let child = Command::new(std::env::current_exe()?)
             .arg("worker")
             .args(charter.to_words())
+            // Deals are made by threads of their own; an arena of host memory for each would look like growth.
+            .env("MALLOC_ARENA_MAX", "1")
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .spawn()?;
         let mut worker = Self {
@@ -50,7 +52,7 @@ impl Worker {
             fired: 0,
         };
         // Its first answer says that it has joined.
-        let account = worker.check()?;
+        let account = worker.check(&[], &[])?;
         worker.joined_with = (account.resident_bytes, account.fds);
         Ok(worker)
     }
@@ -100,13 +102,34 @@ impl Worker {
     }
 
     /// Has it compare everything; its account is kept. Returns it.
-    pub(crate) fn check(&mut self) -> Outcome<&Account> {
-        let answer = self.obey(&Order::Check)?;
+    pub(crate) fn check(&mut self, away: &[String], open: &[u128]) -> Outcome<&Account> {
+        let (away, open) = (away.to_vec(), open.to_vec());
+        let answer = self.obey(&Order::Check { away, open })?;
         let Answer::Account(account) = answer else {
             return Err(Trouble::new(format!("{answer:?} in place of an account")));
         };
         self.account = account;
         Ok(&self.account)
+    }
+
+    /// Sends a deal for some time later, whose answer is read by [`Worker::answers`].
+    pub(crate) fn send_deal(&mut self, after: Duration, deal: Deal) -> Outcome {
+        let after_us = u64::try_from(after.as_micros())?;
+        self.send(&Order::Trade { after_us, deal })
+    }
+
+    /// Makes a deal now.
+    pub(crate) fn deal(&mut self, deal: Deal) -> Outcome<Answer> {
+        self.obey(&Order::Trade { after_us: 0, deal })
+    }
+
+    /// What it has on record, in whatever state it is.
+    pub(crate) fn inventory(&mut self) -> Outcome<Vec<Item>> {
+        let answer = self.obey(&Order::Inventory)?;
+        let Answer::Inventory(items) = answer else {
+            return Err(Trouble::new(format!("{answer:?} in place of an inventory")));
+        };
+        Ok(items)
     }
 
     /// No call of it fails any more; returns how many did since it was last asked.
@@ -121,8 +144,8 @@ impl Worker {
     }
 
     /// Frees all its memory and ends. Returns its last account.
-    pub(crate) fn leave(mut self) -> Outcome<Account> {
-        let answer = self.obey(&Order::Leave)?;
+    pub(crate) fn leave(mut self, away: Vec<String>, open: Vec<u128>) -> Outcome<Account> {
+        let answer = self.obey(&Order::Leave { away, open })?;
         let Answer::Account(account) = answer else {
             return Err(Trouble::new(format!("{answer:?} in place of a last account")));
         };

@@ -2,23 +2,26 @@
 
 mod mishap;
 mod population;
+mod trading;
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use sublet_tests::{Outcome, Trouble};
 use tenants::coordinator::LostImports;
+use tenants::scope::{Scope, TagNames};
 use tenants::wire::{Action, MemberState};
 
 use crate::coordinate::{Refusal, Request, Verdict, Way};
-use crate::orders::{Answer, Order};
+use crate::orders::Order;
 use crate::tally::Tally;
+use crate::worker::TAGS;
 use crate::world::{Standing, World};
 use mishap::{Mishap, Stranger};
 use population::Crowd;
 
 /// How much of what happened is shown with a failure.
-const HISTORY_LINES: usize = 30;
+const HISTORY_LINES: usize = 60;
 /// How much larger the veteran may be at the end than after a tenth of the cycles.
 const VETERAN_GROWTH_BYTES_MAX: u64 = 8 << 20;
 
@@ -109,11 +112,34 @@ impl Script {
         let tenant = self.choose_tenant();
         let action =
             if self.world.tenants[tenant].is_paused { Action::Resume } else { Action::Pause };
-        if action == Action::Pause {
+        let scope = self.choose_scope(tenant, action);
+        let (action, scope) = scope;
+        if !self.world.tenants[tenant].is_paused {
             self.start_work(tenant)?;
         }
-        self.command(tenant, action)?;
+        self.start_trade(tenant)?;
+        self.command(tenant, action, scope)?;
         self.world.compare_devices()
+    }
+
+    /// All of it most of the time; a tag of a tenant that runs; or a resume of all but some tags.
+    fn choose_scope(&mut self, tenant: usize, action: Action) -> (Action, Scope) {
+        let random = &mut self.world.random;
+        let found = &self.world.tenants[tenant];
+        let named =
+            |tag: &str| Scope::Tags { tags: TagNames::Named([tag.to_owned()].into()), owner: None };
+        let tag = TAGS[random.usize(..TAGS.len())];
+        match random.u8(..12) {
+            0 if !self.has_tag(tenant, tag) => (action, Scope::Whole),
+            0 => (action, named(tag)),
+            1..4 if !found.is_paused && found.market.away.contains(tag) => {
+                (Action::Resume, named(tag))
+            }
+            4..8 if !found.is_paused && !found.market.away.is_empty() => {
+                (Action::Resume, Scope::Whole)
+            }
+            _ => (action, Scope::Whole),
+        }
     }
 
     fn choose_tenant(&mut self) -> usize {
@@ -144,16 +170,22 @@ impl Script {
     }
 
     /// Asks for `action`, has something go wrong or not, and looks at what came of it.
-    fn command(&mut self, tenant: usize, action: Action) -> Outcome {
+    fn command(&mut self, tenant: usize, action: Action, scope: Scope) -> Outcome {
         let mishap = self.choose_mishap(tenant, action);
         let lost_imports =
             if self.world.random.u8(..4) > 0 { LostImports::LeaveOut } else { LostImports::Refuse };
         let name = self.world.tenants[tenant].name.clone();
-        let request = Request { tenant: name, action, lost_imports };
+        let request = Request { tenant: name, action, lost_imports, scope };
         let way = self.choose_way(&mishap);
-        self.tell(&format!("{action:?} of {} by {way:?} with {mishap:?}", request.tenant));
+        self.tell(&format!(
+            "{action:?} of {} {:?} by {way:?} with {mishap:?}",
+            request.tenant, request.scope
+        ));
+        if !mishap.is_none() {
+            self.world.tenants[tenant].market.is_in_trouble();
+        }
         let stranger = self.prepare(tenant, &mishap)?;
-        let fits = action == Action::Pause || self.fits(tenant)?;
+        let fits = !self.is_about_room(tenant, &request) || self.fits(tenant)?;
         let deaths = self.world.deaths;
         let begin = Instant::now();
         let verdict = self.ask(tenant, way, &request, &mishap)?;
@@ -175,17 +207,18 @@ impl Script {
             self.kill(tenant, worker, "worker whose context was lost")?;
         }
         if self.world.tenants[tenant].workers.is_empty() {
-            self.count(action, &verdict, &mishap);
+            self.count(&request, &verdict, &mishap);
             // All are dead: the next one to join starts anew.
             self.world.tenants[tenant].is_paused = false;
             return Ok(());
         }
+        self.enter_tags(tenant, &request, &verdict);
         if was_half_done {
             self.repair(tenant, Action::Resume)?;
         }
         let ending = self.ending(tenant, action, &verdict, deaths)?;
-        self.judge(tenant, action, &verdict, &mishap, fits, &ending)?;
-        self.count(action, &verdict, &mishap);
+        self.judge(tenant, &request, &verdict, &mishap, fits, &ending)?;
+        self.count(&request, &verdict, &mishap);
         self.conclude(tenant, &ending)
     }
 
@@ -203,9 +236,49 @@ impl Script {
         }
     }
 
+    /// Is it a resume of a paused tenant as a whole, whose need is known?
+    fn is_about_room(&self, tenant: usize, request: &Request) -> bool {
+        let is_paused = self.world.tenants[tenant].is_paused;
+        request.action == Action::Resume && request.scope == Scope::Whole && is_paused
+    }
+
+    /// Which tags may be paused now.
+    fn enter_tags(&mut self, tenant: usize, request: &Request, verdict: &Verdict) {
+        let found = &mut self.world.tenants[tenant];
+        let is_done = matches!(verdict, Verdict::Done { .. });
+        let is_unchanged = matches!(verdict, Verdict::Refused(refusal) if refusal.left_unchanged);
+        match (request.action, &request.scope) {
+            (Action::Pause, Scope::Tags { tags, .. }) if !is_unchanged => {
+                let gone = TAGS.iter().filter(|tag| tags.has(tag));
+                gone.for_each(|tag| found.market.tag_goes(tag));
+            }
+            (Action::Resume, Scope::Tags { tags, .. }) => {
+                if is_done {
+                    found.market.tags_are_back(|tag| tags.has(tag));
+                }
+                if found.is_paused && !is_unchanged {
+                    let left = TAGS.iter().filter(|tag| !tags.has(tag));
+                    left.for_each(|tag| found.market.tag_goes(tag));
+                }
+            }
+            (Action::Resume, Scope::Whole) if is_done && !found.is_paused => {
+                found.market.tags_are_back(|_| true);
+            }
+            (Action::Pause | Action::Resume, _) => {}
+        }
+    }
+
+    /// Has any process memory of this tag?
+    fn has_tag(&self, tenant: usize, tag: &str) -> bool {
+        let Ok(standing) = self.world.standing(tenant) else {
+            return false;
+        };
+        standing.has_tag(tag)
+    }
+
     /// Do the devices have room for all that a paused tenant must create again?
-    fn fits(&self, tenant: usize) -> Outcome<bool> {
-        let needed = self.world.standing(tenant)?.needed_bytes();
+    fn fits(&mut self, tenant: usize) -> Outcome<bool> {
+        let needed = self.world.needed_bytes(tenant)?;
         let free = self.world.free_bytes()?;
         Ok(needed.iter().zip(free).all(|(needed, free)| *needed <= free))
     }
@@ -214,7 +287,8 @@ impl Script {
     fn repair(&mut self, tenant: usize, action: Action) -> Outcome {
         self.world.tally.repairs += 1;
         let name = self.world.tenants[tenant].name.clone();
-        let request = Request { tenant: name, action, lost_imports: LostImports::LeaveOut };
+        let lost_imports = LostImports::LeaveOut;
+        let request = Request { tenant: name, action, lost_imports, scope: Scope::Whole };
         let verdict = self.world.desk.ask(Way::Library, &request)?;
         self.tell(&format!("  repaired by {action:?}: {}", outline(&verdict)));
         match verdict {
@@ -271,15 +345,17 @@ impl Script {
     fn judge(
         &self,
         tenant: usize,
-        action: Action,
+        request: &Request,
         verdict: &Verdict,
         mishap: &Mishap,
         fits: bool,
         ending: &Ending,
     ) -> Outcome {
-        let (before, after) = match action {
-            Action::Pause => (MemberState::Active, MemberState::Paused),
-            Action::Resume => (MemberState::Paused, MemberState::Active),
+        let was_paused = self.world.tenants[tenant].is_paused;
+        let before = if was_paused { MemberState::Paused } else { MemberState::Active };
+        let after = match (request.action, &request.scope) {
+            (Action::Pause, Scope::Whole) => MemberState::Paused,
+            (Action::Pause | Action::Resume, _) => MemberState::Active,
         };
         let Ending { standing, somebody_died } = ending;
         let is = |state| standing.all_are(state);
@@ -287,14 +363,20 @@ impl Script {
         let wrong = match verdict {
             Verdict::Done { .. } if !is(after) => Some("it succeeded, and the state is another"),
             _ if *somebody_died => None,
-            Verdict::Done { losses } if *losses > 0 => Some("members were lost, and none died"),
+            Verdict::Done { losses, .. } if *losses > 0 => Some("members were lost, and none died"),
             Verdict::Refused(refusal) if refusal.left_unchanged && !is(before) => {
                 Some("it was refused with everything as before, which is not so")
             }
             Verdict::Refused(refusal) if mishap.is_none() => {
-                let is_short = !fits && !is_wrong_shortage(refusal);
+                let is_known = self.is_about_room(tenant, request);
+                let is_full = refusal.text.contains("bytes free and");
+                let is_short = if is_known { !fits } else { is_full };
+                let is_short = is_short && !is_wrong_shortage(refusal);
+                // The last memory of a tag may be freed just then.
+                let is_gone =
+                    request.scope != Scope::Whole && refusal.text.contains("has no memory with");
                 let is_lost = has_orphans && refusal.text.contains("--without-lost");
-                (!is_short && !is_lost).then_some("it was refused without a reason")
+                (!is_short && !is_lost && !is_gone).then_some("it was refused without a reason")
             }
             Verdict::Done { .. } | Verdict::Refused(_) | Verdict::Killed => None,
         };
@@ -306,9 +388,12 @@ impl Script {
         }
     }
 
-    fn count(&mut self, action: Action, verdict: &Verdict, mishap: &Mishap) {
+    fn count(&mut self, request: &Request, verdict: &Verdict, mishap: &Mishap) {
         let tally = &mut self.world.tally;
-        match (verdict, action) {
+        let by_tag = request.scope != Scope::Whole;
+        match (verdict, request.action) {
+            (Verdict::Done { .. }, Action::Pause) if by_tag => tally.tag_pauses += 1,
+            (Verdict::Done { .. }, Action::Resume) if by_tag => tally.tag_resumes += 1,
             (Verdict::Done { .. }, Action::Pause) => tally.pauses += 1,
             (Verdict::Done { .. }, Action::Resume) => tally.resumes += 1,
             (Verdict::Refused(refusal), _) => {
@@ -347,22 +432,8 @@ impl Script {
             return Ok(());
         }
         world.tally.cycles += u64::from(was_paused);
-        for worker in &mut tenant.workers {
-            for answer in worker.answers()? {
-                if let Answer::Worked(worked) = answer {
-                    world.tally.launches += worked.launches;
-                    world.tally.changes += worked.changes;
-                }
-            }
-        }
-        let mut orphans = 0;
-        for worker in &mut tenant.workers {
-            let account = worker.check()?;
-            world.tally.checked_bytes += account.checked_bytes;
-            world.tally.lost_imports += account.lost;
-            orphans += account.orphans.len();
-        }
-        tenant.has_orphans = orphans > 0;
+        world.check(index)?;
+        let tenant = &world.tenants[index];
         if let Some(worker) = tenant.workers.iter().find(|worker| worker.is_veteran) {
             let now = (worker.account.resident_bytes, worker.account.fds);
             let veteran = &mut self.veteran;
@@ -384,8 +455,15 @@ impl Script {
             }
         }
         for index in 0..self.world.tenants.len() {
+            self.end_all_trade(index)?;
+        }
+        for index in 0..self.world.tenants.len() {
             if !self.world.tenants[index].workers.is_empty() {
                 self.plainly(index, Action::Resume)?;
+                // And its tags.
+                self.plainly(index, Action::Resume)?;
+                self.world.tenants[index].market.tags_are_back(|_| true);
+                self.world.check(index)?;
             }
             while let Some(last) = self.world.tenants[index].workers.len().checked_sub(1) {
                 if self.world.tenants[index].workers[last].is_veteran {
@@ -393,7 +471,7 @@ impl Script {
                     self.plainly(index, Action::Pause)?;
                     self.plainly(index, Action::Resume)?;
                 }
-                self.world.leave(index, last)?;
+                self.world.leave(index, last, true)?;
             }
             self.world.clear_board(index)?;
         }
@@ -410,7 +488,8 @@ impl Script {
 
     fn plainly(&mut self, index: usize, action: Action) -> Outcome {
         let name = self.world.tenants[index].name.clone();
-        let request = Request { tenant: name, action, lost_imports: LostImports::LeaveOut };
+        let lost_imports = LostImports::LeaveOut;
+        let request = Request { tenant: name, action, lost_imports, scope: Scope::Whole };
         self.tell(&format!("{action:?} of {} at the end", request.tenant));
         let verdict = self.world.desk.ask(Way::Library, &request)?;
         let Verdict::Done { .. } = verdict else {
@@ -480,7 +559,7 @@ fn is_wrong_shortage(refusal: &Refusal) -> bool {
 
 fn full(verdict: &Verdict) -> String {
     match verdict {
-        Verdict::Done { losses } => format!("done, {losses} lost"),
+        Verdict::Done { losses, notes } => format!("done, {losses} lost; {}", notes.join("; ")),
         Verdict::Refused(refusal) => format!("refused: {}", refusal.text),
         Verdict::Killed => "the coordinator was killed".to_owned(),
     }

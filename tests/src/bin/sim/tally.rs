@@ -30,7 +30,13 @@ pub(crate) struct Tally {
     pub(crate) processes_max: usize,
     pub(crate) launches: u64,
     pub(crate) changes: u64,
-    pub(crate) shared: u64,
+    pub(crate) offered: u64,
+    /// Papers for memory of others, by what came of them.
+    pub(crate) papers: Counts,
+    /// What was begun beside a command, by name.
+    pub(crate) deals: Counts,
+    pub(crate) tag_pauses: u64,
+    pub(crate) tag_resumes: u64,
     pub(crate) lost_imports: u64,
     pub(crate) checked_bytes: u64,
     /// The longest time that a command took, and what came of it.
@@ -68,9 +74,12 @@ impl fmt::Display for Tally {
         )?;
         writeln!(
             f,
-            "work            {} launches, {} changes of memory, {} tickets redeemed, {} imports lost",
-            self.launches, self.changes, self.shared, self.lost_imports
+            "work            {} launches, {} changes of memory, {} imports lost",
+            self.launches, self.changes, self.lost_imports
         )?;
+        writeln!(f, "by tag          {} pauses, {} resumes", self.tag_pauses, self.tag_resumes)?;
+        writeln!(f, "shared          {} papers: {}", self.offered, listed(&self.papers))?;
+        writeln!(f, "meanwhile       {}", listed(&self.deals))?;
         writeln!(f, "compared        {} MiB", self.checked_bytes >> 20)?;
         write!(f, "slowest command {}", seconds(self.slowest.0))?;
         write!(f, " ({})", self.slowest.1)

@@ -1,6 +1,6 @@
 //! The simulated machine: a node whose devices cannot hold all tenants at once, and the tenants' processes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -13,12 +13,12 @@ use tenants::run_dir::RunDir;
 use tenants::wire::{MemberState, MemberStats};
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
-use vmm_pool::{DeviceReport, PinnedBytes};
 
 use crate::coordinate::Desk;
-use crate::orders::{Generation, Order};
+use crate::orders::{Answer, Deal, Generation, Item, Order, Worked};
 use crate::process::Worker;
 use crate::tally::{Footprint, Tally};
+use crate::trade::Market;
 use crate::usage::Usage;
 use crate::worker::{Board, Charter};
 
@@ -26,6 +26,12 @@ pub(crate) const DEVICES: usize = 4;
 const DEVICE_UNITS: u64 = 12;
 /// Processes with contents to keep, each of which takes a chunk of 256 MiB of host memory.
 const KEEPERS_MAX: usize = 12;
+/// With more processes than this each uses one device.
+const CROWD_OF_SMALL: usize = 12;
+/// Why what the driver would not take back stays.
+const STRAY: &str = "would not take it back";
+/// Why memory stays whose owner has let it go.
+const LET_GO: &str = "let go by its owner";
 /// How long what follows from an answer may lag behind it: descriptors are closed after the answer is out.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -40,6 +46,8 @@ pub(crate) struct Tenant {
     /// Memory of a dead process may have been imported by one that lives.
     pub(crate) has_orphans: bool,
     pub(crate) steps: u64,
+    /// What its processes offer each other.
+    pub(crate) market: Market,
     board: Option<(Board, PathBuf)>,
 }
 
@@ -54,15 +62,6 @@ impl Tenant {
     }
 }
 
-/// Is memory of dead processes in a sum?
-#[derive(Clone, Copy, Debug)]
-enum Orphans {
-    /// Of a paused tenant: only what the driver would not unmap.
-    Counted,
-    /// Of an active one, whose processes list all of it in their accounts.
-    LeftOut,
-}
-
 /// What a tenant's processes say of themselves.
 #[derive(Clone, Debug)]
 pub(crate) struct Standing {
@@ -75,28 +74,28 @@ impl Standing {
         self.states.values().all(|found| *found == state)
     }
 
-    /// Bytes by device that the processes need when they are active.
-    pub(crate) fn needed_bytes(&self) -> Vec<u64> {
-        self.bytes(DeviceReport::own_bytes)
+    /// Has one of them memory of this tag?
+    pub(crate) fn has_tag(&self, tag: &str) -> bool {
+        let rows = self.members.iter().flat_map(|member| &member.member.tags);
+        rows.into_iter().any(|row| row.tag == tag)
     }
 
-    /// Bytes by device that they hold now, what the driver would not take back included. Memory of dead
-    /// processes counts only where `orphans` says so.
-    fn resident_bytes(&self, orphans: Orphans) -> Vec<u64> {
-        self.bytes(|device| {
-            let counts = |row: &&PinnedBytes| match orphans {
-                Orphans::Counted => true,
-                Orphans::LeftOut => !row.reason.contains("process that has ended"),
-            };
-            let strays: u64 = device.pinned.iter().filter(counts).map(|row| row.bytes).sum();
-            device.resident_bytes() + strays
-        })
-    }
-
-    fn bytes(&self, of: impl Fn(&DeviceReport) -> u64) -> Vec<u64> {
+    /// Bytes that the driver would not take back.
+    fn stray_bytes(&self) -> Vec<u64> {
         let rows = self.members.iter().flat_map(|member| &member.pool.devices);
-        let on = |ordinal| rows.clone().filter(move |row| row.device.0 == ordinal);
-        (0..).map(|ordinal| on(ordinal).map(&of).sum()).take(DEVICES).collect()
+        let strays = |ordinal| -> u64 {
+            let on = rows.clone().filter(move |row| row.device.0 == ordinal);
+            let pinned = on.flat_map(|device| &device.pinned);
+            pinned.filter(|row| row.reason.contains(STRAY)).map(|row| row.bytes).sum()
+        };
+        (0..).map(strays).take(DEVICES).collect()
+    }
+
+    /// Bytes that stay on devices, in the words of `reason`.
+    fn bytes_for(&self, pid: u32, reason: impl Fn(&str) -> bool) -> u64 {
+        let member = self.members.iter().filter(|member| member.member.pid == pid);
+        let rows = member.flat_map(|member| &member.pool.devices).flat_map(|row| &row.pinned);
+        rows.filter(|row| reason(&row.reason)).map(|row| row.bytes).sum()
     }
 }
 
@@ -130,6 +129,7 @@ impl World {
             is_broken: false,
             has_orphans: false,
             steps: 0,
+            market: Market::default(),
             board: None,
         };
         Ok(Self {
@@ -161,13 +161,18 @@ impl World {
         let workers = self.tenants.iter().flat_map(|tenant| &tenant.workers);
         let keepers = workers.filter(|worker| worker.is_keeper).count();
         let all_units = DEVICE_UNITS * DEVICES as u64;
+        // Most use one device, as a rank does.
+        let mut devices: Vec<i32> = (0..i32::try_from(DEVICES)?).collect();
+        self.random.shuffle(&mut devices);
+        let most = if crowd <= CROWD_OF_SMALL { self.random.usize(1..=2 * DEVICES) } else { 1 };
+        devices.truncate(if most > DEVICES { 1 } else { most });
         let is_veteran = tenant == 0 && self.tenants[0].workers.is_empty();
         let charter = Charter {
             node: self.dir.path().join("node"),
             run_dir: self.desk.run_dir_path.clone(),
             tenant: self.tenants[tenant].name.to_string(),
             number,
-            device: self.random.i32(0..4),
+            devices,
             // Together more than the devices hold, so that tenants must take turns.
             units_max: (all_units * 3 / 2 / crowd as u64).clamp(1, 6),
             is_keeper: is_veteran || (keepers < KEEPERS_MAX && self.random.u8(..3) == 0),
@@ -190,17 +195,58 @@ impl World {
         Ok(())
     }
 
-    /// A process of an active tenant at rest frees all and ends.
-    pub(crate) fn leave(&mut self, tenant: usize, index: usize) -> Outcome {
+    /// A process of an active tenant at rest frees all and ends; its peers have let go of what they had from it
+    /// before, or keep it.
+    pub(crate) fn leave(&mut self, tenant: usize, index: usize, is_dropped: bool) -> Outcome {
         let tenant = &mut self.tenants[tenant];
         let worker = tenant.workers.remove(index);
         let owner = worker.number;
         for other in &mut tenant.workers {
-            other.obey(&Order::DropImports { owner })?;
+            if is_dropped {
+                other.deal(Deal::DropImports { owner })?;
+            } else {
+                other.obey(&Order::Ended { owner })?;
+            }
         }
-        worker.leave()?;
+        let (away, open) = (tenant.market.away_tags(), tenant.market.open_ids(owner));
+        worker.leave(away, open)?;
+        tenant.has_orphans |= !is_dropped;
         tenant.is_broken = true;
         self.tally.left += 1;
+        Ok(())
+    }
+
+    /// Reads all answers that are outstanding, and enters what they say. The tenant is active.
+    pub(crate) fn hear(&mut self, tenant: usize) -> Outcome {
+        let tenant = &mut self.tenants[tenant];
+        for index in 0..tenant.workers.len() {
+            let answers = tenant.workers[index].answers()?;
+            let number = tenant.workers[index].number;
+            for answer in answers {
+                if let Answer::Worked(Worked { launches, changes, .. }) = answer {
+                    self.tally.launches += launches;
+                    self.tally.changes += changes;
+                } else {
+                    tenant.market.enter(number, answer, &mut self.tally)?;
+                }
+            }
+        }
+        tenant.market.settle(&mut tenant.workers)
+    }
+
+    /// Compares all that the processes of an active tenant at rest can reach.
+    pub(crate) fn check(&mut self, tenant: usize) -> Outcome {
+        self.hear(tenant)?;
+        let tenant = &mut self.tenants[tenant];
+        let mut orphans = 0;
+        for worker in &mut tenant.workers {
+            let open = tenant.market.open_ids(worker.number);
+            let account = worker.check(&tenant.market.away_tags(), &open)?;
+            self.tally.checked_bytes += account.checked_bytes;
+            self.tally.lost_imports += account.lost;
+            orphans += account.orphans;
+        }
+        tenant.has_orphans = orphans > 0;
         Ok(())
     }
 
@@ -210,6 +256,7 @@ impl World {
         let mut worker = tenant.workers.remove(index);
         worker.kill()?;
         self.deaths += 1;
+        tenant.market.taker_died(worker.number);
         tenant.abort()?;
         tenant.has_orphans = true;
         for other in &mut tenant.workers {
@@ -297,43 +344,74 @@ impl World {
             .map_err(|code| Trouble::new(format!("the observer was refused with {code}")))
     }
 
-    /// Compares the bytes in use on every device with what all processes say they hold.
-    pub(crate) fn compare_devices(&self) -> Outcome {
+    /// Compares the bytes in use on every device with what all processes have on record.
+    pub(crate) fn compare_devices(&mut self) -> Outcome {
         let deadline = Instant::now() + SETTLE_TIMEOUT;
         loop {
-            let (mut wanted, mut used) = (vec![0; DEVICES], vec![0; DEVICES]);
-            let mut orphans = BTreeMap::new();
+            let (mut wanted, mut strays) = (vec![0; DEVICES], vec![0; DEVICES]);
+            // One allocation may be held by many.
+            let mut resident: BTreeMap<u128, (usize, u64)> = BTreeMap::new();
+            let mut wrong = None;
             for index in 0..self.tenants.len() {
-                let tenant = &self.tenants[index];
-                if tenant.workers.is_empty() {
+                if self.tenants[index].workers.is_empty() {
                     continue;
                 }
-                let orphans_in = if tenant.is_paused { Orphans::Counted } else { Orphans::LeftOut };
-                let resident = self.standing(index)?.resident_bytes(orphans_in);
-                wanted.iter_mut().zip(resident).for_each(|(sum, bytes)| *sum += bytes);
-                if !tenant.is_paused {
-                    let accounts = tenant.workers.iter().map(|worker| &worker.account);
-                    let found = accounts.flat_map(|account| &account.orphans);
-                    orphans.extend(found.map(|(id, device, bytes)| (*id, (*device, *bytes))));
+                let standing = self.standing(index)?;
+                let left = standing.stray_bytes();
+                strays.iter_mut().zip(left).for_each(|(sum, bytes)| *sum += bytes);
+                let items = self.items(index)?;
+                for item in items.iter().flat_map(|(_, items)| items).filter(|i| i.is_resident) {
+                    resident.insert(item.id, (usize::try_from(item.device)?, item.bytes));
+                }
+                // What the driver would not unmap is in the notes alone.
+                let found = &self.tenants[index];
+                if found.is_paused && !found.market.is_troubled {
+                    wrong = wrong.or_else(|| unexplained(&standing, &items));
                 }
             }
-            for (device, bytes) in orphans.values() {
-                wanted[usize::try_from(*device)?] += bytes;
+            for (device, bytes) in resident.values() {
+                wanted[*device] += bytes;
             }
+            let mut used = vec![0; DEVICES];
             for (device, used) in used.iter_mut().enumerate() {
                 let info = self.memory(device)?;
                 *used = info.total_bytes - info.free_bytes;
             }
-            if used == wanted {
+            // A stray may be a handle of memory that somebody has on record, and holds nothing more then.
+            let most = wanted.iter().zip(&strays).map(|(wanted, strays)| wanted + strays);
+            let fits = wanted.iter().zip(most).zip(&used);
+            let is_right =
+                fits.into_iter().all(|((least, most), used)| (*least..=most).contains(used));
+            if is_right && wrong.is_none() {
                 return Ok(());
             }
             if Instant::now() > deadline {
+                let wrong = wrong.unwrap_or_default();
                 return Err(Trouble::new(format!(
-                    "devices hold {used:?} bytes, and all processes together {wanted:?}"
+                    "devices hold {used:?} bytes, and all processes together {wanted:?} and {strays:?} that the \
+                     driver would not take back; {wrong}"
                 )));
             }
             look_again_later();
         }
+    }
+
+    /// What the processes of a tenant have on record, by process id.
+    fn items(&mut self, tenant: usize) -> Outcome<Vec<(u32, Vec<Item>)>> {
+        let workers = self.tenants[tenant].workers.iter_mut();
+        workers.map(|worker| Ok((worker.pid(), worker.inventory()?))).collect()
+    }
+
+    /// Bytes by device that the processes of a paused tenant need at most to run again.
+    pub(crate) fn needed_bytes(&mut self, tenant: usize) -> Outcome<Vec<u64>> {
+        let mut needed = vec![0; DEVICES];
+        let items = self.items(tenant)?;
+        for item in items.iter().flat_map(|(_, items)| items) {
+            if item.is_own && !item.is_resident {
+                needed[usize::try_from(item.device)?] += item.bytes;
+            }
+        }
+        Ok(needed)
     }
 
     /// What this process and its files take now.
@@ -344,6 +422,28 @@ impl World {
             run_entries: entries(&self.desk.run_dir_path)?,
         })
     }
+}
+
+/// Memory of a paused tenant that is on a device, and that its process gives no reason for, or a wrong one.
+fn unexplained(standing: &Standing, items: &[(u32, Vec<Item>)]) -> Option<String> {
+    let all = items.iter().flat_map(|(_, items)| items);
+    let owned: BTreeSet<u128> = all.filter(|item| item.is_own).map(|item| item.id).collect();
+    for (pid, items) in items {
+        let resident = items.iter().filter(|item| item.is_resident);
+        let bytes: u64 = resident.clone().map(|item| item.bytes).sum();
+        let said = standing.bytes_for(*pid, |reason| !reason.contains(STRAY));
+        let ownerless = resident.filter(|item| !item.is_own && !owned.contains(&item.id));
+        let ownerless: u64 = ownerless.map(|item| item.bytes).sum();
+        let let_go = standing.bytes_for(*pid, |reason| reason.contains(LET_GO));
+        if bytes != said || let_go > ownerless {
+            return Some(format!(
+                "process {pid} is paused and has {bytes} bytes on devices, {said} with a reason, {let_go} as let go \
+                 by their owner, of {ownerless} without one: {:?}",
+                items.iter().filter(|item| item.is_resident).collect::<Vec<_>>()
+            ));
+        }
+    }
+    None
 }
 
 /// How many files and directories there are below `path`.

@@ -1,9 +1,8 @@
 //! Who lives: processes join and leave tenants that are active and at rest, share memory, and die at rest.
 
-use sublet_tests::{Outcome, Trouble};
+use sublet_tests::Outcome;
 
 use super::Script;
-use crate::orders::{Answer, Order};
 
 /// How many processes there are to be, and until which cycle.
 #[derive(Clone, Copy, Debug, Default)]
@@ -93,7 +92,8 @@ impl Script {
         if let Some(index) = self.any_mortal(tenant) {
             let number = self.world.tenants[tenant].workers[index].number;
             self.tell(&format!("worker {number} leaves tenant{tenant}"));
-            self.world.leave(tenant, index)?;
+            let is_dropped = self.world.random.bool();
+            self.world.leave(tenant, index, is_dropped)?;
         }
         Ok(())
     }
@@ -116,43 +116,17 @@ impl Script {
 
     /// After changes of who lives: new communicators, and memory shared with all.
     fn gather(&mut self, index: usize) -> Outcome {
-        let tenant = &mut self.world.tenants[index];
-        if tenant.workers.is_empty() {
+        if self.world.tenants[index].workers.is_empty() {
             return Ok(());
         }
-        for worker in &mut tenant.workers {
-            worker.answers()?;
-        }
-        if tenant.is_broken {
+        self.world.hear(index)?;
+        let has_ended = self.world.random.u8(..6) == 0;
+        if self.world.tenants[index].is_broken || has_ended {
             self.world.regroup(index)?;
         } else if self.world.random.u8(..3) > 0 {
             return Ok(());
         }
         self.share(index)?;
-        for worker in &mut self.world.tenants[index].workers {
-            worker.check()?;
-        }
-        Ok(())
-    }
-
-    /// One worker offers memory, and some others take it.
-    fn share(&mut self, index: usize) -> Outcome {
-        let random = &mut self.world.random;
-        let workers = &mut self.world.tenants[index].workers;
-        let (owner, count) = (random.usize(..workers.len()), random.usize(1..=2));
-        let takers: Vec<usize> =
-            (0..workers.len()).filter(|taker| *taker != owner).take(random.usize(1..=4)).collect();
-        if takers.is_empty() {
-            return Ok(());
-        }
-        for taker in takers {
-            let answer = workers[owner].obey(&Order::Share { count })?;
-            let Answer::Offers(offers) = answer else {
-                return Err(Trouble::new(format!("{answer:?} in place of tickets")));
-            };
-            self.world.tally.shared += offers.len() as u64;
-            workers[taker].obey(&Order::Accept { offers })?;
-        }
-        Ok(())
+        self.world.check(index)
     }
 }

@@ -4,7 +4,9 @@
 //! as an application's own thread does, and waits at the gate while the tenant is paused.
 
 mod board;
+mod calls;
 mod collectives;
+mod exchange;
 mod holdings;
 mod memory;
 
@@ -16,20 +18,27 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
+use std::time::Duration;
 
+use sublet_nccl::pausing::{act_for_own_tags, chain};
 use sublet_tests::{Outcome, Trouble};
 use tenants::host_memory::{HostLimit, LimitKind};
 use tenants::identity::TenantName;
 use tenants::member::{Member, MemberConfig};
 use tenants::run_dir::RunDir;
+use tenants::scope::TagNames;
+use tenants::wire::Action;
+use vmm_pool::Standing;
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 
-use crate::orders::{Answer, Order, Worked, write_line};
+use crate::orders::{Answer, Deal, Item, Order, Worked, write_line};
 use collectives::Collectives;
+use exchange::Exchange;
 use holdings::Holdings;
 
 pub(crate) use board::Board;
+pub(crate) use exchange::TAGS;
 
 /// What `MemberConfig::host_limits` says, which can hold no value of its own.
 static HOST_BYTES: AtomicU64 = AtomicU64::new(u64::MAX);
@@ -42,7 +51,8 @@ pub(crate) struct Charter {
     pub(crate) tenant: String,
     /// The simulation's number for it.
     pub(crate) number: u64,
-    pub(crate) device: i32,
+    /// The devices that it uses, the one that its collectives run on first.
+    pub(crate) devices: Vec<i32>,
     /// How much memory it may have, in units of the driver's granularity.
     pub(crate) units_max: u64,
     /// May it have contents that a pause keeps? Each process with some takes a chunk of host memory.
@@ -57,7 +67,7 @@ impl Charter {
             self.run_dir.display().to_string(),
             self.tenant.clone(),
             self.number.to_string(),
-            self.device.to_string(),
+            self.devices.iter().map(i32::to_string).collect::<Vec<_>>().join(","),
             self.units_max.to_string(),
             self.is_keeper.to_string(),
             self.seed.to_string(),
@@ -65,7 +75,7 @@ impl Charter {
     }
 
     pub(crate) fn from_words(words: &[String]) -> Outcome<Self> {
-        let [node, run_dir, tenant, number, device, units_max, is_keeper, seed] = words else {
+        let [node, run_dir, tenant, number, devices, units_max, is_keeper, seed] = words else {
             return Err(Trouble::new("a worker is started by the simulation only"));
         };
         Ok(Self {
@@ -73,7 +83,7 @@ impl Charter {
             run_dir: run_dir.into(),
             tenant: tenant.clone(),
             number: number.parse()?,
-            device: device.parse()?,
+            devices: devices.split(',').map(str::parse).collect::<Result<_, _>>()?,
             units_max: units_max.parse()?,
             is_keeper: is_keeper.parse()?,
             seed: seed.parse()?,
@@ -83,10 +93,14 @@ impl Charter {
 
 type Sim = Member<SimDriver>;
 
+/// For a pause or resume of a process's own tags.
+const OWN_TAG_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// The second thread's own.
 struct Application {
     member: Arc<Sim>,
     holdings: Holdings,
+    exchange: Arc<Exchange>,
     collectives: Collectives,
 }
 
@@ -101,17 +115,19 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     let plain = MemberConfig::new(run_dir, tenant, &command, "simulation");
     let config = MemberConfig { host_limits, ..plain };
     let member = Member::join(config, driver)?;
-    let device = DeviceOrdinal(charter.device);
+    let home = charter.devices.first().copied().unwrap_or_default();
+    let exchange = Arc::new(Exchange::new(Arc::clone(&member), charter));
     let application = Application {
-        holdings: Holdings::new(Arc::clone(&member), device, charter)?,
-        collectives: Collectives::new(Arc::clone(&member), device)?,
+        holdings: Holdings::new(Arc::clone(&member), charter)?,
+        exchange: Arc::clone(&exchange),
+        collectives: Collectives::new(Arc::clone(&member), DeviceOrdinal(home))?,
         member: Arc::clone(&member),
     };
     let writer = Arc::new(Mutex::new(stream.try_clone()?));
     let (tasks, inbox) = channel();
     let answers = Arc::clone(&writer);
     let worker = thread::spawn(move || application.obey(&inbox, &answers));
-    listen(stream, &member, &tasks, &writer)?;
+    listen(stream, (&member, &exchange), &tasks, &writer)?;
     drop(tasks);
     if worker.is_finished() {
         // It was told to leave; otherwise it may wait at the gate for ever, and ends with the process.
@@ -122,19 +138,71 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
 
 fn listen(
     stream: UnixStream,
-    member: &Sim,
+    (member, exchange): (&Arc<Sim>, &Arc<Exchange>),
     tasks: &Sender<(u64, Order)>,
-    writer: &Mutex<UnixStream>,
+    writer: &Arc<Mutex<UnixStream>>,
 ) -> Outcome {
     for line in BufReader::new(stream).lines() {
         let (number, order): (u64, Order) = serde_json::from_str(&line?)?;
-        if order.is_aside() {
+        if let Order::Trade { after_us, deal } = order {
+            let (member, exchange) = (Arc::clone(member), Arc::clone(exchange));
+            let writer = Arc::clone(writer);
+            thread::spawn(move || {
+                let_time_pass(Duration::from_micros(after_us));
+                let answer = deal_with(&member, &exchange, deal)
+                    .unwrap_or_else(|trouble| Answer::Violation(trouble.to_string()));
+                // Whoever asked may have ended.
+                say(&writer, number, &answer).ok();
+            });
+        } else if order.is_aside() {
             say(writer, number, &obey_aside(member, &order))?;
         } else if tasks.send((number, order)).is_err() {
             break;
         }
     }
     Ok(())
+}
+
+#[expect(clippy::disallowed_methods, reason = "a random instant is what the simulation is about")]
+fn let_time_pass(time: Duration) {
+    thread::sleep(time);
+}
+
+fn deal_with(member: &Sim, exchange: &Exchange, deal: Deal) -> Outcome<Answer> {
+    let done = |()| Answer::Done;
+    match deal {
+        Deal::Offer { count } => exchange.offer(count).map(Answer::Offers),
+        Deal::Accept { offers } => exchange.accept(offers).map(Answer::Taken),
+        Deal::End { order } => exchange.end(order).map(done),
+        Deal::LetOneGo => exchange.let_one_go().map(done),
+        Deal::DropImports { owner } => exchange.drop_imports(owner).map(done),
+        Deal::Settle { ticket } => exchange.settle(&ticket).map(done),
+        Deal::Pin => {
+            exchange.pin_one();
+            Ok(Answer::Done)
+        }
+        Deal::OwnTag { tag, is_pause } => {
+            let action = if is_pause { Action::Pause } else { Action::Resume };
+            let tags = TagNames::Named([tag].into());
+            let acted = act_for_own_tags(member, tags, action, Some(OWN_TAG_TIMEOUT));
+            Ok(Answer::Tagged(acted.err().map(|error| chain(&error))))
+        }
+    }
+}
+
+fn inventory(member: &Sim) -> Vec<Item> {
+    let all = member.pool().inventory(Standing::Runs).into_iter();
+    all.filter_map(|found| {
+        Some(Item {
+            id: u128::from_be_bytes(found.id.0),
+            is_own: found.is_own(),
+            is_resident: found.is_resident,
+            device: found.device?.0,
+            bytes: found.size_bytes,
+            tag: found.class.tag,
+        })
+    })
+    .collect()
 }
 
 fn obey_aside(member: &Sim, order: &Order) -> Answer {
@@ -152,14 +220,13 @@ fn obey_aside(member: &Sim, order: &Order) -> Answer {
             HOST_BYTES.store(bytes.unwrap_or(u64::MAX), Ordering::SeqCst);
             Answer::Done
         }
+        Order::Inventory => Answer::Inventory(inventory(member)),
         Order::Work { .. }
-        | Order::Check
-        | Order::Share { .. }
-        | Order::Accept { .. }
-        | Order::DropImports { .. }
+        | Order::Check { .. }
+        | Order::Trade { .. }
         | Order::Ended { .. }
         | Order::Communicate(_)
-        | Order::Leave => Answer::Violation(format!("{order:?} is not to be obeyed aside")),
+        | Order::Leave { .. } => Answer::Violation(format!("{order:?} is not to be obeyed aside")),
     }
 }
 
@@ -175,7 +242,7 @@ fn say(writer: &Mutex<UnixStream>, number: u64, answer: &Answer) -> Outcome {
 impl Application {
     fn obey(mut self, inbox: &Receiver<(u64, Order)>, writer: &Mutex<UnixStream>) -> Outcome {
         while let Ok((number, order)) = inbox.recv() {
-            let is_last = matches!(order, Order::Leave);
+            let is_last = matches!(order, Order::Leave { .. });
             let answer = self
                 .obey_one(order)
                 .unwrap_or_else(|trouble| Answer::Violation(trouble.to_string()));
@@ -191,24 +258,25 @@ impl Application {
         let done = |()| Answer::Done;
         match order {
             Order::Work { first, last, seed } => self.work(first, last, seed).map(Answer::Worked),
-            Order::Check => self.holdings.check().map(Answer::Account),
-            Order::Share { count } => self.holdings.share(count).map(Answer::Offers),
-            Order::Accept { offers } => self.holdings.accept(offers).map(done),
-            Order::DropImports { owner } => self.holdings.drop_imports(owner).map(done),
+            Order::Check { away, open } => {
+                self.holdings.check(&self.exchange, &away, &open).map(Answer::Account)
+            }
             Order::Ended { owner } => {
-                self.holdings.owner_ended(owner);
+                self.exchange.owner_ended(owner);
                 Ok(Answer::Done)
             }
             Order::Communicate(generation) => self.collectives.join(generation).map(done),
-            Order::Leave => {
+            Order::Leave { away, open } => {
                 self.collectives.leave()?;
-                let account = self.holdings.free_all()?;
+                let account = self.holdings.free_all(&self.exchange, &away, &open)?;
                 self.member.leave();
                 Ok(Answer::Account(account))
             }
-            Order::Fail { .. } | Order::FailNoMore | Order::HostLimit { .. } => {
-                Err(Trouble::new("an order to be obeyed aside"))
-            }
+            Order::Fail { .. }
+            | Order::FailNoMore
+            | Order::HostLimit { .. }
+            | Order::Trade { .. }
+            | Order::Inventory => Err(Trouble::new("an order to be obeyed aside")),
         }
     }
 

@@ -1,0 +1,80 @@
+//! Calls to the pool as an application makes them, where some are made to fail.
+
+use sublet_tests::{Outcome, Trouble};
+use vmm_pool::PoolError;
+use vmm_pool::driver::sim::GRANULARITY_BYTES;
+use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
+
+use super::Sim;
+
+/// A call that an injected fault made fail is made again so often at most.
+const TRIES_MAX: usize = 8;
+
+/// How many calls have been made to fail.
+pub(super) fn fired(member: &Sim) -> u64 {
+    member.pool().driver().faults().fired()
+}
+
+/// What a call came to: `None` when a fault that was injected since, or a full device, explains the refusal.
+pub(super) fn judged<T>(
+    member: &Sim,
+    fired_before: u64,
+    result: Result<T, PoolError>,
+) -> Outcome<Option<T>> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if fired(member) > fired_before || is_full(&error) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Calls until it succeeds, which it must as soon as no fault is in the way.
+pub(super) fn insist<T>(member: &Sim, call: impl Fn() -> Result<T, PoolError>) -> Outcome<T> {
+    for _ in 0..TRIES_MAX {
+        let before = fired(member);
+        if let Some(value) = judged(member, before, call())? {
+            return Ok(value);
+        }
+    }
+    Err(Trouble::new("a call was refused again and again"))
+}
+
+/// Maps `handle` at a fresh place where all of `readers` reach it, or leaves nothing behind.
+pub(super) fn map(
+    member: &Sim,
+    handle: u64,
+    units: u64,
+    readers: &[DeviceOrdinal],
+) -> Outcome<Option<VaRange>> {
+    let size_bytes = units * GRANULARITY_BYTES;
+    let core = member.pool().driver().core();
+    let start = core.reserve(size_bytes, 0, DeviceAddress(0)).map_err(device_refused)?;
+    let place = VaRange::new(start, size_bytes);
+    let before = fired(member);
+    let mapped = judged(member, before, member.pool().map(place, 0, handle));
+    if !matches!(mapped, Ok(Some(()))) {
+        core.free_addresses(place).map_err(device_refused)?;
+        return mapped.map(|_| None);
+    }
+    let access: Vec<AccessDesc> =
+        readers.iter().map(|device| AccessDesc::read_write(*device)).collect();
+    let allowed = judged(member, before, member.pool().set_access(place, &access));
+    if !matches!(allowed, Ok(Some(()))) {
+        unmap(member, place)?;
+        return allowed.map(|_| None);
+    }
+    Ok(Some(place))
+}
+
+pub(super) fn unmap(member: &Sim, place: VaRange) -> Outcome {
+    insist(member, || member.pool().unmap(place))?;
+    member.pool().driver().core().free_addresses(place).map_err(device_refused)
+}
+
+pub(super) fn is_full(error: &PoolError) -> bool {
+    error.code() == Some(DriverCode::OUT_OF_MEMORY)
+}
+
+pub(super) fn device_refused(code: DriverCode) -> Trouble {
+    Trouble::new(format!("the simulated device refused with {code}"))
+}

@@ -1,0 +1,547 @@
+//! What one process shares with others: memory that it gave out, and memory that it took. Each deal is made by a
+//! thread of its own at an instant of its own, as communicators come and end, so that it meets a pause anywhere.
+//!
+//! A pass of the gate is taken before the lock of the model, never behind it.
+
+use std::collections::BTreeSet;
+use std::os::fd::AsFd as _;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use fastrand::Rng;
+use sublet_tests::{Outcome, Trouble};
+use sublet_torch_allocator::ipc;
+use tenants::gate::Passage;
+use tenants::member::ImportError;
+use tenants::ticket::Ticket;
+use vmm_pool::driver::sim::GRANULARITY_BYTES;
+use vmm_pool::driver::{AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
+use vmm_pool::{Class, Contents};
+
+use super::calls::{device_refused, fired, insist, judged, map, unmap};
+use super::{Charter, Sim, memory};
+use crate::orders::{Account, EndOrder, Offer, Paper, Taken, TakenHow};
+
+/// Of regions, as processes use them.
+pub(crate) const TAGS: [&str; 2] = ["kv", "weights"];
+/// In place of a region.
+const LIBRARY: &str = "simulation";
+
+/// Where memory came from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Origin {
+    Own,
+    /// A plain block of this process's own (`cuMemAlloc`).
+    Block,
+    Imported {
+        owner: u64,
+        /// Its owner has ended: a pause loses it.
+        is_orphan: bool,
+        is_lost: bool,
+        /// So often it was opened as a `cudaIpc` handle; 0 for a ticket.
+        opens: u32,
+    },
+}
+
+#[derive(Clone, Debug)]
+struct Piece {
+    id: u128,
+    origin: Origin,
+    /// None for blocks.
+    handle: Option<u64>,
+    place: Option<VaRange>,
+    /// Devices of this process that reach it.
+    readers: Vec<DeviceOrdinal>,
+    units: u64,
+    device: DeviceOrdinal,
+    contents: Contents,
+    tag: String,
+    pattern: u64,
+}
+
+impl Piece {
+    fn is_own(&self) -> bool {
+        matches!(self.origin, Origin::Own | Origin::Block)
+    }
+
+    fn bytes(&self) -> u64 {
+        self.units * GRANULARITY_BYTES
+    }
+}
+
+/// Own memory that was let go, which a ticket or a pause may keep.
+#[derive(Clone, Debug)]
+struct LetGo {
+    id: u128,
+    tag: String,
+    device: DeviceOrdinal,
+    bytes: u64,
+}
+
+struct Model {
+    random: Rng,
+    pieces: Vec<Piece>,
+    let_go: Vec<LetGo>,
+    /// Processes that have ended; one may be heard of before what was taken from it is entered.
+    ended: BTreeSet<u64>,
+    made: u64,
+}
+
+impl Model {
+    fn enter(&mut self, mut piece: Piece) {
+        if let Origin::Imported { owner, is_orphan, .. } = &mut piece.origin {
+            *is_orphan = self.ended.contains(owner);
+        }
+        self.pieces.push(piece);
+    }
+}
+
+/// See the head of this module.
+pub(super) struct Exchange {
+    member: Arc<Sim>,
+    charter: Charter,
+    devices: Vec<DeviceOrdinal>,
+    model: Mutex<Model>,
+}
+
+/// What is shared, as the rest of the account needs it.
+pub(super) struct Shared {
+    /// Own bytes by device, held or kept for a ticket.
+    pub(super) own_bytes: Vec<u64>,
+    /// What may be there besides: let go while its tag was paused.
+    pub(super) perhaps_bytes: Vec<u64>,
+    /// Places that are mapped.
+    pub(super) places: usize,
+    /// Allocations that only a ticket keeps.
+    pub(super) kept_by_tickets: usize,
+}
+
+impl Exchange {
+    pub(super) fn new(member: Arc<Sim>, charter: &Charter) -> Self {
+        let random = Rng::with_seed(charter.seed ^ 0x5ba3);
+        let model = Model {
+            random,
+            pieces: Vec::new(),
+            let_go: Vec::new(),
+            ended: BTreeSet::new(),
+            made: 0,
+        };
+        let devices = charter.devices.iter().map(|device| DeviceOrdinal(*device)).collect();
+        Self { member, charter: charter.clone(), devices, model: Mutex::new(model) }
+    }
+
+    fn model(&self) -> MutexGuard<'_, Model> {
+        self.model.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// New memory, with papers for others to come for it.
+    pub(super) fn offer(&self, count: usize) -> Outcome<Vec<Offer>> {
+        let mut offers = Vec::new();
+        for _ in 0..count {
+            let _pass = self.member.gate().pass(Passage::Use);
+            let mut model = self.model();
+            let own = model.pieces.iter().filter(|piece| piece.is_own()).count();
+            if own as u64 >= self.charter.units_max.min(3) {
+                break;
+            }
+            if let Some(piece) = self.make(&mut model)? {
+                let papers = if model.random.u8(..3) == 0 { 2 } else { 1 };
+                self.issue(&mut model, piece, papers, &mut offers)?;
+            }
+        }
+        Ok(offers)
+    }
+
+    fn make(&self, model: &mut Model) -> Outcome<Option<Piece>> {
+        model.made += 1;
+        let pattern = (self.charter.number << 32) | (1 << 31) | model.made;
+        let device = self.devices[model.random.usize(..self.devices.len())];
+        // Mapped from one device to another inside the process, now and then.
+        let mut readers = vec![device];
+        readers.extend(model.random.choice(&self.devices).filter(|other| **other != device));
+        let keeps = self.charter.is_keeper && model.random.u8(..4) > 0;
+        let contents = if keeps { Contents::Keep } else { Contents::Discard };
+        let tag = match model.random.usize(..4) {
+            index if index < TAGS.len() => TAGS[index],
+            _ => "",
+        };
+        let class = Class { library: LIBRARY, tag: tag.to_owned(), contents };
+        let prop = AllocationProp::pinned_on(device);
+        let before = fired(&self.member);
+        let pool = self.member.pool();
+        let piece = |origin, handle, place| Piece {
+            id: 0,
+            origin,
+            handle,
+            place: Some(place),
+            readers: readers.clone(),
+            units: 1,
+            device,
+            contents,
+            tag: tag.to_owned(),
+            pattern,
+        };
+        let piece = if model.random.bool() {
+            let made = pool.block_allocate(GRANULARITY_BYTES - 512, &prop, &readers, class);
+            let Some(start) = judged(&self.member, before, made)? else { return Ok(None) };
+            piece(Origin::Block, None, VaRange::new(start, GRANULARITY_BYTES))
+        } else {
+            let made = pool.create(GRANULARITY_BYTES, &prop, class);
+            let Some(handle) = judged(&self.member, before, made)? else { return Ok(None) };
+            let handle = handle.raw();
+            let Some(place) = map(&self.member, handle, 1, &readers)? else {
+                judged(&self.member, before, pool.release(handle))?;
+                return Ok(None);
+            };
+            piece(Origin::Own, Some(handle), place)
+        };
+        let place = piece.place.ok_or_else(|| Trouble::new("a piece without a place"))?;
+        memory::write(pool.driver(), device, place, pattern).map_err(device_refused)?;
+        Ok(Some(piece))
+    }
+
+    /// Papers for a piece that is new; it is freed again where none could be made.
+    fn issue(
+        &self,
+        model: &mut Model,
+        mut piece: Piece,
+        papers: usize,
+        offers: &mut Vec<Offer>,
+    ) -> Outcome {
+        let place = piece.place.ok_or_else(|| Trouble::new("a piece without a place"))?;
+        let mut issued = 0;
+        for _ in 0..papers {
+            let paper = if let Some(handle) = piece.handle {
+                let before = fired(&self.member);
+                let fd = match self.member.issue_ticket(handle) {
+                    Ok(fd) => fd,
+                    Err(_) if fired(&self.member) > before => continue,
+                    Err(error) => return Err(error.into()),
+                };
+                let ticket = Ticket::read(fd.as_fd())?.ok_or_else(|| Trouble::new("no ticket"))?;
+                piece.id = u128::from_be_bytes(ticket.allocation.0);
+                Paper::Ticket(ticket.encode().ok_or_else(|| Trouble::new("a ticket too long"))?)
+            } else {
+                let handle = ipc::handle_of(&self.member, place.start);
+                let handle = handle.ok_or_else(|| Trouble::new("a block without a handle"))?;
+                let (id, _, _) = self
+                    .member
+                    .pool()
+                    .block_identity(place.start)
+                    .ok_or_else(|| Trouble::new("a block that is not known"))?;
+                piece.id = u128::from_be_bytes(id.0);
+                Paper::Handle(handle.to_vec())
+            };
+            issued += 1;
+            model.made += 1;
+            offers.push(Offer {
+                number: (self.charter.number << 32) | model.made,
+                paper,
+                id: piece.id,
+                units: piece.units,
+                pattern: piece.pattern,
+                is_kept: piece.contents == Contents::Keep,
+                owner: self.charter.number,
+                device: piece.device.0,
+                tag: piece.tag.clone(),
+            });
+        }
+        if issued > 0 {
+            model.pieces.push(piece);
+            Ok(())
+        } else {
+            self.free(&piece)
+        }
+    }
+
+    /// Comes for what is offered. What is refused is for whoever offered it to judge.
+    pub(super) fn accept(&self, offers: Vec<Offer>) -> Outcome<Vec<Taken>> {
+        let mut taken = Vec::new();
+        for offer in offers {
+            let number = offer.number;
+            let how = match &offer.paper {
+                Paper::Ticket(words) => self.redeem(&offer, &Ticket::decode(words)?)?,
+                Paper::Handle(words) => self.open(&offer, words)?,
+            };
+            taken.push(Taken { offer: number, how });
+        }
+        Ok(taken)
+    }
+
+    fn redeem(&self, offer: &Offer, ticket: &Ticket) -> Outcome<TakenHow> {
+        let _pass = self.member.gate().pass(Passage::Use);
+        let before = fired(&self.member);
+        let handle = match self.member.redeem_ticket(ticket, LIBRARY) {
+            Ok(handle) => handle.raw(),
+            Err(error) => return Ok(self.refusal(before, &error)),
+        };
+        let reader = self.model().random.choice(&self.devices).copied();
+        let readers: Vec<DeviceOrdinal> = reader.into_iter().collect();
+        let before = fired(&self.member);
+        let mapped = map(&self.member, handle, offer.units, &readers);
+        let place = match mapped {
+            Ok(Some(place)) => place,
+            Ok(None) => {
+                judged(&self.member, before, self.member.pool().release(handle))?;
+                return Ok(TakenHow::Dropped);
+            }
+            Err(trouble) => {
+                // Its tag may be paused, in words that are looked at.
+                judged(&self.member, before, self.member.pool().release(handle))?;
+                return Ok(TakenHow::NotMapped(trouble.to_string()));
+            }
+        };
+        self.model().enter(imported(offer, Some(handle), place, readers, 0));
+        Ok(TakenHow::Held)
+    }
+
+    fn open(&self, offer: &Offer, words: &[u8]) -> Outcome<TakenHow> {
+        let handle: [u8; ipc::HANDLE_BYTES] = words.try_into()?;
+        let reader = {
+            let mut model = self.model();
+            self.devices[model.random.usize(..self.devices.len())]
+        };
+        let before = fired(&self.member);
+        // It takes a pass of its own, which it steps aside with.
+        let opened = ipc::open(&self.member, &handle, reader, LIBRARY);
+        let opened = opened.ok_or_else(|| Trouble::new("a handle that is not known as ours"))?;
+        let start = match opened {
+            Ok(start) => start,
+            Err(error) => return Ok(self.refusal(before, &error)),
+        };
+        let mut model = self.model();
+        let again = model.pieces.iter_mut().find_map(|piece| {
+            let is_same = piece.place.is_some_and(|place| place.start == start);
+            match &mut piece.origin {
+                Origin::Imported { opens, .. } if is_same && piece.id == offer.id => Some(opens),
+                Origin::Imported { .. } | Origin::Own | Origin::Block => None,
+            }
+        });
+        if let Some(opens) = again {
+            *opens += 1;
+            return Ok(TakenHow::Held);
+        }
+        let place = VaRange::new(start, offer.units * GRANULARITY_BYTES);
+        model.enter(imported(offer, None, place, vec![reader], 1));
+        Ok(TakenHow::Held)
+    }
+
+    fn refusal(&self, before: u64, error: &ImportError) -> TakenHow {
+        let is_explained = fired(&self.member) > before;
+        TakenHow::Refused { text: error.to_string(), is_explained }
+    }
+
+    /// A ticket is redeemed by its own process, so that it holds nothing any more.
+    pub(super) fn settle(&self, words: &[u8]) -> Outcome {
+        let _pass = self.member.gate().pass(Passage::Use);
+        // It may have been redeemed by one that died since.
+        if let Ok(handle) = self.member.redeem_ticket(&Ticket::decode(words)?, LIBRARY) {
+            let before = fired(&self.member);
+            judged(&self.member, before, self.member.pool().release(handle.raw()))?;
+        }
+        Ok(())
+    }
+
+    /// The communicator ends here: all that it has is let go, in this order.
+    pub(super) fn end(&self, order: EndOrder) -> Outcome {
+        let _pass = self.member.gate().pass(Passage::GiveUp);
+        let mut model = self.model();
+        let mut pieces = std::mem::take(&mut model.pieces);
+        match order {
+            EndOrder::ImportsFirst => pieces.sort_by_key(Piece::is_own),
+            EndOrder::OwnFirst => pieces.sort_by_key(|piece| !piece.is_own()),
+            EndOrder::Any => model.random.shuffle(&mut pieces),
+        }
+        for piece in pieces {
+            self.let_go(&mut model, piece)?;
+        }
+        Ok(())
+    }
+
+    /// Lets one piece go; an opened handle is closed once.
+    pub(super) fn let_one_go(&self) -> Outcome {
+        let _pass = self.member.gate().pass(Passage::GiveUp);
+        let mut model = self.model();
+        if model.pieces.is_empty() {
+            return Ok(());
+        }
+        let count = model.pieces.len();
+        let index = model.random.usize(..count);
+        if let Origin::Imported { opens, .. } = &mut model.pieces[index].origin
+            && *opens > 1
+        {
+            *opens -= 1;
+            let place = model.pieces[index].place;
+            return match place {
+                Some(place) => self.close(place.start),
+                None => Ok(()),
+            };
+        }
+        let piece = model.pieces.swap_remove(index);
+        self.let_go(&mut model, piece)
+    }
+
+    /// Lets all go that came from `process`.
+    pub(super) fn drop_imports(&self, process: u64) -> Outcome {
+        let _pass = self.member.gate().pass(Passage::GiveUp);
+        let mut model = self.model();
+        let is_from = |piece: &mut Piece| matches!(piece.origin, Origin::Imported { owner, .. } if owner == process);
+        let theirs: Vec<Piece> = model.pieces.extract_if(.., is_from).collect();
+        theirs.iter().try_for_each(|piece| self.free(piece))
+    }
+
+    fn let_go(&self, model: &mut Model, piece: Piece) -> Outcome {
+        self.free(&piece)?;
+        if piece.is_own() {
+            let (id, device, bytes) = (piece.id, piece.device, piece.bytes());
+            model.let_go.push(LetGo { id, tag: piece.tag, device, bytes });
+        }
+        Ok(())
+    }
+
+    fn free(&self, piece: &Piece) -> Outcome {
+        let pool = self.member.pool();
+        match (&piece.origin, piece.place) {
+            (Origin::Block, Some(place)) => {
+                return insist(&self.member, || pool.block_free(place.start));
+            }
+            (Origin::Imported { opens, .. }, Some(place)) if *opens > 0 => {
+                return (0..*opens).try_for_each(|_| self.close(place.start));
+            }
+            (_, Some(place)) => unmap(&self.member, place)?,
+            (_, None) => {}
+        }
+        if let Some(handle) = piece.handle {
+            let before = fired(&self.member);
+            judged(&self.member, before, pool.release(handle))?;
+        }
+        Ok(())
+    }
+
+    fn close(&self, start: DeviceAddress) -> Outcome {
+        insist(&self.member, || self.member.pool().block_close(start))
+    }
+
+    /// A device outside the driver's view takes one piece, for good.
+    pub(super) fn pin_one(&self) {
+        let _pass = self.member.gate().pass(Passage::Use);
+        let mut model = self.model();
+        let model = &mut *model;
+        if let Some(place) = model.random.choice(&model.pieces).and_then(|piece| piece.place) {
+            self.member.pool().pin(place, "registered with a network card");
+        }
+    }
+
+    pub(super) fn owner_ended(&self, process: u64) {
+        let mut model = self.model();
+        model.ended.insert(process);
+        for piece in &mut model.pieces {
+            if let Origin::Imported { owner, is_orphan, .. } = &mut piece.origin
+                && *owner == process
+            {
+                *is_orphan = true;
+            }
+        }
+    }
+
+    /// Compares all that can be reached. `away`: tags that may be paused; `open`: allocations with tickets that nobody
+    /// has redeemed.
+    pub(super) fn check(
+        &self,
+        away: &[String],
+        open: &[u128],
+        account: &mut Account,
+    ) -> Outcome<Shared> {
+        let mut model = self.model();
+        let devices = self.member.pool().driver().core().visible_count();
+        let mut shared = Shared {
+            own_bytes: vec![0; devices],
+            perhaps_bytes: vec![0; devices],
+            places: 0,
+            kept_by_tickets: 0,
+        };
+        for piece in &mut model.pieces {
+            if self.check_one(piece, away, account)? {
+                shared.places += usize::from(piece.place.is_some());
+            }
+            if piece.is_own() {
+                shared.own_bytes[usize::try_from(piece.device.0)?] += piece.bytes();
+            }
+        }
+        model.let_go.retain(|gone| open.contains(&gone.id) || away.contains(&gone.tag));
+        for gone in &model.let_go {
+            let device = usize::try_from(gone.device.0)?;
+            if open.contains(&gone.id) {
+                shared.own_bytes[device] += gone.bytes;
+                shared.kept_by_tickets += 1;
+            } else {
+                shared.perhaps_bytes[device] += gone.bytes;
+            }
+        }
+        Ok(shared)
+    }
+
+    /// Is it there?
+    fn check_one(
+        &self,
+        piece: &mut Piece,
+        away: &[String],
+        account: &mut Account,
+    ) -> Outcome<bool> {
+        let Some(place) = piece.place else {
+            return Ok(false);
+        };
+        let driver = self.member.pool().driver();
+        let mut is_there = false;
+        for reader in &piece.readers {
+            let seen = memory::holds(driver, *reader, place, piece.pattern);
+            match (seen, &mut piece.origin) {
+                (Ok(_), Origin::Imported { is_lost: true, .. }) => {
+                    return Err(Trouble::new(format!("lost memory came back: {piece:?}")));
+                }
+                (Ok(true), _) => is_there = true,
+                // What is in it after a pause is not defined; that it can be reached is.
+                (Ok(false), _) if piece.contents == Contents::Discard => is_there = true,
+                (Err(_), _) if away.contains(&piece.tag) => {}
+                (Err(_), Origin::Imported { is_orphan: true, is_lost, .. }) => {
+                    account.lost += u64::from(!*is_lost);
+                    *is_lost = true;
+                }
+                (seen, _) => {
+                    return Err(Trouble::new(format!("{seen:?} seen by {reader:?}: {piece:?}")));
+                }
+            }
+        }
+        if is_there {
+            account.checked_bytes += piece.bytes() * piece.readers.len() as u64;
+            if let Origin::Imported { is_orphan: true, .. } = piece.origin {
+                account.orphans += 1;
+            }
+        } else if away.contains(&piece.tag)
+            && let Origin::Imported { is_orphan: true, is_lost: false, .. } = piece.origin
+        {
+            account.orphans += 1;
+        }
+        Ok(is_there)
+    }
+}
+
+fn imported(
+    offer: &Offer,
+    handle: Option<u64>,
+    place: VaRange,
+    readers: Vec<DeviceOrdinal>,
+    opens: u32,
+) -> Piece {
+    Piece {
+        id: offer.id,
+        origin: Origin::Imported { owner: offer.owner, is_orphan: false, is_lost: false, opens },
+        handle,
+        place: Some(place),
+        readers,
+        units: offer.units,
+        device: DeviceOrdinal(offer.device),
+        contents: if offer.is_kept { Contents::Keep } else { Contents::Discard },
+        tag: offer.tag.clone(),
+        pattern: offer.pattern,
+    }
+}
