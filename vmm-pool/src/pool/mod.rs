@@ -33,7 +33,7 @@ use tables::{Allocation, Mapping, Origin, Presence, Tables};
 
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
-    DriverOp, VaRange,
+    DriverOp, RawHandle, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::report::{ClassBytes, DeviceReport, PinnedBytes, PoolReport};
@@ -223,43 +223,74 @@ impl<D: Driver> Pool<D> {
     /// `cuMemMap`.
     #[doc(alias = "cuMemMap")]
     pub fn map(&self, range: VaRange, offset_bytes: u64, handle: u64) -> PoolResult<()> {
-        let (key, raw, device, is_taken) = {
-            let tables = self.tables();
-            let key = tables.find(handle)?;
-            let allocation = &tables.allocations[key];
-            let is_lost = allocation.origin == Origin::Lost;
-            if allocation.raw.is_none() && allocation.set_aside && !is_lost {
-                return Err(PoolError::Offloaded { tag: allocation.class.tag.clone() });
-            }
-            // The driver sees no mapping whose memory is away; it is one all the same.
-            (key, allocation.raw, allocation.device(), tables.is_mapped_away(range))
-        };
-        let refused = |code| DriverError { op: DriverOp::Map, code };
-        let outcome = match raw {
-            _ if is_taken => Err(refused(DriverCode::INVALID_VALUE)),
-            // Driver 580 answers so for any offset; see the conformance case of this name.
-            _ if offset_bytes != 0 => Err(refused(DriverCode::NOT_SUPPORTED)),
-            Some(raw) => self.driver.map(range, raw),
-            // The gate keeps this call out while memory is vacated.
-            None => Err(refused(DriverCode::NOT_READY)),
-        };
-        outcome.about(|| format!("mapping at {}", range.start), range.size_bytes, device)?;
-        self.record_mapping(range, key, BTreeMap::new());
+        let (raw, device) = self.begin_mapping(range, offset_bytes, handle)?;
+        let mapped = self.driver.map(range, raw);
+        let is_recorded = self.end_mapping(range, mapped.is_ok());
+        mapped.about(|| format!("mapping at {}", range.start), range.size_bytes, device)?;
+        if !is_recorded {
+            // SAFETY: another thread has unmapped the range since, by its record: that is what holds.
+            let unmapped = unsafe { self.driver.unmap(range) };
+            unmapped.about(|| format!("mapping at {}", range.start), range.size_bytes, device)?;
+        }
         Ok(())
     }
 
-    fn record_mapping(
+    /// Records a mapping that is about to be made. From then on it keeps its memory, whatever another thread releases.
+    fn begin_mapping(
         &self,
         range: VaRange,
-        key: usize,
-        access: BTreeMap<crate::driver::Location, i32>,
-    ) {
+        offset_bytes: u64,
+        handle: u64,
+    ) -> PoolResult<(RawHandle, Option<DeviceOrdinal>)> {
         let mut tables = self.tables();
-        tables.allocations[key].mappings.insert(range.start.0);
+        let tables = &mut *tables;
+        let key = tables.find(handle)?;
+        // The driver sees no mapping whose memory is away, or that is being made; it is one all the same.
+        let is_taken = tables.is_mapped(range);
+        let found = &mut tables.allocations[key];
+        let is_lost = found.origin == Origin::Lost;
+        if found.raw.is_none() && found.set_aside && !is_lost {
+            return Err(PoolError::Offloaded { tag: found.class.tag.clone() });
+        }
+        let allowed = match found.raw {
+            _ if is_taken => Err(DriverCode::INVALID_VALUE),
+            // Driver 580 answers so for any offset; see the conformance case of this name.
+            _ if offset_bytes != 0 => Err(DriverCode::NOT_SUPPORTED),
+            // The gate keeps this call out while memory is vacated.
+            None => Err(DriverCode::NOT_READY),
+            Some(raw) => Ok(raw),
+        };
+        let refused = |code| DriverError { op: DriverOp::Map, code };
+        let device = found.device();
+        let raw = allowed.map_err(refused).about(
+            || format!("mapping at {}", range.start),
+            range.size_bytes,
+            device,
+        )?;
+        found.mappings.insert(range.start.0);
+        let access = BTreeMap::new();
         let mapping =
-            Mapping { range, allocation: key, access, presence: Presence::Whole, opened: 0 };
-        let previous = tables.mappings.insert(range.start.0, mapping);
-        debug_assert!(previous.is_none(), "the driver mapped over a mapping of ours");
+            Mapping { range, allocation: key, access, presence: Presence::Absent, opened: 0 };
+        tables.mappings.insert(range.start.0, mapping);
+        Ok((raw, device))
+    }
+
+    /// The driver has made the mapping, or has not. False when its record is gone meanwhile.
+    fn end_mapping(&self, range: VaRange, is_made: bool) -> bool {
+        let mut tables = self.tables();
+        if is_made {
+            let mapping = tables.mappings.get_mut(&range.start.0);
+            let Some(mapping) = mapping.filter(|found| found.range == range) else {
+                return false;
+            };
+            mapping.presence = Presence::Whole;
+            return true;
+        }
+        let removed = tables.remove_mapping(range.start.0);
+        let garbage = removed.and_then(|(key, _)| tables.take_garbage(key));
+        drop(tables);
+        self.dispose_quietly(garbage);
+        true
     }
 
     /// Unmaps whatever the pool has mapped inside `range`: one mapping, many, or none. *While vacated.*

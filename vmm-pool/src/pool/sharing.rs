@@ -53,7 +53,7 @@ impl<D: Driver> Pool<D> {
     /// `cuMemExportToShareableHandle`, once an allocation.
     #[doc(alias = "cuMemExportToShareableHandle")]
     pub fn export(&self, handle: u64) -> PoolResult<Export> {
-        let (key, raw, export) = {
+        let (raw, export) = {
             let mut tables = self.tables();
             let key = tables.find(handle)?;
             let serial = if tables.allocations[key].is_own() { tables.next_ticket() } else { 0 };
@@ -62,24 +62,38 @@ impl<D: Driver> Pool<D> {
             if !found.is_own() {
                 return Ok(export);
             }
-            if found.exported.is_some() {
+            let is_at_hand = found.exported.is_some();
+            let offloaded = || PoolError::Offloaded { tag: found.class.tag.clone() };
+            let raw = found.raw.ok_or_else(offloaded);
+            if is_at_hand {
                 found.tickets.insert(serial);
                 return Ok(export);
             }
-            let offloaded = || PoolError::Offloaded { tag: found.class.tag.clone() };
-            let raw = found.raw.ok_or_else(offloaded)?;
-            (key, raw, export)
+            let raw = raw?;
+            // From now on the ticket keeps the memory, whatever another thread releases.
+            found.tickets.insert(serial);
+            (raw, export)
         };
-        let fd = self.driver.export_fd(raw).about(
-            || "export of an allocation".to_owned(),
-            export.size_bytes,
-            None,
-        )?;
-        let mut tables = self.tables();
-        if let Some(found) = tables.allocations.get_mut(key) {
-            found.exported = Some(fd);
-            found.tickets.insert(export.serial);
-        }
+        let exported = self.driver.export_fd(raw);
+        let (garbage, outcome) = {
+            let mut tables = self.tables();
+            // The ticket, which nobody has yet, keeps the record.
+            let key = tables.by_id.get(&export.id).copied();
+            let found = key.and_then(|key| tables.allocations.get_mut(key));
+            match (exported, found) {
+                (Ok(fd), Some(found)) => {
+                    found.exported = Some(fd);
+                    (None, Ok(()))
+                }
+                (Err(error), Some(found)) => {
+                    found.tickets.remove(&export.serial);
+                    (key.and_then(|key| tables.take_garbage(key)), Err(error))
+                }
+                (exported, None) => (None, exported.map(drop)),
+            }
+        };
+        self.dispose_quietly(garbage);
+        outcome.about(|| "export of an allocation".to_owned(), export.size_bytes, None)?;
         Ok(export)
     }
 

@@ -237,11 +237,10 @@ impl Tables {
         mapping.range.contains_address(address).then_some(mapping)
     }
 
-    /// Does a mapping whose memory is away overlap `range`?
-    pub(crate) fn is_mapped_away(&self, range: VaRange) -> bool {
-        let before = self.mappings.range(..range.end().0).rev();
-        let mut overlapping = before.take_while(|(_, mapping)| range.start < mapping.range.end());
-        overlapping.any(|(_, mapping)| !mapping.is_present())
+    /// Does a mapping overlap `range`?
+    pub(crate) fn is_mapped(&self, range: VaRange) -> bool {
+        let before = self.mappings.range(..range.end().0).next_back();
+        before.is_some_and(|(_, mapping)| range.start < mapping.range.end())
     }
 
     /// Starts of the mappings that lie wholly inside `range`.

@@ -1,14 +1,19 @@
 //! The application's calls: ranges, references and refusals.
 
-use vmm_pool::PoolError;
-use vmm_pool::driver::sim::FaultSpan;
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use vmm_pool::driver::sim::{FaultSpan, Latency, SimDriver, SimNode, SimOptions};
+
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverOp, Location, VaRange,
 };
+use vmm_pool::{ImportSource, Pool, PoolError};
 
 use crate::stage::{
-    CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, create, free_addresses, free_bytes, holds, kept,
-    map, node, pattern, pause, pool, reserve, resume, share, write,
+    CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, WHOLE, create, free_addresses, free_bytes, holds,
+    kept, map, node, pattern, pause, pool, reserve, resume, share, write,
 };
 
 #[test]
@@ -251,4 +256,88 @@ fn a_block_is_shared_whole_by_any_address_of_what_was_asked_for() {
     assert_eq!(at(UNIT + 8), Some(whole));
     assert_eq!(at(UNIT + 9), None, "padding is nobody's");
     assert_eq!(at(2 * UNIT), None);
+}
+
+/// Memory with contents 5 and one reference, in a pool whose driver takes its time before it does `op`.
+fn slow(node: &SimNode, op: DriverOp) -> (SimPool, u64) {
+    let latency = Latency::default().with(op, 300_000);
+    let driver = SimDriver::new(node.clone(), SimOptions { latency, ..SimOptions::default() });
+    driver.make_current(DEVICE).expect("device 0");
+    let pool = Pool::new(Arc::new(driver), 1);
+    let handle = create(&pool, DEVICE, 1, kept());
+    let place = map(&pool, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
+    write(&pool, DEVICE, place, pattern(5));
+    pool.unmap(place).expect("the reference keeps it");
+    (pool, handle)
+}
+
+/// Lets the last reference go while another thread waits for the driver, and has other memory take its place.
+fn release_meanwhile(pool: &SimPool, handle: u64) -> u64 {
+    // Long enough to be in the driver, and a good part of the time that it takes.
+    std::thread::park_timeout(Duration::from_millis(100));
+    pool.release(handle).expect("released");
+    create(pool, DEVICE, 1, kept())
+}
+
+#[test]
+fn memory_released_by_another_thread_while_it_is_being_mapped_stays_with_its_mapping() {
+    let (pool, handle) = slow(&node(), DriverOp::Map);
+    let place = reserve(&pool, UNIT);
+    std::thread::scope(|scope| {
+        let mapping = scope.spawn(|| pool.map(place, 0, handle));
+        let other = release_meanwhile(&pool, handle);
+        mapping.join().expect("no panic").expect("mapped");
+        pool.release(other).expect("its own");
+    });
+    assert_eq!(
+        free_bytes(&pool, DEVICE),
+        CAPACITY_BYTES - UNIT,
+        "the mapping keeps it, and no more"
+    );
+    pool.set_access(place, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    assert!(holds(&pool, DEVICE, place, pattern(5)), "the memory that was meant");
+    pool.unmap(place).expect("unmapped");
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+    assert!(pool.report().devices.is_empty(), "{:?}", pool.report());
+}
+
+#[test]
+fn memory_released_by_another_thread_while_it_is_being_exported_stays_with_its_ticket() {
+    let node = node();
+    let (owner, handle) = slow(&node, DriverOp::Export);
+    let export = std::thread::scope(|scope| {
+        let exporting = scope.spawn(|| owner.export(handle));
+        let other = release_meanwhile(&owner, handle);
+        let export = exporting.join().expect("no panic").expect("exported");
+        owner.release(other).expect("its own");
+        export
+    });
+    assert_eq!(
+        free_bytes(&owner, DEVICE),
+        CAPACITY_BYTES - UNIT,
+        "the ticket keeps it, and no more"
+    );
+    let fd = owner.redeem(export.id, export.serial, 7).expect("it is there");
+    let importer = pool(&node);
+    let source = ImportSource { id: export.id, size_bytes: UNIT, owner: b"owner".to_vec() };
+    let imported = importer.import(source, fd.as_fd(), kept()).expect("imported").raw();
+    drop(fd);
+    let there = map(&importer, imported, UNIT, &[AccessDesc::read_write(DEVICE)]);
+    assert!(holds(&importer, DEVICE, there, pattern(5)), "the memory that was meant");
+}
+
+#[test]
+fn a_mapping_or_export_that_the_driver_refuses_leaves_no_record() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 1, kept());
+    let place = reserve(&pool, UNIT);
+    for op in [DriverOp::Map, DriverOp::Export] {
+        pool.driver().faults().fail(op, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    }
+    assert!(pool.map(place, 0, handle).is_err());
+    assert_eq!(pool.range_of(place.start), None);
+    assert!(pool.export(handle).is_err());
+    assert!(!pool.is_shared(&WHOLE));
+    pool.release(handle).expect("released");
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES, "nothing else holds it");
 }
