@@ -37,6 +37,21 @@ impl Display for Finding {
     }
 }
 
+/// Writes the list of unsafe files as the attributes have it now, then checks.
+pub(crate) fn write(workspace: &Workspace) -> Outcome {
+    let mut exceptions = Vec::new();
+    for path in workspace.files()? {
+        let name = path_text(&path);
+        if is_rust(&name)
+            && let Ok(text) = fs::read_to_string(workspace.root.join(&path))
+        {
+            exceptions.extend(unsafe_list::exceptions(&name, &text));
+        }
+    }
+    fs::write(workspace.root.join(unsafe_list::LIST), unsafe_list::document(&exceptions))?;
+    run(workspace)
+}
+
 /// Checks every file of the project and prints what it finds.
 pub(crate) fn run(workspace: &Workspace) -> Outcome {
     let mut findings = layers::check(workspace)?;
