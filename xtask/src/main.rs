@@ -66,7 +66,7 @@ enum Command {
         #[arg(long, default_value_t = 64)]
         processes: u64,
     },
-    /// Check the house rules: layers, unsafe list, file sizes, lints, paths.
+    /// Check the house rules: layers, order of modules, unsafe list, file sizes, lints, paths.
     Tidy {
         /// Write `docs/unsafe.md` from the attributes first.
         #[arg(long)]

@@ -6,6 +6,7 @@
 mod code;
 mod files;
 mod layers;
+mod modules;
 mod unsafe_list;
 
 use std::fmt::{self, Display};
@@ -57,6 +58,7 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
     let mut findings = layers::check(workspace)?;
     let mut exceptions = Vec::new();
     let mut list = None;
+    let mut rust = Vec::new();
     let paths = workspace.files()?;
     for path in &paths {
         // Text is what the rules are about; a file of another kind has no lines.
@@ -70,8 +72,11 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
         }
         if path == unsafe_list::LIST {
             list = Some(text);
+        } else if is_rust(&path) {
+            rust.push((path, text));
         }
     }
+    findings.extend(modules::check(&rust));
     findings.extend(unsafe_list::check(list.as_deref(), &exceptions));
     for finding in &findings {
         println!("{finding}");
