@@ -1,5 +1,7 @@
 //! Tenants: identity, the agent in each process, and the protocol that pauses and resumes them together.
 
+#![forbid(unsafe_code)]
+
 pub mod coordinator;
 pub mod cut;
 pub mod gate;

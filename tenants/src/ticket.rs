@@ -32,6 +32,13 @@ use crate::run_dir::SOCKET_PATH_BYTES_MAX;
 /// Changes whenever the layout does.
 pub const TICKET_VERSION: u16 = 1;
 
+/// How every ticket of this version begins: magic and version.
+pub const HEAD: [u8; 10] = {
+    let [m0, m1, m2, m3, m4, m5, m6, m7] = MAGIC;
+    let [v0, v1] = TICKET_VERSION.to_le_bytes();
+    [m0, m1, m2, m3, m4, m5, m6, m7, v0, v1]
+};
+
 const MAGIC: [u8; 8] = *b"SUBLETTK";
 const FIXED_BYTES: usize = 56;
 const TICKET_BYTES_MAX: usize = FIXED_BYTES + TENANT_NAME_BYTES_MAX + SOCKET_PATH_BYTES_MAX;
@@ -142,8 +149,7 @@ impl Ticket {
             return None;
         }
         let mut bytes = Vec::with_capacity(TICKET_BYTES_MAX);
-        bytes.extend(MAGIC);
-        bytes.extend(TICKET_VERSION.to_le_bytes());
+        bytes.extend(HEAD);
         bytes.extend(u16::try_from(tenant.len()).ok()?.to_le_bytes());
         bytes.extend(u16::try_from(path.len()).ok()?.to_le_bytes());
         bytes.extend(0_u16.to_le_bytes());

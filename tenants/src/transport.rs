@@ -26,8 +26,8 @@ mod process;
 mod tests;
 
 use std::fmt;
-use std::io::{self, ErrorKind, IoSlice};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -35,10 +35,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 use nix::sys::socket::sockopt::PeerCredentials;
-use nix::sys::socket::{
-    AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, connect, getsockopt,
-    sendmsg, socket,
-};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, socket};
 use nix::unistd::geteuid;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -244,11 +241,11 @@ impl Connection {
             return Err(TransportError::OutOfStep { peer: self.peer });
         }
         while let Some(frame) = self.outgoing.first() {
-            let raw_fds: Vec<RawFd> = frame.fds.iter().map(AsRawFd::as_raw_fd).collect();
-            match self.send_some(&frame.bytes[frame.sent..], &raw_fds) {
+            let fds: Vec<BorrowedFd<'_>> = frame.fds.iter().map(AsFd::as_fd).collect();
+            match ancillary::send(self.stream.as_fd(), &frame.bytes[frame.sent..], &fds) {
                 Ok(bytes) => self.outgoing.advance(bytes),
-                Err(Errno::EINTR) => {}
-                Err(Errno::EAGAIN) => return Ok(false),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return Ok(false),
                 Err(errno) => {
                     self.condition = Condition::OutOfStep;
                     return Err(self.io_error("sendmsg", errno.into()));
@@ -290,30 +287,19 @@ impl Connection {
         fds: &[BorrowedFd<'_>],
         deadline: Instant,
     ) -> Result<(), TransportError> {
-        let raw_fds: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
         let mut sent = 0;
         while sent < frame.len() {
-            let with_fds = if sent == 0 { raw_fds.as_slice() } else { &[] };
-            match self.send_some(&frame[sent..], with_fds) {
+            let with_fds = if sent == 0 { fds } else { &[] };
+            match ancillary::send(self.stream.as_fd(), &frame[sent..], with_fds) {
                 Ok(bytes) => sent += bytes,
-                Err(Errno::EINTR) => {}
-                Err(Errno::EAGAIN) => self.wait(PollFlags::POLLOUT, deadline, Direction::Send)?,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => {
+                    self.wait(PollFlags::POLLOUT, deadline, Direction::Send)?;
+                }
                 Err(errno) => return Err(self.io_error("sendmsg", errno.into())),
             }
         }
         Ok(())
-    }
-
-    fn send_some(&self, bytes: &[u8], raw_fds: &[RawFd]) -> nix::Result<usize> {
-        let rights = [ControlMessage::ScmRights(raw_fds)];
-        let control = if raw_fds.is_empty() { &[] } else { &rights[..] };
-        sendmsg::<UnixAddr>(
-            self.stream.as_raw_fd(),
-            &[IoSlice::new(bytes)],
-            control,
-            MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT,
-            None,
-        )
     }
 
     /// Waits for the next message. The descriptors beside it are the caller's.
@@ -403,9 +389,9 @@ impl Connection {
         let received = loop {
             let room = if self.limits.fds_max == 0 { Room::None } else { Room::Full };
             match ancillary::receive(self.stream.as_fd(), target, &mut self.incoming.fds, room) {
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(false),
-                Err(error) => return Err(self.io_error("recvmsg", error)),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return Ok(false),
+                Err(errno) => return Err(self.io_error("recvmsg", errno.into())),
                 Ok(received) => break received,
             }
         };
@@ -443,7 +429,8 @@ impl Connection {
 
     /// Lets a peer of another version know ours; it would otherwise see no more than a hang-up.
     fn tell_own_version(&self) {
-        if let Err(errno) = self.send_some(&Header { fds: 0, payload_bytes: 0 }.encode(), &[]) {
+        let header = Header { fds: 0, payload_bytes: 0 }.encode();
+        if let Err(errno) = ancillary::send(self.stream.as_fd(), &header, &[]) {
             tracing::debug!(peer = %self.peer, %errno, "a peer of another version was not told ours");
         }
     }

@@ -1,6 +1,6 @@
-//! The inputs that fuzzing has collected (`fuzz/corpus`), through the same decoders, in every build.
+//! Where fuzzing starts (`fuzz/corpus`), through the same decoders, in every build.
 //!
-//! Files called `seed-*` are whole messages of today's version: where fuzzing starts. After a change of
+//! Each file is one message of today as it is sent, without the magic and version before it. After a change of
 //! the wire, `SUBLET_WRITE_SEEDS=1 cargo test -p tenants --test corpus` writes them anew.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking, helpers of it too")]
@@ -15,14 +15,15 @@ use tenants::cut::{
     CommunicatorId, CutReport, Inside, Lane, Need, PostCount, Seat, Seen, Series, Waiting,
 };
 use tenants::host_memory::{HostLimit, HostNeed, LimitKind};
-use tenants::identity::{MemberId, TenantName};
+use tenants::identity::{MemberId, TENANT_NAME_BYTES_MAX, TenantName};
 use tenants::references::{References, Stay};
+use tenants::run_dir::SOCKET_PATH_BYTES_MAX;
 use tenants::saving::DirName;
 use tenants::saving::map::SaveAccount;
 use tenants::scope::{Scope, TagNames};
-use tenants::ticket::Ticket;
+use tenants::ticket::{HEAD, Ticket};
 use tenants::transport::Limits;
-use tenants::transport::frame::{HEADER_BYTES, decode, decode_payload, encode};
+use tenants::transport::frame::{HEAD_BYTES, HEADER_BYTES, decode, decode_payload, encode};
 use tenants::wire::{
     Action, Asked, DeviceDelta, Failure, FailureKind, FetchPurpose, MemberInfo, MemberState,
     MemberStats, Phase, PhaseReport, Reply, Request, SaveProgress, SaveStage, SaveStep, TagBytes,
@@ -49,47 +50,49 @@ fn inputs(target: &str) -> Inputs {
         .collect()
 }
 
-/// The corpus of `target`, which must hold today's `seeds`.
-fn inputs_with(target: &str, seeds: &Inputs) -> Inputs {
+/// The corpus of `target` is these seeds and nothing else, so that none is left from an older format.
+fn assert_corpus(target: &str, seeds: Vec<Vec<u8>>) {
+    let names = (0..).map(|number| format!("seed-{number:02}"));
+    let seeds: Inputs = names.zip(seeds).collect();
     if std::env::var_os("SUBLET_WRITE_SEEDS").is_some() {
+        fs::remove_dir_all(corpus(target)).ok();
         fs::create_dir_all(corpus(target)).unwrap();
-        for (name, bytes) in seeds {
+        for (name, bytes) in &seeds {
             fs::write(corpus(target).join(name), bytes).unwrap();
         }
     }
-    let inputs = inputs(target);
-    for (name, bytes) in seeds {
-        assert!(
-            inputs.get(name) == Some(bytes),
-            "{target}/{name} is not what is sent today: \
-             run SUBLET_WRITE_SEEDS=1 cargo test -p tenants --test corpus"
-        );
-    }
-    inputs
+    assert!(
+        inputs(target) == seeds,
+        "{target} is not what is sent today: \
+         run SUBLET_WRITE_SEEDS=1 cargo test -p tenants --test corpus"
+    );
 }
 
-fn seeds<T: Serialize>(messages: &[T], fds: usize) -> Inputs {
-    let frames = messages.iter().map(|message| encode(message, fds).unwrap());
-    (0..).zip(frames).map(|(number, frame)| (format!("seed-{number:02}"), frame)).collect()
-}
-
-/// Every input gives a message or an error; says how many whole frames gave a message.
-fn replay<T>(inputs: &Inputs, limits: Limits) -> usize
+/// The payload that `message` is sent as, which the decoder takes for the same message.
+fn payload<T>(message: &T) -> Vec<u8>
 where
     T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug,
 {
-    let mut whole = 0;
-    for bytes in inputs.values() {
-        // As the fuzz targets do: the frame, and its payload whatever the header says.
-        let framed = decode::<T>(bytes, limits).ok();
-        whole += usize::from(framed.is_some());
-        let payload = bytes.get(HEADER_BYTES..).unwrap_or_default();
-        for message in framed.into_iter().chain(decode_payload(payload).ok()) {
-            let frame = encode(&message, 0).unwrap();
-            assert_eq!(decode::<T>(&frame, Limits::ALL).unwrap(), message);
+    let frame = encode(message, 0).unwrap();
+    assert_eq!(decode::<T>(&frame, Limits::ALL).unwrap(), *message);
+    let payload = &frame[HEADER_BYTES..];
+    assert_eq!(decode_payload::<T>(payload).unwrap(), *message);
+    payload.to_vec()
+}
+
+/// Every way to cut `payload` short, and every byte of it changed, gives a message or an error.
+fn damage<T: DeserializeOwned>(payload: &[u8]) {
+    for length in 0..payload.len() {
+        let _either = decode_payload::<T>(&payload[..length]);
+    }
+    let mut changed = payload.to_vec();
+    for at in 0..changed.len() {
+        for bit in 0..8 {
+            changed[at] ^= 1 << bit;
+            let _either = decode_payload::<T>(&changed);
+            changed[at] ^= 1 << bit;
         }
     }
-    whole
 }
 
 fn lane() -> Lane {
@@ -121,6 +124,18 @@ fn requests() -> Vec<Request> {
             allocations: vec![ID; 3],
             purpose: FetchPurpose::Again,
             importer: MemberId(0x0123_4567_89ab_cdef),
+        },
+        Request::FetchFds {
+            allocations: vec![ID],
+            purpose: FetchPurpose::Redeem { serial: u64::MAX },
+            importer: MemberId(9),
+        },
+        Request::Phase {
+            phase: Phase::Release,
+            round: 7,
+            scope: Scope::Whole,
+            stays: Vec::new(),
+            timeout_ms: 1,
         },
         Request::Withdraw { round: 7 },
         Request::GiveUp { action: Action::Pause, why: "process 1 has ended".to_owned() },
@@ -210,16 +225,18 @@ fn replies() -> Vec<Reply> {
         Reply::Consented,
         Reply::Noted,
         Reply::Fds { count: 0, tags: Vec::new(), missing: vec![ID] },
+        Reply::Fds { count: 2, tags: vec!["kv".to_owned(), String::new()], missing: Vec::new() },
         Reply::Saving(Box::new(SaveProgress {
             account: SaveAccount { saved_bytes: 3 << 30, ..SaveAccount::default() },
             written_bytes: 1 << 30,
             stage: SaveStage::Written { map: "process-1.json".to_owned() },
         })),
         Reply::Failed(Failure { kind, message: "process 1: no memory".to_owned() }),
+        Reply::Failed(Failure { kind: FailureKind::Faulted, message: String::new() }),
     ]
 }
 
-fn tickets() -> Inputs {
+fn tickets() -> [Ticket; 2] {
     let ticket = Ticket {
         allocation: ID,
         serial: 7,
@@ -228,30 +245,47 @@ fn tickets() -> Inputs {
         owner_socket: PathBuf::from("/tmp/sublet-0/train/0123456789abcdef.sock"),
         tenant: TenantName::new("train").unwrap(),
     };
-    BTreeMap::from([("seed-00".to_owned(), ticket.encode().unwrap())])
+    let longest = Ticket {
+        owner_socket: PathBuf::from("p".repeat(SOCKET_PATH_BYTES_MAX)),
+        tenant: TenantName::new(&"t".repeat(TENANT_NAME_BYTES_MAX)).unwrap(),
+        ..ticket.clone()
+    };
+    [ticket, longest]
 }
 
 #[test]
-fn every_request_of_the_corpus_gives_a_request_or_an_error() {
-    let inputs = inputs_with("requests", &seeds(&requests(), 0));
-    assert!(replay::<Request>(&inputs, Limits::REQUESTS) >= requests().len());
-}
-
-#[test]
-fn every_reply_of_the_corpus_gives_a_reply_or_an_error() {
-    let inputs = inputs_with("replies", &seeds(&replies(), 0));
-    assert!(replay::<Reply>(&inputs, Limits::ALL) >= replies().len());
-}
-
-#[test]
-fn every_ticket_of_the_corpus_gives_a_ticket_or_an_error() {
-    let inputs = inputs_with("tickets", &tickets());
-    let mut read = 0;
-    for bytes in inputs.values() {
-        if let Ok(ticket) = Ticket::decode(bytes) {
-            assert_eq!(ticket.encode().as_ref(), Some(bytes));
-            read += 1;
-        }
+fn requests_of_the_corpus_are_those_of_today_and_damaged_ones_give_requests_or_errors() {
+    let payloads: Vec<_> = requests().iter().map(payload).collect();
+    for payload in &payloads {
+        damage::<Request>(payload);
     }
-    assert!(read >= 1);
+    assert_corpus("requests", payloads);
+}
+
+#[test]
+fn replies_of_the_corpus_are_those_of_today_and_damaged_ones_give_replies_or_errors() {
+    let payloads: Vec<_> = replies().iter().map(payload).collect();
+    for payload in &payloads {
+        damage::<Reply>(payload);
+    }
+    assert_corpus("replies", payloads);
+}
+
+#[test]
+fn frames_of_the_corpus_are_those_of_today() {
+    let request = encode(&Request::Stats, 0).unwrap();
+    let reply = encode(&Reply::Fds { count: 3, tags: Vec::new(), missing: Vec::new() }, 3).unwrap();
+    decode::<Request>(&request, Limits::REQUESTS).unwrap();
+    decode::<Reply>(&reply, Limits::ALL).unwrap();
+    assert_corpus("frames", [request, reply].map(|frame| frame[HEAD_BYTES..].to_vec()).to_vec());
+}
+
+#[test]
+fn tickets_of_the_corpus_are_those_of_today() {
+    let tickets = tickets().map(|ticket| {
+        let bytes = ticket.encode().unwrap();
+        assert_eq!(Ticket::decode(&bytes).unwrap(), ticket);
+        bytes.strip_prefix(HEAD.as_slice()).unwrap().to_vec()
+    });
+    assert_corpus("tickets", tickets.to_vec());
 }

@@ -66,8 +66,12 @@ enum Command {
         #[arg(long, default_value_t = 64)]
         processes: u64,
     },
-    /// Check the house rules: layers, unsafe list, file sizes, lints, paths.
-    Tidy,
+    /// Check the house rules: layers, order of modules, unsafe list, file sizes, lints, paths.
+    Tidy {
+        /// Write `docs/unsafe.md` from the attributes first.
+        #[arg(long)]
+        write: bool,
+    },
     /// Pack what the GPU lane needs into `target/gpu-bundle`.
     GpuBundle,
     /// Build the Python package as one wheel, into `target/wheels`.
@@ -107,7 +111,8 @@ fn dispatch(command: &Command) -> Outcome {
         Command::Sim { seed, cycles, processes } => {
             sim::run(&workspace, *seed, *cycles, *processes)
         }
-        Command::Tidy => tidy::run(&workspace),
+        Command::Tidy { write: true } => tidy::write(&workspace),
+        Command::Tidy { write: false } => tidy::run(&workspace),
         Command::GpuBundle => bundle::run(&workspace),
         Command::Wheel => wheel::run(&workspace),
         Command::Bench { check } => bench::run(&workspace, *check),

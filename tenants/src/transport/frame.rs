@@ -11,6 +11,8 @@ pub const PAYLOAD_BYTES_MAX: usize = 1024 * 1024;
 pub const REQUEST_BYTES_MAX: usize = 256 * 1024;
 /// Length of a header, in bytes.
 pub const HEADER_BYTES: usize = 12;
+/// How much of it says whose frame this is, and of which version, in bytes.
+pub const HEAD_BYTES: usize = 6;
 
 pub(super) const MAGIC: [u8; 4] = *b"SBLT";
 

@@ -89,6 +89,10 @@ fn as_many_descriptors_as_the_limit_says_travel_and_one_more_does_not() {
     a.send(&Reply::Consented, &fds[..FDS_PER_MESSAGE_MAX], soon()).unwrap();
     let (_, received) = b.receive::<Reply>(soon()).unwrap();
     assert_eq!(received.len(), FDS_PER_MESSAGE_MAX);
+    for fd in &received {
+        let flags = nix::fcntl::fcntl(fd, nix::fcntl::FcntlArg::F_GETFD).unwrap();
+        assert_eq!(flags & libc::FD_CLOEXEC, libc::FD_CLOEXEC);
+    }
     let error = a.send(&Reply::Consented, &fds, soon()).unwrap_err();
     assert!(matches!(error, TransportError::TooManyFds { .. }));
     a.send(&Reply::Consented, &[], soon()).unwrap();
@@ -209,6 +213,34 @@ fn a_refused_message_closes_its_descriptors() {
     let mut rest = Vec::new();
     File::from(reader).read_to_end(&mut rest).unwrap();
     a.send(&Request::Hello, &[], soon()).unwrap();
+}
+
+#[test]
+fn descriptors_for_a_side_that_expects_none_are_never_installed() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mut ours = Connection::with_limits(ours, Limits::REQUESTS).unwrap();
+    let a = Connection::with_limits(theirs, Limits::ALL).unwrap();
+    let (reader, writer) = nix::unistd::pipe().unwrap();
+    let frame = frame::encode(&Request::Hello, 1).unwrap();
+    a.send_frame(&frame, &[writer.as_fd()], soon()).unwrap();
+    drop(writer);
+    let error = ours.receive::<Request>(soon()).unwrap_err();
+    assert!(matches!(error, TransportError::UnexpectedFds { .. }), "{error}");
+    let mut rest = Vec::new();
+    File::from(reader).read_to_end(&mut rest).unwrap();
+}
+
+#[test]
+fn descriptors_that_are_read_in_pieces_of_two_frames_stay_with_their_own() {
+    let (a, mut b) = pair();
+    let files = some_fds(3);
+    let payload = postcard::to_stdvec(&Request::Hello).unwrap();
+    for (count, files) in [(1, &files[..1]), (2, &files[1..])] {
+        let frame = [header(count, payload.len()).as_slice(), &payload].concat();
+        a.send_frame(&frame, &borrow(files), soon()).unwrap();
+    }
+    assert_eq!(b.receive::<Request>(soon()).unwrap().1.len(), 1);
+    assert_eq!(b.receive::<Request>(soon()).unwrap().1.len(), 2);
 }
 
 #[test]

@@ -15,7 +15,6 @@ pub(crate) fn check(path: &str, text: &str) -> Vec<Finding> {
     findings.extend(machine_paths(path, text));
     if is_rust(path) {
         findings.extend(unfinished(path, text));
-        findings.extend(driver_knows_no_pool(path, text));
     }
     if is_rust(path) || has_extension(path, "py") {
         findings.extend(unnumbered_todos(path, text));
@@ -76,29 +75,6 @@ fn unfinished(path: &str, text: &str) -> Vec<Finding> {
         }
     }
     findings
-}
-
-/// The driver layer is the lowest: it may use nothing of the crate around it.
-fn driver_knows_no_pool(path: &str, text: &str) -> Vec<Finding> {
-    if !path.starts_with("vmm-pool/src/driver/") {
-        return Vec::new();
-    }
-    let code = code_only(text);
-    words(&code, "crate")
-        .filter(|offset| {
-            let after = &code[offset + "crate".len()..];
-            let own = after.strip_prefix("::driver").is_some_and(|tail| {
-                !tail.starts_with(|next: char| next.is_alphanumeric() || next == '_')
-            });
-            after.starts_with("::") && !own
-        })
-        .map(|offset| {
-            let next =
-                "move what it needs into the driver, or the code that needs it into the pool";
-            let what = "the driver uses the pool (driver -> vmm-pool is the only direction)";
-            Finding::new(path, line_of(text, offset), what, next)
-        })
-        .collect()
 }
 
 fn unnumbered_todos(path: &str, text: &str) -> Vec<Finding> {
@@ -178,16 +154,6 @@ mod tests {
         let found = unfinished("a.rs", text);
         assert_eq!(found.len(), 1);
         assert!(found[0].to_string().starts_with("a.rs:3: unimplemented! is left in"));
-    }
-
-    #[test]
-    fn driver_may_use_itself_and_not_the_pool() {
-        let path = "vmm-pool/src/driver/sim/mod.rs";
-        let text = "use crate::driver::types::X;\nuse crate::pool::Pool;\npub(crate) fn f() {}";
-        let found = driver_knows_no_pool(path, text);
-        assert_eq!(found.len(), 1);
-        assert_eq!(found[0].line, 2);
-        assert_eq!(driver_knows_no_pool("vmm-pool/src/pool.rs", text), []);
     }
 
     #[test]

@@ -6,6 +6,7 @@
 mod code;
 mod files;
 mod layers;
+mod modules;
 mod unsafe_list;
 
 use std::fmt::{self, Display};
@@ -37,11 +38,27 @@ impl Display for Finding {
     }
 }
 
+/// Writes the list of unsafe files as the attributes have it now, then checks.
+pub(crate) fn write(workspace: &Workspace) -> Outcome {
+    let mut exceptions = Vec::new();
+    for path in workspace.files()? {
+        let name = path_text(&path);
+        if is_rust(&name)
+            && let Ok(text) = fs::read_to_string(workspace.root.join(&path))
+        {
+            exceptions.extend(unsafe_list::exceptions(&name, &text));
+        }
+    }
+    fs::write(workspace.root.join(unsafe_list::LIST), unsafe_list::document(&exceptions))?;
+    run(workspace)
+}
+
 /// Checks every file of the project and prints what it finds.
 pub(crate) fn run(workspace: &Workspace) -> Outcome {
     let mut findings = layers::check(workspace)?;
     let mut exceptions = Vec::new();
     let mut list = None;
+    let mut rust = Vec::new();
     let paths = workspace.files()?;
     for path in &paths {
         // Text is what the rules are about; a file of another kind has no lines.
@@ -55,8 +72,11 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
         }
         if path == unsafe_list::LIST {
             list = Some(text);
+        } else if is_rust(&path) {
+            rust.push((path, text));
         }
     }
+    findings.extend(modules::check(&rust));
     findings.extend(unsafe_list::check(list.as_deref(), &exceptions));
     for finding in &findings {
         println!("{finding}");

@@ -1,12 +1,26 @@
-//! The list of files that may hold unsafe code: `docs/unsafe.md` and the attributes agree.
+//! The list of files that may hold unsafe code: `docs/unsafe.md`, made from the attributes that lift the ban.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::code::{code_only, words};
 use super::{Finding, line_of};
 
 /// Where the list is.
 pub(crate) const LIST: &str = "docs/unsafe.md";
+const WRITE: &str = "run `cargo xtask tidy --write`";
+const HEAD: &str = "\
+# Where unsafe code is
+
+`unsafe_code` is denied in every crate. The files below lift the ban, each for the reason that its attribute gives. This file is
+made from those attributes: `cargo xtask tidy --write` writes it, and `cargo xtask tidy` fails where the two differ.
+
+A new row needs a reason that names what the file touches which safe Rust cannot: a driver function, a C caller, memory
+that another process shares. Every block in these files holds one operation under a `// SAFETY:` comment that answers each
+requirement of the callee.
+
+| file | reason |
+| --- | --- |
+";
 
 /// A place in a source file that lifts the ban.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,45 +58,42 @@ pub(crate) fn exceptions(path: &str, text: &str) -> Vec<Exception> {
     found
 }
 
-/// Findings about the list: a file that it lacks, one that it names for nothing, one without a reason.
-pub(crate) fn check(list: Option<&str>, exceptions: &[Exception]) -> Vec<Finding> {
-    let mut findings = Vec::new();
-    let Some(list) = list else {
-        findings.push(Finding::new(LIST, 1, "is missing", "write the list of unsafe files"));
-        return findings;
-    };
-    let rows = rows(list);
+/// The list: one row a file, with each reason that it gives.
+pub(crate) fn document(exceptions: &[Exception]) -> String {
+    let mut rows: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for exception in exceptions {
-        let first = !findings.iter().any(|finding: &Finding| finding.path == exception.path);
-        if first && !rows.contains_key(exception.path.as_str()) {
-            let what = format!("lifts the ban on unsafe code and is not in {LIST}");
-            let next = format!("add the row | `{}` | {} |", exception.path, exception.reason);
-            findings.push(Finding::new(&exception.path, exception.line, what, next));
-        }
+        rows.entry(&exception.path).or_default().insert(&exception.reason);
     }
-    for (path, (line, reason)) in rows {
-        if !exceptions.iter().any(|exception| exception.path == path) {
-            let what = format!("{path} does not lift the ban on unsafe code");
-            findings.push(Finding::new(LIST, line, what, "remove this row"));
-        } else if reason.is_empty() {
-            let what = format!("{path} has no reason");
-            findings.push(Finding::new(LIST, line, what, "say why it needs unsafe code"));
-        }
-    }
-    findings
+    let rows = rows.into_iter().map(|(path, reasons)| {
+        let reasons: Vec<&str> = reasons.into_iter().collect();
+        format!("| `{path}` | {} |\n", reasons.join("; "))
+    });
+    HEAD.to_owned() + &rows.collect::<String>()
 }
 
-/// The rows of the table that name a Rust file: its line and its reason.
-fn rows(list: &str) -> BTreeMap<&str, (usize, &str)> {
-    list.lines()
-        .enumerate()
-        .filter_map(|(number, line)| {
-            let mut cells = line.strip_prefix('|')?.splitn(2, '|');
-            let path = cells.next()?.trim().trim_matches('`');
-            let reason = cells.next()?.trim().trim_end_matches('|').trim_end();
-            super::is_rust(path).then_some((path, (number + 1, reason)))
+/// Findings about the list as it is committed, and about attributes that give no reason.
+pub(crate) fn check(list: Option<&str>, exceptions: &[Exception]) -> Vec<Finding> {
+    let mut findings: Vec<Finding> = exceptions
+        .iter()
+        .filter(|exception| exception.reason.is_empty())
+        .map(|exception| {
+            let what = "lifts the ban on unsafe code without a reason";
+            Finding::new(&exception.path, exception.line, what, "add `reason = \"..\"`")
         })
-        .collect()
+        .collect();
+    let expected = document(exceptions);
+    let Some(list) = list else {
+        findings.push(Finding::new(LIST, 1, "is missing", WRITE));
+        return findings;
+    };
+    if list != expected {
+        let same =
+            list.lines().zip(expected.lines()).take_while(|(is, should)| is == should).count();
+        let line = |text: &str| text.lines().nth(same).unwrap_or("the end").to_owned();
+        let what = format!("says: {} and the attributes: {}", line(list), line(&expected));
+        findings.push(Finding::new(LIST, same + 1, what, WRITE));
+    }
+    findings
 }
 
 /// The offset just past the bracket that closes the one `code` begins with.
@@ -107,7 +118,7 @@ fn reason(attribute: &str) -> String {
         .split_once("reason")
         .and_then(|(_, after)| after.split_once('"'))
         .and_then(|(_, quoted)| quoted.rsplit_once('"'))
-        .map_or("why it needs unsafe code", |(reason, _)| reason);
+        .map_or("", |(reason, _)| reason);
     let words: Vec<&str> = text.split_whitespace().filter(|word| *word != "\\").collect();
     words.join(" ")
 }
@@ -135,32 +146,54 @@ mod tests {
         assert_eq!(exceptions("a.rs", conditional).len(), 1);
     }
 
-    #[test]
-    fn missing_row_is_given_in_full() {
-        let found = check(Some("| file | reason |\n| --- | --- |\n"), &exceptions("a.rs", LIFTED));
-        assert_eq!(
-            found[0].to_string(),
-            "a.rs:1: lifts the ban on unsafe code and is not in docs/unsafe.md; \
-             add the row | `a.rs` | calls the driver |"
-        );
+    fn finding(list: &str, exceptions: &[Exception]) -> String {
+        let found = check(Some(list), exceptions);
+        found.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
     }
 
     #[test]
-    fn row_for_nothing_and_row_without_reason_are_found() {
-        let list = "| `a.rs` | |\n| `b.rs` | why |\n";
-        let found = check(Some(list), &exceptions("a.rs", LIFTED));
-        let lines: Vec<String> = found.iter().map(ToString::to_string).collect();
+    fn list_is_what_the_attributes_say_once_a_file_and_sorted() {
+        let twice = format!("{LIFTED}#[allow(unsafe_code, reason = \"asks the loader\")]\n");
+        let found = [exceptions("b.rs", LIFTED), exceptions("a.rs", &twice)].concat();
+        let list = document(&found);
+        let rows: Vec<&str> = list.lines().skip(HEAD.lines().count()).collect();
         assert_eq!(
-            lines,
-            [
-                "docs/unsafe.md:1: a.rs has no reason; say why it needs unsafe code",
-                "docs/unsafe.md:2: b.rs does not lift the ban on unsafe code; remove this row",
-            ]
+            rows,
+            ["| `a.rs` | asks the loader; calls the driver |", "| `b.rs` | calls the driver |"]
         );
+        assert_eq!(finding(&list, &found), "");
     }
 
     #[test]
-    fn missing_list_is_found() {
-        assert_eq!(check(None, &[]).len(), 1);
+    fn file_that_is_missing_stale_or_listed_twice_is_found() {
+        let (a, b) = (exceptions("a.rs", LIFTED), exceptions("b.rs", LIFTED));
+        let both = [a.clone(), b].concat();
+        let first = HEAD.lines().count() + 1;
+        let (row_a, row_b) = ("| `a.rs` | calls the driver |", "| `b.rs` | calls the driver |");
+        let twice = format!("{}{row_a}\n", document(&a));
+        for (list, exceptions, line, says, should) in [
+            (document(&a), &both, first + 1, "the end", row_b),
+            (document(&both), &a, first + 1, row_b, "the end"),
+            (twice, &a, first + 1, row_a, "the end"),
+            (
+                document(&both).replace("calls", "is"),
+                &both,
+                first,
+                "| `a.rs` | is the driver |",
+                row_a,
+            ),
+        ] {
+            let expected = format!(
+                "docs/unsafe.md:{line}: says: {says} and the attributes: {should}; {WRITE}"
+            );
+            assert_eq!(finding(&list, exceptions), expected);
+        }
+        assert_eq!(check(None, &both).len(), 1);
+    }
+
+    #[test]
+    fn attribute_without_a_reason_is_found() {
+        let found = exceptions("a.rs", "#![allow(unsafe_code)]\n");
+        assert!(finding(&document(&found), &found).starts_with("a.rs:1: lifts the ban"));
     }
 }
