@@ -9,8 +9,19 @@ use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream, VaRange};
 
 const PAGE_BYTES: usize = 4096;
 
+/// Odd, so that no two patterns look alike.
+const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// The number of the worker whose pattern this word of memory is from.
+pub(crate) fn writer_of(word: u64) -> u64 {
+    // Newton's iteration for the inverse of an odd number doubles the bits that are right.
+    let inverse =
+        (0..6).fold(SPREAD, |x, _| x.wrapping_mul(2_u64.wrapping_sub(SPREAD.wrapping_mul(x))));
+    word.wrapping_mul(inverse) >> 32
+}
+
 fn page_of(pattern: u64) -> Vec<u8> {
-    pattern.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes().repeat(PAGE_BYTES / 8)
+    pattern.wrapping_mul(SPREAD).to_le_bytes().repeat(PAGE_BYTES / 8)
 }
 
 /// The bytes of memory that holds `pattern`.
