@@ -38,6 +38,8 @@ impl Worker {
             .args(charter.to_words())
             // Deals are made by threads of their own; an arena of host memory for each would look like growth.
             .env("MALLOC_ARENA_MAX", "1")
+            // And what a large buffer took goes back at once, so that growth is growth.
+            .env("MALLOC_MMAP_THRESHOLD_", "131072")
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .spawn()?;
         let mut worker = Self {

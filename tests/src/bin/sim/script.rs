@@ -2,6 +2,7 @@
 
 mod mishap;
 mod population;
+mod saving;
 mod trading;
 
 use std::collections::VecDeque;
@@ -422,6 +423,11 @@ impl Script {
         let was_paused = tenant.is_paused;
         tenant.is_paused = ending.standing.all_are(MemberState::Paused);
         if tenant.is_paused {
+            let is_troubled = world.tenants[index].market.is_troubled;
+            if !is_troubled && world.random.u8(..12) == 0 {
+                self.save(index)?;
+            }
+            let world = &mut self.world;
             // It did not fit: somebody else must make room.
             if was_paused {
                 let others: Vec<usize> = (0..world.tenants.len())

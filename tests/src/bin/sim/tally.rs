@@ -36,6 +36,8 @@ pub(crate) struct Tally {
     /// What was begun beside a command, by name.
     pub(crate) deals: Counts,
     pub(crate) tag_pauses: u64,
+    pub(crate) saves: u64,
+    pub(crate) saved_bytes: u64,
     pub(crate) tag_resumes: u64,
     pub(crate) lost_imports: u64,
     pub(crate) checked_bytes: u64,
@@ -80,6 +82,7 @@ impl fmt::Display for Tally {
         writeln!(f, "by tag          {} pauses, {} resumes", self.tag_pauses, self.tag_resumes)?;
         writeln!(f, "shared          {} papers: {}", self.offered, listed(&self.papers))?;
         writeln!(f, "meanwhile       {}", listed(&self.deals))?;
+        writeln!(f, "written         {} MiB by {} saves", self.saved_bytes >> 20, self.saves)?;
         writeln!(f, "compared        {} MiB", self.checked_bytes >> 20)?;
         write!(f, "slowest command {}", seconds(self.slowest.0))?;
         write!(f, " ({})", self.slowest.1)

@@ -39,6 +39,7 @@ use holdings::Holdings;
 
 pub(crate) use board::Board;
 pub(crate) use exchange::TAGS;
+pub(crate) use memory::writer_of;
 
 /// What `MemberConfig::host_limits` says, which can hold no value of its own.
 static HOST_BYTES: AtomicU64 = AtomicU64::new(u64::MAX);

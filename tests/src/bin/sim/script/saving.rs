@@ -1,0 +1,76 @@
+//! Now and then what a paused tenant has saved is written to files, and every byte of them is looked at.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+
+use sublet_tests::{Outcome, Trouble};
+use tenants::coordinator::{Coordinator, Options, SaveError};
+use tenants::saving::map::{ProcessMap, TENANT_MAP, TenantMap};
+
+use super::Script;
+use crate::worker::writer_of;
+
+impl Script {
+    /// Saves a tenant that stands paused with nothing in its way.
+    pub(super) fn save(&mut self, tenant: usize) -> Outcome {
+        let dir = tempfile::Builder::new().prefix("sublet-sim-save-").tempdir_in("/dev/shm")?;
+        // It makes one itself that is closed to others.
+        let path = dir.path().join("saved");
+        let run_dir = self.world.desk.run_dir.clone();
+        let found = &self.world.tenants[tenant];
+        let mut coordinator = Coordinator::new(run_dir, found.name.clone(), Options::default());
+        match coordinator.save(&path, &mut |_| {}) {
+            Ok(_) => {}
+            // All of it is discarded or imported.
+            Err(SaveError::NothingSaved { .. }) => return Ok(()),
+            Err(error) => {
+                return Err(Trouble::new(format!("what is saved was not written: {error}")));
+            }
+        }
+        let map: TenantMap = serde_json::from_slice(&fs::read(path.join(TENANT_MAP))?)?;
+        if !map.complete {
+            return Err(Trouble::new(format!("not all has been written: {map:?}")));
+        }
+        let mut bytes = 0;
+        for process in &map.processes {
+            let mut workers = found.workers.iter();
+            let worker = workers.find(|worker| worker.pid() == process.process.pid);
+            let worker = worker.ok_or_else(|| Trouble::new("files of an unknown process"))?;
+            bytes += compare(&path, &process.map, worker.number)?;
+        }
+        self.world.tally.saved_bytes += bytes;
+        self.world.tally.saves += 1;
+        Ok(())
+    }
+}
+
+/// Each allocation must hold one pattern of this worker's own, everywhere. Returns how much was looked at.
+fn compare(dir: &Path, name: &str, worker: u64) -> Outcome<u64> {
+    let map: ProcessMap = serde_json::from_slice(&fs::read(dir.join(name))?)?;
+    let Some(data) = &map.data else {
+        return Ok(0);
+    };
+    let file = File::open(dir.join(data))?;
+    let mut compared = 0;
+    for allocation in &map.allocations {
+        let Some(at) = allocation.file_offset else {
+            continue;
+        };
+        let mut first = None;
+        for part in &allocation.saved {
+            let mut seen = vec![0_u8; usize::try_from(part.bytes)?];
+            file.read_exact_at(&mut seen, at + part.offset)?;
+            let words = seen.as_chunks::<8>().0;
+            let pattern = *first.get_or_insert(words.first().copied().unwrap_or_default());
+            let writer = writer_of(u64::from_le_bytes(pattern));
+            if writer != worker || words.iter().any(|word| *word != pattern) {
+                return Err(Trouble::new(format!(
+                    "what worker {worker} has saved is not what it wrote: {allocation:?}"
+                )));
+            }
+            compared += part.bytes;
+        }
+    }
+    Ok(compared)
+}
