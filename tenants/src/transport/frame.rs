@@ -5,9 +5,9 @@ use serde::de::DeserializeOwned;
 
 use crate::wire::{FDS_PER_MESSAGE_MAX, PROTOCOL_VERSION};
 
-/// Longest payload of any message, in bytes.
-pub const PAYLOAD_BYTES_MAX: usize = 1024 * 1024;
-/// Longest payload of a request, in bytes: 250 identities, or the limits of thousands of lanes.
+/// Longest payload of any message, in bytes: what a process holds of some 900,000 shared allocations.
+pub const PAYLOAD_BYTES_MAX: usize = 16 * 1024 * 1024;
+/// Longest payload of a request, in bytes: 250 identities, the limits of thousands of lanes, or 14,000 allocations that stay.
 pub const REQUEST_BYTES_MAX: usize = 256 * 1024;
 /// Length of a header, in bytes.
 pub const HEADER_BYTES: usize = 12;
