@@ -182,25 +182,15 @@ fn wait_time(text: &str) -> Result<Duration, String> {
     if text == FOREVER { Ok(Duration::MAX) } else { duration(text) }
 }
 
-/// A time such as `500ms`, `30s`, `2m`, `1h`; a bare number is in seconds.
+/// A time such as `500ms`, `30s`, `2m`, `1h 30m`; a bare number is in seconds.
 fn duration(text: &str) -> Result<Duration, String> {
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at(digits);
-    let millis_per_unit = match unit {
-        "ms" => 1,
-        "s" | "" => 1000,
-        "m" => 60_000,
-        "h" => 3_600_000,
-        _ => 0,
-    };
-    let millis = number
-        .parse::<u64>()
-        .ok()
-        .and_then(|number| number.checked_mul(millis_per_unit))
-        .filter(|millis| (1..=86_400_000).contains(millis));
-    millis.map(Duration::from_millis).ok_or_else(|| {
-        format!("'{text}' is no time: say for example 500ms, 30s or 2m, at most 24h")
-    })
+    let seconds = text.parse().ok().map(Duration::from_secs);
+    seconds
+        .or_else(|| humantime::parse_duration(text).ok())
+        .filter(|time| (Duration::from_millis(1)..=Duration::from_hours(24)).contains(time))
+        .ok_or_else(|| {
+            format!("'{text}' is no time: say for example 500ms, 30s or 2m, at most 24h")
+        })
 }
 
 #[cfg(test)]
@@ -276,7 +266,9 @@ mod tests {
         assert_eq!(duration("30"), Ok(Duration::from_secs(30)));
         assert_eq!(duration("2m"), Ok(Duration::from_mins(2)));
         assert_eq!(duration("24h"), Ok(Duration::from_hours(24)));
-        for text in ["", "s", "0s", "-1s", "1d", "25h", "99999999999999999999s", "1.5s"] {
+        assert_eq!(duration("1h 30m"), Ok(Duration::from_mins(90)));
+        for text in ["", "s", "0", "0s", "1us", "-1s", "2d", "25h", "99999999999999999999s", "x5s"]
+        {
             assert!(duration(text).is_err(), "{text:?}");
         }
     }
