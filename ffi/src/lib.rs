@@ -1,7 +1,7 @@
 //! `libsublet.so`: the preload object and the C interface.
 //!
 //! A call that NCCL makes to `cuMemMap` ends up here: [`hooks`] declares every function that we stand in
-//! for, [`replaced`] turns C arguments into Rust ones, `sublet_nccl::vmm::map` passes the gate, and
+//! for, [`replaced`] turns C arguments into Rust ones, `sublet_cuda_driver::vmm::map` passes the gate, and
 //! `vmm_pool::Pool::map` does it. How NCCL came to call us instead of the driver is in [`lookup`].
 //!
 //! * [`attach`]: the same for a process that runs already, whose libraries are bound elsewhere.

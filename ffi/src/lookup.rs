@@ -6,7 +6,7 @@ use std::arch::naked_asm;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use sublet_nccl::lookup::{Exchange, FLAG_LEGACY, FLAG_PER_THREAD, Hook};
+use sublet_cuda_driver::lookup::{Exchange, FLAG_LEGACY, FLAG_PER_THREAD, Hook};
 use vmm_pool::driver::DriverCode;
 
 use crate::attach;

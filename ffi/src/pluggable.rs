@@ -6,15 +6,12 @@
 use std::ffi::c_int;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use sublet_torch_allocator::blocks;
+use sublet_cuda_driver::{Answer, blocks, caller};
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 
 use crate::compat::saver;
 use crate::hooks::{Pointer, call_driver};
 use crate::runtime;
-
-/// What memory from here is counted as.
-const LIBRARY: &str = "torch";
 
 /// Runs `work` with the device's primary context current, whichever is current now. `None` without a usable
 /// driver or device.
@@ -40,7 +37,10 @@ fn allocate(size_bytes: u64, device: c_int) -> Option<DeviceAddress> {
     if let Some(member) = runtime::join() {
         let accessors = runtime::accessors();
         let device = DeviceOrdinal(device);
-        return blocks::allocate_from_pool(member, accessors, device, size_bytes, LIBRARY).ok();
+        return match blocks::allocate(member, accessors, device, size_bytes, caller::TORCH) {
+            Answer::Done(address) => Some(address),
+            Answer::Refused(_) | Answer::AskDriver => None,
+        };
     }
     let mut address: u64 = 0;
     let code = call_driver!(cuMemAlloc_v2(&raw mut address => *mut u64, size => usize));
@@ -49,8 +49,13 @@ fn allocate(size_bytes: u64, device: c_int) -> Option<DeviceAddress> {
 
 fn free(address: DeviceAddress) -> DriverCode {
     let settle = || DriverCode(call_driver!(cuCtxSynchronize()));
-    let freed = runtime::member().and_then(|member| blocks::free(member, address, settle));
-    freed.unwrap_or_else(|| DriverCode(call_driver!(cuMemFree_v2(address.0 => u64))))
+    let freed =
+        runtime::member().map_or(Answer::AskDriver, |member| blocks::free(member, address, settle));
+    match freed {
+        Answer::Done(()) => DriverCode::SUCCESS,
+        Answer::Refused(code) => code,
+        Answer::AskDriver => DriverCode(call_driver!(cuMemFree_v2(address.0 => u64))),
+    }
 }
 
 /// Allocates `size` bytes on `device`; null when `size` is not positive or there is no memory.

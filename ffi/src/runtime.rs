@@ -10,10 +10,10 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
+use sublet_cuda_driver::{Accessors, Answer, caller};
 use sublet_cuda_graph::{Captures, Graphs};
 use sublet_nccl::collectives::Collectives;
-use sublet_nccl::{Answer, caller};
-use sublet_torch_allocator::Accessors;
+use tenants::error_text::chain;
 use tenants::host_memory::{self, HostLimit};
 use tenants::identity::TenantName;
 use tenants::member::MemberConfig;
@@ -203,7 +203,7 @@ pub(crate) fn start_log() {
 pub(crate) fn run_dir() -> Result<RunDir, String> {
     let explicit = variable("SUBLET_RUN_DIR").or_else(|| variable("GMM_IPC_DIR"));
     RunDir::open(explicit.map(PathBuf::from), variable("XDG_RUNTIME_DIR").map(PathBuf::from))
-        .map_err(|error| sublet_nccl::pausing::chain(&error))
+        .map_err(|error| chain(&error))
 }
 
 /// The tenant that an attach chose, or that the environment names: `SUBLET_TENANT`, or the group of `AMem`, or the terminal session, so
@@ -245,8 +245,8 @@ fn try_join() -> Result<Arc<Member>, String> {
         ungated: crate::attach::ungated,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
     };
-    let member = tenants::member::Member::join(config, Arc::new(driver))
-        .map_err(|error| sublet_nccl::pausing::chain(&error))?;
+    let member =
+        tenants::member::Member::join(config, Arc::new(driver)).map_err(|error| chain(&error))?;
     // The second is the name that callers of torch_memory_saver know.
     let named = variable("SUBLET_FILE_DIR").or_else(|| variable("TMS_DISK_BACKUP_DIR"));
     let chosen = lock(&CHOSEN_FILE_DIR).take();

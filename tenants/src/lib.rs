@@ -4,12 +4,14 @@
 
 pub mod coordinator;
 pub mod cut;
+pub mod error_text;
 pub mod gate;
 pub mod host_memory;
 pub mod identity;
 pub mod member;
 pub mod references;
 pub mod region;
+pub mod requests;
 pub mod run_dir;
 pub mod saving;
 pub mod scope;

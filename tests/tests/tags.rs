@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 
-use sublet_nccl::pausing::{act_for_all, act_for_own_tags};
 use sublet_tests::{MIB, Outcome as TestOutcome, Trouble};
 use tenants::coordinator::{CoordinatorError, Outcome};
 use tenants::identity::TenantName;
 use tenants::member::{Member, MemberConfig};
+use tenants::requests::{act_for_all, act_for_own_tags};
 use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
 use tenants::ticket::Ticket;

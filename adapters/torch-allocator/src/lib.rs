@@ -1,13 +1,10 @@
-//! Plain device allocations made pausable.
+//! What callers of torch's allocators ask for beyond device memory: the settings of `torch_memory_saver`.
 //!
-//! `cuMemAlloc` of [`BLOCK_BYTES_MIN`] and more becomes pool memory with a range of its own; less stays
-//! with the driver and is counted, because every pool allocation takes a whole granule of 2 MiB. Below
-//! `PyTorch`'s caching allocator this loses nothing: its segments are 2 MiB and more.
-//!
-//! * [`blocks`]: `cuMemAlloc`, `cuMemFree`, peer access.
-//! * [`ipc`]: `cudaIpc` handles of such memory, as tickets.
+//! Memory of one tag may be kept, discarded or written to files there, as the calling thread was set when it
+//! asked for it. A tag of ours has one policy, so each such pair is a tag of its own, `tms/<tag>/<policy>`, and
+//! pausing a tag pauses all that it has. The memory itself is the driver's calls' to make; who has set what is
+//! remembered by those who export the functions.
 
-pub mod blocks;
-pub mod ipc;
+mod settings;
 
-pub use blocks::{Accessors, BLOCK_BYTES_MIN};
+pub use settings::{Backend, Environment, Settings, tags_of};

@@ -7,7 +7,7 @@
 
 use std::sync::atomic::Ordering;
 
-use sublet_nccl::lookup::Exchange;
+use sublet_cuda_driver::lookup::Exchange;
 
 use super::object::Object;
 use super::protections::Protections;

@@ -4,8 +4,8 @@
 
 use std::ffi::c_char;
 
-use sublet_nccl::pausing;
 use tenants::coordinator::{Coordinator, Options};
+use tenants::error_text::chain;
 use tenants::identity::TenantName;
 
 use super::acting::{run_dir, tenant_of};
@@ -74,7 +74,7 @@ pub unsafe extern "C" fn sublet_tenant_stats_json(
             // SAFETY: as this function's caller promises.
             Ok(stats) => unsafe { answer(&stats, buffer, size) },
             Err(error) => {
-                fail(ARGUMENT, &pausing::chain(&error));
+                fail(ARGUMENT, &chain(&error));
                 -1
             }
         }
@@ -98,7 +98,7 @@ pub unsafe extern "C" fn sublet_tenants_json(buffer: *mut c_char, size: usize) -
                 unsafe { answer(&names, buffer, size) }
             }
             Err(error) => {
-                fail(REFUSED, &pausing::chain(&error));
+                fail(REFUSED, &chain(&error));
                 -1
             }
         }

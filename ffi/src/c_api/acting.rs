@@ -6,10 +6,10 @@ use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char, c_int};
 use std::time::Duration;
 
-use sublet_nccl::pausing;
 use tenants::coordinator::{Coordinator, Options, swap};
 use tenants::identity::TenantName;
 use tenants::member::Asking;
+use tenants::requests;
 use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
 use tenants::wire::{Action, MemberState};
@@ -76,7 +76,7 @@ unsafe fn act_for_all(
     let tenant = unsafe { tenant_of(tenant) }?;
     let timeout = timeout_of(timeout_ms);
     let _asking = asking_for(&tenant);
-    Ok(settled(pausing::act_for_all(&run_dir()?, &tenant, scope, action, timeout)))
+    Ok(settled(requests::act_for_all(&run_dir()?, &tenant, scope, action, timeout)))
 }
 
 /// Pauses every process of a tenant.
@@ -180,7 +180,7 @@ unsafe fn act_for_tags(
                 let message = format!("this process is of tenant '{own}', not of '{tenant}'");
                 return Err(fail(ARGUMENT, &message));
             }
-            Ok(settled(pausing::act_for_own_tags(member, tags, action, timeout_of(timeout_ms))))
+            Ok(settled(requests::act_for_own_tags(member, tags, action, timeout_of(timeout_ms))))
         }
         _ => Err(fail(ARGUMENT, &format!("{whose} is no SUBLET_WHOSE_ value: use 0 or 1"))),
     }

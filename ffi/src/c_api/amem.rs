@@ -8,7 +8,7 @@ use std::io::Write as _;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
-use sublet_nccl::pausing;
+use tenants::requests;
 use tenants::wire::Action;
 use vmm_pool::PoolReport;
 
@@ -44,7 +44,7 @@ fn act_together(action: Action) -> c_int {
             return NCCL_SUCCESS;
         };
         // Callers of ours find the code that says more in sublet_last_error_json.
-        match settled_together(pausing::act_together(member, action, together_timeout())) {
+        match settled_together(requests::act_together(member, action, together_timeout())) {
             OK => NCCL_SUCCESS,
             _ => NCCL_UNHANDLED_CUDA_ERROR,
         }

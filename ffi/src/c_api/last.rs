@@ -7,8 +7,8 @@ use std::ffi::{CStr, CString, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use serde_json::{Value, json};
-use sublet_nccl::pausing;
 use tenants::coordinator::{CoordinatorError, Outcome, SwapError};
+use tenants::error_text::chain;
 use tenants::wire::FailureKind;
 
 use super::{
@@ -119,7 +119,7 @@ pub(crate) fn settled_together(outcome: Result<(), CoordinatorError>) -> c_int {
         Ok(()) => keep_report(json!({"outcome": "completed"})),
         Err(error) => {
             // As [`fail_aloud`]: callers of ncclPause look at its code only.
-            tracing::warn!("{}", pausing::chain(&error));
+            tracing::warn!("{}", chain(&error));
             refused(&error)
         }
     }
@@ -150,7 +150,7 @@ fn json_of(outcome: &Outcome) -> Value {
 
 fn refused(error: &CoordinatorError) -> c_int {
     let code = code_of(error);
-    let message = pausing::chain(error);
+    let message = chain(error);
     let devices: Vec<Value> = error
         .shortages()
         .iter()

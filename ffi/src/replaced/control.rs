@@ -5,8 +5,8 @@
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::sync::PoisonError;
 
+use sublet_cuda_driver::vmm;
 use sublet_cuda_graph::Target;
-use sublet_nccl::vmm;
 use tenants::gate::Passage;
 use vmm_pool::driver::{DriverCode, RawContext};
 

@@ -5,8 +5,7 @@
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::sync::PoisonError;
 
-use sublet_nccl::{Answer, vmm};
-use sublet_torch_allocator::{blocks, ipc};
+use sublet_cuda_driver::{Answer, blocks, ipc, vmm};
 use tenants::gate::Passage;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, RawContext};
 
@@ -85,24 +84,19 @@ unsafe extern "C" fn mem_alloc(
         |member| {
             let library = class_of_caller(caller);
             let accessors = runtime::accessors();
-            match blocks::allocate(member, accessors, device, size as u64, library) {
-                blocks::Allocation::Made(made) => {
-                    write_out!(address, made.0);
-                    Answer::Done(())
+            if let Some(reason) = blocks::stays_native(size as u64, library) {
+                let _pass = member.gate().pass(Passage::Use);
+                let code = DriverCode(driver());
+                if let Err(code) = code.ok() {
+                    return Answer::Refused(code);
                 }
-                blocks::Allocation::Refused(code) => Answer::Refused(code),
-                blocks::Allocation::LeftToDriver(reason) => {
-                    let _pass = member.gate().pass(Passage::Use);
-                    let code = DriverCode(driver());
-                    if let Err(code) = code.ok() {
-                        return Answer::Refused(code);
-                    }
-                    // SAFETY: the call succeeded, so it wrote the address.
-                    let made = DeviceAddress(unsafe { address.read() });
-                    blocks::note_native(member, made, size as u64, device, reason);
-                    Answer::Done(())
-                }
+                // SAFETY: the call succeeded, so it wrote the address.
+                let made = DeviceAddress(unsafe { address.read() });
+                blocks::note_native(member, made, size as u64, device, reason);
+                return Answer::Done(());
             }
+            let made = blocks::allocate(member, accessors, device, size as u64, library);
+            made.map(|made| write_out!(address, made.0))
         },
         driver,
     )
@@ -126,16 +120,7 @@ pub unsafe extern "C" fn cuMemFree_v2(address: Address) -> c_int {
 }
 
 fn free_block(member: &Member, address: Address, settle: impl FnOnce() -> c_int) -> Answer<()> {
-    given_up(blocks::free(member, DeviceAddress(address), || DriverCode(settle())))
-}
-
-/// The answer where the pool may have nothing there.
-fn given_up(code: Option<DriverCode>) -> Answer<()> {
-    match code {
-        None => Answer::AskDriver,
-        Some(DriverCode::SUCCESS) => Answer::Done(()),
-        Some(code) => Answer::Refused(code),
-    }
+    blocks::free(member, DeviceAddress(address), || DriverCode(settle()))
 }
 
 macro_rules! free_async {
@@ -183,12 +168,8 @@ pub unsafe extern "C" fn cuIpcGetMemHandle(
     }
     answered(
         runtime::member,
-        |member| match ipc::handle_of(member, DeviceAddress(address)) {
-            Some(made) => {
-                write_out!(handle, made);
-                Answer::Done(())
-            }
-            None => Answer::AskDriver,
+        |member| {
+            ipc::handle_of(member, DeviceAddress(address)).map(|made| write_out!(handle, made))
         },
         driver,
     )
@@ -222,9 +203,9 @@ pub unsafe extern "C" fn cuIpcOpenMemHandle_v2(
     };
     answered(
         runtime::join,
-        |member| match ipc::open(member, &handle.0, device, "ipc") {
-            Some(opened) => vmm::of_import(opened).map(|made| write_out!(address, made.0)),
-            None => Answer::AskDriver,
+        |member| {
+            let opened = ipc::open(member, &handle.0, device, "ipc");
+            opened.map(|made| write_out!(address, made.0))
         },
         driver,
     )
@@ -240,7 +221,7 @@ pub unsafe extern "C" fn cuIpcCloseMemHandle(address: Address) -> c_int {
         runtime::member,
         |member| {
             let settle = || DriverCode(call_driver!(cuCtxSynchronize()));
-            given_up(ipc::close(member, DeviceAddress(address), settle))
+            ipc::close(member, DeviceAddress(address), settle)
         },
         || call_driver!(cuIpcCloseMemHandle(address => Address)),
     )

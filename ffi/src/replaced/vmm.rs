@@ -5,7 +5,7 @@
 use std::ffi::{c_int, c_ulonglong, c_void};
 use std::os::fd::{BorrowedFd, IntoRawFd, RawFd};
 
-use sublet_nccl::vmm;
+use sublet_cuda_driver::vmm;
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DriverCode, HANDLE_TYPE_POSIX_FD,
 };

@@ -8,12 +8,13 @@ use tenants::coordinator::{
     self, Coordinator, CoordinatorError, DeviceShortage, Interrupt, LostImports, Options, Outcome,
     Report, Swap, SwapError, phase_label,
 };
+use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::wire::Action;
 
 use crate::args::{PauseArgs, ResumeArgs, SwapArgs};
-use crate::failure::{EXIT_PARTIAL, EXIT_USAGE, Failure, chain, exit_code_of};
+use crate::failure::{EXIT_PARTIAL, EXIT_USAGE, Failure, exit_code_of};
 use crate::output::{self, Output};
 use crate::outsiders::{self, Occupant};
 use crate::progress::Progress;

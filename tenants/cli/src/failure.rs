@@ -5,6 +5,7 @@ use std::fmt;
 use std::process::ExitCode;
 
 use tenants::coordinator::{CoordinatorError, SwapError};
+use tenants::error_text::chain;
 use tenants::run_dir::RunDirError;
 
 /// Refused or failed, nothing changed.
@@ -78,16 +79,4 @@ pub(crate) fn exit_code_of(error: &CoordinatorError) -> u8 {
     } else {
         EXIT_UNCHANGED
     }
-}
-
-/// An error and its causes, in one line.
-pub(crate) fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
 }

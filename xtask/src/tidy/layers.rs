@@ -119,6 +119,7 @@ mod tests {
             ("tenants", "vmm-pool"),
             ("adapters/nccl", "tenants"),
             ("ffi", "adapters/cuda-graph"),
+            ("ffi", "adapters/cuda-driver"),
             ("tenants/cli", "tenants"),
             ("tests", "ffi"),
             ("vmm-pool", "vmm-pool"),
@@ -132,7 +133,8 @@ mod tests {
         for (from, to) in [
             ("vmm-pool", "tenants"),
             ("tenants", "adapters/nccl"),
-            ("adapters/nccl", "adapters/cuda-graph"),
+            ("adapters/nccl", "adapters/cuda-driver"),
+            ("adapters/torch-allocator", "adapters/cuda-driver"),
             ("adapters/nccl", "ffi"),
             ("tenants/cli", "adapters/nccl"),
             ("tests/simcuda", "tenants"),

@@ -60,6 +60,7 @@ const ORDERS: [Order; 3] = [
         folder: "tenants/src",
         modules: &[
             ROOT,
+            "error_text",
             "slots",
             "identity",
             "cut",
@@ -75,6 +76,7 @@ const ORDERS: [Order; 3] = [
             "ticket",
             "member",
             "coordinator",
+            "requests",
         ],
         upwards: &[
             up("tenants/src/references.rs", "run_dir", "reads a member's id from an owner's path"),

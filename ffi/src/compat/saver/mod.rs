@@ -1,8 +1,6 @@
 //! The functions of `torch_memory_saver`, which its Python package and other programs call by name.
 //!
-//! Memory of one tag may be kept, discarded or written to files there, as the calling thread was set when it
-//! asked for it. A tag of ours has one policy, so each such pair is a tag of its own, `tms/<tag>/<policy>`, and
-//! pausing a tag pauses all that it has (`settings.rs`).
+//! What their settings mean is in `sublet_torch_allocator`.
 //!
 //! What ends the process there is a success here that does nothing (pausing what is paused, resuming what is
 //! resident), or an error code, with the reason in `sublet_last_error`.
@@ -18,6 +16,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use sublet_torch_allocator::{Backend, tags_of};
 use vmm_pool::SavedError;
 use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
 
@@ -27,8 +26,6 @@ use crate::c_api::{self, acting};
 use crate::hooks::{Pointer, call_driver};
 use crate::pluggable::{sublet_torch_free, sublet_torch_malloc};
 use crate::runtime;
-
-use settings::{Backend, Environment};
 
 /// Free device memory that an allocation in a region must leave; 0 for none.
 static MARGIN_BYTES: AtomicU64 = AtomicU64::new(0);
@@ -179,20 +176,20 @@ pub extern "C" fn set_memory_margin_bytes(value: u64) {
 /// in any case; the bytes in it are given out only while the memory is away.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_set_retain_cpu_backup(retain: bool) {
-    quietly((), || Environment::get().retain.store(retain, Ordering::Relaxed));
+    quietly((), || settings::environment().retain.store(retain, Ordering::Relaxed));
 }
 
 /// What [`tms_set_retain_cpu_backup`] was given, or the environment says.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_retain_cpu_backup() -> bool {
-    quietly(false, || Environment::get().retain.load(Ordering::Relaxed))
+    quietly(false, || settings::environment().retain.load(Ordering::Relaxed))
 }
 
 /// Tags of ours that `tag` stands for; null or empty stands for all that were made here.
 unsafe fn own_tags(tag: *const c_char) -> Vec<CString> {
     // SAFETY: as this function's caller promises.
     let tag = unsafe { text_of(tag) }.filter(|tag| !tag.is_empty());
-    let names = settings::tags_of(tag.as_deref());
+    let names = tags_of(tag.as_deref());
     names.into_iter().filter_map(|name| CString::new(name).ok()).collect()
 }
 
@@ -252,7 +249,7 @@ pub unsafe extern "C" fn tms_tags_json(
 ) -> i64 {
     guarded_length(|| {
         // SAFETY: as this function's caller promises.
-        let names = settings::tags_of(unsafe { text_of(tag) }.as_deref());
+        let names = tags_of(unsafe { text_of(tag) }.as_deref());
         // SAFETY: as this function's caller promises.
         unsafe { write_text(&serde_json::json!(names).to_string(), buffer, size) }
     })

@@ -1,12 +1,12 @@
 //! The driver and its devices.
 
+use tenants::error_text::chain;
 use vmm_pool::driver::{
     CudaDriver, DeviceAttribute, DeviceOrdinal, Driver, DriverResult, DriverVersion,
 };
 use vmm_pool::support::VERSION_MIN;
 
 use super::Check;
-use crate::failure::chain;
 
 pub(super) fn checks() -> Vec<Check> {
     match CudaDriver::load() {

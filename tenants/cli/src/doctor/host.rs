@@ -3,12 +3,12 @@
 use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
 
+use tenants::error_text::chain;
 use tenants::identity::{MemberId, TENANT_NAME_BYTES_MAX, TenantName};
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir, SOCKET_PATH_BYTES_MAX};
 
 use super::Check;
 use crate::environment::Environment;
-use crate::failure::chain;
 use crate::run::find_library;
 use crate::units;
 

@@ -8,8 +8,8 @@ use std::os::fd::AsFd as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fastrand::Rng;
+use sublet_cuda_driver::{Answer, ipc};
 use sublet_tests::{Outcome, Trouble};
-use sublet_torch_allocator::ipc;
 use tenants::gate::Passage;
 use tenants::member::ImportError;
 use tenants::ticket::Ticket;
@@ -222,7 +222,9 @@ impl Exchange {
                 Paper::Ticket(ticket.encode().ok_or_else(|| Trouble::new("a ticket too long"))?)
             } else {
                 let handle = ipc::handle_of(&self.member, place.start);
-                let handle = handle.ok_or_else(|| Trouble::new("a block without a handle"))?;
+                let Answer::Done(handle) = handle else {
+                    return Err(Trouble::new("a block without a handle"));
+                };
                 let (id, _, _) = self
                     .member
                     .pool()
@@ -302,7 +304,7 @@ impl Exchange {
         };
         let before = fired(&self.member);
         // It takes a pass of its own, which it steps aside with.
-        let opened = ipc::open(&self.member, &handle, reader, LIBRARY);
+        let opened = ipc::try_open(&self.member, &handle, reader, LIBRARY);
         let opened = opened.ok_or_else(|| Trouble::new("a handle that is not known as ours"))?;
         let start = match opened {
             Ok(start) => start,

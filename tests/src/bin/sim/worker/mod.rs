@@ -20,11 +20,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use sublet_nccl::pausing::{act_for_own_tags, chain};
 use sublet_tests::{Outcome, Trouble};
+use tenants::error_text::chain;
 use tenants::host_memory::{HostLimit, LimitKind};
 use tenants::identity::TenantName;
 use tenants::member::{Member, MemberConfig};
+use tenants::requests::act_for_own_tags;
 use tenants::run_dir::RunDir;
 use tenants::scope::TagNames;
 use tenants::wire::Action;

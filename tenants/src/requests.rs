@@ -1,14 +1,16 @@
-//! `ncclPause`, `ncclResume` and the calls for one process on behalf of all.
+//! What a process asks of its tenant: a pause or resume that all ask for together, one by tag of its own memory,
+//! one on behalf of all.
 
 use std::time::{Duration, Instant};
 
-use tenants::coordinator::{Coordinator, CoordinatorError, Options, Outcome, TakesPart};
-use tenants::identity::TenantName;
-use tenants::member::{Member, Waited};
-use tenants::run_dir::{RunDir, RunDirError};
-use tenants::scope::{Scope, TagNames};
-use tenants::wire::{Action, MemberState};
 use vmm_pool::driver::Driver;
+
+use crate::coordinator::{Coordinator, CoordinatorError, Options, Outcome, TakesPart};
+use crate::identity::TenantName;
+use crate::member::{Member, Waited};
+use crate::run_dir::{RunDir, RunDirError};
+use crate::scope::{Scope, TagNames};
+use crate::wire::{Action, MemberState};
 
 /// How long one look for the coordinator's lock lasts; between looks the caller waits for the event
 /// itself, which usually comes first.
@@ -139,19 +141,4 @@ fn act(
         Action::Pause => coordinator.pause(&mut |_| {}),
         Action::Resume => coordinator.resume(&mut |_| {}),
     }
-}
-
-/// The error and everything behind it, in one line.
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(below) = source {
-        let below_text = below.to_string();
-        if !text.contains(&below_text) {
-            text.push_str(": ");
-            text.push_str(&below_text);
-        }
-        source = below.source();
-    }
-    text
 }

@@ -16,6 +16,7 @@ use tenants::ticket::Ticket;
 use vmm_pool::AllocationId;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode};
 
+use crate::Answer;
 use crate::blocks::give_up;
 
 /// Length of a `CUipcMemHandle`.
@@ -23,31 +24,50 @@ pub const HANDLE_BYTES: usize = 64;
 
 const MAGIC: [u8; 8] = *b"SUBLETIP";
 
-/// A handle for the whole block that holds `address`; `None` when none of this process's own does.
+/// A handle for the whole block that holds `address`, when one of this process's own does.
 #[doc(alias = "cuIpcGetMemHandle")]
 pub fn handle_of<D: Driver>(
     member: &Member<D>,
     address: DeviceAddress,
-) -> Option<[u8; HANDLE_BYTES]> {
-    let (id, asked_bytes, size_bytes) = member.pool().block_identity(address)?;
+) -> Answer<[u8; HANDLE_BYTES]> {
+    let Some((id, asked_bytes, size_bytes)) = member.pool().block_identity(address) else {
+        return Answer::AskDriver;
+    };
     let mut handle = [0; HANDLE_BYTES];
     handle[..8].copy_from_slice(&MAGIC);
     handle[8..24].copy_from_slice(&id.0);
     handle[24..32].copy_from_slice(&member.id().0.to_le_bytes());
     handle[32..40].copy_from_slice(&asked_bytes.to_le_bytes());
     handle[40..48].copy_from_slice(&size_bytes.to_le_bytes());
-    Some(handle)
+    Answer::Done(handle)
 }
 
-/// Opens a handle made by [`handle_of`] in another process of the tenant, for `accessor`; `None` when it
-/// is not one of ours. What comes is the block's first address, and the same one as long as it is open.
+/// Opens a handle made by [`handle_of`] in another process of the tenant, for `accessor`. The driver
+/// opens others. What comes is the block's first address, and the same one as long as it is open.
 #[doc(alias = "cuIpcOpenMemHandle")]
 pub fn open<D: Driver>(
     member: &Member<D>,
     handle: &[u8; HANDLE_BYTES],
     accessor: DeviceOrdinal,
     library: &'static str,
+) -> Answer<DeviceAddress> {
+    try_open(member, handle, accessor, library).map_or(Answer::AskDriver, Answer::of_import)
+}
+
+/// As [`open`], with the reason where it is refused; `None` for the driver's own handles.
+pub fn try_open<D: Driver>(
+    member: &Member<D>,
+    handle: &[u8; HANDLE_BYTES],
+    accessor: DeviceOrdinal,
+    library: &'static str,
 ) -> Option<Result<DeviceAddress, ImportError>> {
+    let (ticket, asked_bytes) = read(member, handle)?;
+    let _pass = member.gate().pass(Passage::Use);
+    Some(open_ticket(member, &ticket, asked_bytes, accessor, library))
+}
+
+/// The ticket that a handle stands for, and the size that was asked for. `None` for the driver's own handles.
+fn read<D: Driver>(member: &Member<D>, handle: &[u8; HANDLE_BYTES]) -> Option<(Ticket, u64)> {
     let rest = handle.strip_prefix(&MAGIC)?;
     let (id, rest) = rest.split_first_chunk::<16>()?;
     let (owner, rest) = rest.split_first_chunk::<8>()?;
@@ -55,7 +75,6 @@ pub fn open<D: Driver>(
     let (size, _) = rest.split_first_chunk::<8>()?;
     let owner = MemberId(u64::from_le_bytes(*owner));
     let size_bytes = u64::from_le_bytes(*size);
-    let _pass = member.gate().pass(Passage::Use);
     let ticket = Ticket {
         allocation: AllocationId(*id),
         serial: 0,
@@ -64,8 +83,7 @@ pub fn open<D: Driver>(
         owner_socket: member.socket_path_of(owner),
         tenant: member.tenant().clone(),
     };
-    let asked_bytes = u64::from_le_bytes(*asked);
-    Some(open_ticket(member, &ticket, asked_bytes, accessor, library))
+    Some((ticket, u64::from_le_bytes(*asked)))
 }
 
 fn open_ticket<D: Driver>(
@@ -80,18 +98,17 @@ fn open_ticket<D: Driver>(
 }
 
 /// Closes what [`open`] opened at `address`, which goes with its last close. `settle` waits for the work that
-/// may still use it; it is not called while the memory is vacated, when no work can.
-///
-/// `None`: nothing of ours is open there, and the driver should close it.
+/// may still use it; it is not called while the memory is vacated, when no work can. The driver closes
+/// what is not ours.
 #[doc(alias = "cuIpcCloseMemHandle")]
 pub fn close<D: Driver>(
     member: &Member<D>,
     address: DeviceAddress,
     settle: impl FnOnce() -> DriverCode,
-) -> Option<DriverCode> {
+) -> Answer<()> {
     let _pass = member.gate().pass(Passage::GiveUp);
     if !member.pool().is_block(address) {
-        return None;
+        return Answer::AskDriver;
     }
     give_up(member, settle, || member.pool().block_close(address))
 }

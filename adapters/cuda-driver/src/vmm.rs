@@ -6,16 +6,16 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use tenants::gate::Passage;
-use tenants::member::{ImportError, Member};
+use tenants::member::Member;
 use tenants::region;
 use tenants::ticket::Ticket;
-use vmm_pool::Class;
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, Driver, DriverCode,
     HANDLE_TYPE_FABRIC, VaRange,
 };
+use vmm_pool::{Class, VirtualHandle};
 
-use crate::answer::Answer;
+use crate::Answer;
 
 /// Creates memory, and hands out a value of ours for it.
 #[doc(alias = "cuMemCreate")]
@@ -31,7 +31,7 @@ pub fn create<D: Driver>(
     }
     let _pass = member.gate().pass(Passage::Use);
     let class = region::class_of(library, prop.location.as_device());
-    Answer::of(member.pool().create(size_bytes, prop, class)).map(vmm_pool::VirtualHandle::raw)
+    Answer::of(member.pool().create(size_bytes, prop, class)).map(VirtualHandle::raw)
 }
 
 /// Gives back one reference of a handle.
@@ -45,7 +45,7 @@ pub fn release<D: Driver>(member: &Member<D>, handle: u64) -> Answer<()> {
 #[doc(alias = "cuMemRetainAllocationHandle")]
 pub fn retain<D: Driver>(member: &Member<D>, address: DeviceAddress) -> Answer<u64> {
     let _pass = member.gate().pass(Passage::GiveUp);
-    Answer::of(member.pool().retain_at(address)).map(vmm_pool::VirtualHandle::raw)
+    Answer::of(member.pool().retain_at(address)).map(VirtualHandle::raw)
 }
 
 /// What a handle was created with.
@@ -99,7 +99,7 @@ pub fn set_access<D: Driver>(
 #[doc(alias = "cuMemExportToShareableHandle")]
 pub fn export<D: Driver>(member: &Member<D>, handle: u64) -> Answer<OwnedFd> {
     let _pass = member.gate().pass(Passage::Use);
-    of_import(member.issue_ticket(handle))
+    Answer::of_import(member.issue_ticket(handle))
 }
 
 /// The memory that a ticket stands for; another descriptor becomes memory that is never paused.
@@ -112,27 +112,15 @@ pub fn import<D: Driver>(
     let _pass = member.gate().pass(Passage::Use);
     match Ticket::read(fd) {
         Ok(Some(ticket)) => {
-            of_import(member.redeem_ticket(&ticket, library)).map(vmm_pool::VirtualHandle::raw)
+            Answer::of_import(member.redeem_ticket(&ticket, library)).map(VirtualHandle::raw)
         }
         Ok(None) => {
             let class = Class { library, ..Class::default() };
             let handle = member.pool().import_foreign(fd, class);
-            Answer::of(handle).map(vmm_pool::VirtualHandle::raw)
+            Answer::of(handle).map(VirtualHandle::raw)
         }
         Err(error) => {
             member.note(error.to_string());
-            Answer::Refused(DriverCode::INVALID_VALUE)
-        }
-    }
-}
-
-/// The answer for something that other processes took part in.
-pub fn of_import<T>(result: Result<T, ImportError>) -> Answer<T> {
-    match result {
-        Ok(value) => Answer::Done(value),
-        Err(ImportError::Pool(error)) => Answer::of(Err(error)),
-        Err(error) => {
-            tracing::warn!(%error, "sharing of device memory refused");
             Answer::Refused(DriverCode::INVALID_VALUE)
         }
     }
@@ -142,7 +130,7 @@ pub fn of_import<T>(result: Result<T, ImportError>) -> Answer<T> {
 #[doc(alias = "cuMemGetAddressRange")]
 pub fn address_range<D: Driver>(member: &Member<D>, address: DeviceAddress) -> Answer<VaRange> {
     let _pass = member.gate().pass(Passage::GiveUp);
-    member.pool().range_of(address).map_or(Answer::AskDriver, Answer::Done)
+    Answer::of_found(member.pool().range_of(address))
 }
 
 /// A device outside the driver's view is about to hold the pages of a range: they must stay.

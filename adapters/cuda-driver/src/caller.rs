@@ -5,6 +5,9 @@ use std::sync::{Mutex, PoisonError};
 /// The label of NCCL's own memory.
 pub const NCCL: &str = "nccl";
 
+/// The label of PyTorch's memory.
+pub const TORCH: &str = "torch";
+
 /// Labels by start of file name; the first that fits counts. The shared CUDA runtime and the memory calls
 /// of PyTorch's own libraries are PyTorch's in a process that has it.
 const LABELS: &[(&str, &str)] = &[
@@ -15,8 +18,8 @@ const LABELS: &[(&str, &str)] = &[
     ("libcusolver", "cusolver"),
     ("libcufft", "cufft"),
     ("libnvshmem", "nvshmem"),
-    ("libc10", "torch"),
-    ("libtorch", "torch"),
+    ("libc10", TORCH),
+    ("libtorch", TORCH),
     ("libcudart", "cudart"),
 ];
 
@@ -29,7 +32,7 @@ pub fn label(path: &str, torch_is_loaded: bool) -> &'static str {
     let name = path.rsplit('/').next().unwrap_or(path);
     let known = LABELS.iter().find(|(start, _)| name.starts_with(start));
     match known {
-        Some((_, "cudart")) if torch_is_loaded => "torch",
+        Some((_, "cudart")) if torch_is_loaded => TORCH,
         Some((_, label)) => label,
         None => other(name),
     }
@@ -57,7 +60,7 @@ mod tests {
     #[test]
     fn libraries_get_their_labels() {
         assert_eq!(label("/x/nvidia/nccl/lib/libnccl.so.2", true), NCCL);
-        assert_eq!(label("/x/libcudart.so.13", true), "torch");
+        assert_eq!(label("/x/libcudart.so.13", true), TORCH);
         assert_eq!(label("/x/libcudart.so.13", false), "cudart");
         assert_eq!(label("/x/libcublasLt.so.13", true), "cublas");
         assert_eq!(label("/opt/app", true), "app");

@@ -1,4 +1,8 @@
-//! `cuMemAlloc` and `cuMemFree` on pool memory, and who may reach it.
+//! Plain device allocations made pausable: `cuMemAlloc` and `cuMemFree` on pool memory, and who may reach it.
+//!
+//! `cuMemAlloc` of [`BLOCK_BYTES_MIN`] and more becomes pool memory with a range of its own; less stays
+//! with the driver and is counted, because every pool allocation takes a whole granule of 2 MiB. Below
+//! `PyTorch`'s caching allocator this loses nothing: its segments are 2 MiB and more.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, PoisonError};
@@ -11,6 +15,8 @@ use vmm_pool::driver::{
     DriverCode,
 };
 use vmm_pool::{PoolError, PoolResult};
+
+use crate::{Answer, caller};
 
 /// Smallest allocation that becomes pool memory.
 pub const BLOCK_BYTES_MIN: u64 = 1 << 20;
@@ -99,18 +105,17 @@ impl Accessors {
     }
 }
 
-/// What a wrapper of `cuMemAlloc` should do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Allocation {
-    /// The pool made it.
-    Made(DeviceAddress),
-    /// The pool could not.
-    Refused(DriverCode),
-    /// The driver should make it; it is then told to [`note_native`].
-    LeftToDriver(&'static str),
+/// Why a plain allocation of `size_bytes` stays with the driver, which is then told to [`note_native`]; `None`
+/// where it becomes pool memory.
+pub fn stays_native(size_bytes: u64, library: &str) -> Option<&'static str> {
+    if size_bytes < BLOCK_BYTES_MIN {
+        return Some(TOO_SMALL);
+    }
+    // NCCL asks for plain memory only when its cuMem path is off, and then shares it by legacy IPC.
+    (library == caller::NCCL).then_some(LEGACY_IPC)
 }
 
-/// Allocates `size_bytes` on `device` for `library`.
+/// Allocates pool memory on `device` for `library`, however small: the size is rounded up to a granule.
 #[doc(alias = "cuMemAlloc")]
 pub fn allocate<D: Driver>(
     member: &Member<D>,
@@ -118,31 +123,7 @@ pub fn allocate<D: Driver>(
     device: DeviceOrdinal,
     size_bytes: u64,
     library: &'static str,
-) -> Allocation {
-    if size_bytes < BLOCK_BYTES_MIN {
-        return Allocation::LeftToDriver(TOO_SMALL);
-    }
-    if library == "nccl" {
-        // NCCL asks for plain memory only when its cuMem path is off, and then shares it by legacy IPC.
-        return Allocation::LeftToDriver(LEGACY_IPC);
-    }
-    match allocate_from_pool(member, accessors, device, size_bytes, library) {
-        Ok(address) => Allocation::Made(address),
-        Err(code) => Allocation::Refused(code),
-    }
-}
-
-/// Allocates pool memory on `device` for `library`, however small: the size is rounded up to a granule.
-///
-/// # Errors
-/// What the driver said.
-pub fn allocate_from_pool<D: Driver>(
-    member: &Member<D>,
-    accessors: &Accessors,
-    device: DeviceOrdinal,
-    size_bytes: u64,
-    library: &'static str,
-) -> Result<DeviceAddress, DriverCode> {
+) -> Answer<DeviceAddress> {
     let _pass = member.gate().pass(Passage::Use);
     let driver = member.pool().driver();
     let mut prop = AllocationProp::pinned_on(device);
@@ -150,11 +131,13 @@ pub fn allocate_from_pool<D: Driver>(
     let rdma_capable = driver.device_attribute(device, rdma).is_ok_and(|value| value != 0);
     prop.flags = AllocationFlags { gpu_direct_rdma_capable: u8::from(rdma_capable), ..prop.flags };
     let class = region::class_of(library, Some(device));
-    let made = member.pool().block_allocate(size_bytes, &prop, &accessors.of(device), class);
-    made.map_err(|error| {
-        tracing::debug!(%error, "allocation refused");
-        error.code().unwrap_or(DriverCode::UNKNOWN)
-    })
+    match member.pool().block_allocate(size_bytes, &prop, &accessors.of(device), class) {
+        Ok(address) => Answer::Done(address),
+        Err(error) => {
+            tracing::debug!(%error, "allocation refused");
+            Answer::Refused(error.code().unwrap_or(DriverCode::UNKNOWN))
+        }
+    }
 }
 
 /// Counts an allocation that the driver made for us.
@@ -169,41 +152,39 @@ pub fn note_native<D: Driver>(
 }
 
 /// Frees the block at `address`. `settle` waits for the work that may still use it, as `cuMemFree` does;
-/// it is not called while the memory is vacated, when no work can.
-///
-/// `None`: no block starts there, and the driver should free it.
+/// it is not called while the memory is vacated, when no work can. The driver frees what no block starts at.
 #[doc(alias = "cuMemFree")]
 pub fn free<D: Driver>(
     member: &Member<D>,
     address: DeviceAddress,
     settle: impl FnOnce() -> DriverCode,
-) -> Option<DriverCode> {
+) -> Answer<()> {
     let _pass = member.gate().pass(Passage::GiveUp);
     if member.pool().block_range(address).is_none() {
         member.pool().native_freed(address);
-        return None;
+        return Answer::AskDriver;
     }
     give_up(member, settle, || member.pool().block_free(address))
 }
 
 /// Gives up, by `give`, memory that work may still use: `settle` waits for that, unless the memory is vacated.
-/// The caller has passed the gate. `None`: it is not the pool's.
+/// The caller has passed the gate.
 pub(crate) fn give_up<D: Driver>(
     member: &Member<D>,
     settle: impl FnOnce() -> DriverCode,
     give: impl FnOnce() -> PoolResult<()>,
-) -> Option<DriverCode> {
+) -> Answer<()> {
     if !member.gate().is_vacated()
         && let Err(code) = settle().ok()
     {
-        return Some(code);
+        return Answer::Refused(code);
     }
     match give() {
-        Ok(()) => Some(DriverCode::SUCCESS),
-        Err(PoolError::NotOurs) => None,
+        Ok(()) => Answer::Done(()),
+        Err(PoolError::NotOurs) => Answer::AskDriver,
         Err(error) => {
             tracing::warn!(%error, "giving memory up was refused");
-            Some(error.code().unwrap_or(DriverCode::UNKNOWN))
+            Answer::Refused(error.code().unwrap_or(DriverCode::UNKNOWN))
         }
     }
 }

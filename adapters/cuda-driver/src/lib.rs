@@ -1,0 +1,19 @@
+//! The driver's memory calls, answered from the pool, whichever library makes them.
+//!
+//! * [`lookup`]: which of our functions stands in for which of the driver's.
+//! * [`caller`]: which library a call comes from.
+//! * [`vmm`]: the virtual memory calls (`cuMemCreate`, `cuMemMap` and theirs).
+//! * [`blocks`]: `cuMemAlloc`, `cuMemFree`, peer access.
+//! * [`ipc`]: `cudaIpc` handles of such memory, as tickets.
+//!
+//! Each call has an [`Answer`]. No table of allocations lives here: the pool has the only one.
+
+mod answer;
+pub mod blocks;
+pub mod caller;
+pub mod ipc;
+pub mod lookup;
+pub mod vmm;
+
+pub use answer::Answer;
+pub use blocks::{Accessors, BLOCK_BYTES_MIN};
