@@ -12,7 +12,7 @@ use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, StreamKind};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DriverCode, RawStream, VaRange,
 };
-use vmm_pool::{Class, Contents, PoolError};
+use vmm_pool::{Class, Contents, PoolError, VirtualHandle};
 
 use super::{Charter, Sim, memory};
 use crate::orders::{Account, Offer};
@@ -44,7 +44,7 @@ enum Origin {
 struct Holding {
     origin: Origin,
     /// None once it has been released: the mappings keep the memory.
-    handle: Option<u64>,
+    handle: Option<VirtualHandle>,
     places: Vec<VaRange>,
     units: u64,
     device: DeviceOrdinal,
@@ -174,7 +174,7 @@ impl Holdings {
         let fired = self.driver().faults().fired();
         let prop = AllocationProp::pinned_on(self.device);
         let made = member.pool().create(units * GRANULARITY_BYTES, &prop, class);
-        let Some(handle) = self.judged(fired, made)?.map(vmm_pool::VirtualHandle::raw) else {
+        let Some(handle) = self.judged(fired, made)? else {
             return Ok(false);
         };
         let Some(place) = self.map(handle, units)? else {
@@ -201,7 +201,7 @@ impl Holdings {
     }
 
     /// Maps `handle` at a fresh place, or leaves nothing behind.
-    fn map(&self, handle: u64, units: u64) -> Outcome<Option<VaRange>> {
+    fn map(&self, handle: VirtualHandle, units: u64) -> Outcome<Option<VaRange>> {
         let size_bytes = units * GRANULARITY_BYTES;
         let core = self.driver().core();
         let start = core.reserve(size_bytes, 0, DeviceAddress(0)).map_err(device_refused)?;
@@ -534,9 +534,13 @@ fn present_places(holding: &Holding) -> Option<usize> {
 }
 
 /// Imports; a ticket stays good when a fault was in the way.
-fn redeem(member: &Sim, ticket: &Ticket, library: &'static str) -> Result<u64, ImportError> {
+fn redeem(
+    member: &Sim,
+    ticket: &Ticket,
+    library: &'static str,
+) -> Result<VirtualHandle, ImportError> {
     let handle = member.redeem_ticket(ticket, library);
-    Ok(handle.or_else(|_| member.redeem_ticket(ticket, library))?.raw())
+    handle.or_else(|_| member.redeem_ticket(ticket, library))
 }
 
 fn is_full(error: &PoolError) -> bool {
