@@ -190,7 +190,7 @@ fn a_stolen_ticket_is_of_no_use_to_another_user() -> Outcome {
     let Some(stage) = Stage::new()? else { return Ok(()) };
     let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
     let class = Class { library: "test", ..Class::default() };
-    let handle = stage.member.pool().create(GRANULARITY_BYTES, &prop, class)?.raw();
+    let handle = stage.member.pool().create(GRANULARITY_BYTES, &prop, class)?;
     let redeem = |ticket: OwnedFd| -> Outcome<String> {
         let mut command = stranger(&stage.program);
         let output = command.args(["redeem", "-"]).stdin(Stdio::from(ticket)).output()?;

@@ -15,7 +15,7 @@ use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState};
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
-use vmm_pool::{Class, Contents};
+use vmm_pool::{Class, Contents, VirtualHandle};
 
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 const UNIT: u64 = 2 * MIB;
@@ -69,7 +69,7 @@ fn of_all(names: &[&str]) -> Scope {
     Scope::Tags { tags: tags(names), owner: None }
 }
 
-fn map(member: &SimMember, handle: u64) -> Result<VaRange, Trouble> {
+fn map(member: &SimMember, handle: VirtualHandle) -> Result<VaRange, Trouble> {
     let start = member.pool().driver().reserve(UNIT, 0, DeviceAddress(0));
     let start = start.map_err(|code| Trouble::new(format!("{code:?}")))?;
     let range = VaRange::new(start, UNIT);
@@ -79,10 +79,10 @@ fn map(member: &SimMember, handle: u64) -> Result<VaRange, Trouble> {
 }
 
 /// Memory of one unit, and where it is mapped.
-fn memory(member: &SimMember, tag: &str) -> Result<(u64, VaRange), Trouble> {
+fn memory(member: &SimMember, tag: &str) -> Result<(VirtualHandle, VaRange), Trouble> {
     let class = Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep };
     let prop = AllocationProp::pinned_on(DEVICE);
-    let handle = member.pool().create(UNIT, &prop, class)?.raw();
+    let handle = member.pool().create(UNIT, &prop, class)?;
     Ok((handle, map(member, handle)?))
 }
 
@@ -146,7 +146,7 @@ fn imports_leave_and_come_back_with_their_owners_tag() -> TestOutcome {
     let fd = owner.issue_ticket(shared)?;
     let ticket = Ticket::read(fd.as_fd())?.ok_or_else(|| Trouble::new("no ticket"))?;
     let imported = importer.redeem_ticket(&ticket, "test")?;
-    map(importer, imported.raw())?;
+    map(importer, imported)?;
     assert_eq!(tenant.used()?, 2 * UNIT);
     // The importer must let go, or the memory would not be free; its own stays.
     assert!(completed(&act_for_own_tags(owner, tags(&["weights"]), Action::Pause, None)?));

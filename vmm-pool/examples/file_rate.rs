@@ -51,7 +51,7 @@ fn run<D: Driver>(
     for _ in 0..total_bytes / BLOCK_BYTES {
         let class = Class { library: "rate", tag: "all".to_owned(), contents: Contents::File };
         let prop = AllocationProp::pinned_on(device);
-        let handle = pool.create(BLOCK_BYTES, &prop, class)?.raw();
+        let handle = pool.create(BLOCK_BYTES, &prop, class)?;
         let range = VaRange::new(
             pool.driver().address_reserve(BLOCK_BYTES, 0, DeviceAddress(0))?,
             BLOCK_BYTES,

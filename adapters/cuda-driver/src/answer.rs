@@ -60,6 +60,15 @@ impl<T> Answer<T> {
         }
     }
 
+    /// What `next` says about what is ours.
+    pub fn and_then<U>(self, next: impl FnOnce(T) -> Answer<U>) -> Answer<U> {
+        match self {
+            Self::Done(value) => next(value),
+            Self::Refused(code) => Answer::Refused(code),
+            Self::AskDriver => Answer::AskDriver,
+        }
+    }
+
     /// Refuses what is ours with `code`; leaves the rest to the driver.
     pub fn and_refuse<U>(self, code: DriverCode) -> Answer<U> {
         match self {

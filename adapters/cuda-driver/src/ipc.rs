@@ -94,7 +94,7 @@ fn open_ticket<D: Driver>(
     library: &'static str,
 ) -> Result<DeviceAddress, ImportError> {
     let handle = member.redeem_ticket(ticket, library)?;
-    Ok(member.pool().block_open(handle.raw(), asked_bytes, accessor)?)
+    Ok(member.pool().block_open(handle, asked_bytes, accessor)?)
 }
 
 /// Closes what [`open`] opened at `address`, which goes with its last close. `settle` waits for the work that

@@ -17,6 +17,11 @@ use vmm_pool::{Class, VirtualHandle};
 
 use crate::Answer;
 
+/// The handle that a caller gave, where it is one of ours. The driver knows all others.
+fn ours(handle: u64) -> Answer<VirtualHandle> {
+    Answer::of_found(VirtualHandle::from_raw(handle))
+}
+
 /// Creates memory, and hands out a value of ours for it.
 #[doc(alias = "cuMemCreate")]
 pub fn create<D: Driver>(
@@ -38,7 +43,7 @@ pub fn create<D: Driver>(
 #[doc(alias = "cuMemRelease")]
 pub fn release<D: Driver>(member: &Member<D>, handle: u64) -> Answer<()> {
     let _pass = member.gate().pass(Passage::GiveUp);
-    Answer::of(member.pool().release(handle))
+    ours(handle).and_then(|handle| Answer::of(member.pool().release(handle)))
 }
 
 /// The handle of what is mapped at an address, with one reference more.
@@ -52,7 +57,7 @@ pub fn retain<D: Driver>(member: &Member<D>, address: DeviceAddress) -> Answer<u
 #[doc(alias = "cuMemGetAllocationPropertiesFromHandle")]
 pub fn properties<D: Driver>(member: &Member<D>, handle: u64) -> Answer<AllocationProp> {
     let _pass = member.gate().pass(Passage::GiveUp);
-    Answer::of(member.pool().properties(handle))
+    ours(handle).and_then(|handle| Answer::of(member.pool().properties(handle)))
 }
 
 /// Maps a handle.
@@ -64,7 +69,7 @@ pub fn map<D: Driver>(
     handle: u64,
 ) -> Answer<()> {
     let _pass = member.gate().pass(Passage::Use);
-    Answer::of(member.pool().map(range, offset_bytes, handle))
+    ours(handle).and_then(|handle| Answer::of(member.pool().map(range, offset_bytes, handle)))
 }
 
 /// Unmaps a range.
@@ -99,7 +104,7 @@ pub fn set_access<D: Driver>(
 #[doc(alias = "cuMemExportToShareableHandle")]
 pub fn export<D: Driver>(member: &Member<D>, handle: u64) -> Answer<OwnedFd> {
     let _pass = member.gate().pass(Passage::Use);
-    Answer::of_import(member.issue_ticket(handle))
+    ours(handle).and_then(|handle| Answer::of_import(member.issue_ticket(handle)))
 }
 
 /// The memory that a ticket stands for; another descriptor becomes memory that is never paused.

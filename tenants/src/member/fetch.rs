@@ -171,7 +171,7 @@ impl<D: Driver> Member<D> {
     ///
     /// # Errors
     /// What the pool or the system said.
-    pub fn issue_ticket(&self, handle: u64) -> Result<OwnedFd, ImportError> {
+    pub fn issue_ticket(&self, handle: VirtualHandle) -> Result<OwnedFd, ImportError> {
         let export = self.pool.export(handle)?;
         let owner_socket = match self.pool.import_owner(handle)? {
             Some(owner) => path_of(&owner),

@@ -186,12 +186,12 @@ mod tests {
         for _ in 0..3 {
             let owner = join();
             let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
-            let shared = owner.pool().create(GRANULARITY_BYTES, &prop, class()).unwrap().raw();
+            let shared = owner.pool().create(GRANULARITY_BYTES, &prop, class()).unwrap();
             let fd = owner.issue_ticket(shared).unwrap();
             let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
             let imported = importer.redeem_ticket(&ticket, "test").unwrap();
             owner.leave();
-            importer.pool().release(imported.raw()).unwrap();
+            importer.pool().release(imported).unwrap();
         }
         assert_eq!((importer.peers().len(), importer.owners().len()), (3, 3));
         let mut coordinator = Coordinator::new(run_dir, tenant, Options::default());
@@ -214,7 +214,7 @@ mod tests {
         let (owner, importer) = (join(), join());
         let class = Class { library: "test", tag: String::new(), contents: Contents::Keep };
         let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
-        let shared = owner.pool().create(GRANULARITY_BYTES, &prop, class).unwrap().raw();
+        let shared = owner.pool().create(GRANULARITY_BYTES, &prop, class).unwrap();
         let fd = owner.issue_ticket(shared).unwrap();
         let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
         importer.redeem_ticket(&ticket, "test").unwrap();

@@ -61,10 +61,10 @@ fn share_and_let_go(stage: &Stage) {
     let [owner, importer] = [&stage.members[0], &stage.members[1]];
     let kept = || class(Contents::Keep);
     let prop = AllocationProp::pinned_on(device_of(0));
-    let made = again(|| Ok(owner.pool().create(UNIT, &prop, kept())?)).raw();
+    let made = again(|| Ok(owner.pool().create(UNIT, &prop, kept())?));
     let ticket = again(|| owner.issue_ticket(made));
     let ticket = Ticket::read(ticket.as_fd()).expect("readable").expect("a ticket");
-    let imported = again(|| importer.redeem_ticket(&ticket, "test")).raw();
+    let imported = again(|| importer.redeem_ticket(&ticket, "test"));
     let mut places = Vec::new();
     for (member, handle, device) in
         [(owner, made, device_of(0)), (importer, imported, device_of(1))]
@@ -118,7 +118,7 @@ fn any_call_of_freeing_while_paused_may_fail_and_nothing_is_left_over() {
         let blocks = [(); 3].map(|()| {
             member.pool().block_allocate(UNIT, &prop, &[device_of(0)], kept()).expect("a block")
         });
-        let handle = member.pool().create(UNIT, &prop, kept()).expect("memory").raw();
+        let handle = member.pool().create(UNIT, &prop, kept()).expect("memory");
         let range = reserve(member, UNIT);
         member.pool().map(range, 0, handle).expect("mapping");
         stage.must(Action::Pause);

@@ -16,7 +16,7 @@ use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState};
 use vmm_pool::driver::sim::{Census, Faults, GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
-use vmm_pool::{Class, Contents};
+use vmm_pool::{Class, Contents, VirtualHandle};
 
 /// The simulated driver's granularity.
 pub(crate) const UNIT: u64 = GRANULARITY_BYTES;
@@ -137,10 +137,10 @@ impl Stage {
         let imported = importer.redeem_ticket(&ticket, "test").expect("import");
         for place in places {
             self.spot(index, device, place, seed);
-            let there = map(&importer, imported.raw(), 2 * UNIT, elsewhere);
+            let there = map(&importer, imported, 2 * UNIT, elsewhere);
             self.spot(peer, elsewhere, there, seed);
         }
-        importer.pool().release(imported.raw()).expect("the mappings keep it");
+        importer.pool().release(imported).expect("the mappings keep it");
         // A plain block, one that only the other device reaches, and one that the peer has opened.
         for accessor in [device, elsewhere, device] {
             let seed = self.next_seed();
@@ -165,9 +165,9 @@ impl Stage {
         let fd = member.issue_ticket(filed).expect("a ticket");
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
         let imported = importer.redeem_ticket(&ticket, "test").expect("import");
-        let there = map(&importer, imported.raw(), UNIT, elsewhere);
+        let there = map(&importer, imported, UNIT, elsewhere);
         self.spot(peer, elsewhere, there, seed);
-        importer.pool().release(imported.raw()).expect("the mapping keeps it");
+        importer.pool().release(imported).expect("the mapping keeps it");
     }
 
     /// Kept memory that is mapped nowhere for a while: its contents are looked at through a mapping.
@@ -295,7 +295,7 @@ impl Stage {
         let (fd, seed) = &self.ticket;
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
         let handle = importer.redeem_ticket(&ticket, "test").expect("redeemed");
-        let range = map(importer, handle.raw(), UNIT, device_of(1));
+        let range = map(importer, handle, UNIT, device_of(1));
         assert!(holds(importer, device_of(1), range, *seed), "the memory behind the ticket");
     }
 }
@@ -313,9 +313,9 @@ pub(crate) fn create(
     device: DeviceOrdinal,
     units: u64,
     contents: Contents,
-) -> u64 {
+) -> VirtualHandle {
     let prop = AllocationProp::pinned_on(device);
-    member.pool().create(units * UNIT, &prop, class(contents)).expect("memory").raw()
+    member.pool().create(units * UNIT, &prop, class(contents)).expect("memory")
 }
 
 pub(crate) fn reserve(member: &Member<SimDriver>, size_bytes: u64) -> VaRange {
@@ -327,7 +327,12 @@ pub(crate) fn free_addresses(member: &Member<SimDriver>, range: VaRange) {
     member.pool().driver().free_addresses(range).expect("a reservation with nothing mapped");
 }
 
-fn map(member: &Member<SimDriver>, handle: u64, size_bytes: u64, device: DeviceOrdinal) -> VaRange {
+fn map(
+    member: &Member<SimDriver>,
+    handle: VirtualHandle,
+    size_bytes: u64,
+    device: DeviceOrdinal,
+) -> VaRange {
     let range = reserve(member, size_bytes);
     member.pool().map(range, 0, handle).expect("mapping");
     member.pool().set_access(range, &[AccessDesc::read_write(device)]).expect("access");
@@ -351,7 +356,7 @@ fn open_block(
         owner_socket: owner.socket_path().to_owned(),
         tenant: tenant(),
     };
-    let handle = importer.redeem_ticket(&ticket, "test").expect("import").raw();
+    let handle = importer.redeem_ticket(&ticket, "test").expect("import");
     let opened = importer.pool().block_open(handle, asked_bytes, accessor).expect("open");
     VaRange::new(opened, UNIT)
 }

@@ -10,9 +10,9 @@ use tenants::run_dir::RunDir;
 use tenants::scope::Scope;
 use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState, Phase};
-use vmm_pool::AllocationId;
 use vmm_pool::driver::sim::{FaultSpan, Latency, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AllocationProp, DriverCode, DriverOp, VaRange};
+use vmm_pool::{AllocationId, VirtualHandle};
 
 use crate::stage::{
     DEVICE, Process, Stage, UNIT, assert_one_memory, assert_used, free, holds, kept, map, options,
@@ -20,7 +20,7 @@ use crate::stage::{
 };
 
 /// An owner that has let memory with contents 7 go, and the importer that holds it still.
-fn let_go(stage: &Stage) -> (Process, Process, u64, VaRange) {
+fn let_go(stage: &Stage) -> (Process, Process, VirtualHandle, VaRange) {
     let (owner, importer) = (stage.join(), stage.join());
     let (handle, at_owner) = written(&owner, 2, "", 7);
     let (imported, at_importer) = share(&owner, handle, &importer, 2);
@@ -199,7 +199,7 @@ fn a_death_in_a_pause_takes_all_survivors_back_to_the_same_memory() {
     };
     let (middle, last) = (stage.join_with(slow), stage.join());
     let (mut child, ticket) = dying_owner(&stage, &middle);
-    let of_the_dead = middle.redeem_ticket(&ticket, "test").expect("imported").raw();
+    let of_the_dead = middle.redeem_ticket(&ticket, "test").expect("imported");
     let of_the_dead_at = map(&middle, of_the_dead, 2);
     let (handle, at_middle) = written(&middle, 1, "", 7);
     let (_, at_last) = share(&middle, handle, &last, 1);

@@ -152,7 +152,7 @@ fn a_handle_opened_while_its_owner_pauses_alone_is_refused_by_the_tags_name_and_
 
     let resumed = stage.act_with(Action::Resume, alone(&owner), &mut |_| {});
     assert!(matches!(resumed, Ok(Outcome::Completed(_))), "{resumed:?}");
-    let handle = importer.redeem_ticket(&ticket, "test").expect("it is there").raw();
+    let handle = importer.redeem_ticket(&ticket, "test").expect("it is there");
     let start = importer.pool().block_open(handle, asked_bytes, DEVICE).expect("opened");
     let at_importer = VaRange::new(start, 2 * UNIT);
     assert_eq!(holds(&importer, at_importer, 7), Ok(true));
@@ -164,7 +164,7 @@ fn an_alone_pause_of_memory_that_somebody_has_opened_gives_way_to_one_of_all() {
     let stage = Stage::new();
     let (owner, importer) = (stage.join(), stage.join());
     let (at_owner, ticket, asked_bytes) = block(&owner, "kv");
-    let handle = importer.redeem_ticket(&ticket, "test").expect("redeemed").raw();
+    let handle = importer.redeem_ticket(&ticket, "test").expect("redeemed");
     let start = importer.pool().block_open(handle, asked_bytes, DEVICE).expect("opened");
     let at_importer = VaRange::new(start, 2 * UNIT);
     let refused = stage.act_with(Action::Pause, alone(&owner), &mut |_| {});

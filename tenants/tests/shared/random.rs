@@ -6,7 +6,7 @@ use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState};
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{DriverCode, VaRange};
-use vmm_pool::{Class, Contents};
+use vmm_pool::{Class, Contents, VirtualHandle};
 
 use crate::stage::{
     Acted, Process, Stage, UNIT, assert_used, create, free, holds, map, options, share, tenant,
@@ -22,7 +22,7 @@ const UNITS_MAX: u64 = 90;
 #[derive(Debug)]
 struct Holder {
     process: usize,
-    handle: u64,
+    handle: VirtualHandle,
     range: VaRange,
 }
 
@@ -125,7 +125,7 @@ impl Run {
         } else {
             let export = owner.pool().export(handle).expect("known");
             let handle = owner.pool().import_held(export.id, export.serial).expect("its own");
-            owner.pool().release(handle.raw()).expect("that once more");
+            owner.pool().release(handle).expect("that once more");
             let ticket = Ticket {
                 allocation: export.id,
                 serial: 0,
@@ -134,7 +134,7 @@ impl Run {
                 owner_socket: owner.socket_path().to_owned(),
                 tenant: tenant(),
             };
-            let handle = importer.redeem_ticket(&ticket, "test").expect("redeemed").raw();
+            let handle = importer.redeem_ticket(&ticket, "test").expect("redeemed");
             (handle, map(importer, handle, units))
         };
         self.memories[picked].holders.push(Holder { process: to, handle, range });

@@ -16,7 +16,7 @@ use tenants::ticket::Ticket;
 use tenants::wire::Action;
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
-use vmm_pool::{Class, Contents};
+use vmm_pool::{Class, Contents, VirtualHandle};
 
 pub(crate) type Process = Arc<Member<SimDriver>>;
 pub(crate) type Acted = Result<Outcome, CoordinatorError>;
@@ -137,13 +137,13 @@ pub(crate) fn assert_used(process: &Process, bytes: u64, why: &str) {
 }
 
 /// A handle of new memory.
-pub(crate) fn create(process: &Process, units: u64, class: Class) -> u64 {
+pub(crate) fn create(process: &Process, units: u64, class: Class) -> VirtualHandle {
     let prop = AllocationProp::pinned_on(DEVICE);
-    process.pool().create(units * UNIT, &prop, class).expect("memory").raw()
+    process.pool().create(units * UNIT, &prop, class).expect("memory")
 }
 
 /// Maps `handle` somewhere, readable and writable.
-pub(crate) fn map(process: &Process, handle: u64, units: u64) -> VaRange {
+pub(crate) fn map(process: &Process, handle: VirtualHandle, units: u64) -> VaRange {
     let size_bytes = units * UNIT;
     let start = process.pool().driver().reserve(size_bytes, 0, DeviceAddress(0)).expect("place");
     let range = VaRange::new(start, size_bytes);
@@ -153,7 +153,12 @@ pub(crate) fn map(process: &Process, handle: u64, units: u64) -> VaRange {
 }
 
 /// Memory of `tag` with the contents `seed`: its handle and its place.
-pub(crate) fn written(process: &Process, units: u64, tag: &str, seed: u64) -> (u64, VaRange) {
+pub(crate) fn written(
+    process: &Process,
+    units: u64,
+    tag: &str,
+    seed: u64,
+) -> (VirtualHandle, VaRange) {
     let handle = create(process, units, kept(tag));
     let range = map(process, handle, units);
     write(process, range, seed);
@@ -161,24 +166,24 @@ pub(crate) fn written(process: &Process, units: u64, tag: &str, seed: u64) -> (u
 }
 
 /// Frees what [`written`] made.
-pub(crate) fn free(process: &Process, handle: u64, range: VaRange) {
+pub(crate) fn free(process: &Process, handle: VirtualHandle, range: VaRange) {
     process.pool().unmap(range).expect("unmapped");
     process.pool().release(handle).expect("released");
     process.pool().driver().free_addresses(range).expect("addresses");
 }
 
-pub(crate) fn redeem(importer: &Process, ticket: &OwnedFd) -> Result<u64, ImportError> {
+pub(crate) fn redeem(importer: &Process, ticket: &OwnedFd) -> Result<VirtualHandle, ImportError> {
     let ticket = Ticket::read(ticket.as_fd()).expect("readable").expect("a ticket");
-    importer.redeem_ticket(&ticket, "test").map(vmm_pool::VirtualHandle::raw)
+    importer.redeem_ticket(&ticket, "test")
 }
 
 /// Gives `handle` of `owner` to `importer`: its handle and its place there.
 pub(crate) fn share(
     owner: &Process,
-    handle: u64,
+    handle: VirtualHandle,
     importer: &Process,
     units: u64,
-) -> (u64, VaRange) {
+) -> (VirtualHandle, VaRange) {
     let ticket = owner.issue_ticket(handle).expect("a ticket");
     let imported = redeem(importer, &ticket).expect("imported");
     (imported, map(importer, imported, units))

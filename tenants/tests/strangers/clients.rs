@@ -228,7 +228,7 @@ fn more_importers_than_connections_pause_and_resume_together() {
     for importer in &importers {
         let fd = owner.issue_ticket(handle).unwrap();
         let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
-        let imported = importer.redeem_ticket(&ticket, "test").unwrap().raw();
+        let imported = importer.redeem_ticket(&ticket, "test").unwrap();
         let driver = importer.pool().driver();
         let at = driver.address_reserve(GRANULARITY_BYTES, 0, DeviceAddress(0)).unwrap();
         importer.pool().map(VaRange::new(at, GRANULARITY_BYTES), 0, imported).unwrap();

@@ -14,9 +14,9 @@ use tenants::run_dir::RunDir;
 use tenants::ticket::Ticket;
 use tenants::transport::{Connection, poll_until};
 use tenants::wire::{Reply, Request};
-use vmm_pool::Class;
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal, Driver as _};
+use vmm_pool::{Class, VirtualHandle};
 
 /// A member on the simulated driver.
 pub(crate) type SimMember = Member<SimDriver>;
@@ -64,9 +64,9 @@ pub(crate) fn class() -> Class {
 }
 
 /// A ticket for fresh memory of `owner`, and the memory's handle.
-pub(crate) fn ticket_of(owner: &SimMember) -> (Ticket, u64) {
+pub(crate) fn ticket_of(owner: &SimMember) -> (Ticket, VirtualHandle) {
     let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
-    let handle = owner.pool().create(GRANULARITY_BYTES, &prop, class()).unwrap().raw();
+    let handle = owner.pool().create(GRANULARITY_BYTES, &prop, class()).unwrap();
     let fd = owner.issue_ticket(handle).unwrap();
     (Ticket::read(fd.as_fd()).unwrap().unwrap(), handle)
 }

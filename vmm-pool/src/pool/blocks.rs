@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::tables::Allocation;
 use super::{Class, Pool};
+use crate::VirtualHandle;
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
     DriverOp, Location, VaRange,
@@ -40,14 +41,14 @@ impl<D: Driver> Pool<D> {
         let address = match self.driver.address_reserve(padded_bytes, 0, DeviceAddress(0)) {
             Ok(address) => address,
             Err(error) => {
-                self.abandon(None, handle.raw());
+                self.abandon(None, handle);
                 return Err(error).about(block, padded_bytes, device);
             }
         };
         let range = VaRange::new(address, padded_bytes);
         let access: Vec<_> = accessors.iter().map(|&who| AccessDesc::read_write(who)).collect();
-        if let Err(error) = self.block_map(range, handle.raw(), &access) {
-            self.abandon(Some(range), handle.raw());
+        if let Err(error) = self.block_map(range, handle, &access) {
+            self.abandon(Some(range), handle);
             return Err(error);
         }
         let mut tables = self.tables();
@@ -58,13 +59,18 @@ impl<D: Driver> Pool<D> {
         Ok(address)
     }
 
-    fn block_map(&self, range: VaRange, handle: u64, access: &[AccessDesc]) -> PoolResult<()> {
+    fn block_map(
+        &self,
+        range: VaRange,
+        handle: VirtualHandle,
+        access: &[AccessDesc],
+    ) -> PoolResult<()> {
         self.map(range, 0, handle)?;
         self.set_access(range, access)
     }
 
     /// Gives up what was made for a block that cannot be: nobody has seen it yet.
-    fn abandon(&self, range: Option<VaRange>, handle: u64) {
+    fn abandon(&self, range: Option<VaRange>, handle: VirtualHandle) {
         if let Some(range) = range {
             let mut tables = self.tables();
             for start in tables.mappings_inside(range) {
@@ -85,14 +91,13 @@ impl<D: Driver> Pool<D> {
     /// not mapped again: its address is returned, and it takes one more [`Pool::block_close`].
     ///
     /// # Errors
-    /// [`PoolError::NotOurs`], [`PoolError::StaleHandle`], [`PoolError::Driver`]; the reference is
-    /// used up either way.
+    /// [`PoolError::StaleHandle`], [`PoolError::Driver`]; the reference is used up either way.
     ///
     /// # Driver calls
     /// `cuMemAddressReserve`, `cuMemMap`, `cuMemSetAccess`.
     pub fn block_open(
         &self,
-        handle: u64,
+        handle: VirtualHandle,
         size_bytes: u64,
         accessor: DeviceOrdinal,
     ) -> PoolResult<DeviceAddress> {
@@ -119,7 +124,7 @@ impl<D: Driver> Pool<D> {
     /// for the first time at once get an address each, and close each.
     fn block_open_once_more(
         &self,
-        handle: u64,
+        handle: VirtualHandle,
         accessor: DeviceOrdinal,
     ) -> PoolResult<Option<DeviceAddress>> {
         let mut tables = self.tables();
@@ -138,7 +143,11 @@ impl<D: Driver> Pool<D> {
         Ok(None)
     }
 
-    fn block_open_at_new_range(&self, handle: u64, accessor: DeviceOrdinal) -> PoolResult<VaRange> {
+    fn block_open_at_new_range(
+        &self,
+        handle: VirtualHandle,
+        accessor: DeviceOrdinal,
+    ) -> PoolResult<VaRange> {
         let size_bytes = {
             let tables = self.tables();
             let key = tables.find(handle)?;

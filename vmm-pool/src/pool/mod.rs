@@ -149,20 +149,20 @@ impl<D: Driver> Pool<D> {
     /// Gives back one reference of `handle`. *While vacated.*
     ///
     /// # Errors
-    /// [`PoolError::NotOurs`], [`PoolError::StaleHandle`] (also when its references are used up),
+    /// [`PoolError::StaleHandle`] (also when its references are used up),
     /// [`PoolError::Driver`]: the reference is gone all the same, and the memory goes at the next pause or
     /// resume.
     ///
     /// # Driver calls
     /// `cuMemRelease`, when this was the last use of resident memory.
     #[doc(alias = "cuMemRelease")]
-    pub fn release(&self, handle: u64) -> PoolResult<()> {
+    pub fn release(&self, handle: VirtualHandle) -> PoolResult<()> {
         let garbage = {
             let mut tables = self.tables();
             let key = tables.find(handle)?;
             let allocation = &mut tables.allocations[key];
             if allocation.references == 0 {
-                return Err(PoolError::StaleHandle { handle });
+                return Err(PoolError::StaleHandle { handle: handle.raw() });
             }
             allocation.references -= 1;
             tables.take_garbage(key)
@@ -206,9 +206,9 @@ impl<D: Driver> Pool<D> {
     /// What `handle` was created with. *While vacated.*
     ///
     /// # Errors
-    /// [`PoolError::NotOurs`], [`PoolError::StaleHandle`].
+    /// [`PoolError::StaleHandle`].
     #[doc(alias = "cuMemGetAllocationPropertiesFromHandle")]
-    pub fn properties(&self, handle: u64) -> PoolResult<AllocationProp> {
+    pub fn properties(&self, handle: VirtualHandle) -> PoolResult<AllocationProp> {
         let tables = self.tables();
         let key = tables.find(handle)?;
         Ok(tables.allocations[key].prop)
@@ -217,7 +217,7 @@ impl<D: Driver> Pool<D> {
     /// Maps the whole of `handle` at `range`.
     ///
     /// # Errors
-    /// [`PoolError::NotOurs`], [`PoolError::StaleHandle`], [`PoolError::Driver`].
+    /// [`PoolError::StaleHandle`], [`PoolError::Driver`].
     ///
     /// # Driver calls
     /// `cuMemMap`.

@@ -47,7 +47,7 @@ impl<D: Driver> Pool<D> {
     /// has redeemed the ticket, as it would for a descriptor of the driver's.
     ///
     /// # Errors
-    /// [`PoolError::NotOurs`], [`PoolError::StaleHandle`]; [`PoolError::Driver`] as for a plain export.
+    /// [`PoolError::StaleHandle`]; [`PoolError::Driver`] as for a plain export.
     ///
     /// # Driver calls
     /// `cuMemExportToShareableHandle`, once an allocation.
@@ -100,8 +100,8 @@ impl<D: Driver> Pool<D> {
     /// The owner of an import, where `handle` is one; `None` for own memory.
     ///
     /// # Errors
-    /// [`PoolError::NotOurs`], [`PoolError::StaleHandle`].
-    pub fn import_owner(&self, handle: u64) -> PoolResult<Option<Vec<u8>>> {
+    /// [`PoolError::StaleHandle`].
+    pub fn import_owner(&self, handle: VirtualHandle) -> PoolResult<Option<Vec<u8>>> {
         let tables = self.tables();
         let key = tables.find(handle)?;
         Ok(match &tables.allocations[key].origin {

@@ -208,8 +208,7 @@ impl Tables {
     }
 
     /// The allocation of `handle`.
-    pub(crate) fn find(&self, handle: u64) -> PoolResult<usize> {
-        let handle = VirtualHandle::from_raw(handle).ok_or(PoolError::NotOurs)?;
+    pub(crate) fn find(&self, handle: VirtualHandle) -> PoolResult<usize> {
         match self.allocations.get(handle.index()) {
             Some(found) if found.generation == handle.generation() => Ok(handle.index()),
             _ => Err(PoolError::StaleHandle { handle: handle.raw() }),

@@ -206,7 +206,7 @@ mod tests {
         let class = |contents| Class { library: "test", tag: "weights".to_owned(), contents };
         for contents in [Contents::Keep, Contents::File] {
             let prop = AllocationProp::pinned_on(GPU);
-            let handle = pool.create(GRANULARITY_BYTES, &prop, class(contents)).unwrap().raw();
+            let handle = pool.create(GRANULARITY_BYTES, &prop, class(contents)).unwrap();
             let start = driver.reserve(GRANULARITY_BYTES, 0, DeviceAddress(0)).unwrap();
             let range = VaRange::new(start, GRANULARITY_BYTES);
             pool.map(range, 0, handle).unwrap();

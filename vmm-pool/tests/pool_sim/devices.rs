@@ -2,7 +2,7 @@
 
 use vmm_pool::driver::sim::{FaultSpan, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AccessDesc, DeviceOrdinal, Driver, DriverCode, DriverOp, VaRange};
-use vmm_pool::{Class, Contents, Pool, PoolResult, StepLog};
+use vmm_pool::{Class, Contents, Pool, PoolResult, StepLog, VirtualHandle};
 
 use crate::stage::{
     SimPool, UNIT, UNLIMITED, WHOLE, class, create, free_bytes, holds, kept, map, node, pattern,
@@ -33,7 +33,7 @@ struct Holdings {
     /// As which device, where, what.
     contents: Vec<(DeviceOrdinal, VaRange, u64)>,
     /// Kept memory that is mapped nowhere: device, handle, what.
-    unmapped: Vec<(DeviceOrdinal, u64, u64)>,
+    unmapped: Vec<(DeviceOrdinal, VirtualHandle, u64)>,
     device_bytes: u64,
 }
 
@@ -77,7 +77,7 @@ impl Holdings {
         self.unmapped.push((device, hidden, seed + 4));
     }
 
-    fn add(&mut self, handle: u64, size_bytes: u64, accessor: DeviceOrdinal, seed: u64) {
+    fn add(&mut self, handle: VirtualHandle, size_bytes: u64, accessor: DeviceOrdinal, seed: u64) {
         let place = map(&self.pool, handle, size_bytes, &[AccessDesc::read_write(accessor)]);
         write(&self.pool, accessor, place, pattern(seed));
         self.contents.push((accessor, place, seed));

@@ -5,7 +5,7 @@ use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, VaRange,
 };
-use vmm_pool::{Contents, PoolError, PoolResult, StepLog};
+use vmm_pool::{Contents, PoolError, PoolResult, StepLog, VirtualHandle};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, free_bytes,
@@ -18,7 +18,7 @@ struct Pair {
     /// What must be readable: which process, as which device, where, and what.
     contents: Vec<(usize, DeviceOrdinal, VaRange, u64)>,
     /// Kept memory that is mapped nowhere, of process 0.
-    unmapped: (u64, u64),
+    unmapped: (VirtualHandle, u64),
     resident_bytes: [u64; 2],
 }
 

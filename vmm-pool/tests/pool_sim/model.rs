@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 use proptest::test_runner::Config;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
-use vmm_pool::{AllocationId, Class, ClassBytes, Contents, Selection, Tags, Whose};
+use vmm_pool::{AllocationId, Class, ClassBytes, Contents, Selection, Tags, VirtualHandle, Whose};
 
 use crate::stage::{
     CAPACITY_BYTES, SimPool, UNIT, UNLIMITED, class, free_addresses, free_bytes, holds, map, node,
@@ -75,7 +75,8 @@ fn any_call() -> impl Strategy<Value = Call> {
 
 #[derive(Clone, Debug)]
 struct Memory {
-    handle: u64,
+    /// None of a block that nobody has asked one of.
+    handle: Option<VirtualHandle>,
     id: Option<AllocationId>,
     device: DeviceOrdinal,
     size_bytes: u64,
@@ -93,6 +94,10 @@ struct Memory {
 }
 
 impl Memory {
+    fn handle(&self) -> VirtualHandle {
+        self.handle.expect("picked for one")
+    }
+
     fn is_away(&self, paused: bool) -> bool {
         self.away || (paused && !self.pinned)
     }
@@ -159,7 +164,7 @@ impl Model {
 
     fn add(
         &mut self,
-        handle: u64,
+        handle: Option<VirtualHandle>,
         device: DeviceOrdinal,
         size_bytes: u64,
         contents: Contents,
@@ -198,7 +203,7 @@ impl Model {
                 let prop = AllocationProp::pinned_on(device);
                 let class = Class { library: "test", tag: tag.to_owned(), contents };
                 let made = self.pool.create(units * UNIT, &prop, class).expect("memory");
-                self.add(made.raw(), device, units * UNIT, contents, tag);
+                self.add(Some(made), device, units * UNIT, contents, tag);
             }
             Call::Map(pick) => self.map(pick),
             Call::SetAccess(pick) => {
@@ -213,7 +218,7 @@ impl Model {
             Call::Export(pick) => {
                 let Some(key) = self.memory(pick, |m| m.references > 0 && !m.away) else { return };
                 let memory = self.memories.get_mut(&key).expect("picked");
-                let export = self.pool.export(memory.handle).expect("export");
+                let export = self.pool.export(memory.handle()).expect("export");
                 memory.id = Some(export.id);
                 memory.tickets.push(export.serial);
             }
@@ -223,7 +228,7 @@ impl Model {
                 let memory = self.memories.get_mut(&key).expect("picked");
                 let serial = memory.tickets.pop().expect("picked for one");
                 let held = self.pool.import_held(memory.id.expect("exported"), serial);
-                assert_eq!(held.expect("held").raw(), memory.handle);
+                assert_eq!(held.expect("held"), memory.handle());
                 memory.references += 1;
             }
             Call::BlockAllocate { device, size_bytes } => {
@@ -244,7 +249,7 @@ impl Model {
     fn release(&mut self, pick: usize) {
         let Some(key) = self.memory(pick, |m| m.references > 0) else { return };
         let memory = self.memories.get_mut(&key).expect("picked");
-        self.pool.release(memory.handle).expect("a reference");
+        self.pool.release(memory.handle()).expect("a reference");
         memory.references -= 1;
         self.forget_unheld();
     }
@@ -253,16 +258,16 @@ impl Model {
         let Some(index) = nth(&self.places, pick) else { return };
         let place = &self.places[index];
         let inside = DeviceAddress(place.range.start.0 + place.range.size_bytes - 1);
-        let handle = self.pool.retain_at(inside).expect("mapped there").raw();
+        let handle = self.pool.retain_at(inside).expect("mapped there");
         let memory = self.memories.get_mut(&place.memory).expect("mapped");
         memory.references += 1;
-        memory.handle = handle;
+        memory.handle = Some(handle);
     }
 
     fn map(&mut self, pick: usize) {
         let Some(key) = self.memory(pick, |m| m.references > 0 && !m.away) else { return };
         let memory = &self.memories[&key];
-        let range = map(&self.pool, memory.handle, memory.size_bytes, &[]);
+        let range = map(&self.pool, memory.handle(), memory.size_bytes, &[]);
         self.places.push(Place { memory: key, range, accessible: false, block: false });
     }
 
@@ -310,7 +315,7 @@ impl Model {
         let padded_bytes = size_bytes.next_multiple_of(UNIT);
         let tag = class(Contents::Keep).tag;
         assert_eq!(tag, "", "blocks here have no tag");
-        self.add(0, device, padded_bytes, Contents::Keep, "");
+        self.add(None, device, padded_bytes, Contents::Keep, "");
         let memory = self.made - 1;
         self.memories.get_mut(&memory).expect("added").references = 0;
         let range = VaRange::new(start, padded_bytes);

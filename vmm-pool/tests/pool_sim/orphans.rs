@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
-use vmm_pool::{AllocationId, LostImports, PoolError, StayReason};
+use vmm_pool::{AllocationId, LostImports, PoolError, StayReason, VirtualHandle};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_addresses,
@@ -14,7 +14,7 @@ use crate::stage::{
 const RW: fn(vmm_pool::driver::DeviceOrdinal) -> AccessDesc = AccessDesc::read_write;
 
 /// An owner that has let its memory go, an importer that holds it still, its handle, and where it maps it.
-fn let_go() -> (SimPool, SimPool, u64, VaRange) {
+fn let_go() -> (SimPool, SimPool, VirtualHandle, VaRange) {
     let node = node();
     let (owner, importer) = (pool(&node), pool(&node));
     let shared = create(&owner, DEVICE, 1, kept());

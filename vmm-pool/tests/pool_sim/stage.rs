@@ -8,7 +8,9 @@ use std::sync::Arc;
 
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, VaRange};
-use vmm_pool::{Class, Contents, HostBudget, ImportSource, Pool, PoolResult, Selection, StepLog};
+use vmm_pool::{
+    Class, Contents, HostBudget, ImportSource, Pool, PoolResult, Selection, StepLog, VirtualHandle,
+};
 
 /// A pause and a resume of everything.
 pub(crate) const WHOLE: Selection = Selection::Whole;
@@ -72,7 +74,12 @@ pub(crate) fn free_addresses(pool: &SimPool, range: VaRange) {
 }
 
 /// Maps `handle` at fresh addresses with the access given.
-pub(crate) fn map(pool: &SimPool, handle: u64, size_bytes: u64, access: &[AccessDesc]) -> VaRange {
+pub(crate) fn map(
+    pool: &SimPool,
+    handle: VirtualHandle,
+    size_bytes: u64,
+    access: &[AccessDesc],
+) -> VaRange {
     let range = reserve(pool, size_bytes);
     pool.map(range, 0, handle).expect("mapping");
     if !access.is_empty() {
@@ -82,9 +89,14 @@ pub(crate) fn map(pool: &SimPool, handle: u64, size_bytes: u64, access: &[Access
 }
 
 /// Creates memory on `device`.
-pub(crate) fn create(pool: &SimPool, device: DeviceOrdinal, units: u64, class: Class) -> u64 {
+pub(crate) fn create(
+    pool: &SimPool,
+    device: DeviceOrdinal,
+    units: u64,
+    class: Class,
+) -> VirtualHandle {
     let prop = AllocationProp::pinned_on(device);
-    pool.create(units * UNIT, &prop, class).expect("memory").raw()
+    pool.create(units * UNIT, &prop, class).expect("memory")
 }
 
 /// Sixteen bytes that tell `seed` from any other.
@@ -121,12 +133,17 @@ pub(crate) fn holds(
 }
 
 /// Makes `importer` hold `handle` of `owner`, as through a ticket, and returns its handle there.
-pub(crate) fn share(owner: &SimPool, handle: u64, importer: &SimPool, importer_id: u64) -> u64 {
+pub(crate) fn share(
+    owner: &SimPool,
+    handle: VirtualHandle,
+    importer: &SimPool,
+    importer_id: u64,
+) -> VirtualHandle {
     let export = owner.export(handle).expect("export");
     let fd = owner.redeem(export.id, export.serial, importer_id).expect("a descriptor");
     let source =
         ImportSource { id: export.id, size_bytes: export.size_bytes, owner: b"owner".to_vec() };
-    importer.import(source, fd.as_fd(), kept()).expect("import").raw()
+    importer.import(source, fd.as_fd(), kept()).expect("import")
 }
 
 /// Fetches what `importer` gave up from `owner`, and maps it again.

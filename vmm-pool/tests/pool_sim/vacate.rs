@@ -250,7 +250,7 @@ fn a_descriptor_without_a_known_owner_is_counted_and_never_given_up() {
     let raw = stranger.create(UNIT, &AllocationProp::pinned_on(DEVICE)).expect("memory");
     let fd = stranger.export_fd(raw).expect("a descriptor");
     let pool = pool(&node);
-    let handle = pool.import_foreign(std::os::fd::AsFd::as_fd(&fd), kept()).expect("import").raw();
+    let handle = pool.import_foreign(std::os::fd::AsFd::as_fd(&fd), kept()).expect("import");
     let range = map(&pool, handle, UNIT, &[RW(DEVICE)]);
     write(&pool, DEVICE, range, pattern(1));
     pause(&pool);

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use nix::sys::resource::{Resource, setrlimit};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::{
-    Class, Contents, Holding, HoldingSource, Selection, Standing, Tags, Whose, WriteOut, Written,
+    Class, Contents, Holding, HoldingSource, Selection, Standing, Tags, VirtualHandle, Whose,
+    WriteOut, Written,
 };
 
 use crate::stage::{
@@ -21,7 +22,7 @@ fn filled(
     units: u64,
     class: Class,
     seed: u64,
-) -> (u64, VaRange) {
+) -> (VirtualHandle, VaRange) {
     let handle = create(pool, device, units, class);
     let range = map(pool, handle, units * UNIT, &[AccessDesc::read_write(device)]);
     write(pool, device, range, pattern(seed));

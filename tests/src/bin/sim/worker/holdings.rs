@@ -23,7 +23,7 @@ struct Holding {
     /// A plain block (`cuMemAlloc`).
     is_block: bool,
     /// None once it has been released: the mappings keep the memory.
-    handle: Option<u64>,
+    handle: Option<VirtualHandle>,
     places: Vec<VaRange>,
     units: u64,
     device: DeviceOrdinal,
