@@ -214,7 +214,7 @@ impl<D: Driver> Member<D> {
             return match self.redeem_from(&owner_socket, allocation, serial) {
                 // The ticket is good still, and would hold the memory for ever if this were a success.
                 Err(error) if error.leaves_ticket_good() => {
-                    self.pool.release(handle.raw())?;
+                    self.pool.release(handle)?;
                     Err(error)
                 }
                 Err(error) => {

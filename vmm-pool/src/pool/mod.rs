@@ -222,7 +222,7 @@ impl<D: Driver> Pool<D> {
     /// # Driver calls
     /// `cuMemMap`.
     #[doc(alias = "cuMemMap")]
-    pub fn map(&self, range: VaRange, offset_bytes: u64, handle: u64) -> PoolResult<()> {
+    pub fn map(&self, range: VaRange, offset_bytes: u64, handle: VirtualHandle) -> PoolResult<()> {
         let (raw, device) = self.begin_mapping(range, offset_bytes, handle)?;
         let mapped = self.driver.map(range, raw);
         let is_recorded = self.end_mapping(range, mapped.is_ok());
@@ -240,7 +240,7 @@ impl<D: Driver> Pool<D> {
         &self,
         range: VaRange,
         offset_bytes: u64,
-        handle: u64,
+        handle: VirtualHandle,
     ) -> PoolResult<(RawHandle, Option<DeviceOrdinal>)> {
         let mut tables = self.tables();
         let tables = &mut *tables;

@@ -52,7 +52,7 @@ impl<D: Driver> Pool<D> {
     /// # Driver calls
     /// `cuMemExportToShareableHandle`, once an allocation.
     #[doc(alias = "cuMemExportToShareableHandle")]
-    pub fn export(&self, handle: u64) -> PoolResult<Export> {
+    pub fn export(&self, handle: VirtualHandle) -> PoolResult<Export> {
         let (raw, export) = {
             let mut tables = self.tables();
             let key = tables.find(handle)?;

@@ -9,7 +9,7 @@ use vmm_pool::driver::sim::{FaultSpan, Latency, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverOp, Location, VaRange,
 };
-use vmm_pool::{ImportSource, Pool, PoolError};
+use vmm_pool::{ImportSource, Pool, PoolError, VirtualHandle};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, WHOLE, create, free_addresses, free_bytes, holds,
@@ -259,7 +259,7 @@ fn a_block_is_shared_whole_by_any_address_of_what_was_asked_for() {
 }
 
 /// Memory with contents 5 and one reference, in a pool whose driver takes its time before it does `op`.
-fn slow(node: &SimNode, op: DriverOp) -> (SimPool, u64) {
+fn slow(node: &SimNode, op: DriverOp) -> (SimPool, VirtualHandle) {
     let latency = Latency::default().with(op, 300_000);
     let driver = SimDriver::new(node.clone(), SimOptions { latency, ..SimOptions::default() });
     driver.make_current(DEVICE).expect("device 0");
@@ -272,7 +272,7 @@ fn slow(node: &SimNode, op: DriverOp) -> (SimPool, u64) {
 }
 
 /// Lets the last reference go while another thread waits for the driver, and has other memory take its place.
-fn release_meanwhile(pool: &SimPool, handle: u64) -> u64 {
+fn release_meanwhile(pool: &SimPool, handle: VirtualHandle) -> VirtualHandle {
     // Long enough to be in the driver, and a good part of the time that it takes.
     std::thread::park_timeout(Duration::from_millis(100));
     pool.release(handle).expect("released");
@@ -320,7 +320,7 @@ fn memory_released_by_another_thread_while_it_is_being_exported_stays_with_its_t
     let fd = owner.redeem(export.id, export.serial, 7).expect("it is there");
     let importer = pool(&node);
     let source = ImportSource { id: export.id, size_bytes: UNIT, owner: b"owner".to_vec() };
-    let imported = importer.import(source, fd.as_fd(), kept()).expect("imported").raw();
+    let imported = importer.import(source, fd.as_fd(), kept()).expect("imported");
     drop(fd);
     let there = map(&importer, imported, UNIT, &[AccessDesc::read_write(DEVICE)]);
     assert!(holds(&importer, DEVICE, there, pattern(5)), "the memory that was meant");

@@ -1,9 +1,9 @@
 //! Calls to the pool as an application makes them, where some are made to fail.
 
 use sublet_tests::{Outcome, Trouble};
-use vmm_pool::PoolError;
 use vmm_pool::driver::sim::GRANULARITY_BYTES;
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
+use vmm_pool::{PoolError, VirtualHandle};
 
 use super::Sim;
 
@@ -42,7 +42,7 @@ pub(super) fn insist<T>(member: &Sim, call: impl Fn() -> Result<T, PoolError>) -
 /// Maps `handle` at a fresh place where all of `readers` reach it, or leaves nothing behind.
 pub(super) fn map(
     member: &Sim,
-    handle: u64,
+    handle: VirtualHandle,
     units: u64,
     readers: &[DeviceOrdinal],
 ) -> Outcome<Option<VaRange>> {

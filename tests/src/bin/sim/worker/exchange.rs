@@ -15,7 +15,7 @@ use tenants::member::ImportError;
 use tenants::ticket::Ticket;
 use vmm_pool::driver::sim::GRANULARITY_BYTES;
 use vmm_pool::driver::{AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
-use vmm_pool::{Class, Contents};
+use vmm_pool::{Class, Contents, VirtualHandle};
 
 use super::calls::{device_refused, fired, insist, judged, map, unmap};
 use super::{Charter, Sim, memory};
@@ -47,7 +47,7 @@ struct Piece {
     id: u128,
     origin: Origin,
     /// None for blocks.
-    handle: Option<u64>,
+    handle: Option<VirtualHandle>,
     place: Option<VaRange>,
     /// Devices of this process that reach it.
     readers: Vec<DeviceOrdinal>,
@@ -187,7 +187,6 @@ impl Exchange {
         } else {
             let made = pool.create(GRANULARITY_BYTES, &prop, class);
             let Some(handle) = judged(&self.member, before, made)? else { return Ok(None) };
-            let handle = handle.raw();
             let Some(place) = map(&self.member, handle, 1, &readers)? else {
                 judged(&self.member, before, pool.release(handle))?;
                 return Ok(None);
@@ -273,7 +272,7 @@ impl Exchange {
         let _pass = self.member.gate().pass(Passage::Use);
         let before = fired(&self.member);
         let handle = match self.member.redeem_ticket(ticket, LIBRARY) {
-            Ok(handle) => handle.raw(),
+            Ok(handle) => handle,
             Err(error) => return Ok(self.refusal(before, &error)),
         };
         let reader = self.model().random.choice(&self.devices).copied();
@@ -338,7 +337,7 @@ impl Exchange {
         // It may have been redeemed by one that died since.
         if let Ok(handle) = self.member.redeem_ticket(&Ticket::decode(words)?, LIBRARY) {
             let before = fired(&self.member);
-            judged(&self.member, before, self.member.pool().release(handle.raw()))?;
+            judged(&self.member, before, self.member.pool().release(handle))?;
         }
         Ok(())
     }
@@ -529,7 +528,7 @@ impl Exchange {
 
 fn imported(
     offer: &Offer,
-    handle: Option<u64>,
+    handle: Option<VirtualHandle>,
     place: VaRange,
     readers: Vec<DeviceOrdinal>,
     opens: u32,

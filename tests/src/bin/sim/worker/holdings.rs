@@ -7,7 +7,7 @@ use sublet_tests::{Outcome, Trouble};
 use tenants::gate::Passage;
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, StreamKind};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal, RawStream, VaRange};
-use vmm_pool::{Class, Contents};
+use vmm_pool::{Class, Contents, VirtualHandle};
 
 use super::calls::{device_refused, insist, judged, map, unmap};
 use super::exchange::{Exchange, Shared};
@@ -126,7 +126,7 @@ impl Holdings {
         let (device, readers) = self.choose_devices();
         let prop = AllocationProp::pinned_on(device);
         let made = member.pool().create(units * GRANULARITY_BYTES, &prop, class);
-        let Some(handle) = judged(&member, fired, made)?.map(vmm_pool::VirtualHandle::raw) else {
+        let Some(handle) = judged(&member, fired, made)? else {
             return Ok(false);
         };
         let Some(place) = map(&member, handle, units, &readers)? else {
