@@ -14,8 +14,34 @@ mod unused;
 mod _native {
     use pyo3::prelude::*;
 
+    use crate::bindings;
+
     #[pymodule_export]
     use crate::library::Library;
+
+    // The header's numbers, so that Python types none of them.
+    #[pymodule_export]
+    const ERROR_ARGUMENT: u32 = bindings::SUBLET_ERROR_ARGUMENT;
+    #[pymodule_export]
+    const ERROR_NOT_JOINED: u32 = bindings::SUBLET_ERROR_NOT_JOINED;
+    #[pymodule_export]
+    const ERROR_RETRY: u32 = bindings::SUBLET_ERROR_RETRY;
+    #[pymodule_export]
+    const ERROR_OUT_OF_DEVICE_MEMORY: u32 = bindings::SUBLET_ERROR_OUT_OF_DEVICE_MEMORY;
+    #[pymodule_export]
+    const ERROR_OUT_OF_HOST_MEMORY: u32 = bindings::SUBLET_ERROR_OUT_OF_HOST_MEMORY;
+    #[pymodule_export]
+    const ERROR_LOST: u32 = bindings::SUBLET_ERROR_LOST;
+    #[pymodule_export]
+    const CONTENTS_KEEP: u32 = bindings::SUBLET_CONTENTS_KEEP;
+    #[pymodule_export]
+    const CONTENTS_DISCARD: u32 = bindings::SUBLET_CONTENTS_DISCARD;
+    #[pymodule_export]
+    const CONTENTS_FILE: u32 = bindings::SUBLET_CONTENTS_FILE;
+    #[pymodule_export]
+    const WHOSE_TENANT: u32 = bindings::SUBLET_WHOSE_TENANT;
+    #[pymodule_export]
+    const WHOSE_PROCESS: u32 = bindings::SUBLET_WHOSE_PROCESS;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

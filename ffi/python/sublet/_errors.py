@@ -6,15 +6,15 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
-from sublet._native import __version__
-
-# What the codes of sublet.h mean.
-_ARGUMENT = 1
-_NOT_JOINED = 2
-_RETRY = 3
-_OUT_OF_DEVICE_MEMORY = 5
-_OUT_OF_HOST_MEMORY = 6
-_LOST = 7
+from sublet._native import (
+    ERROR_ARGUMENT,
+    ERROR_LOST,
+    ERROR_NOT_JOINED,
+    ERROR_OUT_OF_DEVICE_MEMORY,
+    ERROR_OUT_OF_HOST_MEMORY,
+    ERROR_RETRY,
+    __version__,
+)
 
 
 class Error(Exception):
@@ -100,19 +100,19 @@ def from_code(what: str, code: int, message: str, report: Optional[str]) -> Erro
     # ncclPause and ncclResume return codes of NCCL's; the report has ours.
     code = fields.get("code") or code
     text = f"{what}: {fields.get('message') or message or f'failed with code {code}'}"
-    if code == _ARGUMENT:
+    if code == ERROR_ARGUMENT:
         return UsageError(text, tags=fields.get("tags") or ())
-    if code == _NOT_JOINED:
+    if code == ERROR_NOT_JOINED:
         return NotAttachedError(text)
-    if code == _RETRY:
+    if code == ERROR_RETRY:
         return RetryError(text)
     missing_bytes = fields.get("missing_bytes")
-    if code == _OUT_OF_DEVICE_MEMORY:
+    if code == ERROR_OUT_OF_DEVICE_MEMORY:
         devices = fields.get("devices") or ()
         return OutOfDeviceMemory(text, missing_bytes=missing_bytes, devices=devices)
-    if code == _OUT_OF_HOST_MEMORY:
+    if code == ERROR_OUT_OF_HOST_MEMORY:
         return OutOfHostMemory(text, missing_bytes=missing_bytes)
-    if code == _LOST:
+    if code == ERROR_LOST:
         return LostError(text)
     return RefusedError(text)
 

@@ -1,11 +1,38 @@
 """The C functions of libsublet.so. Texts that come back are JSON; failures raise `sublet.Error`s."""
 
 from collections.abc import Callable
-from typing import Optional, final
+from typing import Final, Optional, final
 
-__all__ = ["Library", "__version__"]
+__all__ = [
+    "CONTENTS_DISCARD",
+    "CONTENTS_FILE",
+    "CONTENTS_KEEP",
+    "ERROR_ARGUMENT",
+    "ERROR_LOST",
+    "ERROR_NOT_JOINED",
+    "ERROR_OUT_OF_DEVICE_MEMORY",
+    "ERROR_OUT_OF_HOST_MEMORY",
+    "ERROR_RETRY",
+    "WHOSE_PROCESS",
+    "WHOSE_TENANT",
+    "Library",
+    "__version__",
+]
 
 __version__: str
+
+# The numbers of sublet.h.
+ERROR_ARGUMENT: Final[int]
+ERROR_NOT_JOINED: Final[int]
+ERROR_RETRY: Final[int]
+ERROR_OUT_OF_DEVICE_MEMORY: Final[int]
+ERROR_OUT_OF_HOST_MEMORY: Final[int]
+ERROR_LOST: Final[int]
+CONTENTS_KEEP: Final[int]
+CONTENTS_DISCARD: Final[int]
+CONTENTS_FILE: Final[int]
+WHOSE_TENANT: Final[int]
+WHOSE_PROCESS: Final[int]
 
 @final
 class Library:

@@ -9,13 +9,13 @@ from typing import Any, Literal, Optional, Union, cast
 from sublet._adapter import answer_pauses
 from sublet._errors import NotAttachedError, UsageError
 from sublet._library import own_library
-from sublet._native import Library
+from sublet._native import WHOSE_PROCESS, WHOSE_TENANT, Library
 from sublet._regions import checked_tag, refuse_open
 
 Tags = Union[str, Iterable[str], None]
 Whose = Literal["process", "tenant"]
 
-_WHOSE: dict[str, int] = {"tenant": 0, "process": 1}
+_WHOSE: dict[str, int] = {"tenant": WHOSE_TENANT, "process": WHOSE_PROCESS}
 _TIMEOUT_MS_MAX = 2**32 - 1
 
 

@@ -15,10 +15,14 @@ from typing import Any, Callable, Literal, Optional, TypeVar, cast
 from sublet._adapter import answer_pauses, torch_adapter
 from sublet._errors import UsageError
 from sublet._library import own_library
-from sublet._native import Library
+from sublet._native import CONTENTS_DISCARD, CONTENTS_FILE, CONTENTS_KEEP, Library
 
 Contents = Literal["keep", "discard", "file"]
-CONTENTS: dict[str, int] = {"keep": 0, "discard": 1, "file": 2}
+CONTENTS: dict[str, int] = {
+    "keep": CONTENTS_KEEP,
+    "discard": CONTENTS_DISCARD,
+    "file": CONTENTS_FILE,
+}
 TAG_BYTES_MAX = 128
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

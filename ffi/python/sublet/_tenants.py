@@ -7,9 +7,8 @@ from typing import Any, Optional, Union
 
 from sublet._errors import UsageError
 from sublet._library import any_library
+from sublet._native import WHOSE_TENANT
 from sublet._pausing import Tags, parsed, tag_list, timeout_ms
-
-_WHOSE_TENANT = 0
 
 
 class Tenant:
@@ -52,7 +51,7 @@ class Tenant:
         library = any_library()
         if listed is None:
             return parsed(library.pause_tenant(self._name, limit_ms))
-        return parsed(library.pause_tags(self._name, listed, _WHOSE_TENANT, limit_ms))
+        return parsed(library.pause_tags(self._name, listed, WHOSE_TENANT, limit_ms))
 
     def resume(self, tags: Tags = None, *, timeout: Optional[float] = None) -> dict[str, Any]:
         """Resumes the tenant; with tags, that memory of all its processes."""
@@ -61,7 +60,7 @@ class Tenant:
         library = any_library()
         if listed is None:
             return parsed(library.resume_tenant(self._name, limit_ms))
-        return parsed(library.resume_tags(self._name, listed, _WHOSE_TENANT, limit_ms))
+        return parsed(library.resume_tags(self._name, listed, WHOSE_TENANT, limit_ms))
 
     def stats(self) -> dict[str, Any]:
         """What its processes hold, as ``sublet stats --json`` says of it.
