@@ -6,6 +6,7 @@
 //!
 //! * [`attach`]: the same for a process that runs already, whose libraries are bound elsewhere.
 //! * [`nccl`]: NCCL's own public functions, counted for the consistent cut.
+//! * `guards`: what is asked before memory is made.
 //! * `real`: the loader's and the driver's own functions, past our hooks.
 //! * `runtime`: the one place of process-wide state: joining the tenant, fork, exit.
 //! * [`pluggable`]: what torch's `CUDAPluggableAllocator` calls.
@@ -18,6 +19,7 @@ pub mod attach;
 mod bindings;
 pub mod c_api;
 pub mod compat;
+mod guards;
 pub mod hooks;
 pub mod lookup;
 pub mod nccl;
@@ -25,3 +27,6 @@ pub mod pluggable;
 mod real;
 pub mod replaced;
 mod runtime;
+
+/// The drop-ins that are asked before memory is made.
+const DROP_INS: &[guards::Guard] = &[compat::saver::GUARD];

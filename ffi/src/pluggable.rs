@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use sublet_cuda_driver::{Answer, blocks, caller};
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 
-use crate::compat::saver;
+use crate::guards;
 use crate::hooks::{Pointer, call_driver};
 use crate::runtime;
 
@@ -30,8 +30,7 @@ fn on_device<T>(device: c_int, work: impl FnOnce() -> T) -> Option<T> {
 
 fn allocate(size_bytes: u64, device: c_int) -> Option<DeviceAddress> {
     let size = usize::try_from(size_bytes).ok()?;
-    saver::settle();
-    if saver::leaves_too_little(size) {
+    if guards::refuses(size) {
         return None;
     }
     if let Some(member) = runtime::join() {

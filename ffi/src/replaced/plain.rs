@@ -10,7 +10,7 @@ use tenants::gate::Passage;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, RawContext};
 
 use super::{Address, SUCCESS, range, size_t, with_caller, write_out};
-use crate::compat::saver;
+use crate::guards;
 use crate::hooks::{Pointer, call_driver};
 use crate::runtime::{self, Member, answered, class_of_caller};
 
@@ -75,8 +75,7 @@ unsafe extern "C" fn mem_alloc(
     let Ok(device) = current_device() else {
         return driver();
     };
-    saver::settle();
-    if saver::leaves_too_little(size) {
+    if guards::refuses(size) {
         return DriverCode::OUT_OF_MEMORY.0;
     }
     answered(

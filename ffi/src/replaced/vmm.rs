@@ -11,7 +11,7 @@ use vmm_pool::driver::{
 };
 
 use super::{Address, Handle, range, size_t, with_caller, write_out};
-use crate::compat::saver;
+use crate::guards;
 use crate::hooks::call_driver;
 use crate::runtime::{self, answered, class_of_caller};
 
@@ -41,7 +41,7 @@ unsafe extern "C" fn mem_create(
     let Some(prop) = (unsafe { prop.as_ref() }) else {
         return driver();
     };
-    saver::settle();
+    guards::settle();
     answered(
         runtime::join,
         |member| {

@@ -23,6 +23,7 @@ use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
 use crate::bindings::SUBLET_WHOSE_PROCESS;
 use crate::c_api::last::{fail_aloud, guarded_length, write_text};
 use crate::c_api::{self, acting};
+use crate::guards::Guard;
 use crate::hooks::{Pointer, call_driver};
 use crate::pluggable::{sublet_torch_free, sublet_torch_malloc};
 use crate::runtime;
@@ -54,13 +55,16 @@ unsafe fn text_of(text: *const c_char) -> Option<String> {
     Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
+/// What is asked before memory is made.
+pub(crate) const GUARD: Guard = Guard { settle, refuses: leaves_too_little };
+
 /// Makes the calling thread's settings count for what it asks for now.
-pub(crate) fn settle() {
+fn settle() {
     quietly((), settings::settle);
 }
 
 /// Would `size_bytes` more on the current device leave less free memory than was asked to be left?
-pub(crate) fn leaves_too_little(size_bytes: usize) -> bool {
+fn leaves_too_little(size_bytes: usize) -> bool {
     let margin_bytes = MARGIN_BYTES.load(Ordering::Relaxed);
     if margin_bytes == 0 || !settings::is_interesting() {
         return false;
