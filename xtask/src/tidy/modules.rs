@@ -103,6 +103,7 @@ const ORDERS: [Order; 3] = [
         folder: "ffi/src",
         modules: &[
             ROOT,
+            "guards",
             "bindings",
             "real",
             "runtime",
@@ -131,9 +132,6 @@ const ORDERS: [Order; 3] = [
             ),
             up("ffi/src/lookup.rs", "nccl", "asks for NCCL's libraries and functions"),
             up("ffi/src/nccl/libraries.rs", "attach", "asks whether this process was attached to"),
-            up("ffi/src/pluggable.rs", "compat", "asks the saver shim before it allocates"),
-            up("ffi/src/replaced/plain.rs", "compat", "asks the saver shim before it allocates"),
-            up("ffi/src/replaced/vmm.rs", "compat", "asks the saver shim before it allocates"),
         ],
     },
 ];
