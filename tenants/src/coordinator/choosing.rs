@@ -90,7 +90,7 @@ impl Session<'_> {
         let result = self.phase_step(Phase::Settle, &half_way, OnFailure::WaitForAll);
         // One that ended meanwhile is left half-way no more.
         let mut failures = result.failures;
-        failures.retain(|(index, _)| !self.peers.has_hung_up(*index));
+        failures.retain(|(index, _)| !self.is_dead(*index));
         if !failures.is_empty() {
             return Err(CoordinatorError::Unrecovered {
                 tenant: self.tenant(),

@@ -169,16 +169,20 @@ impl<'a> Session<'a> {
             peer.info = Some(info);
         }
         for (index, failure) in result.failures {
-            let path = self.dir.socket_path(failure.who.member)?;
-            let is_dead = self.peers.process_has_ended(index)
-                || (self.peers.has_hung_up(index) && has_ended(&path));
-            if !is_dead {
+            if !self.is_dead(index) {
                 let tenant = self.tenant();
                 return Err(CoordinatorError::NoGreeting { tenant, failure });
             }
         }
         self.peers.list.retain(|peer| peer.info.is_some());
         Ok(())
+    }
+
+    /// Has this member ended? That it hung up does not say so.
+    pub(super) fn is_dead(&self, index: usize) -> bool {
+        let socket = self.dir.socket_path(self.peers.list[index].who.member);
+        let nobody_is_there = || socket.is_ok_and(|path| has_ended(&path));
+        self.peers.process_has_ended(index) || (self.peers.has_hung_up(index) && nobody_is_there())
     }
 
     fn check_versions(&self) -> Result<(), CoordinatorError> {

@@ -139,6 +139,8 @@ struct Agent<D: Driver> {
     savers: BTreeSet<u64>,
     /// When its next request is due.
     coordinator_due: Instant,
+    /// Which pause or resume it leads; none while it has asked for no step of one.
+    round: Option<u64>,
 }
 
 /// Starts both threads. They take no signals: those are the application's.
@@ -168,6 +170,7 @@ pub(super) fn spawn<D: Driver>(
         coordinator: None,
         savers: BTreeSet::new(),
         coordinator_due: Instant::now(),
+        round: None,
     };
     std::thread::Builder::new().name("sublet-agent".to_owned()).spawn(move || {
         block_signals();
@@ -303,15 +306,17 @@ impl<D: Driver> Agent<D> {
         while let Ok(Some(request)) = self.clients.next_request(number) {
             self.handle(number, request);
         }
-        let is_of_round = self.member.standing().asked.is_some_and(|asked| asked.round == round);
-        if self.coordinator == Some(number) && is_of_round {
+        // The next command may lead already, and have what was left half done settled: not by its round is this one
+        // asked for, and to hang up on it would leave this process out of all that it does.
+        if self.coordinator == Some(number) && self.round == Some(round) {
             self.hang_up(number);
         }
     }
 
     /// `number` leads from now on, and its next request is due when all have had `timeout` for this one.
-    fn follow(&mut self, number: u64, timeout: Duration) {
+    fn follow(&mut self, number: u64, round: Option<u64>, timeout: Duration) {
         self.coordinator = Some(number);
+        self.round = round;
         self.coordinator_due = Instant::now() + timeout + SILENCE_MAX;
     }
 
@@ -455,7 +460,7 @@ impl<D: Driver> Agent<D> {
             }
             Request::Phase { phase, round, scope, stays, timeout_ms } => {
                 if self.opens(number) {
-                    self.follow(number, wait_of(timeout_ms));
+                    self.follow(number, Some(round), wait_of(timeout_ms));
                     self.member.cut().claim(number);
                     if phase != Phase::Settle {
                         self.member.standing().asked = Some(Asked { round, phase });
@@ -465,7 +470,7 @@ impl<D: Driver> Agent<D> {
             }
             Request::Cut { limits, seen, wait_ms } => {
                 if self.opens(number) {
-                    self.follow(number, wait_of(wait_ms));
+                    self.follow(number, None, wait_of(wait_ms));
                     let asked = self.member.cut().claim(number);
                     let work = Work::Cut { limits, seen, asked };
                     self.submit(number, work, wait_of(wait_ms));

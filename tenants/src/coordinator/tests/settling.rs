@@ -227,3 +227,30 @@ fn a_coordinator_whose_work_is_over_makes_room_as_any_idle_client() {
     assert!(gone.is_err_and(|error| error.peer_is_gone()), "the longest idle");
     drop::<Vec<Line>>(others);
 }
+
+#[test]
+fn the_next_command_stays_connected_while_processes_settle_what_was_left_half_done() {
+    let job = Job::new(2);
+    report(job.coordinator(options()).pause(&mut quiet).unwrap());
+    let mut lines: Vec<_> = job.members.iter().map(|member| Line::to(member)).collect();
+    for phase in BEFORE_ACTIVATE {
+        for line in &mut lines {
+            line.lead(phase, &Scope::Whole);
+        }
+    }
+    // It leads before the process has seen that the other is gone, and has it settle. The process asks its peer, which
+    // settles the same and asks back.
+    let mut next = Line::to(&job.members[0]);
+    let settle = Request::Phase {
+        phase: Phase::Settle,
+        round: ROUND + 1,
+        scope: Scope::Whole,
+        stays: Vec::new(),
+        timeout_ms: 30_000,
+    };
+    let reply = next.ask(&settle);
+    assert!(matches!(reply, Reply::PhaseDone(Phase::Settle, _)), "{reply:?}");
+    drop(lines);
+    until("both to go back", || job.states() == [MemberState::Paused; 2]);
+    assert!(matches!(next.ask(&Request::Hello), Reply::Member(_)), "it is still connected");
+}
