@@ -50,7 +50,10 @@ impl<D: Driver> Member<D> {
             Ok(mut report) => {
                 report.elapsed_us = elapsed_us;
                 tracing::debug!(?phase, elapsed_us, bytes = report.bytes, "phase");
+                // Of use to the coordinator alone, and long.
+                let references = report.references.take();
                 self.standing().record(phase, &report);
+                report.references = references;
                 Reply::PhaseDone(phase, report)
             }
             Err(failure) => {
@@ -226,7 +229,8 @@ impl<D: Driver> Member<D> {
         // is void, also without an answer.
         self.pool.mark_unused(&(self.config.unused)());
         let driver_calls = 2 * places.len() as u64;
-        let references = References::new(self.pool.freeze(&self.selection()));
+        self.pool.freeze();
+        let references = References::new(self.pool.references(&self.selection()));
         Ok(PhaseReport {
             driver_calls,
             host: Some(self.host_need()),
@@ -404,7 +408,7 @@ impl<D: Driver> Member<D> {
         shut.map_err(|inside| self.still_inside(&inside))?;
         self.transition(begun)?;
         // What comes back is given to those whom it is owed, and to nobody else before it is all there.
-        let _held = self.pool.freeze(&selection);
+        self.pool.freeze();
         {
             let mut standing = self.standing();
             standing.selection = selection.clone();
@@ -543,9 +547,7 @@ impl Standing {
     fn record(&mut self, phase: Phase, report: &PhaseReport) {
         match phase {
             Phase::CloseGate | Phase::Drain | Phase::Save | Phase::Release | Phase::Verify => {
-                // Of use to the coordinator alone, and long.
-                let report = PhaseReport { references: None, ..report.clone() };
-                self.last_pause.push((phase, report));
+                self.last_pause.push((phase, report.clone()));
             }
             Phase::CreateOwn
             | Phase::Restore

@@ -246,7 +246,7 @@ impl<D: Driver> Pool<D> {
         let tables = &mut *tables;
         let key = tables.find(handle)?;
         // The driver sees no mapping whose memory is away, or that is being made; it is one all the same.
-        let is_taken = tables.is_mapped(range);
+        let is_taken = overlapping(&tables.mappings, range).next().is_some();
         let found = &mut tables.allocations[key];
         let is_lost = found.origin == Origin::Lost;
         if found.raw.is_none() && found.set_aside && !is_lost {
@@ -531,9 +531,7 @@ impl<D: Driver> Pool<D> {
 
     /// Own memory of `selection` that a pause must leave in place, in bytes.
     pub fn pinned_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
-        self.own_bytes(|found| {
-            (found.pinned.is_some() || found.stays.is_some()) && selection.has(found)
-        })
+        self.own_bytes(|found| found.reason_to_stay().is_some() && selection.has(found))
     }
 
     /// Own memory of `selection` that is not on its device now, in bytes.
@@ -644,7 +642,7 @@ pub(crate) fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
 }
 
 fn reason_it_stays(allocation: &Allocation) -> Option<&'static str> {
-    match (allocation.pinned.or(allocation.stays), &allocation.origin) {
+    match (allocation.reason_to_stay(), &allocation.origin) {
         (Some(reason), _) => Some(reason),
         (None, Origin::Foreign) => Some(
             "imported from a descriptor that is no ticket: its owner does not run under Sublet",
@@ -665,7 +663,7 @@ fn add_to_class(row: &mut ClassBytes, found: &Allocation) {
         if found.raw.is_some() {
             row.resident_bytes += found.size_bytes;
         }
-        if found.pinned.is_some() || found.stays.is_some() {
+        if found.reason_to_stay().is_some() {
             row.pinned_bytes += found.size_bytes;
         }
     } else {

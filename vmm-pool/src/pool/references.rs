@@ -1,7 +1,6 @@
 //! What this process holds of memory that crosses processes, and what a pause of all leaves in place.
 //!
-//! A pool that has said what it holds is *frozen*: from then on nobody is given its memory, until the process
-//! runs again. So what all processes of a tenant say, once each of them is frozen, is true at one moment.
+//! A pool says what it holds when it is *frozen*: nobody is given its memory then, until the process runs again. So what all processes of a tenant say, once each of them is frozen, is true at one moment.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -60,12 +59,15 @@ impl StayReason {
 }
 
 impl<D: Driver> Pool<D> {
-    /// Gives nothing to importers from now on, and says what is held of shared device memory, and whether some of
-    /// `selection` is. To be called when the application's calls are held back. What is owed since a pause
-    /// ([`Pool::hand_out`]) is still given.
-    pub fn freeze(&self, selection: &Selection) -> References {
-        let mut tables = self.tables();
-        tables.is_frozen = true;
+    /// Gives nothing to importers from now on but what is owed to them since a pause ([`Pool::hand_out`]).
+    pub fn freeze(&self) {
+        self.tables().is_frozen = true;
+    }
+
+    /// What is held of shared device memory, and whether some of `selection` is. It stays so where the pool is frozen
+    /// and the application's calls are held back.
+    pub fn references(&self, selection: &Selection) -> References {
+        let tables = self.tables();
         let mut references = References::default();
         for (_, found) in &tables.allocations {
             references.shares_selection |= found.is_shared() && selection.has(found);

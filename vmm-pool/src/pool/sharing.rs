@@ -62,16 +62,18 @@ impl<D: Driver> Pool<D> {
             if !found.is_own() {
                 return Ok(export);
             }
-            let is_at_hand = found.exported.is_some();
-            let offloaded = || PoolError::Offloaded { tag: found.class.tag.clone() };
-            let raw = found.raw.ok_or_else(offloaded);
-            if is_at_hand {
-                found.tickets.insert(serial);
-                return Ok(export);
-            }
-            let raw = raw?;
+            let to_export = match (&found.exported, found.raw) {
+                (Some(_), _) => None,
+                (None, Some(raw)) => Some(raw),
+                (None, None) => {
+                    return Err(PoolError::Offloaded { tag: found.class.tag.clone() });
+                }
+            };
             // From now on the ticket keeps the memory, whatever another thread releases.
             found.tickets.insert(serial);
+            let Some(raw) = to_export else {
+                return Ok(export);
+            };
             (raw, export)
         };
         let exported = self.driver.export_fd(raw);
@@ -143,10 +145,7 @@ impl<D: Driver> Pool<D> {
             let key = tables.find_for_importer(id)?;
             let found = &mut tables.allocations[key];
             found.importers.insert(importer);
-            found.tickets.remove(&serial);
-            if found.tickets.is_empty() {
-                found.exported = None;
-            }
+            found.use_ticket(serial);
             // The descriptor itself now keeps the memory for the importer.
             tables.take_garbage(key)
         };
@@ -218,10 +217,7 @@ impl<D: Driver> Pool<D> {
         }
         found.references += 1;
         if found.is_own() {
-            found.tickets.remove(&serial);
-            if found.tickets.is_empty() {
-                found.exported = None;
-            }
+            found.use_ticket(serial);
         }
         tables.handle_of(key)
     }

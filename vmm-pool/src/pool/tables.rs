@@ -96,14 +96,24 @@ impl Allocation {
 
     /// Does a pause take this allocation's memory away?
     pub(crate) fn is_vacatable(&self) -> bool {
-        self.pinned.is_none()
-            && self.stays.is_none()
-            && !self.is_host()
-            && self.origin != Origin::Foreign
+        self.reason_to_stay().is_none() && !self.is_host() && self.origin != Origin::Foreign
     }
 
     pub(crate) fn is_own(&self) -> bool {
         self.origin == Origin::Own
+    }
+
+    /// Why a pause leaves it in place, by this process's doing or by what all have decided.
+    pub(crate) fn reason_to_stay(&self) -> Option<&'static str> {
+        self.pinned.or(self.stays)
+    }
+
+    /// The ticket `serial` is redeemed. With the last the descriptor goes that was kept for them.
+    pub(crate) fn use_ticket(&mut self, serial: u64) {
+        self.tickets.remove(&serial);
+        if self.tickets.is_empty() {
+            self.exported = None;
+        }
     }
 
     /// May another process hold it, or come for it?
@@ -234,12 +244,6 @@ impl Tables {
     pub(crate) fn mapping_at(&self, address: DeviceAddress) -> Option<&Mapping> {
         let (_, mapping) = self.mappings.range(..=address.0).next_back()?;
         mapping.range.contains_address(address).then_some(mapping)
-    }
-
-    /// Does a mapping overlap `range`?
-    pub(crate) fn is_mapped(&self, range: VaRange) -> bool {
-        let before = self.mappings.range(..range.end().0).next_back();
-        before.is_some_and(|(_, mapping)| range.start < mapping.range.end())
     }
 
     /// Starts of the mappings that lie wholly inside `range`.

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
-use vmm_pool::{AllocationId, LostImports, PoolError, StayReason, VirtualHandle};
+use vmm_pool::{AllocationId, LostImports, PoolError, References, StayReason, VirtualHandle};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_addresses,
@@ -28,8 +28,14 @@ fn let_go() -> (SimPool, SimPool, VirtualHandle, VaRange) {
     (owner, importer, imported, there)
 }
 
+/// What a pool says that holds still.
+fn references(pool: &SimPool) -> References {
+    pool.freeze();
+    pool.references(&WHOLE)
+}
+
 fn ids_of_imports(importer: &SimPool) -> Vec<AllocationId> {
-    let taken = importer.freeze(&WHOLE).taken.into_values().flatten();
+    let taken = references(importer).taken.into_values().flatten();
     taken.map(|held| held.id).collect()
 }
 
@@ -41,7 +47,7 @@ fn paused(pool: &SimPool) {
 #[test]
 fn what_stays_keeps_its_bytes_through_a_pause_and_is_named() {
     let (owner, importer, imported, there) = let_go();
-    assert_eq!(owner.freeze(&WHOLE).given, [], "the owner has it no more");
+    assert_eq!(references(&owner).given, [], "the owner has it no more");
     let ids = ids_of_imports(&importer);
     let stays: Vec<_> = ids.iter().map(|&id| (id, StayReason::LetGo)).collect();
     importer.set_stays(&stays).expect("it is not its own");
@@ -82,7 +88,7 @@ fn a_frozen_pool_gives_nothing_and_a_thawed_one_what_is_there() {
     let (owner, importer) = (pool(&node), pool(&node));
     let shared = create(&owner, DEVICE, 1, kept());
     let export = owner.export(shared).expect("export");
-    let held = owner.freeze(&WHOLE);
+    let held = references(&owner);
     assert!(held.shares_selection);
     assert_eq!(held.given.len(), 1, "somebody may come with the ticket");
     let refused = owner.redeem(export.id, export.serial, 1);
