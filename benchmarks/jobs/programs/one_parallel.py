@@ -24,10 +24,7 @@ def main() -> None:
     def step(number: int) -> torch.Tensor:
         x = process.batch(number, ROWS * len(process.devices), width)
         loss = (parallel(x) - x.flip(1)).square().mean()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        return loss
+        return process.descend(loss, optimizer)
 
     process.run(step, model)
 

@@ -53,6 +53,13 @@ class OneProcess:
             event.synchronize()
         return float(place).hex()
 
+    def descend(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """One step of training by `loss`, which it gives back."""
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        return loss
+
     def run(self, step: Callable[[int], torch.Tensor], model: torch.nn.Module) -> None:
         """All steps; then the last loss and a digest of the weights."""
 

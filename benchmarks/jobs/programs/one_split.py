@@ -42,10 +42,7 @@ def main() -> None:
     def step(number: int) -> torch.Tensor:
         x = process.batch(number, ROWS, width)
         loss = (model(x) - x.flip(1).to(last)).square().mean()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        return loss
+        return process.descend(loss, optimizer)
 
     process.run(step, model)
 
