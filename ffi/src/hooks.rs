@@ -16,7 +16,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use sublet_cuda_driver::lookup::{Hook, base_name_const};
-use tenants::gate::Passage;
+use vmm_pool::gate::Passage;
 
 use crate::{real, replaced, runtime};
 

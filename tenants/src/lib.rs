@@ -5,7 +5,6 @@
 pub mod coordinator;
 pub mod cut;
 pub mod error_text;
-pub mod gate;
 pub mod host_memory;
 pub mod identity;
 pub mod member;
@@ -15,7 +14,6 @@ pub mod requests;
 pub mod run_dir;
 pub mod saving;
 pub mod scope;
-mod slots;
 pub mod ticket;
 pub mod transport;
 pub mod wire;

@@ -9,10 +9,12 @@
 pub mod conformance;
 pub mod driver;
 mod error;
+pub mod gate;
 mod pool;
 mod report;
 #[cfg(test)]
 mod scaling;
+pub mod slots;
 mod staging;
 pub mod support;
 mod vacate;

@@ -7,13 +7,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, PoisonError};
 
-use tenants::gate::Passage;
 use tenants::member::Member;
 use tenants::region;
 use vmm_pool::driver::{
     AllocationFlags, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver,
     DriverCode,
 };
+use vmm_pool::gate::Passage;
 use vmm_pool::{PoolError, PoolResult};
 
 use crate::{Answer, caller};

@@ -9,12 +9,12 @@
 //!   | magic  | alloc id | owner  | size asked | size    | zero |
 //! ```
 
-use tenants::gate::Passage;
 use tenants::identity::MemberId;
 use tenants::member::{ImportError, Member};
 use tenants::ticket::Ticket;
 use vmm_pool::AllocationId;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode};
+use vmm_pool::gate::Passage;
 
 use crate::Answer;
 use crate::blocks::give_up;

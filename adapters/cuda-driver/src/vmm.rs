@@ -5,7 +5,6 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use tenants::gate::Passage;
 use tenants::member::Member;
 use tenants::region;
 use tenants::ticket::Ticket;
@@ -13,6 +12,7 @@ use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, Driver, DriverCode,
     HANDLE_TYPE_FABRIC, VaRange,
 };
+use vmm_pool::gate::Passage;
 use vmm_pool::{Class, VirtualHandle};
 
 use crate::Answer;

@@ -7,8 +7,8 @@ use std::sync::PoisonError;
 
 use sublet_cuda_driver::vmm;
 use sublet_cuda_graph::Target;
-use tenants::gate::Passage;
 use vmm_pool::driver::{DriverCode, RawContext};
+use vmm_pool::gate::Passage;
 
 use super::{Handle, SUCCESS, write_out};
 use crate::hooks::{Pointer, call_driver};

@@ -5,8 +5,8 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong};
 
-use tenants::gate::Passage;
 use vmm_pool::driver::DriverCode;
+use vmm_pool::gate::Passage;
 
 use super::SUCCESS;
 use crate::hooks::{Pointer, call_driver};

@@ -6,8 +6,8 @@ use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::sync::PoisonError;
 
 use sublet_cuda_driver::{Answer, blocks, ipc, vmm};
-use tenants::gate::Passage;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, RawContext};
+use vmm_pool::gate::Passage;
 
 use super::{Address, SUCCESS, range, size_t, with_caller, write_out};
 use crate::guards;

@@ -13,7 +13,7 @@ use super::report::{
     CutReport, Inside, LISTED_MAX, Limits, Need, PostCount, Seen, Waiting, millis,
 };
 use super::{CommunicatorId, Cut, Entry, Lane, Post, Seat, Series, count};
-use crate::slots::Slot;
+use vmm_pool::slots::Slot;
 
 /// How long a watcher goes without looking: calls leave without taking a lock, captures begin and end,
 /// and other threads' work ends, without a word to us.

@@ -44,8 +44,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub use describe::{Lag, Laggard, foreign_ranks, laggards};
 pub use report::{CutReport, Inside, Limits, Need, PostCount, Seen, Waiting};
 
-use crate::slots::{Slot, Slots};
 use hold::{Mode, Table, Unfinished};
+use vmm_pool::slots::{Slot, Slots};
 
 /// A communicator's identity, the same in all its processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

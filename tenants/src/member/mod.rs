@@ -38,7 +38,6 @@ pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STA
 pub use fetch::ImportError;
 
 use crate::cut::Cut;
-use crate::gate::Gate;
 use crate::host_memory::HostLimit;
 use crate::identity::{MemberId, TenantName};
 use crate::region;
@@ -52,6 +51,7 @@ use limit::DescriptorLimit;
 use owners::Owner;
 use sockets::Sockets;
 use state::{Event, InvalidTransition};
+use vmm_pool::gate::Gate;
 
 /// What a process is told when it joins its tenant.
 #[derive(Clone, Debug)]

@@ -14,11 +14,11 @@ use super::fetch::free_descriptors;
 use super::state::Event;
 use super::{Member, Progress, Standing};
 use crate::cut::{Limits, Seen};
-use crate::gate::StillInside;
 use crate::host_memory::HostNeed;
 use crate::references::{References, Stay};
 use crate::scope::Scope;
 use crate::wire::{DeviceDelta, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply};
+use vmm_pool::gate::StillInside;
 
 impl<D: Driver> Member<D> {
     /// Does `phase` and answers for it.

@@ -6,13 +6,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tenants::coordinator::{Event, Options, Outcome, Step, TakesPart};
-use tenants::gate::Passage;
 use tenants::member::ImportError;
 use tenants::scope::{Scope, TagNames};
 use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState, Phase};
 use vmm_pool::driver::sim::{Latency, SimOptions};
 use vmm_pool::driver::{AllocationProp, DeviceAddress, DriverOp, VaRange};
+use vmm_pool::gate::Passage;
 
 use crate::stage::{
     DEVICE, Process, Stage, UNIT, assert_one_memory, assert_used, free, holds, kept, map, options,

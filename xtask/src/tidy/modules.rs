@@ -35,6 +35,8 @@ const ORDERS: [Order; 3] = [
     Order {
         folder: "vmm-pool/src",
         modules: &[
+            "slots",
+            "gate",
             "driver",
             ROOT,
             "support",
@@ -61,10 +63,8 @@ const ORDERS: [Order; 3] = [
         modules: &[
             ROOT,
             "error_text",
-            "slots",
             "identity",
             "cut",
-            "gate",
             "region",
             "references",
             "host_memory",

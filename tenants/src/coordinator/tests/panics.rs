@@ -2,7 +2,7 @@
 
 use super::cuts::{Job, SOON, patient, until};
 use super::*;
-use crate::gate::Passage;
+use vmm_pool::gate::Passage;
 
 /// Asked at the end of the drain.
 fn fails() -> Vec<vmm_pool::driver::VaRange> {

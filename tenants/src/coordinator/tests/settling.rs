@@ -9,10 +9,10 @@ use vmm_pool::{Class, Contents, Selection};
 use super::cuts::{Job, SOON, until};
 use super::*;
 use crate::cut::{Limits, Seen};
-use crate::gate::Passage;
 use crate::member::{CONNECTIONS_MAX, Member};
 use crate::scope::TagNames;
 use crate::transport::Connection;
+use vmm_pool::gate::Passage;
 
 const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Save];
 const BEFORE_ACTIVATE: [Phase; 3] = [Phase::CreateOwn, Phase::Restore, Phase::Import];

@@ -6,9 +6,9 @@ use std::time::Duration;
 use fastrand::Rng;
 use sublet_tests::{Outcome, Trouble};
 use tenants::cut::{CommunicatorId, Entry, Lane, Post, Seat, Series};
-use tenants::gate::Passage;
 use vmm_pool::driver::sim::{StreamKind, Work};
 use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream};
+use vmm_pool::gate::Passage;
 
 use super::Sim;
 use super::board::Board;

@@ -10,11 +10,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use fastrand::Rng;
 use sublet_cuda_driver::{Answer, ipc};
 use sublet_tests::{Outcome, Trouble};
-use tenants::gate::Passage;
 use tenants::member::ImportError;
 use tenants::ticket::Ticket;
 use vmm_pool::driver::sim::GRANULARITY_BYTES;
 use vmm_pool::driver::{AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
+use vmm_pool::gate::Passage;
 use vmm_pool::{Class, Contents, VirtualHandle};
 
 use super::calls::{device_refused, fired, insist, judged, map, unmap};

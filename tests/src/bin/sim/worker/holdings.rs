@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use fastrand::Rng;
 use sublet_tests::{Outcome, Trouble};
-use tenants::gate::Passage;
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, StreamKind};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal, RawStream, VaRange};
+use vmm_pool::gate::Passage;
 use vmm_pool::{Class, Contents, VirtualHandle};
 
 use super::calls::{device_refused, insist, judged, map, unmap};

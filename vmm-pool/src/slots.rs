@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 /// One thread's mark. Padded to a cache line of its own, with its neighbour, which is fetched along.
 #[derive(Debug)]
 #[repr(align(128))]
-pub(crate) struct Slot {
+pub struct Slot {
     number: u64,
     /// Odd while inside; each time inside has a value of its own. Written by the owner alone.
     turn: AtomicU64,
@@ -21,35 +21,35 @@ pub(crate) struct Slot {
 
 /// A look at a thread that was inside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Occupant {
+pub struct Occupant {
     /// Which slot.
-    pub(crate) number: u64,
+    pub number: u64,
     /// Which time inside.
-    pub(crate) turn: u64,
+    pub turn: u64,
     /// What it said of itself.
-    pub(crate) label: usize,
+    pub label: usize,
 }
 
 impl Slot {
     /// Marks the thread as inside. Only its owner calls it, and only while outside.
-    pub(crate) fn step_in(&self) {
+    pub fn step_in(&self) {
         let turn = self.turn.load(Ordering::Relaxed);
         self.turn.swap(turn.wrapping_add(1), Ordering::SeqCst);
     }
 
     /// Takes the mark away. Only its owner calls it, and only while inside.
-    pub(crate) fn step_out(&self) {
+    pub fn step_out(&self) {
         let turn = self.turn.load(Ordering::Relaxed);
         self.turn.store(turn.wrapping_add(1), Ordering::Release);
     }
 
     /// What the owner said of itself last.
-    pub(crate) fn label(&self) -> usize {
+    pub fn label(&self) -> usize {
         self.label.load(Ordering::Relaxed)
     }
 
     /// Says something of itself.
-    pub(crate) fn set_label(&self, label: usize) {
+    pub fn set_label(&self, label: usize) {
         self.label.store(label, Ordering::Relaxed);
     }
 
@@ -62,7 +62,7 @@ impl Slot {
 
 /// The slots of all threads that have ever been inside and still live.
 #[derive(Debug, Default)]
-pub(crate) struct Slots {
+pub struct Slots {
     list: Mutex<List>,
 }
 
@@ -74,7 +74,7 @@ struct List {
 
 impl Slots {
     /// A slot for one more thread, which owns it.
-    pub(crate) fn add(&self) -> Arc<Slot> {
+    pub fn add(&self) -> Arc<Slot> {
         let mut list = self.list();
         list.last_number += 1;
         let slot = Arc::new(Slot {
@@ -88,7 +88,7 @@ impl Slots {
     }
 
     /// Who is inside now.
-    pub(crate) fn inside(&self) -> Vec<Occupant> {
+    pub fn inside(&self) -> Vec<Occupant> {
         let list = self.list();
         let slots = list.slots.iter().filter_map(Weak::upgrade);
         slots.filter_map(|slot| slot.occupant()).collect()

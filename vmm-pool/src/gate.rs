@@ -1,4 +1,4 @@
-//! The gate that holds a process's device work back while its tenant is not active.
+//! The gate that holds a process's device work back while its memory is away or on the move.
 //!
 //! Every hooked call passes it twice: in and out. Passing an open gate costs one atomic exchange and one
 //! load on memory that belongs to the calling thread alone, so launches from many threads do not meet.
