@@ -3,6 +3,7 @@
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
+use vmm_pool::PeerId;
 
 /// Longest tenant name, in bytes: it becomes a directory name inside a socket path of 107 bytes.
 pub const TENANT_NAME_BYTES_MAX: usize = 40;
@@ -61,6 +62,18 @@ impl fmt::Display for MemberId {
 impl fmt::Debug for MemberId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
+    }
+}
+
+impl From<MemberId> for PeerId {
+    fn from(id: MemberId) -> Self {
+        Self(id.0)
+    }
+}
+
+impl From<PeerId> for MemberId {
+    fn from(id: PeerId) -> Self {
+        Self(id.0)
     }
 }
 

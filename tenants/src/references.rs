@@ -13,15 +13,11 @@ mod model;
 mod search;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::ffi::OsStr;
-use std::os::unix::ffi::OsStrExt as _;
-use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use vmm_pool::{AllocationId, Held, StayReason};
 
 use crate::identity::MemberId;
-use crate::run_dir::parse_member_name;
 
 /// What one process holds of shared device memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,20 +40,12 @@ pub struct Stay {
 }
 
 impl References {
-    /// As the pool says it, with owners by name. What has an owner that is no member of a tenant is left out; there
-    /// is none.
+    /// As the pool says it.
     pub(crate) fn new(references: vmm_pool::References) -> Self {
-        let taken = references.taken.into_iter();
-        let taken = taken.filter_map(|(owner, held)| Some((member_of(&owner)?, held)));
+        let taken = references.taken.into_iter().map(|(owner, held)| (owner.into(), held));
         let shares_scope = references.shares_selection;
         Self { given: references.given, taken: taken.collect(), shares_scope }
     }
-}
-
-/// The member whose socket an owner's name is ([`vmm_pool::ImportSource::owner`]).
-pub(crate) fn member_of(owner: &[u8]) -> Option<MemberId> {
-    let name = Path::new(OsStr::from_bytes(owner)).file_name()?;
-    parse_member_name(name.to_str()?)
 }
 
 /// What must stay, of all that somebody has imported. `members` take part in the pause, and have said what they hold;

@@ -1,7 +1,6 @@
 //! Which memory of a tenant a pause or resume is about, and what of it one process has.
 
 use std::collections::BTreeSet;
-use std::os::unix::ffi::OsStrExt as _;
 
 use serde::{Deserialize, Serialize};
 use vmm_pool::driver::Driver;
@@ -89,7 +88,7 @@ impl<D: Driver> Member<D> {
         match owner {
             None => Whose::Everybody,
             Some(owner) if owner == self.id() => Whose::Own,
-            Some(owner) => Whose::Owner(self.socket_path_of(owner).as_os_str().as_bytes().to_vec()),
+            Some(owner) => Whose::Owner(owner.into()),
         }
     }
 }

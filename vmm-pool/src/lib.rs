@@ -2,14 +2,15 @@
 //!
 //! The pool stands between callers of the driver's virtual memory interface and the driver. Callers hold
 //! [`VirtualHandle`]s, which stay the same while the memory behind them is given back and created again.
-//! It learns no process id, opens no socket, and knows no framework: what it must remember about other
-//! processes for its user's sake, it keeps as bytes it does not look into.
+//! It learns no process id, opens no socket, and knows no framework: other processes are numbers to it
+//! ([`PeerId`]), which its user gives.
 
 #[cfg(feature = "conformance")]
 pub mod conformance;
 pub mod driver;
 mod error;
 pub mod gate;
+mod peer;
 mod pool;
 mod report;
 #[cfg(test)]
@@ -24,6 +25,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 pub use error::{PoolError, PoolResult};
+pub use peer::PeerId;
 pub use pool::{
     Class, Export, Held, ImportSource, LostImports, Pool, References, StayReason, TagTotals,
 };

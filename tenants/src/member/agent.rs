@@ -551,9 +551,9 @@ impl<D: Driver> Agent<D> {
                 FetchPurpose::Redeem { serial } => {
                     // Asked before: redeeming may be the last use of the allocation in this process.
                     handed.tags.push(pool.tag_of(id));
-                    pool.redeem(id, serial, importer.0)
+                    pool.redeem(id, serial, importer.into())
                 }
-                FetchPurpose::Again => pool.hand_out(id, importer.0),
+                FetchPurpose::Again => pool.hand_out(id, importer.into()),
             };
             match (fd, purpose) {
                 (Ok(fd), _) => handed.fds.push(fd),

@@ -3,8 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -15,8 +14,8 @@ use vmm_pool::{
     AllocationId, Class, Contents, ImportSource, PoolError, Selection, Step, StepLog, VirtualHandle,
 };
 
-use super::owners::path_of;
 use super::{AGENT_TIMEOUT, Member};
+use crate::identity::MemberId;
 use crate::run_dir::parse_member_name;
 use crate::ticket::Ticket;
 use crate::transport::{Connection, TransportError};
@@ -173,16 +172,13 @@ impl<D: Driver> Member<D> {
     /// What the pool or the system said.
     pub fn issue_ticket(&self, handle: VirtualHandle) -> Result<OwnedFd, ImportError> {
         let export = self.pool.export(handle)?;
-        let owner_socket = match self.pool.import_owner(handle)? {
-            Some(owner) => path_of(&owner),
-            None => self.socket_path.clone(),
-        };
+        let owner = self.pool.import_owner(handle)?.map_or(self.id, MemberId::from);
         let ticket = Ticket {
             allocation: export.id,
             serial: export.serial,
             size_bytes: export.size_bytes,
-            owner: self.id,
-            owner_socket,
+            owner,
+            owner_socket: self.socket_path_of(owner),
             tenant: self.config.tenant.clone(),
         };
         ticket.issue().map_err(|source| ImportError::NoTicket { source })
@@ -203,15 +199,15 @@ impl<D: Driver> Member<D> {
                 ours: self.config.tenant.to_string(),
             });
         }
-        let owner_socket = self.socket_of_owner(ticket)?;
-        let is_own = owner_socket == self.socket_path;
+        let owner = owner_of(ticket)?;
+        let is_own = owner == self.id;
         let Ticket { allocation, serial, .. } = *ticket;
         if let Some(handle) = self.pool.import_held(allocation, serial) {
             // The owner keeps memory for every ticket until it is redeemed: tell it that this one is.
             if is_own || serial == 0 {
                 return Ok(handle);
             }
-            return match self.redeem_from(&owner_socket, allocation, serial) {
+            return match self.redeem_from(owner, allocation, serial) {
                 // The ticket is good still, and would hold the memory for ever if this were a success.
                 Err(error) if error.leaves_ticket_good() => {
                     self.pool.release(handle)?;
@@ -227,33 +223,21 @@ impl<D: Driver> Member<D> {
         if is_own {
             return Err(ImportError::Stale { id: allocation });
         }
-        let Fetched { mut fds, tags, .. } = self.redeem_from(&owner_socket, allocation, serial)?;
+        let Fetched { mut fds, tags, .. } = self.redeem_from(owner, allocation, serial)?;
         // It leaves and comes back with its owner's.
         let tag = tags.into_iter().next().unwrap_or_default();
         let class = Class { library, tag, contents: Contents::Keep };
         let fd = fds.remove(&allocation).ok_or(ImportError::Stale { id: allocation })?;
-        let source = ImportSource {
-            id: allocation,
-            size_bytes: ticket.size_bytes,
-            owner: owner_socket.as_os_str().as_bytes().to_vec(),
-        };
+        let source =
+            ImportSource { id: allocation, size_bytes: ticket.size_bytes, owner: owner.into() };
         Ok(self.pool.import(source, fd.as_fd(), class)?)
-    }
-
-    /// Where to ask for what `ticket` stands for: a member's name in our own tenant's directory. Which
-    /// directory the ticket names is not asked, so none can lead us anywhere else.
-    fn socket_of_owner(&self, ticket: &Ticket) -> Result<PathBuf, ImportError> {
-        let name = ticket.owner_socket.file_name().and_then(OsStr::to_str);
-        let member = name.and_then(parse_member_name);
-        let path = member.and_then(|member| self.dir.socket_path(member).ok());
-        path.ok_or_else(|| ImportError::NoMember { path: ticket.owner_socket.clone() })
     }
 
     /// Redeems a ticket at its owner. While that is paused, or being paused, it waits as it would at its own gate,
     /// and lets a pause of its own process through.
     fn redeem_from(
         &self,
-        owner: &Path,
+        owner: MemberId,
         id: AllocationId,
         serial: u64,
     ) -> Result<Fetched, ImportError> {
@@ -287,7 +271,7 @@ impl<D: Driver> Member<D> {
         let mut at_hand = HashMap::new();
         let mut batch = FDS_PER_MESSAGE_MAX;
         for request in self.pool.import_requests(selection) {
-            let path = path_of(&request.owner);
+            let owner = MemberId::from(request.owner);
             let mut gone = BTreeSet::new();
             let mut rest = request.ids.as_slice();
             while !rest.is_empty() {
@@ -297,7 +281,7 @@ impl<D: Driver> Member<D> {
                     continue;
                 }
                 let ids = &rest[..batch.min(room.max(1)).min(rest.len())];
-                match self.fetch(&path, ids, FetchPurpose::Again, deadline) {
+                match self.fetch(owner, ids, FetchPurpose::Again, deadline) {
                     Ok(fetched) => {
                         at_hand.extend(fetched.fds);
                         gone.extend(fetched.missing);
@@ -312,11 +296,11 @@ impl<D: Driver> Member<D> {
                         batch = (ids.len() / 2).max(1);
                         log.add(self.pool.import_batch(std::mem::take(&mut at_hand))?);
                     }
-                    Err(error) => return Err(self.or_ended(error, ids.len())),
+                    Err(error) => return Err(self.or_ended(owner, error, ids.len())),
                 }
             }
             if !gone.is_empty() {
-                missing.push(Missing { owner: self.owner_in_words(&path), ids: gone });
+                missing.push(Missing { owner: self.owner_in_words(owner), ids: gone });
             }
         }
         let fetch_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
@@ -325,32 +309,33 @@ impl<D: Driver> Member<D> {
         Ok((log, missing))
     }
 
-    /// Why `count` imports could not be fetched again: says so when that is because their owner has ended.
-    fn or_ended(&self, error: ImportError, count: usize) -> ImportError {
+    /// Why `count` imports could not be fetched again: says so when that is because `owner` has ended.
+    fn or_ended(&self, owner: MemberId, error: ImportError, count: usize) -> ImportError {
         let ImportError::Owner { path, source } = error else {
             return error;
         };
         let has_ended = source.nobody_listens() || source.peer_is_gone();
-        match self.known_owner(&path).filter(|_| has_ended && self.has_ended(&path)) {
+        match self.known_owner(owner).filter(|_| has_ended && self.has_ended(owner)) {
             Some(owner) => ImportError::OwnerEnded { owner, count },
             None => ImportError::Owner { path, source },
         }
     }
 
     /// Connections to owners that are not in use.
-    pub(super) fn peers(&self) -> MutexGuard<'_, HashMap<PathBuf, Connection>> {
+    pub(super) fn peers(&self) -> MutexGuard<'_, HashMap<MemberId, Connection>> {
         self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn fetch(
         &self,
-        path: &Path,
+        owner: MemberId,
         ids: &[AllocationId],
         purpose: FetchPurpose,
         deadline: Instant,
     ) -> Result<Fetched, ImportError> {
-        let failed = |source| ImportError::Owner { path: path.to_owned(), source };
-        let kept = self.peers().remove(path);
+        let path = || self.socket_path_of(owner);
+        let failed = |source| ImportError::Owner { path: path(), source };
+        let kept = self.peers().remove(&owner);
         let request = Request::FetchFds { allocations: ids.to_vec(), purpose, importer: self.id };
         let kept = kept.map(|mut connection| {
             let answer = connection.call(&request, ids.len(), deadline);
@@ -359,19 +344,19 @@ impl<D: Driver> Member<D> {
         let answer = match kept {
             // The owner may have closed what was idle; a new connection tells whether it lives.
             Some(Err(error)) if error.peer_is_gone() => {
-                self.ask_anew(path, &request, ids, deadline)
+                self.ask_anew(owner, &request, ids, deadline)
             }
             Some(answer) => answer,
-            None => self.ask_anew(path, &request, ids, deadline),
+            None => self.ask_anew(owner, &request, ids, deadline),
         };
         let ((reply, fds), connection) = answer.map_err(failed)?;
-        self.peers().insert(path.to_owned(), connection);
+        self.peers().insert(owner, connection);
         match reply {
             Reply::Fds { count, tags, missing }
                 if count as usize == fds.len() && fds.len() + missing.len() == ids.len() =>
             {
                 if !fds.iter().all(may_be_the_drivers) {
-                    return Err(ImportError::NotMemory { path: path.to_owned() });
+                    return Err(ImportError::NotMemory { path: path() });
                 }
                 let missing: BTreeSet<AllocationId> = missing.into_iter().collect();
                 let found = ids.iter().copied().filter(|id| !missing.contains(id));
@@ -385,25 +370,31 @@ impl<D: Driver> Member<D> {
             | Reply::PhaseDone(..)
             | Reply::Consented
             | Reply::Saving(_)
-            | Reply::Noted => Err(ImportError::Miscounted {
-                path: path.to_owned(),
-                got: fds.len(),
-                wanted: ids.len(),
-            }),
+            | Reply::Noted => {
+                Err(ImportError::Miscounted { path: path(), got: fds.len(), wanted: ids.len() })
+            }
         }
     }
 
     fn ask_anew(
         &self,
-        path: &Path,
+        owner: MemberId,
         request: &Request,
         ids: &[AllocationId],
         deadline: Instant,
     ) -> Result<((Reply, Vec<OwnedFd>), Connection), TransportError> {
-        let mut connection = self.connect_to_owner(path, deadline)?;
+        let mut connection = self.connect_to_owner(owner, deadline)?;
         let answer = connection.call(request, ids.len(), deadline)?;
         Ok((answer, connection))
     }
+}
+
+/// Whom to ask for what `ticket` stands for: a member's name in our own tenant's directory. Which directory the ticket
+/// names is not asked, so none can lead us anywhere else.
+fn owner_of(ticket: &Ticket) -> Result<MemberId, ImportError> {
+    let name = ticket.owner_socket.file_name().and_then(OsStr::to_str);
+    let member = name.and_then(parse_member_name);
+    member.ok_or_else(|| ImportError::NoMember { path: ticket.owner_socket.clone() })
 }
 
 /// How many descriptors this process may open now, with some left over.

@@ -179,9 +179,9 @@ pub struct Member<D: Driver> {
     /// When its name was last put back.
     new_name: Mutex<Option<Instant>>,
     captures: AtomicUsize,
-    peers: Mutex<HashMap<PathBuf, Connection>>,
+    peers: Mutex<HashMap<MemberId, Connection>>,
     /// Who owns what was imported, also after its end.
-    owners: Mutex<HashMap<PathBuf, Owner>>,
+    owners: Mutex<HashMap<MemberId, Owner>>,
     /// Raised while a phase under way is to end early, because it will be undone.
     calling_off: CallingOff,
     /// Descriptors of a resume that is over, to be closed when there is time.

@@ -1,10 +1,7 @@
 //! Who owns the memory that this process has imported, and whether those processes still live.
 
 use std::collections::{BTreeSet, HashMap};
-use std::ffi::OsStr;
 use std::fmt;
-use std::os::unix::ffi::OsStrExt as _;
-use std::path::{Path, PathBuf};
 use std::sync::PoisonError;
 use std::time::Instant;
 
@@ -13,6 +10,7 @@ use vmm_pool::driver::Driver;
 
 use super::Member;
 use super::fetch::Missing;
+use crate::identity::MemberId;
 use crate::transport::{Connection, TransportError, has_ended};
 
 /// A process that memory was imported from.
@@ -31,73 +29,68 @@ impl fmt::Display for Owner {
 }
 
 impl<D: Driver> Member<D> {
-    /// Connects to the owner at `path`. The kernel says which process that is, and which command; this is
-    /// remembered beyond its end.
+    /// Connects to `owner`. The kernel says which process that is, and which command; this is remembered beyond its
+    /// end.
     pub(super) fn connect_to_owner(
         &self,
-        path: &Path,
+        owner: MemberId,
         deadline: Instant,
     ) -> Result<Connection, TransportError> {
-        let connection = Connection::connect(path, deadline)?;
-        if let Some(pid) = connection.peer().pid()
-            && !self.owners().contains_key(path)
-        {
-            let owner = Owner { pid, command: command_of(pid) };
-            self.owners().insert(path.to_owned(), owner);
+        let connection = Connection::connect(&self.socket_path_of(owner), deadline)?;
+        if let Some(pid) = connection.peer().pid() {
+            let known = || Owner { pid, command: command_of(pid) };
+            self.owners().entry(owner).or_insert_with(known);
         }
         Ok(connection)
     }
 
-    fn owners(&self) -> std::sync::MutexGuard<'_, HashMap<PathBuf, Owner>> {
+    fn owners(&self) -> std::sync::MutexGuard<'_, HashMap<MemberId, Owner>> {
         self.owners.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The owner at `path`, in words, when this process has spoken to it before.
-    pub(super) fn known_owner(&self, path: &Path) -> Option<String> {
-        self.owners().get(path).map(ToString::to_string)
+    /// `owner` in words, when this process has spoken to it before.
+    pub(super) fn known_owner(&self, owner: MemberId) -> Option<String> {
+        self.owners().get(&owner).map(ToString::to_string)
     }
 
-    /// The owner at `path`, in words.
-    pub(super) fn owner_in_words(&self, path: &Path) -> String {
-        self.known_owner(path).unwrap_or_else(|| format!("the process at {}", path.display()))
+    /// `owner` in words.
+    pub(super) fn owner_in_words(&self, owner: MemberId) -> String {
+        self.known_owner(owner)
+            .unwrap_or_else(|| format!("the process at {}", self.socket_path_of(owner).display()))
     }
 
-    /// Has the process at `path` ended? That its name has gone proves it only where names stay: not when the
+    /// Has `owner` ended? That its name has gone proves it only where names stay: not when the
     /// tenant's directory was removed, and others may not have taken their names again yet.
-    pub(super) fn has_ended(&self, path: &Path) -> bool {
-        has_ended(path) && (path.symlink_metadata().is_ok() || self.names_stay())
+    pub(super) fn has_ended(&self, owner: MemberId) -> bool {
+        let path = self.socket_path_of(owner);
+        has_ended(&path) && (path.symlink_metadata().is_ok() || self.names_stay())
     }
 
     /// The owners of imports that have ended.
-    fn dead_owners(&self) -> Vec<(Vec<u8>, String)> {
-        let owners = self.pool.import_owners().into_iter();
-        let dead = owners.filter(|owner| self.has_ended(&path_of(owner)));
-        dead.map(|owner| {
-            let path = path_of(&owner);
-            let words = self.owner_in_words(&path);
-            (owner, words)
-        })
-        .collect()
+    fn dead_owners(&self) -> Vec<(MemberId, String)> {
+        let owners = self.pool.import_owners().into_iter().map(MemberId::from);
+        let dead = owners.filter(|owner| self.has_ended(*owner));
+        dead.map(|owner| (owner, self.owner_in_words(owner))).collect()
     }
 
     /// Lets go of what is kept for processes that have ended: connections to them, and the names of those
     /// that nothing is imported from any more.
     pub(super) fn forget_ended(&self) {
-        let mut kept: BTreeSet<PathBuf> = self.peers().keys().cloned().collect();
-        kept.extend(self.owners().keys().cloned());
+        let mut kept: BTreeSet<MemberId> = self.peers().keys().copied().collect();
+        kept.extend(self.owners().keys().copied());
         let importing = self.pool.import_owners();
-        for path in kept.into_iter().filter(|path| self.has_ended(path)) {
-            self.peers().remove(&path);
-            if !importing.iter().any(|owner| path_of(owner) == path) {
-                self.owners().remove(&path);
+        for owner in kept.into_iter().filter(|owner| self.has_ended(*owner)) {
+            self.peers().remove(&owner);
+            if !importing.contains(&owner.into()) {
+                self.owners().remove(&owner);
             }
         }
     }
 
     /// One sentence for each dead owner whose memory this process had imported and has given up.
     pub(super) fn lost_imports(&self) -> Vec<String> {
-        let sentence = |(owner, words): (Vec<u8>, String)| {
-            let LostImports { count, bytes } = self.pool.imports_away(&owner);
+        let sentence = |(owner, words): (MemberId, String)| {
+            let LostImports { count, bytes } = self.pool.imports_away(owner.into());
             (count > 0).then(|| {
                 format!(
                     "{words} has ended: {bytes} bytes in {count} allocations that were imported from it cannot \
@@ -112,7 +105,7 @@ impl<D: Driver> Member<D> {
     pub(super) fn leave_lost_out(&self) -> Vec<String> {
         let mut notes = Vec::new();
         for (owner, words) in self.dead_owners() {
-            let LostImports { count, bytes } = self.pool.give_up_imports(&owner);
+            let LostImports { count, bytes } = self.pool.give_up_imports(owner.into());
             if count == 0 {
                 continue;
             }
@@ -146,11 +139,6 @@ fn command_of(pid: u32) -> String {
     let words = raw.split(|byte| *byte == 0).filter(|word| !word.is_empty());
     let words: Vec<_> = words.map(String::from_utf8_lossy).collect();
     words.join(" ").chars().take(SHOWN_MAX).collect()
-}
-
-/// The socket of an owner, as the pool remembers it.
-pub(super) fn path_of(owner: &[u8]) -> PathBuf {
-    PathBuf::from(OsStr::from_bytes(owner))
 }
 
 #[cfg(test)]

@@ -2,7 +2,6 @@
 //! step of a pause or resume comes between; one that does ends it.
 
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
 use std::time::{Duration, Instant};
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
@@ -10,9 +9,7 @@ use vmm_pool::{Contents, Holding, HoldingSource, Standing, WriteOut};
 
 use super::Member;
 use super::failures::{pool_failure, wrong_state};
-use super::owners::path_of;
 use crate::identity::MemberId;
-use crate::run_dir::parse_member_name;
 use crate::saving::SaveDirError;
 use crate::saving::dir::{FILE_PREFIX, SaveDir};
 use crate::saving::map::{
@@ -212,7 +209,7 @@ impl<D: Driver> Member<D> {
                 not_saved: rest_of(&holding.saved_parts, holding.size_bytes),
                 why_not: why_not(holding),
                 crc32: written.map(|written| format!("{:08x}", written.crc32)),
-                importers: importers.iter().map(|id| MemberId(*id).to_string()).collect(),
+                importers: importers.iter().map(|id| MemberId::from(*id).to_string()).collect(),
             });
         }
         ProcessMap {
@@ -234,11 +231,7 @@ impl<D: Driver> Member<D> {
 
 fn imported(holding: &Holding) -> ImportedAllocation {
     let owner = match &holding.source {
-        HoldingSource::Imported { owner } => {
-            let path = path_of(owner);
-            let name = path.file_name().and_then(OsStr::to_str);
-            name.and_then(parse_member_name).map(|member| member.to_string())
-        }
+        HoldingSource::Imported { owner } => Some(MemberId::from(*owner).to_string()),
         HoldingSource::Own { .. } | HoldingSource::Lost | HoldingSource::Foreign => None,
     };
     ImportedAllocation {

@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 
 use super::Pool;
 use super::tables::Origin;
-use crate::AllocationId;
 use crate::driver::Driver;
 use crate::error::{PoolError, PoolResult};
 use crate::vacate::Selection;
+use crate::{AllocationId, PeerId};
 
 /// An allocation that more than one process may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,8 +27,8 @@ pub struct Held {
 pub struct References {
     /// Its own, that others hold or may come for.
     pub given: Vec<Held>,
-    /// What it has imported, by owner ([`crate::ImportSource::owner`]).
-    pub taken: BTreeMap<Vec<u8>, Vec<Held>>,
+    /// What it has imported, by owner.
+    pub taken: BTreeMap<PeerId, Vec<Held>>,
     /// Is some of the selection that was asked about among `given`?
     pub shares_selection: bool,
 }
@@ -77,7 +77,7 @@ impl<D: Driver> Pool<D> {
                 _ if found.is_host() => {}
                 Origin::Own if found.is_shared() => references.given.push(held),
                 Origin::Imported { owner } if found.raw.is_some() => {
-                    references.taken.entry(owner.clone()).or_default().push(held);
+                    references.taken.entry(*owner).or_default().push(held);
                 }
                 Origin::Own | Origin::Imported { .. } | Origin::Lost | Origin::Foreign => {}
             }

@@ -8,7 +8,7 @@ use super::tables::{Allocation, Origin};
 use super::{Class, Pool};
 use crate::driver::Driver;
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::{AllocationId, VirtualHandle};
+use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// What a ticket for an allocation must say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,14 +32,14 @@ pub struct LostImports {
 }
 
 /// What an importer knows of memory that another process owns.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct ImportSource {
     /// The identity on the ticket.
     pub id: AllocationId,
     /// The size on the ticket.
     pub size_bytes: u64,
-    /// Where the owner is found again; the pool does not look inside.
-    pub owner: Vec<u8>,
+    /// Its owner.
+    pub owner: PeerId,
 }
 
 impl<D: Driver> Pool<D> {
@@ -103,11 +103,11 @@ impl<D: Driver> Pool<D> {
     ///
     /// # Errors
     /// [`PoolError::StaleHandle`].
-    pub fn import_owner(&self, handle: VirtualHandle) -> PoolResult<Option<Vec<u8>>> {
+    pub fn import_owner(&self, handle: VirtualHandle) -> PoolResult<Option<PeerId>> {
         let tables = self.tables();
         let key = tables.find(handle)?;
         Ok(match &tables.allocations[key].origin {
-            Origin::Imported { owner } => Some(owner.clone()),
+            Origin::Imported { owner } => Some(*owner),
             Origin::Own | Origin::Lost | Origin::Foreign => None,
         })
     }
@@ -124,7 +124,7 @@ impl<D: Driver> Pool<D> {
     ///
     /// # Driver calls
     /// `cuMemExportToShareableHandle` when no descriptor is at hand.
-    pub fn redeem(&self, id: AllocationId, serial: u64, importer: u64) -> PoolResult<OwnedFd> {
+    pub fn redeem(&self, id: AllocationId, serial: u64, importer: PeerId) -> PoolResult<OwnedFd> {
         let at_hand = {
             let tables = self.tables();
             let key = tables.find_for_importer(id)?;
@@ -180,7 +180,7 @@ impl<D: Driver> Pool<D> {
     ///
     /// # Driver calls
     /// `cuMemExportToShareableHandle` when no descriptor is at hand.
-    pub fn hand_out(&self, id: AllocationId, importer: u64) -> PoolResult<OwnedFd> {
+    pub fn hand_out(&self, id: AllocationId, importer: PeerId) -> PoolResult<OwnedFd> {
         let at_hand = {
             let mut tables = self.tables();
             let key = tables.by_id.get(&id).copied();
@@ -236,27 +236,27 @@ impl<D: Driver> Pool<D> {
     }
 
     /// The owners of all imports, each once.
-    pub fn import_owners(&self) -> Vec<Vec<u8>> {
+    pub fn import_owners(&self) -> Vec<PeerId> {
         let tables = self.tables();
-        let owners: BTreeSet<&Vec<u8>> = tables
+        let owners: BTreeSet<PeerId> = tables
             .allocations
             .iter()
             .filter_map(|(_, found)| match &found.origin {
-                Origin::Imported { owner } => Some(owner),
+                Origin::Imported { owner } => Some(*owner),
                 Origin::Own | Origin::Lost | Origin::Foreign => None,
             })
             .collect();
-        owners.into_iter().cloned().collect()
+        owners.into_iter().collect()
     }
 
     /// How much was imported from `owner` and is not resident.
-    pub fn imports_away(&self, owner: &[u8]) -> LostImports {
+    pub fn imports_away(&self, owner: PeerId) -> LostImports {
         self.each_import_away(|_, theirs| theirs == owner, |_| {})
     }
 
     /// Gives up on what was imported from `owner` and is not resident: it is not asked for any more, and
     /// its mappings stay absent until their user unmaps them. Says how much that is.
-    pub fn give_up_imports(&self, owner: &[u8]) -> LostImports {
+    pub fn give_up_imports(&self, owner: PeerId) -> LostImports {
         self.each_import_away(|_, theirs| theirs == owner, |found| found.origin = Origin::Lost)
     }
 
@@ -267,14 +267,14 @@ impl<D: Driver> Pool<D> {
 
     fn each_import_away(
         &self,
-        choose: impl Fn(AllocationId, &[u8]) -> bool,
+        choose: impl Fn(AllocationId, PeerId) -> bool,
         change: impl Fn(&mut Allocation),
     ) -> LostImports {
         let mut tables = self.tables();
         let mut lost = LostImports::default();
         for (_, found) in &mut tables.allocations {
             if let (Origin::Imported { owner }, None) = (&found.origin, found.raw)
-                && choose(found.id, owner)
+                && choose(found.id, *owner)
             {
                 lost.count += 1;
                 lost.bytes += found.size_bytes;

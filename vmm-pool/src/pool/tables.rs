@@ -19,7 +19,7 @@ use crate::driver::{
 use crate::error::{PoolError, PoolResult};
 use crate::report::Contents;
 use crate::staging::Saved;
-use crate::{AllocationId, VirtualHandle};
+use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// Who asked for memory, under which tag, and what a pause does with it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -37,9 +37,8 @@ pub struct Class {
 pub(crate) enum Origin {
     /// Created here.
     Own,
-    /// Created by another process of the tenant; the pool keeps what its user needs to find that
-    /// process again, and does not look inside.
-    Imported { owner: Vec<u8> },
+    /// Created by another process of the tenant.
+    Imported { owner: PeerId },
     /// As [`Origin::Imported`], after its owner has ended and the last reference to its memory was given
     /// up: it is never mapped again, and waits for its user to unmap and release it.
     Lost,
@@ -61,11 +60,10 @@ pub(crate) struct Allocation {
     pub(crate) mappings: BTreeSet<u64>,
     /// Serial numbers of tickets issued and not yet redeemed by anybody.
     pub(crate) tickets: BTreeSet<u64>,
-    /// Processes that may hold it: whoever was given a descriptor since it was last created, by an identity the pool
-    /// does not look into.
-    pub(crate) importers: BTreeSet<u64>,
+    /// Processes that may hold it: whoever was given a descriptor since it was last created.
+    pub(crate) importers: BTreeSet<PeerId>,
     /// From its restoring to the end of that resume: whoever has fetched it again, the importers to come.
-    pub(crate) fetched: Option<BTreeSet<u64>>,
+    pub(crate) fetched: Option<BTreeSet<PeerId>>,
     /// The driver's descriptor for the importers, between issue and redemption.
     pub(crate) exported: Option<OwnedFd>,
     pub(crate) raw: Option<RawHandle>,

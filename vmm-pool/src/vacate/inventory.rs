@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use super::give::copied_parts;
-use crate::AllocationId;
 use crate::driver::{DeviceOrdinal, Driver, VaRange};
 use crate::pool::tables::{Allocation, Origin, Tables};
 use crate::pool::{Class, Pool};
 use crate::staging::Saved;
+use crate::{AllocationId, PeerId};
 
 /// One allocation, and what is saved of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,13 +37,13 @@ pub struct Holding {
 pub enum HoldingSource {
     /// Created here.
     Own {
-        /// Who has imported it, by the identities that [`Pool::redeem`] was told, as far as is known.
-        importers: Vec<u64>,
+        /// Who has imported it, as far as is known.
+        importers: Vec<PeerId>,
     },
     /// Created by another process of the tenant, who saves it.
     Imported {
-        /// Who, as [`crate::ImportSource`] named it.
-        owner: Vec<u8>,
+        /// Who.
+        owner: PeerId,
     },
     /// Created by a process that has ended; nobody has its contents.
     Lost,
@@ -76,7 +76,7 @@ impl Holding {
                 Origin::Own => {
                     HoldingSource::Own { importers: found.importers.iter().copied().collect() }
                 }
-                Origin::Imported { owner } => HoldingSource::Imported { owner: owner.clone() },
+                Origin::Imported { owner } => HoldingSource::Imported { owner: *owner },
                 Origin::Lost => HoldingSource::Lost,
                 Origin::Foreign => HoldingSource::Foreign,
             },

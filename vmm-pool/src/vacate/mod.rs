@@ -32,12 +32,12 @@ pub use selection::{Selection, Tags, Whose};
 use serde::{Deserialize, Serialize};
 pub use writeout::{WriteOut, Written};
 
-use crate::AllocationId;
 use crate::driver::{DeviceOrdinal, Driver, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::pool::Pool;
 use crate::pool::tables::{Presence, Tables};
 use crate::staging::CopyStreams;
+use crate::{AllocationId, PeerId};
 
 /// A named part of a phase, with what it took.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -98,8 +98,8 @@ impl StepLog {
 /// Allocations to fetch again from one owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ImportRequest {
-    /// The owner, as [`crate::ImportSource`] named it.
-    pub owner: Vec<u8>,
+    /// The owner.
+    pub owner: PeerId,
     /// Its allocations.
     pub ids: Vec<AllocationId>,
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use crate::PeerId;
 use crate::pool::tables::{Allocation, Origin};
 
 /// Tags of regions.
@@ -30,8 +31,8 @@ pub enum Whose {
     Everybody,
     /// Its own.
     Own,
-    /// What it has imported from this owner, named as in [`crate::ImportSource`].
-    Owner(Vec<u8>),
+    /// What it has imported from this owner.
+    Owner(PeerId),
 }
 
 /// Memory that one pause or resume moves; the same from its first step to its last.

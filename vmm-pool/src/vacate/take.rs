@@ -9,13 +9,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use super::filed::Filed;
 use super::give::copied_parts;
 use super::{ImportRequest, Selection, StepLog};
-use crate::AllocationId;
 use crate::driver::{DeviceOrdinal, Driver, DriverCode, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::pool::Pool;
 use crate::pool::strays::StrayHandle;
 use crate::pool::tables::{Allocation, Origin, Presence};
 use crate::staging::{CopyStreams, HostArena, Saved, Store};
+use crate::{AllocationId, PeerId};
 
 /// An allocation whose contents come back, and where its device can write them.
 struct Target {
@@ -308,18 +308,15 @@ impl<D: Driver> Pool<D> {
     /// What must be fetched from whom before [`Pool::import_again`], in the table's order.
     pub fn import_requests(&self, selection: &Selection) -> Vec<ImportRequest> {
         let tables = self.tables();
-        let mut by_owner: BTreeMap<&[u8], Vec<AllocationId>> = BTreeMap::new();
+        let mut by_owner: BTreeMap<PeerId, Vec<AllocationId>> = BTreeMap::new();
         for (_, found) in &tables.allocations {
             if let (Origin::Imported { owner }, None) = (&found.origin, found.raw)
                 && selection.has(found)
             {
-                by_owner.entry(owner).or_default().push(found.id);
+                by_owner.entry(*owner).or_default().push(found.id);
             }
         }
-        by_owner
-            .into_iter()
-            .map(|(owner, ids)| ImportRequest { owner: owner.to_vec(), ids })
-            .collect()
+        by_owner.into_iter().map(|(owner, ids)| ImportRequest { owner, ids }).collect()
     }
 
     /// Resume 3: imports from `descriptors`, which are closed then. May be called any number of times before

@@ -9,11 +9,11 @@ use vmm_pool::driver::sim::{FaultSpan, Latency, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverOp, Location, VaRange,
 };
-use vmm_pool::{ImportSource, Pool, PoolError, VirtualHandle};
+use vmm_pool::{ImportSource, PeerId, Pool, PoolError, VirtualHandle};
 
 use crate::stage::{
-    CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, WHOLE, create, free_addresses, free_bytes, holds,
-    kept, map, node, pattern, pause, pool, reserve, resume, share, write,
+    CAPACITY_BYTES, DEVICE, OTHER, OWNER, SimPool, UNIT, WHOLE, create, free_addresses, free_bytes,
+    holds, kept, map, node, pattern, pause, pool, reserve, resume, share, write,
 };
 
 #[test]
@@ -170,12 +170,12 @@ fn a_ticket_keeps_released_memory_until_it_is_redeemed() {
     let export = pool.export(handle).expect("export");
     pool.release(handle).expect("release");
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - UNIT);
-    let fd = pool.redeem(export.id, export.serial, 7).expect("a descriptor");
+    let fd = pool.redeem(export.id, export.serial, PeerId(7)).expect("a descriptor");
     assert!(pool.report().devices.is_empty(), "the descriptor has it now");
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - UNIT);
     drop(fd);
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
-    assert!(pool.redeem(export.id, export.serial, 7).is_err());
+    assert!(pool.redeem(export.id, export.serial, PeerId(7)).is_err());
 }
 
 #[test]
@@ -317,9 +317,9 @@ fn memory_released_by_another_thread_while_it_is_being_exported_stays_with_its_t
         CAPACITY_BYTES - UNIT,
         "the ticket keeps it, and no more"
     );
-    let fd = owner.redeem(export.id, export.serial, 7).expect("it is there");
+    let fd = owner.redeem(export.id, export.serial, PeerId(7)).expect("it is there");
     let importer = pool(&node);
-    let source = ImportSource { id: export.id, size_bytes: UNIT, owner: b"owner".to_vec() };
+    let source = ImportSource { id: export.id, size_bytes: UNIT, owner: OWNER };
     let imported = importer.import(source, fd.as_fd(), kept()).expect("imported");
     drop(fd);
     let there = map(&importer, imported, UNIT, &[AccessDesc::read_write(DEVICE)]);

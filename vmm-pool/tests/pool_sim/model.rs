@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 use proptest::test_runner::Config;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
-use vmm_pool::{AllocationId, Class, ClassBytes, Contents, Selection, Tags, VirtualHandle, Whose};
+use vmm_pool::{
+    AllocationId, Class, ClassBytes, Contents, PeerId, Selection, Tags, VirtualHandle, Whose,
+};
 
 use crate::stage::{
     CAPACITY_BYTES, SimPool, UNIT, UNLIMITED, class, free_addresses, free_bytes, holds, map, node,
@@ -303,7 +305,7 @@ impl Model {
         self.made += 1;
         let id = memory.id.expect("exported");
         let serial = memory.tickets.pop().expect("picked for one");
-        drop(self.pool.redeem(id, serial, self.made as u64).expect("a descriptor"));
+        drop(self.pool.redeem(id, serial, PeerId(self.made as u64)).expect("a descriptor"));
         memory.imported = true;
         self.forget_unheld();
     }

@@ -3,10 +3,12 @@
 use std::collections::BTreeSet;
 
 use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
-use vmm_pool::{AllocationId, LostImports, PoolError, References, StayReason, VirtualHandle};
+use vmm_pool::{
+    AllocationId, LostImports, PeerId, PoolError, References, StayReason, VirtualHandle,
+};
 
 use crate::stage::{
-    CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_addresses,
+    CAPACITY_BYTES, DEVICE, OTHER, OWNER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_addresses,
     free_bytes, holds, import_again, kept, map, node, pattern, pause, pool, reserve, resume, share,
     write,
 };
@@ -24,7 +26,7 @@ fn let_go() -> (SimPool, SimPool, VirtualHandle, VaRange) {
     let there = map(&importer, imported, UNIT, &[RW(OTHER)]);
     owner.unmap(place).expect("unmap");
     owner.release(shared).expect("release");
-    assert_eq!(importer.import_owners(), [b"owner"]);
+    assert_eq!(importer.import_owners(), [OWNER]);
     (owner, importer, imported, there)
 }
 
@@ -91,12 +93,12 @@ fn a_frozen_pool_gives_nothing_and_a_thawed_one_what_is_there() {
     let held = references(&owner);
     assert!(held.shares_selection);
     assert_eq!(held.given.len(), 1, "somebody may come with the ticket");
-    let refused = owner.redeem(export.id, export.serial, 1);
+    let refused = owner.redeem(export.id, export.serial, PeerId(1));
     assert!(matches!(refused, Err(PoolError::Frozen)));
     paused(&owner);
-    assert!(matches!(owner.redeem(export.id, export.serial, 1), Err(PoolError::Frozen)));
+    assert!(matches!(owner.redeem(export.id, export.serial, PeerId(1)), Err(PoolError::Frozen)));
     resume(&owner);
-    drop(owner.redeem(export.id, export.serial, 1).expect("it runs again"));
+    drop(owner.redeem(export.id, export.serial, PeerId(1)).expect("it runs again"));
     drop(importer);
 }
 
@@ -106,11 +108,11 @@ fn a_ticket_is_used_up_by_its_own_redemption_only() {
     let shared = create(&owner, DEVICE, 1, kept());
     let (first, second) = (owner.export(shared).unwrap(), owner.export(shared).unwrap());
     owner.release(shared).expect("release");
-    drop(owner.redeem(first.id, 0, 1).expect("without a ticket, while it is there"));
-    drop(owner.redeem(first.id, first.serial, 2).expect("the first"));
-    drop(owner.redeem(first.id, first.serial, 3).expect("the same once more"));
+    drop(owner.redeem(first.id, 0, PeerId(1)).expect("without a ticket, while it is there"));
+    drop(owner.redeem(first.id, first.serial, PeerId(2)).expect("the first"));
+    drop(owner.redeem(first.id, first.serial, PeerId(3)).expect("the same once more"));
     assert_eq!(free_bytes(&owner, DEVICE), CAPACITY_BYTES - UNIT, "one is open");
-    drop(owner.redeem(second.id, second.serial, 4).expect("the second"));
+    drop(owner.redeem(second.id, second.serial, PeerId(4)).expect("the second"));
     assert_eq!(free_bytes(&owner, DEVICE), CAPACITY_BYTES);
 }
 
@@ -168,12 +170,12 @@ fn memory_of_the_dead_is_kept_until_the_release_and_asked_for_until_it_is_given_
 
     paused(&importer);
     assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES, "memory of the dead stays");
-    assert_eq!(importer.imports_away(b"owner"), LostImports { count: 1, bytes: UNIT });
+    assert_eq!(importer.imports_away(OWNER), LostImports { count: 1, bytes: UNIT });
     assert_eq!(importer.import_requests(&WHOLE).len(), 1);
     let refused = importer.map_imports(&WHOLE);
     assert!(matches!(refused, Err(PoolError::MissingImport { .. })));
 
-    assert_eq!(importer.give_up_imports(b"owner").count, 1);
+    assert_eq!(importer.give_up_imports(OWNER).count, 1);
     assert!(importer.import_requests(&WHOLE).is_empty());
     importer.map_imports(&WHOLE).expect("nothing is missing");
     resume(&importer);

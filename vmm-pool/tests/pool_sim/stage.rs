@@ -9,7 +9,8 @@ use std::sync::Arc;
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, VaRange};
 use vmm_pool::{
-    Class, Contents, HostBudget, ImportSource, Pool, PoolResult, Selection, StepLog, VirtualHandle,
+    Class, Contents, HostBudget, ImportSource, PeerId, Pool, PoolResult, Selection, StepLog,
+    VirtualHandle,
 };
 
 /// A pause and a resume of everything.
@@ -25,6 +26,9 @@ pub(crate) const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 pub(crate) const OTHER: DeviceOrdinal = DeviceOrdinal(1);
 /// Host memory without limit.
 pub(crate) const UNLIMITED: HostBudget = HostBudget(None);
+
+/// Whom imports of [`share`] name as their owner.
+pub(crate) const OWNER: PeerId = PeerId(99);
 
 pub(crate) type SimPool = Pool<SimDriver>;
 
@@ -140,9 +144,8 @@ pub(crate) fn share(
     importer_id: u64,
 ) -> VirtualHandle {
     let export = owner.export(handle).expect("export");
-    let fd = owner.redeem(export.id, export.serial, importer_id).expect("a descriptor");
-    let source =
-        ImportSource { id: export.id, size_bytes: export.size_bytes, owner: b"owner".to_vec() };
+    let fd = owner.redeem(export.id, export.serial, PeerId(importer_id)).expect("a descriptor");
+    let source = ImportSource { id: export.id, size_bytes: export.size_bytes, owner: OWNER };
     importer.import(source, fd.as_fd(), kept()).expect("import")
 }
 
@@ -154,9 +157,9 @@ pub(crate) fn import_again(
 ) -> PoolResult<StepLog> {
     let mut descriptors = HashMap::new();
     for request in importer.import_requests(&WHOLE) {
-        assert_eq!(request.owner, b"owner");
+        assert_eq!(request.owner, OWNER);
         for id in request.ids {
-            descriptors.insert(id, owner.hand_out(id, importer_id)?);
+            descriptors.insert(id, owner.hand_out(id, PeerId(importer_id))?);
         }
     }
     let mut log = importer.import_batch(descriptors)?;

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
-use vmm_pool::{Class, Contents, DeviceReport, SavedError, Selection, Tags, Whose};
+use vmm_pool::{Class, Contents, DeviceReport, PeerId, SavedError, Selection, Tags, Whose};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_bytes, holds,
@@ -147,7 +147,7 @@ fn imports_follow_the_owner_that_is_named() {
     let there = map(&importer, imported, 2 * UNIT, &[RW(OTHER)]);
     // The import has no tag of its own here: whoever redeems a ticket learns the owner's.
     let all_of = |whose| Selection::Tagged(Tags::All, whose);
-    importer.save(&all_of(Whose::Owner(b"another".to_vec())), UNLIMITED).expect("nothing");
+    importer.save(&all_of(Whose::Owner(PeerId(1))), UNLIMITED).expect("nothing");
     assert!(holds(&importer, OTHER, there, pattern(1)));
     assert!(owner.is_shared(&all_of(Whose::Own)));
     assert!(!importer.is_shared(&all_of(Whose::Own)));

@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 use nix::sys::resource::{Resource, setrlimit};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::{
-    Class, Contents, Holding, HoldingSource, Selection, Standing, Tags, VirtualHandle, Whose,
-    WriteOut, Written,
+    Class, Contents, Holding, HoldingSource, PeerId, Selection, Standing, Tags, VirtualHandle,
+    Whose, WriteOut, Written,
 };
 
 use crate::stage::{
-    DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, holds, map, node, pattern,
-    pause, pool, resume, share, write,
+    DEVICE, OTHER, OWNER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, holds, map, node,
+    pattern, pause, pool, resume, share, write,
 };
 
 fn filled(
@@ -146,9 +146,9 @@ fn imports_name_their_owner_and_owners_their_importers() {
     let handle = share(&owner, shared, &importer, 42);
     let there = map(&importer, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
     let own = &owner.inventory(Standing::Runs)[0];
-    assert_eq!(own.source, HoldingSource::Own { importers: vec![42] });
+    assert_eq!(own.source, HoldingSource::Own { importers: vec![PeerId(42)] });
     let imported = &importer.inventory(Standing::Runs)[0];
-    assert_eq!(imported.source, HoldingSource::Imported { owner: b"owner".to_vec() });
+    assert_eq!(imported.source, HoldingSource::Imported { owner: OWNER });
     assert_eq!((imported.id, imported.ranges.as_slice()), (own.id, &[there][..]));
     assert!(own.is_own() && !imported.is_own());
 }

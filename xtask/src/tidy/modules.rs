@@ -37,6 +37,7 @@ const ORDERS: [Order; 3] = [
         modules: &[
             "slots",
             "gate",
+            "peer",
             "driver",
             ROOT,
             "support",
@@ -79,7 +80,6 @@ const ORDERS: [Order; 3] = [
             "requests",
         ],
         upwards: &[
-            up("tenants/src/references.rs", "run_dir", "reads a member's id from an owner's path"),
             up(
                 "tenants/src/scope.rs",
                 "wire",
