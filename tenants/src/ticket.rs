@@ -1,23 +1,20 @@
 //! Tickets: what an application holds in place of the driver's descriptor of an exported allocation.
 //!
-//! A ticket is a sealed memfd that says which allocation is meant and where its owner is reached. It may
-//! be passed on, duplicated and kept for as long as the application likes: unlike the driver's
-//! descriptor it holds no device memory.
+//! A ticket is a sealed memfd that names an allocation and its owner. It may be passed on, duplicated and kept for as
+//! long as the application likes: unlike the driver's descriptor it holds no device memory. It names no place: the
+//! owner is looked for in the directory of the importer's own tenant.
 //!
 //! ```text
-//!  0  magic "SUBLETTK"        8  version u16      10  tenant length u16   12  path length u16   14  zero u16
-//! 16  allocation id, 16 bytes                     32  serial u64          40  size in bytes u64
-//! 48  owner's member id u64                       56  tenant              ..  owner's socket path
+//!  0  magic "SUBLETTK"         8  version u16      10  zero, 6 bytes
+//! 16  allocation id, 16 bytes                      32  serial u64       40  size in bytes u64
+//! 48  owner's member id u64                        56  tenant, 40 bytes, zero behind its name
 //! ```
-//! Integers are little-endian; the file ends with the path. The seals keep anybody from changing it, so
-//! there is no checksum. Identity is the random allocation id: process ids are not unique.
+//! Integers are little-endian. The seals keep anybody from changing it, so there is no checksum. Identity is the
+//! random allocation id: process ids are not unique.
 
-use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Write as _};
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
-use std::path::PathBuf;
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
@@ -27,10 +24,9 @@ use nix::sys::uio::pread;
 use vmm_pool::AllocationId;
 
 use crate::identity::{MemberId, TENANT_NAME_BYTES_MAX, TenantName};
-use crate::run_dir::SOCKET_PATH_BYTES_MAX;
 
 /// Changes whenever the layout does.
-pub const TICKET_VERSION: u16 = 1;
+pub const TICKET_VERSION: u16 = 2;
 
 /// How every ticket of this version begins: magic and version.
 pub const HEAD: [u8; 10] = {
@@ -39,23 +35,24 @@ pub const HEAD: [u8; 10] = {
     [m0, m1, m2, m3, m4, m5, m6, m7, v0, v1]
 };
 
+/// Length of a ticket.
+pub const TICKET_BYTES: usize = TENANT_AT + TENANT_NAME_BYTES_MAX;
+
 const MAGIC: [u8; 8] = *b"SUBLETTK";
-const FIXED_BYTES: usize = 56;
-const TICKET_BYTES_MAX: usize = FIXED_BYTES + TENANT_NAME_BYTES_MAX + SOCKET_PATH_BYTES_MAX;
+const ZEROES: [u8; 6] = [0; 6];
+const TENANT_AT: usize = 56;
 
 /// What a ticket says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ticket {
     /// The allocation that it stands for.
     pub allocation: AllocationId,
-    /// Which of the owner's tickets it is.
+    /// Which of the owner's tickets it is; 0 where the owner keeps no memory for it.
     pub serial: u64,
     /// Size of the allocation, in bytes.
     pub size_bytes: u64,
     /// The process that owns the allocation.
     pub owner: MemberId,
-    /// Where the owner's agent listens.
-    pub owner_socket: PathBuf,
     /// The owner's tenant.
     pub tenant: TenantName,
 }
@@ -64,22 +61,20 @@ pub struct Ticket {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TicketError {
-    /// It was written by a newer Sublet.
+    /// It was written by another version of Sublet.
     #[error(
-        "this descriptor is a Sublet ticket of version {found}, and this process knows up to \
-         {TICKET_VERSION}: run all processes of a tenant with one Sublet version"
+        "this descriptor is a Sublet ticket of version {found}, and this process knows version {TICKET_VERSION}: run \
+         all processes of a tenant with one Sublet version"
     )]
-    NewerVersion {
+    OtherVersion {
         /// Its version.
         found: u16,
     },
     /// It ends too early.
-    #[error("this descriptor is a Sublet ticket of {length} bytes that should have {expected}")]
+    #[error("this descriptor is a Sublet ticket of {length} bytes that should have {TICKET_BYTES}")]
     Truncated {
         /// Its length in bytes.
         length: usize,
-        /// What it should be.
-        expected: usize,
     },
     /// A part of it makes no sense.
     #[error("this descriptor is a Sublet ticket with a bad {field}")]
@@ -93,22 +88,25 @@ pub enum TicketError {
 }
 
 impl Ticket {
+    /// A ticket for which the owner keeps no memory, and which may be redeemed any number of times.
+    pub fn uncounted(
+        allocation: AllocationId,
+        size_bytes: u64,
+        owner: MemberId,
+        tenant: TenantName,
+    ) -> Self {
+        Self { allocation, serial: 0, size_bytes, owner, tenant }
+    }
+
     /// Writes the ticket into a new descriptor, sealed and close-on-exec.
     ///
     /// # Errors
-    /// `InvalidInput` for an owner's socket path that is empty or longer than
-    /// [`SOCKET_PATH_BYTES_MAX`]; what the system returned, such as too many open files.
+    /// What the system returned, such as too many open files.
     pub fn issue(&self) -> io::Result<OwnedFd> {
-        let bytes = self.encode().ok_or_else(|| {
-            io::Error::new(
-                io::ErrorKind::InvalidInput,
-                format!("socket path {} does not fit a ticket", self.owner_socket.display()),
-            )
-        })?;
         let fd =
             memfd_create("sublet-ticket", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
         let mut file = File::from(fd);
-        file.write_all(&bytes)?;
+        file.write_all(&self.encode())?;
         fcntl(&file, FcntlArg::F_ADD_SEALS(all_seals()))?;
         Ok(file.into())
     }
@@ -135,31 +133,29 @@ impl Ticket {
         let length = fstat(fd).map_err(io::Error::from)?.st_size;
         let length = usize::try_from(length).unwrap_or(usize::MAX);
         // One more than fits, so that a longer file is seen to be longer.
-        let mut bytes = [0; TICKET_BYTES_MAX + 1];
+        let mut bytes = [0; TICKET_BYTES + 1];
         let want = length.min(bytes.len());
         let got = read_at_start(fd, &mut bytes[..want])?;
         Self::decode(&bytes[..got]).map(Some)
     }
 
-    /// The ticket as bytes; `None` when the socket path does not fit.
-    pub fn encode(&self) -> Option<Vec<u8>> {
-        let tenant = self.tenant.as_str().as_bytes();
-        let path = self.owner_socket.as_os_str().as_bytes();
-        if path.is_empty() || path.len() > SOCKET_PATH_BYTES_MAX {
-            return None;
+    /// The ticket as bytes.
+    pub fn encode(&self) -> [u8; TICKET_BYTES] {
+        let mut bytes = [0; TICKET_BYTES];
+        let parts = [
+            HEAD.as_slice(),
+            &ZEROES,
+            &self.allocation.0,
+            &self.serial.to_le_bytes(),
+            &self.size_bytes.to_le_bytes(),
+            &self.owner.0.to_le_bytes(),
+            self.tenant.as_str().as_bytes(),
+        ];
+        // A tenant's name has 40 bytes at most.
+        for (byte, value) in bytes.iter_mut().zip(parts.into_iter().flatten()) {
+            *byte = *value;
         }
-        let mut bytes = Vec::with_capacity(TICKET_BYTES_MAX);
-        bytes.extend(HEAD);
-        bytes.extend(u16::try_from(tenant.len()).ok()?.to_le_bytes());
-        bytes.extend(u16::try_from(path.len()).ok()?.to_le_bytes());
-        bytes.extend(0_u16.to_le_bytes());
-        bytes.extend(self.allocation.0);
-        bytes.extend(self.serial.to_le_bytes());
-        bytes.extend(self.size_bytes.to_le_bytes());
-        bytes.extend(self.owner.0.to_le_bytes());
-        bytes.extend(tenant);
-        bytes.extend(path);
-        Some(bytes)
+        bytes
     }
 
     /// The ticket in `bytes`, which are all of it. Any bytes give a ticket or an error.
@@ -167,73 +163,52 @@ impl Ticket {
     /// # Errors
     /// [`TicketError`]; never [`TicketError::Io`].
     pub fn decode(bytes: &[u8]) -> Result<Self, TicketError> {
-        let mut parts = Parts { rest: bytes, length: bytes.len(), expected: FIXED_BYTES };
-        if parts.array::<8>()? != MAGIC {
+        let mut parts = Parts { rest: bytes, length: bytes.len() };
+        if parts.array()? != MAGIC {
             return Err(TicketError::Malformed { field: "magic" });
         }
-        match parts.u16()? {
+        match u16::from_le_bytes(parts.array()?) {
             TICKET_VERSION => {}
             0 => return Err(TicketError::Malformed { field: "version" }),
-            found => return Err(TicketError::NewerVersion { found }),
+            found => return Err(TicketError::OtherVersion { found }),
         }
-        let tenant_length = usize::from(parts.u16()?);
-        let path_length = usize::from(parts.u16()?);
-        let zero = parts.u16()?;
-        parts.expected += tenant_length + path_length;
+        if parts.array()? != ZEROES {
+            return Err(TicketError::Malformed { field: "head" });
+        }
         let allocation = AllocationId(parts.array()?);
         let serial = u64::from_le_bytes(parts.array()?);
         let size_bytes = u64::from_le_bytes(parts.array()?);
         let owner = MemberId(u64::from_le_bytes(parts.array()?));
-        let tenant = parse_tenant(parts.bytes(tenant_length)?)?;
-        let owner_socket = parse_path(parts.bytes(path_length)?)?;
-        if zero != 0 || !parts.rest.is_empty() {
+        let tenant = parse_tenant(&parts.array::<TENANT_NAME_BYTES_MAX>()?)?;
+        if !parts.rest.is_empty() {
             return Err(TicketError::Malformed { field: "length" });
         }
-        Ok(Self { allocation, serial, size_bytes, owner, owner_socket, tenant })
+        Ok(Self { allocation, serial, size_bytes, owner, tenant })
     }
 }
 
-/// A reader that knows how long the whole should be.
+/// A reader that knows how long the whole is.
 struct Parts<'a> {
     rest: &'a [u8],
     length: usize,
-    expected: usize,
 }
 
-impl<'a> Parts<'a> {
-    fn bytes(&mut self, count: usize) -> Result<&'a [u8], TicketError> {
-        let (taken, rest) = self
-            .rest
-            .split_at_checked(count)
-            .ok_or(TicketError::Truncated { length: self.length, expected: self.expected })?;
-        self.rest = rest;
-        Ok(taken)
-    }
-
+impl Parts<'_> {
     fn array<const N: usize>(&mut self) -> Result<[u8; N], TicketError> {
-        let mut array = [0; N];
-        array.copy_from_slice(self.bytes(N)?);
-        Ok(array)
-    }
-
-    fn u16(&mut self) -> Result<u16, TicketError> {
-        Ok(u16::from_le_bytes(self.array()?))
+        let taken = self.rest.split_first_chunk();
+        let (array, rest) = taken.ok_or(TicketError::Truncated { length: self.length })?;
+        self.rest = rest;
+        Ok(*array)
     }
 }
 
-fn parse_tenant(bytes: &[u8]) -> Result<TenantName, TicketError> {
-    std::str::from_utf8(bytes)
+/// The tenant in its field: a zero inside a name is refused with the other characters that no name has.
+fn parse_tenant(field: &[u8]) -> Result<TenantName, TicketError> {
+    let behind = field.iter().rev().take_while(|byte| **byte == 0).count();
+    std::str::from_utf8(&field[..field.len() - behind])
         .ok()
         .and_then(|name| TenantName::new(name).ok())
         .ok_or(TicketError::Malformed { field: "tenant" })
-}
-
-fn parse_path(bytes: &[u8]) -> Result<PathBuf, TicketError> {
-    let fits = (1..=SOCKET_PATH_BYTES_MAX).contains(&bytes.len()) && !bytes.contains(&0);
-    if !fits {
-        return Err(TicketError::Malformed { field: "socket path" });
-    }
-    Ok(PathBuf::from(OsString::from_vec(bytes.to_vec())))
 }
 
 fn all_seals() -> SealFlag {
@@ -271,7 +246,6 @@ mod tests {
             serial: 7,
             size_bytes: 2 << 20,
             owner: MemberId(0x0123_4567_89ab_cdef),
-            owner_socket: PathBuf::from("/tmp/sublet-0/train/0123456789abcdef.sock"),
             tenant: TenantName::new("train").unwrap(),
         }
     }
@@ -308,14 +282,13 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_path_fits_and_one_byte_more_does_not() {
-        let mut ticket = ticket();
-        ticket.tenant = TenantName::new(&"t".repeat(TENANT_NAME_BYTES_MAX)).unwrap();
-        ticket.owner_socket = PathBuf::from("p".repeat(SOCKET_PATH_BYTES_MAX));
-        let fd = ticket.issue().unwrap();
-        assert_eq!(Ticket::read(fd.as_fd()).unwrap(), Some(ticket.clone()));
-        ticket.owner_socket = PathBuf::from("p".repeat(SOCKET_PATH_BYTES_MAX + 1));
-        assert_eq!(ticket.issue().unwrap_err().kind(), io::ErrorKind::InvalidInput);
+    fn the_longest_and_the_shortest_name_of_a_tenant_fit() {
+        for length in [1, TENANT_NAME_BYTES_MAX] {
+            let tenant = TenantName::new(&"t".repeat(length)).unwrap();
+            let ticket = Ticket { tenant, ..ticket() };
+            let fd = ticket.issue().unwrap();
+            assert_eq!(Ticket::read(fd.as_fd()).unwrap(), Some(ticket));
+        }
     }
 
     #[test]
@@ -329,7 +302,7 @@ mod tests {
         File::from(reader).read_to_end(&mut rest).unwrap();
         assert_eq!(rest, MAGIC);
 
-        let bytes = ticket().encode().unwrap();
+        let bytes = ticket().encode();
         let mut unsealed = memfd(&bytes, SealFlag::F_SEAL_GROW);
         unsealed.rewind().unwrap();
         assert_eq!(Ticket::read(unsealed.as_fd()).unwrap(), None);
@@ -344,7 +317,7 @@ mod tests {
 
     #[test]
     fn every_shorter_ticket_is_truncated() {
-        let bytes = ticket().encode().unwrap();
+        let bytes = ticket().encode();
         for length in MAGIC.len()..bytes.len() {
             let error = read_sealed(&bytes[..length]).unwrap_err();
             assert!(matches!(error, TicketError::Truncated { .. }), "{error}");
@@ -352,26 +325,30 @@ mod tests {
     }
 
     #[test]
-    fn a_longer_a_newer_and_a_bad_ticket_are_errors() {
-        let good = ticket().encode().unwrap();
+    fn a_longer_a_ticket_of_another_version_and_a_bad_one_are_errors() {
+        let good = ticket().encode();
         let with = |at: usize, byte: u8| {
-            let mut bytes = good.clone();
+            let mut bytes = good;
             bytes[at] = byte;
             read_sealed(&bytes).unwrap_err()
         };
-        let mut longer = good.clone();
+        let mut longer = good.to_vec();
         longer.push(b'x');
         let error = read_sealed(&longer).unwrap_err();
         assert!(matches!(error, TicketError::Malformed { field: "length" }));
-        longer.resize(TICKET_BYTES_MAX * 2, b'x');
+        longer.resize(TICKET_BYTES * 2, b'x');
         read_sealed(&longer).unwrap_err();
-        assert!(matches!(with(8, 9), TicketError::NewerVersion { found: 9 }));
+        assert!(matches!(with(8, 9), TicketError::OtherVersion { found: 9 }));
+        assert!(matches!(with(8, 1), TicketError::OtherVersion { found: 1 }));
         assert!(matches!(with(8, 0), TicketError::Malformed { field: "version" }));
-        assert!(matches!(with(FIXED_BYTES, b'/'), TicketError::Malformed { field: "tenant" }));
-        assert!(matches!(
-            with(FIXED_BYTES + 6, 0),
-            TicketError::Malformed { field: "socket path" }
-        ));
+        assert!(matches!(with(15, 1), TicketError::Malformed { field: "head" }));
+        assert!(matches!(with(TENANT_AT, b'/'), TicketError::Malformed { field: "tenant" }));
+        assert!(matches!(with(TENANT_AT + 1, 0), TicketError::Malformed { field: "tenant" }));
+        assert!(matches!(with(TICKET_BYTES - 1, b't'), TicketError::Malformed { field: "tenant" }));
+        let mut nobody = good;
+        nobody[TENANT_AT..].fill(0);
+        let error = read_sealed(&nobody).unwrap_err();
+        assert!(matches!(error, TicketError::Malformed { field: "tenant" }));
     }
 
     proptest! {
@@ -385,11 +362,11 @@ mod tests {
             at in 0_usize..100,
             byte in any::<u8>(),
         ) {
-            let mut bytes = ticket().encode().unwrap();
+            let mut bytes = ticket().encode();
             let at = at % bytes.len();
             bytes[at] = byte;
             if let Ok(read) = Ticket::decode(&bytes) {
-                prop_assert_eq!(read.encode().unwrap(), bytes);
+                prop_assert_eq!(read.encode(), bytes);
             }
         }
     }

@@ -193,7 +193,8 @@ fn a_stolen_ticket_is_of_no_use_to_another_user() -> Outcome {
     let handle = stage.member.pool().create(GRANULARITY_BYTES, &prop, class)?;
     let redeem = |ticket: OwnedFd| -> Outcome<String> {
         let mut command = stranger(&stage.program);
-        let output = command.args(["redeem", "-"]).stdin(Stdio::from(ticket)).output()?;
+        command.arg("redeem").args(stage.member.socket_path().parent());
+        let output = command.stdin(Stdio::from(ticket)).output()?;
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     };
     let said = redeem(stage.member.issue_ticket(handle)?)?;

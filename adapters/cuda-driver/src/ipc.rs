@@ -75,14 +75,8 @@ fn read<D: Driver>(member: &Member<D>, handle: &[u8; HANDLE_BYTES]) -> Option<(T
     let (size, _) = rest.split_first_chunk::<8>()?;
     let owner = MemberId(u64::from_le_bytes(*owner));
     let size_bytes = u64::from_le_bytes(*size);
-    let ticket = Ticket {
-        allocation: AllocationId(*id),
-        serial: 0,
-        size_bytes,
-        owner,
-        owner_socket: member.socket_path_of(owner),
-        tenant: member.tenant().clone(),
-    };
+    let tenant = member.tenant().clone();
+    let ticket = Ticket::uncounted(AllocationId(*id), size_bytes, owner, tenant);
     Some((ticket, u64::from_le_bytes(*asked)))
 }
 

@@ -129,7 +129,6 @@ pub(super) fn import_failure(error: &ImportError) -> Failure {
         | ImportError::OtherTenant { .. }
         | ImportError::Stale { .. }
         | ImportError::NoTicket { .. }
-        | ImportError::NoMember { .. }
         | ImportError::NotMemory { .. }
         | ImportError::Owner { .. }
         | ImportError::OwnerEnded { .. }

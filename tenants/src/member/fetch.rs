@@ -1,7 +1,6 @@
 //! Getting descriptors of memory that other processes of the tenant own.
 
 use std::collections::{BTreeSet, HashMap};
-use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::{MutexGuard, PoisonError};
@@ -16,7 +15,6 @@ use vmm_pool::{
 
 use super::{AGENT_TIMEOUT, Member};
 use crate::identity::MemberId;
-use crate::run_dir::parse_member_name;
 use crate::ticket::Ticket;
 use crate::transport::{Connection, TransportError};
 use crate::wire::{FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchPurpose, Reply, Request};
@@ -35,15 +33,6 @@ pub enum ImportError {
         theirs: String,
         /// Ours.
         ours: String,
-    },
-    /// The ticket names no process that could be in our tenant's directory.
-    #[error(
-        "the ticket says that its owner is reached at {}, which is no socket of a tenant's process",
-        path.display()
-    )]
-    NoMember {
-        /// What it says.
-        path: PathBuf,
     },
     /// The allocation has been freed.
     #[error("the ticket is stale: its allocation {id:?} has been freed")]
@@ -122,7 +111,6 @@ impl ImportError {
         match self {
             Self::Refused(failure) => failure.kind != FailureKind::Unknown,
             Self::OtherTenant { .. }
-            | Self::NoMember { .. }
             | Self::Stale { .. }
             | Self::NoTicket { .. }
             | Self::Owner { .. }
@@ -178,7 +166,6 @@ impl<D: Driver> Member<D> {
             serial: export.serial,
             size_bytes: export.size_bytes,
             owner,
-            owner_socket: self.socket_path_of(owner),
             tenant: self.config.tenant.clone(),
         };
         ticket.issue().map_err(|source| ImportError::NoTicket { source })
@@ -199,9 +186,8 @@ impl<D: Driver> Member<D> {
                 ours: self.config.tenant.to_string(),
             });
         }
-        let owner = owner_of(ticket)?;
+        let Ticket { allocation, serial, owner, .. } = *ticket;
         let is_own = owner == self.id;
-        let Ticket { allocation, serial, .. } = *ticket;
         if let Some(handle) = self.pool.import_held(allocation, serial) {
             // The owner keeps memory for every ticket until it is redeemed: tell it that this one is.
             if is_own || serial == 0 {
@@ -387,14 +373,6 @@ impl<D: Driver> Member<D> {
         let answer = connection.call(request, ids.len(), deadline)?;
         Ok((answer, connection))
     }
-}
-
-/// Whom to ask for what `ticket` stands for: a member's name in our own tenant's directory. Which directory the ticket
-/// names is not asked, so none can lead us anywhere else.
-fn owner_of(ticket: &Ticket) -> Result<MemberId, ImportError> {
-    let name = ticket.owner_socket.file_name().and_then(OsStr::to_str);
-    let member = name.and_then(parse_member_name);
-    member.ok_or_else(|| ImportError::NoMember { path: ticket.owner_socket.clone() })
 }
 
 /// How many descriptors this process may open now, with some left over.

@@ -348,14 +348,7 @@ fn open_block(
 ) -> VaRange {
     let (allocation, asked_bytes, size_bytes) =
         owner.pool().block_identity(block).expect("a block");
-    let ticket = Ticket {
-        allocation,
-        serial: 0,
-        size_bytes,
-        owner: owner.id(),
-        owner_socket: owner.socket_path().to_owned(),
-        tenant: tenant(),
-    };
+    let ticket = Ticket::uncounted(allocation, size_bytes, owner.id(), tenant());
     let handle = importer.redeem_ticket(&ticket, "test").expect("import");
     let opened = importer.pool().block_open(handle, asked_bytes, accessor).expect("open");
     VaRange::new(opened, UNIT)

@@ -163,7 +163,7 @@ fn plays_an_owner_that_dies() {
 }
 
 /// A process that owns memory, and a ticket for it.
-fn dying_owner(stage: &Stage, importer: &Process) -> (Child, Ticket) {
+fn dying_owner(stage: &Stage) -> (Child, Ticket) {
     let dir = stage.base.path();
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--exact", "endings::plays_an_owner_that_dies"]);
@@ -178,14 +178,8 @@ fn dying_owner(stage: &Stage, importer: &Process) -> (Child, Ticket) {
     let words: Vec<&str> = said.split(' ').collect();
     let id = u128::from_str_radix(words[0], 16).expect("an identity");
     let owner = MemberId(u64::from_str_radix(words[1], 16).expect("a member"));
-    let ticket = Ticket {
-        allocation: AllocationId(id.to_be_bytes()),
-        serial: 0,
-        size_bytes: words[2].parse().expect("a size"),
-        owner,
-        owner_socket: importer.socket_path_of(owner),
-        tenant: tenant(),
-    };
+    let size_bytes = words[2].parse().expect("a size");
+    let ticket = Ticket::uncounted(AllocationId(id.to_be_bytes()), size_bytes, owner, tenant());
     (child, ticket)
 }
 
@@ -198,7 +192,7 @@ fn a_death_in_a_pause_takes_all_survivors_back_to_the_same_memory() {
         ..SimOptions::default()
     };
     let (middle, last) = (stage.join_with(slow), stage.join());
-    let (mut child, ticket) = dying_owner(&stage, &middle);
+    let (mut child, ticket) = dying_owner(&stage);
     let of_the_dead = middle.redeem_ticket(&ticket, "test").expect("imported");
     let of_the_dead_at = map(&middle, of_the_dead, 2);
     let (handle, at_middle) = written(&middle, 1, "", 7);

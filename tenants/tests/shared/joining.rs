@@ -105,14 +105,7 @@ fn block(owner: &Process, tag: &str) -> (VaRange, Ticket, u64) {
     let range = VaRange::new(start, 2 * UNIT);
     write(owner, range, 7);
     let (allocation, asked_bytes, size_bytes) = owner.pool().block_identity(start).expect("known");
-    let ticket = Ticket {
-        allocation,
-        serial: 0,
-        size_bytes,
-        owner: owner.id(),
-        owner_socket: owner.socket_path().to_owned(),
-        tenant: tenant(),
-    };
+    let ticket = Ticket::uncounted(allocation, size_bytes, owner.id(), tenant());
     (range, ticket, asked_bytes)
 }
 

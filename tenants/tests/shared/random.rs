@@ -126,14 +126,7 @@ impl Run {
             let export = owner.pool().export(handle).expect("known");
             let handle = owner.pool().import_held(export.id, export.serial).expect("its own");
             owner.pool().release(handle).expect("that once more");
-            let ticket = Ticket {
-                allocation: export.id,
-                serial: 0,
-                size_bytes: export.size_bytes,
-                owner: owner.id(),
-                owner_socket: owner.socket_path().to_owned(),
-                tenant: tenant(),
-            };
+            let ticket = Ticket::uncounted(export.id, export.size_bytes, owner.id(), tenant());
             let handle = importer.redeem_ticket(&ticket, "test").expect("redeemed");
             (handle, map(importer, handle, units))
         };

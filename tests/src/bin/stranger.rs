@@ -58,7 +58,7 @@ fn tried(attempt: &str, arguments: &[OsString]) -> io::Result<String> {
         }
         "connect" => UnixStream::connect(first).map(|_| String::new()),
         "ask" => ask(first),
-        "redeem" => redeem(),
+        "redeem" => redeem(first),
         "flood" => flood(first),
         "listen" => listen(first),
         "descriptors" => descriptors(first),
@@ -84,12 +84,12 @@ fn heard(stream: &mut UnixStream) -> io::Result<String> {
     }
 }
 
-/// Uses the ticket that was passed to us as standard input.
-fn redeem() -> io::Result<String> {
+/// Uses the ticket that was passed to us as standard input, with its owner, who listens in `tenant_dir`.
+fn redeem(tenant_dir: &Path) -> io::Result<String> {
     let ticket = Ticket::read(io::stdin().as_fd())
         .map_err(io::Error::other)?
         .ok_or_else(|| io::Error::other("standard input is no ticket"))?;
-    let mut stream = UnixStream::connect(&ticket.owner_socket)?;
+    let mut stream = UnixStream::connect(tenant_dir.join(format!("{}.sock", ticket.owner)))?;
     // The identity of a member is no secret that would help: it says whose it is.
     let allocations = vec![ticket.allocation];
     let request = Request::FetchFds {
