@@ -190,18 +190,18 @@ fn a_stolen_ticket_is_of_no_use_to_another_user() -> Outcome {
     let Some(stage) = Stage::new()? else { return Ok(()) };
     let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
     let class = Class { library: "test", ..Class::default() };
-    let handle = stage.member.pool().create(GRANULARITY_BYTES, &prop, class)?;
+    let handle = stage.member.pool().enter().create(GRANULARITY_BYTES, &prop, class)?;
     let redeem = |ticket: OwnedFd| -> Outcome<String> {
         let mut command = stranger(&stage.program);
         command.arg("redeem").args(stage.member.socket_path().parent());
         let output = command.stdin(Stdio::from(ticket)).output()?;
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     };
-    let said = redeem(stage.member.issue_ticket(handle)?)?;
+    let said = redeem(stage.member.issue_ticket(&stage.member.pool().enter(), handle)?)?;
     assert!(said.starts_with("refused") && said.contains(PERMISSION), "{said}");
     // Even with the door open, the owner hangs up on it.
     stage.open_the_door()?;
-    let said = redeem(stage.member.issue_ticket(handle)?)?;
+    let said = redeem(stage.member.issue_ticket(&stage.member.pool().enter(), handle)?)?;
     assert_eq!(said.trim_end(), "done 0 bytes");
     stage.close_the_door()?;
     stage.all_is_well()

@@ -73,8 +73,8 @@ fn map(member: &SimMember, handle: VirtualHandle) -> Result<VaRange, Trouble> {
     let start = member.pool().driver().reserve(UNIT, 0, DeviceAddress(0));
     let start = start.map_err(|code| Trouble::new(format!("{code:?}")))?;
     let range = VaRange::new(start, UNIT);
-    member.pool().map(range, 0, handle)?;
-    member.pool().set_access(range, &[AccessDesc::read_write(DEVICE)])?;
+    member.pool().enter().map(range, 0, handle)?;
+    member.pool().enter().set_access(range, &[AccessDesc::read_write(DEVICE)])?;
     Ok(range)
 }
 
@@ -82,7 +82,7 @@ fn map(member: &SimMember, handle: VirtualHandle) -> Result<VaRange, Trouble> {
 fn memory(member: &SimMember, tag: &str) -> Result<(VirtualHandle, VaRange), Trouble> {
     let class = Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep };
     let prop = AllocationProp::pinned_on(DEVICE);
-    let handle = member.pool().create(UNIT, &prop, class)?;
+    let handle = member.pool().enter().create(UNIT, &prop, class)?;
     Ok((handle, map(member, handle)?))
 }
 
@@ -143,9 +143,9 @@ fn imports_leave_and_come_back_with_their_owners_tag() -> TestOutcome {
     let [owner, importer] = [&tenant.members[0], &tenant.members[1]];
     let (shared, _) = memory(owner, "weights")?;
     memory(importer, "weights")?;
-    let fd = owner.issue_ticket(shared)?;
+    let fd = owner.issue_ticket(&owner.pool().enter(), shared)?;
     let ticket = Ticket::read(fd.as_fd())?.ok_or_else(|| Trouble::new("no ticket"))?;
-    let imported = importer.redeem_ticket(&ticket, "test")?;
+    let imported = importer.redeem_ticket(&importer.pool().enter(), &ticket, "test")?;
     map(importer, imported)?;
     assert_eq!(tenant.used()?, 2 * UNIT);
     // The importer must let go, or the memory would not be free; its own stays.
@@ -218,8 +218,8 @@ fn a_tag_that_does_not_fit_stays_away_and_comes_back_when_it_does() -> TestOutco
     assert_eq!(error.missing_device_bytes(), Some(UNIT), "{error}");
     assert_eq!(first.state(), MemberState::Active, "it runs on without the tag");
     let (handle, range) = filler.pop().ok_or_else(|| Trouble::new("none"))?;
-    second.pool().unmap(range)?;
-    second.pool().release(handle)?;
+    second.pool().enter_giving_up().unmap(range)?;
+    second.pool().enter_giving_up().release(handle)?;
     assert!(completed(&act_for_own_tags(first, tags(&["kv"]), Action::Resume, None)?));
     Ok(())
 }

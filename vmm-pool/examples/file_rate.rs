@@ -12,13 +12,13 @@
 use std::error::Error;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, CudaDriver, DeviceAddress, DeviceOrdinal, Driver, VaRange,
 };
-use vmm_pool::{Class, Contents, HostBudget, Pool, Selection};
+use vmm_pool::{Class, Contents, Failed, HostBudget, Pool, Selection};
 
 const BLOCK_BYTES: u64 = 64 << 20;
 
@@ -46,30 +46,40 @@ fn run<D: Driver>(
 ) -> Result<(), Box<dyn Error>> {
     let device = DeviceOrdinal(0);
     driver.make_current(device)?;
-    let pool = Pool::new(Arc::new(driver), 4);
+    let pool = Arc::new(Pool::new(Arc::new(driver), 4));
     pool.set_file_dir(dir);
     for _ in 0..total_bytes / BLOCK_BYTES {
         let class = Class { library: "rate", tag: "all".to_owned(), contents: Contents::File };
         let prop = AllocationProp::pinned_on(device);
-        let handle = pool.create(BLOCK_BYTES, &prop, class)?;
+        let entered = pool.enter();
+        let handle = entered.create(BLOCK_BYTES, &prop, class)?;
         let range = VaRange::new(
             pool.driver().address_reserve(BLOCK_BYTES, 0, DeviceAddress(0))?,
             BLOCK_BYTES,
         );
-        pool.map(range, 0, handle)?;
-        pool.set_access(range, &[AccessDesc::read_write(device)])?;
+        entered.map(range, 0, handle)?;
+        entered.set_access(range, &[AccessDesc::read_write(device)])?;
     }
-    let whole = Selection::Whole;
+    let soon = || Instant::now() + Duration::from_mins(1);
     for round in 1..=rounds {
+        let shut = pool.shut(soon(), || false)?;
+        let drained = shut.drain(&[], soon(), &crossbeam_channel::never());
+        let (quiesced, _) = drained.map_err(Failed::into_error)?;
         let saving = Instant::now();
-        pool.save(&whole, HostBudget(None))?;
+        let prepared = quiesced.save(Selection::Whole, &[], |_| HostBudget(None));
+        let (prepared, _) = prepared.map_err(Failed::into_error)?;
         let saved = saving.elapsed();
-        pool.release_selected(&whole)?;
-        pool.create_own(&whole)?;
+        let (paused, _) = prepared.release().map_err(Failed::into_error)?;
+        drop(paused);
+        let shut = pool.shut(soon(), || false)?;
+        let (mut returning, _) = shut.create_own(Selection::Whole).map_err(Failed::into_error)?;
         let restoring = Instant::now();
-        pool.restore_own(&whole, usize::MAX)?;
+        returning.restore_own(usize::MAX)?;
         let restored = restoring.elapsed();
-        drop(pool.commit_resume());
+        let (back, _) = returning.map_imports().map_err(Failed::into_error)?;
+        let (running, spare) = back.commit();
+        drop(running);
+        drop(spare);
         // CAST: a figure for people.
         #[expect(clippy::cast_precision_loss, reason = "bytes as gigabytes")]
         let gigabytes = total_bytes as f64 / 1e9;

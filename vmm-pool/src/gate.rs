@@ -7,6 +7,7 @@
 //! Lock order: `slots` and `sleepers` are leaves; nothing is called while they are held.
 
 use std::cell::{Cell, OnceCell};
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -16,27 +17,36 @@ use crate::slots::{Slot, Slots};
 /// What a call needs of the gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Passage {
-    /// Touches device memory or makes new: waits until the tenant is active.
+    /// Touches device memory or makes new: waits until all memory is there.
     Use,
-    /// Gives memory up, or asks what is in the table: also possible while the tenant stands paused,
-    /// when the table alone answers.
+    /// Gives memory up, or asks what is in the table: also possible while memory is away,
+    /// when the ledger alone answers.
     GiveUp,
 }
 
 /// Who may pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-enum Mode {
+pub(crate) enum Mode {
+    /// Everybody.
     Open = 0,
-    /// Paused and at rest: only [`Passage::GiveUp`].
-    Vacated = 1,
+    /// Memory is away, and nothing moves: only [`Passage::GiveUp`].
+    Offloaded = 1,
     /// A pause or resume is under way: nobody.
     Shut = 2,
 }
 
 impl Mode {
+    fn of(mode: u8) -> Self {
+        match mode {
+            0 => Self::Open,
+            1 => Self::Offloaded,
+            _ => Self::Shut,
+        }
+    }
+
     fn admits(mode: u8, passage: Passage) -> bool {
-        mode == Self::Open as u8 || (mode == Self::Vacated as u8 && passage == Passage::GiveUp)
+        mode == Self::Open as u8 || (mode == Self::Offloaded as u8 && passage == Passage::GiveUp)
     }
 }
 
@@ -61,6 +71,8 @@ pub struct Gate {
 pub struct Pass<'a> {
     gate: &'a Gate,
     outermost: bool,
+    /// Whoever goes in comes out: the slot is the thread's own.
+    _of_this_thread: PhantomData<*const ()>,
 }
 
 /// Calls did not come out in time; the gate is open again.
@@ -86,7 +98,7 @@ impl Default for Gate {
 }
 
 impl Gate {
-    /// Passes, waiting as long as the tenant stays paused. Passes within a pass are free.
+    /// Passes, waiting as long as memory is away. Passes within a pass are free.
     pub fn pass(&self, passage: Passage) -> Pass<'_> {
         let depth = DEPTH.get();
         DEPTH.set(depth + 1);
@@ -97,7 +109,7 @@ impl Gate {
                 self.enter(own.get_or_init(|| self.slots.add()), passage);
             });
         }
-        Pass { gate: self, outermost }
+        Pass { gate: self, outermost, _of_this_thread: PhantomData }
     }
 
     fn enter(&self, slot: &Slot, passage: Passage) {
@@ -118,18 +130,6 @@ impl Gate {
         }
     }
 
-    /// For a caller that holds a pass and has to wait for another process: leaves, waits until the gate is open, and
-    /// is back inside. So a pause need not wait for it. Does nothing within a pass within a pass.
-    pub fn step_aside(&self) {
-        if DEPTH.get() != 1 {
-            return;
-        }
-        self.leave();
-        let _entered = OWN_SLOT.try_with(|own| {
-            self.enter(own.get_or_init(|| self.slots.add()), Passage::Use);
-        });
-    }
-
     fn leave(&self) {
         let _left = OWN_SLOT.try_with(|own| {
             if let Some(slot) = own.get() {
@@ -142,36 +142,40 @@ impl Gate {
         }
     }
 
-    fn set(&self, mode: Mode) -> u8 {
+    /// Who may pass from now on.
+    pub(crate) fn set(&self, mode: Mode) {
+        self.swap(mode);
+    }
+
+    fn swap(&self, mode: Mode) -> Mode {
         let before = self.mode.swap(mode as u8, Ordering::SeqCst);
         let _guard = self.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
         self.changed.notify_all();
-        before
+        Mode::of(before)
     }
 
-    /// Shuts the gate for everybody and waits until all are out. The caller must not be inside.
+    /// Shuts the gate for everybody and waits until all are out. The caller must not be inside. Says where the gate
+    /// was.
     ///
     /// # Errors
     /// [`StillInside`] at `deadline`, or when `called_off` says so, with the gate as it was before.
-    pub fn shut(
+    pub(crate) fn shut(
         &self,
         deadline: Instant,
         called_off: impl Fn() -> bool,
-    ) -> Result<(), StillInside> {
+    ) -> Result<Mode, StillInside> {
         // A missed wake-up costs one look more, not the deadline.
         const LOOK_EVERY: Duration = Duration::from_millis(2);
         let begin = Instant::now();
-        let before = self.set(Mode::Shut);
+        let before = self.swap(Mode::Shut);
         loop {
             let inside = self.slots.inside().len();
             if inside == 0 {
-                return Ok(());
+                return Ok(before);
             }
             let now = Instant::now();
             if now >= deadline || called_off() {
-                self.mode.store(before, Ordering::SeqCst);
-                let _guard = self.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
-                self.changed.notify_all();
+                self.set(before);
                 let waited = (now - begin).as_millis();
                 let waited_ms = u64::try_from(waited).unwrap_or(u64::MAX);
                 return Err(StillInside { inside, waited_ms });
@@ -183,24 +187,28 @@ impl Gate {
         }
     }
 
-    /// Lets calls through that only give memory up.
-    pub fn set_vacated(&self) {
-        self.set(Mode::Vacated);
-    }
-
-    /// Lets everything through.
-    pub fn open(&self) {
-        self.set(Mode::Open);
-    }
-
-    /// Does the table alone answer now? Meaningful to a caller that holds a pass.
-    pub fn is_vacated(&self) -> bool {
-        self.mode.load(Ordering::Relaxed) == Mode::Vacated as u8
+    /// Does the ledger alone answer now? Meaningful to a caller that holds a pass.
+    pub fn is_offloaded(&self) -> bool {
+        self.mode.load(Ordering::Relaxed) == Mode::Offloaded as u8
     }
 
     /// How many calls have had to wait.
     pub fn waits(&self) -> u64 {
         self.waits.load(Ordering::Relaxed)
+    }
+}
+
+impl Pass<'_> {
+    /// For a caller that has to wait for another process: leaves, waits until the gate is open, and is back inside. So
+    /// a pause need not wait for it. Does nothing within a pass within a pass.
+    pub fn step_aside(&self) {
+        if DEPTH.get() != 1 {
+            return;
+        }
+        self.gate.leave();
+        let _entered = OWN_SLOT.try_with(|own| {
+            self.gate.enter(own.get_or_init(|| self.gate.slots.add()), Passage::Use);
+        });
     }
 }
 
@@ -254,21 +262,21 @@ mod tests {
             std::thread::yield_now();
         }
         assert!(!user.is_finished(), "it looked before it marked its slot");
-        gate.open();
+        gate.set(Mode::Open);
         user.join().unwrap();
     }
 
     #[test]
-    fn a_shut_that_fails_leaves_a_vacated_gate_vacated() {
+    fn a_shut_that_fails_leaves_a_offloaded_gate_offloaded() {
         let gate = Gate::default();
         gate.shut(soon(), || false).unwrap();
-        gate.set_vacated();
+        gate.set(Mode::Offloaded);
         let pass = gate.pass(Passage::GiveUp);
         let closer = std::thread::scope(|scope| {
             scope.spawn(|| gate.shut(Instant::now(), || false)).join().unwrap()
         });
         assert_eq!(closer.unwrap_err().inside, 1);
-        assert!(gate.is_vacated(), "the memory is still away");
+        assert!(gate.is_offloaded(), "the memory is still away");
         drop(pass);
         drop(gate.pass(Passage::GiveUp));
     }
@@ -304,15 +312,15 @@ mod tests {
             std::thread::yield_now();
         }
         assert!(!late.is_finished());
-        gate.open();
+        gate.set(Mode::Open);
         late.join().unwrap();
     }
 
     #[test]
-    fn a_vacated_gate_admits_only_giving_up() {
+    fn a_offloaded_gate_admits_only_giving_up() {
         let gate = Arc::new(Gate::default());
         gate.shut(soon(), || false).unwrap();
-        gate.set_vacated();
+        gate.set(Mode::Offloaded);
         drop(gate.pass(Passage::GiveUp));
         let user = {
             let gate = Arc::clone(&gate);
@@ -322,7 +330,7 @@ mod tests {
             std::thread::yield_now();
         }
         assert!(!user.is_finished());
-        gate.open();
+        gate.set(Mode::Open);
         user.join().unwrap();
     }
 

@@ -13,8 +13,7 @@ use vmm_pool::driver::{
     AllocationFlags, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver,
     DriverCode,
 };
-use vmm_pool::gate::Passage;
-use vmm_pool::{PoolError, PoolResult};
+use vmm_pool::{Entered, GiveUp, PoolError, PoolResult};
 
 use crate::{Answer, caller};
 
@@ -58,8 +57,7 @@ impl Accessors {
         owner: DeviceOrdinal,
         accessor: DeviceOrdinal,
     ) -> PoolResult<()> {
-        let _pass = member.gate().pass(Passage::Use);
-        member.pool().open_blocks_to(owner, accessor)
+        member.pool().enter().open_blocks_to(owner, accessor)
     }
 
     /// The driver has refused a copy. It copies plain memory between any two devices, and mapped memory, which ours
@@ -124,14 +122,14 @@ pub fn allocate<D: Driver>(
     size_bytes: u64,
     library: &'static str,
 ) -> Answer<DeviceAddress> {
-    let _pass = member.gate().pass(Passage::Use);
+    let entered = member.pool().enter();
     let driver = member.pool().driver();
     let mut prop = AllocationProp::pinned_on(device);
     let rdma = DeviceAttribute::GPU_DIRECT_RDMA_WITH_VMM_SUPPORTED;
     let rdma_capable = driver.device_attribute(device, rdma).is_ok_and(|value| value != 0);
     prop.flags = AllocationFlags { gpu_direct_rdma_capable: u8::from(rdma_capable), ..prop.flags };
     let class = region::class_of(library, Some(device));
-    match member.pool().block_allocate(size_bytes, &prop, &accessors.of(device), class) {
+    match entered.block_allocate(size_bytes, &prop, &accessors.of(device), class) {
         Ok(address) => Answer::Done(address),
         Err(error) => {
             tracing::debug!(%error, "allocation refused");
@@ -152,29 +150,28 @@ pub fn note_native<D: Driver>(
 }
 
 /// Frees the block at `address`. `settle` waits for the work that may still use it, as `cuMemFree` does;
-/// it is not called while the memory is vacated, when no work can. The driver frees what no block starts at.
+/// it is not called while the memory is away, when no work can. The driver frees what no block starts at.
 #[doc(alias = "cuMemFree")]
 pub fn free<D: Driver>(
     member: &Member<D>,
     address: DeviceAddress,
     settle: impl FnOnce() -> DriverCode,
 ) -> Answer<()> {
-    let _pass = member.gate().pass(Passage::GiveUp);
-    if member.pool().block_range(address).is_none() {
+    let entered = member.pool().enter_giving_up();
+    if entered.block_range(address).is_none() {
         member.pool().native_freed(address);
         return Answer::AskDriver;
     }
-    give_up(member, settle, || member.pool().block_free(address))
+    give_up(&entered, settle, || entered.block_free(address))
 }
 
-/// Gives up, by `give`, memory that work may still use: `settle` waits for that, unless the memory is vacated.
-/// The caller has passed the gate.
+/// Gives up, by `give`, memory that work may still use: `settle` waits for that, unless the memory is away.
 pub(crate) fn give_up<D: Driver>(
-    member: &Member<D>,
+    entered: &Entered<'_, D, GiveUp>,
     settle: impl FnOnce() -> DriverCode,
     give: impl FnOnce() -> PoolResult<()>,
 ) -> Answer<()> {
-    if !member.gate().is_vacated()
+    if !entered.is_offloaded()
         && let Err(code) = settle().ok()
     {
         return Answer::Refused(code);

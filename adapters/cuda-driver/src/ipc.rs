@@ -12,9 +12,8 @@
 use tenants::identity::MemberId;
 use tenants::member::{ImportError, Member};
 use tenants::ticket::Ticket;
-use vmm_pool::AllocationId;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode};
-use vmm_pool::gate::Passage;
+use vmm_pool::{AllocationId, Entered, Use};
 
 use crate::Answer;
 use crate::blocks::give_up;
@@ -30,7 +29,8 @@ pub fn handle_of<D: Driver>(
     member: &Member<D>,
     address: DeviceAddress,
 ) -> Answer<[u8; HANDLE_BYTES]> {
-    let Some((id, asked_bytes, size_bytes)) = member.pool().block_identity(address) else {
+    let identity = member.pool().enter_giving_up().block_identity(address);
+    let Some((id, asked_bytes, size_bytes)) = identity else {
         return Answer::AskDriver;
     };
     let mut handle = [0; HANDLE_BYTES];
@@ -62,8 +62,8 @@ pub fn try_open<D: Driver>(
     library: &'static str,
 ) -> Option<Result<DeviceAddress, ImportError>> {
     let (ticket, asked_bytes) = read(member, handle)?;
-    let _pass = member.gate().pass(Passage::Use);
-    Some(open_ticket(member, &ticket, asked_bytes, accessor, library))
+    let entered = member.pool().enter();
+    Some(open_ticket(member, &entered, &ticket, asked_bytes, accessor, library))
 }
 
 /// The ticket that a handle stands for, and the size that was asked for. `None` for the driver's own handles.
@@ -82,17 +82,18 @@ fn read<D: Driver>(member: &Member<D>, handle: &[u8; HANDLE_BYTES]) -> Option<(T
 
 fn open_ticket<D: Driver>(
     member: &Member<D>,
+    entered: &Entered<'_, D, Use>,
     ticket: &Ticket,
     asked_bytes: u64,
     accessor: DeviceOrdinal,
     library: &'static str,
 ) -> Result<DeviceAddress, ImportError> {
-    let handle = member.redeem_ticket(ticket, library)?;
-    Ok(member.pool().block_open(handle, asked_bytes, accessor)?)
+    let handle = member.redeem_ticket(entered, ticket, library)?;
+    Ok(entered.block_open(handle, asked_bytes, accessor)?)
 }
 
 /// Closes what [`open`] opened at `address`, which goes with its last close. `settle` waits for the work that
-/// may still use it; it is not called while the memory is vacated, when no work can. The driver closes
+/// may still use it; it is not called while the memory is away, when no work can. The driver closes
 /// what is not ours.
 #[doc(alias = "cuIpcCloseMemHandle")]
 pub fn close<D: Driver>(
@@ -100,9 +101,9 @@ pub fn close<D: Driver>(
     address: DeviceAddress,
     settle: impl FnOnce() -> DriverCode,
 ) -> Answer<()> {
-    let _pass = member.gate().pass(Passage::GiveUp);
-    if !member.pool().is_block(address) {
+    let entered = member.pool().enter_giving_up();
+    if !entered.is_block(address) {
         return Answer::AskDriver;
     }
-    give_up(member, settle, || member.pool().block_close(address))
+    give_up(&entered, settle, || entered.block_close(address))
 }

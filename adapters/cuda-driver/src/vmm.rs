@@ -1,7 +1,7 @@
 //! The driver's virtual memory calls, answered from the pool.
 //!
-//! Each function passes the gate first: calls that make or use memory wait until the tenant is active,
-//! calls that give it up or ask about it are answered from the table while the tenant stands paused.
+//! Each function goes in first: calls that make or use memory wait until all memory is there, calls that give it up or
+//! ask about it are answered from the ledger while it is away.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
@@ -12,7 +12,6 @@ use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, Driver, DriverCode,
     HANDLE_TYPE_FABRIC, VaRange,
 };
-use vmm_pool::gate::Passage;
 use vmm_pool::{Class, VirtualHandle};
 
 use crate::Answer;
@@ -34,30 +33,30 @@ pub fn create<D: Driver>(
         // References must not leave the node; callers fall back to descriptors.
         return Answer::Refused(DriverCode::NOT_SUPPORTED);
     }
-    let _pass = member.gate().pass(Passage::Use);
+    let entered = member.pool().enter();
     let class = region::class_of(library, prop.location.as_device());
-    Answer::of(member.pool().create(size_bytes, prop, class)).map(VirtualHandle::raw)
+    Answer::of(entered.create(size_bytes, prop, class)).map(VirtualHandle::raw)
 }
 
 /// Gives back one reference of a handle.
 #[doc(alias = "cuMemRelease")]
 pub fn release<D: Driver>(member: &Member<D>, handle: u64) -> Answer<()> {
-    let _pass = member.gate().pass(Passage::GiveUp);
-    ours(handle).and_then(|handle| Answer::of(member.pool().release(handle)))
+    let entered = member.pool().enter_giving_up();
+    ours(handle).and_then(|handle| Answer::of(entered.release(handle)))
 }
 
 /// The handle of what is mapped at an address, with one reference more.
 #[doc(alias = "cuMemRetainAllocationHandle")]
 pub fn retain<D: Driver>(member: &Member<D>, address: DeviceAddress) -> Answer<u64> {
-    let _pass = member.gate().pass(Passage::GiveUp);
-    Answer::of(member.pool().retain_at(address)).map(VirtualHandle::raw)
+    let entered = member.pool().enter_giving_up();
+    Answer::of(entered.retain_at(address)).map(VirtualHandle::raw)
 }
 
 /// What a handle was created with.
 #[doc(alias = "cuMemGetAllocationPropertiesFromHandle")]
 pub fn properties<D: Driver>(member: &Member<D>, handle: u64) -> Answer<AllocationProp> {
-    let _pass = member.gate().pass(Passage::GiveUp);
-    ours(handle).and_then(|handle| Answer::of(member.pool().properties(handle)))
+    let entered = member.pool().enter_giving_up();
+    ours(handle).and_then(|handle| Answer::of(entered.properties(handle)))
 }
 
 /// Maps a handle.
@@ -68,22 +67,22 @@ pub fn map<D: Driver>(
     offset_bytes: u64,
     handle: u64,
 ) -> Answer<()> {
-    let _pass = member.gate().pass(Passage::Use);
-    ours(handle).and_then(|handle| Answer::of(member.pool().map(range, offset_bytes, handle)))
+    let entered = member.pool().enter();
+    ours(handle).and_then(|handle| Answer::of(entered.map(range, offset_bytes, handle)))
 }
 
 /// Unmaps a range.
 #[doc(alias = "cuMemUnmap")]
 pub fn unmap<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
-    let _pass = member.gate().pass(Passage::GiveUp);
-    Answer::of(member.pool().unmap(range))
+    let entered = member.pool().enter_giving_up();
+    Answer::of(entered.unmap(range))
 }
 
 /// Frees a reservation: refused while something of ours lives in it, as the driver would.
 #[doc(alias = "cuMemAddressFree")]
 pub fn address_free<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
-    let _pass = member.gate().pass(Passage::GiveUp);
-    if member.pool().address_free_is_refused(range) {
+    let entered = member.pool().enter_giving_up();
+    if entered.address_free_is_refused(range) {
         return Answer::Refused(DriverCode::INVALID_VALUE);
     }
     Answer::AskDriver
@@ -96,15 +95,15 @@ pub fn set_access<D: Driver>(
     range: VaRange,
     access: &[AccessDesc],
 ) -> Answer<()> {
-    let _pass = member.gate().pass(Passage::Use);
-    Answer::of(member.pool().set_access(range, access))
+    let entered = member.pool().enter();
+    Answer::of(entered.set_access(range, access))
 }
 
 /// A ticket in place of the driver's descriptor.
 #[doc(alias = "cuMemExportToShareableHandle")]
 pub fn export<D: Driver>(member: &Member<D>, handle: u64) -> Answer<OwnedFd> {
-    let _pass = member.gate().pass(Passage::Use);
-    ours(handle).and_then(|handle| Answer::of_import(member.issue_ticket(handle)))
+    let entered = member.pool().enter();
+    ours(handle).and_then(|handle| Answer::of_import(member.issue_ticket(&entered, handle)))
 }
 
 /// The memory that a ticket stands for; another descriptor becomes memory that is never paused.
@@ -114,14 +113,13 @@ pub fn import<D: Driver>(
     fd: BorrowedFd<'_>,
     library: &'static str,
 ) -> Answer<u64> {
-    let _pass = member.gate().pass(Passage::Use);
+    let entered = member.pool().enter();
     match Ticket::read(fd) {
-        Ok(Some(ticket)) => {
-            Answer::of_import(member.redeem_ticket(&ticket, library)).map(VirtualHandle::raw)
-        }
+        Ok(Some(ticket)) => Answer::of_import(member.redeem_ticket(&entered, &ticket, library))
+            .map(VirtualHandle::raw),
         Ok(None) => {
             let class = Class { library, ..Class::default() };
-            let handle = member.pool().import_foreign(fd, class);
+            let handle = entered.import_foreign(fd, class);
             Answer::of(handle).map(VirtualHandle::raw)
         }
         Err(error) => {
@@ -134,15 +132,15 @@ pub fn import<D: Driver>(
 /// Base and size of the allocation at an address, where the driver would say something else.
 #[doc(alias = "cuMemGetAddressRange")]
 pub fn address_range<D: Driver>(member: &Member<D>, address: DeviceAddress) -> Answer<VaRange> {
-    let _pass = member.gate().pass(Passage::GiveUp);
-    Answer::of_found(member.pool().range_of(address))
+    let entered = member.pool().enter_giving_up();
+    Answer::of_found(entered.range_of(address))
 }
 
 /// A device outside the driver's view is about to hold the pages of a range: they must stay.
 #[doc(alias = "cuMemGetHandleForAddressRange")]
 pub fn pin_for_rdma<D: Driver>(member: &Member<D>, range: VaRange) {
-    let _pass = member.gate().pass(Passage::Use);
-    let bytes = member.pool().pin(
+    let entered = member.pool().enter();
+    let bytes = entered.pin(
         range,
         "registered with a network card, which holds its pages; set NCCL_NET_GDR_LEVEL=LOC to avoid it",
     );

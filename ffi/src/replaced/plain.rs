@@ -313,10 +313,7 @@ fn correct_attribute(data: *mut c_void, attribute: c_int, address: Address) {
     if attribute != RANGE_SIZE || data.is_null() {
         return;
     }
-    let block = runtime::member().and_then(|member| {
-        let address = DeviceAddress(address);
-        member.pool().is_block(address).then(|| member.pool().range_of(address)).flatten()
-    });
+    let block = runtime::member().and_then(|member| member.pool().block_at(DeviceAddress(address)));
     if let Some(block) = block {
         let size: *mut usize = data.cast();
         write_out!(size, size_t(block.size_bytes));

@@ -19,7 +19,7 @@ use crossbeam_channel::{Receiver, Sender};
 use nix::poll::{PollFd, PollFlags};
 use vmm_pool::driver::Driver;
 
-use super::{Member, Progress};
+use super::Member;
 use crate::identity::MemberId;
 use crate::run_dir::MemberSocket;
 use crate::scope::Scope;
@@ -81,9 +81,9 @@ impl<D: Driver> Member<D> {
     /// Brings a pause or resume under way to an end without its coordinator. Runs on the worker thread,
     /// after the phase that the coordinator left behind.
     pub(super) fn settle(&self) -> Result<PhaseReport, Failure> {
-        let (state, progress, asked) = {
+        let (state, asked) = {
             let standing = self.standing();
-            (standing.state, standing.progress, standing.asked)
+            (standing.state, standing.asked)
         };
         let (is_pause, failing) = match state {
             MemberState::Offloading => (true, Verdict::GoOn),
@@ -98,9 +98,10 @@ impl<D: Driver> Member<D> {
                 return Err(Failure { kind: FailureKind::Faulted, message });
             }
         };
-        let verdict = match (progress, asked) {
-            (Progress::Ready, Some(asked)) => self.ask_others(asked.round),
-            (Progress::Untouched | Progress::Moving | Progress::Ready, _) => Some(Verdict::GoBack),
+        let is_prepared = self.stage().is_prepared();
+        let verdict = match asked.filter(|_| is_prepared) {
+            Some(asked) => self.ask_others(asked.round),
+            None => Some(Verdict::GoBack),
         };
         // Paused is safe whatever a silent one does: contents are saved, and nobody writes to them.
         let verdict = verdict.unwrap_or(failing);

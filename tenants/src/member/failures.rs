@@ -1,10 +1,9 @@
 //! What a phase that fails says: the kind, by what can be done about it, and one sentence.
 
-use vmm_pool::PoolError;
-use vmm_pool::driver::{DriverCode, DriverError, DriverOp};
+use vmm_pool::driver::{DriverCode, DriverOp};
+use vmm_pool::{DrainError, PoolError};
 
 use super::ImportError;
-use super::phases::Place;
 use super::state::InvalidTransition;
 use crate::coordinator::phase_label;
 use crate::wire::{Failure, FailureKind, Phase};
@@ -13,35 +12,31 @@ pub(super) fn wrong_state(message: String) -> Failure {
     Failure { kind: FailureKind::WrongState, message }
 }
 
-pub(super) fn drain_timeout() -> Failure {
-    Failure {
-        kind: FailureKind::DrainTimeout,
-        message: format!(
-            "process {}: the device did not finish its work in time: a kernel may be waiting for work that \
-             another process has not launched yet; pause at a step boundary, or give a longer timeout",
-            std::process::id()
+pub(super) fn drain_failure(error: &DrainError) -> Failure {
+    let process = std::process::id();
+    let (kind, message) = match error {
+        DrainError::Deadline => (
+            FailureKind::DrainTimeout,
+            format!(
+                "process {process}: the device did not finish its work in time: a kernel may be waiting for work that \
+                 another process has not launched yet; pause at a step boundary, or give a longer timeout"
+            ),
         ),
-    }
-}
-
-pub(super) fn drain_called_off() -> Failure {
-    Failure {
-        kind: FailureKind::CalledOff,
-        message: format!(
-            "process {}: the wait for the device was called off, because the pause failed elsewhere",
-            std::process::id()
+        DrainError::CalledOff => (
+            FailureKind::CalledOff,
+            format!(
+                "process {process}: the wait for the device was called off, because the pause failed elsewhere"
+            ),
         ),
-    }
-}
-
-pub(super) fn drain_failed(place: Place, error: DriverError) -> Failure {
-    if error.poisons_context() {
-        return context_lost(&error);
-    }
-    Failure {
-        kind: FailureKind::Driver,
-        message: format!("process {}: work on {place:?} failed: {error}", std::process::id()),
-    }
+        DrainError::NoThread { .. } => (FailureKind::DrainTimeout, error.to_string()),
+        DrainError::Driver { source, .. } if source.poisons_context() => {
+            return context_lost(source);
+        }
+        DrainError::Driver { place, source } => {
+            (FailureKind::Driver, format!("process {process}: work on {place:?} failed: {source}"))
+        }
+    };
+    Failure { kind, message }
 }
 
 /// A code after which the driver refuses everything: device memory that was not saved is gone, and what was

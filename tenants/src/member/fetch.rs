@@ -10,7 +10,8 @@ use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::stat::{SFlag, fstat};
 use vmm_pool::driver::Driver;
 use vmm_pool::{
-    AllocationId, Class, Contents, ImportSource, PoolError, Selection, Step, StepLog, VirtualHandle,
+    AllocationId, Class, Contents, Entered, ImportSource, PoolError, Returning, Step, StepLog, Use,
+    VirtualHandle,
 };
 
 use super::{AGENT_TIMEOUT, Member};
@@ -158,9 +159,13 @@ impl<D: Driver> Member<D> {
     ///
     /// # Errors
     /// What the pool or the system said.
-    pub fn issue_ticket(&self, handle: VirtualHandle) -> Result<OwnedFd, ImportError> {
-        let export = self.pool.export(handle)?;
-        let owner = self.pool.import_owner(handle)?.map_or(self.id, MemberId::from);
+    pub fn issue_ticket(
+        &self,
+        entered: &Entered<'_, D, Use>,
+        handle: VirtualHandle,
+    ) -> Result<OwnedFd, ImportError> {
+        let export = entered.export(handle)?;
+        let owner = entered.import_owner(handle)?.map_or(self.id, MemberId::from);
         let ticket = Ticket {
             allocation: export.id,
             serial: export.serial,
@@ -177,6 +182,7 @@ impl<D: Driver> Member<D> {
     /// [`ImportError`].
     pub fn redeem_ticket(
         &self,
+        entered: &Entered<'_, D, Use>,
         ticket: &Ticket,
         library: &'static str,
     ) -> Result<VirtualHandle, ImportError> {
@@ -188,15 +194,15 @@ impl<D: Driver> Member<D> {
         }
         let Ticket { allocation, serial, owner, .. } = *ticket;
         let is_own = owner == self.id;
-        if let Some(handle) = self.pool.import_held(allocation, serial) {
+        if let Some(handle) = entered.import_held(allocation, serial) {
             // The owner keeps memory for every ticket until it is redeemed: tell it that this one is.
             if is_own || serial == 0 {
                 return Ok(handle);
             }
-            return match self.redeem_from(owner, allocation, serial) {
+            return match self.redeem_from(entered, owner, allocation, serial) {
                 // The ticket is good still, and would hold the memory for ever if this were a success.
                 Err(error) if error.leaves_ticket_good() => {
-                    self.pool.release(handle)?;
+                    entered.release(handle)?;
                     Err(error)
                 }
                 Err(error) => {
@@ -209,20 +215,21 @@ impl<D: Driver> Member<D> {
         if is_own {
             return Err(ImportError::Stale { id: allocation });
         }
-        let Fetched { mut fds, tags, .. } = self.redeem_from(owner, allocation, serial)?;
+        let Fetched { mut fds, tags, .. } = self.redeem_from(entered, owner, allocation, serial)?;
         // It leaves and comes back with its owner's.
         let tag = tags.into_iter().next().unwrap_or_default();
         let class = Class { library, tag, contents: Contents::Keep };
         let fd = fds.remove(&allocation).ok_or(ImportError::Stale { id: allocation })?;
         let source =
             ImportSource { id: allocation, size_bytes: ticket.size_bytes, owner: owner.into() };
-        Ok(self.pool.import(source, fd.as_fd(), class)?)
+        Ok(entered.import(source, fd.as_fd(), class)?)
     }
 
     /// Redeems a ticket at its owner. While that is paused, or being paused, it waits as it would at its own gate,
     /// and lets a pause of its own process through.
     fn redeem_from(
         &self,
+        entered: &Entered<'_, D, Use>,
         owner: MemberId,
         id: AllocationId,
         serial: u64,
@@ -233,7 +240,7 @@ impl<D: Driver> Member<D> {
             let purpose = FetchPurpose::Redeem { serial };
             match self.fetch(owner, &[id], purpose, deadline) {
                 Err(ImportError::Refused(failure)) if failure.kind == FailureKind::NotNow => {
-                    self.gate.step_aside();
+                    entered.step_aside();
                     self.rest(rest);
                     rest = (2 * rest).min(REDEEM_REST_MAX);
                 }
@@ -242,28 +249,28 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    /// Imports again all of `selection` that is not resident, from all owners. What a living owner does not have any
-    /// more is left as it is, and returned. [`Pool::map_imports`] is to follow.
+    /// Imports again all of `returning` that is not resident, from all owners. What a living owner does not have any
+    /// more is left as it is, and returned. [`Returning::map_imports`] is to follow.
     ///
     /// Descriptors are fetched all before the first is imported, because the driver is slow where one process exports
     /// while another imports, but never more at once than this process may open.
     pub(super) fn import_again(
         &self,
-        selection: &Selection,
+        returning: &mut Returning<D>,
         deadline: Instant,
     ) -> Result<(StepLog, Vec<Missing>), ImportError> {
         let begin = Instant::now();
         let (mut log, mut missing) = (StepLog::default(), Vec::new());
         let mut at_hand = HashMap::new();
         let mut batch = FDS_PER_MESSAGE_MAX;
-        for request in self.pool.import_requests(selection) {
+        for request in returning.import_requests() {
             let owner = MemberId::from(request.owner);
             let mut gone = BTreeSet::new();
             let mut rest = request.ids.as_slice();
             while !rest.is_empty() {
                 let room = free_descriptors();
                 if room < batch.min(rest.len()) && !at_hand.is_empty() {
-                    log.add(self.pool.import_batch(std::mem::take(&mut at_hand))?);
+                    log.add(returning.import_batch(std::mem::take(&mut at_hand))?);
                     continue;
                 }
                 let ids = &rest[..batch.min(room.max(1)).min(rest.len())];
@@ -280,7 +287,7 @@ impl<D: Driver> Member<D> {
                     {
                         tracing::debug!(%failure, "descriptors are fetched in smaller batches");
                         batch = (ids.len() / 2).max(1);
-                        log.add(self.pool.import_batch(std::mem::take(&mut at_hand))?);
+                        log.add(returning.import_batch(std::mem::take(&mut at_hand))?);
                     }
                     Err(error) => return Err(self.or_ended(owner, error, ids.len())),
                 }
@@ -291,7 +298,7 @@ impl<D: Driver> Member<D> {
         }
         let fetch_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
         log.steps.insert(0, Step { name: "fetch descriptors", elapsed_us: fetch_us });
-        log.add(self.pool.import_batch(at_hand)?);
+        log.add(returning.import_batch(at_hand)?);
         Ok((log, missing))
     }
 

@@ -2,12 +2,12 @@
 //! for it.
 //!
 //! ```text
-//!   application threads --hooks--> Gate --> Pool --> driver
+//!   application threads --hooks--> Pool (its gate, its ledger) --> driver
 //!   agent thread:  sockets only; answers at once, never calls the driver but to hand a descriptor out
 //!   worker thread: one phase at a time; the only thread of ours that drives the device
 //! ```
 //!
-//! Lock order: `standing` is a leaf; nothing is called while it is held. `peers` likewise: a connection is
+//! Lock order: `standing` and `stage` are leaves; nothing is called while they are held. `peers` likewise: a connection is
 //! taken out for use and put back.
 
 mod agent;
@@ -20,6 +20,7 @@ mod owners;
 mod phases;
 mod saving;
 mod sockets;
+mod stage;
 pub mod state;
 
 use std::collections::HashMap;
@@ -32,7 +33,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender};
 use vmm_pool::driver::{Driver, RawContext, VaRange};
 use vmm_pool::support::Unsupported;
-use vmm_pool::{Pool, Selection, TagTotals};
+use vmm_pool::{Pool, TagTotals};
 
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use fetch::ImportError;
@@ -50,6 +51,7 @@ use alone::CallingOff;
 use limit::DescriptorLimit;
 use owners::Owner;
 use sockets::Sockets;
+use stage::Stage;
 use state::{Event, InvalidTransition};
 use vmm_pool::gate::Gate;
 
@@ -117,17 +119,6 @@ pub enum JoinError {
     },
 }
 
-/// How far a pause or resume has come before its point of no return; what an undo must put back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Progress {
-    /// Nothing has been unmapped.
-    Untouched,
-    /// Some mappings and imports may be gone.
-    Moving,
-    /// All that comes before the point of no return is done, so that going on is as good as going back.
-    Ready,
-}
-
 /// What came of [`Member::wait_for`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Waited {
@@ -142,10 +133,6 @@ pub enum Waited {
 #[derive(Debug)]
 pub(crate) struct Standing {
     pub(crate) state: MemberState,
-    /// How far a pause or resume under way has come.
-    pub(crate) progress: Progress,
-    /// Which memory the pause or resume under way is about, or was the last one.
-    pub(crate) selection: Selection,
     /// The last step it was asked for.
     pub(crate) asked: Option<Asked>,
     pub(crate) pauses: u64,
@@ -166,9 +153,10 @@ pub struct Member<D: Driver> {
     config: MemberConfig,
     dir: TenantDir,
     socket_path: PathBuf,
-    pool: Pool<D>,
-    gate: Gate,
+    pool: Arc<Pool<D>>,
     cut: Cut,
+    /// The worker's alone.
+    stage: Mutex<Stage<D>>,
     standing: Mutex<Standing>,
     changed: Condvar,
     waker: agent::Waker,
@@ -234,16 +222,14 @@ impl<D: Driver> Member<D> {
         let (waker, wakeups) = agent::wake_pair().map_err(system("a pipe"))?;
         let member = Arc::new(Self {
             id,
-            pool: Pool::new(driver, config.toucher_threads),
+            pool: Arc::new(Pool::new(driver, config.toucher_threads)),
             config,
             dir,
             socket_path,
-            gate: Gate::default(),
             cut: Cut::default(),
+            stage: Mutex::new(Stage::Rest),
             standing: Mutex::new(Standing {
                 state: MemberState::Active,
-                progress: Progress::Untouched,
-                selection: Selection::Whole,
                 asked: None,
                 pauses: 0,
                 resumes: 0,
@@ -355,13 +341,27 @@ impl<D: Driver> Member<D> {
     }
 
     /// Its device memory.
-    pub fn pool(&self) -> &Pool<D> {
+    pub fn pool(&self) -> &Arc<Pool<D>> {
         &self.pool
     }
 
     /// Its gate.
     pub fn gate(&self) -> &Gate {
-        &self.gate
+        self.pool.gate()
+    }
+
+    /// Takes the pause or resume under way out, for a step of it.
+    fn take_stage(&self) -> Stage<D> {
+        std::mem::replace(&mut *self.stage(), Stage::Rest)
+    }
+
+    fn set_stage(&self, stage: Stage<D>) {
+        let before = std::mem::replace(&mut *self.stage(), stage);
+        drop(before);
+    }
+
+    fn stage(&self) -> MutexGuard<'_, Stage<D>> {
+        self.stage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Where launches that wait for other ranks are counted, and held.

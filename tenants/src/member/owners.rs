@@ -174,12 +174,13 @@ mod tests {
         for _ in 0..3 {
             let owner = join();
             let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
-            let shared = owner.pool().create(GRANULARITY_BYTES, &prop, class()).unwrap();
-            let fd = owner.issue_ticket(shared).unwrap();
+            let shared = owner.pool().enter().create(GRANULARITY_BYTES, &prop, class()).unwrap();
+            let fd = owner.issue_ticket(&owner.pool().enter(), shared).unwrap();
             let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
-            let imported = importer.redeem_ticket(&ticket, "test").unwrap();
+            let imported =
+                importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").unwrap();
             owner.leave();
-            importer.pool().release(imported).unwrap();
+            importer.pool().enter_giving_up().release(imported).unwrap();
         }
         assert_eq!((importer.peers().len(), importer.owners().len()), (3, 3));
         let mut coordinator = Coordinator::new(run_dir, tenant, Options::default());
@@ -202,10 +203,10 @@ mod tests {
         let (owner, importer) = (join(), join());
         let class = Class { library: "test", tag: String::new(), contents: Contents::Keep };
         let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
-        let shared = owner.pool().create(GRANULARITY_BYTES, &prop, class).unwrap();
-        let fd = owner.issue_ticket(shared).unwrap();
+        let shared = owner.pool().enter().create(GRANULARITY_BYTES, &prop, class).unwrap();
+        let fd = owner.issue_ticket(&owner.pool().enter(), shared).unwrap();
         let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
-        importer.redeem_ticket(&ticket, "test").unwrap();
+        importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").unwrap();
         std::fs::remove_dir_all(run_dir.path()).unwrap();
         assert_eq!(importer.dead_owners(), []);
         // The importer has its name again, and the owner has not.

@@ -3,22 +3,23 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use vmm_pool::driver::{DeviceOrdinal, Driver, RawContext};
-use vmm_pool::{Selection, StepLog};
+use vmm_pool::driver::{DeviceOrdinal, Driver};
+use vmm_pool::gate::StillInside;
+use vmm_pool::{Failed, Returning, Selection, Shut, StepLog, Undone};
 
 use super::failures::{
-    drain_called_off, drain_failed, drain_timeout, failed_inside, faulted, import_failure,
-    not_undone_yet, pool_failure, wrong_state,
+    drain_failure, failed_inside, faulted, import_failure, not_undone_yet, pool_failure,
+    wrong_state,
 };
-use super::fetch::free_descriptors;
+use super::fetch::{Missing, free_descriptors};
+use super::stage::Stage;
 use super::state::Event;
-use super::{Member, Progress, Standing};
+use super::{Member, Standing};
 use crate::cut::{Limits, Seen};
 use crate::host_memory::HostNeed;
 use crate::references::{References, Stay};
 use crate::scope::Scope;
 use crate::wire::{DeviceDelta, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply};
-use vmm_pool::gate::StillInside;
 
 impl<D: Driver> Member<D> {
     /// Does `phase` and answers for it.
@@ -94,7 +95,8 @@ impl<D: Driver> Member<D> {
         if let Err(error) = self.transition(Event::Lost) {
             tracing::error!(%error, "a lost context was not recorded");
         }
-        self.gate.open();
+        self.take_stage().abandon();
+        self.pool.let_through_for_good();
         self.cut.release();
     }
 
@@ -126,27 +128,18 @@ impl<D: Driver> Member<D> {
         self.expect(MemberState::Active)?;
         self.refuse_ungated()?;
         self.refuse_capture()?;
-        let called_off = || self.calling_off.is_raised();
-        self.gate.shut(deadline, called_off).map_err(|inside| self.still_inside(&inside))?;
+        let shut = self.shut(deadline)?;
         // A capture may have begun before the gate was shut; none can begin now.
-        let settled = self
-            .refuse_capture()
-            .and_then(|()| self.transition(Event::PauseBegun).map_err(Failure::from));
-        if settled.is_err() {
-            self.gate.open();
-        }
-        settled?;
-        let selection = self.paused_selection(scope);
-        let mut standing = self.standing();
-        standing.selection = selection;
-        standing.progress = Progress::Untouched;
-        standing.last_pause.clear();
+        self.refuse_capture()?;
+        self.transition(Event::PauseBegun)?;
+        self.standing().last_pause.clear();
+        self.set_stage(Stage::Shut(shut, self.paused_selection(scope)));
         Ok(PhaseReport::default())
     }
 
-    /// What the pause or resume under way is about.
-    fn selection(&self) -> Selection {
-        self.standing().selection.clone()
+    fn shut(&self, deadline: Instant) -> Result<Shut<D>, Failure> {
+        let called_off = || self.calling_off.is_raised();
+        self.pool.shut(deadline, called_off).map_err(|inside| self.still_inside(&inside))
     }
 
     fn still_inside(&self, inside: &StillInside) -> Failure {
@@ -162,7 +155,8 @@ impl<D: Driver> Member<D> {
         Failure { kind, message }
     }
 
-    /// A gate that does not hold everything back is enough only for whoever knows what passes it by.
+    /// Refuses a pause from outside where work can reach a device past the gate: only the process itself knows when it
+    /// launches none.
     fn refuse_ungated(&self) -> Result<(), Failure> {
         match (self.config.ungated)() {
             Some(why) if !self.is_asking() => Err(wrong_state(format!(
@@ -187,94 +181,83 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    /// Waits for the devices on a thread of its own: a wait inside the driver cannot be called off, so
-    /// past the deadline it is left behind and ends by itself when the work does.
     fn drain(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
-        let (tell, hear) = crossbeam_channel::unbounded();
-        let devices = self.pool.devices_at_work().into_iter().map(Place::Device);
-        let own = (self.config.own_contexts)().into_iter().map(Place::OwnContext);
-        let places: Vec<Place> = devices.chain(own).collect();
-        for &place in &places {
-            let driver = std::sync::Arc::clone(self.pool.driver());
-            let tell = tell.clone();
-            let wait = move || {
-                let current = match place {
-                    Place::Device(device) => driver.make_current(device),
-                    Place::OwnContext(context) => driver.make_own_context_current(context),
-                };
-                // Nobody listens any more when the deadline has passed.
-                let _told = tell.send((place, current.and_then(|()| driver.synchronize())));
-            };
-            let thread = std::thread::Builder::new().name("sublet-drain".to_owned());
-            thread.spawn(wait).map_err(|error| Failure {
-                kind: FailureKind::DrainTimeout,
-                message: format!("no thread to wait for {place:?} with: {error}"),
-            })?;
-        }
-        for _ in &places {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let heard = crossbeam_channel::select! {
-                recv(hear) -> heard => heard.ok(),
-                recv(self.calling_off.receiver()) -> _ => return Err(drain_called_off()),
-                default(left) => None,
-            };
-            match heard {
-                Some((_, Ok(()))) => {}
-                Some((place, Err(error))) => return Err(drain_failed(place, error)),
-                None => return Err(drain_timeout()),
+        let (shut, selection) = self.next_of(Stage::into_shut)?;
+        let contexts = (self.config.own_contexts)();
+        let (quiesced, waited) = match shut.drain(&contexts, deadline, self.calling_off.receiver())
+        {
+            Ok(drained) => drained,
+            Err(Failed { state, error }) => {
+                self.set_stage(Stage::Shut(*state, selection));
+                return Err(drain_failure(&error));
             }
-        }
+        };
         // Asked only now: from here on no work of the application's can put anything there. What was said before
         // is void, also without an answer.
-        self.pool.mark_unused(&(self.config.unused)());
-        let driver_calls = 2 * places.len() as u64;
-        self.pool.freeze();
-        let references = References::new(self.pool.references(&self.selection()));
+        quiesced.mark_unused(&(self.config.unused)());
+        let references = References::new(self.pool.references(&selection));
+        let host = HostNeed::new(self.pool.host_demand(&selection), (self.config.host_limits)());
+        self.set_stage(Stage::Quiesced(quiesced, selection));
         Ok(PhaseReport {
-            driver_calls,
-            host: Some(self.host_need()),
+            driver_calls: 2 * waited as u64,
+            host: Some(host),
             references: Some(Box::new(references)),
             ..PhaseReport::default()
         })
     }
 
-    fn host_need(&self) -> HostNeed {
-        let demand = self.pool.host_demand(&self.selection());
-        HostNeed::new(demand, (self.config.host_limits)())
+    /// What the step needs that is asked for, where it follows the one before.
+    fn next_of<T>(
+        &self,
+        take: impl FnOnce(Stage<D>) -> Result<T, Box<Stage<D>>>,
+    ) -> Result<T, Failure> {
+        take(self.take_stage()).map_err(|stage| self.out_of_turn(*stage))
+    }
+
+    /// Puts `stage` back: the step that was asked for does not follow it.
+    fn out_of_turn(&self, stage: Stage<D>) -> Failure {
+        let message =
+            format!("process {}: this step does not follow the one before", std::process::id());
+        self.set_stage(stage);
+        wrong_state(message)
     }
 
     fn save(&self, stays: &[Stay]) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
-        let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
-        self.pool.set_stays(&stays).map_err(|error| pool_failure(&error))?;
-        let budget = self.host_need().budget();
+        let (quiesced, selection) = self.next_of(Stage::into_quiesced)?;
         self.forget_ended();
-        self.standing().progress = Progress::Moving;
-        let saved = self.pool.save(&self.selection(), budget);
-        let log = saved.map_err(|error| pool_failure(&error))?;
-        self.standing().progress = Progress::Ready;
-        Ok(report(log))
+        let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
+        let budget = |demand| HostNeed::new(demand, (self.config.host_limits)()).budget();
+        match quiesced.save(selection, &stays, budget) {
+            Ok((prepared, log)) => {
+                self.set_stage(Stage::Prepared(prepared));
+                Ok(report(log))
+            }
+            Err(Failed { state, error }) => {
+                self.set_stage(Stage::Leaving(*state));
+                Err(pool_failure(&error))
+            }
+        }
     }
 
+    /// The point of no return of a pause: the process stands paused, or runs on without some tags.
     pub(super) fn release(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
-        let before = self.by_device(self.pool.resident_bytes(&self.selection()));
-        let mut report = self.release_and_stand()?;
-        report.devices = self.deltas(&before);
-        Ok(report)
-    }
-
-    /// Past the point of no return of a pause: the process stands paused, or runs on without some tags.
-    fn release_and_stand(&self) -> Result<PhaseReport, Failure> {
-        let selection = self.selection();
-        let released = self.pool.release_selected(&selection);
-        let log = released.map_err(|error| pool_failure(&error))?;
+        let prepared = self.next_of(Stage::into_prepared)?;
+        let selection = prepared.selection().clone();
+        let before = self.by_device(self.pool.resident_bytes(&selection));
+        let (done, log) = match prepared.release() {
+            Ok(released) => released,
+            Err(Failed { state, error }) => {
+                self.set_stage(Stage::Prepared(*state));
+                return Err(pool_failure(&error));
+            }
+        };
         match selection {
             Selection::Tagged(..) => {
                 self.transition(Event::TagsReleased)?;
-                self.pool.set_aside();
-                self.gate.open();
+                drop(done);
                 self.cut.release();
             }
             Selection::Whole | Selection::SetAside(..) | Selection::Staged(_) => {
@@ -282,10 +265,11 @@ impl<D: Driver> Member<D> {
                 self.standing().pauses += 1;
                 self.changed.notify_all();
                 self.cut.stand();
-                self.gate.set_vacated();
+                drop(done);
             }
         }
-        Ok(report(log))
+        self.set_stage(Stage::Released(selection));
+        Ok(PhaseReport { devices: self.deltas(&before), ..report(log) })
     }
 
     fn by_device(&self, bytes: BTreeMap<DeviceOrdinal, u64>) -> Vec<DeviceBytes> {
@@ -313,7 +297,7 @@ impl<D: Driver> Member<D> {
 
     /// Says what stays on the devices, now that all members have released.
     fn verify(&self) -> Result<PhaseReport, Failure> {
-        let selection = self.selection();
+        let selection = self.next_of(Stage::into_released)?;
         if let Selection::Tagged(..) = selection {
             return Ok(self.verify_tags(&selection));
         }
@@ -344,7 +328,7 @@ impl<D: Driver> Member<D> {
 
     /// As [`Member::verify`], of a process that runs on. New memory of the tags may be there already.
     fn verify_tags(&self, selection: &Selection) -> PhaseReport {
-        let away = self.by_device(self.pool.vacated_bytes(selection));
+        let away = self.by_device(self.pool.offloaded_bytes(selection));
         let notes = self.pool.pinned_bytes(selection).into_iter().map(|(device, bytes)| {
             format!(
                 "{device}: {bytes} bytes of these tags stay: see what `sublet stats` says of them"
@@ -355,11 +339,7 @@ impl<D: Driver> Member<D> {
 
     /// Maps again what was unmapped, and runs on. Nobody else is needed for that, whoever has died meanwhile.
     pub(super) fn abort_pause(&self) -> Result<PhaseReport, Failure> {
-        let (state, progress) = {
-            let standing = self.standing();
-            (standing.state, standing.progress)
-        };
-        match state {
+        match self.state() {
             MemberState::Offloading => {}
             MemberState::Active => {
                 self.cut.release();
@@ -367,94 +347,74 @@ impl<D: Driver> Member<D> {
             }
             MemberState::Paused => return Ok(PhaseReport::default()),
             MemberState::Faulted => return Err(faulted()),
-            MemberState::Restoring => {
+            state @ MemberState::Restoring => {
                 return Err(wrong_state(format!("a pause cannot be undone while {state:?}")));
             }
         }
-        let log = match progress {
-            Progress::Untouched => StepLog::default(),
-            Progress::Moving | Progress::Ready => {
-                let remounted = self.pool.remount(&self.selection());
-                remounted.map_err(|error| not_undone_yet(&pool_failure(&error)))?
-            }
+        let undone = match self.take_stage() {
+            Stage::Shut(shut, _) => Ok(shut.reopen()),
+            Stage::Quiesced(quiesced, _) => Ok(quiesced.reopen()),
+            Stage::Leaving(leaving) => leaving.undo(),
+            Stage::Prepared(prepared) => prepared.undo(),
+            stage @ (Stage::Rest
+            | Stage::Released(_)
+            | Stage::Returning(_)
+            | Stage::Restored(_)) => return Err(self.out_of_turn(stage)),
         };
-        let spare = self.pool.commit_resume();
-        if progress != Progress::Untouched {
-            self.pool.give_back_host_memory();
-        }
+        let Undone { done, log, spare } = undone.map_err(|Failed { state, error }| {
+            self.set_stage(Stage::Leaving(*state));
+            not_undone_yet(&pool_failure(&error))
+        })?;
         self.transition(Event::PauseUndone)?;
-        self.gate.open();
+        drop(done);
         self.cut.release();
         drop(spare);
         Ok(report(log))
     }
 
     fn create_own(&self, scope: &Scope, deadline: Instant) -> Result<PhaseReport, Failure> {
-        let state = self.state();
-        let selection = self.resumed_selection(scope, state);
-        let begun = match selection {
+        let selection = self.resumed_selection(scope, self.state());
+        let (wanted, begun, undone) = match selection {
             Selection::SetAside(..) => {
-                self.expect(MemberState::Active)?;
-                Event::TagResumeBegun
+                (MemberState::Active, Event::TagResumeBegun, Event::TagResumeUndone)
             }
             Selection::Whole | Selection::Staged(_) | Selection::Tagged(..) => {
-                self.expect(MemberState::Paused)?;
-                Event::ResumeBegun
+                (MemberState::Paused, Event::ResumeBegun, Event::ResumeUndone)
             }
         };
-        let called_off = || self.calling_off.is_raised();
-        // On failure it leaves the gate as it was.
-        let shut = self.gate.shut(deadline, called_off);
-        shut.map_err(|inside| self.still_inside(&inside))?;
+        self.expect(wanted)?;
+        let shut = self.shut(deadline)?;
         self.transition(begun)?;
-        // What comes back is given to those whom it is owed, and to nobody else before it is all there.
-        self.pool.freeze();
-        {
-            let mut standing = self.standing();
-            standing.selection = selection.clone();
-            standing.progress = Progress::Moving;
-            standing.last_resume.clear();
-        }
-        let taken = self.by_device(self.pool.vacated_bytes(&selection));
-        match self.pool.create_own(&selection) {
-            Ok(log) => {
-                let devices = self.deltas(&taken);
-                Ok(PhaseReport { devices, ..report(log) })
+        self.standing().last_resume.clear();
+        let taken = self.by_device(self.pool.offloaded_bytes(&selection));
+        match shut.create_own(selection) {
+            Ok((returning, log)) => {
+                self.set_stage(Stage::Returning(returning));
+                Ok(PhaseReport { devices: self.deltas(&taken), ..report(log) })
             }
-            Err(error) => {
+            Err(Failed { state, error }) => {
                 // Nothing was taken; stand as before, so that the same resume can be tried later.
-                self.stand_as_before_resume()?;
+                self.transition(undone)?;
+                drop(state);
                 Err(pool_failure(&error))
             }
         }
     }
 
-    /// A resume is undone in the pool: the process is as it was before.
-    fn stand_as_before_resume(&self) -> Result<(), Failure> {
-        match self.selection() {
-            Selection::SetAside(..) => {
-                self.transition(Event::TagResumeUndone)?;
-                self.pool.thaw();
-                self.gate.open();
-            }
-            Selection::Whole | Selection::Staged(_) | Selection::Tagged(..) => {
-                self.transition(Event::ResumeUndone)?;
-                self.gate.set_vacated();
-            }
-        }
-        Ok(())
-    }
-
     fn restore(&self) -> Result<PhaseReport, Failure> {
-        self.expect(MemberState::Restoring)?;
-        let restored = self.pool.restore_own(&self.selection(), free_descriptors() / 4);
+        let mut returning = self.take_returning()?;
+        let restored = returning.restore_own(free_descriptors() / 4);
+        self.set_stage(Stage::Returning(returning));
         Ok(report(restored.map_err(|error| pool_failure(&error))?))
     }
 
-    fn import(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
+    fn take_returning(&self) -> Result<Returning<D>, Failure> {
         self.expect(MemberState::Restoring)?;
-        let fetched = self.import_again(&self.selection(), deadline);
-        let (log, missing) = fetched.map_err(|error| import_failure(&error))?;
+        self.next_of(Stage::into_returning)
+    }
+
+    fn import(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
+        let (log, missing) = self.fetch_imports(deadline)?;
         if let Some(missing) = missing.into_iter().next() {
             return Err(import_failure(&missing.into()));
         }
@@ -464,34 +424,44 @@ impl<D: Driver> Member<D> {
     fn import_from_living(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Restoring)?;
         let mut notes = self.leave_lost_out();
-        let fetched = self.import_again(&self.selection(), deadline);
-        let (log, missing) = fetched.map_err(|error| import_failure(&error))?;
+        let (log, missing) = self.fetch_imports(deadline)?;
         notes.extend(missing.iter().map(|missing| self.leave_missing_out(missing)));
         let mut report = self.map_imports(log)?;
         report.notes.extend(notes);
         Ok(report)
     }
 
+    fn fetch_imports(&self, deadline: Instant) -> Result<(StepLog, Vec<Missing>), Failure> {
+        let mut returning = self.take_returning()?;
+        let fetched = self.import_again(&mut returning, deadline);
+        self.set_stage(Stage::Returning(returning));
+        fetched.map_err(|error| import_failure(&error))
+    }
+
     /// All that comes before the gate opens is done with that.
     fn map_imports(&self, mut log: StepLog) -> Result<PhaseReport, Failure> {
-        let mapped = self.pool.map_imports(&self.selection());
-        log.add(mapped.map_err(|error| pool_failure(&error))?);
-        self.standing().progress = Progress::Ready;
-        Ok(report(log))
+        match self.take_returning()?.map_imports() {
+            Ok((restored, mapped)) => {
+                self.set_stage(Stage::Restored(restored));
+                log.add(mapped);
+                Ok(report(log))
+            }
+            Err(Failed { state, error }) => {
+                self.set_stage(Stage::Returning(*state));
+                Err(pool_failure(&error))
+            }
+        }
     }
 
     pub(super) fn activate(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Restoring)?;
-        let spare = self.pool.commit_resume();
+        let restored = self.next_of(Stage::into_restored)?;
+        let is_resume_of_all = !matches!(restored.selection(), Selection::SetAside(..));
+        let (done, spare) = restored.commit();
         self.transition(Event::Resumed)?;
-        {
-            let mut standing = self.standing();
-            if !matches!(standing.selection, Selection::SetAside(..)) {
-                standing.resumes += 1;
-            }
-        }
+        self.standing().resumes += u64::from(is_resume_of_all);
         self.changed.notify_all();
-        self.gate.open();
+        drop(done);
         self.cut.release();
         self.close_later(spare);
         Ok(PhaseReport::default())
@@ -521,17 +491,31 @@ impl<D: Driver> Member<D> {
                 return Err(wrong_state(format!("a resume cannot be undone while {state:?}")));
             }
         }
-        let selection = self.selection();
-        let mut log = self.pool.drop_imports(&selection).map_err(|error| pool_failure(&error))?;
-        let own = self.pool.release_selected(&selection).map_err(|error| pool_failure(&error))?;
-        log.steps.extend(own.steps);
-        self.stand_as_before_resume()?;
+        let (selection, undone) = match self.take_stage() {
+            Stage::Returning(returning) => (returning.selection().clone(), returning.undo()),
+            Stage::Restored(restored) => (restored.selection().clone(), restored.undo()),
+            stage @ (Stage::Rest
+            | Stage::Shut(..)
+            | Stage::Quiesced(..)
+            | Stage::Leaving(_)
+            | Stage::Prepared(_)
+            | Stage::Released(_)) => return Err(self.out_of_turn(stage)),
+        };
+        let (done, log) = undone.map_err(|Failed { state, error }| {
+            self.set_stage(Stage::Returning(*state));
+            pool_failure(&error)
+        })?;
+        self.transition(match selection {
+            Selection::SetAside(..) => Event::TagResumeUndone,
+            Selection::Whole | Selection::Staged(_) | Selection::Tagged(..) => Event::ResumeUndone,
+        })?;
+        drop(done);
         Ok(PhaseReport { devices: self.needs(&selection).devices, ..report(log) })
     }
 
     /// What a resume of `selection` needs on each device, and what is free there.
     fn needs(&self, selection: &Selection) -> PhaseReport {
-        let vacated = self.by_device(self.pool.vacated_bytes(selection));
+        let vacated = self.by_device(self.pool.offloaded_bytes(selection));
         PhaseReport { devices: self.deltas(&vacated), ..PhaseReport::default() }
     }
 }
@@ -569,13 +553,4 @@ fn report(log: StepLog) -> PhaseReport {
         notes: log.notes,
         ..PhaseReport::default()
     }
-}
-
-/// Something whose work must end before memory can leave.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Place {
-    /// The primary context of a device.
-    Device(DeviceOrdinal),
-    /// A context that the application made for itself.
-    OwnContext(RawContext),
 }

@@ -267,7 +267,7 @@ fn what_is_not_whole_goes_with_its_asker_and_with_any_other_step() {
     let (_, text) = second.refusal(NO_TIME);
     assert!(text.contains("a pause, a resume or another save has begun"), "{text}");
     assert_eq!(fs::read_dir(dir.path()).expect("a directory").count(), 0);
-    stage.members[0].pool().release(large).expect("released");
+    stage.members[0].pool().enter_giving_up().release(large).expect("released");
     stage.assert_intact("begun and resumed");
 }
 

@@ -61,30 +61,31 @@ fn share_and_let_go(stage: &Stage) {
     let [owner, importer] = [&stage.members[0], &stage.members[1]];
     let kept = || class(Contents::Keep);
     let prop = AllocationProp::pinned_on(device_of(0));
-    let made = again(|| Ok(owner.pool().create(UNIT, &prop, kept())?));
-    let ticket = again(|| owner.issue_ticket(made));
+    let made = again(|| Ok(owner.pool().enter().create(UNIT, &prop, kept())?));
+    let ticket = again(|| owner.issue_ticket(&owner.pool().enter(), made));
     let ticket = Ticket::read(ticket.as_fd()).expect("readable").expect("a ticket");
-    let imported = again(|| importer.redeem_ticket(&ticket, "test"));
+    let imported = again(|| importer.redeem_ticket(&importer.pool().enter(), &ticket, "test"));
     let mut places = Vec::new();
     for (member, handle, device) in
         [(owner, made, device_of(0)), (importer, imported, device_of(1))]
     {
         let range = reserve(member, UNIT);
-        again(|| Ok(member.pool().map(range, 0, handle)?));
+        again(|| Ok(member.pool().enter().map(range, 0, handle)?));
         let rights = [AccessDesc::read_write(device)];
-        again(|| Ok(member.pool().set_access(range, &rights)?));
-        given_back(member.pool().release(handle));
+        again(|| Ok(member.pool().enter().set_access(range, &rights)?));
+        given_back(member.pool().enter_giving_up().release(handle));
         places.push((member, device, range));
     }
     write(owner, device_of(0), places[0].2, 77);
     for (member, device, range) in places {
         assert!(holds(member, device, range, 77));
-        again(|| Ok(member.pool().unmap(range)?));
+        again(|| Ok(member.pool().enter_giving_up().unmap(range)?));
         free_addresses(member, range);
     }
-    let block = again(|| Ok(owner.pool().block_allocate(UNIT, &prop, &[device_of(0)], kept())?));
+    let block =
+        again(|| Ok(owner.pool().enter().block_allocate(UNIT, &prop, &[device_of(0)], kept())?));
     write(owner, device_of(0), VaRange::new(block, UNIT), 78);
-    again(|| Ok(owner.pool().block_free(block)?));
+    again(|| Ok(owner.pool().enter_giving_up().block_free(block)?));
 }
 
 #[test]
@@ -116,20 +117,28 @@ fn any_call_of_freeing_while_paused_may_fail_and_nothing_is_left_over() {
     let prop = AllocationProp::pinned_on(device_of(0));
     for nth in 1.. {
         let blocks = [(); 3].map(|()| {
-            member.pool().block_allocate(UNIT, &prop, &[device_of(0)], kept()).expect("a block")
+            member
+                .pool()
+                .enter()
+                .block_allocate(UNIT, &prop, &[device_of(0)], kept())
+                .expect("a block")
         });
-        let handle = member.pool().create(UNIT, &prop, kept()).expect("memory");
+        let handle = member.pool().enter().create(UNIT, &prop, kept()).expect("memory");
         let range = reserve(member, UNIT);
-        member.pool().map(range, 0, handle).expect("mapping");
+        member.pool().enter().map(range, 0, handle).expect("mapping");
         stage.must(Action::Pause);
         stage.assert_all(MemberState::Paused, "freeing");
         let before = stage.clear_faults();
         stage.faults(0).fail_any(FaultSpan::Nth(nth), DriverCode::UNKNOWN);
         for block in blocks {
-            member.pool().block_free(block).expect("freed, whatever the driver says");
+            member
+                .pool()
+                .enter_giving_up()
+                .block_free(block)
+                .expect("freed, whatever the driver says");
         }
-        member.pool().unmap(range).expect("from the table");
-        member.pool().release(handle).expect("from the table");
+        member.pool().enter_giving_up().unmap(range).expect("from the table");
+        member.pool().enter_giving_up().release(handle).expect("from the table");
         let met = stage.clear_faults() > before;
         free_addresses(member, range);
         stage.assert_gone("after freeing");

@@ -132,21 +132,22 @@ impl Stage {
         let shared = create(&member, device, 2, Contents::Keep);
         let places = [(); 2].map(|()| map(&member, shared, 2 * UNIT, device));
         write(&member, device, places[0], seed);
-        let fd = member.issue_ticket(shared).expect("a ticket");
+        let fd = member.issue_ticket(&member.pool().enter(), shared).expect("a ticket");
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let imported = importer.redeem_ticket(&ticket, "test").expect("import");
+        let imported =
+            importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("import");
         for place in places {
             self.spot(index, device, place, seed);
             let there = map(&importer, imported, 2 * UNIT, elsewhere);
             self.spot(peer, elsewhere, there, seed);
         }
-        importer.pool().release(imported).expect("the mappings keep it");
+        importer.pool().enter_giving_up().release(imported).expect("the mappings keep it");
         // A plain block, one that only the other device reaches, and one that the peer has opened.
         for accessor in [device, elsewhere, device] {
             let seed = self.next_seed();
             let prop = AllocationProp::pinned_on(device);
             let kept = class(Contents::Keep);
-            let block = member.pool().block_allocate(UNIT - 512, &prop, &[accessor], kept);
+            let block = member.pool().enter().block_allocate(UNIT - 512, &prop, &[accessor], kept);
             let range = VaRange::new(block.expect("a block"), UNIT);
             write(&member, accessor, range, seed);
             self.spot(index, accessor, range, seed);
@@ -162,12 +163,13 @@ impl Stage {
         let range = map(&member, filed, UNIT, device);
         write(&member, device, range, seed);
         self.spot(index, device, range, seed);
-        let fd = member.issue_ticket(filed).expect("a ticket");
+        let fd = member.issue_ticket(&member.pool().enter(), filed).expect("a ticket");
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let imported = importer.redeem_ticket(&ticket, "test").expect("import");
+        let imported =
+            importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("import");
         let there = map(&importer, imported, UNIT, elsewhere);
         self.spot(peer, elsewhere, there, seed);
-        importer.pool().release(imported).expect("the mapping keeps it");
+        importer.pool().enter_giving_up().release(imported).expect("the mapping keeps it");
     }
 
     /// Kept memory that is mapped nowhere for a while: its contents are looked at through a mapping.
@@ -178,8 +180,8 @@ impl Stage {
         let range = map(&member, hidden, UNIT, device_of(index));
         write(&member, device_of(index), range, seed);
         // Nobody may touch it through this one, so a pause needs a view.
-        member.pool().unmap(range).expect("unmap");
-        member.pool().map(range, 0, hidden).expect("mapping without rights");
+        member.pool().enter_giving_up().unmap(range).expect("unmap");
+        member.pool().enter().map(range, 0, hidden).expect("mapping without rights");
     }
 
     fn issue(&mut self, index: usize) {
@@ -188,10 +190,10 @@ impl Stage {
         let lonely = create(&member, device_of(index), 1, Contents::Keep);
         let range = map(&member, lonely, UNIT, device_of(index));
         write(&member, device_of(index), range, seed);
-        let ticket = member.issue_ticket(lonely).expect("a ticket");
-        member.pool().unmap(range).expect("unmap");
+        let ticket = member.issue_ticket(&member.pool().enter(), lonely).expect("a ticket");
+        member.pool().enter_giving_up().unmap(range).expect("unmap");
         free_addresses(&member, range);
-        member.pool().release(lonely).expect("the ticket keeps it");
+        member.pool().enter_giving_up().release(lonely).expect("the ticket keeps it");
         self.ticket = (ticket, seed);
     }
 
@@ -294,7 +296,8 @@ impl Stage {
         let importer = &self.members[1];
         let (fd, seed) = &self.ticket;
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let handle = importer.redeem_ticket(&ticket, "test").expect("redeemed");
+        let handle =
+            importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("redeemed");
         let range = map(importer, handle, UNIT, device_of(1));
         assert!(holds(importer, device_of(1), range, *seed), "the memory behind the ticket");
     }
@@ -315,7 +318,7 @@ pub(crate) fn create(
     contents: Contents,
 ) -> VirtualHandle {
     let prop = AllocationProp::pinned_on(device);
-    member.pool().create(units * UNIT, &prop, class(contents)).expect("memory")
+    member.pool().enter().create(units * UNIT, &prop, class(contents)).expect("memory")
 }
 
 pub(crate) fn reserve(member: &Member<SimDriver>, size_bytes: u64) -> VaRange {
@@ -334,8 +337,8 @@ fn map(
     device: DeviceOrdinal,
 ) -> VaRange {
     let range = reserve(member, size_bytes);
-    member.pool().map(range, 0, handle).expect("mapping");
-    member.pool().set_access(range, &[AccessDesc::read_write(device)]).expect("access");
+    member.pool().enter().map(range, 0, handle).expect("mapping");
+    member.pool().enter().set_access(range, &[AccessDesc::read_write(device)]).expect("access");
     range
 }
 
@@ -347,10 +350,10 @@ fn open_block(
     accessor: DeviceOrdinal,
 ) -> VaRange {
     let (allocation, asked_bytes, size_bytes) =
-        owner.pool().block_identity(block).expect("a block");
+        owner.pool().enter_giving_up().block_identity(block).expect("a block");
     let ticket = Ticket::uncounted(allocation, size_bytes, owner.id(), tenant());
-    let handle = importer.redeem_ticket(&ticket, "test").expect("import");
-    let opened = importer.pool().block_open(handle, asked_bytes, accessor).expect("open");
+    let handle = importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("import");
+    let opened = importer.pool().enter().block_open(handle, asked_bytes, accessor).expect("open");
     VaRange::new(opened, UNIT)
 }
 

@@ -152,10 +152,14 @@ fn plays_an_owner_that_dies() {
     let config = MemberConfig::new(run_dir, tenant(), "owner", "0.1.0");
     let member = Member::join(config, driver).expect("joined");
     let prop = AllocationProp::pinned_on(DEVICE);
-    let block =
-        member.pool().block_allocate(2 * UNIT, &prop, &[DEVICE], kept("")).expect("a block");
+    let block = member
+        .pool()
+        .enter()
+        .block_allocate(2 * UNIT, &prop, &[DEVICE], kept(""))
+        .expect("a block");
     write(&member, VaRange::new(block, 2 * UNIT), 5);
-    let (id, _, size_bytes) = member.pool().block_identity(block).expect("a block");
+    let (id, _, size_bytes) =
+        member.pool().enter_giving_up().block_identity(block).expect("a block");
     let said = format!("{id:?} {} {size_bytes}", member.id());
     std::fs::write(format!("{dir}/said.new"), said).expect("written");
     std::fs::rename(format!("{dir}/said.new"), format!("{dir}/said")).expect("renamed");
@@ -193,7 +197,8 @@ fn a_death_in_a_pause_takes_all_survivors_back_to_the_same_memory() {
     };
     let (middle, last) = (stage.join_with(slow), stage.join());
     let (mut child, ticket) = dying_owner(&stage);
-    let of_the_dead = middle.redeem_ticket(&ticket, "test").expect("imported");
+    let of_the_dead =
+        middle.redeem_ticket(&middle.pool().enter(), &ticket, "test").expect("imported");
     let of_the_dead_at = map(&middle, of_the_dead, 2);
     let (handle, at_middle) = written(&middle, 1, "", 7);
     let (_, at_last) = share(&middle, handle, &last, 1);
@@ -220,7 +225,9 @@ fn a_death_in_a_pause_takes_all_survivors_back_to_the_same_memory() {
     assert_eq!(holds(&middle, at_middle, 8), Ok(true));
     assert_one_memory((&middle, at_middle), (&last, at_last), 9);
     // What is lost is not given out again by its handle, which would map to nothing.
-    let refused = middle.redeem_ticket(&ticket, "test").expect_err("nobody has it any more");
+    let refused = middle
+        .redeem_ticket(&middle.pool().enter(), &ticket, "test")
+        .expect_err("nobody has it any more");
     assert!(refused.to_string().contains("could not be asked"), "{refused}");
     free(&middle, of_the_dead, of_the_dead_at);
 }

@@ -37,7 +37,7 @@ fn joined_in(phase: Phase) {
     let stage = Stage::new();
     let owner = stage.join();
     let (handle, at_owner) = written(&owner, 2, "", 7);
-    let ticket = owner.issue_ticket(handle).expect("a ticket");
+    let ticket = owner.issue_ticket(&owner.pool().enter(), handle).expect("a ticket");
     let mut late: Option<(Process, JoinHandle<VaRange>)> = None;
     let outcome = stage.act_with(Action::Pause, options(Scope::Whole), &mut |event| {
         if let Event::StepStarted { step: Step::Phase(begun), .. } = event
@@ -81,7 +81,7 @@ fn a_process_that_waits_with_a_ticket_of_a_paused_owner_can_be_paused_itself() {
     let stage = Stage::new();
     let owner = stage.join();
     let (handle, at_owner) = written(&owner, 2, "", 7);
-    let ticket = owner.issue_ticket(handle).expect("a ticket");
+    let ticket = owner.issue_ticket(&owner.pool().enter(), handle).expect("a ticket");
     stage.pause();
     let importer = stage.join();
     let redeeming = redeems(&importer, &ticket);
@@ -101,10 +101,12 @@ fn a_process_that_waits_with_a_ticket_of_a_paused_owner_can_be_paused_itself() {
 /// A block with contents 7, and a handle for it as `cudaIpc` gives them.
 fn block(owner: &Process, tag: &str) -> (VaRange, Ticket, u64) {
     let prop = AllocationProp::pinned_on(DEVICE);
-    let start = owner.pool().block_allocate(2 * UNIT, &prop, &[DEVICE], kept(tag)).expect("block");
+    let start =
+        owner.pool().enter().block_allocate(2 * UNIT, &prop, &[DEVICE], kept(tag)).expect("block");
     let range = VaRange::new(start, 2 * UNIT);
     write(owner, range, 7);
-    let (allocation, asked_bytes, size_bytes) = owner.pool().block_identity(start).expect("known");
+    let (allocation, asked_bytes, size_bytes) =
+        owner.pool().enter_giving_up().block_identity(start).expect("known");
     let ticket = Ticket::uncounted(allocation, size_bytes, owner.id(), tenant());
     (range, ticket, asked_bytes)
 }
@@ -127,7 +129,8 @@ fn a_handle_opened_while_its_owner_pauses_alone_is_refused_by_the_tags_name_and_
         let (importer, tell) = (importer.clone(), tell.clone());
         std::thread::spawn(move || {
             let _pass = importer.gate().pass(Passage::Use);
-            tell.send(importer.redeem_ticket(&ticket, "test")).expect("heard");
+            tell.send(importer.redeem_ticket(&importer.pool().enter(), &ticket, "test"))
+                .expect("heard");
         })
     };
     let mut opened = None;
@@ -145,8 +148,9 @@ fn a_handle_opened_while_its_owner_pauses_alone_is_refused_by_the_tags_name_and_
 
     let resumed = stage.act_with(Action::Resume, alone(&owner), &mut |_| {});
     assert!(matches!(resumed, Ok(Outcome::Completed(_))), "{resumed:?}");
-    let handle = importer.redeem_ticket(&ticket, "test").expect("it is there");
-    let start = importer.pool().block_open(handle, asked_bytes, DEVICE).expect("opened");
+    let handle =
+        importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("it is there");
+    let start = importer.pool().enter().block_open(handle, asked_bytes, DEVICE).expect("opened");
     let at_importer = VaRange::new(start, 2 * UNIT);
     assert_eq!(holds(&importer, at_importer, 7), Ok(true));
     assert_one_memory((&owner, at_owner), (&importer, at_importer), 8);
@@ -157,8 +161,9 @@ fn an_alone_pause_of_memory_that_somebody_has_opened_gives_way_to_one_of_all() {
     let stage = Stage::new();
     let (owner, importer) = (stage.join(), stage.join());
     let (at_owner, ticket, asked_bytes) = block(&owner, "kv");
-    let handle = importer.redeem_ticket(&ticket, "test").expect("redeemed");
-    let start = importer.pool().block_open(handle, asked_bytes, DEVICE).expect("opened");
+    let handle =
+        importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("redeemed");
+    let start = importer.pool().enter().block_open(handle, asked_bytes, DEVICE).expect("opened");
     let at_importer = VaRange::new(start, 2 * UNIT);
     let refused = stage.act_with(Action::Pause, alone(&owner), &mut |_| {});
     let refused = refused.expect_err("it is shared");
@@ -182,7 +187,7 @@ fn mapping_memory_once_more_while_its_tag_is_paused_is_refused_by_the_tags_name(
     for (process, handle) in [(&owner, handle), (&importer, imported)] {
         let driver = process.pool().driver();
         let start = driver.reserve(2 * UNIT, 0, DeviceAddress(0)).expect("a place");
-        let refused = process.pool().map(VaRange::new(start, 2 * UNIT), 0, handle);
+        let refused = process.pool().enter().map(VaRange::new(start, 2 * UNIT), 0, handle);
         let refused = refused.expect_err("it is away");
         assert!(refused.to_string().contains("tag 'kv' is paused"), "{refused}");
     }
@@ -204,11 +209,11 @@ fn a_handle_that_is_opened_while_its_owner_frees_the_memory_is_refused_as_stale(
             let importer = importer.clone();
             std::thread::spawn(move || {
                 tell.send(()).expect("heard");
-                importer.redeem_ticket(&ticket, "test")
+                importer.redeem_ticket(&importer.pool().enter(), &ticket, "test")
             })
         };
         hear.recv_timeout(Duration::from_secs(30)).expect("it is about to ask");
-        owner.pool().block_free(at_owner.start).expect("freed");
+        owner.pool().enter_giving_up().block_free(at_owner.start).expect("freed");
         let refused = opening.join().expect("it ended").expect_err("it is gone");
         assert!(refused.to_string().contains("does not have it now"), "{refused}");
     }
@@ -219,7 +224,8 @@ fn a_second_ticket_for_what_is_held_is_redeemed_or_stays_good_when_its_tag_is_pa
     let stage = Stage::new();
     let (owner, importer) = (stage.join(), stage.join());
     let (handle, at_owner) = written(&owner, 2, "kv", 7);
-    let tickets = [(); 2].map(|()| owner.issue_ticket(handle).expect("a ticket"));
+    let tickets =
+        [(); 2].map(|()| owner.issue_ticket(&owner.pool().enter(), handle).expect("a ticket"));
     let first = redeem(&importer, &tickets[0]).expect("imported");
     stage.must(Action::Pause, tags("kv"));
     let refused = redeem(&importer, &tickets[1]).expect_err("it is away");
@@ -228,7 +234,7 @@ fn a_second_ticket_for_what_is_held_is_redeemed_or_stays_good_when_its_tag_is_pa
     let second = redeem(&importer, &tickets[1]).expect("the ticket is good still");
     free(&owner, handle, at_owner);
     for imported in [first, second] {
-        importer.pool().release(imported).expect("released");
+        importer.pool().enter_giving_up().release(imported).expect("released");
     }
     assert_used(&owner, 0, "no ticket holds it any more");
 }

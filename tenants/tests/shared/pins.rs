@@ -14,7 +14,7 @@ fn memory_pinned_by_its_importer_stays_in_its_owner_too() {
     let (_, there) = share(&owner, handle, &importer, 2);
     let third = stage.join();
     let (_, at_third) = share(&owner, handle, &third, 2);
-    assert_eq!(importer.pool().pin(there, "registered with a network card"), 2 * UNIT);
+    assert_eq!(importer.pool().enter().pin(there, "registered with a network card"), 2 * UNIT);
     for seed in 8..10 {
         let notes = stage.pause();
         assert!(notes.iter().any(|note| note.contains("network card")), "{notes:?}");
@@ -32,7 +32,7 @@ fn a_tag_that_is_all_pinned_in_its_owner_stays_with_its_importers() {
     let (owner, importer) = (stage.join(), stage.join());
     let (handle, at_owner) = written(&owner, 2, "kv", 7);
     let (_, there) = share(&owner, handle, &importer, 2);
-    owner.pool().pin(at_owner, "registered with a network card");
+    owner.pool().enter().pin(at_owner, "registered with a network card");
     stage.must(Action::Pause, tags("kv"));
     assert_eq!(holds(&importer, there, 7), Ok(true), "the process runs on");
     let resumed = stage.act(Action::Resume, tags("kv")).expect("nothing was away");

@@ -123,11 +123,14 @@ impl Run {
         let (handle, range) = if self.random.bool() {
             share(owner, handle, importer, units)
         } else {
-            let export = owner.pool().export(handle).expect("known");
-            let handle = owner.pool().import_held(export.id, export.serial).expect("its own");
-            owner.pool().release(handle).expect("that once more");
+            let export = owner.pool().enter().export(handle).expect("known");
+            let handle =
+                owner.pool().enter().import_held(export.id, export.serial).expect("its own");
+            owner.pool().enter_giving_up().release(handle).expect("that once more");
             let ticket = Ticket::uncounted(export.id, export.size_bytes, owner.id(), tenant());
-            let handle = importer.redeem_ticket(&ticket, "test").expect("redeemed");
+            let handle = importer
+                .redeem_ticket(&importer.pool().enter(), &ticket, "test")
+                .expect("redeemed");
             (handle, map(importer, handle, units))
         };
         self.memories[picked].holders.push(Holder { process: to, handle, range });
@@ -172,7 +175,7 @@ impl Run {
         let holder = &self.memories[picked].holders[which];
         if self.is_resident(holder) {
             let process = holder.process;
-            self.processes[process].pool().pin(holder.range, "a network card has it");
+            self.processes[process].pool().enter().pin(holder.range, "a network card has it");
             self.memories[picked].pinned = true;
             self.log.push(format!("{process} pins memory {picked}"));
         }

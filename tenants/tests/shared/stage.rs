@@ -139,7 +139,7 @@ pub(crate) fn assert_used(process: &Process, bytes: u64, why: &str) {
 /// A handle of new memory.
 pub(crate) fn create(process: &Process, units: u64, class: Class) -> VirtualHandle {
     let prop = AllocationProp::pinned_on(DEVICE);
-    process.pool().create(units * UNIT, &prop, class).expect("memory")
+    process.pool().enter().create(units * UNIT, &prop, class).expect("memory")
 }
 
 /// Maps `handle` somewhere, readable and writable.
@@ -147,8 +147,8 @@ pub(crate) fn map(process: &Process, handle: VirtualHandle, units: u64) -> VaRan
     let size_bytes = units * UNIT;
     let start = process.pool().driver().reserve(size_bytes, 0, DeviceAddress(0)).expect("place");
     let range = VaRange::new(start, size_bytes);
-    process.pool().map(range, 0, handle).expect("mapped");
-    process.pool().set_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    process.pool().enter().map(range, 0, handle).expect("mapped");
+    process.pool().enter().set_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
     range
 }
 
@@ -167,14 +167,14 @@ pub(crate) fn written(
 
 /// Frees what [`written`] made.
 pub(crate) fn free(process: &Process, handle: VirtualHandle, range: VaRange) {
-    process.pool().unmap(range).expect("unmapped");
-    process.pool().release(handle).expect("released");
+    process.pool().enter_giving_up().unmap(range).expect("unmapped");
+    process.pool().enter_giving_up().release(handle).expect("released");
     process.pool().driver().free_addresses(range).expect("addresses");
 }
 
 pub(crate) fn redeem(importer: &Process, ticket: &OwnedFd) -> Result<VirtualHandle, ImportError> {
     let ticket = Ticket::read(ticket.as_fd()).expect("readable").expect("a ticket");
-    importer.redeem_ticket(&ticket, "test")
+    importer.redeem_ticket(&importer.pool().enter(), &ticket, "test")
 }
 
 /// Gives `handle` of `owner` to `importer`: its handle and its place there.
@@ -184,7 +184,7 @@ pub(crate) fn share(
     importer: &Process,
     units: u64,
 ) -> (VirtualHandle, VaRange) {
-    let ticket = owner.issue_ticket(handle).expect("a ticket");
+    let ticket = owner.issue_ticket(&owner.pool().enter(), handle).expect("a ticket");
     let imported = redeem(importer, &ticket).expect("imported");
     (imported, map(importer, imported, units))
 }

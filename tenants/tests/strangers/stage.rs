@@ -66,8 +66,8 @@ pub(crate) fn class() -> Class {
 /// A ticket for fresh memory of `owner`, and the memory's handle.
 pub(crate) fn ticket_of(owner: &SimMember) -> (Ticket, VirtualHandle) {
     let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
-    let handle = owner.pool().create(GRANULARITY_BYTES, &prop, class()).unwrap();
-    let fd = owner.issue_ticket(handle).unwrap();
+    let handle = owner.pool().enter().create(GRANULARITY_BYTES, &prop, class()).unwrap();
+    let fd = owner.issue_ticket(&owner.pool().enter(), handle).unwrap();
     (Ticket::read(fd.as_fd()).unwrap().unwrap(), handle)
 }
 

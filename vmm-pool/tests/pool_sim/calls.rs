@@ -9,7 +9,7 @@ use vmm_pool::driver::sim::{FaultSpan, Latency, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverOp, Location, VaRange,
 };
-use vmm_pool::{ImportSource, PeerId, Pool, PoolError, VirtualHandle};
+use vmm_pool::{ImportSource, PeerId, PoolError, VirtualHandle};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, OWNER, SimPool, UNIT, WHOLE, create, free_addresses, free_bytes,
@@ -58,7 +58,7 @@ fn unmap_that_cuts_a_mapping_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn unmap_while_vacated_spans_many_mappings_without_the_driver() {
+fn unmap_while_offloaded_spans_many_mappings_without_the_driver() {
     let pool = pool(&node());
     let whole = reserve(&pool, 3 * UNIT);
     for slot in [0, 2] {
@@ -263,7 +263,7 @@ fn slow(node: &SimNode, op: DriverOp) -> (SimPool, VirtualHandle) {
     let latency = Latency::default().with(op, 300_000);
     let driver = SimDriver::new(node.clone(), SimOptions { latency, ..SimOptions::default() });
     driver.make_current(DEVICE).expect("device 0");
-    let pool = Pool::new(Arc::new(driver), 1);
+    let pool = SimPool::new(Arc::new(driver), 1);
     let handle = create(&pool, DEVICE, 1, kept());
     let place = map(&pool, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
     write(&pool, DEVICE, place, pattern(5));

@@ -111,13 +111,12 @@ fn what_comes_back_first_gives_its_disk_back_first() {
     let third = filled(&pool, DEVICE, 8, tagged("third"), 3);
     let whole = Selection::Tagged(Tags::All, Whose::Everybody);
     pool.save(&whole, UNLIMITED).expect("saved");
-    pool.release_selected(&whole).expect("released");
-    pool.set_aside();
+    pool.release_selected().expect("released");
     let all = disk_bytes(dir.path());
     let back = |tags: &[&str]| {
         let selection = Selection::SetAside(named(tags), Whose::Everybody);
         pool.create_own(&selection).expect("memory");
-        pool.restore_own(&selection, usize::MAX).expect("contents");
+        pool.restore_own(usize::MAX).expect("contents");
         drop(pool.commit_resume());
     };
     back(&["first", "third"]);
@@ -149,7 +148,7 @@ fn unused_parts_take_no_disk_and_saved_bytes_are_read_from_the_file() {
     let hole = VaRange::new(DeviceAddress(range.start.0 + 2 * UNIT), 4 * UNIT);
     pool.mark_unused(&[hole]);
     let log = pool.save(&WHOLE, UNLIMITED).expect("saved");
-    pool.release_selected(&WHOLE).expect("released");
+    pool.release_selected().expect("released");
     assert_eq!((log.bytes, pool.report().file_bytes), (4 * UNIT, 4 * UNIT));
     assert!(disk_bytes(dir.path()) < 5 * UNIT);
     let last = DeviceAddress(range.start.0 + 7 * UNIT + 8);
@@ -169,6 +168,7 @@ fn a_directory_that_is_not_there_is_named_and_nothing_has_changed() {
     let range = filled(&pool, DEVICE, 2, tagged("weights"), 7);
     let missing = dir.path().join("missing");
     pool.set_file_dir(missing.clone());
+    pool.drain();
     let (report, calls) = (pool.report(), pool.driver().faults().calls_total());
     let checked = check_file_dir(&missing).expect_err("not there").to_string();
     let error = pool.save(&WHOLE, UNLIMITED).expect_err("not there");
@@ -180,6 +180,7 @@ fn a_directory_that_is_not_there_is_named_and_nothing_has_changed() {
     assert_eq!(pool.driver().faults().calls_total(), calls, "the driver was not asked");
     assert_eq!(pool.report(), report);
     assert!(holds(&pool, DEVICE, range, pattern(7)));
+    pool.remount().expect("nothing was moved");
     fs::create_dir(&missing).expect("a directory");
     check_file_dir(&missing).expect("there now");
     pause(&pool);
@@ -195,9 +196,8 @@ fn a_host_budget_counts_the_ring_alone() {
     let error = refused.expect_err("not even the ring");
     assert!(matches!(error, PoolError::OutOfHostMemory { grow_bytes: RING_BYTES, .. }), "{error}");
     pool.save(&WHOLE, HostBudget(Some(RING_BYTES))).expect("the ring fits");
-    pool.remount(&WHOLE).expect("mapped again");
+    pool.remount().expect("mapped again");
     drop(pool.commit_resume());
-    pool.give_back_host_memory();
     assert_eq!((pool.report().host_arena_bytes, pool.report().file_bytes), (0, 0));
     assert!(holds(&pool, DEVICE, range, pattern(7)));
 }
@@ -214,13 +214,13 @@ fn a_file_cut_short_leaves_the_memory_paused_and_what_is_put_back_is_read() {
     file.set_len(2 * UNIT + 100).expect("cut");
 
     pool.create_own(&WHOLE).expect("memory");
-    let error = pool.restore_own(&WHOLE, usize::MAX).expect_err("the end is missing");
+    let error = pool.restore_own(usize::MAX).expect_err("the end is missing");
     let PoolError::FileUnreadable { offset_bytes, size_bytes, .. } = error else {
         panic!("{error}")
     };
     assert_eq!((offset_bytes, size_bytes), (0, 3 * UNIT));
     assert!(error.to_string().contains(&dir.path().display().to_string()), "{error}");
-    pool.release_selected(&WHOLE).expect("released");
+    pool.undo_resume().expect("given up again");
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
     let mut end = [0; 8];
     let unread = pool.read_saved(DeviceAddress(range.end().0 - 8), &mut end);
@@ -240,7 +240,7 @@ fn copies_that_fail_give_disk_and_ring_back() {
         faults.fail(op, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
         assert!(pool.save(&WHOLE, UNLIMITED).is_err(), "{op}");
         faults.clear();
-        pool.remount(&WHOLE).expect("mapped again");
+        pool.remount().expect("mapped again");
         drop(pool.commit_resume());
         let report = pool.report();
         assert_eq!((report.file_bytes, report.host_arena_bytes), (0, 0), "{op}");

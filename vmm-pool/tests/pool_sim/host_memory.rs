@@ -29,14 +29,12 @@ fn host_memory_of_a_pause_that_failed_goes_back_to_what_the_last_one_used() {
         assert!(pool.save(&WHOLE, UNLIMITED).is_err(), "{op}");
         faults.clear();
         assert_eq!(arena_bytes(&pool), 0, "{op}: nothing was used before");
-        pool.remount(&WHOLE).expect("mapped again");
+        pool.remount().expect("mapped again");
     }
     // Saved well, and undone for another's sake.
     pool.save(&WHOLE, UNLIMITED).expect("saving");
-    pool.remount(&WHOLE).expect("mapped again");
+    pool.remount().expect("mapped again");
     drop(pool.commit_resume());
-    assert_eq!(arena_bytes(&pool), CHUNK);
-    pool.give_back_host_memory();
     assert_eq!((arena_bytes(&pool), pool.driver().census().host_ranges), (0, 0));
 
     pause(&pool);
@@ -48,7 +46,7 @@ fn host_memory_of_a_pause_that_failed_goes_back_to_what_the_last_one_used() {
     let error = pool.save(&WHOLE, UNLIMITED).expect_err("the second piece is refused");
     assert!(error.to_string().contains("pinning of host memory"), "{error}");
     faults.clear();
-    pool.remount(&WHOLE).expect("mapped again");
+    pool.remount().expect("mapped again");
     assert_eq!(arena_bytes(&pool), CHUNK, "what the last pause used stays");
     pool.release(more).expect("release");
     assert!(holds(&pool, DEVICE, place, pattern(3)));
@@ -67,13 +65,12 @@ fn host_memory_behind_a_gap_is_not_given_back_while_contents_lie_there() {
     let pause_tag = |tag: &str| {
         let selection = Selection::Tagged(tags(tag), Whose::Everybody);
         pool.save(&selection, UNLIMITED).expect("saved");
-        pool.release_selected(&selection).expect("released");
-        pool.set_aside();
+        pool.release_selected().expect("released");
     };
     let resume_tag = |tag: &str| {
         let selection = Selection::SetAside(tags(tag), Whose::Everybody);
         pool.create_own(&selection).expect("memory");
-        pool.restore_own(&selection, usize::MAX).expect("contents");
+        pool.restore_own(usize::MAX).expect("contents");
         drop(pool.commit_resume());
     };
     let filled = |tag: &str, units: u64, seed: u64| {
@@ -94,7 +91,9 @@ fn host_memory_behind_a_gap_is_not_given_back_while_contents_lie_there() {
     resume_tag("between");
     // A pause that has nothing to save completes: what is set aside is what it has used.
     pause_tag("another");
-    pool.give_back_host_memory();
+    // One that comes to nothing gives back what the last one has not used.
+    pool.save(&Selection::Tagged(tags("another"), Whose::Everybody), UNLIMITED).expect("nothing");
+    pool.remount().expect("undone");
     assert_eq!(arena_bytes(&pool), 2 * CHUNK);
     resume_tag("behind");
     assert!(holds(&pool, DEVICE, behind, pattern(3)));

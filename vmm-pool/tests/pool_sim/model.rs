@@ -365,8 +365,7 @@ impl Model {
         } else {
             let selection = Selection::Tagged(tags, Whose::Everybody);
             self.pool.save(&selection, UNLIMITED).expect("saved");
-            self.pool.release_selected(&selection).expect("released");
-            self.pool.set_aside();
+            self.pool.release_selected().expect("released");
             self.lose_discarded(|memory| memory.tag == tag);
             for memory in self.memories.values_mut().filter(|m| m.tag == tag && !m.pinned) {
                 memory.away = true;
@@ -377,7 +376,7 @@ impl Model {
 
     fn resume(&self, selection: &Selection) {
         self.pool.create_own(selection).expect("memory");
-        self.pool.restore_own(selection, usize::MAX).expect("contents");
+        self.pool.restore_own(usize::MAX).expect("contents");
         drop(self.pool.commit_resume());
     }
 

@@ -4,13 +4,14 @@ use std::collections::BTreeSet;
 
 use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
 use vmm_pool::{
-    AllocationId, LostImports, PeerId, PoolError, References, StayReason, VirtualHandle,
+    AllocationId, Contents, LostImports, PeerId, PoolError, References, Selection, StayReason,
+    Tags, VirtualHandle, Whose,
 };
 
 use crate::stage::{
-    CAPACITY_BYTES, DEVICE, OTHER, OWNER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_addresses,
-    free_bytes, holds, import_again, kept, map, node, pattern, pause, pool, reserve, resume, share,
-    write,
+    CAPACITY_BYTES, DEVICE, OTHER, OWNER, SimPool, UNIT, UNLIMITED, WHOLE, class, create,
+    free_addresses, free_bytes, holds, import_again, kept, map, node, pattern, pause, pool,
+    reserve, resume, share, write,
 };
 
 const RW: fn(vmm_pool::driver::DeviceOrdinal) -> AccessDesc = AccessDesc::read_write;
@@ -43,7 +44,7 @@ fn ids_of_imports(importer: &SimPool) -> Vec<AllocationId> {
 
 fn paused(pool: &SimPool) {
     pool.save(&WHOLE, UNLIMITED).expect("saving");
-    pool.release_selected(&WHOLE).expect("release");
+    pool.release_selected().expect("release");
 }
 
 #[test]
@@ -52,7 +53,7 @@ fn what_stays_keeps_its_bytes_through_a_pause_and_is_named() {
     assert_eq!(references(&owner).given, [], "the owner has it no more");
     let ids = ids_of_imports(&importer);
     let stays: Vec<_> = ids.iter().map(|&id| (id, StayReason::LetGo)).collect();
-    importer.set_stays(&stays).expect("it is not its own");
+    importer.leave(&stays);
     paused(&importer);
     assert!(holds(&importer, OTHER, there, pattern(5)), "nobody could bring it back");
     let rows = || importer.report().devices.into_iter().flat_map(|device| device.pinned);
@@ -75,11 +76,14 @@ fn what_nobody_else_counts_is_never_taken_from_its_owner() {
     let pool = pool(&node());
     let handle = create(&pool, DEVICE, 1, kept());
     let id = pool.export(handle).expect("export").id;
-    let refused = pool.set_stays(&[(id, StayReason::LetGo)]);
-    assert!(matches!(refused, Err(PoolError::Disowned { id: named }) if named == id));
-    pool.set_stays(&[(id, StayReason::Pinned)]).expect("others may have pinned it");
     let place = map(&pool, handle, UNIT, &[RW(DEVICE)]);
     write(&pool, DEVICE, place, pattern(1));
+    pool.leave(&[(id, StayReason::LetGo)]);
+    let refused = pool.save(&WHOLE, UNLIMITED);
+    assert!(matches!(refused, Err(PoolError::Disowned { id: named }) if named == id));
+    pool.remount().expect("nothing was moved");
+    // Others may have pinned it.
+    pool.leave(&[(id, StayReason::Pinned)]);
     paused(&pool);
     assert!(holds(&pool, DEVICE, place, pattern(1)), "it stays");
 }
@@ -133,7 +137,7 @@ fn what_is_freed_while_it_is_away_comes_back_for_its_importers_and_is_theirs_the
     free_addresses(&owner, place);
     for pool in [&owner, &importer] {
         pool.create_own(&WHOLE).expect("memory");
-        pool.restore_own(&WHOLE, usize::MAX).expect("contents");
+        pool.restore_own(usize::MAX).expect("contents");
     }
     import_again(&owner, &importer, 1).expect("imports");
     drop((owner.commit_resume(), importer.commit_resume()));
@@ -164,21 +168,22 @@ fn what_is_freed_by_all_while_it_is_away_is_gone_after_the_resume() {
 fn memory_of_the_dead_is_kept_until_the_release_and_asked_for_until_it_is_given_up() {
     let (_, importer, imported, there) = let_go();
     importer.save(&WHOLE, UNLIMITED).expect("nothing to save");
-    importer.remount(&WHOLE).expect("mapped again");
+    importer.remount().expect("mapped again");
     drop(importer.commit_resume());
     assert!(holds(&importer, OTHER, there, pattern(5)), "going back loses nothing");
 
     paused(&importer);
     assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES, "memory of the dead stays");
     assert_eq!(importer.imports_away(OWNER), LostImports { count: 1, bytes: UNIT });
-    assert_eq!(importer.import_requests(&WHOLE).len(), 1);
-    let refused = importer.map_imports(&WHOLE);
+    importer.create_own(&WHOLE).expect("it has none");
+    assert_eq!(importer.import_requests().len(), 1);
+    let refused = importer.map_imports();
     assert!(matches!(refused, Err(PoolError::MissingImport { .. })));
 
     assert_eq!(importer.give_up_imports(OWNER).count, 1);
-    assert!(importer.import_requests(&WHOLE).is_empty());
-    importer.map_imports(&WHOLE).expect("nothing is missing");
-    resume(&importer);
+    assert!(importer.import_requests().is_empty());
+    importer.map_imports().expect("nothing is missing");
+    drop(importer.commit_resume());
     // It takes part in pauses no more, and its user can give it up.
     paused(&importer);
     resume(&importer);
@@ -216,12 +221,12 @@ fn a_range_with_a_lost_part_is_unmapped_as_a_whole() {
 #[test]
 fn nothing_is_mapped_over_what_is_away() {
     let pool = pool(&node());
-    let handle = create(&pool, DEVICE, 2, kept());
+    let handle = create(&pool, DEVICE, 2, class(Contents::Discard));
     let place = map(&pool, handle, 2 * UNIT, &[RW(DEVICE)]);
     let other = create(&pool, DEVICE, 1, kept());
-    pause(&pool);
+    pool.save(&Selection::Tagged(Tags::All, Whose::Everybody), UNLIMITED).expect("nothing");
+    pool.release_selected().expect("release");
     let inside = VaRange::new(DeviceAddress(place.start.0 + UNIT), UNIT);
     let refused = pool.map(inside, 0, other).expect_err("as while it is there");
     assert_eq!(refused.code(), Some(vmm_pool::driver::DriverCode::INVALID_VALUE));
-    resume(&pool);
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, VaRange};
 use vmm_pool::{
-    Class, Contents, HostBudget, ImportSource, PeerId, Pool, PoolResult, Selection, StepLog,
+    Class, Contents, HostBudget, ImportSource, PeerId, PoolResult, Selection, StepLog,
     VirtualHandle,
 };
 
@@ -30,7 +30,7 @@ pub(crate) const UNLIMITED: HostBudget = HostBudget(None);
 /// Whom imports of [`share`] name as their owner.
 pub(crate) const OWNER: PeerId = PeerId(99);
 
-pub(crate) type SimPool = Pool<SimDriver>;
+pub(crate) use crate::process::SimPool;
 
 /// A fresh node of two devices.
 pub(crate) fn node() -> SimNode {
@@ -41,7 +41,7 @@ pub(crate) fn node() -> SimNode {
 pub(crate) fn pool(node: &SimNode) -> SimPool {
     let driver = SimDriver::new(node.clone(), SimOptions::default());
     driver.make_current(DEVICE).expect("device 0");
-    let pool = Pool::new(Arc::new(driver), 2);
+    let pool = SimPool::new(Arc::new(driver), 2);
     pool.set_file_dir("/dev/shm".into());
     pool
 }
@@ -156,27 +156,27 @@ pub(crate) fn import_again(
     importer_id: u64,
 ) -> PoolResult<StepLog> {
     let mut descriptors = HashMap::new();
-    for request in importer.import_requests(&WHOLE) {
+    for request in importer.import_requests() {
         assert_eq!(request.owner, OWNER);
         for id in request.ids {
             descriptors.insert(id, owner.hand_out(id, PeerId(importer_id))?);
         }
     }
     let mut log = importer.import_batch(descriptors)?;
-    log.add(importer.map_imports(&WHOLE)?);
+    log.add(importer.map_imports()?);
     Ok(log)
 }
 
 /// A whole pause of one pool without peers.
 pub(crate) fn pause(pool: &SimPool) {
     pool.save(&WHOLE, UNLIMITED).expect("saving");
-    let log = pool.release_selected(&WHOLE).expect("release");
+    let log = pool.release_selected().expect("release");
     assert!(log.notes.is_empty(), "{:?}", log.notes);
 }
 
 /// A whole resume of one pool without peers.
 pub(crate) fn resume(pool: &SimPool) {
     pool.create_own(&WHOLE).expect("memory");
-    pool.restore_own(&WHOLE, usize::MAX).expect("contents");
+    pool.restore_own(usize::MAX).expect("contents");
     drop(pool.commit_resume());
 }

@@ -32,14 +32,13 @@ fn filled(pool: &SimPool, units: u64, class: Class, seed: u64) -> VaRange {
 pub(crate) fn pause_tags(pool: &SimPool, tags: &[&str]) {
     let selection = Selection::Tagged(names(tags), Whose::Everybody);
     pool.save(&selection, UNLIMITED).expect("saved");
-    let log = pool.release_selected(&selection).expect("released");
+    let log = pool.release_selected().expect("released");
     assert_eq!(log.notes, [""; 0]);
-    pool.set_aside();
 }
 
 fn resume_selected(pool: &SimPool, selection: &Selection) {
     pool.create_own(selection).expect("memory");
-    pool.restore_own(selection, usize::MAX).expect("contents");
+    pool.restore_own(usize::MAX).expect("contents");
     drop(pool.commit_resume());
 }
 
@@ -119,13 +118,16 @@ fn a_failed_resume_of_a_tag_leaves_new_memory_of_it_alone() {
     let pool = pool(&node());
     let old = filled(&pool, 100, tagged("kv", Contents::Keep), 1);
     pause_tags(&pool, &["kv"]);
-    let new = filled(&pool, 60, tagged("kv", Contents::Keep), 2);
     let selection = Selection::SetAside(names(&["kv"]), Whose::Everybody);
+    let fits = filled(&pool, 20, tagged("kv", Contents::Keep), 4);
+    pool.create_own(&selection).expect("it fits beside the new");
+    pool.restore_own(usize::MAX).expect("contents");
+    pool.undo_resume().expect("given up again");
+    assert!(holds(&pool, DEVICE, fits, pattern(4)));
+    pool.unmap(fits).expect("the handle keeps it");
+    let new = filled(&pool, 40, tagged("kv", Contents::Keep), 2);
     let error = pool.create_own(&selection).expect_err("it does not fit beside the new");
     assert!(error.to_string().contains("free"), "{error}");
-    // The undo of a resume that came further.
-    pool.drop_imports(&selection).expect("nothing");
-    pool.release_selected(&selection).expect("nothing");
     assert!(holds(&pool, DEVICE, new, pattern(2)));
     pool.unmap(new).expect("the handle keeps it");
     let handles: u64 = pool.report().devices.iter().map(DeviceReport::resident_bytes).sum();
@@ -206,7 +208,7 @@ fn unused_parts_are_not_copied_and_what_lies_beside_them_is() {
     pool.mark_unused(&[halves[1], whole, halves[0], VaRange::new(DeviceAddress(64), 8)]);
     let log = pool.save(&WHOLE, UNLIMITED).expect("saved");
     assert_eq!(log.bytes, 2 * UNIT, "the ends of the first, nothing of the second");
-    pool.release_selected(&WHOLE).expect("released");
+    pool.release_selected().expect("released");
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
     resume(&pool);
     let ends = [range.start.0, range.start.0 + 3 * UNIT].map(DeviceAddress);
@@ -244,7 +246,7 @@ fn marks_of_unused_parts_are_void_after_a_pause_that_failed() {
     faults.fail(DriverOp::CopyToHost, FaultSpan::Nth(1), DriverCode::UNKNOWN);
     assert!(pool.save(&WHOLE, UNLIMITED).is_err(), "it was made to fail");
     faults.clear();
-    pool.remount(&WHOLE).expect("mapped again");
+    pool.remount().expect("mapped again");
     write(&pool, DEVICE, unused, pattern(3));
     pause(&pool);
     resume(&pool);

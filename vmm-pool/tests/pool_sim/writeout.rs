@@ -106,7 +106,7 @@ fn of_memory_on_its_device_contents_are_saved_only_while_the_process_stands_stil
     assert_eq!((saved(Standing::StandsStill), saved(Standing::Runs)), (2 * UNIT, 0));
     let (file, written, _) = write_all(&pool, &pool.inventory(Standing::StandsStill));
     assert!(is_filled(part(&file, written[0].as_ref().expect("a place"), 0, 2 * UNIT), 4));
-    pool.remount(&WHOLE).expect("mapped again");
+    pool.remount().expect("mapped again");
     drop(pool.commit_resume());
     assert!(holds(&pool, DEVICE, range, pattern(4)));
 
@@ -125,8 +125,7 @@ fn a_tag_that_is_set_aside_is_written_while_the_process_runs() {
     let tags = Tags::Named(["weights".to_owned()].into());
     let weights = Selection::Tagged(tags, Whose::Everybody);
     pool.save(&weights, UNLIMITED).expect("saving");
-    pool.release_selected(&weights).expect("release");
-    pool.set_aside();
+    pool.release_selected().expect("release");
     let holdings = pool.inventory(Standing::Runs);
     let (file, written, _) = write_all(&pool, &holdings);
     for (holding, written) in holdings.iter().zip(&written) {

@@ -66,7 +66,7 @@ fn allocate(member: &Member<SimDriver>) {
     pool.driver().make_current(DEVICE).unwrap();
     let class = Class { library: "test", tag: "kv".to_owned(), contents: Contents::Keep };
     let prop = AllocationProp::pinned_on(DEVICE);
-    pool.block_allocate(GRANULARITY_BYTES, &prop, &[DEVICE], class).unwrap();
+    pool.enter().block_allocate(GRANULARITY_BYTES, &prop, &[DEVICE], class).unwrap();
 }
 
 /// A process of the tenant that takes connections and answers nothing, as one that is stopped.

@@ -51,14 +51,14 @@ pub(super) fn map(
     let start = core.reserve(size_bytes, 0, DeviceAddress(0)).map_err(device_refused)?;
     let place = VaRange::new(start, size_bytes);
     let before = fired(member);
-    let mapped = judged(member, before, member.pool().map(place, 0, handle));
+    let mapped = judged(member, before, member.pool().enter().map(place, 0, handle));
     if !matches!(mapped, Ok(Some(()))) {
         core.free_addresses(place).map_err(device_refused)?;
         return mapped.map(|_| None);
     }
     let access: Vec<AccessDesc> =
         readers.iter().map(|device| AccessDesc::read_write(*device)).collect();
-    let allowed = judged(member, before, member.pool().set_access(place, &access));
+    let allowed = judged(member, before, member.pool().enter().set_access(place, &access));
     if !matches!(allowed, Ok(Some(()))) {
         unmap(member, place)?;
         return allowed.map(|_| None);
@@ -67,7 +67,7 @@ pub(super) fn map(
 }
 
 pub(super) fn unmap(member: &Sim, place: VaRange) -> Outcome {
-    insist(member, || member.pool().unmap(place))?;
+    insist(member, || member.pool().enter_giving_up().unmap(place))?;
     member.pool().driver().core().free_addresses(place).map_err(device_refused)
 }
 

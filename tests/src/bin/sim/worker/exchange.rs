@@ -181,14 +181,14 @@ impl Exchange {
             pattern,
         };
         let piece = if model.random.bool() {
-            let made = pool.block_allocate(GRANULARITY_BYTES - 512, &prop, &readers, class);
+            let made = pool.enter().block_allocate(GRANULARITY_BYTES - 512, &prop, &readers, class);
             let Some(start) = judged(&self.member, before, made)? else { return Ok(None) };
             piece(Origin::Block, None, VaRange::new(start, GRANULARITY_BYTES))
         } else {
-            let made = pool.create(GRANULARITY_BYTES, &prop, class);
+            let made = pool.enter().create(GRANULARITY_BYTES, &prop, class);
             let Some(handle) = judged(&self.member, before, made)? else { return Ok(None) };
             let Some(place) = map(&self.member, handle, 1, &readers)? else {
-                judged(&self.member, before, pool.release(handle))?;
+                judged(&self.member, before, pool.enter_giving_up().release(handle))?;
                 return Ok(None);
             };
             piece(Origin::Own, Some(handle), place)
@@ -211,7 +211,7 @@ impl Exchange {
         for _ in 0..papers {
             let paper = if let Some(handle) = piece.handle {
                 let before = fired(&self.member);
-                let fd = match self.member.issue_ticket(handle) {
+                let fd = match self.member.issue_ticket(&self.member.pool().enter(), handle) {
                     Ok(fd) => fd,
                     Err(_) if fired(&self.member) > before => continue,
                     Err(error) => return Err(error.into()),
@@ -227,6 +227,7 @@ impl Exchange {
                 let (id, _, _) = self
                     .member
                     .pool()
+                    .enter_giving_up()
                     .block_identity(place.start)
                     .ok_or_else(|| Trouble::new("a block that is not known"))?;
                 piece.id = u128::from_be_bytes(id.0);
@@ -271,7 +272,7 @@ impl Exchange {
     fn redeem(&self, offer: &Offer, ticket: &Ticket) -> Outcome<TakenHow> {
         let _pass = self.member.gate().pass(Passage::Use);
         let before = fired(&self.member);
-        let handle = match self.member.redeem_ticket(ticket, LIBRARY) {
+        let handle = match self.member.redeem_ticket(&self.member.pool().enter(), ticket, LIBRARY) {
             Ok(handle) => handle,
             Err(error) => return Ok(self.refusal(before, &error)),
         };
@@ -282,12 +283,12 @@ impl Exchange {
         let place = match mapped {
             Ok(Some(place)) => place,
             Ok(None) => {
-                judged(&self.member, before, self.member.pool().release(handle))?;
+                judged(&self.member, before, self.member.pool().enter_giving_up().release(handle))?;
                 return Ok(TakenHow::Dropped);
             }
             Err(trouble) => {
                 // Its tag may be paused, in words that are looked at.
-                judged(&self.member, before, self.member.pool().release(handle))?;
+                judged(&self.member, before, self.member.pool().enter_giving_up().release(handle))?;
                 return Ok(TakenHow::NotMapped(trouble.to_string()));
             }
         };
@@ -335,9 +336,11 @@ impl Exchange {
     pub(super) fn settle(&self, words: &[u8]) -> Outcome {
         let _pass = self.member.gate().pass(Passage::Use);
         // It may have been redeemed by one that died since.
-        if let Ok(handle) = self.member.redeem_ticket(&Ticket::decode(words)?, LIBRARY) {
+        if let Ok(handle) =
+            self.member.redeem_ticket(&self.member.pool().enter(), &Ticket::decode(words)?, LIBRARY)
+        {
             let before = fired(&self.member);
-            judged(&self.member, before, self.member.pool().release(handle))?;
+            judged(&self.member, before, self.member.pool().enter_giving_up().release(handle))?;
         }
         Ok(())
     }
@@ -403,7 +406,7 @@ impl Exchange {
         let pool = self.member.pool();
         match (&piece.origin, piece.place) {
             (Origin::Block, Some(place)) => {
-                return insist(&self.member, || pool.block_free(place.start));
+                return insist(&self.member, || pool.enter_giving_up().block_free(place.start));
             }
             (Origin::Imported { opens, .. }, Some(place)) if *opens > 0 => {
                 return (0..*opens).try_for_each(|_| self.close(place.start));
@@ -413,13 +416,13 @@ impl Exchange {
         }
         if let Some(handle) = piece.handle {
             let before = fired(&self.member);
-            judged(&self.member, before, pool.release(handle))?;
+            judged(&self.member, before, pool.enter_giving_up().release(handle))?;
         }
         Ok(())
     }
 
     fn close(&self, start: DeviceAddress) -> Outcome {
-        insist(&self.member, || self.member.pool().block_close(start))
+        insist(&self.member, || self.member.pool().enter_giving_up().block_close(start))
     }
 
     /// A device outside the driver's view takes one piece, for good.
@@ -428,7 +431,7 @@ impl Exchange {
         let mut model = self.model();
         let model = &mut *model;
         if let Some(place) = model.random.choice(&model.pieces).and_then(|piece| piece.place) {
-            self.member.pool().pin(place, "registered with a network card");
+            self.member.pool().enter().pin(place, "registered with a network card");
         }
     }
 

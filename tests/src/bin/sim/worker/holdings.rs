@@ -125,13 +125,13 @@ impl Holdings {
         let fired = self.driver().faults().fired();
         let (device, readers) = self.choose_devices();
         let prop = AllocationProp::pinned_on(device);
-        let made = member.pool().create(units * GRANULARITY_BYTES, &prop, class);
+        let made = member.pool().enter().create(units * GRANULARITY_BYTES, &prop, class);
         let Some(handle) = judged(&member, fired, made)? else {
             return Ok(false);
         };
         let Some(place) = map(&member, handle, units, &readers)? else {
             // The reference is gone even where the driver refuses to release the memory.
-            judged(&member, fired, member.pool().release(handle))?;
+            judged(&member, fired, member.pool().enter_giving_up().release(handle))?;
             return Ok(false);
         };
         let pattern = self.next_pattern();
@@ -158,7 +158,8 @@ impl Holdings {
         let fired = self.driver().faults().fired();
         let (device, readers) = self.choose_devices();
         let prop = AllocationProp::pinned_on(device);
-        let made = member.pool().block_allocate(GRANULARITY_BYTES - 512, &prop, &readers, class);
+        let made =
+            member.pool().enter().block_allocate(GRANULARITY_BYTES - 512, &prop, &readers, class);
         let Some(start) = judged(&member, fired, made)? else {
             return Ok(false);
         };
@@ -213,14 +214,14 @@ impl Holdings {
         let holding = self.list.swap_remove(index);
         if holding.is_block {
             let start = holding.places[0].start;
-            return insist(&self.member, || self.member.pool().block_free(start));
+            return insist(&self.member, || self.member.pool().enter_giving_up().block_free(start));
         }
         for place in &holding.places {
             unmap(&self.member, *place)?;
         }
         if let Some(handle) = holding.handle {
             let fired = self.driver().faults().fired();
-            judged(&self.member, fired, self.member.pool().release(handle))?;
+            judged(&self.member, fired, self.member.pool().enter_giving_up().release(handle))?;
         }
         Ok(())
     }
@@ -255,7 +256,7 @@ impl Holdings {
         let member = Arc::clone(&self.member);
         let _pass = member.gate().pass(Passage::GiveUp);
         if let Some(handle) = self.list[index].handle.take() {
-            member.pool().release(handle)?;
+            member.pool().enter_giving_up().release(handle)?;
         }
         Ok(true)
     }

@@ -1,10 +1,14 @@
-//! Reading what a pause has saved, while its memory is away.
+//! Reading what a pause has saved, while its memory is away; and writing it to files that outlive the process.
+
+mod writeout;
 
 use std::ptr::NonNull;
 
+pub use writeout::{WriteOut, Written};
+
 use crate::driver::{DeviceAddress, Driver, VaRange};
 use crate::pool::Pool;
-use crate::staging::{Saved, Store};
+use crate::store::{Saved, Store};
 
 /// Why saved contents cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -35,7 +39,7 @@ impl<D: Driver> Pool<D> {
     /// # Errors
     /// [`SavedError`].
     pub fn saved_at(&self, range: VaRange) -> Result<NonNull<u8>, SavedError> {
-        let arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let arena = self.arena();
         let pieces = self.saved_pieces(range)?;
         if pieces.iter().any(|(saved, _)| saved.store == Store::File) {
             return Err(SavedError::NotKept(range.start));
@@ -54,7 +58,7 @@ impl<D: Driver> Pool<D> {
     /// [`SavedError`], but for [`SavedError::InPieces`]; `target` holds nothing meant then.
     pub fn read_saved(&self, start: DeviceAddress, target: &mut [u8]) -> Result<(), SavedError> {
         let range = VaRange::new(start, target.len() as u64);
-        let arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let arena = self.arena();
         let mut rest = target;
         for (saved, size_bytes) in self.saved_pieces(range)? {
             // The pieces make up exactly the target.
@@ -75,19 +79,19 @@ impl<D: Driver> Pool<D> {
     /// Where the contents of `range` lie, and how many bytes of each: a range may go over several allocations
     /// that are mapped side by side, as blocks of expandable segments do. Neighbours in the arena are one.
     fn saved_pieces(&self, range: VaRange) -> Result<Vec<(Saved, u64)>, SavedError> {
-        let tables = self.tables();
+        let ledger = self.ledger();
         let mut pieces: Vec<(Saved, u64)> = Vec::new();
         let mut at = range.start;
         while at < range.end() {
-            let mapping = tables.mapping_at(at);
-            let found = mapping.and_then(|m| Some((m, tables.allocations.get(m.allocation)?)));
-            let (mapping, found) = found.ok_or(SavedError::NotOurs(range.start, range.end()))?;
-            if found.raw.is_some() {
+            let found = ledger.mapped_at(at);
+            let (mapping, row) = found.ok_or(SavedError::NotOurs(range.start, range.end()))?;
+            if row.is_resident() {
                 return Err(SavedError::Resident(at));
             }
-            let saved = found.saved.ok_or(SavedError::NotKept(at))?;
-            let begin = at.0 - mapping.range.start.0;
-            let end = mapping.range.end().0.min(range.end().0) - mapping.range.start.0;
+            let saved = row.saved().ok_or(SavedError::NotKept(at))?;
+            let mapped = mapping.range();
+            let begin = at.0 - mapped.start.0;
+            let end = mapped.end().0.min(range.end().0) - mapped.start.0;
             let saved = saved.part(&(begin..end));
             match pieces.last_mut() {
                 Some((before, size_bytes)) if before.part(&(*size_bytes..*size_bytes)) == saved => {
@@ -95,7 +99,7 @@ impl<D: Driver> Pool<D> {
                 }
                 _ => pieces.push((saved, end - begin)),
             }
-            at = DeviceAddress(mapping.range.start.0 + end);
+            at = DeviceAddress(mapped.start.0 + end);
         }
         Ok(pieces)
     }

@@ -2,7 +2,7 @@
 
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{
-    AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverOp, Location, VaRange,
+    AccessDesc, AllocationProp, DeviceAddress, Driver, DriverOp, Location, VaRange,
 };
 use vmm_pool::{Contents, HostBudget, PoolError};
 
@@ -81,7 +81,7 @@ fn discarded_memory_comes_back_without_a_copy() {
     write(&pool, DEVICE, range, pattern(1));
     assert_eq!(pool.host_demand(&WHOLE).saved_bytes, 0);
     let saved = pool.save(&WHOLE, UNLIMITED).expect("saving");
-    pool.release_selected(&WHOLE).expect("release");
+    pool.release_selected().expect("release");
     assert_eq!(saved.bytes, 0);
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
     resume(&pool);
@@ -108,9 +108,8 @@ fn a_pause_undone_before_release_leaves_everything() {
 
     owner.save(&WHOLE, UNLIMITED).expect("saving");
     importer.save(&WHOLE, UNLIMITED).expect("nothing to save");
-    assert!(importer.import_requests(&WHOLE).is_empty(), "nobody has to be asked");
-    owner.remount(&WHOLE).expect("own memory");
-    importer.remount(&WHOLE).expect("imports");
+    owner.remount().expect("own memory");
+    importer.remount().expect("imports");
     drop((owner.commit_resume(), importer.commit_resume()));
 
     assert!(holds(&owner, DEVICE, place, pattern(3)));
@@ -132,13 +131,13 @@ fn imports_show_the_owners_new_memory_after_a_resume() {
         write(&importer, OTHER, there, pattern(round));
         owner.save(&WHOLE, UNLIMITED).expect("saving");
         importer.save(&WHOLE, UNLIMITED).expect("nothing to save");
-        owner.release_selected(&WHOLE).expect("release");
-        importer.release_selected(&WHOLE).expect("release");
+        owner.release_selected().expect("release");
+        importer.release_selected().expect("release");
         assert_eq!(free_bytes(&owner, DEVICE), CAPACITY_BYTES);
         owner.create_own(&WHOLE).expect("memory");
         importer.create_own(&WHOLE).expect("nothing to make");
-        owner.restore_own(&WHOLE, usize::MAX).expect("contents");
-        importer.restore_own(&WHOLE, usize::MAX).expect("nothing to restore");
+        owner.restore_own(usize::MAX).expect("contents");
+        importer.restore_own(usize::MAX).expect("nothing to restore");
         import_again(&owner, &importer, 1).expect("imports");
         drop((owner.commit_resume(), importer.commit_resume()));
         assert!(holds(&importer, OTHER, twice, pattern(round)));
@@ -161,8 +160,9 @@ fn a_missing_descriptor_is_named_and_the_import_can_be_tried_again() {
     let imported = share(&owner, shared, &importer, 1);
     let there = map(&importer, imported, UNIT, &[RW(OTHER)]);
     importer.save(&WHOLE, UNLIMITED).expect("nothing to save");
-    importer.release_selected(&WHOLE).expect("release");
-    let error = importer.map_imports(&WHOLE).expect_err("nothing was fetched");
+    importer.release_selected().expect("release");
+    importer.create_own(&WHOLE).expect("it has none");
+    let error = importer.map_imports().expect_err("nothing was fetched");
     let PoolError::MissingImport { address, size_bytes } = error else { panic!("{error}") };
     assert_eq!((address, size_bytes), (there.start, UNIT));
     import_again(&owner, &importer, 1).expect("the second try");
@@ -196,6 +196,7 @@ fn a_host_budget_that_is_too_small_changes_nothing() {
     let handle = create(&pool, DEVICE, 2, kept());
     let range = map(&pool, handle, 2 * UNIT, &[RW(DEVICE)]);
     write(&pool, DEVICE, range, pattern(7));
+    pool.drain();
     let (report, calls) = (pool.report(), pool.driver().faults().calls_total());
     let refused = pool.save(&WHOLE, HostBudget(Some(UNIT)));
     let error = refused.expect_err("two units do not fit into one");
@@ -262,15 +263,20 @@ fn a_descriptor_without_a_known_owner_is_counted_and_never_given_up() {
 }
 
 #[test]
-fn mapping_vacated_memory_is_not_ready() {
+fn a_call_that_maps_waits_while_the_memory_is_away() {
     let pool = pool(&node());
     let handle = create(&pool, DEVICE, 1, kept());
     pause(&pool);
     let range = crate::stage::reserve(&pool, UNIT);
-    let refused = pool.map(range, 0, handle).expect_err("there is no memory now");
-    assert_eq!(refused.code(), Some(DriverCode::NOT_READY));
-    resume(&pool);
-    pool.map(range, 0, handle).expect("now there is");
+    std::thread::scope(|scope| {
+        let mapping = scope.spawn(|| pool.map(range, 0, handle));
+        while pool.gate().waits() == 0 {
+            std::thread::yield_now();
+        }
+        assert!(!mapping.is_finished());
+        resume(&pool);
+        mapping.join().expect("no panic").expect("now there is memory");
+    });
 }
 
 #[test]

@@ -2,11 +2,9 @@
 
 use std::ops::Range;
 
-use super::give::copied_parts;
-use crate::driver::{DeviceOrdinal, Driver, VaRange};
-use crate::pool::tables::{Allocation, Origin, Tables};
-use crate::pool::{Class, Pool};
-use crate::staging::Saved;
+use super::{Class, Ledger, Mapping, Origin, Row};
+use crate::driver::{DeviceOrdinal, VaRange};
+use crate::store::Saved;
 use crate::{AllocationId, PeerId};
 
 /// One allocation, and what is saved of it.
@@ -61,27 +59,24 @@ pub enum Standing {
 }
 
 impl Holding {
-    fn of(tables: &Tables, found: &Allocation, standing: Standing) -> Self {
-        let is_resident = found.raw.is_some();
+    fn of(ledger: &Ledger, row: &Row, standing: Standing) -> Self {
+        let is_resident = row.is_resident();
         let counts = !is_resident || standing == Standing::StandsStill;
-        let saved = found.saved.filter(|_| found.is_own() && counts);
-        let mappings = found.mappings.iter().filter_map(|start| tables.mappings.get(start));
+        let saved = row.saved().filter(|_| row.is_own() && counts);
         Self {
-            id: found.id,
-            class: found.class.clone(),
-            device: found.device(),
-            size_bytes: found.size_bytes,
-            ranges: mappings.map(|mapping| mapping.range).collect(),
-            source: match &found.origin {
-                Origin::Own => {
-                    HoldingSource::Own { importers: found.importers.iter().copied().collect() }
-                }
+            id: row.id(),
+            class: row.class().clone(),
+            device: row.device(),
+            size_bytes: row.size_bytes(),
+            ranges: ledger.mappings_of(row).map(Mapping::range).collect(),
+            source: match row.origin() {
+                _ if row.is_lost() => HoldingSource::Lost,
+                Origin::Own => HoldingSource::Own { importers: row.importers() },
                 Origin::Imported { owner } => HoldingSource::Imported { owner: *owner },
-                Origin::Lost => HoldingSource::Lost,
                 Origin::Foreign => HoldingSource::Foreign,
             },
             is_resident,
-            saved_parts: saved.map(|_| copied_parts(found)).unwrap_or_default(),
+            saved_parts: saved.map(|_| row.copied_parts()).unwrap_or_default(),
             saved,
         }
     }
@@ -97,10 +92,9 @@ impl Holding {
     }
 }
 
-impl<D: Driver> Pool<D> {
-    /// All allocations, in the table's order, with what is saved of each. Waits for nothing.
-    pub fn inventory(&self, standing: Standing) -> Vec<Holding> {
-        let tables = self.tables();
-        tables.allocations.iter().map(|(_, found)| Holding::of(&tables, found, standing)).collect()
+impl Ledger {
+    /// All allocations, in the ledger's order, with what is saved of each.
+    pub(crate) fn inventory(&self, standing: Standing) -> Vec<Holding> {
+        self.rows().map(|row| Holding::of(self, row, standing)).collect()
     }
 }

@@ -242,8 +242,8 @@ fn read_all<'r>(
 mod tests {
     use super::*;
     use crate::error::PoolError;
-    use crate::staging::Disk;
-    use crate::staging::chunk::new_chunk;
+    use crate::store::chunk::new_chunk;
+    use crate::store::disk::Disk;
 
     const PIECE_BYTES: u64 = 1 << 20;
     /// More than there are slots.

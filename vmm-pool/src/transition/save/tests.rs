@@ -4,9 +4,9 @@ use super::*;
 use crate::driver::DeviceAddress;
 use crate::scaling::assert_not_quadratic;
 
-fn item(key: usize, device: i32, size_bytes: u64) -> Item {
+fn item(index: usize, device: i32, size_bytes: u64) -> Item {
     Item {
-        key,
+        row: VirtualHandle::new(index, 1),
         device: DeviceOrdinal(device),
         source: VaRange::new(DeviceAddress(0), size_bytes),
         saved: Saved { store: Store::Host, offset_bytes: 0 },
@@ -28,7 +28,7 @@ proptest! {
         let groups = in_groups(sizes.iter().enumerate().map(items).collect());
         for device in (0..3).map(DeviceOrdinal) {
             let own: Vec<_> = groups.iter().filter(|group| group.device == device).collect();
-            let keys = own.iter().flat_map(|group| &group.items).map(|item| item.key);
+            let keys = own.iter().flat_map(|group| &group.items).map(|item| item.row.index());
             let all = (0..sizes.len()).filter(|&key| sizes[key].0 == device.0);
             prop_assert!(keys.eq(all), "all, in order");
             for (index, group) in own.iter().enumerate() {
@@ -46,7 +46,7 @@ proptest! {
             (0..count).map(move |key| item(key, device, GROUP_BYTES))
         });
         let groups = in_groups(items.collect());
-        let order: Vec<_> = groups.iter().map(|group| (group.items[0].key, group.device)).collect();
+        let order: Vec<_> = groups.iter().map(|group| (group.items[0].row.index(), group.device)).collect();
         prop_assert!(order.is_sorted(), "{order:?}");
         prop_assert_eq!(order.len(), counts.iter().sum::<usize>());
     }

@@ -11,11 +11,11 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use super::inventory::Holding;
 use crate::driver::Driver;
 use crate::error::{PoolError, PoolResult};
+use crate::ledger::Holding;
 use crate::pool::Pool;
-use crate::staging::{ContentsFile, Saved, Store};
+use crate::store::{ContentsFile, Saved, Store};
 
 /// What is read and written at once: between two pieces others have their turn at the arena, and the time is looked
 /// at.
@@ -195,7 +195,7 @@ fn place(holding: &Holding, end_bytes: &mut u64) -> Option<Place> {
 impl<D: Driver> Pool<D> {
     /// Copies saved bytes to `target`. No pause or resume may have begun since `saved` was looked up.
     fn read_place(&self, saved: Saved, target: &mut [u8]) -> PoolResult<()> {
-        let arena = self.arena.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let arena = self.arena();
         match (saved.store, arena.disk.file()) {
             (Store::Host, _) => arena.read(saved, target),
             (Store::File, Some(file)) => file.read(saved.offset_bytes, target)?,
@@ -264,7 +264,7 @@ mod tests {
     fn a_full_disk_is_an_error_that_names_the_place() {
         let node = SimNode::private(&[64 << 20]).unwrap();
         let pool = Pool::new(std::sync::Arc::new(SimDriver::new(node, SimOptions::default())), 1);
-        pool.arena.lock().unwrap().disk.use_full();
+        pool.arena().disk.use_full();
         let mut full = holding(4096, &[Range { start: 0, end: 4096 }]);
         // What is read there is zeros.
         full.saved = Some(Saved { store: Store::File, offset_bytes: 0 });

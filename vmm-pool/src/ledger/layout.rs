@@ -6,32 +6,33 @@
 
 use std::ops::Range;
 
-use super::Selection;
-use crate::pool::is_saved_to;
-use crate::pool::tables::{Allocation, Tables};
-use crate::staging::{Saved, Store};
+use super::{Ledger, Row, Selection, merged};
+use crate::VirtualHandle;
+use crate::store::Store;
 
 /// Places in one store for all of a selection that has to be saved there.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Layout {
-    /// Key of an allocation, and where its contents begin.
-    pub(crate) places: Vec<(usize, u64)>,
+    /// An allocation, and where its contents begin.
+    pub(crate) places: Vec<(VirtualHandle, u64)>,
     /// Where the last of all contents ends, old and new.
     pub(crate) end_bytes: u64,
 }
 
 impl Layout {
-    pub(crate) fn of(tables: &Tables, selection: &Selection, store: Store) -> Self {
-        let is_wanted = |found: &Allocation| {
-            found.raw.is_some() && selection.has(found) && is_saved_to(store, found)
-        };
-        let taken = tables.allocations.iter().filter(|(_, found)| !is_wanted(found));
-        let taken = taken.filter_map(|(_, found)| place_in(store, found));
-        let wanted = tables.allocations.iter().filter(|(_, found)| is_wanted(found));
-        Self::place(taken.collect(), wanted.map(|(key, found)| (key, found.size_bytes)))
+    pub(crate) fn of(ledger: &Ledger, selection: &Selection, store: Store) -> Self {
+        let is_wanted =
+            |row: &&Row| row.is_resident() && selection.has(row) && row.is_saved_to(store);
+        let taken = ledger.rows().filter(|row| !is_wanted(row));
+        let taken = taken.filter_map(|row| row.place_in(store)).collect();
+        let wanted = ledger.rows().filter(is_wanted);
+        Self::place(taken, wanted.map(|row| (row.handle(), row.size_bytes())))
     }
 
-    fn place(mut taken: Vec<Range<u64>>, wanted: impl Iterator<Item = (usize, u64)>) -> Self {
+    fn place(
+        mut taken: Vec<Range<u64>>,
+        wanted: impl Iterator<Item = (VirtualHandle, u64)>,
+    ) -> Self {
         taken.sort_by_key(|range| range.start);
         let mut end_bytes = 0;
         let mut gaps = Vec::new();
@@ -109,10 +110,20 @@ impl Gaps {
     }
 }
 
-/// Where an allocation's contents lie in `store`, when they do.
-pub(crate) fn place_in(store: Store, allocation: &Allocation) -> Option<Range<u64>> {
-    let Saved { offset_bytes, .. } = allocation.saved.filter(|saved| saved.store == store)?;
-    Some(offset_bytes..offset_bytes + allocation.size_bytes)
+impl Ledger {
+    /// Where saved contents lie in `store`, in order and apart.
+    pub(crate) fn places_in(&self, store: Store) -> Vec<Range<u64>> {
+        merged(self.rows().filter_map(|row| row.place_in(store)).collect())
+    }
+
+    /// The places of `layout` that will be written, in order and apart.
+    pub(crate) fn parts_of(&self, layout: &Layout) -> Vec<Range<u64>> {
+        let placed = layout.places.iter().filter_map(|&(handle, offset_bytes)| {
+            let parts = self.row(handle)?.copied_parts().into_iter();
+            Some(parts.map(move |part| offset_bytes + part.start..offset_bytes + part.end))
+        });
+        merged(placed.flatten().collect())
+    }
 }
 
 #[cfg(test)]
@@ -121,6 +132,10 @@ mod tests {
 
     use super::*;
     use crate::scaling::assert_not_quadratic;
+
+    fn row(index: usize) -> VirtualHandle {
+        VirtualHandle::new(index, 1)
+    }
 
     /// The first gap that holds each, found by going through all of them.
     fn place_one_by_one(taken: &[Range<u64>], sizes: &[u64]) -> Layout {
@@ -137,7 +152,7 @@ mod tests {
             let place = gap.start;
             gap.start += size_bytes;
             end_bytes = end_bytes.max(gap.start);
-            (key, place)
+            (row(key), place)
         };
         Layout { places: sizes.iter().enumerate().map(place).collect(), end_bytes }
     }
@@ -148,7 +163,7 @@ mod tests {
         assert_not_quadratic(|count| {
             let taken: Vec<_> = (0..count as u64).map(|at| 2 * at + 1..2 * at + 2).collect();
             move || {
-                let sizes = (0..count).map(|key| (key, 1 + (key as u64 + 1) % 2));
+                let sizes = (0..count).map(|key| (row(key), 1 + (key as u64 + 1) % 2));
                 Layout::place(taken.clone(), sizes);
             }
         });
@@ -156,15 +171,22 @@ mod tests {
 
     #[test]
     fn an_empty_arena_is_filled_from_end_to_end() {
-        let layout = Layout::place(Vec::new(), [(7, 10), (3, 20), (9, 5)].into_iter());
-        assert_eq!(layout, Layout { places: vec![(7, 0), (3, 10), (9, 30)], end_bytes: 35 });
+        let layout =
+            Layout::place(Vec::new(), [(row(7), 10), (row(3), 20), (row(9), 5)].into_iter());
+        assert_eq!(
+            layout,
+            Layout { places: vec![(row(7), 0), (row(3), 10), (row(9), 30)], end_bytes: 35 }
+        );
     }
 
     #[test]
     fn gaps_between_what_is_set_aside_are_used_first() {
         let taken = vec![40..50, 10..20];
-        let layout = Layout::place(taken, [(1, 15), (2, 10), (3, 10)].into_iter());
-        assert_eq!(layout, Layout { places: vec![(1, 20), (2, 0), (3, 50)], end_bytes: 60 });
+        let layout = Layout::place(taken, [(row(1), 15), (row(2), 10), (row(3), 10)].into_iter());
+        assert_eq!(
+            layout,
+            Layout { places: vec![(row(1), 20), (row(2), 0), (row(3), 50)], end_bytes: 60 }
+        );
     }
 
     proptest! {
@@ -180,8 +202,8 @@ mod tests {
                 range
             }).collect();
             let one_by_one = place_one_by_one(&taken, &sizes);
-            let layout = Layout::place(taken.clone(), sizes.iter().copied().enumerate());
-            let placed = layout.places.iter().map(|&(key, at)| at..at + sizes[key]);
+            let layout = Layout::place(taken.clone(), sizes.iter().enumerate().map(|(key, &size)| (row(key), size)));
+            let placed = layout.places.iter().map(|&(key, at)| at..at + sizes[key.index()]);
             let mut all: Vec<_> = taken.into_iter().chain(placed).collect();
             all.sort_by_key(|range| range.start);
             prop_assert!(all.windows(2).all(|pair| pair[0].end <= pair[1].start));

@@ -6,11 +6,12 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::ptr::NonNull;
 
-use super::StepLog;
+use super::still::Still;
+use crate::copies::CopyStreams;
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawStream, VaRange};
 use crate::error::{Describe, PoolResult};
-use crate::pool::Pool;
-use crate::staging::{CopyStreams, HostArena, SLOT_BYTES, Saved, Slot};
+use crate::journal::StepLog;
+use crate::store::{HostArena, SLOT_BYTES, Saved, Slot};
 
 /// Contents with a place in the file, where their device reaches them now.
 #[derive(Clone, Copy, Debug)]
@@ -66,7 +67,7 @@ fn in_batches(filed: &[Filed<'_>]) -> Vec<Batch> {
     batches
 }
 
-impl<D: Driver> Pool<D> {
+impl<D: Driver> Still<'_, D> {
     /// Writes the contents of all of `filed` to their places, which are reserved. `streams` has every device.
     pub(super) fn save_to_file(
         &self,
@@ -87,7 +88,7 @@ impl<D: Driver> Pool<D> {
                     pass(log, copies, &batch, &slot, "saving", |at, range, stream| {
                         // SAFETY: the slot is this batch's alone, and the range stays mapped until all of the
                         // file is written; `pass` waits for the copy before either is passed on.
-                        unsafe { self.driver.copy_to_host(at, range, stream) }
+                        unsafe { self.pool.driver.copy_to_host(at, range, stream) }
                     })?;
                     writing.write(slot, batch.place);
                 }
@@ -119,7 +120,7 @@ impl<D: Driver> Pool<D> {
                 pass(log, copies, batch, slot, "restoring", |at, range, stream| {
                     // SAFETY: the slot is this batch's alone, and the range is mapped and writable, with no work
                     // of the application's before the gate opens; `pass` waits for the copy.
-                    unsafe { self.driver.copy_to_device(range, at, stream) }
+                    unsafe { self.pool.driver.copy_to_device(range, at, stream) }
                 })
             })
         })
@@ -155,7 +156,9 @@ fn pass<D: Driver>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::staging::Store;
+    #[cfg(feature = "sim")]
+    use crate::ledger::Selection;
+    use crate::store::Store;
 
     const MIB: u64 = 1 << 20;
     const GPU: DeviceOrdinal = DeviceOrdinal(0);
@@ -194,41 +197,47 @@ mod tests {
     #[test]
     fn what_the_disk_refuses_half_way_stays_on_its_device() {
         use std::sync::Arc;
+        use std::time::{Duration, Instant};
 
         use crate::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
         use crate::driver::{AccessDesc, AllocationProp};
-        use crate::{Class, Contents, HostBudget, PoolError, Selection};
+        use crate::{Class, Contents, Failed, HostBudget, Pool, PoolError};
 
         let node = SimNode::private(&[64 * MIB]).unwrap();
         let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
         driver.make_current(GPU).unwrap();
-        let pool = Pool::new(Arc::clone(&driver), 1);
+        let pool = Arc::new(Pool::new(Arc::clone(&driver), 1));
         let class = |contents| Class { library: "test", tag: "weights".to_owned(), contents };
         for contents in [Contents::Keep, Contents::File] {
             let prop = AllocationProp::pinned_on(GPU);
-            let handle = pool.create(GRANULARITY_BYTES, &prop, class(contents)).unwrap();
+            let entered = pool.enter();
+            let handle = entered.create(GRANULARITY_BYTES, &prop, class(contents)).unwrap();
             let start = driver.reserve(GRANULARITY_BYTES, 0, DeviceAddress(0)).unwrap();
             let range = VaRange::new(start, GRANULARITY_BYTES);
-            pool.map(range, 0, handle).unwrap();
-            pool.set_access(range, &[AccessDesc::read_write(GPU)]).unwrap();
+            entered.map(range, 0, handle).unwrap();
+            entered.set_access(range, &[AccessDesc::read_write(GPU)]).unwrap();
         }
-        pool.arena.lock().unwrap().disk.use_full();
+        let save = || {
+            let soon = Instant::now() + Duration::from_mins(1);
+            let shut = pool.shut(soon, || false).unwrap();
+            let (quiesced, _) = shut.drain(&[], soon, &crossbeam_channel::never()).unwrap();
+            quiesced.save(Selection::Whole, &[], |_| HostBudget(None))
+        };
+        pool.arena().disk.use_full();
         let free_bytes = || driver.memory_of(GPU).unwrap().free_bytes;
         let before = free_bytes();
-        let refused = pool.save(&Selection::Whole, HostBudget(None));
-        let error = refused.unwrap_err();
+        let Failed { state: leaving, error } = save().unwrap_err();
         assert!(matches!(&error, PoolError::FileRefused { operation: "writing", .. }), "{error}");
         assert!(
             error.to_string().contains("(2097152 bytes at 0: No space left on device"),
             "{error}"
         );
         assert_eq!((pool.report().file_bytes, pool.report().host_arena_bytes), (0, 0));
-        pool.remount(&Selection::Whole).unwrap();
-        drop(pool.commit_resume());
+        drop(leaving.undo().unwrap());
         // The next file is one of the disk's.
-        pool.save(&Selection::Whole, HostBudget(None)).unwrap();
+        let (prepared, _) = save().unwrap();
         assert_eq!(free_bytes(), before, "nothing was released before");
-        pool.release_selected(&Selection::Whole).unwrap();
+        drop(prepared.release().unwrap());
         assert_eq!(free_bytes(), before + 2 * GRANULARITY_BYTES);
         assert_eq!(pool.report().file_bytes, GRANULARITY_BYTES);
     }

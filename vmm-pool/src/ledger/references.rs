@@ -1,16 +1,14 @@
 //! What this process holds of memory that crosses processes, and what a pause of all leaves in place.
 //!
-//! A pool says what it holds when it is *frozen*: nobody is given its memory then, until the process runs again. So what all processes of a tenant say, once each of them is frozen, is true at one moment.
+//! A pool says what it holds when it is *frozen*: nobody is given its memory then, until the process runs again. So
+//! what all processes of a tenant say, once each of them is frozen, is true at one moment.
 
 use std::collections::{BTreeMap, HashMap};
 
 use serde::{Deserialize, Serialize};
 
-use super::Pool;
-use super::tables::Origin;
-use crate::driver::Driver;
+use super::{Ledger, Row, Selection};
 use crate::error::{PoolError, PoolResult};
-use crate::vacate::Selection;
 use crate::{AllocationId, PeerId};
 
 /// An allocation that more than one process may hold.
@@ -58,36 +56,29 @@ impl StayReason {
     }
 }
 
-impl<D: Driver> Pool<D> {
-    /// Gives nothing to importers from now on but what is owed to them since a pause ([`Pool::hand_out`]).
-    pub fn freeze(&self) {
-        self.tables().is_frozen = true;
-    }
-
-    /// What is held of shared device memory, and whether some of `selection` is. It stays so where the pool is frozen
-    /// and the application's calls are held back.
-    pub fn references(&self, selection: &Selection) -> References {
-        let tables = self.tables();
+impl Ledger {
+    /// What is held of shared device memory, and whether some of `selection` is.
+    pub(crate) fn references(&self, selection: &Selection) -> References {
         let mut references = References::default();
-        for (_, found) in &tables.allocations {
-            references.shares_selection |= found.is_shared() && selection.has(found);
-            let held = Held { id: found.id, is_pinned: found.pinned.is_some() };
-            match &found.origin {
-                // Host memory never leaves.
-                _ if found.is_host() => {}
-                Origin::Own if found.is_shared() => references.given.push(held),
-                Origin::Imported { owner } if found.raw.is_some() => {
-                    references.taken.entry(*owner).or_default().push(held);
-                }
-                Origin::Own | Origin::Imported { .. } | Origin::Lost | Origin::Foreign => {}
+        for row in self.rows() {
+            references.shares_selection |= row.is_shared() && selection.has(row);
+            // Host memory never leaves.
+            if row.is_host() {
+                continue;
+            }
+            let held = Held { id: row.id(), is_pinned: row.is_pinned() };
+            if row.is_shared() {
+                references.given.push(held);
+            } else if let (Some(owner), true) = (row.owner(), row.is_resident()) {
+                references.taken.entry(owner).or_default().push(held);
             }
         }
         references
     }
 
-    /// Importers are given what they ask for again: the process runs.
-    pub fn thaw(&self) {
-        self.tables().is_frozen = false;
+    /// Is some of `selection` held by another process, or a ticket for it?
+    pub(crate) fn shares(&self, selection: &Selection) -> bool {
+        self.rows().any(|row| row.is_shared() && selection.has(row))
     }
 
     /// What the pause under way leaves in place, in place of what the one before did. Allocations that this process
@@ -96,19 +87,16 @@ impl<D: Driver> Pool<D> {
     /// # Errors
     /// [`PoolError::Disowned`] when the decision takes memory for nobody's that is this process's own. Nothing is
     /// changed then.
-    pub fn set_stays(&self, stays: &[(AllocationId, StayReason)]) -> PoolResult<()> {
-        let mut tables = self.tables();
-        let tables = &mut *tables;
+    pub(crate) fn set_stays(&mut self, stays: &[(AllocationId, StayReason)]) -> PoolResult<()> {
         let by_id: HashMap<AllocationId, StayReason> = stays.iter().copied().collect();
-        let is_wrong = |id: &AllocationId, reason: StayReason| {
-            let found = tables.by_id.get(id).and_then(|&key| tables.allocations.get(key));
-            reason != StayReason::Pinned && found.is_some_and(super::Allocation::is_own)
+        let is_wrong = |id: AllocationId, reason: StayReason| {
+            reason != StayReason::Pinned && self.by_id(id).is_some_and(Row::is_own)
         };
-        if let Some((&id, _)) = by_id.iter().find(|&(id, &reason)| is_wrong(id, reason)) {
+        if let Some((&id, _)) = by_id.iter().find(|&(&id, &reason)| is_wrong(id, reason)) {
             return Err(PoolError::Disowned { id });
         }
-        for (_, found) in &mut tables.allocations {
-            found.stays = by_id.get(&found.id).map(|reason| reason.in_words());
+        for (_, row) in &mut self.rows {
+            row.set_stays(by_id.get(&row.id()).map(|reason| reason.in_words()));
         }
         Ok(())
     }

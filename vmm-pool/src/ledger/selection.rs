@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use super::Row;
 use crate::PeerId;
-use crate::pool::tables::{Allocation, Origin};
 
 /// Tags of regions.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,26 +53,23 @@ pub enum Selection {
 }
 
 impl Selection {
-    pub(crate) fn has(&self, allocation: &Allocation) -> bool {
-        let tag = &allocation.class.tag;
+    pub(crate) fn has(&self, row: &Row) -> bool {
+        let tag = &row.class().tag;
         match self {
-            Self::Whole => !allocation.set_aside,
-            Self::Tagged(tags, whose) => tags.has(tag) && whose.has(allocation),
-            Self::SetAside(tags, whose) => {
-                allocation.set_aside && tags.has(tag) && whose.has(allocation)
-            }
+            Self::Whole => !row.is_set_aside(),
+            Self::Tagged(tags, whose) => tags.has(tag) && whose.has(row),
+            Self::SetAside(tags, whose) => row.is_set_aside() && tags.has(tag) && whose.has(row),
             Self::Staged(tags) => tag.is_empty() || tags.has(tag),
         }
     }
 }
 
 impl Whose {
-    fn has(&self, allocation: &Allocation) -> bool {
-        match (self, &allocation.origin) {
-            (Self::Everybody, _) => true,
-            (Self::Own, origin) => *origin == Origin::Own,
-            (Self::Owner(wanted), Origin::Imported { owner }) => wanted == owner,
-            (Self::Owner(_), Origin::Own | Origin::Lost | Origin::Foreign) => false,
+    fn has(&self, row: &Row) -> bool {
+        match self {
+            Self::Everybody => true,
+            Self::Own => row.is_own(),
+            Self::Owner(wanted) => row.owner() == Some(*wanted),
         }
     }
 }

@@ -5,8 +5,6 @@
 //! made while copies into earlier ones are under way, so that a first pause runs at the speed of the
 //! slowest of the three. Chunks stay for the next pause.
 //!
-//! Contents that go to a file pass through one chunk more, the ring ([`ring`]); [`disk`] has the file.
-//!
 //! ```text
 //!   linear offset:  0 ............ chunk ............ 2*chunk ............ 3*chunk
 //!   saved pieces:   [A      ][B ][C                      ][D   ]
@@ -14,77 +12,21 @@
 
 #![expect(unsafe_code, reason = "hands host memory to the driver for copies")]
 
-mod chunk;
-mod disk;
-mod ring;
-
 use std::io;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use chunk::{CHUNK_BYTES, CHUNK_LENGTH, Chunk, new_chunk};
 use crossbeam_channel::Receiver;
-pub(crate) use disk::ContentsFile;
-use disk::Disk;
-pub use disk::check_file_dir;
-use ring::Ring;
-pub(crate) use ring::{SLOT_BYTES, Slot, Writing};
 
-use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, PinnedFor, RawStream, VaRange};
+use super::chunk::{CHUNK_BYTES, CHUNK_LENGTH, Chunk, new_chunk};
+use super::disk::Disk;
+use super::ring::{self, Ring, Slot, Writing};
+use super::{HostBudget, HostDemand, Saved};
+use crate::copies::CopyStreams;
+use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, PinnedFor, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::pool::Pool;
-use crate::report::Contents;
-use crate::vacate::StepLog;
-
-/// What holds saved contents.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Store {
-    /// The host arena.
-    Host,
-    /// The file.
-    File,
-}
-
-impl Store {
-    /// Where contents of this policy go, when they are saved at all.
-    pub(crate) fn of(contents: Contents) -> Option<Self> {
-        match contents {
-            Contents::Keep => Some(Self::Host),
-            Contents::File => Some(Self::File),
-            Contents::Discard => None,
-        }
-    }
-}
-
-/// Where saved contents lie: `[offset, offset + size)` of the linear space of arena or file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Saved {
-    pub(crate) store: Store,
-    pub(crate) offset_bytes: u64,
-}
-
-impl Saved {
-    /// Where a part of the same contents lies, by offset in them.
-    pub(crate) fn part(self, part: &Range<u64>) -> Self {
-        Self { offset_bytes: self.offset_bytes + part.start, ..self }
-    }
-}
-
-/// How much the arena may grow by, in bytes; `None` is without limit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HostBudget(pub Option<u64>);
-
-/// Host memory that a pause would take now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HostDemand {
-    /// Contents to save, in bytes.
-    pub saved_bytes: u64,
-    /// Host memory held for them already.
-    pub held_bytes: u64,
-    /// Host memory to be taken in addition.
-    pub grow_bytes: u64,
-}
+use crate::journal::StepLog;
 
 /// Whose context a chunk is pinned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -426,7 +368,7 @@ impl<D: Driver> HostArena<D> {
             unsafe { self.driver.copy_to_host(pointer, from, stream) }.about(
                 || format!("saving of {}", source.start),
                 length,
-                Some(copies.device),
+                Some(copies.device()),
             )
         })
     }
@@ -448,7 +390,7 @@ impl<D: Driver> HostArena<D> {
             unsafe { self.driver.copy_to_device(to, pointer, stream) }.about(
                 || format!("restoring of {}", target.start),
                 length,
-                Some(copies.device),
+                Some(copies.device()),
             )
         })
     }
@@ -468,88 +410,5 @@ impl<D: Driver> Drop for HostArena<D> {
             let chunks = self.chunks.drain(..).map(|held| held.chunk);
             chunks.chain(ring).for_each(Chunk::keep_for_good);
         }
-    }
-}
-
-/// Two streams of one device, taken in turn, so that the next copy is queued while one runs.
-///
-/// The driver takes a copy only while the context of a device is current that may reach the memory (driver 580;
-/// conformance case `a_copy_out_of_reach_of_the_current_context_is_refused`), and a step works for several
-/// devices by turns. So whoever takes a stream here has its device's context current.
-#[derive(Debug)]
-pub(crate) struct CopyStreams<'a, D: Driver> {
-    pool: &'a Pool<D>,
-    device: DeviceOrdinal,
-    streams: [RawStream; 2],
-    next: usize,
-}
-
-impl<'a, D: Driver> CopyStreams<'a, D> {
-    /// Makes `device`'s context current on this thread and two streams in it.
-    pub(crate) fn open(pool: &'a Pool<D>, device: DeviceOrdinal) -> PoolResult<Self> {
-        let about = || "stream for copies".to_owned();
-        let driver = pool.driver();
-        driver.make_current(device).about(about, 0, Some(device))?;
-        let first = driver.stream_create().about(about, 0, Some(device))?;
-        match driver.stream_create() {
-            Ok(second) => Ok(Self { pool, device, streams: [first, second], next: 0 }),
-            Err(error) => {
-                end_stream(pool, device, first);
-                Err(error).about(about, 0, Some(device))
-            }
-        }
-    }
-
-    /// The stream whose turn it is, after its earlier work is done. Its device's context is current then.
-    pub(crate) fn take_idle(&mut self) -> PoolResult<RawStream> {
-        let stream = self.take()?;
-        self.finish(stream)?;
-        Ok(stream)
-    }
-
-    /// The stream whose turn it is. Its device's context is current then.
-    pub(crate) fn take(&mut self) -> PoolResult<RawStream> {
-        self.make_current()?;
-        self.next = 1 - self.next;
-        Ok(self.taken())
-    }
-
-    /// The stream that was taken last.
-    fn taken(&self) -> RawStream {
-        self.streams[self.next]
-    }
-
-    fn make_current(&self) -> PoolResult<()> {
-        let current = self.pool.driver().make_current(self.device);
-        current.about(|| "stream for copies".to_owned(), 0, Some(self.device))
-    }
-
-    /// Waits for `stream`, one of the two.
-    pub(crate) fn finish(&self, stream: RawStream) -> PoolResult<()> {
-        let waited = self.pool.driver().stream_synchronize(stream);
-        waited.about(|| "copies of contents".to_owned(), 0, Some(self.device))
-    }
-
-    /// Waits for both streams.
-    pub(crate) fn finish_all(&self) -> PoolResult<()> {
-        let first = self.finish(self.streams[0]);
-        first.and(self.finish(self.streams[1]))
-    }
-}
-
-impl<D: Driver> Drop for CopyStreams<'_, D> {
-    fn drop(&mut self) {
-        for stream in self.streams {
-            end_stream(self.pool, self.device, stream);
-        }
-    }
-}
-
-/// Ends a stream of ours; files it when the driver keeps it.
-fn end_stream<D: Driver>(pool: &Pool<D>, device: DeviceOrdinal, stream: RawStream) {
-    // SAFETY: the stream is ours; its queued work completes before it ends.
-    if let Err(error) = unsafe { pool.driver().stream_destroy(stream) } {
-        tracing::error!(%error, device = device.0, "a copy stream stays until the next pause");
-        pool.strays().streams.push((device, stream));
     }
 }

@@ -1,0 +1,90 @@
+//! Copies between a device and the host: two streams of the device, taken in turn.
+
+use crate::deferred::Deferred;
+use crate::driver::{DeviceOrdinal, Driver, RawStream};
+use crate::error::{Describe, PoolResult};
+
+/// Two streams of one device, taken in turn, so that the next copy is queued while one runs.
+///
+/// The driver takes a copy only while the context of a device is current that may reach the memory (driver 580;
+/// conformance case `a_copy_out_of_reach_of_the_current_context_is_refused`), and a step works for several
+/// devices by turns. So whoever takes a stream here has its device's context current.
+#[derive(Debug)]
+pub(crate) struct CopyStreams<'a, D: Driver> {
+    deferred: &'a Deferred<D>,
+    device: DeviceOrdinal,
+    streams: [RawStream; 2],
+    next: usize,
+}
+
+impl<'a, D: Driver> CopyStreams<'a, D> {
+    /// Makes `device`'s context current on this thread and two streams in it.
+    pub(crate) fn open(deferred: &'a Deferred<D>, device: DeviceOrdinal) -> PoolResult<Self> {
+        let about = || "stream for copies".to_owned();
+        let driver = deferred.driver();
+        driver.make_current(device).about(about, 0, Some(device))?;
+        let first = driver.stream_create().about(about, 0, Some(device))?;
+        match driver.stream_create() {
+            Ok(second) => Ok(Self { deferred, device, streams: [first, second], next: 0 }),
+            Err(error) => {
+                end(deferred, device, first);
+                Err(error).about(about, 0, Some(device))
+            }
+        }
+    }
+
+    /// The stream whose turn it is, after its earlier work is done. Its device's context is current then.
+    pub(crate) fn take_idle(&mut self) -> PoolResult<RawStream> {
+        let stream = self.take()?;
+        self.finish(stream)?;
+        Ok(stream)
+    }
+
+    /// The stream whose turn it is. Its device's context is current then.
+    pub(crate) fn take(&mut self) -> PoolResult<RawStream> {
+        self.make_current()?;
+        self.next = 1 - self.next;
+        Ok(self.taken())
+    }
+
+    /// The stream that was taken last.
+    pub(crate) fn taken(&self) -> RawStream {
+        self.streams[self.next]
+    }
+
+    /// The device.
+    pub(crate) fn device(&self) -> DeviceOrdinal {
+        self.device
+    }
+
+    fn make_current(&self) -> PoolResult<()> {
+        let current = self.deferred.driver().make_current(self.device);
+        current.about(|| "stream for copies".to_owned(), 0, Some(self.device))
+    }
+
+    /// Waits for `stream`, one of the two.
+    pub(crate) fn finish(&self, stream: RawStream) -> PoolResult<()> {
+        let waited = self.deferred.driver().stream_synchronize(stream);
+        waited.about(|| "copies of contents".to_owned(), 0, Some(self.device))
+    }
+
+    /// Waits for both streams.
+    pub(crate) fn finish_all(&self) -> PoolResult<()> {
+        let first = self.finish(self.streams[0]);
+        first.and(self.finish(self.streams[1]))
+    }
+}
+
+impl<D: Driver> Drop for CopyStreams<'_, D> {
+    fn drop(&mut self) {
+        for stream in self.streams {
+            end(self.deferred, self.device, stream);
+        }
+    }
+}
+
+fn end<D: Driver>(deferred: &Deferred<D>, device: DeviceOrdinal, stream: RawStream) {
+    if let Err(error) = deferred.end_stream(device, stream) {
+        tracing::error!(%error, device = device.0, "a copy stream stays until the next pause");
+    }
+}

@@ -1,0 +1,180 @@
+//! Deferred releases: driver objects that nobody needs any more and that the driver would not take back, and
+//! devices whose copies were not seen to end.
+//!
+//! What the driver refuses once it may take the next time, and whoever gave the object up can do nothing
+//! about it. So it is kept here, counted in the report, and offered again at each step of a pause or resume:
+//! no single failure leaks memory, addresses or streams for good.
+
+#![expect(unsafe_code, reason = "gives objects back to the driver")]
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::driver::{DeviceOrdinal, Driver, DriverResult, RawHandle, RawStream, VaRange};
+use crate::error::{Describe, PoolResult};
+
+/// Why the bytes of deferred handles stay on the device.
+pub(crate) const REASON: &str =
+    "the driver would not take it back; it is offered again at each pause and resume";
+
+/// A physical allocation of the driver's, with one owner: a row of the ledger, or the list here. It ends in
+/// [`Deferred::release`].
+#[derive(Debug)]
+#[must_use = "only `Deferred::release` gives its memory back"]
+pub(crate) struct Physical {
+    raw: RawHandle,
+    /// 0 where nobody has said.
+    size_bytes: u64,
+    device: Option<DeviceOrdinal>,
+}
+
+impl Physical {
+    /// What the driver has just handed out, and nobody else holds.
+    pub(crate) fn new(raw: RawHandle, size_bytes: u64, device: Option<DeviceOrdinal>) -> Self {
+        Self { raw, size_bytes, device }
+    }
+
+    /// For a call of the driver's about it.
+    pub(crate) fn raw(&self) -> RawHandle {
+        self.raw
+    }
+
+    /// Its size and device, for an error.
+    pub(crate) fn extent(&self) -> (u64, Option<DeviceOrdinal>) {
+        (self.size_bytes, self.device)
+    }
+}
+
+/// See the head of this module. Its lock is a leaf.
+#[derive(Debug)]
+pub(crate) struct Deferred<D: Driver> {
+    driver: Arc<D>,
+    lists: Mutex<Lists>,
+}
+
+#[derive(Debug, Default)]
+struct Lists {
+    handles: Vec<Physical>,
+    /// Reservations, and whatever is still mapped in them.
+    ranges: Vec<VaRange>,
+    streams: Vec<(DeviceOrdinal, RawStream)>,
+    /// Copies may still be under way there: nothing may be unmapped before [`Deferred::settle`] has waited.
+    unsettled: BTreeSet<DeviceOrdinal>,
+}
+
+impl<D: Driver> Deferred<D> {
+    /// Nothing is deferred yet.
+    pub(crate) fn new(driver: Arc<D>) -> Self {
+        Self { driver, lists: Mutex::default() }
+    }
+
+    /// The driver that is asked again.
+    pub(crate) fn driver(&self) -> &D {
+        &self.driver
+    }
+
+    fn lists(&self) -> MutexGuard<'_, Lists> {
+        self.lists.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives a handle back that is in no row any more; keeps it when the driver refuses.
+    pub(crate) fn release(&self, physical: Physical) -> DriverResult<()> {
+        // SAFETY: the handle has no other owner, and is mapped nowhere of ours: this is its last use, unless
+        // the driver refuses, and then it is still the driver's.
+        let released = unsafe { self.driver.release(physical.raw) };
+        if released.is_err() {
+            self.lists().handles.push(physical);
+        }
+        released
+    }
+
+    /// Unmaps and frees a range that is in no table any more; keeps it when the driver refuses.
+    pub(crate) fn free_range(&self, range: VaRange) -> PoolResult<()> {
+        let freed = self.unmap_and_free(range);
+        if freed.is_err() {
+            self.free_range_later(range);
+        }
+        freed.about(|| format!("addresses at {}", range.start), range.size_bytes, None)
+    }
+
+    /// Keeps a range that the driver has refused to free.
+    pub(crate) fn free_range_later(&self, range: VaRange) {
+        self.lists().ranges.push(range);
+    }
+
+    fn unmap_and_free(&self, range: VaRange) -> DriverResult<()> {
+        // SAFETY: nobody uses the range. Where nothing is mapped the driver refuses, which is as good.
+        let unmapped = unsafe { self.driver.unmap(range) };
+        // SAFETY: as above. Addresses are freed only when nothing is mapped there any more.
+        unsafe { self.driver.address_free(range) }.map_err(|error| unmapped.err().unwrap_or(error))
+    }
+
+    /// Ends a stream of ours, whose queued work completes before it ends; keeps it when the driver refuses. The
+    /// context of its device must be current.
+    pub(crate) fn end_stream(&self, device: DeviceOrdinal, stream: RawStream) -> DriverResult<()> {
+        // SAFETY: the stream is ours, and nobody queues anything there any more.
+        let ended = unsafe { self.driver.stream_destroy(stream) };
+        if ended.is_err() {
+            self.lists().streams.push((device, stream));
+        }
+        ended
+    }
+
+    /// Copies may be under way on `device`, and could not be waited for.
+    pub(crate) fn leave_unsettled(&self, device: DeviceOrdinal) {
+        self.lists().unsettled.insert(device);
+    }
+
+    /// Has every copy been seen to end?
+    pub(crate) fn is_settled(&self) -> bool {
+        self.lists().unsettled.is_empty()
+    }
+
+    /// Sizes of the handles kept, with their devices.
+    pub(crate) fn handles(&self) -> Vec<(DeviceOrdinal, u64)> {
+        let lists = self.lists();
+        let placed = lists.handles.iter().filter_map(|kept| Some((kept.device?, kept.size_bytes)));
+        placed.collect()
+    }
+
+    /// Waits for copies that were not seen to end, then offers everything to the driver again. Must come
+    /// before any step that unmaps. Not for application threads: it changes the current context.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`] when copies may still be under way: nothing may be unmapped.
+    pub(crate) fn settle(&self) -> PoolResult<()> {
+        let unsettled = self.lists().unsettled.clone();
+        for device in unsettled {
+            let waited = self.driver.make_current(device).and_then(|()| self.driver.synchronize());
+            waited.about(|| "copies that did not end".to_owned(), 0, Some(device))?;
+            self.lists().unsettled.remove(&device);
+        }
+        let Lists { handles, ranges, streams, .. } = std::mem::take(&mut *self.lists());
+        for range in ranges {
+            // Ranges before handles: a handle mapped there frees its memory with the later of the two.
+            log_kept(self.free_range(range));
+        }
+        for handle in handles {
+            let (size_bytes, device) = handle.extent();
+            let released = self.release(handle);
+            log_kept(released.about(|| "release".to_owned(), size_bytes, device));
+        }
+        for (device, stream) in streams {
+            let ended = match self.driver.make_current(device) {
+                Ok(()) => self.end_stream(device, stream),
+                Err(error) => {
+                    self.lists().streams.push((device, stream));
+                    Err(error)
+                }
+            };
+            log_kept(ended.about(|| "stream for copies".to_owned(), 0, Some(device)));
+        }
+        Ok(())
+    }
+}
+
+fn log_kept(outcome: PoolResult<()>) {
+    if let Err(error) = outcome {
+        tracing::error!(%error, "the driver keeps what nobody needs any more");
+    }
+}

@@ -1,0 +1,58 @@
+//! Identities: of memory, the same in every process, and of what callers hold in place of the driver's handles.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// The random identity of a physical allocation, the same in every process that holds it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct AllocationId(pub [u8; 16]);
+
+impl fmt::Debug for AllocationId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", u128::from_be_bytes(self.0))
+    }
+}
+
+impl AllocationId {
+    /// A new identity. `None` when the system has no randomness to give.
+    pub(crate) fn random() -> Option<Self> {
+        let mut bytes = [0; 16];
+        getrandom::fill(&mut bytes).ok()?;
+        Some(Self(bytes))
+    }
+}
+
+/// A value of ours that callers hold in place of the driver's handle.
+///
+/// Layout, high to low: 16 bits of a mark that no handle of driver 580 has (those are host addresses of
+/// user space, whose top 17 bits are zero), 24 bits generation, 24 bits index. The generation makes a
+/// value that is used after release an error instead of somebody else's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct VirtualHandle(u64);
+
+impl VirtualHandle {
+    const MARK: u64 = 0x5b1e;
+    pub(crate) const GENERATION_MASK: u32 = (1 << 24) - 1;
+    const INDEX_MASK: u64 = (1 << 24) - 1;
+
+    pub(crate) fn new(index: usize, generation: u32) -> Self {
+        debug_assert!(index as u64 <= Self::INDEX_MASK, "more than 16 million allocations");
+        Self(Self::MARK << 48 | u64::from(generation) << 24 | (index as u64 & Self::INDEX_MASK))
+    }
+
+    /// The handle, when `raw` bears our mark.
+    pub fn from_raw(raw: u64) -> Option<Self> {
+        (raw >> 48 == Self::MARK).then_some(Self(raw))
+    }
+
+    /// The value that callers see.
+    pub fn raw(self) -> u64 {
+        self.0
+    }
+
+    pub(crate) fn index(self) -> usize {
+        // CAST: at most 24 bits.
+        (self.0 & Self::INDEX_MASK) as usize
+    }
+}

@@ -1,0 +1,64 @@
+//! What a phase did, step by step, for the report.
+
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::PoolResult;
+
+/// A named part of a phase, with what it took.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Step {
+    /// What was done.
+    pub name: &'static str,
+    /// How long.
+    pub elapsed_us: u64,
+}
+
+/// What a phase did, for the report.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StepLog {
+    /// In order.
+    pub steps: Vec<Step>,
+    /// Driver calls made.
+    pub driver_calls: u64,
+    /// Device bytes the phase was about.
+    pub bytes: u64,
+    /// Trouble that did not stop the phase, one sentence each.
+    pub notes: Vec<String>,
+}
+
+impl StepLog {
+    pub(crate) fn timed<T>(
+        &mut self,
+        name: &'static str,
+        work: impl FnOnce(&mut Self) -> PoolResult<T>,
+    ) -> PoolResult<T> {
+        let begin = Instant::now();
+        let outcome = work(self);
+        let elapsed_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
+        match self.steps.iter_mut().find(|step| step.name == name) {
+            Some(step) => step.elapsed_us += elapsed_us,
+            None => self.steps.push(Step { name, elapsed_us }),
+        }
+        outcome
+    }
+
+    /// What another part of the same phase did, as done by this one.
+    pub fn add(&mut self, other: Self) {
+        for Step { name, elapsed_us } in other.steps {
+            match self.steps.iter_mut().find(|step| step.name == name) {
+                Some(step) => step.elapsed_us += elapsed_us,
+                None => self.steps.push(Step { name, elapsed_us }),
+            }
+        }
+        self.driver_calls += other.driver_calls;
+        self.bytes += other.bytes;
+        self.notes.extend(other.notes);
+    }
+
+    /// One driver call more.
+    pub(crate) fn call(&mut self) {
+        self.driver_calls += 1;
+    }
+}

@@ -1,0 +1,726 @@
+//! The ledger: what device memory exists, who asked for it, where it is mapped, and where its contents are.
+//!
+//! ```text
+//!   VirtualHandle --> Row --residency--> Physical, the driver's handle (while on its device)
+//!                      ^  |
+//!                      |  +--mappings--> Mapping [start, start+size) --access--> per place
+//!                      +---------------- one allocation, any number of mappings
+//! ```
+//!
+//! It calls nobody: whoever changes it has made, or is about to make, the driver agree. A row is found by its handle,
+//! whose generation makes a look at a row that is gone find nothing.
+//!
+//! # Invariants
+//! 1. Every mapping names a live row, and that row lists the mapping's start; both ways.
+//! 2. Mappings do not overlap.
+//! 3. A row lives while it has a reference, a mapping, or a ticket nobody redeemed yet; while it is not
+//!    resident also as long as an importer may want it again.
+//! 4. A driver's handle is in one row, or in none and then its holder's to release.
+
+mod accounts;
+mod inventory;
+mod layout;
+mod references;
+mod residency;
+mod row;
+mod selection;
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+
+pub use accounts::TagTotals;
+pub use inventory::{Holding, HoldingSource, Standing};
+pub(crate) use layout::Layout;
+pub use references::{Held, References, StayReason};
+use residency::Change;
+pub use row::Class;
+pub(crate) use row::{Mapping, NewRow, Origin, Presence, Row};
+pub use selection::{Selection, Tags, Whose};
+use slab::Slab;
+
+use crate::deferred::Physical;
+use crate::driver::{
+    AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverError, DriverOp, RawHandle, VaRange,
+};
+use crate::error::{Describe, PoolError, PoolResult};
+use crate::store::Saved;
+use crate::{AllocationId, PeerId, VirtualHandle};
+
+/// See the head of this module.
+#[derive(Debug, Default)]
+pub(crate) struct Ledger {
+    rows: Slab<Row>,
+    by_id: HashMap<AllocationId, VirtualHandle>,
+    /// By start address.
+    mappings: BTreeMap<u64, Mapping>,
+    /// Plain allocations left to the driver, by address.
+    natives: BTreeMap<u64, Native>,
+    /// Places mapped for a copy of a pause or resume, and not taken down yet. By start address.
+    views: BTreeMap<u64, VaRange>,
+    next_generation: u32,
+    last_ticket: u64,
+    /// Nothing is given to importers: a pause has asked who holds what, or memory is away.
+    is_frozen: bool,
+}
+
+/// A plain allocation that the pool only counts.
+#[derive(Debug)]
+pub(crate) struct Native {
+    pub(crate) size_bytes: u64,
+    pub(crate) device: DeviceOrdinal,
+    pub(crate) reason: &'static str,
+}
+
+/// What a recorded mapping needs to be made by the driver again.
+#[derive(Debug)]
+pub(crate) struct Remount {
+    pub(crate) range: VaRange,
+    pub(crate) raw: RawHandle,
+    pub(crate) access: Vec<AccessDesc>,
+    pub(crate) device: Option<DeviceOrdinal>,
+    pub(crate) presence: Presence,
+}
+
+/// What is to be exported for a ticket.
+#[derive(Debug)]
+pub(crate) struct ToExport {
+    pub(crate) id: AllocationId,
+    pub(crate) size_bytes: u64,
+    /// 0 for memory of another process.
+    pub(crate) serial: u64,
+    /// None where nothing need be asked of the driver.
+    pub(crate) raw: Option<RawHandle>,
+}
+
+// Rows and mappings.
+impl Ledger {
+    /// Enters what has just been created or imported, with one reference.
+    pub(crate) fn insert(&mut self, new: NewRow, physical: Physical) -> VirtualHandle {
+        self.next_generation = (self.next_generation + 1) & VirtualHandle::GENERATION_MASK;
+        let id = new.id;
+        let vacant = self.rows.vacant_entry();
+        let handle = VirtualHandle::new(vacant.key(), self.next_generation);
+        vacant.insert(Row::new(new, handle, physical));
+        self.by_id.insert(id, handle);
+        handle
+    }
+
+    /// The row of `handle`, while it lives.
+    pub(crate) fn row(&self, handle: VirtualHandle) -> Option<&Row> {
+        self.rows.get(handle.index()).filter(|row| row.handle() == handle)
+    }
+
+    fn row_mut(&mut self, handle: VirtualHandle) -> Option<&mut Row> {
+        self.rows.get_mut(handle.index()).filter(|row| row.handle() == handle)
+    }
+
+    /// The row of `handle`.
+    ///
+    /// # Errors
+    /// [`PoolError::StaleHandle`].
+    pub(crate) fn find(&self, handle: VirtualHandle) -> PoolResult<&Row> {
+        self.row(handle).ok_or(PoolError::StaleHandle { handle: handle.raw() })
+    }
+
+    /// The row of this identity.
+    pub(crate) fn by_id(&self, id: AllocationId) -> Option<&Row> {
+        self.by_id.get(&id).and_then(|&handle| self.row(handle))
+    }
+
+    fn by_id_mut(&mut self, id: AllocationId) -> Option<&mut Row> {
+        let handle = self.by_id.get(&id).copied()?;
+        self.row_mut(handle)
+    }
+
+    /// All rows, in an order that holds as long as none comes or goes.
+    pub(crate) fn rows(&self) -> impl Iterator<Item = &Row> {
+        self.rows.iter().map(|(_, row)| row)
+    }
+
+    /// The mapping that begins at `start`.
+    pub(crate) fn mapping(&self, start: u64) -> Option<&Mapping> {
+        self.mappings.get(&start)
+    }
+
+    /// All mappings, in order.
+    pub(crate) fn mappings(&self) -> impl Iterator<Item = &Mapping> {
+        self.mappings.values()
+    }
+
+    /// The mappings of `row`, in order.
+    pub(crate) fn mappings_of(&self, row: &Row) -> impl Iterator<Item = &Mapping> {
+        row.mapped_at().filter_map(|start| self.mapping(start))
+    }
+
+    /// The mapping that holds `address`.
+    pub(crate) fn mapping_at(&self, address: DeviceAddress) -> Option<&Mapping> {
+        let (_, mapping) = self.mappings.range(..=address.0).next_back()?;
+        mapping.range().contains_address(address).then_some(mapping)
+    }
+
+    /// The mapping that holds `address`, with its row.
+    pub(crate) fn mapped_at(&self, address: DeviceAddress) -> Option<(&Mapping, &Row)> {
+        let mapping = self.mapping_at(address)?;
+        Some((mapping, self.row(mapping.allocation())?))
+    }
+
+    /// Starts of the mappings that lie wholly inside `range`.
+    pub(crate) fn mappings_inside(&self, range: VaRange) -> Vec<u64> {
+        self.mappings
+            .range(range.start.0..range.end().0)
+            .filter(|(_, mapping)| range.contains(mapping.range()))
+            .map(|(&start, _)| start)
+            .collect()
+    }
+
+    /// Takes the row out when nothing holds it any more.
+    fn take_garbage(&mut self, handle: VirtualHandle) -> Option<Row> {
+        if !self.row(handle)?.is_garbage() {
+            return None;
+        }
+        let row = self.rows.remove(handle.index());
+        self.by_id.remove(&row.id());
+        Some(row)
+    }
+}
+
+// What applications' calls change. Rows that come out are held by nobody any more.
+impl Ledger {
+    /// One reference more; false when the row is gone.
+    pub(crate) fn add_reference(&mut self, handle: VirtualHandle) -> bool {
+        self.row_mut(handle).map(Row::add_reference).is_some()
+    }
+
+    /// One reference less.
+    ///
+    /// # Errors
+    /// [`PoolError::StaleHandle`], also when all references are used up.
+    pub(crate) fn drop_reference(&mut self, handle: VirtualHandle) -> PoolResult<Option<Row>> {
+        let had_one = self.row_mut(handle).is_some_and(Row::drop_reference);
+        if !had_one {
+            return Err(PoolError::StaleHandle { handle: handle.raw() });
+        }
+        Ok(self.take_garbage(handle))
+    }
+
+    /// Records a mapping that is about to be made. From then on it keeps its memory, whatever another thread
+    /// releases.
+    ///
+    /// # Errors
+    /// [`PoolError::StaleHandle`], [`PoolError::Offloaded`]; [`PoolError::Driver`] for what the driver would refuse
+    /// if it saw all mappings.
+    pub(crate) fn begin_mapping(
+        &mut self,
+        range: VaRange,
+        offset_bytes: u64,
+        handle: VirtualHandle,
+    ) -> PoolResult<(RawHandle, Option<DeviceOrdinal>)> {
+        let row = self.find(handle)?;
+        // The driver sees no mapping whose memory is away, or that is being made; it is one all the same.
+        let is_taken = overlapping(&self.mappings, range).next().is_some();
+        if !row.is_resident() && row.is_set_aside() && !row.is_lost() {
+            return Err(PoolError::Offloaded { tag: row.class().tag.clone() });
+        }
+        let allowed = match row.raw() {
+            _ if is_taken => Err(DriverCode::INVALID_VALUE),
+            // Driver 580 answers so for any offset; see the conformance case of this name.
+            _ if offset_bytes != 0 => Err(DriverCode::NOT_SUPPORTED),
+            // The gate keeps this call out while memory is away.
+            None => Err(DriverCode::NOT_READY),
+            Some(raw) => Ok(raw),
+        };
+        let refused = |code| DriverError { op: DriverOp::Map, code };
+        let device = row.device();
+        let raw = allowed.map_err(refused).about(
+            || format!("mapping at {}", range.start),
+            range.size_bytes,
+            device,
+        )?;
+        self.mappings.insert(range.start.0, Mapping::new(range, handle));
+        if let Some(row) = self.row_mut(handle) {
+            row.mapped(range.start.0);
+        }
+        Ok((raw, device))
+    }
+
+    /// The driver has made the mapping that [`Ledger::begin_mapping`] recorded. False when its record is gone
+    /// meanwhile.
+    pub(crate) fn mapping_made(&mut self, range: VaRange) -> bool {
+        let mapping = self.mappings.get_mut(&range.start.0).filter(|found| found.range() == range);
+        mapping.map(|mapping| mapping.set_presence(Presence::Whole)).is_some()
+    }
+
+    /// Forgets the mappings that begin there.
+    pub(crate) fn forget_mappings(&mut self, starts: &[u64]) -> Vec<Row> {
+        let mut garbage = Vec::new();
+        for start in starts {
+            let Some(mapping) = self.mappings.remove(start) else { continue };
+            let handle = mapping.allocation();
+            if let Some(row) = self.row_mut(handle) {
+                row.unmapped(*start);
+            }
+            garbage.extend(self.take_garbage(handle));
+        }
+        garbage
+    }
+
+    /// Rights that the driver has set on the mappings that begin there.
+    pub(crate) fn add_access(&mut self, starts: &[u64], access: &[AccessDesc]) {
+        for start in starts {
+            if let Some(mapping) = self.mappings.get_mut(start) {
+                mapping.add_access(access);
+            }
+        }
+    }
+
+    /// Has a pause leave all that is mapped in `range` in place. Returns how many bytes that is new for.
+    pub(crate) fn pin(&mut self, range: VaRange, reason: &'static str) -> u64 {
+        let handles: Vec<_> = overlapping(&self.mappings, range).map(Mapping::allocation).collect();
+        let mut bytes = 0;
+        for handle in handles {
+            if let Some(row) = self.row_mut(handle)
+                && row.pin(reason)
+            {
+                bytes += row.size_bytes();
+            }
+        }
+        bytes
+    }
+
+    /// Makes a block of it: its mapping alone keeps it, and `asked_bytes` is its size for callers.
+    pub(crate) fn become_block(&mut self, handle: VirtualHandle, asked_bytes: u64) -> Option<Row> {
+        let row = self.row_mut(handle)?;
+        row.become_block(asked_bytes);
+        let _had_one = row.drop_reference();
+        self.take_garbage(handle)
+    }
+
+    /// Makes a block that is opened once of the mapping at `start`. The caller keeps its reference.
+    pub(crate) fn become_opened(&mut self, handle: VirtualHandle, start: u64, asked_bytes: u64) {
+        if let Some(row) = self.row_mut(handle) {
+            row.become_block(asked_bytes);
+        }
+        if let Some(mapping) = self.mappings.get_mut(&start) {
+            mapping.set_opened(1);
+        }
+    }
+
+    /// Opens the mapping that begins at `start` once more, or once less. Says how often it is open then; none when
+    /// it was not open.
+    pub(crate) fn change_opened(&mut self, start: u64, by: i8) -> Option<u32> {
+        let mapping = self.mappings.get_mut(&start).filter(|found| found.opened() > 0)?;
+        mapping.set_opened(mapping.opened().saturating_add_signed(by.into()));
+        Some(mapping.opened())
+    }
+
+    /// A close that failed: the mapping is open once, as before it.
+    pub(crate) fn opened_again(&mut self, start: u64) {
+        if let Some(mapping) = self.mappings.get_mut(&start) {
+            mapping.set_opened(1);
+        }
+    }
+
+    /// Counts a plain allocation that was left to the driver.
+    pub(crate) fn add_native(&mut self, address: DeviceAddress, native: Native) {
+        self.natives.insert(address.0, native);
+    }
+
+    /// Forgets one.
+    pub(crate) fn remove_native(&mut self, address: DeviceAddress) {
+        self.natives.remove(&address.0);
+    }
+}
+
+// Sharing.
+impl Ledger {
+    /// Is nothing given to importers?
+    pub(crate) fn is_frozen(&self) -> bool {
+        self.is_frozen
+    }
+
+    /// See [`Ledger::is_frozen`].
+    pub(crate) fn set_frozen(&mut self, is_frozen: bool) {
+        self.is_frozen = is_frozen;
+    }
+
+    /// Counts a ticket for `handle`. From now on it keeps the memory, whatever another thread releases.
+    ///
+    /// # Errors
+    /// [`PoolError::StaleHandle`], [`PoolError::Offloaded`].
+    pub(crate) fn begin_export(&mut self, handle: VirtualHandle) -> PoolResult<ToExport> {
+        let row = self.find(handle)?;
+        let (id, size_bytes, raw) = (row.id(), row.size_bytes(), row.raw());
+        if !row.is_own() {
+            return Ok(ToExport { id, size_bytes, serial: 0, raw: None });
+        }
+        let is_exported = row.is_exported();
+        if !is_exported && raw.is_none() {
+            return Err(PoolError::Offloaded { tag: row.class().tag.clone() });
+        }
+        self.last_ticket += 1;
+        let serial = self.last_ticket;
+        if let Some(row) = self.row_mut(handle) {
+            row.add_ticket(serial);
+        }
+        Ok(ToExport { id, size_bytes, serial, raw: raw.filter(|_| !is_exported) })
+    }
+
+    /// Keeps the descriptor that the driver gave for `id`. One that nobody wants comes back.
+    pub(crate) fn keep_export(&mut self, id: AllocationId, fd: OwnedFd) -> Option<OwnedFd> {
+        match self.by_id_mut(id) {
+            Some(row) => row.keep_export(fd),
+            None => Some(fd),
+        }
+    }
+
+    /// The driver gave no descriptor for a ticket, which nobody was given then.
+    pub(crate) fn export_failed(&mut self, id: AllocationId, serial: u64) -> Option<Row> {
+        let row = self.by_id_mut(id)?;
+        row.take_ticket_back(serial);
+        let handle = row.handle();
+        self.take_garbage(handle)
+    }
+
+    /// An own allocation that importers may be given now.
+    ///
+    /// # Errors
+    /// [`PoolError::Frozen`], [`PoolError::StaleHandle`], [`PoolError::Offloaded`].
+    pub(crate) fn find_for_importer(&self, id: AllocationId) -> PoolResult<&Row> {
+        if self.is_frozen {
+            return Err(PoolError::Frozen);
+        }
+        let row = self.by_id(id).filter(|row| row.is_own());
+        let row = row.ok_or(PoolError::StaleHandle { handle: 0 })?;
+        if row.is_resident() {
+            return Ok(row);
+        }
+        Err(PoolError::Offloaded { tag: row.class().tag.clone() })
+    }
+
+    /// `importer` holds `id` from now on, by the ticket `serial`. A descriptor that is kept for nobody any more, and a row
+    /// that nobody here holds, come out.
+    ///
+    /// # Errors
+    /// As [`Ledger::find_for_importer`].
+    pub(crate) fn redeemed(
+        &mut self,
+        id: AllocationId,
+        serial: u64,
+        importer: PeerId,
+    ) -> PoolResult<(Option<OwnedFd>, Option<Row>)> {
+        let handle = self.find_for_importer(id)?.handle();
+        let fd = self.row_mut(handle).and_then(|row| {
+            row.add_importer(importer);
+            row.use_ticket(serial)
+        });
+        Ok((fd, self.take_garbage(handle)))
+    }
+
+    /// `importer` has fetched `id` again.
+    pub(crate) fn fetched(&mut self, id: AllocationId, importer: PeerId) {
+        if let Some(row) = self.by_id_mut(id) {
+            row.add_importer(importer);
+        }
+    }
+
+    /// A descriptor for an importer of `id`, when one is at hand: a copy, or without room for one, that very one.
+    pub(crate) fn export_at_hand(&mut self, id: AllocationId) -> Option<OwnedFd> {
+        let row = self.by_id_mut(id)?;
+        row.copy_of_export().or_else(|| row.take_export())
+    }
+
+    /// One reference more to `id`, where it is held and not lost. Of own memory the ticket `serial` is redeemed by
+    /// that; a descriptor that is kept for nobody any more comes out.
+    pub(crate) fn hold_again(
+        &mut self,
+        id: AllocationId,
+        serial: u64,
+    ) -> Option<(VirtualHandle, Option<OwnedFd>)> {
+        let row = self.by_id_mut(id).filter(|row| !row.is_lost())?;
+        row.add_reference();
+        let fd = if row.is_own() { row.use_ticket(serial) } else { None };
+        Some((row.handle(), fd))
+    }
+
+    /// Gives up imports that are not resident and that `choose` picks, by identity and owner: they are lost. Says how
+    /// many, and their bytes.
+    pub(crate) fn give_up(&mut self, choose: impl Fn(AllocationId, PeerId) -> bool) -> (u64, u64) {
+        let mut lost = (0, 0);
+        for (_, row) in &mut self.rows {
+            if is_import_away(row, &choose) {
+                lost = (lost.0 + 1, lost.1 + row.size_bytes());
+                let _none = row.change(Change::GivenUp);
+            }
+        }
+        lost
+    }
+
+    /// As [`Ledger::give_up`], and changes nothing.
+    pub(crate) fn imports_away(&self, choose: impl Fn(AllocationId, PeerId) -> bool) -> (u64, u64) {
+        let away = self.rows().filter(|row| is_import_away(row, &choose));
+        away.fold((0, 0), |(count, bytes), row| (count + 1, bytes + row.size_bytes()))
+    }
+
+    /// Takes out every descriptor that `choose` picks.
+    pub(crate) fn take_exports(&mut self, choose: impl Fn(&Row) -> bool) -> Vec<OwnedFd> {
+        let chosen = self.rows.iter_mut().map(|(_, row)| row).filter(|row| choose(row));
+        chosen.filter_map(Row::take_export).collect()
+    }
+}
+
+fn is_import_away(row: &Row, choose: impl Fn(AllocationId, PeerId) -> bool) -> bool {
+    !row.is_resident() && row.owner().is_some_and(|owner| choose(row.id(), owner))
+}
+
+// What a pause and a resume change.
+impl Ledger {
+    /// What `range`, the first of a recorded mapping, needs to be mapped again; `None` when there is no such record.
+    ///
+    /// # Errors
+    /// [`PoolError::MissingImport`] when its memory is not there.
+    pub(crate) fn to_remount(&self, start: u64) -> PoolResult<Option<Remount>> {
+        let Some(mapping) = self.mapping(start) else {
+            return Ok(None);
+        };
+        let range = mapping.range();
+        let row = self.row(mapping.allocation());
+        let Some((row, raw)) = row.and_then(|row| Some((row, row.raw()?))) else {
+            let (address, size_bytes) = (range.start, range.size_bytes);
+            return Err(PoolError::MissingImport { address, size_bytes });
+        };
+        let (access, presence) = (mapping.access_list(), mapping.presence());
+        Ok(Some(Remount { range, raw, access, device: row.device(), presence }))
+    }
+
+    /// How much of the mapping that begins at `start` the driver has now.
+    pub(crate) fn set_presence(&mut self, start: u64, presence: Presence) {
+        if let Some(mapping) = self.mappings.get_mut(&start) {
+            mapping.set_presence(presence);
+        }
+    }
+
+    /// Ranges that are mapped now, of the rows that `choose` picks.
+    pub(crate) fn present_mappings(&self, choose: impl Fn(&Row) -> bool) -> Vec<VaRange> {
+        let present = self.mappings().filter(|mapping| mapping.is_present());
+        let chosen = present.filter(|mapping| self.row(mapping.allocation()).is_some_and(&choose));
+        chosen.map(Mapping::range).collect()
+    }
+
+    /// Contents are saved: the copy counts from now on too. Returns where they are still mapped.
+    pub(crate) fn saved(&mut self, handle: VirtualHandle, saved: Saved) -> Vec<VaRange> {
+        let Some(row) = self.row_mut(handle) else {
+            return Vec::new();
+        };
+        let _none = row.change(Change::Saved(saved));
+        let Some(row) = self.row(handle) else {
+            return Vec::new();
+        };
+        let present = self.mappings_of(row).filter(|mapping| mapping.is_present());
+        present.map(Mapping::range).collect()
+    }
+
+    /// Gives up the handles of the rows that `choose` picks and that are nowhere mapped.
+    pub(crate) fn take_unmapped(&mut self, choose: impl Fn(&Row) -> bool) -> Vec<Physical> {
+        let mappings = &self.mappings;
+        let mut handles = Vec::new();
+        for (_, row) in &mut self.rows {
+            let mut at = row.mapped_at().filter_map(|start| mappings.get(&start));
+            let is_unmapped = at.all(|mapping| !mapping.is_present());
+            drop(at);
+            if is_unmapped && choose(row) {
+                handles.extend(row.change(Change::Released));
+            }
+        }
+        handles
+    }
+
+    /// It is created or imported again. A handle that is not wanted comes back.
+    pub(crate) fn returned(
+        &mut self,
+        handle: VirtualHandle,
+        physical: Physical,
+    ) -> Option<Physical> {
+        match self.row_mut(handle) {
+            Some(row) => row.change(Change::Returned(physical)),
+            None => Some(physical),
+        }
+    }
+
+    /// Where memory is resident, the contents on the device are the contents, and copies are void.
+    pub(crate) fn void_copies(&mut self) {
+        for (_, row) in &mut self.rows {
+            let _none = row.change(Change::ContentsVoid);
+        }
+    }
+
+    /// The process runs, and what is not wholly there it goes on without, until that is brought back by tag.
+    /// Importers are given what they ask for again.
+    pub(crate) fn run_on(&mut self) {
+        self.is_frozen = false;
+        let mappings = &self.mappings;
+        for (_, row) in &mut self.rows {
+            let mut at = row.mapped_at().filter_map(|start| mappings.get(&start));
+            let is_mapped = at.all(Mapping::is_present);
+            drop(at);
+            let _none = row.change(Change::Runs { is_mapped });
+        }
+    }
+
+    /// Importers are about to fetch what they hold of `selection`. Returns what has to be exported for that.
+    pub(crate) fn begin_fetching(
+        &mut self,
+        selection: &Selection,
+    ) -> Vec<(AllocationId, RawHandle, u64)> {
+        let mut wanted = Vec::new();
+        for (_, row) in &mut self.rows {
+            if !(row.is_shared() && selection.has(row)) {
+                continue;
+            }
+            // Whoever still wants it asks again, and is an importer when the resume is committed.
+            if row.can_leave() {
+                row.begin_fetching();
+            }
+            if let (false, Some(raw)) = (row.is_exported(), row.raw()) {
+                wanted.push((row.id(), raw, row.size_bytes()));
+            }
+        }
+        wanted
+    }
+
+    /// What `choose` picks is leaving: nobody fetches it, and no descriptor is kept for those who would. Those come
+    /// out.
+    pub(crate) fn call_off_fetching(&mut self, choose: impl Fn(&Row) -> bool) -> Vec<OwnedFd> {
+        let chosen = self.rows.iter_mut().map(|(_, row)| row).filter(|row| choose(row));
+        let exports = chosen.filter_map(|row| {
+            row.call_off_fetching();
+            row.take_export()
+        });
+        exports.collect()
+    }
+
+    /// The end of a resume: nothing stays for the others' sake any more, and whoever has fetched memory again is its
+    /// importer, and keeps alive from now on what its owner's application freed while it was away. That comes out.
+    pub(crate) fn end_fetching(&mut self) -> Vec<Row> {
+        let handles: Vec<_> = self.rows().map(Row::handle).collect();
+        for (_, row) in &mut self.rows {
+            row.set_stays(None);
+            row.end_fetching();
+        }
+        handles.into_iter().filter_map(|handle| self.take_garbage(handle)).collect()
+    }
+
+    /// Descriptors that no ticket needs.
+    pub(crate) fn take_spare_exports(&mut self) -> Vec<OwnedFd> {
+        self.take_exports(|row| !row.has_tickets())
+    }
+
+    /// Parts of own memory whose contents nobody needs: unless the process touches them first, the next pause
+    /// gives them up without saving. Marks of before are void. Ranges of other memory are passed over.
+    pub(crate) fn mark_unused(&mut self, ranges: &[VaRange]) {
+        let mut parts: HashMap<VirtualHandle, Vec<Range<u64>>> = HashMap::new();
+        for range in ranges {
+            for mapping in overlapping(&self.mappings, *range) {
+                let start = mapping.range().start.0;
+                let begin = range.start.0.max(start) - start;
+                let end = range.end().0.min(mapping.range().end().0) - start;
+                parts.entry(mapping.allocation()).or_default().push(begin..end);
+            }
+        }
+        for (_, row) in &mut self.rows {
+            // Memory that is mapped twice may be in use under its other address.
+            let counts = row.is_own() && row.mapped_at().len() == 1;
+            let unused = parts.remove(&row.handle()).filter(|_| counts).unwrap_or_default();
+            let _none = row.change(Change::Unused(merged(unused)));
+        }
+    }
+
+    /// A place made for a copy. It is here from its reservation on, until it is gone.
+    pub(crate) fn add_view(&mut self, range: VaRange) {
+        self.views.insert(range.start.0, range);
+    }
+
+    /// Forgets one.
+    pub(crate) fn remove_view(&mut self, range: VaRange) {
+        self.views.remove(&range.start.0);
+    }
+
+    /// All of them.
+    pub(crate) fn views(&self) -> Vec<VaRange> {
+        self.views.values().copied().collect()
+    }
+}
+
+/// The mappings, by start address, of which a part lies in `range`; the last first.
+fn overlapping(
+    mappings: &BTreeMap<u64, Mapping>,
+    range: VaRange,
+) -> impl Iterator<Item = &Mapping> {
+    let before_its_end = mappings.range(..range.end().0).rev().map(|(_, mapping)| mapping);
+    // They do not overlap each other, so none before the first that ends too early reaches it.
+    before_its_end.take_while(move |mapping| range.start < mapping.range().end())
+}
+
+/// The same bytes as ranges in order, none empty, none touching another.
+pub(crate) fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    ranges.retain(|range| range.start < range.end);
+    ranges.sort_by_key(|range| range.start);
+    let mut merged: Vec<Range<u64>> = Vec::new();
+    for range in ranges {
+        match merged.last_mut() {
+            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+            _ => merged.push(range),
+        }
+    }
+    merged
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::scaling::assert_not_quadratic;
+
+    fn mappings(ranges: impl Iterator<Item = Range<u64>>) -> BTreeMap<u64, Mapping> {
+        let owner = VirtualHandle::new(0, 1);
+        let range =
+            |range: &Range<u64>| VaRange::new(DeviceAddress(range.start), range.end - range.start);
+        ranges.map(|at| (at.start, Mapping::new(range(&at), owner))).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn overlapping_mappings_are_found_as_by_a_look_at_each(
+            sizes in prop::collection::vec((0u64..4, 1u64..6), 0..12),
+            (start, size_bytes) in (0u64..60, 1u64..20),
+        ) {
+            let mut end = 0;
+            let apart = sizes.iter().map(|(gap, size)| {
+                let range = end + gap..end + gap + size;
+                end = range.end;
+                range
+            });
+            let mappings = mappings(apart);
+            let range = VaRange::new(DeviceAddress(start), size_bytes);
+            let found: Vec<_> = overlapping(&mappings, range).map(Mapping::range).collect();
+            let each = mappings.values().map(Mapping::range).rev().filter(|mapping| {
+                mapping.start < range.end() && range.start < mapping.end()
+            });
+            prop_assert_eq!(found, each.collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn a_mapping_among_many_is_found_as_fast_as_among_few() {
+        assert_not_quadratic(|count| {
+            let mappings = mappings((0..count as u64).map(|at| 4 * at..4 * at + 3));
+            move || {
+                for at in 0..count as u64 {
+                    let one = VaRange::new(DeviceAddress(4 * at), 4);
+                    assert_eq!(overlapping(&mappings, one).count(), 1);
+                }
+            }
+        });
+    }
+}

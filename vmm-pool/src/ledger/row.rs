@@ -1,0 +1,430 @@
+//! One allocation: what it is, who holds it, and where it is.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::os::fd::{AsFd as _, OwnedFd};
+
+use super::residency::{Change, Residency};
+use crate::deferred::Physical;
+use crate::driver::{
+    AccessDesc, AllocationProp, DeviceOrdinal, Location, LocationKind, RawHandle, VaRange,
+};
+use crate::report::Contents;
+use crate::store::{Saved, Store};
+use crate::{AllocationId, PeerId, VirtualHandle};
+
+/// Smallest unused part that is worth leaving out: below, a copy more costs as much as the bytes.
+const UNUSED_BYTES_MIN: u64 = 1 << 20;
+
+/// Who asked for memory, under which tag, and what a pause does with it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Class {
+    /// The library that asked, such as `nccl`.
+    pub library: &'static str,
+    /// The region's tag; empty outside any region.
+    pub tag: String,
+    /// What a pause does with the contents.
+    pub contents: Contents,
+}
+
+/// Where an allocation comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// Created here.
+    Own,
+    /// Created by another process of the tenant.
+    Imported { owner: PeerId },
+    /// From a descriptor that is no ticket: its owner is unknown, so it can never be given back.
+    Foreign,
+}
+
+/// What is known of an allocation when it is made.
+#[derive(Debug)]
+pub(crate) struct NewRow {
+    pub(crate) id: AllocationId,
+    pub(crate) size_bytes: u64,
+    pub(crate) prop: AllocationProp,
+    pub(crate) origin: Origin,
+    pub(crate) class: Class,
+}
+
+/// An allocation that lives.
+#[derive(Debug)]
+pub(crate) struct Row {
+    new: NewRow,
+    handle: VirtualHandle,
+    /// References that callers hold: creates, imports and retains, less releases.
+    references: u32,
+    /// Starts of its mappings.
+    mappings: BTreeSet<u64>,
+    residency: Residency,
+    sharing: Sharing,
+    /// Why a pause must leave it where it is.
+    pinned: Option<&'static str>,
+    /// Why the pause under way, or the last one, leaves it where it is in all processes that hold it: nobody could
+    /// save it, or somebody else has pinned it.
+    stays: Option<&'static str>,
+    /// For memory made as a block: the size that the caller asked for.
+    block_size_bytes: Option<u64>,
+}
+
+/// Who else may hold an allocation.
+#[derive(Debug, Default)]
+struct Sharing {
+    /// Serial numbers of tickets issued and not yet redeemed by anybody.
+    tickets: BTreeSet<u64>,
+    /// Processes that may hold it: whoever was given a descriptor since it was last created.
+    importers: BTreeSet<PeerId>,
+    /// From its restoring to the end of that resume: whoever has fetched it again, the importers to come.
+    fetched: Option<BTreeSet<PeerId>>,
+    /// The driver's descriptor for the importers, between issue and redemption.
+    exported: Option<OwnedFd>,
+}
+
+impl Row {
+    pub(super) fn new(new: NewRow, handle: VirtualHandle, physical: Physical) -> Self {
+        Self {
+            new,
+            handle,
+            references: 1,
+            mappings: BTreeSet::new(),
+            residency: Residency::Resident { handle: physical, unused: Vec::new() },
+            sharing: Sharing::default(),
+            pinned: None,
+            stays: None,
+            block_size_bytes: None,
+        }
+    }
+
+    /// What callers hold for it, and its key in the ledger.
+    pub(crate) fn handle(&self) -> VirtualHandle {
+        self.handle
+    }
+
+    pub(crate) fn id(&self) -> AllocationId {
+        self.new.id
+    }
+
+    pub(crate) fn size_bytes(&self) -> u64 {
+        self.new.size_bytes
+    }
+
+    pub(crate) fn prop(&self) -> &AllocationProp {
+        &self.new.prop
+    }
+
+    pub(crate) fn class(&self) -> &Class {
+        &self.new.class
+    }
+
+    pub(crate) fn origin(&self) -> &Origin {
+        &self.new.origin
+    }
+
+    pub(crate) fn device(&self) -> Option<DeviceOrdinal> {
+        self.new.prop.location.as_device()
+    }
+
+    pub(crate) fn is_host(&self) -> bool {
+        self.new.prop.location.kind != LocationKind::DEVICE
+    }
+
+    pub(crate) fn is_own(&self) -> bool {
+        self.new.origin == Origin::Own
+    }
+
+    /// Whom to ask for it, for an import that is not lost.
+    pub(crate) fn owner(&self) -> Option<PeerId> {
+        match (&self.new.origin, &self.residency) {
+            (Origin::Imported { .. }, Residency::Lost) | (Origin::Own | Origin::Foreign, _) => None,
+            (Origin::Imported { owner }, _) => Some(*owner),
+        }
+    }
+
+    pub(crate) fn is_lost(&self) -> bool {
+        matches!(self.residency, Residency::Lost)
+    }
+
+    /// Does a pause take this allocation's memory away?
+    pub(crate) fn can_leave(&self) -> bool {
+        self.reason_to_stay().is_none() && !self.is_host() && self.new.origin != Origin::Foreign
+    }
+
+    /// Why a pause leaves it in place, by this process's doing or by what all have decided.
+    pub(crate) fn reason_to_stay(&self) -> Option<&'static str> {
+        self.pinned.or(self.stays)
+    }
+
+    pub(crate) fn is_pinned(&self) -> bool {
+        self.pinned.is_some()
+    }
+
+    /// Must a pause copy its contents to `store`?
+    pub(crate) fn is_saved_to(&self, store: Store) -> bool {
+        let is_wholly_unused = self.residency.unused().first() == Some(&(0..self.size_bytes()));
+        self.is_own()
+            && self.can_leave()
+            && Store::of(self.class().contents) == Some(store)
+            && !is_wholly_unused
+    }
+
+    /// The parts whose contents are saved and put back, by offset.
+    pub(crate) fn copied_parts(&self) -> Vec<Range<u64>> {
+        let mut parts = Vec::new();
+        let mut begin = 0;
+        let unused = self.residency.unused().iter();
+        for unused in unused.filter(|part| part.end - part.start >= UNUSED_BYTES_MIN) {
+            parts.push(begin..unused.start);
+            begin = unused.end;
+        }
+        parts.push(begin..self.size_bytes());
+        parts.retain(|part| part.start < part.end);
+        parts
+    }
+
+    /// The driver's handle, while it is on its device.
+    pub(crate) fn raw(&self) -> Option<RawHandle> {
+        self.residency.handle().map(Physical::raw)
+    }
+
+    pub(crate) fn is_resident(&self) -> bool {
+        self.residency.handle().is_some()
+    }
+
+    /// Where its contents are saved.
+    pub(crate) fn saved(&self) -> Option<Saved> {
+        self.residency.saved()
+    }
+
+    /// Where its contents lie in `store`, when they do.
+    pub(crate) fn place_in(&self, store: Store) -> Option<Range<u64>> {
+        let Saved { offset_bytes, .. } = self.saved().filter(|saved| saved.store == store)?;
+        Some(offset_bytes..offset_bytes + self.size_bytes())
+    }
+
+    pub(crate) fn is_set_aside(&self) -> bool {
+        self.residency.is_set_aside()
+    }
+
+    pub(crate) fn block_size_bytes(&self) -> Option<u64> {
+        self.block_size_bytes
+    }
+
+    /// Starts of its mappings, in order.
+    pub(crate) fn mapped_at(&self) -> impl ExactSizeIterator<Item = u64> {
+        self.mappings.iter().copied()
+    }
+
+    /// May another process hold it, or come for it?
+    pub(crate) fn is_shared(&self) -> bool {
+        self.is_own() && !(self.sharing.importers.is_empty() && self.sharing.tickets.is_empty())
+    }
+
+    pub(crate) fn importers(&self) -> Vec<PeerId> {
+        self.sharing.importers.iter().copied().collect()
+    }
+
+    pub(crate) fn is_exported(&self) -> bool {
+        self.sharing.exported.is_some()
+    }
+
+    /// A copy of the descriptor kept for importers, where there is one and room for another.
+    pub(crate) fn copy_of_export(&self) -> Option<OwnedFd> {
+        self.sharing.exported.as_ref()?.as_fd().try_clone_to_owned().ok()
+    }
+
+    pub(super) fn is_garbage(&self) -> bool {
+        // Resident memory the driver keeps for its importers. What is away nobody but its owner can bring back.
+        let is_owed = self.is_own() && !self.is_resident() && !self.sharing.importers.is_empty();
+        let is_held = self.references > 0 || !self.mappings.is_empty();
+        !is_held && self.sharing.tickets.is_empty() && !is_owed
+    }
+
+    /// Takes the handle out of a row that is in the ledger no more.
+    pub(crate) fn into_physical(self) -> Option<Physical> {
+        match self.residency {
+            Residency::Resident { handle, .. } | Residency::Moving { handle, .. } => Some(handle),
+            Residency::Offloaded { .. } | Residency::Lost => None,
+        }
+    }
+
+    pub(crate) fn describe(&self) -> String {
+        let what = if self.is_own() { "allocation" } else { "imported allocation" };
+        let Class { library, tag, .. } = self.class();
+        let of_tag = if tag.is_empty() { "" } else { " of tag " };
+        match self.mappings.first() {
+            Some(start) => format!("{library} {what} at {start:#x}{of_tag}{tag}"),
+            None => format!("{library} {what}{of_tag}{tag}"),
+        }
+    }
+
+    /// The change of its residency, in place. A handle that comes out must be released.
+    pub(super) fn change(&mut self, change: Change) -> Option<Physical> {
+        let before = std::mem::replace(&mut self.residency, Residency::Lost);
+        let (after, handle) = before.next(change);
+        self.residency = after;
+        handle
+    }
+
+    pub(super) fn add_reference(&mut self) {
+        self.references += 1;
+    }
+
+    /// False when there was none.
+    pub(super) fn drop_reference(&mut self) -> bool {
+        let had_one = self.references > 0;
+        self.references -= u32::from(had_one);
+        had_one
+    }
+
+    /// From here on its mapping alone keeps it.
+    pub(super) fn become_block(&mut self, asked_bytes: u64) {
+        self.block_size_bytes = Some(asked_bytes);
+    }
+
+    pub(super) fn mapped(&mut self, start: u64) {
+        self.mappings.insert(start);
+    }
+
+    pub(super) fn unmapped(&mut self, start: u64) {
+        self.mappings.remove(&start);
+    }
+
+    /// Has a pause leave it in place. False when it did already.
+    pub(super) fn pin(&mut self, reason: &'static str) -> bool {
+        let is_new = self.pinned.is_none();
+        self.pinned.get_or_insert(reason);
+        is_new
+    }
+
+    pub(super) fn set_stays(&mut self, reason: Option<&'static str>) {
+        self.stays = reason;
+    }
+
+    pub(super) fn add_ticket(&mut self, serial: u64) {
+        self.sharing.tickets.insert(serial);
+    }
+
+    /// A ticket that nobody was given.
+    pub(super) fn take_ticket_back(&mut self, serial: u64) {
+        self.sharing.tickets.remove(&serial);
+    }
+
+    /// The ticket `serial` is redeemed. With the last the descriptor goes that was kept for them.
+    pub(super) fn use_ticket(&mut self, serial: u64) -> Option<OwnedFd> {
+        self.sharing.tickets.remove(&serial);
+        if self.sharing.tickets.is_empty() { self.sharing.exported.take() } else { None }
+    }
+
+    pub(super) fn has_tickets(&self) -> bool {
+        !self.sharing.tickets.is_empty()
+    }
+
+    pub(super) fn add_importer(&mut self, importer: PeerId) {
+        self.sharing.importers.insert(importer);
+        if let Some(fetched) = &mut self.sharing.fetched {
+            fetched.insert(importer);
+        }
+    }
+
+    pub(super) fn keep_export(&mut self, fd: OwnedFd) -> Option<OwnedFd> {
+        self.sharing.exported.replace(fd)
+    }
+
+    pub(super) fn take_export(&mut self) -> Option<OwnedFd> {
+        self.sharing.exported.take()
+    }
+
+    /// Importers fetch it again: who they are is counted from now on.
+    pub(super) fn begin_fetching(&mut self) {
+        self.sharing.fetched.get_or_insert_default();
+    }
+
+    pub(super) fn call_off_fetching(&mut self) {
+        self.sharing.fetched = None;
+    }
+
+    /// Whoever has fetched it is its importer from now on, and nobody else.
+    pub(super) fn end_fetching(&mut self) {
+        if let Some(fetched) = self.sharing.fetched.take() {
+            self.sharing.importers = fetched;
+        }
+    }
+}
+
+/// A place where an allocation is mapped, and the rights set on it.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    range: VaRange,
+    allocation: VirtualHandle,
+    /// Rights by place, as last set. Empty: never set, so nobody may touch it.
+    access: BTreeMap<Location, i32>,
+    presence: Presence,
+    /// How often a block of another process was opened here and not closed yet; 0 for any other mapping.
+    opened: u32,
+}
+
+/// How much of a mapping is in the driver's page tables now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Presence {
+    /// Nothing.
+    Absent,
+    /// It is mapped, and its rights are still to be set.
+    Bare,
+    /// All that its record says.
+    Whole,
+}
+
+impl Mapping {
+    pub(super) fn new(range: VaRange, allocation: VirtualHandle) -> Self {
+        let (access, presence) = (BTreeMap::new(), Presence::Absent);
+        Self { range, allocation, access, presence, opened: 0 }
+    }
+
+    pub(crate) fn range(&self) -> VaRange {
+        self.range
+    }
+
+    pub(crate) fn allocation(&self) -> VirtualHandle {
+        self.allocation
+    }
+
+    pub(crate) fn presence(&self) -> Presence {
+        self.presence
+    }
+
+    /// Is anything of it in the driver's page tables?
+    pub(crate) fn is_present(&self) -> bool {
+        self.presence != Presence::Absent
+    }
+
+    pub(crate) fn access_list(&self) -> Vec<AccessDesc> {
+        self.access.iter().map(|(&location, &flags)| AccessDesc { location, flags }).collect()
+    }
+
+    /// The rights of `place`; none where they were never set.
+    pub(crate) fn rights_of(&self, place: Location) -> Option<i32> {
+        self.access.get(&place).copied()
+    }
+
+    /// Who has rights.
+    pub(crate) fn accessors(&self) -> impl Iterator<Item = Location> {
+        self.access.keys().copied()
+    }
+
+    pub(crate) fn opened(&self) -> u32 {
+        self.opened
+    }
+
+    pub(super) fn set_presence(&mut self, presence: Presence) {
+        self.presence = presence;
+    }
+
+    pub(super) fn add_access(&mut self, access: &[AccessDesc]) {
+        self.access.extend(access.iter().map(|desc| (desc.location, desc.flags)));
+    }
+
+    pub(super) fn set_opened(&mut self, opened: u32) {
+        self.opened = opened;
+    }
+}

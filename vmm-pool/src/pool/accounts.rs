@@ -1,0 +1,140 @@
+//! What the pool holds, for people and for whoever coordinates.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::PoisonError;
+
+use super::Pool;
+use crate::AllocationId;
+use crate::deferred;
+use crate::driver::{DeviceOrdinal, Driver};
+use crate::ledger::{Holding, References, Selection, Standing, TagTotals};
+use crate::report::{DeviceReport, PoolReport};
+
+impl<D: Driver> Pool<D> {
+    /// The devices that this process has memory of its own on, in ordinal order. Imports do not count:
+    /// they lie on their owners' devices, and touching one of those would make a context there, which
+    /// costs some 500 MiB.
+    pub fn devices(&self) -> Vec<DeviceOrdinal> {
+        self.ledger().devices().into_iter().collect()
+    }
+
+    /// The devices whose work may touch memory of the pool: those with some of it, and those that were given access
+    /// and have a context. To wait for a device makes a context there, so the others are left alone.
+    pub fn devices_at_work(&self) -> Vec<DeviceOrdinal> {
+        let (mut devices, accessors) = {
+            let ledger = self.ledger();
+            (ledger.devices(), ledger.accessors())
+        };
+        let guests: BTreeSet<_> = accessors.difference(&devices).copied().collect();
+        let has_context = |device: &DeviceOrdinal| {
+            // One that cannot be asked is waited for, which shows what is the matter with it.
+            self.driver.has_primary_context(*device).unwrap_or(true)
+        };
+        devices.extend(guests.into_iter().filter(has_context));
+        devices.into_iter().collect()
+    }
+
+    /// Who holds what now. *While offloaded.*
+    pub fn report(&self) -> PoolReport {
+        let (mut accounts, file_bytes) = {
+            let ledger = self.ledger();
+            (ledger.accounts(), ledger.file_bytes())
+        };
+        for (device, size_bytes) in self.deferred.handles() {
+            accounts.add_pinned(device, deferred::REASON, size_bytes);
+        }
+        let mut devices: BTreeMap<DeviceOrdinal, DeviceReport> = BTreeMap::new();
+        for ((device, class), mut bytes) in accounts.classes {
+            class.library.clone_into(&mut bytes.library);
+            bytes.tag = class.tag;
+            bytes.contents = class.contents;
+            devices.entry(device).or_insert_with(|| self.device_row(device)).classes.push(bytes);
+        }
+        for ((device, reason), mut bytes) in accounts.pinned {
+            reason.clone_into(&mut bytes.reason);
+            devices.entry(device).or_insert_with(|| self.device_row(device)).pinned.push(bytes);
+        }
+        let mut devices: Vec<_> = devices.into_values().collect();
+        for device in &mut devices {
+            device.classes.sort_by_key(|class| std::cmp::Reverse(class.own_bytes));
+        }
+        let host_arena_bytes = match self.arena.try_lock() {
+            Ok(arena) => arena.held_bytes(),
+            Err(std::sync::TryLockError::Poisoned(arena)) => arena.into_inner().held_bytes(),
+            Err(std::sync::TryLockError::WouldBlock) => 0,
+        };
+        let host_numa_bytes = accounts.host_numa_bytes;
+        PoolReport { devices, host_arena_bytes, file_bytes, host_numa_bytes }
+    }
+
+    fn device_row(&self, device: DeviceOrdinal) -> DeviceReport {
+        let uuid = self.uuid(device);
+        DeviceReport { device, uuid, classes: Vec::new(), pinned: Vec::new() }
+    }
+
+    /// The machine-wide name of `device` in hexadecimal, or a name by ordinal where the driver has none. Asked of
+    /// the driver once a device.
+    pub fn uuid(&self, device: DeviceOrdinal) -> String {
+        let known = || self.names.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(name) = known().get(&device) {
+            return name.clone();
+        }
+        let Ok(uuid) = self.driver.device_uuid(device) else {
+            return format!("ordinal-{}", device.0);
+        };
+        let name = format!("{:032x}", u128::from_be_bytes(uuid));
+        known().insert(device, name.clone());
+        name
+    }
+
+    /// Own memory of `selection` that is on its device and would leave in a pause, in bytes.
+    pub fn resident_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
+        self.ledger().resident_bytes(selection)
+    }
+
+    /// Own memory of `selection` that a pause must leave in place, in bytes.
+    pub fn pinned_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
+        self.ledger().pinned_bytes(selection)
+    }
+
+    /// Own memory of `selection` that is not on its device now, in bytes.
+    pub fn offloaded_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
+        self.ledger().offloaded_bytes(selection)
+    }
+
+    /// Memory by tag. What has none is left out.
+    pub fn tag_bytes(&self) -> BTreeMap<String, TagTotals> {
+        self.ledger().tag_bytes()
+    }
+
+    /// The tag of an allocation; empty when it has none, or is gone.
+    pub fn tag_of(&self, id: AllocationId) -> String {
+        self.ledger().by_id(id).map(|row| row.class().tag.clone()).unwrap_or_default()
+    }
+
+    /// Does another process hold memory of `selection` that this one owns, or a ticket for it?
+    pub fn is_shared(&self, selection: &Selection) -> bool {
+        self.ledger().shares(selection)
+    }
+
+    /// All allocations, in the ledger's order, with what is saved of each. Waits for nothing.
+    pub fn inventory(&self, standing: Standing) -> Vec<Holding> {
+        self.ledger().inventory(standing)
+    }
+
+    /// Gives nothing to importers from now on but what is owed to them since a pause ([`Pool::hand_out`]).
+    pub fn freeze(&self) {
+        self.ledger().set_frozen(true);
+    }
+
+    /// Importers are given what they ask for again: the process runs.
+    pub fn thaw(&self) {
+        self.ledger().set_frozen(false);
+    }
+
+    /// What is held of shared device memory, and whether some of `selection` is. It stays so where the pool is frozen
+    /// and the application's calls are held back.
+    pub fn references(&self, selection: &Selection) -> References {
+        self.ledger().references(selection)
+    }
+}

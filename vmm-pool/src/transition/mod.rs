@@ -1,0 +1,31 @@
+//! The steps of a pause and of a resume, and the proofs that they need.
+//!
+//! ```text
+//!   pause:   Pool::shut -> Shut --drain--> Quiesced --save--> Prepared --release--> (memory is away)
+//!   resume:  Pool::shut -> Shut --create_own--> Returning: restore_own, import_batch --map_imports--> Restored
+//!                                                                              --commit--> (the process runs)
+//! ```
+//!
+//! Each arrow consumes what is left of it. What is given up on the way is put back: dropping a [`Shut`] or a
+//! [`Quiesced`] puts the gate where it was, and a pause or resume under way has an `undo`, which dropping it does too.
+//! Whatever takes memory from its addresses or from the process is a method of [`still::Still`], which only a drained
+//! process or memory that nothing has touched yet can make. So there is no call that pulls memory from under a kernel.
+//!
+//! The order across processes is the caller's business; each step here leaves ledger and driver in agreement, whether
+//! it succeeds or fails.
+
+mod file;
+mod mappings;
+mod pause;
+mod quiesced;
+mod release;
+mod restore;
+mod resume;
+mod save;
+mod still;
+mod views;
+
+pub use pause::{Leaving, Prepared, Undone};
+pub use quiesced::{Done, DrainError, Failed, Quiesced, Shut, Waited};
+pub use restore::ImportRequest;
+pub use resume::{Restored, Returning};

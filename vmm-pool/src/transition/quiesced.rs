@@ -1,0 +1,293 @@
+//! The gate shut, and the devices drained: the proofs that a pause begins with.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use crossbeam_channel::Receiver;
+
+use crate::driver::{DeviceOrdinal, Driver, DriverError, RawContext, VaRange};
+use crate::error::PoolError;
+use crate::gate::{Mode, StillInside};
+use crate::ledger::Selection;
+use crate::pool::Pool;
+
+use super::pause::Undone;
+use super::still::Still;
+use crate::journal::StepLog;
+
+/// The gate is shut, and no call of the application's is under way. Dropping it puts the gate where it was.
+#[derive(Debug)]
+#[must_use = "dropping it puts the gate where it was"]
+pub struct Shut<D: Driver> {
+    pool: Arc<Pool<D>>,
+    /// Where the gate was.
+    before: Mode,
+    on_drop: OnDrop,
+}
+
+/// What dropping a proof does.
+#[derive(Debug)]
+enum OnDrop {
+    /// Puts the gate there.
+    Set(Mode),
+    /// Undoes the pause of this memory, then puts the gate where it was.
+    UndoPause(Selection),
+    /// Undoes the resume of this memory, then puts the gate where it was.
+    UndoResume(Selection),
+}
+
+/// The gate is shut, and the devices have nothing left to do. Dropping it puts the gate where it was.
+#[derive(Debug)]
+#[must_use = "dropping it puts the gate where it was"]
+pub struct Quiesced<D: Driver> {
+    shut: Shut<D>,
+}
+
+/// A pause or resume is over, or undone. The gate goes where that has led when this is dropped, so that whoever holds
+/// it can tell others first.
+#[derive(Debug)]
+#[must_use = "the process goes on when it is dropped"]
+pub struct Done<D: Driver> {
+    _shut: Shut<D>,
+}
+
+/// A step that was not done, with what it had to begin with, as the failure has left that.
+#[derive(Debug)]
+pub struct Failed<P, E = PoolError> {
+    /// For another try, or to be undone.
+    pub state: Box<P>,
+    /// Why.
+    pub error: E,
+}
+
+impl<P, E> Failed<P, E> {
+    pub(super) fn new(state: P, error: E) -> Self {
+        Self { state: Box::new(state), error }
+    }
+
+    /// Why. What was begun is undone by that.
+    pub fn into_error(self) -> E {
+        self.error
+    }
+}
+
+/// Something whose work must end before memory can leave.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Waited {
+    /// The primary context of a device.
+    Device(DeviceOrdinal),
+    /// A context that the application made for itself.
+    OwnContext(RawContext),
+}
+
+/// Why the devices were not seen to finish. The gate is still shut.
+#[derive(Debug, thiserror::Error)]
+pub enum DrainError {
+    /// They had work left at the deadline.
+    #[error("the devices did not finish in time")]
+    Deadline,
+    /// The wait was called off.
+    #[error("the wait for the devices was called off")]
+    CalledOff,
+    /// The system gave no thread to wait with.
+    #[error("no thread to wait for {place:?} with: {source}")]
+    NoThread {
+        /// What was to be waited for.
+        place: Waited,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The driver refused to wait, or work has failed.
+    #[error("{source}: waiting for {place:?}")]
+    Driver {
+        /// What was waited for.
+        place: Waited,
+        /// The call and its code.
+        #[source]
+        source: DriverError,
+    },
+}
+
+impl<D: Driver> Drop for Shut<D> {
+    fn drop(&mut self) {
+        let undone = match &self.on_drop {
+            OnDrop::Set(mode) => return self.set(*mode),
+            // Whatever has failed may fail again here, and that would end the process. Its calls stay held back.
+            _ if std::thread::panicking() => return,
+            OnDrop::UndoPause(selection) => {
+                Still::of_dropped(self).put_back(selection).map(|(_, spare)| drop(spare))
+            }
+            OnDrop::UndoResume(selection) => {
+                Still::of_dropped(self).take_back(selection).map(|_| ())
+            }
+        };
+        match undone {
+            Ok(()) => self.set(self.before),
+            Err(error) => {
+                tracing::error!(%error, "a pause or resume that was given up is not undone: calls stay held back");
+            }
+        }
+    }
+}
+
+impl<D: Driver> Pool<D> {
+    /// Shuts the gate for every call of the application's, and waits until those under way are out. The calling thread
+    /// must not be inside.
+    ///
+    /// # Errors
+    /// [`StillInside`] at `deadline`, or when `called_off` says so, with the gate as it was before.
+    pub fn shut(
+        self: &Arc<Self>,
+        deadline: Instant,
+        called_off: impl Fn() -> bool,
+    ) -> Result<Shut<D>, StillInside> {
+        let before = self.gate().shut(deadline, called_off)?;
+        Ok(Shut { pool: Arc::clone(self), before, on_drop: OnDrop::Set(before) })
+    }
+
+    /// The context of this process is lost, and its memory with it: lets every call through, so that the application
+    /// hears of it from the driver, and ends. There is no way back from that.
+    pub fn let_through_for_good(&self) {
+        self.gate().set(Mode::Open);
+    }
+}
+
+impl<D: Driver> Shut<D> {
+    /// The memory that it is about.
+    pub fn pool(&self) -> &Arc<Pool<D>> {
+        &self.pool
+    }
+
+    /// Waits until the devices have nothing left to do: those that can reach memory of the pool, and `contexts`. From
+    /// then on nothing is given to importers. A message on `called_off` ends the wait.
+    ///
+    /// Each is waited for on a thread of its own: a wait inside the driver cannot be called off, so at `deadline` it
+    /// is left behind and ends by itself when the work does.
+    ///
+    /// # Errors
+    /// [`DrainError`]. The proof of before comes with it, for another try, or to be dropped.
+    ///
+    /// # Driver calls
+    /// `cuCtxSynchronize` for each; made current on the threads that wait.
+    pub fn drain(
+        self,
+        contexts: &[RawContext],
+        deadline: Instant,
+        called_off: &Receiver<()>,
+    ) -> Result<(Quiesced<D>, usize), Failed<Self, DrainError>> {
+        match wait_for_all(&self.pool, contexts, deadline, called_off) {
+            Ok(count) => {
+                self.pool.freeze();
+                Ok((Quiesced { shut: self }, count))
+            }
+            Err(error) => Err(Failed::new(self, error)),
+        }
+    }
+
+    /// The pause comes to nothing.
+    pub fn reopen(self) -> Undone<D> {
+        Undone { done: self.end_as_before(), log: StepLog::default(), spare: Vec::new() }
+    }
+
+    fn set(&self, mode: Mode) {
+        if mode == Mode::Open {
+            self.pool.thaw();
+        }
+        self.pool.gate().set(mode);
+    }
+
+    /// From here on, dropping it undoes a pause of `selection`.
+    pub(super) fn begin_pause(&mut self, selection: Selection) {
+        self.on_drop = OnDrop::UndoPause(selection);
+    }
+
+    /// From here on, dropping it undoes a resume of `selection`.
+    pub(super) fn begin_resume(&mut self, selection: Selection) {
+        self.on_drop = OnDrop::UndoResume(selection);
+    }
+
+    /// The gate goes there when the result is dropped.
+    pub(super) fn end_in(mut self, mode: Mode) -> Done<D> {
+        self.on_drop = OnDrop::Set(mode);
+        Done { _shut: self }
+    }
+
+    /// What was begun behind it is undone: the gate goes where it was when the result is dropped.
+    pub(super) fn end_as_before(self) -> Done<D> {
+        let before = self.before;
+        self.end_in(before)
+    }
+
+    /// Nothing is put back, and the gate stays shut.
+    pub(super) fn abandon(mut self) {
+        self.on_drop = OnDrop::Set(Mode::Shut);
+    }
+}
+
+/// How many places were waited for.
+fn wait_for_all<D: Driver>(
+    pool: &Pool<D>,
+    contexts: &[RawContext],
+    deadline: Instant,
+    called_off: &Receiver<()>,
+) -> Result<usize, DrainError> {
+    let devices = pool.devices_at_work().into_iter().map(Waited::Device);
+    let own = contexts.iter().copied().map(Waited::OwnContext);
+    let places: Vec<Waited> = devices.chain(own).collect();
+    let (tell, hear) = crossbeam_channel::unbounded();
+    for &place in &places {
+        let (driver, tell) = (Arc::clone(pool.driver()), tell.clone());
+        let wait = move || {
+            let current = match place {
+                Waited::Device(device) => driver.make_current(device),
+                Waited::OwnContext(context) => driver.make_own_context_current(context),
+            };
+            // Nobody listens any more when the deadline has passed.
+            let _told = tell.send((place, current.and_then(|()| driver.synchronize())));
+        };
+        let thread = std::thread::Builder::new().name("sublet-drain".to_owned());
+        thread.spawn(wait).map_err(|source| DrainError::NoThread { place, source })?;
+    }
+    for _ in &places {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let heard = crossbeam_channel::select! {
+            recv(hear) -> heard => heard.ok(),
+            recv(called_off) -> _ => return Err(DrainError::CalledOff),
+            default(left) => None,
+        };
+        match heard {
+            Some((_, Ok(()))) => {}
+            Some((place, Err(source))) => return Err(DrainError::Driver { place, source }),
+            None => return Err(DrainError::Deadline),
+        }
+    }
+    Ok(places.len())
+}
+
+impl<D: Driver> Quiesced<D> {
+    /// The memory that it is about.
+    pub fn pool(&self) -> &Arc<Pool<D>> {
+        self.shut.pool()
+    }
+
+    /// Parts of own memory whose contents nobody needs: unless the process touches them first, the next save gives
+    /// them up. Marks of before are void. Ranges of other memory are passed over. It must be asked behind the gate: a
+    /// thread could take such memory into use before.
+    pub fn mark_unused(&self, ranges: &[VaRange]) {
+        self.pool().ledger().mark_unused(ranges);
+    }
+
+    /// The pause comes to nothing.
+    pub fn reopen(self) -> Undone<D> {
+        self.shut.reopen()
+    }
+
+    pub(super) fn shut_mut(&mut self) -> &mut Shut<D> {
+        &mut self.shut
+    }
+
+    pub(super) fn into_shut(self) -> Shut<D> {
+        self.shut
+    }
+}

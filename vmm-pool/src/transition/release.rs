@@ -1,0 +1,102 @@
+//! The point of no return of a pause, and the undo of a resume: memory given back to the driver.
+
+use super::mappings::is_import_of;
+use super::still::Still;
+use crate::deferred::Physical;
+use crate::driver::Driver;
+use crate::error::{Describe, PoolResult};
+use crate::journal::StepLog;
+use crate::ledger::{Row, Selection};
+use crate::store::Store;
+
+impl<D: Driver> Still<'_, D> {
+    /// Unmaps and releases what `selection` has of all that was imported from other processes of the tenant.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`] for the first that failed; the others are dropped all the same.
+    ///
+    /// # Driver calls
+    /// `cuMemUnmap`, `cuMemRelease`.
+    pub(super) fn drop_imports(&self, selection: &Selection) -> PoolResult<StepLog> {
+        let mut log = StepLog::default();
+        self.pool.deferred.settle()?;
+        log.timed("drop imports", |log| {
+            let unmapped = self.unmap_imports(log, selection);
+            self.release_unmapped(log, |row| is_import_of(row, selection));
+            unmapped
+        })?;
+        Ok(log)
+    }
+
+    /// Releases imports, unmaps what is mapped of own memory and releases it, as far as `selection` has them. A block
+    /// that the driver would not let go stays resident, and is named in the notes.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`] before anything was unmapped, when copies are under way that did not end.
+    ///
+    /// # Driver calls
+    /// `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
+    pub(super) fn release_selected(&self, selection: &Selection) -> PoolResult<StepLog> {
+        let mut log = StepLog::default();
+        self.pool.deferred.settle()?;
+        let chosen = |row: &Row| row.can_leave() && selection.has(row);
+        log.timed("unmap own", |log| {
+            // None, unless a step before this one failed half-way.
+            self.drop_views(log);
+            let ranges = self.pool.ledger().present_mappings(chosen);
+            for range in ranges {
+                if let Err(error) = self.unmap(log, range) {
+                    log.notes.push(format!("stays mapped: {error}"));
+                }
+            }
+            Ok(())
+        })?;
+        log.timed("close exports", |_| {
+            let exports = self.pool.ledger().call_off_fetching(chosen);
+            drop(exports);
+            Ok(())
+        })?;
+        log.timed("release imports", |log| {
+            self.release_unmapped(log, |row| is_import_of(row, selection));
+            Ok(())
+        })?;
+        log.timed("release own", |log| {
+            log.bytes = self.release_unmapped(log, |row| row.is_own() && chosen(row));
+            let mut arena = self.pool.arena();
+            let [in_memory, in_file] = {
+                let ledger = self.pool.ledger();
+                [Store::Host, Store::File].map(|store| ledger.places_in(store))
+            };
+            arena.used(in_memory.last().map_or(0, |place| place.end), !in_file.is_empty());
+            Ok(())
+        })?;
+        for device in self.pool.devices() {
+            log.call();
+            if let Err(error) = self.pool.driver.trim_pools(device) {
+                tracing::debug!(%error, "stream-ordered pools were not trimmed");
+            }
+        }
+        Ok(log)
+    }
+
+    /// Releases what `choose` picks and what is nowhere mapped; returns the bytes released.
+    fn release_unmapped(&self, log: &mut StepLog, choose: impl Fn(&Row) -> bool) -> u64 {
+        let handles = self.pool.ledger().take_unmapped(choose);
+        self.release_all(log, handles)
+    }
+
+    /// Releases all of `handles`, whatever happens; returns the bytes released.
+    pub(super) fn release_all(&self, log: &mut StepLog, handles: Vec<Physical>) -> u64 {
+        let mut bytes = 0;
+        for handle in handles {
+            let (size_bytes, device) = handle.extent();
+            log.call();
+            let released = self.pool.deferred.release(handle);
+            match released.about(|| "release".to_owned(), size_bytes, device) {
+                Ok(()) => bytes += size_bytes,
+                Err(error) => log.notes.push(format!("not given back: {error}")),
+            }
+        }
+        bytes
+    }
+}

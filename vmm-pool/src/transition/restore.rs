@@ -1,0 +1,301 @@
+//! Memory created again, contents put back, imports renewed.
+
+#![expect(unsafe_code, reason = "starts copies through the driver")]
+
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+
+use super::file::Filed;
+use super::still::Still;
+use crate::copies::CopyStreams;
+use crate::deferred::Physical;
+use crate::driver::{AccessDesc, DeviceOrdinal, Driver, DriverCode, VaRange};
+use crate::error::{Describe, PoolError, PoolResult};
+use crate::journal::StepLog;
+use crate::ledger::{Mapping, Row, Selection};
+use crate::pool::Pool;
+use crate::store::{HostArena, Saved, Store};
+use crate::{AllocationId, PeerId, VirtualHandle};
+
+/// Allocations to fetch again from one owner.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImportRequest {
+    /// The owner.
+    pub owner: PeerId,
+    /// Its allocations.
+    pub ids: Vec<AllocationId>,
+}
+
+/// An allocation whose contents come back, and where its device can write them.
+struct Target {
+    range: VaRange,
+    /// The range was made for the copy.
+    is_view: bool,
+    saved: Saved,
+    parts: Vec<Range<u64>>,
+}
+
+impl<D: Driver> Still<'_, D> {
+    /// See [`super::Shut::create_own`].
+    pub(super) fn create_own(&self, selection: &Selection) -> PoolResult<StepLog> {
+        let mut log = StepLog::default();
+        self.pool.deferred.settle()?;
+        log.timed("create own", |log| {
+            self.check_device_budget(log, selection)?;
+            let wanted: Vec<_> = {
+                let ledger = self.pool.ledger();
+                let away = ledger
+                    .rows()
+                    .filter(|row| row.is_own() && !row.is_resident() && selection.has(row));
+                away.map(|row| (row.handle(), row.size_bytes(), *row.prop())).collect()
+            };
+            let mut created = Vec::new();
+            for (row, size_bytes, prop) in wanted {
+                let device = prop.location.as_device();
+                log.call();
+                match self.pool.driver.create(size_bytes, &prop) {
+                    Ok(raw) => created.push((row, Physical::new(raw, size_bytes, device))),
+                    Err(error) => {
+                        self.release_all(log, created.into_iter().map(|(_, made)| made).collect());
+                        if let (DriverCode::OUT_OF_MEMORY, Some(device)) = (error.code, device) {
+                            return Err(self.out_of_device_memory(device, selection));
+                        }
+                        let again = || "allocation, again".to_owned();
+                        return Err(error).about(again, size_bytes, device);
+                    }
+                }
+                log.bytes += size_bytes;
+            }
+            let unwanted: Vec<Physical> = {
+                let mut ledger = self.pool.ledger();
+                let entered = created.into_iter().map(|(row, made)| ledger.returned(row, made));
+                entered.flatten().collect()
+            };
+            self.release_all(log, unwanted);
+            Ok(())
+        })?;
+        Ok(log)
+    }
+
+    fn check_device_budget(&self, log: &mut StepLog, selection: &Selection) -> PoolResult<()> {
+        for (device, needed_bytes) in self.pool.offloaded_bytes(selection) {
+            let about = || "free memory".to_owned();
+            log.driver_calls += 2;
+            self.pool.driver.make_current(device).about(about, 0, Some(device))?;
+            let info = self.pool.driver.memory_info().about(about, 0, Some(device))?;
+            if info.free_bytes < needed_bytes {
+                let free_bytes = info.free_bytes;
+                return Err(PoolError::OutOfDeviceMemory { device, needed_bytes, free_bytes });
+            }
+        }
+        Ok(())
+    }
+
+    fn out_of_device_memory(&self, device: DeviceOrdinal, selection: &Selection) -> PoolError {
+        let needed_bytes = self.pool.offloaded_bytes(selection).get(&device).copied().unwrap_or(0);
+        let info =
+            self.pool.driver.make_current(device).and_then(|()| self.pool.driver.memory_info());
+        let free_bytes = info.map_or(0, |info| info.free_bytes);
+        PoolError::OutOfDeviceMemory { device, needed_bytes, free_bytes }
+    }
+
+    /// See [`super::Returning::restore_own`].
+    pub(super) fn restore_own(
+        &self,
+        selection: &Selection,
+        exports_max: usize,
+    ) -> PoolResult<StepLog> {
+        let mut log = StepLog::default();
+        let mut arena = self.pool.arena();
+        let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
+        let own: Vec<(VirtualHandle, Option<DeviceOrdinal>)> = {
+            let ledger = self.pool.ledger();
+            let own =
+                ledger.rows().filter(|row| row.is_own() && row.is_resident() && selection.has(row));
+            own.map(|row| (row.handle(), row.device())).collect()
+        };
+        let mut from_file = Vec::new();
+        let outcome = log.timed("map and queue copies", |log| {
+            for &(row, device) in &own {
+                self.map_row_again(log, row)?;
+                let Some(device) = device else { continue };
+                if let Entry::Vacant(vacant) = streams.entry(device) {
+                    vacant.insert(CopyStreams::open(&self.pool.deferred, device)?);
+                }
+                let Some(target) = self.target_of(log, row, device)? else { continue };
+                match (target.saved.store, streams.get_mut(&device)) {
+                    (Store::File, _) => from_file.push((device, target)),
+                    (Store::Host, Some(copies)) => {
+                        self.restore_one(log, &arena, copies, &target)?;
+                    }
+                    (Store::Host, None) => {}
+                }
+            }
+            Ok(())
+        });
+        let outcome = outcome
+            .and_then(|()| self.restore_files(&mut log, &mut arena, &mut streams, &from_file));
+        let outcome = outcome.and_then(|()| {
+            log.timed("export", |log| self.export_again(log, selection, exports_max))
+        });
+        // Every device is waited for, whatever the others say: nothing may be unmapped under a copy.
+        let finished = log.timed("wait for copies", |_| self.wait_for_copies(&streams));
+        let outcome = outcome.and(finished);
+        if outcome.is_err() && self.pool.deferred.is_settled() {
+            self.drop_views(&mut log);
+        }
+        outcome.map(|()| log)
+    }
+
+    /// Where saved contents of an allocation go back to; `None` when it has none.
+    fn target_of(
+        &self,
+        log: &mut StepLog,
+        row: VirtualHandle,
+        device: DeviceOrdinal,
+    ) -> PoolResult<Option<Target>> {
+        let (saved, parts, writable, raw, size_bytes) = {
+            let ledger = self.pool.ledger();
+            let found = ledger.row(row);
+            let Some((found, saved)) = found.and_then(|row| Some((row, row.saved()?))) else {
+                return Ok(None);
+            };
+            let writable = ledger.mappings_of(found).find(|mapping| {
+                mapping.rights_of(found.prop().location) == Some(AccessDesc::READ_WRITE)
+            });
+            let writable = writable.map(Mapping::range);
+            (saved, found.copied_parts(), writable, found.raw(), found.size_bytes())
+        };
+        let (range, is_view) = match (writable, raw) {
+            (Some(range), _) => (range, false),
+            (None, Some(raw)) => (self.make_view(log, raw, size_bytes, device)?, true),
+            (None, None) => return Ok(None),
+        };
+        log.bytes += parts.iter().map(|part| part.end - part.start).sum::<u64>();
+        Ok(Some(Target { range, is_view, saved, parts }))
+    }
+
+    fn restore_one(
+        &self,
+        log: &mut StepLog,
+        arena: &HostArena<D>,
+        copies: &mut CopyStreams<'_, D>,
+        target: &Target,
+    ) -> PoolResult<()> {
+        copies.take()?;
+        for part in &target.parts {
+            log.call();
+            let (range, saved) = (target.range.part(part), target.saved.part(part));
+            // SAFETY: the range is mapped and writable, no application work runs before the gate opens, and
+            // the arena's place is this allocation's alone.
+            unsafe { arena.restore(range, saved, copies) }?;
+        }
+        if target.is_view {
+            copies.finish_all()?;
+            self.drop_view(log, target.range)?;
+        }
+        Ok(())
+    }
+
+    fn restore_files(
+        &self,
+        log: &mut StepLog,
+        arena: &mut HostArena<D>,
+        streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
+        targets: &[(DeviceOrdinal, Target)],
+    ) -> PoolResult<()> {
+        let filed = targets.iter().map(|(device, target)| {
+            let Target { range, saved, ref parts, .. } = *target;
+            Filed { device: *device, range, saved, parts }
+        });
+        self.restore_from_file(log, arena, streams, &filed.collect::<Vec<_>>())?;
+        let views = targets.iter().filter(|(_, target)| target.is_view);
+        views.into_iter().try_for_each(|(_, target)| self.drop_view(log, target.range))
+    }
+
+    /// Descriptors for what others imported before of `selection`, in one batch.
+    fn export_again(
+        &self,
+        log: &mut StepLog,
+        selection: &Selection,
+        exports_max: usize,
+    ) -> PoolResult<()> {
+        let wanted = self.pool.ledger().begin_fetching(selection);
+        for (id, raw, size_bytes) in wanted.into_iter().take(exports_max) {
+            log.call();
+            let fd = self.pool.driver.export_fd(raw).about(
+                || "export, again".to_owned(),
+                size_bytes,
+                None,
+            )?;
+            let unwanted = self.pool.ledger().keep_export(id, fd);
+            drop(unwanted);
+        }
+        Ok(())
+    }
+
+    /// See [`super::Returning::import_batch`].
+    pub(super) fn import_batch(
+        &self,
+        descriptors: HashMap<AllocationId, OwnedFd>,
+    ) -> PoolResult<StepLog> {
+        let mut log = StepLog::default();
+        let wanted: Vec<_> = {
+            let ledger = self.pool.ledger();
+            let absent = ledger.rows().filter(|row| {
+                row.owner().is_some() && !row.is_resident() && descriptors.contains_key(&row.id())
+            });
+            absent.map(|row| (row.handle(), row.id(), row.size_bytes(), row.device())).collect()
+        };
+        log.timed("import", |log| {
+            for &(row, id, size_bytes, device) in &wanted {
+                let Some(fd) = descriptors.get(&id) else {
+                    continue;
+                };
+                log.call();
+                let raw = self.pool.driver.import_fd(fd.as_fd()).about(
+                    || "import, again".to_owned(),
+                    size_bytes,
+                    None,
+                )?;
+                log.bytes += size_bytes;
+                let made = Physical::new(raw, size_bytes, device);
+                let unwanted = self.pool.ledger().returned(row, made);
+                self.release_all(log, unwanted.into_iter().collect());
+            }
+            Ok(())
+        })?;
+        log.timed("close descriptors", |_| {
+            drop(descriptors);
+            Ok(())
+        })?;
+        Ok(log)
+    }
+
+    /// See [`super::Returning::map_imports`].
+    pub(super) fn map_imports(&self, selection: &Selection) -> PoolResult<StepLog> {
+        let mut log = StepLog::default();
+        log.timed("map imports", |log| {
+            self.map_rows_again(log, |row| row.owner().is_some() && selection.has(row))
+        })?;
+        Ok(log)
+    }
+}
+
+impl<D: Driver> Pool<D> {
+    /// What must be fetched from whom before `selection` is all there, in the ledger's order.
+    pub(super) fn import_requests(&self, selection: &Selection) -> Vec<ImportRequest> {
+        let ledger = self.ledger();
+        let mut by_owner: BTreeMap<PeerId, Vec<AllocationId>> = BTreeMap::new();
+        let absent = |row: &&Row| !row.is_resident() && selection.has(row);
+        for row in ledger.rows().filter(absent) {
+            if let Some(owner) = row.owner() {
+                by_owner.entry(owner).or_default().push(row.id());
+            }
+        }
+        let requests = by_owner.into_iter();
+        requests.map(|(owner, ids)| ImportRequest { owner, ids }).collect()
+    }
+}

@@ -1,0 +1,203 @@
+//! A resume, from the shut gate to the process that runs.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use super::quiesced::{Done, Failed, Shut};
+use super::restore::ImportRequest;
+use super::still::Still;
+use crate::AllocationId;
+use crate::driver::Driver;
+use crate::error::PoolResult;
+use crate::gate::Mode;
+use crate::journal::StepLog;
+use crate::ledger::Selection;
+use crate::pool::Pool;
+
+/// Memory of a selection is on its way back. Dropping it gives that up again, contents kept, and leaves the gate shut
+/// where the driver refuses.
+#[derive(Debug)]
+#[must_use = "dropping it undoes the resume"]
+pub struct Returning<D: Driver> {
+    shut: Shut<D>,
+    selection: Selection,
+}
+
+/// All of it is back, and the process can run. Dropping it is going back.
+#[derive(Debug)]
+#[must_use = "dropping it undoes the resume"]
+pub struct Restored<D: Driver> {
+    returning: Returning<D>,
+}
+
+impl<D: Driver> Shut<D> {
+    /// Resume 1: creates all own memory of `selection` that is not resident, or none. What comes back is given to those
+    /// whom it is owed, and to nobody else before it is all there.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::OutOfDeviceMemory`] with what is missing; [`crate::PoolError::Driver`]. Either way what was
+    /// created is released again, and the process is as before once the state that comes with the error is dropped.
+    ///
+    /// # Driver calls
+    /// `cuMemGetInfo`, `cuMemCreate`.
+    pub fn create_own(
+        mut self,
+        selection: Selection,
+    ) -> Result<(Returning<D>, StepLog), Failed<Done<D>>> {
+        self.pool().freeze();
+        match Still::not_touched_yet(&self).create_own(&selection) {
+            Ok(log) => {
+                self.begin_resume(selection.clone());
+                Ok((Returning { shut: self, selection }, log))
+            }
+            Err(error) => Err(Failed::new(self.end_as_before(), error)),
+        }
+    }
+}
+
+impl<D: Driver> Returning<D> {
+    fn still(&self) -> Still<'_, D> {
+        Still::not_touched_yet(&self.shut)
+    }
+
+    /// The memory that it is about.
+    pub fn pool(&self) -> &Arc<Pool<D>> {
+        self.shut.pool()
+    }
+
+    /// Which of it comes back.
+    pub fn selection(&self) -> &Selection {
+        &self.selection
+    }
+
+    /// Resume 2: maps own memory at its old addresses, puts contents back, and exports what peers had
+    /// imported, as far as `exports_max` descriptors go: the rest is exported when it is asked for. Saved contents stay
+    /// where they are until [`Restored::commit`].
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`] and [`crate::PoolError::FileUnreadable`], with copies finished.
+    ///
+    /// # Driver calls
+    /// `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` behind each, and behind the last of them for
+    /// what comes from the file; then `cuMemExportToShareableHandle`, `cuStreamSynchronize`.
+    pub fn restore_own(&mut self, exports_max: usize) -> PoolResult<StepLog> {
+        self.still().restore_own(&self.selection, exports_max)
+    }
+
+    /// What must be fetched from whom, by owner, in the ledger's order.
+    pub fn import_requests(&self) -> Vec<ImportRequest> {
+        self.pool().import_requests(&self.selection)
+    }
+
+    /// Resume 3: imports from `descriptors`, which are closed then. May be called any number of times.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`]. What was imported stays until it is mapped or the resume is undone.
+    ///
+    /// # Driver calls
+    /// `cuMemImportFromShareableHandle` for all.
+    pub fn import_batch(
+        &mut self,
+        descriptors: HashMap<AllocationId, OwnedFd>,
+    ) -> PoolResult<StepLog> {
+        self.still().import_batch(descriptors)
+    }
+
+    /// Resume 3, second half: maps all imports at their old addresses.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::MissingImport`] when one has not been imported; [`crate::PoolError::Driver`]. What was mapped stays until
+    /// the resume is undone.
+    ///
+    /// # Driver calls
+    /// `cuMemMap` and `cuMemSetAccess` for all.
+    pub fn map_imports(self) -> Result<(Restored<D>, StepLog), Failed<Self>> {
+        match self.still().map_imports(&self.selection) {
+            Ok(log) => Ok((Restored { returning: self }, log)),
+            Err(error) => Err(Failed::new(self, error)),
+        }
+    }
+
+    /// Gives up again all that has come back; saved contents are kept. The process is as before once the first result
+    /// is dropped.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`], for another try.
+    ///
+    /// # Driver calls
+    /// `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
+    pub fn undo(self) -> Result<(Done<D>, StepLog), Failed<Self>> {
+        match self.still().take_back(&self.selection) {
+            Ok(log) => Ok((self.shut.end_as_before(), log)),
+            Err(error) => Err(Failed::new(self, error)),
+        }
+    }
+
+    /// Gives nothing up, because the context is lost, and leaves the gate shut.
+    pub fn abandon(self) {
+        self.shut.abandon();
+    }
+}
+
+impl<D: Driver> Restored<D> {
+    /// The memory that it is about.
+    pub fn pool(&self) -> &Arc<Pool<D>> {
+        self.returning.pool()
+    }
+
+    /// Which of it has come back.
+    pub fn selection(&self) -> &Selection {
+        &self.returning.selection
+    }
+
+    /// Resume 4: the contents on the device are the contents, and saved copies are void; what is not back is set
+    /// aside. The process runs once the first result is dropped. The descriptors are those that nobody will fetch any
+    /// more, and the file, once it is empty: closing takes the driver some 45 us for each of the first and the
+    /// filesystem longer for the other, so the caller lets the application run on first.
+    #[must_use = "closing the descriptors gives back what they hold"]
+    pub fn commit(self) -> (Done<D>, Vec<OwnedFd>) {
+        let spare = self.pool().run_again();
+        (self.returning.shut.end_in(Mode::Open), spare)
+    }
+
+    /// As [`Returning::undo`].
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`], for another try.
+    pub fn undo(self) -> Result<(Done<D>, StepLog), Failed<Returning<D>>> {
+        self.returning.undo()
+    }
+
+    /// As [`Returning::abandon`].
+    pub fn abandon(self) {
+        self.returning.abandon();
+    }
+}
+
+impl<D: Driver> Still<'_, D> {
+    /// Undo of all that a resume of `selection` has done.
+    pub(super) fn take_back(&self, selection: &Selection) -> PoolResult<StepLog> {
+        let mut log = self.drop_imports(selection)?;
+        log.add(self.release_selected(selection)?);
+        Ok(log)
+    }
+}
+
+impl<D: Driver> Pool<D> {
+    /// The contents on the device are the contents, what is not back is set aside, and others are given memory again.
+    /// Returns descriptors that nobody needs.
+    pub(super) fn run_again(&self) -> Vec<OwnedFd> {
+        let garbage = {
+            let mut ledger = self.ledger();
+            ledger.void_copies();
+            ledger.run_on();
+            ledger.end_fetching()
+        };
+        self.dispose_quietly(garbage);
+        let mut arena = self.arena();
+        let mut spare: Vec<OwnedFd> = self.give_disk_back(&mut arena).into_iter().collect();
+        spare.extend(self.ledger().take_spare_exports());
+        spare
+    }
+}

@@ -1,0 +1,51 @@
+//! The proof that nothing of the application's touches the memory that a step moves.
+
+use std::collections::BTreeMap;
+
+use super::quiesced::{Quiesced, Shut};
+use crate::copies::CopyStreams;
+use crate::driver::{DeviceOrdinal, Driver};
+use crate::error::PoolResult;
+use crate::pool::Pool;
+
+/// While it lives, no call of the application's is under way, and no work of its on a device can touch the memory
+/// that is moved. It covers all memory of the process. One of a part (of a set of allocations whose last work has been
+/// waited for) would be one more way to make it, and a [`crate::Selection`] of that set.
+pub(super) struct Still<'a, D: Driver> {
+    pub(super) pool: &'a Pool<D>,
+}
+
+impl<'a, D: Driver> Still<'a, D> {
+    /// The gate is shut, and the devices have nothing left to do.
+    pub(super) fn drained(quiesced: &'a Quiesced<D>) -> Self {
+        Self { pool: quiesced.pool() }
+    }
+
+    /// The gate has been shut since before the memory came back, so that nothing has been launched that knows it. For
+    /// steps that touch no other memory.
+    pub(super) fn not_touched_yet(shut: &'a Shut<D>) -> Self {
+        Self { pool: shut.pool() }
+    }
+
+    /// What a proof that is dropped has moved: it was drained, or not touched yet, when that began.
+    pub(super) fn of_dropped(shut: &'a Shut<D>) -> Self {
+        Self { pool: shut.pool() }
+    }
+
+    /// Waits for the copies of a step. A wait that failed is tried once more; when that fails too, the device
+    /// is left unsettled, and nothing is unmapped before [`crate::deferred::Deferred::settle`] has waited for it.
+    pub(super) fn wait_for_copies(
+        &self,
+        streams: &BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
+    ) -> PoolResult<()> {
+        let mut all = Ok(());
+        for (&device, copies) in streams {
+            let first = copies.finish_all();
+            if first.is_err() && copies.finish_all().is_err() {
+                self.pool.deferred.leave_unsettled(device);
+            }
+            all = all.and(first);
+        }
+        all
+    }
+}

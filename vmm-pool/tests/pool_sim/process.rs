@@ -1,0 +1,367 @@
+//! A pool as the process has it that owns it: calls go in through the gate, and the steps of a pause and resume are
+//! asked for one at a time, as a coordinator does.
+
+#![expect(clippy::wildcard_enum_match_arm, reason = "every stage out of turn ends the test")]
+
+use std::collections::HashMap;
+use std::ops::Deref;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use vmm_pool::driver::sim::SimDriver;
+use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
+use vmm_pool::{
+    AllocationId, Class, Export, Failed, HostBudget, ImportRequest, ImportSource, Leaving, Pool,
+    PoolResult, Prepared, Quiesced, Restored, Returning, Selection, StayReason, StepLog, Undone,
+    VirtualHandle,
+};
+
+/// See the head of this module.
+#[derive(Debug)]
+pub(crate) struct SimPool {
+    pool: Arc<Pool<SimDriver>>,
+    stage: Mutex<Stage>,
+    /// What the next save is told.
+    told: Mutex<Told>,
+}
+
+#[derive(Debug, Default)]
+struct Told {
+    unused: Vec<VaRange>,
+    stays: Vec<(AllocationId, StayReason)>,
+}
+
+#[derive(Debug)]
+enum Stage {
+    Rest,
+    Quiesced(Quiesced<SimDriver>),
+    Leaving(Leaving<SimDriver>),
+    Prepared(Prepared<SimDriver>),
+    Returning(Returning<SimDriver>),
+    Restored(Restored<SimDriver>),
+    /// Undone, with descriptors that nobody needs.
+    Undone(Vec<OwnedFd>),
+}
+
+impl Deref for SimPool {
+    type Target = Arc<Pool<SimDriver>>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.pool
+    }
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_mins(1)
+}
+
+impl SimPool {
+    pub(crate) fn new(driver: Arc<SimDriver>, toucher_threads: usize) -> Self {
+        let pool = Arc::new(Pool::new(driver, toucher_threads));
+        Self { pool, stage: Mutex::new(Stage::Rest), told: Mutex::default() }
+    }
+
+    fn take(&self) -> Stage {
+        std::mem::replace(&mut *self.stage.lock().expect("no test has failed"), Stage::Rest)
+    }
+
+    fn put(&self, stage: Stage) {
+        *self.stage.lock().expect("no test has failed") = stage;
+    }
+
+    /// The gate is shut, and the devices are drained.
+    fn quiesce(&self) -> Quiesced<SimDriver> {
+        if let Stage::Quiesced(quiesced) = self.take() {
+            return quiesced;
+        }
+        let shut = self.pool.shut(soon(), || false).expect("nobody is inside");
+        let never = crossbeam_channel::never();
+        let (quiesced, _) =
+            shut.drain(&[], soon(), &never).map_err(Failed::into_error).expect("no work");
+        quiesced
+    }
+
+    /// Drains, so that the driver calls of the save that follows are its own.
+    pub(crate) fn drain(&self) {
+        self.put(Stage::Quiesced(self.quiesce()));
+    }
+
+    pub(crate) fn save(&self, selection: &Selection, budget: HostBudget) -> PoolResult<StepLog> {
+        let told = std::mem::take(&mut *self.told.lock().expect("no test has failed"));
+        let quiesced = self.quiesce();
+        quiesced.mark_unused(&told.unused);
+        match quiesced.save(selection.clone(), &told.stays, |_| budget) {
+            Ok((prepared, log)) => {
+                self.put(Stage::Prepared(prepared));
+                Ok(log)
+            }
+            Err(Failed { state, error }) => {
+                self.put(Stage::Leaving(*state));
+                Err(error)
+            }
+        }
+    }
+
+    /// The undo of a save.
+    pub(crate) fn remount(&self) -> PoolResult<StepLog> {
+        let undone = match self.take() {
+            Stage::Leaving(leaving) => leaving.undo(),
+            Stage::Prepared(prepared) => prepared.undo(),
+            Stage::Quiesced(quiesced) => {
+                drop(quiesced);
+                return Ok(StepLog::default());
+            }
+            // As a member that runs already.
+            stage @ (Stage::Rest | Stage::Undone(_)) => {
+                self.put(stage);
+                return Ok(StepLog::default());
+            }
+            stage => panic!("no pause is under way: {stage:?}"),
+        };
+        match undone {
+            Ok(Undone { done, log, spare }) => {
+                self.put(Stage::Undone(spare));
+                drop(done);
+                Ok(log)
+            }
+            Err(Failed { state, error }) => {
+                self.put(Stage::Leaving(*state));
+                Err(error)
+            }
+        }
+    }
+
+    /// The point of no return of a pause.
+    pub(crate) fn release_selected(&self) -> PoolResult<StepLog> {
+        let Stage::Prepared(prepared) = self.take() else {
+            panic!("nothing is saved");
+        };
+        match prepared.release() {
+            Ok((done, log)) => {
+                drop(done);
+                Ok(log)
+            }
+            Err(Failed { state, error }) => {
+                self.put(Stage::Prepared(*state));
+                Err(error)
+            }
+        }
+    }
+
+    pub(crate) fn create_own(&self, selection: &Selection) -> PoolResult<StepLog> {
+        let shut = self.pool.shut(soon(), || false).expect("nobody is inside");
+        match shut.create_own(selection.clone()) {
+            Ok((returning, log)) => {
+                self.put(Stage::Returning(returning));
+                Ok(log)
+            }
+            Err(Failed { state, error }) => {
+                drop(state);
+                Err(error)
+            }
+        }
+    }
+
+    fn with_returning<T>(&self, step: impl FnOnce(&mut Returning<SimDriver>) -> T) -> T {
+        let Stage::Returning(mut returning) = self.take() else {
+            panic!("no resume is under way");
+        };
+        let outcome = step(&mut returning);
+        self.put(Stage::Returning(returning));
+        outcome
+    }
+
+    pub(crate) fn restore_own(&self, exports_max: usize) -> PoolResult<StepLog> {
+        self.with_returning(|returning| returning.restore_own(exports_max))
+    }
+
+    pub(crate) fn import_requests(&self) -> Vec<ImportRequest> {
+        self.with_returning(|returning| returning.import_requests())
+    }
+
+    pub(crate) fn import_batch(
+        &self,
+        descriptors: HashMap<AllocationId, OwnedFd>,
+    ) -> PoolResult<StepLog> {
+        self.with_returning(|returning| returning.import_batch(descriptors))
+    }
+
+    pub(crate) fn map_imports(&self) -> PoolResult<StepLog> {
+        let Stage::Returning(returning) = self.take() else {
+            panic!("no resume is under way");
+        };
+        match returning.map_imports() {
+            Ok((restored, log)) => {
+                self.put(Stage::Restored(restored));
+                Ok(log)
+            }
+            Err(Failed { state, error }) => {
+                self.put(Stage::Returning(*state));
+                Err(error)
+            }
+        }
+    }
+
+    /// The undo of a resume.
+    pub(crate) fn undo_resume(&self) -> PoolResult<StepLog> {
+        let undone = match self.take() {
+            Stage::Returning(returning) => returning.undo(),
+            Stage::Restored(restored) => restored.undo(),
+            // As a member that is paused still.
+            Stage::Rest => return Ok(StepLog::default()),
+            stage => panic!("no resume is under way: {stage:?}"),
+        };
+        match undone {
+            Ok((done, log)) => {
+                drop(done);
+                Ok(log)
+            }
+            Err(Failed { state, error }) => {
+                self.put(Stage::Returning(*state));
+                Err(error)
+            }
+        }
+    }
+
+    /// The end of a resume, or of an undo. What was imported is mapped by then, where there is any.
+    pub(crate) fn commit_resume(&self) -> Vec<OwnedFd> {
+        let restored = match self.take() {
+            Stage::Restored(restored) => restored,
+            Stage::Undone(spare) => return spare,
+            Stage::Returning(returning) => match returning.map_imports() {
+                Ok((restored, _)) => restored,
+                Err(Failed { error, .. }) => panic!("imports are missing: {error}"),
+            },
+            stage => panic!("no resume is under way: {stage:?}"),
+        };
+        let (done, spare) = restored.commit();
+        drop(done);
+        spare
+    }
+
+    /// What the application says at the next save.
+    pub(crate) fn mark_unused(&self, ranges: &[VaRange]) {
+        self.told.lock().expect("no test has failed").unused = ranges.to_vec();
+    }
+
+    /// What all processes leave in place at the next save.
+    pub(crate) fn leave(&self, stays: &[(AllocationId, StayReason)]) {
+        self.told.lock().expect("no test has failed").stays = stays.to_vec();
+    }
+}
+
+// Calls that need all memory to be there.
+impl SimPool {
+    pub(crate) fn create(
+        &self,
+        size_bytes: u64,
+        prop: &AllocationProp,
+        class: Class,
+    ) -> PoolResult<VirtualHandle> {
+        self.pool.enter().create(size_bytes, prop, class)
+    }
+
+    pub(crate) fn map(
+        &self,
+        range: VaRange,
+        offset_bytes: u64,
+        handle: VirtualHandle,
+    ) -> PoolResult<()> {
+        self.pool.enter().map(range, offset_bytes, handle)
+    }
+
+    pub(crate) fn set_access(&self, range: VaRange, access: &[AccessDesc]) -> PoolResult<()> {
+        self.pool.enter().set_access(range, access)
+    }
+
+    pub(crate) fn pin(&self, range: VaRange, reason: &'static str) -> u64 {
+        self.pool.enter().pin(range, reason)
+    }
+
+    pub(crate) fn block_allocate(
+        &self,
+        size_bytes: u64,
+        prop: &AllocationProp,
+        accessors: &[DeviceOrdinal],
+        class: Class,
+    ) -> PoolResult<DeviceAddress> {
+        self.pool.enter().block_allocate(size_bytes, prop, accessors, class)
+    }
+
+    pub(crate) fn block_open(
+        &self,
+        handle: VirtualHandle,
+        size_bytes: u64,
+        accessor: DeviceOrdinal,
+    ) -> PoolResult<DeviceAddress> {
+        self.pool.enter().block_open(handle, size_bytes, accessor)
+    }
+
+    pub(crate) fn export(&self, handle: VirtualHandle) -> PoolResult<Export> {
+        self.pool.enter().export(handle)
+    }
+
+    pub(crate) fn import(
+        &self,
+        source: ImportSource,
+        fd: BorrowedFd<'_>,
+        class: Class,
+    ) -> PoolResult<VirtualHandle> {
+        self.pool.enter().import(source, fd, class)
+    }
+
+    pub(crate) fn import_foreign(
+        &self,
+        fd: BorrowedFd<'_>,
+        class: Class,
+    ) -> PoolResult<VirtualHandle> {
+        self.pool.enter().import_foreign(fd, class)
+    }
+
+    pub(crate) fn import_held(&self, id: AllocationId, serial: u64) -> Option<VirtualHandle> {
+        self.pool.enter().import_held(id, serial)
+    }
+}
+
+// Calls that give memory up, or ask.
+impl SimPool {
+    pub(crate) fn release(&self, handle: VirtualHandle) -> PoolResult<()> {
+        self.pool.enter_giving_up().release(handle)
+    }
+
+    pub(crate) fn retain_at(&self, address: DeviceAddress) -> PoolResult<VirtualHandle> {
+        self.pool.enter_giving_up().retain_at(address)
+    }
+
+    pub(crate) fn properties(&self, handle: VirtualHandle) -> PoolResult<AllocationProp> {
+        self.pool.enter_giving_up().properties(handle)
+    }
+
+    pub(crate) fn unmap(&self, range: VaRange) -> PoolResult<()> {
+        self.pool.enter_giving_up().unmap(range)
+    }
+
+    pub(crate) fn address_free_is_refused(&self, range: VaRange) -> bool {
+        self.pool.enter_giving_up().address_free_is_refused(range)
+    }
+
+    pub(crate) fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {
+        self.pool.enter_giving_up().range_of(address)
+    }
+
+    pub(crate) fn block_identity(
+        &self,
+        address: DeviceAddress,
+    ) -> Option<(AllocationId, u64, u64)> {
+        self.pool.enter_giving_up().block_identity(address)
+    }
+
+    pub(crate) fn block_close(&self, address: DeviceAddress) -> PoolResult<()> {
+        self.pool.enter_giving_up().block_close(address)
+    }
+
+    pub(crate) fn block_free(&self, address: DeviceAddress) -> PoolResult<()> {
+        self.pool.enter_giving_up().block_free(address)
+    }
+}
