@@ -1,30 +1,35 @@
 //! `libsublet.so`: the preload object and the C interface.
 //!
-//! A call that NCCL makes to `cuMemMap` ends up here: [`hooks`] declares every function that we stand in
-//! for, [`replaced`] turns C arguments into Rust ones, `sublet_cuda_driver::vmm::map` passes the gate, and
-//! `vmm_pool::Pool::map` does it. How NCCL came to call us instead of the driver is in [`lookup`].
+//! A call that NCCL makes to `cuMemMap` ends up here: [`replaced`] turns C arguments into Rust ones,
+//! `sublet_cuda_driver::vmm::map` passes the gate, and `vmm_pool::Pool::map` does it. How NCCL came to call us instead of
+//! the driver is the matter of [`interpose`].
 //!
-//! * [`attach`]: the same for a process that runs already, whose libraries are bound elsewhere.
+//! * [`interpose`]: the engine that has callers find our functions in place of others'. It has no table of its own.
+//! * [`interposed`]: what is handed to it: the driver's functions of [`hooks`], NCCL's of [`nccl`], and `dlsym`.
+//! * [`replaced`]: the driver's functions that the pool answers; those that only wait are in [`hooks`].
 //! * [`nccl`]: NCCL's own public functions, counted for the consistent cut.
-//! * `guards`: what is asked before memory is made.
-//! * `real`: the loader's and the driver's own functions, past our hooks.
+//! * [`attach`]: coming under Sublet in a process that runs already.
+//! * `environment`: what the environment says, in our names and in other projects'.
 //! * `runtime`: the one place of process-wide state: joining the tenant, fork, exit.
+//! * `guards`: what is asked before memory is made.
 //! * [`pluggable`]: what torch's `CUDAPluggableAllocator` calls.
 //! * [`c_api`]: `include/sublet.h` and the `ncclPause` family.
 //! * [`compat`]: what callers of other projects know by other names.
 //!
-//! Nothing here decides anything; nothing here prints, exits or unwinds.
+//! What becomes of memory, collectives and pauses is decided in the crates below. Decided here is which function a caller
+//! gets, and nothing here prints, exits or unwinds.
 
 pub mod attach;
 mod bindings;
 pub mod c_api;
 pub mod compat;
+mod environment;
 mod guards;
 pub mod hooks;
-pub mod lookup;
+pub mod interpose;
+pub mod interposed;
 pub mod nccl;
 pub mod pluggable;
-mod real;
 pub mod replaced;
 mod runtime;
 

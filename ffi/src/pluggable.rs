@@ -10,7 +10,8 @@ use sublet_cuda_driver::{Answer, blocks, caller};
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 
 use crate::guards;
-use crate::hooks::{Pointer, call_driver};
+use crate::interpose::Pointer;
+use crate::interpose::driver::call_driver;
 use crate::runtime;
 
 /// Runs `work` with the device's primary context current, whichever is current now. `None` without a usable

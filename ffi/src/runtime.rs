@@ -18,10 +18,11 @@ use tenants::host_memory::{self, HostLimit};
 use tenants::identity::TenantName;
 use tenants::member::MemberConfig;
 use tenants::run_dir::RunDir;
-use vmm_pool::driver::{CudaDriver, DriverCode, RawContext};
+use vmm_pool::driver::{CudaDriver, DriverCode, RawContext, VaRange};
 
-use crate::hooks::{Pointer, call_driver};
-use crate::real;
+use crate::environment;
+use crate::interpose::driver::{self, call_driver};
+use crate::interpose::{Pointer, loader};
 
 /// How many threads bring new host memory in. More would only get in the way of the thread that pins it:
 /// with 4 processes at once on 64 cores, 4 threads each gave a first pause of 48 GB/s in all and 16 each
@@ -48,6 +49,10 @@ static CHOSEN_FILE_DIR: Mutex<Option<PathBuf>> = Mutex::new(None);
 static NOTES_OF_ATTACH: Mutex<Vec<String>> = Mutex::new(Vec::new());
 static PRIMARY_CONTEXTS: Mutex<BTreeMap<c_int, usize>> = Mutex::new(BTreeMap::new());
 static HOST_BYTES_MAX: OnceLock<Option<u64>> = OnceLock::new();
+/// Why launches may pass our gate by, as [`set_ungated`] was told.
+static UNGATED: Mutex<Option<String>> = Mutex::new(None);
+/// Who says what memory the application does not need, as [`set_unused_source`] was told.
+static UNUSED_SOURCE: Mutex<fn() -> Vec<VaRange>> = Mutex::new(Vec::new);
 
 /// The member, when this process has joined. The usual road of every hook: two loads.
 pub(crate) fn member() -> Option<&'static Member> {
@@ -170,22 +175,31 @@ pub(crate) fn note_of_attach(text: String) {
     }
 }
 
-fn variable(name: &str) -> Option<String> {
-    std::env::var(name).ok().filter(|value| !value.is_empty())
+/// From the next pause on: why launches may pass our gate by, if they may.
+pub(crate) fn set_ungated(why: Option<String>) {
+    *lock(&UNGATED) = why;
 }
 
-/// Logs go to standard error, and only what `SUBLET_LOG` (or `GMM_LOG`, 0 to 5) asks for; by default
-/// warnings.
+fn ungated() -> Option<String> {
+    lock(&UNGATED).clone()
+}
+
+/// Has `source` asked, in each pause, which memory the application does not need. It is called with no lock held, on a
+/// thread of ours.
+pub(crate) fn set_unused_source(source: fn() -> Vec<VaRange>) {
+    *lock(&UNUSED_SOURCE) = source;
+}
+
+fn unused() -> Vec<VaRange> {
+    let source = *lock(&UNUSED_SOURCE);
+    source()
+}
+
+/// Logs go to standard error, and only what the environment asks for.
 pub(crate) fn start_log() {
     static STARTED: OnceLock<()> = OnceLock::new();
     STARTED.get_or_init(|| {
-        let amem_level = variable("GMM_LOG").and_then(|level| {
-            let names = ["off", "error", "warn", "info", "debug", "trace"];
-            names.get(level.parse::<usize>().ok()?).copied()
-        });
-        let filter = variable("SUBLET_LOG")
-            .or_else(|| amem_level.map(str::to_owned))
-            .unwrap_or_else(|| "warn".to_owned());
+        let filter = environment::log_filter();
         let started = tracing_subscriber::fmt()
             .with_env_filter(tracing_subscriber::EnvFilter::new(filter))
             .with_writer(std::io::stderr)
@@ -201,37 +215,22 @@ pub(crate) fn start_log() {
 
 /// The run directory that the environment names.
 pub(crate) fn run_dir() -> Result<RunDir, String> {
-    let explicit = variable("SUBLET_RUN_DIR").or_else(|| variable("GMM_IPC_DIR"));
-    RunDir::open(explicit.map(PathBuf::from), variable("XDG_RUNTIME_DIR").map(PathBuf::from))
-        .map_err(|error| chain(&error))
+    RunDir::open(environment::run_dir(), environment::session_dir()).map_err(|error| chain(&error))
 }
 
-/// The tenant that an attach chose, or that the environment names: `SUBLET_TENANT`, or the group of `AMem`, or the terminal session, so
-/// that the processes of one launcher find each other.
+/// The tenant that an attach chose, or that the environment names.
 pub(crate) fn tenant_name() -> Result<TenantName, String> {
     if let Some(chosen) = lock(&CHOSEN_TENANT).clone() {
         return Ok(chosen);
     }
-    let name = variable("SUBLET_TENANT").unwrap_or_else(|| {
-        let group = crate::c_api::amem::group_id();
-        if variable("AMEM_ENABLE").is_some_and(|value| value != "0") || group != 0 {
-            return format!("amem-{group}");
-        }
-        // SAFETY: the call has no argument that could be wrong; 0 is this process.
-        let session = unsafe { libc::getsid(0) };
-        format!("session-{session}")
-    });
-    TenantName::new(&name).map_err(|error| error.to_string())
+    TenantName::new(&environment::tenant_name()).map_err(|error| error.to_string())
 }
 
 fn try_join() -> Result<Arc<Member>, String> {
-    if let Some(value) = variable("SUBLET_HOST_BYTES_MAX") {
-        let bytes = value
-            .parse()
-            .map_err(|_| format!("SUBLET_HOST_BYTES_MAX is '{value}': give a number of bytes"))?;
+    if let Some(bytes) = environment::host_bytes_max()? {
         HOST_BYTES_MAX.get_or_init(|| Some(bytes));
     }
-    let driver = CudaDriver::from_symbols(&|name| real::driver_symbol(name))
+    let driver = CudaDriver::from_symbols(&|name| driver::symbol(name))
         .map_err(|error| error.to_string())?;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let config = MemberConfig {
@@ -241,18 +240,14 @@ fn try_join() -> Result<Arc<Member>, String> {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         host_limits,
         own_contexts: list_own_contexts,
-        unused: crate::c_api::contents::ask_unused,
-        ungated: crate::attach::ungated,
+        unused,
+        ungated,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
     };
     let member =
         tenants::member::Member::join(config, Arc::new(driver)).map_err(|error| chain(&error))?;
-    // The second is the name that callers of torch_memory_saver know.
-    let named = variable("SUBLET_FILE_DIR").or_else(|| variable("TMS_DISK_BACKUP_DIR"));
     let chosen = lock(&CHOSEN_FILE_DIR).take();
-    // A directory that is not there fails the first pause that needs it, with a message that names it.
-    let absolute = |dir| std::path::absolute(&dir).unwrap_or(PathBuf::from(dir));
-    if let Some(dir) = chosen.or_else(|| named.map(absolute)) {
+    if let Some(dir) = chosen.or_else(environment::file_dir) {
         member.pool().set_file_dir(dir);
     }
     Ok(member)
@@ -338,8 +333,8 @@ pub(crate) fn class_of_caller(caller: usize) -> &'static str {
     if let Some(label) = known {
         return label;
     }
-    let torch = real::is_loaded(c"libc10_cuda.so");
-    let label = real::file_of(caller).map_or("other", |path| caller::label(&path, torch));
+    let torch = loader::is_loaded(c"libc10_cuda.so");
+    let label = loader::file_of(caller).map_or("other", |path| caller::label(&path, torch));
     KNOWN.write().unwrap_or_else(PoisonError::into_inner).insert(caller, label);
     label
 }

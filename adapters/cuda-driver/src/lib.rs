@@ -1,5 +1,6 @@
 //! The driver's memory calls, answered from the pool, whichever library makes them.
 //!
+//! * [`functions`]: the driver's functions that we stand in for.
 //! * [`lookup`]: which of our functions stands in for which of the driver's.
 //! * [`caller`]: which library a call comes from.
 //! * [`vmm`]: the virtual memory calls (`cuMemCreate`, `cuMemMap` and theirs).
@@ -11,6 +12,7 @@
 mod answer;
 pub mod blocks;
 pub mod caller;
+pub mod functions;
 pub mod ipc;
 pub mod lookup;
 pub mod vmm;

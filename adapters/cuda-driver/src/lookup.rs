@@ -5,6 +5,8 @@
 //! by **identity**: the driver is asked as the caller asked, and its answer is exchanged when it is the
 //! address of a function that we stand in for. So version and flag rules stay the driver's own.
 
+use crate::functions::Function;
+
 /// One hooked function.
 #[derive(Clone, Copy, Debug)]
 pub struct Hook {
@@ -21,7 +23,13 @@ pub struct Hook {
 }
 
 impl Hook {
-    /// A hook for the exported name `symbol`; base name and stream flavour follow from it.
+    /// The hook of a function in the table.
+    pub const fn of(function: Function, wrapper: fn() -> usize) -> Self {
+        let Function { symbol, base, version, per_thread } = function;
+        Self::new(symbol, base, version, per_thread, wrapper)
+    }
+
+    /// A hook of the exported name `symbol` under any base name.
     pub const fn new(
         symbol: &'static str,
         base: &'static str,

@@ -1,71 +1,33 @@
 //! Attaching to a process that was started without us: `sublet_attach`.
 //!
 //! Under `LD_PRELOAD` the loader binds everybody's `dlsym`, `cu...` and `nccl...` to us. A library that is
-//! opened later is asked by nobody, so an attach writes our addresses where the loader wrote others:
+//! opened later is asked by nobody, so an attach has the engine write our addresses where the loader wrote others
+//! ([`patch`]). Here is what that means for the tenant: which one is joined, what was on the devices before
+//! (`cuda_before`), and whether a pause from outside is safe.
 //!
-//! 1. into the import slots of all libraries (`slots`, found by `object`);
-//! 2. into tables of the driver's functions that libraries have filled before (`stored`);
-//! 3. and again for what is loaded later: whoever opens a library asks it for a symbol next, and our `dlsym`
-//!    then looks first whether the loader has loaded anything since the last walk (`walk`).
-//!
-//! What it cannot reach is in the report (`report`), library by library; `docs/attach.md` lists the limits.
+//! What an attach cannot reach is in the report (`report`), library by library; `docs/attach.md` lists the limits.
 
 #![expect(unsafe_code, reason = "asks for a notice of forks")]
 
-mod before;
-mod object;
-mod protections;
+mod cuda_before;
 pub(crate) mod report;
-mod slots;
-mod stored;
-mod walk;
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 use tenants::identity::TenantName;
 
-use crate::{lookup, real, runtime};
-use before::Table;
+use crate::interpose::patch::{self, Entry, Purpose};
+use crate::interpose::{Binding, driver, loader};
+use crate::interposed::INTERPOSED;
+use crate::runtime;
+use cuda_before::Table;
 use report::{Device, Library, Report, State};
-use walk::{Entry, Purpose};
 
-/// Our `dlsym` was written into others' slots.
-static ATTACHED: AtomicBool = AtomicBool::new(false);
-/// We are a forked child, which runs on without us.
-static FORKED: AtomicBool = AtomicBool::new(false);
 /// The devices with a context before the first attach.
 static DEVICES: Mutex<Option<Vec<Device>>> = Mutex::new(None);
 
-/// Why launches may pass our gate by, as the last attach found it.
-static UNGATED: Mutex<Option<String>> = Mutex::new(None);
-
-/// Why launches of this process may pass our gate by.
-pub(crate) fn ungated() -> Option<String> {
-    lock(&UNGATED).clone()
-}
-
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Were this process's libraries bound to us by an attach, and not by the loader?
-pub(crate) fn is_attached() -> bool {
-    ATTACHED.load(Ordering::Acquire)
-}
-
-/// Patches what was loaded since the last time. Blocks on no lock but the loader's of its list, which nobody
-/// holds while waiting for us.
-pub(crate) fn look_again() {
-    if is_attached() && !FORKED.load(Ordering::Relaxed) {
-        walk::walk(Purpose::PatchWhatIsNew);
-    }
-}
-
-/// Does the loader bind everybody's `dlsym` to us?
-fn is_preloaded() -> bool {
-    let found = real::program().and_then(|program| real::dlsym(program, c"dlsym"));
-    found.is_some_and(|found| real::is_own(found.as_ptr().expose_provenance()))
 }
 
 /// Why a process was not attached. Nothing has changed then.
@@ -82,36 +44,36 @@ pub(crate) enum Refusal {
 /// # Errors
 /// [`Refusal`].
 pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
-    if FORKED.load(Ordering::Relaxed) {
+    if INTERPOSED.is_forked() {
         let why =
             "a child of an attached process runs on without Sublet: start another program in it";
         return Err(Refusal::Impossible(why));
     }
     // The jump of our `dlsym` needs the loader's own.
-    if real::find_dlsym().is_none() {
+    if loader::find_dlsym().is_none() {
         let why = "the loader's own dlsym was not found: start the process with `sublet run`";
         return Err(Refusal::Impossible(why));
     }
     if let Some(tenant) = tenant {
         runtime::choose_tenant(tenant).map_err(Refusal::OtherTenant)?;
     }
-    walk::prepare();
-    let driver_is_loaded = walk::driver_is_loaded();
+    patch::prepare(&INTERPOSED);
+    let driver_is_loaded = driver::is_loaded();
     if driver_is_loaded {
         // Its addresses must be known before the walk, which may not ask the loader.
-        let _known = lookup::exchange();
+        let _known = INTERPOSED.driver().exchange();
     }
     let is_first = lock(&DEVICES).is_none();
-    let before = if driver_is_loaded && is_first { before::devices() } else { Vec::new() };
-    if is_preloaded() {
-        walk::walk(Purpose::Look);
+    let before = if driver_is_loaded && is_first { cuda_before::devices() } else { Vec::new() };
+    if INTERPOSED.is_bound_by_loader() {
+        patch::walk(&INTERPOSED, Purpose::Look);
         return Ok(());
     }
     watch_forks();
-    ATTACHED.store(true, Ordering::Release);
-    walk::walk(Purpose::Patch);
+    INTERPOSED.bind_by_attach();
+    patch::walk(&INTERPOSED, Purpose::Patch);
     // A thread that was binding a slot for the first time meanwhile has written over ours.
-    walk::walk(Purpose::Patch);
+    patch::walk(&INTERPOSED, Purpose::Patch);
     let mut devices = lock(&DEVICES);
     if devices.is_none() {
         for &device in &before {
@@ -127,7 +89,7 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
     if let Some(why) = &ungated {
         runtime::note_of_attach(format!("this process can only be paused from inside: {why}"));
     }
-    *lock(&UNGATED) = ungated;
+    runtime::set_ungated(ungated);
     Ok(())
 }
 
@@ -143,7 +105,7 @@ fn earlier_memory(device: Device) -> String {
 /// A forked child must not wait for locks of the loader's that another thread held at the fork.
 fn watch_forks() {
     unsafe extern "C" fn in_child() {
-        FORKED.store(true, Ordering::Relaxed);
+        INTERPOSED.set_forked();
     }
     static WATCHED: Once = Once::new();
     WATCHED.call_once(|| {
@@ -157,13 +119,14 @@ fn watch_forks() {
 
 /// What the attach found and did, with what was loaded since.
 pub(crate) fn report() -> Report {
-    let is_preloaded = !is_attached() && is_preloaded();
-    if !FORKED.load(Ordering::Relaxed) {
+    let is_attached = INTERPOSED.binding() == Binding::ByAttach;
+    let is_preloaded = !is_attached && INTERPOSED.is_bound_by_loader();
+    if !INTERPOSED.is_forked() {
         // What has been unloaded since is not listed any more.
-        walk::walk(if is_attached() { Purpose::Patch } else { Purpose::Look });
+        patch::walk(&INTERPOSED, if is_attached { Purpose::Patch } else { Purpose::Look });
     }
-    let is_up = walk::driver_is_loaded() && before::driver_is_up();
-    let libraries: Vec<Library> = walk::entries()
+    let is_up = driver::is_loaded() && cuda_before::driver_is_up();
+    let libraries: Vec<Library> = patch::entries(&INTERPOSED)
         .into_iter()
         .map(|(path, entry)| library(path, &entry, is_preloaded, is_up))
         .collect();
@@ -181,7 +144,7 @@ pub(crate) fn report() -> Report {
 }
 
 fn library(path: String, entry: &Entry, is_preloaded: bool, driver_is_up: bool) -> Library {
-    let table = if driver_is_up { before::table_of(&path) } else { Table::NoRuntime };
+    let table = if driver_is_up { cuda_before::table_of(&path) } else { Table::NoRuntime };
     let (state, why) = match (&entry.problem, table) {
         (Some(problem), _) => (State::Unknown, problem.clone()),
         (None, Table::Drivers) => {

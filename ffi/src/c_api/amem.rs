@@ -5,8 +5,6 @@
 use std::ffi::{c_int, c_void};
 use std::fmt::Write as _;
 use std::io::Write as _;
-use std::sync::atomic::{AtomicI32, Ordering};
-use std::time::Duration;
 
 use tenants::requests;
 use tenants::wire::Action;
@@ -14,27 +12,12 @@ use vmm_pool::PoolReport;
 
 use super::OK;
 use super::last::{fail_aloud, guarded, settled_already, settled_together};
-use crate::runtime;
+use crate::{environment, runtime};
 
 const NCCL_SUCCESS: c_int = 0;
 const NCCL_UNHANDLED_CUDA_ERROR: c_int = 1;
 const NCCL_INVALID_ARGUMENT: c_int = 4;
 const NCCL_INVALID_USAGE: c_int = 5;
-
-/// How long `ncclPause` waits for the other processes to call it too. They stand at the same step, so the
-/// wait is short unless one of them is stuck.
-const TOGETHER_TIMEOUT: Duration = Duration::from_mins(2);
-
-static GROUP_ID: AtomicI32 = AtomicI32::new(GROUP_UNSET);
-const GROUP_UNSET: i32 = i32::MIN;
-
-/// [`TOGETHER_TIMEOUT`], or what `SUBLET_TOGETHER_TIMEOUT_MS` says.
-fn together_timeout() -> Duration {
-    std::env::var("SUBLET_TOGETHER_TIMEOUT_MS")
-        .ok()
-        .and_then(|value| value.parse().ok())
-        .map_or(TOGETHER_TIMEOUT, Duration::from_millis)
-}
 
 fn act_together(action: Action) -> c_int {
     guarded(|| {
@@ -44,7 +27,11 @@ fn act_together(action: Action) -> c_int {
             return NCCL_SUCCESS;
         };
         // Callers of ours find the code that says more in sublet_last_error_json.
-        match settled_together(requests::act_together(member, action, together_timeout())) {
+        match settled_together(requests::act_together(
+            member,
+            action,
+            environment::together_timeout(),
+        )) {
             OK => NCCL_SUCCESS,
             _ => NCCL_UNHANDLED_CUDA_ERROR,
         }
@@ -121,16 +108,6 @@ fn mem_stats(pool: &PoolReport) -> String {
     text
 }
 
-/// The group of this process: as set, or `AMEM_GROUPID`, or 0.
-pub(crate) fn group_id() -> i32 {
-    match GROUP_ID.load(Ordering::Relaxed) {
-        GROUP_UNSET => {
-            std::env::var("AMEM_GROUPID").ok().and_then(|value| value.parse().ok()).unwrap_or(0)
-        }
-        id => id,
-    }
-}
-
 /// Sets the group of this process.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclSetGroupID(id: c_int) -> c_int {
@@ -142,7 +119,7 @@ pub extern "C" fn ncclSetGroupID(id: c_int) -> c_int {
             let message = "the group is fixed by the first device memory: set it before that";
             return fail_aloud(NCCL_UNHANDLED_CUDA_ERROR, message);
         }
-        GROUP_ID.store(id, Ordering::Relaxed);
+        environment::set_group_id(id);
         NCCL_SUCCESS
     })
 }
@@ -158,7 +135,7 @@ pub unsafe extern "C" fn ncclGetGroupID(id: *mut c_int) -> c_int {
             return fail_aloud(NCCL_INVALID_ARGUMENT, "ncclGetGroupID needs somewhere to write");
         }
         // SAFETY: checked not to be null; the caller's for one integer.
-        unsafe { id.write(group_id()) };
+        unsafe { id.write(environment::group_id()) };
         NCCL_SUCCESS
     })
 }

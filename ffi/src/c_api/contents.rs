@@ -140,6 +140,7 @@ pub unsafe extern "C" fn sublet_set_unused_source(
 ) -> c_int {
     guarded(|| {
         questions().source = source.map(|function| Source { function, context });
+        runtime::set_unused_source(ask_unused);
         OK
     })
 }
@@ -183,7 +184,7 @@ pub unsafe extern "C" fn sublet_unused(
 }
 
 /// Asks the application what it does not need. Nothing, when it has no source or does not answer in time.
-pub(crate) fn ask_unused() -> Vec<VaRange> {
+fn ask_unused() -> Vec<VaRange> {
     let (send, answer) = crossbeam_channel::bounded(1);
     let token = LAST_TOKEN.fetch_add(1, Ordering::Relaxed) + 1;
     let source = {

@@ -9,8 +9,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use sublet_nccl::collectives::{Collectives, NcclResult, Operation, Process, of_unique_ids};
 use tenants::cut::{Cut, Entry};
 
-use super::{Function, libraries};
-use crate::hooks::Pointer;
+use super::{Function, NCCL};
+use crate::interpose::Pointer;
 use crate::replaced::graph;
 use crate::runtime::{self, Member};
 
@@ -22,7 +22,7 @@ pub(crate) struct UniqueId([u8; 128]);
 /// Calls the watched NCCL's own function.
 macro_rules! call_nccl {
     ($symbol:ident ( $($value:expr => $ty:ty),* )) => {
-        match libraries::watched().and_then(|nccl| nccl.function(Function::$symbol as usize)) {
+        match NCCL.watched().and_then(|nccl| nccl.function(Function::$symbol as usize)) {
             Some(address) => {
                 let address = std::ptr::with_exposed_provenance::<()>(address);
                 // SAFETY: the address is NCCL's function of this name, whose signature is this.
@@ -39,7 +39,7 @@ macro_rules! call_nccl {
 
 /// Calls a function of the watched NCCL's that tells something of a communicator through a pointer.
 fn told(symbol: &std::ffi::CStr, communicator: usize) -> Result<c_int, NcclResult> {
-    let address = libraries::watched().and_then(|nccl| nccl.symbol(symbol));
+    let address = NCCL.watched().and_then(|nccl| nccl.symbol(symbol));
     let address = address.ok_or(NcclResult::SYSTEM_ERROR)?;
     // SAFETY: callers name functions of this signature.
     let function = unsafe {

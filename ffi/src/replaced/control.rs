@@ -1,8 +1,8 @@
-//! Lookup, device attributes, and stream capture.
+//! Device attributes, contexts, and stream capture.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
-use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::ffi::{c_int, c_uint, c_void};
 use std::sync::PoisonError;
 
 use sublet_cuda_driver::vmm;
@@ -11,8 +11,8 @@ use vmm_pool::driver::{DriverCode, RawContext};
 use vmm_pool::gate::Passage;
 
 use super::{Handle, SUCCESS, write_out};
-use crate::hooks::{Pointer, call_driver};
-use crate::lookup;
+use crate::interpose::Pointer;
+use crate::interpose::driver::call_driver;
 use crate::runtime;
 
 /// What a device can do, less what a pause could not undo.
@@ -138,43 +138,3 @@ macro_rules! end_capture {
 
 end_capture!(cuStreamEndCapture);
 end_capture!(cuStreamEndCapture_ptsz);
-
-/// The driver's function for a name and version, or ours in its place.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetProcAddress(
-    name: *const c_char,
-    answer: *mut Pointer,
-    version: c_int,
-    flags: c_ulonglong,
-) -> c_int {
-    let code = call_driver!(cuGetProcAddress(
-        name => *const c_char, answer => *mut Pointer, version => c_int, flags => c_ulonglong
-    ));
-    // SAFETY: the driver has just written the caller's out-pointer.
-    unsafe { lookup::exchange_answer(code, answer) };
-    code
-}
-
-/// As [`cuGetProcAddress`], also telling why a name was not found.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetProcAddress_v2(
-    name: *const c_char,
-    answer: *mut Pointer,
-    version: c_int,
-    flags: c_ulonglong,
-    status: *mut c_int,
-) -> c_int {
-    let code = call_driver!(cuGetProcAddress_v2(
-        name => *const c_char, answer => *mut Pointer, version => c_int, flags => c_ulonglong,
-        status => *mut c_int
-    ));
-    // SAFETY: the driver has just written the caller's out-pointer.
-    unsafe { lookup::exchange_answer(code, answer) };
-    code
-}

@@ -9,7 +9,8 @@ use vmm_pool::driver::DriverCode;
 use vmm_pool::gate::Passage;
 
 use super::SUCCESS;
-use crate::hooks::{Pointer, call_driver};
+use crate::interpose::Pointer;
+use crate::interpose::driver::call_driver;
 use crate::runtime;
 
 /// `CU_STREAM_LEGACY`; 0 means the same here.

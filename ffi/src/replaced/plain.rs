@@ -11,7 +11,8 @@ use vmm_pool::gate::Passage;
 
 use super::{Address, SUCCESS, range, size_t, with_caller, write_out};
 use crate::guards;
-use crate::hooks::{Pointer, call_driver};
+use crate::interpose::Pointer;
+use crate::interpose::driver::call_driver;
 use crate::runtime::{self, Member, answered, class_of_caller};
 
 /// The driver's current device of this thread.

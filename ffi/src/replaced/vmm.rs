@@ -12,7 +12,7 @@ use vmm_pool::driver::{
 
 use super::{Address, Handle, range, size_t, with_caller, write_out};
 use crate::guards;
-use crate::hooks::call_driver;
+use crate::interpose::driver::call_driver;
 use crate::runtime::{self, answered, class_of_caller};
 
 with_caller! {

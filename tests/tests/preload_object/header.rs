@@ -48,8 +48,7 @@ fn the_header_compiles_alone_as_c_and_as_cxx() {
 
 #[test]
 fn every_declared_function_is_exported_and_every_export_declared() {
-    let hooked = nccl::table();
-    let exports = exported(&preload_path()).into_iter().filter(|name| !hooked.contains(name));
+    let exports = exported(&preload_path()).into_iter().filter(|name| !nccl::is_nccls(name));
     let ours = exports.filter(|name| name.starts_with("sublet_") || name.starts_with("nccl"));
     assert_eq!(ours.collect::<BTreeSet<_>>(), declared());
 }

@@ -4,51 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::process::Command;
 
+use sublet_cuda_driver::functions::FUNCTIONS;
+
 use crate::stage::{exported, preload_path, root, transcript};
-
-/// One row of the table in `ffi/src/hooks.rs`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Row {
-    /// The exported name.
-    pub(crate) symbol: String,
-    /// The name that `cuGetProcAddress` knows.
-    pub(crate) base: String,
-    /// The version to ask at.
-    pub(crate) version: i32,
-    /// Is it the variant of the per-thread default stream?
-    pub(crate) per_thread: bool,
-}
-
-/// The table, read from its source: rows are `symbol @ version`.
-pub(crate) fn table() -> Vec<Row> {
-    let source = std::fs::read_to_string(root().join("ffi/src/hooks.rs")).expect("the table");
-    let words: Vec<&str> = source
-        .lines()
-        .filter(|line| !line.trim_start().starts_with("//"))
-        .flat_map(|line| line.split(|c: char| c.is_whitespace() || "(;|".contains(c)))
-        .filter(|word| !word.is_empty())
-        .collect();
-    let mut rows = Vec::new();
-    for window in words.windows(3) {
-        let &[symbol, "@", version] = window else { continue };
-        let Ok(version) = version.parse() else { continue };
-        let (without_flavour, per_thread) = match symbol.strip_suffix("_ptsz") {
-            Some(rest) => (rest, true),
-            None => match symbol.strip_suffix("_ptds") {
-                Some(rest) => (rest, true),
-                None => (symbol, false),
-            },
-        };
-        let base = ["_v2", "_v3", "_v4"]
-            .iter()
-            .find_map(|version| without_flavour.strip_suffix(version))
-            .unwrap_or(without_flavour);
-        let (symbol, base) = (symbol.to_owned(), base.to_owned());
-        rows.push(Row { symbol, base, version, per_thread });
-    }
-    assert!(rows.len() > 100, "the table has changed its form: {} rows read", rows.len());
-    rows
-}
 
 /// Families of functions about memory, work and sharing, by start of name. Every function in them must
 /// be accounted for.
@@ -218,7 +176,7 @@ fn matches(pattern: &str, name: &str) -> bool {
 
 #[test]
 fn every_declared_function_is_hooked_or_passed_for_a_reason() {
-    let hooked: BTreeSet<String> = table().into_iter().map(|row| row.symbol).collect();
+    let hooked: BTreeSet<String> = FUNCTIONS.iter().map(|row| row.symbol.to_owned()).collect();
     // A function whose newer form is hooked exists under the plain name for programs of CUDA 3 alone.
     let passed: Vec<&str> = PASSED.iter().flat_map(|(_, patterns)| *patterns).copied().collect();
     let mut uses: BTreeMap<&str, usize> = passed.iter().map(|pattern| (*pattern, 0)).collect();
@@ -239,15 +197,15 @@ fn every_declared_function_is_hooked_or_passed_for_a_reason() {
 
 #[test]
 fn no_function_is_both_hooked_and_passed() {
-    for row in table() {
-        let twice = PASSED.iter().find(|(_, names)| names.iter().any(|p| matches(p, &row.symbol)));
+    for row in FUNCTIONS {
+        let twice = PASSED.iter().find(|(_, names)| names.iter().any(|p| matches(p, row.symbol)));
         assert!(twice.is_none(), "{} is hooked, and passed because: {twice:?}", row.symbol);
     }
 }
 
 #[test]
 fn exports_and_table_agree() {
-    let table: BTreeSet<String> = table().into_iter().map(|row| row.symbol).collect();
+    let table: BTreeSet<String> = FUNCTIONS.iter().map(|row| row.symbol.to_owned()).collect();
     let exports: BTreeSet<String> =
         exported(&preload_path()).into_iter().filter(|name| name.starts_with("cu")).collect();
     assert_eq!(exports, table);
@@ -255,12 +213,11 @@ fn exports_and_table_agree() {
 
 #[test]
 fn a_hook_for_the_legacy_stream_has_its_per_thread_twin() {
-    let table = table();
-    let lacks: Vec<_> = table
+    let lacks: Vec<_> = FUNCTIONS
         .iter()
         .filter(|row| !row.per_thread)
         .filter(|row| row.symbol.starts_with("cuMemcpy") || row.symbol.starts_with("cuMemset"))
-        .filter(|row| !table.iter().any(|twin| twin.per_thread && twin.base == row.base))
+        .filter(|row| !FUNCTIONS.iter().any(|twin| twin.per_thread && twin.base == row.base))
         .collect();
     assert!(lacks.is_empty(), "{lacks:?}");
 }

@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::io::Write;
 use std::process::Stdio;
 
-use crate::hooks::table;
+use sublet_cuda_driver::functions::FUNCTIONS;
+
 use crate::stage::{Preload, Stage, exported, simcuda_dir, transcript};
 
 const PER_THREAD: u32 = 2;
@@ -36,8 +37,7 @@ fn ask(preload: Preload, questions: &[String]) -> Vec<Vec<String>> {
 fn every_hooked_symbol_is_ours_by_every_road() {
     let driver: BTreeSet<String> =
         exported(&simcuda_dir().join("libcuda.so.1")).into_iter().collect();
-    let rows = table();
-    let questions: Vec<String> = rows
+    let questions: Vec<String> = FUNCTIONS
         .iter()
         .map(|row| {
             let flags = if row.per_thread { PER_THREAD } else { 1 };
@@ -47,12 +47,12 @@ fn every_hooked_symbol_is_ours_by_every_road() {
     let mut present = 0;
     let answers = [Preload::With, Preload::Attached].map(|preload| ask(preload, &questions));
     assert_eq!(answers[0], answers[1], "attached is as good as preloaded");
-    for (row, answer) in rows.iter().zip(&answers[0]) {
+    for (row, answer) in FUNCTIONS.iter().zip(&answers[0]) {
         let ours = "libsublet.so";
         let (by_dlsym, by_table, by_old_table, by_elf) =
             (&answer[0], &answer[1], &answer[2], &answer[3]);
         assert_eq!(by_elf, ours, "{row:?}: by ELF symbol");
-        if driver.contains(&row.symbol) {
+        if driver.contains(row.symbol) {
             present += 1;
             assert_eq!(by_dlsym, ours, "{row:?}: by dlsym");
             assert_eq!(by_table, ours, "{row:?}: by cuGetProcAddress_v2");

@@ -24,7 +24,8 @@ use crate::bindings::SUBLET_WHOSE_PROCESS;
 use crate::c_api::last::{fail_aloud, guarded_length, write_text};
 use crate::c_api::{self, acting};
 use crate::guards::Guard;
-use crate::hooks::{Pointer, call_driver};
+use crate::interpose::Pointer;
+use crate::interpose::driver::call_driver;
 use crate::pluggable::{sublet_torch_free, sublet_torch_malloc};
 use crate::runtime;
 

@@ -7,34 +7,10 @@
 
 #![expect(unsafe_code, reason = "opens pages that the loader has made read-only")]
 
-use std::collections::HashMap;
-use std::ffi::CStr;
-use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::object::{Import, Object, PAGE_BYTES};
 use super::protections::{Protections, Rights};
-use crate::{hooks, lookup, nccl};
-
-/// Our functions by the names that libraries import them by.
-static OURS: LazyLock<HashMap<&'static [u8], usize>> = LazyLock::new(|| {
-    let own_dlsym = (lookup::dlsym as *const ()).expose_provenance();
-    let driver = hooks::all().map(|hook| (hook.symbol.as_bytes(), (hook.wrapper)()));
-    let nccl = nccl::TABLE.iter().map(|row| (row.name.to_bytes(), row.exported()));
-    driver.chain(nccl).chain([(b"dlsym".as_slice(), own_dlsym)]).collect()
-});
-
-/// Makes the table, which needs memory, before the loader's lock is held.
-pub(super) fn prepare() {
-    LazyLock::force(&OURS);
-}
-
-/// Our function for imports of `name`.
-pub(super) fn ours(name: &CStr) -> Option<usize> {
-    let name = name.to_bytes();
-    // Most names are none of ours, and this is asked of every import in the process.
-    matches!(name.first(), Some(b'c' | b'd' | b'n')).then(|| OURS.get(name).copied()).flatten()
-}
 
 /// What became of a slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -153,15 +129,5 @@ mod tests {
         image.headers.push(header(PT_GNU_RELRO, PF_R, 0, IMAGE_BYTES));
         let bound = image.bias() + 0x1036;
         assert_eq!(settled(&mut image, bound, false), (Settled::NotYet, bound));
-    }
-
-    #[test]
-    fn only_names_that_we_stand_in_for_are_ours() {
-        for name in [c"dlsym", c"cuMemAlloc_v2", c"ncclAllReduce", c"cuGetProcAddress"] {
-            assert!(ours(name).is_some(), "{name:?}");
-        }
-        for name in [c"dlopen", c"cuInit", c"cudaMalloc", c"ncclGetVersion", c"malloc", c""] {
-            assert_eq!(ours(name), None, "{name:?}");
-        }
     }
 }

@@ -7,8 +7,10 @@ use std::ffi::{CStr, CString, c_int, c_ulonglong, c_void};
 use vmm_pool::driver::DriverCode;
 
 use super::report::Device;
-use crate::hooks::call_driver;
-use crate::{lookup, real, runtime};
+use crate::interpose::driver::call_driver;
+use crate::interpose::loader;
+use crate::interposed::INTERPOSED;
+use crate::runtime;
 
 /// An upper limit of devices in one process, against a driver that says anything.
 const DEVICES_MAX: c_int = 64;
@@ -69,11 +71,11 @@ pub(super) enum Table {
 /// Asks the runtime at `path`, when it is one, for a function of the driver's. It answers from the pointer to
 /// `cuGetProcAddress` that it keeps. The driver is up: the runtime would start it otherwise.
 pub(super) fn table_of(path: &str) -> Table {
-    let Some(handle) = CString::new(path).ok().and_then(|path| real::open_loaded(&path)) else {
+    let Some(handle) = CString::new(path).ok().and_then(|path| loader::open_loaded(&path)) else {
         return Table::NoRuntime;
     };
     let table = ask(handle, path);
-    real::close(handle);
+    loader::close(handle);
     table
 }
 
@@ -82,11 +84,11 @@ fn ask(handle: *mut c_void, path: &str) -> Table {
     type EntryPoint =
         unsafe extern "C" fn(*const i8, *mut *mut c_void, c_ulonglong, *mut c_int) -> c_int;
     const NAME: &CStr = c"cudaGetDriverEntryPoint";
-    let Some(function) = real::dlsym(handle, NAME) else {
+    let Some(function) = loader::dlsym(handle, NAME) else {
         return Table::NoRuntime;
     };
     // Dependencies are looked through too: the runtime is the library that has it.
-    if real::file_of(function.as_ptr().expose_provenance()).as_deref() != Some(path) {
+    if loader::file_of(function.as_ptr().expose_provenance()).as_deref() != Some(path) {
         return Table::NoRuntime;
     }
     // SAFETY: the address is the runtime's function of this name, whose signature is this.
@@ -97,7 +99,7 @@ fn ask(handle: *mut c_void, path: &str) -> Table {
     if code != 0 || found.is_null() {
         return Table::Silent(code);
     }
-    if lookup::exchanged(found) == found && real::is_own(found.expose_provenance()) {
+    if INTERPOSED.driver().exchanged(found) == found && loader::is_own(found.expose_provenance()) {
         Table::Ours
     } else {
         Table::Drivers

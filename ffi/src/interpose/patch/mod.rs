@@ -1,4 +1,9 @@
-//! Walks over the loaded libraries, and what is remembered of each.
+//! Our addresses in the libraries that the loader has bound elsewhere: walks over all that are loaded, and what is
+//! remembered of each.
+//!
+//! 1. A library's import slots ([`slots`], found by [`object`]) of functions that we stand in for lead to us.
+//! 2. Addresses of such functions of the driver's that it keeps in its own data are exchanged ([`kept_addresses`]).
+//! 3. What is loaded later is looked at when somebody asks our `dlsym` next: whoever opens a library does.
 //!
 //! All is done inside one callback of `dl_iterate_phdr`. glibc holds the lock of its list of libraries
 //! meanwhile (`dl_load_write_lock`): it adds none and unmaps none, so that what is read and written here is
@@ -7,18 +12,23 @@
 
 #![expect(unsafe_code, reason = "asks the loader which libraries there are")]
 
+mod kept_addresses;
+mod object;
+mod protections;
+mod slots;
+
 use std::cell::{Cell, OnceCell};
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use super::object::{Object, Place};
-use super::protections::Protections;
-use super::slots::{self, Settled};
-use super::stored;
-use crate::{lookup, real};
+use object::{Object, Place};
+use protections::Protections;
+use slots::Settled;
+
+use super::Interposition;
 
 /// How often slots that the loader is not done with are looked at again.
 const TRIES_MAX: u8 = 32;
@@ -35,15 +45,15 @@ struct Identity {
 
 /// What is remembered of a library.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Entry {
+pub(crate) struct Entry {
     /// Its imports of functions that we stand in for.
     places: Vec<Place>,
     /// How many of these lead to us.
-    pub(super) slots: usize,
+    pub(crate) slots: usize,
     /// How many addresses were exchanged that it kept.
-    pub(super) exchanged: usize,
+    pub(crate) exchanged: usize,
     /// Why something about it could not be done.
-    pub(super) problem: Option<String>,
+    pub(crate) problem: Option<String>,
     /// Has its data been looked through?
     is_searched: bool,
     tries: u8,
@@ -51,8 +61,8 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    /// Does it reach the driver or NCCL, or might it?
-    pub(super) fn matters(&self) -> bool {
+    /// Does it reach anything that we stand in for, or might it?
+    fn matters(&self) -> bool {
         !self.places.is_empty() || self.exchanged > 0 || self.problem.is_some()
     }
 }
@@ -63,24 +73,66 @@ struct Known {
     walks: u64,
 }
 
-static KNOWN: LazyLock<Mutex<Known>> = LazyLock::new(Mutex::default);
-/// How many libraries the loader had ever loaded at the last walk.
-static LOADS: AtomicU64 = AtomicU64::new(0);
-/// Some slot was not ready at the last walk.
-static UNSETTLED: AtomicBool = AtomicBool::new(false);
+/// What the walks of a process need and remember. Locks as the head of this module says.
+#[derive(Debug)]
+pub(super) struct Patches {
+    ours: OnceLock<Names>,
+    known: LazyLock<Mutex<Known>>,
+    /// How many libraries the loader had ever loaded at the last walk.
+    loads: AtomicU64,
+    /// Some slot was not ready at the last walk.
+    unsettled: AtomicBool,
+}
+
+/// Our functions by the names that libraries import them by.
+#[derive(Debug)]
+pub(crate) struct Names {
+    addresses: HashMap<&'static [u8], usize>,
+    /// The bytes that some name begins with: most imports of a process begin otherwise, and all are asked about.
+    first_bytes: [bool; 256],
+}
+
+impl Names {
+    fn new(all: impl Iterator<Item = (&'static [u8], usize)>) -> Self {
+        let addresses: HashMap<_, _> = all.collect();
+        let mut first_bytes = [false; 256];
+        for &first in addresses.keys().filter_map(|name| name.first()) {
+            first_bytes[usize::from(first)] = true;
+        }
+        Self { addresses, first_bytes }
+    }
+
+    /// Our function for imports of `name`.
+    pub(crate) fn of(&self, name: &CStr) -> Option<usize> {
+        let name = name.to_bytes();
+        let &first = name.first()?;
+        self.first_bytes[usize::from(first)].then(|| self.addresses.get(name).copied()).flatten()
+    }
+}
+
+impl Patches {
+    pub(super) const fn new() -> Self {
+        Self {
+            ours: OnceLock::new(),
+            known: LazyLock::new(Mutex::default),
+            loads: AtomicU64::new(0),
+            unsettled: AtomicBool::new(false),
+        }
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 thread_local! {
     /// Set while this thread walks: what it calls may ask for a symbol.
     static WALKING: Cell<bool> = const { Cell::new(false) };
 }
 
-fn known() -> MutexGuard<'static, Known> {
-    KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// What a walk does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Purpose {
+pub(crate) enum Purpose {
     /// Only looks, since the loader has bound everything to us.
     Look,
     /// Looks at everything and writes.
@@ -91,6 +143,8 @@ pub(super) enum Purpose {
 
 /// One walk under way.
 struct Walk {
+    interposition: &'static Interposition,
+    ours: &'static Names,
     purpose: Purpose,
     known: Option<MutexGuard<'static, Known>>,
     protections: OnceCell<Protections>,
@@ -99,17 +153,19 @@ struct Walk {
     driver: bool,
 }
 
-/// Prepares what walks need, so that nothing of it is made under the loader's lock.
-pub(super) fn prepare() {
-    slots::prepare();
-    LazyLock::force(&KNOWN);
+/// Makes what walks need. Called before others may walk, so that nothing of it is made under the loader's lock.
+pub(crate) fn prepare(interposition: &'static Interposition) -> &'static Names {
+    let patches = &interposition.patches;
+    LazyLock::force(&patches.known);
+    patches.ours.get_or_init(|| Names::new(interposition.imports()))
 }
 
 /// Walks over all libraries of the process.
-pub(super) fn walk(purpose: Purpose) {
-    if walk_once(purpose) == Driver::Unknown && lookup::exchange().is_some() {
+pub(crate) fn walk(interposition: &'static Interposition, purpose: Purpose) {
+    let met = walk_once(interposition, purpose);
+    if met == Driver::Unknown && interposition.driver.exchange().is_some() {
         // Whoever brought the driver in, in its initialiser, may keep functions of it already.
-        walk_once(Purpose::Patch);
+        walk_once(interposition, Purpose::Patch);
     }
 }
 
@@ -124,12 +180,15 @@ enum Driver {
     Unknown,
 }
 
-fn walk_once(purpose: Purpose) -> Driver {
+fn walk_once(interposition: &'static Interposition, purpose: Purpose) -> Driver {
     let nested = WALKING.try_with(|walking| walking.replace(true)).unwrap_or(true);
     if nested {
         return Driver::Known;
     }
+    let patches = &interposition.patches;
     let mut walk = Walk {
+        interposition,
+        ours: prepare(interposition),
         purpose,
         known: None,
         protections: OnceCell::new(),
@@ -148,8 +207,9 @@ fn walk_once(purpose: Purpose) -> Driver {
         entry.is_searched |= !walk.driver;
         entry.walk == walks
     });
-    let unknown = walk.driver && purpose != Purpose::Look && lookup::known_exchange().is_none();
-    UNSETTLED.store(walk.unsettled, Ordering::Release);
+    let unknown =
+        walk.driver && purpose != Purpose::Look && interposition.driver.known_exchange().is_none();
+    patches.unsettled.store(walk.unsettled, Ordering::Release);
     match (walk.driver, unknown) {
         (false, _) => Driver::Absent,
         (true, true) => Driver::Unknown,
@@ -168,16 +228,17 @@ unsafe extern "C" fn visit(
     // SAFETY: the loader passes a valid structure for the time of the call.
     let info = unsafe { &*info };
     if walk.known.is_none() {
+        let patches = &walk.interposition.patches;
         if walk.purpose == Purpose::PatchWhatIsNew
-            && info.dlpi_adds == LOADS.load(Ordering::Acquire)
-            && !UNSETTLED.load(Ordering::Acquire)
+            && info.dlpi_adds == patches.loads.load(Ordering::Acquire)
+            && !patches.unsettled.load(Ordering::Acquire)
         {
             return 1;
         }
-        let mut known = known();
+        let mut known = patches.known();
         known.walks += 1;
         walk.known = Some(known);
-        LOADS.store(info.dlpi_adds, Ordering::Release);
+        patches.loads.store(info.dlpi_adds, Ordering::Release);
     }
     // SAFETY: this is the callback, and the object is dropped before it returns.
     let object = unsafe { Object::of_loader(info) };
@@ -208,7 +269,7 @@ impl Walk {
         entry.walk = walk;
         let named = |place: Place| {
             let import = object.import_at(&imports, place)?;
-            Some((import, slots::ours(import.name)?))
+            Some((import, self.ours.of(import.name)?))
         };
         let is_same = entry.places.iter().all(|&place| named(place).is_some());
         if is_new || !is_same {
@@ -239,12 +300,12 @@ impl Walk {
                 entry.problem = Some("the loader never finished with its imports".to_owned());
             }
         }
-        if let Some(exchange) = lookup::known_exchange()
+        if let Some(exchange) = self.interposition.driver.known_exchange()
             && !entry.is_searched
             && is_ready
         {
             let protections = self.protections.get_or_init(Protections::read);
-            entry.exchanged += stored::exchange(object, exchange, protections);
+            entry.exchanged += kept_addresses::exchange(object, exchange, protections);
             entry.is_searched = true;
         }
     }
@@ -264,8 +325,8 @@ fn is_file(name: &CStr, begin: &[u8]) -> bool {
 }
 
 /// What is known of the libraries that matter, by path. Calls nothing of the loader's.
-pub(super) fn entries() -> Vec<(String, Entry)> {
-    let known = known();
+pub(crate) fn entries(interposition: &Interposition) -> Vec<(String, Entry)> {
+    let known = interposition.patches.known();
     let mattering = known.entries.iter().filter(|(_, entry)| entry.matters());
     let mut entries: Vec<_> = mattering
         .map(|(identity, entry)| (identity.name.to_string_lossy().into_owned(), entry.clone()))
@@ -273,9 +334,4 @@ pub(super) fn entries() -> Vec<(String, Entry)> {
     drop(known);
     entries.sort_by(|one, other| one.0.cmp(&other.0));
     entries
-}
-
-/// Is the driver in the process? Opens nothing.
-pub(super) fn driver_is_loaded() -> bool {
-    real::is_loaded(c"libcuda.so.1")
 }

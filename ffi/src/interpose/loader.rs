@@ -1,4 +1,4 @@
-//! The loader's and the driver's own functions, past our hooks.
+//! The dynamic loader's own functions, past ours.
 
 #![expect(unsafe_code, reason = "asks the dynamic loader for functions by name")]
 
@@ -14,10 +14,8 @@ thread_local! {
     static LOOKING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Address of the loader's `dlsym`; read by the assembly in [`crate::lookup`].
+/// Address of the loader's `dlsym`; read by the assembly of [`crate::interposed::dlsym`].
 pub(crate) static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
-
-static DRIVER: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Is this thread looking a name up for us?
 pub(crate) fn is_looking() -> bool {
@@ -69,22 +67,6 @@ pub(crate) fn forget_error() {
     let _forgotten = unsafe { libc::dlerror() };
 }
 
-/// The process's `libcuda.so.1`, opened here when nobody has yet.
-fn driver_handle() -> Option<*mut c_void> {
-    let known = DRIVER.load(Ordering::Acquire);
-    if !known.is_null() {
-        return Some(known);
-    }
-    let name = c"libcuda.so.1".as_ptr();
-    // SAFETY: the name is terminated; opening the driver runs its initialisers, which need nothing of us.
-    let opened = past_hooks(|| unsafe { libc::dlopen(name, libc::RTLD_NOW) });
-    if opened.is_null() {
-        return None;
-    }
-    DRIVER.store(opened, Ordering::Release);
-    Some(opened)
-}
-
 /// A handle of the program itself: names are looked up in it as the whole program's order has them.
 pub(crate) fn program() -> Option<*mut c_void> {
     static PROGRAM: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
@@ -96,11 +78,6 @@ pub(crate) fn program() -> Option<*mut c_void> {
     let opened = past_hooks(|| unsafe { libc::dlopen(std::ptr::null(), libc::RTLD_LAZY) });
     PROGRAM.store(opened, Ordering::Release);
     (!opened.is_null()).then_some(opened)
-}
-
-/// The driver's own function of this exact name.
-pub(crate) fn driver_symbol(name: &CStr) -> Option<NonNull<c_void>> {
-    dlsym(driver_handle()?, name)
 }
 
 /// Where the file that holds `address` is mapped, and its path.

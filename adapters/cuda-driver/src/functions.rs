@@ -1,0 +1,227 @@
+//! Every function of the driver's that we stand in for, and the version that it came with.
+//!
+//! A table to be read: by those who export the functions, and by tests that hold it against NVIDIA's header and against
+//! what is exported.
+
+use crate::lookup::base_name_const;
+
+/// A function of the driver's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Function {
+    /// The exported name, with its ABI suffix.
+    pub symbol: &'static str,
+    /// The name that `cuGetProcAddress` knows it by.
+    pub base: &'static str,
+    /// The version that `cuGetProcAddress` is asked at to get exactly this function.
+    pub version: i32,
+    /// Does it use the per-thread default stream (`_ptsz`, `_ptds`)?
+    pub per_thread: bool,
+}
+
+const fn of(symbol: &'static str, version: i32) -> Function {
+    let (base, per_thread) = base_name_const(symbol);
+    Function { symbol, base, version, per_thread }
+}
+
+/// The row of [`FUNCTIONS`] of this exported name.
+///
+/// # Panics
+/// There is none. Meant for constants, which do not compile then.
+pub const fn function(symbol: &str) -> Function {
+    let mut index = 0;
+    while index < FUNCTIONS.len() && !is_same(FUNCTIONS[index].symbol, symbol) {
+        index += 1;
+    }
+    assert!(index < FUNCTIONS.len(), "no function of this name is in the table");
+    FUNCTIONS[index]
+}
+
+const fn is_same(one: &str, other: &str) -> bool {
+    let (one, other) = (one.as_bytes(), other.as_bytes());
+    let mut index = 0;
+    while index < one.len() && index < other.len() && one[index] == other[index] {
+        index += 1;
+    }
+    index == one.len() && index == other.len()
+}
+
+/// The table: first what waits at the gate, then what is answered from the pool or followed.
+pub const FUNCTIONS: &[Function] = &[
+    of("cuLaunchKernel", 4000),
+    of("cuLaunchKernel_ptsz", 7000),
+    of("cuLaunchKernelEx", 11_060),
+    of("cuLaunchKernelEx_ptsz", 11_060),
+    of("cuLaunchCooperativeKernel", 9000),
+    of("cuLaunchCooperativeKernel_ptsz", 9000),
+    of("cuMemcpy", 4000),
+    of("cuMemcpy_ptds", 7000),
+    of("cuMemcpyPeer", 4000),
+    of("cuMemcpyPeer_ptds", 7000),
+    of("cuMemcpyHtoD_v2", 3020),
+    of("cuMemcpyHtoD_v2_ptds", 7000),
+    of("cuMemcpyDtoH_v2", 3020),
+    of("cuMemcpyDtoH_v2_ptds", 7000),
+    of("cuMemcpyDtoD_v2", 3020),
+    of("cuMemcpyDtoD_v2_ptds", 7000),
+    of("cuMemcpyDtoA_v2", 3020),
+    of("cuMemcpyDtoA_v2_ptds", 7000),
+    of("cuMemcpyAtoD_v2", 3020),
+    of("cuMemcpyAtoD_v2_ptds", 7000),
+    of("cuMemcpy2D_v2", 3020),
+    of("cuMemcpy2D_v2_ptds", 7000),
+    of("cuMemcpy2DUnaligned_v2", 3020),
+    of("cuMemcpy2DUnaligned_v2_ptds", 7000),
+    of("cuMemcpy3D_v2", 3020),
+    of("cuMemcpy3D_v2_ptds", 7000),
+    of("cuMemcpy3DPeer", 4000),
+    of("cuMemcpy3DPeer_ptds", 7000),
+    of("cuMemsetD8_v2", 3020),
+    of("cuMemsetD8_v2_ptds", 7000),
+    of("cuMemsetD16_v2", 3020),
+    of("cuMemsetD16_v2_ptds", 7000),
+    of("cuMemsetD32_v2", 3020),
+    of("cuMemsetD32_v2_ptds", 7000),
+    of("cuMemsetD2D8_v2", 3020),
+    of("cuMemsetD2D8_v2_ptds", 7000),
+    of("cuMemsetD2D16_v2", 3020),
+    of("cuMemsetD2D16_v2_ptds", 7000),
+    of("cuMemsetD2D32_v2", 3020),
+    of("cuMemsetD2D32_v2_ptds", 7000),
+    of("cuMemcpyAsync", 4000),
+    of("cuMemcpyAsync_ptsz", 7000),
+    of("cuMemcpyPeerAsync", 4000),
+    of("cuMemcpyPeerAsync_ptsz", 7000),
+    of("cuMemcpyHtoDAsync_v2", 3020),
+    of("cuMemcpyHtoDAsync_v2_ptsz", 7000),
+    of("cuMemcpyDtoHAsync_v2", 3020),
+    of("cuMemcpyDtoHAsync_v2_ptsz", 7000),
+    of("cuMemcpyDtoDAsync_v2", 3020),
+    of("cuMemcpyDtoDAsync_v2_ptsz", 7000),
+    of("cuMemcpy2DAsync_v2", 3020),
+    of("cuMemcpy2DAsync_v2_ptsz", 7000),
+    of("cuMemcpy3DAsync_v2", 3020),
+    of("cuMemcpy3DAsync_v2_ptsz", 7000),
+    of("cuMemcpy3DPeerAsync", 4000),
+    of("cuMemcpy3DPeerAsync_ptsz", 7000),
+    of("cuMemsetD8Async", 3020),
+    of("cuMemsetD8Async_ptsz", 7000),
+    of("cuMemsetD16Async", 3020),
+    of("cuMemsetD16Async_ptsz", 7000),
+    of("cuMemsetD32Async", 3020),
+    of("cuMemsetD32Async_ptsz", 7000),
+    of("cuMemsetD2D8Async", 3020),
+    of("cuMemsetD2D8Async_ptsz", 7000),
+    of("cuMemsetD2D16Async", 3020),
+    of("cuMemsetD2D16Async_ptsz", 7000),
+    of("cuMemsetD2D32Async", 3020),
+    of("cuMemsetD2D32Async_ptsz", 7000),
+    of("cuMemcpyBatchAsync", 12_080),
+    of("cuMemcpyBatchAsync_ptsz", 12_080),
+    of("cuMemcpyBatchAsync_v2", 13_000),
+    of("cuMemcpyBatchAsync_v2_ptsz", 13_000),
+    of("cuMemcpy3DBatchAsync", 12_080),
+    of("cuMemcpy3DBatchAsync_ptsz", 12_080),
+    of("cuMemcpy3DBatchAsync_v2", 13_000),
+    of("cuMemcpy3DBatchAsync_v2_ptsz", 13_000),
+    of("cuMemcpyWithAttributesAsync", 13_020),
+    of("cuMemcpyWithAttributesAsync_ptsz", 13_020),
+    of("cuMemcpy3DWithAttributesAsync", 13_020),
+    of("cuMemcpy3DWithAttributesAsync_ptsz", 13_020),
+    of("cuMemBatchDecompressAsync", 12_060),
+    of("cuMemBatchDecompressAsync_ptsz", 12_060),
+    of("cuStreamWaitValue32_v2", 11_070),
+    of("cuStreamWaitValue32_v2_ptsz", 11_070),
+    of("cuStreamWaitValue64_v2", 11_070),
+    of("cuStreamWaitValue64_v2_ptsz", 11_070),
+    of("cuStreamWriteValue32_v2", 11_070),
+    of("cuStreamWriteValue32_v2_ptsz", 11_070),
+    of("cuStreamWriteValue64_v2", 11_070),
+    of("cuStreamWriteValue64_v2_ptsz", 11_070),
+    of("cuStreamBatchMemOp_v2", 11_070),
+    of("cuStreamBatchMemOp_v2_ptsz", 11_070),
+    of("cuStreamWaitValue32", 8000),
+    of("cuStreamWaitValue32_ptsz", 8000),
+    of("cuStreamWaitValue64", 9000),
+    of("cuStreamWaitValue64_ptsz", 9000),
+    of("cuStreamWriteValue32", 8000),
+    of("cuStreamWriteValue32_ptsz", 8000),
+    of("cuStreamWriteValue64", 9000),
+    of("cuStreamWriteValue64_ptsz", 9000),
+    of("cuStreamBatchMemOp", 8000),
+    of("cuStreamBatchMemOp_ptsz", 8000),
+    of("cuMemAllocAsync", 11_020),
+    of("cuMemAllocAsync_ptsz", 11_020),
+    of("cuMemAllocFromPoolAsync", 11_020),
+    of("cuMemAllocFromPoolAsync_ptsz", 11_020),
+    of("cuMemGetAccess", 10_020),
+    of("cuCtxCreate_v2", 3020),
+    of("cuCtxCreate_v3", 11_040),
+    of("cuCtxCreate_v4", 12_050),
+    of("cuCtxDestroy_v2", 4000),
+    of("cuCtxDisablePeerAccess", 4000),
+    of("cuCtxEnablePeerAccess", 4000),
+    of("cuDeviceGetAttribute", 2000),
+    of("cuGetProcAddress", 11_030),
+    of("cuGetProcAddress_v2", 12_000),
+    of("cuGraphAddChildGraphNode", 10_000),
+    of("cuGraphAddNode", 12_020),
+    of("cuGraphAddNode_v2", 12_030),
+    of("cuGraphAddNode_v3", 13_040),
+    of("cuGraphClone", 10_000),
+    of("cuGraphDestroy", 10_000),
+    of("cuGraphExecChildGraphNodeSetParams", 11_010),
+    of("cuGraphExecDestroy", 10_000),
+    of("cuGraphExecUpdate", 10_020),
+    of("cuGraphExecUpdate_v2", 12_000),
+    of("cuGraphInstantiate", 10_000),
+    of("cuGraphInstantiateWithFlags", 11_040),
+    of("cuGraphInstantiateWithParams", 12_000),
+    of("cuGraphInstantiateWithParams_ptsz", 12_000),
+    of("cuGraphInstantiate_v2", 11_000),
+    of("cuGraphLaunch", 10_000),
+    of("cuGraphLaunch_ptsz", 10_000),
+    of("cuIpcCloseMemHandle", 4010),
+    of("cuIpcGetMemHandle", 4010),
+    of("cuIpcOpenMemHandle_v2", 11_000),
+    of("cuMemAddressFree", 10_020),
+    of("cuMemAlloc_v2", 3020),
+    of("cuMemCreate", 10_020),
+    of("cuMemExportToShareableHandle", 10_020),
+    of("cuMemFreeAsync", 11_020),
+    of("cuMemFreeAsync_ptsz", 11_020),
+    of("cuMemFree_v2", 3020),
+    of("cuMemGetAddressRange_v2", 3020),
+    of("cuMemGetAllocationPropertiesFromHandle", 10_020),
+    of("cuMemGetHandleForAddressRange", 11_070),
+    of("cuMemImportFromShareableHandle", 10_020),
+    of("cuMemMap", 10_020),
+    of("cuMemRelease", 10_020),
+    of("cuMemRetainAllocationHandle", 11_000),
+    of("cuMemSetAccess", 10_020),
+    of("cuMemUnmap", 10_020),
+    of("cuMulticastCreate", 12_010),
+    of("cuPointerGetAttribute", 4000),
+    of("cuPointerGetAttributes", 7000),
+    of("cuStreamBeginCaptureToGraph", 12_030),
+    of("cuStreamBeginCaptureToGraph_ptsz", 12_030),
+    of("cuStreamBeginCapture_v2", 10_010),
+    of("cuStreamBeginRecaptureToGraph", 13_030),
+    of("cuStreamBeginRecaptureToGraph_ptsz", 13_030),
+    of("cuStreamBeginCapture_v2_ptsz", 10_010),
+    of("cuStreamEndCapture", 10_000),
+    of("cuStreamEndCapture_ptsz", 10_000),
+];
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn each_function_has_one_row_and_is_found_by_its_name() {
+        let names: BTreeSet<&str> = FUNCTIONS.iter().map(|function| function.symbol).collect();
+        assert_eq!(names.len(), FUNCTIONS.len());
+        assert!(FUNCTIONS.iter().all(|known| function(known.symbol) == *known));
+    }
+}

@@ -1,0 +1,102 @@
+//! What the environment says, and the group of processes that may stand in its place. Other projects' names for the
+//! same things count too, after our own.
+//!
+//! | ours | another project's | says |
+//! | --- | --- | --- |
+//! | `SUBLET_LOG` | `GMM_LOG` (0 to 5) | what is logged |
+//! | `SUBLET_RUN_DIR` | `GMM_IPC_DIR` | where processes find each other |
+//! | `SUBLET_TENANT` | `AMEM_ENABLE`, `AMEM_GROUPID` | which tenant is joined |
+//! | `SUBLET_FILE_DIR` | `TMS_DISK_BACKUP_DIR` | where contents in files are saved |
+//! | `SUBLET_HOST_BYTES_MAX` | | how much host memory a pause may take |
+//! | `SUBLET_TOGETHER_TIMEOUT_MS` | | how long `ncclPause` waits for the other processes |
+
+#![expect(unsafe_code, reason = "asks for the terminal session")]
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::Duration;
+
+/// How long `ncclPause` waits for the other processes to call it too, unless the environment says another time. They
+/// are at the same step, so the wait is short unless one of them is stuck.
+const TOGETHER_TIMEOUT: Duration = Duration::from_mins(2);
+
+static GROUP_ID: AtomicI32 = AtomicI32::new(GROUP_UNSET);
+const GROUP_UNSET: i32 = i32::MIN;
+
+/// The variable's text, unless it is empty.
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+/// What the log is to show; by default warnings.
+pub(crate) fn log_filter() -> String {
+    let amem_level = || {
+        let names = ["off", "error", "warn", "info", "debug", "trace"];
+        names.get(variable("GMM_LOG")?.parse::<usize>().ok()?).copied()
+    };
+    variable("SUBLET_LOG").unwrap_or_else(|| amem_level().unwrap_or("warn").to_owned())
+}
+
+/// The run directory that was asked for, if one was.
+pub(crate) fn run_dir() -> Option<PathBuf> {
+    variable("SUBLET_RUN_DIR").or_else(|| variable("GMM_IPC_DIR")).map(PathBuf::from)
+}
+
+/// The directory of the user's session.
+pub(crate) fn session_dir() -> Option<PathBuf> {
+    variable("XDG_RUNTIME_DIR").map(PathBuf::from)
+}
+
+/// The name of the tenant: `SUBLET_TENANT`, or the group of `AMem`, or the terminal session, so that the processes of one
+/// launcher find each other.
+pub(crate) fn tenant_name() -> String {
+    variable("SUBLET_TENANT").unwrap_or_else(|| {
+        let group = group_id();
+        if variable("AMEM_ENABLE").is_some_and(|value| value != "0") || group != 0 {
+            return format!("amem-{group}");
+        }
+        // SAFETY: the call has no argument that could be wrong; 0 is this process.
+        let session = unsafe { libc::getsid(0) };
+        format!("session-{session}")
+    })
+}
+
+/// The group of this process: as set, or `AMEM_GROUPID`, or 0.
+pub(crate) fn group_id() -> i32 {
+    match GROUP_ID.load(Ordering::Relaxed) {
+        GROUP_UNSET => variable("AMEM_GROUPID").and_then(|value| value.parse().ok()).unwrap_or(0),
+        id => id,
+    }
+}
+
+/// Sets the group of this process, whatever the environment says.
+pub(crate) fn set_group_id(id: i32) {
+    GROUP_ID.store(id, Ordering::Relaxed);
+}
+
+/// The most host memory that saved contents may take, in bytes.
+///
+/// # Errors
+/// The variable is no number; the text says which.
+pub(crate) fn host_bytes_max() -> Result<Option<u64>, String> {
+    let parse = |value: String| {
+        value
+            .parse()
+            .map_err(|_| format!("SUBLET_HOST_BYTES_MAX is '{value}': give a number of bytes"))
+    };
+    variable("SUBLET_HOST_BYTES_MAX").map(parse).transpose()
+}
+
+/// The directory that contents in files are saved in, as an absolute path. It may not be there: the first pause that
+/// needs it fails then, with a message that names it.
+pub(crate) fn file_dir() -> Option<PathBuf> {
+    let named = variable("SUBLET_FILE_DIR").or_else(|| variable("TMS_DISK_BACKUP_DIR"))?;
+    Some(std::path::absolute(&named).unwrap_or(PathBuf::from(named)))
+}
+
+/// How long a process waits for the others of its tenant to ask for the same.
+pub(crate) fn together_timeout() -> Duration {
+    variable("SUBLET_TOGETHER_TIMEOUT_MS")
+        .and_then(|value| value.parse().ok())
+        .map_or(TOGETHER_TIMEOUT, Duration::from_millis)
+}

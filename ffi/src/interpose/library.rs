@@ -1,0 +1,451 @@
+//! Libraries whose public functions we export under their own names, and which copy of one a call is for.
+//!
+//! A process may hold more than one copy of a library: the first that is seen is watched, others are left alone and
+//! the process's owner is told. A copy is known by where its landmark is, a name that nobody stands in for.
+//!
+//! No lock of ours is held around the loader's functions, which take its own: callers may be inside of a
+//! library's initialiser. Two threads may then find the same copy at once, and one finds it again.
+
+#![expect(unsafe_code, reason = "asks the dynamic loader which library calls, and which it calls")]
+
+use std::ffi::{CStr, c_void};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+
+use super::{AddressOf, Binding, loader};
+
+/// How many copies of one library are told apart.
+const COPIES_MAX: usize = 8;
+
+/// What is done with calls of a function.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Verdict {
+    /// They go to this function of ours.
+    Replace(AddressOf),
+    /// They go to the library's own function, and the process's owner is told that there are some.
+    Tell,
+}
+
+/// A function that we stand in for.
+#[derive(Debug)]
+pub(crate) struct Row {
+    /// The function's name.
+    pub(crate) name: &'static CStr,
+    /// What is done with calls of it.
+    pub(crate) verdict: Verdict,
+    /// Our export of that name.
+    pub(crate) exported: AddressOf,
+}
+
+/// How a library is known, and what we stand in for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Description {
+    /// How the names of its functions begin.
+    pub(crate) prefix: &'static str,
+    /// A name that we do not export, and every copy has.
+    pub(crate) landmark: &'static CStr,
+    /// The file name under which it is distributed. What comes before the first dot is how its files' names
+    /// begin.
+    pub(crate) file: &'static CStr,
+    /// The functions that we stand in for, by number.
+    pub(crate) table: &'static [Row],
+    /// Told, once, of each copy that is found: its path, and whether it is the one that is watched.
+    pub(crate) found: fn(&CStr, bool),
+    /// Told of a function of [`Verdict::Tell`] when code has called it.
+    pub(crate) called: fn(&CStr),
+}
+
+/// A library, and what is known of its copies in this process. Lives as long as the process; shared by all
+/// threads.
+#[derive(Debug)]
+pub(crate) struct Library {
+    description: Description,
+    copies: [AtomicPtr<Loaded>; COPIES_MAX],
+    is_attached: AtomicBool,
+    sites: Sites,
+}
+
+/// One copy of a library. Never unloaded: it is opened once more when it is found.
+#[derive(Debug)]
+pub(crate) struct Loaded {
+    number: usize,
+    /// Where the file is mapped.
+    base: usize,
+    scope: Scope,
+    table: &'static [Row],
+    /// [`UNKNOWN`], [`ABSENT`], or an address; by number of the function.
+    functions: Box<[AtomicUsize]>,
+}
+
+const UNKNOWN: usize = 0;
+const ABSENT: usize = 1;
+
+/// Where names are looked up.
+#[derive(Clone, Copy, Debug)]
+enum Scope {
+    /// Behind us in the order that the whole program uses.
+    BehindUs,
+    /// A handle, exposed.
+    Handle(usize),
+}
+
+impl Scope {
+    fn find(self, name: &CStr) -> Option<usize> {
+        let handle = match self {
+            Self::BehindUs => libc::RTLD_NEXT,
+            Self::Handle(handle) => std::ptr::with_exposed_provenance_mut(handle),
+        };
+        loader::dlsym(handle, name).map(|found| found.as_ptr().expose_provenance())
+    }
+}
+
+impl Loaded {
+    /// Is it the one that we watch?
+    pub(crate) fn is_watched(&self) -> bool {
+        self.number == 0
+    }
+
+    /// Its own function of this number.
+    pub(crate) fn function(&self, number: usize) -> Option<usize> {
+        let known = self.functions.get(number)?;
+        match known.load(Ordering::Relaxed) {
+            UNKNOWN => {
+                let found = self.scope.find(self.table[number].name);
+                known.store(found.unwrap_or(ABSENT), Ordering::Relaxed);
+                found
+            }
+            ABSENT => None,
+            address => Some(address),
+        }
+    }
+
+    /// Its own function of another name.
+    pub(crate) fn symbol(&self, name: &CStr) -> Option<*mut c_void> {
+        self.scope.find(name).map(std::ptr::with_exposed_provenance_mut)
+    }
+}
+
+impl Library {
+    /// A library of which no copy is known yet.
+    pub(crate) const fn new(description: Description) -> Self {
+        Self {
+            description,
+            copies: [const { AtomicPtr::new(std::ptr::null_mut()) }; COPIES_MAX],
+            is_attached: AtomicBool::new(false),
+            sites: Sites::new(),
+        }
+    }
+
+    /// The functions that we stand in for, by number.
+    pub(crate) fn rows(&self) -> &'static [Row] {
+        self.description.table
+    }
+
+    /// The number of the function `name`.
+    pub(super) fn number_of(&self, name: &CStr) -> Option<usize> {
+        if !name.to_bytes().starts_with(self.description.prefix.as_bytes()) {
+            return None;
+        }
+        self.rows().iter().position(|row| row.name == name)
+    }
+
+    /// From now on this process's libraries are bound to us by an attach.
+    pub(super) fn bind_by_attach(&self) {
+        self.is_attached.store(true, Ordering::Release);
+    }
+
+    fn binding(&self) -> Binding {
+        if self.is_attached.load(Ordering::Acquire) { Binding::ByAttach } else { Binding::ByLoader }
+    }
+
+    fn copy(&self, number: usize) -> Option<&'static Loaded> {
+        let copy = self.copies.get(number)?.load(Ordering::Acquire);
+        // SAFETY: a non-null value was leaked from a box in `copy_at` and is never freed.
+        unsafe { copy.as_ref() }
+    }
+
+    /// The copy that we watch, once one has been seen.
+    pub(crate) fn watched(&self) -> Option<&'static Loaded> {
+        self.copy(0)
+    }
+
+    /// The copy whose landmark is at `landmark`; names of it are looked up in `scope`.
+    fn copy_at(&self, landmark: usize, scope: Scope) -> Option<&'static Loaded> {
+        let (base, path) = loader::image_of(landmark)?;
+        for (number, place) in self.copies.iter().enumerate() {
+            if let Some(copy) = self.copy(number) {
+                if copy.base == base {
+                    return Some(copy);
+                }
+                continue;
+            }
+            let scope = match scope {
+                Scope::BehindUs => Scope::BehindUs,
+                Scope::Handle(_) => Scope::Handle(loader::open_loaded(&path)?.expose_provenance()),
+            };
+            // The landmark's library must not go away, wherever it is looked up.
+            let _kept = loader::open_loaded(&path);
+            let table = self.rows();
+            let functions = table.iter().map(|_| AtomicUsize::new(UNKNOWN)).collect();
+            let fresh = Loaded { number, base, scope, table, functions };
+            let fresh = Box::into_raw(Box::new(fresh));
+            let (null, order) = (std::ptr::null_mut(), Ordering::AcqRel);
+            if place.compare_exchange(null, fresh, order, Ordering::Acquire).is_ok() {
+                (self.description.found)(&path, number == 0);
+                return self.copy(number);
+            }
+            // SAFETY: the exchange failed, so nobody else has seen this box.
+            drop(unsafe { Box::from_raw(fresh) });
+            // Another thread has put one here: perhaps this one.
+            if let Some(copy) = self.copy(number).filter(|copy| copy.base == base) {
+                return Some(copy);
+            }
+        }
+        None
+    }
+
+    /// The copy that a program finds without naming a library.
+    pub(super) fn behind_us(&self) -> Option<&'static Loaded> {
+        match self.binding() {
+            // We came after the others then, so that nothing is behind us. The landmark is not ours.
+            Binding::ByAttach => self.of_handle(loader::program()?),
+            Binding::ByLoader => {
+                self.copy_at(Scope::BehindUs.find(self.description.landmark)?, Scope::BehindUs)
+            }
+        }
+    }
+
+    /// The copy that `handle`, which must be an explicit one, leads to.
+    pub(super) fn of_handle(&self, handle: *mut c_void) -> Option<&'static Loaded> {
+        let scope = Scope::Handle(handle.expose_provenance());
+        self.copy_at(scope.find(self.description.landmark)?, scope)
+    }
+
+    /// The copy that the library which holds `address` depends on, or is.
+    pub(super) fn of_dependencies(&self, address: usize) -> Option<&'static Loaded> {
+        let (_, path) = loader::image_of(address)?;
+        let handle = loader::open_loaded(&path)?;
+        let found = self.of_handle(handle);
+        loader::close(handle);
+        found
+    }
+
+    /// The copy that a call from code at `caller` is for, and whether that copy itself makes it. As the loader
+    /// would have bound the caller without us: the program's order first, then the caller's own dependencies.
+    fn of_caller(&self, caller: usize) -> Option<(&'static Loaded, bool)> {
+        if let Some(site) = self.sites.find(caller) {
+            return self.copy(site.number()).map(|copy| (copy, site.is_own()));
+        }
+        let copy = self.behind_us().or_else(|| self.of_dependencies(caller));
+        let copy = copy.or_else(|| self.anywhere())?;
+        let is_own = self.is_file_of(caller, copy);
+        self.sites.keep(Site::new(caller, copy.number, is_own), caller);
+        Some((copy, is_own))
+    }
+
+    /// For callers that depend on no copy themselves, and were given the address.
+    fn anywhere(&self) -> Option<&'static Loaded> {
+        if let Some(copy) = self.watched() {
+            return Some(copy);
+        }
+        let handle = loader::open_loaded(self.description.file)?;
+        let found = self.of_handle(handle);
+        loader::close(handle);
+        found
+    }
+
+    /// Is the caller the copy's own code? A program or framework that the library is linked into is not.
+    fn is_file_of(&self, caller: usize, copy: &Loaded) -> bool {
+        let stem = self.description.file.to_bytes().split(|byte| *byte == b'.').next();
+        let stem = stem.unwrap_or_default();
+        loader::image_of(caller).is_some_and(|(base, path)| {
+            let name = path.to_bytes().rsplit(|byte| *byte == b'/').next().unwrap_or_default();
+            base == copy.base && name.starts_with(stem)
+        })
+    }
+
+    /// The function that a call of function `number` from code at `caller` goes to; `None` where there is no copy, or
+    /// it lacks the function: it must not seem to be there.
+    pub(crate) fn target(&self, number: usize, caller: usize) -> Option<usize> {
+        let (copy, is_own) = self.of_caller(caller)?;
+        let own = copy.function(number)?;
+        if !copy.is_watched() || is_own {
+            return Some(own);
+        }
+        let row = self.rows().get(number)?;
+        match row.verdict {
+            Verdict::Replace(ours) => Some(ours()),
+            Verdict::Tell => {
+                (self.description.called)(row.name);
+                Some(own)
+            }
+        }
+    }
+
+    /// What `dlsym` gives out for function `number` of `copy`: callers may ask for all names and use few.
+    pub(super) fn answer(&self, copy: &Loaded, number: usize) -> Option<usize> {
+        let own = copy.function(number)?;
+        if !copy.is_watched() {
+            return Some(own);
+        }
+        let row = self.rows().get(number)?;
+        Some(match row.verdict {
+            Verdict::Replace(ours) => ours(),
+            Verdict::Tell => (row.exported)(),
+        })
+    }
+}
+
+/// Call sites that have been looked up, in the places that their addresses allow.
+#[derive(Debug)]
+struct Sites([AtomicU64; SITES_MAX]);
+
+const SITES_MAX: usize = 1024;
+/// How many places one address allows: a process has some tens of call sites.
+const SITE_PLACES: usize = 4;
+
+/// A call site: its address, above it the number of its copy, and whether it is in that copy itself. 0 when
+/// there is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Site(u64);
+
+impl Site {
+    const NUMBER_SHIFT: u32 = 48;
+    const OWN: u64 = 1 << 56;
+    const ADDRESS: u64 = (1 << Self::NUMBER_SHIFT) - 1;
+
+    fn new(caller: usize, number: usize, is_own: bool) -> Self {
+        let own = if is_own { Self::OWN } else { 0 };
+        Self(caller as u64 & Self::ADDRESS | (number as u64) << Self::NUMBER_SHIFT | own)
+    }
+
+    fn is_at(self, caller: usize) -> bool {
+        self.0 & Self::ADDRESS == caller as u64 & Self::ADDRESS
+    }
+
+    fn number(self) -> usize {
+        usize::try_from((self.0 & !Self::OWN) >> Self::NUMBER_SHIFT).unwrap_or(COPIES_MAX)
+    }
+
+    fn is_own(self) -> bool {
+        self.0 & Self::OWN != 0
+    }
+}
+
+impl Sites {
+    const fn new() -> Self {
+        Self([const { AtomicU64::new(0) }; SITES_MAX])
+    }
+
+    fn places(&self, caller: usize) -> impl Iterator<Item = &AtomicU64> {
+        // Return addresses are anywhere: the low bits tell neighbours apart.
+        let first = caller ^ (caller >> 10);
+        (0..SITE_PLACES).map(move |next| &self.0[first.wrapping_add(next) % SITES_MAX])
+    }
+
+    fn find(&self, caller: usize) -> Option<Site> {
+        self.places(caller)
+            .map(|place| Site(place.load(Ordering::Relaxed)))
+            .find(|site| site.is_at(caller))
+    }
+
+    /// Two threads may take one place at once; the one that loses it is looked up again.
+    fn keep(&self, site: Site, caller: usize) {
+        let free = self.places(caller).find(|place| place.load(Ordering::Relaxed) == 0);
+        if let Some(place) = free.or_else(|| self.places(caller).next()) {
+            place.store(site.0, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Makes the table of a library's functions, and our exports of their names.
+///
+/// `$library` is the [`Library`] that is made from the table; `$ours` the module of the functions that replace
+/// its own, under their names; `$missing` a function that is called where no copy has the one that was called.
+/// No function may take a vector register.
+macro_rules! interpose_library {
+    (
+        $library:ident; missing = $missing:path;
+        replaced in $ours:ident { $($replaced:ident;)* }
+        told { $($told:ident;)* }
+    ) => {
+        /// The functions by number.
+        #[allow(
+            non_camel_case_types,
+            clippy::enum_variant_names,
+            clippy::allow_attributes,
+            reason = "named as the library names them"
+        )]
+        #[derive(Clone, Copy, Debug)]
+        #[repr(usize)]
+        pub(crate) enum Function { $($replaced,)* $($told,)* }
+
+        /// The table.
+        const TABLE: &[$crate::interpose::library::Row] = &[
+            $($crate::interpose::library::Row {
+                name: $crate::interpose::driver::c_name!($replaced),
+                verdict: $crate::interpose::library::Verdict::Replace(
+                    || ($ours::$replaced as *const ()).expose_provenance(),
+                ),
+                exported: || (exports::$replaced as *const ()).expose_provenance(),
+            },)*
+            $($crate::interpose::library::Row {
+                name: $crate::interpose::driver::c_name!($told),
+                verdict: $crate::interpose::library::Verdict::Tell,
+                exported: || (exports::$told as *const ()).expose_provenance(),
+            },)*
+        ];
+
+        /// What is exported.
+        pub(crate) mod exports {
+            use super::Function;
+
+            /// The function that a call of number `number` from code at `caller` goes to. Never null.
+            extern "C" fn choose(number: usize, caller: usize) -> usize {
+                let missing = || ($missing as *const ()).expose_provenance();
+                super::$library.target(number, caller).unwrap_or_else(missing)
+            }
+
+            $($crate::interpose::library::exported!($replaced);)*
+            $($crate::interpose::library::exported!($told);)*
+        }
+    };
+}
+
+/// A function that any caller's arguments pass through: it keeps their registers, asks where the call goes,
+/// and jumps there.
+macro_rules! exported {
+    ($symbol:ident) => {
+        /// Goes to the function that replaces it, or to the caller's own copy of the library.
+        ///
+        /// # Safety
+        /// As the library's function of this name.
+        #[unsafe(naked)]
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $symbol() {
+            ::std::arch::naked_asm!(
+                "push rdi",
+                "push rsi",
+                "push rdx",
+                "push rcx",
+                "push r8",
+                "push r9",
+                "mov rsi, qword ptr [rsp + 48]",
+                "mov edi, {number}",
+                "sub rsp, 8",
+                "call {choose}",
+                "add rsp, 8",
+                "pop r9",
+                "pop r8",
+                "pop rcx",
+                "pop rdx",
+                "pop rsi",
+                "pop rdi",
+                "jmp rax",
+                number = const Function::$symbol as usize,
+                choose = sym choose,
+            )
+        }
+    };
+}
+
+pub(crate) use {exported, interpose_library};

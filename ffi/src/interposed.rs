@@ -1,0 +1,130 @@
+//! What stands in for what in this process, and the functions by which callers look names up: `dlsym` and
+//! `cuGetProcAddress`.
+//!
+//! The tables are the driver's ([`hooks`]) and NCCL's ([`nccl`](crate::nccl)); how they take effect is the engine's matter
+//! ([`interpose`](crate::interpose)). A further library is a further entry in [`INTERPOSED`].
+
+#![expect(unsafe_code, reason = "interposes dlsym and cuGetProcAddress")]
+
+use std::arch::naked_asm;
+use std::ffi::{c_char, c_int, c_ulonglong};
+
+use sublet_cuda_driver::functions::FUNCTIONS;
+use sublet_cuda_driver::lookup::Hook;
+
+use crate::hooks::{self, hook_row};
+use crate::interpose::driver::{Driver, call_driver};
+use crate::interpose::lookup::{Decision, decided};
+use crate::interpose::{Interposition, Pointer, loader};
+use crate::nccl::NCCL;
+
+/// All that stands in for something in this process.
+pub(crate) static INTERPOSED: Interposition = Interposition::new(
+    Driver::new(&[hooks::REPLACING, hooks::WAITING, hooks::RENAMED, LOOKUP]),
+    &[&NCCL],
+    &[(c"dlsym", || (dlsym as *const ()).expose_provenance())],
+);
+
+/// The driver's functions that look others up.
+const LOOKUP: &[Hook] = &[
+    hook_row!(cuGetProcAddress, cuGetProcAddress),
+    hook_row!(cuGetProcAddress_v2, cuGetProcAddress_v2),
+];
+
+// Each row of the table has its function.
+const _: () = assert!(
+    hooks::REPLACING.len() + hooks::WAITING.len() + LOOKUP.len() == FUNCTIONS.len(),
+    "a function of the table has none of ours in its place"
+);
+
+/// `dlsym`, as every library of the process calls it. Whatever is not about what we stand in for goes on to the
+/// loader's own by a jump: the loader reads the return address to know who asks (`RTLD_NEXT`,
+/// `RTLD_DEFAULT`), and it is still that of the caller.
+///
+/// # Safety
+/// As `dlsym(3)`.
+#[unsafe(naked)]
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dlsym(handle: Pointer, name: *const c_char) -> Pointer {
+    naked_asm!(
+        "push rdi",
+        "push rsi",
+        "mov rdx, qword ptr [rsp + 16]",
+        "sub rsp, 8",
+        "call {decide}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "test rdx, rdx",
+        "jz 2f",
+        "ret",
+        "2:",
+        "jmp qword ptr [rip + {real}]",
+        decide = sym decide,
+        real = sym loader::REAL_DLSYM,
+    )
+}
+
+/// Our answer to `dlsym(handle, name)` asked from `caller`. The loader's own `dlsym` is known afterwards, which the jump
+/// needs.
+unsafe extern "C" fn decide(handle: Pointer, name: *const c_char, caller: usize) -> Decision {
+    // SAFETY: `dlsym` requires a terminated string.
+    unsafe { decided(&INTERPOSED, handle, name, caller) }
+}
+
+/// The driver's function for a name and version, or ours in its place.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetProcAddress(
+    name: *const c_char,
+    answer: *mut Pointer,
+    version: c_int,
+    flags: c_ulonglong,
+) -> c_int {
+    let code = call_driver!(cuGetProcAddress(
+        name => *const c_char, answer => *mut Pointer, version => c_int, flags => c_ulonglong
+    ));
+    // SAFETY: the driver has just written the caller's out-pointer.
+    unsafe { INTERPOSED.driver().exchange_answer(code, answer) };
+    code
+}
+
+/// As [`cuGetProcAddress`], also telling why a name was not found.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetProcAddress_v2(
+    name: *const c_char,
+    answer: *mut Pointer,
+    version: c_int,
+    flags: c_ulonglong,
+    status: *mut c_int,
+) -> c_int {
+    let code = call_driver!(cuGetProcAddress_v2(
+        name => *const c_char, answer => *mut Pointer, version => c_int, flags => c_ulonglong,
+        status => *mut c_int
+    ));
+    // SAFETY: the driver has just written the caller's out-pointer.
+    unsafe { INTERPOSED.driver().exchange_answer(code, answer) };
+    code
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::interpose::patch;
+
+    #[test]
+    fn only_names_that_we_stand_in_for_are_ours() {
+        let ours = patch::prepare(&INTERPOSED);
+        for name in [c"dlsym", c"cuMemAlloc_v2", c"ncclAllReduce", c"cuGetProcAddress"] {
+            assert!(ours.of(name).is_some(), "{name:?}");
+        }
+        for name in [c"dlopen", c"cuInit", c"cudaMalloc", c"ncclGetVersion", c"malloc", c""] {
+            assert_eq!(ours.of(name), None, "{name:?}");
+        }
+    }
+}
