@@ -32,6 +32,8 @@ pub mod nccl;
 pub mod pluggable;
 pub mod replaced;
 mod runtime;
+#[cfg(test)]
+mod signatures;
 
 /// The drop-ins that are asked before memory is made.
 const DROP_INS: &[guards::Guard] = &[compat::saver::GUARD];

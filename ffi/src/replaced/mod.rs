@@ -50,14 +50,14 @@ macro_rules! write_out {
 /// A function that jumps to `$body` with the caller's return address as sixth argument. Functions with up
 /// to five integer arguments keep theirs where they are.
 macro_rules! with_caller {
-    ($(#[$doc:meta])* $symbol:ident => $body:ident) => {
+    ($(#[$doc:meta])* $symbol:ident ( $($arg:ident : $ty:ty),* $(,)? ) => $body:ident) => {
         $(#[$doc])*
         ///
         /// # Safety
         /// As the driver's function of this name.
         #[unsafe(naked)]
         #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $symbol() {
+        pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
             ::std::arch::naked_asm!("mov r9, qword ptr [rsp]", "jmp {body}", body = sym $body)
         }
     };

@@ -57,7 +57,7 @@ fn synchronize(device: Option<DeviceOrdinal>) -> c_int {
 
 with_caller! {
     /// Allocates plain device memory.
-    cuMemAlloc_v2 => mem_alloc
+    cuMemAlloc_v2(address: *mut Address, size: usize) => mem_alloc
 }
 
 unsafe extern "C" fn mem_alloc(

@@ -17,7 +17,9 @@ use crate::runtime::{self, answered, class_of_caller};
 
 with_caller! {
     /// Creates physical memory.
-    cuMemCreate => mem_create
+    cuMemCreate(
+        handle: *mut Handle, size: usize, prop: *const AllocationProp, flags: c_ulonglong
+    ) => mem_create
 }
 
 unsafe extern "C" fn mem_create(
@@ -174,7 +176,9 @@ pub unsafe extern "C" fn cuMemExportToShareableHandle(
 
 with_caller! {
     /// Turns a descriptor into a handle: a ticket is redeemed with its owner.
-    cuMemImportFromShareableHandle => mem_import
+    cuMemImportFromShareableHandle(
+        handle: *mut Handle, shareable: *mut c_void, kind: c_int
+    ) => mem_import
 }
 
 unsafe extern "C" fn mem_import(

@@ -1,0 +1,336 @@
+//! Our functions take and return what the driver's do, as NVIDIA's header has it.
+//!
+//! Compared with the bindings of `cudarc`, which are made from that header: how many arguments there are does not compile
+//! otherwise, and each is passed alike. What a pointer points to is not compared: the structures that we read have checks of
+//! their own in `vmm-pool`.
+
+use std::collections::BTreeSet;
+
+use cudarc::driver::sys;
+use sublet_cuda_driver::functions::FUNCTIONS;
+
+use crate::hooks::waits::*;
+use crate::interposed::*;
+use crate::replaced::*;
+
+/// How a value is passed by the C interface of x86-64.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Passed {
+    /// In an integer register, of this many bytes.
+    Integer(usize),
+    /// In an integer register, as an address.
+    Address,
+    /// In memory, of this size and alignment.
+    Structure(usize, usize),
+}
+
+trait Value {
+    const PASSED: Passed;
+}
+
+impl<T> Value for *const T {
+    const PASSED: Passed = Passed::Address;
+}
+
+impl<T> Value for *mut T {
+    const PASSED: Passed = Passed::Address;
+}
+
+macro_rules! values {
+    (integers { $($integer:ty,)* } structures { $($structure:ty,)* }) => {
+        $(impl Value for $integer {
+            const PASSED: Passed = Passed::Integer(size_of::<$integer>());
+        })*
+        $(impl Value for $structure {
+            const PASSED: Passed = Passed::Structure(size_of::<$structure>(), align_of::<$structure>());
+        })*
+    };
+}
+
+values! {
+    integers {
+        u8,
+        u16,
+        u32,
+        u64,
+        usize,
+        i32,
+        sys::CUdevice_attribute,
+        sys::CUmemAllocationHandleType,
+        sys::CUmemRangeHandleType,
+        sys::CUpointer_attribute,
+        sys::CUresult,
+        sys::CUstreamCaptureMode,
+    }
+    structures {
+        IpcHandle,
+        sys::CUipcMemHandle,
+    }
+}
+
+/// How a function's arguments are passed, and what it returns, which is the last.
+trait Signature {
+    fn passed(self) -> Vec<Passed>;
+}
+
+macro_rules! signatures {
+    ($(($($argument:ident)*),)*) => {$(
+        impl<$($argument: Value,)* R: Value> Signature for unsafe fn($($argument),*) -> R {
+            fn passed(self) -> Vec<Passed> {
+                vec![$($argument::PASSED,)* R::PASSED]
+            }
+        }
+        impl<$($argument: Value,)* R: Value> Signature for unsafe extern "C" fn($($argument),*) -> R {
+            fn passed(self) -> Vec<Passed> {
+                vec![$($argument::PASSED,)* R::PASSED]
+            }
+        }
+    )*};
+}
+
+signatures! {
+    (A),
+    (A B),
+    (A B C),
+    (A B C D),
+    (A B C D E),
+    (A B C D E F),
+    (A B C D E F G),
+    (A B C D E F G H),
+    (A B C D E F G H I),
+    (A B C D E F G H I J),
+    (A B C D E F G H I J K),
+}
+
+macro_rules! pairs {
+    ($(#[$doc:meta])* $name:ident: $($symbol:ident [$($argument:tt)*];)*) => {
+        $(#[$doc])*
+        fn $name() -> Vec<(&'static str, [Vec<Passed>; 2])> {
+            vec![$((
+                stringify!($symbol),
+                [
+                    ($symbol as unsafe extern "C" fn($($argument),*) -> _).passed(),
+                    (sys::$symbol as unsafe fn($($argument),*) -> _).passed(),
+                ],
+            ),)*]
+        }
+    };
+}
+
+pairs! {
+    /// The functions that the bindings have: how ours are called, and how the driver's are.
+    bound:
+    cuLaunchKernel[_ _ _ _ _ _ _ _ _ _ _];
+    cuLaunchKernelEx[_ _ _ _];
+    cuLaunchCooperativeKernel[_ _ _ _ _ _ _ _ _ _];
+    cuMemcpy[_ _ _];
+    cuMemcpyPeer[_ _ _ _ _];
+    cuMemcpyHtoD_v2[_ _ _];
+    cuMemcpyDtoH_v2[_ _ _];
+    cuMemcpyDtoD_v2[_ _ _];
+    cuMemcpyDtoA_v2[_ _ _ _];
+    cuMemcpyAtoD_v2[_ _ _ _];
+    cuMemcpy2D_v2[_];
+    cuMemcpy2DUnaligned_v2[_];
+    cuMemcpy3D_v2[_];
+    cuMemcpy3DPeer[_];
+    cuMemsetD8_v2[_ _ _];
+    cuMemsetD16_v2[_ _ _];
+    cuMemsetD32_v2[_ _ _];
+    cuMemsetD2D8_v2[_ _ _ _ _];
+    cuMemsetD2D16_v2[_ _ _ _ _];
+    cuMemsetD2D32_v2[_ _ _ _ _];
+    cuMemcpyAsync[_ _ _ _];
+    cuMemcpyPeerAsync[_ _ _ _ _ _];
+    cuMemcpyHtoDAsync_v2[_ _ _ _];
+    cuMemcpyDtoHAsync_v2[_ _ _ _];
+    cuMemcpyDtoDAsync_v2[_ _ _ _];
+    cuMemcpy2DAsync_v2[_ _];
+    cuMemcpy3DAsync_v2[_ _];
+    cuMemcpy3DPeerAsync[_ _];
+    cuMemsetD8Async[_ _ _ _];
+    cuMemsetD16Async[_ _ _ _];
+    cuMemsetD32Async[_ _ _ _];
+    cuMemsetD2D8Async[_ _ _ _ _ _];
+    cuMemsetD2D16Async[_ _ _ _ _ _];
+    cuMemsetD2D32Async[_ _ _ _ _ _];
+    cuMemcpyBatchAsync[_ _ _ _ _ _ _ _ _];
+    cuMemcpy3DBatchAsync[_ _ _ _ _];
+    cuMemBatchDecompressAsync[_ _ _ _ _];
+    cuStreamWaitValue32_v2[_ _ _ _];
+    cuStreamWaitValue64_v2[_ _ _ _];
+    cuStreamWriteValue32_v2[_ _ _ _];
+    cuStreamWriteValue64_v2[_ _ _ _];
+    cuStreamBatchMemOp_v2[_ _ _ _];
+    cuMemAllocAsync[_ _ _];
+    cuMemAllocFromPoolAsync[_ _ _ _];
+    cuMemGetAccess[_ _ _];
+    cuCtxCreate_v2[_ _ _];
+    cuCtxCreate_v3[_ _ _ _ _];
+    cuCtxCreate_v4[_ _ _ _];
+    cuCtxDestroy_v2[_];
+    cuCtxDisablePeerAccess[_];
+    cuCtxEnablePeerAccess[_ _];
+    cuDeviceGetAttribute[_ _ _];
+    cuGetProcAddress_v2[_ _ _ _ _];
+    cuGraphAddChildGraphNode[_ _ _ _ _];
+    cuGraphAddNode[_ _ _ _ _];
+    cuGraphAddNode_v2[_ _ _ _ _ _];
+    cuGraphClone[_ _];
+    cuGraphDestroy[_];
+    cuGraphExecChildGraphNodeSetParams[_ _ _];
+    cuGraphExecDestroy[_];
+    cuGraphExecUpdate_v2[_ _ _];
+    cuGraphInstantiateWithFlags[_ _ _];
+    cuGraphInstantiateWithParams[_ _ _];
+    cuGraphLaunch[_ _];
+    cuIpcCloseMemHandle[_];
+    cuIpcGetMemHandle[_ _];
+    cuIpcOpenMemHandle_v2[_ _ _];
+    cuMemAddressFree[_ _];
+    cuMemAlloc_v2[_ _];
+    cuMemCreate[_ _ _ _];
+    cuMemExportToShareableHandle[_ _ _ _];
+    cuMemFreeAsync[_ _];
+    cuMemFree_v2[_];
+    cuMemGetAddressRange_v2[_ _ _];
+    cuMemGetAllocationPropertiesFromHandle[_ _];
+    cuMemGetHandleForAddressRange[_ _ _ _ _];
+    cuMemImportFromShareableHandle[_ _ _];
+    cuMemMap[_ _ _ _ _];
+    cuMemRelease[_];
+    cuMemRetainAllocationHandle[_ _];
+    cuMemSetAccess[_ _ _ _];
+    cuMemUnmap[_ _];
+    cuMulticastCreate[_ _];
+    cuPointerGetAttribute[_ _ _];
+    cuPointerGetAttributes[_ _ _ _];
+    cuStreamBeginCaptureToGraph[_ _ _ _ _ _];
+    cuStreamBeginCapture_v2[_ _];
+    cuStreamEndCapture[_ _];
+}
+
+macro_rules! twins {
+    ($($per_thread:ident = $legacy:ident [$($argument:tt)*];)*) => {
+        /// Those for the per-thread default stream, which no bindings have. Each has the type of its legacy twin, or this
+        /// does not compile.
+        fn per_thread() -> Vec<&'static str> {
+            $(
+                let _same = [
+                    $per_thread as unsafe extern "C" fn($($argument),*) -> _,
+                    $legacy as unsafe extern "C" fn($($argument),*) -> _,
+                ];
+            )*
+            vec![$(stringify!($per_thread),)*]
+        }
+    };
+}
+
+twins! {
+    cuLaunchKernel_ptsz = cuLaunchKernel[_ _ _ _ _ _ _ _ _ _ _];
+    cuLaunchKernelEx_ptsz = cuLaunchKernelEx[_ _ _ _];
+    cuLaunchCooperativeKernel_ptsz = cuLaunchCooperativeKernel[_ _ _ _ _ _ _ _ _ _];
+    cuMemcpy_ptds = cuMemcpy[_ _ _];
+    cuMemcpyPeer_ptds = cuMemcpyPeer[_ _ _ _ _];
+    cuMemcpyHtoD_v2_ptds = cuMemcpyHtoD_v2[_ _ _];
+    cuMemcpyDtoH_v2_ptds = cuMemcpyDtoH_v2[_ _ _];
+    cuMemcpyDtoD_v2_ptds = cuMemcpyDtoD_v2[_ _ _];
+    cuMemcpyDtoA_v2_ptds = cuMemcpyDtoA_v2[_ _ _ _];
+    cuMemcpyAtoD_v2_ptds = cuMemcpyAtoD_v2[_ _ _ _];
+    cuMemcpy2D_v2_ptds = cuMemcpy2D_v2[_];
+    cuMemcpy2DUnaligned_v2_ptds = cuMemcpy2DUnaligned_v2[_];
+    cuMemcpy3D_v2_ptds = cuMemcpy3D_v2[_];
+    cuMemcpy3DPeer_ptds = cuMemcpy3DPeer[_];
+    cuMemsetD8_v2_ptds = cuMemsetD8_v2[_ _ _];
+    cuMemsetD16_v2_ptds = cuMemsetD16_v2[_ _ _];
+    cuMemsetD32_v2_ptds = cuMemsetD32_v2[_ _ _];
+    cuMemsetD2D8_v2_ptds = cuMemsetD2D8_v2[_ _ _ _ _];
+    cuMemsetD2D16_v2_ptds = cuMemsetD2D16_v2[_ _ _ _ _];
+    cuMemsetD2D32_v2_ptds = cuMemsetD2D32_v2[_ _ _ _ _];
+    cuMemcpyAsync_ptsz = cuMemcpyAsync[_ _ _ _];
+    cuMemcpyPeerAsync_ptsz = cuMemcpyPeerAsync[_ _ _ _ _ _];
+    cuMemcpyHtoDAsync_v2_ptsz = cuMemcpyHtoDAsync_v2[_ _ _ _];
+    cuMemcpyDtoHAsync_v2_ptsz = cuMemcpyDtoHAsync_v2[_ _ _ _];
+    cuMemcpyDtoDAsync_v2_ptsz = cuMemcpyDtoDAsync_v2[_ _ _ _];
+    cuMemcpy2DAsync_v2_ptsz = cuMemcpy2DAsync_v2[_ _];
+    cuMemcpy3DAsync_v2_ptsz = cuMemcpy3DAsync_v2[_ _];
+    cuMemcpy3DPeerAsync_ptsz = cuMemcpy3DPeerAsync[_ _];
+    cuMemsetD8Async_ptsz = cuMemsetD8Async[_ _ _ _];
+    cuMemsetD16Async_ptsz = cuMemsetD16Async[_ _ _ _];
+    cuMemsetD32Async_ptsz = cuMemsetD32Async[_ _ _ _];
+    cuMemsetD2D8Async_ptsz = cuMemsetD2D8Async[_ _ _ _ _ _];
+    cuMemsetD2D16Async_ptsz = cuMemsetD2D16Async[_ _ _ _ _ _];
+    cuMemsetD2D32Async_ptsz = cuMemsetD2D32Async[_ _ _ _ _ _];
+    cuMemcpyBatchAsync_ptsz = cuMemcpyBatchAsync[_ _ _ _ _ _ _ _ _];
+    cuMemcpyBatchAsync_v2_ptsz = cuMemcpyBatchAsync_v2[_ _ _ _ _ _ _ _];
+    cuMemcpy3DBatchAsync_ptsz = cuMemcpy3DBatchAsync[_ _ _ _ _];
+    cuMemcpy3DBatchAsync_v2_ptsz = cuMemcpy3DBatchAsync_v2[_ _ _ _];
+    cuMemcpyWithAttributesAsync_ptsz = cuMemcpyWithAttributesAsync[_ _ _ _ _];
+    cuMemcpy3DWithAttributesAsync_ptsz = cuMemcpy3DWithAttributesAsync[_ _ _];
+    cuMemBatchDecompressAsync_ptsz = cuMemBatchDecompressAsync[_ _ _ _ _];
+    cuStreamWaitValue32_v2_ptsz = cuStreamWaitValue32_v2[_ _ _ _];
+    cuStreamWaitValue64_v2_ptsz = cuStreamWaitValue64_v2[_ _ _ _];
+    cuStreamWriteValue32_v2_ptsz = cuStreamWriteValue32_v2[_ _ _ _];
+    cuStreamWriteValue64_v2_ptsz = cuStreamWriteValue64_v2[_ _ _ _];
+    cuStreamBatchMemOp_v2_ptsz = cuStreamBatchMemOp_v2[_ _ _ _];
+    cuStreamWaitValue32_ptsz = cuStreamWaitValue32[_ _ _ _];
+    cuStreamWaitValue64_ptsz = cuStreamWaitValue64[_ _ _ _];
+    cuStreamWriteValue32_ptsz = cuStreamWriteValue32[_ _ _ _];
+    cuStreamWriteValue64_ptsz = cuStreamWriteValue64[_ _ _ _];
+    cuStreamBatchMemOp_ptsz = cuStreamBatchMemOp[_ _ _ _];
+    cuMemAllocAsync_ptsz = cuMemAllocAsync[_ _ _];
+    cuMemAllocFromPoolAsync_ptsz = cuMemAllocFromPoolAsync[_ _ _ _];
+    cuGraphInstantiateWithParams_ptsz = cuGraphInstantiateWithParams[_ _ _];
+    cuGraphLaunch_ptsz = cuGraphLaunch[_ _];
+    cuMemFreeAsync_ptsz = cuMemFreeAsync[_ _];
+    cuStreamBeginCaptureToGraph_ptsz = cuStreamBeginCaptureToGraph[_ _ _ _ _ _];
+    cuStreamBeginRecaptureToGraph_ptsz = cuStreamBeginRecaptureToGraph[_ _ _ _ _];
+    cuStreamBeginCapture_v2_ptsz = cuStreamBeginCapture_v2[_ _];
+    cuStreamEndCapture_ptsz = cuStreamEndCapture[_ _];
+}
+
+/// Functions that the bindings do not have, each with why: their signatures are checked by nobody.
+const UNBOUND: &[(&str, &[&str])] = &[
+    (
+        "newer than CUDA 12.8, whose header the bindings that we build with are made from",
+        &[
+            "cuMemcpyBatchAsync_v2",
+            "cuMemcpy3DBatchAsync_v2",
+            "cuMemcpyWithAttributesAsync",
+            "cuMemcpy3DWithAttributesAsync",
+            "cuGraphAddNode_v3",
+            "cuStreamBeginRecaptureToGraph",
+        ],
+    ),
+    (
+        "older forms, which the header of CUDA 12.8 has under their plain names no more",
+        &[
+            "cuStreamWaitValue32",
+            "cuStreamWaitValue64",
+            "cuStreamWriteValue32",
+            "cuStreamWriteValue64",
+            "cuStreamBatchMemOp",
+            "cuGetProcAddress",
+            "cuGraphExecUpdate",
+            "cuGraphInstantiate",
+            "cuGraphInstantiate_v2",
+        ],
+    ),
+];
+
+#[test]
+fn our_functions_are_called_as_the_drivers_are() {
+    for (name, [ours, drivers]) in bound() {
+        assert_eq!(ours, drivers, "{name}");
+    }
+}
+
+#[test]
+fn every_function_of_the_table_is_compared_or_listed() {
+    let unbound = UNBOUND.iter().flat_map(|(_, names)| *names).copied();
+    let all: Vec<&str> =
+        bound().into_iter().map(|(name, _)| name).chain(per_thread()).chain(unbound).collect();
+    let names: BTreeSet<&str> = all.iter().copied().collect();
+    assert_eq!(names.len(), all.len(), "one is listed twice");
+    assert_eq!(names, FUNCTIONS.iter().map(|function| function.symbol).collect());
+}
