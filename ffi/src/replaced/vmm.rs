@@ -5,7 +5,7 @@
 use std::ffi::{c_int, c_ulonglong, c_void};
 use std::os::fd::{BorrowedFd, IntoRawFd, RawFd};
 
-use sublet_cuda_driver::vmm;
+use sublet_cuda_driver::{Answer, vmm};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DriverCode, HANDLE_TYPE_POSIX_FD,
 };
@@ -13,7 +13,17 @@ use vmm_pool::driver::{
 use super::{Address, Handle, range, size_t, with_caller, write_out};
 use crate::guards;
 use crate::interpose::driver::call_driver;
-use crate::runtime::{self, answered, class_of_caller};
+use crate::runtime::{self, Member, answered, class_of_caller};
+
+/// The driver knows no flags of these calls yet, and refuses all. `Done` is a call without any. One with flags about a
+/// `handle` of ours is refused as the driver would, which must not see the handle; any other is the driver's to judge.
+fn without_flags(member: &Member, handle: Option<Handle>, flags: c_ulonglong) -> Answer<()> {
+    match (flags, handle) {
+        (0, _) => Answer::Done(()),
+        (_, Some(handle)) => vmm::properties(member, handle).and_refuse(DriverCode::INVALID_VALUE),
+        (_, None) => Answer::AskDriver,
+    }
+}
 
 with_caller! {
     /// Creates physical memory.
@@ -36,7 +46,7 @@ unsafe extern "C" fn mem_create(
             flags => c_ulonglong
         ))
     };
-    if handle.is_null() || flags != 0 {
+    if handle.is_null() {
         return driver();
     }
     // SAFETY: the caller's pointer to a structure of this layout, or null.
@@ -48,7 +58,9 @@ unsafe extern "C" fn mem_create(
         runtime::join,
         |member| {
             let library = class_of_caller(caller);
-            vmm::create(member, size as u64, prop, library).map(|value| write_out!(handle, value))
+            without_flags(member, None, flags)
+                .and_then(|()| vmm::create(member, size as u64, prop, library))
+                .map(|value| write_out!(handle, value))
         },
         driver,
     )
@@ -81,7 +93,10 @@ pub unsafe extern "C" fn cuMemMap(
 ) -> c_int {
     answered(
         runtime::member,
-        |member| vmm::map(member, range(start, size), offset as u64, handle),
+        |member| {
+            without_flags(member, Some(handle), flags)
+                .and_then(|()| vmm::map(member, range(start, size), offset as u64, handle))
+        },
         || {
             call_driver!(cuMemMap(
                 start => Address, size => usize, offset => usize, handle => Handle,
@@ -157,7 +172,7 @@ pub unsafe extern "C" fn cuMemExportToShareableHandle(
             shareable => *mut c_void, handle => Handle, kind => c_int, flags => c_ulonglong
         ))
     };
-    if shareable.is_null() || flags != 0 {
+    if shareable.is_null() {
         return driver();
     }
     let target: *mut RawFd = shareable.cast();
@@ -168,7 +183,9 @@ pub unsafe extern "C" fn cuMemExportToShareableHandle(
                 let known = vmm::properties(member, handle);
                 return known.and_refuse(DriverCode::NOT_SUPPORTED);
             }
-            vmm::export(member, handle).map(|fd| write_out!(target, fd.into_raw_fd()))
+            without_flags(member, Some(handle), flags)
+                .and_then(|()| vmm::export(member, handle))
+                .map(|fd| write_out!(target, fd.into_raw_fd()))
         },
         driver,
     )

@@ -38,6 +38,27 @@ static void forked(void)
     waitpid(child, &status, 0);
 }
 
+/* No call of this family has flags yet: each refuses them, whoever made the handle, and does nothing. */
+static void flags(void)
+{
+    CUprop prop = driver_prop();
+    CUhandle handle = 0, none = 12345;
+    CUdeviceptr address = 0;
+    size_t granule = 0;
+    int fd = -1;
+    OK(cuMemGetAllocationGranularity(&granule, &prop, 0));
+    OK(cuMemAddressReserve(&address, granule, 0, 0, 0));
+    printf("flags: create %s\n", driver_error(cuMemCreate(&handle, granule, &prop, 1)));
+    OK(cuMemCreate(&handle, granule, &prop, 0));
+    printf("flags: map %s\n", driver_error(cuMemMap(address, granule, 0, handle, 1)));
+    printf("flags: map nothing %s\n", driver_error(cuMemMap(address, granule, 0, none, 1)));
+    printf("flags: export %s, descriptor %d\n", driver_error(cuMemExportToShareableHandle(&fd, handle, 1, 1)), fd);
+    OK(cuMemMap(address, granule, 0, handle, 0));
+    OK(cuMemUnmap(address, granule));
+    OK(cuMemAddressFree(address, granule));
+    OK(cuMemRelease(handle));
+}
+
 /* A kernel that meets unmapped memory makes the context useless, for good. */
 static void poisoned(void)
 {
@@ -66,6 +87,7 @@ int main(void)
     lookups();
     driver_start();
     forked();
+    flags();
     poisoned();
     return 0;
 }
