@@ -1,5 +1,5 @@
-//! What the environment says, and the group of processes that may stand in its place. Other projects' names for the
-//! same things count too, after our own.
+//! Settings from environment variables, and the process group, which a call may set in place of its variable. Other
+//! projects' names of the same settings count too, after our own.
 //!
 //! | ours | another project's | says |
 //! | --- | --- | --- |
@@ -28,7 +28,7 @@ fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// What the log is to show; by default warnings.
+/// The filter of the log; by default warnings.
 pub(crate) fn log_filter() -> String {
     let amem_level = || {
         let names = ["off", "error", "warn", "info", "debug", "trace"];

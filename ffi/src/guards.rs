@@ -1,12 +1,12 @@
-//! What is asked before memory is made: drop-ins for other projects, which [`crate::DROP_INS`] lists. Those who
-//! make memory know none of them.
+//! Questions that are asked before memory is made. Drop-ins for other projects answer them ([`crate::DROP_INS`] lists
+//! these); the functions that make memory know none of them.
 
-/// What a drop-in has to say about memory that the calling thread is about to ask for.
+/// A drop-in's part in memory that the calling thread is about to ask for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Guard {
-    /// Has it belong to what the thread has set.
+    /// Files the memory under the thread's settings.
     pub(crate) settle: fn(),
-    /// Is a plain allocation of so many bytes on the current device refused, as if there were no memory?
+    /// True when a plain allocation of so many bytes on the current device is to fail as if there were no memory.
     pub(crate) refuses: fn(usize) -> bool,
 }
 
@@ -17,7 +17,7 @@ pub(crate) fn settle() {
     }
 }
 
-/// Before plain memory: does somebody refuse it? Also does what [`settle`] does.
+/// Before plain memory: [`settle`], then true when some drop-in refuses the allocation.
 pub(crate) fn refuses(size_bytes: usize) -> bool {
     settle();
     crate::DROP_INS.iter().any(|guard| (guard.refuses)(size_bytes))

@@ -49,13 +49,11 @@ fn allocate(size_bytes: u64, device: c_int) -> Option<DeviceAddress> {
 
 fn free(address: DeviceAddress) -> DriverCode {
     let settle = || DriverCode(call_driver!(cuCtxSynchronize()));
-    let freed =
-        runtime::member().map_or(Answer::AskDriver, |member| blocks::free(member, address, settle));
-    match freed {
-        Answer::Done(()) => DriverCode::SUCCESS,
-        Answer::Refused(code) => code,
-        Answer::AskDriver => DriverCode(call_driver!(cuMemFree_v2(address.0 => u64))),
-    }
+    DriverCode(runtime::answered(
+        runtime::member,
+        |member| blocks::free(member, address, settle),
+        || call_driver!(cuMemFree_v2(address.0 => u64)),
+    ))
 }
 
 /// Allocates `size` bytes on `device`; null when `size` is not positive or there is no memory.
@@ -77,7 +75,7 @@ pub unsafe extern "C" fn sublet_torch_malloc(
     address.map_or(null, std::ptr::with_exposed_provenance_mut)
 }
 
-/// Frees what [`sublet_torch_malloc`] gave, after the device's work. Nothing happens for null.
+/// Frees memory of [`sublet_torch_malloc`], after the device's work. Nothing happens for null.
 ///
 /// # Safety
 /// `ptr` came from [`sublet_torch_malloc`] for this device and is not used any more.

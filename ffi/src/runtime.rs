@@ -1,5 +1,5 @@
-//! The one place of process-wide state: joining the tenant when the first memory is asked for, and what
-//! becomes of it at fork and exit.
+//! The one place of process-wide state: the process joins its tenant when it first asks for memory, and leaves it at
+//! fork and exit.
 
 #![expect(unsafe_code, reason = "registers handlers for fork and exit")]
 
@@ -33,7 +33,7 @@ const TOUCHER_THREADS_MAX: usize = 6;
 pub(crate) type Member = tenants::member::Member<CudaDriver>;
 
 static MEMBER: OnceLock<Option<Arc<Member>>> = OnceLock::new();
-/// Process id of who joined; another one means that we are a forked child.
+/// Id of the process that joined; another one means that we are a forked child.
 static JOINED_PID: AtomicU32 = AtomicU32::new(0);
 static FORKED: AtomicBool = AtomicBool::new(false);
 static ACCESSORS: LazyLock<Accessors> = LazyLock::new(Accessors::default);
@@ -41,17 +41,17 @@ static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
 static GRAPHS: LazyLock<Graphs> = LazyLock::new(Graphs::default);
 static COLLECTIVES: LazyLock<Collectives> = LazyLock::new(Collectives::default);
 static OWN_CONTEXTS: Mutex<BTreeSet<RawContext>> = Mutex::new(BTreeSet::new());
-/// The tenant that [`choose_tenant`] was told.
+/// The tenant that an attach chose.
 static CHOSEN_TENANT: Mutex<Option<TenantName>> = Mutex::new(None);
-/// What [`set_file_dir`] was told before the tenant was joined.
+/// The directory that was set before the tenant was joined.
 static CHOSEN_FILE_DIR: Mutex<Option<PathBuf>> = Mutex::new(None);
-/// What an attach found before the tenant was joined.
+/// Notes of an attach that came before the tenant was joined.
 static NOTES_OF_ATTACH: Mutex<Vec<String>> = Mutex::new(Vec::new());
 static PRIMARY_CONTEXTS: Mutex<BTreeMap<c_int, usize>> = Mutex::new(BTreeMap::new());
 static HOST_BYTES_MAX: OnceLock<Option<u64>> = OnceLock::new();
-/// Why launches may pass our gate by, as [`set_ungated`] was told.
+/// Why launches may pass our gate by, if they may.
 static UNGATED: Mutex<Option<String>> = Mutex::new(None);
-/// Who says what memory the application does not need, as [`set_unused_source`] was told.
+/// The function that says which memory the application does not need.
 static UNUSED_SOURCE: Mutex<fn() -> Vec<VaRange>> = Mutex::new(Vec::new);
 
 /// The member, when this process has joined. The usual road of every hook: two loads.
@@ -62,7 +62,7 @@ pub(crate) fn member() -> Option<&'static Member> {
     MEMBER.get()?.as_deref()
 }
 
-/// Is this a child of a process that had joined? It never joins.
+/// True in a forked child of a process that had joined. It never joins.
 pub(crate) fn is_forked() -> bool {
     FORKED.load(Ordering::Relaxed)
 }
@@ -134,7 +134,7 @@ pub(crate) fn primary_context(device: c_int) -> Option<Pointer> {
     Some(context)
 }
 
-/// Has somebody in this process made the device's primary context? Makes none.
+/// True when the device's primary context exists in this process. Makes none.
 pub(crate) fn has_primary_context(device: c_int) -> bool {
     let (mut flags, mut is_active): (c_uint, c_int) = (0, 0);
     let code = call_driver!(cuDevicePrimaryCtxGetState(
@@ -151,7 +151,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Has this process join `tenant` when it joins, whatever the environment says.
+/// Sets the tenant that this process joins, whatever the environment says.
 ///
 /// # Errors
 /// It has joined another one.
@@ -175,7 +175,7 @@ pub(crate) fn note_of_attach(text: String) {
     }
 }
 
-/// From the next pause on: why launches may pass our gate by, if they may.
+/// Sets why launches may pass our gate by, from the next pause on; `None` when they cannot.
 pub(crate) fn set_ungated(why: Option<String>) {
     *lock(&UNGATED) = why;
 }
@@ -184,8 +184,8 @@ fn ungated() -> Option<String> {
     lock(&UNGATED).clone()
 }
 
-/// Has `source` asked, in each pause, which memory the application does not need. It is called with no lock held, on a
-/// thread of ours.
+/// Sets the function that says, in each pause, which memory the application does not need. It is called on a thread of
+/// ours that holds none of our locks here.
 pub(crate) fn set_unused_source(source: fn() -> Vec<VaRange>) {
     *lock(&UNUSED_SOURCE) = source;
 }
@@ -253,7 +253,8 @@ fn try_join() -> Result<Arc<Member>, String> {
     Ok(member)
 }
 
-/// Has contents of the policy "file" saved in `dir`, from the next pause on; also before this process joins.
+/// Sets the directory that contents of the policy "file" are saved in, from the next pause on. May be set before this
+/// process joins.
 pub(crate) fn set_file_dir(dir: PathBuf) {
     match member() {
         Some(member) => member.pool().set_file_dir(dir),

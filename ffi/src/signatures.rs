@@ -289,7 +289,7 @@ twins! {
     cuStreamEndCapture_ptsz = cuStreamEndCapture[_ _];
 }
 
-/// Functions that the bindings do not have, each with why: their signatures are checked by nobody.
+/// Functions that the bindings do not have, each with why. Nothing checks their signatures.
 const UNBOUND: &[(&str, &[&str])] = &[
     (
         "newer than CUDA 12.8, whose header the bindings that we build with are made from",

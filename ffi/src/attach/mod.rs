@@ -1,15 +1,15 @@
 //! Attaching to a process that was started without us: `sublet_attach`.
 //!
-//! Under `LD_PRELOAD` the loader binds everybody's `dlsym`, `cu...` and `nccl...` to us. A library that is
-//! opened later is asked by nobody, so an attach has the engine write our addresses where the loader wrote others
-//! ([`patch`]). Here is what that means for the tenant: which one is joined, what was on the devices before
-//! (`cuda_before`), and whether a pause from outside is safe.
+//! Under `LD_PRELOAD` the loader binds the `dlsym`, `cu...` and `nccl...` of all libraries to us. It asks no library that is
+//! opened later, so at an attach the engine writes our addresses where the loader wrote others ([`patch`]). This module
+//! is about the tenant: which one is joined, what the devices held before (`cuda_state`), and whether a pause from outside
+//! is safe.
 //!
 //! What an attach cannot reach is in the report (`report`), library by library; `docs/attach.md` lists the limits.
 
 #![expect(unsafe_code, reason = "asks for a notice of forks")]
 
-mod cuda_before;
+mod cuda_state;
 pub(crate) mod report;
 
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
@@ -20,7 +20,7 @@ use crate::interpose::patch::{self, Entry, Purpose};
 use crate::interpose::{Binding, driver, loader};
 use crate::interposed::INTERPOSED;
 use crate::runtime;
-use cuda_before::Table;
+use cuda_state::Table;
 use report::{Device, Library, Report, State};
 
 /// The devices with a context before the first attach.
@@ -64,7 +64,7 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
         let _known = INTERPOSED.driver().exchange();
     }
     let is_first = lock(&DEVICES).is_none();
-    let before = if driver_is_loaded && is_first { cuda_before::devices() } else { Vec::new() };
+    let before = if driver_is_loaded && is_first { cuda_state::devices() } else { Vec::new() };
     if INTERPOSED.is_bound_by_loader() {
         patch::walk(&INTERPOSED, Purpose::Look);
         return Ok(());
@@ -117,7 +117,7 @@ fn watch_forks() {
     });
 }
 
-/// What the attach found and did, with what was loaded since.
+/// The findings of the attach, with the libraries that were loaded since.
 pub(crate) fn report() -> Report {
     let is_attached = INTERPOSED.binding() == Binding::ByAttach;
     let is_preloaded = !is_attached && INTERPOSED.is_bound_by_loader();
@@ -125,7 +125,7 @@ pub(crate) fn report() -> Report {
         // What has been unloaded since is not listed any more.
         patch::walk(&INTERPOSED, if is_attached { Purpose::Patch } else { Purpose::Look });
     }
-    let is_up = driver::is_loaded() && cuda_before::driver_is_up();
+    let is_up = driver::is_loaded() && cuda_state::driver_is_up();
     let libraries: Vec<Library> = patch::entries(&INTERPOSED)
         .into_iter()
         .map(|(path, entry)| library(path, &entry, is_preloaded, is_up))
@@ -144,7 +144,7 @@ pub(crate) fn report() -> Report {
 }
 
 fn library(path: String, entry: &Entry, is_preloaded: bool, driver_is_up: bool) -> Library {
-    let table = if driver_is_up { cuda_before::table_of(&path) } else { Table::NoRuntime };
+    let table = if driver_is_up { cuda_state::table_of(&path) } else { Table::NoRuntime };
     let (state, why) = match (&entry.problem, table) {
         (Some(problem), _) => (State::Unknown, problem.clone()),
         (None, Table::Drivers) => {

@@ -1,8 +1,8 @@
-//! What an attach found and did, for `sublet_attach_report_json`.
+//! The report of an attach, for `sublet_attach_report_json`.
 
 use serde::Serialize;
 
-/// What an attach found and did.
+/// The report of an attach.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Report {
     /// The tenant; null when none can be named.
@@ -11,7 +11,7 @@ pub(crate) struct Report {
     pub(crate) libraries: Vec<Library>,
     /// Devices that had a context before the attach.
     pub(crate) devices: Vec<Device>,
-    /// Does every kernel launch that is known of pass our gate?
+    /// True when every library is hooked, so that every kernel launch passes our gate.
     pub(crate) launches_are_held: bool,
 }
 
@@ -24,13 +24,13 @@ pub(crate) struct Library {
     pub(crate) slots: usize,
     /// Addresses of the driver's functions that it kept and that were exchanged for ours.
     pub(crate) exchanged: usize,
-    /// Are its calls seen?
+    /// Whether its calls are seen.
     pub(crate) state: State,
     /// How that is known, or why it is not so.
     pub(crate) why: String,
 }
 
-/// Are a library's calls seen?
+/// Whether a library's calls are seen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum State {

@@ -1,4 +1,4 @@
-//! Contents while their memory is away, and contents that nobody needs.
+//! Contents while their memory is offloaded, and contents that the application does not need.
 
 #![expect(unsafe_code, reason = "exports the C interface, and calls back into the application")]
 
@@ -10,12 +10,12 @@ use std::time::Duration;
 
 use vmm_pool::driver::{DeviceAddress, VaRange};
 
-use super::last::{fail, guarded, not_joined};
+use super::last_call::{fail, guarded, not_joined};
 use super::{ARGUMENT, OK};
 use crate::runtime;
 
-/// How long a pause waits for the application to say what it does not need. It may have to wait for a lock
-/// that a thread holds which stands at our gate: then all is saved.
+/// How long a pause waits for the application's answer. The application may wait for a lock whose holder waits at our gate:
+/// then everything is saved.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(250);
 /// Ranges in one answer.
 const RANGES_MAX: usize = 1 << 20;
@@ -129,7 +129,7 @@ fn questions() -> std::sync::MutexGuard<'static, Questions> {
     QUESTIONS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Sets who is asked in each pause what it does not need.
+/// Sets the function that each pause asks which memory the application does not need.
 ///
 /// # Safety
 /// `source` may be called with `context`, from any thread, until another is set.
@@ -183,7 +183,7 @@ pub unsafe extern "C" fn sublet_unused(
     })
 }
 
-/// Asks the application what it does not need. Nothing, when it has no source or does not answer in time.
+/// The memory that the application does not need, as it answers. None when it has no source or does not answer in time.
 fn ask_unused() -> Vec<VaRange> {
     let (send, answer) = crossbeam_channel::bounded(1);
     let token = LAST_TOKEN.fetch_add(1, Ordering::Relaxed) + 1;

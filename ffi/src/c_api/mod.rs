@@ -1,20 +1,20 @@
 //! `include/sublet.h`, function by function. The header is the source of truth.
 //!
-//! * [`acting`]: pausing and resuming, whole or by tag.
-//! * [`regions`]: what memory belongs to which tag.
-//! * [`contents`]: contents while they are away, and contents that nobody needs.
-//! * [`accounts`]: who holds what, as JSON.
-//! * [`attaching`]: coming under Sublet without `LD_PRELOAD`.
-//! * [`last`]: errors and reports of a thread's last call.
+//! * [`pausing`]: pausing and resuming, whole or by tag.
+//! * [`regions`]: which memory belongs to which tag.
+//! * [`contents`]: contents while they are offloaded, and contents that the application does not need.
+//! * [`stats`]: the memory that processes hold, as JSON.
+//! * [`attach`]: coming under Sublet without `LD_PRELOAD`.
+//! * [`last_call`]: the error and the report of each thread's last call.
 //! * [`amem`]: the `ncclPause` family.
 
-pub mod accounts;
-pub mod acting;
 pub mod amem;
-pub mod attaching;
+pub mod attach;
 pub mod contents;
-pub mod last;
+pub mod last_call;
+pub mod pausing;
 pub mod regions;
+pub mod stats;
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -47,19 +47,19 @@ macro_rules! agrees {
 }
 
 agrees! {
-    sublet_version in accounts: unsafe extern "C" fn() -> *const c_char;
-    sublet_last_error in last: unsafe extern "C" fn() -> *const c_char;
-    sublet_last_error_json in last: unsafe extern "C" fn(*mut c_char, usize) -> i64;
-    sublet_last_report_json in last: unsafe extern "C" fn(*mut c_char, usize) -> i64;
-    sublet_pause_tenant in acting: unsafe extern "C" fn(*const c_char, u32) -> c_int;
-    sublet_resume_tenant in acting: unsafe extern "C" fn(*const c_char, u32) -> c_int;
-    sublet_swap_tenants in acting: unsafe extern "C" fn(*const c_char, *const c_char, u32) -> c_int;
-    sublet_pause_tags in acting:
+    sublet_version in stats: unsafe extern "C" fn() -> *const c_char;
+    sublet_last_error in last_call: unsafe extern "C" fn() -> *const c_char;
+    sublet_last_error_json in last_call: unsafe extern "C" fn(*mut c_char, usize) -> i64;
+    sublet_last_report_json in last_call: unsafe extern "C" fn(*mut c_char, usize) -> i64;
+    sublet_pause_tenant in pausing: unsafe extern "C" fn(*const c_char, u32) -> c_int;
+    sublet_resume_tenant in pausing: unsafe extern "C" fn(*const c_char, u32) -> c_int;
+    sublet_swap_tenants in pausing: unsafe extern "C" fn(*const c_char, *const c_char, u32) -> c_int;
+    sublet_pause_tags in pausing:
         unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
-    sublet_resume_tags in acting:
+    sublet_resume_tags in pausing:
         unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
-    sublet_is_paused in acting: unsafe extern "C" fn() -> c_int;
-    sublet_tag_is_paused in acting: unsafe extern "C" fn(*const c_char) -> c_int;
+    sublet_is_paused in pausing: unsafe extern "C" fn() -> c_int;
+    sublet_tag_is_paused in pausing: unsafe extern "C" fn(*const c_char) -> c_int;
     sublet_region_begin in regions: unsafe extern "C" fn(*const c_char, c_int) -> c_int;
     sublet_region_begin_on in regions: unsafe extern "C" fn(*const c_char, c_int, c_int) -> c_int;
     sublet_region_begin_none in regions: unsafe extern "C" fn() -> c_int;
@@ -77,12 +77,12 @@ agrees! {
         unsafe extern "C" fn(u64, *const u64, *const u64, usize) -> c_int;
     sublet_torch_malloc in pluggable: unsafe extern "C" fn(isize, c_int, *mut c_void) -> *mut c_void;
     sublet_torch_free in pluggable: unsafe extern "C" fn(*mut c_void, isize, c_int, *mut c_void);
-    sublet_stats_json in accounts: unsafe extern "C" fn(*mut c_char, usize) -> i64;
-    sublet_tenant_stats_json in accounts:
+    sublet_stats_json in stats: unsafe extern "C" fn(*mut c_char, usize) -> i64;
+    sublet_tenant_stats_json in stats:
         unsafe extern "C" fn(*const c_char, *mut c_char, usize) -> i64;
-    sublet_tenants_json in accounts: unsafe extern "C" fn(*mut c_char, usize) -> i64;
-    sublet_attach in attaching: unsafe extern "C" fn(*const c_char) -> c_int;
-    sublet_attach_report_json in attaching: unsafe extern "C" fn(*mut c_char, usize) -> i64;
+    sublet_tenants_json in stats: unsafe extern "C" fn(*mut c_char, usize) -> i64;
+    sublet_attach in attach: unsafe extern "C" fn(*const c_char) -> c_int;
+    sublet_attach_report_json in attach: unsafe extern "C" fn(*mut c_char, usize) -> i64;
     ncclPause in amem: unsafe extern "C" fn(*mut c_void) -> c_int;
     ncclResume in amem: unsafe extern "C" fn(*mut c_void) -> c_int;
     ncclMemStats in amem: unsafe extern "C" fn() -> c_int;

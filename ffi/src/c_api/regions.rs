@@ -8,8 +8,8 @@ use tenants::region::{self, RegionError};
 use vmm_pool::Contents;
 use vmm_pool::driver::DeviceOrdinal;
 
-use super::acting::text;
-use super::last::{fail, guarded};
+use super::last_call::{fail, guarded};
+use super::pausing::text;
 use super::{ARGUMENT, OK};
 use crate::bindings;
 

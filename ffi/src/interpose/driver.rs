@@ -17,7 +17,7 @@ use super::{Pointer, loader};
 /// The file name under which the driver is found.
 pub(super) const FILE: &CStr = c"libcuda.so.1";
 
-/// The process's driver, opened here when nobody has yet.
+/// The process's driver, opened here when it is not loaded yet.
 fn handle() -> Option<Pointer> {
     static DRIVER: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
     let known = DRIVER.load(Ordering::Acquire);
@@ -133,7 +133,7 @@ impl Driver {
         self.hooks.iter().copied().flatten()
     }
 
-    /// The addresses to exchange, when they are known already. Asks nobody.
+    /// The addresses to exchange, when they are known already. Calls neither the driver nor the loader.
     pub(crate) fn known_exchange(&self) -> Option<&'static Exchange> {
         // SAFETY: a non-null value was leaked from a box in `exchange` and is never freed or changed.
         unsafe { self.exchange.load(Ordering::Acquire).as_ref() }
@@ -204,7 +204,7 @@ impl Driver {
     }
 }
 
-/// What the driver's `cuGetProcAddress` gives for exactly this hook: on some drivers its addresses are not
+/// The address that the driver's `cuGetProcAddress` gives for exactly this hook: on some drivers its addresses are not
 /// those of the exported symbols.
 fn asked(ask: GetProcAddressV2, hook: &Hook) -> Option<usize> {
     let base = CString::new(hook.base).ok()?;

@@ -1,7 +1,7 @@
 //! Libraries whose public functions we export under their own names, and which copy of one a call is for.
 //!
 //! A process may hold more than one copy of a library: the first that is seen is watched, others are left alone and
-//! the process's owner is told. A copy is known by where its landmark is, a name that nobody stands in for.
+//! the process's owner is told. A copy is known by where its landmark is, a name that no table has.
 //!
 //! No lock of ours is held around the loader's functions, which take its own: callers may be inside of a
 //! library's initialiser. Two threads may then find the same copy at once, and one finds it again.
@@ -16,7 +16,7 @@ use super::{AddressOf, Binding, loader};
 /// How many copies of one library are told apart.
 const COPIES_MAX: usize = 8;
 
-/// What is done with calls of a function.
+/// Where calls of a function go.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Verdict {
     /// They go to this function of ours.
@@ -30,7 +30,7 @@ pub(crate) enum Verdict {
 pub(crate) struct Row {
     /// The function's name.
     pub(crate) name: &'static CStr,
-    /// What is done with calls of it.
+    /// Where calls of it go.
     pub(crate) verdict: Verdict,
     /// Our export of that name.
     pub(crate) exported: AddressOf,
@@ -99,7 +99,7 @@ impl Scope {
 }
 
 impl Loaded {
-    /// Is it the one that we watch?
+    /// True for the one that we watch.
     pub(crate) fn is_watched(&self) -> bool {
         self.number == 0
     }
@@ -253,7 +253,7 @@ impl Library {
         found
     }
 
-    /// Is the caller the copy's own code? A program or framework that the library is linked into is not.
+    /// True when the caller is the copy's own code. That of a program or framework that it is linked into is not.
     fn is_file_of(&self, caller: usize, copy: &Loaded) -> bool {
         let stem = self.description.file.to_bytes().split(|byte| *byte == b'.').next();
         let stem = stem.unwrap_or_default();
@@ -281,7 +281,8 @@ impl Library {
         }
     }
 
-    /// What `dlsym` gives out for function `number` of `copy`: callers may ask for all names and use few.
+    /// The address that `dlsym` gives out for function `number` of `copy`. Nothing is told: callers may ask for all names and
+    /// use few.
     pub(super) fn answer(&self, copy: &Loaded, number: usize) -> Option<usize> {
         let own = copy.function(number)?;
         if !copy.is_watched() {
@@ -395,7 +396,7 @@ macro_rules! interpose_library {
             },)*
         ];
 
-        /// What is exported.
+        /// Our exports of the library's names.
         pub(crate) mod exports {
             use super::Function;
 

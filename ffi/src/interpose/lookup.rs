@@ -1,4 +1,4 @@
-//! What our `dlsym` answers, asked from an address: one of ours, or whatever the loader answers.
+//! The answers of our `dlsym`: one of our functions, or the loader's own answer.
 
 #![expect(unsafe_code, reason = "reads the names that callers of dlsym ask for")]
 
@@ -7,7 +7,7 @@ use std::ffi::{CStr, c_char};
 use super::library::Library;
 use super::{Binding, Interposition, Pointer, loader};
 
-/// What becomes of a question, in the two registers that our `dlsym`, which is assembly, looks at.
+/// The answer to one question, in the two registers that the assembly of our `dlsym` looks at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct Decision {
@@ -126,8 +126,8 @@ fn decide_library(
     Decision::answer(found.unwrap_or(0))
 }
 
-/// Decides about a question with C arguments, of which the loader's own `dlsym` is known afterwards: the jump to it
-/// needs that.
+/// [`Interposition::decide`] with the arguments of C. The address of the loader's own `dlsym` is known afterwards, which a
+/// jump to it needs.
 ///
 /// # Safety
 /// `name` is null or a terminated string.

@@ -1,6 +1,6 @@
 //! How callers come to call us in place of the driver, of NCCL, or of another library.
 //!
-//! An engine without a table of its own: what stands in for what is handed to it as a value, an
+//! An engine without a table of its own: the functions of others and ours in their place are handed to it as a value, an
 //! [`Interposition`], by [`crate::interposed`]. A further library is a further [`Library`] in that value.
 //!
 //! * [`loader`]: the dynamic loader's own functions, past ours.
@@ -9,7 +9,7 @@
 //! * [`lookup`]: what our `dlsym` answers.
 //! * [`patch`]: our addresses written into libraries that the loader has bound elsewhere.
 //!
-//! It decides which function a caller gets, and nothing about what that function does.
+//! It decides which function a caller gets. The functions themselves are not its matter.
 
 pub(crate) mod driver;
 pub(crate) mod library;
@@ -37,11 +37,11 @@ pub(crate) type AddressOf = fn() -> usize;
 pub(crate) enum Binding {
     /// By the loader: we come before the driver and before all libraries that we stand in for.
     ByLoader,
-    /// By an attach: we came after the others, and may be in nobody's order.
+    /// By an attach: we came after the others, and may be in no library's search order.
     ByAttach,
 }
 
-/// What stands in for what in this process, and what the engine has learned about the process.
+/// The functions that ours stand in for in this process, and the engine's findings about the process.
 ///
 /// Shared by all threads. No lock of it is held around the loader's functions, which take its own.
 #[derive(Debug)]
@@ -94,20 +94,20 @@ impl Interposition {
         self.is_forked.store(true, Ordering::Relaxed);
     }
 
-    /// Was [`set_forked`](Self::set_forked) called?
+    /// True in a forked child.
     pub(crate) fn is_forked(&self) -> bool {
         self.is_forked.load(Ordering::Relaxed)
     }
 
     /// Patches what was loaded since the last time, in a process that was attached to. Blocks on no lock but
-    /// the loader's of its list, which nobody holds while waiting for us.
+    /// the loader's of its list, which no thread holds while it waits for us.
     pub(crate) fn look_again(&'static self) {
         if self.binding() == Binding::ByAttach && !self.is_forked() {
             patch::walk(self, Purpose::PatchWhatIsNew);
         }
     }
 
-    /// Does the loader bind everybody's functions of the loader, such as `dlsym`, to ours?
+    /// True when the loader binds the program's `dlsym`, or what else of the loader's we stand in for, to ours.
     pub(crate) fn is_bound_by_loader(&self) -> bool {
         self.loader.first().is_some_and(|(name, _)| {
             let found = loader::program().and_then(|program| loader::dlsym(program, name));

@@ -15,7 +15,7 @@ use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
 use crate::runtime;
 
-/// What a device can do, less what a pause could not undo.
+/// A device's attributes. Those of abilities that a pause could not undo are 0.
 ///
 /// # Safety
 /// As the driver's function of this name.
@@ -34,7 +34,7 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(
     code
 }
 
-/// Multicast objects cannot be paused yet; devices say so, and this is for who does not ask them.
+/// Refuses: multicast objects cannot be paused yet. The device attribute says so already, and not all callers ask for it.
 ///
 /// # Safety
 /// As the driver's function of this name.

@@ -47,7 +47,7 @@ pub(crate) fn capture_of(stream: usize) -> Option<u64> {
     (code == SUCCESS && status == CAPTURE_ACTIVE).then_some(id)
 }
 
-/// What the driver has written to an out-pointer, as a number.
+/// The handle that the driver has written to an out-pointer, as a number.
 fn written(place: Pointer) -> Option<u64> {
     if place.is_null() {
         return None;

@@ -22,13 +22,13 @@ fn current_device() -> Result<DeviceOrdinal, DriverCode> {
     DriverCode(code).ok().map(|()| DeviceOrdinal(device))
 }
 
-/// Has the driver refused a copy as it does for memory out of the current context's reach?
+/// True when the driver refused a copy with the code that it has for memory out of the current context's reach.
 pub(crate) fn is_refused_copy(symbol: &str, code: c_int) -> bool {
     DriverCode(code) == DriverCode::INVALID_VALUE && symbol.starts_with("cuMemcpy")
 }
 
-/// Gives devices access to each other's plain memory, which copies take for granted. Says whether any had less
-/// before.
+/// Gives devices access to each other's plain memory, which copies take for granted. True when some device had less
+/// access before.
 pub(crate) fn opens_blocks() -> bool {
     runtime::member()
         .is_some_and(|member| runtime::accessors().open_for_copies(member, current_device().ok()))

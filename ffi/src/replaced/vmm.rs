@@ -252,7 +252,7 @@ pub unsafe extern "C" fn cuMemRetainAllocationHandle(
     )
 }
 
-/// What a handle was created with.
+/// The properties that a handle was created with.
 ///
 /// # Safety
 /// As the driver's function of this name.

@@ -1,9 +1,9 @@
 //! The functions of `torch_memory_saver`, which its Python package and other programs call by name.
 //!
-//! What their settings mean is in `sublet_torch_allocator`.
+//! `sublet_torch_allocator` says what their settings mean.
 //!
-//! What ends the process there is a success here that does nothing (pausing what is paused, resuming what is
-//! resident), or an error code, with the reason in `sublet_last_error`.
+//! Where `torch_memory_saver` ends the process, these functions return a success without doing anything (pausing paused
+//! memory, resuming resident memory), or an error code, with the reason in `sublet_last_error`.
 
 #![expect(unsafe_code, reason = "exports C functions")]
 
@@ -21,8 +21,8 @@ use vmm_pool::SavedError;
 use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
 
 use crate::bindings::SUBLET_WHOSE_PROCESS;
-use crate::c_api::last::{fail_aloud, guarded_length, write_text};
-use crate::c_api::{self, acting};
+use crate::c_api::last_call::{fail_aloud, guarded_length, write_text};
+use crate::c_api::{self, pausing};
 use crate::guards::Guard;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
@@ -34,7 +34,7 @@ static MARGIN_BYTES: AtomicU64 = AtomicU64::new(0);
 /// Backups by device address and size.
 type Backups = BTreeMap<(u64, u64), Box<[u8]>>;
 
-/// Those that lie in two pieces, put together for who asked, until the next resume.
+/// Backups that lie in several pieces, as one copy each for the callers that asked; kept until the next resume.
 static TOGETHER: Mutex<Backups> = Mutex::new(Backups::new());
 
 fn together() -> MutexGuard<'static, Backups> {
@@ -56,10 +56,10 @@ unsafe fn text_of(text: *const c_char) -> Option<String> {
     Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
-/// What is asked before memory is made.
+/// The part of this interface in memory that is about to be made.
 pub(crate) const GUARD: Guard = Guard { settle, refuses: leaves_too_little };
 
-/// Makes the calling thread's settings count for what it asks for now.
+/// Files memory that the calling thread asks for under its settings.
 fn settle() {
     quietly((), settings::settle);
 }
@@ -153,7 +153,7 @@ pub unsafe extern "C" fn tms_set_cpu_backup_backend(backend: *const c_char) {
     });
 }
 
-/// What [`tms_set_cpu_backup_backend`] was given. Never freed.
+/// The word that [`tms_set_cpu_backup_backend`] was given. Never freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_cpu_backup_backend() -> *const c_char {
     quietly(Backend::Pinned, || settings::ask(|own| own.backend)).text().as_ptr()
@@ -184,7 +184,7 @@ pub extern "C" fn tms_set_retain_cpu_backup(retain: bool) {
     quietly((), || settings::environment().retain.store(retain, Ordering::Relaxed));
 }
 
-/// What [`tms_set_retain_cpu_backup`] was given, or the environment says.
+/// The value that [`tms_set_retain_cpu_backup`] was given, or that the environment has.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_retain_cpu_backup() -> bool {
     quietly(false, || settings::environment().retain.load(Ordering::Relaxed))
@@ -223,7 +223,7 @@ unsafe fn act(tag: *const c_char, act: ActOnTags) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tms_pause(tag: *const c_char) -> c_int {
     // SAFETY: as this function's caller promises.
-    unsafe { act(tag, acting::sublet_pause_tags) }
+    unsafe { act(tag, pausing::sublet_pause_tags) }
 }
 
 /// Brings memory back to the same addresses; as [`tms_pause`]. After a failure it is still paused, with its
@@ -234,7 +234,7 @@ pub unsafe extern "C" fn tms_pause(tag: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tms_resume(tag: *const c_char) -> c_int {
     // SAFETY: as this function's caller promises.
-    let code = unsafe { act(tag, acting::sublet_resume_tags) };
+    let code = unsafe { act(tag, pausing::sublet_resume_tags) };
     if code == 0 {
         together().clear();
     }

@@ -1,4 +1,4 @@
-//! What each thread has set, and what the environment sets for all.
+//! The settings of each thread, and the environment's for all.
 
 use std::cell::{Cell, RefCell};
 use std::sync::LazyLock;
@@ -6,9 +6,9 @@ use std::sync::LazyLock;
 use sublet_torch_allocator::{Environment, Settings};
 use tenants::region;
 
-use crate::c_api::{self, last::fail_aloud};
+use crate::c_api::{self, last_call::fail_aloud};
 
-/// What the environment says, read once.
+/// The environment's settings, read once.
 pub(super) fn environment() -> &'static Environment {
     static READ: LazyLock<Environment> =
         LazyLock::new(|| Environment::read(|name| std::env::var(name).ok()));
@@ -17,7 +17,7 @@ pub(super) fn environment() -> &'static Environment {
 
 thread_local! {
     static SETTINGS: RefCell<Settings> = RefCell::new(Settings::new(environment()));
-    /// Does what counts for this thread's memory still have to follow?
+    /// True while the thread's region does not follow its settings yet.
     static IS_CHANGED: Cell<bool> = const { Cell::new(true) };
 }
 
@@ -37,7 +37,7 @@ pub(super) fn is_interesting() -> bool {
     SETTINGS.try_with(|own| own.borrow().interesting).unwrap_or(false)
 }
 
-/// Has the thread's memory belong to what it has set.
+/// Makes the thread's region follow its settings.
 pub(super) fn settle() {
     // During thread teardown nothing is set any more.
     if IS_CHANGED.try_with(Cell::take).unwrap_or(false) {

@@ -3,11 +3,12 @@
 //!
 //! 1. A library's import slots ([`slots`], found by [`object`]) of functions that we stand in for lead to us.
 //! 2. Addresses of such functions of the driver's that it keeps in its own data are exchanged ([`kept_addresses`]).
-//! 3. What is loaded later is looked at when somebody asks our `dlsym` next: whoever opens a library does.
+//! 3. Libraries that are loaded later are looked at in the next call of our `dlsym`: a program that opens a library asks it
+//!    for a symbol next.
 //!
 //! All is done inside one callback of `dl_iterate_phdr`. glibc holds the lock of its list of libraries
 //! meanwhile (`dl_load_write_lock`): it adds none and unmaps none, so that what is read and written here is
-//! mapped. The lock of [`Known`] is taken inside that callback, and whoever holds it waits for no lock of the
+//! mapped. The lock of [`Known`] is taken inside that callback, and its holder waits for no lock of the
 //! loader's; nothing in here may call the loader, which takes its other lock first.
 
 #![expect(unsafe_code, reason = "asks the loader which libraries there are")]
@@ -33,7 +34,7 @@ use super::Interposition;
 /// How often slots that the loader is not done with are looked at again.
 const TRIES_MAX: u8 = 32;
 
-/// By what an object is known again. One that is loaded in the place of another, from the same file, is the
+/// The key by which an object is known again. One that is loaded in the place of another, from the same file, is the
 /// same: its slots are where the other's were.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Identity {
@@ -43,7 +44,7 @@ struct Identity {
     sizes: (usize, usize),
 }
 
-/// What is remembered of a library.
+/// The memory that walks have of a library.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Entry {
     /// Its imports of functions that we stand in for.
@@ -54,7 +55,7 @@ pub(crate) struct Entry {
     pub(crate) exchanged: usize,
     /// Why something about it could not be done.
     pub(crate) problem: Option<String>,
-    /// Has its data been looked through?
+    /// True when its data has been looked through.
     is_searched: bool,
     tries: u8,
     walk: u64,
@@ -73,7 +74,7 @@ struct Known {
     walks: u64,
 }
 
-/// What the walks of a process need and remember. Locks as the head of this module says.
+/// The state of a process's walks. The head of this module says in which order it is locked.
 #[derive(Debug)]
 pub(super) struct Patches {
     ours: OnceLock<Names>,
@@ -130,7 +131,7 @@ thread_local! {
     static WALKING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What a walk does.
+/// The work of a walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Purpose {
     /// Only looks, since the loader has bound everything to us.
@@ -164,15 +165,15 @@ pub(crate) fn prepare(interposition: &'static Interposition) -> &'static Names {
 pub(crate) fn walk(interposition: &'static Interposition, purpose: Purpose) {
     let met = walk_once(interposition, purpose);
     if met == Driver::Unknown && interposition.driver.exchange().is_some() {
-        // Whoever brought the driver in, in its initialiser, may keep functions of it already.
+        // The library whose initialiser brought the driver in may keep functions of it already.
         walk_once(interposition, Purpose::Patch);
     }
 }
 
-/// What a walk met of the driver.
+/// Whether a walk met the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Driver {
-    /// It is not in the process, so that nobody keeps a function of it.
+    /// It is not in the process, so that no library keeps a function of it.
     Absent,
     /// It is there, and it is known which of its functions are exchanged.
     Known,
@@ -324,7 +325,7 @@ fn is_file(name: &CStr, begin: &[u8]) -> bool {
     file.starts_with(begin)
 }
 
-/// What is known of the libraries that matter, by path. Calls nothing of the loader's.
+/// The libraries that reach, or may reach, anything that we stand in for; by path. Calls nothing of the loader's.
 pub(crate) fn entries(interposition: &Interposition) -> Vec<(String, Entry)> {
     let known = interposition.patches.known();
     let mattering = known.entries.iter().filter(|(_, entry)| entry.matters());

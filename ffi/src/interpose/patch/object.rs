@@ -41,7 +41,7 @@ struct Segment {
 pub(super) struct Object<'walk> {
     /// As the loader names it; empty for the program itself.
     pub(super) name: &'walk CStr,
-    /// What is added to addresses of the file.
+    /// The number that the loader adds to addresses of the file.
     pub(super) bias: usize,
     segments: Vec<Segment>,
     relro: Range<usize>,
@@ -65,7 +65,7 @@ pub(super) struct Import<'walk> {
     pub(super) slot: usize,
     /// The function's name.
     pub(super) name: &'walk CStr,
-    /// May stay null when nobody has the function.
+    /// May stay null when no library has the function.
     pub(super) is_weak: bool,
 }
 
@@ -79,7 +79,7 @@ pub(super) struct Imports<'walk> {
 }
 
 impl<'walk> Object<'walk> {
-    /// What the loader tells of a library.
+    /// The library that the loader's callback is about.
     ///
     /// # Safety
     /// `info` is the argument of a callback of `dl_iterate_phdr`, and `'walk` ends with that callback. The
@@ -162,14 +162,14 @@ impl<'walk> Object<'walk> {
         })
     }
 
-    /// `bytes` bytes of a part that nobody changes after the loader has mapped it.
+    /// `bytes` bytes of a part that does not change once the loader has mapped it.
     fn constant(&self, address: usize, bytes: usize) -> Option<&'walk [u8]> {
         if address == 0 || !self.is_readable(address..address.checked_add(bytes)?) {
             return None;
         }
         let start = std::ptr::with_exposed_provenance::<u8>(address);
         // SAFETY: inside a segment, which is mapped for 'walk by the invariant; callers ask for the tables of
-        // symbols and relocations only, which nobody writes to.
+        // symbols and relocations only, which are never written to.
         Some(unsafe { std::slice::from_raw_parts(start, bytes) })
     }
 

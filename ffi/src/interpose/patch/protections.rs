@@ -1,4 +1,4 @@
-//! What the kernel lets this process do with its own pages, as `/proc/self/maps` says.
+//! The rights that this process has to its own pages, from `/proc/self/maps`.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! Which import slots are exchanged, and how one is written.
+//! Import slots: when one may be written, and how.
 //!
 //! A slot is written only once the loader is done with it. While a library is being loaded its slots hold
 //! addresses of the file, to which the loader adds the bias later: writing earlier would have it add to our
@@ -12,12 +12,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::object::{Import, Object, PAGE_BYTES};
 use super::protections::{Protections, Rights};
 
-/// What became of a slot.
+/// The outcome for one slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Settled {
     /// It leads to us, from now on or already.
     Ours,
-    /// Nobody has the function, which is allowed; a library that is loaded later does not change that.
+    /// No library has the function, which is allowed; one that is loaded later does not change that.
     Absent,
     /// The loader is not done with it.
     NotYet,
@@ -25,7 +25,7 @@ pub(super) enum Settled {
     Refused(String),
 }
 
-/// Has `import`'s slot lead to `ours`.
+/// Makes `import`'s slot lead to `ours`, when the loader is done with it.
 ///
 /// `protections` is asked only where there is something to write.
 pub(super) fn settle<'a>(
@@ -74,8 +74,8 @@ fn write_protected(slot: &AtomicUsize, ours: usize, rights: Rights) -> Settled {
         ));
     }
     slot.store(ours, Ordering::Release);
-    // SAFETY: as above; the right that is taken again is one that nobody but us relied on, since the loader
-    // is done with the page and whoever else writes there opens it first, as we did.
+    // SAFETY: as above; the right that is taken again is one that only we relied on, since the loader
+    // is done with the page and any other writer opens it first, as we did.
     if unsafe { libc::mprotect(page, PAGE_BYTES, bits(rights)) } != 0 {
         let error = std::io::Error::last_os_error();
         tracing::warn!(%error, "a page of imports stays writable");

@@ -1,4 +1,4 @@
-//! What the last call of a thread came to: its error, and its report.
+//! The outcome of each thread's last call: its error, and its report.
 
 #![expect(unsafe_code, reason = "exports the C interface and writes into callers' buffers")]
 
@@ -16,7 +16,7 @@ use super::{
 };
 use crate::runtime;
 
-/// Of one thread.
+/// The outcome of one thread's last call.
 #[derive(Debug, Default)]
 struct Last {
     message: CString,
@@ -39,19 +39,19 @@ fn keep(code: c_int, message: &str, error: Value) -> c_int {
     code
 }
 
-/// An error without more to it than its words. Its caller reads them: they are no warning beside that.
+/// An error with a code and words. The caller reads the words, so they are no warning in the log.
 pub(crate) fn fail(code: c_int, message: &str) -> c_int {
     tracing::info!(code, "{message}");
     say_no(code, message)
 }
 
-/// As [`fail`], of a function whose callers know of no [`sublet_last_error`]: the words go to the log.
+/// An error of a function whose callers do not ask for [`sublet_last_error`]: its words go to the log as a warning.
 pub(crate) fn fail_aloud(code: c_int, message: &str) -> c_int {
     tracing::warn!(code, "{message}");
     say_no(code, message)
 }
 
-/// As [`fail`], where a caller asks whether something is so: nothing went wrong.
+/// The answer no to a question: kept like an error, and logged as none.
 pub(crate) fn say_no(code: c_int, message: &str) -> c_int {
     tracing::debug!(code, "{message}");
     keep(code, message, described(code, message, None, &json!([]), &json!([])))
@@ -75,7 +75,7 @@ pub(crate) fn guarded(work: impl FnOnce() -> c_int) -> c_int {
         .unwrap_or_else(|_| fail_aloud(REFUSED, "Sublet failed inside; please report this"))
 }
 
-/// As [`guarded`], for a function that answers with a length, or -1.
+/// [`guarded`] for a function that returns a length, or -1.
 pub(crate) fn guarded_length(work: impl FnOnce() -> i64) -> i64 {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
         fail_aloud(REFUSED, "Sublet failed inside; please report this");
@@ -102,7 +102,7 @@ pub(crate) fn settled(outcome: Result<Outcome, CoordinatorError>) -> c_int {
     }
 }
 
-/// As [`settled`], of two tenants at once.
+/// [`settled`] for a swap of two tenants.
 pub(crate) fn swapped(outcome: Result<tenants::coordinator::Swap, SwapError>) -> c_int {
     match outcome {
         Ok(swap) => {
@@ -113,19 +113,19 @@ pub(crate) fn swapped(outcome: Result<tenants::coordinator::Swap, SwapError>) ->
     }
 }
 
-/// As [`settled`], of what all processes of a tenant asked for together.
+/// [`settled`] for an action that all processes of a tenant asked for together.
 pub(crate) fn settled_together(outcome: Result<(), CoordinatorError>) -> c_int {
     match outcome {
         Ok(()) => keep_report(json!({"outcome": "completed"})),
         Err(error) => {
-            // As [`fail_aloud`]: callers of ncclPause look at its code only.
+            // Callers of ncclPause look at its code only, so the words go to the log.
             tracing::warn!("{}", chain(&error));
             refused(&error)
         }
     }
 }
 
-/// There was nothing to do.
+/// Keeps the report that there was nothing to do.
 pub(crate) fn settled_already() -> c_int {
     keep_report(json!({"outcome": "already"}))
 }
@@ -240,7 +240,7 @@ pub unsafe extern "C" fn sublet_last_error_json(buffer: *mut c_char, size: usize
     unsafe { write_text(&text, buffer, size) }
 }
 
-/// What the last pause, resume or swap of this thread did, as JSON.
+/// The report of the last pause, resume or swap of this thread, as JSON.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.

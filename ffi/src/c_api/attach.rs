@@ -4,9 +4,9 @@
 
 use std::ffi::{c_char, c_int};
 
-use super::accounts::answer;
-use super::acting::tenant_of;
-use super::last::{fail, guarded, guarded_length};
+use super::last_call::{fail, guarded, guarded_length};
+use super::pausing::tenant_of;
+use super::stats::answer;
 use super::{ARGUMENT, OK, REFUSED};
 use crate::attach::{self, Refusal};
 use crate::runtime;

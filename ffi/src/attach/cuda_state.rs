@@ -1,4 +1,4 @@
-//! What was there before an attach: contexts, and CUDA runtimes that have filled their tables.
+//! CUDA's state in a process before an attach: contexts, and runtimes that have filled their tables.
 
 #![expect(unsafe_code, reason = "calls the driver and the CUDA runtime")]
 
@@ -15,13 +15,13 @@ use crate::runtime;
 /// An upper limit of devices in one process, against a driver that says anything.
 const DEVICES_MAX: c_int = 64;
 
-/// Has the driver been initialised in this process? Does not initialise it. The driver is loaded.
+/// True when the driver, which is loaded, has been initialised in this process. Does not initialise it.
 pub(super) fn driver_is_up() -> bool {
     let mut count: c_int = 0;
     call_driver!(cuDeviceGetCount(&raw mut count => *mut c_int)) == DriverCode::SUCCESS.0
 }
 
-/// The devices whose primary context is there already, and what of them is in use. Makes no context; the
+/// The devices whose primary context is there already, and how many of their bytes are in use. Makes no context; the
 /// caller's current one is as before. The driver is up.
 pub(super) fn devices() -> Vec<Device> {
     let mut count: c_int = 0;
@@ -55,7 +55,7 @@ fn used(device: c_int) -> Option<Device> {
     asked.map(|()| Device { device, used_bytes: total.saturating_sub(free) as u64 })
 }
 
-/// What a shared CUDA runtime has in its table of the driver's functions.
+/// Whose functions a shared CUDA runtime has in its table of the driver's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Table {
     /// The library at that path is no CUDA runtime.

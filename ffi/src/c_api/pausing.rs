@@ -14,7 +14,7 @@ use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
 use tenants::wire::{Action, MemberState};
 
-use super::last::{fail, guarded, not_joined, say_no, settled, swapped};
+use super::last_call::{fail, guarded, not_joined, say_no, settled, swapped};
 use super::{ARGUMENT, OK, REFUSED};
 use crate::{bindings, runtime};
 
@@ -60,7 +60,7 @@ fn code_of(work: impl FnOnce() -> Result<c_int, c_int>) -> c_int {
     guarded(|| work().unwrap_or_else(|code| code))
 }
 
-/// That this process itself asks, where the tenant is its own.
+/// A mark that this process itself asks, where the tenant is its own; for as long as the value lives.
 fn asking_for(tenant: &TenantName) -> Option<Asking<'static>> {
     runtime::member().filter(|member| member.tenant() == tenant).map(|member| member.asks_itself())
 }
@@ -218,13 +218,14 @@ pub unsafe extern "C" fn sublet_resume_tags(
     code_of(|| unsafe { act_for_tags(tenant, (tags, count), whose, Action::Resume, timeout_ms) })
 }
 
-/// Is the calling process's memory given back now, as a whole?
+/// 1 while the calling process is paused as a whole.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_is_paused() -> c_int {
     c_int::from(runtime::member().is_some_and(|member| member.state() == MemberState::Paused))
 }
 
-/// Is any of the calling process's memory with this tag away?
+/// 1 while any of the calling process's memory with this tag is offloaded, 0 while all is resident, -1 for a tag that it
+/// does not have.
 ///
 /// # Safety
 /// `tag` is null or a terminated string.

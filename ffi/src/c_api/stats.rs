@@ -1,4 +1,4 @@
-//! Who holds what, as JSON.
+//! The memory that processes hold, as JSON; and the version.
 
 #![expect(unsafe_code, reason = "exports the C interface")]
 
@@ -8,8 +8,8 @@ use tenants::coordinator::{Coordinator, Options};
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
 
-use super::acting::{run_dir, tenant_of};
-use super::last::{fail, guarded_length, not_joined, write_text};
+use super::last_call::{fail, guarded_length, not_joined, write_text};
+use super::pausing::{run_dir, tenant_of};
 use super::{ARGUMENT, REFUSED};
 use crate::runtime;
 
@@ -39,7 +39,7 @@ pub(super) unsafe fn answer(
     }
 }
 
-/// What this process holds, as JSON.
+/// The memory that this process holds, as JSON.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.
@@ -55,7 +55,7 @@ pub unsafe extern "C" fn sublet_stats_json(buffer: *mut c_char, size: usize) -> 
     })
 }
 
-/// What every process of a tenant holds, as JSON.
+/// The memory that every process of a tenant holds, as JSON.
 ///
 /// # Safety
 /// `tenant` is null or a terminated string; `buffer` is null or valid for writes of `size` bytes.
