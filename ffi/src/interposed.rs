@@ -1,8 +1,8 @@
-//! What stands in for what in this process, and the functions by which callers look names up: `dlsym` and
+//! The value that the engine works on in this process, and the functions by which callers look names up: `dlsym` and
 //! `cuGetProcAddress`.
 //!
 //! The tables are the driver's ([`hooks`]) and NCCL's ([`nccl`](crate::nccl)); how they take effect is the engine's matter
-//! ([`interpose`](crate::interpose)). A further library is a further entry in [`INTERPOSED`].
+//! ([`interpose`](crate::interpose)). A further library is a further entry in `INTERPOSED`.
 
 #![expect(unsafe_code, reason = "interposes dlsym and cuGetProcAddress")]
 
@@ -14,11 +14,11 @@ use sublet_cuda_driver::lookup::Hook;
 
 use crate::hooks::{self, hook_row};
 use crate::interpose::driver::{Driver, call_driver};
-use crate::interpose::lookup::{Decision, decided};
+use crate::interpose::lookup::Decision;
 use crate::interpose::{Interposition, Pointer, loader};
 use crate::nccl::NCCL;
 
-/// All that stands in for something in this process.
+/// The tables of this process. A further library is a further entry.
 pub(crate) static INTERPOSED: Interposition = Interposition::new(
     Driver::new(&[hooks::REPLACING, hooks::WAITING, hooks::RENAMED, LOOKUP]),
     &[&NCCL],
@@ -37,7 +37,7 @@ const _: () = assert!(
     "a function of the table has none of ours in its place"
 );
 
-/// `dlsym`, as every library of the process calls it. Whatever is not about what we stand in for goes on to the
+/// `dlsym`, as every library of the process calls it. Questions about names that are in no table go on to the
 /// loader's own by a jump: the loader reads the return address to know who asks (`RTLD_NEXT`,
 /// `RTLD_DEFAULT`), and it is still that of the caller.
 ///
@@ -69,7 +69,7 @@ pub unsafe extern "C" fn dlsym(handle: Pointer, name: *const c_char) -> Pointer 
 /// needs.
 unsafe extern "C" fn decide(handle: Pointer, name: *const c_char, caller: usize) -> Decision {
     // SAFETY: `dlsym` requires a terminated string.
-    unsafe { decided(&INTERPOSED, handle, name, caller) }
+    unsafe { INTERPOSED.answer(handle, name, caller) }
 }
 
 /// The driver's function for a name and version, or ours in its place.
@@ -115,16 +115,14 @@ pub unsafe extern "C" fn cuGetProcAddress_v2(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::interpose::patch;
-
     #[test]
     fn only_names_that_we_stand_in_for_are_ours() {
-        let ours = patch::prepare(&INTERPOSED);
+        INTERPOSED.prepare();
         for name in [c"dlsym", c"cuMemAlloc_v2", c"ncclAllReduce", c"cuGetProcAddress"] {
-            assert!(ours.of(name).is_some(), "{name:?}");
+            assert!(INTERPOSED.import(name).is_some(), "{name:?}");
         }
         for name in [c"dlopen", c"cuInit", c"cudaMalloc", c"ncclGetVersion", c"malloc", c""] {
-            assert_eq!(ours.of(name), None, "{name:?}");
+            assert_eq!(INTERPOSED.import(name), None, "{name:?}");
         }
     }
 }

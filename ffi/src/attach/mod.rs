@@ -1,7 +1,7 @@
 //! Attaching to a process that was started without us: `sublet_attach`.
 //!
 //! Under `LD_PRELOAD` the loader binds the `dlsym`, `cu...` and `nccl...` of all libraries to us. It asks no library that is
-//! opened later, so at an attach the engine writes our addresses where the loader wrote others ([`patch`]). This module
+//! opened later, so at an attach the engine writes our addresses where the loader wrote others (`interpose::patch`). This module
 //! is about the tenant: which one is joined, what the devices held before (`cuda_state`), and whether a pause from outside
 //! is safe.
 //!
@@ -16,7 +16,7 @@ use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 use tenants::identity::TenantName;
 
-use crate::interpose::patch::{self, Entry, Purpose};
+use crate::interpose::patch::{Entry, Purpose};
 use crate::interpose::{Binding, driver, loader};
 use crate::interposed::INTERPOSED;
 use crate::runtime;
@@ -57,7 +57,7 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
     if let Some(tenant) = tenant {
         runtime::choose_tenant(tenant).map_err(Refusal::OtherTenant)?;
     }
-    patch::prepare(&INTERPOSED);
+    INTERPOSED.prepare();
     let driver_is_loaded = driver::is_loaded();
     if driver_is_loaded {
         // Its addresses must be known before the walk, which may not ask the loader.
@@ -66,14 +66,14 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
     let is_first = lock(&DEVICES).is_none();
     let before = if driver_is_loaded && is_first { cuda_state::devices() } else { Vec::new() };
     if INTERPOSED.is_bound_by_loader() {
-        patch::walk(&INTERPOSED, Purpose::Look);
+        INTERPOSED.walk(Purpose::Look);
         return Ok(());
     }
     watch_forks();
     INTERPOSED.bind_by_attach();
-    patch::walk(&INTERPOSED, Purpose::Patch);
+    INTERPOSED.walk(Purpose::Patch);
     // A thread that was binding a slot for the first time meanwhile has written over ours.
-    patch::walk(&INTERPOSED, Purpose::Patch);
+    INTERPOSED.walk(Purpose::Patch);
     let mut devices = lock(&DEVICES);
     if devices.is_none() {
         for &device in &before {
@@ -123,10 +123,11 @@ pub(crate) fn report() -> Report {
     let is_preloaded = !is_attached && INTERPOSED.is_bound_by_loader();
     if !INTERPOSED.is_forked() {
         // What has been unloaded since is not listed any more.
-        patch::walk(&INTERPOSED, if is_attached { Purpose::Patch } else { Purpose::Look });
+        INTERPOSED.walk(if is_attached { Purpose::Patch } else { Purpose::Look });
     }
     let is_up = driver::is_loaded() && cuda_state::driver_is_up();
-    let libraries: Vec<Library> = patch::entries(&INTERPOSED)
+    let libraries: Vec<Library> = INTERPOSED
+        .walked()
         .into_iter()
         .map(|(path, entry)| library(path, &entry, is_preloaded, is_up))
         .collect();

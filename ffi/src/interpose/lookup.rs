@@ -1,11 +1,10 @@
 //! The answers of our `dlsym`: one of our functions, or the loader's own answer.
 
-#![expect(unsafe_code, reason = "reads the names that callers of dlsym ask for")]
+use std::ffi::CStr;
 
-use std::ffi::{CStr, c_char};
-
+use super::driver::Driver;
 use super::library::Library;
-use super::{Binding, Interposition, Pointer, loader};
+use super::{Binding, Pointer, loader};
 
 /// The answer to one question, in the two registers that the assembly of our `dlsym` looks at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,65 +25,45 @@ impl Decision {
     }
 }
 
-impl Interposition {
-    /// Our answer to `dlsym(handle, name)`, asked from `caller` in a process bound by `binding`.
-    pub(crate) fn decide(
-        &self,
-        binding: Binding,
-        handle: Pointer,
-        name: &CStr,
-        caller: usize,
-    ) -> Decision {
-        if name.to_bytes().starts_with(b"cu") {
-            return self.decide_driver(binding, handle, name, caller);
-        }
-        let found =
-            self.libraries.iter().find_map(|library| Some((library, library.number_of(name)?)));
-        match found {
-            Some((library, number)) => decide_library(library, binding, handle, number, caller),
-            None => Decision::LOADER,
-        }
+/// The answer about a function of the driver's, asked from `caller` in a process bound by `binding`.
+pub(super) fn decide_driver(
+    driver: &Driver,
+    binding: Binding,
+    handle: Pointer,
+    name: &CStr,
+    caller: usize,
+) -> Decision {
+    if !driver.hooks().any(|hook| hook.symbol.as_bytes() == name.to_bytes()) {
+        return Decision::LOADER;
     }
-
-    fn decide_driver(
-        &self,
-        binding: Binding,
-        handle: Pointer,
-        name: &CStr,
-        caller: usize,
-    ) -> Decision {
-        if !self.driver.hooks().any(|hook| hook.symbol.as_bytes() == name.to_bytes()) {
-            return Decision::LOADER;
+    let found = if handle == libc::RTLD_NEXT {
+        None
+    } else if handle != libc::RTLD_DEFAULT {
+        loader::dlsym(handle, name)
+    } else {
+        match binding {
+            // Whatever the caller would bind to, which is our export already.
+            Binding::ByLoader => None,
+            // The driver may come before us in the caller's order.
+            Binding::ByAttach => loader::program()
+                .and_then(|program| loader::dlsym(program, name))
+                .or_else(|| loader::dlsym_of_file(caller, name)),
         }
-        let found = if handle == libc::RTLD_NEXT {
-            None
-        } else if handle != libc::RTLD_DEFAULT {
-            loader::dlsym(handle, name)
-        } else {
-            match binding {
-                // Whatever the caller would bind to, which is our export already.
-                Binding::ByLoader => None,
-                // The driver may come before us in the caller's order.
-                Binding::ByAttach => loader::program()
-                    .and_then(|program| loader::dlsym(program, name))
-                    .or_else(|| loader::dlsym_of_file(caller, name)),
-            }
-        };
-        let Some(found) = found else {
-            return Decision::LOADER;
-        };
-        let ours = self.driver.exchanged(found.as_ptr());
-        if ours == found.as_ptr() {
-            Decision::LOADER
-        } else {
-            Decision::answer(ours.expose_provenance())
-        }
+    };
+    let Some(found) = found else {
+        return Decision::LOADER;
+    };
+    let ours = driver.exchanged(found.as_ptr());
+    if ours == found.as_ptr() {
+        Decision::LOADER
+    } else {
+        Decision::answer(ours.expose_provenance())
     }
 }
 
-/// Unlike the driver, a library may be missing, or there twice: our exports must be found only where its own
-/// functions would have been.
-fn decide_library(
+/// The answer about function `number` of a library, asked as for [`decide_driver`]. Unlike the driver, a library may
+/// be missing, or there twice: our exports must be found only where its own functions would have been.
+pub(super) fn decide_library(
     library: &'static Library,
     binding: Binding,
     handle: Pointer,
@@ -124,25 +103,4 @@ fn decide_library(
         loader::dlsym(libc::RTLD_NEXT, name).map(|found| found.as_ptr().expose_provenance())
     });
     Decision::answer(found.unwrap_or(0))
-}
-
-/// [`Interposition::decide`] with the arguments of C. The address of the loader's own `dlsym` is known afterwards, which a
-/// jump to it needs.
-///
-/// # Safety
-/// `name` is null or a terminated string.
-pub(crate) unsafe fn decided(
-    interposition: &'static Interposition,
-    handle: Pointer,
-    name: *const c_char,
-    caller: usize,
-) -> Decision {
-    if loader::find_dlsym().is_none() || name.is_null() || loader::is_looking() {
-        return Decision::LOADER;
-    }
-    // Whoever opens a library asks it for a symbol next, before the library itself asks anybody.
-    interposition.look_again();
-    // SAFETY: the caller promises a terminated string.
-    let name = unsafe { CStr::from_ptr(name) };
-    interposition.decide(interposition.binding(), handle, name, caller)
 }

@@ -1,15 +1,17 @@
 //! How callers come to call us in place of the driver, of NCCL, or of another library.
 //!
 //! An engine without a table of its own: the functions of others and ours in their place are handed to it as a value, an
-//! [`Interposition`], by [`crate::interposed`]. A further library is a further [`Library`] in that value.
+//! `Interposition`, by [`crate::interposed`]. A further library is a further `Library` in that value.
 //!
-//! * [`loader`]: the dynamic loader's own functions, past ours.
-//! * [`driver`]: the driver's own functions, past ours, and the exchange of its addresses for ours.
-//! * [`library`]: libraries whose public functions we export under their own names; which copy a call is for.
-//! * [`lookup`]: what our `dlsym` answers.
-//! * [`patch`]: our addresses written into libraries that the loader has bound elsewhere.
+//! * `loader`: the dynamic loader's own functions, past ours.
+//! * `driver`: the driver's own functions, past ours, and the exchange of its addresses for ours.
+//! * `library`: libraries whose public functions we export under their own names; which copy a call is for.
+//! * `lookup`: what our `dlsym` answers.
+//! * `patch`: our addresses written into libraries that the loader has bound elsewhere.
 //!
 //! It decides which function a caller gets. The functions themselves are not its matter.
+
+#![expect(unsafe_code, reason = "reads the names that callers of dlsym ask for")]
 
 pub(crate) mod driver;
 pub(crate) mod library;
@@ -19,12 +21,13 @@ pub(crate) mod patch;
 #[cfg(test)]
 mod tests;
 
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use driver::Driver;
 use library::Library;
-use patch::{Patches, Purpose};
+use lookup::{Decision, decide_driver, decide_library};
+use patch::{Entry, Patches, Purpose};
 
 /// An argument that is only passed on.
 pub(crate) type Pointer = *mut c_void;
@@ -82,7 +85,8 @@ impl Interposition {
     }
 
     /// From now on this process's libraries are bound to us by an attach.
-    pub(crate) fn bind_by_attach(&self) {
+    pub(crate) fn bind_by_attach(&'static self) {
+        self.prepare();
         for library in self.libraries {
             library.bind_by_attach();
         }
@@ -101,13 +105,13 @@ impl Interposition {
 
     /// Patches what was loaded since the last time, in a process that was attached to. Blocks on no lock but
     /// the loader's of its list, which no thread holds while it waits for us.
-    pub(crate) fn look_again(&'static self) {
+    fn look_again(&'static self) {
         if self.binding() == Binding::ByAttach && !self.is_forked() {
-            patch::walk(self, Purpose::PatchWhatIsNew);
+            self.walk(Purpose::PatchWhatIsNew);
         }
     }
 
-    /// True when the loader binds the program's `dlsym`, or what else of the loader's we stand in for, to ours.
+    /// True when the loader binds the program to our functions in place of its own, such as `dlsym`.
     pub(crate) fn is_bound_by_loader(&self) -> bool {
         self.loader.first().is_some_and(|(name, _)| {
             let found = loader::program().and_then(|program| loader::dlsym(program, name));
@@ -115,12 +119,66 @@ impl Interposition {
         })
     }
 
-    /// Our functions by the names that libraries import them by.
-    fn imports(&self) -> impl Iterator<Item = (&'static [u8], usize)> {
-        let driver = self.driver.hooks().map(|hook| (hook.symbol.as_bytes(), (hook.wrapper)()));
-        let rows = self.libraries.iter().flat_map(|library| library.rows());
-        let libraries = rows.map(|row| (row.name.to_bytes(), (row.exported)()));
-        let loader = self.loader.iter().map(|(name, ours)| (name.to_bytes(), ours()));
-        driver.chain(libraries).chain(loader)
+    /// Makes what walks need. Called before [`bind_by_attach`](Self::bind_by_attach) lets other threads walk, so that
+    /// nothing of it is made under the loader's lock.
+    pub(crate) fn prepare(&'static self) {
+        self.patches.prepare(|| {
+            let driver = self.driver.hooks().map(|hook| (hook.symbol.as_bytes(), (hook.wrapper)()));
+            let rows = self.libraries.iter().flat_map(|library| library.rows());
+            let libraries = rows.map(|row| (row.name.to_bytes(), (row.exported)()));
+            let loader = self.loader.iter().map(|(name, ours)| (name.to_bytes(), ours()));
+            driver.chain(libraries).chain(loader).collect()
+        });
+    }
+
+    /// Our function for imports of `name`. None before [`prepare`](Self::prepare).
+    #[cfg(test)]
+    pub(crate) fn import(&self, name: &CStr) -> Option<usize> {
+        self.patches.import(name)
+    }
+
+    /// Walks over all libraries of the process.
+    pub(crate) fn walk(&'static self, purpose: Purpose) {
+        self.prepare();
+        self.patches.walk(&self.driver, purpose);
+    }
+
+    /// The libraries that reach, or may reach, anything that we stand in for; by path. Calls nothing of the loader's.
+    pub(crate) fn walked(&self) -> Vec<(String, Entry)> {
+        self.patches.entries()
+    }
+
+    /// Our answer to `dlsym(handle, name)`, asked from `caller` in a process bound by `binding`.
+    fn decide(&self, binding: Binding, handle: Pointer, name: &CStr, caller: usize) -> Decision {
+        if name.to_bytes().starts_with(b"cu") {
+            return decide_driver(&self.driver, binding, handle, name, caller);
+        }
+        let found =
+            self.libraries.iter().find_map(|library| Some((library, library.number_of(name)?)));
+        match found {
+            Some((library, number)) => decide_library(library, binding, handle, number, caller),
+            None => Decision::LOADER,
+        }
+    }
+
+    /// Our answer to `dlsym(handle, name)`, asked from `caller`. The address of the loader's own `dlsym` is known
+    /// afterwards, which a jump to it needs.
+    ///
+    /// # Safety
+    /// `name` is null or a terminated string.
+    pub(crate) unsafe fn answer(
+        &'static self,
+        handle: Pointer,
+        name: *const c_char,
+        caller: usize,
+    ) -> Decision {
+        if loader::find_dlsym().is_none() || name.is_null() || loader::is_looking() {
+            return Decision::LOADER;
+        }
+        // A program that opens a library asks it for a symbol next, before the library itself asks for any.
+        self.look_again();
+        // SAFETY: the caller promises a terminated string.
+        let name = unsafe { CStr::from_ptr(name) };
+        self.decide(self.binding(), handle, name, caller)
     }
 }

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use super::driver::Driver;
 use super::library::{Description, Library, interpose_library};
 use super::lookup::Decision;
-use super::patch::{self, Purpose};
+use super::patch::Purpose;
 use super::{Binding, Interposition, Pointer, loader};
 
 /// The library of the test: `sublettest_version` is its landmark, and tells copies apart.
@@ -141,12 +141,11 @@ fn further_library_is_found_replaced_and_patched_by_its_table_alone() {
     let user = Opened::new(&first_user);
     assert_eq!((user.call(c"use_work", 1), counted()), (1001, 0));
     INTERPOSED.bind_by_attach();
-    patch::prepare(&INTERPOSED);
-    patch::walk(&INTERPOSED, Purpose::Patch);
+    INTERPOSED.walk(Purpose::Patch);
     assert_eq!((user.call(c"use_work", 1), counted()), (1001, 1), "called through ours");
     assert_eq!(user.call(c"use_other", 1), 1010);
     CALLED.with_borrow(|called| assert_eq!(*called, [c"sublettest_other".to_owned()]));
-    let entries = patch::entries(&INTERPOSED);
+    let entries = INTERPOSED.walked();
     let slots: Vec<_> =
         entries.iter().map(|(path, entry)| (Path::new(path), entry.slots)).collect();
     assert_eq!(slots, [(&*first_user, 2)]);
@@ -168,5 +167,5 @@ fn further_library_is_found_replaced_and_patched_by_its_table_alone() {
     assert_eq!(Opened::new(&second).call(c"sublettest_calls", 0), 2);
     assert_eq!(copy.call(c"sublettest_calls", 0), 3);
     FOUND.with_borrow(|found| assert_eq!(*found, [true, false]));
-    assert_eq!(patch::entries(&INTERPOSED).len(), 2);
+    assert_eq!(INTERPOSED.walked().len(), 2);
 }

@@ -1,5 +1,5 @@
-//! Our addresses in the libraries that the loader has bound elsewhere: walks over all that are loaded, and what is
-//! remembered of each.
+//! Our addresses in the libraries that the loader has bound elsewhere: walks over all that are loaded, and their
+//! memory of each.
 //!
 //! 1. A library's import slots ([`slots`], found by [`object`]) of functions that we stand in for lead to us.
 //! 2. Addresses of such functions of the driver's that it keeps in its own data are exchanged ([`kept_addresses`]).
@@ -29,7 +29,7 @@ use object::{Object, Place};
 use protections::Protections;
 use slots::Settled;
 
-use super::Interposition;
+use super::driver::Driver;
 
 /// How often slots that the loader is not done with are looked at again.
 const TRIES_MAX: u8 = 32;
@@ -87,15 +87,14 @@ pub(super) struct Patches {
 
 /// Our functions by the names that libraries import them by.
 #[derive(Debug)]
-pub(crate) struct Names {
+struct Names {
     addresses: HashMap<&'static [u8], usize>,
     /// The bytes that some name begins with: most imports of a process begin otherwise, and all are asked about.
     first_bytes: [bool; 256],
 }
 
 impl Names {
-    fn new(all: impl Iterator<Item = (&'static [u8], usize)>) -> Self {
-        let addresses: HashMap<_, _> = all.collect();
+    fn new(addresses: HashMap<&'static [u8], usize>) -> Self {
         let mut first_bytes = [false; 256];
         for &first in addresses.keys().filter_map(|name| name.first()) {
             first_bytes[usize::from(first)] = true;
@@ -103,8 +102,7 @@ impl Names {
         Self { addresses, first_bytes }
     }
 
-    /// Our function for imports of `name`.
-    pub(crate) fn of(&self, name: &CStr) -> Option<usize> {
+    fn of(&self, name: &CStr) -> Option<usize> {
         let name = name.to_bytes();
         let &first = name.first()?;
         self.first_bytes[usize::from(first)].then(|| self.addresses.get(name).copied()).flatten()
@@ -123,6 +121,78 @@ impl Patches {
 
     fn known(&self) -> MutexGuard<'_, Known> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes what walks need from `names`: our functions by the names that libraries import them by.
+    pub(super) fn prepare(&self, names: impl FnOnce() -> HashMap<&'static [u8], usize>) {
+        LazyLock::force(&self.known);
+        self.ours.get_or_init(|| Names::new(names()));
+    }
+
+    /// Our function for imports of `name`.
+    #[cfg(test)]
+    pub(super) fn import(&self, name: &CStr) -> Option<usize> {
+        self.ours.get()?.of(name)
+    }
+
+    /// Walks over all libraries of the process. Does nothing before [`prepare`](Self::prepare).
+    pub(super) fn walk(&'static self, driver: &'static Driver, purpose: Purpose) {
+        if self.walk_once(driver, purpose) == Met::Unknown && driver.exchange().is_some() {
+            // The library whose initialiser brought the driver in may keep functions of it already.
+            self.walk_once(driver, Purpose::Patch);
+        }
+    }
+
+    fn walk_once(&'static self, driver: &'static Driver, purpose: Purpose) -> Met {
+        let Some(ours) = self.ours.get() else {
+            return Met::Known;
+        };
+        let nested = WALKING.try_with(|walking| walking.replace(true)).unwrap_or(true);
+        if nested {
+            return Met::Known;
+        }
+        let mut walk = Walk {
+            driver,
+            patches: self,
+            ours,
+            purpose,
+            known: None,
+            protections: OnceCell::new(),
+            unsettled: false,
+            met_driver: false,
+        };
+        // SAFETY: `visit` is a callback as `dl_iterate_phdr` takes it, and its data outlives the call.
+        unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut walk).cast()) };
+        let _cleared = WALKING.try_with(|walking| walking.set(false));
+        let Some(mut known) = walk.known.take() else {
+            return Met::Known;
+        };
+        // Libraries that were not met have been unloaded.
+        let walks = known.walks;
+        known.entries.retain(|_, entry| {
+            entry.is_searched |= !walk.met_driver;
+            entry.walk == walks
+        });
+        let unknown =
+            walk.met_driver && purpose != Purpose::Look && driver.known_exchange().is_none();
+        self.unsettled.store(walk.unsettled, Ordering::Release);
+        match (walk.met_driver, unknown) {
+            (false, _) => Met::Absent,
+            (true, true) => Met::Unknown,
+            (true, false) => Met::Known,
+        }
+    }
+
+    /// The libraries that reach, or may reach, anything that we stand in for; by path. Calls nothing of the loader's.
+    pub(super) fn entries(&self) -> Vec<(String, Entry)> {
+        let known = self.known();
+        let mattering = known.entries.iter().filter(|(_, entry)| entry.matters());
+        let mut entries: Vec<_> = mattering
+            .map(|(identity, entry)| (identity.name.to_string_lossy().into_owned(), entry.clone()))
+            .collect();
+        drop(known);
+        entries.sort_by(|one, other| one.0.cmp(&other.0));
+        entries
     }
 }
 
@@ -144,78 +214,25 @@ pub(crate) enum Purpose {
 
 /// One walk under way.
 struct Walk {
-    interposition: &'static Interposition,
+    driver: &'static Driver,
+    patches: &'static Patches,
     ours: &'static Names,
     purpose: Purpose,
     known: Option<MutexGuard<'static, Known>>,
     protections: OnceCell<Protections>,
     unsettled: bool,
-    /// The driver was met.
-    driver: bool,
-}
-
-/// Makes what walks need. Called before others may walk, so that nothing of it is made under the loader's lock.
-pub(crate) fn prepare(interposition: &'static Interposition) -> &'static Names {
-    let patches = &interposition.patches;
-    LazyLock::force(&patches.known);
-    patches.ours.get_or_init(|| Names::new(interposition.imports()))
-}
-
-/// Walks over all libraries of the process.
-pub(crate) fn walk(interposition: &'static Interposition, purpose: Purpose) {
-    let met = walk_once(interposition, purpose);
-    if met == Driver::Unknown && interposition.driver.exchange().is_some() {
-        // The library whose initialiser brought the driver in may keep functions of it already.
-        walk_once(interposition, Purpose::Patch);
-    }
+    met_driver: bool,
 }
 
 /// Whether a walk met the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Driver {
+enum Met {
     /// It is not in the process, so that no library keeps a function of it.
     Absent,
     /// It is there, and it is known which of its functions are exchanged.
     Known,
     /// It is there, and has not been asked yet.
     Unknown,
-}
-
-fn walk_once(interposition: &'static Interposition, purpose: Purpose) -> Driver {
-    let nested = WALKING.try_with(|walking| walking.replace(true)).unwrap_or(true);
-    if nested {
-        return Driver::Known;
-    }
-    let patches = &interposition.patches;
-    let mut walk = Walk {
-        interposition,
-        ours: prepare(interposition),
-        purpose,
-        known: None,
-        protections: OnceCell::new(),
-        unsettled: false,
-        driver: false,
-    };
-    // SAFETY: `visit` is a callback as `dl_iterate_phdr` takes it, and its data outlives the call.
-    unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut walk).cast()) };
-    let _cleared = WALKING.try_with(|walking| walking.set(false));
-    let Some(mut known) = walk.known.take() else {
-        return Driver::Known;
-    };
-    // What was not met has been unloaded.
-    let walks = known.walks;
-    known.entries.retain(|_, entry| {
-        entry.is_searched |= !walk.driver;
-        entry.walk == walks
-    });
-    let unknown =
-        walk.driver && purpose != Purpose::Look && interposition.driver.known_exchange().is_none();
-    patches.unsettled.store(walk.unsettled, Ordering::Release);
-    match (walk.driver, unknown) {
-        (false, _) => Driver::Absent,
-        (true, true) => Driver::Unknown,
-        (true, false) => Driver::Known,
-    }
 }
 
 unsafe extern "C" fn visit(
@@ -229,7 +246,7 @@ unsafe extern "C" fn visit(
     // SAFETY: the loader passes a valid structure for the time of the call.
     let info = unsafe { &*info };
     if walk.known.is_none() {
-        let patches = &walk.interposition.patches;
+        let patches = walk.patches;
         if walk.purpose == Purpose::PatchWhatIsNew
             && info.dlpi_adds == patches.loads.load(Ordering::Acquire)
             && !patches.unsettled.load(Ordering::Acquire)
@@ -252,7 +269,7 @@ unsafe extern "C" fn visit(
 
 impl Walk {
     fn look_at(&mut self, object: &Object<'_>) {
-        self.driver |= is_file(object.name, DRIVER_FILE);
+        self.met_driver |= is_file(object.name, DRIVER_FILE);
         if object.contains((visit as *const ()).addr()) || is_left_out(object.name) {
             return;
         }
@@ -301,7 +318,7 @@ impl Walk {
                 entry.problem = Some("the loader never finished with its imports".to_owned());
             }
         }
-        if let Some(exchange) = self.interposition.driver.known_exchange()
+        if let Some(exchange) = self.driver.known_exchange()
             && !entry.is_searched
             && is_ready
         {
@@ -323,16 +340,4 @@ const DRIVER_FILE: &[u8] = b"libcuda.so";
 fn is_file(name: &CStr, begin: &[u8]) -> bool {
     let file = name.to_bytes().rsplit(|&byte| byte == b'/').next().unwrap_or_default();
     file.starts_with(begin)
-}
-
-/// The libraries that reach, or may reach, anything that we stand in for; by path. Calls nothing of the loader's.
-pub(crate) fn entries(interposition: &Interposition) -> Vec<(String, Entry)> {
-    let known = interposition.patches.known();
-    let mattering = known.entries.iter().filter(|(_, entry)| entry.matters());
-    let mut entries: Vec<_> = mattering
-        .map(|(identity, entry)| (identity.name.to_string_lossy().into_owned(), entry.clone()))
-        .collect();
-    drop(known);
-    entries.sort_by(|one, other| one.0.cmp(&other.0));
-    entries
 }
