@@ -17,17 +17,17 @@ take no longer than the steps that the slowest rank is behind, a few ms; two sta
 from __future__ import annotations
 
 import os
-import random
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import cli
 import common
-import subletapi
-from childrun import cuda_libraries
 from common import JobError, Result
-from training_run import TrainingRun, first_difference, gpu_count, library_versions
+from phases import Phases
+from runner import cuda_libraries
+from training_run import TrainingJob, TrainingRun, first_difference
 
 #: Steps before the first pause: what is made on first use is there.
 WARM_STEPS = 25
@@ -71,28 +71,21 @@ def kind_of_failure(told: dict[str, Any]) -> str:
     return "timed_out" if late else "refused"
 
 
-class Job:
+class Job(TrainingJob):
     """Baseline, then as many runs as the pauses take."""
 
     def __init__(self, args: Any, result: Result, work: Path) -> None:
-        self.args, self.result, self.work, self.data = args, result, work, result.data
+        super().__init__(args, result, work)
         self.began = time.monotonic()
-        self.random = random.Random(args.seed)
         self.launcher = LAUNCHERS.get(args.program, "torchrun")
-        devices = gpu_count(args.gpus)
-        self.ranks = 1 if self.launcher == "alone" else devices
-        self.devices = ["--devices", str(devices)] if self.launcher == "alone" else []
+        self.ranks = 1 if self.launcher == "alone" else self.gpus
+        self.devices = ["--devices", str(self.gpus)] if self.launcher == "alone" else []
         self.env = {"LD_LIBRARY_PATH": cuda_libraries()} if args.program in BY_NAME else {}
-        self.data["parameters"]["gpus"] = devices
-        self.data["versions"].update(library_versions())
         self.counts = {"succeeded": 0, "refused": 0, "timed_out": 0, "resumes_failed": 0}
-        self.walls: dict[str, dict[str, list[float]]] = {"pause": {}, "resume": {}}
-        self.members: dict[str, dict[str, dict[str, list[float]]]] = {"pause": {}, "resume": {}}
+        self.phases = Phases()
         self.data["failures"] = []
         self.expected: list[list[str]] = []
         self.steps, self.rate = 0, 0.0
-        self.current: TrainingRun | None = None
-        common.at_deadline(lambda _reason: self.end(shown=True))
 
     def left_s(self) -> float:
         """Seconds until the job must have ended, some for the report taken off."""
@@ -102,8 +95,7 @@ class Job:
         """One run of the program."""
         given = ["--width", str(self.args.width), *self.devices, *arguments]
         how = {"tenant": tenant, "env": self.env, "launcher": self.launcher}
-        self.current = TrainingRun(self.work, label, self.args.program, self.ranks, given, **how)
-        return self.current
+        return self.start_program(label, self.args.program, self.ranks, given, **how)
 
     def baseline(self) -> None:
         """The run without pauses and without Sublet."""
@@ -121,17 +113,12 @@ class Job:
     def change(self, action: str, tenant: str) -> dict[str, Any]:
         """Runs the command."""
         limit = ["--timeout", f"{max(1, round(self.args.pause_timeout))}s"]
-        return subletapi.sublet(action, tenant, *limit, "--json", timeout_s=8 * self.args.pause_timeout)
+        return cli.sublet(action, tenant, *limit, "--json", timeout_s=8 * self.args.pause_timeout)
 
     def note_report(self, action: str, told: dict[str, Any]) -> None:
         """Adds the times of each phase, and what the report says beside them."""
         report = (told.get("json") or {}).get("report") or {}
-        for phase in report.get("phases", []):
-            self.walls[action].setdefault(phase["phase"], []).append(phase["wall_us"])
-        for name, row in subletapi.phase_table(report.get("phases")).items():
-            entry = self.members[action].setdefault(name, {})
-            for key in ("elapsed_us", "driver_calls", "bytes"):
-                entry.setdefault(key, []).append(row[key])
+        self.phases.add(action, report)
         if action == "pause" and report:
             names = [phase["phase"] for phase in report["phases"]]
             upto = names.index("Drain") + 1 if "Drain" in names else 0
@@ -174,7 +161,7 @@ class Job:
         again = self.change("resume", tenant)
         if again["exit"] != 0:
             self.counts["resumes_failed"] += 1
-            self.data["resume_failure"] = subletapi.say(again) + str(again.get("json"))[:2000]
+            self.data["resume_failure"] = cli.say(again) + str(again.get("json"))[:2000]
             run.print_state()
             raise JobError(f"resume failed: {self.data['resume_failure'][:600]}")
         if told["exit"] == 0:
@@ -217,13 +204,6 @@ class Job:
         same, detail = first_difference(self.expected, run.losses())
         self.result.check(f"run {number}: losses of all ranks identical to the run without pauses", same, detail)
 
-    def end(self, shown: bool = False) -> None:
-        """Ends the run under way, after a look at it."""
-        if self.current is not None and not self.current.ended:
-            if shown:
-                self.current.print_state()
-            self.current.stop()
-
     def run(self) -> None:
         """Everything, then the table."""
         self.baseline()
@@ -247,30 +227,11 @@ class Job:
     def report(self) -> None:
         """Puts what was measured into the record and prints the phases."""
         self.data["summary"]["pauses"] = dict(self.counts)
-        self.data["samples"]["phase_wall_us"] = {
-            f"{action}.{name}": values for action, table in self.walls.items() for name, values in table.items()
-        }
-        self.data["phases"] = {
-            action: {name: {k: common.summarise(v) for k, v in row.items()} for name, row in table.items()}
-            for action, table in self.members.items()
-        }
-        print(f"{'phase':<28}{'n':>6}{'p50 ms':>10}{'p99 ms':>10}{'max ms':>10}")
-        for action, table in self.walls.items():
-            for name, values in table.items():
-                row = common.summarise(values)
-                figures = "".join(f"{row[key] / 1000:>10.2f}" for key in ("median", "p99", "max"))
-                print(f"{action + ' ' + name:<28}{row['count']:>6}{figures}")
-
-
-def body(args: Any, result: Result, work: Path) -> None:
-    """The job; whatever happens, no rank outlives it."""
-    job = Job(args, result, work)
-    try:
-        job.run()
-    finally:
-        job.end()
+        self.data["samples"]["phase_wall_us"] = self.phases.flat_walls()
+        self.data["phases"] = self.phases.summaries()
+        self.phases.print()
 
 
 if __name__ == "__main__":
     options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, f"anytime_{options.program}", lambda result, work: body(options, result, work)))
+    sys.exit(common.run_job(options, f"anytime_{options.program}", lambda result, work: Job(options, result, work).run_to_end()))

@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import childrun
+import cli
 import common
-import subletapi
+import runner
 from common import Result
 from observer import Observer
 
@@ -36,7 +36,7 @@ def parse(argv: list[str]) -> Any:
 
 def program(args: Any) -> int:
     """A program that attaches."""
-    childrun.begin(args.deadline)
+    runner.begin(args.deadline)
     import sublet
     import torch
 
@@ -48,29 +48,29 @@ def program(args: Any) -> int:
         torch.ones(1 << 20, device="cuda:0").sum().item()
     report = sublet.attach(args.tenant)
     said = dataclasses.asdict(report)
-    childrun.fact("report", said)
-    childrun.row("attached", sublet.attached() and not said["was_preloaded"])
+    runner.fact("report", said)
+    runner.row("attached", sublet.attached() and not said["was_preloaded"])
     states = {Path(str(library["path"])).name: library["state"] for library in said["libraries"]}
     runtime = {name: state for name, state in states.items() if "cudart" in name}
     others = {name: state for name, state in states.items() if state != "hooked"}
-    childrun.row("every library is hooked", said["launches_are_held"] and not others, str(others or "none is not"))
+    runner.row("every library is hooked", said["launches_are_held"] and not others, str(others or "none is not"))
     reserved = sum(said["reserved_bytes"].values())
     wanted = args.gib * common.GIB if args.when == "late" else 0
     is_said = bool(runtime) and (reserved >= wanted if wanted else reserved == 0)
     detail = f"{runtime}; {reserved >> 20} MiB reserved before"
-    childrun.row("the report names libcudart and the bytes that came too early", is_said, detail)
+    runner.row("the report names libcudart and the bytes that came too early", is_said, detail)
     tensor = torch.arange(count, dtype=torch.int64, device="cuda:0").mul_(3)
     product = torch.randn(512, 512, device="cuda:0")
     expected, total = product @ product, int(tensor.sum().item())
     torch.cuda.synchronize()
-    childrun.fact("versions", childrun.versions())
-    childrun.fact("ready", True)
+    runner.fact("versions", runner.versions())
+    runner.fact("ready", True)
     rounds, wrong = 0, 0
     while not args.stop.exists():
         wrong += int(tensor.sum().item()) != total or not torch.equal(product @ product, expected)
         wrong += before is not None and int(before[-1].item()) != count - 1
         rounds += 1
-    childrun.row("values exact all the time", wrong == 0 and rounds > 0, f"{wrong} of {rounds} wrong")
+    runner.row("values exact all the time", wrong == 0 and rounds > 0, f"{wrong} of {rounds} wrong")
     return 0
 
 
@@ -90,7 +90,7 @@ def case(args: Any, result: Result, work: Path, observer: Observer, when: str) -
         "--deadline",
         "60",
     ]
-    child = childrun.Child(work, when, command, sites=[childrun.package(work, "sublet")])
+    child = runner.Child(work, when, command, sites=[runner.package(work, "sublet")])
     try:
         child.wait_fact("ready", 45)
     except common.JobError as error:
@@ -100,14 +100,14 @@ def case(args: Any, result: Result, work: Path, observer: Observer, when: str) -
     for cycle in range(CYCLES):
         before = observer.free()[0]
         for action in ("pause", "resume"):
-            told = subletapi.sublet(action, tenant, "--json", timeout_s=30)
+            told = cli.sublet(action, tenant, "--json", timeout_s=30)
             result.sample(f"{when}_{action}_s", told["wall_s"])
             passed = told["exit"] == 0
             if action == "pause":
                 freed = observer.free()[0] - before
                 result.sample(f"{when}_freed_mib", freed / common.MIB)
                 passed = passed and freed >= 0.98 * args.gib * common.GIB
-            detail = "" if passed else f"{freed / common.MIB:.0f} MiB freed; {subletapi.say(told)}"
+            detail = "" if passed else f"{freed / common.MIB:.0f} MiB freed; {cli.say(told)}"
             result.check(f"{when}: {action} {cycle}", passed, detail)
     stop.touch()
     child.finish(result, 25)
@@ -121,7 +121,7 @@ def body(args: Any, result: Result, work: Path) -> None:
     for when in ("early", "late"):
         case(args, result, work, observer, when)
     observer.close()
-    childrun.verdicts(result)
+    runner.verdicts(result)
 
 
 if __name__ == "__main__":

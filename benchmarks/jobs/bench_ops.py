@@ -1,4 +1,4 @@
-"""Requests of worker.py that measure: pinned copies, all-reduce bandwidth, launches, allocations.
+"""Steps of rank.py that measure: pinned copies, all-reduce bandwidth, launches, allocations.
 
 Bounds: a PCIe 5 x16 link copies about 55 GB/s each way; 18 NVLinks carry about 450 GB/s each way, less protocol;
 a launch costs the host 2 to 5 us; cudaMalloc of 2 MiB costs the driver some 50 to 100 us.
@@ -18,62 +18,62 @@ import common
 GRAPH_CALLS = 4
 
 
-def pinned_setup(worker: Any, mib: int = 2048) -> dict[str, float]:
+def pinned_setup(rank: Any, mib: int = 2048) -> dict[str, float]:
     """Pinned host memory and a block of the same size on the device."""
     began = time.perf_counter()
     size = mib * common.MIB
-    worker.bench["host"] = worker.torch.empty(size, dtype=worker.torch.uint8, pin_memory=worker.device.type == "cuda")
-    worker.bench["host"].fill_(7)
-    worker.bench["dev"] = worker.torch.ones(size, dtype=worker.torch.uint8, device=worker.device)
+    rank.bench["host"] = rank.torch.empty(size, dtype=rank.torch.uint8, pin_memory=rank.device.type == "cuda")
+    rank.bench["host"].fill_(7)
+    rank.bench["dev"] = rank.torch.ones(size, dtype=rank.torch.uint8, device=rank.device)
     for direction in ("out", "in"):
-        pinned_copy(worker, direction, 1)
+        pinned_copy(rank, direction, 1)
     return {"seconds": time.perf_counter() - began}
 
 
-def pinned_copy(worker: Any, direction: str, times: int = 4) -> dict[str, float]:
+def pinned_copy(rank: Any, direction: str, times: int = 4) -> dict[str, float]:
     """Copies the block `times` times in one direction; GB/s."""
-    host, dev = worker.bench["host"], worker.bench["dev"]
+    host, dev = rank.bench["host"], rank.bench["dev"]
     target, source = (host, dev) if direction == "out" else (dev, host)
-    worker.sync()
+    rank.sync()
     began = time.perf_counter()
     for _ in range(times):
         target.copy_(source, non_blocking=True)
-    worker.sync()
+    rank.sync()
     took = time.perf_counter() - began
     return {"gb_s": times * host.numel() / took / 1e9, "seconds": took}
 
 
-def all_reduce(worker: Any, mib: int, iterations: int, repeats: int) -> dict[str, Any]:
+def all_reduce(rank: Any, mib: int, iterations: int, repeats: int) -> dict[str, Any]:
     """Bus bandwidth of all-reduce, GB/s, one figure a repeat."""
-    torch, dist, group = worker.torch, worker.dist, worker.groups[0]
-    data = torch.zeros(mib * common.MIB // 4, dtype=torch.float32, device=worker.device)
+    torch, dist, group = rank.torch, rank.dist, rank.groups[0]
+    data = torch.zeros(mib * common.MIB // 4, dtype=torch.float32, device=rank.device)
     for _ in range(5):
         dist.all_reduce(data, group=group)
-    worker.sync()
+    rank.sync()
     figures = []
     for _ in range(repeats):
         dist.all_reduce(data[:256], group=group)  # the ranks start together
-        worker.sync()
+        rank.sync()
         began = time.perf_counter()
         for _ in range(iterations):
             dist.all_reduce(data, group=group)
-        worker.sync()
+        rank.sync()
         seconds = (time.perf_counter() - began) / iterations
-        figures.append(data.numel() * 4 / seconds * 2 * (worker.world - 1) / worker.world / 1e9)
+        figures.append(data.numel() * 4 / seconds * 2 * (rank.world - 1) / rank.world / 1e9)
     return {"bus_gb_s": figures}
 
 
-def launches(worker: Any, count: int, repeats: int) -> dict[str, Any]:
+def launches(rank: Any, count: int, repeats: int) -> dict[str, Any]:
     """Launches a second: one torch operation on one element, and a graph of one kernel."""
-    torch = worker.torch
-    x = torch.zeros(1, device=worker.device)
+    torch = rank.torch
+    x = torch.zeros(1, device=rank.device)
 
     def rate(once: Callable[[], Any]) -> float:
-        worker.sync()
+        rank.sync()
         began = time.perf_counter()
         for _ in range(count):
             once()
-        worker.sync()
+        rank.sync()
         return count / (time.perf_counter() - began)
 
     def add() -> None:
@@ -81,9 +81,9 @@ def launches(worker: Any, count: int, repeats: int) -> dict[str, Any]:
 
     answer: dict[str, Any] = {"op_per_s": [], "graph_per_s": []}
     graph = None
-    if worker.device.type == "cuda":
+    if rank.device.type == "cuda":
         x.add_(1)
-        worker.sync()
+        rank.sync()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             x.add_(1)
@@ -95,28 +95,28 @@ def launches(worker: Any, count: int, repeats: int) -> dict[str, Any]:
     return answer
 
 
-def calls(worker: Any, sizes_bytes: list[int], count: int) -> dict[str, float]:
+def calls(rank: Any, sizes_bytes: list[int], count: int) -> dict[str, float]:
     """All-reduce calls a second from this rank's host thread, by message size; then in a graph of `GRAPH_CALLS`."""
-    torch, dist, group = worker.torch, worker.dist, worker.groups[0]
+    torch, dist, group = rank.torch, rank.dist, rank.groups[0]
     answer: dict[str, float] = {}
-    data = worker.bench.setdefault("calls", torch.zeros(1 << 18, dtype=torch.float32, device=worker.device))
+    data = rank.bench.setdefault("calls", torch.zeros(1 << 18, dtype=torch.float32, device=rank.device))
 
     def rate(once: Callable[[], Any], times: int) -> float:
         dist.all_reduce(data[:2], group=group)  # the ranks start together
-        worker.sync()
+        rank.sync()
         began = time.perf_counter()
         for _ in range(times):
             once()
-        worker.sync()
+        rank.sync()
         return times / (time.perf_counter() - began)
 
     for size in sizes_bytes:
         part = data[: size // 4]
         answer[f"all_reduce_{size}_bytes_calls_per_s"] = rate(lambda part=part: dist.all_reduce(part, group=group), count)
-    if worker.device.type == "cuda":
-        graph = worker.bench.get("calls_graph")
+    if rank.device.type == "cuda":
+        graph = rank.bench.get("calls_graph")
         if graph is None:
-            graph = worker.bench["calls_graph"] = torch.cuda.CUDAGraph()
+            graph = rank.bench["calls_graph"] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 for _ in range(GRAPH_CALLS):
                     dist.all_reduce(data[:256], group=group)
@@ -134,9 +134,9 @@ def runtime() -> ctypes.CDLL:
     return ctypes.CDLL(found.group(0))
 
 
-def mallocs(worker: Any, sizes_mib: list[int], pairs: int, repeats: int) -> dict[str, Any]:
+def mallocs(rank: Any, sizes_mib: list[int], pairs: int, repeats: int) -> dict[str, Any]:
     """cudaMalloc and cudaFree pairs a second, by size."""
-    if worker.device.type != "cuda":
+    if rank.device.type != "cuda":
         return {}
     lib = runtime()
     lib.cudaMalloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
@@ -151,7 +151,7 @@ def mallocs(worker: Any, sizes_mib: list[int], pairs: int, repeats: int) -> dict
         return count / (time.perf_counter() - began)
 
     for mib in sizes_mib:
-        worker.sync()
+        rank.sync()
         rate(mib * common.MIB, max(1, pairs // 10))
         answer[f"{mib}_mib_per_s"] = [rate(mib * common.MIB, pairs) for _ in range(repeats)]
     return answer
@@ -165,6 +165,3 @@ OPS: dict[str, Callable[..., Any]] = {
     "calls": calls,
     "mallocs": mallocs,
 }
-
-if __name__ == "__main__":
-    print("bench_ops is a module; worker.py imports it")

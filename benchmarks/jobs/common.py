@@ -283,7 +283,7 @@ class Result:
         }
 
     def machine(self, probe: dict[str, Any], versions: dict[str, Any] | None = None) -> None:
-        """Notes what the observer and a worker say about machine and libraries."""
+        """Notes what the observer and a rank say about machine and libraries."""
         self.data["gpu"] = {"name": probe.get("name"), "count": probe.get("count")}
         self.data["versions"]["driver_api"] = probe.get("driver_api")
         self.data["versions"].update(versions or {})

@@ -20,8 +20,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import childrun
 import common
+import runner
 from common import GIB, MIB, JobError, Result
 
 ROLES = ("saver", "enabled", "vllm", "nccl")
@@ -94,8 +94,8 @@ def saver_role() -> None:
 
     import sublet
 
-    childrun.row("the alias is imported", Path(package.__file__).is_relative_to(sublet.__path__[0]), package.__file__)
-    childrun.row("preloaded by the object beside it", sublet.attached())
+    runner.row("the alias is imported", Path(package.__file__).is_relative_to(sublet.__path__[0]), package.__file__)
+    runner.row("preloaded by the object beside it", sublet.attached())
     with saver.region("weights", enable_cpu_backup=True):
         weights = pattern(KEPT_BYTES, 1)
     with saver.region("kv_cache"):
@@ -114,35 +114,35 @@ def saver_role() -> None:
     head, before = weights[: 4 * MIB].cpu(), free_bytes()
     for cycle in range(2):
         saver.pause("kv_cache")
-        childrun.row(f"{cycle}: the cache is given back", about(free_bytes() - before, LOST_BYTES))
-        childrun.row(f"{cycle}: weights are there meanwhile", torch.equal(weights[: 4 * MIB].cpu(), head))
+        runner.row(f"{cycle}: the cache is given back", about(free_bytes() - before, LOST_BYTES))
+        runner.row(f"{cycle}: weights are there meanwhile", torch.equal(weights[: 4 * MIB].cpu(), head))
         saver.pause("weights")
         saver.pause("graph")
         saver.pause("graph")
         given = free_bytes() - before
-        childrun.row(f"{cycle}: all are given back", given >= KEPT_BYTES + LOST_BYTES + GIB - SLACK_BYTES, str(given))
+        runner.row(f"{cycle}: all are given back", given >= KEPT_BYTES + LOST_BYTES + GIB - SLACK_BYTES, str(given))
         copied = saver.get_cpu_backup(weights[: 4 * MIB])
         lent = saver.get_cpu_backup(weights[: 4 * MIB], zero_copy=True)
-        childrun.row(f"{cycle}: backups are read", torch.equal(copied, head) and torch.equal(lent, head))
+        runner.row(f"{cycle}: backups are read", torch.equal(copied, head) and torch.equal(lent, head))
         del lent
         for tag in ("graph", "weights", "kv_cache"):
             saver.resume(tag)
-        childrun.row(f"{cycle}: weights are exact", torch.equal(weights, pattern(KEPT_BYTES, 1)))
-        childrun.row(f"{cycle}: no backup while resident", saver.get_cpu_backup(weights) is None)
+        runner.row(f"{cycle}: weights are exact", torch.equal(weights, pattern(KEPT_BYTES, 1)))
+        runner.row(f"{cycle}: no backup while resident", saver.get_cpu_backup(weights) is None)
         cache.fill_(3.0)
         total.zero_()
         graph.replay()
-        childrun.row(f"{cycle}: the graph replays", float(total.item()) == wanted, f"{total.item()} for {wanted}")
-    childrun.row("addresses stay", places == (weights.data_ptr(), cache.data_ptr()))
+        runner.row(f"{cycle}: the graph replays", float(total.item()) == wanted, f"{total.item()} for {wanted}")
+    runner.row("addresses stay", places == (weights.data_ptr(), cache.data_ptr()))
 
     saver.pause("weights")
     intruder = only_fits(KEPT_BYTES // 2)
     missing = refused(lambda: saver.resume("weights"))
-    childrun.row("a resume that does not fit says what is missing", about(missing, KEPT_BYTES // 2), str(missing))
+    runner.row("a resume that does not fit says what is missing", about(missing, KEPT_BYTES // 2), str(missing))
     del intruder
     torch.cuda.empty_cache()
     saver.resume("weights")
-    childrun.row("and works when it fits", torch.equal(weights, pattern(KEPT_BYTES, 1)))
+    runner.row("and works when it fits", torch.equal(weights, pattern(KEPT_BYTES, 1)))
 
 
 def enabled_role() -> None:
@@ -156,17 +156,17 @@ def enabled_role() -> None:
     before = free_bytes()
     saver.pause()
     given = free_bytes() - before
-    childrun.row("all is given back", given >= KEPT_BYTES + GIB - SLACK_BYTES, str(given))
+    runner.row("all is given back", given >= KEPT_BYTES + GIB - SLACK_BYTES, str(given))
     with saver.disable():
         passing = torch.full((GIB,), 5, dtype=torch.uint8, device="cuda:0")
         mean = float(passing.float().mean().item())
         del passing
-    childrun.row("work goes on outside of tags", mean == 5.0, str(mean))
-    childrun.row("and leaves nothing", about(free_bytes() - before, given), str(free_bytes() - before))
+    runner.row("work goes on outside of tags", mean == 5.0, str(mean))
+    runner.row("and leaves nothing", about(free_bytes() - before, given), str(free_bytes() - before))
     saver.resume()
-    childrun.row("weights are exact", torch.equal(weights, pattern(KEPT_BYTES, 2)))
+    runner.row("weights are exact", torch.equal(weights, pattern(KEPT_BYTES, 2)))
     grads.zero_()
-    childrun.row("what was not backed up is usable", float(grads.sum().item()) == 0.0)
+    runner.row("what was not backed up is usable", float(grads.sum().item()) == 0.0)
 
 
 def vllm_role() -> None:
@@ -184,33 +184,33 @@ def vllm_role() -> None:
     with allocator.use_memory_pool(tag="kv_cache"):
         cache = torch.zeros(LOST_BYTES, dtype=torch.uint8, device="cuda:0")
     head, place, usage = weights[:MIB].cpu(), weights.data_ptr(), allocator.get_current_usage()
-    childrun.row("what was freed in a pool is given back", about(usage, KEPT_BYTES + LOST_BYTES), str(usage))
+    runner.row("what was freed in a pool is given back", about(usage, KEPT_BYTES + LOST_BYTES), str(usage))
     before = free_bytes()
     for cycle in range(2):
         allocator.sleep(offload_tags=("weights",))
-        childrun.row(f"{cycle}: level 1 gives all back", about(free_bytes() - before, usage))
+        runner.row(f"{cycle}: level 1 gives all back", about(free_bytes() - before, usage))
         saved = sum(phase[1]["bytes"] for phase in sublet.stats()["last_pause"] if phase[0] == "Save")
-        childrun.row(f"{cycle}: and saves the weights alone", about(saved, KEPT_BYTES), str(saved))
+        runner.row(f"{cycle}: and saves the weights alone", about(saved, KEPT_BYTES), str(saved))
         allocator.wake_up(tags=["weights"])
-        childrun.row(f"{cycle}: weights are exact", torch.equal(weights, pattern(KEPT_BYTES, 3)))
-        childrun.row(f"{cycle}: the cache is still away", free_bytes() - before >= LOST_BYTES - SLACK_BYTES)
+        runner.row(f"{cycle}: weights are exact", torch.equal(weights, pattern(KEPT_BYTES, 3)))
+        runner.row(f"{cycle}: the cache is still away", free_bytes() - before >= LOST_BYTES - SLACK_BYTES)
         allocator.wake_up(tags=["kv_cache"])
         cache.fill_(cycle)
-        childrun.row(f"{cycle}: the cache is usable", int(cache[-1].item()) == cycle)
+        runner.row(f"{cycle}: the cache is usable", int(cache[-1].item()) == cycle)
     allocator.sleep("weights")
     intruder = only_fits(KEPT_BYTES + LOST_BYTES // 2)
     missing = refused(allocator.wake_up)
-    childrun.row("a wake-up that does not fit says what is missing", about(missing, LOST_BYTES // 2), str(missing))
-    childrun.row("and keeps the backups", torch.equal(sublet.host_copy(weights[:MIB]), head))
+    runner.row("a wake-up that does not fit says what is missing", about(missing, LOST_BYTES // 2), str(missing))
+    runner.row("and keeps the backups", torch.equal(sublet.host_copy(weights[:MIB]), head))
     del intruder
     torch.cuda.empty_cache()
     allocator.wake_up()
     exact = torch.equal(weights, pattern(KEPT_BYTES, 3)) and weights.data_ptr() == place
-    childrun.row("and works when it fits", exact)
+    runner.row("and works when it fits", exact)
     allocator.sleep(offload_tags=())
     allocator.wake_up()
     weights.copy_(pattern(KEPT_BYTES, 4))
-    childrun.row("level 2: memory is back, to be filled again", torch.equal(weights, pattern(KEPT_BYTES, 4)))
+    runner.row("level 2: memory is back, to be filled again", torch.equal(weights, pattern(KEPT_BYTES, 4)))
 
 
 class UniqueId(ctypes.Structure):
@@ -234,9 +234,9 @@ def nccl_role() -> None:
     version, unique_id, comm = ctypes.c_int(), UniqueId(), ctypes.c_void_p()
     codes = [nccl.ncclGetVersion(ctypes.byref(version)), nccl.ncclGetUniqueId(ctypes.byref(unique_id))]
     codes.append(nccl.ncclCommInitRank(ctypes.byref(comm), 1, unique_id, 0))
-    childrun.row("a communicator is made", codes == [0, 0, 0], f"NCCL {version.value}: {codes}")
+    runner.row("a communicator is made", codes == [0, 0, 0], f"NCCL {version.value}: {codes}")
     seats = sublet.stats()["communicators"]
-    childrun.row("and counted", len(seats) == 1, str(seats))
+    runner.row("and counted", len(seats) == 1, str(seats))
     sent, received = torch.arange(float(MIB), device="cuda:0"), torch.zeros(MIB, device="cuda:0")
 
     def reduce() -> bool:
@@ -246,29 +246,29 @@ def nccl_role() -> None:
         torch.cuda.synchronize()
         return code == 0 and torch.equal(sent, received)
 
-    childrun.row("it reduces", reduce())
+    runner.row("it reduces", reduce())
     for cycle in range(2):
         codes = [nccl.ncclPause(None), nccl.ncclPause(None)]
         held = resident_bytes(sublet.stats())
-        childrun.row(f"{cycle}: ncclPause gives all back", codes == [0, 0] and held == 0, f"{codes}, {held} bytes held")
+        runner.row(f"{cycle}: ncclPause gives all back", codes == [0, 0] and held == 0, f"{codes}, {held} bytes held")
         codes = [nccl.ncclResume(None), nccl.ncclResume(None)]
         exact = torch.equal(weights, pattern(KEPT_BYTES, 5))
-        childrun.row(f"{cycle}: and ncclResume brings it back", codes == [0, 0] and exact and reduce(), str(codes))
+        runner.row(f"{cycle}: and ncclResume brings it back", codes == [0, 0] and exact and reduce(), str(codes))
     if hasattr(nccl, "ncclCommSuspend"):
         codes = [nccl.ncclCommSuspend(comm, 1), nccl.ncclPause(None), nccl.ncclResume(None), nccl.ncclCommResume(comm)]
-        childrun.row("NCCL's own suspend and resume around ours", codes == [0] * 4 and reduce(), str(codes))
+        runner.row("NCCL's own suspend and resume around ours", codes == [0] * 4 and reduce(), str(codes))
     group = ctypes.c_int(-1)
     codes = [nccl.ncclGetGroupID(ctypes.byref(group)), nccl.ncclSetGroupID(3), nccl.ncclMemStats()]
-    childrun.row("the group is fixed by now", codes == [0, 1, 0] and group.value == 0, str(codes))
-    childrun.row("the communicator ends", nccl.ncclCommDestroy(comm) == 0)
+    runner.row("the group is fixed by now", codes == [0, 1, 0] and group.value == 0, str(codes))
+    runner.row("the communicator ends", nccl.ncclCommDestroy(comm) == 0)
 
 
 def child(args: Any) -> int:
     """One process."""
-    childrun.begin(args.deadline - 5)
+    runner.begin(args.deadline - 5)
     roles = {"saver": saver_role, "enabled": enabled_role, "vllm": vllm_role, "nccl": nccl_role}
     roles[args.role]()
-    childrun.fact("versions", childrun.versions())
+    runner.fact("versions", runner.versions())
     return 0
 
 
@@ -278,7 +278,7 @@ def child(args: Any) -> int:
 def body(args: Any, result: Result, work: Path) -> None:
     """The processes, one after the other."""
     common.touch_host_memory(3 * KEPT_BYTES / 1e9)
-    site = childrun.package(work, "sublet")
+    site = runner.package(work, "sublet")
     alias = site / "sublet" / "alias"
     preload = alias / "torch_memory_saver_hook_mode_preload.abi3.so"
     if not preload.is_file():
@@ -294,8 +294,8 @@ def body(args: Any, result: Result, work: Path) -> None:
     limit_s = (args.deadline - 15) / len(ROLES)
     for role in ROLES:
         command = [__file__, "--role", role, "--deadline", str(limit_s + 5)]
-        childrun.Child(work, role, command, **starts[role]).finish(result, limit_s, prefix=role)
-    childrun.verdicts(result)
+        runner.Child(work, role, command, **starts[role]).finish(result, limit_s, prefix=role)
+    runner.verdicts(result)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cli
 import common
-import subletapi
 from common import JobError, Result
 
 
@@ -28,7 +28,7 @@ def parse(argv: list[str]) -> Any:
 
 def body(args: Any, result: Result, work: Path) -> None:
     """Runs it."""
-    program = subletapi.find_beside("SUBLET_CONFORMANCE", "bin/conformance_gpu")
+    program = cli.find_beside("SUBLET_CONFORMANCE", "bin/conformance_gpu")
     if not Path(program).exists():
         raise JobError(f"{program} is missing: make the bundle again")
     output = work / "conformance.log"

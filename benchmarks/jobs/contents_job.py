@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import childrun
 import common
+import runner
 from common import Result
 
 GB = 10**9
@@ -43,7 +43,7 @@ class Memory:
     def __init__(self, args: Any) -> None:
         import sublet
         import torch
-        from worker import Checksum
+        from checksum import Checksum
 
         self.torch, self.sublet = torch, sublet
         count = max(1, round(args.gb * GB / PART))
@@ -73,13 +73,13 @@ class Memory:
 
 def tenant(args: Any) -> int:
     """The process under `sublet run`."""
-    childrun.begin(args.deadline - 5)
+    runner.begin(args.deadline - 5)
     import sublet
 
-    childrun.fact("versions", childrun.versions())
+    runner.fact("versions", runner.versions())
     sublet.set_file_dir(args.dir)
     memory = Memory(args)
-    childrun.fact("bytes_of_each", memory.size_bytes)
+    runner.fact("bytes_of_each", memory.size_bytes)
     wrong = 0
     for tags in ([policy] for policy in POLICIES), (list(POLICIES),):
         for names in tags:
@@ -88,13 +88,13 @@ def tenant(args: Any) -> int:
                 for action in (sublet.pause, sublet.resume):
                     began = time.perf_counter()
                     action(tags=names)
-                    childrun.sample(f"{label}_{action.__name__}_s", time.perf_counter() - began)
+                    runner.sample(f"{label}_{action.__name__}_s", time.perf_counter() - began)
                     if action is sublet.pause:
                         wrong += memory.saved_is_wrong(names)
                 wrong += memory.wrong()
-    childrun.row("contents exact after each resume, and as saved", wrong == 0, f"{wrong} wrong")
+    runner.row("contents exact after each resume, and as saved", wrong == 0, f"{wrong} wrong")
     left = sublet.stats()["pool"]["file_bytes"]
-    childrun.row("no disk space is held after the last resume", left == 0, f"{left} bytes")
+    runner.row("no disk space is held after the last resume", left == 0, f"{left} bytes")
     plain(args.dir, memory.size_bytes)
     return 0
 
@@ -108,23 +108,23 @@ def plain(folder: Path, size_bytes: int) -> None:
         for _ in range(size_bytes // PART):
             os.write(descriptor, piece)
         os.fdatasync(descriptor)
-        childrun.sample("plain_write_s", time.perf_counter() - began)
+        runner.sample("plain_write_s", time.perf_counter() - began)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.lseek(descriptor, 0, os.SEEK_SET)
         began = time.perf_counter()
         while os.read(descriptor, PART):
             pass
-        childrun.sample("plain_read_s", time.perf_counter() - began)
+        runner.sample("plain_read_s", time.perf_counter() - began)
 
 
 def body(args: Any, result: Result, work: Path) -> None:
     """One process, then the table."""
     common.touch_host_memory(1.5 * args.gb)
     command = [__file__, "--role", "tenant", "--gb", str(args.gb), "--cycles", str(args.cycles), "--dir", str(args.dir)]
-    site = childrun.package(work, "sublet")
-    child = childrun.Child(work, "contents", command, tenant=f"contents-{os.getpid()}", sites=[site])
+    site = runner.package(work, "sublet")
+    child = runner.Child(work, "contents", command, tenant=f"contents-{os.getpid()}", sites=[site])
     size_bytes = child.finish(result, args.deadline - 10, prefix="contents").get("bytes_of_each", 0)
-    childrun.verdicts(result)
+    runner.verdicts(result)
 
     def rate(name: str, times: int = 1) -> str:
         values = result.data["samples"].get(f"contents_{name}", [])
@@ -136,7 +136,7 @@ def body(args: Any, result: Result, work: Path) -> None:
     rows += [(policy, rate(f"{policy}_pause_s"), rate(f"{policy}_resume_s")) for policy in POLICIES]
     rows.append(("all three together", rate("all_pause_s", 3), rate("all_resume_s", 3)))
     rows.append(("plain file", rate("plain_write_s"), rate("plain_read_s")))
-    childrun.table(rows)
+    runner.table(rows)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import childrun
 import common
+import driver
+import runner
 from common import JobError, Result
 
 SOURCE = common.JOBS / "programs" / "one_shot.cu"
@@ -110,7 +111,7 @@ class Meeting:
         part.write_bytes(data)
         part.replace(self.folder / f"{self.count}.{self.rank}")
         other = self.folder / f"{self.count}.{1 - self.rank}"
-        childrun.wait_for_file(other, 40)
+        runner.wait_for_file(other, 40)
         return other.read_bytes()
 
     def barrier(self) -> None:
@@ -185,14 +186,14 @@ class Rank:
                 on_device.append(begin.elapsed_time(end) * 1e3)
                 expected = 2 * ramp + 3 * self.epoch
                 wrong += int(code != 0) + int(not torch.equal(self.output, expected)) + int(self.failed.item())
-            childrun.row(f"{label}, {name}: exact", wrong == 0, f"{wrong} of {REDUCTIONS} wrong")
-            childrun.sample(f"{name}_us", statistics.median(times))
-            childrun.sample(f"{name}_on_device_us", statistics.median(on_device))
+            runner.row(f"{label}, {name}: exact", wrong == 0, f"{wrong} of {REDUCTIONS} wrong")
+            runner.sample(f"{name}_us", statistics.median(times))
+            runner.sample(f"{name}_on_device_us", statistics.median(on_device))
         self.meeting.barrier()
 
     def run(self, cycles: int) -> None:
         """Reductions and pauses by turns; rank 0 pauses."""
-        import subletapi
+        import cli
 
         self.reduce("before")
         for rest in range(RESTS):
@@ -208,16 +209,16 @@ class Rank:
                 for action in ("pause", "resume"):
                     began, failed = time.perf_counter(), ""
                     if whole:
-                        told = subletapi.sublet(action, os.environ["SUBLET_TENANT"], timeout_s=30)
-                        failed = "" if told["exit"] == 0 else subletapi.say(told)
+                        told = cli.sublet(action, os.environ["SUBLET_TENANT"], timeout_s=30)
+                        failed = "" if told["exit"] == 0 else cli.say(told)
                     else:
                         function = self.sublet.pause if action == "pause" else self.sublet.resume
                         try:
                             function(tags=TAG, whose="tenant", timeout=20)
                         except self.sublet.Error as error:
                             failed = f"{type(error).__name__}: {error}"
-                    childrun.sample(f"{action}_s", time.perf_counter() - began)
-                    childrun.row(f"{label}: {action}", not failed, failed)
+                    runner.sample(f"{action}_s", time.perf_counter() - began)
+                    runner.row(f"{label}: {action}", not failed, failed)
             self.meeting.barrier()
             self.reduce(label)
 
@@ -226,19 +227,13 @@ class Array:
     """Device memory by its address, for torch.as_tensor."""
 
     def __init__(self, address: int, floats: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (floats,),
-            "typestr": "<f4",
-            "data": (address, False),
-            "version": 3,
-            "strides": None,
-        }
+        self.__cuda_array_interface__ = driver.array_interface(address, floats, "<f4")
 
 
 def rank_main(args: Any) -> int:
     """A process under `sublet run`."""
-    childrun.begin(args.deadline)
-    childrun.fact("versions", childrun.versions())
+    runner.begin(args.deadline)
+    runner.fact("versions", runner.versions())
     Rank(args).run(args.cycles)
     return 0
 
@@ -265,21 +260,21 @@ def body(args: Any, result: Result, work: Path) -> None:
     if count < 2:
         raise JobError(f"2 GPUs wanted, {count} found")
     result.data["parameters"]["gpus"] = 2
-    kernel, site = build(work), childrun.package(work, "sublet")
+    kernel, site = build(work), runner.package(work, "sublet")
     meeting = work / "meeting"
     meeting.mkdir()
     ranks = []
     for rank in range(2):
         command = [__file__, "--rank", str(rank), "--meeting", str(meeting), "--kernel", str(kernel)]
         command += ["--cycles", str(args.cycles), "--deadline", str(args.deadline - 20)]
-        env = {"LD_LIBRARY_PATH": childrun.cuda_libraries()}
+        env = {"LD_LIBRARY_PATH": runner.cuda_libraries()}
         tenant = f"custom-{os.getpid()}"
-        ranks.append(childrun.Child(work, f"rank{rank}", command, tenant=tenant, sites=[site], env=env))
+        ranks.append(runner.Child(work, f"rank{rank}", command, tenant=tenant, sites=[site], env=env))
     end = time.monotonic() + args.deadline - 15
     for child in ranks:
         with contextlib.suppress(JobError):
             child.finish(result, max(1.0, end - time.monotonic()))
-    childrun.verdicts(result)
+    runner.verdicts(result)
     print()
     rows = [("median of both ranks' lesser time on the device, us", "before", "after rests", "after pauses")]
     samples = result.data["samples"]
@@ -290,7 +285,7 @@ def body(args: Any, result: Result, work: Path) -> None:
         if len(series) > 1 + RESTS:
             parts = series[:1], series[1 : 1 + RESTS], series[1 + RESTS :]
             rows.append((f"4 MiB, {name}", *(f"{statistics.median(part):.1f}" for part in parts)))
-    childrun.table(rows)
+    runner.table(rows)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cli
 import common
-import subletapi
 from common import MIB, JobError, Result
-from observer import Observer
-from rpc import Pool
+from observer import observed
+from phases import Phases
+from rank import NcclRanks
 
 #: Cycles after which the host arena and whatever is made on first use are there.
 SETTLED = 20
@@ -49,7 +50,7 @@ def held(pids: list[int], tenant: str) -> dict[str, int]:
         sums["threads"] += int(status["Threads"])
         sums["descriptors"] += len(os.listdir(f"/proc/{pid}/fd"))
         sums["maps"] += Path(f"/proc/{pid}/maps").read_bytes().count(b"\n")
-    told = subletapi.sublet("stats", tenant, "--json", timeout_s=20)
+    told = cli.sublet("stats", tenant, "--json", timeout_s=20)
     tenants = told.get("json") or []
     members = [member for entry in tenants if isinstance(entry, dict) for member in entry.get("members", [])]
     sums["arena_bytes"] = sum(member.get("pool", {}).get("host_arena_bytes", 0) for member in members)
@@ -62,21 +63,14 @@ class Job:
 
     def __init__(self, args: Any, result: Result, work: Path) -> None:
         self.args, self.result, self.data, self.began = args, result, result.data, time.monotonic()
-        self.observer = Observer(work)
-        self.world = args.gpus or self.observer.info["count"]
-        self.data["parameters"]["gpus"] = self.world
+        self.observer, self.world = observed(args, result, work)
         self.empty = self.observer.settled_free()
         self.tenant = f"cycles-{os.getpid()}"
-        self.pool = Pool(work, "cycles", self.world, self.tenant, life_s=args.deadline)
-        started = self.pool.call("start", 120)
-        result.machine(self.observer.info, started[0]["versions"])
-        if not all(reply["sublet"] for reply in started):
-            raise JobError(f"libsublet.so is not in the ranks; missing: {started[0]['missing']}")
-        self.pool.call("connect", 90)
-        self.pool.call("messages", 60, words=[1024, 1 << 18], all_to_all_groups=args.all_to_all)
-        self.pool.call("step", 90)
-        self.walls: dict[str, list[int]] = {}
-        self.members: dict[str, dict[str, dict[str, list[float]]]] = {"pause": {}, "resume": {}}
+        self.ranks = NcclRanks(result, work, "cycles", self.world, self.tenant, life_s=args.deadline)
+        self.ranks.call("connect", 90)
+        self.ranks.call("messages", 60, words=[1024, 1 << 18], all_to_all_groups=args.all_to_all)
+        self.ranks.step(90)
+        self.phases = Phases()
 
     def used(self) -> list[int]:
         """Bytes in use per GPU beyond the idle machine."""
@@ -84,21 +78,15 @@ class Job:
 
     def change(self, action: str) -> None:
         """One pause or resume by the command, and the times it tells."""
-        told = subletapi.sublet(action, self.tenant, "--json", timeout_s=self.args.pause_timeout)
+        told = cli.sublet(action, self.tenant, "--json", timeout_s=self.args.pause_timeout)
         if told["exit"] != 0:
             self.data["failure"] = told
             for words in (["ps"], ["stats", self.tenant, "--json"]):
-                print(f"---- sublet {words[0]}: {subletapi.sublet(*words, timeout_s=10)}"[:6000], flush=True)
-            self.pool.print_stacks()
-            raise JobError(f"{subletapi.say(told)} {(told.get('json') or {}).get('error', '')}")
+                print(f"---- sublet {words[0]}: {cli.sublet(*words, timeout_s=10)}"[:6000], flush=True)
+            self.ranks.print_stacks()
+            raise JobError(f"{cli.say(told)} {(told.get('json') or {}).get('error', '')}")
         self.result.sample(f"{action}_ms", round(told["wall_s"] * 1000, 2))
-        report = told["json"]["report"]
-        for phase in report["phases"]:
-            self.walls.setdefault(f"{action}.{phase['phase']}", []).append(phase["wall_us"])
-        for name, row in subletapi.phase_table(report["phases"]).items():
-            entry = self.members[action].setdefault(name, {})
-            for key in ("elapsed_us", "driver_calls", "bytes"):
-                entry.setdefault(key, []).append(row[key])
+        self.phases.add(action, told["json"]["report"])
         self.data.setdefault(f"first_{action}", told)
 
     def cycle(self, number: int, read: bool) -> None:
@@ -107,15 +95,14 @@ class Job:
         if read:
             self.result.sample("left_paused_bytes", max(self.used()))
         self.change("resume")
-        replies = self.pool.call("step", 30)
-        wrong = [name for reply in replies for name in reply["wrong"]]
-        self.result.sample("step_ms", round(max(reply["seconds"] for reply in replies) * 1000, 2))
-        if wrong:
-            raise JobError(f"cycle {number}: collectives differ from the first: {wrong[:6]}")
+        step = self.ranks.step(30)
+        self.result.sample("step_ms", round(step["seconds"] * 1000, 2))
+        if step["wrong"]:
+            raise JobError(f"cycle {number}: collectives differ from the first: {step['wrong'][:6]}")
         if read:
             self.result.sample("used_active_bytes", max(self.used()))
             self.result.sample("read_after", number + 1)
-            for name, value in held(list(self.pool.pids.values()), self.tenant).items():
+            for name, value in held(list(self.ranks.pids.values()), self.tenant).items():
                 self.result.sample(name, value)
 
     def run(self) -> None:
@@ -146,18 +133,13 @@ class Job:
         # Every sample of each phase for the first and last hundred cycles; of those between, every fifth.
         thin = [i for i in range(done) if i < 100 or i >= done - 100 or i % 5 == 0]
         self.data["samples"]["phase_cycle"] = thin
+        walls = self.phases.flat_walls()
         self.data["samples"]["phase_wall_us"] = {
-            name: [values[i] for i in thin if i < len(values)] for name, values in self.walls.items()
+            name: [values[i] for i in thin if i < len(values)] for name, values in walls.items()
         }
-        self.data["phases"] = {
-            action: {name: {k: common.summarise(v) for k, v in row.items()} for name, row in table.items()}
-            for action, table in self.members.items()
-        }
-        self.data["summary"]["phase_wall_us"] = {name: common.summarise(values) for name, values in self.walls.items()}
-        print(f"{'phase':<28}{'n':>6}{'p50 ms':>10}{'p99 ms':>10}{'max ms':>10}")
-        for name, values in self.walls.items():
-            row = common.summarise(values)
-            print(f"{name:<28}{row['count']:>6}" + "".join(f"{row[k] / 1000:>10.2f}" for k in ("median", "p99", "max")))
+        self.data["phases"] = self.phases.summaries()
+        self.data["summary"]["phase_wall_us"] = {name: common.summarise(values) for name, values in walls.items()}
+        self.phases.print()
 
     def verdicts(self, done: int) -> None:
         """What was promised."""
@@ -183,7 +165,7 @@ class Job:
             first, last = min(values[:share]), min(values[-share:])
             detail = f"{first} then {last}, most {max(values)}"
             self.result.check(f"{name} is flat", last - first <= limit, detail)
-        self.pool.close()
+        self.ranks.close()
         left = [then - now for then, now in zip(self.empty, self.observer.settled_free(), strict=True)]
         self.result.check("nothing is left on the GPUs after the job", max(left[: self.world]) <= GPU_GROWTH_MAX, str(left))
 

@@ -11,7 +11,6 @@ Bound: a dead process's socket closes at once, so an error should take some ms; 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -22,11 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cli
 import common
-import subletapi
 from common import MIB, JobError, Result
-from observer import Observer
-from rpc import Pool
+from observer import Observer, observed
+from rank import NcclRanks
 
 ERROR_WITHIN_S = 2.0
 #: A command that ends well so soon after a death had every answer already.
@@ -57,14 +56,13 @@ class Round:
         self.record: dict[str, Any] = {"kind": kind}
         job.data.setdefault("rounds", []).append(self.record)
         environment = {"LAUNCH_KEEP_SURVIVORS": "1"}
-        self.pool = Pool(job.work, f"deaths{number}", job.world, self.tenant, environment, life_s=job.args.deadline)
-        started = self.pool.call("start", 90)
-        self.result.machine(job.observer.info, started[0]["versions"])
-        self.pool.call("connect", 60)
-        self.pool.call("messages", 60, words=[1024, 1 << 18])
-        self.pool.call("step", 60)
+        how = {"env": environment, "life_s": job.args.deadline, "start_s": 90}
+        self.ranks = NcclRanks(self.result, job.work, f"deaths{number}", job.world, self.tenant, **how)
+        self.ranks.call("connect", 60)
+        self.ranks.call("messages", 60, words=[1024, 1 << 18])
+        self.ranks.step()
         self.victim = job.random.randrange(job.world)
-        self.pid = self.pool.pids[self.victim]
+        self.pid = self.ranks.pids[self.victim]
         self.record["victim"] = {"rank": self.victim, "pid": self.pid}
         # Whole cycles first: what one frees and, as the first takes longer, how long the next takes.
         for _ in range(2):
@@ -80,15 +78,15 @@ class Round:
 
     def check_step(self, when: str) -> None:
         """Collectives must be as at first."""
-        wrong = [name for reply in self.pool.call("step", 30) for name in reply["wrong"]]
+        wrong = self.ranks.step(30)["wrong"]
         self.check(f"collectives bit-identical {when}", not wrong, str(wrong[:4]))
 
     def command(self, action: str, must: bool = True) -> dict[str, Any]:
         """The command, to its end."""
-        told = subletapi.sublet(action, self.tenant, "--json", timeout_s=30)
+        told = cli.sublet(action, self.tenant, "--json", timeout_s=30)
         if must and told["exit"] != 0:
-            self.pool.print_stacks()
-            raise JobError(f"{self.title}: {subletapi.say(told)} {told.get('json')}"[:1500])
+            self.ranks.print_stacks()
+            raise JobError(f"{self.title}: {cli.say(told)} {told.get('json')}"[:1500])
         return told
 
     # ------------------------------------------------------------ deaths
@@ -101,7 +99,7 @@ class Round:
         """Starts the command and kills `victim`, or the command itself, at a random time in it."""
         delay = self.job.random.uniform(0.0, 0.9 * took_s)
         child = subprocess.Popen(
-            [subletapi.sublet_bin(), action, self.tenant, "--json"],
+            [cli.sublet_bin(), action, self.tenant, "--json"],
             env=common.child_env(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -117,7 +115,7 @@ class Round:
         try:
             out, err = child.communicate(timeout=30)
         except subprocess.TimeoutExpired:
-            self.pool.print_stacks()
+            self.ranks.print_stacks()
             common.stop_child(child)
             raise JobError(f"{self.title}: the command hung for 30 s after the death") from None
         common.release(child)
@@ -128,7 +126,7 @@ class Round:
             "ended_before": ended_before,
             "exit": child.returncode,
             "after_s": time.perf_counter() - killed,
-            "json": subletapi.parse_json(out.decode(errors="replace").strip()),
+            "json": cli.parse_json(out.decode(errors="replace").strip()),
             "said": (out.decode(errors="replace") + err.decode(errors="replace")).strip(),
         }
 
@@ -167,7 +165,7 @@ class Round:
         self.command("pause")
         self.kill()
         time.sleep(0.2)
-        self.record["ps"] = subletapi.sublet("ps", timeout_s=10).get("stdout", "")[:1500]
+        self.record["ps"] = cli.sublet("ps", timeout_s=10).get("stdout", "")[:1500]
         began = time.perf_counter()
         told = self.command("resume", must=False)
         said = f"{json.dumps(told.get('json'))}\n{told.get('stderr', '')}"
@@ -177,13 +175,13 @@ class Round:
 
     def inside(self) -> None:
         """A rank dies while every rank is in ncclPause."""
-        ranks = self.pool.send("amem", action="pause")
+        ranks = self.ranks.send("together", action="pause")
         time.sleep(self.job.random.uniform(0.0, 0.6 * self.pause_s))
         self.kill()
         killed, answers, late = time.perf_counter(), {}, []
         for rank in [rank for rank in ranks if rank != self.victim]:
             try:
-                self.pool.collect("amem", [rank], 10)
+                self.ranks.collect("together", [rank], 10)
                 answers[rank] = "returned 0"
             except JobError as error:
                 answers[rank] = str(error)[:500]
@@ -212,9 +210,9 @@ class Round:
             self.record.setdefault("kills", []).append({**told, **after})
             said = [(t.get("json") or {}).get("error") for t in (pause, resume)]
             if exits != (0, 0):
-                self.pool.print_stacks()
+                self.ranks.print_stacks()
                 raise JobError(f"after the command was killed in a {action}, the next ones ended with {exits}: {said}"[:1500])
-            wrong = [name for reply in self.pool.call("step", 30) for name in reply["wrong"]]
+            wrong = self.ranks.step(30)["wrong"]
             if wrong:
                 raise JobError(f"collectives differ after the command was killed: {wrong[:4]}")
         self.check(f"{self.job.args.coordinators} commands killed, the next ones succeed, collectives bit-identical", True)
@@ -244,7 +242,7 @@ class Round:
 
     def states(self) -> dict[int, str]:
         """Each process's state, as `sublet ps` has it."""
-        told = subletapi.sublet("ps", "--json", timeout_s=15)
+        told = cli.sublet("ps", "--json", timeout_s=15)
         found = {}
         for tenant in told.get("json") or []:
             if tenant.get("tenant") == self.tenant:
@@ -253,15 +251,10 @@ class Round:
 
     def end(self) -> None:
         """Ends what is left of the job; nothing of it may remain."""
-        for pid in self.pool.pids.values():
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        common.stop_child(self.pool.child)
-        for line in self.pool.lines.values():
-            line.sock.close()
-        pids = [Path(f"/proc/{pid}") for pid in self.pool.pids.values()]
+        self.ranks.kill()
+        pids = [Path(f"/proc/{pid}") for pid in self.ranks.pids.values()]
         common.wait_until("the end of the ranks", lambda: not any(path.exists() for path in pids), 15)
-        shown = subletapi.sublet("ps", "--json", timeout_s=15)
+        shown = cli.sublet("ps", "--json", timeout_s=15)
         left = [str(path.relative_to(self.job.run_dir)) for path in self.job.run_dir.rglob("*") if not path.is_dir()]
         files = [path for path in left if Path(path).name != LOCK]
         shared = sorted(name for name in set(os.listdir("/dev/shm")) - self.job.shared_before if not name.startswith("sublet-sim"))
@@ -294,11 +287,8 @@ class Job:
         self.run_dir.mkdir(mode=0o700)
         os.environ["SUBLET_RUN_DIR"] = str(self.run_dir)
         self.shared_before = set(os.listdir("/dev/shm"))
-        self.observer = Observer(work)
-        self.world = args.gpus or self.observer.info["count"]
-        self.data["parameters"]["gpus"] = self.world
+        self.observer, self.world = observed(args, result, work)
         self.empty = self.observer.settled_free()
-        result.machine(self.observer.info)
 
     def run(self) -> None:
         """All rounds; one that breaks is a failed check and the next ones still run."""
@@ -312,7 +302,7 @@ class Job:
                 Round(self, number, kind).run()
             except JobError as error:
                 self.result.check(f"round {number} ({kind}) ran to its end", False, str(error))
-                common.stop_child(self.observer.child)
+                self.observer.kill()
                 common.stop_children()
                 self.observer = Observer(self.work)
             longest = max(longest, time.monotonic() - at)

@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import childrun
+import cli
 import common
-import subletapi
+import runner
 from common import JobError, Result
 
 ALLOCATORS = ("native", "expandable")
@@ -154,10 +154,10 @@ def role_plain(args: Any) -> None:
     first = model.generate()
     began = time.perf_counter()
     again = model.generate()
-    childrun.fact("seconds", time.perf_counter() - began)
-    childrun.fact("weights_bytes", model.weights_bytes)
-    childrun.fact("tokens", digest(first))
-    childrun.row("the same tokens each time", first == again and len(set(first[0])) > 1)
+    runner.fact("seconds", time.perf_counter() - began)
+    runner.fact("weights_bytes", model.weights_bytes)
+    runner.fact("tokens", digest(first))
+    runner.row("the same tokens each time", first == again and len(set(first[0])) > 1)
     if args.stop is None:
         return
     replay, expected = None, None
@@ -165,18 +165,18 @@ def role_plain(args: Any) -> None:
         replay = model.captured()
         expected = replay()
     except Exception as error:
-        childrun.fact("not_captured", f"{type(error).__name__}: {error}"[:600])
-    childrun.fact("ready", True)
+        runner.fact("not_captured", f"{type(error).__name__}: {error}"[:600])
+    runner.fact("ready", True)
     rounds, wrong, wrong_replays = 0, 0, 0
     while not args.stop.exists():
         wrong += model.generate() != first
         wrong_replays += replay is not None and replay() != expected
         rounds += 1
     wrong += model.generate() != first
-    childrun.row("tokens of every generation", wrong == 0, f"{wrong} of {rounds + 1} others")
+    runner.row("tokens of every generation", wrong == 0, f"{wrong} of {rounds + 1} others")
     if replay is not None:
         wrong_replays += replay() != expected
-        childrun.row("tokens of every replay", wrong_replays == 0, f"{wrong_replays} of {rounds + 1} others")
+        runner.row("tokens of every replay", wrong_replays == 0, f"{wrong_replays} of {rounds + 1} others")
 
 
 def role_regions(args: Any) -> None:
@@ -191,7 +191,7 @@ def role_regions(args: Any) -> None:
             return model.generate(each_token)
 
     first = generate()
-    childrun.fact("tokens", digest(first))
+    runner.fact("tokens", digest(first))
     stride = max(1, (args.tokens - 4) // args.cycles)
     for label, tags in (("by tag", ["weights", "kv"]), ("everything", None)):
         done = 0
@@ -204,24 +204,24 @@ def role_regions(args: Any) -> None:
             for act in (sublet.pause, sublet.resume):
                 began = time.perf_counter()
                 act(tags=tags, timeout=30)
-                childrun.sample(f"{act.__name__}_{label.split()[-1]}_s", time.perf_counter() - began)
+                runner.sample(f"{act.__name__}_{label.split()[-1]}_s", time.perf_counter() - began)
 
         tokens = generate(cycle)
-        childrun.row(
+        runner.row(
             f"{label}: {args.cycles} cycles within a generation",
             done == args.cycles and tokens == first,
             f"{done} cycles",
         )
-    childrun.row("tokens after all of them", generate() == first)
+    runner.row("tokens after all of them", generate() == first)
     held = [entry for device in sublet.stats()["pool"]["devices"] for entry in device["classes"] if entry["tag"]]
-    childrun.fact("held", held)
+    runner.fact("held", held)
 
 
 def role(args: Any) -> int:
     """A process of the job."""
-    childrun.begin(args.deadline)
+    runner.begin(args.deadline)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    childrun.fact("versions", childrun.versions())
+    runner.fact("versions", runner.versions())
     role_regions(args) if args.role == "regions" else role_plain(args)
     return 0
 
@@ -239,7 +239,7 @@ def outside(args: Any, result: Result, work: Path, allocator: str) -> None:
     """Pauses a script that knows of nothing."""
     label, stop, tenant = f"outside_{allocator}", work / f"stop-{allocator}", f"generate-{allocator}-{os.getpid()}"
     command = [__file__, "--role", "outside", "--stop", str(stop), *common_options(args)]
-    child = childrun.Child(work, label, command, tenant=tenant, env=environment(allocator))
+    child = runner.Child(work, label, command, tenant=tenant, env=environment(allocator))
     try:
         child.wait_fact("ready", 80)
     except JobError as error:
@@ -247,10 +247,10 @@ def outside(args: Any, result: Result, work: Path, allocator: str) -> None:
         return
     for cycle in range(args.cycles):
         for action in ("pause", "resume"):
-            told = subletapi.sublet(action, tenant, "--json", timeout_s=40)
+            told = cli.sublet(action, tenant, "--json", timeout_s=40)
             result.sample(f"{label}_{action}_s", told["wall_s"])
             if not result.check(
-                f"{label}: {action} {cycle}", told["exit"] == 0, subletapi.say(told) if told["exit"] else ""
+                f"{label}: {action} {cycle}", told["exit"] == 0, cli.say(told) if told["exit"] else ""
             ):
                 child.abort()
                 return
@@ -277,16 +277,16 @@ def common_options(args: Any) -> list[str]:
 
 def body(args: Any, result: Result, work: Path) -> None:
     """The reference, and each allocator: a script paused from outside and one that pauses itself, side by side."""
-    site = childrun.package(work, "sublet")
+    site = runner.package(work, "sublet")
     # Two models are away at once; a layer has some 202 million weights, what is around them 262 million.
     result.data["host_warmed"] = common.touch_host_memory(2.2 * 2 * (args.layers * 202e6 + 262e6) / common.GIB)
-    plain = childrun.Child(
+    plain = runner.Child(
         work, "plain", [__file__, "--role", "plain", *common_options(args)], env=environment("native")
     )
     for allocator in ALLOCATORS:
         command = [__file__, "--role", "regions", *common_options(args)]
         tenant, label = f"regions-{allocator}-{os.getpid()}", f"regions_{allocator}"
-        regions = childrun.Child(work, label, command, tenant=tenant, sites=[site], env=environment(allocator))
+        regions = runner.Child(work, label, command, tenant=tenant, sites=[site], env=environment(allocator))
         outside(args, result, work, allocator)
         regions.finish(result, 90)
     plain.finish(result, 30)
@@ -296,7 +296,7 @@ def body(args: Any, result: Result, work: Path) -> None:
     for label in (f"{kind}_{allocator}" for kind in ("outside", "regions") for allocator in ALLOCATORS):
         same = facts.get(label, {}).get("tokens") == reference != ""
         result.check(f"{label}: tokens as without Sublet", same)
-    childrun.verdicts(result)
+    runner.verdicts(result)
     print()
     rows: list[tuple[str, ...]] = [("median seconds", "pause", "resume")]
     for series in sorted(name[: -len("_pause_s")] for name in result.data["samples"] if name.endswith("_pause_s")):
@@ -305,7 +305,7 @@ def body(args: Any, result: Result, work: Path) -> None:
         for kind in ("tag", "everything"):
             names = [f"regions_{allocator}_{action}_{kind}_s" for action in ("pause", "resume")]
             rows.append((f"regions_{allocator}, {kind}", *(middle(result, name) for name in names)))
-    childrun.table(rows)
+    runner.table(rows)
 
 
 def middle(result: Result, series: str) -> str:

@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cli
 import common
-import subletapi
-from common import JobError, Result
+import runner
+from common import Result
 
 WORDS = 64 << 20
 CYCLES = 3
@@ -37,6 +38,7 @@ def reader(tensors: Any, asks: Any, answers: Any) -> None:
 
 def owner() -> int:
     """The process under `sublet run`: shares, pauses the tenant with the command, writes, asks the reader."""
+    runner.begin(100)
     import torch
     import torch.multiprocessing as mp
 
@@ -48,45 +50,33 @@ def owner() -> int:
     tensors.put(tensor)
     asks.put(True)
     total, address = answers.get(timeout=60)
-    print(f"row shared {total == WORDS} {total}", flush=True)
+    runner.row("shared", total == WORDS, str(total))
     for cycle in range(CYCLES):
         for action in ("pause", "resume"):
-            told = subletapi.sublet(action, os.environ["SUBLET_TENANT"], timeout_s=30)
-            print(f"row {action}-{cycle} {told['exit'] == 0} {subletapi.say(told)[:200] if told['exit'] else ''}", flush=True)
+            told = cli.sublet(action, os.environ["SUBLET_TENANT"], timeout_s=30)
+            runner.row(f"{action}-{cycle}", told["exit"] == 0, cli.say(told) if told["exit"] else "")
         tensor.add_(1)
         torch.cuda.synchronize()
         asks.put(True)
         total, now = answers.get(timeout=60)
         right = total == WORDS * (cycle + 2) and now == address
-        print(f"row reader-sees-cycle-{cycle} {right} sum {total} address same {now == address}", flush=True)
+        runner.row(f"reader-sees-cycle-{cycle}", right, f"sum {total} address same {now == address}")
     asks.put(False)
     child.join(timeout=20)
-    print(f"row reader-ended {child.exitcode == 0} exit {child.exitcode}", flush=True)
+    runner.row("reader-ended", child.exitcode == 0, f"exit {child.exitcode}")
     return 0
 
 
-def body_of(args: Any):
+def body(args: Any, result: Result, work: Path) -> None:
     """The job."""
-
-    def body(result: Result, work: Path) -> None:
-        log_path = work / "owner.log"
-        command = [sys.executable, __file__, "--role", "owner"]
-        child = common.spawn(subletapi.tenant_command(f"ipc-{os.getpid()}", command), common.child_env(), log_path)
-        try:
-            child.wait(timeout=args.deadline - 10)
-        except Exception as error:
-            raise JobError(f"the owner did not end: {log_path.read_text(errors='replace')[-1500:]}") from error
-        text = log_path.read_text(errors="replace")
-        rows = [line.split(" ", 3)[1:] for line in text.splitlines() if line.startswith("row ")]
-        for row in rows:
-            result.check(row[0], row[1] == "True", row[2] if len(row) > 2 else "")
-        result.check("all rows came", len(rows) == 2 + 3 * CYCLES, text[-800:] if len(rows) < 2 + 3 * CYCLES else "")
-
-    return body
+    child = runner.Child(work, "owner", [__file__, "--role", "owner"], tenant=f"ipc-{os.getpid()}")
+    child.finish(result, args.deadline - 10)
+    rows = [said for said in child.said() if said["kind"] == "row"]
+    result.check("all rows came", len(rows) == 2 + 3 * CYCLES, f"{len(rows)} rows")
 
 
 if __name__ == "__main__":
     arguments = parse(sys.argv[1:])
     if arguments.role == "owner":
         sys.exit(owner())
-    sys.exit(common.run_job(arguments, "ipc_shared_tensor", body_of(arguments)))
+    sys.exit(common.run_job(arguments, "ipc_shared_tensor", lambda result, work: body(arguments, result, work)))

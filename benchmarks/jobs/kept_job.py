@@ -14,11 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cli
 import common
-import subletapi
 from common import MIB, JobError, Result
-from observer import Observer
-from rpc import Pool
+from observer import observed
+from phases import Phases
+from rank import NcclRanks
 
 
 def parse(argv: list[str]) -> Any:
@@ -34,16 +35,14 @@ def parse(argv: list[str]) -> Any:
 
 def pinned(result: Result, work: Path, world: int, repeats: int) -> dict[str, Any]:
     """GB/s of plain pinned copies, all GPUs at once."""
-    pool = Pool(work, "pinned", world, None)
-    started = pool.call("start", 120)
-    result.machine(result.data["probe"], started[0]["versions"])
-    pool.call("pinned_setup", 90)
+    ranks = NcclRanks(result, work, "pinned", world, None)
+    ranks.call("pinned_setup", 90)
     samples: dict[str, list[float]] = {"out": [], "in": []}
     for _ in range(repeats):
         for direction, series in samples.items():
-            replies = pool.call("pinned_copy", 60, direction=direction)
+            replies = ranks.call("pinned_copy", 60, direction=direction)
             series.append(sum(reply["gb_s"] for reply in replies))
-    pool.close()
+    ranks.close()
     summary = {f"{direction}_gb_s": common.summarise(series) for direction, series in samples.items()}
     common.log(f"pinned copy: out {summary['out_gb_s']['median']:.1f} GB/s, in {summary['in_gb_s']['median']:.1f} GB/s")
     return {"samples": samples, **summary}
@@ -52,13 +51,8 @@ def pinned(result: Result, work: Path, world: int, repeats: int) -> dict[str, An
 def body(args: Any, result: Result, work: Path) -> None:
     """Baseline, then cycles."""
     data = result.data
-    observer = Observer(work)
+    observer, world = observed(args, result, work)
     data["probe"] = observer.info
-    world = args.gpus or observer.info["count"]
-    if not 1 <= world <= observer.info["count"]:
-        raise JobError(f"{world} GPUs wanted, {observer.info['count']} found")
-    data["parameters"]["gpus"] = world
-    result.machine(observer.info)
     if not args.cold_host:
         data["host_warmed"] = common.touch_host_memory(args.kept_gib * world * 1.1 + 2 * world)
         result.save()
@@ -66,11 +60,8 @@ def body(args: Any, result: Result, work: Path) -> None:
     result.save()
 
     tenant = f"kept-{os.getpid()}"
-    pool = Pool(work, "kept", world, tenant, life_s=args.deadline)
-    started = pool.call("start", 120)
-    if not all(reply["sublet"] for reply in started):
-        raise JobError(f"libsublet.so is not in the ranks; missing: {started[0]['missing']}")
-    made = pool.call("tensors", 90, kept_gib=args.kept_gib, scratch_gib=0.0)
+    ranks = NcclRanks(result, work, "kept", world, tenant, life_s=args.deadline)
+    made = ranks.call("tensors", 90, kept_gib=args.kept_gib, scratch_gib=0.0)
     kept = sum(reply["kept_bytes"] for reply in made)
     data["kept_bytes"] = kept
     first: dict[str, float] = {}
@@ -78,11 +69,11 @@ def body(args: Any, result: Result, work: Path) -> None:
         before = observer.free()
         freed: list[int] = []
         for action, direction in (("pause", "out"), ("resume", "in")):
-            told = subletapi.sublet(action, tenant, "--json", timeout_s=args.pause_timeout)
+            told = cli.sublet(action, tenant, "--json", timeout_s=args.pause_timeout)
             data.setdefault("told", []).append(told)
             if told["exit"] != 0:
-                pool.print_stacks()
-                raise JobError(subletapi.say(told))
+                ranks.print_stacks()
+                raise JobError(cli.say(told))
             rate = kept / told["wall_s"] / 1e9
             if cycle == 0:
                 first[direction] = rate
@@ -90,18 +81,17 @@ def body(args: Any, result: Result, work: Path) -> None:
                 result.sample(f"{direction}_gb_s", rate)
             if action == "pause":
                 freed = [now - then for then, now in zip(before, observer.free(), strict=True)][:world]
-        replies = pool.call("step", 60)
-        wrong = [name for reply in replies for name in reply["wrong"]]
+        wrong = ranks.step()["wrong"]
         result.sample("wrong", len(wrong))
         result.sample("freed_mib_min", min(freed) / MIB)
         walls = [told["wall_s"] for told in data["told"][-2:]]
         common.log(f"cycle {cycle}: pause {walls[0]:.3f} s, resume {walls[1]:.3f} s, wrong {len(wrong)}")
         result.save()
-    data["stats_after"] = subletapi.sublet("stats", tenant, "--json", timeout_s=30)
-    pool.close()
+    data["stats_after"] = cli.sublet("stats", tenant, "--json", timeout_s=30)
+    ranks.close()
 
     data["first"] = {f"{direction}_gb_s": rate for direction, rate in first.items()}
-    data["phases"] = phases(data["told"])
+    data["phases"] = steady_phases(data["told"])
     result.check("every kept word identical in every cycle", sum(data["samples"]["wrong"]) == 0)
     for direction in ("out", "in"):
         link = data["baseline"][f"{direction}_gb_s"]["median"]
@@ -113,15 +103,12 @@ def body(args: Any, result: Result, work: Path) -> None:
     result.check("first pause at least 30% of pinned", first["out"] >= 0.3 * link, f"{first['out']:.1f} of {link:.1f} GB/s")
 
 
-def phases(told: list[dict[str, Any]]) -> dict[str, Any]:
+def steady_phases(told: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians per phase over the steady cycles."""
-    table: dict[str, dict[str, list[float]]] = {}
+    phases = Phases()
     for record in told[2:]:
-        for name, row in subletapi.phase_table(record.get("json")).items():
-            entry = table.setdefault(f"{record['args'][0]}.{name}", {})
-            for key in ("elapsed_us", "driver_calls", "bytes"):
-                entry.setdefault(key, []).append(row[key])
-    return {name: {key: common.summarise(values) for key, values in row.items()} for name, row in table.items()}
+        phases.add_members(record["args"][0], record.get("json"))
+    return {f"{action}.{name}": row for action, table in phases.summaries().items() for name, row in table.items()}
 
 
 if __name__ == "__main__":

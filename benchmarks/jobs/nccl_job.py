@@ -25,11 +25,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cli
 import common
-import subletapi
 from common import GIB, MIB, JobError, Result
-from observer import Observer
-from rpc import Pool
+from observer import observed
+from phases import Phases
+from rank import NcclRanks
 
 CONTROLS = ("outside", "inside", "inside-one")
 #: More than the baseline that a paused process may leave on the GPU.
@@ -51,7 +52,7 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--rebuild", action="store_true", help="with --control none: the baseline (the default there)")
     parser.add_argument("--rebuild-cycles", type=int, default=3, help="cycles of the baseline; 0 skips it")
     parser.add_argument("--a2a", choices=("one", "both"), default="one", help="communicators that do all-to-all")
-    parser.add_argument("--launcher", choices=("own", "torchrun"), default="own")
+    parser.add_argument("--launcher", choices=("launch", "torchrun"), default="launch")
     parser.add_argument("--expandable", action="store_true", help="torch with expandable_segments:True")
     parser.add_argument("--warm-host", action="store_true", help="touch host memory first, for machines that grow it")
     parser.add_argument("--pause-timeout", type=float, default=60, help="seconds for one pause or resume")
@@ -69,13 +70,8 @@ class Job:
     def __init__(self, args: Any, result: Result, work: Path) -> None:
         self.args, self.result, self.work = args, result, work
         self.data = result.data
-        self.observer = Observer(work)
-        self.world = args.gpus or self.observer.info["count"]
-        if not 1 <= self.world <= self.observer.info["count"]:
-            raise JobError(f"{self.world} GPUs wanted, {self.observer.info['count']} found")
-        args.gpus = self.data["parameters"]["gpus"] = self.world
+        self.observer, self.world = observed(args, result, work)
         self.empty = self.observer.settled_free()
-        self.result.machine(self.observer.info)
         half = args.tensors_gib / 2 if args.discard_half else 0.0
         self.kept_gib, self.scratch_gib = (0.0, 0.0) if args.nccl_only else (args.tensors_gib - half, half)
         self.words = [1024, 1 << 18] if args.nccl_only else [1024, 1 << 18, 1 << 24]
@@ -87,38 +83,23 @@ class Job:
         """Bytes in use per GPU beyond the idle machine."""
         return [before - now for before, now in zip(self.empty, free, strict=True)][: self.world]
 
-    def start(self, label: str, tenant: str | None) -> tuple[Pool, dict[str, Any]]:
+    def start(self, label: str, tenant: str | None) -> tuple[NcclRanks, dict[str, Any]]:
         """Ranks with context, communicators and tensors; the memory in use after each step."""
         memory: dict[str, Any] = {}
-        pool = Pool(self.work, label, self.world, tenant, self.env, self.args.launcher, self.args.deadline)
-        started = pool.call("start", 120)
-        self.result.machine(self.observer.info, started[0]["versions"])
-        if tenant and not all(reply["sublet"] for reply in started):
-            raise JobError(f"libsublet.so is not in the ranks; missing: {started[0]['missing']}")
+        how = {"env": self.env, "launcher": self.args.launcher, "life_s": self.args.deadline}
+        ranks = NcclRanks(self.result, self.work, label, self.world, tenant, **how)
         memory["context"] = self.used(self.observer.free())
         groups = 2 if self.args.a2a == "both" else 1
-        pool.call("connect", 90)
-        pool.call("messages", 60, words=self.words, all_to_all_groups=groups)
+        ranks.call("connect", 90)
+        ranks.call("messages", 60, words=self.words, all_to_all_groups=groups)
         if self.kept_gib or self.scratch_gib:
-            reply = pool.call("tensors", 60, kept_gib=self.kept_gib, scratch_gib=self.scratch_gib)
+            reply = ranks.call("tensors", 60, kept_gib=self.kept_gib, scratch_gib=self.scratch_gib)
             memory["tensors"] = reply[0]
-        first = pool.call("step", 90)
-        memory["first_step_s"] = max(reply["seconds"] for reply in first)
-        again = self.step(pool)
-        memory["later_step_s"] = again["seconds"]
+        memory["first_step_s"] = ranks.step(90)["seconds"]
+        memory["later_step_s"] = ranks.step()["seconds"]
         memory["full"] = self.used(self.observer.free())
-        memory["seen_from_inside"] = pool.call("memory")
-        return pool, memory
-
-    def step(self, pool: Pool) -> dict[str, Any]:
-        """One step on all ranks; raises when a result is not the first one's."""
-        replies = pool.call("step", 60)
-        wrong = [name for reply in replies for name in reply["wrong"]]
-        return {
-            "seconds": max(reply["seconds"] for reply in replies),
-            "collective_s": max(reply["collective_s"] for reply in replies),
-            "wrong": wrong,
-        }
+        memory["seen_from_inside"] = ranks.call("memory")
+        return ranks, memory
 
     # ------------------------------------------------------------ baseline
 
@@ -126,19 +107,19 @@ class Job:
         """Destroys and rebuilds the communicators, without Sublet."""
         record: dict[str, Any] = {"samples": {"destroy_s": [], "rebuild_s": [], "left_bytes": []}}
         self.data["baseline"] = record
-        pool, record["memory"] = self.start("baseline", None)
+        ranks, record["memory"] = self.start("baseline", None)
         samples, wrong = record["samples"], []
         for cycle in range(self.args.rebuild_cycles):
-            gone = pool.call("disconnect", 60)
+            gone = ranks.call("disconnect", 60)
             samples["left_bytes"].append(self.used(self.observer.free()))
-            back = pool.call("reconnect", 90)
+            back = ranks.call("reconnect", 90)
             samples["destroy_s"].append(max(reply["destroy_s"] for reply in gone))
             samples["rebuild_s"].append(max(reply["rebuild_s"] for reply in back))
             wrong += [name for reply in back for name in reply["wrong"]]
             common.log(f"baseline {cycle}: destroy {samples['destroy_s'][-1]:.3f} rebuild {samples['rebuild_s'][-1]:.3f} s")
             self.result.save()
-        pool.call("disconnect", 60)
-        pool.call("drop_tensors", 60)
+        ranks.call("disconnect", 60)
+        ranks.call("drop_tensors", 60)
         record["left_after_destroy"] = self.used(self.observer.settled_free())
         record["wrong"] = wrong
         for name in ("destroy_s", "rebuild_s"):
@@ -146,31 +127,31 @@ class Job:
         record["total_s"] = common.summarise(
             [a + b for a, b in zip(samples["destroy_s"], samples["rebuild_s"], strict=True)]
         )
-        pool.close()
+        ranks.close()
         self.result.save()
 
     # ------------------------------------------------------------ the tenant
 
-    def change(self, pool: Pool, control: str, action: str) -> dict[str, Any]:
+    def change(self, ranks: NcclRanks, control: str, action: str) -> dict[str, Any]:
         """Pauses or resumes; the time that the caller waits, and what it was told."""
         limit = self.args.pause_timeout
         began = time.perf_counter()
         if control == "outside":
-            told = subletapi.sublet(action, pool.tenant, "--json", timeout_s=limit)
+            told = cli.sublet(action, ranks.tenant, "--json", timeout_s=limit)
             if told["exit"] != 0:
                 self.data.setdefault("failures", []).append(told)
-                self.data["ps_at_failure"] = subletapi.sublet("ps", timeout_s=20)
-                pool.print_stacks()
-                raise JobError(subletapi.say(told))
+                self.data["ps_at_failure"] = cli.sublet("ps", timeout_s=20)
+                ranks.print_stacks()
+                raise JobError(cli.say(told))
             return {"wall_s": told["wall_s"], "told": told}
         try:
             if control == "inside":
-                replies = pool.call("amem", limit + 10, action=action)
+                replies = ranks.call("together", limit + 10, action=action)
             else:
-                replies = pool.call("tenant", limit + 10, ranks=[0], action=action, timeout_ms=int(limit * 1000))
+                replies = ranks.call("tenant", limit + 10, ranks=[0], action=action, timeout_ms=int(limit * 1000))
         except JobError:
-            self.data["ps_at_failure"] = subletapi.sublet("ps", timeout_s=20)
-            self.data["stats_at_failure"] = subletapi.sublet("stats", pool.tenant, "--json", timeout_s=20)
+            self.data["ps_at_failure"] = cli.sublet("ps", timeout_s=20)
+            self.data["stats_at_failure"] = cli.sublet("stats", ranks.tenant, "--json", timeout_s=20)
             raise
         return {
             "wall_s": max(reply["seconds"] for reply in replies),
@@ -189,23 +170,23 @@ class Job:
         answers = self.observer.take(entries)
         return {"passed": all(answer["allocated"] for answer in answers), "gpus": answers}
 
-    def cycle(self, pool: Pool, control: str, number: int, last: bool) -> dict[str, Any]:
+    def cycle(self, ranks: NcclRanks, control: str, number: int, last: bool) -> dict[str, Any]:
         """One pause and resume, with every check."""
         if control != "outside":
-            pool.call("sync", 30)
+            ranks.call("sync", 30)
         before = self.observer.free()
-        pause = self.change(pool, control, "pause")
+        pause = self.change(ranks, control, "pause")
         paused = self.observer.free()
         sample: dict[str, Any] = {"control": control, "cycle": number, "pause": pause}
         sample["left_bytes"] = self.used(paused)
         sample["freed_bytes"] = [now - then for then, now in zip(before, paused, strict=True)][: self.world]
         if last:
             sample["next_tenant"] = self.next_tenant(before, paused)
-        resume = self.change(pool, control, "resume")
+        resume = self.change(ranks, control, "resume")
         after = self.observer.free()
         sample["resume"] = resume
         sample["lost_bytes"] = [then - now for then, now in zip(before, after, strict=True)][: self.world]
-        step = self.step(pool)
+        step = ranks.step()
         sample["first_step_s"], sample["wrong"] = step["seconds"], step["wrong"]
         left = max(sample["left_bytes"]) / MIB
         common.log(
@@ -219,46 +200,36 @@ class Job:
         tenant = f"bench-{os.getpid()}"
         if self.args.warm_host:
             self.data["host_warmed"] = common.touch_host_memory((self.kept_gib + 4) * self.world)
-        pool, self.data["memory"] = self.start("tenant", tenant)
-        self.data["stats_before"] = subletapi.sublet("stats", tenant, "--json", timeout_s=30)
-        phases: dict[str, dict[str, dict[str, list[float]]]] = {}
+        ranks, self.data["memory"] = self.start("tenant", tenant)
+        self.data["stats_before"] = cli.sublet("stats", tenant, "--json", timeout_s=30)
+        phases = Phases()
         for control in self.args.controls:
             series = control.replace("-", "_")
             for number in range(self.args.cycles):
                 last = number == self.args.cycles - 1
-                sample = self.cycle(pool, control, number, last)
+                sample = self.cycle(ranks, control, number, last)
                 self.result.sample(series, sample)
                 for action in ("pause", "resume"):
                     told = sample[action].get("told", {}).get("json")
                     if told is None and (number in (1, self.args.cycles - 1)):
-                        told = self.data.setdefault("stats", {})[f"{control}.{number}"] = pool.call("stats", 20, ranks=[0])
+                        told = self.data.setdefault("stats", {})[f"{control}.{number}"] = ranks.call("stats", 20, ranks=[0])
                     if isinstance(told, dict):
                         told = told.get(f"last_{action}", told)
-                    self.add_phases(phases.setdefault(f"{control}.{action}", {}), told)
+                    phases.add_members(f"{control}.{action}", told)
                 if sample["wrong"]:
                     self.result.check(f"{control}: cycle {number} bit-identical", False, str(sample["wrong"][:6]))
                 self.result.save()
             self.summarise(control)
-        self.data["phases"] = {
-            key: {name: {k: common.summarise(v) for k, v in row.items()} for name, row in table.items()}
-            for key, table in phases.items()
-        }
-        self.data["stats_after"] = subletapi.sublet("stats", tenant, "--json", timeout_s=30)
-        self.data["ps_after"] = subletapi.sublet("ps", timeout_s=30)
-        pool.call("stats", 20, print_too=True)
-        pool.call("disconnect", 60)
-        pool.call("drop_tensors", 60)
+        self.data["phases"] = phases.summaries()
+        self.data["stats_after"] = cli.sublet("stats", tenant, "--json", timeout_s=30)
+        self.data["ps_after"] = cli.sublet("ps", timeout_s=30)
+        ranks.call("stats", 20, print_too=True)
+        ranks.call("disconnect", 60)
+        ranks.call("drop_tensors", 60)
         self.data["left_after_destroy"] = self.used(self.observer.settled_free())
-        pool.close()
+        ranks.close()
         self.data["left_after_exit"] = self.used(self.observer.settled_free())
         self.verdicts()
-
-    @staticmethod
-    def add_phases(table: dict[str, dict[str, list[float]]], told: Any) -> None:
-        """Adds what a report says of its phases."""
-        for name, row in subletapi.phase_table(told).items():
-            for key in ("elapsed_us", "driver_calls", "bytes"):
-                table.setdefault(name, {}).setdefault(key, []).append(row[key])
 
     # ------------------------------------------------------------ verdicts
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import common
-from common import JobError, Result
-from observer import Observer
-from rpc import Pool
+from common import Result
+from observer import observed
+from rank import NcclRanks
 
 
 def parse(argv: list[str]) -> Any:
@@ -35,26 +35,20 @@ def parse(argv: list[str]) -> Any:
 
 def measure(args: Any, result: Result, work: Path, world: int, label: str, tenant: str | None) -> dict[str, Any]:
     """The figures of one job, each a list of samples."""
-    pool = Pool(work, label, world, tenant, life_s=args.deadline)
-    started = pool.call("start", 120)
-    if (tenant is not None) != started[0]["sublet"]:
-        raise JobError(f"{label}: libsublet.so is {'not ' if tenant else ''}in the ranks")
-    result.machine(result.data["probe"], started[0]["versions"])
-    figures: dict[str, Any] = {"start_s": [max(reply["start_s"] for reply in started)]}
+    ranks = NcclRanks(result, work, label, world, tenant, life_s=args.deadline)
+    figures: dict[str, Any] = {"start_s": [max(reply["start_s"] for reply in ranks.started)]}
     if world > 1:
-        pool.call("messages", 60, words=[1024, 1 << 18])
-        connect = pool.call("connect", 90)
-        first = pool.call("step", 90)
-        figures["communicators_s"] = [
-            max(c["seconds"] for c in connect) + max(f["collective_s"] for f in first)
-        ]
-        bandwidth = pool.call("all_reduce", 60, mib=args.mib, iterations=args.iterations, repeats=args.repeats)
+        ranks.call("messages", 60, words=[1024, 1 << 18])
+        connect = ranks.call("connect", 90)
+        first = ranks.step(90)
+        figures["communicators_s"] = [max(reply["seconds"] for reply in connect) + first["collective_s"]]
+        bandwidth = ranks.call("all_reduce", 60, mib=args.mib, iterations=args.iterations, repeats=args.repeats)
         figures["all_reduce_bus_gb_s"] = [min(column) for column in zip(*(b["bus_gb_s"] for b in bandwidth), strict=True)]
-    rates = pool.call("launches", 60, ranks=[0], count=args.launches, repeats=args.repeats)[0]
+    rates = ranks.call("launches", 60, ranks=[0], count=args.launches, repeats=args.repeats)[0]
     figures["torch_launches_per_s"], figures["graph_launches_per_s"] = rates["op_per_s"], rates["graph_per_s"]
-    pairs = pool.call("mallocs", 60, ranks=[0], sizes_mib=[2, 64], pairs=args.pairs, repeats=args.repeats)[0]
+    pairs = ranks.call("mallocs", 60, ranks=[0], sizes_mib=[2, 64], pairs=args.pairs, repeats=args.repeats)[0]
     figures |= {f"malloc_free_{name}": values for name, values in pairs.items()}
-    pool.close()
+    ranks.close()
     return figures
 
 
@@ -62,11 +56,9 @@ def body(args: Any, result: Result, work: Path) -> None:
     """Rounds, then ratios."""
     data = result.data
     # The observer's context would sit beside the timed work: it only says what the machine is.
-    observer = Observer(work)
+    observer, world = observed(args, result, work)
     data["probe"] = observer.info
     observer.close()
-    world = args.gpus or data["probe"]["count"]
-    data["parameters"]["gpus"] = world
     samples: dict[str, dict[str, list[float]]] = {"hooked": {}, "unhooked": {}}
     data["samples"] = samples
     for turn in range(args.rounds):

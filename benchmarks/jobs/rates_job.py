@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import common
-from common import JobError, Result
-from observer import Observer
-from rpc import Pool
+from common import Result
+from observer import observed
+from rank import NcclRanks
 
 SIZES_BYTES = [8, 1024]
 GOAL = 0.99
@@ -36,27 +36,23 @@ def parse(argv: list[str]) -> Any:
     return parser.parse_args(argv)
 
 
-def start(args: Any, result: Result, work: Path, world: int, tenant: str | None) -> Pool:
+def start(args: Any, result: Result, work: Path, world: int, tenant: str | None) -> NcclRanks:
     """One of the two jobs, with a communicator."""
     label = "hooked" if tenant else "unhooked"
-    pool = Pool(work, label, world, tenant, life_s=args.deadline)
-    started = pool.call("start", 120)
-    if (tenant is not None) != started[0]["sublet"]:
-        raise JobError(f"{label}: libsublet.so is {'not ' if tenant else ''}in the ranks")
-    result.machine(result.data["probe"], started[0]["versions"])
-    pool.call("messages", 60, words=[1024])
-    pool.call("connect", 90)
-    pool.call("step", 90)
-    return pool
+    ranks = NcclRanks(result, work, label, world, tenant, life_s=args.deadline)
+    ranks.call("messages", 60, words=[1024])
+    ranks.call("connect", 90)
+    ranks.step(90)
+    return ranks
 
 
-def measure(args: Any, pool: Pool) -> dict[str, float]:
+def measure(args: Any, ranks: NcclRanks) -> dict[str, float]:
     """Every figure once; of all ranks the slowest."""
-    rates = pool.call("launches", 60, ranks=[0], count=args.launches, repeats=1)[0]
+    rates = ranks.call("launches", 60, ranks=[0], count=args.launches, repeats=1)[0]
     figures = {"torch_launches_per_s": rates["op_per_s"][0]}
     if rates["graph_per_s"]:  # a rehearsal without a GPU has no graphs
         figures["graph_launches_per_s"] = rates["graph_per_s"][0]
-    replies = pool.call("calls", 60, sizes_bytes=SIZES_BYTES, count=args.calls)
+    replies = ranks.call("calls", 60, sizes_bytes=SIZES_BYTES, count=args.calls)
     return figures | {name: min(reply[name] for reply in replies) for name in replies[0]}
 
 
@@ -71,19 +67,19 @@ def spread(ratios: list[float]) -> tuple[float, float]:
 def body(args: Any, result: Result, work: Path) -> None:
     """Rounds, then ratios."""
     data, began = result.data, time.monotonic()
-    observer = Observer(work)
+    # The observer's context would sit beside the timed work: it only says what the machine is.
+    observer, world = observed(args, result, work)
     data["probe"] = observer.info
     observer.close()
-    world = args.gpus or data["probe"]["count"]
-    data["parameters"]["gpus"] = world
-    pools = {"unhooked": start(args, result, work, world, None), "hooked": start(args, result, work, world, f"rates-{os.getpid()}")}
+    tenants = {"unhooked": None, "hooked": f"rates-{os.getpid()}"}
+    jobs = {kind: start(args, result, work, world, tenant) for kind, tenant in tenants.items()}
     samples: dict[str, dict[str, list[float]]] = {"hooked": {}, "unhooked": {}}
     data["samples"] = samples
     for turn in range(-1, args.rounds):
         at = time.monotonic()
         order = ("unhooked", "hooked") if turn % 2 == 0 else ("hooked", "unhooked")
         for kind in order:
-            figures = measure(args, pools[kind])
+            figures = measure(args, jobs[kind])
             if turn < 0:  # the first of each warms up
                 continue
             for name, value in figures.items():
@@ -91,8 +87,8 @@ def body(args: Any, result: Result, work: Path) -> None:
         if args.deadline - 20 - (time.monotonic() - began) < 2 * (time.monotonic() - at):
             result.note(f"time ran out after {turn + 1} rounds")
             break
-    for pool in pools.values():
-        pool.close()
+    for ranks in jobs.values():
+        ranks.close()
     print(f"{'figure':<42}{'hooked':>12}{'unhooked':>12}{'ratio':>9}  95%")
     for name in samples["hooked"]:
         hooked, plain = (common.summarise(samples[kind][name]) for kind in ("hooked", "unhooked"))

@@ -27,8 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import childrun
 import common
+import runner
 from common import JobError, Result
 
 WAYS = ("sublet", "saver", "retained", "vllm")
@@ -60,7 +60,7 @@ class Memory:
 
     def __init__(self, args: Any, weights_from: Callable[[int], Any], kv_from: Callable[[int], Any]) -> None:
         import torch
-        from worker import Checksum
+        from checksum import Checksum
 
         self.torch = torch
         device = torch.device("cuda:0")
@@ -136,16 +136,18 @@ def way_saver(args: Any) -> tuple[Memory, Callable[[], Any], Callable[[], Any]]:
 
 def way_vllm(args: Any) -> tuple[Memory, Callable[[], Any], Callable[[], Any]]:
     """The copying of vLLM's allocator, on blocks of our own."""
+    import driver
     import torch
-    import vmm
 
-    device = vmm.Device()
-    kept: list[vmm.Block] = []
-    discarded: list[vmm.Block] = []
+    # The context comes with the first use of torch.
+    torch.zeros(1, device="cuda:0")
+    unit = driver.granularity_bytes(0)
+    kept: list[driver.Block] = []
+    discarded: list[driver.Block] = []
 
-    def block(into: list[vmm.Block]) -> Callable[[int], Any]:
+    def block(into: list[driver.Block]) -> Callable[[int], Any]:
         def make(size_bytes: int) -> Any:
-            into.append(device.block(size_bytes))
+            into.append(driver.Block(0, size_bytes, unit=unit))
             return torch.as_tensor(into[-1], device="cuda:0")
 
         return make
@@ -156,7 +158,7 @@ def way_vllm(args: Any) -> tuple[Memory, Callable[[], Any], Callable[[], Any]]:
     def pause() -> None:
         for index, each in enumerate(kept):
             saved[index] = torch.empty(each.size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            device.copy(saved[index].data_ptr(), each.address, each.size_bytes)
+            driver.copy(saved[index].data_ptr(), each.address, each.size_bytes)
             each.unmap_and_release()
         for each in discarded:
             each.unmap_and_release()
@@ -164,7 +166,7 @@ def way_vllm(args: Any) -> tuple[Memory, Callable[[], Any], Callable[[], Any]]:
     def resume() -> None:
         for index, each in enumerate(kept):
             each.create_and_map()
-            device.copy(each.address, saved.pop(index).data_ptr(), each.size_bytes)
+            driver.copy(each.address, saved.pop(index).data_ptr(), each.size_bytes)
         for each in discarded:
             each.create_and_map()
 
@@ -173,13 +175,13 @@ def way_vllm(args: Any) -> tuple[Memory, Callable[[], Any], Callable[[], Any]]:
 
 def child(args: Any) -> int:
     """One way: its cycles, timed and checked."""
-    childrun.begin(args.deadline)
+    runner.begin(args.deadline)
     import torch
 
-    childrun.fact("versions", childrun.versions())
+    runner.fact("versions", runner.versions())
     make = {"sublet": way_sublet, "saver": way_saver, "retained": way_saver, "vllm": way_vllm}[args.way]
     memory, pause, resume = make(args)
-    childrun.fact("kept_bytes", memory.kept_bytes)
+    runner.fact("kept_bytes", memory.kept_bytes)
     wrong, freed_min = 0, None
     for rest_s in [0.0] * args.cycles + [REST_S] * args.cycles:
         torch.cuda.synchronize()
@@ -197,19 +199,19 @@ def child(args: Any) -> int:
                 if args.way == "sublet":
                     wrong += host_copy_is_wrong(memory)
         wrong += memory.wrong()
-        childrun.sample("pause_s", times[0])
-        childrun.sample("rested_resume_s" if rest_s else "resume_s", times[1])
-        childrun.fact("last_resume", report)
+        runner.sample("pause_s", times[0])
+        runner.sample("rested_resume_s" if rest_s else "resume_s", times[1])
+        runner.fact("last_resume", report)
     total = memory.kept_bytes + sum(block.numel() for block in memory.kv)
-    childrun.row("values exact after each cycle", wrong == 0, f"{wrong} wrong")
-    childrun.row(
+    runner.row("values exact after each cycle", wrong == 0, f"{wrong} wrong")
+    runner.row(
         "a pause frees all of it",
         (freed_min or 0) >= 0.99 * total,
         f"{(freed_min or 0) / GB:.1f} of {total / GB:.1f} GB",
     )
     if args.way == "sublet":
         host_copy_kinds()
-        childrun.fact("link_gb_s", link_gb_s(torch))
+        runner.fact("link_gb_s", link_gb_s(torch))
     return 0
 
 
@@ -262,30 +264,30 @@ def host_copy_kinds() -> None:
         values = [each.to(torch.float32) if name == "float8" else each for each in (saved, before[name])]
         bad += [] if same and torch.equal(*values) else [name]
     sublet.resume(tags="kinds")
-    childrun.row("host_copy of every kind of tensor", not bad, ", ".join(bad) or ", ".join(kinds))
+    runner.row("host_copy of every kind of tensor", not bad, ", ".join(bad) or ", ".join(kinds))
 
 
 # ---------------------------------------------------------------- the job
 
 
-def start(args: Any, work: Path, way: str) -> childrun.Child:
+def start(args: Any, work: Path, way: str) -> runner.Child:
     """The process of one way."""
     cycles = args.saver_cycles if way == "saver" else args.cycles
     command = [__file__, "--way", way, "--cycles", str(cycles), "--deadline", "150"]
     command += ["--kept-gb", str(args.kept_gb), "--discarded-gb", str(args.discarded_gb)]
     if way == "sublet":
-        return childrun.Child(
-            work, way, command, tenant=f"saver-{os.getpid()}", sites=[childrun.package(work, "sublet")]
+        return runner.Child(
+            work, way, command, tenant=f"saver-{os.getpid()}", sites=[runner.package(work, "sublet")]
         )
     if way == "vllm":
-        return childrun.Child(work, way, command)
-    site = childrun.package(work, "torch_memory_saver")
+        return runner.Child(work, way, command)
+    site = runner.package(work, "torch_memory_saver")
     cuda = "13" if (torch_cuda_major() or 13) >= 13 else "12"
     hooks = sorted(site.glob(f"torch_memory_saver_hook_mode_preload_cu{cuda}*.so"))
     if not hooks:
         raise JobError(f"torch_memory_saver has no preload library for CUDA {cuda}")
-    env = {"LD_PRELOAD": str(hooks[0]), "LD_LIBRARY_PATH": childrun.cuda_libraries()}
-    return childrun.Child(work, way, command, sites=[site], env=env)
+    env = {"LD_PRELOAD": str(hooks[0]), "LD_LIBRARY_PATH": runner.cuda_libraries()}
+    return runner.Child(work, way, command, sites=[site], env=env)
 
 
 def torch_cuda_major() -> int | None:
@@ -351,9 +353,9 @@ def body(args: Any, result: Result, work: Path) -> None:
                 )
             else:
                 result.check(f"{action}: at least 5 times their default", factor >= 5, f"{factor:.1f} times")
-    childrun.verdicts(result)
+    runner.verdicts(result)
     print()
-    childrun.table(rows)
+    runner.table(rows)
 
 
 if __name__ == "__main__":

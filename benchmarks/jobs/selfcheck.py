@@ -12,11 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cli
 import common
-import subletapi
+import runner
 from common import MIB, JobError, Result
-from observer import Observer
-from rpc import Pool
+from observer import observed
+from rank import NcclRanks
 
 
 def parse(argv: list[str]) -> Any:
@@ -30,12 +31,10 @@ class Check:
     """The rows, in order; a row that raises is a failed row and the next ones still run."""
 
     def __init__(self, args: Any, result: Result, work: Path) -> None:
-        self.args, self.result = args, result
+        self.args, self.result, self.work = args, result, work
         self.tenant = f"selfcheck-{os.getpid()}"
-        self.observer = Observer(work)
-        result.machine(self.observer.info)
+        self.observer, _ = observed(args, result, work)
         self.result.data["free_empty"] = self.observer.free()
-        self.pool = Pool(work, "selfcheck", 1, self.tenant, life_s=args.deadline)
 
     def row(self, what: str, body: Callable[[], tuple[bool, str]]) -> bool:
         """Runs one row."""
@@ -49,30 +48,29 @@ class Check:
 
     def command(self, *args: str, expect: int | None = 0) -> tuple[bool, str]:
         """Runs the `sublet` command; `expect` None is any exit code but 0, a panic or a timeout."""
-        told = subletapi.sublet(*args, timeout_s=self.args.pause_timeout)
+        told = cli.sublet(*args, timeout_s=self.args.pause_timeout)
         self.result.data.setdefault("told", []).append(told)
         right = told["exit"] == expect if expect is not None else told["exit"] in (1, 2)
-        return right, subletapi.say(told) if not right or expect != 0 else f"{told['wall_s']:.3f} s {told.get('stderr', '')}"
+        return right, cli.say(told) if not right or expect != 0 else f"{told['wall_s']:.3f} s {told.get('stderr', '')}"
 
     def start(self) -> tuple[bool, str]:
-        """Torch under the preload, with 256 MiB kept, 64 MiB scratch and a graph."""
-        started = self.pool.call("start", 120)[0]
-        self.result.machine(self.observer.info, started["versions"])
-        return started["sublet"], f"import {started['import_s']:.1f} s, missing {started['missing']}"
+        """Torch under the preload."""
+        self.ranks = NcclRanks(self.result, self.work, "selfcheck", 1, self.tenant, life_s=self.args.deadline)
+        return True, f"import {self.ranks.started[0]['import_s']:.1f} s"
 
     def tensors(self) -> tuple[bool, str]:
         """Blocks of 64 MiB: a region's memory must be its own."""
-        made = self.pool.call("tensors", 60, kept_gib=0.25, scratch_gib=0.0625, block_mib=64)[0]
+        made = self.ranks.call("tensors", 60, kept_gib=0.25, scratch_gib=0.0625, block_mib=64)[0]
         return made["scratch_in_region"], f"{made['kept_bytes'] >> 20} MiB kept, {made['scratch_bytes'] >> 20} MiB scratch"
 
     def step(self) -> tuple[bool, str]:
         """Every block and the scratch."""
-        wrong = self.pool.call("step", 40)[0]["wrong"]
+        wrong = self.ranks.step(40)["wrong"]
         return not wrong, str(wrong or "identical")
 
     def graph(self, value: float) -> tuple[bool, str]:
         """A replay of the captured graph."""
-        return self.pool.call("graph_check", 40, value=value)[0]["right"], f"y = 2 * {value} + 1"
+        return self.ranks.call("graph_check", 40, value=value)[0]["right"], f"y = 2 * {value} + 1"
 
     def pause(self) -> tuple[bool, str]:
         """Pauses from outside; 320 MiB and more must come free, at once."""
@@ -89,24 +87,24 @@ class Check:
     def from_inside(self) -> tuple[bool, str]:
         """ncclPause and ncclResume, then sublet_pause_tenant and its counterpart, by the process itself."""
         times = []
-        for op in ("amem", "tenant"):
+        for op in ("together", "tenant"):
             for action in ("pause", "resume"):
-                times.append(self.pool.call(op, self.args.pause_timeout, action=action)[0]["seconds"])
+                times.append(self.ranks.call(op, self.args.pause_timeout, action=action)[0]["seconds"])
         return True, ", ".join(f"{seconds:.3f} s" for seconds in times)
 
     def stats(self) -> tuple[bool, str]:
         """The numbers from inside."""
-        answer = self.pool.call("stats", 20, print_too=True)[0]
+        answer = self.ranks.call("stats", 20, print_too=True)[0]
         self.result.data["stats"] = answer
         return isinstance(answer, dict) and "error" not in answer, str(answer)[:200]
 
     def capture(self) -> tuple[bool, str]:
         """A pause during a stream capture is refused with exit code 1, and the capture goes on."""
-        ranks = self.pool.send("capture_hold")
-        self.pool.collect("capture_hold (begin)", ranks, 40)
+        ranks = self.ranks.send("capture_hold")
+        self.ranks.collect("capture_hold (begin)", ranks, 40)
         refused, detail = self.command("pause", self.tenant, "--json", expect=1)
-        self.pool.lines[0].send({"op": "capture_end"})
-        right = self.pool.collect("capture_hold (end)", ranks, 40)[0]["right"]
+        self.ranks.links[0].send({"op": "capture_end"})
+        right = self.ranks.collect("capture_hold (end)", ranks, 40)[0]["right"]
         return refused and right, f"graph right: {right}; {detail}"
 
     def alive(self) -> tuple[bool, str]:
@@ -116,11 +114,11 @@ class Check:
 
     def run(self) -> None:
         """All rows. Without a process under the preload nothing else makes sense."""
-        if not self.row("torch starts under the preload, all functions there", self.start):
+        if not self.row("torch starts under the preload", self.start):
             return
         first = [
             ("tensors kept and in a discard region", self.tensors),
-            ("a CUDA graph is captured", lambda: (True, str(self.pool.call("graph_setup", 40)[0]))),
+            ("a CUDA graph is captured", lambda: (True, str(self.ranks.call("graph_setup", 40)[0]))),
             ("graph replay before", lambda: self.graph(3.0)),
             ("step before", self.step),
             ("sublet ps", lambda: self.command("ps")),
@@ -149,10 +147,10 @@ class Check:
         ]
         for what, body in rows:
             self.row(what, body)
-            if self.pool.child.poll() is not None:
-                self.result.note(f"the job ended with {self.pool.child.returncode}: {self.pool.tail()}")
+            if self.ranks.ended:
+                self.result.note(f"the job ended with {self.ranks.process.returncode}: {self.ranks.tail()}")
                 break
-        self.pool.close()
+        self.ranks.close()
         free = self.observer.settled_free()[0]
         lost = (self.result.data["free_empty"][0] - free) / MIB
         self.result.check("all memory is back after the job's end", lost <= 8, f"{lost:.0f} MiB missing")
@@ -161,10 +159,7 @@ class Check:
 def body(args: Any, result: Result, work: Path) -> None:
     """The rows, then the table."""
     Check(args, result, work).run()
-    width = max(len(entry["what"]) for entry in result.data["checks"])
-    print(f"\n{'what':{width}}  result  detail")
-    for entry in result.data["checks"]:
-        print(f"{entry['what']:{width}}  {'ok' if entry['passed'] else 'FAIL':6}  {entry['detail'][:110]}")
+    runner.verdicts(result)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import childrun
 import common
+import runner
 from common import JobError, Result
 
 ALLOCATORS = ("native", "expandable")
@@ -38,7 +38,7 @@ def parse(argv: list[str]) -> Any:
 
 def reader(inbox: Any, outbox: Any) -> None:
     """The other process. For each question: wait for the event, then sums, addresses; then add 1 to one tensor."""
-    childrun.begin(100)
+    runner.begin(100)
     import torch
 
     tensors, event_handle = inbox.get(timeout=60)
@@ -97,7 +97,7 @@ class Owner:
         self.asked += 1
         back = int(self.tensors["written back"].sum().item()) == self.asked * SMALL_WORDS
         detail = "; ".join(f"{what}: {names}" for what, names in (("wrong", wrong), ("moved", moved)) if names)
-        childrun.row(
+        runner.row(
             f"{label}: reader sees the values, owner what it wrote",
             not detail and back,
             detail or f"written back {back}",
@@ -113,10 +113,10 @@ class Owner:
 
     def whole(self, action: str) -> str:
         """By the command, from outside of this process."""
-        import subletapi
+        import cli
 
-        told = subletapi.sublet(action, os.environ["SUBLET_TENANT"], timeout_s=30)
-        return "" if told["exit"] == 0 else subletapi.say(told)
+        told = cli.sublet(action, os.environ["SUBLET_TENANT"], timeout_s=30)
+        return "" if told["exit"] == 0 else cli.say(told)
 
     def by_tag(self, action: str) -> str:
         """From inside, this process's memory alone."""
@@ -136,22 +136,22 @@ class Owner:
                 failed = act("pause")
                 if act == self.by_tag and not failed:  # while all of it is paused, this call would wait
                     freed = (self.torch.cuda.mem_get_info()[0] - before) / common.MIB
-                    childrun.row(f"{kind} {cycle}: memory is free", freed >= 256, f"{freed:.0f} MiB")
+                    runner.row(f"{kind} {cycle}: memory is free", freed >= 256, f"{freed:.0f} MiB")
                 failed = failed or act("resume")
-                childrun.row(f"{kind} {cycle}: pause and resume", not failed, failed)
+                runner.row(f"{kind} {cycle}: pause and resume", not failed, failed)
                 if failed:
                     return
                 self.write(cycle + 2)
                 self.check(f"{kind} {cycle}")
         self.outbox.put(False)
         self.child.join(timeout=20)
-        childrun.row("reader ended", self.child.exitcode == 0, f"exit {self.child.exitcode}")
+        runner.row("reader ended", self.child.exitcode == 0, f"exit {self.child.exitcode}")
 
 
 def owner(args: Any) -> int:
     """The process under `sublet run`."""
-    childrun.begin(100)
-    childrun.fact("versions", childrun.versions())
+    runner.begin(100)
+    runner.fact("versions", runner.versions())
     Owner().run(args.cycles)
     return 0
 
@@ -161,15 +161,15 @@ def owner(args: Any) -> int:
 
 def body(args: Any, result: Result, work: Path) -> None:
     """One allocator after the other: what a pause frees is read from the device."""
-    site = childrun.package(work, "sublet")
+    site = runner.package(work, "sublet")
     for allocator in ALLOCATORS:
         conf = f"expandable_segments:{allocator == 'expandable'}"
         env = {"PYTORCH_CUDA_ALLOC_CONF": conf, "PYTORCH_ALLOC_CONF": conf}
         command = [__file__, "--role", "owner", "--cycles", str(args.cycles)]
         tenant = f"sharing-{allocator}-{os.getpid()}"
-        child = childrun.Child(work, allocator, command, tenant=tenant, sites=[site], env=env)
+        child = runner.Child(work, allocator, command, tenant=tenant, sites=[site], env=env)
         child.finish(result, args.deadline / 2 - 5)
-    childrun.verdicts(result)
+    runner.verdicts(result)
 
 
 if __name__ == "__main__":

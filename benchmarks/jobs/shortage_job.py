@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cli
 import common
-import subletapi
 from common import MIB, JobError, Result
-from observer import Observer
-from rpc import Pool
+from observer import Observer, observed
+from rank import NcclRanks
 
 REFUSED_WITHIN_S, RETURNED_WITHIN_S, WAIT_S = 2.0, 4.0, 60
 
@@ -39,34 +39,29 @@ class Job:
 
     def __init__(self, args: Any, result: Result, work: Path) -> None:
         self.args, self.result, self.work, self.data = args, result, work, result.data
-        self.observer = Observer(work)
-        self.world = args.gpus or self.observer.info["count"]
-        self.data["parameters"]["gpus"] = self.world
+        self.observer, self.world = observed(args, result, work)
         self.tenant = f"shortage-{os.getpid()}"
-        self.pool = Pool(work, "shortage", self.world, self.tenant, life_s=args.deadline)
-        started = self.pool.call("start", 90)
-        result.machine(self.observer.info, started[0]["versions"])
-        if not all(reply["sublet"] for reply in started):
-            raise JobError(f"libsublet.so is not in the ranks; missing: {started[0]['missing']}")
-        self.pool.call("connect", 60)
-        self.pool.call("messages", 60, words=[1024, 1 << 18])
-        self.pool.call("tensors", 60, kept_gib=args.kept_gib, scratch_gib=0.0, block_mib=512)
+        how = {"life_s": args.deadline, "start_s": 90}
+        self.ranks = NcclRanks(result, work, "shortage", self.world, self.tenant, **how)
+        self.ranks.call("connect", 60)
+        self.ranks.call("messages", 60, words=[1024, 1 << 18])
+        self.ranks.call("tensors", 60, kept_gib=args.kept_gib, scratch_gib=0.0, block_mib=512)
         self.check_step("before")
 
     def command(self, *words: str, timeout_s: float = 30.0) -> dict[str, Any]:
         """Runs the command and keeps what it told."""
-        told = subletapi.sublet(*words, "--json", timeout_s=timeout_s)
+        told = cli.sublet(*words, "--json", timeout_s=timeout_s)
         self.data.setdefault("told", []).append(told)
         return told
 
     def check_step(self, when: str) -> None:
         """Every collective and every kept word."""
-        wrong = [name for reply in self.pool.call("step", 60) for name in reply["wrong"]]
+        wrong = self.ranks.step()["wrong"]
         self.result.check(f"{when}: collectives and kept words identical", not wrong, str(wrong[:6]))
 
     def states(self) -> set[str]:
         """States of the tenant's processes."""
-        told = subletapi.sublet("ps", "--json", timeout_s=15)
+        told = cli.sublet("ps", "--json", timeout_s=15)
         mine = [entry for entry in told.get("json") or [] if entry.get("tenant") == self.tenant]
         return {member["member"]["state"] for entry in mine for member in entry["members"]}
 
@@ -78,13 +73,13 @@ class Job:
             before = self.observer.free()
             told = self.command("pause", self.tenant)
             if told["exit"] != 0:
-                self.pool.print_stacks()
-                raise JobError(f"{subletapi.say(told)} {told.get('json')}"[:1500])
+                self.ranks.print_stacks()
+                raise JobError(f"{cli.say(told)} {told.get('json')}"[:1500])
             paused = self.observer.free()
             freed = [now - then for then, now in zip(before, paused, strict=True)][: self.world]
             got = holder.hold([[gpu, paused[gpu] - freed[gpu] // 2] for gpu in range(self.world)])
             self.data.setdefault("held_bytes", {})[kind] = got
-            self.refused(kind, name, holder.child.pid, freed)
+            self.refused(kind, name, holder.pids[0], freed)
             self.waited(kind, holder)
         finally:
             holder.close()
@@ -124,18 +119,18 @@ class Job:
         waiter.join(WAIT_S + 30)
         took = time.perf_counter() - dropped
         if not box:
-            self.pool.print_stacks()
+            self.ranks.print_stacks()
             raise JobError(f"{kind}: resume --wait did not come back")
         self.result.sample("returned_after_release_s", took)
         in_time = box[0]["exit"] == 0 and took <= RETURNED_WITHIN_S
         what = f"{kind}: --wait returns within {RETURNED_WITHIN_S:.0f} s of the release"
-        self.result.check(what, in_time, f"{took:.3f} s {subletapi.say(box[0])[:400]}")
+        self.result.check(what, in_time, f"{took:.3f} s {cli.say(box[0])[:400]}")
 
     def run(self) -> None:
         """Both rounds."""
         for kind in ("process", "tenant"):
             self.round(kind)
-        self.pool.close()
+        self.ranks.close()
 
 
 if __name__ == "__main__":

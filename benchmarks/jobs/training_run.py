@@ -5,24 +5,25 @@ Most are started by stock torchrun; those without torch by launch.py, a process 
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import importlib.metadata
 import os
+import random
 import re
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import cli
 import common
-import subletapi
-from common import JobError
+from common import JobError, Result
+from runner import Process, start_command
 
 PROGRAMS = common.JOBS / "programs"
-STEP = re.compile(rb"step (\d+) loss (\S+)\n")
+STEP = re.compile(rb"step (\d+) loss [^\n]+\n")
 
 
 def gpu_count(wanted: int) -> int:
@@ -40,43 +41,28 @@ def library_versions() -> dict[str, str | None]:
     return found
 
 
-def start_command(program: str, ranks: int, launcher: str) -> list[str]:
-    """How a program is started: by `torchrun`, by `launch`, or `alone`."""
-    script = str(PROGRAMS / f"{program}.py")
-    if launcher == "alone":
-        return [sys.executable, script]
-    if launcher == "launch":
-        return [sys.executable, str(common.JOBS / "launch.py"), str(ranks), script]
-    torchrun = shutil.which("torchrun") or str(Path(sys.executable).parent / "torchrun")
-    return [torchrun, "--standalone", "--nproc-per-node", str(ranks), script]
+class TrainingRun(Process):
+    """One run of a script that prints its steps."""
 
-
-class TrainingRun:
-    """One run of a program."""
+    HIDDEN = re.compile(r"step \d+ loss ")
 
     def __init__(
         self,
         work: Path,
         label: str,
-        program: str,
+        script: Path,
         ranks: int,
         arguments: list[str],
-        tenant: str | None = None,
-        env: dict[str, str] | None = None,
+        *,
         launcher: str = "torchrun",
+        **how: Any,
     ) -> None:
-        self.label, self.ranks, self.tenant = label, ranks, tenant
-        self.out = work / label
-        self.out.mkdir()
-        self.log = work / f"{label}.log"
-        self.log.touch()
-        self._reader = open(self.log, "rb")  # noqa: SIM115 (lives as long as the run)
+        """`how` is as for `Process`."""
+        self.ranks, self.out = ranks, work / label
         self._rest = b""
         self.steps, self.advanced = 0, time.monotonic()
-        command = start_command(program, ranks, launcher)
-        command += [*arguments, "--out", str(self.out)]
-        environment = common.child_env({"PYTHONFAULTHANDLER": "1", **(env or {})})
-        self.child = common.spawn(subletapi.tenant_command(tenant, command), environment, self.log)
+        super().__init__(work, label, start_command([str(script), *arguments], ranks, launcher), **how)
+        self._reader = open(self.log, "rb")  # noqa: SIM115 (lives as long as the run)
 
     def poll(self) -> int:
         """Steps printed so far."""
@@ -85,19 +71,8 @@ class TrainingRun:
         self._rest = data[end:]
         found = STEP.findall(data[:end])
         if found:
-            self.steps, self.advanced = int(found[-1][0]) + 1, time.monotonic()
+            self.steps, self.advanced = int(found[-1]) + 1, time.monotonic()
         return self.steps
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is gone."""
-        return self.child.poll() is not None
-
-    def tail(self, size: int = 1500) -> str:
-        """The end of the output, but for the losses."""
-        text = self.log.read_bytes()[-4 * size :].decode(errors="replace")
-        lines = [line for line in text.splitlines() if not re.match(r"step \d+ loss ", line)]
-        return "\n".join(lines)[-size:]
 
     def wait_steps(self, count: int, timeout_s: float) -> None:
         """Waits until `count` steps are printed."""
@@ -106,7 +81,7 @@ class TrainingRun:
             if self.poll() >= count:
                 return True
             if self.ended:
-                raise JobError(f"{self.label} ended with {self.child.returncode} after {self.steps} steps: {self.tail()}")
+                raise JobError(f"{self.label} ended with {self.process.returncode} after {self.steps} steps: {self.tail()}")
             return False
 
         self._wait(f"step {count} of {self.label}", ready, timeout_s)
@@ -115,8 +90,8 @@ class TrainingRun:
         """Waits until it ends; its exit code."""
         self._wait(f"the end of {self.label}", lambda: self.ended, timeout_s)
         self.poll()
-        common.release(self.child)
-        return self.child.returncode
+        common.release(self.process)
+        return self.process.returncode
 
     def _wait(self, what: str, ready: Any, timeout_s: float) -> None:
         try:
@@ -141,24 +116,24 @@ class TrainingRun:
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError, ValueError, IndexError):
                 parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        family, grown = {self.child.pid}, True
+        family, grown = {self.process.pid}, True
         while grown:
             more = {pid for pid, parent in parents.items() if parent in family} - family
             family |= more
             grown = bool(more)
-        return sorted(family - {self.child.pid}) or [self.child.pid]
+        return sorted(family - {self.process.pid}) or [self.process.pid]
 
     def stop(self) -> None:
         """Ends the ranks and their launcher, if they still run: torchrun gives each rank a session of its own."""
         for pid in [] if self.ended else self.processes():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        common.stop_child(self.child)
+        common.stop_child(self.process)
 
     def print_state(self) -> None:
         """Says what Sublet knows, then has every rank end with its Python stacks in the log, and shows that."""
         for words in (["ps"], *([["stats", self.tenant, "--json"]] if self.tenant else [])):
-            told = subletapi.sublet(*words, timeout_s=10)
+            told = cli.sublet(*words, timeout_s=10)
             print(f"---- sublet {' '.join(words)}\n{str(told.get('json') or told.get('stdout'))[:4000]}", flush=True)
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             command = ["ps", "-L", "-o", "pid,lwp,stat,wchan:24,comm", "-p", ",".join(map(str, self.processes()))]
@@ -168,7 +143,7 @@ class TrainingRun:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGABRT)
         time.sleep(1.5)
-        print(f"---- {self.label}: last output\n{self.tail(8000)}\n----", flush=True)
+        self.show("stacks and last output")
 
 
 def first_difference(expected: list[list[str]], got: list[list[str]]) -> tuple[bool, str]:
@@ -181,5 +156,41 @@ def first_difference(expected: list[list[str]], got: list[list[str]]) -> tuple[b
     return True, f"{len(expected)} ranks, {len(expected[0]) - 1} steps, and the digests of the final weights"
 
 
-if __name__ == "__main__":
-    print("training_run is a module; the jobs import it")
+
+class TrainingJob(abc.ABC):
+    """What the jobs that watch such runs have in common."""
+
+    def __init__(self, args: Any, result: Result, work: Path) -> None:
+        self.args, self.result, self.work, self.data = args, result, work, result.data
+        self.random = random.Random(args.seed)
+        self.gpus = gpu_count(args.gpus)
+        self.data["parameters"]["gpus"] = self.gpus
+        self.data["versions"].update(library_versions())
+        self.current: TrainingRun | None = None
+        common.at_deadline(lambda _reason: self.end(shown=True))
+
+    def start_program(self, label: str, program: str, ranks: int, arguments: list[str], **how: Any) -> TrainingRun:
+        """One run of a script in programs/, which writes its values to a folder."""
+        out = self.work / label
+        out.mkdir()
+        arguments = [*arguments, "--out", str(out)]
+        self.current = TrainingRun(self.work, label, PROGRAMS / f"{program}.py", ranks, arguments, **how)
+        return self.current
+
+    @abc.abstractmethod
+    def run(self) -> None:
+        """The job."""
+
+    def run_to_end(self) -> None:
+        """The job; whatever happens, no rank outlives it."""
+        try:
+            self.run()
+        finally:
+            self.end()
+
+    def end(self, shown: bool = False) -> None:
+        """Ends the run under way, after a look at it."""
+        if self.current is not None and not self.current.ended:
+            if shown:
+                self.current.print_state()
+            self.current.stop()

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import childrun
 import common
+import runner
 from common import JobError, Result
 
 GB = 10**9
@@ -36,9 +36,9 @@ def parse(argv: list[str]) -> Any:
 
 def saved_bytes(report: Any) -> float:
     """Bytes that a pause copied, by its report."""
-    import subletapi
+    import cli
 
-    table = subletapi.phase_table(report)
+    table = cli.phase_table(report)
     return sum(entry["bytes"] for name, entry in table.items() if "Save" in name or "save" in name)
 
 
@@ -68,48 +68,48 @@ def checks(torch: Any, live: list[Any], values: list[int]) -> tuple[int, bool]:
 
 def tenant(args: Any) -> int:
     """The process under `sublet run`."""
-    childrun.begin(args.deadline - 5)
+    runner.begin(args.deadline - 5)
     import sublet
-    import subletapi
+    import cli
     import torch
     from sublet import _adapter, _library, _torch
 
-    childrun.fact("versions", childrun.versions())
+    runner.fact("versions", runner.versions())
     live, values = make(args)
     # What the checks below take for themselves is taken once, and stays with torch.
     checks(torch, live, values)
     reserved, used = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    childrun.fact("cached_bytes", reserved - used)
+    runner.fact("cached_bytes", reserved - used)
     for number in range(2 * ROUNDS):
         asks = number % 2 == 1
         # What the package does by itself, and what a program without the package has.
         _library.own_library().set_unused_source(_adapter._unused_blocks if asks else None)
-        told = subletapi.sublet("pause", os.environ["SUBLET_TENANT"], "--json", timeout_s=30)
+        told = cli.sublet("pause", os.environ["SUBLET_TENANT"], "--json", timeout_s=30)
         if told["exit"] != 0:
-            raise JobError(subletapi.say(told))
+            raise JobError(cli.say(told))
         report, pause_s = told.get("json"), told["wall_s"]
         began = time.perf_counter()
         sublet.resume()
         name = "asked" if asks else "plain"
-        childrun.sample(f"{name}_pause_s", pause_s)
-        childrun.sample(f"{name}_resume_s", time.perf_counter() - began)
-        childrun.sample(f"{name}_saved_gb", saved_bytes(report) / GB)
+        runner.sample(f"{name}_pause_s", pause_s)
+        runner.sample(f"{name}_resume_s", time.perf_counter() - began)
+        runner.sample(f"{name}_saved_gb", saved_bytes(report) / GB)
         wrong, usable = checks(torch, live, values)
-        childrun.row(
+        runner.row(
             f"{name} {number // 2}: values in use exact, cached memory usable", wrong == 0 and usable, f"{wrong} wrong"
         )
     now = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     detail = f"reserved {reserved} then {now[0]}, allocated {used} then {now[1]} bytes"
-    childrun.row("torch's statistics are as before", (reserved, used) == now, detail)
+    runner.row("torch's statistics are as before", (reserved, used) == now, detail)
     del live
     many = [torch.empty(65536, dtype=torch.uint8, device="cuda:0") for _ in range(20_000)]
     del many[::2]
     for _ in range(5):
         began = time.perf_counter()
         ranges = _torch.unused_blocks(None)
-        childrun.sample("ask_ms", 1000 * (time.perf_counter() - began))
-    childrun.row("10,000 gaps are found", len(ranges) >= 9_000, f"{len(ranges)} ranges")
+        runner.sample("ask_ms", 1000 * (time.perf_counter() - began))
+    runner.row("10,000 gaps are found", len(ranges) >= 9_000, f"{len(ranges)} ranges")
     return 0
 
 
@@ -117,8 +117,8 @@ def body(args: Any, result: Result, work: Path) -> None:
     """The process, then the table."""
     common.touch_host_memory(1.3 * (args.live_gb + args.cached_gb))
     command = [__file__, "--role", "tenant", "--live-gb", str(args.live_gb), "--cached-gb", str(args.cached_gb)]
-    site = childrun.package(work, "sublet")
-    child = childrun.Child(work, "unused", command, tenant=f"unused-{os.getpid()}", sites=[site])
+    site = runner.package(work, "sublet")
+    child = runner.Child(work, "unused", command, tenant=f"unused-{os.getpid()}", sites=[site])
     facts = child.finish(result, args.deadline - 10, prefix="unused")
     samples = result.data["samples"]
 
@@ -128,12 +128,12 @@ def body(args: Any, result: Result, work: Path) -> None:
     spared = middle("plain_saved_gb") - middle("asked_saved_gb")
     wanted = 0.9 * facts.get("cached_bytes", 0) / GB
     result.check("what is cached is not copied", spared >= wanted > 0, f"{spared:.2f} GB spared, {wanted:.2f} wanted")
-    childrun.verdicts(result)
+    runner.verdicts(result)
     print()
     rows: list[tuple[str, ...]] = [("median", "pause s", "resume s", "copied GB")]
     for label, name in (("all saved", "plain"), ("cached given back", "asked")):
         rows.append((label, *(f"{middle(f'{name}_{kind}'):.3f}" for kind in ("pause_s", "resume_s", "saved_gb"))))
-    childrun.table(rows)
+    runner.table(rows)
     print(f"asking torch with 10,000 gaps: {middle('ask_ms'):.1f} ms", flush=True)
 
 

@@ -11,17 +11,16 @@ Bound: the pauses themselves, and 12 s for each start of torchrun.
 from __future__ import annotations
 
 import os
-import random
 import re
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import cli
 import common
-import subletapi
 from common import JobError, Result
-from training_run import TrainingRun, first_difference, gpu_count, library_versions
+from training_run import TrainingJob, TrainingRun, first_difference
 
 #: What a watchdog or monitor of torch, or its launcher, writes when it fires.
 SIGNS = "Watchdog caught|watchdog got stuck|watchdog thread terminated|heartbeat|timed out|SIGABRT|exitcode"
@@ -42,18 +41,12 @@ def parse(argv: list[str]) -> Any:
     return parser.parse_args(argv)
 
 
-class Job:
+class Job(TrainingJob):
     """Baseline, a paused run, and one that is paused for too long."""
 
     def __init__(self, args: Any, result: Result, work: Path) -> None:
-        self.args, self.result, self.work, self.data = args, result, work, result.data
-        self.random = random.Random(args.seed)
-        self.ranks = gpu_count(args.gpus)
-        self.data["parameters"]["gpus"] = self.ranks
-        self.data["versions"].update(library_versions())
+        super().__init__(args, result, work)
         self.steps = 0
-        self.current: TrainingRun | None = None
-        common.at_deadline(lambda _reason: self.end(shown=True))
 
     def start(self, label: str, tenant: str | None, timeout_s: float, *arguments: str) -> TrainingRun:
         """One run."""
@@ -64,23 +57,22 @@ class Job:
             "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
         }
         given = ["--group-timeout-s", str(timeout_s), *arguments]
-        self.current = TrainingRun(self.work, label, self.args.program, self.ranks, given, tenant, environment)
-        return self.current
+        return self.start_program(label, self.args.program, self.gpus, given, tenant=tenant, env=environment)
 
     def paused(self, run: TrainingRun, tenant: str, hold_s: float) -> None:
         """One pause of `hold_s` at a random instant."""
         time.sleep(self.random.uniform(0.02, 0.2))
-        told = subletapi.sublet("pause", tenant, "--timeout", "10s", "--json", timeout_s=60)
+        told = cli.sublet("pause", tenant, "--timeout", "10s", "--json", timeout_s=60)
         if told["exit"] != 0:
             run.print_state()
-            raise JobError(f"{subletapi.say(told)} {told.get('json')}"[:1500])
+            raise JobError(f"{cli.say(told)} {told.get('json')}"[:1500])
         began, step = time.monotonic(), run.poll()
         time.sleep(hold_s)
         held, made = time.monotonic() - began, run.poll() - step
-        told = subletapi.sublet("resume", tenant, "--json", timeout_s=60)
+        told = cli.sublet("resume", tenant, "--json", timeout_s=60)
         self.result.sample("held_s", held)
         if told["exit"] != 0:
-            raise JobError(f"{subletapi.say(told)} {told.get('json')} {run.tail(800)}"[:2500])
+            raise JobError(f"{cli.say(told)} {told.get('json')} {run.tail(800)}"[:2500])
         if made > 1:
             raise JobError(f"{made} steps were made during a pause of {hold_s} s")
 
@@ -115,15 +107,8 @@ class Job:
             self.result.note(f"pause beyond the timeout: {error}")
         common.wait_until("the end of the run that was paused for too long", lambda: run.ended, 60)
         entry = {"timeout_s": limit_s, "paused_s": limit_s * 1.5, "ended_after_s": time.monotonic() - began}
-        self.data["beyond"] = {**entry, "exit": run.child.returncode, "steps": run.poll(), "of": self.steps, "fired": self.fired(run)[:12]}
+        self.data["beyond"] = {**entry, "exit": run.process.returncode, "steps": run.poll(), "of": self.steps, "fired": self.fired(run)[:12]}
         self.result.note(f"paused for {limit_s * 1.5:.0f} s with a timeout of {limit_s:.0f} s: {self.data['beyond']}")
-
-    def end(self, shown: bool = False) -> None:
-        """Ends the run under way, after a look at it."""
-        if self.current is not None and not self.current.ended:
-            if shown:
-                self.current.print_state()
-            self.current.stop()
 
     def run(self) -> None:
         """Everything."""
@@ -139,15 +124,6 @@ class Job:
             self.beyond()
 
 
-def body(args: Any, result: Result, work: Path) -> None:
-    """The job; whatever happens, no rank outlives it."""
-    job = Job(args, result, work)
-    try:
-        job.run()
-    finally:
-        job.end()
-
-
 if __name__ == "__main__":
     options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, "watchdog", lambda result, work: body(options, result, work)))
+    sys.exit(common.run_job(options, "watchdog", lambda result, work: Job(options, result, work).run_to_end()))

@@ -71,7 +71,3 @@ class OneProcess:
             return f"{last}\nweights {digest.hexdigest()}"
 
         self.steps.run(lambda number: self.read(step(number)), finish)
-
-
-if __name__ == "__main__":
-    print("one_process is a module; the programs import it")

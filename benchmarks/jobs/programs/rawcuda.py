@@ -188,7 +188,3 @@ class Nccl:
     def all_reduce(self, source: int, target: int, words: int, comm: ctypes.c_void_p, stream: ctypes.c_void_p) -> None:
         """Sums words over all ranks."""
         self.call("ncclAllReduce", source, target, words, UINT32, SUM, comm, stream)
-
-
-if __name__ == "__main__":
-    print("rawcuda is a module; the programs import it")

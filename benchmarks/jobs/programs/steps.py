@@ -90,7 +90,3 @@ class Steps:
                 program_failed(f"rank {self.rank}: nobody told {name} within {PEER_S} s")
             time.sleep(0.0005)
         return path.read_bytes()
-
-
-if __name__ == "__main__":
-    print("steps is a module; the programs import it")

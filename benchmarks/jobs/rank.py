@@ -1,88 +1,133 @@
-"""One rank of a job: does what its job script asks through rpc.py, one request at a time.
+"""The ranks of a NCCL job: one process per GPU that makes communicators, computes, and pauses when asked to.
 
-Started by launch.py or torchrun, under `sublet run` or plainly; the code is the same. With JOB_REHEARSE=1 it runs
-on the CPU with gloo, to try the scripts' control flow; such figures mean nothing. Where a simulated driver is found,
-each rank holds some of its memory then, so that it is a process of the tenant.
+With JOB_REHEARSE=1 they run on the CPU with gloo, to try the scripts' control flow; such figures mean nothing. Where a
+simulated driver is found, each rank holds some of its memory then, so that it is a process of the tenant.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
+import functools
 import gc
+import json
 import os
-import signal
-import socket
-import sys
 import time
-import traceback
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import bench_ops
 import common
-import launch
-import rpc
-import subletapi
+import runner
+from checksum import Checksum
+from common import JobError, Result
+from driver import Driver
+from runner import Link, Ranks
 
 REHEARSE = os.environ.get("JOB_REHEARSE") == "1"
-CHUNK_WORDS = 2 << 20
-MASK = (1 << 64) - 1
+
+# ---------------------------------------------------------------- in the job
 
 
-def signed(value: int) -> int:
-    """`value` modulo 2**64 as a signed 64-bit number."""
-    value &= MASK
-    return value - (1 << 64) if value >> 63 else value
+class NcclRanks(Ranks):
+    """The ranks as the job has them, each with torch and a context."""
+
+    def __init__(
+        self,
+        result: Result,
+        work: Path,
+        label: str,
+        world: int,
+        tenant: str | None,
+        *,
+        start_s: float = 120.0,
+        **how: Any,
+    ) -> None:
+        """`start_s` is for the import of torch and the context; `how` is as for `Ranks`."""
+        sites = [runner.package(work, "sublet")]
+        super().__init__(work, label, world, [__file__], tenant=tenant, sites=sites, **how)
+        self.started = self.call("start", start_s)
+        result.data["versions"].update(self.started[0]["versions"])
+        if any(reply["sublet"] != (tenant is not None) for reply in self.started):
+            raise JobError(f"{label}: libsublet.so is {'not ' if tenant else ''}in the ranks")
+
+    def step(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """One step of all ranks: the longest times, and what is not as at first."""
+        replies = self.call("step", timeout_s)
+        longest = {name: max(reply[name] for reply in replies) for name in ("seconds", "collective_s")}
+        return {**longest, "wrong": [name for reply in replies for name in reply["wrong"]]}
 
 
-def rehearsal_memory(gpu: int) -> ctypes.c_uint64 | None:
-    """64 MiB of a simulated GPU; None where there is no driver."""
+# ---------------------------------------------------------------- in a rank
+
+
+class Tenancy:
+    """What a process under Sublet asks of it.
+
+    Below the package's own functions: those have pauses ask torch which memory is unused, and regions take theirs from
+    pools. What is measured here is a job that does neither.
+    """
+
+    def __init__(self) -> None:
+        import sublet
+        from sublet import _library
+
+        self.present = sublet.attached()
+        self.library = _library.own_library() if self.present else None
+
+    def timed(self, act: Callable[..., Any], *arguments: Any) -> dict[str, float]:
+        """Calls `act`; the seconds it took."""
+        began = time.perf_counter()
+        act(*arguments)
+        return {"seconds": time.perf_counter() - began}
+
+    def together(self, action: str) -> dict[str, float]:
+        """ncclPause or ncclResume of this process."""
+        return self.timed({"pause": self.library.pause_together, "resume": self.library.resume_together}[action])
+
+    def tenant(self, action: str, timeout_ms: int = 60_000) -> dict[str, float]:
+        """Pauses or resumes the whole tenant."""
+        act = {"pause": self.library.pause_tenant, "resume": self.library.resume_tenant}[action]
+        return self.timed(act, None, timeout_ms)
+
+    def stats(self, print_too: bool = False) -> Any:
+        """Sublet's own numbers of this process; in its log too, by ncclMemStats."""
+        if print_too and (code := ctypes.CDLL(None).ncclMemStats()) != 0:
+            raise JobError(f"ncclMemStats returned {code}")
+        return json.loads(self.library.stats())
+
+    @contextlib.contextmanager
+    def discarded(self, tag: str) -> Iterator[None]:
+        """Device memory that this thread allocates inside belongs to `tag`, and its contents may be lost."""
+        from sublet._native import CONTENTS_DISCARD
+
+        self.library.region_begin(tag, CONTENTS_DISCARD, None)
+        try:
+            yield
+        finally:
+            self.library.region_end()
+
+
+def rehearsal_memory(gpu: int) -> Driver | None:
+    """A driver that holds 64 MiB of a simulated GPU; None where there is none."""
     try:
-        lib = ctypes.CDLL("libcuda.so.1")
+        driver = Driver()
     except OSError:
         return None
-    device, context, pointer = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
-    codes = [lib.cuInit(0), lib.cuDeviceGet(ctypes.byref(device), gpu)]
-    codes.append(lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-    codes.append(lib.cuCtxSetCurrent(context))
-    codes.append(lib.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(64 * common.MIB)))
-    if any(codes):
-        raise common.JobError(f"the simulated driver returned {codes}")
-    return pointer
+    driver.hold(gpu, 64 * common.MIB)
+    return driver
 
 
-class Checksum:
-    """Position-weighted wrapping sums of tensors: any changed word changes the sum, for every weight is odd."""
+class Rank:
+    """The state of a rank; every `op_*` method is a step."""
 
-    def __init__(self, torch: Any, device: Any) -> None:
-        self.torch = torch
-        self.weights = torch.arange(CHUNK_WORDS, dtype=torch.int64, device=device) * signed(0x9E3779B97F4A7C16) + 1
-        self.product = torch.empty_like(self.weights)
-        self.total = torch.zeros((), dtype=torch.int64, device=device)
-
-    def of(self, tensor: Any) -> int:
-        """The sum over a contiguous tensor of a multiple of 8 bytes."""
-        words = tensor.reshape(-1).view(self.torch.int64)
-        self.total.zero_()
-        for index, at in enumerate(range(0, words.numel(), CHUNK_WORDS)):
-            part = words[at : at + CHUNK_WORDS]
-            product = self.product[: part.numel()]
-            self.torch.mul(part, self.weights[: part.numel()], out=product)
-            self.total.add_(product.sum() * signed((index * 0xD1B54A32D192ED02) | 1))
-        return int(self.total.item())
-
-
-class Worker:
-    """The state of a rank; every `op_*` method is a request."""
-
-    def __init__(self, line: rpc.Line) -> None:
-        self.line = line
+    def __init__(self, link: Link) -> None:
+        self.link = link
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local = int(os.environ.get("LOCAL_RANK", self.rank))
         self.generation = 0
-        self.request_id: int | None = None
         self.store: Any = None
         self.groups: list[Any] = []
         self.messages: list[dict[str, Any]] = []
@@ -109,16 +154,16 @@ class Worker:
         torch.zeros(1, device=self.device)
         self.sync()
         self.empty_cache()
-        self.lib = subletapi.Library()
+        started = time.perf_counter() - began
+        self.tenancy = Tenancy()
         nccl = None
         if not REHEARSE:
             nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
         return {
             "versions": {"torch": torch.__version__, "nccl": nccl, "cuda": torch.version.cuda},
             "import_s": imported,
-            "start_s": time.perf_counter() - began,
-            "sublet": self.lib.present,
-            "missing": self.lib.missing,
+            "start_s": started,
+            "sublet": self.tenancy.present,
         }
 
     def sync(self) -> None:
@@ -210,7 +255,7 @@ class Worker:
             block.random_(generator=random)
             self.kept.append(block)
         self.kept_sums = [self.checksum.of(block) for block in self.kept]
-        region = self.lib.region("scratch", discard=True) if self.lib.present else contextlib.nullcontext()
+        region = self.tenancy.discarded("scratch") if self.tenancy.present else contextlib.nullcontext()
         with region:
             for _ in range(round(scratch_gib * 1024 / block_mib)):
                 self.scratch.append(torch.empty(words, dtype=torch.int64, device=self.device))
@@ -220,7 +265,7 @@ class Worker:
         return {
             "kept_bytes": len(self.kept) * words * 8,
             "scratch_bytes": len(self.scratch) * words * 8,
-            "scratch_in_region": self.lib.present,
+            "scratch_in_region": self.tenancy.present,
         }
 
     def op_step(self, collectives: bool = True) -> dict[str, Any]:
@@ -284,20 +329,17 @@ class Worker:
         """Waits for the device: a step boundary."""
         self.sync()
 
-    def op_amem(self, action: str) -> dict[str, float]:
-        """ncclPause or ncclResume of this rank."""
-        return {"seconds": self.lib.call({"pause": "ncclPause", "resume": "ncclResume"}[action], None)}
+    def op_together(self, action: str) -> dict[str, float]:
+        """See Tenancy."""
+        return self.tenancy.together(action)
 
     def op_tenant(self, action: str, timeout_ms: int = 60_000) -> dict[str, float]:
-        """Pauses or resumes the whole tenant from this rank."""
-        name = {"pause": "sublet_pause_tenant", "resume": "sublet_resume_tenant"}[action]
-        return {"seconds": self.lib.call(name, None, timeout_ms)}
+        """See Tenancy."""
+        return self.tenancy.tenant(action, timeout_ms)
 
     def op_stats(self, print_too: bool = False) -> Any:
-        """Sublet's own numbers of this process."""
-        if print_too:
-            self.lib.call("ncclMemStats")
-        return self.lib.stats()
+        """See Tenancy."""
+        return self.tenancy.stats(print_too)
 
     def op_memory(self) -> dict[str, int]:
         """What this process itself sees; not to be asked while paused."""
@@ -345,62 +387,30 @@ class Worker:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = x * 5
-            self.line.send({"id": self.request_id, "value": {"capturing": True}})
-            self.line.receive(90)
-            self.line.sock.settimeout(None)
+            self.link.reply(value={"capturing": True})
+            self.link.receive(90)
         graph.replay()
         self.sync()
         return {"right": bool((y == 15.0).all().item())}
 
-    # ------------------------------------------------------------ the loop
+    # ------------------------------------------------------------ the end
 
-    def serve(self) -> None:
-        """Answers requests until told to exit or the job script is gone."""
-        while True:
-            request = self.line.receive()
-            op, arguments = request["op"], request.get("args", {})
-            self.request_id = request.get("id")
-            if op == "exit":
-                self.quit()
-                return
-            try:
-                own = getattr(self, f"op_{op}", None)
-                value = own(**arguments) if own else bench_ops.OPS[op](self, **arguments)
-                answer = {"value": value}
-            except Exception as error:
-                traceback.print_exc()
-                answer = {"error": f"{type(error).__name__}: {error}"[:1500]}
-            self.line.send({"id": request.get("id"), **answer})
-
-    def quit(self) -> None:
+    def op_exit(self) -> None:
         """Leaves torch.distributed in order."""
         if self.groups:
             with contextlib.suppress(Exception):
                 self.op_disconnect()
 
+    def steps(self) -> dict[str, Callable[..., Any]]:
+        """All steps by name."""
+        own = {name.removeprefix("op_"): getattr(self, name) for name in dir(self) if name.startswith("op_")}
+        return {name: functools.partial(step, self) for name, step in bench_ops.OPS.items()} | own
+
 
 def main() -> None:
-    """Connects to the job script and serves it."""
-    if "--dry-run" in sys.argv:
-        print("dry run of worker")
-        return
-    launch.die_with_parent()
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
-    faulthandler.dump_traceback_later(float(os.environ.get("JOB_LIFE_S", "600")), exit=True)
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect(os.environ["JOB_SOCKET"])
-    line = rpc.Line(sock)
-    line.send({"rank": int(os.environ["RANK"]), "pid": os.getpid()})
-    code = 0
-    try:
-        Worker(line).serve()
-    except (EOFError, OSError):
-        code = 3  # the job script is gone
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Destructors of half-destroyed communicators are not what is measured here, and may hang.
-    os._exit(code)
+    """One rank."""
+    link = runner.connect()
+    runner.serve(link, Rank(link).steps())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,87 @@
+"""The `sublet` command, as a user has it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from common import EXIT_DEADLINE, JOBS, adopt, child_env, release, stop_child
+
+
+def find_beside(variable: str, *candidates: str) -> str:
+    """A file named by the environment or found beside this folder; the first candidate if none exists."""
+    given = os.environ.get(variable)
+    if given:
+        return given
+    for candidate in candidates:
+        path = (JOBS.parent / candidate).resolve()
+        if path.exists():
+            return str(path)
+    return str((JOBS.parent / candidates[0]).resolve())
+
+
+def sublet_bin() -> str:
+    """The `sublet` command: $SUBLET_BIN, the bundle's, or a build of the source tree."""
+    return find_beside("SUBLET_BIN", "bin/sublet", "../target/release/sublet")
+
+
+def tenant_command(tenant: str | None, cmd: Sequence[str]) -> list[str]:
+    """`cmd` under Sublet as `tenant`, or as it is when there is no tenant."""
+    if tenant is None:
+        return list(cmd)
+    return [sublet_bin(), "run", "--tenant", tenant, "--", *cmd]
+
+
+def sublet(*args: str, timeout_s: float = 90.0) -> dict[str, Any]:
+    """Runs the `sublet` command; a record with exit code, wall time and output, parsed where it is JSON."""
+    began = time.perf_counter()
+    try:
+        child = subprocess.Popen(
+            [sublet_bin(), *args],
+            env=child_env(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return {"args": list(args), "exit": 127, "wall_s": 0.0, "stderr": f"{sublet_bin()}: {error}"}
+    adopt(child)
+    try:
+        out, err = child.communicate(timeout=timeout_s)
+        code = child.returncode
+    except subprocess.TimeoutExpired as late:
+        code, out, err = EXIT_DEADLINE, late.stdout or b"", (late.stderr or b"") + b"\ntimed out"
+        stop_child(child)
+    took = time.perf_counter() - began
+    release(child)
+    record: dict[str, Any] = {"args": list(args), "exit": code, "wall_s": took}
+    text = out.decode(errors="replace").strip()
+    parsed = parse_json(text)
+    if parsed is None:
+        record["stdout"] = text[:8000]
+    else:
+        record["json"] = parsed
+    if err.strip():
+        record["stderr"] = err.decode(errors="replace").strip()[-2000:]
+    return record
+
+
+def parse_json(text: str) -> Any:
+    """`text` as JSON, or its last line that is JSON, or None."""
+    for candidate in (text, *reversed(text.splitlines()[-3:])):
+        if candidate[:1] in ("{", "["):
+            with contextlib.suppress(ValueError):
+                return json.loads(candidate)
+    return None
+
+
+def say(record: dict[str, Any]) -> str:
+    """One line about a record of `sublet`."""
+    detail = record.get("stderr") or record.get("stdout") or ""
+    return f"sublet {' '.join(record['args'])}: exit {record['exit']} in {record['wall_s']:.3f} s {detail[:400]}".strip()
