@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cli
 import common
 import driver
 import runner
@@ -193,8 +194,6 @@ class Rank:
 
     def run(self, cycles: int) -> None:
         """Reductions and pauses by turns; rank 0 pauses."""
-        import cli
-
         self.reduce("before")
         for rest in range(RESTS):
             # What a pause does not do, but the time without work.
@@ -276,7 +275,7 @@ def body(args: Any, result: Result, work: Path) -> None:
             child.finish(result, max(1.0, end - time.monotonic()))
     runner.verdicts(result)
     print()
-    rows = [("median of both ranks' lesser time on the device, us", "before", "after rests", "after pauses")]
+    rows: list[tuple[str, ...]] = [("median of both ranks' lesser time on the device, us", "before", "after rests", "after pauses")]
     samples = result.data["samples"]
     for name in ("cudaMalloc", "tensor"):
         both = [samples.get(f"rank{rank}_{name}_on_device_us", []) for rank in range(2)]

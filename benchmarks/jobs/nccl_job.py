@@ -72,8 +72,10 @@ class Job:
         self.data = result.data
         self.observer, self.world = observed(args, result, work)
         self.empty = self.observer.settled_free()
+        self.tenant = f"bench-{os.getpid()}"
         half = args.tensors_gib / 2 if args.discard_half else 0.0
-        self.kept_gib, self.scratch_gib = (0.0, 0.0) if args.nccl_only else (args.tensors_gib - half, half)
+        self.kept_gib = 0.0 if args.nccl_only else args.tensors_gib - half
+        self.scratch_gib = 0.0 if args.nccl_only else half
         self.words = [1024, 1 << 18] if args.nccl_only else [1024, 1 << 18, 1 << 24]
         self.env = {}
         if args.expandable:
@@ -137,7 +139,7 @@ class Job:
         limit = self.args.pause_timeout
         began = time.perf_counter()
         if control == "outside":
-            told = cli.sublet(action, ranks.tenant, "--json", timeout_s=limit)
+            told = cli.sublet(action, self.tenant, "--json", timeout_s=limit)
             if told["exit"] != 0:
                 self.data.setdefault("failures", []).append(told)
                 self.data["ps_at_failure"] = cli.sublet("ps", timeout_s=20)
@@ -151,7 +153,7 @@ class Job:
                 replies = ranks.call("tenant", limit + 10, ranks=[0], action=action, timeout_ms=int(limit * 1000))
         except JobError:
             self.data["ps_at_failure"] = cli.sublet("ps", timeout_s=20)
-            self.data["stats_at_failure"] = cli.sublet("stats", ranks.tenant, "--json", timeout_s=20)
+            self.data["stats_at_failure"] = cli.sublet("stats", self.tenant, "--json", timeout_s=20)
             raise
         return {
             "wall_s": max(reply["seconds"] for reply in replies),
@@ -195,13 +197,12 @@ class Job:
         )
         return sample
 
-    def tenant(self) -> None:
+    def cycles(self) -> None:
         """The cycles under Sublet."""
-        tenant = f"bench-{os.getpid()}"
         if self.args.warm_host:
             self.data["host_warmed"] = common.touch_host_memory((self.kept_gib + 4) * self.world)
-        ranks, self.data["memory"] = self.start("tenant", tenant)
-        self.data["stats_before"] = cli.sublet("stats", tenant, "--json", timeout_s=30)
+        ranks, self.data["memory"] = self.start("tenant", self.tenant)
+        self.data["stats_before"] = cli.sublet("stats", self.tenant, "--json", timeout_s=30)
         phases = Phases()
         for control in self.args.controls:
             series = control.replace("-", "_")
@@ -221,7 +222,7 @@ class Job:
                 self.result.save()
             self.summarise(control)
         self.data["phases"] = phases.summaries()
-        self.data["stats_after"] = cli.sublet("stats", tenant, "--json", timeout_s=30)
+        self.data["stats_after"] = cli.sublet("stats", self.tenant, "--json", timeout_s=30)
         self.data["ps_after"] = cli.sublet("ps", timeout_s=30)
         ranks.call("stats", 20, print_too=True)
         ranks.call("disconnect", 60)
@@ -294,7 +295,7 @@ def body(args: Any, result: Result, work: Path) -> None:
         job.baseline()
         result.check("baseline: rebuilt collectives bit-identical", not result.data["baseline"]["wrong"])
     if args.controls:
-        job.tenant()
+        job.cycles()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ Bound: writing at about 4 TB/s takes 2.5 ms for 10 GB; cuMemGetInfo takes some 1
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def main() -> None:
     """The program."""
     link = runner.connect()
     driver = Driver()
-    steps = {
+    steps: dict[str, Callable[..., Any]] = {
         "info": lambda: driver.info,
         "free": driver.free,
         "take": lambda entries: [driver.take(*entry) for entry in entries],

@@ -81,5 +81,5 @@ class Phases:
         print(f"{'phase':<28}{'n':>6}{'p50 ms':>10}{'p99 ms':>10}{'max ms':>10}")
         for name, values in self.flat_walls().items():
             row = common.summarise(values)
-            figures = "".join(f"{row[key] / 1000:>10.2f}" for key in ("median", "p99", "max"))
+            figures = "".join(f"{(row[key] or 0) / 1000:>10.2f}" for key in ("median", "p99", "max"))
             print(f"{name:<28}{row['count']:>6}{figures}")

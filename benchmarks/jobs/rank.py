@@ -75,7 +75,7 @@ class Tenancy:
         from sublet import _library
 
         self.present = sublet.attached()
-        self.library = _library.own_library() if self.present else None
+        self.library: Any = _library.own_library() if self.present else None
 
     def timed(self, act: Callable[..., Any], *arguments: Any) -> dict[str, float]:
         """Calls `act`; the seconds it took."""

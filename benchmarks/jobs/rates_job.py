@@ -93,7 +93,7 @@ def body(args: Any, result: Result, work: Path) -> None:
     for name in samples["hooked"]:
         hooked, plain = (common.summarise(samples[kind][name]) for kind in ("hooked", "unhooked"))
         ratios = [a / b for a, b in zip(samples["hooked"][name], samples["unhooked"][name], strict=True)]
-        ratio, (low, high) = common.summarise(ratios)["median"], spread(ratios)
+        ratio, (low, high) = common.summarise(ratios)["median"] or 0.0, spread(ratios)
         data["summary"][name] = {"hooked": hooked, "unhooked": plain, "ratio": ratio, "low": low, "high": high}
         data["baseline"][name] = plain
         print(f"{name:<42}{hooked['median']:>12.0f}{plain['median']:>12.0f}{ratio:>9.4f}  {low:.4f} to {high:.4f}")

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cli
 import common
 import runner
 from common import JobError, Result
@@ -113,8 +114,6 @@ class Owner:
 
     def whole(self, action: str) -> str:
         """By the command, from outside of this process."""
-        import cli
-
         told = cli.sublet(action, os.environ["SUBLET_TENANT"], timeout_s=30)
         return "" if told["exit"] == 0 else cli.say(told)
 

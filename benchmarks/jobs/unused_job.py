@@ -16,9 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cli
 import common
 import runner
 from common import JobError, Result
+from phases import phase_table
 
 GB = 10**9
 PART = 32 * common.MIB
@@ -36,9 +38,7 @@ def parse(argv: list[str]) -> Any:
 
 def saved_bytes(report: Any) -> float:
     """Bytes that a pause copied, by its report."""
-    import cli
-
-    table = cli.phase_table(report)
+    table = phase_table(report)
     return sum(entry["bytes"] for name, entry in table.items() if "Save" in name or "save" in name)
 
 
@@ -70,7 +70,6 @@ def tenant(args: Any) -> int:
     """The process under `sublet run`."""
     runner.begin(args.deadline - 5)
     import sublet
-    import cli
     import torch
     from sublet import _adapter, _library, _torch
 

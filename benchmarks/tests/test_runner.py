@@ -1,0 +1,394 @@
+"""The machinery of the GPU lane's jobs, without a GPU and without torch: `jobs/runner.py` and what lies beside it.
+
+A name that is not there costs minutes of a lent machine, so every job is imported here too.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import symtable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info < (3, 11):
+    pytest.skip("the jobs are written for Python 3.11", allow_module_level=True)
+
+FOLDER = Path(__file__).resolve().parent
+JOBS = FOLDER.parent / "jobs"
+sys.path.insert(0, str(JOBS))
+
+import cli  # noqa: E402
+import common  # noqa: E402
+import driver  # noqa: E402
+import phases  # noqa: E402
+from common import JobError, Result  # noqa: E402
+from observer import Observer  # noqa: E402
+from runner import Child, Ranks  # noqa: E402
+
+MIB = common.MIB
+STEPS, SAYS = str(FOLDER / "steps.py"), str(FOLDER / "says.py")
+FILES = sorted([*JOBS.glob("*.py"), *JOBS.glob("programs/*.py")])
+MODULES = {path.stem for path in JOBS.glob("*.py")}
+#: What is no script of its own: it is imported, or run by others.
+PARTS = {
+    "bench_ops", "checksum", "cli", "common", "compact", "driver", "launch", "observer", "phases", "rank", "runner",
+    "summary", "training_run",
+}  # fmt: skip
+SCRIPTS = [path for path in FILES if path.parent == JOBS and path.stem not in PARTS]
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A job's folder, with the simulated driver and a run directory; nothing outlives it."""
+    with tempfile.TemporaryDirectory(prefix="sublet-") as folder:
+        monkeypatch.setenv("LD_LIBRARY_PATH", os.environ["SUBLET_TEST_SIMCUDA_DIR"])
+        monkeypatch.setenv("SUBLET_BIN", os.environ["SUBLET_TEST_BIN"])
+        monkeypatch.setenv("SUBLET_RUN_DIR", folder)
+        yield Path(folder)
+        common.stop_children()
+
+
+@pytest.fixture
+def result(work: Path) -> Result:
+    """An empty record."""
+    return Result(work / "result.json", "test", {})
+
+
+def checks(result: Result) -> dict[str, bool]:
+    """The verdicts so far."""
+    return {entry["what"]: entry["passed"] for entry in result.data["checks"]}
+
+
+# ---------------------------------------------------------------- ranks
+
+
+@pytest.mark.parametrize("launcher", ["launch", "alone"])
+def test_ranks_do_steps_and_answer_in_order(work: Path, launcher: str) -> None:
+    world = 3 if launcher == "launch" else 1
+    ranks = Ranks(work, "ranks", world, [STEPS], launcher=launcher)
+    assert ranks.call("who", 20) == [{"rank": rank, "world": world} for rank in range(world)]
+    assert ranks.call("who", 20, ranks=[world - 1]) == [{"rank": world - 1, "world": world}]
+    assert len(set(ranks.pids.values())) == world
+    ranks.close()
+    assert ranks.process.returncode == 0
+    assert ranks.tail().count("left in order") == world
+
+
+def test_label_is_used_again(work: Path) -> None:
+    for _ in range(2):
+        ranks = Ranks(work, "ranks", 1, [STEPS], launcher="alone")
+        assert ranks.call("who", 20)
+        ranks.close()
+
+
+def test_failed_step_names_rank_and_reason_and_the_ranks_go_on(work: Path) -> None:
+    ranks = Ranks(work, "ranks", 2, [STEPS])
+    with pytest.raises(JobError, match=r"ranks rank 1, fail: JobError: too hot"):
+        ranks.call("fail", 20, ranks=[1], why="too hot")
+    with pytest.raises(JobError, match=r"rank \d, nonsense: KeyError"):
+        ranks.call("nonsense", 20)
+    assert len(ranks.call("who", 20)) == 2
+
+
+def test_passed_deadline_shows_stacks_and_the_late_answer_is_dropped(
+    work: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = Ranks(work, "ranks", 2, [STEPS])
+    chosen = ranks.send("hang", [0], seconds=2.0)
+    with pytest.raises(JobError, match=r"ranks \[0\] did not finish hang within 0 s"):
+        ranks.collect("hang", chosen, 0.4)
+    shown = capfd.readouterr().out
+    assert "hang_in_here" in shown and "stacks and last output" in shown
+    assert [reply["rank"] for reply in ranks.call("who", 20)] == [0, 1]
+
+
+def test_dead_rank_is_named_with_its_last_words(work: Path) -> None:
+    ranks = Ranks(work, "ranks", 2, [STEPS], env={"LAUNCH_KEEP_SURVIVORS": "1"})
+    pid = ranks.pids[1]
+    with pytest.raises(JobError, match=rf"ranks rank 1 \(process {pid}\) ended during die: goodbye"):
+        ranks.call("die", 20, ranks=[1], words="goodbye")
+    with pytest.raises(JobError, match=r"rank 1 \(process \d+\) ended"):
+        ranks.call("who", 20)
+    assert ranks.call("who", 20, ranks=[0])[0]["rank"] == 0
+    ranks.kill()
+    assert ranks.ended
+
+
+def test_rank_that_cannot_start_says_why(work: Path) -> None:
+    with pytest.raises(JobError, match="ended with 1 at start: no GPU on this machine"):
+        Ranks(work, "ranks", 1, [STEPS, "--cannot-start"], launcher="alone")
+
+
+def test_step_may_answer_twice(work: Path) -> None:
+    ranks = Ranks(work, "ranks", 1, [STEPS])
+    chosen = ranks.send("ask_again")
+    assert ranks.collect("the first half", chosen, 20) == ["half way"]
+    ranks.links[0].send({"word": "go"})
+    assert ranks.collect("the second half", chosen, 20) == ["go"]
+
+
+# ---------------------------------------------------------------- ranks under Sublet
+
+
+def resident_bytes(stats: dict[str, Any]) -> int:
+    """What a process holds on devices."""
+    return sum(entry["resident_bytes"] for device in stats["pool"]["devices"] for entry in device["classes"])
+
+
+@pytest.fixture
+def tenant(work: Path) -> Ranks:
+    """Two processes with 8 MiB each."""
+    ranks = Ranks(work, "tenant", 2, [STEPS], tenant=f"runner-{os.getpid()}")
+    assert ranks.call("take", 60, size_bytes=8 * MIB) == [True, True]
+    return ranks
+
+
+def test_rank_without_a_tenant_is_not_under_sublet(work: Path) -> None:
+    assert Ranks(work, "plain", 1, [STEPS]).call("take", 60, size_bytes=MIB) == [False]
+
+
+@pytest.mark.parametrize(("how", "who"), [("together", None), ("tenant", [1])])
+def test_ranks_pause_and_resume_from_inside(tenant: Ranks, how: str, who: list[int] | None) -> None:
+    assert [resident_bytes(stats) for stats in tenant.call("stats")] == [8 * MIB] * 2
+    for action, state, held in (("pause", "paused", 0), ("resume", "active", 8 * MIB)):
+        replies = tenant.call("act", 60, ranks=who, how=how, action=action)
+        assert all(reply["seconds"] > 0 for reply in replies)
+        stats = tenant.call("stats")
+        assert [each["member"]["state"] for each in stats] == [state] * 2
+        assert [resident_bytes(each) for each in stats] == [held] * 2
+
+
+def test_discarded_region_is_not_saved_and_the_log_has_the_numbers(tenant: Ranks) -> None:
+    tenant.call("take_in_region", 30, size_bytes=4 * MIB)
+    tenant.call("act", 60, ranks=[0], how="tenant", action="pause")
+    stats = tenant.call("stats", 20, print_too=True)[0]
+    saved = phases.phase_table(stats["last_pause"])["Save"]["bytes"]
+    assert saved == 8 * MIB
+    assert tenant.tail()
+
+
+def test_command_is_recorded_and_its_phases_are_gathered(tenant: Ranks) -> None:
+    gathered = phases.Phases()
+    for action in ("pause", "resume"):
+        told = cli.sublet(action, str(tenant.tenant), "--json", timeout_s=60)
+        assert told["exit"] == 0, cli.say(told)
+        gathered.add(action, told["json"]["report"])
+    assert gathered.flat_walls()["pause.Save"][0] > 0
+    assert gathered.summaries()["pause"]["Save"]["bytes"]["median"] == 16 * MIB
+    gathered.print()
+    refused = cli.sublet("pause", "no-such-tenant", timeout_s=20)
+    assert refused["exit"] != 0 and "no-such-tenant" in cli.say(refused)
+
+
+# ---------------------------------------------------------------- observer and driver
+
+
+def test_observer_sees_takes_and_holds_memory(work: Path) -> None:
+    observer = Observer(work)
+    before = observer.settled_free()
+    assert observer.info["count"] == len(before) > 1
+    assert observer.hold([[0, 16 * MIB], [1, MIB]]) == [16 * MIB, MIB]
+    assert [then - now for then, now in zip(before, observer.free(), strict=True)][:2] == [16 * MIB, 2 * MIB]
+    assert observer.drop() == 2
+    assert observer.settled_free() == before
+    taken = observer.take([[0, MIB, 4 * MIB], [1, 0, before[1] * 2]])
+    assert [entry["allocated"] for entry in taken] == [True, False]
+    observer.close()
+
+
+def test_block_keeps_its_address_while_its_memory_goes_and_comes(work: Path) -> None:
+    script = (
+        "import driver\n"
+        "gpus = driver.Driver(); gpus.use(0); unit = driver.granularity_bytes(0)\n"
+        "before = gpus.free()[0]; gpus.use(0)\n"
+        "block = driver.Block(0, unit + 1, unit=unit); there = gpus.free()[0]; gpus.use(0)\n"
+        "assert before - there == 2 * unit, (before, there)\n"
+        "gpus.fill(block.address, 7, 16); gpus.synchronize()\n"
+        "interface = block.__cuda_array_interface__\n"
+        "assert interface['data'] == (block.address, False) and interface['shape'] == (unit + 1,)\n"
+        "block.unmap_and_release(); assert gpus.free()[0] == before; gpus.use(0)\n"
+        "block.create_and_map(); gpus.fill(block.address, 9, 16); gpus.synchronize()\n"
+        "import ctypes; word = ctypes.c_uint32()\n"
+        "driver.copy(ctypes.addressof(word), block.address, 4); assert word.value == 9, word\n"
+        "try: driver.call('cuMemRelease', ctypes.c_uint64(12345))\n"
+        "except driver.DriverError as error: assert error.name == 'cuMemRelease' and error.code\n"
+        "else: raise AssertionError\n"
+    )
+    environment = common.child_env()
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_array_interface_has_what_torch_reads() -> None:
+    assert driver.array_interface(4096, 3, "<f4") == {
+        "shape": (3,),
+        "typestr": "<f4",
+        "data": (4096, False),
+        "version": 3,
+        "strides": None,
+    }
+
+
+# ---------------------------------------------------------------- children
+
+
+def test_what_a_child_says_is_in_the_record(work: Path, result: Result) -> None:
+    child = Child(work, "child", [SAYS])
+    assert child.wait_fact("ready", 20) == [1, 2]
+    assert child.finish(result, 20) == {"ready": [1, 2]}
+    assert checks(result) == {"child: one is one": True, "child: one is two": False, "child: ended by itself": True}
+    assert result.data["samples"] == {"child_seconds": [1.5]}
+    assert result.data["versions"]["torch"] == "none"
+    assert json.loads(result.path.read_text())[0]["facts"] == {"child": {"ready": [1, 2]}}
+    assert child.tail() == "last words"
+
+
+def test_failed_child_is_a_failed_check_with_its_last_line(work: Path, result: Result) -> None:
+    child = Child(work, "child", [SAYS, "fail"])
+    child.finish(result, 20, prefix="it")
+    entry = result.data["checks"][-1]
+    assert not entry["passed"] and entry["detail"].startswith("exit 5: last words")
+    with pytest.raises(JobError, match="ended with 5 before 'more'"):
+        child.wait_fact("more", 5)
+
+
+def test_late_child_writes_its_stacks_and_is_ended(
+    work: Path, result: Result, capfd: pytest.CaptureFixture[str]
+) -> None:
+    child = Child(work, "child", [SAYS, "hang"])
+    child.wait_fact("ready", 20)
+    child.finish(result, 0.5)
+    assert "sleep_in_here" in capfd.readouterr().out
+    assert not checks(result)["child: ended by itself"] and child.ended
+
+
+# ---------------------------------------------------------------- a whole job
+
+
+JOB = """
+import sys, time
+import common
+from runner import Ranks
+
+def body(result, work):
+    ranks = Ranks(work, "ranks", 2, [{steps!r}])
+    result.sample("pids", list(ranks.pids.values()))
+    result.save()
+    {end}
+
+args = common.job_parser(None, 60).parse_args(sys.argv[1:])
+common.run_job(args, "job", body)
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and no mere entry that its parent has not read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("end", "deadline", "code", "status"),
+    [
+        ("ranks.close()", 60, 0, "passed"),
+        ("result.check('is right', False)", 60, 1, "failed"),
+        ("ranks.call('die', 20, words='goodbye')", 60, 1, "error"),
+        ("time.sleep(60)", 3, common.EXIT_DEADLINE, "deadline"),
+    ],
+)
+def test_job_writes_its_record_and_leaves_nobody(
+    work: Path, end: str, deadline: int, code: int, status: str
+) -> None:
+    script, out = work / "job.py", work / "out.json"
+    script.write_text(JOB.format(steps=STEPS, end=end))
+    command = [sys.executable, str(script), "--out", str(out), "--logs", str(work / "logs.txt")]
+    command += ["--deadline", str(deadline)]
+    done = subprocess.run(command, env=common.child_env(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stdout + done.stderr
+    record = json.loads(out.read_text())[0]
+    assert record["status"] == status
+    if status == "deadline":
+        assert "stacks follow" in done.stderr and " in body" in done.stderr
+    if status == "error":
+        assert "goodbye" in record["notes"][0]
+    common.wait_until("the end of all ranks", lambda: not any(map(is_running, record["samples"]["pids"][0])), 5)
+    assert "ranks.log" in (work / "logs.txt").read_text()
+
+
+# ---------------------------------------------------------------- every file
+
+
+def is_builtin(name: str) -> bool:
+    return hasattr(builtins, name) or name in {"__file__", "__name__", "__doc__"}
+
+
+def undefined_names(path: Path) -> list[str]:
+    """Names that a file uses and nobody defines."""
+    table = symtable.symtable(path.read_text(), str(path), "exec")
+    at_top = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    at_top |= {child.get_name() for child in table.get_children()}
+    found: list[str] = []
+
+    def walk(scope: symtable.SymbolTable) -> None:
+        for symbol in scope.get_symbols():
+            name = symbol.get_name()
+            if symbol.is_referenced() and symbol.is_global() and name not in at_top and not is_builtin(name):
+                found.append(f"{path.name}: {name} in {scope.get_name()}")
+        for child in scope.get_children():
+            walk(child)
+
+    walk(table)
+    return found
+
+
+def missing_of_own_modules(path: Path) -> list[str]:
+    """Names that a file takes from modules beside it and that are not there."""
+    tree = ast.parse(path.read_text())
+    own: dict[str, str] = {}
+    found: list[str] = []
+
+    def check(module: str, name: str) -> None:
+        if not hasattr(importlib.import_module(module), name):
+            found.append(f"{path.name}: {module}.{name}")
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            own |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in MODULES}
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            for alias in node.names:
+                check(node.module, alias.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in own:
+            check(own[node.value.id], node.attr)
+    return found
+
+
+@pytest.mark.parametrize("find", [undefined_names, missing_of_own_modules])
+def test_every_name_of_every_job_is_there(find: Callable[[Path], list[str]]) -> None:
+    assert [name for path in FILES for name in find(path)] == []
+
+
+@pytest.mark.parametrize("job", SCRIPTS, ids=lambda path: path.stem)
+def test_job_can_be_imported_and_reads_its_options(job: Path) -> None:
+    command = [sys.executable, str(job), "--dry-run"]
+    done = subprocess.run(command, env=common.child_env(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("dry run of "), done.stderr
+
+
+def test_every_suite_has_its_job() -> None:
+    text = (JOBS.parent / "run.sh").read_text()
+    jobs = set(re.findall(r"\b(?:\w+_job|selfcheck|conformance)\.py\b", text))
+    assert jobs == {path.name for path in SCRIPTS}
