@@ -234,4 +234,4 @@ class Job(TrainingJob):
 
 if __name__ == "__main__":
     options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, f"anytime_{options.program}", lambda result, work: Job(options, result, work).run_to_end()))
+    sys.exit(common.run_job(options, f"anytime_{options.program}", lambda *given: Job(*given).run_to_end()))

@@ -77,19 +77,8 @@ def program(args: Any) -> int:
 def case(args: Any, result: Result, work: Path, observer: Observer, when: str) -> None:
     """One program, paused from outside."""
     stop, tenant = work / f"stop-{when}", f"attach-{when}-{os.getpid()}"
-    command = [
-        __file__,
-        "--when",
-        when,
-        "--tenant",
-        tenant,
-        "--stop",
-        str(stop),
-        "--gib",
-        str(args.gib),
-        "--deadline",
-        "60",
-    ]
+    command = [__file__, "--when", when, "--tenant", tenant, "--stop", str(stop)]
+    command += ["--gib", str(args.gib), "--deadline", "60"]
     child = runner.Child(work, when, command, sites=[runner.package(work, "sublet")])
     try:
         child.wait_fact("ready", 45)
@@ -128,4 +117,4 @@ if __name__ == "__main__":
     options = parse(sys.argv[1:])
     if options.when:
         sys.exit(program(options))
-    sys.exit(common.run_job(options, "attach", lambda result, work: body(options, result, work)))
+    sys.exit(common.run_job(options, "attach", body))

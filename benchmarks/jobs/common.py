@@ -154,22 +154,6 @@ def wait_until(what: str, ready: Callable[[], bool], timeout_s: float, poll_s: f
         time.sleep(poll_s)
 
 
-def wait_for_line(path: Path, pattern: str, timeout_s: float) -> str:
-    """Waits until a line of `path` matches `pattern`, and returns it."""
-    found: list[str] = []
-
-    def ready() -> bool:
-        with contextlib.suppress(OSError):
-            for line in path.read_text(errors="replace").splitlines():
-                if re.search(pattern, line):
-                    found.append(line)
-                    return True
-        return False
-
-    wait_until(f"a line like '{pattern}' in {path}", ready, timeout_s)
-    return found[0]
-
-
 # ---------------------------------------------------------------- numbers
 
 
@@ -342,8 +326,8 @@ def job_parser(doc: str | None, deadline_s: float) -> argparse.ArgumentParser:
     return parser
 
 
-def run_job(args: argparse.Namespace, name: str, body: Callable[[Result, Path], None]) -> int:
-    """Runs `body(result, work folder)` under the deadline; an exit code. Whatever happens, results are written."""
+def run_job(args: Any, name: str, body: Callable[[Any, Result, Path], None]) -> int:
+    """Runs `body(args, result, work folder)` under the deadline; an exit code. Whatever happens, results are written."""
     parameters = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     if args.dry_run:
         print(f"dry run of {name}: {json.dumps(parameters)}")
@@ -377,7 +361,7 @@ def run_job(args: argparse.Namespace, name: str, body: Callable[[Result, Path], 
     arm_deadline(args.deadline)
     status: str | None = None
     try:
-        body(result, work)
+        body(args, result, work)
     except (JobError, Ended) as error:
         result.note(f"stopped: {error}")
         status = "error"

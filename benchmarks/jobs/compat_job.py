@@ -302,4 +302,4 @@ if __name__ == "__main__":
     options = parse(sys.argv[1:])
     if options.role:
         sys.exit(child(options))
-    sys.exit(common.run_job(options, "compat", lambda result, work: body(options, result, work)))
+    sys.exit(common.run_job(options, "compat", body))

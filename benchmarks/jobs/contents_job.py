@@ -143,4 +143,4 @@ if __name__ == "__main__":
     options = parse(sys.argv[1:])
     if options.role:
         sys.exit(tenant(options))
-    sys.exit(common.run_job(options, "contents", lambda result, work: body(options, result, work)))
+    sys.exit(common.run_job(options, "contents", body))

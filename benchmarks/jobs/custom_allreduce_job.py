@@ -291,4 +291,4 @@ if __name__ == "__main__":
     options = parse(sys.argv[1:])
     if options.rank is not None:
         sys.exit(rank_main(options))
-    sys.exit(common.run_job(options, "custom_allreduce", lambda result, work: body(options, result, work)))
+    sys.exit(common.run_job(options, "custom_allreduce", body))

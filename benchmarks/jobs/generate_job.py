@@ -263,16 +263,8 @@ def outside(args: Any, result: Result, work: Path, allocator: str) -> None:
 
 def common_options(args: Any) -> list[str]:
     """What every child is told."""
-    return [
-        "--cycles",
-        str(args.cycles),
-        "--tokens",
-        str(args.tokens),
-        "--layers",
-        str(args.layers),
-        "--deadline",
-        "120",
-    ]
+    sizes = ["--cycles", str(args.cycles), "--tokens", str(args.tokens), "--layers", str(args.layers)]
+    return [*sizes, "--deadline", "120"]
 
 
 def body(args: Any, result: Result, work: Path) -> None:
@@ -318,4 +310,4 @@ if __name__ == "__main__":
     options = parse(sys.argv[1:])
     if options.role:
         sys.exit(role(options))
-    sys.exit(common.run_job(options, "generate", lambda result, work: body(options, result, work)))
+    sys.exit(common.run_job(options, "generate", body))

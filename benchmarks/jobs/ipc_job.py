@@ -79,4 +79,4 @@ if __name__ == "__main__":
     arguments = parse(sys.argv[1:])
     if arguments.role == "owner":
         sys.exit(owner())
-    sys.exit(common.run_job(arguments, "ipc_shared_tensor", lambda result, work: body(arguments, result, work)))
+    sys.exit(common.run_job(arguments, "ipc_shared_tensor", body))

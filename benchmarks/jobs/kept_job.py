@@ -114,4 +114,4 @@ def steady_phases(told: list[dict[str, Any]]) -> dict[str, Any]:
 if __name__ == "__main__":
     options = parse(sys.argv[1:])
     label = f"kept_{options.kept_gib:g}gib_{options.gpus or 'all'}gpu"
-    sys.exit(common.run_job(options, label, lambda result, work: body(options, result, work)))
+    sys.exit(common.run_job(options, label, body))

@@ -302,4 +302,4 @@ if __name__ == "__main__":
     options = parse(sys.argv[1:])
     size = "nccl" if options.nccl_only else f"tensors{options.tensors_gib:g}"
     label = f"nccl_{size}_{options.control.replace(',', '+')}{'_expandable' if options.expandable else ''}"
-    sys.exit(common.run_job(options, label, lambda result, work: body(options, result, work)))
+    sys.exit(common.run_job(options, label, body))

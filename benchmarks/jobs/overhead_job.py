@@ -91,4 +91,4 @@ def body(args: Any, result: Result, work: Path) -> None:
 if __name__ == "__main__":
     options = parse(sys.argv[1:])
     label = f"overhead_{options.gpus or 'all'}gpu"
-    sys.exit(common.run_job(options, label, lambda result, work: body(options, result, work)))
+    sys.exit(common.run_job(options, label, body))

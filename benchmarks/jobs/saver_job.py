@@ -362,4 +362,4 @@ if __name__ == "__main__":
     options = parse(sys.argv[1:])
     if options.way:
         sys.exit(child(options))
-    sys.exit(common.run_job(options, "saver", lambda result, work: body(options, result, work)))
+    sys.exit(common.run_job(options, "saver", body))

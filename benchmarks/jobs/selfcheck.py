@@ -164,4 +164,4 @@ def body(args: Any, result: Result, work: Path) -> None:
 
 if __name__ == "__main__":
     options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, "selfcheck", lambda result, work: body(options, result, work)))
+    sys.exit(common.run_job(options, "selfcheck", body))

@@ -175,4 +175,4 @@ if __name__ == "__main__":
     options = parse(sys.argv[1:])
     if options.role == "owner":
         sys.exit(owner(options))
-    sys.exit(common.run_job(options, "sharing", lambda result, work: body(options, result, work)))
+    sys.exit(common.run_job(options, "sharing", body))

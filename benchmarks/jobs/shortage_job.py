@@ -135,4 +135,4 @@ class Job:
 
 if __name__ == "__main__":
     options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, "shortage", lambda result, work: Job(options, result, work).run()))
+    sys.exit(common.run_job(options, "shortage", lambda *given: Job(*given).run()))

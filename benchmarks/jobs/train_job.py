@@ -93,4 +93,4 @@ def body(args: Any, result: Result, work: Path) -> None:
 
 if __name__ == "__main__":
     arguments = parse(sys.argv[1:])
-    sys.exit(common.run_job(arguments, "train_torchrun", lambda result, work: body(arguments, result, work)))
+    sys.exit(common.run_job(arguments, "train_torchrun", body))

@@ -192,4 +192,4 @@ if __name__ == "__main__":
     arguments = parse(sys.argv[1:])
     if arguments.holder:
         serve(arguments)
-    sys.exit(common.run_job(arguments, "zeroed", lambda result, work: body(arguments, result, work)))
+    sys.exit(common.run_job(arguments, "zeroed", body))

@@ -281,7 +281,7 @@ import sys, time
 import common
 from runner import Ranks
 
-def body(result, work):
+def body(args, result, work):
     ranks = Ranks(work, "ranks", 2, [{steps!r}])
     result.sample("pids", list(ranks.pids.values()))
     result.save()
