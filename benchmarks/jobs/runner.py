@@ -1,10 +1,10 @@
 """The processes of a job: children that say rows, and ranks that do what they are asked, step by step.
 
-A process is started under Sublet or plainly, and what it prints goes into a log. A `Child` is a script of its own: it says rows,
-samples and facts, one line each, and `finish` adds them to the record. `Ranks` are one process or one per GPU that `serve`
-steps, each over a Unix socket with one JSON line per request and reply. That is free of torch.distributed and of device
-memory, so it works while the tenant is paused. Every wait has a deadline: when one passes, the processes write their
-stacks and the job ends with what it has.
+A process is started under Sublet or plainly, and what it prints goes into a log. A `Child` is a script of its own: it
+says rows, samples and facts, one line each, and `finish` adds them to the record. `Ranks` are one process, or one per
+GPU, that `serve` steps, each over a Unix socket with one JSON line per request and reply. That is free of
+torch.distributed and of device memory, so it works while the tenant is paused. Every wait has a deadline: when one
+passes, the processes write their stacks and the job ends with what it has.
 
 Bound: a round trip of a step takes some 50 us, against pauses of 100 ms and more.
 """
