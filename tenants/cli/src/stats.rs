@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use tenants::coordinator::{TenantStats, phase_label};
+use tenants::coordinator::TenantStats;
 use tenants::run_dir::RunDir;
 use tenants::wire::{MemberStats, Phase, PhaseReport};
 
@@ -91,7 +91,7 @@ fn render_phases(title: &str, phases: &[(Phase, PhaseReport)], output: &mut Outp
             .collect();
         table.add_row([
             "  ".to_owned(),
-            phase_label(*phase).to_owned(),
+            phase.label().to_owned(),
             units::micros(report.elapsed_us),
             units::bytes_or_dash(report.bytes),
             report.driver_calls.to_string(),

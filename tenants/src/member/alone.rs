@@ -21,10 +21,10 @@ use vmm_pool::driver::Driver;
 
 use super::{Member, Progress};
 use crate::identity::MemberId;
+use crate::phase::{Action, Stage};
 use crate::run_dir::MemberSocket;
-use crate::scope::Scope;
 use crate::transport::{Connection, Process, TransportError, poll_until};
-use crate::wire::{Asked, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply, Request};
+use crate::wire::{Ask as _, Asked, Failure, FailureKind, MemberState, PhaseReport, Withdraw};
 
 /// How long all others together may take to say what they were told. Agents answer at once; only a stopped
 /// process does not.
@@ -85,9 +85,9 @@ impl<D: Driver> Member<D> {
             let standing = self.standing();
             (standing.state, standing.progress, standing.asked)
         };
-        let (is_pause, failing) = match state {
-            MemberState::Offloading => (true, Verdict::GoOn),
-            MemberState::Restoring => (false, Verdict::GoBack),
+        let (action, failing) = match state {
+            MemberState::Offloading => (Action::Pause, Verdict::GoOn),
+            MemberState::Restoring => (Action::Resume, Verdict::GoBack),
             MemberState::Active => {
                 self.cut().release();
                 return Ok(PhaseReport::default());
@@ -104,11 +104,9 @@ impl<D: Driver> Member<D> {
         };
         // Paused is safe whatever a silent one does: contents are saved, and nobody writes to them.
         let verdict = verdict.unwrap_or(failing);
-        let phase = match (is_pause, verdict) {
-            (true, Verdict::GoOn) => Phase::Release,
-            (true, Verdict::GoBack) => Phase::AbortPause,
-            (false, Verdict::GoOn) => Phase::Activate,
-            (false, Verdict::GoBack) => Phase::AbortResume,
+        let phase = match verdict {
+            Verdict::GoOn => action.commit(),
+            Verdict::GoBack => action.abort(),
         };
         self.note(format!(
             "the coordinator of a pause or resume ended half-way, and this process finished it alone \
@@ -118,11 +116,11 @@ impl<D: Driver> Member<D> {
             // Others that ask us follow.
             self.standing().asked = Some(Asked { round, phase });
         }
-        let outcome = match (is_pause, verdict) {
-            (true, Verdict::GoOn) => self.release(),
-            (true, Verdict::GoBack) => self.abort_pause(),
-            (false, Verdict::GoOn) => self.activate(),
-            (false, Verdict::GoBack) => self.abort_resume(&Scope::Whole),
+        let outcome = match (action, verdict) {
+            (Action::Pause, Verdict::GoOn) => self.release(),
+            (Action::Pause, Verdict::GoBack) => self.abort_pause(),
+            (Action::Resume, Verdict::GoOn) => self.activate(),
+            (Action::Resume, Verdict::GoBack) => self.abort_resume(),
         };
         match (outcome, self.state()) {
             // Where a pause could not be undone, standing paused is an end as well.
@@ -190,9 +188,7 @@ impl<D: Driver> Member<D> {
                     let asked = asked.filter(|asked| asked.round == round);
                     one_goes_on |= asked.is_some_and(|asked| asked.phase.is_decided());
                     // Whoever goes back has been told so, or has found out that nobody was told to go on.
-                    one_goes_back |= asked.is_some_and(|asked| {
-                        matches!(asked.phase, Phase::AbortPause | Phase::AbortResume)
-                    });
+                    one_goes_back |= asked.is_some_and(|asked| asked.phase.stage() == Stage::Abort);
                     false
                 }
             });
@@ -210,6 +206,7 @@ impl<D: Driver> Member<D> {
 /// A question to one other process.
 struct Question {
     member: MemberId,
+    asked: Withdraw,
     connection: Connection,
     process: Process,
 }
@@ -228,9 +225,10 @@ impl Question {
     fn ask(socket: &MemberSocket, round: u64) -> Result<Self, TransportError> {
         let now = Instant::now();
         let mut connection = Connection::connect(&socket.path, now)?;
-        connection.send(&Request::Withdraw { round }, &[], now)?;
+        let asked = Withdraw { round };
+        connection.send(&asked.to_request(), &[], now)?;
         let process = connection.process();
-        Ok(Self { member: socket.id, connection, process })
+        Ok(Self { member: socket.id, asked, connection, process })
     }
 
     /// What to wait for: the answer, or its end.
@@ -242,12 +240,12 @@ impl Question {
     fn answer(&mut self) -> Heard {
         // Looked at first: what it sent before its end counts.
         let has_ended = self.process.has_ended();
-        match self.connection.try_receive::<Reply>() {
+        match self.connection.try_answer(&self.asked) {
             Ok(None) if has_ended => Heard::Gone,
             Ok(None) => Heard::Nothing,
-            Ok(Some((Reply::Member(info), _))) => Heard::Told(info.asked),
+            Ok(Some(Ok(info))) => Heard::Told(info.asked),
             Err(error) if error.peer_is_gone() => Heard::Gone,
-            Ok(Some(_)) | Err(_) => {
+            Ok(Some(Err(_))) | Err(_) => {
                 tracing::warn!(member = %self.member, "a peer's answer makes no sense");
                 Heard::Nonsense
             }

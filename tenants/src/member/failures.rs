@@ -5,8 +5,7 @@ use vmm_pool::driver::{DriverCode, DriverError, DriverOp};
 
 use super::ImportError;
 use super::phases::Place;
-use super::state::InvalidTransition;
-use crate::coordinator::phase_label;
+use crate::state::InvalidTransition;
 use crate::wire::{Failure, FailureKind, Phase};
 
 pub(super) fn wrong_state(message: String) -> Failure {
@@ -75,7 +74,7 @@ pub(super) fn failed_inside(phase: Option<Phase>, panic: &str) -> Failure {
             "process {}: Sublet failed inside, in step '{}' ({panic}); the process runs on and can neither be paused \
              nor resumed any more: end it, and report this",
             std::process::id(),
-            phase.map_or("cut", phase_label)
+            phase.map_or("cut", Phase::label)
         ),
     }
 }

@@ -19,8 +19,8 @@ mod limit;
 mod owners;
 mod phases;
 mod saving;
+mod selection;
 mod sockets;
-pub mod state;
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -42,6 +42,7 @@ use crate::host_memory::HostLimit;
 use crate::identity::{MemberId, TenantName};
 use crate::region;
 use crate::run_dir::{RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
+use crate::state::{self, Event, InvalidTransition};
 use crate::transport::Connection;
 use crate::wire::{
     Action, Asked, MemberInfo, MemberState, MemberStats, Phase, PhaseReport, TagBytes,
@@ -50,7 +51,6 @@ use alone::CallingOff;
 use limit::DescriptorLimit;
 use owners::Owner;
 use sockets::Sockets;
-use state::{Event, InvalidTransition};
 use vmm_pool::gate::Gate;
 
 /// What a process is told when it joins its tenant.

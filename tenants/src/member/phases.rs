@@ -11,39 +11,36 @@ use super::failures::{
     not_undone_yet, pool_failure, wrong_state,
 };
 use super::fetch::free_descriptors;
-use super::state::Event;
 use super::{Member, Progress, Standing};
 use crate::cut::{Limits, Seen};
 use crate::host_memory::HostNeed;
+use crate::phase::{Action, Stage};
 use crate::references::{References, Stay};
 use crate::scope::Scope;
-use crate::wire::{DeviceDelta, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply};
+use crate::state::Event;
+use crate::wire::{
+    DeviceDelta, Failure, FailureKind, MemberState, Order, Phase, PhaseReport, Reply,
+};
 use vmm_pool::gate::StillInside;
 
 impl<D: Driver> Member<D> {
-    /// Does `phase` and answers for it.
-    pub(super) fn run_phase(
-        &self,
-        phase: Phase,
-        scope: &Scope,
-        stays: &[Stay],
-        deadline: Instant,
-    ) -> Reply {
-        let begin = Instant::now();
-        let outcome = match phase {
-            Phase::CloseGate => self.close_gate(scope, deadline),
-            Phase::Drain => self.drain(deadline),
-            Phase::Save => self.save(stays),
-            Phase::Release => self.release(),
-            Phase::Verify => self.verify(),
-            Phase::AbortPause => self.abort_pause(),
-            Phase::CreateOwn => self.create_own(scope, deadline),
-            Phase::Restore => self.restore(),
-            Phase::Import => self.import(deadline),
-            Phase::ImportFromLiving => self.import_from_living(deadline),
-            Phase::Activate => self.activate(),
-            Phase::AbortResume => self.abort_resume(scope),
-            Phase::Settle => self.settle(),
+    /// Takes the phase that `order` asks for, and answers for it.
+    pub(super) fn run_phase(&self, order: &Order, deadline: Instant) -> Reply {
+        let (phase, begin) = (order.phase(), Instant::now());
+        let outcome = match order {
+            Order::CloseGate { scope } => self.close_gate(scope, deadline),
+            Order::Drain => self.drain(deadline),
+            Order::Save { stays } => self.save(stays),
+            Order::Release => self.release(),
+            Order::Verify => self.verify(),
+            Order::AbortPause => self.abort_pause(),
+            Order::CreateOwn { scope } => self.create_own(scope, deadline),
+            Order::Restore => self.restore(),
+            Order::Import => self.import(deadline),
+            Order::ImportFromLiving => self.import_from_living(deadline),
+            Order::Activate => self.activate(),
+            Order::AbortResume => self.abort_resume(),
+            Order::Settle => self.settle(),
         };
         let elapsed_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
         match outcome {
@@ -510,12 +507,10 @@ impl<D: Driver> Member<D> {
         drop(spare);
     }
 
-    pub(super) fn abort_resume(&self, scope: &Scope) -> Result<PhaseReport, Failure> {
+    pub(super) fn abort_resume(&self) -> Result<PhaseReport, Failure> {
         match self.state() {
             MemberState::Restoring => {}
-            state @ (MemberState::Active | MemberState::Paused) => {
-                return Ok(self.needs(&self.resumed_selection(scope, state)));
-            }
+            MemberState::Active | MemberState::Paused => return Ok(PhaseReport::default()),
             MemberState::Faulted => return Err(faulted()),
             state @ MemberState::Offloading => {
                 return Err(wrong_state(format!("a resume cannot be undone while {state:?}")));
@@ -526,13 +521,25 @@ impl<D: Driver> Member<D> {
         let own = self.pool.release_selected(&selection).map_err(|error| pool_failure(&error))?;
         log.steps.extend(own.steps);
         self.stand_as_before_resume()?;
-        Ok(PhaseReport { devices: self.needs(&selection).devices, ..report(log) })
+        Ok(report(log))
     }
 
-    /// What a resume of `selection` needs on each device, and what is free there.
-    fn needs(&self, selection: &Selection) -> PhaseReport {
-        let vacated = self.by_device(self.pool.vacated_bytes(selection));
-        PhaseReport { devices: self.deltas(&vacated), ..PhaseReport::default() }
+    /// Says what a resume of `scope` would need on each device, and what is free there.
+    pub(super) fn run_needs(&self, scope: &Scope) -> Reply {
+        match self.state() {
+            state @ (MemberState::Active | MemberState::Paused) => {
+                let selection = self.resumed_selection(scope, state);
+                let vacated = self.by_device(self.pool.vacated_bytes(&selection));
+                Reply::Needs(self.deltas(&vacated))
+            }
+            MemberState::Faulted => Reply::Failed(faulted()),
+            state @ (MemberState::Offloading | MemberState::Restoring) => {
+                Reply::Failed(wrong_state(format!(
+                    "process {} is {state:?}: what a resume needs is known when it runs or is paused",
+                    std::process::id()
+                )))
+            }
+        }
     }
 }
 
@@ -545,19 +552,12 @@ struct DeviceBytes {
 
 impl Standing {
     fn record(&mut self, phase: Phase, report: &PhaseReport) {
-        match phase {
-            Phase::CloseGate | Phase::Drain | Phase::Save | Phase::Release | Phase::Verify => {
-                self.last_pause.push((phase, report.clone()));
-            }
-            Phase::CreateOwn
-            | Phase::Restore
-            | Phase::Import
-            | Phase::ImportFromLiving
-            | Phase::Activate => {
-                self.last_resume.push((phase, report.clone()));
-            }
-            Phase::AbortPause | Phase::AbortResume | Phase::Settle => {}
-        }
+        let phases = match (phase.stage(), phase.action()) {
+            (Stage::Prepare | Stage::Commit, Some(Action::Pause)) => &mut self.last_pause,
+            (Stage::Prepare | Stage::Commit, Some(Action::Resume)) => &mut self.last_resume,
+            (Stage::Abort | Stage::Settle, _) | (_, None) => return,
+        };
+        phases.push((phase, report.clone()));
     }
 }
 

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::frame::MAGIC;
 use super::*;
-use crate::wire::{Failure, FailureKind, PROTOCOL_VERSION};
+use crate::wire::{Failure, FailureKind, PROTOCOL_VERSION, Reply, Request};
 
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(5)
@@ -277,7 +277,7 @@ fn a_listener_takes_connections_and_its_name_goes_when_it_closes() {
             let failure = Failure { kind: FailureKind::WrongState, message: "not now".to_owned() };
             server.send(&Reply::Failed(failure), &[], soon()).unwrap();
         });
-        let (reply, _) = client.call(&Request::Hello, 0, soon()).unwrap();
+        let (reply, _) = client.exchange(&Request::Hello, 0, soon()).unwrap();
         assert!(matches!(reply, Reply::Failed(_)));
     });
     assert!(Listener::bind(&path).is_err(), "bound over a live socket");

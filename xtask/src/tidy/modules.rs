@@ -70,6 +70,8 @@ const ORDERS: [Order; 3] = [
             "references",
             "host_memory",
             "scope",
+            "phase",
+            "state",
             "saving",
             "wire",
             "transport",
@@ -79,25 +81,11 @@ const ORDERS: [Order; 3] = [
             "coordinator",
             "requests",
         ],
-        upwards: &[
-            up(
-                "tenants/src/scope.rs",
-                "wire",
-                "asks a member's state which memory a resume brings back",
-            ),
-            up("tenants/src/scope.rs", "member", "has a method of `Member` that selects memory"),
-            up("tenants/src/saving/map.rs", "wire", "names a member's state in the map"),
-            up(
-                "tenants/src/transport/listener.rs",
-                "run_dir",
-                "names the socket that is not bound yet",
-            ),
-            up(
-                "tenants/src/member/failures.rs",
-                "coordinator",
-                "calls a phase as the coordinator does",
-            ),
-        ],
+        upwards: &[up(
+            "tenants/src/transport/listener.rs",
+            "run_dir",
+            "names the socket that is not bound yet",
+        )],
     },
     Order {
         folder: "ffi/src",

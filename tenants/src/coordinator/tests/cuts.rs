@@ -10,6 +10,7 @@ use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 use super::*;
 use crate::cut::{CommunicatorId, Entry, Lane, Limits, Seat, Seen, Series};
 use crate::member::{Member, MemberConfig};
+use crate::wire::Hold;
 
 type SimMember = Member<SimDriver>;
 
@@ -275,13 +276,14 @@ fn a_coordinator_that_hangs_up_lets_go_at_once() {
     let path = job.members[0].socket_path();
     let mut coordinator =
         crate::transport::Connection::connect(path, Instant::now() + SOON).unwrap();
-    let hold = Request::Cut { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 };
+    let hold = Request::Cut(Hold { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 });
     coordinator.send(&hold, &[], Instant::now() + SOON).unwrap();
     let (reply, _) = coordinator.receive::<Reply>(Instant::now() + SOON).unwrap();
     assert!(job.members[0].info().held);
     // It is told to look for ten minutes, and the asker dies meanwhile.
     let Reply::Cut(stood) = reply else { panic!("{reply:?}") };
-    let watch = Request::Cut { limits: Limits::default(), seen: stood.seen, wait_ms: 600_000 };
+    let watch =
+        Request::Cut(Hold { limits: Limits::default(), seen: stood.seen, wait_ms: 600_000 });
     coordinator.send(&watch, &[], Instant::now() + SOON).unwrap();
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| job.launch(0));
@@ -310,13 +312,11 @@ fn a_paused_job_holds_its_launches_until_it_is_active_again() {
         let path = job.members[0].socket_path();
         let mut half = crate::transport::Connection::connect(path, Instant::now() + SOON).unwrap();
         for phase in [Phase::CreateOwn, Phase::AbortResume] {
-            let request = Request::Phase {
-                phase,
+            let request = Request::Phase(TakePhase {
                 round: 7,
-                scope: Scope::Whole,
-                stays: Vec::new(),
+                order: phase.order(&Scope::Whole, &[]),
                 timeout_ms: 30_000,
-            };
+            });
             half.send(&request, &[], Instant::now() + SOON).unwrap();
             let (reply, _) = half.receive::<Reply>(Instant::now() + SOON).unwrap();
             assert!(matches!(reply, Reply::PhaseDone(..)), "{reply:?}");

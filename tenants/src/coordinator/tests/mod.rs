@@ -16,7 +16,7 @@ use fake::{Fault, GIB, Line, Script, World, options, quiet, tenant};
 
 use super::*;
 use crate::identity::MemberId;
-use crate::wire::MemberState;
+use crate::wire::{FailureKind, MemberState, Reply, Request, TakePhase};
 
 const PAUSE: [Phase; 5] =
     [Phase::CloseGate, Phase::Drain, Phase::Save, Phase::Release, Phase::Verify];
