@@ -9,15 +9,15 @@
 //! No thread is started: a step is sent to all members, then one poll waits for all answers. Every call
 //! blocks, for a bounded time.
 
-mod choosing;
 mod cutting;
 mod error;
 mod interrupt;
+mod participants;
 mod peers;
 mod report;
 mod saving;
 mod session;
-mod shared;
+mod shared_memory;
 mod shortage;
 #[cfg(test)]
 mod tests;

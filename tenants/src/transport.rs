@@ -43,6 +43,7 @@ use serde::de::DeserializeOwned;
 
 pub use error::{Direction, TransportError};
 pub use frame::{Limits, PAYLOAD_BYTES_MAX, REQUEST_BYTES_MAX};
+pub(crate) use listener::BINDING_EXTENSION;
 pub use listener::Listener;
 pub(crate) use process::{Process, has_ended};
 

@@ -17,7 +17,7 @@ pub use ask::{
     Withdraw,
 };
 
-use crate::cut::{CutReport, Seat};
+use crate::cut::{CutReport, Rank};
 use crate::host_memory::HostNeed;
 use crate::identity::MemberId;
 use crate::references::References;
@@ -220,7 +220,7 @@ pub struct MemberStats {
     /// Phases of the last resume, in order.
     pub last_resume: Vec<(Phase, PhaseReport)>,
     /// Its ranks in communicators.
-    pub communicators: Vec<Seat>,
+    pub communicators: Vec<Rank>,
     /// What a person should know, such as memory that Sublet cannot manage and why.
     pub notes: Vec<String>,
 }

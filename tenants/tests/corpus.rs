@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tenants::cut::{
-    CommunicatorId, CutReport, Inside, Lane, Need, PostCount, Seat, Seen, Series, Waiting,
+    CommunicatorId, CutReport, Inside, Lane, LaunchCount, Need, Rank, Seen, Series, Waiting,
 };
 use tenants::host_memory::{HostLimit, HostNeed, LimitKind};
 use tenants::identity::{MemberId, TENANT_NAME_BYTES_MAX, TenantName};
@@ -96,11 +96,11 @@ fn damage<T: DeserializeOwned>(payload: &[u8]) {
 }
 
 fn lane() -> Lane {
-    Lane { communicator: seat().communicator, series: Series::Collectives }
+    Lane { communicator: rank().communicator, series: Series::Collectives }
 }
 
-fn seat() -> Seat {
-    Seat { communicator: CommunicatorId(0x0123_4567_89ab_cdef), rank: 1, ranks: 4 }
+fn rank() -> Rank {
+    Rank { communicator: CommunicatorId(0x0123_4567_89ab_cdef), rank: 1, ranks: 4 }
 }
 
 fn requests() -> Vec<Request> {
@@ -196,15 +196,15 @@ fn replies() -> Vec<Reply> {
         resumes: 2,
         last_pause: vec![(Phase::Release, report.clone())],
         last_resume: Vec::new(),
-        communicators: vec![seat()],
+        communicators: vec![rank()],
         notes: vec!["a note".to_owned()],
     };
     let need = Need { lane: lane(), rank: 1, needed: 8 };
     let cut = CutReport {
         seen: Seen { waits: 3, at_rest: false },
         progress: 99,
-        seats: vec![seat()],
-        posts: vec![PostCount { lane: lane(), rank: 1, launched: 7 }],
+        ranks: vec![rank()],
+        counters: vec![LaunchCount { lane: lane(), rank: 1, launched: 7 }],
         waiting: vec![Waiting {
             what: "ncclAllReduce".to_owned(),
             needs: vec![need],

@@ -64,9 +64,9 @@ fn render_member(tenant: &str, stats: &MemberStats, output: &mut Output) {
     ));
     output.line(format!("  {} pauses, {} resumes", stats.pauses, stats.resumes));
     if !stats.communicators.is_empty() {
-        let seats = stats.communicators.iter();
-        let texts: Vec<_> = seats
-            .map(|seat| format!("{} (rank {} of {})", seat.communicator, seat.rank, seat.ranks))
+        let ranks = stats.communicators.iter();
+        let texts: Vec<_> = ranks
+            .map(|rank| format!("{} (rank {} of {})", rank.communicator, rank.rank, rank.ranks))
             .collect();
         output.line(format!("  communicators: {}", texts.join(", ")));
     }

@@ -1,4 +1,4 @@
-//! Bringing the ranks of a tenant to a common cut, and closing the gates there.
+//! The messages that bring the ranks of a tenant to a common cut, where a pause closes their gates.
 //!
 //! Every member is asked to launch no more than [`Plan::limits`] admits and to say when it has moved.
 //! Whoever answers is told the new limits at once, without waiting for the others: one that computes on
@@ -286,8 +286,8 @@ fn may_pass(failure: &MemberFailure) -> bool {
 }
 
 fn launched(held: &[Held]) -> u64 {
-    let posts = held.iter().flat_map(|held| &held.report.posts);
-    posts.map(|post| post.launched).fold(0, u64::saturating_add)
+    let counters = held.iter().flat_map(|held| &held.report.counters);
+    counters.map(|counter| counter.launched).fold(0, u64::saturating_add)
 }
 
 #[cfg(test)]

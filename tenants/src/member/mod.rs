@@ -11,7 +11,6 @@
 //! taken out for use and put back.
 
 mod agent;
-mod alone;
 mod clients;
 mod failures;
 mod fetch;
@@ -21,6 +20,7 @@ mod phases;
 mod saving;
 mod selection;
 mod sockets;
+mod termination;
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -47,10 +47,10 @@ use crate::transport::Connection;
 use crate::wire::{
     Action, Asked, MemberInfo, MemberState, MemberStats, Phase, PhaseReport, TagBytes,
 };
-use alone::CallingOff;
 use limit::DescriptorLimit;
 use owners::Owner;
 use sockets::Sockets;
+use termination::CallingOff;
 use vmm_pool::gate::Gate;
 
 /// What a process is told when it joins its tenant.
@@ -455,7 +455,7 @@ impl<D: Driver> Member<D> {
     pub fn stats(&self) -> MemberStats {
         let member = self.info();
         let pool = self.pool.report();
-        let communicators = self.cut.seats();
+        let communicators = self.cut.ranks();
         let standing = self.standing();
         MemberStats {
             member,

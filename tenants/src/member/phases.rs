@@ -159,7 +159,8 @@ impl<D: Driver> Member<D> {
         Failure { kind, message }
     }
 
-    /// A gate that does not hold everything back is enough only for whoever knows what passes it by.
+    /// Some calls of this process may pass its gate by. Then only the process itself may pause, at a time when it
+    /// makes none.
     fn refuse_ungated(&self) -> Result<(), Failure> {
         match (self.config.ungated)() {
             Some(why) if !self.is_asking() => Err(wrong_state(format!(
@@ -278,7 +279,7 @@ impl<D: Driver> Member<D> {
                 self.transition(Event::Released)?;
                 self.standing().pauses += 1;
                 self.changed.notify_all();
-                self.cut.stand();
+                self.cut.pause();
                 self.gate.set_vacated();
             }
         }

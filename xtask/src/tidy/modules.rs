@@ -81,11 +81,7 @@ const ORDERS: [Order; 3] = [
             "coordinator",
             "requests",
         ],
-        upwards: &[up(
-            "tenants/src/transport/listener.rs",
-            "run_dir",
-            "names the socket that is not bound yet",
-        )],
+        upwards: &[],
     },
     Order {
         folder: "ffi/src",

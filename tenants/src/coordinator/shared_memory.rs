@@ -1,4 +1,4 @@
-//! What a pause does with memory that crosses processes, once all of them have said what they hold.
+//! Which shared memory a pause leaves on its device: decided once, when all processes have said what they hold.
 
 use std::collections::BTreeSet;
 use std::time::Instant;

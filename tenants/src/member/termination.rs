@@ -1,10 +1,10 @@
-//! What a process does when its coordinator is gone, or stands still: a stopped one is hung up on, and is as good
-//! as gone from then on.
+//! Cooperative termination of a two-phase commit: what a process does when its coordinator has ended, or is silent. A
+//! silent one is hung up on, and counts as ended from then on.
 //!
 //! Nobody is asked for a step behind the point of no return before everybody has done all steps before it.
-//! So a process that has done those cannot know alone which way the others went, and asks them: if one was
-//! told to go on, all go on; if none was, none ever will be, and all go back. A process that has not done
-//! them knows that nobody was told, and goes back.
+//! So a process that has prepared is in doubt: it cannot know alone which way the others went, and asks them: if one was
+//! told to commit, all commit; if none was, none ever will be, and all abort. A process that has not
+//! prepared knows that nobody was told, and aborts.
 //!
 //! The question needs a connection made after the coordinator's end was seen. Whatever the coordinator sent
 //! to the process that is asked lies in that one's socket by then, and its agent reads that first, so its answer
@@ -71,10 +71,10 @@ impl CallingOff {
 /// What the others said of a pause or resume whose coordinator is gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
-    /// One was told to go on.
-    GoOn,
-    /// None was.
-    GoBack,
+    /// One was told to.
+    Commit,
+    /// None was told to commit.
+    Abort,
 }
 
 impl<D: Driver> Member<D> {
@@ -86,8 +86,8 @@ impl<D: Driver> Member<D> {
             (standing.state, standing.progress, standing.asked)
         };
         let (action, failing) = match state {
-            MemberState::Offloading => (Action::Pause, Verdict::GoOn),
-            MemberState::Restoring => (Action::Resume, Verdict::GoBack),
+            MemberState::Offloading => (Action::Pause, Verdict::Commit),
+            MemberState::Restoring => (Action::Resume, Verdict::Abort),
             MemberState::Active => {
                 self.cut().release();
                 return Ok(PhaseReport::default());
@@ -100,13 +100,13 @@ impl<D: Driver> Member<D> {
         };
         let verdict = match (progress, asked) {
             (Progress::Ready, Some(asked)) => self.ask_others(asked.round),
-            (Progress::Untouched | Progress::Moving | Progress::Ready, _) => Some(Verdict::GoBack),
+            (Progress::Untouched | Progress::Moving | Progress::Ready, _) => Some(Verdict::Abort),
         };
         // Paused is safe whatever a silent one does: contents are saved, and nobody writes to them.
         let verdict = verdict.unwrap_or(failing);
         let phase = match verdict {
-            Verdict::GoOn => action.commit(),
-            Verdict::GoBack => action.abort(),
+            Verdict::Commit => action.commit(),
+            Verdict::Abort => action.abort(),
         };
         self.note(format!(
             "the coordinator of a pause or resume ended half-way, and this process finished it alone \
@@ -117,10 +117,10 @@ impl<D: Driver> Member<D> {
             self.standing().asked = Some(Asked { round, phase });
         }
         let outcome = match (action, verdict) {
-            (Action::Pause, Verdict::GoOn) => self.release(),
-            (Action::Pause, Verdict::GoBack) => self.abort_pause(),
-            (Action::Resume, Verdict::GoOn) => self.activate(),
-            (Action::Resume, Verdict::GoBack) => self.abort_resume(),
+            (Action::Pause, Verdict::Commit) => self.release(),
+            (Action::Pause, Verdict::Abort) => self.abort_pause(),
+            (Action::Resume, Verdict::Commit) => self.activate(),
+            (Action::Resume, Verdict::Abort) => self.abort_resume(),
         };
         match (outcome, self.state()) {
             // Where a pause could not be undone, standing paused is an end as well.
@@ -176,7 +176,7 @@ impl<D: Driver> Member<D> {
                 return None;
             }
             drop(fds);
-            let (mut one_goes_on, mut one_goes_back) = (false, false);
+            let (mut one_commits, mut one_aborts) = (false, false);
             asked.retain_mut(|question| match question.answer() {
                 Heard::Nothing => true,
                 Heard::Gone => false,
@@ -186,20 +186,20 @@ impl<D: Driver> Member<D> {
                 }
                 Heard::Told(asked) => {
                     let asked = asked.filter(|asked| asked.round == round);
-                    one_goes_on |= asked.is_some_and(|asked| asked.phase.is_decided());
-                    // Whoever goes back has been told so, or has found out that nobody was told to go on.
-                    one_goes_back |= asked.is_some_and(|asked| asked.phase.stage() == Stage::Abort);
+                    one_commits |= asked.is_some_and(|asked| asked.phase.is_decided());
+                    // Whoever aborts has been told so, or has found out that nobody was told to commit.
+                    one_aborts |= asked.is_some_and(|asked| asked.phase.stage() == Stage::Abort);
                     false
                 }
             });
-            if one_goes_on {
-                return Some(Verdict::GoOn);
+            if one_commits {
+                return Some(Verdict::Commit);
             }
-            if one_goes_back {
-                return Some(Verdict::GoBack);
+            if one_aborts {
+                return Some(Verdict::Abort);
             }
         }
-        all_answered.then_some(Verdict::GoBack)
+        all_answered.then_some(Verdict::Abort)
     }
 }
 
