@@ -465,7 +465,7 @@ impl<D: Driver> Agent<D> {
                     self.member.cut().claim(number);
                     let phase = order.phase();
                     if phase.stage() != Stage::Settle {
-                        self.member.standing().asked = Some(Asked { round, phase });
+                        self.member.status().asked = Some(Asked { round, phase });
                     }
                     self.submit(number, Work::Phase(order), wait_of(timeout_ms));
                 }
@@ -587,7 +587,7 @@ impl<D: Driver> Agent<D> {
     }
 
     fn answer_waiters(&mut self) {
-        let consent = self.member.standing().consent;
+        let consent = self.member.status().consent;
         let now = Instant::now();
         let mut answers = Vec::new();
         self.waiters.retain(|waiter| {

@@ -11,7 +11,7 @@ use super::failures::{
     not_undone_yet, pool_failure, wrong_state,
 };
 use super::fetch::free_descriptors;
-use super::{Member, Progress, Standing};
+use super::{Member, Progress, Status};
 use crate::cut::{Limits, Seen};
 use crate::host_memory::HostNeed;
 use crate::phase::{Action, Stage};
@@ -49,7 +49,7 @@ impl<D: Driver> Member<D> {
                 tracing::debug!(?phase, elapsed_us, bytes = report.bytes, "phase");
                 // Of use to the coordinator alone, and long.
                 let references = report.references.take();
-                self.standing().record(phase, &report);
+                self.status().record(phase, &report);
                 report.references = references;
                 Reply::PhaseDone(phase, report)
             }
@@ -134,16 +134,16 @@ impl<D: Driver> Member<D> {
         }
         settled?;
         let selection = self.paused_selection(scope);
-        let mut standing = self.standing();
-        standing.selection = selection;
-        standing.progress = Progress::Untouched;
-        standing.last_pause.clear();
+        let mut status = self.status();
+        status.selection = selection;
+        status.progress = Progress::Untouched;
+        status.last_pause.clear();
         Ok(PhaseReport::default())
     }
 
     /// What the pause or resume under way is about.
     fn selection(&self) -> Selection {
-        self.standing().selection.clone()
+        self.status().selection.clone()
     }
 
     fn still_inside(&self, inside: &StillInside) -> Failure {
@@ -248,10 +248,10 @@ impl<D: Driver> Member<D> {
         self.pool.set_stays(&stays).map_err(|error| pool_failure(&error))?;
         let budget = self.host_need().budget();
         self.forget_ended();
-        self.standing().progress = Progress::Moving;
+        self.status().progress = Progress::Moving;
         let saved = self.pool.save(&self.selection(), budget);
         let log = saved.map_err(|error| pool_failure(&error))?;
-        self.standing().progress = Progress::Ready;
+        self.status().progress = Progress::Ready;
         Ok(report(log))
     }
 
@@ -277,7 +277,7 @@ impl<D: Driver> Member<D> {
             }
             Selection::Whole | Selection::SetAside(..) | Selection::Staged(_) => {
                 self.transition(Event::Released)?;
-                self.standing().pauses += 1;
+                self.status().pauses += 1;
                 self.changed.notify_all();
                 self.cut.pause();
                 self.gate.set_vacated();
@@ -354,8 +354,8 @@ impl<D: Driver> Member<D> {
     /// Maps again what was unmapped, and runs on. Nobody else is needed for that, whoever has died meanwhile.
     pub(super) fn abort_pause(&self) -> Result<PhaseReport, Failure> {
         let (state, progress) = {
-            let standing = self.standing();
-            (standing.state, standing.progress)
+            let status = self.status();
+            (status.state, status.progress)
         };
         match state {
             MemberState::Offloading => {}
@@ -408,10 +408,10 @@ impl<D: Driver> Member<D> {
         // What comes back is given to those whom it is owed, and to nobody else before it is all there.
         self.pool.freeze();
         {
-            let mut standing = self.standing();
-            standing.selection = selection.clone();
-            standing.progress = Progress::Moving;
-            standing.last_resume.clear();
+            let mut status = self.status();
+            status.selection = selection.clone();
+            status.progress = Progress::Moving;
+            status.last_resume.clear();
         }
         let taken = self.by_device(self.pool.vacated_bytes(&selection));
         match self.pool.create_own(&selection) {
@@ -474,7 +474,7 @@ impl<D: Driver> Member<D> {
     fn map_imports(&self, mut log: StepLog) -> Result<PhaseReport, Failure> {
         let mapped = self.pool.map_imports(&self.selection());
         log.add(mapped.map_err(|error| pool_failure(&error))?);
-        self.standing().progress = Progress::Ready;
+        self.status().progress = Progress::Ready;
         Ok(report(log))
     }
 
@@ -483,9 +483,9 @@ impl<D: Driver> Member<D> {
         let spare = self.pool.commit_resume();
         self.transition(Event::Resumed)?;
         {
-            let mut standing = self.standing();
-            if !matches!(standing.selection, Selection::SetAside(..)) {
-                standing.resumes += 1;
+            let mut status = self.status();
+            if !matches!(status.selection, Selection::SetAside(..)) {
+                status.resumes += 1;
             }
         }
         self.changed.notify_all();
@@ -551,7 +551,7 @@ struct DeviceBytes {
     bytes: u64,
 }
 
-impl Standing {
+impl Status {
     fn record(&mut self, phase: Phase, report: &PhaseReport) {
         let phases = match (phase.stage(), phase.action()) {
             (Stage::Prepare | Stage::Commit, Some(Action::Pause)) => &mut self.last_pause,

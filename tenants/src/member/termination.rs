@@ -82,8 +82,8 @@ impl<D: Driver> Member<D> {
     /// after the phase that the coordinator left behind.
     pub(super) fn settle(&self) -> Result<PhaseReport, Failure> {
         let (state, progress, asked) = {
-            let standing = self.standing();
-            (standing.state, standing.progress, standing.asked)
+            let status = self.status();
+            (status.state, status.progress, status.asked)
         };
         let (action, failing) = match state {
             MemberState::Offloading => (Action::Pause, Verdict::Commit),
@@ -114,7 +114,7 @@ impl<D: Driver> Member<D> {
         ));
         if let Some(Asked { round, .. }) = asked {
             // Others that ask us follow.
-            self.standing().asked = Some(Asked { round, phase });
+            self.status().asked = Some(Asked { round, phase });
         }
         let outcome = match (action, verdict) {
             (Action::Pause, Verdict::Commit) => self.release(),
@@ -123,7 +123,7 @@ impl<D: Driver> Member<D> {
             (Action::Resume, Verdict::Abort) => self.abort_resume(),
         };
         match (outcome, self.state()) {
-            // Where a pause could not be undone, standing paused is an end as well.
+            // Where a pause could not be undone, to be paused is an end as well.
             (Err(failure), MemberState::Active | MemberState::Paused) => {
                 Ok(PhaseReport { notes: vec![failure.message], ..PhaseReport::default() })
             }
