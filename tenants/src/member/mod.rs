@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   application threads --hooks--> Gate --> Pool --> driver
-//!   agent thread:  sockets only; answers at once, never calls the driver but to hand a descriptor out
+//!   agent thread:  sockets; answers at once; calls the driver only to hand a descriptor out or to name a device
 //!   worker thread: one phase at a time; the only thread of ours that drives the device
 //! ```
 //!

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::frame::MAGIC;
 use super::*;
-use crate::wire::{Failure, FailureKind, PROTOCOL_VERSION, Reply, Request};
+use crate::wire::{Action, Failure, FailureKind, GiveUp, Hello, PROTOCOL_VERSION, Reply, Request};
 
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(5)
@@ -258,6 +258,25 @@ fn silence_ends_at_the_deadline() {
     assert!(error.to_string().contains("did not answer in time"));
     assert!(started.elapsed() >= Duration::from_millis(30));
     assert!(started.elapsed() < Duration::from_secs(4));
+}
+
+#[test]
+fn a_reply_of_another_kind_is_an_error_and_ends_the_connection() {
+    let (mut asker, mut other) = pair();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for reply in [Reply::Noted, Reply::Consented] {
+                other.receive::<Request>(soon()).unwrap();
+                other.send(&reply, &[], soon()).unwrap();
+            }
+        });
+        let news = GiveUp { action: Action::Pause, why: String::new() };
+        assert_eq!(asker.call(&news, soon()).unwrap(), Ok(()));
+        let error = asker.call(&news, soon()).unwrap_err();
+        assert!(matches!(error, TransportError::AnotherAnswer { .. }), "{error}");
+    });
+    let error = asker.call(&Hello, soon()).unwrap_err();
+    assert!(matches!(error, TransportError::OutOfStep { .. }), "{error}");
 }
 
 #[test]

@@ -12,7 +12,7 @@ use crate::cut::{Limits, Seen};
 use crate::member::{CONNECTIONS_MAX, Member};
 use crate::scope::TagNames;
 use crate::transport::Connection;
-use crate::wire::Hold;
+use crate::wire::{Hold, Needs};
 use vmm_pool::gate::Passage;
 
 const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Save];
@@ -250,4 +250,27 @@ fn the_next_command_stays_connected_while_processes_settle_what_was_left_half_do
     drop(lines);
     until("both to go back", || job.states() == [MemberState::Paused; 2]);
     assert!(matches!(next.ask(&Request::Hello), Reply::Member(_)), "it is still connected");
+}
+
+#[test]
+fn what_a_resume_needs_a_paused_process_says_and_one_on_its_way_refuses() {
+    let job = Job::new(1);
+    let member = &job.members[0];
+    allocate(member);
+    let mut line = Line::to(member);
+    let question = Needs { scope: Scope::Whole, timeout_ms: 30_000 };
+    let mut needs = || line.0.call(&question, Instant::now() + SOON).unwrap();
+    assert_eq!(needs(), Ok(Vec::new()), "nothing is away");
+    for phase in BEFORE_RELEASE {
+        line.lead(phase, &Scope::Whole);
+    }
+    let refused = line.0.call(&question, Instant::now() + SOON).unwrap().unwrap_err();
+    assert_eq!((refused.kind, member.state()), (FailureKind::WrongState, MemberState::Offloading));
+    for phase in [Phase::Release, Phase::Verify] {
+        line.lead(phase, &Scope::Whole);
+    }
+    let devices = line.0.call(&question, Instant::now() + SOON).unwrap().unwrap();
+    assert_eq!(devices.iter().map(|device| device.bytes).sum::<u64>(), GRANULARITY_BYTES);
+    assert_eq!(member.state(), MemberState::Paused);
+    assert_eq!(member.info().asked.map(|asked| asked.phase), Some(Phase::Verify));
 }
