@@ -9,15 +9,15 @@
 //! No thread is started: a step is sent to all members, then one poll waits for all answers. Every call
 //! blocks, for a bounded time.
 
-mod choosing;
 mod cutting;
 mod error;
 mod interrupt;
+mod participants;
 mod peers;
 mod report;
 mod saving;
 mod session;
-mod shared;
+mod shared_memory;
 mod shortage;
 #[cfg(test)]
 mod tests;
@@ -28,7 +28,7 @@ pub use error::{CoordinatorError, SwapError};
 pub use interrupt::Interrupt;
 pub use report::{
     CutSummary, DeviceTotal, Event, MemberFailure, MemberPhase, Outcome, PhaseSummary, Report,
-    Step, Swap, TenantStats, Who, phase_label,
+    Step, Swap, TenantStats, Who,
 };
 
 pub use saving::{SaveError, SaveReport, SaveState};
@@ -41,7 +41,7 @@ use crate::identity::{MemberId, TenantName};
 use crate::run_dir::{CoordinatorLock, RunDir, RunDirError, TenantDir};
 use crate::scope::Scope;
 use crate::transport::TransportError;
-use crate::wire::{Action, Failure, FailureKind, Phase, Reply, Request};
+use crate::wire::{Action, Phase, Stats};
 
 /// How long a coordinator waits, and for what.
 #[derive(Clone, Debug)]
@@ -122,20 +122,7 @@ impl Options {
 
     /// How long members may take for `phase`.
     pub fn phase_timeout(&self, phase: Phase) -> Duration {
-        self.timeout.unwrap_or(match phase {
-            Phase::CloseGate => Duration::from_secs(10),
-            Phase::Drain => Duration::from_secs(30),
-            Phase::Save | Phase::Restore => Duration::from_mins(2),
-            Phase::Release
-            | Phase::Verify
-            | Phase::AbortPause
-            | Phase::CreateOwn
-            | Phase::Import
-            | Phase::ImportFromLiving
-            | Phase::Activate
-            | Phase::AbortResume
-            | Phase::Settle => Duration::from_mins(1),
-        })
+        self.timeout.unwrap_or_else(|| phase.timeout())
     }
 }
 
@@ -226,16 +213,11 @@ impl Coordinator {
         }
         for index in 0..peers.list.len() {
             let timeout = self.options.contact_timeout;
-            let asked = peers.ask(index, Step::Stats, &Request::Stats, timeout);
-            stats.failures.extend(asked.err());
+            stats.failures.extend(peers.ask(index, &Stats, timeout).err());
         }
         while let Some(answer) = peers.next_answer(None) {
-            match answer.result {
-                Ok(Reply::Stats(member)) => stats.members.push(*member),
-                Ok(_) => {
-                    let who = peers.list[answer.peer].who;
-                    stats.failures.push(unexpected(who, Step::Stats));
-                }
+            match answer.to(&Stats) {
+                Ok(member) => stats.members.push(member),
                 Err(failure) => stats.failures.push(failure),
             }
         }
@@ -363,13 +345,4 @@ pub fn swap(
 fn unreachable_member(member: crate::identity::MemberId, error: &TransportError) -> MemberFailure {
     let who = Who { pid: None, member };
     peers::gone(who, Step::Stats, with_source(error))
-}
-
-/// The failure of a member that answered another question than the one it was asked.
-fn unexpected(who: Who, step: Step) -> MemberFailure {
-    let failure = Failure {
-        kind: FailureKind::Unknown,
-        message: "its answer does not fit the question".to_owned(),
-    };
-    MemberFailure { who, step, failure }
 }

@@ -9,11 +9,11 @@
 //!
 //! A socket has its final name only once it listens (see [`crate::transport::Listener::bind`]), so one
 //! that refuses a connection belongs to a dead process and may be removed. Nobody else can put anything
-//! in the place of these directories (`run_dir/private.rs` says how that is checked). Nothing here reads the
+//! in the place of these directories (`run_dir/trusted_path.rs` says how that is checked). Nothing here reads the
 //! environment: the caller does, once.
 
 mod holders;
-mod private;
+mod trusted_path;
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
@@ -25,7 +25,7 @@ use std::time::{Duration, Instant, SystemTime};
 use nix::unistd::geteuid;
 
 use crate::identity::{MemberId, TenantName};
-use crate::transport::{Listener, TransportError, has_ended};
+use crate::transport::{BINDING_EXTENSION, Listener, TransportError, has_ended};
 
 /// Longest path of a Unix socket, in bytes (`sun_path` less its closing zero).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
@@ -38,8 +38,6 @@ pub const RUN_DIR_VARIABLE: &str = "SUBLET_RUN_DIR";
 
 const LOCK_NAME: &str = "coordinator.lock";
 pub(crate) const SOCKET_EXTENSION: &str = "sock";
-/// A name in the making; as long as the final one, so that both fit a socket path or neither does.
-pub(crate) const BINDING_EXTENSION: &str = "bind";
 /// A half-bound name older than this was left behind by a process that died between bind and rename.
 const BINDING_AGE_MAX: Duration = Duration::from_mins(1);
 const LOCK_BACK_OFF_MIN: Duration = Duration::from_millis(1);
@@ -159,7 +157,7 @@ impl RunDir {
         let path = Self::choose(explicit, xdg_runtime_dir);
         // Processes of one tenant may stand in different directories.
         let path = std::path::absolute(&path).map_err(io_error("use", &path))?;
-        private::ensure(&path)?;
+        trusted_path::ensure(&path)?;
         Ok(Self { path })
     }
 
@@ -186,7 +184,7 @@ impl RunDir {
     /// As [`RunDir::open`].
     pub fn tenant(&self, tenant: &TenantName) -> Result<TenantDir, RunDirError> {
         let path = self.path.join(tenant.as_str());
-        private::ensure(&path)?;
+        trusted_path::ensure(&path)?;
         Ok(TenantDir { path, tenant: tenant.clone() })
     }
 
@@ -196,7 +194,7 @@ impl RunDir {
     /// As [`RunDir::open`].
     pub fn existing_tenant(&self, tenant: &TenantName) -> Result<Option<TenantDir>, RunDirError> {
         let path = self.path.join(tenant.as_str());
-        match private::check(&path) {
+        match trusted_path::check(&path) {
             Ok(()) => Ok(Some(TenantDir { path, tenant: tenant.clone() })),
             Err(RunDirError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
@@ -265,7 +263,7 @@ impl RunDir {
         tenant: &TenantName,
         id: MemberId,
     ) -> Result<Listener, RunDirError> {
-        private::ensure(&self.path)?;
+        trusted_path::ensure(&self.path)?;
         // Whatever has the name now is in a directory that is ours alone, and it is not our socket.
         remove_file_if_there(&self.tenant(tenant)?.socket_path(id)?)?;
         self.listen(tenant, id).map(|(_, listener)| listener)
@@ -416,7 +414,7 @@ impl TenantDir {
         loop {
             let file = match open_lock_file(&path) {
                 Err(error) if error.kind() == ErrorKind::NotFound => {
-                    private::ensure(&self.path)?;
+                    trusted_path::ensure(&self.path)?;
                     continue;
                 }
                 file => file.map_err(io_error("opening", &path))?,

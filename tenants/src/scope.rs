@@ -1,14 +1,11 @@
-//! Which memory of a tenant a pause or resume is about, and what of it one process has.
+//! Which memory of a tenant a pause or resume is about.
 
 use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
-use vmm_pool::driver::Driver;
-use vmm_pool::{Selection, Tags, Whose};
+use vmm_pool::Tags;
 
 use crate::identity::MemberId;
-use crate::member::Member;
-use crate::wire::MemberState;
 
 /// Which memory of a tenant a pause or resume is about.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -56,39 +53,6 @@ impl Scope {
         match self {
             Self::Whole | Self::Tags { owner: None, .. } => true,
             Self::Tags { owner: Some(owner), .. } => *owner == id,
-        }
-    }
-}
-
-impl<D: Driver> Member<D> {
-    /// What of `scope` a pause takes from this process.
-    pub fn paused_selection(&self, scope: &Scope) -> Selection {
-        match scope {
-            Scope::Whole => Selection::Whole,
-            Scope::Tags { tags, owner } => Selection::Tagged(tags.into(), self.whose(*owner)),
-        }
-    }
-
-    /// What of `scope` a resume brings back to this process in `state`.
-    pub(crate) fn resumed_selection(&self, scope: &Scope, state: MemberState) -> Selection {
-        match (scope, state) {
-            (Scope::Whole, _) => Selection::Whole,
-            (Scope::Tags { tags, .. }, MemberState::Paused) => Selection::Staged(tags.into()),
-            (
-                Scope::Tags { tags, owner },
-                MemberState::Active
-                | MemberState::Offloading
-                | MemberState::Restoring
-                | MemberState::Faulted,
-            ) => Selection::SetAside(tags.into(), self.whose(*owner)),
-        }
-    }
-
-    fn whose(&self, owner: Option<MemberId>) -> Whose {
-        match owner {
-            None => Whose::Everybody,
-            Some(owner) if owner == self.id() => Whose::Own,
-            Some(owner) => Whose::Owner(owner.into()),
         }
     }
 }

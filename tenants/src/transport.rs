@@ -17,6 +17,7 @@
 //! Nothing here takes a lock, starts a thread, prints or raises a signal.
 
 mod ancillary;
+mod client;
 mod error;
 pub mod frame;
 mod listener;
@@ -42,6 +43,7 @@ use serde::de::DeserializeOwned;
 
 pub use error::{Direction, TransportError};
 pub use frame::{Limits, PAYLOAD_BYTES_MAX, REQUEST_BYTES_MAX};
+pub(crate) use listener::BINDING_EXTENSION;
 pub use listener::Listener;
 pub(crate) use process::{Process, has_ended};
 
@@ -49,7 +51,7 @@ use ancillary::Room;
 use frame::{FrameError, HEADER_BYTES, Header};
 use outgoing::Outgoing;
 
-use crate::wire::{FDS_PER_MESSAGE_MAX, Reply, Request};
+use crate::wire::FDS_PER_MESSAGE_MAX;
 
 /// How much of a payload is asked for at once: memory follows what arrives, not what a header claims.
 const READ_BYTES: usize = 16 * 1024;
@@ -342,22 +344,6 @@ impl Connection {
             self.incoming = Incoming::default();
         }
         received
-    }
-
-    /// Sends `request` and waits for its answer, which may bring up to `fds_max` descriptors.
-    ///
-    /// # Errors
-    /// As [`Connection::send`] and [`Connection::receive`].
-    pub fn call(
-        &mut self,
-        request: &Request,
-        fds_max: usize,
-        deadline: Instant,
-    ) -> Result<(Reply, Vec<OwnedFd>), TransportError> {
-        self.limits.fds_max = fds_max.min(FDS_PER_MESSAGE_MAX);
-        let answer = self.send(request, &[], deadline).and_then(|()| self.receive(deadline));
-        self.limits.fds_max = 0;
-        answer
     }
 
     fn try_receive_frame(&mut self) -> Result<Option<Frame>, TransportError> {

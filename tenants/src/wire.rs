@@ -4,103 +4,51 @@
 //! [`crate::transport`]; the decoder is total: any bytes give a message or an error. Lists and strings
 //! are bounded by the frame's length limit.
 
+mod ask;
+
 use serde::{Deserialize, Serialize};
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, PoolReport};
 
-use crate::cut::{CutReport, Limits, Seat, Seen};
+pub use crate::phase::{Action, Order, Phase};
+pub use crate::state::MemberState;
+pub use ask::{
+    Ask, AwaitConsent, FetchFds, GiveUp, Hello, Hold, Needs, SaveStep, SentFds, Stats, TakePhase,
+    Withdraw,
+};
+
+use crate::cut::{CutReport, Rank};
 use crate::host_memory::HostNeed;
 use crate::identity::MemberId;
-use crate::references::{References, Stay};
-use crate::saving::DirName;
+use crate::references::References;
 use crate::saving::map::SaveAccount;
-use crate::scope::Scope;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 7;
+pub const PROTOCOL_VERSION: u16 = 8;
 
-/// What one process asks of another's agent.
+/// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
-    /// Who are you? Answered with [`Reply::Member`].
+    /// [`Hello`], answered with [`Reply::Member`].
     Hello,
-    /// What do you hold? Answered with [`Reply::Stats`].
+    /// [`Stats`], answered with [`Reply::Stats`].
     Stats,
-    /// Take one step of a pause or resume. Answered with [`Reply::PhaseDone`] or [`Reply::Failed`].
-    Phase {
-        /// The step.
-        phase: Phase,
-        /// Which pause or resume it belongs to, by a random number.
-        round: u64,
-        /// Which memory it is about, the same in all steps.
-        scope: Scope,
-        /// Of [`Phase::Save`]: shared memory that stays where it is. Empty for other steps.
-        stays: Vec<Stay>,
-        /// Give up, and answer so, after this long.
-        timeout_ms: u64,
-    },
-    /// Before a pause: launch no more than `limits` admits until told otherwise, or until I hang up, and
-    /// say where you stand. Answered with [`Reply::Cut`], or [`Reply::Failed`].
-    Cut {
-        /// Up to which count each lane may be launched.
-        limits: Limits,
-        /// What I know: answer when this is no longer so.
-        seen: Seen,
-        /// Answer after this long in any case, or when I ask for something else.
-        wait_ms: u64,
-    },
-    /// Wait until the application of this process has itself asked for `action` (it stands in
-    /// `ncclPause` or `ncclResume`). Answered with [`Reply::Consented`] or [`Reply::Failed`].
-    AwaitConsent {
-        /// What the application must have asked for.
-        action: Action,
-        /// Give up, and answer so, after this long.
-        timeout_ms: u64,
-    },
-    /// The `action` that your application asked for and waits in will not happen now: let it go on with
-    /// an error that says why. Answered with [`Reply::Noted`].
-    GiveUp {
-        /// What the application asked for.
-        action: Action,
-        /// One sentence.
-        why: String,
-    },
-    /// The coordinator of `round` has ended, or is silent, and I settle what it began: take no step of it any more,
-    /// and settle it too. What were you told in it? Answered with [`Reply::Member`].
-    Withdraw {
-        /// Which pause or resume.
-        round: u64,
-    },
-    /// Descriptors for these allocations of yours, which I import. At most [`FDS_PER_MESSAGE_MAX`].
-    /// Answered with [`Reply::Fds`], as many descriptors beside it, in the same order.
-    FetchFds {
-        /// The allocations.
-        allocations: Vec<AllocationId>,
-        /// Why.
-        purpose: FetchPurpose,
-        /// Who asks.
-        importer: MemberId,
-    },
-    /// Write what a pause has saved of you to files, a step at a time. It ends with this connection, and with any
-    /// other step of a pause or resume. Answered with [`Reply::Saving`] or [`Reply::Failed`].
+    /// Answered with [`Reply::Needs`].
+    Needs(Needs),
+    /// Answered with [`Reply::PhaseDone`].
+    Phase(TakePhase),
+    /// Answered with [`Reply::Cut`].
+    Cut(Hold),
+    /// Answered with [`Reply::Consented`].
+    AwaitConsent(AwaitConsent),
+    /// Answered with [`Reply::Noted`].
+    GiveUp(GiveUp),
+    /// Answered with [`Reply::Member`].
+    Withdraw(Withdraw),
+    /// Answered with [`Reply::Fds`], and as many descriptors beside it.
+    FetchFds(FetchFds),
+    /// Answered with [`Reply::Saving`].
     Save(SaveStep),
-}
-
-/// One step of writing saved contents to files.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum SaveStep {
-    /// Say how much it is; write nothing yet.
-    Begin {
-        /// Where to.
-        dir: DirName,
-    },
-    /// Write on for at most this long.
-    WriteOn {
-        /// How long.
-        for_ms: u64,
-    },
-    /// Remove what is written, as far as it is not whole.
-    CallOff,
 }
 
 /// Why descriptors are fetched.
@@ -125,15 +73,17 @@ pub enum Reply {
     Member(MemberInfo),
     /// To [`Request::Stats`].
     Stats(Box<MemberStats>),
+    /// To [`Request::Needs`]: what a resume would take on each device, and what is free there.
+    Needs(Vec<DeviceDelta>),
     /// To [`Request::Cut`].
     Cut(Box<CutReport>),
-    /// This phase is complete. It is named, so that an answer given twice is not taken for the next one's.
+    /// To [`Request::Phase`]: this phase is complete. It is named, so that an answer given twice is not taken for the next one's.
     PhaseDone(Phase, PhaseReport),
-    /// The application asked for the action itself.
+    /// To [`Request::AwaitConsent`].
     Consented,
     /// To [`Request::GiveUp`].
     Noted,
-    /// Descriptors travel beside this message; `count` says how many.
+    /// To [`Request::FetchFds`]. Descriptors travel beside this message; `count` says how many.
     Fds {
         /// How many.
         count: u32,
@@ -175,70 +125,6 @@ pub enum SaveStage {
     CalledOff,
 }
 
-/// The two things that can be done to a tenant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Action {
-    /// Give the memory up.
-    Pause,
-    /// Take it back.
-    Resume,
-}
-
-/// The steps of a pause and of a resume. All processes of a tenant finish one before any starts the next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum Phase {
-    /// Pause 1: hold back new work; calls under way leave. Refused during stream capture.
-    CloseGate,
-    /// Pause 2: wait until the devices have nothing left to do, hand nothing out from now on, and say what is held of
-    /// shared memory.
-    Drain,
-    /// Pause 3: save contents to host memory and files, and unmap. Every handle is kept.
-    Save,
-    /// Pause 4, the point of no return: release imports and own memory.
-    Release,
-    /// Pause 5: compare the device's free memory with what was released.
-    Verify,
-    /// Undo of pause 1 to 3: map again, then open the gate. Nobody else is needed for that.
-    AbortPause,
-    /// Resume 1: create all memory, or none.
-    CreateOwn,
-    /// Resume 2: map it at its old addresses, put contents back, export what peers will import.
-    Restore,
-    /// Resume 3: import peers' memory at its old addresses.
-    Import,
-    /// In place of [`Phase::Import`]: the same, but what was imported from processes that have ended, or that do not
-    /// have it any more, is left out for ever. Its addresses stay reserved and unmapped.
-    ImportFromLiving,
-    /// Resume 4: open the gate.
-    Activate,
-    /// Undo of resume 1 to 3: release everything again, contents kept. Tells what a resume needs on each
-    /// device and what is free there; of a paused process, which it leaves as it is, too.
-    AbortResume,
-    /// The coordinator of what is under way has ended: find out from the others how far they were told to
-    /// go, and go the same way. Nothing is done when nothing is under way.
-    Settle,
-}
-
-impl Phase {
-    /// Is this the point of no return of its pause or resume, or behind it? Nobody is asked for such a
-    /// step before everybody has done all steps before.
-    pub fn is_decided(self) -> bool {
-        match self {
-            Self::Release | Self::Verify | Self::Activate => true,
-            Self::CloseGate
-            | Self::Drain
-            | Self::Save
-            | Self::AbortPause
-            | Self::CreateOwn
-            | Self::Restore
-            | Self::Import
-            | Self::ImportFromLiving
-            | Self::AbortResume
-            | Self::Settle => false,
-        }
-    }
-}
-
 /// What one process did in one phase.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PhaseReport {
@@ -273,22 +159,6 @@ pub struct DeviceDelta {
     pub free_bytes: u64,
     /// All bytes of the device.
     pub total_bytes: u64,
-}
-
-/// Where a process stands, as others see it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum MemberState {
-    /// Running; memory on the device.
-    Active,
-    /// On the way to [`MemberState::Paused`].
-    Offloading,
-    /// Waiting at the gate; memory given back.
-    Paused,
-    /// On the way to [`MemberState::Active`].
-    Restoring,
-    /// Something was lost; the process should be ended.
-    Faulted,
 }
 
 /// Who a process is.
@@ -350,7 +220,7 @@ pub struct MemberStats {
     /// Phases of the last resume, in order.
     pub last_resume: Vec<(Phase, PhaseReport)>,
     /// Its ranks in communicators.
-    pub communicators: Vec<Seat>,
+    pub communicators: Vec<Rank>,
     /// What a person should know, such as memory that Sublet cannot manage and why.
     pub notes: Vec<String>,
 }

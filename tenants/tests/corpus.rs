@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tenants::cut::{
-    CommunicatorId, CutReport, Inside, Lane, Need, PostCount, Seat, Seen, Series, Waiting,
+    CommunicatorId, CutReport, Inside, Lane, LaunchCount, Need, Rank, Seen, Series, Waiting,
 };
 use tenants::host_memory::{HostLimit, HostNeed, LimitKind};
 use tenants::identity::{MemberId, TENANT_NAME_BYTES_MAX, TenantName};
@@ -24,8 +24,9 @@ use tenants::ticket::{HEAD, Ticket};
 use tenants::transport::Limits;
 use tenants::transport::frame::{HEAD_BYTES, HEADER_BYTES, decode, decode_payload, encode};
 use tenants::wire::{
-    Action, Asked, DeviceDelta, Failure, FailureKind, FetchPurpose, MemberInfo, MemberState,
-    MemberStats, Phase, PhaseReport, Reply, Request, SaveProgress, SaveStage, SaveStep, TagBytes,
+    Action, Asked, AwaitConsent, DeviceDelta, Failure, FailureKind, FetchFds, FetchPurpose, GiveUp,
+    Hold, MemberInfo, MemberState, MemberStats, Needs, Phase, PhaseReport, Reply, Request,
+    SaveProgress, SaveStage, SaveStep, TagBytes, TakePhase, Withdraw,
 };
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, Held, PoolReport, StayReason};
@@ -95,11 +96,11 @@ fn damage<T: DeserializeOwned>(payload: &[u8]) {
 }
 
 fn lane() -> Lane {
-    Lane { communicator: seat().communicator, series: Series::Collectives }
+    Lane { communicator: rank().communicator, series: Series::Collectives }
 }
 
-fn seat() -> Seat {
-    Seat { communicator: CommunicatorId(0x0123_4567_89ab_cdef), rank: 1, ranks: 4 }
+fn rank() -> Rank {
+    Rank { communicator: CommunicatorId(0x0123_4567_89ab_cdef), rank: 1, ranks: 4 }
 }
 
 fn requests() -> Vec<Request> {
@@ -108,36 +109,33 @@ fn requests() -> Vec<Request> {
     let names = ["kv", "weights"].map(str::to_owned);
     let tags = Scope::Tags { tags: TagNames::Named(names.into()), owner: Some(MemberId(7)) };
     vec![
-        Request::Cut { limits, seen: Seen { waits: 3, at_rest: true }, wait_ms: 25 },
+        Request::Cut(Hold { limits, seen: Seen { waits: 3, at_rest: true }, wait_ms: 25 }),
         Request::Hello,
         Request::Stats,
-        Request::Phase {
-            phase: Phase::Save,
+        Request::Phase(TakePhase {
             round: 1 << 40,
-            scope: tags,
-            stays: vec![Stay { id: ID, reason: StayReason::LetGo }],
+            order: Phase::Save.order(&tags, &[Stay { id: ID, reason: StayReason::LetGo }]),
             timeout_ms: 120_000,
-        },
-        Request::AwaitConsent { action: Action::Resume, timeout_ms: u64::MAX },
-        Request::FetchFds {
+        }),
+        Request::Needs(Needs { scope: Scope::Whole, timeout_ms: 60_000 }),
+        Request::AwaitConsent(AwaitConsent { action: Action::Resume, timeout_ms: u64::MAX }),
+        Request::FetchFds(FetchFds {
             allocations: vec![ID; 3],
             purpose: FetchPurpose::Again,
             importer: MemberId(0x0123_4567_89ab_cdef),
-        },
-        Request::FetchFds {
+        }),
+        Request::FetchFds(FetchFds {
             allocations: vec![ID],
             purpose: FetchPurpose::Redeem { serial: u64::MAX },
             importer: MemberId(9),
-        },
-        Request::Phase {
-            phase: Phase::Release,
+        }),
+        Request::Phase(TakePhase {
             round: 7,
-            scope: Scope::Whole,
-            stays: Vec::new(),
+            order: Phase::Release.order(&Scope::Whole, &[]),
             timeout_ms: 1,
-        },
-        Request::Withdraw { round: 7 },
-        Request::GiveUp { action: Action::Pause, why: "process 1 has ended".to_owned() },
+        }),
+        Request::Withdraw(Withdraw { round: 7 }),
+        Request::GiveUp(GiveUp { action: Action::Pause, why: "process 1 has ended".to_owned() }),
         Request::Save(SaveStep::Begin {
             dir: DirName { path: b"/data/saved".to_vec(), device: 66305, inode: u64::MAX },
         }),
@@ -198,15 +196,15 @@ fn replies() -> Vec<Reply> {
         resumes: 2,
         last_pause: vec![(Phase::Release, report.clone())],
         last_resume: Vec::new(),
-        communicators: vec![seat()],
+        communicators: vec![rank()],
         notes: vec!["a note".to_owned()],
     };
     let need = Need { lane: lane(), rank: 1, needed: 8 };
     let cut = CutReport {
         seen: Seen { waits: 3, at_rest: false },
         progress: 99,
-        seats: vec![seat()],
-        posts: vec![PostCount { lane: lane(), rank: 1, launched: 7 }],
+        ranks: vec![rank()],
+        counters: vec![LaunchCount { lane: lane(), rank: 1, launched: 7 }],
         waiting: vec![Waiting {
             what: "ncclAllReduce".to_owned(),
             needs: vec![need],
@@ -215,10 +213,12 @@ fn replies() -> Vec<Reply> {
         inside: vec![Inside { what: "ncclGroupEnd".to_owned(), inside_ms: 1 }],
         captures: 0,
     };
+    let needed = report.devices.clone();
     let kind = FailureKind::OutOfDeviceMemory { missing_bytes: u64::MAX };
     vec![
         Reply::Member(member),
         Reply::Stats(Box::new(stats)),
+        Reply::Needs(needed),
         Reply::Cut(Box::new(cut)),
         Reply::PhaseDone(Phase::Verify, report),
         Reply::Consented,

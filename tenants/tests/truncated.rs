@@ -44,7 +44,7 @@ fn descriptors_that_do_not_all_fit_are_refused_and_those_that_did_are_closed() {
     let mut free = (0..).filter(|fd| !before.contains(fd));
     let last = free.nth(FIT - 1).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, u64::try_from(last + 1).unwrap(), most).unwrap();
-    let error = ours.call(&Request::Hello, SENT, deadline).unwrap_err();
+    let error = ours.exchange(&Request::Hello, SENT, deadline).unwrap_err();
     setrlimit(Resource::RLIMIT_NOFILE, limit, most).unwrap();
 
     assert!(matches!(error, TransportError::FdsTruncated { .. }), "{error}");

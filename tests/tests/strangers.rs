@@ -107,7 +107,7 @@ impl Stage {
     /// The member answers, and its tenant can be paused and resumed.
     fn all_is_well(&self) -> Outcome {
         let mut connection = Connection::connect(self.member.socket_path(), soon())?;
-        let (reply, _) = connection.call(&Request::Hello, 0, soon())?;
+        let (reply, _) = connection.exchange(&Request::Hello, 0, soon())?;
         assert!(matches!(reply, Reply::Member(_)), "{reply:?}");
         let tenant = TenantName::new("train")?;
         let mut coordinator = Coordinator::new(self.run_dir.clone(), tenant, Options::default());

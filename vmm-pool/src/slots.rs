@@ -1,5 +1,5 @@
-//! Which threads are inside something, told without their meeting: each has a slot of its own, and
-//! whoever must know looks at all of them.
+//! Which threads are inside a call, without a lock that they share: each thread marks a slot of its own, and whoever
+//! must know reads them all.
 //!
 //! A thread marks its slot with one sequentially consistent exchange and then loads the mode that says
 //! whether it may go in; whoever closes stores the mode, sequentially consistent too, and then looks at

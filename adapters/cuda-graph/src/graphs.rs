@@ -1,6 +1,6 @@
 //! What a graph launch adds to the counts of the consistent cut.
 //!
-//! Collectives on a stream under capture launch nothing. Their entries follow the work: capture, graph,
+//! Collectives on a stream under capture launch nothing. Their increments follow the work: capture, graph,
 //! executable graph, launch; and go with copies, child graphs and updates. A process none of whose graphs
 //! holds a collective pays one atomic load a call. Bodies of conditional nodes are not followed: how often
 //! they run is decided on the device. Nor is a child graph that `cuGraphExecNodeSetParams` exchanges: it must
@@ -16,14 +16,14 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use tenants::cut::Entry;
+use tenants::cut::Increment;
 
-/// The entries of one graph.
+/// The increments of one graph.
 #[derive(Clone, Debug, Default)]
 struct Contents {
-    own: Vec<Entry>,
+    own: Vec<Increment>,
     /// By the node that stands for a child graph, since an executable can have it exchanged.
-    children: BTreeMap<u64, Vec<Entry>>,
+    children: BTreeMap<u64, Vec<Increment>>,
 }
 
 impl Contents {
@@ -31,13 +31,13 @@ impl Contents {
         self.own.is_empty() && self.children.values().all(Vec::is_empty)
     }
 
-    /// All entries, one a post.
-    fn flat(&self) -> Vec<Entry> {
-        let mut merged: Vec<Entry> = Vec::new();
-        for entry in self.own.iter().chain(self.children.values().flatten()) {
-            match merged.iter_mut().find(|known| Arc::ptr_eq(&known.post, &entry.post)) {
-                Some(known) => known.launches += entry.launches,
-                None => merged.push(entry.clone()),
+    /// All increments, one a counter.
+    fn flat(&self) -> Vec<Increment> {
+        let mut merged: Vec<Increment> = Vec::new();
+        for increment in self.own.iter().chain(self.children.values().flatten()) {
+            match merged.iter_mut().find(|known| Arc::ptr_eq(&known.counter, &increment.counter)) {
+                Some(known) => known.launches += increment.launches,
+                None => merged.push(increment.clone()),
             }
         }
         merged
@@ -47,7 +47,7 @@ impl Contents {
 #[derive(Debug)]
 struct Executable {
     contents: Contents,
-    flat: Arc<[Entry]>,
+    flat: Arc<[Increment]>,
 }
 
 impl Executable {
@@ -60,8 +60,8 @@ impl Executable {
 #[derive(Debug, Default)]
 struct Tables {
     /// By the driver's number of the capture.
-    captures: HashMap<u64, Vec<Entry>>,
-    /// By the driver's value, only those that hold entries.
+    captures: HashMap<u64, Vec<Increment>>,
+    /// By the driver's value, only those that hold increments.
     graphs: HashMap<u64, Contents>,
     executables: HashMap<u64, Executable>,
 }
@@ -82,7 +82,7 @@ struct Remembered {
     /// [`Graphs::changes`] when it was asked.
     changes: u64,
     executable: u64,
-    entries: Option<Arc<[Entry]>>,
+    increments: Option<Arc<[Increment]>>,
 }
 
 /// Graphs that a thread remembers; piecewise graphs of a large model are some 60 to 100.
@@ -124,10 +124,10 @@ impl Graphs {
     }
 
     /// These launches have been recorded by `capture`.
-    pub fn recorded(&self, capture: u64, entries: Vec<Entry>) {
+    pub fn recorded(&self, capture: u64, increments: Vec<Increment>) {
         self.is_used.store(true, Ordering::Release);
         if let Some(mut tables) = self.write() {
-            tables.captures.entry(capture).or_default().extend(entries);
+            tables.captures.entry(capture).or_default().extend(increments);
         }
     }
 
@@ -136,13 +136,13 @@ impl Graphs {
     #[doc(alias = "cuStreamEndCapture")]
     pub fn capture_ended(&self, capture: u64, graph: Option<u64>, had_other_work: bool) {
         let Some(mut tables) = self.write() else { return };
-        let entries = tables.captures.remove(&capture).unwrap_or_default();
+        let increments = tables.captures.remove(&capture).unwrap_or_default();
         let Some(graph) = graph else { return };
         if !had_other_work {
             tables.graphs.remove(&graph);
         }
-        if !entries.is_empty() {
-            tables.graphs.entry(graph).or_default().own.extend(entries);
+        if !increments.is_empty() {
+            tables.graphs.entry(graph).or_default().own.extend(increments);
         }
     }
 
@@ -183,9 +183,9 @@ impl Graphs {
     #[doc(alias = "cuGraphAddChildGraphNode")]
     pub fn child_added(&self, graph: u64, node: u64, child: u64) {
         let Some(mut tables) = self.write() else { return };
-        let entries = tables.graphs.get(&child).map(Contents::flat).unwrap_or_default();
-        if !entries.is_empty() {
-            tables.graphs.entry(graph).or_default().children.insert(node, entries);
+        let increments = tables.graphs.get(&child).map(Contents::flat).unwrap_or_default();
+        if !increments.is_empty() {
+            tables.graphs.entry(graph).or_default().children.insert(node, increments);
         }
     }
 
@@ -193,10 +193,10 @@ impl Graphs {
     #[doc(alias = "cuGraphExecChildGraphNodeSetParams")]
     pub fn child_replaced(&self, executable: u64, node: u64, child: u64) {
         let Some(mut tables) = self.write() else { return };
-        let entries = tables.graphs.get(&child).map(Contents::flat).unwrap_or_default();
+        let increments = tables.graphs.get(&child).map(Contents::flat).unwrap_or_default();
         let known = tables.executables.remove(&executable);
         let mut contents = known.map(|known| known.contents).unwrap_or_default();
-        contents.children.insert(node, entries);
+        contents.children.insert(node, increments);
         if !contents.is_empty() {
             tables.executables.insert(executable, Executable::new(contents));
         }
@@ -220,7 +220,7 @@ impl Graphs {
 
     /// What a launch of `executable` adds; `None` when nothing.
     #[doc(alias = "cuGraphLaunch")]
-    pub fn entries_of(&self, executable: u64) -> Option<Arc<[Entry]>> {
+    pub fn increments_of(&self, executable: u64) -> Option<Arc<[Increment]>> {
         if !self.is_used() {
             return None;
         }
@@ -228,22 +228,22 @@ impl Graphs {
             let remembered = remembered.borrow();
             let known = remembered[slot(executable)].as_ref()?;
             let is_fresh = known.changes == self.changes.load(Ordering::Acquire);
-            (is_fresh && known.executable == executable).then(|| known.entries.clone())
+            (is_fresh && known.executable == executable).then(|| known.increments.clone())
         });
-        if let Ok(Some(entries)) = known {
-            return entries;
+        if let Ok(Some(increments)) = known {
+            return increments;
         }
-        let (changes, entries) = {
+        let (changes, increments) = {
             let tables = self.read()?;
             // No change is under way while this lock is held.
             let changes = self.changes.load(Ordering::Acquire);
             (changes, tables.executables.get(&executable).map(|known| Arc::clone(&known.flat)))
         };
-        let fresh = Remembered { changes, executable, entries: entries.clone() };
+        let fresh = Remembered { changes, executable, increments: increments.clone() };
         let _kept = REMEMBERED.try_with(|remembered| {
             remembered.borrow_mut()[slot(executable)] = Some(fresh);
         });
-        entries
+        increments
     }
 }
 
@@ -266,27 +266,27 @@ mod tests {
             Self { cut: Cut::default(), graphs: Graphs::default() }
         }
 
-        fn entry(&self, communicator: u128) -> Entry {
+        fn increment(&self, communicator: u128) -> Increment {
             let communicator = CommunicatorId(communicator);
             let lane = Lane { communicator, series: Series::Collectives };
-            Entry { post: self.cut.post(lane, 0), launches: 1 }
+            Increment { counter: self.cut.counter(lane, 0), launches: 1 }
         }
 
         /// A graph that holds one collective of each of `communicators`.
         fn graph(&self, graph: u64, communicators: &[u128]) {
             for communicator in communicators {
-                self.graphs.recorded(CAPTURE, vec![self.entry(*communicator)]);
+                self.graphs.recorded(CAPTURE, vec![self.increment(*communicator)]);
             }
             self.graphs.capture_ended(CAPTURE, Some(graph), false);
         }
 
         /// Launches by communicator.
         fn launches(&self, executable: u64) -> Vec<(u128, u64)> {
-            let entries = self.graphs.entries_of(executable);
-            let mut launches: Vec<_> = entries
+            let increments = self.graphs.increments_of(executable);
+            let mut launches: Vec<_> = increments
                 .iter()
-                .flat_map(|entries| entries.iter())
-                .map(|entry| (entry.post.lane().communicator.0, entry.launches))
+                .flat_map(|increments| increments.iter())
+                .map(|increment| (increment.counter.lane().communicator.0, increment.launches))
                 .collect();
             launches.sort_unstable();
             launches
@@ -335,7 +335,7 @@ mod tests {
     #[test]
     fn a_failed_capture_leaves_nothing() {
         let fixture = Fixture::new();
-        fixture.graphs.recorded(CAPTURE, vec![fixture.entry(5)]);
+        fixture.graphs.recorded(CAPTURE, vec![fixture.increment(5)]);
         fixture.graphs.capture_ended(CAPTURE, None, false);
         fixture.graph(GRAPH, &[]);
         fixture.graphs.instantiated(EXECUTABLE, GRAPH);
@@ -346,7 +346,7 @@ mod tests {
     fn a_capture_into_a_graph_with_other_work_adds_and_any_other_starts_anew() {
         let fixture = Fixture::new();
         fixture.graph(GRAPH, &[5]);
-        fixture.graphs.recorded(CAPTURE, vec![fixture.entry(6)]);
+        fixture.graphs.recorded(CAPTURE, vec![fixture.increment(6)]);
         fixture.graphs.capture_ended(CAPTURE, Some(GRAPH), true);
         fixture.graphs.instantiated(EXECUTABLE, GRAPH);
         assert_eq!(fixture.launches(EXECUTABLE), [(5, 1), (6, 1)]);

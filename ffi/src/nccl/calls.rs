@@ -7,7 +7,7 @@ use std::ffi::{c_int, c_uint};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use sublet_nccl::collectives::{Collectives, NcclResult, Operation, Process, of_unique_ids};
-use tenants::cut::{Cut, Entry};
+use tenants::cut::{Cut, Increment};
 
 use super::{Function, NCCL};
 use crate::interpose::Pointer;
@@ -76,8 +76,8 @@ impl Process for Here {
         graph::capture_of(stream)
     }
 
-    fn add_to_capture(&self, capture: u64, entries: Vec<Entry>) {
-        runtime::graphs().recorded(capture, entries);
+    fn add_to_capture(&self, capture: u64, increments: Vec<Increment>) {
+        runtime::graphs().recorded(capture, increments);
     }
 
     fn communicator_at(&self, place: usize) -> usize {

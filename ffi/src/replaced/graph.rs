@@ -91,14 +91,14 @@ macro_rules! launch_graph {
             let Some(member) = runtime::member() else {
                 return driver();
             };
-            let Some(entries) = runtime::graphs().entries_of(value(executable)) else {
+            let Some(increments) = runtime::graphs().increments_of(value(executable)) else {
                 let _pass = member.gate().pass(Passage::Use);
                 return driver();
             };
             let capture = capture_of(stream.expose_provenance());
             // Held outside of the gate, which a pause shuts.
             let launch =
-                capture.is_none().then(|| member.cut().enter("cuGraphLaunch", &entries));
+                capture.is_none().then(|| member.cut().enter("cuGraphLaunch", &increments));
             let code = {
                 let _pass = member.gate().pass(Passage::Use);
                 driver()
@@ -107,7 +107,7 @@ macro_rules! launch_graph {
                 (Some(launch), _) if code != SUCCESS => launch.not_launched(),
                 (Some(launch), _) => drop(launch),
                 (None, Some(capture)) if code == SUCCESS => {
-                    runtime::graphs().recorded(capture, entries.to_vec());
+                    runtime::graphs().recorded(capture, increments.to_vec());
                 }
                 (None, _) => {}
             }

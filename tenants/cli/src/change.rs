@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use tenants::coordinator::{
     self, Coordinator, CoordinatorError, DeviceShortage, Interrupt, LostImports, Options, Outcome,
-    Report, Swap, SwapError, phase_label,
+    Report, Swap, SwapError,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
@@ -324,7 +324,7 @@ fn render(report: &Report, output: &mut Output) {
     }
     for phase in &report.phases {
         phases.add_row([
-            phase_label(phase.phase).to_owned(),
+            phase.phase.label().to_owned(),
             units::micros(phase.slowest_us()),
             units::micros(phase.wall_us),
             units::bytes_or_dash(phase.bytes()),

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use tenants::coordinator::{TenantStats, phase_label};
+use tenants::coordinator::TenantStats;
 use tenants::run_dir::RunDir;
 use tenants::wire::{MemberStats, Phase, PhaseReport};
 
@@ -64,9 +64,9 @@ fn render_member(tenant: &str, stats: &MemberStats, output: &mut Output) {
     ));
     output.line(format!("  {} pauses, {} resumes", stats.pauses, stats.resumes));
     if !stats.communicators.is_empty() {
-        let seats = stats.communicators.iter();
-        let texts: Vec<_> = seats
-            .map(|seat| format!("{} (rank {} of {})", seat.communicator, seat.rank, seat.ranks))
+        let ranks = stats.communicators.iter();
+        let texts: Vec<_> = ranks
+            .map(|rank| format!("{} (rank {} of {})", rank.communicator, rank.rank, rank.ranks))
             .collect();
         output.line(format!("  communicators: {}", texts.join(", ")));
     }
@@ -91,7 +91,7 @@ fn render_phases(title: &str, phases: &[(Phase, PhaseReport)], output: &mut Outp
             .collect();
         table.add_row([
             "  ".to_owned(),
-            phase_label(*phase).to_owned(),
+            phase.label().to_owned(),
             units::micros(report.elapsed_us),
             units::bytes_or_dash(report.bytes),
             report.driver_calls.to_string(),

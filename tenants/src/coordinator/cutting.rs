@@ -1,4 +1,4 @@
-//! Bringing the ranks of a tenant to a common cut, and closing the gates there.
+//! The messages that bring the ranks of a tenant to a common cut, where a pause closes their gates.
 //!
 //! Every member is asked to launch no more than [`Plan::limits`] admits and to say when it has moved.
 //! Whoever answers is told the new limits at once, without waiting for the others: one that computes on
@@ -10,7 +10,7 @@ use super::report::{CutSummary, Event, MemberFailure, Report, Step};
 use super::session::{OnFailure, Session, Stop, micros, millis};
 use crate::cut::plan::{Pace, Plan, Verdict};
 use crate::cut::{CutReport, Lag, Laggard, Limits, foreign_ranks, laggards};
-use crate::wire::{Failure, FailureKind, Phase, Reply, Request};
+use crate::wire::{Failure, FailureKind, Hold, Phase};
 
 /// How long a member may be silent while nothing moves.
 const SLICE: Duration = Duration::from_millis(25);
@@ -73,9 +73,12 @@ impl Held {
 }
 
 impl Session<'_> {
-    /// Brings `members` to a cut and closes their gates.
-    pub(super) fn cut_and_close(
+    /// Brings `members` to a cut and has them take `phase` there. Where that is not possible, `undo` lets them run on,
+    /// to another cut.
+    pub(super) fn cut_and_take(
         &mut self,
+        phase: Phase,
+        undo: Phase,
         members: &[usize],
         report: &mut Report,
     ) -> Result<(), Stop> {
@@ -85,14 +88,14 @@ impl Session<'_> {
         loop {
             report.notes = self.reach_cut(members, deadline, &mut summary)?;
             let closing = Instant::now();
-            let result = self.phase_step(Phase::CloseGate, members, OnFailure::Stop);
+            let result = self.phase_step(phase, members, OnFailure::Stop);
             if self.is_called_off() {
                 return Err(Stop::CalledOff);
             }
             if result.failures.is_empty() {
                 summary.wall_us = micros(closing - began);
                 report.cut = Some(summary);
-                report.add(self.summary(Phase::CloseGate, closing.elapsed(), result.done));
+                report.add(self.summary(phase, closing.elapsed(), result.done));
                 return Ok(());
             }
             let passes = result.failures.iter().all(|(_, failure)| may_pass(failure));
@@ -100,7 +103,7 @@ impl Session<'_> {
                 return Err(Stop::Failed(result.into_failures()));
             }
             // A capture has begun, or a call of another kind takes its time: let all run, and try again.
-            let undone = self.phase_step(Phase::AbortPause, members, OnFailure::WaitForAll);
+            let undone = self.phase_step(undo, members, OnFailure::WaitForAll);
             if !undone.failures.is_empty() {
                 return Err(Stop::Failed(undone.into_failures()));
             }
@@ -153,21 +156,13 @@ impl Session<'_> {
     }
 
     fn hold_all(&mut self, members: &[usize]) -> Result<Vec<Held>, Vec<MemberFailure>> {
-        let result = self.step(Step::Cut, members, self.options.contact_timeout, OnFailure::Stop);
+        // The first of a cut: hold everything, and say where you stand.
+        let timeout = self.options.contact_timeout;
+        let result = self.step(&Hold::default(), members, timeout, OnFailure::Stop);
         if !result.failures.is_empty() {
             return Err(result.into_failures());
         }
-        let held = result.done.into_iter().filter_map(|(index, reply)| match reply {
-            Reply::Cut(report) => Some(Held::new(index, *report)),
-            Reply::Member(_)
-            | Reply::Stats(_)
-            | Reply::PhaseDone(..)
-            | Reply::Consented
-            | Reply::Noted
-            | Reply::Saving(_)
-            | Reply::Fds { .. }
-            | Reply::Failed(_) => None,
-        });
+        let held = result.done.into_iter().map(|(index, report)| Held::new(index, report));
         Ok(held.collect())
     }
 
@@ -184,9 +179,9 @@ impl Session<'_> {
         }
         summary.rounds += u64::from(changed);
         held.asked(&limits);
-        let request = Request::Cut { limits, seen: held.report.seen, wait_ms: millis(SLICE) };
+        let hold = Hold { limits, seen: held.report.seen, wait_ms: millis(SLICE) };
         let timeout = SLICE + self.options.contact_timeout;
-        let asked = self.peers.ask(held.index, Step::Cut, &request, timeout);
+        let asked = self.peers.ask(held.index, &hold, timeout);
         asked.map_err(|failure| vec![failure])
     }
 
@@ -194,15 +189,9 @@ impl Session<'_> {
     fn gather(&mut self, held: &mut [Held]) -> Result<(), Vec<MemberFailure>> {
         let mut next = self.peers.next_answer(self.options.interrupt.as_ref());
         while let Some(answer) = next {
-            let report = match answer.result {
-                Ok(Reply::Cut(report)) => *report,
-                Ok(_) => {
-                    let who = self.peers.list[answer.peer].who;
-                    return Err(vec![super::unexpected(who, answer.step)]);
-                }
-                Err(failure) => return Err(vec![failure]),
-            };
-            if let Some(held) = held.iter_mut().find(|held| held.index == answer.peer) {
+            let peer = answer.peer;
+            let report = answer.to(&Hold::default()).map_err(|failure| vec![failure])?;
+            if let Some(held) = held.iter_mut().find(|held| held.index == peer) {
                 held.answered(report);
             }
             next = self.peers.settled_answer();
@@ -297,8 +286,8 @@ fn may_pass(failure: &MemberFailure) -> bool {
 }
 
 fn launched(held: &[Held]) -> u64 {
-    let posts = held.iter().flat_map(|held| &held.report.posts);
-    posts.map(|post| post.launched).fold(0, u64::saturating_add)
+    let counters = held.iter().flat_map(|held| &held.report.counters);
+    counters.map(|counter| counter.launched).fold(0, u64::saturating_add)
 }
 
 #[cfg(test)]

@@ -13,7 +13,10 @@ use super::Interrupt;
 use super::report::{MemberFailure, Step, Who};
 use crate::run_dir::MemberSocket;
 use crate::transport::{Connection, Process, TransportError, poll_until};
-use crate::wire::{Failure, FailureKind, MemberInfo, Reply, Request};
+use crate::wire::{
+    Ask, AwaitConsent, Failure, FailureKind, GiveUp, Hello, Hold, MemberInfo, Needs, Reply,
+    SaveStep, Stats, TakePhase,
+};
 
 /// Requests are a few bytes; a peer that cannot take one for this long does not read its socket at all.
 const SEND_TIMEOUT: Duration = Duration::from_secs(1);
@@ -60,12 +63,99 @@ struct Owed {
     overdue: bool,
 }
 
-/// An answer, or the news that none will come in time.
+/// A question of the coordinator's, which is one of its steps.
+pub(super) trait Question: Ask {
+    /// What people read of it.
+    fn step(&self) -> Step;
+}
+
+impl Question for Hello {
+    fn step(&self) -> Step {
+        Step::Hello
+    }
+}
+
+impl Question for Stats {
+    fn step(&self) -> Step {
+        Step::Stats
+    }
+}
+
+impl Question for AwaitConsent {
+    fn step(&self) -> Step {
+        Step::Consent(self.action)
+    }
+}
+
+impl Question for GiveUp {
+    fn step(&self) -> Step {
+        Step::Consent(self.action)
+    }
+}
+
+impl Question for Needs {
+    fn step(&self) -> Step {
+        Step::Needs
+    }
+}
+
+impl Question for Hold {
+    fn step(&self) -> Step {
+        Step::Cut
+    }
+}
+
+impl Question for SaveStep {
+    fn step(&self) -> Step {
+        Step::Save
+    }
+}
+
+impl Question for TakePhase {
+    fn step(&self) -> Step {
+        Step::Phase(self.order.phase())
+    }
+}
+
+/// A reply, or the news that none will come in time.
 #[derive(Debug)]
 pub(super) struct Answer {
     pub(super) peer: usize,
     pub(super) step: Step,
-    pub(super) result: Result<Reply, MemberFailure>,
+    who: Who,
+    reply: Result<Reply, MemberFailure>,
+}
+
+impl Answer {
+    /// What it says to `question`. A refusal, and a reply of another kind, are failures of the member.
+    pub(super) fn to<Q: Question>(self, question: &Q) -> Result<Q::Answer, MemberFailure> {
+        let (who, step) = (self.who, self.step);
+        // Descriptors beside a reply to us mean nothing; they are closed already.
+        match question.outcome_in(self.reply?, Vec::new()) {
+            Some(Ok(answer)) => Ok(answer),
+            Some(Err(failure)) => Err(MemberFailure { who, step, failure }),
+            None => Err(another_answer(who, step)),
+        }
+    }
+
+    /// Why it failed, whatever it was asked.
+    pub(super) fn failure(self) -> Option<MemberFailure> {
+        let (who, step) = (self.who, self.step);
+        match self.reply {
+            Ok(Reply::Failed(failure)) => Some(MemberFailure { who, step, failure }),
+            Ok(_) => None,
+            Err(failure) => Some(failure),
+        }
+    }
+}
+
+/// The failure of a member that answered another question than the one it was asked.
+fn another_answer(who: Who, step: Step) -> MemberFailure {
+    let failure = Failure {
+        kind: FailureKind::Unknown,
+        message: "its answer does not fit the question".to_owned(),
+    };
+    MemberFailure { who, step, failure }
 }
 
 /// Whether the process behind a socket is there.
@@ -102,15 +192,14 @@ pub(super) struct Peers {
 }
 
 impl Peers {
-    /// Sends `request` to one member; its answer is due within `timeout` of now, or of the deadline of
-    /// what it owes already.
-    pub(super) fn ask(
+    /// Asks one member; its answer is due within `timeout` of now, or of the deadline of what it owes already.
+    pub(super) fn ask<Q: Question>(
         &mut self,
         index: usize,
-        step: Step,
-        request: &Request,
+        question: &Q,
         timeout: Duration,
     ) -> Result<(), MemberFailure> {
+        let step = question.step();
         if self.owes_nothing(index) {
             // What is here now answers no question; it must not be taken for the answer to this one.
             self.check_alive(index, step)?;
@@ -121,7 +210,7 @@ impl Peers {
             return Err(gone(who, step, "its connection was lost before".to_owned()));
         };
         let now = Instant::now();
-        if let Err(error) = connection.send(request, &[], now + SEND_TIMEOUT) {
+        if let Err(error) = connection.send(&question.to_request(), &[], now + SEND_TIMEOUT) {
             return Err(peer.lose(step, &error));
         }
         let busy_until = owed.iter().filter(|owed| !owed.overdue);
@@ -200,6 +289,22 @@ impl Peers {
             self.ready.pop_front();
         }
         None
+    }
+
+    /// Takes a greeting, which must come from the member whose socket was called.
+    pub(super) fn introduce(
+        &mut self,
+        index: usize,
+        info: MemberInfo,
+    ) -> Result<(), MemberFailure> {
+        let peer = &mut self.list[index];
+        if info.id != peer.who.member {
+            return Err(another_answer(peer.who, Step::Hello));
+        }
+        // The kernel's id is in our namespace, the member's own may not be.
+        peer.who.pid = peer.who.pid.or(Some(info.pid));
+        peer.info = Some(info);
+        Ok(())
     }
 
     /// Does this member still owe an answer to `step`?
@@ -287,11 +392,9 @@ impl Peers {
                 owed.overdue = true;
                 let waited = owed.deadline.saturating_duration_since(owed.asked);
                 let message = format!("it did not answer within {:.1} s", waited.as_secs_f64());
-                return Some(Answer {
-                    peer: index,
-                    step: owed.step,
-                    result: Err(gone(peer.who, owed.step, message)),
-                });
+                let (who, step) = (peer.who, owed.step);
+                let reply = Err(gone(who, step, message));
+                return Some(Answer { peer: index, step, who, reply });
             }
         }
         None
@@ -309,21 +412,17 @@ impl Peer {
         let step = owed.front()?.step;
         // Looked at before the connection: what it sent before its end counts.
         let has_ended = self.process.has_ended();
-        let result = match connection.try_receive::<Reply>() {
+        let reply = match connection.try_receive::<Reply>() {
             Ok(None) if has_ended => Err(self.note_end(step)),
             Ok(None) => return None,
             // Descriptors beside a reply to us mean nothing, and are closed here.
             Ok(Some((reply, _fds))) => {
                 owed.pop_front();
-                if let Reply::Failed(failure) = reply {
-                    Err(MemberFailure { who, step, failure })
-                } else {
-                    Ok(reply)
-                }
+                Ok(reply)
             }
             Err(error) => Err(self.lose(step, &error)),
         };
-        Some(Answer { peer: index, step, result })
+        Some(Answer { peer: index, step, who, reply })
     }
 
     /// The process has ended, though its connection does not say so.

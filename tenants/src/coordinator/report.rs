@@ -19,31 +19,14 @@ pub enum Step {
     Stats,
     /// Waiting until its application asks for the action too.
     Consent(Action),
+    /// Asking what a resume would need, and what is free.
+    Needs,
     /// Coming to a common cut.
     Cut,
     /// Writing saved contents to files.
     Save,
     /// One phase.
     Phase(Phase),
-}
-
-/// What `phase` does, in a few words.
-pub fn phase_label(phase: Phase) -> &'static str {
-    match phase {
-        Phase::CloseGate => "close gate",
-        Phase::Drain => "drain",
-        Phase::Save => "save contents",
-        Phase::Release => "release memory",
-        Phase::Verify => "verify",
-        Phase::AbortPause => "undo pause",
-        Phase::CreateOwn => "create memory",
-        Phase::Restore => "restore contents",
-        Phase::Import => "import from peers",
-        Phase::ImportFromLiving => "import from living peers",
-        Phase::Activate => "open gate",
-        Phase::AbortResume => "undo resume",
-        Phase::Settle => "settle what was left half done",
-    }
 }
 
 impl fmt::Display for Step {
@@ -53,9 +36,10 @@ impl fmt::Display for Step {
             Self::Stats => f.write_str("statistics"),
             Self::Consent(Action::Pause) => f.write_str("the application's own call to pause"),
             Self::Consent(Action::Resume) => f.write_str("the application's own call to resume"),
+            Self::Needs => f.write_str("what a resume needs"),
             Self::Cut => f.write_str("cut"),
             Self::Save => f.write_str("save to files"),
-            Self::Phase(phase) => f.write_str(phase_label(*phase)),
+            Self::Phase(phase) => f.write_str(phase.label()),
         }
     }
 }
@@ -267,7 +251,7 @@ impl Report {
     /// Adds a phase. Bytes of devices count in the phases that give memory back or take it; what is free
     /// is as the latest phase saw it.
     pub(super) fn add(&mut self, summary: PhaseSummary) {
-        let moves_memory = matches!(summary.phase, Phase::Release | Phase::CreateOwn);
+        let moves_memory = summary.phase.moves_memory();
         for MemberPhase { who, report } in &summary.members {
             for note in &report.notes {
                 self.notes.push(format!("{who}: {note}"));

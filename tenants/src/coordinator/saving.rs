@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::peers::{Answer, Peers, Reached, gone, reach, with_source};
 use super::report::{MemberFailure, Step, Who};
 use super::session::{micros, millis};
-use super::{Coordinator, CoordinatorError, unexpected};
+use super::{Coordinator, CoordinatorError};
 use crate::identity::TenantName;
 use crate::run_dir::TenantDir;
 use crate::saving::dir::SaveDir;
@@ -19,7 +19,7 @@ use crate::saving::map::{
     FORMAT, FailedProcess, ProcessName, SaveAccount, SavedProcess, TENANT_MAP, TenantMap, VERSION,
 };
 use crate::saving::{PART_SUFFIX, SaveDirError};
-use crate::wire::{Action, MemberInfo, Reply, Request, SaveProgress, SaveStage, SaveStep};
+use crate::wire::{Action, Hello, MemberInfo, SaveProgress, SaveStage, SaveStep};
 
 /// How long a process writes before it says how far it is.
 const SLICE: Duration = Duration::from_millis(500);
@@ -225,32 +225,24 @@ impl Coordinator {
     fn greet_all(&self, save: &mut Save) -> Result<(), SaveError> {
         for index in 0..save.peers.list.len() {
             let timeout = self.options.contact_timeout;
-            let asked = save.peers.ask(index, Step::Hello, &Request::Hello, timeout);
-            save.failures.extend(asked.err());
+            save.failures.extend(save.peers.ask(index, &Hello, timeout).err());
         }
         let interrupt = self.options.interrupt.as_ref();
-        while let Some(Answer { peer, step, result }) = save.peers.next_answer(interrupt) {
-            let who = save.peers.list[peer].who;
-            match result {
-                Ok(Reply::Member(info)) if info.id == who.member => {
-                    let peer = &mut save.peers.list[peer];
-                    peer.who.pid = peer.who.pid.or(Some(info.pid));
-                    peer.info = Some(info);
-                }
-                Ok(_) => save.failures.push(unexpected(who, step)),
-                Err(failure) => save.failures.push(failure),
-            }
+        while let Some(answer) = save.peers.next_answer(interrupt) {
+            let peer = answer.peer;
+            let greeted = answer.to(&Hello).and_then(|info| save.peers.introduce(peer, info));
+            save.failures.extend(greeted.err());
         }
         self.refuse_called_off()
     }
 
     /// Asks every process what it has, and looks whether all of it fits.
     fn begin_all(&self, target: &SaveDir, save: &mut Save) -> Result<(), SaveError> {
-        let begin = Request::Save(SaveStep::Begin { dir: target.name()? });
+        let begin = SaveStep::Begin { dir: target.name()? };
         let greeted = save.peers.list.iter().enumerate().filter(|(_, peer)| peer.info.is_some());
         let greeted: Vec<usize> = greeted.map(|(index, _)| index).collect();
         for index in greeted {
-            let asked = save.peers.ask(index, Step::Save, &begin, self.answer_timeout());
+            let asked = save.peers.ask(index, &begin, self.answer_timeout());
             save.failures.extend(asked.err());
         }
         while let Some(answer) = save.peers.next_answer(self.options.interrupt.as_ref()) {
@@ -311,9 +303,9 @@ impl Coordinator {
     }
 
     fn ask_on(&self, save: &mut Save, index: usize) {
-        let request = Request::Save(SaveStep::WriteOn { for_ms: millis(SLICE) });
+        let step = SaveStep::WriteOn { for_ms: millis(SLICE) };
         let timeout = SLICE + self.answer_timeout();
-        let asked = save.peers.ask(index, Step::Save, &request, timeout);
+        let asked = save.peers.ask(index, &step, timeout);
         save.failures.extend(asked.err());
     }
 
@@ -359,17 +351,13 @@ impl Coordinator {
 impl Save {
     /// What an answer says; a failure is filed.
     fn accept(&mut self, answer: Answer) -> Option<SaveProgress> {
-        let who = self.peers.list[answer.peer].who;
         if answer.step != Step::Save {
             // Late, and given up on already.
             return None;
         }
-        match answer.result {
-            Ok(Reply::Saving(progress)) => return Some(*progress),
-            Ok(_) => self.failures.push(unexpected(who, answer.step)),
-            Err(failure) => self.failures.push(failure),
-        }
-        None
+        // All steps have one kind of answer.
+        let progress = answer.to(&SaveStep::CallOff);
+        progress.map_err(|failure| self.failures.push(failure)).ok()
     }
 
     fn states(&self) -> Vec<SaveState> {
@@ -384,16 +372,15 @@ impl Save {
 
 /// Has all processes remove what they have written, so that nothing comes into the directory any more.
 fn call_off(save: &mut Save) {
-    let request = Request::Save(SaveStep::CallOff);
     for index in 0..save.peers.list.len() {
         if save.peers.is_up(index)
-            && let Err(failure) = save.peers.ask(index, Step::Save, &request, CALL_OFF_TIMEOUT)
+            && let Err(failure) = save.peers.ask(index, &SaveStep::CallOff, CALL_OFF_TIMEOUT)
         {
             tracing::debug!(%failure, "a process was not told");
         }
     }
     while let Some(answer) = save.peers.next_answer(None) {
-        if let Err(failure) = answer.result {
+        if let Some(failure) = answer.failure() {
             tracing::debug!(%failure, "a process did not say that it has stopped");
         }
     }

@@ -3,45 +3,39 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::peers::{Peers, Reached, reach};
+use super::peers::{Answer, Peers, Question, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Report, Step};
 use super::shortage::short_devices;
-use super::{CoordinatorError, Interrupt, LostImports, Options, TakesPart, unexpected};
-use crate::cut::{Limits, Seen};
+use super::{CoordinatorError, Interrupt, LostImports, Options, TakesPart};
 use crate::host_memory;
 use crate::identity::TenantName;
+use crate::phase::Stage;
 use crate::references::Stay;
 use crate::run_dir::{CoordinatorLock, MemberSocket, TenantDir};
 use crate::scope::Scope;
 use crate::transport::has_ended;
 use crate::wire::{
-    Action, DeviceDelta, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply, Request,
-    SaveStep,
+    Action, AwaitConsent, DeviceDelta, Failure, FailureKind, GiveUp, Hello, MemberState, Needs,
+    Phase, PhaseReport, TakePhase,
 };
 
-/// The order of phases, and how to go back.
+/// The phases of one pause or resume.
 struct Plan {
-    reversible: &'static [Phase],
+    action: Action,
+    prepare: Vec<Phase>,
     /// The first of these is the point of no return.
-    last: &'static [Phase],
-    undo: Phase,
+    commit: Vec<Phase>,
 }
 
-const PAUSE: Plan = Plan {
-    reversible: &[Phase::CloseGate, Phase::Drain, Phase::Save],
-    last: &[Phase::Release, Phase::Verify],
-    undo: Phase::AbortPause,
-};
+impl Plan {
+    fn new(action: Action, lost_imports: LostImports) -> Self {
+        let phases = |stage| action.phases(stage, lost_imports == LostImports::LeaveOut);
+        Self { action, prepare: phases(Stage::Prepare), commit: phases(Stage::Commit) }
+    }
+}
 
-/// A resume that leaves out what dead processes had.
-const RESUME_WITHOUT_LOST: Plan =
-    Plan { reversible: &[Phase::CreateOwn, Phase::Restore, Phase::ImportFromLiving], ..RESUME };
-
-const RESUME: Plan = Plan {
-    reversible: &[Phase::CreateOwn, Phase::Restore, Phase::Import],
-    last: &[Phase::Activate],
-    undo: Phase::AbortResume,
-};
+/// How long members may take to say what a resume needs, when nothing else is said.
+const NEEDS_TIMEOUT: Duration = Duration::from_mins(1);
 
 /// How long a member may take to hear that what it waits for will not happen.
 const TELL_TIMEOUT: Duration = Duration::from_secs(1);
@@ -88,13 +82,18 @@ pub(super) enum OnFailure {
 }
 
 /// What came of one step.
-#[derive(Default)]
-pub(super) struct StepResult {
-    pub(super) done: Vec<(usize, Reply)>,
+pub(super) struct StepResult<T> {
+    pub(super) done: Vec<(usize, T)>,
     pub(super) failures: Vec<(usize, MemberFailure)>,
 }
 
-impl StepResult {
+impl<T> Default for StepResult<T> {
+    fn default() -> Self {
+        Self { done: Vec::new(), failures: Vec::new() }
+    }
+}
+
+impl<T> StepResult<T> {
     pub(super) fn into_failures(self) -> Vec<MemberFailure> {
         self.failures.into_iter().map(|(_, failure)| failure).collect()
     }
@@ -160,15 +159,13 @@ impl<'a> Session<'a> {
     pub(super) fn greet(&mut self) -> Result<(), CoordinatorError> {
         let everyone: Vec<usize> = (0..self.peers.list.len()).collect();
         let timeout = self.options.contact_timeout;
-        let result = self.step(Step::Hello, &everyone, timeout, OnFailure::WaitForAll);
-        for (index, reply) in result.done {
-            let Reply::Member(info) = reply else { continue };
-            let peer = &mut self.peers.list[index];
-            // The kernel's id is in our namespace, the member's own may not be.
-            peer.who.pid = peer.who.pid.or(Some(info.pid));
-            peer.info = Some(info);
+        let result = self.step(&Hello, &everyone, timeout, OnFailure::WaitForAll);
+        let mut failures = result.failures;
+        for (index, info) in result.done {
+            let introduced = self.peers.introduce(index, info);
+            failures.extend(introduced.err().map(|failure| (index, failure)));
         }
-        for (index, failure) in result.failures {
+        for (index, failure) in failures {
             if !self.is_dead(index) {
                 let tenant = self.tenant();
                 return Err(CoordinatorError::NoGreeting { tenant, failure });
@@ -207,13 +204,7 @@ impl<'a> Session<'a> {
         action: Action,
         members: Vec<usize>,
     ) -> Result<Report, CoordinatorError> {
-        let plan = match action {
-            Action::Pause => PAUSE,
-            Action::Resume => match self.options.lost_imports {
-                LostImports::Refuse => RESUME,
-                LostImports::LeaveOut => RESUME_WITHOUT_LOST,
-            },
-        };
+        let plan = Plan::new(action, self.options.lost_imports);
         let started = Instant::now();
         let mut report = Report::new(self.dir.tenant(), action);
         if self.dead > 0 {
@@ -222,20 +213,20 @@ impl<'a> Session<'a> {
                 self.dead
             ));
         }
-        if let Err(stop) = self.prepare(action, &plan, &members, &mut report) {
-            let error = self.roll_back(action, &plan, &members, stop);
+        if let Err(stop) = self.prepare(&plan, &members, &mut report) {
+            let error = self.roll_back(action, &members, stop);
             if self.options.consent.is_some() {
                 self.tell_waiting(action, &members, &error);
             }
             return Err(error);
         }
         let mut left = members;
-        for phase in plan.last {
+        for phase in plan.commit {
             let began = Instant::now();
-            let result = self.phase_step(*phase, &left, OnFailure::WaitForAll);
+            let result = self.phase_step(phase, &left, OnFailure::WaitForAll);
             left.retain(|index| !result.failures.iter().any(|(failed, _)| failed == index));
             let StepResult { done, failures } = result;
-            report.add(self.summary(*phase, began.elapsed(), done));
+            report.add(self.summary(phase, began.elapsed(), done));
             report.losses.extend(failures.into_iter().map(|(_, failure)| failure));
         }
         report.wall_us = micros(started.elapsed());
@@ -243,17 +234,12 @@ impl<'a> Session<'a> {
         Ok(report)
     }
 
-    /// All that can be undone: consent, the reversible phases, and a last look at who is there.
-    fn prepare(
-        &mut self,
-        action: Action,
-        plan: &Plan,
-        members: &[usize],
-        report: &mut Report,
-    ) -> Result<(), Stop> {
+    /// All that can be undone: consent, the phases that prepare, and a last look at who is there.
+    fn prepare(&mut self, plan: &Plan, members: &[usize], report: &mut Report) -> Result<(), Stop> {
+        let action = plan.action;
         if let Some(timeout) = self.options.consent {
-            let step = Step::Consent(action);
-            let result = self.step(step, members, timeout, OnFailure::Stop);
+            let question = AwaitConsent { action, timeout_ms: millis(timeout) };
+            let result = self.step(&question, members, timeout, OnFailure::Stop);
             if !result.failures.is_empty() {
                 return Err(Stop::Failed(result.into_failures()));
             }
@@ -261,14 +247,13 @@ impl<'a> Session<'a> {
         if self.options.look_first && action == Action::Resume {
             self.look(plan, members)?;
         }
-        let mut phases = plan.reversible;
-        if action == Action::Pause && self.options.takes_part == TakesPart::Everybody {
-            self.cut_and_close(members, report)?;
-            phases = &phases[1..];
-        }
-        for phase in phases {
+        for &phase in &plan.prepare {
+            if phase.is_at_cut() && self.options.takes_part == TakesPart::Everybody {
+                self.cut_and_take(phase, action.abort(), members, report)?;
+                continue;
+            }
             let began = Instant::now();
-            let result = self.phase_step(*phase, members, OnFailure::Stop);
+            let result = self.phase_step(phase, members, OnFailure::Stop);
             if !result.failures.is_empty() {
                 return Err(Stop::Failed(result.into_failures()));
             }
@@ -278,12 +263,12 @@ impl<'a> Session<'a> {
             if let Some(failure) = self.host_shortage(&result.done) {
                 return Err(Stop::Failed(vec![failure]));
             }
-            if *phase == Phase::Drain {
+            if phase == Phase::Drain {
                 self.stays = self.agree_on_shared(&result.done)?;
             }
-            report.add(self.summary(*phase, began.elapsed(), result.done));
+            report.add(self.summary(phase, began.elapsed(), result.done));
         }
-        let next = plan.last.first().map_or(Step::Hello, |p| Step::Phase(*p));
+        let next = Step::Phase(action.commit());
         let dead: Vec<_> =
             members.iter().filter_map(|index| self.peers.check_alive(*index, next).err()).collect();
         if dead.is_empty() { Ok(()) } else { Err(Stop::Failed(dead)) }
@@ -294,34 +279,32 @@ impl<'a> Session<'a> {
         self.options.interrupt.as_ref().is_some_and(Interrupt::is_raised)
     }
 
-    /// Refuses when the devices cannot hold the members. Changes nothing: paused members that are asked to
-    /// undo a resume only say what they need.
+    /// Refuses when the devices cannot hold the members.
     fn look(&mut self, plan: &Plan, members: &[usize]) -> Result<(), Vec<MemberFailure>> {
-        let result = self.phase_step(plan.undo, members, OnFailure::WaitForAll);
-        let short = short_devices(result.done.iter().flat_map(|(_, reply)| needs_of(reply)));
-        let (Some(shortage), Some(&index)) = (short.first(), members.first()) else {
+        let short = short_devices(&self.needs(members));
+        let next = plan.prepare.first();
+        let (Some(shortage), Some(&index), Some(&next)) = (short.first(), members.first(), next)
+        else {
             return Ok(());
         };
         let missing_bytes = shortage.missing_bytes();
         let kind = FailureKind::OutOfDeviceMemory { missing_bytes };
         let failure = Failure { kind, message: "its tenant does not fit".to_owned() };
-        let step = Step::Phase(Phase::CreateOwn);
+        let step = Step::Phase(next);
         Err(vec![MemberFailure { who: self.peers.list[index].who, step, failure }])
     }
 
+    /// What `members` need to be resumed and what is free, as far as they answer.
+    fn needs(&mut self, members: &[usize]) -> Vec<DeviceDelta> {
+        let timeout = self.options.timeout.unwrap_or(NEEDS_TIMEOUT);
+        let question = Needs { scope: self.scope.clone(), timeout_ms: millis(timeout) };
+        let result = self.step(&question, members, timeout, OnFailure::WaitForAll);
+        result.done.into_iter().flat_map(|(_, devices)| devices).collect()
+    }
+
     /// Do the members need more host memory together than there is? Named after the one that needs most.
-    fn host_shortage(&self, done: &[(usize, Reply)]) -> Option<MemberFailure> {
-        let needs = done.iter().filter_map(|(index, reply)| match reply {
-            Reply::PhaseDone(_, report) => Some((*index, report.host.as_ref()?)),
-            Reply::Member(_)
-            | Reply::Cut(_)
-            | Reply::Stats(_)
-            | Reply::Consented
-            | Reply::Saving(_)
-            | Reply::Noted
-            | Reply::Fds { .. }
-            | Reply::Failed(_) => None,
-        });
+    fn host_shortage(&self, done: &[(usize, PhaseReport)]) -> Option<MemberFailure> {
+        let needs = done.iter().filter_map(|(index, report)| Some((*index, report.host.as_ref()?)));
         let needs: Vec<_> = needs.collect();
         let short = host_memory::shortage(needs.iter().map(|(_, need)| *need))?;
         let (most, _) = needs.iter().max_by_key(|(_, need)| need.grow_bytes)?;
@@ -331,13 +314,7 @@ impl<'a> Session<'a> {
     }
 
     /// Undoes all that was done in `members` and makes the error of it.
-    fn roll_back(
-        &mut self,
-        action: Action,
-        plan: &Plan,
-        members: &[usize],
-        stop: Stop,
-    ) -> CoordinatorError {
+    fn roll_back(&mut self, action: Action, members: &[usize], stop: Stop) -> CoordinatorError {
         let called_off = matches!(stop, Stop::CalledOff);
         let joined = matches!(stop, Stop::Joined);
         let mut failures = match stop {
@@ -346,7 +323,6 @@ impl<'a> Session<'a> {
         };
         self.name_absent(&mut failures);
         (self.progress)(Event::RollingBack { failures: &failures });
-        let undo = Step::Phase(plan.undo);
         // Whoever still waits for its application has done nothing yet, and stops when we hang up.
         for index in members {
             if self.peers.owes(*index, Step::Consent(action)) {
@@ -355,45 +331,43 @@ impl<'a> Session<'a> {
         }
         let up = |index: &usize| self.peers.is_up(*index);
         let targets: Vec<usize> = members.iter().copied().filter(up).collect();
+        let undo = self.question(action.abort());
         let mut result = StepResult::default();
         for index in targets {
             // One that is silent already gets the message, but not another full wait.
             let timeout = if self.peers.is_overdue(index) {
                 self.options.reply_margin
             } else {
-                self.options.phase_timeout(plan.undo) + self.options.reply_margin
+                self.options.phase_timeout(action.abort()) + self.options.reply_margin
             };
-            let request = self.request(undo);
-            if let Err(failure) = self.peers.ask(index, undo, &request, timeout) {
+            if let Err(failure) = self.peers.ask(index, &undo, timeout) {
                 result.failures.push((index, failure));
             }
         }
         let failed_step = failures.first().map(|failure| failure.step);
-        let mut needs = Vec::new();
         while let Some(answer) = self.peers.next_answer(None) {
-            let failure = match answer.result {
-                Err(failure) => failure,
-                Ok(reply) => {
-                    if answer.step == undo {
-                        needs.extend(needs_of(&reply).iter().cloned());
-                    }
-                    continue;
+            let peer = answer.peer;
+            if answer.step == undo.step() {
+                match answer.to(&undo) {
+                    Ok(report) => result.done.push((peer, report)),
+                    // It was under way, and is undone by another's word.
+                    Err(failure) if failure.failure.kind == FailureKind::CalledOff => {}
+                    Err(failure) => result.failures.push((peer, failure)),
                 }
-            };
-            if failure.failure.kind == FailureKind::CalledOff {
                 continue;
             }
             // Late news of the step that failed is part of why; of a member lost meanwhile, too.
-            if answer.step != undo && Some(failure.step) == failed_step {
-                failures.push(failure);
-            } else if answer.step == undo {
-                result.failures.push((answer.peer, failure));
-            }
+            let is_why = |failure: &MemberFailure| {
+                Some(failure.step) == failed_step && failure.failure.kind != FailureKind::CalledOff
+            };
+            failures.extend(answer.failure().filter(is_why));
         }
         let out_of_memory = failures
             .iter()
             .any(|member| matches!(member.failure.kind, FailureKind::OutOfDeviceMemory { .. }));
-        let shortages = if out_of_memory { short_devices(&needs) } else { Vec::new() };
+        let undone: Vec<usize> = result.done.iter().map(|(index, _)| *index).collect();
+        let shortages =
+            if out_of_memory { short_devices(&self.needs(&undone)) } else { Vec::new() };
         let (tenant, undo_failures) = (self.tenant(), result.into_failures());
         let info = members.first().and_then(|index| self.peers.list[*index].info.as_ref());
         let runs = info.is_some_and(|info| info.state == MemberState::Active);
@@ -421,43 +395,27 @@ impl<'a> Session<'a> {
 
     /// Lets the applications that wait for `action` together go on with the same error.
     fn tell_waiting(&mut self, action: Action, members: &[usize], error: &CoordinatorError) {
-        let request = Request::GiveUp { action, why: error.to_string() };
-        let step = Step::Consent(action);
+        let news = GiveUp { action, why: error.to_string() };
         for index in members {
             if self.peers.is_up(*index)
-                && let Err(failure) = self.peers.ask(*index, step, &request, TELL_TIMEOUT)
+                && let Err(failure) = self.peers.ask(*index, &news, TELL_TIMEOUT)
             {
                 tracing::debug!(%failure, "a waiting member was not told");
             }
         }
         while let Some(answer) = self.peers.next_answer(None) {
-            if let Err(failure) = answer.result {
+            if let Some(failure) = answer.failure() {
                 tracing::debug!(%failure, "a waiting member did not take the news");
             }
         }
     }
 
-    fn request(&self, step: Step) -> Request {
-        match step {
-            Step::Hello => Request::Hello,
-            Step::Stats => Request::Stats,
-            Step::Consent(action) => Request::AwaitConsent {
-                action,
-                timeout_ms: millis(self.options.consent.unwrap_or_default()),
-            },
-            // The first of a cut: hold everything, and say where you stand.
-            Step::Cut => {
-                Request::Cut { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 }
-            }
-            // No part of a pause or resume; this would end one that is under way.
-            Step::Save => Request::Save(SaveStep::CallOff),
-            Step::Phase(phase) => Request::Phase {
-                phase,
-                round: self.round,
-                scope: self.scope.clone(),
-                stays: if phase == Phase::Save { self.stays.clone() } else { Vec::new() },
-                timeout_ms: millis(self.options.phase_timeout(phase)),
-            },
+    /// `phase` as part of this pause or resume.
+    fn question(&self, phase: Phase) -> TakePhase {
+        TakePhase {
+            round: self.round,
+            order: phase.order(&self.scope, &self.stays),
+            timeout_ms: millis(self.options.phase_timeout(phase)),
         }
     }
 
@@ -466,19 +424,20 @@ impl<'a> Session<'a> {
         phase: Phase,
         members: &[usize],
         on_failure: OnFailure,
-    ) -> StepResult {
+    ) -> StepResult<PhaseReport> {
         let timeout = self.options.phase_timeout(phase);
-        self.step(Step::Phase(phase), members, timeout, on_failure)
+        self.step(&self.question(phase), members, timeout, on_failure)
     }
 
-    /// Sends one step to `members` and gathers their answers.
-    pub(super) fn step(
+    /// Asks `members` and gathers their answers.
+    pub(super) fn step<Q: Question>(
         &mut self,
-        step: Step,
+        question: &Q,
         members: &[usize],
         timeout: Duration,
         on_failure: OnFailure,
-    ) -> StepResult {
+    ) -> StepResult<Q::Answer> {
+        let step = question.step();
         let began = Instant::now();
         let mut result = StepResult::default();
         if members.is_empty() {
@@ -489,10 +448,9 @@ impl<'a> Session<'a> {
             step,
             members: members.len(),
         });
-        let request = self.request(step);
         let due = timeout + self.options.reply_margin;
         for index in members {
-            if let Err(failure) = self.peers.ask(*index, step, &request, due) {
+            if let Err(failure) = self.peers.ask(*index, question, due) {
                 result.failures.push((*index, failure));
                 if on_failure == OnFailure::Stop {
                     return result;
@@ -510,7 +468,7 @@ impl<'a> Session<'a> {
             let Some(answer) = answer else { break };
             // An answer to an earlier step that was given up on has no meaning any more.
             if answer.step == step {
-                self.file(step, answer.peer, answer.result, &mut result);
+                self.file(question, answer, &mut result);
             }
         }
         let elapsed = began.elapsed();
@@ -520,21 +478,19 @@ impl<'a> Session<'a> {
         result
     }
 
-    fn file(
+    fn file<Q: Question>(
         &mut self,
-        step: Step,
-        index: usize,
-        answer: Result<Reply, MemberFailure>,
-        result: &mut StepResult,
+        question: &Q,
+        answer: Answer,
+        result: &mut StepResult<Q::Answer>,
     ) {
-        let peer = &self.peers.list[index];
-        let who = peer.who;
-        match answer {
-            Ok(reply) if fits(step, &reply) && is_from(&reply, who.member) => {
+        let (index, step) = (answer.peer, answer.step);
+        match answer.to(question) {
+            Ok(answer) => {
+                let who = self.peers.list[index].who;
                 (self.progress)(Event::MemberDone { who, step });
-                result.done.push((index, reply));
+                result.done.push((index, answer));
             }
-            Ok(_) => result.failures.push((index, unexpected(who, step))),
             Err(failure) => {
                 tracing::debug!(%failure, "a member failed");
                 result.failures.push((index, failure));
@@ -546,14 +502,11 @@ impl<'a> Session<'a> {
         &self,
         phase: Phase,
         wall: Duration,
-        done: Vec<(usize, Reply)>,
+        done: Vec<(usize, PhaseReport)>,
     ) -> PhaseSummary {
         let mut members: Vec<_> = done
             .into_iter()
-            .map(|(index, reply)| MemberPhase {
-                who: self.peers.list[index].who,
-                report: phase_report(reply),
-            })
+            .map(|(index, report)| MemberPhase { who: self.peers.list[index].who, report })
             .collect();
         members.sort_by_key(|member| (member.who.pid, member.who.member));
         PhaseSummary { phase, wall_us: micros(wall), members }
@@ -574,62 +527,6 @@ impl<'a> Session<'a> {
                 "{late} process(es) joined the tenant meanwhile and took no part; run the command again"
             ));
         }
-    }
-}
-
-/// What the undo of a resume says is needed and free.
-fn needs_of(reply: &Reply) -> &[DeviceDelta] {
-    match reply {
-        Reply::PhaseDone(_, report) => &report.devices,
-        Reply::Member(_)
-        | Reply::Cut(_)
-        | Reply::Stats(_)
-        | Reply::Consented
-        | Reply::Saving(_)
-        | Reply::Noted
-        | Reply::Fds { .. }
-        | Reply::Failed(_) => &[],
-    }
-}
-
-/// Is `reply` the kind of answer that `step` asks for?
-fn fits(step: Step, reply: &Reply) -> bool {
-    match step {
-        Step::Hello => matches!(reply, Reply::Member(_)),
-        Step::Stats => matches!(reply, Reply::Stats(_)),
-        Step::Consent(_) => matches!(reply, Reply::Consented),
-        Step::Cut => matches!(reply, Reply::Cut(_)),
-        Step::Save => matches!(reply, Reply::Saving(_)),
-        Step::Phase(phase) => matches!(reply, Reply::PhaseDone(done, _) if *done == phase),
-    }
-}
-
-/// A greeting must come from the member whose socket was called; other replies name nobody.
-fn is_from(reply: &Reply, member: crate::identity::MemberId) -> bool {
-    match reply {
-        Reply::Member(info) => info.id == member,
-        Reply::Stats(_)
-        | Reply::Cut(_)
-        | Reply::PhaseDone(..)
-        | Reply::Consented
-        | Reply::Saving(_)
-        | Reply::Noted
-        | Reply::Fds { .. }
-        | Reply::Failed(_) => true,
-    }
-}
-
-fn phase_report(reply: Reply) -> PhaseReport {
-    match reply {
-        Reply::PhaseDone(_, report) => report,
-        Reply::Member(_)
-        | Reply::Stats(_)
-        | Reply::Cut(_)
-        | Reply::Consented
-        | Reply::Saving(_)
-        | Reply::Noted
-        | Reply::Fds { .. }
-        | Reply::Failed(_) => PhaseReport::default(),
     }
 }
 

@@ -111,13 +111,13 @@ impl fmt::Display for Laggard {
 /// Communicators of which some ranks live in none of the processes that reported: how much those have
 /// launched, nobody here knows. One line each.
 pub fn foreign_ranks(reports: &[&CutReport]) -> Vec<String> {
-    let mut seats: BTreeMap<CommunicatorId, (u32, BTreeSet<u32>)> = BTreeMap::new();
-    for seat in reports.iter().flat_map(|report| &report.seats) {
-        let (ranks, here) = seats.entry(seat.communicator).or_default();
-        *ranks = seat.ranks;
-        here.insert(seat.rank);
+    let mut communicators: BTreeMap<CommunicatorId, (u32, BTreeSet<u32>)> = BTreeMap::new();
+    for local in reports.iter().flat_map(|report| &report.ranks) {
+        let (ranks, here) = communicators.entry(local.communicator).or_default();
+        *ranks = local.ranks;
+        here.insert(local.rank);
     }
-    let partial = seats.iter().filter(|(_, (ranks, here))| here.len() < *ranks as usize);
+    let partial = communicators.iter().filter(|(_, (ranks, here))| here.len() < *ranks as usize);
     partial
         .map(|(communicator, (ranks, here))| {
             let missing: Vec<String> =

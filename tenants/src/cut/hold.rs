@@ -10,9 +10,9 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::report::{
-    CutReport, Inside, LISTED_MAX, Limits, Need, PostCount, Seen, Waiting, millis,
+    CutReport, Inside, LISTED_MAX, LaunchCount, Limits, Need, Seen, Waiting, millis,
 };
-use super::{CommunicatorId, Cut, Entry, Lane, Post, Seat, Series, count};
+use super::{CommunicatorId, Counter, Cut, Increment, Lane, Rank, Series, count};
 use vmm_pool::slots::Slot;
 
 /// How long a watcher goes without looking: calls leave without taking a lock, captures begin and end,
@@ -28,15 +28,15 @@ pub(super) enum Mode {
     Open = 0,
     /// Whatever the limits admit.
     Held = 1,
-    /// The tenant stands paused: only the end of a communicator.
-    Standing = 2,
+    /// The tenant is paused: only the end of a communicator.
+    Paused = 2,
 }
 
 /// All that is not on the open path.
 #[derive(Debug, Default)]
 pub(super) struct Table {
-    pub(super) seats: BTreeMap<(CommunicatorId, u32), Seat>,
-    pub(super) posts: BTreeMap<(Lane, u32), Arc<Post>>,
+    pub(super) ranks: BTreeMap<(CommunicatorId, u32), Rank>,
+    pub(super) counters: BTreeMap<(Lane, u32), Arc<Counter>>,
     /// By the ranks that launched it.
     pub(super) unfinished: BTreeMap<Vec<(CommunicatorId, u32)>, Unfinished>,
     /// Moves with everything that happens while not open.
@@ -56,7 +56,7 @@ pub(super) struct Table {
 #[derive(Debug)]
 struct Waiter {
     what: &'static str,
-    entries: Vec<Entry>,
+    increments: Vec<Increment>,
     since: Instant,
 }
 
@@ -73,49 +73,54 @@ impl fmt::Debug for Unfinished {
     }
 }
 
-/// The limits that let `entries` pass. Several entries on one post add up.
-fn needs(entries: &[Entry]) -> Vec<Need> {
-    let mut needs: Vec<Need> = Vec::with_capacity(entries.len());
-    for Entry { post, launches } in entries {
-        let same = needs.iter_mut().find(|need| need.lane == post.lane && need.rank == post.rank);
+/// The limits that let `increments` pass. Several increments on one counter add up.
+fn needs(increments: &[Increment]) -> Vec<Need> {
+    let mut needs: Vec<Need> = Vec::with_capacity(increments.len());
+    for Increment { counter, launches } in increments {
+        let same =
+            needs.iter_mut().find(|need| need.lane == counter.lane && need.rank == counter.rank);
         if let Some(need) = same {
             need.needed = need.needed.saturating_add(*launches);
         } else {
-            let needed = post.launched().saturating_add(*launches);
-            needs.push(Need { lane: post.lane, rank: post.rank, needed });
+            let needed = counter.launched().saturating_add(*launches);
+            needs.push(Need { lane: counter.lane, rank: counter.rank, needed });
         }
     }
     needs
 }
 
 impl Table {
-    fn admits(&self, entries: &[Entry]) -> bool {
+    fn admits(&self, increments: &[Increment]) -> bool {
         match self.mode {
             Mode::Open => true,
-            Mode::Held => self.limits.admit(&needs(entries)),
-            Mode::Standing => entries.iter().all(|entry| entry.post.lane.series == Series::End),
+            Mode::Held => self.limits.admit(&needs(increments)),
+            Mode::Paused => {
+                increments.iter().all(|increment| increment.counter.lane.series == Series::End)
+            }
         }
     }
 }
 
 impl Cut {
-    pub(super) fn wait_to_go_in(&self, slot: &Slot, what: &'static str, entries: &[Entry]) {
+    pub(super) fn wait_to_go_in(&self, slot: &Slot, what: &'static str, increments: &[Increment]) {
         let mut table = self.table();
         let mut ticket = None;
-        while !table.admits(entries) {
+        while !table.admits(increments) {
             if ticket.is_none() {
                 table.waits += 1;
                 table.progress += 1;
                 let number = table.waits;
                 let since = Instant::now();
-                table.waiting.insert(number, Waiter { what, entries: entries.to_vec(), since });
+                table
+                    .waiting
+                    .insert(number, Waiter { what, increments: increments.to_vec(), since });
                 ticket = Some(number);
                 self.moved.notify_all();
             }
             table = self.admitted.wait(table).unwrap_or_else(PoisonError::into_inner);
         }
         slot.step_in();
-        count(entries);
+        count(increments);
         if let Some(number) = ticket {
             table.waiting.remove(&number);
         }
@@ -159,9 +164,9 @@ impl Cut {
     }
 
     /// The tenant stands paused: nothing is launched until [`Cut::release`].
-    pub fn stand(&self) {
+    pub fn pause(&self) {
         let mut table = self.table();
-        self.set(&mut table, Mode::Standing);
+        self.set(&mut table, Mode::Paused);
     }
 
     /// Lets everything through.
@@ -220,22 +225,22 @@ impl Cut {
     fn look(&self, table: &mut Table, captures: usize) -> CutReport {
         // The slots before the counts: see the module's head.
         let inside = self.inside(table);
-        let posts = table.posts.values();
-        let posts = posts.map(|post| PostCount {
-            lane: post.lane,
-            rank: post.rank,
-            launched: post.launched(),
+        let counters = table.counters.values();
+        let counters = counters.map(|counter| LaunchCount {
+            lane: counter.lane,
+            rank: counter.rank,
+            launched: counter.launched(),
         });
         let waiting = table.waiting.values().take(LISTED_MAX).map(|waiter| Waiting {
             what: waiter.what.to_owned(),
-            needs: needs(&waiter.entries),
+            needs: needs(&waiter.increments),
             waited_ms: millis(waiter.since.elapsed()),
         });
         let mut report = CutReport {
             seen: Seen { waits: table.waits, at_rest: false },
             progress: table.progress,
-            seats: table.seats.values().copied().collect(),
-            posts: posts.collect(),
+            ranks: table.ranks.values().copied().collect(),
+            counters: counters.collect(),
             waiting: waiting.collect(),
             inside,
             captures: captures as u64,

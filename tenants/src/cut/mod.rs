@@ -10,13 +10,13 @@
 //! This module knows nothing of NCCL: an adapter says what is launched ([`Cut::enter`]).
 //!
 //! ```text
-//!   application threads --enter--> Cut (mode, posts) <--hold, watch-- worker thread
+//!   application threads --enter--> Cut (mode, counters) <--hold, watch-- worker thread
 //!                                                                         |
 //!                              coordinator: Plan <------- CutReport ------+
 //! ```
 //!
-//! Open, a launch marks the thread's own slot (`slots.rs`), loads the mode and adds to its posts.
-//! Held, every launch takes `table`'s lock, so that its entries are admitted and counted as one. Whoever
+//! Open, a launch marks the thread's own slot (`slots.rs`), loads the mode and adds to its counters.
+//! Held, every launch takes `table`'s lock, so that its increments are admitted and counted as one. Whoever
 //! reports looks at the slots first and at the counts after, so a thread that has stepped out has been
 //! counted.
 //!
@@ -42,7 +42,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use describe::{Lag, Laggard, foreign_ranks, laggards};
-pub use report::{CutReport, Inside, Limits, Need, PostCount, Seen, Waiting};
+pub use report::{CutReport, Inside, LaunchCount, Limits, Need, Seen, Waiting};
 
 use hold::{Mode, Table, Unfinished};
 use vmm_pool::slots::{Slot, Slots};
@@ -118,7 +118,7 @@ pub struct Lane {
 
 /// A rank of a communicator that lives in this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Seat {
+pub struct Rank {
     /// Of which communicator.
     pub communicator: CommunicatorId,
     /// Which rank.
@@ -129,13 +129,13 @@ pub struct Seat {
 
 /// Counts what one rank has launched on one lane.
 #[derive(Debug)]
-pub struct Post {
+pub struct Counter {
     lane: Lane,
     rank: u32,
     launched: AtomicU64,
 }
 
-impl Post {
+impl Counter {
     /// On which lane.
     pub fn lane(&self) -> Lane {
         self.lane
@@ -152,11 +152,11 @@ impl Post {
     }
 }
 
-/// `launches` on the lane of `post`, as part of one launch.
+/// `launches` on the lane of `counter`, as part of one launch.
 #[derive(Clone, Debug)]
-pub struct Entry {
+pub struct Increment {
     /// Where it counts.
-    pub post: Arc<Post>,
+    pub counter: Arc<Counter>,
     /// How much.
     pub launches: u64,
 }
@@ -194,7 +194,7 @@ thread_local! {
 pub struct Launch<'a> {
     cut: &'a Cut,
     what: &'static str,
-    entries: &'a [Entry],
+    increments: &'a [Increment],
     outermost: bool,
     /// The mark is the thread's: a launch ends where it began.
     here: PhantomData<*const ()>,
@@ -206,17 +206,17 @@ impl Cut {
     }
 
     /// A rank of a communicator lives in this process from now on.
-    pub fn take_seat(&self, seat: Seat) {
+    pub fn add_rank(&self, local: Rank) {
         let mut table = self.table();
-        table.seats.insert((seat.communicator, seat.rank), seat);
+        table.ranks.insert((local.communicator, local.rank), local);
         table.progress += 1;
     }
 
-    /// It does no more; its counts go with it.
-    pub fn leave_seat(&self, communicator: CommunicatorId, rank: u32) {
+    /// It does no more; its counters go with it.
+    pub fn remove_rank(&self, communicator: CommunicatorId, rank: u32) {
         let mut table = self.table();
-        table.seats.remove(&(communicator, rank));
-        table.posts.retain(|(lane, r), _| lane.communicator != communicator || *r != rank);
+        table.ranks.remove(&(communicator, rank));
+        table.counters.retain(|(lane, r), _| lane.communicator != communicator || *r != rank);
         let is_of_it = |places: &Vec<_>, _: &mut Unfinished| places.contains(&(communicator, rank));
         let unfinished: Vec<_> = table.unfinished.extract_if(.., is_of_it).collect();
         table.progress += 1;
@@ -225,49 +225,50 @@ impl Cut {
         drop(unfinished);
     }
 
-    /// The seats taken, in order.
-    pub fn seats(&self) -> Vec<Seat> {
-        self.table().seats.values().copied().collect()
+    /// The ranks that live here, in order.
+    pub fn ranks(&self) -> Vec<Rank> {
+        self.table().ranks.values().copied().collect()
     }
 
     /// The counter of `rank` on `lane`. For keeping: finding it takes a lock.
-    pub fn post(&self, lane: Lane, rank: u32) -> Arc<Post> {
+    pub fn counter(&self, lane: Lane, rank: u32) -> Arc<Counter> {
         let mut table = self.table();
-        let post = table.posts.entry((lane, rank));
+        let counter = table.counters.entry((lane, rank));
         Arc::clone(
-            post.or_insert_with(|| Arc::new(Post { lane, rank, launched: AtomicU64::new(0) })),
+            counter
+                .or_insert_with(|| Arc::new(Counter { lane, rank, launched: AtomicU64::new(0) })),
         )
     }
 
-    /// Goes into a call that launches `entries`, all or nothing, after waiting while the rank is held.
+    /// Goes into a call that launches `increments`, all or nothing, after waiting while the rank is held.
     /// `what` names the call for people. A call within a call of the same thread is part of it: it passes
     /// and counts nothing. So does, but for the counting, a thread that is being torn down.
-    pub fn enter<'a>(&'a self, what: &'static str, entries: &'a [Entry]) -> Launch<'a> {
+    pub fn enter<'a>(&'a self, what: &'static str, increments: &'a [Increment]) -> Launch<'a> {
         let depth = DEPTH.get();
         DEPTH.set(depth + 1);
         let outermost = depth == 0;
         if outermost {
             let entered =
-                OWN.try_with(|own| self.go_in(own.get_or_init(|| self.own()), what, entries));
+                OWN.try_with(|own| self.go_in(own.get_or_init(|| self.own()), what, increments));
             if entered.is_err() {
-                count(entries);
+                count(increments);
             }
         }
-        Launch { cut: self, what, entries, outermost, here: PhantomData }
+        Launch { cut: self, what, increments, outermost, here: PhantomData }
     }
 
-    fn go_in(&self, own: &Own, what: &'static str, entries: &[Entry]) {
+    fn go_in(&self, own: &Own, what: &'static str, increments: &[Increment]) {
         let label = what.as_ptr().addr();
         if own.slot.label() != label {
             self.name(own, label, what);
         }
         own.slot.step_in();
         if self.mode.load(Ordering::SeqCst) == Mode::Open as u8 {
-            count(entries);
+            count(increments);
             return;
         }
         own.slot.step_out();
-        self.wait_to_go_in(&own.slot, what, entries);
+        self.wait_to_go_in(&own.slot, what, increments);
     }
 
     fn own(&self) -> Own {
@@ -293,9 +294,9 @@ impl Cut {
     }
 }
 
-fn count(entries: &[Entry]) {
-    for entry in entries {
-        entry.post.launched.fetch_add(entry.launches, Ordering::SeqCst);
+fn count(increments: &[Increment]) {
+    for increment in increments {
+        increment.counter.launched.fetch_add(increment.launches, Ordering::SeqCst);
     }
 }
 
@@ -305,8 +306,8 @@ impl Launch<'_> {
         if !self.outermost {
             return;
         }
-        for entry in self.entries {
-            entry.post.launched.fetch_sub(entry.launches, Ordering::SeqCst);
+        for increment in self.increments {
+            increment.counter.launched.fetch_sub(increment.launches, Ordering::SeqCst);
         }
         // Somebody may be waiting for just this room under the limit.
         let _table = self.cut.table();
@@ -318,8 +319,9 @@ impl Launch<'_> {
     ///
     /// A later one of the same ranks stands for the earlier too. It is forgotten when one of them leaves.
     pub fn unfinished(self, finished: Box<dyn Fn() -> bool + Send>) {
-        let posts = self.entries.iter().map(|entry| &entry.post);
-        let places: BTreeSet<_> = posts.map(|post| (post.lane.communicator, post.rank)).collect();
+        let counters = self.increments.iter().map(|increment| &increment.counter);
+        let places: BTreeSet<_> =
+            counters.map(|counter| (counter.lane.communicator, counter.rank)).collect();
         let work = Unfinished { what: self.what, since: Instant::now(), finished };
         let places = places.into_iter().collect();
         let earlier = self.cut.table().unfinished.insert(places, work);

@@ -72,11 +72,11 @@ impl Plan {
 
     /// Is a communicator being made whose other ranks are not known yet?
     pub fn is_making(&self, reports: &[&CutReport]) -> bool {
-        let seats = || reports.iter().flat_map(|report| &report.seats);
+        let locals = || reports.iter().flat_map(|report| &report.ranks);
         let creations = self.limits.iter().filter(|(lane, _)| lane.series == Series::Creation);
         let making = creations.map(|(lane, _)| lane.communicator).any(|communicator| {
-            let here = seats().filter(|seat| seat.communicator == communicator);
-            here.clone().any(|seat| here.clone().count() < seat.ranks as usize)
+            let here = locals().filter(|local| local.communicator == communicator);
+            here.clone().any(|local| here.clone().count() < local.ranks as usize)
         });
         making && reports.iter().any(|report| !report.inside.is_empty())
     }
@@ -87,8 +87,8 @@ impl Plan {
             self.limits = Limits::default();
             self.reasons.clear();
         }
-        for post in reports.iter().flat_map(|report| &report.posts) {
-            self.raise(post.lane, post.launched, BTreeSet::new());
+        for counter in reports.iter().flat_map(|report| &report.counters) {
+            self.raise(counter.lane, counter.launched, BTreeSet::new());
         }
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Lane, Seat, Series};
+use super::{Lane, Rank, Series};
 
 /// Up to which count each lane may be launched. On a lane that is not named, nothing may.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -58,7 +58,7 @@ pub struct Need {
 
 /// How much one rank has launched on one lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct PostCount {
+pub struct LaunchCount {
     /// On which lane.
     pub lane: Lane,
     /// By which rank.
@@ -104,9 +104,9 @@ pub struct CutReport {
     /// Moves with every launch, wait and return: unchanged, nothing has happened.
     pub progress: u64,
     /// The ranks that live here.
-    pub seats: Vec<Seat>,
+    pub ranks: Vec<Rank>,
     /// Their counts.
-    pub posts: Vec<PostCount>,
+    pub counters: Vec<LaunchCount>,
     /// Threads that wait to launch.
     pub waiting: Vec<Waiting>,
     /// Calls under way.
@@ -122,14 +122,16 @@ pub(super) const LISTED_MAX: usize = 256;
 impl CutReport {
     /// Does a rank that lives here take part in `lane`?
     pub fn takes_part(&self, lane: Lane) -> bool {
-        self.ranks_in(lane).next().is_some() || self.posts.iter().any(|post| post.lane == lane)
+        self.ranks_in(lane).next().is_some()
+            || self.counters.iter().any(|counter| counter.lane == lane)
     }
 
     /// How much each rank that lives here has launched on `lane`.
     pub fn counts_on(&self, lane: Lane) -> impl Iterator<Item = (u32, u64)> + '_ {
-        let posts = move || self.posts.iter().filter(move |post| post.lane == lane);
-        let idle = self.ranks_in(lane).filter(move |rank| posts().all(|post| post.rank != *rank));
-        posts().map(|post| (post.rank, post.launched)).chain(idle.map(|rank| (rank, 0)))
+        let counters = move || self.counters.iter().filter(move |counter| counter.lane == lane);
+        let idle =
+            self.ranks_in(lane).filter(move |rank| counters().all(|counter| counter.rank != *rank));
+        counters().map(|counter| (counter.rank, counter.launched)).chain(idle.map(|rank| (rank, 0)))
     }
 
     /// Lanes, of those with a limit, on which a rank that lives here has launched less, in order.
@@ -146,8 +148,8 @@ impl CutReport {
     }
 
     fn ranks_in(&self, lane: Lane) -> impl Iterator<Item = u32> + '_ {
-        let seats = self.seats.iter().filter(move |seat| seat.communicator == lane.communicator);
-        seats.map(|seat| seat.rank).filter(move |rank| lane.series.includes(*rank))
+        let locals = self.ranks.iter().filter(move |local| local.communicator == lane.communicator);
+        locals.map(|local| local.rank).filter(move |rank| lane.series.includes(*rank))
     }
 }
 

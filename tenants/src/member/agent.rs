@@ -22,14 +22,13 @@ use super::failures::{failed_inside, faulted, pool_failure};
 use super::saving::Saving;
 use super::sockets::Noted;
 use super::{AGENT_TIMEOUT, Member};
-use crate::cut::{Limits, Seen};
 use crate::identity::MemberId;
-use crate::references::Stay;
+use crate::phase::Stage;
 use crate::scope::Scope;
 use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
-    Action, Asked, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchPurpose, MemberState, Phase,
-    Reply, Request, SaveStep,
+    Action, Asked, AwaitConsent, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchFds, FetchPurpose,
+    GiveUp, Hold, MemberState, Needs, Order, Phase, Reply, Request, SaveStep, TakePhase, Withdraw,
 };
 
 /// No request waits longer than this, whatever it says.
@@ -84,10 +83,10 @@ struct Job {
 }
 
 enum Work {
-    Phase(Phase, Scope, Vec<Stay>),
+    Phase(Order),
+    Needs(Scope),
     Cut {
-        limits: Limits,
-        seen: Seen,
+        hold: Hold,
         /// What [`crate::cut::Cut::claim`] gave.
         asked: u64,
     },
@@ -119,6 +118,15 @@ struct Waiter {
     deadline: Instant,
 }
 
+/// Who coordinates the pause or resume under way.
+struct Leader {
+    connection: u64,
+    /// When its next request is due.
+    due: Instant,
+    /// Which pause or resume it leads; none while it has asked for no step of one.
+    round: Option<u64>,
+}
+
 struct Agent<D: Driver> {
     member: Arc<Member<D>>,
     /// Goes before the listener does.
@@ -133,14 +141,10 @@ struct Agent<D: Driver> {
     waiters: VecDeque<Waiter>,
     jobs: Sender<Job>,
     done: Receiver<Done>,
-    /// Who coordinates the pause or resume under way: when it goes, the process settles it alone.
-    coordinator: Option<u64>,
+    /// When it goes, the process settles what it led alone.
+    leader: Option<Leader>,
     /// Who has asked for contents in files.
     savers: BTreeSet<u64>,
-    /// When its next request is due.
-    coordinator_due: Instant,
-    /// Which pause or resume it leads; none while it has asked for no step of one.
-    round: Option<u64>,
 }
 
 /// Starts both threads. They take no signals: those are the application's.
@@ -167,10 +171,8 @@ pub(super) fn spawn<D: Driver>(
         waiters: VecDeque::new(),
         jobs,
         done,
-        coordinator: None,
+        leader: None,
         savers: BTreeSet::new(),
-        coordinator_due: Instant::now(),
-        round: None,
     };
     std::thread::Builder::new().name("sublet-agent".to_owned()).spawn(move || {
         block_signals();
@@ -183,11 +185,6 @@ fn block_signals() {
     if let Err(error) = SigSet::all().thread_block() {
         tracing::debug!(%error, "signals stay open on a thread of ours");
     }
-}
-
-/// Is what is under way no longer wanted once `phase` has been asked for?
-fn ends_early(phase: Phase) -> bool {
-    matches!(phase, Phase::AbortPause | Phase::AbortResume | Phase::Settle)
 }
 
 fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Done>) {
@@ -219,27 +216,23 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
     }
 }
 
-/// Does `phase` open a descriptor for each allocation that is shared?
-fn holds_many_descriptors(phase: Phase) -> bool {
-    matches!(phase, Phase::Restore | Phase::Import | Phase::ImportFromLiving)
-}
-
 /// Does a job; none when nobody waits for an answer.
 fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) -> Option<Reply> {
     let Job { connection, work, deadline } = job;
     Some(match work {
-        Work::Phase(phase, scope, stays) => {
+        Work::Phase(order) => {
             // It moves what is being written.
             *saving = None;
-            if ends_early(phase) {
+            if order.phase().ends_early() {
                 member.calling_off.lower();
             }
-            if holds_many_descriptors(phase) {
+            if order.phase().opens_descriptors() {
                 member.descriptor_limit.raise();
             }
-            member.run_phase(phase, &scope, &stays, deadline)
+            member.run_phase(&order, deadline)
         }
-        Work::Cut { limits, seen, asked } => {
+        Work::Needs(scope) => member.run_needs(&scope),
+        Work::Cut { hold: Hold { limits, seen, .. }, asked } => {
             member.run_cut(connection, limits, seen, asked, deadline)
         }
         Work::Save(step) => member.run_save(saving, connection, step),
@@ -259,8 +252,8 @@ fn text_of(panic: &(dyn Any + Send)) -> &str {
 impl Work {
     fn phase(&self) -> Option<Phase> {
         match self {
-            Self::Phase(phase, ..) => Some(*phase),
-            Self::Cut { .. } | Self::Save(_) | Self::EndSave(_) => None,
+            Self::Phase(order) => Some(order.phase()),
+            Self::Needs(_) | Self::Cut { .. } | Self::Save(_) | Self::EndSave(_) => None,
         }
     }
 }
@@ -281,8 +274,8 @@ impl<D: Driver> Agent<D> {
 
     /// A coordinator that is connected and asks for nothing any more stands still itself, and with it this process.
     fn hang_up_on_silence(&mut self) {
-        if let Some(number) = self.coordinator
-            && Instant::now() >= self.coordinator_due
+        if let Some(&Leader { connection: number, due, .. }) = self.leader.as_ref()
+            && Instant::now() >= due
         {
             self.member.note(
                 "whoever led a pause or resume was silent for too long (stopped?), and was hung up on".to_owned(),
@@ -299,7 +292,7 @@ impl<D: Driver> Agent<D> {
 
     /// Somebody settles `round` without its coordinator, and goes by what we say now: no step of it may follow.
     fn withdraw(&mut self, round: u64) {
-        let Some(number) = self.coordinator else {
+        let Some(number) = self.leading() else {
             return;
         };
         // What the coordinator has sent before it ended counts.
@@ -308,16 +301,21 @@ impl<D: Driver> Agent<D> {
         }
         // The next command may lead already, and have what was left half done settled: not by its round is this one
         // asked for, and to hang up on it would leave this process out of all that it does.
-        if self.coordinator == Some(number) && self.round == Some(round) {
+        let leads = |leader: &Leader| leader.connection == number && leader.round == Some(round);
+        if self.leader.as_ref().is_some_and(leads) {
             self.hang_up(number);
         }
     }
 
     /// `number` leads from now on, and its next request is due when all have had `timeout` for this one.
     fn follow(&mut self, number: u64, round: Option<u64>, timeout: Duration) {
-        self.coordinator = Some(number);
-        self.round = round;
-        self.coordinator_due = Instant::now() + timeout + SILENCE_MAX;
+        let due = Instant::now() + timeout + SILENCE_MAX;
+        self.leader = Some(Leader { connection: number, due, round });
+    }
+
+    /// The connection of whoever leads.
+    fn leading(&self) -> Option<u64> {
+        self.leader.as_ref().map(|leader| leader.connection)
     }
 
     /// Puts the socket's name back when it has gone: nobody could reach this process any more, nor what it has saved.
@@ -328,7 +326,7 @@ impl<D: Driver> Agent<D> {
         }
         self.look_at = now + NAME_LOOK_EVERY;
         // A coordinator holds a lock that went with the directory: another one shall not find us beside it.
-        if self.coordinator.is_some() || self.listener.is_named() {
+        if self.leader.is_some() || self.listener.is_named() {
             return;
         }
         // The name goes at the process's end, too.
@@ -359,12 +357,12 @@ impl<D: Driver> Agent<D> {
 
     fn wait(&self) {
         let waiters = self.waiters.iter().map(|waiter| waiter.deadline);
-        let silence = self.coordinator.map(|_| self.coordinator_due);
+        let silence = self.leader.as_ref().map(|leader| leader.due);
         let others = self.clients.next_stall().into_iter().chain(self.accept_after).chain(silence);
         let deadline = waiters.chain(others).min().unwrap_or(self.look_at).min(self.look_at);
         let mut fds = vec![PollFd::new(self.wakeups.0.as_fd(), PollFlags::POLLIN)];
         // Asked after the deadline was taken: room that time makes is seen here, or waited for.
-        if self.accept_after.is_none() && self.clients.has_room(self.coordinator) {
+        if self.accept_after.is_none() && self.clients.has_room(self.leading()) {
             fds.push(PollFd::new(self.listener.as_fd(), PollFlags::POLLIN));
         }
         fds.extend(self.clients.poll_fds());
@@ -380,12 +378,12 @@ impl<D: Driver> Agent<D> {
         }
         self.accept_after = None;
         for _ in 0..CONNECTIONS_MAX {
-            if !self.clients.has_room(self.coordinator) {
+            if !self.clients.has_room(self.leading()) {
                 return;
             }
             match self.listener.accept() {
                 Ok(Some(connection)) => {
-                    if let Some(closed) = self.clients.add(connection, self.coordinator) {
+                    if let Some(closed) = self.clients.add(connection, self.leading()) {
                         self.forget(closed);
                     }
                 }
@@ -428,22 +426,20 @@ impl<D: Driver> Agent<D> {
         if self.savers.remove(&number) {
             self.submit(NOBODY, Work::EndSave(number), AGENT_TIMEOUT);
         }
-        if self.coordinator == Some(number) {
-            self.coordinator_gone();
+        if self.leading() == Some(number) {
+            self.leader_gone();
         }
     }
 
     /// The coordinator went away: nobody will tell us what to do, so the worker finds out when it is done
     /// with what it was told.
-    fn coordinator_gone(&mut self) {
-        self.coordinator = None;
-        self.submit(NOBODY, Work::Phase(Phase::Settle, Scope::Whole, Vec::new()), AGENT_TIMEOUT);
+    fn leader_gone(&mut self) {
+        self.leader = None;
+        self.submit(NOBODY, Work::Phase(Order::Settle), AGENT_TIMEOUT);
     }
 
     fn submit(&self, connection: u64, work: Work, timeout: Duration) {
-        if let Work::Phase(phase, ..) = &work
-            && ends_early(*phase)
-        {
+        if work.phase().is_some_and(Phase::ends_early) {
             self.member.calling_off.raise();
         }
         let deadline = Instant::now() + timeout;
@@ -458,22 +454,28 @@ impl<D: Driver> Agent<D> {
             Request::Stats => {
                 self.answer(number, &Reply::Stats(Box::new(self.member.stats())));
             }
-            Request::Phase { phase, round, scope, stays, timeout_ms } => {
+            Request::Needs(Needs { scope, timeout_ms }) => {
+                if self.opens(number) {
+                    self.submit(number, Work::Needs(scope), wait_of(timeout_ms));
+                }
+            }
+            Request::Phase(TakePhase { round, order, timeout_ms }) => {
                 if self.opens(number) {
                     self.follow(number, Some(round), wait_of(timeout_ms));
                     self.member.cut().claim(number);
-                    if phase != Phase::Settle {
-                        self.member.standing().asked = Some(Asked { round, phase });
+                    let phase = order.phase();
+                    if phase.stage() != Stage::Settle {
+                        self.member.status().asked = Some(Asked { round, phase });
                     }
-                    self.submit(number, Work::Phase(phase, scope, stays), wait_of(timeout_ms));
+                    self.submit(number, Work::Phase(order), wait_of(timeout_ms));
                 }
             }
-            Request::Cut { limits, seen, wait_ms } => {
+            Request::Cut(hold) => {
                 if self.opens(number) {
-                    self.follow(number, None, wait_of(wait_ms));
+                    let wait = wait_of(hold.wait_ms);
+                    self.follow(number, None, wait);
                     let asked = self.member.cut().claim(number);
-                    let work = Work::Cut { limits, seen, asked };
-                    self.submit(number, work, wait_of(wait_ms));
+                    self.submit(number, Work::Cut { hold, asked }, wait);
                 }
             }
             Request::Save(step) => {
@@ -482,21 +484,21 @@ impl<D: Driver> Agent<D> {
                     self.submit(number, Work::Save(step), AGENT_TIMEOUT);
                 }
             }
-            Request::Withdraw { round } => {
+            Request::Withdraw(Withdraw { round }) => {
                 self.withdraw(round);
                 self.answer(number, &Reply::Member(self.member.info()));
             }
-            Request::GiveUp { action, why } => {
+            Request::GiveUp(GiveUp { action, why }) => {
                 self.member.give_up(action, why);
                 self.answer(number, &Reply::Noted);
             }
-            Request::AwaitConsent { action, timeout_ms } => {
+            Request::AwaitConsent(AwaitConsent { action, timeout_ms }) => {
                 if self.opens(number) {
                     let deadline = Instant::now() + wait_of(timeout_ms);
                     self.waiters.push_back(Waiter { connection: number, action, deadline });
                 }
             }
-            Request::FetchFds { allocations, purpose, importer } => {
+            Request::FetchFds(FetchFds { allocations, purpose, importer }) => {
                 match self.hand_out(&allocations, purpose, importer) {
                     Ok(HandedOut { fds, tags, missing }) => {
                         let count = u32::try_from(fds.len()).unwrap_or(u32::MAX);
@@ -577,24 +579,15 @@ impl<D: Driver> Agent<D> {
     fn deliver(&mut self) {
         while let Ok(done) = self.done.try_recv() {
             self.clients.answer_open(done.connection, &done.reply);
-            let over = matches!(
-                done.phase,
-                Some(
-                    Phase::Verify
-                        | Phase::Activate
-                        | Phase::AbortPause
-                        | Phase::AbortResume
-                        | Phase::Settle
-                )
-            );
-            if over && self.coordinator == Some(done.connection) {
-                self.coordinator = None;
+            let is_over = done.phase.is_some_and(Phase::is_last);
+            if is_over && self.leading() == Some(done.connection) {
+                self.leader = None;
             }
         }
     }
 
     fn answer_waiters(&mut self) {
-        let consent = self.member.standing().consent;
+        let consent = self.member.status().consent;
         let now = Instant::now();
         let mut answers = Vec::new();
         self.waiters.retain(|waiter| {

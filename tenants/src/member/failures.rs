@@ -4,8 +4,7 @@ use vmm_pool::driver::{DriverCode, DriverOp};
 use vmm_pool::{DrainError, PoolError};
 
 use super::ImportError;
-use super::state::InvalidTransition;
-use crate::coordinator::phase_label;
+use crate::state::InvalidTransition;
 use crate::wire::{Failure, FailureKind, Phase};
 
 pub(super) fn wrong_state(message: String) -> Failure {
@@ -70,7 +69,7 @@ pub(super) fn failed_inside(phase: Option<Phase>, panic: &str) -> Failure {
             "process {}: Sublet failed inside, in step '{}' ({panic}); the process runs on and can neither be paused \
              nor resumed any more: end it, and report this",
             std::process::id(),
-            phase.map_or("cut", phase_label)
+            phase.map_or("cut", Phase::label)
         ),
     }
 }

@@ -18,7 +18,7 @@ use super::{AGENT_TIMEOUT, Member};
 use crate::identity::MemberId;
 use crate::ticket::Ticket;
 use crate::transport::{Connection, TransportError};
-use crate::wire::{FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchPurpose, Reply, Request};
+use crate::wire::{FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchFds, FetchPurpose, SentFds};
 
 /// Why a ticket did not become memory.
 #[derive(Debug, thiserror::Error)]
@@ -329,55 +329,40 @@ impl<D: Driver> Member<D> {
         let path = || self.socket_path_of(owner);
         let failed = |source| ImportError::Owner { path: path(), source };
         let kept = self.peers().remove(&owner);
-        let request = Request::FetchFds { allocations: ids.to_vec(), purpose, importer: self.id };
+        let question = FetchFds { allocations: ids.to_vec(), purpose, importer: self.id };
         let kept = kept.map(|mut connection| {
-            let answer = connection.call(&request, ids.len(), deadline);
+            let answer = connection.call(&question, deadline);
             answer.map(|answer| (answer, connection))
         });
         let answer = match kept {
             // The owner may have closed what was idle; a new connection tells whether it lives.
-            Some(Err(error)) if error.peer_is_gone() => {
-                self.ask_anew(owner, &request, ids, deadline)
-            }
+            Some(Err(error)) if error.peer_is_gone() => self.ask_anew(owner, &question, deadline),
             Some(answer) => answer,
-            None => self.ask_anew(owner, &request, ids, deadline),
+            None => self.ask_anew(owner, &question, deadline),
         };
-        let ((reply, fds), connection) = answer.map_err(failed)?;
+        let (answer, connection) = answer.map_err(failed)?;
         self.peers().insert(owner, connection);
-        match reply {
-            Reply::Fds { count, tags, missing }
-                if count as usize == fds.len() && fds.len() + missing.len() == ids.len() =>
-            {
-                if !fds.iter().all(may_be_the_drivers) {
-                    return Err(ImportError::NotMemory { path: path() });
-                }
-                let missing: BTreeSet<AllocationId> = missing.into_iter().collect();
-                let found = ids.iter().copied().filter(|id| !missing.contains(id));
-                Ok(Fetched { fds: found.zip(fds).collect(), tags, missing })
-            }
-            Reply::Failed(failure) => Err(ImportError::Refused(failure)),
-            Reply::Fds { .. }
-            | Reply::Member(_)
-            | Reply::Stats(_)
-            | Reply::Cut(_)
-            | Reply::PhaseDone(..)
-            | Reply::Consented
-            | Reply::Saving(_)
-            | Reply::Noted => {
-                Err(ImportError::Miscounted { path: path(), got: fds.len(), wanted: ids.len() })
-            }
+        let SentFds { count, fds, tags, missing } = answer.map_err(ImportError::Refused)?;
+        if count != fds.len() || fds.len() + missing.len() != ids.len() {
+            let (got, wanted) = (fds.len(), ids.len());
+            return Err(ImportError::Miscounted { path: path(), got, wanted });
         }
+        if !fds.iter().all(may_be_the_drivers) {
+            return Err(ImportError::NotMemory { path: path() });
+        }
+        let missing: BTreeSet<AllocationId> = missing.into_iter().collect();
+        let found = ids.iter().copied().filter(|id| !missing.contains(id));
+        Ok(Fetched { fds: found.zip(fds).collect(), tags, missing })
     }
 
     fn ask_anew(
         &self,
         owner: MemberId,
-        request: &Request,
-        ids: &[AllocationId],
+        question: &FetchFds,
         deadline: Instant,
-    ) -> Result<((Reply, Vec<OwnedFd>), Connection), TransportError> {
+    ) -> Result<(Result<SentFds, Failure>, Connection), TransportError> {
         let mut connection = self.connect_to_owner(owner, deadline)?;
-        let answer = connection.call(request, ids.len(), deadline)?;
+        let answer = connection.call(question, deadline)?;
         Ok((answer, connection))
     }
 }

@@ -3,25 +3,25 @@
 //!
 //! ```text
 //!   application threads --hooks--> Pool (its gate, its ledger) --> driver
-//!   agent thread:  sockets only; answers at once, never calls the driver but to hand a descriptor out
+//!   agent thread:  sockets only; answers at once, calls the driver only to hand a descriptor out
 //!   worker thread: one phase at a time; the only thread of ours that drives the device
 //! ```
 //!
-//! Lock order: `standing` and `stage` are leaves; nothing is called while they are held. `peers` likewise: a connection is
+//! Lock order: `status` and `progress` are leaves; nothing is called while they are held. `peers` likewise: a connection is
 //! taken out for use and put back.
 
 mod agent;
-mod alone;
 mod clients;
 mod failures;
 mod fetch;
 mod limit;
 mod owners;
 mod phases;
+mod progress;
 mod saving;
+mod selection;
 mod sockets;
-mod stage;
-pub mod state;
+mod termination;
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -43,16 +43,16 @@ use crate::host_memory::HostLimit;
 use crate::identity::{MemberId, TenantName};
 use crate::region;
 use crate::run_dir::{RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
+use crate::state::{self, Event, InvalidTransition};
 use crate::transport::Connection;
 use crate::wire::{
     Action, Asked, MemberInfo, MemberState, MemberStats, Phase, PhaseReport, TagBytes,
 };
-use alone::CallingOff;
 use limit::DescriptorLimit;
 use owners::Owner;
+use progress::Progress;
 use sockets::Sockets;
-use stage::Stage;
-use state::{Event, InvalidTransition};
+use termination::CallingOff;
 use vmm_pool::gate::Gate;
 
 /// What a process is told when it joins its tenant.
@@ -131,7 +131,7 @@ pub enum Waited {
 }
 
 #[derive(Debug)]
-pub(crate) struct Standing {
+pub(crate) struct Status {
     pub(crate) state: MemberState,
     /// The last step it was asked for.
     pub(crate) asked: Option<Asked>,
@@ -156,8 +156,8 @@ pub struct Member<D: Driver> {
     pool: Arc<Pool<D>>,
     cut: Cut,
     /// The worker's alone.
-    stage: Mutex<Stage<D>>,
-    standing: Mutex<Standing>,
+    progress: Mutex<Progress<D>>,
+    status: Mutex<Status>,
     changed: Condvar,
     waker: agent::Waker,
     /// The agent's, for a forked child to close.
@@ -227,8 +227,8 @@ impl<D: Driver> Member<D> {
             dir,
             socket_path,
             cut: Cut::default(),
-            stage: Mutex::new(Stage::Rest),
-            standing: Mutex::new(Standing {
+            progress: Mutex::new(Progress::Rest),
+            status: Mutex::new(Status {
                 state: MemberState::Active,
                 asked: None,
                 pauses: 0,
@@ -296,7 +296,7 @@ impl<D: Driver> Member<D> {
 
     /// Does the application itself ask for a pause now?
     pub(crate) fn is_asking(&self) -> bool {
-        self.asking.load(Ordering::SeqCst) > 0 || self.standing().consent == Some(Action::Pause)
+        self.asking.load(Ordering::SeqCst) > 0 || self.status().consent == Some(Action::Pause)
     }
 
     /// For a forked child, which is no member: closes its copies of the agent's sockets, and of descriptors that
@@ -351,17 +351,17 @@ impl<D: Driver> Member<D> {
     }
 
     /// Takes the pause or resume under way out, for a step of it.
-    fn take_stage(&self) -> Stage<D> {
-        std::mem::replace(&mut *self.stage(), Stage::Rest)
+    fn take_progress(&self) -> Progress<D> {
+        std::mem::replace(&mut *self.progress(), Progress::Rest)
     }
 
-    fn set_stage(&self, stage: Stage<D>) {
-        let before = std::mem::replace(&mut *self.stage(), stage);
+    fn set_progress(&self, progress: Progress<D>) {
+        let before = std::mem::replace(&mut *self.progress(), progress);
         drop(before);
     }
 
-    fn stage(&self) -> MutexGuard<'_, Stage<D>> {
-        self.stage.lock().unwrap_or_else(PoisonError::into_inner)
+    fn progress(&self) -> MutexGuard<'_, Progress<D>> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Where launches that wait for other ranks are counted, and held.
@@ -389,28 +389,28 @@ impl<D: Driver> Member<D> {
 
     /// Where it stands.
     pub fn state(&self) -> MemberState {
-        self.standing().state
+        self.status().state
     }
 
-    pub(crate) fn standing(&self) -> MutexGuard<'_, Standing> {
-        self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn status(&self) -> MutexGuard<'_, Status> {
+        self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Something a person should know; shown once in the statistics.
     pub fn note(&self, text: String) {
-        let mut standing = self.standing();
-        if !standing.notes.contains(&text) && standing.notes.len() < 32 {
+        let mut status = self.status();
+        if !status.notes.contains(&text) && status.notes.len() < 32 {
             tracing::warn!("{text}");
-            standing.notes.push(text);
+            status.notes.push(text);
         }
     }
 
     fn transition(&self, event: Event) -> Result<(), InvalidTransition> {
         let (from, to) = {
-            let mut standing = self.standing();
-            let from = standing.state;
-            standing.state = state::next(from, event)?;
-            (from, standing.state)
+            let mut status = self.status();
+            let from = status.state;
+            status.state = state::next(from, event)?;
+            (from, status.state)
         };
         self.changed.notify_all();
         self.waker.wake();
@@ -421,8 +421,8 @@ impl<D: Driver> Member<D> {
     /// Who it is, for others.
     pub fn info(&self) -> MemberInfo {
         let (state, asked) = {
-            let standing = self.standing();
-            (standing.state, standing.asked)
+            let status = self.status();
+            (status.state, status.asked)
         };
         MemberInfo {
             id: self.id,
@@ -455,17 +455,17 @@ impl<D: Driver> Member<D> {
     pub fn stats(&self) -> MemberStats {
         let member = self.info();
         let pool = self.pool.report();
-        let communicators = self.cut.seats();
-        let standing = self.standing();
+        let communicators = self.cut.ranks();
+        let status = self.status();
         MemberStats {
             member,
             pool,
-            pauses: standing.pauses,
-            resumes: standing.resumes,
-            last_pause: standing.last_pause.clone(),
-            last_resume: standing.last_resume.clone(),
+            pauses: status.pauses,
+            resumes: status.resumes,
+            last_pause: status.last_pause.clone(),
+            last_resume: status.last_resume.clone(),
             communicators,
-            notes: standing.notes.clone(),
+            notes: status.notes.clone(),
         }
     }
 
@@ -473,10 +473,10 @@ impl<D: Driver> Member<D> {
     /// whoever coordinates. Returns how often the action has happened so far.
     pub fn consent(&self, action: Action) -> u64 {
         let count = {
-            let mut standing = self.standing();
-            standing.consent = Some(action);
-            standing.given_up = None;
-            standing.count(action)
+            let mut status = self.status();
+            status.consent = Some(action);
+            status.given_up = None;
+            status.count(action)
         };
         self.waker.wake();
         count
@@ -484,46 +484,46 @@ impl<D: Driver> Member<D> {
 
     /// The application stands in [`Member::consent`] no more.
     pub fn withdraw_consent(&self) {
-        self.standing().consent = None;
+        self.status().consent = None;
     }
 
     /// The `action` that the application waits in will not happen.
     pub(crate) fn give_up(&self, action: Action, why: String) {
         {
-            let mut standing = self.standing();
-            if standing.consent != Some(action) {
+            let mut status = self.status();
+            if status.consent != Some(action) {
                 return;
             }
-            standing.given_up = Some(why);
+            status.given_up = Some(why);
         }
         self.changed.notify_all();
     }
 
     /// Waits for as long as `rest`, or until this process itself changes its state.
     fn rest(&self, rest: Duration) {
-        let standing = self.standing();
+        let status = self.status();
         let _woken =
-            self.changed.wait_timeout(standing, rest).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait_timeout(status, rest).unwrap_or_else(PoisonError::into_inner);
     }
 
     /// Waits until `action` has happened more often than `count`, until it is known that it will not, or
     /// until `deadline`.
     pub fn wait_for(&self, action: Action, count: u64, deadline: Instant) -> Waited {
-        let mut standing = self.standing();
+        let mut status = self.status();
         loop {
-            if standing.count(action) > count {
+            if status.count(action) > count {
                 return Waited::Done;
             }
-            if let Some(why) = standing.given_up.take() {
+            if let Some(why) = status.given_up.take() {
                 return Waited::GivenUp(why);
             }
             let now = Instant::now();
             if now >= deadline {
                 return Waited::NotYet;
             }
-            standing = self
+            status = self
                 .changed
-                .wait_timeout(standing, deadline - now)
+                .wait_timeout(status, deadline - now)
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
@@ -538,7 +538,7 @@ impl Default for Turns {
     }
 }
 
-impl Standing {
+impl Status {
     fn count(&self, action: Action) -> u64 {
         match action {
             Action::Pause => self.pauses,

@@ -12,39 +12,36 @@ use super::failures::{
     wrong_state,
 };
 use super::fetch::{Missing, free_descriptors};
-use super::stage::Stage;
-use super::state::Event;
-use super::{Member, Standing};
+use super::progress::Progress;
+use super::{Member, Status};
 use crate::cut::{Limits, Seen};
 use crate::host_memory::HostNeed;
+use crate::phase::{Action, Stage};
 use crate::references::{References, Stay};
 use crate::scope::Scope;
-use crate::wire::{DeviceDelta, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply};
+use crate::state::Event;
+use crate::wire::{
+    DeviceDelta, Failure, FailureKind, MemberState, Order, Phase, PhaseReport, Reply,
+};
 
 impl<D: Driver> Member<D> {
-    /// Does `phase` and answers for it.
-    pub(super) fn run_phase(
-        &self,
-        phase: Phase,
-        scope: &Scope,
-        stays: &[Stay],
-        deadline: Instant,
-    ) -> Reply {
-        let begin = Instant::now();
-        let outcome = match phase {
-            Phase::CloseGate => self.close_gate(scope, deadline),
-            Phase::Drain => self.drain(deadline),
-            Phase::Save => self.save(stays),
-            Phase::Release => self.release(),
-            Phase::Verify => self.verify(),
-            Phase::AbortPause => self.abort_pause(),
-            Phase::CreateOwn => self.create_own(scope, deadline),
-            Phase::Restore => self.restore(),
-            Phase::Import => self.import(deadline),
-            Phase::ImportFromLiving => self.import_from_living(deadline),
-            Phase::Activate => self.activate(),
-            Phase::AbortResume => self.abort_resume(scope),
-            Phase::Settle => self.settle(),
+    /// Takes the phase that `order` asks for, and answers for it.
+    pub(super) fn run_phase(&self, order: &Order, deadline: Instant) -> Reply {
+        let (phase, begin) = (order.phase(), Instant::now());
+        let outcome = match order {
+            Order::CloseGate { scope } => self.close_gate(scope, deadline),
+            Order::Drain => self.drain(deadline),
+            Order::Save { stays } => self.save(stays),
+            Order::Release => self.release(),
+            Order::Verify => self.verify(),
+            Order::AbortPause => self.abort_pause(),
+            Order::CreateOwn { scope } => self.create_own(scope, deadline),
+            Order::Restore => self.restore(),
+            Order::Import => self.import(deadline),
+            Order::ImportFromLiving => self.import_from_living(deadline),
+            Order::Activate => self.activate(),
+            Order::AbortResume => self.abort_resume(),
+            Order::Settle => self.settle(),
         };
         let elapsed_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
         match outcome {
@@ -53,7 +50,7 @@ impl<D: Driver> Member<D> {
                 tracing::debug!(?phase, elapsed_us, bytes = report.bytes, "phase");
                 // Of use to the coordinator alone, and long.
                 let references = report.references.take();
-                self.standing().record(phase, &report);
+                self.status().record(phase, &report);
                 report.references = references;
                 Reply::PhaseDone(phase, report)
             }
@@ -95,7 +92,7 @@ impl<D: Driver> Member<D> {
         if let Err(error) = self.transition(Event::Lost) {
             tracing::error!(%error, "a lost context was not recorded");
         }
-        self.take_stage().abandon();
+        self.take_progress().abandon();
         self.pool.let_through_for_good();
         self.cut.release();
     }
@@ -132,8 +129,8 @@ impl<D: Driver> Member<D> {
         // A capture may have begun before the gate was shut; none can begin now.
         self.refuse_capture()?;
         self.transition(Event::PauseBegun)?;
-        self.standing().last_pause.clear();
-        self.set_stage(Stage::Shut(shut, self.paused_selection(scope)));
+        self.status().last_pause.clear();
+        self.set_progress(Progress::Shut(shut, self.paused_selection(scope)));
         Ok(PhaseReport::default())
     }
 
@@ -183,13 +180,13 @@ impl<D: Driver> Member<D> {
 
     fn drain(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
-        let (shut, selection) = self.next_of(Stage::into_shut)?;
+        let (shut, selection) = self.next_of(Progress::into_shut)?;
         let contexts = (self.config.own_contexts)();
         let (quiesced, waited) = match shut.drain(&contexts, deadline, self.calling_off.receiver())
         {
             Ok(drained) => drained,
             Err(Failed { state, error }) => {
-                self.set_stage(Stage::Shut(*state, selection));
+                self.set_progress(Progress::Shut(*state, selection));
                 return Err(drain_failure(&error));
             }
         };
@@ -198,7 +195,7 @@ impl<D: Driver> Member<D> {
         quiesced.mark_unused(&(self.config.unused)());
         let references = References::new(self.pool.references(&selection));
         let host = HostNeed::new(self.pool.host_demand(&selection), (self.config.host_limits)());
-        self.set_stage(Stage::Quiesced(quiesced, selection));
+        self.set_progress(Progress::Quiesced(quiesced, selection));
         Ok(PhaseReport {
             driver_calls: 2 * waited as u64,
             host: Some(host),
@@ -210,32 +207,32 @@ impl<D: Driver> Member<D> {
     /// What the step needs that is asked for, where it follows the one before.
     fn next_of<T>(
         &self,
-        take: impl FnOnce(Stage<D>) -> Result<T, Box<Stage<D>>>,
+        take: impl FnOnce(Progress<D>) -> Result<T, Box<Progress<D>>>,
     ) -> Result<T, Failure> {
-        take(self.take_stage()).map_err(|stage| self.out_of_turn(*stage))
+        take(self.take_progress()).map_err(|progress| self.out_of_turn(*progress))
     }
 
-    /// Puts `stage` back: the step that was asked for does not follow it.
-    fn out_of_turn(&self, stage: Stage<D>) -> Failure {
+    /// Puts `progress` back: the step that was asked for does not follow it.
+    fn out_of_turn(&self, progress: Progress<D>) -> Failure {
         let message =
             format!("process {}: this step does not follow the one before", std::process::id());
-        self.set_stage(stage);
+        self.set_progress(progress);
         wrong_state(message)
     }
 
     fn save(&self, stays: &[Stay]) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
-        let (quiesced, selection) = self.next_of(Stage::into_quiesced)?;
+        let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
         self.forget_ended();
         let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
         let budget = |demand| HostNeed::new(demand, (self.config.host_limits)()).budget();
         match quiesced.save(selection, &stays, budget) {
             Ok((prepared, log)) => {
-                self.set_stage(Stage::Prepared(prepared));
+                self.set_progress(Progress::Prepared(prepared));
                 Ok(report(log))
             }
             Err(Failed { state, error }) => {
-                self.set_stage(Stage::Leaving(*state));
+                self.set_progress(Progress::Leaving(*state));
                 Err(pool_failure(&error))
             }
         }
@@ -244,13 +241,13 @@ impl<D: Driver> Member<D> {
     /// The point of no return of a pause: the process stands paused, or runs on without some tags.
     pub(super) fn release(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
-        let prepared = self.next_of(Stage::into_prepared)?;
+        let prepared = self.next_of(Progress::into_prepared)?;
         let selection = prepared.selection().clone();
         let before = self.by_device(self.pool.resident_bytes(&selection));
         let (done, log) = match prepared.release() {
             Ok(released) => released,
             Err(Failed { state, error }) => {
-                self.set_stage(Stage::Prepared(*state));
+                self.set_progress(Progress::Prepared(*state));
                 return Err(pool_failure(&error));
             }
         };
@@ -262,13 +259,13 @@ impl<D: Driver> Member<D> {
             }
             Selection::Whole | Selection::SetAside(..) | Selection::Staged(_) => {
                 self.transition(Event::Released)?;
-                self.standing().pauses += 1;
+                self.status().pauses += 1;
                 self.changed.notify_all();
-                self.cut.stand();
+                self.cut.pause();
                 drop(done);
             }
         }
-        self.set_stage(Stage::Released(selection));
+        self.set_progress(Progress::Released(selection));
         Ok(PhaseReport { devices: self.deltas(&before), ..report(log) })
     }
 
@@ -297,7 +294,7 @@ impl<D: Driver> Member<D> {
 
     /// Says what stays on the devices, now that all members have released.
     fn verify(&self) -> Result<PhaseReport, Failure> {
-        let selection = self.next_of(Stage::into_released)?;
+        let selection = self.next_of(Progress::into_released)?;
         if let Selection::Tagged(..) = selection {
             return Ok(self.verify_tags(&selection));
         }
@@ -351,18 +348,18 @@ impl<D: Driver> Member<D> {
                 return Err(wrong_state(format!("a pause cannot be undone while {state:?}")));
             }
         }
-        let undone = match self.take_stage() {
-            Stage::Shut(shut, _) => Ok(shut.reopen()),
-            Stage::Quiesced(quiesced, _) => Ok(quiesced.reopen()),
-            Stage::Leaving(leaving) => leaving.undo(),
-            Stage::Prepared(prepared) => prepared.undo(),
-            stage @ (Stage::Rest
-            | Stage::Released(_)
-            | Stage::Returning(_)
-            | Stage::Restored(_)) => return Err(self.out_of_turn(stage)),
+        let undone = match self.take_progress() {
+            Progress::Shut(shut, _) => Ok(shut.reopen()),
+            Progress::Quiesced(quiesced, _) => Ok(quiesced.reopen()),
+            Progress::Leaving(leaving) => leaving.undo(),
+            Progress::Prepared(prepared) => prepared.undo(),
+            progress @ (Progress::Rest
+            | Progress::Released(_)
+            | Progress::Returning(_)
+            | Progress::Restored(_)) => return Err(self.out_of_turn(progress)),
         };
         let Undone { done, log, spare } = undone.map_err(|Failed { state, error }| {
-            self.set_stage(Stage::Leaving(*state));
+            self.set_progress(Progress::Leaving(*state));
             not_undone_yet(&pool_failure(&error))
         })?;
         self.transition(Event::PauseUndone)?;
@@ -385,11 +382,11 @@ impl<D: Driver> Member<D> {
         self.expect(wanted)?;
         let shut = self.shut(deadline)?;
         self.transition(begun)?;
-        self.standing().last_resume.clear();
+        self.status().last_resume.clear();
         let taken = self.by_device(self.pool.offloaded_bytes(&selection));
         match shut.create_own(selection) {
             Ok((returning, log)) => {
-                self.set_stage(Stage::Returning(returning));
+                self.set_progress(Progress::Returning(returning));
                 Ok(PhaseReport { devices: self.deltas(&taken), ..report(log) })
             }
             Err(Failed { state, error }) => {
@@ -404,13 +401,13 @@ impl<D: Driver> Member<D> {
     fn restore(&self) -> Result<PhaseReport, Failure> {
         let mut returning = self.take_returning()?;
         let restored = returning.restore_own(free_descriptors() / 4);
-        self.set_stage(Stage::Returning(returning));
+        self.set_progress(Progress::Returning(returning));
         Ok(report(restored.map_err(|error| pool_failure(&error))?))
     }
 
     fn take_returning(&self) -> Result<Returning<D>, Failure> {
         self.expect(MemberState::Restoring)?;
-        self.next_of(Stage::into_returning)
+        self.next_of(Progress::into_returning)
     }
 
     fn import(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
@@ -434,7 +431,7 @@ impl<D: Driver> Member<D> {
     fn fetch_imports(&self, deadline: Instant) -> Result<(StepLog, Vec<Missing>), Failure> {
         let mut returning = self.take_returning()?;
         let fetched = self.import_again(&mut returning, deadline);
-        self.set_stage(Stage::Returning(returning));
+        self.set_progress(Progress::Returning(returning));
         fetched.map_err(|error| import_failure(&error))
     }
 
@@ -442,12 +439,12 @@ impl<D: Driver> Member<D> {
     fn map_imports(&self, mut log: StepLog) -> Result<PhaseReport, Failure> {
         match self.take_returning()?.map_imports() {
             Ok((restored, mapped)) => {
-                self.set_stage(Stage::Restored(restored));
+                self.set_progress(Progress::Restored(restored));
                 log.add(mapped);
                 Ok(report(log))
             }
             Err(Failed { state, error }) => {
-                self.set_stage(Stage::Returning(*state));
+                self.set_progress(Progress::Returning(*state));
                 Err(pool_failure(&error))
             }
         }
@@ -455,11 +452,11 @@ impl<D: Driver> Member<D> {
 
     pub(super) fn activate(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Restoring)?;
-        let restored = self.next_of(Stage::into_restored)?;
+        let restored = self.next_of(Progress::into_restored)?;
         let is_resume_of_all = !matches!(restored.selection(), Selection::SetAside(..));
         let (done, spare) = restored.commit();
         self.transition(Event::Resumed)?;
-        self.standing().resumes += u64::from(is_resume_of_all);
+        self.status().resumes += u64::from(is_resume_of_all);
         self.changed.notify_all();
         drop(done);
         self.cut.release();
@@ -480,29 +477,27 @@ impl<D: Driver> Member<D> {
         drop(spare);
     }
 
-    pub(super) fn abort_resume(&self, scope: &Scope) -> Result<PhaseReport, Failure> {
+    pub(super) fn abort_resume(&self) -> Result<PhaseReport, Failure> {
         match self.state() {
             MemberState::Restoring => {}
-            state @ (MemberState::Active | MemberState::Paused) => {
-                return Ok(self.needs(&self.resumed_selection(scope, state)));
-            }
+            MemberState::Active | MemberState::Paused => return Ok(PhaseReport::default()),
             MemberState::Faulted => return Err(faulted()),
             state @ MemberState::Offloading => {
                 return Err(wrong_state(format!("a resume cannot be undone while {state:?}")));
             }
         }
-        let (selection, undone) = match self.take_stage() {
-            Stage::Returning(returning) => (returning.selection().clone(), returning.undo()),
-            Stage::Restored(restored) => (restored.selection().clone(), restored.undo()),
-            stage @ (Stage::Rest
-            | Stage::Shut(..)
-            | Stage::Quiesced(..)
-            | Stage::Leaving(_)
-            | Stage::Prepared(_)
-            | Stage::Released(_)) => return Err(self.out_of_turn(stage)),
+        let (selection, undone) = match self.take_progress() {
+            Progress::Returning(returning) => (returning.selection().clone(), returning.undo()),
+            Progress::Restored(restored) => (restored.selection().clone(), restored.undo()),
+            progress @ (Progress::Rest
+            | Progress::Shut(..)
+            | Progress::Quiesced(..)
+            | Progress::Leaving(_)
+            | Progress::Prepared(_)
+            | Progress::Released(_)) => return Err(self.out_of_turn(progress)),
         };
         let (done, log) = undone.map_err(|Failed { state, error }| {
-            self.set_stage(Stage::Returning(*state));
+            self.set_progress(Progress::Returning(*state));
             pool_failure(&error)
         })?;
         self.transition(match selection {
@@ -510,13 +505,25 @@ impl<D: Driver> Member<D> {
             Selection::Whole | Selection::Staged(_) | Selection::Tagged(..) => Event::ResumeUndone,
         })?;
         drop(done);
-        Ok(PhaseReport { devices: self.needs(&selection).devices, ..report(log) })
+        Ok(report(log))
     }
 
-    /// What a resume of `selection` needs on each device, and what is free there.
-    fn needs(&self, selection: &Selection) -> PhaseReport {
-        let vacated = self.by_device(self.pool.offloaded_bytes(selection));
-        PhaseReport { devices: self.deltas(&vacated), ..PhaseReport::default() }
+    /// Says what a resume of `scope` would need on each device, and what is free there.
+    pub(super) fn run_needs(&self, scope: &Scope) -> Reply {
+        match self.state() {
+            state @ (MemberState::Active | MemberState::Paused) => {
+                let selection = self.resumed_selection(scope, state);
+                let away = self.by_device(self.pool.offloaded_bytes(&selection));
+                Reply::Needs(self.deltas(&away))
+            }
+            MemberState::Faulted => Reply::Failed(faulted()),
+            state @ (MemberState::Offloading | MemberState::Restoring) => {
+                Reply::Failed(wrong_state(format!(
+                    "process {} is {state:?}: what a resume needs is known when it runs or is paused",
+                    std::process::id()
+                )))
+            }
+        }
     }
 }
 
@@ -527,21 +534,14 @@ struct DeviceBytes {
     bytes: u64,
 }
 
-impl Standing {
+impl Status {
     fn record(&mut self, phase: Phase, report: &PhaseReport) {
-        match phase {
-            Phase::CloseGate | Phase::Drain | Phase::Save | Phase::Release | Phase::Verify => {
-                self.last_pause.push((phase, report.clone()));
-            }
-            Phase::CreateOwn
-            | Phase::Restore
-            | Phase::Import
-            | Phase::ImportFromLiving
-            | Phase::Activate => {
-                self.last_resume.push((phase, report.clone()));
-            }
-            Phase::AbortPause | Phase::AbortResume | Phase::Settle => {}
-        }
+        let phases = match (phase.stage(), phase.action()) {
+            (Stage::Prepare | Stage::Commit, Some(Action::Pause)) => &mut self.last_pause,
+            (Stage::Prepare | Stage::Commit, Some(Action::Resume)) => &mut self.last_resume,
+            (Stage::Abort | Stage::Settle, _) | (_, None) => return,
+        };
+        phases.push((phase, report.clone()));
     }
 }
 

@@ -7,7 +7,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 use vmm_pool::Contents;
 
-use crate::wire::MemberState;
+use crate::state::MemberState;
 
 /// What a map says it is.
 pub const FORMAT: &str = "sublet-save";

@@ -144,6 +144,12 @@ pub enum TransportError {
         /// What we waited for.
         waiting_to: Direction,
     },
+    /// The peer sent a reply that is no answer to what it was asked.
+    #[error("{peer} answered another question than it was asked")]
+    AnotherAnswer {
+        /// Who.
+        peer: Peer,
+    },
     /// An earlier error left the connection between two messages; open a new one.
     #[error("the connection to {peer} is out of step after an earlier error")]
     OutOfStep {
@@ -222,6 +228,7 @@ impl TransportError {
             | Self::Malformed { .. }
             | Self::Unencodable { .. }
             | Self::Deadline { .. }
+            | Self::AnotherAnswer { .. }
             | Self::OutOfStep { .. }
             | Self::Io { .. } => false,
         }

@@ -11,7 +11,9 @@ use std::time::Instant;
 use nix::poll::{PollFd, PollFlags};
 
 use super::{Connection, Direction, Peer, TransportError, poll_until};
-use crate::run_dir::BINDING_EXTENSION;
+
+/// Of a name in the making; as long as that of a socket, so that both fit a socket path or neither does.
+pub(crate) const BINDING_EXTENSION: &str = "bind";
 
 /// A listening socket. Dropping it leaves its name behind, because a forked child drops its copy too;
 /// [`Listener::close`] removes the name, and a name without a listener is removed by whoever meets it.

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::frame::MAGIC;
 use super::*;
-use crate::wire::{Failure, FailureKind, PROTOCOL_VERSION};
+use crate::wire::{Action, Failure, FailureKind, GiveUp, Hello, PROTOCOL_VERSION, Reply, Request};
 
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(5)
@@ -261,6 +261,25 @@ fn silence_ends_at_the_deadline() {
 }
 
 #[test]
+fn a_reply_of_another_kind_is_an_error_and_ends_the_connection() {
+    let (mut asker, mut other) = pair();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for reply in [Reply::Noted, Reply::Consented] {
+                other.receive::<Request>(soon()).unwrap();
+                other.send(&reply, &[], soon()).unwrap();
+            }
+        });
+        let news = GiveUp { action: Action::Pause, why: String::new() };
+        assert_eq!(asker.call(&news, soon()).unwrap(), Ok(()));
+        let error = asker.call(&news, soon()).unwrap_err();
+        assert!(matches!(error, TransportError::AnotherAnswer { .. }), "{error}");
+    });
+    let error = asker.call(&Hello, soon()).unwrap_err();
+    assert!(matches!(error, TransportError::OutOfStep { .. }), "{error}");
+}
+
+#[test]
 fn a_listener_takes_connections_and_its_name_goes_when_it_closes() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.sock");
@@ -277,7 +296,7 @@ fn a_listener_takes_connections_and_its_name_goes_when_it_closes() {
             let failure = Failure { kind: FailureKind::WrongState, message: "not now".to_owned() };
             server.send(&Reply::Failed(failure), &[], soon()).unwrap();
         });
-        let (reply, _) = client.call(&Request::Hello, 0, soon()).unwrap();
+        let (reply, _) = client.exchange(&Request::Hello, 0, soon()).unwrap();
         assert!(matches!(reply, Reply::Failed(_)));
     });
     assert!(Listener::bind(&path).is_err(), "bound over a live socket");

@@ -189,7 +189,7 @@ impl Asker {
     }
 
     fn ask(&mut self, step: SaveStep) -> Reply {
-        let call = self.0.call(&Request::Save(step), 0, Instant::now() + SOON);
+        let call = self.0.exchange(&Request::Save(step), 0, Instant::now() + SOON);
         call.expect("an answer").0
     }
 

@@ -16,8 +16,8 @@ use tenants::ticket::Ticket;
 use tenants::transport::frame::{HEADER_BYTES, Header, decode, encode};
 use tenants::transport::{Connection, Limits, REQUEST_BYTES_MAX, poll_until};
 use tenants::wire::{
-    Action, FDS_PER_MESSAGE_MAX, FailureKind, FetchPurpose, MemberState, PROTOCOL_VERSION, Phase,
-    Reply, Request,
+    Action, AwaitConsent, FDS_PER_MESSAGE_MAX, FailureKind, FetchFds, FetchPurpose, MemberState,
+    PROTOCOL_VERSION, Phase, Reply, Request, TakePhase,
 };
 use vmm_pool::AllocationId;
 use vmm_pool::driver::sim::GRANULARITY_BYTES;
@@ -34,7 +34,7 @@ fn connect(member: &SimMember) -> Connection {
 }
 
 fn ask(connection: &mut Connection, request: &Request) -> Reply {
-    connection.call(request, FDS_PER_MESSAGE_MAX, soon()).unwrap().0
+    connection.exchange(request, FDS_PER_MESSAGE_MAX, soon()).unwrap().0
 }
 
 fn failure_of(reply: Reply) -> (FailureKind, String) {
@@ -93,13 +93,11 @@ fn a_client_of_a_newer_version_is_told_ours() {
 fn a_request_cut_short_anywhere_is_dropped() {
     let stage = Stage::new();
     let member = stage.member("train");
-    let request = Request::Phase {
-        phase: Phase::CloseGate,
+    let request = Request::Phase(TakePhase {
         round: 1,
-        scope: Scope::Whole,
-        stays: Vec::new(),
+        order: Phase::CloseGate.order(&Scope::Whole, &[]),
         timeout_ms: 1000,
-    };
+    });
     let frame = encode(&request, 0).unwrap();
     for length in 0..frame.len() {
         let mut client = stream(&member);
@@ -117,11 +115,11 @@ fn the_longest_request_is_read_and_one_byte_more_is_not() {
     let member = stage.member("train");
     // Too many identities, but as a message it is one that can be read.
     let allocations = vec![AllocationId([7; 16]); REQUEST_BYTES_MAX / 16 - 1];
-    let request = Request::FetchFds {
+    let request = Request::FetchFds(FetchFds {
         allocations,
         purpose: FetchPurpose::Redeem { serial: 0 },
         importer: member.id(),
-    };
+    });
     let frame = encode(&request, 0).unwrap();
     assert!(frame.len() - HEADER_BYTES > REQUEST_BYTES_MAX - 32);
     let (kind, message) = failure_of(ask(&mut connect(&member), &request));
@@ -211,7 +209,7 @@ fn when_all_connections_are_taken_the_longest_idle_one_goes() {
     // All of them are kept, and the first is no more the longest idle.
     assert!(matches!(ask(&mut clients[0], &Request::Hello), Reply::Member(_)));
     answers(&member);
-    let error = clients[1].call(&Request::Hello, 0, soon()).unwrap_err();
+    let error = clients[1].exchange(&Request::Hello, 0, soon()).unwrap_err();
     assert!(error.peer_is_gone(), "{error}");
     assert!(matches!(ask(&mut clients[0], &Request::Hello), Reply::Member(_)));
     assert!(matches!(ask(&mut clients[2], &Request::Hello), Reply::Member(_)));
@@ -247,7 +245,7 @@ fn as_many_requests_wait_as_the_limit_says_and_one_more_ends_the_connection() {
     let member = stage.member("train");
     let mut client = connect(&member);
     // The longest wait that can be asked for must not break the agent's clock.
-    let wait = Request::AwaitConsent { action: Action::Pause, timeout_ms: u64::MAX };
+    let wait = Request::AwaitConsent(AwaitConsent { action: Action::Pause, timeout_ms: u64::MAX });
     for _ in 0..OPEN_REQUESTS_MAX {
         client.send(&wait, &[], soon()).unwrap();
     }
@@ -272,12 +270,12 @@ fn phases_that_come_twice_late_or_out_of_order_change_nothing() {
     let stage = Stage::new();
     let member = stage.member("train");
     let mut client = connect(&member);
-    let phase = |phase| Request::Phase {
-        phase,
-        round: 1,
-        scope: Scope::Whole,
-        stays: Vec::new(),
-        timeout_ms: 5000,
+    let phase = |phase: Phase| {
+        Request::Phase(TakePhase {
+            round: 1,
+            order: phase.order(&Scope::Whole, &[]),
+            timeout_ms: 5000,
+        })
     };
     let out_of_order = [
         Phase::Drain,
@@ -313,10 +311,12 @@ fn memory_is_handed_to_members_of_the_tenant_and_in_numbers_within_the_limit() {
     let stranger = stage.member("infer");
     let (ticket, _handle) = ticket_of(&owner);
     let mut client = connect(&owner);
-    let fetch = |allocations, importer| Request::FetchFds {
-        allocations,
-        purpose: FetchPurpose::Redeem { serial: 0 },
-        importer,
+    let fetch = |allocations, importer| {
+        Request::FetchFds(FetchFds {
+            allocations,
+            purpose: FetchPurpose::Redeem { serial: 0 },
+            importer,
+        })
     };
     for nobody in [stranger.id(), MemberId(0), MemberId(u64::MAX)] {
         let (kind, message) = failure_of(ask(&mut client, &fetch(vec![ticket.allocation], nobody)));
@@ -328,7 +328,7 @@ fn memory_is_handed_to_members_of_the_tenant_and_in_numbers_within_the_limit() {
     let many = fetch(vec![ticket.allocation; FDS_PER_MESSAGE_MAX + 1], peer.id());
     assert_eq!(failure_of(ask(&mut client, &many)).0, FailureKind::Unknown);
     let most = fetch(vec![ticket.allocation; FDS_PER_MESSAGE_MAX], peer.id());
-    let (reply, fds) = client.call(&most, FDS_PER_MESSAGE_MAX, soon()).unwrap();
+    let (reply, fds) = client.exchange(&most, FDS_PER_MESSAGE_MAX, soon()).unwrap();
     assert_eq!(
         reply,
         Reply::Fds { count: 250, tags: vec![String::new(); 250], missing: Vec::new() }
@@ -337,7 +337,7 @@ fn memory_is_handed_to_members_of_the_tenant_and_in_numbers_within_the_limit() {
     // Whoever did not ask for descriptors gets none, though they were sent.
     let one = encode(&fetch(vec![ticket.allocation], peer.id()), 0).unwrap();
     assert!(decode::<Request>(&one, Limits::REQUESTS).is_ok());
-    let error = client.call(&fetch(vec![ticket.allocation], peer.id()), 0, soon()).unwrap_err();
+    let error = client.exchange(&fetch(vec![ticket.allocation], peer.id()), 0, soon()).unwrap_err();
     assert!(error.to_string().contains("descriptors where none belong"), "{error}");
     for member in [owner, peer, stranger] {
         member.leave();

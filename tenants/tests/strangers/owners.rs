@@ -104,7 +104,7 @@ fn an_owner_that_answers_nonsense_is_refused_and_named() {
             encode(&Reply::Fds { count: 9, tags: Vec::new(), missing: Vec::new() }, 1).unwrap(),
             files(1),
         ),
-        ("sent 0 descriptors for 1", encode(&Reply::Consented, 0).unwrap(), Vec::new()),
+        ("answered another question", encode(&Reply::Consented, 0).unwrap(), Vec::new()),
         ("refused", encode(&Reply::Failed(refusal), 0).unwrap(), Vec::new()),
         ("no device's", good.clone(), pipe()),
         ("import of a peer's allocation", good, files(1)),
@@ -136,7 +136,7 @@ fn an_owner_that_closed_the_idle_connection_is_asked_anew() {
     let mut others = Vec::new();
     for _ in 0..tenants::member::CONNECTIONS_MAX {
         let mut other = Connection::connect(owner.socket_path(), soon()).unwrap();
-        other.call(&Request::Hello, 0, soon()).unwrap();
+        other.exchange(&Request::Hello, 0, soon()).unwrap();
         others.push(other);
     }
     let (second, _handle) = ticket_of(&owner);

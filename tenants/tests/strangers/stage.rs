@@ -80,7 +80,7 @@ pub(crate) fn stream(member: &SimMember) -> UnixStream {
 pub(crate) fn answers(member: &SimMember) {
     let asked = Instant::now();
     let mut connection = Connection::connect(member.socket_path(), soon()).unwrap();
-    let (reply, _) = connection.call(&Request::Hello, 0, soon()).unwrap();
+    let (reply, _) = connection.exchange(&Request::Hello, 0, soon()).unwrap();
     assert!(matches!(reply, Reply::Member(info) if info.id == member.id()));
     assert!(asked.elapsed() < HEALTHY, "the agent was held up for {:?}", asked.elapsed());
 }

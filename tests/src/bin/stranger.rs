@@ -17,7 +17,7 @@ use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
 use tenants::ticket::Ticket;
 use tenants::transport::frame::encode;
 use tenants::transport::poll_until;
-use tenants::wire::Request;
+use tenants::wire::{FetchFds, FetchPurpose, Request};
 
 /// How long the other side may take to hang up on us.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -92,11 +92,11 @@ fn redeem(tenant_dir: &Path) -> io::Result<String> {
     let mut stream = UnixStream::connect(tenant_dir.join(format!("{}.sock", ticket.owner)))?;
     // The identity of a member is no secret that would help: it says whose it is.
     let allocations = vec![ticket.allocation];
-    let request = Request::FetchFds {
+    let request = Request::FetchFds(FetchFds {
         allocations,
-        purpose: tenants::wire::FetchPurpose::Redeem { serial: 0 },
+        purpose: FetchPurpose::Redeem { serial: 0 },
         importer: ticket.owner,
-    };
+    });
     let question = encode(&request, 0).map_err(io::Error::other)?;
     stream.write_all(&question).ok();
     heard(&mut stream)

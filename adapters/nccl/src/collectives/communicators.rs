@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, TryLockError};
 
-use tenants::cut::{CommunicatorId, Cut, Entry, Lane, Seat, Series};
+use tenants::cut::{CommunicatorId, Cut, Increment, Lane, Rank, Series};
 
 use super::NcclResult;
 
@@ -19,10 +19,10 @@ use super::NcclResult;
 #[derive(Debug)]
 pub(super) struct Communicator {
     pub(super) pointer: usize,
-    pub(super) seat: Seat,
+    pub(super) local: Rank,
     /// What one collective adds.
-    pub(super) collective: [Entry; 1],
-    pairs: Mutex<BTreeMap<Series, Entry>>,
+    pub(super) collective: [Increment; 1],
+    pairs: Mutex<BTreeMap<Series, Increment>>,
     splits: AtomicU64,
     shrinks: AtomicU64,
     is_ending: AtomicBool,
@@ -34,12 +34,12 @@ pub(super) struct Communicator {
 }
 
 impl Communicator {
-    pub(super) fn new(cut: &Cut, pointer: usize, seat: Seat) -> Self {
-        let lane = Lane { communicator: seat.communicator, series: Series::Collectives };
+    pub(super) fn new(cut: &Cut, pointer: usize, local: Rank) -> Self {
+        let lane = Lane { communicator: local.communicator, series: Series::Collectives };
         Self {
             pointer,
-            seat,
-            collective: [Entry { post: cut.post(lane, seat.rank), launches: 1 }],
+            local,
+            collective: [Increment { counter: cut.counter(lane, local.rank), launches: 1 }],
             pairs: Mutex::default(),
             splits: AtomicU64::new(0),
             shrinks: AtomicU64::new(0),
@@ -51,13 +51,13 @@ impl Communicator {
     }
 
     pub(super) fn id(&self) -> CommunicatorId {
-        self.seat.communicator
+        self.local.communicator
     }
 
     /// One launch on a series of its own.
-    pub(super) fn entry(&self, cut: &Cut, series: Series) -> Entry {
+    pub(super) fn increment(&self, cut: &Cut, series: Series) -> Increment {
         let lane = Lane { communicator: self.id(), series };
-        let make = || Entry { post: cut.post(lane, self.seat.rank), launches: 1 };
+        let make = || Increment { counter: cut.counter(lane, self.local.rank), launches: 1 };
         match series {
             Series::Collectives => self.collective[0].clone(),
             Series::Pair { .. } => {

@@ -3,18 +3,18 @@
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
-use tenants::cut::Entry;
+use tenants::cut::Increment;
 
 use super::communicators::Communicator;
-use super::life::Newcomer;
+use super::lifecycle::Newcomer;
 
 /// The calls of one group of one thread. They launch nothing before its end.
 #[derive(Debug, Default)]
 pub(super) struct Group {
     /// Launched when the group ends.
-    pub(super) entries: Vec<Entry>,
+    pub(super) increments: Vec<Increment>,
     /// Recorded into captures when the group ends.
-    pub(super) captured: Vec<(u64, Entry)>,
+    pub(super) captured: Vec<(u64, Increment)>,
     /// Communicators that the group calls.
     pub(super) touched: Vec<Arc<Communicator>>,
     /// Communicators that the group makes.
@@ -30,18 +30,18 @@ impl Group {
         }
     }
 
-    /// One entry a post.
-    pub(super) fn merged_entries(&mut self) -> Vec<Entry> {
-        let mut entries = std::mem::take(&mut self.entries);
-        entries.sort_by_key(|entry| Arc::as_ptr(&entry.post).addr());
-        entries.dedup_by(|next, kept| {
-            let same = Arc::ptr_eq(&next.post, &kept.post);
+    /// One increment a counter.
+    pub(super) fn merged_increments(&mut self) -> Vec<Increment> {
+        let mut increments = std::mem::take(&mut self.increments);
+        increments.sort_by_key(|increment| Arc::as_ptr(&increment.counter).addr());
+        increments.dedup_by(|next, kept| {
+            let same = Arc::ptr_eq(&next.counter, &kept.counter);
             if same {
                 kept.launches += next.launches;
             }
             same
         });
-        entries
+        increments
     }
 }
 

@@ -1,4 +1,4 @@
-//! NCCL's public calls as entries of the consistent cut (`tenants::cut`).
+//! NCCL's public calls as increments of the consistent cut (`tenants::cut`).
 //!
 //! | call | counts on |
 //! | --- | --- |
@@ -13,7 +13,7 @@
 //! brackets sends, receives, coalesced collectives and every call of a non-blocking communicator so, and
 //! then asks for the state until the call is over (`AutoNcclGroup` in its `torch/csrc/cuda/nccl.cpp`); it ends
 //! its open groups before it makes a communicator (`initNCCLComm` in `ProcessGroupNCCL.cpp`). On a stream
-//! under capture nothing is launched: the entries go to the capture, and count at each launch of its graph.
+//! under capture nothing is launched: the increments go to the capture, and count at each launch of its graph.
 //!
 //! Nothing here calls NCCL but through the caller's closures and [`Process`], so all of it is tested
 //! without.
@@ -21,19 +21,19 @@
 mod communicators;
 mod group;
 mod identity;
-mod life;
+mod lifecycle;
 #[cfg(test)]
 mod tests;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use tenants::cut::{Cut, Entry, Launch, Series};
+use tenants::cut::{Cut, Increment, Launch, Series};
 
 pub use identity::of_unique_ids;
 
 use communicators::{Communicator, Communicators};
-use life::Newcomer;
+use lifecycle::Newcomer;
 
 /// `ncclResult_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,7 +69,7 @@ pub trait Process {
     fn capture_of(&self, stream: usize) -> Option<u64>;
 
     /// These launches are recorded by `capture`.
-    fn add_to_capture(&self, capture: u64, entries: Vec<Entry>);
+    fn add_to_capture(&self, capture: u64, increments: Vec<Increment>);
 
     /// The communicator that NCCL has written to `place`, an out-pointer of the caller's which the caller
     /// keeps until NCCL has; 0 when none.
@@ -155,11 +155,11 @@ impl Collectives {
         if group::is_open() {
             let result = call();
             if result.is_accepted() {
-                let entry = communicator.entry(process.cut(), series);
+                let increment = communicator.increment(process.cut(), series);
                 group::gather(|group| {
                     match capture {
-                        Some(capture) => group.captured.push((capture, entry)),
-                        None => group.entries.push(entry),
+                        Some(capture) => group.captured.push((capture, increment)),
+                        None => group.increments.push(increment),
                     }
                     group.touch(communicator);
                 });
@@ -169,19 +169,19 @@ impl Collectives {
         if let Some(capture) = capture {
             let result = call();
             if result.is_accepted() {
-                let entry = communicator.entry(process.cut(), series);
-                process.add_to_capture(capture, vec![entry]);
+                let increment = communicator.increment(process.cut(), series);
+                process.add_to_capture(capture, vec![increment]);
             }
             return result;
         }
-        let entry;
-        let entries = if series == Series::Collectives {
+        let increment;
+        let increments = if series == Series::Collectives {
             &communicator.collective
         } else {
-            entry = [communicator.entry(process.cut(), series)];
-            &entry
+            increment = [communicator.increment(process.cut(), series)];
+            &increment
         };
-        let launch = process.cut().enter(what, entries);
+        let launch = process.cut().enter(what, increments);
         let result = group::inside(call);
         self.settle(process, launch, result, std::slice::from_ref(&communicator));
         result
@@ -209,20 +209,21 @@ impl Collectives {
         let Some(mut group) = group::end() else {
             return call();
         };
-        let entries = group.merged_entries();
-        let launch = (!entries.is_empty()).then(|| process.cut().enter("ncclGroupEnd", &entries));
+        let increments = group.merged_increments();
+        let launch =
+            (!increments.is_empty()).then(|| process.cut().enter("ncclGroupEnd", &increments));
         let result = group::inside(call);
         let mut touched = std::mem::take(&mut group.touched);
         if result.is_accepted() {
-            for (capture, entry) in group.captured.drain(..) {
-                process.add_to_capture(capture, vec![entry]);
+            for (capture, increment) in group.captured.drain(..) {
+                process.add_to_capture(capture, vec![increment]);
             }
         }
         for newcomer in group.newcomers.drain(..) {
             touched.extend(self.arrived(process, newcomer, result));
         }
         for communicator in group.leaving.drain(..) {
-            process.cut().leave_seat(communicator.id(), communicator.seat.rank);
+            process.cut().remove_rank(communicator.id(), communicator.local.rank);
         }
         match launch {
             Some(launch) => self.settle(process, launch, result, &touched),
@@ -318,7 +319,7 @@ impl Collectives {
 
 /// Where an operation counts; `None` for a message to oneself, which waits for nobody else.
 fn series_of(communicator: &Communicator, operation: Operation) -> Option<Series> {
-    let own = communicator.seat.rank;
+    let own = communicator.local.rank;
     let other = |peer: i32| u32::try_from(peer).ok().filter(|peer| *peer != own);
     match operation {
         Operation::Collective => Some(Series::Collectives),

@@ -19,7 +19,7 @@ struct Fake {
     cut: Cut,
     notes: RefCell<Vec<String>>,
     capture: Cell<Option<u64>>,
-    captured: RefCell<HashMap<u64, Vec<Entry>>>,
+    captured: RefCell<HashMap<u64, Vec<Increment>>>,
     places: RefCell<HashMap<usize, usize>>,
     ranks: RefCell<HashMap<usize, (u32, u32)>>,
 }
@@ -37,8 +37,8 @@ impl Process for Fake {
     fn capture_of(&self, _stream: usize) -> Option<u64> {
         self.capture.get()
     }
-    fn add_to_capture(&self, capture: u64, entries: Vec<Entry>) {
-        self.captured.borrow_mut().entry(capture).or_default().extend(entries);
+    fn add_to_capture(&self, capture: u64, increments: Vec<Increment>) {
+        self.captured.borrow_mut().entry(capture).or_default().extend(increments);
     }
     fn communicator_at(&self, place: usize) -> usize {
         self.places.borrow().get(&place).copied().unwrap_or(0)
@@ -53,7 +53,7 @@ impl Process for Fake {
 
 impl Fake {
     fn count(&self, communicator: CommunicatorId, series: Series, rank: u32) -> u64 {
-        self.cut.post(Lane { communicator, series }, rank).launched()
+        self.cut.counter(Lane { communicator, series }, rank).launched()
     }
 
     fn collectives(&self) -> u64 {
@@ -96,12 +96,12 @@ fn a_communicator_counts_its_making_its_collectives_and_its_end_once() {
     reduce(&fake, &all, ok());
     reduce(&fake, &all, ok());
     assert_eq!(fake.collectives(), 2);
-    let end = fake.cut.post(Lane { communicator: ID, series: Series::End }, 1);
+    let end = fake.cut.counter(Lane { communicator: ID, series: Series::End }, 1);
     all.finalize(&fake, 500, ok);
     assert_eq!(end.launched(), 1);
     all.destroy(&fake, 500, ok);
     assert_eq!(end.launched(), 1, "counted once");
-    assert_eq!(fake.collectives(), 0, "the seat is left and its posts are gone");
+    assert_eq!(fake.collectives(), 0, "the rank has left and its counters are gone");
 }
 
 #[test]
@@ -136,7 +136,8 @@ fn a_group_counts_at_its_outermost_end() {
     reduce(&fake, &all, ok());
     reduce(&fake, &all, FAILED);
     all.group_end(&fake, ok);
-    let sent = fake.cut.post(Lane { communicator: ID, series: Series::Pair { from: 1, to: 2 } }, 1);
+    let sent =
+        fake.cut.counter(Lane { communicator: ID, series: Series::Pair { from: 1, to: 2 } }, 1);
     assert_eq!((sent.launched(), fake.collectives()), (0, 0), "nothing is launched yet");
     all.group_end(&fake, || {
         assert_eq!(sent.launched(), 2, "counted before NCCL launches");
@@ -239,7 +240,7 @@ fn communicators_of_a_group_are_there_when_the_group_has_ended() {
 }
 
 #[test]
-fn all_ranks_of_one_process_have_their_seats() {
+fn all_ranks_of_one_process_are_known() {
     let (fake, all) = (Fake::default(), Collectives::default());
     all.create_all(&fake, 2, 800, || {
         fake.write(800, 500);

@@ -8,8 +8,9 @@ use std::thread::JoinHandle;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 
 use super::*;
-use crate::cut::{CommunicatorId, Entry, Lane, Limits, Seat, Seen, Series};
+use crate::cut::{CommunicatorId, Increment, Lane, Limits, Rank, Seen, Series};
 use crate::member::{Member, MemberConfig};
+use crate::wire::Hold;
 
 type SimMember = Member<SimDriver>;
 
@@ -48,7 +49,7 @@ impl Job {
             change(rank, &mut config);
             let driver = SimDriver::new(node, SimOptions::default());
             let member = Member::join(config, Arc::new(driver)).unwrap();
-            member.cut().take_seat(Seat { communicator: WORLD, rank, ranks });
+            member.cut().add_rank(Rank { communicator: WORLD, rank, ranks });
             member
         });
         Self { members: members.collect(), run_dir, _base: base }
@@ -68,7 +69,7 @@ impl Job {
 
     fn launched(&self) -> Vec<u64> {
         let ranks = self.members.iter().zip(0..);
-        ranks.map(|(member, rank)| member.cut().post(collectives(), rank).launched()).collect()
+        ranks.map(|(member, rank)| member.cut().counter(collectives(), rank).launched()).collect()
     }
 }
 
@@ -83,8 +84,8 @@ impl Drop for Job {
 
 /// One collective of `rank`.
 fn launch(member: &SimMember, rank: usize) {
-    let post = member.cut().post(collectives(), u32::try_from(rank).unwrap());
-    drop(member.cut().enter("ncclAllReduce", &[Entry { post, launches: 1 }]));
+    let counter = member.cut().counter(collectives(), u32::try_from(rank).unwrap());
+    drop(member.cut().enter("ncclAllReduce", &[Increment { counter, launches: 1 }]));
 }
 
 /// A rank that launches until told to stop. It never gets further ahead of the slowest than a few, as a
@@ -193,7 +194,7 @@ fn a_rank_that_is_stuck_is_named_and_the_others_run_on() {
     let job = Job::new(3);
     job.launch(0);
     job.launch(1);
-    let stuck = job.members[2].cut().post(collectives(), 2);
+    let stuck = job.members[2].cut().counter(collectives(), 2);
     let options = Options { timeout: Some(Duration::from_millis(700)), ..Options::default() };
     let (go, wait) = std::sync::mpsc::channel::<()>();
     let error = std::thread::scope(|scope| {
@@ -201,8 +202,8 @@ fn a_rank_that_is_stuck_is_named_and_the_others_run_on() {
         let other = Lane { communicator: WORLD, series: Series::Pair { from: 2, to: 0 } };
         // It sits in a call of another kind, which never comes back while the pause waits.
         scope.spawn(move || {
-            let entries = [Entry { post: cut.post(other, 2), launches: 0 }];
-            let launch = cut.enter("ncclSend", &entries);
+            let increments = [Increment { counter: cut.counter(other, 2), launches: 0 }];
+            let launch = cut.enter("ncclSend", &increments);
             wait.recv_timeout(SOON).unwrap();
             drop(launch);
         });
@@ -275,13 +276,14 @@ fn a_coordinator_that_hangs_up_lets_go_at_once() {
     let path = job.members[0].socket_path();
     let mut coordinator =
         crate::transport::Connection::connect(path, Instant::now() + SOON).unwrap();
-    let hold = Request::Cut { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 };
+    let hold = Request::Cut(Hold { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 });
     coordinator.send(&hold, &[], Instant::now() + SOON).unwrap();
     let (reply, _) = coordinator.receive::<Reply>(Instant::now() + SOON).unwrap();
     assert!(job.members[0].info().held);
     // It is told to look for ten minutes, and the asker dies meanwhile.
     let Reply::Cut(stood) = reply else { panic!("{reply:?}") };
-    let watch = Request::Cut { limits: Limits::default(), seen: stood.seen, wait_ms: 600_000 };
+    let watch =
+        Request::Cut(Hold { limits: Limits::default(), seen: stood.seen, wait_ms: 600_000 });
     coordinator.send(&watch, &[], Instant::now() + SOON).unwrap();
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| job.launch(0));
@@ -310,13 +312,11 @@ fn a_paused_job_holds_its_launches_until_it_is_active_again() {
         let path = job.members[0].socket_path();
         let mut half = crate::transport::Connection::connect(path, Instant::now() + SOON).unwrap();
         for phase in [Phase::CreateOwn, Phase::AbortResume] {
-            let request = Request::Phase {
-                phase,
+            let request = Request::Phase(TakePhase {
                 round: 7,
-                scope: Scope::Whole,
-                stays: Vec::new(),
+                order: phase.order(&Scope::Whole, &[]),
                 timeout_ms: 30_000,
-            };
+            });
             half.send(&request, &[], Instant::now() + SOON).unwrap();
             let (reply, _) = half.receive::<Reply>(Instant::now() + SOON).unwrap();
             assert!(matches!(reply, Reply::PhaseDone(..)), "{reply:?}");
@@ -336,8 +336,8 @@ fn a_paused_job_holds_its_launches_until_it_is_active_again() {
 #[test]
 fn ranks_that_live_elsewhere_are_noted() {
     let job = Job::new(2);
-    let seat = Seat { communicator: CommunicatorId(0x77 << 96), rank: 1, ranks: 8 };
-    job.members[0].cut().take_seat(seat);
+    let local = Rank { communicator: CommunicatorId(0x77 << 96), rank: 1, ranks: 8 };
+    job.members[0].cut().add_rank(local);
     let paused = report(job.coordinator(patient()).pause(&mut quiet).unwrap());
     assert_eq!(paused.notes.len(), 1);
     let note = &paused.notes[0];

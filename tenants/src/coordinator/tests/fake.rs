@@ -21,8 +21,8 @@ use crate::saving::map::SaveAccount;
 use crate::transport::frame::encode;
 use crate::transport::{Connection, Listener, TransportError, poll_until};
 use crate::wire::{
-    DeviceDelta, Failure, FailureKind, MemberInfo, MemberState, MemberStats, Phase, PhaseReport,
-    Reply, Request, SaveProgress, SaveStage, SaveStep,
+    DeviceDelta, Failure, FailureKind, GiveUp, MemberInfo, MemberState, MemberStats, Phase,
+    PhaseReport, Reply, Request, SaveProgress, SaveStage, SaveStep, TakePhase,
 };
 
 pub(super) const GIB: u64 = 1 << 30;
@@ -255,23 +255,25 @@ impl Agent {
     /// False when the member dies of it.
     fn answer(&self, connection: &mut Connection, request: &Request) -> bool {
         let fault = match request {
-            Request::Hello | Request::Withdraw { .. } => self.script.hello,
+            Request::Hello | Request::Withdraw(_) => self.script.hello,
             Request::Stats => self.script.stats,
-            Request::Cut { .. } | Request::Save(SaveStep::Begin { .. } | SaveStep::CallOff) => None,
-            Request::AwaitConsent { .. } => {
+            Request::Needs(_)
+            | Request::Cut(_)
+            | Request::Save(SaveStep::Begin { .. } | SaveStep::CallOff) => None,
+            Request::AwaitConsent(_) => {
                 self.log.lock().unwrap().push(Line::Consent(self.id));
                 self.script.consent
             }
-            Request::Phase { phase, .. } => {
-                let line = Line::Began(self.id, *phase);
+            Request::Phase(TakePhase { order, .. }) => {
+                let line = Line::Began(self.id, order.phase());
                 self.log.lock().unwrap().push(line);
-                self.script.faults.get(phase).copied()
+                self.script.faults.get(&order.phase()).copied()
             }
-            Request::GiveUp { why, .. } => {
+            Request::GiveUp(GiveUp { why, .. }) => {
                 self.log.lock().unwrap().push(Line::GivenUp(self.id, why.clone()));
                 None
             }
-            Request::FetchFds { .. } => Some(Fault::WrongAnswer),
+            Request::FetchFds(_) => Some(Fault::WrongAnswer),
             Request::Save(SaveStep::WriteOn { .. }) => {
                 let is_second = self.written.load(Ordering::Relaxed) > 0;
                 self.script.save.filter(|_| is_second)
@@ -314,7 +316,7 @@ impl Agent {
 
     fn good_reply(&self, request: &Request) -> Reply {
         match request {
-            Request::Hello | Request::Withdraw { .. } => Reply::Member(self.info()),
+            Request::Hello | Request::Withdraw(_) => Reply::Member(self.info()),
             Request::Stats => Reply::Stats(Box::new(MemberStats {
                 member: self.info(),
                 pool: PoolReport::default(),
@@ -326,13 +328,12 @@ impl Agent {
                 notes: Vec::new(),
             })),
             // No communicators: at a cut at any time.
-            Request::Cut { .. } => Reply::Cut(Box::default()),
-            Request::AwaitConsent { .. } => Reply::Consented,
-            Request::Phase { phase, .. } => self.phase(*phase),
-            Request::GiveUp { .. } => Reply::Noted,
-            Request::FetchFds { .. } => {
-                Reply::Fds { count: 0, tags: Vec::new(), missing: Vec::new() }
-            }
+            Request::Cut(_) => Reply::Cut(Box::default()),
+            Request::AwaitConsent(_) => Reply::Consented,
+            Request::Needs(_) => Reply::Needs(vec![needed()]),
+            Request::Phase(TakePhase { order, .. }) => self.phase(order.phase()),
+            Request::GiveUp(_) => Reply::Noted,
+            Request::FetchFds(_) => Reply::Fds { count: 0, tags: Vec::new(), missing: Vec::new() },
             Request::Save(step) => self.save(step),
         }
     }
@@ -354,13 +355,7 @@ impl Agent {
             driver_calls: 3,
             bytes: GIB,
             steps: Vec::new(),
-            devices: vec![DeviceDelta {
-                device: DeviceOrdinal(0),
-                uuid: "gpu-a".to_owned(),
-                bytes: GIB,
-                free_bytes: 5 * GIB,
-                total_bytes: 80 * GIB,
-            }],
+            devices: vec![needed()],
             notes: Vec::new(),
             host: self.script.host.clone().filter(|_| phase == Phase::Drain),
             references: None,
@@ -403,6 +398,17 @@ impl Agent {
             asked: None,
             tags: Vec::new(),
         }
+    }
+}
+
+/// What a member has on its device, or needs there.
+fn needed() -> DeviceDelta {
+    DeviceDelta {
+        device: DeviceOrdinal(0),
+        uuid: "gpu-a".to_owned(),
+        bytes: GIB,
+        free_bytes: 5 * GIB,
+        total_bytes: 80 * GIB,
     }
 }
 

@@ -81,7 +81,7 @@ fn fault_in_each_reversible_phase(fault: Fault, deadline: Duration) {
                 assert_eq!(failures[0].step, Step::Phase(*phase));
                 let pid = std::process::id().to_string();
                 assert!(error.to_string().contains(&pid), "{error}");
-                assert!(error.to_string().contains(phase_label(*phase)), "{error}");
+                assert!(error.to_string().contains(phase.label()), "{error}");
                 for id in 1..=MEMBERS as u64 {
                     let dead = fault == Fault::Die && id == victim_id;
                     assert!(!world.phases_of(id).contains(&case.no_return));

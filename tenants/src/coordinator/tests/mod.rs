@@ -1,6 +1,5 @@
 //! The coordinator against members that speak over real sockets and fail in every way and place.
 
-mod alone;
 mod cuts;
 mod fake;
 mod faults;
@@ -8,6 +7,7 @@ mod gone;
 mod panics;
 mod saving;
 mod settling;
+mod termination;
 
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use fake::{Fault, GIB, Line, Script, World, options, quiet, tenant};
 
 use super::*;
 use crate::identity::MemberId;
-use crate::wire::MemberState;
+use crate::wire::{FailureKind, MemberState, Reply, Request, TakePhase};
 
 const PAUSE: [Phase; 5] =
     [Phase::CloseGate, Phase::Drain, Phase::Save, Phase::Release, Phase::Verify];

@@ -12,6 +12,7 @@ use crate::cut::{Limits, Seen};
 use crate::member::{CONNECTIONS_MAX, Member};
 use crate::scope::TagNames;
 use crate::transport::Connection;
+use crate::wire::{Hold, Needs};
 use vmm_pool::gate::Passage;
 
 const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Save];
@@ -34,13 +35,11 @@ impl Line {
 
     fn phase_of(&mut self, phase: Phase, scope: &Scope) -> Reply {
         let scope = scope.clone();
-        self.ask(&Request::Phase {
-            phase,
+        self.ask(&Request::Phase(TakePhase {
             round: ROUND,
-            scope,
-            stays: Vec::new(),
+            order: phase.order(&scope, &[]),
             timeout_ms: 30_000,
-        })
+        }))
     }
 
     /// A step that succeeds.
@@ -161,7 +160,7 @@ fn an_undone_pause_lets_ranks_go_while_its_coordinator_is_still_there() {
     let job = Job::new(1);
     let member = &job.members[0];
     let mut line = Line::to(member);
-    let hold = Request::Cut { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 };
+    let hold = Request::Cut(Hold { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 });
     // Undone after each step, also when nothing but the hold has happened.
     for steps in 0..=BEFORE_RELEASE.len() {
         let reply = line.ask(&hold);
@@ -241,16 +240,37 @@ fn the_next_command_stays_connected_while_processes_settle_what_was_left_half_do
     // It leads before the process has seen that the other is gone, and has it settle. The process asks its peer, which
     // settles the same and asks back.
     let mut next = Line::to(&job.members[0]);
-    let settle = Request::Phase {
-        phase: Phase::Settle,
+    let settle = Request::Phase(TakePhase {
         round: ROUND + 1,
-        scope: Scope::Whole,
-        stays: Vec::new(),
+        order: Phase::Settle.order(&Scope::Whole, &[]),
         timeout_ms: 30_000,
-    };
+    });
     let reply = next.ask(&settle);
     assert!(matches!(reply, Reply::PhaseDone(Phase::Settle, _)), "{reply:?}");
     drop(lines);
     until("both to go back", || job.states() == [MemberState::Paused; 2]);
     assert!(matches!(next.ask(&Request::Hello), Reply::Member(_)), "it is still connected");
+}
+
+#[test]
+fn what_a_resume_needs_a_paused_process_says_and_one_on_its_way_refuses() {
+    let job = Job::new(1);
+    let member = &job.members[0];
+    allocate(member);
+    let mut line = Line::to(member);
+    let question = Needs { scope: Scope::Whole, timeout_ms: 30_000 };
+    let mut needs = || line.0.call(&question, Instant::now() + SOON).unwrap();
+    assert_eq!(needs(), Ok(Vec::new()), "nothing is away");
+    for phase in BEFORE_RELEASE {
+        line.lead(phase, &Scope::Whole);
+    }
+    let refused = line.0.call(&question, Instant::now() + SOON).unwrap().unwrap_err();
+    assert_eq!((refused.kind, member.state()), (FailureKind::WrongState, MemberState::Offloading));
+    for phase in [Phase::Release, Phase::Verify] {
+        line.lead(phase, &Scope::Whole);
+    }
+    let devices = line.0.call(&question, Instant::now() + SOON).unwrap().unwrap();
+    assert_eq!(devices.iter().map(|device| device.bytes).sum::<u64>(), GRANULARITY_BYTES);
+    assert_eq!(member.state(), MemberState::Paused);
+    assert_eq!(member.info().asked.map(|asked| asked.phase), Some(Phase::Verify));
 }

@@ -17,8 +17,8 @@ fn collectives(communicator: u128) -> Lane {
     lane(communicator, Series::Collectives)
 }
 
-fn seat(communicator: u128, rank: u32, ranks: u32) -> Seat {
-    Seat { communicator: CommunicatorId(communicator), rank, ranks }
+fn local(communicator: u128, rank: u32, ranks: u32) -> Rank {
+    Rank { communicator: CommunicatorId(communicator), rank, ranks }
 }
 
 fn limits(of: &[(Lane, u64)]) -> Limits {
@@ -29,8 +29,8 @@ fn limits(of: &[(Lane, u64)]) -> Limits {
     limits
 }
 
-fn entry(cut: &Cut, lane: Lane, launches: u64) -> Entry {
-    Entry { post: cut.post(lane, 0), launches }
+fn increment(cut: &Cut, lane: Lane, launches: u64) -> Increment {
+    Increment { counter: cut.counter(lane, 0), launches }
 }
 
 fn hold(cut: &Cut, of: &[(Lane, u64)]) -> u64 {
@@ -51,48 +51,48 @@ fn until_waiting(cut: &Cut, threads: usize) {
 #[test]
 fn an_open_cut_counts_and_lets_through() {
     let cut = Cut::default();
-    cut.take_seat(seat(1, 0, 2));
-    let entries = [entry(&cut, collectives(1), 1), entry(&cut, collectives(2), 3)];
-    drop(cut.enter("ncclAllReduce", &entries));
-    let launch = cut.enter("ncclAllReduce", &entries);
+    cut.add_rank(local(1, 0, 2));
+    let increments = [increment(&cut, collectives(1), 1), increment(&cut, collectives(2), 3)];
+    drop(cut.enter("ncclAllReduce", &increments));
+    let launch = cut.enter("ncclAllReduce", &increments);
     assert_eq!(cut.report(0).inside.len(), 1);
     assert_eq!(cut.report(0).inside[0].what, "ncclAllReduce");
     drop(launch);
     let report = cut.report(0);
     assert!(report.inside.is_empty() && report.waiting.is_empty());
-    let counts: Vec<_> = report.posts.iter().map(|post| post.launched).collect();
+    let counts: Vec<_> = report.counters.iter().map(|counter| counter.launched).collect();
     assert_eq!(counts, [2, 6]);
-    assert_eq!(report.seats, [seat(1, 0, 2)]);
+    assert_eq!(report.ranks, [local(1, 0, 2)]);
 }
 
 #[test]
 fn a_launch_that_failed_is_not_counted() {
     let cut = Cut::default();
-    let entries = [entry(&cut, collectives(1), 2)];
-    cut.enter("ncclAllReduce", &entries).not_launched();
-    assert_eq!(entries[0].post.launched(), 0);
+    let increments = [increment(&cut, collectives(1), 2)];
+    cut.enter("ncclAllReduce", &increments).not_launched();
+    assert_eq!(increments[0].counter.launched(), 0);
     assert!(cut.report(0).inside.is_empty());
 }
 
 #[test]
 fn a_call_within_a_call_passes_and_counts_nothing() {
     let cut = Cut::default();
-    let entries = [entry(&cut, collectives(1), 1)];
-    let outer = cut.enter("ncclGroupEnd", &entries);
+    let increments = [increment(&cut, collectives(1), 1)];
+    let outer = cut.enter("ncclGroupEnd", &increments);
     hold(&cut, &[]);
-    drop(cut.enter("ncclAllReduce", &entries));
-    cut.enter("ncclAllReduce", &entries).not_launched();
+    drop(cut.enter("ncclAllReduce", &increments));
+    cut.enter("ncclAllReduce", &increments).not_launched();
     assert_eq!(cut.report(0).inside.len(), 1);
     drop(outer);
     assert!(cut.report(0).inside.is_empty());
-    assert_eq!(entries[0].post.launched(), 1);
+    assert_eq!(increments[0].counter.launched(), 1);
 }
 
 #[test]
 fn a_held_launch_waits_for_all_of_its_lanes() {
     let cut = Cut::default();
     let (a, b) = (collectives(1), collectives(2));
-    let group = [entry(&cut, a, 1), entry(&cut, b, 2)];
+    let group = [increment(&cut, a, 1), increment(&cut, b, 2)];
     hold(&cut, &[(a, 1)]);
     thread::scope(|scope| {
         let late = scope.spawn(|| drop(cut.enter("ncclGroupEnd", &group)));
@@ -102,7 +102,7 @@ fn a_held_launch_waits_for_all_of_its_lanes() {
         let needed: Vec<_> = report.waiting[0].needs.iter().map(|n| (n.lane, n.needed)).collect();
         assert_eq!(needed, [(a, 1), (b, 2)]);
         hold(&cut, &[(a, 1), (b, 1)]);
-        assert_eq!(cut.report(0).posts.iter().map(|post| post.launched).sum::<u64>(), 0);
+        assert_eq!(cut.report(0).counters.iter().map(|counter| counter.launched).sum::<u64>(), 0);
         hold(&cut, &[(a, 1), (b, 2)]);
         late.join().unwrap();
         drop(cut.enter("nothing", &[]));
@@ -112,29 +112,29 @@ fn a_held_launch_waits_for_all_of_its_lanes() {
         cut.release();
         next.join().unwrap();
     });
-    assert_eq!(group[0].post.launched(), 2);
+    assert_eq!(group[0].counter.launched(), 2);
 }
 
 #[test]
 fn several_entries_on_one_post_add_up() {
     let cut = Cut::default();
     let a = collectives(1);
-    let group = [entry(&cut, a, 1), entry(&cut, a, 1)];
+    let group = [increment(&cut, a, 1), increment(&cut, a, 1)];
     hold(&cut, &[(a, 1)]);
     thread::scope(|scope| {
         scope.spawn(|| drop(cut.enter("ncclGroupEnd", &group)));
         until_waiting(&cut, 1);
         hold(&cut, &[(a, 2)]);
     });
-    assert_eq!(group[0].post.launched(), 2);
+    assert_eq!(group[0].counter.launched(), 2);
 }
 
 #[test]
 fn while_the_tenant_stands_paused_only_the_end_of_a_communicator_passes() {
     let cut = Cut::default();
-    let end = [entry(&cut, lane(1, Series::End), 1)];
-    let more = [entry(&cut, collectives(1), 1)];
-    cut.stand();
+    let end = [increment(&cut, lane(1, Series::End), 1)];
+    let more = [increment(&cut, collectives(1), 1)];
+    cut.pause();
     drop(cut.enter("ncclCommDestroy", &end));
     thread::scope(|scope| {
         let launch = scope.spawn(|| drop(cut.enter("ncclAllReduce", &more)));
@@ -151,10 +151,10 @@ fn while_the_tenant_stands_paused_only_the_end_of_a_communicator_passes() {
 #[test]
 fn a_hold_ends_with_its_holder_and_is_not_begun_after() {
     let cut = Cut::default();
-    let entries = [entry(&cut, collectives(1), 1)];
+    let increments = [increment(&cut, collectives(1), 1)];
     hold(&cut, &[]);
     thread::scope(|scope| {
-        scope.spawn(|| drop(cut.enter("ncclAllReduce", &entries)));
+        scope.spawn(|| drop(cut.enter("ncclAllReduce", &increments)));
         until_waiting(&cut, 1);
         cut.abandon(COORDINATOR + 1);
         assert!(cut.is_held());
@@ -169,14 +169,14 @@ fn a_hold_ends_with_its_holder_and_is_not_begun_after() {
 fn a_watcher_hears_of_a_wait_of_rest_and_of_the_end() {
     let cut = Cut::default();
     let a = collectives(1);
-    let entries = [entry(&cut, a, 1)];
+    let increments = [increment(&cut, a, 1)];
     let far = Instant::now() + Duration::from_mins(10);
     let asked = hold(&cut, &[]);
     let first = cut.watch(Seen::default(), asked, far, &|| 0).unwrap();
     assert!(first.seen.at_rest);
     thread::scope(|scope| {
         scope.spawn(|| {
-            drop(cut.enter("ncclAllReduce", &entries));
+            drop(cut.enter("ncclAllReduce", &increments));
         });
         let waits = cut.watch(first.seen, asked, far, &|| 0).unwrap();
         assert_eq!(waits.waiting.len(), 1);
@@ -184,7 +184,7 @@ fn a_watcher_hears_of_a_wait_of_rest_and_of_the_end() {
         let behind = Seen { at_rest: false, ..waits.seen };
         let rest = cut.watch(behind, asked, far, &|| 0).unwrap();
         assert!(rest.seen.at_rest);
-        assert_eq!(rest.posts[0].launched, 1);
+        assert_eq!(rest.counters[0].launched, 1);
         // A capture keeps it from rest.
         assert!(!cut.watch(rest.seen, asked, far, &|| 1).unwrap().seen.at_rest);
         // Another request ends the watch; so does the end of the hold.
@@ -202,10 +202,10 @@ fn a_watcher_hears_of_a_wait_of_rest_and_of_the_end() {
 fn work_that_goes_on_after_its_call_keeps_the_process_from_rest() {
     let cut = Cut::default();
     let a = lane(1, Series::Creation);
-    let entries = [entry(&cut, a, 1)];
+    let increments = [increment(&cut, a, 1)];
     let (tell, hear) = mpsc::channel::<()>();
     let hear = Mutex::new(hear);
-    let launch = cut.enter("ncclCommInitRankConfig", &entries);
+    let launch = cut.enter("ncclCommInitRankConfig", &increments);
     launch.unfinished(Box::new(move || hear.lock().unwrap().try_recv().is_ok()));
     let report = cut.report(0);
     assert_eq!(report.inside.len(), 1);
@@ -228,20 +228,20 @@ fn an_identity_is_text_for_people_and_a_number_on_the_wire() {
 #[test]
 fn a_seat_that_is_left_takes_its_counts_with_it() {
     let cut = Cut::default();
-    cut.take_seat(seat(1, 0, 2));
-    cut.take_seat(seat(2, 0, 2));
-    drop(cut.enter("ncclAllReduce", &[entry(&cut, collectives(1), 1)]));
-    drop(cut.enter("ncclAllReduce", &[entry(&cut, collectives(2), 1)]));
-    cut.leave_seat(CommunicatorId(1), 0);
+    cut.add_rank(local(1, 0, 2));
+    cut.add_rank(local(2, 0, 2));
+    drop(cut.enter("ncclAllReduce", &[increment(&cut, collectives(1), 1)]));
+    drop(cut.enter("ncclAllReduce", &[increment(&cut, collectives(2), 1)]));
+    cut.remove_rank(CommunicatorId(1), 0);
     let report = cut.report(0);
-    assert_eq!(report.seats, [seat(2, 0, 2)]);
-    assert_eq!(report.posts.len(), 1);
+    assert_eq!(report.ranks, [local(2, 0, 2)]);
+    assert_eq!(report.counters.len(), 1);
 }
 
 #[test]
 fn a_rank_that_has_not_begun_is_behind() {
     let cut = Cut::default();
-    cut.take_seat(seat(1, 3, 4));
+    cut.add_rank(local(1, 3, 4));
     let report = cut.report(0);
     let pair = |from, to| lane(1, Series::Pair { from, to });
     let all = limits(&[(collectives(1), 2), (pair(0, 3), 1), (pair(0, 1), 1), (collectives(2), 5)]);
@@ -259,15 +259,16 @@ fn nothing_is_launched_once_a_report_says_rest() {
     // Threads launch as fast as they can; holds come at any instant.
     let cut = Cut::default();
     let stop = AtomicBool::new(false);
-    let launches = [0, 1, 2]
-        .map(|thread| [entry(&cut, collectives(thread), 1), entry(&cut, collectives(9), 1)]);
+    let launches = [0, 1, 2].map(|thread| {
+        [increment(&cut, collectives(thread), 1), increment(&cut, collectives(9), 1)]
+    });
     thread::scope(|scope| {
         let _end = LetGo { cut: &cut, stop: &stop };
-        for entries in &launches {
+        for increments in &launches {
             let (cut, stop) = (&cut, &stop);
             scope.spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
-                    drop(cut.enter("ncclAllReduce", entries));
+                    drop(cut.enter("ncclAllReduce", increments));
                 }
             });
         }
@@ -284,12 +285,12 @@ fn nothing_is_launched_once_a_report_says_rest() {
                 }
                 seen = report.seen;
             };
-            let counts = rest.posts.clone();
+            let counts = rest.counters.clone();
             plan.update(&[&rest], plan::Pace::Moving);
             assert!(cut.hold(COORDINATOR, plan.limits().clone()));
             for _ in 0..50 {
                 thread::yield_now();
-                assert_eq!(cut.report(0).posts, counts);
+                assert_eq!(cut.report(0).counters, counts);
             }
             cut.release();
         }
@@ -299,15 +300,15 @@ fn nothing_is_launched_once_a_report_says_rest() {
 #[test]
 fn what_is_counted_while_the_slots_are_looked_at_is_in_the_report() {
     let cut = Cut::default();
-    let making = [entry(&cut, lane(1, Series::Creation), 1)];
-    let post = cut.post(collectives(1), 0);
-    let counted = Arc::clone(&post);
+    let making = [increment(&cut, lane(1, Series::Creation), 1)];
+    let counter = cut.counter(collectives(1), 0);
+    let counted = Arc::clone(&counter);
     // This is asked after the slots. It stands for a thread that was inside, and is out again when they are.
     let finished = move || counted.launched.fetch_add(1, Ordering::SeqCst) == 0;
     cut.enter("ncclCommInitRank", &making).unfinished(Box::new(finished));
     let report = cut.report(0);
-    let row = report.posts.iter().find(|row| row.lane == post.lane()).unwrap();
-    assert_eq!((row.launched, post.launched()), (1, 1), "{report:?}");
+    let row = report.counters.iter().find(|row| row.lane == counter.lane()).unwrap();
+    assert_eq!((row.launched, counter.launched()), (1, 1), "{report:?}");
 }
 
 /// Lets the threads of a test end, however it does.
@@ -327,11 +328,11 @@ impl Drop for LetGo<'_> {
 #[ignore = "a measurement: run it with --release --nocapture"]
 fn time_of_an_open_pass() {
     let cut = Cut::default();
-    let entries = [entry(&cut, collectives(1), 1)];
+    let increments = [increment(&cut, collectives(1), 1)];
     let rounds = 10_000_000_u32;
     let begin = Instant::now();
     for _ in 0..rounds {
-        drop(cut.enter("ncclAllReduce", std::hint::black_box(&entries)));
+        drop(cut.enter("ncclAllReduce", std::hint::black_box(&increments)));
     }
     let each = begin.elapsed() / rounds;
     assert!(each < Duration::from_nanos(50), "{each:?} a pass");

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 
 use super::super::plan::{Pace, Plan, Verdict};
-use super::super::{CutReport, Inside, Lane, Limits, Need, PostCount, Seen, Series, Waiting};
+use super::super::{CutReport, Inside, Lane, LaunchCount, Limits, Need, Seen, Series, Waiting};
 use super::programs::{Op, Program};
 
 /// Where a thread is.
@@ -146,10 +146,10 @@ impl Run {
             {
                 (1, At::Host)
             }
-            (At::Inside, Op::Create { seat, .. }) => {
-                let lane = Lane { communicator: seat.communicator, series: Series::Creation };
-                let come = (0..seat.ranks).filter(|rank| self.count(state, lane, *rank) > 0);
-                if come.count() == seat.ranks as usize { (1, At::Host) } else { (0, At::Inside) }
+            (At::Inside, Op::Create { local, .. }) => {
+                let lane = Lane { communicator: local.communicator, series: Series::Creation };
+                let come = (0..local.ranks).filter(|rank| self.count(state, lane, *rank) > 0);
+                if come.count() == local.ranks as usize { (1, At::Host) } else { (0, At::Inside) }
             }
             (at @ (At::Next | At::Inside), _) => (0, at),
         };
@@ -175,18 +175,18 @@ impl Run {
     }
 
     fn needs(&self, state: &State, op: &Op) -> Vec<Need> {
-        let entries = op.entries().iter();
+        let increments = op.increments().iter();
         let need = |&(lane, rank, launches): &(Lane, u32, u64)| {
             let needed = self.count(state, lane, rank) + launches;
             Need { lane, rank, needed }
         };
-        entries.map(need).collect()
+        increments.map(need).collect()
     }
 
     /// How much `rank` has launched on `lane`.
     fn count(&self, state: &State, lane: Lane, rank: u32) -> u64 {
         let launched = (0..state.threads.len()).flat_map(|process| self.launched(state, process));
-        let here = launched.flat_map(Op::entries).filter(|(l, r, _)| (*l, *r) == (lane, rank));
+        let here = launched.flat_map(Op::increments).filter(|(l, r, _)| (*l, *r) == (lane, rank));
         here.map(|(_, _, launches)| launches).sum()
     }
 
@@ -201,18 +201,19 @@ impl Run {
     fn report(&self, state: &State, process: usize) -> CutReport {
         let mut report = CutReport {
             seen: Seen::default(),
-            seats: self.program.processes[process].seats.clone(),
+            ranks: self.program.processes[process].ranks.clone(),
             ..CutReport::default()
         };
         for op in self.launched(state, process) {
-            if let Op::Create { seat, .. } = op {
-                report.seats.push(*seat);
+            if let Op::Create { local, .. } = op {
+                report.ranks.push(*local);
             }
-            for &(lane, rank, launched) in op.entries() {
-                let same = |post: &&mut PostCount| (post.lane, post.rank) == (lane, rank);
-                match report.posts.iter_mut().find(same) {
-                    Some(post) => post.launched += launched,
-                    None => report.posts.push(PostCount { lane, rank, launched }),
+            for &(lane, rank, launched) in op.increments() {
+                let same =
+                    |counter: &&mut LaunchCount| (counter.lane, counter.rank) == (lane, rank);
+                match report.counters.iter_mut().find(same) {
+                    Some(counter) => counter.launched += launched,
+                    None => report.counters.push(LaunchCount { lane, rank, launched }),
                 }
             }
         }
@@ -274,9 +275,9 @@ impl Run {
     pub(super) fn is_closed(&self, state: &State) -> bool {
         let launched =
             || (0..state.threads.len()).flat_map(|process| self.launched(state, process));
-        let lanes = launched().flat_map(Op::entries).map(|(lane, ..)| *lane);
+        let lanes = launched().flat_map(Op::increments).map(|(lane, ..)| *lane);
         let ops = self.program.processes.iter().flat_map(|does| does.threads.iter().flatten());
-        let all: Vec<_> = ops.flat_map(Op::entries).copied().collect();
+        let all: Vec<_> = ops.flat_map(Op::increments).copied().collect();
         let lanes: BTreeSet<_> = lanes.collect();
         lanes.into_iter().all(|lane| {
             let ranks = all.iter().filter(|(l, ..)| *l == lane).map(|(_, rank, _)| *rank);

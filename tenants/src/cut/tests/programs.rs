@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::super::{CommunicatorId, Lane, Seat, Series};
+use super::super::{CommunicatorId, Lane, Rank, Series};
 
 /// What a thread does next.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -12,14 +12,14 @@ pub(super) enum Op {
         /// When in the order that the program was made from; 0 where there is none.
         place: u32,
         /// On which lane, by which rank, and how much.
-        entries: Vec<(Lane, u32, u64)>,
+        increments: Vec<(Lane, u32, u64)>,
     },
     /// Makes a communicator: does not return before all its ranks have come.
     Create {
         /// The rank that it gives.
-        seat: Seat,
+        local: Rank,
         /// What it counts.
-        entries: [(Lane, u32, u64); 1],
+        increments: [(Lane, u32, u64); 1],
     },
     /// Waits on the host until so many threads have come to the same meeting.
     Meet { meeting: u32, threads: usize },
@@ -27,10 +27,10 @@ pub(super) enum Op {
 
 impl Op {
     /// What it counts, and where.
-    pub(super) fn entries(&self) -> &[(Lane, u32, u64)] {
+    pub(super) fn increments(&self) -> &[(Lane, u32, u64)] {
         match self {
-            Self::Launch { entries, .. } => entries,
-            Self::Create { entries, .. } => entries,
+            Self::Launch { increments, .. } => increments,
+            Self::Create { increments, .. } => increments,
             Self::Meet { .. } => &[],
         }
     }
@@ -48,7 +48,7 @@ impl Op {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Process {
     /// Ranks from the beginning on.
-    pub(super) seats: Vec<Seat>,
+    pub(super) ranks: Vec<Rank>,
     pub(super) threads: Vec<Vec<Op>>,
 }
 
@@ -69,9 +69,9 @@ pub(super) struct Group {
 }
 
 impl Group {
-    fn seat(&self, rank: usize) -> Seat {
+    fn local(&self, rank: usize) -> Rank {
         let [rank, ranks] = [rank, self.processes.len()].map(|n| u32::try_from(n).unwrap());
-        Seat { communicator: self.id, rank, ranks }
+        Rank { communicator: self.id, rank, ranks }
     }
 
     pub(super) fn collectives(&self) -> Lane {
@@ -82,7 +82,7 @@ impl Group {
 impl Program {
     /// So many processes of so many threads, which do nothing.
     pub(super) fn new(processes: usize, threads: usize) -> Self {
-        let process = Process { seats: Vec::new(), threads: vec![Vec::new(); threads] };
+        let process = Process { ranks: Vec::new(), threads: vec![Vec::new(); threads] };
         Self { processes: vec![process; processes], ..Self::default() }
     }
 
@@ -95,7 +95,7 @@ impl Program {
     pub(super) fn group(&mut self, processes: &[usize]) -> Group {
         let group = self.group_to_come(processes);
         for (rank, process) in processes.iter().enumerate() {
-            self.processes[*process].seats.push(group.seat(rank));
+            self.processes[*process].ranks.push(group.local(rank));
         }
         group
     }
@@ -109,9 +109,9 @@ impl Program {
     /// Its making, in each process' first thread.
     pub(super) fn create(&mut self, group: &Group) {
         for (rank, process) in group.processes.iter().enumerate() {
-            let seat = group.seat(rank);
+            let local = group.local(rank);
             let lane = Lane { communicator: group.id, series: Series::Creation };
-            let create = Op::Create { seat, entries: [(lane, seat.rank, 1)] };
+            let create = Op::Create { local, increments: [(lane, local.rank, 1)] };
             self.processes[*process].threads[0].push(create);
         }
     }
@@ -120,8 +120,8 @@ impl Program {
     fn at_once(&mut self, thread: usize, parts: BTreeMap<usize, Vec<(Lane, u32, u64)>>) {
         self.place += 1;
         let place = self.place;
-        for (process, entries) in parts {
-            self.processes[process].threads[thread].push(Op::Launch { place, entries });
+        for (process, increments) in parts {
+            self.processes[process].threads[thread].push(Op::Launch { place, increments });
         }
     }
 
@@ -144,8 +144,8 @@ impl Program {
         let mut parts: BTreeMap<usize, Vec<_>> = BTreeMap::new();
         for (group, launches) in of {
             for (rank, process) in group.processes.iter().enumerate() {
-                let entry = (group.collectives(), group.seat(rank).rank, *launches);
-                parts.entry(*process).or_default().push(entry);
+                let increment = (group.collectives(), group.local(rank).rank, *launches);
+                parts.entry(*process).or_default().push(increment);
             }
         }
         self.at_once(thread, parts);
@@ -155,11 +155,11 @@ impl Program {
     pub(super) fn messages(&mut self, group: &Group, pairs: &[(usize, usize)]) {
         let mut parts: BTreeMap<usize, Vec<_>> = BTreeMap::new();
         for (from, to) in pairs {
-            let series = Series::Pair { from: group.seat(*from).rank, to: group.seat(*to).rank };
+            let series = Series::Pair { from: group.local(*from).rank, to: group.local(*to).rank };
             let lane = Lane { communicator: group.id, series };
             for rank in [*from, *to] {
-                let entry = (lane, group.seat(rank).rank, 1);
-                parts.entry(group.processes[rank]).or_default().push(entry);
+                let increment = (lane, group.local(rank).rank, 1);
+                parts.entry(group.processes[rank]).or_default().push(increment);
             }
         }
         self.at_once(0, parts);

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 use sublet_tests::{MIB, Outcome, Trouble};
-use tenants::coordinator::phase_label;
 use tenants::wire::Phase;
 
 use crate::watch::TENANTS;
@@ -89,7 +88,7 @@ impl Tally {
         phases.dedup();
         let row = |phase: &Option<Phase>| {
             let name = match phase {
-                Some(phase) => format!("  {}", phase_label(*phase)),
+                Some(phase) => format!("  {}", phase.label()),
                 None => action.to_owned(),
             };
             let cell = |tenant: &str| {

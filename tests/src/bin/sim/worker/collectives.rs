@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use sublet_tests::{Outcome, Trouble};
-use tenants::cut::{CommunicatorId, Entry, Lane, Post, Seat, Series};
+use tenants::cut::{CommunicatorId, Counter, Increment, Lane, Rank, Series};
 use vmm_pool::driver::sim::{StreamKind, Work};
 use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream};
 use vmm_pool::gate::Passage;
@@ -47,12 +47,12 @@ impl Collectives {
         Ok(Self { member, stream, table: None, ahead: 0 })
     }
 
-    /// Leaves the communicators there were and takes its seats in new ones.
+    /// Leaves the communicators there were and takes its ranks in new ones.
     pub(super) fn join(&mut self, generation: Generation) -> Outcome {
         self.leave()?;
         let board = Arc::new(Board::open(&generation.board)?);
-        for (communicator, rank, ranks) in seats(&generation) {
-            self.member.cut().take_seat(Seat { communicator, rank, ranks });
+        for (communicator, rank, ranks) in ranks_in(&generation) {
+            self.member.cut().add_rank(Rank { communicator, rank, ranks });
         }
         self.table = Some(Table { generation, board });
         Ok(())
@@ -61,8 +61,8 @@ impl Collectives {
     pub(super) fn leave(&mut self) -> Outcome {
         self.wait()?;
         if let Some(table) = self.table.take() {
-            for (communicator, rank, _) in seats(&table.generation) {
-                self.member.cut().leave_seat(communicator, rank);
+            for (communicator, rank, _) in ranks_in(&table.generation) {
+                self.member.cut().remove_rank(communicator, rank);
             }
         }
         Ok(())
@@ -93,20 +93,20 @@ impl Collectives {
             return Ok(0);
         }
         let cut = self.member.cut();
-        let posts: Vec<Arc<Post>> = parts
+        let counters: Vec<Arc<Counter>> = parts
             .iter()
             .map(|part| {
                 let (lane, rank) = lane_of(&table.generation, part.lane);
-                cut.post(lane, rank)
+                cut.counter(lane, rank)
             })
             .collect();
-        let entry = |post| Entry { post: Arc::clone(post), launches: 1 };
-        let entries: Vec<Entry> = posts.iter().map(entry).collect();
-        let launches = entries.len() as u64;
+        let increment = |counter| Increment { counter: Arc::clone(counter), launches: 1 };
+        let increments: Vec<Increment> = counters.iter().map(increment).collect();
+        let launches = increments.len() as u64;
         {
-            let _launch = cut.enter("simulated group", &entries);
+            let _launch = cut.enter("simulated group", &increments);
             let _pass = self.member.gate().pass(Passage::Use);
-            let counts: Vec<u64> = posts.iter().map(|post| post.launched()).collect();
+            let counts: Vec<u64> = counters.iter().map(|counter| counter.launched()).collect();
             let work = kernel(table, parts, counts);
             self.member.pool().driver().core().enqueue(self.stream, work).map_err(refused)?;
         }
@@ -176,18 +176,18 @@ fn communicator(generation: &Generation, index: u32) -> CommunicatorId {
 }
 
 /// A rank's place in every communicator that it is in: the world and its half.
-fn seats(generation: &Generation) -> Vec<(CommunicatorId, u32, u32)> {
+fn ranks_in(generation: &Generation) -> Vec<(CommunicatorId, u32, u32)> {
     let Generation { rank, ranks, .. } = *generation;
-    let mut seats = vec![(communicator(generation, WORLD), rank, ranks)];
+    let mut locals = vec![(communicator(generation, WORLD), rank, ranks)];
     for index in 0..2 {
         let members = half(index, ranks);
         if let (Some(first), Ok(size)) = (members.first(), u32::try_from(members.len()))
             && members.contains(&rank)
         {
-            seats.push((communicator(generation, 1 + index), rank - first, size));
+            locals.push((communicator(generation, 1 + index), rank - first, size));
         }
     }
-    seats
+    locals
 }
 
 /// The cut's lane for one of the board's, and this rank's number there.

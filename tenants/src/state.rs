@@ -1,6 +1,22 @@
 //! Where a process stands between active and paused.
 
-use crate::wire::MemberState;
+use serde::{Deserialize, Serialize};
+
+/// Where a process stands, as others see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MemberState {
+    /// Running; memory on the device.
+    Active,
+    /// On the way to [`MemberState::Paused`].
+    Offloading,
+    /// Waiting at the gate; memory given back.
+    Paused,
+    /// On the way to [`MemberState::Active`].
+    Restoring,
+    /// Something was lost; the process should be ended.
+    Faulted,
+}
 
 /// What happened to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

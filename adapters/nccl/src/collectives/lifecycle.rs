@@ -1,9 +1,9 @@
-//! How communicators come to be and end.
+//! Creation and end of communicators.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
-use tenants::cut::{CommunicatorId, Entry, Lane, Seat, Series};
+use tenants::cut::{CommunicatorId, Increment, Lane, Rank, Series};
 
 use super::communicators::Communicator;
 use super::{Collectives, NcclResult, Process, group, identity};
@@ -13,7 +13,7 @@ use super::{Collectives, NcclResult, Process, group, identity};
 pub(super) struct Newcomer {
     id: CommunicatorId,
     /// Taken before the call, where the rank is known by then.
-    seat: Option<Seat>,
+    local: Option<Rank>,
     /// Where NCCL writes the pointer.
     place: usize,
     /// Which communicator shows when it is there, where it cannot itself.
@@ -39,8 +39,8 @@ impl Collectives {
             // NCCL refuses it, or makes it for itself.
             return call();
         };
-        let seat = Seat { communicator: id, rank, ranks };
-        let newcomer = Newcomer { id, seat: Some(seat), place, parent: None, inserted: None };
+        let local = Rank { communicator: id, rank, ranks };
+        let newcomer = Newcomer { id, local: Some(local), place, parent: None, inserted: None };
         self.make(process, what, vec![newcomer], call)
     }
 
@@ -60,7 +60,7 @@ impl Collectives {
         let id = identity::of_local(process.seed(), number);
         let newcomer = |rank: u32| Newcomer {
             id,
-            seat: Some(Seat { communicator: id, rank, ranks }),
+            local: Some(Rank { communicator: id, rank, ranks }),
             place: places + rank as usize * size_of::<usize>(),
             parent: None,
             inserted: None,
@@ -86,10 +86,10 @@ impl Collectives {
             return call();
         };
         parent.application_goes_on();
-        let seat = seat_after_shrinking(&parent, excluded);
+        let local = rank_after_shrinking(&parent, excluded);
         let newcomer = Newcomer {
-            id: seat.communicator,
-            seat: Some(seat),
+            id: local.communicator,
+            local: Some(local),
             place,
             parent: Some(parent),
             inserted: None,
@@ -114,7 +114,7 @@ impl Collectives {
         // Negative is NCCL_SPLIT_NOCOLOR. The rank follows from the keys of all others: NCCL knows it later.
         let newcomer = (color >= 0).then(|| Newcomer {
             id,
-            seat: None,
+            local: None,
             place,
             parent: Some(Arc::clone(&parent)),
             inserted: None,
@@ -123,7 +123,7 @@ impl Collectives {
             let result = call();
             if result.is_accepted() {
                 group::gather(|group| {
-                    group.entries.push(parent.collective[0].clone());
+                    group.increments.push(parent.collective[0].clone());
                     group.newcomers.extend(newcomer);
                     group.touch(parent);
                 });
@@ -169,7 +169,7 @@ impl Collectives {
         if is_deferred {
             group::gather(|group| group.leaving.push(communicator));
         } else {
-            process.cut().leave_seat(communicator.id(), communicator.seat.rank);
+            process.cut().remove_rank(communicator.id(), communicator.local.rank);
         }
         result
     }
@@ -186,15 +186,15 @@ impl Collectives {
             // The second half of an end that is counted already.
             return group::inside(call);
         }
-        let entries = [communicator.entry(process.cut(), Series::End)];
+        let increments = [communicator.increment(process.cut(), Series::End)];
         if group::is_open() {
             let result = call();
             if result.is_accepted() {
-                group::gather(|group| group.entries.extend(entries));
+                group::gather(|group| group.increments.extend(increments));
             }
             return result;
         }
-        let launch = process.cut().enter(what, &entries);
+        let launch = process.cut().enter(what, &increments);
         let result = group::inside(call);
         if result == NcclResult::IN_PROGRESS && what == "ncclCommDestroy" {
             // There is nothing left to ask.
@@ -221,7 +221,7 @@ impl Collectives {
         }
         let result = group::inside(call);
         if let Some(communicator) = removed {
-            process.cut().leave_seat(communicator.id(), communicator.seat.rank);
+            process.cut().remove_rank(communicator.id(), communicator.local.rank);
         }
         result
     }
@@ -238,11 +238,11 @@ impl Collectives {
         };
         communicator.revoke();
         let result = group::inside(call);
-        process.cut().leave_seat(communicator.id(), communicator.seat.rank);
+        process.cut().remove_rank(communicator.id(), communicator.local.rank);
         result
     }
 
-    /// Makes communicators whose seats are known.
+    /// Makes communicators whose ranks in this process are known.
     fn make<P: Process>(
         &self,
         process: &P,
@@ -251,19 +251,19 @@ impl Collectives {
         call: impl FnOnce() -> NcclResult,
     ) -> NcclResult {
         let cut = process.cut();
-        let seats = newcomers.iter().filter_map(|newcomer| newcomer.seat);
-        let entries: Vec<Entry> = seats
-            .map(|seat| {
-                cut.take_seat(seat);
-                let lane = Lane { communicator: seat.communicator, series: Series::Creation };
-                Entry { post: cut.post(lane, seat.rank), launches: 1 }
+        let locals = newcomers.iter().filter_map(|newcomer| newcomer.local);
+        let increments: Vec<Increment> = locals
+            .map(|local| {
+                cut.add_rank(local);
+                let lane = Lane { communicator: local.communicator, series: Series::Creation };
+                Increment { counter: cut.counter(lane, local.rank), launches: 1 }
             })
             .collect();
         if group::is_open() {
             let result = call();
             if result.is_accepted() {
                 for newcomer in newcomers {
-                    self.expected(process, newcomer, &entries);
+                    self.expected(process, newcomer, &increments);
                 }
             } else {
                 for newcomer in &newcomers {
@@ -272,7 +272,7 @@ impl Collectives {
             }
             return result;
         }
-        let launch = cut.enter(what, &entries);
+        let launch = cut.enter(what, &increments);
         let result = group::inside(call);
         let touched: Vec<_> = newcomers
             .into_iter()
@@ -287,16 +287,17 @@ impl Collectives {
 
     /// A group will make `newcomer` at its end. NCCL gives the pointer out now where it can
     /// (`ncclCommInitRankDev` in its `src/init.cc`), and further calls of the group may name it.
-    fn expected<P: Process>(&self, process: &P, mut newcomer: Newcomer, entries: &[Entry]) {
+    fn expected<P: Process>(&self, process: &P, mut newcomer: Newcomer, increments: &[Increment]) {
         let pointer = process.communicator_at(newcomer.place);
-        if let (true, Some(seat)) = (pointer != 0, newcomer.seat) {
-            self.insert(process, pointer, seat);
+        if let (true, Some(local)) = (pointer != 0, newcomer.local) {
+            self.insert(process, pointer, local);
             newcomer.inserted = Some(pointer);
         }
-        let rank = newcomer.seat.map(|seat| seat.rank);
-        let own = entries.iter().filter(|entry| Some(entry.post.rank()) == rank).cloned();
+        let rank = newcomer.local.map(|local| local.rank);
+        let own =
+            increments.iter().filter(|increment| Some(increment.counter.rank()) == rank).cloned();
         group::gather(|group| {
-            group.entries.extend(own);
+            group.increments.extend(own);
             group.newcomers.push(newcomer);
         });
     }
@@ -319,16 +320,16 @@ impl Collectives {
             return self.communicators.find(pointer);
         }
         let pointer = process.communicator_at(newcomer.place);
-        let is_late = pointer == 0 || newcomer.seat.is_none();
+        let is_late = pointer == 0 || newcomer.local.is_none();
         if is_late && result == NcclResult::IN_PROGRESS {
             self.has_non_blocking.store(true, Ordering::Relaxed);
             self.forming.lock().unwrap_or_else(PoisonError::into_inner).push(newcomer);
             return None;
         }
-        self.seated(process, &newcomer, pointer)
+        self.with_rank(process, &newcomer, pointer)
     }
 
-    fn seated<P: Process>(
+    fn with_rank<P: Process>(
         &self,
         process: &P,
         newcomer: &Newcomer,
@@ -338,17 +339,17 @@ impl Collectives {
             leave(process, newcomer);
             return None;
         }
-        let seat = newcomer.seat.or_else(|| {
+        let local = newcomer.local.or_else(|| {
             let (rank, ranks) = process.rank_of(pointer)?;
-            let seat = Seat { communicator: newcomer.id, rank, ranks };
-            process.cut().take_seat(seat);
-            Some(seat)
+            let local = Rank { communicator: newcomer.id, rank, ranks };
+            process.cut().add_rank(local);
+            Some(local)
         });
-        Some(self.insert(process, pointer, seat?))
+        Some(self.insert(process, pointer, local?))
     }
 
-    fn insert<P: Process>(&self, process: &P, pointer: usize, seat: Seat) -> Arc<Communicator> {
-        let communicator = Arc::new(Communicator::new(process.cut(), pointer, seat));
+    fn insert<P: Process>(&self, process: &P, pointer: usize, local: Rank) -> Arc<Communicator> {
+        let communicator = Arc::new(Communicator::new(process.cut(), pointer, local));
         self.communicators.insert(Arc::clone(&communicator));
         communicator
     }
@@ -370,7 +371,7 @@ impl Collectives {
         };
         for newcomer in formed {
             if state == NcclResult::SUCCESS {
-                self.seated(process, &newcomer, process.communicator_at(newcomer.place));
+                self.with_rank(process, &newcomer, process.communicator_at(newcomer.place));
             } else {
                 leave(process, &newcomer);
             }
@@ -380,18 +381,18 @@ impl Collectives {
 
 /// What was taken for a communicator that did not come to be.
 fn leave<P: Process>(process: &P, newcomer: &Newcomer) {
-    if let Some(seat) = newcomer.seat {
-        process.cut().leave_seat(seat.communicator, seat.rank);
+    if let Some(local) = newcomer.local {
+        process.cut().remove_rank(local.communicator, local.rank);
     }
 }
 
 /// Ranks keep their order when some are taken out.
-fn seat_after_shrinking(parent: &Communicator, excluded: &[i32]) -> Seat {
-    let own = parent.seat;
+fn rank_after_shrinking(parent: &Communicator, excluded: &[i32]) -> Rank {
+    let own = parent.local;
     let out: std::collections::BTreeSet<u32> =
         excluded.iter().filter_map(|rank| u32::try_from(*rank).ok()).collect();
     let count = |below: u32| u32::try_from(out.range(..below).count()).unwrap_or(0);
-    Seat {
+    Rank {
         communicator: identity::of_shrink(own.communicator, parent.next_shrink(), excluded),
         rank: own.rank - count(own.rank).min(own.rank),
         ranks: own.ranks - count(own.ranks).min(own.ranks),

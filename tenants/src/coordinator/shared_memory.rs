@@ -1,4 +1,4 @@
-//! What a pause does with memory that crosses processes, once all of them have said what they hold.
+//! Which shared memory a pause leaves on its device: decided once, when all processes have said what they hold.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -9,19 +9,16 @@ use super::report::{MemberFailure, Step};
 use super::session::{Session, Stop};
 use crate::identity::MemberId;
 use crate::references::{References, Stay, decide};
-use crate::wire::{Failure, FailureKind, Phase, Reply};
+use crate::wire::{Failure, FailureKind, Phase, PhaseReport};
 
 impl Session<'_> {
     /// The decision over what the members have said. They hold still since, and hand nothing out.
-    pub(super) fn agree_on_shared(&self, done: &[(usize, Reply)]) -> Result<Vec<Stay>, Stop> {
-        let mut said: Vec<(usize, &References)> = Vec::new();
-        for (index, reply) in done {
-            if let Reply::PhaseDone(_, report) = reply
-                && let Some(references) = &report.references
-            {
-                said.push((*index, references));
-            }
-        }
+    pub(super) fn agree_on_shared(&self, done: &[(usize, PhaseReport)]) -> Result<Vec<Stay>, Stop> {
+        let said = done.iter().filter_map(|(index, report)| {
+            let references = report.references.as_deref();
+            Some((*index, references?))
+        });
+        let said: Vec<(usize, &References)> = said.collect();
         if let TakesPart::Alone(_) = self.options.takes_part {
             let sharer = said.iter().find(|(_, references)| references.shares_scope);
             return match sharer {

@@ -1,10 +1,10 @@
-//! What a process does when its coordinator is gone, or stands still: a stopped one is hung up on, and is as good
-//! as gone from then on.
+//! Cooperative termination of a two-phase commit: what a process does when its coordinator has ended, or is silent. A
+//! silent one is hung up on, and counts as ended from then on.
 //!
 //! Nobody is asked for a step behind the point of no return before everybody has done all steps before it.
-//! So a process that has done those cannot know alone which way the others went, and asks them: if one was
-//! told to go on, all go on; if none was, none ever will be, and all go back. A process that has not done
-//! them knows that nobody was told, and goes back.
+//! So a process that has prepared is in doubt: it cannot know alone which way the others went, and asks them: if one was
+//! told to commit, all commit; if none was, none ever will be, and all abort. A process that has not
+//! prepared knows that nobody was told, and aborts.
 //!
 //! The question needs a connection made after the coordinator's end was seen. Whatever the coordinator sent
 //! to the process that is asked lies in that one's socket by then, and its agent reads that first, so its answer
@@ -21,10 +21,10 @@ use vmm_pool::driver::Driver;
 
 use super::Member;
 use crate::identity::MemberId;
+use crate::phase::{Action, Stage};
 use crate::run_dir::MemberSocket;
-use crate::scope::Scope;
 use crate::transport::{Connection, Process, TransportError, poll_until};
-use crate::wire::{Asked, Failure, FailureKind, MemberState, Phase, PhaseReport, Reply, Request};
+use crate::wire::{Ask as _, Asked, Failure, FailureKind, MemberState, PhaseReport, Withdraw};
 
 /// How long all others together may take to say what they were told. Agents answer at once; only a stopped
 /// process does not.
@@ -71,10 +71,10 @@ impl CallingOff {
 /// What the others said of a pause or resume whose coordinator is gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
-    /// One was told to go on.
-    GoOn,
-    /// None was.
-    GoBack,
+    /// One was told to.
+    Commit,
+    /// None was told to commit.
+    Abort,
 }
 
 impl<D: Driver> Member<D> {
@@ -82,12 +82,12 @@ impl<D: Driver> Member<D> {
     /// after the phase that the coordinator left behind.
     pub(super) fn settle(&self) -> Result<PhaseReport, Failure> {
         let (state, asked) = {
-            let standing = self.standing();
-            (standing.state, standing.asked)
+            let status = self.status();
+            (status.state, status.asked)
         };
-        let (is_pause, failing) = match state {
-            MemberState::Offloading => (true, Verdict::GoOn),
-            MemberState::Restoring => (false, Verdict::GoBack),
+        let (action, failing) = match state {
+            MemberState::Offloading => (Action::Pause, Verdict::Commit),
+            MemberState::Restoring => (Action::Resume, Verdict::Abort),
             MemberState::Active => {
                 self.cut().release();
                 return Ok(PhaseReport::default());
@@ -98,18 +98,16 @@ impl<D: Driver> Member<D> {
                 return Err(Failure { kind: FailureKind::Faulted, message });
             }
         };
-        let is_prepared = self.stage().is_prepared();
+        let is_prepared = self.progress().is_prepared();
         let verdict = match asked.filter(|_| is_prepared) {
             Some(asked) => self.ask_others(asked.round),
-            None => Some(Verdict::GoBack),
+            None => Some(Verdict::Abort),
         };
         // Paused is safe whatever a silent one does: contents are saved, and nobody writes to them.
         let verdict = verdict.unwrap_or(failing);
-        let phase = match (is_pause, verdict) {
-            (true, Verdict::GoOn) => Phase::Release,
-            (true, Verdict::GoBack) => Phase::AbortPause,
-            (false, Verdict::GoOn) => Phase::Activate,
-            (false, Verdict::GoBack) => Phase::AbortResume,
+        let phase = match verdict {
+            Verdict::Commit => action.commit(),
+            Verdict::Abort => action.abort(),
         };
         self.note(format!(
             "the coordinator of a pause or resume ended half-way, and this process finished it alone \
@@ -117,16 +115,16 @@ impl<D: Driver> Member<D> {
         ));
         if let Some(Asked { round, .. }) = asked {
             // Others that ask us follow.
-            self.standing().asked = Some(Asked { round, phase });
+            self.status().asked = Some(Asked { round, phase });
         }
-        let outcome = match (is_pause, verdict) {
-            (true, Verdict::GoOn) => self.release(),
-            (true, Verdict::GoBack) => self.abort_pause(),
-            (false, Verdict::GoOn) => self.activate(),
-            (false, Verdict::GoBack) => self.abort_resume(&Scope::Whole),
+        let outcome = match (action, verdict) {
+            (Action::Pause, Verdict::Commit) => self.release(),
+            (Action::Pause, Verdict::Abort) => self.abort_pause(),
+            (Action::Resume, Verdict::Commit) => self.activate(),
+            (Action::Resume, Verdict::Abort) => self.abort_resume(),
         };
         match (outcome, self.state()) {
-            // Where a pause could not be undone, standing paused is an end as well.
+            // Where a pause could not be undone, to be paused is an end as well.
             (Err(failure), MemberState::Active | MemberState::Paused) => {
                 Ok(PhaseReport { notes: vec![failure.message], ..PhaseReport::default() })
             }
@@ -179,7 +177,7 @@ impl<D: Driver> Member<D> {
                 return None;
             }
             drop(fds);
-            let (mut one_goes_on, mut one_goes_back) = (false, false);
+            let (mut one_commits, mut one_aborts) = (false, false);
             asked.retain_mut(|question| match question.answer() {
                 Heard::Nothing => true,
                 Heard::Gone => false,
@@ -189,28 +187,27 @@ impl<D: Driver> Member<D> {
                 }
                 Heard::Told(asked) => {
                     let asked = asked.filter(|asked| asked.round == round);
-                    one_goes_on |= asked.is_some_and(|asked| asked.phase.is_decided());
-                    // Whoever goes back has been told so, or has found out that nobody was told to go on.
-                    one_goes_back |= asked.is_some_and(|asked| {
-                        matches!(asked.phase, Phase::AbortPause | Phase::AbortResume)
-                    });
+                    one_commits |= asked.is_some_and(|asked| asked.phase.is_decided());
+                    // Whoever aborts has been told so, or has found out that nobody was told to commit.
+                    one_aborts |= asked.is_some_and(|asked| asked.phase.stage() == Stage::Abort);
                     false
                 }
             });
-            if one_goes_on {
-                return Some(Verdict::GoOn);
+            if one_commits {
+                return Some(Verdict::Commit);
             }
-            if one_goes_back {
-                return Some(Verdict::GoBack);
+            if one_aborts {
+                return Some(Verdict::Abort);
             }
         }
-        all_answered.then_some(Verdict::GoBack)
+        all_answered.then_some(Verdict::Abort)
     }
 }
 
 /// A question to one other process.
 struct Question {
     member: MemberId,
+    asked: Withdraw,
     connection: Connection,
     process: Process,
 }
@@ -229,9 +226,10 @@ impl Question {
     fn ask(socket: &MemberSocket, round: u64) -> Result<Self, TransportError> {
         let now = Instant::now();
         let mut connection = Connection::connect(&socket.path, now)?;
-        connection.send(&Request::Withdraw { round }, &[], now)?;
+        let asked = Withdraw { round };
+        connection.send(&asked.to_request(), &[], now)?;
         let process = connection.process();
-        Ok(Self { member: socket.id, connection, process })
+        Ok(Self { member: socket.id, asked, connection, process })
     }
 
     /// What to wait for: the answer, or its end.
@@ -243,12 +241,12 @@ impl Question {
     fn answer(&mut self) -> Heard {
         // Looked at first: what it sent before its end counts.
         let has_ended = self.process.has_ended();
-        match self.connection.try_receive::<Reply>() {
+        match self.connection.try_answer(&self.asked) {
             Ok(None) if has_ended => Heard::Gone,
             Ok(None) => Heard::Nothing,
-            Ok(Some((Reply::Member(info), _))) => Heard::Told(info.asked),
+            Ok(Some(Ok(info))) => Heard::Told(info.asked),
             Err(error) if error.peer_is_gone() => Heard::Gone,
-            Ok(Some(_)) | Err(_) => {
+            Ok(Some(Err(_))) | Err(_) => {
                 tracing::warn!(member = %self.member, "a peer's answer makes no sense");
                 Heard::Nonsense
             }

@@ -1,5 +1,5 @@
-//! Who takes part in a pause or resume: members that stand where it begins, after what a dead coordinator left
-//! half done is settled.
+//! Which members take part in a pause or resume: a pause takes those that are active, a resume those that are paused.
+//! What a coordinator that has ended left half done is settled before.
 
 use std::collections::BTreeSet;
 

@@ -1,14 +1,14 @@
 //! How far the pause or resume under way has come, as the proof that its next step needs.
 //!
 //! The worker thread alone takes it: out for a step, and back with what the step has made of it. What the process is to
-//! others meanwhile is its [`crate::wire::MemberState`].
+//! others meanwhile is its [`crate::state::MemberState`].
 
 use vmm_pool::driver::Driver;
 use vmm_pool::{Leaving, Prepared, Quiesced, Restored, Returning, Selection, Shut};
 
 /// See the head of this module.
 #[derive(Debug)]
-pub(super) enum Stage<D: Driver> {
+pub(super) enum Progress<D: Driver> {
     /// Nothing is under way.
     Rest,
     /// The gate is shut for a pause of this memory.
@@ -27,7 +27,7 @@ pub(super) enum Stage<D: Driver> {
     Restored(Restored<D>),
 }
 
-impl<D: Driver> Stage<D> {
+impl<D: Driver> Progress<D> {
     /// Is going on as good as going back?
     pub(super) fn is_prepared(&self) -> bool {
         match self {
@@ -58,7 +58,7 @@ impl<D: Driver> Stage<D> {
     clippy::wildcard_enum_match_arm,
     reason = "every other stage is out of turn, also a new one"
 )]
-impl<D: Driver> Stage<D> {
+impl<D: Driver> Progress<D> {
     pub(super) fn into_shut(self) -> Result<(Shut<D>, Selection), Box<Self>> {
         match self {
             Self::Shut(shut, selection) => Ok((shut, selection)),

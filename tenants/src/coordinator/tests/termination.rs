@@ -26,13 +26,11 @@ impl Hand {
     }
 
     fn tell_within(&mut self, index: usize, phase: Phase, timeout_ms: u64) {
-        let request = Request::Phase {
-            phase,
+        let request = Request::Phase(TakePhase {
             round: ROUND,
-            scope: Scope::Whole,
-            stays: Vec::new(),
+            order: phase.order(&Scope::Whole, &[]),
             timeout_ms,
-        };
+        });
         self.connections[index].send(&request, &[], Instant::now() + SOON).unwrap();
     }
 
@@ -125,13 +123,11 @@ fn a_coordinator_that_stands_still_is_hung_up_on_and_all_go_back() {
     // It goes on, and nobody hears it.
     assert!(hand.connections.iter_mut().all(is_closed));
     for index in 0..3 {
-        let request = Request::Phase {
-            phase: Phase::Release,
+        let request = Request::Phase(TakePhase {
             round: ROUND,
-            scope: Scope::Whole,
-            stays: Vec::new(),
+            order: Phase::Release.order(&Scope::Whole, &[]),
             timeout_ms: 30_000,
-        };
+        });
         hand.connections[index].send(&request, &[], Instant::now() + SOON).unwrap_err();
     }
     assert_eq!(job.states(), [MemberState::Active; 3]);
@@ -205,13 +201,11 @@ fn what_was_told_in_another_round_counts_for_nothing() {
     // The second comes as far in a round of its own, whose coordinator ends.
     let mut alone = Hand { connections: vec![second] };
     for phase in BEFORE_ACTIVATE {
-        let request = Request::Phase {
-            phase,
+        let request = Request::Phase(TakePhase {
             round: ROUND + 1,
-            scope: Scope::Whole,
-            stays: Vec::new(),
+            order: phase.order(&Scope::Whole, &[]),
             timeout_ms: 30_000,
-        };
+        });
         alone.connections[0].send(&request, &[], Instant::now() + SOON).unwrap();
         alone.connections[0].receive::<Reply>(Instant::now() + SOON).unwrap();
     }

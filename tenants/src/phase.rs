@@ -1,0 +1,397 @@
+//! The steps of a pause and of a resume, in one table.
+//!
+//! Both are two-phase commits: all processes take every step of [`Stage::Prepare`] before any is asked for the first
+//! of [`Stage::Commit`], and until then [`Stage::Abort`] takes each of them back. A new step is a row here, an
+//! [`Order`], and the code in the member that does it.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::references::Stay;
+use crate::scope::Scope;
+
+/// The two things that can be done to a tenant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Action {
+    /// Give the memory up.
+    Pause,
+    /// Take it back.
+    Resume,
+}
+
+/// The steps of a pause and of a resume. All processes of a tenant finish one before any starts the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Phase {
+    /// Pause 1: hold back new work; calls under way leave. Refused during stream capture.
+    CloseGate,
+    /// Pause 2: wait until the devices have nothing left to do, hand nothing out from now on, and say what is held of
+    /// shared memory.
+    Drain,
+    /// Pause 3: save contents to host memory and files, and unmap. Every handle is kept.
+    Save,
+    /// Pause 4, the point of no return: release imports and own memory.
+    Release,
+    /// Pause 5: compare the device's free memory with what was released.
+    Verify,
+    /// Undo of pause 1 to 3: map again, then open the gate. Nobody else is needed for that.
+    AbortPause,
+    /// Resume 1: create all memory, or none.
+    CreateOwn,
+    /// Resume 2: map it at its old addresses, put contents back, export what peers will import.
+    Restore,
+    /// Resume 3: import peers' memory at its old addresses.
+    Import,
+    /// In place of [`Phase::Import`]: the same, but what was imported from processes that have ended, or that do not
+    /// have it any more, is left out for ever. Its addresses stay reserved and unmapped.
+    ImportFromLiving,
+    /// Resume 4: open the gate.
+    Activate,
+    /// Undo of resume 1 to 3: release everything again, contents kept. Leaves a process that has not begun as it is.
+    AbortResume,
+    /// The coordinator of what is under way has ended: find out from the others how far they were told to
+    /// go, and go the same way. Nothing is done when nothing is under way.
+    Settle,
+}
+
+/// What a phase is to its pause or resume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// It can be undone.
+    Prepare,
+    /// The point of no return, or behind it.
+    Commit,
+    /// It undoes what was prepared.
+    Abort,
+    /// It commits or aborts, whichever the others do.
+    Settle,
+}
+
+/// What there is to know of a phase.
+#[derive(Clone, Copy, Debug)]
+pub struct Row {
+    phase: Phase,
+    /// For people, in a few words.
+    label: &'static str,
+    /// What it belongs to; none of [`Stage::Settle`], which finds that out.
+    action: Option<Action>,
+    stage: Stage,
+    /// How long processes may take for it when nothing else is said.
+    timeout: Duration,
+    /// It is taken at a common cut of the ranks, where all processes take part.
+    at_cut: bool,
+    /// It is taken for another one, where lost memory is left out.
+    in_place_of: Option<Phase>,
+    /// The bytes of its report are those that the action gives back or takes.
+    moves_memory: bool,
+    /// It opens a descriptor for each allocation that is shared.
+    opens_descriptors: bool,
+    order: fn(&Scope, &[Stay]) -> Order,
+}
+
+/// A phase that prepares `action`, with what most rows have.
+const fn row(
+    phase: Phase,
+    label: &'static str,
+    action: Action,
+    stage: Stage,
+    order: fn(&Scope, &[Stay]) -> Order,
+) -> Row {
+    Row {
+        phase,
+        label,
+        action: Some(action),
+        stage,
+        timeout: Duration::from_mins(1),
+        at_cut: false,
+        in_place_of: None,
+        moves_memory: false,
+        opens_descriptors: false,
+        order,
+    }
+}
+
+/// One row for each phase, in the order of [`Phase`], which is that of a pause and of a resume.
+const TABLE: [Row; 13] = {
+    use Action::{Pause, Resume};
+    use Stage::{Abort, Commit, Prepare, Settle};
+    [
+        Row {
+            timeout: Duration::from_secs(10),
+            at_cut: true,
+            ..row(Phase::CloseGate, "close gate", Pause, Prepare, |scope, _| Order::CloseGate {
+                scope: scope.clone(),
+            })
+        },
+        Row {
+            timeout: Duration::from_secs(30),
+            ..row(Phase::Drain, "drain", Pause, Prepare, |_, _| Order::Drain)
+        },
+        Row {
+            timeout: Duration::from_mins(2),
+            ..row(Phase::Save, "save contents", Pause, Prepare, |_, stays| Order::Save {
+                stays: stays.to_vec(),
+            })
+        },
+        Row {
+            moves_memory: true,
+            ..row(Phase::Release, "release memory", Pause, Commit, |_, _| Order::Release)
+        },
+        row(Phase::Verify, "verify", Pause, Commit, |_, _| Order::Verify),
+        row(Phase::AbortPause, "undo pause", Pause, Abort, |_, _| Order::AbortPause),
+        Row {
+            moves_memory: true,
+            ..row(Phase::CreateOwn, "create memory", Resume, Prepare, |scope, _| Order::CreateOwn {
+                scope: scope.clone(),
+            })
+        },
+        Row {
+            timeout: Duration::from_mins(2),
+            opens_descriptors: true,
+            ..row(Phase::Restore, "restore contents", Resume, Prepare, |_, _| Order::Restore)
+        },
+        Row {
+            opens_descriptors: true,
+            ..row(Phase::Import, "import from peers", Resume, Prepare, |_, _| Order::Import)
+        },
+        Row {
+            opens_descriptors: true,
+            in_place_of: Some(Phase::Import),
+            ..row(Phase::ImportFromLiving, "import from living peers", Resume, Prepare, |_, _| {
+                Order::ImportFromLiving
+            })
+        },
+        row(Phase::Activate, "open gate", Resume, Commit, |_, _| Order::Activate),
+        row(Phase::AbortResume, "undo resume", Resume, Abort, |_, _| Order::AbortResume),
+        Row {
+            action: None,
+            ..row(Phase::Settle, "settle what was left half done", Pause, Settle, |_, _| {
+                Order::Settle
+            })
+        },
+    ]
+};
+
+/// The first phase of `action` that is of `stage`. There is one; else this does not compile.
+const fn first(action: Action, stage: Stage) -> Phase {
+    let mut at = 0;
+    loop {
+        let row = &TABLE[at];
+        // CAST: both enums have no fields; their order is what is compared.
+        let is_of_stage = row.stage as u8 == stage as u8;
+        if let Some(found) = row.action
+            && is_of_stage
+            && found as u8 == action as u8
+        {
+            return row.phase;
+        }
+        at += 1;
+    }
+}
+
+impl Action {
+    /// Its point of no return.
+    pub fn commit(self) -> Phase {
+        const PAUSE: Phase = first(Action::Pause, Stage::Commit);
+        const RESUME: Phase = first(Action::Resume, Stage::Commit);
+        match self {
+            Self::Pause => PAUSE,
+            Self::Resume => RESUME,
+        }
+    }
+
+    /// What undoes it before that.
+    pub fn abort(self) -> Phase {
+        const PAUSE: Phase = first(Action::Pause, Stage::Abort);
+        const RESUME: Phase = first(Action::Resume, Stage::Abort);
+        match self {
+            Self::Pause => PAUSE,
+            Self::Resume => RESUME,
+        }
+    }
+
+    /// Its phases of `stage`, in order; those for lost memory in place of others where that is left out.
+    pub fn phases(self, stage: Stage, without_lost: bool) -> Vec<Phase> {
+        let rows = TABLE.iter().filter(|row| row.action == Some(self) && row.stage == stage);
+        let usual = rows.filter(|row| row.in_place_of.is_none()).map(|row| row.phase);
+        let instead = |phase: Phase| {
+            let found = TABLE.iter().find(|row| without_lost && row.in_place_of == Some(phase));
+            found.map_or(phase, |row| row.phase)
+        };
+        usual.map(instead).collect()
+    }
+}
+
+impl Phase {
+    fn row(self) -> &'static Row {
+        // CAST: the table has a row for each phase, in their order; tests hold it to that.
+        &TABLE[self as usize]
+    }
+
+    /// What it does, in a few words.
+    pub fn label(self) -> &'static str {
+        self.row().label
+    }
+
+    /// What it belongs to; none of a phase that finds that out.
+    pub fn action(self) -> Option<Action> {
+        self.row().action
+    }
+
+    /// What it is to its pause or resume.
+    pub fn stage(self) -> Stage {
+        self.row().stage
+    }
+
+    /// How long processes may take for it when nothing else is said.
+    pub fn timeout(self) -> Duration {
+        self.row().timeout
+    }
+
+    /// Is it the point of no return of its pause or resume, or behind it? Nobody is asked for such a
+    /// step before everybody has done all steps before.
+    pub fn is_decided(self) -> bool {
+        self.stage() == Stage::Commit
+    }
+
+    /// Is what is under way no longer wanted once this has been asked for?
+    pub fn ends_early(self) -> bool {
+        matches!(self.stage(), Stage::Abort | Stage::Settle)
+    }
+
+    /// Is a pause or resume over when this is done?
+    pub fn is_last(self) -> bool {
+        let is_decided = |row: &&Row| row.stage == Stage::Commit && row.action == self.action();
+        let last = TABLE.iter().rfind(is_decided);
+        self.ends_early() || last.is_some_and(|row| row.phase == self)
+    }
+
+    /// Is it taken at a common cut of the ranks, where all processes take part?
+    pub fn is_at_cut(self) -> bool {
+        self.row().at_cut
+    }
+
+    /// Are the bytes of its report those that the pause gives back, or the resume takes?
+    pub fn moves_memory(self) -> bool {
+        self.row().moves_memory
+    }
+
+    /// Does it open a descriptor for each allocation that is shared?
+    pub fn opens_descriptors(self) -> bool {
+        self.row().opens_descriptors
+    }
+
+    /// The order to take it, in a pause or resume of `scope` that leaves `stays` where they are.
+    pub fn order(self, scope: &Scope, stays: &[Stay]) -> Order {
+        (self.row().order)(scope, stays)
+    }
+}
+
+/// A phase to be taken, with what it needs to know. The steps that begin something say which memory it is about.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Order {
+    /// [`Phase::CloseGate`].
+    CloseGate {
+        /// Which memory the pause is about.
+        scope: Scope,
+    },
+    /// [`Phase::Drain`].
+    Drain,
+    /// [`Phase::Save`].
+    Save {
+        /// Shared memory that stays where it is.
+        stays: Vec<Stay>,
+    },
+    /// [`Phase::Release`].
+    Release,
+    /// [`Phase::Verify`].
+    Verify,
+    /// [`Phase::AbortPause`].
+    AbortPause,
+    /// [`Phase::CreateOwn`].
+    CreateOwn {
+        /// Which memory the resume is about.
+        scope: Scope,
+    },
+    /// [`Phase::Restore`].
+    Restore,
+    /// [`Phase::Import`].
+    Import,
+    /// [`Phase::ImportFromLiving`].
+    ImportFromLiving,
+    /// [`Phase::Activate`].
+    Activate,
+    /// [`Phase::AbortResume`].
+    AbortResume,
+    /// [`Phase::Settle`].
+    Settle,
+}
+
+impl Order {
+    /// The phase that it asks for.
+    pub fn phase(&self) -> Phase {
+        match self {
+            Self::CloseGate { .. } => Phase::CloseGate,
+            Self::Drain => Phase::Drain,
+            Self::Save { .. } => Phase::Save,
+            Self::Release => Phase::Release,
+            Self::Verify => Phase::Verify,
+            Self::AbortPause => Phase::AbortPause,
+            Self::CreateOwn { .. } => Phase::CreateOwn,
+            Self::Restore => Phase::Restore,
+            Self::Import => Phase::Import,
+            Self::ImportFromLiving => Phase::ImportFromLiving,
+            Self::Activate => Phase::Activate,
+            Self::AbortResume => Phase::AbortResume,
+            Self::Settle => Phase::Settle,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every phase that there is: the decoder knows them all.
+    fn all() -> Vec<Phase> {
+        let decoded = (0_u8..).map_while(|number| postcard::from_bytes(&[number]).ok());
+        decoded.collect()
+    }
+
+    #[test]
+    fn every_phase_has_its_row_and_its_order() {
+        let all = all();
+        assert_eq!(all.len(), TABLE.len());
+        for phase in all {
+            assert_eq!(phase.row().phase, phase);
+            assert_eq!(phase.order(&Scope::Whole, &[]).phase(), phase);
+        }
+    }
+
+    #[test]
+    fn a_pause_and_a_resume_have_their_phases_in_order() {
+        use Phase::{
+            Activate, CloseGate, CreateOwn, Drain, Import, ImportFromLiving, Release, Restore,
+            Save, Verify,
+        };
+        for without_lost in [false, true] {
+            let import = if without_lost { ImportFromLiving } else { Import };
+            let of = |action: Action, stage| action.phases(stage, without_lost);
+            assert_eq!(of(Action::Pause, Stage::Prepare), [CloseGate, Drain, Save]);
+            assert_eq!(of(Action::Pause, Stage::Commit), [Release, Verify]);
+            assert_eq!(of(Action::Resume, Stage::Prepare), [CreateOwn, Restore, import]);
+            assert_eq!(of(Action::Resume, Stage::Commit), [Activate]);
+        }
+        assert_eq!((Action::Pause.commit(), Action::Resume.commit()), (Release, Activate));
+        let aborts = (Action::Pause.abort(), Action::Resume.abort());
+        assert_eq!(aborts, (Phase::AbortPause, Phase::AbortResume));
+    }
+
+    #[test]
+    fn a_pause_or_resume_is_over_after_its_last_phase_or_when_it_is_undone_or_settled() {
+        let over: Vec<Phase> = all().into_iter().filter(|phase| phase.is_last()).collect();
+        let expected =
+            [Phase::Verify, Phase::AbortPause, Phase::Activate, Phase::AbortResume, Phase::Settle];
+        assert_eq!(over, expected);
+    }
+}

@@ -1,0 +1,277 @@
+//! What can be asked, each with the one kind of answer that it has.
+
+use std::os::fd::OwnedFd;
+
+use serde::{Deserialize, Serialize};
+use vmm_pool::AllocationId;
+
+use super::{
+    DeviceDelta, FDS_PER_MESSAGE_MAX, Failure, FetchPurpose, MemberInfo, MemberStats, PhaseReport,
+    Reply, Request, SaveProgress,
+};
+use crate::cut::{CutReport, Limits, Seen};
+use crate::identity::MemberId;
+use crate::phase::{Action, Order};
+use crate::saving::DirName;
+use crate::scope::Scope;
+
+/// A question to another process's agent.
+pub trait Ask {
+    /// What it is answered with, where it is not refused with a [`Failure`].
+    type Answer;
+
+    /// As it is sent.
+    fn to_request(&self) -> Request;
+
+    /// How many descriptors may come beside the answer.
+    fn fds_max(&self) -> usize {
+        0
+    }
+
+    /// The answer in `reply` and the descriptors beside it; `None` when it is one to another question.
+    fn answer_in(&self, reply: Reply, fds: Vec<OwnedFd>) -> Option<Self::Answer>;
+
+    /// As [`Ask::answer_in`], or why the question is refused.
+    fn outcome_in(&self, reply: Reply, fds: Vec<OwnedFd>) -> Option<Result<Self::Answer, Failure>> {
+        if let Reply::Failed(failure) = reply {
+            return Some(Err(failure));
+        }
+        self.answer_in(reply, fds).map(Ok)
+    }
+}
+
+/// Who are you?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hello;
+
+impl Ask for Hello {
+    type Answer = MemberInfo;
+
+    fn to_request(&self) -> Request {
+        Request::Hello
+    }
+
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<MemberInfo> {
+        if let Reply::Member(info) = reply { Some(info) } else { None }
+    }
+}
+
+/// What do you hold?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stats;
+
+impl Ask for Stats {
+    type Answer = MemberStats;
+
+    fn to_request(&self) -> Request {
+        Request::Stats
+    }
+
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<MemberStats> {
+        if let Reply::Stats(stats) = reply { Some(*stats) } else { None }
+    }
+}
+
+/// What would a resume of `scope` need on each of your devices, and what is free there? Nothing is changed. Refused
+/// by a process that is on its way to another state.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Needs {
+    /// Which memory the resume would be about.
+    pub scope: Scope,
+    /// Give up, and answer so, after this long.
+    pub timeout_ms: u64,
+}
+
+impl Ask for Needs {
+    type Answer = Vec<DeviceDelta>;
+
+    fn to_request(&self) -> Request {
+        Request::Needs(self.clone())
+    }
+
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<Vec<DeviceDelta>> {
+        if let Reply::Needs(devices) = reply { Some(devices) } else { None }
+    }
+}
+
+/// Take one step of a pause or resume.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TakePhase {
+    /// Which pause or resume it belongs to, by a random number.
+    pub round: u64,
+    /// The step.
+    pub order: Order,
+    /// Give up, and answer so, after this long.
+    pub timeout_ms: u64,
+}
+
+impl Ask for TakePhase {
+    type Answer = PhaseReport;
+
+    fn to_request(&self) -> Request {
+        Request::Phase(self.clone())
+    }
+
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<PhaseReport> {
+        let Reply::PhaseDone(phase, report) = reply else { return None };
+        (phase == self.order.phase()).then_some(report)
+    }
+}
+
+/// Before a pause: launch no more than `limits` admits until told otherwise, or until I hang up, and say where you
+/// stand.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hold {
+    /// Up to which count each lane may be launched.
+    pub limits: Limits,
+    /// What I know: answer when this is no longer so.
+    pub seen: Seen,
+    /// Answer after this long in any case, or when I ask for something else.
+    pub wait_ms: u64,
+}
+
+impl Ask for Hold {
+    type Answer = CutReport;
+
+    fn to_request(&self) -> Request {
+        Request::Cut(self.clone())
+    }
+
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<CutReport> {
+        if let Reply::Cut(report) = reply { Some(*report) } else { None }
+    }
+}
+
+/// Wait until the application of this process has itself asked for `action`, and stands still in that call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AwaitConsent {
+    /// What the application must have asked for.
+    pub action: Action,
+    /// Give up, and answer so, after this long.
+    pub timeout_ms: u64,
+}
+
+impl Ask for AwaitConsent {
+    type Answer = ();
+
+    fn to_request(&self) -> Request {
+        Request::AwaitConsent(*self)
+    }
+
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<()> {
+        (reply == Reply::Consented).then_some(())
+    }
+}
+
+/// The `action` that your application asked for and waits in will not happen now: let it go on with an error that
+/// says why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GiveUp {
+    /// What the application asked for.
+    pub action: Action,
+    /// One sentence.
+    pub why: String,
+}
+
+impl Ask for GiveUp {
+    type Answer = ();
+
+    fn to_request(&self) -> Request {
+        Request::GiveUp(self.clone())
+    }
+
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<()> {
+        (reply == Reply::Noted).then_some(())
+    }
+}
+
+/// The coordinator of `round` has ended, or is silent, and I settle what it began: take no step of it any more, and
+/// settle it too. What were you told in it?
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Withdraw {
+    /// Which pause or resume.
+    pub round: u64,
+}
+
+impl Ask for Withdraw {
+    type Answer = MemberInfo;
+
+    fn to_request(&self) -> Request {
+        Request::Withdraw(*self)
+    }
+
+    fn answer_in(&self, reply: Reply, fds: Vec<OwnedFd>) -> Option<MemberInfo> {
+        Hello.answer_in(reply, fds)
+    }
+}
+
+/// Descriptors for these allocations of yours, which I import.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FetchFds {
+    /// The allocations, at most [`FDS_PER_MESSAGE_MAX`].
+    pub allocations: Vec<AllocationId>,
+    /// Why.
+    pub purpose: FetchPurpose,
+    /// Who asks.
+    pub importer: MemberId,
+}
+
+/// Descriptors as they came.
+#[derive(Debug)]
+pub struct SentFds {
+    /// How many the owner says it has sent.
+    pub count: usize,
+    /// What came, in the order of the allocations asked for.
+    pub fds: Vec<OwnedFd>,
+    /// When tickets were redeemed: the tag of each allocation, in the same order.
+    pub tags: Vec<String>,
+    /// Allocations asked for again that the owner does not have any more. No descriptor comes for them.
+    pub missing: Vec<AllocationId>,
+}
+
+impl Ask for FetchFds {
+    type Answer = SentFds;
+
+    fn to_request(&self) -> Request {
+        Request::FetchFds(self.clone())
+    }
+
+    fn fds_max(&self) -> usize {
+        self.allocations.len().min(FDS_PER_MESSAGE_MAX)
+    }
+
+    fn answer_in(&self, reply: Reply, fds: Vec<OwnedFd>) -> Option<SentFds> {
+        let Reply::Fds { count, tags, missing } = reply else { return None };
+        Some(SentFds { count: usize::try_from(count).ok()?, fds, tags, missing })
+    }
+}
+
+/// Write what a pause has saved of you to files, a step at a time. It ends with this connection, and with any other
+/// step of a pause or resume.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SaveStep {
+    /// Say how much it is; write nothing yet.
+    Begin {
+        /// Where to.
+        dir: DirName,
+    },
+    /// Write on for at most this long.
+    WriteOn {
+        /// How long.
+        for_ms: u64,
+    },
+    /// Remove what is written, as far as it is not whole.
+    CallOff,
+}
+
+impl Ask for SaveStep {
+    type Answer = SaveProgress;
+
+    fn to_request(&self) -> Request {
+        Request::Save(self.clone())
+    }
+
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<SaveProgress> {
+        if let Reply::Saving(progress) = reply { Some(*progress) } else { None }
+    }
+}
