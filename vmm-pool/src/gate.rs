@@ -8,11 +8,10 @@
 
 use std::cell::{Cell, OnceCell};
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::slots::{Slot, Slots};
+use crate::sync::{Arc, AtomicU8, AtomicU64, Condvar, Mutex, Ordering, PoisonError, thread_local};
 
 /// What a call needs of the gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -24,6 +24,7 @@ mod scaling;
 pub mod slots;
 mod store;
 pub mod support;
+pub mod sync;
 mod transition;
 
 pub use error::{PoolError, PoolResult};

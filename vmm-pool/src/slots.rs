@@ -5,8 +5,9 @@
 //! whether it may go in; whoever closes stores the mode, sequentially consistent too, and then looks at
 //! the slots. So either the thread sees the new mode and steps out, or the other sees it inside.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use crate::sync::{
+    Arc, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, Weak, fence,
+};
 
 /// One thread's mark. Padded to a cache line of its own, with its neighbour, which is fetched along.
 #[derive(Debug)]
@@ -66,6 +67,12 @@ pub struct Slots {
     list: Mutex<List>,
 }
 
+/// A thread that has ended let go of its slot with a release; that its slot is gone was learnt by relaxed loads.
+/// Puts all that it did inside before what the caller does next.
+fn after_ended_threads() {
+    fence(Ordering::Acquire);
+}
+
 #[derive(Debug, Default)]
 struct List {
     slots: Vec<Weak<Slot>>,
@@ -83,6 +90,7 @@ impl Slots {
             label: AtomicUsize::new(0),
         });
         list.slots.retain(|slot| slot.strong_count() > 0);
+        after_ended_threads();
         list.slots.push(Arc::downgrade(&slot));
         slot
     }
@@ -91,7 +99,9 @@ impl Slots {
     pub fn inside(&self) -> Vec<Occupant> {
         let list = self.list();
         let slots = list.slots.iter().filter_map(Weak::upgrade);
-        slots.filter_map(|slot| slot.occupant()).collect()
+        let inside = slots.filter_map(|slot| slot.occupant()).collect();
+        after_ended_threads();
+        inside
     }
 
     fn list(&self) -> MutexGuard<'_, List> {

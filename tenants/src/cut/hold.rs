@@ -5,8 +5,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::report::{
@@ -14,6 +12,7 @@ use super::report::{
 };
 use super::{CommunicatorId, Counter, Cut, Increment, Lane, Rank, Series, count};
 use vmm_pool::slots::Slot;
+use vmm_pool::sync::{Arc, Ordering, PoisonError};
 
 /// How long a watcher goes without looking: calls leave without taking a lock, captures begin and end,
 /// and other threads' work ends, without a word to us.

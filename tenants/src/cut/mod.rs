@@ -34,8 +34,6 @@ use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use serde::de::Error as _;
@@ -46,6 +44,9 @@ pub use report::{CutReport, Inside, LaunchCount, Limits, Need, Seen, Waiting};
 
 use hold::{Mode, Table, Unfinished};
 use vmm_pool::slots::{Slot, Slots};
+use vmm_pool::sync::{
+    Arc, AtomicU8, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, PoisonError, thread_local,
+};
 
 /// A communicator's identity, the same in all its processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

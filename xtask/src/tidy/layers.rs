@@ -31,7 +31,7 @@ impl Layer {
             "ffi/python" => Some(Self::Python),
             "tenants/cli" => Some(Self::Cli),
             "tests/simcuda" => Some(Self::SimulatedDriver),
-            "tests" => Some(Self::Tests),
+            "tests" | "tests/loom" => Some(Self::Tests),
             "xtask" => Some(Self::Xtask),
             _ if folder.starts_with("adapters/") => Some(Self::Adapter),
             _ => None,

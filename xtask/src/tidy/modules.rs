@@ -25,6 +25,7 @@ const ORDERS: [Order; 3] = [
     Order {
         folder: "vmm-pool/src",
         modules: &[
+            "sync",
             "slots",
             "gate",
             "driver",
