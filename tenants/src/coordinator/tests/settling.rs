@@ -228,6 +228,17 @@ fn a_coordinator_whose_work_is_over_makes_room_as_any_idle_client() {
 }
 
 #[test]
+fn one_whose_coordinator_ended_is_led_by_nobody_and_puts_its_name_back() {
+    let job = Job::new(1);
+    let mut line = Line::to(&job.members[0]);
+    line.lead(Phase::CloseGate, &Scope::Whole);
+    drop(line);
+    until("it to run on", || job.states() == [MemberState::Active]);
+    std::fs::remove_dir_all(job.run_dir.path()).unwrap();
+    until("its socket", || job.members[0].socket_path().exists());
+}
+
+#[test]
 fn the_next_command_stays_connected_while_processes_settle_what_was_left_half_done() {
     let job = Job::new(2);
     report(job.coordinator(options()).pause(&mut quiet).unwrap());
