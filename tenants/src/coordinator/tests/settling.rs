@@ -79,10 +79,14 @@ fn is_under_way(state: MemberState) -> bool {
 
 /// Does the gate let work through, now or when somebody else has let go?
 fn lets_work_through(member: &std::sync::Arc<Member<SimDriver>>) -> bool {
+    lets_through(Passage::Use, member)
+}
+
+fn lets_through(passage: Passage, member: &std::sync::Arc<Member<SimDriver>>) -> bool {
     let (tell, hear) = mpsc::channel();
     let member = std::sync::Arc::clone(member);
     std::thread::spawn(move || {
-        drop(member.gate().pass(Passage::Use));
+        drop(member.gate().pass(passage));
         let _told = tell.send(());
     });
     hear.recv_timeout(Duration::from_secs(10)).is_ok()
@@ -202,6 +206,36 @@ fn a_resume_by_tag_that_fails_leaves_the_process_running() {
     faults.clear();
     for phase in BEFORE_ACTIVATE.into_iter().chain([Phase::Activate]) {
         line.lead(phase, &kv());
+    }
+    assert!(lets_work_through(member), "it is back");
+}
+
+#[test]
+fn a_whole_resume_that_fails_leaves_the_process_paused_and_frees_possible() {
+    let job = Job::new(1);
+    let member = &job.members[0];
+    allocate(member);
+    let mut line = Line::to(member);
+    for phase in BEFORE_RELEASE.into_iter().chain([Phase::Release, Phase::Verify]) {
+        line.lead(phase, &Scope::Whole);
+    }
+    let faults = member.pool().driver().faults();
+
+    faults.fail(DriverOp::Create, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
+    line.fail(Phase::CreateOwn, &Scope::Whole);
+    assert_eq!(member.state(), MemberState::Paused);
+    assert!(lets_through(Passage::GiveUp, member), "nothing was taken");
+
+    faults.fail(DriverOp::CopyToDevice, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    line.lead(Phase::CreateOwn, &Scope::Whole);
+    line.fail(Phase::Restore, &Scope::Whole);
+    line.lead(Phase::AbortResume, &Scope::Whole);
+    assert_eq!(member.state(), MemberState::Paused);
+    assert!(lets_through(Passage::GiveUp, member), "undone");
+
+    faults.clear();
+    for phase in BEFORE_ACTIVATE.into_iter().chain([Phase::Activate]) {
+        line.lead(phase, &Scope::Whole);
     }
     assert!(lets_work_through(member), "it is back");
 }
