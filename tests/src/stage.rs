@@ -7,10 +7,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use tempfile::TempDir;
+use sublet_stage::Place;
 use tenants::run_dir::RunDir;
-use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
-use vmm_pool::driver::{DeviceOrdinal, Driver as _, MemoryInfo};
+use vmm_pool::driver::{DeviceOrdinal, MemoryInfo};
 
 use crate::{Files, Job, JobOptions, Outcome, Ran, Rank, Trouble, child};
 
@@ -24,10 +23,8 @@ const COMMAND_TIMEOUT: Duration = Duration::from_mins(1);
 #[derive(Debug)]
 pub struct Stage {
     files: Files,
-    observer: SimDriver,
     jobs: AtomicU32,
-    /// Last, so that the directory goes after the driver has let go of the node.
-    dir: TempDir,
+    place: Place,
 }
 
 impl Stage {
@@ -37,16 +34,7 @@ impl Stage {
     /// When the built files are not named in the environment, or the system refuses.
     pub fn new(capacities_bytes: &[u64]) -> Outcome<Self> {
         let files = Files::from_environment()?;
-        let wanted_bytes = capacities_bytes.iter().sum();
-        let base = base_dir(wanted_bytes)?;
-        let dir = tempfile::Builder::new().prefix("sublet-").tempdir_in(base)?;
-        let node = SimNode::create(dir.path().join("node"), capacities_bytes)?;
-        Ok(Self {
-            files,
-            observer: SimDriver::new(node, SimOptions::default()),
-            jobs: AtomicU32::new(0),
-            dir,
-        })
+        Ok(Self { files, jobs: AtomicU32::new(0), place: Place::new(capacities_bytes)? })
     }
 
     /// What was built.
@@ -56,20 +44,20 @@ impl Stage {
 
     /// Where tenants live.
     pub fn run_dir_path(&self) -> PathBuf {
-        self.dir.path().join("run")
+        self.place.run_dir_path()
     }
 
     /// Where tenants live, for use in this process.
     ///
-    /// # Errors
+    /// # Panics
     /// When it is not usable.
-    pub fn run_dir(&self) -> Outcome<RunDir> {
-        Ok(RunDir::open(Some(self.run_dir_path()), None)?)
+    pub fn run_dir(&self) -> &RunDir {
+        self.place.run_dir()
     }
 
     /// The directory of the node.
     pub fn node_path(&self) -> PathBuf {
-        self.dir.path().join("node")
+        self.place.node_path()
     }
 
     /// A command that finds the simulated driver, the node and the run directory, and nothing of the
@@ -161,7 +149,7 @@ impl Stage {
         let mut command = self.command(&self.files.sublet);
         command.args(["run", "--tenant", tenant, "--library"]);
         command.arg(&self.files.preload).arg("--").arg(program);
-        command.env("SUBLET_FILE_DIR", self.dir.path());
+        command.env("SUBLET_FILE_DIR", self.place.path());
         command
     }
 
@@ -171,7 +159,7 @@ impl Stage {
     /// What the system said.
     pub(crate) fn job_dir(&self) -> Outcome<PathBuf> {
         let number = self.jobs.fetch_add(1, Ordering::Relaxed);
-        let dir = self.dir.path().join(format!("job{number}"));
+        let dir = self.place.path().join(format!("job{number}"));
         std::fs::create_dir(&dir)?;
         Ok(dir)
     }
@@ -219,8 +207,7 @@ impl Stage {
     /// # Errors
     /// What the driver said.
     pub fn memory(&self, device: i32) -> Outcome<MemoryInfo> {
-        self.observer.make_current(DeviceOrdinal(device))?;
-        Ok(self.observer.memory_info()?)
+        Ok(self.place.memory(DeviceOrdinal(device))?)
     }
 
     /// Bytes of a device that somebody holds.
@@ -228,8 +215,7 @@ impl Stage {
     /// # Errors
     /// What the driver said.
     pub fn used_bytes(&self, device: i32) -> Outcome<u64> {
-        let info = self.memory(device)?;
-        Ok(info.total_bytes - info.free_bytes)
+        Ok(self.place.used_bytes(DeviceOrdinal(device))?)
     }
 }
 
@@ -238,19 +224,4 @@ pub fn statistic(member: &Value, name: &str) -> u64 {
     let devices = member["pool"]["devices"].as_array().into_iter().flatten();
     let classes = devices.flat_map(|device| device["classes"].as_array().into_iter().flatten());
     classes.filter_map(|class| class[name].as_u64()).sum()
-}
-
-/// `/dev/shm`, or the directory for temporary files where that is too small, as in some containers.
-fn base_dir(wanted_bytes: u64) -> Outcome<PathBuf> {
-    let shared = PathBuf::from("/dev/shm");
-    let room = nix::sys::statvfs::statvfs(&shared)
-        .map(|found| found.blocks_available().saturating_mul(found.fragment_size()));
-    if room.is_ok_and(|room| room > wanted_bytes) {
-        return Ok(shared);
-    }
-    let other = std::env::temp_dir();
-    if other.is_dir() {
-        return Ok(other);
-    }
-    Err(Trouble::new("neither /dev/shm nor the directory for temporary files can hold the node"))
 }

@@ -47,7 +47,7 @@ fn processes_of_different_versions_are_named_and_left_alone() -> Outcome {
     let config = MemberConfig {
         host_limits: || host_memory::limits(None),
         ..MemberConfig::new(
-            stage.run_dir()?,
+            stage.run_dir().clone(),
             TenantName::new("train")?,
             "a process with another libsublet",
             "9.9.9",

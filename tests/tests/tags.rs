@@ -2,58 +2,43 @@
 
 use std::collections::BTreeSet;
 use std::os::fd::AsFd as _;
-use std::sync::Arc;
 
+use sublet_stage::{Place, Process, memory as on};
 use sublet_tests::{MIB, Outcome as TestOutcome, Trouble};
 use tenants::coordinator::{CoordinatorError, Outcome};
 use tenants::identity::TenantName;
-use tenants::member::{Member, MemberConfig};
 use tenants::requests::{act_for_all, act_for_own_tags};
-use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
 use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState};
-use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
-use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
+use vmm_pool::driver::sim::SimOptions;
+use vmm_pool::driver::{DeviceOrdinal, VaRange};
 use vmm_pool::{Class, Contents, VirtualHandle};
 
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 const UNIT: u64 = 2 * MIB;
 const CAPACITY: u64 = 128 * MIB;
 
-type SimMember = Arc<Member<SimDriver>>;
-
 struct Tenant {
-    members: Vec<SimMember>,
-    run_dir: RunDir,
+    members: Vec<Process>,
     name: TenantName,
-    node: SimNode,
-    _base: tempfile::TempDir,
+    place: Place,
 }
 
 impl Tenant {
     fn new(count: usize) -> Result<Self, Trouble> {
-        let base = tempfile::tempdir()?;
-        let run_dir = RunDir::open(Some(base.path().join("run")), None)?;
-        let name = TenantName::new("train")?;
-        let node = SimNode::private(&[CAPACITY])?;
-        let join = |_| {
-            let config =
-                MemberConfig::new(run_dir.clone(), name.clone(), "python train.py", "0.1.0");
-            Member::join(config, Arc::new(SimDriver::new(node.clone(), SimOptions::default())))
-        };
+        let place = Place::new(&[CAPACITY])?;
+        let join = |_| place.join("train", SimOptions::default());
         let members = (0..count).map(join).collect::<Result<_, _>>()?;
-        Ok(Self { members, run_dir, name, node, _base: base })
+        Ok(Self { members, name: TenantName::new("train")?, place })
     }
 
     fn act(&self, action: Action, scope: Scope) -> Result<Outcome, CoordinatorError> {
-        act_for_all(&self.run_dir, &self.name, scope, action, None)
+        act_for_all(self.place.run_dir(), &self.name, scope, action, None)
     }
 
     fn used(&self) -> Result<u64, Trouble> {
-        let driver = SimDriver::new(self.node.clone(), SimOptions::default());
-        let memory = driver.memory_of(DEVICE).map_err(|code| Trouble::new(format!("{code:?}")))?;
-        Ok(memory.total_bytes - memory.free_bytes)
+        Ok(self.place.used_bytes(DEVICE)?)
     }
 
     fn states(&self) -> Vec<MemberState> {
@@ -69,21 +54,11 @@ fn of_all(names: &[&str]) -> Scope {
     Scope::Tags { tags: tags(names), owner: None }
 }
 
-fn map(member: &SimMember, handle: VirtualHandle) -> Result<VaRange, Trouble> {
-    let start = member.pool().driver().reserve(UNIT, 0, DeviceAddress(0));
-    let start = start.map_err(|code| Trouble::new(format!("{code:?}")))?;
-    let range = VaRange::new(start, UNIT);
-    member.pool().enter().map(range, 0, handle)?;
-    member.pool().enter().set_access(range, &[AccessDesc::read_write(DEVICE)])?;
-    Ok(range)
-}
-
 /// Memory of one unit, and where it is mapped.
-fn memory(member: &SimMember, tag: &str) -> Result<(VirtualHandle, VaRange), Trouble> {
+fn memory(member: &Process, tag: &str) -> (VirtualHandle, VaRange) {
     let class = Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep };
-    let prop = AllocationProp::pinned_on(DEVICE);
-    let handle = member.pool().enter().create(UNIT, &prop, class)?;
-    Ok((handle, map(member, handle)?))
+    let handle = on::create(member.pool(), DEVICE, 1, class);
+    (handle, on::map(member.pool(), handle, 1, DEVICE))
 }
 
 fn completed(outcome: &Outcome) -> bool {
@@ -94,8 +69,8 @@ fn completed(outcome: &Outcome) -> bool {
 fn a_process_pauses_its_own_tag_and_the_others_notice_nothing() -> TestOutcome {
     let tenant = Tenant::new(3)?;
     for member in &tenant.members {
-        memory(member, "kv")?;
-        memory(member, "")?;
+        memory(member, "kv");
+        memory(member, "");
     }
     assert_eq!(tenant.used()?, 6 * UNIT);
     let first = &tenant.members[0];
@@ -115,7 +90,7 @@ fn a_process_pauses_its_own_tag_and_the_others_notice_nothing() -> TestOutcome {
 fn many_processes_pause_their_own_tags_at_once() -> TestOutcome {
     let tenant = Tenant::new(4)?;
     for member in &tenant.members {
-        memory(member, "kv")?;
+        memory(member, "kv");
     }
     for action in [Action::Pause, Action::Resume].repeat(5) {
         let outcomes: Vec<_> = std::thread::scope(|scope| {
@@ -141,12 +116,12 @@ fn many_processes_pause_their_own_tags_at_once() -> TestOutcome {
 fn imports_leave_and_come_back_with_their_owners_tag() -> TestOutcome {
     let tenant = Tenant::new(2)?;
     let [owner, importer] = [&tenant.members[0], &tenant.members[1]];
-    let (shared, _) = memory(owner, "weights")?;
-    memory(importer, "weights")?;
+    let (shared, _) = memory(owner, "weights");
+    memory(importer, "weights");
     let fd = owner.issue_ticket(&owner.pool().enter(), shared)?;
     let ticket = Ticket::read(fd.as_fd())?.ok_or_else(|| Trouble::new("no ticket"))?;
     let imported = importer.redeem_ticket(&importer.pool().enter(), &ticket, "test")?;
-    map(importer, imported)?;
+    on::map(importer.pool(), imported, 1, DEVICE);
     assert_eq!(tenant.used()?, 2 * UNIT);
     // The importer must let go, or the memory would not be free; its own stays.
     assert!(completed(&act_for_own_tags(owner, tags(&["weights"]), Action::Pause, None)?));
@@ -168,7 +143,7 @@ fn a_paused_tenant_comes_back_in_stages() -> TestOutcome {
     let tenant = Tenant::new(2)?;
     for member in &tenant.members {
         for tag in ["weights", "kv", ""] {
-            memory(member, tag)?;
+            memory(member, tag);
         }
     }
     assert!(completed(&tenant.act(Action::Pause, Scope::Whole)?));
@@ -189,7 +164,7 @@ fn a_paused_tenant_comes_back_in_stages() -> TestOutcome {
 #[test]
 fn an_unknown_tag_is_refused_with_the_tags_there_are() -> TestOutcome {
     let tenant = Tenant::new(1)?;
-    memory(&tenant.members[0], "weights")?;
+    memory(&tenant.members[0], "weights");
     let error = tenant
         .act(Action::Pause, of_all(&["wieghts"]))
         .err()
@@ -207,11 +182,11 @@ fn an_unknown_tag_is_refused_with_the_tags_there_are() -> TestOutcome {
 fn a_tag_that_does_not_fit_stays_away_and_comes_back_when_it_does() -> TestOutcome {
     let tenant = Tenant::new(2)?;
     let [first, second] = [&tenant.members[0], &tenant.members[1]];
-    memory(first, "kv")?;
+    memory(first, "kv");
     assert!(completed(&act_for_own_tags(first, tags(&["kv"]), Action::Pause, None)?));
     let mut filler = Vec::new();
     while tenant.used()? < CAPACITY {
-        filler.push(memory(second, "")?);
+        filler.push(memory(second, ""));
     }
     let error = act_for_own_tags(first, tags(&["kv"]), Action::Resume, None);
     let error = error.err().ok_or_else(|| Trouble::new("there is no room"))?;

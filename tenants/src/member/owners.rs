@@ -148,7 +148,7 @@ mod tests {
 
     use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
     use vmm_pool::driver::{AllocationProp, DeviceOrdinal};
-    use vmm_pool::{Class, Contents};
+    use vmm_pool::{Class, Contents, VirtualHandle};
 
     use super::*;
     use crate::coordinator::{Coordinator, Options};
@@ -157,60 +157,69 @@ mod tests {
     use crate::run_dir::RunDir;
     use crate::ticket::Ticket;
 
+    type Process = Arc<Member<SimDriver>>;
+
+    struct Tenant {
+        node: SimNode,
+        run_dir: RunDir,
+        name: TenantName,
+        _base: tempfile::TempDir,
+    }
+
+    impl Tenant {
+        fn new() -> Self {
+            let base = tempfile::tempdir().unwrap();
+            Self {
+                node: SimNode::private(&[8 * GRANULARITY_BYTES]).unwrap(),
+                run_dir: RunDir::open(Some(base.path().join("run")), None).unwrap(),
+                name: TenantName::new("train").unwrap(),
+                _base: base,
+            }
+        }
+
+        fn join(&self) -> Process {
+            let (run_dir, name) = (self.run_dir.clone(), self.name.clone());
+            let config = MemberConfig::new(run_dir, name, "python train.py", "0.1.0");
+            let driver = SimDriver::new(self.node.clone(), SimOptions::default());
+            Member::join(config, Arc::new(driver)).unwrap()
+        }
+    }
+
+    /// New memory of `owner`, as `importer` holds it.
+    fn share(owner: &Process, importer: &Process, contents: Contents) -> VirtualHandle {
+        let class = Class { library: "test", tag: String::new(), contents };
+        let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
+        let shared = owner.pool().enter().create(GRANULARITY_BYTES, &prop, class).unwrap();
+        let fd = owner.issue_ticket(&owner.pool().enter(), shared).unwrap();
+        let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
+        importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").unwrap()
+    }
+
     #[test]
     fn nothing_is_kept_for_owners_that_ended_when_their_memory_is_freed() {
-        let base = tempfile::tempdir().unwrap();
-        let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
-        let tenant = TenantName::new("train").unwrap();
-        let node = SimNode::private(&[8 * GRANULARITY_BYTES]).unwrap();
-        let join = || {
-            let config =
-                MemberConfig::new(run_dir.clone(), tenant.clone(), "python train.py", "0.1.0");
-            let driver = SimDriver::new(node.clone(), SimOptions::default());
-            Member::join(config, Arc::new(driver)).unwrap()
-        };
-        let class = || Class { library: "test", tag: String::new(), contents: Contents::Discard };
-        let importer = join();
+        let tenant = Tenant::new();
+        let importer = tenant.join();
         for _ in 0..3 {
-            let owner = join();
-            let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
-            let shared = owner.pool().enter().create(GRANULARITY_BYTES, &prop, class()).unwrap();
-            let fd = owner.issue_ticket(&owner.pool().enter(), shared).unwrap();
-            let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
-            let imported =
-                importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").unwrap();
+            let owner = tenant.join();
+            let imported = share(&owner, &importer, Contents::Discard);
             owner.leave();
             importer.pool().enter_giving_up().release(imported).unwrap();
         }
         assert_eq!((importer.peers().len(), importer.owners().len()), (3, 3));
-        let mut coordinator = Coordinator::new(run_dir, tenant, Options::default());
+        let mut coordinator = Coordinator::new(tenant.run_dir, tenant.name, Options::default());
         let _paused = coordinator.pause(&mut |_| {}).unwrap();
         assert_eq!((importer.peers().len(), importer.owners().len()), (0, 0));
     }
 
     #[test]
     fn owners_whose_names_went_with_the_directory_are_not_taken_for_dead() {
-        let base = tempfile::tempdir().unwrap();
-        let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
-        let tenant = TenantName::new("train").unwrap();
-        let node = SimNode::private(&[8 * GRANULARITY_BYTES]).unwrap();
-        let join = || {
-            let config =
-                MemberConfig::new(run_dir.clone(), tenant.clone(), "python train.py", "0.1.0");
-            let driver = SimDriver::new(node.clone(), SimOptions::default());
-            Member::join(config, Arc::new(driver)).unwrap()
-        };
-        let (owner, importer) = (join(), join());
-        let class = Class { library: "test", tag: String::new(), contents: Contents::Keep };
-        let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
-        let shared = owner.pool().enter().create(GRANULARITY_BYTES, &prop, class).unwrap();
-        let fd = owner.issue_ticket(&owner.pool().enter(), shared).unwrap();
-        let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
-        importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").unwrap();
-        std::fs::remove_dir_all(run_dir.path()).unwrap();
+        let tenant = Tenant::new();
+        let (owner, importer) = (tenant.join(), tenant.join());
+        share(&owner, &importer, Contents::Keep);
+        std::fs::remove_dir_all(tenant.run_dir.path()).unwrap();
         assert_eq!(importer.dead_owners(), []);
         // The importer has its name again, and the owner has not.
-        let _again = run_dir.listen_again(&tenant, importer.id()).unwrap();
+        let _again = tenant.run_dir.listen_again(&tenant.name, importer.id()).unwrap();
         importer.note_new_name();
         assert_eq!(importer.dead_owners(), []);
         importer.leave();

@@ -3,27 +3,25 @@
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 
+use sublet_stage::Place;
+use sublet_stage::memory::reserve;
 use tenants::member::{ImportError, Member};
 use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState};
-use vmm_pool::driver::sim::{FaultSpan, SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::sim::{FaultSpan, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DriverCode, VaRange};
 use vmm_pool::{Contents, PoolError};
 
-use crate::stage::{
-    Stage, UNIT, class, config, device_of, free_addresses, holds, reserve, tenant, write,
-};
+use crate::stage::{Stage, UNIT, class, config, device_of, free_addresses, holds, tenant, write};
 
 #[test]
 fn any_call_of_joining_may_fail_and_nothing_is_left_behind() {
-    let base = tempfile::tempdir().expect("a directory");
-    let run_dir = tenants::run_dir::RunDir::open(Some(base.path().join("run")), None).expect("run");
-    let node = SimNode::private(&[64 << 20; 2]).expect("a node");
+    let place = Place::new(&[64 << 20; 2]).expect("a place");
     for nth in 1.. {
-        let driver = Arc::new(SimDriver::new(node.clone(), SimOptions::default()));
+        let driver = Arc::new(place.driver(SimOptions::default()));
         driver.faults().fail_any(FaultSpan::Nth(nth), DriverCode::UNKNOWN);
-        let joined = Member::join(config(&run_dir), Arc::clone(&driver));
-        let members = run_dir.existing_tenant(&tenant()).expect("readable");
+        let joined = Member::join(config(place.run_dir()), Arc::clone(&driver));
+        let members = place.run_dir().existing_tenant(&tenant()).expect("readable");
         let members = members.map_or(0, |dir| dir.members().expect("readable").len());
         match joined {
             Ok(member) => {
@@ -69,7 +67,7 @@ fn share_and_let_go(stage: &Stage) {
     for (member, handle, device) in
         [(owner, made, device_of(0)), (importer, imported, device_of(1))]
     {
-        let range = reserve(member, UNIT);
+        let range = reserve(member.pool(), UNIT);
         again(|| Ok(member.pool().enter().map(range, 0, handle)?));
         let rights = [AccessDesc::read_write(device)];
         again(|| Ok(member.pool().enter().set_access(range, &rights)?));
@@ -124,7 +122,7 @@ fn any_call_of_freeing_while_paused_may_fail_and_nothing_is_left_over() {
                 .expect("a block")
         });
         let handle = member.pool().enter().create(UNIT, &prop, kept()).expect("memory");
-        let range = reserve(member, UNIT);
+        let range = reserve(member.pool(), UNIT);
         member.pool().enter().map(range, 0, handle).expect("mapping");
         stage.must(Action::Pause);
         stage.assert_all(MemberState::Paused, "freeing");

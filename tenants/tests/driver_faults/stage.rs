@@ -1,25 +1,22 @@
 //! Two members of one tenant on a node of two devices, and what they must never lose.
 
-#![expect(unsafe_code, reason = "reads and writes simulated device memory through the driver")]
-
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tempfile::TempDir;
+pub(crate) use sublet_stage::memory::{UNIT, page_of};
+use sublet_stage::{Place, Process, memory};
 use tenants::coordinator::{Coordinator, CoordinatorError, Options, Outcome};
 use tenants::identity::TenantName;
-use tenants::member::{Member, MemberConfig};
+use tenants::member::MemberConfig;
 use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
 use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState};
-use vmm_pool::driver::sim::{Census, Faults, GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
-use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
+use vmm_pool::driver::sim::{Census, Faults, SimOptions};
+use vmm_pool::driver::{AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::{Class, Contents, VirtualHandle};
 
-/// The simulated driver's granularity.
-pub(crate) const UNIT: u64 = GRANULARITY_BYTES;
 /// Memory of each device.
 pub(crate) const CAPACITY_BYTES: u64 = 128 << 20;
 const TENANT: &str = "train";
@@ -37,7 +34,7 @@ pub(crate) struct Spot {
 
 /// See the head of this module.
 pub(crate) struct Stage {
-    pub(crate) members: Vec<Arc<Member<SimDriver>>>,
+    pub(crate) members: Vec<Process>,
     pub(crate) run_dir: RunDir,
     spots: Vec<Spot>,
     /// A ticket that nobody has redeemed, for memory that nothing else holds, and its contents.
@@ -45,7 +42,7 @@ pub(crate) struct Stage {
     seeds: u64,
     resident: Vec<u64>,
     census: Vec<Census>,
-    _base: TempDir,
+    _place: Place,
 }
 
 /// The device that a member's memory lies on.
@@ -80,27 +77,20 @@ pub(crate) fn config(run_dir: &RunDir) -> MemberConfig {
 impl Stage {
     /// Both members with all their memory, after one whole pause and resume.
     pub(crate) fn new() -> Self {
-        let base = tempfile::tempdir().expect("a directory");
-        let run_dir = RunDir::open(Some(base.path().join("run")), None).expect("a run directory");
-        let node = SimNode::private(&[CAPACITY_BYTES; 2]).expect("a node under /dev/shm");
-        let join = |_| {
-            let driver = SimDriver::new(node.clone(), SimOptions::default());
-            let member = Member::join(config(&run_dir), Arc::new(driver)).expect("joined");
-            member.pool().set_file_dir("/dev/shm".into());
-            member
-        };
+        let place = Place::new(&[CAPACITY_BYTES; 2]).expect("a place");
+        let join = |_| place.join(TENANT, SimOptions::default()).expect("joined");
         let members: Vec<_> = (0..2).map(join).collect();
         // A memfd is replaced by the real one below.
         let ticket = (tempfile::tempfile().expect("a file").into(), 0);
         let mut stage = Self {
             members,
-            run_dir,
+            run_dir: place.run_dir().clone(),
             spots: Vec::new(),
             ticket,
             seeds: 0,
             resident: Vec::new(),
             census: Vec::new(),
-            _base: base,
+            _place: place,
         };
         (0..2).for_each(|member| stage.fill(member));
         stage.hide(0);
@@ -130,7 +120,7 @@ impl Stage {
         // A window mapped twice, imported by the peer, which maps it twice too and lets its handle go.
         let seed = self.next_seed();
         let shared = create(&member, device, 2, Contents::Keep);
-        let places = [(); 2].map(|()| map(&member, shared, 2 * UNIT, device));
+        let places = [(); 2].map(|()| memory::map(member.pool(), shared, 2, device));
         write(&member, device, places[0], seed);
         let fd = member.issue_ticket(&member.pool().enter(), shared).expect("a ticket");
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
@@ -138,7 +128,7 @@ impl Stage {
             importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("import");
         for place in places {
             self.spot(index, device, place, seed);
-            let there = map(&importer, imported, 2 * UNIT, elsewhere);
+            let there = memory::map(importer.pool(), imported, 2, elsewhere);
             self.spot(peer, elsewhere, there, seed);
         }
         importer.pool().enter_giving_up().release(imported).expect("the mappings keep it");
@@ -156,18 +146,17 @@ impl Stage {
         let opened = open_block(&member, &importer, last.range.start, elsewhere);
         self.spot(peer, elsewhere, opened, last.seed);
         let scratch = create(&member, device, 1, Contents::Discard);
-        map(&member, scratch, UNIT, device);
+        memory::map(member.pool(), scratch, 1, device);
         // Contents that go to a file, of memory that the peer has imported.
         let seed = self.next_seed();
         let filed = create(&member, device, 1, Contents::File);
-        let range = map(&member, filed, UNIT, device);
+        let range = memory::map(member.pool(), filed, 1, device);
         write(&member, device, range, seed);
         self.spot(index, device, range, seed);
         let fd = member.issue_ticket(&member.pool().enter(), filed).expect("a ticket");
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let imported =
-            importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("import");
-        let there = map(&importer, imported, UNIT, elsewhere);
+        let imported = importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("import");
+        let there = memory::map(importer.pool(), imported, 1, elsewhere);
         self.spot(peer, elsewhere, there, seed);
         importer.pool().enter_giving_up().release(imported).expect("the mapping keeps it");
     }
@@ -177,7 +166,7 @@ impl Stage {
         let member = Arc::clone(&self.members[index]);
         let seed = self.next_seed();
         let hidden = create(&member, device_of(index), 1, Contents::Keep);
-        let range = map(&member, hidden, UNIT, device_of(index));
+        let range = memory::map(member.pool(), hidden, 1, device_of(index));
         write(&member, device_of(index), range, seed);
         // Nobody may touch it through this one, so a pause needs a view.
         member.pool().enter_giving_up().unmap(range).expect("unmap");
@@ -188,7 +177,7 @@ impl Stage {
         let member = Arc::clone(&self.members[index]);
         let seed = self.next_seed();
         let lonely = create(&member, device_of(index), 1, Contents::Keep);
-        let range = map(&member, lonely, UNIT, device_of(index));
+        let range = memory::map(member.pool(), lonely, 1, device_of(index));
         write(&member, device_of(index), range, seed);
         let ticket = member.issue_ticket(&member.pool().enter(), lonely).expect("a ticket");
         member.pool().enter_giving_up().unmap(range).expect("unmap");
@@ -296,9 +285,8 @@ impl Stage {
         let importer = &self.members[1];
         let (fd, seed) = &self.ticket;
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let handle =
-            importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("redeemed");
-        let range = map(importer, handle, UNIT, device_of(1));
+        let handle = importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("redeemed");
+        let range = memory::map(importer.pool(), handle, 1, device_of(1));
         assert!(holds(importer, device_of(1), range, *seed), "the memory behind the ticket");
     }
 }
@@ -312,40 +300,22 @@ impl Drop for Stage {
 }
 
 pub(crate) fn create(
-    member: &Member<SimDriver>,
+    member: &Process,
     device: DeviceOrdinal,
     units: u64,
     contents: Contents,
 ) -> VirtualHandle {
-    let prop = AllocationProp::pinned_on(device);
-    member.pool().enter().create(units * UNIT, &prop, class(contents)).expect("memory")
+    memory::create(member.pool(), device, units, class(contents))
 }
 
-pub(crate) fn reserve(member: &Member<SimDriver>, size_bytes: u64) -> VaRange {
-    let start = member.pool().driver().reserve(size_bytes, 0, DeviceAddress(0));
-    VaRange::new(start.expect("addresses"), size_bytes)
-}
-
-pub(crate) fn free_addresses(member: &Member<SimDriver>, range: VaRange) {
+pub(crate) fn free_addresses(member: &Process, range: VaRange) {
     member.pool().driver().free_addresses(range).expect("a reservation with nothing mapped");
-}
-
-fn map(
-    member: &Member<SimDriver>,
-    handle: VirtualHandle,
-    size_bytes: u64,
-    device: DeviceOrdinal,
-) -> VaRange {
-    let range = reserve(member, size_bytes);
-    member.pool().enter().map(range, 0, handle).expect("mapping");
-    member.pool().enter().set_access(range, &[AccessDesc::read_write(device)]).expect("access");
-    range
 }
 
 /// As a `cudaIpc` handle is opened: a ticket made of what the handle says.
 fn open_block(
-    owner: &Member<SimDriver>,
-    importer: &Member<SimDriver>,
+    owner: &Process,
+    importer: &Process,
     block: DeviceAddress,
     accessor: DeviceOrdinal,
 ) -> VaRange {
@@ -357,31 +327,10 @@ fn open_block(
     VaRange::new(opened, UNIT)
 }
 
-/// Four kibibytes that tell `seed` from any other.
-pub(crate) fn page_of(seed: u64) -> Vec<u8> {
-    let word = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
-    word.repeat(512)
+pub(crate) fn write(member: &Process, device: DeviceOrdinal, range: VaRange, seed: u64) {
+    memory::write(member.pool().driver(), device, range, seed);
 }
 
-pub(crate) fn write(member: &Member<SimDriver>, device: DeviceOrdinal, range: VaRange, seed: u64) {
-    let page = page_of(seed);
-    // SAFETY: the range lies in a reservation, which the driver checks before it touches a byte.
-    unsafe { member.pool().driver().core().fill(device, range, &page) }.expect("a writable range");
-}
-
-pub(crate) fn holds(
-    member: &Member<SimDriver>,
-    device: DeviceOrdinal,
-    range: VaRange,
-    seed: u64,
-) -> bool {
-    let length = usize::try_from(range.size_bytes).expect("a small range");
-    let mut seen = vec![0_u8; length];
-    let target = seen.as_mut_ptr().expose_provenance() as u64;
-    let from = (device, range.start.0);
-    // SAFETY: `seen` is host memory of this length; the source is checked by the driver.
-    unsafe { member.pool().driver().core().copy((device, target), from, range.size_bytes) }
-        .expect("a readable range");
-    let page = page_of(seed);
-    seen.chunks(page.len()).all(|chunk| *chunk == page[..chunk.len()])
+pub(crate) fn holds(member: &Process, device: DeviceOrdinal, range: VaRange, seed: u64) -> bool {
+    memory::holds(member.pool().driver(), device, range, seed).expect("a readable range")
 }

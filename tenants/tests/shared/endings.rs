@@ -168,7 +168,7 @@ fn plays_an_owner_that_dies() {
 
 /// A process that owns memory, and a ticket for it.
 fn dying_owner(stage: &Stage) -> (Child, Ticket) {
-    let dir = stage.base.path();
+    let dir = stage.place.path();
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--exact", "endings::plays_an_owner_that_dies"]);
     let child =

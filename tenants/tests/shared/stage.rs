@@ -1,39 +1,34 @@
 //! Members of one tenant in this process, memory that they share, and what they read there.
 
-#![expect(unsafe_code, reason = "reads and writes simulated device memory through the driver")]
-
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tempfile::TempDir;
+pub(crate) use sublet_stage::Process;
+pub(crate) use sublet_stage::memory::UNIT;
+use sublet_stage::{Place, memory};
 use tenants::coordinator::{Coordinator, CoordinatorError, Event, LostImports, Options, Outcome};
 use tenants::identity::TenantName;
-use tenants::member::{ImportError, Member, MemberConfig};
-use tenants::run_dir::RunDir;
+use tenants::member::ImportError;
 use tenants::scope::{Scope, TagNames};
 use tenants::ticket::Ticket;
 use tenants::wire::Action;
-use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
-use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
+use vmm_pool::driver::sim::SimOptions;
+use vmm_pool::driver::{DeviceOrdinal, DriverCode, VaRange};
 use vmm_pool::{Class, Contents, VirtualHandle};
 
-pub(crate) type Process = Arc<Member<SimDriver>>;
 pub(crate) type Acted = Result<Outcome, CoordinatorError>;
 
-pub(crate) const UNIT: u64 = GRANULARITY_BYTES;
 pub(crate) const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
+const TENANT: &str = "train";
 const TIMEOUT: Duration = Duration::from_mins(1);
 
 /// A node, and the directory that its tenants meet in.
 pub(crate) struct Stage {
-    pub(crate) run_dir: RunDir,
-    pub(crate) node: SimNode,
-    pub(crate) base: TempDir,
+    pub(crate) place: Place,
 }
 
 pub(crate) fn tenant() -> TenantName {
-    TenantName::new("train").expect("a good name")
+    TenantName::new(TENANT).expect("a good name")
 }
 
 /// Memory of `tag` ("" for none), contents kept.
@@ -47,11 +42,7 @@ pub(crate) fn tags(tag: &str) -> Scope {
 
 impl Stage {
     pub(crate) fn new() -> Self {
-        let base = tempfile::Builder::new().tempdir_in("/dev/shm").expect("a directory");
-        let run_dir = RunDir::open(Some(base.path().join("run")), None).expect("a run directory");
-        let capacity = [1024 * UNIT; 2];
-        let node = SimNode::create(base.path().join("node"), &capacity).expect("a node");
-        Self { run_dir, node, base }
+        Self { place: Place::new(&[1024 * UNIT; 2]).expect("a place") }
     }
 
     /// A process that joins.
@@ -60,11 +51,7 @@ impl Stage {
     }
 
     pub(crate) fn join_with(&self, options: SimOptions) -> Process {
-        let driver = SimDriver::new(self.node.clone(), options);
-        let config = MemberConfig::new(self.run_dir.clone(), tenant(), "python", "0.1.0");
-        let member = Member::join(config, Arc::new(driver)).expect("joined");
-        member.pool().set_file_dir("/dev/shm".into());
-        member
+        self.place.join(TENANT, options).expect("joined")
     }
 
     pub(crate) fn act_with(
@@ -73,7 +60,7 @@ impl Stage {
         options: Options,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Acted {
-        let mut coordinator = Coordinator::new(self.run_dir.clone(), tenant(), options);
+        let mut coordinator = Coordinator::new(self.place.run_dir().clone(), tenant(), options);
         match action {
             Action::Pause => coordinator.pause(progress),
             Action::Resume => coordinator.resume(progress),
@@ -138,18 +125,12 @@ pub(crate) fn assert_used(process: &Process, bytes: u64, why: &str) {
 
 /// A handle of new memory.
 pub(crate) fn create(process: &Process, units: u64, class: Class) -> VirtualHandle {
-    let prop = AllocationProp::pinned_on(DEVICE);
-    process.pool().enter().create(units * UNIT, &prop, class).expect("memory")
+    memory::create(process.pool(), DEVICE, units, class)
 }
 
 /// Maps `handle` somewhere, readable and writable.
 pub(crate) fn map(process: &Process, handle: VirtualHandle, units: u64) -> VaRange {
-    let size_bytes = units * UNIT;
-    let start = process.pool().driver().reserve(size_bytes, 0, DeviceAddress(0)).expect("place");
-    let range = VaRange::new(start, size_bytes);
-    process.pool().enter().map(range, 0, handle).expect("mapped");
-    process.pool().enter().set_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
-    range
+    memory::map(process.pool(), handle, units, DEVICE)
 }
 
 /// Memory of `tag` with the contents `seed`: its handle and its place.
@@ -189,25 +170,13 @@ pub(crate) fn share(
     (imported, map(importer, imported, units))
 }
 
-fn page_of(seed: u64) -> Vec<u8> {
-    seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes().repeat(512)
-}
-
 pub(crate) fn write(process: &Process, range: VaRange, seed: u64) {
-    // SAFETY: the driver checks the range before it touches a byte.
-    unsafe { process.pool().driver().core().fill(DEVICE, range, &page_of(seed)) }.expect("written");
+    memory::write(process.pool().driver(), DEVICE, range, seed);
 }
 
 /// Does `range` hold what `seed` says? An error where it is not readable.
-pub(crate) fn holds(process: &Process, range: VaRange, seed: u64) -> Result<bool, String> {
-    let mut seen = vec![0_u8; usize::try_from(range.size_bytes).expect("small")];
-    let target = seen.as_mut_ptr().expose_provenance() as u64;
-    let core = process.pool().driver().core();
-    // SAFETY: `seen` is host memory of this length; the source is checked by the driver.
-    unsafe { core.copy((DEVICE, target), (DEVICE, range.start.0), range.size_bytes) }
-        .map_err(|code| format!("{code:?}"))?;
-    let page = page_of(seed);
-    Ok(seen.chunks(page.len()).all(|chunk| *chunk == page[..chunk.len()]))
+pub(crate) fn holds(process: &Process, range: VaRange, seed: u64) -> Result<bool, DriverCode> {
+    memory::holds(process.pool().driver(), DEVICE, range, seed)
 }
 
 /// `reader` sees what `writer` writes: their places are one memory.

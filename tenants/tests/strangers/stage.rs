@@ -7,14 +7,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
-use tempfile::TempDir;
+use sublet_stage::Place;
 use tenants::identity::TenantName;
-use tenants::member::{Member, MemberConfig};
+use tenants::member::Member;
 use tenants::run_dir::RunDir;
 use tenants::ticket::Ticket;
 use tenants::transport::{Connection, poll_until};
 use tenants::wire::{Reply, Request};
-use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimOptions};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal, Driver as _};
 use vmm_pool::{Class, VirtualHandle};
 
@@ -31,27 +31,24 @@ pub(crate) fn soon() -> Instant {
 /// One node and one run directory.
 pub(crate) struct Stage {
     pub(crate) run_dir: RunDir,
-    node: SimNode,
-    base: TempDir,
+    place: Place,
 }
 
 impl Stage {
     pub(crate) fn new() -> Self {
-        let base = tempfile::tempdir().unwrap();
-        let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
-        Self { run_dir, node: SimNode::private(&[256 << 20]).unwrap(), base }
+        let place = Place::new(&[256 << 20]).unwrap();
+        Self { run_dir: place.run_dir().clone(), place }
     }
 
     /// A directory beside the run directory.
     pub(crate) fn base(&self) -> &Path {
-        self.base.path()
+        self.place.path()
     }
 
     pub(crate) fn member(&self, tenant: &str) -> Arc<SimMember> {
-        let config = MemberConfig::new(self.run_dir.clone(), name(tenant), "a member", "0.1.0");
-        let driver = SimDriver::new(self.node.clone(), SimOptions::default());
-        driver.make_current(DeviceOrdinal(0)).unwrap();
-        Member::join(config, Arc::new(driver)).unwrap()
+        let member = self.place.join(tenant, SimOptions::default()).unwrap();
+        member.pool().driver().make_current(DeviceOrdinal(0)).unwrap();
+        member
     }
 }
 

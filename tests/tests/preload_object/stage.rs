@@ -1,11 +1,11 @@
 //! Builds C programs and runs them with and without the preload object.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 
-use tempfile::TempDir;
-use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
-use vmm_pool::driver::{DeviceOrdinal, Driver};
+pub(crate) use sublet_stage::programs::transcript;
+use sublet_stage::{Place, programs};
+use vmm_pool::driver::DeviceOrdinal;
 
 /// Memory of each of the two devices.
 pub(crate) const CAPACITY_BYTES: u64 = 512 << 20;
@@ -43,50 +43,30 @@ pub(crate) fn root() -> PathBuf {
 /// A node of two devices, a run directory, and a place for what is built.
 #[derive(Debug)]
 pub(crate) struct Stage {
-    dir: TempDir,
+    place: Place,
 }
 
 impl Stage {
     pub(crate) fn new() -> Self {
-        let dir = tempfile::Builder::new()
-            .prefix("sublet-preload-")
-            .tempdir_in("/dev/shm")
-            .expect("a directory under /dev/shm");
-        SimNode::create(dir.path().join("node"), &[CAPACITY_BYTES; 2]).expect("a node");
-        Self { dir }
+        Self { place: Place::new(&[CAPACITY_BYTES; 2]).expect("a place") }
     }
 
     /// A file or directory of this stage.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
+        self.place.path().join(name)
     }
 
     /// Free bytes of both devices, as another process sees them.
     pub(crate) fn free_bytes(&self) -> [u64; 2] {
-        let node = SimNode::open(self.path("node")).expect("the node");
-        let driver = SimDriver::new(node, SimOptions::default());
-        [0, 1].map(|ordinal| {
-            driver.make_current(DeviceOrdinal(ordinal)).expect("the device");
-            driver.memory_info().expect("memory").free_bytes
-        })
+        [0, 1].map(|device| self.place.memory(DeviceOrdinal(device)).expect("memory").free_bytes)
     }
 
     fn cc(&self, source: &Path, target: &str, flags: &[&str]) -> PathBuf {
         let target = self.path(target);
-        let status = Command::new("cc")
-            .args(["-std=gnu11", "-O1", "-Wall", "-Werror", "-Wno-unused-variable"])
-            .args(["-Wno-unused-function", "-I"])
-            .arg(root().join("tests/simcuda/programs"))
-            .arg("-I")
-            .arg(root().join("ffi/include"))
-            .arg("-o")
-            .arg(&target)
-            .arg(source)
-            .args(flags)
-            .args(["-ldl", "-lpthread"])
-            .status()
-            .expect("a C compiler");
-        assert!(status.success(), "{} does not compile", source.display());
+        let headers = ["tests/simcuda/programs", "ffi/include"];
+        let headers = headers.map(|folder| format!("-I{}", root().join(folder).display()));
+        let flags: Vec<&str> = headers.iter().map(String::as_str).chain(flags.to_vec()).collect();
+        programs::cc(source, &target, &flags);
         target
     }
 
@@ -126,7 +106,7 @@ impl Stage {
 
     /// Builds a library that links `nccl`.
     pub(crate) fn nccl_user(&self, name: &str, nccl: &Path) -> PathBuf {
-        let rpath = format!("-Wl,-rpath,{}", self.dir.path().display());
+        let rpath = format!("-Wl,-rpath,{}", self.place.path().display());
         let flags = ["-shared", "-fPIC", &rpath, nccl.to_str().expect("UTF-8")];
         self.cc(&own_source("nccl_user"), name, &flags)
     }
@@ -134,7 +114,7 @@ impl Stage {
     /// Builds a library that needs the preload object and `nccl`, in this order.
     pub(crate) fn both(&self, name: &str, nccl: &Path) -> PathBuf {
         let preload = preload_path();
-        let folders = [preload.parent().expect("a folder"), self.dir.path()];
+        let folders = [preload.parent().expect("a folder"), self.place.path()];
         let rpaths = folders.map(|folder| format!("-Wl,-rpath,{}", folder.display()));
         let libraries = [&preload, nccl].map(|path| path.to_str().expect("UTF-8"));
         let mut flags = vec!["-shared", "-fPIC", "-Wl,--no-as-needed"];
@@ -160,7 +140,7 @@ impl Stage {
         command
             .env("SUBLET_RUN_DIR", self.path("run"))
             .env("SUBLET_TENANT", "preload-test")
-            .env("STAGE_DIR", self.dir.path())
+            .env("STAGE_DIR", self.place.path())
             .env_remove("LD_LIBRARY_PATH")
             .env_remove("CUDA_VISIBLE_DEVICES");
         match preload {
@@ -201,14 +181,6 @@ fn own_source(name: &str) -> PathBuf {
 /// A file of `tests/simcuda/programs`.
 pub(crate) fn driver_source(name: &str) -> PathBuf {
     root().join("tests/simcuda/programs").join(name)
-}
-
-/// What a program printed, which must have ended well.
-pub(crate) fn transcript(output: &Output) -> String {
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{}\n{text}\n{errors}", output.status);
-    text
 }
 
 /// The functions that a shared library exports, from its dynamic symbol table.

@@ -1,7 +1,5 @@
 //! A node with one pool a process, and a way to write and look at device bytes.
 
-#![expect(unsafe_code, reason = "reads and writes simulated device memory through the driver")]
-
 use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -113,8 +111,7 @@ pub(crate) fn pattern(seed: u64) -> [u8; 16] {
 
 /// Fills `range` as `device` would.
 pub(crate) fn write(pool: &SimPool, device: DeviceOrdinal, range: VaRange, bytes: [u8; 16]) {
-    // SAFETY: the range lies in a reservation, which the driver checks before it touches a byte.
-    unsafe { pool.driver().core().fill(device, range, &bytes) }.expect("a writable range");
+    pool.driver().core().fill_device(device, range, &bytes).expect("a writable range");
 }
 
 /// Does all of `range` hold copies of `bytes`, as `device` sees it?
@@ -124,16 +121,7 @@ pub(crate) fn holds(
     range: VaRange,
     bytes: [u8; 16],
 ) -> bool {
-    let length = usize::try_from(range.size_bytes).expect("a small range");
-    let mut seen = vec![0_u8; length];
-    let target = seen.as_mut_ptr().expose_provenance() as u64;
-    let from = (device, range.start.0);
-    // SAFETY: `seen` is host memory of this length; the source is checked by the driver.
-    unsafe { pool.driver().core().copy((device, target), from, range.size_bytes) }
-        .expect("a readable range");
-    // A page at a time: a test build compares slices fast and single elements slowly.
-    let page = bytes.repeat(256);
-    seen.chunks(page.len()).all(|chunk| *chunk == page[..chunk.len()])
+    pool.driver().core().device_holds(device, range, &bytes.repeat(256)).expect("a readable range")
 }
 
 /// Makes `importer` hold `handle` of `owner`, as through a ticket, and returns its handle there.

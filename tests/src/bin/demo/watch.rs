@@ -61,7 +61,7 @@ fn look(stage: &Stage, gpu_count: usize) -> Outcome<Vec<Gpu>> {
 /// What the processes of `tenant` hold; nothing when there are none yet.
 fn stats(stage: &Stage, tenant: &str) -> Outcome<TenantStats> {
     let coordinator =
-        Coordinator::new(stage.run_dir()?, TenantName::new(tenant)?, Options::default());
+        Coordinator::new(stage.run_dir().clone(), TenantName::new(tenant)?, Options::default());
     Ok(coordinator.stats().unwrap_or_else(|_| TenantStats {
         tenant: tenant.to_owned(),
         members: Vec::new(),

@@ -120,6 +120,65 @@ impl Core {
         }
         Ok(())
     }
+
+    /// Fills a range with copies of `pattern`, whose length divides the chunk size, as `device` would. Safe: what is
+    /// not reserved is refused, so that no host memory is touched.
+    ///
+    /// # Errors
+    /// `ILLEGAL_ADDRESS`.
+    pub fn fill_device(&self, device: DeviceOrdinal, range: VaRange, pattern: &[u8]) -> Coded<()> {
+        for (offset, length) in chunks(range.size_bytes) {
+            let to = range.start.0 + offset;
+            let memory = self.read();
+            check_reserved(&memory, to, length)?;
+            check(&memory, device, to, length, Touch::Write)?;
+            let length = usize::try_from(length).map_err(|_| DriverCode::INVALID_VALUE)?;
+            // SAFETY: all of it has just been checked, and stays mapped while `memory` is locked.
+            unsafe { vm::fill(to, length, pattern) };
+        }
+        Ok(())
+    }
+
+    /// Does a range hold copies of `pattern`, whose length divides the chunk size, and nothing else, as `device`
+    /// sees it? Safe as [`Self::fill_device`].
+    ///
+    /// # Errors
+    /// `ILLEGAL_ADDRESS`.
+    pub fn device_holds(
+        &self,
+        device: DeviceOrdinal,
+        range: VaRange,
+        pattern: &[u8],
+    ) -> Coded<bool> {
+        let mut seen = Vec::new();
+        for (offset, length) in chunks(range.size_bytes) {
+            let from = range.start.0 + offset;
+            let memory = self.read();
+            check_reserved(&memory, from, length)?;
+            check(&memory, device, from, length, Touch::Read)?;
+            seen.resize(usize::try_from(length).map_err(|_| DriverCode::INVALID_VALUE)?, 0);
+            let to = seen.as_mut_ptr().expose_provenance() as u64;
+            // SAFETY: as in `fill_device`; `seen` has this length.
+            unsafe { vm::copy(to, from, seen.len()) };
+            drop(memory);
+            // A pattern at a time: a test build compares slices fast and single elements slowly.
+            if !seen.chunks(pattern.len()).all(|part| *part == pattern[..part.len()]) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Is all of it within one reservation?
+fn check_reserved(memory: &Memory, start: u64, size_bytes: u64) -> Coded<()> {
+    let reservation = memory.reservation_at(DeviceAddress(start));
+    let end = start.checked_add(size_bytes);
+    if reservation.is_some_and(|found| end.is_some_and(|end| end <= found.end().0)) {
+        Ok(())
+    } else {
+        Err(DriverCode::ILLEGAL_ADDRESS)
+    }
 }
 
 fn check(

@@ -1,0 +1,16 @@
+//! What the tests of several crates stand on.
+//!
+//! ```text
+//!   Place      a directory that goes when it is dropped: a simulated node and a run directory
+//!     join       a process of a tenant, here a member over a driver of its own
+//!   memory     creates, maps, writes and looks at memory of such a process
+//!   programs   builds C programs
+//! ```
+//!
+//! What can fail because of the system says so; what can fail only because a test is wrong panics.
+
+pub mod memory;
+mod place;
+pub mod programs;
+
+pub use place::{Place, Process};
