@@ -27,5 +27,5 @@ pub use job::{Job, JobOptions};
 pub use rank::{Answer, Rank};
 pub use spmd::{Spmd, SpmdOptions};
 pub use stage::{MIB, Stage, statistic};
-pub use steps::Steps;
+pub use steps::{Boundary, PAUSE, RESUME, Steps};
 pub use trouble::{Outcome, Trouble};

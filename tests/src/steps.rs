@@ -1,13 +1,48 @@
 //! A coordinator in a process of its own that is led from event to event.
 
+use std::fmt;
 use std::io::Write as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
+
+use tenants::wire::Phase;
 
 use crate::child::LineChild;
 use crate::{Outcome, Stage, Trouble};
 
 const STEP_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The phases of a pause, in order.
+pub const PAUSE: [Phase; 5] =
+    [Phase::CloseGate, Phase::Drain, Phase::Save, Phase::Release, Phase::Verify];
+/// The phases of a resume, in order.
+pub const RESUME: [Phase; 4] = [Phase::CreateOwn, Phase::Restore, Phase::Import, Phase::Activate];
+
+/// One end of a phase.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Boundary {
+    /// All are about to be asked for it.
+    Started(Phase),
+    /// All have done it.
+    Done(Phase),
+}
+
+impl Boundary {
+    /// Both ends of every phase.
+    pub fn of_all(phases: &[Phase]) -> Vec<Self> {
+        phases.iter().flat_map(|phase| [Self::Started(*phase), Self::Done(*phase)]).collect()
+    }
+}
+
+/// As `sublet-steps` says it: by the name in the code, whatever people are told.
+impl fmt::Display for Boundary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Started(phase) => write!(f, "started {phase:?}"),
+            Self::Done(phase) => write!(f, "done {phase:?}"),
+        }
+    }
+}
 
 /// `sublet-steps`, which stops at every event. Killed when dropped.
 #[derive(Debug)]
@@ -32,11 +67,12 @@ impl Steps {
         self.child.pid()
     }
 
-    /// Lets it go on to the event that is said as `wanted`, where it stays.
+    /// Lets it go on to `boundary`, where it stays.
     ///
     /// # Errors
     /// When it does not come there.
-    pub fn until(&mut self, wanted: &str) -> Outcome {
+    pub fn until(&mut self, boundary: Boundary) -> Outcome {
+        let wanted = boundary.to_string();
         let deadline = Instant::now() + STEP_TIMEOUT;
         if std::mem::take(&mut self.waits) {
             self.go_on()?;

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sublet_tests::{Job, JobOptions, MIB, Outcome, Stage, Steps, Trouble};
+use sublet_tests::{Boundary, Job, JobOptions, MIB, Outcome, PAUSE, RESUME, Stage, Steps, Trouble};
+use tenants::wire::Phase;
 
 const CAPACITIES: [u64; 3] = [64 * MIB; 3];
 /// What a context and the like may cost on the simulated device.
@@ -18,17 +19,8 @@ const LEFT_BYTES: u64 = 2 * MIB;
 /// The promise, and what a busy machine adds to it.
 const TOLD_WITHIN: Duration = Duration::from_secs(2 + 4);
 
-const PAUSE: [&str; 5] = ["close gate", "drain", "save contents", "release memory", "verify"];
-const RESUME: [&str; 4] = ["create memory", "restore contents", "import from peers", "open gate"];
-
 fn steps(stage: &Stage, words: &[&str]) -> Outcome<Steps> {
     Steps::start(stage, Path::new(env!("CARGO_BIN_EXE_sublet-steps")), "train", words)
-}
-
-/// Both ends of every phase.
-fn boundaries(phases: &[&str]) -> Vec<String> {
-    let ends = |phase: &&str| [format!("started {phase}"), format!("done {phase}")];
-    phases.iter().flat_map(ends).collect()
 }
 
 /// No process is on its way any more, whoever settles that.
@@ -78,7 +70,7 @@ fn survivors_can_go_on(stage: &Stage, job: &mut Job, dead: usize) -> Outcome {
 }
 
 /// Kills rank `victim` where `action` has come to `boundary`.
-fn kill_a_rank(action: &str, boundary: &str, victim: usize) -> Outcome {
+fn kill_a_rank(action: &str, boundary: Boundary, victim: usize) -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
     if action == "resume" {
@@ -92,7 +84,7 @@ fn kill_a_rank(action: &str, boundary: &str, victim: usize) -> Outcome {
     let took = begin.elapsed();
     println!("{action}, {boundary}, rank {victim}: told after {took:?}: {said}");
     assert!(took < TOLD_WITHIN, "told only after {took:?}");
-    let last = ["done verify", "done open gate"].contains(&boundary);
+    let last = [Boundary::Done(Phase::Verify), Boundary::Done(Phase::Activate)].contains(&boundary);
     let who = format!("process {}", job.ranks[victim].pid());
     assert!(last || said.contains(&who), "no '{who}' in: {said}");
     assert!(last || said.contains("has ended ("), "not what it was in: {said}");
@@ -100,8 +92,8 @@ fn kill_a_rank(action: &str, boundary: &str, victim: usize) -> Outcome {
     survivors_can_go_on(&stage, &mut job, victim)
 }
 
-fn kill_a_rank_at_each_boundary(action: &str, phases: &[&str]) -> Outcome {
-    for (number, boundary) in boundaries(phases).iter().enumerate() {
+fn kill_a_rank_at_each_boundary(action: &str, phases: &[Phase]) -> Outcome {
+    for (number, boundary) in Boundary::of_all(phases).into_iter().enumerate() {
         kill_a_rank(action, boundary, number % 3)
             .map_err(|trouble| Trouble::new(format!("{action} at '{boundary}': {trouble}")))?;
     }
@@ -129,16 +121,16 @@ fn rank_killed_behind_the_restore_is_named_and_the_others_can_go_on() -> Outcome
 }
 
 /// The coordinator dies at `boundary`, and its members settle it without a further command.
-fn kill_the_coordinator(stage: &Stage, job: &mut Job, action: &str, boundary: &str) -> Outcome {
+fn kill_the_coordinator(stage: &Stage, job: &mut Job, action: &str, boundary: Boundary) -> Outcome {
     let mut steps = steps(stage, &[action])?;
     steps.until(boundary)?;
     steps.kill()?;
     // Statistics change nothing; they show that the processes settle it alone.
     let states = settled(stage)?;
-    let decided = ["release memory", "verify", "open gate"].iter().any(|p| boundary.ends_with(p));
-    let told = decided
-        && !boundary.starts_with("started release")
-        && !boundary.starts_with("started open");
+    let told = match boundary {
+        Boundary::Started(phase) => phase == Phase::Verify,
+        Boundary::Done(phase) => phase.is_decided(),
+    };
     let (before, after) =
         if action == "pause" { ("active", "paused") } else { ("paused", "active") };
     assert_eq!(states, [if told { after } else { before }], "{action} at '{boundary}'");
@@ -154,12 +146,12 @@ fn kill_the_coordinator(stage: &Stage, job: &mut Job, action: &str, boundary: &s
 fn coordinator_killed_at_each_boundary_leaves_one_clean_state() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
-    for boundary in boundaries(&PAUSE) {
-        kill_the_coordinator(&stage, &mut job, "pause", &boundary)?;
+    for boundary in Boundary::of_all(&PAUSE) {
+        kill_the_coordinator(&stage, &mut job, "pause", boundary)?;
     }
-    for boundary in boundaries(&RESUME) {
+    for boundary in Boundary::of_all(&RESUME) {
         stage.pause("train")?;
-        kill_the_coordinator(&stage, &mut job, "resume", &boundary)?;
+        kill_the_coordinator(&stage, &mut job, "resume", boundary)?;
     }
     job.exit()
 }
@@ -170,13 +162,13 @@ fn command_right_after_the_coordinators_death_succeeds() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
     for (action, phases) in [("pause", &PAUSE[..]), ("resume", &RESUME[..])] {
-        for boundary in boundaries(phases) {
+        for boundary in Boundary::of_all(phases) {
             for next in ["resume", "pause"] {
                 if action == "resume" {
                     stage.pause("train")?;
                 }
                 let mut steps = steps(&stage, &[action])?;
-                steps.until(&boundary)?;
+                steps.until(boundary)?;
                 steps.kill()?;
                 let ran = stage.sublet(&[next, "train"])?;
                 assert_eq!(ran.code, Some(0), "{next} after {action} at '{boundary}': {ran:#?}");
@@ -194,11 +186,11 @@ fn command_right_after_the_coordinators_death_succeeds() -> Outcome {
 #[test]
 fn rank_and_coordinator_killed_together_leave_the_others_able_to_go_on() -> Outcome {
     for (action, boundary) in [
-        ("pause", "done drain"),
-        ("pause", "done save contents"),
-        ("pause", "done release memory"),
-        ("resume", "done restore contents"),
-        ("resume", "done import from peers"),
+        ("pause", Boundary::Done(Phase::Drain)),
+        ("pause", Boundary::Done(Phase::Save)),
+        ("pause", Boundary::Done(Phase::Release)),
+        ("resume", Boundary::Done(Phase::Restore)),
+        ("resume", Boundary::Done(Phase::Import)),
     ] {
         let stage = Stage::new(&CAPACITIES)?;
         let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
@@ -262,9 +254,9 @@ fn rank_killed_beside_its_child_and_not_waited_for_is_left_out() -> Outcome {
 fn rank_killed_beside_its_child_on_the_way_is_named_and_the_others_are_settled() -> Outcome {
     for kind in KINDS_OF_CHILDREN {
         for (action, boundary) in [
-            ("pause", "done drain"),
-            ("pause", "done save contents"),
-            ("resume", "done create memory"),
+            ("pause", Boundary::Done(Phase::Drain)),
+            ("pause", Boundary::Done(Phase::Save)),
+            ("resume", Boundary::Done(Phase::CreateOwn)),
         ] {
             for coordinator_dies in [false, true] {
                 let what = format!("{kind}, {action}, {boundary}, {coordinator_dies}");
@@ -366,7 +358,7 @@ fn death_while_a_survivor_drains_is_told_at_once() -> Outcome {
     let mut job = stage.job(&JobOptions::new("train", 3))?;
     job.ranks[0].do_it("spin")?;
     let mut steps = steps(&stage, &["pause"])?;
-    steps.until("started drain")?;
+    steps.until(Boundary::Started(Phase::Drain))?;
     job.ranks[2].kill()?;
     let begin = Instant::now();
     let said = steps.finish()?;

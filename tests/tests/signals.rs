@@ -7,13 +7,11 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sublet_tests::{Job, JobOptions, MIB, Outcome, Stage, Steps, Trouble};
+use sublet_tests::{Boundary, Job, JobOptions, MIB, Outcome, PAUSE, RESUME, Stage, Steps, Trouble};
+use tenants::wire::Phase;
 
 const CAPACITIES: [u64; 2] = [128 * MIB; 2];
 const SOON: Duration = Duration::from_secs(10);
-
-const PAUSE: [&str; 5] = ["close gate", "drain", "save contents", "release memory", "verify"];
-const RESUME: [&str; 4] = ["create memory", "restore contents", "import from peers", "open gate"];
 
 fn steps(stage: &Stage, words: &[&str]) -> Outcome<Steps> {
     Steps::start(stage, Path::new(env!("CARGO_BIN_EXE_sublet-steps")), "train", words)
@@ -29,9 +27,9 @@ fn in_every_phase(
     for (action, phases) in [("pause", &PAUSE[..]), ("resume", &RESUME[..])] {
         let mut steps = steps(stage, &[action])?;
         for phase in phases {
-            steps.until(&format!("done {phase}"))?;
+            steps.until(Boundary::Done(*phase))?;
             at_boundary(job)
-                .map_err(|trouble| Trouble::new(format!("{action}, '{phase}': {trouble}")))?;
+                .map_err(|trouble| Trouble::new(format!("{action}, {phase:?}: {trouble}")))?;
         }
         let said = steps.finish()?;
         assert!(said.starts_with("ok"), "{said}");
@@ -149,7 +147,11 @@ fn rank_that_exits_while_paused_runs_its_exit_handlers_and_ends() -> Outcome {
 
 #[test]
 fn rank_that_exits_in_a_phase_is_named_and_the_other_is_settled() -> Outcome {
-    for boundary in ["done close gate", "done save contents", "done release memory"] {
+    for boundary in [
+        Boundary::Done(Phase::CloseGate),
+        Boundary::Done(Phase::Save),
+        Boundary::Done(Phase::Release),
+    ] {
         let stage = Stage::new(&CAPACITIES)?;
         let mut job = stage.job(&JobOptions::new("train", 2))?;
         let mut steps = steps(&stage, &["pause"])?;
@@ -159,7 +161,8 @@ fn rank_that_exits_in_a_phase_is_named_and_the_other_is_settled() -> Outcome {
         assert!(job.ranks[1].ends_within(SOON)?.success());
         let said = steps.finish()?;
         assert!(said.contains(&format!("process {pid}")), "{boundary}: {said}");
-        let state = if boundary.ends_with("release memory") { "paused" } else { "active" };
+        let is_decided = boundary == Boundary::Done(Phase::Release);
+        let state = if is_decided { "paused" } else { "active" };
         assert_eq!(stage.states("train")?, [state]);
     }
     Ok(())
@@ -177,8 +180,8 @@ fn stopped_rank_is_named_at_the_deadline_and_consistent_when_it_goes_on() -> Out
     job.step(1)?;
     for (action, phases) in [("pause", &PAUSE[..4]), ("resume", &RESUME[..])] {
         for phase in phases {
-            stopped_in(&stage, &mut job, action, phase)
-                .map_err(|trouble| Trouble::new(format!("{action}, '{phase}': {trouble}")))?;
+            stopped_in(&stage, &mut job, action, *phase)
+                .map_err(|trouble| Trouble::new(format!("{action}, {phase:?}: {trouble}")))?;
         }
     }
     job.exit()
@@ -186,14 +189,14 @@ fn stopped_rank_is_named_at_the_deadline_and_consistent_when_it_goes_on() -> Out
 
 /// Stops rank 1 when `phase` is about to be sent out. A rank that is done with it before the signal comes
 /// was not stopped in it: then once more.
-fn stopped_in(stage: &Stage, job: &mut Job, action: &str, phase: &str) -> Outcome {
+fn stopped_in(stage: &Stage, job: &mut Job, action: &str, phase: Phase) -> Outcome {
     const TRIES: usize = 20;
     for _ in 0..TRIES {
         if action == "resume" {
             stage.pause("train")?;
         }
         let mut steps = steps(stage, &[action, "soon"])?;
-        steps.until(&format!("started {phase}"))?;
+        steps.until(Boundary::Started(phase))?;
         job.ranks[1].signal(Signal::SIGSTOP)?;
         let said = steps.finish()?;
         job.ranks[1].signal(Signal::SIGCONT)?;
@@ -279,7 +282,7 @@ fn coordinator_that_stands_still_is_left_behind_and_says_so_when_it_goes_on() ->
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
     let mut steps = steps(&stage, &["pause", "soon"])?;
-    steps.until("done save contents")?;
+    steps.until(Boundary::Done(Phase::Save))?;
     let begin = Instant::now();
     while stage.states("train")? != ["active"] {
         assert!(begin.elapsed() < HUNG_UP_WITHIN, "the processes wait for it");

@@ -2,15 +2,15 @@
 //!
 //! `sublet-steps RUN_DIR TENANT pause|resume [soon]`
 //!
-//! It prints `started STEP`, `member PID STEP`, `done STEP` or `back`, and goes on with the next line of its
+//! It prints `started STEP`, `member PID STEP`, `done STEP` or `back`, a phase by its name in the code, and goes on with the next line of its
 //! input, or without one when the input has ended. With `soon`, phases have one second. Its last line is `ok LOSSES` or `error MESSAGE`.
 
 use std::io::{BufRead as _, Write as _};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use sublet_tests::{Outcome, Trouble};
-use tenants::coordinator::{Coordinator, CoordinatorError, Event, Options, Outcome as Done};
+use sublet_tests::{Boundary, Outcome, Trouble};
+use tenants::coordinator::{Coordinator, CoordinatorError, Event, Options, Outcome as Done, Step};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 
@@ -54,6 +54,10 @@ fn said(done: Result<Done, CoordinatorError>) -> Outcome<String> {
 /// Says what happens and waits for the word to go on.
 fn stop_at(event: &Event<'_>) {
     let line = match event {
+        Event::StepStarted { step: Step::Phase(phase), .. } => {
+            Boundary::Started(*phase).to_string()
+        }
+        Event::StepDone { step: Step::Phase(phase), .. } => Boundary::Done(*phase).to_string(),
         Event::StepStarted { step, .. } => format!("started {step}"),
         Event::MemberDone { who, step } => format!("member {} {step}", who.pid.unwrap_or(0)),
         Event::StepDone { step, .. } => format!("done {step}"),
