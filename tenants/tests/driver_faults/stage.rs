@@ -155,7 +155,8 @@ impl Stage {
         self.spot(index, device, range, seed);
         let fd = member.issue_ticket(&member.pool().enter(), filed).expect("a ticket");
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let imported = importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("import");
+        let imported =
+            importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("import");
         let there = memory::map(importer.pool(), imported, 1, elsewhere);
         self.spot(peer, elsewhere, there, seed);
         importer.pool().enter_giving_up().release(imported).expect("the mapping keeps it");
@@ -285,7 +286,8 @@ impl Stage {
         let importer = &self.members[1];
         let (fd, seed) = &self.ticket;
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let handle = importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("redeemed");
+        let handle =
+            importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("redeemed");
         let range = memory::map(importer.pool(), handle, 1, device_of(1));
         assert!(holds(importer, device_of(1), range, *seed), "the memory behind the ticket");
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
-use sublet_loom::cut::{CommunicatorId, Cut, CutReport, Entry, Lane, Limits, Seen, Series};
+use sublet_loom::cut::{CommunicatorId, Cut, CutReport, Increment, Lane, Limits, Seen, Series};
 use sublet_loom::explore;
 
 const HOLDER: u64 = 1;
@@ -24,12 +24,12 @@ struct Process {
 }
 
 impl Process {
-    fn entry(&self, lane: Lane) -> [Entry; 1] {
-        [Entry { post: self.cut.post(lane, 0), launches: 1 }]
+    fn increment(&self, lane: Lane) -> [Increment; 1] {
+        [Increment { counter: self.cut.counter(lane, 0), launches: 1 }]
     }
 
-    fn launch(&self, entries: &[Entry]) {
-        let _launch = self.cut.enter("ncclAllReduce", entries);
+    fn launch(&self, increments: &[Increment]) {
+        let _launch = self.cut.enter("ncclAllReduce", increments);
         self.launched.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -56,17 +56,17 @@ impl Process {
 fn launching(times: usize) -> (std::sync::Arc<Process>, thread::JoinHandle<()>) {
     let process = std::sync::Arc::new(Process::default());
     let own = std::sync::Arc::clone(&process);
-    let entry = process.entry(COLLECTIVES);
+    let increment = process.increment(COLLECTIVES);
     let launcher = thread::spawn(move || {
         for _ in 0..times {
-            own.launch(&entry);
+            own.launch(&increment);
         }
     });
     (process, launcher)
 }
 
 fn count(report: &CutReport) -> u64 {
-    report.posts.iter().map(|post| post.launched).sum()
+    report.counters.iter().map(|counter| counter.launched).sum()
 }
 
 #[test]
@@ -139,10 +139,10 @@ fn a_launch_that_fails_makes_room_for_one_that_waits() {
     explore(4, || {
         let process = std::sync::Arc::new(Process::default());
         process.hold(1);
-        let entry = process.entry(COLLECTIVES);
-        let failing = process.cut.enter("ncclAllReduce", &entry);
+        let increment = process.increment(COLLECTIVES);
+        let failing = process.cut.enter("ncclAllReduce", &increment);
         let own = std::sync::Arc::clone(&process);
-        let other = entry.clone();
+        let other = increment.clone();
         let launcher = thread::spawn(move || own.launch(&other));
         failing.not_launched();
         launcher.join().unwrap();
@@ -165,11 +165,11 @@ fn a_hold_ends_with_its_holder_for_those_who_wait() {
 fn while_the_tenant_stands_paused_only_the_end_of_a_communicator_passes() {
     explore(2, || {
         let process = std::sync::Arc::new(Process::default());
-        process.cut.stand();
+        process.cut.pause();
         let threads = [COLLECTIVES, END].map(|lane| {
             let own = std::sync::Arc::clone(&process);
-            let entry = process.entry(lane);
-            thread::spawn(move || own.launch(&entry))
+            let increment = process.increment(lane);
+            thread::spawn(move || own.launch(&increment))
         });
         let [launcher, ender] = threads;
         ender.join().unwrap();
