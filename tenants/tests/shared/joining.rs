@@ -23,10 +23,7 @@ use crate::stage::{
 fn redeems(importer: &Process, ticket: &OwnedFd) -> JoinHandle<VaRange> {
     let (importer, ticket) = (importer.clone(), ticket.try_clone().expect("a copy"));
     std::thread::spawn(move || {
-        let imported = {
-            let _pass = importer.gate().pass(Passage::Use);
-            redeem(&importer, &ticket).expect("redeemed in the end")
-        };
+        let imported = redeem(&importer, &ticket).expect("redeemed in the end");
         let _pass = importer.gate().pass(Passage::Use);
         map(&importer, imported, 2)
     })
@@ -128,9 +125,8 @@ fn a_handle_opened_while_its_owner_pauses_alone_is_refused_by_the_tags_name_and_
     let opening = |ticket: Ticket| {
         let (importer, tell) = (importer.clone(), tell.clone());
         std::thread::spawn(move || {
-            let _pass = importer.gate().pass(Passage::Use);
-            tell.send(importer.redeem_ticket(&importer.pool().enter(), &ticket, "test"))
-                .expect("heard");
+            let entered = importer.pool().enter();
+            tell.send(importer.redeem_ticket(&entered, &ticket, "test")).expect("heard");
         })
     };
     let mut opened = None;

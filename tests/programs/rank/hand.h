@@ -230,8 +230,8 @@ static int fd_of_freed(bool used)
     return fd;
 }
 
-/* Imports a descriptor that is not what it seems. The layout of a ticket: version at 8, tenant's length at 10,
- * allocation at 16, tenant at 56, then the path of the owner's socket. */
+/* Imports a descriptor that is not what it seems. The layout of a ticket: version at 8, allocation
+ * at 16, owner at 48, tenant at 56. */
 static void command_forge(const char *how)
 {
     unsigned char bytes[512];
@@ -259,8 +259,7 @@ static void command_forge(const char *how)
         fd = sealed(bytes, (size_t)size);
     } else if (strcmp(how, "owner") == 0) {
         bytes[16] ^= 0xff; /* Unknown here, so that the owner is asked; */
-        /* another digit in its socket's name: nobody listens there. */
-        bytes[size - 6] = bytes[size - 6] == '0' ? '1' : '0';
+        bytes[48] ^= 0xff; /* and nobody of that name listens. */
         fd = sealed(bytes, (size_t)size);
     } else if (strcmp(how, "none") != 0) {
         die("cannot forge %s", how);

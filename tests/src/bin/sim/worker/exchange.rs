@@ -270,9 +270,9 @@ impl Exchange {
     }
 
     fn redeem(&self, offer: &Offer, ticket: &Ticket) -> Outcome<TakenHow> {
-        let _pass = self.member.gate().pass(Passage::Use);
+        let entered = self.member.pool().enter();
         let before = fired(&self.member);
-        let handle = match self.member.redeem_ticket(&self.member.pool().enter(), ticket, LIBRARY) {
+        let handle = match self.member.redeem_ticket(&entered, ticket, LIBRARY) {
             Ok(handle) => handle,
             Err(error) => return Ok(self.refusal(before, &error)),
         };
@@ -334,11 +334,9 @@ impl Exchange {
 
     /// A ticket is redeemed by its own process, so that it holds nothing any more.
     pub(super) fn settle(&self, words: &[u8]) -> Outcome {
-        let _pass = self.member.gate().pass(Passage::Use);
+        let entered = self.member.pool().enter();
         // It may have been redeemed by one that died since.
-        if let Ok(handle) =
-            self.member.redeem_ticket(&self.member.pool().enter(), &Ticket::decode(words)?, LIBRARY)
-        {
+        if let Ok(handle) = self.member.redeem_ticket(&entered, &Ticket::decode(words)?, LIBRARY) {
             let before = fired(&self.member);
             judged(&self.member, before, self.member.pool().enter_giving_up().release(handle))?;
         }

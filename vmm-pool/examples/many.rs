@@ -1,0 +1,61 @@
+//! How long a pause and a resume of many allocations take, as the ledger and the steps cost it: on the simulated driver,
+//! whose calls take no time of their own.
+//!
+//! ```text
+//! cargo run --release -p vmm-pool --features sim --example many -- COUNT ROUNDS
+//! ```
+//!
+//! Prints one line a round: milliseconds of the pause and of the resume.
+
+use std::error::Error;
+use std::io::Write as _;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, VaRange};
+use vmm_pool::{Class, Contents, Failed, HostBudget, Pool, Selection};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mut arguments = std::env::args().skip(1);
+    let count: u64 = arguments.next().ok_or("how many allocations?")?.parse()?;
+    let rounds: u32 = arguments.next().ok_or("how many rounds?")?.parse()?;
+    let device = DeviceOrdinal(0);
+    let node = SimNode::private(&[count * GRANULARITY_BYTES]);
+    let driver = SimDriver::new(node.map_err(|e| format!("{e:?}"))?, SimOptions::default());
+    driver.make_current(device)?;
+    let pool = Arc::new(Pool::new(Arc::new(driver), 4));
+    for _ in 0..count {
+        // Nothing is copied, so that what is left is the tables and the calls.
+        let class = Class { library: "many", tag: String::new(), contents: Contents::Discard };
+        let entered = pool.enter();
+        let handle =
+            entered.create(GRANULARITY_BYTES, &AllocationProp::pinned_on(device), class)?;
+        let start = pool.driver().address_reserve(GRANULARITY_BYTES, 0, DeviceAddress(0))?;
+        let range = VaRange::new(start, GRANULARITY_BYTES);
+        entered.map(range, 0, handle)?;
+        entered.set_access(range, &[AccessDesc::read_write(device)])?;
+    }
+    let soon = || Instant::now() + Duration::from_mins(1);
+    for _ in 0..rounds {
+        let pausing = Instant::now();
+        let drained = pool.shut(soon(), || false)?.drain(&[], soon(), &crossbeam_channel::never());
+        let (quiesced, _) = drained.map_err(Failed::into_error)?;
+        let prepared = quiesced.save(Selection::Whole, &[], |_| HostBudget(None));
+        let (prepared, _) = prepared.map_err(Failed::into_error)?;
+        let (paused, _) = prepared.release().map_err(Failed::into_error)?;
+        drop(paused);
+        let paused = pausing.elapsed();
+        let resuming = Instant::now();
+        let created = pool.shut(soon(), || false)?.create_own(Selection::Whole);
+        let (mut returning, _) = created.map_err(Failed::into_error)?;
+        returning.restore_own(usize::MAX)?;
+        let (restored, _) = returning.map_imports().map_err(Failed::into_error)?;
+        let (running, spare) = restored.commit();
+        drop((running, spare));
+        let resumed = resuming.elapsed();
+        let (pause_ms, resume_ms) = (paused.as_secs_f64() * 1e3, resumed.as_secs_f64() * 1e3);
+        writeln!(std::io::stdout(), "{pause_ms:.1} {resume_ms:.1}")?;
+    }
+    Ok(())
+}
