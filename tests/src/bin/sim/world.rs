@@ -29,7 +29,7 @@ const KEEPERS_MAX: usize = 12;
 /// With more processes than this each uses one device.
 const CROWD_OF_SMALL: usize = 12;
 /// Why what the driver would not take back stays.
-const STRAY: &str = "would not take it back";
+const DEFERRED: &str = "would not take it back";
 /// Why memory stays whose owner has let it go.
 const LET_GO: &str = "let go by its owner";
 /// How long what follows from an answer may lag behind it: descriptors are closed after the answer is out.
@@ -81,14 +81,14 @@ impl Standing {
     }
 
     /// Bytes that the driver would not take back.
-    fn stray_bytes(&self) -> Vec<u64> {
+    fn deferred_bytes(&self) -> Vec<u64> {
         let rows = self.members.iter().flat_map(|member| &member.pool.devices);
-        let strays = |ordinal| -> u64 {
+        let deferred = |ordinal| -> u64 {
             let on = rows.clone().filter(move |row| row.device.0 == ordinal);
             let pinned = on.flat_map(|device| &device.pinned);
-            pinned.filter(|row| row.reason.contains(STRAY)).map(|row| row.bytes).sum()
+            pinned.filter(|row| row.reason.contains(DEFERRED)).map(|row| row.bytes).sum()
         };
-        (0..).map(strays).take(DEVICES).collect()
+        (0..).map(deferred).take(DEVICES).collect()
     }
 
     /// Bytes that stay on devices, in the words of `reason`.
@@ -348,7 +348,7 @@ impl World {
     pub(crate) fn compare_devices(&mut self) -> Outcome {
         let deadline = Instant::now() + SETTLE_TIMEOUT;
         loop {
-            let (mut wanted, mut strays) = (vec![0; DEVICES], vec![0; DEVICES]);
+            let (mut wanted, mut deferred) = (vec![0; DEVICES], vec![0; DEVICES]);
             // One allocation may be held by many.
             let mut resident: BTreeMap<u128, (usize, u64)> = BTreeMap::new();
             let mut wrong = None;
@@ -357,8 +357,8 @@ impl World {
                     continue;
                 }
                 let standing = self.standing(index)?;
-                let left = standing.stray_bytes();
-                strays.iter_mut().zip(left).for_each(|(sum, bytes)| *sum += bytes);
+                let left = standing.deferred_bytes();
+                deferred.iter_mut().zip(left).for_each(|(sum, bytes)| *sum += bytes);
                 let items = self.items(index)?;
                 for item in items.iter().flat_map(|(_, items)| items).filter(|i| i.is_resident) {
                     resident.insert(item.id, (usize::try_from(item.device)?, item.bytes));
@@ -377,8 +377,8 @@ impl World {
                 let info = self.memory(device)?;
                 *used = info.total_bytes - info.free_bytes;
             }
-            // A stray may be a handle of memory that somebody has on record, and holds nothing more then.
-            let most = wanted.iter().zip(&strays).map(|(wanted, strays)| wanted + strays);
+            // What is deferred may be a handle of memory that somebody has on record, and holds nothing more then.
+            let most = wanted.iter().zip(&deferred).map(|(wanted, deferred)| wanted + deferred);
             let fits = wanted.iter().zip(most).zip(&used);
             let is_right =
                 fits.into_iter().all(|((least, most), used)| (*least..=most).contains(used));
@@ -388,7 +388,7 @@ impl World {
             if Instant::now() > deadline {
                 let wrong = wrong.unwrap_or_default();
                 return Err(Trouble::new(format!(
-                    "devices hold {used:?} bytes, and all processes together {wanted:?} and {strays:?} that the \
+                    "devices hold {used:?} bytes, and all processes together {wanted:?} and {deferred:?} that the \
                      driver would not take back; {wrong}"
                 )));
             }
@@ -431,7 +431,7 @@ fn unexplained(standing: &Standing, items: &[(u32, Vec<Item>)]) -> Option<String
     for (pid, items) in items {
         let resident = items.iter().filter(|item| item.is_resident);
         let bytes: u64 = resident.clone().map(|item| item.bytes).sum();
-        let said = standing.bytes_for(*pid, |reason| !reason.contains(STRAY));
+        let said = standing.bytes_for(*pid, |reason| !reason.contains(DEFERRED));
         let ownerless = resident.filter(|item| !item.is_own && !owned.contains(&item.id));
         let ownerless: u64 = ownerless.map(|item| item.bytes).sum();
         let let_go = standing.bytes_for(*pid, |reason| reason.contains(LET_GO));
