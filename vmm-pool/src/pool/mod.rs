@@ -164,9 +164,10 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         self.pool
     }
 
-    /// Does the ledger alone answer, because memory is away?
+    /// Does the ledger alone answer, because memory was away when this thread went in? It stays so while the thread is
+    /// inside.
     pub fn is_offloaded(&self) -> bool {
-        self.pool.gate.is_offloaded()
+        self.pass.is_offloaded()
     }
 
     /// Gives back one reference of `handle`.
