@@ -16,6 +16,8 @@ use crate::stage::{
     holds, is_frozen, kept, map, node, pattern, pool, resume, write,
 };
 
+type Steps = fn(&Pair);
+
 fn shut(pool: &Arc<Pool<SimDriver>>) -> Shut<SimDriver> {
     let soon = Instant::now() + Duration::from_mins(1);
     pool.shut(soon, || false).expect("nobody is inside")
@@ -135,7 +137,7 @@ fn a_prepared_process_gives_back_the_host_memory_that_it_took_for_nothing() {
 #[test]
 fn a_resume_that_is_dropped_at_any_step_gives_up_again_what_has_come_back() {
     let pair = Pair::new();
-    let steps: [(&str, fn(&Pair)); 4] = [
+    let steps: [(&str, Steps); 4] = [
         ("created", |pair| pair.pools.iter().for_each(create_own)),
         ("restored", |pair| pair.pools.iter().for_each(restore_own)),
         ("half imported", |pair| {

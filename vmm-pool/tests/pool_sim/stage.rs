@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, VaRange};
@@ -175,9 +174,11 @@ pub(crate) fn gate_of(pool: &SimPool) -> GateAt {
         while pool.gate().waits() == held_before && !caller.is_finished() {
             std::thread::yield_now();
         }
-        // One that an earlier look has left may have been held back again.
-        std::thread::sleep(Duration::from_millis(5));
-        caller.is_finished()
+        // It may have been one that an earlier look has left that was held back again.
+        (0..1000).any(|_| {
+            std::thread::yield_now();
+            caller.is_finished()
+        })
     };
     if goes_in(|pool| drop(pool.enter())) {
         GateAt::Open
