@@ -303,11 +303,17 @@ fn nothing_is_unmapped_under_copies_whose_end_nobody_has_seen() {
     let handle = create(&pool, DEVICE, 2, kept());
     let place = map(&pool, handle, 2 * UNIT, &[AccessDesc::read_write(DEVICE)]);
     write(&pool, DEVICE, place, pattern(5));
+    // This is copied through a view.
+    create(&pool, DEVICE, 1, kept());
     let faults = pool.driver().faults();
-    faults.fail(DriverOp::StreamSynchronize, FaultSpan::From(1), DriverCode::UNKNOWN);
-    assert!(pool.save(&WHOLE, UNLIMITED).is_err(), "no wait succeeded");
-    faults.clear();
     let unmapped = faults.calls(DriverOp::Unmap);
+    // The first wait is for a stream that nothing has been queued on.
+    faults.fail(DriverOp::StreamSynchronize, FaultSpan::From(2), DriverCode::UNKNOWN);
+    assert!(pool.save(&WHOLE, UNLIMITED).is_err(), "no wait for a copy succeeded");
+    assert!(faults.calls(DriverOp::CopyToHost) > 0);
+    faults.clear();
+    assert_eq!(faults.calls(DriverOp::Unmap), unmapped, "no view was taken down");
+    assert!(pool.report().host_arena_bytes > 0, "copies may be writing there");
     // Nor does the device itself say that it is done.
     faults.fail(DriverOp::ContextSynchronize, FaultSpan::From(1), DriverCode::UNKNOWN);
     // Going back is all that is left, by the types.
@@ -357,4 +363,19 @@ fn a_mapping_that_the_driver_will_not_undo_is_named_and_stays() {
     pool.unmap(place).expect("unmap");
     pool.release(handle).expect("release");
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+}
+
+#[test]
+fn addresses_that_the_driver_would_not_take_back_go_with_the_next_pause() {
+    let pool = pool(&node());
+    let faults = pool.driver().faults();
+    faults.fail(DriverOp::SetAccess, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    faults.fail(DriverOp::AddressFree, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    let prop = AllocationProp::pinned_on(DEVICE);
+    pool.block_allocate(UNIT, &prop, &[DEVICE], kept()).expect_err("nobody may reach it");
+    faults.clear();
+    let census = pool.driver().census();
+    assert_eq!((census.reservations, census.handles), (1, 0));
+    crate::stage::pause(&pool);
+    assert_eq!(pool.driver().census().reservations, 0);
 }

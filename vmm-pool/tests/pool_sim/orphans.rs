@@ -149,6 +149,30 @@ fn what_is_freed_while_it_is_away_comes_back_for_its_importers_and_is_theirs_the
 }
 
 #[test]
+fn descriptors_that_importers_have_fetched_come_out_when_the_resume_is_committed() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let shared = create(&owner, DEVICE, 1, kept());
+    let offered = create(&owner, DEVICE, 1, kept());
+    owner.export(offered).expect("export");
+    let imported = share(&owner, shared, &importer, 1);
+    for pool in [&owner, &importer] {
+        paused(pool);
+        pool.create_own(&WHOLE).expect("memory");
+        pool.restore_own(usize::MAX).expect("contents");
+    }
+    import_again(&owner, &importer, 1).expect("imports");
+    let spare = owner.commit_resume();
+    assert_eq!(spare.len(), 1, "that of the ticket which nobody has redeemed is kept");
+    drop(spare);
+    drop(importer.commit_resume());
+    for (pool, handle) in [(&owner, shared), (&importer, imported)] {
+        pool.release(handle).expect("release");
+    }
+    assert_eq!(free_bytes(&owner, DEVICE), CAPACITY_BYTES - UNIT);
+}
+
+#[test]
 fn what_is_freed_by_all_while_it_is_away_is_gone_after_the_resume() {
     let node = node();
     let (owner, importer) = (pool(&node), pool(&node));
