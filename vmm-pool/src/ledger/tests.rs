@@ -4,7 +4,7 @@ use std::os::fd::{AsRawFd as _, RawFd};
 use proptest::prelude::*;
 
 use super::*;
-use crate::driver::AllocationProp;
+use crate::driver::{AllocationProp, LocationKind};
 use crate::scaling::assert_not_quadratic;
 use crate::store::Store;
 
@@ -282,4 +282,141 @@ fn a_mapping_among_many_is_found_as_fast_as_among_few() {
             }
         }
     });
+}
+
+#[test]
+fn only_own_device_memory_and_imports_of_a_known_owner_leave() {
+    let mut ledger = Ledger::default();
+    let own = insert(&mut ledger, 1);
+    let imported = insert_of(&mut ledger, 2, Origin::Imported { owner: PEER });
+    let foreign = insert_of(&mut ledger, 3, Origin::Foreign);
+    let mut prop = AllocationProp::pinned_on(GPU);
+    prop.location.kind = LocationKind::HOST_NUMA;
+    let (class, origin) = (Class::default(), Origin::Own);
+    let host = NewRow { id: id(4), size_bytes: SIZE_BYTES, prop, origin, class };
+    let host = ledger.insert(host, physical(4));
+    let row = |handle| ledger.row(handle).unwrap();
+    assert_eq!(
+        [own, imported, foreign, host].map(|handle| row(handle).can_leave()),
+        [true, true, false, false]
+    );
+    assert_eq!(
+        [own, imported, foreign, host].map(|handle| row(handle).is_own()),
+        [true, false, false, true]
+    );
+    assert_eq!(
+        [own, imported, foreign, host].map(|handle| row(handle).owner()),
+        [None, Some(PEER), None, None]
+    );
+    assert_eq!([own, host].map(|handle| row(handle).is_host()), [false, true]);
+    assert_eq!([own, host].map(|handle| row(handle).is_saved_to(Store::Host)), [true, false]);
+    assert_eq!([own, imported].map(|handle| row(handle).is_saved_to(Store::File)), [false, false]);
+    assert!(!row(imported).is_saved_to(Store::Host), "its owner saves it");
+    // Host memory is nobody's to leave in place.
+    assert_eq!(ledger.references(&Selection::Whole).taken.into_keys().collect::<Vec<_>>(), [PEER]);
+}
+
+#[test]
+fn parts_below_a_mebibyte_are_copied_with_the_rest() {
+    const MIB: u64 = 1 << 20;
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    mapped(&mut ledger, 1, handle);
+    let part = |from: u64, to: u64| VaRange::new(DeviceAddress(SIZE_BYTES + from), to - from);
+    let copied = |ledger: &Ledger| ledger.row(handle).unwrap().copied_parts();
+    ledger.mark_unused(&[part(0, MIB - 1)]);
+    assert_eq!(copied(&ledger), vec![Range { start: 0, end: SIZE_BYTES }]);
+    ledger.mark_unused(&[part(4096, MIB + 4096)]);
+    assert_eq!(copied(&ledger), [0..4096, MIB + 4096..SIZE_BYTES]);
+    ledger.mark_unused(&[part(0, SIZE_BYTES)]);
+    assert!(copied(&ledger).is_empty());
+    assert!(!ledger.row(handle).unwrap().is_saved_to(Store::Host), "there is nothing to save");
+}
+
+#[test]
+fn what_is_lost_is_neither_held_again_nor_mapped_nor_asked_for() {
+    let mut ledger = Ledger::default();
+    let [kept, lost] = [1, 2].map(|number| {
+        let handle = insert_of(&mut ledger, number, Origin::Imported { owner: PEER });
+        mapped(&mut ledger, u64::from(number), handle);
+        ledger.set_presence(range(u64::from(number)).start.0, Presence::Absent);
+        handle
+    });
+    let choose = |theirs, owner| theirs == id(2) && owner == PEER;
+    assert_eq!(ledger.give_up(choose), (0, 0), "it is there");
+    assert_eq!(raws(&ledger.take_unmapped(|row| row.handle() == lost)), [2]);
+    assert_eq!(ledger.imports_away(|_, _| true), (1, SIZE_BYTES));
+    assert_eq!(ledger.give_up(choose), (1, SIZE_BYTES));
+    assert_eq!(ledger.imports_away(|_, _| true), (0, 0));
+    assert_eq!([kept, lost].map(|handle| ledger.row(handle).unwrap().is_lost()), [false, true]);
+    assert_eq!(ledger.row(lost).unwrap().owner(), None);
+    assert!(ledger.hold_again(id(2), 0).is_none());
+    assert_eq!(ledger.hold_again(id(1), 0).map(|(handle, _)| handle), Some(kept));
+    assert!(ledger.to_remount(range(2).start.0).is_err());
+    let refused = ledger.begin_mapping(range(9), 0, lost).unwrap_err();
+    assert_eq!(refused.code(), Some(DriverCode::NOT_READY));
+}
+
+#[test]
+fn a_mapping_is_refused_as_the_driver_would_refuse_it() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    mapped(&mut ledger, 3, handle);
+    let code = |ledger: &mut Ledger, at: VaRange, offset_bytes| {
+        ledger.begin_mapping(at, offset_bytes, handle).unwrap_err().code()
+    };
+    let beside = VaRange::new(DeviceAddress(range(3).end().0 - 1), SIZE_BYTES);
+    assert_eq!(code(&mut ledger, beside, 0), Some(DriverCode::INVALID_VALUE));
+    assert_eq!(code(&mut ledger, range(5), 1), Some(DriverCode::NOT_SUPPORTED));
+    // While its process runs without it.
+    ledger.set_presence(range(3).start.0, Presence::Absent);
+    assert_eq!(raws(&ledger.take_unmapped(|_| true)), [1]);
+    assert_eq!(code(&mut ledger, range(5), 0), Some(DriverCode::NOT_READY));
+    ledger.run_on();
+    let refused = ledger.begin_mapping(range(5), 0, handle);
+    assert!(matches!(refused, Err(PoolError::Offloaded { .. })));
+    assert!(matches!(ledger.begin_export(handle), Err(PoolError::Offloaded { .. })));
+}
+
+#[test]
+fn a_row_lives_as_long_as_something_holds_it() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    mapped(&mut ledger, 1, handle);
+    assert!(ledger.drop_reference(handle).unwrap().is_none(), "a mapping");
+    assert!(ledger.drop_reference(handle).is_err(), "there was one reference");
+    assert!(ledger.add_reference(handle));
+    assert!(ledger.forget_mappings(&[range(1).start.0]).is_empty(), "a reference");
+    let serial = ledger.begin_export(handle).unwrap().serial;
+    assert!(ledger.drop_reference(handle).unwrap().is_none(), "a ticket");
+    assert!(ledger.export_failed(id(1), serial).is_some());
+    assert!(ledger.row(handle).is_none() && ledger.by_id(id(1)).is_none());
+}
+
+#[test]
+fn what_is_opened_is_closed_as_often() {
+    let mut ledger = Ledger::default();
+    let handle = insert_of(&mut ledger, 1, Origin::Imported { owner: PEER });
+    mapped(&mut ledger, 1, handle);
+    let start = range(1).start.0;
+    assert_eq!(ledger.change_opened(start, 1), None, "it is not open");
+    ledger.become_opened(handle, start, 100);
+    assert_eq!(ledger.row(handle).unwrap().block_size_bytes(), Some(100));
+    assert_eq!([1, -1, -1].map(|by| ledger.change_opened(start, by)), [Some(2), Some(1), Some(0)]);
+    assert_eq!(ledger.change_opened(start, -1), None);
+    ledger.opened_again(start);
+    assert_eq!(ledger.change_opened(start, -1), Some(0));
+}
+
+#[test]
+fn addresses_inside_a_mapping_find_it() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    mapped(&mut ledger, 2, handle);
+    let at = |address: u64| ledger.mapped_at(DeviceAddress(address)).map(|(_, row)| row.id());
+    let (start, end) = (range(2).start.0, range(2).end().0);
+    assert_eq!([start - 1, start, end - 1, end].map(at), [None, Some(id(1)), Some(id(1)), None]);
+    assert_eq!(ledger.mappings_inside(range(2)), [start]);
+    let short = VaRange::new(range(2).start, SIZE_BYTES - 1);
+    assert!(ledger.mappings_inside(short).is_empty(), "not wholly");
 }

@@ -42,7 +42,8 @@ pub struct Pool<D: Driver> {
 }
 
 impl<D: Driver> Pool<D> {
-    /// An empty pool. `toucher_threads` is how many threads bring new host memory in.
+    /// An empty pool. `toucher_threads` is how many threads bring new host memory in; with none it
+    /// comes in as contents are copied there, which is slow, and takes no more than they need.
     pub fn new(driver: Arc<D>, toucher_threads: usize) -> Self {
         let arena = Mutex::new(HostArena::new(Arc::clone(&driver), toucher_threads));
         let deferred = Deferred::new(Arc::clone(&driver));

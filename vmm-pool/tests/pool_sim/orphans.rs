@@ -173,6 +173,29 @@ fn descriptors_that_importers_have_fetched_come_out_when_the_resume_is_committed
 }
 
 #[test]
+fn who_has_fetched_memory_again_holds_it_and_who_has_not_does_not() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let shared = create(&owner, DEVICE, 1, kept());
+    share(&owner, shared, &importer, 1);
+    for fetches in [true, false] {
+        assert!(owner.is_shared(&WHOLE));
+        for pool in [&owner, &importer] {
+            paused(pool);
+            pool.create_own(&WHOLE).expect("memory");
+            pool.restore_own(usize::MAX).expect("contents");
+        }
+        if fetches {
+            import_again(&owner, &importer, 1).expect("imports");
+        } else {
+            importer.give_up_imports(OWNER);
+        }
+        drop((owner.commit_resume(), importer.commit_resume()));
+        assert_eq!(owner.is_shared(&WHOLE), fetches);
+    }
+}
+
+#[test]
 fn what_is_freed_by_all_while_it_is_away_is_gone_after_the_resume() {
     let node = node();
     let (owner, importer) = (pool(&node), pool(&node));
