@@ -55,15 +55,9 @@ impl Part {
                 "--skip",
                 "takes_no_longer",
             ],
-            Self::Tenants => &[
-                "--lib",
-                "--tests",
-                "--",
-                "--skip",
-                "any_call_of_",
-                "--skip",
-                "any_two_calls_of_",
-            ],
+            Self::Tenants => {
+                &["--lib", "--tests", "--", "--skip", "any_call_of_", "--skip", "any_two_calls_of_"]
+            }
         }
     }
 

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::driver::{AllocationProp, LocationKind};
+use crate::report::Contents;
 use crate::scaling::assert_not_quadratic;
 use crate::store::Store;
 
@@ -312,6 +313,7 @@ fn only_own_device_memory_and_imports_of_a_known_owner_leave() {
     assert_eq!([own, host].map(|handle| row(handle).is_saved_to(Store::Host)), [true, false]);
     assert_eq!([own, imported].map(|handle| row(handle).is_saved_to(Store::File)), [false, false]);
     assert!(!row(imported).is_saved_to(Store::Host), "its owner saves it");
+    assert_eq!([own, host].map(|handle| row(handle).device()), [Some(GPU), None]);
     // Host memory is nobody's to leave in place.
     assert_eq!(ledger.references(&Selection::Whole).taken.into_keys().collect::<Vec<_>>(), [PEER]);
 }
@@ -376,6 +378,46 @@ fn a_mapping_is_refused_as_the_driver_would_refuse_it() {
     let refused = ledger.begin_mapping(range(5), 0, handle);
     assert!(matches!(refused, Err(PoolError::Offloaded { .. })));
     assert!(matches!(ledger.begin_export(handle), Err(PoolError::Offloaded { .. })));
+}
+
+#[test]
+fn a_row_is_what_it_was_made_as() {
+    let mut ledger = Ledger::default();
+    let prop = AllocationProp::pinned_on(GPU);
+    let class = Class { library: "test", tag: "kv".to_owned(), contents: Contents::Discard };
+    let new = NewRow {
+        id: id(1),
+        size_bytes: SIZE_BYTES,
+        prop,
+        origin: Origin::Own,
+        class: class.clone(),
+    };
+    let handle = ledger.insert(new, physical(1));
+    let row = ledger.row(handle).unwrap();
+    assert_eq!((row.id(), row.size_bytes(), row.prop()), (id(1), SIZE_BYTES, &prop));
+    assert_eq!((row.class(), row.origin(), row.device()), (&class, &Origin::Own, Some(GPU)));
+    assert_eq!((row.raw(), row.handle()), (Some(RawHandle(1)), handle));
+    assert!(row.is_resident() && !row.is_shared() && !row.is_pinned() && !row.is_exported());
+    assert_eq!(row.describe(), "test allocation of tag kv");
+    mapped(&mut ledger, 1, handle);
+    let row = ledger.row(handle).unwrap();
+    assert_eq!(row.describe(), "test allocation at 0x200000 of tag kv");
+    assert!(!row.is_saved_to(Store::Host) && !row.is_saved_to(Store::File), "nobody saves it");
+}
+
+#[test]
+fn what_is_pinned_stays_and_is_counted_once() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    mapped(&mut ledger, 1, handle);
+    mapped(&mut ledger, 2, handle);
+    let both = VaRange::new(range(1).start, 2 * SIZE_BYTES);
+    assert_eq!(ledger.pin(range(5), "a card holds it"), 0);
+    assert_eq!(ledger.pin(both, "a card holds it"), SIZE_BYTES);
+    assert_eq!(ledger.pin(both, "another"), 0);
+    let row = ledger.row(handle).unwrap();
+    assert!(row.is_pinned() && !row.can_leave());
+    assert_eq!(row.reason_to_stay(), Some("a card holds it"));
 }
 
 #[test]
