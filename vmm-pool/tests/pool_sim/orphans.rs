@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 
 use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
 use vmm_pool::{
-    AllocationId, Contents, LostImports, PeerId, PoolError, References, Selection, StayReason,
-    Tags, VirtualHandle, Whose,
+    AllocationId, Contents, LostImports, PeerId, PoolError, References, Selection, Standing,
+    StayReason, Tags, VirtualHandle, Whose,
 };
 
 use crate::stage::{
@@ -193,6 +193,23 @@ fn who_has_fetched_memory_again_holds_it_and_who_has_not_does_not() {
         drop((owner.commit_resume(), importer.commit_resume()));
         assert_eq!(owner.is_shared(&WHOLE), fetches);
     }
+}
+
+#[test]
+fn who_has_fetched_memory_in_a_resume_that_was_undone_has_not_in_the_next() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let shared = create(&owner, DEVICE, 1, kept());
+    share(&owner, shared, &importer, 1);
+    let id = owner.inventory(Standing::Runs)[0].id;
+    paused(&owner);
+    owner.create_own(&WHOLE).expect("memory");
+    owner.restore_own(usize::MAX).expect("contents");
+    drop(owner.hand_out(id, PeerId(1)).expect("it is owed"));
+    owner.undo_resume().expect("given up again");
+    assert!(owner.is_shared(&WHOLE), "it is owed still");
+    resume(&owner);
+    assert!(!owner.is_shared(&WHOLE), "nobody has come for it");
 }
 
 #[test]
