@@ -133,6 +133,20 @@ fn a_descriptor_is_kept_or_comes_out() {
 }
 
 #[test]
+fn a_pause_that_has_begun_meanwhile_knows_of_no_further_importer() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    let serial = ledger.begin_export(handle).unwrap().serial;
+    ledger.set_frozen(true);
+    assert!(matches!(ledger.redeemed(id(1), serial, PEER), Err(PoolError::Frozen)));
+    assert!(ledger.row(handle).unwrap().importers().is_empty());
+    assert!(ledger.row(handle).unwrap().has_tickets(), "it is good still");
+    ledger.run_on();
+    ledger.redeemed(id(1), serial, PEER).unwrap();
+    assert_eq!(ledger.row(handle).unwrap().importers(), [PEER]);
+}
+
+#[test]
 fn who_fetches_again_is_an_importer_and_nobody_else_is() {
     let mut ledger = Ledger::default();
     let [fetched, forgotten] = [1, 2].map(|number| shared(&mut ledger, number));
@@ -461,4 +475,40 @@ fn addresses_inside_a_mapping_find_it() {
     assert_eq!(ledger.mappings_inside(range(2)), [start]);
     let short = VaRange::new(range(2).start, SIZE_BYTES - 1);
     assert!(ledger.mappings_inside(short).is_empty(), "not wholly");
+}
+
+#[test]
+fn ranges_that_touch_are_one() {
+    let range = |start, end| Range { start, end };
+    let apart = merged(vec![range(6, 8), range(2, 4), range(5, 5), range(0, 2), range(7, 9)]);
+    assert_eq!(apart, [0..4, 6..9]);
+}
+
+#[test]
+fn a_mapping_is_made_again_with_the_rights_it_had() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    mapped(&mut ledger, 1, handle);
+    let rights = AccessDesc::read_write(GPU);
+    ledger.add_access(&[range(1).start.0], &[rights]);
+    ledger.set_presence(range(1).start.0, Presence::Bare);
+    let again = ledger.to_remount(range(1).start.0).unwrap().unwrap();
+    assert_eq!((again.range, again.raw, again.access), (range(1), RawHandle(1), vec![rights]));
+    assert_eq!((again.device, again.presence), (Some(GPU), Presence::Bare));
+    assert!(ledger.to_remount(range(2).start.0).unwrap().is_none());
+}
+
+#[test]
+fn saved_contents_have_a_place_in_one_store() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    mapped(&mut ledger, 1, handle);
+    let saved = Saved { store: Store::File, offset_bytes: 100 };
+    assert_eq!(ledger.saved(handle, saved), [range(1)], "it is mapped there still");
+    let row = ledger.row(handle).unwrap();
+    assert_eq!(row.place_in(Store::File), Some(100..100 + SIZE_BYTES));
+    assert_eq!(row.place_in(Store::Host), None);
+    assert_eq!(ledger.places_in(Store::File), vec![Range { start: 100, end: 100 + SIZE_BYTES }]);
+    ledger.void_copies();
+    assert!(ledger.places_in(Store::File).is_empty());
 }

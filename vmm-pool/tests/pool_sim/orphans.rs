@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
+use vmm_pool::driver::sim::FaultSpan;
+use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
 use vmm_pool::{
     AllocationId, Contents, LostImports, PeerId, PoolError, References, Selection, Standing,
     StayReason, Tags, VirtualHandle, Whose,
@@ -210,6 +211,27 @@ fn who_has_fetched_memory_in_a_resume_that_was_undone_has_not_in_the_next() {
     assert!(owner.is_shared(&WHOLE), "it is owed still");
     resume(&owner);
     assert!(!owner.is_shared(&WHOLE), "nobody has come for it");
+}
+
+#[test]
+fn an_import_that_the_driver_does_not_unmap_keeps_the_undo_of_a_resume_from_being_done() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let shared = create(&owner, DEVICE, 1, kept());
+    let imported = share(&owner, shared, &importer, 1);
+    map(&importer, imported, UNIT, &[RW(OTHER)]);
+    for pool in [&owner, &importer] {
+        paused(pool);
+        pool.create_own(&WHOLE).expect("memory");
+        pool.restore_own(usize::MAX).expect("contents");
+    }
+    import_again(&owner, &importer, 1).expect("imports");
+    let faults = importer.driver().faults();
+    faults.fail(DriverOp::Unmap, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    importer.undo_resume().expect_err("its owner could not give it up");
+    importer.undo_resume().expect("another try");
+    owner.undo_resume().expect("given up");
+    assert_eq!(free_bytes(&owner, DEVICE), CAPACITY_BYTES);
 }
 
 #[test]
