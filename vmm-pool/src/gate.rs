@@ -52,6 +52,8 @@ impl Mode {
 thread_local! {
     static OWN_SLOT: OnceCell<Arc<Slot>> = const { OnceCell::new() };
     static DEPTH: Cell<u32> = const { Cell::new(0) };
+    // Was memory away when this thread went in? Of its outermost pass.
+    static WAS_OFFLOADED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// The gate of one process. There is one a process: threads keep one slot each.
@@ -104,20 +106,23 @@ impl Gate {
         let outermost = depth == 0;
         if outermost {
             // A thread that is being torn down has lost its slot; its few last calls go uncounted.
-            let _entered = OWN_SLOT.try_with(|own| {
-                self.enter(own.get_or_init(|| self.slots.add()), passage);
-            });
+            let entered =
+                OWN_SLOT.try_with(|own| self.enter(own.get_or_init(|| self.slots.add()), passage));
+            let mode = entered.unwrap_or_else(|_| Mode::of(self.mode.load(Ordering::Relaxed)));
+            WAS_OFFLOADED.set(mode == Mode::Offloaded);
         }
         Pass { gate: self, outermost, _of_this_thread: PhantomData }
     }
 
-    fn enter(&self, slot: &Slot, passage: Passage) {
+    /// Says where the gate was that let the thread in.
+    fn enter(&self, slot: &Slot, passage: Passage) -> Mode {
         loop {
             slot.step_in();
             #[cfg(test)]
             tests::between_mark_and_look();
-            if Mode::admits(self.mode.load(Ordering::SeqCst), passage) {
-                return;
+            let mode = self.mode.load(Ordering::SeqCst);
+            if Mode::admits(mode, passage) {
+                return Mode::of(mode);
             }
             slot.step_out();
             self.waits.fetch_add(1, Ordering::Relaxed);
@@ -186,11 +191,6 @@ impl Gate {
         }
     }
 
-    /// Does the ledger alone answer now? Meaningful to a caller that holds a pass.
-    pub fn is_offloaded(&self) -> bool {
-        self.mode.load(Ordering::Relaxed) == Mode::Offloaded as u8
-    }
-
     /// How many calls have had to wait.
     pub fn waits(&self) -> u64 {
         self.waits.load(Ordering::Relaxed)
@@ -198,6 +198,12 @@ impl Gate {
 }
 
 impl Pass<'_> {
+    /// Does the ledger alone answer, because memory was away when this thread went in? It stays so while the thread is
+    /// inside: a resume that has begun since waits for it to come out.
+    pub fn is_offloaded(&self) -> bool {
+        WAS_OFFLOADED.get()
+    }
+
     /// For a caller that has to wait for another process: leaves, waits until the gate is open, and is back inside. So
     /// a pause need not wait for it. Does nothing within a pass within a pass.
     pub fn step_aside(&self) {
@@ -207,6 +213,8 @@ impl Pass<'_> {
         self.gate.leave();
         let _entered = OWN_SLOT.try_with(|own| {
             self.gate.enter(own.get_or_init(|| self.gate.slots.add()), Passage::Use);
+            // Use goes in where all memory is there.
+            WAS_OFFLOADED.set(false);
         });
     }
 }
@@ -275,9 +283,56 @@ mod tests {
             scope.spawn(|| gate.shut(Instant::now(), || false)).join().unwrap()
         });
         assert_eq!(closer.unwrap_err().inside, 1);
-        assert!(gate.is_offloaded(), "the memory is still away");
         drop(pass);
-        drop(gate.pass(Passage::GiveUp));
+        assert!(gate.pass(Passage::GiveUp).is_offloaded(), "the memory is still away");
+    }
+
+    #[test]
+    fn who_goes_in_while_memory_is_away_knows_it_until_it_comes_out() {
+        let gate = Gate::default();
+        gate.shut(soon(), || false).unwrap();
+        gate.set(Mode::Offloaded);
+        let outer = gate.pass(Passage::GiveUp);
+        assert!(outer.is_offloaded());
+        // A resume begins, and waits for this thread.
+        gate.set(Mode::Shut);
+        assert!(outer.is_offloaded(), "memory is away until the resume has begun to move it");
+        let inner = gate.pass(Passage::GiveUp);
+        assert!(inner.is_offloaded(), "what was true for the outermost pass");
+        drop((inner, outer));
+        gate.set(Mode::Open);
+        assert!(!gate.pass(Passage::GiveUp).is_offloaded());
+        assert!(!gate.pass(Passage::Use).is_offloaded());
+    }
+
+    #[test]
+    fn who_goes_in_while_memory_is_there_knows_it_until_it_comes_out() {
+        let gate = Gate::default();
+        let outer = gate.pass(Passage::GiveUp);
+        // A pause begins, and waits for this thread.
+        gate.set(Mode::Shut);
+        assert!(!outer.is_offloaded());
+        gate.set(Mode::Offloaded);
+        assert!(!gate.pass(Passage::GiveUp).is_offloaded(), "what was true for the outermost pass");
+        gate.set(Mode::Open);
+    }
+
+    #[test]
+    fn who_steps_aside_comes_back_to_memory_that_is_there() {
+        let gate = Gate::default();
+        gate.shut(soon(), || false).unwrap();
+        gate.set(Mode::Offloaded);
+        let pass = gate.pass(Passage::GiveUp);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while gate.waits() == 0 {
+                    std::thread::yield_now();
+                }
+                gate.set(Mode::Open);
+            });
+            pass.step_aside();
+        });
+        assert!(!pass.is_offloaded());
     }
 
     #[test]

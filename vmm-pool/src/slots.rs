@@ -108,3 +108,41 @@ impl Slots {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_is_inside_is_seen_with_its_turn_and_what_it_says_of_itself() {
+        let slots = Slots::default();
+        let [first, second] = [slots.add(), slots.add()];
+        assert!(slots.inside().is_empty());
+        second.set_label(7);
+        second.step_in();
+        assert_eq!(second.label(), 7);
+        let seen = slots.inside();
+        assert_eq!(seen, [Occupant { number: second.number, turn: 1, label: 7 }]);
+        first.step_in();
+        assert_eq!(slots.inside().len(), 2);
+        assert_ne!(first.number, second.number);
+        for slot in [&first, &second] {
+            slot.step_out();
+        }
+        assert!(slots.inside().is_empty());
+        second.step_in();
+        assert_ne!(slots.inside()[0].turn, seen[0].turn, "another time inside");
+    }
+
+    #[test]
+    fn slots_of_threads_that_have_ended_are_cleared_away() {
+        let slots = Slots::default();
+        let ended = slots.add();
+        ended.step_in();
+        drop(ended);
+        assert!(slots.inside().is_empty());
+        let lives = slots.add();
+        assert_eq!(slots.list().slots.len(), 1);
+        assert!(Weak::ptr_eq(&slots.list().slots[0], &Arc::downgrade(&lives)));
+    }
+}

@@ -15,6 +15,7 @@ mod build;
 mod bundle;
 mod demo;
 mod glibc;
+mod mutants;
 mod package;
 mod process;
 mod python;
@@ -82,6 +83,15 @@ enum Command {
         #[arg(long)]
         check: bool,
     },
+    /// Change the core one place at a time, and list the changes that no test notices. Takes hours; by hand.
+    Mutants {
+        /// What is changed.
+        #[arg(value_enum, default_value = "pool")]
+        part: mutants::Part,
+        /// For cargo-mutants, such as `--file 'vmm-pool/src/gate.rs'`, `--shard 0/8` or `--list`.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
     /// Write the Rust view of the C header.
     Bindgen {
         /// Write nothing, and fail when the committed view differs.
@@ -116,6 +126,7 @@ fn dispatch(command: &Command) -> Outcome {
         Command::GpuBundle => bundle::run(&workspace),
         Command::Wheel => wheel::run(&workspace),
         Command::Bench { check } => bench::run(&workspace, *check),
+        Command::Mutants { part, arguments } => mutants::run(&workspace, *part, arguments),
         Command::Bindgen { check: true } => bindings::check(&workspace),
         Command::Bindgen { check: false } => bindings::write(&workspace),
     }

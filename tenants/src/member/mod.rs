@@ -76,7 +76,7 @@ pub struct MemberConfig {
     /// Why work of this process may reach a device past its gate, asked at each pause. Then only the process
     /// itself may ask for one, which knows when it launches nothing.
     pub ungated: fn() -> Option<String>,
-    /// How many threads bring new host memory in.
+    /// How many threads bring new host memory in. With none it comes in as contents are copied there.
     pub toucher_threads: usize,
 }
 

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use loom::cell::UnsafeCell;
+use loom::sync::atomic::{AtomicBool, Ordering};
 use loom::thread;
 use sublet_loom::gate::{Gate, Passage, StillInside};
 use sublet_loom::{explore, keeper};
@@ -53,15 +54,15 @@ impl World {
     }
 
     fn uses(&self) {
-        let _pass = self.gate.pass(Passage::Use);
-        assert!(!self.gate.is_offloaded(), "it uses what is away");
+        let pass = self.gate.pass(Passage::Use);
+        assert!(!pass.is_offloaded(), "it uses what is away");
         self.device.used();
     }
 
     /// Gives up memory that is away: the table answers.
     fn gives_up(&self) {
-        let _pass = self.gate.pass(Passage::GiveUp);
-        if self.gate.is_offloaded() {
+        let pass = self.gate.pass(Passage::GiveUp);
+        if pass.is_offloaded() {
             self.ledger.used();
         }
     }
@@ -183,9 +184,34 @@ fn a_shut_that_is_called_off_leaves_the_gate_offloaded() {
         if world.shut(1).is_ok() {
             keeper::offload(&world.gate);
         }
-        assert!(world.gate.is_offloaded());
+        assert!(world.gate.pass(Passage::GiveUp).is_offloaded());
         world.device.taken_away();
         // It is let through although nothing opens.
+        giver.join().unwrap();
+    });
+}
+
+#[test]
+fn who_gives_up_knows_what_was_true_when_it_went_in_however_the_gate_moves_then() {
+    explore(3, || {
+        let world = World::offloaded();
+        let is_back = Arc::new(AtomicBool::new(false));
+        let is_back_for_giver = Arc::clone(&is_back);
+        let giver = world.thread(move |world| {
+            let pass = world.gate.pass(Passage::GiveUp);
+            // Where memory is away nothing brings it back before this thread is out.
+            let is_away = || !is_back_for_giver.load(Ordering::Relaxed);
+            assert_eq!(pass.is_offloaded(), is_away());
+            let inner = world.gate.pass(Passage::GiveUp);
+            assert_eq!(inner.is_offloaded(), is_away(), "the outermost one's");
+            drop(inner);
+            assert_eq!(pass.is_offloaded(), is_away(), "it stays so");
+        });
+        // A resume: it moves memory when nobody is inside.
+        if world.shut(2).is_ok() {
+            is_back.store(true, Ordering::Relaxed);
+            keeper::open(&world.gate);
+        }
         giver.join().unwrap();
     });
 }

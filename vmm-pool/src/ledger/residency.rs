@@ -212,6 +212,203 @@ mod tests {
         }
     }
 
+    const AT: Saved = Saved { store: Store::Host, offset_bytes: 7 };
+    const ELSEWHERE: Saved = Saved { store: Store::File, offset_bytes: 8 };
+
+    fn part(at: u64) -> Vec<Range<u64>> {
+        vec![Range { start: at, end: at + 1 }]
+    }
+
+    /// What can be seen of a state.
+    #[derive(Clone, Debug, PartialEq, Eq)]
+    enum Seen {
+        Resident { raw: u64, unused: Vec<Range<u64>> },
+        Moving { raw: u64, kept: Kept },
+        Offloaded { kept: Kept },
+        Lost,
+    }
+
+    impl Seen {
+        fn of(state: &Residency) -> Self {
+            match state {
+                Residency::Resident { handle, unused } => {
+                    Self::Resident { raw: handle.raw().0, unused: unused.clone() }
+                }
+                Residency::Moving { handle, kept } => {
+                    Self::Moving { raw: handle.raw().0, kept: kept.clone() }
+                }
+                Residency::Offloaded { kept } => Self::Offloaded { kept: kept.clone() },
+                Residency::Lost => Self::Lost,
+            }
+        }
+
+        fn state(&self) -> Residency {
+            match self.clone() {
+                Self::Resident { raw, unused } => {
+                    Residency::Resident { handle: handle(raw), unused }
+                }
+                Self::Moving { raw, kept } => Residency::Moving { handle: handle(raw), kept },
+                Self::Offloaded { kept } => Residency::Offloaded { kept },
+                Self::Lost => Residency::Lost,
+            }
+        }
+    }
+
+    fn kept(saved: Option<Saved>, unused: Vec<Range<u64>>, is_set_aside: bool) -> Kept {
+        Kept { saved, unused, is_set_aside }
+    }
+
+    /// On its device, nowhere else, with a part that need not be saved.
+    fn resident() -> Seen {
+        Seen::Resident { raw: 1, unused: part(0) }
+    }
+
+    /// On its device and saved, but for that part.
+    fn moving(is_set_aside: bool) -> Seen {
+        Seen::Moving { raw: 1, kept: kept(Some(AT), part(0), is_set_aside) }
+    }
+
+    fn offloaded(is_set_aside: bool) -> Seen {
+        Seen::Offloaded { kept: kept(Some(AT), part(0), is_set_aside) }
+    }
+
+    /// Each state after `change`, with the handle that comes out.
+    fn assert_after(change: impl Fn() -> Change, expected: [(Seen, Option<u64>); 6]) {
+        let before = [
+            resident(),
+            moving(false),
+            moving(true),
+            offloaded(false),
+            offloaded(true),
+            Seen::Lost,
+        ];
+        for (before, expected) in before.into_iter().zip(expected) {
+            let (after, out) = before.state().next(change());
+            let after = (Seen::of(&after), out.map(|out| out.raw().0));
+            assert_eq!(after, expected, "{before:?} after {:?}", change());
+        }
+    }
+
+    #[test]
+    fn what_is_saved_is_on_its_way_and_keeps_its_handle() {
+        let moving =
+            |aside| (Seen::Moving { raw: 1, kept: kept(Some(ELSEWHERE), part(0), aside) }, None);
+        let expected = [
+            moving(false),
+            moving(false),
+            moving(true),
+            (offloaded(false), None),
+            (offloaded(true), None),
+            (Seen::Lost, None),
+        ];
+        assert_after(|| Change::Saved(ELSEWHERE), expected);
+    }
+
+    #[test]
+    fn what_is_released_gives_its_handle_out_once_and_keeps_what_is_saved() {
+        let unsaved = Seen::Offloaded { kept: kept(None, part(0), false) };
+        let expected = [
+            (unsaved, Some(1)),
+            (offloaded(false), Some(1)),
+            (offloaded(true), Some(1)),
+            (offloaded(false), None),
+            (offloaded(true), None),
+            (Seen::Lost, None),
+        ];
+        assert_after(|| Change::Released, expected);
+    }
+
+    #[test]
+    fn a_handle_that_comes_back_is_taken_where_there_is_none() {
+        let back = |aside| (Seen::Moving { raw: 2, kept: kept(Some(AT), part(0), aside) }, None);
+        let expected = [
+            (resident(), Some(2)),
+            (moving(false), Some(2)),
+            (moving(true), Some(2)),
+            back(false),
+            back(true),
+            (Seen::Lost, Some(2)),
+        ];
+        assert_after(|| Change::Returned(handle(2)), expected);
+    }
+
+    #[test]
+    fn copies_are_void_where_the_device_has_the_contents() {
+        let void = |aside| (Seen::Moving { raw: 1, kept: kept(None, Vec::new(), aside) }, None);
+        let expected = [
+            (Seen::Resident { raw: 1, unused: Vec::new() }, None),
+            void(false),
+            void(true),
+            (offloaded(false), None),
+            (offloaded(true), None),
+            (Seen::Lost, None),
+        ];
+        assert_after(|| Change::ContentsVoid, expected);
+    }
+
+    #[test]
+    fn what_is_wholly_mapped_when_its_process_runs_is_resident_and_nothing_else_is_kept_of_it() {
+        let runs = || (Seen::Resident { raw: 1, unused: Vec::new() }, None);
+        let aside = || (offloaded(true), None);
+        let expected = [runs(), runs(), runs(), aside(), aside(), (Seen::Lost, None)];
+        assert_after(|| Change::Runs { is_mapped: true }, expected);
+    }
+
+    #[test]
+    fn what_is_not_wholly_mapped_when_its_process_runs_is_set_aside() {
+        let unsaved = Seen::Moving { raw: 1, kept: kept(None, part(0), true) };
+        let expected = [
+            (unsaved, None),
+            (moving(true), None),
+            (moving(true), None),
+            (offloaded(true), None),
+            (offloaded(true), None),
+            (Seen::Lost, None),
+        ];
+        assert_after(|| Change::Runs { is_mapped: false }, expected);
+    }
+
+    #[test]
+    fn parts_are_marked_unused_only_where_the_device_alone_has_the_contents() {
+        let expected = [
+            (Seen::Resident { raw: 1, unused: part(4) }, None),
+            (moving(false), None),
+            (moving(true), None),
+            (offloaded(false), None),
+            (offloaded(true), None),
+            (Seen::Lost, None),
+        ];
+        assert_after(|| Change::Unused(part(4)), expected);
+    }
+
+    #[test]
+    fn only_what_is_away_is_given_up() {
+        let expected = [
+            (resident(), None),
+            (moving(false), None),
+            (moving(true), None),
+            (Seen::Lost, None),
+            (Seen::Lost, None),
+            (Seen::Lost, None),
+        ];
+        assert_after(|| Change::GivenUp, expected);
+    }
+
+    #[test]
+    fn a_state_says_what_it_is() {
+        let says = |seen: Seen| {
+            let state = seen.state();
+            let raw = state.handle().map(|handle| handle.raw().0);
+            (raw, state.saved(), state.unused().to_vec(), state.is_set_aside())
+        };
+        assert_eq!(says(resident()), (Some(1), None, part(0), false));
+        for aside in [false, true] {
+            assert_eq!(says(moving(aside)), (Some(1), Some(AT), part(0), aside));
+            assert_eq!(says(offloaded(aside)), (None, Some(AT), part(0), aside));
+        }
+        assert_eq!(says(Seen::Lost), (None, None, Vec::new(), true), "its process runs without it");
+    }
+
     #[test]
     fn what_was_saved_of_memory_that_runs_again_is_void() {
         let saved = Saved { store: Store::Host, offset_bytes: 7 };

@@ -42,7 +42,8 @@ pub struct Pool<D: Driver> {
 }
 
 impl<D: Driver> Pool<D> {
-    /// An empty pool. `toucher_threads` is how many threads bring new host memory in.
+    /// An empty pool. `toucher_threads` is how many threads bring new host memory in; with none it
+    /// comes in as contents are copied there, which is slow, and takes no more than they need.
     pub fn new(driver: Arc<D>, toucher_threads: usize) -> Self {
         let arena = Mutex::new(HostArena::new(Arc::clone(&driver), toucher_threads));
         let deferred = Deferred::new(Arc::clone(&driver));
@@ -164,9 +165,10 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         self.pool
     }
 
-    /// Does the ledger alone answer, because memory is away?
+    /// Does the ledger alone answer, because memory was away when this thread went in? It stays so while the thread is
+    /// inside.
     pub fn is_offloaded(&self) -> bool {
-        self.pool.gate.is_offloaded()
+        self.pass.is_offloaded()
     }
 
     /// Gives back one reference of `handle`.

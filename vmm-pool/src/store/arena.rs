@@ -74,7 +74,6 @@ const CHUNKS_AHEAD: usize = 2;
 
 impl<D: Driver> HostArena<D> {
     pub(crate) fn new(driver: Arc<D>, toucher_threads: usize) -> Self {
-        let toucher_threads = toucher_threads.max(1);
         Self {
             driver,
             chunks: Vec::new(),

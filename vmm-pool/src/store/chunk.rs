@@ -32,7 +32,7 @@ impl Chunk {
     }
 }
 
-/// Maps a chunk and brings all its pages in.
+/// Maps a chunk and brings all its pages in. Without threads to touch them, they come in as they are used.
 pub(super) fn new_chunk(toucher_threads: usize) -> io::Result<Chunk> {
     let length = CHUNK_LENGTH;
     let map = MmapRaw::from(MmapOptions::new().len(length + HUGE_PAGE_BYTES).map_anon()?);
@@ -49,7 +49,9 @@ pub(super) fn new_chunk(toucher_threads: usize) -> io::Result<Chunk> {
     // SAFETY: the map is one huge page longer than the chunk, and `padding` at most that.
     let start = unsafe { base.add(padding) };
     let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
-    touch(start, length, toucher_threads);
+    if toucher_threads > 0 {
+        touch(start, length, toucher_threads);
+    }
     Ok(Chunk { map, start })
 }
 

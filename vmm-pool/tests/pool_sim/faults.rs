@@ -13,8 +13,8 @@ use crate::stage::{
 };
 
 /// Two processes that share memory in both directions, with one of each kind of mapping.
-struct Pair {
-    pools: [SimPool; 2],
+pub(crate) struct Pair {
+    pub(crate) pools: [SimPool; 2],
     /// What must be readable: which process, as which device, where, and what.
     contents: Vec<(usize, DeviceOrdinal, VaRange, u64)>,
     /// Kept memory that is mapped nowhere, of process 0.
@@ -28,7 +28,7 @@ fn peer(process: usize) -> usize {
 }
 
 impl Pair {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let node = node();
         let pools = [pool(&node), pool(&node)];
         let mut contents = Vec::new();
@@ -78,7 +78,7 @@ impl Pair {
         Self { pools, contents, unmapped: (hidden, seed), resident_bytes: [8 * UNIT, 7 * UNIT] }
     }
 
-    fn assert_intact(&self, when: &str) {
+    pub(crate) fn assert_intact(&self, when: &str) {
         for (process, device, place, seed) in &self.contents {
             let pool = &self.pools[*process];
             assert!(holds(pool, *device, *place, pattern(*seed)), "{when}: {place:?} of {process}");
@@ -91,7 +91,7 @@ impl Pair {
     }
 
     /// Every byte that was given back is free, so no view, handle or descriptor was left behind.
-    fn assert_balance(&self, resident: bool, when: &str) {
+    pub(crate) fn assert_balance(&self, resident: bool, when: &str) {
         for (device, bytes) in [DEVICE, OTHER].into_iter().zip(self.resident_bytes) {
             let expected = if resident { CAPACITY_BYTES - bytes } else { CAPACITY_BYTES };
             assert_eq!(free_bytes(&self.pools[0], device), expected, "{when}: {device}");
@@ -102,11 +102,11 @@ impl Pair {
         self.pools.iter().try_for_each(|pool| step(pool).map(drop))
     }
 
-    fn import(&self, process: usize) -> PoolResult<StepLog> {
+    pub(crate) fn import(&self, process: usize) -> PoolResult<StepLog> {
         import_again(&self.pools[peer(process)], &self.pools[process], process as u64)
     }
 
-    fn pause(&self) -> PoolResult<()> {
+    pub(crate) fn pause(&self) -> PoolResult<()> {
         self.each(|pool| pool.save(&WHOLE, UNLIMITED))?;
         self.each(SimPool::release_selected)
     }
@@ -120,14 +120,14 @@ impl Pair {
         Ok(())
     }
 
-    fn resume(&self) -> PoolResult<()> {
+    pub(crate) fn resume(&self) -> PoolResult<()> {
         self.each(|pool| pool.create_own(&WHOLE))?;
         self.each(|pool| pool.restore_own(usize::MAX))?;
         self.finish_resume()
     }
 
     /// What members do when a step of a pause failed before the first release.
-    fn undo_pause(&self) -> PoolResult<()> {
+    pub(crate) fn undo_pause(&self) -> PoolResult<()> {
         self.each(SimPool::remount)?;
         for pool in &self.pools {
             drop(pool.commit_resume());
@@ -303,11 +303,17 @@ fn nothing_is_unmapped_under_copies_whose_end_nobody_has_seen() {
     let handle = create(&pool, DEVICE, 2, kept());
     let place = map(&pool, handle, 2 * UNIT, &[AccessDesc::read_write(DEVICE)]);
     write(&pool, DEVICE, place, pattern(5));
+    // This is copied through a view.
+    create(&pool, DEVICE, 1, kept());
     let faults = pool.driver().faults();
-    faults.fail(DriverOp::StreamSynchronize, FaultSpan::From(1), DriverCode::UNKNOWN);
-    assert!(pool.save(&WHOLE, UNLIMITED).is_err(), "no wait succeeded");
-    faults.clear();
     let unmapped = faults.calls(DriverOp::Unmap);
+    // The first wait is for a stream that nothing has been queued on.
+    faults.fail(DriverOp::StreamSynchronize, FaultSpan::From(2), DriverCode::UNKNOWN);
+    assert!(pool.save(&WHOLE, UNLIMITED).is_err(), "no wait for a copy succeeded");
+    assert!(faults.calls(DriverOp::CopyToHost) > 0);
+    faults.clear();
+    assert_eq!(faults.calls(DriverOp::Unmap), unmapped, "no view was taken down");
+    assert!(pool.report().host_arena_bytes > 0, "copies may be writing there");
     // Nor does the device itself say that it is done.
     faults.fail(DriverOp::ContextSynchronize, FaultSpan::From(1), DriverCode::UNKNOWN);
     // Going back is all that is left, by the types.
@@ -357,4 +363,19 @@ fn a_mapping_that_the_driver_will_not_undo_is_named_and_stays() {
     pool.unmap(place).expect("unmap");
     pool.release(handle).expect("release");
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+}
+
+#[test]
+fn addresses_that_the_driver_would_not_take_back_go_with_the_next_pause() {
+    let pool = pool(&node());
+    let faults = pool.driver().faults();
+    faults.fail(DriverOp::SetAccess, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    faults.fail(DriverOp::AddressFree, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    let prop = AllocationProp::pinned_on(DEVICE);
+    pool.block_allocate(UNIT, &prop, &[DEVICE], kept()).expect_err("nobody may reach it");
+    faults.clear();
+    let census = pool.driver().census();
+    assert_eq!((census.reservations, census.handles), (1, 0));
+    crate::stage::pause(&pool);
+    assert_eq!(pool.driver().census().reservations, 0);
 }

@@ -7,6 +7,7 @@
 
 mod calls;
 mod devices;
+mod drops;
 mod faults;
 mod files;
 mod host_memory;

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
+use vmm_pool::driver::sim::FaultSpan;
+use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
 use vmm_pool::{
-    AllocationId, Contents, LostImports, PeerId, PoolError, References, Selection, StayReason,
-    Tags, VirtualHandle, Whose,
+    AllocationId, Contents, LostImports, PeerId, PoolError, References, Selection, Standing,
+    StayReason, Tags, VirtualHandle, Whose,
 };
 
 use crate::stage::{
@@ -146,6 +147,91 @@ fn what_is_freed_while_it_is_away_comes_back_for_its_importers_and_is_theirs_the
     importer.unmap(there).expect("unmap");
     importer.release(imported).expect("release");
     assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES);
+}
+
+#[test]
+fn descriptors_that_importers_have_fetched_come_out_when_the_resume_is_committed() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let shared = create(&owner, DEVICE, 1, kept());
+    let offered = create(&owner, DEVICE, 1, kept());
+    owner.export(offered).expect("export");
+    let imported = share(&owner, shared, &importer, 1);
+    for pool in [&owner, &importer] {
+        paused(pool);
+        pool.create_own(&WHOLE).expect("memory");
+        pool.restore_own(usize::MAX).expect("contents");
+    }
+    import_again(&owner, &importer, 1).expect("imports");
+    let spare = owner.commit_resume();
+    assert_eq!(spare.len(), 1, "that of the ticket which nobody has redeemed is kept");
+    drop(spare);
+    drop(importer.commit_resume());
+    for (pool, handle) in [(&owner, shared), (&importer, imported)] {
+        pool.release(handle).expect("release");
+    }
+    assert_eq!(free_bytes(&owner, DEVICE), CAPACITY_BYTES - UNIT);
+}
+
+#[test]
+fn who_has_fetched_memory_again_holds_it_and_who_has_not_does_not() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let shared = create(&owner, DEVICE, 1, kept());
+    share(&owner, shared, &importer, 1);
+    for fetches in [true, false] {
+        assert!(owner.is_shared(&WHOLE));
+        for pool in [&owner, &importer] {
+            paused(pool);
+            pool.create_own(&WHOLE).expect("memory");
+            pool.restore_own(usize::MAX).expect("contents");
+        }
+        if fetches {
+            import_again(&owner, &importer, 1).expect("imports");
+        } else {
+            importer.give_up_imports(OWNER);
+        }
+        drop((owner.commit_resume(), importer.commit_resume()));
+        assert_eq!(owner.is_shared(&WHOLE), fetches);
+    }
+}
+
+#[test]
+fn who_has_fetched_memory_in_a_resume_that_was_undone_has_not_in_the_next() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let shared = create(&owner, DEVICE, 1, kept());
+    share(&owner, shared, &importer, 1);
+    let id = owner.inventory(Standing::Runs)[0].id;
+    paused(&owner);
+    owner.create_own(&WHOLE).expect("memory");
+    owner.restore_own(usize::MAX).expect("contents");
+    drop(owner.hand_out(id, PeerId(1)).expect("it is owed"));
+    owner.undo_resume().expect("given up again");
+    assert!(owner.is_shared(&WHOLE), "it is owed still");
+    resume(&owner);
+    assert!(!owner.is_shared(&WHOLE), "nobody has come for it");
+}
+
+#[test]
+fn an_import_that_the_driver_does_not_unmap_keeps_the_undo_of_a_resume_from_being_done() {
+    let node = node();
+    let (owner, importer) = (pool(&node), pool(&node));
+    let shared = create(&owner, DEVICE, 1, kept());
+    let imported = share(&owner, shared, &importer, 1);
+    map(&importer, imported, UNIT, &[RW(OTHER)]);
+    for pool in [&owner, &importer] {
+        paused(pool);
+        pool.create_own(&WHOLE).expect("memory");
+        pool.restore_own(usize::MAX).expect("contents");
+    }
+    import_again(&owner, &importer, 1).expect("imports");
+    let faults = importer.driver().faults();
+    faults.fail(DriverOp::Unmap, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    importer.undo_resume().expect_err("its owner could not give it up");
+    importer.undo_resume().expect("another try");
+    owner.undo_resume().expect("given up");
+    assert_eq!(free_bytes(&owner, DEVICE), CAPACITY_BYTES);
 }
 
 #[test]

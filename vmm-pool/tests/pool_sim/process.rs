@@ -240,6 +240,32 @@ impl SimPool {
         spare
     }
 
+    /// Gives up whatever is under way, as a caller does that has no more to say.
+    pub(crate) fn drop_proof(&self) {
+        drop(self.take());
+    }
+
+    /// The same, by a panic of the thread that holds it.
+    pub(crate) fn drop_proof_in_panic(&self) {
+        let stage = self.take();
+        let ended = std::thread::spawn(move || {
+            let _held = stage;
+            std::panic::resume_unwind(Box::new(()));
+        });
+        ended.join().expect_err("it panics");
+    }
+
+    /// The context is lost: nothing is put back.
+    pub(crate) fn abandon(&self) {
+        match self.take() {
+            Stage::Leaving(leaving) => leaving.abandon(),
+            Stage::Prepared(prepared) => prepared.abandon(),
+            Stage::Returning(returning) => returning.abandon(),
+            Stage::Restored(restored) => restored.abandon(),
+            stage => panic!("nothing is under way: {stage:?}"),
+        }
+    }
+
     /// What the application says at the next save.
     pub(crate) fn mark_unused(&self, ranges: &[VaRange]) {
         self.told.lock().expect("no test has failed").unused = ranges.to_vec();

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, VaRange};
 use vmm_pool::{
-    Class, Contents, HostBudget, ImportSource, PeerId, PoolResult, Selection, StepLog,
-    VirtualHandle,
+    AllocationId, Class, Contents, HostBudget, ImportSource, PeerId, Pool, PoolError, PoolResult,
+    Selection, StepLog, VirtualHandle,
 };
 
 /// A pause and a resume of everything.
@@ -153,6 +153,46 @@ pub(crate) fn import_again(
     let mut log = importer.import_batch(descriptors)?;
     log.add(importer.map_imports()?);
     Ok(log)
+}
+
+/// Where a gate is, as calls find it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum GateAt {
+    /// All go in.
+    Open,
+    /// Those go in that give memory up.
+    Offloaded,
+    /// None does.
+    Shut,
+}
+
+/// Where the gate of `pool` is. A call that is held back waits on, until the gate opens or the tests end.
+pub(crate) fn gate_of(pool: &SimPool) -> GateAt {
+    let goes_in = |call: fn(&Pool<SimDriver>)| {
+        let (held_before, caller) = (pool.gate().waits(), Arc::clone(pool));
+        let caller = std::thread::spawn(move || call(&caller));
+        while pool.gate().waits() == held_before && !caller.is_finished() {
+            std::thread::yield_now();
+        }
+        // It may have been one that an earlier look has left that was held back again.
+        (0..1000).any(|_| {
+            std::thread::yield_now();
+            caller.is_finished()
+        })
+    };
+    if goes_in(|pool| drop(pool.enter())) {
+        GateAt::Open
+    } else if goes_in(|pool| drop(pool.enter_giving_up())) {
+        GateAt::Offloaded
+    } else {
+        GateAt::Shut
+    }
+}
+
+/// Does it give nothing to importers?
+pub(crate) fn is_frozen(pool: &SimPool) -> bool {
+    let nobodys = pool.redeem(AllocationId([0; 16]), 0, PeerId(1));
+    matches!(nobodys, Err(PoolError::Frozen))
 }
 
 /// A whole pause of one pool without peers.

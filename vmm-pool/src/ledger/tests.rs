@@ -1,0 +1,514 @@
+use std::fs::File;
+use std::os::fd::{AsRawFd as _, RawFd};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::driver::{AllocationProp, LocationKind};
+use crate::report::Contents;
+use crate::scaling::assert_not_quadratic;
+use crate::store::Store;
+
+const GPU: DeviceOrdinal = DeviceOrdinal(0);
+const SIZE_BYTES: u64 = 2 << 20;
+const PEER: PeerId = PeerId(5);
+const OTHER_PEER: PeerId = PeerId(6);
+
+fn id(number: u8) -> AllocationId {
+    AllocationId([number; 16])
+}
+
+/// Enters memory with the driver's handle `number`, and an identity of that number.
+fn insert_of(ledger: &mut Ledger, number: u8, origin: Origin) -> VirtualHandle {
+    let (prop, class) = (AllocationProp::pinned_on(GPU), Class::default());
+    let new = NewRow { id: id(number), size_bytes: SIZE_BYTES, prop, origin, class };
+    ledger.insert(new, physical(u64::from(number)))
+}
+
+fn insert(ledger: &mut Ledger, number: u8) -> VirtualHandle {
+    insert_of(ledger, number, Origin::Own)
+}
+
+fn physical(raw: u64) -> Physical {
+    Physical::new(RawHandle(raw), SIZE_BYTES, Some(GPU))
+}
+
+fn raws(handles: &[Physical]) -> Vec<u64> {
+    handles.iter().map(|handle| handle.raw().0).collect()
+}
+
+/// A range for a mapping of its own.
+fn range(number: u64) -> VaRange {
+    VaRange::new(DeviceAddress(number * SIZE_BYTES), SIZE_BYTES)
+}
+
+fn mapped(ledger: &mut Ledger, number: u64, handle: VirtualHandle) {
+    ledger.begin_mapping(range(number), 0, handle).unwrap();
+    assert!(ledger.mapping_made(range(number)));
+}
+
+fn descriptor() -> (OwnedFd, RawFd) {
+    let fd = OwnedFd::from(File::open("/dev/null").unwrap());
+    let number = fd.as_raw_fd();
+    (fd, number)
+}
+
+fn numbers(descriptors: &[OwnedFd]) -> Vec<RawFd> {
+    descriptors.iter().map(OwnedFd::as_raw_fd).collect()
+}
+
+/// Memory that [`PEER`] has imported, its application's reference, and no mapping.
+fn shared(ledger: &mut Ledger, number: u8) -> VirtualHandle {
+    let handle = insert(ledger, number);
+    let serial = ledger.begin_export(handle).unwrap().serial;
+    let (fd, row) = ledger.redeemed(id(number), serial, PEER).unwrap();
+    assert!(fd.is_none() && row.is_none());
+    handle
+}
+
+#[test]
+fn a_handle_of_memory_that_is_gone_finds_nothing_in_its_place() {
+    let mut ledger = Ledger::default();
+    let gone = insert(&mut ledger, 1);
+    assert!(ledger.drop_reference(gone).unwrap().is_some());
+    let in_its_place = insert(&mut ledger, 2);
+    assert_eq!(in_its_place.index(), gone.index(), "rows are used again");
+    assert!(ledger.row(gone).is_none());
+    assert!(matches!(ledger.find(gone), Err(PoolError::StaleHandle { .. })));
+    assert!(ledger.by_id(id(1)).is_none());
+    // Nor does anything that changes a row.
+    assert!(!ledger.add_reference(gone));
+    assert!(matches!(ledger.drop_reference(gone), Err(PoolError::StaleHandle { .. })));
+    assert!(ledger.begin_mapping(range(1), 0, gone).is_err());
+    assert!(ledger.begin_export(gone).is_err());
+    assert!(ledger.become_block(gone, 1).is_none());
+    let refused = ledger.returned(gone, physical(9));
+    assert_eq!(refused.map(|handle| handle.raw()), Some(RawHandle(9)));
+    let saved = Saved { store: Store::Host, offset_bytes: 0 };
+    assert!(ledger.saved(gone, saved).is_empty());
+    let row = ledger.row(in_its_place).unwrap();
+    assert_eq!((row.id(), row.saved(), row.block_size_bytes()), (id(2), None, None));
+    assert!(ledger.drop_reference(in_its_place).unwrap().is_some(), "it has its one reference");
+}
+
+#[test]
+fn only_what_is_nowhere_mapped_gives_its_handle_up() {
+    let mut ledger = Ledger::default();
+    let [unmapped, once, twice, unchosen] = [1, 2, 3, 4].map(|number| insert(&mut ledger, number));
+    mapped(&mut ledger, 1, once);
+    mapped(&mut ledger, 2, twice);
+    mapped(&mut ledger, 3, twice);
+    ledger.set_presence(range(3).start.0, Presence::Absent);
+    let choose = |row: &Row| row.handle() != unchosen;
+    assert_eq!(raws(&ledger.take_unmapped(choose)), [1], "a part of the third is mapped");
+    assert!(!ledger.row(unmapped).unwrap().is_resident());
+    assert!(ledger.row(unchosen).unwrap().is_resident());
+    // A mapping whose rights are still to be set is one too.
+    ledger.set_presence(range(1).start.0, Presence::Bare);
+    ledger.set_presence(range(2).start.0, Presence::Absent);
+    assert_eq!(raws(&ledger.take_unmapped(choose)), [3]);
+    ledger.set_presence(range(1).start.0, Presence::Absent);
+    assert_eq!(raws(&ledger.take_unmapped(choose)), [2]);
+    assert_eq!(raws(&ledger.take_unmapped(choose)), [0; 0], "each once");
+}
+
+#[test]
+fn a_descriptor_is_kept_or_comes_out() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    let serial = ledger.begin_export(handle).unwrap().serial;
+    let ((first, _), (second, kept), (third, refused)) = (descriptor(), descriptor(), descriptor());
+    assert!(ledger.keep_export(id(1), first).is_none());
+    let replaced = ledger.keep_export(id(1), second).expect("another thread's");
+    assert_ne!(replaced.as_raw_fd(), kept);
+    let nobodys = ledger.keep_export(id(9), third).expect("there is no such memory");
+    assert_eq!(nobodys.as_raw_fd(), refused);
+    // With the last ticket it goes.
+    let other = ledger.begin_export(handle).unwrap();
+    assert!(other.raw.is_none(), "one is kept already");
+    assert!(ledger.redeemed(id(1), serial, PEER).unwrap().0.is_none());
+    let (last, row) = ledger.redeemed(id(1), other.serial, PEER).unwrap();
+    assert_eq!(last.map(|fd| fd.as_raw_fd()), Some(kept));
+    assert!(row.is_none(), "its application holds it");
+}
+
+#[test]
+fn a_pause_that_has_begun_meanwhile_knows_of_no_further_importer() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    let serial = ledger.begin_export(handle).unwrap().serial;
+    ledger.set_frozen(true);
+    assert!(matches!(ledger.redeemed(id(1), serial, PEER), Err(PoolError::Frozen)));
+    assert!(ledger.row(handle).unwrap().importers().is_empty());
+    assert!(ledger.row(handle).unwrap().has_tickets(), "it is good still");
+    ledger.run_on();
+    ledger.redeemed(id(1), serial, PEER).unwrap();
+    assert_eq!(ledger.row(handle).unwrap().importers(), [PEER]);
+}
+
+#[test]
+fn who_fetches_again_is_an_importer_and_nobody_else_is() {
+    let mut ledger = Ledger::default();
+    let [fetched, forgotten] = [1, 2].map(|number| shared(&mut ledger, number));
+    ledger.fetched(id(1), OTHER_PEER);
+    let wanted = ledger.begin_fetching(&Selection::Whole);
+    assert_eq!(
+        wanted.iter().map(|(id, raw, _)| (*id, raw.0)).collect::<Vec<_>>(),
+        [(id(1), 1), (id(2), 2)]
+    );
+    ledger.fetched(id(1), OTHER_PEER);
+    assert!(ledger.end_fetching().is_empty(), "its application holds both");
+    assert_eq!(ledger.row(fetched).unwrap().importers(), [OTHER_PEER]);
+    assert!(ledger.row(forgotten).unwrap().importers().is_empty());
+    // From then on nobody is forgotten.
+    ledger.fetched(id(1), PEER);
+    assert!(ledger.end_fetching().is_empty());
+    assert_eq!(ledger.row(fetched).unwrap().importers(), [PEER, OTHER_PEER]);
+}
+
+#[test]
+fn what_has_a_descriptor_or_stays_or_is_nobody_elses_is_not_exported_again() {
+    let mut ledger = Ledger::default();
+    let [_, stays] = [1, 2].map(|number| shared(&mut ledger, number));
+    insert(&mut ledger, 3);
+    insert_of(&mut ledger, 4, Origin::Imported { owner: PEER });
+    let (fd, _) = descriptor();
+    assert!(ledger.keep_export(id(1), fd).is_none());
+    ledger.set_stays(&[(id(2), StayReason::Pinned)]).unwrap();
+    let wanted = ledger.begin_fetching(&Selection::Whole);
+    assert_eq!(wanted.iter().map(|(id, ..)| *id).collect::<Vec<_>>(), [id(2)]);
+    // Nobody fetches what stays, and whoever has it keeps it.
+    assert!(ledger.end_fetching().is_empty());
+    assert_eq!(ledger.row(stays).unwrap().importers(), [PEER]);
+    assert_eq!(ledger.row(stays).unwrap().reason_to_stay(), None, "the pause is over");
+    // Of another selection nothing is looked at.
+    let none = Selection::Tagged(Tags::All, Whose::Everybody);
+    assert!(ledger.begin_fetching(&none).is_empty());
+}
+
+#[test]
+fn a_resume_that_is_called_off_keeps_the_importers_of_before() {
+    let mut ledger = Ledger::default();
+    let [called_off, goes_on] = [1, 2].map(|number| shared(&mut ledger, number));
+    ledger.begin_fetching(&Selection::Whole);
+    let kept = [1, 2].map(|number| {
+        let (fd, kept) = descriptor();
+        assert!(ledger.keep_export(id(number), fd).is_none());
+        kept
+    });
+    let out = ledger.call_off_fetching(|row| row.handle() == called_off);
+    assert_eq!(numbers(&out), [kept[0]], "no descriptor is kept for those who would fetch it");
+    assert!(ledger.end_fetching().is_empty());
+    assert_eq!(ledger.row(called_off).unwrap().importers(), [PEER]);
+    assert!(ledger.row(goes_on).unwrap().importers().is_empty(), "nobody has fetched it");
+    assert_eq!(numbers(&ledger.take_spare_exports()), [kept[1]]);
+}
+
+#[test]
+fn what_its_application_freed_while_it_was_away_goes_when_its_importers_have_it() {
+    let mut ledger = Ledger::default();
+    let handle = shared(&mut ledger, 1);
+    assert_eq!(raws(&ledger.take_unmapped(|_| true)), [1]);
+    assert!(ledger.drop_reference(handle).unwrap().is_none(), "an importer may want it");
+    assert!(ledger.returned(handle, physical(2)).is_none());
+    ledger.begin_fetching(&Selection::Whole);
+    ledger.fetched(id(1), PEER);
+    let gone = ledger.end_fetching();
+    assert_eq!(
+        gone.into_iter()
+            .filter_map(Row::into_physical)
+            .map(|handle| handle.raw().0)
+            .collect::<Vec<_>>(),
+        [2]
+    );
+    assert!(ledger.by_id(id(1)).is_none());
+}
+
+#[test]
+fn a_descriptor_that_a_ticket_needs_is_not_spare() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    let serial = ledger.begin_export(handle).unwrap().serial;
+    let (fd, number) = descriptor();
+    assert!(ledger.keep_export(id(1), fd).is_none());
+    assert!(ledger.take_spare_exports().is_empty());
+    assert!(ledger.export_failed(id(1), serial).is_none(), "its application holds it");
+    assert_eq!(numbers(&ledger.take_spare_exports()), [number]);
+}
+
+#[test]
+fn marks_of_before_are_void_and_memory_that_is_mapped_twice_has_none() {
+    let mut ledger = Ledger::default();
+    let [once, twice] = [1, 2].map(|number| insert(&mut ledger, number));
+    mapped(&mut ledger, 1, once);
+    mapped(&mut ledger, 2, twice);
+    mapped(&mut ledger, 3, twice);
+    let import = insert_of(&mut ledger, 4, Origin::Imported { owner: PEER });
+    mapped(&mut ledger, 4, import);
+    let whole = vec![Range { start: 0, end: SIZE_BYTES }];
+    let half = |number: u64| VaRange::new(range(number).start, SIZE_BYTES / 2);
+    let copied = |ledger: &Ledger, handle| ledger.row(handle).unwrap().copied_parts();
+    ledger.mark_unused(&[half(1), half(2), half(4)]);
+    assert_eq!(copied(&ledger, once), vec![Range { start: SIZE_BYTES / 2, end: SIZE_BYTES }]);
+    for unmarked in [twice, import] {
+        assert_eq!(copied(&ledger, unmarked), whole);
+    }
+    ledger.mark_unused(&[]);
+    assert_eq!(copied(&ledger, once), whole);
+}
+
+fn mappings(ranges: impl Iterator<Item = Range<u64>>) -> BTreeMap<u64, Mapping> {
+    let owner = VirtualHandle::new(0, 1);
+    let range =
+        |range: &Range<u64>| VaRange::new(DeviceAddress(range.start), range.end - range.start);
+    ranges.map(|at| (at.start, Mapping::new(range(&at), owner))).collect()
+}
+
+proptest! {
+    #[test]
+    fn overlapping_mappings_are_found_as_by_a_look_at_each(
+        sizes in prop::collection::vec((0u64..4, 1u64..6), 0..12),
+        (start, size_bytes) in (0u64..60, 1u64..20),
+    ) {
+        let mut end = 0;
+        let apart = sizes.iter().map(|(gap, size)| {
+            let range = end + gap..end + gap + size;
+            end = range.end;
+            range
+        });
+        let mappings = mappings(apart);
+        let range = VaRange::new(DeviceAddress(start), size_bytes);
+        let found: Vec<_> = overlapping(&mappings, range).map(Mapping::range).collect();
+        let each = mappings.values().map(Mapping::range).rev().filter(|mapping| {
+            mapping.start < range.end() && range.start < mapping.end()
+        });
+        prop_assert_eq!(found, each.collect::<Vec<_>>());
+    }
+}
+
+#[test]
+fn a_mapping_among_many_is_found_as_fast_as_among_few() {
+    assert_not_quadratic(|count| {
+        let mappings = mappings((0..count as u64).map(|at| 4 * at..4 * at + 3));
+        move || {
+            for at in 0..count as u64 {
+                let one = VaRange::new(DeviceAddress(4 * at), 4);
+                assert_eq!(overlapping(&mappings, one).count(), 1);
+            }
+        }
+    });
+}
+
+#[test]
+fn only_own_device_memory_and_imports_of_a_known_owner_leave() {
+    let mut ledger = Ledger::default();
+    let own = insert(&mut ledger, 1);
+    let imported = insert_of(&mut ledger, 2, Origin::Imported { owner: PEER });
+    let foreign = insert_of(&mut ledger, 3, Origin::Foreign);
+    let mut prop = AllocationProp::pinned_on(GPU);
+    prop.location.kind = LocationKind::HOST_NUMA;
+    let (class, origin) = (Class::default(), Origin::Own);
+    let host = NewRow { id: id(4), size_bytes: SIZE_BYTES, prop, origin, class };
+    let host = ledger.insert(host, physical(4));
+    let row = |handle| ledger.row(handle).unwrap();
+    assert_eq!(
+        [own, imported, foreign, host].map(|handle| row(handle).can_leave()),
+        [true, true, false, false]
+    );
+    assert_eq!(
+        [own, imported, foreign, host].map(|handle| row(handle).is_own()),
+        [true, false, false, true]
+    );
+    assert_eq!(
+        [own, imported, foreign, host].map(|handle| row(handle).owner()),
+        [None, Some(PEER), None, None]
+    );
+    assert_eq!([own, host].map(|handle| row(handle).is_host()), [false, true]);
+    assert_eq!([own, host].map(|handle| row(handle).is_saved_to(Store::Host)), [true, false]);
+    assert_eq!([own, imported].map(|handle| row(handle).is_saved_to(Store::File)), [false, false]);
+    assert!(!row(imported).is_saved_to(Store::Host), "its owner saves it");
+    assert_eq!([own, host].map(|handle| row(handle).device()), [Some(GPU), None]);
+    // Host memory is nobody's to leave in place.
+    assert_eq!(ledger.references(&Selection::Whole).taken.into_keys().collect::<Vec<_>>(), [PEER]);
+}
+
+#[test]
+fn parts_below_a_mebibyte_are_copied_with_the_rest() {
+    const MIB: u64 = 1 << 20;
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    mapped(&mut ledger, 1, handle);
+    let part = |from: u64, to: u64| VaRange::new(DeviceAddress(SIZE_BYTES + from), to - from);
+    let copied = |ledger: &Ledger| ledger.row(handle).unwrap().copied_parts();
+    ledger.mark_unused(&[part(0, MIB - 1)]);
+    assert_eq!(copied(&ledger), vec![Range { start: 0, end: SIZE_BYTES }]);
+    ledger.mark_unused(&[part(4096, MIB + 4096)]);
+    assert_eq!(copied(&ledger), [0..4096, MIB + 4096..SIZE_BYTES]);
+    ledger.mark_unused(&[part(0, SIZE_BYTES)]);
+    assert!(copied(&ledger).is_empty());
+    assert!(!ledger.row(handle).unwrap().is_saved_to(Store::Host), "there is nothing to save");
+}
+
+#[test]
+fn what_is_lost_is_neither_held_again_nor_mapped_nor_asked_for() {
+    let mut ledger = Ledger::default();
+    let [kept, lost] = [1, 2].map(|number| {
+        let handle = insert_of(&mut ledger, number, Origin::Imported { owner: PEER });
+        mapped(&mut ledger, u64::from(number), handle);
+        ledger.set_presence(range(u64::from(number)).start.0, Presence::Absent);
+        handle
+    });
+    let choose = |theirs, owner| theirs == id(2) && owner == PEER;
+    assert_eq!(ledger.give_up(choose), (0, 0), "it is there");
+    assert_eq!(raws(&ledger.take_unmapped(|row| row.handle() == lost)), [2]);
+    assert_eq!(ledger.imports_away(|_, _| true), (1, SIZE_BYTES));
+    assert_eq!(ledger.give_up(choose), (1, SIZE_BYTES));
+    assert_eq!(ledger.imports_away(|_, _| true), (0, 0));
+    assert_eq!([kept, lost].map(|handle| ledger.row(handle).unwrap().is_lost()), [false, true]);
+    assert_eq!(ledger.row(lost).unwrap().owner(), None);
+    assert!(ledger.hold_again(id(2), 0).is_none());
+    assert_eq!(ledger.hold_again(id(1), 0).map(|(handle, _)| handle), Some(kept));
+    assert!(ledger.to_remount(range(2).start.0).is_err());
+    let refused = ledger.begin_mapping(range(9), 0, lost).unwrap_err();
+    assert_eq!(refused.code(), Some(DriverCode::NOT_READY));
+}
+
+#[test]
+fn a_mapping_is_refused_as_the_driver_would_refuse_it() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    mapped(&mut ledger, 3, handle);
+    let code = |ledger: &mut Ledger, at: VaRange, offset_bytes| {
+        ledger.begin_mapping(at, offset_bytes, handle).unwrap_err().code()
+    };
+    let beside = VaRange::new(DeviceAddress(range(3).end().0 - 1), SIZE_BYTES);
+    assert_eq!(code(&mut ledger, beside, 0), Some(DriverCode::INVALID_VALUE));
+    assert_eq!(code(&mut ledger, range(5), 1), Some(DriverCode::NOT_SUPPORTED));
+    // While its process runs without it.
+    ledger.set_presence(range(3).start.0, Presence::Absent);
+    assert_eq!(raws(&ledger.take_unmapped(|_| true)), [1]);
+    assert_eq!(code(&mut ledger, range(5), 0), Some(DriverCode::NOT_READY));
+    ledger.run_on();
+    let refused = ledger.begin_mapping(range(5), 0, handle);
+    assert!(matches!(refused, Err(PoolError::Offloaded { .. })));
+    assert!(matches!(ledger.begin_export(handle), Err(PoolError::Offloaded { .. })));
+}
+
+#[test]
+fn a_row_is_what_it_was_made_as() {
+    let mut ledger = Ledger::default();
+    let prop = AllocationProp::pinned_on(GPU);
+    let class = Class { library: "test", tag: "kv".to_owned(), contents: Contents::Discard };
+    let new = NewRow {
+        id: id(1),
+        size_bytes: SIZE_BYTES,
+        prop,
+        origin: Origin::Own,
+        class: class.clone(),
+    };
+    let handle = ledger.insert(new, physical(1));
+    let row = ledger.row(handle).unwrap();
+    assert_eq!((row.id(), row.size_bytes(), row.prop()), (id(1), SIZE_BYTES, &prop));
+    assert_eq!((row.class(), row.origin(), row.device()), (&class, &Origin::Own, Some(GPU)));
+    assert_eq!((row.raw(), row.handle()), (Some(RawHandle(1)), handle));
+    assert!(row.is_resident() && !row.is_shared() && !row.is_pinned() && !row.is_exported());
+    assert_eq!(row.describe(), "test allocation of tag kv");
+    mapped(&mut ledger, 1, handle);
+    let row = ledger.row(handle).unwrap();
+    assert_eq!(row.describe(), "test allocation at 0x200000 of tag kv");
+    assert!(!row.is_saved_to(Store::Host) && !row.is_saved_to(Store::File), "nobody saves it");
+}
+
+#[test]
+fn what_is_pinned_stays_and_is_counted_once() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    mapped(&mut ledger, 1, handle);
+    mapped(&mut ledger, 2, handle);
+    let both = VaRange::new(range(1).start, 2 * SIZE_BYTES);
+    assert_eq!(ledger.pin(range(5), "a card holds it"), 0);
+    assert_eq!(ledger.pin(both, "a card holds it"), SIZE_BYTES);
+    assert_eq!(ledger.pin(both, "another"), 0);
+    let row = ledger.row(handle).unwrap();
+    assert!(row.is_pinned() && !row.can_leave());
+    assert_eq!(row.reason_to_stay(), Some("a card holds it"));
+}
+
+#[test]
+fn a_row_lives_as_long_as_something_holds_it() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    mapped(&mut ledger, 1, handle);
+    assert!(ledger.drop_reference(handle).unwrap().is_none(), "a mapping");
+    assert!(ledger.drop_reference(handle).is_err(), "there was one reference");
+    assert!(ledger.add_reference(handle));
+    assert!(ledger.forget_mappings(&[range(1).start.0]).is_empty(), "a reference");
+    let serial = ledger.begin_export(handle).unwrap().serial;
+    assert!(ledger.drop_reference(handle).unwrap().is_none(), "a ticket");
+    assert!(ledger.export_failed(id(1), serial).is_some());
+    assert!(ledger.row(handle).is_none() && ledger.by_id(id(1)).is_none());
+}
+
+#[test]
+fn what_is_opened_is_closed_as_often() {
+    let mut ledger = Ledger::default();
+    let handle = insert_of(&mut ledger, 1, Origin::Imported { owner: PEER });
+    mapped(&mut ledger, 1, handle);
+    let start = range(1).start.0;
+    assert_eq!(ledger.change_opened(start, 1), None, "it is not open");
+    ledger.become_opened(handle, start, 100);
+    assert_eq!(ledger.row(handle).unwrap().block_size_bytes(), Some(100));
+    assert_eq!([1, -1, -1].map(|by| ledger.change_opened(start, by)), [Some(2), Some(1), Some(0)]);
+    assert_eq!(ledger.change_opened(start, -1), None);
+    ledger.opened_again(start);
+    assert_eq!(ledger.change_opened(start, -1), Some(0));
+}
+
+#[test]
+fn addresses_inside_a_mapping_find_it() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    mapped(&mut ledger, 2, handle);
+    let at = |address: u64| ledger.mapped_at(DeviceAddress(address)).map(|(_, row)| row.id());
+    let (start, end) = (range(2).start.0, range(2).end().0);
+    assert_eq!([start - 1, start, end - 1, end].map(at), [None, Some(id(1)), Some(id(1)), None]);
+    assert_eq!(ledger.mappings_inside(range(2)), [start]);
+    let short = VaRange::new(range(2).start, SIZE_BYTES - 1);
+    assert!(ledger.mappings_inside(short).is_empty(), "not wholly");
+}
+
+#[test]
+fn ranges_that_touch_are_one() {
+    let range = |start, end| Range { start, end };
+    let apart = merged(vec![range(6, 8), range(2, 4), range(5, 5), range(0, 2), range(7, 9)]);
+    assert_eq!(apart, [0..4, 6..9]);
+}
+
+#[test]
+fn a_mapping_is_made_again_with_the_rights_it_had() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    mapped(&mut ledger, 1, handle);
+    let rights = AccessDesc::read_write(GPU);
+    ledger.add_access(&[range(1).start.0], &[rights]);
+    ledger.set_presence(range(1).start.0, Presence::Bare);
+    let again = ledger.to_remount(range(1).start.0).unwrap().unwrap();
+    assert_eq!((again.range, again.raw, again.access), (range(1), RawHandle(1), vec![rights]));
+    assert_eq!((again.device, again.presence), (Some(GPU), Presence::Bare));
+    assert!(ledger.to_remount(range(2).start.0).unwrap().is_none());
+}
+
+#[test]
+fn saved_contents_have_a_place_in_one_store() {
+    let mut ledger = Ledger::default();
+    let handle = insert(&mut ledger, 1);
+    mapped(&mut ledger, 1, handle);
+    let saved = Saved { store: Store::File, offset_bytes: 100 };
+    assert_eq!(ledger.saved(handle, saved), [range(1)], "it is mapped there still");
+    let row = ledger.row(handle).unwrap();
+    assert_eq!(row.place_in(Store::File), Some(100..100 + SIZE_BYTES));
+    assert_eq!(row.place_in(Store::Host), None);
+    assert_eq!(ledger.places_in(Store::File), vec![Range { start: 100, end: 100 + SIZE_BYTES }]);
+    ledger.void_copies();
+    assert!(ledger.places_in(Store::File).is_empty());
+}
