@@ -15,6 +15,8 @@ const STREAM_ID_STEP: u64 = 0x10;
 #[derive(Debug)]
 pub(super) struct Streams {
     pub(super) live: BTreeMap<u64, Arc<Stream>>,
+    /// Those that have ended before their work was done. Who waits for their device waits for it too.
+    ending: Vec<Arc<Stream>>,
     next: u64,
     /// Values of streams that have ended, reused last in first out as the real driver does.
     ended: Vec<u64>,
@@ -26,6 +28,7 @@ impl Streams {
     pub(super) fn new() -> Self {
         Self {
             live: BTreeMap::new(),
+            ending: Vec::new(),
             next: STREAM_ID_FIRST,
             ended: Vec::new(),
             defaults: BTreeMap::new(),
@@ -108,8 +111,10 @@ impl Core {
         }
         entry.end();
         let mut streams = lock(&self.streams);
-        if streams.live.remove(&stream.0).is_some() {
+        if let Some(ended) = streams.live.remove(&stream.0) {
             streams.ended.push(stream.0);
+            streams.ending.retain(|stream| stream.pending().is_some());
+            streams.ending.push(ended);
         }
         Ok(())
     }
@@ -186,12 +191,12 @@ impl Core {
     /// # Errors
     /// `INVALID_DEVICE`; the failure of earlier work on the device.
     pub fn wait_device(&self, device: DeviceOrdinal) -> Coded<()> {
-        let points: Vec<_> = lock(&self.streams)
-            .live
-            .values()
-            .filter(|stream| stream.device == device)
-            .filter_map(|stream| Some((stream.clone(), stream.pending()?)))
-            .collect();
+        let points: Vec<_> = {
+            let streams = lock(&self.streams);
+            let of_device =
+                streams.live.values().chain(&streams.ending).filter(|found| found.device == device);
+            of_device.filter_map(|stream| Some((stream.clone(), stream.pending()?))).collect()
+        };
         for (stream, point) in points {
             stream.wait_until(point);
         }
