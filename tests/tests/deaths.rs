@@ -258,8 +258,10 @@ fn rank_killed_beside_its_child_on_the_way_is_named_and_the_others_are_settled()
             ("pause", Boundary::Done(Phase::Save)),
             ("resume", Boundary::Done(Phase::CreateOwn)),
         ] {
-            for coordinator_dies in [false, true] {
-                let what = format!("{kind}, {action}, {boundary}, {coordinator_dies}");
+            for (coordinator_dies, is_waited_for) in [(false, false), (true, false), (true, true)] {
+                let what = format!(
+                    "{kind}, {action}, {boundary}, coordinator dies: {coordinator_dies}, waited for: {is_waited_for}"
+                );
                 let stage = Stage::new(&CAPACITIES)?;
                 let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
                 let _orphan = leave_child(&mut job, 1, kind)?;
@@ -268,7 +270,11 @@ fn rank_killed_beside_its_child_on_the_way_is_named_and_the_others_are_settled()
                 }
                 let mut steps = steps(&stage, &[action])?;
                 steps.until(boundary)?;
-                job.ranks[1].kill_and_leave()?;
+                if is_waited_for {
+                    job.ranks[1].kill()?;
+                } else {
+                    job.ranks[1].kill_and_leave()?;
+                }
                 let begin = Instant::now();
                 if coordinator_dies {
                     steps.kill()?;

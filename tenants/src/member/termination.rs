@@ -33,6 +33,9 @@ const ASK_TIMEOUT: Duration = Duration::from_secs(5);
 const ASKED_AT_ONCE: usize = 64;
 /// How soon one that could not be asked is tried again: there is no event for that.
 const ASK_AGAIN: Duration = Duration::from_millis(5);
+/// How long nobody looks whether those who are asked live. A process that had ended already when it was asked makes
+/// no event, where something else holds its socket.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Ends a wait inside a phase early. Raised by the agent, seen by the worker, which alone lowers it.
 #[derive(Debug)]
@@ -155,7 +158,7 @@ impl<D: Driver> Member<D> {
                 }
                 return None;
             }
-            let mut look_again = deadline;
+            let mut look_again = deadline.min(now + LOOK_EVERY);
             while asked.len() < ASKED_AT_ONCE
                 && let Some(socket) = to_ask.pop_front()
             {
