@@ -1,6 +1,6 @@
 """The machinery of the GPU lane's jobs, without a GPU and without torch: `jobs/runner.py` and what lies beside it.
 
-A name that is not there costs minutes of a lent machine, so every job is imported here too.
+A name that is not there costs minutes on a machine with GPUs, so every job is imported here too.
 """
 
 from __future__ import annotations
