@@ -241,11 +241,8 @@ impl Row {
     }
 
     /// Takes the handle out of a row that is in the ledger no more.
-    pub(crate) fn into_physical(self) -> Option<Physical> {
-        match self.residency {
-            Residency::Resident { handle, .. } | Residency::Moving { handle, .. } => Some(handle),
-            Residency::Offloaded { .. } | Residency::Lost => None,
-        }
+    pub(crate) fn take_physical(&mut self) -> Option<Physical> {
+        self.change(Change::Released)
     }
 
     pub(crate) fn describe(&self) -> String {

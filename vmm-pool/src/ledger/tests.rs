@@ -216,7 +216,7 @@ fn what_its_application_freed_while_it_was_away_goes_when_its_importers_have_it(
     let gone = ledger.end_fetching();
     assert_eq!(
         gone.into_iter()
-            .filter_map(Row::into_physical)
+            .filter_map(|mut row| row.take_physical())
             .map(|handle| handle.raw().0)
             .collect::<Vec<_>>(),
         [2]

@@ -2,7 +2,7 @@
 
 #![expect(unsafe_code, reason = "unmaps, releases and frees through the driver")]
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use super::{Entered, Kind, Pool, Use};
 use crate::VirtualHandle;
@@ -281,14 +281,5 @@ impl<D: Driver> Pool<D> {
         let ledger = self.ledger();
         let blocks = ledger.rows().filter(|row| row.block_size_bytes().is_some());
         blocks.filter_map(Row::device).collect()
-    }
-
-    /// How many blocks there are, by the size asked for; for tests and reports.
-    pub fn block_sizes(&self) -> BTreeMap<u64, usize> {
-        let mut sizes = BTreeMap::new();
-        for size_bytes in self.ledger().rows().filter_map(Row::block_size_bytes) {
-            *sizes.entry(size_bytes).or_insert(0) += 1;
-        }
-        sizes
     }
 }

@@ -95,13 +95,12 @@ impl<D: Driver> Pool<D> {
     }
 
     /// Gives memory back to the driver that the ledger has already forgotten. What the driver keeps is deferred.
-    fn dispose(&self, row: Row) -> PoolResult<()> {
-        let what = row.describe();
-        let Some(physical) = row.into_physical() else {
+    fn dispose(&self, mut row: Row) -> PoolResult<()> {
+        let Some(physical) = row.take_physical() else {
             return Ok(());
         };
         let (size_bytes, device) = physical.extent();
-        self.deferred.release(physical).about(|| what, size_bytes, device)
+        self.deferred.release(physical).about(|| row.describe(), size_bytes, device)
     }
 
     /// As [`Pool::dispose`], where what the caller asked for is done already: a refusal is only logged.
@@ -116,12 +115,7 @@ impl<D: Driver> Pool<D> {
     /// Where the mappings inside `range` begin, and the ranges of those that the driver has.
     fn mapped_in(&self, range: VaRange) -> (Vec<u64>, Vec<VaRange>) {
         let ledger = self.ledger();
-        let mut starts = ledger.mappings_inside(range);
-        if starts.is_empty() {
-            // A range inside one mapping stands for the whole of it where rights are set; it is not unmapped.
-            return (starts, Vec::new());
-        }
-        starts.sort_unstable();
+        let starts = ledger.mappings_inside(range);
         let mappings = starts.iter().filter_map(|&start| ledger.mapping(start));
         let present = mappings.filter(|found| found.is_present()).map(Mapping::range);
         let present = present.collect();
@@ -160,11 +154,6 @@ mod sealed {
 }
 
 impl<D: Driver, K: Kind> Entered<'_, D, K> {
-    /// The memory.
-    pub fn pool(&self) -> &Pool<D> {
-        self.pool
-    }
-
     /// Does the ledger alone answer, because memory was away when this thread went in? It stays so while the thread is
     /// inside.
     pub fn is_offloaded(&self) -> bool {

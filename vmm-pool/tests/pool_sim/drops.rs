@@ -256,8 +256,8 @@ fn what_the_driver_does_not_let_be_undone_stays_behind_a_shut_gate() {
     assert_eq!((gate_of(&pool), is_frozen(&pool)), (GateAt::Shut, true));
 }
 
-#[test]
-fn a_proof_that_a_panic_drops_moves_nothing_and_leaves_the_gate_shut() {
+/// Each proof of something under way, one after the other, with the driver calls made until then.
+fn each_under_way(check: impl Fn(usize, &SimPool, u64)) {
     let steps: [fn(&SimPool); 4] = [
         save,
         |pool| {
@@ -279,11 +279,17 @@ fn a_proof_that_a_panic_drops_moves_nothing_and_leaves_the_gate_shut() {
         let handle = create(&pool, DEVICE, 1, kept());
         map(&pool, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
         steps(&pool);
-        let calls = pool.driver().faults().calls_total();
-        pool.drop_proof_in_panic();
-        assert_eq!(gate_of(&pool), GateAt::Shut, "{step}");
-        assert_eq!(pool.driver().faults().calls_total(), calls, "{step}");
+        check(step, &pool, pool.driver().faults().calls_total());
     }
+}
+
+#[test]
+fn a_proof_that_a_panic_drops_moves_nothing_and_leaves_the_gate_shut() {
+    each_under_way(|step, pool, calls| {
+        pool.drop_proof_in_panic();
+        assert_eq!(gate_of(pool), GateAt::Shut, "{step}");
+        assert_eq!(pool.driver().faults().calls_total(), calls, "{step}");
+    });
     // Nothing has been moved yet.
     let pool = pool(&node());
     pool.drain();
@@ -293,35 +299,14 @@ fn a_proof_that_a_panic_drops_moves_nothing_and_leaves_the_gate_shut() {
 
 #[test]
 fn what_is_abandoned_stays_where_it_is_until_all_calls_are_let_through() {
-    let steps: [fn(&SimPool); 4] = [
-        save,
-        |pool| {
-            pool.driver().faults().fail(DriverOp::Unmap, FaultSpan::From(1), DriverCode::UNKNOWN);
-            pool.save(&WHOLE, UNLIMITED).expect_err("nothing is unmapped");
-        },
-        |pool| {
-            crate::stage::pause(pool);
-            create_own(pool);
-        },
-        |pool| {
-            crate::stage::pause(pool);
-            restore_own(pool);
-            pool.map_imports().expect("no imports");
-        },
-    ];
-    for (step, steps) in steps.into_iter().enumerate() {
-        let pool = pool(&node());
-        let handle = create(&pool, DEVICE, 1, kept());
-        map(&pool, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
-        steps(&pool);
-        let calls = pool.driver().faults().calls_total();
+    each_under_way(|step, pool, calls| {
         pool.abandon();
         assert_eq!(pool.driver().faults().calls_total(), calls, "{step}: the context is lost");
-        assert_eq!((gate_of(&pool), is_frozen(&pool)), (GateAt::Shut, true), "{step}");
+        assert_eq!((gate_of(pool), is_frozen(pool)), (GateAt::Shut, true), "{step}");
         pool.let_through_for_good();
-        assert_eq!(gate_of(&pool), GateAt::Open, "{step}");
-        assert!(is_frozen(&pool), "{step}: nobody is given what is lost");
-    }
+        assert_eq!(gate_of(pool), GateAt::Open, "{step}");
+        assert!(is_frozen(pool), "{step}: nobody is given what is lost");
+    });
 }
 
 #[test]
