@@ -433,8 +433,12 @@ impl Connection {
         let end = process.end_event().map(|end| PollFd::new(end, PollFlags::POLLIN));
         let own = PollFd::new(self.stream.as_fd(), events);
         let mut fds: Vec<PollFd<'_>> = std::iter::once(own).chain(end).collect();
-        match poll_until(&mut fds, deadline) {
+        // One that had ended before it was looked for makes no event: what there is of it is here.
+        let had_ended = matches!(process, Process::Ended);
+        let until = if had_ended { Instant::now() } else { deadline };
+        match poll_until(&mut fds, until) {
             Ok(true) => {}
+            Ok(false) if had_ended => return Err(TransportError::Closed { peer: self.peer }),
             Ok(false) => return Err(TransportError::Deadline { peer: self.peer, waiting_to }),
             Err(source) => return Err(self.io_error("poll", source)),
         }

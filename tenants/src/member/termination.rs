@@ -230,8 +230,12 @@ impl Question {
         let now = Instant::now();
         let mut connection = Connection::connect(&socket.path, now)?;
         let asked = Withdraw { round };
-        connection.send(&asked.to_request(), &[], now)?;
         let process = connection.process();
+        // Something else holds its socket.
+        if process.has_ended() {
+            return Err(TransportError::Closed { peer: connection.peer() });
+        }
+        connection.send(&asked.to_request(), &[], now)?;
         Ok(Self { member: socket.id, asked, connection, process })
     }
 
