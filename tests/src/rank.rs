@@ -188,6 +188,18 @@ impl Rank {
         Ok(())
     }
 
+    /// Stops it, and waits until it stands: the signal alone lets its threads run on until one of them has
+    /// taken it.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub fn stop(&self) -> Outcome {
+        self.signal(Signal::SIGSTOP)?;
+        let pid = Pid::from_raw(i32::try_from(self.pid())?);
+        waitid(Id::Pid(pid), WaitPidFlag::WSTOPPED | WaitPidFlag::WNOWAIT)?;
+        Ok(())
+    }
+
     /// Sends it a signal.
     ///
     /// # Errors

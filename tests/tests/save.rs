@@ -310,7 +310,7 @@ fn a_process_that_does_not_answer_is_named_and_the_others_are_written() -> Outco
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
     stage.pause("train")?;
-    job.ranks[1].signal(Signal::SIGSTOP)?;
+    job.ranks[1].stop()?;
     let dir = place(&stage, "saved");
     let ran = save(&stage, &dir)?.exited(3)?;
     let not_written = format!("NOT WRITTEN: process {}: it did not answer", job.ranks[1].pid());

@@ -172,7 +172,7 @@ fn rank_that_exits_in_a_phase_is_named_and_the_other_is_settled() -> Outcome {
 fn stopped_rank_is_named_at_the_deadline_and_consistent_when_it_goes_on() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
-    job.ranks[1].signal(Signal::SIGSTOP)?;
+    job.ranks[1].stop()?;
     // Nobody can greet it.
     let ran = stage.sublet(&["pause", "train", "--timeout", "1s"])?.exited(1)?;
     assert!(ran.stderr.contains(&format!("process {}", job.ranks[1].pid())), "{ran:#?}");
@@ -197,7 +197,7 @@ fn stopped_in(stage: &Stage, job: &mut Job, action: &str, phase: Phase) -> Outco
         }
         let mut steps = steps(stage, &[action, "soon"])?;
         steps.until(Boundary::Started(phase))?;
-        job.ranks[1].signal(Signal::SIGSTOP)?;
+        job.ranks[1].stop()?;
         let said = steps.finish()?;
         job.ranks[1].signal(Signal::SIGCONT)?;
         let too_late = said.trim() == "ok";
@@ -307,7 +307,7 @@ fn second_ctrl_c_leaves_at_once_and_the_processes_settle_it() -> Outcome {
     // Its undo cannot be answered while the rank is stopped.
     let command = start_command(&stage, &["pause", "train"])?;
     wait_for_state(&stage, "offloading")?;
-    job.ranks[1].signal(Signal::SIGSTOP)?;
+    job.ranks[1].stop()?;
     signal_command(&command, Signal::SIGINT)?;
     let begin = Instant::now();
     let mut command = command;
