@@ -30,6 +30,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let devices = out.join("devices");
     compile("programs/devices.c", &devices, &[], &["-ldl"])?;
     println!("cargo::rustc-env=SUBLET_DEVICES_PROGRAM={}", devices.display());
+    let handmade = out.join("handmade");
+    compile("programs/handmade.c", &handmade, &["-pthread"], &["-ldl"])?;
+    println!("cargo::rustc-env=SUBLET_HANDMADE_PROGRAM={}", handmade.display());
     println!("cargo::rustc-env=SUBLET_RANK_PROGRAM={}", rank.display());
     println!("cargo::rustc-env=SUBLET_SIMNCCL_DIR={}", nccl_dir.display());
     println!("cargo::rustc-env=SUBLET_SPMD_PROGRAM={}", spmd.display());

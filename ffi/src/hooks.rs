@@ -31,7 +31,9 @@ macro_rules! waiting_function {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
             let call = || {
-                let _pass = runtime::member().map(|member| member.gate().pass(Passage::Use));
+                let member = runtime::member();
+                let _pass =
+                    member.map(|member| member.gate().pass_for(stringify!($symbol), Passage::Use));
                 call_driver!($symbol($($arg => $ty),*))
             };
             let code = call();

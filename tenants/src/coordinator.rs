@@ -19,6 +19,7 @@ mod saving;
 mod session;
 mod shared_memory;
 mod shortage;
+mod stepping;
 #[cfg(test)]
 mod tests;
 
@@ -27,8 +28,8 @@ use std::time::{Duration, Instant};
 pub use error::{CoordinatorError, SwapError};
 pub use interrupt::Interrupt;
 pub use report::{
-    CutSummary, DeviceTotal, Event, MemberFailure, MemberPhase, Outcome, PhaseSummary, Report,
-    Step, Swap, TenantStats, Who,
+    CutSummary, DeviceTotal, DrainSummary, Event, MemberFailure, MemberPhase, Outcome,
+    PhaseSummary, Report, Step, Swap, TenantStats, Who,
 };
 
 pub use saving::{SaveError, SaveReport, SaveState};

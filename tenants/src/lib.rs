@@ -16,6 +16,7 @@ pub mod run_dir;
 pub mod saving;
 pub mod scope;
 pub mod state;
+pub mod stepping;
 pub mod ticket;
 pub mod transport;
 pub mod wire;

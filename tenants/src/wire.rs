@@ -13,8 +13,8 @@ use vmm_pool::{AllocationId, PoolReport};
 pub use crate::phase::{Action, Order, Phase};
 pub use crate::state::MemberState;
 pub use ask::{
-    Ask, AwaitConsent, FetchFds, GiveUp, Hello, Hold, Needs, SaveStep, SentFds, Stats, TakePhase,
-    Withdraw,
+    Ask, AwaitConsent, FetchFds, GiveUp, Hello, Hold, Needs, SaveStep, SentFds, Stats, StepOn,
+    TakePhase, Withdraw,
 };
 
 use crate::cut::{CutReport, Rank};
@@ -22,9 +22,10 @@ use crate::host_memory::HostNeed;
 use crate::identity::MemberId;
 use crate::references::References;
 use crate::saving::map::SaveAccount;
+use crate::stepping::Activity;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 8;
+pub const PROTOCOL_VERSION: u16 = 9;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,6 +40,8 @@ pub enum Request {
     Phase(TakePhase),
     /// Answered with [`Reply::Cut`].
     Cut(Hold),
+    /// Answered with [`Reply::Activity`].
+    Step(StepOn),
     /// Answered with [`Reply::Consented`].
     AwaitConsent(AwaitConsent),
     /// Answered with [`Reply::Noted`].
@@ -77,6 +80,8 @@ pub enum Reply {
     Needs(Vec<DeviceDelta>),
     /// To [`Request::Cut`].
     Cut(Box<CutReport>),
+    /// To [`Request::Step`].
+    Activity(Box<Activity>),
     /// To [`Request::Phase`]: this phase is complete. It is named, so that an answer given twice is not taken for the next one's.
     PhaseDone(Phase, PhaseReport),
     /// To [`Request::AwaitConsent`].

@@ -20,13 +20,14 @@ use tenants::references::{References, Stay};
 use tenants::saving::DirName;
 use tenants::saving::map::SaveAccount;
 use tenants::scope::{Scope, TagNames};
+use tenants::stepping::{Activity, Calls, HeldCall, StepOrder};
 use tenants::ticket::{HEAD, Ticket};
 use tenants::transport::Limits;
 use tenants::transport::frame::{HEAD_BYTES, HEADER_BYTES, decode, decode_payload, encode};
 use tenants::wire::{
     Action, Asked, AwaitConsent, DeviceDelta, Failure, FailureKind, FetchFds, FetchPurpose, GiveUp,
     Hold, MemberInfo, MemberState, MemberStats, Needs, Phase, PhaseReport, Reply, Request,
-    SaveProgress, SaveStage, SaveStep, TagBytes, TakePhase, Withdraw,
+    SaveProgress, SaveStage, SaveStep, StepOn, TagBytes, TakePhase, Withdraw,
 };
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, Held, PoolReport, StayReason};
@@ -103,13 +104,36 @@ fn rank() -> Rank {
     Rank { communicator: CommunicatorId(0x0123_4567_89ab_cdef), rank: 1, ranks: 4 }
 }
 
+fn activity() -> Activity {
+    Activity {
+        order: 3,
+        inside: 1,
+        waiting: 2,
+        ready: 1,
+        calls: vec![HeldCall { what: "cuLaunchKernel".to_owned(), waited_ms: 12 }],
+        busy: vec!["GPU 0".to_owned()],
+        steps: 70,
+        ..Activity::default()
+    }
+}
+
 fn requests() -> Vec<Request> {
     let mut limits = tenants::cut::Limits::default();
     limits.raise(lane(), 7);
     let names = ["kv", "weights"].map(str::to_owned);
     let tags = Scope::Tags { tags: TagNames::Named(names.into()), owner: Some(MemberId(7)) };
     vec![
-        Request::Cut(Hold { limits, seen: Seen { waits: 3, at_rest: true }, wait_ms: 25 }),
+        Request::Cut(Hold {
+            limits: limits.clone(),
+            seen: Seen { waits: 3, at_rest: true },
+            wait_ms: 25,
+        }),
+        Request::Step(StepOn {
+            round: 1 << 40,
+            step: StepOrder { order: 3, limits: Some(limits), calls: Calls::Ready(64) },
+            seen: activity().seen(),
+            wait_ms: 200,
+        }),
         Request::Hello,
         Request::Stats,
         Request::Phase(TakePhase {
@@ -220,6 +244,7 @@ fn replies() -> Vec<Reply> {
         Reply::Stats(Box::new(stats)),
         Reply::Needs(needed),
         Reply::Cut(Box::new(cut)),
+        Reply::Activity(Box::new(activity())),
         Reply::PhaseDone(Phase::Verify, report),
         Reply::Consented,
         Reply::Noted,

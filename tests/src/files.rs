@@ -19,6 +19,8 @@ pub struct Files {
     pub rank: PathBuf,
     /// The compiled `programs/devices.c`.
     pub devices: PathBuf,
+    /// The compiled `programs/handmade.c`.
+    pub handmade: PathBuf,
     /// The compiled `programs/nccl_like.c`.
     pub nccl_like: PathBuf,
     /// A directory with the simulated `libnccl.so.2`, `programs/simnccl.c`.
@@ -49,6 +51,7 @@ impl Files {
             nccl: path("SUBLET_TEST_NCCL")?,
             rank: PathBuf::from(env!("SUBLET_RANK_PROGRAM")),
             devices: PathBuf::from(env!("SUBLET_DEVICES_PROGRAM")),
+            handmade: PathBuf::from(env!("SUBLET_HANDMADE_PROGRAM")),
             nccl_like: PathBuf::from(env!("SUBLET_NCCL_LIKE_LIBRARY")),
             simnccl_dir: PathBuf::from(env!("SUBLET_SIMNCCL_DIR")),
             spmd: PathBuf::from(env!("SUBLET_SPMD_PROGRAM")),

@@ -115,6 +115,28 @@ impl Stage {
         Ok(process)
     }
 
+    /// Starts `programs/handmade.c` on as many devices of the node, `mode` as it says, and waits until its ranks have
+    /// opened each other's memory. Under the preload object when a tenant is named.
+    ///
+    /// # Errors
+    /// When one failed.
+    pub fn handmade(&self, tenant: Option<&str>, ranks: usize, mode: &str) -> Outcome<Vec<Rank>> {
+        let dir = self.job_dir()?;
+        let start = |rank: usize| {
+            let mut command = self.program(tenant, &self.files.handmade);
+            command.arg(rank.to_string()).arg(ranks.to_string()).arg(&dir).arg(mode);
+            Rank::start(rank, &mut command)
+        };
+        let mut all = (0..ranks).map(start).collect::<Outcome<Vec<_>>>()?;
+        for rank in &mut all {
+            rank.answer()?;
+        }
+        for rank in &mut all {
+            rank.do_it("connect")?;
+        }
+        Ok(all)
+    }
+
     /// Starts a program of the GPU lane, `benchmarks/jobs/programs`, on this node, over the simulated NCCL. Its
     /// values go to the directory that comes with it.
     ///

@@ -48,7 +48,7 @@ fn kernel_that_waits_for_ever_lets_the_pause_time_out() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
     job.ranks[0].do_it("spin")?;
-    let words = ["the device did not finish its work in time", "The tenant is active as before"];
+    let words = ["was not idle in time: GPU 0 has work left", "The tenant is active as before"];
     refused(&stage, &["pause", "train", "--timeout", "700ms"], &words)?;
     job.ranks[0].do_it("release spin")?;
     goes_on(&stage, &mut job)?;

@@ -4,14 +4,20 @@
 //! load on memory that belongs to the calling thread alone, so launches from many threads do not meet.
 //! Closing is the slow side: it looks at every thread's slot (`slots.rs`) until all are out.
 //!
+//! While it is shut, whoever keeps it can let each thread that waits make one call ([`Gate::step`]): work that is on
+//! a device already may need what these threads come to launch.
+//!
 //! Lock order: `slots` and `sleepers` are leaves; nothing is called while they are held.
 
 use std::cell::{Cell, OnceCell};
+use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::time::{Duration, Instant};
 
 use crate::slots::{Slot, Slots};
-use crate::sync::{Arc, AtomicU8, AtomicU64, Condvar, Mutex, Ordering, PoisonError, thread_local};
+use crate::sync::{
+    Arc, AtomicU8, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, PoisonError, thread_local,
+};
 
 /// What a call needs of the gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,6 +27,19 @@ pub enum Passage {
     /// Gives memory up, or asks what is in the table: also possible while memory is away,
     /// when the ledger alone answers.
     GiveUp,
+    /// Begins a stream capture: as [`Passage::Use`], but never let in while the gate is shut. The driver ends a capture
+    /// when a device is waited for beside it.
+    Capture,
+}
+
+impl Passage {
+    /// May it go in for one call while the gate is shut?
+    pub fn can_step(self) -> bool {
+        match self {
+            Self::Use | Self::GiveUp => true,
+            Self::Capture => false,
+        }
+    }
 }
 
 /// Who may pass.
@@ -61,9 +80,46 @@ thread_local! {
 pub struct Gate {
     mode: AtomicU8,
     slots: Slots,
-    sleepers: Mutex<()>,
+    sleepers: Mutex<Sleepers>,
     changed: Condvar,
     waits: AtomicU64,
+}
+
+/// The threads that wait to go in.
+#[derive(Debug, Default)]
+struct Sleepers {
+    list: BTreeMap<u64, Sleeper>,
+    last: u64,
+}
+
+#[derive(Debug)]
+struct Sleeper {
+    slot: u64,
+    what: &'static str,
+    passage: Passage,
+    since: Instant,
+    /// It goes in, though the gate is shut, and has not marked its slot yet.
+    let_in: bool,
+}
+
+impl Sleeper {
+    fn call(&self) -> WaitingCall {
+        let Self { slot, what, passage, since, .. } = *self;
+        WaitingCall { slot, what, passage, waited: since.elapsed() }
+    }
+}
+
+/// A thread that waits to go in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WaitingCall {
+    /// Its slot, which is the thread's for as long as that lives.
+    pub slot: u64,
+    /// Its call, for people.
+    pub what: &'static str,
+    /// What it needs.
+    pub passage: Passage,
+    /// For how long.
+    pub waited: Duration,
 }
 
 /// Proof of being inside. Leaving is dropping it.
@@ -99,15 +155,20 @@ impl Default for Gate {
 }
 
 impl Gate {
-    /// Passes, waiting as long as memory is away. Passes within a pass are free.
+    /// As [`Gate::pass_for`], for a call without a name.
     pub fn pass(&self, passage: Passage) -> Pass<'_> {
+        self.pass_for("a memory call", passage)
+    }
+
+    /// Passes for the call `what`, waiting as long as memory is away. Passes within a pass are free.
+    pub fn pass_for(&self, what: &'static str, passage: Passage) -> Pass<'_> {
         let depth = DEPTH.get();
         DEPTH.set(depth + 1);
         let outermost = depth == 0;
         if outermost {
             // A thread that is being torn down has lost its slot; its few last calls go uncounted.
-            let entered =
-                OWN_SLOT.try_with(|own| self.enter(own.get_or_init(|| self.slots.add()), passage));
+            let entered = OWN_SLOT
+                .try_with(|own| self.enter(own.get_or_init(|| self.slots.add()), what, passage));
             let mode = entered.unwrap_or_else(|_| Mode::of(self.mode.load(Ordering::Relaxed)));
             WAS_OFFLOADED.set(mode == Mode::Offloaded);
         }
@@ -115,23 +176,50 @@ impl Gate {
     }
 
     /// Says where the gate was that let the thread in.
-    fn enter(&self, slot: &Slot, passage: Passage) -> Mode {
+    fn enter(&self, slot: &Slot, what: &'static str, passage: Passage) -> Mode {
+        let mut waits_as = None;
         loop {
             slot.step_in();
             #[cfg(test)]
             tests::between_mark_and_look();
             let mode = self.mode.load(Ordering::SeqCst);
             if Mode::admits(mode, passage) {
+                if let Some(number) = waits_as {
+                    self.sleepers().list.remove(&number);
+                }
                 return Mode::of(mode);
             }
             slot.step_out();
-            self.waits.fetch_add(1, Ordering::Relaxed);
-            let mut guard = self.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut sleepers = self.sleepers();
+            let number = *waits_as.get_or_insert_with(|| {
+                self.waits.fetch_add(1, Ordering::Relaxed);
+                sleepers.last += 1;
+                let sleeper = Sleeper {
+                    slot: slot.number(),
+                    what,
+                    passage,
+                    since: Instant::now(),
+                    let_in: false,
+                };
+                let number = sleepers.last;
+                sleepers.list.insert(number, sleeper);
+                number
+            });
             self.changed.notify_all();
             while !Mode::admits(self.mode.load(Ordering::SeqCst), passage) {
-                guard = self.changed.wait(guard).unwrap_or_else(PoisonError::into_inner);
+                if sleepers.list.get(&number).is_some_and(|sleeper| sleeper.let_in) {
+                    // Under the lock: whoever looks finds it on the list or in its slot.
+                    slot.step_in();
+                    sleepers.list.remove(&number);
+                    return Mode::Open;
+                }
+                sleepers = self.changed.wait(sleepers).unwrap_or_else(PoisonError::into_inner);
             }
         }
+    }
+
+    fn sleepers(&self) -> MutexGuard<'_, Sleepers> {
+        self.sleepers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn leave(&self) {
@@ -141,7 +229,7 @@ impl Gate {
             }
         });
         if self.mode.load(Ordering::Relaxed) != Mode::Open as u8 {
-            let _guard = self.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
+            let _guard = self.sleepers();
             self.changed.notify_all();
         }
     }
@@ -153,9 +241,56 @@ impl Gate {
 
     fn swap(&self, mode: Mode) -> Mode {
         let before = self.mode.swap(mode as u8, Ordering::SeqCst);
-        let _guard = self.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = self.sleepers();
         self.changed.notify_all();
         Mode::of(before)
+    }
+
+    /// Shuts the gate for everybody. Those inside come out when their calls are over ([`Gate::inside`]). Says where it
+    /// was.
+    pub(crate) fn close(&self) -> Mode {
+        self.swap(Mode::Shut)
+    }
+
+    /// How many threads are inside, or let in and on their way.
+    pub(crate) fn inside(&self) -> usize {
+        // In this order: one that was let in leaves the list when it has marked its slot.
+        let let_in = self.sleepers().list.values().filter(|sleeper| sleeper.let_in).count();
+        let_in + self.slots.inside().len()
+    }
+
+    /// The threads that wait to go in, by how long they have, longest first.
+    pub fn waiting(&self) -> Vec<WaitingCall> {
+        let sleepers = self.sleepers();
+        let waiting = sleepers.list.values().filter(|sleeper| !sleeper.let_in);
+        waiting.map(Sleeper::call).collect()
+    }
+
+    /// All threads that have ever been inside and live, by their slots.
+    pub fn threads(&self) -> Vec<u64> {
+        self.slots.numbers()
+    }
+
+    /// Lets each thread of those that `chosen` picks make one call, where it waits at the shut gate. Captures are not
+    /// begun. How many go in. Only for a gate that was open before: all memory is there.
+    pub(crate) fn step(&self, chosen: impl Fn(u64) -> bool) -> usize {
+        let mut sleepers = self.sleepers();
+        let mut count = 0;
+        for sleeper in sleepers.list.values_mut() {
+            if sleeper.passage.can_step() && !sleeper.let_in && chosen(sleeper.slot) {
+                sleeper.let_in = true;
+                count += 1;
+            }
+        }
+        self.changed.notify_all();
+        count
+    }
+
+    /// Waits until somebody comes, goes in or comes out, or for `time`. May return early.
+    pub(crate) fn wait_for_change(&self, time: Duration) {
+        let sleepers = self.sleepers();
+        let _woken =
+            self.changed.wait_timeout(sleepers, time).unwrap_or_else(PoisonError::into_inner);
     }
 
     /// Shuts the gate for everybody and waits until all are out. The caller must not be inside. Says where the gate
@@ -171,9 +306,9 @@ impl Gate {
         // A missed wake-up costs one look more, not the deadline.
         const LOOK_EVERY: Duration = Duration::from_millis(2);
         let begin = Instant::now();
-        let before = self.swap(Mode::Shut);
+        let before = self.close();
         loop {
-            let inside = self.slots.inside().len();
+            let inside = self.inside();
             if inside == 0 {
                 return Ok(before);
             }
@@ -184,10 +319,7 @@ impl Gate {
                 let waited_ms = u64::try_from(waited).unwrap_or(u64::MAX);
                 return Err(StillInside { inside, waited_ms });
             }
-            let guard = self.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
-            let wait = LOOK_EVERY.min(deadline - now);
-            let _woken =
-                self.changed.wait_timeout(guard, wait).unwrap_or_else(PoisonError::into_inner);
+            self.wait_for_change(LOOK_EVERY.min(deadline - now));
         }
     }
 
@@ -212,7 +344,8 @@ impl Pass<'_> {
         }
         self.gate.leave();
         let _entered = OWN_SLOT.try_with(|own| {
-            self.gate.enter(own.get_or_init(|| self.gate.slots.add()), Passage::Use);
+            let slot = own.get_or_init(|| self.gate.slots.add());
+            self.gate.enter(slot, "waiting for another process", Passage::Use);
             // Use goes in where all memory is there.
             WAS_OFFLOADED.set(false);
         });
@@ -400,6 +533,66 @@ mod tests {
         assert!(begin.elapsed() < Duration::from_mins(1));
         drop(pass);
         drop(gate.pass(Passage::Use));
+    }
+
+    #[test]
+    fn who_is_let_in_makes_one_call_and_waits_again() {
+        let gate = Arc::new(Gate::default());
+        gate.close();
+        let (tell, hear) = mpsc::channel();
+        let user = {
+            let gate = Arc::clone(&gate);
+            std::thread::spawn(move || {
+                for call in ["first", "second"] {
+                    let pass = gate.pass_for(call, Passage::Use);
+                    assert!(!pass.is_offloaded());
+                    tell.send(call).unwrap();
+                    drop(pass);
+                }
+            })
+        };
+        let waits = |what| {
+            while gate.waiting().first().is_none_or(|call| call.what != what) {
+                std::thread::yield_now();
+            }
+        };
+        for (call, next) in [("first", Some("second")), ("second", None)] {
+            waits(call);
+            assert_eq!(
+                (gate.step(|_| true), gate.inside() > 0 || hear.try_recv().is_ok()),
+                (1, true)
+            );
+            while gate.inside() > 0 {
+                std::thread::yield_now();
+            }
+            if let Some(next) = next {
+                waits(next);
+                assert!(!user.is_finished());
+            }
+        }
+        user.join().unwrap();
+        assert_eq!(gate.step(|_| true), 0);
+    }
+
+    #[test]
+    fn nobody_is_let_in_to_begin_a_capture_nor_who_is_not_chosen() {
+        let gate = Arc::new(Gate::default());
+        gate.close();
+        let users = [Passage::Capture, Passage::Use].map(|passage| {
+            let gate = Arc::clone(&gate);
+            std::thread::spawn(move || drop(gate.pass(passage)))
+        });
+        while gate.waiting().len() < 2 {
+            std::thread::yield_now();
+        }
+        let capture = gate.waiting().into_iter().find(|call| call.passage == Passage::Capture);
+        let capture = capture.unwrap().slot;
+        assert_eq!(gate.step(|slot| slot == capture), 0);
+        assert_eq!(gate.step(|slot| slot != capture), 1);
+        gate.set(Mode::Open);
+        for user in users {
+            user.join().unwrap();
+        }
     }
 
     #[test]

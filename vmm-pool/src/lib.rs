@@ -26,6 +26,7 @@ mod store;
 pub mod support;
 pub mod sync;
 mod transition;
+mod waits;
 
 pub use error::{PoolError, PoolResult};
 pub use ids::{AllocationId, VirtualHandle};
@@ -40,6 +41,7 @@ pub use report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
 pub use saved::{SavedError, WriteOut, Written};
 pub use store::{HostBudget, HostDemand, check_file_dir};
 pub use transition::{
-    Done, DrainError, Failed, ImportRequest, Leaving, Prepared, Quiesced, Restored, Returning,
-    Shut, Undone, Waited,
+    Activity, Done, DrainError, Draining, Failed, ImportRequest, Leaving, Prepared, Quiesced,
+    Restored, Returning, Shut, Undone,
 };
+pub use waits::Waited;

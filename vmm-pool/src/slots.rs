@@ -44,6 +44,11 @@ impl Slot {
         self.turn.store(turn.wrapping_add(1), Ordering::Release);
     }
 
+    /// Which slot.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
     /// What the owner said of itself last.
     pub fn label(&self) -> usize {
         self.label.load(Ordering::Relaxed)
@@ -93,6 +98,11 @@ impl Slots {
         after_ended_threads();
         list.slots.push(Arc::downgrade(&slot));
         slot
+    }
+
+    /// The numbers of all that live.
+    pub fn numbers(&self) -> Vec<u64> {
+        self.list().slots.iter().filter_map(Weak::upgrade).map(|slot| slot.number).collect()
     }
 
     /// Who is inside now.

@@ -96,7 +96,8 @@ macro_rules! begin_capture {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol(stream: Pointer, $($arg: $ty),*) -> c_int {
             let member = runtime::member();
-            let _pass = member.map(|member| member.gate().pass(Passage::Use));
+            let _pass = member
+                .map(|member| member.gate().pass_for(stringify!($symbol), Passage::Capture));
             let code = call_driver!($symbol(stream => Pointer, $($arg => $ty),*));
             if let (Some(member), SUCCESS) = (member, code) {
                 runtime::captures().begun(member, stream.addr() as u64, Target::$target);

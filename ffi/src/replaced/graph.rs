@@ -92,7 +92,7 @@ macro_rules! launch_graph {
                 return driver();
             };
             let Some(increments) = runtime::graphs().increments_of(value(executable)) else {
-                let _pass = member.gate().pass(Passage::Use);
+                let _pass = member.gate().pass_for(stringify!($symbol), Passage::Use);
                 return driver();
             };
             let capture = capture_of(stream.expose_provenance());
@@ -100,7 +100,7 @@ macro_rules! launch_graph {
             let launch =
                 capture.is_none().then(|| member.cut().enter("cuGraphLaunch", &increments));
             let code = {
-                let _pass = member.gate().pass(Passage::Use);
+                let _pass = member.gate().pass_for(stringify!($symbol), Passage::Use);
                 driver()
             };
             match (launch, capture) {

@@ -379,6 +379,7 @@ mod tests {
             action: Action::Pause,
             wall_us: 412_000,
             cut: None,
+            drain: None,
             phases: vec![phase(Phase::Drain, 46_000), phase(Phase::Release, 300_000)],
             devices: vec![DeviceTotal {
                 uuid: "a1b2".to_owned(),

@@ -52,6 +52,11 @@ impl Progress {
                     if *others > 0 { format!(" (and {others} more)") } else { String::new() };
                 self.bar.set_message(format!("waiting for a cut: {who}, {laggard}{more}"));
             }
+            Event::WaitingForDevices { who, activity, others } => {
+                let more =
+                    if *others > 0 { format!(" (and {others} more)") } else { String::new() };
+                self.bar.set_message(format!("waiting for the devices of {who}: {activity}{more}"));
+            }
             Event::RollingBack { failures: [] } => {
                 self.warn("called off: going back; once more leaves at once");
             }

@@ -73,8 +73,8 @@ impl Held {
 }
 
 impl Session<'_> {
-    /// Brings `members` to a cut and has them take `phase` there. Where that is not possible, `undo` lets them run on,
-    /// to another cut.
+    /// Brings `members` to a cut, has them take `phase` there, which shuts their gates, and lets calls in until their
+    /// devices are idle. Where that is not possible for a capture, `undo` lets them run on, to another cut.
     pub(super) fn cut_and_take(
         &mut self,
         phase: Phase,
@@ -86,23 +86,32 @@ impl Session<'_> {
         let deadline = began + self.options.cut_timeout();
         let mut summary = CutSummary::default();
         loop {
-            report.notes = self.reach_cut(members, deadline, &mut summary)?;
+            let (notes, plan) = self.reach_cut(members, deadline, &mut summary)?;
+            report.notes = notes;
             let closing = Instant::now();
             let result = self.phase_step(phase, members, OnFailure::Stop);
             if self.is_called_off() {
                 return Err(Stop::CalledOff);
             }
-            if result.failures.is_empty() {
+            let failures = if result.failures.is_empty() {
                 summary.wall_us = micros(closing - began);
-                report.cut = Some(summary);
-                report.add(self.summary(phase, closing.elapsed(), result.done));
-                return Ok(());
+                let closed = self.summary(phase, closing.elapsed(), result.done);
+                match self.drain_by_steps(members, Some(plan), report) {
+                    Ok(()) => {
+                        report.cut = Some(summary);
+                        report.add(closed);
+                        return Ok(());
+                    }
+                    Err(Stop::Failed(failures)) => failures,
+                    Err(stop) => return Err(stop),
+                }
+            } else {
+                result.into_failures()
+            };
+            if !failures.iter().all(is_of_capture) || Instant::now() >= deadline {
+                return Err(Stop::Failed(failures));
             }
-            let passes = result.failures.iter().all(|(_, failure)| may_pass(failure));
-            if !passes || Instant::now() >= deadline {
-                return Err(Stop::Failed(result.into_failures()));
-            }
-            // A capture has begun, or a call of another kind takes its time: let all run, and try again.
+            // A capture has begun: let all run, and try again.
             let undone = self.phase_step(undo, members, OnFailure::WaitForAll);
             if !undone.failures.is_empty() {
                 return Err(Stop::Failed(undone.into_failures()));
@@ -111,13 +120,13 @@ impl Session<'_> {
         }
     }
 
-    /// Holds `members` until all that was launched can end. What a person should know of the cut.
+    /// Holds `members` until all that was launched can end. What a person should know of the cut, and how it was found.
     fn reach_cut(
         &mut self,
         members: &[usize],
         deadline: Instant,
         summary: &mut CutSummary,
-    ) -> Result<Vec<String>, Stop> {
+    ) -> Result<(Vec<String>, Plan), Stop> {
         let mut held = self.hold_all(members)?;
         let launched_before = launched(&held);
         let mut plan = Plan::default();
@@ -139,7 +148,7 @@ impl Session<'_> {
             let current = |(held, limits): (&Held, &Limits)| held.fresh && held.sent == *limits;
             if verdict == Verdict::Settled && held.iter().zip(&limits).all(current) {
                 summary.launches += launched(&held).saturating_sub(launched_before);
-                return Ok(self.absent.clone());
+                return Ok((self.absent.clone(), plan));
             }
             let late = laggards(plan.limits(), &reports);
             if Instant::now() >= deadline {
@@ -266,23 +275,9 @@ impl Stillness {
     }
 }
 
-/// Can the same member close its gate a little later?
-fn may_pass(failure: &MemberFailure) -> bool {
-    match failure.failure.kind {
-        FailureKind::InCapture | FailureKind::DrainTimeout => true,
-        FailureKind::CutNotReached
-        | FailureKind::OutOfHostMemory
-        | FailureKind::OutOfDeviceMemory { .. }
-        | FailureKind::WrongState
-        | FailureKind::PeerGone
-        | FailureKind::NoConsent
-        | FailureKind::CalledOff
-        | FailureKind::NotNow
-        | FailureKind::Shared
-        | FailureKind::Unknown
-        | FailureKind::Driver
-        | FailureKind::Faulted => false,
-    }
+/// Can the same member be paused a little later, when a capture has ended?
+fn is_of_capture(failure: &MemberFailure) -> bool {
+    failure.failure.kind == FailureKind::InCapture
 }
 
 fn launched(held: &[Held]) -> u64 {

@@ -15,7 +15,7 @@ use crate::run_dir::MemberSocket;
 use crate::transport::{Connection, Process, TransportError, poll_until};
 use crate::wire::{
     Ask, AwaitConsent, Failure, FailureKind, GiveUp, Hello, Hold, MemberInfo, Needs, Reply,
-    SaveStep, Stats, TakePhase,
+    SaveStep, Stats, StepOn, TakePhase,
 };
 
 /// Requests are a few bytes; a peer that cannot take one for this long does not read its socket at all.
@@ -102,6 +102,12 @@ impl Question for Needs {
 impl Question for Hold {
     fn step(&self) -> Step {
         Step::Cut
+    }
+}
+
+impl Question for StepOn {
+    fn step(&self) -> Step {
+        Step::Drain
     }
 }
 

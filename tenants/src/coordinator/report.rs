@@ -7,6 +7,7 @@ use serde::{Serialize, Serializer};
 
 use crate::cut::Laggard;
 use crate::identity::{MemberId, TenantName};
+use crate::stepping::Activity;
 use crate::wire::{Action, Failure, MemberStats, Phase, PhaseReport};
 
 /// A step of the coordinator's work with each member.
@@ -23,6 +24,8 @@ pub enum Step {
     Needs,
     /// Coming to a common cut.
     Cut,
+    /// Letting calls in behind the shut gates until the devices are idle.
+    Drain,
     /// Writing saved contents to files.
     Save,
     /// One phase.
@@ -38,6 +41,7 @@ impl fmt::Display for Step {
             Self::Consent(Action::Resume) => f.write_str("the application's own call to resume"),
             Self::Needs => f.write_str("what a resume needs"),
             Self::Cut => f.write_str("cut"),
+            Self::Drain => f.write_str(Phase::Drain.label()),
             Self::Save => f.write_str("save to files"),
             Self::Phase(phase) => f.write_str(phase.label()),
         }
@@ -121,6 +125,15 @@ pub enum Event<'a> {
         /// How many more there are.
         others: usize,
     },
+    /// Devices have work left, behind shut gates.
+    WaitingForDevices {
+        /// The member that is waited for.
+        who: Who,
+        /// What it does.
+        activity: &'a Activity,
+        /// How many more there are.
+        others: usize,
+    },
     /// Something failed; what was done is being undone.
     RollingBack {
         /// Why.
@@ -162,6 +175,8 @@ pub struct Report {
     pub wall_us: u64,
     /// How the ranks came to a common cut, before the phases of a pause.
     pub cut: Option<CutSummary>,
+    /// What was let in behind the shut gates of a pause.
+    pub drain: Option<DrainSummary>,
     /// Phases in order.
     pub phases: Vec<PhaseSummary>,
     /// Bytes given back or taken, by device, in order of the devices' names.
@@ -185,6 +200,17 @@ pub struct CutSummary {
     pub stalls: u64,
     /// How often the gate could not be closed at the cut, and another was looked for.
     pub retries: u64,
+}
+
+/// What was let in behind the shut gates of a pause, until all devices were idle.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct DrainSummary {
+    /// From the gates' closing until all devices were idle, in microseconds.
+    pub wall_us: u64,
+    /// How often nothing moved, and processes were let on.
+    pub rounds: u64,
+    /// Calls that were let in.
+    pub calls: u64,
 }
 
 /// One phase over all members.
@@ -241,6 +267,7 @@ impl Report {
             action,
             wall_us: 0,
             cut: None,
+            drain: None,
             phases: Vec::new(),
             devices: Vec::new(),
             notes: Vec::new(),

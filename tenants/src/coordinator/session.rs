@@ -151,6 +151,11 @@ impl<'a> Session<'a> {
         Ok(session)
     }
 
+    /// Tells this pause or resume from others.
+    pub(super) fn round(&self) -> u64 {
+        self.round
+    }
+
     pub(super) fn tenant(&self) -> TenantName {
         self.dir.tenant().clone()
     }
@@ -253,6 +258,9 @@ impl<'a> Session<'a> {
                 continue;
             }
             let began = Instant::now();
+            if phase == Phase::Drain && report.drain.is_none() {
+                self.drain_by_steps(members, None, report)?;
+            }
             let result = self.phase_step(phase, members, OnFailure::Stop);
             if !result.failures.is_empty() {
                 return Err(Stop::Failed(result.into_failures()));

@@ -136,6 +136,11 @@ impl Cut {
         table.asked
     }
 
+    /// Has something else been asked for than what [`Cut::claim`] gave `asked` for?
+    pub fn is_asked_since(&self, asked: u64) -> bool {
+        self.table().asked != asked
+    }
+
     /// `holder` is gone: what it holds is let go, and nothing it has asked for is begun any more.
     pub fn abandon(&self, holder: u64) {
         let mut table = self.table();

@@ -58,16 +58,17 @@ impl Plan {
         for report in reports {
             match pace {
                 Pace::Moving => self.help(report, &limits),
-                Pace::Stalled => {
-                    for waiting in &report.waiting {
-                        for need in &waiting.needs {
-                            self.raise(need.lane, need.needed, BTreeSet::new());
-                        }
-                    }
-                }
+                Pace::Stalled => self.let_on(report),
             }
         }
         Verdict::Open
+    }
+
+    /// Raises whatever the threads of one member wait for: each goes one launch further.
+    pub fn let_on(&mut self, report: &CutReport) {
+        for need in report.waiting.iter().flat_map(|waiting| &waiting.needs) {
+            self.raise(need.lane, need.needed, BTreeSet::new());
+        }
     }
 
     /// Is a communicator being made whose other ranks are not known yet?

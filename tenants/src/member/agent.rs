@@ -28,7 +28,8 @@ use crate::scope::Scope;
 use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
     Action, Asked, AwaitConsent, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchFds, FetchPurpose,
-    GiveUp, Hold, MemberState, Needs, Order, Phase, Reply, Request, SaveStep, TakePhase, Withdraw,
+    GiveUp, Hold, MemberState, Needs, Order, Phase, Reply, Request, SaveStep, StepOn, TakePhase,
+    Withdraw,
 };
 
 /// No request waits longer than this, whatever it says.
@@ -87,6 +88,11 @@ enum Work {
     Needs(Scope),
     Cut {
         hold: Hold,
+        /// What [`crate::cut::Cut::claim`] gave.
+        asked: u64,
+    },
+    Step {
+        step: StepOn,
         /// What [`crate::cut::Cut::claim`] gave.
         asked: u64,
     },
@@ -235,6 +241,9 @@ fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) 
         Work::Cut { hold: Hold { limits, seen, .. }, asked } => {
             member.run_cut(connection, limits, seen, asked, deadline)
         }
+        Work::Step { step: StepOn { step, seen, .. }, asked } => {
+            member.run_step(connection, step, seen, asked, deadline)
+        }
         Work::Save(step) => member.run_save(saving, connection, step),
         Work::EndSave(closed) => {
             *saving = saving.take().filter(|saving| saving.connection() != closed);
@@ -253,7 +262,11 @@ impl Work {
     fn phase(&self) -> Option<Phase> {
         match self {
             Self::Phase(order) => Some(order.phase()),
-            Self::Needs(_) | Self::Cut { .. } | Self::Save(_) | Self::EndSave(_) => None,
+            Self::Needs(_)
+            | Self::Cut { .. }
+            | Self::Step { .. }
+            | Self::Save(_)
+            | Self::EndSave(_) => None,
         }
     }
 }
@@ -476,6 +489,14 @@ impl<D: Driver> Agent<D> {
                     self.follow(number, None, wait);
                     let asked = self.member.cut().claim(number);
                     self.submit(number, Work::Cut { hold, asked }, wait);
+                }
+            }
+            Request::Step(step) => {
+                if self.opens(number) {
+                    let wait = wait_of(step.wait_ms);
+                    self.follow(number, Some(step.round), wait);
+                    let asked = self.member.cut().claim(number);
+                    self.submit(number, Work::Step { step, asked }, wait);
                 }
             }
             Request::Save(step) => {

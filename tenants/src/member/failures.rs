@@ -1,26 +1,38 @@
 //! What a phase that fails says: the kind, by what can be done about it, and one sentence.
 
 use vmm_pool::driver::{DriverCode, DriverOp};
+use vmm_pool::gate::WaitingCall;
 use vmm_pool::{DrainError, PoolError};
 
 use super::ImportError;
 use crate::state::InvalidTransition;
+use crate::stepping::{HeldCall, at_work};
 use crate::wire::{Failure, FailureKind, Phase};
 
 pub(super) fn wrong_state(message: String) -> Failure {
     Failure { kind: FailureKind::WrongState, message }
 }
 
-pub(super) fn drain_failure(error: &DrainError) -> Failure {
+/// Calls that an error names.
+const NAMED_MAX: usize = 4;
+
+/// `waiting` are the threads at the gate.
+pub(super) fn drain_failure(error: &DrainError, waiting: &[WaitingCall]) -> Failure {
     let process = std::process::id();
     let (kind, message) = match error {
-        DrainError::Deadline => (
-            FailureKind::DrainTimeout,
-            format!(
-                "process {process}: the device did not finish its work in time: a kernel may be waiting for work that \
-                 another process has not launched yet; pause at a step boundary, or give a longer timeout"
-            ),
-        ),
+        DrainError::Deadline { seen } => {
+            let calls = waiting.iter().map(|call| HeldCall::new(call.what, call.waited));
+            let calls: Vec<_> = calls.take(NAMED_MAX).collect();
+            let busy: Vec<_> = seen.busy.iter().map(ToString::to_string).collect();
+            let what = at_work(seen.inside as u64, &busy, waiting.len() as u64, &calls);
+            (
+                FailureKind::DrainTimeout,
+                format!(
+                    "process {process} was not idle in time: {what}; a kernel may wait for what was not launched, or \
+                     never end: pause at a step boundary, or give a longer timeout"
+                ),
+            )
+        }
         DrainError::CalledOff => (
             FailureKind::CalledOff,
             format!(
@@ -32,7 +44,7 @@ pub(super) fn drain_failure(error: &DrainError) -> Failure {
             return context_lost(source);
         }
         DrainError::Driver { place, source } => {
-            (FailureKind::Driver, format!("process {process}: work on {place:?} failed: {source}"))
+            (FailureKind::Driver, format!("process {process}: work on {place} failed: {source}"))
         }
     };
     Failure { kind, message }

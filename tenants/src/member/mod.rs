@@ -21,6 +21,7 @@ mod progress;
 mod saving;
 mod selection;
 mod sockets;
+mod stepping;
 mod termination;
 
 use std::collections::HashMap;

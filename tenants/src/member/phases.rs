@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
 use vmm_pool::gate::StillInside;
-use vmm_pool::{Failed, Returning, Selection, Shut, StepLog, Undone};
+use vmm_pool::{Draining, Failed, Returning, Selection, Shut, StepLog, Undone};
 
 use super::failures::{
     drain_failure, failed_inside, faulted, import_failure, not_undone_yet, pool_failure,
@@ -29,7 +29,7 @@ impl<D: Driver> Member<D> {
     pub(super) fn run_phase(&self, order: &Order, deadline: Instant) -> Reply {
         let (phase, begin) = (order.phase(), Instant::now());
         let outcome = match order {
-            Order::CloseGate { scope } => self.close_gate(scope, deadline),
+            Order::CloseGate { scope } => self.close_gate(scope),
             Order::Drain => self.drain(deadline),
             Order::Save { stays } => self.save(stays),
             Order::Release => self.release(),
@@ -56,12 +56,17 @@ impl<D: Driver> Member<D> {
             }
             Err(failure) => {
                 tracing::error!(?phase, elapsed_us, "{failure}");
-                if failure.kind == FailureKind::Faulted && self.state() != MemberState::Faulted {
-                    self.stand_faulted();
-                }
-                Reply::Failed(failure)
+                self.refuse(failure)
             }
         }
+    }
+
+    /// The answer of a step that failed. Where the context is lost by that, the process stands faulted.
+    pub(super) fn refuse(&self, failure: Failure) -> Reply {
+        if failure.kind == FailureKind::Faulted && self.state() != MemberState::Faulted {
+            self.stand_faulted();
+        }
+        Reply::Failed(failure)
     }
 
     /// Holds the process on the way to a cut, and says where it stands.
@@ -107,7 +112,7 @@ impl<D: Driver> Member<D> {
         Reply::Failed(failure)
     }
 
-    fn expect(&self, wanted: MemberState) -> Result<(), Failure> {
+    pub(super) fn expect(&self, wanted: MemberState) -> Result<(), Failure> {
         let state = self.state();
         if state == wanted {
             return Ok(());
@@ -121,16 +126,14 @@ impl<D: Driver> Member<D> {
         )))
     }
 
-    fn close_gate(&self, scope: &Scope, deadline: Instant) -> Result<PhaseReport, Failure> {
+    fn close_gate(&self, scope: &Scope) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Active)?;
         self.refuse_ungated()?;
         self.refuse_capture()?;
-        let shut = self.shut(deadline)?;
-        // A capture may have begun before the gate was shut; none can begin now.
-        self.refuse_capture()?;
+        let draining = self.pool.close();
         self.transition(Event::PauseBegun)?;
         self.status().last_pause.clear();
-        self.set_progress(Progress::Shut(shut, self.paused_selection(scope)));
+        self.set_progress(Progress::Draining(draining, self.paused_selection(scope)));
         Ok(PhaseReport::default())
     }
 
@@ -165,7 +168,7 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    fn refuse_capture(&self) -> Result<(), Failure> {
+    pub(super) fn refuse_capture(&self) -> Result<(), Failure> {
         match self.captures() {
             0 => Ok(()),
             count => Err(Failure {
@@ -180,14 +183,19 @@ impl<D: Driver> Member<D> {
 
     fn drain(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
-        let (shut, selection) = self.next_of(Progress::into_shut)?;
+        let (draining, selection) = self.next_of(Progress::into_draining)?;
+        let called_off = self.calling_off.receiver();
+        if let Err(failure) = self.clear(&draining, deadline) {
+            self.set_progress(Progress::Draining(draining, selection));
+            return Err(failure);
+        }
         let contexts = (self.config.own_contexts)();
-        let (quiesced, waited) = match shut.drain(&contexts, deadline, self.calling_off.receiver())
-        {
+        let (quiesced, waited) = match draining.drain(&contexts, deadline, called_off) {
             Ok(drained) => drained,
             Err(Failed { state, error }) => {
-                self.set_progress(Progress::Shut(*state, selection));
-                return Err(drain_failure(&error));
+                let failure = drain_failure(&error, &state.pool().gate().waiting());
+                self.set_progress(Progress::Draining(*state, selection));
+                return Err(failure);
             }
         };
         // Asked only now: from here on no work of the application's can put anything there. What was said before
@@ -204,8 +212,16 @@ impl<D: Driver> Member<D> {
         })
     }
 
+    /// Waits until nobody is inside a call. A capture that was begun by then ends the pause, and none can begin after.
+    fn clear(&self, draining: &Draining<D>, deadline: Instant) -> Result<(), Failure> {
+        let called_off = self.calling_off.receiver();
+        let cleared = draining.clear(deadline, called_off);
+        cleared.map_err(|error| drain_failure(&error, &draining.pool().gate().waiting()))?;
+        self.refuse_capture()
+    }
+
     /// What the step needs that is asked for, where it follows the one before.
-    fn next_of<T>(
+    pub(super) fn next_of<T>(
         &self,
         take: impl FnOnce(Progress<D>) -> Result<T, Box<Progress<D>>>,
     ) -> Result<T, Failure> {
@@ -349,7 +365,7 @@ impl<D: Driver> Member<D> {
             }
         }
         let undone = match self.take_progress() {
-            Progress::Shut(shut, _) => Ok(shut.reopen()),
+            Progress::Draining(draining, _) => Ok(draining.reopen()),
             Progress::Quiesced(quiesced, _) => Ok(quiesced.reopen()),
             Progress::Leaving(leaving) => leaving.undo(),
             Progress::Prepared(prepared) => prepared.undo(),
@@ -490,7 +506,7 @@ impl<D: Driver> Member<D> {
             Progress::Returning(returning) => (returning.selection().clone(), returning.undo()),
             Progress::Restored(restored) => (restored.selection().clone(), restored.undo()),
             progress @ (Progress::Rest
-            | Progress::Shut(..)
+            | Progress::Draining(..)
             | Progress::Quiesced(..)
             | Progress::Leaving(_)
             | Progress::Prepared(_)

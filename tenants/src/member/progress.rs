@@ -4,15 +4,15 @@
 //! others meanwhile is its [`crate::state::MemberState`].
 
 use vmm_pool::driver::Driver;
-use vmm_pool::{Leaving, Prepared, Quiesced, Restored, Returning, Selection, Shut};
+use vmm_pool::{Draining, Leaving, Prepared, Quiesced, Restored, Returning, Selection};
 
 /// See the head of this module.
 #[derive(Debug)]
 pub(super) enum Progress<D: Driver> {
     /// Nothing is under way.
     Rest,
-    /// The gate is shut for a pause of this memory.
-    Shut(Shut<D>, Selection),
+    /// The gate is shut for a pause of this memory, and the devices may be at work.
+    Draining(Draining<D>, Selection),
     /// Its devices are drained.
     Quiesced(Quiesced<D>, Selection),
     /// Saving has failed half-way.
@@ -33,7 +33,7 @@ impl<D: Driver> Progress<D> {
         match self {
             Self::Prepared(_) | Self::Restored(_) => true,
             Self::Rest
-            | Self::Shut(..)
+            | Self::Draining(..)
             | Self::Quiesced(..)
             | Self::Leaving(_)
             | Self::Released(_)
@@ -48,7 +48,7 @@ impl<D: Driver> Progress<D> {
             Self::Prepared(prepared) => prepared.abandon(),
             Self::Returning(returning) => returning.abandon(),
             Self::Restored(restored) => restored.abandon(),
-            Self::Rest | Self::Shut(..) | Self::Quiesced(..) | Self::Released(_) => {}
+            Self::Rest | Self::Draining(..) | Self::Quiesced(..) | Self::Released(_) => {}
         }
     }
 }
@@ -59,9 +59,9 @@ impl<D: Driver> Progress<D> {
     reason = "every other stage is out of turn, also a new one"
 )]
 impl<D: Driver> Progress<D> {
-    pub(super) fn into_shut(self) -> Result<(Shut<D>, Selection), Box<Self>> {
+    pub(super) fn into_draining(self) -> Result<(Draining<D>, Selection), Box<Self>> {
         match self {
-            Self::Shut(shut, selection) => Ok((shut, selection)),
+            Self::Draining(draining, selection) => Ok((draining, selection)),
             other => Err(Box::new(other)),
         }
     }

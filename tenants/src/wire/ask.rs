@@ -14,6 +14,7 @@ use crate::identity::MemberId;
 use crate::phase::{Action, Order};
 use crate::saving::DirName;
 use crate::scope::Scope;
+use crate::stepping::{Activity, SeenActivity, StepOrder};
 
 /// A question to another process's agent.
 pub trait Ask {
@@ -139,6 +140,31 @@ impl Ask for Hold {
 
     fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<CutReport> {
         if let Reply::Cut(report) = reply { Some(*report) } else { None }
+    }
+}
+
+/// Behind the shut gate of a pause: do this step, and say what you do.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StepOn {
+    /// Which pause it belongs to, by a random number.
+    pub round: u64,
+    /// What you may do.
+    pub step: StepOrder,
+    /// What I know: answer when this is no longer so, or when the step's calls are made.
+    pub seen: SeenActivity,
+    /// Answer after this long in any case, or when I ask for something else.
+    pub wait_ms: u64,
+}
+
+impl Ask for StepOn {
+    type Answer = Activity;
+
+    fn to_request(&self) -> Request {
+        Request::Step(self.clone())
+    }
+
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<Activity> {
+        if let Reply::Activity(activity) = reply { Some(*activity) } else { None }
     }
 }
 

@@ -49,6 +49,21 @@ pub mod keeper {
         gate.shut(deadline, called_off).map(|_| ())
     }
 
+    /// Shuts the gate, and waits for nobody.
+    pub fn close(gate: &Gate) {
+        gate.close();
+    }
+
+    /// Lets each thread that waits make one call.
+    pub fn step(gate: &Gate) {
+        gate.step(|_| true);
+    }
+
+    /// Is nobody inside, or let in and on its way?
+    pub fn is_clear(gate: &Gate) -> bool {
+        gate.inside() == 0
+    }
+
     /// Memory is away, and nothing moves.
     pub fn offload(gate: &Gate) {
         gate.set(Mode::Offloaded);

@@ -267,3 +267,22 @@ fn within_two_passes_nobody_steps_aside() {
         user.join().unwrap();
     });
 }
+
+#[test]
+fn who_is_let_in_at_a_shut_gate_is_seen_until_it_is_out_and_waits_for_its_next_call() {
+    explore(3, || {
+        let world = World::default();
+        let user = world.thread(|world| {
+            world.uses();
+            world.uses();
+        });
+        keeper::close(&world.gate);
+        keeper::step(&world.gate);
+        // Whoever is let in once cannot come in again, so memory that is found untouched stays so.
+        if keeper::is_clear(&world.gate) {
+            world.device.taken_away();
+        }
+        keeper::open(&world.gate);
+        user.join().unwrap();
+    });
+}

@@ -8,6 +8,7 @@
 //! | `sum_u32` | `out, in, count: u64` | `*(u64 *)out` is the sum of `in[i]` |
 //! | `store_u32` | `dst, value: u32` | `*dst = value`, atomically |
 //! | `spin_until_nonzero` | `flag` | waits until `*flag` is not 0, as a collective waits for its peer |
+//! | `wait_at_least_u32` | `flag, value: u32` | waits until `*flag` is `value` or more, as an all-reduce written by hand does |
 //!
 //! The grid does not matter. A kernel that touches an address it may not fails with `ILLEGAL_ADDRESS`.
 
@@ -41,6 +42,7 @@ pub(crate) enum Kernel {
     Sum,
     Store,
     Spin,
+    WaitAtLeast,
 }
 
 const ALL: &[(&str, Kernel)] = &[
@@ -50,6 +52,7 @@ const ALL: &[(&str, Kernel)] = &[
     ("sum_u32", Kernel::Sum),
     ("store_u32", Kernel::Store),
     ("spin_until_nonzero", Kernel::Spin),
+    ("wait_at_least_u32", Kernel::WaitAtLeast),
 ];
 
 /// The function value of the kernel `name` in the module of `device`.
@@ -80,7 +83,7 @@ pub(crate) fn launch(function: u64, device: DeviceOrdinal, params: In<In<u8>>) -
     let kernel = kernel_of(function, device)?;
     let count = match kernel {
         Kernel::Spin => 1,
-        Kernel::Store => 2,
+        Kernel::Store | Kernel::WaitAtLeast => 2,
         Kernel::Fill | Kernel::Sum => 3,
         Kernel::Add | Kernel::Affine => 4,
     };
@@ -110,7 +113,11 @@ pub(crate) fn launch(function: u64, device: DeviceOrdinal, params: In<In<u8>>) -
         }
         Kernel::Spin => {
             let flag = wide(0)?;
-            Arc::new(move |core| spin(core, device, flag))
+            Arc::new(move |core| wait_until(core, device, flag, |value| value != 0))
+        }
+        Kernel::WaitAtLeast => {
+            let (flag, least) = (wide(0)?, narrow(1)?);
+            Arc::new(move |core| wait_until(core, device, flag, |value| value >= least))
         }
     })
 }
@@ -229,11 +236,16 @@ fn store(core: &Core, device: DeviceOrdinal, dst: u64, value: u32) -> Coded<()> 
     clippy::disallowed_methods,
     reason = "a device has nothing to wait on but the memory itself"
 )]
-fn spin(core: &Core, device: DeviceOrdinal, flag: u64) -> Coded<()> {
+fn wait_until(
+    core: &Core,
+    device: DeviceOrdinal,
+    flag: u64,
+    is_enough: impl Fn(u32) -> bool,
+) -> Coded<()> {
     loop {
         let value =
             with_atomic(core, device, flag, Touch::Read, |word| word.load(Ordering::Acquire))?;
-        if value != 0 {
+        if is_enough(value) {
             return Ok(());
         }
         if core.is_closing() {

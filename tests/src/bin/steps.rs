@@ -62,9 +62,10 @@ fn stop_at(event: &Event<'_>) {
         Event::MemberDone { who, step } => format!("member {} {step}", who.pid.unwrap_or(0)),
         Event::StepDone { step, .. } => format!("done {step}"),
         Event::RollingBack { .. } => "back".to_owned(),
-        Event::WaitingForCut { .. } | Event::StaleRemoved { .. } | Event::Recovering { .. } => {
-            return;
-        }
+        Event::WaitingForCut { .. }
+        | Event::WaitingForDevices { .. }
+        | Event::StaleRemoved { .. }
+        | Event::Recovering { .. } => return,
     };
     say(&line);
     let mut word = String::new();

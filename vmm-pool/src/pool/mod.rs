@@ -26,6 +26,7 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::{Gate, Pass, Passage};
 use crate::ledger::{Class, Ledger, Mapping, NewRow, Origin, Row};
 use crate::store::HostArena;
+use crate::waits::Waits;
 use crate::{AllocationId, VirtualHandle};
 
 /// Device memory of one process, over one driver. Shared by all threads; no method blocks except on the
@@ -35,6 +36,7 @@ pub struct Pool<D: Driver> {
     pub(crate) driver: Arc<D>,
     ledger: Mutex<Ledger>,
     pub(crate) deferred: Deferred<D>,
+    pub(crate) waits: Waits<D>,
     arena: Mutex<HostArena<D>>,
     gate: Gate,
     /// Machine-wide names of devices, as the driver gave them. A leaf.
@@ -47,10 +49,12 @@ impl<D: Driver> Pool<D> {
     pub fn new(driver: Arc<D>, toucher_threads: usize) -> Self {
         let arena = Mutex::new(HostArena::new(Arc::clone(&driver), toucher_threads));
         let deferred = Deferred::new(Arc::clone(&driver));
+        let waits = Waits::new(Arc::clone(&driver));
         Self {
             driver,
             ledger: Mutex::default(),
             deferred,
+            waits,
             arena,
             gate: Gate::default(),
             names: Mutex::default(),

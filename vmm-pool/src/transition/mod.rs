@@ -1,12 +1,12 @@
 //! The steps of a pause and of a resume, and the proofs that they need.
 //!
 //! ```text
-//!   pause:   Pool::shut -> Shut --drain--> Quiesced --save--> Prepared --release--> (memory is away)
+//!   pause:   Pool::close -> Draining --drain--> Quiesced --save--> Prepared --release--> (memory is away)
 //!   resume:  Pool::shut -> Shut --create_own--> Returning: restore_own, import_batch --map_imports--> Restored
 //!                                                                              --commit--> (the process runs)
 //! ```
 //!
-//! Each arrow consumes what is left of it. What is given up on the way is put back: dropping a [`Shut`] or a
+//! Each arrow consumes what is left of it. What is given up on the way is put back: dropping a [`Draining`], a [`Shut`] or a
 //! [`Quiesced`] puts the gate where it was, and a pause or resume under way has an `undo`, which dropping it does too.
 //! Whatever takes memory from its addresses or from the process is a method of [`still::Still`], which only a drained
 //! process or memory that nothing has touched yet can make. So there is no call that pulls memory from under a kernel.
@@ -14,6 +14,7 @@
 //! The order across processes is the caller's business; each step here leaves ledger and driver in agreement, whether
 //! it succeeds or fails.
 
+mod draining;
 mod file;
 mod mappings;
 mod pause;
@@ -25,7 +26,8 @@ mod save;
 mod still;
 mod views;
 
+pub use draining::{Activity, DrainError, Draining};
 pub use pause::{Leaving, Prepared, Undone};
-pub use quiesced::{Done, DrainError, Failed, Quiesced, Shut, Waited};
+pub use quiesced::{Done, Failed, Quiesced, Shut};
 pub use restore::ImportRequest;
 pub use resume::{Restored, Returning};

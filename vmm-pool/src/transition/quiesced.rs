@@ -3,9 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use crossbeam_channel::Receiver;
-
-use crate::driver::{DeviceOrdinal, Driver, DriverError, RawContext, VaRange};
+use crate::driver::{Driver, VaRange};
 use crate::error::PoolError;
 use crate::gate::{Mode, StillInside};
 use crate::ledger::Selection;
@@ -71,44 +69,6 @@ impl<P, E> Failed<P, E> {
     }
 }
 
-/// Something whose work must end before memory can leave.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Waited {
-    /// The primary context of a device.
-    Device(DeviceOrdinal),
-    /// A context that the application made for itself.
-    OwnContext(RawContext),
-}
-
-/// Why the devices were not seen to finish. The gate is still shut.
-#[derive(Debug, thiserror::Error)]
-pub enum DrainError {
-    /// They had work left at the deadline.
-    #[error("the devices did not finish in time")]
-    Deadline,
-    /// The wait was called off.
-    #[error("the wait for the devices was called off")]
-    CalledOff,
-    /// The system gave no thread to wait with.
-    #[error("no thread to wait for {place:?} with: {source}")]
-    NoThread {
-        /// What was to be waited for.
-        place: Waited,
-        /// What the system said.
-        #[source]
-        source: std::io::Error,
-    },
-    /// The driver refused to wait, or work has failed.
-    #[error("{source}: waiting for {place:?}")]
-    Driver {
-        /// What was waited for.
-        place: Waited,
-        /// The call and its code.
-        #[source]
-        source: DriverError,
-    },
-}
-
 impl<D: Driver> Drop for Shut<D> {
     fn drop(&mut self) {
         let undone = match &self.on_drop {
@@ -143,7 +103,7 @@ impl<D: Driver> Pool<D> {
         called_off: impl Fn() -> bool,
     ) -> Result<Shut<D>, StillInside> {
         let before = self.gate().shut(deadline, called_off)?;
-        Ok(Shut { pool: Arc::clone(self), before, on_drop: OnDrop::Set(before) })
+        Ok(Shut::new(self, before))
     }
 
     /// The context of this process is lost, and its memory with it: lets every call through, so that the application
@@ -154,35 +114,14 @@ impl<D: Driver> Pool<D> {
 }
 
 impl<D: Driver> Shut<D> {
+    /// Of a gate that was at `before`.
+    pub(super) fn new(pool: &Arc<Pool<D>>, before: Mode) -> Self {
+        Self { pool: Arc::clone(pool), before, on_drop: OnDrop::Set(before) }
+    }
+
     /// The memory that it is about.
     pub fn pool(&self) -> &Arc<Pool<D>> {
         &self.pool
-    }
-
-    /// Waits until the devices have nothing left to do: those that can reach memory of the pool, and `contexts`. From
-    /// then on nothing is given to importers. A message on `called_off` ends the wait.
-    ///
-    /// Each is waited for on a thread of its own: a wait inside the driver cannot be called off, so at `deadline` it
-    /// is left behind and ends by itself when the work does.
-    ///
-    /// # Errors
-    /// [`DrainError`]. The proof of before comes with it, for another try, or to be dropped.
-    ///
-    /// # Driver calls
-    /// `cuCtxSynchronize` for each; made current on the threads that wait.
-    pub fn drain(
-        self,
-        contexts: &[RawContext],
-        deadline: Instant,
-        called_off: &Receiver<()>,
-    ) -> Result<(Quiesced<D>, usize), Failed<Self, DrainError>> {
-        match wait_for_all(&self.pool, contexts, deadline, called_off) {
-            Ok(count) => {
-                self.pool.freeze();
-                Ok((Quiesced { shut: self }, count))
-            }
-            Err(error) => Err(Failed::new(self, error)),
-        }
     }
 
     /// The pause comes to nothing.
@@ -191,6 +130,8 @@ impl<D: Driver> Shut<D> {
     }
 
     fn set(&self, mode: Mode) {
+        // Nobody waits for devices beside calls of the application's.
+        self.pool.waits.forget();
         if mode == Mode::Open {
             self.pool.thaw();
         }
@@ -225,47 +166,13 @@ impl<D: Driver> Shut<D> {
     }
 }
 
-/// How many places were waited for.
-fn wait_for_all<D: Driver>(
-    pool: &Pool<D>,
-    contexts: &[RawContext],
-    deadline: Instant,
-    called_off: &Receiver<()>,
-) -> Result<usize, DrainError> {
-    let devices = pool.devices_at_work().into_iter().map(Waited::Device);
-    let own = contexts.iter().copied().map(Waited::OwnContext);
-    let places: Vec<Waited> = devices.chain(own).collect();
-    let (tell, hear) = crossbeam_channel::unbounded();
-    for &place in &places {
-        let (driver, tell) = (Arc::clone(pool.driver()), tell.clone());
-        let wait = move || {
-            let current = match place {
-                Waited::Device(device) => driver.make_current(device),
-                Waited::OwnContext(context) => driver.make_own_context_current(context),
-            };
-            // Nobody listens any more when the deadline has passed.
-            let _told = tell.send((place, current.and_then(|()| driver.synchronize())));
-        };
-        let thread = std::thread::Builder::new().name("sublet-drain".to_owned());
-        thread.spawn(wait).map_err(|source| DrainError::NoThread { place, source })?;
-    }
-    for _ in &places {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let heard = crossbeam_channel::select! {
-            recv(hear) -> heard => heard.ok(),
-            recv(called_off) -> _ => return Err(DrainError::CalledOff),
-            default(left) => None,
-        };
-        match heard {
-            Some((_, Ok(()))) => {}
-            Some((place, Err(source))) => return Err(DrainError::Driver { place, source }),
-            None => return Err(DrainError::Deadline),
-        }
-    }
-    Ok(places.len())
-}
-
 impl<D: Driver> Quiesced<D> {
+    /// Nobody is inside, and the devices are idle. From here on nothing is given to importers.
+    pub(super) fn of_idle(shut: Shut<D>) -> Self {
+        shut.pool.freeze();
+        Self { shut }
+    }
+
     /// The memory that it is about.
     pub fn pool(&self) -> &Arc<Pool<D>> {
         self.shut.pool()

@@ -18,11 +18,12 @@ use crate::host_memory::HostNeed;
 use crate::identity::{MemberId, TenantName};
 use crate::run_dir::RunDir;
 use crate::saving::map::SaveAccount;
+use crate::stepping::{Activity, StepOrder};
 use crate::transport::frame::encode;
 use crate::transport::{Connection, Listener, TransportError, poll_until};
 use crate::wire::{
     DeviceDelta, Failure, FailureKind, GiveUp, MemberInfo, MemberState, MemberStats, Phase,
-    PhaseReport, Reply, Request, SaveProgress, SaveStage, SaveStep, TakePhase,
+    PhaseReport, Reply, Request, SaveProgress, SaveStage, SaveStep, StepOn, TakePhase,
 };
 
 pub(super) const GIB: u64 = 1 << 30;
@@ -259,6 +260,7 @@ impl Agent {
             Request::Stats => self.script.stats,
             Request::Needs(_)
             | Request::Cut(_)
+            | Request::Step(_)
             | Request::Save(SaveStep::Begin { .. } | SaveStep::CallOff) => None,
             Request::AwaitConsent(_) => {
                 self.log.lock().unwrap().push(Line::Consent(self.id));
@@ -329,6 +331,13 @@ impl Agent {
             })),
             // No communicators: at a cut at any time.
             Request::Cut(_) => Reply::Cut(Box::default()),
+            Request::Step(StepOn { step: StepOrder { order, .. }, .. }) => {
+                Reply::Activity(Box::new(Activity {
+                    order: *order,
+                    is_idle: true,
+                    ..Activity::default()
+                }))
+            }
             Request::AwaitConsent(_) => Reply::Consented,
             Request::Needs(_) => Reply::Needs(vec![needed()]),
             Request::Phase(TakePhase { order, .. }) => self.phase(order.phase()),

@@ -1,0 +1,249 @@
+//! The messages that bring the devices of a tenant to an end behind shut gates: what [`crate::stepping`] decides, told
+//! to each process, and what each says of itself.
+
+use std::time::{Duration, Instant};
+
+use super::report::{DrainSummary, Event, MemberFailure, Report, Step};
+use super::session::{Session, Stop, micros, millis};
+use crate::cut::Limits;
+use crate::cut::plan::{Pace, Plan};
+use crate::stepping::{Activity, Calls, Decision, StepOrder, Stepper};
+use crate::wire::{Failure, FailureKind, Phase, StepOn};
+
+/// How long nothing must move before processes are let on for the first time: kernels that need nobody end by
+/// themselves.
+const PATIENCE: Duration = Duration::from_millis(10);
+/// The same afterwards; doubled after each [`ROUNDS_PER_PATIENCE`] rounds.
+const PATIENCE_BETWEEN: Duration = Duration::from_millis(1);
+const PATIENCE_MAX: Duration = Duration::from_millis(200);
+const ROUNDS_PER_PATIENCE: u32 = 8;
+/// How long a process may make the calls of one step.
+const STEP_TIME: Duration = Duration::from_millis(200);
+/// How long a process may be silent while nothing moves.
+const SLICE: Duration = Duration::from_millis(25);
+/// A drain that takes no longer is not worth a word.
+const QUIET: Duration = Duration::from_millis(500);
+/// Processes that an error names beside the one that it is about.
+const NAMED_MAX: usize = 8;
+
+/// One process behind its gate.
+struct Stepped {
+    index: usize,
+    activity: Option<Activity>,
+    /// The last order that it was sent.
+    sent: u64,
+    /// The limits that it was sent last; none before it was sent any in this drain: then those of the cut.
+    limits: Option<Limits>,
+    /// Answers that it owes.
+    due: usize,
+}
+
+impl Stepped {
+    /// What it does, said under the last order.
+    fn fresh(&self) -> Option<&Activity> {
+        self.activity.as_ref().filter(|activity| activity.order == self.sent)
+    }
+}
+
+/// How long nothing has moved.
+struct Stillness {
+    seen: Vec<(u64, u64, u64, u64, bool)>,
+    since: Instant,
+}
+
+impl Stillness {
+    fn pace(&mut self, activities: &[&Activity], rounds: u32) -> Pace {
+        let seen: Vec<_> = activities
+            .iter()
+            .map(|a| (a.steps, a.cut.progress, a.inside, a.waiting, a.is_idle))
+            .collect();
+        if seen != self.seen {
+            self.seen = seen;
+            self.since = Instant::now();
+        }
+        if self.since.elapsed() < patience(rounds) { Pace::Moving } else { Pace::Stalled }
+    }
+}
+
+/// For whoever looks at a drain that takes long.
+fn note_round(all: &[Stepped], activities: &[&Activity], calls: &[Calls]) {
+    for ((stepped, activity), calls) in all.iter().zip(activities).zip(calls) {
+        let Activity { steps, is_idle, .. } = activity;
+        tracing::debug!(
+            member = stepped.index,
+            steps,
+            is_idle,
+            ?calls,
+            "nothing moves: {activity}"
+        );
+    }
+}
+
+fn patience(rounds: u32) -> Duration {
+    let Some(later) = rounds.checked_sub(1) else { return PATIENCE };
+    PATIENCE_BETWEEN.saturating_mul(1 << (later / ROUNDS_PER_PATIENCE).min(16)).min(PATIENCE_MAX)
+}
+
+impl Session<'_> {
+    /// Waits until the devices of `members`, whose gates are shut, have nothing left to do, and lets calls in where
+    /// they wait for what was not launched. `plan` is the cut that their launches are held at, if any.
+    pub(super) fn drain_by_steps(
+        &mut self,
+        members: &[usize],
+        plan: Option<Plan>,
+        report: &mut Report,
+    ) -> Result<(), Stop> {
+        let began = Instant::now();
+        let deadline = began + self.options.phase_timeout(Phase::Drain);
+        let held = plan.as_ref().map(|plan| plan.limits().clone());
+        let mut stepper = Stepper::new(plan.unwrap_or_default());
+        let mut still = Stillness { seen: Vec::new(), since: began };
+        let new = |&index| Stepped { index, activity: None, sent: 0, limits: None, due: 0 };
+        let mut all: Vec<Stepped> = members.iter().map(new).collect();
+        loop {
+            if self.is_called_off() {
+                return Err(Stop::CalledOff);
+            }
+            let activities: Vec<_> = all.iter().filter_map(Stepped::fresh).collect();
+            if activities.len() == all.len() {
+                let pace = still.pace(&activities, stepper.rounds());
+                let decision = stepper.update(&activities, pace);
+                if pace == Pace::Stalled {
+                    still.since = Instant::now();
+                }
+                match decision {
+                    Decision::Drained => {
+                        report.drain = Some(DrainSummary {
+                            wall_us: micros(began.elapsed()),
+                            rounds: stepper.rounds().into(),
+                            calls: activities.iter().map(|activity| activity.steps).sum(),
+                        });
+                        return Ok(());
+                    }
+                    Decision::Open(calls) => {
+                        if pace == Pace::Stalled {
+                            note_round(&all, &activities, &calls);
+                        }
+                        for (stepped, calls) in all.iter_mut().zip(calls) {
+                            let limits = held.as_ref().map(|held| (held, stepper.limits()));
+                            self.let_on(stepped, calls, limits)?;
+                        }
+                    }
+                }
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                return Err(Stop::Failed(self.not_drained(&all)));
+            }
+            if began.elapsed() >= QUIET {
+                self.tell_of_devices(&all);
+            }
+            let left = still.since + patience(stepper.rounds());
+            let wait = left.saturating_duration_since(now).clamp(PATIENCE_BETWEEN, SLICE);
+            for stepped in all.iter_mut().filter(|stepped| stepped.due == 0) {
+                let step = StepOrder { order: stepped.sent, ..StepOrder::default() };
+                self.ask_for_activity(stepped, step, wait)?;
+            }
+            self.gather_activities(&mut all)?;
+        }
+    }
+
+    /// Sends a process what it may do, where that is anything new. `limits` are those that it was held at when its gate
+    /// was shut, and those of now.
+    fn let_on(
+        &mut self,
+        stepped: &mut Stepped,
+        calls: Calls,
+        limits: Option<(&Limits, &Limits)>,
+    ) -> Result<(), Vec<MemberFailure>> {
+        let cut = stepped.activity.as_ref().map(|activity| &activity.cut);
+        let changed = limits.zip(cut).and_then(|((held, limits), cut)| {
+            let limits = limits.for_member(cut);
+            let told = stepped.limits.clone().unwrap_or_else(|| held.for_member(cut));
+            (told != limits).then_some(limits)
+        });
+        if changed.is_none() && calls == Calls::None {
+            return Ok(());
+        }
+        if changed.is_some() {
+            stepped.limits.clone_from(&changed);
+        }
+        stepped.sent += 1;
+        let step = StepOrder { order: stepped.sent, limits: changed, calls };
+        let wait = if calls == Calls::None { SLICE } else { STEP_TIME };
+        self.ask_for_activity(stepped, step, wait)
+    }
+
+    fn ask_for_activity(
+        &mut self,
+        stepped: &mut Stepped,
+        step: StepOrder,
+        wait: Duration,
+    ) -> Result<(), Vec<MemberFailure>> {
+        let seen = stepped.activity.as_ref().map(Activity::seen).unwrap_or_default();
+        let question = StepOn { round: self.round(), step, seen, wait_ms: millis(wait) };
+        stepped.due += 1;
+        let timeout = wait + self.options.contact_timeout;
+        self.peers.ask(stepped.index, &question, timeout).map_err(|failure| vec![failure])
+    }
+
+    /// Waits for an answer, and takes all that are there.
+    fn gather_activities(&mut self, all: &mut [Stepped]) -> Result<(), Vec<MemberFailure>> {
+        let mut next = self.peers.next_answer(self.options.interrupt.as_ref());
+        while let Some(answer) = next {
+            let peer = answer.peer;
+            let activity = answer.to(&StepOn::default()).map_err(|failure| vec![failure])?;
+            if let Some(stepped) = all.iter_mut().find(|stepped| stepped.index == peer) {
+                stepped.due = stepped.due.saturating_sub(1);
+                stepped.activity = Some(activity);
+            }
+            next = self.peers.settled_answer();
+        }
+        Ok(())
+    }
+
+    fn tell_of_devices(&mut self, all: &[Stepped]) {
+        let mut busy = all.iter().filter_map(|stepped| {
+            let activity = stepped.activity.as_ref().filter(|activity| !activity.is_idle)?;
+            Some((stepped.index, activity))
+        });
+        if let Some((index, activity)) = busy.next() {
+            let (who, others) = (self.peers.list[index].who, busy.count());
+            (self.progress)(Event::WaitingForDevices { who, activity, others });
+        }
+    }
+
+    /// One failure for each process whose devices are busy, the first with what all others do.
+    fn not_drained(&self, all: &[Stepped]) -> Vec<MemberFailure> {
+        let who = |stepped: &Stepped| self.peers.list[stepped.index].who;
+        let is_busy = |stepped: &&Stepped| stepped.activity.as_ref().is_none_or(|a| !a.is_idle);
+        let describe = |stepped: &Stepped| match &stepped.activity {
+            Some(activity) => activity.to_string(),
+            None => "it did not say in time what it does".to_owned(),
+        };
+        let failure = |stepped: &Stepped| {
+            let message = format!(
+                "{} was not idle in time: {}; a kernel may wait for what was not launched, or never end: pause at a \
+                 step boundary, or give a longer timeout",
+                who(stepped),
+                describe(stepped)
+            );
+            let failure = Failure { kind: FailureKind::DrainTimeout, message };
+            MemberFailure { who: who(stepped), step: Step::Drain, failure }
+        };
+        let mut failures: Vec<_> = all.iter().filter(is_busy).map(failure).collect();
+        let idle = all.iter().filter(|stepped| !is_busy(stepped)).take(NAMED_MAX);
+        for stepped in idle {
+            if let Some(first) = failures.first_mut() {
+                let text =
+                    format!("; the devices of {} are idle: {}", who(stepped), describe(stepped));
+                first.failure.message.push_str(&text);
+            }
+        }
+        if failures.is_empty() {
+            // All were idle, but a counted launch lacks its counterpart.
+            failures.extend(all.first().map(failure));
+        }
+        failures
+    }
+}

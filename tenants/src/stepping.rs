@@ -1,0 +1,270 @@
+//! Draining by stepping: what processes whose gates are shut may still launch, so that the devices come to an end.
+//!
+//! The cut ([`crate::cut`]) stops ranks where every launch that anybody *counts* has its counterparts. Work that
+//! nobody counts (an all-reduce of one's own, symmetric memory, a second NCCL, a kernel that waits for another
+//! thread of its own process) may still be waiting on a device for something that was not launched when the gates
+//! were shut. So while devices are busy and nothing moves, the processes that *are idle* let each of their threads
+//! that wait make one call more. `docs/consistent-cut.md` argues why that ends.
+//!
+//! This is the decision, a pure function of what the processes say. `coordinator/stepping.rs` carries it out,
+//! `member/stepping.rs` does what is decided, and `stepping/tests.rs` tries it on all interleavings of small programs.
+
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::cut::plan::{Pace, Plan, Verdict};
+use crate::cut::{CutReport, Limits, Seen};
+
+/// How many calls a thread may make before its process is asked again, at first.
+const CALLS_MAX: u32 = 64;
+/// Each so many rounds without success it is the turn of a process whose device is busy: what is missing may be its
+/// own to launch, by another thread.
+const BUSY_EVERY: u32 = 4;
+
+/// What a process does behind its shut gate.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Activity {
+    /// Which order it was made under, by [`StepOrder::order`].
+    pub order: u64,
+    /// Where its counted launches stand.
+    pub cut: CutReport,
+    /// Threads inside a call.
+    pub inside: u64,
+    /// Threads that wait at the gate.
+    pub waiting: u64,
+    /// Those of them whose next launch may be what a device waits for.
+    pub ready: u64,
+    /// Those that wait longest, for people.
+    pub calls: Vec<HeldCall>,
+    /// Places with work left, for people.
+    pub busy: Vec<String>,
+    /// Nobody is inside, and no device has work left.
+    pub is_idle: bool,
+    /// Calls that were let in since the gate was shut.
+    pub steps: u64,
+}
+
+/// A call that waits at the gate.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct HeldCall {
+    /// Which.
+    pub what: String,
+    /// For how long, in milliseconds.
+    pub waited_ms: u64,
+}
+
+impl HeldCall {
+    /// `what`, which has waited for so long.
+    pub fn new(what: &str, waited: Duration) -> Self {
+        Self {
+            what: what.to_owned(),
+            waited_ms: u64::try_from(waited.as_millis()).unwrap_or(u64::MAX),
+        }
+    }
+}
+
+impl fmt::Display for HeldCall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} for {:.1} s", self.what, Duration::from_millis(self.waited_ms).as_secs_f64())
+    }
+}
+
+/// Why a process is not idle, and what its threads wait for: `inside` are inside calls, `waiting` at the gate, of which
+/// `calls` are some.
+pub fn at_work(inside: u64, busy: &[String], waiting: u64, calls: &[HeldCall]) -> String {
+    let mut parts = Vec::new();
+    if !busy.is_empty() {
+        parts.push(format!("{} has work left", busy.join(", ")));
+    }
+    if inside > 0 {
+        parts.push(format!("{inside} thread(s) inside driver calls"));
+    }
+    if waiting > 0 {
+        let calls: Vec<_> = calls.iter().map(ToString::to_string).collect();
+        parts.push(format!("{waiting} thread(s) at its gate ({})", calls.join(", ")));
+    } else {
+        parts.push("no thread at its gate".to_owned());
+    }
+    parts.join(", ")
+}
+
+impl fmt::Display for Activity {
+    /// As [`at_work`].
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&at_work(self.inside, &self.busy, self.waiting, &self.calls))
+    }
+}
+
+/// What the coordinator knows of a process already: it is told when this is no longer so.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct SeenActivity {
+    /// Of its counted launches.
+    pub cut: Seen,
+    /// Threads inside a call.
+    pub inside: u64,
+    /// Threads that wait at the gate.
+    pub waiting: u64,
+    /// As [`Activity::is_idle`].
+    pub is_idle: bool,
+}
+
+/// What a process may do until it is told otherwise.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StepOrder {
+    /// Tells this order from others; higher ones are later.
+    pub order: u64,
+    /// Up to which count each lane may be launched; none where launches are not counted in this pause.
+    pub limits: Option<Limits>,
+    /// What threads at the gate may do.
+    pub calls: Calls,
+}
+
+impl Activity {
+    /// What whoever has read this knows.
+    pub fn seen(&self) -> SeenActivity {
+        let Self { cut, inside, waiting, is_idle, .. } = self;
+        SeenActivity { cut: cut.seen, inside: *inside, waiting: *waiting, is_idle: *is_idle }
+    }
+
+    fn waits(&self) -> bool {
+        self.waiting > 0 || !self.cut.waiting.is_empty()
+    }
+
+    /// May a launch that a device waits for be next?
+    fn is_ready(&self) -> bool {
+        self.ready > 0 || (self.is_idle && self.waits())
+    }
+}
+
+/// What threads at the gate may do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Calls {
+    /// Wait.
+    #[default]
+    None,
+    /// So many calls one after the other, by threads that are ready; up to one that makes an idle device busy, or a busy
+    /// one idle.
+    Ready(u32),
+    /// So many calls each, whatever the devices do.
+    Each(u32),
+}
+
+/// What came of a look at all of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Decision {
+    /// All devices are idle, and nothing that was launched lacks a counterpart.
+    Drained,
+    /// Not yet. What each may do, in the order of the activities.
+    Open(Vec<Calls>),
+}
+
+/// Decides, for one drain.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Stepper {
+    plan: Plan,
+    /// How many calls at a time. It halves whenever a process that was stepped is busy in its turn: it may have been
+    /// sent too far, and then the others must come after it, and must not overtake it in theirs.
+    budget: u32,
+    rounds: u32,
+    /// Who was stepped last because it was idle.
+    stepped: Vec<bool>,
+    /// How often each was let on though it was busy.
+    turns: Vec<u32>,
+}
+
+impl Stepper {
+    /// From the cut that `plan` has come to.
+    pub fn new(plan: Plan) -> Self {
+        Self { plan, budget: CALLS_MAX, rounds: 0, stepped: Vec::new(), turns: Vec::new() }
+    }
+
+    /// Up to which count each lane may be launched now.
+    pub fn limits(&self) -> &Limits {
+        self.plan.limits()
+    }
+
+    /// How often nothing has moved so far.
+    pub fn rounds(&self) -> u32 {
+        self.rounds
+    }
+
+    /// Takes the latest word of every process, made under the last order, and decides what each may do.
+    ///
+    /// * A process that is behind on a counted lane, or inside a counted call, runs on to where the cut wants it: what
+    ///   it makes there was launched by others already.
+    /// * When nothing moves, those whose devices are idle go on, a few calls at a time. One that is waited for is
+    ///   among them: let L be the first launch, in an order in which the program could run, that a device waits for
+    ///   and nobody has made. All that the thread of L has launched on the stream of L comes before L, and so do its
+    ///   counterparts, which are there. So that work is over; where a process has one thread, its device is idle. In a
+    ///   process that is busy, threads go on that have not made it so.
+    /// * Where its threads wait at the cut and not at the gate, the limits are raised to what they need.
+    /// * When no idle process has a thread that waits, and now and then, one that is busy goes on by a call, each in its
+    ///   turn: what is missing may be launched by another thread of a process whose device waits for it. All at once
+    ///   would be the job in slow motion, with no moment at which all are idle.
+    pub fn update(&mut self, activities: &[&Activity], pace: Pace) -> Decision {
+        let cuts: Vec<_> = activities.iter().map(|activity| &activity.cut).collect();
+        let verdict = self.plan.update(&cuts, Pace::Moving);
+        if verdict == Verdict::Settled && activities.iter().all(|activity| activity.is_idle) {
+            return Decision::Drained;
+        }
+        let limits = self.plan.limits();
+        let is_behind: Vec<_> = cuts.iter().map(|cut| !cut.is_at_rest(limits)).collect();
+        let mut calls = vec![Calls::None; activities.len()];
+        for ((calls, activity), is_behind) in calls.iter_mut().zip(activities).zip(&is_behind) {
+            if *is_behind && activity.waiting > 0 {
+                *calls = Calls::Each(CALLS_MAX);
+            }
+        }
+        if pace == Pace::Moving {
+            return Decision::Open(calls);
+        }
+        let was_stepped = |index: usize| self.stepped.get(index).copied().unwrap_or(false);
+        // It was idle, and is busy for what it was let launch.
+        let overshot =
+            |(index, activity): (usize, &&Activity)| was_stepped(index) && !activity.is_idle;
+        if activities.iter().enumerate().any(overshot) {
+            self.budget = (self.budget / 2).max(1);
+        }
+        let is_candidate = |index: usize| {
+            let activity = activities[index];
+            activity.is_ready() && !is_behind[index]
+        };
+        let candidates: Vec<_> = (0..activities.len()).map(is_candidate).collect();
+        let is_turn_of_busy = self.rounds % BUSY_EVERY == BUSY_EVERY - 1;
+        let (chosen, allowed) = if is_turn_of_busy || !candidates.contains(&true) {
+            (self.next_in_turn(activities, &is_behind), Calls::Each(1))
+        } else {
+            (candidates.clone(), Calls::Ready(self.budget))
+        };
+        for (index, activity) in activities.iter().enumerate().filter(|(index, _)| chosen[*index]) {
+            if activity.waiting > 0 {
+                calls[index] = allowed;
+            }
+            // Behind the gate comes the cut: a process that stays at it has come further than one that stays before
+            // the gate, unless another thread of its does.
+            if activity.waiting == 0 || self.rounds % 2 == 1 {
+                self.plan.let_on(&activity.cut);
+            }
+        }
+        self.stepped =
+            (0..activities.len()).map(|index| chosen[index] && activities[index].is_idle).collect();
+        self.rounds = self.rounds.saturating_add(1);
+        Decision::Open(calls)
+    }
+
+    /// The busy one among those that wait which was let on least often; an idle one where there is none.
+    fn next_in_turn(&mut self, activities: &[&Activity], is_behind: &[bool]) -> Vec<bool> {
+        self.turns.resize(activities.len(), 0);
+        let waiting = (0..activities.len()).filter(|i| activities[*i].waits() && !is_behind[*i]);
+        let next = waiting.min_by_key(|index| (activities[*index].is_idle, self.turns[*index]));
+        if let Some(index) = next {
+            self.turns[index] = self.turns[index].saturating_add(1);
+        }
+        (0..activities.len()).map(|index| Some(index) == next).collect()
+    }
+}

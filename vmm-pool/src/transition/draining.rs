@@ -1,0 +1,296 @@
+//! The gate shut for a pause, while calls may still be under way and the devices at work.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, Select};
+
+use super::pause::Undone;
+use super::quiesced::{Failed, Quiesced, Shut};
+use crate::driver::{Driver, DriverError, RawContext};
+use crate::gate::{Passage, WaitingCall};
+use crate::pool::Pool;
+use crate::waits::{Answer, Question, Waited};
+
+/// How long whoever waits goes without looking who is inside: calls come out without taking a lock.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+
+/// The gate lets nobody in, but for a call each of those who wait ([`Draining::step_all`]). Calls may be under way, and the
+/// devices at work. Dropping it puts the gate where it was.
+#[derive(Debug)]
+#[must_use = "dropping it puts the gate where it was"]
+pub struct Draining<D: Driver> {
+    /// Nobody takes it for a proof before all are out and the devices are idle.
+    shut: Shut<D>,
+    /// Whether the devices have finished what was launched before somebody was let in last.
+    question: Option<Question>,
+    is_idle: bool,
+    waits: usize,
+    steps: u64,
+    /// Threads whose work may be what keeps a device busy, by their slots: nothing waits for what they launch next on
+    /// the same streams. None while the devices are idle.
+    blocked: BTreeSet<u64>,
+}
+
+/// What a process does behind its shut gate.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Activity {
+    /// Threads inside a call.
+    pub inside: usize,
+    /// Places with work left, as far as they were asked: nothing is asked while somebody is inside.
+    pub busy: Vec<Waited>,
+    /// Nobody is inside, and no device has work left.
+    pub is_idle: bool,
+}
+
+/// Why the devices were not seen to finish. The gate is still shut.
+#[derive(Debug, thiserror::Error)]
+pub enum DrainError {
+    /// They had work left at the deadline.
+    #[error("the devices did not finish in time")]
+    Deadline {
+        /// What was seen last.
+        seen: Activity,
+    },
+    /// The wait was called off.
+    #[error("the wait for the devices was called off")]
+    CalledOff,
+    /// The system gave no thread to wait with.
+    #[error("no thread to wait for {place} with: {source}")]
+    NoThread {
+        /// What was to be waited for.
+        place: Waited,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The driver refused to wait, or work has failed.
+    #[error("{source}: waiting for {place}")]
+    Driver {
+        /// What was waited for.
+        place: Waited,
+        /// The call and its code.
+        #[source]
+        source: DriverError,
+    },
+}
+
+impl<D: Driver> Pool<D> {
+    /// Shuts the gate for a pause, and waits for nobody. It was open before.
+    pub fn close(self: &Arc<Self>) -> Draining<D> {
+        Draining::new(Shut::new(self, self.gate().close()))
+    }
+}
+
+impl<D: Driver> Draining<D> {
+    fn new(shut: Shut<D>) -> Self {
+        // Whose work is on the devices nobody knows.
+        let blocked = shut.pool().gate().threads().into_iter().collect();
+        Self { shut, question: None, is_idle: false, waits: 0, steps: 0, blocked }
+    }
+
+    /// The memory that it is about.
+    pub fn pool(&self) -> &Arc<Pool<D>> {
+        self.shut.pool()
+    }
+
+    /// Is nobody inside a call?
+    pub fn is_clear(&self) -> bool {
+        self.pool().gate().inside() == 0
+    }
+
+    /// Waits until nobody is inside a call. A message on `called_off` ends the wait.
+    ///
+    /// # Errors
+    /// [`DrainError::Deadline`], [`DrainError::CalledOff`].
+    pub fn clear(&self, deadline: Instant, called_off: &Receiver<()>) -> Result<(), DrainError> {
+        loop {
+            let inside = self.pool().gate().inside();
+            if inside == 0 {
+                return Ok(());
+            }
+            if !called_off.is_empty() {
+                return Err(DrainError::CalledOff);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let seen = Activity { inside, ..Activity::default() };
+                return Err(DrainError::Deadline { seen });
+            }
+            self.wait_for_change(left, called_off);
+        }
+    }
+
+    /// How many calls were let in so far.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Lets each thread that waits make one call. How many there are. Captures are not begun: see
+    /// [`Draining::wants_capture`].
+    pub fn step_all(&mut self) -> usize {
+        self.step(|_| true)
+    }
+
+    /// Lets the thread that has waited longest of those that are ready make one call; which it is.
+    pub fn step_one(&mut self) -> Option<u64> {
+        let slot = self.ready().first().map(|call| call.slot)?;
+        (self.step(|waiting| waiting == slot) > 0).then_some(slot)
+    }
+
+    fn step(&mut self, chosen: impl Fn(u64) -> bool) -> usize {
+        let count = self.pool().gate().step(chosen);
+        self.steps += count as u64;
+        if count > 0 {
+            self.is_idle = false;
+            self.question = None;
+        }
+        count
+    }
+
+    /// The threads that wait and whose next launch may be what a device waits for, longest first: all, when the devices
+    /// are idle; else those that have launched nothing since they were, or what did not make them busy.
+    pub fn ready(&self) -> Vec<WaitingCall> {
+        let waiting = self.pool().gate().waiting().into_iter();
+        let is_ready =
+            |call: &WaitingCall| call.passage.can_step() && !self.blocked.contains(&call.slot);
+        waiting.filter(is_ready).collect()
+    }
+
+    /// What the thread of this slot was let in for has made an idle device busy.
+    pub fn note_blocked(&mut self, slot: u64) {
+        self.blocked.insert(slot);
+    }
+
+    /// Does a thread wait to begin a stream capture? No step lets it in: a wait for a device would end the capture.
+    pub fn wants_capture(&self) -> bool {
+        self.pool().gate().waiting().iter().any(|call| call.passage == Passage::Capture)
+    }
+
+    /// What the process does. When nobody is inside, the devices are asked whether they are idle: those that can reach
+    /// memory of the pool, and `contexts`. Answers at once; [`Draining::wait_for_change`] says when to look again. No
+    /// stream may be under capture while nobody is inside.
+    ///
+    /// # Errors
+    /// [`DrainError::NoThread`], [`DrainError::Driver`].
+    ///
+    /// # Driver calls
+    /// `cuCtxSynchronize` for each, on threads of their own.
+    pub fn look(
+        &mut self,
+        contexts: impl FnOnce() -> Vec<RawContext>,
+    ) -> Result<Activity, DrainError> {
+        let inside = self.pool().gate().inside();
+        if inside > 0 {
+            self.is_idle = false;
+            self.question = None;
+            return Ok(Activity { inside, ..Activity::default() });
+        }
+        if self.is_idle {
+            return Ok(Activity { is_idle: true, ..Activity::default() });
+        }
+        let question = if let Some(question) = self.question.take() {
+            question
+        } else {
+            let devices = self.pool().devices_at_work().into_iter().map(Waited::Device);
+            let own = contexts().into_iter().map(Waited::OwnContext);
+            let places: Vec<_> = devices.chain(own).collect();
+            self.waits += places.len();
+            let asked = self.pool().waits.ask(places);
+            asked.map_err(|(place, source)| DrainError::NoThread { place, source })?
+        };
+        match self.pool().waits.look(&question) {
+            Answer::Idle => {
+                self.is_idle = true;
+                self.blocked.clear();
+                Ok(Activity { is_idle: true, ..Activity::default() })
+            }
+            Answer::Busy(busy) => {
+                self.question = Some(question);
+                Ok(Activity { busy, ..Activity::default() })
+            }
+            Answer::Failed(place, source) => Err(DrainError::Driver { place, source }),
+        }
+    }
+
+    /// Waits until a device is idle, or somebody comes out or to the gate, for at most `time`. A message on
+    /// `called_off` ends it. May return early.
+    pub fn wait_for_change(&self, time: Duration, called_off: &Receiver<()>) {
+        if !self.is_clear() {
+            // A missed wake-up costs one look more.
+            self.pool().gate().wait_for_change(time.min(LOOK_EVERY));
+            return;
+        }
+        let ended = self.pool().waits.ended();
+        let mut either = Select::new();
+        either.recv(ended);
+        either.recv(called_off);
+        // The message of who calls it off is for others too.
+        if either.ready_timeout(time).is_ok() {
+            let _taken = ended.try_recv();
+        }
+    }
+
+    /// Waits until a thread comes to the gate, goes in or comes out, for at most `time`. May return early.
+    pub fn wait_for_step(&self, time: Duration) {
+        self.pool().gate().wait_for_change(time.min(LOOK_EVERY));
+    }
+
+    /// Waits until nobody is inside and the devices have nothing left to do. From then on nothing is given to
+    /// importers. A message on `called_off` ends the wait.
+    ///
+    /// Each device is waited for on a thread of its own: a wait inside the driver cannot be called off, so at
+    /// `deadline` it is left behind, and ends by itself when the work does.
+    ///
+    /// # Errors
+    /// [`DrainError`]. What it was called on comes with it, for another try, or to be dropped.
+    ///
+    /// # Driver calls
+    /// As [`Draining::look`]. How many waits there were since the gate was shut comes with the proof.
+    pub fn drain(
+        mut self,
+        contexts: &[RawContext],
+        deadline: Instant,
+        called_off: &Receiver<()>,
+    ) -> Result<(Quiesced<D>, usize), Failed<Self, DrainError>> {
+        loop {
+            let seen = match self.look(|| contexts.to_vec()) {
+                Ok(seen) => seen,
+                Err(error) => return Err(Failed::new(self, error)),
+            };
+            if seen.is_idle {
+                let Self { shut, waits, .. } = self;
+                return Ok((Quiesced::of_idle(shut), waits));
+            }
+            if !called_off.is_empty() {
+                return Err(Failed::new(self, DrainError::CalledOff));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Failed::new(self, DrainError::Deadline { seen }));
+            }
+            self.wait_for_change(left, called_off);
+        }
+    }
+
+    /// The pause comes to nothing.
+    pub fn reopen(self) -> Undone<D> {
+        self.shut.reopen()
+    }
+}
+
+impl<D: Driver> Shut<D> {
+    /// As [`Draining::drain`], of a gate that nobody is inside of.
+    ///
+    /// # Errors
+    /// [`DrainError`].
+    pub fn drain(
+        self,
+        contexts: &[RawContext],
+        deadline: Instant,
+        called_off: &Receiver<()>,
+    ) -> Result<(Quiesced<D>, usize), Failed<Draining<D>, DrainError>> {
+        Draining::new(self).drain(contexts, deadline, called_off)
+    }
+}

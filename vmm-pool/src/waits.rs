@@ -1,0 +1,176 @@
+//! Waiting for devices, on threads of their own: a wait inside the driver cannot be called off. One that is not over when
+//! nobody wants it any more goes on, and serves whoever waits for the same place next, so there is never more than
+//! one thread a place.
+//!
+//! Lock order: `table` is a leaf, and never held across a driver call.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crossbeam_channel::{Receiver, Sender};
+
+use crate::driver::{DeviceOrdinal, Driver, DriverError, RawContext};
+
+/// Something whose work must end before memory can leave.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Waited {
+    /// The primary context of a device.
+    Device(DeviceOrdinal),
+    /// A context that the application made for itself.
+    OwnContext(RawContext),
+}
+
+impl fmt::Display for Waited {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Device(device) => device.fmt(f),
+            Self::OwnContext(context) => write!(f, "context {:#x}", context.0),
+        }
+    }
+}
+
+/// The waits of one process. Any thread may use it.
+#[derive(Debug)]
+pub(crate) struct Waits<D: Driver> {
+    shared: Arc<Shared<D>>,
+    /// Something has been waited for.
+    ended: Receiver<()>,
+}
+
+#[derive(Debug)]
+struct Shared<D: Driver> {
+    driver: Arc<D>,
+    table: Mutex<Table>,
+    tell: Sender<()>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    /// The last question of all. No number comes twice.
+    last: u64,
+    places: BTreeMap<Waited, Place>,
+}
+
+/// One place that was asked about.
+#[derive(Debug, Default)]
+struct Place {
+    /// The last question.
+    asked: u64,
+    /// The last question that was answered.
+    answered: u64,
+    outcome: Option<DriverError>,
+    has_thread: bool,
+}
+
+/// One question about several places: has all work that was there when it was asked ended?
+#[derive(Debug)]
+pub(crate) struct Question {
+    number: u64,
+    places: Vec<Waited>,
+}
+
+/// What is known of a question.
+#[derive(Debug)]
+pub(crate) enum Answer {
+    /// All work has ended.
+    Idle,
+    /// These places have work left.
+    Busy(Vec<Waited>),
+    /// The driver refused to wait, or work has failed.
+    Failed(Waited, DriverError),
+}
+
+impl<D: Driver> Waits<D> {
+    pub(crate) fn new(driver: Arc<D>) -> Self {
+        // One message says that there is something to look at; more would say the same.
+        let (tell, ended) = crossbeam_channel::bounded(1);
+        Self { shared: Arc::new(Shared { driver, table: Mutex::default(), tell }), ended }
+    }
+
+    /// Has waits end at `places` for all work that is there now.
+    ///
+    /// # Errors
+    /// The system gave no thread for this place.
+    pub(crate) fn ask(&self, places: Vec<Waited>) -> Result<Question, (Waited, std::io::Error)> {
+        let mut table = self.shared.table();
+        table.last += 1;
+        let number = table.last;
+        for &place in &places {
+            let row = table.places.entry(place).or_default();
+            row.asked = number;
+            if row.has_thread {
+                continue;
+            }
+            let shared = Arc::clone(&self.shared);
+            let thread = std::thread::Builder::new().name("sublet-drain".to_owned());
+            // It takes the lock first, which is given up below.
+            thread.spawn(move || shared.wait_for(place)).map_err(|source| (place, source))?;
+            row.has_thread = true;
+        }
+        Ok(Question { number, places })
+    }
+
+    /// What has come of `question` so far.
+    pub(crate) fn look(&self, question: &Question) -> Answer {
+        let table = self.shared.table();
+        let mut busy = Vec::new();
+        for &place in &question.places {
+            match table.places.get(&place) {
+                Some(row) if row.answered >= question.number => {
+                    if let Some(error) = row.outcome {
+                        return Answer::Failed(place, error);
+                    }
+                }
+                Some(_) | None => busy.push(place),
+            }
+        }
+        if busy.is_empty() { Answer::Idle } else { Answer::Busy(busy) }
+    }
+
+    /// Gets a message when a wait has ended.
+    pub(crate) fn ended(&self) -> &Receiver<()> {
+        &self.ended
+    }
+
+    /// Nobody wants to know any more. No wait begins after this: one beside a stream capture would end that.
+    pub(crate) fn forget(&self) {
+        for row in self.shared.table().places.values_mut() {
+            row.asked = row.answered;
+        }
+    }
+}
+
+impl<D: Driver> Shared<D> {
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for `place` as long as somebody wants to know.
+    fn wait_for(&self, place: Waited) {
+        loop {
+            let number = {
+                let mut table = self.table();
+                let row = table.places.entry(place).or_default();
+                if row.asked <= row.answered {
+                    row.has_thread = false;
+                    return;
+                }
+                row.asked
+            };
+            let current = match place {
+                Waited::Device(device) => self.driver.make_current(device),
+                Waited::OwnContext(context) => self.driver.make_own_context_current(context),
+            };
+            let outcome = current.and_then(|()| self.driver.synchronize()).err();
+            {
+                let mut table = self.table();
+                let row = table.places.entry(place).or_default();
+                row.answered = number;
+                row.asked = row.asked.max(number);
+                row.outcome = outcome;
+            }
+            let _told = self.tell.try_send(());
+        }
+    }
+}
