@@ -93,6 +93,19 @@ impl fmt::Display for Laggard {
                     Series::Creation => f.write_str("has yet to join it")?,
                     Series::End => f.write_str("has yet to end it")?,
                     Series::Collectives => write!(f, "at collective {launched} of {limit}")?,
+                    Series::Expert { group } => {
+                        write!(
+                            f,
+                            "at exchange {launched} of {limit} between experts of group {group}"
+                        )?;
+                    }
+                    Series::Signal { from, to, index, context } => {
+                        write!(
+                            f,
+                            "at signal {launched} of {limit} from rank {from} to rank {to} (index {index}, \
+                             context {context})"
+                        )?;
+                    }
                     Series::Pair { from, to } => {
                         write!(
                             f,

@@ -43,7 +43,7 @@ impl Plan {
 
     /// Takes the latest report of every member, and sets the limits.
     ///
-    /// * A lane's limit is its largest count. It never sinks, but for a stall: what was allowed and not
+    /// * A lane's limit is its largest count; of signals, what has been waited for. It never sinks, but for a stall: what was allowed and not
     ///   used by then (a launch that failed) is taken back.
     /// * A member that is behind on a lane, or captures, has what its threads wait for raised, unless that
     ///   lane was the reason for the limit that it is behind of: it cannot be in the way then (one thread
@@ -88,7 +88,15 @@ impl Plan {
             self.reasons.clear();
         }
         for counter in reports.iter().flat_map(|report| &report.counters) {
-            self.raise(counter.lane, counter.launched, BTreeSet::new());
+            // A signal that nobody waits for yet lets nobody go further.
+            let is_surplus =
+                matches!(counter.lane.series, Series::Signal { from, .. } if from == counter.rank);
+            if !is_surplus {
+                self.raise(counter.lane, counter.launched, BTreeSet::new());
+            }
+        }
+        for communicator in reports.iter().flat_map(|report| &report.given_up) {
+            self.limits.give_up(*communicator);
         }
     }
 
