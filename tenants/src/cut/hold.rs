@@ -56,6 +56,8 @@ pub(super) struct Table {
     first_seen: HashMap<u64, (u64, Instant)>,
     /// Communicators that ranks of this process have given up, the latest last.
     pub(super) given_up: VecDeque<CommunicatorId>,
+    /// Communicators that ranks of this process have, and by what other ranks know them.
+    pub(super) aliases: BTreeMap<CommunicatorId, CommunicatorId>,
 }
 
 #[derive(Debug)]
@@ -290,6 +292,7 @@ impl Cut {
             inside,
             captures: captures as u64,
             given_up: table.given_up.iter().copied().collect(),
+            aliases: table.aliases.iter().map(|(own, others)| (*own, *others)).collect(),
         };
         report.seen.at_rest = report.is_at_rest(&table.limits);
         report

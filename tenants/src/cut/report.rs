@@ -132,6 +132,8 @@ pub struct CutReport {
     pub captures: u64,
     /// Communicators that ranks of this process have given up, the latest ones.
     pub given_up: Vec<CommunicatorId>,
+    /// Communicators of ranks that live here which other ranks know by another identity.
+    pub aliases: Vec<(CommunicatorId, CommunicatorId)>,
 }
 
 /// Lists in a report are cut at this length, counts of ranks excepted: they are for people, and for

@@ -69,6 +69,13 @@ impl Cut {
         drop(unfinished);
     }
 
+    /// Some ranks of `communicator`, which is about to have one here, know it as `other`. It ends with the rank.
+    pub fn is_also(&self, communicator: CommunicatorId, other: CommunicatorId) {
+        let mut table = self.table();
+        table.aliases.insert(communicator, other);
+        table.progress += 1;
+    }
+
     /// Waits until no thread has anything of a rank in hand that has left `communicator`, for `timeout` at most; says
     /// whether that is so.
     pub fn wait_for_withdrawals(&self, communicator: CommunicatorId, timeout: Duration) -> bool {
@@ -98,6 +105,9 @@ impl Table {
         self.counters.retain(|_, counter| !is_of_it(counter));
         let is_place = |places: &Vec<_>, _: &mut Unfinished| places.contains(&(communicator, rank));
         let unfinished = self.unfinished.extract_if(.., is_place).map(|(_, work)| work).collect();
+        if !self.ranks.keys().any(|(other, _)| *other == communicator) {
+            self.aliases.remove(&communicator);
+        }
         self.progress += 1;
         unfinished
     }

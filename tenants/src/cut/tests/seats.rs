@@ -162,3 +162,30 @@ fn only_who_waits_for_a_signal_has_others_give_theirs() {
     launch(&giver, 0, 1);
     assert_eq!(settle([&giver, &waiter]), Verdict::Settled);
 }
+
+#[test]
+fn ranks_that_know_a_communicator_by_two_names_come_to_one_place() {
+    let [old, new] = [Cut::default(), Cut::default()];
+    let launch = |cut: &Cut, communicator, rank, launches| {
+        let counter = cut.counter(collectives(communicator), rank);
+        drop(cut.enter("ncclAllReduce", &[Increment { counter, launches }]));
+    };
+    old.add_rank(local(1, 0, 2));
+    new.add_rank(local(2, 1, 2));
+    launch(&old, 1, 0, 3);
+    launch(&new, 2, 1, 2);
+    assert_eq!(settle([&old, &new]), Verdict::Settled, "nobody knows that they are one");
+    old.is_also(CommunicatorId(1), CommunicatorId(2));
+    assert_eq!(settle([&old, &new]), Verdict::Open, "one is behind");
+    let reports = [old.report(0), new.report(0)];
+    let reports = [&reports[0], &reports[1]];
+    assert_eq!(foreign_ranks(&reports), Vec::<String>::new(), "both are here");
+    let mut plan = Plan::default();
+    plan.update(&reports, Pace::Moving);
+    let told = plan.limits().for_member(reports[1]);
+    assert_eq!(told.of(collectives(2)), 3, "by the name that it knows");
+    launch(&new, 2, 1, 1);
+    assert_eq!(settle([&old, &new]), Verdict::Settled);
+    old.remove_rank(CommunicatorId(1), 0);
+    assert!(old.report(0).aliases.is_empty());
+}
