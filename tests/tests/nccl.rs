@@ -61,9 +61,23 @@ fn survives_pauses(mode: &'static str, ranks: usize, steps: u32) -> Outcome {
 #[test]
 fn jobs_give_the_same_under_the_preload_object() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let modes =
-        ["data", "tensor", "pipeline", "graph", "churn", "suspend", "waiting", "python", "ours"];
-    for (mode, ranks) in modes.into_iter().zip([2, 4, 3, 2, 3, 3, 4, 2, 2]) {
+    let modes = [
+        ("data", 2),
+        ("tensor", 4),
+        ("pipeline", 3),
+        ("graph", 2),
+        ("churn", 3),
+        ("suspend", 3),
+        ("waiting", 4),
+        ("window", 2),
+        ("signal", 3),
+        ("experts", 3),
+        ("grow", 3),
+        ("shrink", 3),
+        ("python", 2),
+        ("ours", 2),
+    ];
+    for (mode, ranks) in modes {
         let options = SpmdOptions::new(mode, ranks, 6);
         let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
         assert_eq!(Spmd::start(&stage, &options)?.finish()?, wanted, "{mode}");
@@ -127,6 +141,64 @@ fn memory_of_a_suspended_communicator_is_free_and_comes_back_with_it() -> Outcom
     assert_eq!(nccl_bytes(job.ranks[1].pid())?, 0);
     job.ranks[1].say("go on")?;
     assert_eq!(job.finish()?, wanted);
+    Ok(())
+}
+
+#[test]
+fn windows_that_ranks_deregister_at_different_times_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("window", 2, 1500)
+}
+
+#[test]
+fn signals_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("signal", 3, 2500)
+}
+
+#[test]
+fn exchanges_between_experts_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("experts", 3, 500)
+}
+
+#[test]
+fn communicators_that_grow_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("grow", 3, 60)
+}
+
+#[test]
+fn ranks_that_go_on_without_one_survive_pauses_at_any_instant_and_when_they_are_idle() -> Outcome {
+    survives_pauses("shrink", 3, 1500)?;
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = Spmd::start(&stage, &SpmdOptions::new("shrink", 3, 6))?;
+    while !job.is_done_within(Duration::from_secs(5))? {}
+    stage.pause("spmd")?;
+    stage.resume("spmd")?;
+    job.finish().map(drop)
+}
+
+#[test]
+fn a_thread_that_is_held_is_refused_when_another_aborts_its_communicator() -> Outcome {
+    for mode in ["abort", "abort-group"] {
+        let stage = Stage::new(&CAPACITIES)?;
+        let mut job = Spmd::start(&stage, &SpmdOptions::new(mode, 2, 1))?;
+        for rank in &mut job.ranks {
+            assert_eq!(rank.answer()?.text, "working");
+        }
+        stage.pause("spmd")?;
+        // While it is paused: aborting waits for nobody, and those who are held for it are let go with an error.
+        for rank in &mut job.ranks {
+            rank.say("abort")?;
+        }
+        for rank in &mut job.ranks {
+            assert_eq!(rank.answer()?.text, "refused 5", "{mode}");
+        }
+        let members = stage.members("spmd")?;
+        let told = members.iter().map(|member| member["notes"].to_string());
+        for notes in told {
+            assert!(notes.contains("was held for a pause while another thread ended"), "{notes}");
+        }
+        stage.resume("spmd")?;
+        job.finish()?;
+    }
     Ok(())
 }
 
