@@ -14,7 +14,7 @@
  *   churn      communicators are made, split, used and destroyed all the time
  *   suspend    the job suspends and resumes its communicator by itself, alone and in groups
  *   waiting    communicators that do not block: every call is asked about until it is over
- *   window, signal, experts, grow, shrink, abort, abort-group
+ *   window, signal, experts, grow, shrink, regraph, abort, abort-group
  *              see spmd/others.h
  */
 #include "simnccl/simnccl.h"
@@ -409,6 +409,8 @@ static uint64_t run(void)
         return run_grow();
     if (strcmp(mode, "shrink") == 0)
         return run_shrink();
+    if (strcmp(mode, "regraph") == 0)
+        return run_regraph();
     if (strncmp(mode, "abort", 5) == 0)
         return run_abort();
     if (strcmp(mode, "data") == 0)

@@ -74,6 +74,7 @@ fn jobs_give_the_same_under_the_preload_object() -> Outcome {
         ("experts", 3),
         ("grow", 3),
         ("shrink", 3),
+        ("regraph", 2),
         ("python", 2),
         ("ours", 2),
     ];
@@ -103,6 +104,11 @@ fn a_pipeline_survives_pauses_at_any_instant() -> Outcome {
 #[test]
 fn collectives_in_graphs_survive_pauses_at_any_instant() -> Outcome {
     survives_pauses("graph", 2, 1500)
+}
+
+#[test]
+fn graphs_made_and_ended_by_two_threads_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("regraph", 2, 250)
 }
 
 #[test]

@@ -177,6 +177,37 @@ static uint64_t run_shrink(void)
     return sum_of(data, rest);
 }
 
+/* Makes a graph with collectives, launches it a few times, and ends it, again and again. */
+static void *reduce_by_graphs(void *argument)
+{
+    Half *half = argument;
+    OK(cuCtxSetCurrent(context));
+    ncclComm_t comm = world(half->number);
+    CUstream stream = new_stream();
+    CUdeviceptr data = tensor((uint32_t)half->number);
+    for (int step = 0; step < steps; step++) {
+        CUgraphExec graph = captured(data, comm, stream);
+        for (int i = 0; i < 3; i++)
+            OK(cuGraphLaunch(graph, stream));
+        OK(cuStreamSynchronize(stream));
+        OK(cuGraphExecDestroy(graph));
+    }
+    half->sum = sum_of(data, stream);
+    NCCL(ncclCommDestroy(comm));
+    return NULL;
+}
+
+/* Two threads, which get each other's values for graphs and executables as these end. */
+static uint64_t run_regraph(void)
+{
+    Half halves[2] = {{0, 0}, {1, 0}};
+    pthread_t second;
+    pthread_create(&second, NULL, reduce_by_graphs, &halves[1]);
+    reduce_by_graphs(&halves[0]);
+    pthread_join(second, NULL);
+    return halves[0].sum * 31 + halves[1].sum;
+}
+
 typedef struct {
     ncclComm_t comm;
     bool grouped;
