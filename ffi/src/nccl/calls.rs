@@ -31,6 +31,9 @@ pub(crate) struct WaitSignalDesc {
     context: c_int,
 }
 
+/// More descriptors than any communicator has ranks and signals: NCCL will refuse what names as many.
+const AWAITED_MAX: usize = 1 << 20;
+
 /// `NCCL_SHRINK_ABORT`.
 const SHRINK_ABORT: c_int = 1;
 
@@ -259,7 +262,7 @@ function! {
     ) by member |all, here, call| {
         let signals: Vec<Awaited> = match usize::try_from(count) {
             // SAFETY: the caller's array of this many descriptors, as NCCL's function takes it.
-            Ok(count) if !descriptors.is_null() => unsafe {
+            Ok(count) if !descriptors.is_null() && count <= AWAITED_MAX => unsafe {
                 std::slice::from_raw_parts(descriptors, count)
             },
             _ => &[],

@@ -13,6 +13,9 @@ use super::{Collectives, NcclResult, Process, group, identity, turned_back};
 /// in failure, which waits for nobody.
 const WITHDRAWAL_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// How many identities are remembered that were used once. Where some are used again, they are all the same one.
+const USED_MAX: usize = 4096;
+
 /// A communicator that a call makes.
 #[derive(Debug)]
 pub(super) struct Newcomer {
@@ -70,6 +73,9 @@ impl Collectives {
     /// A rank of a communicator that is named by `ncclUniqueId`s.
     fn newcomer(&self, (first, rank, ranks): (CommunicatorId, u32, u32), place: usize) -> Newcomer {
         let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
+        if uses.len() >= USED_MAX {
+            uses.retain(|_, uses| *uses > 1);
+        }
         let uses = uses.entry((first, rank)).or_default();
         let id = if *uses == 0 { first } else { identity::of_reuse(first, *uses) };
         *uses += 1;

@@ -132,6 +132,24 @@ fn communicators_of_one_unique_id_are_told_apart_by_their_order() {
 }
 
 #[test]
+fn identities_that_were_used_once_are_remembered_to_a_limit() {
+    let (fake, all) = rank_of_three(0);
+    for id in 0..10_000 {
+        all.create(&fake, "init", (CommunicatorId(1000 + id), 0, 1), 16, || {
+            fake.write(16, CHILD);
+            ok()
+        });
+        all.destroy(&fake, CHILD, ok);
+        // One that is used again and again, as under NCCL_COMM_ID.
+        all.create(&fake, "init", (ID, 0, 1), 16, ok);
+        all.destroy(&fake, CHILD, ok);
+    }
+    let uses = all.uses.lock().unwrap();
+    assert!(uses.len() <= 4096, "{}", uses.len());
+    assert_eq!(uses[&(ID, 0)], 10_001);
+}
+
+#[test]
 fn a_grown_communicator_is_one_for_old_and_new_ranks() {
     let unique = CommunicatorId(99);
     let grow = |parent, rank, id| {
