@@ -219,6 +219,27 @@ fn a_job_that_opens_ours_in_place_of_nccl_survives_pauses_at_any_instant() -> Ou
 }
 
 #[test]
+fn what_a_rank_that_is_stuck_owes_others_is_named() -> Outcome {
+    for (mode, ranks, stuck, owed) in [
+        ("experts", 2, (1, 21), "between experts of group 0"),
+        ("signal", 3, (1, 22), "from rank 1 to rank 2 (index 0, context 0)"),
+        ("grow", 3, (2, 2), "rank 2 of communicator"),
+    ] {
+        let stage = Stage::new(&CAPACITIES)?;
+        let options = SpmdOptions { stuck: Some(stuck), ..SpmdOptions::new(mode, ranks, 40) };
+        let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
+        let mut job = Spmd::start(&stage, &options)?;
+        assert_eq!(job.ranks[stuck.0].answer()?.text, "stuck");
+        let refused = stage.sublet(&["pause", "spmd", "--json", "--timeout", "2s"])?;
+        let error = refused.json()?["error"].as_str().unwrap_or_default().to_owned();
+        assert!(error.contains(owed), "{mode}: {error}");
+        job.ranks[stuck.0].say("go on")?;
+        assert_eq!(job.finish()?, wanted, "{mode}");
+    }
+    Ok(())
+}
+
+#[test]
 fn a_rank_that_is_stuck_is_named_and_the_job_goes_on_to_the_same_end() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let options = SpmdOptions { stuck: Some((1, 20)), ..SpmdOptions::new("graph", 2, 40) };

@@ -125,12 +125,12 @@ static uint64_t run_grow(void)
     for (int step = 0; step < steps; step++) {
         ncclComm_t grown = NULL;
         ncclUniqueId id;
-        maybe_stick(step);
         if (!is_new)
             all_reduce(data, parent, stream);
         if (rank == 0 || is_new)
             id = growing_id(1 + step, parent);
         NCCL(ncclCommGrow(parent, ranks, rank == 0 || is_new ? &id : NULL, is_new ? rank : -1, &grown, NULL));
+        maybe_stick(step);
         for (int i = 0; i < 8; i++) {
             compute(data, stream);
             all_reduce(data, grown, stream);
