@@ -24,7 +24,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     compile("programs/simnccl.c", &nccl, &soname, &["-ldl"])?;
     let spmd = out.join("spmd");
     let nccl_name = nccl.to_str().ok_or("OUT_DIR is not UTF-8")?;
-    compile("programs/spmd.c", &spmd, &["-pthread"], &[nccl_name, "-ldl"])?;
+    let experts = nccl_dir.join("libnccl_ep.so.0");
+    let soname = ["-shared", "-fPIC", "-Wl,-soname,libnccl_ep.so.0"];
+    compile("programs/simnccl_ep.c", &experts, &soname, &[nccl_name])?;
+    let experts_name = experts.to_str().ok_or("OUT_DIR is not UTF-8")?;
+    compile("programs/spmd.c", &spmd, &["-pthread"], &[experts_name, nccl_name, "-ldl"])?;
     let platform = env::var("TARGET")?;
     println!("cargo::rustc-env=SUBLET_PLATFORM={platform}");
     let devices = out.join("devices");

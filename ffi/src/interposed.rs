@@ -1,7 +1,7 @@
 //! The value that the engine works on in this process, and the functions by which callers look names up: `dlsym` and
 //! `cuGetProcAddress`.
 //!
-//! The tables are the driver's ([`hooks`]) and NCCL's ([`nccl`](crate::nccl)); how they take effect is the engine's matter
+//! The tables are the driver's ([`hooks`]), NCCL's and NCCL EP's ([`nccl`](crate::nccl)); how they take effect is the engine's matter
 //! ([`interpose`](crate::interpose)). A further library is a further entry in `INTERPOSED`.
 
 #![expect(unsafe_code, reason = "interposes dlsym and cuGetProcAddress")]
@@ -17,11 +17,12 @@ use crate::interpose::driver::{Driver, call_driver};
 use crate::interpose::lookup::Decision;
 use crate::interpose::{Interposition, Pointer, loader};
 use crate::nccl::NCCL;
+use crate::nccl::experts::NCCL_EP;
 
 /// The tables of this process. A further library is a further entry.
 pub(crate) static INTERPOSED: Interposition = Interposition::new(
     Driver::new(&[hooks::REPLACING, hooks::WAITING, hooks::RENAMED, LOOKUP]),
-    &[&NCCL],
+    &[&NCCL, &NCCL_EP],
     &[(c"dlsym", || (dlsym as *const ()).expose_provenance())],
 );
 

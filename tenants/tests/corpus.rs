@@ -236,6 +236,8 @@ fn replies() -> Vec<Reply> {
         }],
         inside: vec![Inside { what: "ncclGroupEnd".to_owned(), inside_ms: 1 }],
         captures: 0,
+        given_up: vec![rank().communicator],
+        aliases: vec![(rank().communicator, CommunicatorId(1))],
     };
     let needed = report.devices.clone();
     let kind = FailureKind::OutOfDeviceMemory { missing_bytes: u64::MAX };

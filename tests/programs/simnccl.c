@@ -3,7 +3,8 @@
  * work waits on the device until the peers have launched theirs. It knows unsigned 32-bit sums of up to
  * 64 KiB. Calls between ncclGroupStart and ncclGroupEnd run at the end. What a non-blocking communicator is
  * asked for goes on in a thread of its own. A suspended communicator has given its memory up and kept its
- * addresses.
+ * addresses. As in NCCL, an error within a group makes its end fail, and a communicator that was aborted or destroyed
+ * must not be named any more: whoever does ends the process with a word.
  */
 #include "simnccl/simnccl.h"
 
@@ -17,14 +18,18 @@
 struct Communicator {
     uint64_t name;
     int rank, ranks, device;
-    bool non_blocking, suspended;
+    bool non_blocking, suspended, revoked, freed;
+    CUstream last;
+    CUdeviceptr table; /* of its windows */
+    int windows;
+    uint32_t shrinks, grows, given[RANKS_MAX], awaited[RANKS_MAX];
     _Atomic int state; /* ncclInProgress while a thread works for it */
     uint32_t meetings, splits;
     Meeting *meeting;
     Box boxes[RANKS_MAX];
 };
 
-typedef enum { ALL_REDUCE, BROADCAST, SEND, RECEIVE, SUSPEND, RESUME } Kind;
+typedef enum { ALL_REDUCE, BROADCAST, SEND, RECEIVE, SUSPEND, RESUME, SIGNAL, WAIT } Kind;
 
 typedef struct {
     Kind kind;
@@ -38,6 +43,7 @@ typedef struct {
 
 typedef struct {
     int depth, count;
+    ncclResult_t error;
     Call calls[GROUP_MAX];
 } Group;
 
@@ -82,6 +88,14 @@ static ncclResult_t do_for(ncclComm_t *comms, int count, void (*work)(void *), v
         stop("no thread");
     pthread_detach(thread);
     return ncclInProgress;
+}
+
+/* The communicator is one that may be named. */
+static ncclComm_t alive(ncclComm_t comm)
+{
+    if (comm != NULL && comm->freed)
+        stop("a communicator is named that has been aborted or destroyed");
+    return comm;
 }
 
 static void load_driver(void)
@@ -209,6 +223,7 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t *ma
 {
     (void)config;
     Split *work = malloc(sizeof *work);
+    alive(parent);
     *work = (Split){parent, made, color, key};
     *made = NULL;
     return do_for(&parent, 1, split, work);
@@ -216,29 +231,42 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t *ma
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm)
 {
-    meet_all(comm);
+    meet_all(alive(comm));
     return ncclSuccess;
 }
 
+/* Ends what the device does for the communicator: it waits for flags, which are set. */
+static void abort_work(ncclComm_t comm)
+{
+    while (comm->last != NULL && cuStreamQuery(comm->last) != 0) {
+        OK(cuMemsetD8(comm->boxes[comm->rank].address + FLAGS_OFFSET, 1, FLAGS_END - FLAGS_OFFSET));
+        usleep(1000);
+    }
+}
+
+/* What was a communicator is kept, to know it by. */
 static ncclResult_t end(ncclComm_t comm)
 {
+    if (comm->table != 0)
+        OK(cuMemFreeAsync(comm->table, NULL));
     for (int peer = 0; peer < comm->ranks; peer++)
         end_box(&comm->boxes[peer]);
     munmap(comm->meeting, sizeof *comm->meeting);
-    free(comm);
+    comm->freed = true;
     return ncclSuccess;
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm)
 {
     OK(cuCtxSynchronize());
-    meet_all(comm);
+    meet_all(alive(comm));
     return end(comm);
 }
 
 ncclResult_t ncclCommAbort(ncclComm_t comm)
 {
-    atomic_store(&comm->meeting->aborted, 1);
+    atomic_store(&alive(comm)->meeting->aborted, 1);
+    abort_work(comm);
     return end(comm);
 }
 
@@ -277,22 +305,22 @@ static void copy(CUdeviceptr to, CUdeviceptr from, const Call *call)
         OK(cuMemcpyDtoDAsync(to, from, call->bytes, call->stream));
 }
 
-static void run_all_reduce(const Call *call)
+static void run_sum(const Call *call, enum Channel channel)
 {
     ncclComm_t comm = call->comm;
     uint64_t count = call->bytes / 4;
     for (int hop = 1; hop < comm->ranks; hop++)
-        put(road_to(call, (comm->rank + hop) % comm->ranks, COLLECTIVE), call->from, call->bytes);
+        put(road_to(call, (comm->rank + hop) % comm->ranks, channel), call->from, call->bytes);
     copy(call->to, call->from, call);
     for (int hop = 1; hop < comm->ranks; hop++) {
-        Road road = road_to(call, (comm->rank + hop) % comm->ranks, COLLECTIVE);
+        Road road = road_to(call, (comm->rank + hop) % comm->ranks, channel);
         CUdeviceptr target = call->to, other = wait_for_peer(road);
         void *params[] = {&target, &target, &other, &count};
         driver_launch("add_u32", call->stream, params);
         let_go(road);
     }
     for (int hop = 1; hop < comm->ranks; hop++)
-        wait_until_taken(road_to(call, (comm->rank + hop) % comm->ranks, COLLECTIVE));
+        wait_until_taken(road_to(call, (comm->rank + hop) % comm->ranks, channel));
 }
 
 static void run_broadcast(const Call *call)
@@ -354,6 +382,8 @@ static int number_rounds(void)
     int rounds = 0;
     for (int i = 0; i < group.count; i++) {
         Call *call = &group.calls[i];
+        if (call->kind != SEND && call->kind != RECEIVE)
+            continue;
         call->round = 0;
         for (int before = 0; before < i; before++) {
             const Call *other = &group.calls[before];
@@ -365,6 +395,20 @@ static int number_rounds(void)
     return rounds;
 }
 
+static void run_signal(const Call *call)
+{
+    ncclComm_t comm = call->comm;
+    set_flag(signal_flag(comm->boxes[call->peer].address, comm->rank, comm->given[call->peer]++), 1, call->stream);
+}
+
+static void run_wait(const Call *call)
+{
+    ncclComm_t comm = call->comm;
+    CUdeviceptr own = comm->boxes[comm->rank].address;
+    for (int i = 0; i < call->round; i++)
+        wait_and_clear(signal_flag(own, call->peer, comm->awaited[call->peer]++), call->stream);
+}
+
 static void run_calls(void)
 {
     for (int i = 0; i < group.count; i++) {
@@ -373,7 +417,11 @@ static void run_calls(void)
         if (group.calls[i].kind == RESUME)
             resume(group.calls[i].comm);
         if (group.calls[i].kind == ALL_REDUCE)
-            run_all_reduce(&group.calls[i]);
+            run_sum(&group.calls[i], COLLECTIVE);
+        if (group.calls[i].kind == SIGNAL)
+            run_signal(&group.calls[i]);
+        if (group.calls[i].kind == WAIT)
+            run_wait(&group.calls[i]);
         if (group.calls[i].kind == BROADCAST)
             run_broadcast(&group.calls[i]);
     }
@@ -399,8 +447,11 @@ static ncclResult_t run_group(void)
     Group *copy = &group;
     if (group.count == 0)
         return ncclSuccess;
-    for (int i = 0; i < group.count; i++)
-        comms[i] = group.calls[i].comm;
+    for (int i = 0; i < group.count; i++) {
+        comms[i] = alive(group.calls[i].comm);
+        if (group.calls[i].stream != NULL)
+            comms[i]->last = group.calls[i].stream;
+    }
     if (comms[0]->non_blocking) {
         copy = malloc(sizeof *copy);
         *copy = group;
@@ -409,12 +460,12 @@ static ncclResult_t run_group(void)
     return do_for(comms, copy->count, run_copy, copy);
 }
 
-static ncclResult_t add(Call call, size_t count, ncclDataType_t kind)
+static ncclResult_t check_and_add(Call call, size_t count, ncclDataType_t kind)
 {
     call.bytes = count * 4;
-    if (call.comm == NULL || kind != ncclUint32 || call.bytes > SLOT_BYTES || group.count == GROUP_MAX)
+    if (alive(call.comm) == NULL || kind != ncclUint32 || call.bytes > SLOT_BYTES || group.count == GROUP_MAX)
         return ncclInvalidArgument;
-    if (call.comm->suspended != (call.kind == RESUME))
+    if (call.comm->revoked || call.comm->suspended != (call.kind == RESUME))
         return ncclInvalidUsage;
     if (call.peer < 0 || call.peer >= call.comm->ranks)
         return ncclInvalidArgument;
@@ -422,6 +473,15 @@ static ncclResult_t add(Call call, size_t count, ncclDataType_t kind)
         return ncclInvalidUsage;
     group.calls[group.count++] = call;
     return group.depth == 0 ? run_group() : ncclSuccess;
+}
+
+/* An error within a group is the group's. */
+static ncclResult_t add(Call call, size_t count, ncclDataType_t kind)
+{
+    ncclResult_t result = check_and_add(call, count, kind);
+    if (group.depth > 0 && result != ncclSuccess && result != ncclInProgress)
+        group.error = result;
+    return result;
 }
 
 ncclResult_t ncclAllReduce(const void *send, void *receive, size_t count, ncclDataType_t kind, ncclRedOp_t operator,
@@ -497,5 +557,148 @@ ncclResult_t ncclGroupEnd(void)
 {
     if (group.depth == 0)
         return ncclInvalidUsage;
-    return --group.depth == 0 ? run_group() : ncclSuccess;
+    if (--group.depth > 0)
+        return ncclSuccess;
+    ncclResult_t error = group.error;
+    group.error = ncclSuccess;
+    if (error == ncclSuccess)
+        return run_group();
+    for (int i = 0; i < group.count; i++)
+        alive(group.calls[i].comm);
+    group.count = 0;
+    return error;
+}
+
+ncclResult_t ncclSignal(int peer, int index, int context, unsigned flags, ncclComm_t comm, ncclStream_t stream)
+{
+    Call call = {.kind = SIGNAL, .comm = comm, .stream = stream, .peer = peer};
+    return index == 0 && context == 0 && flags == 0 ? add(call, 0, ncclUint32) : ncclInvalidArgument;
+}
+
+/* Without data. */
+ncclResult_t ncclPutSignal(const void *data, size_t count, ncclDataType_t kind, int peer, ncclWindow_t window,
+                           size_t offset, int index, int context, unsigned flags, ncclComm_t comm, ncclStream_t stream)
+{
+    if (data != NULL || count != 0 || kind != ncclUint32 || window != NULL || offset != 0)
+        return ncclInvalidArgument;
+    return ncclSignal(peer, index, context, flags, comm, stream);
+}
+
+ncclResult_t ncclWaitSignal(int count, ncclWaitSignalDesc_t *descriptors, ncclComm_t comm, ncclStream_t stream)
+{
+    ncclResult_t result = ncclGroupStart();
+    for (int i = 0; i < count && result == ncclSuccess; i++) {
+        Call call = {.kind = WAIT, .comm = comm, .stream = stream, .peer = descriptors[i].peer,
+                     .round = descriptors[i].opCnt};
+        result = add(call, 0, ncclUint32);
+    }
+    ncclResult_t ended = ncclGroupEnd();
+    return result != ncclSuccess ? result : ended;
+}
+
+ncclResult_t simnccl_exchange(void *data, size_t count, ncclComm_t comm, ncclStream_t stream)
+{
+    Call call = {.kind = ALL_REDUCE, .comm = alive(comm), .stream = stream, .from = (CUdeviceptr)data,
+                 .to = (CUdeviceptr)data, .bytes = count * 4};
+    comm->last = stream;
+    run_sum(&call, EXCHANGE);
+    return ncclSuccess;
+}
+
+struct Window {
+    ncclComm_t comm;
+};
+
+/* Collective. The communicator has a table of its windows in stream-ordered memory, as NCCL's has. */
+ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes, ncclWindow_t *made, int flags)
+{
+    if (buffer == NULL || bytes == 0 || flags != 0)
+        return ncclInvalidArgument;
+    if (alive(comm)->table == 0) {
+        OK(cuMemAllocAsync(&comm->table, 4096, NULL));
+        OK(cuStreamSynchronize(NULL));
+    }
+    meet_all(comm);
+    *made = malloc(sizeof **made);
+    (*made)->comm = comm;
+    comm->windows++;
+    return ncclSuccess;
+}
+
+/* Local to the rank. */
+ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window)
+{
+    if (window->comm != alive(comm))
+        return ncclInvalidArgument;
+    comm->windows--;
+    free(window);
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags)
+{
+    if (flags != 0 || alive(comm)->revoked)
+        return ncclInvalidArgument;
+    comm->revoked = true;
+    abort_work(comm);
+    return ncclSuccess;
+}
+
+static bool is_excluded(int rank, const int *excluded, int count)
+{
+    for (int i = 0; i < count; i++)
+        if (excluded[i] == rank)
+            return true;
+    return false;
+}
+
+ncclResult_t ncclCommShrink(ncclComm_t parent, int *excluded, int excluded_count, ncclComm_t *made,
+                            ncclConfig_t *config, int flags)
+{
+    int rank = 0, ranks = 0;
+    (void)config;
+    if ((flags & NCCL_SHRINK_ABORT) != 0)
+        abort_work(alive(parent));
+    for (int peer = 0; peer < alive(parent)->ranks; peer++) {
+        if (is_excluded(peer, excluded, excluded_count))
+            continue;
+        rank += peer < parent->rank;
+        ranks++;
+    }
+    uint64_t words[] = {parent->name, 1000 + parent->shrinks++};
+    uint64_t name = hashed(14695981039346656037u, words, sizeof words);
+    *made = new_communicator(name, rank, ranks, false);
+    return do_for(made, 1, join_peers, *made);
+}
+
+static uint64_t grown_name(ncclComm_t parent)
+{
+    uint64_t words[] = {parent->name, 2000 + parent->grows};
+    return hashed(14695981039346656037u, words, sizeof words);
+}
+
+ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId *id)
+{
+    uint64_t name = grown_name(alive(comm));
+    memset(id, 0, sizeof *id);
+    memcpy(id->internal, &name, sizeof name);
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommGrow(ncclComm_t parent, int ranks, const ncclUniqueId *id, int rank, ncclComm_t *made,
+                          ncclConfig_t *config)
+{
+    uint64_t name = 0;
+    (void)config;
+    if (parent != NULL ? rank != -1 : id == NULL)
+        return ncclInvalidArgument;
+    if (parent != NULL) {
+        name = grown_name(alive(parent));
+        rank = parent->rank;
+        parent->grows++;
+    } else {
+        memcpy(&name, id->internal, sizeof name);
+    }
+    *made = new_communicator(name, rank, ranks, false);
+    return do_for(made, 1, join_peers, *made);
 }

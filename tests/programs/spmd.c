@@ -14,6 +14,8 @@
  *   churn      communicators are made, split, used and destroyed all the time
  *   suspend    the job suspends and resumes its communicator by itself, alone and in groups
  *   waiting    communicators that do not block: every call is asked about until it is over
+ *   window, signal, experts, grow, shrink, regraph, abort, abort-group
+ *              see spmd/others.h
  */
 #include "simnccl/simnccl.h"
 
@@ -51,19 +53,27 @@ static void say(const char *text)
     fflush(stdout);
 }
 
-/* The `number`th id that rank 0 makes for all: a file that appears whole. */
-static ncclUniqueId shared_id(int number)
+/* For others: a file that appears whole. */
+static void publish_id(int number, const ncclUniqueId *id)
 {
     char path[4096], fresh[4096 + 8];
+    snprintf(path, sizeof path, "%s.%d", id_path, number);
+    snprintf(fresh, sizeof fresh, "%s.new", path);
+    FILE *file = fopen(fresh, "w");
+    fwrite(id, sizeof *id, 1, file);
+    fclose(file);
+    rename(fresh, path);
+}
+
+/* The `number`th id that rank 0 makes for all. */
+static ncclUniqueId shared_id(int number)
+{
+    char path[4096];
     ncclUniqueId id;
     snprintf(path, sizeof path, "%s.%d", id_path, number);
     if (rank == 0) {
         NCCL(ncclGetUniqueId(&id));
-        snprintf(fresh, sizeof fresh, "%s.new", path);
-        FILE *file = fopen(fresh, "w");
-        fwrite(&id, sizeof id, 1, file);
-        fclose(file);
-        rename(fresh, path);
+        publish_id(number, &id);
         return id;
     }
     for (int tries = 0; tries < 120000; tries++) {
@@ -385,8 +395,24 @@ static uint64_t run_waiting(void)
     return sum_of(data, stream);
 }
 
+#include "spmd/others.h"
+
 static uint64_t run(void)
 {
+    if (strcmp(mode, "window") == 0)
+        return run_window();
+    if (strcmp(mode, "signal") == 0)
+        return run_signal();
+    if (strcmp(mode, "experts") == 0)
+        return run_experts();
+    if (strcmp(mode, "grow") == 0)
+        return run_grow();
+    if (strcmp(mode, "shrink") == 0)
+        return run_shrink();
+    if (strcmp(mode, "regraph") == 0)
+        return run_regraph();
+    if (strncmp(mode, "abort", 5) == 0)
+        return run_abort();
     if (strcmp(mode, "data") == 0)
         return run_data();
     if (strcmp(mode, "tensor") == 0)

@@ -61,9 +61,24 @@ fn survives_pauses(mode: &'static str, ranks: usize, steps: u32) -> Outcome {
 #[test]
 fn jobs_give_the_same_under_the_preload_object() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let modes =
-        ["data", "tensor", "pipeline", "graph", "churn", "suspend", "waiting", "python", "ours"];
-    for (mode, ranks) in modes.into_iter().zip([2, 4, 3, 2, 3, 3, 4, 2, 2]) {
+    let modes = [
+        ("data", 2),
+        ("tensor", 4),
+        ("pipeline", 3),
+        ("graph", 2),
+        ("churn", 3),
+        ("suspend", 3),
+        ("waiting", 4),
+        ("window", 2),
+        ("signal", 3),
+        ("experts", 3),
+        ("grow", 3),
+        ("shrink", 3),
+        ("regraph", 2),
+        ("python", 2),
+        ("ours", 2),
+    ];
+    for (mode, ranks) in modes {
         let options = SpmdOptions::new(mode, ranks, 6);
         let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
         assert_eq!(Spmd::start(&stage, &options)?.finish()?, wanted, "{mode}");
@@ -89,6 +104,11 @@ fn a_pipeline_survives_pauses_at_any_instant() -> Outcome {
 #[test]
 fn collectives_in_graphs_survive_pauses_at_any_instant() -> Outcome {
     survives_pauses("graph", 2, 1500)
+}
+
+#[test]
+fn graphs_made_and_ended_by_two_threads_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("regraph", 2, 250)
 }
 
 #[test]
@@ -131,6 +151,64 @@ fn memory_of_a_suspended_communicator_is_free_and_comes_back_with_it() -> Outcom
 }
 
 #[test]
+fn windows_that_ranks_deregister_at_different_times_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("window", 2, 1500)
+}
+
+#[test]
+fn signals_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("signal", 3, 2500)
+}
+
+#[test]
+fn exchanges_between_experts_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("experts", 3, 500)
+}
+
+#[test]
+fn communicators_that_grow_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("grow", 3, 60)
+}
+
+#[test]
+fn ranks_that_go_on_without_one_survive_pauses_at_any_instant_and_when_they_are_idle() -> Outcome {
+    survives_pauses("shrink", 3, 1500)?;
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = Spmd::start(&stage, &SpmdOptions::new("shrink", 3, 6))?;
+    while !job.is_done_within(Duration::from_secs(5))? {}
+    stage.pause("spmd")?;
+    stage.resume("spmd")?;
+    job.finish().map(drop)
+}
+
+#[test]
+fn a_thread_that_is_held_is_refused_when_another_aborts_its_communicator() -> Outcome {
+    for mode in ["abort", "abort-group"] {
+        let stage = Stage::new(&CAPACITIES)?;
+        let mut job = Spmd::start(&stage, &SpmdOptions::new(mode, 2, 1))?;
+        for rank in &mut job.ranks {
+            assert_eq!(rank.answer()?.text, "working");
+        }
+        stage.pause("spmd")?;
+        // While it is paused: aborting waits for nobody, and those who are held for it are let go with an error.
+        for rank in &mut job.ranks {
+            rank.say("abort")?;
+        }
+        for rank in &mut job.ranks {
+            assert_eq!(rank.answer()?.text, "refused 5", "{mode}");
+        }
+        let members = stage.members("spmd")?;
+        let told = members.iter().map(|member| member["notes"].to_string());
+        for notes in told {
+            assert!(notes.contains("was held for a pause while another thread ended"), "{notes}");
+        }
+        stage.resume("spmd")?;
+        job.finish()?;
+    }
+    Ok(())
+}
+
+#[test]
 fn a_job_that_finds_nccl_by_ctypes_survives_pauses_at_any_instant() -> Outcome {
     survives_pauses("python", 2, 1500)
 }
@@ -138,6 +216,27 @@ fn a_job_that_finds_nccl_by_ctypes_survives_pauses_at_any_instant() -> Outcome {
 #[test]
 fn a_job_that_opens_ours_in_place_of_nccl_survives_pauses_at_any_instant() -> Outcome {
     survives_pauses("ours", 2, 1500)
+}
+
+#[test]
+fn what_a_rank_that_is_stuck_owes_others_is_named() -> Outcome {
+    for (mode, ranks, stuck, owed) in [
+        ("experts", 2, (1, 21), "between experts of group 0"),
+        ("signal", 3, (1, 22), "from rank 1 to rank 2 (index 0, context 0)"),
+        ("grow", 3, (2, 2), "rank 2 of communicator"),
+    ] {
+        let stage = Stage::new(&CAPACITIES)?;
+        let options = SpmdOptions { stuck: Some(stuck), ..SpmdOptions::new(mode, ranks, 40) };
+        let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
+        let mut job = Spmd::start(&stage, &options)?;
+        assert_eq!(job.ranks[stuck.0].answer()?.text, "stuck");
+        let refused = stage.sublet(&["pause", "spmd", "--json", "--timeout", "2s"])?;
+        let error = refused.json()?["error"].as_str().unwrap_or_default().to_owned();
+        assert!(error.contains(owed), "{mode}: {error}");
+        job.ranks[stuck.0].say("go on")?;
+        assert_eq!(job.finish()?, wanted, "{mode}");
+    }
+    Ok(())
 }
 
 #[test]

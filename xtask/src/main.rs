@@ -14,6 +14,7 @@ mod bindings;
 mod build;
 mod bundle;
 mod demo;
+mod functions;
 mod glibc;
 mod mutants;
 mod package;
@@ -92,6 +93,15 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Write which functions the public headers of NCCL's versions declare, for the test that compares them with ours.
+    NcclFunctions {
+        /// The file to write, such as `tests/functions/nccl.txt`.
+        target: std::path::PathBuf,
+        /// `VERSION=FOLDER`, oldest first: a folder of headers, such as `src` of NCCL's source, or
+        /// `nvidia/nccl/include` of its wheel.
+        #[arg(required = true)]
+        headers: Vec<functions::Headers>,
+    },
     /// Write the Rust view of the C header.
     Bindgen {
         /// Write nothing, and fail when the committed view differs.
@@ -127,6 +137,7 @@ fn dispatch(command: &Command) -> Outcome {
         Command::Wheel => wheel::run(&workspace),
         Command::Bench { check } => bench::run(&workspace, *check),
         Command::Mutants { part, arguments } => mutants::run(&workspace, *part, arguments),
+        Command::NcclFunctions { target, headers } => functions::write(&workspace, target, headers),
         Command::Bindgen { check: true } => bindings::check(&workspace),
         Command::Bindgen { check: false } => bindings::write(&workspace),
     }

@@ -3,7 +3,7 @@
 //! Collectives on a stream under capture launch nothing. Their increments follow the work: capture, graph,
 //! executable graph, launch; and go with copies, child graphs and updates. A process none of whose graphs
 //! holds a collective pays one atomic load a call. Bodies of conditional nodes are not followed: how often
-//! they run is decided on the device. Nor is a child graph that `cuGraphExecNodeSetParams` exchanges: it must
+//! they run is decided on the device. Whoever captures a collective into one is told so ([`Counted`]). Nor is a child graph that `cuGraphExecNodeSetParams` exchanges: it must
 //! have the form of the one before.
 //!
 //! A program launches the same graphs again and again, a few microseconds each. So every thread remembers what
@@ -12,7 +12,7 @@
 //! Lock order: `tables` is a leaf.
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -64,6 +64,17 @@ struct Tables {
     /// By the driver's value, only those that hold increments.
     graphs: HashMap<u64, Contents>,
     executables: HashMap<u64, Executable>,
+    /// Graphs that are parts of others, by the driver's value.
+    bodies: HashSet<u64>,
+}
+
+/// What becomes of collectives that a capture has recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Counted {
+    /// Each launch counts them.
+    All,
+    /// They are in a part of a graph whose launches do not.
+    NotInBody,
 }
 
 /// The graphs of this process that launch work which waits for other ranks.
@@ -132,18 +143,21 @@ impl Graphs {
     }
 
     /// `capture` has ended, and `graph` holds what it recorded; none when it failed. What else the graph
-    /// holds stays only if it `had_other_work`.
+    /// holds stays only if it `had_other_work`. Says whether launches of it will be counted.
     #[doc(alias = "cuStreamEndCapture")]
-    pub fn capture_ended(&self, capture: u64, graph: Option<u64>, had_other_work: bool) {
-        let Some(mut tables) = self.write() else { return };
+    pub fn capture_ended(&self, capture: u64, graph: Option<u64>, had_other_work: bool) -> Counted {
+        let Some(mut tables) = self.write() else { return Counted::All };
         let increments = tables.captures.remove(&capture).unwrap_or_default();
-        let Some(graph) = graph else { return };
+        let Some(graph) = graph else { return Counted::All };
         if !had_other_work {
             tables.graphs.remove(&graph);
+            tables.bodies.remove(&graph);
         }
-        if !increments.is_empty() {
-            tables.graphs.entry(graph).or_default().own.extend(increments);
+        if increments.is_empty() {
+            return Counted::All;
         }
+        tables.graphs.entry(graph).or_default().own.extend(increments);
+        if tables.bodies.contains(&graph) { Counted::NotInBody } else { Counted::All }
     }
 
     /// `executable` was made from `graph`.
@@ -202,20 +216,43 @@ impl Graphs {
         }
     }
 
-    /// `graph` is gone; executables made from it are not.
+    /// `destroy` ends `graph`, and says whether it has; executables made from it stay.
+    ///
+    /// What is known of the value goes first: once the driver has let it go, another thread may get it for a graph
+    /// of its own.
     #[doc(alias = "cuGraphDestroy")]
-    pub fn graph_destroyed(&self, graph: u64) {
-        if let Some(mut tables) = self.write() {
-            tables.graphs.remove(&graph);
+    pub fn destroy_graph(&self, graph: u64, destroy: impl FnOnce() -> bool) {
+        let taken = self.write().and_then(|mut tables| {
+            tables.bodies.remove(&graph);
+            tables.graphs.remove(&graph)
+        });
+        if destroy() {
+            return;
+        }
+        if let (Some(contents), Some(mut tables)) = (taken, self.write()) {
+            tables.graphs.entry(graph).or_insert(contents);
         }
     }
 
-    /// `executable` is gone.
+    /// `destroy` ends `executable`, and says whether it has; otherwise as [`Self::destroy_graph`].
     #[doc(alias = "cuGraphExecDestroy")]
-    pub fn executable_destroyed(&self, executable: u64) {
-        if let Some(mut tables) = self.write() {
-            tables.executables.remove(&executable);
+    pub fn destroy_executable(&self, executable: u64, destroy: impl FnOnce() -> bool) {
+        let taken = self.write().and_then(|mut tables| tables.executables.remove(&executable));
+        if destroy() {
+            return;
         }
+        if let (Some(known), Some(mut tables)) = (taken, self.write()) {
+            tables.executables.entry(executable).or_insert(known);
+        }
+    }
+
+    /// `graph` is the body of a conditional node, or was moved into another graph. What is captured into it from now on
+    /// is launched by a graph that was looked at before. A body ends with the graph that it is in, unseen: its value
+    /// is taken for one of a body until a new capture has it.
+    #[doc(alias = "cuGraphAddNode")]
+    pub fn is_body(&self, graph: u64) {
+        // Also while nothing is followed yet: the body is there before a collective is captured into it.
+        self.tables.write().unwrap_or_else(PoisonError::into_inner).bodies.insert(graph);
     }
 
     /// What a launch of `executable` adds; `None` when nothing.
@@ -306,12 +343,59 @@ mod tests {
         let fixture = Fixture::new();
         fixture.graph(GRAPH, &[5]);
         fixture.graphs.instantiated(EXECUTABLE, GRAPH);
-        fixture.graphs.graph_destroyed(GRAPH);
+        fixture.graphs.destroy_graph(GRAPH, || true);
         assert_eq!(fixture.launches(EXECUTABLE), [(5, 1)]);
-        fixture.graphs.executable_destroyed(EXECUTABLE);
+        fixture.graphs.destroy_executable(EXECUTABLE, || true);
         assert_eq!(fixture.launches(EXECUTABLE), []);
         fixture.graphs.instantiated(EXECUTABLE, GRAPH);
         assert_eq!(fixture.launches(EXECUTABLE), [], "the graph is gone");
+    }
+
+    #[test]
+    fn a_value_that_another_thread_gets_while_it_ends_keeps_what_that_thread_made_of_it() {
+        let fixture = Fixture::new();
+        fixture.graph(GRAPH, &[5]);
+        fixture.graphs.instantiated(EXECUTABLE, GRAPH);
+        // The driver gives the values out again before it is back.
+        fixture.graphs.destroy_graph(GRAPH, || {
+            fixture.graph(GRAPH, &[6, 6]);
+            true
+        });
+        fixture.graphs.destroy_executable(EXECUTABLE, || {
+            fixture.graphs.instantiated(EXECUTABLE, GRAPH);
+            true
+        });
+        assert_eq!(fixture.launches(EXECUTABLE), [(6, 2)]);
+    }
+
+    #[test]
+    fn what_the_driver_does_not_end_is_as_before() {
+        let fixture = Fixture::new();
+        fixture.graph(GRAPH, &[5]);
+        fixture.graphs.instantiated(EXECUTABLE, GRAPH);
+        fixture.graphs.destroy_executable(EXECUTABLE, || false);
+        fixture.graphs.destroy_graph(GRAPH, || false);
+        assert_eq!(fixture.launches(EXECUTABLE), [(5, 1)]);
+        fixture.graphs.instantiated(EXECUTABLE, GRAPH);
+        assert_eq!(fixture.launches(EXECUTABLE), [(5, 1)]);
+    }
+
+    #[test]
+    fn a_collective_captured_into_the_body_of_a_conditional_node_is_told_of() {
+        let fixture = Fixture::new();
+        let body = 14;
+        fixture.graphs.is_body(body);
+        assert_eq!(fixture.graphs.capture_ended(CAPTURE, Some(body), true), Counted::All, "none");
+        fixture.graphs.recorded(CAPTURE, vec![fixture.increment(5)]);
+        let ended = fixture.graphs.capture_ended(CAPTURE, Some(body), true);
+        assert_eq!(ended, Counted::NotInBody);
+        // Its value may come again for a graph that is no body.
+        fixture.graphs.recorded(CAPTURE, vec![fixture.increment(5)]);
+        assert_eq!(fixture.graphs.capture_ended(CAPTURE, Some(body), false), Counted::All);
+        fixture.graphs.is_body(body);
+        fixture.graphs.destroy_graph(body, || true);
+        fixture.graphs.recorded(CAPTURE, vec![fixture.increment(5)]);
+        assert_eq!(fixture.graphs.capture_ended(CAPTURE, Some(body), true), Counted::All);
     }
 
     #[test]
@@ -326,7 +410,7 @@ mod tests {
                 assert_eq!(fixture.launches(1000 + executable), [], "{round}");
             }
             std::thread::scope(|scope| {
-                scope.spawn(|| fixture.graphs.executable_destroyed(EXECUTABLE));
+                scope.spawn(|| fixture.graphs.destroy_executable(EXECUTABLE, || true));
             });
             assert_eq!(fixture.launches(EXECUTABLE), [], "{round}");
         }

@@ -6,7 +6,9 @@
 use std::ffi::{c_int, c_uint};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use sublet_nccl::collectives::{Collectives, NcclResult, Operation, Process, of_unique_ids};
+use sublet_nccl::collectives::{
+    Awaited, Collectives, NcclResult, Operation, Process, Signal, of_unique_ids,
+};
 use tenants::cut::{Cut, Increment};
 
 use super::{Function, NCCL};
@@ -19,7 +21,23 @@ use crate::runtime::{self, Member};
 #[repr(C)]
 pub(crate) struct UniqueId([u8; 128]);
 
-/// Calls the watched NCCL's own function.
+/// `ncclWaitSignalDesc_t`, which has no size or version in it.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct WaitSignalDesc {
+    count: c_int,
+    peer: c_int,
+    index: c_int,
+    context: c_int,
+}
+
+/// More descriptors than any communicator has ranks and signals: NCCL will refuse what names as many.
+const AWAITED_MAX: usize = 1 << 20;
+
+/// `NCCL_SHRINK_ABORT`.
+const SHRINK_ABORT: c_int = 1;
+
+/// Calls the own function of the library whose `NCCL` and `Function` are in scope.
 macro_rules! call_nccl {
     ($symbol:ident ( $($value:expr => $ty:ty),* )) => {
         match NCCL.watched().and_then(|nccl| nccl.function(Function::$symbol as usize)) {
@@ -57,7 +75,7 @@ fn state_of(communicator: usize) -> NcclResult {
 }
 
 /// This process, as the adapter sees it.
-struct Here(&'static Member);
+pub(super) struct Here(&'static Member);
 
 impl Process for Here {
     fn cut(&self) -> &Cut {
@@ -97,10 +115,22 @@ impl Process for Here {
     fn state_of(&self) -> fn(usize) -> NcclResult {
         state_of
     }
+
+    fn spoil_group(&self) {
+        // A call in a group without a communicator is refused at once, and the group's end is then its failure
+        // (`ncclEnqueueCheck` and `ncclGroupErrCheck` in NCCL's `src/enqueue.cc` and `src/group.h`, 2.27 to 2.30; tried
+        // with 2.31.2 and 2.32.3).
+        let none: Pointer = std::ptr::null_mut();
+        let refused = call_nccl!(ncclAllReduce(
+            none => Pointer, none => Pointer, 0 => usize, 0 => c_int, 0 => c_int, none => Pointer,
+            none => Pointer
+        ));
+        tracing::debug!(?refused, "a group of NCCL's is given up");
+    }
 }
 
 /// Runs `count`, or `plain` where this process is in no tenant.
-fn counted(
+pub(super) fn counted(
     find: fn() -> Option<&'static Member>,
     count: impl FnOnce(&'static Collectives, &Here) -> NcclResult,
     plain: impl FnOnce() -> NcclResult,
@@ -130,10 +160,25 @@ macro_rules! function {
     };
 }
 
+pub(super) use {call_nccl, function};
+
 macro_rules! collective {
     ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
         function! {
             $symbol($($arg: $ty,)* communicator: Pointer, stream: Pointer) by member
+                |all, here, call| {
+                    let what = (communicator.expose_provenance(), Operation::Collective);
+                    all.launch(here, stringify!($symbol), what, stream.expose_provenance(), call)
+                }
+        }
+    };
+}
+
+/// As [`collective!`], with the settings of one call behind the stream.
+macro_rules! collective_with_settings {
+    ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
+        function! {
+            $symbol($($arg: $ty,)* communicator: Pointer, stream: Pointer, settings: Pointer) by member
                 |all, here, call| {
                     let what = (communicator.expose_provenance(), Operation::Collective);
                     all.launch(here, stringify!($symbol), what, stream.expose_provenance(), call)
@@ -169,8 +214,69 @@ collective!(ncclReduceScatter(
     send: Pointer, receive: Pointer, count: usize, kind: c_int, operator: c_int
 ));
 collective!(ncclScatter(send: Pointer, receive: Pointer, count: usize, kind: c_int, root: c_int));
+collective_with_settings!(ncclAllGatherConfig(send: Pointer, receive: Pointer, count: usize, kind: c_int));
+collective_with_settings!(ncclAllReduceConfig(
+    send: Pointer, receive: Pointer, count: usize, kind: c_int, operator: c_int
+));
+collective_with_settings!(ncclAlltoAllConfig(send: Pointer, receive: Pointer, count: usize, kind: c_int));
+collective_with_settings!(ncclBroadcastConfig(
+    send: Pointer, receive: Pointer, count: usize, kind: c_int, root: c_int
+));
+collective_with_settings!(ncclGatherConfig(
+    send: Pointer, receive: Pointer, count: usize, kind: c_int, root: c_int
+));
+collective_with_settings!(ncclReduceConfig(
+    send: Pointer, receive: Pointer, count: usize, kind: c_int, operator: c_int, root: c_int
+));
+collective_with_settings!(ncclReduceScatterConfig(
+    send: Pointer, receive: Pointer, count: usize, kind: c_int, operator: c_int
+));
+collective_with_settings!(ncclScatterConfig(
+    send: Pointer, receive: Pointer, count: usize, kind: c_int, root: c_int
+));
 message!(ncclRecv, Receive);
 message!(ncclSend, Send);
+
+function! {
+    ncclPutSignal(
+        data: Pointer, count: usize, kind: c_int, peer: c_int, window: Pointer, offset: usize, index: c_int,
+        context: c_int, flags: c_uint, communicator: Pointer, stream: Pointer
+    ) by member |all, here, call| {
+        let signal = Signal { peer, index, context };
+        let what = (communicator.expose_provenance(), Operation::Signal { signal });
+        all.launch(here, "ncclPutSignal", what, stream.expose_provenance(), call)
+    }
+}
+function! {
+    ncclSignal(
+        peer: c_int, index: c_int, context: c_int, flags: c_uint, communicator: Pointer, stream: Pointer
+    ) by member |all, here, call| {
+        let signal = Signal { peer, index, context };
+        let what = (communicator.expose_provenance(), Operation::Signal { signal });
+        all.launch(here, "ncclSignal", what, stream.expose_provenance(), call)
+    }
+}
+function! {
+    ncclWaitSignal(
+        count: c_int, descriptors: *const WaitSignalDesc, communicator: Pointer, stream: Pointer
+    ) by member |all, here, call| {
+        let signals: Vec<Awaited> = match usize::try_from(count) {
+            // SAFETY: the caller's array of this many descriptors, as NCCL's function takes it.
+            Ok(count) if !descriptors.is_null() && count <= AWAITED_MAX => unsafe {
+                std::slice::from_raw_parts(descriptors, count)
+            },
+            _ => &[],
+        }
+        .iter()
+        .map(|WaitSignalDesc { count, peer, index, context }| Awaited {
+            signal: Signal { peer: *peer, index: *index, context: *context },
+            count: *count,
+        })
+        .collect();
+        let what = (communicator.expose_provenance(), Operation::Wait { signals: &signals });
+        all.launch(here, "ncclWaitSignal", what, stream.expose_provenance(), call)
+    }
+}
 
 function! {
     ncclCommWindowRegister(
@@ -178,12 +284,6 @@ function! {
     ) by member |all, here, call| {
         all.agree(here, "ncclCommWindowRegister", communicator.expose_provenance(), call)
     }
-}
-function! {
-    ncclCommWindowDeregister(communicator: Pointer, window: Pointer)
-        by member |all, here, call| {
-            all.agree(here, "ncclCommWindowDeregister", communicator.expose_provenance(), call)
-        }
 }
 // All ranks suspend and resume together. The memory itself goes and comes by the driver's calls.
 function! {
@@ -268,7 +368,19 @@ function! {
             _ => &[],
         };
         let place = place.expose_provenance();
-        all.shrink(here, parent.expose_provenance(), excluded, place, call)
+        let parent = (parent.expose_provenance(), flags & SHRINK_ABORT != 0);
+        all.shrink(here, parent, excluded, place, call)
+    }
+}
+// A new rank has made nothing before.
+function! {
+    ncclCommGrow(
+        parent: Pointer, ranks: c_int, id: *const UniqueId, rank: c_int, place: Pointer, config: Pointer
+    ) by join |all, here, call| {
+        // SAFETY: null, or the caller's id, as NCCL's function takes it.
+        let id = unsafe { id.as_ref() }.map(|id| of_unique_ids(&id.0));
+        let parent = (parent.expose_provenance(), ranks);
+        all.grow(here, parent, (id, rank), place.expose_provenance(), call)
     }
 }
 function! {
@@ -287,7 +399,7 @@ function! {
     }
 }
 function! {
-    ncclCommRevoke(communicator: Pointer, flags: c_uint) by member |all, here, call| {
+    ncclCommRevoke(communicator: Pointer, flags: c_int) by member |all, here, call| {
         all.revoke(here, communicator.expose_provenance(), call)
     }
 }

@@ -6,6 +6,9 @@
 //! | told | NCCL's own function; the process's owner is told once that a pause does not see it |
 //! | pass | not hooked, for the reason given in the completeness test |
 //!
+//! NCCL EP (`libnccl_ep.so`), which is built on NCCL's public functions, is a library and a table of its own
+//! ([`experts`]).
+//!
 //! How callers come to these functions is the engine's matter ([`interpose`](crate::interpose)); this is its table. The
 //! profiling names (`pnccl...`) are not hooked: a tool calls them after the application has called the public ones,
 //! and `PyTorch` never does.
@@ -13,6 +16,7 @@
 #![expect(unsafe_code, reason = "exports functions under NCCL's names and calls NCCL")]
 
 pub(crate) mod calls;
+pub(crate) mod experts;
 
 use std::ffi::{CStr, c_int};
 
@@ -35,14 +39,19 @@ interpose_library! {
     NCCL; missing = super::no_nccl;
     replaced in calls {
         ncclAllGather;
+        ncclAllGatherConfig;
         ncclAllReduce;
+        ncclAllReduceConfig;
         ncclAlltoAll;
+        ncclAlltoAllConfig;
         ncclBcast;
         ncclBroadcast;
+        ncclBroadcastConfig;
         ncclCommAbort;
         ncclCommDestroy;
         ncclCommFinalize;
         ncclCommGetAsyncError;
+        ncclCommGrow;
         ncclCommInitAll;
         ncclCommInitRank;
         ncclCommInitRankConfig;
@@ -52,25 +61,26 @@ interpose_library! {
         ncclCommShrink;
         ncclCommSplit;
         ncclCommSuspend;
-        ncclCommWindowDeregister;
         ncclCommWindowRegister;
         ncclDevCommCreate;
         ncclGather;
+        ncclGatherConfig;
         ncclGroupEnd;
         ncclGroupSimulateEnd;
         ncclGroupStart;
+        ncclPutSignal;
         ncclRecv;
         ncclReduce;
+        ncclReduceConfig;
         ncclReduceScatter;
+        ncclReduceScatterConfig;
         ncclScatter;
+        ncclScatterConfig;
         ncclSend;
-    }
-    told {
-        ncclCommGrow;
-        ncclPutSignal;
         ncclSignal;
         ncclWaitSignal;
     }
+    told {}
 }
 
 fn found(path: &CStr, is_watched: bool) {

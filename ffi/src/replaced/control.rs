@@ -79,10 +79,13 @@ create_context!(cuCtxCreate_v4(parameters: Pointer, flags: c_uint, device: c_int
 /// As the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxDestroy_v2(context: Pointer) -> c_int {
+    let own = || runtime::own_contexts().lock().unwrap_or_else(PoisonError::into_inner);
+    let leaving = RawContext(context.addr() as u64);
+    // Before the driver lets the value go, which may be another thread's context at once.
+    let was_own = own().remove(&leaving);
     let code = call_driver!(cuCtxDestroy_v2(context => Pointer));
-    if code == SUCCESS {
-        let gone = RawContext(context.addr() as u64);
-        runtime::own_contexts().lock().unwrap_or_else(PoisonError::into_inner).remove(&gone);
+    if code != SUCCESS && was_own {
+        own().insert(leaving);
     }
     code
 }

@@ -5,6 +5,7 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong};
 
+use sublet_cuda_graph::Counted;
 use vmm_pool::driver::DriverCode;
 use vmm_pool::gate::Passage;
 
@@ -20,6 +21,13 @@ const CAPTURE_ACTIVE: c_int = 1;
 /// `CU_GRAPH_NODE_TYPE_GRAPH`, first in `CUgraphNodeParams`; the child graph is 16 bytes in.
 const NODE_TYPE_GRAPH: c_int = 4;
 const NODE_CHILD_OFFSET: usize = 16;
+/// Behind it `CUgraphChildGraphNodeOwnership`, of which this moves the child into the graph.
+const NODE_OWNERSHIP_OFFSET: usize = 24;
+const OWNERSHIP_MOVED: c_int = 1;
+/// `CU_GRAPH_NODE_TYPE_CONDITIONAL`: 16 bytes in its handle, then its kind, how many bodies, and where they are.
+const NODE_TYPE_CONDITIONAL: c_int = 13;
+const NODE_BODY_COUNT_OFFSET: usize = 28;
+const NODE_BODIES_OFFSET: usize = 32;
 
 /// The driver's number of the capture that records what is submitted to `stream` now. Asks only while a
 /// capture is under way in the process, and never of the legacy stream, which cannot be captured and would
@@ -74,7 +82,13 @@ pub(super) fn end_capture(stream: Pointer, graph: Pointer, end: impl FnOnce() ->
     if let Some(capture) = capture {
         let made = if code == SUCCESS { written(graph) } else { None };
         let had_other_work = target == Some(sublet_cuda_graph::Target::Existing);
-        graphs.capture_ended(capture, made, had_other_work);
+        if graphs.capture_ended(capture, made, had_other_work) == Counted::NotInBody {
+            member.note(
+                "a collective was captured into a part of a graph that is not followed, such as the body of a conditional \
+                 node: a pause in the middle of its launches may time out"
+                    .to_owned(),
+            );
+        }
     }
     code
 }
@@ -97,8 +111,17 @@ macro_rules! launch_graph {
             };
             let capture = capture_of(stream.expose_provenance());
             // Held outside of the gate, which a pause shuts.
-            let launch =
-                capture.is_none().then(|| member.cut().enter("cuGraphLaunch", &increments));
+            let entered = capture
+                .is_none()
+                .then(|| member.cut().enter_if_there("cuGraphLaunch", &increments, &[]));
+            let Ok(launch) = entered.transpose() else {
+                member.note(
+                    "cuGraphLaunch was held for a pause while another thread ended a communicator that its graph uses: it \
+                     failed as for a graph that is gone, and launched nothing. Capture the graph anew"
+                        .to_owned(),
+                );
+                return DriverCode::INVALID_HANDLE.0;
+            };
             let code = {
                 let _pass = member.gate().pass_for(stringify!($symbol), Passage::Use);
                 driver()
@@ -188,37 +211,68 @@ followed! {
         }
     }
 }
-followed! {
-    /// Adds a node, which may stand for a graph.
-    cuGraphAddNode(
-        node: Pointer, graph: Pointer, dependencies: Pointer, count: usize, parameters: Pointer
-    ) then |_graphs| node_added(node, graph, parameters)
-}
-followed! {
-    /// Adds a node, which may stand for a graph.
-    cuGraphAddNode_v2(
-        node: Pointer, graph: Pointer, dependencies: Pointer, data: Pointer, count: usize,
-        parameters: Pointer
-    ) then |_graphs| node_added(node, graph, parameters)
+macro_rules! add_node {
+    ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
+        /// Adds a node, which may stand for a graph or have some.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(
+            node: Pointer, graph: Pointer, $($arg: $ty,)* parameters: Pointer
+        ) -> c_int {
+            let code = call_driver!($symbol(
+                node => Pointer, graph => Pointer, $($arg => $ty,)* parameters => Pointer
+            ));
+            if code == SUCCESS {
+                node_added(node, graph, parameters);
+            }
+            code
+        }
+    };
 }
 
-followed! {
-    /// Adds a node, which may stand for a graph.
-    cuGraphAddNode_v3(
-        node: Pointer, graph: Pointer, dependencies: Pointer, data: Pointer, count: usize,
-        parameters: Pointer
-    ) then |_graphs| node_added(node, graph, parameters)
-}
+add_node!(cuGraphAddNode(dependencies: Pointer, count: usize));
+add_node!(cuGraphAddNode_v2(dependencies: Pointer, data: Pointer, count: usize));
+add_node!(cuGraphAddNode_v3(dependencies: Pointer, data: Pointer, count: usize));
 
 fn node_added(node: Pointer, graph: Pointer, parameters: Pointer) {
-    let Some(made) = written(node) else { return };
     // SAFETY: the driver has accepted these parameters, whose first field is the kind of node.
-    let kind = unsafe { parameters.cast::<c_int>().read() };
-    if kind == NODE_TYPE_GRAPH {
-        let place = parameters.wrapping_byte_add(NODE_CHILD_OFFSET).cast::<Pointer>();
-        // SAFETY: parameters of this kind hold the child graph there.
-        let child = unsafe { place.read() };
-        runtime::graphs().child_added(value(graph), made, value(child));
+    match unsafe { parameters.cast::<c_int>().read() } {
+        // Bodies are there before anything is captured into one.
+        NODE_TYPE_CONDITIONAL => bodies_added(parameters),
+        NODE_TYPE_GRAPH if runtime::graphs().is_used() => child_added(node, graph, parameters),
+        _ => {}
+    }
+}
+
+fn child_added(node: Pointer, graph: Pointer, parameters: Pointer) {
+    let Some(made) = written(node) else { return };
+    let place = parameters.wrapping_byte_add(NODE_CHILD_OFFSET).cast::<Pointer>();
+    // SAFETY: parameters of this kind hold the child graph there.
+    let child = value(unsafe { place.read() });
+    runtime::graphs().child_added(value(graph), made, child);
+    let place = parameters.wrapping_byte_add(NODE_OWNERSHIP_OFFSET).cast::<c_int>();
+    // SAFETY: behind it who owns the child, or bytes of the union that must be 0 (before CUDA 12.9).
+    if unsafe { place.read() } == OWNERSHIP_MOVED {
+        runtime::graphs().is_body(child);
+    }
+}
+
+/// The driver has written where the bodies of a conditional node are to its parameters.
+fn bodies_added(parameters: Pointer) {
+    let count = parameters.wrapping_byte_add(NODE_BODY_COUNT_OFFSET).cast::<c_uint>();
+    let bodies = parameters.wrapping_byte_add(NODE_BODIES_OFFSET).cast::<*const Pointer>();
+    // SAFETY: parameters of this kind hold how many bodies there are.
+    let count = unsafe { count.read() } as usize;
+    // SAFETY: and where the driver has put them.
+    let bodies = unsafe { bodies.read() };
+    if bodies.is_null() {
+        return;
+    }
+    // SAFETY: the driver's array of this many graphs, which lives as long as the node.
+    for body in unsafe { std::slice::from_raw_parts(bodies, count) } {
+        runtime::graphs().is_body(value(*body));
     }
 }
 
@@ -238,12 +292,30 @@ followed! {
     cuGraphExecChildGraphNodeSetParams(executable: Pointer, node: Pointer, child: Pointer)
         then |graphs| graphs.child_replaced(value(executable), value(node), value(child))
 }
-followed! {
-    /// Ends a graph.
-    cuGraphDestroy(graph: Pointer) then |graphs| graphs.graph_destroyed(value(graph))
+/// Ends a graph.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGraphDestroy(graph: Pointer) -> c_int {
+    let mut code = SUCCESS;
+    runtime::graphs().destroy_graph(value(graph), || {
+        code = call_driver!(cuGraphDestroy(graph => Pointer));
+        code == SUCCESS
+    });
+    code
 }
-followed! {
-    /// Ends an executable graph.
-    cuGraphExecDestroy(executable: Pointer)
-        then |graphs| graphs.executable_destroyed(value(executable))
+
+/// Ends an executable graph.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGraphExecDestroy(executable: Pointer) -> c_int {
+    let mut code = SUCCESS;
+    runtime::graphs().destroy_executable(value(executable), || {
+        code = call_driver!(cuGraphExecDestroy(executable => Pointer));
+        code == SUCCESS
+    });
+    code
 }

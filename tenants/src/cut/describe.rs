@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
+use super::plan::both_ways;
 use super::{CommunicatorId, CutReport, Lane, Limits, Series};
 
 /// Why a member is not at the cut.
@@ -93,6 +94,19 @@ impl fmt::Display for Laggard {
                     Series::Creation => f.write_str("has yet to join it")?,
                     Series::End => f.write_str("has yet to end it")?,
                     Series::Collectives => write!(f, "at collective {launched} of {limit}")?,
+                    Series::Expert { group } => {
+                        write!(
+                            f,
+                            "at exchange {launched} of {limit} between experts of group {group}"
+                        )?;
+                    }
+                    Series::Signal { from, to, index, context } => {
+                        write!(
+                            f,
+                            "at signal {launched} of {limit} from rank {from} to rank {to} (index {index}, \
+                             context {context})"
+                        )?;
+                    }
                     Series::Pair { from, to } => {
                         write!(
                             f,
@@ -112,8 +126,11 @@ impl fmt::Display for Laggard {
 /// launched, nobody here knows. One line each.
 pub fn foreign_ranks(reports: &[&CutReport]) -> Vec<String> {
     let mut communicators: BTreeMap<CommunicatorId, (u32, BTreeSet<u32>)> = BTreeMap::new();
+    let aliases = both_ways(reports);
     for local in reports.iter().flat_map(|report| &report.ranks) {
-        let (ranks, here) = communicators.entry(local.communicator).or_default();
+        let id = local.communicator;
+        let id = aliases.get(&id).map_or(id, |other| id.min(*other));
+        let (ranks, here) = communicators.entry(id).or_default();
         *ranks = local.ranks;
         here.insert(local.rank);
     }

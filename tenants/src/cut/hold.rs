@@ -3,7 +3,7 @@
 //! Who holds is named by a number (its connection): a hold ends with its holder, at once, whatever the
 //! worker thread is at.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,10 @@ use vmm_pool::sync::{Arc, Ordering, PoisonError};
 /// How long a watcher goes without looking: calls leave without taking a lock, captures begin and end,
 /// and other threads' work ends, without a word to us.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// How many communicators that were given up are told of. A job that makes up for lost ranks gives one up now and
+/// then, and the others of it soon after.
+pub(super) const GIVEN_UP_MAX: usize = 64;
 
 /// Who may launch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -45,18 +49,41 @@ pub(super) struct Table {
     holder: Option<u64>,
     /// Moves when whoever watches is to stop.
     asked: u64,
-    waiting: BTreeMap<u64, Waiter>,
+    pub(super) waiting: BTreeMap<u64, Waiter>,
     /// How many launches have had to wait; the last one's number.
     waits: u64,
     /// When each thread inside was first seen there, by its slot's number.
     first_seen: HashMap<u64, (u64, Instant)>,
+    /// Communicators that ranks of this process have given up, the latest last.
+    pub(super) given_up: VecDeque<CommunicatorId>,
+    /// Communicators that ranks of this process have, and by what other ranks know them.
+    pub(super) aliases: BTreeMap<CommunicatorId, CommunicatorId>,
 }
 
 #[derive(Debug)]
-struct Waiter {
+pub(super) struct Waiter {
     what: &'static str,
     increments: Vec<Increment>,
+    /// Counters of further ranks that it needs; none when it is let go whoever has left.
+    also: Option<Vec<Arc<Counter>>>,
     since: Instant,
+}
+
+impl Waiter {
+    /// Is it turned back, because a rank of `communicator` that it needs has left?
+    pub(super) fn must_withdraw_from(&self, communicator: CommunicatorId) -> bool {
+        let is_left =
+            |counter: &Arc<Counter>| counter.lane.communicator == communicator && counter.is_gone();
+        self.also.as_deref().is_some_and(|also| needed(&self.increments, also).any(is_left))
+    }
+}
+
+/// The counters whose ranks a launch needs.
+fn needed<'a>(
+    increments: &'a [Increment],
+    also: &'a [Arc<Counter>],
+) -> impl Iterator<Item = &'a Arc<Counter>> {
+    increments.iter().map(|increment| &increment.counter).chain(also)
 }
 
 /// Work of a call that has returned.
@@ -101,18 +128,38 @@ impl Table {
 }
 
 impl Cut {
-    pub(super) fn wait_to_go_in(&self, slot: &Slot, what: &'static str, increments: &[Increment]) {
+    /// Waits until the hold admits `increments`, and counts them. A launch that is turned back, because a rank that it
+    /// needs has left, is listed among those that wait until it has withdrawn: its number there is returned.
+    pub(super) fn wait_to_go_in(
+        &self,
+        slot: &Slot,
+        what: &'static str,
+        increments: &[Increment],
+        also: Option<&[Arc<Counter>]>,
+    ) -> Result<(), Option<u64>> {
         let mut table = self.table();
         let mut ticket = None;
-        while !table.admits(increments) {
+        loop {
+            if also.is_some_and(|also| needed(increments, also).any(|counter| counter.is_gone())) {
+                return Err(ticket);
+            }
+            if table.admits(increments) {
+                break;
+            }
             if ticket.is_none() {
                 table.waits += 1;
                 table.progress += 1;
                 let number = table.waits;
                 let since = Instant::now();
-                table
-                    .waiting
-                    .insert(number, Waiter { what, increments: increments.to_vec(), since });
+                table.waiting.insert(
+                    number,
+                    Waiter {
+                        what,
+                        increments: increments.to_vec(),
+                        also: also.map(<[_]>::to_vec),
+                        since,
+                    },
+                );
                 ticket = Some(number);
                 self.moved.notify_all();
             }
@@ -125,6 +172,7 @@ impl Cut {
         }
         table.progress += 1;
         self.moved.notify_all();
+        Ok(())
     }
 
     /// `holder` is going to hold, or asks for something else: whoever watches for it stops.
@@ -248,6 +296,8 @@ impl Cut {
             waiting: waiting.collect(),
             inside,
             captures: captures as u64,
+            given_up: table.given_up.iter().copied().collect(),
+            aliases: table.aliases.iter().map(|(own, others)| (*own, *others)).collect(),
         };
         report.seen.at_rest = report.is_at_rest(&table.limits);
         report

@@ -27,6 +27,7 @@ mod describe;
 mod hold;
 pub mod plan;
 mod report;
+mod seats;
 #[cfg(test)]
 mod tests;
 
@@ -41,6 +42,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use describe::{Lag, Laggard, foreign_ranks, laggards};
 pub use report::{CutReport, Inside, LaunchCount, Limits, Need, Seen, Waiting};
+pub use seats::Withdrawal;
 
 use hold::{Mode, Table, Unfinished};
 use vmm_pool::slots::{Slot, Slots};
@@ -96,14 +98,43 @@ pub enum Series {
     },
     /// Its end, where ranks wait for each other: 1 once a rank has gone in.
     End,
+    /// Exchanges between experts: what all its ranks do in the same order, beside the collectives.
+    Expert {
+        /// Which of the groups of experts on it, in the order of their making.
+        group: u32,
+    },
+    /// Signals that one rank gives another. Who gives one never waits: only what the other waits for must have
+    /// been given.
+    Signal {
+        /// The rank that gives.
+        from: u32,
+        /// The rank that waits.
+        to: u32,
+        /// Which of its signals.
+        index: i32,
+        /// In which context.
+        context: i32,
+    },
 }
 
 impl Series {
     /// Does `rank` take part?
     pub fn includes(self, rank: u32) -> bool {
         match self {
-            Self::Creation | Self::Collectives | Self::End => true,
-            Self::Pair { from, to } => rank == from || rank == to,
+            Self::Creation | Self::Collectives | Self::End | Self::Expert { .. } => true,
+            Self::Pair { from, to } | Self::Signal { from, to, .. } => rank == from || rank == to,
+        }
+    }
+
+    /// Does another rank that has launched more wait for `rank`?
+    pub fn demands(self, rank: u32) -> bool {
+        match self {
+            Self::Signal { from, .. } => rank == from,
+            Self::Creation
+            | Self::Collectives
+            | Self::End
+            | Self::Expert { .. }
+            | Self::Pair { .. } => true,
         }
     }
 }
@@ -134,6 +165,8 @@ pub struct Counter {
     lane: Lane,
     rank: u32,
     launched: AtomicU64,
+    /// Not 0 once the rank has left. Set and looked at under the table's lock where that matters.
+    is_gone: AtomicU8,
 }
 
 impl Counter {
@@ -213,19 +246,6 @@ impl Cut {
         table.progress += 1;
     }
 
-    /// It does no more; its counters go with it.
-    pub fn remove_rank(&self, communicator: CommunicatorId, rank: u32) {
-        let mut table = self.table();
-        table.ranks.remove(&(communicator, rank));
-        table.counters.retain(|(lane, r), _| lane.communicator != communicator || *r != rank);
-        let is_of_it = |places: &Vec<_>, _: &mut Unfinished| places.contains(&(communicator, rank));
-        let unfinished: Vec<_> = table.unfinished.extract_if(.., is_of_it).collect();
-        table.progress += 1;
-        drop(table);
-        // Ends outside the lock: it may own anything.
-        drop(unfinished);
-    }
-
     /// The ranks that live here, in order.
     pub fn ranks(&self) -> Vec<Rank> {
         self.table().ranks.values().copied().collect()
@@ -235,30 +255,61 @@ impl Cut {
     pub fn counter(&self, lane: Lane, rank: u32) -> Arc<Counter> {
         let mut table = self.table();
         let counter = table.counters.entry((lane, rank));
-        Arc::clone(
-            counter
-                .or_insert_with(|| Arc::new(Counter { lane, rank, launched: AtomicU64::new(0) })),
-        )
+        Arc::clone(counter.or_insert_with(|| {
+            let (launched, is_gone) = (AtomicU64::new(0), AtomicU8::new(0));
+            Arc::new(Counter { lane, rank, launched, is_gone })
+        }))
     }
 
     /// Goes into a call that launches `increments`, all or nothing, after waiting while the rank is held.
     /// `what` names the call for people. A call within a call of the same thread is part of it: it passes
     /// and counts nothing. So does, but for the counting, a thread that is being torn down.
     pub fn enter<'a>(&'a self, what: &'static str, increments: &'a [Increment]) -> Launch<'a> {
-        let depth = DEPTH.get();
-        DEPTH.set(depth + 1);
-        let outermost = depth == 0;
-        if outermost {
-            let entered =
-                OWN.try_with(|own| self.go_in(own.get_or_init(|| self.own()), what, increments));
-            if entered.is_err() {
-                count(increments);
-            }
-        }
-        Launch { cut: self, what, increments, outermost, here: PhantomData }
+        self.begin(what, increments, None)
+            .unwrap_or_else(|_| unreachable!("it cannot be turned back"))
     }
 
-    fn go_in(&self, own: &Own, what: &'static str, increments: &[Increment]) {
+    /// As [`Cut::enter`], for a launch that needs the ranks of its increments, and of `also`, to be there when it is let
+    /// go.
+    ///
+    /// # Errors
+    /// It was held, and one of these ranks has left: the launch must not be made, and nothing is counted.
+    pub fn enter_if_there<'a>(
+        &'a self,
+        what: &'static str,
+        increments: &'a [Increment],
+        also: &[Arc<Counter>],
+    ) -> Result<Launch<'a>, Withdrawal<'a>> {
+        self.begin(what, increments, Some(also))
+    }
+
+    fn begin<'a>(
+        &'a self,
+        what: &'static str,
+        increments: &'a [Increment],
+        also: Option<&[Arc<Counter>]>,
+    ) -> Result<Launch<'a>, Withdrawal<'a>> {
+        let depth = DEPTH.get();
+        let outermost = depth == 0;
+        if outermost {
+            let entered = OWN
+                .try_with(|own| self.go_in(own.get_or_init(|| self.own()), what, increments, also));
+            match entered {
+                Ok(entered) => entered?,
+                Err(_) => count(increments),
+            }
+        }
+        DEPTH.set(depth + 1);
+        Ok(Launch { cut: self, what, increments, outermost, here: PhantomData })
+    }
+
+    fn go_in<'a>(
+        &'a self,
+        own: &Own,
+        what: &'static str,
+        increments: &[Increment],
+        also: Option<&[Arc<Counter>]>,
+    ) -> Result<(), Withdrawal<'a>> {
         let label = what.as_ptr().addr();
         if own.slot.label() != label {
             self.name(own, label, what);
@@ -266,10 +317,11 @@ impl Cut {
         own.slot.step_in();
         if self.mode.load(Ordering::SeqCst) == Mode::Open as u8 {
             count(increments);
-            return;
+            return Ok(());
         }
         own.slot.step_out();
-        self.wait_to_go_in(&own.slot, what, increments);
+        let waited = self.wait_to_go_in(&own.slot, what, increments, also);
+        waited.map_err(|ticket| Withdrawal { cut: self, ticket })
     }
 
     fn own(&self) -> Own {

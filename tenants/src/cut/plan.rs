@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{CutReport, Lane, Limits, Series};
+use super::{CommunicatorId, CutReport, Lane, Limits, Series};
 
 /// The limits of one cut, and why they are what they are.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -14,6 +14,8 @@ pub struct Plan {
     /// For a lane whose limit was raised beyond what anybody had launched: the lanes that somebody was
     /// behind on, and for whose sake it was, directly or not.
     reasons: BTreeMap<Lane, BTreeSet<Lane>>,
+    /// Communicators that some ranks know by one identity and some by another, both ways round.
+    aliases: BTreeMap<CommunicatorId, CommunicatorId>,
 }
 
 /// What came of a look at the reports.
@@ -43,13 +45,14 @@ impl Plan {
 
     /// Takes the latest report of every member, and sets the limits.
     ///
-    /// * A lane's limit is its largest count. It never sinks, but for a stall: what was allowed and not
+    /// * A lane's limit is its largest count; of signals, what has been waited for. It never sinks, but for a stall: what was allowed and not
     ///   used by then (a launch that failed) is taken back.
     /// * A member that is behind on a lane, or captures, has what its threads wait for raised, unless that
     ///   lane was the reason for the limit that it is behind of: it cannot be in the way then (one thread
     ///   would have come the other way round), and two could raise each other's for ever.
     /// * In a stall, whatever anybody waits for is raised.
     pub fn update(&mut self, reports: &[&CutReport], pace: Pace) -> Verdict {
+        self.aliases = both_ways(reports);
         self.count(reports, pace);
         let limits = self.limits.clone();
         if reports.iter().all(|report| report.is_at_rest(&limits)) {
@@ -76,7 +79,9 @@ impl Plan {
         let locals = || reports.iter().flat_map(|report| &report.ranks);
         let creations = self.limits.iter().filter(|(lane, _)| lane.series == Series::Creation);
         let making = creations.map(|(lane, _)| lane.communicator).any(|communicator| {
-            let here = locals().filter(|local| local.communicator == communicator);
+            let other = self.aliases.get(&communicator).copied();
+            let is_one = move |id| id == communicator || Some(id) == other;
+            let here = locals().filter(|local| is_one(local.communicator));
             here.clone().any(|local| here.clone().count() < local.ranks as usize)
         });
         making && reports.iter().any(|report| !report.inside.is_empty())
@@ -89,14 +94,36 @@ impl Plan {
             self.reasons.clear();
         }
         for counter in reports.iter().flat_map(|report| &report.counters) {
-            self.raise(counter.lane, counter.launched, BTreeSet::new());
+            // A signal that nobody waits for yet lets nobody go further.
+            let is_surplus =
+                matches!(counter.lane.series, Series::Signal { from, .. } if from == counter.rank);
+            if !is_surplus {
+                self.raise(counter.lane, counter.launched, BTreeSet::new());
+            }
+        }
+        for communicator in reports.iter().flat_map(|report| &report.given_up) {
+            self.limits.give_up(*communicator);
+            if let Some(other) = self.aliases.get(communicator) {
+                self.limits.give_up(*other);
+            }
         }
     }
 
+    /// Raises the limit of `lane`, under both of its names where it has two.
     fn raise(&mut self, lane: Lane, to: u64, reasons: BTreeSet<Lane>) {
+        if let Some(other) = self.other_name(lane)
+            && self.limits.raise(other, to)
+        {
+            self.reasons.insert(other, reasons.clone());
+        }
         if self.limits.raise(lane, to) {
             self.reasons.insert(lane, reasons);
         }
+    }
+
+    fn other_name(&self, lane: Lane) -> Option<Lane> {
+        let communicator = *self.aliases.get(&lane.communicator)?;
+        Some(Lane { communicator, ..lane })
     }
 
     /// Raises what a member that is behind waits for.
@@ -120,6 +147,7 @@ impl Plan {
             let reasons = match cause {
                 Some(lane) => {
                     let mut reasons = self.reasons.get(&lane).cloned().unwrap_or_default();
+                    reasons.extend(self.other_name(lane));
                     reasons.insert(lane);
                     reasons
                 }
@@ -136,4 +164,10 @@ impl Plan {
     fn is_for(&self, lane: Lane, which: impl Fn(&Lane) -> bool) -> bool {
         self.reasons.get(&lane).is_some_and(|reasons| reasons.iter().any(which))
     }
+}
+
+/// Which communicators `reports` say to have two identities.
+pub(super) fn both_ways(reports: &[&CutReport]) -> BTreeMap<CommunicatorId, CommunicatorId> {
+    let aliases = reports.iter().flat_map(|report| &report.aliases);
+    aliases.flat_map(|(one, other)| [(*one, *other), (*other, *one)]).collect()
 }

@@ -1,20 +1,24 @@
 //! What a member says of its launches, and what it is told: the data of the cut's messages.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Lane, Rank, Series};
+use super::{CommunicatorId, Lane, Rank, Series};
 
 /// Up to which count each lane may be launched. On a lane that is not named, nothing may.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Limits(BTreeMap<Lane, u64>);
+pub struct Limits {
+    of: BTreeMap<Lane, u64>,
+    /// Of these, whoever is below a limit is not waited for.
+    given_up: BTreeSet<CommunicatorId>,
+}
 
 impl Limits {
     /// The limit of `lane`.
     pub fn of(&self, lane: Lane) -> u64 {
-        self.0.get(&lane).copied().unwrap_or(0)
+        self.of.get(&lane).copied().unwrap_or(0)
     }
 
     /// May what needs `needs` be launched?
@@ -26,14 +30,14 @@ impl Limits {
     pub fn raise(&mut self, lane: Lane, to: u64) -> bool {
         let raised = to > self.of(lane);
         if raised {
-            self.0.insert(lane, to);
+            self.of.insert(lane, to);
         }
         raised
     }
 
     /// All lanes that have one, in order.
     pub fn iter(&self) -> impl Iterator<Item = (Lane, u64)> {
-        self.0.iter().map(|(lane, limit)| (*lane, *limit))
+        self.of.iter().map(|(lane, limit)| (*lane, *limit))
     }
 
     /// What a member with this report must know: its own lanes, and communicators being made, which it
@@ -41,7 +45,20 @@ impl Limits {
     #[must_use]
     pub fn for_member(&self, report: &CutReport) -> Self {
         let own = |lane: Lane| lane.series == Series::Creation || report.takes_part(lane);
-        Self(self.iter().filter(|(lane, _)| own(*lane)).collect())
+        let of: BTreeMap<_, _> = self.iter().filter(|(lane, _)| own(*lane)).collect();
+        let is_own = |id: &&CommunicatorId| of.keys().any(|lane| lane.communicator == **id);
+        let given_up = self.given_up.iter().filter(is_own).copied().collect();
+        Self { of, given_up }
+    }
+
+    /// Ranks of `communicator` wait for some that have given it up: nobody is waited for on its lanes any more.
+    pub(super) fn give_up(&mut self, communicator: CommunicatorId) {
+        self.given_up.insert(communicator);
+    }
+
+    /// Is `rank` waited for while it is below the limit of `lane`?
+    fn demands(&self, lane: Lane, rank: u32) -> bool {
+        lane.series.demands(rank) && !self.given_up.contains(&lane.communicator)
     }
 }
 
@@ -113,6 +130,10 @@ pub struct CutReport {
     pub inside: Vec<Inside>,
     /// Stream captures under way.
     pub captures: u64,
+    /// Communicators that ranks of this process have given up, the latest ones.
+    pub given_up: Vec<CommunicatorId>,
+    /// Communicators of ranks that live here which other ranks know by another identity.
+    pub aliases: Vec<(CommunicatorId, CommunicatorId)>,
 }
 
 /// Lists in a report are cut at this length, counts of ranks excepted: they are for people, and for
@@ -134,10 +155,12 @@ impl CutReport {
         counters().map(|counter| (counter.rank, counter.launched)).chain(idle.map(|rank| (rank, 0)))
     }
 
-    /// Lanes, of those with a limit, on which a rank that lives here has launched less, in order.
+    /// Lanes, of those with a limit, on which a rank that lives here has launched less and is waited for, in order.
     pub fn behind<'a>(&'a self, limits: &'a Limits) -> impl Iterator<Item = (Lane, u32, u64)> + 'a {
-        limits.iter().flat_map(|(lane, limit)| {
-            let short = self.counts_on(lane).filter(move |(_, count)| *count < limit);
+        limits.iter().flat_map(move |(lane, limit)| {
+            let is_short =
+                move |(rank, count): &(u32, u64)| *count < limit && limits.demands(lane, *rank);
+            let short = self.counts_on(lane).filter(is_short);
             short.map(move |(rank, count)| (lane, rank, count))
         })
     }

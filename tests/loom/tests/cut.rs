@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
-use sublet_loom::cut::{CommunicatorId, Cut, CutReport, Increment, Lane, Limits, Seen, Series};
+use sublet_loom::cut::{
+    CommunicatorId, Cut, CutReport, Increment, Lane, Limits, Rank, Seen, Series,
+};
 use sublet_loom::explore;
 
 const HOLDER: u64 = 1;
@@ -192,5 +194,29 @@ fn who_watches_learns_of_a_launch_that_waits() {
         }
         process.cut.release();
         launcher.join().unwrap();
+    });
+}
+
+#[test]
+fn who_ends_a_communicator_meets_no_held_thread_with_it_in_hand() {
+    explore(2, || {
+        let process = std::sync::Arc::new(Process::default());
+        process.cut.add_rank(Rank { communicator: COMMUNICATOR, rank: 0, ranks: 2 });
+        process.hold(0);
+        let own = std::sync::Arc::clone(&process);
+        let increment = process.increment(COLLECTIVES);
+        let launcher = thread::spawn(move || {
+            let withdrawal = own.cut.enter_if_there("ncclGroupEnd", &increment, &[]).unwrap_err();
+            // What it does with the communicator here, it must do before that is freed.
+            assert_eq!(own.launched.load(Ordering::Relaxed), 0, "it is freed");
+            drop(withdrawal);
+        });
+        let first = process.cut.report(0);
+        process.watch(first, |report| !report.waiting.is_empty());
+        process.cut.give_up_rank(COMMUNICATOR, 0);
+        assert!(process.cut.wait_for_withdrawals(COMMUNICATOR, Duration::from_hours(1)));
+        process.launched.store(1, Ordering::Relaxed);
+        launcher.join().unwrap();
+        assert!(process.cut.report(0).waiting.is_empty());
     });
 }

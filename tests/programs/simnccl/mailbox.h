@@ -15,11 +15,18 @@
 #define BOX_BYTES (2u << 20)
 #define SLOT_BYTES (64u << 10)
 
-/* Collectives and messages do not meet in a slot. */
-enum Channel { COLLECTIVE, MESSAGE, CHANNELS };
+/* Collectives, messages and exchanges do not meet in a slot. */
+enum Channel { COLLECTIVE, MESSAGE, EXCHANGE, CHANNELS };
 
-enum { FLAGS_OFFSET = CHANNELS * RANKS_MAX * SLOT_BYTES };
-_Static_assert(FLAGS_OFFSET + 2 * CHANNELS * RANKS_MAX * 4 <= BOX_BYTES, "the box is too small");
+/* Signals of one rank to another that have been given and not waited for, at most. */
+#define SIGNALS_MAX 64
+
+enum {
+    FLAGS_OFFSET = CHANNELS * RANKS_MAX * SLOT_BYTES,
+    SIGNALS_OFFSET = FLAGS_OFFSET + 2 * CHANNELS * RANKS_MAX * 4,
+    FLAGS_END = SIGNALS_OFFSET + RANKS_MAX * SIGNALS_MAX * 4,
+};
+_Static_assert(FLAGS_END <= BOX_BYTES, "the box is too small");
 
 typedef struct {
     CUhandle handle;
@@ -47,6 +54,11 @@ static CUdeviceptr full_flag(CUdeviceptr box, enum Channel channel, int from)
 static CUdeviceptr taken_flag(CUdeviceptr box, enum Channel channel, int by)
 {
     return full_flag(box, channel, by) + 4 * CHANNELS * RANKS_MAX;
+}
+
+static CUdeviceptr signal_flag(CUdeviceptr box, int from, uint32_t number)
+{
+    return box + SIGNALS_OFFSET + 4 * (CUdeviceptr)((uint32_t)from * SIGNALS_MAX + number % SIGNALS_MAX);
 }
 
 static void set_flag(CUdeviceptr flag, uint32_t value, CUstream stream)

@@ -23,8 +23,14 @@ typedef struct {
 
 enum { ncclUint32 = 3 };
 enum { NCCL_SUSPEND_MEM = 1 };
+enum { NCCL_SHRINK_ABORT = 1 };
 enum { ncclStatGpuMemSuspend, ncclStatGpuMemSuspended, ncclStatGpuMemPersist, ncclStatGpuMemTotal };
 enum { ncclSum = 0 };
+
+typedef struct Window *ncclWindow_t;
+typedef struct {
+    int opCnt, peer, sigIdx, ctx;
+} ncclWaitSignalDesc_t;
 
 ncclResult_t ncclGetVersion(int *version);
 ncclResult_t ncclGetUniqueId(ncclUniqueId *id);
@@ -50,7 +56,22 @@ ncclResult_t ncclSend(const void *send, size_t count, ncclDataType_t kind, int p
                       ncclStream_t stream);
 ncclResult_t ncclRecv(void *receive, size_t count, ncclDataType_t kind, int peer, ncclComm_t comm,
                       ncclStream_t stream);
+ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags);
+ncclResult_t ncclCommShrink(ncclComm_t parent, int *excluded, int excluded_count, ncclComm_t *made,
+                            ncclConfig_t *config, int flags);
+ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId *id);
+ncclResult_t ncclCommGrow(ncclComm_t parent, int ranks, const ncclUniqueId *id, int rank, ncclComm_t *made,
+                          ncclConfig_t *config);
+ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes, ncclWindow_t *made, int flags);
+ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window);
+ncclResult_t ncclPutSignal(const void *data, size_t count, ncclDataType_t kind, int peer, ncclWindow_t window,
+                           size_t offset, int index, int context, unsigned flags, ncclComm_t comm, ncclStream_t stream);
+ncclResult_t ncclSignal(int peer, int index, int context, unsigned flags, ncclComm_t comm, ncclStream_t stream);
+ncclResult_t ncclWaitSignal(int count, ncclWaitSignalDesc_t *descriptors, ncclComm_t comm, ncclStream_t stream);
 ncclResult_t ncclGroupStart(void);
 ncclResult_t ncclGroupEnd(void);
+
+/* Not of NCCL's interface: the same as a sum, by a way of its own. For libraries that launch work by themselves. */
+ncclResult_t simnccl_exchange(void *data, size_t count, ncclComm_t comm, ncclStream_t stream);
 
 #endif

@@ -69,9 +69,17 @@ impl std::fmt::Debug for Captures {
 }
 
 impl Captures {
-    fn next_id(&mut self) -> u64 {
+    /// The number of a capture, which never comes again.
+    fn next_capture(&mut self) -> u64 {
         self.made += 1;
-        FIRST + self.made * STEP
+        self.made
+    }
+
+    /// A value for a graph or an executable: that of one that has ended comes again at once, as the real driver's do.
+    fn next_id(&self) -> u64 {
+        let is_used = |id: &u64| self.graphs.contains_key(id) || self.executables.contains_key(id);
+        let mut values = (1..).map(|number| FIRST + number * STEP);
+        values.find(|id| !is_used(id)).unwrap_or(FIRST)
     }
 }
 
@@ -97,7 +105,7 @@ impl Sim {
             return Err(DriverCode::ILLEGAL_STATE);
         }
         let capture = Arc::new(Capture {
-            id: captures.next_id(),
+            id: captures.next_capture(),
             origin: stream,
             mode,
             work: Mutex::default(),

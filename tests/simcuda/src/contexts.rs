@@ -23,7 +23,6 @@ pub(crate) struct Contexts {
     live: BTreeMap<u64, DeviceOrdinal>,
     /// How often each primary context is retained, by device.
     primary: BTreeMap<i32, Primary>,
-    created: u64,
     /// Pairs of a context and a peer's context that it may reach.
     peers: BTreeSet<(u64, u64)>,
 }
@@ -139,8 +138,10 @@ impl Sim {
     pub(crate) fn create_context(&self, device: DeviceOrdinal) -> Coded<u64> {
         self.core.ensure_context(device)?;
         let mut contexts = lock(&self.contexts);
-        let context = CREATED_FIRST + contexts.created * STEP;
-        contexts.created += 1;
+        // The value of one that has ended comes again at once, as the real driver's do.
+        let values = (0..).map(|number| CREATED_FIRST + number * STEP);
+        let free = values.into_iter().find(|context| !contexts.live.contains_key(context));
+        let context = free.ok_or(DriverCode::OUT_OF_MEMORY)?;
         contexts.live.insert(context, device);
         push(context);
         Ok(context)

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, TryLockError};
 
-use tenants::cut::{CommunicatorId, Cut, Increment, Lane, Rank, Series};
+use tenants::cut::{CommunicatorId, Counter, Cut, Increment, Lane, Rank, Series};
 
 use super::NcclResult;
 
@@ -23,10 +23,10 @@ pub(super) struct Communicator {
     /// What one collective adds.
     pub(super) collective: [Increment; 1],
     pairs: Mutex<BTreeMap<Series, Increment>>,
-    splits: AtomicU64,
-    shrinks: AtomicU64,
+    pub(super) numbers: Numbers,
     is_ending: AtomicBool,
     is_revoked: AtomicBool,
+    is_given_up: AtomicBool,
     /// A call in non-blocking mode goes on, as far as the application has seen.
     is_in_progress: AtomicBool,
     /// Held around questions about progress: NCCL does not expect two at once.
@@ -41,10 +41,10 @@ impl Communicator {
             local,
             collective: [Increment { counter: cut.counter(lane, local.rank), launches: 1 }],
             pairs: Mutex::default(),
-            splits: AtomicU64::new(0),
-            shrinks: AtomicU64::new(0),
+            numbers: Numbers::default(),
             is_ending: AtomicBool::new(false),
             is_revoked: AtomicBool::new(false),
+            is_given_up: AtomicBool::new(false),
             is_in_progress: AtomicBool::new(false),
             polling: Mutex::default(),
         }
@@ -60,7 +60,7 @@ impl Communicator {
         let make = || Increment { counter: cut.counter(lane, self.local.rank), launches: 1 };
         match series {
             Series::Collectives => self.collective[0].clone(),
-            Series::Pair { .. } => {
+            Series::Pair { .. } | Series::Expert { .. } | Series::Signal { .. } => {
                 let mut pairs = self.pairs.lock().unwrap_or_else(PoisonError::into_inner);
                 pairs.entry(series).or_insert_with(make).clone()
             }
@@ -68,14 +68,9 @@ impl Communicator {
         }
     }
 
-    /// The number of the split that begins now.
-    pub(super) fn next_split(&self) -> u64 {
-        self.splits.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// The number of the shrinking that begins now.
-    pub(super) fn next_shrink(&self) -> u64 {
-        self.shrinks.fetch_add(1, Ordering::Relaxed)
+    /// Says by [`Counter::is_gone`] whether this rank has left.
+    pub(super) fn seat(&self) -> &Arc<Counter> {
+        &self.collective[0].counter
     }
 
     /// Its end begins; says whether it had not before.
@@ -83,13 +78,28 @@ impl Communicator {
         !self.is_ending.swap(true, Ordering::Relaxed)
     }
 
-    pub(super) fn revoke(&self) {
-        self.is_revoked.store(true, Ordering::Relaxed);
-        self.application_goes_on();
+    /// Its end has come to nothing.
+    pub(super) fn undo_end(&self) {
+        self.is_ending.store(false, Ordering::Relaxed);
     }
 
-    pub(super) fn is_revoked(&self) -> bool {
-        self.is_revoked.load(Ordering::Relaxed)
+    pub(super) fn revoke(&self) {
+        self.is_revoked.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn give_up(&self) {
+        self.is_given_up.store(true, Ordering::Relaxed);
+    }
+
+    /// What can be done with it yet.
+    pub(super) fn use_left(&self) -> UseLeft {
+        if self.is_revoked.load(Ordering::Relaxed) {
+            UseLeft::Ending
+        } else if self.is_given_up.load(Ordering::Relaxed) {
+            UseLeft::Uncounted
+        } else {
+            UseLeft::All
+        }
     }
 
     /// A call returned `ncclInProgress`.
@@ -141,6 +151,43 @@ impl Communicator {
     }
 }
 
+/// What an application may do with a communicator that it has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum UseLeft {
+    /// Everything.
+    All,
+    /// It is revoked: others can be made of it, and it can be ended.
+    Ending,
+    /// Its ranks do not stand at the same place any more.
+    Uncounted,
+}
+
+/// How something that is made of a communicator is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Derived {
+    Split,
+    Shrink,
+    Grow,
+    Experts,
+}
+
+/// How much has been made of a communicator. All its ranks make the same, so the numbers are the same in all; a
+/// making that one of them alone fails to begin, which it can then repeat, must not count.
+#[derive(Debug, Default)]
+pub(super) struct Numbers([AtomicU64; 4]);
+
+impl Numbers {
+    /// The number of the next.
+    pub(super) fn take(&self, what: Derived) -> u64 {
+        self.0[what as usize].fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The one taken last came to nothing.
+    pub(super) fn give_back(&self, what: Derived) {
+        self.0[what as usize].fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// How many communicators a thread remembers. Scripts with more than data, tensor, pipeline and expert
 /// groups on one thread pay for a shared lock.
 const REMEMBERED: usize = 8;
@@ -180,6 +227,13 @@ impl Communicators {
     pub(super) fn insert(&self, communicator: Arc<Communicator>) {
         let mut table = self.by_pointer.write().unwrap_or_else(PoisonError::into_inner);
         table.insert(communicator.pointer, communicator);
+        self.version.store(next_version(), Ordering::Release);
+    }
+
+    /// Puts back one that was taken out, unless its pointer names another by now.
+    pub(super) fn put_back(&self, communicator: Arc<Communicator>) {
+        let mut table = self.by_pointer.write().unwrap_or_else(PoisonError::into_inner);
+        table.entry(communicator.pointer).or_insert(communicator);
         self.version.store(next_version(), Ordering::Release);
     }
 

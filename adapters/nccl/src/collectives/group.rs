@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
-use tenants::cut::Increment;
+use tenants::cut::{Counter, Increment};
 
 use super::communicators::Communicator;
 use super::lifecycle::Newcomer;
@@ -14,9 +14,11 @@ pub(super) struct Group {
     /// Launched when the group ends.
     pub(super) increments: Vec<Increment>,
     /// Recorded into captures when the group ends.
-    pub(super) captured: Vec<(u64, Increment)>,
+    pub(super) captured: Vec<(u64, Vec<Increment>)>,
     /// Communicators that the group calls.
     pub(super) touched: Vec<Arc<Communicator>>,
+    /// Communicators that the group splits, each as often as it does.
+    pub(super) splits: Vec<Arc<Communicator>>,
     /// Communicators that the group makes.
     pub(super) newcomers: Vec<Newcomer>,
     /// Communicators that the group ends.
@@ -28,6 +30,12 @@ impl Group {
         if !self.touched.iter().any(|known| Arc::ptr_eq(known, &communicator)) {
             self.touched.push(communicator);
         }
+    }
+
+    /// The seats that must be taken still when the group ends.
+    pub(super) fn seats(&self) -> Vec<Arc<Counter>> {
+        let touched = self.touched.iter().map(|communicator| communicator.seat().clone());
+        touched.chain(self.newcomers.iter().filter_map(Newcomer::needed)).collect()
     }
 
     /// One increment a counter.

@@ -13,7 +13,9 @@ enum Origin {
     UniqueIds,
     Split,
     Shrink,
+    Grow,
     Local,
+    Reuse,
 }
 
 fn named(origin: Origin, facts: &impl Hash) -> CommunicatorId {
@@ -43,6 +45,16 @@ pub(super) fn of_shrink(parent: CommunicatorId, number: u64, excluded: &[i32]) -
     named(Origin::Shrink, &(parent, number, excluded))
 }
 
+/// The `number`th growing of `parent`, to `ranks` ranks, as those know it that are in `parent`.
+pub(super) fn of_grow(parent: CommunicatorId, number: u64, ranks: u32) -> CommunicatorId {
+    named(Origin::Grow, &(parent, number, ranks))
+}
+
+/// Made from an `ncclUniqueId` that named `number` others before, as all do where `NCCL_COMM_ID` is set.
+pub(super) fn of_reuse(first: CommunicatorId, number: u64) -> CommunicatorId {
+    named(Origin::Reuse, &(first, number))
+}
+
 /// All of its ranks are in this process, which `seed` tells from all others.
 pub(super) fn of_local(seed: u64, number: u64) -> CommunicatorId {
     named(Origin::Local, &(seed, number))
@@ -63,5 +75,7 @@ mod tests {
         assert_eq!(of_shrink(parent, 0, &[3, 1]), of_shrink(parent, 0, &[1, 3]));
         assert_ne!(of_shrink(parent, 0, &[1]), of_shrink(parent, 0, &[3]));
         assert_ne!(of_local(1, 0), of_local(2, 0));
+        assert_ne!(of_grow(parent, 0, 4), of_grow(parent, 1, 4));
+        assert_ne!(of_reuse(parent, 1), of_reuse(parent, 2));
     }
 }

@@ -2,11 +2,19 @@
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
-use tenants::cut::{CommunicatorId, Increment, Lane, Rank, Series};
+use tenants::cut::{CommunicatorId, Counter, Increment, Lane, Rank, Series};
 
-use super::communicators::Communicator;
-use super::{Collectives, NcclResult, Process, group, identity};
+use super::communicators::{Communicator, Derived, UseLeft};
+use super::{Collectives, NcclResult, Process, group, identity, turned_back};
+
+/// How long whoever ends a communicator waits for threads that were held with it in hand. They have only to end a group
+/// in failure, which waits for nobody.
+const WITHDRAWAL_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How many identities are remembered that were used once. Where some are used again, they are all the same one.
+const USED_MAX: usize = 4096;
 
 /// A communicator that a call makes.
 #[derive(Debug)]
@@ -20,6 +28,26 @@ pub(super) struct Newcomer {
     parent: Option<Arc<Communicator>>,
     /// Its pointer, where it is in the table already.
     inserted: Option<usize>,
+    making: Making,
+}
+
+/// What a making has taken, and gives back when it comes to nothing.
+#[derive(Clone, Copy, Debug)]
+enum Making {
+    /// One more use of an identity by a rank.
+    Use(CommunicatorId, u32),
+    /// A number of its parent's.
+    Of(Derived),
+    /// Nothing.
+    Plain,
+}
+
+impl Newcomer {
+    /// The seat that must be taken still for it to be made: its parent's, where that is not left already.
+    pub(super) fn needed(&self) -> Option<Arc<Counter>> {
+        let parent = self.parent.as_ref()?;
+        (parent.use_left() == UseLeft::All).then(|| parent.seat().clone())
+    }
 }
 
 impl Collectives {
@@ -39,9 +67,26 @@ impl Collectives {
             // NCCL refuses it, or makes it for itself.
             return call();
         };
-        let local = Rank { communicator: id, rank, ranks };
-        let newcomer = Newcomer { id, local: Some(local), place, parent: None, inserted: None };
-        self.make(process, what, vec![newcomer], call)
+        self.make(process, what, vec![self.newcomer((id, rank, ranks), place)], call)
+    }
+
+    /// A rank of a communicator that is named by `ncclUniqueId`s.
+    fn newcomer(&self, (first, rank, ranks): (CommunicatorId, u32, u32), place: usize) -> Newcomer {
+        let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
+        if uses.len() >= USED_MAX {
+            uses.retain(|_, uses| *uses > 1);
+        }
+        let uses = uses.entry((first, rank)).or_default();
+        let id = if *uses == 0 { first } else { identity::of_reuse(first, *uses) };
+        *uses += 1;
+        Newcomer {
+            id,
+            local: Some(Rank { communicator: id, rank, ranks }),
+            place,
+            parent: None,
+            inserted: None,
+            making: Making::Use(first, rank),
+        }
     }
 
     /// `ncclCommInitAll`: all `ranks` of a new communicator, with their pointers one after the other at
@@ -64,16 +109,18 @@ impl Collectives {
             place: places + rank as usize * size_of::<usize>(),
             parent: None,
             inserted: None,
+            making: Making::Plain,
         };
         self.make(process, "ncclCommInitAll", (0..ranks).map(newcomer).collect(), call)
     }
 
     /// `ncclCommShrink`: only the ranks that stay call it, so it is the making of a communicator and no
-    /// collective of the parent's.
+    /// collective of the parent's. Where it `aborts` what is under way on the parent, ranks may stand at different
+    /// places of it, so its seat is left.
     pub fn shrink<P: Process>(
         &self,
         process: &P,
-        parent: usize,
+        (parent, aborts): (usize, bool),
         excluded: &[i32],
         place: usize,
         call: impl FnOnce() -> NcclResult,
@@ -86,6 +133,11 @@ impl Collectives {
             return call();
         };
         parent.application_goes_on();
+        if aborts && parent.use_left() == UseLeft::All {
+            // Before any wait: a hold must not ask the parent's ranks to come to one place.
+            parent.give_up();
+            process.cut().give_up_rank(parent.id(), parent.local.rank);
+        }
         let local = rank_after_shrinking(&parent, excluded);
         let newcomer = Newcomer {
             id: local.communicator,
@@ -93,8 +145,49 @@ impl Collectives {
             place,
             parent: Some(parent),
             inserted: None,
+            making: Making::Of(Derived::Shrink),
         };
         self.make(process, "ncclCommShrink", vec![newcomer], call)
+    }
+
+    /// `ncclCommGrow` to `ranks` ranks. Ranks of the `parent` keep theirs, and know the new communicator by it; others
+    /// have none, are told their `rank`, and know it by `id`. The rank that has both tells the cut that they are one.
+    pub fn grow<P: Process>(
+        &self,
+        process: &P,
+        (parent, ranks): (usize, i32),
+        (id, rank): (Option<CommunicatorId>, i32),
+        place: usize,
+        call: impl FnOnce() -> NcclResult,
+    ) -> NcclResult {
+        const WHAT: &str = "ncclCommGrow";
+        let (Ok(ranks), false) = (u32::try_from(ranks), group::is_inside()) else {
+            return call();
+        };
+        if parent == 0 {
+            let (Some(id), Ok(rank)) = (id, u32::try_from(rank)) else {
+                return call();
+            };
+            return self.make(process, WHAT, vec![self.newcomer((id, rank, ranks), place)], call);
+        }
+        let Some(parent) = self.known(process, parent) else {
+            return call();
+        };
+        parent.application_goes_on();
+        let number = parent.numbers.take(Derived::Grow);
+        let grown = identity::of_grow(parent.id(), number, ranks);
+        let newcomer = Newcomer {
+            id: grown,
+            local: Some(Rank { communicator: grown, rank: parent.local.rank, ranks }),
+            place,
+            parent: Some(parent),
+            inserted: None,
+            making: Making::Of(Derived::Grow),
+        };
+        if let Some(id) = id {
+            process.cut().is_also(grown, id);
+        }
+        self.make(process, WHAT, vec![newcomer], call)
     }
 
     /// `ncclCommSplit`: a collective of the parent's, also for ranks that give no colour and get nothing.
@@ -106,11 +199,15 @@ impl Collectives {
         place: usize,
         call: impl FnOnce() -> NcclResult,
     ) -> NcclResult {
-        let Some(parent) = self.known(process, parent) else {
+        // A revoked parent may still be split, which is then no collective that a hold knows.
+        let counted = self.known(process, parent).is_some();
+        let found = if group::is_inside() { None } else { self.communicators.find(parent) };
+        let Some(parent) = found else {
             return call();
         };
         parent.application_goes_on();
-        let id = identity::of_split(parent.id(), parent.next_split(), color);
+        let number = parent.numbers.take(Derived::Split);
+        let id = identity::of_split(parent.id(), number, color);
         // Negative is NCCL_SPLIT_NOCOLOR. The rank follows from the keys of all others: NCCL knows it later.
         let newcomer = (color >= 0).then(|| Newcomer {
             id,
@@ -118,23 +215,41 @@ impl Collectives {
             place,
             parent: Some(Arc::clone(&parent)),
             inserted: None,
+            making: Making::Plain,
         });
+        let increments: &[Increment] = if counted { &parent.collective } else { &[] };
         if group::is_open() {
             let result = call();
             if result.is_accepted() {
                 group::gather(|group| {
-                    group.increments.push(parent.collective[0].clone());
+                    group.increments.extend_from_slice(increments);
                     group.newcomers.extend(newcomer);
-                    group.touch(parent);
+                    group.splits.push(Arc::clone(&parent));
+                    if counted {
+                        group.touch(Arc::clone(&parent));
+                    }
                 });
+            } else {
+                parent.numbers.give_back(Derived::Split);
             }
             return result;
         }
-        let launch = process.cut().enter("ncclCommSplit", &parent.collective);
+        let Ok(launch) = counted
+            .then(|| process.cut().enter_if_there("ncclCommSplit", increments, &[]))
+            .transpose()
+        else {
+            return turned_back(process, "ncclCommSplit");
+        };
         let result = group::inside(call);
+        if !result.is_accepted() {
+            parent.numbers.give_back(Derived::Split);
+        }
         let child = newcomer.and_then(|newcomer| self.arrived(process, newcomer, result));
         let touched: Vec<_> = std::iter::once(Arc::clone(&parent)).chain(child).collect();
-        self.settle(process, launch, result, &touched);
+        match launch {
+            Some(launch) => self.settle(process, launch, result, &touched),
+            None => self.note_progress(result, &touched),
+        }
         result
     }
 
@@ -166,12 +281,27 @@ impl Collectives {
         self.communicators.remove(pointer);
         let is_deferred = group::is_open();
         let result = self.end(process, "ncclCommDestroy", &communicator, call);
-        if is_deferred {
+        if is_deferred && result.is_accepted() {
             group::gather(|group| group.leaving.push(communicator));
         } else {
-            process.cut().remove_rank(communicator.id(), communicator.local.rank);
+            self.left(process, communicator, result);
         }
         result
+    }
+
+    /// A communicator that was taken out of the table has been ended, or NCCL has refused to.
+    pub(super) fn left<P: Process>(
+        &self,
+        process: &P,
+        communicator: Arc<Communicator>,
+        result: NcclResult,
+    ) {
+        if result.is_accepted() {
+            process.cut().remove_rank(communicator.id(), communicator.local.rank);
+        } else if !communicator.seat().is_gone() {
+            communicator.undo_end();
+            self.communicators.put_back(communicator);
+        }
     }
 
     fn end<P: Process>(
@@ -194,8 +324,14 @@ impl Collectives {
             }
             return result;
         }
-        let launch = process.cut().enter(what, &increments);
+        let seat = std::slice::from_ref(communicator.seat());
+        let Ok(launch) = process.cut().enter_if_there(what, &increments, seat) else {
+            return turned_back(process, what);
+        };
         let result = group::inside(call);
+        if !result.is_accepted() {
+            communicator.undo_end();
+        }
         if result == NcclResult::IN_PROGRESS && what == "ncclCommDestroy" {
             // There is nothing left to ask.
             drop(launch);
@@ -205,7 +341,7 @@ impl Collectives {
         result
     }
 
-    /// `ncclCommAbort`: never held.
+    /// `ncclCommAbort`: never held. Threads that are held at launches on it are turned back before NCCL frees it.
     pub fn abort<P: Process>(
         &self,
         process: &P,
@@ -216,17 +352,21 @@ impl Collectives {
             return call();
         }
         let removed = self.communicators.remove(pointer);
-        if let Some(communicator) = &removed {
-            communicator.application_goes_on();
-        }
-        let result = group::inside(call);
         if let Some(communicator) = removed {
-            process.cut().remove_rank(communicator.id(), communicator.local.rank);
+            communicator.application_goes_on();
+            process.cut().give_up_rank(communicator.id(), communicator.local.rank);
+            if !process.cut().wait_for_withdrawals(communicator.id(), WITHDRAWAL_TIMEOUT) {
+                process.note(
+                    "ncclCommAbort went on although a thread that was held before a call on the same communicator had \
+                     not left it within 5 s",
+                );
+            }
         }
-        result
+        group::inside(call)
     }
 
-    /// `ncclCommRevoke`: never held. The communicator can only be shrunk or ended afterwards.
+    /// `ncclCommRevoke`: never held. Of the communicator others can be made afterwards, and it can be ended. Threads
+    /// that are held at launches on it are turned back, as NCCL would do.
     pub fn revoke<P: Process>(
         &self,
         process: &P,
@@ -236,9 +376,12 @@ impl Collectives {
         let Some(communicator) = self.known(process, pointer) else {
             return call();
         };
-        communicator.revoke();
+        communicator.application_goes_on();
         let result = group::inside(call);
-        process.cut().remove_rank(communicator.id(), communicator.local.rank);
+        if result.is_accepted() {
+            communicator.revoke();
+            process.cut().give_up_rank(communicator.id(), communicator.local.rank);
+        }
         result
     }
 
@@ -267,12 +410,18 @@ impl Collectives {
                 }
             } else {
                 for newcomer in &newcomers {
-                    leave(process, newcomer);
+                    self.leave(process, newcomer);
                 }
             }
             return result;
         }
-        let launch = cut.enter(what, &increments);
+        let needed: Vec<_> = newcomers.iter().filter_map(Newcomer::needed).collect();
+        let Ok(launch) = cut.enter_if_there(what, &increments, &needed) else {
+            for newcomer in &newcomers {
+                self.leave(process, newcomer);
+            }
+            return turned_back(process, what);
+        };
         let result = group::inside(call);
         let touched: Vec<_> = newcomers
             .into_iter()
@@ -313,7 +462,7 @@ impl Collectives {
             if let Some(pointer) = newcomer.inserted {
                 self.communicators.remove(pointer);
             }
-            leave(process, &newcomer);
+            self.leave(process, &newcomer);
             return None;
         }
         if let Some(pointer) = newcomer.inserted {
@@ -336,7 +485,7 @@ impl Collectives {
         pointer: usize,
     ) -> Option<Arc<Communicator>> {
         if pointer == 0 {
-            leave(process, newcomer);
+            self.leave(process, newcomer);
             return None;
         }
         let local = newcomer.local.or_else(|| {
@@ -373,16 +522,26 @@ impl Collectives {
             if state == NcclResult::SUCCESS {
                 self.with_rank(process, &newcomer, process.communicator_at(newcomer.place));
             } else {
-                leave(process, &newcomer);
+                self.leave(process, &newcomer);
             }
         }
     }
-}
 
-/// What was taken for a communicator that did not come to be.
-fn leave<P: Process>(process: &P, newcomer: &Newcomer) {
-    if let Some(local) = newcomer.local {
-        process.cut().remove_rank(local.communicator, local.rank);
+    /// Gives back what was taken for a communicator that did not come to be.
+    fn leave<P: Process>(&self, process: &P, newcomer: &Newcomer) {
+        if let Some(local) = newcomer.local {
+            process.cut().remove_rank(local.communicator, local.rank);
+        }
+        match (newcomer.making, &newcomer.parent) {
+            (Making::Use(first, rank), _) => {
+                let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
+                if let Some(uses) = uses.get_mut(&(first, rank)) {
+                    *uses = uses.saturating_sub(1);
+                }
+            }
+            (Making::Of(what), Some(parent)) => parent.numbers.give_back(what),
+            (Making::Of(_) | Making::Plain, _) => {}
+        }
     }
 }
 
@@ -393,7 +552,11 @@ fn rank_after_shrinking(parent: &Communicator, excluded: &[i32]) -> Rank {
         excluded.iter().filter_map(|rank| u32::try_from(*rank).ok()).collect();
     let count = |below: u32| u32::try_from(out.range(..below).count()).unwrap_or(0);
     Rank {
-        communicator: identity::of_shrink(own.communicator, parent.next_shrink(), excluded),
+        communicator: identity::of_shrink(
+            own.communicator,
+            parent.numbers.take(Derived::Shrink),
+            excluded,
+        ),
         rank: own.rank - count(own.rank).min(own.rank),
         ranks: own.ranks - count(own.ranks).min(own.ranks),
     }

@@ -2,11 +2,13 @@
 //!
 //! | call | counts on |
 //! | --- | --- |
-//! | a collective, `ncclCommWindowRegister` and its reverse, `ncclCommSuspend` and its reverse, `ncclDevCommCreate`, `ncclCommSplit` | the communicator's collectives |
+//! | a collective, `ncclCommWindowRegister`, `ncclCommSuspend` and its reverse, `ncclDevCommCreate`, `ncclCommSplit` | the communicator's collectives |
 //! | `ncclSend`, `ncclRecv` | the pair's lane; to oneself, nothing |
-//! | `ncclCommInitRank` and its variants, `ncclCommShrink` | the making of the new communicator |
+//! | `ncclPutSignal`, `ncclSignal`, `ncclWaitSignal` | the signals of that index and context between the two; to oneself, nothing |
+//! | `ncclCommInitRank` and its variants, `ncclCommShrink`, `ncclCommGrow` | the making of the new communicator |
 //! | `ncclCommFinalize`, `ncclCommDestroy` | the communicator's end, once |
 //! | `ncclCommAbort`, `ncclCommRevoke` | nothing, and are never held |
+//! | `ncclEpDispatch`, `ncclEpCombine` and others of NCCL EP | see `experts.rs` |
 //!
 //! Between `ncclGroupStart` and the outermost `ncclGroupEnd` calls are gathered, and counted as one launch
 //! at the end: NCCL itself starts nothing earlier (`ncclGroupEndInternal` in its `src/group.cc`). `PyTorch`
@@ -15,24 +17,32 @@
 //! its open groups before it makes a communicator (`initNCCLComm` in `ProcessGroupNCCL.cpp`). On a stream
 //! under capture nothing is launched: the increments go to the capture, and count at each launch of its graph.
 //!
+//! A thread that is held while another ends its communicator must not go on to NCCL with what has been freed: it is
+//! turned back, with `ncclInvalidUsage`. Where it holds a group of NCCL's open that names the communicator, it ends that
+//! group in failure, while whoever ends the communicator waits for it ([`Collectives::abort`]).
+//!
 //! Nothing here calls NCCL but through the caller's closures and [`Process`], so all of it is tested
 //! without.
 
 mod communicators;
+mod experts;
 mod group;
 mod identity;
 mod lifecycle;
 #[cfg(test)]
 mod tests;
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use tenants::cut::{Cut, Increment, Launch, Series};
+use tenants::cut::{CommunicatorId, Cut, Increment, Launch, Series};
 
 pub use identity::of_unique_ids;
 
-use communicators::{Communicator, Communicators};
+use communicators::{Communicator, Communicators, Derived, UseLeft};
+use experts::Experts;
+use group::Group;
 use lifecycle::Newcomer;
 
 /// `ncclResult_t`.
@@ -46,6 +56,8 @@ impl NcclResult {
     pub const SYSTEM_ERROR: Self = Self(2);
     /// `ncclInternalError`.
     pub const INTERNAL_ERROR: Self = Self(3);
+    /// `ncclInvalidUsage`: what NCCL says of a communicator that has been revoked.
+    pub const INVALID_USAGE: Self = Self(5);
     /// `ncclInProgress`: the call goes on in a thread of NCCL's.
     pub const IN_PROGRESS: Self = Self(7);
 
@@ -80,11 +92,14 @@ pub trait Process {
 
     /// NCCL's `ncclCommGetAsyncError`; asked from other threads too.
     fn state_of(&self) -> fn(communicator: usize) -> NcclResult;
+
+    /// Has NCCL fail the group that this thread has open: its end will launch nothing and forget what the group names.
+    fn spoil_group(&self);
 }
 
 /// What a call launches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operation {
+pub enum Operation<'a> {
     /// What all ranks do.
     Collective,
     /// A message to a rank.
@@ -97,6 +112,36 @@ pub enum Operation {
         /// Which.
         peer: i32,
     },
+    /// A signal to a rank, with or without data before it.
+    Signal {
+        /// Which of the rank's signals.
+        signal: Signal,
+    },
+    /// A wait for signals.
+    Wait {
+        /// For how many of which.
+        signals: &'a [Awaited],
+    },
+}
+
+/// One of a rank's signals.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Signal {
+    /// The other rank.
+    pub peer: i32,
+    /// `sigIdx`.
+    pub index: i32,
+    /// `ctx`.
+    pub context: i32,
+}
+
+/// Signals that are waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Awaited {
+    /// Which.
+    pub signal: Signal,
+    /// How many, beyond those waited for before.
+    pub count: i32,
 }
 
 /// NCCL in this process. One a process: groups belong to threads.
@@ -108,7 +153,12 @@ pub struct Collectives {
     has_non_blocking: AtomicBool,
     /// Made by calls that go on; their pointers are not there yet.
     forming: Mutex<Vec<Newcomer>>,
+    /// How often this process has made a communicator of each identity as each rank: under `NCCL_COMM_ID` all
+    /// `ncclUniqueId`s are the same.
+    uses: Mutex<HashMap<(CommunicatorId, u32), u64>>,
+    experts: Experts,
     has_noted_unknown: AtomicBool,
+    has_noted_given_up: AtomicBool,
 }
 
 impl Collectives {
@@ -118,7 +168,7 @@ impl Collectives {
         &self,
         process: &P,
         what: &'static str,
-        (communicator, operation): (usize, Operation),
+        (communicator, operation): (usize, Operation<'_>),
         stream: usize,
         call: impl FnOnce() -> NcclResult,
     ) -> NcclResult {
@@ -140,7 +190,7 @@ impl Collectives {
         &self,
         process: &P,
         what: &'static str,
-        (pointer, operation): (usize, Operation),
+        (pointer, operation): (usize, Operation<'_>),
         stream: Option<usize>,
         call: impl FnOnce() -> NcclResult,
     ) -> NcclResult {
@@ -148,42 +198,56 @@ impl Collectives {
             return call();
         };
         communicator.application_goes_on();
-        let Some(series) = series_of(&communicator, operation) else {
-            return call();
+        let others;
+        let increments: &[Increment] = if operation == Operation::Collective {
+            &communicator.collective
+        } else {
+            others = increments_of(&communicator, process.cut(), operation);
+            &others
         };
+        if increments.is_empty() {
+            return call();
+        }
         let capture = stream.and_then(|stream| process.capture_of(stream));
         if group::is_open() {
             let result = call();
             if result.is_accepted() {
-                let increment = communicator.increment(process.cut(), series);
+                let increments = increments.to_vec();
                 group::gather(|group| {
                     match capture {
-                        Some(capture) => group.captured.push((capture, increment)),
-                        None => group.increments.push(increment),
+                        Some(capture) => group.captured.push((capture, increments)),
+                        None => group.increments.extend(increments),
                     }
                     group.touch(communicator);
                 });
             }
             return result;
         }
+        self.launched(process, what, (&communicator, increments), capture, call)
+    }
+
+    /// A launch of `increments` outside of any group, or one that no group defers.
+    fn launched<P: Process>(
+        &self,
+        process: &P,
+        what: &'static str,
+        (communicator, increments): (&Arc<Communicator>, &[Increment]),
+        capture: Option<u64>,
+        call: impl FnOnce() -> NcclResult,
+    ) -> NcclResult {
         if let Some(capture) = capture {
-            let result = call();
+            let result = group::inside(call);
             if result.is_accepted() {
-                let increment = communicator.increment(process.cut(), series);
-                process.add_to_capture(capture, vec![increment]);
+                process.add_to_capture(capture, increments.to_vec());
             }
             return result;
         }
-        let increment;
-        let increments = if series == Series::Collectives {
-            &communicator.collective
-        } else {
-            increment = [communicator.increment(process.cut(), series)];
-            &increment
+        let seat = std::slice::from_ref(communicator.seat());
+        let Ok(launch) = process.cut().enter_if_there(what, increments, seat) else {
+            return turned_back(process, what);
         };
-        let launch = process.cut().enter(what, increments);
         let result = group::inside(call);
-        self.settle(process, launch, result, std::slice::from_ref(&communicator));
+        self.settle(process, launch, result, std::slice::from_ref(communicator));
         result
     }
 
@@ -210,26 +274,53 @@ impl Collectives {
             return call();
         };
         let increments = group.merged_increments();
-        let launch =
-            (!increments.is_empty()).then(|| process.cut().enter("ncclGroupEnd", &increments));
-        let result = group::inside(call);
+        let entered = (!increments.is_empty())
+            .then(|| process.cut().enter_if_there("ncclGroupEnd", &increments, &group.seats()));
+        match entered.transpose() {
+            Ok(launch) => {
+                let result = group::inside(call);
+                let touched = self.group_ended(process, group, result);
+                match launch {
+                    Some(launch) => self.settle(process, launch, result, &touched),
+                    None => self.note_progress(result, &touched),
+                }
+                result
+            }
+            Err(withdrawal) => {
+                // NCCL's own group names the communicator: it must be over before that is freed.
+                process.spoil_group();
+                group::inside(call);
+                self.group_ended(process, group, NcclResult::INVALID_USAGE);
+                drop(withdrawal);
+                turned_back(process, "ncclGroupEnd")
+            }
+        }
+    }
+
+    /// NCCL has ended `group`, and said `result`. Returns the communicators that it is about.
+    fn group_ended<P: Process>(
+        &self,
+        process: &P,
+        mut group: Group,
+        result: NcclResult,
+    ) -> Vec<Arc<Communicator>> {
         let mut touched = std::mem::take(&mut group.touched);
         if result.is_accepted() {
-            for (capture, increment) in group.captured.drain(..) {
-                process.add_to_capture(capture, vec![increment]);
+            for (capture, increments) in group.captured.drain(..) {
+                process.add_to_capture(capture, increments);
+            }
+        } else {
+            for communicator in group.splits.drain(..) {
+                communicator.numbers.give_back(Derived::Split);
             }
         }
         for newcomer in group.newcomers.drain(..) {
             touched.extend(self.arrived(process, newcomer, result));
         }
         for communicator in group.leaving.drain(..) {
-            process.cut().remove_rank(communicator.id(), communicator.local.rank);
+            self.left(process, communicator, result);
         }
-        match launch {
-            Some(launch) => self.settle(process, launch, result, &touched),
-            None => self.note_progress(result, &touched),
-        }
-        result
+        touched
     }
 
     /// `ncclGroupSimulateEnd`: ends the group and launches nothing.
@@ -243,8 +334,8 @@ impl Collectives {
         }
         let group = group::end();
         let result = group::inside(call);
-        for newcomer in group.into_iter().flat_map(|group| group.newcomers) {
-            self.arrived(process, newcomer, NcclResult::INTERNAL_ERROR);
+        if let Some(group) = group {
+            self.group_ended(process, group, NcclResult::INTERNAL_ERROR);
         }
         result
     }
@@ -283,7 +374,22 @@ impl Collectives {
                  its collectives times out",
             );
         }
-        found.filter(|communicator| !communicator.is_revoked())
+        let found = found?;
+        match found.use_left() {
+            UseLeft::All => Some(found),
+            // NCCL refuses what would launch.
+            UseLeft::Ending => None,
+            UseLeft::Uncounted => {
+                if !self.has_noted_given_up.swap(true, Ordering::Relaxed) {
+                    process.note(
+                        "a communicator is used on after ncclCommShrink has aborted what was under way on it: its \
+                         ranks no longer stand at the same place, so a pause in the middle of its collectives may \
+                         time out",
+                    );
+                }
+                None
+            }
+        }
     }
 
     /// The call is back: tells the cut what came of it.
@@ -317,13 +423,42 @@ impl Collectives {
     }
 }
 
-/// Where an operation counts; `None` for a message to oneself, which waits for nobody else.
-fn series_of(communicator: &Communicator, operation: Operation) -> Option<Series> {
+/// What an operation adds; nothing for a message or a signal to oneself, which waits for nobody else.
+fn increments_of(
+    communicator: &Communicator,
+    cut: &Cut,
+    operation: Operation<'_>,
+) -> Vec<Increment> {
     let own = communicator.local.rank;
     let other = |peer: i32| u32::try_from(peer).ok().filter(|peer| *peer != own);
+    let one = |series: Option<Series>| {
+        series.map(|series| communicator.increment(cut, series)).into_iter().collect()
+    };
     match operation {
-        Operation::Collective => Some(Series::Collectives),
-        Operation::Send { peer } => Some(Series::Pair { from: own, to: other(peer)? }),
-        Operation::Receive { peer } => Some(Series::Pair { from: other(peer)?, to: own }),
+        Operation::Collective => one(Some(Series::Collectives)),
+        Operation::Send { peer } => one(other(peer).map(|to| Series::Pair { from: own, to })),
+        Operation::Receive { peer } => one(other(peer).map(|from| Series::Pair { from, to: own })),
+        Operation::Signal { signal: Signal { peer, index, context } } => {
+            one(other(peer).map(|to| Series::Signal { from: own, to, index, context }))
+        }
+        Operation::Wait { signals } => {
+            let increment = |awaited: &Awaited| {
+                let Signal { peer, index, context } = awaited.signal;
+                let series = Series::Signal { from: other(peer)?, to: own, index, context };
+                let launches = u64::try_from(awaited.count).ok()?;
+                Some(Increment { launches, ..communicator.increment(cut, series) })
+            };
+            signals.iter().filter_map(increment).collect()
+        }
     }
+}
+
+/// The answer to a call that was held, and whose communicator another thread has ended meanwhile.
+fn turned_back<P: Process>(process: &P, what: &'static str) -> NcclResult {
+    process.note(&format!(
+        "{what} was held for a pause while another thread ended its communicator (by ncclCommAbort, ncclCommRevoke, \
+         ncclCommDestroy or ncclCommShrink): it returned ncclInvalidUsage and launched nothing. Make the communicator \
+         anew before it is used again"
+    ));
+    NcclResult::INVALID_USAGE
 }

@@ -9,19 +9,19 @@ use super::super::*;
 
 const COORDINATOR: u64 = 7;
 
-fn lane(communicator: u128, series: Series) -> Lane {
+pub(super) fn lane(communicator: u128, series: Series) -> Lane {
     Lane { communicator: CommunicatorId(communicator), series }
 }
 
-fn collectives(communicator: u128) -> Lane {
+pub(super) fn collectives(communicator: u128) -> Lane {
     lane(communicator, Series::Collectives)
 }
 
-fn local(communicator: u128, rank: u32, ranks: u32) -> Rank {
+pub(super) fn local(communicator: u128, rank: u32, ranks: u32) -> Rank {
     Rank { communicator: CommunicatorId(communicator), rank, ranks }
 }
 
-fn limits(of: &[(Lane, u64)]) -> Limits {
+pub(super) fn limits(of: &[(Lane, u64)]) -> Limits {
     let mut limits = Limits::default();
     for (lane, limit) in of {
         limits.raise(*lane, *limit);
@@ -29,18 +29,18 @@ fn limits(of: &[(Lane, u64)]) -> Limits {
     limits
 }
 
-fn increment(cut: &Cut, lane: Lane, launches: u64) -> Increment {
+pub(super) fn increment(cut: &Cut, lane: Lane, launches: u64) -> Increment {
     Increment { counter: cut.counter(lane, 0), launches }
 }
 
-fn hold(cut: &Cut, of: &[(Lane, u64)]) -> u64 {
+pub(super) fn hold(cut: &Cut, of: &[(Lane, u64)]) -> u64 {
     let asked = cut.claim(COORDINATOR);
     assert!(cut.hold(COORDINATOR, limits(of)));
     asked
 }
 
 /// Waits until so many threads wait at the hold.
-fn until_waiting(cut: &Cut, threads: usize) {
+pub(super) fn until_waiting(cut: &Cut, threads: usize) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while cut.report(0).waiting.len() != threads {
         assert!(Instant::now() < deadline, "{:?}", cut.report(0));

@@ -5,3 +5,4 @@ mod member;
 mod model;
 mod programs;
 mod search;
+mod seats;

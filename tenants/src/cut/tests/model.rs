@@ -281,6 +281,9 @@ impl Run {
         let lanes: BTreeSet<_> = lanes.collect();
         lanes.into_iter().all(|lane| {
             let ranks = all.iter().filter(|(l, ..)| *l == lane).map(|(_, rank, _)| *rank);
+            if let Series::Signal { from, to, .. } = lane.series {
+                return self.count(state, lane, to) <= self.count(state, lane, from);
+            }
             let mut counts = ranks.map(|rank| self.count(state, lane, rank));
             let first = counts.next();
             counts.all(|count| Some(count) == first)

@@ -77,6 +77,11 @@ impl Group {
     pub(super) fn collectives(&self) -> Lane {
         Lane { communicator: self.id, series: Series::Collectives }
     }
+
+    fn signals(&self, from: usize, to: usize) -> Lane {
+        let [from, to] = [from, to].map(|rank| self.local(rank).rank);
+        Lane { communicator: self.id, series: Series::Signal { from, to, index: 0, context: 0 } }
+    }
 }
 
 impl Program {
@@ -165,6 +170,23 @@ impl Program {
         self.at_once(0, parts);
     }
 
+    /// So many signals of one rank of `group` to another.
+    pub(super) fn signal(&mut self, group: &Group, (from, to): (usize, usize), launches: u64) {
+        let increment = (group.signals(from, to), group.local(from).rank, launches);
+        self.at_once(0, BTreeMap::from([(group.processes[from], vec![increment])]));
+    }
+
+    /// A wait for so many of them.
+    pub(super) fn wait_for_signals(
+        &mut self,
+        group: &Group,
+        (from, to): (usize, usize),
+        launches: u64,
+    ) {
+        let increment = (group.signals(from, to), group.local(to).rank, launches);
+        self.at_once(0, BTreeMap::from([(group.processes[to], vec![increment])]));
+    }
+
     /// A meeting of the first threads of `processes`, on the host.
     pub(super) fn meet(&mut self, processes: &[usize]) {
         self.meetings += 1;
@@ -238,6 +260,22 @@ pub(super) fn meetings() -> Program {
     program.collective(&right);
     program.meet(&[1, 2]);
     program.collective(&left);
+    program
+}
+
+/// Signals that are waited for one by one and together, and more of them than anybody waits for.
+pub(super) fn signals() -> Program {
+    let mut program = Program::new(3, 1);
+    let (all, pair) = (program.group(&[0, 1, 2]), program.group(&[0, 1]));
+    program.signal(&all, (0, 1), 1);
+    program.collective(&pair);
+    program.signal(&all, (0, 1), 1);
+    program.signal(&all, (2, 1), 1);
+    program.wait_for_signals(&all, (0, 1), 2);
+    program.wait_for_signals(&all, (2, 1), 1);
+    program.collective(&all);
+    program.signal(&all, (0, 1), 3);
+    program.collective(&pair);
     program
 }
 

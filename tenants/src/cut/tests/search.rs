@@ -74,6 +74,11 @@ fn two_threads_a_rank_come_to_a_cut() {
 }
 
 #[test]
+fn signals_come_to_a_cut() {
+    holds_always(programs::signals(), 0, false);
+}
+
+#[test]
 fn graphs_and_launches_come_to_a_cut() {
     holds_always(programs::graphs(), 0, false);
 }

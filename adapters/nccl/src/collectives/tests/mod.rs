@@ -1,5 +1,9 @@
 //! Against an NCCL made of closures: what is counted where, and what is not.
 
+mod derived;
+mod held;
+mod others;
+
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -22,6 +26,7 @@ struct Fake {
     captured: RefCell<HashMap<u64, Vec<Increment>>>,
     places: RefCell<HashMap<usize, usize>>,
     ranks: RefCell<HashMap<usize, (u32, u32)>>,
+    spoilt: Cell<u32>,
 }
 
 impl Process for Fake {
@@ -48,6 +53,9 @@ impl Process for Fake {
     }
     fn state_of(&self) -> fn(usize) -> NcclResult {
         |_| NcclResult(STATE.load(Ordering::SeqCst))
+    }
+    fn spoil_group(&self) {
+        self.spoilt.set(self.spoilt.get() + 1);
     }
 }
 
@@ -259,7 +267,7 @@ fn all_ranks_of_one_process_are_known() {
 #[test]
 fn shrinking_is_a_making_for_those_that_stay_and_no_collective() {
     let (fake, all) = job();
-    all.shrink(&fake, 500, &[0, 3], 16, || {
+    all.shrink(&fake, (500, false), &[0, 3], 16, || {
         fake.write(16, 600);
         ok()
     });

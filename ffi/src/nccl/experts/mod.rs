@@ -1,0 +1,50 @@
+//! NCCL EP's public functions under their own names, counted where `sublet_nccl::collectives` says.
+
+#![expect(unsafe_code, reason = "exports functions under NCCL EP's names")]
+
+pub(crate) mod calls;
+
+use std::ffi::CStr;
+
+use super::{called, no_nccl};
+use crate::interpose::library::{Description, Library, interpose_library};
+use crate::runtime;
+
+/// NCCL EP, and what is known of it in this process.
+pub(crate) static NCCL_EP: Library = Library::new(Description {
+    prefix: "ncclEp",
+    landmark: c"ncclEpGetVersion",
+    file: c"libnccl_ep.so.0",
+    table: TABLE,
+    found,
+    called,
+});
+
+interpose_library! {
+    NCCL_EP; missing = super::no_nccl;
+    replaced in calls {
+        ncclEpCombine;
+        ncclEpCreateGroup;
+        ncclEpCreateHandle;
+        ncclEpDispatch;
+        ncclEpGroupDestroy;
+        ncclEpHandleDestroy;
+        ncclEpInitHandle;
+    }
+    told {
+        ncclEpMaskClean;
+    }
+}
+
+fn found(path: &CStr, is_watched: bool) {
+    let path = path.to_string_lossy();
+    if is_watched {
+        tracing::debug!(%path, "NCCL EP");
+    } else if let Some(member) = runtime::member() {
+        member.note(format!(
+            "a second NCCL EP is in use, {path}: a pause in the middle of its exchanges may time out"
+        ));
+    } else {
+        tracing::warn!(%path, "a second NCCL EP is in use, which is not watched");
+    }
+}

@@ -1,0 +1,261 @@
+/* Modes beside the collectives: windows, signals, experts, and communicators that grow, shrink or are given up. */
+#ifndef SUBLET_TEST_SPMD_OTHERS_H
+#define SUBLET_TEST_SPMD_OTHERS_H
+
+#include "../simnccl/simnccl_ep.h"
+
+/* All register a window each step; rank 0 deregisters it at once, the others at the end. */
+static uint64_t run_window(void)
+{
+    ncclComm_t comm = world(0);
+    CUstream stream = new_stream();
+    CUdeviceptr data = tensor(1);
+    ncclWindow_t *windows = calloc((size_t)steps, sizeof *windows);
+    for (int step = 0; step < steps; step++) {
+        maybe_stick(step);
+        NCCL(ncclCommWindowRegister(comm, (void *)data, BYTES, &windows[step], 0));
+        if (rank == 0)
+            NCCL(ncclCommWindowDeregister(comm, windows[step]));
+        compute(data, stream);
+        all_reduce(data, comm, stream);
+        if (step % 3 == 0)
+            OK(cuStreamSynchronize(stream));
+    }
+    for (int step = 0; step < steps && rank != 0; step++)
+        NCCL(ncclCommWindowDeregister(comm, windows[step]));
+    uint64_t sum = sum_of(data, stream);
+    NCCL(ncclCommDestroy(comm));
+    return sum;
+}
+
+/* Each rank signals the next, and waits for what the one before has signalled, now and then for two at once. The last
+ * signals nobody waits for. */
+static uint64_t run_signal(void)
+{
+    ncclComm_t comm = world(0);
+    CUstream stream = new_stream();
+    CUdeviceptr data = tensor(1);
+    int next = (rank + 1) % ranks, before = (rank + ranks - 1) % ranks, owed = 0;
+    for (int step = 0; step < steps; step++) {
+        maybe_stick(step);
+        compute(data, stream);
+        if (step % 2 == 0)
+            NCCL(ncclSignal(next, 0, 0, 0, comm, stream));
+        else
+            NCCL(ncclPutSignal(NULL, 0, ncclUint32, next, NULL, 0, 0, 0, 0, comm, stream));
+        owed++;
+        if (step % 5 == rank % 5) {
+            ncclWaitSignalDesc_t wait = {owed, before, 0, 0};
+            NCCL(ncclWaitSignal(1, &wait, comm, stream));
+            owed = 0;
+        }
+        if (step % 7 == 0)
+            OK(cuStreamSynchronize(stream));
+        if (step % 10 == 0)
+            all_reduce(data, comm, stream);
+    }
+    uint64_t sum = sum_of(data, stream);
+    NCCL(ncclCommDestroy(comm));
+    return sum;
+}
+
+/* Exchanges between experts, also in a graph. Ranks make different numbers of handles. */
+static uint64_t run_experts(void)
+{
+    ncclComm_t comm = world(0);
+    CUstream stream = new_stream();
+    CUdeviceptr data = tensor(1), workspace = tensor(2);
+    ncclEpGroupConfig_t config = {(void *)workspace, stream};
+    ncclEpGroup_t group = NULL;
+    ncclEpHandle_t handle = NULL, extra = NULL;
+    CUgraph graph = NULL;
+    CUgraphExec executable = NULL;
+    NCCL(ncclEpCreateGroup(&group, comm, &config));
+    NCCL(ncclEpCreateHandle(&handle, group, 1, NULL, NULL, NULL, stream));
+    OK(cuStreamBeginCapture(stream, CAPTURE_RELAXED));
+    compute(data, stream);
+    NCCL(ncclEpDispatch(handle, (void *)data, NULL, NULL, NULL, stream));
+    NCCL(ncclEpCombine(handle, (void *)data, NULL, NULL, stream));
+    OK(cuStreamEndCapture(stream, &graph));
+    OK(cuGraphInstantiate(&executable, graph, 0));
+    for (int step = 0; step < steps; step++) {
+        maybe_stick(step);
+        if (step % (rank + 2) == 0) {
+            NCCL(ncclEpInitHandle(&extra, group, 1, NULL, 2, NULL));
+            NCCL(ncclEpHandleDestroy(extra));
+        }
+        NCCL(ncclEpUpdateHandle(handle, NULL, NULL, stream));
+        NCCL(ncclEpDispatch(handle, (void *)data, NULL, NULL, NULL, stream));
+        compute(data, stream);
+        NCCL(ncclEpCombine(handle, (void *)data, NULL, NULL, stream));
+        if (step % 3 == 0)
+            OK(cuGraphLaunch(executable, stream));
+        if (step % 4 == 0)
+            OK(cuStreamSynchronize(stream));
+    }
+    uint64_t sum = sum_of(data, stream);
+    NCCL(ncclEpHandleDestroy(handle));
+    NCCL(ncclEpGroupDestroy(group));
+    OK(cuGraphExecDestroy(executable));
+    OK(cuGraphDestroy(graph));
+    NCCL(ncclCommDestroy(comm));
+    return sum;
+}
+
+/* The id by which the last rank joins the others, made by rank 0 for the `number`th growing. */
+static ncclUniqueId growing_id(int number, ncclComm_t parent)
+{
+    ncclUniqueId id;
+    if (rank != 0)
+        return shared_id(number);
+    NCCL(ncclCommGetUniqueId(parent, &id));
+    publish_id(number, &id);
+    return id;
+}
+
+/* All ranks but the last have a communicator, which grows by the last one again and again. */
+static uint64_t run_grow(void)
+{
+    ncclComm_t parent = NULL;
+    CUstream stream = new_stream();
+    CUdeviceptr data = tensor(1);
+    bool is_new = rank == ranks - 1;
+    if (!is_new)
+        NCCL(ncclCommInitRank(&parent, ranks - 1, shared_id(0), rank));
+    for (int step = 0; step < steps; step++) {
+        ncclComm_t grown = NULL;
+        ncclUniqueId id;
+        if (!is_new)
+            all_reduce(data, parent, stream);
+        if (rank == 0 || is_new)
+            id = growing_id(1 + step, parent);
+        NCCL(ncclCommGrow(parent, ranks, rank == 0 || is_new ? &id : NULL, is_new ? rank : -1, &grown, NULL));
+        maybe_stick(step);
+        for (int i = 0; i < 8; i++) {
+            compute(data, stream);
+            all_reduce(data, grown, stream);
+        }
+        NCCL(ncclCommDestroy(grown));
+    }
+    uint64_t sum = sum_of(data, stream);
+    if (!is_new)
+        NCCL(ncclCommDestroy(parent));
+    return sum;
+}
+
+/* Rank 0 has launched one collective more than the others when the last rank is lost to the job: what is under way is
+ * aborted, and the others go on by themselves. Then they revoke what they have, and split it. */
+static uint64_t run_shrink(void)
+{
+    ncclComm_t parent = world(0), child = NULL, half = NULL;
+    CUstream stream = new_stream(), rest = new_stream();
+    CUdeviceptr data = tensor(1), lost = tensor(2);
+    int excluded[] = {ranks - 1};
+    for (int step = 0; step < 5; step++)
+        all_reduce(lost, parent, stream);
+    OK(cuStreamSynchronize(stream));
+    if (rank == ranks - 1)
+        return 0;
+    if (rank == 0)
+        all_reduce(lost, parent, stream);
+    NCCL(ncclCommShrink(parent, excluded, 1, &child, NULL, NCCL_SHRINK_ABORT));
+    for (int step = 0; step < steps; step++) {
+        maybe_stick(step);
+        compute(data, rest);
+        all_reduce(data, child, rest);
+        if (step % 3 == 0)
+            OK(cuStreamSynchronize(rest));
+    }
+    OK(cuStreamSynchronize(rest));
+    NCCL(ncclCommRevoke(child, 0));
+    if (ncclAllReduce((void *)data, (void *)data, WORDS, ncclUint32, ncclSum, child, rest) != ncclInvalidUsage) {
+        say("fail a revoked communicator was used");
+        _exit(1);
+    }
+    NCCL(ncclCommSplit(child, 0, rank, &half, NULL));
+    all_reduce(data, half, rest);
+    return sum_of(data, rest);
+}
+
+/* Makes a graph with collectives, launches it a few times, and ends it, again and again. */
+static void *reduce_by_graphs(void *argument)
+{
+    Half *half = argument;
+    OK(cuCtxSetCurrent(context));
+    ncclComm_t comm = world(half->number);
+    CUstream stream = new_stream();
+    CUdeviceptr data = tensor((uint32_t)half->number);
+    for (int step = 0; step < steps; step++) {
+        CUgraphExec graph = captured(data, comm, stream);
+        for (int i = 0; i < 3; i++)
+            OK(cuGraphLaunch(graph, stream));
+        OK(cuStreamSynchronize(stream));
+        OK(cuGraphExecDestroy(graph));
+    }
+    half->sum = sum_of(data, stream);
+    NCCL(ncclCommDestroy(comm));
+    return NULL;
+}
+
+/* Two threads, which get each other's values for graphs and executables as these end. */
+static uint64_t run_regraph(void)
+{
+    Half halves[2] = {{0, 0}, {1, 0}};
+    pthread_t second;
+    pthread_create(&second, NULL, reduce_by_graphs, &halves[1]);
+    reduce_by_graphs(&halves[0]);
+    pthread_join(second, NULL);
+    return halves[0].sum * 31 + halves[1].sum;
+}
+
+typedef struct {
+    ncclComm_t comm;
+    bool grouped;
+    ncclResult_t result;
+    _Atomic int launched;
+} Worker;
+
+/* Reduces until it is told that this cannot be. */
+static void *reduce_until_refused(void *argument)
+{
+    Worker *worker = argument;
+    OK(cuCtxSetCurrent(context));
+    CUstream stream = new_stream();
+    CUdeviceptr data = tensor(1);
+    void *at = (void *)data;
+    while (worker->result == ncclSuccess) {
+        if (worker->grouped) {
+            NCCL(ncclGroupStart());
+            NCCL(ncclAllReduce(at, at, WORDS, ncclUint32, ncclSum, worker->comm, stream));
+            worker->result = ncclGroupEnd();
+        } else {
+            worker->result = ncclAllReduce(at, at, WORDS, ncclUint32, ncclSum, worker->comm, stream);
+        }
+        worker->launched++;
+    }
+    /* The thread is as good as before: its next group is a new one. */
+    NCCL(ncclGroupStart());
+    NCCL(ncclGroupEnd());
+    return NULL;
+}
+
+/* A thread works; the main thread aborts its communicator when a line comes, and says what the worker was told. */
+static uint64_t run_abort(void)
+{
+    Worker worker = {.comm = world(0), .grouped = strcmp(mode, "abort-group") == 0};
+    pthread_t thread;
+    char line[16];
+    pthread_create(&thread, NULL, reduce_until_refused, &worker);
+    while (worker.launched < 10)
+        usleep(1000);
+    say("ok working");
+    if (read(0, line, sizeof line) <= 0)
+        _exit(1);
+    NCCL(ncclCommAbort(worker.comm));
+    pthread_join(thread, NULL);
+    printf("ok refused %d\n", worker.result);
+    fflush(stdout);
+    return 0;
+}
+
+#endif
