@@ -36,8 +36,9 @@ fn allocate(size_bytes: u64, device: c_int) -> Option<DeviceAddress> {
     }
     if let Some(member) = runtime::join() {
         let accessors = runtime::accessors();
-        let device = DeviceOrdinal(device);
-        return match blocks::allocate(member, accessors, device, size_bytes, caller::TORCH) {
+        let (device, context) = (DeviceOrdinal(device), runtime::current_context());
+        let made = blocks::allocate(member, accessors, device, context, size_bytes, caller::TORCH);
+        return match made {
             Answer::Done(address) => Some(address),
             Answer::Refused(_) | Answer::AskDriver => None,
         };

@@ -134,6 +134,14 @@ pub(crate) fn primary_context(device: c_int) -> Option<Pointer> {
     Some(context)
 }
 
+/// The driver's current context of this thread.
+pub(crate) fn current_context() -> Option<RawContext> {
+    let mut context: Pointer = std::ptr::null_mut();
+    let code = call_driver!(cuCtxGetCurrent(&raw mut context => *mut Pointer));
+    let found = DriverCode(code).ok().ok().map(|()| context)?;
+    (!found.is_null()).then(|| RawContext(found.expose_provenance() as u64))
+}
+
 /// True when the device's primary context exists in this process. Makes none.
 pub(crate) fn has_primary_context(device: c_int) -> bool {
     let (mut flags, mut is_active): (c_uint, c_int) = (0, 0);

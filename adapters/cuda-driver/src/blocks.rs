@@ -11,7 +11,7 @@ use tenants::member::Member;
 use tenants::region;
 use vmm_pool::driver::{
     AllocationFlags, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver,
-    DriverCode,
+    DriverCode, RawContext,
 };
 use vmm_pool::{Entered, GiveUp, PoolError, PoolResult};
 
@@ -113,12 +113,14 @@ pub fn stays_native(size_bytes: u64, library: &str) -> Option<&'static str> {
     (library == caller::NCCL).then_some(LEGACY_IPC)
 }
 
-/// Allocates pool memory on `device` for `library`, however small: the size is rounded up to a granule.
+/// Allocates pool memory on `device` for `library`, however small: the size is rounded up to a granule. `context` is the
+/// caller's, where it has one.
 #[doc(alias = "cuMemAlloc")]
 pub fn allocate<D: Driver>(
     member: &Member<D>,
     accessors: &Accessors,
     device: DeviceOrdinal,
+    context: Option<RawContext>,
     size_bytes: u64,
     library: &'static str,
 ) -> Answer<DeviceAddress> {
@@ -130,7 +132,12 @@ pub fn allocate<D: Driver>(
     prop.flags = AllocationFlags { gpu_direct_rdma_capable: u8::from(rdma_capable), ..prop.flags };
     let class = region::class_of(library, Some(device));
     match entered.block_allocate(size_bytes, &prop, &accessors.of(device), class) {
-        Ok(address) => Answer::Done(address),
+        Ok(address) => {
+            if let Some(context) = context {
+                member.pool().set_block_context(address, context);
+            }
+            Answer::Done(address)
+        }
         Err(error) => {
             tracing::debug!(%error, "allocation refused");
             Answer::Refused(error.code().unwrap_or(DriverCode::UNKNOWN))

@@ -129,13 +129,6 @@ pub fn import<D: Driver>(
     }
 }
 
-/// Base and size of the allocation at an address, where the driver would say something else.
-#[doc(alias = "cuMemGetAddressRange")]
-pub fn address_range<D: Driver>(member: &Member<D>, address: DeviceAddress) -> Answer<VaRange> {
-    let entered = member.pool().enter_giving_up();
-    Answer::of_found(entered.range_of(address))
-}
-
 /// A device outside the driver's view is about to hold the pages of a range: they must stay.
 #[doc(alias = "cuMemGetHandleForAddressRange")]
 pub fn pin_for_rdma<D: Driver>(member: &Member<D>, range: VaRange) {

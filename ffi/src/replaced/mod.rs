@@ -4,12 +4,13 @@
 //! driver, whose error it then is. Calls that make memory carry the caller's return address along, by
 //! which the caller's library is known.
 //!
-//! * [`vmm`]: virtual memory. [`plain`]: `cuMemAlloc` and what comes with it. [`control`]: lookup, device
-//!   attributes, stream capture. [`graph`]: graphs.
+//! * [`vmm`]: virtual memory. [`plain`]: `cuMemAlloc` and what comes with it. [`pointer`]: questions about addresses.
+//!   [`control`]: lookup, device attributes, stream capture. [`graph`]: graphs.
 
 pub mod control;
 pub mod graph;
 pub mod plain;
+pub mod pointer;
 pub mod vmm;
 
 use std::ffi::{c_int, c_ulonglong};
@@ -18,6 +19,7 @@ pub use control::*;
 pub use graph::*;
 pub use plain::*;
 pub(crate) use plain::{is_refused_copy, opens_blocks};
+pub use pointer::*;
 pub use vmm::*;
 
 use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};

@@ -9,7 +9,7 @@ use sublet_cuda_driver::{Answer, blocks, ipc, vmm};
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, RawContext};
 use vmm_pool::gate::Passage;
 
-use super::{Address, SUCCESS, range, size_t, with_caller, write_out};
+use super::{Address, SUCCESS, range, with_caller, write_out};
 use crate::guards;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
@@ -95,7 +95,8 @@ unsafe extern "C" fn mem_alloc(
                 blocks::note_native(member, made, size as u64, device, reason);
                 return Answer::Done(());
             }
-            let made = blocks::allocate(member, accessors, device, size as u64, library);
+            let context = runtime::current_context();
+            let made = blocks::allocate(member, accessors, device, context, size as u64, library);
             made.map(|made| write_out!(address, made.0))
         },
         driver,
@@ -138,7 +139,8 @@ macro_rules! free_async {
                     free_block(member, address, || call_driver!($synchronize(stream => Pointer)))
                 },
                 || {
-                    let _pass = runtime::member().map(|member| member.gate().pass(Passage::Use));
+                    // Memory of the driver's, which may be given up while all of the pool's is away.
+                    let _pass = runtime::member().map(|member| member.gate().pass(Passage::GiveUp));
                     call_driver!($symbol(address => Address, stream => Pointer))
                 },
             )
@@ -259,66 +261,6 @@ pub unsafe extern "C" fn cuMemGetHandleForAddressRange(
         },
         driver,
     )
-}
-
-/// Facts about a pointer.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuPointerGetAttribute(
-    data: *mut c_void,
-    attribute: c_int,
-    address: Address,
-) -> c_int {
-    let _pass = runtime::member().map(|member| member.gate().pass(Passage::Use));
-    let code = call_driver!(cuPointerGetAttribute(
-        data => *mut c_void, attribute => c_int, address => Address
-    ));
-    if code == SUCCESS {
-        correct_attribute(data, attribute, address);
-    }
-    code
-}
-
-/// Several facts about a pointer.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuPointerGetAttributes(
-    count: c_uint,
-    attributes: *mut c_int,
-    data: *mut *mut c_void,
-    address: Address,
-) -> c_int {
-    let _pass = runtime::member().map(|member| member.gate().pass(Passage::Use));
-    let code = call_driver!(cuPointerGetAttributes(
-        count => c_uint, attributes => *mut c_int, data => *mut *mut c_void, address => Address
-    ));
-    if code == SUCCESS {
-        // SAFETY: the driver has read this many of the caller's attributes.
-        let attributes = unsafe { std::slice::from_raw_parts(attributes, count as usize) };
-        // SAFETY: and written through this many of its pointers.
-        let targets = unsafe { std::slice::from_raw_parts(data, count as usize) };
-        for (target, attribute) in targets.iter().zip(attributes) {
-            correct_attribute(*target, *attribute, address);
-        }
-    }
-    code
-}
-
-/// A block is larger than was asked for; its size as an attribute must be what was asked for.
-fn correct_attribute(data: *mut c_void, attribute: c_int, address: Address) {
-    const RANGE_SIZE: c_int = 12;
-    if attribute != RANGE_SIZE || data.is_null() {
-        return;
-    }
-    let block = runtime::member().and_then(|member| member.pool().block_at(DeviceAddress(address)));
-    if let Some(block) = block {
-        let size: *mut usize = data.cast();
-        write_out!(size, size_t(block.size_bytes));
-    }
 }
 
 /// Runs `body` with `context` current; `None` where the driver does not take it.

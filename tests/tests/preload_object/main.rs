@@ -10,6 +10,7 @@ mod header;
 mod hooks;
 mod loader;
 mod lookup;
+mod memory;
 mod nccl;
 mod processes;
 mod ring;

@@ -263,13 +263,6 @@ impl<D: Driver> Pool<D> {
         self.ledger().remove_native(address);
     }
 
-    /// The block that holds `address`, without its padding. Answered from the ledger, at any time.
-    pub fn block_at(&self, address: DeviceAddress) -> Option<VaRange> {
-        let ledger = self.ledger();
-        let (mapping, row) = ledger.mapped_at(address)?;
-        Some(VaRange::new(mapping.range().start, row.block_size_bytes()?))
-    }
-
     /// The device of the block that starts at `address`.
     pub fn block_device(&self, address: DeviceAddress) -> Option<DeviceOrdinal> {
         let ledger = self.ledger();

@@ -1,0 +1,38 @@
+//! Plain memory under the preload object behaves as the driver's own, whatever is called when.
+
+use crate::stage::Stage;
+
+/// What `preload_<program>.c` prints to `words`, which is the same with and without us.
+fn said(program: &str, words: &[&str]) -> Vec<String> {
+    let stage = Stage::new();
+    let program = stage.program(program);
+    let text = stage.same(&program, words);
+    text.lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn questions_about_any_memory_are_answered_while_the_process_is_paused() {
+    assert_eq!(
+        said("paused", &["questions"]),
+        [
+            "host: type 1, code 0, as before",
+            "plain: type 2, code 0, as before",
+            "small: type 2, code 0, as before",
+            "mapped: type 2, code 0, as before",
+            "of a stream: type 2, code 0, as before",
+        ]
+    );
+}
+
+#[test]
+fn memory_that_never_left_is_used_and_freed_while_the_process_is_paused() {
+    assert_eq!(
+        said("paused", &["teardown"]),
+        ["copied 1010101 1010101 7, 1010101 7", "free again: 1"]
+    );
+}
+
+#[test]
+fn a_fill_of_memory_that_is_away_waits_for_the_resume() {
+    assert_eq!(said("paused", &["touch"]), ["filled with 9, when it was there"]);
+}
