@@ -330,6 +330,7 @@ replacing! {
     cuStreamBeginRecaptureToGraph;
     cuStreamBeginRecaptureToGraph_ptsz;
     cuStreamBeginCapture_v2_ptsz;
+    cuStreamDestroy_v2;
     cuStreamEndCapture;
     cuStreamEndCapture_ptsz;
 }

@@ -12,7 +12,7 @@ use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 use crate::guards;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
-use crate::runtime;
+use crate::{replaced, runtime};
 
 /// Runs `work` with the device's primary context current, whichever is current now. `None` without a usable
 /// driver or device.
@@ -49,10 +49,9 @@ fn allocate(size_bytes: u64, device: c_int) -> Option<DeviceAddress> {
 }
 
 fn free(address: DeviceAddress) -> DriverCode {
-    let settle = || DriverCode(call_driver!(cuCtxSynchronize()));
     DriverCode(runtime::answered(
         runtime::member,
-        |member| blocks::free(member, address, settle),
+        |member| blocks::free(member, address, || replaced::settle(member, address)),
         || call_driver!(cuMemFree_v2(address.0 => u64)),
     ))
 }

@@ -18,7 +18,7 @@ use tenants::host_memory::{self, HostLimit};
 use tenants::identity::TenantName;
 use tenants::member::MemberConfig;
 use tenants::run_dir::RunDir;
-use vmm_pool::driver::{CudaDriver, DriverCode, RawContext, VaRange};
+use vmm_pool::driver::{CudaDriver, DeviceOrdinal, DriverCode, RawContext, VaRange};
 
 use crate::environment;
 use crate::interpose::driver::{self, call_driver};
@@ -132,6 +132,13 @@ pub(crate) fn primary_context(device: c_int) -> Option<Pointer> {
     DriverCode(code).ok().ok()?;
     known().insert(device, context.expose_provenance());
     Some(context)
+}
+
+/// The driver's current device of this thread.
+pub(crate) fn current_device() -> Result<DeviceOrdinal, DriverCode> {
+    let mut device: c_int = 0;
+    let code = call_driver!(cuCtxGetDevice(&raw mut device => *mut c_int));
+    DriverCode(code).ok().map(|()| DeviceOrdinal(device))
 }
 
 /// The driver's current context of this thread.

@@ -207,6 +207,7 @@ pairs! {
     cuPointerGetAttributes[_ _ _ _];
     cuStreamBeginCaptureToGraph[_ _ _ _ _ _];
     cuStreamBeginCapture_v2[_ _];
+    cuStreamDestroy_v2[_];
     cuStreamEndCapture[_ _];
 }
 

@@ -208,6 +208,7 @@ pub const FUNCTIONS: &[Function] = &[
     of("cuStreamBeginRecaptureToGraph", 13_030),
     of("cuStreamBeginRecaptureToGraph_ptsz", 13_030),
     of("cuStreamBeginCapture_v2_ptsz", 10_010),
+    of("cuStreamDestroy_v2", 4000),
     of("cuStreamEndCapture", 10_000),
     of("cuStreamEndCapture_ptsz", 10_000),
 ];

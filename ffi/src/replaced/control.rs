@@ -10,7 +10,7 @@ use sublet_cuda_graph::Target;
 use vmm_pool::driver::{DriverCode, RawContext};
 use vmm_pool::gate::Passage;
 
-use super::{Handle, SUCCESS, write_out};
+use super::{Handle, STREAM_PER_THREAD, SUCCESS, stream_value, write_out};
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
 use crate::runtime;
@@ -87,6 +87,20 @@ pub unsafe extern "C" fn cuCtxDestroy_v2(context: Pointer) -> c_int {
     code
 }
 
+/// What a stream's capture is known by. Each thread has a stream of its own under the value of the per-thread stream, which
+/// functions of that kind (`symbol`) also have for 0.
+fn capture_key(stream: Pointer, symbol: &str) -> u64 {
+    thread_local! {
+        static OWN: u8 = const { 0 };
+    }
+    let stream = stream_value(stream, symbol);
+    if stream == STREAM_PER_THREAD {
+        // An address of this thread's, odd as no stream's value is.
+        return OWN.try_with(|own| (&raw const *own).addr() as u64).map_or(1, |at| at << 1 | 1);
+    }
+    stream as u64
+}
+
 macro_rules! begin_capture {
     ($symbol:ident ( $($arg:ident : $ty:ty),* ) into $target:ident) => {
         /// Begins a capture; no pause starts until it ends.
@@ -100,7 +114,8 @@ macro_rules! begin_capture {
                 .map(|member| member.gate().pass_for(stringify!($symbol), Passage::Capture));
             let code = call_driver!($symbol(stream => Pointer, $($arg => $ty),*));
             if let (Some(member), SUCCESS) = (member, code) {
-                runtime::captures().begun(member, stream.addr() as u64, Target::$target);
+                let key = capture_key(stream, stringify!($symbol));
+                runtime::captures().begun(member, key, Target::$target);
             }
             code
         }
@@ -123,19 +138,47 @@ begin_capture!(cuStreamBeginCaptureToGraph_ptsz(
 ) into Existing);
 
 macro_rules! end_capture {
-    ($symbol:ident) => {
+    ($symbol:ident, $is_capturing:ident) => {
         /// Ends a capture.
         ///
         /// # Safety
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol(stream: Pointer, graph: Pointer) -> c_int {
-            super::graph::end_capture(stream, graph, || {
+            let is_capturing = || {
+                let mut status: c_int = 0;
+                let code = call_driver!($is_capturing(
+                    stream => Pointer, &raw mut status => *mut c_int
+                ));
+                code == SUCCESS && status != 0
+            };
+            let key = capture_key(stream, stringify!($symbol));
+            let value = stream_value(stream, stringify!($symbol));
+            super::graph::end_capture(value, key, graph, is_capturing, || {
                 call_driver!($symbol(stream => Pointer, graph => Pointer))
             })
         }
     };
 }
 
-end_capture!(cuStreamEndCapture);
-end_capture!(cuStreamEndCapture_ptsz);
+end_capture!(cuStreamEndCapture, cuStreamIsCapturing);
+end_capture!(cuStreamEndCapture_ptsz, cuStreamIsCapturing_ptsz);
+
+/// Ends a stream, and with it a capture that began on it.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuStreamDestroy_v2(stream: Pointer) -> c_int {
+    // Before the driver lets the value go, which may be another stream's at once.
+    let key = capture_key(stream, "cuStreamDestroy_v2");
+    let member = runtime::member().filter(|member| member.captures() > 0);
+    let target = member.and_then(|member| runtime::captures().ended(member, key));
+    let code = call_driver!(cuStreamDestroy_v2(stream => Pointer));
+    if let (Some(member), Some(target)) = (member, target)
+        && code != SUCCESS
+    {
+        runtime::captures().begun(member, key, target);
+    }
+    code
+}

@@ -18,16 +18,30 @@ use std::ffi::{c_int, c_ulonglong};
 pub use control::*;
 pub use graph::*;
 pub use plain::*;
-pub(crate) use plain::{is_refused_copy, opens_blocks};
+pub(crate) use plain::{is_refused_copy, opens_blocks, settle};
 pub use pointer::*;
 pub use vmm::*;
 
 use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
 
+use crate::interpose::Pointer;
+
 type Handle = c_ulonglong;
 type Address = u64;
 
 const SUCCESS: c_int = DriverCode::SUCCESS.0;
+
+/// `CU_STREAM_PER_THREAD`.
+const STREAM_PER_THREAD: usize = 2;
+
+/// The value of a stream whose meaning does not depend on who asks: functions of the per-thread kind have a stream of the
+/// calling thread's own for 0.
+fn stream_value(stream: Pointer, symbol: &str) -> usize {
+    if stream.is_null() && symbol.ends_with("_ptsz") {
+        return STREAM_PER_THREAD;
+    }
+    stream.expose_provenance()
+}
 
 /// A range from C arguments.
 fn range(start: Address, size: usize) -> VaRange {

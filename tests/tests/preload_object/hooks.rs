@@ -121,7 +121,6 @@ const PASSED: &[(&str, &[&str])] = &[
             "cuStreamAttachMemAsync*",
             "cuStreamCopyAttributes*",
             "cuStreamCreate*",
-            "cuStreamDestroy*",
             "cuStreamGet*",
             "cuStreamIsCapturing*",
             "cuStreamQuery*",

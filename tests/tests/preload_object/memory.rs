@@ -36,3 +36,51 @@ fn memory_that_never_left_is_used_and_freed_while_the_process_is_paused() {
 fn a_fill_of_memory_that_is_away_waits_for_the_resume() {
     assert_eq!(said("paused", &["touch"]), ["filled with 9, when it was there"]);
 }
+
+#[test]
+fn a_free_beside_a_capture_waits_for_the_work_and_leaves_the_capture_alone() {
+    assert_eq!(
+        said("captures", &["beside"]),
+        [
+            "beside: free CUDA_SUCCESS, after the work, stream CUDA_SUCCESS",
+            "beside: capture CUDA_SUCCESS, sum 10485760",
+        ]
+    );
+}
+
+#[test]
+fn a_thread_that_captures_frees_in_relaxed_mode() {
+    assert_eq!(
+        said("captures", &["relaxed"]),
+        [
+            "relaxed thread: free CUDA_SUCCESS",
+            "relaxed thread: capture CUDA_SUCCESS, sum 10485760",
+            "relaxed capture: free CUDA_SUCCESS",
+            "relaxed capture: capture CUDA_SUCCESS, sum 10485760",
+        ]
+    );
+}
+
+#[test]
+fn a_free_that_the_driver_refuses_in_a_capture_is_refused() {
+    assert_eq!(
+        said("captures", &["global"]),
+        [
+            "global: free CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+            "global: capture CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+            "global: free afterwards CUDA_SUCCESS",
+        ]
+    );
+}
+
+#[test]
+fn a_capture_that_another_thread_may_not_end_goes_on() {
+    assert_eq!(
+        said("captures", &["thread"]),
+        [
+            "thread: end elsewhere 908",
+            "thread: free CUDA_SUCCESS",
+            "thread: capture CUDA_SUCCESS, sum 10485760",
+        ]
+    );
+}

@@ -11,6 +11,7 @@ use crate::sim::{self, Sim};
 const API_VERSION: u32 = 3020;
 
 fn synchronize(sim: &Sim, device: DeviceOrdinal) -> Coded<()> {
+    sim.forbid_wait_for_context(device)?;
     sim.forbid_in_capture()?;
     sim.core.wait_device(device)
 }
