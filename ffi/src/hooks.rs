@@ -281,9 +281,15 @@ replacing! {
     cuCtxCreate_v3;
     cuCtxCreate_v4;
     cuCtxDestroy_v2;
+    cuCtxDetach;
     cuCtxDisablePeerAccess;
     cuCtxEnablePeerAccess;
     cuDeviceGetAttribute;
+    cuDevicePrimaryCtxRelease;
+    cuDevicePrimaryCtxRelease_v2;
+    cuDevicePrimaryCtxReset;
+    cuDevicePrimaryCtxReset_v2;
+    cuDevicePrimaryCtxRetain;
     cuGraphAddChildGraphNode;
     cuGraphAddNode;
     cuGraphAddNode_v2;

@@ -169,9 +169,13 @@ pairs! {
     cuCtxCreate_v3[_ _ _ _ _];
     cuCtxCreate_v4[_ _ _ _];
     cuCtxDestroy_v2[_];
+    cuCtxDetach[_];
     cuCtxDisablePeerAccess[_];
     cuCtxEnablePeerAccess[_ _];
     cuDeviceGetAttribute[_ _ _];
+    cuDevicePrimaryCtxRelease_v2[_];
+    cuDevicePrimaryCtxReset_v2[_];
+    cuDevicePrimaryCtxRetain[_ _];
     cuGetProcAddress_v2[_ _ _ _ _];
     cuGraphAddChildGraphNode[_ _ _ _ _];
     cuGraphAddNode[_ _ _ _ _];
@@ -306,6 +310,8 @@ const UNBOUND: &[(&str, &[&str])] = &[
     (
         "older forms, which the header of CUDA 12.8 has under their plain names no more",
         &[
+            "cuDevicePrimaryCtxRelease",
+            "cuDevicePrimaryCtxReset",
             "cuStreamWaitValue32",
             "cuStreamWaitValue64",
             "cuStreamWriteValue32",

@@ -11,7 +11,7 @@ use tenants::member::Member;
 use tenants::region;
 use vmm_pool::driver::{
     AllocationFlags, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver,
-    DriverCode, RawContext,
+    DriverCode, RawContext, VaRange,
 };
 use vmm_pool::{Entered, GiveUp, PoolError, PoolResult};
 
@@ -151,9 +151,38 @@ pub fn note_native<D: Driver>(
     address: DeviceAddress,
     size_bytes: u64,
     device: DeviceOrdinal,
+    context: Option<RawContext>,
     reason: &'static str,
 ) {
-    member.pool().native_allocated(address, size_bytes, device, reason);
+    member.pool().native_allocated(address, size_bytes, device, context, reason);
+}
+
+/// Plain memory that ends with its context. While this lives, no pause or resume begins.
+#[derive(Debug)]
+#[must_use = "the driver's call comes between"]
+pub struct Ending<'a, D: Driver> {
+    member: &'a Member<D>,
+    entered: Entered<'a, D, GiveUp>,
+    blocks: Vec<VaRange>,
+    natives: Vec<DeviceAddress>,
+}
+
+/// What of plain memory goes with `context`. Asked before the driver ends it: its value may be another's at once.
+#[doc(alias = "cuCtxDestroy")]
+pub fn ending<D: Driver>(member: &Member<D>, context: RawContext) -> Ending<'_, D> {
+    let entered = member.pool().enter_giving_up();
+    let (blocks, natives) = member.pool().plain_memory_of(context);
+    Ending { member, entered, blocks, natives }
+}
+
+impl<D: Driver> Ending<'_, D> {
+    /// The driver has ended the context.
+    pub fn ended(self) {
+        for address in self.natives {
+            self.member.pool().native_freed(address);
+        }
+        self.entered.blocks_end(&self.blocks);
+    }
 }
 
 /// Frees the block at `address`. `settle` waits for the work that may still use it, as `cuMemFree` does;

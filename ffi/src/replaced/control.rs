@@ -1,13 +1,12 @@
-//! Device attributes, contexts, and stream capture.
+//! Device attributes and stream capture.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
-use std::ffi::{c_int, c_uint, c_void};
-use std::sync::PoisonError;
+use std::ffi::{c_int, c_void};
 
 use sublet_cuda_driver::vmm;
 use sublet_cuda_graph::Target;
-use vmm_pool::driver::{DriverCode, RawContext};
+use vmm_pool::driver::DriverCode;
 use vmm_pool::gate::Passage;
 
 use super::{Handle, STREAM_PER_THREAD, SUCCESS, stream_value, write_out};
@@ -47,44 +46,6 @@ pub unsafe extern "C" fn cuMulticastCreate(_handle: *mut Handle, _prop: *const c
         );
     }
     DriverCode::NOT_SUPPORTED.0
-}
-
-macro_rules! create_context {
-    ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
-        /// Makes a context of the application's own, whose work a pause must wait for too.
-        ///
-        /// # Safety
-        /// As the driver's function of this name.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $symbol(context: *mut Pointer, $($arg: $ty),*) -> c_int {
-            let code = call_driver!($symbol(context => *mut Pointer, $($arg => $ty),*));
-            if code == SUCCESS && !context.is_null() {
-                // SAFETY: the caller's out-pointer, which the driver has just written.
-                let made = RawContext(unsafe { context.read() }.expose_provenance() as u64);
-                let contexts = runtime::own_contexts().lock();
-                contexts.unwrap_or_else(PoisonError::into_inner).insert(made);
-            }
-            code
-        }
-    };
-}
-
-create_context!(cuCtxCreate_v2(flags: c_uint, device: c_int));
-create_context!(cuCtxCreate_v3(affinity: Pointer, count: c_int, flags: c_uint, device: c_int));
-create_context!(cuCtxCreate_v4(parameters: Pointer, flags: c_uint, device: c_int));
-
-/// Ends a context of the application's own.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxDestroy_v2(context: Pointer) -> c_int {
-    let code = call_driver!(cuCtxDestroy_v2(context => Pointer));
-    if code == SUCCESS {
-        let gone = RawContext(context.addr() as u64);
-        runtime::own_contexts().lock().unwrap_or_else(PoisonError::into_inner).remove(&gone);
-    }
-    code
 }
 
 /// What a stream's capture is known by. Each thread has a stream of its own under the value of the per-thread stream, which

@@ -5,8 +5,9 @@
 //! which the caller's library is known.
 //!
 //! * [`vmm`]: virtual memory. [`plain`]: `cuMemAlloc` and what comes with it. [`pointer`]: questions about addresses.
-//!   [`control`]: lookup, device attributes, stream capture. [`graph`]: graphs.
+//!   [`context`]: contexts, peer access. [`control`]: lookup, device attributes, stream capture. [`graph`]: graphs.
 
+pub mod context;
 pub mod control;
 pub mod graph;
 pub mod plain;
@@ -15,6 +16,7 @@ pub mod vmm;
 
 use std::ffi::{c_int, c_ulonglong};
 
+pub use context::*;
 pub use control::*;
 pub use graph::*;
 pub use plain::*;

@@ -1,4 +1,4 @@
-//! Plain device memory: allocation, sharing by `cudaIpc`, pointer facts, peer access.
+//! Plain device memory: allocation, and sharing by `cudaIpc`.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
@@ -6,9 +6,10 @@ use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::sync::PoisonError;
 
 use sublet_cuda_driver::{Answer, blocks, ipc, vmm};
-use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, RawContext};
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 use vmm_pool::gate::Passage;
 
+use super::context::{device_of, pointer_of, with_current};
 use super::{Address, SUCCESS, range, with_caller, write_out};
 use crate::guards;
 use crate::interpose::Pointer;
@@ -45,10 +46,6 @@ pub(crate) fn settle(member: &Member, address: DeviceAddress) -> DriverCode {
         Some(device) => settle_device(member, device),
         None => DriverCode(settle_here(member)),
     }
-}
-
-fn pointer_of(context: RawContext) -> Pointer {
-    std::ptr::with_exposed_provenance_mut::<c_void>(usize::try_from(context.0).unwrap_or(0))
 }
 
 /// Waits for the work of every context of `device`.
@@ -132,7 +129,8 @@ unsafe extern "C" fn mem_alloc(
                 }
                 // SAFETY: the call succeeded, so it wrote the address.
                 let made = DeviceAddress(unsafe { address.read() });
-                blocks::note_native(member, made, size as u64, device, reason);
+                let context = runtime::current_context();
+                blocks::note_native(member, made, size as u64, device, context, reason);
                 return Answer::Done(());
             }
             let context = runtime::current_context();
@@ -309,57 +307,4 @@ pub unsafe extern "C" fn cuMemGetHandleForAddressRange(
         },
         driver,
     )
-}
-
-/// Runs `body` with `context` current; `None` where the driver does not take it.
-fn with_current<T>(context: Pointer, body: impl FnOnce() -> T) -> Option<T> {
-    if call_driver!(cuCtxPushCurrent_v2(context => Pointer)) != SUCCESS {
-        return None;
-    }
-    let done = body();
-    let mut popped: Pointer = std::ptr::null_mut();
-    if call_driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut Pointer)) != SUCCESS {
-        tracing::error!("a context that was pushed could not be popped");
-    }
-    Some(done)
-}
-
-/// The device that a context is for.
-fn device_of(context: Pointer) -> Option<DeviceOrdinal> {
-    with_current(context, || runtime::current_device().ok()).flatten()
-}
-
-/// Gives the current context access to another's plain memory.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxEnablePeerAccess(peer: Pointer, flags: c_uint) -> c_int {
-    let code = call_driver!(cuCtxEnablePeerAccess(peer => Pointer, flags => c_uint));
-    if code == SUCCESS
-        && let (Ok(accessor), Some(owner)) = (runtime::current_device(), device_of(peer))
-    {
-        runtime::accessors().record(owner, accessor);
-        let opened = runtime::member()
-            .map_or(Ok(()), |member| runtime::accessors().open(member, owner, accessor));
-        if let Err(error) = opened {
-            tracing::error!(%error, %owner, %accessor, "peer access is incomplete");
-        }
-    }
-    code
-}
-
-/// Takes the current context's access to another's plain memory away.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxDisablePeerAccess(peer: Pointer) -> c_int {
-    let code = call_driver!(cuCtxDisablePeerAccess(peer => Pointer));
-    if code == SUCCESS
-        && let (Ok(accessor), Some(owner)) = (runtime::current_device(), device_of(peer))
-    {
-        runtime::accessors().disable(owner, accessor);
-    }
-    code
 }

@@ -21,6 +21,10 @@ const STREAM_PER_THREAD: u64 = 2;
 pub(crate) struct Contexts {
     /// Live contexts and the device of each.
     live: BTreeMap<u64, DeviceOrdinal>,
+    /// How often created ones were attached to and not detached from, their creation not counted.
+    attached: BTreeMap<u64, u64>,
+    /// Values of created contexts that have ended, reused last in first out as the real driver does.
+    ended: Vec<u64>,
     /// How often each primary context is retained, by device.
     primary: BTreeMap<i32, Primary>,
     created: u64,
@@ -139,8 +143,9 @@ impl Sim {
     pub(crate) fn create_context(&self, device: DeviceOrdinal) -> Coded<u64> {
         self.core.ensure_context(device)?;
         let mut contexts = lock(&self.contexts);
-        let context = CREATED_FIRST + contexts.created * STEP;
-        contexts.created += 1;
+        let reused = contexts.ended.pop();
+        let context = reused.unwrap_or(CREATED_FIRST + contexts.created * STEP);
+        contexts.created += u64::from(reused.is_none());
         contexts.live.insert(context, device);
         push(context);
         Ok(context)
@@ -154,7 +159,35 @@ impl Sim {
         if current_or_none() == context {
             replace_current(0);
         }
-        self.end_context(context)
+        self.end_context(context)?;
+        let mut contexts = lock(&self.contexts);
+        contexts.attached.remove(&context);
+        contexts.ended.push(context);
+        Ok(())
+    }
+
+    /// One reference more to the current context.
+    pub(crate) fn attach_context(&self) -> Coded<u64> {
+        self.current_device()?;
+        let context = current_or_none();
+        *lock(&self.contexts).attached.entry(context).or_default() += 1;
+        Ok(context)
+    }
+
+    /// One reference less to `context`, which must be current; it ends with the last.
+    pub(crate) fn detach_context(&self, context: u64) -> Coded<()> {
+        self.context_device(context)?;
+        if context != current_or_none() {
+            return Err(DriverCode::INVALID_CONTEXT);
+        }
+        let is_last = {
+            let mut contexts = lock(&self.contexts);
+            let attached = contexts.attached.entry(context).or_default();
+            let is_last = *attached == 0;
+            *attached = attached.saturating_sub(1);
+            is_last
+        };
+        if is_last { self.destroy_context(context) } else { Ok(()) }
     }
 
     fn end_context(&self, context: u64) -> Coded<()> {

@@ -84,3 +84,52 @@ fn a_capture_that_another_thread_may_not_end_goes_on() {
         ]
     );
 }
+
+/// What is left of memory after `what`, which ends a context, but for one block of another context.
+fn lines_of_an_end(what: &str) -> Vec<String> {
+    let rest = [
+        "67108864 bytes less are free",
+        "free of 0: CUDA_ERROR_INVALID_VALUE",
+        "free of 1: CUDA_ERROR_INVALID_VALUE",
+        "sum 117440512",
+        "0 bytes less are free",
+    ];
+    rest.iter().map(|line| format!("{what}: {line}")).collect()
+}
+
+#[test]
+fn plain_memory_ends_with_its_context() {
+    assert_eq!(said("contexts", &["destroy"]), lines_of_an_end("destroy"));
+}
+
+#[test]
+fn plain_memory_ends_with_the_last_reference_to_its_context() {
+    let attached = "attached: 136314880 bytes less are free".to_owned();
+    let lines: Vec<_> = std::iter::once(attached).chain(lines_of_an_end("detach")).collect();
+    assert_eq!(said("contexts", &["detach"]), lines);
+}
+
+#[test]
+fn plain_memory_ends_with_its_context_while_the_process_is_paused() {
+    assert_eq!(said("contexts", &["paused"]), lines_of_an_end("paused"));
+}
+
+#[test]
+fn plain_memory_ends_with_the_primary_context() {
+    for what in ["release", "reset"] {
+        let lines = [
+            "69206016 bytes less are free while it is retained",
+            "0 bytes less are free",
+            "free of 0: CUDA_ERROR_INVALID_VALUE",
+            "free of 1: CUDA_ERROR_INVALID_VALUE",
+            "afterwards 5",
+        ];
+        let lines = lines.map(|line| format!("{what}: {line}"));
+        assert_eq!(said("contexts", &[what]), lines);
+    }
+}
+
+#[test]
+fn contexts_that_come_and_go_do_not_fail_a_pause() {
+    assert_eq!(said("contexts", &["storm"]), ["storm: 0 bytes less are free"]);
+}

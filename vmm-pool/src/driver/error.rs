@@ -149,6 +149,8 @@ driver_ops! {
     DeviceGetUuid => "cuDeviceGetUuid",
     /// Ask for the primary context of a device.
     PrimaryContextRetain => "cuDevicePrimaryCtxRetain",
+    /// Give back the primary context of a device.
+    PrimaryContextRelease => "cuDevicePrimaryCtxRelease",
     /// Ask whether a device has a primary context.
     PrimaryContextGetState => "cuDevicePrimaryCtxGetState",
     /// Make a context current.

@@ -43,7 +43,8 @@ use slab::Slab;
 
 use crate::deferred::Physical;
 use crate::driver::{
-    AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverError, DriverOp, RawHandle, VaRange,
+    AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverError, DriverOp, RawContext,
+    RawHandle, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::store::Saved;
@@ -71,6 +72,8 @@ pub(crate) struct Ledger {
 pub(crate) struct Native {
     pub(crate) size_bytes: u64,
     pub(crate) device: DeviceOrdinal,
+    /// The context that it was asked for in, where that is known.
+    pub(crate) context: Option<RawContext>,
     pub(crate) reason: &'static str,
 }
 

@@ -83,6 +83,17 @@ impl Ledger {
         }
     }
 
+    /// Where the blocks lie that were asked for in `context`, and the plain memory that was left to the driver.
+    pub(crate) fn plain_memory_of(
+        &self,
+        context: RawContext,
+    ) -> (Vec<VaRange>, Vec<DeviceAddress>) {
+        let of_context = self.mappings().filter(|mapping| mapping.context() == Some(context));
+        let blocks = of_context.map(super::Mapping::range).collect();
+        let natives = self.natives.iter().filter(|(_, native)| native.context == Some(context));
+        (blocks, natives.map(|(&address, _)| DeviceAddress(address)).collect())
+    }
+
     /// Is some of the memory mapped in `range` away?
     pub(crate) fn is_any_away(&self, range: VaRange) -> bool {
         super::overlapping(&self.mappings, range).any(|mapping| mapping.standing().is_none())

@@ -8,7 +8,7 @@ use super::{Entered, Kind, Pool, Use};
 use crate::VirtualHandle;
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
-    DriverOp, Location, VaRange,
+    DriverOp, Location, RawContext, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Class, Mapping, Native, Row};
@@ -225,6 +225,20 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         self.block_give_up(self.block_range(address).ok_or(PoolError::NotOurs)?)
     }
 
+    /// Ends the blocks at `blocks`, opened ones too, however often: their context is gone, and its work with it. What
+    /// the driver will not unmap stays, and is counted.
+    #[doc(alias = "cuCtxDestroy")]
+    pub fn blocks_end(&self, blocks: &[VaRange]) {
+        for block in blocks {
+            match self.block_give_up(*block) {
+                Ok(()) | Err(PoolError::NotOurs) => {}
+                Err(error) => {
+                    tracing::error!(%error, address = %block.start, "a block outlives its context");
+                }
+            }
+        }
+    }
+
     fn block_give_up(&self, range: VaRange) -> PoolResult<()> {
         self.unmap(range)?;
         // SAFETY: the application gives the block up, and nothing is mapped in the range any more.
@@ -247,15 +261,16 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
 }
 
 impl<D: Driver> Pool<D> {
-    /// Counts a plain allocation that was left to the driver, and why.
+    /// Counts a plain allocation that was left to the driver, and why. `context` is the caller's, where it has one.
     pub fn native_allocated(
         &self,
         address: DeviceAddress,
         size_bytes: u64,
         device: DeviceOrdinal,
+        context: Option<RawContext>,
         reason: &'static str,
     ) {
-        self.ledger().add_native(address, Native { size_bytes, device, reason });
+        self.ledger().add_native(address, Native { size_bytes, device, context, reason });
     }
 
     /// Forgets a plain allocation that was counted.

@@ -29,6 +29,11 @@ impl<D: Driver> Pool<D> {
         self.ledger().mapping_at(address)?.context()
     }
 
+    /// What of plain memory was asked for in `context`: blocks, and what was left to the driver.
+    pub fn plain_memory_of(&self, context: RawContext) -> (Vec<VaRange>, Vec<DeviceAddress>) {
+        self.ledger().plain_memory_of(context)
+    }
+
     /// Notes that the block that begins at `address` was asked for in `context`.
     pub fn set_block_context(&self, address: DeviceAddress, context: RawContext) {
         self.ledger().set_context(address.0, context);

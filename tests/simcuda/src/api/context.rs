@@ -70,6 +70,17 @@ driver_api! {
         sim::get()?.destroy_context(context)
     }
 
+    fn cuCtxAttach = "cuCtxAttach" since 2000 (context: Out<u64>, flags: u32) {
+        if flags != 0 {
+            return Err(DriverCode::INVALID_VALUE);
+        }
+        context.put(sim::get()?.attach_context()?)
+    }
+
+    fn cuCtxDetach = "cuCtxDetach" since 2000 (context: u64) {
+        sim::get()?.detach_context(context)
+    }
+
     fn cuCtxPushCurrent_v2 = "cuCtxPushCurrent" since 4000 (context: u64) {
         sim::get()?.context_device(context)?;
         contexts::push(context);

@@ -473,6 +473,18 @@ impl Memory {
         self.host.remove(&start).map(drop).ok_or(DriverCode::HOST_MEMORY_NOT_REGISTERED)
     }
 
+    /// Forgets what was registered for the context of `device` alone, which has ended.
+    pub(super) fn host_unregister_all_of(&mut self, device: DeviceOrdinal) {
+        let host = &mut self.host;
+        self.pinned_for_one.retain(|start, only| {
+            let stays = *only != device;
+            if !stays {
+                host.remove(start);
+            }
+            stays
+        });
+    }
+
     pub(super) fn host_range_at(&self, address: u64) -> Option<VaRange> {
         covering(&self.host, address)
     }
