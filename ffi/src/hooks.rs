@@ -309,6 +309,7 @@ replacing! {
     cuGraphLaunch_ptsz;
     cuIpcCloseMemHandle;
     cuIpcGetMemHandle;
+    cuIpcOpenMemHandle;
     cuIpcOpenMemHandle_v2;
     cuMemAddressFree;
     cuMemAlloc_v2;

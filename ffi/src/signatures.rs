@@ -311,6 +311,7 @@ const UNBOUND: &[(&str, &[&str])] = &[
         "older forms, which the header of CUDA 12.8 has under their plain names no more",
         &[
             "cuDevicePrimaryCtxRelease",
+            "cuIpcOpenMemHandle",
             "cuDevicePrimaryCtxReset",
             "cuStreamWaitValue32",
             "cuStreamWaitValue64",

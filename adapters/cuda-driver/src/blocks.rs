@@ -35,7 +35,7 @@ pub struct Accessors {
 }
 
 impl Accessors {
-    fn of(&self, owner: DeviceOrdinal) -> Vec<DeviceOrdinal> {
+    pub(crate) fn of(&self, owner: DeviceOrdinal) -> Vec<DeviceOrdinal> {
         let by_owner = self.by_owner.lock().unwrap_or_else(PoisonError::into_inner);
         let others = by_owner.get(&owner).into_iter().flatten().copied();
         std::iter::once(owner).chain(others).collect()

@@ -188,6 +188,7 @@ pub const FUNCTIONS: &[Function] = &[
     of("cuGraphLaunch_ptsz", 10_000),
     of("cuIpcCloseMemHandle", 4010),
     of("cuIpcGetMemHandle", 4010),
+    of("cuIpcOpenMemHandle", 4010),
     of("cuIpcOpenMemHandle_v2", 11_000),
     of("cuMemAddressFree", 10_020),
     of("cuMemAlloc_v2", 3020),

@@ -223,41 +223,49 @@ pub unsafe extern "C" fn cuIpcGetMemHandle(
 #[repr(C)]
 pub struct IpcHandle([u8; ipc::HANDLE_BYTES]);
 
-/// Opens another process's plain memory.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuIpcOpenMemHandle_v2(
-    address: *mut Address,
-    handle: IpcHandle,
-    flags: c_uint,
-) -> c_int {
-    let driver = || {
-        call_driver!(cuIpcOpenMemHandle_v2(
-            address => *mut Address, handle => IpcHandle, flags => c_uint
-        ))
+macro_rules! ipc_open {
+    ($symbol:ident) => {
+        /// Opens another process's plain memory.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(
+            address: *mut Address,
+            handle: IpcHandle,
+            flags: c_uint,
+        ) -> c_int {
+            let driver = || {
+                call_driver!($symbol(
+                    address => *mut Address, handle => IpcHandle, flags => c_uint
+                ))
+            };
+            if address.is_null() {
+                return driver();
+            }
+            let Ok(device) = runtime::current_device() else {
+                return driver();
+            };
+            answered(
+                runtime::join,
+                |member| {
+                    let accessors = runtime::accessors();
+                    let opened = ipc::open(member, accessors, &handle.0, device, "ipc");
+                    opened.map(|made| {
+                        if let Some(context) = runtime::current_context() {
+                            member.pool().set_block_context(made, context);
+                        }
+                        write_out!(address, made.0);
+                    })
+                },
+                driver,
+            )
+        }
     };
-    if address.is_null() {
-        return driver();
-    }
-    let Ok(device) = runtime::current_device() else {
-        return driver();
-    };
-    answered(
-        runtime::join,
-        |member| {
-            let opened = ipc::open(member, &handle.0, device, "ipc");
-            opened.map(|made| {
-                if let Some(context) = runtime::current_context() {
-                    member.pool().set_block_context(made, context);
-                }
-                write_out!(address, made.0);
-            })
-        },
-        driver,
-    )
 }
+
+ipc_open!(cuIpcOpenMemHandle);
+ipc_open!(cuIpcOpenMemHandle_v2);
 
 /// Closes what [`cuIpcOpenMemHandle_v2`] opened.
 ///

@@ -1,6 +1,6 @@
 //! Plain memory under the preload object behaves as the driver's own, whatever is called when.
 
-use crate::stage::Stage;
+use crate::stage::{Preload, Stage};
 
 /// What `preload_<program>.c` prints to `words`, which is the same with and without us.
 fn said(program: &str, words: &[&str]) -> Vec<String> {
@@ -132,4 +132,28 @@ fn plain_memory_ends_with_the_primary_context() {
 #[test]
 fn contexts_that_come_and_go_do_not_fail_a_pause() {
     assert_eq!(said("contexts", &["storm"]), ["storm: 0 bytes less are free"]);
+}
+
+#[test]
+fn peer_access_of_before_an_attach_reaches_what_is_asked_for_afterwards() {
+    let stage = Stage::new();
+    let program = stage.program("peers");
+    for preload in [Preload::With, Preload::Attached] {
+        let text = stage.same_as_without(preload, &program, &["late"]);
+        assert_eq!(text, "late: CUDA_SUCCESS, word 6\n", "{preload:?}");
+        let text = stage.same_as_without(preload, &program, &["never"]);
+        let lines = ["CUDA_SUCCESS", "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED"];
+        assert_eq!(text, lines.map(|line| format!("never: {line}\n")).concat(), "{preload:?}");
+    }
+}
+
+#[test]
+fn opened_memory_is_in_reach_of_devices_with_peer_access() {
+    assert_eq!(said("peers", &["opened"]), ["opened: CUDA_SUCCESS, word 8"]);
+    assert_eq!(said("peers", &["opening"]), ["opening: CUDA_SUCCESS, word 8"]);
+}
+
+#[test]
+fn memory_is_opened_by_the_form_of_the_call_before_cuda_11() {
+    assert_eq!(said("peers", &["opened-old"]), ["opened: CUDA_SUCCESS, word 8"]);
 }
