@@ -127,6 +127,10 @@ waiting! {
         block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: Pointer,
         parameters: Pointer
     );
+    cuLaunch (function: Pointer);
+    cuLaunchGrid (function: Pointer, width: c_int, height: c_int);
+    cuLaunchGridAsync (function: Pointer, width: c_int, height: c_int, stream: Pointer);
+    cuLaunchCooperativeKernelMultiDevice (launches: Pointer, devices: c_uint, flags: c_uint);
     cuMemcpy | cuMemcpy_ptds (
         target: u64, source: u64, bytes: usize
     ) touches [touched(target, bytes), touched(source, bytes)];
@@ -261,12 +265,6 @@ waiting! {
     cuStreamBatchMemOp | cuStreamBatchMemOp_ptsz (
         stream: Pointer, count: c_uint, operations: Pointer, flags: c_uint
     );
-    cuMemAllocAsync | cuMemAllocAsync_ptsz (
-        address: Pointer, bytes: usize, stream: Pointer
-    );
-    cuMemAllocFromPoolAsync | cuMemAllocFromPoolAsync_ptsz (
-        address: Pointer, bytes: usize, pool: Pointer, stream: Pointer
-    );
 }
 
 macro_rules! replacing {
@@ -277,6 +275,9 @@ macro_rules! replacing {
 }
 
 replacing! {
+    cuArray3DCreate_v2;
+    cuArrayCreate_v2;
+    cuArrayDestroy;
     cuCtxCreate_v2;
     cuCtxCreate_v3;
     cuCtxCreate_v4;
@@ -311,9 +312,20 @@ replacing! {
     cuIpcGetMemHandle;
     cuIpcOpenMemHandle;
     cuIpcOpenMemHandle_v2;
+    cuLogicalEndpointCreate;
+    cuLogicalEndpointIdReserve;
+    cuLogicalEndpointImport;
     cuMemAddressFree;
+    cuMemAllocAsync;
+    cuMemAllocAsync_ptsz;
+    cuMemAllocFromPoolAsync;
+    cuMemAllocFromPoolAsync_ptsz;
+    cuMemAllocManaged;
+    cuMemAllocPitch_v2;
     cuMemAlloc_v2;
     cuMemCreate;
+    cuMemDiscardAndPrefetchBatchAsync;
+    cuMemDiscardAndPrefetchBatchAsync_ptsz;
     cuMemExportToShareableHandle;
     cuMemFreeAsync;
     cuMemFreeAsync_ptsz;
@@ -324,6 +336,12 @@ replacing! {
     cuMemGetHandleForAddressRange;
     cuMemImportFromShareableHandle;
     cuMemMap;
+    cuMemPrefetchAsync;
+    cuMemPrefetchAsync_ptsz;
+    cuMemPrefetchAsync_v2;
+    cuMemPrefetchAsync_v2_ptsz;
+    cuMemPrefetchBatchAsync;
+    cuMemPrefetchBatchAsync_ptsz;
     cuMemRelease;
     cuMemRetainAllocationHandle;
     cuMemSetAccess;

@@ -25,6 +25,20 @@ const TOO_SMALL: &str = "plain allocations under 1 MiB stay with the driver";
 const LEGACY_IPC: &str = "NCCL shares plain allocations by legacy IPC, which cannot follow a pause; unset \
                           NCCL_CUMEM_ENABLE=0 to make them pausable";
 
+/// Why memory that is not asked for by `cuMemAlloc` stays with the driver.
+pub mod stays {
+    /// `cuMemAllocAsync` and `cuMemAllocFromPoolAsync`.
+    pub const STREAM_ORDERED: &str = "stream-ordered memory is the driver's; what its pools do not use is given \
+                                      back at a pause";
+    /// `cuMemAllocManaged`.
+    pub const MANAGED: &str =
+        "managed memory: the driver moves it between device and host by itself";
+    /// `cuMemAllocPitch`.
+    pub const PITCHED: &str = "pitched memory stays with the driver";
+    /// `cuArrayCreate` and `cuArray3DCreate`.
+    pub const ARRAYS: &str = "arrays have no address that could be kept; their bytes are reckoned";
+}
+
 /// Which devices were given access to which devices' plain memory, by `cuCtxEnablePeerAccess`.
 #[derive(Debug, Default)]
 pub struct Accessors {
@@ -145,7 +159,7 @@ pub fn allocate<D: Driver>(
     }
 }
 
-/// Counts an allocation that the driver made for us.
+/// Counts an allocation that the driver made.
 pub fn note_native<D: Driver>(
     member: &Member<D>,
     address: DeviceAddress,

@@ -2,7 +2,7 @@
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{c_int, c_uint, c_void};
 
 use sublet_cuda_driver::vmm;
 use sublet_cuda_graph::Target;
@@ -33,19 +33,45 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(
     code
 }
 
-/// Refuses: multicast objects cannot be paused yet. The device attribute says so already, and not all callers ask for it.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMulticastCreate(_handle: *mut Handle, _prop: *const c_void) -> c_int {
-    if let Some(member) = runtime::join() {
-        member.note(
-            "a library asked for a multicast object, which cannot be paused yet; it was refused"
-                .to_owned(),
-        );
-    }
-    DriverCode::NOT_SUPPORTED.0
+macro_rules! refused {
+    ($(#[$doc:meta])* $symbol:ident ( $($arg:ident : $ty:ty),* ) because $note:literal) => {
+        $(#[$doc])*
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
+            if let Some(member) = runtime::join() {
+                member.note($note.to_owned());
+            }
+            DriverCode::NOT_SUPPORTED.0
+        }
+    };
+}
+
+refused! {
+    /// Refuses: multicast objects cannot be paused yet. The device attribute says so already, and not all callers ask for
+    /// it.
+    cuMulticastCreate(_handle: *mut Handle, _prop: *const c_void)
+    because "a library asked for a multicast object, which cannot be paused yet; it was refused"
+}
+
+refused! {
+    /// Refuses: a logical endpoint keeps what is bound to it by its pages, which a pause gives back.
+    cuLogicalEndpointIdReserve(_base: *mut c_uint, _count: c_uint)
+    because "a library asked for logical endpoints, which cannot be paused; they were refused"
+}
+
+refused! {
+    /// Refuses, as reserving one.
+    cuLogicalEndpointCreate(_endpoint: c_uint, _prop: *const c_void)
+    because "a library asked for a logical endpoint, which cannot be paused; it was refused"
+}
+
+refused! {
+    /// Refuses, as reserving one.
+    cuLogicalEndpointImport(_endpoint: c_uint, _handle: *const c_void, _kind: c_int)
+    because "a library asked for another process's logical endpoint, which cannot be paused; it was refused"
 }
 
 /// What a stream's capture is known by. Each thread has a stream of its own under the value of the per-thread stream, which

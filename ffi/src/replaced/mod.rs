@@ -4,12 +4,14 @@
 //! driver, whose error it then is. Calls that make memory carry the caller's return address along, by
 //! which the caller's library is known.
 //!
-//! * [`vmm`]: virtual memory. [`plain`]: `cuMemAlloc` and what comes with it. [`pointer`]: questions about addresses.
-//!   [`context`]: contexts, peer access. [`control`]: lookup, device attributes, stream capture. [`graph`]: graphs.
+//! * [`vmm`]: virtual memory. [`plain`]: `cuMemAlloc` and what comes with it. [`native`]: memory that stays
+//!   with the driver. [`pointer`]: questions about addresses. [`context`]: contexts, peer access. [`control`]:
+//!   device attributes, stream capture. [`graph`]: graphs.
 
 pub mod context;
 pub mod control;
 pub mod graph;
+pub mod native;
 pub mod plain;
 pub mod pointer;
 pub mod vmm;
@@ -19,6 +21,7 @@ use std::ffi::{c_int, c_ulonglong};
 pub use context::*;
 pub use control::*;
 pub use graph::*;
+pub use native::*;
 pub use plain::*;
 pub(crate) use plain::{is_refused_copy, opens_blocks, settle};
 pub use pointer::*;

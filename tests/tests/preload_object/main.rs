@@ -12,6 +12,7 @@ mod loader;
 mod lookup;
 mod memory;
 mod nccl;
+mod passed;
 mod processes;
 mod ring;
 mod stage;

@@ -1,6 +1,8 @@
 //! Plain memory under the preload object behaves as the driver's own, whatever is called when.
 
-use crate::stage::{Preload, Stage};
+use serde_json::Value;
+
+use crate::stage::{Preload, Stage, transcript};
 
 /// What `preload_<program>.c` prints to `words`, which is the same with and without us.
 fn said(program: &str, words: &[&str]) -> Vec<String> {
@@ -156,4 +158,44 @@ fn opened_memory_is_in_reach_of_devices_with_peer_access() {
 #[test]
 fn memory_is_opened_by_the_form_of_the_call_before_cuda_11() {
     assert_eq!(said("peers", &["opened-old"]), ["opened: CUDA_SUCCESS, word 8"]);
+}
+
+/// What `preload_stays.c` is told of itself while it is paused, and at its end, and its other lines.
+fn said_of_itself(word: &str) -> (Vec<Value>, Vec<String>) {
+    let stage = Stage::new();
+    let program = stage.program("stays");
+    let output = stage.command(&program, Preload::With).arg(word).output();
+    let text = transcript(&output.expect("it starts"));
+    let (json, lines): (Vec<&str>, Vec<&str>) =
+        text.lines().partition(|line| line.starts_with('{'));
+    let json = json.into_iter().map(|line| serde_json::from_str(line).expect(line)).collect();
+    (json, lines.into_iter().map(str::to_owned).collect())
+}
+
+#[test]
+fn a_process_whose_memory_all_stays_joins_its_tenant_and_its_memory_is_counted() {
+    let kinds = [
+        ("async", "stream-ordered"),
+        ("pool", "stream-ordered"),
+        ("managed", "managed"),
+        ("pitched", "pitched"),
+        ("array", "arrays"),
+    ];
+    for (word, reason) in kinds {
+        let (stats, lines) = said_of_itself(word);
+        assert!(lines.is_empty(), "{word}: {lines:?}");
+        let pinned = &stats[0]["pool"]["devices"][0]["pinned"][0];
+        assert_eq!(pinned["bytes"], 8 << 20, "{word}: {}", stats[0]);
+        assert_eq!(pinned["count"], 1, "{word}");
+        let text = pinned["reason"].as_str().expect("a reason");
+        assert!(text.contains(reason), "{word}: {text}");
+        let devices = stats[1]["pool"]["devices"].as_array().expect("devices");
+        assert!(devices.is_empty(), "{word}: counted after its end: {}", stats[1]);
+    }
+}
+
+#[test]
+fn managed_memory_is_moved_to_a_device_after_the_resume() {
+    let (_, lines) = said_of_itself("prefetch");
+    assert_eq!(lines, ["moved after the resume"]);
 }
