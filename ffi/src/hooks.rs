@@ -21,6 +21,7 @@ use vmm_pool::gate::Passage;
 
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
+use crate::replaced::copies::{Refused, copy_in_place, is_refused_copy, opens_blocks};
 use crate::{replaced, runtime};
 
 /// A value of the driver's interface that is an address.
@@ -51,7 +52,7 @@ fn rows_bytes(pitch: usize, width: usize, rows: usize) -> usize {
 }
 
 macro_rules! waiting_function {
-    ($symbol:ident ( $($arg:ident : $ty:ty),* ) [ $($touched:expr),* ]) => {
+    ($symbol:ident ( $($arg:ident : $ty:ty),* ) [ $($touched:expr),* ] [ $($copy:tt)* ]) => {
         /// Waits until what it touches is there, then calls the driver.
         ///
         /// # Safety
@@ -63,11 +64,25 @@ macro_rules! waiting_function {
                     .map(|member| waiting_function!(@pass member, $symbol [ $($touched),* ]));
                 call_driver!($symbol($($arg => $ty),*))
             };
-            let code = call();
-            if replaced::is_refused_copy(stringify!($symbol), code) && replaced::opens_blocks() {
-                return call();
+            let mut code = call();
+            let symbol = stringify!($symbol);
+            if is_refused_copy(symbol, code) {
+                if opens_blocks() {
+                    code = call();
+                }
+                waiting_function!(@copy symbol, code, call [ $($copy)* ]);
             }
             code
+        }
+    };
+    (@copy $symbol:ident, $code:ident, $call:ident []) => {};
+    (@copy $symbol:ident, $code:ident, $call:ident [ $target:ident $source:ident $bytes:ident $($stream:ident)? ]) => {
+        if is_refused_copy($symbol, $code) {
+            let stream: Option<Pointer> = None $(.or(Some($stream)))?;
+            let is_per_thread = $symbol.ends_with("_ptsz") || $symbol.ends_with("_ptds");
+            let (target, source) = ($target.address(), $source.address());
+            let copy = Refused { target, source, bytes: $bytes, stream, is_per_thread };
+            $code = copy_in_place(copy, $code, $call);
         }
     };
     (@pass $member:ident, $symbol:ident []) => {
@@ -91,13 +106,16 @@ macro_rules! hook_row {
 pub(crate) use hook_row;
 
 macro_rules! waiting {
-    ($($symbol:ident $(| $per_thread:ident)? ( $($args:tt)* ) $(touches [ $($touched:tt)* ])?;)*) => {
+    ($(
+        $symbol:ident $(| $per_thread:ident)? ( $($args:tt)* )
+        $(touches [ $($touched:tt)* ])? $(copies [ $($copy:tt)* ])?;
+    )*) => {
         /// Functions that wait, then call the driver.
         pub mod waits {
             use super::*;
             $(
-                waiting_function!($symbol ( $($args)* ) [ $($($touched)*)? ]);
-                waiting!(@second $($per_thread)? ( $($args)* ) [ $($($touched)*)? ]);
+                waiting_function!($symbol ( $($args)* ) [ $($($touched)*)? ] [ $($($copy)*)? ]);
+                waiting!(@second $($per_thread)? ( $($args)* ) [ $($($touched)*)? ] [ $($($copy)*)? ]);
             )*
         }
         /// Their rows.
@@ -106,9 +124,9 @@ macro_rules! waiting {
             $(hook_row!(waits::$per_thread, $per_thread),)?
         )*];
     };
-    (@second $args:tt $touched:tt) => {};
-    (@second $symbol:ident $args:tt $touched:tt) => {
-        waiting_function!($symbol $args $touched);
+    (@second $args:tt $touched:tt $copy:tt) => {};
+    (@second $symbol:ident $args:tt $touched:tt $copy:tt) => {
+        waiting_function!($symbol $args $touched $copy);
     };
 }
 
@@ -133,19 +151,23 @@ waiting! {
     cuLaunchCooperativeKernelMultiDevice (launches: Pointer, devices: c_uint, flags: c_uint);
     cuMemcpy | cuMemcpy_ptds (
         target: u64, source: u64, bytes: usize
-    ) touches [touched(target, bytes), touched(source, bytes)];
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes];
     cuMemcpyPeer | cuMemcpyPeer_ptds (
         target: u64, target_context: Pointer, source: u64, source_context: Pointer, bytes: usize
     ) touches [touched(target, bytes), touched(source, bytes)];
     cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds (
         target: u64, source: Pointer, bytes: usize
-    ) touches [touched(target, bytes), touched(source, bytes)];
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes];
     cuMemcpyDtoH_v2 | cuMemcpyDtoH_v2_ptds (
         target: Pointer, source: u64, bytes: usize
-    ) touches [touched(target, bytes), touched(source, bytes)];
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes];
     cuMemcpyDtoD_v2 | cuMemcpyDtoD_v2_ptds (
         target: u64, source: u64, bytes: usize
-    ) touches [touched(target, bytes), touched(source, bytes)];
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes];
     cuMemcpyDtoA_v2 | cuMemcpyDtoA_v2_ptds (
         target: Pointer, target_offset: usize, source: u64, bytes: usize
     ) touches [touched(source, bytes)];
@@ -176,20 +198,24 @@ waiting! {
     ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(4), height))];
     cuMemcpyAsync | cuMemcpyAsync_ptsz (
         target: u64, source: u64, bytes: usize, stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)];
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes stream];
     cuMemcpyPeerAsync | cuMemcpyPeerAsync_ptsz (
         target: u64, target_context: Pointer, source: u64, source_context: Pointer, bytes: usize,
         stream: Pointer
     ) touches [touched(target, bytes), touched(source, bytes)];
     cuMemcpyHtoDAsync_v2 | cuMemcpyHtoDAsync_v2_ptsz (
         target: u64, source: Pointer, bytes: usize, stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)];
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes stream];
     cuMemcpyDtoHAsync_v2 | cuMemcpyDtoHAsync_v2_ptsz (
         target: Pointer, source: u64, bytes: usize, stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)];
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes stream];
     cuMemcpyDtoDAsync_v2 | cuMemcpyDtoDAsync_v2_ptsz (
         target: u64, source: u64, bytes: usize, stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)];
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes stream];
     cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz (copy: Pointer, stream: Pointer);
     cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz (copy: Pointer, stream: Pointer);
     cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz (copy: Pointer, stream: Pointer);

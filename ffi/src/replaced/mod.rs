@@ -6,10 +6,12 @@
 //!
 //! * [`vmm`]: virtual memory. [`plain`]: `cuMemAlloc` and what comes with it. [`native`]: memory that stays
 //!   with the driver. [`pointer`]: questions about addresses. [`context`]: contexts, peer access. [`control`]:
-//!   device attributes, stream capture. [`graph`]: graphs.
+//!   device attributes, stream capture. [`graph`]: graphs. `copies`:
+//!   copies that the driver refuses of ours.
 
 pub mod context;
 pub mod control;
+pub(crate) mod copies;
 pub mod graph;
 pub mod native;
 pub mod plain;
@@ -22,8 +24,8 @@ pub use context::*;
 pub use control::*;
 pub use graph::*;
 pub use native::*;
+pub(crate) use plain::settle;
 pub use plain::*;
-pub(crate) use plain::{is_refused_copy, opens_blocks, settle};
 pub use pointer::*;
 pub use vmm::*;
 

@@ -16,19 +16,6 @@ use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
 use crate::runtime::{self, Member, answered, class_of_caller};
 
-/// True when the driver refused a copy with the code that it has for memory out of the current context's reach.
-pub(crate) fn is_refused_copy(symbol: &str, code: c_int) -> bool {
-    DriverCode(code) == DriverCode::INVALID_VALUE && symbol.starts_with("cuMemcpy")
-}
-
-/// Gives devices access to each other's plain memory, which copies take for granted. True when some device had less
-/// access before.
-pub(crate) fn opens_blocks() -> bool {
-    runtime::member().is_some_and(|member| {
-        runtime::accessors().open_for_copies(member, runtime::current_device().ok())
-    })
-}
-
 /// Waits for work that may use the block at `address`, whatever context is current; leaves that as it is.
 pub(crate) fn settle(member: &Member, address: DeviceAddress) -> DriverCode {
     let (current, owner) = (runtime::current_context(), member.pool().block_context(address));

@@ -210,6 +210,9 @@ impl Sim {
         if self.context_device(peer)? == own {
             return Err(DriverCode::INVALID_DEVICE);
         }
+        if !self.core.options().peer_access {
+            return Err(DriverCode::PEER_ACCESS_UNSUPPORTED);
+        }
         if lock(&self.contexts).peers.insert((current_or_none(), peer)) {
             Ok(())
         } else {

@@ -199,3 +199,19 @@ fn managed_memory_is_moved_to_a_device_after_the_resume() {
     let (_, lines) = said_of_itself("prefetch");
     assert_eq!(lines, ["moved after the resume"]);
 }
+
+#[test]
+fn copies_between_devices_are_right_where_these_do_not_reach_each_other() {
+    let stage = Stage::new();
+    let program = stage.program("across");
+    let said = |preload, no_p2p: &str| {
+        let mut command = stage.command(&program, preload);
+        transcript(&command.env("SIMCUDA_NO_P2P", no_p2p).output().expect("it starts"))
+    };
+    let expected = said(Preload::Without, "0");
+    assert_eq!(expected.lines().count(), 2 * (8 + 4 + 2), "{expected}");
+    assert!(!expected.contains("ERROR"), "{expected}");
+    assert_eq!(said(Preload::Without, "1"), expected, "the driver's own memory");
+    assert_eq!(said(Preload::With, "0"), expected);
+    assert_eq!(said(Preload::With, "1"), expected);
+}

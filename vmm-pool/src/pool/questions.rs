@@ -1,7 +1,7 @@
 //! Questions about addresses, and calls that name all that they touch: neither waits for memory of somebody else's.
 
 use super::Pool;
-use crate::driver::{DeviceAddress, Driver, RawContext, VaRange};
+use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawContext, VaRange};
 use crate::gate::{Pass, Passage};
 use crate::ledger::{Known, Sight};
 
@@ -27,6 +27,17 @@ impl<D: Driver> Pool<D> {
     /// The context that the block at `address` was asked for in.
     pub fn block_context(&self, address: DeviceAddress) -> Option<RawContext> {
         self.ledger().mapping_at(address)?.context()
+    }
+
+    /// The device of the block that holds `address`, and the context that it was asked for in, where that is known.
+    pub fn block_place(
+        &self,
+        address: DeviceAddress,
+    ) -> Option<(DeviceOrdinal, Option<RawContext>)> {
+        let ledger = self.ledger();
+        let (mapping, row) = ledger.mapped_at(address)?;
+        row.block_size_bytes()?;
+        Some((row.device()?, mapping.context()))
     }
 
     /// What of plain memory was asked for in `context`: blocks, and what was left to the driver.
