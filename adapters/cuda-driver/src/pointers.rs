@@ -153,3 +153,53 @@ pub fn rights(facts: &Facts, place: Location) -> u64 {
     let given = facts.access.iter().find(|desc| desc.location == place);
     given.map_or(0, |desc| u64::from(desc.flags.unsigned_abs()))
 }
+
+#[cfg(test)]
+mod tests {
+    use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceOrdinal, RawContext, VaRange};
+
+    use super::*;
+
+    const START: DeviceAddress = DeviceAddress(1 << 21);
+    const INSIDE: DeviceAddress = DeviceAddress((1 << 21) + 8);
+    const DEVICE: DeviceOrdinal = DeviceOrdinal(3);
+
+    fn facts(block_bytes: Option<u64>) -> Facts {
+        Facts {
+            mapping: VaRange::new(START, 1 << 21),
+            block_bytes,
+            prop: AllocationProp::pinned_on(DEVICE),
+            access: vec![AccessDesc::read_write(DEVICE)],
+            context: block_bytes.map(|_| RawContext(9)),
+        }
+    }
+
+    #[test]
+    fn a_block_that_is_away_is_what_its_caller_asked_for() {
+        let said = |attribute| said(&facts(Some(100)), attribute, INSIDE);
+        assert_eq!(said(attribute::CONTEXT), Said::Value(Value::Long(9)));
+        assert_eq!(said(attribute::MEMORY_TYPE), Said::Value(Value::Word(TYPE_DEVICE)));
+        assert_eq!(said(attribute::DEVICE_POINTER), Said::Value(Value::Long(INSIDE.0)));
+        assert_eq!(said(attribute::HOST_POINTER), Said::None(Value::Long(0)));
+        assert_eq!(said(attribute::DEVICE_ORDINAL), Said::Value(Value::Word(3)));
+        assert_eq!(said(attribute::RANGE_START), Said::Value(Value::Long(START.0)));
+        assert_eq!(said(attribute::RANGE_SIZE), Said::Value(Value::Long(100)));
+    }
+
+    #[test]
+    fn what_only_the_driver_knows_is_not_made_up() {
+        // Tokens, the flag for synchronous copies, the buffer's number, rights of the current context.
+        for attribute in [5, 6, 7, 16, 20, 21, 99] {
+            assert_eq!(said(&facts(None), attribute, INSIDE), Said::Unknown, "{attribute}");
+        }
+        for attribute in [attribute::RANGE_START, attribute::RANGE_SIZE] {
+            assert_eq!(said(&facts(None), attribute, INSIDE), Said::Reservation, "{attribute}");
+        }
+    }
+
+    #[test]
+    fn rights_are_those_that_were_set() {
+        assert_eq!(rights(&facts(None), Location::device(DEVICE)), 3);
+        assert_eq!(rights(&facts(None), Location::device(DeviceOrdinal(0))), 0);
+    }
+}

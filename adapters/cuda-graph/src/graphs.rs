@@ -44,6 +44,10 @@ impl Contents {
     }
 }
 
+/// What was on record of a graph that is being destroyed.
+#[derive(Debug)]
+pub struct Forgotten(Contents);
+
 #[derive(Debug)]
 struct Executable {
     contents: Contents,
@@ -202,19 +206,31 @@ impl Graphs {
         }
     }
 
-    /// `graph` is gone; executables made from it are not.
+    /// `graph` is about to go; executables made from it are not. Said before the driver lets the value go, which may be
+    /// another graph's at once. What comes back is for [`Graphs::graph_stays`].
     #[doc(alias = "cuGraphDestroy")]
-    pub fn graph_destroyed(&self, graph: u64) {
+    pub fn graph_destroyed(&self, graph: u64) -> Option<Forgotten> {
+        self.write()?.graphs.remove(&graph).map(Forgotten)
+    }
+
+    /// The driver has refused to destroy `graph`.
+    pub fn graph_stays(&self, graph: u64, forgotten: Forgotten) {
         if let Some(mut tables) = self.write() {
-            tables.graphs.remove(&graph);
+            tables.graphs.insert(graph, forgotten.0);
         }
     }
 
-    /// `executable` is gone.
+    /// `executable` is about to go. As [`Graphs::graph_destroyed`].
     #[doc(alias = "cuGraphExecDestroy")]
-    pub fn executable_destroyed(&self, executable: u64) {
+    pub fn executable_destroyed(&self, executable: u64) -> Option<Forgotten> {
+        let gone = self.write()?.executables.remove(&executable)?;
+        Some(Forgotten(gone.contents))
+    }
+
+    /// The driver has refused to destroy `executable`.
+    pub fn executable_stays(&self, executable: u64, forgotten: Forgotten) {
         if let Some(mut tables) = self.write() {
-            tables.executables.remove(&executable);
+            tables.executables.insert(executable, Executable::new(forgotten.0));
         }
     }
 
@@ -306,9 +322,9 @@ mod tests {
         let fixture = Fixture::new();
         fixture.graph(GRAPH, &[5]);
         fixture.graphs.instantiated(EXECUTABLE, GRAPH);
-        fixture.graphs.graph_destroyed(GRAPH);
+        drop(fixture.graphs.graph_destroyed(GRAPH));
         assert_eq!(fixture.launches(EXECUTABLE), [(5, 1)]);
-        fixture.graphs.executable_destroyed(EXECUTABLE);
+        drop(fixture.graphs.executable_destroyed(EXECUTABLE));
         assert_eq!(fixture.launches(EXECUTABLE), []);
         fixture.graphs.instantiated(EXECUTABLE, GRAPH);
         assert_eq!(fixture.launches(EXECUTABLE), [], "the graph is gone");
@@ -326,7 +342,7 @@ mod tests {
                 assert_eq!(fixture.launches(1000 + executable), [], "{round}");
             }
             std::thread::scope(|scope| {
-                scope.spawn(|| fixture.graphs.executable_destroyed(EXECUTABLE));
+                scope.spawn(|| drop(fixture.graphs.executable_destroyed(EXECUTABLE)));
             });
             assert_eq!(fixture.launches(EXECUTABLE), [], "{round}");
         }
@@ -371,5 +387,20 @@ mod tests {
         fixture.graphs.cloned(copy, GRAPH);
         fixture.graphs.instantiated(EXECUTABLE, copy);
         assert_eq!(fixture.launches(EXECUTABLE), [(5, 1), (7, 1)]);
+    }
+
+    #[test]
+    fn a_graph_that_the_driver_would_not_destroy_is_as_before() {
+        let fixture = Fixture::new();
+        fixture.graph(GRAPH, &[7]);
+        fixture.graphs.instantiated(EXECUTABLE, GRAPH);
+        let graph = fixture.graphs.graph_destroyed(GRAPH).unwrap();
+        let executable = fixture.graphs.executable_destroyed(EXECUTABLE).unwrap();
+        assert!(fixture.launches(EXECUTABLE).is_empty());
+        fixture.graphs.executable_stays(EXECUTABLE, executable);
+        assert_eq!(fixture.launches(EXECUTABLE), [(7, 1)]);
+        fixture.graphs.graph_stays(GRAPH, graph);
+        fixture.graphs.instantiated(EXECUTABLE + 1, GRAPH);
+        assert_eq!(fixture.launches(EXECUTABLE + 1), [(7, 1)]);
     }
 }

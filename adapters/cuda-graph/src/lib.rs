@@ -9,4 +9,4 @@ pub mod captures;
 pub mod graphs;
 
 pub use captures::{Captures, Target};
-pub use graphs::Graphs;
+pub use graphs::{Forgotten, Graphs};

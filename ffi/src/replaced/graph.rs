@@ -247,12 +247,30 @@ followed! {
     cuGraphExecChildGraphNodeSetParams(executable: Pointer, node: Pointer, child: Pointer)
         then |graphs| graphs.child_replaced(value(executable), value(node), value(child))
 }
-followed! {
-    /// Ends a graph.
-    cuGraphDestroy(graph: Pointer) then |graphs| graphs.graph_destroyed(value(graph))
+macro_rules! destroyed {
+    ($(#[$doc:meta])* $symbol:ident ( $gone:ident ) $destroyed:ident or $stays:ident) => {
+        $(#[$doc])*
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol($gone: Pointer) -> c_int {
+            let graphs = runtime::graphs();
+            let forgotten = graphs.$destroyed(value($gone));
+            let code = call_driver!($symbol($gone => Pointer));
+            if let Some(forgotten) = forgotten.filter(|_| code != SUCCESS) {
+                graphs.$stays(value($gone), forgotten);
+            }
+            code
+        }
+    };
 }
-followed! {
+
+destroyed! {
+    /// Ends a graph.
+    cuGraphDestroy(graph) graph_destroyed or graph_stays
+}
+destroyed! {
     /// Ends an executable graph.
-    cuGraphExecDestroy(executable: Pointer)
-        then |graphs| graphs.executable_destroyed(value(executable))
+    cuGraphExecDestroy(executable) executable_destroyed or executable_stays
 }

@@ -95,6 +95,8 @@ pub(crate) struct Captures {
     graphs: BTreeMap<u64, Vec<Work>>,
     executables: BTreeMap<u64, Vec<Work>>,
     made: u64,
+    /// Values of graphs and executables that are gone, reused last in first out as the real driver does.
+    gone: Vec<u64>,
 }
 
 impl std::fmt::Debug for Captures {
@@ -108,9 +110,15 @@ impl std::fmt::Debug for Captures {
 }
 
 impl Captures {
+    /// The number of a capture, which never comes again.
     fn next_id(&mut self) -> u64 {
         self.made += 1;
         FIRST + self.made * STEP
+    }
+
+    /// The value of a graph or an executable.
+    fn next_value(&mut self) -> u64 {
+        self.gone.pop().unwrap_or_else(|| self.next_id())
     }
 }
 
@@ -164,7 +172,7 @@ impl Sim {
         if capture.is_invalid() {
             return Err(STREAM_CAPTURE_INVALIDATED);
         }
-        let id = captures.next_id();
+        let id = captures.next_value();
         let work = std::mem::take(&mut *lock(&capture.work));
         captures.graphs.insert(id, work);
         Ok(id)
@@ -248,7 +256,7 @@ impl Sim {
     pub(crate) fn instantiate(&self, graph: u64) -> Coded<u64> {
         let mut captures = lock(&self.captures);
         let work = captures.graphs.get(&graph).cloned().ok_or(DriverCode::INVALID_VALUE)?;
-        let id = captures.next_id();
+        let id = captures.next_value();
         captures.executables.insert(id, work);
         Ok(id)
     }
@@ -272,12 +280,16 @@ impl Sim {
     }
 
     pub(crate) fn destroy_graph(&self, graph: u64) -> Coded<()> {
-        let removed = lock(&self.captures).graphs.remove(&graph);
-        removed.map(drop).ok_or(DriverCode::INVALID_VALUE)
+        let mut captures = lock(&self.captures);
+        captures.graphs.remove(&graph).ok_or(DriverCode::INVALID_VALUE)?;
+        captures.gone.push(graph);
+        Ok(())
     }
 
     pub(crate) fn destroy_executable(&self, executable: u64) -> Coded<()> {
-        let removed = lock(&self.captures).executables.remove(&executable);
-        removed.map(drop).ok_or(DriverCode::INVALID_VALUE)
+        let mut captures = lock(&self.captures);
+        captures.executables.remove(&executable).ok_or(DriverCode::INVALID_VALUE)?;
+        captures.gone.push(executable);
+        Ok(())
     }
 }
