@@ -35,6 +35,8 @@ pub(crate) type Member = tenants::member::Member<CudaDriver>;
 static MEMBER: OnceLock<Option<Arc<Member>>> = OnceLock::new();
 /// Id of the process that joined; another one means that we are a forked child.
 static JOINED_PID: AtomicU32 = AtomicU32::new(0);
+/// The process is coming to its end, which frees all that it has.
+static LEAVING: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
 static ACCESSORS: LazyLock<Accessors> = LazyLock::new(Accessors::default);
 static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
@@ -62,6 +64,11 @@ pub(crate) fn member() -> Option<&'static Member> {
         return None;
     }
     MEMBER.get()?.as_deref()
+}
+
+/// True once the process has begun to end: libraries put their things away then, for which nothing need wait any more.
+pub(crate) fn is_leaving() -> bool {
+    LEAVING.load(Ordering::Relaxed)
 }
 
 /// True in a forked child of a process that had joined. It never joins.
@@ -368,6 +375,7 @@ unsafe extern "C" fn after_fork_in_child() {
 }
 
 extern "C" fn at_exit() {
+    LEAVING.store(true, Ordering::Relaxed);
     if JOINED_PID.load(Ordering::Relaxed) == std::process::id()
         && let Some(member) = member()
     {

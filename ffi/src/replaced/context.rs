@@ -62,7 +62,8 @@ create_context!(cuCtxCreate_v4(parameters: Pointer, flags: c_uint, device: c_int
 
 /// What ends with `context`. The value is forgotten before the driver lets it go: it may be another context's at once.
 fn ending(context: RawContext) -> Option<Ending<'static, CudaDriver>> {
-    runtime::member().map(|member| blocks::ending(member, context))
+    let member = runtime::member().filter(|_| !runtime::is_leaving())?;
+    Some(blocks::ending(member, context))
 }
 
 fn set_own(context: RawContext, is_there: bool) -> bool {
