@@ -2,7 +2,7 @@
 //!
 //! | what we do | means | where |
 //! | --- | --- | --- |
-//! | wait | passes the gate, then calls the driver with the same arguments | `waiting!` below |
+//! | wait | passes the gate as soon as what it touches is there, then calls the driver with the same arguments | `waiting!` below |
 //! | replace | answered from the pool, or passed on when it is not about memory of ours | [`crate::replaced`] |
 //! | pass | not hooked, for the reason given | `PASSED` in the completeness test |
 //!
@@ -16,32 +16,80 @@
 use std::ffi::{c_int, c_uint, c_ulonglong};
 
 use sublet_cuda_driver::lookup::Hook;
+use vmm_pool::driver::{DeviceAddress, VaRange};
 use vmm_pool::gate::Passage;
 
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
+use crate::replaced::copies::{Refused, copy_in_place, is_refused_copy, opens_blocks};
 use crate::{replaced, runtime};
 
+/// A value of the driver's interface that is an address.
+trait Place: Copy {
+    fn address(self) -> u64;
+}
+
+impl Place for u64 {
+    fn address(self) -> u64 {
+        self
+    }
+}
+
+impl Place for Pointer {
+    fn address(self) -> u64 {
+        self.addr() as u64
+    }
+}
+
+/// `bytes` from `place` on, which a call touches.
+fn touched(place: impl Place, bytes: usize) -> VaRange {
+    VaRange::new(DeviceAddress(place.address()), bytes as u64)
+}
+
+/// The bytes from the first to the last of `rows` rows of `width`, which begin `pitch` apart.
+fn rows_bytes(pitch: usize, width: usize, rows: usize) -> usize {
+    pitch.saturating_mul(rows.saturating_sub(1)).saturating_add(width)
+}
+
 macro_rules! waiting_function {
-    ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
-        /// Waits until the tenant is active, then calls the driver.
+    ($symbol:ident ( $($arg:ident : $ty:ty),* ) [ $($touched:expr),* ] [ $($copy:tt)* ]) => {
+        /// Waits until what it touches is there, then calls the driver.
         ///
         /// # Safety
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
             let call = || {
-                let member = runtime::member();
-                let _pass =
-                    member.map(|member| member.gate().pass_for(stringify!($symbol), Passage::Use));
+                let _pass = runtime::member()
+                    .map(|member| waiting_function!(@pass member, $symbol [ $($touched),* ]));
                 call_driver!($symbol($($arg => $ty),*))
             };
-            let code = call();
-            if replaced::is_refused_copy(stringify!($symbol), code) && replaced::opens_blocks() {
-                return call();
+            let mut code = call();
+            let symbol = stringify!($symbol);
+            if is_refused_copy(symbol, code) {
+                if opens_blocks() {
+                    code = call();
+                }
+                waiting_function!(@copy symbol, code, call [ $($copy)* ]);
             }
             code
         }
+    };
+    (@copy $symbol:ident, $code:ident, $call:ident []) => {};
+    (@copy $symbol:ident, $code:ident, $call:ident [ $target:ident $source:ident $bytes:ident $($stream:ident)? ]) => {
+        if is_refused_copy($symbol, $code) {
+            let stream: Option<Pointer> = None $(.or(Some($stream)))?;
+            let is_per_thread = $symbol.ends_with("_ptsz") || $symbol.ends_with("_ptds");
+            let (target, source) = ($target.address(), $source.address());
+            let copy = Refused { target, source, bytes: $bytes, stream, is_per_thread };
+            $code = copy_in_place(copy, $code, $call);
+        }
+    };
+    (@pass $member:ident, $symbol:ident []) => {
+        $member.gate().pass_for(stringify!($symbol), Passage::Use)
+    };
+    (@pass $member:ident, $symbol:ident [ $($touched:expr),+ ]) => {
+        $member.pool().pass_touching(stringify!($symbol), &[$($touched),+])
     };
 }
 
@@ -58,13 +106,16 @@ macro_rules! hook_row {
 pub(crate) use hook_row;
 
 macro_rules! waiting {
-    ($($symbol:ident $(| $per_thread:ident)? ( $($arg:ident : $ty:ty),* );)*) => {
+    ($(
+        $symbol:ident $(| $per_thread:ident)? ( $($args:tt)* )
+        $(touches [ $($touched:tt)* ])? $(copies [ $($copy:tt)* ])?;
+    )*) => {
         /// Functions that wait, then call the driver.
         pub mod waits {
             use super::*;
             $(
-                waiting_function!($symbol($($arg: $ty),*));
-                waiting!(@second $($per_thread)? ( $($arg : $ty),* ));
+                waiting_function!($symbol ( $($args)* ) [ $($($touched)*)? ] [ $($($copy)*)? ]);
+                waiting!(@second $($per_thread)? ( $($args)* ) [ $($($touched)*)? ] [ $($($copy)*)? ]);
             )*
         }
         /// Their rows.
@@ -73,12 +124,13 @@ macro_rules! waiting {
             $(hook_row!(waits::$per_thread, $per_thread),)?
         )*];
     };
-    (@second ( $($arg:ident : $ty:ty),* )) => {};
-    (@second $symbol:ident ( $($arg:ident : $ty:ty),* )) => {
-        waiting_function!($symbol($($arg: $ty),*));
+    (@second $args:tt $touched:tt $copy:tt) => {};
+    (@second $symbol:ident $args:tt $touched:tt $copy:tt) => {
+        waiting_function!($symbol $args $touched $copy);
     };
 }
 
+// A call that names all that it touches waits for no more than that; any other waits for all memory.
 waiting! {
     cuLaunchKernel | cuLaunchKernel_ptsz (
         function: Pointer, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
@@ -93,76 +145,98 @@ waiting! {
         block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: Pointer,
         parameters: Pointer
     );
-    cuMemcpy | cuMemcpy_ptds (target: u64, source: u64, bytes: usize);
+    cuLaunch (function: Pointer);
+    cuLaunchGrid (function: Pointer, width: c_int, height: c_int);
+    cuLaunchGridAsync (function: Pointer, width: c_int, height: c_int, stream: Pointer);
+    cuLaunchCooperativeKernelMultiDevice (launches: Pointer, devices: c_uint, flags: c_uint);
+    cuMemcpy | cuMemcpy_ptds (
+        target: u64, source: u64, bytes: usize
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes];
     cuMemcpyPeer | cuMemcpyPeer_ptds (
         target: u64, target_context: Pointer, source: u64, source_context: Pointer, bytes: usize
-    );
+    ) touches [touched(target, bytes), touched(source, bytes)];
     cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds (
         target: u64, source: Pointer, bytes: usize
-    );
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes];
     cuMemcpyDtoH_v2 | cuMemcpyDtoH_v2_ptds (
         target: Pointer, source: u64, bytes: usize
-    );
-    cuMemcpyDtoD_v2 | cuMemcpyDtoD_v2_ptds (target: u64, source: u64, bytes: usize);
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes];
+    cuMemcpyDtoD_v2 | cuMemcpyDtoD_v2_ptds (
+        target: u64, source: u64, bytes: usize
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes];
     cuMemcpyDtoA_v2 | cuMemcpyDtoA_v2_ptds (
         target: Pointer, target_offset: usize, source: u64, bytes: usize
-    );
+    ) touches [touched(source, bytes)];
     cuMemcpyAtoD_v2 | cuMemcpyAtoD_v2_ptds (
         target: u64, source: Pointer, source_offset: usize, bytes: usize
-    );
+    ) touches [touched(target, bytes)];
     cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds (copy: Pointer);
     cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds (copy: Pointer);
     cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds (copy: Pointer);
     cuMemcpy3DPeer | cuMemcpy3DPeer_ptds (copy: Pointer);
-    cuMemsetD8_v2 | cuMemsetD8_v2_ptds (target: u64, value: u8, count: usize);
-    cuMemsetD16_v2 | cuMemsetD16_v2_ptds (target: u64, value: u16, count: usize);
-    cuMemsetD32_v2 | cuMemsetD32_v2_ptds (target: u64, value: c_uint, count: usize);
+    cuMemsetD8_v2 | cuMemsetD8_v2_ptds (
+        target: u64, value: u8, count: usize
+    ) touches [touched(target, count)];
+    cuMemsetD16_v2 | cuMemsetD16_v2_ptds (
+        target: u64, value: u16, count: usize
+    ) touches [touched(target, count.saturating_mul(2))];
+    cuMemsetD32_v2 | cuMemsetD32_v2_ptds (
+        target: u64, value: c_uint, count: usize
+    ) touches [touched(target, count.saturating_mul(4))];
     cuMemsetD2D8_v2 | cuMemsetD2D8_v2_ptds (
         target: u64, pitch: usize, value: u8, width: usize, height: usize
-    );
+    ) touches [touched(target, rows_bytes(pitch, width, height))];
     cuMemsetD2D16_v2 | cuMemsetD2D16_v2_ptds (
         target: u64, pitch: usize, value: u16, width: usize, height: usize
-    );
+    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(2), height))];
     cuMemsetD2D32_v2 | cuMemsetD2D32_v2_ptds (
         target: u64, pitch: usize, value: c_uint, width: usize, height: usize
-    );
+    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(4), height))];
     cuMemcpyAsync | cuMemcpyAsync_ptsz (
         target: u64, source: u64, bytes: usize, stream: Pointer
-    );
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes stream];
     cuMemcpyPeerAsync | cuMemcpyPeerAsync_ptsz (
         target: u64, target_context: Pointer, source: u64, source_context: Pointer, bytes: usize,
         stream: Pointer
-    );
+    ) touches [touched(target, bytes), touched(source, bytes)];
     cuMemcpyHtoDAsync_v2 | cuMemcpyHtoDAsync_v2_ptsz (
         target: u64, source: Pointer, bytes: usize, stream: Pointer
-    );
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes stream];
     cuMemcpyDtoHAsync_v2 | cuMemcpyDtoHAsync_v2_ptsz (
         target: Pointer, source: u64, bytes: usize, stream: Pointer
-    );
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes stream];
     cuMemcpyDtoDAsync_v2 | cuMemcpyDtoDAsync_v2_ptsz (
         target: u64, source: u64, bytes: usize, stream: Pointer
-    );
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        copies [target source bytes stream];
     cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz (copy: Pointer, stream: Pointer);
     cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz (copy: Pointer, stream: Pointer);
     cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz (copy: Pointer, stream: Pointer);
     cuMemsetD8Async | cuMemsetD8Async_ptsz (
         target: u64, value: u8, count: usize, stream: Pointer
-    );
+    ) touches [touched(target, count)];
     cuMemsetD16Async | cuMemsetD16Async_ptsz (
         target: u64, value: u16, count: usize, stream: Pointer
-    );
+    ) touches [touched(target, count.saturating_mul(2))];
     cuMemsetD32Async | cuMemsetD32Async_ptsz (
         target: u64, value: c_uint, count: usize, stream: Pointer
-    );
+    ) touches [touched(target, count.saturating_mul(4))];
     cuMemsetD2D8Async | cuMemsetD2D8Async_ptsz (
         target: u64, pitch: usize, value: u8, width: usize, height: usize, stream: Pointer
-    );
+    ) touches [touched(target, rows_bytes(pitch, width, height))];
     cuMemsetD2D16Async | cuMemsetD2D16Async_ptsz (
         target: u64, pitch: usize, value: u16, width: usize, height: usize, stream: Pointer
-    );
+    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(2), height))];
     cuMemsetD2D32Async | cuMemsetD2D32Async_ptsz (
         target: u64, pitch: usize, value: c_uint, width: usize, height: usize, stream: Pointer
-    );
+    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(4), height))];
     cuMemcpyBatchAsync | cuMemcpyBatchAsync_ptsz (
         targets: Pointer, sources: Pointer, sizes: Pointer, count: usize, attributes: Pointer,
         indices: Pointer, attribute_count: usize, fail_index: Pointer, stream: Pointer
@@ -180,7 +254,7 @@ waiting! {
     );
     cuMemcpyWithAttributesAsync | cuMemcpyWithAttributesAsync_ptsz (
         target: u64, source: u64, bytes: usize, attributes: Pointer, stream: Pointer
-    );
+    ) touches [touched(target, bytes), touched(source, bytes)];
     cuMemcpy3DWithAttributesAsync | cuMemcpy3DWithAttributesAsync_ptsz (
         operation: Pointer, flags: c_ulonglong, stream: Pointer
     );
@@ -189,41 +263,34 @@ waiting! {
     );
     cuStreamWaitValue32_v2 | cuStreamWaitValue32_v2_ptsz (
         stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    );
+    ) touches [touched(address, 4)];
     cuStreamWaitValue64_v2 | cuStreamWaitValue64_v2_ptsz (
         stream: Pointer, address: u64, value: u64, flags: c_uint
-    );
+    ) touches [touched(address, 8)];
     cuStreamWriteValue32_v2 | cuStreamWriteValue32_v2_ptsz (
         stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    );
+    ) touches [touched(address, 4)];
     cuStreamWriteValue64_v2 | cuStreamWriteValue64_v2_ptsz (
         stream: Pointer, address: u64, value: u64, flags: c_uint
-    );
+    ) touches [touched(address, 8)];
     cuStreamBatchMemOp_v2 | cuStreamBatchMemOp_v2_ptsz (
         stream: Pointer, count: c_uint, operations: Pointer, flags: c_uint
     );
     cuStreamWaitValue32 | cuStreamWaitValue32_ptsz (
         stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    );
+    ) touches [touched(address, 4)];
     cuStreamWaitValue64 | cuStreamWaitValue64_ptsz (
         stream: Pointer, address: u64, value: u64, flags: c_uint
-    );
+    ) touches [touched(address, 8)];
     cuStreamWriteValue32 | cuStreamWriteValue32_ptsz (
         stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    );
+    ) touches [touched(address, 4)];
     cuStreamWriteValue64 | cuStreamWriteValue64_ptsz (
         stream: Pointer, address: u64, value: u64, flags: c_uint
-    );
+    ) touches [touched(address, 8)];
     cuStreamBatchMemOp | cuStreamBatchMemOp_ptsz (
         stream: Pointer, count: c_uint, operations: Pointer, flags: c_uint
     );
-    cuMemAllocAsync | cuMemAllocAsync_ptsz (
-        address: Pointer, bytes: usize, stream: Pointer
-    );
-    cuMemAllocFromPoolAsync | cuMemAllocFromPoolAsync_ptsz (
-        address: Pointer, bytes: usize, pool: Pointer, stream: Pointer
-    );
-    cuMemGetAccess (flags: Pointer, location: Pointer, address: u64);
 }
 
 macro_rules! replacing {
@@ -234,13 +301,22 @@ macro_rules! replacing {
 }
 
 replacing! {
+    cuArray3DCreate_v2;
+    cuArrayCreate_v2;
+    cuArrayDestroy;
     cuCtxCreate_v2;
     cuCtxCreate_v3;
     cuCtxCreate_v4;
     cuCtxDestroy_v2;
+    cuCtxDetach;
     cuCtxDisablePeerAccess;
     cuCtxEnablePeerAccess;
     cuDeviceGetAttribute;
+    cuDevicePrimaryCtxRelease;
+    cuDevicePrimaryCtxRelease_v2;
+    cuDevicePrimaryCtxReset;
+    cuDevicePrimaryCtxReset_v2;
+    cuDevicePrimaryCtxRetain;
     cuGraphAddChildGraphNode;
     cuGraphAddNode;
     cuGraphAddNode_v2;
@@ -260,19 +336,38 @@ replacing! {
     cuGraphLaunch_ptsz;
     cuIpcCloseMemHandle;
     cuIpcGetMemHandle;
+    cuIpcOpenMemHandle;
     cuIpcOpenMemHandle_v2;
+    cuLogicalEndpointCreate;
+    cuLogicalEndpointIdReserve;
+    cuLogicalEndpointImport;
     cuMemAddressFree;
+    cuMemAllocAsync;
+    cuMemAllocAsync_ptsz;
+    cuMemAllocFromPoolAsync;
+    cuMemAllocFromPoolAsync_ptsz;
+    cuMemAllocManaged;
+    cuMemAllocPitch_v2;
     cuMemAlloc_v2;
     cuMemCreate;
+    cuMemDiscardAndPrefetchBatchAsync;
+    cuMemDiscardAndPrefetchBatchAsync_ptsz;
     cuMemExportToShareableHandle;
     cuMemFreeAsync;
     cuMemFreeAsync_ptsz;
     cuMemFree_v2;
+    cuMemGetAccess;
     cuMemGetAddressRange_v2;
     cuMemGetAllocationPropertiesFromHandle;
     cuMemGetHandleForAddressRange;
     cuMemImportFromShareableHandle;
     cuMemMap;
+    cuMemPrefetchAsync;
+    cuMemPrefetchAsync_ptsz;
+    cuMemPrefetchAsync_v2;
+    cuMemPrefetchAsync_v2_ptsz;
+    cuMemPrefetchBatchAsync;
+    cuMemPrefetchBatchAsync_ptsz;
     cuMemRelease;
     cuMemRetainAllocationHandle;
     cuMemSetAccess;
@@ -286,6 +381,7 @@ replacing! {
     cuStreamBeginRecaptureToGraph;
     cuStreamBeginRecaptureToGraph_ptsz;
     cuStreamBeginCapture_v2_ptsz;
+    cuStreamDestroy_v2;
     cuStreamEndCapture;
     cuStreamEndCapture_ptsz;
 }

@@ -12,7 +12,7 @@ use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 use crate::guards;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
-use crate::runtime;
+use crate::{replaced, runtime};
 
 /// Runs `work` with the device's primary context current, whichever is current now. `None` without a usable
 /// driver or device.
@@ -36,8 +36,9 @@ fn allocate(size_bytes: u64, device: c_int) -> Option<DeviceAddress> {
     }
     if let Some(member) = runtime::join() {
         let accessors = runtime::accessors();
-        let device = DeviceOrdinal(device);
-        return match blocks::allocate(member, accessors, device, size_bytes, caller::TORCH) {
+        let (device, context) = (DeviceOrdinal(device), runtime::current_context());
+        let made = blocks::allocate(member, accessors, device, context, size_bytes, caller::TORCH);
+        return match made {
             Answer::Done(address) => Some(address),
             Answer::Refused(_) | Answer::AskDriver => None,
         };
@@ -48,10 +49,9 @@ fn allocate(size_bytes: u64, device: c_int) -> Option<DeviceAddress> {
 }
 
 fn free(address: DeviceAddress) -> DriverCode {
-    let settle = || DriverCode(call_driver!(cuCtxSynchronize()));
     DriverCode(runtime::answered(
         runtime::member,
-        |member| blocks::free(member, address, settle),
+        |member| blocks::free(member, address, || replaced::settle(member, address)),
         || call_driver!(cuMemFree_v2(address.0 => u64)),
     ))
 }

@@ -18,7 +18,7 @@ use tenants::host_memory::{self, HostLimit};
 use tenants::identity::TenantName;
 use tenants::member::MemberConfig;
 use tenants::run_dir::RunDir;
-use vmm_pool::driver::{CudaDriver, DriverCode, RawContext, VaRange};
+use vmm_pool::driver::{CudaDriver, DeviceOrdinal, DriverCode, RawContext, VaRange};
 
 use crate::environment;
 use crate::interpose::driver::{self, call_driver};
@@ -35,6 +35,8 @@ pub(crate) type Member = tenants::member::Member<CudaDriver>;
 static MEMBER: OnceLock<Option<Arc<Member>>> = OnceLock::new();
 /// Id of the process that joined; another one means that we are a forked child.
 static JOINED_PID: AtomicU32 = AtomicU32::new(0);
+/// The process is coming to its end, which frees all that it has.
+static LEAVING: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
 static ACCESSORS: LazyLock<Accessors> = LazyLock::new(Accessors::default);
 static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
@@ -48,6 +50,8 @@ static CHOSEN_FILE_DIR: Mutex<Option<PathBuf>> = Mutex::new(None);
 /// Notes of an attach that came before the tenant was joined.
 static NOTES_OF_ATTACH: Mutex<Vec<String>> = Mutex::new(Vec::new());
 static PRIMARY_CONTEXTS: Mutex<BTreeMap<c_int, usize>> = Mutex::new(BTreeMap::new());
+/// How often the application retains each device's primary context. Less than nothing where it did so before an attach.
+static RETAINED_PRIMARIES: Mutex<BTreeMap<c_int, i64>> = Mutex::new(BTreeMap::new());
 static HOST_BYTES_MAX: OnceLock<Option<u64>> = OnceLock::new();
 /// Why launches may pass our gate by, if they may.
 static UNGATED: Mutex<Option<String>> = Mutex::new(None);
@@ -60,6 +64,11 @@ pub(crate) fn member() -> Option<&'static Member> {
         return None;
     }
     MEMBER.get()?.as_deref()
+}
+
+/// True once the process has begun to end: libraries put their things away then, for which nothing need wait any more.
+pub(crate) fn is_leaving() -> bool {
+    LEAVING.load(Ordering::Relaxed)
 }
 
 /// True in a forked child of a process that had joined. It never joins.
@@ -132,6 +141,74 @@ pub(crate) fn primary_context(device: c_int) -> Option<Pointer> {
     DriverCode(code).ok().ok()?;
     known().insert(device, context.expose_provenance());
     Some(context)
+}
+
+/// The driver's current device of this thread.
+pub(crate) fn current_device() -> Result<DeviceOrdinal, DriverCode> {
+    let mut device: c_int = 0;
+    let code = call_driver!(cuCtxGetDevice(&raw mut device => *mut c_int));
+    DriverCode(code).ok().map(|()| DeviceOrdinal(device))
+}
+
+/// The driver's current context of this thread.
+pub(crate) fn current_context() -> Option<RawContext> {
+    let mut context: Pointer = std::ptr::null_mut();
+    let code = call_driver!(cuCtxGetCurrent(&raw mut context => *mut Pointer));
+    let found = DriverCode(code).ok().ok().map(|()| context)?;
+    (!found.is_null()).then(|| RawContext(found.expose_provenance() as u64))
+}
+
+/// The device's primary context where it exists already. Makes none, and retains none for good.
+pub(crate) fn existing_primary_context(device: c_int) -> Option<Pointer> {
+    if !has_primary_context(device) {
+        return None;
+    }
+    let known = lock(&PRIMARY_CONTEXTS).get(&device).copied();
+    if let Some(context) = known {
+        return Some(std::ptr::with_exposed_provenance_mut(context));
+    }
+    let mut context: Pointer = std::ptr::null_mut();
+    let place = &raw mut context;
+    let code = call_driver!(cuDevicePrimaryCtxRetain(place => *mut Pointer, device => c_int));
+    DriverCode(code).ok().ok()?;
+    // One of several references, so that this ends nothing.
+    let _released = call_driver!(cuDevicePrimaryCtxRelease_v2(device => c_int));
+    context.expose_provenance();
+    Some(context)
+}
+
+/// The application has retained the device's primary context.
+pub(crate) fn primary_was_retained(device: c_int) {
+    *lock(&RETAINED_PRIMARIES).entry(device).or_default() += 1;
+}
+
+/// May the application's next release of it be its last? It is asked where its calls have come by us.
+pub(crate) fn primary_may_be_released_last(device: c_int) -> bool {
+    lock(&RETAINED_PRIMARIES).get(&device).is_none_or(|count| *count <= 1)
+}
+
+/// Gives back our reference to the device's primary context, if there is one.
+pub(crate) fn let_primary_context_go(device: c_int) {
+    let known = lock(&PRIMARY_CONTEXTS).remove(&device);
+    if known.is_some() {
+        let code = call_driver!(cuDevicePrimaryCtxRelease_v2(device => c_int));
+        tracing::debug!(
+            device,
+            code,
+            "a primary context is given back with the application's last"
+        );
+    }
+}
+
+/// The application has released it once.
+pub(crate) fn primary_was_released(device: c_int) {
+    *lock(&RETAINED_PRIMARIES).entry(device).or_default() -= 1;
+}
+
+/// The application has reset it: nobody retains it.
+pub(crate) fn primary_was_reset(device: c_int) {
+    lock(&RETAINED_PRIMARIES).remove(&device);
+    lock(&PRIMARY_CONTEXTS).remove(&device);
 }
 
 /// True when the device's primary context exists in this process. Makes none.
@@ -298,6 +375,7 @@ unsafe extern "C" fn after_fork_in_child() {
 }
 
 extern "C" fn at_exit() {
+    LEAVING.store(true, Ordering::Relaxed);
     if JOINED_PID.load(Ordering::Relaxed) == std::process::id()
         && let Some(member) = member()
     {

@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 
 use cudarc::driver::sys;
 use sublet_cuda_driver::functions::FUNCTIONS;
+use vmm_pool::driver::Location;
 
 use crate::hooks::waits::*;
 use crate::interposed::*;
@@ -64,7 +65,9 @@ values! {
     }
     structures {
         IpcHandle,
+        Location,
         sys::CUipcMemHandle,
+        sys::CUmemLocation,
     }
 }
 
@@ -123,6 +126,10 @@ pairs! {
     cuLaunchKernel[_ _ _ _ _ _ _ _ _ _ _];
     cuLaunchKernelEx[_ _ _ _];
     cuLaunchCooperativeKernel[_ _ _ _ _ _ _ _ _ _];
+    cuLaunch[_];
+    cuLaunchGrid[_ _ _];
+    cuLaunchGridAsync[_ _ _ _];
+    cuLaunchCooperativeKernelMultiDevice[_ _ _];
     cuMemcpy[_ _ _];
     cuMemcpyPeer[_ _ _ _ _];
     cuMemcpyHtoD_v2[_ _ _];
@@ -165,13 +172,24 @@ pairs! {
     cuMemAllocAsync[_ _ _];
     cuMemAllocFromPoolAsync[_ _ _ _];
     cuMemGetAccess[_ _ _];
+    cuArray3DCreate_v2[_ _];
+    cuArrayCreate_v2[_ _];
+    cuArrayDestroy[_];
+    cuMemAllocManaged[_ _ _];
+    cuMemAllocPitch_v2[_ _ _ _ _];
+    cuMemPrefetchAsync[_ _ _ _];
+    cuMemPrefetchAsync_v2[_ _ _ _ _];
     cuCtxCreate_v2[_ _ _];
     cuCtxCreate_v3[_ _ _ _ _];
     cuCtxCreate_v4[_ _ _ _];
     cuCtxDestroy_v2[_];
+    cuCtxDetach[_];
     cuCtxDisablePeerAccess[_];
     cuCtxEnablePeerAccess[_ _];
     cuDeviceGetAttribute[_ _ _];
+    cuDevicePrimaryCtxRelease_v2[_];
+    cuDevicePrimaryCtxReset_v2[_];
+    cuDevicePrimaryCtxRetain[_ _];
     cuGetProcAddress_v2[_ _ _ _ _];
     cuGraphAddChildGraphNode[_ _ _ _ _];
     cuGraphAddNode[_ _ _ _ _];
@@ -207,6 +225,7 @@ pairs! {
     cuPointerGetAttributes[_ _ _ _];
     cuStreamBeginCaptureToGraph[_ _ _ _ _ _];
     cuStreamBeginCapture_v2[_ _];
+    cuStreamDestroy_v2[_];
     cuStreamEndCapture[_ _];
 }
 
@@ -280,6 +299,10 @@ twins! {
     cuStreamBatchMemOp_ptsz = cuStreamBatchMemOp[_ _ _ _];
     cuMemAllocAsync_ptsz = cuMemAllocAsync[_ _ _];
     cuMemAllocFromPoolAsync_ptsz = cuMemAllocFromPoolAsync[_ _ _ _];
+    cuMemDiscardAndPrefetchBatchAsync_ptsz = cuMemDiscardAndPrefetchBatchAsync[_ _ _ _ _ _ _ _];
+    cuMemPrefetchAsync_ptsz = cuMemPrefetchAsync[_ _ _ _];
+    cuMemPrefetchAsync_v2_ptsz = cuMemPrefetchAsync_v2[_ _ _ _ _];
+    cuMemPrefetchBatchAsync_ptsz = cuMemPrefetchBatchAsync[_ _ _ _ _ _ _ _];
     cuGraphInstantiateWithParams_ptsz = cuGraphInstantiateWithParams[_ _ _];
     cuGraphLaunch_ptsz = cuGraphLaunch[_ _];
     cuMemFreeAsync_ptsz = cuMemFreeAsync[_ _];
@@ -299,12 +322,20 @@ const UNBOUND: &[(&str, &[&str])] = &[
             "cuMemcpyWithAttributesAsync",
             "cuMemcpy3DWithAttributesAsync",
             "cuGraphAddNode_v3",
+            "cuLogicalEndpointCreate",
+            "cuLogicalEndpointIdReserve",
+            "cuLogicalEndpointImport",
+            "cuMemDiscardAndPrefetchBatchAsync",
+            "cuMemPrefetchBatchAsync",
             "cuStreamBeginRecaptureToGraph",
         ],
     ),
     (
         "older forms, which the header of CUDA 12.8 has under their plain names no more",
         &[
+            "cuDevicePrimaryCtxRelease",
+            "cuIpcOpenMemHandle",
+            "cuDevicePrimaryCtxReset",
             "cuStreamWaitValue32",
             "cuStreamWaitValue64",
             "cuStreamWriteValue32",

@@ -8,7 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static void *attach_library;
+static void *attach_library; /* RTLD_DEFAULT, which is null, where it is preloaded. */
 
 /* A function of libsublet.so. */
 static inline void *attach_symbol(const char *name)

@@ -32,8 +32,8 @@ pub use error::{PoolError, PoolResult};
 pub use ids::{AllocationId, VirtualHandle};
 pub use journal::{Step, StepLog};
 pub use ledger::{
-    Class, Held, Holding, HoldingSource, References, Selection, Standing, StayReason, TagTotals,
-    Tags, Whose,
+    Class, Facts, Held, Holding, HoldingSource, Known, References, Selection, Sight, Standing,
+    StayReason, TagTotals, Tags, Whose,
 };
 pub use peer::PeerId;
 pub use pool::{Entered, Export, GiveUp, ImportSource, Kind, LostImports, Pool, Use};

@@ -5,7 +5,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use vmm_pool::conformance::{Limits, cases};
-use vmm_pool::driver::sim::{FaultSpan, GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::sim::{FaultSpan, GRANULARITY_BYTES, SimDriver, SimNode, SimOptions, Touch};
 use vmm_pool::driver::{
     AllocationProp, DeviceOrdinal, Driver, DriverCode, DriverOp, Location, LocationKind,
 };
@@ -106,4 +106,15 @@ fn thousands_of_blocks_are_created_and_released() {
     let full = driver.create(GRANULARITY_BYTES, &prop);
     assert_eq!(full.expect_err("full").code, DriverCode::OUT_OF_MEMORY);
     assert_eq!(handles.len(), 4096);
+}
+
+#[test]
+fn work_on_a_freed_address_is_an_illegal_access_and_not_a_crash() {
+    let driver = driver();
+    driver.make_current(DEVICE).expect("current");
+    let range = driver.allocate(DEVICE, GRANULARITY_BYTES).expect("memory");
+    let touch = [(range, Touch::Write)];
+    drop(driver.access(DEVICE, &touch).expect("it is there"));
+    driver.deallocate(range).expect("freed");
+    assert_eq!(driver.access(DEVICE, &touch).expect_err("gone"), DriverCode::ILLEGAL_ADDRESS);
 }

@@ -11,7 +11,7 @@ use tenants::member::Member;
 use tenants::region;
 use vmm_pool::driver::{
     AllocationFlags, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver,
-    DriverCode,
+    DriverCode, RawContext, VaRange,
 };
 use vmm_pool::{Entered, GiveUp, PoolError, PoolResult};
 
@@ -25,6 +25,20 @@ const TOO_SMALL: &str = "plain allocations under 1 MiB stay with the driver";
 const LEGACY_IPC: &str = "NCCL shares plain allocations by legacy IPC, which cannot follow a pause; unset \
                           NCCL_CUMEM_ENABLE=0 to make them pausable";
 
+/// Why memory that is not asked for by `cuMemAlloc` stays with the driver.
+pub mod stays {
+    /// `cuMemAllocAsync` and `cuMemAllocFromPoolAsync`.
+    pub const STREAM_ORDERED: &str = "stream-ordered memory is the driver's; what its pools do not use is given \
+                                      back at a pause";
+    /// `cuMemAllocManaged`.
+    pub const MANAGED: &str =
+        "managed memory: the driver moves it between device and host by itself";
+    /// `cuMemAllocPitch`.
+    pub const PITCHED: &str = "pitched memory stays with the driver";
+    /// `cuArrayCreate` and `cuArray3DCreate`.
+    pub const ARRAYS: &str = "arrays have no address that could be kept; their bytes are reckoned";
+}
+
 /// Which devices were given access to which devices' plain memory, by `cuCtxEnablePeerAccess`.
 #[derive(Debug, Default)]
 pub struct Accessors {
@@ -35,7 +49,7 @@ pub struct Accessors {
 }
 
 impl Accessors {
-    fn of(&self, owner: DeviceOrdinal) -> Vec<DeviceOrdinal> {
+    pub(crate) fn of(&self, owner: DeviceOrdinal) -> Vec<DeviceOrdinal> {
         let by_owner = self.by_owner.lock().unwrap_or_else(PoisonError::into_inner);
         let others = by_owner.get(&owner).into_iter().flatten().copied();
         std::iter::once(owner).chain(others).collect()
@@ -113,12 +127,14 @@ pub fn stays_native(size_bytes: u64, library: &str) -> Option<&'static str> {
     (library == caller::NCCL).then_some(LEGACY_IPC)
 }
 
-/// Allocates pool memory on `device` for `library`, however small: the size is rounded up to a granule.
+/// Allocates pool memory on `device` for `library`, however small: the size is rounded up to a granule. `context` is the
+/// caller's, where it has one.
 #[doc(alias = "cuMemAlloc")]
 pub fn allocate<D: Driver>(
     member: &Member<D>,
     accessors: &Accessors,
     device: DeviceOrdinal,
+    context: Option<RawContext>,
     size_bytes: u64,
     library: &'static str,
 ) -> Answer<DeviceAddress> {
@@ -130,7 +146,12 @@ pub fn allocate<D: Driver>(
     prop.flags = AllocationFlags { gpu_direct_rdma_capable: u8::from(rdma_capable), ..prop.flags };
     let class = region::class_of(library, Some(device));
     match entered.block_allocate(size_bytes, &prop, &accessors.of(device), class) {
-        Ok(address) => Answer::Done(address),
+        Ok(address) => {
+            if let Some(context) = context {
+                member.pool().set_block_context(address, context);
+            }
+            Answer::Done(address)
+        }
         Err(error) => {
             tracing::debug!(%error, "allocation refused");
             Answer::Refused(error.code().unwrap_or(DriverCode::UNKNOWN))
@@ -138,15 +159,44 @@ pub fn allocate<D: Driver>(
     }
 }
 
-/// Counts an allocation that the driver made for us.
+/// Counts an allocation that the driver made.
 pub fn note_native<D: Driver>(
     member: &Member<D>,
     address: DeviceAddress,
     size_bytes: u64,
     device: DeviceOrdinal,
+    context: Option<RawContext>,
     reason: &'static str,
 ) {
-    member.pool().native_allocated(address, size_bytes, device, reason);
+    member.pool().native_allocated(address, size_bytes, device, context, reason);
+}
+
+/// Plain memory that ends with its context. While this lives, no pause or resume begins.
+#[derive(Debug)]
+#[must_use = "the driver's call comes between"]
+pub struct Ending<'a, D: Driver> {
+    member: &'a Member<D>,
+    entered: Entered<'a, D, GiveUp>,
+    blocks: Vec<VaRange>,
+    natives: Vec<DeviceAddress>,
+}
+
+/// What of plain memory goes with `context`. Asked before the driver ends it: its value may be another's at once.
+#[doc(alias = "cuCtxDestroy")]
+pub fn ending<D: Driver>(member: &Member<D>, context: RawContext) -> Ending<'_, D> {
+    let entered = member.pool().enter_giving_up();
+    let (blocks, natives) = member.pool().plain_memory_of(context);
+    Ending { member, entered, blocks, natives }
+}
+
+impl<D: Driver> Ending<'_, D> {
+    /// The driver has ended the context.
+    pub fn ended(self) {
+        for address in self.natives {
+            self.member.pool().native_freed(address);
+        }
+        self.entered.blocks_end(&self.blocks);
+    }
 }
 
 /// Frees the block at `address`. `settle` waits for the work that may still use it, as `cuMemFree` does;

@@ -12,11 +12,11 @@
 use tenants::identity::MemberId;
 use tenants::member::{ImportError, Member};
 use tenants::ticket::Ticket;
+use vmm_pool::AllocationId;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode};
-use vmm_pool::{AllocationId, Entered, Use};
 
-use crate::Answer;
 use crate::blocks::give_up;
+use crate::{Accessors, Answer};
 
 /// Length of a `CUipcMemHandle`.
 pub const HANDLE_BYTES: usize = 64;
@@ -42,28 +42,37 @@ pub fn handle_of<D: Driver>(
     Answer::Done(handle)
 }
 
-/// Opens a handle made by [`handle_of`] in another process of the tenant, for `accessor`. The driver
-/// opens others. What comes is the block's first address, and the same one as long as it is open.
+/// Opens a handle made by [`handle_of`] in another process of the tenant, for `accessor` and the devices that reach
+/// its plain memory. The driver opens others. What comes is the block's first address, and the same one as long as it is open.
 #[doc(alias = "cuIpcOpenMemHandle")]
 pub fn open<D: Driver>(
     member: &Member<D>,
+    accessors: &Accessors,
     handle: &[u8; HANDLE_BYTES],
     accessor: DeviceOrdinal,
     library: &'static str,
 ) -> Answer<DeviceAddress> {
-    try_open(member, handle, accessor, library).map_or(Answer::AskDriver, Answer::of_import)
+    try_open(member, accessors, handle, accessor, library)
+        .map_or(Answer::AskDriver, Answer::of_import)
 }
 
 /// As [`open`], with the reason where it is refused; `None` for the driver's own handles.
 pub fn try_open<D: Driver>(
     member: &Member<D>,
+    accessors: &Accessors,
     handle: &[u8; HANDLE_BYTES],
     accessor: DeviceOrdinal,
     library: &'static str,
 ) -> Option<Result<DeviceAddress, ImportError>> {
     let (ticket, asked_bytes) = read(member, handle)?;
     let entered = member.pool().enter();
-    Some(open_ticket(member, &entered, &ticket, asked_bytes, accessor, library))
+    let guests = accessors.of(accessor);
+    let opened = member.redeem_ticket(&entered, &ticket, library).and_then(|handle| {
+        let address = entered.block_open(handle, asked_bytes, accessor)?;
+        entered.block_admit(address, &guests);
+        Ok(address)
+    });
+    Some(opened)
 }
 
 /// The ticket that a handle stands for, and the size that was asked for. `None` for the driver's own handles.
@@ -78,18 +87,6 @@ fn read<D: Driver>(member: &Member<D>, handle: &[u8; HANDLE_BYTES]) -> Option<(T
     let tenant = member.tenant().clone();
     let ticket = Ticket::uncounted(AllocationId(*id), size_bytes, owner, tenant);
     Some((ticket, u64::from_le_bytes(*asked)))
-}
-
-fn open_ticket<D: Driver>(
-    member: &Member<D>,
-    entered: &Entered<'_, D, Use>,
-    ticket: &Ticket,
-    asked_bytes: u64,
-    accessor: DeviceOrdinal,
-    library: &'static str,
-) -> Result<DeviceAddress, ImportError> {
-    let handle = member.redeem_ticket(entered, ticket, library)?;
-    Ok(entered.block_open(handle, asked_bytes, accessor)?)
 }
 
 /// Closes what [`open`] opened at `address`, which goes with its last close. `settle` waits for the work that

@@ -5,6 +5,7 @@
 //! * [`caller`]: which library a call comes from.
 //! * [`vmm`]: the virtual memory calls (`cuMemCreate`, `cuMemMap` and theirs).
 //! * [`blocks`]: `cuMemAlloc`, `cuMemFree`, peer access.
+//! * [`pointers`]: facts about addresses.
 //! * [`ipc`]: `cudaIpc` handles of such memory, as tickets.
 //!
 //! Each call has an [`Answer`]. No table of allocations lives here: the pool has the only one.
@@ -15,6 +16,7 @@ pub mod caller;
 pub mod functions;
 pub mod ipc;
 pub mod lookup;
+pub mod pointers;
 pub mod vmm;
 
 pub use answer::Answer;

@@ -3,6 +3,7 @@
 //! Each function goes in first: calls that make or use memory wait until all memory is there, calls that give it up or
 //! ask about it are answered from the ledger while it is away.
 
+use std::ops::RangeInclusive;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use tenants::member::Member;
@@ -129,13 +130,6 @@ pub fn import<D: Driver>(
     }
 }
 
-/// Base and size of the allocation at an address, where the driver would say something else.
-#[doc(alias = "cuMemGetAddressRange")]
-pub fn address_range<D: Driver>(member: &Member<D>, address: DeviceAddress) -> Answer<VaRange> {
-    let entered = member.pool().enter_giving_up();
-    Answer::of_found(entered.range_of(address))
-}
-
 /// A device outside the driver's view is about to hold the pages of a range: they must stay.
 #[doc(alias = "cuMemGetHandleForAddressRange")]
 pub fn pin_for_rdma<D: Driver>(member: &Member<D>, range: VaRange) {
@@ -149,12 +143,16 @@ pub fn pin_for_rdma<D: Driver>(member: &Member<D>, range: VaRange) {
     }
 }
 
+/// `CU_DEVICE_ATTRIBUTE_LOGICAL_ENDPOINT_*` of CUDA 13.3.
+const LOGICAL_ENDPOINTS: RangeInclusive<i32> = 153..=156;
+
 /// What applications must not believe the device can do, because a pause could not undo it.
 ///
-/// Multicast objects and fabric handles hold references to memory in ways that are not replayed yet;
+/// Multicast objects, logical endpoints and fabric handles hold references to memory in ways that are not replayed yet;
 /// callers ask for these attributes first and do without.
 #[doc(alias = "cuDeviceGetAttribute")]
 pub fn hidden_attribute(attribute: i32) -> bool {
     attribute == DeviceAttribute::MULTICAST_SUPPORTED.0
         || attribute == DeviceAttribute::HANDLE_TYPE_FABRIC_SUPPORTED.0
+        || LOGICAL_ENDPOINTS.contains(&attribute)
 }

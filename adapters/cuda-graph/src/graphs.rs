@@ -456,4 +456,19 @@ mod tests {
         fixture.graphs.instantiated(EXECUTABLE, copy);
         assert_eq!(fixture.launches(EXECUTABLE), [(5, 1), (7, 1)]);
     }
+
+    #[test]
+    fn a_graph_that_the_driver_would_not_destroy_is_as_before() {
+        let fixture = Fixture::new();
+        fixture.graph(GRAPH, &[7]);
+        fixture.graphs.instantiated(EXECUTABLE, GRAPH);
+        fixture.graphs.destroy_executable(EXECUTABLE, || {
+            assert!(fixture.launches(EXECUTABLE).is_empty());
+            false
+        });
+        assert_eq!(fixture.launches(EXECUTABLE), [(7, 1)]);
+        fixture.graphs.destroy_graph(GRAPH, || false);
+        fixture.graphs.instantiated(EXECUTABLE + 1, GRAPH);
+        assert_eq!(fixture.launches(EXECUTABLE + 1), [(7, 1)]);
+    }
 }

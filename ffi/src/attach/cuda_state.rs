@@ -2,13 +2,13 @@
 
 #![expect(unsafe_code, reason = "calls the driver and the CUDA runtime")]
 
-use std::ffi::{CStr, CString, c_int, c_ulonglong, c_void};
+use std::ffi::{CStr, CString, c_int, c_uint, c_ulonglong, c_void};
 
-use vmm_pool::driver::DriverCode;
+use vmm_pool::driver::{DeviceOrdinal, DriverCode};
 
 use super::report::Device;
 use crate::interpose::driver::call_driver;
-use crate::interpose::loader;
+use crate::interpose::{Pointer, loader};
 use crate::interposed::INTERPOSED;
 use crate::runtime;
 
@@ -53,6 +53,65 @@ fn used(device: c_int) -> Option<Device> {
     });
     done(call_driver!(cuDevicePrimaryCtxRelease_v2(device => c_int)))?;
     asked.map(|()| Device { device, used_bytes: total.saturating_sub(free) as u64 })
+}
+
+/// Notes which devices had been given access to which devices' plain memory before the attach. The driver has no question
+/// for that: access that may be enabled is, and taken back at once where it was not there. The caller's current context is
+/// as before. The driver is up.
+pub(super) fn learn_peer_access() {
+    let mut count: c_int = 0;
+    if call_driver!(cuDeviceGetCount(&raw mut count => *mut c_int)) != DriverCode::SUCCESS.0 {
+        return;
+    }
+    let contexts: Vec<(c_int, Pointer)> = (0..count.min(DEVICES_MAX))
+        .filter_map(|device| Some((device, runtime::existing_primary_context(device)?)))
+        .collect();
+    for &(accessor, context) in &contexts {
+        if call_driver!(cuCtxPushCurrent_v2(context => Pointer)) != DriverCode::SUCCESS.0 {
+            continue;
+        }
+        for &(owner, peer) in contexts.iter().filter(|(owner, _)| *owner != accessor) {
+            if had_access(accessor, owner, peer) {
+                learn(DeviceOrdinal(owner), DeviceOrdinal(accessor));
+            }
+        }
+        let mut popped: Pointer = std::ptr::null_mut();
+        let code = call_driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut Pointer));
+        if code != DriverCode::SUCCESS.0 {
+            tracing::error!(code, "a context that was pushed could not be popped");
+        }
+    }
+}
+
+/// Had the current context, of `accessor`, access to `peer`, of `owner`?
+fn had_access(accessor: c_int, owner: c_int, peer: Pointer) -> bool {
+    let mut may: c_int = 0;
+    let asked = call_driver!(cuDeviceCanAccessPeer(
+        &raw mut may => *mut c_int, accessor => c_int, owner => c_int
+    ));
+    if asked != DriverCode::SUCCESS.0 || may == 0 {
+        return false;
+    }
+    match DriverCode(call_driver!(cuCtxEnablePeerAccess(peer => Pointer, 0 => c_uint))) {
+        DriverCode::PEER_ACCESS_ALREADY_ENABLED => true,
+        DriverCode::SUCCESS => {
+            let code = call_driver!(cuCtxDisablePeerAccess(peer => Pointer));
+            if code != DriverCode::SUCCESS.0 {
+                tracing::warn!(code, accessor, owner, "access that was tried out stays enabled");
+            }
+            false
+        }
+        _ => false,
+    }
+}
+
+fn learn(owner: DeviceOrdinal, accessor: DeviceOrdinal) {
+    runtime::accessors().record(owner, accessor);
+    let opened = runtime::member()
+        .map_or(Ok(()), |member| runtime::accessors().open(member, owner, accessor));
+    if let Err(error) = opened {
+        tracing::error!(%error, %owner, %accessor, "peer access is incomplete");
+    }
 }
 
 /// Whose functions a shared CUDA runtime has in its table of the driver's.

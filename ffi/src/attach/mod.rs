@@ -74,6 +74,10 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
     INTERPOSED.walk(Purpose::Patch);
     // A thread that was binding a slot for the first time meanwhile has written over ours.
     INTERPOSED.walk(Purpose::Patch);
+    if is_first && !before.is_empty() {
+        // From here on it is seen where it is enabled.
+        cuda_state::learn_peer_access();
+    }
     let mut devices = lock(&DEVICES);
     if devices.is_none() {
         for &device in &before {

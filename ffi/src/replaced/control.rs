@@ -1,16 +1,15 @@
-//! Device attributes, contexts, and stream capture.
+//! Device attributes and stream capture.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
 use std::ffi::{c_int, c_uint, c_void};
-use std::sync::PoisonError;
 
 use sublet_cuda_driver::vmm;
 use sublet_cuda_graph::Target;
-use vmm_pool::driver::{DriverCode, RawContext};
+use vmm_pool::driver::DriverCode;
 use vmm_pool::gate::Passage;
 
-use super::{Handle, SUCCESS, write_out};
+use super::{Handle, STREAM_PER_THREAD, SUCCESS, stream_value, write_out};
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
 use crate::runtime;
@@ -34,60 +33,59 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(
     code
 }
 
-/// Refuses: multicast objects cannot be paused yet. The device attribute says so already, and not all callers ask for it.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMulticastCreate(_handle: *mut Handle, _prop: *const c_void) -> c_int {
-    if let Some(member) = runtime::join() {
-        member.note(
-            "a library asked for a multicast object, which cannot be paused yet; it was refused"
-                .to_owned(),
-        );
-    }
-    DriverCode::NOT_SUPPORTED.0
-}
-
-macro_rules! create_context {
-    ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
-        /// Makes a context of the application's own, whose work a pause must wait for too.
+macro_rules! refused {
+    ($(#[$doc:meta])* $symbol:ident ( $($arg:ident : $ty:ty),* ) because $note:literal) => {
+        $(#[$doc])*
         ///
         /// # Safety
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $symbol(context: *mut Pointer, $($arg: $ty),*) -> c_int {
-            let code = call_driver!($symbol(context => *mut Pointer, $($arg => $ty),*));
-            if code == SUCCESS && !context.is_null() {
-                // SAFETY: the caller's out-pointer, which the driver has just written.
-                let made = RawContext(unsafe { context.read() }.expose_provenance() as u64);
-                let contexts = runtime::own_contexts().lock();
-                contexts.unwrap_or_else(PoisonError::into_inner).insert(made);
+        pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
+            if let Some(member) = runtime::join() {
+                member.note($note.to_owned());
             }
-            code
+            DriverCode::NOT_SUPPORTED.0
         }
     };
 }
 
-create_context!(cuCtxCreate_v2(flags: c_uint, device: c_int));
-create_context!(cuCtxCreate_v3(affinity: Pointer, count: c_int, flags: c_uint, device: c_int));
-create_context!(cuCtxCreate_v4(parameters: Pointer, flags: c_uint, device: c_int));
+refused! {
+    /// Refuses: multicast objects cannot be paused yet. The device attribute says so already, and not all callers ask for
+    /// it.
+    cuMulticastCreate(_handle: *mut Handle, _prop: *const c_void)
+    because "a library asked for a multicast object, which cannot be paused yet; it was refused"
+}
 
-/// Ends a context of the application's own.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxDestroy_v2(context: Pointer) -> c_int {
-    let own = || runtime::own_contexts().lock().unwrap_or_else(PoisonError::into_inner);
-    let leaving = RawContext(context.addr() as u64);
-    // Before the driver lets the value go, which may be another thread's context at once.
-    let was_own = own().remove(&leaving);
-    let code = call_driver!(cuCtxDestroy_v2(context => Pointer));
-    if code != SUCCESS && was_own {
-        own().insert(leaving);
+refused! {
+    /// Refuses: a logical endpoint keeps what is bound to it by its pages, which a pause gives back.
+    cuLogicalEndpointIdReserve(_base: *mut c_uint, _count: c_uint)
+    because "a library asked for logical endpoints, which cannot be paused; they were refused"
+}
+
+refused! {
+    /// Refuses, as reserving one.
+    cuLogicalEndpointCreate(_endpoint: c_uint, _prop: *const c_void)
+    because "a library asked for a logical endpoint, which cannot be paused; it was refused"
+}
+
+refused! {
+    /// Refuses, as reserving one.
+    cuLogicalEndpointImport(_endpoint: c_uint, _handle: *const c_void, _kind: c_int)
+    because "a library asked for another process's logical endpoint, which cannot be paused; it was refused"
+}
+
+/// What a stream's capture is known by. Each thread has a stream of its own under the value of the per-thread stream, which
+/// functions of that kind (`symbol`) also have for 0.
+fn capture_key(stream: Pointer, symbol: &str) -> u64 {
+    thread_local! {
+        static OWN: u8 = const { 0 };
     }
-    code
+    let stream = stream_value(stream, symbol);
+    if stream == STREAM_PER_THREAD {
+        // An address of this thread's, odd as no stream's value is.
+        return OWN.try_with(|own| (&raw const *own).addr() as u64).map_or(1, |at| at << 1 | 1);
+    }
+    stream as u64
 }
 
 macro_rules! begin_capture {
@@ -103,7 +101,8 @@ macro_rules! begin_capture {
                 .map(|member| member.gate().pass_for(stringify!($symbol), Passage::Capture));
             let code = call_driver!($symbol(stream => Pointer, $($arg => $ty),*));
             if let (Some(member), SUCCESS) = (member, code) {
-                runtime::captures().begun(member, stream.addr() as u64, Target::$target);
+                let key = capture_key(stream, stringify!($symbol));
+                runtime::captures().begun(member, key, Target::$target);
             }
             code
         }
@@ -126,19 +125,47 @@ begin_capture!(cuStreamBeginCaptureToGraph_ptsz(
 ) into Existing);
 
 macro_rules! end_capture {
-    ($symbol:ident) => {
+    ($symbol:ident, $is_capturing:ident) => {
         /// Ends a capture.
         ///
         /// # Safety
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol(stream: Pointer, graph: Pointer) -> c_int {
-            super::graph::end_capture(stream, graph, || {
+            let is_capturing = || {
+                let mut status: c_int = 0;
+                let code = call_driver!($is_capturing(
+                    stream => Pointer, &raw mut status => *mut c_int
+                ));
+                code == SUCCESS && status != 0
+            };
+            let key = capture_key(stream, stringify!($symbol));
+            let value = stream_value(stream, stringify!($symbol));
+            super::graph::end_capture(value, key, graph, is_capturing, || {
                 call_driver!($symbol(stream => Pointer, graph => Pointer))
             })
         }
     };
 }
 
-end_capture!(cuStreamEndCapture);
-end_capture!(cuStreamEndCapture_ptsz);
+end_capture!(cuStreamEndCapture, cuStreamIsCapturing);
+end_capture!(cuStreamEndCapture_ptsz, cuStreamIsCapturing_ptsz);
+
+/// Ends a stream, and with it a capture that began on it.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuStreamDestroy_v2(stream: Pointer) -> c_int {
+    // Before the driver lets the value go, which may be another stream's at once.
+    let key = capture_key(stream, "cuStreamDestroy_v2");
+    let member = runtime::member().filter(|member| member.captures() > 0);
+    let target = member.and_then(|member| runtime::captures().ended(member, key));
+    let code = call_driver!(cuStreamDestroy_v2(stream => Pointer));
+    if let (Some(member), Some(target)) = (member, target)
+        && code != SUCCESS
+    {
+        runtime::captures().begun(member, key, target);
+    }
+    code
+}

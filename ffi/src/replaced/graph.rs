@@ -9,7 +9,7 @@ use sublet_cuda_graph::Counted;
 use vmm_pool::driver::DriverCode;
 use vmm_pool::gate::Passage;
 
-use super::SUCCESS;
+use super::{SUCCESS, stream_value};
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
 use crate::runtime;
@@ -70,15 +70,24 @@ fn value(handle: Pointer) -> u64 {
 }
 
 /// Ends a capture by `end`, and follows what it recorded.
-pub(super) fn end_capture(stream: Pointer, graph: Pointer, end: impl FnOnce() -> c_int) -> c_int {
+pub(super) fn end_capture(
+    stream: usize,
+    key: u64,
+    graph: Pointer,
+    is_capturing: impl FnOnce() -> bool,
+    end: impl FnOnce() -> c_int,
+) -> c_int {
     let Some(member) = runtime::member() else {
         return end();
     };
     let graphs = runtime::graphs();
-    let capture = graphs.is_used().then(|| capture_of(stream.expose_provenance())).flatten();
+    let capture = graphs.is_used().then(|| capture_of(stream)).flatten();
     let code = end();
-    // A failed end ends the capture too.
-    let target = runtime::captures().ended(member, stream.addr() as u64);
+    // A failed end ends the capture too, but for the end that another thread may not ask for.
+    if code != SUCCESS && is_capturing() {
+        return code;
+    }
+    let target = runtime::captures().ended(member, key);
     if let Some(capture) = capture {
         let made = if code == SUCCESS { written(graph) } else { None };
         let had_other_work = target == Some(sublet_cuda_graph::Target::Existing);
@@ -109,7 +118,7 @@ macro_rules! launch_graph {
                 let _pass = member.gate().pass_for(stringify!($symbol), Passage::Use);
                 return driver();
             };
-            let capture = capture_of(stream.expose_provenance());
+            let capture = capture_of(stream_value(stream, stringify!($symbol)));
             // Held outside of the gate, which a pause shuts.
             let entered = capture
                 .is_none()

@@ -4,28 +4,51 @@
 //! driver, whose error it then is. Calls that make memory carry the caller's return address along, by
 //! which the caller's library is known.
 //!
-//! * [`vmm`]: virtual memory. [`plain`]: `cuMemAlloc` and what comes with it. [`control`]: lookup, device
-//!   attributes, stream capture. [`graph`]: graphs.
+//! * [`vmm`]: virtual memory. [`plain`]: `cuMemAlloc` and what comes with it. [`native`]: memory that stays
+//!   with the driver. [`pointer`]: questions about addresses. [`context`]: contexts, peer access. [`control`]:
+//!   device attributes, stream capture. [`graph`]: graphs. `copies`:
+//!   copies that the driver refuses of ours.
 
+pub mod context;
 pub mod control;
+pub(crate) mod copies;
 pub mod graph;
+pub mod native;
 pub mod plain;
+pub mod pointer;
 pub mod vmm;
 
 use std::ffi::{c_int, c_ulonglong};
 
+pub use context::*;
 pub use control::*;
 pub use graph::*;
+pub use native::*;
+pub(crate) use plain::settle;
 pub use plain::*;
-pub(crate) use plain::{is_refused_copy, opens_blocks};
+pub use pointer::*;
 pub use vmm::*;
 
 use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
+
+use crate::interpose::Pointer;
 
 type Handle = c_ulonglong;
 type Address = u64;
 
 const SUCCESS: c_int = DriverCode::SUCCESS.0;
+
+/// `CU_STREAM_PER_THREAD`.
+const STREAM_PER_THREAD: usize = 2;
+
+/// The value of a stream whose meaning does not depend on who asks: functions of the per-thread kind have a stream of the
+/// calling thread's own for 0.
+fn stream_value(stream: Pointer, symbol: &str) -> usize {
+    if stream.is_null() && symbol.ends_with("_ptsz") {
+        return STREAM_PER_THREAD;
+    }
+    stream.expose_provenance()
+}
 
 /// A range from C arguments.
 fn range(start: Address, size: usize) -> VaRange {

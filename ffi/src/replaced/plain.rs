@@ -1,4 +1,4 @@
-//! Plain device memory: allocation, sharing by `cudaIpc`, pointer facts, peer access.
+//! Plain device memory: allocation, and sharing by `cudaIpc`.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
@@ -6,53 +6,77 @@ use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::sync::PoisonError;
 
 use sublet_cuda_driver::{Answer, blocks, ipc, vmm};
-use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, RawContext};
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 use vmm_pool::gate::Passage;
 
-use super::{Address, SUCCESS, range, size_t, with_caller, write_out};
+use super::context::{device_of, pointer_of, with_current};
+use super::{Address, SUCCESS, range, with_caller, write_out};
 use crate::guards;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
 use crate::runtime::{self, Member, answered, class_of_caller};
 
-/// The driver's current device of this thread.
-fn current_device() -> Result<DeviceOrdinal, DriverCode> {
-    let mut device: c_int = 0;
-    let code = call_driver!(cuCtxGetDevice(&raw mut device => *mut c_int));
-    DriverCode(code).ok().map(|()| DeviceOrdinal(device))
+/// Waits for work that may use the block at `address`, whatever context is current; leaves that as it is.
+pub(crate) fn settle(member: &Member, address: DeviceAddress) -> DriverCode {
+    let (current, owner) = (runtime::current_context(), member.pool().block_context(address));
+    if owner.is_some() && owner == current {
+        return DriverCode(settle_here(member));
+    }
+    if let Some(owner) = owner {
+        let code = with_current(pointer_of(owner), || settle_here(member)).unwrap_or(SUCCESS);
+        if code != SUCCESS {
+            return DriverCode(code);
+        }
+    }
+    let device = member.pool().block_device(address);
+    match device.filter(|device| runtime::current_device() != Ok(*device)) {
+        Some(device) => settle_device(member, device),
+        None => DriverCode(settle_here(member)),
+    }
 }
 
-/// True when the driver refused a copy with the code that it has for memory out of the current context's reach.
-pub(crate) fn is_refused_copy(symbol: &str, code: c_int) -> bool {
-    DriverCode(code) == DriverCode::INVALID_VALUE && symbol.starts_with("cuMemcpy")
-}
-
-/// Gives devices access to each other's plain memory, which copies take for granted. True when some device had less
-/// access before.
-pub(crate) fn opens_blocks() -> bool {
-    runtime::member()
-        .is_some_and(|member| runtime::accessors().open_for_copies(member, current_device().ok()))
-}
-
-/// Waits for work that may use a block of `device`, whatever context is current; leaves that as it is.
-fn synchronize(device: Option<DeviceOrdinal>) -> c_int {
-    let here = || call_driver!(cuCtxSynchronize());
-    let Some(device) = device.filter(|device| current_device() != Ok(*device)) else {
-        return here();
-    };
+/// Waits for the work of every context of `device`.
+fn settle_device(member: &Member, device: DeviceOrdinal) -> DriverCode {
     let own = runtime::own_contexts().lock().unwrap_or_else(PoisonError::into_inner).clone();
-    let own = own.into_iter().map(|RawContext(value)| {
-        std::ptr::with_exposed_provenance_mut::<c_void>(usize::try_from(value).unwrap_or(0))
-    });
+    let own = own.into_iter().map(pointer_of);
     let is_used = runtime::has_primary_context(device.0);
     let primary = is_used.then(|| runtime::primary_context(device.0)).flatten();
     for context in own.filter(|context| device_of(*context) == Some(device)).chain(primary) {
-        let code = with_current(context, here).unwrap_or(SUCCESS);
+        let code = with_current(context, || settle_here(member)).unwrap_or(SUCCESS);
         if code != SUCCESS {
+            return DriverCode(code);
+        }
+    }
+    DriverCode::SUCCESS
+}
+
+/// Waits for the work of the current context.
+fn settle_here(member: &Member) -> c_int {
+    if member.captures() == 0 {
+        let code = call_driver!(cuCtxSynchronize());
+        if DriverCode(code) != DriverCode::STREAM_CAPTURE_UNSUPPORTED {
             return code;
         }
     }
-    SUCCESS
+    settle_beside_captures()
+}
+
+/// Waits for the work of the current context by a free of the driver's own, where a stream of the context may be under
+/// capture: a wait for a context spoils all captures in it, in any mode and by any thread. A free waits too, and the driver
+/// lets it pass for just those threads that it lets pass with the free that was asked for.
+fn settle_beside_captures() -> c_int {
+    // A size that the driver maps by itself, and one that finds a place in what it has.
+    for bytes in [2_usize << 20, 1] {
+        let mut probe: Address = 0;
+        let made = call_driver!(cuMemAlloc_v2(&raw mut probe => *mut Address, bytes => usize));
+        match DriverCode(made) {
+            DriverCode::SUCCESS => return call_driver!(cuMemFree_v2(probe => Address)),
+            DriverCode::OUT_OF_MEMORY => {}
+            code => return code.0,
+        }
+    }
+    // Memory is so short that the free counts for more than the capture.
+    call_driver!(cuCtxSynchronize())
 }
 
 with_caller! {
@@ -73,7 +97,7 @@ unsafe extern "C" fn mem_alloc(
         return driver();
     }
     // Without a current context the driver's error is the right one.
-    let Ok(device) = current_device() else {
+    let Ok(device) = runtime::current_device() else {
         return driver();
     };
     if guards::refuses(size) {
@@ -92,10 +116,12 @@ unsafe extern "C" fn mem_alloc(
                 }
                 // SAFETY: the call succeeded, so it wrote the address.
                 let made = DeviceAddress(unsafe { address.read() });
-                blocks::note_native(member, made, size as u64, device, reason);
+                let context = runtime::current_context();
+                blocks::note_native(member, made, size as u64, device, context, reason);
                 return Answer::Done(());
             }
-            let made = blocks::allocate(member, accessors, device, size as u64, library);
+            let context = runtime::current_context();
+            let made = blocks::allocate(member, accessors, device, context, size as u64, library);
             made.map(|made| write_out!(address, made.0))
         },
         driver,
@@ -110,17 +136,18 @@ unsafe extern "C" fn mem_alloc(
 pub unsafe extern "C" fn cuMemFree_v2(address: Address) -> c_int {
     answered(
         runtime::member,
-        |member| {
-            // Natively the memory's context is waited for, which need not be the current one.
-            let device = member.pool().block_device(DeviceAddress(address));
-            free_block(member, address, || synchronize(device))
-        },
+        // Natively the memory's context is waited for, which need not be the current one.
+        |member| free_block(member, address, || settle(member, DeviceAddress(address))),
         || call_driver!(cuMemFree_v2(address => Address)),
     )
 }
 
-fn free_block(member: &Member, address: Address, settle: impl FnOnce() -> c_int) -> Answer<()> {
-    blocks::free(member, DeviceAddress(address), || DriverCode(settle()))
+fn free_block(
+    member: &Member,
+    address: Address,
+    settle: impl FnOnce() -> DriverCode,
+) -> Answer<()> {
+    blocks::free(member, DeviceAddress(address), settle)
 }
 
 macro_rules! free_async {
@@ -135,10 +162,13 @@ macro_rules! free_async {
             answered(
                 runtime::member,
                 |member| {
-                    free_block(member, address, || call_driver!($synchronize(stream => Pointer)))
+                    free_block(member, address, || {
+                        DriverCode(call_driver!($synchronize(stream => Pointer)))
+                    })
                 },
                 || {
-                    let _pass = runtime::member().map(|member| member.gate().pass(Passage::Use));
+                    // Memory of the driver's, which may be given up while all of the pool's is away.
+                    let _pass = runtime::member().map(|member| member.gate().pass(Passage::GiveUp));
                     call_driver!($symbol(address => Address, stream => Pointer))
                 },
             )
@@ -180,36 +210,49 @@ pub unsafe extern "C" fn cuIpcGetMemHandle(
 #[repr(C)]
 pub struct IpcHandle([u8; ipc::HANDLE_BYTES]);
 
-/// Opens another process's plain memory.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuIpcOpenMemHandle_v2(
-    address: *mut Address,
-    handle: IpcHandle,
-    flags: c_uint,
-) -> c_int {
-    let driver = || {
-        call_driver!(cuIpcOpenMemHandle_v2(
-            address => *mut Address, handle => IpcHandle, flags => c_uint
-        ))
+macro_rules! ipc_open {
+    ($symbol:ident) => {
+        /// Opens another process's plain memory.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(
+            address: *mut Address,
+            handle: IpcHandle,
+            flags: c_uint,
+        ) -> c_int {
+            let driver = || {
+                call_driver!($symbol(
+                    address => *mut Address, handle => IpcHandle, flags => c_uint
+                ))
+            };
+            if address.is_null() {
+                return driver();
+            }
+            let Ok(device) = runtime::current_device() else {
+                return driver();
+            };
+            answered(
+                runtime::join,
+                |member| {
+                    let accessors = runtime::accessors();
+                    let opened = ipc::open(member, accessors, &handle.0, device, "ipc");
+                    opened.map(|made| {
+                        if let Some(context) = runtime::current_context() {
+                            member.pool().set_block_context(made, context);
+                        }
+                        write_out!(address, made.0);
+                    })
+                },
+                driver,
+            )
+        }
     };
-    if address.is_null() {
-        return driver();
-    }
-    let Ok(device) = current_device() else {
-        return driver();
-    };
-    answered(
-        runtime::join,
-        |member| {
-            let opened = ipc::open(member, &handle.0, device, "ipc");
-            opened.map(|made| write_out!(address, made.0))
-        },
-        driver,
-    )
 }
+
+ipc_open!(cuIpcOpenMemHandle);
+ipc_open!(cuIpcOpenMemHandle_v2);
 
 /// Closes what [`cuIpcOpenMemHandle_v2`] opened.
 ///
@@ -220,8 +263,8 @@ pub unsafe extern "C" fn cuIpcCloseMemHandle(address: Address) -> c_int {
     answered(
         runtime::member,
         |member| {
-            let settle = || DriverCode(call_driver!(cuCtxSynchronize()));
-            ipc::close(member, DeviceAddress(address), settle)
+            let address = DeviceAddress(address);
+            ipc::close(member, address, || settle(member, address))
         },
         || call_driver!(cuIpcCloseMemHandle(address => Address)),
     )
@@ -259,117 +302,4 @@ pub unsafe extern "C" fn cuMemGetHandleForAddressRange(
         },
         driver,
     )
-}
-
-/// Facts about a pointer.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuPointerGetAttribute(
-    data: *mut c_void,
-    attribute: c_int,
-    address: Address,
-) -> c_int {
-    let _pass = runtime::member().map(|member| member.gate().pass(Passage::Use));
-    let code = call_driver!(cuPointerGetAttribute(
-        data => *mut c_void, attribute => c_int, address => Address
-    ));
-    if code == SUCCESS {
-        correct_attribute(data, attribute, address);
-    }
-    code
-}
-
-/// Several facts about a pointer.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuPointerGetAttributes(
-    count: c_uint,
-    attributes: *mut c_int,
-    data: *mut *mut c_void,
-    address: Address,
-) -> c_int {
-    let _pass = runtime::member().map(|member| member.gate().pass(Passage::Use));
-    let code = call_driver!(cuPointerGetAttributes(
-        count => c_uint, attributes => *mut c_int, data => *mut *mut c_void, address => Address
-    ));
-    if code == SUCCESS {
-        // SAFETY: the driver has read this many of the caller's attributes.
-        let attributes = unsafe { std::slice::from_raw_parts(attributes, count as usize) };
-        // SAFETY: and written through this many of its pointers.
-        let targets = unsafe { std::slice::from_raw_parts(data, count as usize) };
-        for (target, attribute) in targets.iter().zip(attributes) {
-            correct_attribute(*target, *attribute, address);
-        }
-    }
-    code
-}
-
-/// A block is larger than was asked for; its size as an attribute must be what was asked for.
-fn correct_attribute(data: *mut c_void, attribute: c_int, address: Address) {
-    const RANGE_SIZE: c_int = 12;
-    if attribute != RANGE_SIZE || data.is_null() {
-        return;
-    }
-    let block = runtime::member().and_then(|member| member.pool().block_at(DeviceAddress(address)));
-    if let Some(block) = block {
-        let size: *mut usize = data.cast();
-        write_out!(size, size_t(block.size_bytes));
-    }
-}
-
-/// Runs `body` with `context` current; `None` where the driver does not take it.
-fn with_current<T>(context: Pointer, body: impl FnOnce() -> T) -> Option<T> {
-    if call_driver!(cuCtxPushCurrent_v2(context => Pointer)) != SUCCESS {
-        return None;
-    }
-    let done = body();
-    let mut popped: Pointer = std::ptr::null_mut();
-    if call_driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut Pointer)) != SUCCESS {
-        tracing::error!("a context that was pushed could not be popped");
-    }
-    Some(done)
-}
-
-/// The device that a context is for.
-fn device_of(context: Pointer) -> Option<DeviceOrdinal> {
-    with_current(context, || current_device().ok()).flatten()
-}
-
-/// Gives the current context access to another's plain memory.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxEnablePeerAccess(peer: Pointer, flags: c_uint) -> c_int {
-    let code = call_driver!(cuCtxEnablePeerAccess(peer => Pointer, flags => c_uint));
-    if code == SUCCESS
-        && let (Ok(accessor), Some(owner)) = (current_device(), device_of(peer))
-    {
-        runtime::accessors().record(owner, accessor);
-        let opened = runtime::member()
-            .map_or(Ok(()), |member| runtime::accessors().open(member, owner, accessor));
-        if let Err(error) = opened {
-            tracing::error!(%error, %owner, %accessor, "peer access is incomplete");
-        }
-    }
-    code
-}
-
-/// Takes the current context's access to another's plain memory away.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxDisablePeerAccess(peer: Pointer) -> c_int {
-    let code = call_driver!(cuCtxDisablePeerAccess(peer => Pointer));
-    if code == SUCCESS
-        && let (Ok(accessor), Some(owner)) = (current_device(), device_of(peer))
-    {
-        runtime::accessors().disable(owner, accessor);
-    }
-    code
 }

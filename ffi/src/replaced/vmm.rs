@@ -10,7 +10,7 @@ use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DriverCode, HANDLE_TYPE_POSIX_FD,
 };
 
-use super::{Address, Handle, range, size_t, with_caller, write_out};
+use super::{Address, Handle, range, with_caller, write_out};
 use crate::guards;
 use crate::interpose::driver::call_driver;
 use crate::runtime::{self, Member, answered, class_of_caller};
@@ -273,35 +273,5 @@ pub unsafe extern "C" fn cuMemGetAllocationPropertiesFromHandle(
         runtime::member,
         |member| vmm::properties(member, handle).map(|value| write_out!(prop, value)),
         driver,
-    )
-}
-
-/// Base and size of the allocation at an address.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemGetAddressRange_v2(
-    base: *mut Address,
-    size: *mut usize,
-    address: Address,
-) -> c_int {
-    answered(
-        runtime::member,
-        |member| {
-            vmm::address_range(member, DeviceAddress(address)).map(|found| {
-                if !base.is_null() {
-                    write_out!(base, found.start.0);
-                }
-                if !size.is_null() {
-                    write_out!(size, size_t(found.size_bytes));
-                }
-            })
-        },
-        || {
-            call_driver!(cuMemGetAddressRange_v2(
-                base => *mut Address, size => *mut usize, address => Address
-            ))
-        },
     )
 }

@@ -128,16 +128,19 @@ static void graphs(void)
     OK(cuMemAlloc(&flags, WORDS * 4));
     driver_fill(data, 1, WORDS, stream);
     OK(cuStreamSynchronize(stream));
+    /* An allocation is refused, and spoils the capture. */
+    CUdeviceptr refused = 0;
     OK(cuStreamBeginCapture(stream, 0));
     OK(cuStreamIsCapturing(stream, &status));
+    printf("graphs: capturing %d, alloc meanwhile: %s", status, driver_error(cuMemAlloc(&refused, 4)));
+    printf(", then %s\n", driver_error(cuStreamEndCapture(stream, &graph)));
+    OK(cuStreamBeginCapture(stream, 0));
     driver_affine(data, 3, 0, WORDS, stream);
     OK(cuEventRecord(fork, stream));
     OK(cuStreamWaitEvent(side, fork, 0));
     OK(cuMemsetD32Async(flags, 9, WORDS, side));
     OK(cuEventRecord(join, side));
     OK(cuStreamWaitEvent(stream, join, 0));
-    CUdeviceptr refused = 0;
-    printf("graphs: capturing %d, alloc meanwhile: %s\n", status, driver_error(cuMemAlloc(&refused, 4)));
     OK(cuStreamEndCapture(stream, &graph));
     OK(cuGraphInstantiate(&ready, graph, 0));
     printf("graphs: before launch %llu\n", (unsigned long long)driver_sum(data, WORDS, stream));

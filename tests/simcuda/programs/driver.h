@@ -79,6 +79,10 @@ enum {
     X(cuMemPoolTrimTo, cuMemPoolTrimTo, (CUpool, size_t)) \
     X(cuMemGetAddressRange, cuMemGetAddressRange_v2, (CUdeviceptr *, size_t *, CUdeviceptr)) \
     X(cuPointerGetAttribute, cuPointerGetAttribute, (void *, int, CUdeviceptr)) \
+    X(cuPointerGetAttributes, cuPointerGetAttributes, (unsigned, int *, void **, CUdeviceptr)) \
+    X(cuMemAllocHost, cuMemAllocHost_v2, (void **, size_t)) \
+    X(cuMemFreeHost, cuMemFreeHost, (void *)) \
+    X(cuMemGetAccess, cuMemGetAccess, (uint64_t *, const CUlocation *, CUdeviceptr)) \
     X(cuMemGetAllocationGranularity, cuMemGetAllocationGranularity, (size_t *, const CUprop *, int)) \
     X(cuMemAddressReserve, cuMemAddressReserve, (CUdeviceptr *, size_t, size_t, CUdeviceptr, uint64_t)) \
     X(cuMemAddressFree, cuMemAddressFree, (CUdeviceptr, size_t)) \

@@ -2,14 +2,27 @@
 //!
 //! The order of recording respects every dependency that the capture could express, so replaying the
 //! list on one stream is a correct schedule of the graph.
+//!
+//! What a capture forbids, and whom, is as NVIDIA documents it (`cuThreadExchangeStreamCaptureMode`, and the programming
+//! guide on prohibited operations), and as others have seen it on devices:
+//!
+//! | call | is refused | while |
+//! | --- | --- | --- |
+//! | one that may be unsafe, such as `cuMemAlloc`, `cuMemFree` | by the mode of the calling thread | it captures itself, or another thread does so in global mode |
+//! | waiting for a context | always | any of its streams is captured, in any mode, by anybody |
+//! | waiting for a captured stream, or asking it | always | it is captured |
+//! | the legacy stream | always | a stream that is ordered against it is captured |
+//!
+//! A refused call invalidates the captures that are the reason. They still have to be ended, and end with an error.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread::{self, ThreadId};
 
-use vmm_pool::driver::sim::Work;
-use vmm_pool::driver::{DriverCode, RawStream};
+use vmm_pool::driver::sim::{StreamKind, Work};
+use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream};
 
 use crate::abi::Coded;
 use crate::sim::{Sim, lock};
@@ -17,8 +30,12 @@ use crate::sim::{Sim, lock};
 const FIRST: u64 = 0x6300_0000;
 const STEP: u64 = 0x10;
 const MODE_GLOBAL: i32 = 0;
+const MODE_THREAD_LOCAL: i32 = 1;
 const MODE_RELAXED: i32 = 2;
+const STREAM_CAPTURE_INVALIDATED: DriverCode = DriverCode(901);
 const STREAM_CAPTURE_UNMATCHED: DriverCode = DriverCode(903);
+const STREAM_CAPTURE_IMPLICIT: DriverCode = DriverCode(906);
+const STREAM_CAPTURE_WRONG_THREAD: DriverCode = DriverCode(908);
 
 thread_local! {
     /// `CUstreamCaptureMode` of this thread.
@@ -30,8 +47,11 @@ pub(crate) struct Capture {
     pub(crate) id: u64,
     origin: RawStream,
     mode: i32,
+    thread: ThreadId,
+    device: DeviceOrdinal,
     work: Mutex<Vec<Work>>,
     ended: AtomicBool,
+    invalid: AtomicBool,
 }
 
 impl std::fmt::Debug for Capture {
@@ -46,6 +66,25 @@ impl std::fmt::Debug for Capture {
 impl Capture {
     pub(crate) fn is_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
+    }
+
+    /// Has a call that was refused spoilt it?
+    pub(crate) fn is_invalid(&self) -> bool {
+        self.invalid.load(Ordering::Acquire)
+    }
+
+    fn invalidate(&self) {
+        self.invalid.store(true, Ordering::Release);
+    }
+
+    /// Does it forbid calls that may be unsafe to the calling thread, which is in `mode`?
+    fn forbids(&self, mode: i32) -> bool {
+        let is_own = self.thread == thread::current().id();
+        match mode {
+            MODE_RELAXED => false,
+            MODE_THREAD_LOCAL => is_own && self.mode != MODE_RELAXED,
+            _ => (is_own && self.mode != MODE_RELAXED) || (!is_own && self.mode == MODE_GLOBAL),
+        }
     }
 }
 
@@ -76,7 +115,7 @@ impl Captures {
     }
 
     /// A value for a graph or an executable: that of one that has ended comes again at once, as the real driver's do.
-    fn next_id(&self) -> u64 {
+    fn next_value(&self) -> u64 {
         let is_used = |id: &u64| self.graphs.contains_key(id) || self.executables.contains_key(id);
         let mut values = (1..).map(|number| FIRST + number * STEP);
         values.find(|id| !is_used(id)).unwrap_or(FIRST)
@@ -108,8 +147,11 @@ impl Sim {
             id: captures.next_capture(),
             origin: stream,
             mode,
+            thread: thread::current().id(),
+            device,
             work: Mutex::default(),
             ended: AtomicBool::new(false),
+            invalid: AtomicBool::new(false),
         });
         captures.by_stream.insert(stream.0, capture);
         Ok(())
@@ -122,9 +164,15 @@ impl Sim {
         if capture.origin != stream {
             return Err(STREAM_CAPTURE_UNMATCHED);
         }
+        if capture.mode != MODE_RELAXED && capture.thread != thread::current().id() {
+            return Err(STREAM_CAPTURE_WRONG_THREAD);
+        }
         capture.ended.store(true, Ordering::Release);
         captures.by_stream.retain(|_, other| !Arc::ptr_eq(other, &capture));
-        let id = captures.next_id();
+        if capture.is_invalid() {
+            return Err(STREAM_CAPTURE_INVALIDATED);
+        }
+        let id = captures.next_value();
         let work = std::mem::take(&mut *lock(&capture.work));
         captures.graphs.insert(id, work);
         Ok(id)
@@ -151,36 +199,64 @@ impl Sim {
     /// Submits work to `stream`, or records it when the stream is being captured.
     pub(crate) fn submit(&self, stream: RawStream, work: Work) -> Coded<()> {
         match self.capture_of(stream) {
+            Some(capture) if capture.is_invalid() => Err(STREAM_CAPTURE_INVALIDATED),
             Some(capture) => {
                 lock(&capture.work).push(work);
                 Ok(())
             }
-            None => self.core.enqueue(stream, work),
+            None => {
+                self.forbid_implicit(stream)?;
+                self.core.enqueue(stream, work)
+            }
         }
     }
 
-    /// Refuses calls that wait or allocate while a capture forbids them to this thread.
+    /// Invalidates the captures that `choose` picks, and fails with `code` where there is one.
+    fn spoil(&self, code: DriverCode, choose: impl Fn(RawStream, &Capture) -> bool) -> Coded<()> {
+        let captures = lock(&self.captures);
+        let streams = captures.by_stream.iter();
+        let chosen = streams.filter(|(stream, capture)| choose(RawStream(**stream), capture));
+        let mut outcome = Ok(());
+        for (_, capture) in chosen {
+            capture.invalidate();
+            outcome = Err(code);
+        }
+        outcome
+    }
+
+    /// Refuses calls that may be unsafe in a capture to this thread.
     pub(crate) fn forbid_in_capture(&self) -> Coded<()> {
-        let global =
-            || lock(&self.captures).by_stream.values().any(|capture| capture.mode == MODE_GLOBAL);
-        if THREAD_MODE.get() != MODE_RELAXED && global() {
-            return Err(DriverCode::STREAM_CAPTURE_UNSUPPORTED);
-        }
-        Ok(())
+        let mode = THREAD_MODE.get();
+        self.spoil(DriverCode::STREAM_CAPTURE_UNSUPPORTED, |_, capture| capture.forbids(mode))
     }
 
-    /// Refuses a call on a stream that is being captured.
+    /// Refuses to wait for a context while any of its streams is captured, whoever captures and in whatever mode.
+    pub(crate) fn forbid_wait_for_context(&self, device: DeviceOrdinal) -> Coded<()> {
+        self.spoil(DriverCode::STREAM_CAPTURE_UNSUPPORTED, |_, capture| capture.device == device)
+    }
+
+    /// Refuses a call on a stream that is being captured, or that waits for such a stream.
     pub(crate) fn forbid_on_captured(&self, stream: RawStream) -> Coded<()> {
-        match self.capture_of(stream) {
-            Some(_) => Err(DriverCode::STREAM_CAPTURE_UNSUPPORTED),
-            None => Ok(()),
+        self.spoil(DriverCode::STREAM_CAPTURE_UNSUPPORTED, |captured, _| captured == stream)?;
+        self.forbid_implicit(stream)
+    }
+
+    /// Refuses the legacy stream while a stream that is ordered against it is captured.
+    fn forbid_implicit(&self, stream: RawStream) -> Coded<()> {
+        let device = self.core.stream_device(stream)?;
+        if self.core.stream_kind(stream)? != StreamKind::Default {
+            return Ok(());
         }
+        self.spoil(STREAM_CAPTURE_IMPLICIT, |captured, capture| {
+            capture.device == device
+                && self.core.stream_kind(captured).is_ok_and(|kind| kind == StreamKind::Blocking)
+        })
     }
 
     pub(crate) fn instantiate(&self, graph: u64) -> Coded<u64> {
         let mut captures = lock(&self.captures);
         let work = captures.graphs.get(&graph).cloned().ok_or(DriverCode::INVALID_VALUE)?;
-        let id = captures.next_id();
+        let id = captures.next_value();
         captures.executables.insert(id, work);
         Ok(id)
     }
@@ -204,12 +280,14 @@ impl Sim {
     }
 
     pub(crate) fn destroy_graph(&self, graph: u64) -> Coded<()> {
-        let removed = lock(&self.captures).graphs.remove(&graph);
-        removed.map(drop).ok_or(DriverCode::INVALID_VALUE)
+        let mut captures = lock(&self.captures);
+        captures.graphs.remove(&graph).ok_or(DriverCode::INVALID_VALUE)?;
+        Ok(())
     }
 
     pub(crate) fn destroy_executable(&self, executable: u64) -> Coded<()> {
-        let removed = lock(&self.captures).executables.remove(&executable);
-        removed.map(drop).ok_or(DriverCode::INVALID_VALUE)
+        let mut captures = lock(&self.captures);
+        captures.executables.remove(&executable).ok_or(DriverCode::INVALID_VALUE)?;
+        Ok(())
     }
 }

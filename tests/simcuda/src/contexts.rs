@@ -21,6 +21,12 @@ const STREAM_PER_THREAD: u64 = 2;
 pub(crate) struct Contexts {
     /// Live contexts and the device of each.
     live: BTreeMap<u64, DeviceOrdinal>,
+    /// How often created ones were attached to and not detached from, their creation not counted.
+    attached: BTreeMap<u64, u64>,
+    /// Values of created contexts that have ended, reused last in first out as the real driver does.
+    ended: Vec<u64>,
+    /// How many values of created contexts there have been.
+    created: u64,
     /// How often each primary context is retained, by device.
     primary: BTreeMap<i32, Primary>,
     /// Pairs of a context and a peer's context that it may reach.
@@ -138,10 +144,9 @@ impl Sim {
     pub(crate) fn create_context(&self, device: DeviceOrdinal) -> Coded<u64> {
         self.core.ensure_context(device)?;
         let mut contexts = lock(&self.contexts);
-        // The value of one that has ended comes again at once, as the real driver's do.
-        let values = (0..).map(|number| CREATED_FIRST + number * STEP);
-        let free = values.into_iter().find(|context| !contexts.live.contains_key(context));
-        let context = free.ok_or(DriverCode::OUT_OF_MEMORY)?;
+        let reused = contexts.ended.pop();
+        let context = reused.unwrap_or(CREATED_FIRST + contexts.created * STEP);
+        contexts.created += u64::from(reused.is_none());
         contexts.live.insert(context, device);
         push(context);
         Ok(context)
@@ -155,7 +160,35 @@ impl Sim {
         if current_or_none() == context {
             replace_current(0);
         }
-        self.end_context(context)
+        self.end_context(context)?;
+        let mut contexts = lock(&self.contexts);
+        contexts.attached.remove(&context);
+        contexts.ended.push(context);
+        Ok(())
+    }
+
+    /// One reference more to the current context.
+    pub(crate) fn attach_context(&self) -> Coded<u64> {
+        self.current_device()?;
+        let context = current_or_none();
+        *lock(&self.contexts).attached.entry(context).or_default() += 1;
+        Ok(context)
+    }
+
+    /// One reference less to `context`, which must be current; it ends with the last.
+    pub(crate) fn detach_context(&self, context: u64) -> Coded<()> {
+        self.context_device(context)?;
+        if context != current_or_none() {
+            return Err(DriverCode::INVALID_CONTEXT);
+        }
+        let is_last = {
+            let mut contexts = lock(&self.contexts);
+            let attached = contexts.attached.entry(context).or_default();
+            let is_last = *attached == 0;
+            *attached = attached.saturating_sub(1);
+            is_last
+        };
+        if is_last { self.destroy_context(context) } else { Ok(()) }
     }
 
     fn end_context(&self, context: u64) -> Coded<()> {
@@ -177,6 +210,9 @@ impl Sim {
         let own = self.current_device()?;
         if self.context_device(peer)? == own {
             return Err(DriverCode::INVALID_DEVICE);
+        }
+        if !self.core.options().peer_access {
+            return Err(DriverCode::PEER_ACCESS_UNSUPPORTED);
         }
         if lock(&self.contexts).peers.insert((current_or_none(), peer)) {
             Ok(())

@@ -128,6 +128,7 @@ fn options() -> Coded<SimOptions> {
         visible: env::var("CUDA_VISIBLE_DEVICES").ok().map(|list| visible(&list)),
         context_bytes: context_bytes.and_then(|n| n.parse().ok()).unwrap_or(0),
         virtual_memory: env::var("SIMCUDA_NO_VMM").as_deref() != Ok("1"),
+        peer_access: env::var("SIMCUDA_NO_P2P").as_deref() != Ok("1"),
         version: version_override().map(DriverVersion),
         latency: Latency::parse(&latency).map_err(|_| DriverCode::INVALID_VALUE)?,
         raises_descriptor_limit: env::var("SIMCUDA_KEEP_DESCRIPTOR_LIMIT").as_deref() != Ok("1"),

@@ -52,7 +52,8 @@ impl Sim {
         let current = self.current_device().unwrap_or(device);
         let ranges = [target, source].map(|at| VaRange::new(DeviceAddress(at), size_bytes));
         self.core.check_copy(current, &ranges)?;
-        let side = |address| Side { device, address };
+        // Whatever stream it goes to, the context counts that it is asked for in.
+        let side = |address| Side { device: current, address };
         self.copy_sides_on(stream, side(target), side(source), size_bytes)
     }
 

@@ -1,143 +1,13 @@
 //! The table of hooks is complete: every function of NVIDIA's header is in it, or passed for a reason.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::process::Command;
 
 use sublet_cuda_driver::functions::FUNCTIONS;
 
+use crate::passed::PASSED;
 use crate::stage::{exported, preload_path, root, transcript};
-
-/// Families of functions about memory, work and sharing, by start of name. Every function in them must
-/// be accounted for.
-const FAMILIES: &[&str] = &[
-    "cuMem",
-    "cuMulticast",
-    "cuLaunch",
-    "cuGraph",
-    "cuStream",
-    "cuIpc",
-    "cuPointer",
-    "cuGetProcAddress",
-];
-
-/// Functions that are passed on untouched, by exact name or (with `*`) by start of name, each with why.
-const PASSED: &[(&str, &[&str])] = &[
-    (
-        "host memory: costs no device memory and stays where it is",
-        &[
-            "cuMemAllocHost*",
-            "cuMemFreeHost",
-            "cuMemHostAlloc",
-            "cuMemHostGetDevicePointer*",
-            "cuMemHostGetFlags",
-            "cuMemHostRegister*",
-            "cuMemHostUnregister",
-        ],
-    ),
-    (
-        "managed memory: the driver moves it itself; it is never taken from under anybody",
-        &[
-            "cuMemAllocManaged",
-            "cuMemAdvise*",
-            "cuMemDiscard*",
-            "cuMemPrefetch*",
-            "cuMemRangeGetAttribute*",
-        ],
-    ),
-    (
-        "asks for facts about the device or the interface, not about memory that can be away",
-        &["cuMemGetInfo*", "cuMemGetAllocationGranularity", "cuMemGetLocationInfo"],
-    ),
-    ("reserves addresses, which a pause keeps", &["cuMemAddressReserve"]),
-    (
-        "stream-ordered pools: physical memory that the driver owns; allocation waits, and the pools are \
-         trimmed at a pause",
-        &["cuMemPool*", "cuMemGetDefaultMemPool", "cuMemGetMemPool", "cuMemSetMemPool"],
-    ),
-    (
-        "pitched plain memory: left to the driver; no library that we know uses it for its buffers",
-        &["cuMemAllocPitch*"],
-    ),
-    (
-        "arrays and textures: no address that could be kept; they stay resident",
-        &["cuMemcpyHtoA*", "cuMemcpyAtoH*", "cuMemcpyAtoA*", "cuMemMapArrayAsync*"],
-    ),
-    (
-        "multicast objects cannot be made (cuMulticastCreate refuses), so nothing can be done to one",
-        &["cuMulticastAddDevice", "cuMulticastBind*", "cuMulticastUnbind", "cuMulticastGet*"],
-    ),
-    (
-        "superseded launch interface of CUDA 3: launches by it predate virtual memory",
-        &["cuLaunch", "cuLaunchGrid*", "cuLaunchCooperativeKernelMultiDevice"],
-    ),
-    (
-        "a host function touches no device memory and may be what a waiting thread waits for",
-        &["cuLaunchHostFunc*", "cuStreamAddCallback*"],
-    ),
-    (
-        "builds, changes or asks about a graph, which runs nothing before cuGraphLaunch",
-        &[
-            "cuGraphAddB*",
-            "cuGraphAddD*",
-            "cuGraphAddE*",
-            "cuGraphAddH*",
-            "cuGraphAddK*",
-            "cuGraphAddM*",
-            "cuGraphBatch*",
-            "cuGraphChild*",
-            "cuGraphConditional*",
-            "cuGraphCreate",
-            "cuGraphDebug*",
-            "cuGraphDestroyNode",
-            "cuGraphEvent*",
-            "cuGraphExecBatch*",
-            "cuGraphExecEvent*",
-            "cuGraphExecExternal*",
-            "cuGraphExecGet*",
-            "cuGraphExecHost*",
-            "cuGraphExecKernel*",
-            "cuGraphExecMem*",
-            "cuGraphExecNode*",
-            "cuGraphExternal*",
-            "cuGraphGet*",
-            "cuGraphHost*",
-            "cuGraphKernel*",
-            "cuGraphMem*",
-            "cuGraphNode*",
-            "cuGraphRelease*",
-            "cuGraphRemove*",
-            "cuGraphRetain*",
-            "cuGraphUpload*",
-        ],
-    ),
-    (
-        "graphics interoperation: memory of another interface, which stays resident",
-        &["cuGraphics*"],
-    ),
-    (
-        "makes, ends, orders or asks about a stream; touches no memory",
-        &[
-            "cuStreamAttachMemAsync*",
-            "cuStreamCopyAttributes*",
-            "cuStreamCreate*",
-            "cuStreamDestroy*",
-            "cuStreamGet*",
-            "cuStreamIsCapturing*",
-            "cuStreamQuery*",
-            "cuStreamSetAttribute*",
-            "cuStreamSynchronize*",
-            "cuStreamUpdateCaptureDependencies*",
-            "cuStreamWaitEvent*",
-        ],
-    ),
-    ("events of other processes hold no memory", &["cuIpcGetEventHandle", "cuIpcOpenEventHandle"]),
-    (
-        "captures for a graphics interface, which runs what was captured itself",
-        &["cuStreamBeginCaptureToCig*", "cuStreamEndCaptureToCig*"],
-    ),
-    ("changes a flag of an allocation of the driver's", &["cuPointerSetAttribute"]),
-];
 
 /// The functions that NVIDIA's header declares, from the bindings that we build with.
 fn declared() -> BTreeSet<String> {
@@ -155,50 +25,41 @@ fn declared() -> BTreeSet<String> {
     let text = std::fs::read_to_string(bindings).expect("the bindings");
     let names = text.lines().filter_map(|line| {
         let name = line.trim_start().strip_prefix("pub unsafe fn ")?.split('(').next()?;
-        name.starts_with("cu").then(|| name.to_owned())
+        // What else is there belongs to the bindings.
+        let rest = name.strip_prefix("cu")?;
+        rest.starts_with(|first: char| first.is_ascii_uppercase()).then(|| name.to_owned())
     });
     let names: BTreeSet<String> = names.collect();
     assert!(names.contains("cuMemCreate"), "the bindings have changed their form");
     names
 }
 
-fn is_family(name: &str) -> bool {
-    let peer = name.starts_with("cuCtx") && name.ends_with("PeerAccess");
-    peer || FAMILIES.iter().any(|family| name.starts_with(family))
-}
-
-fn matches(pattern: &str, name: &str) -> bool {
-    match pattern.strip_suffix('*') {
-        Some(start) => name.starts_with(start),
-        None => pattern == name,
-    }
-}
-
 #[test]
 fn every_declared_function_is_hooked_or_passed_for_a_reason() {
-    let hooked: BTreeSet<String> = FUNCTIONS.iter().map(|row| row.symbol.to_owned()).collect();
+    let hooked: BTreeSet<&str> = FUNCTIONS.iter().map(|row| row.symbol).collect();
+    let passed: Vec<&str> = PASSED.iter().flat_map(|(_, names)| *names).copied().collect();
+    let names: BTreeSet<&str> = passed.iter().copied().collect();
+    assert_eq!(names.len(), passed.len(), "a function is passed for two reasons");
+    let declared = declared();
     // A function whose newer form is hooked exists under the plain name for programs of CUDA 3 alone.
-    let passed: Vec<&str> = PASSED.iter().flat_map(|(_, patterns)| *patterns).copied().collect();
-    let mut uses: BTreeMap<&str, usize> = passed.iter().map(|pattern| (*pattern, 0)).collect();
-    let mut forgotten = Vec::new();
-    for name in declared().into_iter().filter(|name| is_family(name) && !hooked.contains(name)) {
-        let reasons: Vec<_> = passed.iter().filter(|pattern| matches(pattern, &name)).collect();
-        for pattern in &reasons {
-            *uses.entry(pattern).or_default() += 1;
-        }
-        if reasons.is_empty() {
-            forgotten.push(name);
-        }
-    }
+    let is_placed = |name: &String| hooked.contains(&**name) || names.contains(&**name);
+    let forgotten: Vec<_> = declared.iter().filter(|name| !is_placed(name)).collect();
     assert!(forgotten.is_empty(), "neither hooked nor passed for a reason: {forgotten:?}");
-    let unused: Vec<_> = uses.iter().filter(|(_, count)| **count == 0).map(|(p, _)| p).collect();
-    assert!(unused.is_empty(), "reasons that no declared function needs: {unused:?}");
+    let unknown: Vec<_> = names.iter().filter(|name| !declared.contains(**name)).collect();
+    assert!(unknown.is_empty(), "passed, and declared nowhere: {unknown:?}");
+}
+
+/// The version of a form, as a suffix of its name.
+fn suffix(symbol: &str) -> &str {
+    let symbol = symbol.strip_suffix("_ptsz").or(symbol.strip_suffix("_ptds")).unwrap_or(symbol);
+    symbol.rfind("_v").map_or("", |at| &symbol[at..])
 }
 
 #[test]
 fn no_function_is_both_hooked_and_passed() {
     for row in FUNCTIONS {
-        let twice = PASSED.iter().find(|(_, names)| names.iter().any(|p| matches(p, row.symbol)));
+        let plain = format!("{}{}", row.base, suffix(row.symbol));
+        let twice = PASSED.iter().find(|(_, names)| names.contains(&&*plain));
         assert!(twice.is_none(), "{} is hooked, and passed because: {twice:?}", row.symbol);
     }
 }

@@ -80,8 +80,6 @@ fn functions_that_are_not_hooked_are_the_drivers() {
 #[test]
 fn older_forms_of_a_function_never_get_the_newer_forms_wrapper() {
     let questions = [
-        // Before the second form, the first one: not ours to answer.
-        "cuIpcOpenMemHandle cuIpcOpenMemHandle 4010 0",
         // Before there was a form that the driver still has.
         "- cuMemAlloc 2000 0",
         "- cuMemCreate 10010 0",
@@ -93,7 +91,19 @@ fn older_forms_of_a_function_never_get_the_newer_forms_wrapper() {
         assert_ne!(with[1], "libsublet.so", "{with:?}");
         assert_eq!((&with[1], &with[5..]), (&without[1], &without[5..]));
     }
-    assert_eq!(with[0][1], "libcuda.so.1", "the first form of opening memory is the driver's own");
+}
+
+#[test]
+fn each_form_of_a_function_has_a_wrapper_of_its_own() {
+    let questions = [
+        "cuIpcOpenMemHandle cuIpcOpenMemHandle 4010 0",
+        "cuIpcOpenMemHandle_v2 cuIpcOpenMemHandle 12000 0",
+    ];
+    let questions = questions.map(str::to_owned);
+    for answer in ask(Preload::With, &questions) {
+        assert_eq!(answer[..4], ["libsublet.so"; 4], "{answer:?}");
+        assert_eq!(answer[4], "same", "{answer:?}: not the other form");
+    }
 }
 
 #[test]

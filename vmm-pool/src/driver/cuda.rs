@@ -11,7 +11,7 @@ use std::ffi::{CStr, c_int, c_uint, c_ulonglong, c_void};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver, DriverCode,
@@ -91,6 +91,7 @@ driver_table! {
     device_get_attribute: cuDeviceGetAttribute(*mut c_int, c_int, c_int);
     device_get_uuid: cuDeviceGetUuid(*mut [u8; 16], c_int);
     primary_context_retain: cuDevicePrimaryCtxRetain(*mut Context, c_int);
+    primary_context_release: cuDevicePrimaryCtxRelease_v2(c_int);
     primary_context_get_state: cuDevicePrimaryCtxGetState(c_int, *mut c_uint, *mut c_int);
     context_set_current: cuCtxSetCurrent(Context);
     context_synchronize: cuCtxSynchronize();
@@ -122,20 +123,12 @@ driver_table! {
 /// The driver of this machine.
 pub struct CudaDriver {
     table: Table,
-    contexts: [OnceLock<PrimaryContext>; DEVICES_MAX],
+    /// Primary contexts that we have retained, for good unless the application resets one; null where there is none.
+    contexts: [AtomicPtr<c_void>; DEVICES_MAX],
     // Keeps the library open for as long as the table points into it; `None` when the process itself
     // opened it, which then never closes.
     library: Option<libloading::Library>,
 }
-
-/// A primary context that we retained and never give back.
-#[derive(Clone, Copy)]
-struct PrimaryContext(Context);
-
-// SAFETY: a context is a token of the driver's, which any thread may make current.
-unsafe impl Send for PrimaryContext {}
-// SAFETY: as above; the token itself is never dereferenced here.
-unsafe impl Sync for PrimaryContext {}
 
 impl std::fmt::Debug for CudaDriver {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -175,7 +168,7 @@ impl CudaDriver {
     pub fn from_symbols(find: &dyn Fn(&CStr) -> Option<RealSymbol>) -> Result<Self, LoadError> {
         Ok(Self {
             table: Table::look_up(find)?,
-            contexts: [const { OnceLock::new() }; DEVICES_MAX],
+            contexts: [const { AtomicPtr::new(std::ptr::null_mut()) }; DEVICES_MAX],
             library: None,
         })
     }
@@ -190,20 +183,51 @@ impl CudaDriver {
         check(DriverOp::Init, unsafe { (self.table.init)(0) })
     }
 
-    fn primary_context(&self, device: DeviceOrdinal) -> DriverResult<PrimaryContext> {
+    fn retained(&self, device: DeviceOrdinal) -> DriverResult<&AtomicPtr<c_void>> {
         let invalid =
             DriverError { op: DriverOp::PrimaryContextRetain, code: DriverCode::INVALID_DEVICE };
         let index = usize::try_from(device.0).map_err(|_| invalid)?;
-        let slot = self.contexts.get(index).ok_or(invalid)?;
-        if let Some(context) = slot.get() {
-            return Ok(*context);
+        self.contexts.get(index).ok_or(invalid)
+    }
+
+    fn primary_context(&self, device: DeviceOrdinal) -> DriverResult<Context> {
+        let retained = self.retained(device)?;
+        let known = retained.load(Ordering::Acquire);
+        if !known.is_null() {
+            return Ok(known);
         }
         let mut context: Context = std::ptr::null_mut();
         // SAFETY: `context` is a valid out-pointer for the call.
         let code = unsafe { (self.table.primary_context_retain)(&raw mut context, device.0) };
         check(DriverOp::PrimaryContextRetain, code)?;
         // Two threads may both retain; the driver counts, and one reference more changes nothing.
-        Ok(*slot.get_or_init(|| PrimaryContext(context)))
+        retained.store(context, Ordering::Release);
+        Ok(context)
+    }
+
+    /// Gives back our reference to the primary context of `device`, if there is one: the application has given back what
+    /// may be its last. The next use retains the context anew.
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuDevicePrimaryCtxRelease")]
+    pub fn let_primary_context_go(&self, device: DeviceOrdinal) -> DriverResult<()> {
+        let retained = self.retained(device)?;
+        if retained.swap(std::ptr::null_mut(), Ordering::AcqRel).is_null() {
+            return Ok(());
+        }
+        // SAFETY: no pointer is passed; the reference was ours.
+        let code = unsafe { (self.table.primary_context_release)(device.0) };
+        check(DriverOp::PrimaryContextRelease, code)
+    }
+
+    /// Says that the application has reset the primary context of `device`, and with it all references to it: the next
+    /// use retains it anew.
+    #[doc(alias = "cuDevicePrimaryCtxReset")]
+    pub fn primary_context_was_reset(&self, device: DeviceOrdinal) {
+        if let Ok(retained) = self.retained(device) {
+            retained.store(std::ptr::null_mut(), Ordering::Release);
+        }
     }
 }
 
@@ -258,8 +282,8 @@ impl Driver for CudaDriver {
 
     fn make_current(&self, device: DeviceOrdinal) -> DriverResult<()> {
         let context = self.primary_context(device)?;
-        // SAFETY: the context was retained above and is never released.
-        check(DriverOp::ContextSetCurrent, unsafe { (self.table.context_set_current)(context.0) })
+        // SAFETY: the context was retained above and is never released; one that was reset is refused by the driver.
+        check(DriverOp::ContextSetCurrent, unsafe { (self.table.context_set_current)(context) })
     }
 
     fn has_primary_context(&self, device: DeviceOrdinal) -> DriverResult<bool> {

@@ -41,6 +41,8 @@ driver_codes! {
     INVALID_DEVICE = 101, "CUDA_ERROR_INVALID_DEVICE";
     /// No context is current, or it is not usable.
     INVALID_CONTEXT = 201, "CUDA_ERROR_INVALID_CONTEXT";
+    /// The two devices do not reach each other's memory.
+    PEER_ACCESS_UNSUPPORTED = 217, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED";
     /// Peer access was switched on before.
     PEER_ACCESS_ALREADY_ENABLED = 704, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED";
     /// Peer access was not switched on.
@@ -149,6 +151,8 @@ driver_ops! {
     DeviceGetUuid => "cuDeviceGetUuid",
     /// Ask for the primary context of a device.
     PrimaryContextRetain => "cuDevicePrimaryCtxRetain",
+    /// Give back the primary context of a device.
+    PrimaryContextRelease => "cuDevicePrimaryCtxRelease",
     /// Ask whether a device has a primary context.
     PrimaryContextGetState => "cuDevicePrimaryCtxGetState",
     /// Make a context current.

@@ -112,6 +112,11 @@ impl Ledger {
         self.rows().filter(|row| row.is_own()).filter_map(Row::device).collect()
     }
 
+    /// The devices with memory that was left to the driver.
+    pub(crate) fn native_devices(&self) -> BTreeSet<DeviceOrdinal> {
+        self.natives.values().map(|native| native.device).collect()
+    }
+
     /// The devices that were given rights to some of the memory.
     pub(crate) fn accessors(&self) -> BTreeSet<DeviceOrdinal> {
         let places = self.mappings().flat_map(super::Mapping::accessors);

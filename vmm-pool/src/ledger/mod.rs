@@ -20,6 +20,7 @@
 mod accounts;
 mod inventory;
 mod layout;
+mod questions;
 mod references;
 mod residency;
 mod row;
@@ -32,6 +33,7 @@ use std::os::fd::OwnedFd;
 pub use accounts::TagTotals;
 pub use inventory::{Holding, HoldingSource, Standing};
 pub(crate) use layout::Layout;
+pub use questions::{Facts, Known, Sight};
 pub use references::{Held, References, StayReason};
 use residency::Change;
 pub use row::Class;
@@ -41,7 +43,8 @@ use slab::Slab;
 
 use crate::deferred::Physical;
 use crate::driver::{
-    AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverError, DriverOp, RawHandle, VaRange,
+    AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverError, DriverOp, RawContext,
+    RawHandle, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::store::Saved;
@@ -69,6 +72,8 @@ pub(crate) struct Ledger {
 pub(crate) struct Native {
     pub(crate) size_bytes: u64,
     pub(crate) device: DeviceOrdinal,
+    /// The context that it was asked for in, where that is known.
+    pub(crate) context: Option<RawContext>,
     pub(crate) reason: &'static str,
 }
 
@@ -497,6 +502,20 @@ impl Ledger {
     pub(crate) fn set_presence(&mut self, start: u64, presence: Presence) {
         if let Some(mapping) = self.mappings.get_mut(&start) {
             mapping.set_presence(presence);
+        }
+    }
+
+    /// The mapping that begins at `start` is about to be taken out of the driver's page tables.
+    pub(crate) fn begin_leaving(&mut self, start: u64) {
+        if let Some(mapping) = self.mappings.get_mut(&start) {
+            mapping.begin_leaving();
+        }
+    }
+
+    /// It was not.
+    pub(crate) fn call_off_leaving(&mut self, start: u64) {
+        if let Some(mapping) = self.mappings.get_mut(&start) {
+            mapping.call_off_leaving();
         }
     }
 

@@ -7,7 +7,8 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use super::residency::{Change, Residency};
 use crate::deferred::Physical;
 use crate::driver::{
-    AccessDesc, AllocationProp, DeviceOrdinal, Location, LocationKind, RawHandle, VaRange,
+    AccessDesc, AllocationProp, DeviceOrdinal, Location, LocationKind, RawContext, RawHandle,
+    VaRange,
 };
 use crate::report::Contents;
 use crate::store::{Saved, Store};
@@ -357,8 +358,14 @@ pub(crate) struct Mapping {
     /// Rights by place, as last set. Empty: never set, so nobody may touch it.
     access: BTreeMap<Location, i32>,
     presence: Presence,
+    /// It is about to be taken out of the driver's page tables: what the driver says of it holds no more.
+    is_leaving: bool,
+    /// How often that has begun.
+    departures: u64,
     /// How often a block of another process was opened here and not closed yet; 0 for any other mapping.
     opened: u32,
+    /// For a block: the context that it was asked for in, with which it ends.
+    context: Option<RawContext>,
 }
 
 /// How much of a mapping is in the driver's page tables now.
@@ -375,7 +382,8 @@ pub(crate) enum Presence {
 impl Mapping {
     pub(super) fn new(range: VaRange, allocation: VirtualHandle) -> Self {
         let (access, presence) = (BTreeMap::new(), Presence::Absent);
-        Self { range, allocation, access, presence, opened: 0 }
+        let (is_leaving, departures, opened, context) = (false, 0, 0, None);
+        Self { range, allocation, access, presence, is_leaving, departures, opened, context }
     }
 
     pub(crate) fn range(&self) -> VaRange {
@@ -413,12 +421,35 @@ impl Mapping {
         self.opened
     }
 
+    /// What [`super::Ledger::sight_of`] tells two looks apart by; `None` while the driver knows less than the record.
+    pub(super) fn standing(&self) -> Option<u64> {
+        (self.presence == Presence::Whole && !self.is_leaving).then_some(self.departures)
+    }
+
     pub(super) fn set_presence(&mut self, presence: Presence) {
         self.presence = presence;
+        self.is_leaving = false;
+    }
+
+    pub(super) fn begin_leaving(&mut self) {
+        self.is_leaving = true;
+        self.departures += 1;
+    }
+
+    pub(super) fn call_off_leaving(&mut self) {
+        self.is_leaving = false;
     }
 
     pub(super) fn add_access(&mut self, access: &[AccessDesc]) {
         self.access.extend(access.iter().map(|desc| (desc.location, desc.flags)));
+    }
+
+    pub(crate) fn context(&self) -> Option<RawContext> {
+        self.context
+    }
+
+    pub(super) fn set_context(&mut self, context: RawContext) {
+        self.context = Some(context);
     }
 
     pub(super) fn set_opened(&mut self, opened: u32) {

@@ -18,6 +18,12 @@ impl<D: Driver> Pool<D> {
         self.ledger().devices().into_iter().collect()
     }
 
+    /// The devices that this process has memory of its own on, what stays with the driver too.
+    pub(crate) fn devices_with_any(&self) -> BTreeSet<DeviceOrdinal> {
+        let ledger = self.ledger();
+        ledger.devices().into_iter().chain(ledger.native_devices()).collect()
+    }
+
     /// The devices whose work may touch memory of the pool: those with some of it, and those that were given access
     /// and have a context. To wait for a device makes a context there, so the others are left alone.
     pub fn devices_at_work(&self) -> Vec<DeviceOrdinal> {

@@ -8,10 +8,10 @@ use super::{Entered, Kind, Pool, Use};
 use crate::VirtualHandle;
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
-    DriverOp, Location, VaRange,
+    DriverOp, Location, RawContext, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::ledger::{Class, Mapping, Native, Row};
+use crate::ledger::{Class, Native, Row};
 
 impl<D: Driver> Entered<'_, D, Use> {
     /// A block of at least `size_bytes` on the device of `prop`, mapped and reachable by `accessors`.
@@ -109,6 +109,25 @@ impl<D: Driver> Entered<'_, D, Use> {
         Ok(range.start)
     }
 
+    /// Lets those of `guests` reach the block that begins at `address` that the driver lets, and that do not yet.
+    ///
+    /// # Driver calls
+    /// `cuMemSetAccess` for each.
+    pub fn block_admit(&self, address: DeviceAddress, guests: &[DeviceOrdinal]) {
+        let (range, wanted): (_, Vec<_>) = {
+            let ledger = self.pool.ledger();
+            let Some(mapping) = ledger.mapping(address.0) else { return };
+            let lacks =
+                |guest: &&DeviceOrdinal| mapping.rights_of(Location::device(**guest)).is_none();
+            (mapping.range(), guests.iter().filter(lacks).copied().collect())
+        };
+        for guest in wanted {
+            if let Err(error) = self.set_access(range, &[AccessDesc::read_write(guest)]) {
+                tracing::debug!(%error, %guest, "opened memory is out of this device's reach");
+            }
+        }
+    }
+
     /// The address at which `accessor` has `handle` open already, counted once more. Two threads that open it
     /// for the first time at once get an address each, and close each.
     fn block_open_once_more(
@@ -152,7 +171,8 @@ impl<D: Driver> Entered<'_, D, Use> {
         Ok(range)
     }
 
-    /// Lets `accessor` reach every block of `owner`, as `cuCtxEnablePeerAccess` does for plain memory.
+    /// Lets `accessor` reach every block of `owner`, as `cuCtxEnablePeerAccess` does for plain memory; and, where the
+    /// driver lets it, what was opened there of other processes' blocks.
     ///
     /// # Errors
     /// [`PoolError::Driver`] for the first block that could not be opened; earlier ones stay open.
@@ -160,19 +180,25 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// # Driver calls
     /// `cuMemSetAccess` for each block.
     pub fn open_blocks_to(&self, owner: DeviceOrdinal, accessor: DeviceOrdinal) -> PoolResult<()> {
-        let ranges: Vec<VaRange> = {
+        let place = Location::device(owner);
+        let (blocks, opened): (Vec<_>, Vec<_>) = {
             let ledger = self.pool.ledger();
-            let of_owner = ledger.mappings().filter(|mapping| {
-                ledger.row(mapping.allocation()).is_some_and(|row| {
-                    row.block_size_bytes().is_some() && row.device() == Some(owner)
-                })
+            let blocks = ledger.mappings().filter_map(|mapping| {
+                let row = ledger.row(mapping.allocation())?;
+                row.block_size_bytes()?;
+                let is_owners = row.device() == Some(owner);
+                let is_open_there = mapping.opened() > 0 && mapping.rights_of(place).is_some();
+                (is_owners || is_open_there).then(|| (mapping.range(), is_owners))
             });
-            of_owner.map(Mapping::range).collect()
+            blocks.partition(|(_, is_owners)| *is_owners)
         };
-        for range in ranges {
-            self.set_access(range, &[AccessDesc::read_write(accessor)])?;
+        let access = [AccessDesc::read_write(accessor)];
+        for (range, _) in opened {
+            if let Err(error) = self.set_access(range, &access) {
+                tracing::debug!(%error, %accessor, "opened memory is out of this device's reach");
+            }
         }
-        Ok(())
+        blocks.into_iter().try_for_each(|(range, _)| self.set_access(range, &access))
     }
 }
 
@@ -225,6 +251,20 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         self.block_give_up(self.block_range(address).ok_or(PoolError::NotOurs)?)
     }
 
+    /// Ends the blocks at `blocks`, opened ones too, however often: their context is gone, and its work with it. What
+    /// the driver will not unmap stays, and is counted.
+    #[doc(alias = "cuCtxDestroy")]
+    pub fn blocks_end(&self, blocks: &[VaRange]) {
+        for block in blocks {
+            match self.block_give_up(*block) {
+                Ok(()) | Err(PoolError::NotOurs) => {}
+                Err(error) => {
+                    tracing::error!(%error, address = %block.start, "a block outlives its context");
+                }
+            }
+        }
+    }
+
     fn block_give_up(&self, range: VaRange) -> PoolResult<()> {
         self.unmap(range)?;
         // SAFETY: the application gives the block up, and nothing is mapped in the range any more.
@@ -247,27 +287,21 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
 }
 
 impl<D: Driver> Pool<D> {
-    /// Counts a plain allocation that was left to the driver, and why.
+    /// Counts a plain allocation that was left to the driver, and why. `context` is the caller's, where it has one.
     pub fn native_allocated(
         &self,
         address: DeviceAddress,
         size_bytes: u64,
         device: DeviceOrdinal,
+        context: Option<RawContext>,
         reason: &'static str,
     ) {
-        self.ledger().add_native(address, Native { size_bytes, device, reason });
+        self.ledger().add_native(address, Native { size_bytes, device, context, reason });
     }
 
     /// Forgets a plain allocation that was counted.
     pub fn native_freed(&self, address: DeviceAddress) {
         self.ledger().remove_native(address);
-    }
-
-    /// The block that holds `address`, without its padding. Answered from the ledger, at any time.
-    pub fn block_at(&self, address: DeviceAddress) -> Option<VaRange> {
-        let ledger = self.ledger();
-        let (mapping, row) = ledger.mapped_at(address)?;
-        Some(VaRange::new(mapping.range().start, row.block_size_bytes()?))
     }
 
     /// The device of the block that starts at `address`.

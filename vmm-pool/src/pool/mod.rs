@@ -8,6 +8,7 @@
 
 mod accounts;
 mod blocks;
+mod questions;
 mod sharing;
 
 use std::collections::BTreeMap;
@@ -234,19 +235,6 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     pub fn address_free_is_refused(&self, range: VaRange) -> bool {
         let (starts, present) = self.pool.mapped_in(range);
         present.len() < starts.len()
-    }
-
-    /// The range that the driver would report for `address`, where the driver cannot or would say
-    /// something else: mappings whose memory is away, and blocks that are larger than was asked for.
-    #[doc(alias = "cuMemGetAddressRange")]
-    pub fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {
-        let ledger = self.pool.ledger();
-        let (mapping, row) = ledger.mapped_at(address)?;
-        match row.block_size_bytes() {
-            Some(size_bytes) => Some(VaRange::new(mapping.range().start, size_bytes)),
-            None if mapping.is_present() => None,
-            None => Some(mapping.range()),
-        }
     }
 
     /// Is `address` in memory made by [`Entered::block_allocate`]?

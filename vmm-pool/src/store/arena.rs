@@ -24,7 +24,7 @@ use super::disk::Disk;
 use super::ring::{self, Ring, Slot, Writing};
 use super::{HostBudget, HostDemand, Saved};
 use crate::copies::CopyStreams;
-use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, PinnedFor, VaRange};
+use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode, PinnedFor, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 
@@ -224,11 +224,11 @@ impl<D: Driver> HostArena<D> {
     /// Nothing that is copied may be in `chunk`.
     fn unpin(&self, chunk: &Chunk) -> PoolResult<()> {
         // SAFETY: the caller vouches that no copy uses it.
-        unsafe { self.driver.host_unregister(chunk.start) }.about(
-            || "unpinning of host memory".to_owned(),
-            CHUNK_BYTES,
-            None,
-        )
+        match unsafe { self.driver.host_unregister(chunk.start) } {
+            // The context that it was pinned for has ended, and its pins with it.
+            Err(error) if error.code == DriverCode::HOST_MEMORY_NOT_REGISTERED => Ok(()),
+            unpinned => unpinned.about(|| "unpinning of host memory".to_owned(), CHUNK_BYTES, None),
+        }
     }
 
     /// Writes what `fill` hands over to the file, and returns when it is on the disk.

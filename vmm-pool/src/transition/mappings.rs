@@ -13,14 +13,18 @@ impl<D: Driver> Still<'_, D> {
     /// Takes a mapping out of the driver's page tables and keeps its record.
     pub(super) fn unmap(&self, log: &mut StepLog, range: VaRange) -> PoolResult<()> {
         log.call();
+        self.pool.ledger().begin_leaving(range.start.0);
         // SAFETY: `self` proves that no work uses the range until it is mapped again.
-        unsafe { self.pool.driver.unmap(range) }.about(
+        let unmapped = unsafe { self.pool.driver.unmap(range) }.about(
             || format!("mapping at {}", range.start),
             range.size_bytes,
             None,
-        )?;
-        self.pool.ledger().set_presence(range.start.0, Presence::Absent);
-        Ok(())
+        );
+        match &unmapped {
+            Ok(()) => self.pool.ledger().set_presence(range.start.0, Presence::Absent),
+            Err(_) => self.pool.ledger().call_off_leaving(range.start.0),
+        }
+        unmapped
     }
 
     /// Unmaps what `selection` has of imports, as many as can be; their handles are kept.

@@ -70,7 +70,7 @@ impl<D: Driver> Still<'_, D> {
             arena.used(in_memory.last().map_or(0, |place| place.end), !in_file.is_empty());
             Ok(())
         })?;
-        for device in self.pool.devices() {
+        for device in self.pool.devices_with_any() {
             log.call();
             if let Err(error) = self.pool.driver.trim_pools(device) {
                 tracing::debug!(%error, "stream-ordered pools were not trimmed");

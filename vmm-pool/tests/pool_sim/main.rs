@@ -15,6 +15,7 @@ mod model;
 mod offload;
 mod orphans;
 mod process;
+mod questions;
 mod stage;
 mod tags;
 mod writeout;

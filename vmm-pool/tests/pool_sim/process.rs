@@ -373,7 +373,7 @@ impl SimPool {
     }
 
     pub(crate) fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {
-        self.pool.enter_giving_up().range_of(address)
+        self.pool.range_of(address)
     }
 
     pub(crate) fn block_identity(

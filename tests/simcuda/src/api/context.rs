@@ -11,6 +11,7 @@ use crate::sim::{self, Sim};
 const API_VERSION: u32 = 3020;
 
 fn synchronize(sim: &Sim, device: DeviceOrdinal) -> Coded<()> {
+    sim.forbid_wait_for_context(device)?;
     sim.forbid_in_capture()?;
     sim.core.wait_device(device)
 }
@@ -67,6 +68,17 @@ driver_api! {
 
     fn cuCtxDestroy_v2 = "cuCtxDestroy" since 4000 (context: u64) {
         sim::get()?.destroy_context(context)
+    }
+
+    fn cuCtxAttach = "cuCtxAttach" since 2000 (context: Out<u64>, flags: u32) {
+        if flags != 0 {
+            return Err(DriverCode::INVALID_VALUE);
+        }
+        context.put(sim::get()?.attach_context()?)
+    }
+
+    fn cuCtxDetach = "cuCtxDetach" since 2000 (context: u64) {
+        sim::get()?.detach_context(context)
     }
 
     fn cuCtxPushCurrent_v2 = "cuCtxPushCurrent" since 4000 (context: u64) {

@@ -56,6 +56,7 @@ driver_api! {
         (can: Out<i32>, device: i32, peer: i32)
     {
         let sim = sim::get()?;
-        can.put(i32::from(sim.device(device)? != sim.device(peer)?))
+        let are_two = sim.device(device)? != sim.device(peer)?;
+        can.put(i32::from(are_two && sim.core.options().peer_access))
     }
 }

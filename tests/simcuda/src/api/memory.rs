@@ -4,7 +4,7 @@
 
 use vmm_pool::driver::{DeviceOrdinal, DriverCode};
 
-use crate::abi::{Coded, Out, driver_api};
+use crate::abi::{Coded, In, Out, driver_api};
 use crate::sim;
 
 const POOL_FIRST: u64 = 0x6500_0000;
@@ -13,6 +13,18 @@ const POOL_STEP: u64 = 0x10;
 const HOST_FLAGS: u32 = 0xf;
 /// `CU_MEMHOSTREGISTER_PORTABLE`.
 const HOST_PORTABLE: u32 = 1;
+
+/// Unit of the rows of pitched memory.
+const PITCH_BYTES: u64 = 512;
+/// The largest element of an array: four numbers of 32 bits.
+const ELEMENT_BYTES_MAX: u64 = 16;
+
+/// The part of `CUDA_ARRAY3D_DESCRIPTOR` that matters here, at its place.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct Array3d {
+    sides: [u64; 3],
+}
 
 /// A `CUipcMemHandle`.
 #[derive(Clone, Copy, Debug)]
@@ -65,6 +77,58 @@ driver_api! {
         let sim = sim::get()?;
         sim.forbid_in_capture()?;
         address.put(sim.allocate(bytes)?)
+    }
+
+    fn cuMemAllocManaged = "cuMemAllocManaged" since 6000
+        (address: Out<u64>, bytes: u64, flags: u32)
+    {
+        let sim = sim::get()?;
+        sim.forbid_in_capture()?;
+        // For all, or for the host; memory that moves by itself is kept on the device here.
+        if !matches!(flags, 1 | 2) {
+            return Err(DriverCode::INVALID_VALUE);
+        }
+        address.put(sim.allocate(bytes)?)
+    }
+
+    fn cuMemPrefetchAsync / cuMemPrefetchAsync_ptsz = "cuMemPrefetchAsync" since 8000
+        (address: u64, bytes: u64, _device: i32, stream: u64)
+    {
+        let sim = sim::get()?;
+        sim.stream(stream)?;
+        let entry = sim.allocation_at(address).ok_or(DriverCode::INVALID_VALUE)?;
+        let end = address.checked_add(bytes).ok_or(DriverCode::INVALID_VALUE)?;
+        if end > entry.range.end().0 { Err(DriverCode::INVALID_VALUE) } else { Ok(()) }
+    }
+
+    fn cuMemAllocPitch_v2 = "cuMemAllocPitch" since 3020
+        (address: Out<u64>, pitch: Out<u64>, width: u64, height: u64, element: u32)
+    {
+        let sim = sim::get()?;
+        sim.forbid_in_capture()?;
+        if !matches!(element, 4 | 8 | 16) {
+            return Err(DriverCode::INVALID_VALUE);
+        }
+        let row = width.checked_next_multiple_of(PITCH_BYTES).ok_or(DriverCode::INVALID_VALUE)?;
+        let bytes = row.checked_mul(height).ok_or(DriverCode::INVALID_VALUE)?;
+        address.put(sim.allocate(bytes)?)?;
+        pitch.put(row)
+    }
+
+    fn cuArray3DCreate_v2 = "cuArray3DCreate" since 3020
+        (array: Out<u64>, wanted: In<Array3d>)
+    {
+        let sim = sim::get()?;
+        sim.forbid_in_capture()?;
+        let sides = wanted.get()?.sides;
+        let elements = sides.iter().try_fold(1_u64, |all, side| all.checked_mul((*side).max(1)));
+        let bytes = elements.and_then(|elements| elements.checked_mul(ELEMENT_BYTES_MAX));
+        // Its value is the address of its memory, which nobody is told.
+        array.put(sim.allocate(bytes.ok_or(DriverCode::INVALID_VALUE)?)?)
+    }
+
+    fn cuArrayDestroy = "cuArrayDestroy" since 2000 (array: u64) {
+        sim::get()?.free(array)
     }
 
     fn cuMemFree_v2 = "cuMemFree" since 3020 (address: u64) {

@@ -9,7 +9,7 @@ use vmm_pool::driver::sim::{StreamKind, Work};
 use vmm_pool::driver::{DriverCode, RawStream};
 
 use crate::abi::{Coded, Exchange, Out, driver_api};
-use crate::capture::exchange_thread_mode;
+use crate::capture::{Capture, exchange_thread_mode};
 use crate::sim;
 use crate::work::HostCall;
 
@@ -18,9 +18,18 @@ const FLAG_NON_BLOCKING: u32 = 1;
 /// `CUstreamCaptureStatus`.
 const CAPTURE_NONE: i32 = 0;
 const CAPTURE_ACTIVE: i32 = 1;
+const CAPTURE_INVALIDATED: i32 = 2;
 
 /// The function that `cuStreamAddCallback` takes.
 type StreamCallback = extern "C" fn(u64, i32, *mut c_void);
+
+fn status_of(capture: Option<&Capture>) -> i32 {
+    match capture {
+        None => CAPTURE_NONE,
+        Some(capture) if capture.is_invalid() => CAPTURE_INVALIDATED,
+        Some(_) => CAPTURE_ACTIVE,
+    }
+}
 
 fn create(stream: Out<u64>, flags: u32) -> Coded<()> {
     let kind = match flags {
@@ -121,7 +130,7 @@ driver_api! {
     {
         let sim = sim::get()?;
         let capture = sim.capture_of(sim.stream(stream)?);
-        status.put(if capture.is_some() { CAPTURE_ACTIVE } else { CAPTURE_NONE })
+        status.put(status_of(capture.as_deref()))
     }
 
     fn cuStreamGetCaptureInfo_v2 / cuStreamGetCaptureInfo_v2_ptsz
@@ -137,7 +146,7 @@ driver_api! {
     {
         let sim = sim::get()?;
         let capture = sim.capture_of(sim.stream(stream)?);
-        status.put(if capture.is_some() { CAPTURE_ACTIVE } else { CAPTURE_NONE })?;
+        status.put(status_of(capture.as_deref()))?;
         id.put_if_wanted(capture.as_ref().map_or(0, |capture| capture.id));
         // A graph comes to be when its capture ends, and its nodes are not shown.
         graph.put_if_wanted(0);

@@ -243,7 +243,8 @@ impl Core {
         Ok(matches!(*lock(&self.device(device)?.context), Context::Present { .. }))
     }
 
-    /// Gives back the memory of the context on `device`, and forgets its failed work.
+    /// Gives back the memory of the context on `device`, and forgets its failed work and the host memory that was
+    /// registered for it.
     ///
     /// # Errors
     /// `INVALID_DEVICE`.
@@ -251,6 +252,7 @@ impl Core {
         let entry = self.device(device)?;
         *lock(&entry.context) = Context::Absent;
         entry.failure.store(0, Ordering::Release);
+        self.write().host_unregister_all_of(device);
         Ok(())
     }
 

@@ -81,6 +81,8 @@ pub(super) struct Memory {
     reservations: BTreeMap<u64, u64>,
     /// By start; each lies inside one reservation, never overlapping.
     mappings: BTreeMap<u64, Mapping>,
+    /// Where addresses that were not asked for by a hint begin, and where the next one lies.
+    va_first: u64,
     va_next: u64,
     /// Freed ranges, reused last in first out as the real driver does.
     freed: Vec<VaRange>,
@@ -132,6 +134,7 @@ fn overlaps(table: &BTreeMap<u64, u64>, range: VaRange) -> bool {
 
 impl Memory {
     pub(super) fn new(process_id: u32) -> Self {
+        let va_first = VA_BASE + u64::from(process_id % 1024) * VA_PROCESS_STRIDE;
         Self {
             handles: BTreeMap::new(),
             // Values of one process mean nothing in another.
@@ -139,7 +142,8 @@ impl Memory {
             handles_gone: Vec::new(),
             reservations: BTreeMap::new(),
             mappings: BTreeMap::new(),
-            va_next: VA_BASE + u64::from(process_id % 1024) * VA_PROCESS_STRIDE,
+            va_first,
+            va_next: va_first,
             freed: Vec::new(),
             host: BTreeMap::new(),
             pinned_for_one: BTreeMap::new(),
@@ -420,12 +424,13 @@ impl Memory {
     }
 
     /// May `place` touch every byte of `range`? Addresses outside all reservations are host memory, for
-    /// which the caller vouches.
+    /// which the caller vouches, but for those that were given back.
     pub(super) fn check_touch(&self, range: VaRange, place: Location, flags: i32) -> Coded<()> {
         let mut at = range.start.0;
         while at < range.end().0 {
             let Some((start, mapping)) = self.mapping_entry(at) else {
-                let inside = self.reservation_at(DeviceAddress(at)).is_some();
+                let inside = (self.va_first..self.va_next).contains(&at)
+                    || self.reservation_at(DeviceAddress(at)).is_some();
                 return if inside || at != range.start.0 || overlaps(&self.reservations, range) {
                     Err(DriverCode::ILLEGAL_ADDRESS)
                 } else {
@@ -471,6 +476,18 @@ impl Memory {
     pub(super) fn host_unregister(&mut self, start: u64) -> Coded<()> {
         self.pinned_for_one.remove(&start);
         self.host.remove(&start).map(drop).ok_or(DriverCode::HOST_MEMORY_NOT_REGISTERED)
+    }
+
+    /// Forgets what was registered for the context of `device` alone, which has ended.
+    pub(super) fn host_unregister_all_of(&mut self, device: DeviceOrdinal) {
+        let host = &mut self.host;
+        self.pinned_for_one.retain(|start, only| {
+            let stays = *only != device;
+            if !stays {
+                host.remove(start);
+            }
+            stays
+        });
     }
 
     pub(super) fn host_range_at(&self, address: u64) -> Option<VaRange> {

@@ -49,6 +49,8 @@ pub struct SimOptions {
     pub context_bytes: u64,
     /// Does the driver offer virtual memory management?
     pub virtual_memory: bool,
+    /// May devices reach each other's memory? Where they may not, copies between them still work.
+    pub peer_access: bool,
     /// Version to claim; `None` for the node's.
     pub version: Option<DriverVersion>,
     /// How long calls take.
@@ -64,6 +66,7 @@ impl Default for SimOptions {
             visible: None,
             context_bytes: 0,
             virtual_memory: true,
+            peer_access: true,
             version: None,
             latency: Latency::default(),
             raises_descriptor_limit: true,

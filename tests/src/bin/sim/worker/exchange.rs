@@ -8,7 +8,7 @@ use std::os::fd::AsFd as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fastrand::Rng;
-use sublet_cuda_driver::{Answer, ipc};
+use sublet_cuda_driver::{Accessors, Answer, ipc};
 use sublet_tests::{Outcome, Trouble};
 use tenants::member::ImportError;
 use tenants::ticket::Ticket;
@@ -304,7 +304,7 @@ impl Exchange {
         };
         let before = fired(&self.member);
         // It takes a pass of its own, which it steps aside with.
-        let opened = ipc::try_open(&self.member, &handle, reader, LIBRARY);
+        let opened = ipc::try_open(&self.member, &Accessors::default(), &handle, reader, LIBRARY);
         let opened = opened.ok_or_else(|| Trouble::new("a handle that is not known as ours"))?;
         let start = match opened {
             Ok(start) => start,

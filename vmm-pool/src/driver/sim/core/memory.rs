@@ -276,7 +276,16 @@ impl Core {
                 _ => return Err(DriverCode::INVALID_VALUE),
             }
         }
-        self.write().set_access(range, access)
+        let mut memory = self.write();
+        if !self.options().peer_access {
+            let owner =
+                memory.mapping_at(range.start).and_then(|found| found.prop.location.as_device());
+            let mut places = access.iter().filter_map(|desc| desc.location.as_device());
+            if owner.is_some() && places.any(|place| Some(place) != owner) {
+                return Err(DriverCode::PEER_ACCESS_UNSUPPORTED);
+            }
+        }
+        memory.set_access(range, access)
     }
 
     /// Memory of `device` with an address, reachable from all devices, as `cuMemAlloc` gives it. It needs

@@ -100,6 +100,14 @@ impl Core {
         Ok(self.stream(stream)?.device)
     }
 
+    /// How `stream` is ordered against others.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE`.
+    pub fn stream_kind(&self, stream: RawStream) -> Coded<StreamKind> {
+        Ok(self.stream(stream)?.kind)
+    }
+
     /// Ends a stream; its work still completes.
     ///
     /// # Errors

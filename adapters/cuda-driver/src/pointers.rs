@@ -1,0 +1,205 @@
+//! Facts about addresses: the driver's, and the ledger's where memory is away.
+//!
+//! A question never waits for memory that it is not about, and none that the ledger can answer waits at all: a process
+//! that has paused itself asks about its host memory before each copy to come. What the driver alone can say of memory
+//! that is away waits for it.
+
+use tenants::member::Member;
+use vmm_pool::driver::{DeviceAddress, Driver, DriverCode, Location};
+use vmm_pool::gate::Passage;
+use vmm_pool::{Facts, Known};
+
+/// How often a question is asked again whose memory has come or gone meanwhile. A pause and a resume in the time of
+/// one call is rare enough, and two are not to be expected.
+const TRIES_MAX: usize = 4;
+
+/// Attributes of pointers (`CUpointer_attribute`) that are spoken of here.
+mod attribute {
+    pub(super) const CONTEXT: i32 = 1;
+    pub(super) const MEMORY_TYPE: i32 = 2;
+    pub(super) const DEVICE_POINTER: i32 = 3;
+    pub(super) const HOST_POINTER: i32 = 4;
+    pub(super) const IS_MANAGED: i32 = 8;
+    pub(super) const DEVICE_ORDINAL: i32 = 9;
+    pub(super) const IS_LEGACY_IPC_CAPABLE: i32 = 10;
+    pub(super) const RANGE_START: i32 = 11;
+    pub(super) const RANGE_SIZE: i32 = 12;
+    pub(super) const MAPPED: i32 = 13;
+    pub(super) const HANDLE_TYPES: i32 = 14;
+    pub(super) const IS_RDMA_CAPABLE: i32 = 15;
+    pub(super) const MEMPOOL: i32 = 17;
+    pub(super) const MAPPING_SIZE: i32 = 18;
+    pub(super) const MAPPING_START: i32 = 19;
+}
+
+/// `CU_MEMORYTYPE_HOST` and `CU_MEMORYTYPE_DEVICE`.
+const TYPE_HOST: u32 = 1;
+const TYPE_DEVICE: u32 = 2;
+
+/// A value of an attribute, as wide as the driver writes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Value {
+    /// One byte: a truth.
+    Byte(u8),
+    /// Four bytes.
+    Word(u32),
+    /// Eight bytes: an address, a size, or a handle.
+    Long(u64),
+}
+
+/// What the ledger can say about an attribute of memory that is away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Said {
+    /// This, as the driver would if the memory were there.
+    Value(Value),
+    /// Such memory has none: the driver refuses, and in a list of questions it writes zeros of this width.
+    None(Value),
+    /// The driver knows it still, from the reservation; it is not 0.
+    Reservation,
+    /// Nothing.
+    Unknown,
+}
+
+/// What the ledger says about `attribute` of `address`, whose memory is away.
+pub fn said(facts: &Facts, attribute: i32, address: DeviceAddress) -> Said {
+    let device = facts.device();
+    match attribute {
+        attribute::CONTEXT => {
+            Said::Value(Value::Long(facts.context.map_or(0, |context| context.0)))
+        }
+        attribute::MEMORY_TYPE => {
+            Said::Value(Value::Word(if device.is_some() { TYPE_DEVICE } else { TYPE_HOST }))
+        }
+        attribute::HOST_POINTER if device.is_some() => Said::None(Value::Long(0)),
+        attribute::DEVICE_POINTER | attribute::HOST_POINTER => Said::Value(Value::Long(address.0)),
+        attribute::DEVICE_ORDINAL => {
+            Said::Value(Value::Word(device.map_or(0, |device| device.0.unsigned_abs())))
+        }
+        attribute::IS_MANAGED | attribute::IS_LEGACY_IPC_CAPABLE => Said::Value(Value::Byte(0)),
+        attribute::RANGE_START | attribute::RANGE_SIZE => match facts.block_bytes {
+            Some(_) if attribute == attribute::RANGE_START => {
+                Said::Value(Value::Long(facts.mapping.start.0))
+            }
+            Some(bytes) => Said::Value(Value::Long(bytes)),
+            None => Said::Reservation,
+        },
+        attribute::MAPPED => Said::Value(Value::Byte(1)),
+        attribute::HANDLE_TYPES => {
+            Said::Value(Value::Word(facts.prop.requested_handle_types.unsigned_abs()))
+        }
+        attribute::IS_RDMA_CAPABLE => {
+            Said::Value(Value::Byte(facts.prop.flags.gpu_direct_rdma_capable))
+        }
+        attribute::MEMPOOL => Said::Value(Value::Long(0)),
+        attribute::MAPPING_SIZE => Said::Value(Value::Long(facts.mapping.size_bytes)),
+        attribute::MAPPING_START => Said::Value(Value::Long(facts.mapping.start.0)),
+        _ => Said::Unknown,
+    }
+}
+
+/// What the driver says otherwise of a block than of the plain memory that it stands for: a block is larger than was
+/// asked for, and the driver knows no context of virtual memory.
+pub fn correction<D: Driver>(
+    member: &Member<D>,
+    attribute: i32,
+    address: DeviceAddress,
+) -> Option<Value> {
+    match attribute {
+        attribute::RANGE_SIZE => {
+            let range = member.pool().range_of(address)?;
+            Some(Value::Long(range.size_bytes))
+        }
+        attribute::CONTEXT => {
+            member.pool().block_context(address).map(|context| Value::Long(context.0))
+        }
+        _ => None,
+    }
+}
+
+/// Answers a question about `address`: by `driver` where it knows the address, by `ledger` where the memory is away.
+/// What `ledger` has no answer for waits until the memory may be asked about.
+#[doc(alias = "cuPointerGetAttribute")]
+pub fn ask<D: Driver>(
+    member: &Member<D>,
+    address: DeviceAddress,
+    driver: impl Fn() -> DriverCode,
+    ledger: impl Fn(&Facts) -> Option<DriverCode>,
+) -> DriverCode {
+    let pool = member.pool();
+    for _ in 0..TRIES_MAX {
+        match pool.who_knows(address) {
+            Known::Elsewhere => return driver(),
+            Known::Here(sight) => {
+                let code = driver();
+                if pool.is_as_seen(address, sight) {
+                    return code;
+                }
+            }
+            Known::Away(facts) => {
+                if let Some(code) = ledger(&facts) {
+                    return code;
+                }
+                break;
+            }
+        }
+    }
+    let _pass = member.gate().pass(Passage::Use);
+    driver()
+}
+
+/// The rights that `place` has at memory that is away, as `cuMemGetAccess` tells them.
+#[doc(alias = "cuMemGetAccess")]
+pub fn rights(facts: &Facts, place: Location) -> u64 {
+    let given = facts.access.iter().find(|desc| desc.location == place);
+    given.map_or(0, |desc| u64::from(desc.flags.unsigned_abs()))
+}
+
+#[cfg(test)]
+mod tests {
+    use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceOrdinal, RawContext, VaRange};
+
+    use super::*;
+
+    const START: DeviceAddress = DeviceAddress(1 << 21);
+    const INSIDE: DeviceAddress = DeviceAddress((1 << 21) + 8);
+    const DEVICE: DeviceOrdinal = DeviceOrdinal(3);
+
+    fn facts(block_bytes: Option<u64>) -> Facts {
+        Facts {
+            mapping: VaRange::new(START, 1 << 21),
+            block_bytes,
+            prop: AllocationProp::pinned_on(DEVICE),
+            access: vec![AccessDesc::read_write(DEVICE)],
+            context: block_bytes.map(|_| RawContext(9)),
+        }
+    }
+
+    #[test]
+    fn a_block_that_is_away_is_what_its_caller_asked_for() {
+        let said = |attribute| said(&facts(Some(100)), attribute, INSIDE);
+        assert_eq!(said(attribute::CONTEXT), Said::Value(Value::Long(9)));
+        assert_eq!(said(attribute::MEMORY_TYPE), Said::Value(Value::Word(TYPE_DEVICE)));
+        assert_eq!(said(attribute::DEVICE_POINTER), Said::Value(Value::Long(INSIDE.0)));
+        assert_eq!(said(attribute::HOST_POINTER), Said::None(Value::Long(0)));
+        assert_eq!(said(attribute::DEVICE_ORDINAL), Said::Value(Value::Word(3)));
+        assert_eq!(said(attribute::RANGE_START), Said::Value(Value::Long(START.0)));
+        assert_eq!(said(attribute::RANGE_SIZE), Said::Value(Value::Long(100)));
+    }
+
+    #[test]
+    fn what_only_the_driver_knows_is_not_made_up() {
+        // Tokens, the flag for synchronous copies, the buffer's number, rights of the current context.
+        for attribute in [5, 6, 7, 16, 20, 21, 99] {
+            assert_eq!(said(&facts(None), attribute, INSIDE), Said::Unknown, "{attribute}");
+        }
+        for attribute in [attribute::RANGE_START, attribute::RANGE_SIZE] {
+            assert_eq!(said(&facts(None), attribute, INSIDE), Said::Reservation, "{attribute}");
+        }
+    }
+
+    #[test]
+    fn rights_are_those_that_were_set() {
+        assert_eq!(rights(&facts(None), Location::device(DEVICE)), 3);
+        assert_eq!(rights(&facts(None), Location::device(DeviceOrdinal(0))), 0);
+    }
+}

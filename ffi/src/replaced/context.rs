@@ -1,0 +1,232 @@
+//! Contexts: whose work a pause waits for, what memory ends with one, and which may reach whose.
+
+#![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::sync::PoisonError;
+
+use sublet_cuda_driver::blocks::{self, Ending};
+use vmm_pool::driver::{CudaDriver, DeviceOrdinal, RawContext};
+
+use super::SUCCESS;
+use crate::interpose::Pointer;
+use crate::interpose::driver::call_driver;
+use crate::runtime;
+
+/// The context as the driver's functions take it.
+pub(super) fn pointer_of(context: RawContext) -> Pointer {
+    std::ptr::with_exposed_provenance_mut::<c_void>(usize::try_from(context.0).unwrap_or(0))
+}
+
+/// Runs `body` with `context` current; `None` where the driver does not take it.
+pub(super) fn with_current<T>(context: Pointer, body: impl FnOnce() -> T) -> Option<T> {
+    if call_driver!(cuCtxPushCurrent_v2(context => Pointer)) != SUCCESS {
+        return None;
+    }
+    let done = body();
+    let mut popped: Pointer = std::ptr::null_mut();
+    if call_driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut Pointer)) != SUCCESS {
+        tracing::error!("a context that was pushed could not be popped");
+    }
+    Some(done)
+}
+
+/// The device that a context is for.
+pub(super) fn device_of(context: Pointer) -> Option<DeviceOrdinal> {
+    with_current(context, || runtime::current_device().ok()).flatten()
+}
+
+macro_rules! create_context {
+    ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
+        /// Makes a context of the application's own, whose work a pause must wait for too.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(context: *mut Pointer, $($arg: $ty),*) -> c_int {
+            let code = call_driver!($symbol(context => *mut Pointer, $($arg => $ty),*));
+            if code == SUCCESS && !context.is_null() {
+                // SAFETY: the caller's out-pointer, which the driver has just written.
+                let made = RawContext(unsafe { context.read() }.expose_provenance() as u64);
+                let contexts = runtime::own_contexts().lock();
+                contexts.unwrap_or_else(PoisonError::into_inner).insert(made);
+            }
+            code
+        }
+    };
+}
+
+create_context!(cuCtxCreate_v2(flags: c_uint, device: c_int));
+create_context!(cuCtxCreate_v3(affinity: Pointer, count: c_int, flags: c_uint, device: c_int));
+create_context!(cuCtxCreate_v4(parameters: Pointer, flags: c_uint, device: c_int));
+
+/// What ends with `context`. The value is forgotten before the driver lets it go: it may be another context's at once.
+fn ending(context: RawContext) -> Option<Ending<'static, CudaDriver>> {
+    let member = runtime::member().filter(|_| !runtime::is_leaving())?;
+    Some(blocks::ending(member, context))
+}
+
+fn set_own(context: RawContext, is_there: bool) -> bool {
+    let mut contexts = runtime::own_contexts().lock().unwrap_or_else(PoisonError::into_inner);
+    if is_there { contexts.insert(context) } else { contexts.remove(&context) }
+}
+
+/// Ends a context of the application's own by `end`, if it is over by that.
+fn end_own(context: Pointer, end: impl FnOnce() -> c_int, is_over: impl FnOnce() -> bool) -> c_int {
+    let raw = RawContext(context.addr() as u64);
+    let ending = ending(raw);
+    let was_own = set_own(raw, false);
+    let code = end();
+    if code == SUCCESS && is_over() {
+        if let Some(ending) = ending {
+            ending.ended();
+        }
+    } else if was_own {
+        set_own(raw, true);
+    }
+    code
+}
+
+/// Ends a context of the application's own, with its plain memory.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxDestroy_v2(context: Pointer) -> c_int {
+    end_own(context, || call_driver!(cuCtxDestroy_v2(context => Pointer)), || true)
+}
+
+/// Gives back one reference of a context, which ends with the last.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxDetach(context: Pointer) -> c_int {
+    let is_over = || {
+        let mut version: c_uint = 0;
+        let place = &raw mut version;
+        call_driver!(cuCtxGetApiVersion(context => Pointer, place => *mut c_uint)) != SUCCESS
+    };
+    end_own(context, || call_driver!(cuCtxDetach(context => Pointer)), is_over)
+}
+
+/// Retains a device's primary context.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut Pointer, device: c_int) -> c_int {
+    let code = call_driver!(cuDevicePrimaryCtxRetain(context => *mut Pointer, device => c_int));
+    if code == SUCCESS {
+        runtime::primary_was_retained(device);
+    }
+    code
+}
+
+/// The plain memory of the primary context of `device`, where there is one.
+fn ending_primary(device: c_int) -> Option<Ending<'static, CudaDriver>> {
+    let context = runtime::member().and_then(|_| runtime::existing_primary_context(device))?;
+    ending(RawContext(context.addr() as u64))
+}
+
+macro_rules! release_primary {
+    ($symbol:ident) => {
+        /// Gives back one reference of a device's primary context, which ends with the last, and its plain memory with it.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(device: c_int) -> c_int {
+            let may_be_last = runtime::primary_may_be_released_last(device);
+            let ending = may_be_last.then(|| ending_primary(device)).flatten();
+            let code = call_driver!($symbol(device => c_int));
+            if code == SUCCESS {
+                runtime::primary_was_released(device);
+                if let Some(ending) = ending
+                    && is_over_without_us(device)
+                {
+                    ending.ended();
+                }
+            }
+            code
+        }
+    };
+}
+
+release_primary!(cuDevicePrimaryCtxRelease);
+release_primary!(cuDevicePrimaryCtxRelease_v2);
+
+/// Gives up our own references to the primary context of `device`, and says whether it was the last that kept it.
+/// Otherwise whoever of us needs it next retains it anew.
+fn is_over_without_us(device: c_int) -> bool {
+    if let Some(member) = runtime::member() {
+        let given_back = member.pool().driver().let_primary_context_go(DeviceOrdinal(device));
+        if let Err(error) = given_back {
+            tracing::warn!(%error, device, "a primary context that the application gave back stays");
+        }
+    }
+    runtime::let_primary_context_go(device);
+    !runtime::has_primary_context(device)
+}
+
+macro_rules! reset_primary {
+    ($symbol:ident) => {
+        /// Ends a device's primary context, with its plain memory, whoever retains it.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(device: c_int) -> c_int {
+            let ending = ending_primary(device);
+            let code = call_driver!($symbol(device => c_int));
+            if code == SUCCESS {
+                runtime::primary_was_reset(device);
+                if let Some(member) = runtime::member() {
+                    member.pool().driver().primary_context_was_reset(DeviceOrdinal(device));
+                }
+                if let Some(ending) = ending {
+                    ending.ended();
+                }
+            }
+            code
+        }
+    };
+}
+
+reset_primary!(cuDevicePrimaryCtxReset);
+reset_primary!(cuDevicePrimaryCtxReset_v2);
+
+/// Gives the current context access to another's plain memory.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxEnablePeerAccess(peer: Pointer, flags: c_uint) -> c_int {
+    let code = call_driver!(cuCtxEnablePeerAccess(peer => Pointer, flags => c_uint));
+    if code == SUCCESS
+        && let (Ok(accessor), Some(owner)) = (runtime::current_device(), device_of(peer))
+    {
+        runtime::accessors().record(owner, accessor);
+        let opened = runtime::member()
+            .map_or(Ok(()), |member| runtime::accessors().open(member, owner, accessor));
+        if let Err(error) = opened {
+            tracing::error!(%error, %owner, %accessor, "peer access is incomplete");
+        }
+    }
+    code
+}
+
+/// Takes the current context's access to another's plain memory away.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxDisablePeerAccess(peer: Pointer) -> c_int {
+    let code = call_driver!(cuCtxDisablePeerAccess(peer => Pointer));
+    if code == SUCCESS
+        && let (Ok(accessor), Some(owner)) = (runtime::current_device(), device_of(peer))
+    {
+        runtime::accessors().disable(owner, accessor);
+    }
+    code
+}

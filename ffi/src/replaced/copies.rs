@@ -1,0 +1,118 @@
+//! Copies of plain memory that the driver refuses because ours is virtual.
+//!
+//! The driver copies what `cuMemAlloc` gave between any two devices, and whatever context is current. Mapped memory, which
+//! ours is, it takes only where the current context's device may reach it (driver 580). So devices are given access to each
+//! other's first. Where the machine does not join them, the copy is asked for in the contexts of the memory.
+
+#![expect(unsafe_code, reason = "calls the driver")]
+
+use std::ffi::{c_int, c_uint, c_void};
+
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
+
+use super::context::{pointer_of, with_current};
+use super::{Address, SUCCESS};
+use crate::interpose::Pointer;
+use crate::interpose::driver::call_driver;
+use crate::runtime::{self, Member};
+
+/// `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`, `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL` and `CU_MEMORYTYPE_DEVICE`.
+const MEMORY_TYPE: c_int = 2;
+const DEVICE_ORDINAL: c_int = 9;
+const TYPE_DEVICE: c_uint = 2;
+
+/// A copy from one address to another that the driver has refused.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Refused {
+    pub(crate) target: u64,
+    pub(crate) source: u64,
+    pub(crate) bytes: usize,
+    /// The stream, where it is not done when the call returns.
+    pub(crate) stream: Option<Pointer>,
+    /// Is 0 the thread's own stream?
+    pub(crate) is_per_thread: bool,
+}
+
+/// True when the driver refused a copy with the code that it has for memory out of the current context's reach.
+pub(crate) fn is_refused_copy(symbol: &str, code: c_int) -> bool {
+    DriverCode(code) == DriverCode::INVALID_VALUE && symbol.starts_with("cuMemcpy")
+}
+
+/// Gives devices access to each other's plain memory, which copies take for granted. True when some device had less
+/// access before.
+pub(crate) fn opens_blocks() -> bool {
+    runtime::member().is_some_and(|member| {
+        runtime::accessors().open_for_copies(member, runtime::current_device().ok())
+    })
+}
+
+/// The device of memory, and a context of that device's; none for host memory.
+fn place_of(member: &Member, address: u64) -> Option<(DeviceOrdinal, Pointer)> {
+    let block = member.pool().block_place(DeviceAddress(address));
+    let (device, context) = match block {
+        Some((device, context)) => (device, context.map(pointer_of)),
+        None => (device_of_native(address)?, None),
+    };
+    Some((device, context.or_else(|| runtime::primary_context(device.0))?))
+}
+
+fn device_of_native(address: Address) -> Option<DeviceOrdinal> {
+    let mut kind: c_uint = 0;
+    let mut device: c_int = 0;
+    let asked = [
+        (MEMORY_TYPE, (&raw mut kind).cast::<c_void>()),
+        (DEVICE_ORDINAL, (&raw mut device).cast::<c_void>()),
+    ];
+    let is_known = asked.iter().all(|(attribute, place)| {
+        let code = call_driver!(cuPointerGetAttribute(
+            *place => *mut c_void, *attribute => c_int, address => Address
+        ));
+        code == SUCCESS
+    });
+    (is_known && kind == TYPE_DEVICE).then_some(DeviceOrdinal(device))
+}
+
+/// Makes a copy that was refused with `refused` in the contexts of the memory; `again` asks for it as it was asked.
+/// Anything but a copy of plain memory of ours stays refused.
+pub(crate) fn copy_in_place(copy: Refused, refused: c_int, again: impl Fn() -> c_int) -> c_int {
+    let Some(member) = runtime::member() else {
+        return refused;
+    };
+    let sides = [copy.target, copy.source];
+    let is_ours = |address: &u64| member.pool().block_place(DeviceAddress(*address)).is_some();
+    if !sides.iter().any(is_ours) {
+        return refused;
+    }
+    let ranges = sides.map(|start| VaRange::new(DeviceAddress(start), copy.bytes as u64));
+    let _pass = member.pool().pass_touching("a copy between devices", &ranges);
+    match sides.map(|address| place_of(member, address)) {
+        [Some((to, to_context)), Some((from, from_context))] if to != from => {
+            copy_between(copy, to_context, from_context)
+        }
+        [Some((_, context)), _] | [None, Some((_, context))] => {
+            with_current(context, again).unwrap_or(refused)
+        }
+        [None, None] => refused,
+    }
+}
+
+/// A copy from the memory of one context to that of another, which the driver leads over the host where it must.
+fn copy_between(copy: Refused, to: Pointer, from: Pointer) -> c_int {
+    let Refused { target, source, bytes, stream, is_per_thread } = copy;
+    match (stream, is_per_thread) {
+        (None, false) => call_driver!(cuMemcpyPeer(
+            target => u64, to => Pointer, source => u64, from => Pointer, bytes => usize
+        )),
+        (None, true) => call_driver!(cuMemcpyPeer_ptds(
+            target => u64, to => Pointer, source => u64, from => Pointer, bytes => usize
+        )),
+        (Some(stream), false) => call_driver!(cuMemcpyPeerAsync(
+            target => u64, to => Pointer, source => u64, from => Pointer, bytes => usize,
+            stream => Pointer
+        )),
+        (Some(stream), true) => call_driver!(cuMemcpyPeerAsync_ptsz(
+            target => u64, to => Pointer, source => u64, from => Pointer, bytes => usize,
+            stream => Pointer
+        )),
+    }
+}

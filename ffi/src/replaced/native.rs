@@ -1,0 +1,296 @@
+//! Memory that stays with the driver: stream-ordered, managed and pitched memory, and arrays.
+//!
+//! Whoever asks for some joins its tenant, so that a pause sees the process, and what it has is counted under its reason.
+//! New memory waits as long as the other memory is away: a pause would take less than it gives otherwise.
+
+#![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
+
+use std::ffi::{c_int, c_uint, c_void};
+
+use sublet_cuda_driver::blocks::{self, stays};
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Location, LocationKind};
+use vmm_pool::gate::{Pass, Passage};
+
+use super::graph::capture_of;
+use super::{Address, SUCCESS, stream_value};
+use crate::interpose::Pointer;
+use crate::interpose::driver::call_driver;
+use crate::runtime;
+
+/// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
+const DEVICE_ORDINAL: c_int = 9;
+/// `CU_DEVICE_CPU`.
+const DEVICE_CPU: c_int = -1;
+
+/// Goes in for new memory. The first call joins the tenant.
+fn pass() -> Option<Pass<'static>> {
+    runtime::join().map(|member| member.gate().pass(Passage::Use))
+}
+
+/// Counts what the driver has just made.
+fn count(address: u64, bytes: usize, device: Option<DeviceOrdinal>, reason: &'static str) {
+    let device = device.or_else(|| runtime::current_device().ok());
+    if let (Some(member), Some(device)) = (runtime::member(), device) {
+        let context = runtime::current_context();
+        let address = DeviceAddress(address);
+        blocks::note_native(member, address, bytes as u64, device, context, reason);
+    }
+}
+
+/// The address that the driver has written to an out-pointer.
+fn made(place: *mut Address) -> Option<Address> {
+    // SAFETY: the caller's out-pointer, which the driver has just written.
+    let address = (!place.is_null()).then(|| unsafe { place.read_unaligned() });
+    address.filter(|address| *address != 0)
+}
+
+/// Where the driver has made stream-ordered memory: on the pool's device, whatever context is current.
+fn device_of_memory(address: Address) -> Option<DeviceOrdinal> {
+    let mut device: c_int = 0;
+    let place = (&raw mut device).cast::<c_void>();
+    let code = call_driver!(cuPointerGetAttribute(
+        place => *mut c_void, DEVICE_ORDINAL => c_int, address => Address
+    ));
+    (code == SUCCESS).then_some(DeviceOrdinal(device))
+}
+
+macro_rules! allocate_async {
+    ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
+        /// Allocates memory in the order of a stream.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(
+            address: *mut Address,
+            bytes: usize,
+            $($arg: $ty,)*
+            stream: Pointer,
+        ) -> c_int {
+            let _pass = pass();
+            let code = call_driver!($symbol(
+                address => *mut Address, bytes => usize, $($arg => $ty,)* stream => Pointer
+            ));
+            // Memory of a graph comes and goes with its launches.
+            let is_counted = code == SUCCESS
+                && capture_of(stream_value(stream, stringify!($symbol))).is_none();
+            if let Some(address) = made(address).filter(|_| is_counted) {
+                count(address, bytes, device_of_memory(address), stays::STREAM_ORDERED);
+            }
+            code
+        }
+    };
+}
+
+allocate_async!(cuMemAllocAsync());
+allocate_async!(cuMemAllocAsync_ptsz());
+allocate_async!(cuMemAllocFromPoolAsync(pool: Pointer));
+allocate_async!(cuMemAllocFromPoolAsync_ptsz(pool: Pointer));
+
+/// Allocates managed memory.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAllocManaged(
+    address: *mut Address,
+    bytes: usize,
+    flags: c_uint,
+) -> c_int {
+    let _pass = pass();
+    let code = call_driver!(cuMemAllocManaged(
+        address => *mut Address, bytes => usize, flags => c_uint
+    ));
+    if let Some(address) = made(address).filter(|_| code == SUCCESS) {
+        count(address, bytes, None, stays::MANAGED);
+    }
+    code
+}
+
+/// Allocates rows of memory, each padded as the device likes it.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAllocPitch_v2(
+    address: *mut Address,
+    pitch: *mut usize,
+    width: usize,
+    height: usize,
+    element: c_uint,
+) -> c_int {
+    let _pass = pass();
+    let code = call_driver!(cuMemAllocPitch_v2(
+        address => *mut Address, pitch => *mut usize, width => usize, height => usize,
+        element => c_uint
+    ));
+    if let Some(address) = made(address).filter(|_| code == SUCCESS && !pitch.is_null()) {
+        // SAFETY: the caller's out-pointer, which the driver has just written.
+        let pitch = unsafe { pitch.read_unaligned() };
+        count(address, pitch.saturating_mul(height), None, stays::PITCHED);
+    }
+    code
+}
+
+/// `CUDA_ARRAY_DESCRIPTOR`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct ArrayDescriptor {
+    width: usize,
+    height: usize,
+    format: c_int,
+    channels: c_uint,
+}
+
+/// `CUDA_ARRAY3D_DESCRIPTOR`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Array3dDescriptor {
+    width: usize,
+    height: usize,
+    depth: usize,
+    format: c_int,
+    channels: c_uint,
+    flags: c_uint,
+}
+
+/// The bytes of an array's elements, without what the device adds. A height or depth of 0 is that of a lower dimension.
+fn array_bytes(sides: [usize; 3], format: c_int, channels: c_uint) -> usize {
+    // `CUarray_format`: of 8, 16 and 32 bits, without and with a sign; half and float. Others are compressed or planar.
+    let bytes = match format {
+        0x02 | 0x09 | 0x10 => 2,
+        0x03 | 0x0a | 0x20 => 4,
+        _ => 1,
+    };
+    let channels = usize::try_from(channels).unwrap_or(1);
+    sides.iter().fold(bytes * channels, |all, side| all.saturating_mul((*side).max(1)))
+}
+
+macro_rules! create_array {
+    ($symbol:ident, $descriptor:ty, |$wanted:ident| $sides:expr) => {
+        /// Makes an array.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(array: *mut Pointer, wanted: *const $descriptor) -> c_int {
+            let _pass = pass();
+            let code = call_driver!($symbol(
+                array => *mut Pointer, wanted => *const $descriptor
+            ));
+            // SAFETY: the driver has read the caller's structure of this layout.
+            if let Some($wanted) = unsafe { wanted.as_ref() }.filter(|_| code == SUCCESS)
+                && let Some(made) = made(array.cast())
+            {
+                let bytes = array_bytes($sides, $wanted.format, $wanted.channels);
+                count(made, bytes, None, stays::ARRAYS);
+            }
+            code
+        }
+    };
+}
+
+create_array!(cuArrayCreate_v2, ArrayDescriptor, |wanted| [wanted.width, wanted.height, 1]);
+create_array!(cuArray3DCreate_v2, Array3dDescriptor, |wanted| [
+    wanted.width,
+    wanted.height,
+    wanted.depth
+]);
+
+/// Ends an array.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuArrayDestroy(array: Pointer) -> c_int {
+    if let Some(member) = runtime::member() {
+        // Before the driver lets the value go, which may be another array's at once.
+        member.pool().native_freed(DeviceAddress(array.addr() as u64));
+    }
+    call_driver!(cuArrayDestroy(array => Pointer))
+}
+
+/// Goes in for managed memory that is to move: to a device it waits, as new memory does.
+fn pass_prefetch(is_to_device: bool) -> Option<Pass<'static>> {
+    let passage = if is_to_device { Passage::Use } else { Passage::GiveUp };
+    runtime::member().map(|member| member.gate().pass(passage))
+}
+
+macro_rules! prefetch {
+    ($first:ident, $second:ident, $batch:ident, $discarding:ident) => {
+        /// Moves managed memory.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $first(
+            address: Address,
+            bytes: usize,
+            device: c_int,
+            stream: Pointer,
+        ) -> c_int {
+            let _pass = pass_prefetch(device != DEVICE_CPU);
+            call_driver!($first(
+                address => Address, bytes => usize, device => c_int, stream => Pointer
+            ))
+        }
+
+        /// Moves managed memory.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $second(
+            address: Address,
+            bytes: usize,
+            place: Location,
+            flags: c_uint,
+            stream: Pointer,
+        ) -> c_int {
+            let _pass = pass_prefetch(place.kind == LocationKind::DEVICE);
+            call_driver!($second(
+                address => Address, bytes => usize, place => Location, flags => c_uint,
+                stream => Pointer
+            ))
+        }
+
+        prefetch!(@batch $batch);
+        prefetch!(@batch $discarding);
+    };
+    (@batch $symbol:ident) => {
+        /// Moves managed memory, several ranges at once.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(
+            addresses: Pointer,
+            sizes: Pointer,
+            count: usize,
+            places: Pointer,
+            indices: Pointer,
+            place_count: usize,
+            flags: u64,
+            stream: Pointer,
+        ) -> c_int {
+            let _pass = pass_prefetch(true);
+            call_driver!($symbol(
+                addresses => Pointer, sizes => Pointer, count => usize, places => Pointer,
+                indices => Pointer, place_count => usize, flags => u64, stream => Pointer
+            ))
+        }
+    };
+}
+
+prefetch!(
+    cuMemPrefetchAsync,
+    cuMemPrefetchAsync_v2,
+    cuMemPrefetchBatchAsync,
+    cuMemDiscardAndPrefetchBatchAsync
+);
+prefetch!(
+    cuMemPrefetchAsync_ptsz,
+    cuMemPrefetchAsync_v2_ptsz,
+    cuMemPrefetchBatchAsync_ptsz,
+    cuMemDiscardAndPrefetchBatchAsync_ptsz
+);

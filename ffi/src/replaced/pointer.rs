@@ -1,0 +1,206 @@
+//! Questions about addresses.
+
+#![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
+
+use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
+
+use sublet_cuda_driver::Answer;
+use sublet_cuda_driver::pointers::{self, Said, Value};
+use vmm_pool::Facts;
+use vmm_pool::driver::{DeviceAddress, DriverCode, Location};
+
+use super::{Address, SUCCESS, size_t, write_out};
+use crate::interpose::driver::call_driver;
+use crate::runtime::{self, Member, answered};
+
+/// Writes the value of an attribute where the caller wants it.
+fn write(data: *mut c_void, value: Value) {
+    match value {
+        // SAFETY: the caller's place for a value of this attribute, checked not to be null.
+        Value::Byte(value) => unsafe { data.cast::<u8>().write_unaligned(value) },
+        // SAFETY: as above.
+        Value::Word(value) => unsafe { data.cast::<u32>().write_unaligned(value) },
+        // SAFETY: as above.
+        Value::Long(value) => unsafe { data.cast::<u64>().write_unaligned(value) },
+    }
+}
+
+/// Facts about a pointer.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuPointerGetAttribute(
+    data: *mut c_void,
+    attribute: c_int,
+    address: Address,
+) -> c_int {
+    let driver = || {
+        call_driver!(cuPointerGetAttribute(
+            data => *mut c_void, attribute => c_int, address => Address
+        ))
+    };
+    if data.is_null() {
+        return driver();
+    }
+    let asked = |member: &Member| {
+        let here = || {
+            let code = driver();
+            if code == SUCCESS {
+                correct(member, data, attribute, address);
+            }
+            DriverCode(code)
+        };
+        let away = |facts: &Facts| match pointers::said(facts, attribute, DeviceAddress(address)) {
+            Said::Value(value) => {
+                write(data, value);
+                Some(DriverCode::SUCCESS)
+            }
+            Said::None(_) => Some(DriverCode::INVALID_VALUE),
+            Said::Reservation => {
+                DriverCode(driver()).ok().ok()?;
+                // SAFETY: the driver has just written an address or a size there.
+                let value = unsafe { data.cast::<u64>().read_unaligned() };
+                (value != 0).then_some(DriverCode::SUCCESS)
+            }
+            Said::Unknown => None,
+        };
+        pointers::ask(member, DeviceAddress(address), here, away)
+    };
+    answered(runtime::member, |member| answer(asked(member)), driver)
+}
+
+/// Several facts about a pointer.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuPointerGetAttributes(
+    count: c_uint,
+    attributes: *mut c_int,
+    data: *mut *mut c_void,
+    address: Address,
+) -> c_int {
+    let driver = || {
+        call_driver!(cuPointerGetAttributes(
+            count => c_uint, attributes => *mut c_int, data => *mut *mut c_void, address => Address
+        ))
+    };
+    if attributes.is_null() || data.is_null() || count == 0 {
+        return driver();
+    }
+    // SAFETY: the caller's list of this many attributes.
+    let wanted = unsafe { std::slice::from_raw_parts(attributes, count as usize) };
+    // SAFETY: and of as many places for their values.
+    let places = unsafe { std::slice::from_raw_parts(data, count as usize) };
+    let asked = |member: &Member| {
+        let here = || {
+            let code = driver();
+            if code == SUCCESS {
+                for (place, attribute) in places.iter().zip(wanted) {
+                    correct(member, *place, *attribute, address);
+                }
+            }
+            DriverCode(code)
+        };
+        let away = |facts: &Facts| {
+            let said = |attribute| pointers::said(facts, attribute, DeviceAddress(address));
+            let is_known = |attribute: &c_int| said(*attribute) != Said::Unknown;
+            if !wanted.iter().all(is_known) || places.iter().any(|place| place.is_null()) {
+                return None;
+            }
+            // Of an address whose memory is not there the driver writes what it has, and zeros.
+            DriverCode(driver()).ok().ok()?;
+            for (place, attribute) in places.iter().zip(wanted) {
+                match said(*attribute) {
+                    Said::Value(value) | Said::None(value) => write(*place, value),
+                    // SAFETY: the driver has just written an address or a size there.
+                    Said::Reservation if unsafe { place.cast::<u64>().read_unaligned() } == 0 => {
+                        return None;
+                    }
+                    Said::Reservation | Said::Unknown => {}
+                }
+            }
+            Some(DriverCode::SUCCESS)
+        };
+        pointers::ask(member, DeviceAddress(address), here, away)
+    };
+    answered(runtime::member, |member| answer(asked(member)), driver)
+}
+
+/// Rights to an address.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemGetAccess(
+    flags: *mut c_ulonglong,
+    location: *const Location,
+    address: Address,
+) -> c_int {
+    let driver = || {
+        call_driver!(cuMemGetAccess(
+            flags => *mut c_ulonglong, location => *const Location, address => Address
+        ))
+    };
+    // SAFETY: the caller's pointer to a structure of this layout, or null.
+    let Some(place) = (unsafe { location.as_ref() }).filter(|_| !flags.is_null()) else {
+        return driver();
+    };
+    let asked = |member: &Member| {
+        let away = |facts: &Facts| {
+            write_out!(flags, pointers::rights(facts, *place));
+            Some(DriverCode::SUCCESS)
+        };
+        pointers::ask(member, DeviceAddress(address), || DriverCode(driver()), away)
+    };
+    answered(runtime::member, |member| answer(asked(member)), driver)
+}
+
+/// Base and size of the allocation at an address.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemGetAddressRange_v2(
+    base: *mut Address,
+    size: *mut usize,
+    address: Address,
+) -> c_int {
+    let driver = || {
+        call_driver!(cuMemGetAddressRange_v2(
+            base => *mut Address, size => *mut usize, address => Address
+        ))
+    };
+    let asked = |member: &Member| {
+        let known = || {
+            let found = member.pool().range_of(DeviceAddress(address))?;
+            if !base.is_null() {
+                write_out!(base, found.start.0);
+            }
+            if !size.is_null() {
+                write_out!(size, size_t(found.size_bytes));
+            }
+            Some(DriverCode::SUCCESS)
+        };
+        let here = || known().unwrap_or_else(|| DriverCode(driver()));
+        pointers::ask(member, DeviceAddress(address), here, |_| known())
+    };
+    answered(runtime::member, |member| answer(asked(member)), driver)
+}
+
+fn answer(code: DriverCode) -> Answer<()> {
+    match code {
+        DriverCode::SUCCESS => Answer::Done(()),
+        code => Answer::Refused(code),
+    }
+}
+
+/// Says of a block what the driver would say of the plain memory that it stands for.
+fn correct(member: &Member, data: *mut c_void, attribute: c_int, address: Address) {
+    if let Some(value) = pointers::correction(member, attribute, DeviceAddress(address))
+        && !data.is_null()
+    {
+        write(data, value);
+    }
+}

@@ -1,0 +1,161 @@
+/* Plain memory is freed while a stream of the same context is captured, one word an argument:
+ *
+ *   beside    another thread captures in thread-local mode; a kernel still uses what is freed
+ *   relaxed   the capturing thread frees, in relaxed mode
+ *   global    another thread captures in global mode, which refuses the free
+ *   thread    a capture that another thread may not end goes on
+ *
+ * It prints the same with and without Sublet. */
+#include "driver.h"
+#include "inside.h"
+
+#include <pthread.h>
+#include <stdbool.h>
+
+enum { BYTES = 8 << 20, WORDS = BYTES / 4, GLOBAL = 0, THREAD_LOCAL = 1, RELAXED = 2 };
+
+static CUcontext context;
+static CUstream captured, working;
+static CUdeviceptr kept, gone, flag;
+static volatile bool is_freed;
+
+static CUresult exchange_mode(int *mode)
+{
+    static CUresult (*exchange)(int *);
+    if (exchange == NULL)
+        *(void **)&exchange = dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuThreadExchangeStreamCaptureMode");
+    return exchange(mode);
+}
+
+/* A stream is captured from here on. */
+static void begin(int mode)
+{
+    OK(cuStreamCreate(&captured, 1));
+    OK(cuStreamCreate(&working, 1));
+    OK(cuMemAlloc(&kept, BYTES));
+    OK(cuMemAlloc(&gone, BYTES));
+    OK(cuMemAlloc(&flag, 4));
+    OK(cuMemsetD8(flag, 0, 4));
+    OK(cuCtxSynchronize());
+    OK(cuStreamBeginCapture(captured, mode));
+    driver_fill(kept, 5, WORDS, captured);
+}
+
+static void end(const char *what)
+{
+    CUgraph graph = NULL;
+    CUgraphExec ready = NULL;
+    CUresult code = cuStreamEndCapture(captured, &graph);
+    printf("%s: capture %s", what, driver_error(code));
+    if (code == CU_OK) {
+        OK(cuGraphInstantiate(&ready, graph, 0));
+        OK(cuGraphLaunch(ready, captured));
+        printf(", sum %llu", (unsigned long long)driver_sum(kept, WORDS, captured));
+        OK(cuGraphExecDestroy(ready));
+        OK(cuGraphDestroy(graph));
+    }
+    printf("\n");
+    OK(cuMemFree(kept));
+    OK(cuMemFree(flag));
+    OK(cuStreamDestroy(captured));
+    OK(cuStreamDestroy(working));
+}
+
+static void *free_gone(void *code)
+{
+    OK(cuCtxSetCurrent(context));
+    *(CUresult *)code = cuMemFree(gone);
+    is_freed = true;
+    return NULL;
+}
+
+static void beside(void)
+{
+    CUresult code = CU_OK;
+    pthread_t thread;
+    bool was_early;
+    void *params[] = {&flag};
+    begin(THREAD_LOCAL);
+    /* What is freed is used once the flag is up. */
+    driver_launch("spin_until_nonzero", working, params);
+    driver_fill(gone, 3, WORDS, working);
+    is_freed = false;
+    if (pthread_create(&thread, NULL, free_gone, &code) != 0)
+        exit(1);
+    usleep(50000);
+    was_early = is_freed;
+    OK(cuMemsetD32Async(flag, 1, 1, NULL));
+    pthread_join(thread, NULL);
+    printf("beside: free %s, %s, stream %s\n", driver_error(code), was_early ? "too early" : "after the work",
+        driver_error(cuStreamSynchronize(working)));
+    end("beside");
+}
+
+static void relaxed(void)
+{
+    int mode = RELAXED;
+    begin(THREAD_LOCAL);
+    OK(exchange_mode(&mode));
+    printf("relaxed thread: free %s\n", driver_error(cuMemFree(gone)));
+    OK(exchange_mode(&mode));
+    end("relaxed thread");
+    begin(RELAXED);
+    printf("relaxed capture: free %s\n", driver_error(cuMemFree(gone)));
+    end("relaxed capture");
+}
+
+static void global(void)
+{
+    CUresult code = CU_OK;
+    pthread_t thread;
+    begin(GLOBAL);
+    if (pthread_create(&thread, NULL, free_gone, &code) != 0)
+        exit(1);
+    pthread_join(thread, NULL);
+    printf("global: free %s\n", driver_error(code));
+    end("global");
+    printf("global: free afterwards %s\n", driver_error(cuMemFree(gone)));
+}
+
+static void *end_elsewhere(void *code)
+{
+    CUgraph graph = NULL;
+    OK(cuCtxSetCurrent(context));
+    *(CUresult *)code = cuStreamEndCapture(captured, &graph);
+    return NULL;
+}
+
+static void other_thread(void)
+{
+    CUresult code = CU_OK;
+    pthread_t thread;
+    begin(THREAD_LOCAL);
+    if (pthread_create(&thread, NULL, end_elsewhere, &code) != 0)
+        exit(1);
+    pthread_join(thread, NULL);
+    printf("thread: end elsewhere %d\n", code);
+    /* A capture that goes on is still in the way of a wait for its context. */
+    if (pthread_create(&thread, NULL, free_gone, &code) != 0)
+        exit(1);
+    pthread_join(thread, NULL);
+    printf("thread: free %s\n", driver_error(code));
+    end("thread");
+}
+
+int main(int count, char **words)
+{
+    inside_deadline(20);
+    driver_start();
+    OK(cuDevicePrimaryCtxRetain(&context, 0));
+    for (int i = 1; i < count; i++) {
+        if (strcmp(words[i], "beside") == 0)
+            beside();
+        else if (strcmp(words[i], "relaxed") == 0)
+            relaxed();
+        else if (strcmp(words[i], "global") == 0)
+            global();
+        else if (strcmp(words[i], "thread") == 0)
+            other_thread();
+    }
+    return 0;
+}

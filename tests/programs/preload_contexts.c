@@ -1,0 +1,213 @@
+/* Memory that ends with its context, one word an argument:
+ *
+ *   destroy   a context of the program's own, beside the primary one
+ *   detach    the same, by its last reference
+ *   release   the primary context, by its last reference, after a pause
+ *   reset     the primary context, whoever retains it
+ *   paused    a context ends while the process is paused
+ *   storm     contexts come and go while the process is paused and resumed
+ *
+ * It prints the same with and without Sublet. */
+#include "driver.h"
+#include "inside.h"
+
+#include <pthread.h>
+#include <stdbool.h>
+
+enum { BYTES = 64 << 20, WORDS = BYTES / 4 };
+
+#define CONTEXT_FUNCTIONS(X) \
+    X(create, cuCtxCreate_v2, (CUcontext *, unsigned, CUdevice)) \
+    X(destroy, cuCtxDestroy_v2, (CUcontext)) \
+    X(attach, cuCtxAttach, (CUcontext *, unsigned)) \
+    X(detach, cuCtxDetach, (CUcontext)) \
+    X(reset, cuDevicePrimaryCtxReset_v2, (CUdevice))
+
+#define DECLARE_CONTEXT(name, symbol, arguments) static CUresult(*context_##name) arguments;
+CONTEXT_FUNCTIONS(DECLARE_CONTEXT)
+
+static CUcontext primary;
+
+static void look_up(void)
+{
+    void *library = dlopen("libcuda.so.1", RTLD_NOW);
+#define LOOK_UP(name, symbol, arguments) \
+    if ((*(void **)&context_##name = dlsym(library, #symbol)) == NULL) \
+        driver_missing(#symbol);
+    CONTEXT_FUNCTIONS(LOOK_UP)
+}
+
+static size_t used_before;
+
+/* Free bytes of device 0, read in the primary context. */
+static void note_free_bytes(void)
+{
+    OK(cuCtxSetCurrent(primary));
+    used_before = driver_free_bytes();
+}
+
+static void print_freed(const char *what)
+{
+    OK(cuCtxSetCurrent(primary));
+    long long freed = (long long)driver_free_bytes() - (long long)used_before;
+    printf("%s: %lld bytes less are free\n", what, -freed);
+}
+
+/* A block and a small allocation in the current context, and a block in the primary one. */
+static CUdeviceptr made[3];
+
+static void make(CUcontext context)
+{
+    OK(cuCtxSetCurrent(context));
+    OK(cuMemAlloc(&made[0], BYTES));
+    OK(cuMemAlloc(&made[1], 512));
+    OK(cuMemsetD8(made[0], 1, BYTES));
+    OK(cuCtxSetCurrent(primary));
+    OK(cuMemAlloc(&made[2], BYTES));
+    driver_fill(made[2], 7, WORDS, NULL);
+}
+
+/* Only the primary context's block is left, with its contents, also after a pause. */
+static void print_left(const char *what)
+{
+    print_freed(what);
+    for (int i = 0; i < 2; i++)
+        printf("%s: free of %d: %s\n", what, i, driver_error(cuMemFree(made[i])));
+    inside_pause();
+    inside_resume();
+    printf("%s: sum %llu\n", what, (unsigned long long)driver_sum(made[2], WORDS, NULL));
+    OK(cuMemFree(made[2]));
+    print_freed(what);
+}
+
+static void destroy(void)
+{
+    CUcontext own = NULL;
+    note_free_bytes();
+    OK(context_create(&own, 0, 0));
+    make(own);
+    OK(context_destroy(own));
+    print_left("destroy");
+}
+
+static void detach(void)
+{
+    CUcontext own = NULL, again = NULL;
+    note_free_bytes();
+    OK(context_create(&own, 0, 0));
+    OK(context_attach(&again, 0));
+    make(own);
+    OK(cuCtxSetCurrent(own));
+    OK(context_detach(own));
+    print_freed("attached");
+    OK(cuCtxSetCurrent(own));
+    OK(context_detach(own));
+    print_left("detach");
+}
+
+/* Device 1 is watched from here, where device 0 has no context. */
+static void end_primary(const char *what, bool by_reset)
+{
+    CUcontext second = NULL, third = NULL;
+    OK(cuDevicePrimaryCtxRetain(&second, 1));
+    OK(cuCtxSetCurrent(second));
+    size_t before = driver_free_bytes();
+    OK(cuMemAlloc(&made[0], BYTES));
+    OK(cuMemAlloc(&made[1], 512));
+    OK(cuMemsetD8(made[0], 3, BYTES));
+    OK(cuCtxSynchronize());
+    /* Whoever pauses retains the context too. */
+    inside_pause();
+    inside_resume();
+    OK(cuDevicePrimaryCtxRetain(&third, 1));
+    OK(cuDevicePrimaryCtxRelease(1));
+    OK(cuCtxSetCurrent(second));
+    printf("%s: %lld bytes less are free while it is retained\n", what, (long long)before - (long long)driver_free_bytes());
+    if (by_reset)
+        OK(context_reset(1));
+    else
+        OK(cuDevicePrimaryCtxRelease(1));
+    OK(cuDevicePrimaryCtxRetain(&second, 1));
+    OK(cuCtxSetCurrent(second));
+    printf("%s: %lld bytes less are free\n", what, (long long)before - (long long)driver_free_bytes());
+    for (int i = 0; i < 2; i++)
+        printf("%s: free of %d: %s\n", what, i, driver_error(cuMemFree(made[i])));
+    OK(cuMemAlloc(&made[0], BYTES));
+    OK(cuMemsetD8(made[0], 5, BYTES));
+    inside_pause();
+    inside_resume();
+    unsigned char byte = 0;
+    OK(cuMemcpyDtoH(&byte, made[0] + BYTES - 1, 1));
+    printf("%s: afterwards %d\n", what, byte);
+    OK(cuMemFree(made[0]));
+    OK(cuDevicePrimaryCtxRelease(1));
+    OK(cuCtxSetCurrent(primary));
+}
+
+static void paused(void)
+{
+    CUcontext own = NULL;
+    note_free_bytes();
+    OK(context_create(&own, 0, 0));
+    make(own);
+    inside_pause();
+    OK(context_destroy(own));
+    inside_resume();
+    print_left("paused");
+}
+
+static volatile bool is_over;
+
+static void *come_and_go(void *unused)
+{
+    while (!is_over) {
+        CUcontext own = NULL;
+        CUdeviceptr block = 0;
+        OK(context_create(&own, 0, 0));
+        OK(cuMemAlloc(&block, 4 << 20));
+        OK(cuMemsetD8(block, 1, 4 << 20));
+        OK(context_destroy(own));
+    }
+    return unused;
+}
+
+static void storm(void)
+{
+    pthread_t threads[2];
+    note_free_bytes();
+    for (int i = 0; i < 2; i++)
+        if (pthread_create(&threads[i], NULL, come_and_go, NULL) != 0)
+            exit(1);
+    for (int i = 0; i < 20; i++) {
+        usleep(5000);
+        inside_pause();
+        inside_resume();
+    }
+    is_over = true;
+    for (int i = 0; i < 2; i++)
+        pthread_join(threads[i], NULL);
+    print_freed("storm");
+}
+
+int main(int count, char **words)
+{
+    inside_deadline(30);
+    driver_start();
+    look_up();
+    OK(cuDevicePrimaryCtxRetain(&primary, 0));
+    for (int i = 1; i < count; i++) {
+        if (strcmp(words[i], "destroy") == 0)
+            destroy();
+        else if (strcmp(words[i], "detach") == 0)
+            detach();
+        else if (strcmp(words[i], "release") == 0)
+            end_primary("release", false);
+        else if (strcmp(words[i], "reset") == 0)
+            end_primary("reset", true);
+        else if (strcmp(words[i], "paused") == 0)
+            paused();
+        else if (strcmp(words[i], "storm") == 0)
+            storm();
+    }
+    return 0;
+}

@@ -1,0 +1,217 @@
+//! Plain memory under the preload object behaves as the driver's own, whatever is called when.
+
+use serde_json::Value;
+
+use crate::stage::{Preload, Stage, transcript};
+
+/// What `preload_<program>.c` prints to `words`, which is the same with and without us.
+fn said(program: &str, words: &[&str]) -> Vec<String> {
+    let stage = Stage::new();
+    let program = stage.program(program);
+    let text = stage.same(&program, words);
+    text.lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn questions_about_any_memory_are_answered_while_the_process_is_paused() {
+    assert_eq!(
+        said("paused", &["questions"]),
+        [
+            "host: type 1, code 0, as before",
+            "plain: type 2, code 0, as before",
+            "small: type 2, code 0, as before",
+            "mapped: type 2, code 0, as before",
+            "of a stream: type 2, code 0, as before",
+        ]
+    );
+}
+
+#[test]
+fn memory_that_never_left_is_used_and_freed_while_the_process_is_paused() {
+    assert_eq!(
+        said("paused", &["teardown"]),
+        ["copied 1010101 1010101 7, 1010101 7", "free again: 1"]
+    );
+}
+
+#[test]
+fn a_fill_of_memory_that_is_away_waits_for_the_resume() {
+    assert_eq!(said("paused", &["touch"]), ["filled with 9, when it was there"]);
+}
+
+#[test]
+fn a_free_beside_a_capture_waits_for_the_work_and_leaves_the_capture_alone() {
+    assert_eq!(
+        said("captures", &["beside"]),
+        [
+            "beside: free CUDA_SUCCESS, after the work, stream CUDA_SUCCESS",
+            "beside: capture CUDA_SUCCESS, sum 10485760",
+        ]
+    );
+}
+
+#[test]
+fn a_thread_that_captures_frees_in_relaxed_mode() {
+    assert_eq!(
+        said("captures", &["relaxed"]),
+        [
+            "relaxed thread: free CUDA_SUCCESS",
+            "relaxed thread: capture CUDA_SUCCESS, sum 10485760",
+            "relaxed capture: free CUDA_SUCCESS",
+            "relaxed capture: capture CUDA_SUCCESS, sum 10485760",
+        ]
+    );
+}
+
+#[test]
+fn a_free_that_the_driver_refuses_in_a_capture_is_refused() {
+    assert_eq!(
+        said("captures", &["global"]),
+        [
+            "global: free CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+            "global: capture CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+            "global: free afterwards CUDA_SUCCESS",
+        ]
+    );
+}
+
+#[test]
+fn a_capture_that_another_thread_may_not_end_goes_on() {
+    assert_eq!(
+        said("captures", &["thread"]),
+        [
+            "thread: end elsewhere 908",
+            "thread: free CUDA_SUCCESS",
+            "thread: capture CUDA_SUCCESS, sum 10485760",
+        ]
+    );
+}
+
+/// What is left of memory after `what`, which ends a context, but for one block of another context.
+fn lines_of_an_end(what: &str) -> Vec<String> {
+    let rest = [
+        "67108864 bytes less are free",
+        "free of 0: CUDA_ERROR_INVALID_VALUE",
+        "free of 1: CUDA_ERROR_INVALID_VALUE",
+        "sum 117440512",
+        "0 bytes less are free",
+    ];
+    rest.iter().map(|line| format!("{what}: {line}")).collect()
+}
+
+#[test]
+fn plain_memory_ends_with_its_context() {
+    assert_eq!(said("contexts", &["destroy"]), lines_of_an_end("destroy"));
+}
+
+#[test]
+fn plain_memory_ends_with_the_last_reference_to_its_context() {
+    let attached = "attached: 136314880 bytes less are free".to_owned();
+    let lines: Vec<_> = std::iter::once(attached).chain(lines_of_an_end("detach")).collect();
+    assert_eq!(said("contexts", &["detach"]), lines);
+}
+
+#[test]
+fn plain_memory_ends_with_its_context_while_the_process_is_paused() {
+    assert_eq!(said("contexts", &["paused"]), lines_of_an_end("paused"));
+}
+
+#[test]
+fn plain_memory_ends_with_the_primary_context() {
+    for what in ["release", "reset"] {
+        let lines = [
+            "69206016 bytes less are free while it is retained",
+            "0 bytes less are free",
+            "free of 0: CUDA_ERROR_INVALID_VALUE",
+            "free of 1: CUDA_ERROR_INVALID_VALUE",
+            "afterwards 5",
+        ];
+        let lines = lines.map(|line| format!("{what}: {line}"));
+        assert_eq!(said("contexts", &[what]), lines);
+    }
+}
+
+#[test]
+fn contexts_that_come_and_go_do_not_fail_a_pause() {
+    assert_eq!(said("contexts", &["storm"]), ["storm: 0 bytes less are free"]);
+}
+
+#[test]
+fn peer_access_of_before_an_attach_reaches_what_is_asked_for_afterwards() {
+    let stage = Stage::new();
+    let program = stage.program("peers");
+    for preload in [Preload::With, Preload::Attached] {
+        let text = stage.same_as_without(preload, &program, &["late"]);
+        assert_eq!(text, "late: CUDA_SUCCESS, word 6\n", "{preload:?}");
+        let text = stage.same_as_without(preload, &program, &["never"]);
+        let lines = ["CUDA_SUCCESS", "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED"];
+        assert_eq!(text, lines.map(|line| format!("never: {line}\n")).concat(), "{preload:?}");
+    }
+}
+
+#[test]
+fn opened_memory_is_in_reach_of_devices_with_peer_access() {
+    assert_eq!(said("peers", &["opened"]), ["opened: CUDA_SUCCESS, word 8"]);
+    assert_eq!(said("peers", &["opening"]), ["opening: CUDA_SUCCESS, word 8"]);
+}
+
+#[test]
+fn memory_is_opened_by_the_form_of_the_call_before_cuda_11() {
+    assert_eq!(said("peers", &["opened-old"]), ["opened: CUDA_SUCCESS, word 8"]);
+}
+
+/// What `preload_stays.c` is told of itself while it is paused, and at its end, and its other lines.
+fn said_of_itself(word: &str) -> (Vec<Value>, Vec<String>) {
+    let stage = Stage::new();
+    let program = stage.program("stays");
+    let output = stage.command(&program, Preload::With).arg(word).output();
+    let text = transcript(&output.expect("it starts"));
+    let (json, lines): (Vec<&str>, Vec<&str>) =
+        text.lines().partition(|line| line.starts_with('{'));
+    let json = json.into_iter().map(|line| serde_json::from_str(line).expect(line)).collect();
+    (json, lines.into_iter().map(str::to_owned).collect())
+}
+
+#[test]
+fn a_process_whose_memory_all_stays_joins_its_tenant_and_its_memory_is_counted() {
+    let kinds = [
+        ("async", "stream-ordered"),
+        ("pool", "stream-ordered"),
+        ("managed", "managed"),
+        ("pitched", "pitched"),
+        ("array", "arrays"),
+    ];
+    for (word, reason) in kinds {
+        let (stats, lines) = said_of_itself(word);
+        assert!(lines.is_empty(), "{word}: {lines:?}");
+        let pinned = &stats[0]["pool"]["devices"][0]["pinned"][0];
+        assert_eq!(pinned["bytes"], 8 << 20, "{word}: {}", stats[0]);
+        assert_eq!(pinned["count"], 1, "{word}");
+        let text = pinned["reason"].as_str().expect("a reason");
+        assert!(text.contains(reason), "{word}: {text}");
+        let devices = stats[1]["pool"]["devices"].as_array().expect("devices");
+        assert!(devices.is_empty(), "{word}: counted after its end: {}", stats[1]);
+    }
+}
+
+#[test]
+fn managed_memory_is_moved_to_a_device_after_the_resume() {
+    let (_, lines) = said_of_itself("prefetch");
+    assert_eq!(lines, ["moved after the resume"]);
+}
+
+#[test]
+fn copies_between_devices_are_right_where_these_do_not_reach_each_other() {
+    let stage = Stage::new();
+    let program = stage.program("across");
+    let said = |preload, no_p2p: &str| {
+        let mut command = stage.command(&program, preload);
+        transcript(&command.env("SIMCUDA_NO_P2P", no_p2p).output().expect("it starts"))
+    };
+    let expected = said(Preload::Without, "0");
+    assert_eq!(expected.lines().count(), 2 * (8 + 4 + 2), "{expected}");
+    assert!(!expected.contains("ERROR"), "{expected}");
+    assert_eq!(said(Preload::Without, "1"), expected, "the driver's own memory");
+    assert_eq!(said(Preload::With, "0"), expected);
+    assert_eq!(said(Preload::With, "1"), expected);
+}

@@ -1,0 +1,101 @@
+//! What the ledger knows of an address, for calls that ask about one.
+//!
+//! The driver knows more, and is asked wherever it can answer. It cannot while memory is away, and what it says in the
+//! middle of a pause or resume may be half of the truth. So whoever asks looks here first and again afterwards.
+
+use super::Ledger;
+use crate::driver::{
+    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, RawContext, VaRange,
+};
+
+/// A look at a mapping that the driver has as it is recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sight {
+    start: u64,
+    departures: u64,
+}
+
+/// What is on record of an address whose memory is away, or comes or goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Facts {
+    /// The whole mapping that holds it.
+    pub mapping: VaRange,
+    /// For a block: the size that its caller asked for, in bytes.
+    pub block_bytes: Option<u64>,
+    /// What the memory was created with.
+    pub prop: AllocationProp,
+    /// The rights set on it.
+    pub access: Vec<AccessDesc>,
+    /// For a block: the context that it was asked for in, where that is known.
+    pub context: Option<RawContext>,
+}
+
+impl Facts {
+    /// The device that the memory is on; none for host memory.
+    pub fn device(&self) -> Option<DeviceOrdinal> {
+        self.prop.location.as_device()
+    }
+}
+
+/// Who can answer a question about an address.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Known {
+    /// The driver: the pool has nothing there.
+    Elsewhere,
+    /// The driver, as long as a second look afterwards is the same.
+    Here(Sight),
+    /// The ledger.
+    Away(Facts),
+}
+
+impl Ledger {
+    /// Who can answer a question about `address` now.
+    pub(crate) fn sight_of(&self, address: DeviceAddress) -> Known {
+        let Some((mapping, row)) = self.mapped_at(address) else {
+            return Known::Elsewhere;
+        };
+        match mapping.standing() {
+            Some(departures) => Known::Here(Sight { start: mapping.range().start.0, departures }),
+            None => Known::Away(Facts {
+                mapping: mapping.range(),
+                block_bytes: row.block_size_bytes(),
+                prop: *row.prop(),
+                access: mapping.access_list(),
+                context: mapping.context(),
+            }),
+        }
+    }
+
+    /// The range that the driver would report for `address`, where the driver cannot or would say something else: mappings
+    /// whose memory is away, and blocks that are larger than was asked for.
+    pub(crate) fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {
+        let (mapping, row) = self.mapped_at(address)?;
+        match row.block_size_bytes() {
+            Some(size_bytes) => Some(VaRange::new(mapping.range().start, size_bytes)),
+            None => mapping.standing().is_none().then(|| mapping.range()),
+        }
+    }
+
+    /// Notes that the block that begins at `start` was asked for in `context`.
+    pub(crate) fn set_context(&mut self, start: u64, context: RawContext) {
+        if let Some(mapping) = self.mappings.get_mut(&start) {
+            mapping.set_context(context);
+        }
+    }
+
+    /// Where the blocks lie that were asked for in `context`, and the plain memory that was left to the driver.
+    pub(crate) fn plain_memory_of(
+        &self,
+        context: RawContext,
+    ) -> (Vec<VaRange>, Vec<DeviceAddress>) {
+        let of_context = self.mappings().filter(|mapping| mapping.context() == Some(context));
+        let blocks = of_context.map(super::Mapping::range).collect();
+        let natives = self.natives.iter().filter(|(_, native)| native.context == Some(context));
+        (blocks, natives.map(|(&address, _)| DeviceAddress(address)).collect())
+    }
+
+    /// Is some of the memory mapped in `range` away?
+    pub(crate) fn is_any_away(&self, range: VaRange) -> bool {
+        super::overlapping(&self.mappings, range).any(|mapping| mapping.standing().is_none())
+    }
+}

@@ -1,0 +1,71 @@
+//! Questions about addresses, and calls that name all that they touch: neither waits for memory of somebody else's.
+
+use super::Pool;
+use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawContext, VaRange};
+use crate::gate::{Pass, Passage};
+use crate::ledger::{Known, Sight};
+
+impl<D: Driver> Pool<D> {
+    /// Who can answer a question about `address` now. Passes no gate, and waits for nothing.
+    pub fn who_knows(&self, address: DeviceAddress) -> Known {
+        self.ledger().sight_of(address)
+    }
+
+    /// Has what was seen of `address` been there all the time since? Then what the driver has said of it in between
+    /// is right.
+    pub fn is_as_seen(&self, address: DeviceAddress, sight: Sight) -> bool {
+        self.ledger().sight_of(address) == Known::Here(sight)
+    }
+
+    /// The range that the driver would report for `address`, where the driver cannot or would say something else:
+    /// mappings whose memory is away, and blocks that are larger than was asked for. Passes no gate.
+    #[doc(alias = "cuMemGetAddressRange")]
+    pub fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {
+        self.ledger().range_of(address)
+    }
+
+    /// The context that the block at `address` was asked for in.
+    pub fn block_context(&self, address: DeviceAddress) -> Option<RawContext> {
+        self.ledger().mapping_at(address)?.context()
+    }
+
+    /// The device of the block that holds `address`, and the context that it was asked for in, where that is known.
+    pub fn block_place(
+        &self,
+        address: DeviceAddress,
+    ) -> Option<(DeviceOrdinal, Option<RawContext>)> {
+        let ledger = self.ledger();
+        let (mapping, row) = ledger.mapped_at(address)?;
+        row.block_size_bytes()?;
+        Some((row.device()?, mapping.context()))
+    }
+
+    /// What of plain memory was asked for in `context`: blocks, and what was left to the driver.
+    pub fn plain_memory_of(&self, context: RawContext) -> (Vec<VaRange>, Vec<DeviceAddress>) {
+        self.ledger().plain_memory_of(context)
+    }
+
+    /// Notes that the block that begins at `address` was asked for in `context`.
+    pub fn set_block_context(&self, address: DeviceAddress, context: RawContext) {
+        self.ledger().set_context(address.0, context);
+    }
+
+    /// Goes in for the call `what`, which touches these addresses and nothing else. While all memory of the process is away that
+    /// can be, such a call need not wait where its addresses are not the pool's, or in what a pause leaves in place:
+    /// nothing that a pause or resume moves is touched. Otherwise as [`Passage::Use`].
+    pub fn pass_touching(&self, what: &'static str, touched: &[VaRange]) -> Pass<'_> {
+        let pass = self.gate().pass_for(what, Passage::GiveUp);
+        if !pass.is_offloaded() {
+            return pass;
+        }
+        let is_any_away = {
+            let ledger = self.ledger();
+            touched.iter().any(|range| ledger.is_any_away(*range))
+        };
+        if !is_any_away {
+            return pass;
+        }
+        drop(pass);
+        self.gate().pass_for(what, Passage::Use)
+    }
+}

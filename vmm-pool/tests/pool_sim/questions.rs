@@ -1,0 +1,84 @@
+//! Questions about addresses, and calls that name all that they touch, while memory is away.
+
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, RawContext, VaRange};
+use vmm_pool::{Facts, Known};
+
+use crate::stage::{DEVICE, UNIT, create, kept, map, node, pause, pool, resume};
+
+const CONTEXT: RawContext = RawContext(77);
+
+#[test]
+fn the_driver_answers_for_what_is_here_and_the_ledger_for_what_is_away() {
+    let pool = pool(&node());
+    let prop = AllocationProp::pinned_on(DEVICE);
+    let block = pool.block_allocate(100, &prop, &[DEVICE], kept()).expect("a block");
+    pool.set_block_context(block, CONTEXT);
+    let inside = DeviceAddress(block.0 + 64);
+    let elsewhere = DeviceAddress(block.0 + UNIT);
+    assert_eq!(pool.who_knows(elsewhere), Known::Elsewhere);
+    let Known::Here(sight) = pool.who_knows(inside) else { panic!("it is mapped") };
+    assert!(pool.is_as_seen(inside, sight));
+
+    pause(&pool);
+    assert_eq!(pool.who_knows(elsewhere), Known::Elsewhere);
+    let access = vec![AccessDesc::read_write(DEVICE)];
+    let mapping = VaRange::new(block, UNIT);
+    let context = Some(CONTEXT);
+    let facts = Facts { mapping, block_bytes: Some(100), prop, access, context };
+    assert_eq!(pool.who_knows(inside), Known::Away(facts));
+    assert!(!pool.is_as_seen(inside, sight));
+
+    resume(&pool);
+    assert!(matches!(pool.who_knows(inside), Known::Here(_)));
+    assert!(!pool.is_as_seen(inside, sight), "it was away in between");
+}
+
+#[test]
+fn the_plain_memory_of_a_context_is_found_by_it() {
+    let pool = pool(&node());
+    let prop = AllocationProp::pinned_on(DEVICE);
+    let [mine, other] =
+        [(); 2].map(|()| pool.block_allocate(UNIT, &prop, &[DEVICE], kept()).expect("a block"));
+    pool.set_block_context(mine, CONTEXT);
+    let small = DeviceAddress(4096);
+    pool.native_allocated(small, 512, DEVICE, Some(CONTEXT), "small");
+    pool.native_allocated(DeviceAddress(8192), 512, DEVICE, None, "small");
+    let (blocks, natives) = pool.plain_memory_of(CONTEXT);
+    assert_eq!((&*blocks, &*natives), (&[VaRange::new(mine, UNIT)][..], &[small][..]));
+    pool.enter_giving_up().blocks_end(&blocks);
+    assert!(pool.plain_memory_of(CONTEXT).0.is_empty());
+    assert_eq!(pool.range_of(mine), None);
+    assert!(pool.range_of(other).is_some());
+}
+
+#[test]
+fn a_call_that_touches_nothing_that_is_away_goes_in_and_any_other_waits() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 1, kept());
+    let away = map(&pool, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
+    let pinned = create(&pool, DEVICE, 1, kept());
+    let stays = map(&pool, pinned, UNIT, &[AccessDesc::read_write(DEVICE)]);
+    pool.pin(stays, "a network card holds it");
+    let elsewhere = VaRange::new(DeviceAddress(4096), 4096);
+    pause(&pool);
+    assert!(pool.pass_touching("a copy", &[elsewhere]).is_offloaded());
+    assert!(pool.pass_touching("a copy", &[stays, elsewhere]).is_offloaded(), "it never left");
+    let (tell, hear) = mpsc::channel();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let last_byte = VaRange::new(DeviceAddress(away.end().0 - 1), 1);
+            let pass = pool.pass_touching("a copy", &[elsewhere, last_byte]);
+            tell.send(pass.is_offloaded()).expect("a listener");
+        });
+        while pool.gate().waits() == 0 {
+            thread::yield_now();
+        }
+        assert!(hear.try_recv().is_err(), "it is in before the resume");
+        resume(&pool);
+        assert_eq!(hear.recv_timeout(Duration::from_secs(10)), Ok(false));
+    });
+}
