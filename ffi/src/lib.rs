@@ -37,3 +37,6 @@ mod signatures;
 
 /// The drop-ins that are asked before memory is made.
 const DROP_INS: &[guards::Guard] = &[compat::saver::GUARD];
+
+/// Says why work of this process may reach a device past the gate, if it may.
+const UNGATED: fn() -> Option<String> = attach::ungated;

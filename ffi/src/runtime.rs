@@ -49,8 +49,6 @@ static CHOSEN_FILE_DIR: Mutex<Option<PathBuf>> = Mutex::new(None);
 static NOTES_OF_ATTACH: Mutex<Vec<String>> = Mutex::new(Vec::new());
 static PRIMARY_CONTEXTS: Mutex<BTreeMap<c_int, usize>> = Mutex::new(BTreeMap::new());
 static HOST_BYTES_MAX: OnceLock<Option<u64>> = OnceLock::new();
-/// Why launches may pass our gate by, if they may.
-static UNGATED: Mutex<Option<String>> = Mutex::new(None);
 /// The function that says which memory the application does not need.
 static UNUSED_SOURCE: Mutex<fn() -> Vec<VaRange>> = Mutex::new(Vec::new);
 
@@ -175,15 +173,6 @@ pub(crate) fn note_of_attach(text: String) {
     }
 }
 
-/// Sets why launches may pass our gate by, from the next pause on; `None` when they cannot.
-pub(crate) fn set_ungated(why: Option<String>) {
-    *lock(&UNGATED) = why;
-}
-
-fn ungated() -> Option<String> {
-    lock(&UNGATED).clone()
-}
-
 /// Sets the function that says, in each pause, which memory the application does not need. It is called on a thread of
 /// ours that holds none of our locks here.
 pub(crate) fn set_unused_source(source: fn() -> Vec<VaRange>) {
@@ -241,7 +230,7 @@ fn try_join() -> Result<Arc<Member>, String> {
         host_limits,
         own_contexts: list_own_contexts,
         unused,
-        ungated,
+        ungated: crate::UNGATED,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
     };
     let member =

@@ -21,8 +21,9 @@ pub(crate) mod patch;
 #[cfg(test)]
 mod tests;
 
-use std::ffi::{CStr, c_char, c_void};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+use std::time::Duration;
 
 use driver::Driver;
 use library::Library;
@@ -55,6 +56,32 @@ pub(crate) struct Interposition {
     patches: Patches,
     is_attached: AtomicBool,
     is_forked: AtomicBool,
+    /// Whether the loader binds the program to us: [`UNASKED`], or an answer. No lock is held around the question, which
+    /// takes the loader's: who asks may hold that one.
+    is_ours_first: AtomicU8,
+    /// The process that first walked; 0 when none has.
+    walker: AtomicU32,
+}
+
+const UNASKED: u8 = 0;
+const OURS: u8 = 1;
+const ANOTHERS: u8 = 2;
+
+/// How long a walk may take in a forked child.
+const CHILD_WALK_MAX: Duration = Duration::from_secs(2);
+
+/// In a process that the loader bound to us: does another library or the program itself come before us with a function
+/// `name` of its own? Then that is what callers are meant to find.
+fn is_anothers(name: &[u8]) -> bool {
+    let Some(name) = CString::new(name).ok() else {
+        return false;
+    };
+    let found = loader::program().and_then(|program| loader::dlsym(program, &name));
+    let found = found.map(|found| found.as_ptr().expose_provenance());
+    found.is_some_and(|found| {
+        !loader::is_own(found)
+            && loader::file_of(found).is_some_and(|file| !patch::is_original(file.as_bytes()))
+    })
 }
 
 impl Interposition {
@@ -71,6 +98,8 @@ impl Interposition {
             patches: Patches::new(),
             is_attached: AtomicBool::new(false),
             is_forked: AtomicBool::new(false),
+            is_ours_first: AtomicU8::new(UNASKED),
+            walker: AtomicU32::new(0),
         }
     }
 
@@ -103,20 +132,70 @@ impl Interposition {
         self.is_forked.load(Ordering::Relaxed)
     }
 
-    /// Patches what was loaded since the last time, in a process that was attached to. Blocks on no lock but
-    /// the loader's of its list, which no thread holds while it waits for us.
+    /// Patches what was loaded since the last time. Blocks on no lock but the loader's of its list, which no thread
+    /// holds while it waits for us.
     fn look_again(&'static self) {
-        if self.binding() == Binding::ByAttach && !self.is_forked() {
+        if self.walks() && !self.is_child() {
             self.walk(Purpose::PatchWhatIsNew);
         }
     }
 
+    /// Do walks write in this process? Not where somebody else's `dlsym` comes before ours: its calls come to us.
+    fn walks(&self) -> bool {
+        self.binding() == Binding::ByAttach || self.is_bound_by_loader()
+    }
+
+    /// True in a forked child of a process that had walked: a lock of the loader's may be held for ever.
+    pub(crate) fn is_child(&self) -> bool {
+        let own = std::process::id();
+        let order = Ordering::Relaxed;
+        self.is_forked()
+            || self.walker.compare_exchange(0, own, order, order).is_err_and(|walker| walker != own)
+    }
+
+    /// Walks before a pause, and says why work of this process may reach a device past us, if it may. In a forked child
+    /// a thread of its own walks, which is left behind where it finds the loader's lock held for ever.
+    pub(crate) fn escape(&'static self) -> Option<String> {
+        if !self.walks() {
+            return None;
+        }
+        if self.is_child() {
+            let (done, walked) = std::sync::mpsc::channel();
+            let walk = move || {
+                self.walk(Purpose::Pause);
+                let _heard = done.send(());
+            };
+            let spawned = std::thread::Builder::new().name("sublet-walk".to_owned()).spawn(walk);
+            spawned.ok()?;
+            walked.recv_timeout(CHILD_WALK_MAX).ok()?;
+        } else {
+            self.walk(Purpose::Pause);
+        }
+        let problem = |(path, entry): (String, Entry)| Some((path, entry.problem?));
+        let missed = self.walked().into_iter().find_map(problem);
+        let missed =
+            missed.map(|(path, why)| format!("launches from {path} may pass Sublet by ({why})"));
+        missed.or_else(|| {
+            let driver = self.patches.driver_elsewhere()?;
+            Some(format!(
+                "{driver} is loaded in a namespace of its own (dlmopen), and launches through it pass Sublet by: \
+                 open what uses it with dlopen"
+            ))
+        })
+    }
+
     /// True when the loader binds the program to our functions in place of its own, such as `dlsym`.
     pub(crate) fn is_bound_by_loader(&self) -> bool {
-        self.loader.first().is_some_and(|(name, _)| {
+        let known = self.is_ours_first.load(Ordering::Relaxed);
+        if known != UNASKED {
+            return known == OURS;
+        }
+        let is_ours = self.loader.first().is_some_and(|(name, _)| {
             let found = loader::program().and_then(|program| loader::dlsym(program, name));
             found.is_some_and(|found| loader::is_own(found.as_ptr().expose_provenance()))
-        })
+        });
+        self.is_ours_first.store(if is_ours { OURS } else { ANOTHERS }, Ordering::Relaxed);
+        is_ours
     }
 
     /// Makes what walks need. Called before [`bind_by_attach`](Self::bind_by_attach) lets other threads walk, so that
@@ -127,7 +206,11 @@ impl Interposition {
             let rows = self.libraries.iter().flat_map(|library| library.rows());
             let libraries = rows.map(|row| (row.name.to_bytes(), (row.exported)()));
             let loader = self.loader.iter().map(|(name, ours)| (name.to_bytes(), ours()));
-            driver.chain(libraries).chain(loader).collect()
+            let all = driver.chain(libraries).chain(loader);
+            if !self.is_bound_by_loader() {
+                return all.collect();
+            }
+            all.filter(|(name, _)| !is_anothers(name)).collect()
         });
     }
 
@@ -140,7 +223,7 @@ impl Interposition {
     /// Walks over all libraries of the process.
     pub(crate) fn walk(&'static self, purpose: Purpose) {
         self.prepare();
-        self.patches.walk(&self.driver, purpose);
+        self.patches.walk(&self.driver, self.binding(), purpose);
     }
 
     /// The libraries that reach, or may reach, anything that we stand in for; by path. Calls nothing of the loader's.

@@ -160,8 +160,8 @@ impl<D: Driver> Member<D> {
     fn refuse_ungated(&self) -> Result<(), Failure> {
         match (self.config.ungated)() {
             Some(why) if !self.is_asking() => Err(wrong_state(format!(
-                "process {} cannot be paused from outside: {why}; start it with `sublet run`, or pause it from \
-                 inside, between its steps (sublet_pause_tenant)",
+                "process {} cannot be paused from outside: {why}; or pause it from inside, between its steps \
+                 (sublet_pause_tenant)",
                 std::process::id()
             ))),
             Some(_) | None => Ok(()),

@@ -6,6 +6,7 @@
 )]
 
 mod attach;
+mod escapes;
 mod header;
 mod hooks;
 mod loader;

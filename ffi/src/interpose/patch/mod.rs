@@ -4,7 +4,11 @@
 //! 1. A library's import slots ([`slots`], found by [`object`]) of functions that we stand in for lead to us.
 //! 2. Addresses of such functions of the driver's that it keeps in its own data are exchanged ([`kept_addresses`]).
 //! 3. Libraries that are loaded later are looked at in the next call of our `dlsym`: a program that opens a library asks it
-//!    for a symbol next.
+//!    for a symbol next. At a pause all are looked at again, also those that nobody asked for a symbol.
+//!
+//! In a process that the loader bound to us all this is for libraries that have an order of their own
+//! (`RTLD_DEEPBIND`), in which the C library's `dlsym` and the driver come before us. All others lead to us already.
+//! Libraries in another namespace (`dlmopen`) are in no list; [`namespaces`] says whether the driver is in one.
 //!
 //! All is done inside one callback of `dl_iterate_phdr`. glibc holds the lock of its list of libraries
 //! meanwhile (`dl_load_write_lock`): it adds none and unmaps none, so that what is read and written here is
@@ -14,6 +18,7 @@
 #![expect(unsafe_code, reason = "asks the loader which libraries there are")]
 
 mod kept_addresses;
+mod namespaces;
 mod object;
 mod protections;
 mod slots;
@@ -21,14 +26,17 @@ mod slots;
 use std::cell::{Cell, OnceCell};
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_int, c_void};
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use namespaces::Elsewhere;
 use object::{Object, Place};
 use protections::Protections;
 use slots::Settled;
 
+use super::Binding;
 use super::driver::Driver;
 
 /// How often slots that the loader is not done with are looked at again.
@@ -57,6 +65,10 @@ pub(crate) struct Entry {
     pub(crate) problem: Option<String>,
     /// True when its data has been looked through.
     is_searched: bool,
+    /// True when some import of it led past us.
+    pub(crate) was_turned: bool,
+    /// True when that was found at a pause only.
+    ran_past_us: bool,
     tries: u8,
     walk: u64,
 }
@@ -83,6 +95,8 @@ pub(super) struct Patches {
     loads: AtomicU64,
     /// Some slot was not ready at the last walk.
     unsettled: AtomicBool,
+    /// The driver in other namespaces.
+    elsewhere: Elsewhere,
 }
 
 /// Our functions by the names that libraries import them by.
@@ -116,6 +130,7 @@ impl Patches {
             known: LazyLock::new(Mutex::default),
             loads: AtomicU64::new(0),
             unsettled: AtomicBool::new(false),
+            elsewhere: Elsewhere::new(),
         }
     }
 
@@ -123,10 +138,13 @@ impl Patches {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes what walks need from `names`: our functions by the names that libraries import them by.
+    /// Makes what walks need from `names`: our functions by the names that libraries import them by. `names` may ask the
+    /// loader: two threads may both ask it, and one answer is then dropped.
     pub(super) fn prepare(&self, names: impl FnOnce() -> HashMap<&'static [u8], usize>) {
         LazyLock::force(&self.known);
-        self.ours.get_or_init(|| Names::new(names()));
+        if self.ours.get().is_none() {
+            let _set_by_another = self.ours.set(Names::new(names()));
+        }
     }
 
     /// Our function for imports of `name`.
@@ -135,15 +153,25 @@ impl Patches {
         self.ours.get()?.of(name)
     }
 
-    /// Walks over all libraries of the process. Does nothing before [`prepare`](Self::prepare).
-    pub(super) fn walk(&'static self, driver: &'static Driver, purpose: Purpose) {
-        if self.walk_once(driver, purpose) == Met::Unknown && driver.exchange().is_some() {
+    /// Walks over all libraries of a process bound by `binding`. Does nothing before [`prepare`](Self::prepare).
+    pub(super) fn walk(&'static self, driver: &'static Driver, binding: Binding, purpose: Purpose) {
+        if self.walk_once(driver, binding, purpose) == Met::Unknown && driver.exchange().is_some() {
             // The library whose initialiser brought the driver in may keep functions of it already.
-            self.walk_once(driver, Purpose::Patch);
+            self.walk_once(driver, binding, Purpose::Patch);
         }
     }
 
-    fn walk_once(&'static self, driver: &'static Driver, purpose: Purpose) -> Met {
+    /// The file of a driver whose callers no walk sees, found at the last walk of [`Purpose::Pause`].
+    pub(super) fn driver_elsewhere(&self) -> Option<String> {
+        self.elsewhere.found()
+    }
+
+    fn walk_once(
+        &'static self,
+        driver: &'static Driver,
+        binding: Binding,
+        purpose: Purpose,
+    ) -> Met {
         let Some(ours) = self.ours.get() else {
             return Met::Known;
         };
@@ -155,11 +183,14 @@ impl Patches {
             driver,
             patches: self,
             ours,
+            binding,
             purpose,
             known: None,
             protections: OnceCell::new(),
             unsettled: false,
-            met_driver: false,
+            wants_driver: false,
+            drivers: Vec::new(),
+            loads: (0, 0),
         };
         // SAFETY: `visit` is a callback as `dl_iterate_phdr` takes it, and its data outlives the call.
         unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut walk).cast()) };
@@ -168,15 +199,18 @@ impl Patches {
             return Met::Known;
         };
         // Libraries that were not met have been unloaded.
-        let walks = known.walks;
+        let (walks, met_driver) = (known.walks, !walk.drivers.is_empty());
         known.entries.retain(|_, entry| {
-            entry.is_searched |= !walk.met_driver;
+            entry.is_searched |= !met_driver;
             entry.walk == walks
         });
-        let unknown =
-            walk.met_driver && purpose != Purpose::Look && driver.known_exchange().is_none();
+        drop(known);
+        if purpose == Purpose::Pause {
+            self.elsewhere.look(walk.loads, &walk.drivers);
+        }
+        let unknown = walk.wants_driver && driver.known_exchange().is_none();
         self.unsettled.store(walk.unsettled, Ordering::Release);
-        match (walk.met_driver, unknown) {
+        match (met_driver, unknown) {
             (false, _) => Met::Absent,
             (true, true) => Met::Unknown,
             (true, false) => Met::Known,
@@ -204,12 +238,12 @@ thread_local! {
 /// The work of a walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// Only looks, since the loader has bound everything to us.
-    Look,
     /// Looks at everything and writes.
     Patch,
     /// As `Patch`, unless nothing was loaded since the last walk.
     PatchWhatIsNew,
+    /// As `Patch`, before a pause: a library that nobody has looked at before may have called past us all the time.
+    Pause,
 }
 
 /// One walk under way.
@@ -217,11 +251,17 @@ struct Walk {
     driver: &'static Driver,
     patches: &'static Patches,
     ours: &'static Names,
+    binding: Binding,
     purpose: Purpose,
     known: Option<MutexGuard<'static, Known>>,
     protections: OnceCell<Protections>,
     unsettled: bool,
-    met_driver: bool,
+    /// Some library may keep functions of the driver's.
+    wants_driver: bool,
+    /// Where the driver is.
+    drivers: Vec<Range<usize>>,
+    /// How many libraries were ever loaded, and how many unloaded.
+    loads: (u64, u64),
 }
 
 /// Whether a walk met the driver.
@@ -256,6 +296,7 @@ unsafe extern "C" fn visit(
         let mut known = patches.known();
         known.walks += 1;
         walk.known = Some(known);
+        walk.loads = (info.dlpi_adds, info.dlpi_subs);
         patches.loads.store(info.dlpi_adds, Ordering::Release);
     }
     // SAFETY: this is the callback, and the object is dropped before it returns.
@@ -269,7 +310,9 @@ unsafe extern "C" fn visit(
 
 impl Walk {
     fn look_at(&mut self, object: &Object<'_>) {
-        self.met_driver |= is_file(object.name, DRIVER_FILE);
+        if is_file(object.name, DRIVER_FILE) {
+            self.drivers.extend(object.span());
+        }
         if object.contains((visit as *const ()).addr()) || is_left_out(object.name) {
             return;
         }
@@ -294,17 +337,17 @@ impl Walk {
             *entry = Entry { walk, ..Entry::default() };
             entry.places = imports.places().filter(|&place| named(place).is_some()).collect();
         }
-        if self.purpose == Purpose::Look {
-            entry.slots = entry.places.len();
-            return;
-        }
         entry.slots = 0;
-        let mut is_ready = true;
+        let (mut is_ready, mut turned) = (true, false);
         for (import, ours) in entry.places.iter().filter_map(|&place| named(place)) {
             // Read only where there is something to write, once a walk.
             let protections = || self.protections.get_or_init(Protections::read);
             match slots::settle(object, &import, ours, protections) {
                 Settled::Ours => entry.slots += 1,
+                Settled::Turned => {
+                    entry.slots += 1;
+                    turned = true;
+                }
                 Settled::Absent => {}
                 Settled::NotYet => is_ready = false,
                 Settled::Refused(why) => entry.problem = Some(why),
@@ -318,26 +361,54 @@ impl Walk {
                 entry.problem = Some("the loader never finished with its imports".to_owned());
             }
         }
-        if let Some(exchange) = self.driver.known_exchange()
-            && !entry.is_searched
-            && is_ready
-        {
-            let protections = self.protections.get_or_init(Protections::read);
-            entry.exchanged += kept_addresses::exchange(object, exchange, protections);
-            entry.is_searched = true;
+        if turned {
+            // What it asked for by then it did not ask us for.
+            entry.is_searched = false;
+            entry.was_turned = true;
+            entry.ran_past_us |= self.purpose == Purpose::Pause;
+        }
+        let may_keep = self.binding == Binding::ByAttach || entry.was_turned;
+        if !may_keep || entry.is_searched || !is_ready {
+            return;
+        }
+        let Some(exchange) = self.driver.known_exchange() else {
+            self.wants_driver = true;
+            return;
+        };
+        let protections = self.protections.get_or_init(Protections::read);
+        entry.exchanged += kept_addresses::exchange(object, exchange, protections);
+        entry.is_searched = true;
+        if self.binding == Binding::ByLoader && entry.ran_past_us && entry.exchanged == 0 {
+            entry.problem = Some(OPENED_PAST_US.to_owned());
         }
     }
 }
 
-/// The driver itself and the loader: their own calls are not ours to see.
+/// The problem of a library that was first seen at a pause, and led past us.
+const OPENED_PAST_US: &str = "it was opened with RTLD_DEEPBIND, and may have taken the driver's functions past libsublet.so: \
+     open it without that flag";
+
+/// The driver itself, with the files that it brings along, and the loader: their own calls are not ours to see.
 fn is_left_out(name: &CStr) -> bool {
-    [DRIVER_FILE, b"ld-linux", b"libc.so", b"linux-vdso"].iter().any(|file| is_file(name, file))
+    is_original(name.to_bytes())
+}
+
+/// Is the file at `path` the driver, one that it brings along, the loader or the C library?
+pub(super) fn is_original(path: &[u8]) -> bool {
+    const BEGINNINGS: [&[u8]; 6] =
+        [DRIVER_FILE, b"libnvidia-", b"ld-linux", b"libc.so", b"libdl.so", b"linux-vdso"];
+    BEGINNINGS.iter().any(|file| is_file_of(path, file))
 }
 
 /// How the driver's file name begins.
 const DRIVER_FILE: &[u8] = b"libcuda.so";
 
 fn is_file(name: &CStr, begin: &[u8]) -> bool {
-    let file = name.to_bytes().rsplit(|&byte| byte == b'/').next().unwrap_or_default();
+    is_file_of(name.to_bytes(), begin)
+}
+
+/// Does the name of the file at `path` begin so?
+fn is_file_of(path: &[u8], begin: &[u8]) -> bool {
+    let file = path.rsplit(|&byte| byte == b'/').next().unwrap_or_default();
     file.starts_with(begin)
 }
