@@ -13,6 +13,7 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, RwLock}
 use sublet_cuda_driver::{Accessors, Answer, caller};
 use sublet_cuda_graph::{Captures, Graphs};
 use sublet_nccl::collectives::Collectives;
+use sublet_registrations::Registrations;
 use tenants::error_text::chain;
 use tenants::host_memory::{self, HostLimit};
 use tenants::identity::TenantName;
@@ -40,6 +41,7 @@ static ACCESSORS: LazyLock<Accessors> = LazyLock::new(Accessors::default);
 static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
 static GRAPHS: LazyLock<Graphs> = LazyLock::new(Graphs::default);
 static COLLECTIVES: LazyLock<Collectives> = LazyLock::new(Collectives::default);
+static REGISTRATIONS: LazyLock<Registrations> = LazyLock::new(Registrations::default);
 static OWN_CONTEXTS: Mutex<BTreeSet<RawContext>> = Mutex::new(BTreeSet::new());
 /// The tenant that an attach chose.
 static CHOSEN_TENANT: Mutex<Option<TenantName>> = Mutex::new(None);
@@ -109,6 +111,11 @@ pub(crate) fn graphs() -> &'static Graphs {
 /// NCCL's communicators.
 pub(crate) fn collectives() -> &'static Collectives {
     &COLLECTIVES
+}
+
+/// What is registered with network cards and the like.
+pub(crate) fn registrations() -> &'static Registrations {
+    &REGISTRATIONS
 }
 
 /// Contexts that the application has made for itself.
@@ -231,6 +238,7 @@ fn try_join() -> Result<Arc<Member>, String> {
         own_contexts: list_own_contexts,
         unused,
         ungated: crate::UNGATED,
+        unseen_pins: crate::UNSEEN_PINS,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
     };
     let member =

@@ -36,7 +36,7 @@ pub use ledger::{
     Tags, Whose,
 };
 pub use peer::PeerId;
-pub use pool::{Entered, Export, GiveUp, ImportSource, Kind, LostImports, Pool, Use};
+pub use pool::{Entered, Export, GiveUp, ImportSource, Kind, LostImports, Pool, Registered, Use};
 pub use report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
 pub use saved::{SavedError, WriteOut, Written};
 pub use store::{HostBudget, HostDemand, check_file_dir};

@@ -12,14 +12,16 @@
 mod cuda_state;
 pub(crate) mod report;
 
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
+use sublet_registrations::device_files::{self, DeviceFile};
 use tenants::identity::TenantName;
 
 use crate::interpose::patch::{Entry, Purpose};
 use crate::interpose::{Binding, driver, loader};
 use crate::interposed::INTERPOSED;
-use crate::runtime;
+use crate::{environment, registrations, runtime};
 use cuda_state::Table;
 use report::{Device, Library, Report, State};
 
@@ -111,7 +113,27 @@ fn earlier_memory(device: Device) -> String {
 /// Why work of this process may reach a device past the gate, asked at each pause: what the attach found, and what was
 /// loaded since.
 pub(crate) fn ungated() -> Option<String> {
-    lock(&LATE).clone().or_else(|| INTERPOSED.escape())
+    // Always: the walk is for `unseen_pins` too.
+    let escape = INTERPOSED.escape();
+    lock(&LATE).clone().or(escape)
+}
+
+/// Why device memory of this process may be pinned where nobody sees it, asked at each pause after [`ungated`], which has
+/// walked.
+pub(crate) fn unseen_pins() -> Option<String> {
+    let seen = |kind| {
+        let file = match kind {
+            DeviceFile::Verbs => registrations::VERBS_FILE,
+            DeviceFile::GdrCopy => registrations::GDRCOPY_FILE,
+            DeviceFile::Storage => return Err("cuFile's registrations are not seen".to_owned()),
+        };
+        INTERPOSED.sees_calls_of(file)
+    };
+    device_files::unseen_pins(
+        Path::new(device_files::OWN_DESCRIPTORS),
+        &environment::without_pins(),
+        seen,
+    )
 }
 
 /// A forked child must not wait for locks of the loader's that another thread held at the fork.

@@ -28,13 +28,24 @@ use std::time::Duration;
 use driver::Driver;
 use library::Library;
 use lookup::{Decision, decide_driver, decide_library};
-use patch::{Entry, Patches, Purpose};
+use patch::{Entry, Ours, Patches, Purpose};
 
 /// An argument that is only passed on.
 pub(crate) type Pointer = *mut c_void;
 
 /// The address of a function of ours. A function itself, because no constant may hold an address as a number.
 pub(crate) type AddressOf = fn() -> usize;
+
+/// A function of the loader's, with ours in its place.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LoaderFunction {
+    /// Its name.
+    pub(crate) name: &'static CStr,
+    /// Ours.
+    pub(crate) ours: AddressOf,
+    /// Whether we export that name; one that we do not is reached by the slots of those who import it alone.
+    pub(crate) is_exported: bool,
+}
 
 /// How the libraries of this process were bound to us.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +63,8 @@ pub(crate) enum Binding {
 pub(crate) struct Interposition {
     driver: Driver,
     libraries: &'static [&'static Library],
-    loader: &'static [(&'static CStr, AddressOf)],
+    /// The loader's functions with ours in their place, those that we export first.
+    loader: &'static [LoaderFunction],
     patches: Patches,
     is_attached: AtomicBool,
     is_forked: AtomicBool,
@@ -89,7 +101,7 @@ impl Interposition {
     pub(crate) const fn new(
         driver: Driver,
         libraries: &'static [&'static Library],
-        loader: &'static [(&'static CStr, AddressOf)],
+        loader: &'static [LoaderFunction],
     ) -> Self {
         Self {
             driver,
@@ -190,8 +202,8 @@ impl Interposition {
         if known != UNASKED {
             return known == OURS;
         }
-        let is_ours = self.loader.first().is_some_and(|(name, _)| {
-            let found = loader::program().and_then(|program| loader::dlsym(program, name));
+        let is_ours = self.loader.first().is_some_and(|function| {
+            let found = loader::program().and_then(|program| loader::dlsym(program, function.name));
             found.is_some_and(|found| loader::is_own(found.as_ptr().expose_provenance()))
         });
         self.is_ours_first.store(if is_ours { OURS } else { ANOTHERS }, Ordering::Relaxed);
@@ -202,10 +214,15 @@ impl Interposition {
     /// nothing of it is made under the loader's lock.
     pub(crate) fn prepare(&'static self) {
         self.patches.prepare(|| {
-            let driver = self.driver.hooks().map(|hook| (hook.symbol.as_bytes(), (hook.wrapper)()));
+            let exported = |address| Ours { address, is_exported: true };
+            let hooks = self.driver.hooks();
+            let driver = hooks.map(|hook| (hook.symbol.as_bytes(), exported((hook.wrapper)())));
             let rows = self.libraries.iter().flat_map(|library| library.rows());
-            let libraries = rows.map(|row| (row.name.to_bytes(), (row.exported)()));
-            let loader = self.loader.iter().map(|(name, ours)| (name.to_bytes(), ours()));
+            let libraries = rows.map(|row| (row.name.to_bytes(), exported((row.exported)())));
+            let loader = self.loader.iter().map(|function| {
+                let ours = Ours { address: (function.ours)(), is_exported: function.is_exported };
+                (function.name.to_bytes(), ours)
+            });
             let all = driver.chain(libraries).chain(loader);
             if !self.is_bound_by_loader() {
                 return all.collect();
@@ -229,6 +246,60 @@ impl Interposition {
     /// The libraries that reach, or may reach, anything that we stand in for; by path. Calls nothing of the loader's.
     pub(crate) fn walked(&self) -> Vec<(String, Entry)> {
         self.patches.entries()
+    }
+
+    /// Says why calls of the library that is distributed as `file` may not come to us, if so: it is not among the loader's
+    /// libraries, or somebody may have looked its functions up past us. As of the last walk.
+    pub(crate) fn sees_calls_of(&self, file: &CStr) -> Result<(), String> {
+        if !self.walks() {
+            return Err("another library's dlsym comes before that of Sublet".to_owned());
+        }
+        let name = file.to_string_lossy();
+        let stem = name.split_inclusive(".so").next().unwrap_or_default();
+        if !self.patches.has_loaded(stem.as_bytes()) {
+            return Err(format!("{stem} is not loaded, so that something else registers there"));
+        }
+        match self.patches.looked_up_past_us(stem) {
+            Some(by) => Err(format!("{by} may have looked {stem} up past Sublet")),
+            None => Ok(()),
+        }
+    }
+
+    /// Our answer to `dlvsym(handle, name, version)`: ours for a library's function where that version is the one that
+    /// the watched copy is called with.
+    ///
+    /// # Safety
+    /// `name` and `version` are null or terminated strings.
+    pub(crate) unsafe fn answer_versioned(
+        &'static self,
+        handle: Pointer,
+        name: *const c_char,
+        version: *const c_char,
+    ) -> Decision {
+        // The jump needs it.
+        loader::REAL_DLVSYM.store(libc::dlvsym as *const () as usize, Ordering::Release);
+        let is_pseudo = handle == libc::RTLD_NEXT || handle == libc::RTLD_DEFAULT;
+        if is_pseudo || name.is_null() || version.is_null() || loader::is_looking() {
+            return Decision::LOADER;
+        }
+        self.look_again();
+        // SAFETY: the caller promises a terminated string.
+        let name = unsafe { CStr::from_ptr(name) };
+        let number = |library: &&'static Library| Some((*library, library.number_of(name)?));
+        let Some((library, number)) = self.libraries.iter().find_map(number) else {
+            return Decision::LOADER;
+        };
+        // SAFETY: as above.
+        let version = unsafe { CStr::from_ptr(version) };
+        let Some(found) = loader::dlvsym(handle, name, version) else {
+            return Decision::LOADER;
+        };
+        let ours = library.of_handle(handle).and_then(|copy| {
+            let own = copy.function(number)?;
+            let is_it = own == found.as_ptr().expose_provenance();
+            is_it.then(|| library.answer(copy, number)).flatten()
+        });
+        ours.map_or(Decision::LOADER, Decision::answer)
     }
 
     /// Our answer to `dlsym(handle, name)`, asked from `caller` in a process bound by `binding`.

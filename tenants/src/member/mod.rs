@@ -77,13 +77,16 @@ pub struct MemberConfig {
     /// Why work of this process may reach a device past its gate, asked at each pause. Then only the process
     /// itself may ask for one, which knows when it launches nothing.
     pub ungated: fn() -> Option<String>,
+    /// Why device memory of this process may be pinned where nobody sees it, and what would help; asked at each pause
+    /// that is to take some away.
+    pub unseen_pins: fn() -> Option<String>,
     /// How many threads bring new host memory in. With none it comes in as contents are copied there.
     pub toucher_threads: usize,
 }
 
 impl MemberConfig {
     /// What must be said, and no more: host memory without a limit, no contexts of the application's own, nothing
-    /// known to be unused, everything gated, one thread for new host memory.
+    /// known to be unused, everything gated, no pins unseen, one thread for new host memory.
     pub fn new(run_dir: RunDir, tenant: TenantName, command: &str, version: &str) -> Self {
         Self {
             run_dir,
@@ -94,6 +97,7 @@ impl MemberConfig {
             own_contexts: Vec::new,
             unused: Vec::new,
             ungated: || None,
+            unseen_pins: || None,
             toucher_threads: 1,
         }
     }

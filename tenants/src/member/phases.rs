@@ -129,6 +129,7 @@ impl<D: Driver> Member<D> {
     fn close_gate(&self, scope: &Scope) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Active)?;
         self.refuse_ungated()?;
+        self.refuse_unseen_pins(scope)?;
         self.refuse_capture()?;
         let draining = self.pool.close();
         self.transition(Event::PauseBegun)?;
@@ -166,6 +167,19 @@ impl<D: Driver> Member<D> {
             ))),
             Some(_) | None => Ok(()),
         }
+    }
+
+    /// Refuses to take memory away that a device may hold the pages of, unseen by us: it would go on reading and writing
+    /// there.
+    fn refuse_unseen_pins(&self, scope: &Scope) -> Result<(), Failure> {
+        let leaving = self.pool.resident_bytes(&self.paused_selection(scope));
+        if leaving.values().all(|bytes| *bytes == 0) {
+            return Ok(());
+        }
+        (self.config.unseen_pins)().map_or(Ok(()), |why| {
+            let own = std::process::id();
+            Err(wrong_state(format!("process {own} cannot be paused: {why}")))
+        })
     }
 
     pub(super) fn refuse_capture(&self) -> Result<(), Failure> {

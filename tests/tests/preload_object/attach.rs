@@ -1,6 +1,7 @@
 //! `sublet_attach`: the same for a process that was started without us.
 
 use std::path::Path;
+use std::process::Command;
 
 use serde_json::Value;
 
@@ -20,6 +21,11 @@ impl Said {
         command
             .env("SUBLET_ATTACH", preload_path())
             .env("SUBLET_COMMAND", given("SUBLET_TEST_BIN"));
+        Self::of(&mut command, words)
+    }
+
+    /// What the program of `command` says to `words`.
+    pub(crate) fn of(command: &mut Command, words: &[&str]) -> Self {
         let text = transcript(&command.args(words).output().expect("it starts"));
         let (json, lines): (Vec<&str>, Vec<&str>) =
             text.lines().partition(|line| line.starts_with('{'));
@@ -27,6 +33,17 @@ impl Said {
             lines: lines.into_iter().map(str::to_owned).collect(),
             json: json.into_iter().map(|line| serde_json::from_str(line).expect(line)).collect(),
         }
+    }
+
+    /// What has to stay, by reason.
+    pub(crate) fn stays(&self, stats: usize) -> Vec<(String, u64)> {
+        let devices = self.json[stats]["pool"]["devices"].as_array().expect("devices");
+        let rows = devices.iter().flat_map(|device| device["pinned"].as_array().expect("list"));
+        rows.map(|row| {
+            let reason = row["reason"].as_str().expect("text").to_owned();
+            (reason, row["bytes"].as_u64().expect("bytes"))
+        })
+        .collect()
     }
 
     pub(crate) fn own_bytes(&self, stats: usize) -> u64 {

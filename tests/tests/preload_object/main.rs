@@ -12,6 +12,7 @@ mod hooks;
 mod loader;
 mod lookup;
 mod nccl;
+mod pins;
 mod processes;
 mod ring;
 mod stage;

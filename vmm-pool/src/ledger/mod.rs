@@ -288,6 +288,32 @@ impl Ledger {
         bytes
     }
 
+    /// Is anything of `range` mapped?
+    pub(crate) fn has_mapping_in(&self, range: VaRange) -> bool {
+        overlapping(&self.mappings, range).next().is_some()
+    }
+
+    /// Has a pause leave all that is mapped in `range` in place, until [`Ledger::unregister`] is told the same
+    /// allocations, which are returned.
+    pub(crate) fn register(&mut self, range: VaRange, reason: &'static str) -> Vec<VirtualHandle> {
+        let handles: Vec<_> = overlapping(&self.mappings, range).map(Mapping::allocation).collect();
+        for handle in &handles {
+            if let Some(row) = self.row_mut(*handle) {
+                row.register(reason);
+            }
+        }
+        handles
+    }
+
+    /// The end of one registration. Allocations that have ended are passed over.
+    pub(crate) fn unregister(&mut self, handles: &[VirtualHandle]) {
+        for handle in handles {
+            if let Some(row) = self.row_mut(*handle) {
+                row.unregister();
+            }
+        }
+    }
+
     /// Makes a block of it: its mapping alone keeps it, and `asked_bytes` is its size for callers.
     pub(crate) fn become_block(&mut self, handle: VirtualHandle, asked_bytes: u64) -> Option<Row> {
         let row = self.row_mut(handle)?;

@@ -61,6 +61,9 @@ pub(crate) struct Row {
     sharing: Sharing,
     /// Why a pause must leave it where it is.
     pinned: Option<&'static str>,
+    /// How many registrations with devices there are of it, and the reason of the first: for as long as they last a
+    /// pause must leave it where it is.
+    registered: Option<(u32, &'static str)>,
     /// Why the pause under way, or the last one, leaves it where it is in all processes that hold it: nobody could
     /// save it, or somebody else has pinned it.
     stays: Option<&'static str>,
@@ -91,6 +94,7 @@ impl Row {
             residency: Residency::Resident { handle: physical, unused: Vec::new() },
             sharing: Sharing::default(),
             pinned: None,
+            registered: None,
             stays: None,
             block_size_bytes: None,
         }
@@ -152,11 +156,12 @@ impl Row {
 
     /// Why a pause leaves it in place, by this process's doing or by what all have decided.
     pub(crate) fn reason_to_stay(&self) -> Option<&'static str> {
-        self.pinned.or(self.stays)
+        let registered = self.registered.map(|(_, reason)| reason);
+        self.pinned.or(registered).or(self.stays)
     }
 
     pub(crate) fn is_pinned(&self) -> bool {
-        self.pinned.is_some()
+        self.pinned.is_some() || self.registered.is_some()
     }
 
     /// Must a pause copy its contents to `store`?
@@ -292,6 +297,17 @@ impl Row {
         let is_new = self.pinned.is_none();
         self.pinned.get_or_insert(reason);
         is_new
+    }
+
+    /// Has a pause leave it in place until [`Row::unregister`] has been called as often.
+    pub(super) fn register(&mut self, reason: &'static str) {
+        let (count, reason) = self.registered.unwrap_or((0, reason));
+        self.registered = Some((count.saturating_add(1), reason));
+    }
+
+    pub(super) fn unregister(&mut self) {
+        let rest = self.registered.map(|(count, reason)| (count.saturating_sub(1), reason));
+        self.registered = rest.filter(|(count, _)| *count > 0);
     }
 
     pub(super) fn set_stays(&mut self, reason: Option<&'static str>) {

@@ -69,8 +69,12 @@ pub(crate) struct Entry {
     pub(crate) was_turned: bool,
     /// True when that was found at a pause only.
     ran_past_us: bool,
+    /// The walk at which an import of a function led past us that looks names up.
+    looked_up_at: Option<u64>,
     tries: u8,
     walk: u64,
+    /// The walk that met it first.
+    first_walk: u64,
 }
 
 impl Entry {
@@ -99,16 +103,24 @@ pub(super) struct Patches {
     elsewhere: Elsewhere,
 }
 
+/// A function of ours for imports of a name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Ours {
+    pub(super) address: usize,
+    /// Whether the loader, too, binds imports of the name to us.
+    pub(super) is_exported: bool,
+}
+
 /// Our functions by the names that libraries import them by.
 #[derive(Debug)]
 struct Names {
-    addresses: HashMap<&'static [u8], usize>,
+    addresses: HashMap<&'static [u8], Ours>,
     /// The bytes that some name begins with: most imports of a process begin otherwise, and all are asked about.
     first_bytes: [bool; 256],
 }
 
 impl Names {
-    fn new(addresses: HashMap<&'static [u8], usize>) -> Self {
+    fn new(addresses: HashMap<&'static [u8], Ours>) -> Self {
         let mut first_bytes = [false; 256];
         for &first in addresses.keys().filter_map(|name| name.first()) {
             first_bytes[usize::from(first)] = true;
@@ -116,7 +128,7 @@ impl Names {
         Self { addresses, first_bytes }
     }
 
-    fn of(&self, name: &CStr) -> Option<usize> {
+    fn of(&self, name: &CStr) -> Option<Ours> {
         let name = name.to_bytes();
         let &first = name.first()?;
         self.first_bytes[usize::from(first)].then(|| self.addresses.get(name).copied()).flatten()
@@ -140,7 +152,7 @@ impl Patches {
 
     /// Makes what walks need from `names`: our functions by the names that libraries import them by. `names` may ask the
     /// loader: two threads may both ask it, and one answer is then dropped.
-    pub(super) fn prepare(&self, names: impl FnOnce() -> HashMap<&'static [u8], usize>) {
+    pub(super) fn prepare(&self, names: impl FnOnce() -> HashMap<&'static [u8], Ours>) {
         LazyLock::force(&self.known);
         if self.ours.get().is_none() {
             let _set_by_another = self.ours.set(Names::new(names()));
@@ -150,7 +162,7 @@ impl Patches {
     /// Our function for imports of `name`.
     #[cfg(test)]
     pub(super) fn import(&self, name: &CStr) -> Option<usize> {
-        self.ours.get()?.of(name)
+        Some(self.ours.get()?.of(name)?.address)
     }
 
     /// Walks over all libraries of a process bound by `binding`. Does nothing before [`prepare`](Self::prepare).
@@ -215,6 +227,25 @@ impl Patches {
             (true, true) => Met::Unknown,
             (true, false) => Met::Known,
         }
+    }
+
+    /// Is a library loaded whose file's name begins so, as of the last walk?
+    pub(super) fn has_loaded(&self, file: &[u8]) -> bool {
+        self.known().entries.keys().any(|identity| is_file(&identity.name, file))
+    }
+
+    /// The library that may have looked up functions of the one whose file's name begins with `file`: a function by which
+    /// it does that led past us when the other was loaded already.
+    pub(super) fn looked_up_past_us(&self, file: &str) -> Option<String> {
+        let known = self.known();
+        let others = |identity: &Identity| is_file(&identity.name, file.as_bytes());
+        let first_seen =
+            |(identity, entry): (&Identity, &Entry)| others(identity).then_some(entry.first_walk);
+        let since = known.entries.iter().find_map(first_seen)?;
+        let looked = known.entries.iter().find(|(identity, entry)| {
+            !others(identity) && entry.looked_up_at.is_some_and(|at| at >= since)
+        });
+        looked.map(|(identity, _)| identity.name.to_string_lossy().into_owned())
     }
 
     /// The libraries that reach, or may reach, anything that we stand in for; by path. Calls nothing of the loader's.
@@ -334,19 +365,23 @@ impl Walk {
         };
         let is_same = entry.places.iter().all(|&place| named(place).is_some());
         if is_new || !is_same {
-            *entry = Entry { walk, ..Entry::default() };
+            *entry = Entry { walk, first_walk: walk, ..Entry::default() };
             entry.places = imports.places().filter(|&place| named(place).is_some()).collect();
         }
         entry.slots = 0;
-        let (mut is_ready, mut turned) = (true, false);
+        let (mut is_ready, mut turned, mut looked) = (true, false, false);
         for (import, ours) in entry.places.iter().filter_map(|&place| named(place)) {
             // Read only where there is something to write, once a walk.
             let protections = || self.protections.get_or_init(Protections::read);
-            match slots::settle(object, &import, ours, protections) {
+            match slots::settle(object, &import, ours.address, protections) {
                 Settled::Ours => entry.slots += 1,
-                Settled::Turned => {
+                Settled::Turned if ours.is_exported => {
                     entry.slots += 1;
                     turned = true;
+                }
+                Settled::Turned => {
+                    entry.slots += 1;
+                    looked = true;
                 }
                 Settled::Absent => {}
                 Settled::NotYet => is_ready = false,
@@ -360,6 +395,9 @@ impl Walk {
             } else {
                 entry.problem = Some("the loader never finished with its imports".to_owned());
             }
+        }
+        if turned || looked {
+            entry.looked_up_at = Some(walk);
         }
         if turned {
             // What it asked for by then it did not ask us for.
