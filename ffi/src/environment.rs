@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
 use sublet_registrations::device_files::{self, DeviceFile};
+use tenants::phase::HELD_MAX;
 
 /// How long `ncclPause` waits for the other processes to call it too, unless the environment says another time. They
 /// are at the same step, so the wait is short unless one of them is stuck.
@@ -38,6 +39,19 @@ pub(crate) fn log_filter() -> String {
         names.get(variable("GMM_LOG")?.parse::<usize>().ok()?).copied()
     };
     variable("SUBLET_LOG").unwrap_or_else(|| amem_level().unwrap_or("warn").to_owned())
+}
+
+/// Why a pause may make kernels of this process count another rank as failed, where the environment says so.
+pub(crate) fn short_device_clock() -> Option<String> {
+    const NAME: &str = "NCCL_EP_TIMEOUT_MS";
+    let value = variable(NAME)?.parse::<u64>().ok().filter(|value| *value > 0)?;
+    (u128::from(value) < HELD_MAX.as_millis()).then(|| {
+        format!(
+            "{NAME}={value}: a pause may hold a rank for {} ms, and kernels of NCCL EP then count it as failed; set it \
+             above that, or pause between steps",
+            HELD_MAX.as_millis()
+        )
+    })
 }
 
 /// The kinds of device files that are said to pin no device memory.

@@ -79,6 +79,9 @@ pub(crate) fn join() -> Option<&'static Member> {
             Ok(member) => {
                 JOINED_PID.store(std::process::id(), Ordering::Relaxed);
                 watch_process();
+                if let Some(note) = environment::short_device_clock() {
+                    member.note(note);
+                }
                 for note in std::mem::take(&mut *lock(&NOTES_OF_ATTACH)) {
                     member.note(note);
                 }

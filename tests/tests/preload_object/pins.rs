@@ -127,6 +127,17 @@ fn pins_that_nobody_sees_are_refused_by_device_file_with_the_way_out() {
 }
 
 #[test]
+fn a_clock_on_the_device_that_a_hold_outlasts_is_noted() {
+    for (value, is_noted) in [("5000", true), ("100000", false)] {
+        let said = said(&[("NCCL_EP_TIMEOUT_MS", value)], &["malloc", "stats"]);
+        let notes = said.json[0]["notes"].to_string();
+        let wanted = ["NCCL_EP_TIMEOUT_MS=5000", "70000 ms", "pause between steps"];
+        assert!(!is_noted || wanted.iter().all(|word| notes.contains(word)), "{value}: {notes}");
+        assert!(is_noted || notes == "[]", "{value}: {notes}");
+    }
+}
+
+#[test]
 fn an_open_card_is_no_reason_where_no_memory_would_leave() {
     let words =
         ["device=infiniband/uverbs0", "malloc", "verbs", "reg=ibv_reg_mr", "device=nvidia-fs0"];
