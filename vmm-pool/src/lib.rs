@@ -33,7 +33,7 @@ pub use ids::{AllocationId, VirtualHandle};
 pub use journal::{Step, StepLog};
 pub use ledger::{
     Class, Held, Holding, HoldingSource, References, Selection, Standing, StayReason, TagTotals,
-    Tags, Whose,
+    Tags, TicketWatch, Whose,
 };
 pub use peer::PeerId;
 pub use pool::{Entered, Export, GiveUp, ImportSource, Kind, LostImports, Pool, Registered, Use};

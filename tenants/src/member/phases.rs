@@ -131,6 +131,7 @@ impl<D: Driver> Member<D> {
         self.refuse_ungated()?;
         self.refuse_unseen_pins(scope)?;
         self.refuse_capture()?;
+        self.end_closed_tickets();
         let draining = self.pool.close();
         self.transition(Event::PauseBegun)?;
         self.status().last_pause.clear();
@@ -180,6 +181,14 @@ impl<D: Driver> Member<D> {
             let own = std::process::id();
             Err(wrong_state(format!("process {own} cannot be paused: {why}")))
         })
+    }
+
+    /// Gives memory back that nothing held but tickets, all closed by now. The worker's alone: it is who shuts the gate,
+    /// so that it is open here.
+    pub(super) fn end_closed_tickets(&self) {
+        if self.state() == MemberState::Active {
+            self.pool.enter_giving_up().end_closed_tickets();
+        }
     }
 
     pub(super) fn refuse_capture(&self) -> Result<(), Failure> {

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use super::residency::{Change, Residency};
+use super::tickets::{TicketWatch, Tickets};
 use crate::deferred::Physical;
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceOrdinal, Location, LocationKind, RawHandle, VaRange,
@@ -74,8 +75,7 @@ pub(crate) struct Row {
 /// Who else may hold an allocation.
 #[derive(Debug, Default)]
 struct Sharing {
-    /// Serial numbers of tickets issued and not yet redeemed by anybody.
-    tickets: BTreeSet<u64>,
+    tickets: Tickets,
     /// Processes that may hold it: whoever was given a descriptor since it was last created.
     importers: BTreeSet<PeerId>,
     /// From its restoring to the end of that resume: whoever has fetched it again, the importers to come.
@@ -222,7 +222,7 @@ impl Row {
 
     /// May another process hold it, or come for it?
     pub(crate) fn is_shared(&self) -> bool {
-        self.is_own() && !(self.sharing.importers.is_empty() && self.sharing.tickets.is_empty())
+        self.is_own() && (!self.sharing.importers.is_empty() || self.sharing.tickets.hold())
     }
 
     pub(crate) fn importers(&self) -> Vec<PeerId> {
@@ -242,7 +242,8 @@ impl Row {
         // Resident memory the driver keeps for its importers. What is away nobody but its owner can bring back.
         let is_owed = self.is_own() && !self.is_resident() && !self.sharing.importers.is_empty();
         let is_held = self.references > 0 || !self.mappings.is_empty();
-        !is_held && self.sharing.tickets.is_empty() && !is_owed
+        // Tickets last: each is a question to the system.
+        !is_held && !is_owed && !self.sharing.tickets.hold()
     }
 
     /// Takes the handle out of a row that is in the ledger no more.
@@ -315,22 +316,44 @@ impl Row {
     }
 
     pub(super) fn add_ticket(&mut self, serial: u64) {
-        self.sharing.tickets.insert(serial);
+        self.sharing.tickets.add(serial);
     }
 
     /// A ticket that nobody was given.
     pub(super) fn take_ticket_back(&mut self, serial: u64) {
-        self.sharing.tickets.remove(&serial);
+        self.sharing.tickets.take_back(serial);
     }
 
     /// The ticket `serial` is redeemed. With the last the descriptor goes that was kept for them.
     pub(super) fn use_ticket(&mut self, serial: u64) -> Option<OwnedFd> {
-        self.sharing.tickets.remove(&serial);
-        if self.sharing.tickets.is_empty() { self.sharing.exported.take() } else { None }
+        self.sharing.tickets.redeem(serial);
+        if self.has_tickets() { None } else { self.sharing.exported.take() }
     }
 
+    /// From now on the ticket `serial` lasts until it is closed.
+    pub(super) fn watch_ticket(&mut self, serial: u64, watch: TicketWatch) -> bool {
+        self.sharing.tickets.watch(serial, watch)
+    }
+
+    /// Drops tickets that have been closed, and with the last that nobody had redeemed the descriptor that was kept for
+    /// them. Says how many.
+    pub(super) fn drop_closed_tickets(&mut self) -> (usize, Option<OwnedFd>) {
+        if self.sharing.tickets.is_empty() {
+            return (0, None);
+        }
+        let dropped = self.sharing.tickets.drop_closed();
+        let spare = if dropped > 0 && !self.has_tickets() { self.take_export() } else { None };
+        (dropped, spare)
+    }
+
+    /// How many tickets are watched.
+    pub(super) fn watched_tickets(&self) -> usize {
+        self.sharing.tickets.watched()
+    }
+
+    /// Are there tickets that nobody has redeemed?
     pub(super) fn has_tickets(&self) -> bool {
-        !self.sharing.tickets.is_empty()
+        self.sharing.tickets.await_somebody()
     }
 
     pub(super) fn add_importer(&mut self, importer: PeerId) {
