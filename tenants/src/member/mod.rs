@@ -43,7 +43,7 @@ use crate::cut::Cut;
 use crate::host_memory::HostLimit;
 use crate::identity::{MemberId, TenantName};
 use crate::region;
-use crate::run_dir::{RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
+use crate::run_dir::{self, RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
 use crate::state::{self, Event, InvalidTransition};
 use crate::transport::Connection;
 use crate::wire::{
@@ -309,6 +309,7 @@ impl<D: Driver> Member<D> {
     /// the fork. Blocks nowhere.
     pub fn let_go_in_child(&self) {
         self.sockets.close_in_child();
+        run_dir::locks::HELD.close_in_child();
         self.descriptor_limit.put_back_in_child();
         self.pool.close_descriptors_in_child();
         if let Ok(mut spare) = self.spare.try_lock() {
