@@ -14,8 +14,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo gives no OUT_DIR")?);
     let rank = out.join("rank");
     compile("programs/rank.c", &rank, &["-pthread"], &["-ldl"])?;
-    // The name must begin as NCCL's does: it is how callers are told apart.
-    let nccl_like = out.join("libnccl-like.so");
+    // The name must be NCCL's: it is how callers are told apart.
+    let nccl_like = out.join("nccl-like/libnccl.so.2");
+    fs::create_dir_all(out.join("nccl-like"))?;
     compile("programs/nccl_like.c", &nccl_like, &["-shared", "-fPIC"], &[])?;
     let nccl_dir = out.join("simnccl");
     fs::create_dir_all(&nccl_dir)?;

@@ -8,6 +8,7 @@
 //! | `SUBLET_TENANT` | `AMEM_ENABLE`, `AMEM_GROUPID` | which tenant is joined |
 //! | `SUBLET_FILE_DIR` | `TMS_DISK_BACKUP_DIR` | where contents in files are saved |
 //! | `SUBLET_HOST_BYTES_MAX` | | how much host memory a pause may take |
+//! | `SUBLET_WITHOUT_PINS` | | through which device files no device memory is pinned |
 //! | `SUBLET_TOGETHER_TIMEOUT_MS` | | how long `ncclPause` waits for the other processes |
 
 #![expect(unsafe_code, reason = "asks for the terminal session")]
@@ -15,6 +16,9 @@
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
+
+use sublet_registrations::device_files::{self, DeviceFile};
+use tenants::phase::HELD_MAX;
 
 /// How long `ncclPause` waits for the other processes to call it too, unless the environment says another time. They
 /// are at the same step, so the wait is short unless one of them is stuck.
@@ -35,6 +39,24 @@ pub(crate) fn log_filter() -> String {
         names.get(variable("GMM_LOG")?.parse::<usize>().ok()?).copied()
     };
     variable("SUBLET_LOG").unwrap_or_else(|| amem_level().unwrap_or("warn").to_owned())
+}
+
+/// Why a pause may make kernels of this process count another rank as failed, where the environment says so.
+pub(crate) fn short_device_clock() -> Option<String> {
+    const NAME: &str = "NCCL_EP_TIMEOUT_MS";
+    let value = variable(NAME)?.parse::<u64>().ok().filter(|value| *value > 0)?;
+    (u128::from(value) < HELD_MAX.as_millis()).then(|| {
+        format!(
+            "{NAME}={value}: a pause may hold a rank for {} ms, and kernels of NCCL EP then count it as failed; set it \
+             above that, or pause between steps",
+            HELD_MAX.as_millis()
+        )
+    })
+}
+
+/// The kinds of device files that are said to pin no device memory.
+pub(crate) fn without_pins() -> Vec<DeviceFile> {
+    device_files::kinds_of(&variable(device_files::WITHOUT_PINS).unwrap_or_default())
 }
 
 /// The run directory that was asked for, if one was.

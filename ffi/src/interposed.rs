@@ -1,7 +1,8 @@
 //! The value that the engine works on in this process, and the functions by which callers look names up: `dlsym` and
 //! `cuGetProcAddress`.
 //!
-//! The tables are the driver's ([`hooks`]), NCCL's and NCCL EP's ([`nccl`](crate::nccl)); how they take effect is the engine's matter
+//! The tables are the driver's ([`hooks`]), NCCL's and NCCL EP's ([`nccl`](crate::nccl)), and those of libraries that register
+//! memory with devices ([`registrations`](crate::registrations)); how they take effect is the engine's matter
 //! ([`interpose`](crate::interpose)). A further library is a further entry in `INTERPOSED`.
 
 #![expect(unsafe_code, reason = "interposes dlsym and cuGetProcAddress")]
@@ -15,15 +16,28 @@ use sublet_cuda_driver::lookup::Hook;
 use crate::hooks::{self, hook_row};
 use crate::interpose::driver::{Driver, call_driver};
 use crate::interpose::lookup::Decision;
-use crate::interpose::{Interposition, Pointer, loader};
+use crate::interpose::{Interposition, LoaderFunction, Pointer, loader};
 use crate::nccl::NCCL;
 use crate::nccl::experts::NCCL_EP;
+use crate::registrations::{GDRCOPY, MLX5, VERBS};
 
 /// The tables of this process. A further library is a further entry.
 pub(crate) static INTERPOSED: Interposition = Interposition::new(
     Driver::new(&[hooks::REPLACING, hooks::WAITING, hooks::RENAMED, LOOKUP]),
-    &[&NCCL, &NCCL_EP],
-    &[(c"dlsym", || (dlsym as *const ()).expose_provenance())],
+    &[&NCCL, &NCCL_EP, &VERBS, &MLX5, &GDRCOPY],
+    &[
+        LoaderFunction {
+            name: c"dlsym",
+            ours: || (dlsym as *const ()).expose_provenance(),
+            is_exported: true,
+        },
+        // Not exported: we ourselves find the loader's `dlsym` by the loader's `dlvsym`.
+        LoaderFunction {
+            name: c"dlvsym",
+            ours: || (versioned as *const ()).expose_provenance(),
+            is_exported: false,
+        },
+    ],
 );
 
 /// The driver's functions that look others up.
@@ -73,6 +87,45 @@ unsafe extern "C" fn decide(handle: Pointer, name: *const c_char, caller: usize)
     unsafe { INTERPOSED.answer(handle, name, caller) }
 }
 
+/// `dlvsym`, as libraries call it whose slots lead to us. As [`dlsym`], with a version: NCCL looks libibverbs up so.
+///
+/// # Safety
+/// As `dlvsym(3)`.
+#[unsafe(naked)]
+unsafe extern "C" fn versioned(
+    handle: Pointer,
+    name: *const c_char,
+    version: *const c_char,
+) -> Pointer {
+    naked_asm!(
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "call {decide}",
+        "mov r10, rdx",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "test r10, r10",
+        "jz 2f",
+        "ret",
+        "2:",
+        "jmp qword ptr [rip + {real}]",
+        decide = sym decide_versioned,
+        real = sym loader::REAL_DLVSYM,
+    )
+}
+
+/// Our answer to `dlvsym(handle, name, version)`. The address of the loader's own `dlvsym` is known afterwards.
+unsafe extern "C" fn decide_versioned(
+    handle: Pointer,
+    name: *const c_char,
+    version: *const c_char,
+) -> Decision {
+    // SAFETY: `dlvsym` requires terminated strings.
+    unsafe { INTERPOSED.answer_versioned(handle, name, version) }
+}
+
 /// The driver's function for a name and version, or ours in its place.
 ///
 /// # Safety
@@ -119,7 +172,15 @@ mod tests {
     #[test]
     fn only_names_that_we_stand_in_for_are_ours() {
         INTERPOSED.prepare();
-        for name in [c"dlsym", c"cuMemAlloc_v2", c"ncclAllReduce", c"cuGetProcAddress"] {
+        let names = [
+            c"dlsym",
+            c"dlvsym",
+            c"cuMemAlloc_v2",
+            c"ncclAllReduce",
+            c"cuGetProcAddress",
+            c"ibv_reg_mr",
+        ];
+        for name in names {
             assert!(INTERPOSED.import(name).is_some(), "{name:?}");
         }
         for name in [c"dlopen", c"cuInit", c"cudaMalloc", c"ncclGetVersion", c"malloc", c""] {

@@ -8,6 +8,7 @@
 //! * [`interposed`]: what is handed to it: the driver's functions of [`hooks`], NCCL's of [`nccl`], and `dlsym`.
 //! * [`replaced`]: the driver's functions that the pool answers; those that only wait are in [`hooks`].
 //! * [`nccl`]: NCCL's own public functions, counted for the consistent cut.
+//! * `registrations`: libraries' functions that register memory with network cards and GDRCopy.
 //! * [`attach`]: coming under Sublet in a process that runs already.
 //! * `environment`: what the environment says, in our names and in other projects'.
 //! * `runtime`: the one place of process-wide state: joining the tenant, fork, exit.
@@ -30,6 +31,7 @@ pub mod interpose;
 pub mod interposed;
 pub mod nccl;
 pub mod pluggable;
+mod registrations;
 pub mod replaced;
 mod runtime;
 #[cfg(test)]
@@ -37,3 +39,9 @@ mod signatures;
 
 /// The drop-ins that are asked before memory is made.
 const DROP_INS: &[guards::Guard] = &[compat::saver::GUARD];
+
+/// Says why work of this process may reach a device past the gate, if it may.
+const UNGATED: fn() -> Option<String> = attach::ungated;
+
+/// Says why device memory may be pinned where nobody sees it, if it may.
+const UNSEEN_PINS: fn() -> Option<String> = attach::unseen_pins;

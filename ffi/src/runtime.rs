@@ -13,6 +13,7 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, RwLock}
 use sublet_cuda_driver::{Accessors, Answer, caller};
 use sublet_cuda_graph::{Captures, Graphs};
 use sublet_nccl::collectives::Collectives;
+use sublet_registrations::Registrations;
 use tenants::error_text::chain;
 use tenants::host_memory::{self, HostLimit};
 use tenants::identity::TenantName;
@@ -42,6 +43,7 @@ static ACCESSORS: LazyLock<Accessors> = LazyLock::new(Accessors::default);
 static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
 static GRAPHS: LazyLock<Graphs> = LazyLock::new(Graphs::default);
 static COLLECTIVES: LazyLock<Collectives> = LazyLock::new(Collectives::default);
+static REGISTRATIONS: LazyLock<Registrations> = LazyLock::new(Registrations::default);
 static OWN_CONTEXTS: Mutex<BTreeSet<RawContext>> = Mutex::new(BTreeSet::new());
 /// The tenant that an attach chose.
 static CHOSEN_TENANT: Mutex<Option<TenantName>> = Mutex::new(None);
@@ -53,8 +55,6 @@ static PRIMARY_CONTEXTS: Mutex<BTreeMap<c_int, usize>> = Mutex::new(BTreeMap::ne
 /// How often the application retains each device's primary context. Less than nothing where it did so before an attach.
 static RETAINED_PRIMARIES: Mutex<BTreeMap<c_int, i64>> = Mutex::new(BTreeMap::new());
 static HOST_BYTES_MAX: OnceLock<Option<u64>> = OnceLock::new();
-/// Why launches may pass our gate by, if they may.
-static UNGATED: Mutex<Option<String>> = Mutex::new(None);
 /// The function that says which memory the application does not need.
 static UNUSED_SOURCE: Mutex<fn() -> Vec<VaRange>> = Mutex::new(Vec::new);
 
@@ -88,6 +88,9 @@ pub(crate) fn join() -> Option<&'static Member> {
             Ok(member) => {
                 JOINED_PID.store(std::process::id(), Ordering::Relaxed);
                 watch_process();
+                if let Some(note) = environment::short_device_clock() {
+                    member.note(note);
+                }
                 for note in std::mem::take(&mut *lock(&NOTES_OF_ATTACH)) {
                     member.note(note);
                 }
@@ -120,6 +123,11 @@ pub(crate) fn graphs() -> &'static Graphs {
 /// NCCL's communicators.
 pub(crate) fn collectives() -> &'static Collectives {
     &COLLECTIVES
+}
+
+/// What is registered with network cards and the like.
+pub(crate) fn registrations() -> &'static Registrations {
+    &REGISTRATIONS
 }
 
 /// Contexts that the application has made for itself.
@@ -252,15 +260,6 @@ pub(crate) fn note_of_attach(text: String) {
     }
 }
 
-/// Sets why launches may pass our gate by, from the next pause on; `None` when they cannot.
-pub(crate) fn set_ungated(why: Option<String>) {
-    *lock(&UNGATED) = why;
-}
-
-fn ungated() -> Option<String> {
-    lock(&UNGATED).clone()
-}
-
 /// Sets the function that says, in each pause, which memory the application does not need. It is called on a thread of
 /// ours that holds none of our locks here.
 pub(crate) fn set_unused_source(source: fn() -> Vec<VaRange>) {
@@ -318,7 +317,8 @@ fn try_join() -> Result<Arc<Member>, String> {
         host_limits,
         own_contexts: list_own_contexts,
         unused,
-        ungated,
+        ungated: crate::UNGATED,
+        unseen_pins: crate::UNSEEN_PINS,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
     };
     let member =

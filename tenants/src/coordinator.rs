@@ -217,8 +217,13 @@ impl Coordinator {
             stats.failures.extend(peers.ask(index, &Stats, timeout).err());
         }
         while let Some(answer) = peers.next_answer(None) {
+            let pid = peers.list[answer.peer].who.pid;
             match answer.to(&Stats) {
-                Ok(member) => stats.members.push(member),
+                Ok(mut member) => {
+                    // The kernel's id is in our namespace, the member's own may not be.
+                    member.member.pid = pid.unwrap_or(member.member.pid);
+                    stats.members.push(member);
+                }
                 Err(failure) => stats.failures.push(failure),
             }
         }

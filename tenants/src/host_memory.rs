@@ -26,7 +26,8 @@ pub enum LimitKind {
     Configured,
     /// `MemAvailable` of `/proc/meminfo`, less a tenth that stays for everybody else.
     Available,
-    /// The memory limit of a control group. Processes in the same one share it.
+    /// The memory limit of a control group, of which a tenth of what is free stays for everybody else: who exceeds it
+    /// is killed, and a job's memory grows meanwhile. Processes in the same one share it.
     ControlGroup {
         /// Where it is.
         path: PathBuf,
@@ -54,7 +55,7 @@ impl fmt::Display for LimitKind {
             Self::Configured => f.write_str("SUBLET_HOST_BYTES_MAX"),
             Self::Available => f.write_str("nine tenths of MemAvailable"),
             Self::ControlGroup { path, .. } => {
-                write!(f, "the control group at {}", path.display())
+                write!(f, "nine tenths of what is free in the control group at {}", path.display())
             }
         }
     }
@@ -227,7 +228,8 @@ fn limit_of(dir: &Path, version: &Version) -> Option<HostLimit> {
     let place = fs::metadata(dir).ok()?;
     let kind =
         LimitKind::ControlGroup { path: dir.to_owned(), identity: (place.dev(), place.ino()) };
-    Some(HostLimit { kind, bytes: most.saturating_sub(held) })
+    let free = most.saturating_sub(held);
+    Some(HostLimit { kind, bytes: free - free / 10 })
 }
 
 #[cfg(test)]
@@ -311,15 +313,15 @@ mod tests {
         put("job", &[("memory.max", "100\n"), ("memory.current", "70\n"), ("memory.stat", stat)]);
         let found = control_groups("0::/job/step\n", base.path());
         assert_eq!(found.len(), 1, "{found:?}");
-        assert_eq!(found[0].bytes, 60);
+        assert_eq!(found[0].bytes, 54, "nine tenths of what is free");
 
         put("memory/ours", &[("memory.limit_in_bytes", "90"), ("memory.usage_in_bytes", "30")]);
         put("memory", &[("memory.limit_in_bytes", "9223372036854771712")]);
         let found = control_groups("4:memory:/ours\n1:cpu:/\n", base.path());
-        assert_eq!(found.iter().map(|limit| limit.bytes).collect::<Vec<_>>(), [60]);
+        assert_eq!(found.iter().map(|limit| limit.bytes).collect::<Vec<_>>(), [54]);
         // A path of the machine's, seen from inside a container.
         put("memory", &[("memory.limit_in_bytes", "80"), ("memory.usage_in_bytes", "10")]);
         let found = control_groups("4:memory:/docker/1234\n", base.path());
-        assert_eq!(found.iter().map(|limit| limit.bytes).collect::<Vec<_>>(), [70]);
+        assert_eq!(found.iter().map(|limit| limit.bytes).collect::<Vec<_>>(), [63]);
     }
 }

@@ -172,6 +172,10 @@ const TABLE: [Row; 13] = {
     ]
 };
 
+/// How long a pause that fails may have held launches of some processes while work of others ran on, unless other
+/// time-outs were asked for: the cut's, and those of closing the gate and of the drain.
+pub const HELD_MAX: Duration = Duration::from_secs(70);
+
 /// The first phase of `action` that is of `stage`. There is one; else this does not compile.
 const fn first(action: Action, stage: Stage) -> Phase {
     let mut at = 0;

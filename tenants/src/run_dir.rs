@@ -13,6 +13,7 @@
 //! environment: the caller does, once.
 
 mod holders;
+pub(crate) mod locks;
 mod trusted_path;
 
 use std::fs::{self, File, OpenOptions};
@@ -139,6 +140,8 @@ pub struct MemberSocket {
 /// The right to pause or resume a tenant, held until dropped. A process that dies gives it up.
 #[derive(Debug)]
 pub struct CoordinatorLock {
+    /// Goes before the file does.
+    _noted: locks::Noted,
     file: File,
 }
 
@@ -339,10 +342,13 @@ impl TenantDir {
     pub fn remove_stale(&self) -> Result<usize, RunDirError> {
         let removed = self.remove_dead_sockets()?;
         let path = self.path.join(LOCK_NAME);
-        match File::open(&path) {
-            Ok(file) if file.try_lock().is_err() => {}
-            // The lock is ours until `_held` goes, or there is none to take.
-            _held => self.remove_if_empty()?,
+        // The file is made where there is none: one that another makes and locks meanwhile must not be removed.
+        let file = match open_lock_file(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(removed),
+            file => file.map_err(io_error("opening", &path))?,
+        };
+        if file.try_lock().is_ok() && is_still_named(&file, &path) {
+            self.remove_if_empty()?;
         }
         Ok(removed)
     }
@@ -420,7 +426,9 @@ impl TenantDir {
                 file => file.map_err(io_error("opening", &path))?,
             };
             match try_lock(&file) {
-                Ok(()) if is_still_named(&file, &path) => return Ok(CoordinatorLock { file }),
+                Ok(()) if is_still_named(&file, &path) => {
+                    return Ok(CoordinatorLock { _noted: locks::HELD.note(&file), file });
+                }
                 // Held by another, or by us on a file that its last holder removed with the directory,
                 // where nobody would see it.
                 Ok(()) | Err(fs::TryLockError::WouldBlock) => {}
@@ -676,6 +684,21 @@ mod tests {
         assert!(!dir.path().exists());
         assert_eq!(dir.remove_stale().unwrap(), 0);
         assert!(dir.members().unwrap().is_empty());
+    }
+
+    #[test]
+    fn who_tidies_an_empty_directory_up_holds_its_lock() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = run_dir(&base).tenant(&name("train")).unwrap();
+        // Without a lock file nobody has coordinated there, and somebody may just begin to.
+        assert!(!dir.path().join(LOCK_NAME).exists());
+        let late = open_lock_file(&dir.path().join(LOCK_NAME)).unwrap();
+        late.try_lock().unwrap();
+        dir.remove_stale().unwrap();
+        assert!(is_still_named(&late, &dir.path().join(LOCK_NAME)));
+        drop(late);
+        dir.remove_stale().unwrap();
+        assert!(!dir.path().exists());
     }
 
     #[test]

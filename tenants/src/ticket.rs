@@ -1,8 +1,12 @@
 //! Tickets: what an application holds in place of the driver's descriptor of an exported allocation.
 //!
 //! A ticket is a sealed memfd that names an allocation and its owner. It may be passed on, duplicated and kept for as
-//! long as the application likes: unlike the driver's descriptor it holds no device memory. It names no place: the
-//! owner is looked for in the directory of the importer's own tenant.
+//! long as the application likes. It names no place: the owner is looked for in the directory of the importer's own
+//! tenant.
+//!
+//! As a descriptor of the driver's does, it holds its memory as long as it is open anywhere, by whatever duplicate: the file is
+//! opened once and that opening has a shared lock (`flock`), which the kernel keeps until the last descriptor of it
+//! is closed, in whatever process. The owner has opened the file a second time, and tries for the exclusive lock.
 //!
 //! ```text
 //!  0  magic "SUBLETTK"         8  version u16      10  zero, 6 bytes
@@ -14,14 +18,15 @@
 
 use std::fs::File;
 use std::io::{self, Write as _};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
 use nix::sys::uio::pread;
-use vmm_pool::AllocationId;
+use rustix::fs::{FlockOperation, flock};
+use vmm_pool::{AllocationId, TicketWatch};
 
 use crate::identity::{MemberId, TENANT_NAME_BYTES_MAX, TenantName};
 
@@ -108,6 +113,7 @@ impl Ticket {
         let mut file = File::from(fd);
         file.write_all(&self.encode())?;
         fcntl(&file, FcntlArg::F_ADD_SEALS(all_seals()))?;
+        flock(file.as_fd(), FlockOperation::NonBlockingLockShared)?;
         Ok(file.into())
     }
 
@@ -185,6 +191,20 @@ impl Ticket {
         }
         Ok(Self { allocation, serial, size_bytes, owner, tenant })
     }
+}
+
+/// What tells whether the ticket behind `fd`, which has just been issued, is still open anywhere. Takes a descriptor.
+///
+/// # Errors
+/// What the system returned, such as too many open files, or no `/proc`.
+pub fn watch(fd: BorrowedFd<'_>) -> io::Result<TicketWatch> {
+    // Opened anew: a duplicate would have the lock too.
+    let fd = File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()))?.into();
+    Ok(TicketWatch { fd, is_closed })
+}
+
+fn is_closed(watch: BorrowedFd<'_>) -> bool {
+    flock(watch, FlockOperation::NonBlockingLockExclusive).is_ok()
 }
 
 /// A reader that knows how long the whole is.
@@ -270,6 +290,28 @@ mod tests {
         }
         let flags = fcntl(&fd, FcntlArg::F_GETFD).unwrap();
         assert_eq!(flags & libc::FD_CLOEXEC, libc::FD_CLOEXEC);
+    }
+
+    #[test]
+    fn a_ticket_is_open_until_its_last_duplicate_is_closed() {
+        let fd = ticket().issue().unwrap();
+        let watch = watch(fd.as_fd()).unwrap();
+        let is_closed = || (watch.is_closed)(watch.fd.as_fd());
+        let duplicate = fd.try_clone().unwrap();
+        let (here, there) = std::os::unix::net::UnixStream::pair().unwrap();
+        let sent = [std::os::fd::AsRawFd::as_raw_fd(&duplicate)];
+        let rights = [nix::sys::socket::ControlMessage::ScmRights(&sent)];
+        let bytes = [io::IoSlice::new(b"x")];
+        let flags = nix::sys::socket::MsgFlags::empty();
+        nix::sys::socket::sendmsg::<()>(here.as_raw_fd(), &bytes, &rights, flags, None).unwrap();
+        assert!(!is_closed());
+        drop(fd);
+        assert!(!is_closed(), "a duplicate is open");
+        drop(duplicate);
+        assert!(!is_closed(), "one is on its way");
+        drop(there);
+        assert!(is_closed());
+        assert!(is_closed(), "for good");
     }
 
     #[test]

@@ -2,6 +2,9 @@
  *
  *   attach | attach=TENANT     opens libsublet.so (SUBLET_ATTACH) where that is not done, and attaches
  *   runtime | direct           opens libruntime.so or libdirect.so of STAGE_DIR
+ *   deep | deep-direct | deep-alone   opens libruntime.so or libdirect.so with an order of their own (RTLD_DEEPBIND);
+ *                              the last asks nothing of libruntime.so
+ *   namespace                  opens libruntime.so in a namespace of its own (dlmopen)
  *   malloc | malloc-direct | malloc-table     asks it for 8 MiB
  *   pause | resume             the tenant, and checks every byte of the runtime's memory after a resume
  *   outside                    runs `$SUBLET_COMMAND pause` on the tenant
@@ -11,6 +14,7 @@
  *   rights                     the rights of the page that the runtime's imports are in
  *   storm | calm               starts threads that load, look up and unload; ends them
  *   fork                       a child looks a symbol up and ends
+ *   into-child                 a child obeys the words that follow, and the parent waits for it
  *   report | stats             prints JSON on a line of its own
  *
  * Every other line says what came of one word. */
@@ -31,16 +35,30 @@ static void *runtime, *direct;
 static uint64_t blocks[16];
 static int block_count;
 
-static void *open_file(const char *name)
+static const char *stage_file(const char *name)
 {
-    char path[4096];
+    static char path[4096];
     snprintf(path, sizeof path, "%s%s%s", name[0] == '/' ? "" : getenv("STAGE_DIR"), name[0] == '/' ? "" : "/", name);
-    void *library = dlopen(path, RTLD_LAZY | RTLD_LOCAL);
+    return path;
+}
+
+static void *opened(void *library)
+{
     if (library == NULL) {
         printf("%s\n", dlerror());
         exit(1);
     }
     return library;
+}
+
+static void *open_file(const char *name)
+{
+    return opened(dlopen(stage_file(name), RTLD_LAZY | RTLD_LOCAL));
+}
+
+static void *open_deep(const char *name)
+{
+    return opened(dlopen(stage_file(name), RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND));
 }
 
 static int runtime_malloc(void)
@@ -88,6 +106,16 @@ static int in_child(void)
         _exit(dlsym(math, "cos") == NULL || dlsym(RTLD_NEXT, "fopen") == NULL || !refused);
     }
     return waitpid(child, &status, 0) == child ? status : -1;
+}
+
+static void go_on_in_child(void)
+{
+    int status = -1;
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0)
+        return;
+    exit(waitpid(child, &status, 0) == child && status == 0 ? 0 : 1);
 }
 
 /* The end of the part that the loader makes read-only, of the library that it looks at. */
@@ -173,6 +201,17 @@ static void obey(const char *word)
     } else if (strcmp(word, "direct") == 0) {
         direct = open_file("libdirect.so");
         printf("direct %d\n", ((int (*)(void))dlsym(direct, "direct_start"))());
+    } else if (strcmp(word, "deep") == 0) {
+        runtime = open_deep("libruntime.so");
+    } else if (strcmp(word, "deep-alone") == 0) {
+        open_deep("libruntime.so");
+    } else if (strcmp(word, "deep-direct") == 0) {
+        direct = open_deep("libdirect.so");
+        printf("direct %d\n", ((int (*)(void))dlsym(direct, "direct_start"))());
+    } else if (strcmp(word, "namespace") == 0) {
+        void *apart = opened(dlmopen(LM_ID_NEWLM, stage_file("libruntime.so"), RTLD_NOW));
+        uint64_t address = 0;
+        printf("apart %d\n", ((int (*)(uint64_t *, size_t))dlsym(apart, "cudaMalloc"))(&address, BYTES));
     } else if (strcmp(word, "malloc") == 0) {
         printf("malloc %d\n", runtime_malloc());
     } else if (strcmp(word, "malloc-direct") == 0 || strcmp(word, "malloc-table") == 0) {
@@ -203,6 +242,8 @@ static void obey(const char *word)
         end_storm();
     } else if (strcmp(word, "fork") == 0) {
         printf("child %d\n", in_child());
+    } else if (strcmp(word, "into-child") == 0) {
+        go_on_in_child();
     } else if (strcmp(word, "report") == 0) {
         attach_print_json("sublet_attach_report_json");
     } else if (strcmp(word, "stats") == 0) {

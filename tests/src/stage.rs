@@ -84,6 +84,17 @@ impl Stage {
         child::run(command.args(arguments), Instant::now() + COMMAND_TIMEOUT)
     }
 
+    /// Runs the `sublet` command, with room for so many open files until it asks for more.
+    ///
+    /// # Errors
+    /// As [`Stage::sublet`].
+    pub fn sublet_with_files(&self, files: u32, arguments: &[&str]) -> Outcome<Ran> {
+        let mut command = self.command(Path::new("sh"));
+        let script = format!("ulimit -Sn {files} && exec \"$0\" \"$@\"");
+        command.args(["-c", &script]).arg(&self.files.sublet);
+        child::run(command.args(arguments), Instant::now() + COMMAND_TIMEOUT)
+    }
+
     /// Starts a job and waits until every rank has its memory.
     ///
     /// # Errors

@@ -34,6 +34,19 @@ fn every_byte_is_there_after_each_of_three_cycles_without_work_between() -> Outc
     job.exit()
 }
 
+/// Two for each process, and some for the command itself.
+#[test]
+fn command_takes_the_open_files_that_it_may_have() -> Outcome {
+    let stage = Stage::new(&[128 * MIB; 4])?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 4))?;
+    for command in ["pause", "stats", "resume"] {
+        stage.sublet_with_files(9, &[command, "train"])?.exited(0)?;
+    }
+    job.step(1)?;
+    job.verify()?;
+    job.exit()
+}
+
 #[test]
 fn job_that_keeps_running_is_paused_anywhere_in_a_step() -> Outcome {
     let stage = Stage::new(&CAPACITIES[..2])?;

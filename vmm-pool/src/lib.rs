@@ -33,10 +33,10 @@ pub use ids::{AllocationId, VirtualHandle};
 pub use journal::{Step, StepLog};
 pub use ledger::{
     Class, Facts, Held, Holding, HoldingSource, Known, References, Selection, Sight, Standing,
-    StayReason, TagTotals, Tags, Whose,
+    StayReason, TagTotals, Tags, TicketWatch, Whose,
 };
 pub use peer::PeerId;
-pub use pool::{Entered, Export, GiveUp, ImportSource, Kind, LostImports, Pool, Use};
+pub use pool::{Entered, Export, GiveUp, ImportSource, Kind, LostImports, Pool, Registered, Use};
 pub use report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
 pub use saved::{SavedError, WriteOut, Written};
 pub use store::{HostBudget, HostDemand, check_file_dir};

@@ -9,9 +9,10 @@ pub const NCCL: &str = "nccl";
 pub const TORCH: &str = "torch";
 
 /// Labels by start of file name; the first that fits counts. The shared CUDA runtime and the memory calls
-/// of PyTorch's own libraries are PyTorch's in a process that has it.
+/// of PyTorch's own libraries are PyTorch's in a process that has it. NCCL has one file: what is built on it
+/// (`libnccl_ep`, `libnccl-net-...`) asks for memory of its own, which is paused as any other's.
 const LABELS: &[(&str, &str)] = &[
-    ("libnccl", NCCL),
+    ("libnccl.so", NCCL),
     ("libcublas", "cublas"),
     ("libcudnn", "cudnn"),
     ("libcusparse", "cusparse"),
@@ -34,6 +35,9 @@ pub fn label(path: &str, torch_is_loaded: bool) -> &'static str {
     match known {
         Some((_, "cudart")) if torch_is_loaded => TORCH,
         Some((_, label)) => label,
+        None if name.starts_with("libnccl") => {
+            other(name.trim_start_matches("lib").split(".so").next().unwrap_or(name))
+        }
         None => other(name),
     }
 }
@@ -65,5 +69,14 @@ mod tests {
         assert_eq!(label("/x/libcublasLt.so.13", true), "cublas");
         assert_eq!(label("/opt/app", true), "app");
         assert_eq!(label("/opt/app", true), "app");
+    }
+
+    #[test]
+    fn what_is_built_on_nccl_has_labels_of_its_own() {
+        assert_eq!(label("/x/libnccl.so", false), NCCL);
+        assert_eq!(label("/x/libnccl_ep.so.0", false), "nccl_ep");
+        assert_eq!(label("/x/libnccl_m2n.so", false), "nccl_m2n");
+        assert_eq!(label("/opt/hpcx/libnccl-net.so", false), "nccl-net");
+        assert_eq!(label("/opt/libnccl-net-ofi.so.1.2", false), "nccl-net-ofi");
     }
 }

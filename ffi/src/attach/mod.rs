@@ -12,19 +12,24 @@
 mod cuda_state;
 pub(crate) mod report;
 
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
+use sublet_registrations::device_files::{self, DeviceFile};
 use tenants::identity::TenantName;
 
 use crate::interpose::patch::{Entry, Purpose};
 use crate::interpose::{Binding, driver, loader};
 use crate::interposed::INTERPOSED;
-use crate::runtime;
+use crate::{environment, registrations, runtime};
 use cuda_state::Table;
 use report::{Device, Library, Report, State};
 
 /// The devices with a context before the first attach.
 static DEVICES: Mutex<Option<Vec<Device>>> = Mutex::new(None);
+
+/// The library that took the driver's functions before the first attach, and keeps them, as a sentence.
+static LATE: Mutex<Option<String>> = Mutex::new(None);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -66,7 +71,7 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
     let is_first = lock(&DEVICES).is_none();
     let before = if driver_is_loaded && is_first { cuda_state::devices() } else { Vec::new() };
     if INTERPOSED.is_bound_by_loader() {
-        INTERPOSED.walk(Purpose::Look);
+        INTERPOSED.walk(Purpose::Patch);
         return Ok(());
     }
     watch_forks();
@@ -88,12 +93,15 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
     drop(devices);
     let ungated = report().libraries.into_iter().find(|library| library.state != State::Hooked);
     let ungated = ungated.map(|library| {
-        format!("launches from {} may pass Sublet by ({})", library.path, library.why)
+        format!(
+            "launches from {} may pass Sublet by ({}): start it with `sublet run`",
+            library.path, library.why
+        )
     });
     if let Some(why) = &ungated {
         runtime::note_of_attach(format!("this process can only be paused from inside: {why}"));
     }
-    runtime::set_ungated(ungated);
+    *lock(&LATE) = ungated;
     Ok(())
 }
 
@@ -103,6 +111,32 @@ fn earlier_memory(device: Device) -> String {
          had asked for by then stays on the device at a pause; attach before the first use of CUDA, or start \
          the process with `sublet run`",
         device.device, device.used_bytes
+    )
+}
+
+/// Why work of this process may reach a device past the gate, asked at each pause: what the attach found, and what was
+/// loaded since.
+pub(crate) fn ungated() -> Option<String> {
+    // Always: the walk is for `unseen_pins` too.
+    let escape = INTERPOSED.escape();
+    lock(&LATE).clone().or(escape)
+}
+
+/// Why device memory of this process may be pinned where nobody sees it, asked at each pause after [`ungated`], which has
+/// walked.
+pub(crate) fn unseen_pins() -> Option<String> {
+    let seen = |kind| {
+        let file = match kind {
+            DeviceFile::Verbs => registrations::VERBS_FILE,
+            DeviceFile::GdrCopy => registrations::GDRCOPY_FILE,
+            DeviceFile::Storage => return Err("cuFile's registrations are not seen".to_owned()),
+        };
+        INTERPOSED.sees_calls_of(file)
+    };
+    device_files::unseen_pins(
+        Path::new(device_files::OWN_DESCRIPTORS),
+        &environment::without_pins(),
+        seen,
     )
 }
 
@@ -125,9 +159,9 @@ fn watch_forks() {
 pub(crate) fn report() -> Report {
     let is_attached = INTERPOSED.binding() == Binding::ByAttach;
     let is_preloaded = !is_attached && INTERPOSED.is_bound_by_loader();
-    if !INTERPOSED.is_forked() {
+    if !INTERPOSED.is_child() {
         // What has been unloaded since is not listed any more.
-        INTERPOSED.walk(if is_attached { Purpose::Patch } else { Purpose::Look });
+        INTERPOSED.walk(Purpose::Patch);
     }
     let is_up = driver::is_loaded() && cuda_state::driver_is_up();
     let libraries: Vec<Library> = INTERPOSED
@@ -171,7 +205,9 @@ fn library(path: String, entry: &Entry, is_preloaded: bool, driver_is_up: bool) 
 }
 
 fn hooked_how(entry: &Entry, is_preloaded: bool) -> &'static str {
-    if is_preloaded {
+    if entry.was_turned && is_preloaded {
+        "it was opened with RTLD_DEEPBIND, and its imports were turned to us"
+    } else if is_preloaded {
         "libsublet.so is preloaded"
     } else if entry.exchanged > 0 {
         "the driver's functions that it had looked up before were exchanged"

@@ -259,7 +259,12 @@ impl Library {
         let stem = stem.unwrap_or_default();
         loader::image_of(caller).is_some_and(|(base, path)| {
             let name = path.to_bytes().rsplit(|byte| *byte == b'/').next().unwrap_or_default();
-            base == copy.base && name.starts_with(stem)
+            // `libnccl.so.2` and `libnccl2.so`, and not `libnccl_ep.so`.
+            let rest = name.strip_prefix(stem);
+            let is_file = rest.is_some_and(|rest| {
+                rest.first().is_none_or(|next| *next == b'.' || next.is_ascii_digit())
+            });
+            base == copy.base && is_file
         })
     }
 

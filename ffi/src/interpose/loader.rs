@@ -17,6 +17,9 @@ thread_local! {
 /// Address of the loader's `dlsym`; read by the assembly of [`crate::interposed::dlsym`].
 pub(crate) static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
+/// Address of the loader's `dlvsym`; read by the assembly of [`crate::interposed`].
+pub(crate) static REAL_DLVSYM: AtomicUsize = AtomicUsize::new(0);
+
 /// Is this thread looking a name up for us?
 pub(crate) fn is_looking() -> bool {
     LOOKING.try_with(Cell::get).unwrap_or(true)
@@ -59,6 +62,12 @@ pub(crate) fn dlsym(handle: *mut c_void, name: &CStr) -> Option<NonNull<c_void>>
     // SAFETY: the name is terminated; of the pseudo-handles, which ask who calls, only the one that means us
     // is used.
     past_hooks(|| NonNull::new(unsafe { find(handle, name.as_ptr()) }))
+}
+
+/// The loader's answer for `version` of `name` in the explicit `handle`.
+pub(crate) fn dlvsym(handle: *mut c_void, name: &CStr, version: &CStr) -> Option<NonNull<c_void>> {
+    // SAFETY: both strings are terminated, and the handle is the caller's own.
+    past_hooks(|| NonNull::new(unsafe { libc::dlvsym(handle, name.as_ptr(), version.as_ptr()) }))
 }
 
 /// Forgets what the loader would tell this thread's next `dlerror`, as any successful `dlsym` does.

@@ -21,19 +21,31 @@ pub(crate) mod patch;
 #[cfg(test)]
 mod tests;
 
-use std::ffi::{CStr, c_char, c_void};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+use std::time::Duration;
 
 use driver::Driver;
 use library::Library;
 use lookup::{Decision, decide_driver, decide_library};
-use patch::{Entry, Patches, Purpose};
+use patch::{Entry, Ours, Patches, Purpose};
 
 /// An argument that is only passed on.
 pub(crate) type Pointer = *mut c_void;
 
 /// The address of a function of ours. A function itself, because no constant may hold an address as a number.
 pub(crate) type AddressOf = fn() -> usize;
+
+/// A function of the loader's, with ours in its place.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LoaderFunction {
+    /// Its name.
+    pub(crate) name: &'static CStr,
+    /// Ours.
+    pub(crate) ours: AddressOf,
+    /// Whether we export that name; one that we do not is reached by the slots of those who import it alone.
+    pub(crate) is_exported: bool,
+}
 
 /// How the libraries of this process were bound to us.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,10 +63,37 @@ pub(crate) enum Binding {
 pub(crate) struct Interposition {
     driver: Driver,
     libraries: &'static [&'static Library],
-    loader: &'static [(&'static CStr, AddressOf)],
+    /// The loader's functions with ours in their place, those that we export first.
+    loader: &'static [LoaderFunction],
     patches: Patches,
     is_attached: AtomicBool,
     is_forked: AtomicBool,
+    /// Whether the loader binds the program to us: [`UNASKED`], or an answer. No lock is held around the question, which
+    /// takes the loader's: who asks may hold that one.
+    is_ours_first: AtomicU8,
+    /// The process that first walked; 0 when none has.
+    walker: AtomicU32,
+}
+
+const UNASKED: u8 = 0;
+const OURS: u8 = 1;
+const ANOTHERS: u8 = 2;
+
+/// How long a walk may take in a forked child.
+const CHILD_WALK_MAX: Duration = Duration::from_secs(2);
+
+/// In a process that the loader bound to us: does another library or the program itself come before us with a function
+/// `name` of its own? Then that is what callers are meant to find.
+fn is_anothers(name: &[u8]) -> bool {
+    let Some(name) = CString::new(name).ok() else {
+        return false;
+    };
+    let found = loader::program().and_then(|program| loader::dlsym(program, &name));
+    let found = found.map(|found| found.as_ptr().expose_provenance());
+    found.is_some_and(|found| {
+        !loader::is_own(found)
+            && loader::file_of(found).is_some_and(|file| !patch::is_original(file.as_bytes()))
+    })
 }
 
 impl Interposition {
@@ -62,7 +101,7 @@ impl Interposition {
     pub(crate) const fn new(
         driver: Driver,
         libraries: &'static [&'static Library],
-        loader: &'static [(&'static CStr, AddressOf)],
+        loader: &'static [LoaderFunction],
     ) -> Self {
         Self {
             driver,
@@ -71,6 +110,8 @@ impl Interposition {
             patches: Patches::new(),
             is_attached: AtomicBool::new(false),
             is_forked: AtomicBool::new(false),
+            is_ours_first: AtomicU8::new(UNASKED),
+            walker: AtomicU32::new(0),
         }
     }
 
@@ -103,31 +144,90 @@ impl Interposition {
         self.is_forked.load(Ordering::Relaxed)
     }
 
-    /// Patches what was loaded since the last time, in a process that was attached to. Blocks on no lock but
-    /// the loader's of its list, which no thread holds while it waits for us.
+    /// Patches what was loaded since the last time. Blocks on no lock but the loader's of its list, which no thread
+    /// holds while it waits for us.
     fn look_again(&'static self) {
-        if self.binding() == Binding::ByAttach && !self.is_forked() {
+        if self.walks() && !self.is_child() {
             self.walk(Purpose::PatchWhatIsNew);
         }
     }
 
+    /// Do walks write in this process? Not where somebody else's `dlsym` comes before ours: its calls come to us.
+    fn walks(&self) -> bool {
+        self.binding() == Binding::ByAttach || self.is_bound_by_loader()
+    }
+
+    /// True in a forked child of a process that had walked: a lock of the loader's may be held for ever.
+    pub(crate) fn is_child(&self) -> bool {
+        let own = std::process::id();
+        let order = Ordering::Relaxed;
+        self.is_forked()
+            || self.walker.compare_exchange(0, own, order, order).is_err_and(|walker| walker != own)
+    }
+
+    /// Walks before a pause, and says why work of this process may reach a device past us, if it may. In a forked child
+    /// a thread of its own walks, which is left behind where it finds the loader's lock held for ever.
+    pub(crate) fn escape(&'static self) -> Option<String> {
+        if !self.walks() {
+            return None;
+        }
+        if self.is_child() {
+            let (done, walked) = std::sync::mpsc::channel();
+            let walk = move || {
+                self.walk(Purpose::Pause);
+                let _heard = done.send(());
+            };
+            let spawned = std::thread::Builder::new().name("sublet-walk".to_owned()).spawn(walk);
+            spawned.ok()?;
+            walked.recv_timeout(CHILD_WALK_MAX).ok()?;
+        } else {
+            self.walk(Purpose::Pause);
+        }
+        let problem = |(path, entry): (String, Entry)| Some((path, entry.problem?));
+        let missed = self.walked().into_iter().find_map(problem);
+        let missed =
+            missed.map(|(path, why)| format!("launches from {path} may pass Sublet by ({why})"));
+        missed.or_else(|| {
+            let driver = self.patches.driver_elsewhere()?;
+            Some(format!(
+                "{driver} is loaded in a namespace of its own (dlmopen), and launches through it pass Sublet by: \
+                 open what uses it with dlopen"
+            ))
+        })
+    }
+
     /// True when the loader binds the program to our functions in place of its own, such as `dlsym`.
     pub(crate) fn is_bound_by_loader(&self) -> bool {
-        self.loader.first().is_some_and(|(name, _)| {
-            let found = loader::program().and_then(|program| loader::dlsym(program, name));
+        let known = self.is_ours_first.load(Ordering::Relaxed);
+        if known != UNASKED {
+            return known == OURS;
+        }
+        let is_ours = self.loader.first().is_some_and(|function| {
+            let found = loader::program().and_then(|program| loader::dlsym(program, function.name));
             found.is_some_and(|found| loader::is_own(found.as_ptr().expose_provenance()))
-        })
+        });
+        self.is_ours_first.store(if is_ours { OURS } else { ANOTHERS }, Ordering::Relaxed);
+        is_ours
     }
 
     /// Makes what walks need. Called before [`bind_by_attach`](Self::bind_by_attach) lets other threads walk, so that
     /// nothing of it is made under the loader's lock.
     pub(crate) fn prepare(&'static self) {
         self.patches.prepare(|| {
-            let driver = self.driver.hooks().map(|hook| (hook.symbol.as_bytes(), (hook.wrapper)()));
+            let exported = |address| Ours { address, is_exported: true };
+            let hooks = self.driver.hooks();
+            let driver = hooks.map(|hook| (hook.symbol.as_bytes(), exported((hook.wrapper)())));
             let rows = self.libraries.iter().flat_map(|library| library.rows());
-            let libraries = rows.map(|row| (row.name.to_bytes(), (row.exported)()));
-            let loader = self.loader.iter().map(|(name, ours)| (name.to_bytes(), ours()));
-            driver.chain(libraries).chain(loader).collect()
+            let libraries = rows.map(|row| (row.name.to_bytes(), exported((row.exported)())));
+            let loader = self.loader.iter().map(|function| {
+                let ours = Ours { address: (function.ours)(), is_exported: function.is_exported };
+                (function.name.to_bytes(), ours)
+            });
+            let all = driver.chain(libraries).chain(loader);
+            if !self.is_bound_by_loader() {
+                return all.collect();
+            }
+            all.filter(|(name, _)| !is_anothers(name)).collect()
         });
     }
 
@@ -140,12 +240,66 @@ impl Interposition {
     /// Walks over all libraries of the process.
     pub(crate) fn walk(&'static self, purpose: Purpose) {
         self.prepare();
-        self.patches.walk(&self.driver, purpose);
+        self.patches.walk(&self.driver, self.binding(), purpose);
     }
 
     /// The libraries that reach, or may reach, anything that we stand in for; by path. Calls nothing of the loader's.
     pub(crate) fn walked(&self) -> Vec<(String, Entry)> {
         self.patches.entries()
+    }
+
+    /// Says why calls of the library that is distributed as `file` may not come to us, if so: it is not among the loader's
+    /// libraries, or somebody may have looked its functions up past us. As of the last walk.
+    pub(crate) fn sees_calls_of(&self, file: &CStr) -> Result<(), String> {
+        if !self.walks() {
+            return Err("another library's dlsym comes before that of Sublet".to_owned());
+        }
+        let name = file.to_string_lossy();
+        let stem = name.split_inclusive(".so").next().unwrap_or_default();
+        if !self.patches.has_loaded(stem.as_bytes()) {
+            return Err(format!("{stem} is not loaded, so that something else registers there"));
+        }
+        match self.patches.looked_up_past_us(stem) {
+            Some(by) => Err(format!("{by} may have looked {stem} up past Sublet")),
+            None => Ok(()),
+        }
+    }
+
+    /// Our answer to `dlvsym(handle, name, version)`: ours for a library's function where that version is the one that
+    /// the watched copy is called with.
+    ///
+    /// # Safety
+    /// `name` and `version` are null or terminated strings.
+    pub(crate) unsafe fn answer_versioned(
+        &'static self,
+        handle: Pointer,
+        name: *const c_char,
+        version: *const c_char,
+    ) -> Decision {
+        // The jump needs it.
+        loader::REAL_DLVSYM.store(libc::dlvsym as *const () as usize, Ordering::Release);
+        let is_pseudo = handle == libc::RTLD_NEXT || handle == libc::RTLD_DEFAULT;
+        if is_pseudo || name.is_null() || version.is_null() || loader::is_looking() {
+            return Decision::LOADER;
+        }
+        self.look_again();
+        // SAFETY: the caller promises a terminated string.
+        let name = unsafe { CStr::from_ptr(name) };
+        let number = |library: &&'static Library| Some((*library, library.number_of(name)?));
+        let Some((library, number)) = self.libraries.iter().find_map(number) else {
+            return Decision::LOADER;
+        };
+        // SAFETY: as above.
+        let version = unsafe { CStr::from_ptr(version) };
+        let Some(found) = loader::dlvsym(handle, name, version) else {
+            return Decision::LOADER;
+        };
+        let ours = library.of_handle(handle).and_then(|copy| {
+            let own = copy.function(number)?;
+            let is_it = own == found.as_ptr().expose_provenance();
+            is_it.then(|| library.answer(copy, number)).flatten()
+        });
+        ours.map_or(Decision::LOADER, Decision::answer)
     }
 
     /// Our answer to `dlsym(handle, name)`, asked from `caller` in a process bound by `binding`.

@@ -23,6 +23,7 @@ mod units;
 use std::process::ExitCode;
 
 use clap::Parser as _;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tenants::run_dir::RunDir;
 
 use args::{Cli, Command};
@@ -44,11 +45,25 @@ fn main() -> ExitCode {
     }
 }
 
+/// Raises the soft limit of open files to the hard one: each process of a tenant takes two descriptors of this command.
+/// Where it cannot be raised, the command says what it lacks when it lacks it.
+fn raise_descriptor_limit() {
+    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
+        && soft < hard
+    {
+        let _stays = setrlimit(Resource::RLIMIT_NOFILE, hard, hard);
+    }
+}
+
 fn dispatch(
     command: Command,
     environment: &Environment,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
+    // A program that is run keeps its own.
+    if !matches!(command, Command::Run(_)) {
+        raise_descriptor_limit();
+    }
     let open_run_dir = || -> Result<RunDir, Failure> {
         let (explicit, xdg) = environment.run_dir_sources();
         Ok(RunDir::open(explicit, xdg)?)

@@ -301,14 +301,15 @@ impl Peers {
     pub(super) fn introduce(
         &mut self,
         index: usize,
-        info: MemberInfo,
+        mut info: MemberInfo,
     ) -> Result<(), MemberFailure> {
         let peer = &mut self.list[index];
         if info.id != peer.who.member {
             return Err(another_answer(peer.who, Step::Hello));
         }
         // The kernel's id is in our namespace, the member's own may not be.
-        peer.who.pid = peer.who.pid.or(Some(info.pid));
+        info.pid = peer.who.pid.unwrap_or(info.pid);
+        peer.who.pid = Some(info.pid);
         peer.info = Some(info);
         Ok(())
     }

@@ -97,6 +97,8 @@ enum Work {
         asked: u64,
     },
     Save(SaveStep),
+    /// Memory that nothing but closed tickets holds is given back.
+    EndTickets,
     /// This connection, which had asked for [`Work::Save`], is closed.
     EndSave(u64),
 }
@@ -245,6 +247,10 @@ fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) 
             member.run_step(connection, step, seen, asked, deadline)
         }
         Work::Save(step) => member.run_save(saving, connection, step),
+        Work::EndTickets => {
+            member.end_closed_tickets();
+            return None;
+        }
         Work::EndSave(closed) => {
             *saving = saving.take().filter(|saving| saving.connection() != closed);
             return None;
@@ -266,6 +272,7 @@ impl Work {
             | Self::Cut { .. }
             | Self::Step { .. }
             | Self::Save(_)
+            | Self::EndTickets
             | Self::EndSave(_) => None,
         }
     }
@@ -338,6 +345,9 @@ impl<D: Driver> Agent<D> {
             return;
         }
         self.look_at = now + NAME_LOOK_EVERY;
+        if self.jobs.is_empty() && self.member.pool.has_watched_tickets() {
+            self.submit(NOBODY, Work::EndTickets, AGENT_TIMEOUT);
+        }
         // A coordinator holds a lock that went with the directory: another one shall not find us beside it.
         if self.leader.is_some() || self.listener.is_named() {
             return;

@@ -16,7 +16,7 @@ use vmm_pool::{
 
 use super::{AGENT_TIMEOUT, Member};
 use crate::identity::MemberId;
-use crate::ticket::Ticket;
+use crate::ticket::{self, Ticket};
 use crate::transport::{Connection, TransportError};
 use crate::wire::{FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchFds, FetchPurpose, SentFds};
 
@@ -173,7 +173,19 @@ impl<D: Driver> Member<D> {
             owner,
             tenant: self.config.tenant.clone(),
         };
-        ticket.issue().map_err(|source| ImportError::NoTicket { source })
+        let fd = ticket.issue().map_err(|source| {
+            entered.take_ticket_back(&export);
+            ImportError::NoTicket { source }
+        })?;
+        if export.serial != 0 {
+            match ticket::watch(fd.as_fd()) {
+                Ok(watch) => entered.watch_ticket(&export, watch),
+                Err(error) => {
+                    tracing::debug!(%error, "a ticket is not watched: it lasts until it is redeemed");
+                }
+            }
+        }
+        Ok(fd)
     }
 
     /// The memory that `ticket` stands for, asked for by `library`. Its tag is its owner's.

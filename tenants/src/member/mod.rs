@@ -43,7 +43,7 @@ use crate::cut::Cut;
 use crate::host_memory::HostLimit;
 use crate::identity::{MemberId, TenantName};
 use crate::region;
-use crate::run_dir::{RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
+use crate::run_dir::{self, RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
 use crate::state::{self, Event, InvalidTransition};
 use crate::transport::Connection;
 use crate::wire::{
@@ -77,13 +77,16 @@ pub struct MemberConfig {
     /// Why work of this process may reach a device past its gate, asked at each pause. Then only the process
     /// itself may ask for one, which knows when it launches nothing.
     pub ungated: fn() -> Option<String>,
+    /// Why device memory of this process may be pinned where nobody sees it, and what would help; asked at each pause
+    /// that is to take some away.
+    pub unseen_pins: fn() -> Option<String>,
     /// How many threads bring new host memory in. With none it comes in as contents are copied there.
     pub toucher_threads: usize,
 }
 
 impl MemberConfig {
     /// What must be said, and no more: host memory without a limit, no contexts of the application's own, nothing
-    /// known to be unused, everything gated, one thread for new host memory.
+    /// known to be unused, everything gated, no pins unseen, one thread for new host memory.
     pub fn new(run_dir: RunDir, tenant: TenantName, command: &str, version: &str) -> Self {
         Self {
             run_dir,
@@ -94,6 +97,7 @@ impl MemberConfig {
             own_contexts: Vec::new,
             unused: Vec::new,
             ungated: || None,
+            unseen_pins: || None,
             toucher_threads: 1,
         }
     }
@@ -305,6 +309,7 @@ impl<D: Driver> Member<D> {
     /// the fork. Blocks nowhere.
     pub fn let_go_in_child(&self) {
         self.sockets.close_in_child();
+        run_dir::locks::HELD.close_in_child();
         self.descriptor_limit.put_back_in_child();
         self.pool.close_descriptors_in_child();
         if let Ok(mut spare) = self.spare.try_lock() {

@@ -129,7 +129,9 @@ impl<D: Driver> Member<D> {
     fn close_gate(&self, scope: &Scope) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Active)?;
         self.refuse_ungated()?;
+        self.refuse_unseen_pins(scope)?;
         self.refuse_capture()?;
+        self.end_closed_tickets();
         let draining = self.pool.close();
         self.transition(Event::PauseBegun)?;
         self.status().last_pause.clear();
@@ -160,11 +162,32 @@ impl<D: Driver> Member<D> {
     fn refuse_ungated(&self) -> Result<(), Failure> {
         match (self.config.ungated)() {
             Some(why) if !self.is_asking() => Err(wrong_state(format!(
-                "process {} cannot be paused from outside: {why}; start it with `sublet run`, or pause it from \
-                 inside, between its steps (sublet_pause_tenant)",
+                "process {} cannot be paused from outside: {why}; or pause it from inside, between its steps \
+                 (sublet_pause_tenant)",
                 std::process::id()
             ))),
             Some(_) | None => Ok(()),
+        }
+    }
+
+    /// Refuses to take memory away that a device may hold the pages of, unseen by us: it would go on reading and writing
+    /// there.
+    fn refuse_unseen_pins(&self, scope: &Scope) -> Result<(), Failure> {
+        let leaving = self.pool.resident_bytes(&self.paused_selection(scope));
+        if leaving.values().all(|bytes| *bytes == 0) {
+            return Ok(());
+        }
+        (self.config.unseen_pins)().map_or(Ok(()), |why| {
+            let own = std::process::id();
+            Err(wrong_state(format!("process {own} cannot be paused: {why}")))
+        })
+    }
+
+    /// Gives memory back that nothing held but tickets, all closed by now. The worker's alone: it is who shuts the gate,
+    /// so that it is open here.
+    pub(super) fn end_closed_tickets(&self) {
+        if self.state() == MemberState::Active {
+            self.pool.enter_giving_up().end_closed_tickets();
         }
     }
 

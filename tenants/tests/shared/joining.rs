@@ -232,5 +232,6 @@ fn a_second_ticket_for_what_is_held_is_redeemed_or_stays_good_when_its_tag_is_pa
     for imported in [first, second] {
         importer.pool().enter_giving_up().release(imported).expect("released");
     }
+    drop(tickets);
     assert_used(&owner, 0, "no ticket holds it any more");
 }

@@ -8,4 +8,5 @@ mod joining;
 mod pins;
 mod random;
 mod stage;
+mod tickets;
 mod undone;

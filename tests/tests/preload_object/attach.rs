@@ -1,25 +1,31 @@
 //! `sublet_attach`: the same for a process that was started without us.
 
 use std::path::Path;
+use std::process::Command;
 
 use serde_json::Value;
 
 use crate::stage::{CAPACITY_BYTES, Preload, Stage, given, preload_path, simcuda_dir, transcript};
 
-const BLOCK_BYTES: u64 = 8 << 20;
+pub(crate) const BLOCK_BYTES: u64 = 8 << 20;
 
 /// What `preload_attach.c` says to `words`: its lines, and the JSON among them.
-struct Said {
-    lines: Vec<String>,
-    json: Vec<Value>,
+pub(crate) struct Said {
+    pub(crate) lines: Vec<String>,
+    pub(crate) json: Vec<Value>,
 }
 
 impl Said {
-    fn by(stage: &Stage, preload: Preload, program: &Path, words: &[&str]) -> Self {
+    pub(crate) fn by(stage: &Stage, preload: Preload, program: &Path, words: &[&str]) -> Self {
         let mut command = stage.command(program, preload);
         command
             .env("SUBLET_ATTACH", preload_path())
             .env("SUBLET_COMMAND", given("SUBLET_TEST_BIN"));
+        Self::of(&mut command, words)
+    }
+
+    /// What the program of `command` says to `words`.
+    pub(crate) fn of(command: &mut Command, words: &[&str]) -> Self {
         let text = transcript(&command.args(words).output().expect("it starts"));
         let (json, lines): (Vec<&str>, Vec<&str>) =
             text.lines().partition(|line| line.starts_with('{'));
@@ -29,7 +35,18 @@ impl Said {
         }
     }
 
-    fn own_bytes(&self, stats: usize) -> u64 {
+    /// What has to stay, by reason.
+    pub(crate) fn stays(&self, stats: usize) -> Vec<(String, u64)> {
+        let devices = self.json[stats]["pool"]["devices"].as_array().expect("devices");
+        let rows = devices.iter().flat_map(|device| device["pinned"].as_array().expect("list"));
+        rows.map(|row| {
+            let reason = row["reason"].as_str().expect("text").to_owned();
+            (reason, row["bytes"].as_u64().expect("bytes"))
+        })
+        .collect()
+    }
+
+    pub(crate) fn own_bytes(&self, stats: usize) -> u64 {
         let devices = self.json[stats]["pool"]["devices"].as_array().expect("devices");
         let classes = devices.iter().flat_map(|device| device["classes"].as_array().expect("list"));
         classes.map(|class| class["own_bytes"].as_u64().expect("bytes")).sum()
@@ -37,7 +54,7 @@ impl Said {
 }
 
 /// The row of a report about the file `name`.
-fn row<'a>(report: &'a Value, name: &str) -> &'a Value {
+pub(crate) fn row<'a>(report: &'a Value, name: &str) -> &'a Value {
     let rows = report["libraries"].as_array().expect("a list");
     let ends = |row: &&Value| row["path"].as_str().expect("a path").ends_with(name);
     rows.iter().find(ends).unwrap_or_else(|| panic!("{name} is not in {report}"))
@@ -135,7 +152,7 @@ fn a_process_with_a_late_library_is_paused_from_inside_only() {
     let refused = text.find("cannot be paused from outside: launches from").expect(&text);
     assert!(text[refused..].contains("libruntime.so may pass Sublet by"), "{text}");
     assert!(
-        text[refused..].contains("start it with `sublet run`, or pause it from inside"),
+        text[refused..].contains("start it with `sublet run`; or pause it from inside"),
         "{text}"
     );
     assert_eq!(text.matches("outside 0").count(), 1, "a second time it was paused already: {text}");

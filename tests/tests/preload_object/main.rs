@@ -6,6 +6,7 @@
 )]
 
 mod attach;
+mod escapes;
 mod header;
 mod hooks;
 mod loader;
@@ -13,6 +14,7 @@ mod lookup;
 mod memory;
 mod nccl;
 mod passed;
+mod pins;
 mod processes;
 mod ring;
 mod stage;

@@ -92,6 +92,12 @@ impl Stage {
         self.cc(&own_source(name), &format!("lib{name}.so"), &flags)
     }
 
+    /// Builds `tests/programs/preload_<name>.c` as the library `target` with `flags`.
+    pub(crate) fn library_named(&self, name: &str, target: &str, flags: &[&str]) -> PathBuf {
+        let soname = format!("-Wl,-soname,{target}");
+        self.cc(&own_source(name), target, &[&["-shared", "-fPIC", &soname], flags].concat())
+    }
+
     /// Builds `tests/programs/preload_<name>.c` as `lib<name>.so`.
     pub(crate) fn library(&self, name: &str) -> PathBuf {
         self.cc(&own_source(name), &format!("lib{name}.so"), &["-shared", "-fPIC"])
@@ -175,7 +181,12 @@ impl Stage {
 }
 
 fn own_source(name: &str) -> PathBuf {
-    root().join("tests/programs").join(format!("preload_{name}.c"))
+    own_file(&format!("preload_{name}.c"))
+}
+
+/// A file of `tests/programs`.
+pub(crate) fn own_file(name: &str) -> PathBuf {
+    root().join("tests/programs").join(name)
 }
 
 /// A file of `tests/simcuda/programs`.

@@ -13,7 +13,7 @@
 //! # Invariants
 //! 1. Every mapping names a live row, and that row lists the mapping's start; both ways.
 //! 2. Mappings do not overlap.
-//! 3. A row lives while it has a reference, a mapping, or a ticket nobody redeemed yet; while it is not
+//! 3. A row lives while it has a reference, a mapping, or an open ticket; while it is not
 //!    resident also as long as an importer may want it again.
 //! 4. A driver's handle is in one row, or in none and then its holder's to release.
 
@@ -25,6 +25,7 @@ mod references;
 mod residency;
 mod row;
 mod selection;
+mod tickets;
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -40,6 +41,7 @@ pub use row::Class;
 pub(crate) use row::{Mapping, NewRow, Origin, Presence, Row};
 pub use selection::{Selection, Tags, Whose};
 use slab::Slab;
+pub use tickets::TicketWatch;
 
 use crate::deferred::Physical;
 use crate::driver::{
@@ -63,6 +65,8 @@ pub(crate) struct Ledger {
     views: BTreeMap<u64, VaRange>,
     next_generation: u32,
     last_ticket: u64,
+    /// How many tickets were watched at the last look, and those since.
+    watches: usize,
     /// Nothing is given to importers: a pause has asked who holds what, or memory is away.
     is_frozen: bool,
 }
@@ -86,6 +90,9 @@ pub(crate) struct Remount {
     pub(crate) device: Option<DeviceOrdinal>,
     pub(crate) presence: Presence,
 }
+
+/// How many tickets are watched at most: each takes a descriptor.
+const WATCHES_MAX: usize = 256;
 
 /// What is to be exported for a ticket.
 #[derive(Debug)]
@@ -293,6 +300,32 @@ impl Ledger {
         bytes
     }
 
+    /// Is anything of `range` mapped?
+    pub(crate) fn has_mapping_in(&self, range: VaRange) -> bool {
+        overlapping(&self.mappings, range).next().is_some()
+    }
+
+    /// Has a pause leave all that is mapped in `range` in place, until [`Ledger::unregister`] is told the same
+    /// allocations, which are returned.
+    pub(crate) fn register(&mut self, range: VaRange, reason: &'static str) -> Vec<VirtualHandle> {
+        let handles: Vec<_> = overlapping(&self.mappings, range).map(Mapping::allocation).collect();
+        for handle in &handles {
+            if let Some(row) = self.row_mut(*handle) {
+                row.register(reason);
+            }
+        }
+        handles
+    }
+
+    /// The end of one registration. Allocations that have ended are passed over.
+    pub(crate) fn unregister(&mut self, handles: &[VirtualHandle]) {
+        for handle in handles {
+            if let Some(row) = self.row_mut(*handle) {
+                row.unregister();
+            }
+        }
+    }
+
     /// Makes a block of it: its mapping alone keeps it, and `asked_bytes` is its size for callers.
     pub(crate) fn become_block(&mut self, handle: VirtualHandle, asked_bytes: u64) -> Option<Row> {
         let row = self.row_mut(handle)?;
@@ -369,6 +402,51 @@ impl Ledger {
             row.add_ticket(serial);
         }
         Ok(ToExport { id, size_bytes, serial, raw: raw.filter(|_| !is_exported) })
+    }
+
+    /// The ticket `serial` for `id` lasts until it is closed, which `watch` tells. Without room for one more watch it lasts
+    /// until it is redeemed, as one that is not watched.
+    pub(crate) fn watch_ticket(
+        &mut self,
+        id: AllocationId,
+        serial: u64,
+        watch: TicketWatch,
+    ) -> Vec<OwnedFd> {
+        let mut spare = Vec::new();
+        if self.watches >= WATCHES_MAX {
+            spare = self.drop_closed_tickets();
+        }
+        let has_room = self.watches < WATCHES_MAX;
+        if has_room && self.by_id_mut(id).is_some_and(|row| row.watch_ticket(serial, watch)) {
+            self.watches += 1;
+        }
+        spare
+    }
+
+    /// Drops tickets that have been closed; descriptors that were kept for them alone come out.
+    fn drop_closed_tickets(&mut self) -> Vec<OwnedFd> {
+        let mut spare = Vec::new();
+        let mut watches = 0;
+        for (_, row) in &mut self.rows {
+            spare.extend(row.drop_closed_tickets().1);
+            watches += row.watched_tickets();
+        }
+        self.watches = watches;
+        spare
+    }
+
+    pub(crate) fn has_watched_tickets(&self) -> bool {
+        self.watches > 0
+    }
+
+    /// As [`Ledger::drop_closed_tickets`]; memory that nothing else held comes out too.
+    pub(crate) fn end_closed_tickets(&mut self) -> (Vec<OwnedFd>, Vec<Row>) {
+        if self.watches == 0 {
+            return Default::default();
+        }
+        let spare = self.drop_closed_tickets();
+        let ended: Vec<_> = self.rows().filter(|row| row.is_garbage()).map(Row::handle).collect();
+        (spare, ended.into_iter().filter_map(|handle| self.take_garbage(handle)).collect())
     }
 
     /// Keeps the descriptor that the driver gave for `id`. One that nobody wants comes back.

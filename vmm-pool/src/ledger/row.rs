@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use super::residency::{Change, Residency};
+use super::tickets::{TicketWatch, Tickets};
 use crate::deferred::Physical;
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceOrdinal, Location, LocationKind, RawContext, RawHandle,
@@ -62,6 +63,9 @@ pub(crate) struct Row {
     sharing: Sharing,
     /// Why a pause must leave it where it is.
     pinned: Option<&'static str>,
+    /// How many registrations with devices there are of it, and the reason of the first: for as long as they last a
+    /// pause must leave it where it is.
+    registered: Option<(u32, &'static str)>,
     /// Why the pause under way, or the last one, leaves it where it is in all processes that hold it: nobody could
     /// save it, or somebody else has pinned it.
     stays: Option<&'static str>,
@@ -72,8 +76,7 @@ pub(crate) struct Row {
 /// Who else may hold an allocation.
 #[derive(Debug, Default)]
 struct Sharing {
-    /// Serial numbers of tickets issued and not yet redeemed by anybody.
-    tickets: BTreeSet<u64>,
+    tickets: Tickets,
     /// Processes that may hold it: whoever was given a descriptor since it was last created.
     importers: BTreeSet<PeerId>,
     /// From its restoring to the end of that resume: whoever has fetched it again, the importers to come.
@@ -92,6 +95,7 @@ impl Row {
             residency: Residency::Resident { handle: physical, unused: Vec::new() },
             sharing: Sharing::default(),
             pinned: None,
+            registered: None,
             stays: None,
             block_size_bytes: None,
         }
@@ -153,11 +157,12 @@ impl Row {
 
     /// Why a pause leaves it in place, by this process's doing or by what all have decided.
     pub(crate) fn reason_to_stay(&self) -> Option<&'static str> {
-        self.pinned.or(self.stays)
+        let registered = self.registered.map(|(_, reason)| reason);
+        self.pinned.or(registered).or(self.stays)
     }
 
     pub(crate) fn is_pinned(&self) -> bool {
-        self.pinned.is_some()
+        self.pinned.is_some() || self.registered.is_some()
     }
 
     /// Must a pause copy its contents to `store`?
@@ -218,7 +223,7 @@ impl Row {
 
     /// May another process hold it, or come for it?
     pub(crate) fn is_shared(&self) -> bool {
-        self.is_own() && !(self.sharing.importers.is_empty() && self.sharing.tickets.is_empty())
+        self.is_own() && (!self.sharing.importers.is_empty() || self.sharing.tickets.hold())
     }
 
     pub(crate) fn importers(&self) -> Vec<PeerId> {
@@ -238,7 +243,8 @@ impl Row {
         // Resident memory the driver keeps for its importers. What is away nobody but its owner can bring back.
         let is_owed = self.is_own() && !self.is_resident() && !self.sharing.importers.is_empty();
         let is_held = self.references > 0 || !self.mappings.is_empty();
-        !is_held && self.sharing.tickets.is_empty() && !is_owed
+        // Tickets last: each is a question to the system.
+        !is_held && !is_owed && !self.sharing.tickets.hold()
     }
 
     /// Takes the handle out of a row that is in the ledger no more.
@@ -295,27 +301,60 @@ impl Row {
         is_new
     }
 
+    /// Has a pause leave it in place until [`Row::unregister`] has been called as often.
+    pub(super) fn register(&mut self, reason: &'static str) {
+        let (count, reason) = self.registered.unwrap_or((0, reason));
+        self.registered = Some((count.saturating_add(1), reason));
+    }
+
+    pub(super) fn unregister(&mut self) {
+        let rest = self.registered.map(|(count, reason)| (count.saturating_sub(1), reason));
+        self.registered = rest.filter(|(count, _)| *count > 0);
+    }
+
     pub(super) fn set_stays(&mut self, reason: Option<&'static str>) {
         self.stays = reason;
     }
 
     pub(super) fn add_ticket(&mut self, serial: u64) {
-        self.sharing.tickets.insert(serial);
+        self.sharing.tickets.add(serial);
     }
 
     /// A ticket that nobody was given.
     pub(super) fn take_ticket_back(&mut self, serial: u64) {
-        self.sharing.tickets.remove(&serial);
+        self.sharing.tickets.take_back(serial);
     }
 
     /// The ticket `serial` is redeemed. With the last the descriptor goes that was kept for them.
     pub(super) fn use_ticket(&mut self, serial: u64) -> Option<OwnedFd> {
-        self.sharing.tickets.remove(&serial);
-        if self.sharing.tickets.is_empty() { self.sharing.exported.take() } else { None }
+        self.sharing.tickets.redeem(serial);
+        if self.has_tickets() { None } else { self.sharing.exported.take() }
     }
 
+    /// From now on the ticket `serial` lasts until it is closed.
+    pub(super) fn watch_ticket(&mut self, serial: u64, watch: TicketWatch) -> bool {
+        self.sharing.tickets.watch(serial, watch)
+    }
+
+    /// Drops tickets that have been closed, and with the last that nobody had redeemed the descriptor that was kept for
+    /// them. Says how many.
+    pub(super) fn drop_closed_tickets(&mut self) -> (usize, Option<OwnedFd>) {
+        if self.sharing.tickets.is_empty() {
+            return (0, None);
+        }
+        let dropped = self.sharing.tickets.drop_closed();
+        let spare = if dropped > 0 && !self.has_tickets() { self.take_export() } else { None };
+        (dropped, spare)
+    }
+
+    /// How many tickets are watched.
+    pub(super) fn watched_tickets(&self) -> usize {
+        self.sharing.tickets.watched()
+    }
+
+    /// Are there tickets that nobody has redeemed?
     pub(super) fn has_tickets(&self) -> bool {
-        !self.sharing.tickets.is_empty()
+        self.sharing.tickets.await_somebody()
     }
 
     pub(super) fn add_importer(&mut self, importer: PeerId) {

@@ -30,6 +30,18 @@ use crate::store::HostArena;
 use crate::waits::Waits;
 use crate::{AllocationId, VirtualHandle};
 
+/// The allocations of one registration with a device outside the driver's view. Dropped, it holds them in place for ever.
+#[must_use]
+#[derive(Debug)]
+pub struct Registered(Vec<VirtualHandle>);
+
+impl Registered {
+    /// True when it is of no memory of the pool's.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
 /// Device memory of one process, over one driver. Shared by all threads; no method blocks except on the
 /// driver.
 #[derive(Debug)]
@@ -87,6 +99,11 @@ impl<D: Driver> Pool<D> {
     /// Where calls that touch device memory go in and out.
     pub fn gate(&self) -> &Gate {
         &self.gate
+    }
+
+    /// Is anything of `range` mapped by this pool, here or away? Waits for nothing.
+    pub fn has_mapping_in(&self, range: VaRange) -> bool {
+        self.ledger().has_mapping_in(range)
     }
 
     /// Goes in for calls that touch memory or make new; waits as long as memory is away.
@@ -159,6 +176,11 @@ mod sealed {
 }
 
 impl<D: Driver, K: Kind> Entered<'_, D, K> {
+    /// The end of a registration: a pause takes its memory again, where nothing else keeps it.
+    pub fn unregister(&self, registered: &Registered) {
+        self.pool.ledger().unregister(&registered.0);
+    }
+
     /// Does the ledger alone answer, because memory was away when this thread went in? It stays so while the thread is
     /// inside.
     pub fn is_offloaded(&self) -> bool {
@@ -343,5 +365,11 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// device outside the driver's view may hold its pages. Returns how many bytes that concerns.
     pub fn pin(&self, range: VaRange, reason: &'static str) -> u64 {
         self.pool.ledger().pin(range, reason)
+    }
+
+    /// As [`Entered::pin`], for as long as a registration with such a device lasts: until it is given to
+    /// [`Entered::unregister`].
+    pub fn register(&self, range: VaRange, reason: &'static str) -> Registered {
+        Registered(self.pool.ledger().register(range, reason))
     }
 }

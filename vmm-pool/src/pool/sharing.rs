@@ -7,7 +7,7 @@ use super::{Entered, Kind, Pool, Use};
 use crate::deferred::Physical;
 use crate::driver::Driver;
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::ledger::{Class, NewRow, Origin, Row};
+use crate::ledger::{Class, NewRow, Origin, Row, TicketWatch};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// What a ticket for an allocation must say.
@@ -17,7 +17,7 @@ pub struct Export {
     pub id: AllocationId,
     /// Its size.
     pub size_bytes: u64,
-    /// Which of its tickets this is: redeeming it once lets the memory go that it holds. 0 for memory that is
+    /// Which of its tickets this is: redeeming it once, or closing it where it is watched, lets the memory go that it holds. 0 for memory that is
     /// another process's, of which a ticket holds nothing.
     pub serial: u64,
 }
@@ -44,7 +44,8 @@ pub struct ImportSource {
 
 impl<D: Driver> Entered<'_, D, Use> {
     /// Makes `handle` importable by others, and counts one ticket. Memory stays alive until somebody
-    /// has redeemed the ticket, as it would for a descriptor of the driver's.
+    /// has redeemed the ticket; one that is watched holds it until it is closed, as a descriptor of the driver's would
+    /// ([`Entered::watch_ticket`]).
     ///
     /// # Errors
     /// [`PoolError::StaleHandle`]; [`PoolError::Driver`] as for a plain export.
@@ -74,6 +75,18 @@ impl<D: Driver> Entered<'_, D, Use> {
         };
         outcome.about(|| "export of an allocation".to_owned(), size_bytes, None)?;
         Ok(export)
+    }
+
+    /// The ticket of `export` lasts until it is closed, which `watch` tells. Where there are too many watched already it
+    /// lasts until it is redeemed.
+    pub fn watch_ticket(&self, export: &Export, watch: TicketWatch) {
+        drop(self.pool.ledger().watch_ticket(export.id, export.serial, watch));
+    }
+
+    /// Nobody was given the ticket of `export`.
+    pub fn take_ticket_back(&self, export: &Export) {
+        let garbage = self.pool.ledger().export_failed(export.id, export.serial);
+        self.pool.dispose_quietly(garbage);
     }
 
     /// One more reference to `id`, when this process holds it already, as owner or importer. Of its own the ticket
@@ -143,6 +156,16 @@ impl<D: Driver> Entered<'_, D, Use> {
 }
 
 impl<D: Driver, K: Kind> Entered<'_, D, K> {
+    /// Gives memory back that nothing held but tickets, all closed by now.
+    ///
+    /// # Driver calls
+    /// `cuMemRelease`, for each such allocation.
+    pub fn end_closed_tickets(&self) {
+        let (spare, garbage) = self.pool.ledger().end_closed_tickets();
+        drop(spare);
+        self.pool.dispose_quietly(garbage);
+    }
+
     /// The owner of an import, where `handle` is one; `None` for own memory.
     ///
     /// # Errors
@@ -228,6 +251,11 @@ impl<D: Driver> Pool<D> {
         if let Ok(mut ledger) = self.ledger.try_lock() {
             drop(ledger.take_exports(|_| true));
         }
+    }
+
+    /// Are there tickets that are known to be open, or to have been closed?
+    pub fn has_watched_tickets(&self) -> bool {
+        self.ledger().has_watched_tickets()
     }
 
     /// The owners of all imports, each once.

@@ -241,7 +241,7 @@ impl<D: Driver> HostArena<D> {
     ) -> PoolResult<()> {
         match (&mut self.ring, self.disk.file()) {
             (Some(ring), Some(file)) => ring::write_behind(file, ring.slots(), fill),
-            (None, _) | (_, None) => Ok(()),
+            (None, _) | (_, None) => Err(self.disk.nothing_to_write_to()),
         }
     }
 
@@ -256,7 +256,9 @@ impl<D: Driver> HostArena<D> {
     ) -> PoolResult<()> {
         match (&mut self.ring, self.disk.file()) {
             (Some(ring), Some(file)) => ring::read_ahead(file, ring.slots(), places, each),
-            (None, _) | (_, None) => Ok(()),
+            (None, _) | (_, None) => {
+                places.first().map_or(Ok(()), |place| Err(self.disk.nothing_to_read(place)))
+            }
         }
     }
 

@@ -70,6 +70,27 @@ impl Disk {
         self.file.as_ref()
     }
 
+    /// That there is no file, or no ring before it, where one is needed.
+    pub(crate) fn nothing_to_write_to(&self) -> PoolError {
+        PoolError::FileRefused {
+            operation: "writing",
+            dir: self.dir.clone(),
+            offset_bytes: 0,
+            size_bytes: 0,
+            source: io::ErrorKind::NotFound.into(),
+        }
+    }
+
+    /// As [`Disk::nothing_to_write_to`], for `place`, which is to be read.
+    pub(crate) fn nothing_to_read(&self, place: &Range<u64>) -> PoolError {
+        PoolError::FileUnreadable {
+            dir: self.dir.clone(),
+            offset_bytes: place.start,
+            size_bytes: place.end - place.start,
+            source: io::ErrorKind::NotFound.into(),
+        }
+    }
+
     /// Takes disk space for `places`, which hold nothing yet. What was taken by a reservation that failed half-way
     /// is given back by the next [`Disk::keep_only`].
     ///

@@ -77,13 +77,15 @@ impl<D: Driver> Still<'_, D> {
         filed: &[Filed<'_>],
     ) -> PoolResult<()> {
         arena.hold_ring(log)?;
+        let missing = arena.disk.nothing_to_write_to();
         log.timed("save to file", |log| {
             arena.write_behind(|writing| {
                 for batch in in_batches(filed) {
                     let (Some(copies), Some(slot)) =
                         (streams.get_mut(&batch.device), writing.take_slot()?)
                     else {
-                        continue;
+                        // Its contents would be lost.
+                        return Err(missing);
                     };
                     pass(log, copies, &batch, &slot, "saving", |at, range, stream| {
                         // SAFETY: the slot is this batch's alone, and the range stays mapped until all of the
@@ -111,6 +113,10 @@ impl<D: Driver> Still<'_, D> {
         arena.hold_ring(log)?;
         let batches = in_batches(filed);
         let places: Vec<_> = batches.iter().map(|batch| batch.place.clone()).collect();
+        let without_stream = batches.iter().find(|batch| !streams.contains_key(&batch.device));
+        if let Some(batch) = without_stream {
+            return Err(arena.disk.nothing_to_read(&batch.place));
+        }
         log.timed("restore from file", |log| {
             arena.read_ahead(&places, |index, slot| {
                 let batch = &batches[index];
@@ -191,6 +197,29 @@ mod tests {
         assert_eq!(batches[0].ranges, [range(700, 2), range(500, 2)]);
         assert_eq!(batches[2].ranges, [range(1032, 32)]);
         assert_eq!(batches[6].device, DeviceOrdinal(1));
+    }
+
+    #[cfg(feature = "sim")]
+    #[test]
+    fn contents_without_a_file_or_a_ring_are_an_error() {
+        use std::sync::Arc;
+
+        use crate::PoolError;
+        use crate::driver::sim::{SimDriver, SimNode, SimOptions};
+        use crate::store::HostArena;
+
+        let node = SimNode::private(&[64 * MIB]).unwrap();
+        let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
+        let mut arena = HostArena::new(driver, 1);
+        let refused = arena.write_behind(|_| Ok(())).unwrap_err();
+        assert!(
+            matches!(&refused, PoolError::FileRefused { operation: "writing", .. }),
+            "{refused}"
+        );
+        let place = Range { start: 2, end: 10 };
+        let unread = arena.read_ahead(&[place], |_, _| Ok(())).unwrap_err();
+        assert!(matches!(unread, PoolError::FileUnreadable { size_bytes: 8, .. }), "{unread}");
+        arena.read_ahead(&[], |_, _| Ok(())).unwrap();
     }
 
     #[cfg(feature = "sim")]

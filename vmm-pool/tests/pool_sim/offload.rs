@@ -231,6 +231,30 @@ fn pinned_memory_stays_and_is_reported_with_its_reason() {
 }
 
 #[test]
+fn registered_memory_stays_until_its_last_registration_ends() {
+    let pool = pool(&node());
+    let place = map(&pool, create(&pool, DEVICE, 1, kept()), UNIT, &[RW(DEVICE)]);
+    let parts = [place, VaRange::new(place.start, UNIT / 2)];
+    let [whole, half] = parts.map(|part| pool.enter().register(part, "a network card holds it"));
+    let nothing = pool.enter().register(VaRange::new(place.end(), UNIT), "nothing is there");
+    assert!(nothing.is_empty() && !whole.is_empty());
+    assert!(pool.has_mapping_in(place) && !pool.has_mapping_in(VaRange::new(place.end(), UNIT)));
+    pool.enter_giving_up().unregister(&half);
+    write(&pool, DEVICE, place, pattern(1));
+    pause(&pool);
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - UNIT);
+    // Also while the rest is away.
+    pool.enter_giving_up().unregister(&whole);
+    assert_eq!(pool.report().devices[0].pinned, []);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, place, pattern(1)));
+    pause(&pool);
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES, "it leaves as any other");
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, place, pattern(1)));
+}
+
+#[test]
 fn memory_freed_while_paused_does_not_come_back() {
     let pool = pool(&node());
     let prop = AllocationProp::pinned_on(DEVICE);

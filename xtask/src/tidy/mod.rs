@@ -7,6 +7,7 @@ mod code;
 mod files;
 mod layers;
 mod modules;
+mod named_tests;
 mod unsafe_list;
 
 use std::fmt::{self, Display};
@@ -57,7 +58,7 @@ pub(crate) fn write(workspace: &Workspace) -> Outcome {
 pub(crate) fn run(workspace: &Workspace) -> Outcome {
     let mut findings = layers::check(workspace)?;
     let mut exceptions = Vec::new();
-    let mut list = None;
+    let (mut list, mut page) = (None, None);
     let mut rust = Vec::new();
     let paths = workspace.files()?;
     for path in &paths {
@@ -72,11 +73,15 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
         }
         if path == unsafe_list::LIST {
             list = Some(text);
+        } else if path == named_tests::PAGE {
+            page = Some(text);
         } else if is_rust(&path) {
             rust.push((path, text));
         }
     }
     findings.extend(modules::check(&rust));
+    let names = paths.iter().map(|path| path_text(path)).collect();
+    findings.extend(page.iter().flat_map(|page| named_tests::check(page, &rust, &names)));
     findings.extend(unsafe_list::check(list.as_deref(), &exceptions));
     for finding in &findings {
         println!("{finding}");

@@ -84,6 +84,7 @@ const ORDERS: [Order; 3] = [
             "pluggable",
             "hooks",
             "nccl",
+            "registrations",
             "interposed",
             "attach",
             "c_api",

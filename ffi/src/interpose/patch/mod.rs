@@ -4,7 +4,11 @@
 //! 1. A library's import slots ([`slots`], found by [`object`]) of functions that we stand in for lead to us.
 //! 2. Addresses of such functions of the driver's that it keeps in its own data are exchanged ([`kept_addresses`]).
 //! 3. Libraries that are loaded later are looked at in the next call of our `dlsym`: a program that opens a library asks it
-//!    for a symbol next.
+//!    for a symbol next. At a pause all are looked at again, also those that nobody asked for a symbol.
+//!
+//! In a process that the loader bound to us all this is for libraries that have an order of their own
+//! (`RTLD_DEEPBIND`), in which the C library's `dlsym` and the driver come before us. All others lead to us already.
+//! Libraries in another namespace (`dlmopen`) are in no list; [`namespaces`] says whether the driver is in one.
 //!
 //! All is done inside one callback of `dl_iterate_phdr`. glibc holds the lock of its list of libraries
 //! meanwhile (`dl_load_write_lock`): it adds none and unmaps none, so that what is read and written here is
@@ -14,6 +18,7 @@
 #![expect(unsafe_code, reason = "asks the loader which libraries there are")]
 
 mod kept_addresses;
+mod namespaces;
 mod object;
 mod protections;
 mod slots;
@@ -21,14 +26,17 @@ mod slots;
 use std::cell::{Cell, OnceCell};
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_int, c_void};
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use namespaces::Elsewhere;
 use object::{Object, Place};
 use protections::Protections;
 use slots::Settled;
 
+use super::Binding;
 use super::driver::Driver;
 
 /// How often slots that the loader is not done with are looked at again.
@@ -57,8 +65,16 @@ pub(crate) struct Entry {
     pub(crate) problem: Option<String>,
     /// True when its data has been looked through.
     is_searched: bool,
+    /// True when some import of it led past us.
+    pub(crate) was_turned: bool,
+    /// True when that was found at a pause only.
+    ran_past_us: bool,
+    /// The walk at which an import of a function led past us that looks names up.
+    looked_up_at: Option<u64>,
     tries: u8,
     walk: u64,
+    /// The walk that met it first.
+    first_walk: u64,
 }
 
 impl Entry {
@@ -83,18 +99,28 @@ pub(super) struct Patches {
     loads: AtomicU64,
     /// Some slot was not ready at the last walk.
     unsettled: AtomicBool,
+    /// The driver in other namespaces.
+    elsewhere: Elsewhere,
+}
+
+/// A function of ours for imports of a name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Ours {
+    pub(super) address: usize,
+    /// Whether the loader, too, binds imports of the name to us.
+    pub(super) is_exported: bool,
 }
 
 /// Our functions by the names that libraries import them by.
 #[derive(Debug)]
 struct Names {
-    addresses: HashMap<&'static [u8], usize>,
+    addresses: HashMap<&'static [u8], Ours>,
     /// The bytes that some name begins with: most imports of a process begin otherwise, and all are asked about.
     first_bytes: [bool; 256],
 }
 
 impl Names {
-    fn new(addresses: HashMap<&'static [u8], usize>) -> Self {
+    fn new(addresses: HashMap<&'static [u8], Ours>) -> Self {
         let mut first_bytes = [false; 256];
         for &first in addresses.keys().filter_map(|name| name.first()) {
             first_bytes[usize::from(first)] = true;
@@ -102,7 +128,7 @@ impl Names {
         Self { addresses, first_bytes }
     }
 
-    fn of(&self, name: &CStr) -> Option<usize> {
+    fn of(&self, name: &CStr) -> Option<Ours> {
         let name = name.to_bytes();
         let &first = name.first()?;
         self.first_bytes[usize::from(first)].then(|| self.addresses.get(name).copied()).flatten()
@@ -116,6 +142,7 @@ impl Patches {
             known: LazyLock::new(Mutex::default),
             loads: AtomicU64::new(0),
             unsettled: AtomicBool::new(false),
+            elsewhere: Elsewhere::new(),
         }
     }
 
@@ -123,27 +150,40 @@ impl Patches {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes what walks need from `names`: our functions by the names that libraries import them by.
-    pub(super) fn prepare(&self, names: impl FnOnce() -> HashMap<&'static [u8], usize>) {
+    /// Makes what walks need from `names`: our functions by the names that libraries import them by. `names` may ask the
+    /// loader: two threads may both ask it, and one answer is then dropped.
+    pub(super) fn prepare(&self, names: impl FnOnce() -> HashMap<&'static [u8], Ours>) {
         LazyLock::force(&self.known);
-        self.ours.get_or_init(|| Names::new(names()));
+        if self.ours.get().is_none() {
+            let _set_by_another = self.ours.set(Names::new(names()));
+        }
     }
 
     /// Our function for imports of `name`.
     #[cfg(test)]
     pub(super) fn import(&self, name: &CStr) -> Option<usize> {
-        self.ours.get()?.of(name)
+        Some(self.ours.get()?.of(name)?.address)
     }
 
-    /// Walks over all libraries of the process. Does nothing before [`prepare`](Self::prepare).
-    pub(super) fn walk(&'static self, driver: &'static Driver, purpose: Purpose) {
-        if self.walk_once(driver, purpose) == Met::Unknown && driver.exchange().is_some() {
+    /// Walks over all libraries of a process bound by `binding`. Does nothing before [`prepare`](Self::prepare).
+    pub(super) fn walk(&'static self, driver: &'static Driver, binding: Binding, purpose: Purpose) {
+        if self.walk_once(driver, binding, purpose) == Met::Unknown && driver.exchange().is_some() {
             // The library whose initialiser brought the driver in may keep functions of it already.
-            self.walk_once(driver, Purpose::Patch);
+            self.walk_once(driver, binding, Purpose::Patch);
         }
     }
 
-    fn walk_once(&'static self, driver: &'static Driver, purpose: Purpose) -> Met {
+    /// The file of a driver whose callers no walk sees, found at the last walk of [`Purpose::Pause`].
+    pub(super) fn driver_elsewhere(&self) -> Option<String> {
+        self.elsewhere.found()
+    }
+
+    fn walk_once(
+        &'static self,
+        driver: &'static Driver,
+        binding: Binding,
+        purpose: Purpose,
+    ) -> Met {
         let Some(ours) = self.ours.get() else {
             return Met::Known;
         };
@@ -155,11 +195,14 @@ impl Patches {
             driver,
             patches: self,
             ours,
+            binding,
             purpose,
             known: None,
             protections: OnceCell::new(),
             unsettled: false,
-            met_driver: false,
+            wants_driver: false,
+            drivers: Vec::new(),
+            loads: (0, 0),
         };
         // SAFETY: `visit` is a callback as `dl_iterate_phdr` takes it, and its data outlives the call.
         unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut walk).cast()) };
@@ -168,19 +211,41 @@ impl Patches {
             return Met::Known;
         };
         // Libraries that were not met have been unloaded.
-        let walks = known.walks;
+        let (walks, met_driver) = (known.walks, !walk.drivers.is_empty());
         known.entries.retain(|_, entry| {
-            entry.is_searched |= !walk.met_driver;
+            entry.is_searched |= !met_driver;
             entry.walk == walks
         });
-        let unknown =
-            walk.met_driver && purpose != Purpose::Look && driver.known_exchange().is_none();
+        drop(known);
+        if purpose == Purpose::Pause {
+            self.elsewhere.look(walk.loads, &walk.drivers);
+        }
+        let unknown = walk.wants_driver && driver.known_exchange().is_none();
         self.unsettled.store(walk.unsettled, Ordering::Release);
-        match (walk.met_driver, unknown) {
+        match (met_driver, unknown) {
             (false, _) => Met::Absent,
             (true, true) => Met::Unknown,
             (true, false) => Met::Known,
         }
+    }
+
+    /// Is a library loaded whose file's name begins so, as of the last walk?
+    pub(super) fn has_loaded(&self, file: &[u8]) -> bool {
+        self.known().entries.keys().any(|identity| is_file(&identity.name, file))
+    }
+
+    /// The library that may have looked up functions of the one whose file's name begins with `file`: a function by which
+    /// it does that led past us when the other was loaded already.
+    pub(super) fn looked_up_past_us(&self, file: &str) -> Option<String> {
+        let known = self.known();
+        let others = |identity: &Identity| is_file(&identity.name, file.as_bytes());
+        let first_seen =
+            |(identity, entry): (&Identity, &Entry)| others(identity).then_some(entry.first_walk);
+        let since = known.entries.iter().find_map(first_seen)?;
+        let looked = known.entries.iter().find(|(identity, entry)| {
+            !others(identity) && entry.looked_up_at.is_some_and(|at| at >= since)
+        });
+        looked.map(|(identity, _)| identity.name.to_string_lossy().into_owned())
     }
 
     /// The libraries that reach, or may reach, anything that we stand in for; by path. Calls nothing of the loader's.
@@ -204,12 +269,12 @@ thread_local! {
 /// The work of a walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// Only looks, since the loader has bound everything to us.
-    Look,
     /// Looks at everything and writes.
     Patch,
     /// As `Patch`, unless nothing was loaded since the last walk.
     PatchWhatIsNew,
+    /// As `Patch`, before a pause: a library that nobody has looked at before may have called past us all the time.
+    Pause,
 }
 
 /// One walk under way.
@@ -217,11 +282,17 @@ struct Walk {
     driver: &'static Driver,
     patches: &'static Patches,
     ours: &'static Names,
+    binding: Binding,
     purpose: Purpose,
     known: Option<MutexGuard<'static, Known>>,
     protections: OnceCell<Protections>,
     unsettled: bool,
-    met_driver: bool,
+    /// Some library may keep functions of the driver's.
+    wants_driver: bool,
+    /// Where the driver is.
+    drivers: Vec<Range<usize>>,
+    /// How many libraries were ever loaded, and how many unloaded.
+    loads: (u64, u64),
 }
 
 /// Whether a walk met the driver.
@@ -256,6 +327,7 @@ unsafe extern "C" fn visit(
         let mut known = patches.known();
         known.walks += 1;
         walk.known = Some(known);
+        walk.loads = (info.dlpi_adds, info.dlpi_subs);
         patches.loads.store(info.dlpi_adds, Ordering::Release);
     }
     // SAFETY: this is the callback, and the object is dropped before it returns.
@@ -269,7 +341,9 @@ unsafe extern "C" fn visit(
 
 impl Walk {
     fn look_at(&mut self, object: &Object<'_>) {
-        self.met_driver |= is_file(object.name, DRIVER_FILE);
+        if is_file(object.name, DRIVER_FILE) {
+            self.drivers.extend(object.span());
+        }
         if object.contains((visit as *const ()).addr()) || is_left_out(object.name) {
             return;
         }
@@ -291,20 +365,24 @@ impl Walk {
         };
         let is_same = entry.places.iter().all(|&place| named(place).is_some());
         if is_new || !is_same {
-            *entry = Entry { walk, ..Entry::default() };
+            *entry = Entry { walk, first_walk: walk, ..Entry::default() };
             entry.places = imports.places().filter(|&place| named(place).is_some()).collect();
         }
-        if self.purpose == Purpose::Look {
-            entry.slots = entry.places.len();
-            return;
-        }
         entry.slots = 0;
-        let mut is_ready = true;
+        let (mut is_ready, mut turned, mut looked) = (true, false, false);
         for (import, ours) in entry.places.iter().filter_map(|&place| named(place)) {
             // Read only where there is something to write, once a walk.
             let protections = || self.protections.get_or_init(Protections::read);
-            match slots::settle(object, &import, ours, protections) {
+            match slots::settle(object, &import, ours.address, protections) {
                 Settled::Ours => entry.slots += 1,
+                Settled::Turned if ours.is_exported => {
+                    entry.slots += 1;
+                    turned = true;
+                }
+                Settled::Turned => {
+                    entry.slots += 1;
+                    looked = true;
+                }
                 Settled::Absent => {}
                 Settled::NotYet => is_ready = false,
                 Settled::Refused(why) => entry.problem = Some(why),
@@ -318,26 +396,57 @@ impl Walk {
                 entry.problem = Some("the loader never finished with its imports".to_owned());
             }
         }
-        if let Some(exchange) = self.driver.known_exchange()
-            && !entry.is_searched
-            && is_ready
-        {
-            let protections = self.protections.get_or_init(Protections::read);
-            entry.exchanged += kept_addresses::exchange(object, exchange, protections);
-            entry.is_searched = true;
+        if turned || looked {
+            entry.looked_up_at = Some(walk);
+        }
+        if turned {
+            // What it asked for by then it did not ask us for.
+            entry.is_searched = false;
+            entry.was_turned = true;
+            entry.ran_past_us |= self.purpose == Purpose::Pause;
+        }
+        let may_keep = self.binding == Binding::ByAttach || entry.was_turned;
+        if !may_keep || entry.is_searched || !is_ready {
+            return;
+        }
+        let Some(exchange) = self.driver.known_exchange() else {
+            self.wants_driver = true;
+            return;
+        };
+        let protections = self.protections.get_or_init(Protections::read);
+        entry.exchanged += kept_addresses::exchange(object, exchange, protections);
+        entry.is_searched = true;
+        if self.binding == Binding::ByLoader && entry.ran_past_us && entry.exchanged == 0 {
+            entry.problem = Some(OPENED_PAST_US.to_owned());
         }
     }
 }
 
-/// The driver itself and the loader: their own calls are not ours to see.
+/// The problem of a library that was first seen at a pause, and led past us.
+const OPENED_PAST_US: &str = "it was opened with RTLD_DEEPBIND, and may have taken the driver's functions past libsublet.so: \
+     open it without that flag";
+
+/// The driver itself, with the files that it brings along, and the loader: their own calls are not ours to see.
 fn is_left_out(name: &CStr) -> bool {
-    [DRIVER_FILE, b"ld-linux", b"libc.so", b"linux-vdso"].iter().any(|file| is_file(name, file))
+    is_original(name.to_bytes())
+}
+
+/// Is the file at `path` the driver, one that it brings along, the loader or the C library?
+pub(super) fn is_original(path: &[u8]) -> bool {
+    const BEGINNINGS: [&[u8]; 6] =
+        [DRIVER_FILE, b"libnvidia-", b"ld-linux", b"libc.so", b"libdl.so", b"linux-vdso"];
+    BEGINNINGS.iter().any(|file| is_file_of(path, file))
 }
 
 /// How the driver's file name begins.
 const DRIVER_FILE: &[u8] = b"libcuda.so";
 
 fn is_file(name: &CStr, begin: &[u8]) -> bool {
-    let file = name.to_bytes().rsplit(|&byte| byte == b'/').next().unwrap_or_default();
+    is_file_of(name.to_bytes(), begin)
+}
+
+/// Does the name of the file at `path` begin so?
+fn is_file_of(path: &[u8], begin: &[u8]) -> bool {
+    let file = path.rsplit(|&byte| byte == b'/').next().unwrap_or_default();
     file.starts_with(begin)
 }

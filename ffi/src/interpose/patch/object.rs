@@ -120,6 +120,13 @@ impl<'walk> Object<'walk> {
         self.segments.iter().any(|segment| segment.range.contains(&address))
     }
 
+    /// From its first byte to its last.
+    pub(super) fn span(&self) -> Option<Range<usize>> {
+        let start = self.segments.iter().map(|segment| segment.range.start).min()?;
+        let end = self.segments.iter().map(|segment| segment.range.end).max()?;
+        Some(start..end)
+    }
+
     /// Is `value` an address of the file, to which the bias has not been added yet?
     pub(super) fn is_unrelocated(&self, value: usize) -> bool {
         self.bias != 0 && !self.contains(value) && self.contains(self.bias.wrapping_add(value))

@@ -25,9 +25,8 @@ pub(super) struct Protections {
 impl Protections {
     /// As they are now. Empty where the kernel does not say: then nothing is known to be mapped.
     pub(super) fn read() -> Self {
-        // Names of files are bytes, and need not be text.
-        let text = std::fs::read(MAPS).unwrap_or_default();
-        let lines = text.split(|&byte| byte == b'\n');
+        let lines = read_maps();
+        let lines = lines.split(|&byte| byte == b'\n');
         Self { mappings: lines.filter_map(mapping_of).collect() }
     }
 
@@ -52,8 +51,13 @@ impl Protections {
     }
 }
 
+/// The text of the list. Names of files are bytes, and need not be text. Empty where the kernel does not say.
+pub(super) fn read_maps() -> Vec<u8> {
+    std::fs::read(MAPS).unwrap_or_default()
+}
+
 /// A line such as `7f00-8f00 r-xp 00000000 08:01 123 /lib/a.so`.
-fn mapping_of(line: &[u8]) -> Option<(Range<usize>, Rights)> {
+pub(super) fn mapping_of(line: &[u8]) -> Option<(Range<usize>, Rights)> {
     let mut words = line.split(|&byte| byte == b' ');
     let range = std::str::from_utf8(words.next()?).ok()?;
     let (start, end) = range.split_once('-')?;

@@ -15,8 +15,10 @@ use super::protections::{Protections, Rights};
 /// The outcome for one slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Settled {
-    /// It leads to us, from now on or already.
+    /// It leads to us, and led there before; or it had not been bound yet.
     Ours,
+    /// It leads to us from now on, and led somewhere else before: who used it did not come to us.
+    Turned,
     /// No library has the function, which is allowed; one that is loaded later does not change that.
     Absent,
     /// The loader is not done with it.
@@ -37,27 +39,33 @@ pub(super) fn settle<'a>(
     let Some(slot) = object.word(import.slot) else {
         return Settled::Refused("an import lies outside of the library".to_owned());
     };
-    match slot.load(Ordering::Acquire) {
+    let before = slot.load(Ordering::Acquire);
+    match before {
         value if value == ours => return Settled::Ours,
         0 if import.is_weak => return Settled::Absent,
         0 => return Settled::NotYet,
         value if object.is_unrelocated(value) => return Settled::NotYet,
         _ => {}
     }
+    // Bound lazily, and not used yet, it leads into the library itself.
+    let written = if object.contains(before) { Settled::Ours } else { Settled::Turned };
     let in_relro = object.is_in_relro(import.slot);
     match protections().at(import.slot) {
         Some(Rights { write: true, .. }) if in_relro => Settled::NotYet,
         Some(Rights { write: true, .. }) => {
             slot.store(ours, Ordering::Release);
-            Settled::Ours
+            written
         }
-        Some(rights) => write_protected(slot, ours, rights),
+        Some(rights) => match write_protected(slot, ours, rights) {
+            Ok(()) => written,
+            Err(why) => Settled::Refused(why),
+        },
         None => Settled::Refused("an import lies where nothing is mapped".to_owned()),
     }
 }
 
 /// Writes a slot whose page has `rights`, which it has again afterwards.
-fn write_protected(slot: &AtomicUsize, ours: usize, rights: Rights) -> Settled {
+fn write_protected(slot: &AtomicUsize, ours: usize, rights: Rights) -> Result<(), String> {
     let bits = |rights: Rights| {
         let bit = |has, bit| if has { bit } else { libc::PROT_NONE };
         bit(rights.read, libc::PROT_READ)
@@ -69,9 +77,7 @@ fn write_protected(slot: &AtomicUsize, ours: usize, rights: Rights) -> Settled {
     // SAFETY: the page is mapped, as `slot` lies in it, and gains a right: no access to it can fail by this.
     if unsafe { libc::mprotect(page, PAGE_BYTES, bits(Rights { write: true, ..rights })) } != 0 {
         let error = std::io::Error::last_os_error();
-        return Settled::Refused(format!(
-            "a read-only page of imports could not be opened: {error}"
-        ));
+        return Err(format!("a read-only page of imports could not be opened: {error}"));
     }
     slot.store(ours, Ordering::Release);
     // SAFETY: as above; the right that is taken again is one that only we relied on, since the loader
@@ -80,7 +86,7 @@ fn write_protected(slot: &AtomicUsize, ours: usize, rights: Rights) -> Settled {
         let error = std::io::Error::last_os_error();
         tracing::warn!(%error, "a page of imports stays writable");
     }
-    Settled::Ours
+    Ok(())
 }
 
 #[cfg(test)]
@@ -112,9 +118,9 @@ mod tests {
     fn a_slot_that_the_loader_has_filled_is_written_once() {
         let mut image = Image::new();
         // Bound lazily it leads into the library itself, and bound at once somewhere else.
-        for value in [image.bias() + 0x1036, 0x7fff_dead_0000] {
-            assert_eq!(settled(&mut image, value, false), (Settled::Ours, OURS));
-        }
+        let unbound = image.bias() + 0x1036;
+        assert_eq!(settled(&mut image, unbound, false), (Settled::Ours, OURS));
+        assert_eq!(settled(&mut image, 0x7fff_dead_0000, false), (Settled::Turned, OURS));
         assert_eq!(settled(&mut image, OURS, false), (Settled::Ours, OURS));
     }
 

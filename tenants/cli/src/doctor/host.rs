@@ -5,6 +5,7 @@ use std::os::unix::ffi::OsStrExt as _;
 
 use tenants::error_text::chain;
 use tenants::identity::{MemberId, TENANT_NAME_BYTES_MAX, TenantName};
+use tenants::phase::HELD_MAX;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir, SOCKET_PATH_BYTES_MAX};
 
 use super::Check;
@@ -144,7 +145,22 @@ struct Rule {
     next_step: &'static str,
 }
 
+/// May a pause hold a rank for longer than `milliseconds`, when others wait for it on their devices?
+fn is_shorter_than_a_hold(milliseconds: &str) -> bool {
+    // As the library reads it: what is no number, or 0, leaves its default, 100 s.
+    milliseconds
+        .parse()
+        .is_ok_and(|value: u64| value > 0 && u128::from(value) < HELD_MAX.as_millis())
+}
+
 const RULES: &[Rule] = &[
+    Rule {
+        name: "NCCL_EP_TIMEOUT_MS",
+        matters: is_shorter_than_a_hold,
+        finding: "kernels of NCCL EP count a rank as failed that a pause has held for longer: they mask it, or \
+                  end their process",
+        next_step: "set it above 70000, or unset it; or pause between steps (docs/watchdogs.md)",
+    },
     Rule {
         name: "NCCL_CUMEM_ENABLE",
         matters: |value| value == "0",
@@ -166,13 +182,13 @@ const RULES: &[Rule] = &[
     Rule {
         name: "NCCL_GDRCOPY_ENABLE",
         matters: |value| value == "1",
-        finding: "memory that GDRCopy maps stays on the GPU during a pause",
+        finding: "memory that GDRCopy has pinned stays on the GPU during a pause, NCCL's work queues among it",
         next_step: "unset it to have that memory back",
     },
     Rule {
         name: "NCCL_NET_GDR_LEVEL",
         matters: |value| value != "LOC" && value != "0",
-        finding: "memory registered with network cards stays on the GPU during a pause",
+        finding: "memory registered with network cards, by DMA-BUF or by libibverbs, stays on the GPU during a pause",
         next_step: "set it to LOC to have that memory back, at some cost in bandwidth between nodes",
     },
     Rule {
@@ -217,6 +233,9 @@ fn variables(environment: &Environment) -> Vec<Check> {
 
 #[cfg(test)]
 mod tests {
+    use tenants::coordinator::Options;
+    use tenants::phase::Phase;
+
     use super::super::Level;
     use super::*;
 
@@ -258,6 +277,17 @@ mod tests {
         assert_eq!(checks.len(), 2);
         assert!(checks.iter().all(|check| check.level == Level::Warn));
         assert!(checks[0].finding.starts_with("NCCL_CUMEM_ENABLE=0: "));
+    }
+
+    #[test]
+    fn a_clock_on_the_device_that_a_hold_outlasts_is_named() {
+        let held = Options::default();
+        let phases = [Phase::CloseGate, Phase::Drain].map(|phase| held.phase_timeout(phase));
+        assert_eq!(HELD_MAX, held.cut_timeout() + phases[0] + phases[1]);
+        for (value, warns) in [("5000", true), ("69999", true), ("70000", false), ("0", false)] {
+            let checks = variables(&Environment::of(&[("NCCL_EP_TIMEOUT_MS", value)], None));
+            assert_eq!(checks[0].level == Level::Warn, warns, "{value}: {checks:?}");
+        }
     }
 
     #[test]

@@ -300,6 +300,7 @@ fn stats_list_who_answers_and_who_does_not() {
     let stats = world.coordinator().stats().unwrap();
     assert_eq!(stats.members.len(), 1);
     assert_eq!(stats.members[0].member.id, MemberId(1));
+    assert_eq!(stats.members[0].member.pid, std::process::id(), "as this process knows it");
     let mut failed: Vec<_> = stats.failures.iter().map(|f| f.who.member.0).collect();
     failed.sort_unstable();
     assert_eq!(failed, [2, 3]);

@@ -4,7 +4,6 @@
 //! A pass of the gate is taken before the lock of the model, never behind it.
 
 use std::collections::BTreeSet;
-use std::os::fd::AsFd as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fastrand::Rng;
@@ -211,12 +210,18 @@ impl Exchange {
         for _ in 0..papers {
             let paper = if let Some(handle) = piece.handle {
                 let before = fired(&self.member);
-                let fd = match self.member.issue_ticket(&self.member.pool().enter(), handle) {
-                    Ok(fd) => fd,
+                // Its words travel, and not its descriptor: nobody watches whether that is open.
+                let ticket = match self.member.pool().enter().export(handle) {
+                    Ok(export) => Ticket {
+                        allocation: export.id,
+                        serial: export.serial,
+                        size_bytes: export.size_bytes,
+                        owner: self.member.id(),
+                        tenant: self.member.tenant().clone(),
+                    },
                     Err(_) if fired(&self.member) > before => continue,
                     Err(error) => return Err(error.into()),
                 };
-                let ticket = Ticket::read(fd.as_fd())?.ok_or_else(|| Trouble::new("no ticket"))?;
                 piece.id = u128::from_be_bytes(ticket.allocation.0);
                 Paper::Ticket(ticket.encode().to_vec())
             } else {

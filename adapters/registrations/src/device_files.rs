@@ -1,0 +1,158 @@
+//! Device files by which a process may have its device memory pinned.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Where the kernel lists a process's descriptors.
+pub const OWN_DESCRIPTORS: &str = "/proc/self/fd";
+
+/// A kind of such device files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum DeviceFile {
+    /// `/dev/infiniband/uverbs*`: network cards.
+    Verbs,
+    /// `/dev/gdrdrv`: GDRCopy.
+    GdrCopy,
+    /// `/dev/nvidia-fs*`: GPUDirect Storage.
+    Storage,
+}
+
+impl DeviceFile {
+    /// All kinds.
+    pub const ALL: [Self; 3] = [Self::Verbs, Self::GdrCopy, Self::Storage];
+
+    /// The name by which a user says that it is known to pin nothing.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Verbs => "uverbs",
+            Self::GdrCopy => "gdrdrv",
+            Self::Storage => "nvidia-fs",
+        }
+    }
+
+    /// What a process does without that it may pin device memory with it.
+    fn advice(self) -> &'static str {
+        match self {
+            Self::Verbs => {
+                "have the network leave device memory alone (NCCL_NET_GDR_LEVEL=LOC, UCX_IB_GPU_DIRECT_RDMA=n)"
+            }
+            Self::GdrCopy => "do without GDRCopy (NCCL_GDRCOPY_ENABLE=0, UCX_TLS=^gdr_copy)",
+            Self::Storage => "close cuFile before the pause (cuFileDriverClose)",
+        }
+    }
+
+    /// The kind of the file at `path`, wherever `/dev` is mounted.
+    fn of(path: &Path) -> Option<Self> {
+        let mut parts = path.iter().rev().map(|part| part.to_str().unwrap_or_default());
+        let (file, folder, above) = (parts.next()?, parts.next()?, parts.next());
+        match (above, folder, file) {
+            (Some("dev"), "infiniband", file) if file.starts_with("uverbs") => Some(Self::Verbs),
+            (_, "dev", "gdrdrv") => Some(Self::GdrCopy),
+            (_, "dev", file) if file.starts_with("nvidia-fs") => Some(Self::Storage),
+            _ => None,
+        }
+    }
+}
+
+/// The first open file of each kind, as the links in the directory `descriptors` say. None where it cannot be read.
+pub fn open_in(descriptors: &Path) -> BTreeMap<DeviceFile, PathBuf> {
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(descriptors).into_iter().flatten().flatten() {
+        if let Ok(path) = fs::read_link(entry.path())
+            && let Some(kind) = DeviceFile::of(&path)
+        {
+            found.entry(kind).or_insert(path);
+        }
+    }
+    found
+}
+
+/// Why device memory of the process whose descriptors are in `descriptors` may be pinned where nobody sees it. `known`
+/// are kinds that are said to pin nothing; `is_seen` says why registrations with a kind are not seen, where they are not.
+pub fn unseen_pins(
+    descriptors: &Path,
+    known: &[DeviceFile],
+    is_seen: impl Fn(DeviceFile) -> Result<(), String>,
+) -> Option<String> {
+    let open = open_in(descriptors).into_iter().filter(|(kind, _)| !known.contains(kind));
+    open.into_iter().find_map(|(kind, path)| {
+        let why = is_seen(kind).err()?;
+        Some(format!(
+            "it has {} open, and may have device memory registered there that would be moved away from under it \
+             ({why}); {}, or set {}={} where it is known to register none",
+            path.display(),
+            kind.advice(),
+            WITHOUT_PINS,
+            kind.name(),
+        ))
+    })
+}
+
+/// The variable that names kinds which are known to pin no device memory.
+pub const WITHOUT_PINS: &str = "SUBLET_WITHOUT_PINS";
+
+/// The kinds that `text`, a list with commas, names. Names that are none are passed over.
+pub fn kinds_of(text: &str) -> Vec<DeviceFile> {
+    let names = || text.split(',').map(str::trim);
+    DeviceFile::ALL.into_iter().filter(|kind| names().any(|name| name == kind.name())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    fn with_open(paths: &[&str]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().expect("a directory");
+        for (number, path) in paths.iter().enumerate() {
+            symlink(path, dir.path().join(number.to_string())).expect("a link");
+        }
+        dir
+    }
+
+    #[test]
+    fn device_files_are_known_by_their_place() {
+        let dir = with_open(&[
+            "socket:[17]",
+            "/dev/nvidia0",
+            "/dev/nvidiactl",
+            "/dev/infiniband/rdma_cm",
+            "/home/gdrdrv",
+            "/dev/infiniband/uverbs3",
+            "/newroot/dev/gdrdrv",
+            "/dev/nvidia-fs2",
+        ]);
+        let wanted = [
+            (DeviceFile::Verbs, PathBuf::from("/dev/infiniband/uverbs3")),
+            (DeviceFile::GdrCopy, PathBuf::from("/newroot/dev/gdrdrv")),
+            (DeviceFile::Storage, PathBuf::from("/dev/nvidia-fs2")),
+        ];
+        assert_eq!(open_in(dir.path()), wanted.into());
+        assert_eq!(open_in(&dir.path().join("none")), BTreeMap::new());
+    }
+
+    #[test]
+    fn pins_that_nobody_sees_are_named_with_the_way_out() {
+        let dir = with_open(&["/dev/gdrdrv"]);
+        let unseen = |_| Err("libgdrapi.so is not loaded".to_owned());
+        let why = unseen_pins(dir.path(), &[], unseen).expect("a reason");
+        for word in [
+            "it has /dev/gdrdrv open",
+            "libgdrapi.so is not loaded",
+            "NCCL_GDRCOPY_ENABLE=0",
+            "SUBLET_WITHOUT_PINS=gdrdrv",
+        ] {
+            assert!(why.contains(word), "{word}: {why}");
+        }
+        assert_eq!(unseen_pins(dir.path(), &[DeviceFile::GdrCopy], unseen), None);
+        assert_eq!(unseen_pins(dir.path(), &[], |_| Ok(())), None);
+    }
+
+    #[test]
+    fn kinds_are_named_in_a_list() {
+        assert_eq!(kinds_of(" nvidia-fs, uverbs,else"), [DeviceFile::Verbs, DeviceFile::Storage]);
+        assert_eq!(kinds_of(""), []);
+    }
+}

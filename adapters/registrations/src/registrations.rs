@@ -1,0 +1,118 @@
+//! What is registered with which device, for as long as it is.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use tenants::member::Member;
+use vmm_pool::Registered;
+use vmm_pool::driver::{Driver, VaRange};
+
+/// Why memory that a network card holds stays.
+pub const NETWORK_CARD: &str =
+    "registered with a network card, which holds its pages; set NCCL_NET_GDR_LEVEL=LOC to avoid it";
+
+/// Why memory that GDRCopy has mapped stays.
+pub const GDRCOPY: &str =
+    "pinned by GDRCopy, which holds its pages; set NCCL_GDRCOPY_ENABLE=0 to avoid it";
+
+/// A registration, by the value that its library gave out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Key {
+    /// Address of an `ibv_mr`.
+    Region(usize),
+    /// Address of an `mlx5dv_devx_umem`.
+    UserMemory(usize),
+    /// Handle of GDRCopy, of one opened `gdr_t`.
+    GdrCopy {
+        /// Address of the `gdr_t`.
+        context: usize,
+        /// The handle's number.
+        handle: u64,
+    },
+}
+
+/// The registrations of one process. Shared by all threads; the lock is held around no call of anybody's.
+#[derive(Debug, Default)]
+pub struct Registrations(Mutex<HashMap<Key, Registered>>);
+
+impl Registrations {
+    fn table(&self) -> MutexGuard<'_, HashMap<Key, Registered>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Registers `range` by `call`, the library's own; `key` says under which value, and none where it failed.
+    ///
+    /// Host memory goes straight to `call`. Memory of the pool is held in place from before `call` on; while it is away
+    /// the thread waits, as for every other use.
+    pub fn register<D: Driver, T>(
+        &self,
+        member: &Member<D>,
+        range: VaRange,
+        reason: &'static str,
+        call: impl FnOnce() -> T,
+        key: impl FnOnce(&T) -> Option<Key>,
+    ) -> T {
+        if !member.pool().has_mapping_in(range) {
+            return call();
+        }
+        let registered = member.pool().enter().register(range, reason);
+        let made = call();
+        match key(&made) {
+            Some(key) => {
+                tracing::info!(address = %range.start, bytes = range.size_bytes, ?key, "registered");
+                // The value of one that its library ended without us.
+                let before = self.table().insert(key, registered);
+                end(member, before);
+            }
+            None => end(member, Some(registered)),
+        }
+        made
+    }
+
+    /// Ends the registration `key` by `call`, the library's own. Where that fails, which `is_done` says, it lasts.
+    pub fn unregister<D: Driver, T>(
+        &self,
+        member: &Member<D>,
+        key: Key,
+        call: impl FnOnce() -> T,
+        is_done: impl FnOnce(&T) -> bool,
+    ) -> T {
+        // Taken out first: as soon as the library has let the value go, it may give it out again.
+        let registered = self.table().remove(&key);
+        let answer = call();
+        if is_done(&answer) {
+            end(member, registered);
+        } else if let Some(registered) = registered {
+            self.table().insert(key, registered);
+        }
+        answer
+    }
+
+    /// Ends all registrations of the `gdr_t` at `context`, by `call`, the library's own. Where that fails, which `is_done` says,
+    /// they last.
+    pub fn unregister_all<D: Driver, T>(
+        &self,
+        member: &Member<D>,
+        context: usize,
+        call: impl FnOnce() -> T,
+        is_done: impl FnOnce(&T) -> bool,
+    ) -> T {
+        let is_of = |key: &Key| matches!(key, Key::GdrCopy { context: of, .. } if *of == context);
+        let all: Vec<_> = self.table().extract_if(|key, _| is_of(key)).collect();
+        let answer = call();
+        if is_done(&answer) {
+            for (_, registered) in all {
+                end(member, Some(registered));
+            }
+        } else {
+            self.table().extend(all);
+        }
+        answer
+    }
+}
+
+fn end<D: Driver>(member: &Member<D>, registered: Option<Registered>) {
+    if let Some(registered) = registered.filter(|registered| !registered.is_empty()) {
+        member.pool().enter_giving_up().unregister(&registered);
+    }
+}

@@ -1,0 +1,80 @@
+//! A driver in a namespace of its own (`dlmopen`).
+//!
+//! The loader's list is that of its caller's namespace. Libraries in another have a C library, a `dlsym` and a driver of their
+//! own, which no slot of ours can reach; the driver's file is then mapped once more than the list says. That costs a
+//! look at all mappings, so it is taken when something was loaded or unloaded since the last.
+
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+use super::protections;
+
+/// The driver's code in other namespaces.
+#[derive(Debug)]
+pub(super) struct Elsewhere(Mutex<Look>);
+
+#[derive(Debug, Default)]
+struct Look {
+    /// How many libraries had ever been loaded, and unloaded.
+    loads: (u64, u64),
+    found: Option<String>,
+}
+
+impl Elsewhere {
+    pub(super) const fn new() -> Self {
+        Self(Mutex::new(Look { loads: (0, 0), found: None }))
+    }
+
+    /// Looks again, unless `loads` are those of the last time. `here` is where the loader's list has the driver.
+    pub(super) fn look(&self, loads: (u64, u64), here: &[Range<usize>]) {
+        let mut look = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if look.loads != loads {
+            *look = Look { loads, found: code_outside(&protections::read_maps(), here) };
+        }
+    }
+
+    /// The file that was found at the last look.
+    pub(super) fn found(&self) -> Option<String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).found.clone()
+    }
+}
+
+/// The file of the first mapping of the driver's code in `maps` that is not in `here`.
+fn code_outside(maps: &[u8], here: &[Range<usize>]) -> Option<String> {
+    let lines = maps.split(|&byte| byte == b'\n');
+    lines.into_iter().find_map(|line| {
+        let (range, rights) = protections::mapping_of(line)?;
+        let path = &line[line.iter().position(|&byte| byte == b'/')?..];
+        let is_driver = rights.execute && super::is_file_of(path, super::DRIVER_FILE);
+        let is_here = here.iter().any(|known| known.contains(&range.start));
+        (is_driver && !is_here).then(|| String::from_utf8_lossy(path).into_owned())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAPS: &[u8] = b"1000-2000 r--p 00000000 08:01 7 /lib/libcuda.so.1\n\
+        2000-3000 r-xp 00001000 08:01 7 /lib/libcuda.so.1\n\
+        5000-6000 r-xp 00000000 08:01 8 /lib/libc.so.6\n\
+        7000-8000 r--p 00000000 08:01 7 /lib/libcuda.so.1\n\
+        8000-9000 r-xp 00001000 08:01 7 /lib/libcuda.so.1\n";
+
+    #[test]
+    fn code_of_a_driver_that_no_list_has_is_found() {
+        let both = [0x1000..0x3000, 0x7000..0x9000];
+        assert_eq!(code_outside(MAPS, &both), None);
+        assert_eq!(code_outside(MAPS, &both[..1]).as_deref(), Some("/lib/libcuda.so.1"));
+        assert_eq!(code_outside(b"", &[]), None);
+    }
+
+    #[test]
+    fn the_mappings_are_looked_at_when_something_was_loaded() {
+        let elsewhere = Elsewhere::new();
+        elsewhere.look((0, 0), &[]);
+        assert_eq!(elsewhere.found(), None, "no process has loaded nothing");
+        elsewhere.look((3, 0), &[]);
+        assert_eq!(elsewhere.found(), None, "no driver in this process");
+    }
+}

@@ -1,0 +1,126 @@
+//! libgdrapi: device memory in the CPU's window.
+
+#![expect(unsafe_code, reason = "exports functions under the library's names")]
+
+use std::ffi::CStr;
+
+use super::{called, found, no_library};
+use crate::interpose::library::{Description, Library, interpose_library};
+
+/// The file name under which it is distributed.
+pub(crate) const FILE: &CStr = c"libgdrapi.so.2";
+
+/// libgdrapi, and what is known of it in this process.
+pub(crate) static GDRCOPY: Library = Library::new(Description {
+    prefix: "gdr_",
+    landmark: c"gdr_open",
+    file: FILE,
+    table: TABLE,
+    found,
+    called,
+});
+
+interpose_library! {
+    GDRCOPY; missing = super::no_library;
+    replaced in calls {
+        gdr_close;
+        gdr_pin_buffer;
+        gdr_pin_buffer_v2;
+        gdr_unpin_buffer;
+    }
+    told {}
+}
+
+/// The functions in place of the library's.
+mod calls {
+    use std::ffi::{c_int, c_ulong};
+
+    use sublet_registrations::Key;
+    use sublet_registrations::registrations::GDRCOPY as REASON;
+
+    use super::super::{call_own, range_of, seen};
+    use super::{Function, GDRCOPY};
+    use crate::interpose::Pointer;
+    use crate::runtime;
+
+    fn pin(
+        context: Pointer,
+        address: c_ulong,
+        length: usize,
+        handle: *const c_ulong,
+        own: impl Fn() -> c_int,
+    ) -> c_int {
+        seen(
+            |member| {
+                let key = |code: &c_int| {
+                    // SAFETY: the library has just written the caller's out-pointer, since it succeeded.
+                    let handle = || unsafe { handle.read() };
+                    (*code == 0).then(|| Key::GdrCopy { context: context.addr(), handle: handle() })
+                };
+                let start = std::ptr::without_provenance_mut(
+                    usize::try_from(address).unwrap_or(usize::MAX),
+                );
+                let range = range_of(start, length);
+                runtime::registrations().register(member, range, REASON, &own, key)
+            },
+            &own,
+        )
+    }
+
+    pub(super) unsafe extern "C" fn gdr_pin_buffer(
+        context: Pointer,
+        address: c_ulong,
+        length: usize,
+        token: u64,
+        space: u32,
+        handle: *mut c_ulong,
+    ) -> c_int {
+        pin(context, address, length, handle, || {
+            call_own!(GDRCOPY, gdr_pin_buffer(
+                context => Pointer, address => c_ulong, length => usize, token => u64, space => u32,
+                handle => *mut c_ulong
+            ) -> c_int, else libc::ENOSYS)
+        })
+    }
+
+    pub(super) unsafe extern "C" fn gdr_pin_buffer_v2(
+        context: Pointer,
+        address: c_ulong,
+        length: usize,
+        flags: u32,
+        handle: *mut c_ulong,
+    ) -> c_int {
+        pin(context, address, length, handle, || {
+            call_own!(GDRCOPY, gdr_pin_buffer_v2(
+                context => Pointer, address => c_ulong, length => usize, flags => u32,
+                handle => *mut c_ulong
+            ) -> c_int, else libc::ENOSYS)
+        })
+    }
+
+    pub(super) unsafe extern "C" fn gdr_unpin_buffer(context: Pointer, handle: c_ulong) -> c_int {
+        let own = || {
+            call_own!(GDRCOPY, gdr_unpin_buffer(
+                context => Pointer, handle => c_ulong
+            ) -> c_int, else libc::ENOSYS)
+        };
+        seen(
+            |member| {
+                let key = Key::GdrCopy { context: context.addr(), handle };
+                runtime::registrations().unregister(member, key, own, |code| *code == 0)
+            },
+            own,
+        )
+    }
+
+    pub(super) unsafe extern "C" fn gdr_close(context: Pointer) -> c_int {
+        let own = || call_own!(GDRCOPY, gdr_close(context => Pointer) -> c_int, else libc::ENOSYS);
+        seen(
+            |member| {
+                let done = |code: &c_int| *code == 0;
+                runtime::registrations().unregister_all(member, context.addr(), own, done)
+            },
+            own,
+        )
+    }
+}

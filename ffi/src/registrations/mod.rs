@@ -1,0 +1,88 @@
+//! Functions by which libraries register memory with devices outside the driver's view, under their own names: what is
+//! registered stays in place for as long as it is (`sublet_registrations`).
+//!
+//! | library | functions | who uses them |
+//! | --- | --- | --- |
+//! | libibverbs | `ibv_reg_mr`, `ibv_reg_mr_iova`, `ibv_reg_mr_iova2`, `ibv_rereg_mr`, `ibv_dereg_mr` | NCCL, UCX, NVSHMEM, Mooncake, NIXL, through nvidia-peermem |
+//! | libmlx5 | `mlx5dv_devx_umem_reg`, `mlx5dv_devx_umem_reg_ex`, `mlx5dv_devx_umem_dereg` | queues in device memory |
+//! | libgdrapi | `gdr_pin_buffer`, `gdr_pin_buffer_v2`, `gdr_unpin_buffer`, `gdr_close` | NCCL, UCX, NVSHMEM |
+//!
+//! Registrations by a descriptor (`ibv_reg_dmabuf_mr`) are seen when the driver makes it, `cuMemGetHandleForAddressRange`.
+//! Not seen are those of `cuFile`: a process that has its device file open is not paused (`attach::unseen_pins`).
+
+mod gdrcopy;
+mod mlx5;
+mod verbs;
+
+use std::ffi::{CStr, c_int};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use vmm_pool::driver::{DeviceAddress, VaRange};
+
+use crate::interpose::Pointer;
+use crate::runtime::{self, Member};
+
+pub(crate) use gdrcopy::{FILE as GDRCOPY_FILE, GDRCOPY};
+pub(crate) use mlx5::MLX5;
+pub(crate) use verbs::{FILE as VERBS_FILE, VERBS};
+
+/// Calls the watched copy's own function.
+macro_rules! call_own {
+    ($library:ident, $symbol:ident ( $($value:expr => $ty:ty),* ) -> $answer:ty, else $missing:expr) => {
+        match $library.watched().and_then(|copy| copy.function(Function::$symbol as usize)) {
+            Some(address) => {
+                let address = std::ptr::with_exposed_provenance::<()>(address);
+                // SAFETY: the address is the library's function of this name, whose signature is this.
+                let function = unsafe {
+                    std::mem::transmute::<*const (), unsafe extern "C" fn($($ty),*) -> $answer>(address)
+                };
+                // SAFETY: the arguments are the caller's own.
+                unsafe { function($($value),*) }
+            }
+            None => $missing,
+        }
+    };
+}
+use call_own;
+
+/// Runs `ours` in a process that has joined, and `plain`, the library's own call, in any other. Nothing unwinds into the
+/// caller: when something of ours fails before the library was asked, it is asked.
+fn seen<T>(ours: impl FnOnce(&'static Member) -> T, plain: impl FnOnce() -> T) -> T {
+    let Some(member) = runtime::member() else {
+        return plain();
+    };
+    catch_unwind(AssertUnwindSafe(|| ours(member))).unwrap_or_else(|_| {
+        member.note("a registration failed inside; please report this".to_owned());
+        plain()
+    })
+}
+
+fn range_of(start: Pointer, size_bytes: usize) -> VaRange {
+    VaRange::new(DeviceAddress(start.addr() as u64), size_bytes as u64)
+}
+
+/// Told of each copy of such a library that is found.
+fn found(path: &CStr, is_watched: bool) {
+    let path = path.to_string_lossy();
+    if is_watched {
+        tracing::debug!(%path, "registrations are watched");
+    } else if let Some(member) = runtime::member() {
+        member.note(format!(
+            "a second library of its kind registers memory, {path}: what it registers a pause moves away from under \
+             the device; keep one"
+        ));
+    }
+}
+
+/// No function is only told of.
+fn called(_name: &CStr) {}
+
+/// Called where no copy has the function: no memory is registered, or the function is not there.
+extern "C" fn nothing() -> usize {
+    0
+}
+
+/// As [`nothing`], for functions that answer with an error's number.
+extern "C" fn no_library() -> c_int {
+    libc::ENOSYS
+}

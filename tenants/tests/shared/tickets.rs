@@ -1,0 +1,67 @@
+//! Tickets hold memory as the driver's descriptors do: for as long as they are open anywhere, whoever has redeemed them.
+
+use std::os::fd::OwnedFd;
+
+use vmm_pool::Class;
+
+use crate::stage::{Process, Stage, UNIT, assert_used, create, free, holds, map, redeem, written};
+
+/// How many tickets a process watches.
+const WATCHED_MAX: usize = 256;
+
+fn exported(owner: &Process) -> (vmm_pool::VirtualHandle, OwnedFd) {
+    let handle = create(owner, 1, Class::default());
+    (handle, owner.issue_ticket(&owner.pool().enter(), handle).expect("a ticket"))
+}
+
+#[test]
+fn tickets_that_are_closed_and_never_redeemed_hold_no_memory() {
+    let stage = Stage::new();
+    let owner = stage.join();
+    // Closed before its memory is freed, which then goes at once.
+    let (handle, ticket) = exported(&owner);
+    drop(ticket);
+    owner.pool().enter_giving_up().release(handle).expect("released");
+    let info = owner.pool().driver().memory_of(crate::stage::DEVICE).expect("memory");
+    assert_eq!(info.free_bytes, info.total_bytes);
+    // And after it, more than are watched at once, all in all.
+    for _ in 0..2 * WATCHED_MAX {
+        let (handle, ticket) = exported(&owner);
+        owner.pool().enter_giving_up().release(handle).expect("released");
+        drop(ticket);
+    }
+    assert_used(&owner, 0, "all tickets are closed");
+}
+
+#[test]
+fn a_pause_saves_nothing_for_tickets_that_are_closed() {
+    let stage = Stage::new();
+    let owner = stage.join();
+    let (handle, ticket) = exported(&owner);
+    owner.pool().enter_giving_up().release(handle).expect("released");
+    drop(ticket);
+    stage.pause();
+    assert!(owner.pool().report().devices.is_empty(), "{:?}", owner.pool().report());
+    stage.resume();
+}
+
+#[test]
+fn one_ticket_serves_two_importers_after_its_owner_let_go() {
+    let stage = Stage::new();
+    let [owner, first, second] = [(); 3].map(|()| stage.join());
+    let (handle, at_owner) = written(&owner, 2, "", 7);
+    let ticket = owner.issue_ticket(&owner.pool().enter(), handle).expect("a ticket");
+    let one = redeem(&first, &ticket).expect("imported");
+    free(&owner, handle, at_owner);
+    let two = redeem(&second, &ticket).expect("the ticket is open");
+    let place = map(&second, two, 2);
+    assert_eq!(holds(&second, place, 7), Ok(true));
+    stage.pause();
+    stage.resume();
+    assert_eq!(holds(&second, place, 7), Ok(true));
+    first.pool().enter_giving_up().release(one).expect("released");
+    free(&second, two, place);
+    assert_used(&owner, 2 * UNIT, "the ticket is open");
+    drop(ticket);
+    assert_used(&owner, 0, "nothing holds it");
+}

@@ -1,0 +1,85 @@
+//! Tickets of one allocation: which are open, and which have been redeemed.
+//!
+//! A ticket holds its memory as a descriptor of the driver's would: for as long as it is open anywhere. That is known of a
+//! ticket that is watched. Any other holds it until somebody has redeemed it.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+
+/// Tells whether a ticket is open anywhere.
+#[derive(Debug)]
+pub struct TicketWatch {
+    /// What is asked.
+    pub fd: OwnedFd,
+    /// Asks it. Does not block.
+    pub is_closed: fn(BorrowedFd<'_>) -> bool,
+}
+
+#[derive(Debug, Default)]
+struct Ticket {
+    watch: Option<TicketWatch>,
+    is_redeemed: bool,
+}
+
+impl Ticket {
+    fn holds(&self) -> bool {
+        self.watch.as_ref().is_none_or(|watch| !(watch.is_closed)(watch.fd.as_fd()))
+    }
+}
+
+/// The tickets of one allocation, by serial number.
+#[derive(Debug, Default)]
+pub(super) struct Tickets(BTreeMap<u64, Ticket>);
+
+impl Tickets {
+    pub(super) fn add(&mut self, serial: u64) {
+        self.0.insert(serial, Ticket::default());
+    }
+
+    /// A ticket that nobody was given.
+    pub(super) fn take_back(&mut self, serial: u64) {
+        self.0.remove(&serial);
+    }
+
+    /// From now on `serial` lasts until it is closed. False when there is no such ticket.
+    pub(super) fn watch(&mut self, serial: u64, watch: TicketWatch) -> bool {
+        let ticket = self.0.get_mut(&serial);
+        ticket.map(|ticket| ticket.watch = Some(watch)).is_some()
+    }
+
+    /// Somebody has redeemed `serial`.
+    pub(super) fn redeem(&mut self, serial: u64) {
+        if let Some(ticket) = self.0.get_mut(&serial) {
+            ticket.is_redeemed = true;
+            if ticket.watch.is_none() {
+                self.0.remove(&serial);
+            }
+        }
+    }
+
+    /// Is there one that nobody has redeemed?
+    pub(super) fn await_somebody(&self) -> bool {
+        self.0.values().any(|ticket| !ticket.is_redeemed)
+    }
+
+    /// Does one hold the memory?
+    pub(super) fn hold(&self) -> bool {
+        self.0.values().any(Ticket::holds)
+    }
+
+    /// Drops those that have been closed. Says how many.
+    pub(super) fn drop_closed(&mut self) -> usize {
+        let before = self.0.len();
+        self.0.retain(|_, ticket| ticket.holds());
+        before - self.0.len()
+    }
+
+    /// How many are watched.
+    pub(super) fn watched(&self) -> usize {
+        self.0.values().filter(|ticket| ticket.watch.is_some()).count()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}

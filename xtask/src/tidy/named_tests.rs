@@ -1,0 +1,107 @@
+//! The tests that `docs/what-a-pause-reaches.md` names: every row of its tables names one, and all of them exist.
+
+use std::collections::BTreeSet;
+
+use super::code::{code_only, words};
+use super::{Finding, has_extension};
+
+/// The page.
+pub(crate) const PAGE: &str = "docs/what-a-pause-reaches.md";
+/// How the last column of a table is headed whose rows name tests.
+const COLUMN: &str = "test";
+
+/// Findings about the page `text`. `rust` are the project's Rust files, path and text; `paths` all its files.
+pub(crate) fn check(
+    text: &str,
+    rust: &[(String, String)],
+    paths: &BTreeSet<String>,
+) -> Vec<Finding> {
+    let known: BTreeSet<&str> = rust.iter().flat_map(|(_, text)| tests_of(text)).collect();
+    let mut findings = Vec::new();
+    let mut names_tests = false;
+    for (number, line) in text.lines().enumerate() {
+        let Some(last) = last_cell(line) else {
+            names_tests = false;
+            continue;
+        };
+        if last == COLUMN {
+            names_tests = true;
+            continue;
+        }
+        if !names_tests || last.starts_with("---") {
+            continue;
+        }
+        let mut found = |what: String| {
+            let next = "name a test that shows it, or a job of benchmarks/jobs";
+            findings.push(Finding::new(PAGE, number + 1, what, next));
+        };
+        let names: Vec<&str> = last.split('`').skip(1).step_by(2).collect();
+        if names.is_empty() {
+            found("a row without a test".to_owned());
+        }
+        for name in names {
+            let exists =
+                if has_extension(name, "py") { paths.contains(name) } else { known.contains(name) };
+            if !exists {
+                found(format!("there is no test {name}"));
+            }
+        }
+    }
+    findings
+}
+
+/// The last cell of a table's row.
+fn last_cell(line: &str) -> Option<&str> {
+    let row = line.trim().strip_prefix('|')?.strip_suffix('|')?;
+    row.rsplit('|').next().map(str::trim)
+}
+
+/// The functions in `text` that are tests.
+fn tests_of(text: &str) -> Vec<&str> {
+    let code = code_only(text);
+    let functions = words(&code, "fn").filter_map(|at| {
+        let before = code[..at].trim_end();
+        // Attributes of a test may stand in any order.
+        let block = before.rsplit(['}', ';']).next().unwrap_or_default();
+        let name = text[at + 2..].trim_start();
+        let end = name.find(|letter: char| !letter.is_alphanumeric() && letter != '_')?;
+        block.contains("#[test]").then_some(&name[..end])
+    });
+    functions.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RUST: &str = "#[test]\nfn one_works() -> Outcome {}\n#[test]\n#[ignore = \"x\"]\nfn two_works() {}\n\
+                        fn helper() {}\n// #[test]\nfn comment() {}\n";
+
+    fn found(page: &str) -> Vec<String> {
+        let rust = [("a.rs".to_owned(), RUST.to_owned())];
+        let paths = ["benchmarks/jobs/x.py".to_owned()].into();
+        check(page, &rust, &paths).iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn rows_name_tests_and_jobs_that_exist() {
+        let page = "| what | test |\n| --- | --- |\n| a | `one_works`, `two_works` |\n| b | `benchmarks/jobs/x.py` |\n\
+                    \n| what | why |\n| --- | --- |\n| c | because |\n";
+        assert_eq!(found(page), Vec::<String>::new());
+    }
+
+    #[test]
+    fn missing_tests_and_rows_without_one_are_found() {
+        let head = "| what | test |\n| --- | --- |\n";
+        for (row, what) in [
+            ("| a | `helper` |", "there is no test helper"),
+            ("| a | `comment` |", "there is no test comment"),
+            ("| a | `benchmarks/jobs/y.py` |", "there is no test benchmarks/jobs/y.py"),
+            ("| a | |", "a row without a test"),
+        ] {
+            let all = found(&format!("{head}{row}\n"));
+            assert_eq!(all.len(), 1, "{row}");
+            assert!(all[0].starts_with(&format!("{PAGE}:3: {what}")), "{all:?}");
+        }
+    }
+}
