@@ -196,7 +196,7 @@ def test_margin_refuses_what_would_leave_too_little() -> None:
 def test_wrong_arguments_are_refused() -> None:
     tms = saver()
     with (
-        pytest.raises(ValueError, match="needs enable_cpu_backup"),
+        pytest.raises(ValueError, match="requires enable_cpu_backup"),
         tms.region(cpu_backup_backend="mmap"),
     ):
         pass

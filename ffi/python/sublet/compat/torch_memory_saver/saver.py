@@ -16,6 +16,9 @@ from sublet._adapter import torch_adapter
 from sublet._errors import UsageError
 from sublet.compat.torch_memory_saver import preload
 from sublet.compat.torch_memory_saver.functions import BinaryWrapper
+from sublet.compat.torch_memory_saver.preload import is_xpu
+
+__all__ = ["BinaryWrapper", "Implementation", "TorchMemorySaver", "is_xpu"]
 
 _DEFAULT_TAG = "default"
 _MODES = ("preload", "torch")
@@ -323,4 +326,9 @@ def _check_backend(enable_cpu_backup: bool, backend: Optional[str]) -> None:
     if backend not in _BACKENDS:
         raise ValueError(f"cpu_backup_backend is 'pinned' or 'mmap', not {backend!r}")
     if not enable_cpu_backup:
-        raise ValueError("cpu_backup_backend needs enable_cpu_backup=True")
+        raise ValueError("cpu_backup_backend requires enable_cpu_backup=True")
+    if is_xpu():
+        raise ValueError("cpu_backup_backend is not supported on XPU, nor is Sublet")
+    version: Any = getattr(sys.modules.get("torch"), "version", None)
+    if backend == "mmap" and getattr(version, "hip", None) is not None:
+        raise ValueError("cpu_backup_backend='mmap' is not supported on ROCm, nor is Sublet")
