@@ -5,10 +5,12 @@
 #         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
 #         saver sharing custom_allreduce generate unused attach compat contents (of the Python package, from python/*.whl)
+#         strangers
 # Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
 # and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES
 # those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of the five programs of
-# one_process, ANYTIME_SEED their instants.
+# one_process, ANYTIME_SEED their instants, also those of strangers. STRANGERS_PAUSES are the pauses of each of its rows,
+# STRANGERS_ROWS the words, by comma, that rows to run have in their names.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 OUT=${OUT:-$PWD/results}
@@ -17,7 +19,8 @@ GPUS=${GPUS:-0}
 CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
     anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
-    cycles deaths shortage watchdog zeroed saver sharing custom_allreduce generate unused attach compat contents)
+    cycles deaths shortage watchdog zeroed saver sharing custom_allreduce generate unused attach compat contents
+    strangers)
 JOBS=$HERE/jobs
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -32,7 +35,7 @@ export PYTHONDONTWRITEBYTECODE=1
 [ -x "$HERE/bin/sublet" ] && export SUBLET_BIN=${SUBLET_BIN:-$HERE/bin/sublet}
 [ -x "$HERE/bin/conformance_gpu" ] && export SUBLET_CONFORMANCE=${SUBLET_CONFORMANCE:-$HERE/bin/conformance_gpu}
 case "${1:-all}" in
-    -h | --help) sed -n '2,11p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,13p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
 if [ ! -f "$JOBS/common.py" ]; then echo "run.sh: $JOBS/common.py is missing" >&2; exit 2; fi
 
@@ -95,6 +98,10 @@ run_generate() { GPUS=1 suite generate 245 generate_job.py --layers "${LAYERS:-3
 run_unused() { GPUS=1 suite unused 115 unused_job.py; }
 run_compat() { GPUS=1 suite compat 115 compat_job.py; }
 run_contents() { GPUS=1 suite contents 115 contents_job.py; }
+run_strangers() {
+    suite strangers 590 strangers_job.py --pauses "${STRANGERS_PAUSES:-20}" --seed "${ANYTIME_SEED:-1}" \
+        --rows "${STRANGERS_ROWS:-}"
+}
 run_attach() { GPUS=1 suite attach 115 attach_job.py; }
 
 # wanted NAME: runs the suite of that name, or says which there are.

@@ -31,6 +31,8 @@ from training_run import TrainingJob, TrainingRun, first_difference
 
 #: Steps before the first pause: what is made on first use is there.
 WARM_STEPS = 25
+#: Seconds that a program may take until it works at its usual rate.
+PATIENCE_S = 60.0
 #: How the programs are started; all others by torchrun.
 LAUNCHERS = {
     "rebuild": "launch",
@@ -81,6 +83,7 @@ class Job(TrainingJob):
         self.ranks = 1 if self.launcher == "alone" else self.gpus
         self.devices = ["--devices", str(self.gpus)] if self.launcher == "alone" else []
         self.env = {"LD_LIBRARY_PATH": cuda_libraries()} if args.program in BY_NAME else {}
+        self.warm_steps, self.patience_s = WARM_STEPS, PATIENCE_S
         self.counts = {"succeeded": 0, "refused": 0, "timed_out": 0, "resumes_failed": 0}
         self.phases = Phases()
         self.data["failures"] = []
@@ -101,7 +104,7 @@ class Job(TrainingJob):
         """The run without pauses and without Sublet."""
         seconds = self.args.pauses * self.args.active_ms / 1000 + 1.0
         plain = self.start("plain", None, "--seconds", f"{seconds:.1f}")
-        code = plain.wait_end(min(self.left_s(), seconds * 3 + 60))
+        code = plain.wait_end(min(self.left_s(), seconds * 3 + self.patience_s))
         self.expected, self.steps, self.rate = plain.losses(), plain.steps, plain.rate() or 0.0
         if code != 0 or not all(self.expected):
             raise JobError(f"the run without Sublet ended with {code}: {plain.tail()}")
@@ -183,7 +186,7 @@ class Job(TrainingJob):
         """One run of the job under Sublet, paused until it nears its end or there were enough pauses."""
         tenant = f"anytime-{self.args.program}-{os.getpid()}-{number}"
         run = self.start(f"hooked{number}", tenant, "--steps", str(self.steps))
-        run.wait_steps(WARM_STEPS, min(self.left_s(), 90))
+        run.wait_steps(self.warm_steps, min(self.left_s(), self.patience_s + 30))
         # The last quarter second is left alone: then the job is about to end.
         last = self.steps - max(5, round(self.rate / 4))
         rest_s = self.steps / max(self.rate, 1e-3)
