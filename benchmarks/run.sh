@@ -5,12 +5,13 @@
 #         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
 #         saver sharing custom_allreduce generate unused attach compat contents (of the Python package, from python/*.whl)
-#         strangers
+#         strangers graphs
 # Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
 # and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES
 # those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of the five programs of
 # one_process, ANYTIME_SEED their instants, also those of strangers. STRANGERS_PAUSES are the pauses of each of its rows,
-# STRANGERS_ROWS the words, by comma, that rows to run have in their names.
+# STRANGERS_ROWS the words, by comma, that rows to run have in their names. GRAPHS_CYCLES are the pauses of the idle process of
+# graphs, and of the one that replays.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 OUT=${OUT:-$PWD/results}
@@ -20,7 +21,7 @@ CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
     anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
     cycles deaths shortage watchdog zeroed saver sharing custom_allreduce generate unused attach compat contents
-    strangers)
+    strangers graphs)
 JOBS=$HERE/jobs
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -35,7 +36,7 @@ export PYTHONDONTWRITEBYTECODE=1
 [ -x "$HERE/bin/sublet" ] && export SUBLET_BIN=${SUBLET_BIN:-$HERE/bin/sublet}
 [ -x "$HERE/bin/conformance_gpu" ] && export SUBLET_CONFORMANCE=${SUBLET_CONFORMANCE:-$HERE/bin/conformance_gpu}
 case "${1:-all}" in
-    -h | --help) sed -n '2,13p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,14p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
 if [ ! -f "$JOBS/common.py" ]; then echo "run.sh: $JOBS/common.py is missing" >&2; exit 2; fi
 
@@ -101,6 +102,17 @@ run_contents() { GPUS=1 suite contents 115 contents_job.py; }
 run_strangers() {
     suite strangers 590 strangers_job.py --pauses "${STRANGERS_PAUSES:-20}" --seed "${ANYTIME_SEED:-1}" \
         --rows "${STRANGERS_ROWS:-}"
+}
+# Graphs of a decoder, of many threads, of torch.compile, and with collectives whose buffers NCCL registers or does not.
+run_graphs() {
+    local register
+    GPUS=1 suite graphs 200 graphs_job.py --cycles "${GRAPHS_CYCLES:-10}" --seed "${ANYTIME_SEED:-1}"
+    GPUS=1 anytime graph_threads 50 120
+    GPUS=1 suite graphs_compiled 165 strangers_job.py --rows reduce-overhead --pauses "${ANYTIME_PAUSES:-50}"
+    for register in 0 1; do
+        NCCL_GRAPH_REGISTER=$register suite "graphs_register$register" 120 anytime_job.py --program graphs \
+            --pauses "${ANYTIME_PAUSES:-25}" --seed "${ANYTIME_SEED:-1}"
+    done
 }
 run_attach() { GPUS=1 suite attach 115 attach_job.py; }
 

@@ -9,6 +9,7 @@ A job that ends before is started again. Every rank's losses of all steps and it
 one_parallel and one_split (torch), one_jax, one_nccl and one_contents (the driver alone) are one process that uses all
 GPUs.
 rebuild is a process per GPU whose communicators end and are made again all the time, with ranks that are not in step.
+graph_threads is many threads that make, clone, update and destroy graphs, some with memory nodes, by driver calls.
 
 Bound: a pause costs its bytes over the link and NCCL's blocks, some 0.15 s, and a resume 0.15 to 0.25 s; the cut should
 take no longer than the steps that the slowest rank is behind, a few ms; two starts of torchrun take 25 s.
@@ -41,6 +42,7 @@ LAUNCHERS = {
     "one_nccl": "alone",
     "one_contents": "alone",
     "one_jax": "alone",
+    "graph_threads": "alone",
 }
 PROGRAMS = ("ddp", "tpdp", "pipeline", "graphs", *LAUNCHERS)
 #: Programs that find the CUDA libraries by their names, as torch's processes need not.

@@ -41,3 +41,9 @@ fn contents_of_every_policy_on_two_devices_survive_pauses() -> Outcome {
     let arguments = ["--steps", "200", "--width", "16", "--devices", "2"];
     survives_pauses("one_contents.py", 1, &arguments, &[3, 20, 60, 100, 150])
 }
+
+#[test]
+fn graphs_that_many_threads_make_and_end_survive_pauses() -> Outcome {
+    let pauses_at = [2, 9, 20, 31, 45];
+    survives_pauses("graph_threads.py", 1, &["--steps", "60", "--width", "16"], &pauses_at)
+}

@@ -92,6 +92,10 @@ class Driver:
             self.contexts[device], self._kernels[device] = context, kernel
         self.call("cuCtxSetCurrent", self.contexts[device])
 
+    def kernel(self, device: int) -> ctypes.c_void_p:
+        """The affine kernel of a device that was used."""
+        return self._kernels[device]
+
     def allocate(self, size_bytes: int) -> int:
         """Memory of the current device."""
         address = ctypes.c_uint64()
