@@ -18,7 +18,7 @@ import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ NOT_RUN = "NOT RUN: "
 ROW_S_MIN = 45.0
 #: Failed pauses of a row that its record keeps.
 FAILURES_KEPT = 3
+#: Reports of pauses, without their phases, that it keeps.
+PLACES_KEPT = 2
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Row:
     #: Modules that must be there.
     needs: tuple[str, ...]
     gpus_min: int = 1
-    #: Of the processes that use one GPU, however many there are.
-    one_gpu: bool = False
+    #: GPUs that it uses at most; 0 is as many as there are.
+    gpus_max: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
     #: Steps before the first pause.
     warm_steps: int = anytime_job.WARM_STEPS
@@ -69,20 +71,20 @@ ROWS = (
         "grpo",
         "alone",
         ("torch", "transformers", "datasets", "trl"),
-        one_gpu=True,
+        gpus_max=1,
         warm_steps=8,
         active_ms=600,
         patience_s=80,
     ),
     Row("torch symmetric memory", "symmetric", "torchrun", ("torch",), gpus_min=2),
     Row("torch fully_shard", "fsdp2", "torchrun", ("torch",)),
-    Row("torch.compile, default", "compiled", "alone", ("torch", "triton"), one_gpu=True, patience_s=90),
+    Row("torch.compile, default", "compiled", "alone", ("torch", "triton"), gpus_max=1, patience_s=90),
     Row(
         "torch.compile, reduce-overhead",
         "compiled",
         "alone",
         ("torch", "triton"),
-        one_gpu=True,
+        gpus_max=1,
         env={"MODE": "reduce-overhead"},
         patience_s=90,
     ),
@@ -93,13 +95,13 @@ ROWS = (
 )
 
 
-def parse(argv: list[str]) -> Any:
+def parse(argv: list[str], doc: str | None = __doc__, pauses: int = 20, row_s: float = 150.0) -> Any:
     """The options."""
-    parser = common.job_parser(__doc__, deadline_s=560)
+    parser = common.job_parser(doc, deadline_s=560)
     parser.add_argument("--rows", default="", help="only rows with one of these words in their names, by comma")
-    parser.add_argument("--pauses", type=int, default=20, help="pauses of each row that must succeed")
+    parser.add_argument("--pauses", type=int, default=pauses, help="pauses of each row that must succeed")
     parser.add_argument("--seed", type=int, default=1, help="of the instants")
-    parser.add_argument("--row-s", type=float, default=150.0, help="seconds that a row may take")
+    parser.add_argument("--row-s", type=float, default=row_s, help="seconds that a row may take")
     parser.add_argument("--gap-ms", default="5,60", help="shortest and longest time from a resume to the next pause")
     parser.add_argument("--pause-timeout", type=float, default=5.0, help="seconds for each phase of a pause")
     parser.add_argument("--width", type=int, default=512)
@@ -116,7 +118,7 @@ class Stranger(anytime_job.Job):
     def __init__(self, row: Row, args: Any, result: Result, work: Path, sites: list[Path]) -> None:
         super().__init__(args, result, work)
         self.row, self.sites = row, sites
-        self.gpus = 1 if row.one_gpu else self.gpus
+        self.gpus = min(self.gpus, row.gpus_max or self.gpus)
         self.launcher = row.launcher
         self.ranks = 1 if row.launcher == "alone" else self.gpus
         self.devices = ["--devices", str(self.gpus)] if row.launcher == "alone" else []
@@ -170,19 +172,22 @@ def missing(row: Row, work: Path) -> tuple[list[str], list[Path]]:
     return absent, sites
 
 
-def median_ms(samples: list[float]) -> str:
-    """The median as text."""
-    return f"{statistics.median(samples):.0f}" if samples else "-"
+def median_and_p99(samples: list[float]) -> str:
+    """Both as text."""
+    return f"{statistics.median(samples):.0f} / {common.percentile(samples, 0.99):.0f}" if samples else "-"
+
+
+HEAD = ("row", "pauses", "failed", "retries", "ok", "pause ms, median / p99", "resume ms, median / p99", "what")
 
 
 class Strangers:
     """All rows, one after the other."""
 
-    def __init__(self, args: Any, result: Result, work: Path) -> None:
-        self.args, self.result, self.work = args, result, work
+    def __init__(self, rows: Sequence[Row], args: Any, result: Result, work: Path) -> None:
+        self.rows, self.args, self.result, self.work = rows, args, result, work
         self.gpus = gpu_count(args.gpus)
         self.began = time.monotonic()
-        self.table: list[tuple[str, ...]] = [("row", "pauses", "ok", "pause ms", "resume ms", "what")]
+        self.table: list[tuple[str, ...]] = [HEAD]
         result.data["rows"] = {}
         result.data["parameters"]["gpus_used"] = self.gpus
         self.current: Stranger | None = None
@@ -191,9 +196,9 @@ class Strangers:
     def run(self) -> None:
         """The rows that are wanted, then the table."""
         words = [word.strip() for word in self.args.rows.split(",") if word.strip()]
-        rows = [row for row in ROWS if not words or any(word in row.name for word in words)]
+        rows = [row for row in self.rows if not words or any(word in row.name for word in words)]
         if not rows:
-            raise JobError(f"no row has one of {words} in its name: {', '.join(row.name for row in ROWS)}")
+            raise JobError(f"no row has one of {words} in its name: {', '.join(row.name for row in self.rows)}")
         try:
             for row in rows:
                 self.one(row)
@@ -221,7 +226,7 @@ class Strangers:
             return
         if self.left_s() < ROW_S_MIN:
             self.result.check(f"{row.name}: had its turn", False, f"{self.left_s():.0f} s were left")
-            self.table.append((row.name, "-", "FAIL", "-", "-", "no time was left"))
+            self.line(row, "FAIL", "no time was left")
             return
         record = Result(work / "row.json", row.name, {})
         self.watch(row, record, work, sites)
@@ -245,7 +250,7 @@ class Strangers:
         for entry in entries:
             self.result.check(f"{row.name}: {entry['what']}", entry["passed"], entry["detail"])
         samples = record.data["samples"]
-        kept = {name: samples.get(name, []) for name in ("pause_ms", "resume_ms", "step")}
+        kept = {name: samples.get(name, []) for name in ("pause_ms", "resume_ms", "step", "cut_retries")}
         failures = record.data.get("failures", [])[:FAILURES_KEPT]
         self.result.data["rows"][row.name] = {
             "status": "passed" if all(entry["passed"] for entry in entries) else "failed",
@@ -255,6 +260,7 @@ class Strangers:
             "counts": dict(job.counts),
             "baseline": record.data["baseline"],
             "failures": failures,
+            "places": record.data.get("places", [])[:PLACES_KEPT],
             **kept,
         }
         for name in ("pause_ms", "resume_ms"):
@@ -262,15 +268,19 @@ class Strangers:
                 self.result.sample(f"{row.name}_{name}", value)
         wrong = [entry for entry in entries if not entry["passed"]]
         what = f"{wrong[0]['what']}: {wrong[0]['detail']}"[:90] if wrong else f"{job.steps} steps, the same bits"
-        ok = "FAIL" if wrong or not entries else "ok"
-        count = f"{job.counts['succeeded']}/{args.pauses}"
-        self.table.append((row.name, count, ok, median_ms(kept["pause_ms"]), median_ms(kept["resume_ms"]), what))
+        counts = f"{job.counts['succeeded']}/{args.pauses}", str(job.failed()), str(sum(kept["cut_retries"]))
+        times = median_and_p99(kept["pause_ms"]), median_and_p99(kept["resume_ms"])
+        self.line(row, "FAIL" if wrong or not entries else "ok", what, counts, times)
 
     def not_run(self, row: Row, why: str) -> None:
         """A row that this machine cannot run."""
         self.result.data["rows"][row.name] = {"status": "not run", "why": why}
         self.result.note(f"{row.name}: {NOT_RUN}{why}")
-        self.table.append((row.name, "-", "-", "-", "-", f"{NOT_RUN}{why}"))
+        self.line(row, "-", f"{NOT_RUN}{why}")
+
+    def line(self, row: Row, ok: str, what: str, counts: Sequence[str] = ("-",) * 3, times: Sequence[str] = ("-",) * 2) -> None:
+        """A line of the table."""
+        self.table.append((row.name, *counts, ok, *times, what))
 
     def row_args(self, row: Row) -> argparse.Namespace:
         """The options that a run of one program has."""
@@ -278,7 +288,7 @@ class Strangers:
         given.program, given.width, given.gpus = row.program, self.args.width, self.args.gpus
         given.pause_timeout, given.active_ms = self.args.pause_timeout, row.active_ms
         # Instants of each row's own, and the same in another run.
-        given.seed = self.args.seed * 1000 + ROWS.index(row)
+        given.seed = self.args.seed * 1000 + self.rows.index(row)
         given.deadline = min(self.args.row_s, self.left_s())
         given.failures_max = 5
         return given
@@ -291,4 +301,4 @@ class Strangers:
 
 if __name__ == "__main__":
     options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, "strangers", lambda *given: Strangers(*given).run()))
+    sys.exit(common.run_job(options, "strangers", lambda *given: Strangers(ROWS, *given).run()))
