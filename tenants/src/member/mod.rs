@@ -134,6 +134,8 @@ pub enum Waited {
 #[derive(Debug)]
 pub(crate) struct Status {
     pub(crate) state: MemberState,
+    /// How often that has changed.
+    pub(crate) changes: u64,
     /// The last step it was asked for.
     pub(crate) asked: Option<Asked>,
     pub(crate) pauses: u64,
@@ -231,6 +233,7 @@ impl<D: Driver> Member<D> {
             progress: Mutex::new(Progress::Rest),
             status: Mutex::new(Status {
                 state: MemberState::Active,
+                changes: 0,
                 asked: None,
                 pauses: 0,
                 resumes: 0,
@@ -393,6 +396,11 @@ impl<D: Driver> Member<D> {
         self.status().state
     }
 
+    /// How often that has changed: by each pause and resume, whole or by tag, twice and more.
+    pub fn changes(&self) -> u64 {
+        self.status().changes
+    }
+
     pub(crate) fn status(&self) -> MutexGuard<'_, Status> {
         self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -411,6 +419,7 @@ impl<D: Driver> Member<D> {
             let mut status = self.status();
             let from = status.state;
             status.state = state::next(from, event)?;
+            status.changes += 1;
             (from, status.state)
         };
         self.changed.notify_all();

@@ -90,10 +90,15 @@ class TorchMemorySaver:
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         implementation = self._started()
         torch: Any = importlib.import_module("torch")
+        adapter = torch_adapter()
+        if adapter is not None:
+            adapter.follow_graphs()
         capture = torch.cuda.graph(
             cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode
         )
         with capture, implementation.settings(tag, enable_cpu_backup, False, cpu_backup_backend):
+            if adapter is not None:
+                adapter.capture_belongs(f"tms/{tag}/{'keep' if enable_cpu_backup else 'discard'}")
             yield
 
     @contextlib.contextmanager
