@@ -24,7 +24,9 @@ int main(void)
     printf("group %d %d %d, refused %d, needs a place %d\n", group[0], group[1], set, ncclSetGroupID(-1),
            ncclGetGroupID(NULL));
     int early = ncclPause(NULL) + ncclResume(NULL);
-    printf("pause before any memory %d, statistics %d\n", early, ncclMemStats());
+    fflush(stdout);
+    int nothing = ncclMemStats();
+    printf("pause before any memory %d, statistics %d\n", early, nothing);
 
     driver_start();
     int begun = sublet_region_begin("weights", SUBLET_CONTENTS_DISCARD);
