@@ -130,6 +130,10 @@ class Job(TrainingJob):
             cut = report.get("cut") or {}
             for name in ("rounds", "launches", "stalls", "retries"):
                 self.result.sample(f"cut_{name}", cut.get(name, 0))
+            # What kernels that nobody counts waited for was let in by steps.
+            drain = report.get("drain") or {}
+            for name in ("rounds", "calls"):
+                self.result.sample(f"drain_{name}", drain.get(name, 0))
             self.result.sample("cut_ms", cut.get("wall_us", 0) / 1000)
             standstill_us = cut.get("wall_us", 0) + sum(p["wall_us"] for p in report["phases"][:upto])
             self.result.sample("standstill_ms", standstill_us / 1000)

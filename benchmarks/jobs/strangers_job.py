@@ -177,6 +177,8 @@ def median_and_p99(samples: list[float]) -> str:
     return f"{statistics.median(samples):.0f} / {common.percentile(samples, 0.99):.0f}" if samples else "-"
 
 
+#: Series of a row that its record keeps.
+KEPT = ("pause_ms", "resume_ms", "step", "cut_retries", "drain_rounds", "drain_calls")
 HEAD = ("row", "pauses", "failed", "retries", "ok", "pause ms, median / p99", "resume ms, median / p99", "what")
 
 
@@ -250,7 +252,7 @@ class Strangers:
         for entry in entries:
             self.result.check(f"{row.name}: {entry['what']}", entry["passed"], entry["detail"])
         samples = record.data["samples"]
-        kept = {name: samples.get(name, []) for name in ("pause_ms", "resume_ms", "step", "cut_retries")}
+        kept = {name: samples.get(name, []) for name in KEPT}
         failures = record.data.get("failures", [])[:FAILURES_KEPT]
         self.result.data["rows"][row.name] = {
             "status": "passed" if all(entry["passed"] for entry in entries) else "failed",
@@ -268,7 +270,7 @@ class Strangers:
                 self.result.sample(f"{row.name}_{name}", value)
         wrong = [entry for entry in entries if not entry["passed"]]
         what = f"{wrong[0]['what']}: {wrong[0]['detail']}"[:90] if wrong else f"{job.steps} steps, the same bits"
-        counts = f"{job.counts['succeeded']}/{args.pauses}", str(job.failed()), str(sum(kept["cut_retries"]))
+        counts = f"{job.counts['succeeded']}/{args.pauses}", str(job.failed()), str(sum(kept["cut_retries"] + kept["drain_rounds"]))
         times = median_and_p99(kept["pause_ms"]), median_and_p99(kept["resume_ms"])
         self.line(row, "FAIL" if wrong or not entries else "ok", what, counts, times)
 
