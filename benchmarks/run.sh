@@ -5,10 +5,13 @@
 #         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
 #         saver sharing custom_allreduce generate unused attach compat contents (of the Python package, from python/*.whl)
+#         strangers graphs stepping
 # Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
 # and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES
 # those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of the five programs of
-# one_process, ANYTIME_SEED their instants.
+# one_process, ANYTIME_SEED their instants, also those of strangers. STRANGERS_PAUSES are the pauses of each of its rows,
+# STRANGERS_ROWS the words, by comma, that rows to run have in their names. GRAPHS_CYCLES are the pauses of the idle process of
+# graphs, and of the one that replays; STEPPING_PAUSES and STEPPING_ROWS as those of strangers.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 OUT=${OUT:-$PWD/results}
@@ -17,7 +20,8 @@ GPUS=${GPUS:-0}
 CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
     anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
-    cycles deaths shortage watchdog zeroed saver sharing custom_allreduce generate unused attach compat contents)
+    cycles deaths shortage watchdog zeroed saver sharing custom_allreduce generate unused attach compat contents
+    strangers graphs stepping)
 JOBS=$HERE/jobs
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -32,7 +36,7 @@ export PYTHONDONTWRITEBYTECODE=1
 [ -x "$HERE/bin/sublet" ] && export SUBLET_BIN=${SUBLET_BIN:-$HERE/bin/sublet}
 [ -x "$HERE/bin/conformance_gpu" ] && export SUBLET_CONFORMANCE=${SUBLET_CONFORMANCE:-$HERE/bin/conformance_gpu}
 case "${1:-all}" in
-    -h | --help) sed -n '2,11p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,14p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
 if [ ! -f "$JOBS/common.py" ]; then echo "run.sh: $JOBS/common.py is missing" >&2; exit 2; fi
 
@@ -95,6 +99,25 @@ run_generate() { GPUS=1 suite generate 245 generate_job.py --layers "${LAYERS:-3
 run_unused() { GPUS=1 suite unused 115 unused_job.py; }
 run_compat() { GPUS=1 suite compat 115 compat_job.py; }
 run_contents() { GPUS=1 suite contents 115 contents_job.py; }
+run_strangers() {
+    suite strangers 590 strangers_job.py --pauses "${STRANGERS_PAUSES:-20}" --seed "${ANYTIME_SEED:-1}" \
+        --rows "${STRANGERS_ROWS:-}"
+}
+# Graphs of a decoder, of many threads, of torch.compile, and with collectives whose buffers NCCL registers or does not.
+run_graphs() {
+    local register
+    GPUS=1 suite graphs 200 graphs_job.py --cycles "${GRAPHS_CYCLES:-10}" --seed "${ANYTIME_SEED:-1}"
+    GPUS=1 anytime graph_threads 50 120
+    GPUS=1 suite graphs_compiled 165 strangers_job.py --rows reduce-overhead --pauses "${ANYTIME_PAUSES:-50}"
+    for register in 0 1; do
+        NCCL_GRAPH_REGISTER=$register suite "graphs_register$register" 120 anytime_job.py --program graphs \
+            --pauses "${ANYTIME_PAUSES:-25}" --seed "${ANYTIME_SEED:-1}"
+    done
+}
+run_stepping() {
+    suite stepping 590 stepping_job.py --pauses "${STEPPING_PAUSES:-200}" --seed "${ANYTIME_SEED:-1}" \
+        --rows "${STEPPING_ROWS:-}"
+}
 run_attach() { GPUS=1 suite attach 115 attach_job.py; }
 
 # wanted NAME: runs the suite of that name, or says which there are.

@@ -9,6 +9,7 @@ A job that ends before is started again. Every rank's losses of all steps and it
 one_parallel and one_split (torch), one_jax, one_nccl and one_contents (the driver alone) are one process that uses all
 GPUs.
 rebuild is a process per GPU whose communicators end and are made again all the time, with ranks that are not in step.
+graph_threads is many threads that make, clone, update and destroy graphs, some with memory nodes, by driver calls.
 
 Bound: a pause costs its bytes over the link and NCCL's blocks, some 0.15 s, and a resume 0.15 to 0.25 s; the cut should
 take no longer than the steps that the slowest rank is behind, a few ms; two starts of torchrun take 25 s.
@@ -31,6 +32,8 @@ from training_run import TrainingJob, TrainingRun, first_difference
 
 #: Steps before the first pause: what is made on first use is there.
 WARM_STEPS = 25
+#: Seconds that a program may take until it works at its usual rate.
+PATIENCE_S = 60.0
 #: How the programs are started; all others by torchrun.
 LAUNCHERS = {
     "rebuild": "launch",
@@ -39,6 +42,7 @@ LAUNCHERS = {
     "one_nccl": "alone",
     "one_contents": "alone",
     "one_jax": "alone",
+    "graph_threads": "alone",
 }
 PROGRAMS = ("ddp", "tpdp", "pipeline", "graphs", *LAUNCHERS)
 #: Programs that find the CUDA libraries by their names, as torch's processes need not.
@@ -81,6 +85,7 @@ class Job(TrainingJob):
         self.ranks = 1 if self.launcher == "alone" else self.gpus
         self.devices = ["--devices", str(self.gpus)] if self.launcher == "alone" else []
         self.env = {"LD_LIBRARY_PATH": cuda_libraries()} if args.program in BY_NAME else {}
+        self.warm_steps, self.patience_s = WARM_STEPS, PATIENCE_S
         self.counts = {"succeeded": 0, "refused": 0, "timed_out": 0, "resumes_failed": 0}
         self.phases = Phases()
         self.data["failures"] = []
@@ -101,7 +106,7 @@ class Job(TrainingJob):
         """The run without pauses and without Sublet."""
         seconds = self.args.pauses * self.args.active_ms / 1000 + 1.0
         plain = self.start("plain", None, "--seconds", f"{seconds:.1f}")
-        code = plain.wait_end(min(self.left_s(), seconds * 3 + 60))
+        code = plain.wait_end(min(self.left_s(), seconds * 3 + self.patience_s))
         self.expected, self.steps, self.rate = plain.losses(), plain.steps, plain.rate() or 0.0
         if code != 0 or not all(self.expected):
             raise JobError(f"the run without Sublet ended with {code}: {plain.tail()}")
@@ -125,6 +130,10 @@ class Job(TrainingJob):
             cut = report.get("cut") or {}
             for name in ("rounds", "launches", "stalls", "retries"):
                 self.result.sample(f"cut_{name}", cut.get(name, 0))
+            # What kernels that nobody counts waited for was let in by steps.
+            drain = report.get("drain") or {}
+            for name in ("rounds", "calls"):
+                self.result.sample(f"drain_{name}", drain.get(name, 0))
             self.result.sample("cut_ms", cut.get("wall_us", 0) / 1000)
             standstill_us = cut.get("wall_us", 0) + sum(p["wall_us"] for p in report["phases"][:upto])
             self.result.sample("standstill_ms", standstill_us / 1000)
@@ -183,7 +192,7 @@ class Job(TrainingJob):
         """One run of the job under Sublet, paused until it nears its end or there were enough pauses."""
         tenant = f"anytime-{self.args.program}-{os.getpid()}-{number}"
         run = self.start(f"hooked{number}", tenant, "--steps", str(self.steps))
-        run.wait_steps(WARM_STEPS, min(self.left_s(), 90))
+        run.wait_steps(self.warm_steps, min(self.left_s(), self.patience_s + 30))
         # The last quarter second is left alone: then the job is about to end.
         last = self.steps - max(5, round(self.rate / 4))
         rest_s = self.steps / max(self.rate, 1e-3)

@@ -3,7 +3,8 @@
 Four processes on one GPU, one after the other, each as its user would start it:
 
 - saver: `torch_memory_saver` by Sublet's alias, preloaded by the object found beside it: a region with and one without
-  backups, a captured graph, `get_cpu_backup`, `disable`, a resume that does not fit and is repeated;
+  backups, a captured graph, `get_cpu_backup`, `disable`, a resume that does not fit and is repeated, a replay while the
+  graph's tag is away, backups that are kept, and such that leave no host memory;
 - enabled: the same package set by the environment, as a training framework starts its actors;
 - vllm: `CuMemAllocator`, levels 1 and 2, wake-up by tag, and one that does not fit;
 - nccl: a communicator of one rank through `sublet.nccl_library_path()` by ctypes, as PyNccl makes it, with `ncclPause`.
@@ -119,6 +120,7 @@ def saver_role() -> None:
         saver.pause("weights")
         saver.pause("graph")
         saver.pause("graph")
+        runner.row(f"{cycle}: a replay while the graph's tag is away is refused", *replay_refused(graph))
         given = free_bytes() - before
         runner.row(f"{cycle}: all are given back", given >= KEPT_BYTES + LOST_BYTES + GIB - SLACK_BYTES, str(given))
         copied = saver.get_cpu_backup(weights[: 4 * MIB])
@@ -143,6 +145,71 @@ def saver_role() -> None:
     torch.cuda.empty_cache()
     saver.resume("weights")
     runner.row("and works when it fits", torch.equal(weights, pattern(KEPT_BYTES, 1)))
+    keep_backups(saver)
+    give_backups_back(saver)
+
+
+def replay_refused(graph: Any) -> tuple[bool, str]:
+    """Is a replay refused, and what it said."""
+    import sublet
+
+    try:
+        graph.replay()
+    except sublet.UsageError as error:
+        return "'tms/graph/discard'" in str(error), str(error)
+    return False, "it was replayed"
+
+
+def keep_backups(saver: Any) -> None:
+    """Backups that are kept after a resume, through two pauses."""
+    import torch
+
+    with saver.region("small", enable_cpu_backup=True):
+        small = pattern(64 * MIB, 3)
+    saver.pause("small")
+    place = saver.get_cpu_backup(small, zero_copy=True).data_ptr()
+    saver.retain_cpu_backup = True
+    saver.resume("small")
+    for seed in (3, 4):
+        wanted = pattern(64 * MIB, seed)
+        kept = saver.get_cpu_backup(small, zero_copy=True)
+        same = kept is not None and kept.data_ptr() == place and torch.equal(kept, wanted.cpu())
+        runner.row(f"backup {seed} is kept where it was", same and torch.equal(small, wanted))
+        del kept
+        if seed == 3:
+            small.copy_(pattern(64 * MIB, 4))
+            saver.pause("small")
+            saver.resume("small")
+    saver.retain_cpu_backup = False
+    saver.pause("small")
+    saver.resume("small")
+    runner.row("and forgotten by a resume that keeps none", saver.get_cpu_backup(small) is None)
+
+
+def own_bytes() -> int:
+    """Host memory of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+def give_backups_back(saver: Any) -> None:
+    """Host memory of backups of the kind mmap, which a resume gives back."""
+    import torch
+
+    with saver.region("mapped", enable_cpu_backup=True, cpu_backup_backend="mmap"):
+        mapped = pattern(KEPT_BYTES, 5)
+    saver.pause("mapped")
+    saver.resume("mapped")  # what earlier pauses took is given back too
+    torch.cuda.synchronize()
+    before = own_bytes()
+    saver.pause("mapped")
+    during = own_bytes()
+    saver.resume("mapped")
+    after = own_bytes()
+    detail = f"{before >> 20}, {during >> 20}, {after >> 20} MiB"
+    moved = min(during - before, during - after)
+    runner.row("a pause takes host memory and the resume gives it back", moved >= KEPT_BYTES * 3 // 4, detail)
+    runner.row("mapped memory is exact", torch.equal(mapped, pattern(KEPT_BYTES, 5)))
 
 
 def enabled_role() -> None:

@@ -66,6 +66,8 @@ class TrainingRun(Process):
 
     def poll(self) -> int:
         """Steps printed so far."""
+        if self._reader.closed:
+            return self.steps
         data = self._rest + self._reader.read()
         end = data.rfind(b"\n") + 1
         self._rest = data[end:]
@@ -90,6 +92,7 @@ class TrainingRun(Process):
         """Waits until it ends; its exit code."""
         self._wait(f"the end of {self.label}", lambda: self.ended, timeout_s)
         self.poll()
+        self._reader.close()
         common.release(self.process)
         return self.process.returncode
 

@@ -87,6 +87,9 @@ int sublet_resume_tags(const char *tenant, const char *const *tags, size_t count
 int sublet_is_paused(void);
 /* Is any memory of the calling process with this tag away? 1 yes, 0 no, -1 no such tag. */
 int sublet_tag_is_paused(const char *tag);
+/* A number that grows with each step of a pause or resume of the calling process; 0 while it holds no device memory. As
+ * long as it is the same, a tag whose memory was all there is not away. Costs a lock that is held for an instant. */
+uint64_t sublet_changes(void);
 
 /* Device memory that this thread asks for until the matching sublet_region_end belongs to `tag` (1 to 128
  * bytes of UTF-8) and is treated as `contents` (SUBLET_CONTENTS_) says: one policy for a tag as long as the

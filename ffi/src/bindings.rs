@@ -70,6 +70,7 @@ unsafe extern "C" {
     ) -> ::core::ffi::c_int;
     pub fn sublet_is_paused() -> ::core::ffi::c_int;
     pub fn sublet_tag_is_paused(tag: *const ::core::ffi::c_char) -> ::core::ffi::c_int;
+    pub fn sublet_changes() -> u64;
     pub fn sublet_region_begin(
         tag: *const ::core::ffi::c_char,
         contents: ::core::ffi::c_int,

@@ -15,14 +15,18 @@ int main(void)
     long long stats = sublet_stats_json(NULL, 0);
     if (strlen(sublet_version()) < 5)
         return 1;
-    printf("before any memory: stats %lld, paused %d, error %d\n", stats, sublet_is_paused(), has_error());
+    int has_failed = has_error();
+    printf("before any memory: stats %lld, paused %d, error %d, changes %d\n", stats, sublet_is_paused(), has_failed,
+           (int)sublet_changes());
     ncclGetGroupID(&group[0]);
     int set = ncclSetGroupID(7);
     ncclGetGroupID(&group[1]);
     printf("group %d %d %d, refused %d, needs a place %d\n", group[0], group[1], set, ncclSetGroupID(-1),
            ncclGetGroupID(NULL));
     int early = ncclPause(NULL) + ncclResume(NULL);
-    printf("pause before any memory %d, statistics %d\n", early, ncclMemStats());
+    fflush(stdout);
+    int nothing = ncclMemStats();
+    printf("pause before any memory %d, statistics %d\n", early, nothing);
 
     driver_start();
     int begun = sublet_region_begin("weights", SUBLET_CONTENTS_DISCARD);
@@ -50,12 +54,14 @@ int main(void)
            sublet_torch_malloc((ptrdiff_t)1 << 50, 0, NULL) != NULL);
     sublet_torch_free(torch, 1000, 0, NULL);
 
+    uint64_t before = sublet_changes();
     int paused = sublet_pause_tenant(NULL, 0);
     int is_paused = sublet_is_paused();
+    int has_changed = sublet_changes() > before;
     int again = sublet_pause_tenant(NULL, 5000);
     int resumed = sublet_resume_tenant(NULL, 0);
-    printf("paused %d %d %d, again %d, resumed %d %d %d\n", paused, is_paused, has_error() && paused, again, resumed,
-           sublet_is_paused(), has_error() && resumed);
+    printf("paused %d %d %d, again %d, resumed %d %d %d, changed %d\n", paused, is_paused, has_error() && paused, again,
+           resumed, sublet_is_paused(), has_error() && resumed, has_changed);
     paused = ncclPause(NULL);
     is_paused = sublet_is_paused();
     resumed = ncclResume(NULL);

@@ -6,8 +6,19 @@ use sublet_tests::{MIB, Outcome, Stage};
 
 const END_TIMEOUT: Duration = Duration::from_mins(2);
 
+/// When a program is paused, by its steps.
+struct Tries<'a> {
+    pauses_at: &'a [u32],
+    /// Is a pause that fails, and changes nothing, as good?
+    may_fail: bool,
+}
+
 /// Pauses at one step after another, then compares what all ranks wrote with a run without Sublet.
 fn survives_pauses(program: &str, ranks: usize, arguments: &[&str], pauses_at: &[u32]) -> Outcome {
+    survives(&Tries { pauses_at, may_fail: false }, program, ranks, arguments)
+}
+
+fn survives(tries: &Tries<'_>, program: &str, ranks: usize, arguments: &[&str]) -> Outcome {
     let stage = Stage::new(&[256 * MIB; 2])?;
     let values = |dir: &std::path::Path| -> Outcome<Vec<String>> {
         let read = |rank| Ok(std::fs::read_to_string(dir.join(format!("rank{rank}.txt")))?);
@@ -18,9 +29,13 @@ fn survives_pauses(program: &str, ranks: usize, arguments: &[&str], pauses_at: &
     assert!(status.success(), "{status}: {}", plain.stderr());
 
     let (mut job, got) = stage.lane_program(Some("lane"), program, ranks, arguments)?;
-    for step in pauses_at {
+    for step in tries.pauses_at {
         job.wait_for_line(&format!("step {step} "))?;
-        stage.pause("lane")?;
+        if !tries.may_fail {
+            stage.pause("lane")?;
+        } else if stage.sublet(&["pause", "lane", "--timeout", "1s"])?.code != Some(0) {
+            continue;
+        }
         stage.resume("lane")?;
     }
     let status = job.ends_within(END_TIMEOUT)?;
@@ -40,4 +55,19 @@ fn communicators_that_come_and_go_survive_pauses() -> Outcome {
 fn contents_of_every_policy_on_two_devices_survive_pauses() -> Outcome {
     let arguments = ["--steps", "200", "--width", "16", "--devices", "2"];
     survives_pauses("one_contents.py", 1, &arguments, &[3, 20, 60, 100, 150])
+}
+
+#[test]
+fn graphs_that_many_threads_make_and_end_survive_pauses() -> Outcome {
+    let pauses_at = [2, 9, 20, 31, 45];
+    survives_pauses("graph_threads.py", 1, &["--steps", "60", "--width", "16"], &pauses_at)
+}
+
+/// Their launches are not counted: a pause may find one waiting for a launch that it holds back, and then it must
+/// leave everything as it was.
+#[test]
+fn kernels_that_wait_for_another_process_are_right_after_pauses_that_succeed_and_that_fail()
+-> Outcome {
+    let tries = Tries { pauses_at: &[4, 11, 23, 42, 61, 90], may_fail: true };
+    survives(&tries, "peers.py", 2, &["--steps", "120", "--width", "16"])
 }

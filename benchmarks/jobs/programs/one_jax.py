@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 
 # Memory as it is needed, and the same kernels in every run.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from steps import Steps
+from steps import Steps, not_run
 
 LAYERS, ROWS = 6, 256
 
@@ -41,10 +42,17 @@ def update(weights: Weights, x: jax.Array) -> tuple[Weights, jax.Array]:
     return jax.tree.map(lambda weight, gradient: weight - 0.05 * gradient, weights, gradients), loss
 
 
+def value_of(loss: jax.Array) -> str:
+    """A number that every device has, in hexadecimal."""
+    return float(numpy.asarray(loss.addressable_shards[0].data)).hex()
+
+
 class Training:
     """What the process has: weights on every device, batches split over them."""
 
     def __init__(self, steps: Steps) -> None:
+        if Path("/dev/nvidia0").exists() and jax.default_backend() != "gpu":
+            not_run("this jax uses no GPU: its CUDA plugin is not here")
         self.width = steps.args.width
         devices = jax.devices()[: steps.args.devices or None]
         mesh = Mesh(numpy.array(devices), ("data",))
@@ -53,11 +61,11 @@ class Training:
         self.count = len(devices)
         self.update = jax.jit(update, out_shardings=(whole, whole), donate_argnums=0)
         self.random = numpy.random.default_rng(0)
-        scale = 1 / numpy.sqrt(self.width)
+        scale = numpy.float32(1 / numpy.sqrt(self.width))
         self.weights: Weights = [
             {
-                "kernel": jax.device_put(self.numbers(self.width, self.width) * scale, whole),
-                "bias": jax.device_put(numpy.zeros(self.width, numpy.float32), whole),
+                "kernel": self.put(self.numbers(self.width, self.width) * scale, whole),
+                "bias": self.put(numpy.zeros(self.width, numpy.float32), whole),
             }
             for _ in range(LAYERS)
         ]
@@ -67,17 +75,21 @@ class Training:
         """Random ones."""
         return self.random.standard_normal(shape, numpy.float32)
 
+    def put(self, host: numpy.ndarray, sharding: NamedSharding) -> jax.Array:
+        """Numbers of the host's, on the devices."""
+        return jax.device_put(host, sharding)
+
     def step(self, number: int) -> str:
         """Queues a step, and gives the loss of the one before as a hexadecimal number."""
         self.random = numpy.random.default_rng(number)
-        x = jax.device_put(self.numbers(ROWS * self.count, self.width), self.rows)
+        x = self.put(self.numbers(ROWS * self.count, self.width), self.rows)
         self.weights, loss = self.update(self.weights, x)
         before, self.pending = self.pending, loss
-        return "" if before is None else float(before).hex()
+        return "" if before is None else value_of(before)
 
     def finish(self) -> str:
         """The last loss, and a digest of the weights on every device."""
-        last = "" if self.pending is None else float(self.pending).hex()
+        last = "" if self.pending is None else value_of(self.pending)
         digest = hashlib.sha256()
         for array in jax.tree.leaves(self.weights):
             for shard in array.addressable_shards:

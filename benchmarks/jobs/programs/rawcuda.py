@@ -92,6 +92,10 @@ class Driver:
             self.contexts[device], self._kernels[device] = context, kernel
         self.call("cuCtxSetCurrent", self.contexts[device])
 
+    def kernel(self, device: int) -> ctypes.c_void_p:
+        """The affine kernel of a device that was used."""
+        return self._kernels[device]
+
     def allocate(self, size_bytes: int) -> int:
         """Memory of the current device."""
         address = ctypes.c_uint64()
@@ -153,8 +157,8 @@ class Driver:
 class Nccl:
     """Calls of NCCL, each of which must succeed."""
 
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libnccl.so.2")
+    def __init__(self, file: str = "libnccl.so.2") -> None:
+        self._library = ctypes.CDLL(file)
         size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
         self._library.ncclCommInitRank.argtypes = [pointer, number, UniqueId, number]
         self._library.ncclAllReduce.argtypes = [pointer, pointer, size, number, number, pointer, pointer]

@@ -22,6 +22,16 @@ LIFE_S = 600
 PEER_S = 60
 
 
+#: How a program ends that cannot run on this machine.
+NOT_RUN = 77
+
+
+def not_run(why: str) -> None:
+    """Says why this program cannot run here, and ends the process."""
+    print(f"NOT RUN: {why}", flush=True)
+    os._exit(NOT_RUN)
+
+
 def program_failed(what: str) -> None:
     """Says what is wrong and ends the process at once: an orderly end would wait for peers and devices."""
     print(f"failed: {what}", file=sys.stderr, flush=True)
@@ -31,7 +41,8 @@ def program_failed(what: str) -> None:
 class Steps:
     """Arguments, and the loop around a program's own step."""
 
-    def __init__(self, doc: str | None) -> None:
+    def __init__(self, doc: str | None, timed: tuple[int, int] = (TIMED_STEPS, UNTIMED_STEPS)) -> None:
+        """`timed` is how many steps `--seconds` times first, and how many of them are not counted."""
         parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--steps", type=int, default=200)
         parser.add_argument("--seconds", type=float, help="work for about so long instead of --steps")
@@ -40,40 +51,48 @@ class Steps:
         parser.add_argument("--out", type=Path, default=Path("."), help="folder for every rank's values")
         self.args = parser.parse_args()
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.timed, self.untimed = timed
+        self.values: list[str] = []
+        self.number, self.began = 0, time.monotonic()
+        self.timing = self.args.seconds is not None
+        self.total = self.timed if self.timing else self.args.steps
         faulthandler.enable()
         faulthandler.dump_traceback_later(LIFE_S, exit=True)
 
     def run(self, step: Callable[[int], str], finish: Callable[[], str]) -> None:
         """Calls `step(number)` for every step, which gives the value of an earlier step or "". `finish` gives what
         is left, one value a line."""
-        values: list[str] = []
-        total, began, number = self.args.steps, time.monotonic(), 0
-        timing = self.args.seconds is not None
-        if timing:
-            total = TIMED_STEPS
-        while number < total:
-            value = step(number)
-            if value:
-                values.append(value)
-            if self.rank == 0:
-                print(f"step {number} loss {value or '-'}", flush=True)
-            number += 1
-            if number == UNTIMED_STEPS:
-                began = time.monotonic()
-            if timing and number == TIMED_STEPS:
-                total, timing = self.agreed_steps(began), False
-        values += finish().splitlines()
-        took = time.monotonic() - began
+        while self.note(step(self.number)):
+            pass
+        self.write(finish())
+
+    def note(self, value: str) -> bool:
+        """A step is done, which gives the value of an earlier one or "". Whether there is to be another."""
+        if value:
+            self.values.append(value)
         if self.rank == 0:
-            counted = number - UNTIMED_STEPS
+            print(f"step {self.number} loss {value or '-'}", flush=True)
+        self.number += 1
+        if self.number == self.untimed:
+            self.began = time.monotonic()
+        if self.timing and self.number == self.timed:
+            self.total, self.timing = self.agreed_steps(self.began), False
+        return self.number < self.total
+
+    def write(self, rest: str) -> None:
+        """Writes the values of all steps, and `rest`, one value a line, after the last of them."""
+        self.values += rest.splitlines()
+        took = time.monotonic() - self.began
+        if self.rank == 0:
+            counted = max(1, self.number - self.untimed)
             print(f"rate {counted / took:.3f} steps/s over {counted} steps", flush=True)
-        (self.args.out / f"rank{self.rank}.txt").write_text("\n".join(values) + "\n")
+        (self.args.out / f"rank{self.rank}.txt").write_text("\n".join(self.values) + "\n")
 
     def agreed_steps(self, began: float) -> int:
         """How many steps fill `--seconds`, as rank 0 measured it."""
         if self.rank == 0:
-            step_s = (time.monotonic() - began) / (TIMED_STEPS - UNTIMED_STEPS)
-            self.tell("steps", str(max(TIMED_STEPS, int(self.args.seconds / step_s))).encode())
+            step_s = (time.monotonic() - began) / (self.timed - self.untimed)
+            self.tell("steps", str(max(self.timed, int(self.args.seconds / step_s))).encode())
         return int(self.hear("steps"))
 
     def tell(self, name: str, data: bytes) -> None:

@@ -115,7 +115,9 @@ class Training:
             return
         digest = hashlib.sha256()
         for parameter in model.parameters():
-            digest.update(parameter.detach().cpu().numpy().tobytes())
+            # Of a sharded one, the part that this rank has.
+            own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            digest.update(own.detach().cpu().numpy().tobytes())
         lines = [float(value).hex() for value in torch.stack(history).tolist()]
         lines.append(f"weights {digest.hexdigest()}")
         (self.args.out / f"rank{self.rank}.txt").write_text("\n".join(lines) + "\n")

@@ -97,6 +97,7 @@ pub struct Functions {
         unsafe extern "C" fn(tag: *const ::core::ffi::c_char) -> ::core::ffi::c_int,
         ::libloading::Error,
     >,
+    pub sublet_changes: Result<unsafe extern "C" fn() -> u64, ::libloading::Error>,
     pub sublet_region_begin: Result<
         unsafe extern "C" fn(
             tag: *const ::core::ffi::c_char,
@@ -246,6 +247,7 @@ impl Functions {
         let sublet_resume_tags = __library.get(b"sublet_resume_tags\0").map(|sym| *sym);
         let sublet_is_paused = __library.get(b"sublet_is_paused\0").map(|sym| *sym);
         let sublet_tag_is_paused = __library.get(b"sublet_tag_is_paused\0").map(|sym| *sym);
+        let sublet_changes = __library.get(b"sublet_changes\0").map(|sym| *sym);
         let sublet_region_begin = __library.get(b"sublet_region_begin\0").map(|sym| *sym);
         let sublet_region_begin_on = __library.get(b"sublet_region_begin_on\0").map(|sym| *sym);
         let sublet_region_begin_none = __library.get(b"sublet_region_begin_none\0").map(|sym| *sym);
@@ -285,6 +287,7 @@ impl Functions {
             sublet_resume_tags,
             sublet_is_paused,
             sublet_tag_is_paused,
+            sublet_changes,
             sublet_region_begin,
             sublet_region_begin_on,
             sublet_region_begin_none,
@@ -392,6 +395,9 @@ impl Functions {
         tag: *const ::core::ffi::c_char,
     ) -> ::core::ffi::c_int {
         (self.sublet_tag_is_paused.as_ref().expect("Expected function, got error."))(tag)
+    }
+    pub unsafe fn sublet_changes(&self) -> u64 {
+        (self.sublet_changes.as_ref().expect("Expected function, got error."))()
     }
     pub unsafe fn sublet_region_begin(
         &self,

@@ -190,6 +190,13 @@ impl Library {
         })
     }
 
+    /// A number that grows with each step of a pause or resume of this process.
+    fn changes(&self, py: Python<'_>) -> PyResult<u64> {
+        let changes = function!(self, py, sublet_changes);
+        // SAFETY: the function has no precondition.
+        Ok(unsafe { changes() })
+    }
+
     /// Begins a region of this thread; of every device when there is none.
     fn region_begin(
         &self,

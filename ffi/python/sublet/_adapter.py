@@ -25,6 +25,12 @@ class TorchAdapter(Protocol):
     ) -> AbstractContextManager[object]:
         """Inside it, PyTorch takes memory from a pool whose segments belong to this tag alone."""
 
+    def follow_graphs(self) -> None:
+        """Captures that begin from now on are followed, also without a region."""
+
+    def capture_belongs(self, tag: str) -> None:
+        """What this thread's capture allocates from now on belongs to this tag, by other means than a region."""
+
     def unused_blocks(self, tags: Optional[Iterable[str]]) -> list[tuple[int, int]]:
         """Address and bytes of memory that PyTorch holds and no tensor uses; of all tags for None."""
 

@@ -17,8 +17,11 @@ from sublet._native import (
 )
 
 
-class Error(Exception):
-    """Why something was refused or failed. Each subclass says what can be done about it."""
+class Error(RuntimeError):
+    """Why something was refused or failed. Each subclass says what can be done about it.
+
+    A ``RuntimeError``, as programs catch for what their own allocator or torch's cannot do.
+    """
 
 
 class UsageError(Error):

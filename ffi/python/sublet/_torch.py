@@ -6,6 +6,7 @@ what follows for others.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import sys
@@ -14,8 +15,11 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, Callable, ContextManager, Dict, List, Optional, Set, Tuple
 
-from sublet._errors import UsageError
+from sublet._errors import NotAttachedError, UsageError
+from sublet._library import own_library
 from sublet._memory import host_bytes
+from sublet._native import Library
+from sublet._torch_graphs import Graphs
 from sublet._torch_pools import Pools, version
 
 OLDEST, NEWEST = (2, 8), (2, 11)
@@ -32,6 +36,7 @@ Range = Tuple[int, int]
 _log = logging.getLogger("sublet")
 _setup = threading.Lock()
 _pools: Optional[Pools] = None
+_graphs: Optional[Graphs] = None
 #: What was warned of.
 _warned: Set[str] = set()
 
@@ -164,26 +169,61 @@ def region_pool(
 
 def _all_pools(torch: Any) -> Pools:
     """The pools of this process, made at first use."""
-    global _pools
+    global _graphs, _pools
     with _setup:
         if _pools is None:
             torch.cuda.init()
-            _pools = Pools(torch)
-            _follow_captures(torch, _pools)
+            _graphs = Graphs(torch, _library())
+            _pools = Pools(torch, _graphs)
+            _follow_graphs(torch, _pools, _graphs)
         return _pools
 
 
-def _follow_captures(torch: Any, pools: Pools) -> None:
-    """Has `pools` told when the capture of a graph begins, by a wrapper: torch tells nobody."""
-    capture_begin: Callable[..., None] = torch.cuda.CUDAGraph.capture_begin
+def _library() -> Optional[Library]:
+    """The library of this process, where it is under Sublet."""
+    try:
+        return own_library()
+    except NotAttachedError:
+        return None
 
+
+def _follow_graphs(torch: Any, pools: Pools, graphs: Graphs) -> None:
+    """Has both told of every capture, and replays refused whose memory is away, by wrappers: torch tells nobody."""
+    kind = torch.cuda.CUDAGraph
+    capture_begin: Callable[..., None] = kind.capture_begin
+    capture_end: Callable[..., None] = kind.capture_end
+    replay: Callable[..., None] = kind.replay
+
+    @functools.wraps(capture_begin)
     def begin(graph: Any, *args: Any, **kwargs: Any) -> None:
         capture_begin(graph, *args, **kwargs)
         pools.capture_begun()
+        graphs.begun(graph, pools.tag())
 
-    begin.__doc__ = capture_begin.__doc__
-    begin.__wrapped__ = capture_begin  # type: ignore[attr-defined]
-    torch.cuda.CUDAGraph.capture_begin = begin
+    @functools.wraps(capture_end)
+    def end(graph: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            capture_end(graph, *args, **kwargs)
+        finally:
+            graphs.ended(graph)
+
+    @functools.wraps(replay)
+    def replayed(graph: Any, *args: Any, **kwargs: Any) -> None:
+        graphs.refuse_away(graph)
+        replay(graph, *args, **kwargs)
+
+    kind.capture_begin, kind.capture_end, kind.replay = begin, end, replayed
+
+
+def follow_graphs() -> None:
+    """Captures that begin from now on are followed, also without a region."""
+    _all_pools(sys.modules["torch"])
+
+
+def capture_belongs(tag: str) -> None:
+    """What this thread's capture allocates from now on belongs to `tag`, by other means than a region."""
+    if _graphs is not None:
+        _graphs.entered(tag)
 
 
 # ---------------------------------------------------------------- memory nobody uses

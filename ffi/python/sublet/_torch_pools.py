@@ -31,6 +31,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 from sublet._errors import UsageError
+from sublet._torch_graphs import Graphs
 
 PoolId = Tuple[int, int]
 #: The pool that serves whatever no pool on the list takes.
@@ -53,8 +54,8 @@ class Pools:
     Methods may be called from any thread. `device` is an ordinal as torch counts them.
     """
 
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
+    def __init__(self, torch: Any, graphs: Optional[Graphs] = None) -> None:
+        self._torch, self._graphs = torch, graphs
         self._lock = threading.RLock()
         self._local = threading.local()
         self._made: Dict[Tuple[Optional[str], int], List[PoolId]] = defaultdict(list)
@@ -120,6 +121,14 @@ class Pools:
                 self._put_on(stack[-1])
             self._everyone_last()
 
+    def tag(self) -> Optional[str]:
+        """What memory that this thread asks for belongs to; None is no tag."""
+        with self._lock:
+            stack = self._stack()
+            if stack:
+                return stack[-1].tag
+            return None if self._everyone is None else self._everyone.tag
+
     def _enter(self, tag: Optional[str], devices: List[int]) -> Entered:
         with self._lock:
             stack = self._stack()
@@ -134,7 +143,9 @@ class Pools:
             stack.append(entered)
             self._put_on(entered)
             self._everyone_last()
-            return entered
+        if self._graphs is not None:
+            self._graphs.entered(tag)
+        return entered
 
     def _leave(self, entered: Entered) -> None:
         with self._lock:

@@ -111,19 +111,29 @@ class FakeTorch:
 
 
 class FakeGraph:
-    """`torch.cuda.CUDAGraph`: its own pool serves the stream that is captured."""
+    """`torch.cuda.CUDAGraph`: its own pool, or one that is given, serves the stream that is captured."""
 
     torch: FakeTorch
     capturing = False
+    captured = False
+    replays = 0
 
-    def capture_begin(self) -> None:
+    def capture_begin(self, pool: Optional[PoolId] = None) -> None:
         self.capturing = True
-        self.pool = self.torch._handle()
-        self.torch._C._begin(0, self.pool, lambda: self.capturing)
+        self.pool_id = pool or self.torch._handle()
+        self.torch._C._begin(0, self.pool_id, lambda: self.capturing)
 
     def capture_end(self) -> None:
-        self.torch._C._cuda_endAllocateToPool(0, self.pool)
-        self.capturing = False
+        self.torch._C._cuda_endAllocateToPool(0, self.pool_id)
+        self.capturing, self.captured = False, True
+
+    def pool(self) -> PoolId:
+        if not self.captured:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self.pool_id
+
+    def replay(self) -> None:
+        self.replays += 1
 
 
 class Other:

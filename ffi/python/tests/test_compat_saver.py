@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 
@@ -116,6 +116,88 @@ def test_resume_without_room_keeps_the_backups_and_can_be_repeated() -> None:
     assert weights.read() == bytes([5]) * 64 * MIB
 
 
+def place_of(memory: Memory, size_bytes: int = 8) -> Optional[int]:
+    """Where the backup lies."""
+    address = ctypes.cast(memory.address, ctypes.POINTER(ctypes.c_uint8))
+    place = BinaryWrapper().cdll.tms_get_cpu_backup_pointer(address, size_bytes)
+    return ctypes.addressof(place.contents) if place else None
+
+
+@pytest.mark.tenant("saver")
+def test_backups_that_are_kept_lie_in_one_place_through_pauses_and_resumes() -> None:
+    tms = saver()
+    with tms.region("a", enable_cpu_backup=True):
+        a = allocate(BYTES, fill=1)
+    with tms.region("b", enable_cpu_backup=True, cpu_backup_backend="mmap"):
+        b = allocate(BYTES, fill=2)
+    tms.pause("a")
+    place = place_of(a)
+    tms.retain_cpu_backup = True
+    tms.resume("a")
+    assert place is not None and place_of(a) == place and backup_of(a) == bytes([1]) * 8
+    tms.retain_cpu_backup = False
+    assert place_of(a) == place, "it counts from the next resume on"
+    a.write(bytes([3]) * BYTES)
+    tms.pause()
+    assert place_of(a) == place and backup_of(a) == bytes([3]) * 8
+    assert backup_of(b) == bytes([2]) * 8
+    tms.retain_cpu_backup = True
+    # From outside, and as a whole tag: the process itself asks for nothing.
+    command = [sys.executable, "-m", "sublet", "resume", "saver", "--tag", "tms/a/keep"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert place_of(a) == place and a.read() == bytes([3]) * BYTES
+    tms.retain_cpu_backup = False
+    tms.pause("a")
+    tms.resume()
+    assert (place_of(a), place_of(b)) == (None, None)
+    assert a.read() == bytes([3]) * BYTES and b.read() == bytes([2]) * BYTES
+
+
+@pytest.mark.tenant("saver")
+def test_backup_in_several_pieces_is_of_the_last_pause() -> None:
+    tms = saver()
+    with tms.region("before", enable_cpu_backup=True):
+        before = allocate(254 * MIB)
+    with tms.region("weights", enable_cpu_backup=True):
+        weights = allocate(BYTES, fill=1)
+    tms.retain_cpu_backup = True
+    for fill in (1, 2):
+        weights.write(bytes([fill]) * BYTES)
+        tms.pause()
+        first = place_of(weights, BYTES)
+        assert backup_of(weights, BYTES) == bytes([fill]) * BYTES
+        tms.resume()
+        assert place_of(weights, BYTES) == first and backup_of(weights, BYTES) == bytes([fill]) * BYTES
+    before.free()
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is in no file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+@pytest.mark.tenant("saver")
+def test_backups_of_the_kind_mmap_leave_no_host_memory_after_the_resume() -> None:
+    tms = saver()
+    with tms.region("pinned", enable_cpu_backup=True, cpu_backup_backend="pinned"):
+        pinned = allocate(64 * MIB, fill=6)
+    tms.pause()
+    tms.resume()
+    assert sublet.stats()["pool"]["host_arena_bytes"] > 0, "it stays for the next pause"
+    with tms.region("mapped", enable_cpu_backup=True, cpu_backup_backend="mmap"):
+        mapped = allocate(64 * MIB, fill=7)
+    tms.pause("mapped")
+    tms.resume("mapped")
+    before = anonymous_bytes()
+    tms.pause("mapped")
+    assert anonymous_bytes() > before + 48 * MIB
+    tms.resume("mapped")
+    assert anonymous_bytes() < before + 16 * MIB
+    assert sublet.stats()["pool"]["host_arena_bytes"] == 0
+    assert mapped.read() == bytes([7]) * 64 * MIB and pinned.read() == bytes([6]) * 64 * MIB
+
+
 @pytest.mark.tenant("saver")
 def test_memory_of_a_paused_tag_can_be_freed() -> None:
     tms = saver()
@@ -196,7 +278,7 @@ def test_margin_refuses_what_would_leave_too_little() -> None:
 def test_wrong_arguments_are_refused() -> None:
     tms = saver()
     with (
-        pytest.raises(ValueError, match="needs enable_cpu_backup"),
+        pytest.raises(ValueError, match="requires enable_cpu_backup"),
         tms.region(cpu_backup_backend="mmap"),
     ):
         pass

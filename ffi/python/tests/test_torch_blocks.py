@@ -85,7 +85,7 @@ def test_pools_of_graphs_and_strangers_are_left_out(torch: FakeTorch) -> None:
     torch.segments = [
         segment(0x1000_0000, (2, "inactive")),
         segment(0x2000_0000, (2, "inactive"), pool=weights),
-        segment(0x3000_0000, (2, "inactive"), pool=graph.pool),
+        segment(0x3000_0000, (2, "inactive"), pool=graph.pool_id),
         segment(0x4000_0000, (2, "inactive"), pool=(0, 77)),
         segment(0x5000_0000, (2, "inactive"), pool=weights, device=1),
     ]
@@ -128,7 +128,7 @@ def test_a_capture_inside_a_region_uses_the_graphs_pool(torch: FakeTorch) -> Non
         weights = torch.serving()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()
-        assert torch.serving() == graph.pool
+        assert torch.serving() == graph.pool_id
         graph.capture_end()
         assert torch.serving() == weights
         assert torch.serving(1) not in ((0, 0), weights), "no device named is every device"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 import sublet
 from fake_torch import FakeTorch, other_thread
 from simdriver import MIB, Memory, allocate
+from sublet.compat.torch_memory_saver import TorchMemorySaver
 
 tenant = pytest.mark.tenant("train")
 
@@ -106,3 +108,99 @@ def test_a_torch_without_pools_is_refused_before_anything_is_begun(torch: FakeTo
     memory = allocate(2 * MIB)
     classes = [entry for device in sublet.stats()["pool"]["devices"] for entry in device["classes"]]
     assert {entry["tag"] for entry in classes} == {""} and memory.size_bytes
+
+
+@tenant
+def test_replay_of_a_graph_whose_tag_is_away_is_refused_by_the_tags_name(torch: FakeTorch) -> None:
+    graph, other, plain = (torch.cuda.CUDAGraph() for _ in range(3))
+    with sublet.region("weights"):
+        allocate(4 * MIB)
+    with sublet.region("decode"):
+        graph.capture_begin()
+        memory = allocate(4 * MIB)
+        half_used(torch, memory, graph.pool_id)
+        graph.capture_end()
+    # Captured outside any region, into the pool that has memory of the tag.
+    other.capture_begin(pool=graph.pool())
+    other.capture_end()
+    plain.capture_begin()
+    plain.capture_end()
+    graphs = [graph, other, plain]
+    for each in graphs:
+        each.replay()
+    sublet.pause("weights")
+    for each in graphs:
+        each.replay()
+    sublet.pause("decode")
+    for each in graphs[:2]:
+        with pytest.raises(sublet.UsageError, match="'decode', which is paused.*resume") as refused:
+            each.replay()
+        assert refused.value.tags == ("decode",)
+    plain.replay()
+    command = [sys.executable, "-m", "sublet", "resume", "train", "--tag", "decode"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    for each in graphs:
+        each.replay()
+    assert [each.replays for each in graphs] == [3, 3, 4]
+
+
+@tenant
+def test_regions_inside_a_capture_count_and_a_pool_without_memory_does_not(torch: FakeTorch) -> None:
+    graph, empty = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with sublet.region("outer"):
+        empty.capture_begin()
+        empty.capture_end()
+    graph.capture_begin()
+    with sublet.region("inner"):
+        half_used(torch, allocate(4 * MIB), graph.pool_id)
+    with other_thread() as thread:
+
+        def elsewhere() -> None:
+            with sublet.region("elsewhere"):
+                allocate(4 * MIB)
+
+        thread.does(elsewhere)
+    graph.capture_end()
+    sublet.pause(["outer", "elsewhere"])
+    graph.replay()
+    empty.replay()
+    sublet.pause("inner")
+    with pytest.raises(sublet.UsageError, match="belongs to tag 'inner'"):
+        graph.replay()
+    sublet.resume()
+    graph.replay()
+
+
+@tenant
+def test_capture_that_failed_leaves_a_graph_that_is_not_asked_about(torch: FakeTorch) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with sublet.region("decode"):
+        graph.capture_begin()
+        allocate(2 * MIB)
+        # The pool is not on the list that torch's end of a capture takes it off.
+        torch._C._cuda_endAllocateToPool(0, graph.pool_id)
+        with pytest.raises(RuntimeError, match="not currently recording"):
+            graph.capture_end()
+    sublet.pause("decode")
+    graph.replay()
+
+
+@tenant
+def test_graph_of_the_memory_saver_is_not_replayed_while_its_tag_is_away(torch: FakeTorch) -> None:
+    @contextlib.contextmanager
+    def capture(graph: Any, **given: Any) -> Iterator[None]:
+        graph.capture_begin(given["pool"])
+        yield
+        graph.capture_end()
+
+    setattr(torch.cuda, "graph", capture)
+    saver, graph = TorchMemorySaver(), torch.cuda.CUDAGraph()
+    with saver.cuda_graph(graph, tag="graph"):
+        half_used(torch, allocate(4 * MIB), graph.pool_id)
+    graph.replay()
+    saver.pause("graph")
+    with pytest.raises(sublet.UsageError, match="tms/graph/discard"):
+        graph.replay()
+    saver.resume("graph")
+    graph.replay()
+    assert graph.replays == 2

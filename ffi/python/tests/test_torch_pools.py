@@ -168,10 +168,10 @@ def test_a_graph_captured_in_a_region_has_its_own_pool(
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()
         pools.capture_begun()
-        assert torch.serving() == graph.pool
+        assert torch.serving() == graph.pool_id
         with pools.region("kv", [0]):
-            assert torch.serving() == graph.pool
-        assert torch.serving() == graph.pool
+            assert torch.serving() == graph.pool_id
+        assert torch.serving() == graph.pool_id
         graph.capture_end()
         assert torch.serving() in set(pools._made["step", 0])
     assert all_lists_empty(torch)

@@ -60,6 +60,7 @@ agrees! {
         unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
     sublet_is_paused in pausing: unsafe extern "C" fn() -> c_int;
     sublet_tag_is_paused in pausing: unsafe extern "C" fn(*const c_char) -> c_int;
+    sublet_changes in pausing: unsafe extern "C" fn() -> u64;
     sublet_region_begin in regions: unsafe extern "C" fn(*const c_char, c_int) -> c_int;
     sublet_region_begin_on in regions: unsafe extern "C" fn(*const c_char, c_int, c_int) -> c_int;
     sublet_region_begin_none in regions: unsafe extern "C" fn() -> c_int;

@@ -224,6 +224,13 @@ pub extern "C" fn sublet_is_paused() -> c_int {
     c_int::from(runtime::member().is_some_and(|member| member.state() == MemberState::Paused))
 }
 
+/// How many steps of pauses and resumes the calling process has come through. As long as that is the same, a tag whose
+/// memory was all there is not away.
+#[unsafe(no_mangle)]
+pub extern "C" fn sublet_changes() -> u64 {
+    runtime::member().map_or(0, tenants::member::Member::changes)
+}
+
 /// 1 while any of the calling process's memory with this tag is offloaded, 0 while all is resident, -1 for a tag that it
 /// does not have.
 ///

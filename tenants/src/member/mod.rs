@@ -138,6 +138,8 @@ pub enum Waited {
 #[derive(Debug)]
 pub(crate) struct Status {
     pub(crate) state: MemberState,
+    /// How often that has changed.
+    pub(crate) changes: u64,
     /// The last step it was asked for.
     pub(crate) asked: Option<Asked>,
     pub(crate) pauses: u64,
@@ -235,6 +237,7 @@ impl<D: Driver> Member<D> {
             progress: Mutex::new(Progress::Rest),
             status: Mutex::new(Status {
                 state: MemberState::Active,
+                changes: 0,
                 asked: None,
                 pauses: 0,
                 resumes: 0,
@@ -398,6 +401,11 @@ impl<D: Driver> Member<D> {
         self.status().state
     }
 
+    /// How often that has changed: by each pause and resume, whole or by tag, twice and more.
+    pub fn changes(&self) -> u64 {
+        self.status().changes
+    }
+
     pub(crate) fn status(&self) -> MutexGuard<'_, Status> {
         self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -416,6 +424,7 @@ impl<D: Driver> Member<D> {
             let mut status = self.status();
             let from = status.state;
             status.state = state::next(from, event)?;
+            status.changes += 1;
             (from, status.state)
         };
         self.changed.notify_all();

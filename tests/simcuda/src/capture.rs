@@ -33,6 +33,7 @@ const MODE_GLOBAL: i32 = 0;
 const MODE_THREAD_LOCAL: i32 = 1;
 const MODE_RELAXED: i32 = 2;
 const STREAM_CAPTURE_INVALIDATED: DriverCode = DriverCode(901);
+const GRAPH_EXEC_UPDATE_FAILURE: DriverCode = DriverCode(910);
 const STREAM_CAPTURE_UNMATCHED: DriverCode = DriverCode(903);
 const STREAM_CAPTURE_IMPLICIT: DriverCode = DriverCode(906);
 const STREAM_CAPTURE_WRONG_THREAD: DriverCode = DriverCode(908);
@@ -49,9 +50,24 @@ pub(crate) struct Capture {
     mode: i32,
     thread: ThreadId,
     device: DeviceOrdinal,
-    work: Mutex<Vec<Work>>,
+    recorded: Mutex<Recorded>,
     ended: AtomicBool,
     invalid: AtomicBool,
+}
+
+/// What a graph holds: its work, and the addresses of memory that nodes of its own take. That memory goes back to the
+/// device's pool with the last graph and executable that hold it.
+#[derive(Clone, Default)]
+struct Recorded {
+    work: Vec<Work>,
+    memory: Arc<Vec<u64>>,
+}
+
+impl Recorded {
+    /// The memory that nobody else holds.
+    fn into_memory(self) -> Vec<u64> {
+        Arc::into_inner(self.memory).unwrap_or_default()
+    }
 }
 
 impl std::fmt::Debug for Capture {
@@ -92,8 +108,8 @@ impl Capture {
 #[derive(Default)]
 pub(crate) struct Captures {
     by_stream: BTreeMap<u64, Arc<Capture>>,
-    graphs: BTreeMap<u64, Vec<Work>>,
-    executables: BTreeMap<u64, Vec<Work>>,
+    graphs: BTreeMap<u64, Recorded>,
+    executables: BTreeMap<u64, Recorded>,
     made: u64,
 }
 
@@ -149,7 +165,7 @@ impl Sim {
             mode,
             thread: thread::current().id(),
             device,
-            work: Mutex::default(),
+            recorded: Mutex::default(),
             ended: AtomicBool::new(false),
             invalid: AtomicBool::new(false),
         });
@@ -173,8 +189,8 @@ impl Sim {
             return Err(STREAM_CAPTURE_INVALIDATED);
         }
         let id = captures.next_value();
-        let work = std::mem::take(&mut *lock(&capture.work));
-        captures.graphs.insert(id, work);
+        let recorded = std::mem::take(&mut *lock(&capture.recorded));
+        captures.graphs.insert(id, recorded);
         Ok(id)
     }
 
@@ -201,13 +217,20 @@ impl Sim {
         match self.capture_of(stream) {
             Some(capture) if capture.is_invalid() => Err(STREAM_CAPTURE_INVALIDATED),
             Some(capture) => {
-                lock(&capture.work).push(work);
+                lock(&capture.recorded).work.push(work);
                 Ok(())
             }
             None => {
                 self.forbid_implicit(stream)?;
                 self.core.enqueue(stream, work)
             }
+        }
+    }
+
+    /// Gives memory that was just allocated on `stream` to the graph that is being captured there, if one is.
+    pub(crate) fn hold_for_graph(&self, stream: RawStream, address: u64) {
+        if let Some(capture) = self.capture_of(stream) {
+            Arc::make_mut(&mut lock(&capture.recorded).memory).push(address);
         }
     }
 
@@ -255,19 +278,44 @@ impl Sim {
 
     pub(crate) fn instantiate(&self, graph: u64) -> Coded<u64> {
         let mut captures = lock(&self.captures);
-        let work = captures.graphs.get(&graph).cloned().ok_or(DriverCode::INVALID_VALUE)?;
+        let recorded = captures.graphs.get(&graph).cloned().ok_or(DriverCode::INVALID_VALUE)?;
         let id = captures.next_value();
-        captures.executables.insert(id, work);
+        captures.executables.insert(id, recorded);
         Ok(id)
     }
 
+    pub(crate) fn clone_graph(&self, graph: u64) -> Coded<u64> {
+        let mut captures = lock(&self.captures);
+        let recorded = captures.graphs.get(&graph).cloned().ok_or(DriverCode::INVALID_VALUE)?;
+        // The manual (13.0, cuGraphAddMemAllocNode): such a graph cannot be cloned.
+        if !recorded.memory.is_empty() {
+            return Err(DriverCode::NOT_SUPPORTED);
+        }
+        let id = captures.next_value();
+        captures.graphs.insert(id, recorded);
+        Ok(id)
+    }
+
+    /// Puts the work of `graph` in the place of an executable's, where there is as much of it. What is launched already
+    /// runs as it was.
+    pub(crate) fn update_executable(&self, executable: u64, graph: u64) -> Coded<()> {
+        let mut captures = lock(&self.captures);
+        let after = captures.graphs.get(&graph).cloned().ok_or(DriverCode::INVALID_VALUE)?;
+        let before = captures.executables.get_mut(&executable).ok_or(DriverCode::INVALID_VALUE)?;
+        if before.work.len() != after.work.len() {
+            return Err(GRAPH_EXEC_UPDATE_FAILURE);
+        }
+        *before = after;
+        Ok(())
+    }
+
     pub(crate) fn launch_graph(&self, executable: u64, stream: RawStream) -> Coded<()> {
-        let work = lock(&self.captures)
+        let recorded = lock(&self.captures)
             .executables
             .get(&executable)
             .cloned()
             .ok_or(DriverCode::INVALID_VALUE)?;
-        work.into_iter().try_for_each(|step| self.submit(stream, step))
+        recorded.work.into_iter().try_for_each(|step| self.submit(stream, step))
     }
 
     /// How many pieces of work a graph holds.
@@ -275,19 +323,26 @@ impl Sim {
         lock(&self.captures)
             .graphs
             .get(&graph)
-            .map(|work| work.len() as u64)
+            .map(|recorded| recorded.work.len() as u64)
             .ok_or(DriverCode::INVALID_VALUE)
     }
 
     pub(crate) fn destroy_graph(&self, graph: u64) -> Coded<()> {
-        let mut captures = lock(&self.captures);
-        captures.graphs.remove(&graph).ok_or(DriverCode::INVALID_VALUE)?;
+        let removed = lock(&self.captures).graphs.remove(&graph);
+        self.give_back(removed.ok_or(DriverCode::INVALID_VALUE)?);
         Ok(())
     }
 
     pub(crate) fn destroy_executable(&self, executable: u64) -> Coded<()> {
-        let mut captures = lock(&self.captures);
-        captures.executables.remove(&executable).ok_or(DriverCode::INVALID_VALUE)?;
+        let removed = lock(&self.captures).executables.remove(&executable);
+        self.give_back(removed.ok_or(DriverCode::INVALID_VALUE)?);
         Ok(())
+    }
+
+    fn give_back(&self, recorded: Recorded) {
+        for address in recorded.into_memory() {
+            // A program may have freed it by a call of its own.
+            let _freed_before = self.pool_keep(address);
+        }
     }
 }

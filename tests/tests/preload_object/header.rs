@@ -106,9 +106,10 @@ fn a_c_program_has_the_calls_of_amem_and_for_the_whole_tenant() {
     let output = stage.command(&program, Preload::With).output().expect("it starts");
     assert_eq!(
         transcript(&output),
-        "before any memory: stats -1, paused 0, error 1\n\
+        "before any memory: stats -1, paused 0, error 1, changes 0\n\
          group 0 7 0, refused 4, needs a place 4\n\
-         pause before any memory 0, statistics 5\n\
+         sublet: total own=0 resident=0 imported=0\n\
+         pause before any memory 0, statistics 0\n\
          region 0, wrong tag 1, wrong contents 1, end 0, one end too many 1\n\
          stats fit 1, too short 1, tag in them 1\n\
          set group too late 1\n\
@@ -116,7 +117,7 @@ fn a_c_program_has_the_calls_of_amem_and_for_the_whole_tenant() {
          sublet: total own=2097152 resident=2097152 imported=0\n\
          statistics 0\n\
          for torch 1, nothing 0, too much 0\n\
-         paused 0 1 0, again 0, resumed 0 0 0\n\
+         paused 0 1 0, again 0, resumed 0 0 0, changed 1\n\
          together 0 1, back 0 0\n\
          unknown tenant 1, error 1\n\
          attached 0, report 1, held 1\n"

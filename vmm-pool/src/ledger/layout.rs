@@ -2,7 +2,7 @@
 //!
 //! Contents that are set aside lie there already and stay where they are. What is saved beside them goes into
 //! the first gap that holds it, in the table's order, so that a pause of everything fills the arena from end
-//! to end.
+//! to end. Where a copy of the last pause is kept for readers, the next one of the same memory takes its place.
 
 use std::ops::Range;
 
@@ -23,10 +23,17 @@ impl Layout {
     pub(crate) fn of(ledger: &Ledger, selection: &Selection, store: Store) -> Self {
         let is_wanted =
             |row: &&Row| row.is_resident() && selection.has(row) && row.is_saved_to(store);
-        let taken = ledger.rows().filter(|row| !is_wanted(row));
-        let taken = taken.filter_map(|row| row.place_in(store)).collect();
-        let wanted = ledger.rows().filter(is_wanted);
-        Self::place(taken, wanted.map(|row| (row.handle(), row.size_bytes())))
+        let (wanted, others): (Vec<&Row>, Vec<&Row>) = ledger.rows().partition(is_wanted);
+        let (again, new): (Vec<&Row>, Vec<&Row>) =
+            wanted.into_iter().partition(|row| row.retained_in(store).is_some());
+        let again: Vec<_> =
+            again.into_iter().filter_map(|row| Some((row, row.retained_in(store)?))).collect();
+        let taken = others.into_iter().filter_map(|row| row.place_in(store));
+        let taken = taken.chain(again.iter().map(|(_, place)| place.clone())).collect();
+        let new = new.into_iter().map(|row| (row.handle(), row.size_bytes()));
+        let mut layout = Self::place(taken, new);
+        layout.places.extend(again.into_iter().map(|(row, place)| (row.handle(), place.start)));
+        layout
     }
 
     fn place(

@@ -644,6 +644,22 @@ impl Ledger {
         }
     }
 
+    /// Copies of what has come back are kept for readers, or not.
+    pub(crate) fn retain_copies(&mut self, are_kept: bool) {
+        for (_, row) in &mut self.rows {
+            row.retain_copy(are_kept);
+        }
+    }
+
+    /// What `layout` has places for is about to be saved there.
+    pub(crate) fn forget_copies(&mut self, layout: &Layout) {
+        for &(handle, _) in &layout.places {
+            if let Some(row) = self.row_mut(handle) {
+                row.forget_copy();
+            }
+        }
+    }
+
     /// Where memory is resident, the contents on the device are the contents, and copies are void.
     pub(crate) fn void_copies(&mut self) {
         for (_, row) in &mut self.rows {

@@ -71,6 +71,8 @@ pub(crate) struct Row {
     stays: Option<&'static str>,
     /// For memory made as a block: the size that the caller asked for.
     block_size_bytes: Option<u64>,
+    /// While it is on its device: where in host memory the copy of the last pause still lies, for readers.
+    retained: Option<u64>,
 }
 
 /// Who else may hold an allocation.
@@ -98,6 +100,7 @@ impl Row {
             registered: None,
             stays: None,
             block_size_bytes: None,
+            retained: None,
         }
     }
 
@@ -202,10 +205,37 @@ impl Row {
         self.residency.saved()
     }
 
-    /// Where its contents lie in `store`, when they do.
+    /// Where its contents, or a copy that is kept for readers, lie in `store`, when they do.
     pub(crate) fn place_in(&self, store: Store) -> Option<Range<u64>> {
-        let Saved { offset_bytes, .. } = self.saved().filter(|saved| saved.store == store)?;
-        Some(offset_bytes..offset_bytes + self.size_bytes())
+        let saved = self.saved().filter(|saved| saved.store == store);
+        saved.map(|saved| self.whole(saved)).or_else(|| self.retained_in(store))
+    }
+
+    /// Where the copy of the last pause lies in `store` that is kept for readers, while it is on its device.
+    pub(crate) fn retained_in(&self, store: Store) -> Option<Range<u64>> {
+        self.retained().filter(|saved| saved.store == store).map(|saved| self.whole(saved))
+    }
+
+    fn whole(&self, saved: Saved) -> Range<u64> {
+        saved.offset_bytes..saved.offset_bytes + self.size_bytes()
+    }
+
+    /// As [`Row::retained_in`].
+    pub(crate) fn retained(&self) -> Option<Saved> {
+        self.retained.map(|offset_bytes| Saved { store: Store::Host, offset_bytes })
+    }
+
+    /// It is back on its device: its copy in host memory is kept for readers, or not.
+    pub(super) fn retain_copy(&mut self, is_kept: bool) {
+        let in_memory = self.saved().filter(|saved| saved.store == Store::Host);
+        if let (true, Some(saved)) = (self.is_resident(), in_memory) {
+            self.retained = is_kept.then_some(saved.offset_bytes);
+        }
+    }
+
+    /// What was kept for readers is about to be written over.
+    pub(super) fn forget_copy(&mut self) {
+        self.retained = None;
     }
 
     pub(crate) fn is_set_aside(&self) -> bool {

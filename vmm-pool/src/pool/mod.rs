@@ -14,6 +14,7 @@ mod sharing;
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use sharing::{Export, ImportSource, LostImports};
@@ -52,8 +53,26 @@ pub struct Pool<D: Driver> {
     pub(crate) waits: Waits<D>,
     arena: Mutex<HostArena<D>>,
     gate: Gate,
+    pub(crate) copies: CopyPolicy,
     /// Machine-wide names of devices, as the driver gave them. A leaf.
     names: Mutex<BTreeMap<DeviceOrdinal, String>>,
+}
+
+/// What becomes of host memory with a resume. Anybody may change it at any time.
+#[derive(Debug, Default)]
+pub(crate) struct CopyPolicy {
+    are_retained: AtomicBool,
+    is_given_back: AtomicBool,
+}
+
+impl CopyPolicy {
+    pub(crate) fn are_retained(&self) -> bool {
+        self.are_retained.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn is_given_back(&self) -> bool {
+        self.is_given_back.load(Ordering::Relaxed)
+    }
 }
 
 impl<D: Driver> Pool<D> {
@@ -70,6 +89,7 @@ impl<D: Driver> Pool<D> {
             waits,
             arena,
             gate: Gate::default(),
+            copies: CopyPolicy::default(),
             names: Mutex::default(),
         }
     }
@@ -79,6 +99,19 @@ impl<D: Driver> Pool<D> {
     /// [`crate::check_file_dir`] tells in advance. Waits for a pause or resume under way.
     pub fn set_file_dir(&self, dir: PathBuf) {
         self.arena().disk.set_dir(dir);
+    }
+
+    /// Are copies of contents in host memory kept for readers after a resume? Counts from the next resume on, which
+    /// keeps or forgets those of what it brings back. A copy that is kept has its place until its memory is freed, and
+    /// the next pause puts the same memory's contents there.
+    pub fn retain_copies(&self, are_kept: bool) {
+        self.copies.are_retained.store(are_kept, Ordering::Relaxed);
+    }
+
+    /// Is host memory that holds no contents given back by each resume? It stays pinned for the next pause otherwise,
+    /// which is then as fast as the link.
+    pub fn give_host_memory_back(&self, is_given_back: bool) {
+        self.copies.is_given_back.store(is_given_back, Ordering::Relaxed);
     }
 
     /// The driver below.

@@ -7,6 +7,7 @@ use std::ptr::NonNull;
 pub use writeout::{WriteOut, Written};
 
 use crate::driver::{DeviceAddress, Driver, VaRange};
+use crate::ledger::Row;
 use crate::pool::Pool;
 use crate::store::{Saved, Store};
 
@@ -31,6 +32,14 @@ pub enum SavedError {
     Unreadable(DeviceAddress, std::io::ErrorKind),
 }
 
+/// Which copy of an allocation's contents is looked for.
+type Find = fn(&Row) -> Option<Saved>;
+
+/// The contents themselves while the memory is away, and the copy for readers while it is not.
+fn saved_or_retained(row: &Row) -> Option<Saved> {
+    if row.is_resident() { row.retained() } else { row.saved() }
+}
+
 impl<D: Driver> Pool<D> {
     /// Where the saved contents of `range` lie in host memory, while its memory is away. Good until a resume of
     /// it begins; parts that were unused when it was paused hold nothing meant. Waits for a pause or resume
@@ -39,8 +48,21 @@ impl<D: Driver> Pool<D> {
     /// # Errors
     /// [`SavedError`].
     pub fn saved_at(&self, range: VaRange) -> Result<NonNull<u8>, SavedError> {
+        self.found_at(range, Row::saved)
+    }
+
+    /// As [`Pool::saved_at`], and where the copy of the last pause lies while the memory is back on its device, when
+    /// copies are kept ([`Pool::retain_copies`]): until the next pause or resume of it begins.
+    ///
+    /// # Errors
+    /// [`SavedError`].
+    pub fn copy_at(&self, range: VaRange) -> Result<NonNull<u8>, SavedError> {
+        self.found_at(range, saved_or_retained)
+    }
+
+    fn found_at(&self, range: VaRange, find: Find) -> Result<NonNull<u8>, SavedError> {
         let arena = self.arena();
-        let pieces = self.saved_pieces(range)?;
+        let pieces = self.saved_pieces(range, find)?;
         if pieces.iter().any(|(saved, _)| saved.store == Store::File) {
             return Err(SavedError::NotKept(range.start));
         }
@@ -57,10 +79,22 @@ impl<D: Driver> Pool<D> {
     /// # Errors
     /// [`SavedError`], but for [`SavedError::InPieces`]; `target` holds nothing meant then.
     pub fn read_saved(&self, start: DeviceAddress, target: &mut [u8]) -> Result<(), SavedError> {
+        self.read(start, target, Row::saved)
+    }
+
+    /// As [`Pool::read_saved`], of what [`Pool::copy_at`] is about.
+    ///
+    /// # Errors
+    /// [`SavedError`], but for [`SavedError::InPieces`]; `target` holds nothing meant then.
+    pub fn read_copy(&self, start: DeviceAddress, target: &mut [u8]) -> Result<(), SavedError> {
+        self.read(start, target, saved_or_retained)
+    }
+
+    fn read(&self, start: DeviceAddress, target: &mut [u8], find: Find) -> Result<(), SavedError> {
         let range = VaRange::new(start, target.len() as u64);
         let arena = self.arena();
         let mut rest = target;
-        for (saved, size_bytes) in self.saved_pieces(range)? {
+        for (saved, size_bytes) in self.saved_pieces(range, find)? {
             // The pieces make up exactly the target.
             let length = usize::try_from(size_bytes).unwrap_or(usize::MAX).min(rest.len());
             let (part, after) = rest.split_at_mut(length);
@@ -78,17 +112,18 @@ impl<D: Driver> Pool<D> {
 
     /// Where the contents of `range` lie, and how many bytes of each: a range may go over several allocations
     /// that are mapped side by side, as blocks of expandable segments do. Neighbours in the arena are one.
-    fn saved_pieces(&self, range: VaRange) -> Result<Vec<(Saved, u64)>, SavedError> {
+    fn saved_pieces(&self, range: VaRange, find: Find) -> Result<Vec<(Saved, u64)>, SavedError> {
         let ledger = self.ledger();
         let mut pieces: Vec<(Saved, u64)> = Vec::new();
         let mut at = range.start;
         while at < range.end() {
             let found = ledger.mapped_at(at);
             let (mapping, row) = found.ok_or(SavedError::NotOurs(range.start, range.end()))?;
-            if row.is_resident() {
+            let saved = find(row);
+            if row.is_resident() && (saved.is_none() || saved != row.retained()) {
                 return Err(SavedError::Resident(at));
             }
-            let saved = row.saved().ok_or(SavedError::NotKept(at))?;
+            let saved = saved.ok_or(SavedError::NotKept(at))?;
             let mapped = mapping.range();
             let begin = at.0 - mapped.start.0;
             let end = mapped.end().0.min(range.end().0) - mapped.start.0;

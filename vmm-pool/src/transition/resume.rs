@@ -157,7 +157,12 @@ impl<D: Driver> Restored<D> {
     /// filesystem longer for the other, so the caller lets the application run on first.
     #[must_use = "closing the descriptors gives back what they hold"]
     pub fn commit(self) -> (Done<D>, Vec<OwnedFd>) {
-        let spare = self.pool().run_again();
+        let pool = self.pool();
+        pool.ledger().retain_copies(pool.copies.are_retained());
+        let spare = pool.run_again();
+        if pool.copies.is_given_back() {
+            pool.give_back_idle_host_memory();
+        }
         (self.returning.shut.end_in(Mode::Open), spare)
     }
 

@@ -130,6 +130,7 @@ impl<D: Driver> Still<'_, D> {
             })
         });
         let outcome = planned.and_then(|plan| {
+            self.pool.ledger().forget_copies(&kept);
             arena.begin_growth(kept.end_bytes);
             let kept = self.run_groups(&mut log, selection, &mut arena, &mut streams, &plan.groups);
             arena.end_growth();
@@ -304,6 +305,23 @@ impl<D: Driver> Pool<D> {
     pub fn host_demand(&self, selection: &Selection) -> HostDemand {
         let [kept, filed] = self.layouts(selection);
         self.arena().demand(kept.end_bytes, filed.end_bytes)
+    }
+
+    /// After a resume: gives host memory back that holds no contents and no copies for readers.
+    ///
+    /// # Driver calls
+    /// `cuMemHostUnregister`.
+    pub(super) fn give_back_idle_host_memory(&self) {
+        let mut arena = self.arena();
+        let end_bytes = self.ledger().places_in(Store::Host).last().map_or(0, |place| place.end);
+        let current = self.devices().first().map(|&device| self.driver.make_current(device));
+        let shrunk = current.map(|current| {
+            current.map_err(|code| code.to_string())?;
+            arena.shrink_to(end_bytes).map_err(|error| error.to_string())
+        });
+        if let Some(Err(error)) = shrunk {
+            tracing::error!(%error, "host memory stays for the next pause");
+        }
     }
 
     /// After a pause that came to nothing: gives host memory back that it took, down to what the last

@@ -6,6 +6,7 @@
 )]
 
 mod calls;
+mod copies;
 mod devices;
 mod drops;
 mod faults;

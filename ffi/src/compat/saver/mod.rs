@@ -34,7 +34,7 @@ static MARGIN_BYTES: AtomicU64 = AtomicU64::new(0);
 /// Backups by device address and size.
 type Backups = BTreeMap<(u64, u64), Box<[u8]>>;
 
-/// Backups that lie in several pieces, as one copy each for the callers that asked; kept until the next resume.
+/// Backups that lie in several pieces, as one copy each for the callers that asked; kept as long as the backups.
 static TOGETHER: Mutex<Backups> = Mutex::new(Backups::new());
 
 fn together() -> MutexGuard<'static, Backups> {
@@ -133,8 +133,8 @@ switch!(
     disk_backup
 );
 
-/// Sets what kind of host memory backups are said to lie in. There is one kind here, so this is only
-/// remembered. Unknown words change nothing.
+/// Sets what kind of host memory backups lie in. It is pinned in either case; once memory was asked for with `mmap`, each
+/// resume gives back what holds no backup, and otherwise it stays for the next pause. Unknown words change nothing.
 ///
 /// # Safety
 /// `backend` is null or a terminated string.
@@ -177,11 +177,15 @@ pub extern "C" fn set_memory_margin_bytes(value: u64) {
     MARGIN_BYTES.store(value, Ordering::Relaxed);
 }
 
-/// Remembers whether backups are to be kept after a resume. The host memory of a pause is kept for the next one
-/// in any case; the bytes in it are given out only while the memory is away.
+/// Sets whether backups in host memory are kept after a resume, for [`tms_get_cpu_backup_pointer`]: until the next pause
+/// of the same memory, which puts its bytes into the same place, or until that memory is freed. Counts from the next
+/// resume on.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_set_retain_cpu_backup(retain: bool) {
-    quietly((), || settings::environment().retain.store(retain, Ordering::Relaxed));
+    quietly((), || {
+        settings::environment().retain.store(retain, Ordering::Relaxed);
+        settings::tell_pool();
+    });
 }
 
 /// The value that [`tms_set_retain_cpu_backup`] was given, or that the environment has.
@@ -205,6 +209,7 @@ type ActOnTags =
 
 /// Pauses or resumes this process's memory of `tag`. A tag without memory is a success.
 unsafe fn act(tag: *const c_char, act: ActOnTags) -> c_int {
+    quietly((), settings::tell_pool);
     // SAFETY: as this function's caller promises.
     let tags = quietly(Vec::new(), || unsafe { own_tags(tag) });
     if tags.is_empty() {
@@ -235,9 +240,7 @@ pub unsafe extern "C" fn tms_pause(tag: *const c_char) -> c_int {
 pub unsafe extern "C" fn tms_resume(tag: *const c_char) -> c_int {
     // SAFETY: as this function's caller promises.
     let code = unsafe { act(tag, pausing::sublet_resume_tags) };
-    if code == 0 {
-        together().clear();
-    }
+    quietly((), forget_passed);
     code
 }
 
@@ -253,6 +256,7 @@ pub unsafe extern "C" fn tms_tags_json(
     size: usize,
 ) -> i64 {
     guarded_length(|| {
+        settings::tell_pool();
         // SAFETY: as this function's caller promises.
         let names = tags_of(unsafe { text_of(tag) }.as_deref());
         // SAFETY: as this function's caller promises.
@@ -260,20 +264,36 @@ pub unsafe extern "C" fn tms_tags_json(
     })
 }
 
-/// Where the saved bytes of device memory are while it is paused, valid until its resume; null when it is not
-/// paused, or was not saved to host memory.
+/// Where the saved bytes of device memory are: while it is paused, and after its resume where backups are kept. Valid
+/// until the next pause or resume of it. Null when there are none, as for memory that was not saved to host memory, and
+/// for a `size` of 0.
 ///
 /// # Safety
 /// The address is only compared.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tms_get_cpu_backup_pointer(address: *const u8, size: u64) -> *mut u8 {
-    let found = quietly(None, || backup(DeviceAddress(address.addr() as u64), size));
+    let found = quietly(None, || {
+        forget_passed();
+        backup(DeviceAddress(address.addr() as u64), size)
+    });
     found.map_or(std::ptr::null_mut(), std::ptr::NonNull::as_ptr)
 }
 
+/// Frees copies of backups that there are no more.
+fn forget_passed() {
+    let Some(member) = runtime::member() else { return };
+    together().retain(|&(start, size_bytes), _| {
+        let found = member.pool().copy_at(VaRange::new(DeviceAddress(start), size_bytes));
+        matches!(found, Ok(_) | Err(SavedError::InPieces(_)))
+    });
+}
+
 fn backup(start: DeviceAddress, size_bytes: u64) -> Option<std::ptr::NonNull<u8>> {
+    if size_bytes == 0 {
+        return None;
+    }
     let pool = runtime::member()?.pool();
-    match pool.saved_at(VaRange::new(start, size_bytes)) {
+    match pool.copy_at(VaRange::new(start, size_bytes)) {
         Ok(place) => return Some(place),
         Err(SavedError::InPieces(_)) => {}
         // Callers ask for what is not away, too.
@@ -286,12 +306,10 @@ fn backup(start: DeviceAddress, size_bytes: u64) -> Option<std::ptr::NonNull<u8>
     let mut known = together();
     let copy = match known.entry((start.0, size_bytes)) {
         Entry::Occupied(copy) => copy.into_mut(),
-        Entry::Vacant(place) => {
-            let mut copy = vec![0_u8; length].into_boxed_slice();
-            pool.read_saved(start, &mut copy).ok()?;
-            place.insert(copy)
-        }
+        Entry::Vacant(place) => place.insert(vec![0_u8; length].into_boxed_slice()),
     };
+    // Each time: there may have been another pause since.
+    pool.read_copy(start, copy).ok()?;
     std::ptr::NonNull::new(copy.as_mut_ptr())
 }
 

@@ -2,11 +2,13 @@
 
 use std::cell::{Cell, RefCell};
 use std::sync::LazyLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use sublet_torch_allocator::{Environment, Settings};
+use sublet_torch_allocator::{Backend, Environment, Settings};
 use tenants::region;
 
 use crate::c_api::{self, last_call::fail_aloud};
+use crate::runtime;
 
 /// The environment's settings, read once.
 pub(super) fn environment() -> &'static Environment {
@@ -14,6 +16,9 @@ pub(super) fn environment() -> &'static Environment {
         LazyLock::new(|| Environment::read(|name| std::env::var(name).ok()));
     &READ
 }
+
+/// Has any memory been asked for whose backups are to lie in host memory that a resume gives back?
+static HAS_MAPPED_BACKUPS: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
     static SETTINGS: RefCell<Settings> = RefCell::new(Settings::new(environment()));
@@ -45,7 +50,19 @@ pub(super) fn settle() {
     }
 }
 
+/// Has the pool follow what is set for the whole process.
+pub(super) fn tell_pool() {
+    if let Some(member) = runtime::member() {
+        member.pool().retain_copies(environment().retain.load(Ordering::Relaxed));
+        member.pool().give_host_memory_back(HAS_MAPPED_BACKUPS.load(Ordering::Relaxed));
+    }
+}
+
 fn apply(own: &Settings) {
+    if own.interesting && own.cpu_backup && own.backend == Backend::Mapped {
+        HAS_MAPPED_BACKUPS.store(true, Ordering::Relaxed);
+    }
+    tell_pool();
     if let Err(error) = region::set_base(own.base(environment())) {
         fail_aloud(c_api::ARGUMENT, &format!("memory of this thread cannot be paused: {error}"));
     }

@@ -29,6 +29,19 @@ driver_api! {
         executable.put(sim::get()?.instantiate(graph)?)
     }
 
+    fn cuGraphClone = "cuGraphClone" since 10000 (clone: Out<u64>, graph: u64) {
+        clone.put(sim::get()?.clone_graph(graph)?)
+    }
+
+    fn cuGraphExecUpdate_v2 = "cuGraphExecUpdate" since 12000
+        (executable: u64, graph: u64, result: Out<u64>)
+    {
+        let updated = sim::get()?.update_executable(executable, graph);
+        // `CU_GRAPH_EXEC_UPDATE_SUCCESS`, or `CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED`.
+        result.put(if updated.is_ok() { 0 } else { 2 })?;
+        updated
+    }
+
     fn cuGraphLaunch / cuGraphLaunch_ptsz = "cuGraphLaunch" since 10000
         (executable: u64, stream: u64)
     {

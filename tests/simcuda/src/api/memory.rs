@@ -2,7 +2,7 @@
 
 #![expect(unsafe_code, reason = "exports C functions")]
 
-use vmm_pool::driver::{DeviceOrdinal, DriverCode};
+use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream};
 
 use crate::abi::{Coded, In, Out, driver_api};
 use crate::sim;
@@ -44,8 +44,16 @@ fn device_of_pool(pool: u64) -> Coded<DeviceOrdinal> {
     sim::get()?.device(ordinal).map_err(|_| DriverCode::INVALID_VALUE)
 }
 
-fn pool_allocate(address: Out<u64>, bytes: u64, device: DeviceOrdinal) -> Coded<()> {
-    address.put(sim::get()?.pool_allocate(device, bytes)?)
+fn pool_allocate(
+    address: Out<u64>,
+    bytes: u64,
+    device: DeviceOrdinal,
+    stream: RawStream,
+) -> Coded<()> {
+    let sim = sim::get()?;
+    let made = sim.pool_allocate(device, bytes)?;
+    sim.hold_for_graph(stream, made);
+    address.put(made)
 }
 
 fn allocate_host(address: Out<u64>, bytes: u64, flags: u32) -> Coded<()> {
@@ -144,16 +152,16 @@ driver_api! {
         (address: Out<u64>, bytes: u64, stream: u64)
     {
         let sim = sim::get()?;
-        let device = sim.core.stream_device(sim.stream(stream)?)?;
-        pool_allocate(address, bytes, device)
+        let stream = sim.stream(stream)?;
+        pool_allocate(address, bytes, sim.core.stream_device(stream)?, stream)
     }
 
     fn cuMemAllocFromPoolAsync / cuMemAllocFromPoolAsync_ptsz
         = "cuMemAllocFromPoolAsync" since 11020
         (address: Out<u64>, bytes: u64, pool: u64, stream: u64)
     {
-        sim::get()?.stream(stream)?;
-        pool_allocate(address, bytes, device_of_pool(pool)?)
+        let stream = sim::get()?.stream(stream)?;
+        pool_allocate(address, bytes, device_of_pool(pool)?, stream)
     }
 
     fn cuMemFreeAsync / cuMemFreeAsync_ptsz = "cuMemFreeAsync" since 11020

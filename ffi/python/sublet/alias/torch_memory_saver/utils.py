@@ -1,5 +1,12 @@
 """Where launchers find the object to preload."""
 
-from sublet.compat.torch_memory_saver.preload import get_binary_path_from_package
+from pathlib import Path
 
-__all__ = ["get_binary_path_from_package"]
+from sublet.compat.torch_memory_saver.preload import binary_beside, change_env, is_xpu
+
+__all__ = ["change_env", "get_binary_path_from_package", "is_xpu"]
+
+
+def get_binary_path_from_package(stem: str) -> Path:
+    """The object to preload that lies beside this package, named for the CUDA runtime of the process."""
+    return binary_beside(Path(__file__).parent, stem)

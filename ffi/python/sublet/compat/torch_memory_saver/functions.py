@@ -37,11 +37,14 @@ _SIGNATURES: dict[str, tuple[list[type], Optional[type]]] = {
 class BinaryWrapper:
     """The functions, as the attribute ``cdll`` that callers reach for.
 
+    Args:
+        path_binary: the object that has them; they are libsublet.so's, whichever it was.
+
     Raises:
         NotAttachedError: libsublet.so is not in this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path_binary: Optional[str] = None) -> None:
         try:
             # By the name that the library has in itself, wherever it lies: nothing is loaded.
             self.cdll = ctypes.CDLL("libsublet.so", mode=os.RTLD_NOLOAD | os.RTLD_NOW)

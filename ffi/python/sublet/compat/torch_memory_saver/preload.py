@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from sublet._errors import UsageError
 from sublet.compat import alias_path
@@ -17,7 +19,7 @@ STEM = "torch_memory_saver_hook_mode_preload"
 
 
 def get_binary_path_from_package(stem: str) -> Path:
-    """The path of the object that frameworks preload, whatever CUDA runtime the process has.
+    """The path of the object that frameworks preload, named for the CUDA runtime of the process.
 
     Args:
         stem: ``"torch_memory_saver_hook_mode_preload"``; the one for the mode ``torch`` is the
@@ -26,13 +28,33 @@ def get_binary_path_from_package(stem: str) -> Path:
     Raises:
         UsageError: the package was not installed from a wheel.
     """
-    path = Path(alias_path()) / f"{STEM}.abi3.so"
-    if not path.is_file():
-        raise UsageError(
-            f"{stem}: the package has no {path.name}: it was not installed from a wheel; build one "
-            "with `cargo xtask wheel` and install that"
-        )
-    return path
+    return binary_beside(Path(alias_path()) / NAME, stem)
+
+
+def binary_beside(package: Path, stem: str) -> Path:
+    """As :func:`get_binary_path_from_package`, of a package that lies at ``package``.
+
+    The objects of one stem differ in their names alone, and the one without a suffix serves where
+    there is none for this runtime.
+    """
+    stems = [stem] if stem == STEM else [stem, STEM]
+    for folder in (package, package.parent):
+        for name in (f"{each}{suffix}.abi3.so" for each in stems for suffix in _suffixes()):
+            if (folder / name).is_file():
+                return folder / name
+    raise UsageError(
+        f"{stem}: the package has no {STEM}.abi3.so: it was not installed from a wheel; build one "
+        "with `cargo xtask wheel` and install that"
+    )
+
+
+def _suffixes() -> list[str]:
+    """What follows the stem, first what fits the CUDA runtime that torch was built for."""
+    version: Any = getattr(sys.modules.get("torch"), "version", None)
+    cuda = getattr(version, "cuda", None)
+    if cuda is None or getattr(version, "hip", None) is not None:
+        return [""]
+    return [f"_cu{str(cuda).partition('.')[0]}", ""]
 
 
 def preloaded() -> list[str]:
@@ -67,14 +89,36 @@ def configure_subprocess() -> Iterator[None]:
 
     ``LD_PRELOAD`` is restored afterwards. It is not changed where the object is in it already.
     """
+    with preloading(str(get_binary_path_from_package(STEM))):
+        yield
+
+
+@contextlib.contextmanager
+def preloading(path: str) -> Iterator[None]:
+    """As :func:`configure_subprocess`, with the object at ``path``."""
     before = os.environ.get(PRELOAD)
-    if not preloaded():
-        path = str(get_binary_path_from_package(STEM))
-        os.environ[PRELOAD] = f"{path}:{before}" if before else path
+    if preloaded():
+        yield
+        return
+    with change_env(PRELOAD, f"{path}:{before}" if before else path):
+        yield
+
+
+@contextlib.contextmanager
+def change_env(key: str, value: str) -> Iterator[None]:
+    """The environment variable ``key`` is ``value`` inside the ``with`` block, and as before after."""
+    before = os.environ.get(key)
+    os.environ[key] = value
     try:
         yield
     finally:
         if before is None:
-            os.environ.pop(PRELOAD, None)
+            os.environ.pop(key, None)
         else:
-            os.environ[PRELOAD] = before
+            os.environ[key] = before
+
+
+def is_xpu() -> bool:
+    """Does the torch of this process, where it is imported, see a GPU of Intel's? Imports nothing."""
+    xpu: Any = getattr(sys.modules.get("torch"), "xpu", None)
+    return xpu is not None and bool(xpu.is_available())

@@ -16,6 +16,9 @@ from sublet._adapter import torch_adapter
 from sublet._errors import UsageError
 from sublet.compat.torch_memory_saver import preload
 from sublet.compat.torch_memory_saver.functions import BinaryWrapper
+from sublet.compat.torch_memory_saver.preload import is_xpu
+
+__all__ = ["BinaryWrapper", "Implementation", "TorchMemorySaver", "is_xpu"]
 
 _DEFAULT_TAG = "default"
 _MODES = ("preload", "torch")
@@ -49,7 +52,8 @@ class TorchMemorySaver:
             tag: 1 to 100 bytes of text. A tag may have memory with and without backups.
             enable_cpu_backup: a pause saves the contents to host memory; otherwise they are lost.
             enable_disk_backup: contents are saved to a file (:meth:`set_disk_backup_dir`).
-            cpu_backup_backend: ``"pinned"`` or ``"mmap"``; remembered, and the same here.
+            cpu_backup_backend: ``"pinned"`` or ``"mmap"``. Host memory is pinned in either case; once
+                memory was asked for with ``"mmap"``, each resume gives back what holds no backup.
 
         Raises:
             ValueError: a backend without a backup in host memory, or one that there is not.
@@ -87,10 +91,15 @@ class TorchMemorySaver:
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         implementation = self._started()
         torch: Any = importlib.import_module("torch")
+        adapter = torch_adapter()
+        if adapter is not None:
+            adapter.follow_graphs()
         capture = torch.cuda.graph(
             cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode
         )
         with capture, implementation.settings(tag, enable_cpu_backup, False, cpu_backup_backend):
+            if adapter is not None:
+                adapter.capture_belongs(f"tms/{tag}/{'keep' if enable_cpu_backup else 'discard'}")
             yield
 
     @contextlib.contextmanager
@@ -161,10 +170,11 @@ class TorchMemorySaver:
 
     @property
     def retain_cpu_backup(self) -> bool:
-        """Whether backups are to be kept after a resume.
+        """Whether backups in host memory are kept after a resume; counts from the next resume on.
 
-        Only remembered: host memory is kept, pinned, for the next pause in any case, and
-        :meth:`get_cpu_backup` answers only while the memory is paused.
+        Then :meth:`get_cpu_backup` answers also for memory that is back, with the bytes as they were
+        paused, until the next pause of it, whose bytes come to the same place. A resume while this is
+        false forgets the backups of what it brings back.
         """
         return bool(self._started().functions.tms_get_retain_cpu_backup())
 
@@ -173,16 +183,16 @@ class TorchMemorySaver:
         self._started().functions.tms_set_retain_cpu_backup(value)
 
     def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
-        """The saved contents of a paused CUDA tensor.
+        """The saved contents of a CUDA tensor that is paused, or was when backups are kept.
 
         Args:
             x: a contiguous tensor of a region with a backup in host memory.
-            zero_copy: the tensor lies over the backup itself, valid until the resume; otherwise a
-                copy.
+            zero_copy: the tensor lies over the backup itself, valid as long as that; otherwise a
+                copy. Of more than 256 MiB it may lie over a copy all the same.
 
         Returns:
-            A CPU tensor of the same shape and type; ``None`` when ``x`` is not paused or has no
-            backup.
+            A CPU tensor of the same shape and type; ``None`` when ``x`` has no backup, or is not
+            paused and :attr:`retain_cpu_backup` was not set.
 
         Raises:
             UsageError: ``x`` is not on a CUDA device or not contiguous.
@@ -267,6 +277,16 @@ class Implementation:
         finally:
             self._binary_wrapper.set_config(**before)
 
+    #: By the name that tests of programs reach for.
+    def _with_region_config(
+        self,
+        tag: str,
+        enable_cpu_backup: bool,
+        cpu_backup_backend: Optional[str],
+        enable_disk_backup: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        return self.settings(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
+
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
         """As of :meth:`TorchMemorySaver.disable`."""
@@ -287,6 +307,8 @@ class Implementation:
         tags = self._binary_wrapper.tags(tag or None)
         if tags:
             act(tags, whose="process")
+            # Asked for nothing, it frees what it has made for backups that there are no more.
+            self.functions.tms_get_cpu_backup_pointer(None, 0)
 
     def get_cpu_backup(self, x: Any, zero_copy: bool) -> Any:
         """As of :meth:`TorchMemorySaver.get_cpu_backup`."""
@@ -323,4 +345,9 @@ def _check_backend(enable_cpu_backup: bool, backend: Optional[str]) -> None:
     if backend not in _BACKENDS:
         raise ValueError(f"cpu_backup_backend is 'pinned' or 'mmap', not {backend!r}")
     if not enable_cpu_backup:
-        raise ValueError("cpu_backup_backend needs enable_cpu_backup=True")
+        raise ValueError("cpu_backup_backend requires enable_cpu_backup=True")
+    if is_xpu():
+        raise ValueError("cpu_backup_backend is not supported on XPU, nor is Sublet")
+    version: Any = getattr(sys.modules.get("torch"), "version", None)
+    if backend == "mmap" and getattr(version, "hip", None) is not None:
+        raise ValueError("cpu_backup_backend='mmap' is not supported on ROCm, nor is Sublet")

@@ -1,5 +1,21 @@
 """How processes are started with the object preloaded."""
 
-from sublet.compat.torch_memory_saver.preload import configure_subprocess
+from __future__ import annotations
 
-__all__ = ["configure_subprocess"]
+import contextlib
+from collections.abc import Iterator
+
+from sublet.compat.torch_memory_saver import preload
+from ..utils import change_env, get_binary_path_from_package
+
+__all__ = ["change_env", "configure_subprocess", "get_binary_path_from_package"]
+
+
+@contextlib.contextmanager
+def configure_subprocess() -> Iterator[None]:
+    """Processes started inside the ``with`` block have the object preloaded, before what is there.
+
+    ``LD_PRELOAD`` is restored afterwards. It is not changed where the object is in it already.
+    """
+    with preload.preloading(str(get_binary_path_from_package(preload.STEM))):
+        yield

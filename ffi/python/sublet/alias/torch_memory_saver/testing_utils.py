@@ -1,0 +1,35 @@
+"""What tests and examples of programs that use the interface ask of a device."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from .utils import is_xpu
+
+__all__ = ["empty_cache", "get_and_print_gpu_memory", "get_device", "is_xpu"]
+
+
+def get_device() -> str:
+    """What torch calls the device: ``"cuda"``; ``"xpu"`` where it sees a GPU of Intel's."""
+    return "xpu" if is_xpu() else "cuda"
+
+
+def _device_module() -> Any:
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        raise RuntimeError("import torch first")
+    return torch.xpu if is_xpu() else torch.cuda
+
+
+def empty_cache() -> None:
+    """Has torch give cached memory back to the driver."""
+    _device_module().empty_cache()
+
+
+def get_and_print_gpu_memory(message: str, gpu_id: int = 0) -> int:
+    """Bytes in use on a device, by whatever process; printed with ``message``."""
+    free_bytes, total_bytes = _device_module().mem_get_info(gpu_id)
+    used_bytes = int(total_bytes - free_bytes)
+    print(f"GPU {gpu_id} memory: {used_bytes / 2**30:.2f} GiB ({message})")
+    return used_bytes
