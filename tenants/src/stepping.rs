@@ -25,6 +25,8 @@ const CALLS_MAX: u32 = 64;
 /// Each so many rounds without success it is the turn of a process whose device is busy: what is missing may be its
 /// own to launch, by another thread.
 const BUSY_EVERY: u32 = 4;
+/// How many rounds come before the first of these. Most devices that are busy have only work left that needs nobody.
+const BUSY_AFTER: u32 = 16;
 
 /// What a process does behind its shut gate.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -203,7 +205,7 @@ impl Stepper {
     ///   counterparts, which are there. So that work is over; where a process has one thread, its device is idle. In a
     ///   process that is busy, threads go on that have not made it so.
     /// * Where its threads wait at the cut and not at the gate, the limits are raised to what they need.
-    /// * When no idle process has a thread that waits, and now and then, one that is busy goes on by a call, each in its
+    /// * After a while, when no thread is ready, and now and then, a process that is busy goes on by a call, each in its
     ///   turn: what is missing may be launched by another thread of a process whose device waits for it. All at once
     ///   would be the job in slow motion, with no moment at which all are idle.
     pub fn update(&mut self, activities: &[&Activity], pace: Pace) -> Decision {
@@ -235,8 +237,9 @@ impl Stepper {
             activity.is_ready() && !is_behind[index]
         };
         let candidates: Vec<_> = (0..activities.len()).map(is_candidate).collect();
+        let may_be_busy = self.rounds >= BUSY_AFTER;
         let is_turn_of_busy = self.rounds % BUSY_EVERY == BUSY_EVERY - 1;
-        let (chosen, allowed) = if is_turn_of_busy || !candidates.contains(&true) {
+        let (chosen, allowed) = if may_be_busy && (is_turn_of_busy || !candidates.contains(&true)) {
             (self.next_in_turn(activities, &is_behind), Calls::Each(1))
         } else {
             (candidates.clone(), Calls::Ready(self.budget))

@@ -258,8 +258,10 @@ static ncclResult_t end(ncclComm_t comm)
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm)
 {
-    OK(cuCtxSynchronize());
-    meet_all(alive(comm));
+    /* As NCCL does: its own work alone is waited for. Another thread may capture. */
+    if (alive(comm)->last != NULL)
+        OK(cuStreamSynchronize(comm->last));
+    meet_all(comm);
     return end(comm);
 }
 

@@ -364,7 +364,7 @@ fn death_while_a_survivor_drains_is_told_at_once() -> Outcome {
     let mut job = stage.job(&JobOptions::new("train", 3))?;
     job.ranks[0].do_it("spin")?;
     let mut steps = steps(&stage, &["pause"])?;
-    steps.until(Boundary::Started(Phase::Drain))?;
+    steps.until(Boundary::Done(Phase::CloseGate))?;
     job.ranks[2].kill()?;
     let begin = Instant::now();
     let said = steps.finish()?;
