@@ -2,7 +2,7 @@
 //! `cuGetProcAddress`.
 //!
 //! The tables are the driver's ([`hooks`]), NCCL's and NCCL EP's ([`nccl`](crate::nccl)), and those of libraries that register
-//! memory with devices ([`registrations`](crate::registrations)); how they take effect is the engine's matter
+//! memory with devices (`registrations`); how they take effect is the engine's matter
 //! ([`interpose`](crate::interpose)). A further library is a further entry in `INTERPOSED`.
 
 #![expect(unsafe_code, reason = "interposes dlsym and cuGetProcAddress")]

@@ -37,7 +37,7 @@ static int block_count;
 
 static const char *stage_file(const char *name)
 {
-    static char path[4096];
+    static _Thread_local char path[4096];
     snprintf(path, sizeof path, "%s%s%s", name[0] == '/' ? "" : getenv("STAGE_DIR"), name[0] == '/' ? "" : "/", name);
     return path;
 }

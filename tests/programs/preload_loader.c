@@ -27,7 +27,7 @@ static void *open_or_end(const char *name, int flags)
 
 static const char *stage_file(const char *name)
 {
-    static char path[4096];
+    static _Thread_local char path[4096];
     snprintf(path, sizeof path, "%s/%s", getenv("STAGE_DIR"), name);
     return path;
 }

@@ -31,7 +31,7 @@ static char host[4096];
 
 static const char *stage_file(const char *folder, const char *name)
 {
-    static char path[4096];
+    static _Thread_local char path[4096];
     snprintf(path, sizeof path, "%s/%s%s", getenv("STAGE_DIR"), folder, name);
     return path;
 }

@@ -4,7 +4,7 @@
 //! load on memory that belongs to the calling thread alone, so launches from many threads do not meet.
 //! Closing is the slow side: it looks at every thread's slot (`slots.rs`) until all are out.
 //!
-//! While it is shut, whoever keeps it can let each thread that waits make one call ([`Gate::step`]): work that is on
+//! While it is shut, whoever keeps it can let each thread that waits make one call (`Gate::step`): work that is on
 //! a device already may need what these threads come to launch.
 //!
 //! Lock order: `slots` and `sleepers` are leaves; nothing is called while they are held.

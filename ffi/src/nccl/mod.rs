@@ -7,7 +7,7 @@
 //! | pass | not hooked, for the reason given in the completeness test |
 //!
 //! NCCL EP (`libnccl_ep.so`), which is built on NCCL's public functions, is a library and a table of its own
-//! ([`experts`]).
+//! (`experts`).
 //!
 //! How callers come to these functions is the engine's matter ([`interpose`](crate::interpose)); this is its table. The
 //! profiling names (`pnccl...`) are not hooked: a tool calls them after the application has called the public ones,

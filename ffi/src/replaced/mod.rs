@@ -5,7 +5,7 @@
 //! which the caller's library is known.
 //!
 //! * [`vmm`]: virtual memory. [`plain`]: `cuMemAlloc` and what comes with it. [`native`]: memory that stays
-//!   with the driver. [`pointer`]: questions about addresses. [`context`]: contexts, peer access. [`control`]:
+//!   with the driver. [`mod@pointer`]: questions about addresses. [`context`]: contexts, peer access. [`control`]:
 //!   device attributes, stream capture. [`graph`]: graphs. `copies`:
 //!   copies that the driver refuses of ours.
 
