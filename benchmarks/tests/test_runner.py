@@ -14,8 +14,7 @@ import re
 import subprocess
 import sys
 import symtable
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +45,6 @@ PARTS = {
     "summary", "training_run",
 }  # fmt: skip
 SCRIPTS = [path for path in FILES if path.parent == JOBS and path.stem not in PARTS]
-
-
-@pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A job's folder, with the simulated driver and a run directory; nothing outlives it."""
-    with tempfile.TemporaryDirectory(prefix="sublet-") as folder:
-        monkeypatch.setenv("LD_LIBRARY_PATH", os.environ["SUBLET_TEST_SIMCUDA_DIR"])
-        monkeypatch.setenv("SUBLET_BIN", os.environ["SUBLET_TEST_BIN"])
-        monkeypatch.setenv("SUBLET_RUN_DIR", folder)
-        yield Path(folder)
-        common.stop_children()
 
 
 @pytest.fixture

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +15,10 @@ if sys.version_info < (3, 11):
 JOBS = Path(__file__).resolve().parent.parent / "jobs"
 sys.path.insert(0, str(JOBS))
 
-import common  # noqa: E402
 import stepping_job  # noqa: E402
 import strangers_job  # noqa: E402
 from common import JobError, Result  # noqa: E402
 from strangers_job import ROWS, Row, Strangers  # noqa: E402
-
-
-@pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A job's folder, with the simulated driver and a run directory; nothing outlives it."""
-    with tempfile.TemporaryDirectory(prefix="sublet-") as folder:
-        monkeypatch.setenv("LD_LIBRARY_PATH", os.environ["SUBLET_TEST_SIMCUDA_DIR"])
-        monkeypatch.setenv("SUBLET_BIN", os.environ["SUBLET_TEST_BIN"])
-        monkeypatch.setenv("SUBLET_RUN_DIR", folder)
-        monkeypatch.setenv("SUBLET_FILE_DIR", folder)
-        yield Path(folder)
-        common.stop_children()
 
 
 def job(work: Path, rows: list[Row], *arguments: str) -> dict[str, Any]:

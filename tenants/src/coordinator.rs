@@ -20,6 +20,7 @@ mod session;
 mod shared_memory;
 mod shortage;
 mod stepping;
+mod stillness;
 #[cfg(test)]
 mod tests;
 

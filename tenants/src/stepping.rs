@@ -95,6 +95,14 @@ pub fn at_work(inside: u64, busy: &[String], waiting: u64, calls: &[HeldCall]) -
     parts.join(", ")
 }
 
+/// The error of a process that was not idle in time; `what` is what it does.
+pub fn not_idle(who: impl fmt::Display, what: impl fmt::Display) -> String {
+    format!(
+        "{who} was not idle in time: {what}; a kernel may wait for what was not launched, or never end: pause at a step \
+         boundary, or give a longer timeout"
+    )
+}
+
 impl fmt::Display for Activity {
     /// As [`at_work`].
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -21,6 +21,7 @@
 #define _GNU_SOURCE
 #include "attach.h"
 #include "file_of.h"
+#include "stage.h"
 
 #include <link.h>
 #include <pthread.h>
@@ -34,13 +35,6 @@
 static void *runtime, *direct;
 static uint64_t blocks[16];
 static int block_count;
-
-static const char *stage_file(const char *name)
-{
-    static _Thread_local char path[4096];
-    snprintf(path, sizeof path, "%s%s%s", name[0] == '/' ? "" : getenv("STAGE_DIR"), name[0] == '/' ? "" : "/", name);
-    return path;
-}
 
 static void *opened(void *library)
 {
@@ -249,17 +243,11 @@ static void obey(const char *word)
     } else if (strcmp(word, "stats") == 0) {
         attach_print_json("sublet_stats_json");
     } else {
-        printf("what is %s?\n", word);
-        exit(2);
+        stage_unknown(word);
     }
-    fflush(stdout);
 }
 
 int main(int count, char **words)
 {
-    /* One that hangs is ended. */
-    alarm(120);
-    for (int i = 1; i < count; i++)
-        obey(words[i]);
-    return 0;
+    return stage_obey(count, words, obey);
 }

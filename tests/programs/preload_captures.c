@@ -69,10 +69,25 @@ static void *free_gone(void *code)
     return NULL;
 }
 
+static pthread_t begin_thread(void *(*body)(void *), CUresult *code)
+{
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, body, code) != 0)
+        exit(1);
+    return thread;
+}
+
+/* What another thread is told by `body`. */
+static CUresult by_thread(void *(*body)(void *))
+{
+    CUresult code = CU_OK;
+    pthread_join(begin_thread(body, &code), NULL);
+    return code;
+}
+
 static void beside(void)
 {
     CUresult code = CU_OK;
-    pthread_t thread;
     bool was_early;
     void *params[] = {&flag};
     begin(THREAD_LOCAL);
@@ -80,8 +95,7 @@ static void beside(void)
     driver_launch("spin_until_nonzero", working, params);
     driver_fill(gone, 3, WORDS, working);
     is_freed = false;
-    if (pthread_create(&thread, NULL, free_gone, &code) != 0)
-        exit(1);
+    pthread_t thread = begin_thread(free_gone, &code);
     usleep(50000);
     was_early = is_freed;
     OK(cuMemsetD32Async(flag, 1, 1, NULL));
@@ -106,13 +120,8 @@ static void relaxed(void)
 
 static void global(void)
 {
-    CUresult code = CU_OK;
-    pthread_t thread;
     begin(GLOBAL);
-    if (pthread_create(&thread, NULL, free_gone, &code) != 0)
-        exit(1);
-    pthread_join(thread, NULL);
-    printf("global: free %s\n", driver_error(code));
+    printf("global: free %s\n", driver_error(by_thread(free_gone)));
     end("global");
     printf("global: free afterwards %s\n", driver_error(cuMemFree(gone)));
 }
@@ -127,18 +136,10 @@ static void *end_elsewhere(void *code)
 
 static void other_thread(void)
 {
-    CUresult code = CU_OK;
-    pthread_t thread;
     begin(THREAD_LOCAL);
-    if (pthread_create(&thread, NULL, end_elsewhere, &code) != 0)
-        exit(1);
-    pthread_join(thread, NULL);
-    printf("thread: end elsewhere %d\n", code);
+    printf("thread: end elsewhere %d\n", by_thread(end_elsewhere));
     /* A capture that goes on is still in the way of a wait for its context. */
-    if (pthread_create(&thread, NULL, free_gone, &code) != 0)
-        exit(1);
-    pthread_join(thread, NULL);
-    printf("thread: free %s\n", driver_error(code));
+    printf("thread: free %s\n", driver_error(by_thread(free_gone)));
     end("thread");
 }
 

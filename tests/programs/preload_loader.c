@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "attach.h"
 #include "file_of.h"
+#include "stage.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -23,13 +24,6 @@ static void *open_or_end(const char *name, int flags)
         exit(1);
     }
     return handle;
-}
-
-static const char *stage_file(const char *name)
-{
-    static _Thread_local char path[4096];
-    snprintf(path, sizeof path, "%s/%s", getenv("STAGE_DIR"), name);
-    return path;
 }
 
 static void by_default(void)

@@ -13,6 +13,7 @@
  * Every other line says what came of one word. */
 #define _GNU_SOURCE
 #include "attach.h"
+#include "stage.h"
 
 #include <fcntl.h>
 #include <string.h>
@@ -29,16 +30,9 @@ static gdr_mh_t handle;
 static uint64_t block;
 static char host[4096];
 
-static const char *stage_file(const char *folder, const char *name)
-{
-    static _Thread_local char path[4096];
-    snprintf(path, sizeof path, "%s/%s%s", getenv("STAGE_DIR"), folder, name);
-    return path;
-}
-
 static void *open_library(const char *name)
 {
-    void *library = dlopen(stage_file("", name), RTLD_NOW | RTLD_LOCAL);
+    void *library = dlopen(stage_file(name), RTLD_NOW | RTLD_LOCAL);
     if (library == NULL) {
         printf("%s\n", dlerror());
         exit(1);
@@ -79,7 +73,9 @@ static void obey(const char *word)
             runtime = open_library("libruntime.so");
         printf("malloc %d\n", ((int (*)(uint64_t *, size_t))dlsym(runtime, "cudaMalloc"))(&block, BYTES));
     } else if (strncmp(word, "device=", 7) == 0) {
-        printf("device %d\n", open(stage_file("dev/", value), O_RDWR) >= 0);
+        char file[256];
+        snprintf(file, sizeof file, "dev/%s", value);
+        printf("device %d\n", open(stage_file(file), O_RDWR) >= 0);
     } else if (strcmp(word, "verbs") == 0) {
         verbs = open_library("libibverbs.so.1");
     } else if (strcmp(word, "gdrapi") == 0) {
@@ -113,17 +109,11 @@ static void obey(const char *word)
     } else if (strcmp(word, "stats") == 0) {
         attach_print_json("sublet_stats_json");
     } else {
-        printf("what is %s?\n", word);
-        exit(2);
+        stage_unknown(word);
     }
-    fflush(stdout);
 }
 
 int main(int count, char **words)
 {
-    /* One that hangs is ended. */
-    alarm(120);
-    for (int i = 1; i < count; i++)
-        obey(words[i]);
-    return 0;
+    return stage_obey(count, words, obey);
 }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::report::{CutSummary, Event, MemberFailure, Report, Step};
 use super::session::{OnFailure, Session, Stop, micros, millis};
+use super::stillness::Stillness;
 use crate::cut::plan::{Pace, Plan, Verdict};
 use crate::cut::{CutReport, Lag, Laggard, Limits, foreign_ranks, laggards};
 use crate::wire::{Failure, FailureKind, Hold, Phase};
@@ -35,13 +36,6 @@ struct Held {
     stale: usize,
     /// Was `report` made under `sent`?
     fresh: bool,
-}
-
-/// How long nothing has moved.
-struct Stillness {
-    progress: u64,
-    since: Instant,
-    patience: Duration,
 }
 
 impl Held {
@@ -131,18 +125,24 @@ impl Session<'_> {
         let launched_before = launched(&held);
         let mut plan = Plan::default();
         let began = Instant::now();
-        let mut still = Stillness { progress: 0, since: began, patience: PATIENCE };
+        let mut still = Stillness::new(0);
+        let mut patience = PATIENCE;
         loop {
             if self.is_called_off() {
                 return Err(Stop::CalledOff);
             }
             let reports: Vec<_> = held.iter().map(|held| &held.report).collect();
             self.absent = foreign_ranks(&reports);
-            let pace = still.pace(&reports);
+            let pace = still.pace(progress(&reports), patience);
             let verdict = plan.update(&reports, pace);
             if pace == Pace::Stalled {
                 summary.stalls += 1;
-                still.be_more_patient(plan.is_making(&reports));
+                still.begin_again();
+                // A communicator in the making needs ranks to come that nobody can name yet, perhaps from many
+                // launches away: patience would not help it.
+                if !plan.is_making(&reports) {
+                    patience = (2 * patience).min(PATIENCE_MAX);
+                }
             }
             let limits: Vec<_> = reports.iter().map(|r| plan.limits().for_member(r)).collect();
             let current = |(held, limits): (&Held, &Limits)| held.fresh && held.sent == *limits;
@@ -254,25 +254,9 @@ impl Session<'_> {
     }
 }
 
-impl Stillness {
-    fn pace(&mut self, reports: &[&CutReport]) -> Pace {
-        let now = Instant::now();
-        let progress = reports.iter().map(|report| report.progress).fold(0, u64::wrapping_add);
-        if progress != self.progress {
-            self.progress = progress;
-            self.since = now;
-        }
-        if now - self.since < self.patience { Pace::Moving } else { Pace::Stalled }
-    }
-
-    /// A communicator in the making needs ranks to come that nobody can name yet, perhaps from many
-    /// launches away: patience would not help it.
-    fn be_more_patient(&mut self, making: bool) {
-        self.since = Instant::now();
-        if !making {
-            self.patience = (2 * self.patience).min(PATIENCE_MAX);
-        }
-    }
+/// Moves with whatever any member does.
+fn progress(reports: &[&CutReport]) -> u64 {
+    reports.iter().map(|report| report.progress).fold(0, u64::wrapping_add)
 }
 
 /// Can the same member be paused a little later, when a capture has ended?

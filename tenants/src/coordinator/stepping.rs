@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 
 use super::report::{DrainSummary, Event, MemberFailure, Report, Step};
 use super::session::{Session, Stop, micros, millis};
+use super::stillness::Stillness;
 use crate::cut::Limits;
 use crate::cut::plan::{Pace, Plan};
-use crate::stepping::{Activity, Calls, Decision, StepOrder, Stepper};
+use crate::stepping::{Activity, Calls, Decision, StepOrder, Stepper, not_idle};
 use crate::wire::{Failure, FailureKind, Phase, StepOn};
 
 /// How long nothing must move before processes are let on for the first time: kernels that need nobody end by
@@ -45,24 +46,12 @@ impl Stepped {
     }
 }
 
-/// How long nothing has moved.
-struct Stillness {
-    seen: Vec<(u64, u64, u64, u64, bool)>,
-    since: Instant,
-}
+/// What moves when a process does anything.
+type Moves = (u64, u64, u64, u64, bool);
 
-impl Stillness {
-    fn pace(&mut self, activities: &[&Activity], rounds: u32) -> Pace {
-        let seen: Vec<_> = activities
-            .iter()
-            .map(|a| (a.steps, a.cut.progress, a.inside, a.waiting, a.is_idle))
-            .collect();
-        if seen != self.seen {
-            self.seen = seen;
-            self.since = Instant::now();
-        }
-        if self.since.elapsed() < patience(rounds) { Pace::Moving } else { Pace::Stalled }
-    }
+fn moves(activities: &[&Activity]) -> Vec<Moves> {
+    let of = |a: &&Activity| (a.steps, a.cut.progress, a.inside, a.waiting, a.is_idle);
+    activities.iter().map(of).collect()
 }
 
 /// For whoever looks at a drain that takes long.
@@ -97,7 +86,7 @@ impl Session<'_> {
         let deadline = began + self.options.phase_timeout(Phase::Drain);
         let held = plan.as_ref().map(|plan| plan.limits().clone());
         let mut stepper = Stepper::new(plan.unwrap_or_default());
-        let mut still = Stillness { seen: Vec::new(), since: began };
+        let mut still = Stillness::new(Vec::new());
         let new = |&index| Stepped { index, activity: None, sent: 0, limits: None, due: 0 };
         let mut all: Vec<Stepped> = members.iter().map(new).collect();
         loop {
@@ -106,10 +95,10 @@ impl Session<'_> {
             }
             let activities: Vec<_> = all.iter().filter_map(Stepped::fresh).collect();
             if activities.len() == all.len() {
-                let pace = still.pace(&activities, stepper.rounds());
+                let pace = still.pace(moves(&activities), patience(stepper.rounds()));
                 let decision = stepper.update(&activities, pace);
                 if pace == Pace::Stalled {
-                    still.since = Instant::now();
+                    still.begin_again();
                 }
                 match decision {
                     Decision::Drained => {
@@ -131,15 +120,14 @@ impl Session<'_> {
                     }
                 }
             }
-            let now = Instant::now();
-            if now >= deadline {
+            if Instant::now() >= deadline {
                 return Err(Stop::Failed(self.not_drained(&all)));
             }
             if began.elapsed() >= QUIET {
                 self.tell_of_devices(&all);
             }
-            let left = still.since + patience(stepper.rounds());
-            let wait = left.saturating_duration_since(now).clamp(PATIENCE_BETWEEN, SLICE);
+            let left = patience(stepper.rounds()).saturating_sub(still.lasts());
+            let wait = left.clamp(PATIENCE_BETWEEN, SLICE);
             for stepped in all.iter_mut().filter(|stepped| stepped.due == 0) {
                 let step = StepOrder { order: stepped.sent, ..StepOrder::default() };
                 self.ask_for_activity(stepped, step, wait)?;
@@ -222,12 +210,7 @@ impl Session<'_> {
             None => "it did not say in time what it does".to_owned(),
         };
         let failure = |stepped: &Stepped| {
-            let message = format!(
-                "{} was not idle in time: {}; a kernel may wait for what was not launched, or never end: pause at a \
-                 step boundary, or give a longer timeout",
-                who(stepped),
-                describe(stepped)
-            );
+            let message = not_idle(who(stepped), describe(stepped));
             let failure = Failure { kind: FailureKind::DrainTimeout, message };
             MemberFailure { who: who(stepped), step: Step::Drain, failure }
         };

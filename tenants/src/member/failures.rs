@@ -6,7 +6,7 @@ use vmm_pool::{DrainError, PoolError};
 
 use super::ImportError;
 use crate::state::InvalidTransition;
-use crate::stepping::{HeldCall, at_work};
+use crate::stepping::{HeldCall, at_work, not_idle};
 use crate::wire::{Failure, FailureKind, Phase};
 
 pub(super) fn wrong_state(message: String) -> Failure {
@@ -25,13 +25,7 @@ pub(super) fn drain_failure(error: &DrainError, waiting: &[WaitingCall]) -> Fail
             let calls: Vec<_> = calls.take(NAMED_MAX).collect();
             let busy: Vec<_> = seen.busy.iter().map(ToString::to_string).collect();
             let what = at_work(seen.inside as u64, &busy, waiting.len() as u64, &calls);
-            (
-                FailureKind::DrainTimeout,
-                format!(
-                    "process {process} was not idle in time: {what}; a kernel may wait for what was not launched, or \
-                     never end: pause at a step boundary, or give a longer timeout"
-                ),
-            )
+            (FailureKind::DrainTimeout, not_idle(format_args!("process {process}"), what))
         }
         DrainError::CalledOff => (
             FailureKind::CalledOff,

@@ -206,9 +206,9 @@ impl<D: Driver> Member<D> {
 
     fn drain(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
-        let (draining, selection) = self.next_of(Progress::into_draining)?;
+        let (mut draining, selection) = self.next_of(Progress::into_draining)?;
         let called_off = self.calling_off.receiver();
-        if let Err(failure) = self.clear(&draining, deadline) {
+        if let Err(failure) = self.clear(&mut draining, deadline) {
             self.set_progress(Progress::Draining(draining, selection));
             return Err(failure);
         }
@@ -236,7 +236,7 @@ impl<D: Driver> Member<D> {
     }
 
     /// Waits until nobody is inside a call. A capture that was begun by then ends the pause, and none can begin after.
-    fn clear(&self, draining: &Draining<D>, deadline: Instant) -> Result<(), Failure> {
+    fn clear(&self, draining: &mut Draining<D>, deadline: Instant) -> Result<(), Failure> {
         let called_off = self.calling_off.receiver();
         let cleared = draining.clear(deadline, called_off);
         cleared.map_err(|error| drain_failure(&error, &draining.pool().gate().waiting()))?;

@@ -101,7 +101,7 @@ impl<D: Driver> Member<D> {
         count: u32,
         watch: &Watch,
     ) -> Result<(), Failure> {
-        let was_idle = self.activity(draining, 0)?.is_idle;
+        let was_idle = self.look(draining)?.is_idle;
         for _ in 0..count {
             if self.is_over(watch) || !self.somebody_waits(draining, watch)? {
                 break;
@@ -149,7 +149,7 @@ impl<D: Driver> Member<D> {
     fn is_idle_soon(&self, draining: &mut Draining<D>, watch: &Watch) -> Result<bool, Failure> {
         let until = Instant::now() + BUSY_PATIENCE;
         loop {
-            if self.activity(draining, 0)?.is_idle {
+            if self.look(draining)?.is_idle {
                 return Ok(true);
             }
             let left = until.saturating_duration_since(Instant::now());
@@ -179,16 +179,21 @@ impl<D: Driver> Member<D> {
         true
     }
 
-    fn activity(&self, draining: &mut Draining<D>, order: u64) -> Result<Activity, Failure> {
+    /// What the devices do, as far as they can be asked now.
+    fn look(&self, draining: &mut Draining<D>) -> Result<vmm_pool::Activity, Failure> {
         if draining.is_clear() {
             // A call that was under way when the gate was shut may have begun one. None can begin from here on.
             self.refuse_capture()?;
         }
+        let looked = draining.look(self.config.own_contexts);
+        looked.map_err(|error| drain_failure(&error, &draining.pool().gate().waiting()))
+    }
+
+    fn activity(&self, draining: &mut Draining<D>, order: u64) -> Result<Activity, Failure> {
         // Before the devices: who comes out after a look at them is seen as inside.
         let cut = self.cut.report(self.captures());
-        let looked = draining.look(self.config.own_contexts);
+        let looked = self.look(draining)?;
         let waiting = draining.pool().gate().waiting();
-        let looked = looked.map_err(|error| drain_failure(&error, &waiting))?;
         let calls = waiting.iter().take(LISTED_MAX);
         Ok(Activity {
             order,

@@ -104,10 +104,29 @@ impl<D: Driver> Draining<D> {
     ///
     /// # Errors
     /// [`DrainError::Deadline`], [`DrainError::CalledOff`].
-    pub fn clear(&self, deadline: Instant, called_off: &Receiver<()>) -> Result<(), DrainError> {
+    pub fn clear(
+        &mut self,
+        deadline: Instant,
+        called_off: &Receiver<()>,
+    ) -> Result<(), DrainError> {
+        let look = |draining: &mut Self| {
+            let inside = draining.pool().gate().inside();
+            Ok(Activity { inside, ..Activity::default() })
+        };
+        self.wait_until(deadline, called_off, look, |seen| seen.inside == 0)
+    }
+
+    /// Looks again whenever something has changed, until what is seen `is_enough`.
+    fn wait_until(
+        &mut self,
+        deadline: Instant,
+        called_off: &Receiver<()>,
+        mut look: impl FnMut(&mut Self) -> Result<Activity, DrainError>,
+        is_enough: impl Fn(&Activity) -> bool,
+    ) -> Result<(), DrainError> {
         loop {
-            let inside = self.pool().gate().inside();
-            if inside == 0 {
+            let seen = look(self)?;
+            if is_enough(&seen) {
                 return Ok(());
             }
             if !called_off.is_empty() {
@@ -115,7 +134,6 @@ impl<D: Driver> Draining<D> {
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let seen = Activity { inside, ..Activity::default() };
                 return Err(DrainError::Deadline { seen });
             }
             self.wait_for_change(left, called_off);
@@ -254,24 +272,12 @@ impl<D: Driver> Draining<D> {
         deadline: Instant,
         called_off: &Receiver<()>,
     ) -> Result<(Quiesced<D>, usize), Failed<Self, DrainError>> {
-        loop {
-            let seen = match self.look(|| contexts.to_vec()) {
-                Ok(seen) => seen,
-                Err(error) => return Err(Failed::new(self, error)),
-            };
-            if seen.is_idle {
-                let Self { shut, waits, .. } = self;
-                return Ok((Quiesced::of_idle(shut), waits));
-            }
-            if !called_off.is_empty() {
-                return Err(Failed::new(self, DrainError::CalledOff));
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(Failed::new(self, DrainError::Deadline { seen }));
-            }
-            self.wait_for_change(left, called_off);
+        let look = |draining: &mut Self| draining.look(|| contexts.to_vec());
+        if let Err(error) = self.wait_until(deadline, called_off, look, |seen| seen.is_idle) {
+            return Err(Failed::new(self, error));
         }
+        let Self { shut, waits, .. } = self;
+        Ok((Quiesced::of_idle(shut), waits))
     }
 
     /// The pause comes to nothing.
