@@ -1,9 +1,10 @@
 """What does Sublet cost a call, to within a hundredth?
 
-A hooked and an unhooked job live side by side on the same GPUs and take turns: every round measures each once, and the
-order flips, so that whatever drifts falls on both. Measured are launches a second (a torch operation, a graph of one
-kernel), all-reduce calls a second of 8 bytes and 1 KiB, and launches of a graph with all-reduces in it. A figure is
-the median of the rounds' ratios, hooked to unhooked, with the range that holds it in 95 of 100 cases.
+Hooked and unhooked jobs live side by side on the same GPUs, `--pairs` of each, and take turns: every round measures each
+once, and the order flips, so that whatever drifts falls on both. Measured are launches a second (a torch operation, a
+graph of one kernel), all-reduce calls a second of 8 bytes and 1 KiB, and launches of a graph with all-reduces in it. A
+process may be faster than another of its kind, by where its memory lies: so a pair's figure is the median of its rounds'
+ratios, hooked to unhooked, and the figure of all is the median of the pairs, beside the smallest and the largest.
 
 Bound: an open gate is an exchange and a load on the thread's own cache line, counting a collective a few more: some
 20 ns of a call that costs the host 5 us and more, so under 0.5%.
@@ -11,14 +12,16 @@ Bound: an open gate is an exchange and a load on the thread's own cache line, co
 
 from __future__ import annotations
 
-import math
 import os
+import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import common
+import runner
 from common import Result
 from observer import observed
 from rank import NcclRanks
@@ -30,16 +33,20 @@ GOAL = 0.99
 def parse(argv: list[str]) -> Any:
     """The options."""
     parser = common.job_parser(__doc__, deadline_s=200)
-    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--pairs", type=int, default=4, help="jobs of each kind")
+    parser.add_argument("--rounds", type=int, default=11, help="samples of each job")
     parser.add_argument("--launches", type=int, default=20_000, help="launches a sample")
     parser.add_argument("--calls", type=int, default=4_000, help="all-reduces a sample")
     return parser.parse_args(argv)
 
 
-def start(args: Any, result: Result, work: Path, world: int, tenant: str | None) -> NcclRanks:
-    """One of the two jobs, with a communicator."""
-    label = "hooked" if tenant else "unhooked"
-    ranks = NcclRanks(result, work, label, world, tenant, life_s=args.deadline)
+KINDS = ("unhooked", "hooked")
+
+
+def start(args: Any, result: Result, work: Path, world: int, kind: str, pair: int) -> NcclRanks:
+    """One of the jobs, with a communicator."""
+    tenant = f"rates-{os.getpid()}-{pair}" if kind == "hooked" else None
+    ranks = NcclRanks(result, work, f"{kind}{pair}", world, tenant, life_s=args.deadline)
     ranks.call("messages", 60, words=[1024])
     ranks.call("connect", 90)
     ranks.step(90)
@@ -56,14 +63,6 @@ def measure(args: Any, ranks: NcclRanks) -> dict[str, float]:
     return figures | {name: min(reply[name] for reply in replies) for name in replies[0]}
 
 
-def spread(ratios: list[float]) -> tuple[float, float]:
-    """The order statistics that hold the median in 95 of 100 cases."""
-    ordered = sorted(ratios)
-    off = 0.98 * math.sqrt(len(ordered))
-    low = max(0, math.floor(len(ordered) / 2 - off))
-    return ordered[low], ordered[len(ordered) - 1 - low]
-
-
 def body(args: Any, result: Result, work: Path) -> None:
     """Rounds, then ratios."""
     data, began = result.data, time.monotonic()
@@ -71,34 +70,48 @@ def body(args: Any, result: Result, work: Path) -> None:
     observer, world = observed(args, result, work)
     data["probe"] = observer.info
     observer.close()
-    tenants = {"unhooked": None, "hooked": f"rates-{os.getpid()}"}
-    jobs = {kind: start(args, result, work, world, tenant) for kind, tenant in tenants.items()}
-    samples: dict[str, dict[str, list[float]]] = {"hooked": {}, "unhooked": {}}
+    runner.package(work, "sublet")
+    each = [(kind, pair) for pair in range(args.pairs) for kind in KINDS]
+    with ThreadPoolExecutor(len(each)) as starting:
+        started = starting.map(lambda one: start(args, result, work, world, *one), each)
+        jobs = dict(zip(each, started, strict=True))
+    samples: dict[str, dict[str, list[float]]] = {f"{kind}{pair}": {} for kind, pair in each}
     data["samples"] = samples
     for turn in range(-1, args.rounds):
         at = time.monotonic()
-        order = ("unhooked", "hooked") if turn % 2 == 0 else ("hooked", "unhooked")
-        for kind in order:
-            figures = measure(args, jobs[kind])
+        for kind, pair in each if turn % 2 == 0 else each[::-1]:
+            figures = measure(args, jobs[kind, pair])
             if turn < 0:  # the first of each warms up
                 continue
             for name, value in figures.items():
-                samples[kind].setdefault(name, []).append(round(value, 1))
+                samples[f"{kind}{pair}"].setdefault(name, []).append(round(value, 1))
         if args.deadline - 20 - (time.monotonic() - began) < 2 * (time.monotonic() - at):
             result.note(f"time ran out after {turn + 1} rounds")
             break
     for ranks in jobs.values():
         ranks.close()
-    print(f"{'figure':<42}{'hooked':>12}{'unhooked':>12}{'ratio':>9}  95%")
-    for name in samples["hooked"]:
-        hooked, plain = (common.summarise(samples[kind][name]) for kind in ("hooked", "unhooked"))
-        ratios = [a / b for a, b in zip(samples["hooked"][name], samples["unhooked"][name], strict=True)]
-        ratio, (low, high) = common.summarise(ratios)["median"] or 0.0, spread(ratios)
-        data["summary"][name] = {"hooked": hooked, "unhooked": plain, "ratio": ratio, "low": low, "high": high}
-        data["baseline"][name] = plain
-        print(f"{name:<42}{hooked['median']:>12.0f}{plain['median']:>12.0f}{ratio:>9.4f}  {low:.4f} to {high:.4f}")
-        detail = f"ratio {ratio:.4f}, {low:.4f} to {high:.4f}, {len(ratios)} rounds"
+    tell(args.pairs, result, samples)
+
+
+def tell(pairs: int, result: Result, samples: dict[str, dict[str, list[float]]]) -> None:
+    """The table of ratios, and what they say."""
+    table = [("figure", "hooked", "unhooked", "ratio", "by pair")]
+    for name in samples["hooked0"]:
+        by_pair = []
+        for pair in range(pairs):
+            both = zip(samples[f"hooked{pair}"][name], samples[f"unhooked{pair}"][name], strict=True)
+            by_pair.append(statistics.median(hooked / plain for hooked, plain in both))
+        of = {kind: [rate for pair in range(pairs) for rate in samples[f"{kind}{pair}"][name]] for kind in KINDS}
+        hooked, plain = common.summarise(of["hooked"]), common.summarise(of["unhooked"])
+        ratio = statistics.median(by_pair)
+        told = " ".join(f"{each:.4f}" for each in sorted(by_pair))
+        result.data["summary"][name] = {"hooked": hooked, "unhooked": plain, "ratio": ratio, "by_pair": by_pair}
+        result.data["baseline"][name] = plain
+        table.append((name, f"{hooked['median']:.0f}", f"{plain['median']:.0f}", f"{ratio:.4f}", told))
+        rounds = len(samples["hooked0"][name])
+        detail = f"ratio {ratio:.4f}, {pairs} pairs of {rounds} rounds: {told}"
         result.check(f"{name} within {1 - GOAL:.0%} of unhooked", ratio >= GOAL, detail)
+    runner.table(table)
 
 
 if __name__ == "__main__":
