@@ -72,24 +72,25 @@ def body(args: Any, result: Result, work: Path) -> None:
     observer.close()
     runner.package(work, "sublet")
     each = [(kind, pair) for pair in range(args.pairs) for kind in KINDS]
+    samples: dict[str, dict[str, list[float]]] = {f"{kind}{pair}": {} for kind, pair in each}
+    data["samples"] = samples
+    # A process ends with the thread that has started it: the threads stay.
     with ThreadPoolExecutor(len(each)) as starting:
         started = starting.map(lambda one: start(args, result, work, world, *one), each)
         jobs = dict(zip(each, started, strict=True))
-    samples: dict[str, dict[str, list[float]]] = {f"{kind}{pair}": {} for kind, pair in each}
-    data["samples"] = samples
-    for turn in range(-1, args.rounds):
-        at = time.monotonic()
-        for kind, pair in each if turn % 2 == 0 else each[::-1]:
-            figures = measure(args, jobs[kind, pair])
-            if turn < 0:  # the first of each warms up
-                continue
-            for name, value in figures.items():
-                samples[f"{kind}{pair}"].setdefault(name, []).append(round(value, 1))
-        if args.deadline - 20 - (time.monotonic() - began) < 2 * (time.monotonic() - at):
-            result.note(f"time ran out after {turn + 1} rounds")
-            break
-    for ranks in jobs.values():
-        ranks.close()
+        for turn in range(-1, args.rounds):
+            at = time.monotonic()
+            for kind, pair in each if turn % 2 == 0 else each[::-1]:
+                figures = measure(args, jobs[kind, pair])
+                if turn < 0:  # the first of each warms up
+                    continue
+                for name, value in figures.items():
+                    samples[f"{kind}{pair}"].setdefault(name, []).append(round(value, 1))
+            if args.deadline - 20 - (time.monotonic() - began) < 2 * (time.monotonic() - at):
+                result.note(f"time ran out after {turn + 1} rounds")
+                break
+        for ranks in jobs.values():
+            ranks.close()
     tell(args.pairs, result, samples)
 
 
