@@ -33,6 +33,7 @@ pub(super) fn drain_failure(error: &DrainError, waiting: &[WaitingCall]) -> Fail
                 "process {process}: the wait for the device was called off, because the pause failed elsewhere"
             ),
         ),
+        DrainError::InCapture { count } => return in_capture(*count),
         DrainError::NoThread { .. } => (FailureKind::DrainTimeout, error.to_string()),
         DrainError::Driver { source, .. } if source.poisons_context() => {
             return context_lost(source);
@@ -42,6 +43,16 @@ pub(super) fn drain_failure(error: &DrainError, waiting: &[WaitingCall]) -> Fail
         }
     };
     Failure { kind, message }
+}
+
+pub(super) fn in_capture(count: usize) -> Failure {
+    let process = std::process::id();
+    Failure {
+        kind: FailureKind::InCapture,
+        message: format!(
+            "process {process} is capturing {count} stream(s): pause again when the capture has ended"
+        ),
+    }
 }
 
 /// A code after which the driver refuses everything: device memory that was not saved is gone, and what was

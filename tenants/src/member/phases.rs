@@ -8,8 +8,8 @@ use vmm_pool::gate::StillInside;
 use vmm_pool::{Draining, Failed, Returning, Selection, Shut, StepLog, Undone};
 
 use super::failures::{
-    drain_failure, failed_inside, faulted, import_failure, not_undone_yet, pool_failure,
-    wrong_state,
+    drain_failure, failed_inside, faulted, import_failure, in_capture, not_undone_yet,
+    pool_failure, wrong_state,
 };
 use super::fetch::{Missing, free_descriptors};
 use super::progress::Progress;
@@ -194,13 +194,7 @@ impl<D: Driver> Member<D> {
     pub(super) fn refuse_capture(&self) -> Result<(), Failure> {
         match self.captures() {
             0 => Ok(()),
-            count => Err(Failure {
-                kind: FailureKind::InCapture,
-                message: format!(
-                    "process {} is capturing {count} stream(s): pause again when the capture has ended",
-                    std::process::id()
-                ),
-            }),
+            count => Err(in_capture(count)),
         }
     }
 

@@ -181,11 +181,7 @@ impl<D: Driver> Member<D> {
 
     /// What the devices do, as far as they can be asked now.
     fn look(&self, draining: &mut Draining<D>) -> Result<vmm_pool::Activity, Failure> {
-        if draining.is_clear() {
-            // A call that was under way when the gate was shut may have begun one. None can begin from here on.
-            self.refuse_capture()?;
-        }
-        let looked = draining.look(self.config.own_contexts);
+        let looked = draining.look(|| self.captures(), self.config.own_contexts);
         looked.map_err(|error| drain_failure(&error, &draining.pool().gate().waiting()))
     }
 

@@ -56,6 +56,12 @@ pub enum DrainError {
     /// The wait was called off.
     #[error("the wait for the devices was called off")]
     CalledOff,
+    /// Streams are under capture, which a wait for a device would end.
+    #[error("{count} stream(s) are being captured")]
+    InCapture {
+        /// How many.
+        count: usize,
+    },
     /// The system gave no thread to wait with.
     #[error("no thread to wait for {place} with: {source}")]
     NoThread {
@@ -187,16 +193,18 @@ impl<D: Driver> Draining<D> {
     }
 
     /// What the process does. When nobody is inside, the devices are asked whether they are idle: those that can reach
-    /// memory of the pool, and `contexts`. Answers at once; [`Draining::wait_for_change`] says when to look again. No
-    /// stream may be under capture while nobody is inside.
+    /// memory of the pool, and `contexts`. Answers at once; [`Draining::wait_for_change`] says when to look again.
+    /// `captures` says how many streams are under capture: it is asked once nobody is inside, so that a capture which
+    /// the last call out has begun is seen.
     ///
     /// # Errors
-    /// [`DrainError::NoThread`], [`DrainError::Driver`].
+    /// [`DrainError::InCapture`], with no device asked; [`DrainError::NoThread`], [`DrainError::Driver`].
     ///
     /// # Driver calls
     /// `cuCtxSynchronize` for each, on threads of their own.
     pub fn look(
         &mut self,
+        captures: impl FnOnce() -> usize,
         contexts: impl FnOnce() -> Vec<RawContext>,
     ) -> Result<Activity, DrainError> {
         let inside = self.pool().gate().inside();
@@ -204,6 +212,10 @@ impl<D: Driver> Draining<D> {
             self.is_idle = false;
             self.question = None;
             return Ok(Activity { inside, ..Activity::default() });
+        }
+        let count = captures();
+        if count > 0 {
+            return Err(DrainError::InCapture { count });
         }
         if self.is_idle {
             return Ok(Activity { is_idle: true, ..Activity::default() });
@@ -256,7 +268,7 @@ impl<D: Driver> Draining<D> {
     }
 
     /// Waits until nobody is inside and the devices have nothing left to do. From then on nothing is given to
-    /// importers. A message on `called_off` ends the wait.
+    /// importers. A message on `called_off` ends the wait. No stream may be under capture.
     ///
     /// Each device is waited for on a thread of its own: a wait inside the driver cannot be called off, so at
     /// `deadline` it is left behind, and ends by itself when the work does.
@@ -272,7 +284,7 @@ impl<D: Driver> Draining<D> {
         deadline: Instant,
         called_off: &Receiver<()>,
     ) -> Result<(Quiesced<D>, usize), Failed<Self, DrainError>> {
-        let look = |draining: &mut Self| draining.look(|| contexts.to_vec());
+        let look = |draining: &mut Self| draining.look(|| 0, || contexts.to_vec());
         if let Err(error) = self.wait_until(deadline, called_off, look, |seen| seen.is_idle) {
             return Err(Failed::new(self, error));
         }

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::driver::sim::{FaultSpan, SimDriver};
 use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp};
-use vmm_pool::{Contents, Failed, Pool, PoolError, Selection, Shut, Tags, Whose};
+use vmm_pool::gate::Passage;
+use vmm_pool::{Contents, DrainError, Failed, Pool, PoolError, Selection, Shut, Tags, Whose};
 
 use crate::faults::Pair;
 use crate::process::SimPool;
@@ -99,6 +100,29 @@ fn a_drained_process_that_is_dropped_runs_on() {
         pool.drop_proof();
     }
     assert_runs(&pair, "drained");
+}
+
+#[test]
+fn no_device_is_asked_while_a_capture_is_under_way_that_the_last_call_has_begun() {
+    let pair = Pair::new();
+    let pool = &pair.pools[0];
+    let waits = || pool.driver().faults().calls(DriverOp::ContextSynchronize);
+    let call = pool.gate().pass_for("cuStreamBeginCapture", Passage::Capture);
+    let mut draining = pool.close();
+    let before = waits();
+    let seen = draining.look(|| 1, Vec::new).expect("nothing is asked");
+    assert_eq!(seen.inside, 1);
+    drop(call);
+    let refused = draining.look(|| 1, Vec::new).expect_err("a capture");
+    assert!(matches!(refused, DrainError::InCapture { count: 1 }), "{refused}");
+    draining.wait_for_change(Duration::from_millis(20), &crossbeam_channel::never());
+    assert_eq!(waits(), before, "a wait would have ended the capture");
+    while !draining.look(|| 0, Vec::new).expect("no work").is_idle {
+        draining.wait_for_change(Duration::from_secs(5), &crossbeam_channel::never());
+    }
+    assert!(waits() > before);
+    drop(draining);
+    assert_runs(&pair, "after it was looked at");
 }
 
 #[test]
