@@ -5,7 +5,7 @@
 #         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
 #         saver sharing custom_allreduce generate unused attach compat contents (of the Python package, from python/*.whl)
-#         strangers graphs stepping
+#         strangers graphs stepping nccl_alone
 # Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
 # and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES
 # those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of the five programs of
@@ -21,7 +21,7 @@ CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
     anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
     cycles deaths shortage watchdog zeroed saver sharing custom_allreduce generate unused attach compat contents
-    strangers graphs stepping)
+    strangers graphs stepping nccl_alone)
 JOBS=$HERE/jobs
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -88,6 +88,11 @@ run_one_process() {
     for program in one_parallel one_split one_jax one_nccl one_contents; do anytime "$program" 50 120; done
 }
 run_rebuild() { anytime rebuild 100 150; }
+# NCCL's memory alone, while the processes run on.
+run_nccl_alone() {
+    suite nccl_alone 150 anytime_job.py --program tpdp --library nccl --pauses "${ANYTIME_PAUSES:-50}" \
+        --seed "${ANYTIME_SEED:-1}"
+}
 run_cycles() { suite cycles 585 cycles_job.py --cycles "${MANY_CYCLES:-1000}"; }
 run_deaths() { suite deaths 240 deaths_job.py; }
 run_shortage() { suite shortage 120 shortage_job.py; }

@@ -60,6 +60,7 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--gap-ms", default="5,60", help="shortest and longest time from a resume to the next pause")
     parser.add_argument("--active-ms", type=float, default=110, help="time that the job is expected to run a pause")
     parser.add_argument("--pause-timeout", type=float, default=5.0, help="seconds for each phase of a pause")
+    parser.add_argument("--library", default="", help="whose own memory alone is paused, such as nccl; all, without")
     parser.add_argument("--stuck-s", type=float, default=20.0, help="without a step for so long, the job is stuck")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--failures-max", type=int, default=25, help="failed pauses after which the job gives up")
@@ -118,7 +119,8 @@ class Job(TrainingJob):
     def change(self, action: str, tenant: str) -> dict[str, Any]:
         """Runs the command."""
         limit = ["--timeout", f"{max(1, round(self.args.pause_timeout))}s"]
-        return cli.sublet(action, tenant, *limit, "--json", timeout_s=8 * self.args.pause_timeout)
+        whose = ["--library", self.args.library] if self.args.library else []
+        return cli.sublet(action, tenant, *limit, *whose, "--json", timeout_s=8 * self.args.pause_timeout)
 
     def note_report(self, action: str, told: dict[str, Any]) -> None:
         """Adds the times of each phase, and what the report says beside them."""

@@ -45,3 +45,6 @@ const UNGATED: fn() -> Option<String> = attach::ungated;
 
 /// Says why device memory may be pinned where nobody sees it, if it may.
 const UNSEEN_PINS: fn() -> Option<String> = attach::unseen_pins;
+
+/// Why NCCL's memory cannot leave this process while it runs on, as a member asks it.
+const UNSEEN_NCCL: fn() -> Option<String> = nccl::unseen_work;

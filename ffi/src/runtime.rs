@@ -319,6 +319,7 @@ fn try_join() -> Result<Arc<Member>, String> {
         unused,
         ungated: crate::UNGATED,
         unseen_pins: crate::UNSEEN_PINS,
+        unseen_nccl: crate::UNSEEN_NCCL,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
     };
     let member =

@@ -6,12 +6,12 @@
 //! Libraries' own memory (NCCL's buffers, handles of cuBLAS) belongs to no tag, whatever region it happens to
 //! be asked for in: it would leave under a library that knows nothing of tags.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{Class, Contents};
+use vmm_pool::{Class, Contents, LIBRARY_TAGS};
 
 /// Deepest nesting; more is a leak of begins without ends.
 pub const DEPTH_MAX: usize = 64;
@@ -20,7 +20,7 @@ pub const TAG_BYTES_MAX: usize = 128;
 /// Most tags of a process; more is a tag made anew for each use.
 pub const TAGS_MAX: usize = 4096;
 
-/// Labels of libraries whose own memory belongs to no tag.
+/// Labels of libraries whose own memory belongs to no region.
 const UNTAGGED: [&str; 7] = ["nccl", "cublas", "cudnn", "cusparse", "cusolver", "cufft", "nvshmem"];
 
 /// A stretch of a thread's work.
@@ -54,6 +54,8 @@ thread_local! {
     static REGIONS: RefCell<Vec<Option<Region>>> = const { RefCell::new(Vec::new()) };
     /// What counts where no region is open.
     static BASE: RefCell<Base> = const { RefCell::new(Base::Everywhere) };
+    /// A library allocates for its caller.
+    static FOR_CALLER: Cell<bool> = const { Cell::new(false) };
 }
 
 /// What all threads share.
@@ -93,6 +95,12 @@ pub enum RegionError {
         /// What was asked for.
         now: Contents,
     },
+    /// The tag is that of a library's own memory.
+    #[error("tag '{tag}' is that of {tag}'s own memory: use another for memory of yours")]
+    LibrarysTag {
+        /// The tag.
+        tag: String,
+    },
     /// Too many tags.
     #[error("this process has used {TAGS_MAX} tags: a tag names a kind of memory, not one tensor")]
     TooManyTags,
@@ -115,6 +123,9 @@ fn region(
 ) -> Result<Region, RegionError> {
     if tag.is_empty() || tag.len() > TAG_BYTES_MAX {
         return Err(RegionError::BadTag { length: tag.len() });
+    }
+    if LIBRARY_TAGS.contains(&tag) {
+        return Err(RegionError::LibrarysTag { tag: tag.to_owned() });
     }
     let mut shared = shared();
     let tags = shared.policies.len();
@@ -232,10 +243,21 @@ pub fn tags() -> BTreeMap<String, Contents> {
     shared().policies.clone()
 }
 
+/// Makes a call by which a library allocates for whoever calls it: that memory is no memory of the library's own.
+pub fn for_caller<T>(call: impl FnOnce() -> T) -> T {
+    let before = FOR_CALLER.replace(true);
+    let made = call();
+    FOR_CALLER.set(before);
+    made
+}
+
 /// The class of memory that `library` asks for on this thread now, on `device` where that is known.
 pub fn class_of(library: &'static str, device: Option<DeviceOrdinal>) -> Class {
-    if UNTAGGED.contains(&library) {
-        return Class { library, ..Class::default() };
+    let is_for_caller = FOR_CALLER.try_with(Cell::get).unwrap_or_default();
+    if UNTAGGED.contains(&library) && !is_for_caller {
+        let has_tag = LIBRARY_TAGS.contains(&library);
+        let tag = if has_tag { library.to_owned() } else { String::new() };
+        return Class { library, tag, ..Class::default() };
     }
     // During thread teardown there is no region any more.
     let own = REGIONS.try_with(|regions| regions.borrow().last().cloned()).ok().flatten();
@@ -257,11 +279,12 @@ mod tests {
     }
 
     #[test]
-    fn the_innermost_region_counts_and_libraries_own_memory_has_no_tag() {
+    fn the_innermost_region_counts_and_libraries_own_memory_belongs_to_none() {
         begin("weights", Contents::Keep, None).unwrap();
         begin("cache", Contents::Discard, Some(GPU)).unwrap();
         assert_eq!(class_of("torch", Some(GPU)).contents, Contents::Discard);
-        assert_eq!((tag_now("torch"), tag_now("nccl")), ("cache".to_owned(), String::new()));
+        assert_eq!([tag_now("torch"), tag_now("cublas"), tag_now("nccl")], ["cache", "", "nccl"]);
+        assert_eq!(class_of("nccl", Some(GPU)).contents, Contents::Keep);
         assert_eq!(class_of("torch", Some(DeviceOrdinal(1))).tag, "");
         begin_none().unwrap();
         assert_eq!(tag_now("torch"), "");
@@ -270,6 +293,26 @@ mod tests {
         assert_eq!(tag_now("torch"), "weights");
         end().unwrap();
         assert_eq!(end(), Err(RegionError::NotOpen));
+    }
+
+    #[test]
+    fn what_a_library_allocates_for_its_caller_belongs_to_the_callers_region() {
+        assert_eq!(for_caller(|| tag_now("nccl")), "");
+        begin("window", Contents::Keep, None).unwrap();
+        assert_eq!(for_caller(|| for_caller(|| tag_now("nccl"))), "window");
+        assert_eq!(tag_now("nccl"), "nccl");
+        end().unwrap();
+    }
+
+    #[test]
+    fn a_librarys_tag_is_no_regions() {
+        let error = begin("nccl", Contents::Keep, None).unwrap_err();
+        assert!(
+            error.to_string().contains("NCCL") || error.to_string().contains("nccl's own"),
+            "{error}"
+        );
+        assert!(begin_everywhere("nccl", Contents::Keep, None).is_err());
+        assert!(!tags().contains_key("nccl"));
     }
 
     #[test]
@@ -303,7 +346,7 @@ mod tests {
         let base = |tag: &str| Base::Region { tag: tag.to_owned(), contents: Contents::Discard };
         set_base(base("state")).unwrap();
         assert_eq!(class_of("torch", Some(GPU)).contents, Contents::Discard);
-        assert_eq!((tag_now("torch"), tag_now("nccl")), ("state".to_owned(), String::new()));
+        assert_eq!([tag_now("torch"), tag_now("nccl")], ["state", "nccl"]);
         begin("opened", Contents::Keep, None).unwrap();
         assert_eq!(tag_now("torch"), "opened");
         end().unwrap();

@@ -84,7 +84,8 @@ fn coordinate_or_wait<D: Driver>(
 }
 
 /// Pauses or resumes by tag the memory that the caller's process itself owns. The other processes of its
-/// tenant run on, unless they hold some of that memory too.
+/// tenant run on, unless they hold some of that memory too. NCCL's own memory goes and comes in all processes, since
+/// their ranks need each other's: where it is named, so do the other tags.
 ///
 /// # Errors
 /// [`CoordinatorError`], with the process as it was.
@@ -94,6 +95,10 @@ pub fn act_for_own_tags<D: Driver>(
     action: Action,
     timeout: Option<Duration>,
 ) -> Result<Outcome, CoordinatorError> {
+    if tags.names_nccl().0 {
+        let scope = Scope::Tags { tags, owner: None };
+        return act_for_all(member.run_dir(), member.tenant(), scope, action, timeout);
+    }
     let scope = Scope::Tags { tags, owner: Some(member.id()) };
     let lock_timeout = timeout.unwrap_or(Options::default().lock_timeout);
     let _asking = member.asks_itself();

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
+pub use vmm_pool::LIBRARY_TAGS;
 use vmm_pool::Tags;
 
 use crate::identity::MemberId;
@@ -13,7 +14,7 @@ pub enum Scope {
     /// All of it. The processes stand still while it is away.
     #[default]
     Whole,
-    /// That of regions with these tags. The processes run on without it.
+    /// That with these tags. The processes run on without it.
     Tags {
         /// Which tags.
         tags: TagNames,
@@ -22,19 +23,41 @@ pub enum Scope {
     },
 }
 
-/// Tags of regions, by name.
+/// The tag of NCCL's own memory. While some of it is away, calls into NCCL wait at the cut.
+pub const NCCL_TAG: &str = LIBRARY_TAGS[0];
+
+/// Tags, by name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum TagNames {
-    /// Every tag there is.
+    /// Every tag of a region; for a resume, every tag there is.
     All,
     /// These.
     Named(BTreeSet<String>),
 }
 
 impl TagNames {
-    /// Is `tag` one of them?
-    pub fn has(&self, tag: &str) -> bool {
-        Tags::from(self).has(tag)
+    /// What a pause takes of them.
+    pub fn to_pause(&self) -> Tags {
+        match self {
+            Self::All => Tags::Regions,
+            Self::Named(_) => self.into(),
+        }
+    }
+
+    /// What a resume brings back of them.
+    pub fn to_resume(&self) -> Tags {
+        self.into()
+    }
+
+    /// Is NCCL's own memory named, and what else is?
+    pub fn names_nccl(&self) -> (bool, usize) {
+        match self {
+            Self::All => (false, 0),
+            Self::Named(names) => {
+                let is_named = names.contains(NCCL_TAG);
+                (is_named, names.len() - usize::from(is_named))
+            }
+        }
     }
 }
 

@@ -627,6 +627,34 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes,
     return ncclSuccess;
 }
 
+/* Collective. */
+ncclResult_t ncclDevCommCreate(ncclComm_t comm, const void *requirements, ncclDevComm_t *made)
+{
+    (void)requirements;
+    meet_all(alive(comm));
+    made->comm = comm;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclDevCommDestroy(ncclComm_t comm, const ncclDevComm_t *made)
+{
+    return made->comm == alive(comm) ? ncclSuccess : ncclInvalidArgument;
+}
+
+ncclResult_t ncclMemAlloc(void **address, size_t bytes)
+{
+    CUdeviceptr made = 0;
+    OK(cuMemAlloc(&made, bytes));
+    *address = (void *)made;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclMemFree(void *address)
+{
+    OK(cuMemFree((CUdeviceptr)address));
+    return ncclSuccess;
+}
+
 /* Local to the rank. */
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window)
 {

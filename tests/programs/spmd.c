@@ -14,7 +14,7 @@
  *   churn      communicators are made, split, used and destroyed all the time
  *   suspend    the job suspends and resumes its communicator by itself, alone and in groups
  *   waiting    communicators that do not block: every call is asked about until it is over
- *   window, signal, experts, grow, shrink, regraph, abort, abort-group
+ *   window, given, kernels, signal, experts, grow, shrink, regraph, abort, abort-group
  *              see spmd/others.h
  */
 #include "simnccl/simnccl.h"
@@ -407,6 +407,8 @@ static uint64_t run(void)
 {
     if (strcmp(mode, "window") == 0)
         return run_window();
+    if (strcmp(mode, "given") == 0 || strcmp(mode, "kernels") == 0)
+        return run_given(strcmp(mode, "kernels") == 0);
     if (strcmp(mode, "signal") == 0)
         return run_signal();
     if (strcmp(mode, "experts") == 0)

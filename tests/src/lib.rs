@@ -15,6 +15,7 @@
 mod child;
 mod files;
 mod job;
+mod random;
 mod rank;
 mod spmd;
 mod stage;
@@ -24,6 +25,7 @@ mod trouble;
 pub use child::Ran;
 pub use files::Files;
 pub use job::{Job, JobOptions};
+pub use random::Random;
 pub use rank::{Answer, Rank};
 pub use spmd::{Spmd, SpmdOptions};
 pub use stage::{MIB, Stage, statistic};

@@ -1,11 +1,11 @@
 //! Jobs over the simulated NCCL, linked as libtorch is or found by ctypes, paused from outside at any
 //! instant. The jobs know nothing of pauses, and what they compute shows every result of every step.
 
-#![expect(clippy::print_stdout, reason = "a failed test shows the seed that repeats it")]
+#![expect(clippy::print_stdout, reason = "a failed test shows what it did")]
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
-use sublet_tests::{MIB, Outcome, Spmd, SpmdOptions, Stage};
+use sublet_tests::{MIB, Outcome, Random, Spmd, SpmdOptions, Stage};
 
 const CAPACITIES: [u64; 4] = [128 * MIB; 4];
 /// Pauses of one job, at most. `SUBLET_TEST_PAUSES` asks for more, and for jobs that are as much longer.
@@ -14,26 +14,6 @@ const PAUSES_MAX: u32 = 20;
 const PAUSES_MIN: u32 = 4;
 /// The job runs for up to this long between pauses.
 const GAP_MAX_MS: u64 = 60;
-
-/// Numbers that look random. A run is repeated by giving its seed in `SUBLET_TEST_SEED`.
-struct Random(u64);
-
-impl Random {
-    fn new() -> Outcome<Self> {
-        let given = std::env::var("SUBLET_TEST_SEED").ok().and_then(|text| text.parse().ok());
-        let now = SystemTime::now().duration_since(UNIX_EPOCH)?;
-        let seed = given.unwrap_or(u64::from(now.subsec_nanos()));
-        println!("SUBLET_TEST_SEED={seed}");
-        Ok(Self(seed))
-    }
-
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)) % limit
-    }
-}
 
 /// The job gives the same when it is paused at random instants as when nobody pauses it.
 fn survives_pauses(mode: &'static str, ranks: usize, steps: u32) -> Outcome {

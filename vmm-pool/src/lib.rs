@@ -32,8 +32,8 @@ pub use error::{PoolError, PoolResult};
 pub use ids::{AllocationId, VirtualHandle};
 pub use journal::{Step, StepLog};
 pub use ledger::{
-    Class, Facts, Held, Holding, HoldingSource, Known, References, Selection, Sight, Standing,
-    StayReason, TagTotals, Tags, TicketWatch, Whose,
+    Class, Facts, Held, Holding, HoldingSource, Known, LIBRARY_TAGS, References, Selection, Sight,
+    Standing, StayReason, TagTotals, Tags, TicketWatch, Whose,
 };
 pub use peer::PeerId;
 pub use pool::{Entered, Export, GiveUp, ImportSource, Kind, LostImports, Pool, Registered, Use};

@@ -80,7 +80,9 @@ def pause(
     success. Memory that PyTorch has cached and no tensor uses is given back without being saved.
 
     Args:
-        tags: a tag, several, or ``None`` for everything.
+        tags: a tag, several, or ``None`` for everything. ``"nccl"`` is NCCL's own memory in all
+            processes of the tenant: calls into NCCL wait for the resume meanwhile. It goes in a call
+            of its own, or with ``whose="tenant"``.
         whose: whose memory the tags mean: ``"process"``, the calling process's (and what other
             processes import of it), or ``"tenant"``, that of every process of the tenant.
         timeout: limit of each phase in seconds; by default those of ``sublet pause``.

@@ -115,6 +115,20 @@ def test_unknown_tag_is_named_with_those_there_are() -> None:
 
 
 @tenant
+def test_nccls_tag_is_no_regions_and_goes_in_a_call_of_its_own() -> None:
+    in_region("kv", "keep")
+    for call in (sublet.pause, sublet.resume):
+        # No communicator is there.
+        assert call("nccl")["outcome"] == "already"
+        with pytest.raises(sublet.UsageError, match="in a call of its own"):
+            call(["kv", "nccl"])
+    assert sublet.pause(["kv", "nccl"], whose="tenant")["outcome"] == "completed"
+    assert sublet.resume(["kv", "nccl"], whose="tenant")["outcome"] == "completed"
+    with pytest.raises(sublet.UsageError, match="nccl's own memory"), sublet.region("nccl"):
+        pass
+
+
+@tenant
 def test_innermost_region_counts_and_memory_outside_has_no_tag() -> None:
     with sublet.region("outer"):
         allocate(2 * MIB)

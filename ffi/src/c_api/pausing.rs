@@ -180,6 +180,11 @@ unsafe fn act_for_tags(
                 let message = format!("this process is of tenant '{own}', not of '{tenant}'");
                 return Err(fail(ARGUMENT, &message));
             }
+            if let (true, 1..) = tags.names_nccl() {
+                let message = "tag 'nccl' is NCCL's memory in all processes: name it in a call of its own, or with \
+                               SUBLET_WHOSE_TENANT";
+                return Err(fail(ARGUMENT, message));
+            }
             Ok(settled(requests::act_for_own_tags(member, tags, action, timeout_of(timeout_ms))))
         }
         _ => Err(fail(ARGUMENT, &format!("{whose} is no SUBLET_WHOSE_ value: use 0 or 1"))),

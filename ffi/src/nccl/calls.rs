@@ -10,6 +10,7 @@ use sublet_nccl::collectives::{
     Awaited, Collectives, NcclResult, Operation, Process, Signal, of_unique_ids,
 };
 use tenants::cut::{Cut, Increment};
+use tenants::region;
 
 use super::{Function, NCCL};
 use crate::interpose::Pointer;
@@ -299,8 +300,22 @@ function! {
 function! {
     ncclDevCommCreate(communicator: Pointer, requirements: Pointer, made: Pointer)
         by member |all, here, call| {
-            all.agree(here, "ncclDevCommCreate", communicator.expose_provenance(), call)
+            let made = all.agree(here, "ncclDevCommCreate", communicator.expose_provenance(), call);
+            if made == NcclResult::SUCCESS {
+                super::note_unseen(|| {
+                    "a communicator for kernels (ncclDevCommCreate) is in use, and such kernels are not held back".to_owned()
+                });
+            }
+            made
         }
+}
+
+/// `ncclMemAlloc`. The memory is the caller's, who uses it without NCCL too.
+///
+/// # Safety
+/// As NCCL's function of this name.
+pub(crate) unsafe extern "C" fn ncclMemAlloc(address: Pointer, bytes: usize) -> c_int {
+    region::for_caller(|| call_nccl!(ncclMemAlloc(address => Pointer, bytes => usize))).0
 }
 
 // The first communicator may be made inside a group: its start must have been counted.

@@ -19,6 +19,7 @@ pub(crate) mod calls;
 pub(crate) mod experts;
 
 use std::ffi::{CStr, c_int};
+use std::sync::OnceLock;
 
 use sublet_nccl::collectives::NcclResult;
 
@@ -68,6 +69,7 @@ interpose_library! {
         ncclGroupEnd;
         ncclGroupSimulateEnd;
         ncclGroupStart;
+        ncclMemAlloc;
         ncclPutSignal;
         ncclRecv;
         ncclReduce;
@@ -87,7 +89,10 @@ fn found(path: &CStr, is_watched: bool) {
     let path = path.to_string_lossy();
     if is_watched {
         tracing::debug!(%path, "NCCL");
-    } else if let Some(member) = runtime::member() {
+        return;
+    }
+    note_unseen(|| format!("a second NCCL is in use, {path}, whose calls are not held back"));
+    if let Some(member) = runtime::member() {
         member.note(format!(
             "a second NCCL is in use, {path}: a pause in the middle of its collectives times out"
         ));
@@ -96,7 +101,20 @@ fn found(path: &CStr, is_watched: bool) {
     }
 }
 
+/// What of NCCL's work in this process a pause of its memory alone would not hold back.
+static UNSEEN: OnceLock<String> = OnceLock::new();
+
+/// Why NCCL's memory cannot be taken from this process while it runs on.
+pub(crate) fn unseen_work() -> Option<String> {
+    UNSEEN.get().cloned()
+}
+
+fn note_unseen(why: impl FnOnce() -> String) {
+    UNSEEN.get_or_init(why);
+}
+
 fn called(name: &CStr) {
+    note_unseen(|| format!("{} is used, which is not held back", name.to_string_lossy()));
     if let Some(member) = runtime::member() {
         let name = name.to_string_lossy();
         member.note(format!("{name} is used, which a pause in the middle does not see"));

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use tenants::identity::TenantName;
-use tenants::scope::{Scope, TagNames};
+use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
 
 /// Lets several jobs share the same GPUs by turns.
 #[derive(Debug, Parser)]
@@ -67,15 +67,19 @@ pub(crate) struct TagArgs {
     /// once
     #[arg(long = "tag", value_name = "TAG")]
     tags: Vec<String>,
+    /// Only this library's own memory, in all processes, which run on: calls into the library wait for the resume.
+    /// May be given beside tags
+    #[arg(long = "library", value_name = "LIBRARY", value_parser = LIBRARY_TAGS)]
+    libraries: Vec<String>,
 }
 
 impl TagArgs {
     /// What to pause or resume.
     pub(crate) fn scope(&self) -> Scope {
-        if self.tags.is_empty() {
+        if self.tags.is_empty() && self.libraries.is_empty() {
             return Scope::Whole;
         }
-        let tags = TagNames::Named(self.tags.iter().cloned().collect());
+        let tags = TagNames::Named(self.tags.iter().chain(&self.libraries).cloned().collect());
         Scope::Tags { tags, owner: None }
     }
 }

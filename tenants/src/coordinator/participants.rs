@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use super::CoordinatorError;
 use super::report::Event;
 use super::session::{OnFailure, Session};
-use crate::scope::{Scope, TagNames};
+use crate::scope::{LIBRARY_TAGS, Scope, TagNames};
 use crate::wire::{Action, MemberState, Phase};
 
 impl Session<'_> {
@@ -41,6 +41,10 @@ impl Session<'_> {
         }
         let infos = members.iter().filter_map(|index| self.peers.list[*index].info.as_ref());
         let rows = infos.flat_map(|info| info.tags.iter().map(|row| (info.id, row)));
+        let tags = match action {
+            Action::Pause => tags.to_pause(),
+            Action::Resume => tags.to_resume(),
+        };
         let bytes = rows.filter(|(_, row)| tags.has(&row.tag)).map(|(id, row)| {
             match (action, self.scope.is_about(id)) {
                 (Action::Pause, true) => row.resident_bytes,
@@ -60,7 +64,9 @@ impl Session<'_> {
         let infos = self.peers.list.iter().filter_map(|peer| peer.info.as_ref());
         let known: BTreeSet<String> =
             infos.flat_map(|info| &info.tags).map(|row| row.tag.clone()).collect();
-        let unknown: Vec<String> = wanted.difference(&known).cloned().collect();
+        let mut unknown: Vec<String> = wanted.difference(&known).cloned().collect();
+        // A library's may come to be at any time.
+        unknown.retain(|tag| !LIBRARY_TAGS.contains(&tag.as_str()));
         if unknown.is_empty() {
             return Ok(());
         }

@@ -45,6 +45,9 @@ pub(super) struct Table {
     /// Moves with everything that happens while not open.
     pub(super) progress: u64,
     mode: Mode,
+    /// Memory that launches need is away while the process runs: whoever holds, only the end of a communicator is let
+    /// through.
+    is_away: bool,
     limits: Limits,
     holder: Option<u64>,
     /// Moves when whoever watches is to stop.
@@ -117,12 +120,12 @@ fn needs(increments: &[Increment]) -> Vec<Need> {
 
 impl Table {
     fn admits(&self, increments: &[Increment]) -> bool {
+        let is_end = |increment: &Increment| increment.counter.lane.series == Series::End;
         match self.mode {
+            Mode::Paused => increments.iter().all(is_end),
+            Mode::Open | Mode::Held if self.is_away => increments.iter().all(is_end),
             Mode::Open => true,
             Mode::Held => self.limits.admit(&needs(increments)),
-            Mode::Paused => {
-                increments.iter().all(|increment| increment.counter.lane.series == Series::End)
-            }
         }
     }
 }
@@ -221,10 +224,18 @@ impl Cut {
         self.set(&mut table, Mode::Paused);
     }
 
-    /// Lets everything through.
+    /// Lets everything through, unless memory that launches need is away.
     pub fn release(&self) {
         let mut table = self.table();
         self.set(&mut table, Mode::Open);
+    }
+
+    /// From now on memory that launches need is away while the process runs, or no longer.
+    pub fn set_away(&self, is_away: bool) {
+        let mut table = self.table();
+        table.is_away = is_away;
+        let mode = table.mode;
+        self.set(&mut table, mode);
     }
 
     /// Is a hold in force?
@@ -238,7 +249,8 @@ impl Cut {
             table.limits = Limits::default();
             table.first_seen.clear();
         }
-        self.mode.store(mode as u8, Ordering::SeqCst);
+        let seen = if table.is_away && mode == Mode::Open { Mode::Paused } else { mode };
+        self.mode.store(seen as u8, Ordering::SeqCst);
         self.admitted.notify_all();
         self.moved.notify_all();
     }

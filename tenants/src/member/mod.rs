@@ -80,13 +80,15 @@ pub struct MemberConfig {
     /// Why device memory of this process may be pinned where nobody sees it, and what would help; asked at each pause
     /// that is to take some away.
     pub unseen_pins: fn() -> Option<String>,
+    /// Why NCCL's memory cannot leave while the process runs on: work may need it that is not held back.
+    pub unseen_nccl: fn() -> Option<String>,
     /// How many threads bring new host memory in. With none it comes in as contents are copied there.
     pub toucher_threads: usize,
 }
 
 impl MemberConfig {
     /// What must be said, and no more: host memory without a limit, no contexts of the application's own, nothing
-    /// known to be unused, everything gated, no pins unseen, one thread for new host memory.
+    /// known to be unused, everything gated, no pins and no work of NCCL's unseen, one thread for new host memory.
     pub fn new(run_dir: RunDir, tenant: TenantName, command: &str, version: &str) -> Self {
         Self {
             run_dir,
@@ -98,6 +100,7 @@ impl MemberConfig {
             unused: Vec::new,
             ungated: || None,
             unseen_pins: || None,
+            unseen_nccl: || None,
             toucher_threads: 1,
         }
     }

@@ -18,7 +18,7 @@ use crate::cut::{Limits, Seen};
 use crate::host_memory::HostNeed;
 use crate::phase::{Action, Stage};
 use crate::references::{References, Stay};
-use crate::scope::Scope;
+use crate::scope::{NCCL_TAG, Scope};
 use crate::state::Event;
 use crate::wire::{
     DeviceDelta, Failure, FailureKind, MemberState, Order, Phase, PhaseReport, Reply,
@@ -99,6 +99,7 @@ impl<D: Driver> Member<D> {
         }
         self.take_progress().abandon();
         self.pool.let_through_for_good();
+        self.cut.set_away(false);
         self.cut.release();
     }
 
@@ -130,6 +131,7 @@ impl<D: Driver> Member<D> {
         self.expect(MemberState::Active)?;
         self.refuse_ungated()?;
         self.refuse_unseen_pins(scope)?;
+        self.refuse_unseen_nccl(scope)?;
         self.refuse_capture()?;
         self.end_closed_tickets();
         let draining = self.pool.close();
@@ -181,6 +183,17 @@ impl<D: Driver> Member<D> {
             let own = std::process::id();
             Err(wrong_state(format!("process {own} cannot be paused: {why}")))
         })
+    }
+
+    /// Refuses to take NCCL's memory from a process that runs on, where work that we do not hold back may need it.
+    fn refuse_unseen_nccl(&self, scope: &Scope) -> Result<(), Failure> {
+        let Scope::Tags { tags, .. } = scope else { return Ok(()) };
+        let (is_named, _) = tags.names_nccl();
+        let Some(why) = (self.config.unseen_nccl)().filter(|_| is_named) else { return Ok(()) };
+        let own = std::process::id();
+        Err(wrong_state(format!(
+            "NCCL's memory of process {own} cannot be paused alone: {why}; pause the whole tenant instead"
+        )))
     }
 
     /// Gives memory back that nothing held but tickets, all closed by now. The worker's alone: it is who shuts the gate,
@@ -287,6 +300,8 @@ impl<D: Driver> Member<D> {
         match selection {
             Selection::Tagged(..) => {
                 self.transition(Event::TagsReleased)?;
+                // Before the gate opens: what stands at it may be a launch.
+                self.cut.set_away(self.pool.is_set_aside(NCCL_TAG));
                 drop(done);
                 self.cut.release();
             }
@@ -492,6 +507,7 @@ impl<D: Driver> Member<D> {
         self.status().resumes += u64::from(is_resume_of_all);
         self.changed.notify_all();
         drop(done);
+        self.cut.set_away(self.pool.is_set_aside(NCCL_TAG));
         self.cut.release();
         self.close_later(spare);
         Ok(PhaseReport::default())

@@ -13,7 +13,7 @@ impl<D: Driver> Member<D> {
     pub fn paused_selection(&self, scope: &Scope) -> Selection {
         match scope {
             Scope::Whole => Selection::Whole,
-            Scope::Tags { tags, owner } => Selection::Tagged(tags.into(), self.whose(*owner)),
+            Scope::Tags { tags, owner } => Selection::Tagged(tags.to_pause(), self.whose(*owner)),
         }
     }
 
@@ -21,14 +21,14 @@ impl<D: Driver> Member<D> {
     pub(crate) fn resumed_selection(&self, scope: &Scope, state: MemberState) -> Selection {
         match (scope, state) {
             (Scope::Whole, _) => Selection::Whole,
-            (Scope::Tags { tags, .. }, MemberState::Paused) => Selection::Staged(tags.into()),
+            (Scope::Tags { tags, .. }, MemberState::Paused) => Selection::Staged(tags.to_resume()),
             (
                 Scope::Tags { tags, owner },
                 MemberState::Active
                 | MemberState::Offloading
                 | MemberState::Restoring
                 | MemberState::Faulted,
-            ) => Selection::SetAside(tags.into(), self.whose(*owner)),
+            ) => Selection::SetAside(tags.to_resume(), self.whose(*owner)),
         }
     }
 

@@ -64,6 +64,13 @@ ncclResult_t ncclCommGrow(ncclComm_t parent, int ranks, const ncclUniqueId *id, 
                           ncclConfig_t *config);
 ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes, ncclWindow_t *made, int flags);
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window);
+/* For kernels of the application's own; local to the rank when it ends. */
+typedef struct { ncclComm_t comm; } ncclDevComm_t;
+ncclResult_t ncclDevCommCreate(ncclComm_t comm, const void *requirements, ncclDevComm_t *made);
+ncclResult_t ncclDevCommDestroy(ncclComm_t comm, const ncclDevComm_t *made);
+/* Memory of the caller's. */
+ncclResult_t ncclMemAlloc(void **address, size_t bytes);
+ncclResult_t ncclMemFree(void *address);
 ncclResult_t ncclPutSignal(const void *data, size_t count, ncclDataType_t kind, int peer, ncclWindow_t window,
                            size_t offset, int index, int context, unsigned flags, ncclComm_t comm, ncclStream_t stream);
 ncclResult_t ncclSignal(int peer, int index, int context, unsigned flags, ncclComm_t comm, ncclStream_t stream);

@@ -28,6 +28,35 @@ static uint64_t run_window(void)
     return sum;
 }
 
+/* Sums in memory that NCCL gave its caller; with `for_kernels`, the communicator is also one for kernels. */
+static uint64_t run_given(bool for_kernels)
+{
+    ncclComm_t comm = world(0);
+    CUstream stream = new_stream();
+    CUdeviceptr first = tensor(1);
+    void *given = NULL;
+    ncclDevComm_t made;
+    NCCL(ncclMemAlloc(&given, BYTES));
+    if (for_kernels)
+        NCCL(ncclDevCommCreate(comm, NULL, &made));
+    uint32_t words[WORDS];
+    OK(cuMemcpyDtoH(words, first, BYTES));
+    OK(cuMemcpyHtoD((CUdeviceptr)given, words, BYTES));
+    for (int step = 0; step < steps; step++) {
+        maybe_stick(step);
+        compute((CUdeviceptr)given, stream);
+        all_reduce((CUdeviceptr)given, comm, stream);
+        if (step % 3 == 0)
+            OK(cuStreamSynchronize(stream));
+    }
+    uint64_t sum = sum_of((CUdeviceptr)given, stream);
+    if (for_kernels)
+        NCCL(ncclDevCommDestroy(comm, &made));
+    NCCL(ncclCommDestroy(comm));
+    NCCL(ncclMemFree(given));
+    return sum;
+}
+
 /* Each rank signals the next, and waits for what the one before has signalled, now and then for two at once. The last
  * signals nobody waits for. */
 static uint64_t run_signal(void)

@@ -66,7 +66,7 @@ const PASSED: &[(&str, &[&str])] = &[
     ),
     (
         "one rank's own memory, which the driver's hooks see; no other rank takes part",
-        &["ncclCommDeregister", "ncclCommRegister", "ncclMemAlloc", "ncclMemFree"],
+        &["ncclCommDeregister", "ncclCommRegister", "ncclMemFree"],
     ),
     (
         "deregistration is local to the rank (documentation of ncclCommWindowDeregister): ranks make it at different \

@@ -39,7 +39,7 @@ pub use references::{Held, References, StayReason};
 use residency::Change;
 pub use row::Class;
 pub(crate) use row::{Mapping, NewRow, Origin, Presence, Row};
-pub use selection::{Selection, Tags, Whose};
+pub use selection::{LIBRARY_TAGS, Selection, Tags, Whose};
 use slab::Slab;
 pub use tickets::TicketWatch;
 

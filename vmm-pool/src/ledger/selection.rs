@@ -5,11 +5,22 @@ use std::collections::BTreeSet;
 use super::Row;
 use crate::PeerId;
 
-/// Tags of regions.
+/// Tags that libraries' own memory has by itself: its library sees to it that nobody touches it while it is away. No
+/// region has them.
+pub const LIBRARY_TAGS: [&str; 1] = ["nccl"];
+
+/// Does memory of this tag, or of none, belong to no region?
+fn is_of_no_region(tag: &str) -> bool {
+    tag.is_empty() || LIBRARY_TAGS.contains(&tag)
+}
+
+/// Tags of memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Tags {
-    /// Every tag. Memory outside any region has none.
+    /// Every tag. Memory outside any region has none, unless it is a library's.
     All,
+    /// Every tag of a region.
+    Regions,
     /// These.
     Named(BTreeSet<String>),
 }
@@ -19,6 +30,7 @@ impl Tags {
     pub fn has(&self, tag: &str) -> bool {
         match self {
             Self::All => !tag.is_empty(),
+            Self::Regions => !is_of_no_region(tag),
             Self::Named(tags) => tags.contains(tag),
         }
     }
@@ -48,7 +60,7 @@ pub enum Selection {
     Tagged(Tags, Whose),
     /// A resume by tag of a process that runs: what is set aside of these.
     SetAside(Tags, Whose),
-    /// A resume by tag of a process that is wholly paused: what has no tag, and these tags.
+    /// A resume by tag of a process that is wholly paused: what belongs to no region, and these tags.
     Staged(Tags),
 }
 
@@ -59,7 +71,7 @@ impl Selection {
             Self::Whole => !row.is_set_aside(),
             Self::Tagged(tags, whose) => tags.has(tag) && whose.has(row),
             Self::SetAside(tags, whose) => row.is_set_aside() && tags.has(tag) && whose.has(row),
-            Self::Staged(tags) => tag.is_empty() || tags.has(tag),
+            Self::Staged(tags) => (is_of_no_region(tag) && !row.is_set_aside()) || tags.has(tag),
         }
     }
 }

@@ -118,6 +118,12 @@ impl<D: Driver> Pool<D> {
         self.ledger().by_id(id).map(|row| row.class().tag.clone()).unwrap_or_default()
     }
 
+    /// Does the process run without some memory of `tag`, its own or imported?
+    pub fn is_set_aside(&self, tag: &str) -> bool {
+        let ledger = self.ledger();
+        ledger.rows().any(|row| row.class().tag == tag && !row.is_lost() && row.is_set_aside())
+    }
+
     /// Does another process hold memory of `selection` that this one owns, or a ticket for it?
     pub fn is_shared(&self, selection: &Selection) -> bool {
         self.ledger().shares(selection)

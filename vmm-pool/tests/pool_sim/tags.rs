@@ -30,8 +30,11 @@ fn filled(pool: &SimPool, units: u64, class: Class, seed: u64) -> VaRange {
 }
 
 pub(crate) fn pause_tags(pool: &SimPool, tags: &[&str]) {
-    let selection = Selection::Tagged(names(tags), Whose::Everybody);
-    pool.save(&selection, UNLIMITED).expect("saved");
+    pause_selected(pool, &Selection::Tagged(names(tags), Whose::Everybody));
+}
+
+fn pause_selected(pool: &SimPool, selection: &Selection) {
+    pool.save(selection, UNLIMITED).expect("saved");
     let log = pool.release_selected().expect("released");
     assert_eq!(log.notes, [""; 0]);
 }
@@ -111,6 +114,41 @@ fn a_paused_process_can_come_back_with_some_tags_only() {
     assert!(holds(&pool, DEVICE, other, pattern(3)));
     resume_tags(&pool, &["kv"]);
     assert!(holds(&pool, DEVICE, cache, pattern(2)));
+}
+
+#[test]
+fn a_librarys_memory_leaves_by_its_tag_and_comes_back_only_when_it_is_asked_for() {
+    let pool = pool(&node());
+    let buffers = filled(&pool, 2, tagged("nccl", Contents::Keep), 1);
+    let weights = filled(&pool, 4, tagged("weights", Contents::Keep), 2);
+    let other = filled(&pool, 1, kept(), 3);
+    let everything = [buffers, weights, other];
+    let there = |units: u64| {
+        assert_eq!(CAPACITY_BYTES - free_bytes(&pool, DEVICE), units * UNIT);
+    };
+    // All regions are others.
+    pause_selected(&pool, &Selection::Tagged(Tags::Regions, Whose::Everybody));
+    assert!(!pool.is_set_aside("nccl") && pool.is_set_aside("weights"));
+    there(2 + 1);
+    pause_tags(&pool, &["nccl"]);
+    assert!(pool.is_set_aside("nccl"));
+    // A pause and resume of everything pass over it, and so does one by another tag.
+    pause(&pool);
+    resume_selected(&pool, &Selection::Staged(names(&["weights"])));
+    there(4 + 1);
+    pause(&pool);
+    resume(&pool);
+    there(4 + 1);
+    // Taken by a pause of everything, it comes back with what belongs to no region.
+    resume_selected(&pool, &Selection::SetAside(Tags::All, Whose::Everybody));
+    assert!(!pool.is_set_aside("nccl"));
+    pause(&pool);
+    resume_selected(&pool, &Selection::Staged(names(&["kv"])));
+    there(2 + 1);
+    resume_selected(&pool, &Selection::SetAside(names(&["weights"]), Whose::Everybody));
+    for (range, seed) in everything.into_iter().zip(1..) {
+        assert!(holds(&pool, DEVICE, range, pattern(seed)));
+    }
 }
 
 #[test]

@@ -311,6 +311,42 @@ fn what_is_counted_while_the_slots_are_looked_at_is_in_the_report() {
     assert_eq!((row.launched, counter.launched()), (1, 1), "{report:?}");
 }
 
+#[test]
+fn while_memory_is_away_launches_wait_whoever_holds_and_ends_pass() {
+    let cut = Cut::default();
+    let launch = [increment(&cut, collectives(1), 1)];
+    let end = [increment(&cut, lane(1, Series::End), 1)];
+    cut.set_away(true);
+    let (launched, stop) = (AtomicBool::new(false), AtomicBool::new(false));
+    thread::scope(|scope| {
+        let _let_go = LetGo { cut: &cut, stop: &stop };
+        scope.spawn(|| {
+            drop(cut.enter("ncclAllReduce", &launch));
+            launched.store(true, Ordering::SeqCst);
+        });
+        while cut.report(0).waiting.is_empty() {
+            thread::yield_now();
+        }
+        let waits = || !launched.load(Ordering::SeqCst) && cut.report(0).waiting.len() == 1;
+        cut.release();
+        assert!(waits(), "nobody holds");
+        let mut limits = Limits::default();
+        limits.raise(launch[0].counter.lane(), 5);
+        cut.claim(COORDINATOR);
+        assert!(cut.hold(COORDINATOR, limits));
+        assert!(waits(), "its limits admit it");
+        cut.abandon(COORDINATOR);
+        assert!(waits(), "whoever held is gone");
+        cut.pause();
+        cut.release();
+        assert!(waits(), "a pause of everything is over");
+        drop(cut.enter("ncclCommDestroy", &end));
+        assert!(waits());
+        cut.set_away(false);
+    });
+    assert!(launched.load(Ordering::SeqCst));
+}
+
 /// Lets the threads of a test end, however it does.
 struct LetGo<'a> {
     cut: &'a Cut,
@@ -320,6 +356,7 @@ struct LetGo<'a> {
 impl Drop for LetGo<'_> {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
+        self.cut.set_away(false);
         self.cut.release();
     }
 }

@@ -250,15 +250,15 @@ impl Script {
         let is_unchanged = matches!(verdict, Verdict::Refused(refusal) if refusal.left_unchanged);
         match (request.action, &request.scope) {
             (Action::Pause, Scope::Tags { tags, .. }) if !is_unchanged => {
-                let gone = TAGS.iter().filter(|tag| tags.has(tag));
+                let gone = TAGS.iter().filter(|tag| tags.to_resume().has(tag));
                 gone.for_each(|tag| found.market.tag_goes(tag));
             }
             (Action::Resume, Scope::Tags { tags, .. }) => {
                 if is_done {
-                    found.market.tags_are_back(|tag| tags.has(tag));
+                    found.market.tags_are_back(|tag| tags.to_resume().has(tag));
                 }
                 if found.is_paused && !is_unchanged {
-                    let left = TAGS.iter().filter(|tag| !tags.has(tag));
+                    let left = TAGS.iter().filter(|tag| !tags.to_resume().has(tag));
                     left.for_each(|tag| found.market.tag_goes(tag));
                 }
             }

@@ -1,0 +1,193 @@
+//! NCCL's memory leaves by itself, and its processes run on: work without NCCL goes on, calls into NCCL wait for the
+//! resume, and what the job computes is the same.
+
+#![expect(clippy::print_stdout, reason = "a failed test shows the seed that repeats it")]
+
+use std::time::Duration;
+
+use serde_json::Value;
+use sublet_tests::{MIB, Outcome, Random, Spmd, SpmdOptions, Stage};
+
+const CAPACITIES: [u64; 4] = [128 * MIB; 4];
+const PAUSES_MAX: u32 = 12;
+/// Fewer would mean that the jobs are too short to test anything.
+const PAUSES_MIN: u32 = 3;
+const GAP_MAX_MS: u64 = 60;
+
+/// `own` and `resident` bytes of NCCL's own memory on device 0 in all processes, and the bytes of the others' there.
+fn nccl_bytes(stage: &Stage) -> Outcome<[u64; 3]> {
+    let mut sums = [0; 3];
+    for member in stage.members("spmd")? {
+        let devices = member["pool"]["devices"].as_array().cloned().unwrap_or_default();
+        for class in devices.iter().flat_map(|device| device["classes"].as_array()).flatten() {
+            let of = |name: &str| class[name].as_u64().unwrap_or(0);
+            if class["tag"] == "nccl" {
+                sums[0] += of("own_bytes");
+                sums[1] += of("resident_bytes");
+            } else {
+                sums[2] += of("resident_bytes");
+            }
+        }
+    }
+    Ok(sums)
+}
+
+fn pause(stage: &Stage) -> Outcome<Value> {
+    stage.sublet(&["pause", "spmd", "--library", "nccl", "--json"])?.succeeded()?.json()
+}
+
+fn resume(stage: &Stage) -> Outcome<Value> {
+    stage.sublet(&["resume", "spmd", "--library", "nccl", "--json"])?.succeeded()?.json()
+}
+
+#[expect(clippy::disallowed_methods, reason = "a random instant is waited for, not an event")]
+fn wait(random: &mut Random, limit_ms: u64) {
+    std::thread::sleep(Duration::from_millis(random.below(limit_ms)));
+}
+
+/// The job gives the same when NCCL's memory leaves at random instants, and stays away for a while, as when it stays.
+fn survives(mode: &'static str, ranks: usize, steps: u32) -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let options = SpmdOptions::new(mode, ranks, steps);
+    let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
+    let mut random = Random::new()?;
+    let mut job = Spmd::start(&stage, &options)?;
+    let mut pauses = 0;
+    while pauses < PAUSES_MAX
+        && !job.is_done_within(Duration::from_millis(random.below(GAP_MAX_MS)))?
+    {
+        pause(&stage)?;
+        if pauses == 0 {
+            let [own, resident, others] = nccl_bytes(&stage)?;
+            assert!(
+                resident == 0 && others > 0,
+                "{mode}: {own} own, {resident} resident, {others} of others"
+            );
+            assert_eq!(stage.states("spmd")?, ["active"]);
+        }
+        wait(&mut random, GAP_MAX_MS);
+        resume(&stage)?;
+        pauses += 1;
+    }
+    println!("{mode}: {pauses} pauses");
+    assert_eq!(job.finish()?, wanted, "{mode}");
+    assert!(pauses >= PAUSES_MIN, "{mode}: only {pauses} pauses: the job is too short");
+    Ok(())
+}
+
+#[test]
+fn collectives_in_threads_groups_and_pipelines_wait_for_it() -> Outcome {
+    survives("data", 2, 2000)?;
+    survives("tensor", 4, 300)?;
+    survives("pipeline", 3, 150)
+}
+
+#[test]
+fn collectives_in_graphs_wait_for_it() -> Outcome {
+    survives("graph", 2, 1500)?;
+    survives("regraph", 2, 250)
+}
+
+#[test]
+fn communicators_that_come_and_go_wait_for_it() -> Outcome {
+    survives("churn", 3, 40)?;
+    survives("waiting", 4, 150)?;
+    survives("grow", 3, 60)
+}
+
+#[test]
+fn windows_and_signals_wait_for_it() -> Outcome {
+    survives("window", 2, 1500)?;
+    survives("given", 2, 1500)?;
+    survives("signal", 3, 2500)
+}
+
+#[test]
+fn work_goes_on_and_a_collective_waits_until_the_resume() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let options = SpmdOptions { stuck: Some((1, 20)), ..SpmdOptions::new("graph", 2, 40) };
+    let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
+    let mut job = Spmd::start(&stage, &options)?;
+    assert_eq!(job.ranks[1].answer()?.text, "stuck");
+    // Rank 0 waits in a collective for rank 1, and so does the pause.
+    let refused = stage.sublet(&["pause", "spmd", "--library", "nccl", "--timeout", "1s"])?;
+    assert_ne!(refused.code, Some(0), "{refused:?}");
+    assert!(nccl_bytes(&stage)?[1] > 0, "nothing has changed");
+    job.ranks[1].say("go on")?;
+    pause(&stage)?;
+    assert!(!job.is_done_within(Duration::from_millis(300))?, "its collectives wait");
+    // What else there is to pause leaves and comes back, and NCCL's stays away.
+    stage.pause("spmd")?;
+    assert_eq!(nccl_bytes(&stage)?[1..], [0, 0]);
+    stage.resume("spmd")?;
+    let [_, resident, others] = nccl_bytes(&stage)?;
+    assert!(resident == 0 && others > 0, "{resident} resident, {others} of others");
+    assert!(!job.is_done_within(Duration::from_millis(300))?, "its collectives wait still");
+    let again = pause(&stage)?;
+    assert_eq!(again["outcome"], "already_paused", "{again}");
+    // A resume of a tenant that runs brings back all that is away.
+    stage.resume("spmd")?;
+    assert_eq!(job.finish()?, wanted);
+    Ok(())
+}
+
+#[test]
+fn nccl_does_not_leave_alone_where_work_of_it_is_not_held_back() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let options = SpmdOptions { stuck: Some((1, 20)), ..SpmdOptions::new("kernels", 2, 40) };
+    let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
+    let mut job = Spmd::start(&stage, &options)?;
+    assert_eq!(job.ranks[1].answer()?.text, "stuck");
+    job.ranks[1].say("go on")?;
+    let refused = stage.sublet(&["pause", "spmd", "--library", "nccl", "--json"])?;
+    let error = refused.json()?["error"].as_str().unwrap_or_default().to_owned();
+    assert!(
+        error.contains("ncclDevCommCreate") && error.contains("pause the whole tenant"),
+        "{error}"
+    );
+    stage.pause("spmd")?;
+    stage.resume("spmd")?;
+    assert_eq!(job.finish()?, wanted);
+    Ok(())
+}
+
+#[test]
+fn a_command_that_is_killed_in_the_middle_leaves_a_job_that_goes_on() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let options = SpmdOptions::new("tensor", 4, 300);
+    let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
+    let mut random = Random::new()?;
+    let job = Spmd::start(&stage, &options)?;
+    for turn in 0..8 {
+        let action = if turn % 2 == 0 { "pause" } else { "resume" };
+        let mut command = stage.command(&stage.files().sublet);
+        let mut child = command.args([action, "spmd", "--library", "nccl"]).spawn()?;
+        wait(&mut random, 25);
+        child.kill()?;
+        child.wait()?;
+    }
+    resume(&stage)?;
+    assert!(nccl_bytes(&stage)?[1] > 0);
+    assert_eq!(job.finish()?, wanted);
+    Ok(())
+}
+
+#[test]
+fn a_rank_that_dies_meanwhile_is_named_and_the_others_can_go_on_without_it() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let options = SpmdOptions { stuck: Some((1, 20)), ..SpmdOptions::new("graph", 2, 40) };
+    let mut job = Spmd::start(&stage, &options)?;
+    assert_eq!(job.ranks[1].answer()?.text, "stuck");
+    job.ranks[1].say("go on")?;
+    pause(&stage)?;
+    let dead = job.ranks[1].pid();
+    job.ranks[1].kill()?;
+    let refused = stage.sublet(&["resume", "spmd", "--library", "nccl", "--json"])?;
+    let error = refused.json()?["error"].as_str().unwrap_or_default().to_owned();
+    assert!(error.contains(&dead.to_string()) && error.contains("--without-lost"), "{error}");
+    let arguments = ["resume", "spmd", "--library", "nccl", "--without-lost"];
+    // Its collectives touch what is lost, so it may be gone before the command is.
+    let resumed = stage.sublet(&arguments)?;
+    assert!(resumed.stdout.contains("are lost: their addresses are unmapped"), "{resumed:?}");
+    Ok(())
+}
