@@ -5,7 +5,7 @@
 #         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
 #         saver sharing custom_allreduce generate unused attach compat contents (of the Python package, from python/*.whl)
-#         strangers graphs stepping nccl_alone
+#         strangers graphs stepping nccl_alone objects
 # Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
 # and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES
 # those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of the five programs of
@@ -21,7 +21,7 @@ CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
     anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
     cycles deaths shortage watchdog zeroed saver sharing custom_allreduce generate unused attach compat contents
-    strangers graphs stepping nccl_alone)
+    strangers graphs stepping nccl_alone objects)
 JOBS=$HERE/jobs
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -123,6 +123,7 @@ run_stepping() {
     suite stepping 590 stepping_job.py --pauses "${STEPPING_PAUSES:-200}" --seed "${ANYTIME_SEED:-1}" \
         --rows "${STEPPING_ROWS:-}"
 }
+run_objects() { GPUS=${GPUS:-0} suite objects 85 objects_job.py; }
 run_attach() { GPUS=1 suite attach 115 attach_job.py; }
 
 # wanted NAME: runs the suite of that name, or says which there are.
