@@ -53,6 +53,7 @@ CHANGE_S = 60.0
 #: Of what the kernel calls available, what the contents of all tenants of a case may take.
 HOST_SHARE = 0.8
 PINNED_REPEATS = 4
+CGROUP = Path("/sys/fs/cgroup")
 
 
 class Skipped(Exception):
@@ -66,6 +67,16 @@ def host_available_bytes(meminfo: str) -> int:
         if name == "MemAvailable":
             return int(rest.split()[0]) * 1024
     return 0
+
+
+def cgroup_left_bytes(folder: Path) -> int | None:
+    """What this process's control group leaves; None where it sets no limit."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        current = (folder / "memory.current").read_text().strip()
+        return None if limit == "max" else max(0, int(limit) - int(current))
+    except (OSError, ValueError):
+        return None
 
 
 def is_unknown(told: dict[str, Any]) -> bool:
@@ -95,7 +106,7 @@ class Race:
         self.data["sizes"], self.data["skipped"], self.data["timelines"] = {}, {}, []
         self.ends: float = time.monotonic() + args.deadline - END_S
         self.case_ends = self.ends
-        self.seed = 1
+        self.seed, self.case = 1, ""
         self.started: list[Ranks] = []
         self.phases = Phases()
         self.plain = self.start("plain", None)
@@ -143,7 +154,7 @@ class Race:
             ranks.print_stacks()
             raise JobError(cli.say(told))
         for report in race_figures.reports(told.get("json")):
-            self.phases.add(f"{words[0]}.{report.get('action', '?')}", report)
+            self.phases.add(f"{self.case}.{words[0]}.{report.get('action', '?')}", report)
         return told
 
     def pause_and_resume(self, ranks: Ranks, series: str) -> list[dict[str, Any]]:
@@ -166,6 +177,8 @@ class Race:
     def size(self, wanted_gib: float, processes: int) -> int:
         """Bytes that each of `processes` can hold: what is wanted, or what the host has memory to save."""
         available = host_available_bytes(Path("/proc/meminfo").read_text())
+        limited = cgroup_left_bytes(CGROUP)
+        available = available if limited is None else min(available, limited)
         room = int(available * HOST_SHARE / processes) // MIB * MIB if available else 0
         wanted = int(wanted_gib * GIB)
         if room and room < wanted:
@@ -351,7 +364,7 @@ class Race:
         if self.ends - now < case.least_s * self.args.scale:
             self.skip(case.name, f"{max(0.0, self.ends - now):.0f} s were left; RACE_CASES={case.name} runs it alone")
             return
-        self.case_ends = min(self.ends, now + case.limit_s)
+        self.case, self.case_ends = case.name, min(self.ends, now + case.limit_s)
         common.log(f"== {case.name}: {case.body.__doc__ or ''}".strip())
         try:
             case.body(self)
@@ -386,7 +399,7 @@ CASES = (
     Case("prepared", Race.case_prepared, 10, 60),
     Case("swap", Race.case_swap, 20, 80),
     Case("every", Race.case_every, 15, 60, 2),
-    Case("nccl", Race.case_nccl, 40, 150, 2),
+    Case("nccl", Race.case_nccl, 60, 180, 2),
     Case("saver", Race.case_saver, 60, 120),
     Case("checkpoint", Race.case_checkpoint, 35, 120),
 )
@@ -435,18 +448,24 @@ def body(args: Any, result: Result, work: Path) -> None:
     """The cases, then the figures, the picture and the tables."""
     cases = chosen(args.cases)
     race = Race(args, result, work)
+    picture = args.picture or args.out.parent / "race.svg"
+    common.at_deadline(lambda _reason: conclude(race, picture))
     for case in cases:
         race.run(case)
-    data = result.data
+    conclude(race, picture)
+    show(result, picture)
+
+
+def conclude(race: Race, picture: Path) -> None:
+    """The figures of what was measured, and their picture."""
+    result, data = race.result, race.data
     data["phases"] = race.phases.summaries()
     wrong = data["samples"].get("wrong_blocks", [])
     if wrong:
         result.check("contents right after every resume", sum(wrong) == 0, f"{sum(wrong)} wrong blocks in {len(wrong)} looks")
     race_figures.finish(result)
     result.save()
-    picture = args.picture or args.out.parent / "race.svg"
     picture.write_text(race_picture.picture(data))
-    show(result, picture)
 
 
 def show(result: Result, picture: Path) -> None:

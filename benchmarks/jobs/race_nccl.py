@@ -45,8 +45,11 @@ def start(race: Race, label: str, tenant: str | None) -> NcclRanks:
 
 
 def connect(race: Race, ranks: NcclRanks, name: str, communicators: int, all_to_all: int) -> None:
-    """The communicators, and everything that their first collectives make."""
-    ranks.call("connect", race.left(60), communicators=communicators, all_to_all_groups=all_to_all)
+    """The first communicators, or further ones, and everything that their first collectives make."""
+    if name == "nccl2":
+        ranks.call("connect", race.left(60))
+        ranks.call("messages", race.left(60), words=list(WORDS))
+    ranks.call("more", race.left(60), communicators=communicators, all_to_all_groups=all_to_all)
     for _ in range(2):
         step = ranks.step(race.left(90))
     common.log(f"{ranks.label} {name}: {communicators} communicators, step {step['seconds']:.3f} s")
@@ -56,7 +59,6 @@ def baseline(race: Race) -> None:
     """Destroy and rebuild, and NCCL's own way."""
     result = race.result
     ranks = start(race, "nccl-plain", None)
-    ranks.call("messages", race.left(60), words=list(WORDS))
     wrong: list[str] = []
     for name, communicators, all_to_all in kinds(race.args.many):
         connect(race, ranks, name, communicators, all_to_all)
@@ -68,10 +70,9 @@ def baseline(race: Race) -> None:
             result.sample(f"{name}_rebuild_destroy_s", max(reply["destroy_s"] for reply in gone))
             result.sample(f"{name}_rebuild_rebuild_s", max(reply["rebuild_s"] for reply in back))
             wrong += [each for reply in back for each in reply["wrong"]]
-        ranks.call("disconnect", race.left(60))
         result.save()
     result.check("nccl: rebuilt collectives bit-identical", not wrong, str(wrong[:6]))
-    race.stop(ranks)
+    end(race, ranks)
 
 
 def suspended(race: Race, ranks: NcclRanks, name: str) -> list[str]:
@@ -94,7 +95,6 @@ def tenant(race: Race) -> None:
     """Pauses and resumes from outside."""
     result = race.result
     ranks = start(race, "nccl", f"race-nccl-{os.getpid()}")
-    ranks.call("messages", race.left(60), words=list(WORDS))
     wrong: list[str] = []
     for name, communicators, all_to_all in kinds(race.args.many):
         connect(race, ranks, name, communicators, all_to_all)
@@ -115,10 +115,15 @@ def tenant(race: Race) -> None:
             title = f"Pause and resume of {communicators} communicators on {race.gpus} GPUs: milliseconds"
             told_both = [each.get("json") for each in told]
             race.data["timelines"].append(race_figures.pause_and_resume(title, told_both, rows))
-        ranks.call("disconnect", race.left(60))
         result.save()
     result.check("nccl: collectives bit-identical after every resume", not wrong, str(wrong[:6]))
-    race.stop(ranks)
+    end(race, ranks)
+
+
+def end(race: Race, ranks: NcclRanks) -> None:
+    """Ends the ranks where they are: to leave in order takes as long as destroying the communicators."""
+    ranks.kill()
+    race.started.remove(ranks)
 
 
 def members(told: dict[str, Any]) -> list[dict[str, Any]]:

@@ -185,15 +185,10 @@ class Rank:
 
     # ------------------------------------------------------------ communicators
 
-    def op_connect(self, communicators: int | None = None, all_to_all_groups: int | None = None) -> dict[str, float]:
-        """The process group and as many communicators as last time, at first two; NCCL makes each at its first
-        collective. `all_to_all_groups` of them do all-to-all too."""
+    def op_connect(self) -> dict[str, float]:
+        """The process group and two communicators, or as many as `op_more` said; NCCL makes each at its first
+        collective."""
         import torch.distributed as dist
-
-        if communicators is not None:
-            self.communicators, self.first = communicators, {}
-        if all_to_all_groups is not None:
-            self.all_to_all_groups = all_to_all_groups
 
         began = time.perf_counter()
         self.dist = dist
@@ -217,6 +212,14 @@ class Rank:
             timeout=timedelta(seconds=120),
         )
         self.groups = [dist.new_group() for _ in range(self.communicators)]
+        return {"seconds": time.perf_counter() - began}
+
+    def op_more(self, communicators: int, all_to_all_groups: int) -> dict[str, float]:
+        """Further communicators, until there are so many, and how many of all of them do all-to-all."""
+        began = time.perf_counter()
+        self.communicators, self.all_to_all_groups, self.first = communicators, all_to_all_groups, {}
+        while len(self.groups) < communicators:
+            self.groups.append(self.dist.new_group())
         return {"seconds": time.perf_counter() - began}
 
     def op_messages(self, words: list[int], seed: int = 1, all_to_all_groups: int = 1) -> dict[str, int]:

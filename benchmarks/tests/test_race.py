@@ -119,6 +119,103 @@ def test_case_ends_with_its_time(node: Path) -> None:
     assert "RACE_CASES=late runs it alone" in data["skipped"]["late"]
 
 
+#: A command that knows what the installed one may not: `prepare`, and swapping one way after the other.
+LATER = """#!/bin/bash
+[ "$1" = prepare ] && exit 0
+words=()
+for word in "$@"; do [ "$word" = --no-overlap ] || words+=("$word"); done
+exec "{command}" "${{words[@]}}"
+"""
+
+
+def named(*names: str) -> tuple[Case, ...]:
+    """Cases by name."""
+    return tuple(case for case in CASES if case.name in names)
+
+
+def test_command_that_knows_more_is_asked_for_more(node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = tmp_path / "later"
+    later.write_text(LATER.format(command=cli.sublet_bin()))
+    later.chmod(0o755)
+    monkeypatch.setenv("SUBLET_BIN", str(later))
+    data = raced(node, "--swap-rounds", "2", cases=named("pinned", "prepared", "swap"))
+    assert data["status"] == "passed" and data["skipped"] == {}, data["checks"]
+    keys = [each["key"] for each in data["figures"]]
+    assert keys == ["prepared_first", "swap_apart", "swap"] and len(data["samples"]["prepare_s"]) == 1
+    assert len(data["samples"]["swap_apart_s"]) == len(data["samples"]["swap_s"]) == 2
+    assert {span["row"] for span in data["timelines"][-1]["spans"]} == {"GPU 0, leaves", "GPU 0, comes"}
+
+
+@pytest.mark.parametrize("code", [0, 801])
+def test_checkpoint_is_timed_or_its_refusal_named(node: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    asked: list[str] = []
+
+    def call(self: Any, op: str, timeout_s: float = 60.0, ranks: Any = None, **arguments: Any) -> list[Any]:
+        if op == "checkpoint":
+            asked.append(arguments["step"])
+            return [{"code": code if arguments["step"] == "restore" else 0, "seconds": 0.5}]
+        answers: list[Any] = real(self, op, timeout_s, ranks, **arguments)
+        return [{**answers[0], "checkpoints": True}] if op == "info" else answers
+
+    real = race_job.Ranks.call
+    monkeypatch.setattr("race_job.Ranks.call", call)
+    data = raced(node, cases=named("checkpoint"))
+    assert data["status"] == "passed", data["checks"]
+    if code == 0:
+        assert asked == ["lock", "checkpoint", "restore", "unlock"]
+        assert data["samples"]["checkpoint_pause_s"] == data["samples"]["checkpoint_resume_s"] == [1.0]
+        assert data["figures"][0]["key"] == "checkpoint"
+    else:
+        assert data["skipped"] == {"checkpoint": "cuCheckpointProcessRestore returned 801"}
+
+
+def test_ways_by_tag_have_their_first_pause_apart(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Way:
+        """A process of a way that has ended well."""
+
+        def finish(self, result: Result, timeout_s: float, prefix: str) -> dict[str, float]:
+            assert timeout_s > 0
+            for seconds in (4.0, 0.4, 0.5):
+                result.sample(f"{prefix}_pause_s", seconds)
+            result.sample(f"{prefix}_resume_s", 0.5)
+            return {"kept_bytes": 20e9}
+
+    started: list[str] = []
+
+    def start(args: Any, work: Path, way: str) -> Way:
+        assert args.change and args.discarded_gb == 2 * args.kept_gb
+        started.append(way)
+        return Way()
+
+    monkeypatch.setattr("race_job.needs_torch", lambda: None)
+    monkeypatch.setattr("saver_job.start", start)
+    data = raced(node, cases=named("saver"))
+    assert started == ["sublet"] and set(data["skipped"]) == {"saver_retained", "saver_saver"}
+    monkeypatch.setattr("race_job.has_rival", lambda: True)
+    data = raced(node, cases=named("saver"))
+    assert started == ["sublet", "sublet", "retained", "saver"] and data["skipped"] == {}
+    assert data["samples"]["saver_retained_first_pause_s"] == [4.0]
+    assert data["samples"]["saver_retained_pause_s"] == [0.4, 0.5]
+    assert data["samples"]["saver_saver_pause_s"] == [4.0, 0.4, 0.5], "which has no better ones"
+    assert data["summary"]["saver_sublet_out_gb_s"]["median"] == pytest.approx(45)
+
+
+def test_race_that_runs_out_of_time_has_the_figures_that_it_got_to(node: Path) -> None:
+    script = (
+        "import sys, time, common, race_job\n"
+        "race_job.CASES = (race_job.CASES[0], race_job.Case('long', lambda race: time.sleep(60), 0, 60))\n"
+        "race_job.chosen = lambda words: list(race_job.CASES)\n"
+        "common.run_job(race_job.parse(sys.argv[1:]), 'race', race_job.body)\n"
+    )
+    given = [*SMALL, "--cold-host", "--deadline", "12", "--scale", "0", "--out", str(node / "race.json")]
+    command = [sys.executable, "-c", script, *given, "--logs", str(node / "logs.txt")]
+    done = subprocess.run(command, env=common.child_env(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == common.EXIT_DEADLINE and "stacks follow" in done.stderr, done.stdout + done.stderr
+    record = json.loads((node / "race.json").read_text())[0]
+    assert record["status"] == "deadline" and record["samples"]["pinned_out_gb_s"] and record["figures"] == []
+    assert ElementTree.parse(node / "race.svg").getroot().get("width") == "900"
+
+
 def test_wrong_contents_are_found(node: Path) -> None:
     ranks = race_job.Ranks(node, "alone", 1, [race_job.HOLDER], launcher="alone")
     assert ranks.call("hold", 30, size_bytes=20 * MIB, block_bytes=8 * MIB) == [{"bytes": 20 * MIB, "blocks": 3}]
@@ -166,6 +263,14 @@ def test_installed_command_does_not_know_nonsense(work: Path) -> None:
 def test_available_memory_is_read() -> None:
     assert race_job.host_available_bytes("MemTotal: 9 kB\nMemAvailable:   12 kB\n") == 12 * 1024
     assert race_job.host_available_bytes("nothing") == 0
+
+
+def test_limit_of_the_control_group_is_read(tmp_path: Path) -> None:
+    assert race_job.cgroup_left_bytes(tmp_path) is None
+    (tmp_path / "memory.current").write_text("30\n")
+    for limit, left in (("max", None), ("100", 70), ("10", 0), ("nonsense", None)):
+        (tmp_path / "memory.max").write_text(limit + "\n")
+        assert race_job.cgroup_left_bytes(tmp_path) == left
 
 
 def test_words_that_are_mixed_are_never_all_alike() -> None:
