@@ -27,6 +27,7 @@ import importlib.util
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -371,8 +372,11 @@ class Race:
             self.result.check(f"{case.name}: ended by itself", True, f"{time.monotonic() - now:.0f} s")
         except Skipped as skipped:
             self.skip(case.name, str(skipped))
-        except JobError as error:
-            self.result.check(f"{case.name}: ended by itself", False, str(error))
+        except Exception as error:
+            # A mistake in one case must not cost the others' minutes.
+            if not isinstance(error, JobError):
+                traceback.print_exc()
+            self.result.check(f"{case.name}: ended by itself", False, f"{type(error).__name__}: {error}")
         finally:
             while self.started:
                 self.started.pop().kill()
@@ -475,6 +479,11 @@ def show(result: Result, picture: Path) -> None:
     print()
     runner.table(race_figures.rows(data))
     print()
+    for name in ("nccl2", "nccl20"):
+        held = [data["samples"].get(f"{name}_{what}") for what in ("host_mib", "own_count", "imported_count")]
+        if all(held):
+            parts = [f"{max(each):,.0f} {what}" for each, what in zip(held, ("MiB of host memory", "own blocks", "imported"), strict=True)]
+            print(f"{name}, at most a rank: {', '.join(parts)}", flush=True)
     for goal in data["goals"]:
         print(f"{'reached' if goal['reached'] else 'MISSED '} {goal['what']}: {goal['detail']}", flush=True)
     for name, why in data["skipped"].items():

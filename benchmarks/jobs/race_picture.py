@@ -121,7 +121,7 @@ class Canvas:
             else:
                 self.box(x, y - 9, 10, 10, kind)
             self.text(x + 15, y, name, "muted small")
-            x += 15 + len(name) * CHARACTER * 0.93 + 18
+            x += 15 + len(name) * CHARACTER + 18
 
 
 class Axis:
@@ -266,8 +266,9 @@ def foot(record: dict[str, Any]) -> str:
     parts = [f"{count} x {name}" if count else str(name), f"driver {record.get('driver')}"]
     parts += [f"{library} {versions[key]}" for key, library in (("torch", "PyTorch"), ("nccl", "NCCL")) if versions.get(key)]
     parts += [f"commit {record.get('commit')}", str(record.get("date"))[:10]]
-    if record.get("status") != "passed":
-        parts.append(f"this run {record.get('status')}")
+    missed = [entry["what"] for entry in record.get("checks") or [] if not entry["passed"]]
+    if missed or record.get("status") in ("error", "deadline"):
+        parts.append(f"this run missed {len(missed)} checks" if missed else "this run did not end")
     return " · ".join(parts)
 
 

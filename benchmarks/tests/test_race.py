@@ -99,9 +99,18 @@ def test_case_that_fails_leaves_the_others_their_turn_and_no_process(node: Path)
         """Cannot be."""
         raise Skipped("no hat here")
 
-    data = raced(node, cases=(Case("hot", fails, 0, 30), Case("hatless", is_skipped, 0, 30), CASES[0]))
+    def breaks(race: Race) -> None:
+        """Has a mistake in it."""
+        raise KeyError("hat")
+
+    cases = (Case("hot", fails, 0, 30), Case("hatless", is_skipped, 0, 30), Case("wrong", breaks, 0, 30), CASES[0])
+    data = raced(node, cases=cases)
     checks = verdicts(data)
-    assert not checks["hot: ended by itself"] and checks["pinned: ended by itself"]
+    assert checks == {
+        "hot: ended by itself": False,
+        "wrong: ended by itself": False,
+        "pinned: ended by itself": True,
+    }
     assert data["skipped"] == {"hatless": "no hat here"} and data["status"] == "failed"
     told = cli.sublet("ps", "--json")
     assert told["exit"] == 0 and told["json"] == [], told
@@ -406,9 +415,9 @@ def test_picture_of_a_record_without_some_panels_leaves_them_out() -> None:
     record = whole()
     record["figures"] = [each for each in record["figures"] if each["panel"] == "times"]
     record["timelines"] = []
-    record["status"] = "failed"
+    record["checks"] = [{"what": "is cold", "passed": False}, {"what": "is blue", "passed": True}]
     said = texts(ElementTree.fromstring(race_picture.picture(record)))
-    assert not any("GB/s" in text for text in said) and any("this run failed" in text for text in said)
+    assert not any("GB/s" in text for text in said) and any("this run missed 1 checks" in text for text in said)
 
 
 def test_picture_is_drawn_from_a_file_and_bad_files_are_refused(tmp_path: Path) -> None:
