@@ -5,13 +5,14 @@
 #         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
 #         saver sharing custom_allreduce generate unused attach compat contents (of the Python package, from python/*.whl)
-#         strangers graphs stepping nccl_alone objects
+#         strangers graphs stepping nccl_alone objects race
 # Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
 # and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES
 # those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of the five programs of
 # one_process, ANYTIME_SEED their instants, also those of strangers. STRANGERS_PAUSES are the pauses of each of its rows,
 # STRANGERS_ROWS the words, by comma, that rows to run have in their names. GRAPHS_CYCLES are the pauses of the idle process of
-# graphs, and of the one that replays; STEPPING_PAUSES and STEPPING_ROWS as those of strangers.
+# graphs, and of the one that replays; STEPPING_PAUSES and STEPPING_ROWS as those of strangers. RACE_CASES are the words, by
+# comma, that cases of race to run have in their names, RACE_GIB what its processes hold each; it draws $OUT/race.svg.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 OUT=${OUT:-$PWD/results}
@@ -21,7 +22,7 @@ CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
     anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
     cycles deaths shortage watchdog zeroed saver sharing custom_allreduce generate unused attach compat contents
-    strangers graphs stepping nccl_alone objects)
+    strangers graphs stepping nccl_alone objects race)
 JOBS=$HERE/jobs
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -36,7 +37,7 @@ export PYTHONDONTWRITEBYTECODE=1
 [ -x "$HERE/bin/sublet" ] && export SUBLET_BIN=${SUBLET_BIN:-$HERE/bin/sublet}
 [ -x "$HERE/bin/conformance_gpu" ] && export SUBLET_CONFORMANCE=${SUBLET_CONFORMANCE:-$HERE/bin/conformance_gpu}
 case "${1:-all}" in
-    -h | --help) sed -n '2,14p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,15p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
 if [ ! -f "$JOBS/common.py" ]; then echo "run.sh: $JOBS/common.py is missing" >&2; exit 2; fi
 
@@ -124,6 +125,10 @@ run_stepping() {
         --rows "${STEPPING_ROWS:-}"
 }
 run_objects() { GPUS=${GPUS:-0} suite objects 85 objects_job.py; }
+run_race() {
+    suite race "${RACE_LIMIT_S:-285}" race_job.py --cases "${RACE_CASES:-}" --kept-gib "${RACE_GIB:-60}" \
+        --swap-gib "${RACE_GIB:-60}" --picture "$OUT/race.svg"
+}
 run_attach() { GPUS=1 suite attach 115 attach_job.py; }
 
 # wanted NAME: runs the suite of that name, or says which there are.

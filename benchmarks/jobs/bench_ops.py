@@ -125,12 +125,12 @@ def calls(rank: Any, sizes_bytes: list[int], count: int) -> dict[str, float]:
     return answer
 
 
-def runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded."""
+def loaded(name: str) -> ctypes.CDLL:
+    """A library that torch has loaded, such as `libcudart`."""
     with open("/proc/self/maps") as maps:
-        found = re.search(r"\S+/libcudart\.so\.[\w.]+", maps.read())
+        found = re.search(rf"\S+/{name}\.so\.[\w.]+", maps.read())
     if not found:
-        raise common.JobError("no libcudart is loaded in this process")
+        raise common.JobError(f"no {name} is loaded in this process")
     return ctypes.CDLL(found.group(0))
 
 
@@ -138,7 +138,7 @@ def mallocs(rank: Any, sizes_mib: list[int], pairs: int, repeats: int) -> dict[s
     """cudaMalloc and cudaFree pairs a second, by size."""
     if rank.device.type != "cuda":
         return {}
-    lib = runtime()
+    lib = loaded("libcudart")
     lib.cudaMalloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
     lib.cudaFree.argtypes = [ctypes.c_void_p]
     pointer, answer = ctypes.c_void_p(), {}

@@ -129,25 +129,25 @@ class Block:
 
 
 class Driver:
-    """A context on every GPU, and memory that a process takes to see how much there is."""
+    """A context on every GPU, or on `only` one, and memory that a process takes to see how much there is."""
 
-    def __init__(self) -> None:
+    def __init__(self, only: int | None = None) -> None:
         call("cuInit", ctypes.c_uint(0))
         count = ctypes.c_int()
         call("cuDeviceGetCount", ctypes.byref(count))
-        self.contexts = []
-        for ordinal in range(count.value):
+        self.contexts: dict[int, ctypes.c_void_p] = {}
+        for ordinal in range(count.value) if only is None else [only]:
             device, context = ctypes.c_int(), ctypes.c_void_p()
             call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
             call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-            self.contexts.append(context)
+            self.contexts[ordinal] = context
         version, name = ctypes.c_int(), ctypes.create_string_buffer(128)
         call("cuDriverGetVersion", ctypes.byref(version))
         if self.contexts:
             call("cuDeviceGetName", name, ctypes.c_int(128), ctypes.c_int(0))
         self.info = {"count": count.value, "name": name.value.decode(), "driver_api": version.value}
         self.held: list[tuple[int, ctypes.c_uint64]] = []
-        for gpu in range(count.value):  # loads the driver's own fill kernel, so that later readings are flat
+        for gpu in self.contexts:  # loads the driver's own fill kernel, so that later readings are flat
             self.take(gpu, 0, 2 * common.MIB)
 
     def use(self, gpu: int) -> None:
@@ -155,9 +155,9 @@ class Driver:
         call("cuCtxSetCurrent", self.contexts[gpu])
 
     def free(self) -> list[int]:
-        """Free bytes per GPU."""
+        """Free bytes per GPU that there is a context on, in order."""
         answer = []
-        for gpu in range(len(self.contexts)):
+        for gpu in self.contexts:
             self.use(gpu)
             free, total = ctypes.c_size_t(), ctypes.c_size_t()
             call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))

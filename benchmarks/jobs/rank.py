@@ -27,6 +27,7 @@ from driver import Driver
 from runner import Link, Ranks
 
 REHEARSE = os.environ.get("JOB_REHEARSE") == "1"
+NCCL_SUSPEND_MEM = 1
 
 # ---------------------------------------------------------------- in the job
 
@@ -135,6 +136,7 @@ class Rank:
         self.kept_sums: list[int] = []
         self.scratch: list[Any] = []
         self.first: dict[str, int] = {}
+        self.communicators, self.all_to_all_groups = 2, 1
         self.bench: dict[str, Any] = {}
 
     # ------------------------------------------------------------ start
@@ -184,7 +186,8 @@ class Rank:
     # ------------------------------------------------------------ communicators
 
     def op_connect(self) -> dict[str, float]:
-        """The process group and two communicators; NCCL makes each at its first collective."""
+        """The process group and two communicators, or as many as `op_more` said; NCCL makes each at its first
+        collective."""
         import torch.distributed as dist
 
         began = time.perf_counter()
@@ -208,7 +211,15 @@ class Rank:
             world_size=self.world,
             timeout=timedelta(seconds=120),
         )
-        self.groups = [dist.new_group(), dist.new_group()]
+        self.groups = [dist.new_group() for _ in range(self.communicators)]
+        return {"seconds": time.perf_counter() - began}
+
+    def op_more(self, communicators: int, all_to_all_groups: int) -> dict[str, float]:
+        """Further communicators, until there are so many, and how many of all of them do all-to-all."""
+        began = time.perf_counter()
+        self.communicators, self.all_to_all_groups, self.first = communicators, all_to_all_groups, {}
+        while len(self.groups) < communicators:
+            self.groups.append(self.dist.new_group())
         return {"seconds": time.perf_counter() - began}
 
     def op_messages(self, words: list[int], seed: int = 1, all_to_all_groups: int = 1) -> dict[str, int]:
@@ -322,6 +333,28 @@ class Rank:
         if REHEARSE:
             return {"reserved": 0}
         return {"reserved": self.torch.cuda.memory_reserved()}
+
+    # ------------------------------------------------------------ NCCL's own suspend and resume
+
+    def op_suspend(self, action: str) -> dict[str, Any]:
+        """`ncclCommSuspend` or `ncclCommResume` of every communicator; None for `seconds` says why it cannot be."""
+        if REHEARSE:
+            return {"seconds": None, "why": "gloo has no communicators of NCCL"}
+        library = bench_ops.loaded("libnccl")
+        function = getattr(library, {"suspend": "ncclCommSuspend", "resume": "ncclCommResume"}[action], None)
+        if function is None:
+            return {"seconds": None, "why": "the NCCL that is loaded has no ncclCommSuspend"}
+        backends = [group._get_backend(self.device) for group in self.groups]
+        if not all(hasattr(backend, "_comm_ptr") for backend in backends):
+            return {"seconds": None, "why": "this torch does not tell its communicators' addresses"}
+        self.sync()
+        began = time.perf_counter()
+        for backend in backends:
+            flags = [ctypes.c_int(NCCL_SUSPEND_MEM)] if action == "suspend" else []
+            code = function(ctypes.c_void_p(backend._comm_ptr()), *flags)
+            if code != 0:
+                raise JobError(f"NCCL's own {action} returned {code}")
+        return {"seconds": time.perf_counter() - began, "why": ""}
 
     # ------------------------------------------------------------ pause and resume from inside
 

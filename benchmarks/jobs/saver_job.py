@@ -11,7 +11,8 @@ and resumed together, `--cycles` times, by four ways, each in a process of its o
 Half of the cycles resume at once, half after a rest: the driver clears memory in the background after it was given back,
 and copies that follow at once share the device with that.
 
-Every word of the weights is checked on the device after each resume, and with sublet a piece of `host_copy` while
+With `--change` the weights are written anew before each pause, so that nobody gains by what is saved already. Every word
+of them is checked on the device after each resume, and with sublet a piece of `host_copy` while
 paused.
 
 Bound: 20 GB at 55 GB/s are 0.36 s each way; pinning 20 GB takes some 6 s, so `saver` is bound by that and gets fewer
@@ -47,6 +48,7 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--discarded-gb", type=float, default=40.0)
     parser.add_argument("--cycles", type=int, default=10)
     parser.add_argument("--saver-cycles", type=int, default=2, help="cycles of the way that pins anew each time")
+    parser.add_argument("--change", action="store_true", help="write every weight anew before each pause")
     parser.add_argument("--ways", default=",".join(WAYS), help="which, with commas")
     parser.add_argument("--way", choices=WAYS, help="used by the job itself")
     return parser.parse_args(argv)
@@ -73,8 +75,18 @@ class Memory:
             generator.manual_seed(number)
             weight.view(torch.int64).random_(generator=generator)
         torch.cuda.synchronize()
+        self.note_sums()
+
+    def change(self) -> None:
+        """Adds one to every word of the weights, so that nothing saved before is as it is."""
+        for weight in self.weights:
+            weight.view(self.torch.int64).add_(1)
+        self.note_sums()
+
+    def note_sums(self) -> None:
+        """What the weights must add up to from now on."""
         self.sums = self.checksums()
-        self.plain_sum = int(self.weights[0].view(torch.int64).sum().item())
+        self.plain_sum = int(self.weights[0].view(self.torch.int64).sum().item())
 
     def checksums(self) -> list[int]:
         """Of each weight."""
@@ -184,6 +196,8 @@ def child(args: Any) -> int:
     runner.fact("kept_bytes", memory.kept_bytes)
     wrong, freed_min = 0, None
     for rest_s in [0.0] * args.cycles + [REST_S] * args.cycles:
+        if args.change:
+            memory.change()
         torch.cuda.synchronize()
         before = torch.cuda.mem_get_info()[0]
         times = []
@@ -275,6 +289,7 @@ def start(args: Any, work: Path, way: str) -> runner.Child:
     cycles = args.saver_cycles if way == "saver" else args.cycles
     command = [__file__, "--way", way, "--cycles", str(cycles), "--deadline", "150"]
     command += ["--kept-gb", str(args.kept_gb), "--discarded-gb", str(args.discarded_gb)]
+    command += ["--change"] if args.change else []
     if way == "sublet":
         return runner.Child(
             work, way, command, tenant=f"saver-{os.getpid()}", sites=[runner.package(work, "sublet")]

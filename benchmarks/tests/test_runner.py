@@ -41,8 +41,8 @@ FILES = sorted([*JOBS.glob("*.py"), *JOBS.glob("programs/*.py")])
 MODULES = {path.stem for path in JOBS.glob("*.py")}
 #: What is no script of its own: it is imported, or run by others.
 PARTS = {
-    "bench_ops", "checksum", "cli", "common", "compact", "driver", "launch", "observer", "phases", "rank", "runner",
-    "summary", "training_run",
+    "bench_ops", "checksum", "cli", "common", "compact", "driver", "launch", "observer", "phases", "race_figures",
+    "race_memory", "race_nccl", "race_picture", "rank", "runner", "sim_node", "summary", "training_run",
 }  # fmt: skip
 SCRIPTS = [path for path in FILES if path.parent == JOBS and path.stem not in PARTS]
 
@@ -379,4 +379,4 @@ def test_job_can_be_imported_and_reads_its_options(job: Path) -> None:
 def test_every_suite_has_its_job() -> None:
     text = (JOBS.parent / "run.sh").read_text()
     jobs = set(re.findall(r"\b(?:\w+_job|selfcheck|conformance)\.py\b", text))
-    assert jobs == {path.name for path in SCRIPTS}
+    assert jobs | {"scaling_job.py"} == {path.name for path in SCRIPTS}, "scaling is `cargo xtask bench --scaling`"

@@ -1,5 +1,6 @@
 //! `bench`: lists the recorded figures and checks their files. `benchmarks/README.md` has the schema.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -8,7 +9,7 @@ use serde_json::Value;
 use crate::Outcome;
 use crate::workspace::Workspace;
 
-const RESULTS: &str = "benchmarks/results";
+pub(crate) const RESULTS: &str = "benchmarks/results";
 /// A recorded run is text that people read and git keeps.
 pub(crate) const RESULT_BYTES_MAX: usize = 200 * 1024;
 const TEXTS: [&str; 4] = ["name", "date", "commit", "driver"];
@@ -16,14 +17,7 @@ const OBJECTS: [&str; 4] = ["versions", "parameters", "samples", "baseline"];
 
 /// Lists every recorded run; with `check`, fails when a file breaks the schema.
 pub(crate) fn run(workspace: &Workspace, check: bool) -> Outcome {
-    let paths: Vec<PathBuf> = workspace
-        .files()?
-        .into_iter()
-        .filter(|path| {
-            let json = path.extension().is_some_and(|extension| extension == "json");
-            json && path.starts_with(RESULTS)
-        })
-        .collect();
+    let paths = paths(workspace)?;
     if paths.is_empty() {
         println!("no run is recorded under {RESULTS}");
         return Ok(());
@@ -53,8 +47,32 @@ pub(crate) fn run(workspace: &Workspace, check: bool) -> Outcome {
     Ok(())
 }
 
+/// The files of recorded runs, relative to the root.
+pub(crate) fn paths(workspace: &Workspace) -> Outcome<Vec<PathBuf>> {
+    let mut paths = workspace.files()?;
+    paths.retain(|path| {
+        let json = path.extension().is_some_and(|extension| extension == "json");
+        json && path.starts_with(RESULTS)
+    });
+    Ok(paths)
+}
+
+/// The names of the files with a record whose run missed a check of its own.
+pub(crate) fn failed(workspace: &Workspace) -> Outcome<BTreeSet<String>> {
+    let mut names = BTreeSet::new();
+    for path in paths(workspace)? {
+        // One that cannot be read is `--check`'s to find.
+        let text = fs::read_to_string(workspace.root.join(&path))?;
+        let file = serde_json::from_str::<Value>(&text).unwrap_or_default();
+        if records(&file).iter().any(|record| record["status"] == "failed") {
+            names.extend(path.file_name().map(|name| name.to_string_lossy().into_owned()));
+        }
+    }
+    Ok(names)
+}
+
 /// The records of a file: a list of them, or one alone.
-fn records(file: &Value) -> &[Value] {
+pub(crate) fn records(file: &Value) -> &[Value] {
     file.as_array().map_or(std::slice::from_ref(file), Vec::as_slice)
 }
 

@@ -143,8 +143,6 @@ fn check_glibc(workspace: &Workspace, programs: &[PathBuf]) -> Outcome<Option<Gl
 }
 
 fn manifest(workspace: &Workspace, glibc: Option<Glibc>) -> Outcome<String> {
-    let git = |arguments: &[&str]| process::output(workspace.command("git").args(arguments));
-    let dirty = if git(&["status", "--porcelain"])?.is_empty() { "" } else { "-dirty" };
     let version = workspace
         .metadata
         .workspace_packages()
@@ -153,8 +151,9 @@ fn manifest(workspace: &Workspace, glibc: Option<Glibc>) -> Outcome<String> {
         .map_or_else(|| "unknown".to_owned(), |package| package.version.to_string());
     let glibc = glibc.map_or_else(|| "not checked".to_owned(), |glibc| glibc.to_string());
     let mut text = String::new();
-    writeln!(text, "commit {}{dirty}", git(&["rev-parse", "--short", "HEAD"])?)?;
-    writeln!(text, "commit_date {}", git(&["log", "-1", "--format=%cI"])?)?;
+    writeln!(text, "commit {}", process::commit(workspace)?)?;
+    let mut dated = workspace.command("git");
+    writeln!(text, "commit_date {}", process::output(dated.args(["log", "-1", "--format=%cI"]))?)?;
     writeln!(text, "sublet {version}")?;
     let compiler = process::output(workspace.command("rustc").arg("--version"))?;
     writeln!(text, "{compiler}")?;

@@ -18,8 +18,10 @@ mod functions;
 mod glibc;
 mod mutants;
 mod package;
+mod picture;
 mod process;
 mod python;
+mod scaling;
 mod shims;
 mod sim;
 mod stages;
@@ -78,11 +80,21 @@ enum Command {
     GpuBundle,
     /// Build the Python package as one wheel, into `target/wheels`.
     Wheel,
-    /// List the recorded figures.
+    /// List the recorded figures, or take those that need no GPU.
     Bench {
         /// Check every file against the schema in `benchmarks/README.md`.
-        #[arg(long)]
+        #[arg(long, conflicts_with_all = ["draw", "scaling"])]
         check: bool,
+        /// Draw `docs/race.svg` from a recorded race.
+        #[arg(long, conflicts_with = "scaling")]
+        draw: bool,
+        /// The record to draw; the latest one when not given.
+        #[arg(requires = "draw")]
+        record: Option<std::path::PathBuf>,
+        /// Count driver calls and CPU time of pauses by allocations and by processes, on the simulated driver. Takes a
+        /// minute once the release build is there.
+        #[arg(long)]
+        scaling: bool,
     },
     /// Change the core one place at a time, and list the changes that no test notices. Takes hours; by hand.
     Mutants {
@@ -135,7 +147,9 @@ fn dispatch(command: &Command) -> Outcome {
         Command::Tidy { write: false } => tidy::run(&workspace),
         Command::GpuBundle => bundle::run(&workspace),
         Command::Wheel => wheel::run(&workspace),
-        Command::Bench { check } => bench::run(&workspace, *check),
+        Command::Bench { scaling: true, .. } => scaling::run(&workspace),
+        Command::Bench { draw: true, record, .. } => picture::draw(&workspace, record.as_deref()),
+        Command::Bench { check, .. } => bench::run(&workspace, *check),
         Command::Mutants { part, arguments } => mutants::run(&workspace, *part, arguments),
         Command::NcclFunctions { target, headers } => functions::write(&workspace, target, headers),
         Command::Bindgen { check: true } => bindings::check(&workspace),

@@ -36,6 +36,13 @@ pub(crate) fn output(command: &mut Command) -> Outcome<String> {
     }
 }
 
+/// The commit that is checked out, with `-dirty` behind it when something is not committed.
+pub(crate) fn commit(workspace: &Workspace) -> Outcome<String> {
+    let git = |arguments: &[&str]| output(workspace.command("git").args(arguments));
+    let dirty = if git(&["status", "--porcelain"])?.is_empty() { "" } else { "-dirty" };
+    Ok(format!("{}{dirty}", git(&["rev-parse", "--short", "HEAD"])?))
+}
+
 /// Whether `tool` is installed.
 pub(crate) fn is_there(workspace: &Workspace, tool: &str) -> bool {
     output(workspace.command(tool).arg("--version")).is_ok()

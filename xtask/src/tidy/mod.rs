@@ -3,6 +3,7 @@
 //! Every finding is one line, `path:line: what; next step`. The checks are functions from text to
 //! findings, so that their tests need no files.
 
+mod cited;
 mod code;
 mod files;
 mod layers;
@@ -14,8 +15,8 @@ use std::fmt::{self, Display};
 use std::fs;
 use std::path::Path;
 
-use crate::Outcome;
 use crate::workspace::Workspace;
+use crate::{Outcome, bench};
 
 /// One broken rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,6 +61,7 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
     let mut exceptions = Vec::new();
     let (mut list, mut page) = (None, None);
     let mut rust = Vec::new();
+    let failed = bench::failed(workspace)?;
     let paths = workspace.files()?;
     for path in &paths {
         // Text is what the rules are about; a file of another kind has no lines.
@@ -68,6 +70,9 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
         };
         let path = path_text(path);
         findings.extend(files::check(&path, &text));
+        if has_extension(&path, "md") {
+            findings.extend(cited::check(&path, &text, &failed));
+        }
         if is_rust(&path) {
             exceptions.extend(unsafe_list::exceptions(&path, &text));
         }

@@ -1,0 +1,252 @@
+"""What the samples of a race amount to: figures with their limit, what bounds each, goals, and when each GPU did what.
+
+Everything here is computed from a record: no process is started and nothing is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import common
+from common import MIB, Result
+
+GB = 1e9
+LINK = "the link: a pinned copy of the same run"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A pair of series, and how to read them."""
+
+    panel: str  # `rates` in GB/s, `times` in ms
+    key: str  # series are `KEY_pause_s` and `KEY_resume_s`, or as `ways` says
+    who: str
+    label: str
+    bound: str
+    #: Series in GB/s that are the limit out and in; for `times` the bytes of `sizes` take as long at that rate. Where
+    #: the second of these and of `ways` is empty, one figure holds for each way.
+    limit: tuple[str, str] = ("pinned_out_gb_s", "pinned_in_gb_s")
+    ways: tuple[str, str] = ("pause_s", "resume_s")
+    #: Whose bytes, among `sizes` of the record; the key's own without.
+    size: str = ""
+    baseline: str = "a plain pinned copy"
+    #: The limit is of all GPUs together, and the bytes are of one.
+    of_each: bool = False
+
+
+SUBLET = "Sublet"
+TORCH_SAVER = "torch_memory_saver"
+FIGURES = (
+    Figure("rates", "kept_first", SUBLET, "very first pause", "host memory that is touched and pinned as it goes"),
+    Figure("rates", "prepared_first", SUBLET, "first pause, prepared", LINK),
+    Figure("rates", "kept_all", SUBLET, "everything rewritten", f"{LINK}; in, the driver clears what was just given back"),
+    Figure("rates", "kept_tenth", SUBLET, "a tenth rewritten, in a row", "reading the device once, and a tenth of the link's time"),
+    Figure("rates", "kept_scattered", SUBLET, "a tenth rewritten, scattered", "reading the device once, and a tenth of the link's time"),
+    Figure("rates", "kept_nothing", SUBLET, "nothing rewritten", "reading the device once, releasing and creating"),
+    Figure("rates", "kept_zero", SUBLET, "all zero", "reading the device once, releasing, creating and clearing"),
+    Figure("rates", "swap_apart", SUBLET, "swap, one way after the other", "the link, one way at a time",
+           ("pinned_both_gb_s", ""), ("s", ""), baseline="pinned copies both ways at once, each way"),
+    Figure("rates", "swap", SUBLET, "swap, as it comes", "the link, both ways at once",
+           ("pinned_both_gb_s", ""), ("s", ""), baseline="pinned copies both ways at once, each way"),
+    Figure("rates", "every", SUBLET, "all GPUs at once", "what the links and the host's memory carry together",
+           ("pinned_every_out_gb_s", "pinned_every_in_gb_s"), baseline="as many pinned copies at once", of_each=True),
+    Figure("rates", "saver_sublet", SUBLET, "by tag, resume at once", f"{LINK}; in, the driver clears what was just given back"),
+    Figure("rates", "saver_retained", TORCH_SAVER, "backup retained", LINK, baseline="Sublet, by tag"),
+    Figure("rates", "saver_saver", TORCH_SAVER, "as it comes", "pinned memory made at each pause", baseline="Sublet, by tag"),
+    Figure("rates", "checkpoint", "driver", "checkpoint of the process", "copies through pageable memory",
+           baseline="Sublet, very first pause"),
+    Figure("times", "nccl2", SUBLET, "2 communicators", "the driver's calls, which all ranks share, and the link",
+           baseline="destroy and rebuild"),
+    Figure("times", "nccl2_rebuild", "NCCL", "2, destroyed and rebuilt", "NCCL's own set-up", ways=("destroy_s", "rebuild_s"),
+           size="nccl2", baseline="Sublet, 2 communicators"),
+    Figure("times", "nccl2_suspend", "NCCL", "2, ncclCommSuspend and Resume", "NCCL's own exchange of handles",
+           ways=("suspend_s", "resume_s"), size="nccl2", baseline="Sublet, 2 communicators"),
+    Figure("times", "nccl20", SUBLET, "20 communicators", "the driver's calls, which all ranks share, and the link",
+           baseline="destroy and rebuild"),
+    Figure("times", "nccl20_rebuild", "NCCL", "20, destroyed and rebuilt", "NCCL's own set-up", ways=("destroy_s", "rebuild_s"),
+           size="nccl20", baseline="Sublet, 20 communicators"),
+)  # fmt: skip
+
+
+def numbers(record: Mapping[str, Any], series: str) -> list[float]:
+    """A series of the record; nothing where it has none."""
+    return [value for value in record["samples"].get(series, []) if isinstance(value, (int, float))]
+
+
+def median(record: Mapping[str, Any], series: str) -> float | None:
+    """Of a series."""
+    return common.summarise(numbers(record, series))["median"]
+
+
+def figure(record: Mapping[str, Any], what: Figure) -> dict[str, Any] | None:
+    """A figure out of the record; None where nothing was measured."""
+    size = record.get("sizes", {}).get(what.size or what.key)
+    answer: dict[str, Any] = {
+        "panel": what.panel,
+        "key": what.key,
+        "who": what.who,
+        "label": what.label,
+        "unit": "GB/s" if what.panel == "rates" else "ms",
+        "bytes": size,
+        "each_way": not what.ways[1],
+        "limit": {},
+        "baseline": what.baseline,
+        "bound": what.bound,
+    }
+    for way, series, limit in zip(("out", "in"), what.ways, what.limit, strict=True):
+        name = f"{what.key}_{series}"
+        seconds = numbers(record, name)
+        if not series or not seconds or (what.panel == "rates" and not size):
+            continue
+        if what.panel == "rates":
+            values = [size / each / GB for each in seconds]
+            # The slowest is what a p99 is about.
+            summary = {**common.summarise(values), "p99": common.percentile([-value for value in values], 0.99)}
+            summary["p99"] = -(summary["p99"] or 0.0)
+        else:
+            summary = common.summarise([1000 * each for each in seconds])
+        answer[way] = {**summary, "series": name}
+        link = median(record, limit)
+        if link and what.of_each:
+            link /= record.get("parameters", {}).get("gpus") or 1
+        if link:
+            answer["limit"][way] = link if what.panel == "rates" else (size or 0) / link / GB * 1000
+    return answer if "out" in answer or "in" in answer else None
+
+
+def figures(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All that the record has samples for."""
+    found = (figure(record, what) for what in FIGURES)
+    return [each for each in found if each is not None]
+
+
+# ---------------------------------------------------------------- goals
+
+
+def goals(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the project wants of itself, and whether this run has it. No check: a run that misses one is a good run."""
+    by_key = {each["key"]: each for each in figures(record)}
+    answer: list[dict[str, Any]] = []
+
+    def of(key: str, way: str) -> float | None:
+        value = by_key.get(key, {}).get(way, {}).get("median")
+        return float(value) if value is not None else None
+
+    def limit(key: str, way: str) -> float | None:
+        value = by_key.get(key, {}).get("limit", {}).get(way)
+        return float(value) if value is not None else None
+
+    def add(what: str, value: float | None, least: float | None, unit: str) -> None:
+        if value is not None and least is not None:
+            answer.append({"what": what, "reached": value >= least, "detail": f"{value:.1f}, wanted {least:.1f} {unit}"})
+
+    def times(factor: float, value: float | None) -> float | None:
+        return None if value is None else factor * value
+
+    for way in ("out", "in"):
+        for key, name in (("kept_all", "everything rewritten"), ("every", "all GPUs at once")):
+            add(f"{name}, {way}: 95 % of the pinned copy", of(key, way), times(0.95, limit(key, way)), "GB/s")
+        for key, name in (("kept_nothing", "nothing rewritten"), ("kept_zero", "all zero")):
+            add(f"{name}, {way}: 10 times as fast as copying", of(key, way), times(10, of("kept_all", way)), "GB/s")
+        for key in ("kept_tenth", "kept_scattered"):
+            least = times(10 / 1.3, of("kept_all", way))
+            add(f"{key.removeprefix('kept_')}, {way}: within 1.3 of copying a tenth", of(key, way), least, "GB/s")
+        least = of("saver_retained", way)
+        add(f"by tag, {way}: as fast as torch_memory_saver's best mode", of("saver_sublet", way), least, "GB/s")
+    add("swap: 90 % of both ways at once", of("swap", "out"), times(0.9, limit("swap", "out")), "GB/s each way")
+    add("first pause, prepared: 50 % of the pinned copy", of("prepared_first", "out"), times(0.5, limit("prepared_first", "out")), "GB/s")
+    gpus = record.get("parameters", {}).get("gpus")
+    for key, most_ms in (("nccl2", {2: 60.0, 4: 250.0}), ("nccl20", {2: 350.0})):
+        ours = [of(key, way) for way in ("out", "in")]
+        if gpus in most_ms and None not in ours:
+            both, most = sum(each or 0.0 for each in ours), most_ms[gpus]
+            detail = f"{both:.0f}, wanted {most:.0f} ms"
+            answer.append({"what": f"{key}: pause and resume together", "reached": both <= most, "detail": detail})
+    return answer
+
+
+# ---------------------------------------------------------------- what each GPU did when
+
+
+def reports(told: Any) -> list[dict[str, Any]]:
+    """The reports in what the command printed, in order, however deep they lie."""
+    if isinstance(told, dict):
+        if isinstance(told.get("phases"), list) and "wall_us" in told:
+            return [told]
+        return [report for value in told.values() for report in reports(value)]
+    if isinstance(told, list):
+        return [report for value in told for report in reports(value)]
+    return []
+
+
+def spans(report: Mapping[str, Any], rows: Mapping[int, str], begin_ms: float = 0.0) -> list[dict[str, Any]]:
+    """The phases of one report, as times of each process. `rows` are the processes' names.
+
+    A phase begins for all when the one before has ended for all. What lies before the first is the cut.
+    """
+    found: list[dict[str, Any]] = []
+    in_phases = sum(phase["wall_us"] for phase in report["phases"])
+    before_us = max(0, report["wall_us"] - in_phases)
+    at = begin_ms
+    if before_us:
+        found += [{"row": row, "phase": "cut", "begin_ms": round(at, 2), "ms": round(before_us / 1000, 2)} for row in rows.values()]
+        at += before_us / 1000
+    for phase in report["phases"]:
+        for member in phase.get("members", []):
+            row = rows.get(member.get("who", {}).get("pid"))
+            took = (member.get("report") or {}).get("elapsed_us")
+            if row is not None and took:
+                found.append({"row": row, "phase": phase["phase"], "begin_ms": round(at, 2), "ms": round(took / 1000, 2)})
+        at += phase["wall_us"] / 1000
+    return found
+
+
+def pause_and_resume(title: str, told: Sequence[Any], rows: Mapping[int, str]) -> dict[str, Any]:
+    """A pause and the resume behind it, which began when it had ended."""
+    found: list[dict[str, Any]] = []
+    at = 0.0
+    for report in reports(list(told)):
+        found += spans(report, rows, at)
+        at += report["wall_us"] / 1000
+    return {"title": title, "note": "One pause and the resume right behind it.", "spans": found}
+
+
+def swap_timeline(title: str, told: Any, wall_s: float, rows: Sequence[Mapping[int, str]]) -> dict[str, Any]:
+    """A swap: one tenant's pause begins with it, and the other's resume ends with it. `rows` are of either tenant."""
+    found: list[dict[str, Any]] = []
+    for number, (report, names) in enumerate(zip(reports(told), rows, strict=False)):
+        begin = 0.0 if number == 0 else max(0.0, wall_s * 1000 - report["wall_us"] / 1000)
+        found += spans(report, names, begin)
+    return {"title": title, "note": "One tenant leaves and the other comes.", "spans": found}
+
+
+# ---------------------------------------------------------------- the end
+
+
+def finish(result: Result) -> None:
+    """Adds figures, goals and the summary to the record, and prints them."""
+    data = result.data
+    data["figures"], data["goals"] = figures(data), goals(data)
+    for each in data["figures"]:
+        for way in ("out", "in"):
+            if way in each:
+                data["summary"][f"{each['key']}_{way}_{each['unit'].replace('/', '_').lower()}"] = each[way]
+    held = numbers(data, "nccl20_host_mib") or numbers(data, "nccl2_host_mib")
+    if held:
+        data["summary"]["nccl_host_mib_per_rank"] = max(held)
+
+
+def rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The table of the figures."""
+    table: list[tuple[str, ...]] = [("who", "what", "out", "p99", "in", "p99", "unit", "limit", "of")]
+    for each in data["figures"]:
+        cells: list[str] = []
+        for way in ("out", "in"):
+            summary = each.get(way)
+            cells += [f"{summary['median']:.1f}", f"{summary['p99']:.1f}"] if summary else ["-", "-"]
+        limits = " ".join(f"{value:.0f}" for value in each["limit"].values()) or "-"
+        size = f"{each['bytes'] / MIB:,.0f} MiB" if each["bytes"] else "-"
+        table.append((each["who"], each["label"], *cells, each["unit"], limits, size))
+    return table

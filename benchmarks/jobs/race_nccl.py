@@ -1,0 +1,156 @@
+"""The race's NCCL case: memory of communicators alone, given back and brought back in three ways.
+
+The same ranks have 2 communicators first and many then. Without Sublet they destroy and rebuild them, and suspend and
+resume them by NCCL itself where it can; under Sublet they are paused and resumed from outside.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import cli
+import common
+import race_figures
+from common import MIB, JobError
+from rank import NcclRanks
+
+if TYPE_CHECKING:
+    from race_job import Race
+
+#: Words of a collective's messages.
+WORDS = (1024, 1 << 18)
+#: Of the baseline, with 2 communicators and with many.
+REBUILDS = {2: 2}
+SUSPENDS = 2
+
+
+def kinds(many: int) -> tuple[tuple[str, int, int], ...]:
+    """Name, communicators, and how many of them do all-to-all."""
+    return (("nccl2", 2, 1), ("nccl20", many, many))
+
+
+def run(race: Race) -> None:
+    """All of it."""
+    baseline(race)
+    tenant(race)
+
+
+def start(race: Race, label: str, tenant: str | None) -> NcclRanks:
+    """Ranks with a context, and nothing else."""
+    how = {"life_s": race.args.deadline, "start_s": race.left(120)}
+    ranks = NcclRanks(race.result, race.work, label, race.gpus, tenant, **how)
+    race.started.append(ranks)
+    return ranks
+
+
+def connect(race: Race, ranks: NcclRanks, name: str, communicators: int, all_to_all: int) -> None:
+    """The first communicators, or further ones, and everything that their first collectives make."""
+    if name == "nccl2":
+        ranks.call("connect", race.left(60))
+        ranks.call("messages", race.left(60), words=list(WORDS))
+    ranks.call("more", race.left(60), communicators=communicators, all_to_all_groups=all_to_all)
+    for _ in range(2):
+        step = ranks.step(race.left(90))
+    common.log(f"{ranks.label} {name}: {communicators} communicators, step {step['seconds']:.3f} s")
+
+
+def baseline(race: Race) -> None:
+    """Destroy and rebuild, and NCCL's own way."""
+    result = race.result
+    ranks = start(race, "nccl-plain", None)
+    wrong: list[str] = []
+    for name, communicators, all_to_all in kinds(race.args.many):
+        connect(race, ranks, name, communicators, all_to_all)
+        if name == "nccl2":
+            wrong += suspended(race, ranks, name)
+        for _ in range(REBUILDS.get(communicators, 1)):
+            gone = ranks.call("disconnect", race.left(60))
+            back = ranks.call("reconnect", race.left(90))
+            result.sample(f"{name}_rebuild_destroy_s", max(reply["destroy_s"] for reply in gone))
+            result.sample(f"{name}_rebuild_rebuild_s", max(reply["rebuild_s"] for reply in back))
+            wrong += [each for reply in back for each in reply["wrong"]]
+        result.save()
+    result.check("nccl: rebuilt collectives bit-identical", not wrong, str(wrong[:6]))
+    end(race, ranks)
+
+
+def suspended(race: Race, ranks: NcclRanks, name: str) -> list[str]:
+    """NCCL's own suspend and resume, where it has them; which collectives are wrong after it."""
+    wrong: list[str] = []
+    for _ in range(SUSPENDS):
+        for action in ("suspend", "resume"):
+            replies = ranks.call("suspend", race.left(60), action=action)
+            missing = [reply["why"] for reply in replies if reply["seconds"] is None]
+            if missing:
+                version = race.data["versions"].get("nccl")
+                race.skip("ncclCommSuspend", f"{missing[0]} (NCCL {version})")
+                return wrong
+            race.result.sample(f"{name}_suspend_{action}_s", max(reply["seconds"] for reply in replies))
+        wrong += ranks.step(race.left(60))["wrong"]
+    return wrong
+
+
+def tenant(race: Race) -> None:
+    """Pauses and resumes from outside."""
+    result = race.result
+    ranks = start(race, "nccl", f"race-nccl-{os.getpid()}")
+    wrong: list[str] = []
+    for name, communicators, all_to_all in kinds(race.args.many):
+        connect(race, ranks, name, communicators, all_to_all)
+        note_memory(race, ranks, name)
+        told: list[dict[str, Any]] = []
+        cycles = race.args.nccl_cycles if name == "nccl2" else max(2, race.args.nccl_cycles // 2)
+        for cycle in range(cycles + 1):
+            told = [race.command(ranks, action, str(ranks.tenant)) for action in ("pause", "resume")]
+            # The first pause makes host memory.
+            series = f"{name}_first" if cycle == 0 else name
+            for action, each in zip(("pause", "resume"), told, strict=True):
+                result.sample(f"{series}_{action}_s", each["wall_s"])
+            wrong += ranks.step(race.left(60))["wrong"]
+            common.log(f"{series}: pause {told[0]['wall_s']:.3f} resume {told[1]['wall_s']:.3f} s, wrong {len(wrong)}")
+        note_host_memory(race, ranks, name)
+        if name == "nccl2":
+            rows = {pid: f"GPU {rank}" for rank, pid in sorted(ranks.pids.items())}
+            title = f"Pause and resume of {communicators} communicators on {race.gpus} GPUs: milliseconds"
+            told_both = [each.get("json") for each in told]
+            race.data["timelines"].append(race_figures.pause_and_resume(title, told_both, rows))
+        result.save()
+    result.check("nccl: collectives bit-identical after every resume", not wrong, str(wrong[:6]))
+    end(race, ranks)
+
+
+def end(race: Race, ranks: NcclRanks) -> None:
+    """Ends the ranks where they are: to leave in order takes as long as destroying the communicators."""
+    ranks.kill()
+    race.started.remove(ranks)
+
+
+def members(told: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pool of each process, out of what `stats --json` said."""
+    return [entry["pool"] for tenant in told.get("json") or [] for entry in tenant.get("members", [])]
+
+
+def nccl_bytes(pool: dict[str, Any]) -> int:
+    """What NCCL holds of its own in one process; everything where nothing is NCCL's, as in a rehearsal."""
+    classes = [entry for device in pool["devices"] for entry in device["classes"]]
+    own = [entry for entry in classes if "nccl" in entry["library"]]
+    return sum(entry["own_bytes"] for entry in own or classes)
+
+
+def note_memory(race: Race, ranks: NcclRanks, name: str) -> None:
+    """How much there is to move in the rank that has most, and in how many pieces."""
+    pools = members(cli.sublet("stats", str(ranks.tenant), "--json", timeout_s=race.left(30)))
+    if not pools:
+        raise JobError("the tenant has no processes")
+    race.data["sizes"][name] = max(nccl_bytes(pool) for pool in pools)
+    for key in ("own_count", "imported_count"):
+        counts = [sum(entry[key] for device in pool["devices"] for entry in device["classes"]) for pool in pools]
+        race.result.sample(f"{name}_{key}", max(counts))
+    common.log(f"{name}: {race.data['sizes'][name] / MIB:.0f} MiB of its own in the largest rank")
+
+
+def note_host_memory(race: Race, ranks: NcclRanks, name: str) -> None:
+    """What saved contents take of each rank's host."""
+    for pool in members(cli.sublet("stats", str(ranks.tenant), "--json", timeout_s=race.left(30))):
+        race.result.sample(f"{name}_host_mib", pool["host_arena_bytes"] / MIB)
