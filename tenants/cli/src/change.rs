@@ -12,6 +12,7 @@ use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::wire::Action;
+use vmm_pool::KeptBytes;
 
 use crate::args::{PauseArgs, ResumeArgs, SwapArgs};
 use crate::failure::{EXIT_PARTIAL, EXIT_USAGE, Failure, exit_code_of};
@@ -331,6 +332,10 @@ fn render(report: &Report, output: &mut Output) {
         ]);
     }
     output.table(&phases);
+    if let Some(kept) = report.kept().filter(|kept| kept.total_bytes() > 0) {
+        output.line("");
+        output.line(kept_line(kept));
+    }
     if !report.devices.is_empty() {
         output.line("");
         let mut devices = output::table(&["GPU", moved, "FREE NOW", "OF"], &[1, 2, 3]);
@@ -353,6 +358,17 @@ fn render(report: &Report, output: &mut Output) {
     for loss in &report.losses {
         output.line(format!("lost: {loss}"));
     }
+}
+
+/// What became of contents that are kept, such as "17 GiB kept: 16 GiB zero, 412 MiB unchanged, 820 MiB copied".
+fn kept_line(kept: KeptBytes) -> String {
+    format!(
+        "{} kept: {} zero, {} unchanged, {} copied",
+        units::bytes(kept.total_bytes()),
+        units::bytes(kept.zero_bytes),
+        units::bytes(kept.unchanged_bytes),
+        units::bytes(kept.copied_bytes)
+    )
 }
 
 #[cfg(test)]
