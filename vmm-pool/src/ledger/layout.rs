@@ -227,6 +227,28 @@ impl Ledger {
         held.flat_map(Saved::places).map(|place| place.end).max().unwrap_or(0)
     }
 
+    /// Copies of what has come back are kept for readers, or for the next pause, or not.
+    pub(crate) fn retain_copies(&mut self, for_readers: bool, for_pauses: bool) {
+        for (_, row) in &mut self.rows {
+            row.retain_copy(for_readers, for_pauses);
+        }
+    }
+
+    /// What `layout` has places for is about to be saved there. From now on no copy counts that this changes, in any
+    /// byte or in where it lies: what lies there is half of the old and half of the new until all is saved.
+    pub(crate) fn forget_copies(&mut self, layout: &Layout) {
+        for placed in layout.placed.iter().filter(|placed| !placed.is_same) {
+            self.forget_copy(placed.row);
+        }
+    }
+
+    /// The copy of this one does not count.
+    pub(crate) fn forget_copy(&mut self, handle: VirtualHandle) {
+        if let Some(row) = self.row_mut(handle) {
+            row.forget_copy();
+        }
+    }
+
     /// Gives up copies that only the next pause has use for, but those that `copies` says of a pause of `selection`.
     /// Says how much they hold.
     pub(crate) fn give_copies_up(&mut self, selection: &Selection, copies: Copies) -> u64 {

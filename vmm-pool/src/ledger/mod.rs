@@ -657,28 +657,6 @@ impl Ledger {
         }
     }
 
-    /// Copies of what has come back are kept for readers, or for the next pause, or not.
-    pub(crate) fn retain_copies(&mut self, for_readers: bool, for_pauses: bool) {
-        for (_, row) in &mut self.rows {
-            row.retain_copy(for_readers, for_pauses);
-        }
-    }
-
-    /// What `layout` has places for is about to be saved there. From now on no copy counts that this changes, in any
-    /// byte or in where it lies: what lies there is half of the old and half of the new until all is saved.
-    pub(crate) fn forget_copies(&mut self, layout: &Layout) {
-        for placed in layout.placed.iter().filter(|placed| !placed.is_same) {
-            self.forget_copy(placed.row);
-        }
-    }
-
-    /// The copy of this one does not count.
-    pub(crate) fn forget_copy(&mut self, handle: VirtualHandle) {
-        if let Some(row) = self.row_mut(handle) {
-            row.forget_copy();
-        }
-    }
-
     /// Where memory is resident, the contents on the device are the contents, and copies are void.
     pub(crate) fn void_copies(&mut self) {
         for (_, row) in &mut self.rows {
