@@ -8,8 +8,9 @@
 use std::ops::Range;
 
 use super::pieces::{Survey, Wish};
-use super::{Ledger, Selection, merged};
+use super::{Ledger, Mapping, Selection, merged, overlapping};
 use crate::VirtualHandle;
+use crate::driver::VaRange;
 use crate::store::{Copies, Extent, Saved, Store, append};
 
 /// Places in one store for all of a selection that has to be saved there.
@@ -78,7 +79,7 @@ impl Layout {
                 size_bytes: part.end - part.start,
                 at,
             });
-            placed(row, store, before, new.collect(), &wish)
+            placed(row, store, before, &new.collect::<Vec<_>>(), &wish)
         });
         Self { placed: placed.collect(), end_bytes }
     }
@@ -89,16 +90,18 @@ fn placed(
     row: VirtualHandle,
     store: Store,
     before: Option<&Saved>,
-    new: Vec<Extent>,
+    new: &[Extent],
     wish: &Wish,
 ) -> Placed {
     let extents: Vec<Extent> = if new.is_empty() {
         wish.kept.clone()
     } else {
-        let mut all = [wish.kept.as_slice(), &new].concat();
+        let mut all = [wish.kept.as_slice(), new].concat();
         all.sort_by_key(|extent| extent.start);
         let mut extents = Vec::with_capacity(all.len());
-        all.into_iter().for_each(|extent| append(&mut extents, extent));
+        for extent in all {
+            append(&mut extents, extent);
+        }
         extents
     };
     let mut copied = Vec::new();
@@ -110,7 +113,9 @@ fn placed(
             left = rest;
         }
         let within = left.iter().map_while(|extent| extent.within(part));
-        within.for_each(|extent| append(&mut copied, extent));
+        for extent in within {
+            append(&mut copied, extent);
+        }
     }
     let is_same = copied.is_empty()
         && wish.prints.is_some()
@@ -246,6 +251,16 @@ impl Ledger {
     pub(crate) fn forget_copy(&mut self, handle: VirtualHandle) {
         if let Some(row) = self.row_mut(handle) {
             row.forget_copy();
+        }
+    }
+
+    /// Somebody was given the place of the copy of all that is mapped in `range`.
+    pub(crate) fn lend_copies(&mut self, range: VaRange) {
+        let handles: Vec<_> = overlapping(&self.mappings, range).map(Mapping::allocation).collect();
+        for handle in handles {
+            if let Some(row) = self.row_mut(handle) {
+                row.forget_prints();
+            }
         }
     }
 

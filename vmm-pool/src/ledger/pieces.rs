@@ -296,7 +296,8 @@ mod tests {
     #[test]
     fn without_a_look_all_is_copied_and_what_has_no_place_gets_one() {
         let survey = Survey::default();
-        let whole = Wish::of(4 * PIECE, &[PIECE..2 * PIECE], None, None, &survey);
+        let whole =
+            Wish::of(4 * PIECE, &[Range { start: PIECE, end: 2 * PIECE }], None, None, &survey);
         assert_eq!((whole.missing, whole.changed), (vec![pieces(0..4)], vec![pieces(1..2)]));
         let before = saved(&[extent(1, 1, 9), extent(3, 1, 2)], &[0, 1, 0, 2]);
         let again = Wish::of(4 * PIECE, &[pieces(0..4)], None, Some(&before), &survey);

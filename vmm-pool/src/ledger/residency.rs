@@ -147,6 +147,15 @@ impl Residency {
         }
     }
 
+    /// What was saved may not be what its fingerprints say any more.
+    pub(super) fn forget_prints(&mut self) {
+        if let Self::Moving { kept: Kept { saved: Some(saved), .. }, .. }
+        | Self::Offloaded { kept: Kept { saved: Some(saved), .. } } = self
+        {
+            saved.prints = None;
+        }
+    }
+
     /// Parts, by offset, whose contents are not saved, or need not be.
     pub(crate) fn unused(&self) -> &[Range<u64>] {
         match self {

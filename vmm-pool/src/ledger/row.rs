@@ -256,6 +256,14 @@ impl Row {
         self.retained = is_kept.then_some(kept);
     }
 
+    /// Somebody was given the place of its copy, and may write there: nobody takes fingerprints of it for its bytes.
+    pub(super) fn forget_prints(&mut self) {
+        self.residency.forget_prints();
+        if let Some(kept) = &mut self.retained {
+            kept.saved.prints = None;
+        }
+    }
+
     /// What was kept of it is about to be written over, or given up.
     pub(crate) fn forget_copy(&mut self) {
         self.retained = None;

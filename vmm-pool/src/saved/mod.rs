@@ -51,7 +51,7 @@ fn saved_or_retained(row: &Row) -> Option<&Saved> {
 impl<D: Driver> Pool<D> {
     /// Where the saved contents of `range` lie in host memory, while its memory is away. Good until a resume of
     /// it begins; parts that were unused when it was paused hold nothing meant. Waits for a pause or resume
-    /// under way.
+    /// under way. The next pause copies it all again, whatever it finds.
     ///
     /// # Errors
     /// [`SavedError`].
@@ -87,7 +87,10 @@ impl<D: Driver> Pool<D> {
             };
         }
         let found = place.and_then(|place| arena.one_piece(&place));
-        found.ok_or(SavedError::InPieces(range.start))
+        let found = found.ok_or(SavedError::InPieces(range.start))?;
+        // Whoever has the place can write there, and the next pause would take it for unchanged.
+        self.ledger().lend_copies(range);
+        Ok(found)
     }
 
     /// Copies the saved contents of the range from `start` on to `target`, as [`Pool::saved_at`]; also those that
@@ -115,11 +118,12 @@ impl<D: Driver> Pool<D> {
             // The pieces make up exactly the target.
             let length = usize::try_from(part.end - part.start).unwrap_or(usize::MAX);
             let (bytes, after) = rest.split_at_mut(length.min(rest.len()));
-            arena.read(&saved, part.start, bytes).map_err(|error| match error {
-                PoolError::FileUnreadable { source, .. } => {
-                    SavedError::Unreadable(start, source.kind())
+            let read = arena.read(&saved, part.start, bytes);
+            read.map_err(|error| {
+                if let PoolError::FileUnreadable { source, .. } = &error {
+                    return SavedError::Unreadable(start, source.kind());
                 }
-                _ => SavedError::NotKept(start),
+                SavedError::NotKept(start)
             })?;
             rest = after;
         }

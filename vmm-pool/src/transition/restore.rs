@@ -188,7 +188,10 @@ impl<D: Driver> Still<'_, D> {
         log.bytes += extents.iter().map(|extent| extent.size_bytes).sum::<u64>();
         // Copies come behind on the same stream, so that one fill will do. What comes from a file takes another.
         let zeros = match (zeros.as_slice(), store) {
-            ([first, .., last], Store::Host) => vec![first.start..last.end],
+            ([first, .., last], Store::Host) => {
+                let all = Range { start: first.start, end: last.end };
+                vec![all]
+            }
             _ => zeros,
         };
         Ok(Some(Target { range, is_view, store, extents, zeros }))

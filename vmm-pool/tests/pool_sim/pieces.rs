@@ -289,12 +289,13 @@ fn a_difference_that_fingerprints_do_not_show_is_an_error_and_is_copied() {
     assert_eq!((kept(&log), log.notes.len()), ((30, 2, 0), 0));
     assert!(log.steps.iter().any(|step| step.name == "verify"));
     resume(&pool);
-    // A copy that has rotted.
+    // A copy that has rotted since it was made.
     pool.retain_copies(true);
     save(&pool, &WHOLE);
     resume(&pool);
     let copy = pool.copy_at(pieces(range, 1, 1)).expect("kept for readers");
-    assert_eq!(copy.addr().get() % 16, 0);
+    assert_eq!(kept(&save(&pool, &WHOLE)), (30, 0, 2), "in the same place");
+    resume(&pool);
     rot(copy);
     let log = save(&pool, &WHOLE);
     let address = format!("{:#x}", range.start.0 + PIECE + 7);
@@ -304,13 +305,35 @@ fn a_difference_that_fingerprints_do_not_show_is_an_error_and_is_copied() {
     assert!(has(&pool, pieces(range, 0, 2), 1) && is_zero(&pool, pieces(range, 2, 30)));
 }
 
+#[test]
+fn a_copy_whose_place_was_lent_is_not_taken_for_unchanged() {
+    let pool = a_pool();
+    let range = memory(&pool, "", Contents::Keep, 1);
+    fill(&pool, range, 1);
+    pool.retain_copies(true);
+    for is_resumed in [false, true] {
+        save(&pool, &WHOLE);
+        let away = (!is_resumed).then(|| pool.saved_at(range).expect("saved"));
+        resume(&pool);
+        let copy = away.unwrap_or_else(|| pool.copy_at(range).expect("kept for readers"));
+        rot(copy);
+        assert_eq!(kept(&save(&pool, &WHOLE)), (0, 0, 32));
+        resume(&pool);
+        assert!(has(&pool, range, 1));
+    }
+    assert_eq!(kept(&save(&pool, &WHOLE)), (0, 32, 0), "made anew");
+    resume(&pool);
+}
+
 /// Changes the eighth byte there.
 #[expect(unsafe_code, reason = "writes into host memory that the pool has lent")]
 fn rot(copy: std::ptr::NonNull<u8>) {
     // SAFETY: inside a piece of the pool's host memory, which nothing copies to or from now.
     let byte = unsafe { copy.add(7) };
     // SAFETY: as above.
-    unsafe { byte.write(!byte.read()) };
+    let held = unsafe { byte.read() };
+    // SAFETY: as above.
+    unsafe { byte.write(!held) };
 }
 
 #[test]
