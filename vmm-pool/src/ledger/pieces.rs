@@ -190,6 +190,7 @@ fn extend(parts: &mut Vec<Range<u64>>, next: Range<u64>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::scaling::assert_not_quadratic;
     use crate::store::Store;
 
     const PIECE: u64 = 64 << 10;
@@ -291,6 +292,46 @@ mod tests {
         }));
         let wish = wish(BOTH, &[pieces(0..2)], &[1, 2], Some(&before));
         assert_eq!((wish.kept, wish.changed), (vec![extent(0, 2, 5)], vec![pieces(0..2)]));
+    }
+
+    #[test]
+    fn many_pieces_take_no_longer_each_than_few() {
+        // Every second one has changed, and every third is zero.
+        assert_not_quadratic(|count| {
+            let values = |seed: u8| -> Vec<u8> {
+                let value = |index: usize| match (index % 3, index % 2) {
+                    (0, _) => 0,
+                    (_, 0) => seed,
+                    (_, _) => 1,
+                };
+                (0..count).map(value).collect()
+            };
+            let size_bytes = count as u64 * PIECE;
+            let first = Wish::of(
+                size_bytes,
+                &[Range { start: 0, end: size_bytes }],
+                Some(&prints(&values(2))),
+                None,
+                &Survey::new(true, true),
+            );
+            let place = |part: &Range<u64>| Extent {
+                start: part.start,
+                size_bytes: part.end - part.start,
+                at: part.start,
+            };
+            let before = Saved {
+                store: Store::Host,
+                extents: first.missing.iter().map(place).collect(),
+                prints: first.prints,
+            };
+            let fresh = prints(&values(3));
+            move || {
+                let survey = Survey::new(true, true);
+                let parts = [Range { start: 0, end: size_bytes }];
+                let wish = Wish::of(size_bytes, &parts, Some(&fresh), Some(&before), &survey);
+                assert!(wish.missing.is_empty() && !wish.changed.is_empty());
+            }
+        });
     }
 
     #[test]
