@@ -112,8 +112,8 @@ int sublet_set_file_dir(const char *path);
 
 /* Where the saved contents of device memory [address, address + size_bytes) lie on the host while it is away.
  * Good until its resume begins, to be read only, and not by a forked child, where nothing lies there. Fails when the memory
- * is not away, when its contents were not kept in host memory, and when they lie in two pieces:
- * sublet_host_copy_out copies them then, and also out of a file. */
+ * is not away, when its contents were not kept in host memory, and when they lie in two pieces
+ * or hold 64 KiB of zeros, which lie nowhere: sublet_host_copy_out copies them then, and also out of a file. */
 int sublet_host_copy(uint64_t address, uint64_t size_bytes, const void **host);
 int sublet_host_copy_out(uint64_t address, uint64_t size_bytes, void *target);
 

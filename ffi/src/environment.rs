@@ -8,6 +8,10 @@
 //! | `SUBLET_TENANT` | `AMEM_ENABLE`, `AMEM_GROUPID` | which tenant is joined |
 //! | `SUBLET_FILE_DIR` | `TMS_DISK_BACKUP_DIR` | where contents in files are saved |
 //! | `SUBLET_HOST_BYTES_MAX` | | how much host memory a pause may take |
+//! | `SUBLET_ZERO` | | 0: pieces that are all zero are saved as any others |
+//! | `SUBLET_DELTA` | | 0: no copies are kept for the next pause, and unchanged pieces are saved as any others |
+//! | `SUBLET_PIECE_KIB` | | the size of these pieces |
+//! | `SUBLET_VERIFY_CONTENTS` | | 1: what is not saved for that is compared byte by byte |
 //! | `SUBLET_WITHOUT_PINS` | | through which device files no device memory is pinned |
 //! | `SUBLET_TOGETHER_TIMEOUT_MS` | | how long `ncclPause` waits for the other processes |
 
@@ -19,6 +23,7 @@ use std::time::Duration;
 
 use sublet_registrations::device_files::{self, DeviceFile};
 use tenants::phase::HELD_MAX;
+use vmm_pool::{PieceBytes, Pieces};
 
 /// How long `ncclPause` waits for the other processes to call it too, unless the environment says another time. They
 /// are at the same step, so the wait is short unless one of them is stuck.
@@ -107,6 +112,34 @@ pub(crate) fn host_bytes_max() -> Result<Option<u64>, String> {
             .map_err(|_| format!("SUBLET_HOST_BYTES_MAX is '{value}': give a number of bytes"))
     };
     variable("SUBLET_HOST_BYTES_MAX").map(parse).transpose()
+}
+
+/// What a pause looks for before it copies.
+///
+/// # Errors
+/// A variable says something else than it can; the text says which.
+pub(crate) fn pieces() -> Result<Pieces, String> {
+    let switch = |name: &str, default: bool| match variable(name).as_deref() {
+        None => Ok(default),
+        Some("0") => Ok(false),
+        Some("1") => Ok(true),
+        Some(value) => Err(format!("{name} is '{value}': give 0 or 1")),
+    };
+    let piece_bytes = match variable("SUBLET_PIECE_KIB") {
+        None => PieceBytes::default(),
+        Some(value) => {
+            let bytes = value.parse().ok().and_then(|kib: u64| kib.checked_mul(1024));
+            let refused =
+                || format!("SUBLET_PIECE_KIB is '{value}': give a power of two from 16 to 2048");
+            bytes.and_then(PieceBytes::new).ok_or_else(refused)?
+        }
+    };
+    Ok(Pieces {
+        piece_bytes,
+        finds_zeros: switch("SUBLET_ZERO", true)?,
+        finds_unchanged: switch("SUBLET_DELTA", true)?,
+        is_verified: switch("SUBLET_VERIFY_CONTENTS", false)?,
+    })
 }
 
 /// The directory that contents in files are saved in, as an absolute path. It may not be there: the first pause that

@@ -306,6 +306,7 @@ fn try_join() -> Result<Arc<Member>, String> {
     if let Some(bytes) = environment::host_bytes_max()? {
         HOST_BYTES_MAX.get_or_init(|| Some(bytes));
     }
+    let pieces = environment::pieces()?;
     let driver = CudaDriver::from_symbols(&|name| driver::symbol(name))
         .map_err(|error| error.to_string())?;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -324,6 +325,7 @@ fn try_join() -> Result<Arc<Member>, String> {
     };
     let member =
         tenants::member::Member::join(config, Arc::new(driver)).map_err(|error| chain(&error))?;
+    member.pool().set_pieces(pieces);
     let chosen = lock(&CHOSEN_FILE_DIR).take();
     if let Some(dir) = chosen.or_else(environment::file_dir) {
         member.pool().set_file_dir(dir);

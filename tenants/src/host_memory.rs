@@ -12,7 +12,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use vmm_pool::{HostBudget, HostDemand};
+use vmm_pool::{Copies, HostBudget, HostDemand};
 
 /// Limits that one process reports; control groups are nested a few levels deep.
 const CGROUP_DEPTH_MAX: usize = 32;
@@ -77,8 +77,12 @@ pub struct HostNeed {
     pub saved_bytes: u64,
     /// Host memory that it holds for them already.
     pub held_bytes: u64,
-    /// Host memory that it must take in addition.
+    /// Host memory that it must take in addition, with no copy of earlier pauses kept.
     pub grow_bytes: u64,
+    /// The same with those of the memory that the pause is about.
+    pub grow_with_needed_bytes: u64,
+    /// The same with all copies.
+    pub grow_with_all_bytes: u64,
     /// What limits that.
     pub limits: Vec<HostLimit>,
 }
@@ -86,14 +90,36 @@ pub struct HostNeed {
 impl HostNeed {
     /// Of a process with this demand under these limits.
     pub fn new(demand: HostDemand, limits: Vec<HostLimit>) -> Self {
-        let HostDemand { saved_bytes, held_bytes, grow_bytes } = demand;
-        Self { saved_bytes, held_bytes, grow_bytes, limits }
+        let HostDemand {
+            saved_bytes,
+            held_bytes,
+            grow_bytes,
+            grow_with_needed_bytes,
+            grow_with_all_bytes,
+        } = demand;
+        Self {
+            saved_bytes,
+            held_bytes,
+            grow_bytes,
+            grow_with_needed_bytes,
+            grow_with_all_bytes,
+            limits,
+        }
     }
 
-    fn demand_on(&self, kind: &LimitKind) -> u64 {
+    fn grow_bytes_with(&self, copies: Copies) -> u64 {
+        match copies {
+            Copies::None => self.grow_bytes,
+            Copies::Needed => self.grow_with_needed_bytes,
+            Copies::All => self.grow_with_all_bytes,
+        }
+    }
+
+    fn demand_on(&self, kind: &LimitKind, copies: Copies) -> u64 {
+        let grow_bytes = self.grow_bytes_with(copies);
         match kind {
-            LimitKind::Configured => self.held_bytes.saturating_add(self.grow_bytes),
-            LimitKind::Available | LimitKind::ControlGroup { .. } => self.grow_bytes,
+            LimitKind::Configured => self.held_bytes.saturating_add(grow_bytes),
+            LimitKind::Available | LimitKind::ControlGroup { .. } => grow_bytes,
         }
     }
 
@@ -127,10 +153,23 @@ pub struct HostShortage {
     pub processes: usize,
 }
 
-/// The first limit that `needs` exceed together; `None` when all fits.
+/// The first limit that `needs` exceed together when no copies of earlier pauses are kept; `None` when all fits.
 pub fn shortage<'a>(needs: impl IntoIterator<Item = &'a HostNeed>) -> Option<HostShortage> {
+    shortage_with(needs, Copies::None)
+}
+
+/// The most copies of earlier pauses that the limits leave room for together, in all processes alike.
+pub fn copies_with_room(needs: &[&HostNeed]) -> Copies {
+    let fits = |copies: &Copies| shortage_with(needs.iter().copied(), *copies).is_none();
+    Copies::FEWER.into_iter().find(fits).unwrap_or(Copies::None)
+}
+
+fn shortage_with<'a>(
+    needs: impl IntoIterator<Item = &'a HostNeed>,
+    copies: Copies,
+) -> Option<HostShortage> {
     let mut sums: BTreeMap<&LimitKind, HostShortage> = BTreeMap::new();
-    for need in needs.into_iter().filter(|need| need.grow_bytes > 0) {
+    for need in needs.into_iter().filter(|need| need.grow_bytes_with(copies) > 0) {
         for limit in &need.limits {
             let sum = sums.entry(&limit.kind).or_insert_with(|| HostShortage {
                 kind: limit.kind.clone(),
@@ -140,7 +179,7 @@ pub fn shortage<'a>(needs: impl IntoIterator<Item = &'a HostNeed>) -> Option<Hos
                 processes: 0,
             });
             sum.bytes = sum.bytes.min(limit.bytes);
-            sum.demand_bytes = sum.demand_bytes.saturating_add(need.demand_on(&limit.kind));
+            sum.demand_bytes = sum.demand_bytes.saturating_add(need.demand_on(&limit.kind, copies));
             sum.saved_bytes = sum.saved_bytes.saturating_add(need.saved_bytes);
             sum.processes += 1;
         }
@@ -243,8 +282,26 @@ mod tests {
             saved_bytes: grow_mib * MIB,
             held_bytes: held_mib * MIB,
             grow_bytes: grow_mib * MIB,
+            grow_with_needed_bytes: grow_mib * MIB,
+            grow_with_all_bytes: grow_mib * MIB,
             limits: limits.to_vec(),
         }
+    }
+
+    #[test]
+    fn as_many_copies_stay_as_all_processes_have_room_for() {
+        let limit = [HostLimit { kind: LimitKind::Available, bytes: 100 * MIB }];
+        let keeping = |needed_mib: u64, all_mib: u64| HostNeed {
+            grow_with_needed_bytes: needed_mib * MIB,
+            grow_with_all_bytes: all_mib * MIB,
+            ..need(0, 10, &limit)
+        };
+        let [few, some, many] = [keeping(10, 40), keeping(10, 70), keeping(60, 70)];
+        assert_eq!(copies_with_room(&[&few, &few]), Copies::All);
+        assert_eq!(copies_with_room(&[&few, &some]), Copies::Needed);
+        assert_eq!(copies_with_room(&[&some, &many, &many]), Copies::None);
+        assert_eq!(shortage([&some, &many, &many]), None, "that is no reason to refuse");
+        assert_eq!(copies_with_room(&[]), Copies::All);
     }
 
     fn group(name: &str, inode: u64, mib: u64) -> HostLimit {

@@ -7,6 +7,7 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use vmm_pool::Copies;
 
 use crate::references::Stay;
 use crate::scope::Scope;
@@ -131,6 +132,7 @@ const TABLE: [Row; 13] = {
             timeout: Duration::from_mins(2),
             ..row(Phase::Save, "save contents", Pause, Prepare, |_, stays| Order::Save {
                 stays: stays.to_vec(),
+                copies: Copies::default(),
             })
         },
         Row {
@@ -305,6 +307,8 @@ pub enum Order {
     Save {
         /// Shared memory that stays where it is.
         stays: Vec<Stay>,
+        /// Which copies of earlier pauses may stay in host memory.
+        copies: Copies,
     },
     /// [`Phase::Release`].
     Release,
@@ -332,6 +336,15 @@ pub enum Order {
 }
 
 impl Order {
+    /// The same, where `copies` of earlier pauses stay in host memory.
+    #[must_use]
+    pub fn keeping(mut self, kept: Copies) -> Self {
+        if let Self::Save { copies, .. } = &mut self {
+            *copies = kept;
+        }
+        self
+    }
+
     /// The phase that it asks for.
     pub fn phase(&self) -> Phase {
         match self {

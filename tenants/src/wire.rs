@@ -8,7 +8,7 @@ mod ask;
 
 use serde::{Deserialize, Serialize};
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{AllocationId, PoolReport};
+use vmm_pool::{AllocationId, KeptBytes, PoolReport};
 
 pub use crate::phase::{Action, Order, Phase};
 pub use crate::state::MemberState;
@@ -25,7 +25,7 @@ use crate::saving::map::SaveAccount;
 use crate::stepping::Activity;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 9;
+pub const PROTOCOL_VERSION: u16 = 10;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -145,6 +145,8 @@ pub struct PhaseReport {
     pub devices: Vec<DeviceDelta>,
     /// Things worth telling a person, such as memory that stays and why.
     pub notes: Vec<String>,
+    /// Of [`Phase::Save`]: what became of the contents that are kept.
+    pub kept: Option<KeptBytes>,
     /// Of [`Phase::Drain`]: the host memory that saving will take.
     pub host: Option<HostNeed>,
     /// Of [`Phase::Drain`]: what is held of shared memory.

@@ -30,7 +30,7 @@ use tenants::wire::{
     SaveProgress, SaveStage, SaveStep, StepOn, TagBytes, TakePhase, Withdraw,
 };
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{AllocationId, Held, PoolReport, StayReason};
+use vmm_pool::{AllocationId, Held, KeptBytes, PoolReport, StayReason};
 
 const ID: AllocationId = AllocationId(*b"0123456789abcdef");
 
@@ -197,10 +197,13 @@ fn replies() -> Vec<Reply> {
             total_bytes: 80 << 30,
         }],
         notes: vec!["something stays".to_owned()],
+        kept: Some(KeptBytes { zero_bytes: 7 << 30, unchanged_bytes: 2 << 30, copied_bytes: 1 }),
         host: Some(HostNeed {
             saved_bytes: 3 << 30,
             held_bytes: 1 << 30,
             grow_bytes: 2 << 30,
+            grow_with_needed_bytes: 3 << 30,
+            grow_with_all_bytes: 5 << 30,
             limits: vec![HostLimit { kind: LimitKind::Configured, bytes: 8 << 30 }],
         }),
         references: Some(Box::new(References {

@@ -18,7 +18,7 @@ use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, CudaDriver, DeviceAddress, DeviceOrdinal, Driver, VaRange,
 };
-use vmm_pool::{Class, Contents, Failed, HostBudget, Pool, Selection};
+use vmm_pool::{Class, Contents, Copies, Failed, HostBudget, Pool, Selection};
 
 const BLOCK_BYTES: u64 = 64 << 20;
 
@@ -66,7 +66,7 @@ fn run<D: Driver>(
         let drained = shut.drain(&[], soon(), &crossbeam_channel::never());
         let (quiesced, _) = drained.map_err(Failed::into_error)?;
         let saving = Instant::now();
-        let prepared = quiesced.save(Selection::Whole, &[], |_| HostBudget(None));
+        let prepared = quiesced.save(Selection::Whole, &[], Copies::All, |_| HostBudget(None));
         let (prepared, _) = prepared.map_err(Failed::into_error)?;
         let saved = saving.elapsed();
         let (paused, _) = prepared.release().map_err(Failed::into_error)?;

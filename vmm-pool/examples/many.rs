@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, VaRange};
-use vmm_pool::{Class, Contents, Failed, HostBudget, Pool, Selection};
+use vmm_pool::{Class, Contents, Copies, Failed, HostBudget, Pool, Selection};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
@@ -41,7 +41,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let pausing = Instant::now();
         let drained = pool.shut(soon(), || false)?.drain(&[], soon(), &crossbeam_channel::never());
         let (quiesced, _) = drained.map_err(Failed::into_error)?;
-        let prepared = quiesced.save(Selection::Whole, &[], |_| HostBudget(None));
+        let prepared = quiesced.save(Selection::Whole, &[], Copies::All, |_| HostBudget(None));
         let (prepared, _) = prepared.map_err(Failed::into_error)?;
         let (paused, _) = prepared.release().map_err(Failed::into_error)?;
         drop(paused);

@@ -14,6 +14,7 @@
 mod accounting;
 mod bytes;
 mod contexts;
+mod pieces;
 mod refusals;
 
 use std::fmt::Debug;
@@ -46,6 +47,7 @@ pub fn cases<D: Driver>() -> Vec<Case<D>> {
     all.extend(refusals::cases());
     all.extend(accounting::cases());
     all.extend(contexts::cases());
+    all.extend(pieces::cases());
     all
 }
 

@@ -5,6 +5,7 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 
 use crate::error::PoolResult;
+use crate::report::KeptBytes;
 
 /// A named part of a phase, with what it took.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,6 +25,8 @@ pub struct StepLog {
     pub driver_calls: u64,
     /// Device bytes the phase was about.
     pub bytes: u64,
+    /// Of a save: what became of the contents that are kept.
+    pub kept: Option<KeptBytes>,
     /// Trouble that did not stop the phase, one sentence each.
     pub notes: Vec<String>,
 }
@@ -54,6 +57,10 @@ impl StepLog {
         }
         self.driver_calls += other.driver_calls;
         self.bytes += other.bytes;
+        self.kept = match (self.kept, other.kept) {
+            (Some(one), Some(more)) => Some(one.plus(more)),
+            (one, more) => one.or(more),
+        };
         self.notes.extend(other.notes);
     }
 

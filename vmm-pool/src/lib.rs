@@ -36,10 +36,13 @@ pub use ledger::{
     Standing, StayReason, TagTotals, Tags, TicketWatch, Whose,
 };
 pub use peer::PeerId;
-pub use pool::{Entered, Export, GiveUp, ImportSource, Kind, LostImports, Pool, Registered, Use};
-pub use report::{ClassBytes, Contents, DeviceReport, PinnedBytes, PoolReport};
+pub use pool::{
+    Entered, Export, GiveUp, ImportSource, Kind, LostImports, PieceBytes, Pieces, Pool, Registered,
+    Use,
+};
+pub use report::{ClassBytes, Contents, DeviceReport, KeptBytes, PinnedBytes, PoolReport};
 pub use saved::{SavedError, WriteOut, Written};
-pub use store::{HostBudget, HostDemand, check_file_dir};
+pub use store::{Copies, HostBudget, HostDemand, check_file_dir};
 pub use transition::{
     Activity, Done, DrainError, Draining, Failed, ImportRequest, Leaving, Prepared, Quiesced,
     Restored, Returning, Shut, Undone,

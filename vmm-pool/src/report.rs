@@ -20,6 +20,34 @@ pub enum Contents {
     File,
 }
 
+/// What a pause did with the contents that it keeps, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeptBytes {
+    /// Zero: neither copied nor given host memory. The resume makes the zeros.
+    pub zero_bytes: u64,
+    /// As in the copy that host memory still has of the last pause.
+    pub unchanged_bytes: u64,
+    /// Copied, to host memory or the file.
+    pub copied_bytes: u64,
+}
+
+impl KeptBytes {
+    /// All of it.
+    pub fn total_bytes(self) -> u64 {
+        self.zero_bytes.saturating_add(self.unchanged_bytes).saturating_add(self.copied_bytes)
+    }
+
+    /// Both together.
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            zero_bytes: self.zero_bytes.saturating_add(other.zero_bytes),
+            unchanged_bytes: self.unchanged_bytes.saturating_add(other.unchanged_bytes),
+            copied_bytes: self.copied_bytes.saturating_add(other.copied_bytes),
+        }
+    }
+}
+
 /// Bytes of one class of memory (who asked for it, under which tag, with which policy) on one device.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClassBytes {

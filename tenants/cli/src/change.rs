@@ -331,6 +331,10 @@ fn render(report: &Report, output: &mut Output) {
         ]);
     }
     output.table(&phases);
+    if let Some(kept) = report.kept().filter(|kept| kept.total_bytes() > 0) {
+        output.line("");
+        output.line(units::kept(kept));
+    }
     if !report.devices.is_empty() {
         output.line("");
         let mut devices = output::table(&["GPU", moved, "FREE NOW", "OF"], &[1, 2, 3]);
@@ -360,19 +364,30 @@ mod tests {
     use tenants::coordinator::{DeviceTotal, MemberFailure, MemberPhase, PhaseSummary, Step, Who};
     use tenants::identity::MemberId;
     use tenants::wire::{Failure as WireFailure, FailureKind, Phase, PhaseReport};
+    use vmm_pool::KeptBytes;
 
     use super::*;
 
     fn report() -> Report {
         let who = |pid| Who { pid: Some(pid), member: MemberId(u64::from(pid)) };
-        let member = |pid, elapsed_us| MemberPhase {
+        let member = |phase, pid, elapsed_us| MemberPhase {
             who: who(pid),
-            report: PhaseReport { elapsed_us, bytes: 3 << 29, ..PhaseReport::default() },
+            report: PhaseReport {
+                elapsed_us,
+                bytes: 3 << 29,
+                kept: Some(KeptBytes {
+                    zero_bytes: 3 << 30,
+                    unchanged_bytes: 1 << 30,
+                    copied_bytes: 1 << 29,
+                })
+                .filter(|_| phase == Phase::Save),
+                ..PhaseReport::default()
+            },
         };
         let phase = |phase, wall_us| PhaseSummary {
             phase,
             wall_us,
-            members: vec![member(10, 900), member(11, 45_000)],
+            members: vec![member(phase, 10, 900), member(phase, 11, 45_000)],
         };
         Report {
             tenant: "train".to_owned(),
@@ -380,7 +395,11 @@ mod tests {
             wall_us: 412_000,
             cut: None,
             drain: None,
-            phases: vec![phase(Phase::Drain, 46_000), phase(Phase::Release, 300_000)],
+            phases: vec![
+                phase(Phase::Drain, 46_000),
+                phase(Phase::Save, 99_000),
+                phase(Phase::Release, 300_000),
+            ],
             devices: vec![DeviceTotal {
                 uuid: "a1b2".to_owned(),
                 bytes: 3 << 30,
@@ -411,7 +430,10 @@ paused tenant 'train' in 412 ms (2 processes)
 
 PHASE           SLOWEST    WALL  BYTES
 drain             45 ms   46 ms  3 GiB
+save contents     45 ms   99 ms  3 GiB
 release memory    45 ms  300 ms  3 GiB
+
+9 GiB kept: 6 GiB zero, 2 GiB unchanged, 1 GiB copied
 
 GPU   FREED  FREE NOW      OF
 a1b2  3 GiB    70 GiB  80 GiB

@@ -99,6 +99,9 @@ fn render_phases(title: &str, phases: &[(Phase, PhaseReport)], output: &mut Outp
         ]);
     }
     output.table(&table);
+    for kept in phases.iter().filter_map(|(_, report)| report.kept) {
+        output.line(format!("    {}", units::kept(kept)));
+    }
 }
 
 #[cfg(test)]
@@ -119,6 +122,11 @@ mod tests {
                 elapsed_us: 250_000,
                 driver_calls: 42,
                 bytes: 3 << 30,
+                kept: Some(vmm_pool::KeptBytes {
+                    zero_bytes: 5 << 30,
+                    unchanged_bytes: 0,
+                    copied_bytes: 3 << 30,
+                }),
                 steps: vec![("copy".to_owned(), 240_000), ("unmap".to_owned(), 900)],
                 ..PhaseReport::default()
             },
@@ -132,6 +140,7 @@ train process 10 (paused), libsublet 0.1.0: python train.py
   last pause:
     PHASE            TIME  BYTES  CALLS  STEPS
     save contents  250 ms  3 GiB     42  copy 240 ms, unmap 900 us
+    8 GiB kept: 5 GiB zero, 0 B unchanged, 3 GiB copied
 ";
         assert_eq!(output.text(), expected);
     }

@@ -1,5 +1,7 @@
 //! Figures for people.
 
+use vmm_pool::KeptBytes;
+
 /// Bytes in the largest binary unit that leaves at least one, with one decimal; whole bytes below 1 KiB.
 pub(crate) fn bytes(count: u64) -> String {
     const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
@@ -39,6 +41,17 @@ pub(crate) fn shortened(text: &str, chars_max: usize) -> String {
     }
     let kept: String = text.chars().take(chars_max.saturating_sub(3)).collect();
     format!("{kept}...")
+}
+
+/// What became of contents that are kept, such as "17 GiB kept: 16 GiB zero, 412 MiB unchanged, 820 MiB copied".
+pub(crate) fn kept(kept: KeptBytes) -> String {
+    format!(
+        "{} kept: {} zero, {} unchanged, {} copied",
+        bytes(kept.total_bytes()),
+        bytes(kept.zero_bytes),
+        bytes(kept.unchanged_bytes),
+        bytes(kept.copied_bytes)
+    )
 }
 
 #[cfg(test)]

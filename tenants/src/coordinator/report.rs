@@ -4,6 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use serde::{Serialize, Serializer};
+use vmm_pool::KeptBytes;
 
 use crate::cut::Laggard;
 use crate::identity::{MemberId, TenantName};
@@ -235,6 +236,14 @@ impl PhaseSummary {
     pub fn bytes(&self) -> u64 {
         let bytes = self.members.iter().map(|member| member.report.bytes);
         bytes.fold(0, u64::saturating_add)
+    }
+}
+
+impl Report {
+    /// What all members did with the contents that they keep; none where nobody says.
+    pub fn kept(&self) -> Option<KeptBytes> {
+        let members = self.phases.iter().flat_map(|phase| &phase.members);
+        members.filter_map(|member| member.report.kept).reduce(KeptBytes::plus)
     }
 }
 

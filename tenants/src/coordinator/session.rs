@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use vmm_pool::Copies;
+
 use super::peers::{Answer, Peers, Question, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Report, Step};
 use super::shortage::short_devices;
@@ -54,6 +56,8 @@ pub(super) struct Session<'a> {
     pub(super) absent: Vec<String>,
     /// Shared memory that this pause leaves where it is.
     stays: Vec<Stay>,
+    /// Copies of earlier pauses that all processes have room for in host memory.
+    copies: Copies,
     /// Processes whose sockets were found and removed.
     dead: usize,
 }
@@ -119,6 +123,7 @@ impl<'a> Session<'a> {
             scope,
             absent: Vec::new(),
             stays: Vec::new(),
+            copies: Copies::default(),
             dead: 0,
         };
         let deadline = Instant::now() + options.contact_timeout;
@@ -272,6 +277,8 @@ impl<'a> Session<'a> {
                 return Err(Stop::Failed(vec![failure]));
             }
             if phase == Phase::Drain {
+                let needs = result.done.iter().filter_map(|(_, report)| report.host.as_ref());
+                self.copies = host_memory::copies_with_room(&needs.collect::<Vec<_>>());
                 self.stays = self.agree_on_shared(&result.done)?;
             }
             report.add(self.summary(phase, began.elapsed(), result.done));
@@ -422,7 +429,7 @@ impl<'a> Session<'a> {
     fn question(&self, phase: Phase) -> TakePhase {
         TakePhase {
             round: self.round,
-            order: phase.order(&self.scope, &self.stays),
+            order: phase.order(&self.scope, &self.stays).keeping(self.copies),
             timeout_ms: millis(self.options.phase_timeout(phase)),
         }
     }

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
 use vmm_pool::gate::StillInside;
-use vmm_pool::{Draining, Failed, Returning, Selection, Shut, StepLog, Undone};
+use vmm_pool::{Copies, Draining, Failed, Returning, Selection, Shut, StepLog, Undone};
 
 use super::failures::{
     drain_failure, failed_inside, faulted, import_failure, in_capture, not_undone_yet,
@@ -31,7 +31,7 @@ impl<D: Driver> Member<D> {
         let outcome = match order {
             Order::CloseGate { scope } => self.close_gate(scope),
             Order::Drain => self.drain(deadline),
-            Order::Save { stays } => self.save(stays),
+            Order::Save { stays, copies } => self.save(stays, *copies),
             Order::Release => self.release(),
             Order::Verify => self.verify(),
             Order::AbortPause => self.abort_pause(),
@@ -220,7 +220,7 @@ impl<D: Driver> Member<D> {
             return Err(failure);
         }
         let contexts = (self.config.own_contexts)();
-        let (quiesced, waited) = match draining.drain(&contexts, deadline, called_off) {
+        let (mut quiesced, waited) = match draining.drain(&contexts, deadline, called_off) {
             Ok(drained) => drained,
             Err(Failed { state, error }) => {
                 let failure = drain_failure(&error, &state.pool().gate().waiting());
@@ -232,13 +232,16 @@ impl<D: Driver> Member<D> {
         // is void, also without an answer.
         quiesced.mark_unused(&(self.config.unused)());
         let references = References::new(self.pool.references(&selection));
-        let host = HostNeed::new(self.pool.host_demand(&selection), (self.config.host_limits)());
+        // The devices of all processes are idle, behind gates that are shut: nobody writes to it from here on.
+        let seen = quiesced.survey(&selection);
+        let host = HostNeed::new(quiesced.host_demand(&selection), (self.config.host_limits)());
         self.set_progress(Progress::Quiesced(quiesced, selection));
+        let seen = report(seen);
         Ok(PhaseReport {
-            driver_calls: 2 * waited as u64,
+            driver_calls: 2 * waited as u64 + seen.driver_calls,
             host: Some(host),
             references: Some(Box::new(references)),
-            ..PhaseReport::default()
+            ..seen
         })
     }
 
@@ -266,13 +269,13 @@ impl<D: Driver> Member<D> {
         wrong_state(message)
     }
 
-    fn save(&self, stays: &[Stay]) -> Result<PhaseReport, Failure> {
+    fn save(&self, stays: &[Stay], copies: Copies) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
         let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
         self.forget_ended();
         let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
         let budget = |demand| HostNeed::new(demand, (self.config.host_limits)()).budget();
-        match quiesced.save(selection, &stays, budget) {
+        match quiesced.save(selection, &stays, copies, budget) {
             Ok((prepared, log)) => {
                 self.set_progress(Progress::Prepared(prepared));
                 Ok(report(log))
@@ -599,6 +602,7 @@ fn report(log: StepLog) -> PhaseReport {
         driver_calls: log.driver_calls,
         bytes: log.bytes,
         steps: log.steps.into_iter().map(|step| (step.name.to_owned(), step.elapsed_us)).collect(),
+        kept: log.kept,
         notes: log.notes,
         ..PhaseReport::default()
     }

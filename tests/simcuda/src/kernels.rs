@@ -9,8 +9,9 @@
 //! | `store_u32` | `dst, value: u32` | `*dst = value`, atomically |
 //! | `spin_until_nonzero` | `flag` | waits until `*flag` is not 0, as a collective waits for its peer |
 //! | `wait_at_least_u32` | `flag, value: u32` | waits until `*flag` is `value` or more, as an all-reduce written by hand does |
+//! | `sublet_fingerprint` | `slots` | the fingerprint of the piece that each slot asks for, a slot a block |
 //!
-//! The grid does not matter. A kernel that touches an address it may not fails with `ILLEGAL_ADDRESS`.
+//! For the others the grid does not matter. A kernel that touches an address it may not fails with `ILLEGAL_ADDRESS`.
 
 #![expect(
     unsafe_code,
@@ -43,6 +44,7 @@ pub(crate) enum Kernel {
     Store,
     Spin,
     WaitAtLeast,
+    Fingerprint,
 }
 
 const ALL: &[(&str, Kernel)] = &[
@@ -53,6 +55,7 @@ const ALL: &[(&str, Kernel)] = &[
     ("store_u32", Kernel::Store),
     ("spin_until_nonzero", Kernel::Spin),
     ("wait_at_least_u32", Kernel::WaitAtLeast),
+    ("sublet_fingerprint", Kernel::Fingerprint),
 ];
 
 /// The function value of the kernel `name` in the module of `device`.
@@ -79,10 +82,15 @@ fn kernel_of(function: u64, device: DeviceOrdinal) -> Coded<Kernel> {
 
 /// The kernel of `function` as work, its arguments read now. `INVALID_HANDLE` for a function of another device's
 /// module, as driver 580 has it: function and stream are of one context, and the current one does not matter.
-pub(crate) fn launch(function: u64, device: DeviceOrdinal, params: In<In<u8>>) -> Coded<Work> {
+pub(crate) fn launch(
+    function: u64,
+    device: DeviceOrdinal,
+    grid: [u32; 3],
+    params: In<In<u8>>,
+) -> Coded<Work> {
     let kernel = kernel_of(function, device)?;
     let count = match kernel {
-        Kernel::Spin => 1,
+        Kernel::Spin | Kernel::Fingerprint => 1,
         Kernel::Store | Kernel::WaitAtLeast => 2,
         Kernel::Fill | Kernel::Sum => 3,
         Kernel::Add | Kernel::Affine => 4,
@@ -118,6 +126,15 @@ pub(crate) fn launch(function: u64, device: DeviceOrdinal, params: In<In<u8>>) -
         Kernel::WaitAtLeast => {
             let (flag, least) = (wide(0)?, narrow(1)?);
             Arc::new(move |core| wait_until(core, device, flag, |value| value >= least))
+        }
+        Kernel::Fingerprint => {
+            let slots = wide(0)?;
+            let [blocks, 1, 1] = grid else { return Err(DriverCode::INVALID_VALUE) };
+            let count = usize::try_from(blocks).map_err(|_| DriverCode::INVALID_VALUE)?;
+            Arc::new(move |core| {
+                // SAFETY: whoever launches it keeps the slots until the stream has passed; they are registered.
+                unsafe { core.fingerprint(device, slots, count) }
+            })
         }
     })
 }

@@ -13,6 +13,10 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
+mod kernel;
+
+use self::kernel::Kernels;
+use super::fingerprint::PieceSlot;
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver, DriverCode,
     DriverError, DriverOp, DriverResult, DriverVersion, Granularity, HANDLE_TYPE_POSIX_FD,
@@ -55,10 +59,10 @@ pub enum LoadError {
 pub type RealSymbol = NonNull<c_void>;
 
 macro_rules! driver_table {
-    ($($field:ident : $symbol:ident ( $($arg:ty),* $(,)? );)*) => {
-        struct Table { $($field: unsafe extern "C" fn($($arg),*) -> c_int,)* }
+    ($table:ident; $($field:ident : $symbol:ident ( $($arg:ty),* $(,)? );)*) => {
+        struct $table { $($field: unsafe extern "C" fn($($arg),*) -> c_int,)* }
 
-        impl Table {
+        impl $table {
             fn look_up(find: &dyn Fn(&CStr) -> Option<RealSymbol>) -> Result<Self, LoadError> {
                 Ok(Self { $(
                     $field: {
@@ -82,9 +86,12 @@ macro_rules! driver_table {
     };
 }
 
+use driver_table;
+
 type Context = *mut c_void;
 
 driver_table! {
+    Table;
     init: cuInit(c_uint);
     driver_get_version: cuDriverGetVersion(*mut c_int);
     device_get_count: cuDeviceGetCount(*mut c_int);
@@ -115,6 +122,7 @@ driver_table! {
     stream_query: cuStreamQuery(u64);
     copy_to_host: cuMemcpyDtoHAsync_v2(*mut c_void, u64, usize, u64);
     copy_to_device: cuMemcpyHtoDAsync_v2(u64, *const c_void, usize, u64);
+    fill: cuMemsetD8Async(u64, u8, usize, u64);
     default_pool: cuDeviceGetDefaultMemPool(*mut u64, c_int);
     pool_trim: cuMemPoolTrimTo(u64, usize);
     graph_mem_trim: cuDeviceGraphMemTrim(c_int);
@@ -125,6 +133,8 @@ pub struct CudaDriver {
     table: Table,
     /// Primary contexts that we have retained, for good unless the application resets one; null where there is none.
     contexts: [AtomicPtr<c_void>; DEVICES_MAX],
+    /// Our own kernels, in those contexts.
+    kernels: Kernels,
     // Keeps the library open for as long as the table points into it; `None` when the process itself
     // opened it, which then never closes.
     library: Option<libloading::Library>,
@@ -169,6 +179,7 @@ impl CudaDriver {
         Ok(Self {
             table: Table::look_up(find)?,
             contexts: [const { AtomicPtr::new(std::ptr::null_mut()) }; DEVICES_MAX],
+            kernels: Kernels::look_up(find),
             library: None,
         })
     }
@@ -213,6 +224,7 @@ impl CudaDriver {
     #[doc(alias = "cuDevicePrimaryCtxRelease")]
     pub fn let_primary_context_go(&self, device: DeviceOrdinal) -> DriverResult<()> {
         let retained = self.retained(device)?;
+        self.kernels.forget(device);
         if retained.swap(std::ptr::null_mut(), Ordering::AcqRel).is_null() {
             return Ok(());
         }
@@ -225,6 +237,7 @@ impl CudaDriver {
     /// use retains it anew.
     #[doc(alias = "cuDevicePrimaryCtxReset")]
     pub fn primary_context_was_reset(&self, device: DeviceOrdinal) {
+        self.kernels.forget(device);
         if let Ok(retained) = self.retained(device) {
             retained.store(std::ptr::null_mut(), Ordering::Release);
         }
@@ -482,6 +495,23 @@ impl Driver for CudaDriver {
         // SAFETY: the caller keeps both ends valid until the stream has passed the copy.
         let code = unsafe { (self.table.copy_to_device)(target.start.0, pointer, size, stream.0) };
         check(DriverOp::CopyToDevice, code)
+    }
+
+    unsafe fn fill_with_zeros(&self, target: VaRange, stream: RawStream) -> DriverResult<()> {
+        let size = size_t(target.size_bytes);
+        // SAFETY: the caller keeps the range mapped until the stream has passed the fill.
+        let code = unsafe { (self.table.fill)(target.start.0, 0, size, stream.0) };
+        check(DriverOp::Fill, code)
+    }
+
+    unsafe fn fingerprint(
+        &self,
+        device: DeviceOrdinal,
+        slots: NonNull<[PieceSlot]>,
+        stream: RawStream,
+    ) -> DriverResult<()> {
+        // SAFETY: as the caller vouches.
+        unsafe { self.kernels.fingerprint(device, slots, stream) }
     }
 
     fn trim_pools(&self, device: DeviceOrdinal) -> DriverResult<()> {

@@ -201,6 +201,16 @@ driver_ops! {
     CopyToDevice => "cuMemcpyHtoDAsync",
     /// Return unused memory of stream-ordered pools.
     PoolTrim => "cuMemPoolTrimTo",
+    /// Fill device memory.
+    Fill => "cuMemsetD8Async",
+    /// Compile and load kernels.
+    ModuleLoad => "cuModuleLoadData",
+    /// Find a kernel.
+    ModuleGetFunction => "cuModuleGetFunction",
+    /// Ask where a device sees pinned host memory.
+    HostGetDevicePointer => "cuMemHostGetDevicePointer",
+    /// Launch a kernel.
+    LaunchKernel => "cuLaunchKernel",
 }
 
 impl fmt::Display for DriverOp {

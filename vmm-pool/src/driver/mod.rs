@@ -11,6 +11,7 @@
 
 mod cuda;
 mod error;
+mod fingerprint;
 #[cfg(feature = "sim")]
 pub mod sim;
 mod types;
@@ -21,6 +22,7 @@ use std::ptr::NonNull;
 
 pub use cuda::{CudaDriver, LoadError, RealSymbol};
 pub use error::{DriverCode, DriverError, DriverOp};
+pub use fingerprint::{Fingerprint, PieceSlot, WORD_BYTES, is_zero};
 pub use types::{
     ALLOCATION_KIND_PINNED, AccessDesc, AllocationFlags, AllocationProp, DeviceAddress,
     DeviceAttribute, DeviceOrdinal, DriverVersion, Granularity, HANDLE_TYPE_FABRIC,
@@ -287,6 +289,37 @@ pub trait Driver: Debug + Send + Sync + 'static {
         &self,
         target: VaRange,
         source: NonNull<u8>,
+        stream: RawStream,
+    ) -> DriverResult<()>;
+
+    /// Starts filling `target` with zeros.
+    ///
+    /// # Safety
+    /// `target` stays mapped until the stream has passed the fill, and nobody else touches it.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` where the stream's device has no access; what else the driver returned.
+    #[doc(alias = "cuMemsetD8Async")]
+    unsafe fn fill_with_zeros(&self, target: VaRange, stream: RawStream) -> DriverResult<()>;
+
+    /// Starts taking the fingerprints of pieces: each of `slots` names one, and has its answer when `stream`, one of
+    /// the current primary context of `device`, has passed. The first call for a device has the driver compile the
+    /// kernel for it, which takes some 0.1 s once and some device memory for good. *Context.*
+    ///
+    /// # Safety
+    /// Until the stream has passed: `slots` stay valid and registered by [`Driver::host_register`], and nobody else
+    /// touches them; every piece stays mapped, with rights for `device` to read all of it. A kernel that reads
+    /// what it may not ends its context.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` for host memory that is not registered; what else the driver returned, with the call that
+    /// refused: a driver without what it takes is `NOT_SUPPORTED`.
+    #[doc(alias = "cuLaunchKernel")]
+    #[doc(alias = "cuModuleLoadData")]
+    unsafe fn fingerprint(
+        &self,
+        device: DeviceOrdinal,
+        slots: NonNull<[PieceSlot]>,
         stream: RawStream,
     ) -> DriverResult<()>;
 

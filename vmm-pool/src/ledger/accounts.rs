@@ -102,8 +102,8 @@ impl Ledger {
 
     /// Contents that are in the file.
     pub(crate) fn file_bytes(&self) -> u64 {
-        let filed = self.rows().filter(|row| row.place_in(Store::File).is_some());
-        filed.flat_map(Row::copied_parts).map(|part| part.end - part.start).sum()
+        let filed = self.rows().filter_map(|row| Some((row, row.held_in(Store::File)?)));
+        filed.map(|(row, saved)| saved.stored_bytes(&row.copied_parts())).sum()
     }
 
     /// The devices with memory of this process's own. Imports do not count: they lie on their owners' devices, and

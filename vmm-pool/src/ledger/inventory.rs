@@ -62,7 +62,7 @@ impl Holding {
     fn of(ledger: &Ledger, row: &Row, standing: Standing) -> Self {
         let is_resident = row.is_resident();
         let counts = !is_resident || standing == Standing::StandsStill;
-        let saved = row.saved().filter(|_| row.is_own() && counts);
+        let saved = row.saved().filter(|_| row.is_own() && counts).cloned();
         Self {
             id: row.id(),
             class: row.class().clone(),
@@ -76,7 +76,7 @@ impl Holding {
                 Origin::Foreign => HoldingSource::Foreign,
             },
             is_resident,
-            saved_parts: saved.map(|_| row.copied_parts()).unwrap_or_default(),
+            saved_parts: saved.as_ref().map(|_| row.copied_parts()).unwrap_or_default(),
             saved,
         }
     }

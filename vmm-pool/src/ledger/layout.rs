@@ -2,45 +2,147 @@
 //!
 //! Contents that are set aside lie there already and stay where they are. What is saved beside them goes into
 //! the first gap that holds it, in the table's order, so that a pause of everything fills the arena from end
-//! to end. Where a copy of the last pause is kept for readers, the next one of the same memory takes its place.
+//! to end. Where a copy of the last pause is kept, what the next one of the same memory saves takes its place, piece
+//! by piece ([`super::pieces`]); pieces without one get their own.
 
 use std::ops::Range;
 
-use super::{Ledger, Row, Selection, merged};
+use super::pieces::{Survey, Wish};
+use super::{Ledger, Mapping, Selection, merged, overlapping};
 use crate::VirtualHandle;
-use crate::store::Store;
+use crate::driver::VaRange;
+use crate::store::{Copies, Extent, Saved, Store, append};
 
 /// Places in one store for all of a selection that has to be saved there.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 pub(crate) struct Layout {
-    /// An allocation, and where its contents begin.
-    pub(crate) places: Vec<(VirtualHandle, u64)>,
+    /// What is saved, in the table's order.
+    pub(crate) placed: Vec<Placed>,
     /// Where the last of all contents ends, old and new.
     pub(crate) end_bytes: u64,
 }
 
-impl Layout {
-    pub(crate) fn of(ledger: &Ledger, selection: &Selection, store: Store) -> Self {
-        let is_wanted =
-            |row: &&Row| row.is_resident() && selection.has(row) && row.is_saved_to(store);
-        let (wanted, others): (Vec<&Row>, Vec<&Row>) = ledger.rows().partition(is_wanted);
-        let (again, new): (Vec<&Row>, Vec<&Row>) =
-            wanted.into_iter().partition(|row| row.retained_in(store).is_some());
-        let again: Vec<_> =
-            again.into_iter().filter_map(|row| Some((row, row.retained_in(store)?))).collect();
-        let taken = others.into_iter().filter_map(|row| row.place_in(store));
-        let taken = taken.chain(again.iter().map(|(_, place)| place.clone())).collect();
-        let new = new.into_iter().map(|row| (row.handle(), row.size_bytes()));
-        let mut layout = Self::place(taken, new);
-        layout.places.extend(again.into_iter().map(|(row, place)| (row.handle(), place.start)));
-        layout
-    }
+/// Where the contents of one allocation will be, and what of them must be copied there.
+#[derive(Debug)]
+pub(crate) struct Placed {
+    pub(crate) row: VirtualHandle,
+    pub(crate) saved: Saved,
+    /// In order and apart.
+    pub(crate) copied: Vec<Extent>,
+    /// What is zero of it, in bytes.
+    pub(crate) zero_bytes: u64,
+    /// The copy that is kept of it says all this already.
+    pub(crate) is_same: bool,
+}
 
-    fn place(
-        mut taken: Vec<Range<u64>>,
-        wanted: impl Iterator<Item = (VirtualHandle, u64)>,
+impl Placed {
+    /// How much of it is copied.
+    pub(crate) fn copied_bytes(&self) -> u64 {
+        self.copied.iter().map(|extent| extent.size_bytes).sum()
+    }
+}
+
+impl Layout {
+    /// For all of `selection`, of which `survey` says what it holds; of the copies that are left those stay that
+    /// `copies` says.
+    pub(crate) fn of(
+        ledger: &Ledger,
+        selection: &Selection,
+        store: Store,
+        survey: &Survey,
+        copies: Copies,
     ) -> Self {
-        taken.sort_by_key(|range| range.start);
+        let mut taken = Vec::new();
+        let mut wishes = Vec::new();
+        for row in ledger.rows() {
+            let is_wanted = row.is_resident() && selection.has(row) && row.is_saved_to(store);
+            let before = row.retained_in(store, copies, is_wanted);
+            if is_wanted {
+                let (size_bytes, parts) = (row.size_bytes(), row.copied_parts());
+                let fresh = survey.of(row.handle());
+                let wish = Wish::of(size_bytes, &parts, fresh, before, survey);
+                taken.extend(wish.kept.iter().map(|extent| extent.place()));
+                wishes.push((row.handle(), before, wish));
+            } else {
+                let held = row.saved().filter(|saved| saved.store == store).or(before);
+                taken.extend(held.into_iter().flat_map(Saved::places));
+            }
+        }
+        let sizes = wishes.iter().enumerate().flat_map(|(index, (_, _, wish))| {
+            wish.missing.iter().map(move |part| (index, part.end - part.start))
+        });
+        let Places { places, end_bytes } = Places::find(taken, sizes);
+        let mut places = places.into_iter().map(|(_, at)| at);
+        let placed = wishes.into_iter().map(|(row, before, wish)| {
+            let new = wish.missing.iter().zip(places.by_ref()).map(|(part, at)| Extent {
+                start: part.start,
+                size_bytes: part.end - part.start,
+                at,
+            });
+            placed(row, store, before, &new.collect::<Vec<_>>(), &wish)
+        });
+        Self { placed: placed.collect(), end_bytes }
+    }
+}
+
+/// What `wish` comes to with `new` places for what is missing.
+fn placed(
+    row: VirtualHandle,
+    store: Store,
+    before: Option<&Saved>,
+    new: &[Extent],
+    wish: &Wish,
+) -> Placed {
+    let extents: Vec<Extent> = if new.is_empty() {
+        wish.kept.clone()
+    } else {
+        let mut all = [wish.kept.as_slice(), new].concat();
+        all.sort_by_key(|extent| extent.start);
+        let mut extents = Vec::with_capacity(all.len());
+        for extent in all {
+            append(&mut extents, extent);
+        }
+        extents
+    };
+    let mut copied = Vec::new();
+    let mut left = extents.as_slice();
+    for part in &wish.changed {
+        while let [first, rest @ ..] = left
+            && first.end() <= part.start
+        {
+            left = rest;
+        }
+        let within = left.iter().map_while(|extent| extent.within(part));
+        for extent in within {
+            append(&mut copied, extent);
+        }
+    }
+    let is_same = copied.is_empty()
+        && wish.prints.is_some()
+        && before.is_some_and(|before| {
+            *before.extents == *extents
+                && (before.prints.as_ref().zip(wish.prints.as_ref()))
+                    .is_some_and(|(before, now)| before == now)
+        });
+    let saved = match before.filter(|_| is_same) {
+        Some(before) => before.clone(),
+        None => Saved { store, extents: extents.into(), prints: wish.prints.clone() },
+    };
+    Placed { row, saved, copied, zero_bytes: wish.zero_bytes, is_same }
+}
+
+/// Places for contents, found among those that are taken.
+#[derive(Debug, PartialEq, Eq)]
+struct Places<K> {
+    /// For whom, and where it begins, in the order asked for.
+    places: Vec<(K, u64)>,
+    /// Where the last one ends, old and new.
+    end_bytes: u64,
+}
+
+impl<K> Places<K> {
+    fn find(mut taken: Vec<Range<u64>>, wanted: impl Iterator<Item = (K, u64)>) -> Self {
+        taken.sort_unstable_by_key(|range| range.start);
         let mut end_bytes = 0;
         let mut gaps = Vec::new();
         for range in taken {
@@ -118,18 +220,59 @@ impl Gaps {
 }
 
 impl Ledger {
-    /// Where saved contents lie in `store`, in order and apart.
+    /// Where saved contents and copies of them lie in `store`, in order and apart.
     pub(crate) fn places_in(&self, store: Store) -> Vec<Range<u64>> {
-        merged(self.rows().filter_map(|row| row.place_in(store)).collect())
+        let held = self.rows().filter_map(|row| row.held_in(store));
+        merged(held.flat_map(Saved::places).collect())
     }
 
-    /// The places of `layout` that will be written, in order and apart.
-    pub(crate) fn parts_of(&self, layout: &Layout) -> Vec<Range<u64>> {
-        let placed = layout.places.iter().filter_map(|&(handle, offset_bytes)| {
-            let parts = self.row(handle)?.copied_parts().into_iter();
-            Some(parts.map(move |part| offset_bytes + part.start..offset_bytes + part.end))
-        });
-        merged(placed.flatten().collect())
+    /// Where the last of them ends.
+    pub(crate) fn end_in(&self, store: Store) -> u64 {
+        let held = self.rows().filter_map(|row| row.held_in(store));
+        held.flat_map(Saved::places).map(|place| place.end).max().unwrap_or(0)
+    }
+
+    /// Copies of what has come back are kept for readers, or for the next pause, or not.
+    pub(crate) fn retain_copies(&mut self, for_readers: bool, for_pauses: bool) {
+        for (_, row) in &mut self.rows {
+            row.retain_copy(for_readers, for_pauses);
+        }
+    }
+
+    /// What `layout` has places for is about to be saved there. From now on no copy counts that this changes, in any
+    /// byte or in where it lies: what lies there is half of the old and half of the new until all is saved.
+    pub(crate) fn forget_copies(&mut self, layout: &Layout) {
+        for placed in layout.placed.iter().filter(|placed| !placed.is_same) {
+            self.forget_copy(placed.row);
+        }
+    }
+
+    /// The copy of this one does not count.
+    pub(crate) fn forget_copy(&mut self, handle: VirtualHandle) {
+        if let Some(row) = self.row_mut(handle) {
+            row.forget_copy();
+        }
+    }
+
+    /// Somebody was given the place of the copy of all that is mapped in `range`.
+    pub(crate) fn lend_copies(&mut self, range: VaRange) {
+        let handles: Vec<_> = overlapping(&self.mappings, range).map(Mapping::allocation).collect();
+        for handle in handles {
+            if let Some(row) = self.row_mut(handle) {
+                row.forget_prints();
+            }
+        }
+    }
+
+    /// Gives up copies that only the next pause has use for, but those that `copies` says of a pause of `selection`.
+    /// Says how much they hold.
+    pub(crate) fn give_copies_up(&mut self, selection: &Selection, copies: Copies) -> u64 {
+        let mut bytes = 0;
+        for (_, row) in &mut self.rows {
+            let is_wanted = selection.has(row);
+            bytes += row.give_copy_up(copies, is_wanted);
+        }
+        bytes
     }
 }
 
@@ -145,7 +288,7 @@ mod tests {
     }
 
     /// The first gap that holds each, found by going through all of them.
-    fn place_one_by_one(taken: &[Range<u64>], sizes: &[u64]) -> Layout {
+    fn place_one_by_one(taken: &[Range<u64>], sizes: &[u64]) -> Places<VirtualHandle> {
         let mut free = 0;
         let mut gaps = Vec::new();
         for range in taken {
@@ -161,7 +304,7 @@ mod tests {
             end_bytes = end_bytes.max(gap.start);
             (row(key), place)
         };
-        Layout { places: sizes.iter().enumerate().map(place).collect(), end_bytes }
+        Places { places: sizes.iter().enumerate().map(place).collect(), end_bytes }
     }
 
     #[test]
@@ -171,7 +314,7 @@ mod tests {
             let taken: Vec<_> = (0..count as u64).map(|at| 2 * at + 1..2 * at + 2).collect();
             move || {
                 let sizes = (0..count).map(|key| (row(key), 1 + (key as u64 + 1) % 2));
-                Layout::place(taken.clone(), sizes);
+                Places::find(taken.clone(), sizes);
             }
         });
     }
@@ -179,20 +322,20 @@ mod tests {
     #[test]
     fn an_empty_arena_is_filled_from_end_to_end() {
         let layout =
-            Layout::place(Vec::new(), [(row(7), 10), (row(3), 20), (row(9), 5)].into_iter());
+            Places::find(Vec::new(), [(row(7), 10), (row(3), 20), (row(9), 5)].into_iter());
         assert_eq!(
             layout,
-            Layout { places: vec![(row(7), 0), (row(3), 10), (row(9), 30)], end_bytes: 35 }
+            Places { places: vec![(row(7), 0), (row(3), 10), (row(9), 30)], end_bytes: 35 }
         );
     }
 
     #[test]
     fn gaps_between_what_is_set_aside_are_used_first() {
         let taken = vec![40..50, 10..20];
-        let layout = Layout::place(taken, [(row(1), 15), (row(2), 10), (row(3), 10)].into_iter());
+        let layout = Places::find(taken, [(row(1), 15), (row(2), 10), (row(3), 10)].into_iter());
         assert_eq!(
             layout,
-            Layout { places: vec![(row(1), 20), (row(2), 0), (row(3), 50)], end_bytes: 60 }
+            Places { places: vec![(row(1), 20), (row(2), 0), (row(3), 50)], end_bytes: 60 }
         );
     }
 
@@ -209,7 +352,7 @@ mod tests {
                 range
             }).collect();
             let one_by_one = place_one_by_one(&taken, &sizes);
-            let layout = Layout::place(taken.clone(), sizes.iter().enumerate().map(|(key, &size)| (row(key), size)));
+            let layout = Places::find(taken.clone(), sizes.iter().enumerate().map(|(key, &size)| (row(key), size)));
             let placed = layout.places.iter().map(|&(key, at)| at..at + sizes[key.index()]);
             let mut all: Vec<_> = taken.into_iter().chain(placed).collect();
             all.sort_by_key(|range| range.start);

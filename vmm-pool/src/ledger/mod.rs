@@ -20,6 +20,7 @@
 mod accounts;
 mod inventory;
 mod layout;
+mod pieces;
 mod questions;
 mod references;
 mod residency;
@@ -33,7 +34,8 @@ use std::os::fd::OwnedFd;
 
 pub use accounts::TagTotals;
 pub use inventory::{Holding, HoldingSource, Standing};
-pub(crate) use layout::Layout;
+pub(crate) use layout::{Layout, Placed};
+pub(crate) use pieces::{Survey, Wish};
 pub use questions::{Facts, Known, Sight};
 pub use references::{Held, References, StayReason};
 use residency::Change;
@@ -282,6 +284,17 @@ impl Ledger {
         for start in starts {
             if let Some(mapping) = self.mappings.get_mut(start) {
                 mapping.add_access(access);
+            }
+        }
+    }
+
+    /// Rights are about to be set on `range`, which may cut through mappings.
+    pub(crate) fn note_uneven(&mut self, range: VaRange) {
+        let cut = overlapping(&self.mappings, range).map(Mapping::range);
+        let cut: Vec<_> = cut.filter(|mapping| !range.contains(*mapping)).collect();
+        for mapping in cut {
+            if let Some(mapping) = self.mappings.get_mut(&mapping.start.0) {
+                mapping.set_uneven();
             }
         }
     }
@@ -641,22 +654,6 @@ impl Ledger {
         match self.row_mut(handle) {
             Some(row) => row.change(Change::Returned(physical)),
             None => Some(physical),
-        }
-    }
-
-    /// Copies of what has come back are kept for readers, or not.
-    pub(crate) fn retain_copies(&mut self, are_kept: bool) {
-        for (_, row) in &mut self.rows {
-            row.retain_copy(are_kept);
-        }
-    }
-
-    /// What `layout` has places for is about to be saved there.
-    pub(crate) fn forget_copies(&mut self, layout: &Layout) {
-        for &(handle, _) in &layout.places {
-            if let Some(row) = self.row_mut(handle) {
-                row.forget_copy();
-            }
         }
     }
 

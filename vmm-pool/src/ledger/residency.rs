@@ -140,10 +140,19 @@ impl Residency {
     }
 
     /// Where its contents are saved; none when they are not.
-    pub(crate) fn saved(&self) -> Option<Saved> {
+    pub(crate) fn saved(&self) -> Option<&Saved> {
         match self {
-            Self::Moving { kept, .. } | Self::Offloaded { kept } => kept.saved,
+            Self::Moving { kept, .. } | Self::Offloaded { kept } => kept.saved.as_ref(),
             Self::Resident { .. } | Self::Lost => None,
+        }
+    }
+
+    /// What was saved may not be what its fingerprints say any more.
+    pub(super) fn forget_prints(&mut self) {
+        if let Self::Moving { kept: Kept { saved: Some(saved), .. }, .. }
+        | Self::Offloaded { kept: Kept { saved: Some(saved), .. } } = self
+        {
+            saved.prints = None;
         }
     }
 
@@ -179,7 +188,7 @@ mod tests {
     }
 
     fn change(index: u8) -> Change {
-        let saved = Saved { store: Store::Host, offset_bytes: u64::from(index) };
+        let saved = Saved::whole(Store::Host, u64::from(index), 1);
         match index % 10 {
             0 => Change::Saved(saved),
             1 | 2 => Change::Released,
@@ -212,8 +221,13 @@ mod tests {
         }
     }
 
-    const AT: Saved = Saved { store: Store::Host, offset_bytes: 7 };
-    const ELSEWHERE: Saved = Saved { store: Store::File, offset_bytes: 8 };
+    fn at() -> Saved {
+        Saved::whole(Store::Host, 7, 1)
+    }
+
+    fn elsewhere() -> Saved {
+        Saved::whole(Store::File, 8, 1)
+    }
 
     fn part(at: u64) -> Vec<Range<u64>> {
         vec![Range { start: at, end: at + 1 }]
@@ -265,11 +279,11 @@ mod tests {
 
     /// On its device and saved, but for that part.
     fn moving(is_set_aside: bool) -> Seen {
-        Seen::Moving { raw: 1, kept: kept(Some(AT), part(0), is_set_aside) }
+        Seen::Moving { raw: 1, kept: kept(Some(at()), part(0), is_set_aside) }
     }
 
     fn offloaded(is_set_aside: bool) -> Seen {
-        Seen::Offloaded { kept: kept(Some(AT), part(0), is_set_aside) }
+        Seen::Offloaded { kept: kept(Some(at()), part(0), is_set_aside) }
     }
 
     /// Each state after `change`, with the handle that comes out.
@@ -292,7 +306,7 @@ mod tests {
     #[test]
     fn what_is_saved_is_on_its_way_and_keeps_its_handle() {
         let moving =
-            |aside| (Seen::Moving { raw: 1, kept: kept(Some(ELSEWHERE), part(0), aside) }, None);
+            |aside| (Seen::Moving { raw: 1, kept: kept(Some(elsewhere()), part(0), aside) }, None);
         let expected = [
             moving(false),
             moving(false),
@@ -301,7 +315,7 @@ mod tests {
             (offloaded(true), None),
             (Seen::Lost, None),
         ];
-        assert_after(|| Change::Saved(ELSEWHERE), expected);
+        assert_after(|| Change::Saved(elsewhere()), expected);
     }
 
     #[test]
@@ -320,7 +334,7 @@ mod tests {
 
     #[test]
     fn a_handle_that_comes_back_is_taken_where_there_is_none() {
-        let back = |aside| (Seen::Moving { raw: 2, kept: kept(Some(AT), part(0), aside) }, None);
+        let back = |aside| (Seen::Moving { raw: 2, kept: kept(Some(at()), part(0), aside) }, None);
         let expected = [
             (resident(), Some(2)),
             (moving(false), Some(2)),
@@ -399,26 +413,26 @@ mod tests {
         let says = |seen: Seen| {
             let state = seen.state();
             let raw = state.handle().map(|handle| handle.raw().0);
-            (raw, state.saved(), state.unused().to_vec(), state.is_set_aside())
+            (raw, state.saved().cloned(), state.unused().to_vec(), state.is_set_aside())
         };
         assert_eq!(says(resident()), (Some(1), None, part(0), false));
         for aside in [false, true] {
-            assert_eq!(says(moving(aside)), (Some(1), Some(AT), part(0), aside));
-            assert_eq!(says(offloaded(aside)), (None, Some(AT), part(0), aside));
+            assert_eq!(says(moving(aside)), (Some(1), Some(at()), part(0), aside));
+            assert_eq!(says(offloaded(aside)), (None, Some(at()), part(0), aside));
         }
         assert_eq!(says(Seen::Lost), (None, None, Vec::new(), true), "its process runs without it");
     }
 
     #[test]
     fn what_was_saved_of_memory_that_runs_again_is_void() {
-        let saved = Saved { store: Store::Host, offset_bytes: 7 };
+        let saved = at();
         let state = Residency::Resident { handle: handle(1), unused: Vec::new() };
-        let (state, _) = state.next(Change::Saved(saved));
+        let (state, _) = state.next(Change::Saved(saved.clone()));
         let (state, out) = state.next(Change::Released);
         assert!(out.is_some());
-        assert_eq!(state.saved(), Some(saved));
+        assert_eq!(state.saved(), Some(&saved));
         let (state, _) = state.next(Change::Returned(handle(2)));
-        assert_eq!(state.saved(), Some(saved), "the copy is the contents until the process runs");
+        assert_eq!(state.saved(), Some(&saved), "the copy is the contents until the process runs");
         let (state, _) = state.next(Change::Runs { is_mapped: true });
         assert_eq!(state.saved(), None);
     }

@@ -12,7 +12,7 @@ use crate::driver::{
     VaRange,
 };
 use crate::report::Contents;
-use crate::store::{Saved, Store};
+use crate::store::{Copies, Saved, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// Smallest unused part that is worth leaving out: below, a copy more costs as much as the bytes.
@@ -71,8 +71,27 @@ pub(crate) struct Row {
     stays: Option<&'static str>,
     /// For memory made as a block: the size that the caller asked for.
     block_size_bytes: Option<u64>,
-    /// While it is on its device: where in host memory the copy of the last pause still lies, for readers.
-    retained: Option<u64>,
+    /// While it is on its device: the copy of the last pause that is still in host memory.
+    retained: Option<Retained>,
+}
+
+/// A copy in host memory of what an allocation held when it was paused.
+#[derive(Debug)]
+struct Retained {
+    saved: Saved,
+    /// Readers may ask for it: it stays whatever the next pause needs.
+    is_for_readers: bool,
+}
+
+impl Retained {
+    fn stays(&self, copies: Copies, is_wanted: bool) -> bool {
+        self.is_for_readers
+            || match copies {
+                Copies::All => true,
+                Copies::Needed => is_wanted,
+                Copies::None => false,
+            }
+    }
 }
 
 /// Who else may hold an allocation.
@@ -201,41 +220,59 @@ impl Row {
     }
 
     /// Where its contents are saved.
-    pub(crate) fn saved(&self) -> Option<Saved> {
+    pub(crate) fn saved(&self) -> Option<&Saved> {
         self.residency.saved()
     }
 
-    /// Where its contents, or a copy that is kept for readers, lie in `store`, when they do.
-    pub(crate) fn place_in(&self, store: Store) -> Option<Range<u64>> {
-        let saved = self.saved().filter(|saved| saved.store == store);
-        saved.map(|saved| self.whole(saved)).or_else(|| self.retained_in(store))
+    /// Its contents, or a copy of them, in `store`, when they are there.
+    pub(crate) fn held_in(&self, store: Store) -> Option<&Saved> {
+        let retained = self.retained.as_ref().map(|retained| &retained.saved);
+        self.saved().or(retained).filter(|saved| saved.store == store)
     }
 
-    /// Where the copy of the last pause lies in `store` that is kept for readers, while it is on its device.
-    pub(crate) fn retained_in(&self, store: Store) -> Option<Range<u64>> {
-        self.retained().filter(|saved| saved.store == store).map(|saved| self.whole(saved))
+    /// The copy of the last pause in `store`, while it is on its device, where one stays that keeps `copies`.
+    /// `is_wanted` says whether this is memory of that pause.
+    pub(super) fn retained_in(
+        &self,
+        store: Store,
+        copies: Copies,
+        is_wanted: bool,
+    ) -> Option<&Saved> {
+        let retained = self.retained.as_ref().filter(|kept| kept.saved.store == store)?;
+        retained.stays(copies, is_wanted).then_some(&retained.saved)
     }
 
-    fn whole(&self, saved: Saved) -> Range<u64> {
-        saved.offset_bytes..saved.offset_bytes + self.size_bytes()
+    /// The copy of the last pause that is kept for readers, while it is on its device.
+    pub(crate) fn retained(&self) -> Option<&Saved> {
+        self.retained.as_ref().filter(|kept| kept.is_for_readers).map(|kept| &kept.saved)
     }
 
-    /// As [`Row::retained_in`].
-    pub(crate) fn retained(&self) -> Option<Saved> {
-        self.retained.map(|offset_bytes| Saved { store: Store::Host, offset_bytes })
-    }
-
-    /// It is back on its device: its copy in host memory is kept for readers, or not.
-    pub(super) fn retain_copy(&mut self, is_kept: bool) {
+    /// It is back on its device: its copy in host memory is kept for readers, or for the next pause, or not.
+    pub(super) fn retain_copy(&mut self, for_readers: bool, for_pauses: bool) {
         let in_memory = self.saved().filter(|saved| saved.store == Store::Host);
-        if let (true, Some(saved)) = (self.is_resident(), in_memory) {
-            self.retained = is_kept.then_some(saved.offset_bytes);
+        let Some(saved) = in_memory.filter(|_| self.is_resident()) else { return };
+        let is_kept = for_readers || (for_pauses && saved.prints.is_some());
+        let kept = Retained { saved: saved.clone(), is_for_readers: for_readers };
+        self.retained = is_kept.then_some(kept);
+    }
+
+    /// Somebody was given the place of its copy, and may write there: nobody takes fingerprints of it for its bytes.
+    pub(super) fn forget_prints(&mut self) {
+        self.residency.forget_prints();
+        if let Some(kept) = &mut self.retained {
+            kept.saved.prints = None;
         }
     }
 
-    /// What was kept for readers is about to be written over.
-    pub(super) fn forget_copy(&mut self) {
+    /// What was kept of it is about to be written over, or given up.
+    pub(crate) fn forget_copy(&mut self) {
         self.retained = None;
+    }
+
+    /// Gives its copy up, unless it stays in a pause that keeps `copies`. Says how much it held.
+    pub(super) fn give_copy_up(&mut self, copies: Copies, is_wanted: bool) -> u64 {
+        let goes = self.retained.take_if(|kept| !kept.stays(copies, is_wanted));
+        goes.map_or(0, |kept| kept.saved.extents.iter().map(|extent| extent.size_bytes).sum())
     }
 
     pub(crate) fn is_set_aside(&self) -> bool {
@@ -435,6 +472,8 @@ pub(crate) struct Mapping {
     opened: u32,
     /// For a block: the context that it was asked for in, with which it ends.
     context: Option<RawContext>,
+    /// Rights were set on a part of it: what is recorded of them may not hold for all.
+    is_uneven: bool,
 }
 
 /// How much of a mapping is in the driver's page tables now.
@@ -451,8 +490,17 @@ pub(crate) enum Presence {
 impl Mapping {
     pub(super) fn new(range: VaRange, allocation: VirtualHandle) -> Self {
         let (access, presence) = (BTreeMap::new(), Presence::Absent);
-        let (is_leaving, departures, opened, context) = (false, 0, 0, None);
-        Self { range, allocation, access, presence, is_leaving, departures, opened, context }
+        Self {
+            range,
+            allocation,
+            access,
+            presence,
+            is_leaving: false,
+            departures: 0,
+            opened: 0,
+            context: None,
+            is_uneven: false,
+        }
     }
 
     pub(crate) fn range(&self) -> VaRange {
@@ -470,6 +518,17 @@ impl Mapping {
     /// Is anything of it in the driver's page tables?
     pub(crate) fn is_present(&self) -> bool {
         self.presence != Presence::Absent
+    }
+
+    /// Rights are about to be set on a part of it.
+    pub(super) fn set_uneven(&mut self) {
+        self.is_uneven = true;
+    }
+
+    /// May a kernel on `place` read all of it, as far as is known?
+    pub(crate) fn is_readable_by_kernels(&self, place: Location) -> bool {
+        let rights = self.rights_of(place).unwrap_or(0);
+        self.presence == Presence::Whole && !self.is_leaving && !self.is_uneven && rights != 0
     }
 
     pub(crate) fn access_list(&self) -> Vec<AccessDesc> {

@@ -84,7 +84,7 @@ fn a_handle_of_memory_that_is_gone_finds_nothing_in_its_place() {
     assert!(ledger.become_block(gone, 1).is_none());
     let refused = ledger.returned(gone, physical(9));
     assert_eq!(refused.map(|handle| handle.raw()), Some(RawHandle(9)));
-    let saved = Saved { store: Store::Host, offset_bytes: 0 };
+    let saved = Saved::whole(Store::Host, 0, SIZE_BYTES);
     assert!(ledger.saved(gone, saved).is_empty());
     let row = ledger.row(in_its_place).unwrap();
     assert_eq!((row.id(), row.saved(), row.block_size_bytes()), (id(2), None, None));
@@ -503,11 +503,10 @@ fn saved_contents_have_a_place_in_one_store() {
     let mut ledger = Ledger::default();
     let handle = insert(&mut ledger, 1);
     mapped(&mut ledger, 1, handle);
-    let saved = Saved { store: Store::File, offset_bytes: 100 };
+    let saved = Saved::whole(Store::File, 100, SIZE_BYTES);
     assert_eq!(ledger.saved(handle, saved), [range(1)], "it is mapped there still");
     let row = ledger.row(handle).unwrap();
-    assert_eq!(row.place_in(Store::File), Some(100..100 + SIZE_BYTES));
-    assert_eq!(row.place_in(Store::Host), None);
+    assert!(row.held_in(Store::File).is_some() && row.held_in(Store::Host).is_none());
     assert_eq!(ledger.places_in(Store::File), vec![Range { start: 100, end: 100 + SIZE_BYTES }]);
     ledger.void_copies();
     assert!(ledger.places_in(Store::File).is_empty());

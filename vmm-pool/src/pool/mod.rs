@@ -8,15 +8,17 @@
 
 mod accounts;
 mod blocks;
+mod copies;
 mod questions;
 mod sharing;
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+pub(crate) use copies::CopyPolicy;
+pub use copies::{PieceBytes, Pieces};
 pub use sharing::{Export, ImportSource, LostImports};
 
 use crate::deferred::{Deferred, Physical};
@@ -58,23 +60,6 @@ pub struct Pool<D: Driver> {
     names: Mutex<BTreeMap<DeviceOrdinal, String>>,
 }
 
-/// What becomes of host memory with a resume. Anybody may change it at any time.
-#[derive(Debug, Default)]
-pub(crate) struct CopyPolicy {
-    are_retained: AtomicBool,
-    is_given_back: AtomicBool,
-}
-
-impl CopyPolicy {
-    pub(crate) fn are_retained(&self) -> bool {
-        self.are_retained.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn is_given_back(&self) -> bool {
-        self.is_given_back.load(Ordering::Relaxed)
-    }
-}
-
 impl<D: Driver> Pool<D> {
     /// An empty pool. `toucher_threads` is how many threads bring new host memory in; with none it
     /// comes in as contents are copied there, which is slow, and takes no more than they need.
@@ -105,13 +90,19 @@ impl<D: Driver> Pool<D> {
     /// keeps or forgets those of what it brings back. A copy that is kept has its place until its memory is freed, and
     /// the next pause puts the same memory's contents there.
     pub fn retain_copies(&self, are_kept: bool) {
-        self.copies.are_retained.store(are_kept, Ordering::Relaxed);
+        self.copies.set_retained(are_kept);
     }
 
-    /// Is host memory that holds no contents given back by each resume? It stays pinned for the next pause otherwise,
+    /// Is host memory that holds no contents given back by each resume, and copies with it that only the next pause has
+    /// use for? It stays pinned for the next pause otherwise,
     /// which is then as fast as the link.
     pub fn give_host_memory_back(&self, is_given_back: bool) {
-        self.copies.is_given_back.store(is_given_back, Ordering::Relaxed);
+        self.copies.set_given_back(is_given_back);
+    }
+
+    /// What a pause looks for before it copies; nothing at first. Counts from the next pause on.
+    pub fn set_pieces(&self, pieces: Pieces) {
+        self.copies.set_pieces(pieces);
     }
 
     /// The driver below.
@@ -370,6 +361,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// `cuMemSetAccess`.
     #[doc(alias = "cuMemSetAccess")]
     pub fn set_access(&self, range: VaRange, access: &[AccessDesc]) -> PoolResult<()> {
+        self.pool.ledger().note_uneven(range);
         let (starts, present) = match self.pool.mapped_in(range) {
             (starts, _) if starts.is_empty() => {
                 // A range inside one mapping changes the whole of it when it is mapped again: the driver

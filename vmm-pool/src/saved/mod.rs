@@ -2,14 +2,16 @@
 
 mod writeout;
 
+use std::ops::Range;
 use std::ptr::NonNull;
 
 pub use writeout::{WriteOut, Written};
 
 use crate::driver::{DeviceAddress, Driver, VaRange};
+use crate::error::PoolError;
 use crate::ledger::Row;
 use crate::pool::Pool;
-use crate::store::{Saved, Store};
+use crate::store::{Part, Saved, Store};
 
 /// Why saved contents cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -24,7 +26,7 @@ pub enum SavedError {
     /// It is away, and its contents were not kept on the host.
     #[error("the contents at {0} were not kept in host memory: their region's policy is another")]
     NotKept(DeviceAddress),
-    /// The saved bytes lie in several pieces.
+    /// The saved bytes lie in several pieces, or some are zero and lie nowhere.
     #[error("the saved contents at {0} lie in several pieces of host memory: copy them out")]
     InPieces(DeviceAddress),
     /// They are in a file, and the system does not read them.
@@ -32,18 +34,24 @@ pub enum SavedError {
     Unreadable(DeviceAddress, std::io::ErrorKind),
 }
 
+/// A part of one allocation whose contents are saved.
+struct Piece {
+    saved: Saved,
+    part: Range<u64>,
+}
+
 /// Which copy of an allocation's contents is looked for.
-type Find = fn(&Row) -> Option<Saved>;
+type Find = fn(&Row) -> Option<&Saved>;
 
 /// The contents themselves while the memory is away, and the copy for readers while it is not.
-fn saved_or_retained(row: &Row) -> Option<Saved> {
+fn saved_or_retained(row: &Row) -> Option<&Saved> {
     if row.is_resident() { row.retained() } else { row.saved() }
 }
 
 impl<D: Driver> Pool<D> {
     /// Where the saved contents of `range` lie in host memory, while its memory is away. Good until a resume of
     /// it begins; parts that were unused when it was paused hold nothing meant. Waits for a pause or resume
-    /// under way.
+    /// under way. The next pause copies it all again, whatever it finds.
     ///
     /// # Errors
     /// [`SavedError`].
@@ -63,14 +71,26 @@ impl<D: Driver> Pool<D> {
     fn found_at(&self, range: VaRange, find: Find) -> Result<NonNull<u8>, SavedError> {
         let arena = self.arena();
         let pieces = self.saved_pieces(range, find)?;
-        if pieces.iter().any(|(saved, _)| saved.store == Store::File) {
+        if pieces.iter().any(|piece| piece.saved.store == Store::File) {
             return Err(SavedError::NotKept(range.start));
         }
-        match pieces.as_slice() {
-            [(saved, size_bytes)] => arena.one_piece(*saved, *size_bytes),
-            _ => None,
+        let mut place: Option<Range<u64>> = None;
+        for part in pieces.iter().flat_map(|piece| piece.saved.parts_of(piece.part.clone())) {
+            let next = match part {
+                Part::Stored(extent) => extent.place(),
+                Part::Zeros(_) => return Err(SavedError::InPieces(range.start)),
+            };
+            place = match place {
+                None => Some(next),
+                Some(before) if before.end == next.start => Some(before.start..next.end),
+                Some(_) => return Err(SavedError::InPieces(range.start)),
+            };
         }
-        .ok_or(SavedError::InPieces(range.start))
+        let found = place.and_then(|place| arena.one_piece(&place));
+        let found = found.ok_or(SavedError::InPieces(range.start))?;
+        // Whoever has the place can write there, and the next pause would take it for unchanged.
+        self.ledger().lend_copies(range);
+        Ok(found)
     }
 
     /// Copies the saved contents of the range from `start` on to `target`, as [`Pool::saved_at`]; also those that
@@ -94,27 +114,27 @@ impl<D: Driver> Pool<D> {
         let range = VaRange::new(start, target.len() as u64);
         let arena = self.arena();
         let mut rest = target;
-        for (saved, size_bytes) in self.saved_pieces(range, find)? {
+        for Piece { saved, part } in self.saved_pieces(range, find)? {
             // The pieces make up exactly the target.
-            let length = usize::try_from(size_bytes).unwrap_or(usize::MAX).min(rest.len());
-            let (part, after) = rest.split_at_mut(length);
-            match (saved.store, arena.disk.file()) {
-                (Store::Host, _) => arena.read(saved, part),
-                (Store::File, Some(file)) => file
-                    .copy_out(saved.offset_bytes, part)
-                    .map_err(|error| SavedError::Unreadable(start, error.kind()))?,
-                (Store::File, None) => return Err(SavedError::NotKept(start)),
-            }
+            let length = usize::try_from(part.end - part.start).unwrap_or(usize::MAX);
+            let (bytes, after) = rest.split_at_mut(length.min(rest.len()));
+            let read = arena.read(&saved, part.start, bytes);
+            read.map_err(|error| {
+                if let PoolError::FileUnreadable { source, .. } = &error {
+                    return SavedError::Unreadable(start, source.kind());
+                }
+                SavedError::NotKept(start)
+            })?;
             rest = after;
         }
         Ok(())
     }
 
-    /// Where the contents of `range` lie, and how many bytes of each: a range may go over several allocations
-    /// that are mapped side by side, as blocks of expandable segments do. Neighbours in the arena are one.
-    fn saved_pieces(&self, range: VaRange, find: Find) -> Result<Vec<(Saved, u64)>, SavedError> {
+    /// Where the contents of `range` lie: it may go over several allocations that are mapped side by side, as blocks of
+    /// expandable segments do.
+    fn saved_pieces(&self, range: VaRange, find: Find) -> Result<Vec<Piece>, SavedError> {
         let ledger = self.ledger();
-        let mut pieces: Vec<(Saved, u64)> = Vec::new();
+        let mut pieces = Vec::new();
         let mut at = range.start;
         while at < range.end() {
             let found = ledger.mapped_at(at);
@@ -123,17 +143,11 @@ impl<D: Driver> Pool<D> {
             if row.is_resident() && (saved.is_none() || saved != row.retained()) {
                 return Err(SavedError::Resident(at));
             }
-            let saved = saved.ok_or(SavedError::NotKept(at))?;
+            let saved = saved.ok_or(SavedError::NotKept(at))?.clone();
             let mapped = mapping.range();
             let begin = at.0 - mapped.start.0;
             let end = mapped.end().0.min(range.end().0) - mapped.start.0;
-            let saved = saved.part(&(begin..end));
-            match pieces.last_mut() {
-                Some((before, size_bytes)) if before.part(&(*size_bytes..*size_bytes)) == saved => {
-                    *size_bytes += end - begin;
-                }
-                _ => pieces.push((saved, end - begin)),
-            }
+            pieces.push(Piece { saved, part: begin..end });
             at = DeviceAddress(mapped.start.0 + end);
         }
         Ok(pieces)

@@ -12,10 +12,10 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use crate::driver::Driver;
-use crate::error::{PoolError, PoolResult};
+use crate::error::PoolResult;
 use crate::ledger::Holding;
 use crate::pool::Pool;
-use crate::store::{ContentsFile, Saved, Store};
+use crate::store::{ContentsFile, Saved};
 
 /// What is read and written at once: between two pieces others have their turn at the arena, and the time is looked
 /// at.
@@ -167,7 +167,7 @@ impl WriteOut {
         let size_bytes = piece.end - piece.start;
         let length = usize::try_from(size_bytes).unwrap_or(PIECE_LENGTH).min(PIECE_LENGTH);
         let bytes = &mut self.buffer[..length];
-        pool.read_place(place.saved.part(piece), bytes)?;
+        pool.arena().read(&place.saved, piece.start, bytes)?;
         place.sum.update(bytes);
         let at = place.offset_bytes + piece.start..place.offset_bytes + piece.end;
         // Again, for a limit may have been set since: the kernel would end the process.
@@ -184,7 +184,7 @@ impl WriteOut {
 
 /// The place of `holding` behind `end_bytes`, which moves on.
 fn place(holding: &Holding, end_bytes: &mut u64) -> Option<Place> {
-    let saved = holding.saved.filter(|_| !holding.saved_parts.is_empty())?;
+    let saved = holding.saved.clone().filter(|_| !holding.saved_parts.is_empty())?;
     // OVERFLOW: sizes of allocations that exist on one machine.
     let offset_bytes = end_bytes.next_multiple_of(ALIGNMENT_BYTES);
     *end_bytes = offset_bytes + holding.size_bytes;
@@ -192,27 +192,16 @@ fn place(holding: &Holding, end_bytes: &mut u64) -> Option<Place> {
     Some(Place { saved, offset_bytes, parts, sum })
 }
 
-impl<D: Driver> Pool<D> {
-    /// Copies saved bytes to `target`. No pause or resume may have begun since `saved` was looked up.
-    fn read_place(&self, saved: Saved, target: &mut [u8]) -> PoolResult<()> {
-        let arena = self.arena();
-        match (saved.store, arena.disk.file()) {
-            (Store::Host, _) => arena.read(saved, target),
-            (Store::File, Some(file)) => file.read(saved.offset_bytes, target)?,
-            (Store::File, None) => return Err(PoolError::NotOurs),
-        }
-        Ok(())
-    }
-}
-
 #[cfg(all(test, feature = "sim"))]
 mod tests {
     use super::*;
     use crate::driver::sim::{SimDriver, SimNode, SimOptions};
+    use crate::error::PoolError;
+    use crate::store::Store;
     use crate::{AllocationId, Class, HoldingSource};
 
     fn holding(size_bytes: u64, parts: &[Range<u64>]) -> Holding {
-        let saved = Saved { store: Store::Host, offset_bytes: 0 };
+        let saved = Saved::whole(Store::Host, 0, size_bytes);
         Holding {
             id: AllocationId([7; 16]),
             class: Class::default(),
@@ -267,7 +256,7 @@ mod tests {
         pool.arena().disk.use_full();
         let mut full = holding(4096, &[Range { start: 0, end: 4096 }]);
         // What is read there is zeros.
-        full.saved = Some(Saved { store: Store::File, offset_bytes: 0 });
+        full.saved = Some(Saved::whole(Store::File, 0, full.size_bytes));
         let mut out = WriteOut::into(ContentsFile::full(), placed(&[full]));
         let error = out.write_on(&pool, Instant::now()).unwrap_err();
         assert!(matches!(&error, PoolError::FileRefused { size_bytes: 4096, .. }), "{error}");

@@ -22,7 +22,7 @@ use crossbeam_channel::Receiver;
 use super::chunk::{CHUNK_BYTES, CHUNK_LENGTH, Chunk, new_chunk};
 use super::disk::Disk;
 use super::ring::{self, Ring, Slot, Writing};
-use super::{HostBudget, HostDemand, Saved};
+use super::{Extent, HostBudget, Part, Saved, Store};
 use crate::copies::CopyStreams;
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode, PinnedFor, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
@@ -130,20 +130,19 @@ impl<D: Driver> HostArena<D> {
         self.capacity_bytes() + self.ring.as_ref().map_or(0, |_| CHUNK_BYTES)
     }
 
-    /// What saving takes: `host_bytes` here, and `file_bytes` in the file.
-    pub(crate) fn demand(&self, host_bytes: u64, file_bytes: u64) -> HostDemand {
+    /// Host memory to be taken in addition, so that `host_bytes` fit here, and something passes to the file or nothing.
+    pub(crate) fn growth(&self, host_bytes: u64, is_file_used: bool) -> u64 {
         let missing = host_bytes.saturating_sub(self.capacity_bytes());
-        let ring_bytes = if file_bytes > 0 && self.ring.is_none() { CHUNK_BYTES } else { 0 };
-        HostDemand {
-            saved_bytes: host_bytes + file_bytes,
-            held_bytes: self.held_bytes(),
-            grow_bytes: missing.next_multiple_of(CHUNK_BYTES) + ring_bytes,
-        }
+        let ring_bytes = if is_file_used && self.ring.is_none() { CHUNK_BYTES } else { 0 };
+        missing.next_multiple_of(CHUNK_BYTES) + ring_bytes
     }
 
     /// Refuses what cannot be held within `budget`; changes nothing.
-    pub(crate) fn check_budget(demand: HostDemand, budget: HostBudget) -> PoolResult<()> {
-        let HostDemand { saved_bytes: needed_bytes, grow_bytes, .. } = demand;
+    pub(crate) fn check_budget(
+        needed_bytes: u64,
+        grow_bytes: u64,
+        budget: HostBudget,
+    ) -> PoolResult<()> {
         match budget.0 {
             Some(available_bytes) if grow_bytes > available_bytes => {
                 Err(PoolError::OutOfHostMemory { needed_bytes, grow_bytes, available_bytes })
@@ -291,27 +290,28 @@ impl<D: Driver> HostArena<D> {
         self.used = (end_bytes, is_file_used);
     }
 
-    /// After a pause that came to nothing: gives back what the last completed one did not use. What the
-    /// driver will not unpin stays for the next pause. A context must be current, and nothing saved.
-    pub(crate) fn give_back_unused(&mut self) {
+    /// After a pause that came to nothing: gives back what the last completed one did not use, and what lies behind
+    /// `live_bytes`. What the driver will not unpin stays for the next pause. A context must be current, and nothing
+    /// saved behind that.
+    pub(crate) fn give_back_unused(&mut self, live_bytes: u64) {
         let (end_bytes, is_file_used) = self.used;
-        let shrunk = self.shrink_to(end_bytes);
+        let shrunk = self.shrink_to(end_bytes.max(live_bytes));
         let dropped = if is_file_used { Ok(()) } else { self.drop_ring() };
         if let Err(error) = shrunk.and(dropped) {
             tracing::error!(%error, "host memory stays for the next pause");
         }
     }
 
-    /// Calls `each` with host pointer and length of every piece of `[offset, offset + size)`.
+    /// Calls `each` with host pointer and length of every piece of `place`.
     fn pieces(
         &self,
-        saved: Saved,
-        size_bytes: u64,
+        place: &Range<u64>,
         mut each: impl FnMut(NonNull<u8>, u64, u64) -> PoolResult<()>,
     ) -> PoolResult<()> {
+        let size_bytes = place.end - place.start;
         let mut done = 0;
         while done < size_bytes {
-            let at = saved.offset_bytes + done;
+            let at = place.start + done;
             let within = at % CHUNK_BYTES;
             let length = (CHUNK_BYTES - within).min(size_bytes - done);
             // CAST: an index of a chunk that exists; the next line panics otherwise, before any copy.
@@ -324,10 +324,10 @@ impl<D: Driver> HostArena<D> {
         Ok(())
     }
 
-    /// Where `[offset, offset + size)` lies, when that is one piece.
-    pub(crate) fn one_piece(&self, saved: Saved, size_bytes: u64) -> Option<NonNull<u8>> {
+    /// Where `place` lies, when that is one piece.
+    pub(crate) fn one_piece(&self, place: &Range<u64>) -> Option<NonNull<u8>> {
         let mut pieces = Vec::new();
-        self.pieces(saved, size_bytes, |pointer, _, _| {
+        self.pieces(place, |pointer, _, _| {
             pieces.push(pointer);
             Ok(())
         })
@@ -335,11 +335,10 @@ impl<D: Driver> HostArena<D> {
         if pieces.len() == 1 { pieces.pop() } else { None }
     }
 
-    /// Copies contents out. No copy of the driver's may be under way there.
-    pub(crate) fn read(&self, saved: Saved, target: &mut [u8]) {
+    /// Copies what lies at `place` out, which is as long as `target`. No copy of the driver's may be under way there.
+    fn read_place(&self, place: &Range<u64>, target: &mut [u8]) {
         let mut left = &mut *target;
-        let size_bytes = left.len() as u64;
-        let copied = self.pieces(saved, size_bytes, |pointer, _, length| {
+        let copied = self.pieces(place, |pointer, _, length| {
             let length = usize::try_from(length).unwrap_or(usize::MAX);
             // The pieces make up exactly the target.
             if let Some(part) = left.split_off_mut(..length) {
@@ -352,18 +351,49 @@ impl<D: Driver> HostArena<D> {
         debug_assert!(copied.is_ok() && left.is_empty(), "nothing in the closure fails");
     }
 
-    /// Starts copies of `source` to its place in the arena, on a stream of `copies` that was taken last.
+    /// Copies saved contents out, from the byte `start` of their allocation on, from here or from the file. No copy of
+    /// the driver's may be under way there.
+    ///
+    /// # Errors
+    /// [`PoolError::FileUnreadable`].
+    pub(crate) fn read(&self, saved: &Saved, start: u64, target: &mut [u8]) -> PoolResult<()> {
+        let end = start + target.len() as u64;
+        let mut left = target;
+        for part in saved.parts_of(start..end) {
+            let size_bytes = match &part {
+                Part::Stored(extent) => extent.size_bytes,
+                Part::Zeros(zeros) => zeros.end - zeros.start,
+            };
+            // The parts make up exactly the target.
+            let length = usize::try_from(size_bytes).unwrap_or(usize::MAX).min(left.len());
+            let (bytes, rest) = left.split_at_mut(length);
+            match (part, saved.store, self.disk.file()) {
+                (Part::Zeros(_), _, _) => bytes.fill(0),
+                (Part::Stored(extent), Store::Host, _) => self.read_place(&extent.place(), bytes),
+                (Part::Stored(extent), Store::File, Some(file)) => file.read(extent.at, bytes)?,
+                (Part::Stored(extent), Store::File, None) => {
+                    return Err(self.disk.nothing_to_read(&extent.place()));
+                }
+            }
+            left = rest;
+        }
+        Ok(())
+    }
+
+    /// Starts copies of a part of the allocation at `source` to its place in the arena, on a stream of `copies` that
+    /// was taken last.
     ///
     /// # Safety
     /// `source` stays mapped, and the arena's place untouched, until the stream is done.
     pub(crate) unsafe fn save(
         &self,
         source: VaRange,
-        saved: Saved,
+        extent: Extent,
         copies: &CopyStreams<'_, D>,
     ) -> PoolResult<()> {
         let stream = copies.taken();
-        self.pieces(saved, source.size_bytes, |pointer, offset, length| {
+        let source = source.part(&extent.part());
+        self.pieces(&extent.place(), |pointer, offset, length| {
             let from = VaRange::new(DeviceAddress(source.start.0 + offset), length);
             // SAFETY: the piece lies in a live chunk; the caller keeps both ends valid.
             unsafe { self.driver.copy_to_host(pointer, from, stream) }.about(
@@ -374,18 +404,20 @@ impl<D: Driver> HostArena<D> {
         })
     }
 
-    /// Starts copies from the arena back to `target`, on a stream of `copies` that was taken last.
+    /// Starts copies from the arena back to a part of the allocation at `target`, on a stream of `copies` that was
+    /// taken last.
     ///
     /// # Safety
     /// `target` stays mapped, and the arena's place untouched, until the stream is done.
     pub(crate) unsafe fn restore(
         &self,
         target: VaRange,
-        saved: Saved,
+        extent: Extent,
         copies: &CopyStreams<'_, D>,
     ) -> PoolResult<()> {
         let stream = copies.taken();
-        self.pieces(saved, target.size_bytes, |pointer, offset, length| {
+        let target = target.part(&extent.part());
+        self.pieces(&extent.place(), |pointer, offset, length| {
             let to = VaRange::new(DeviceAddress(target.start.0 + offset), length);
             // SAFETY: the piece lies in a live chunk; the caller keeps both ends valid.
             unsafe { self.driver.copy_to_device(to, pointer, stream) }.about(

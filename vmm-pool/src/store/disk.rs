@@ -277,11 +277,6 @@ impl ContentsFile {
         Ok(())
     }
 
-    /// As [`ContentsFile::read`], of any size, into memory of the caller's.
-    pub(crate) fn copy_out(&self, offset_bytes: u64, target: &mut [u8]) -> io::Result<()> {
-        self.file.read_exact_at(target, offset_bytes)
-    }
-
     fn forget_cached(&self, place: &Range<u64>) {
         let Ok((offset, length)) = self.signed("reading", place) else {
             return;

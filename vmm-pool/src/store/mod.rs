@@ -6,13 +6,15 @@
 mod arena;
 mod chunk;
 mod disk;
+mod pinned;
+mod places;
 mod ring;
-
-use std::ops::Range;
 
 pub(crate) use arena::{HostArena, Pins};
 pub(crate) use disk::ContentsFile;
 pub use disk::check_file_dir;
+pub(crate) use pinned::Pinned;
+pub(crate) use places::{Extent, Part, Prints, Saved, append};
 pub(crate) use ring::{SLOT_BYTES, Slot};
 
 use crate::report::Contents;
@@ -37,20 +39,6 @@ impl Store {
     }
 }
 
-/// Where saved contents lie: `[offset, offset + size)` of the linear space of arena or file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Saved {
-    pub(crate) store: Store,
-    pub(crate) offset_bytes: u64,
-}
-
-impl Saved {
-    /// Where a part of the same contents lies, by offset in them.
-    pub(crate) fn part(self, part: &Range<u64>) -> Self {
-        Self { offset_bytes: self.offset_bytes + part.start, ..self }
-    }
-}
-
 /// How much the arena may grow by, in bytes; `None` is without limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostBudget(pub Option<u64>);
@@ -62,6 +50,50 @@ pub struct HostDemand {
     pub saved_bytes: u64,
     /// Host memory held for them already.
     pub held_bytes: u64,
-    /// Host memory to be taken in addition.
+    /// Host memory to be taken in addition, with no copy kept.
     pub grow_bytes: u64,
+    /// The same with [`Copies::Needed`]; no less.
+    pub grow_with_needed_bytes: u64,
+    /// The same with [`Copies::All`]; no less.
+    pub grow_with_all_bytes: u64,
+}
+
+impl HostDemand {
+    /// Host memory to be taken in addition when these copies are kept.
+    pub fn grow_bytes_with(&self, copies: Copies) -> u64 {
+        match copies {
+            Copies::None => self.grow_bytes,
+            Copies::Needed => self.grow_with_needed_bytes,
+            Copies::All => self.grow_with_all_bytes,
+        }
+    }
+}
+
+/// Which copies of contents, left in host memory by earlier pauses, a pause keeps. What is unchanged in them is not
+/// copied again. Copies for readers are kept in any case.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    serde::Serialize,
+    serde::Deserialize,
+)]
+pub enum Copies {
+    /// None: what is saved is laid out anew, in the least room.
+    None,
+    /// Those of the memory that the pause is about.
+    Needed,
+    /// All.
+    #[default]
+    All,
+}
+
+impl Copies {
+    /// From the most to the fewest.
+    pub const FEWER: [Self; 3] = [Self::All, Self::Needed, Self::None];
 }

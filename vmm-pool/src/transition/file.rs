@@ -2,6 +2,7 @@
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -11,16 +12,15 @@ use crate::copies::CopyStreams;
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawStream, VaRange};
 use crate::error::{Describe, PoolResult};
 use crate::journal::StepLog;
-use crate::store::{HostArena, SLOT_BYTES, Saved, Slot};
+use crate::store::{Extent, HostArena, SLOT_BYTES, Slot};
 
 /// Contents with a place in the file, where their device reaches them now.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Filed<'a> {
     pub(super) device: DeviceOrdinal,
     pub(super) range: VaRange,
-    pub(super) saved: Saved,
-    /// Parts of `range` that are saved, by offset.
-    pub(super) parts: &'a [Range<u64>],
+    /// Parts of `range`, and where each lies in the file.
+    pub(super) extents: Cow<'a, [Extent]>,
 }
 
 /// Neighbours in the file that pass through a slot together.
@@ -36,9 +36,9 @@ struct Batch {
 /// All of `filed`, once, in the file's order for each device.
 fn in_batches(filed: &[Filed<'_>]) -> Vec<Batch> {
     let mut pieces = Vec::new();
-    for Filed { device, range, saved, parts } in filed {
-        for part in *parts {
-            let (mut at, mut left) = (saved.part(part).offset_bytes, range.part(part));
+    for Filed { device, range, extents } in filed {
+        for extent in extents.iter() {
+            let (mut at, mut left) = (extent.at, range.part(&extent.part()));
             while left.size_bytes > 0 {
                 let size_bytes = left.size_bytes.min(SLOT_BYTES);
                 pieces.push((*device, at, VaRange::new(left.start, size_bytes)));
@@ -164,7 +164,6 @@ mod tests {
     use super::*;
     #[cfg(feature = "sim")]
     use crate::ledger::Selection;
-    use crate::store::Store;
 
     const MIB: u64 = 1 << 20;
     const GPU: DeviceOrdinal = DeviceOrdinal(0);
@@ -173,19 +172,27 @@ mod tests {
         VaRange::new(DeviceAddress(start_mib * MIB), size_mib * MIB)
     }
 
-    fn at(offset_mib: u64) -> Saved {
-        Saved { store: Store::File, offset_bytes: offset_mib * MIB }
+    /// Parts by where they begin and their length, which lie in the file as in the allocation, from `at_mib` on.
+    fn filed(
+        device: DeviceOrdinal,
+        range: VaRange,
+        at_mib: u64,
+        parts: &[(u64, u64)],
+    ) -> Filed<'static> {
+        let extent = |&(start, size): &(u64, u64)| {
+            let (start, size_bytes) = (start * MIB, size * MIB);
+            Extent { start, size_bytes, at: at_mib * MIB + start }
+        };
+        Filed { device, range, extents: parts.iter().map(extent).collect() }
     }
 
     #[test]
     fn neighbours_in_the_file_share_a_slot_and_large_ones_take_several() {
-        let whole = |size_mib: u64| vec![Range { start: 0, end: size_mib * MIB }];
-        let (small, large) = (whole(2), whole(130));
         let filed = [
-            Filed { device: GPU, range: range(1000, 130), saved: at(4), parts: &large },
-            Filed { device: GPU, range: range(500, 2), saved: at(2), parts: &small },
-            Filed { device: GPU, range: range(700, 2), saved: at(0), parts: &small },
-            Filed { device: DeviceOrdinal(1), range: range(800, 2), saved: at(134), parts: &small },
+            filed(GPU, range(1000, 130), 4, &[(0, 130)]),
+            filed(GPU, range(500, 2), 2, &[(0, 2)]),
+            filed(GPU, range(700, 2), 0, &[(0, 2)]),
+            filed(DeviceOrdinal(1), range(800, 2), 134, &[(0, 2)]),
         ];
         let batches = in_batches(&filed);
         let places: Vec<_> =
@@ -230,7 +237,7 @@ mod tests {
 
         use crate::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
         use crate::driver::{AccessDesc, AllocationProp};
-        use crate::{Class, Contents, Failed, HostBudget, Pool, PoolError};
+        use crate::{Class, Contents, Copies, Failed, HostBudget, Pool, PoolError};
 
         let node = SimNode::private(&[64 * MIB]).unwrap();
         let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
@@ -250,7 +257,7 @@ mod tests {
             let soon = Instant::now() + Duration::from_mins(1);
             let shut = pool.shut(soon, || false).unwrap();
             let (quiesced, _) = shut.drain(&[], soon, &crossbeam_channel::never()).unwrap();
-            quiesced.save(Selection::Whole, &[], |_| HostBudget(None))
+            quiesced.save(Selection::Whole, &[], Copies::All, |_| HostBudget(None))
         };
         pool.arena().disk.use_full();
         let free_bytes = || driver.memory_of(GPU).unwrap().free_bytes;
@@ -273,8 +280,7 @@ mod tests {
 
     #[test]
     fn unused_parts_end_a_batch() {
-        let parts = [0..2 * MIB, 6 * MIB..8 * MIB];
-        let filed = [Filed { device: GPU, range: range(100, 8), saved: at(0), parts: &parts }];
+        let filed = [filed(GPU, range(100, 8), 0, &[(0, 2), (6, 2)])];
         let batches = in_batches(&filed);
         let places: Vec<_> =
             batches.iter().map(|b| (b.place.start / MIB, b.place.end / MIB)).collect();

@@ -24,6 +24,8 @@ mod restore;
 mod resume;
 mod save;
 mod still;
+mod survey;
+mod verify;
 mod views;
 
 pub use draining::{Activity, DrainError, Draining};

@@ -12,7 +12,7 @@ use crate::gate::Mode;
 use crate::journal::StepLog;
 use crate::ledger::{Selection, StayReason};
 use crate::pool::Pool;
-use crate::store::{HostBudget, HostDemand};
+use crate::store::{Copies, HostBudget, HostDemand};
 
 /// Memory of a selection is on its way out: some may be saved and unmapped. Dropping it undoes that, and leaves the
 /// gate shut where the driver refuses.
@@ -44,8 +44,9 @@ pub struct Undone<D: Driver> {
 
 impl<D: Driver> Quiesced<D> {
     /// Pause 3: saves what must be kept of `selection`, and unmaps it and what was imported. Every handle is kept, of
-    /// imports too, so that [`Prepared::undo`] asks nobody. `stays` is what all processes leave in place; `budget` is
-    /// told the host memory that saving takes, and answers how much it may.
+    /// imports too, so that [`Prepared::undo`] asks nobody. `stays` is what all processes leave in place; `copies` says
+    /// which copies of earlier pauses may stay; `budget` is told the host memory that saving takes, and answers how much it
+    /// may. Where that is too little for the copies, fewer stay.
     ///
     /// # Errors
     /// [`crate::PoolError::Disowned`], [`crate::PoolError::OutOfHostMemory`] and [`crate::PoolError::OutOfDisk`] before anything is changed;
@@ -60,11 +61,12 @@ impl<D: Driver> Quiesced<D> {
         mut self,
         selection: Selection,
         stays: &[(AllocationId, StayReason)],
+        copies: Copies,
         budget: impl FnOnce(HostDemand) -> HostBudget,
     ) -> Result<(Prepared<D>, StepLog), Failed<Leaving<D>>> {
         self.shut_mut().begin_pause(selection.clone());
         let leaving = Leaving { quiesced: self, selection };
-        match leaving.save(stays, budget) {
+        match leaving.save(stays, copies, budget) {
             Ok(log) => Ok((Prepared { leaving }, log)),
             Err(error) => Err(Failed::new(leaving, error)),
         }
@@ -80,11 +82,13 @@ impl<D: Driver> Leaving<D> {
     fn save(
         &self,
         stays: &[(AllocationId, StayReason)],
+        copies: Copies,
         budget: impl FnOnce(HostDemand) -> HostBudget,
     ) -> PoolResult<StepLog> {
         self.pool().ledger().set_stays(stays)?;
-        let budget = budget(self.pool().host_demand(&self.selection));
-        Still::drained(&self.quiesced).save(&self.selection, budget)
+        let budget = budget(self.quiesced.host_demand(&self.selection));
+        let survey = self.quiesced.seen();
+        Still::drained(&self.quiesced).save(&self.selection, survey, copies, budget)
     }
 
     /// Maps everything again.

@@ -6,8 +6,9 @@ use std::time::Instant;
 use crate::driver::{Driver, VaRange};
 use crate::error::PoolError;
 use crate::gate::{Mode, StillInside};
-use crate::ledger::Selection;
+use crate::ledger::{Selection, Survey};
 use crate::pool::Pool;
+use crate::store::HostDemand;
 
 use super::pause::Undone;
 use super::still::Still;
@@ -39,6 +40,8 @@ enum OnDrop {
 #[must_use = "dropping it puts the gate where it was"]
 pub struct Quiesced<D: Driver> {
     shut: Shut<D>,
+    /// What was seen of the contents since.
+    survey: Survey,
 }
 
 /// A pause or resume is over, or undone. The gate goes where that has led when this is dropped, so that whoever holds
@@ -170,7 +173,7 @@ impl<D: Driver> Quiesced<D> {
     /// Nobody is inside, and the devices are idle. From here on nothing is given to importers.
     pub(super) fn of_idle(shut: Shut<D>) -> Self {
         shut.pool.freeze();
-        Self { shut }
+        Self { shut, survey: Survey::default() }
     }
 
     /// The memory that it is about.
@@ -183,6 +186,29 @@ impl<D: Driver> Quiesced<D> {
     /// thread could take such memory into use before.
     pub fn mark_unused(&self, ranges: &[VaRange]) {
         self.pool().ledger().mark_unused(ranges);
+    }
+
+    /// Has the devices tell what the kept contents of `selection` are, piece by piece, so that what is zero, or as in
+    /// the copy of the last pause, is not copied, and no host memory asked for it ([`Pool::set_pieces`]). It must be
+    /// asked when the devices of all processes that may hold the memory are idle. What a device will not tell is saved as
+    /// a whole, which the notes say once.
+    ///
+    /// # Driver calls
+    /// `cuMemHostRegister`, `cuStreamCreate`, `cuLaunchKernel` once a device, `cuStreamSynchronize`; the first time also
+    /// `cuModuleLoadData`.
+    pub fn survey(&mut self, selection: &Selection) -> StepLog {
+        let (survey, log) = Still::drained(self).survey(selection);
+        self.survey = survey;
+        log
+    }
+
+    /// Host memory that a pause of `selection` takes now, with what is saved there already, by what has been seen of it.
+    pub fn host_demand(&self, selection: &Selection) -> HostDemand {
+        self.pool().demand_of(selection, &self.survey)
+    }
+
+    pub(super) fn seen(&self) -> &Survey {
+        &self.survey
     }
 
     /// The pause comes to nothing.

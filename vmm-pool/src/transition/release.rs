@@ -65,9 +65,9 @@ impl<D: Driver> Still<'_, D> {
             let mut arena = self.pool.arena();
             let [in_memory, in_file] = {
                 let ledger = self.pool.ledger();
-                [Store::Host, Store::File].map(|store| ledger.places_in(store))
+                [Store::Host, Store::File].map(|store| ledger.end_in(store))
             };
-            arena.used(in_memory.last().map_or(0, |place| place.end), !in_file.is_empty());
+            arena.used(in_memory, in_file > 0);
             Ok(())
         })?;
         for device in self.pool.devices_with_any() {

@@ -2,6 +2,7 @@
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
+use std::borrow::Cow;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -16,7 +17,7 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Selection};
 use crate::pool::Pool;
-use crate::store::{HostArena, Saved, Store};
+use crate::store::{Extent, HostArena, Part, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// Allocations to fetch again from one owner.
@@ -33,8 +34,11 @@ struct Target {
     range: VaRange,
     /// The range was made for the copy.
     is_view: bool,
-    saved: Saved,
-    parts: Vec<Range<u64>>,
+    store: Store,
+    /// What is put back from there.
+    extents: Vec<Extent>,
+    /// What is made zero before.
+    zeros: Vec<Range<u64>>,
 }
 
 impl<D: Driver> Still<'_, D> {
@@ -125,12 +129,10 @@ impl<D: Driver> Still<'_, D> {
                     vacant.insert(CopyStreams::open(&self.pool.deferred, device)?);
                 }
                 let Some(target) = self.target_of(log, row, device)? else { continue };
-                match (target.saved.store, streams.get_mut(&device)) {
-                    (Store::File, _) => from_file.push((device, target)),
-                    (Store::Host, Some(copies)) => {
-                        self.restore_one(log, &arena, copies, &target)?;
-                    }
-                    (Store::Host, None) => {}
+                let Some(copies) = streams.get_mut(&device) else { continue };
+                self.restore_one(log, &arena, copies, &target)?;
+                if target.store == Store::File {
+                    from_file.push((device, target));
                 }
             }
             Ok(())
@@ -156,7 +158,7 @@ impl<D: Driver> Still<'_, D> {
         row: VirtualHandle,
         device: DeviceOrdinal,
     ) -> PoolResult<Option<Target>> {
-        let (saved, parts, writable, raw, size_bytes) = {
+        let ((store, extents, zeros), writable, raw, size_bytes) = {
             let ledger = self.pool.ledger();
             let found = ledger.row(row);
             let Some((found, saved)) = found.and_then(|row| Some((row, row.saved()?))) else {
@@ -166,15 +168,33 @@ impl<D: Driver> Still<'_, D> {
                 mapping.rights_of(found.prop().location) == Some(AccessDesc::READ_WRITE)
             });
             let writable = writable.map(Mapping::range);
-            (saved, found.copied_parts(), writable, found.raw(), found.size_bytes())
+            let parts = found.copied_parts();
+            let parts = parts.iter().flat_map(|part| saved.parts_of(part.clone()));
+            let (mut extents, mut zeros) = (Vec::new(), Vec::new());
+            for part in parts {
+                match part {
+                    Part::Stored(extent) => extents.push(extent),
+                    Part::Zeros(range) => zeros.push(range),
+                }
+            }
+            let contents = (saved.store, extents, zeros);
+            (contents, writable, found.raw(), found.size_bytes())
         };
         let (range, is_view) = match (writable, raw) {
             (Some(range), _) => (range, false),
             (None, Some(raw)) => (self.make_view(log, raw, size_bytes, device)?, true),
             (None, None) => return Ok(None),
         };
-        log.bytes += parts.iter().map(|part| part.end - part.start).sum::<u64>();
-        Ok(Some(Target { range, is_view, saved, parts }))
+        log.bytes += extents.iter().map(|extent| extent.size_bytes).sum::<u64>();
+        // Copies come behind on the same stream, so that one fill will do. What comes from a file takes another.
+        let zeros = match (zeros.as_slice(), store) {
+            ([first, .., last], Store::Host) => {
+                let all = Range { start: first.start, end: last.end };
+                vec![all]
+            }
+            _ => zeros,
+        };
+        Ok(Some(Target { range, is_view, store, extents, zeros }))
     }
 
     fn restore_one(
@@ -184,15 +204,27 @@ impl<D: Driver> Still<'_, D> {
         copies: &mut CopyStreams<'_, D>,
         target: &Target,
     ) -> PoolResult<()> {
-        copies.take()?;
-        for part in &target.parts {
-            log.call();
-            let (range, saved) = (target.range.part(part), target.saved.part(part));
-            // SAFETY: the range is mapped and writable, no application work runs before the gate opens, and
-            // the arena's place is this allocation's alone.
-            unsafe { arena.restore(range, saved, copies) }?;
+        let is_in_memory = target.store == Store::Host;
+        if target.zeros.is_empty() && !is_in_memory {
+            return Ok(());
         }
-        if target.is_view {
+        let stream = copies.take()?;
+        for zeros in &target.zeros {
+            log.call();
+            let range = target.range.part(zeros);
+            // SAFETY: the range is mapped and writable, and no application work runs before the gate opens.
+            unsafe { self.pool.driver.fill_with_zeros(range, stream) }.about(
+                || format!("zeros of {}", range.start),
+                range.size_bytes,
+                Some(copies.device()),
+            )?;
+        }
+        for extent in target.extents.iter().filter(|_| is_in_memory) {
+            log.call();
+            // SAFETY: as above; the arena's place is this allocation's alone.
+            unsafe { arena.restore(target.range, *extent, copies) }?;
+        }
+        if target.is_view && is_in_memory {
             copies.finish_all()?;
             self.drop_view(log, target.range)?;
         }
@@ -207,11 +239,15 @@ impl<D: Driver> Still<'_, D> {
         targets: &[(DeviceOrdinal, Target)],
     ) -> PoolResult<()> {
         let filed = targets.iter().map(|(device, target)| {
-            let Target { range, saved, ref parts, .. } = *target;
-            Filed { device: *device, range, saved, parts }
+            let extents = Cow::Borrowed(target.extents.as_slice());
+            Filed { device: *device, range: target.range, extents }
         });
         self.restore_from_file(log, arena, streams, &filed.collect::<Vec<_>>())?;
         let views = targets.iter().filter(|(_, target)| target.is_view);
+        // Zeros may be on their way still.
+        for copies in targets.iter().filter_map(|(device, _)| streams.get(device)) {
+            copies.finish_all()?;
+        }
         views.into_iter().try_for_each(|(_, target)| self.drop_view(log, target.range))
     }
 

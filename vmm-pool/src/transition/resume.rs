@@ -158,7 +158,7 @@ impl<D: Driver> Restored<D> {
     #[must_use = "closing the descriptors gives back what they hold"]
     pub fn commit(self) -> (Done<D>, Vec<OwnedFd>) {
         let pool = self.pool();
-        pool.ledger().retain_copies(pool.copies.are_retained());
+        pool.ledger().retain_copies(pool.copies.are_retained(), pool.copies.stay_for_pauses());
         let spare = pool.run_again();
         if pool.copies.is_given_back() {
             pool.give_back_idle_host_memory();

@@ -2,21 +2,22 @@
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::ops::Range;
 use std::os::fd::OwnedFd;
 
 use super::file::Filed;
 use super::still::Still;
 use crate::VirtualHandle;
 use crate::copies::CopyStreams;
-use crate::driver::{DeviceOrdinal, Driver, RawHandle, VaRange};
+use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
-use crate::ledger::{Layout, Mapping, Presence, Selection};
+use crate::ledger::{Layout, Mapping, Placed, Presence, Selection, Survey, merged};
 use crate::pool::Pool;
-use crate::store::{HostArena, HostBudget, HostDemand, Pins, Saved, Store};
+use crate::report::KeptBytes;
+use crate::store::{Copies, Extent, HostArena, HostBudget, HostDemand, Pins, Saved, Store};
 
 /// Bytes copied between two looks at a stream. At 55 GB/s that is 5 ms, in which the driver unmaps some
 /// 200 blocks: copying and unmapping keep each other busy.
@@ -29,42 +30,35 @@ pub(super) struct Item {
     /// Where the device reads it: one of its own mappings, or a view made for the copy.
     source: VaRange,
     saved: Saved,
-    /// Parts of `source` that are copied, by offset.
-    parts: Vec<Range<u64>>,
+    /// What of it is copied.
+    copied: Vec<Extent>,
+    copied_bytes: u64,
     view: bool,
 }
 
 impl Item {
-    /// Where its place in the arena ends.
+    /// Where the last of its copies in the arena ends.
     fn end_bytes(&self) -> u64 {
-        self.saved.offset_bytes + self.source.size_bytes
+        self.copied.iter().map(|extent| extent.place().end).max().unwrap_or(0)
     }
 
     fn filed(&self) -> Filed<'_> {
-        Filed { device: self.device, range: self.source, saved: self.saved, parts: &self.parts }
+        Filed { device: self.device, range: self.source, extents: Cow::Borrowed(&self.copied) }
     }
-}
-
-/// An allocation to save.
-struct Wanted {
-    row: VirtualHandle,
-    device: DeviceOrdinal,
-    size_bytes: u64,
-    saved: Saved,
-    parts: Vec<Range<u64>>,
-    /// A range that its device can read.
-    readable: Option<VaRange>,
-    raw: Option<RawHandle>,
 }
 
 /// What a pause saves, by where it goes.
 #[derive(Debug, Default)]
 struct Plan {
+    /// Of which nothing is copied.
+    as_is: Vec<Item>,
     groups: Vec<Group>,
     to_file: Vec<Item>,
+    kept: KeptBytes,
 }
 
 impl Plan {
+    /// Those that are copied.
     fn items(&self) -> impl Iterator<Item = &Item> {
         self.groups.iter().flat_map(|group| &group.items).chain(&self.to_file)
     }
@@ -81,7 +75,7 @@ struct Group {
 fn in_groups(items: Vec<Item>) -> Vec<Group> {
     let mut by_device: BTreeMap<DeviceOrdinal, (Vec<Group>, u64)> = BTreeMap::new();
     for item in items {
-        let (device, size_bytes) = (item.device, item.source.size_bytes);
+        let (device, size_bytes) = (item.device, item.copied_bytes);
         let (groups, last_bytes) = by_device.entry(device).or_default();
         match groups.last_mut() {
             Some(group) if *last_bytes < GROUP_BYTES => {
@@ -105,22 +99,30 @@ fn in_groups(items: Vec<Item>) -> Vec<Group> {
 
 impl<D: Driver> Still<'_, D> {
     /// See [`super::Quiesced::save`].
-    pub(super) fn save(&self, selection: &Selection, budget: HostBudget) -> PoolResult<StepLog> {
+    pub(super) fn save(
+        &self,
+        selection: &Selection,
+        survey: &Survey,
+        copies: Copies,
+        budget: HostBudget,
+    ) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         let mut arena = self.pool.arena();
-        let [kept, filed] = self.pool.layouts(selection);
-        HostArena::<D>::check_budget(arena.demand(kept.end_bytes, filed.end_bytes), budget)?;
+        let [kept, filed] = log.timed("lay out", |log| {
+            self.layouts_within(log, &arena, selection, survey, copies, budget)
+        })?;
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
         let reserved = log.timed("reserve disk", |_| {
-            let parts = self.pool.ledger().parts_of(&filed);
-            arena.disk.reserve(&parts)
+            let copied = filed.placed.iter().flat_map(|placed| &placed.copied);
+            arena.disk.reserve(&merged(copied.map(|extent| extent.place()).collect()))
         });
+        // From here on a copy counts only if nothing of it changes.
+        self.pool.ledger().forget_copies(&kept);
+        let end_bytes = kept.end_bytes;
         let planned = reserved.and_then(|()| {
             log.timed("plan", |log| {
-                let groups = in_groups(self.plan_items(log, &kept, Store::Host)?);
-                let to_file = self.plan_items(log, &filed, Store::File)?;
-                let plan = Plan { groups, to_file };
+                let plan = self.plan(log, kept, filed)?;
                 for item in plan.items() {
                     if let Entry::Vacant(vacant) = streams.entry(item.device) {
                         vacant.insert(CopyStreams::open(&self.pool.deferred, item.device)?);
@@ -130,9 +132,8 @@ impl<D: Driver> Still<'_, D> {
             })
         });
         let outcome = planned.and_then(|plan| {
-            self.pool.ledger().forget_copies(&kept);
-            arena.begin_growth(kept.end_bytes);
-            let kept = self.run_groups(&mut log, selection, &mut arena, &mut streams, &plan.groups);
+            arena.begin_growth(end_bytes);
+            let kept = self.run_groups(&mut log, selection, &mut arena, &mut streams, &plan);
             arena.end_growth();
             kept.and_then(|()| {
                 self.run_to_file(&mut log, &mut arena, &mut streams, &plan.to_file)
@@ -147,14 +148,48 @@ impl<D: Driver> Still<'_, D> {
             if self.pool.deferred.is_settled() {
                 self.drop_views(&mut log);
                 self.pool.ledger().void_copies();
-                arena.give_back_unused();
+                let live_bytes = self.pool.ledger().end_in(Store::Host);
+                arena.give_back_unused(live_bytes);
             }
             drop(self.pool.give_disk_back(&mut arena));
         }
         let plan = outcome?;
-        let parts = plan.items().flat_map(|item| &item.parts);
-        log.bytes = parts.map(|part| part.end - part.start).sum();
+        log.bytes = plan.kept.copied_bytes;
+        log.kept = Some(plan.kept);
         Ok(log)
+    }
+
+    /// Places for all, in host memory and in the file, with as many of `copies` as there is room for. The others are
+    /// given up.
+    fn layouts_within(
+        &self,
+        log: &mut StepLog,
+        arena: &HostArena<D>,
+        selection: &Selection,
+        survey: &Survey,
+        copies: Copies,
+        budget: HostBudget,
+    ) -> PoolResult<[Layout; 2]> {
+        let mut fits = Ok(());
+        for copies in Copies::FEWER.into_iter().filter(|fewer| *fewer <= copies) {
+            let [kept, filed] = self.pool.layouts(selection, survey, copies);
+            let file_bytes = filed.end_bytes;
+            let grow_bytes = arena.growth(kept.end_bytes, file_bytes > 0);
+            let needed_bytes = kept.end_bytes + file_bytes;
+            fits = HostArena::<D>::check_budget(needed_bytes, grow_bytes, budget);
+            if fits.is_err() {
+                continue;
+            }
+            let given_up = self.pool.ledger().give_copies_up(selection, copies);
+            if given_up > 0 && self.pool.copies.tells_of_room() {
+                log.notes.push(format!(
+                    "host memory had no room for {given_up} bytes of copies of the last pause: what they hold is copied \
+                     again by its next pause; allow more host memory, or set SUBLET_DELTA=0 (said once)"
+                ));
+            }
+            return Ok([kept, filed]);
+        }
+        fits.map(|()| Default::default())
     }
 
     /// Writes to the file what goes there, then unmaps it.
@@ -179,8 +214,9 @@ impl<D: Driver> Still<'_, D> {
         selection: &Selection,
         arena: &mut HostArena<D>,
         streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
-        groups: &[Group],
+        plan: &Plan,
     ) -> PoolResult<()> {
+        let groups = &plan.groups;
         // Two groups may be in flight on a device; when the third is queued the first is done.
         let mut in_flight: BTreeMap<DeviceOrdinal, Vec<&Group>> = BTreeMap::new();
         let mut imports_unmapped = false;
@@ -201,18 +237,17 @@ impl<D: Driver> Still<'_, D> {
             arena.grow_to(log, end_bytes, pins)?;
             log.timed("queue copies", |log| {
                 for item in &group.items {
-                    for part in &item.parts {
+                    for extent in &item.copied {
                         log.call();
-                        let (source, saved) = (item.source.part(part), item.saved.part(part));
                         // SAFETY: the source stays mapped until its group is retired below, after its
                         // stream is done; the arena's place is this item's alone.
-                        unsafe { arena.save(source, saved, copies) }?;
+                        unsafe { arena.save(item.source, *extent, copies) }?;
                     }
                 }
                 Ok(())
             })?;
             if !imports_unmapped {
-                log.timed("unmap imports", |log| self.unmap_imports(log, selection))?;
+                self.unmap_uncopied(log, selection, plan)?;
                 imports_unmapped = true;
             }
             if let Some(done) = done {
@@ -220,7 +255,7 @@ impl<D: Driver> Still<'_, D> {
             }
         }
         if !imports_unmapped {
-            log.timed("unmap imports", |log| self.unmap_imports(log, selection))?;
+            self.unmap_uncopied(log, selection, plan)?;
         }
         for (device, flying) in in_flight {
             if let Some(copies) = streams.get(&device) {
@@ -233,13 +268,27 @@ impl<D: Driver> Still<'_, D> {
         Ok(())
     }
 
+    /// What no copy reads: imports, and what is saved as it is.
+    fn unmap_uncopied(
+        &self,
+        log: &mut StepLog,
+        selection: &Selection,
+        plan: &Plan,
+    ) -> PoolResult<()> {
+        log.timed("unmap imports", |log| self.unmap_imports(log, selection))?;
+        if plan.as_is.is_empty() {
+            return Ok(());
+        }
+        log.timed("unmap unchanged", |log| self.retire(log, &plan.as_is))
+    }
+
     /// Records that contents are saved, and unmaps every mapping of them.
     fn retire(&self, log: &mut StepLog, items: &[Item]) -> PoolResult<()> {
         for item in items {
             if item.view {
                 self.drop_view(log, item.source)?;
             }
-            let ranges = self.pool.ledger().saved(item.row, item.saved);
+            let ranges = self.pool.ledger().saved(item.row, item.saved.clone());
             for range in ranges {
                 self.unmap(log, range)?;
             }
@@ -247,50 +296,65 @@ impl<D: Driver> Still<'_, D> {
         Ok(())
     }
 
-    /// All that `layout` has a place for in `store`, each where its device can read it.
-    fn plan_items(
-        &self,
-        log: &mut StepLog,
-        layout: &Layout,
-        store: Store,
-    ) -> PoolResult<Vec<Item>> {
-        let wanted: Vec<Wanted> = {
-            let ledger = self.pool.ledger();
-            let places = layout.places.iter().filter_map(|&(row, offset_bytes)| {
-                let found = ledger.row(row)?;
+    /// What is to be done for both layouts.
+    fn plan(&self, log: &mut StepLog, kept: Layout, filed: Layout) -> PoolResult<Plan> {
+        let mut plan = Plan::default();
+        for placed in kept.placed.iter().chain(&filed.placed) {
+            let copied_bytes = placed.copied_bytes();
+            let held: u64 = placed.saved.extents.iter().map(|extent| extent.size_bytes).sum();
+            let unchanged_bytes =
+                if placed.saved.prints.is_some() { held - copied_bytes } else { 0 };
+            let zero_bytes = placed.zero_bytes;
+            plan.kept = plan.kept.plus(KeptBytes { zero_bytes, unchanged_bytes, copied_bytes });
+        }
+        let (copied, as_is) =
+            self.plan_items(log, kept)?.into_iter().partition(|item| item.copied_bytes > 0);
+        plan.groups = in_groups(copied);
+        plan.as_is = as_is;
+        let (to_file, as_is): (Vec<_>, Vec<_>) =
+            self.plan_items(log, filed)?.into_iter().partition(|item| item.copied_bytes > 0);
+        plan.to_file = to_file;
+        plan.as_is.extend(as_is);
+        Ok(plan)
+    }
+
+    /// All that `layout` has a place for, each where its device can read it.
+    fn plan_items(&self, log: &mut StepLog, layout: Layout) -> PoolResult<Vec<Item>> {
+        let mut items = Vec::with_capacity(layout.placed.len());
+        for placed in layout.placed {
+            let (device, readable, raw, size_bytes) = {
+                let ledger = self.pool.ledger();
+                let Some(found) = ledger.row(placed.row) else { continue };
+                let Some(device) = found.device() else { continue };
                 let readable = ledger.mappings_of(found).find(|mapping| {
                     let rights = mapping.rights_of(found.prop().location).unwrap_or(0);
                     mapping.presence() == Presence::Whole && rights != 0
                 });
-                Some(Wanted {
-                    row,
-                    device: found.device()?,
-                    size_bytes: found.size_bytes(),
-                    saved: Saved { store, offset_bytes },
-                    parts: found.copied_parts(),
-                    readable: readable.map(Mapping::range),
-                    raw: found.raw(),
-                })
-            });
-            places.collect()
-        };
-        let mut items = Vec::new();
-        for Wanted { row, device, size_bytes, saved, parts, readable, raw } in wanted {
+                let readable = readable.map(Mapping::range);
+                (device, readable, found.raw(), found.size_bytes())
+            };
+            let copied_bytes = placed.copied_bytes();
             let (source, view) = match (readable, raw) {
                 (Some(range), _) => (range, false),
+                // Nobody reads it.
+                (None, _) if copied_bytes == 0 => {
+                    (VaRange::new(DeviceAddress(0), size_bytes), false)
+                }
                 (None, Some(raw)) => (self.make_view(log, raw, size_bytes, device)?, true),
                 (None, None) => continue,
             };
-            items.push(Item { row, device, source, saved, parts, view });
+            let Placed { row, saved, copied, .. } = placed;
+            items.push(Item { row, device, source, saved, copied, copied_bytes, view });
         }
         Ok(items)
     }
 }
 
 impl<D: Driver> Pool<D> {
-    fn layouts(&self, selection: &Selection) -> [Layout; 2] {
+    fn layouts(&self, selection: &Selection, survey: &Survey, copies: Copies) -> [Layout; 2] {
         let ledger = self.ledger();
-        [Store::Host, Store::File].map(|store| Layout::of(&ledger, selection, store))
+        let layout = |store| Layout::of(&ledger, selection, store, survey, copies);
+        [Store::Host, Store::File].map(layout)
     }
 
     /// Gives disk space back that no saved contents need. The file itself, when it is empty, is for the caller to
@@ -300,11 +364,33 @@ impl<D: Driver> Pool<D> {
         arena.disk.keep_only(&places)
     }
 
-    /// Host memory that a pause of `selection` would take now, with what is saved there already. Waits for a
-    /// pause or resume under way.
+    /// Host memory that a pause of `selection` would take now that copies everything, with what is saved there already.
+    /// Waits for a pause or resume under way.
     pub fn host_demand(&self, selection: &Selection) -> HostDemand {
-        let [kept, filed] = self.layouts(selection);
-        self.arena().demand(kept.end_bytes, filed.end_bytes)
+        self.demand_of(selection, &Survey::default())
+    }
+
+    /// As [`Pool::host_demand`], of a pause that copies what `survey` says.
+    pub(super) fn demand_of(&self, selection: &Selection, survey: &Survey) -> HostDemand {
+        let arena = self.arena();
+        let with = |copies| {
+            let [kept, filed] = self.layouts(selection, survey, copies);
+            let grow_bytes = arena.growth(kept.end_bytes, filed.end_bytes > 0);
+            (kept.end_bytes + filed.end_bytes, grow_bytes)
+        };
+        let (saved_bytes, grow_with_all_bytes) = with(Copies::All);
+        // Where that takes nothing, nothing less can be asked for.
+        let least = |copies, more: u64| if more == 0 { 0 } else { with(copies).1.min(more) };
+        let grow_with_needed_bytes = least(Copies::Needed, grow_with_all_bytes);
+        let grow_bytes = least(Copies::None, grow_with_needed_bytes);
+        let held_bytes = arena.held_bytes();
+        HostDemand {
+            saved_bytes,
+            held_bytes,
+            grow_bytes,
+            grow_with_needed_bytes,
+            grow_with_all_bytes,
+        }
     }
 
     /// After a resume: gives host memory back that holds no contents and no copies for readers.
@@ -313,7 +399,7 @@ impl<D: Driver> Pool<D> {
     /// `cuMemHostUnregister`.
     pub(super) fn give_back_idle_host_memory(&self) {
         let mut arena = self.arena();
-        let end_bytes = self.ledger().places_in(Store::Host).last().map_or(0, |place| place.end);
+        let end_bytes = self.ledger().end_in(Store::Host);
         let current = self.devices().first().map(|&device| self.driver.make_current(device));
         let shrunk = current.map(|current| {
             current.map_err(|code| code.to_string())?;
@@ -333,7 +419,10 @@ impl<D: Driver> Pool<D> {
         let mut arena = self.arena();
         let current = self.devices().first().map(|&device| self.driver.make_current(device));
         match current {
-            Some(Ok(())) => arena.give_back_unused(),
+            Some(Ok(())) => {
+                let live_bytes = self.ledger().end_in(Store::Host);
+                arena.give_back_unused(live_bytes);
+            }
             Some(Err(error)) => tracing::error!(%error, "host memory stays for the next pause"),
             None => {}
         }

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use vmm_pool::driver::sim::{FaultSpan, SimDriver};
 use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp};
 use vmm_pool::gate::Passage;
-use vmm_pool::{Contents, DrainError, Failed, Pool, PoolError, Selection, Shut, Tags, Whose};
+use vmm_pool::{
+    Contents, Copies, DrainError, Failed, Pool, PoolError, Selection, Shut, Tags, Whose,
+};
 
 use crate::faults::Pair;
 use crate::process::SimPool;
@@ -228,8 +230,13 @@ fn the_gate_goes_where_a_step_has_led_when_its_end_is_dropped_and_not_before() {
         let drained = shut(&pool).drain(&[], soon, &crossbeam_channel::never());
         drained.map_err(Failed::into_error).expect("no work").0
     };
-    let prepared =
-        || quiesced().save(WHOLE, &[], |_| UNLIMITED).map_err(Failed::into_error).expect("saved").0;
+    let prepared = || {
+        quiesced()
+            .save(WHOLE, &[], Copies::All, |_| UNLIMITED)
+            .map_err(Failed::into_error)
+            .expect("saved")
+            .0
+    };
     let check = |when: &str, at: GateAt| assert_eq!(gate_of(&pool), at, "{when}");
 
     let undone = prepared().undo().map_err(Failed::into_error).expect("mapped again");

@@ -5,7 +5,7 @@ use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, VaRange,
 };
-use vmm_pool::{Contents, PoolError, PoolResult, StepLog, VirtualHandle};
+use vmm_pool::{Contents, Pieces, PoolError, PoolResult, StepLog, VirtualHandle};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, free_bytes,
@@ -31,6 +31,9 @@ impl Pair {
     pub(crate) fn new() -> Self {
         let node = node();
         let pools = [pool(&node), pool(&node)];
+        for pool in &pools {
+            pool.set_pieces(Pieces::BOTH);
+        }
         let mut contents = Vec::new();
         let mut seed = 1;
         for (process, pool) in pools.iter().enumerate() {

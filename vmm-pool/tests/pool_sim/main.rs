@@ -15,6 +15,7 @@ mod host_memory;
 mod model;
 mod offload;
 mod orphans;
+mod pieces;
 mod process;
 mod questions;
 mod stage;

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use vmm_pool::driver::sim::SimDriver;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::{
-    AllocationId, Class, Export, Failed, HostBudget, ImportRequest, ImportSource, Leaving, Pool,
-    PoolResult, Prepared, Quiesced, Restored, Returning, Selection, StayReason, StepLog, Undone,
-    VirtualHandle,
+    AllocationId, Class, Copies, Export, Failed, HostBudget, ImportRequest, ImportSource, Leaving,
+    Pool, PoolResult, Prepared, Quiesced, Restored, Returning, Selection, StayReason, StepLog,
+    Undone, VirtualHandle,
 };
 
 /// See the head of this module.
@@ -89,12 +89,14 @@ impl SimPool {
 
     pub(crate) fn save(&self, selection: &Selection, budget: HostBudget) -> PoolResult<StepLog> {
         let told = std::mem::take(&mut *self.told.lock().expect("no test has failed"));
-        let quiesced = self.quiesce();
+        let mut quiesced = self.quiesce();
         quiesced.mark_unused(&told.unused);
-        match quiesced.save(selection.clone(), &told.stays, |_| budget) {
+        let mut seen = quiesced.survey(selection);
+        match quiesced.save(selection.clone(), &told.stays, Copies::All, |_| budget) {
             Ok((prepared, log)) => {
                 self.put(Stage::Prepared(prepared));
-                Ok(log)
+                seen.add(log);
+                Ok(seen)
             }
             Err(Failed { state, error }) => {
                 self.put(Stage::Leaving(*state));

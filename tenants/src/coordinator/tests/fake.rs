@@ -366,6 +366,7 @@ impl Agent {
             steps: Vec::new(),
             devices: vec![needed()],
             notes: Vec::new(),
+            kept: None,
             host: self.script.host.clone().filter(|_| phase == Phase::Drain),
             references: None,
         };

@@ -235,8 +235,14 @@ fn an_undo_that_fails_is_part_of_the_error() {
 fn members_that_fit_the_host_alone_but_not_together_are_refused_before_anything_is_saved() {
     let limits = vec![HostLimit { kind: LimitKind::Available, bytes: 3 * GIB }];
     let mut script = active();
-    script.host =
-        Some(HostNeed { saved_bytes: 2 * GIB, held_bytes: 0, grow_bytes: 2 * GIB, limits });
+    script.host = Some(HostNeed {
+        saved_bytes: 2 * GIB,
+        held_bytes: 0,
+        grow_bytes: 2 * GIB,
+        grow_with_needed_bytes: 2 * GIB,
+        grow_with_all_bytes: 4 * GIB,
+        limits,
+    });
     let world = World::of(&[script.clone()]);
     assert_eq!(report(world.coordinator().pause(&mut quiet).unwrap()).phases.len(), 5);
 

@@ -37,14 +37,14 @@ fn check_sizes(sizes: &[u32]) -> Coded<()> {
     if sizes.iter().all(|size| *size > 0) { Ok(()) } else { Err(DriverCode::INVALID_VALUE) }
 }
 
-fn launch(function: u64, stream: u64, params: In<In<u8>>, extra: u64) -> Coded<()> {
+fn launch(function: u64, grid: [u32; 3], stream: u64, params: In<In<u8>>, extra: u64) -> Coded<()> {
     let sim = sim::get()?;
     if extra != 0 && !params.is_given() {
         return Err(DriverCode::NOT_SUPPORTED);
     }
     let stream = sim.stream(stream)?;
     let device = sim.core.stream_device(stream)?;
-    sim.submit(stream, kernels::launch(function, device, params)?)
+    sim.submit(stream, kernels::launch(function, device, grid, params)?)
 }
 
 driver_api! {
@@ -84,7 +84,7 @@ driver_api! {
         )
     {
         check_sizes(&[grid_x, grid_y, grid_z, block_x, block_y, block_z])?;
-        launch(function, stream, params, extra)
+        launch(function, [grid_x, grid_y, grid_z], stream, params, extra)
     }
 
     fn cuLaunchKernelEx / cuLaunchKernelEx_ptsz = "cuLaunchKernelEx" since 11060
@@ -92,6 +92,7 @@ driver_api! {
     {
         let config = config.get()?;
         check_sizes(&config.sizes[..6])?;
-        launch(function, config.stream, params, extra)
+        let [grid_x, grid_y, grid_z, ..] = config.sizes;
+        launch(function, [grid_x, grid_y, grid_z], config.stream, params, extra)
     }
 }

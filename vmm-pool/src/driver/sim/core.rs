@@ -6,6 +6,7 @@
 //! Lock order: `submit` before `streams` before the queue of a stream; `memory` alone.
 
 mod bytes;
+mod kernels;
 mod memory;
 mod streams;
 
@@ -31,6 +32,8 @@ struct Device {
     failure: AtomicI32,
     /// The memory that a context costs, once there is one.
     context: Mutex<Context>,
+    /// Are our own kernels loaded in that context?
+    has_kernels: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -72,6 +75,7 @@ impl Core {
                 index,
                 failure: AtomicI32::new(0),
                 context: Mutex::new(Context::Absent),
+                has_kernels: AtomicBool::new(false),
             })
             .collect();
         Self {
@@ -251,6 +255,7 @@ impl Core {
     pub fn drop_context(&self, device: DeviceOrdinal) -> Coded<()> {
         let entry = self.device(device)?;
         *lock(&entry.context) = Context::Absent;
+        entry.has_kernels.store(false, Ordering::Release);
         entry.failure.store(0, Ordering::Release);
         self.write().host_unregister_all_of(device);
         Ok(())

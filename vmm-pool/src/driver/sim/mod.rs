@@ -36,8 +36,8 @@ pub use self::stream::{StreamKind, Work};
 
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver, DriverCode,
-    DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo, PinnedFor,
-    RawContext, RawHandle, RawStream, VaRange,
+    DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo, PieceSlot,
+    PinnedFor, RawContext, RawHandle, RawStream, VaRange,
 };
 
 /// How a simulated driver behaves in one process.
@@ -323,6 +323,39 @@ impl Driver for SimDriver {
             let work: Work = Arc::new(move |core| {
                 // SAFETY: the caller keeps `source` valid until the stream has passed this copy.
                 unsafe { core.copy((device, target.start.0), (device, source), target.size_bytes) }
+            });
+            core.enqueue(stream, work)
+        })
+    }
+
+    unsafe fn fill_with_zeros(&self, target: VaRange, stream: RawStream) -> DriverResult<()> {
+        self.call(DriverOp::Fill, |core| {
+            let device = core.stream_device(stream)?;
+            core.check_copy(device, &[target])?;
+            let work: Work = Arc::new(move |core| core.fill_device(device, target, &[0]));
+            core.enqueue(stream, work)
+        })
+    }
+
+    unsafe fn fingerprint(
+        &self,
+        device: DeviceOrdinal,
+        slots: NonNull<[PieceSlot]>,
+        stream: RawStream,
+    ) -> DriverResult<()> {
+        if !self.core.has_kernels(device) {
+            self.call(DriverOp::ModuleLoad, |core| core.load_kernels(device))?;
+        }
+        let (first, count) = (exposed(slots.cast()), slots.len());
+        self.call(DriverOp::HostGetDevicePointer, |core| core.check_slots(first, count))?;
+        self.call(DriverOp::LaunchKernel, |core| {
+            // As the driver has it: function and stream are of one context.
+            if core.stream_device(stream)? != device {
+                return Err(DriverCode::INVALID_HANDLE);
+            }
+            let work: Work = Arc::new(move |core| {
+                // SAFETY: the caller keeps the slots valid until the stream has passed.
+                unsafe { core.fingerprint(device, first, count) }
             });
             core.enqueue(stream, work)
         })

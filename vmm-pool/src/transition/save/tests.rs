@@ -9,8 +9,9 @@ fn item(index: usize, device: i32, size_bytes: u64) -> Item {
         row: VirtualHandle::new(index, 1),
         device: DeviceOrdinal(device),
         source: VaRange::new(DeviceAddress(0), size_bytes),
-        saved: Saved { store: Store::Host, offset_bytes: 0 },
-        parts: Vec::new(),
+        saved: Saved::whole(Store::Host, 0, size_bytes),
+        copied: Vec::new(),
+        copied_bytes: size_bytes,
         view: false,
     }
 }

@@ -1,0 +1,548 @@
+//! Zero and unchanged pieces: what a pause leaves out, and that a resume brings back every byte all the same.
+
+use proptest::prelude::*;
+use proptest::test_runner::Config;
+use vmm_pool::driver::sim::{FaultSpan, SimNode};
+use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
+use vmm_pool::{
+    Class, Contents, Copies, HostBudget, KeptBytes, PieceBytes, Pieces, SavedError, Selection,
+    StepLog, Tags, Whose,
+};
+
+use crate::stage::{
+    DEVICE, SimPool, UNIT, UNLIMITED, WHOLE, create, holds, map, pattern, pause, pool, resume,
+    write,
+};
+use crate::tags::resume_tags;
+
+const CHUNK: u64 = 256 << 20;
+const PIECE: u64 = 64 << 10;
+
+fn a_pool() -> SimPool {
+    let pool = pool(&SimNode::private(&[2 * CHUNK]).expect("a node"));
+    pool.set_pieces(Pieces::BOTH);
+    pool
+}
+
+/// New memory: zeros.
+fn memory(pool: &SimPool, tag: &str, contents: Contents, units: u64) -> VaRange {
+    let class = Class { library: "test", tag: tag.to_owned(), contents };
+    let handle = create(pool, DEVICE, units, class);
+    map(pool, handle, units * UNIT, &[AccessDesc::read_write(DEVICE)])
+}
+
+/// So many pieces of it, from one on.
+fn pieces(range: VaRange, first: u64, count: u64) -> VaRange {
+    VaRange::new(DeviceAddress(range.start.0 + first * PIECE), count * PIECE)
+}
+
+fn fill(pool: &SimPool, range: VaRange, seed: u64) {
+    write(pool, DEVICE, range, pattern(seed));
+}
+
+fn has(pool: &SimPool, range: VaRange, seed: u64) -> bool {
+    holds(pool, DEVICE, range, pattern(seed))
+}
+
+fn is_zero(pool: &SimPool, range: VaRange) -> bool {
+    holds(pool, DEVICE, range, [0; 16])
+}
+
+fn save(pool: &SimPool, selection: &Selection) -> StepLog {
+    let log = pool.save(selection, UNLIMITED).expect("saved");
+    pool.release_selected().expect("released");
+    log
+}
+
+fn tagged(tag: &str) -> Selection {
+    Selection::Tagged(Tags::Named([tag.to_owned()].into()), Whose::Everybody)
+}
+
+/// Zero, unchanged and copied, in pieces.
+fn kept(log: &StepLog) -> (u64, u64, u64) {
+    let KeptBytes { zero_bytes, unchanged_bytes, copied_bytes } = log.kept.expect("a save");
+    assert_eq!(log.bytes, copied_bytes);
+    (zero_bytes / PIECE, unchanged_bytes / PIECE, copied_bytes / PIECE)
+}
+
+fn copies(pool: &SimPool) -> u64 {
+    pool.driver().faults().calls(DriverOp::CopyToHost)
+}
+
+#[test]
+fn zeros_take_no_host_memory_and_come_back_as_zeros() {
+    let pool = a_pool();
+    let empty = memory(&pool, "", Contents::Keep, 100);
+    let log = save(&pool, &WHOLE);
+    assert_eq!((kept(&log), copies(&pool)), ((100 * 32, 0, 0), 0));
+    assert_eq!(pool.report().host_arena_bytes, 0);
+    resume(&pool);
+    assert!(is_zero(&pool, empty));
+    // The memory that came back held something else before.
+    fill(&pool, empty, 1);
+    pool.driver().core().fill_device(DEVICE, pieces(empty, 2, 30), &[0]).expect("mapped");
+    let log = save(&pool, &WHOLE);
+    assert_eq!(kept(&log), (30, 0, 100 * 32 - 30));
+    resume(&pool);
+    assert!(is_zero(&pool, pieces(empty, 2, 30)) && has(&pool, pieces(empty, 0, 2), 1));
+    assert!(has(&pool, pieces(empty, 32, 99 * 32), 1));
+}
+
+#[test]
+fn what_all_has_changed_is_copied_as_one_piece() {
+    let pool = a_pool();
+    let range = memory(&pool, "", Contents::Keep, 8);
+    for seed in 1..4 {
+        fill(&pool, range, seed);
+        let before = copies(&pool);
+        let log = save(&pool, &WHOLE);
+        assert_eq!((kept(&log), copies(&pool) - before), ((0, 0, 8 * 32), 1));
+        resume(&pool);
+        assert!(has(&pool, range, seed));
+    }
+}
+
+#[test]
+fn an_unchanged_second_pause_copies_nothing_and_a_change_only_its_piece() {
+    let pool = a_pool();
+    let (range, other) =
+        (memory(&pool, "", Contents::Keep, 4), memory(&pool, "", Contents::Keep, 1));
+    fill(&pool, pieces(range, 0, 100), 1);
+    fill(&pool, other, 2);
+    assert_eq!(kept(&save(&pool, &WHOLE)), (28, 0, 132));
+    resume(&pool);
+    let before = copies(&pool);
+    assert_eq!(kept(&save(&pool, &WHOLE)), (28, 132, 0));
+    assert_eq!(copies(&pool), before);
+    resume(&pool);
+    assert!(has(&pool, pieces(range, 0, 100), 1) && has(&pool, other, 2));
+
+    // A byte of one piece, one that was zero, and one that is.
+    let byte = VaRange::new(DeviceAddress(range.start.0 + 5 * PIECE + 77), 1);
+    pool.driver().core().fill_device(DEVICE, byte, &[0xee]).expect("mapped");
+    fill(&pool, pieces(range, 120, 1), 3);
+    pool.driver().core().fill_device(DEVICE, pieces(range, 50, 1), &[0]).expect("mapped");
+    assert_eq!(kept(&save(&pool, &WHOLE)), (28, 130, 2));
+    assert_eq!(copies(&pool) - before, 2);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, byte, [0xee; 16]) && is_zero(&pool, pieces(range, 50, 1)));
+    assert!(has(&pool, pieces(range, 120, 1), 3) && has(&pool, pieces(range, 6, 44), 1));
+    assert!(is_zero(&pool, pieces(range, 100, 20)) && is_zero(&pool, pieces(range, 121, 7)));
+    assert!(has(&pool, pieces(range, 0, 5), 1) && has(&pool, pieces(range, 51, 49), 1));
+}
+
+#[test]
+fn each_of_both_can_be_off() {
+    for (zeros, unchanged, first, second) in [
+        (true, false, (31, 0, 1), (31, 0, 1)),
+        (false, true, (0, 0, 32), (0, 32, 0)),
+        (false, false, (0, 0, 32), (0, 0, 32)),
+    ] {
+        let pool = a_pool();
+        let pieces_found =
+            Pieces { finds_zeros: zeros, finds_unchanged: unchanged, ..Pieces::BOTH };
+        pool.set_pieces(pieces_found);
+        let range = memory(&pool, "", Contents::Keep, 1);
+        fill(&pool, pieces(range, 3, 1), 1);
+        for expected in [first, second] {
+            assert_eq!(kept(&save(&pool, &WHOLE)), expected);
+            resume(&pool);
+            assert!(has(&pool, pieces(range, 3, 1), 1) && is_zero(&pool, pieces(range, 4, 28)));
+        }
+        let launched = pool.driver().faults().calls(DriverOp::LaunchKernel);
+        assert_eq!(launched > 0, zeros || unchanged);
+    }
+}
+
+#[test]
+fn saved_contents_are_read_with_their_zeros_from_memory_and_file() {
+    for contents in [Contents::Keep, Contents::File] {
+        let pool = a_pool();
+        let range = memory(&pool, "", contents, 2);
+        fill(&pool, pieces(range, 10, 2), 1);
+        let log = save(&pool, &WHOLE);
+        assert_eq!(kept(&log), (62, 0, 2));
+        let mut bytes = vec![0xaa; 4 * 65_536];
+        pool.read_saved(pieces(range, 9, 4).start, &mut bytes).expect("saved");
+        assert!(bytes[..65_536].iter().chain(&bytes[3 * 65_536..]).all(|byte| *byte == 0));
+        assert!(bytes[65_536..3 * 65_536].chunks(16).all(|part| part == pattern(1)));
+        match contents {
+            Contents::File => assert_eq!(pool.report().file_bytes, 2 * PIECE),
+            Contents::Keep | Contents::Discard => {
+                let place = pool.saved_at(pieces(range, 10, 2));
+                assert!(place.is_ok(), "{place:?}");
+                let across = pieces(range, 11, 2);
+                assert_eq!(pool.saved_at(across), Err(SavedError::InPieces(across.start)));
+            }
+        }
+        resume(&pool);
+        assert!(has(&pool, pieces(range, 10, 2), 1) && is_zero(&pool, pieces(range, 12, 52)));
+        assert!(is_zero(&pool, pieces(range, 0, 10)));
+    }
+}
+
+#[test]
+fn a_tags_copy_stays_beside_other_pauses_and_goes_where_there_is_no_room() {
+    let pool = a_pool();
+    let units = CHUNK / UNIT;
+    let (one, other) = (
+        memory(&pool, "one", Contents::Keep, units - 10),
+        memory(&pool, "other", Contents::Keep, 20),
+    );
+    fill(&pool, one, 1);
+    fill(&pool, other, 2);
+    save(&pool, &tagged("one"));
+    resume_tags(&pool, &["one"]);
+    // Both fit in two chunks: the copy of the first stays.
+    save(&pool, &tagged("other"));
+    resume_tags(&pool, &["other"]);
+    assert_eq!(pool.report().host_arena_bytes, 2 * CHUNK);
+    assert_eq!(kept(&save(&pool, &tagged("one"))), (0, (units - 10) * 32, 0));
+    resume_tags(&pool, &["one"]);
+    assert!(has(&pool, one, 1) && has(&pool, other, 2));
+
+    // Another pool with room for one chunk alone.
+    let pool = a_pool();
+    let (one, other) = (
+        memory(&pool, "one", Contents::Keep, units - 10),
+        memory(&pool, "other", Contents::Keep, 20),
+    );
+    fill(&pool, one, 1);
+    fill(&pool, other, 2);
+    save(&pool, &tagged("one"));
+    resume_tags(&pool, &["one"]);
+    let log = pool.save(&tagged("other"), HostBudget(Some(0))).expect("in the first's place");
+    assert!(log.notes.iter().any(|note| note.contains("no room")), "{:?}", log.notes);
+    pool.release_selected().expect("released");
+    resume_tags(&pool, &["other"]);
+    assert_eq!(pool.report().host_arena_bytes, CHUNK);
+    let again = pool.save(&tagged("one"), HostBudget(Some(0))).expect("in its own again");
+    assert!(again.notes.is_empty(), "said once: {:?}", again.notes);
+    assert_eq!(kept(&again), (0, 0, (units - 10) * 32));
+    pool.release_selected().expect("released");
+    resume_tags(&pool, &["one"]);
+    assert!(has(&pool, one, 1) && has(&pool, other, 2));
+}
+
+#[test]
+fn demand_says_what_each_choice_of_copies_takes() {
+    let pool = a_pool();
+    let units = CHUNK / UNIT;
+    let one = memory(&pool, "one", Contents::Keep, units - 10);
+    fill(&pool, one, 1);
+    save(&pool, &tagged("one"));
+    resume_tags(&pool, &["one"]);
+    fill(&pool, memory(&pool, "other", Contents::Keep, 20), 2);
+    let demand = pool.host_demand(&tagged("other"));
+    let all = Copies::FEWER.map(|copies| demand.grow_bytes_with(copies));
+    assert_eq!(all, [CHUNK, 0, 0]);
+    assert_eq!((demand.held_bytes, demand.grow_bytes), (CHUNK, 0));
+}
+
+#[test]
+fn host_memory_that_is_wanted_back_takes_the_copies_with_it() {
+    let pool = a_pool();
+    let range = memory(&pool, "", Contents::Keep, 1);
+    fill(&pool, range, 1);
+    pool.give_host_memory_back(true);
+    for _ in 0..2 {
+        assert_eq!(kept(&save(&pool, &WHOLE)), (0, 0, 32));
+        resume(&pool);
+        assert_eq!(pool.report().host_arena_bytes, 0);
+    }
+    assert!(has(&pool, range, 1));
+}
+
+#[test]
+fn a_device_that_will_not_tell_has_all_copied_and_is_asked_no_more() {
+    let pool = a_pool();
+    let range = memory(&pool, "", Contents::Keep, 1);
+    fill(&pool, pieces(range, 0, 1), 1);
+    let faults = pool.driver().faults();
+    // Memory for the kernel may be there the next time.
+    faults.fail(DriverOp::ModuleLoad, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
+    let log = save(&pool, &WHOLE);
+    assert_eq!(kept(&log), (0, 0, 32));
+    assert!(log.notes[0].contains("GPU 0 does not tell"), "{:?}", log.notes);
+    resume(&pool);
+    faults.fail(DriverOp::ModuleLoad, FaultSpan::Nth(1), DriverCode::NOT_SUPPORTED);
+    let log = save(&pool, &WHOLE);
+    assert!(log.notes[0].contains("cuModuleLoadData returned"), "{:?}", log.notes);
+    resume(&pool);
+    let asked = faults.calls(DriverOp::ModuleLoad);
+    let log = save(&pool, &WHOLE);
+    assert_eq!((kept(&log), log.notes.len()), ((0, 0, 32), 0), "said once");
+    assert_eq!(faults.calls(DriverOp::ModuleLoad), asked);
+    resume(&pool);
+    assert!(has(&pool, pieces(range, 0, 1), 1) && is_zero(&pool, pieces(range, 1, 31)));
+}
+
+#[test]
+fn a_difference_that_fingerprints_do_not_show_is_an_error_and_is_copied() {
+    let pool = a_pool();
+    pool.set_pieces(Pieces { is_verified: true, ..Pieces::BOTH });
+    let range = memory(&pool, "", Contents::Keep, 1);
+    fill(&pool, pieces(range, 0, 2), 1);
+    assert_eq!(kept(&save(&pool, &WHOLE)), (30, 0, 2));
+    resume(&pool);
+    let log = save(&pool, &WHOLE);
+    assert_eq!((kept(&log), log.notes.len()), ((30, 2, 0), 0));
+    assert!(log.steps.iter().any(|step| step.name == "verify"));
+    resume(&pool);
+    // A copy that has rotted since it was made.
+    pool.retain_copies(true);
+    save(&pool, &WHOLE);
+    resume(&pool);
+    let copy = pool.copy_at(pieces(range, 1, 1)).expect("kept for readers");
+    assert_eq!(kept(&save(&pool, &WHOLE)), (30, 0, 2), "in the same place");
+    resume(&pool);
+    rot(copy);
+    let log = save(&pool, &WHOLE);
+    let address = format!("{:#x}", range.start.0 + PIECE + 7);
+    assert!(log.notes[0].contains(&address), "{:?} names {address}", log.notes);
+    assert_eq!(kept(&log), (0, 0, 32));
+    resume(&pool);
+    assert!(has(&pool, pieces(range, 0, 2), 1) && is_zero(&pool, pieces(range, 2, 30)));
+}
+
+#[test]
+fn a_copy_whose_place_was_lent_is_not_taken_for_unchanged() {
+    let pool = a_pool();
+    let range = memory(&pool, "", Contents::Keep, 1);
+    fill(&pool, range, 1);
+    pool.retain_copies(true);
+    for is_resumed in [false, true] {
+        save(&pool, &WHOLE);
+        let away = (!is_resumed).then(|| pool.saved_at(range).expect("saved"));
+        resume(&pool);
+        let copy = away.unwrap_or_else(|| pool.copy_at(range).expect("kept for readers"));
+        rot(copy);
+        assert_eq!(kept(&save(&pool, &WHOLE)), (0, 0, 32));
+        resume(&pool);
+        assert!(has(&pool, range, 1));
+    }
+    assert_eq!(kept(&save(&pool, &WHOLE)), (0, 32, 0), "made anew");
+    resume(&pool);
+}
+
+/// Changes the eighth byte there.
+#[expect(unsafe_code, reason = "writes into host memory that the pool has lent")]
+fn rot(copy: std::ptr::NonNull<u8>) {
+    // SAFETY: inside a piece of the pool's host memory, which nothing copies to or from now.
+    let byte = unsafe { copy.add(7) };
+    // SAFETY: as above.
+    let held = unsafe { byte.read() };
+    // SAFETY: as above.
+    unsafe { byte.write(!held) };
+}
+
+#[test]
+fn pieces_of_each_size_are_told_apart() {
+    for kib in [16, 256, 2048] {
+        let pool = a_pool();
+        let piece_bytes = PieceBytes::new(kib << 10).expect("a size");
+        pool.set_pieces(Pieces { piece_bytes, ..Pieces::BOTH });
+        let range = memory(&pool, "", Contents::Keep, 3);
+        fill(&pool, VaRange::new(DeviceAddress(range.start.0 + UNIT + 16), 16), 1);
+        let log = save(&pool, &WHOLE);
+        let kept = log.kept.expect("a save");
+        assert_eq!((kept.copied_bytes, kept.zero_bytes), (kib << 10, 3 * UNIT - (kib << 10)));
+        resume(&pool);
+        assert!(has(&pool, VaRange::new(DeviceAddress(range.start.0 + UNIT + 16), 16), 1));
+        assert!(is_zero(&pool, VaRange::new(range.start, UNIT)));
+    }
+}
+
+#[test]
+fn memory_with_rights_to_a_part_alone_is_read_by_no_kernel() {
+    let pool = a_pool();
+    let range = memory(&pool, "", Contents::Keep, 2);
+    fill(&pool, range, 1);
+    let part = VaRange::new(range.start, UNIT);
+    // The simulated driver keeps rights by mapping, and refuses.
+    pool.set_access(part, &[AccessDesc::read_write(DEVICE)]).expect_err("cuts a mapping");
+    let log = save(&pool, &WHOLE);
+    assert_eq!(kept(&log), (0, 0, 64));
+    assert_eq!(pool.driver().faults().calls(DriverOp::LaunchKernel), 0);
+    resume(&pool);
+    assert!(has(&pool, range, 1));
+}
+
+/// Memory whose pieces a test changes at will, and what they must hold.
+struct Changing {
+    pool: SimPool,
+    ranges: Vec<VaRange>,
+    /// By range and piece; zero for zeros.
+    seeds: Vec<Vec<u64>>,
+    last_seed: u64,
+}
+
+impl Changing {
+    fn new() -> Self {
+        let pool = pool(&SimNode::private(&[CHUNK]).expect("a node"));
+        pool.set_pieces(Pieces {
+            piece_bytes: PieceBytes::new(1 << 20).expect("a size"),
+            ..Pieces::BOTH
+        });
+        let contents = [("", Contents::Keep), ("tag", Contents::Keep), ("", Contents::File)];
+        let ranges: Vec<_> = contents.map(|(tag, contents)| memory(&pool, tag, contents, 2)).into();
+        let seeds = ranges.iter().map(|_| vec![0; 4]).collect();
+        Self { pool, ranges, seeds, last_seed: 0 }
+    }
+
+    fn piece(&self, range: usize, piece: usize) -> VaRange {
+        let start = self.ranges[range].start.0 + ((piece as u64) << 20);
+        VaRange::new(DeviceAddress(start), 1 << 20)
+    }
+
+    /// Sets a piece to zeros, to what it held, or to something new.
+    fn change(&mut self, range: usize, piece: usize, zeros: bool) {
+        self.last_seed += 1;
+        let seed = if zeros { 0 } else { self.last_seed };
+        let bytes = if zeros { [0; 16] } else { pattern(seed) };
+        write(&self.pool, DEVICE, self.piece(range, piece), bytes);
+        self.seeds[range][piece] = seed;
+    }
+
+    fn check(&self, when: &str) {
+        for (range, seeds) in self.seeds.iter().enumerate() {
+            for (piece, seed) in seeds.iter().enumerate() {
+                let bytes = if *seed == 0 { [0; 16] } else { pattern(*seed) };
+                let place = self.piece(range, piece);
+                assert!(holds(&self.pool, DEVICE, place, bytes), "{when}: {piece} of {range}");
+            }
+        }
+    }
+}
+
+/// A change, or a pause that goes one of several ways.
+#[derive(Clone, Debug)]
+enum Turn {
+    Change {
+        range: usize,
+        piece: usize,
+        zeros: bool,
+    },
+    Cycle,
+    TagCycle,
+    /// The nth driver call of the save fails, and the pause is undone.
+    FailSave {
+        nth: u64,
+    },
+    /// Saved, and undone for another's sake.
+    Undo,
+    /// The nth driver call of the restore fails, it is undone, and tried again.
+    FailRestore {
+        nth: u64,
+    },
+    /// No host memory more than there is.
+    Tight,
+}
+
+fn any_turn() -> impl Strategy<Value = Turn> {
+    prop_oneof![
+        10 => (0..3_usize, 0..4_usize, any::<bool>())
+            .prop_map(|(range, piece, zeros)| Turn::Change { range, piece, zeros }),
+        3 => Just(Turn::Cycle),
+        2 => Just(Turn::TagCycle),
+        3 => (1..40_u64).prop_map(|nth| Turn::FailSave { nth }),
+        1 => Just(Turn::Undo),
+        1 => (1..30_u64).prop_map(|nth| Turn::FailRestore { nth }),
+        1 => Just(Turn::Tight),
+    ]
+}
+
+impl Changing {
+    fn take(&mut self, turn: &Turn) {
+        match *turn {
+            Turn::Change { range, piece, zeros } => return self.change(range, piece, zeros),
+            Turn::Cycle => {
+                pause(&self.pool);
+                resume(&self.pool);
+            }
+            Turn::TagCycle => {
+                save(&self.pool, &tagged("tag"));
+                resume_tags(&self.pool, &["tag"]);
+            }
+            Turn::FailSave { nth } => {
+                let faults = self.pool.driver().faults();
+                self.pool.drain();
+                faults.fail_any(FaultSpan::Nth(nth), DriverCode::UNKNOWN);
+                let saved = self.pool.save(&WHOLE, UNLIMITED);
+                faults.clear();
+                drop(saved);
+                self.pool.remount().expect("undone");
+                drop(self.pool.commit_resume());
+            }
+            Turn::Undo => {
+                self.pool.save(&WHOLE, UNLIMITED).expect("saved");
+                self.pool.remount().expect("undone");
+                drop(self.pool.commit_resume());
+            }
+            Turn::FailRestore { nth } => {
+                pause(&self.pool);
+                self.pool.create_own(&WHOLE).expect("memory");
+                let faults = self.pool.driver().faults();
+                faults.fail_any(FaultSpan::Nth(nth), DriverCode::UNKNOWN);
+                let restored = self.pool.restore_own(usize::MAX);
+                faults.clear();
+                drop(restored);
+                self.pool.undo_resume().expect("given up again");
+                resume(&self.pool);
+            }
+            Turn::Tight => {
+                let held = self.pool.save(&WHOLE, HostBudget(Some(0)));
+                if held.is_ok() {
+                    self.pool.release_selected().expect("released");
+                    resume(&self.pool);
+                } else {
+                    self.pool.remount().expect("undone");
+                    drop(self.pool.commit_resume());
+                }
+            }
+        }
+        self.check(&format!("{turn:?}"));
+    }
+}
+
+proptest! {
+    #![proptest_config(Config { cases: 24, max_shrink_iters: 60, ..Config::default() })]
+
+    #[test]
+    fn any_changes_pauses_and_failures_leave_every_byte(
+        turns in prop::collection::vec(any_turn(), 1..40),
+    ) {
+        let mut changing = Changing::new();
+        for turn in &turns {
+            changing.take(turn);
+        }
+        changing.take(&Turn::Cycle);
+    }
+}
+
+#[test]
+fn any_call_of_a_second_pause_may_fail_and_the_third_is_right() {
+    let mut changing = Changing::new();
+    for piece in 0..4 {
+        for range in 0..3 {
+            changing.change(range, piece, piece == 3);
+        }
+    }
+    changing.take(&Turn::Cycle);
+    for nth in 1.. {
+        for range in 0..3 {
+            // One changes, one turns zero, and one turns to something.
+            let piece = usize::try_from(nth).expect("small") % 4;
+            changing.change(range, piece, false);
+            changing.change(range, (piece + 1) % 4, nth % 2 == 0);
+        }
+        let before = changing.pool.driver().faults().fired();
+        changing.take(&Turn::FailSave { nth });
+        let is_over = changing.pool.driver().faults().fired() == before;
+        changing.take(&Turn::Cycle);
+        if is_over {
+            assert!(nth > 20, "only {nth} calls were met");
+            return;
+        }
+    }
+}
