@@ -3,6 +3,7 @@
 //! Both are linear spaces that the ledger's layout gives places in. Contents that go to the file pass through one
 //! chunk of host memory more, the ring ([`ring`]).
 
+mod ahead;
 mod arena;
 mod chunk;
 mod disk;
@@ -10,7 +11,9 @@ mod pinned;
 mod places;
 mod ring;
 
+pub(crate) use ahead::{Ahead, Used};
 pub(crate) use arena::{HostArena, Pins};
+pub use chunk::CHUNK_BYTES;
 pub(crate) use disk::ContentsFile;
 pub use disk::check_file_dir;
 pub(crate) use pinned::Pinned;
