@@ -7,6 +7,7 @@
 //! | `SUBLET_RUN_DIR` | `GMM_IPC_DIR` | where processes find each other |
 //! | `SUBLET_TENANT` | `AMEM_ENABLE`, `AMEM_GROUPID` | which tenant is joined |
 //! | `SUBLET_FILE_DIR` | `TMS_DISK_BACKUP_DIR` | where contents in files are saved |
+//! | `SUBLET_FILE_CACHE` | | whether contents in files go through the page cache |
 //! | `SUBLET_HOST_BYTES_MAX` | | how much host memory a pause may take |
 //! | `SUBLET_ZERO` | | 0: pieces that are all zero are saved as any others |
 //! | `SUBLET_DELTA` | | 0: no copies are kept for the next pause, and unchanged pieces are saved as any others |
@@ -183,6 +184,11 @@ fn bound_of(value: &str) -> Result<Option<u64>, String> {
 pub(crate) fn file_dir() -> Option<PathBuf> {
     let named = variable("SUBLET_FILE_DIR").or_else(|| variable("TMS_DISK_BACKUP_DIR"))?;
     Some(std::path::absolute(&named).unwrap_or(PathBuf::from(named)))
+}
+
+/// Do contents in files go through the page cache, also where the filesystem takes them past it?
+pub(crate) fn file_cache() -> bool {
+    variable("SUBLET_FILE_CACHE").is_some_and(|value| value != "0")
 }
 
 /// How long a process waits for the others of its tenant to ask for the same.

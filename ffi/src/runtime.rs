@@ -337,6 +337,7 @@ fn try_join() -> Result<Arc<Member>, String> {
     if let Some(text) = not_understood {
         member.note(text);
     }
+    member.pool().use_page_cache(environment::file_cache());
     let chosen = lock(&CHOSEN_FILE_DIR).take();
     if let Some(dir) = chosen.or_else(environment::file_dir) {
         member.pool().set_file_dir(dir);

@@ -97,6 +97,12 @@ impl<D: Driver> Pool<D> {
         self.arena().disk.set_dir(dir);
     }
 
+    /// Do contents of [`crate::Contents::File`] go through the page cache, also where the filesystem takes them past it?
+    /// It counts from the next file on. Waits for a pause or resume under way.
+    pub fn use_page_cache(&self, is_used: bool) {
+        self.arena().disk.use_cache(is_used);
+    }
+
     /// Are copies of contents in host memory kept for readers after a resume? Counts from the next resume on, which
     /// keeps or forgets those of what it brings back. A copy that is kept has its place until its memory is freed, and
     /// the next pause puts the same memory's contents there.

@@ -450,7 +450,7 @@ impl<D: Driver> HostArena<D> {
     /// the driver's may be under way there.
     ///
     /// # Errors
-    /// [`PoolError::FileUnreadable`].
+    /// [`PoolError::FileUnreadable`], [`PoolError::FileCorrupted`].
     pub(crate) fn read(&self, saved: &Saved, start: u64, target: &mut [u8]) -> PoolResult<()> {
         let end = start + target.len() as u64;
         let mut left = target;
@@ -465,7 +465,9 @@ impl<D: Driver> HostArena<D> {
             match (part, saved.store, self.disk.file()) {
                 (Part::Zeros(_), _, _) => bytes.fill(0),
                 (Part::Stored(extent), Store::Host, _) => self.read_place(&extent.place(), bytes),
-                (Part::Stored(extent), Store::File, Some(file)) => file.read(extent.at, bytes)?,
+                (Part::Stored(extent), Store::File, Some(file)) => {
+                    file.copy_out(extent.at, bytes)?;
+                }
                 (Part::Stored(extent), Store::File, None) => {
                     return Err(self.disk.nothing_to_read(&extent.place()));
                 }

@@ -10,6 +10,7 @@ mod disk;
 mod pinned;
 mod places;
 mod ring;
+mod sums;
 
 pub(crate) use ahead::{Ahead, Used};
 pub(crate) use arena::{HostArena, Pins};

@@ -108,11 +108,19 @@ fn spawn<'scope>(
     thread.map(drop).map_err(refused)
 }
 
+/// A slot to be written.
+#[derive(Debug)]
+struct Filled<'r> {
+    slot: Slot<'r>,
+    place: Range<u64>,
+    lengths_bytes: Vec<u64>,
+}
+
 /// Slots to be filled, and those that are being written.
 #[derive(Debug)]
 pub(crate) struct Writing<'r> {
     idle: Vec<Slot<'r>>,
-    filled: Sender<(Slot<'r>, Range<u64>)>,
+    filled: Sender<Filled<'r>>,
     written: Receiver<(Option<Slot<'r>>, PoolResult<()>)>,
 }
 
@@ -134,10 +142,11 @@ impl<'r> Writing<'r> {
         }
     }
 
-    /// Has the first bytes of `slot` written to `place`.
-    pub(crate) fn write(&self, slot: Slot<'r>, place: Range<u64>) {
+    /// Has the first bytes of `slot` written to `place`: those of one allocation behind the other's, each as long as
+    /// `lengths_bytes` say.
+    pub(crate) fn write(&self, slot: Slot<'r>, place: Range<u64>, lengths_bytes: Vec<u64>) {
         // Writers end only when this end is closed.
-        let _taken = self.filled.send((slot, place));
+        let _taken = self.filled.send(Filled { slot, place, lengths_bytes });
     }
 }
 
@@ -168,13 +177,14 @@ pub(super) fn write_behind<'r>(
 
 fn write_all<'r>(
     file: &ContentsFile,
-    to_write: &Receiver<(Slot<'r>, Range<u64>)>,
+    to_write: &Receiver<Filled<'r>>,
     tell: &Sender<(Option<Slot<'r>>, PoolResult<()>)>,
 ) {
     // The piece before is on its way to the disk while this one is written.
     let mut before: Option<Range<u64>> = None;
-    for (slot, place) in to_write {
-        let written = file.write(place.start, slot.bytes(length_of(&place)));
+    for Filled { slot, place, lengths_bytes } in to_write {
+        let bytes = slot.bytes(length_of(&place));
+        let written = file.write_summed(place.start, bytes, &lengths_bytes);
         let settled = before.replace(place).map_or(Ok(()), |before| file.drop_cached(&before));
         // Nobody listens any more when another piece has failed.
         let _told = tell.send((Some(slot), written.and(settled)));
@@ -270,7 +280,7 @@ mod tests {
             for place in places() {
                 let mut slot = writing.take_slot()?.expect("writers wait for more");
                 fill(&mut slot, &place);
-                writing.write(slot, place);
+                writing.write(slot, place, vec![PIECE_BYTES]);
             }
             Ok(())
         })
@@ -327,8 +337,9 @@ mod tests {
     #[test]
     fn what_fails_between_the_pieces_ends_the_reading() {
         let mut ring = ring();
-        // It reads as zeros without end.
-        let file = ContentsFile::full();
+        let dir = tempfile::tempdir().unwrap();
+        let file = ContentsFile::over(tempfile::tempfile_in(&dir).unwrap(), dir.path().to_owned());
+        write_places(&file, &mut ring).unwrap();
         let mut calls = 0;
         let outcome = read_ahead(&file, ring.slots(), &places(), |_, _| {
             calls += 1;
