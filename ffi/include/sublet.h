@@ -58,7 +58,7 @@ const char *sublet_last_error(void);
  *
  * sublet_last_error_json: the last error of this thread, as {"code", "message", "missing_bytes" (or null),
  * "devices" (that cannot hold the tenant, and who holds them), "tags" (that there are)}.
- * sublet_last_report_json: what this thread's last pause, resume or swap did. */
+ * sublet_last_report_json: what this thread's last pause, resume, swap or preparation did. */
 int64_t sublet_last_error_json(char *buffer, size_t size);
 int64_t sublet_last_report_json(char *buffer, size_t size);
 
@@ -71,6 +71,12 @@ int sublet_resume_tenant(const char *tenant, uint32_t timeout_ms);
 
 /* Pauses one tenant, then resumes the other. When that cannot resume, both are paused. */
 int sublet_swap_tenants(const char *from, const char *to, uint32_t timeout_ms);
+
+/* Has every process of a tenant bring in, while it runs, the host memory that its next pause takes; NULL is the
+ * caller's own tenant. Returns when all is there or will not be, and after wait_ms in any case: what is missing
+ * then comes in afterwards. sublet_last_report_json says how far each process is, and what touching and pinning
+ * took; its "outcome" is "completed" when all is there, else "partial". */
+int sublet_prepare_tenant(const char *tenant, uint32_t wait_ms);
 
 /* Gives the memory of regions with these tags back, while the processes run on: touching it is an illegal
  * access until sublet_resume_tags has brought it back. tags[0..count); NULL and 0 are all tags. whose is one

@@ -54,6 +54,10 @@ unsafe extern "C" {
         to: *const ::core::ffi::c_char,
         timeout_ms: u32,
     ) -> ::core::ffi::c_int;
+    pub fn sublet_prepare_tenant(
+        tenant: *const ::core::ffi::c_char,
+        wait_ms: u32,
+    ) -> ::core::ffi::c_int;
     pub fn sublet_pause_tags(
         tenant: *const ::core::ffi::c_char,
         tags: *const *const ::core::ffi::c_char,

@@ -7,11 +7,13 @@
 //! | `SUBLET_RUN_DIR` | `GMM_IPC_DIR` | where processes find each other |
 //! | `SUBLET_TENANT` | `AMEM_ENABLE`, `AMEM_GROUPID` | which tenant is joined |
 //! | `SUBLET_FILE_DIR` | `TMS_DISK_BACKUP_DIR` | where contents in files are saved |
+//! | `SUBLET_FILE_CACHE` | | whether contents in files go through the page cache |
 //! | `SUBLET_HOST_BYTES_MAX` | | how much host memory a pause may take |
 //! | `SUBLET_ZERO` | | 0: pieces that are all zero are saved as any others |
 //! | `SUBLET_DELTA` | | 0: no copies are kept for the next pause, and unchanged pieces are saved as any others |
 //! | `SUBLET_PIECE_KIB` | | the size of these pieces |
 //! | `SUBLET_VERIFY_CONTENTS` | | 1: what is not saved for that is compared byte by byte |
+//! | `SUBLET_PREPARE` | | whether host memory for the next pause is brought in ahead, and how much at most |
 //! | `SUBLET_WITHOUT_PINS` | | through which device files no device memory is pinned |
 //! | `SUBLET_TOGETHER_TIMEOUT_MS` | | how long `ncclPause` waits for the other processes |
 
@@ -142,6 +144,41 @@ pub(crate) fn pieces() -> Result<Pieces, String> {
     })
 }
 
+/// Up to how much host memory, in bytes, is brought in ahead of the next pause: without a bound by `1`, not at all by `0`
+/// or where nothing is said.
+///
+/// # Errors
+/// The variable is neither that nor a size; the text says what is.
+pub(crate) fn prepares_up_to() -> Result<Option<u64>, String> {
+    variable("SUBLET_PREPARE").map_or(Ok(None), |value| bound_of(&value))
+}
+
+fn bound_of(value: &str) -> Result<Option<u64>, String> {
+    let refused = || {
+        format!(
+            "SUBLET_PREPARE is '{value}', and nothing is brought in ahead of a pause: say 1, or how much at most, such as \
+             16GiB"
+        )
+    };
+    match value {
+        "0" => return Ok(None),
+        "1" => return Ok(Some(u64::MAX)),
+        _ => {}
+    }
+    let digits = value.find(|c: char| !c.is_ascii_digit()).unwrap_or(value.len());
+    let (number, unit) = value.split_at(digits);
+    let shift = match unit.trim().to_ascii_lowercase().trim_end_matches('b').trim_end_matches('i') {
+        "" => 0,
+        "k" => 10,
+        "m" => 20,
+        "g" => 30,
+        "t" => 40,
+        _ => return Err(refused()),
+    };
+    let number: u64 = number.parse().map_err(|_| refused())?;
+    number.checked_mul(1 << shift).map(Some).ok_or_else(refused)
+}
+
 /// The directory that contents in files are saved in, as an absolute path. It may not be there: the first pause that
 /// needs it fails then, with a message that names it.
 pub(crate) fn file_dir() -> Option<PathBuf> {
@@ -149,9 +186,39 @@ pub(crate) fn file_dir() -> Option<PathBuf> {
     Some(std::path::absolute(&named).unwrap_or(PathBuf::from(named)))
 }
 
+/// Do contents in files go through the page cache, also where the filesystem takes them past it?
+pub(crate) fn file_cache() -> bool {
+    variable("SUBLET_FILE_CACHE").is_some_and(|value| value != "0")
+}
+
 /// How long a process waits for the others of its tenant to ask for the same.
 pub(crate) fn together_timeout() -> Duration {
     variable("SUBLET_TOGETHER_TIMEOUT_MS")
         .and_then(|value| value.parse().ok())
         .map_or(TOGETHER_TIMEOUT, Duration::from_millis)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::bound_of;
+
+    #[test]
+    fn sizes_are_read_and_anything_else_is_named() {
+        for (text, bytes) in [
+            ("0", None),
+            ("1", Some(u64::MAX)),
+            ("4096", Some(4096)),
+            ("512M", Some(512 << 20)),
+            ("16GiB", Some(16 << 30)),
+            ("16 gb", Some(16 << 30)),
+            ("2T", Some(2 << 40)),
+            ("8k", Some(8 << 10)),
+        ] {
+            assert_eq!(bound_of(text), Ok(bytes), "{text}");
+        }
+        for text in ["yes", "-1", "16 GPUs", "GiB", "99999999999999999999", "99999999T", "1.5G"] {
+            let error = bound_of(text).unwrap_err();
+            assert!(error.contains(text) && error.contains("16GiB"), "{error}");
+        }
+    }
 }

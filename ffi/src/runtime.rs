@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::{c_int, c_uint};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
@@ -15,9 +15,10 @@ use sublet_cuda_graph::{Captures, Graphs};
 use sublet_nccl::collectives::Collectives;
 use sublet_registrations::Registrations;
 use tenants::error_text::chain;
-use tenants::host_memory::{self, HostLimit};
+use tenants::host_memory::{self, HostFigure, HostLimit};
 use tenants::identity::TenantName;
 use tenants::member::MemberConfig;
+use tenants::numa;
 use tenants::run_dir::RunDir;
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, DriverCode, RawContext, VaRange};
 
@@ -310,12 +311,19 @@ fn try_join() -> Result<Arc<Member>, String> {
     let driver = CudaDriver::from_symbols(&|name| driver::symbol(name))
         .map_err(|error| error.to_string())?;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let (prepares_up_to, not_understood) = match environment::prepares_up_to() {
+        Ok(bound) => (bound, None),
+        Err(text) => (None, Some(text)),
+    };
     let config = MemberConfig {
         run_dir: run_dir()?,
         tenant: tenant_name()?,
         command: command_line(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         host_limits,
+        host_figures,
+        prepares_up_to,
+        node_of: |address| numa::node_of(Path::new("/sys"), address),
         own_contexts: list_own_contexts,
         unused,
         ungated: crate::UNGATED,
@@ -326,6 +334,10 @@ fn try_join() -> Result<Arc<Member>, String> {
     let member =
         tenants::member::Member::join(config, Arc::new(driver)).map_err(|error| chain(&error))?;
     member.pool().set_pieces(pieces);
+    if let Some(text) = not_understood {
+        member.note(text);
+    }
+    member.pool().use_page_cache(environment::file_cache());
     let chosen = lock(&CHOSEN_FILE_DIR).take();
     if let Some(dir) = chosen.or_else(environment::file_dir) {
         member.pool().set_file_dir(dir);
@@ -344,6 +356,10 @@ pub(crate) fn set_file_dir(dir: PathBuf) {
 
 fn host_limits() -> Vec<HostLimit> {
     host_memory::limits(HOST_BYTES_MAX.get().copied().flatten())
+}
+
+fn host_figures() -> Vec<HostFigure> {
+    host_memory::figures(HOST_BYTES_MAX.get().copied().flatten())
 }
 
 fn command_line() -> String {

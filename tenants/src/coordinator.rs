@@ -9,6 +9,7 @@
 //! No thread is started: a step is sent to all members, then one poll waits for all answers. Every call
 //! blocks, for a bounded time.
 
+mod ahead;
 mod cutting;
 mod error;
 mod interrupt;
@@ -26,6 +27,7 @@ mod tests;
 
 use std::time::{Duration, Instant};
 
+pub use ahead::{PrepareError, PrepareReport, PreparedProcess, Waits};
 pub use error::{CoordinatorError, SwapError};
 pub use interrupt::Interrupt;
 pub use report::{

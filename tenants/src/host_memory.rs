@@ -70,6 +70,51 @@ pub struct HostLimit {
     pub bytes: u64,
 }
 
+/// Memory of the machine, or of a control group, at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostFigure {
+    /// Whose.
+    pub kind: LimitKind,
+    /// All of it, in bytes.
+    pub total_bytes: u64,
+    /// What may still be taken, in bytes.
+    pub available_bytes: u64,
+}
+
+impl HostFigure {
+    /// What background work leaves for everybody else, in bytes: a tenth of all.
+    fn reserve_bytes(&self) -> u64 {
+        self.total_bytes / 10
+    }
+
+    /// What background work may take, in bytes.
+    pub fn spare_bytes(&self) -> u64 {
+        self.available_bytes.saturating_sub(self.reserve_bytes())
+    }
+}
+
+/// Whether idle host memory is to be given back. It begins when less than a twentieth of some memory is available, and
+/// ends when a tenth of all of them is: a figure that hovers changes nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pressure {
+    is_short: bool,
+}
+
+impl Pressure {
+    /// Looks at the figures of now. Some is what is short, while idle memory is to be given back.
+    pub fn look<'a>(&mut self, figures: &'a [HostFigure]) -> Option<&'a HostFigure> {
+        let is_low = |figure: &&HostFigure| figure.available_bytes < figure.total_bytes / 20;
+        let is_not_high = |figure: &&HostFigure| figure.available_bytes < figure.reserve_bytes();
+        let short = if self.is_short {
+            figures.iter().find(is_not_high)
+        } else {
+            figures.iter().find(is_low)
+        };
+        self.is_short = short.is_some();
+        short
+    }
+}
+
 /// What one process must save, and what limits it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostNeed {
@@ -201,11 +246,40 @@ pub fn limits(configured_bytes: Option<u64>) -> Vec<HostLimit> {
         }),
     };
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    first.into_iter().chain(control_groups(&groups, Path::new("/sys/fs/cgroup"))).collect()
+    let groups = control_groups(&groups, Path::new("/sys/fs/cgroup"));
+    first.into_iter().chain(groups.into_iter().map(HostLimit::from)).collect()
+}
+
+/// Memory of the machine and of the control groups of this process, now. Without the machine's where the user's word
+/// stands in its place ([`limits`]).
+pub fn figures(configured_bytes: Option<u64>) -> Vec<HostFigure> {
+    let machine = match configured_bytes {
+        Some(_) => None,
+        None => fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+            let (total_bytes, available_bytes) = (total_bytes(&text)?, available_bytes(&text)?);
+            Some(HostFigure { kind: LimitKind::Available, total_bytes, available_bytes })
+        }),
+    };
+    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    machine.into_iter().chain(control_groups(&groups, Path::new("/sys/fs/cgroup"))).collect()
+}
+
+impl From<HostFigure> for HostLimit {
+    fn from(HostFigure { kind, available_bytes, .. }: HostFigure) -> Self {
+        Self { kind, bytes: available_bytes - available_bytes / 10 }
+    }
 }
 
 fn available_bytes(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    bytes_of("MemAvailable:", meminfo)
+}
+
+fn total_bytes(meminfo: &str) -> Option<u64> {
+    bytes_of("MemTotal:", meminfo)
+}
+
+fn bytes_of(name: &str, meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }
@@ -229,8 +303,8 @@ const V2: Version = Version {
     cache: ["inactive_file", "active_file"],
 };
 
-/// Limits of all control groups that `membership` (`/proc/self/cgroup`) names, and of those around them.
-fn control_groups(membership: &str, mount: &Path) -> Vec<HostLimit> {
+/// Memory of all control groups that `membership` (`/proc/self/cgroup`) names, and of those around them.
+fn control_groups(membership: &str, mount: &Path) -> Vec<HostFigure> {
     let mut found = Vec::new();
     for line in membership.lines() {
         let mut fields = line.splitn(3, ':').skip(1);
@@ -248,12 +322,12 @@ fn control_groups(membership: &str, mount: &Path) -> Vec<HostLimit> {
         // In a container the path may be the machine's, and the group itself mounted as the root.
         let own = if own.is_dir() { own } else { root.clone() };
         let around = own.ancestors().take_while(|dir| dir.starts_with(&root));
-        found.extend(around.take(CGROUP_DEPTH_MAX).filter_map(|dir| limit_of(dir, &version)));
+        found.extend(around.take(CGROUP_DEPTH_MAX).filter_map(|dir| figure_of(dir, &version)));
     }
     found
 }
 
-fn limit_of(dir: &Path, version: &Version) -> Option<HostLimit> {
+fn figure_of(dir: &Path, version: &Version) -> Option<HostFigure> {
     let number = |name: &str| fs::read_to_string(dir.join(name)).ok()?.trim().parse::<u64>().ok();
     let most = number(version.limit).filter(|bytes| *bytes < UNLIMITED_BYTES_MIN)?;
     let statistics = fs::read_to_string(dir.join("memory.stat")).unwrap_or_default();
@@ -267,8 +341,7 @@ fn limit_of(dir: &Path, version: &Version) -> Option<HostLimit> {
     let place = fs::metadata(dir).ok()?;
     let kind =
         LimitKind::ControlGroup { path: dir.to_owned(), identity: (place.dev(), place.ino()) };
-    let free = most.saturating_sub(held);
-    Some(HostLimit { kind, bytes: free - free / 10 })
+    Some(HostFigure { kind, total_bytes: most, available_bytes: most.saturating_sub(held) })
 }
 
 #[cfg(test)]
@@ -368,17 +441,52 @@ mod tests {
         let stat = "anon 5\ninactive_file 20\nactive_file 10\n";
         put("job/step", &[("memory.max", "max\n"), ("memory.current", "50\n")]);
         put("job", &[("memory.max", "100\n"), ("memory.current", "70\n"), ("memory.stat", stat)]);
+        let limits_of = |membership: &str| -> Vec<u64> {
+            let found = control_groups(membership, base.path());
+            found.into_iter().map(|figure| HostLimit::from(figure).bytes).collect()
+        };
         let found = control_groups("0::/job/step\n", base.path());
         assert_eq!(found.len(), 1, "{found:?}");
-        assert_eq!(found[0].bytes, 54, "nine tenths of what is free");
+        assert_eq!((found[0].total_bytes, found[0].available_bytes), (100, 60));
+        assert_eq!(limits_of("0::/job/step\n"), [54], "nine tenths of what is free");
 
         put("memory/ours", &[("memory.limit_in_bytes", "90"), ("memory.usage_in_bytes", "30")]);
         put("memory", &[("memory.limit_in_bytes", "9223372036854771712")]);
-        let found = control_groups("4:memory:/ours\n1:cpu:/\n", base.path());
-        assert_eq!(found.iter().map(|limit| limit.bytes).collect::<Vec<_>>(), [54]);
+        assert_eq!(limits_of("4:memory:/ours\n1:cpu:/\n"), [54]);
         // A path of the machine's, seen from inside a container.
         put("memory", &[("memory.limit_in_bytes", "80"), ("memory.usage_in_bytes", "10")]);
-        let found = control_groups("4:memory:/docker/1234\n", base.path());
-        assert_eq!(found.iter().map(|limit| limit.bytes).collect::<Vec<_>>(), [63]);
+        assert_eq!(limits_of("4:memory:/docker/1234\n"), [63]);
+    }
+
+    fn machine(available_bytes: u64) -> HostFigure {
+        HostFigure { kind: LimitKind::Available, total_bytes: 1000, available_bytes }
+    }
+
+    #[test]
+    fn pressure_begins_low_and_ends_high_and_one_short_group_is_enough() {
+        let mut pressure = Pressure::default();
+        let is_short = [60, 50, 49, 60, 99, 100, 60, 40]
+            .map(|available_bytes| pressure.look(&[machine(available_bytes)]).is_some());
+        assert_eq!(is_short, [false, false, true, true, true, false, false, true]);
+        assert_eq!(pressure.look(&[]), None);
+        let group = HostFigure {
+            kind: group("/sys/fs/cgroup", 1, 0).kind,
+            total_bytes: 100,
+            available_bytes: 4,
+        };
+        let figures = [machine(900), group];
+        assert_eq!(pressure.look(&figures), Some(&figures[1]));
+    }
+
+    #[test]
+    fn background_work_leaves_a_tenth_of_all() {
+        assert_eq!(
+            [machine(900), machine(150), machine(90)].map(|figure| figure.spare_bytes()),
+            [800, 50, 0]
+        );
+        let figures = figures(None);
+        let own = figures.iter().find(|figure| figure.kind == LimitKind::Available).unwrap();
+        assert!(own.total_bytes >= own.available_bytes && own.available_bytes > 0);
+        assert!(super::figures(Some(7)).iter().all(|figure| figure.kind != LimitKind::Available));
     }
 }

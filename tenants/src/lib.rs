@@ -8,6 +8,7 @@ pub mod error_text;
 pub mod host_memory;
 pub mod identity;
 pub mod member;
+pub mod numa;
 pub mod phase;
 pub mod references;
 pub mod region;

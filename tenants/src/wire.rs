@@ -13,8 +13,8 @@ use vmm_pool::{AllocationId, KeptBytes, PoolReport};
 pub use crate::phase::{Action, Order, Phase};
 pub use crate::state::MemberState;
 pub use ask::{
-    Ask, AwaitConsent, FetchFds, GiveUp, Hello, Hold, Needs, SaveStep, SentFds, Stats, StepOn,
-    TakePhase, Withdraw,
+    Ask, AwaitConsent, FetchFds, GiveUp, Hello, Hold, HostStep, Needs, SaveStep, SentFds, Stats,
+    StepOn, TakePhase, Withdraw,
 };
 
 use crate::cut::{CutReport, Rank};
@@ -25,7 +25,7 @@ use crate::saving::map::SaveAccount;
 use crate::stepping::Activity;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 10;
+pub const PROTOCOL_VERSION: u16 = 11;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,6 +52,8 @@ pub enum Request {
     FetchFds(FetchFds),
     /// Answered with [`Reply::Saving`].
     Save(SaveStep),
+    /// Answered with [`Reply::Host`].
+    Host(HostStep),
 }
 
 /// Why descriptors are fetched.
@@ -99,8 +101,45 @@ pub enum Reply {
     },
     /// To [`Request::Save`].
     Saving(Box<SaveProgress>),
+    /// To [`Request::Host`].
+    Host(Box<HostProgress>),
     /// The request was not carried out; the process is as before the request unless `failure` says so.
     Failed(Failure),
+}
+
+/// How far a process is with host memory for its next pause.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostProgress {
+    /// What it holds, in bytes.
+    pub held_bytes: u64,
+    /// What a pause would hold, in bytes.
+    pub wanted_bytes: u64,
+    /// What has been brought in, in bytes, and what follows, since it was last asked to begin, or began by itself.
+    pub brought_in_bytes: u64,
+    /// Since then, in microseconds.
+    pub elapsed_us: u64,
+    /// Of `elapsed_us`, how much went into the first writing of pages.
+    pub touching_us: u64,
+    /// Of `elapsed_us`, how much went into pinning.
+    pub pinning_us: u64,
+    /// How far it is.
+    pub stage: HostStage,
+    /// To [`HostStep::Need`]: what is missing, and what limits it.
+    pub need: Option<HostNeed>,
+}
+
+/// See [`HostProgress`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum HostStage {
+    /// Nothing is brought in: nobody has asked, or all that was asked for is there.
+    #[default]
+    Rests,
+    /// It is being brought in.
+    Grows,
+    /// A pause or resume is under way, after which it goes on.
+    Waits,
+    /// It came to an end before all was there.
+    Stopped(Failure),
 }
 
 /// How far a process is with writing saved contents to files.
@@ -226,6 +265,8 @@ pub struct MemberStats {
     pub last_pause: Vec<(Phase, PhaseReport)>,
     /// Phases of the last resume, in order.
     pub last_resume: Vec<(Phase, PhaseReport)>,
+    /// Host memory for the next pause.
+    pub host: HostProgress,
     /// Its ranks in communicators.
     pub communicators: Vec<Rank>,
     /// What a person should know, such as memory that Sublet cannot manage and why.

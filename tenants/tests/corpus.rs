@@ -26,8 +26,9 @@ use tenants::transport::Limits;
 use tenants::transport::frame::{HEAD_BYTES, HEADER_BYTES, decode, decode_payload, encode};
 use tenants::wire::{
     Action, Asked, AwaitConsent, DeviceDelta, Failure, FailureKind, FetchFds, FetchPurpose, GiveUp,
-    Hold, MemberInfo, MemberState, MemberStats, Needs, Phase, PhaseReport, Reply, Request,
-    SaveProgress, SaveStage, SaveStep, StepOn, TagBytes, TakePhase, Withdraw,
+    Hold, HostProgress, HostStage, HostStep, MemberInfo, MemberState, MemberStats, Needs, Phase,
+    PhaseReport, Reply, Request, SaveProgress, SaveStage, SaveStep, StepOn, TagBytes, TakePhase,
+    Withdraw,
 };
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, Held, KeptBytes, PoolReport, StayReason};
@@ -165,7 +166,30 @@ fn requests() -> Vec<Request> {
         }),
         Request::Save(SaveStep::WriteOn { for_ms: 500 }),
         Request::Save(SaveStep::CallOff),
+        Request::Host(HostStep::Need),
+        Request::Host(HostStep::Begin { most_bytes: u64::MAX }),
+        Request::Host(HostStep::Watch { seen_bytes: 1 << 28, wait_ms: 500 }),
+        Request::Host(HostStep::CallOff),
     ]
+}
+
+fn host_progress(need: Option<&HostNeed>) -> [HostProgress; 2] {
+    let grows = HostProgress {
+        held_bytes: 1 << 30,
+        wanted_bytes: 3 << 30,
+        brought_in_bytes: 1 << 28,
+        elapsed_us: 40_000,
+        touching_us: 30_000,
+        pinning_us: 7_000,
+        stage: HostStage::Grows,
+        need: need.cloned(),
+    };
+    let too_little = Failure {
+        kind: FailureKind::OutOfHostMemory,
+        message: "process 1: a tenth stays free".to_owned(),
+    };
+    let stopped = HostProgress { stage: HostStage::Stopped(too_little), ..grows.clone() };
+    [grows, stopped]
 }
 
 fn replies() -> Vec<Reply> {
@@ -212,7 +236,9 @@ fn replies() -> Vec<Reply> {
             shares_scope: true,
         })),
     };
+    let [grows, stopped] = host_progress(report.host.as_ref());
     let stats = MemberStats {
+        host: HostProgress { need: None, ..grows.clone() },
         member: member.clone(),
         pool: PoolReport {
             host_arena_bytes: 1 << 40,
@@ -260,6 +286,8 @@ fn replies() -> Vec<Reply> {
             written_bytes: 1 << 30,
             stage: SaveStage::Written { map: "process-1.json".to_owned() },
         })),
+        Reply::Host(Box::new(grows)),
+        Reply::Host(Box::new(stopped)),
         Reply::Failed(Failure { kind, message: "process 1: no memory".to_owned() }),
         Reply::Failed(Failure { kind: FailureKind::Faulted, message: String::new() }),
     ]

@@ -117,6 +117,10 @@ int main(void)
     sublet_tenant_stats_json(NULL, text, sizeof text);
     printf("stats %d, ", has("\"members\""));
     printf("swap with itself %d\n", sublet_swap_tenants(NULL, NULL, 0));
+    int prepared = sublet_prepare_tenant(NULL, 60000);
+    sublet_last_report_json(text, sizeof text);
+    printf("prepared %d, all %d, ", prepared, has("\"outcome\":\"completed\""));
+    printf("of nobody %d\n", sublet_prepare_tenant("nobody", 0));
     OK(cuMemFree(cache));
     OK(cuMemFree(kept));
     return 0;

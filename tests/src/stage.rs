@@ -64,7 +64,8 @@ impl Stage {
     /// caller's own Sublet.
     pub fn command(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
-        for name in ["LD_PRELOAD", "SUBLET_TENANT", "SUBLET_LOG", "SUBLET_HOST_BYTES_MAX"] {
+        let ours = ["SUBLET_TENANT", "SUBLET_LOG", "SUBLET_HOST_BYTES_MAX", "SUBLET_PREPARE"];
+        for name in ours.into_iter().chain(["LD_PRELOAD"]) {
             command.env_remove(name);
         }
         command

@@ -138,6 +138,21 @@ pub enum PoolError {
         #[source]
         source: std::io::Error,
     },
+    /// Saved contents were read back, and are not what was written. The file stays as it is.
+    #[error(
+        "{size_bytes} bytes at {offset_bytes} of the file for saved contents in {} are not what was written there: that \
+         disk has lost them, or somebody has changed them. The contents are nowhere else: nothing of them is given to \
+         the application, which stays paused; end it, or write what else is saved to files first (sublet save)",
+        dir.display()
+    )]
+    FileCorrupted {
+        /// Where the file is.
+        dir: PathBuf,
+        /// From where on in the file.
+        offset_bytes: u64,
+        /// How much.
+        size_bytes: u64,
+    },
     /// A peer's memory that this process maps did not arrive.
     #[error("no descriptor arrived for the imported allocation at {address} ({size_bytes} bytes)")]
     MissingImport {
@@ -165,6 +180,7 @@ impl PoolError {
             | Self::OutOfDisk { .. }
             | Self::FileRefused { .. }
             | Self::FileUnreadable { .. }
+            | Self::FileCorrupted { .. }
             | Self::Frozen
             | Self::Disowned { .. }
             | Self::Offloaded { .. }
@@ -186,7 +202,9 @@ impl PoolError {
             | Self::HostMemoryRefused { .. }
             | Self::OutOfDisk { .. }
             | Self::FileRefused { .. } => Some(DriverCode::OUT_OF_MEMORY),
-            Self::Disowned { .. } | Self::FileUnreadable { .. } => Some(DriverCode::UNKNOWN),
+            Self::Disowned { .. } | Self::FileUnreadable { .. } | Self::FileCorrupted { .. } => {
+                Some(DriverCode::UNKNOWN)
+            }
         }
     }
 }

@@ -42,9 +42,9 @@ pub use pool::{
 };
 pub use report::{ClassBytes, Contents, DeviceReport, KeptBytes, PinnedBytes, PoolReport};
 pub use saved::{SavedError, WriteOut, Written};
-pub use store::{Copies, HostBudget, HostDemand, check_file_dir};
+pub use store::{CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, HostBudget, HostDemand, check_file_dir};
 pub use transition::{
-    Activity, Done, DrainError, Draining, Failed, ImportRequest, Leaving, Prepared, Quiesced,
-    Restored, Returning, Shut, Undone,
+    Activity, BroughtIn, Done, DrainError, Draining, Failed, HostStanding, ImportRequest, Leaving,
+    Prepared, Quiesced, Restored, Returning, Shut, Undone,
 };
 pub use waits::Waited;

@@ -72,6 +72,13 @@ pub struct Functions {
         ) -> ::core::ffi::c_int,
         ::libloading::Error,
     >,
+    pub sublet_prepare_tenant: Result<
+        unsafe extern "C" fn(
+            tenant: *const ::core::ffi::c_char,
+            wait_ms: u32,
+        ) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
     pub sublet_pause_tags: Result<
         unsafe extern "C" fn(
             tenant: *const ::core::ffi::c_char,
@@ -243,6 +250,7 @@ impl Functions {
         let sublet_pause_tenant = __library.get(b"sublet_pause_tenant\0").map(|sym| *sym);
         let sublet_resume_tenant = __library.get(b"sublet_resume_tenant\0").map(|sym| *sym);
         let sublet_swap_tenants = __library.get(b"sublet_swap_tenants\0").map(|sym| *sym);
+        let sublet_prepare_tenant = __library.get(b"sublet_prepare_tenant\0").map(|sym| *sym);
         let sublet_pause_tags = __library.get(b"sublet_pause_tags\0").map(|sym| *sym);
         let sublet_resume_tags = __library.get(b"sublet_resume_tags\0").map(|sym| *sym);
         let sublet_is_paused = __library.get(b"sublet_is_paused\0").map(|sym| *sym);
@@ -283,6 +291,7 @@ impl Functions {
             sublet_pause_tenant,
             sublet_resume_tenant,
             sublet_swap_tenants,
+            sublet_prepare_tenant,
             sublet_pause_tags,
             sublet_resume_tags,
             sublet_is_paused,
@@ -361,6 +370,15 @@ impl Functions {
     ) -> ::core::ffi::c_int {
         (self.sublet_swap_tenants.as_ref().expect("Expected function, got error."))(
             from, to, timeout_ms,
+        )
+    }
+    pub unsafe fn sublet_prepare_tenant(
+        &self,
+        tenant: *const ::core::ffi::c_char,
+        wait_ms: u32,
+    ) -> ::core::ffi::c_int {
+        (self.sublet_prepare_tenant.as_ref().expect("Expected function, got error."))(
+            tenant, wait_ms,
         )
     }
     pub unsafe fn sublet_pause_tags(

@@ -171,6 +171,16 @@ impl Library {
         })
     }
 
+    /// Brings host memory in ahead of a tenant's next pause.
+    fn prepare_tenant(&self, py: Python<'_>, tenant: &str, wait_ms: u32) -> PyResult<String> {
+        let prepare = function!(self, py, sublet_prepare_tenant);
+        let tenant = CString::new(tenant)?;
+        self.reported(py, "prepare", || {
+            // SAFETY: a terminated string that outlives the call.
+            unsafe { prepare(tenant.as_ptr(), wait_ms) }
+        })
+    }
+
     /// Is this process paused as a whole?
     fn is_paused(&self, py: Python<'_>) -> PyResult<bool> {
         let is_paused = function!(self, py, sublet_is_paused);

@@ -62,6 +62,22 @@ class Tenant:
             return parsed(library.resume_tenant(self._name, limit_ms))
         return parsed(library.resume_tags(self._name, listed, WHOSE_TENANT, limit_ms))
 
+    def prepare(self, *, wait: bool = True, timeout: Optional[float] = None) -> dict[str, Any]:
+        """Brings in, while the tenant runs, the host memory that its next pause takes.
+
+        Blocks until all is there or will not be; with ``timeout``, for as many seconds at most, and
+        with ``wait=False`` not at all: what is missing comes in afterwards. Returns what each process
+        holds and wants; ``"outcome"`` is ``"completed"`` when all is there, else ``"partial"``.
+
+        Raises:
+            OutOfHostMemory: a pause of now would be refused for the same.
+            UsageError: there is no such tenant, or ``timeout`` is no time.
+        """
+        if not wait and timeout is not None:
+            raise UsageError("wait=False does not wait: leave timeout out")
+        limit_ms = timeout_ms(timeout) or (2**32 - 1)
+        return parsed(any_library().prepare_tenant(self._name, limit_ms if wait else 0))
+
     def stats(self) -> dict[str, Any]:
         """What its processes hold, as ``sublet stats --json`` says of it.
 

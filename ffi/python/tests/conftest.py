@@ -64,7 +64,14 @@ class Stage:
             worker.close()
 
 
-_OURS = {"LD_PRELOAD", "SUBLET_TENANT", "SUBLET_LOG", "SUBLET_HOST_BYTES_MAX", "CUDA_VISIBLE_DEVICES"}
+_OURS = {
+    "LD_PRELOAD",
+    "SUBLET_TENANT",
+    "SUBLET_LOG",
+    "SUBLET_HOST_BYTES_MAX",
+    "SUBLET_PREPARE",
+    "CUDA_VISIBLE_DEVICES",
+}
 
 
 def python(tenant: Optional[str]) -> list[str]:

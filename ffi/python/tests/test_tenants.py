@@ -34,6 +34,25 @@ def test_tenant_is_paused_and_resumed_from_outside(stage: Stage) -> None:
     assert not sublet.attached()
 
 
+def test_host_memory_of_a_first_pause_is_brought_in_before(stage: Stage) -> None:
+    worker = stage.worker("train")
+    worker.do("memory = simdriver.allocate(4 * MIB, fill=7)")
+    train = sublet.Tenant("train")
+    assert train.prepare(wait=False)["outcome"] in ("partial", "completed")
+    report = train.prepare(timeout=TIMEOUT_S)
+    assert report["outcome"] == "completed"
+    host = train.stats()["members"][0]["host"]
+    assert host["held_bytes"] == host["wanted_bytes"] == 256 << 20
+    train.pause()
+    train.resume()
+    assert train.stats()["members"][0]["host"]["held_bytes"] == host["held_bytes"]
+    assert worker.do("memory.read() == b'\\x07' * 4 * MIB") is True
+    with pytest.raises(sublet.UsageError, match="nobody"):
+        sublet.Tenant("nobody").prepare()
+    with pytest.raises(sublet.UsageError, match="leave timeout out"):
+        train.prepare(wait=False, timeout=1)
+
+
 def test_thread_that_needs_a_device_waits_and_others_run_on(stage: Stage) -> None:
     worker = stage.worker("train")
     worker.do("memory = simdriver.allocate(4 * MIB, fill=7)")

@@ -6,8 +6,9 @@ use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use serde::Serialize;
 use serde_json::{Value, json};
-use tenants::coordinator::{CoordinatorError, Outcome, SwapError};
+use tenants::coordinator::{CoordinatorError, Outcome, PrepareError, PrepareReport, SwapError};
 use tenants::error_text::chain;
 use tenants::wire::FailureKind;
 
@@ -113,6 +114,19 @@ pub(crate) fn swapped(outcome: Result<tenants::coordinator::Swap, SwapError>) ->
     }
 }
 
+/// [`settled`] for host memory ahead of a pause.
+pub(crate) fn brought_in(outcome: Result<PrepareReport, PrepareError>) -> c_int {
+    match outcome {
+        Ok(report) => {
+            let how = if report.is_complete() { "completed" } else { "partial" };
+            keep_report(with_outcome(&report, how))
+        }
+        Err(PrepareError::Tenant(error)) => refused(&error),
+        Err(error @ PrepareError::Short { .. }) => fail(OUT_OF_HOST_MEMORY, &chain(&error)),
+        Err(error @ PrepareError::CalledOff { .. }) => fail(REFUSED, &chain(&error)),
+    }
+}
+
 /// [`settled`] for an action that all processes of a tenant asked for together.
 pub(crate) fn settled_together(outcome: Result<(), CoordinatorError>) -> c_int {
     match outcome {
@@ -135,15 +149,17 @@ fn keep_report(report: Value) -> c_int {
     OK
 }
 
+fn with_outcome(report: &impl Serialize, outcome: &str) -> Value {
+    let mut report = serde_json::to_value(report).unwrap_or_default();
+    if let Some(fields) = report.as_object_mut() {
+        fields.insert("outcome".to_owned(), json!(outcome));
+    }
+    report
+}
+
 fn json_of(outcome: &Outcome) -> Value {
     match outcome {
-        Outcome::Completed(report) => {
-            let mut report = serde_json::to_value(report).unwrap_or_default();
-            if let Some(fields) = report.as_object_mut() {
-                fields.insert("outcome".to_owned(), json!("completed"));
-            }
-            report
-        }
+        Outcome::Completed(report) => with_outcome(report, "completed"),
         Outcome::AlreadyPaused | Outcome::AlreadyActive => json!({"outcome": "already"}),
     }
 }
@@ -240,7 +256,7 @@ pub unsafe extern "C" fn sublet_last_error_json(buffer: *mut c_char, size: usize
     unsafe { write_text(&text, buffer, size) }
 }
 
-/// The report of the last pause, resume or swap of this thread, as JSON.
+/// The report of the last pause, resume, swap or preparation of this thread, as JSON.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.

@@ -58,6 +58,7 @@ agrees! {
         unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
     sublet_resume_tags in pausing:
         unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
+    sublet_prepare_tenant in pausing: unsafe extern "C" fn(*const c_char, u32) -> c_int;
     sublet_is_paused in pausing: unsafe extern "C" fn() -> c_int;
     sublet_tag_is_paused in pausing: unsafe extern "C" fn(*const c_char) -> c_int;
     sublet_changes in pausing: unsafe extern "C" fn() -> u64;

@@ -4,9 +4,9 @@
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char, c_int};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tenants::coordinator::{Coordinator, Options, swap};
+use tenants::coordinator::{Coordinator, Options, Waits, swap};
 use tenants::identity::TenantName;
 use tenants::member::Asking;
 use tenants::requests;
@@ -14,7 +14,7 @@ use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
 use tenants::wire::{Action, MemberState};
 
-use super::last_call::{fail, guarded, not_joined, say_no, settled, swapped};
+use super::last_call::{brought_in, fail, guarded, not_joined, say_no, settled, swapped};
 use super::{ARGUMENT, OK, REFUSED};
 use crate::{bindings, runtime};
 
@@ -125,6 +125,22 @@ pub unsafe extern "C" fn sublet_swap_tenants(
         let mut from = Coordinator::new(run_dir.clone(), from, options());
         let mut to = Coordinator::new(run_dir, to, options());
         Ok(swapped(swap(&mut from, &mut to, &mut |_| {})))
+    })
+}
+
+/// Brings host memory in ahead of a tenant's next pause.
+///
+/// # Safety
+/// `tenant` is null or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_prepare_tenant(tenant: *const c_char, wait_ms: u32) -> c_int {
+    code_of(|| {
+        runtime::start_log();
+        // SAFETY: as this function's caller promises.
+        let tenant = unsafe { tenant_of(tenant) }?;
+        let until = Instant::now() + Duration::from_millis(u64::from(wait_ms));
+        let mut coordinator = Coordinator::new(run_dir()?, tenant, Options::default());
+        Ok(brought_in(coordinator.prepare(Waits::Until(until), &mut |_| {})))
     })
 }
 

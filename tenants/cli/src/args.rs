@@ -28,6 +28,8 @@ pub(crate) enum Command {
     Resume(ResumeArgs),
     /// Pause one tenant, then resume another
     Swap(SwapArgs),
+    /// Bring in the host memory that a tenant's next pause takes, while it runs, so that this pause need not
+    Prepare(PrepareArgs),
     /// Write what a paused tenant has saved to files, with a map of them; the tenant stays as it is
     Save(SaveArgs),
     /// Show what the processes of a tenant hold, and how their last pause and resume went
@@ -159,6 +161,18 @@ pub(crate) struct SwapArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct PrepareArgs {
+    /// The tenant
+    #[arg(value_parser = tenant)]
+    pub(crate) tenant: TenantName,
+    /// Return once it has begun; `sublet ps` shows how far it is
+    #[arg(long)]
+    pub(crate) no_wait: bool,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct SaveArgs {
     /// The tenant
     #[arg(value_parser = tenant)]
@@ -236,6 +250,8 @@ mod tests {
             "sublet pause",
             "sublet pause train --timeout fast",
             "sublet swap train",
+            "sublet prepare",
+            "sublet prepare train other",
             "sublet save train",
             "sublet wake train",
         ] {

@@ -2,7 +2,7 @@
 //!
 //! Exit codes: 0 done; 1 refused or failed, nothing changed; 2 wrong usage; 3 changed, but not wholly as
 //! asked (a process was lost on the way, only the first half of a swap was done, or not every process has
-//! written what it had saved); 130 called off by Ctrl-C or SIGTERM, nothing changed. `sublet run` exits as
+//! written what it had saved, or brought in what its next pause takes); 130 called off by Ctrl-C or SIGTERM, nothing changed. `sublet run` exits as
 //! the command that it runs.
 
 mod args;
@@ -12,6 +12,7 @@ mod environment;
 mod failure;
 mod output;
 mod outsiders;
+mod prepare;
 mod progress;
 mod ps;
 mod run;
@@ -74,6 +75,7 @@ fn dispatch(
         Command::Pause(args) => change::pause(&args, open_run_dir()?, output),
         Command::Resume(args) => change::resume(&args, open_run_dir()?, output),
         Command::Swap(args) => change::swap(&args, &open_run_dir()?, output),
+        Command::Prepare(args) => prepare::prepare(&args, open_run_dir()?, output),
         Command::Save(args) => save::save(&args, open_run_dir()?, output),
         Command::Stats(args) => stats::stats(&args, &open_run_dir()?, output),
         Command::Doctor(args) => doctor::doctor(args.json, environment, output),

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use tenants::coordinator::{Coordinator, CoordinatorError, Options, TenantStats};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
-use tenants::wire::{MemberState, MemberStats};
+use tenants::wire::{HostProgress, HostStage, MemberState, MemberStats};
 use vmm_pool::Contents;
 
 use crate::failure::Failure;
@@ -125,6 +125,7 @@ fn remarks(tenant: &TenantStats) -> Vec<String> {
                 ));
             }
         }
+        remarks.extend(host_remark(&member.host).map(|text| format!("{name} {pid}: {text}")));
         for note in &member.notes {
             remarks.push(format!("{name} {pid}: {note}"));
         }
@@ -133,6 +134,24 @@ fn remarks(tenant: &TenantStats) -> Vec<String> {
         remarks.push(format!("{name}: no answer from {failure}"));
     }
     remarks
+}
+
+/// Host memory that comes in ahead of a pause, or did not.
+fn host_remark(host: &HostProgress) -> Option<String> {
+    let (held, wanted) = (units::bytes(host.held_bytes), units::bytes(host.wanted_bytes));
+    match &host.stage {
+        HostStage::Rests if host.brought_in_bytes == 0 => None,
+        HostStage::Rests => Some(format!("{held} of {wanted} of host memory is ready for a pause")),
+        HostStage::Grows => Some(format!(
+            "{held} of {wanted} of host memory is ready for a pause, and more comes in"
+        )),
+        HostStage::Waits => Some(format!(
+            "{held} of {wanted} of host memory is ready for a pause; the rest waits for the one under way"
+        )),
+        HostStage::Stopped(failure) => Some(format!(
+            "{held} of {wanted} of host memory is ready for a pause, and no more comes in: {failure}"
+        )),
+    }
 }
 
 pub(crate) fn state_label(state: MemberState) -> &'static str {
@@ -179,6 +198,7 @@ pub(crate) mod tests {
             resumes: 0,
             last_pause: Vec::new(),
             last_resume: Vec::new(),
+            host: HostProgress::default(),
             communicators: Vec::new(),
             notes: Vec::new(),
         }
@@ -227,6 +247,13 @@ pub(crate) mod tests {
             }],
         }];
         first.pool.devices[0].classes[0].contents = Contents::Discard;
+        first.host = HostProgress {
+            held_bytes: 1 << 30,
+            wanted_bytes: 3 << 30,
+            brought_in_bytes: 1 << 30,
+            stage: HostStage::Grows,
+            ..HostProgress::default()
+        };
         let tenants = [TenantStats {
             tenant: "train".to_owned(),
             members: vec![first, member(11, MemberState::Paused)],
@@ -241,6 +268,7 @@ train    10  active  0    nccl     -         keep      510 MiB  2 MiB    64 MiB 
 train    11  paused  -    -        -         -               -      -         -  python train.py
 
 train 10 GPU 0: 4 MiB in 2 allocations stay during a pause: registered with a network card
+train 10: 1 GiB of 3 GiB of host memory is ready for a pause, and more comes in
 ";
         assert_eq!(output.text(), expected);
     }

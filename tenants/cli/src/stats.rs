@@ -54,11 +54,12 @@ fn render_member(tenant: &str, stats: &MemberStats, output: &mut Output) {
     let own: u64 = devices.iter().map(vmm_pool::DeviceReport::own_bytes).sum();
     let resident: u64 = devices.iter().map(vmm_pool::DeviceReport::resident_bytes).sum();
     output.line(format!(
-        "  {} of device memory, {} of it on GPUs now; contents: host memory {}, disk {}; {} of the driver's on the \
-         host",
+        "  {} of device memory, {} of it on GPUs now; contents: host memory {} of {} for a pause, disk {}; {} of the \
+         driver's on the host",
         units::bytes(own),
         units::bytes(resident),
         units::bytes(stats.pool.host_arena_bytes),
+        units::bytes(stats.host.wanted_bytes),
         units::bytes(stats.pool.file_bytes),
         units::bytes(stats.pool.host_numa_bytes)
     ));
@@ -115,6 +116,7 @@ mod tests {
         let mut member = ps::tests::member(10, MemberState::Paused);
         member.pauses = 1;
         member.pool.host_arena_bytes = 3 << 30;
+        member.host.wanted_bytes = 4 << 30;
         member.pool.file_bytes = 2 << 30;
         member.last_pause = vec![(
             Phase::Save,
@@ -135,7 +137,7 @@ mod tests {
         render_member("train", &member, &mut output);
         let expected = "\
 train process 10 (paused), libsublet 0.1.0: python train.py
-  0 B of device memory, 0 B of it on GPUs now; contents: host memory 3 GiB, disk 2 GiB; 0 B of the driver's on the host
+  0 B of device memory, 0 B of it on GPUs now; contents: host memory 3 GiB of 4 GiB for a pause, disk 2 GiB; 0 B of the driver's on the host
   1 pauses, 0 resumes
   last pause:
     PHASE            TIME  BYTES  CALLS  STEPS

@@ -29,6 +29,8 @@ pub enum Step {
     Drain,
     /// Writing saved contents to files.
     Save,
+    /// Host memory ahead of a pause.
+    Host,
     /// One phase.
     Phase(Phase),
 }
@@ -44,6 +46,7 @@ impl fmt::Display for Step {
             Self::Cut => f.write_str("cut"),
             Self::Drain => f.write_str(Phase::Drain.label()),
             Self::Save => f.write_str("save to files"),
+            Self::Host => f.write_str("host memory for the next pause"),
             Self::Phase(phase) => f.write_str(phase.label()),
         }
     }

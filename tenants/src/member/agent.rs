@@ -22,14 +22,15 @@ use super::failures::{failed_inside, faulted, pool_failure};
 use super::saving::Saving;
 use super::sockets::Noted;
 use super::{AGENT_TIMEOUT, Member};
+use crate::host_memory::Pressure;
 use crate::identity::MemberId;
 use crate::phase::Stage;
 use crate::scope::Scope;
 use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
     Action, Asked, AwaitConsent, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchFds, FetchPurpose,
-    GiveUp, Hold, MemberState, Needs, Order, Phase, Reply, Request, SaveStep, StepOn, TakePhase,
-    Withdraw,
+    GiveUp, Hold, HostStage, HostStep, MemberState, Needs, Order, Phase, Reply, Request, SaveStep,
+    StepOn, TakePhase, Withdraw,
 };
 
 /// No request waits longer than this, whatever it says.
@@ -126,6 +127,13 @@ struct Waiter {
     deadline: Instant,
 }
 
+/// Somebody who watches host memory come in.
+struct Watcher {
+    connection: u64,
+    seen_bytes: u64,
+    deadline: Instant,
+}
+
 /// Who coordinates the pause or resume under way.
 struct Leader {
     connection: u64,
@@ -147,6 +155,8 @@ struct Agent<D: Driver> {
     /// No connection is accepted before.
     accept_after: Option<Instant>,
     waiters: VecDeque<Waiter>,
+    watchers: Vec<Watcher>,
+    pressure: Pressure,
     jobs: Sender<Job>,
     done: Receiver<Done>,
     /// When it goes, the process settles what it led alone.
@@ -177,6 +187,8 @@ pub(super) fn spawn<D: Driver>(
         clients: Clients::new(Arc::clone(&member.sockets)),
         accept_after: None,
         waiters: VecDeque::new(),
+        watchers: Vec::new(),
+        pressure: Pressure::default(),
         jobs,
         done,
         leader: None,
@@ -189,7 +201,7 @@ pub(super) fn spawn<D: Driver>(
     Ok(())
 }
 
-fn block_signals() {
+pub(super) fn block_signals() {
     if let Err(error) = SigSet::all().thread_block() {
         tracing::debug!(%error, "signals stay open on a thread of ours");
     }
@@ -287,6 +299,7 @@ impl<D: Driver> Agent<D> {
             self.serve();
             self.deliver();
             self.answer_waiters();
+            self.answer_watchers();
             self.hang_up_on_silence();
             self.keep_name();
         }
@@ -348,6 +361,11 @@ impl<D: Driver> Agent<D> {
         if self.jobs.is_empty() && self.member.pool.has_watched_tickets() {
             self.submit(NOBODY, Work::EndTickets, AGENT_TIMEOUT);
         }
+        if self.member.pool.holds_idle_memory()
+            && self.pressure.look(&(self.member.config.host_figures)()).is_some()
+        {
+            self.member.begin_giving_back();
+        }
         // A coordinator holds a lock that went with the directory: another one shall not find us beside it.
         if self.leader.is_some() || self.listener.is_named() {
             return;
@@ -380,6 +398,7 @@ impl<D: Driver> Agent<D> {
 
     fn wait(&self) {
         let waiters = self.waiters.iter().map(|waiter| waiter.deadline);
+        let waiters = waiters.chain(self.watchers.iter().map(|watcher| watcher.deadline));
         let silence = self.leader.as_ref().map(|leader| leader.due);
         let others = self.clients.next_stall().into_iter().chain(self.accept_after).chain(silence);
         let deadline = waiters.chain(others).min().unwrap_or(self.look_at).min(self.look_at);
@@ -446,6 +465,7 @@ impl<D: Driver> Agent<D> {
     fn forget(&mut self, number: u64) {
         self.member.cut().abandon(number);
         self.waiters.retain(|waiter| waiter.connection != number);
+        self.watchers.retain(|watcher| watcher.connection != number);
         if self.savers.remove(&number) {
             self.submit(NOBODY, Work::EndSave(number), AGENT_TIMEOUT);
         }
@@ -515,6 +535,7 @@ impl<D: Driver> Agent<D> {
                     self.submit(number, Work::Save(step), AGENT_TIMEOUT);
                 }
             }
+            Request::Host(step) => self.handle_host(number, step),
             Request::Withdraw(Withdraw { round }) => {
                 self.withdraw(round);
                 self.answer(number, &Reply::Member(self.member.info()));
@@ -538,6 +559,47 @@ impl<D: Driver> Agent<D> {
                     Err(failure) => self.answer(number, &Reply::Failed(failure)),
                 }
             }
+        }
+    }
+
+    fn handle_host(&mut self, number: u64, step: HostStep) {
+        match step {
+            HostStep::Need => {
+                self.answer(number, &Reply::Host(Box::new(self.member.host_need())));
+                return;
+            }
+            HostStep::Begin { most_bytes } => self.member.begin_ahead(most_bytes),
+            HostStep::CallOff => self.member.call_ahead_off(),
+            HostStep::Watch { seen_bytes, wait_ms } => {
+                if self.opens(number) {
+                    let deadline = Instant::now() + wait_of(wait_ms);
+                    self.watchers.push(Watcher { connection: number, seen_bytes, deadline });
+                }
+                return;
+            }
+        }
+        self.answer(number, &Reply::Host(Box::new(self.member.host_progress())));
+    }
+
+    fn answer_watchers(&mut self) {
+        if self.watchers.is_empty() {
+            return;
+        }
+        let progress = self.member.host_progress();
+        let has_ended = matches!(progress.stage, HostStage::Rests | HostStage::Stopped(_));
+        let now = Instant::now();
+        let mut answered = Vec::new();
+        self.watchers.retain(|watcher| {
+            let is_due = has_ended
+                || progress.brought_in_bytes != watcher.seen_bytes
+                || now >= watcher.deadline;
+            if is_due {
+                answered.push(watcher.connection);
+            }
+            !is_due
+        });
+        for number in answered {
+            self.clients.answer_open(number, &Reply::Host(Box::new(progress.clone())));
         }
     }
 

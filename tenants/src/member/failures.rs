@@ -126,6 +126,7 @@ pub(super) fn pool_failure(error: &PoolError) -> Failure {
         PoolError::NotOurs
         | PoolError::StaleHandle { .. }
         | PoolError::FileUnreadable { .. }
+        | PoolError::FileCorrupted { .. }
         | PoolError::Driver { .. } => FailureKind::Driver,
     };
     Failure { kind, message: format!("process {}: {error}", std::process::id()) }

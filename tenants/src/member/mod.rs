@@ -11,6 +11,7 @@
 //! taken out for use and put back.
 
 mod agent;
+mod ahead;
 mod clients;
 mod failures;
 mod fetch;
@@ -32,7 +33,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
-use vmm_pool::driver::{Driver, RawContext, VaRange};
+use vmm_pool::driver::{Driver, PciAddress, RawContext, VaRange};
 use vmm_pool::support::Unsupported;
 use vmm_pool::{Pool, TagTotals};
 
@@ -40,7 +41,7 @@ pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STA
 pub use fetch::ImportError;
 
 use crate::cut::Cut;
-use crate::host_memory::HostLimit;
+use crate::host_memory::{HostFigure, HostLimit};
 use crate::identity::{MemberId, TenantName};
 use crate::region;
 use crate::run_dir::{self, RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
@@ -49,6 +50,7 @@ use crate::transport::Connection;
 use crate::wire::{
     Action, Asked, MemberInfo, MemberState, MemberStats, Phase, PhaseReport, TagBytes,
 };
+use ahead::Ahead;
 use limit::DescriptorLimit;
 use owners::Owner;
 use progress::Progress;
@@ -69,6 +71,14 @@ pub struct MemberConfig {
     pub version: String,
     /// What limits the host memory that a pause may take, asked at each pause.
     pub host_limits: fn() -> Vec<HostLimit>,
+    /// How much of the machine's memory, and of its control groups', is available; asked while memory is held or brought
+    /// in ahead of a pause.
+    pub host_figures: fn() -> Vec<HostFigure>,
+    /// Up to how much host memory, in bytes, it brings in by itself ahead of its next pause, once what that would take has
+    /// been the same for a while. None when it waits until it is asked.
+    pub prepares_up_to: Option<u64>,
+    /// On which NUMA node a device is; none where the machine has one only, or does not say.
+    pub node_of: fn(PciAddress) -> Option<u32>,
     /// Contexts that the application has made for itself, asked at each pause: their work must end too.
     pub own_contexts: fn() -> Vec<RawContext>,
     /// Parts of own memory whose contents nobody needs, asked at each pause, while nothing of the application's
@@ -87,8 +97,9 @@ pub struct MemberConfig {
 }
 
 impl MemberConfig {
-    /// What must be said, and no more: host memory without a limit, no contexts of the application's own, nothing
-    /// known to be unused, everything gated, no pins and no work of NCCL's unseen, one thread for new host memory.
+    /// What must be said, and no more: host memory without a limit, anywhere, and none ahead of a pause; no contexts of the
+    /// application's own, nothing known to be unused, everything gated, no pins and no work of NCCL's unseen, one thread
+    /// for new host memory.
     pub fn new(run_dir: RunDir, tenant: TenantName, command: &str, version: &str) -> Self {
         Self {
             run_dir,
@@ -96,6 +107,9 @@ impl MemberConfig {
             command: command.to_owned(),
             version: version.to_owned(),
             host_limits: Vec::new,
+            host_figures: Vec::new,
+            prepares_up_to: None,
+            node_of: |_| None,
             own_contexts: Vec::new,
             unused: Vec::new,
             ungated: || None,
@@ -190,6 +204,7 @@ pub struct Member<D: Driver> {
     asking: AtomicUsize,
     /// Whose turn it is among threads that pause or resume this process alone.
     turns: Turns,
+    ahead: Ahead,
 }
 
 /// One token, taken and put back: a lock that can be waited for with a deadline.
@@ -263,18 +278,25 @@ impl<D: Driver> Member<D> {
             descriptor_limit: DescriptorLimit::default(),
             asking: AtomicUsize::new(0),
             turns: Turns::default(),
+            ahead: Ahead::default(),
         });
+        member.pool.place_on_nodes(member.config.node_of);
         if let Err(source) = agent::spawn(&member, listener, wakeups) {
             member.leave();
             return Err(JoinError::System { what: "a thread", source });
+        }
+        if member.config.prepares_up_to.is_some() {
+            member.start_ahead();
         }
         tracing::info!(tenant = %member.config.tenant, member = %id, "joined");
         Ok(member)
     }
 
-    /// Takes this process's name out of the tenant's directory, at its end.
+    /// Takes this process's name out of the tenant's directory, at its end. Waits a second at most, for a driver call
+    /// that pins host memory.
     pub fn leave(&self) {
         self.has_left.store(true, Ordering::SeqCst);
+        self.end_ahead();
         if let Err(error) = std::fs::remove_file(&self.socket_path) {
             tracing::debug!(%error, "the socket was gone already");
         }
@@ -482,6 +504,7 @@ impl<D: Driver> Member<D> {
             resumes: status.resumes,
             last_pause: status.last_pause.clone(),
             last_resume: status.last_resume.clone(),
+            host: self.host_progress(),
             communicators,
             notes: status.notes.clone(),
         }

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use vmm_pool::AllocationId;
 
 use super::{
-    DeviceDelta, FDS_PER_MESSAGE_MAX, Failure, FetchPurpose, MemberInfo, MemberStats, PhaseReport,
-    Reply, Request, SaveProgress,
+    DeviceDelta, FDS_PER_MESSAGE_MAX, Failure, FetchPurpose, HostProgress, MemberInfo, MemberStats,
+    PhaseReport, Reply, Request, SaveProgress,
 };
 use crate::cut::{CutReport, Limits, Seen};
 use crate::identity::MemberId;
@@ -299,5 +299,38 @@ impl Ask for SaveStep {
 
     fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<SaveProgress> {
         if let Reply::Saving(progress) = reply { Some(*progress) } else { None }
+    }
+}
+
+/// Host memory that your next pause takes: bring it in while the application runs. It goes on when this connection ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum HostStep {
+    /// Say what is missing, and what limits it; begin nothing.
+    Need,
+    /// Begin, where you have not, and say how far you are.
+    Begin {
+        /// Hold no more than this, in bytes.
+        most_bytes: u64,
+    },
+    /// Say how far you are, once there is more to say.
+    Watch {
+        /// What I know to be brought in: answer when it is more, or when it has come to an end.
+        seen_bytes: u64,
+        /// Answer after this long in any case.
+        wait_ms: u64,
+    },
+    /// End; what is there stays.
+    CallOff,
+}
+
+impl Ask for HostStep {
+    type Answer = HostProgress;
+
+    fn to_request(&self) -> Request {
+        Request::Host(*self)
+    }
+
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<HostProgress> {
+        if let Reply::Host(progress) = reply { Some(*progress) } else { None }
     }
 }

@@ -95,7 +95,8 @@ fn memory_by_tag_works_as_a_c_program_calls_for_it() {
          files in 1 1 0, paused 0, on disk 1\n\
          in memory 1, read 0 5\n\
          back from the file 0 5\n\
-         tenants 1, stats 1, swap with itself 1\n"
+         tenants 1, stats 1, swap with itself 1\n\
+         prepared 0, all 1, of nobody 1\n"
     );
 }
 

@@ -29,6 +29,7 @@ const LIBRARY_NAME: &str = "libcuda.so.1";
 const DEVICES_MAX: usize = 64;
 const STREAM_NON_BLOCKING: c_uint = 1;
 const HOST_REGISTER_PORTABLE: c_uint = 1;
+const CAPTURE_MODE_RELAXED: c_int = 2;
 const GRANULARITY_MINIMUM: c_int = 0;
 
 /// Why there is no driver.
@@ -101,6 +102,7 @@ driver_table! {
     primary_context_release: cuDevicePrimaryCtxRelease_v2(c_int);
     primary_context_get_state: cuDevicePrimaryCtxGetState(c_int, *mut c_uint, *mut c_int);
     context_set_current: cuCtxSetCurrent(Context);
+    exchange_capture_mode: cuThreadExchangeStreamCaptureMode(*mut c_int);
     context_synchronize: cuCtxSynchronize();
     mem_get_info: cuMemGetInfo_v2(*mut usize, *mut usize);
     get_granularity: cuMemGetAllocationGranularity(*mut usize, *const AllocationProp, c_int);
@@ -307,6 +309,13 @@ impl Driver for CudaDriver {
         };
         check(DriverOp::PrimaryContextGetState, code)?;
         Ok(is_active != 0)
+    }
+
+    fn stand_beside_captures(&self) -> DriverResult<()> {
+        let mut mode = CAPTURE_MODE_RELAXED;
+        // SAFETY: `mode` is a valid place for the old mode.
+        let code = unsafe { (self.table.exchange_capture_mode)(&raw mut mode) };
+        check(DriverOp::ExchangeCaptureMode, code)
     }
 
     fn make_own_context_current(&self, context: RawContext) -> DriverResult<()> {

@@ -157,6 +157,8 @@ driver_ops! {
     PrimaryContextGetState => "cuDevicePrimaryCtxGetState",
     /// Make a context current.
     ContextSetCurrent => "cuCtxSetCurrent",
+    /// Say which captures calls of a thread may disturb.
+    ExchangeCaptureMode => "cuThreadExchangeStreamCaptureMode",
     /// Wait for all work of a device.
     ContextSynchronize => "cuCtxSynchronize",
     /// Ask how much memory is free.

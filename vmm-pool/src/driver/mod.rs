@@ -26,8 +26,8 @@ pub use fingerprint::{Fingerprint, PieceSlot, WORD_BYTES, is_zero};
 pub use types::{
     ALLOCATION_KIND_PINNED, AccessDesc, AllocationFlags, AllocationProp, DeviceAddress,
     DeviceAttribute, DeviceOrdinal, DriverVersion, Granularity, HANDLE_TYPE_FABRIC,
-    HANDLE_TYPE_POSIX_FD, Location, LocationKind, MemoryInfo, PinnedFor, RawContext, RawHandle,
-    RawStream, VaRange,
+    HANDLE_TYPE_POSIX_FD, Location, LocationKind, MemoryInfo, PciAddress, PinnedFor, RawContext,
+    RawHandle, RawStream, VaRange,
 };
 
 /// Result of a driver call.
@@ -84,6 +84,14 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// What the driver returned.
     #[doc(alias = "cuDevicePrimaryCtxGetState")]
     fn has_primary_context(&self, device: DeviceOrdinal) -> DriverResult<bool>;
+
+    /// Lets calls of this thread, which must be one of ours, stand beside the captures of other threads: some would end
+    /// them otherwise.
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuThreadExchangeStreamCaptureMode")]
+    fn stand_beside_captures(&self) -> DriverResult<()>;
 
     /// Makes a context of the application's own current on this thread, which must be one of ours.
     ///

@@ -249,6 +249,12 @@ impl fmt::Display for DriverVersion {
 pub struct DeviceAttribute(pub i32);
 
 impl DeviceAttribute {
+    /// The bus of the device's PCI address.
+    pub const PCI_BUS_ID: Self = Self(33);
+    /// The device of the device's PCI address.
+    pub const PCI_DEVICE_ID: Self = Self(34);
+    /// The domain of the device's PCI address.
+    pub const PCI_DOMAIN_ID: Self = Self(50);
     /// Can the device do virtual memory management?
     pub const VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: Self = Self(102);
     /// Can allocations be exported as file descriptors?
@@ -261,12 +267,41 @@ impl DeviceAttribute {
     pub const MULTICAST_SUPPORTED: Self = Self(132);
 }
 
+/// Where a device sits, as the system names it: its first function.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct PciAddress {
+    /// Of several roots.
+    pub domain: u32,
+    /// In the domain.
+    pub bus: u32,
+    /// On the bus.
+    pub device: u32,
+}
+
+impl fmt::Display for PciAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:04x}:{:02x}:{:02x}.0", self.domain, self.bus, self.device)
+    }
+}
+
 // Layouts must be the driver's own; `cudarc` generates its view of them from NVIDIA's header.
 const _: () = {
     assert!(size_of::<AllocationProp>() == size_of::<sys::CUmemAllocationProp>());
     assert!(offset_of!(AllocationProp, location) == offset_of!(sys::CUmemAllocationProp, location));
     assert!(offset_of!(AllocationProp, flags) == offset_of!(sys::CUmemAllocationProp, allocFlags));
     assert!(size_of::<AccessDesc>() == size_of::<sys::CUmemAccessDesc>());
+    assert!(
+        DeviceAttribute::PCI_BUS_ID.0
+            == sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID as i32
+    );
+    assert!(
+        DeviceAttribute::PCI_DEVICE_ID.0
+            == sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID as i32
+    );
+    assert!(
+        DeviceAttribute::PCI_DOMAIN_ID.0
+            == sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID as i32
+    );
     assert!(
         DeviceAttribute::MULTICAST_SUPPORTED.0
             == sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED as i32

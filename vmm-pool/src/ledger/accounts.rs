@@ -70,6 +70,14 @@ impl Ledger {
         self.own_bytes(|row| !row.is_resident() && selection.has(row))
     }
 
+    /// Own memory whose contents a pause may save to host memory, here or away, and needed or not.
+    pub(crate) fn kept_bytes(&self) -> u64 {
+        let is_kept = |row: &&Row| {
+            row.is_own() && row.can_leave() && Store::of(row.class().contents) == Some(Store::Host)
+        };
+        self.rows().filter(is_kept).map(Row::size_bytes).sum()
+    }
+
     fn own_bytes(&self, choose: impl Fn(&Row) -> bool) -> BTreeMap<DeviceOrdinal, u64> {
         let mut bytes = BTreeMap::new();
         for row in self.rows() {

@@ -64,11 +64,7 @@ impl<D: Driver> Pool<D> {
         for device in &mut devices {
             device.classes.sort_by_key(|class| std::cmp::Reverse(class.own_bytes));
         }
-        let host_arena_bytes = match self.arena.try_lock() {
-            Ok(arena) => arena.held_bytes(),
-            Err(std::sync::TryLockError::Poisoned(arena)) => arena.into_inner().held_bytes(),
-            Err(std::sync::TryLockError::WouldBlock) => 0,
-        };
+        let host_arena_bytes = self.ahead.figures().bytes();
         let host_numa_bytes = accounts.host_numa_bytes;
         PoolReport { devices, host_arena_bytes, file_bytes, host_numa_bytes }
     }

@@ -15,7 +15,7 @@ mod sharing;
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 pub(crate) use copies::CopyPolicy;
 pub use copies::{PieceBytes, Pieces};
@@ -24,12 +24,12 @@ pub use sharing::{Export, ImportSource, LostImports};
 use crate::deferred::{Deferred, Physical};
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
-    DriverOp, VaRange,
+    DriverOp, PciAddress, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::{Gate, Pass, Passage};
 use crate::ledger::{Class, Ledger, Mapping, NewRow, Origin, Row};
-use crate::store::HostArena;
+use crate::store::{Ahead, HostArena};
 use crate::waits::Waits;
 use crate::{AllocationId, VirtualHandle};
 
@@ -54,17 +54,26 @@ pub struct Pool<D: Driver> {
     pub(crate) deferred: Deferred<D>,
     pub(crate) waits: Waits<D>,
     arena: Mutex<HostArena<D>>,
+    /// The arena's figures, and what is on its way there.
+    pub(crate) ahead: Arc<Ahead>,
+    /// Where devices are. A leaf.
+    pub(crate) node_of: Mutex<Option<NodeOf>>,
     gate: Gate,
     pub(crate) copies: CopyPolicy,
     /// Machine-wide names of devices, as the driver gave them. A leaf.
     names: Mutex<BTreeMap<DeviceOrdinal, String>>,
 }
 
+/// The NUMA node of a device.
+type NodeOf = fn(PciAddress) -> Option<u32>;
+
 impl<D: Driver> Pool<D> {
     /// An empty pool. `toucher_threads` is how many threads bring new host memory in; with none it
     /// comes in as contents are copied there, which is slow, and takes no more than they need.
     pub fn new(driver: Arc<D>, toucher_threads: usize) -> Self {
-        let arena = Mutex::new(HostArena::new(Arc::clone(&driver), toucher_threads));
+        let arena = HostArena::new(Arc::clone(&driver), toucher_threads);
+        let ahead = Arc::clone(arena.ahead());
+        let arena = Mutex::new(arena);
         let deferred = Deferred::new(Arc::clone(&driver));
         let waits = Waits::new(Arc::clone(&driver));
         Self {
@@ -73,6 +82,8 @@ impl<D: Driver> Pool<D> {
             deferred,
             waits,
             arena,
+            ahead,
+            node_of: Mutex::default(),
             gate: Gate::default(),
             copies: CopyPolicy::default(),
             names: Mutex::default(),
@@ -84,6 +95,12 @@ impl<D: Driver> Pool<D> {
     /// [`crate::check_file_dir`] tells in advance. Waits for a pause or resume under way.
     pub fn set_file_dir(&self, dir: PathBuf) {
         self.arena().disk.set_dir(dir);
+    }
+
+    /// Do contents of [`crate::Contents::File`] go through the page cache, also where the filesystem takes them past it?
+    /// It counts from the next file on. Waits for a pause or resume under way.
+    pub fn use_page_cache(&self, is_used: bool) {
+        self.arena().disk.use_cache(is_used);
     }
 
     /// Are copies of contents in host memory kept for readers after a resume? Counts from the next resume on, which
@@ -105,6 +122,11 @@ impl<D: Driver> Pool<D> {
         self.copies.set_pieces(pieces);
     }
 
+    /// What was last said to [`Pool::give_host_memory_back`].
+    pub fn gives_host_memory_back(&self) -> bool {
+        self.copies.is_given_back()
+    }
+
     /// The driver below.
     pub fn driver(&self) -> &Arc<D> {
         &self.driver
@@ -118,6 +140,15 @@ impl<D: Driver> Pool<D> {
     /// Taken before the ledger where both are. Waits for a pause or resume under way.
     pub(crate) fn arena(&self) -> MutexGuard<'_, HostArena<D>> {
         self.arena.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As [`Pool::arena`], unless somebody has it.
+    pub(crate) fn try_arena(&self) -> Option<MutexGuard<'_, HostArena<D>>> {
+        match self.arena.try_lock() {
+            Ok(arena) => Some(arena),
+            Err(TryLockError::Poisoned(arena)) => Some(arena.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// Where calls that touch device memory go in and out.

@@ -123,6 +123,9 @@ impl<D: Driver> Pool<D> {
                 if let PoolError::FileUnreadable { source, .. } = &error {
                     return SavedError::Unreadable(start, source.kind());
                 }
+                if let PoolError::FileCorrupted { .. } = &error {
+                    return SavedError::Unreadable(start, std::io::ErrorKind::InvalidData);
+                }
                 SavedError::NotKept(start)
             })?;
             rest = after;

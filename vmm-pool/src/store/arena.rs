@@ -16,10 +16,12 @@ use std::io;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crossbeam_channel::Receiver;
 
-use super::chunk::{CHUNK_BYTES, CHUNK_LENGTH, Chunk, new_chunk};
+use super::ahead::{Ahead, Claim, Delivered, HeldFigures, Used};
+use super::chunk::{BringIn, CHUNK_BYTES, CHUNK_LENGTH, Chunk, new_chunk};
 use super::disk::Disk;
 use super::ring::{self, Ring, Slot, Writing};
 use super::{Extent, HostBudget, Part, Saved, Store};
@@ -48,9 +50,9 @@ impl Pins {
 
 /// A chunk that is held.
 #[derive(Debug)]
-struct Held {
-    chunk: Chunk,
-    pins: Pins,
+pub(super) struct Held {
+    pub(super) chunk: Chunk,
+    pub(super) pins: Pins,
 }
 
 /// Pinned host memory for the saved contents of one process.
@@ -60,11 +62,15 @@ pub(crate) struct HostArena<D: Driver> {
     chunks: Vec<Held>,
     /// Between devices and the file.
     ring: Option<Ring>,
-    /// What the last completed pause used of the chunks, and of the ring.
-    used: (u64, bool),
-    toucher_threads: usize,
+    /// What the last completed pause used of the chunks, and whether it used the ring.
+    used: (Option<Used>, bool),
+    /// What was brought in while the application ran, and no pause has completed since: up to where, and the ring.
+    brought_in: (u64, bool),
+    how: BringIn,
     /// Chunks on their way, brought in by a thread that runs ahead of the copies.
     coming: Option<Receiver<io::Result<Chunk>>>,
+    /// The chunk that comes in from outside a pause.
+    ahead: Arc<Ahead>,
     /// The file. It is under the arena's lock, for the same steps use both.
     pub(crate) disk: Disk,
 }
@@ -78,26 +84,40 @@ impl<D: Driver> HostArena<D> {
             driver,
             chunks: Vec::new(),
             ring: None,
-            used: (0, false),
-            toucher_threads,
+            used: (None, false),
+            brought_in: (0, false),
+            how: BringIn { toucher_threads, nodes: Vec::new() },
             coming: None,
+            ahead: Arc::default(),
             disk: Disk::new(),
         }
+    }
+
+    /// What is known of it without its lock.
+    pub(crate) fn ahead(&self) -> &Arc<Ahead> {
+        &self.ahead
+    }
+
+    /// Has new chunks lie on these NUMA nodes.
+    pub(crate) fn set_nodes(&mut self, nodes: Vec<u32>) {
+        self.how.nodes = nodes;
     }
 
     /// Has a thread bring memory in up to `end_bytes`, so that touching, pinning and copying run at the
     /// same time. Without a thread to be had, [`HostArena::grow_to`] does it all.
     pub(crate) fn begin_growth(&mut self, end_bytes: u64) {
-        let missing = end_bytes.saturating_sub(self.capacity_bytes()).div_ceil(CHUNK_BYTES);
+        self.take_delivered();
+        let there_bytes = self.capacity_bytes() + self.ahead.coming_bytes();
+        let missing = end_bytes.saturating_sub(there_bytes).div_ceil(CHUNK_BYTES);
         if missing == 0 {
             return;
         }
         let (ready, coming) = crossbeam_channel::bounded(CHUNKS_AHEAD);
-        let threads = self.toucher_threads;
+        let how = self.how.clone();
         let bring_in = move || {
             for _ in 0..missing {
                 // Nobody listens any more when the pause has failed.
-                if ready.send(new_chunk(threads)).is_err() {
+                if ready.send(new_chunk(&how)).is_err() {
                     return;
                 }
             }
@@ -108,12 +128,50 @@ impl<D: Driver> HostArena<D> {
         }
     }
 
-    fn next_chunk(&mut self) -> io::Result<Chunk> {
+    /// A chunk that is all there: what is on its way already, or a new one. It may be pinned.
+    fn next_chunk(&mut self) -> io::Result<Held> {
+        if let Some(Delivered { mut held, .. }) = self.ahead.take_soon() {
+            held.chunk.touch(self.how.toucher_threads, &AtomicBool::new(false));
+            return Ok(held);
+        }
         let coming = self.coming.as_ref().and_then(|coming| coming.recv().ok());
-        coming.unwrap_or_else(|| {
+        let chunk = coming.unwrap_or_else(|| {
             self.coming = None;
-            new_chunk(self.toucher_threads)
-        })
+            new_chunk(&self.how)
+        });
+        Ok(Held { chunk: chunk?, pins: Pins::Nobody })
+    }
+
+    /// Puts the chunk that has come in from outside a pause where it belongs.
+    pub(crate) fn take_delivered(&mut self) {
+        let Some(Delivered { held, is_for_ring }) = self.ahead.take_here() else {
+            return;
+        };
+        if is_for_ring && self.ring.is_none() {
+            self.ring = Some(Ring { held });
+            self.brought_in.1 = true;
+        } else {
+            self.chunks.push(held);
+            self.brought_in.0 = self.capacity_bytes();
+        }
+        self.note_held();
+    }
+
+    /// The right to bring in what is missing of `[0, end_bytes)`, or of the ring where that is wanted, one chunk of it,
+    /// and how. None when nothing is, or somebody brings one in already.
+    pub(crate) fn claim(&mut self, end_bytes: u64, wants_ring: bool) -> Option<(Claim, BringIn)> {
+        self.take_delivered();
+        let is_for_ring = wants_ring && self.ring.is_none();
+        if self.capacity_bytes() >= end_bytes && !is_for_ring {
+            return None;
+        }
+        Some((self.ahead.begin(is_for_ring)?, self.how.clone()))
+    }
+
+    fn note_held(&self) {
+        let used = self.used.0;
+        let has_ring = self.ring.is_some();
+        self.ahead.note(HeldFigures { chunk_bytes: self.capacity_bytes(), has_ring, used });
     }
 
     /// Calls off what [`HostArena::begin_growth`] has not brought in yet.
@@ -125,16 +183,18 @@ impl<D: Driver> HostArena<D> {
         self.chunks.len() as u64 * CHUNK_BYTES
     }
 
-    /// Host memory held, in bytes.
+    /// Host memory held, in bytes, with what is on its way.
     pub(crate) fn held_bytes(&self) -> u64 {
-        self.capacity_bytes() + self.ring.as_ref().map_or(0, |_| CHUNK_BYTES)
+        let ring_bytes = self.ring.as_ref().map_or(0, |_| CHUNK_BYTES);
+        self.capacity_bytes() + ring_bytes + self.ahead.coming_bytes()
     }
 
     /// Host memory to be taken in addition, so that `host_bytes` fit here, and something passes to the file or nothing.
     pub(crate) fn growth(&self, host_bytes: u64, is_file_used: bool) -> u64 {
         let missing = host_bytes.saturating_sub(self.capacity_bytes());
         let ring_bytes = if is_file_used && self.ring.is_none() { CHUNK_BYTES } else { 0 };
-        missing.next_multiple_of(CHUNK_BYTES) + ring_bytes
+        let wanted_bytes = missing.next_multiple_of(CHUNK_BYTES) + ring_bytes;
+        wanted_bytes.saturating_sub(self.ahead.coming_bytes())
     }
 
     /// Refuses what cannot be held within `budget`; changes nothing.
@@ -161,18 +221,43 @@ impl<D: Driver> HostArena<D> {
                 continue;
             }
             log.timed("pin host memory", |_| {
-                if present != Pins::Nobody {
-                    self.unpin(&self.chunks[index].chunk)?;
-                    self.chunks[index].pins = Pins::Nobody;
-                }
-                // Whoever has used two devices may use them again.
-                let wanted = if present == Pins::Nobody { pins } else { Pins::All };
-                self.pin(&self.chunks[index].chunk, wanted)?;
-                self.chunks[index].pins = wanted;
-                Ok(())
+                Self::pin_held(&self.driver, &mut self.chunks[index], pins)
             })?;
         }
         Ok(())
+    }
+
+    /// Pins `held` for `pins` too, whoever it is pinned for. What it was pinned for it may not be any more when this
+    /// fails.
+    fn pin_held(driver: &D, held: &mut Held, pins: Pins) -> PoolResult<()> {
+        let present = held.pins;
+        if present == pins || present == Pins::All {
+            return Ok(());
+        }
+        if present != Pins::Nobody {
+            unpin(driver, &held.chunk)?;
+            held.pins = Pins::Nobody;
+        }
+        // Whoever has used two devices may use them again.
+        let wanted = if present == Pins::Nobody { pins } else { Pins::All };
+        pin(driver, &held.chunk, wanted)?;
+        held.pins = wanted;
+        Ok(())
+    }
+
+    /// As [`HostArena::pin_held`], of a chunk that is in no list yet: what cannot be unpinned again stays mapped for good.
+    fn pinned(&self, log: &mut StepLog, mut held: Held, pins: Pins) -> PoolResult<Held> {
+        let outcome =
+            log.timed("pin host memory", |_| Self::pin_held(&self.driver, &mut held, pins));
+        match outcome {
+            Ok(()) => Ok(held),
+            Err(error) => {
+                if held.pins != Pins::Nobody {
+                    held.chunk.keep_for_good();
+                }
+                Err(error)
+            }
+        }
     }
 
     /// Grows until `[0, end_bytes)` is held, pinned for `pins`. A context must be current on this thread (that
@@ -184,50 +269,37 @@ impl<D: Driver> HostArena<D> {
         pins: Pins,
     ) -> PoolResult<()> {
         while self.capacity_bytes() < end_bytes {
-            let chunk =
+            let held =
                 log.timed("wait for host memory", |_| self.next_chunk().map_err(memory_refused))?;
-            log.timed("pin host memory", |_| self.pin(&chunk, pins))?;
-            self.chunks.push(Held { chunk, pins });
+            let held = self.pinned(log, held, pins)?;
+            self.chunks.push(held);
+            self.note_held();
         }
         Ok(())
     }
 
     /// Sees that there is a ring. A context must be current on this thread.
     pub(crate) fn hold_ring(&mut self, log: &mut StepLog) -> PoolResult<()> {
-        if self.ring.is_some() {
-            return Ok(());
-        }
-        let chunk = log.timed("wait for host memory", |_| {
-            new_chunk(self.toucher_threads).map_err(memory_refused)
-        })?;
+        self.take_delivered();
+        let held = match self.ring.take() {
+            Some(ring) if ring.held.pins == Pins::All => {
+                self.ring = Some(ring);
+                return Ok(());
+            }
+            Some(ring) => ring.held,
+            None => {
+                log.timed("wait for host memory", |_| self.next_chunk().map_err(memory_refused))?
+            }
+        };
         // The next pause may be of another device.
-        log.timed("pin host memory", |_| self.pin(&chunk, Pins::All))?;
-        self.ring = Some(Ring { chunk });
+        let held = self.pinned(log, held, Pins::All)?;
+        self.ring = Some(Ring { held });
+        self.note_held();
         Ok(())
     }
 
-    fn pin(&self, chunk: &Chunk, pins: Pins) -> PoolResult<()> {
-        let (contexts, device) = match pins {
-            Pins::Nobody => return Ok(()),
-            Pins::Only(device) => (PinnedFor::CurrentContext, Some(device)),
-            Pins::All => (PinnedFor::AllContexts, None),
-        };
-        // SAFETY: whoever keeps the chunk keeps it mapped until `unpin`, or for good.
-        unsafe { self.driver.host_register(chunk.start, CHUNK_LENGTH, contexts) }.about(
-            || "pinning of host memory".to_owned(),
-            CHUNK_BYTES,
-            device,
-        )
-    }
-
-    /// Nothing that is copied may be in `chunk`.
     fn unpin(&self, chunk: &Chunk) -> PoolResult<()> {
-        // SAFETY: the caller vouches that no copy uses it.
-        match unsafe { self.driver.host_unregister(chunk.start) } {
-            // The context that it was pinned for has ended, and its pins with it.
-            Err(error) if error.code == DriverCode::HOST_MEMORY_NOT_REGISTERED => Ok(()),
-            unpinned => unpinned.about(|| "unpinning of host memory".to_owned(), CHUNK_BYTES, None),
-        }
+        unpin(&*self.driver, chunk)
     }
 
     /// Writes what `fill` hands over to the file, and returns when it is on the disk.
@@ -272,31 +344,54 @@ impl<D: Driver> HostArena<D> {
                 self.unpin(chunk)?;
             }
             self.chunks.pop();
+            self.note_held();
         }
         Ok(())
+    }
+
+    /// Gives one chunk back that lies wholly behind `keep_bytes`, or the ring where it may go. Returns its bytes. As
+    /// [`HostArena::shrink_to`] otherwise.
+    pub(crate) fn shrink_by_one(&mut self, keep_bytes: u64, ring_may_go: bool) -> PoolResult<u64> {
+        self.take_delivered();
+        let before_bytes = self.capacity_bytes();
+        if before_bytes >= keep_bytes.saturating_add(CHUNK_BYTES) {
+            self.shrink_to(before_bytes - CHUNK_BYTES)?;
+        } else if ring_may_go && self.ring.is_some() {
+            self.drop_ring()?;
+            return Ok(CHUNK_BYTES);
+        }
+        Ok(before_bytes - self.capacity_bytes())
     }
 
     /// Gives the ring back. A context must be current, and no copy under way there.
     fn drop_ring(&mut self) -> PoolResult<()> {
-        if let Some(ring) = &self.ring {
-            self.unpin(&ring.chunk)?;
+        if let Some(Ring { held }) = &self.ring
+            && held.pins != Pins::Nobody
+        {
+            self.unpin(&held.chunk)?;
         }
         self.ring = None;
+        self.note_held();
         Ok(())
     }
 
-    /// A pause is complete that has saved contents up to `end_bytes` here, and some in the file or none.
-    pub(crate) fn used(&mut self, end_bytes: u64, is_file_used: bool) {
-        self.used = (end_bytes, is_file_used);
+    /// A pause is complete that has saved contents here, and some in the file or none.
+    pub(crate) fn used(&mut self, used: Used, is_file_used: bool) {
+        self.used = (Some(used), is_file_used);
+        self.brought_in = (0, false);
+        self.note_held();
     }
 
-    /// After a pause that came to nothing: gives back what the last completed one did not use, and what lies behind
-    /// `live_bytes`. What the driver will not unpin stays for the next pause. A context must be current, and nothing
-    /// saved behind that.
+    /// After a pause that came to nothing: gives back what neither the last completed one used nor was brought in
+    /// for the next one, and what lies behind `live_bytes`. What the driver will not unpin stays for the next pause. A
+    /// context must be current, and nothing saved behind that.
     pub(crate) fn give_back_unused(&mut self, live_bytes: u64) {
-        let (end_bytes, is_file_used) = self.used;
+        let (used, is_file_used) = self.used;
+        let (brought_in_bytes, is_ring_brought_in) = self.brought_in;
+        let end_bytes = used.map_or(0, |used| used.end_bytes).max(brought_in_bytes);
         let shrunk = self.shrink_to(end_bytes.max(live_bytes));
-        let dropped = if is_file_used { Ok(()) } else { self.drop_ring() };
+        let keeps_ring = is_file_used || is_ring_brought_in;
+        let dropped = if keeps_ring { Ok(()) } else { self.drop_ring() };
         if let Err(error) = shrunk.and(dropped) {
             tracing::error!(%error, "host memory stays for the next pause");
         }
@@ -355,7 +450,7 @@ impl<D: Driver> HostArena<D> {
     /// the driver's may be under way there.
     ///
     /// # Errors
-    /// [`PoolError::FileUnreadable`].
+    /// [`PoolError::FileUnreadable`], [`PoolError::FileCorrupted`].
     pub(crate) fn read(&self, saved: &Saved, start: u64, target: &mut [u8]) -> PoolResult<()> {
         let end = start + target.len() as u64;
         let mut left = target;
@@ -370,7 +465,9 @@ impl<D: Driver> HostArena<D> {
             match (part, saved.store, self.disk.file()) {
                 (Part::Zeros(_), _, _) => bytes.fill(0),
                 (Part::Stored(extent), Store::Host, _) => self.read_place(&extent.place(), bytes),
-                (Part::Stored(extent), Store::File, Some(file)) => file.read(extent.at, bytes)?,
+                (Part::Stored(extent), Store::File, Some(file)) => {
+                    file.copy_out(extent.at, bytes)?;
+                }
                 (Part::Stored(extent), Store::File, None) => {
                     return Err(self.disk.nothing_to_read(&extent.place()));
                 }
@@ -433,13 +530,66 @@ fn memory_refused(source: io::Error) -> PoolError {
     PoolError::HostMemoryRefused { size_bytes: CHUNK_BYTES, source }
 }
 
+fn pin<D: Driver>(driver: &D, chunk: &Chunk, pins: Pins) -> PoolResult<()> {
+    let (contexts, device) = match pins {
+        Pins::Nobody => return Ok(()),
+        Pins::Only(device) => (PinnedFor::CurrentContext, Some(device)),
+        Pins::All => (PinnedFor::AllContexts, None),
+    };
+    // SAFETY: whoever keeps the chunk keeps it mapped until `unpin`, or for good.
+    unsafe { driver.host_register(chunk.start, CHUNK_LENGTH, contexts) }.about(
+        || "pinning of host memory".to_owned(),
+        CHUNK_BYTES,
+        device,
+    )
+}
+
+/// Nothing that is copied may be in `chunk`.
+fn unpin<D: Driver>(driver: &D, chunk: &Chunk) -> PoolResult<()> {
+    // SAFETY: the caller vouches that no copy uses it.
+    match unsafe { driver.host_unregister(chunk.start) } {
+        // The context that it was pinned for has ended, and its pins with it.
+        Err(error) if error.code == DriverCode::HOST_MEMORY_NOT_REGISTERED => Ok(()),
+        unpinned => unpinned.about(|| "unpinning of host memory".to_owned(), CHUNK_BYTES, None),
+    }
+}
+
+impl Claim {
+    /// Brings the chunk in and pins it, and hands it over. A context must be current on this thread where `pins` names
+    /// somebody. What is wanted sooner is handed over as it is.
+    ///
+    /// # Errors
+    /// [`PoolError::HostMemoryRefused`], [`PoolError::Driver`]; nothing is held then.
+    pub(crate) fn bring_in<D: Driver>(
+        self,
+        log: &mut StepLog,
+        driver: &D,
+        how: &BringIn,
+        pins: Pins,
+    ) -> PoolResult<()> {
+        let is_urgent = || self.is_urgent().load(Ordering::Relaxed);
+        let chunk = log.timed("touch host memory", |_| {
+            Chunk::new(how, self.is_urgent()).map_err(memory_refused)
+        })?;
+        let pins = if self.is_for_ring && pins != Pins::Nobody { Pins::All } else { pins };
+        let mut held = Held { chunk, pins: Pins::Nobody };
+        if !is_urgent() && pins != Pins::Nobody {
+            log.timed("pin host memory", |_| pin(driver, &held.chunk, pins))?;
+            held.pins = pins;
+        }
+        self.deliver(held);
+        Ok(())
+    }
+}
+
 impl<D: Driver> Drop for HostArena<D> {
     fn drop(&mut self) {
+        self.take_delivered();
         let dropped = self.drop_ring();
         if let Err(error) = self.shrink_to(0).and(dropped) {
             tracing::error!(%error, "host memory stays pinned");
             // Unmapping pinned memory would pull it from under the driver: keep it for good.
-            let ring = self.ring.take().map(|ring| ring.chunk);
+            let ring = self.ring.take().map(|ring| ring.held.chunk);
             let chunks = self.chunks.drain(..).map(|held| held.chunk);
             chunks.chain(ring).for_each(Chunk::keep_for_good);
         }

@@ -1,15 +1,19 @@
 //! Pieces of host memory that a device can copy to and from at full speed.
 
-#![expect(unsafe_code, reason = "writes to each page of new host memory")]
+#![expect(
+    unsafe_code,
+    reason = "places new host memory on NUMA nodes and writes to each page of it"
+)]
 
 use std::io;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
 
-/// Size of a chunk. Large enough that pinning runs at full speed (36 GiB/s measured with huge pages),
+/// Host memory for saved contents comes in pieces of this size, in bytes. Large enough that pinning runs at full speed (36 GiB/s measured with huge pages),
 /// small enough that the first copies start after some 10 ms.
-pub(super) const CHUNK_BYTES: u64 = 256 << 20;
+pub const CHUNK_BYTES: u64 = 256 << 20;
 pub(super) const CHUNK_LENGTH: usize = 256 << 20;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
@@ -19,6 +23,17 @@ pub(super) struct Chunk {
     map: MmapRaw,
     /// First huge-page boundary inside `map`.
     pub(super) start: NonNull<u8>,
+    /// All its pages have been brought in.
+    is_touched: bool,
+}
+
+/// How new chunks come in.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct BringIn {
+    /// Threads that touch them. With none, pages come in as they are used.
+    pub(crate) toucher_threads: usize,
+    /// The NUMA nodes that they are to lie on, by turns; anywhere when there are none.
+    pub(crate) nodes: Vec<u32>,
 }
 
 // SAFETY: a chunk is plain memory that its arena owns; who may touch which bytes when is the business of
@@ -26,37 +41,84 @@ pub(super) struct Chunk {
 unsafe impl Send for Chunk {}
 
 impl Chunk {
+    /// Maps a chunk and brings all its pages in, until `stop` is raised.
+    pub(super) fn new(how: &BringIn, stop: &AtomicBool) -> io::Result<Self> {
+        let mut chunk = Self::mapped(how)?;
+        chunk.touch(how.toucher_threads, stop);
+        Ok(chunk)
+    }
+
+    fn mapped(how: &BringIn) -> io::Result<Self> {
+        let map = MmapOptions::new().len(CHUNK_LENGTH + HUGE_PAGE_BYTES).map_anon()?;
+        let map = MmapRaw::from(map);
+        if let Err(error) = map.advise(Advice::HugePage) {
+            tracing::debug!(%error, "no huge pages: the first pause will be slower");
+        }
+        // The chunk stays pinned, and since Linux 5.12 a fork copies pinned pages at once, where it shares others until
+        // they are written. A child has no use for them.
+        if let Err(error) = map.advise(Advice::DontFork) {
+            tracing::warn!(%error, "a fork of this process copies its saved contents");
+        }
+        if let Err(error) = place(&map, &how.nodes) {
+            tracing::debug!(%error, nodes = ?how.nodes, "host memory lies where the system puts it");
+        }
+        let base = map.as_mut_ptr();
+        let padding = base.align_offset(HUGE_PAGE_BYTES).min(HUGE_PAGE_BYTES);
+        // SAFETY: the map is one huge page longer than the chunk, and `padding` at most that.
+        let start = unsafe { base.add(padding) };
+        let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { map, start, is_touched: false })
+    }
+
+    /// Brings in what is not in yet, until `stop` is raised. Nobody else may use the chunk meanwhile.
+    pub(super) fn touch(&mut self, threads: usize, stop: &AtomicBool) {
+        if !self.is_touched && threads > 0 {
+            touch(self.start, CHUNK_LENGTH, threads, stop);
+            self.is_touched = !stop.load(Ordering::Relaxed);
+        }
+    }
+
     /// Never unmaps it: the driver holds its pages.
     pub(super) fn keep_for_good(self) {
         let _kept = std::mem::ManuallyDrop::new(self.map);
     }
 }
 
-/// Maps a chunk and brings all its pages in. Without threads to touch them, they come in as they are used.
-pub(super) fn new_chunk(toucher_threads: usize) -> io::Result<Chunk> {
-    let length = CHUNK_LENGTH;
-    let map = MmapRaw::from(MmapOptions::new().len(length + HUGE_PAGE_BYTES).map_anon()?);
-    if let Err(error) = map.advise(Advice::HugePage) {
-        tracing::debug!(%error, "no huge pages: the first pause will be slower");
+/// Has pages of `map` that come in later lie on `nodes`. One is preferred, so that a full one is no error; several take
+/// turns.
+fn place(map: &MmapRaw, nodes: &[u32]) -> io::Result<()> {
+    /// Of the kernel's mask; no machine has more.
+    const NODES_MAX: usize = 1024;
+    const WORD_BITS: usize = usize::BITS as usize;
+    if nodes.is_empty() {
+        return Ok(());
     }
-    // The chunk stays pinned, and since Linux 5.12 a fork copies pinned pages at once, where it shares others until
-    // they are written. A child has no use for them.
-    if let Err(error) = map.advise(Advice::DontFork) {
-        tracing::warn!(%error, "a fork of this process copies its saved contents");
+    let mut mask = [0_usize; NODES_MAX / WORD_BITS];
+    for &node in nodes {
+        let node = node as usize;
+        let word = mask.get_mut(node / WORD_BITS).ok_or(io::ErrorKind::InvalidInput)?;
+        *word |= 1 << (node % WORD_BITS);
     }
-    let base = map.as_mut_ptr();
-    let padding = base.align_offset(HUGE_PAGE_BYTES).min(HUGE_PAGE_BYTES);
-    // SAFETY: the map is one huge page longer than the chunk, and `padding` at most that.
-    let start = unsafe { base.add(padding) };
-    let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
-    if toucher_threads > 0 {
-        touch(start, length, toucher_threads);
-    }
-    Ok(Chunk { map, start })
+    let mode = if nodes.len() == 1 { libc::MPOL_PREFERRED } else { libc::MPOL_INTERLEAVE };
+    // SAFETY: the range is the whole of a map of ours, where nothing is yet; the mask has as many bits as is said (the
+    // kernel reads one less).
+    let code = unsafe {
+        libc::syscall(
+            libc::SYS_mbind,
+            map.as_mut_ptr(),
+            map.len(),
+            libc::c_long::from(mode),
+            mask.as_ptr(),
+            NODES_MAX + 1,
+            0_usize,
+        )
+    };
+    if code == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Writes a zero to each page of a new anonymous map, so that the kernel brings it in now and in parallel.
-fn touch(start: NonNull<u8>, length: usize, threads: usize) {
+/// Writes a zero to each page of a new anonymous map, so that the kernel brings it in now and in parallel. Ends early,
+/// at a huge page, when `stop` is raised.
+fn touch(start: NonNull<u8>, length: usize, threads: usize, stop: &AtomicBool) {
     const PAGE_BYTES: usize = 4096;
     let share = length.div_ceil(threads).next_multiple_of(HUGE_PAGE_BYTES);
     let base = start.as_ptr().expose_provenance();
@@ -64,6 +126,9 @@ fn touch(start: NonNull<u8>, length: usize, threads: usize) {
         for begin in (0..length).step_by(share) {
             let touch_share = move || {
                 for offset in (begin..(begin + share).min(length)).step_by(PAGE_BYTES) {
+                    if offset % HUGE_PAGE_BYTES == 0 && stop.load(Ordering::Relaxed) {
+                        return;
+                    }
                     let page = std::ptr::with_exposed_provenance_mut::<u8>(base + offset);
                     // SAFETY: the page lies in the new map, which nobody else uses before this returns.
                     unsafe { page.write_volatile(0) };
@@ -76,6 +141,11 @@ fn touch(start: NonNull<u8>, length: usize, threads: usize) {
             }
         }
     });
+}
+
+/// As [`Chunk::new`], to the end.
+pub(super) fn new_chunk(how: &BringIn) -> io::Result<Chunk> {
+    Chunk::new(how, &AtomicBool::new(false))
 }
 
 #[cfg(test)]
@@ -105,12 +175,48 @@ mod tests {
 
     #[test]
     fn a_fork_leaves_every_byte_of_a_chunk_out() {
-        let chunk = new_chunk(1).unwrap();
+        let chunk = new_chunk(&BringIn { toucher_threads: 1, nodes: Vec::new() }).unwrap();
         let start = chunk.start.as_ptr().addr() as u64;
         for address in [start, start + CHUNK_BYTES / 2, start + CHUNK_BYTES - 1] {
             let flags = flags_at(address);
             // "do not copy area on fork"
             assert!(flags.contains(&"dc".to_owned()), "{address:#x}: {flags:?}");
+        }
+    }
+
+    #[test]
+    fn touching_ends_at_a_huge_page_when_told_and_goes_on_where_it_is_wanted() {
+        let how = BringIn { toucher_threads: 2, nodes: Vec::new() };
+        let mut chunk = Chunk::new(&how, &AtomicBool::new(true)).unwrap();
+        assert!(!chunk.is_touched);
+        chunk.touch(2, &AtomicBool::new(false));
+        assert!(chunk.is_touched);
+    }
+
+    /// What the kernel says of the map at `start` in `numa_maps`, where it says so.
+    fn policy_at(start: u64) -> Option<String> {
+        let maps = fs::read_to_string("/proc/self/numa_maps").ok()?;
+        let mut before: Option<(u64, String)> = None;
+        for line in maps.lines() {
+            let mut words = line.split_whitespace();
+            let address = u64::from_str_radix(words.next()?, 16).ok()?;
+            if address <= start {
+                before = Some((address, words.next()?.to_owned()));
+            }
+        }
+        before.map(|(_, policy)| policy)
+    }
+
+    #[test]
+    fn a_chunk_is_placed_on_its_node_and_one_that_cannot_be_is_used_all_the_same() {
+        let chunk = new_chunk(&BringIn { toucher_threads: 1, nodes: vec![0] }).unwrap();
+        if let Some(policy) = policy_at(chunk.start.as_ptr().addr() as u64) {
+            // Where a container forbids the call, it stays the default.
+            assert!(["prefer:0", "default"].contains(&policy.as_str()), "{policy}");
+        }
+        // No such node.
+        for nodes in [vec![1023], vec![70_000], vec![0, 1023]] {
+            new_chunk(&BringIn { toucher_threads: 1, nodes }).unwrap();
         }
     }
 }

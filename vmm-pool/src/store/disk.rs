@@ -1,9 +1,11 @@
 //! Disk space for saved contents: one file without a name, in a directory that the pool's user chooses.
 //!
 //! The file never has a name that outlives its making, so nothing is left behind however the process ends. It is
-//! written through the page cache, whose pages are sent to the disk and dropped behind the writer: that brings nine
-//! tenths of what going past the cache does, any filesystem takes it, and no more than two pieces a writer are in
-//! host memory at once.
+//! written and read past the page cache (`O_DIRECT`) where the filesystem takes that and a piece begins and ends at a
+//! page. What is not goes through the cache, whose pages are sent to the disk and dropped behind the writer: no more than
+//! two pieces a writer are in host memory at once. Both may be in one file, for they share no page.
+//!
+//! What was written has checksums ([`super::sums`]), in this process; what is read and is something else is an error.
 
 #![expect(unsafe_code, reason = "calls sync_file_range")]
 
@@ -11,30 +13,42 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd as _, OwnedFd};
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, PosixFadviseAdvice, fallocate, posix_fadvise};
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::statvfs::fstatvfs;
 
+use super::sums::Sums;
 use crate::error::{PoolError, PoolResult};
 
 /// Where the file is made, unless the pool's user says otherwise.
 const DEFAULT_DIR: &str = "/tmp";
+
+/// Where pieces that go past the page cache begin and end, in the file and in memory: what every disk takes.
+const ALIGNMENT_BYTES: u64 = 4096;
 
 /// The directory, and the file while it holds anything.
 #[derive(Debug)]
 pub(crate) struct Disk {
     dir: PathBuf,
     file: Option<ContentsFile>,
+    /// Is the page cache used for everything?
+    is_cached: bool,
 }
 
 /// The file. Disk space is held by its parts that have been reserved and not given back.
 #[derive(Debug)]
 pub(crate) struct ContentsFile {
     file: File,
+    /// The same, past the page cache; none where the filesystem refuses that.
+    direct: Option<File>,
+    /// The filesystem has refused a piece that it should have taken.
+    is_direct_refused: AtomicBool,
+    sums: Sums,
     /// Where it was made, for messages.
     dir: PathBuf,
     /// What begins here never gets to the disk.
@@ -52,7 +66,7 @@ pub fn check_file_dir(dir: &Path) -> PoolResult<()> {
 
 impl Disk {
     pub(super) fn new() -> Self {
-        Self { dir: PathBuf::from(DEFAULT_DIR), file: None }
+        Self { dir: PathBuf::from(DEFAULT_DIR), file: None, is_cached: false }
     }
 
     /// From the next file on.
@@ -60,9 +74,17 @@ impl Disk {
         self.dir = dir;
     }
 
+    /// Is all of it written and read through the page cache? From the next file on.
+    pub(crate) fn use_cache(&mut self, is_cached: bool) {
+        self.is_cached = is_cached;
+    }
+
     #[cfg(test)]
     pub(crate) fn use_full(&mut self) {
-        self.file = Some(ContentsFile::full());
+        let file = ContentsFile::full();
+        // It reads as zeros without end.
+        file.sums.note(0, &[0; 4096], &[4096]);
+        self.file = Some(file);
     }
 
     /// The file; there is one while anything is saved in it.
@@ -102,7 +124,8 @@ impl Disk {
         };
         let file = match self.file.take() {
             Some(file) => file,
-            None => ContentsFile::create(&self.dir)?,
+            None if self.is_cached => ContentsFile::create(&self.dir)?,
+            None => ContentsFile::create(&self.dir)?.past_the_cache(),
         };
         let file = self.file.insert(file);
         file.check_limit(end_bytes)?;
@@ -122,6 +145,7 @@ impl Disk {
             file.give_space_back(&(begin..place.start));
             begin = place.end;
         }
+        file.sums.forget(&(last.end..u64::MAX));
         if let Err(error) = file.file.set_len(last.end) {
             tracing::debug!(%error, "disk space behind saved contents stays until the next resume");
         }
@@ -143,22 +167,54 @@ impl ContentsFile {
             size_bytes: 0,
             source,
         })?;
-        Ok(Self {
-            file,
-            dir: dir.to_owned(),
-            #[cfg(test)]
-            broken_at: None,
-        })
+        Ok(Self::over(file, dir.to_owned()))
     }
 
     /// As one of ours: a file that lies in `dir` and is the caller's.
     pub(crate) fn over(file: File, dir: PathBuf) -> Self {
         Self {
             file,
+            direct: None,
+            is_direct_refused: AtomicBool::new(false),
+            sums: Sums::default(),
             dir,
             #[cfg(test)]
             broken_at: None,
         }
+    }
+
+    /// The same, with what can go past the page cache going there.
+    fn past_the_cache(mut self) -> Self {
+        // The file has no name but this.
+        let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        let opened = File::options().read(true).write(true).custom_flags(libc::O_DIRECT).open(path);
+        match opened {
+            Ok(direct) => self.direct = Some(direct),
+            Err(error) => self.say_cached(&error),
+        }
+        self
+    }
+
+    /// Once a file.
+    fn say_cached(&self, error: &io::Error) {
+        if !self.is_direct_refused.swap(true, Ordering::Relaxed) {
+            tracing::info!(
+                %error,
+                dir = %self.dir.display(),
+                "the filesystem takes no direct writes: saved contents go through the page cache"
+            );
+        }
+    }
+
+    /// The file past the page cache, where these bytes may go that way.
+    fn direct(&self, offset_bytes: u64, bytes: &[u8]) -> Option<&File> {
+        let is_aligned = |value: u64| value.is_multiple_of(ALIGNMENT_BYTES);
+        let are_aligned = is_aligned(offset_bytes)
+            && is_aligned(bytes.len() as u64)
+            && is_aligned(bytes.as_ptr().addr() as u64);
+        self.direct
+            .as_ref()
+            .filter(|_| are_aligned && !self.is_direct_refused.load(Ordering::Relaxed))
     }
 
     /// Gives the file this size; what is not written of it takes no space.
@@ -183,7 +239,7 @@ impl ContentsFile {
     #[cfg(test)]
     fn device(path: &str) -> Self {
         let file = File::options().read(true).write(true).open(path).unwrap();
-        Self { file, dir: PathBuf::from("/dev"), broken_at: None }
+        Self::over(file, PathBuf::from("/dev"))
     }
 
     /// One on a disk that loses what is written to `offset_bytes`, after it has taken it.
@@ -230,6 +286,7 @@ impl ContentsFile {
         if place.start >= place.end {
             return;
         }
+        self.sums.forget(place);
         let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
         let given = self
             .signed("giving back", place)
@@ -240,9 +297,27 @@ impl ContentsFile {
         }
     }
 
+    /// As [`ContentsFile::write`], of bytes that are read back: those of one allocation behind the other's, each as long
+    /// as `lengths_bytes` say.
+    pub(super) fn write_summed(
+        &self,
+        offset_bytes: u64,
+        bytes: &[u8],
+        lengths_bytes: &[u64],
+    ) -> PoolResult<()> {
+        self.sums.note(offset_bytes, bytes, lengths_bytes);
+        self.write(offset_bytes, bytes)
+    }
+
     /// Writes at `offset_bytes`; [`ContentsFile::drop_cached`] sees it to the disk.
     pub(crate) fn write(&self, offset_bytes: u64, bytes: &[u8]) -> PoolResult<()> {
         let place = offset_bytes..offset_bytes + bytes.len() as u64;
+        match self.direct(offset_bytes, bytes).map(|file| file.write_all_at(bytes, offset_bytes)) {
+            Some(Ok(())) => return Ok(()),
+            Some(Err(error)) if is_refusal_of_direct(&error) => self.say_cached(&error),
+            Some(Err(error)) => return Err(self.refused("writing", &place, error)),
+            None => {}
+        }
         self.file
             .write_all_at(bytes, offset_bytes)
             .and_then(|()| self.sync_range(&place, libc::SYNC_FILE_RANGE_WRITE))
@@ -268,13 +343,75 @@ impl ContentsFile {
         self.file.sync_data().map_err(|source| self.refused("writing", &(0..0), source))
     }
 
-    /// Reads exactly what `bytes` holds, and takes it out of host memory.
+    /// Reads exactly what `bytes` holds, all of which was written, and takes it out of the page cache.
+    ///
+    /// # Errors
+    /// [`PoolError::FileUnreadable`]; [`PoolError::FileCorrupted`] where it is not what was written.
     pub(crate) fn read(&self, offset_bytes: u64, bytes: &mut [u8]) -> PoolResult<()> {
         let place = offset_bytes..offset_bytes + bytes.len() as u64;
-        let read = self.file.read_exact_at(bytes, offset_bytes);
+        let read = self.read_any(offset_bytes, bytes);
         read.map_err(|source| self.unreadable(&place, source))?;
+        let checked_bytes = self.check(offset_bytes, bytes)?;
+        if checked_bytes < bytes.len() as u64 {
+            // Nobody has written some of it.
+            return Err(self.corrupted(&place));
+        }
         self.forget_cached(&place);
         Ok(())
+    }
+
+    /// As [`ContentsFile::read`], of any size, and of what was not written too, which is not checked.
+    pub(crate) fn copy_out(&self, offset_bytes: u64, target: &mut [u8]) -> PoolResult<()> {
+        let place = offset_bytes..offset_bytes + target.len() as u64;
+        let read = self.file.read_exact_at(target, offset_bytes);
+        read.map_err(|source| self.unreadable(&place, source))?;
+        self.check(offset_bytes, target)?;
+        self.forget_cached(&place);
+        Ok(())
+    }
+
+    fn read_any(&self, offset_bytes: u64, bytes: &mut [u8]) -> io::Result<()> {
+        match self.direct(offset_bytes, bytes).map(|file| file.read_exact_at(bytes, offset_bytes)) {
+            Some(Ok(())) => return Ok(()),
+            // The end of a file that was cut short is refused in the same way, and is no piece that it should take.
+            Some(Err(error)) if is_refusal_of_direct(&error) => {}
+            Some(Err(error)) => return Err(error),
+            None => {}
+        }
+        self.file.read_exact_at(bytes, offset_bytes)
+    }
+
+    /// Are `bytes`, read at `offset_bytes`, those that were written? How many were. A block that is only partly among
+    /// them is read whole.
+    fn check(&self, offset_bytes: u64, bytes: &[u8]) -> PoolResult<u64> {
+        let place = offset_bytes..offset_bytes + bytes.len() as u64;
+        let mut checked_bytes = 0;
+        for block in self.sums.over(&place) {
+            let within = block.place.start.max(place.start)..block.place.end.min(place.end);
+            checked_bytes += within.end - within.start;
+            let is_right = if within == block.place {
+                let at = |end: u64| usize::try_from(end - offset_bytes).unwrap_or(usize::MAX);
+                bytes.get(at(within.start)..at(within.end)).is_some_and(|own| block.is_of(own))
+            } else {
+                let length = usize::try_from(block.place.end - block.place.start).unwrap_or(0);
+                let mut whole = vec![0; length];
+                let read = self.file.read_exact_at(&mut whole, block.place.start);
+                read.map_err(|source| self.unreadable(&block.place, source))?;
+                block.is_of(&whole)
+            };
+            if !is_right {
+                return Err(self.corrupted(&block.place));
+            }
+        }
+        Ok(checked_bytes)
+    }
+
+    fn corrupted(&self, place: &Range<u64>) -> PoolError {
+        PoolError::FileCorrupted {
+            dir: self.dir.clone(),
+            offset_bytes: place.start,
+            size_bytes: place.end - place.start,
+        }
     }
 
     fn forget_cached(&self, place: &Range<u64>) {
@@ -333,4 +470,10 @@ impl ContentsFile {
             source,
         }
     }
+}
+
+/// Does the filesystem, or the disk below it, not do this past the page cache?
+fn is_refusal_of_direct(error: &io::Error) -> bool {
+    let errno = error.raw_os_error().map(Errno::from_raw);
+    matches!(errno, Some(Errno::EINVAL | Errno::EOPNOTSUPP))
 }

@@ -3,14 +3,18 @@
 //! Both are linear spaces that the ledger's layout gives places in. Contents that go to the file pass through one
 //! chunk of host memory more, the ring ([`ring`]).
 
+mod ahead;
 mod arena;
 mod chunk;
 mod disk;
 mod pinned;
 mod places;
 mod ring;
+mod sums;
 
+pub(crate) use ahead::{Ahead, Used};
 pub(crate) use arena::{HostArena, Pins};
+pub use chunk::CHUNK_BYTES;
 pub(crate) use disk::ContentsFile;
 pub use disk::check_file_dir;
 pub(crate) use pinned::Pinned;

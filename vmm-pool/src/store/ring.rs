@@ -18,7 +18,8 @@ use std::thread::{Builder, Scope};
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 
-use super::chunk::{CHUNK_BYTES, Chunk};
+use super::arena::Held;
+use super::chunk::CHUNK_BYTES;
 use super::disk::ContentsFile;
 use crate::error::PoolResult;
 
@@ -34,7 +35,7 @@ const _: () = assert!(SLOT_BYTES * SLOTS as u64 == CHUNK_BYTES, "a ring is one c
 /// One chunk, cut into slots.
 #[derive(Debug)]
 pub(super) struct Ring {
-    pub(super) chunk: Chunk,
+    pub(super) held: Held,
 }
 
 /// A part of the ring, in one hand at a time.
@@ -54,7 +55,7 @@ unsafe impl Send for Slot<'_> {}
 impl Ring {
     /// All slots.
     pub(super) fn slots(&mut self) -> Vec<Slot<'_>> {
-        let start = self.chunk.start;
+        let start = self.held.chunk.start;
         let slot = |index| {
             // SAFETY: the chunk has `SLOTS` times this length.
             let start = unsafe { start.add(index * SLOT_LENGTH) };
@@ -107,11 +108,19 @@ fn spawn<'scope>(
     thread.map(drop).map_err(refused)
 }
 
+/// A slot to be written.
+#[derive(Debug)]
+struct Filled<'r> {
+    slot: Slot<'r>,
+    place: Range<u64>,
+    lengths_bytes: Vec<u64>,
+}
+
 /// Slots to be filled, and those that are being written.
 #[derive(Debug)]
 pub(crate) struct Writing<'r> {
     idle: Vec<Slot<'r>>,
-    filled: Sender<(Slot<'r>, Range<u64>)>,
+    filled: Sender<Filled<'r>>,
     written: Receiver<(Option<Slot<'r>>, PoolResult<()>)>,
 }
 
@@ -133,10 +142,11 @@ impl<'r> Writing<'r> {
         }
     }
 
-    /// Has the first bytes of `slot` written to `place`.
-    pub(crate) fn write(&self, slot: Slot<'r>, place: Range<u64>) {
+    /// Has the first bytes of `slot` written to `place`: those of one allocation behind the other's, each as long as
+    /// `lengths_bytes` say.
+    pub(crate) fn write(&self, slot: Slot<'r>, place: Range<u64>, lengths_bytes: Vec<u64>) {
         // Writers end only when this end is closed.
-        let _taken = self.filled.send((slot, place));
+        let _taken = self.filled.send(Filled { slot, place, lengths_bytes });
     }
 }
 
@@ -167,13 +177,14 @@ pub(super) fn write_behind<'r>(
 
 fn write_all<'r>(
     file: &ContentsFile,
-    to_write: &Receiver<(Slot<'r>, Range<u64>)>,
+    to_write: &Receiver<Filled<'r>>,
     tell: &Sender<(Option<Slot<'r>>, PoolResult<()>)>,
 ) {
     // The piece before is on its way to the disk while this one is written.
     let mut before: Option<Range<u64>> = None;
-    for (slot, place) in to_write {
-        let written = file.write(place.start, slot.bytes(length_of(&place)));
+    for Filled { slot, place, lengths_bytes } in to_write {
+        let bytes = slot.bytes(length_of(&place));
+        let written = file.write_summed(place.start, bytes, &lengths_bytes);
         let settled = before.replace(place).map_or(Ok(()), |before| file.drop_cached(&before));
         // Nobody listens any more when another piece has failed.
         let _told = tell.send((Some(slot), written.and(settled)));
@@ -242,7 +253,8 @@ fn read_all<'r>(
 mod tests {
     use super::*;
     use crate::error::PoolError;
-    use crate::store::chunk::new_chunk;
+    use crate::store::Pins;
+    use crate::store::chunk::{BringIn, new_chunk};
     use crate::store::disk::Disk;
 
     const PIECE_BYTES: u64 = 1 << 20;
@@ -251,6 +263,11 @@ mod tests {
 
     fn places() -> Vec<Range<u64>> {
         (0..PIECES).map(|index| index * PIECE_BYTES..(index + 1) * PIECE_BYTES).collect()
+    }
+
+    fn ring() -> Ring {
+        let chunk = new_chunk(&BringIn { toucher_threads: 1, nodes: Vec::new() }).unwrap();
+        Ring { held: Held { chunk, pins: Pins::Nobody } }
     }
 
     fn fill(slot: &mut Slot<'_>, place: &Range<u64>) {
@@ -263,7 +280,7 @@ mod tests {
             for place in places() {
                 let mut slot = writing.take_slot()?.expect("writers wait for more");
                 fill(&mut slot, &place);
-                writing.write(slot, place);
+                writing.write(slot, place, vec![PIECE_BYTES]);
             }
             Ok(())
         })
@@ -272,7 +289,7 @@ mod tests {
     #[test]
     fn every_piece_comes_back_through_fewer_slots_than_pieces() {
         let dir = tempfile::tempdir().unwrap();
-        let mut ring = Ring { chunk: new_chunk(1).unwrap() };
+        let mut ring = ring();
         let mut disk = Disk::new();
         disk.set_dir(dir.path().to_owned());
         disk.reserve(&places()).unwrap();
@@ -291,7 +308,7 @@ mod tests {
 
     #[test]
     fn a_full_disk_ends_the_writing_with_an_error_that_names_the_place() {
-        let mut ring = Ring { chunk: new_chunk(1).unwrap() };
+        let mut ring = ring();
         let error = write_places(&ContentsFile::full(), &mut ring).unwrap_err();
         let PoolError::FileRefused { size_bytes, source, .. } = &error else { panic!("{error}") };
         assert_eq!((*size_bytes, source.kind()), (PIECE_BYTES, io::ErrorKind::StorageFull));
@@ -300,7 +317,7 @@ mod tests {
     #[test]
     fn a_piece_that_is_lost_on_its_way_to_the_disk_fails_the_writing() {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-        let mut ring = Ring { chunk: new_chunk(1).unwrap() };
+        let mut ring = ring();
         // The last one is its writer's last too: no piece after it settles it.
         for lost in [0, PIECES / 2, PIECES - 1] {
             let file = ContentsFile::broken_at(dir.path(), lost * PIECE_BYTES);
@@ -312,16 +329,17 @@ mod tests {
 
     #[test]
     fn what_the_last_flush_says_counts() {
-        let mut ring = Ring { chunk: new_chunk(1).unwrap() };
+        let mut ring = ring();
         let error = write_places(&ContentsFile::without_flush(), &mut ring).unwrap_err();
         assert!(matches!(error, PoolError::FileRefused { operation: "writing", .. }), "{error}");
     }
 
     #[test]
     fn what_fails_between_the_pieces_ends_the_reading() {
-        let mut ring = Ring { chunk: new_chunk(1).unwrap() };
-        // It reads as zeros without end.
-        let file = ContentsFile::full();
+        let mut ring = ring();
+        let dir = tempfile::tempdir().unwrap();
+        let file = ContentsFile::over(tempfile::tempfile_in(&dir).unwrap(), dir.path().to_owned());
+        write_places(&file, &mut ring).unwrap();
         let mut calls = 0;
         let outcome = read_ahead(&file, ring.slots(), &places(), |_, _| {
             calls += 1;

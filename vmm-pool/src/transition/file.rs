@@ -92,7 +92,8 @@ impl<D: Driver> Still<'_, D> {
                         // file is written; `pass` waits for the copy before either is passed on.
                         unsafe { self.pool.driver.copy_to_host(at, range, stream) }
                     })?;
-                    writing.write(slot, batch.place);
+                    let lengths = batch.ranges.iter().map(|range| range.size_bytes).collect();
+                    writing.write(slot, batch.place, lengths);
                 }
                 Ok(())
             })

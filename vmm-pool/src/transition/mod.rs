@@ -14,6 +14,7 @@
 //! The order across processes is the caller's business; each step here leaves ledger and driver in agreement, whether
 //! it succeeds or fails.
 
+mod ahead;
 mod draining;
 mod file;
 mod mappings;
@@ -28,6 +29,7 @@ mod survey;
 mod verify;
 mod views;
 
+pub use ahead::{BroughtIn, HostStanding};
 pub use draining::{Activity, DrainError, Draining};
 pub use pause::{Leaving, Prepared, Undone};
 pub use quiesced::{Done, Failed, Quiesced, Shut};

@@ -7,7 +7,7 @@ use crate::driver::Driver;
 use crate::error::{Describe, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Row, Selection};
-use crate::store::Store;
+use crate::store::{Store, Used};
 
 impl<D: Driver> Still<'_, D> {
     /// Unmaps and releases what `selection` has of all that was imported from other processes of the tenant.
@@ -63,11 +63,12 @@ impl<D: Driver> Still<'_, D> {
         log.timed("release own", |log| {
             log.bytes = self.release_unmapped(log, |row| row.is_own() && chosen(row));
             let mut arena = self.pool.arena();
-            let [in_memory, in_file] = {
+            let ([in_memory, in_file], kept_bytes) = {
                 let ledger = self.pool.ledger();
-                [Store::Host, Store::File].map(|store| ledger.end_in(store))
+                let ends = [Store::Host, Store::File].map(|store| ledger.end_in(store));
+                (ends, ledger.kept_bytes())
             };
-            arena.used(in_memory, in_file > 0);
+            arena.used(Used { end_bytes: in_memory, kept_bytes }, in_file > 0);
             Ok(())
         })?;
         for device in self.pool.devices_with_any() {

@@ -76,7 +76,8 @@ impl<D: Driver> Returning<D> {
     /// where they are until [`Restored::commit`].
     ///
     /// # Errors
-    /// [`crate::PoolError::Driver`] and [`crate::PoolError::FileUnreadable`], with copies finished.
+    /// [`crate::PoolError::Driver`], [`crate::PoolError::FileUnreadable`] and [`crate::PoolError::FileCorrupted`], with copies
+    /// finished.
     ///
     /// # Driver calls
     /// `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` behind each, and behind the last of them for

@@ -132,6 +132,7 @@ impl<D: Driver> Still<'_, D> {
             })
         });
         let outcome = planned.and_then(|plan| {
+            arena.set_nodes(self.pool.nodes_of(&self.pool.devices()));
             arena.begin_growth(end_bytes);
             let kept = self.run_groups(&mut log, selection, &mut arena, &mut streams, &plan);
             arena.end_growth();

@@ -1,5 +1,6 @@
 //! Contents that go to a file.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
@@ -46,11 +47,13 @@ fn named(tags: &[&str]) -> Tags {
     Tags::Named(tags.iter().map(|&tag| tag.to_owned()).collect())
 }
 
-/// The descriptors of this process whose file is, or was made, in `dir`.
+/// A descriptor of this process for each file that is, or was made, in `dir`.
 fn open_files(dir: &Path) -> Vec<PathBuf> {
     let descriptors = fs::read_dir("/proc/self/fd").expect("descriptors");
     let paths = descriptors.map(|entry| entry.expect("an entry").path());
-    paths.filter(|path| fs::read_link(path).is_ok_and(|to| to.starts_with(dir))).collect()
+    let paths = paths.filter(|path| fs::read_link(path).is_ok_and(|to| to.starts_with(dir)));
+    let by_inode = paths.filter_map(|path| Some((fs::metadata(&path).ok()?.ino(), path)));
+    by_inode.collect::<BTreeMap<_, _>>().into_values().collect()
 }
 
 /// Disk space of the one open file in `dir`.
@@ -229,6 +232,88 @@ fn a_file_cut_short_leaves_the_memory_paused_and_what_is_put_back_is_read() {
     file.write_all_at(&saved, 0).expect("put back");
     resume(&pool);
     assert!(holds(&pool, DEVICE, range, pattern(5)));
+}
+
+#[test]
+fn a_byte_that_has_changed_in_the_file_fails_the_resume_before_anything_is_handed_out() {
+    for is_cached in [false, true] {
+        let (pool, dir) = filing_pool(&node());
+        pool.use_page_cache(is_cached);
+        let first = filled(&pool, DEVICE, 3, tagged("weights"), 5);
+        let second = filled(&pool, OTHER, 20, tagged("weights"), 6);
+        pause(&pool);
+        let path = open_files(dir.path()).remove(0);
+        let file = File::options().read(true).write(true).open(path).expect("the same file");
+        let at = 5 * UNIT + 123;
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at).expect("a byte");
+        file.write_all_at(&[byte[0] ^ 1], at).expect("another");
+
+        pool.create_own(&WHOLE).expect("memory");
+        let error = pool.restore_own(usize::MAX).expect_err("not what was written");
+        let PoolError::FileCorrupted { offset_bytes, size_bytes, .. } = error else {
+            panic!("{error}")
+        };
+        assert!((offset_bytes..offset_bytes + size_bytes).contains(&at), "{error}");
+        assert!(size_bytes <= 2 << 20, "{error}");
+        let text = error.to_string();
+        assert!(text.contains(&dir.path().display().to_string()), "{error}");
+        assert!(text.contains("stays paused"), "{error}");
+        pool.undo_resume().expect("given up again");
+        for device in [DEVICE, OTHER] {
+            assert_eq!(free_bytes(&pool, device), CAPACITY_BYTES);
+        }
+        // Readers of it are told, whatever part of the block they ask for; readers of others read.
+        let mut bytes = [0; 16];
+        let wrong = DeviceAddress(second.start.0 + 2 * UNIT + 8);
+        let unread = pool.read_saved(wrong, &mut bytes);
+        assert!(matches!(unread, Err(SavedError::Unreadable(..))), "{unread:?}");
+        pool.read_saved(first.start, &mut bytes).expect("saved");
+        assert_eq!(bytes, pattern(5));
+
+        file.write_all_at(&byte, at).expect("put back");
+        resume(&pool);
+        assert!(holds(&pool, DEVICE, first, pattern(5)));
+        assert!(holds(&pool, OTHER, second, pattern(6)));
+    }
+}
+
+#[test]
+fn pieces_that_begin_and_end_anywhere_come_back_beside_those_that_go_past_the_cache() {
+    for dir in [tempfile::tempdir(), tempfile::tempdir_in("/dev/shm")] {
+        let dir = dir.expect("a directory");
+        let pool = pool(&node());
+        pool.set_file_dir(dir.path().to_owned());
+        let odd = filled(&pool, DEVICE, 40, tagged("weights"), 1);
+        let even = filled(&pool, DEVICE, 40, tagged("weights"), 2);
+        for (begin, size_bytes) in [(4096 + 16, 5 * UNIT), (3 * UNIT, 16 * 1001)] {
+            let hole = VaRange::new(DeviceAddress(odd.start.0 + begin), size_bytes);
+            pool.mark_unused(&[hole]);
+            pause(&pool);
+            resume(&pool);
+            let after = VaRange::new(hole.end(), odd.end().0 - hole.end().0);
+            assert!(holds(&pool, DEVICE, after, pattern(1)), "{hole:?}");
+            let before = VaRange::new(odd.start, begin);
+            assert!(holds(&pool, DEVICE, before, pattern(1)), "{hole:?}");
+            assert!(holds(&pool, DEVICE, even, pattern(2)), "{hole:?}");
+            write(&pool, DEVICE, odd, pattern(1));
+        }
+    }
+}
+
+#[test]
+fn a_directory_on_a_disk_that_is_read_only_is_named_and_nothing_moves() {
+    let (pool, _dir) = filing_pool(&node());
+    let range = filled(&pool, DEVICE, 2, tagged("weights"), 7);
+    // The kernel's own files can be written by nobody in this way.
+    pool.set_file_dir("/proc".into());
+    pool.drain();
+    let calls = pool.driver().faults().calls_total();
+    let error = pool.save(&WHOLE, UNLIMITED).expect_err("read-only");
+    assert!(matches!(error, PoolError::FileRefused { operation: "making", .. }), "{error}");
+    assert_eq!(pool.driver().faults().calls_total(), calls, "the driver was not asked");
+    pool.remount().expect("nothing was moved");
+    assert!(holds(&pool, DEVICE, range, pattern(7)));
 }
 
 #[test]

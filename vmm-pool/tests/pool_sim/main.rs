@@ -5,6 +5,7 @@
     reason = "helpers of tests, whose failure to set a stage up is the test's"
 )]
 
+mod ahead;
 mod calls;
 mod copies;
 mod devices;

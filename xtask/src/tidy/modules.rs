@@ -58,6 +58,7 @@ const ORDERS: [Order; 3] = [
             "region",
             "references",
             "host_memory",
+            "numa",
             "scope",
             "phase",
             "state",

@@ -22,8 +22,8 @@ use crate::stepping::{Activity, StepOrder};
 use crate::transport::frame::encode;
 use crate::transport::{Connection, Listener, TransportError, poll_until};
 use crate::wire::{
-    DeviceDelta, Failure, FailureKind, GiveUp, MemberInfo, MemberState, MemberStats, Phase,
-    PhaseReport, Reply, Request, SaveProgress, SaveStage, SaveStep, StepOn, TakePhase,
+    DeviceDelta, Failure, FailureKind, GiveUp, HostProgress, MemberInfo, MemberState, MemberStats,
+    Phase, PhaseReport, Reply, Request, SaveProgress, SaveStage, SaveStep, StepOn, TakePhase,
 };
 
 pub(super) const GIB: u64 = 1 << 30;
@@ -261,6 +261,7 @@ impl Agent {
             Request::Needs(_)
             | Request::Cut(_)
             | Request::Step(_)
+            | Request::Host(_)
             | Request::Save(SaveStep::Begin { .. } | SaveStep::CallOff) => None,
             Request::AwaitConsent(_) => {
                 self.log.lock().unwrap().push(Line::Consent(self.id));
@@ -326,6 +327,7 @@ impl Agent {
                 resumes: 0,
                 last_pause: Vec::new(),
                 last_resume: Vec::new(),
+                host: HostProgress::default(),
                 communicators: Vec::new(),
                 notes: Vec::new(),
             })),
@@ -338,6 +340,7 @@ impl Agent {
                     ..Activity::default()
                 }))
             }
+            Request::Host(_) => Reply::Host(Box::default()),
             Request::AwaitConsent(_) => Reply::Consented,
             Request::Needs(_) => Reply::Needs(vec![needed()]),
             Request::Phase(TakePhase { order, .. }) => self.phase(order.phase()),

@@ -188,6 +188,11 @@ impl Driver for SimDriver {
         self.call(DriverOp::PrimaryContextGetState, |core| core.has_context(device))
     }
 
+    fn stand_beside_captures(&self) -> DriverResult<()> {
+        // The simulation captures nothing.
+        self.call(DriverOp::ExchangeCaptureMode, |_| Ok(()))
+    }
+
     /// The simulated driver has primary contexts only.
     fn make_own_context_current(&self, _context: RawContext) -> DriverResult<()> {
         let op = DriverOp::ContextSetCurrent;

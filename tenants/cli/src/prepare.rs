@@ -1,0 +1,194 @@
+//! `sublet prepare`: host memory for the next pause, brought in while the tenant runs.
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use tenants::coordinator::{
+    Coordinator, Options, PrepareError, PrepareReport, PreparedProcess, Waits,
+};
+use tenants::run_dir::RunDir;
+use tenants::wire::{HostProgress, HostStage};
+
+use crate::args::PrepareArgs;
+use crate::failure::{EXIT_CALLED_OFF, EXIT_PARTIAL, EXIT_UNCHANGED, Failure, exit_code_of};
+use crate::output::{self, Output};
+use crate::progress::Progress;
+use crate::signals;
+use crate::units;
+
+pub(crate) fn prepare(
+    args: &PrepareArgs,
+    run_dir: RunDir,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    let options = Options { interrupt: Some(signals::watch()?), ..Options::default() };
+    let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
+    let waits = if args.no_wait { Waits::Until(Instant::now()) } else { Waits::ForAll };
+    let result = {
+        let progress = Progress::start();
+        let tenant = args.tenant.as_str();
+        coordinator.prepare(waits, &mut |processes| progress.say(line_of(tenant, processes)))
+    };
+    let report = result.map_err(|error| failure_of(&error))?;
+    if args.json.json {
+        output.json(&report)?;
+    } else {
+        render(&report, output);
+    }
+    let is_over = |process: &PreparedProcess| process.host.stage == HostStage::Rests;
+    let is_as_asked = report.failures.is_empty()
+        && report.processes.iter().all(|process| {
+            let goes_on = matches!(process.host.stage, HostStage::Grows | HostStage::Waits);
+            is_over(process) || (args.no_wait && goes_on)
+        });
+    Ok(if is_as_asked { ExitCode::SUCCESS } else { ExitCode::from(EXIT_PARTIAL) })
+}
+
+fn failure_of(error: &PrepareError) -> Failure {
+    let code = match error {
+        PrepareError::CalledOff { .. } => EXIT_CALLED_OFF,
+        PrepareError::Tenant(error) => exit_code_of(error),
+        PrepareError::Short { .. } => EXIT_UNCHANGED,
+    };
+    Failure::of(error, code)
+}
+
+/// How far all processes are, and each of them.
+fn line_of(tenant: &str, processes: &[PreparedProcess]) -> String {
+    let held = processes.iter().map(|process| process.host.held_bytes).sum();
+    let wanted = processes.iter().map(|process| process.host.wanted_bytes).sum();
+    let each: Vec<_> = processes
+        .iter()
+        .map(|process| format!("{} {}", process.who, units::bytes(process.host.held_bytes)))
+        .collect();
+    let (held, wanted) = (units::bytes(held), units::bytes(wanted));
+    format!("{tenant}: {held} of {wanted} of host memory ready ({})", each.join(", "))
+}
+
+fn render(report: &PrepareReport, output: &mut Output) {
+    let brought_in = report.processes.iter().map(|process| process.host.brought_in_bytes).sum();
+    output.line(format!(
+        "brought {} of host memory in for the next pause of tenant '{}' in {}",
+        units::bytes(brought_in),
+        report.tenant,
+        units::micros(report.wall_us)
+    ));
+    output.line("");
+    let header = ["PID", "HELD", "WANTED", "BROUGHT IN", "TIME", "TOUCHING", "PINNING", "COMMAND"];
+    let mut table = output::table(&header, &[0, 1, 2, 3, 4, 5, 6]);
+    for PreparedProcess { who, command, host } in &report.processes {
+        table.add_row([
+            who.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string()),
+            units::bytes_or_dash(host.held_bytes),
+            units::bytes_or_dash(host.wanted_bytes),
+            units::bytes_or_dash(host.brought_in_bytes),
+            time(host.elapsed_us),
+            time(host.touching_us),
+            time(host.pinning_us),
+            command.clone(),
+        ]);
+    }
+    output.table(&table);
+    let remarks: Vec<_> = remarks(report).collect();
+    if !remarks.is_empty() {
+        output.line("");
+    }
+    for remark in remarks {
+        output.line(remark);
+    }
+}
+
+fn time(us: u64) -> String {
+    if us == 0 { "-".to_owned() } else { units::micros(us) }
+}
+
+fn remarks(report: &PrepareReport) -> impl Iterator<Item = String> {
+    let of_process = |process: &PreparedProcess| {
+        let who = process.who;
+        let HostProgress { held_bytes, wanted_bytes, stage, .. } = &process.host;
+        match stage {
+            HostStage::Grows => Some(format!("{who} goes on; `sublet ps` shows how far it is")),
+            HostStage::Waits => {
+                Some(format!("{who} goes on after the pause or resume that is under way"))
+            }
+            HostStage::Stopped(failure) => Some(format!("NOT ALL: {failure}")),
+            HostStage::Rests if held_bytes < wanted_bytes => Some(format!(
+                "{who} was called off, or has come to want more since; run this again"
+            )),
+            HostStage::Rests => None,
+        }
+    };
+    let processes = report.processes.iter().filter_map(of_process);
+    let failures = report.failures.iter().map(|failure| format!("NOT PREPARED: {failure}"));
+    processes.chain(failures.collect::<Vec<_>>())
+}
+
+#[cfg(test)]
+mod tests {
+    use tenants::coordinator::Who;
+    use tenants::identity::MemberId;
+    use tenants::wire::{Failure, FailureKind};
+
+    use super::*;
+
+    fn process(pid: u32, held_bytes: u64, stage: HostStage) -> PreparedProcess {
+        PreparedProcess {
+            who: Who { pid: Some(pid), member: MemberId(1) },
+            command: "python train.py".to_owned(),
+            host: HostProgress {
+                held_bytes,
+                wanted_bytes: 4 << 30,
+                brought_in_bytes: 3 << 30,
+                elapsed_us: 1_400_000,
+                touching_us: 1_000_000,
+                pinning_us: 300_000,
+                stage,
+                need: None,
+            },
+        }
+    }
+
+    #[test]
+    fn what_came_in_and_what_it_took_is_listed_with_what_is_missing_and_why() {
+        let failure = Failure {
+            kind: FailureKind::OutOfHostMemory,
+            message: "process 11: a tenth of the memory stays free: free host memory".to_owned(),
+        };
+        let report = PrepareReport {
+            tenant: "train".to_owned(),
+            wall_us: 1_500_000,
+            processes: vec![
+                process(10, 4 << 30, HostStage::Rests),
+                process(11, 3 << 30, HostStage::Stopped(failure)),
+                process(12, 3 << 30, HostStage::Grows),
+            ],
+            failures: Vec::new(),
+        };
+        assert!(!report.is_complete());
+        let mut output = Output::new();
+        render(&report, &mut output);
+        let expected = "\
+brought 9 GiB of host memory in for the next pause of tenant 'train' in 1.50 s
+
+PID   HELD  WANTED  BROUGHT IN    TIME  TOUCHING  PINNING  COMMAND
+ 10  4 GiB   4 GiB       3 GiB  1.40 s    1.00 s   300 ms  python train.py
+ 11  3 GiB   4 GiB       3 GiB  1.40 s    1.00 s   300 ms  python train.py
+ 12  3 GiB   4 GiB       3 GiB  1.40 s    1.00 s   300 ms  python train.py
+
+NOT ALL: process 11: a tenth of the memory stays free: free host memory
+process 12 goes on; `sublet ps` shows how far it is
+";
+        assert_eq!(output.text(), expected);
+    }
+
+    #[test]
+    fn progress_is_in_bytes_of_all_and_of_each() {
+        let processes =
+            [process(10, 4 << 30, HostStage::Rests), process(11, 1 << 30, HostStage::Grows)];
+        let line = line_of("train", &processes);
+        assert_eq!(
+            line,
+            "train: 5 GiB of 8 GiB of host memory ready (process 10 4 GiB, process 11 1 GiB)"
+        );
+    }
+}

@@ -1,0 +1,276 @@
+//! Has every process of a tenant bring in the host memory that its next pause takes, while the application runs.
+//!
+//! It takes no part in pauses and resumes: it holds no lock, and one of them may come at any time. Each process goes on by
+//! itself once it has been asked, also when the asker ends.
+
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use super::peers::{Peers, Reached, gone, reach, with_source};
+use super::report::{MemberFailure, Step, Who};
+use super::session::{micros, millis};
+use super::{Coordinator, CoordinatorError};
+use crate::host_memory::{HostShortage, shortage};
+use crate::identity::TenantName;
+use crate::run_dir::TenantDir;
+use crate::wire::{Hello, HostProgress, HostStage, HostStep};
+
+/// How long a process has nothing more to say before it says the same again.
+const SLICE: Duration = Duration::from_millis(500);
+
+/// Whether the asker waits until all is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Waits {
+    /// It does.
+    ForAll,
+    /// Until then at most: what is missing comes in afterwards.
+    Until(Instant),
+}
+
+/// Why nothing was brought in.
+#[derive(Debug, thiserror::Error)]
+pub enum PrepareError {
+    /// The tenant could not be spoken to.
+    #[error(transparent)]
+    Tenant(#[from] CoordinatorError),
+    /// What is wanted does not fit into host memory, nor would a pause that copies all of it. No process has begun.
+    #[error("tenant '{tenant}': {shortage}")]
+    Short {
+        /// The tenant.
+        tenant: TenantName,
+        /// What is short.
+        shortage: HostShortage,
+    },
+    /// Somebody called it off. What had come in stays, for the next pause.
+    #[error(
+        "preparing tenant '{tenant}' was called off; what was brought in stays for its next pause, and `sublet ps` shows it"
+    )]
+    CalledOff {
+        /// The tenant.
+        tenant: TenantName,
+    },
+}
+
+/// One process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct PreparedProcess {
+    /// Which.
+    pub who: Who,
+    /// Its command.
+    pub command: String,
+    /// How far it is.
+    pub host: HostProgress,
+}
+
+/// What has come in.
+#[must_use]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct PrepareReport {
+    /// The tenant.
+    pub tenant: String,
+    /// From the first message to the last answer, in microseconds.
+    pub wall_us: u64,
+    /// By process id.
+    pub processes: Vec<PreparedProcess>,
+    /// Processes that did not answer.
+    pub failures: Vec<MemberFailure>,
+}
+
+impl PrepareReport {
+    /// Is all there that every process wanted?
+    pub fn is_complete(&self) -> bool {
+        let is_there = |process: &PreparedProcess| {
+            process.host.stage == HostStage::Rests
+                && process.host.held_bytes >= process.host.wanted_bytes
+        };
+        self.failures.is_empty() && self.processes.iter().all(is_there)
+    }
+}
+
+/// All processes, and what they have said last.
+#[derive(Default)]
+struct Preparing {
+    peers: Peers,
+    /// By index of the peer.
+    said: Vec<Option<HostProgress>>,
+    failures: Vec<MemberFailure>,
+}
+
+impl Coordinator {
+    /// Has every process bring in the host memory that a pause of now would take, at low priority, and waits as `waits`
+    /// says. `progress` is told about all processes each time one of them says something. Pauses and resumes may come
+    /// at any time.
+    ///
+    /// # Errors
+    /// [`PrepareError`]. Where some processes come to an end before all is there, it succeeds and says which and why.
+    pub fn prepare(
+        &mut self,
+        waits: Waits,
+        progress: &mut dyn FnMut(&[PreparedProcess]),
+    ) -> Result<PrepareReport, PrepareError> {
+        let span = tracing::info_span!("tenant.prepare", tenant = %self.tenant);
+        let _entered = span.enter();
+        let started = Instant::now();
+        let mut all = Preparing::default();
+        self.greet_everybody(&self.dir()?, &mut all)?;
+        self.ask_all(&mut all, HostStep::Need)?;
+        let needs = || all.said.iter().flatten().filter_map(|said| said.need.as_ref());
+        if let Some(shortage) = shortage(needs()) {
+            return Err(PrepareError::Short { tenant: self.tenant.clone(), shortage });
+        }
+        self.ask_all(&mut all, HostStep::Begin { most_bytes: u64::MAX })?;
+        progress(&all.processes());
+        if let Err(error) = self.watch(&mut all, waits, progress) {
+            self.call_all_off(&mut all);
+            return Err(error);
+        }
+        Ok(PrepareReport {
+            tenant: self.tenant.to_string(),
+            wall_us: micros(started.elapsed()),
+            processes: all.processes(),
+            failures: all.failures,
+        })
+    }
+
+    fn greet_everybody(&self, dir: &TenantDir, all: &mut Preparing) -> Result<(), PrepareError> {
+        let deadline = Instant::now() + self.options.contact_timeout;
+        let mut dead = 0;
+        for socket in dir.members().map_err(CoordinatorError::from)? {
+            match reach(&socket, deadline) {
+                Ok(Reached::Peer(peer)) => all.peers.list.push(*peer),
+                Ok(Reached::Dead) => {
+                    dir.remove_socket(&socket).map_err(CoordinatorError::from)?;
+                    dead += 1;
+                }
+                Err(error) => {
+                    let who = Who { pid: None, member: socket.id };
+                    all.failures.push(gone(who, Step::Hello, with_source(&error)));
+                }
+            }
+        }
+        if all.peers.list.is_empty() && all.failures.is_empty() {
+            let tenant = self.tenant.clone();
+            return Err(CoordinatorError::NoProcess { tenant, dead }.into());
+        }
+        for index in 0..all.peers.list.len() {
+            let asked = all.peers.ask(index, &Hello, self.options.contact_timeout);
+            all.failures.extend(asked.err());
+        }
+        while let Some(answer) = all.peers.next_answer(self.options.interrupt.as_ref()) {
+            let peer = answer.peer;
+            let greeted = answer.to(&Hello).and_then(|info| all.peers.introduce(peer, info));
+            all.failures.extend(greeted.err());
+        }
+        all.said.resize(all.peers.list.len(), None);
+        self.refuse_interrupted()
+    }
+
+    /// Asks everybody who has greeted, and waits for all answers.
+    fn ask_all(&self, all: &mut Preparing, step: HostStep) -> Result<(), PrepareError> {
+        for index in 0..all.peers.list.len() {
+            if all.peers.list[index].info.is_some() && all.peers.is_up(index) {
+                let asked = all.peers.ask(index, &step, self.options.contact_timeout);
+                all.failures.extend(asked.err());
+            }
+        }
+        while let Some(answer) = all.peers.next_answer(self.options.interrupt.as_ref()) {
+            let peer = answer.peer;
+            match answer.to(&step) {
+                Ok(said) => all.said[peer] = Some(said),
+                Err(failure) => all.fail(peer, failure),
+            }
+        }
+        self.refuse_interrupted()
+    }
+
+    fn watch(
+        &self,
+        all: &mut Preparing,
+        waits: Waits,
+        progress: &mut dyn FnMut(&[PreparedProcess]),
+    ) -> Result<(), PrepareError> {
+        let step = |seen_bytes| HostStep::Watch { seen_bytes, wait_ms: millis(SLICE) };
+        let timeout = SLICE + self.options.contact_timeout;
+        for index in 0..all.peers.list.len() {
+            if let Some(seen_bytes) = all.goes_on(index, waits) {
+                let asked = all.peers.ask(index, &step(seen_bytes), timeout);
+                all.failures.extend(asked.err());
+            }
+        }
+        while let Some(answer) = all.peers.next_answer(self.options.interrupt.as_ref()) {
+            let peer = answer.peer;
+            match answer.to(&step(0)) {
+                Ok(said) => all.said[peer] = Some(said),
+                Err(failure) => all.fail(peer, failure),
+            }
+            if let Some(seen_bytes) = all.goes_on(peer, waits) {
+                let asked = all.peers.ask(peer, &step(seen_bytes), timeout);
+                all.failures.extend(asked.err());
+            }
+            progress(&all.processes());
+        }
+        self.refuse_interrupted()
+    }
+
+    /// Tells everybody who can be told.
+    fn call_all_off(&self, all: &mut Preparing) {
+        for index in 0..all.peers.list.len() {
+            if all.peers.is_up(index)
+                && let Err(failure) =
+                    all.peers.ask(index, &HostStep::CallOff, self.options.contact_timeout)
+            {
+                tracing::debug!(%failure, "a process was not told");
+            }
+        }
+        while let Some(answer) = all.peers.next_answer(None) {
+            if let Some(failure) = answer.failure() {
+                tracing::debug!(%failure, "a process did not say that it has stopped");
+            }
+        }
+    }
+
+    fn refuse_interrupted(&self) -> Result<(), PrepareError> {
+        match &self.options.interrupt {
+            Some(interrupt) if interrupt.is_raised() => {
+                Err(PrepareError::CalledOff { tenant: self.tenant.clone() })
+            }
+            Some(_) | None => Ok(()),
+        }
+    }
+}
+
+impl Preparing {
+    /// What it says is of no use any more.
+    fn fail(&mut self, peer: usize, failure: MemberFailure) {
+        self.said[peer] = None;
+        self.failures.push(failure);
+    }
+
+    /// Is more to be heard of it? Then what it has brought in so far, in bytes.
+    fn goes_on(&self, peer: usize, waits: Waits) -> Option<u64> {
+        if let Waits::Until(end) = waits
+            && Instant::now() >= end
+        {
+            return None;
+        }
+        let said = self.said[peer].as_ref()?;
+        match said.stage {
+            HostStage::Grows | HostStage::Waits => Some(said.brought_in_bytes),
+            HostStage::Rests | HostStage::Stopped(_) => None,
+        }
+    }
+
+    fn processes(&self) -> Vec<PreparedProcess> {
+        let peers = self.peers.list.iter().zip(&self.said);
+        let mut processes: Vec<_> = peers
+            .filter_map(|(peer, said)| {
+                let command = peer.info.as_ref()?.command.clone();
+                let host = HostProgress { need: None, ..said.clone()? };
+                Some(PreparedProcess { who: peer.who, command, host })
+            })
+            .collect();
+        processes.sort_by_key(|process| process.who.pid);
+        processes
+    }
+}

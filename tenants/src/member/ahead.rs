@@ -1,0 +1,407 @@
+//! Host memory for the next pause, brought in while the application runs, and given back when the machine is short.
+//!
+//! One thread does both, of low priority, which begins when it is first wanted and takes one chunk at a time: between two
+//! it looks whether the process runs, how much may be taken, and whether somebody has called it off.
+//!
+//! Lock order: `state` is a leaf.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use nix::sys::resource::{Resource, getrlimit};
+use vmm_pool::driver::{Driver, DriverOp};
+use vmm_pool::{BroughtIn, HostStanding, PoolError, StepLog};
+
+use super::Member;
+use super::agent::block_signals;
+use super::failures::pool_failure;
+use crate::host_memory::{HostFigure, HostNeed, LimitKind};
+use crate::wire::{Failure, FailureKind, HostProgress, HostStage, MemberState};
+
+/// How often a process that prepares by itself looks what is missing. What is the same twice is brought in.
+const LOOK_EVERY: Duration = Duration::from_secs(2);
+/// When it has come to an end before all was there, it tries again after this long.
+const AGAIN_AFTER: Duration = Duration::from_mins(1);
+/// Between two tries while a pause or resume is under way, or the arena is in use.
+const REST: Duration = Duration::from_millis(50);
+/// How long the process's end waits for a driver call of ours.
+const END_TIMEOUT: Duration = Duration::from_secs(1);
+/// The lowest priority: the application comes first.
+const NICE: i32 = 19;
+
+/// Of one process.
+#[derive(Debug, Default)]
+pub(super) struct Ahead {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    has_thread: bool,
+    /// Somebody has asked for it: up to how much, in bytes.
+    asked: Option<u64>,
+    /// The machine is short: what is idle goes back.
+    is_short: bool,
+    progress: HostProgress,
+}
+
+/// What the thread does next.
+#[derive(Debug)]
+enum Task {
+    BringIn(Run),
+    GiveBack,
+}
+
+/// Host memory is brought in.
+#[derive(Debug)]
+struct Run {
+    most_bytes: u64,
+    begun: Instant,
+    /// Somebody has asked for it, and may call it off.
+    is_asked: bool,
+}
+
+/// What a process that prepares by itself has seen.
+#[derive(Debug, Default)]
+struct Calm {
+    wanted_bytes: u64,
+    not_before: Option<Instant>,
+}
+
+impl Ahead {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<D: Driver> Member<D> {
+    /// How far it is. Waits for nothing.
+    pub(super) fn host_progress(&self) -> HostProgress {
+        let HostStanding { held_bytes, wanted_bytes } = self.pool.host_standing();
+        let progress = self.ahead.state().progress.clone();
+        HostProgress { held_bytes, wanted_bytes, need: None, ..progress }
+    }
+
+    /// What is missing, and what limits it.
+    pub(super) fn host_need(&self) -> HostProgress {
+        let progress = self.host_progress();
+        let HostProgress { held_bytes, wanted_bytes, .. } = progress;
+        let grow_bytes = wanted_bytes.saturating_sub(held_bytes);
+        let need = HostNeed {
+            saved_bytes: wanted_bytes,
+            held_bytes,
+            grow_bytes,
+            grow_with_needed_bytes: grow_bytes,
+            grow_with_all_bytes: grow_bytes,
+            limits: (self.config.host_limits)(),
+        };
+        HostProgress { need: Some(need), ..progress }
+    }
+
+    /// Has host memory brought in, up to `most_bytes`, on a thread of its own.
+    pub(super) fn begin_ahead(self: &Arc<Self>, most_bytes: u64) {
+        {
+            let mut state = self.ahead.state();
+            if state.asked.is_none() {
+                state.progress =
+                    HostProgress { stage: HostStage::Grows, ..HostProgress::default() };
+            }
+            state.asked = Some(most_bytes);
+        }
+        self.ahead.changed.notify_all();
+        self.start_ahead();
+    }
+
+    /// Ends what [`Member::begin_ahead`] has begun, at the next chunk.
+    pub(super) fn call_ahead_off(&self) {
+        self.ahead.state().asked = None;
+    }
+
+    /// Sees that there is a thread.
+    pub(super) fn start_ahead(self: &Arc<Self>) {
+        if std::mem::replace(&mut self.ahead.state().has_thread, true) {
+            return;
+        }
+        let member = Arc::clone(self);
+        let thread = std::thread::Builder::new().name("sublet-ahead".to_owned());
+        if let Err(error) = thread.spawn(move || member.run_ahead()) {
+            let mut state = self.ahead.state();
+            state.has_thread = false;
+            state.asked = None;
+            state.progress.stage = HostStage::Stopped(Failure {
+                kind: FailureKind::OutOfHostMemory,
+                message: format!(
+                    "process {}: no thread to bring host memory in with ({error}): raise its limit of threads \
+                     (ulimit -u), or pause without it",
+                    std::process::id()
+                ),
+            });
+        }
+    }
+
+    /// Has idle host memory given back, as long as the machine is short.
+    pub(super) fn begin_giving_back(self: &Arc<Self>) {
+        self.ahead.state().is_short = true;
+        self.ahead.changed.notify_all();
+        self.start_ahead();
+    }
+
+    /// The process ends: waits a bounded time for the driver call that is under way.
+    pub(super) fn end_ahead(&self) {
+        self.pool.stop_bringing_in(END_TIMEOUT);
+        self.ahead.changed.notify_all();
+    }
+
+    fn run_ahead(&self) {
+        block_signals();
+        if let Err(error) = rustix::process::setpriority_process(None, NICE) {
+            tracing::debug!(%error, "host memory is brought in at the application's own priority");
+        }
+        let mut calm = Calm::default();
+        while let Some(task) = self.next_task(&mut calm) {
+            let Task::BringIn(run) = task else {
+                self.give_idle_memory_back();
+                continue;
+            };
+            let stage = self.bring_all_in(&run);
+            if matches!(stage, HostStage::Stopped(_)) {
+                calm.not_before = Some(Instant::now() + AGAIN_AFTER);
+            }
+            {
+                let mut state = self.ahead.state();
+                if run.is_asked {
+                    state.asked = None;
+                }
+                state.progress.elapsed_us = micros(run.begun.elapsed());
+                state.progress.stage = stage;
+            }
+            self.waker.wake();
+        }
+    }
+
+    /// Waits for something to do; none when the process ends.
+    fn next_task(&self, calm: &mut Calm) -> Option<Task> {
+        let bring_in = |most_bytes, is_asked| {
+            Task::BringIn(Run { most_bytes, begun: Instant::now(), is_asked })
+        };
+        loop {
+            if self.pool.has_stopped_bringing_in() {
+                return None;
+            }
+            if std::mem::take(&mut self.ahead.state().is_short) {
+                return Some(Task::GiveBack);
+            }
+            if let Some(most_bytes) = self.ahead.state().asked {
+                return Some(bring_in(most_bytes, true));
+            }
+            if let Some(most_bytes) = self.config.prepares_up_to
+                && calm.is_due(self.pool.host_standing(), most_bytes)
+                && self.state() == MemberState::Active
+                && !self.pool.gives_host_memory_back()
+            {
+                self.ahead.state().progress =
+                    HostProgress { stage: HostStage::Grows, ..HostProgress::default() };
+                return Some(bring_in(most_bytes, false));
+            }
+            let state = self.ahead.state();
+            if state.asked.is_none() && !state.is_short && !self.pool.has_stopped_bringing_in() {
+                let rest =
+                    if self.config.prepares_up_to.is_some() { LOOK_EVERY } else { AGAIN_AFTER };
+                drop(self.ahead.changed.wait_timeout(state, rest));
+            }
+        }
+    }
+
+    /// Brings in what is missing, as far as it may.
+    fn bring_all_in(&self, run: &Run) -> HostStage {
+        loop {
+            if self.pool.has_stopped_bringing_in()
+                || (run.is_asked && self.ahead.state().asked.is_none())
+            {
+                return HostStage::Rests;
+            }
+            if !matches!(self.state(), MemberState::Active | MemberState::Paused) {
+                self.ahead.state().progress.stage = HostStage::Waits;
+                self.rest(REST);
+                continue;
+            }
+            let room = self.room(self.pool.host_standing().held_bytes);
+            let most_bytes = room.as_ref().map_or(u64::MAX, |room| room.most_bytes);
+            match self.pool.bring_in(most_bytes.min(run.most_bytes)) {
+                Ok(BroughtIn::Chunk(log)) => self.note_chunk(run, &log),
+                Ok(BroughtIn::Enough) => {
+                    let HostStanding { held_bytes, wanted_bytes } = self.pool.host_standing();
+                    let is_all = held_bytes >= wanted_bytes || run.most_bytes < most_bytes;
+                    return match room {
+                        Some(room) if !is_all => HostStage::Stopped(room.refusal(wanted_bytes)),
+                        Some(_) | None => HostStage::Rests,
+                    };
+                }
+                Ok(BroughtIn::NotNow) => self.rest(REST),
+                Err(error) => return HostStage::Stopped(refusal_of(&error)),
+            }
+        }
+    }
+
+    fn note_chunk(&self, run: &Run, log: &StepLog) {
+        let spent = |name| {
+            let steps = log.steps.iter().filter(|step| step.name == name);
+            steps.map(|step| step.elapsed_us).sum::<u64>()
+        };
+        {
+            let progress = &mut self.ahead.state().progress;
+            progress.stage = HostStage::Grows;
+            progress.brought_in_bytes += vmm_pool::HOST_CHUNK_BYTES;
+            progress.elapsed_us = micros(run.begun.elapsed());
+            progress.touching_us += spent("touch host memory");
+            progress.pinning_us += spent("pin host memory");
+        }
+        self.waker.wake();
+    }
+
+    /// Up to how much may be held now, by what limits it most; none without a limit. `held_bytes` are held.
+    fn room(&self, held_bytes: u64) -> Option<Room> {
+        let limits = (self.config.host_limits)().into_iter().map(|limit| {
+            let most_bytes = match limit.kind {
+                // It is the whole tenant's, and another process may need as much.
+                LimitKind::Configured => limit.bytes / self.members(),
+                LimitKind::Available | LimitKind::ControlGroup { .. } => {
+                    held_bytes.saturating_add(limit.bytes)
+                }
+            };
+            Room { most_bytes, kind: limit.kind }
+        });
+        let figures = (self.config.host_figures)().into_iter().map(|figure: HostFigure| Room {
+            most_bytes: held_bytes.saturating_add(figure.spare_bytes()),
+            kind: figure.kind,
+        });
+        limits.chain(figures).min_by_key(|room| room.most_bytes)
+    }
+
+    /// Processes of the tenant, this one too.
+    fn members(&self) -> u64 {
+        self.dir.members().map_or(1, |members| members.len().max(1) as u64)
+    }
+
+    /// Gives one chunk after the other of idle host memory back while the machine is short.
+    fn give_idle_memory_back(&self) {
+        let mut given_bytes = 0;
+        while matches!(self.state(), MemberState::Active | MemberState::Paused)
+            && !self.pool.has_stopped_bringing_in()
+        {
+            match self.pool.give_idle_chunk_back() {
+                Ok(0) => break,
+                Ok(bytes) => given_bytes += bytes,
+                Err(error) => {
+                    tracing::error!(%error, "host memory stays for the next pause");
+                    break;
+                }
+            }
+            let figures = (self.config.host_figures)();
+            if figures.iter().all(|figure| figure.spare_bytes() > 0) {
+                break;
+            }
+        }
+        if given_bytes > 0 {
+            tracing::warn!(
+                given_bytes,
+                "host memory is short: idle pinned memory was given back, and the next pause brings it in again"
+            );
+        }
+    }
+}
+
+/// What limits host memory, and where.
+#[derive(Debug)]
+struct Room {
+    most_bytes: u64,
+    kind: LimitKind,
+}
+
+impl Room {
+    fn refusal(&self, wanted_bytes: u64) -> Failure {
+        let next = match self.kind {
+            LimitKind::Configured => {
+                "raise SUBLET_HOST_BYTES_MAX, of which each process of the tenant has its share"
+            }
+            LimitKind::Available => {
+                "free host memory (or set SUBLET_HOST_BYTES_MAX, where the machine grows its memory)"
+            }
+            LimitKind::ControlGroup { .. } => "raise the memory limit of the container or job",
+        };
+        Failure {
+            kind: FailureKind::OutOfHostMemory,
+            message: format!(
+                "process {}: {wanted_bytes} bytes of host memory are wanted for a pause, and no more than {} are held \
+                 ahead of it, a reserve set aside, because of {}: {next}",
+                std::process::id(),
+                self.most_bytes,
+                self.kind
+            ),
+        }
+    }
+}
+
+impl Calm {
+    /// Is as much missing as at the last look, and no try too recent?
+    fn is_due(&mut self, standing: HostStanding, most_bytes: u64) -> bool {
+        let HostStanding { held_bytes, wanted_bytes } = standing;
+        let is_calm = std::mem::replace(&mut self.wanted_bytes, wanted_bytes) == wanted_bytes;
+        let is_missing = held_bytes < wanted_bytes
+            && held_bytes.saturating_add(vmm_pool::HOST_CHUNK_BYTES) <= most_bytes;
+        is_calm && is_missing && self.not_before.is_none_or(|time| Instant::now() >= time)
+    }
+}
+
+/// Why a chunk did not come in, and what limits that may be.
+fn refusal_of(error: &PoolError) -> Failure {
+    let failure = pool_failure(error);
+    let is_of_pinning = matches!(
+        error,
+        PoolError::Driver { source, .. } if source.op == DriverOp::HostRegister
+    );
+    let Ok((soft_bytes, _)) = getrlimit(Resource::RLIMIT_MEMLOCK) else {
+        return failure;
+    };
+    if !is_of_pinning || soft_bytes == u64::MAX {
+        return failure;
+    }
+    let message = format!(
+        "{}; RLIMIT_MEMLOCK is {soft_bytes} bytes here: raise it (ulimit -l) if the driver goes by it",
+        failure.message
+    );
+    Failure { message, ..failure }
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHUNK: u64 = vmm_pool::HOST_CHUNK_BYTES;
+
+    #[test]
+    fn what_grows_is_left_alone_until_it_is_the_same_twice() {
+        let mut calm = Calm::default();
+        let standing = |held_bytes, wanted_bytes| HostStanding { held_bytes, wanted_bytes };
+        let due = [CHUNK, 2 * CHUNK, 2 * CHUNK, 3 * CHUNK, 3 * CHUNK]
+            .map(|wanted_bytes| calm.is_due(standing(0, wanted_bytes), u64::MAX));
+        assert_eq!(due, [false, false, true, false, true]);
+        assert!(!calm.is_due(standing(3 * CHUNK, 3 * CHUNK), u64::MAX), "all is there");
+        assert!(!calm.is_due(standing(2 * CHUNK, 3 * CHUNK), 3 * CHUNK - 1), "the bound");
+        assert!(calm.is_due(standing(2 * CHUNK, 3 * CHUNK), 3 * CHUNK));
+        calm.not_before = Some(Instant::now() + AGAIN_AFTER);
+        assert!(!calm.is_due(standing(2 * CHUNK, 3 * CHUNK), u64::MAX), "refused a moment ago");
+    }
+
+    #[test]
+    fn refusals_name_the_limit_and_the_next_step() {
+        let room = Room { most_bytes: 7, kind: LimitKind::Configured };
+        let text = room.refusal(9).message;
+        assert!(text.contains("9 bytes") && text.contains("raise SUBLET_HOST_BYTES_MAX"), "{text}");
+    }
+}

@@ -1,0 +1,116 @@
+//! Host memory ahead of a pause, where the machine is short of it and where the driver refuses.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking, helpers of it too")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use sublet_stage::{Place, Process, memory};
+use tenants::coordinator::{Coordinator, Options, PrepareReport, Waits};
+use tenants::host_memory::{HostFigure, LimitKind};
+use tenants::identity::TenantName;
+use tenants::member::{Member, MemberConfig};
+use tenants::wire::HostStage;
+use vmm_pool::driver::sim::{FaultSpan, SimOptions};
+use vmm_pool::driver::{DeviceOrdinal, Driver as _, DriverCode, DriverOp, VaRange};
+use vmm_pool::{Class, Contents, HOST_CHUNK_BYTES as CHUNK};
+
+const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
+const TOTAL: u64 = 1000 * CHUNK;
+
+/// A process that keeps something, and its memory.
+fn process(place: &Place, host_figures: fn() -> Vec<HostFigure>) -> (Process, VaRange) {
+    let tenant = TenantName::new("train").unwrap();
+    let mut config = MemberConfig::new(place.run_dir().clone(), tenant, "python train.py", "0.1.0");
+    config.host_figures = host_figures;
+    let member = Member::join(config, Arc::new(place.driver(SimOptions::default()))).unwrap();
+    let pool = member.pool();
+    pool.driver().make_current(DEVICE).unwrap();
+    let class = Class { library: "test", tag: String::new(), contents: Contents::Keep };
+    let handle = memory::create(pool, DEVICE, 2, class);
+    let range = memory::map(pool, handle, 2, DEVICE);
+    memory::write(pool.driver(), DEVICE, range, 7);
+    (member, range)
+}
+
+fn coordinator(place: &Place) -> Coordinator {
+    let tenant = TenantName::new("train").unwrap();
+    Coordinator::new(place.run_dir().clone(), tenant, Options::default())
+}
+
+fn prepare(place: &Place) -> PrepareReport {
+    coordinator(place).prepare(Waits::ForAll, &mut |_| {}).unwrap()
+}
+
+fn held_bytes(member: &Process) -> u64 {
+    member.pool().host_standing().held_bytes
+}
+
+/// Others have their turn.
+fn a_moment() {
+    let (_open, nothing) = std::sync::mpsc::channel::<()>();
+    nothing.recv_timeout(Duration::from_millis(20)).ok();
+}
+
+fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "{what}");
+        a_moment();
+    }
+}
+
+fn machine(available_bytes: u64) -> Vec<HostFigure> {
+    vec![HostFigure { kind: LimitKind::Available, total_bytes: TOTAL, available_bytes }]
+}
+
+static AVAILABLE: AtomicU64 = AtomicU64::new(TOTAL);
+
+#[test]
+fn idle_memory_goes_back_while_the_machine_is_short_and_no_contents_do() {
+    let place = Place::new(&[16 << 20]).unwrap();
+    let (member, range) = process(&place, || machine(AVAILABLE.load(Ordering::Relaxed)));
+    assert!(prepare(&place).is_complete());
+    assert_eq!((held_bytes(&member), member.pool().driver().census().host_ranges), (CHUNK, 1));
+    let pauses = || coordinator(&place).pause(&mut |_| {}).map(drop);
+    pauses().unwrap();
+    AVAILABLE.store(TOTAL / 20 - 1, Ordering::Relaxed);
+    // Long enough for the agent to look.
+    let looked = Instant::now() + Duration::from_secs(4);
+    wait_until("time goes by", || Instant::now() >= looked);
+    assert_eq!(held_bytes(&member), CHUNK, "it holds contents");
+    coordinator(&place).resume(&mut |_| {}).map(drop).unwrap();
+    wait_until("idle memory is given back", || held_bytes(&member) == 0);
+    assert_eq!(member.pool().driver().census().host_ranges, 0);
+    assert_eq!(memory::holds(member.pool().driver(), DEVICE, range, 7), Ok(true));
+    // What is between the marks brings nothing back, and takes nothing.
+    AVAILABLE.store(TOTAL / 15, Ordering::Relaxed);
+    let report = prepare(&place);
+    let HostStage::Stopped(failure) = &report.processes[0].host.stage else { panic!("{report:?}") };
+    assert!(failure.message.contains("MemAvailable: free host memory"), "{failure}");
+    assert!(!report.is_complete());
+    assert_eq!(held_bytes(&member), 0);
+    pauses().unwrap();
+    coordinator(&place).resume(&mut |_| {}).map(drop).unwrap();
+    assert_eq!(memory::holds(member.pool().driver(), DEVICE, range, 7), Ok(true));
+}
+
+#[test]
+fn refused_pinning_ends_it_with_the_call_and_the_limit_that_it_may_be() {
+    let place = Place::new(&[16 << 20]).unwrap();
+    let (member, range) = process(&place, || machine(TOTAL));
+    let faults = member.pool().driver().faults();
+    faults.fail(DriverOp::HostRegister, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
+    let report = prepare(&place);
+    let HostStage::Stopped(failure) = &report.processes[0].host.stage else { panic!("{report:?}") };
+    assert!(failure.message.contains("pinning of host memory"), "{failure}");
+    faults.clear();
+    assert_eq!((held_bytes(&member), member.pool().driver().census().host_ranges), (0, 0));
+    assert!(prepare(&place).is_complete());
+    assert_eq!(held_bytes(&member), CHUNK);
+    assert_eq!(memory::holds(member.pool().driver(), DEVICE, range, 7), Ok(true));
+    // The process ends: nothing comes in any more.
+    member.leave();
+    assert!(member.pool().has_stopped_bringing_in());
+}
