@@ -44,7 +44,7 @@ pub use report::{ClassBytes, Contents, DeviceReport, KeptBytes, PinnedBytes, Poo
 pub use saved::{SavedError, WriteOut, Written};
 pub use store::{Copies, HostBudget, HostDemand, check_file_dir};
 pub use transition::{
-    Activity, Done, DrainError, Draining, Failed, ImportRequest, Leaving, Prepared, Quiesced,
-    Restored, Returning, Shut, Undone,
+    Activity, Arriving, ByDevice, Departing, Done, DrainError, Draining, Failed, ImportRequest,
+    Leaving, Left, Moved, Prepared, Quiesced, Reserved, Restored, Returning, Shut, Undone,
 };
 pub use waits::Waited;

@@ -21,6 +21,7 @@ mod progress;
 mod saving;
 mod selection;
 mod sockets;
+mod stages;
 mod stepping;
 mod termination;
 

@@ -19,5 +19,6 @@ mod pieces;
 mod process;
 mod questions;
 mod stage;
+mod staged;
 mod tags;
 mod writeout;
