@@ -69,7 +69,8 @@ int sublet_pause_tenant(const char *tenant, uint32_t timeout_ms);
 /* Resumes every process of a tenant; as sublet_pause_tenant. */
 int sublet_resume_tenant(const char *tenant, uint32_t timeout_ms);
 
-/* Pauses one tenant, then resumes the other. When that cannot resume, both are paused. */
+/* Pauses one tenant and resumes the other, both at once and in bounded device memory. When the other cannot
+ * come, the first runs again; the error says so where it does not. */
 int sublet_swap_tenants(const char *from, const char *to, uint32_t timeout_ms);
 
 /* Has every process of a tenant bring in, while it runs, the host memory that its next pause takes; NULL is the

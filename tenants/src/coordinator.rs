@@ -12,7 +12,9 @@
 mod ahead;
 mod cutting;
 mod error;
+mod exchange;
 mod interrupt;
+mod overlap;
 mod participants;
 mod peers;
 mod report;
@@ -22,6 +24,7 @@ mod shared_memory;
 mod shortage;
 mod stepping;
 mod stillness;
+mod swap;
 #[cfg(test)]
 mod tests;
 
@@ -32,11 +35,12 @@ pub use error::{CoordinatorError, SwapError};
 pub use interrupt::Interrupt;
 pub use report::{
     CutSummary, DeviceTotal, DrainSummary, Event, MemberFailure, MemberPhase, Outcome,
-    PhaseSummary, Report, Step, Swap, TenantStats, Who,
+    PhaseSummary, Report, StageSummary, Step, Swap, TenantStats, Who,
 };
 
 pub use saving::{SaveError, SaveReport, SaveState};
 pub use shortage::{DeviceShortage, Holder};
+pub use swap::{SwapOptions, swap};
 
 use peers::{Peers, Reached, reach, with_source};
 use session::Session;
@@ -243,9 +247,20 @@ impl Coordinator {
         let _entered = span.enter();
         let dir = self.dir()?;
         let lock = self.lock(&dir, action)?;
+        self.act_holding(&dir, &lock, action, progress)
+    }
+
+    /// With the tenant's lock.
+    fn act_holding(
+        &self,
+        dir: &TenantDir,
+        lock: &CoordinatorLock,
+        action: Action,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Outcome, CoordinatorError> {
         let mut tries = 1;
         loop {
-            match self.try_act(&dir, &lock, action, progress) {
+            match self.try_act(dir, lock, action, progress) {
                 // With the newcomers, then.
                 Err(CoordinatorError::Joined { .. }) if tries < JOINED_TRIES_MAX => tries += 1,
                 outcome => return outcome,
@@ -269,13 +284,22 @@ impl Coordinator {
                 Action::Resume => Outcome::AlreadyActive,
             });
         }
-        let mut outcome = session.run(action, members);
-        if let Err(CoordinatorError::Refused { shortages, .. }) = &mut outcome {
-            shortage::name_holders(shortages, &self.run_dir, &self.tenant);
-        }
-        let report = outcome?;
+        let report = session.run(action, members).map_err(|error| self.with_holders(error, &[]))?;
         tracing::info!(wall_us = report.wall_us, losses = report.losses.len(), "done");
         Ok(Outcome::Completed(Box::new(report)))
+    }
+
+    /// `error` with whoever holds the devices that are too full for this tenant, but for `others`.
+    fn with_holders(
+        &self,
+        mut error: CoordinatorError,
+        others: &[&TenantName],
+    ) -> CoordinatorError {
+        if let CoordinatorError::Refused { shortages, .. } = &mut error {
+            let but: Vec<&TenantName> = others.iter().copied().chain([&self.tenant]).collect();
+            shortage::name_holders(shortages, &self.run_dir, &but);
+        }
+        error
     }
 
     /// Takes the tenant's lock, unless that is called off.
@@ -326,28 +350,6 @@ impl Coordinator {
                 existing: self.run_dir.live_tenants()?,
             }),
         }
-    }
-}
-
-/// Pauses `from`, then resumes `to`.
-///
-/// # Errors
-/// [`SwapError::NoTarget`] when `to` has no process; [`SwapError::Pause`] when `from` did not pause, and nothing was changed; [`SwapError::Resume`] when it
-/// did and `to` did not resume: both are then paused.
-pub fn swap(
-    from: &mut Coordinator,
-    to: &mut Coordinator,
-    progress: &mut dyn FnMut(Event<'_>),
-) -> Result<Swap, SwapError> {
-    to.check_alive().map_err(SwapError::NoTarget)?;
-    let paused = from.pause(progress).map_err(SwapError::Pause)?;
-    match to.resume(progress) {
-        Ok(resumed) => Ok(Swap { paused, resumed }),
-        Err(source) => Err(SwapError::Resume {
-            paused_tenant: from.tenant.clone(),
-            paused: Box::new(paused),
-            source: Box::new(source),
-        }),
     }
 }
 

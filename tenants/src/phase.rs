@@ -31,7 +31,11 @@ pub enum Phase {
     Drain,
     /// Pause 3: save contents to host memory and files, and unmap. Every handle is kept.
     Save,
-    /// Pause 4, the point of no return: release imports and own memory.
+    /// In place of [`Phase::Save`], by stages: take all host memory and disk space that saving takes. Nothing is moved.
+    Reserve,
+    /// By stages, any number of times behind the point of no return: save and release a window of own memory.
+    ReleaseStage,
+    /// Pause 4, the point of no return: release imports and own memory. By stages, what is left is saved before.
     Release,
     /// Pause 5: compare the device's free memory with what was released.
     Verify,
@@ -39,7 +43,11 @@ pub enum Phase {
     AbortPause,
     /// Resume 1: create all memory, or none.
     CreateOwn,
-    /// Resume 2: map it at its old addresses, put contents back, export what peers will import.
+    /// In place of [`Phase::CreateOwn`], by stages, any number of times: create as much as is allowed, map it at its old
+    /// addresses, and put its contents back.
+    RestoreStage,
+    /// Resume 2: map it at its old addresses, put contents back, export what peers will import. By stages, what is left is
+    /// created and restored before.
     Restore,
     /// Resume 3: import peers' memory at its old addresses.
     Import,
@@ -81,13 +89,77 @@ pub struct Row {
     timeout: Duration,
     /// It is taken at a common cut of the ranks, where all processes take part.
     at_cut: bool,
-    /// It is taken for another one, where lost memory is left out.
-    in_place_of: Option<Phase>,
+    /// In which pauses and resumes it is taken.
+    when: When,
     /// The bytes of its report are those that the action gives back or takes.
     moves_memory: bool,
     /// It opens a descriptor for each allocation that is shared.
     opens_descriptors: bool,
-    order: fn(&Scope, &[Stay]) -> Order,
+    order: fn(&Told<'_>) -> Order,
+}
+
+/// In which pauses and resumes a phase is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum When {
+    Always,
+    /// Where all memory of a process moves in one step.
+    AtOnce,
+    /// Where it moves by stages.
+    ByStages,
+    /// Where lost memory is not left out.
+    WithLost,
+    /// Where it is.
+    WithoutLost,
+}
+
+/// How a pause or resume is done, where there is more than one way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Manner {
+    /// Memory that was imported from processes that have ended is left out.
+    pub without_lost: bool,
+    /// Memory moves by stages, so that another tenant's moves the other way meanwhile.
+    pub by_stages: bool,
+}
+
+impl When {
+    fn is_of(self, manner: Manner) -> bool {
+        match self {
+            Self::Always => true,
+            Self::AtOnce => !manner.by_stages,
+            Self::ByStages => manner.by_stages,
+            Self::WithLost => !manner.without_lost,
+            Self::WithoutLost => manner.without_lost,
+        }
+    }
+}
+
+/// What an order can say, besides what to do. Each row of the table takes what its phase needs.
+#[derive(Clone, Debug)]
+pub struct Told<'a> {
+    /// Which memory it is about.
+    pub scope: &'a Scope,
+    /// Shared memory that stays where it is.
+    pub stays: &'a [Stay],
+    /// Which copies of earlier pauses stay in host memory.
+    pub copies: Copies,
+    /// Of a stage.
+    pub window: Window,
+}
+
+impl<'a> Told<'a> {
+    /// For phases that are no stages.
+    pub fn new(scope: &'a Scope, stays: &'a [Stay]) -> Self {
+        Self { scope, stays, copies: Copies::default(), window: Window::default() }
+    }
+}
+
+/// How much one stage moves.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Window {
+    /// Which stage of its process it is, counted from 0.
+    pub stage: u32,
+    /// Bytes at most, by the machine-wide name of the device; nothing of those that are not named.
+    pub devices: Vec<(String, u64)>,
 }
 
 /// A phase that prepares `action`, with what most rows have.
@@ -96,7 +168,7 @@ const fn row(
     label: &'static str,
     action: Action,
     stage: Stage,
-    order: fn(&Scope, &[Stay]) -> Order,
+    order: fn(&Told<'_>) -> Order,
 ) -> Row {
     Row {
         phase,
@@ -105,7 +177,7 @@ const fn row(
         stage,
         timeout: Duration::from_mins(1),
         at_cut: false,
-        in_place_of: None,
+        when: When::Always,
         moves_memory: false,
         opens_descriptors: false,
         order,
@@ -113,63 +185,90 @@ const fn row(
 }
 
 /// One row for each phase, in the order of [`Phase`], which is that of a pause and of a resume.
-const TABLE: [Row; 13] = {
+const TABLE: [Row; 16] = {
     use Action::{Pause, Resume};
     use Stage::{Abort, Commit, Prepare, Settle};
     [
         Row {
             timeout: Duration::from_secs(10),
             at_cut: true,
-            ..row(Phase::CloseGate, "close gate", Pause, Prepare, |scope, _| Order::CloseGate {
-                scope: scope.clone(),
+            ..row(Phase::CloseGate, "close gate", Pause, Prepare, |told| Order::CloseGate {
+                scope: told.scope.clone(),
             })
         },
         Row {
             timeout: Duration::from_secs(30),
-            ..row(Phase::Drain, "drain", Pause, Prepare, |_, _| Order::Drain)
+            ..row(Phase::Drain, "drain", Pause, Prepare, |_| Order::Drain)
         },
         Row {
             timeout: Duration::from_mins(2),
-            ..row(Phase::Save, "save contents", Pause, Prepare, |_, stays| Order::Save {
-                stays: stays.to_vec(),
-                copies: Copies::default(),
-            })
-        },
-        Row {
-            moves_memory: true,
-            ..row(Phase::Release, "release memory", Pause, Commit, |_, _| Order::Release)
-        },
-        row(Phase::Verify, "verify", Pause, Commit, |_, _| Order::Verify),
-        row(Phase::AbortPause, "undo pause", Pause, Abort, |_, _| Order::AbortPause),
-        Row {
-            moves_memory: true,
-            ..row(Phase::CreateOwn, "create memory", Resume, Prepare, |scope, _| Order::CreateOwn {
-                scope: scope.clone(),
+            when: When::AtOnce,
+            ..row(Phase::Save, "save contents", Pause, Prepare, |told| Order::Save {
+                stays: told.stays.to_vec(),
+                copies: told.copies,
             })
         },
         Row {
             timeout: Duration::from_mins(2),
+            when: When::ByStages,
+            ..row(Phase::Reserve, "reserve host memory", Pause, Prepare, |told| Order::Reserve {
+                stays: told.stays.to_vec(),
+                copies: told.copies,
+            })
+        },
+        Row {
+            when: When::ByStages,
+            moves_memory: true,
+            ..row(Phase::ReleaseStage, "release by stages", Pause, Commit, |told| {
+                Order::ReleaseStage { window: told.window.clone() }
+            })
+        },
+        Row {
+            moves_memory: true,
+            ..row(Phase::Release, "release memory", Pause, Commit, |_| Order::Release)
+        },
+        row(Phase::Verify, "verify", Pause, Commit, |_| Order::Verify),
+        row(Phase::AbortPause, "undo pause", Pause, Abort, |_| Order::AbortPause),
+        Row {
+            moves_memory: true,
+            when: When::AtOnce,
+            ..row(Phase::CreateOwn, "create memory", Resume, Prepare, |told| Order::CreateOwn {
+                scope: told.scope.clone(),
+            })
+        },
+        Row {
+            moves_memory: true,
+            when: When::ByStages,
+            ..row(Phase::RestoreStage, "restore by stages", Resume, Prepare, |told| {
+                Order::RestoreStage { scope: told.scope.clone(), window: told.window.clone() }
+            })
+        },
+        Row {
+            timeout: Duration::from_mins(2),
             opens_descriptors: true,
-            ..row(Phase::Restore, "restore contents", Resume, Prepare, |_, _| Order::Restore)
+            // What is left by stages.
+            moves_memory: true,
+            ..row(Phase::Restore, "restore contents", Resume, Prepare, |_| Order::Restore)
         },
         Row {
             opens_descriptors: true,
-            ..row(Phase::Import, "import from peers", Resume, Prepare, |_, _| Order::Import)
+            when: When::WithLost,
+            ..row(Phase::Import, "import from peers", Resume, Prepare, |_| Order::Import)
         },
         Row {
             opens_descriptors: true,
-            in_place_of: Some(Phase::Import),
-            ..row(Phase::ImportFromLiving, "import from living peers", Resume, Prepare, |_, _| {
+            when: When::WithoutLost,
+            ..row(Phase::ImportFromLiving, "import from living peers", Resume, Prepare, |_| {
                 Order::ImportFromLiving
             })
         },
-        row(Phase::Activate, "open gate", Resume, Commit, |_, _| Order::Activate),
-        row(Phase::AbortResume, "undo resume", Resume, Abort, |_, _| Order::AbortResume),
+        row(Phase::Activate, "open gate", Resume, Commit, |_| Order::Activate),
+        row(Phase::AbortResume, "undo resume", Resume, Abort, |_| Order::AbortResume),
         Row {
             action: None,
-            ..row(Phase::Settle, "settle what was left half done", Pause, Settle, |_, _| {
-                Order::Settle
-            })
+            // One that was told to release by stages may have all of its memory to save.
+            timeout: Duration::from_mins(3),
+            ..row(Phase::Settle, "settle what was left half done", Pause, Settle, |_| Order::Settle)
         },
     ]
 };
@@ -178,13 +277,13 @@ const TABLE: [Row; 13] = {
 /// time-outs were asked for: the cut's, and those of closing the gate and of the drain.
 pub const HELD_MAX: Duration = Duration::from_secs(70);
 
-/// The first phase of `action` that is of `stage`. There is one; else this does not compile.
+/// The first phase of `action` that is of `stage` and always taken. There is one; else this does not compile.
 const fn first(action: Action, stage: Stage) -> Phase {
     let mut at = 0;
     loop {
         let row = &TABLE[at];
         // CAST: both enums have no fields; their order is what is compared.
-        let is_of_stage = row.stage as u8 == stage as u8;
+        let is_of_stage = row.stage as u8 == stage as u8 && matches!(row.when, When::Always);
         if let Some(found) = row.action
             && is_of_stage
             && found as u8 == action as u8
@@ -216,15 +315,10 @@ impl Action {
         }
     }
 
-    /// Its phases of `stage`, in order; those for lost memory in place of others where that is left out.
-    pub fn phases(self, stage: Stage, without_lost: bool) -> Vec<Phase> {
+    /// Its phases of `stage`, in order, as they are taken in this manner.
+    pub fn phases(self, stage: Stage, manner: Manner) -> Vec<Phase> {
         let rows = TABLE.iter().filter(|row| row.action == Some(self) && row.stage == stage);
-        let usual = rows.filter(|row| row.in_place_of.is_none()).map(|row| row.phase);
-        let instead = |phase: Phase| {
-            let found = TABLE.iter().find(|row| without_lost && row.in_place_of == Some(phase));
-            found.map_or(phase, |row| row.phase)
-        };
-        usual.map(instead).collect()
+        rows.filter(|row| row.when.is_of(manner)).map(|row| row.phase).collect()
     }
 }
 
@@ -287,9 +381,14 @@ impl Phase {
         self.row().opens_descriptors
     }
 
-    /// The order to take it, in a pause or resume of `scope` that leaves `stays` where they are.
-    pub fn order(self, scope: &Scope, stays: &[Stay]) -> Order {
-        (self.row().order)(scope, stays)
+    /// Is it taken any number of times, each for a part of the memory?
+    pub fn is_staged(self) -> bool {
+        matches!(self, Self::ReleaseStage | Self::RestoreStage)
+    }
+
+    /// The order to take it.
+    pub fn order(self, told: &Told<'_>) -> Order {
+        (self.row().order)(told)
     }
 }
 
@@ -310,6 +409,18 @@ pub enum Order {
         /// Which copies of earlier pauses may stay in host memory.
         copies: Copies,
     },
+    /// [`Phase::Reserve`].
+    Reserve {
+        /// Shared memory that stays where it is.
+        stays: Vec<Stay>,
+        /// Which copies of earlier pauses may stay in host memory.
+        copies: Copies,
+    },
+    /// [`Phase::ReleaseStage`].
+    ReleaseStage {
+        /// How much; one allocation that is larger than what is said of its device goes, too.
+        window: Window,
+    },
     /// [`Phase::Release`].
     Release,
     /// [`Phase::Verify`].
@@ -320,6 +431,13 @@ pub enum Order {
     CreateOwn {
         /// Which memory the resume is about.
         scope: Scope,
+    },
+    /// [`Phase::RestoreStage`].
+    RestoreStage {
+        /// Which memory the resume is about.
+        scope: Scope,
+        /// How much, and no more.
+        window: Window,
     },
     /// [`Phase::Restore`].
     Restore,
@@ -336,25 +454,19 @@ pub enum Order {
 }
 
 impl Order {
-    /// The same, where `copies` of earlier pauses stay in host memory.
-    #[must_use]
-    pub fn keeping(mut self, kept: Copies) -> Self {
-        if let Self::Save { copies, .. } = &mut self {
-            *copies = kept;
-        }
-        self
-    }
-
     /// The phase that it asks for.
     pub fn phase(&self) -> Phase {
         match self {
             Self::CloseGate { .. } => Phase::CloseGate,
             Self::Drain => Phase::Drain,
             Self::Save { .. } => Phase::Save,
+            Self::Reserve { .. } => Phase::Reserve,
+            Self::ReleaseStage { .. } => Phase::ReleaseStage,
             Self::Release => Phase::Release,
             Self::Verify => Phase::Verify,
             Self::AbortPause => Phase::AbortPause,
             Self::CreateOwn { .. } => Phase::CreateOwn,
+            Self::RestoreStage { .. } => Phase::RestoreStage,
             Self::Restore => Phase::Restore,
             Self::Import => Phase::Import,
             Self::ImportFromLiving => Phase::ImportFromLiving,
@@ -381,19 +493,25 @@ mod tests {
         assert_eq!(all.len(), TABLE.len());
         for phase in all {
             assert_eq!(phase.row().phase, phase);
-            assert_eq!(phase.order(&Scope::Whole, &[]).phase(), phase);
+            let told = Told::new(&Scope::Whole, &[]);
+            assert_eq!(phase.order(&told).phase(), phase);
         }
     }
 
     #[test]
     fn a_pause_and_a_resume_have_their_phases_in_order() {
         use Phase::{
-            Activate, CloseGate, CreateOwn, Drain, Import, ImportFromLiving, Release, Restore,
-            Save, Verify,
+            Activate, CloseGate, CreateOwn, Drain, Import, ImportFromLiving, Release, ReleaseStage,
+            Reserve, Restore, RestoreStage, Save, Verify,
         };
         for without_lost in [false, true] {
             let import = if without_lost { ImportFromLiving } else { Import };
-            let of = |action: Action, stage| action.phases(stage, without_lost);
+            let manner = |by_stages| Manner { without_lost, by_stages };
+            let by_stages = |action: Action, stage| action.phases(stage, manner(true));
+            assert_eq!(by_stages(Action::Pause, Stage::Prepare), [CloseGate, Drain, Reserve]);
+            assert_eq!(by_stages(Action::Pause, Stage::Commit), [ReleaseStage, Release, Verify]);
+            assert_eq!(by_stages(Action::Resume, Stage::Prepare), [RestoreStage, Restore, import]);
+            let of = |action: Action, stage| action.phases(stage, manner(false));
             assert_eq!(of(Action::Pause, Stage::Prepare), [CloseGate, Drain, Save]);
             assert_eq!(of(Action::Pause, Stage::Commit), [Release, Verify]);
             assert_eq!(of(Action::Resume, Stage::Prepare), [CreateOwn, Restore, import]);

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, KeptBytes, PoolReport};
 
-pub use crate::phase::{Action, Order, Phase};
+pub use crate::phase::{Action, Order, Phase, Told, Window};
 pub use crate::state::MemberState;
 pub use ask::{
     Ask, AwaitConsent, FetchFds, GiveUp, Hello, Hold, HostStep, Needs, SaveStep, SentFds, Stats,
@@ -190,6 +190,64 @@ pub struct PhaseReport {
     pub host: Option<HostNeed>,
     /// Of [`Phase::Drain`]: what is held of shared memory.
     pub references: Option<Box<References>>,
+    /// Of a pause or resume by stages: how far it is.
+    pub stage: Option<StageReport>,
+}
+
+impl PhaseReport {
+    /// What was done further in the same phase, as done in one.
+    pub fn add(&mut self, next: Self) {
+        self.elapsed_us += next.elapsed_us;
+        self.driver_calls += next.driver_calls;
+        self.bytes = self.bytes.saturating_add(next.bytes);
+        for (name, elapsed_us) in next.steps {
+            match self.steps.iter_mut().find(|(known, _)| *known == name) {
+                Some((_, all_us)) => *all_us += elapsed_us,
+                None => self.steps.push((name, elapsed_us)),
+            }
+        }
+        for delta in next.devices {
+            match self.devices.iter_mut().find(|known| known.uuid == delta.uuid) {
+                Some(known) => {
+                    let bytes = known.bytes.saturating_add(delta.bytes);
+                    *known = DeviceDelta { bytes, ..delta };
+                }
+                None => self.devices.push(delta),
+            }
+        }
+        self.notes.extend(next.notes);
+        self.kept = match (self.kept, next.kept) {
+            (Some(one), Some(more)) => Some(one.plus(more)),
+            (one, more) => one.or(more),
+        };
+        self.host = next.host.or(self.host.take());
+        self.references = next.references.or(self.references.take());
+        if let Some(next) = next.stage {
+            let copied_bytes = self.stage.take().map_or(0, |stage| stage.copied_bytes);
+            let copied_bytes = copied_bytes.saturating_add(next.copied_bytes);
+            self.stage = Some(StageReport { copied_bytes, ..next });
+        }
+    }
+}
+
+/// How far a process is with what it does by stages.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageReport {
+    /// Contents copied between devices and host.
+    pub copied_bytes: u64,
+    /// Devices on which own memory is still to be moved.
+    pub left: Vec<StageLeft>,
+}
+
+/// What is still to be moved on one device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageLeft {
+    /// The machine-wide name, in hexadecimal.
+    pub uuid: String,
+    /// All of it.
+    pub bytes: u64,
+    /// The smallest allocation.
+    pub smallest_bytes: u64,
 }
 
 /// Bytes of one device, before and after.

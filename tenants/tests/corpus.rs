@@ -26,9 +26,9 @@ use tenants::transport::Limits;
 use tenants::transport::frame::{HEAD_BYTES, HEADER_BYTES, decode, decode_payload, encode};
 use tenants::wire::{
     Action, Asked, AwaitConsent, DeviceDelta, Failure, FailureKind, FetchFds, FetchPurpose, GiveUp,
-    Hold, HostProgress, HostStage, HostStep, MemberInfo, MemberState, MemberStats, Needs, Phase,
-    PhaseReport, Reply, Request, SaveProgress, SaveStage, SaveStep, StepOn, TagBytes, TakePhase,
-    Withdraw,
+    Hold, HostProgress, HostStage, HostStep, MemberInfo, MemberState, MemberStats, Needs, Order,
+    Phase, PhaseReport, Reply, Request, SaveProgress, SaveStage, SaveStep, StageLeft, StageReport,
+    StepOn, TagBytes, TakePhase, Told, Window, Withdraw,
 };
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, Held, KeptBytes, PoolReport, StayReason};
@@ -118,6 +118,10 @@ fn activity() -> Activity {
     }
 }
 
+fn window() -> Window {
+    Window { stage: 3, devices: vec![("00ff".to_owned(), 2 << 30)] }
+}
+
 fn requests() -> Vec<Request> {
     let mut limits = tenants::cut::Limits::default();
     limits.raise(lane(), 7);
@@ -139,7 +143,8 @@ fn requests() -> Vec<Request> {
         Request::Stats,
         Request::Phase(TakePhase {
             round: 1 << 40,
-            order: Phase::Save.order(&tags, &[Stay { id: ID, reason: StayReason::LetGo }]),
+            order: Phase::Save
+                .order(&Told::new(&tags, &[Stay { id: ID, reason: StayReason::LetGo }])),
             timeout_ms: 120_000,
         }),
         Request::Needs(Needs { scope: Scope::Whole, timeout_ms: 60_000 }),
@@ -156,8 +161,18 @@ fn requests() -> Vec<Request> {
         }),
         Request::Phase(TakePhase {
             round: 7,
-            order: Phase::Release.order(&Scope::Whole, &[]),
+            order: Phase::Release.order(&Told::new(&Scope::Whole, &[])),
             timeout_ms: 1,
+        }),
+        Request::Phase(TakePhase {
+            round: 8,
+            order: Order::ReleaseStage { window: window() },
+            timeout_ms: 60_000,
+        }),
+        Request::Phase(TakePhase {
+            round: 9,
+            order: Order::RestoreStage { scope: Scope::Whole, window: window() },
+            timeout_ms: 60_000,
         }),
         Request::Withdraw(Withdraw { round: 7 }),
         Request::GiveUp(GiveUp { action: Action::Pause, why: "process 1 has ended".to_owned() }),
@@ -235,6 +250,10 @@ fn replies() -> Vec<Reply> {
             taken: vec![(MemberId(9), vec![Held { id: ID, is_pinned: false }])],
             shares_scope: true,
         })),
+        stage: Some(StageReport {
+            copied_bytes: 1 << 30,
+            left: vec![StageLeft { uuid: "00ff".to_owned(), bytes: 5, smallest_bytes: 2 }],
+        }),
     };
     let [grows, stopped] = host_progress(report.host.as_ref());
     let stats = MemberStats {

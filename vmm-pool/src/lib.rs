@@ -44,7 +44,8 @@ pub use report::{ClassBytes, Contents, DeviceReport, KeptBytes, PinnedBytes, Poo
 pub use saved::{SavedError, WriteOut, Written};
 pub use store::{CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, HostBudget, HostDemand, check_file_dir};
 pub use transition::{
-    Activity, BroughtIn, Done, DrainError, Draining, Failed, HostStanding, ImportRequest, Leaving,
-    Prepared, Quiesced, Restored, Returning, Shut, Undone,
+    Activity, Arriving, BroughtIn, ByDevice, Departing, Done, DrainError, Draining, Failed,
+    HostStanding, ImportRequest, Leaving, Left, Moved, Prepared, Quiesced, Reserved, Restored,
+    Returning, Shut, Undone,
 };
 pub use waits::Waited;

@@ -89,7 +89,7 @@ class Tenant:
     def swap_to(
         self, other: Union[Tenant, str], *, timeout: Optional[float] = None
     ) -> dict[str, Any]:
-        """Pauses this tenant and resumes the other."""
+        """Pauses this tenant and resumes the other, both at once."""
         return swap(self, other, timeout=timeout)
 
 
@@ -99,10 +99,10 @@ def swap(
     *,
     timeout: Optional[float] = None,
 ) -> dict[str, Any]:
-    """Pauses one tenant and resumes another.
+    """Pauses one tenant and resumes another, both at once and in bounded device memory.
 
-    Returns and raises what :func:`sublet.pause` and :func:`sublet.resume` do. When the second cannot
-    be resumed, the first stays paused.
+    Returns the reports of both as ``paused`` and ``resumed``, and raises what :func:`sublet.pause` and
+    :func:`sublet.resume` do. When the second cannot be resumed, the first runs again.
 
     >>> sublet.swap("train", "train")
     Traceback (most recent call last):

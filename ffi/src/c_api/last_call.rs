@@ -106,11 +106,18 @@ pub(crate) fn settled(outcome: Result<Outcome, CoordinatorError>) -> c_int {
 /// [`settled`] for a swap of two tenants.
 pub(crate) fn swapped(outcome: Result<tenants::coordinator::Swap, SwapError>) -> c_int {
     match outcome {
-        Ok(swap) => {
-            keep_report(json!({"paused": json_of(&swap.paused), "resumed": json_of(&swap.resumed)}))
-        }
+        Ok(swap) => keep_report(json!({
+            "paused": json_of(&swap.paused),
+            "resumed": json_of(&swap.resumed),
+            "wall_us": swap.wall_us,
+        })),
         Err(SwapError::NoTarget(error) | SwapError::Pause(error)) => refused(&error),
-        Err(SwapError::Resume { ref source, .. }) => refused(source),
+        // Their words say what state both are in, and name their causes already.
+        Err(
+            ref error @ (SwapError::WentBack { ref source, .. }
+            | SwapError::NotBack { ref source, .. }
+            | SwapError::Resume { ref source, .. }),
+        ) => refused_because(source, &error.to_string()),
     }
 }
 
@@ -165,8 +172,12 @@ fn json_of(outcome: &Outcome) -> Value {
 }
 
 fn refused(error: &CoordinatorError) -> c_int {
+    refused_because(error, &chain(error))
+}
+
+/// With the code of `error`, in other words.
+fn refused_because(error: &CoordinatorError, message: &str) -> c_int {
     let code = code_of(error);
-    let message = chain(error);
     let devices: Vec<Value> = error
         .shortages()
         .iter()
@@ -179,7 +190,7 @@ fn refused(error: &CoordinatorError) -> c_int {
     };
     let missing_bytes = error.missing_device_bytes();
     tracing::info!(code, "{message}");
-    keep(code, &message, described(code, &message, missing_bytes, &json!(devices), &json!(tags)))
+    keep(code, message, described(code, message, missing_bytes, &json!(devices), &json!(tags)))
 }
 
 fn code_of(error: &CoordinatorError) -> c_int {

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char, c_int};
 use std::time::{Duration, Instant};
 
-use tenants::coordinator::{Coordinator, Options, Waits, swap};
+use tenants::coordinator::{Coordinator, Options, SwapOptions, Waits, swap};
 use tenants::identity::TenantName;
 use tenants::member::Asking;
 use tenants::requests;
@@ -99,7 +99,7 @@ pub unsafe extern "C" fn sublet_resume_tenant(tenant: *const c_char, timeout_ms:
     code_of(|| unsafe { act_for_all(tenant, Scope::Whole, Action::Resume, timeout_ms) })
 }
 
-/// Pauses one tenant, then resumes another.
+/// Pauses one tenant and resumes another, both at once.
 ///
 /// # Safety
 /// Both are null or terminated strings.
@@ -124,7 +124,7 @@ pub unsafe extern "C" fn sublet_swap_tenants(
         let options = || Options { timeout, ..Options::default() };
         let mut from = Coordinator::new(run_dir.clone(), from, options());
         let mut to = Coordinator::new(run_dir, to, options());
-        Ok(swapped(swap(&mut from, &mut to, &mut |_| {})))
+        Ok(swapped(swap(&mut from, &mut to, SwapOptions::default(), &mut |_| {})))
     })
 }
 

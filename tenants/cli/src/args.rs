@@ -26,7 +26,7 @@ pub(crate) enum Command {
     Pause(PauseArgs),
     /// Have a paused tenant take its GPU memory back, at the same addresses
     Resume(ResumeArgs),
-    /// Pause one tenant, then resume another
+    /// Pause one tenant and resume another, with both directions of the link busy
     Swap(SwapArgs),
     /// Bring in the host memory that a tenant's next pause takes, while it runs, so that this pause need not
     Prepare(PrepareArgs),
@@ -151,6 +151,13 @@ pub(crate) struct SwapArgs {
     /// The tenant to resume
     #[arg(value_parser = tenant, value_name = "TO")]
     pub(crate) to: TenantName,
+    /// Pause the first wholly before anything of the second comes back
+    #[arg(long)]
+    pub(crate) no_overlap: bool,
+    /// How much of a GPU moves at a time, such as 512MiB, and how much more than the larger of the two it may hold for that;
+    /// a sixteenth of the larger when not given, from 256MiB to 2GiB
+    #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "no_overlap")]
+    pub(crate) window: Option<u64>,
     #[command(flatten)]
     pub(crate) wait: WaitArgs,
     /// Time for each phase; each phase has its own default
@@ -211,6 +218,18 @@ fn duration(text: &str) -> Result<Duration, String> {
         })
 }
 
+/// A size such as `512MiB` or `2GiB`; a bare number is in bytes.
+fn size(text: &str) -> Result<u64, String> {
+    const UNITS: [(&str, u64); 3] = [("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)];
+    let with_unit = UNITS.iter().find_map(|(unit, bytes)| Some((text.strip_suffix(unit)?, *bytes)));
+    let (number, unit_bytes) = with_unit.unwrap_or((text, 1));
+    let bytes =
+        number.trim_end().parse::<u64>().ok().and_then(|count| count.checked_mul(unit_bytes));
+    bytes
+        .filter(|bytes| *bytes > 0)
+        .ok_or_else(|| format!("'{text}' is no size: say for example 512MiB or 2GiB"))
+}
+
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory as _;
@@ -252,6 +271,8 @@ mod tests {
             "sublet swap train",
             "sublet prepare",
             "sublet prepare train other",
+            "sublet swap train infer --window wide",
+            "sublet swap train infer --no-overlap --window 1GiB",
             "sublet save train",
             "sublet wake train",
         ] {
@@ -278,6 +299,16 @@ mod tests {
             panic!();
         };
         assert!(args.tenant.is_none());
+    }
+
+    #[test]
+    fn sizes_have_units() {
+        assert_eq!(size("512MiB"), Ok(512 << 20));
+        assert_eq!(size("2 GiB"), Ok(2 << 30));
+        assert_eq!(size("4096"), Ok(4096));
+        for text in ["", "0", "0MiB", "-1", "1.5GiB", "MiB", "2GB", "99999999999GiB"] {
+            assert!(size(text).is_err(), "{text:?}");
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use tenants::coordinator::{
     self, Coordinator, CoordinatorError, DeviceShortage, Interrupt, LostImports, Options, Outcome,
-    Report, Swap, SwapError,
+    Report, Swap, SwapError, SwapOptions,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
@@ -53,44 +53,65 @@ pub(crate) fn resume(
         let mut progress = Progress::start();
         let result = coordinator.resume(&mut |event| progress.note(&event));
         let wait = args.wait.at_most();
-        wait_until_it_fits(&mut coordinator, result, wait, &interrupt, &mut progress)
+        resume_when_it_fits(&mut coordinator, result, wait, &interrupt, &mut progress)
     };
     show(&args.tenant, result, args.json.json, output)
 }
 
-/// Tries a resume again that `result` says was short of GPU memory, for at most `wait`, and says what it waits
-/// for. Between two tries the tenant stands paused, and ending this process leaves it so.
-fn wait_until_it_fits(
-    coordinator: &mut Coordinator,
-    mut result: Result<Outcome, CoordinatorError>,
+/// Tries again what `result` says was short of GPU memory, for at most `wait`, and says what it waits for. Between two
+/// tries the tenants stand as `result` says, and ending this process leaves them so. `error_of` is the part of an error
+/// that waiting may help with.
+fn wait_until_it_fits<T, E>(
+    tenant: &TenantName,
+    mut result: Result<T, E>,
+    error_of: impl Fn(&E) -> Option<&CoordinatorError>,
     wait: Duration,
     interrupt: &Interrupt,
     progress: &mut Progress,
-) -> Result<Outcome, CoordinatorError> {
+    mut again: impl FnMut(&mut Progress) -> Result<T, E>,
+) -> Result<T, E> {
     let started = Instant::now();
     let mut back_off = RETRY_MIN;
     let mut told = String::new();
-    coordinator.look_first();
     loop {
-        let waiting_for = match &result {
-            Err(error) if error.is_retryable() => waiting_for(error),
-            Ok(_) | Err(_) => None,
-        };
+        let retryable = result.as_ref().err().and_then(&error_of);
+        let waiting_for = retryable.filter(|error| error.is_retryable()).and_then(waiting_for);
         let left = wait.saturating_sub(started.elapsed());
         let goes_on = !left.is_zero() && !interrupt.is_raised();
         let Some(waiting_for) = waiting_for.filter(|_| goes_on) else {
             return result;
         };
         if told != waiting_for {
-            progress.tell(&format!("tenant '{}' {waiting_for}", coordinator.tenant()));
+            progress.tell(&format!("tenant '{tenant}' {waiting_for}"));
             told.clone_from(&waiting_for);
         }
         progress.say(waiting_for);
         // The driver gives no event when device memory becomes free.
         interrupt.wait(back_off.min(left));
         back_off = (back_off * 2).min(RETRY_MAX);
-        result = coordinator.resume(&mut |event| progress.note(&event));
+        result = again(progress);
     }
+}
+
+/// Tries a resume again, as [`wait_until_it_fits`] says.
+fn resume_when_it_fits(
+    coordinator: &mut Coordinator,
+    result: Result<Outcome, CoordinatorError>,
+    wait: Duration,
+    interrupt: &Interrupt,
+    progress: &mut Progress,
+) -> Result<Outcome, CoordinatorError> {
+    coordinator.look_first();
+    let tenant = coordinator.tenant().clone();
+    wait_until_it_fits(
+        &tenant,
+        result,
+        |error| Some(error),
+        wait,
+        interrupt,
+        progress,
+        |progress| coordinator.resume(&mut |event| progress.note(&event)),
+    )
 }
 
 /// What a resume waits for; `None` when it is not GPU memory.
@@ -131,13 +152,35 @@ pub(crate) fn swap(
         Coordinator::new(run_dir.clone(), tenant.clone(), options)
     };
     let (mut from, mut to) = (coordinator(&args.from), coordinator(&args.to));
+    let how = SwapOptions { overlap: !args.no_overlap, window_bytes: args.window };
+    let wait = args.wait.at_most();
+    let started = Instant::now();
     let result = {
         let mut progress = Progress::start();
-        match coordinator::swap(&mut from, &mut to, &mut |event| progress.note(&event)) {
+        let mut swap = |progress: &mut Progress, to: &mut Coordinator| {
+            coordinator::swap(&mut from, to, how, &mut |event| progress.note(&event))
+        };
+        let result = swap(&mut progress, &mut to);
+        // The first runs while the second does not fit, and each try looks before it stops anybody.
+        let result = wait_until_it_fits(
+            &args.to,
+            result,
+            SwapError::in_the_way,
+            wait,
+            &interrupt,
+            &mut progress,
+            |progress| swap(progress, &mut to),
+        );
+        match result {
             Err(SwapError::Resume { paused, source, paused_tenant }) => {
-                let wait = args.wait.at_most();
-                match wait_until_it_fits(&mut to, Err(*source), wait, &interrupt, &mut progress) {
-                    Ok(resumed) => Ok(Swap { paused: *paused, resumed }),
+                let resumed =
+                    resume_when_it_fits(&mut to, Err(*source), wait, &interrupt, &mut progress);
+                match resumed {
+                    Ok(resumed) => {
+                        let wall_us =
+                            u64::try_from(started.elapsed().as_micros()).unwrap_or(u64::MAX);
+                        Ok(Swap { paused: *paused, resumed, wall_us })
+                    }
                     Err(source) => {
                         let source = Box::new(source);
                         Err(SwapError::Resume { paused, source, paused_tenant })
@@ -147,15 +190,75 @@ pub(crate) fn swap(
             done => done,
         }
     };
-    let halves = match result {
-        Ok(swap) => vec![(&args.from, Ok(swap.paused)), (&args.to, Ok(swap.resumed))],
-        Err(SwapError::NoTarget(error)) => vec![(&args.to, Err(error))],
-        Err(SwapError::Pause(error)) => vec![(&args.from, Err(error))],
-        Err(SwapError::Resume { paused, source, .. }) => {
-            vec![(&args.from, Ok(*paused)), (&args.to, Err(*source))]
-        }
+    show_swap(args, result, output)
+}
+
+/// Prints what became of both.
+fn show_swap(
+    args: &SwapArgs,
+    result: Result<Swap, SwapError>,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    let json = args.json.json;
+    let partial = |said: &str| {
+        output::complain(said);
+        ExitCode::from(EXIT_PARTIAL)
     };
-    show_halves(halves, args.json.json, output)
+    match result {
+        Ok(swap) => {
+            let line = rates(&swap);
+            let halves = vec![(&args.from, Ok(swap.paused)), (&args.to, Ok(swap.resumed))];
+            let code = show_halves(halves, json, output)?;
+            if let (Some(line), false) = (line, json) {
+                output.line(format!("\n{line}"));
+            }
+            Ok(code)
+        }
+        Err(SwapError::NoTarget(error)) => show_halves(vec![(&args.to, Err(error))], json, output),
+        Err(SwapError::Pause(error)) => show_halves(vec![(&args.from, Err(error))], json, output),
+        Err(SwapError::WentBack { tenant, losses, source }) => {
+            let code = show_halves(vec![(&args.to, Err(*source))], json, output)?;
+            output::complain(&format!("tenant '{tenant}' was paused for it, and is active again"));
+            for loss in &losses {
+                output::complain(&format!("lost: {loss}"));
+            }
+            Ok(if losses.is_empty() { code } else { ExitCode::from(EXIT_PARTIAL) })
+        }
+        Err(SwapError::NotBack { tenant, resume, source }) => {
+            let halves = vec![(&args.from, Err(*resume)), (&args.to, Err(*source))];
+            show_halves(halves, json, output)?;
+            Ok(partial(&format!(
+                "both tenants are paused with all their contents: `sublet resume {tenant}` tries again"
+            )))
+        }
+        Err(SwapError::Resume { paused, source, paused_tenant }) => {
+            let halves = vec![(&args.from, Ok(*paused)), (&args.to, Err(*source))];
+            show_halves(halves, json, output)?;
+            Ok(partial(&format!("tenant '{paused_tenant}' is paused now, too")))
+        }
+    }
+}
+
+/// Bytes each way and the time that both took together; none where one half came after the other.
+fn rates(swap: &Swap) -> Option<String> {
+    let (Outcome::Completed(paused), Outcome::Completed(resumed)) = (&swap.paused, &swap.resumed)
+    else {
+        return None;
+    };
+    let window_bytes = paused.window_bytes?;
+    let copied = |report: &Report| {
+        let members = report.phases.iter().flat_map(|phase| &phase.members);
+        members.filter_map(|member| Some(member.report.stage.as_ref()?.copied_bytes)).sum()
+    };
+    Some(format!(
+        "swapped in {}: {} went out in {} stages and {} came in in {}, with a window of {}",
+        units::micros(swap.wall_us),
+        units::bytes_or_dash(copied(paused)),
+        paused.stages.len(),
+        units::bytes_or_dash(copied(resumed)),
+        resumed.stages.len(),
+        units::bytes(window_bytes),
+    ))
 }
 
 /// Prints both halves of a swap, or the one that ended it.
@@ -169,10 +272,6 @@ fn show_halves(
             halves.iter().map(|(tenant, result)| Document::new(tenant, result)).collect();
         output.json(&documents)?;
     }
-    let paused = match halves.as_slice() {
-        [(tenant, Ok(_)), (_, Err(_))] => Some(tenant.to_string()),
-        _ => None,
-    };
     let mut code = ExitCode::SUCCESS;
     for (tenant, result) in halves {
         if let Err(error) = &result {
@@ -188,10 +287,6 @@ fn show_halves(
             Ok(_) => {}
             Err(failure) => output::complain(&failure.to_string()),
         }
-    }
-    if let Some(tenant) = paused {
-        output::complain(&format!("tenant '{tenant}' is paused now, too"));
-        code = ExitCode::from(EXIT_PARTIAL);
     }
     Ok(code)
 }
@@ -400,6 +495,8 @@ mod tests {
                 phase(Phase::Save, 99_000),
                 phase(Phase::Release, 300_000),
             ],
+            window_bytes: None,
+            stages: Vec::new(),
             devices: vec![DeviceTotal {
                 uuid: "a1b2".to_owned(),
                 bytes: 3 << 30,

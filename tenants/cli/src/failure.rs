@@ -65,8 +65,14 @@ impl From<SwapError> for Failure {
     fn from(error: SwapError) -> Self {
         match error {
             SwapError::NoTarget(error) | SwapError::Pause(error) => error.into(),
-            // Its message holds its cause already.
-            SwapError::Resume { .. } => Self::new(error.to_string(), EXIT_PARTIAL),
+            // Their messages hold their causes already.
+            SwapError::WentBack { ref source, ref losses, .. } if losses.is_empty() => {
+                let code = exit_code_of(source);
+                Self::new(error.to_string(), code)
+            }
+            SwapError::WentBack { .. } | SwapError::NotBack { .. } | SwapError::Resume { .. } => {
+                Self::new(error.to_string(), EXIT_PARTIAL)
+            }
         }
     }
 }

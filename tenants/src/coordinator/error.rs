@@ -269,13 +269,36 @@ impl CoordinatorError {
 /// Why a swap was not completed.
 #[derive(Debug, thiserror::Error)]
 pub enum SwapError {
-    /// The second tenant is not there; the first was not touched.
+    /// The second tenant cannot come: it is not there, say, or does not fit. Both are as before.
     #[error(transparent)]
     NoTarget(CoordinatorError),
     /// The first tenant did not pause; the second was not asked.
     #[error(transparent)]
     Pause(CoordinatorError),
-    /// The first tenant is paused, but the second did not resume and is paused still.
+    /// The second tenant did not come while the first left, and the first was resumed again.
+    #[error("{source}. Tenant '{tenant}' was paused for it, and is active again{}", lost(losses))]
+    WentBack {
+        /// The first tenant.
+        tenant: TenantName,
+        /// Its processes that were lost.
+        losses: Vec<MemberFailure>,
+        /// Why the second did not come.
+        source: Box<CoordinatorError>,
+    },
+    /// The second tenant did not come while the first left, and the first could not be resumed: both are paused.
+    #[error(
+        "{source}. Tenant '{tenant}' was paused for it, and could not be brought back: {resume}. Both are paused with \
+         all their contents: `sublet resume {tenant}` tries again"
+    )]
+    NotBack {
+        /// The first tenant.
+        tenant: TenantName,
+        /// Why the first did not resume.
+        resume: Box<CoordinatorError>,
+        /// Why the second did not come.
+        source: Box<CoordinatorError>,
+    },
+    /// One after the other: the first tenant is paused, but the second did not resume and is paused still.
     #[error("tenant '{paused_tenant}' is paused now, but {source}")]
     Resume {
         /// The tenant that is paused now.
@@ -285,6 +308,21 @@ pub enum SwapError {
         /// Why the other did not resume.
         source: Box<CoordinatorError>,
     },
+}
+
+impl SwapError {
+    /// Why the second tenant did not come, where the first is active as before: the same swap may succeed later.
+    pub fn in_the_way(&self) -> Option<&CoordinatorError> {
+        match self {
+            Self::NoTarget(error) => Some(error),
+            Self::WentBack { source, .. } => Some(source),
+            Self::Pause(_) | Self::NotBack { .. } | Self::Resume { .. } => None,
+        }
+    }
+}
+
+fn lost(losses: &[MemberFailure]) -> String {
+    if losses.is_empty() { String::new() } else { format!(", but for: {}", listed(losses)) }
 }
 
 /// Is it over by itself, when others have given memory back or finished what they do?

@@ -239,19 +239,37 @@ impl Peers {
     /// The next answer, or the next member that is overdue; none when nobody owes one that could still
     /// be in time, or when `interrupt` was raised.
     pub(super) fn next_answer(&mut self, interrupt: Option<&Interrupt>) -> Option<Answer> {
+        Self::next_of(&mut [self], interrupt).map(|(_, answer)| answer)
+    }
+
+    /// As [`Peers::next_answer`], of several tenants' members, with the position of that tenant.
+    pub(super) fn next_of(
+        all: &mut [&mut Self],
+        interrupt: Option<&Interrupt>,
+    ) -> Option<(usize, Answer)> {
+        fn first(
+            all: &mut [&mut Peers],
+            mut answer: impl FnMut(&mut Peers) -> Option<Answer>,
+        ) -> Option<(usize, Answer)> {
+            let mut each = all.iter_mut().enumerate();
+            each.find_map(|(position, peers)| Some((position, answer(peers)?)))
+        }
         loop {
-            if let Some(answer) = self.answer_at_hand() {
-                return Some(answer);
+            if let Some(found) = first(all, Self::answer_at_hand) {
+                return Some(found);
             }
             if interrupt.is_some_and(Interrupt::is_raised) {
                 return None;
             }
-            let deadline = self.earliest_deadline()?;
-            self.look(deadline, interrupt);
-            if Instant::now() >= deadline
-                && let Some(answer) = self.answer_at_hand().or_else(|| self.mark_overdue(deadline))
-            {
-                return Some(answer);
+            let deadline = all.iter().filter_map(|peers| peers.earliest_deadline()).min()?;
+            Self::look(all, deadline, interrupt);
+            if Instant::now() >= deadline {
+                let late = |peers: &mut Self| {
+                    peers.answer_at_hand().or_else(|| peers.mark_overdue(deadline))
+                };
+                if let Some(found) = first(all, late) {
+                    return Some(found);
+                }
             }
         }
     }
@@ -262,30 +280,37 @@ impl Peers {
             return Some(answer);
         }
         let now = Instant::now();
-        self.look(now, None);
+        Self::look(&mut [self], now, None);
         self.answer_at_hand().or_else(|| self.mark_overdue(now))
     }
 
     /// Waits until one that owes an answer has sent something or ended, and notes all of those: with many members,
     /// to look at each for each answer is most of a pause.
-    fn look(&mut self, deadline: Instant, interrupt: Option<&Interrupt>) {
+    fn look(all: &mut [&mut Self], deadline: Instant, interrupt: Option<&Interrupt>) {
         let mut owners = Vec::new();
         let mut fds = Vec::new();
-        for (index, peer) in self.list.iter().enumerate() {
-            for event in waiting_fds(peer) {
-                owners.push(index);
-                fds.push(event);
+        for (position, peers) in all.iter().enumerate() {
+            for (index, peer) in peers.list.iter().enumerate() {
+                for event in waiting_fds(peer) {
+                    owners.push((position, index));
+                    fds.push(event);
+                }
             }
         }
         fds.extend(interrupt.map(|raised| PollFd::new(raised.as_fd(), PollFlags::POLLIN)));
         match poll_until(&mut fds, deadline) {
             Ok(_) => {
                 let ready = owners.iter().zip(&fds).filter(|(_, fd)| fd.any() != Some(false));
-                self.ready.extend(ready.map(|(index, _)| *index));
+                let ready: Vec<_> = ready.map(|(owner, _)| *owner).collect();
+                for (position, index) in ready {
+                    all[position].ready.push_back(index);
+                }
             }
             Err(error) => {
                 tracing::warn!(%error, "the members could not be waited for: each is looked at");
-                self.ready.extend(0..self.list.len());
+                for peers in all {
+                    peers.ready.extend(0..peers.list.len());
+                }
                 std::thread::yield_now();
             }
         }

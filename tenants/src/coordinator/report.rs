@@ -183,6 +183,10 @@ pub struct Report {
     pub drain: Option<DrainSummary>,
     /// Phases in order.
     pub phases: Vec<PhaseSummary>,
+    /// Of half a swap that overlaps: how much of a device one stage moves.
+    pub window_bytes: Option<u64>,
+    /// Of half a swap that overlaps: each order by which memory moved, in the order of the answers.
+    pub stages: Vec<StageSummary>,
     /// Bytes given back or taken, by device, in order of the devices' names.
     pub devices: Vec<DeviceTotal>,
     /// Things worth telling a person.
@@ -215,6 +219,24 @@ pub struct DrainSummary {
     pub rounds: u64,
     /// Calls that were let in.
     pub calls: u64,
+}
+
+/// One order of a swap by which memory of one process moved.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct StageSummary {
+    /// Of which phase.
+    pub phase: Phase,
+    /// Which process.
+    pub who: Who,
+    /// When the process began it, from the beginning of the swap, in microseconds: when its answer came, less the time that
+    /// it says it took.
+    pub began_us: u64,
+    /// When its answer came.
+    pub ended_us: u64,
+    /// Device memory released or created.
+    pub bytes: u64,
+    /// Contents copied.
+    pub copied_bytes: u64,
 }
 
 /// One phase over all members.
@@ -281,6 +303,8 @@ impl Report {
             cut: None,
             drain: None,
             phases: Vec::new(),
+            window_bytes: None,
+            stages: Vec::new(),
             devices: Vec::new(),
             notes: Vec::new(),
             losses: Vec::new(),
@@ -340,4 +364,6 @@ pub struct Swap {
     pub paused: Outcome,
     /// Of the tenant that took it.
     pub resumed: Outcome,
+    /// From the first message to the last answer of both, in microseconds.
+    pub wall_us: u64,
 }

@@ -11,18 +11,18 @@ use super::shortage::short_devices;
 use super::{CoordinatorError, Interrupt, LostImports, Options, TakesPart};
 use crate::host_memory;
 use crate::identity::TenantName;
-use crate::phase::Stage;
+use crate::phase::{Manner, Stage, Told};
 use crate::references::Stay;
 use crate::run_dir::{CoordinatorLock, MemberSocket, TenantDir};
 use crate::scope::Scope;
 use crate::transport::has_ended;
 use crate::wire::{
     Action, AwaitConsent, DeviceDelta, Failure, FailureKind, GiveUp, Hello, MemberState, Needs,
-    Phase, PhaseReport, TakePhase,
+    Phase, PhaseReport, Stats, TakePhase,
 };
 
 /// The phases of one pause or resume.
-struct Plan {
+pub(super) struct Plan {
     action: Action,
     prepare: Vec<Phase>,
     /// The first of these is the point of no return.
@@ -30,8 +30,8 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(action: Action, lost_imports: LostImports) -> Self {
-        let phases = |stage| action.phases(stage, lost_imports == LostImports::LeaveOut);
+    pub(super) fn new(action: Action, manner: Manner) -> Self {
+        let phases = |stage| action.phases(stage, manner);
         Self { action, prepare: phases(Stage::Prepare), commit: phases(Stage::Commit) }
     }
 }
@@ -214,15 +214,9 @@ impl<'a> Session<'a> {
         action: Action,
         members: Vec<usize>,
     ) -> Result<Report, CoordinatorError> {
-        let plan = Plan::new(action, self.options.lost_imports);
+        let plan = Plan::new(action, self.manner(false));
         let started = Instant::now();
-        let mut report = Report::new(self.dir.tenant(), action);
-        if self.dead > 0 {
-            report.notes.push(format!(
-                "{} process(es) of the tenant had ended before; what they left behind was removed",
-                self.dead
-            ));
-        }
+        let mut report = self.new_report(action);
         if let Err(stop) = self.prepare(&plan, &members, &mut report) {
             let error = self.roll_back(action, &members, stop);
             if self.options.consent.is_some() {
@@ -230,22 +224,36 @@ impl<'a> Session<'a> {
             }
             return Err(error);
         }
-        let mut left = members;
-        for phase in plan.commit {
-            let began = Instant::now();
-            let result = self.phase_step(phase, &left, OnFailure::WaitForAll);
-            left.retain(|index| !result.failures.iter().any(|(failed, _)| failed == index));
-            let StepResult { done, failures } = result;
-            report.add(self.summary(phase, began.elapsed(), done));
-            report.losses.extend(failures.into_iter().map(|(_, failure)| failure));
-        }
+        self.commit(&plan.commit, members, &mut report);
         report.wall_us = micros(started.elapsed());
         self.note_latecomers(&mut report);
         Ok(report)
     }
 
+    fn manner(&self, by_stages: bool) -> Manner {
+        let without_lost = self.options.lost_imports == LostImports::LeaveOut;
+        Manner { without_lost, by_stages }
+    }
+
+    /// An account of `action` without any step yet.
+    pub(super) fn new_report(&self, action: Action) -> Report {
+        let mut report = Report::new(self.dir.tenant(), action);
+        if self.dead > 0 {
+            report.notes.push(format!(
+                "{} process(es) of the tenant had ended before; what they left behind was removed",
+                self.dead
+            ));
+        }
+        report
+    }
+
     /// All that can be undone: consent, the phases that prepare, and a last look at who is there.
-    fn prepare(&mut self, plan: &Plan, members: &[usize], report: &mut Report) -> Result<(), Stop> {
+    pub(super) fn prepare(
+        &mut self,
+        plan: &Plan,
+        members: &[usize],
+        report: &mut Report,
+    ) -> Result<(), Stop> {
         let action = plan.action;
         if let Some(timeout) = self.options.consent {
             let question = AwaitConsent { action, timeout_ms: millis(timeout) };
@@ -257,7 +265,26 @@ impl<'a> Session<'a> {
         if self.options.look_first && action == Action::Resume {
             self.look(plan, members)?;
         }
-        for &phase in &plan.prepare {
+        self.take_all(&plan.prepare, action, members, report)
+    }
+
+    /// The end of a resume by stages: all that follows them. An error is undone by the caller.
+    pub(super) fn come(&mut self, members: &[usize], report: &mut Report) -> Result<(), Stop> {
+        let mut plan = Plan::new(Action::Resume, self.manner(true));
+        plan.prepare.retain(|phase| !phase.is_staged());
+        self.take_all(&plan.prepare, Action::Resume, members, report)?;
+        self.commit(&plan.commit, members.to_vec(), report);
+        Ok(())
+    }
+
+    fn take_all(
+        &mut self,
+        phases: &[Phase],
+        action: Action,
+        members: &[usize],
+        report: &mut Report,
+    ) -> Result<(), Stop> {
+        for &phase in phases {
             if phase.is_at_cut() && self.options.takes_part == TakesPart::Everybody {
                 self.cut_and_take(phase, action.abort(), members, report)?;
                 continue;
@@ -289,6 +316,27 @@ impl<'a> Session<'a> {
         if dead.is_empty() { Ok(()) } else { Err(Stop::Failed(dead)) }
     }
 
+    /// All phases that cannot be undone, of whoever is not lost on the way.
+    fn commit(&mut self, phases: &[Phase], members: Vec<usize>, report: &mut Report) {
+        let mut left = members;
+        for &phase in phases {
+            let began = Instant::now();
+            let result = self.phase_step(phase, &left, OnFailure::WaitForAll);
+            left.retain(|index| !result.failures.iter().any(|(failed, _)| failed == index));
+            let StepResult { done, failures } = result;
+            report.add(self.summary(phase, began.elapsed(), done));
+            report.losses.extend(failures.into_iter().map(|(_, failure)| failure));
+        }
+    }
+
+    /// Have any of `members`, which were asked for nothing yet, ended meanwhile?
+    pub(super) fn check_all_alive(&mut self, members: &[usize]) -> Result<(), Vec<MemberFailure>> {
+        let step = Step::Phase(Phase::RestoreStage);
+        let dead: Vec<_> =
+            members.iter().filter_map(|index| self.peers.check_alive(*index, step).err()).collect();
+        if dead.is_empty() { Ok(()) } else { Err(dead) }
+    }
+
     /// Does somebody want it called off?
     pub(super) fn is_called_off(&self) -> bool {
         self.options.interrupt.as_ref().is_some_and(Interrupt::is_raised)
@@ -311,10 +359,50 @@ impl<'a> Session<'a> {
 
     /// What `members` need to be resumed and what is free, as far as they answer.
     fn needs(&mut self, members: &[usize]) -> Vec<DeviceDelta> {
+        self.ask_needs(members).done.into_iter().flat_map(|(_, devices)| devices).collect()
+    }
+
+    fn ask_needs(&mut self, members: &[usize]) -> StepResult<Vec<DeviceDelta>> {
         let timeout = self.options.timeout.unwrap_or(NEEDS_TIMEOUT);
         let question = Needs { scope: self.scope.clone(), timeout_ms: millis(timeout) };
-        let result = self.step(&question, members, timeout, OnFailure::WaitForAll);
-        result.done.into_iter().flat_map(|(_, devices)| devices).collect()
+        self.step(&question, members, timeout, OnFailure::WaitForAll)
+    }
+
+    /// What each of `members` needs to be resumed, in their order.
+    pub(super) fn needs_of_each(
+        &mut self,
+        members: &[usize],
+    ) -> Result<Vec<Vec<DeviceDelta>>, Vec<MemberFailure>> {
+        let mut result = self.ask_needs(members);
+        if !result.failures.is_empty() {
+            return Err(result.into_failures());
+        }
+        result.done.sort_by_key(|(index, _)| members.iter().position(|member| member == index));
+        Ok(result.done.into_iter().map(|(_, devices)| devices).collect())
+    }
+
+    /// What a pause of `members` would give back about now, by device, as far as they answer.
+    pub(super) fn resident_bytes(&mut self, members: &[usize]) -> BTreeMap<String, u64> {
+        let timeout = self.options.contact_timeout;
+        let result = self.step(&Stats, members, timeout, OnFailure::WaitForAll);
+        let mut bytes = BTreeMap::new();
+        for device in result.done.iter().flat_map(|(_, stats)| &stats.pool.devices) {
+            let pinned: u64 = device.classes.iter().map(|class| class.pinned_bytes).sum();
+            let total = bytes.entry(device.uuid.clone()).or_insert(0_u64);
+            *total += device.resident_bytes().saturating_sub(pinned);
+        }
+        bytes
+    }
+
+    /// What each of `members` said of its devices in the last phase of `report`, in their order.
+    pub(super) fn last_said(&self, report: &Report, members: &[usize]) -> Vec<Vec<DeviceDelta>> {
+        let said = report.phases.last().map_or(&[][..], |phase| &phase.members);
+        let of = |index: &usize| {
+            let who = self.peers.list[*index].who;
+            let found = said.iter().find(|member| member.who == who);
+            found.map(|member| member.report.devices.clone()).unwrap_or_default()
+        };
+        members.iter().map(of).collect()
     }
 
     /// Do the members need more host memory together than there is? Named after the one that needs most.
@@ -329,7 +417,12 @@ impl<'a> Session<'a> {
     }
 
     /// Undoes all that was done in `members` and makes the error of it.
-    fn roll_back(&mut self, action: Action, members: &[usize], stop: Stop) -> CoordinatorError {
+    pub(super) fn roll_back(
+        &mut self,
+        action: Action,
+        members: &[usize],
+        stop: Stop,
+    ) -> CoordinatorError {
         let called_off = matches!(stop, Stop::CalledOff);
         let joined = matches!(stop, Stop::Joined);
         let mut failures = match stop {
@@ -425,11 +518,16 @@ impl<'a> Session<'a> {
         }
     }
 
+    /// What orders of this pause or resume say.
+    pub(super) fn told(&self) -> Told<'_> {
+        Told { copies: self.copies, ..Told::new(&self.scope, &self.stays) }
+    }
+
     /// `phase` as part of this pause or resume.
     fn question(&self, phase: Phase) -> TakePhase {
         TakePhase {
             round: self.round,
-            order: phase.order(&self.scope, &self.stays).keeping(self.copies),
+            order: phase.order(&self.told()),
             timeout_ms: millis(self.options.phase_timeout(phase)),
         }
     }
@@ -528,7 +626,7 @@ impl<'a> Session<'a> {
     }
 
     /// Processes that joined while we worked were not part of it.
-    fn note_latecomers(&self, report: &mut Report) {
+    pub(super) fn note_latecomers(&self, report: &mut Report) {
         if self.options.takes_part != TakesPart::Everybody {
             return;
         }

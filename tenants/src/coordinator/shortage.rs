@@ -86,11 +86,11 @@ pub(super) fn short_devices<'a>(
     devices.into_values().filter(|device| device.missing_bytes() > 0).collect()
 }
 
-/// Finds out who holds `shortages`, `tenant` itself left out. A tenant that does not answer counts as outside.
+/// Finds out who holds `shortages`, `but` these tenants. A tenant that does not answer counts as outside.
 pub(super) fn name_holders(
     shortages: &mut [DeviceShortage],
     run_dir: &RunDir,
-    tenant: &TenantName,
+    but: &[&TenantName],
 ) {
     if shortages.is_empty() {
         return;
@@ -99,7 +99,7 @@ pub(super) fn name_holders(
     let options = Options { contact_timeout: HOLDER_TIMEOUT, ..Options::default() };
     let others: Vec<TenantStats> = names
         .into_iter()
-        .filter(|name| name != tenant)
+        .filter(|name| !but.contains(&name))
         .filter_map(|name| Coordinator::new(run_dir.clone(), name, options.clone()).stats().ok())
         .collect();
     for shortage in shortages {

@@ -22,6 +22,7 @@ mod progress;
 mod saving;
 mod selection;
 mod sockets;
+mod stages;
 mod stepping;
 mod termination;
 

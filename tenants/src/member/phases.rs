@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
 use vmm_pool::gate::StillInside;
-use vmm_pool::{Copies, Draining, Failed, Returning, Selection, Shut, StepLog, Undone};
+use vmm_pool::{Copies, Done, Draining, Failed, Returning, Selection, Shut, StepLog, Undone};
 
 use super::failures::{
     drain_failure, failed_inside, faulted, import_failure, in_capture, not_undone_yet,
@@ -32,10 +32,13 @@ impl<D: Driver> Member<D> {
             Order::CloseGate { scope } => self.close_gate(scope),
             Order::Drain => self.drain(deadline),
             Order::Save { stays, copies } => self.save(stays, *copies),
+            Order::Reserve { stays, copies } => self.reserve(stays, *copies),
+            Order::ReleaseStage { window } => self.release_stage(window),
             Order::Release => self.release(),
             Order::Verify => self.verify(),
             Order::AbortPause => self.abort_pause(),
             Order::CreateOwn { scope } => self.create_own(scope, deadline),
+            Order::RestoreStage { scope, window } => self.restore_stage(scope, window, deadline),
             Order::Restore => self.restore(),
             Order::Import => self.import(deadline),
             Order::ImportFromLiving => self.import_from_living(deadline),
@@ -262,7 +265,7 @@ impl<D: Driver> Member<D> {
     }
 
     /// Puts `progress` back: the step that was asked for does not follow it.
-    fn out_of_turn(&self, progress: Progress<D>) -> Failure {
+    pub(super) fn out_of_turn(&self, progress: Progress<D>) -> Failure {
         let message =
             format!("process {}: this step does not follow the one before", std::process::id());
         self.set_progress(progress);
@@ -290,7 +293,19 @@ impl<D: Driver> Member<D> {
     /// The point of no return of a pause: the process stands paused, or runs on without some tags.
     pub(super) fn release(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
-        let prepared = self.next_of(Progress::into_prepared)?;
+        let prepared = match self.take_progress() {
+            Progress::Prepared(prepared) => prepared,
+            Progress::Reserved(reserved) => return self.release_rest(reserved.depart(), 0),
+            Progress::Departing(departing, next) => return self.release_rest(departing, next),
+            progress @ (Progress::Rest
+            | Progress::Draining(..)
+            | Progress::Quiesced(..)
+            | Progress::Leaving(_)
+            | Progress::Released(_)
+            | Progress::Arriving(..)
+            | Progress::Returning(_)
+            | Progress::Restored(_)) => return Err(self.out_of_turn(progress)),
+        };
         let selection = prepared.selection().clone();
         let before = self.by_device(self.pool.resident_bytes(&selection));
         let (done, log) = match prepared.release() {
@@ -300,6 +315,16 @@ impl<D: Driver> Member<D> {
                 return Err(pool_failure(&error));
             }
         };
+        self.stand_released(selection, done)?;
+        Ok(PhaseReport { devices: self.deltas(&before), ..report(log) })
+    }
+
+    /// All that leaves is released: the process stands paused, or runs on without some tags.
+    pub(super) fn stand_released(
+        &self,
+        selection: Selection,
+        done: Done<D>,
+    ) -> Result<(), Failure> {
         match selection {
             Selection::Tagged(..) => {
                 self.transition(Event::TagsReleased)?;
@@ -308,7 +333,10 @@ impl<D: Driver> Member<D> {
                 drop(done);
                 self.cut.release();
             }
-            Selection::Whole | Selection::SetAside(..) | Selection::Staged(_) => {
+            Selection::Whole
+            | Selection::SetAside(..)
+            | Selection::Staged(_)
+            | Selection::Part(_) => {
                 self.transition(Event::Released)?;
                 self.status().pauses += 1;
                 self.changed.notify_all();
@@ -317,16 +345,16 @@ impl<D: Driver> Member<D> {
             }
         }
         self.set_progress(Progress::Released(selection));
-        Ok(PhaseReport { devices: self.deltas(&before), ..report(log) })
+        Ok(())
     }
 
-    fn by_device(&self, bytes: BTreeMap<DeviceOrdinal, u64>) -> Vec<DeviceBytes> {
+    pub(super) fn by_device(&self, bytes: BTreeMap<DeviceOrdinal, u64>) -> Vec<DeviceBytes> {
         let named = |(device, bytes)| DeviceBytes { device, uuid: self.pool.uuid(device), bytes };
         bytes.into_iter().map(named).collect()
     }
 
     /// What the driver says of the devices of `bytes` now. Makes their contexts current on this thread.
-    fn deltas(&self, bytes: &[DeviceBytes]) -> Vec<DeviceDelta> {
+    pub(super) fn deltas(&self, bytes: &[DeviceBytes]) -> Vec<DeviceDelta> {
         let driver = self.pool.driver();
         bytes
             .iter()
@@ -404,8 +432,11 @@ impl<D: Driver> Member<D> {
             Progress::Quiesced(quiesced, _) => Ok(quiesced.reopen()),
             Progress::Leaving(leaving) => leaving.undo(),
             Progress::Prepared(prepared) => prepared.undo(),
+            Progress::Reserved(reserved) => reserved.undo(),
             progress @ (Progress::Rest
+            | Progress::Departing(..)
             | Progress::Released(_)
+            | Progress::Arriving(..)
             | Progress::Returning(_)
             | Progress::Restored(_)) => return Err(self.out_of_turn(progress)),
         };
@@ -420,20 +451,30 @@ impl<D: Driver> Member<D> {
         Ok(report(log))
     }
 
-    fn create_own(&self, scope: &Scope, deadline: Instant) -> Result<PhaseReport, Failure> {
+    /// Shuts the gate for a resume of `scope`.
+    pub(super) fn begin_resume(
+        &self,
+        scope: &Scope,
+        deadline: Instant,
+    ) -> Result<(Shut<D>, Selection), Failure> {
         let selection = self.resumed_selection(scope, self.state());
-        let (wanted, begun, undone) = match selection {
-            Selection::SetAside(..) => {
-                (MemberState::Active, Event::TagResumeBegun, Event::TagResumeUndone)
-            }
-            Selection::Whole | Selection::Staged(_) | Selection::Tagged(..) => {
-                (MemberState::Paused, Event::ResumeBegun, Event::ResumeUndone)
-            }
+        let (wanted, begun) = match selection {
+            Selection::SetAside(..) => (MemberState::Active, Event::TagResumeBegun),
+            Selection::Whole
+            | Selection::Staged(_)
+            | Selection::Tagged(..)
+            | Selection::Part(_) => (MemberState::Paused, Event::ResumeBegun),
         };
         self.expect(wanted)?;
         let shut = self.shut(deadline)?;
         self.transition(begun)?;
         self.status().last_resume.clear();
+        Ok((shut, selection))
+    }
+
+    fn create_own(&self, scope: &Scope, deadline: Instant) -> Result<PhaseReport, Failure> {
+        let (shut, selection) = self.begin_resume(scope, deadline)?;
+        let undone = undone_resume(&selection);
         let taken = self.by_device(self.pool.offloaded_bytes(&selection));
         match shut.create_own(selection) {
             Ok((returning, log)) => {
@@ -450,7 +491,11 @@ impl<D: Driver> Member<D> {
     }
 
     fn restore(&self) -> Result<PhaseReport, Failure> {
-        let mut returning = self.take_returning()?;
+        self.expect(MemberState::Restoring)?;
+        let mut returning = match self.take_progress().into_arriving() {
+            Ok((arriving, _)) => return self.restore_rest(arriving),
+            Err(other) => other.into_returning().map_err(|other| self.out_of_turn(*other))?,
+        };
         let restored = returning.restore_own(free_descriptors() / 4);
         self.set_progress(Progress::Returning(returning));
         Ok(report(restored.map_err(|error| pool_failure(&error))?))
@@ -540,22 +585,22 @@ impl<D: Driver> Member<D> {
         }
         let (selection, undone) = match self.take_progress() {
             Progress::Returning(returning) => (returning.selection().clone(), returning.undo()),
+            Progress::Arriving(arriving, _) => (arriving.selection().clone(), arriving.undo()),
             Progress::Restored(restored) => (restored.selection().clone(), restored.undo()),
             progress @ (Progress::Rest
             | Progress::Draining(..)
             | Progress::Quiesced(..)
             | Progress::Leaving(_)
             | Progress::Prepared(_)
+            | Progress::Reserved(_)
+            | Progress::Departing(..)
             | Progress::Released(_)) => return Err(self.out_of_turn(progress)),
         };
         let (done, log) = undone.map_err(|Failed { state, error }| {
             self.set_progress(Progress::Returning(*state));
             pool_failure(&error)
         })?;
-        self.transition(match selection {
-            Selection::SetAside(..) => Event::TagResumeUndone,
-            Selection::Whole | Selection::Staged(_) | Selection::Tagged(..) => Event::ResumeUndone,
-        })?;
+        self.transition(undone_resume(&selection))?;
         drop(done);
         Ok(report(log))
     }
@@ -579,8 +624,18 @@ impl<D: Driver> Member<D> {
     }
 }
 
+/// What happens to a process whose resume of `selection` is undone.
+fn undone_resume(selection: &Selection) -> Event {
+    match selection {
+        Selection::SetAside(..) => Event::TagResumeUndone,
+        Selection::Whole | Selection::Staged(_) | Selection::Tagged(..) | Selection::Part(_) => {
+            Event::ResumeUndone
+        }
+    }
+}
+
 /// Bytes on one device.
-struct DeviceBytes {
+pub(super) struct DeviceBytes {
     device: DeviceOrdinal,
     uuid: String,
     bytes: u64,
@@ -593,11 +648,16 @@ impl Status {
             (Stage::Prepare | Stage::Commit, Some(Action::Resume)) => &mut self.last_resume,
             (Stage::Abort | Stage::Settle, _) | (_, None) => return,
         };
-        phases.push((phase, report.clone()));
+        match phases.last_mut() {
+            Some((last, stages)) if *last == phase && phase.is_staged() => {
+                stages.add(report.clone());
+            }
+            Some(_) | None => phases.push((phase, report.clone())),
+        }
     }
 }
 
-fn report(log: StepLog) -> PhaseReport {
+pub(super) fn report(log: StepLog) -> PhaseReport {
     PhaseReport {
         driver_calls: log.driver_calls,
         bytes: log.bytes,

@@ -4,7 +4,10 @@
 //! others meanwhile is its [`crate::state::MemberState`].
 
 use vmm_pool::driver::Driver;
-use vmm_pool::{Draining, Leaving, Prepared, Quiesced, Restored, Returning, Selection};
+use vmm_pool::{
+    Arriving, Departing, Draining, Leaving, Prepared, Quiesced, Reserved, Restored, Returning,
+    Selection,
+};
 
 /// See the head of this module.
 #[derive(Debug)]
@@ -19,25 +22,43 @@ pub(super) enum Progress<D: Driver> {
     Leaving(Leaving<D>),
     /// All that comes before the release is done.
     Prepared(Prepared<D>),
+    /// The same, of a pause by stages, which has its saving before it.
+    Reserved(Reserved<D>),
+    /// Memory goes by stages; this is the number of the next.
+    Departing(Departing<D>, u32),
     /// This memory is released, and what stays is still to be told.
     Released(Selection),
+    /// Memory comes back by stages; this is the number of the next.
+    Arriving(Arriving<D>, u32),
     /// Memory is on its way back.
     Returning(Returning<D>),
     /// All that comes before the gate opens is done.
     Restored(Restored<D>),
 }
 
+/// What a process knows, without asking anybody, of how a pause or resume ends whose coordinator is gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Outlook {
+    /// Nobody was told to commit: it has not prepared.
+    Aborts,
+    /// Going on is as good as going back.
+    InDoubt,
+    /// It has begun to commit.
+    Commits,
+}
+
 impl<D: Driver> Progress<D> {
-    /// Is going on as good as going back?
-    pub(super) fn is_prepared(&self) -> bool {
+    pub(super) fn outlook(&self) -> Outlook {
         match self {
-            Self::Prepared(_) | Self::Restored(_) => true,
+            Self::Prepared(_) | Self::Reserved(_) | Self::Restored(_) => Outlook::InDoubt,
+            Self::Departing(..) => Outlook::Commits,
             Self::Rest
             | Self::Draining(..)
             | Self::Quiesced(..)
             | Self::Leaving(_)
             | Self::Released(_)
-            | Self::Returning(_) => false,
+            | Self::Arriving(..)
+            | Self::Returning(_) => Outlook::Aborts,
         }
     }
 
@@ -46,6 +67,9 @@ impl<D: Driver> Progress<D> {
         match self {
             Self::Leaving(leaving) => leaving.abandon(),
             Self::Prepared(prepared) => prepared.abandon(),
+            Self::Reserved(reserved) => reserved.abandon(),
+            Self::Departing(departing, _) => departing.abandon(),
+            Self::Arriving(arriving, _) => arriving.abandon(),
             Self::Returning(returning) => returning.abandon(),
             Self::Restored(restored) => restored.abandon(),
             Self::Rest | Self::Draining(..) | Self::Quiesced(..) | Self::Released(_) => {}
@@ -73,16 +97,25 @@ impl<D: Driver> Progress<D> {
         }
     }
 
-    pub(super) fn into_prepared(self) -> Result<Prepared<D>, Box<Self>> {
+    pub(super) fn into_released(self) -> Result<Selection, Box<Self>> {
         match self {
-            Self::Prepared(prepared) => Ok(prepared),
+            Self::Released(selection) => Ok(selection),
             other => Err(Box::new(other)),
         }
     }
 
-    pub(super) fn into_released(self) -> Result<Selection, Box<Self>> {
+    /// For stage number `stage` of a pause. From here on there is no way back.
+    pub(super) fn into_departing(self, stage: u32) -> Result<Departing<D>, Box<Self>> {
         match self {
-            Self::Released(selection) => Ok(selection),
+            Self::Reserved(reserved) if stage == 0 => Ok(reserved.depart()),
+            Self::Departing(departing, next) if stage == next => Ok(departing),
+            other => Err(Box::new(other)),
+        }
+    }
+
+    pub(super) fn into_arriving(self) -> Result<(Arriving<D>, u32), Box<Self>> {
+        match self {
+            Self::Arriving(arriving, next) => Ok((arriving, next)),
             other => Err(Box::new(other)),
         }
     }

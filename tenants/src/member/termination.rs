@@ -4,7 +4,8 @@
 //! Nobody is asked for a step behind the point of no return before everybody has done all steps before it.
 //! So a process that has prepared is in doubt: it cannot know alone which way the others went, and asks them: if one was
 //! told to commit, all commit; if none was, none ever will be, and all abort. A process that has not
-//! prepared knows that nobody was told, and aborts.
+//! prepared knows that nobody was told, and aborts. One that has begun to release by stages knows that it was told, and
+//! commits: it saves and releases what is left, as it could from the moment that it was prepared.
 //!
 //! The question needs a connection made after the coordinator's end was seen. Whatever the coordinator sent
 //! to the process that is asked lies in that one's socket by then, and its agent reads that first, so its answer
@@ -20,6 +21,7 @@ use nix::poll::{PollFd, PollFlags};
 use vmm_pool::driver::Driver;
 
 use super::Member;
+use super::progress::Outlook;
 use crate::identity::MemberId;
 use crate::phase::{Action, Stage};
 use crate::run_dir::MemberSocket;
@@ -101,12 +103,13 @@ impl<D: Driver> Member<D> {
                 return Err(Failure { kind: FailureKind::Faulted, message });
             }
         };
-        let is_prepared = self.progress().is_prepared();
-        let verdict = match asked.filter(|_| is_prepared) {
-            Some(asked) => self.ask_others(asked.round),
-            None => Some(Verdict::Abort),
+        let outlook = self.progress().outlook();
+        let verdict = match (outlook, asked) {
+            (Outlook::Commits, _) => Some(Verdict::Commit),
+            (Outlook::InDoubt, Some(asked)) => self.ask_others(asked.round),
+            (Outlook::InDoubt, None) | (Outlook::Aborts, _) => Some(Verdict::Abort),
         };
-        // Paused is safe whatever a silent one does: contents are saved, and nobody writes to them.
+        // Paused is safe whatever a silent one does: contents are saved, or can be, and nobody writes to them.
         let verdict = verdict.unwrap_or(failing);
         let phase = match verdict {
             Verdict::Commit => action.commit(),

@@ -17,7 +17,7 @@ use tenants::transport::frame::{HEADER_BYTES, Header, decode, encode};
 use tenants::transport::{Connection, Limits, REQUEST_BYTES_MAX, poll_until};
 use tenants::wire::{
     Action, AwaitConsent, FDS_PER_MESSAGE_MAX, FailureKind, FetchFds, FetchPurpose, MemberState,
-    PROTOCOL_VERSION, Phase, Reply, Request, TakePhase,
+    PROTOCOL_VERSION, Phase, Reply, Request, TakePhase, Told,
 };
 use vmm_pool::AllocationId;
 use vmm_pool::driver::sim::GRANULARITY_BYTES;
@@ -95,7 +95,7 @@ fn a_request_cut_short_anywhere_is_dropped() {
     let member = stage.member("train");
     let request = Request::Phase(TakePhase {
         round: 1,
-        order: Phase::CloseGate.order(&Scope::Whole, &[]),
+        order: Phase::CloseGate.order(&Told::new(&Scope::Whole, &[])),
         timeout_ms: 1000,
     });
     let frame = encode(&request, 0).unwrap();
@@ -273,7 +273,7 @@ fn phases_that_come_twice_late_or_out_of_order_change_nothing() {
     let phase = |phase: Phase| {
         Request::Phase(TakePhase {
             round: 1,
-            order: phase.order(&Scope::Whole, &[]),
+            order: phase.order(&Told::new(&Scope::Whole, &[])),
             timeout_ms: 5000,
         })
     };

@@ -1,6 +1,6 @@
 //! A coordinator that stops at every event, so that a test can kill somebody at a chosen instant.
 //!
-//! `sublet-steps RUN_DIR TENANT pause|resume [soon]`
+//! `sublet-steps RUN_DIR TENANT pause|resume [soon]`, `sublet-steps RUN_DIR FROM swap TO`
 //!
 //! It prints `started STEP`, `member PID STEP`, `done STEP` or `back`, a phase by its name in the code, and goes on with the next line of its
 //! input, or without one when the input has ended. With `soon`, phases have one second. Its last line is `ok LOSSES` or `error MESSAGE`.
@@ -9,8 +9,10 @@ use std::io::{BufRead as _, Write as _};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use sublet_tests::{Boundary, Outcome, Trouble};
-use tenants::coordinator::{Coordinator, CoordinatorError, Event, Options, Outcome as Done, Step};
+use sublet_tests::{Boundary, MIB, Outcome, Trouble};
+use tenants::coordinator::{
+    Coordinator, CoordinatorError, Event, Options, Outcome as Done, Step, SwapOptions, swap,
+};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 
@@ -29,10 +31,19 @@ fn run() -> Outcome<String> {
     let [run_dir, tenant, action, rest @ ..] = arguments.as_slice() else {
         return Err(Trouble::new("a run directory, a tenant and an action are needed"));
     };
-    let timeout = Duration::from_secs(if rest.is_empty() { 20 } else { 1 });
+    let swaps = action == "swap";
+    let timeout = Duration::from_secs(if rest.is_empty() || swaps { 20 } else { 1 });
     let run_dir = RunDir::open(Some(run_dir.into()), None)?;
     let options = Options { timeout: Some(timeout), ..Options::default() };
-    let mut coordinator = Coordinator::new(run_dir, TenantName::new(tenant)?, options);
+    let mut coordinator =
+        Coordinator::new(run_dir.clone(), TenantName::new(tenant)?, options.clone());
+    if let (true, [to]) = (swaps, rest) {
+        let mut to = Coordinator::new(run_dir, TenantName::new(to)?, options);
+        // Windows of a few allocations.
+        let how = SwapOptions { window_bytes: Some(8 * MIB), ..SwapOptions::default() };
+        let done = swap(&mut coordinator, &mut to, how, &mut |event| stop_at(&event))?;
+        return Ok(format!("{}; {}", said(Ok(done.paused))?, said(Ok(done.resumed))?));
+    }
     let done = match action.as_str() {
         "pause" => coordinator.pause(&mut |event| stop_at(&event)),
         "resume" => coordinator.resume(&mut |event| stop_at(&event)),

@@ -20,6 +20,9 @@ pub(crate) struct Layout {
     pub(crate) placed: Vec<Placed>,
     /// Where the last of all contents ends, old and new.
     pub(crate) end_bytes: u64,
+    /// How much of it needs a new place: behind all that lies there, it takes no more in whatever order and parts it is
+    /// saved.
+    pub(crate) new_bytes: u64,
 }
 
 /// Where the contents of one allocation will be, and what of them must be copied there.
@@ -71,6 +74,7 @@ impl Layout {
         let sizes = wishes.iter().enumerate().flat_map(|(index, (_, _, wish))| {
             wish.missing.iter().map(move |part| (index, part.end - part.start))
         });
+        let new_bytes = sizes.clone().map(|(_, size_bytes)| size_bytes).sum();
         let Places { places, end_bytes } = Places::find(taken, sizes);
         let mut places = places.into_iter().map(|(_, at)| at);
         let placed = wishes.into_iter().map(|(row, before, wish)| {
@@ -81,7 +85,7 @@ impl Layout {
             });
             placed(row, store, before, &new.collect::<Vec<_>>(), &wish)
         });
-        Self { placed: placed.collect(), end_bytes }
+        Self { placed: placed.collect(), end_bytes, new_bytes }
     }
 }
 
@@ -360,6 +364,29 @@ mod tests {
             prop_assert_eq!(all.last().map_or(0, |range| range.end), layout.end_bytes);
             prop_assert_eq!(layout.places.len(), sizes.len());
             prop_assert_eq!(layout, one_by_one);
+        }
+
+        #[test]
+        fn in_whatever_order_it_is_saved_it_takes_no_more_than_was_said(
+            gaps in prop::collection::vec((0u64..50, 1u64..50), 0..20),
+            sizes in prop::collection::vec((1u64..60, any::<u16>()), 0..40),
+        ) {
+            let mut at = 0;
+            let mut taken: Vec<_> = gaps.iter().map(|(gap, size)| {
+                let range = at + gap..at + gap + size;
+                at = range.end;
+                range
+            }).collect();
+            let said = at + sizes.iter().map(|(size, _)| *size).sum::<u64>();
+            let mut order: Vec<usize> = (0..sizes.len()).collect();
+            order.sort_by_key(|&key| sizes[key].1);
+            for key in order {
+                let size = sizes[key].0;
+                let layout = Places::find(taken.clone(), std::iter::once((row(key), size)));
+                prop_assert!(layout.end_bytes <= said);
+                let place = layout.places[0].1;
+                taken.push(place..place + size);
+            }
         }
     }
 }

@@ -1,9 +1,9 @@
 //! Which memory a pause or resume is about.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
 use super::Row;
-use crate::PeerId;
+use crate::{PeerId, VirtualHandle};
 
 /// Tags that libraries' own memory has by itself: its library sees to it that nobody touches it while it is away. No
 /// region has them.
@@ -62,6 +62,8 @@ pub enum Selection {
     SetAside(Tags, Whose),
     /// A resume by tag of a process that is wholly paused: what belongs to no region, and these tags.
     Staged(Tags),
+    /// What one stage moves of a selection that moves by stages.
+    Part(HashSet<VirtualHandle>),
 }
 
 impl Selection {
@@ -72,6 +74,7 @@ impl Selection {
             Self::Tagged(tags, whose) => tags.has(tag) && whose.has(row),
             Self::SetAside(tags, whose) => row.is_set_aside() && tags.has(tag) && whose.has(row),
             Self::Staged(tags) => (is_of_no_region(tag) && !row.is_set_aside()) || tags.has(tag),
+            Self::Part(rows) => rows.contains(&row.handle()),
         }
     }
 }

@@ -4,6 +4,8 @@
 //!   pause:   Pool::close -> Draining --drain--> Quiesced --save--> Prepared --release--> (memory is away)
 //!   resume:  Pool::shut -> Shut --create_own--> Returning: restore_own, import_batch --map_imports--> Restored
 //!                                                                              --commit--> (the process runs)
+//!   by stages: Quiesced --reserve--> Reserved --depart--> Departing: release_stage --release--> (memory is away)
+//!              Shut --arrive--> Arriving: restore_stage --restore_rest--> Returning
 //! ```
 //!
 //! Each arrow consumes what is left of it. What is given up on the way is put back: dropping a [`Draining`], a [`Shut`] or a
@@ -24,6 +26,7 @@ mod release;
 mod restore;
 mod resume;
 mod save;
+mod staged;
 mod still;
 mod survey;
 mod verify;
@@ -35,3 +38,4 @@ pub use pause::{Leaving, Prepared, Undone};
 pub use quiesced::{Done, Failed, Quiesced, Shut};
 pub use restore::ImportRequest;
 pub use resume::{Restored, Returning};
+pub use staged::{Arriving, ByDevice, Departing, Left, Moved, Reserved};

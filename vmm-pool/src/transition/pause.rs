@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::quiesced::{Done, Failed, Quiesced};
+use super::save::Space;
 use super::still::Still;
 use crate::AllocationId;
 use crate::driver::Driver;
@@ -19,8 +20,8 @@ use crate::store::{Copies, HostBudget, HostDemand};
 #[derive(Debug)]
 #[must_use = "dropping it undoes the pause"]
 pub struct Leaving<D: Driver> {
-    quiesced: Quiesced<D>,
-    selection: Selection,
+    pub(super) quiesced: Quiesced<D>,
+    pub(super) selection: Selection,
 }
 
 /// All that must be kept is saved, and everything can still go back: going on is as good as going back. Dropping it is
@@ -87,8 +88,8 @@ impl<D: Driver> Leaving<D> {
     ) -> PoolResult<StepLog> {
         self.pool().ledger().set_stays(stays)?;
         let budget = budget(self.quiesced.host_demand(&self.selection));
-        let survey = self.quiesced.seen();
-        Still::drained(&self.quiesced).save(&self.selection, survey, copies, budget)
+        let (survey, space) = (self.quiesced.seen(), Space::Take(budget));
+        Still::drained(&self.quiesced).save(&self.selection, survey, copies, space)
     }
 
     /// Maps everything again.
@@ -111,6 +112,22 @@ impl<D: Driver> Leaving<D> {
     /// Puts nothing back, because the context is lost, and leaves the gate shut.
     pub fn abandon(self) {
         self.quiesced.into_shut().abandon();
+    }
+
+    /// All that leaves is released: when the result is dropped, the process runs on without some tags, or the gate
+    /// admits only calls that give memory up or ask about it.
+    pub(super) fn into_released(self) -> Done<D> {
+        let then = match self.selection {
+            Selection::Tagged(..) => {
+                self.pool().ledger().run_on();
+                Mode::Open
+            }
+            Selection::Whole
+            | Selection::SetAside(..)
+            | Selection::Staged(_)
+            | Selection::Part(_) => Mode::Offloaded,
+        };
+        self.quiesced.into_shut().end_in(then)
     }
 }
 
@@ -141,14 +158,7 @@ impl<D: Driver> Prepared<D> {
             Ok(log) => log,
             Err(error) => return Err(Failed::new(self, error)),
         };
-        let then = match selection {
-            Selection::Tagged(..) => {
-                self.pool().ledger().run_on();
-                Mode::Open
-            }
-            Selection::Whole | Selection::SetAside(..) | Selection::Staged(_) => Mode::Offloaded,
-        };
-        Ok((self.leaving.quiesced.into_shut().end_in(then), log))
+        Ok((self.leaving.into_released(), log))
     }
 
     /// As [`Leaving::undo`].

@@ -151,6 +151,11 @@ impl<D: Driver> Shut<D> {
         self.on_drop = OnDrop::UndoResume(selection);
     }
 
+    /// From here on there is no way back: dropping it leaves the gate shut.
+    pub(super) fn stay_shut(&mut self) {
+        self.on_drop = OnDrop::Set(Mode::Shut);
+    }
+
     /// The gate goes there when the result is dropped.
     pub(super) fn end_in(mut self, mode: Mode) -> Done<D> {
         self.on_drop = OnDrop::Set(mode);
@@ -165,7 +170,7 @@ impl<D: Driver> Shut<D> {
 
     /// Nothing is put back, and the gate stays shut.
     pub(super) fn abandon(mut self) {
-        self.on_drop = OnDrop::Set(Mode::Shut);
+        self.stay_shut();
     }
 }
 

@@ -252,7 +252,7 @@ impl<D: Driver> Still<'_, D> {
     }
 
     /// Descriptors for what others imported before of `selection`, in one batch.
-    fn export_again(
+    pub(super) fn export_again(
         &self,
         log: &mut StepLog,
         selection: &Selection,

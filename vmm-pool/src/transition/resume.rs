@@ -20,8 +20,8 @@ use crate::pool::Pool;
 #[derive(Debug)]
 #[must_use = "dropping it undoes the resume"]
 pub struct Returning<D: Driver> {
-    shut: Shut<D>,
-    selection: Selection,
+    pub(super) shut: Shut<D>,
+    pub(super) selection: Selection,
 }
 
 /// All of it is back, and the process can run. Dropping it is going back.
@@ -57,7 +57,7 @@ impl<D: Driver> Shut<D> {
 }
 
 impl<D: Driver> Returning<D> {
-    fn still(&self) -> Still<'_, D> {
+    pub(super) fn still(&self) -> Still<'_, D> {
         Still::not_touched_yet(&self.shut)
     }
 

@@ -64,6 +64,15 @@ impl Plan {
     }
 }
 
+/// Where saving has its host memory and disk space from.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Space {
+    /// It takes what is missing, within this.
+    Take(HostBudget),
+    /// [`Still::hold_space`] has taken all of it.
+    Held,
+}
+
 /// Neighbours on one device that are copied together.
 #[derive(Debug)]
 struct Group {
@@ -104,19 +113,25 @@ impl<D: Driver> Still<'_, D> {
         selection: &Selection,
         survey: &Survey,
         copies: Copies,
-        budget: HostBudget,
+        space: Space,
     ) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         let mut arena = self.pool.arena();
-        let [kept, filed] = log.timed("lay out", |log| {
-            self.layouts_within(log, &arena, selection, survey, copies, budget)
+        let [kept, filed] = log.timed("lay out", |log| match space {
+            Space::Take(budget) => {
+                self.layouts_within(log, &arena, selection, survey, copies, budget)
+            }
+            Space::Held => Ok(self.pool.layouts(selection, survey, copies)),
         })?;
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
-        let reserved = log.timed("reserve disk", |_| {
-            let copied = filed.placed.iter().flat_map(|placed| &placed.copied);
-            arena.disk.reserve(&merged(copied.map(|extent| extent.place()).collect()))
-        });
+        let reserved = match space {
+            Space::Take(_) => log.timed("reserve disk", |_| {
+                let copied = filed.placed.iter().flat_map(|placed| &placed.copied);
+                arena.disk.reserve(&merged(copied.map(|extent| extent.place()).collect()))
+            }),
+            Space::Held => Ok(()),
+        };
         // From here on a copy counts only if nothing of it changes.
         self.pool.ledger().forget_copies(&kept);
         let end_bytes = kept.end_bytes;
@@ -162,7 +177,7 @@ impl<D: Driver> Still<'_, D> {
 
     /// Places for all, in host memory and in the file, with as many of `copies` as there is room for. The others are
     /// given up.
-    fn layouts_within(
+    pub(super) fn layouts_within(
         &self,
         log: &mut StepLog,
         arena: &HostArena<D>,
@@ -352,7 +367,12 @@ impl<D: Driver> Still<'_, D> {
 }
 
 impl<D: Driver> Pool<D> {
-    fn layouts(&self, selection: &Selection, survey: &Survey, copies: Copies) -> [Layout; 2] {
+    pub(super) fn layouts(
+        &self,
+        selection: &Selection,
+        survey: &Survey,
+        copies: Copies,
+    ) -> [Layout; 2] {
         let ledger = self.ledger();
         let layout = |store| Layout::of(&ledger, selection, store, survey, copies);
         [Store::Host, Store::File].map(layout)

@@ -23,7 +23,7 @@ pub(crate) struct Pair {
 }
 
 /// Which process is `importer`'s owner in this pair.
-fn peer(process: usize) -> usize {
+pub(crate) fn peer(process: usize) -> usize {
     1 - process
 }
 
@@ -101,7 +101,10 @@ impl Pair {
         }
     }
 
-    fn each(&self, mut step: impl FnMut(&SimPool) -> PoolResult<StepLog>) -> PoolResult<()> {
+    pub(crate) fn each(
+        &self,
+        mut step: impl FnMut(&SimPool) -> PoolResult<StepLog>,
+    ) -> PoolResult<()> {
         self.pools.iter().try_for_each(|pool| step(pool).map(drop))
     }
 
@@ -114,7 +117,7 @@ impl Pair {
         self.each(SimPool::release_selected)
     }
 
-    fn finish_resume(&self) -> PoolResult<()> {
+    pub(crate) fn finish_resume(&self) -> PoolResult<()> {
         self.import(0)?;
         self.import(1)?;
         for pool in &self.pools {
@@ -139,22 +142,26 @@ impl Pair {
     }
 
     /// What members do when a step of a resume failed.
-    fn undo_resume(&self) {
+    pub(crate) fn undo_resume(&self) {
         self.each(SimPool::undo_resume).expect("all given up again");
     }
 }
 
 /// A call that fails: of which process, which operation, which one of the step.
 #[derive(Clone, Copy, Debug)]
-struct Fault {
-    process: usize,
+pub(crate) struct Fault {
+    pub(crate) process: usize,
     op: DriverOp,
     nth: u64,
 }
 
 impl Fault {
     /// Runs `step` with this fault. `None` when the step makes fewer such calls.
-    fn during<T>(self, pair: &Pair, step: impl FnOnce() -> PoolResult<T>) -> Option<PoolResult<T>> {
+    pub(crate) fn during<T>(
+        self,
+        pair: &Pair,
+        step: impl FnOnce() -> PoolResult<T>,
+    ) -> Option<PoolResult<T>> {
         let faults = pair.pools[self.process].driver().faults();
         let before = faults.fired();
         faults.fail(self.op, FaultSpan::Nth(self.nth), DriverCode::UNKNOWN);
@@ -165,14 +172,14 @@ impl Fault {
 
     /// A handle or stream that the driver would not take back stays until it is offered again, at the next
     /// step of a pause or resume; until then sums cannot add up.
-    fn is_put_off(self) -> bool {
+    pub(crate) fn is_put_off(self) -> bool {
         matches!(self.op, DriverOp::Release | DriverOp::StreamDestroy)
     }
 }
 
 /// Calls `round` on a fresh pair for each call of each process that it lets happen, one at a time. `round`
 /// says whether the fault was met.
-fn each_fault(mut round: impl FnMut(&Pair, Fault) -> bool) -> u64 {
+pub(crate) fn each_fault(mut round: impl FnMut(&Pair, Fault) -> bool) -> u64 {
     let pair = Pair::new();
     // What one pause has used of host memory stays; without it most of the time goes into bringing that in.
     pair.pause().expect("pause");

@@ -20,5 +20,6 @@ mod pieces;
 mod process;
 mod questions;
 mod stage;
+mod staged;
 mod tags;
 mod writeout;

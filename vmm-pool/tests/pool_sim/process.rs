@@ -12,10 +12,12 @@ use std::time::{Duration, Instant};
 use vmm_pool::driver::sim::SimDriver;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::{
-    AllocationId, Class, Copies, Export, Failed, HostBudget, ImportRequest, ImportSource, Leaving,
-    Pool, PoolResult, Prepared, Quiesced, Restored, Returning, Selection, StayReason, StepLog,
-    Undone, VirtualHandle,
+    AllocationId, Arriving, ByDevice, Class, Copies, Departing, Export, Failed, HostBudget,
+    ImportRequest, ImportSource, Leaving, Moved, Pool, PoolResult, Prepared, Quiesced, Reserved,
+    Restored, Returning, Selection, StayReason, StepLog, Undone, VirtualHandle,
 };
+
+use crate::stage::WHOLE;
 
 /// See the head of this module.
 #[derive(Debug)]
@@ -38,6 +40,9 @@ enum Stage {
     Quiesced(Quiesced<SimDriver>),
     Leaving(Leaving<SimDriver>),
     Prepared(Prepared<SimDriver>),
+    Reserved(Reserved<SimDriver>),
+    Departing(Departing<SimDriver>),
+    Arriving(Arriving<SimDriver>),
     Returning(Returning<SimDriver>),
     Restored(Restored<SimDriver>),
     /// Undone, with descriptors that nobody needs.
@@ -110,6 +115,7 @@ impl SimPool {
         let undone = match self.take() {
             Stage::Leaving(leaving) => leaving.undo(),
             Stage::Prepared(prepared) => prepared.undo(),
+            Stage::Reserved(reserved) => reserved.undo(),
             Stage::Quiesced(quiesced) => {
                 drop(quiesced);
                 return Ok(StepLog::default());
@@ -146,6 +152,84 @@ impl SimPool {
             }
             Err(Failed { state, error }) => {
                 self.put(Stage::Prepared(*state));
+                Err(error)
+            }
+        }
+    }
+
+    /// In place of a save, by stages.
+    pub(crate) fn reserve(&self, selection: &Selection, budget: HostBudget) -> PoolResult<StepLog> {
+        let told = std::mem::take(&mut *self.told.lock().expect("no test has failed"));
+        let quiesced = self.quiesce();
+        quiesced.mark_unused(&told.unused);
+        match quiesced.reserve(selection.clone(), &told.stays, Copies::All, |_| budget) {
+            Ok((reserved, log)) => {
+                self.put(Stage::Reserved(reserved));
+                Ok(log)
+            }
+            Err(Failed { state, error }) => {
+                self.put(Stage::Leaving(*state));
+                Err(error)
+            }
+        }
+    }
+
+    fn take_departing(&self) -> Departing<SimDriver> {
+        match self.take() {
+            Stage::Reserved(reserved) => reserved.depart(),
+            Stage::Departing(departing) => departing,
+            stage => panic!("nothing is reserved: {stage:?}"),
+        }
+    }
+
+    pub(crate) fn release_stage(&self, window: &ByDevice) -> PoolResult<Moved> {
+        let mut departing = self.take_departing();
+        let moved = departing.release_stage(window);
+        self.put(Stage::Departing(departing));
+        moved
+    }
+
+    /// The end of a pause by stages.
+    pub(crate) fn release_rest(&self) -> PoolResult<Moved> {
+        match self.take_departing().release() {
+            Ok((done, moved)) => {
+                drop(done);
+                Ok(moved)
+            }
+            Err(Failed { state, error }) => {
+                self.put(Stage::Departing(*state));
+                Err(error)
+            }
+        }
+    }
+
+    /// In place of creating, by stages. The first shuts the gate.
+    pub(crate) fn restore_stage(&self, allowed: &ByDevice) -> PoolResult<Moved> {
+        let mut arriving = match self.take() {
+            Stage::Arriving(arriving) => arriving,
+            Stage::Rest => {
+                let shut = self.pool.shut(soon(), || false).expect("nobody is inside");
+                shut.arrive(WHOLE)
+            }
+            stage => panic!("something else is under way: {stage:?}"),
+        };
+        let moved = arriving.restore_stage(allowed);
+        self.put(Stage::Arriving(arriving));
+        moved
+    }
+
+    /// The end of it, before imports.
+    pub(crate) fn restore_rest(&self, exports_max: usize) -> PoolResult<Moved> {
+        let Stage::Arriving(arriving) = self.take() else {
+            panic!("nothing comes back by stages");
+        };
+        match arriving.restore_rest(exports_max) {
+            Ok((returning, moved)) => {
+                self.put(Stage::Returning(returning));
+                Ok(moved)
+            }
+            Err(Failed { state, error }) => {
+                self.put(Stage::Returning(*state));
                 Err(error)
             }
         }
@@ -209,6 +293,7 @@ impl SimPool {
     pub(crate) fn undo_resume(&self) -> PoolResult<StepLog> {
         let undone = match self.take() {
             Stage::Returning(returning) => returning.undo(),
+            Stage::Arriving(arriving) => arriving.undo(),
             Stage::Restored(restored) => restored.undo(),
             // As a member that is paused still.
             Stage::Rest => return Ok(StepLog::default()),
@@ -262,6 +347,9 @@ impl SimPool {
         match self.take() {
             Stage::Leaving(leaving) => leaving.abandon(),
             Stage::Prepared(prepared) => prepared.abandon(),
+            Stage::Reserved(reserved) => reserved.abandon(),
+            Stage::Departing(departing) => departing.abandon(),
+            Stage::Arriving(arriving) => arriving.abandon(),
             Stage::Returning(returning) => returning.abandon(),
             Stage::Restored(restored) => restored.abandon(),
             stage => panic!("nothing is under way: {stage:?}"),

@@ -314,7 +314,7 @@ fn a_paused_job_holds_its_launches_until_it_is_active_again() {
         for phase in [Phase::CreateOwn, Phase::AbortResume] {
             let request = Request::Phase(TakePhase {
                 round: 7,
-                order: phase.order(&Scope::Whole, &[]),
+                order: phase.order(&Told::new(&Scope::Whole, &[])),
                 timeout_ms: 30_000,
             });
             half.send(&request, &[], Instant::now() + SOON).unwrap();

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
-use vmm_pool::PoolReport;
 use vmm_pool::driver::DeviceOrdinal;
+use vmm_pool::{ClassBytes, DeviceReport, PoolReport};
 
 use crate::coordinator::{Coordinator, Event, Options};
 use crate::host_memory::HostNeed;
@@ -23,7 +23,8 @@ use crate::transport::frame::encode;
 use crate::transport::{Connection, Listener, TransportError, poll_until};
 use crate::wire::{
     DeviceDelta, Failure, FailureKind, GiveUp, HostProgress, MemberInfo, MemberState, MemberStats,
-    Phase, PhaseReport, Reply, Request, SaveProgress, SaveStage, SaveStep, StepOn, TakePhase,
+    Order, Phase, PhaseReport, Reply, Request, SaveProgress, SaveStage, SaveStep, StageLeft,
+    StageReport, StepOn, TakePhase, Window,
 };
 
 pub(super) const GIB: u64 = 1 << 30;
@@ -73,6 +74,16 @@ pub(super) struct Script {
     /// What it has to write; none when it runs with all its memory.
     pub(super) saved_bytes: Option<u64>,
     pub(super) host: Option<HostNeed>,
+    /// What it has on its one device, or needs there.
+    pub(super) holds_bytes: u64,
+    /// Of that device.
+    pub(super) free_bytes: u64,
+    /// That device's name.
+    pub(super) uuid: &'static str,
+    /// Of its allocations.
+    pub(super) unit_bytes: u64,
+    /// Which one of the orders for a phase its fault is about; each where that is none.
+    pub(super) fault_at: Option<usize>,
 }
 
 impl Script {
@@ -87,6 +98,11 @@ impl Script {
             save: None,
             saved_bytes: Some(3000),
             host: None,
+            holds_bytes: GIB,
+            free_bytes: 5 * GIB,
+            uuid: "gpu-a",
+            unit_bytes: GIB / 64,
+            fault_at: None,
         }
     }
 
@@ -161,6 +177,7 @@ impl World {
             log: Arc::clone(&self.log),
             stop: Arc::clone(&self.stop),
             written: AtomicU64::new(0),
+            moved: AtomicU64::new(0),
         };
         let thread = std::thread::spawn(move || agent.serve(listener));
         self.members.push(Member { id, state, thread: Some(thread) });
@@ -218,6 +235,8 @@ struct Agent {
     log: Arc<Mutex<Vec<Line>>>,
     stop: Arc<AtomicBool>,
     written: AtomicU64,
+    /// Of what it holds, out or in.
+    moved: AtomicU64,
 }
 
 impl Agent {
@@ -269,8 +288,11 @@ impl Agent {
             }
             Request::Phase(TakePhase { order, .. }) => {
                 let line = Line::Began(self.id, order.phase());
-                self.log.lock().unwrap().push(line);
-                self.script.faults.get(&order.phase()).copied()
+                let mut log = self.log.lock().unwrap();
+                let earlier = log.iter().filter(|before| **before == line).count();
+                log.push(line);
+                let is_due = self.script.fault_at.is_none_or(|at| at == earlier);
+                self.script.faults.get(&order.phase()).copied().filter(|_| is_due)
             }
             Request::GiveUp(GiveUp { why, .. }) => {
                 self.log.lock().unwrap().push(Line::GivenUp(self.id, why.clone()));
@@ -322,7 +344,7 @@ impl Agent {
             Request::Hello | Request::Withdraw(_) => Reply::Member(self.info()),
             Request::Stats => Reply::Stats(Box::new(MemberStats {
                 member: self.info(),
-                pool: PoolReport::default(),
+                pool: self.pool(),
                 pauses: 0,
                 resumes: 0,
                 last_pause: Vec::new(),
@@ -342,22 +364,66 @@ impl Agent {
             }
             Request::Host(_) => Reply::Host(Box::default()),
             Request::AwaitConsent(_) => Reply::Consented,
-            Request::Needs(_) => Reply::Needs(vec![needed()]),
-            Request::Phase(TakePhase { order, .. }) => self.phase(order.phase()),
+            Request::Needs(_) => {
+                Reply::Needs(vec![self.needed(); usize::from(self.script.holds_bytes > 0)])
+            }
+            Request::Phase(TakePhase { order, .. }) => self.phase(order),
             Request::GiveUp(_) => Reply::Noted,
             Request::FetchFds(_) => Reply::Fds { count: 0, tags: Vec::new(), missing: Vec::new() },
             Request::Save(step) => self.save(step),
         }
     }
 
-    fn phase(&self, phase: Phase) -> Reply {
+    /// What is moved of its one device by this order, where it has not been already, and what is left then.
+    fn moved(&self, order: &Order) -> (u64, u64) {
+        let all = self.script.holds_bytes;
+        let left = all - self.moved.load(Ordering::Relaxed);
+        let all_at_most = |window: &Window| window.devices.iter().map(|(_, bytes)| *bytes).sum();
+        let most: u64 = match order {
+            Order::ReleaseStage { window } | Order::RestoreStage { window, .. } => {
+                all_at_most(window)
+            }
+            Order::Restore if self.moved.load(Ordering::Relaxed) == 0 => return (0, 0),
+            Order::Release | Order::Restore => left,
+            Order::CloseGate { .. } | Order::Verify | Order::AbortResume | Order::Activate => {
+                self.moved.store(0, Ordering::Relaxed);
+                return (all, all);
+            }
+            Order::Drain
+            | Order::Save { .. }
+            | Order::Reserve { .. }
+            | Order::AbortPause
+            | Order::CreateOwn { .. }
+            | Order::Import
+            | Order::ImportFromLiving
+            | Order::Settle => return (all, left),
+        };
+        // In units of what cannot be divided.
+        let bytes = if most >= left {
+            left
+        } else {
+            most / self.script.unit_bytes * self.script.unit_bytes
+        };
+        self.moved.fetch_add(bytes, Ordering::Relaxed);
+        (bytes, left - bytes)
+    }
+
+    fn phase(&self, order: &Order) -> Reply {
+        let phase = order.phase();
+        let (bytes, left) = self.moved(order);
         let mut state = self.state.lock().unwrap();
         *state = match phase {
-            Phase::CloseGate | Phase::Drain | Phase::Save => MemberState::Offloading,
+            Phase::CloseGate
+            | Phase::Drain
+            | Phase::Save
+            | Phase::Reserve
+            | Phase::ReleaseStage => MemberState::Offloading,
             Phase::Release | Phase::Verify | Phase::AbortResume => MemberState::Paused,
-            Phase::CreateOwn | Phase::Restore | Phase::Import | Phase::ImportFromLiving => {
-                MemberState::Restoring
-            }
+            Phase::CreateOwn
+            | Phase::RestoreStage
+            | Phase::Restore
+            | Phase::Import
+            | Phase::ImportFromLiving => MemberState::Restoring,
             Phase::Settle if *state == MemberState::Restoring => MemberState::Paused,
             Phase::Activate | Phase::AbortPause | Phase::Settle => MemberState::Active,
         };
@@ -365,15 +431,51 @@ impl Agent {
         let report = PhaseReport {
             elapsed_us: 1000 * self.id,
             driver_calls: 3,
-            bytes: GIB,
+            bytes,
             steps: Vec::new(),
-            devices: vec![needed()],
+            devices: vec![DeviceDelta { bytes, ..self.needed() }; usize::from(bytes > 0)],
             notes: Vec::new(),
             kept: None,
             host: self.script.host.clone().filter(|_| phase == Phase::Drain),
             references: None,
+            stage: Some(StageReport {
+                copied_bytes: bytes,
+                left: if left == 0 { Vec::new() } else { vec![self.left(left)] },
+            }),
         };
         Reply::PhaseDone(phase, report)
+    }
+
+    /// What it has on its device, or needs there.
+    fn needed(&self) -> DeviceDelta {
+        DeviceDelta {
+            device: DeviceOrdinal(0),
+            uuid: self.script.uuid.to_owned(),
+            bytes: self.script.holds_bytes,
+            free_bytes: self.script.free_bytes,
+            total_bytes: 80 * GIB,
+        }
+    }
+
+    fn pool(&self) -> PoolReport {
+        let is_active = *self.state.lock().unwrap() == MemberState::Active;
+        let resident_bytes = if is_active { self.script.holds_bytes } else { 0 };
+        let class = ClassBytes { resident_bytes, ..ClassBytes::default() };
+        let device = DeviceReport {
+            device: DeviceOrdinal(0),
+            uuid: self.script.uuid.to_owned(),
+            classes: vec![class],
+            pinned: Vec::new(),
+        };
+        PoolReport { devices: vec![device], ..PoolReport::default() }
+    }
+
+    fn left(&self, bytes: u64) -> StageLeft {
+        StageLeft {
+            uuid: self.needed().uuid,
+            bytes,
+            smallest_bytes: self.script.unit_bytes.min(bytes),
+        }
     }
 
     /// A thousand bytes a step, and no files.
@@ -412,17 +514,6 @@ impl Agent {
             asked: None,
             tags: Vec::new(),
         }
-    }
-}
-
-/// What a member has on its device, or needs there.
-fn needed() -> DeviceDelta {
-    DeviceDelta {
-        device: DeviceOrdinal(0),
-        uuid: "gpu-a".to_owned(),
-        bytes: GIB,
-        free_bytes: 5 * GIB,
-        total_bytes: 80 * GIB,
     }
 }
 

@@ -37,7 +37,7 @@ impl Line {
         let scope = scope.clone();
         self.ask(&Request::Phase(TakePhase {
             round: ROUND,
-            order: phase.order(&scope, &[]),
+            order: phase.order(&Told::new(&scope, &[])),
             timeout_ms: 30_000,
         }))
     }
@@ -287,7 +287,7 @@ fn the_next_command_stays_connected_while_processes_settle_what_was_left_half_do
     let mut next = Line::to(&job.members[0]);
     let settle = Request::Phase(TakePhase {
         round: ROUND + 1,
-        order: Phase::Settle.order(&Scope::Whole, &[]),
+        order: Phase::Settle.order(&Told::new(&Scope::Whole, &[])),
         timeout_ms: 30_000,
     });
     let reply = next.ask(&settle);

@@ -28,7 +28,7 @@ impl Hand {
     fn tell_within(&mut self, index: usize, phase: Phase, timeout_ms: u64) {
         let request = Request::Phase(TakePhase {
             round: ROUND,
-            order: phase.order(&Scope::Whole, &[]),
+            order: phase.order(&Told::new(&Scope::Whole, &[])),
             timeout_ms,
         });
         self.connections[index].send(&request, &[], Instant::now() + SOON).unwrap();
@@ -125,7 +125,7 @@ fn a_coordinator_that_stands_still_is_hung_up_on_and_all_go_back() {
     for index in 0..3 {
         let request = Request::Phase(TakePhase {
             round: ROUND,
-            order: Phase::Release.order(&Scope::Whole, &[]),
+            order: Phase::Release.order(&Told::new(&Scope::Whole, &[])),
             timeout_ms: 30_000,
         });
         hand.connections[index].send(&request, &[], Instant::now() + SOON).unwrap_err();
@@ -203,7 +203,7 @@ fn what_was_told_in_another_round_counts_for_nothing() {
     for phase in BEFORE_ACTIVATE {
         let request = Request::Phase(TakePhase {
             round: ROUND + 1,
-            order: phase.order(&Scope::Whole, &[]),
+            order: phase.order(&Told::new(&Scope::Whole, &[])),
             timeout_ms: 30_000,
         });
         alone.connections[0].send(&request, &[], Instant::now() + SOON).unwrap();

@@ -1,0 +1,260 @@
+//! Two tenants change places stage by stage: carries out what [`Exchange`] decides, over the connections to both.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::time::{Duration, Instant};
+
+use super::exchange::{Exchange, Move};
+use super::peers::{Answer, Peers};
+use super::report::{Event, MemberFailure, PhaseSummary, Report, StageSummary, Step};
+use super::session::{Session, Stop, micros, millis};
+use crate::phase::Told;
+use crate::wire::{Phase, PhaseReport, TakePhase, Window};
+
+/// What a stage may take at least, in bytes a second: disks are that slow.
+const SLOWEST_BYTES_PER_SECOND: u64 = 128 << 20;
+
+/// One of the two tenants, with those of its processes that take part.
+pub(super) struct Side<'s, 'a> {
+    pub(super) session: &'s mut Session<'a>,
+    /// Their indices in the session. The exchange counts them from 0.
+    pub(super) members: Vec<usize>,
+    pub(super) report: Report,
+    tallies: BTreeMap<Phase, Tally>,
+}
+
+/// One phase of one side, over all its members and stages.
+struct Tally {
+    began: Instant,
+    ended: Instant,
+    done: BTreeMap<usize, PhaseReport>,
+}
+
+impl<'s, 'a> Side<'s, 'a> {
+    /// Nothing is asked of `members` yet.
+    pub(super) fn new(session: &'s mut Session<'a>, members: Vec<usize>, report: Report) -> Self {
+        Self { session, members, report, tallies: BTreeMap::new() }
+    }
+
+    /// `bytes` is what moves in all.
+    fn send(&mut self, member: usize, order: &Ordered, bytes: u64) -> Result<(), MemberFailure> {
+        let index = self.members[member];
+        let phase = order.phase;
+        let timeout = timeout_of(self.session, phase, bytes);
+        let now = Instant::now();
+        if let Entry::Vacant(vacant) = self.tallies.entry(phase) {
+            vacant.insert(Tally { began: now, ended: now, done: BTreeMap::new() });
+            (self.session.progress)(Event::StepStarted {
+                tenant: self.session.dir.tenant(),
+                step: Step::Phase(phase),
+                members: self.members.len(),
+            });
+        }
+        let question = order.question(self.session, timeout);
+        self.session.peers.ask(index, &question, timeout.answer)
+    }
+
+    /// What came of an order, and by which member.
+    fn take(&mut self, answer: Answer, started: Instant) -> Option<Taken> {
+        let Step::Phase(phase) = answer.step else { return None };
+        let member = self.members.iter().position(|index| *index == answer.peer)?;
+        let index = answer.peer;
+        let question = Ordered { phase, window: Window::default() };
+        let question = question.question(self.session, Timeout::default());
+        let result = answer.to(&question);
+        let now = Instant::now();
+        if let (Ok(report), Some(tally)) = (&result, self.tallies.get_mut(&phase)) {
+            tally.ended = now;
+            let who = self.session.peers.list[index].who;
+            let ended_us = micros(now - started);
+            self.report.stages.push(StageSummary {
+                phase,
+                who,
+                began_us: ended_us.saturating_sub(report.elapsed_us),
+                ended_us,
+                bytes: report.bytes,
+                copied_bytes: report.stage.as_ref().map_or(0, |stage| stage.copied_bytes),
+            });
+            tally.done.entry(index).or_default().add(report.clone());
+            (self.session.progress)(Event::MemberDone { who, step: Step::Phase(phase) });
+        }
+        Some(Taken { member, phase, result })
+    }
+
+    /// Adds what was done by stages to the report, in the order of the phases.
+    fn account(&mut self) {
+        self.report.stages.retain(|stage| stage.phase != Phase::Verify);
+        for (phase, tally) in std::mem::take(&mut self.tallies) {
+            let Tally { began, ended, done } = tally;
+            let done: Vec<_> = done.into_iter().collect();
+            let summary: PhaseSummary = self.session.summary(phase, ended - began, done);
+            self.report.add(summary);
+            (self.session.progress)(Event::StepDone {
+                step: Step::Phase(phase),
+                elapsed: ended - began,
+            });
+        }
+    }
+}
+
+struct Taken {
+    member: usize,
+    phase: Phase,
+    result: Result<PhaseReport, MemberFailure>,
+}
+
+/// An order of either side.
+struct Ordered {
+    phase: Phase,
+    window: Window,
+}
+
+/// For one answer, and for a process that may wait for others between two of its orders.
+#[derive(Clone, Copy, Default)]
+struct Timeout {
+    answer: Duration,
+    silence: Duration,
+}
+
+impl Ordered {
+    fn question(&self, session: &Session<'_>, timeout: Timeout) -> TakePhase {
+        let window = self.window.clone();
+        let told = Told { window, ..session.told() };
+        TakePhase {
+            round: session.round(),
+            order: self.phase.order(&told),
+            timeout_ms: millis(timeout.silence),
+        }
+    }
+}
+
+/// Why the tenant that was to come does not.
+pub(super) type Hindrance = Option<Stop>;
+
+/// Has all of `leaving` release its memory, which has prepared for that, and `coming` take as much as there is room for
+/// meanwhile; the rest of that is left to do. Times are counted from `started`. When something is in the way of those who
+/// come, nothing more is asked of them, and the others leave without stages.
+pub(super) fn exchange(
+    leaving: &mut Side<'_, '_>,
+    coming: &mut Side<'_, '_>,
+    mut plan: Exchange,
+    started: Instant,
+) -> Hindrance {
+    let mut hindrance: Hindrance = None;
+    loop {
+        while let Some(next) = plan.next() {
+            send(leaving, coming, &mut plan, next, &mut hindrance);
+            if hindrance.is_some() {
+                plan.end_coming();
+            }
+        }
+        if plan.is_over() {
+            break;
+        }
+        let interrupt = match hindrance {
+            None => coming.session.options.interrupt.as_ref(),
+            Some(_) => None,
+        };
+        let mut both = [&mut leaving.session.peers, &mut coming.session.peers];
+        match Peers::next_of(&mut both, interrupt) {
+            Some((0, answer)) => {
+                if let Some(taken) = leaving.take(answer, started) {
+                    has_left(leaving, &mut plan, taken);
+                }
+            }
+            Some((_, answer)) => {
+                // After a hindrance all of it is undone, whatever is said of it still.
+                if let Some(Taken { member, result, .. }) = coming.take(answer, started)
+                    && hindrance.is_none()
+                {
+                    match result {
+                        Ok(report) => plan.restored(member, &report),
+                        Err(failure) => hindrance = Some(Stop::Failed(vec![failure])),
+                    }
+                }
+            }
+            None if hindrance.is_none() && coming.session.is_called_off() => {
+                hindrance = Some(Stop::CalledOff);
+            }
+            // Nobody owes anything, and still something is missing: an answer was none to the question.
+            None => {
+                tracing::error!("a swap came to a halt");
+                for member in 0..leaving.members.len() {
+                    plan.left_for_good(member);
+                }
+                if hindrance.is_none() {
+                    hindrance = Some(Stop::Failed(Vec::new()));
+                }
+            }
+        }
+        if hindrance.is_some() {
+            plan.end_coming();
+        }
+    }
+    leaving.account();
+    coming.account();
+    hindrance
+}
+
+fn send(
+    leaving: &mut Side<'_, '_>,
+    coming: &mut Side<'_, '_>,
+    plan: &mut Exchange,
+    next: Move,
+    hindrance: &mut Hindrance,
+) {
+    let bytes = plan.total_bytes();
+    let (member, phase, window) = match next {
+        Move::RestoreStage(member, window) => {
+            let order = Ordered { phase: Phase::RestoreStage, window };
+            if let Err(failure) = coming.send(member, &order, bytes) {
+                hindrance.get_or_insert(Stop::Failed(vec![failure]));
+            }
+            return;
+        }
+        Move::ReleaseStage(member, window) => (member, Phase::ReleaseStage, window),
+        Move::Release(member) => (member, Phase::Release, Window::default()),
+        Move::Verify(member) => (member, Phase::Verify, Window::default()),
+    };
+    if let Err(failure) = leaving.send(member, &Ordered { phase, window }, bytes) {
+        lose(leaving, plan, member, failure);
+    }
+}
+
+/// By what all of it takes: one that has less to move than others waits for them between its orders.
+fn timeout_of(session: &Session<'_>, phase: Phase, bytes: u64) -> Timeout {
+    let moving = Duration::from_secs(bytes / SLOWEST_BYTES_PER_SECOND);
+    let answer = session.options.timeout.unwrap_or(phase.timeout() + moving);
+    let silence = answer.max(phase.timeout() + moving);
+    Timeout { answer: answer + session.options.reply_margin, silence }
+}
+
+fn has_left(leaving: &mut Side<'_, '_>, plan: &mut Exchange, taken: Taken) {
+    let Taken { member, phase, result } = taken;
+    match (phase, result) {
+        (Phase::ReleaseStage, Ok(report)) => plan.released(member, &report),
+        (Phase::Release, Ok(report)) => plan.released_all(member, &report),
+        (Phase::Verify, Ok(_)) => plan.left_for_good(member),
+        (Phase::ReleaseStage, Err(failure)) if is_refused(leaving, member) => {
+            let note = format!("a stage was not released at first: {failure}");
+            leaving.report.notes.push(note);
+            plan.stage_failed(member);
+        }
+        (_, Ok(_)) => {}
+        (_, Err(failure)) => lose(leaving, plan, member, failure),
+    }
+}
+
+/// Does this member live, and answer?
+fn is_refused(side: &Side<'_, '_>, member: usize) -> bool {
+    let index = side.members[member];
+    side.session.peers.is_up(index) && !side.session.peers.is_overdue(index)
+}
+
+/// Nothing is asked of this member any more.
+fn lose(leaving: &mut Side<'_, '_>, plan: &mut Exchange, member: usize, failure: MemberFailure) {
+    if !plan.has_left_for_good(member) {
+        plan.left_for_good(member);
+        leaving.report.losses.push(failure);
+    }
+}

@@ -1,0 +1,285 @@
+//! Two tenants that change places: one is paused, the other is resumed, and where both move whole, both at once.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use super::error::SwapError;
+use super::exchange::{Exchange, totals};
+use super::overlap::{Side, exchange};
+use super::report::{Event, MemberFailure, Outcome, Report, Step, Swap, Who};
+use super::session::{Plan, Session, Stop, micros};
+use super::shortage::{DeviceShortage, short_devices};
+use super::{Coordinator, CoordinatorError, JOINED_TRIES_MAX, Options, TakesPart};
+use crate::phase::Manner;
+use crate::run_dir::{CoordinatorLock, TenantDir};
+use crate::scope::Scope;
+use crate::wire::{Action, DeviceDelta, Failure, FailureKind, Phase};
+
+/// How two tenants change places.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SwapOptions {
+    /// Does memory of the second come while that of the first leaves? Else the first is paused before.
+    pub overlap: bool,
+    /// How much of a device one stage moves, and how much more than the larger of the two it may hold for that; the usual
+    /// where it is none: a sixteenth of the larger, at least 256 MiB and at most 2 GiB.
+    pub window_bytes: Option<u64>,
+}
+
+impl Default for SwapOptions {
+    fn default() -> Self {
+        Self { overlap: true, window_bytes: None }
+    }
+}
+
+/// A tenant with its lock.
+struct Held<'a> {
+    coordinator: &'a Coordinator,
+    dir: TenantDir,
+    lock: CoordinatorLock,
+}
+
+/// Pauses `from` and resumes `to`, under the locks of both. Blocks for a bounded time.
+///
+/// # Errors
+/// [`SwapError`], which says what state both are in.
+pub fn swap(
+    from: &mut Coordinator,
+    to: &mut Coordinator,
+    how: SwapOptions,
+    progress: &mut dyn FnMut(Event<'_>),
+) -> Result<Swap, SwapError> {
+    let started = Instant::now();
+    to.check_alive().map_err(SwapError::NoTarget)?;
+    let (from, to) = lock_both(from, to)?;
+    let whole = |options: &Options| {
+        options.scope == Scope::Whole
+            && options.takes_part == TakesPart::Everybody
+            && options.consent.is_none()
+    };
+    if how.overlap && whole(&from.coordinator.options) && whole(&to.coordinator.options) {
+        let mut tries = 1;
+        loop {
+            match overlapped(&from, &to, how, started, progress) {
+                // With the newcomers, then.
+                Err(SwapError::Pause(CoordinatorError::Joined { .. }))
+                    if tries < JOINED_TRIES_MAX =>
+                {
+                    tries += 1;
+                }
+                Ok(Some(swap)) => return Ok(swap),
+                // Only one of them moves.
+                Ok(None) => break,
+                Err(error) => return Err(error),
+            }
+        }
+    }
+    let paused = from.act(Action::Pause, progress).map_err(SwapError::Pause)?;
+    match to.act(Action::Resume, progress) {
+        Ok(resumed) => Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) }),
+        Err(source) => Err(SwapError::Resume {
+            paused_tenant: from.coordinator.tenant.clone(),
+            paused: Box::new(paused),
+            source: Box::new(source),
+        }),
+    }
+}
+
+/// Takes both locks in the order of the names: two swaps the opposite way do not wait for each other.
+fn lock_both<'a>(
+    from: &'a Coordinator,
+    to: &'a Coordinator,
+) -> Result<(Held<'a>, Held<'a>), SwapError> {
+    let hold_from = || from.hold(Action::Pause).map_err(SwapError::Pause);
+    let hold_to = || to.hold(Action::Resume).map_err(SwapError::NoTarget);
+    if from.tenant.as_str() <= to.tenant.as_str() {
+        let from = hold_from()?;
+        Ok((from, hold_to()?))
+    } else {
+        let to = hold_to()?;
+        Ok((hold_from()?, to))
+    }
+}
+
+impl Coordinator {
+    fn hold(&self, action: Action) -> Result<Held<'_>, CoordinatorError> {
+        let dir = self.dir()?;
+        let lock = self.lock(&dir, action)?;
+        Ok(Held { coordinator: self, dir, lock })
+    }
+}
+
+impl Held<'_> {
+    fn act(
+        &self,
+        action: Action,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Outcome, CoordinatorError> {
+        self.coordinator.act_holding(&self.dir, &self.lock, action, progress)
+    }
+
+    fn open<'s>(
+        &'s self,
+        options: &'s Options,
+        progress: &'s mut dyn FnMut(Event<'_>),
+    ) -> Result<Session<'s>, CoordinatorError> {
+        let mut session = Session::open(&self.dir, &self.lock, options, progress)?;
+        session.recover()?;
+        Ok(session)
+    }
+}
+
+/// Both at once; none when there is nothing to be done for one of them, or for a part of it only.
+fn overlapped(
+    from: &Held<'_>,
+    to: &Held<'_>,
+    how: SwapOptions,
+    started: Instant,
+    progress: &mut dyn FnMut(Event<'_>),
+) -> Result<Option<Swap>, SwapError> {
+    let shared = RefCell::new(progress);
+    let tell = |event: Event<'_>| (*shared.borrow_mut())(event);
+    let (mut tell_from, mut tell_to, mut tell_after) = (tell, tell, tell);
+    let mut leaving =
+        from.open(&from.coordinator.options, &mut tell_from).map_err(SwapError::Pause)?;
+    let leavers = leaving.members_for(Action::Pause).map_err(SwapError::Pause)?;
+    let mut coming = to.open(&to.coordinator.options, &mut tell_to).map_err(SwapError::NoTarget)?;
+    let comers = coming.members_for(Action::Resume).map_err(SwapError::NoTarget)?;
+    if leavers.is_empty() || comers.is_empty() || coming.scope != Scope::Whole {
+        return Ok(None);
+    }
+    let target = Target { from, to, who: coming.peers.list[comers[0]].who };
+    let needs = coming.needs_of_each(&comers).map_err(|failures| target.refused(failures))?;
+    if !short_devices(needs.iter().flatten()).is_empty() {
+        let held = leaving.resident_bytes(&leavers);
+        target.check_room(&needs, &held)?;
+    }
+
+    // From here on processes of the first are stopped.
+    let mut report = leaving.new_report(Action::Pause);
+    let plan = Plan::new(Action::Pause, Manner { without_lost: false, by_stages: true });
+    if let Err(stop) = leaving.prepare(&plan, &leavers, &mut report) {
+        return Err(SwapError::Pause(leaving.roll_back(Action::Pause, &leavers, stop)));
+    }
+    let gives = leaving.last_said(&report, &leavers);
+    let checked = target
+        .check_room(&needs, &totals(gives.iter().flatten()))
+        .and_then(|()| coming.check_all_alive(&comers).map_err(|dead| target.refused(dead)));
+    if let Err(error) = checked {
+        let undone = leaving.roll_back(Action::Pause, &leavers, Stop::CalledOff);
+        return Err(if undone.left_unchanged() { error } else { SwapError::Pause(undone) });
+    }
+
+    // The point of no return of the first.
+    let stages = Exchange::new(how.window_bytes, &gives, &needs);
+    let mut resumed = coming.new_report(Action::Resume);
+    report.window_bytes = Some(stages.window_bytes());
+    resumed.window_bytes = report.window_bytes;
+    let mut leaving = Side::new(&mut leaving, leavers, report);
+    let mut coming = Side::new(&mut coming, comers, resumed);
+    let hindrance = exchange(&mut leaving, &mut coming, stages, started);
+    let mut paused = leaving.report;
+    paused.wall_us = micros(started.elapsed());
+    leaving.session.note_latecomers(&mut paused);
+    let Side { session: coming, members: comers, report: mut resumed, .. } = coming;
+    let came = match hindrance {
+        Some(stop) => Err(stop),
+        None => coming.come(&comers, &mut resumed),
+    };
+    if let Err(stop) = came {
+        let error = coming.roll_back(Action::Resume, &comers, stop);
+        let source = to.coordinator.with_holders(error, &[&from.coordinator.tenant]);
+        return Err(go_back(from, paused, source, &mut tell_after));
+    }
+    resumed.wall_us = micros(started.elapsed());
+    coming.note_latecomers(&mut resumed);
+    Ok(Some(Swap {
+        paused: Outcome::Completed(Box::new(paused)),
+        resumed: Outcome::Completed(Box::new(resumed)),
+        wall_us: micros(started.elapsed()),
+    }))
+}
+
+/// The tenant that is to come, for errors before anything was changed.
+struct Target<'a> {
+    from: &'a Held<'a>,
+    to: &'a Held<'a>,
+    who: Who,
+}
+
+impl Target<'_> {
+    fn refused(&self, failures: Vec<MemberFailure>) -> SwapError {
+        SwapError::NoTarget(self.error(failures, Vec::new()))
+    }
+
+    fn error(
+        &self,
+        failures: Vec<MemberFailure>,
+        shortages: Vec<DeviceShortage>,
+    ) -> CoordinatorError {
+        CoordinatorError::Refused {
+            tenant: self.to.coordinator.tenant.clone(),
+            action: Action::Resume,
+            runs: false,
+            failures,
+            undo_failures: Vec::new(),
+            shortages,
+        }
+    }
+
+    /// Refuses when the second does not fit into what is free and what the first gives, by device.
+    fn check_room(
+        &self,
+        needs: &[Vec<DeviceDelta>],
+        gives: &BTreeMap<String, u64>,
+    ) -> Result<(), SwapError> {
+        let with_room: Vec<DeviceDelta> = needs
+            .iter()
+            .flatten()
+            .map(|need| {
+                let given = gives.get(&need.uuid).copied().unwrap_or(0);
+                let free_bytes = need.free_bytes.saturating_add(given);
+                DeviceDelta { free_bytes, ..need.clone() }
+            })
+            .collect();
+        let shortages = short_devices(&with_room);
+        let Some(shortage) = shortages.first() else { return Ok(()) };
+        let kind = FailureKind::OutOfDeviceMemory { missing_bytes: shortage.missing_bytes() };
+        let message = format!(
+            "its tenant does not fit, not even without tenant '{}'",
+            self.from.coordinator.tenant
+        );
+        let failure = Failure { kind, message };
+        let step = Step::Phase(Phase::RestoreStage);
+        let error = self.error(vec![MemberFailure { who: self.who, step, failure }], shortages);
+        let beside = &[&self.from.coordinator.tenant];
+        Err(SwapError::NoTarget(self.to.coordinator.with_holders(error, beside)))
+    }
+}
+
+/// The second did not come, and the first, which is paused, takes its memory back.
+fn go_back(
+    from: &Held<'_>,
+    paused: Report,
+    source: CoordinatorError,
+    progress: &mut dyn FnMut(Event<'_>),
+) -> SwapError {
+    // Nobody may call that off.
+    let options =
+        Options { interrupt: None, look_first: false, ..from.coordinator.options.clone() };
+    let resumed = from.open(&options, progress).and_then(|mut session| {
+        let members = session.members_for(Action::Resume)?;
+        session.run(Action::Resume, members)
+    });
+    let (tenant, source) = (from.coordinator.tenant.clone(), Box::new(source));
+    match resumed {
+        Ok(resumed) => {
+            let losses = paused.losses.into_iter().chain(resumed.losses).collect();
+            SwapError::WentBack { tenant, losses, source }
+        }
+        Err(error) => {
+            let resume = Box::new(from.coordinator.with_holders(error, &[]));
+            SwapError::NotBack { tenant, resume, source }
+        }
+    }
+}

@@ -1,0 +1,345 @@
+//! Swaps that overlap, over members that do what they are told, or not, at each stage.
+
+use std::os::fd::OwnedFd;
+
+use super::*;
+use crate::run_dir::RunDir;
+use crate::wire::Action;
+
+/// Eight stages of one process.
+const WINDOW: u64 = GIB / 8;
+const STAGES: SwapOptions = SwapOptions { overlap: true, window_bytes: Some(WINDOW) };
+
+fn patient() -> Options {
+    Options { timeout: Some(Duration::from_secs(10)), ..options() }
+}
+
+/// Tenant `train` with these members, and `infer` with those, whose ids count from 5.
+fn world(train: &[Script], infer: &[Script]) -> World {
+    let mut world = World::of(train);
+    for (id, script) in (5..).zip(infer) {
+        world.add("infer", id, script.clone());
+    }
+    world
+}
+
+/// A paused member on a device with room for so much more.
+fn tight(free_bytes: u64) -> Script {
+    Script { free_bytes, ..paused() }
+}
+
+fn at(script: Script, phase: Phase, stage: usize, fault: Fault) -> Script {
+    Script { fault_at: Some(stage), ..script.with(phase, fault) }
+}
+
+fn pair(run_dir: &RunDir, options: &Options) -> (Coordinator, Coordinator) {
+    let coordinator = |name| Coordinator::new(run_dir.clone(), tenant(name), options.clone());
+    (coordinator("train"), coordinator("infer"))
+}
+
+fn swapped(world: &World, options: &Options) -> Result<Swap, SwapError> {
+    let (mut from, mut to) = pair(&world.run_dir, options);
+    swap(&mut from, &mut to, STAGES, &mut quiet)
+}
+
+/// The number of times that `id` began `phase`.
+fn times(world: &World, id: u64, phase: Phase) -> usize {
+    world.phases_of(id).into_iter().filter(|began| *began == phase).count()
+}
+
+/// Where `what` comes first in the log.
+fn position(world: &World, what: &Line) -> usize {
+    world.lines().iter().position(|line| line == what).unwrap()
+}
+
+fn last_position(world: &World, what: &Line) -> usize {
+    world.lines().iter().rposition(|line| line == what).unwrap()
+}
+
+#[test]
+fn a_swap_overlaps_what_leaves_with_what_comes() {
+    let world = world(&[active(), active()], &[tight(0), tight(0)]);
+    let done = swapped(&world, &patient()).unwrap();
+    let (out, back) = (report(done.paused), report(done.resumed));
+    assert_eq!(world.states()[..2], [MemberState::Paused; 2]);
+    assert_eq!(world.states()[2..], [MemberState::Active; 2]);
+    let phases = |report: &Report| -> Vec<_> { report.phases.iter().map(|p| p.phase).collect() };
+    let left = [Phase::CloseGate, Phase::Drain, Phase::Reserve, Phase::ReleaseStage];
+    assert_eq!(phases(&out)[..4], left);
+    assert_eq!(phases(&out)[4..], [Phase::Release, Phase::Verify]);
+    let came = [Phase::RestoreStage, Phase::Restore, Phase::Import, Phase::Activate];
+    assert_eq!(phases(&back), came);
+    assert_eq!((out.devices[0].bytes, back.window_bytes), (2 * GIB, Some(WINDOW)));
+    assert_eq!(back.devices[0].bytes, 2 * GIB);
+    let taken: u64 = back.phases.iter().take(2).map(PhaseSummary::bytes).sum();
+    assert_eq!(taken, 2 * GIB);
+    // The first to come has begun before the last has left, and after all have let go of what they had imported.
+    let first_in = position(&world, &Line::Began(5, Phase::RestoreStage));
+    assert!(first_in < last_position(&world, &Line::Ended(1, Phase::Release)));
+    for id in [1, 2] {
+        assert!(position(&world, &Line::Ended(id, Phase::ReleaseStage)) < first_in);
+    }
+    // Everybody has done all that can be undone before anything is released.
+    for id in [1, 2] {
+        let ready = position(&world, &Line::Ended(id, Phase::Reserve));
+        assert!(ready < position(&world, &Line::Began(1, Phase::ReleaseStage)));
+    }
+}
+
+/// Bytes on the one device, as the answers have it, whenever an order to restore was sent.
+#[test]
+fn no_device_holds_more_than_the_larger_and_a_window() {
+    for free_bytes in [0, WINDOW / 2, WINDOW, GIB, 8 * GIB] {
+        let world = world(&[active()], &[tight(free_bytes)]);
+        let done = swapped(&world, &patient()).unwrap();
+        let (out, back) = (report(done.paused), report(done.resumed));
+        let mut stages: Vec<_> =
+            out.stages.iter().map(|stage| (stage.ended_us, false, stage.bytes)).collect();
+        stages.extend(back.stages.iter().map(|stage| (stage.ended_us, true, stage.bytes)));
+        stages.sort_unstable();
+        let (mut held, most) = (GIB, GIB + WINDOW.min(free_bytes));
+        for (_, comes, bytes) in stages {
+            held = if comes { held + bytes } else { held - bytes };
+            assert!(held <= most, "{held} of {most} bytes, {free_bytes} free");
+        }
+        assert_eq!(times(&world, 5, Phase::Restore), 1);
+    }
+}
+
+#[test]
+fn small_tenants_are_asked_no_more_often_than_without_overlap() {
+    let count = |how| {
+        let world = world(&[active()], &[tight(0)]);
+        let (mut from, mut to) = pair(&world.run_dir, &patient());
+        let done = swap(&mut from, &mut to, how, &mut quiet).unwrap();
+        assert!(matches!(done.resumed, Outcome::Completed(_)));
+        (world.phases_of(1).len(), world.phases_of(5).len())
+    };
+    let wide = SwapOptions { window_bytes: Some(GIB), ..STAGES };
+    assert_eq!(count(wide), count(AFTER));
+}
+
+#[test]
+fn a_tenant_that_comes_to_other_devices_waits_for_nobody() {
+    let world = world(&[active()], &[Script { uuid: "gpu-b", ..tight(2 * GIB) }]);
+    let (out, back) = {
+        let done = swapped(&world, &patient()).unwrap();
+        (report(done.paused), report(done.resumed))
+    };
+    assert_eq!((out.devices[0].uuid.as_str(), back.devices[0].uuid.as_str()), ("gpu-a", "gpu-b"));
+    assert_eq!(back.devices.len(), 1);
+    assert!(times(&world, 5, Phase::RestoreStage) >= 1);
+}
+
+#[test]
+fn a_process_without_device_memory_takes_part() {
+    let empty = || Script { holds_bytes: 0, ..paused() };
+    let world = world(&[active(), Script { holds_bytes: 0, ..active() }], &[tight(0), empty()]);
+    let done = swapped(&world, &patient()).unwrap();
+    assert!(matches!(done.resumed, Outcome::Completed(_)));
+    assert_eq!(world.states()[..2], [MemberState::Paused; 2]);
+    assert_eq!(world.states()[2..], [MemberState::Active; 2]);
+    assert_eq!(times(&world, 6, Phase::RestoreStage), 1);
+}
+
+#[test]
+fn a_swap_where_only_one_moves_is_a_pause_or_a_resume() {
+    let one = world(&[paused()], &[tight(5 * GIB)]);
+    let done = swapped(&one, &patient()).unwrap();
+    assert_eq!(done.paused, Outcome::AlreadyPaused);
+    assert_eq!(one.phases_of(5), RESUME);
+    let other = world(&[active()], &[active()]);
+    let done = swapped(&other, &patient()).unwrap();
+    assert_eq!(done.resumed, Outcome::AlreadyActive);
+    assert_eq!(other.phases_of(1), PAUSE);
+    assert!(other.phases_of(5).is_empty());
+}
+
+#[test]
+fn a_tenant_that_does_not_fit_stops_nobody() {
+    // On a device of its own that nothing leaves.
+    let world = world(&[active()], &[Script { uuid: "gpu-b", ..tight(GIB / 2) }]);
+    let error = swapped(&world, &patient()).unwrap_err();
+    let SwapError::NoTarget(refused) = &error else { panic!("{error}") };
+    assert_eq!(refused.missing_device_bytes(), Some(GIB / 2));
+    assert!(refused.is_retryable() && refused.left_unchanged(), "{error}");
+    assert!(error.to_string().contains("not even without tenant 'train'"), "{error}");
+    assert!(world.lines().is_empty());
+}
+
+#[test]
+fn a_tenant_with_a_dead_or_faulted_process_stops_nobody() {
+    for script in
+        [Script::new(MemberState::Faulted), Script { hello: Some(Fault::Silent), ..paused() }]
+    {
+        let world = world(&[active()], &[tight(0), script]);
+        let error = swapped(&world, &patient()).unwrap_err();
+        assert!(matches!(error, SwapError::NoTarget(_)), "{error}");
+        assert!(world.phases_of(1).is_empty());
+        assert_eq!(world.state(1), MemberState::Active);
+    }
+}
+
+#[test]
+fn a_first_tenant_that_does_not_prepare_runs_on_and_the_second_is_not_asked() {
+    for phase in [Phase::CloseGate, Phase::Drain, Phase::Reserve] {
+        for fault in [Fault::Fail(FailureKind::OutOfHostMemory), Fault::Die, Fault::Silent] {
+            let world = world(&[active(), active().with(phase, fault)], &[tight(0)]);
+            let error = swapped(&world, &options()).unwrap_err();
+            assert!(matches!(error, SwapError::Pause(_)), "{error}");
+            assert_eq!(world.state(1), MemberState::Active, "{phase:?} {fault:?}");
+            assert!(world.phases_of(5).is_empty());
+            assert_eq!(times(&world, 1, Phase::ReleaseStage), 0);
+        }
+    }
+}
+
+#[test]
+fn a_second_tenant_that_fails_at_any_stage_is_undone_and_the_first_runs_again() {
+    let faults = [
+        Fault::Fail(FailureKind::OutOfDeviceMemory { missing_bytes: 7 }),
+        Fault::Die,
+        Fault::Silent,
+        Fault::WrongAnswer,
+        Fault::Garbage,
+    ];
+    for fault in faults {
+        for (phase, stage) in [
+            (Phase::RestoreStage, 0),
+            (Phase::RestoreStage, 1),
+            (Phase::Restore, 0),
+            (Phase::Import, 0),
+        ] {
+            // It needs what both of the others have.
+            let large = Script { holds_bytes: 2 * GIB, ..tight(0) };
+            let failing = at(large, phase, stage, fault);
+            let other = Script { holds_bytes: 0, ..paused() };
+            let world = world(&[active(), active()], &[failing, other]);
+            let error = swapped(&world, &options()).unwrap_err();
+            let SwapError::WentBack { source, losses, .. } = &error else {
+                panic!("{phase:?} {stage} {fault:?}: {error}")
+            };
+            assert!(losses.is_empty(), "{losses:?}");
+            let failed = source.failures().iter().any(|failure| failure.step == Step::Phase(phase));
+            assert!(failed, "{phase:?} {stage} {fault:?}: {source}");
+            let said = "Tenant 'train' was paused for it, and is active again";
+            assert!(error.to_string().contains(said), "{error}");
+            assert_eq!(world.states()[..2], [MemberState::Active; 2]);
+            assert_eq!(world.state(6), MemberState::Paused);
+            // Its pause was finished before.
+            for id in [1, 2] {
+                let released = position(&world, &Line::Ended(id, Phase::Release));
+                assert!(released < position(&world, &Line::Began(id, Phase::CreateOwn)));
+            }
+        }
+    }
+}
+
+#[test]
+fn one_that_dies_while_it_leaves_is_reported_and_the_second_comes() {
+    for (phase, stage) in [(Phase::ReleaseStage, 0), (Phase::ReleaseStage, 3), (Phase::Release, 0)]
+    {
+        let dying = at(active(), phase, stage, Fault::Die);
+        let world = world(&[active(), dying], &[tight(0)]);
+        let done = swapped(&world, &patient()).unwrap();
+        let out = report(done.paused);
+        assert_eq!(out.losses.len(), 1, "{phase:?} {stage}");
+        assert_eq!(out.losses[0].step, Step::Phase(phase));
+        assert_eq!((world.state(1), world.state(5)), (MemberState::Paused, MemberState::Active));
+    }
+}
+
+#[test]
+fn one_that_is_silent_while_it_leaves_holds_nobody_up_for_ever() {
+    let silent = at(active(), Phase::ReleaseStage, 1, Fault::Silent);
+    let world = world(&[active(), silent], &[tight(0)]);
+    let out = report(swapped(&world, &options()).unwrap().paused);
+    assert_eq!(out.losses.len(), 1);
+    assert_eq!((world.state(1), world.state(5)), (MemberState::Paused, MemberState::Active));
+}
+
+#[test]
+fn one_that_cannot_do_a_stage_is_told_to_release_what_is_left() {
+    for stage in [0, 2] {
+        let failing = at(active(), Phase::ReleaseStage, stage, Fault::Fail(FailureKind::Driver));
+        let world = world(&[active(), failing], &[tight(0)]);
+        let out = report(swapped(&world, &patient()).unwrap().paused);
+        assert!(out.losses.is_empty());
+        assert!(out.notes.iter().any(|note| note.contains("was not released at first")), "{out:?}");
+        assert_eq!(world.states()[..2], [MemberState::Paused; 2]);
+        assert_eq!(times(&world, 2, Phase::Release), 1);
+    }
+}
+
+#[test]
+fn a_first_tenant_that_cannot_come_back_is_named_beside_the_cause() {
+    let stuck = active().with(Phase::CreateOwn, Fault::Fail(FailureKind::Driver));
+    let failing = tight(0).with(Phase::RestoreStage, Fault::Fail(FailureKind::Driver));
+    let world = world(&[stuck], &[failing]);
+    let error = swapped(&world, &patient()).unwrap_err();
+    let SwapError::NotBack { resume, source, .. } = &error else { panic!("{error}") };
+    assert_eq!(resume.failures()[0].step, Step::Phase(Phase::CreateOwn));
+    assert_eq!(source.failures()[0].step, Step::Phase(Phase::RestoreStage));
+    let said = error.to_string();
+    for part in
+        ["resuming tenant 'infer' failed", "could not be brought back", "sublet resume train"]
+    {
+        assert!(said.contains(part), "{said}");
+    }
+    assert_eq!((world.state(1), world.state(5)), (MemberState::Paused, MemberState::Paused));
+}
+
+/// Swaps, and calls it off where `at` says so.
+fn called_off(world: &World, at: impl Fn(&Event<'_>) -> bool) -> SwapError {
+    let (interrupt, raise): (Interrupt, OwnedFd) = Interrupt::new().unwrap();
+    let options = Options { interrupt: Some(interrupt), ..patient() };
+    let (mut from, mut to) = pair(&world.run_dir, &options);
+    let mut tell = |event: Event<'_>| {
+        if at(&event) {
+            nix::unistd::write(&raise, &[1]).unwrap();
+        }
+    };
+    swap(&mut from, &mut to, STAGES, &mut tell).unwrap_err()
+}
+
+#[test]
+fn a_swap_called_off_is_undone_wherever_it_is() {
+    let step_is = |event: &Event<'_>, wanted| {
+        let (Event::StepDone { step, .. } | Event::MemberDone { step, .. }) = event else {
+            return false;
+        };
+        *step == Step::Phase(wanted)
+    };
+    for phase in [Phase::CloseGate, Phase::Drain, Phase::Reserve] {
+        let world = world(&[active()], &[tight(0)]);
+        let error = called_off(&world, |event| step_is(event, phase));
+        assert!(matches!(error, SwapError::Pause(CoordinatorError::CalledOff { .. })), "{error}");
+        assert_eq!((world.state(1), world.state(5)), (MemberState::Active, MemberState::Paused));
+        assert_eq!(times(&world, 1, Phase::ReleaseStage), 0);
+    }
+    for phase in [Phase::ReleaseStage, Phase::RestoreStage, Phase::Restore, Phase::Import] {
+        let world = world(&[active()], &[tight(0)]);
+        let error = called_off(&world, |event| step_is(event, phase));
+        let SwapError::WentBack { source, .. } = &error else { panic!("{phase:?}: {error}") };
+        let CoordinatorError::CalledOff { action, .. } = **source else { panic!("{source}") };
+        assert_eq!(action, Action::Resume);
+        assert_eq!((world.state(1), world.state(5)), (MemberState::Active, MemberState::Paused));
+    }
+}
+
+#[test]
+fn two_swaps_the_opposite_way_take_turns() {
+    let world = world(&[active()], &[tight(0)]);
+    std::thread::scope(|scope| {
+        let (mut from, mut to) = pair(&world.run_dir, &patient());
+        let there = scope.spawn(move || swap(&mut from, &mut to, STAGES, &mut quiet).map(drop));
+        let (mut to, mut from) = pair(&world.run_dir, &patient());
+        let back = scope.spawn(move || swap(&mut from, &mut to, STAGES, &mut quiet).map(drop));
+        there.join().unwrap().unwrap();
+        back.join().unwrap().unwrap();
+    });
+    let states = (world.state(1), world.state(5));
+    let either =
+        [(MemberState::Paused, MemberState::Active), (MemberState::Active, MemberState::Paused)];
+    assert!(either.contains(&states), "{states:?}");
+}

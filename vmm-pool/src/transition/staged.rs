@@ -1,0 +1,558 @@
+//! A pause and a resume by stages, for two tenants that change places: one gives device memory up window by window, while
+//! the other takes it.
+//!
+//! ```text
+//!   Quiesced --reserve--> Reserved --depart--> Departing --release--> (memory is away)
+//!                                                | ^ release_stage
+//!   Shut --arrive--> Arriving --restore_rest--> Returning
+//!                      | ^ restore_stage
+//! ```
+//!
+//! A stage is the same save and release, or creation and restoring, as of a whole selection, of the allocations that it
+//! picks ([`Selection::Part`]).
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
+
+use super::mappings::is_import_of;
+use super::pause::{Leaving, Undone};
+use super::quiesced::{Done, Failed, Quiesced, Shut};
+use super::resume::Returning;
+use super::save::Space;
+use super::still::Still;
+use crate::driver::{DeviceOrdinal, Driver};
+use crate::error::{Describe, PoolError, PoolResult};
+use crate::journal::StepLog;
+use crate::ledger::{Ledger, Row, Selection, StayReason, Survey};
+use crate::pool::Pool;
+use crate::store::{Copies, HostArena, HostBudget, HostDemand, Pins, Store};
+use crate::{AllocationId, VirtualHandle};
+
+/// Bytes by device.
+pub type ByDevice = BTreeMap<DeviceOrdinal, u64>;
+
+/// What a stage saves before it releases that, and what it releases besides.
+type Picked = (HashSet<VirtualHandle>, HashSet<VirtualHandle>);
+
+/// How much of each allocation saving copies, where that is anything: the rest of what is saved is zero, or lies in host
+/// memory already.
+type Copied = HashMap<VirtualHandle, u64>;
+
+/// How much [`Departing::release`] copies before it releases that.
+const REST_BYTES: u64 = 2 << 30;
+
+/// What is still to be moved on one device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Left {
+    /// All of it.
+    pub bytes: u64,
+    /// The smallest allocation.
+    pub smallest_bytes: u64,
+}
+
+/// What a stage has done.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Moved {
+    /// As of any step; its bytes are those of `bytes`.
+    pub log: StepLog,
+    /// Device memory released or created.
+    pub bytes: ByDevice,
+    /// Contents copied between devices and the host.
+    pub copied_bytes: u64,
+}
+
+impl Moved {
+    fn add(&mut self, other: Self) {
+        self.log.add(other.log);
+        self.copied_bytes += other.copied_bytes;
+        for (device, bytes) in other.bytes {
+            *self.bytes.entry(device).or_insert(0) += bytes;
+        }
+    }
+}
+
+/// All host memory and disk space is held that saving a selection takes, and nothing is copied or unmapped yet: going on
+/// can be done by this process alone, and so can going back. Dropping it is going back.
+#[derive(Debug)]
+#[must_use = "dropping it undoes the pause"]
+pub struct Reserved<D: Driver> {
+    leaving: Leaving<D>,
+    copied: Copied,
+}
+
+/// Memory of a selection is being released, and there is no way back but a resume. Dropping it leaves the gate shut, with
+/// what is left on its device.
+#[derive(Debug)]
+#[must_use = "the pause is not over: what is left holds device memory"]
+pub struct Departing<D: Driver> {
+    leaving: Leaving<D>,
+    copied: Copied,
+    /// What could not be saved; it stays on its device.
+    stuck: HashSet<VirtualHandle>,
+    /// Where the next stage has its host memory from: a save that fails gives back what was held.
+    space: Space,
+}
+
+/// Memory of a selection comes back by stages. Dropping it gives that up again, contents kept.
+#[derive(Debug)]
+#[must_use = "dropping it undoes the resume"]
+pub struct Arriving<D: Driver> {
+    returning: Returning<D>,
+    /// What is back, with its contents.
+    back: HashSet<VirtualHandle>,
+}
+
+impl<D: Driver> Quiesced<D> {
+    /// Pause 3 of one by stages: takes all host memory and disk space that saving `selection` takes, pinned. `stays`,
+    /// `copies` and `budget` are as in [`Quiesced::save`].
+    ///
+    /// # Errors
+    /// As [`Quiesced::save`], with nothing moved.
+    ///
+    /// # Driver calls
+    /// `cuMemHostRegister`.
+    pub fn reserve(
+        mut self,
+        selection: Selection,
+        stays: &[(AllocationId, StayReason)],
+        copies: Copies,
+        budget: impl FnOnce(HostDemand) -> HostBudget,
+    ) -> Result<(Reserved<D>, StepLog), Failed<Leaving<D>>> {
+        self.shut_mut().begin_pause(selection.clone());
+        let leaving = Leaving { quiesced: self, selection };
+        let pool = Arc::clone(leaving.pool());
+        // In a statement of its own: the ledger's lock is not held any more when memory is taken.
+        let stays = pool.ledger().set_stays(stays);
+        let held = stays.and_then(|()| {
+            let Leaving { quiesced, selection } = &leaving;
+            let budget = budget(quiesced.host_demand(selection));
+            Still::drained(quiesced).hold_space(selection, quiesced.seen(), copies, budget)
+        });
+        match held {
+            Ok((log, copied)) => Ok((Reserved { leaving, copied }, log)),
+            Err(error) => Err(Failed::new(leaving, error)),
+        }
+    }
+}
+
+impl<D: Driver> Reserved<D> {
+    /// The memory that it is about.
+    pub fn pool(&self) -> &Arc<Pool<D>> {
+        self.leaving.pool()
+    }
+
+    /// Which of it leaves.
+    pub fn selection(&self) -> &Selection {
+        &self.leaving.selection
+    }
+
+    /// The point of no return: memory is released from here on.
+    pub fn depart(mut self) -> Departing<D> {
+        self.leaving.quiesced.shut_mut().stay_shut();
+        let Self { leaving, copied } = self;
+        Departing { leaving, copied, stuck: HashSet::new(), space: Space::Held }
+    }
+
+    /// As [`Leaving::undo`]: nothing was unmapped, and host memory is given back.
+    ///
+    /// # Errors
+    /// As [`Leaving::undo`].
+    pub fn undo(self) -> Result<Undone<D>, Failed<Leaving<D>>> {
+        self.leaving.undo()
+    }
+
+    /// As [`Leaving::abandon`].
+    pub fn abandon(self) {
+        self.leaving.abandon();
+    }
+}
+
+impl<D: Driver> Departing<D> {
+    /// The memory that it is about.
+    pub fn pool(&self) -> &Arc<Pool<D>> {
+        self.leaving.pool()
+    }
+
+    /// Which of it leaves.
+    pub fn selection(&self) -> &Selection {
+        &self.leaving.selection
+    }
+
+    /// What is left, by device.
+    pub fn left(&self) -> BTreeMap<DeviceOrdinal, Left> {
+        let ledger = self.pool().ledger();
+        left_of(ledger.rows().filter(|row| self.is_to_go(row)))
+    }
+
+    /// Is it own memory that is still to leave?
+    fn is_to_go(&self, row: &Row) -> bool {
+        row.is_own()
+            && row.is_resident()
+            && row.can_leave()
+            && self.leaving.selection.has(row)
+            && !self.stuck.contains(&row.handle())
+    }
+
+    /// Saves and releases own memory, of each device as much as copies what `window` says, or one allocation of which more
+    /// is copied; nothing is copied of a device that it does not name. What needs no copy and what was imported goes with
+    /// the first stage.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`] and [`crate::PoolError::FileRefused`]: what this stage was about is on its device, with its
+    /// contents, and another stage or [`Departing::release`] may be tried.
+    ///
+    /// # Driver calls
+    /// Those of [`Quiesced::save`] and [`super::Prepared::release`].
+    pub fn release_stage(&mut self, window: &ByDevice) -> PoolResult<Moved> {
+        let picked = self.pick(|device| window.get(&device).copied());
+        self.release_picked(picked)
+    }
+
+    fn release_picked(&mut self, (saved, others): Picked) -> PoolResult<Moved> {
+        let all: HashSet<VirtualHandle> = saved.union(&others).copied().collect();
+        let before = self.resident_of(&all);
+        let still = Still::drained(&self.leaving.quiesced);
+        let part = Selection::Part(all);
+        let survey = self.leaving.quiesced.seen();
+        // Which copies stay was settled when host memory was taken.
+        let saved = still.save(&part, survey, Copies::All, self.space);
+        if saved.is_err() {
+            // As much as was agreed on.
+            self.space = Space::Take(HostBudget(None));
+        }
+        let mut log = saved?;
+        let copied_bytes = std::mem::take(&mut log.bytes);
+        log.add(still.release_selected(&part)?);
+        let Selection::Part(all) = part else { return Ok(Moved::default()) };
+        let after = self.resident_of(&all);
+        let gone = before
+            .into_iter()
+            .map(|(device, bytes)| (device, bytes - after.get(&device).copied().unwrap_or(0)));
+        Ok(Moved { log, bytes: gone.collect(), copied_bytes })
+    }
+
+    /// The end of a pause by stages: saves and releases all that is left. What the driver would not copy or let go stays
+    /// on its device with its contents, and is named in the notes. The first result is as that of
+    /// [`super::Prepared::release`].
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`] when copies are under way that did not end, or the context is lost.
+    ///
+    /// # Driver calls
+    /// As [`Departing::release_stage`].
+    pub fn release(mut self) -> Result<(Done<D>, Moved), Failed<Self>> {
+        let mut all = Moved::default();
+        loop {
+            let (saved, others) = self.pick(|_| Some(REST_BYTES));
+            if saved.is_empty() && others.is_empty() {
+                break;
+            }
+            match self.release_picked((saved.clone(), others.clone())) {
+                Ok(moved) => {
+                    all.add(moved);
+                    // What the driver would not let go is noted, and not offered again and again.
+                    self.stuck.extend(saved);
+                    self.stuck.extend(others);
+                }
+                Err(error) if error.poisons_context() || !self.pool().deferred.is_settled() => {
+                    return Err(Failed::new(self, error));
+                }
+                // Once more without those that need nothing saved.
+                Err(error) if self.has_unsaved(&others) => {
+                    tracing::warn!(%error, "what nobody saves is released alone");
+                    let unsaved = self.unsaved_of(&others);
+                    let before = self.resident_of(&unsaved);
+                    let part = Selection::Part(unsaved.clone());
+                    match Still::drained(&self.leaving.quiesced).release_selected(&part) {
+                        Ok(log) => all.add(Moved { log, bytes: before, copied_bytes: 0 }),
+                        Err(error) => return Err(Failed::new(self, error)),
+                    }
+                    self.stuck.extend(unsaved);
+                }
+                // Then without those of which something must be copied.
+                Err(error) if !saved.is_empty() && !others.is_empty() => {
+                    tracing::warn!(%error, "what needs no copy is released alone");
+                    match self.release_picked((HashSet::new(), others.clone())) {
+                        Ok(moved) => all.add(moved),
+                        Err(error) => all.log.notes.push(stays(&error)),
+                    }
+                    self.stuck.extend(others);
+                }
+                Err(error) => {
+                    all.log.notes.push(stays(&error));
+                    self.stuck.extend(saved);
+                    self.stuck.extend(others);
+                }
+            }
+        }
+        Ok((self.leaving.into_released(), all))
+    }
+
+    /// Puts nothing back, because the context is lost, and leaves the gate shut.
+    pub fn abandon(self) {
+        self.leaving.abandon();
+    }
+
+    /// What the next stage is about: what it saves, and what leaves without.
+    fn pick(&self, window: impl Fn(DeviceOrdinal) -> Option<u64>) -> Picked {
+        let ledger = self.pool().ledger();
+        let (mut saved, mut others) = (HashSet::new(), HashSet::new());
+        let mut taken = ByDevice::new();
+        for row in ledger.rows() {
+            let is_import = is_import_of(row, &self.leaving.selection)
+                && row.is_resident()
+                && !self.stuck.contains(&row.handle());
+            let copied_bytes = self.copied.get(&row.handle()).copied();
+            match (row.device(), copied_bytes) {
+                _ if is_import => {
+                    others.insert(row.handle());
+                }
+                _ if !self.is_to_go(row) => {}
+                (Some(device), Some(copied_bytes)) => {
+                    let Some(window_bytes) = window(device) else { continue };
+                    let taken = taken.entry(device).or_insert(0);
+                    if *taken == 0 || *taken + copied_bytes <= window_bytes {
+                        *taken += copied_bytes;
+                        saved.insert(row.handle());
+                    }
+                }
+                (Some(_) | None, _) => {
+                    others.insert(row.handle());
+                }
+            }
+        }
+        (saved, others)
+    }
+
+    /// Those of `part` that hold nothing to be saved: imports, and memory whose contents nobody keeps.
+    fn unsaved_of(&self, part: &HashSet<VirtualHandle>) -> HashSet<VirtualHandle> {
+        let ledger = self.pool().ledger();
+        let is_saved =
+            |row: &Row| [Store::Host, Store::File].iter().any(|store| row.is_saved_to(*store));
+        let rows = ledger.rows().filter(|row| part.contains(&row.handle()));
+        rows.filter(|row| !is_saved(row)).map(Row::handle).collect()
+    }
+
+    fn has_unsaved(&self, part: &HashSet<VirtualHandle>) -> bool {
+        !self.unsaved_of(part).is_empty()
+    }
+
+    fn resident_of(&self, part: &HashSet<VirtualHandle>) -> ByDevice {
+        let ledger = self.pool().ledger();
+        own_bytes_of(&ledger, part, Row::is_resident)
+    }
+}
+
+impl<D: Driver> Shut<D> {
+    /// Resume 1 of one by stages. What comes back is given to those whom it is owed, and to nobody else before it is all
+    /// there.
+    pub fn arrive(mut self, selection: Selection) -> Arriving<D> {
+        self.pool().freeze();
+        self.begin_resume(selection.clone());
+        Arriving { returning: Returning { shut: self, selection }, back: HashSet::new() }
+    }
+}
+
+impl<D: Driver> Arriving<D> {
+    /// The memory that it is about.
+    pub fn pool(&self) -> &Arc<Pool<D>> {
+        self.returning.pool()
+    }
+
+    /// Which of it comes back.
+    pub fn selection(&self) -> &Selection {
+        self.returning.selection()
+    }
+
+    /// What is still away, by device.
+    pub fn left(&self) -> BTreeMap<DeviceOrdinal, Left> {
+        let ledger = self.pool().ledger();
+        let selection = self.returning.selection();
+        let away = |row: &&Row| row.is_own() && !row.is_resident() && selection.has(row);
+        left_of(ledger.rows().filter(away))
+    }
+
+    /// Creates, maps and fills own memory, of each device no more than `allowed`; what has contents to put back comes
+    /// first.
+    ///
+    /// # Errors
+    /// As [`Shut::create_own`] and [`Returning::restore_own`]; the resume can be undone then, and nothing else.
+    ///
+    /// # Driver calls
+    /// As [`Shut::create_own`] and [`Returning::restore_own`], without exports.
+    pub fn restore_stage(&mut self, allowed: &ByDevice) -> PoolResult<Moved> {
+        self.bring_back(|device| allowed.get(&device).copied().unwrap_or(0))
+    }
+
+    /// The end of it: brings back whatever is still away, and exports what peers had imported, as far as `exports_max`
+    /// descriptors go.
+    ///
+    /// # Errors
+    /// As [`Arriving::restore_stage`], in a state that can be undone.
+    ///
+    /// # Driver calls
+    /// As [`Arriving::restore_stage`], then `cuMemExportToShareableHandle`.
+    pub fn restore_rest(
+        mut self,
+        exports_max: usize,
+    ) -> Result<(Returning<D>, Moved), Failed<Returning<D>>> {
+        let moved = self.bring_back(|_| u64::MAX).and_then(|mut moved| {
+            let Returning { selection, .. } = &self.returning;
+            let still = self.returning.still();
+            moved.log.timed("export", |log| still.export_again(log, selection, exports_max))?;
+            Ok(moved)
+        });
+        match moved {
+            Ok(moved) => Ok((self.returning, moved)),
+            Err(error) => Err(Failed::new(self.returning, error)),
+        }
+    }
+
+    /// As [`Returning::undo`].
+    ///
+    /// # Errors
+    /// As [`Returning::undo`].
+    pub fn undo(self) -> Result<(Done<D>, StepLog), Failed<Returning<D>>> {
+        self.returning.undo()
+    }
+
+    /// As [`Returning::abandon`].
+    pub fn abandon(self) {
+        self.returning.abandon();
+    }
+
+    fn bring_back(&mut self, allowed: impl Fn(DeviceOrdinal) -> u64) -> PoolResult<Moved> {
+        let part = self.pick(allowed);
+        let bytes = {
+            let ledger = self.pool().ledger();
+            own_bytes_of(&ledger, &part, |row| !row.is_resident())
+        };
+        let part = Selection::Part(part);
+        let still = self.returning.still();
+        let mut log = still.create_own(&part)?;
+        let mut restored = still.restore_own(&part, 0)?;
+        let copied_bytes = std::mem::take(&mut restored.bytes);
+        log.add(restored);
+        if let Selection::Part(part) = part {
+            self.back.extend(part);
+        }
+        Ok(Moved { log, bytes, copied_bytes })
+    }
+
+    /// What the next stage is about.
+    fn pick(&self, allowed: impl Fn(DeviceOrdinal) -> u64) -> HashSet<VirtualHandle> {
+        let ledger = self.pool().ledger();
+        let selection = self.returning.selection();
+        let is_missing =
+            |row: &&Row| row.is_own() && selection.has(row) && !self.back.contains(&row.handle());
+        let (first, then): (Vec<&Row>, Vec<&Row>) =
+            ledger.rows().filter(is_missing).partition(|row| is_copied(row));
+        let mut taken = ByDevice::new();
+        let mut part = HashSet::new();
+        for row in first.into_iter().chain(then) {
+            // What has stayed on its device takes no memory.
+            if let (false, Some(device)) = (row.is_resident(), row.device()) {
+                let taken = taken.entry(device).or_insert(0);
+                if *taken + row.size_bytes() > allowed(device) {
+                    continue;
+                }
+                *taken += row.size_bytes();
+            }
+            part.insert(row.handle());
+        }
+        part
+    }
+}
+
+fn stays(error: &PoolError) -> String {
+    format!("stays on its device: {error}")
+}
+
+/// Has it contents that are copied to it from somewhere?
+fn is_copied(row: &Row) -> bool {
+    row.saved().is_some_and(|saved| !saved.extents.is_empty())
+}
+
+fn left_of<'a>(rows: impl Iterator<Item = &'a Row>) -> BTreeMap<DeviceOrdinal, Left> {
+    let mut left: BTreeMap<DeviceOrdinal, Left> = BTreeMap::new();
+    for row in rows {
+        let Some(device) = row.device() else { continue };
+        let size_bytes = row.size_bytes();
+        let found = left.entry(device).or_insert(Left { bytes: 0, smallest_bytes: size_bytes });
+        found.bytes += size_bytes;
+        found.smallest_bytes = found.smallest_bytes.min(size_bytes);
+    }
+    left
+}
+
+fn own_bytes_of(
+    ledger: &Ledger,
+    part: &HashSet<VirtualHandle>,
+    choose: impl Fn(&Row) -> bool,
+) -> ByDevice {
+    let mut bytes = ByDevice::new();
+    let rows = ledger.rows().filter(|row| row.is_own() && part.contains(&row.handle()));
+    for row in rows.filter(|row| choose(row)) {
+        if let Some(device) = row.device() {
+            *bytes.entry(device).or_insert(0) += row.size_bytes();
+        }
+    }
+    bytes
+}
+
+impl<D: Driver> Still<'_, D> {
+    /// Takes all host memory and disk space that saving `selection` takes, in whatever order and parts as far as `budget`
+    /// goes.
+    fn hold_space(
+        &self,
+        selection: &Selection,
+        survey: &Survey,
+        copies: Copies,
+        budget: HostBudget,
+    ) -> PoolResult<(StepLog, Copied)> {
+        let mut log = StepLog::default();
+        self.pool.deferred.settle()?;
+        let mut arena = self.pool.arena();
+        let [kept, filed] = log.timed("lay out", |log| {
+            self.layouts_within(log, &arena, selection, survey, copies, budget)
+        })?;
+        let (in_memory, in_file) = {
+            let ledger = self.pool.ledger();
+            (ledger.end_in(Store::Host), ledger.end_in(Store::File))
+        };
+        let in_any_order = in_memory + kept.new_bytes;
+        let growth = arena.growth(in_any_order, filed.new_bytes > 0);
+        let fits = HostArena::<D>::check_budget(in_any_order, growth, budget).is_ok();
+        let end_bytes = if fits { kept.end_bytes.max(in_any_order) } else { kept.end_bytes };
+        let held = log.timed("reserve disk", |_| match filed.new_bytes {
+            0 => Ok(()),
+            new_bytes => {
+                let behind = in_file..in_file + new_bytes;
+                arena.disk.reserve(std::slice::from_ref(&behind))
+            }
+        });
+        let held = held.and_then(|()| {
+            let devices = self.pool.devices();
+            let Some(&device) = devices.first() else { return Ok(()) };
+            let pins = Pins::of(&devices);
+            let about = || "pinning of host memory".to_owned();
+            self.pool.driver.make_current(device).about(about, 0, Some(device))?;
+            if !kept.placed.is_empty() {
+                arena.pin_again(&mut log, pins)?;
+            }
+            arena.begin_growth(end_bytes);
+            let grown = arena.grow_to(&mut log, end_bytes, pins);
+            arena.end_growth();
+            grown?;
+            if filed.placed.is_empty() { Ok(()) } else { arena.hold_ring(&mut log) }
+        });
+        if let Err(error) = held {
+            arena.give_back_unused(in_memory);
+            drop(self.pool.give_disk_back(&mut arena));
+            return Err(error);
+        }
+        let placed = kept.placed.iter().chain(&filed.placed);
+        let copied = placed.map(|placed| (placed.row, placed.copied_bytes()));
+        Ok((log, copied.filter(|(_, bytes)| *bytes > 0).collect()))
+    }
+}

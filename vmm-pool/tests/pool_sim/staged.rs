@@ -1,0 +1,254 @@
+//! Pauses and resumes by stages: what each moves, and what is left when calls of the driver fail.
+
+use vmm_pool::driver::sim::FaultSpan;
+use vmm_pool::driver::{AccessDesc, DeviceOrdinal, DriverCode, DriverOp, VaRange};
+use vmm_pool::{ByDevice, Contents, HostBudget, PoolError, PoolResult};
+
+use crate::faults::{Pair, each_fault, peer};
+use crate::stage::{
+    CAPACITY_BYTES, DEVICE, GateAt, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create,
+    free_bytes, gate_of, holds, map, node, pattern, pool, resume, write,
+};
+
+/// So much of both devices.
+fn window(units: u64) -> ByDevice {
+    [DEVICE, OTHER].map(|device| (device, units * UNIT)).into()
+}
+
+/// So many allocations of two units each, and one of scratch memory.
+fn filled(pool: &SimPool, count: u64) -> Vec<(VaRange, u64)> {
+    let rights = [AccessDesc::read_write(DEVICE)];
+    let scratch = create(pool, DEVICE, 2, class(Contents::Discard));
+    map(pool, scratch, 2 * UNIT, &rights);
+    let one = |seed| {
+        let contents = if seed % 3 == 0 { Contents::File } else { Contents::Keep };
+        let place = map(pool, create(pool, DEVICE, 2, class(contents)), 2 * UNIT, &rights);
+        write(pool, DEVICE, place, pattern(seed));
+        (place, seed)
+    };
+    (0..count).map(one).collect()
+}
+
+fn assert_holds(pool: &SimPool, filled: &[(VaRange, u64)]) {
+    for (place, seed) in filled {
+        assert!(holds(pool, DEVICE, *place, pattern(*seed)), "{place:?}");
+    }
+}
+
+fn used_units(pool: &SimPool) -> u64 {
+    (CAPACITY_BYTES - free_bytes(pool, DEVICE)) / UNIT
+}
+
+#[test]
+fn memory_goes_and_comes_window_by_window() {
+    let pool = pool(&node());
+    let contents = filled(&pool, 6);
+    for _ in 0..2 {
+        pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
+        assert_eq!(used_units(&pool), 14);
+        let held_bytes = pool.report().host_arena_bytes;
+        // What nobody saves goes with the first; what does not fit any more waits for the next.
+        let mut left = Vec::new();
+        for units in [4, 5, 1] {
+            pool.release_stage(&window(units)).expect("a stage");
+            left.push(used_units(&pool));
+        }
+        assert_eq!(left, [8, 4, 2]);
+        assert_eq!(gate_of(&pool), GateAt::Shut);
+        let moved = pool.release_rest().expect("the rest");
+        assert!(moved.log.notes.is_empty(), "{:?}", moved.log.notes);
+        assert_eq!((moved.bytes[&DEVICE], moved.copied_bytes), (2 * UNIT, 2 * UNIT));
+        assert_eq!((used_units(&pool), gate_of(&pool)), (0, GateAt::Offloaded));
+        assert_eq!(pool.report().host_arena_bytes, held_bytes, "all was taken before");
+
+        // Never more than is allowed, and what has contents first.
+        let mut came = Vec::new();
+        for units in [5, 1, 8] {
+            let moved = pool.restore_stage(&window(units)).expect("a stage");
+            came.push((used_units(&pool), moved.copied_bytes / UNIT));
+        }
+        assert_eq!(came, [(4, 4), (4, 0), (12, 8)]);
+        let moved = pool.restore_rest(usize::MAX).expect("the rest");
+        assert_eq!((moved.copied_bytes, used_units(&pool)), (0, 14));
+        drop(pool.commit_resume());
+        assert_holds(&pool, &contents);
+    }
+}
+
+#[test]
+fn a_device_that_a_window_does_not_name_keeps_its_memory() {
+    let pool = pool(&node());
+    let contents = filled(&pool, 3);
+    pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
+    pool.release_stage(&[(OTHER, UNIT)].into()).expect("a stage");
+    assert_eq!(used_units(&pool), 6, "only what nobody saves has gone");
+    pool.release_rest().expect("the rest");
+    assert_eq!(used_units(&pool), 0);
+    resume(&pool);
+    assert_holds(&pool, &contents);
+}
+
+#[test]
+fn host_memory_that_cannot_be_had_is_found_out_before_anything_moves() {
+    let pool = pool(&node());
+    let contents = filled(&pool, 3);
+    let error = pool.reserve(&WHOLE, HostBudget(Some(UNIT))).unwrap_err();
+    assert!(matches!(error, PoolError::OutOfHostMemory { .. }), "{error}");
+    pool.remount().expect("nothing was unmapped");
+    drop(pool.commit_resume());
+    assert_eq!((used_units(&pool), pool.report().host_arena_bytes), (8, 0));
+    assert_holds(&pool, &contents);
+}
+
+#[test]
+fn a_pause_by_stages_that_is_given_up_is_undone_before_the_first_stage_and_never_after() {
+    let pool = pool(&node());
+    let contents = filled(&pool, 3);
+    pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
+    pool.drop_proof();
+    assert_eq!(gate_of(&pool), GateAt::Open);
+    assert_holds(&pool, &contents);
+    pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
+    pool.release_stage(&window(2)).expect("a stage");
+    pool.drop_proof();
+    assert_eq!(gate_of(&pool), GateAt::Shut);
+}
+
+#[test]
+fn a_resume_by_stages_that_is_given_up_gives_back_what_has_come() {
+    let pool = pool(&node());
+    let contents = filled(&pool, 5);
+    pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
+    pool.release_rest().expect("all");
+    pool.restore_stage(&window(4)).expect("a stage");
+    assert_eq!(used_units(&pool), 4);
+    pool.drop_proof();
+    assert_eq!((used_units(&pool), gate_of(&pool)), (0, GateAt::Offloaded));
+    resume(&pool);
+    assert_holds(&pool, &contents);
+}
+
+#[test]
+fn what_the_driver_will_not_copy_stays_with_its_contents_and_the_rest_leaves() {
+    let pool = pool(&node());
+    let contents = filled(&pool, 4);
+    pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
+    pool.release_stage(&window(2)).expect("a stage");
+    let faults = pool.driver().faults();
+    faults.fail(DriverOp::CopyToHost, FaultSpan::From(1), DriverCode::UNKNOWN);
+    pool.release_stage(&window(2)).unwrap_err();
+    assert_eq!(used_units(&pool), 6, "it is all there");
+    let moved = pool.release_rest().expect("no error: there is no way back");
+    faults.clear();
+    assert_eq!(moved.log.notes.len(), 1, "{:?}", moved.log.notes);
+    assert!(moved.log.notes[0].starts_with("stays on its device"), "{:?}", moved.log.notes);
+    assert_eq!((used_units(&pool), gate_of(&pool)), (6, GateAt::Offloaded));
+    resume(&pool);
+    assert_holds(&pool, &contents);
+    assert_eq!(used_units(&pool), 10);
+}
+
+fn pause_by_stages(pair: &Pair) -> PoolResult<()> {
+    pair.each(|pool| pool.reserve(&WHOLE, UNLIMITED))?;
+    for pool in &pair.pools {
+        pool.release_stage(&window(2))?;
+        pool.release_rest()?;
+    }
+    Ok(())
+}
+
+fn resume_by_stages(pair: &Pair) -> PoolResult<()> {
+    for pool in &pair.pools {
+        pool.restore_stage(&window(2))?;
+        pool.restore_rest(usize::MAX)?;
+    }
+    pair.finish_resume()
+}
+
+#[test]
+fn any_call_of_reserving_may_fail_and_the_pause_is_undone() {
+    let met = each_fault(|pair, fault| {
+        let pool = &pair.pools[fault.process];
+        pair.pools[peer(fault.process)].reserve(&WHOLE, UNLIMITED).expect("no fault here");
+        pool.drain();
+        let outcome = fault.during(pair, || pool.reserve(&WHOLE, UNLIMITED));
+        pair.undo_pause().unwrap_or_else(|error| panic!("{fault:?}: undo: {error}"));
+        pair.assert_intact(&format!("{fault:?} undone"));
+        pair.assert_balance(true, &format!("{fault:?} undone"));
+        outcome.is_some()
+    });
+    assert!(met >= 2, "only {met} calls were met");
+}
+
+#[test]
+fn any_call_of_a_stage_may_fail_and_the_pause_goes_on_to_its_end() {
+    let met = each_fault(|pair, fault| {
+        pair.each(|pool| pool.reserve(&WHOLE, UNLIMITED)).expect("host memory");
+        let pool = &pair.pools[fault.process];
+        let outcome = fault.during(pair, || pool.release_stage(&window(3)));
+        for pool in &pair.pools {
+            pool.release_rest().unwrap_or_else(|error| panic!("{fault:?}: the rest: {error}"));
+        }
+        if !fault.is_put_off() {
+            pair.assert_balance(false, &format!("{fault:?} paused"));
+        }
+        resume_by_stages(pair).unwrap_or_else(|error| panic!("{fault:?}: resume: {error}"));
+        outcome.is_some()
+    });
+    assert!(met >= 20, "only {met} calls were met");
+}
+
+#[test]
+fn any_call_of_the_last_release_may_fail_and_nothing_is_lost() {
+    let met = each_fault(|pair, fault| {
+        pair.each(|pool| pool.reserve(&WHOLE, UNLIMITED)).expect("host memory");
+        let pool = &pair.pools[fault.process];
+        let outcome = fault.during(pair, || pool.release_rest());
+        if matches!(outcome, Some(Err(_))) {
+            // As the next command has it done.
+            pool.release_rest().unwrap_or_else(|error| panic!("{fault:?}: again: {error}"));
+        }
+        pair.pools[peer(fault.process)].release_rest().expect("no fault here");
+        resume_by_stages(pair).unwrap_or_else(|error| panic!("{fault:?}: resume: {error}"));
+        pair.assert_intact(&format!("{fault:?} resumed"));
+        // What has stayed behind goes next time.
+        pause_by_stages(pair).unwrap_or_else(|error| panic!("{fault:?}: second pause: {error}"));
+        pair.assert_balance(false, &format!("{fault:?} paused"));
+        resume_by_stages(pair).unwrap_or_else(|error| panic!("{fault:?}: resume: {error}"));
+        outcome.is_some()
+    });
+    assert!(met >= 30, "only {met} calls were met");
+}
+
+#[test]
+fn any_call_of_coming_back_by_stages_may_fail_and_the_tenant_stays_paused() {
+    let met = each_fault(|pair, fault| {
+        pause_by_stages(pair).expect("pause");
+        let pool = &pair.pools[fault.process];
+        let outcome = fault.during(pair, || {
+            pool.restore_stage(&window(3))?;
+            pool.restore_rest(usize::MAX)
+        });
+        pair.undo_resume();
+        if !fault.is_put_off() {
+            pair.assert_balance(false, &format!("{fault:?} undone"));
+        }
+        resume_by_stages(pair).unwrap_or_else(|error| panic!("{fault:?}: second try: {error}"));
+        outcome.is_some()
+    });
+    assert!(met >= 40, "only {met} calls were met");
+}
+
+/// A device that nothing is on is no reason to fail.
+#[test]
+fn a_process_without_memory_goes_by_stages_too() {
+    let pool = pool(&node());
+    pool.reserve(&WHOLE, UNLIMITED).expect("nothing to reserve");
+    pool.release_stage(&window(1)).expect("nothing to release");
+    pool.release_rest().expect("nothing to release");
+    pool.restore_stage(&ByDevice::new()).expect("nothing to restore");
+    pool.restore_rest(usize::MAX).expect("nothing to restore");
+    drop(pool.commit_resume());
+    assert_eq!(gate_of(&pool), GateAt::Open);
+    assert_eq!(free_bytes(&pool, DeviceOrdinal(0)), CAPACITY_BYTES);
+}
