@@ -207,23 +207,8 @@ fn host_progress(need: Option<&HostNeed>) -> [HostProgress; 2] {
     [grows, stopped]
 }
 
-fn replies() -> Vec<Reply> {
-    let member = MemberInfo {
-        id: MemberId(7),
-        pid: 4242,
-        command: "python train.py".to_owned(),
-        version: "0.1.0".to_owned(),
-        state: MemberState::Paused,
-        held: true,
-        asked: Some(Asked { round: 1 << 40, phase: Phase::Verify }),
-        tags: vec![TagBytes {
-            tag: "kv".to_owned(),
-            resident_bytes: 2 << 20,
-            away_bytes: 40 << 30,
-            imported_away_bytes: 1 << 30,
-        }],
-    };
-    let report = PhaseReport {
+fn phase_report() -> PhaseReport {
+    PhaseReport {
         elapsed_us: 1_234_567,
         driver_calls: 300,
         bytes: 3 << 30,
@@ -254,7 +239,26 @@ fn replies() -> Vec<Reply> {
             copied_bytes: 1 << 30,
             left: vec![StageLeft { uuid: "00ff".to_owned(), bytes: 5, smallest_bytes: 2 }],
         }),
+    }
+}
+
+fn replies() -> Vec<Reply> {
+    let member = MemberInfo {
+        id: MemberId(7),
+        pid: 4242,
+        command: "python train.py".to_owned(),
+        version: "0.1.0".to_owned(),
+        state: MemberState::Paused,
+        held: true,
+        asked: Some(Asked { round: 1 << 40, phase: Phase::Verify }),
+        tags: vec![TagBytes {
+            tag: "kv".to_owned(),
+            resident_bytes: 2 << 20,
+            away_bytes: 40 << 30,
+            imported_away_bytes: 1 << 30,
+        }],
     };
+    let report = phase_report();
     let [grows, stopped] = host_progress(report.host.as_ref());
     let stats = MemberStats {
         host: HostProgress { need: None, ..grows.clone() },
