@@ -105,7 +105,7 @@ fn no_device_holds_more_than_the_larger_and_a_window_where_there_is_room_for_bot
 #[test]
 fn a_tenant_that_does_not_fit_leaves_the_first_running() -> Outcome {
     let (stage, mut train, mut infer) = pair(128 * MIB)?;
-    let held = JobOptions { tensor_mib: 78, ..JobOptions::new("other", 2) };
+    let held = JobOptions { tensor_mib: 60, ..JobOptions::new("other", 2) };
     swap(&stage, "infer", "train")?;
     stage.pause("train")?;
     let other = stage.job(&held)?;

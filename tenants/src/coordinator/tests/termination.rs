@@ -7,6 +7,7 @@ use crate::wire::Asked;
 
 const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Save];
 const BEFORE_ACTIVATE: [Phase; 3] = [Phase::CreateOwn, Phase::Restore, Phase::Import];
+const BEFORE_STAGES: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Reserve];
 const ROUND: u64 = 11;
 
 /// A coordinator of this test's own.
@@ -70,6 +71,50 @@ fn one_that_was_told_to_release_takes_all_along() {
         assert_eq!(states, [MemberState::Paused; 3], "{told:?}");
         report(job.coordinator(patient()).resume(&mut quiet).unwrap());
     }
+}
+
+#[test]
+fn one_that_was_told_to_release_a_stage_takes_all_along() {
+    for told in [&[0][..], &[2], &[0, 1], &[0, 1, 2]] {
+        let job = Job::new(3);
+        let states = ended(&job, &BEFORE_STAGES, Phase::ReleaseStage, told);
+        assert_eq!(states, [MemberState::Paused; 3], "{told:?}");
+        report(job.coordinator(patient()).resume(&mut quiet).unwrap());
+    }
+}
+
+#[test]
+fn when_none_was_told_to_release_a_stage_all_go_back() {
+    let job = Job::new(3);
+    let states = ended(&job, &BEFORE_STAGES, Phase::ReleaseStage, &[]);
+    assert_eq!(states, [MemberState::Active; 3]);
+}
+
+#[test]
+fn those_who_were_to_come_by_stages_stay_paused() {
+    for phases in [&[Phase::RestoreStage][..], &[Phase::RestoreStage, Phase::Restore]] {
+        let job = Job::new(3);
+        report(job.coordinator(patient()).pause(&mut quiet).unwrap());
+        let states = ended(&job, phases, Phase::Activate, &[]);
+        assert_eq!(states, [MemberState::Paused; 3], "{phases:?}");
+        report(job.coordinator(patient()).resume(&mut quiet).unwrap());
+    }
+}
+
+#[test]
+fn a_stage_out_of_turn_is_refused_and_changes_nothing() {
+    let job = Job::new(1);
+    let mut hand = Hand::on(&job);
+    hand.lead(&BEFORE_STAGES);
+    let window = crate::wire::Window { stage: 1, ..Default::default() };
+    let told = Told { window, ..Told::new(&Scope::Whole, &[]) };
+    let order = Phase::ReleaseStage.order(&told);
+    let request = Request::Phase(TakePhase { round: ROUND, order, timeout_ms: 30_000 });
+    hand.connections[0].send(&request, &[], Instant::now() + SOON).unwrap();
+    let (reply, _) = hand.connections[0].receive::<Reply>(Instant::now() + SOON).unwrap();
+    assert!(matches!(reply, Reply::Failed(_)), "{reply:?}");
+    hand.lead(&[Phase::AbortPause]);
+    assert_eq!(job.states(), [MemberState::Active]);
 }
 
 #[test]
