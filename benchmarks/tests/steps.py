@@ -39,9 +39,13 @@ class Memory:
     """Device memory of this process, and its tenant."""
 
     def take(self, size_bytes: int) -> bool:
-        """Allocates; whether this process is under Sublet."""
+        """Allocates, with bytes that a pause has to copy; whether this process is under Sublet."""
         self.gpus = Driver()
         self.gpus.hold(0, size_bytes)
+        for gpu, block in self.gpus.held:
+            self.gpus.use(gpu)
+            self.gpus.fill(block.value, 0x5AA5, size_bytes // 4)
+        self.gpus.synchronize()
         self.tenancy = rank.Tenancy()
         return self.tenancy.present
 

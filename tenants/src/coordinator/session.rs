@@ -227,6 +227,7 @@ impl<'a> Session<'a> {
         self.commit(&plan.commit, members, &mut report);
         report.wall_us = micros(started.elapsed());
         self.note_latecomers(&mut report);
+        self.note_nothing_of_nccl(&mut report);
         Ok(report)
     }
 
@@ -623,6 +624,19 @@ impl<'a> Session<'a> {
             .collect();
         members.sort_by_key(|member| (member.who.pid, member.who.member));
         PhaseSummary { phase, wall_us: micros(wall), members }
+    }
+
+    /// What holds calls into NCCL back is memory of NCCL's that is away.
+    fn note_nothing_of_nccl(&self, report: &mut Report) {
+        let Scope::Tags { tags, .. } = &self.scope else { return };
+        let is_empty = report.devices.iter().all(|device| device.bytes == 0);
+        if report.action == Action::Pause && tags.names_nccl() == (true, 0) && is_empty {
+            report.notes.push(
+                "NCCL had no memory in these processes at that moment, so nothing left and no call waits: \
+                 communicators that are made from now on are used as ever"
+                    .to_owned(),
+            );
+        }
     }
 
     /// Processes that joined while we worked were not part of it.

@@ -52,18 +52,46 @@ pub(crate) fn fail_one(
     met
 }
 
+/// Fails each call of a pause in turn, in `member`.
+fn pauses(member: usize) {
+    let stage = Stage::new();
+    for nth in 1.. {
+        let met = fail_one(&stage, Action::Pause, &Scope::Whole, member, nth);
+        stage.must(Action::Resume);
+        stage.assert_intact(&format!("pause, call {nth} of member {member}"));
+        if !met {
+            assert!(nth > 50, "only {nth} calls were met");
+            break;
+        }
+    }
+    stage.assert_ticket_is_good();
+}
+
 #[test]
 fn any_call_of_a_pause_may_fail_and_the_tenant_is_active_or_paused_with_its_contents() {
+    pauses(0);
+}
+
+#[test]
+fn any_call_of_a_pause_may_fail_in_the_second_process_too() {
+    pauses(1);
+}
+
+/// Fails each call of a resume in turn, in `member`.
+fn resumes(member: usize) {
     let stage = Stage::new();
-    for member in 0..2 {
-        for nth in 1.. {
-            let met = fail_one(&stage, Action::Pause, &Scope::Whole, member, nth);
-            stage.must(Action::Resume);
-            stage.assert_intact(&format!("pause, call {nth} of member {member}"));
-            if !met {
-                assert!(nth > 50, "only {nth} calls were met");
-                break;
-            }
+    for nth in 1.. {
+        stage.must(Action::Pause);
+        let met = fail_one(&stage, Action::Resume, &Scope::Whole, member, nth);
+        let what = format!("resume, call {nth} of member {member}");
+        stage.assert_contents_of(&[0, 1], &what);
+        // A stream that the driver kept goes with the next pause.
+        stage.must(Action::Pause);
+        stage.must(Action::Resume);
+        stage.assert_intact(&what);
+        if !met {
+            assert!(nth > 50, "only {nth} calls were met");
+            break;
         }
     }
     stage.assert_ticket_is_good();
@@ -71,22 +99,10 @@ fn any_call_of_a_pause_may_fail_and_the_tenant_is_active_or_paused_with_its_cont
 
 #[test]
 fn any_call_of_a_resume_may_fail_and_the_tenant_stays_paused_with_its_contents() {
-    let stage = Stage::new();
-    for member in 0..2 {
-        for nth in 1.. {
-            stage.must(Action::Pause);
-            let met = fail_one(&stage, Action::Resume, &Scope::Whole, member, nth);
-            let what = format!("resume, call {nth} of member {member}");
-            stage.assert_contents_of(&[0, 1], &what);
-            // A stream that the driver kept goes with the next pause.
-            stage.must(Action::Pause);
-            stage.must(Action::Resume);
-            stage.assert_intact(&what);
-            if !met {
-                assert!(nth > 50, "only {nth} calls were met");
-                break;
-            }
-        }
-    }
-    stage.assert_ticket_is_good();
+    resumes(0);
+}
+
+#[test]
+fn any_call_of_a_resume_may_fail_in_the_second_process_too() {
+    resumes(1);
 }

@@ -5,24 +5,53 @@ use tenants::wire::Action;
 use crate::singles::fail_one;
 use crate::stage::{Stage, by_tag};
 
+/// Fails each call of a pause by tag in turn, in `member`.
+fn pauses(member: usize) {
+    let stage = Stage::new();
+    for nth in 1.. {
+        let met = fail_one(&stage, Action::Pause, &by_tag(), member, nth);
+        let what = format!("pause by tag, call {nth} of member {member}");
+        let resumed = stage.act_on(Action::Resume, by_tag());
+        assert!(resumed.is_ok(), "{what}: {resumed:?}");
+        // What the driver kept goes with the next pause.
+        stage.must(Action::Pause);
+        stage.assert_gone(&what);
+        stage.must(Action::Resume);
+        stage.assert_intact(&what);
+        if !met {
+            assert!(nth > 50, "only {nth} calls were met");
+            break;
+        }
+    }
+    stage.assert_ticket_is_good();
+}
+
 #[test]
 fn any_call_of_a_pause_by_tag_may_fail_and_the_processes_run_on() {
+    pauses(0);
+}
+
+#[test]
+fn any_call_of_a_pause_by_tag_may_fail_in_the_second_process_too() {
+    pauses(1);
+}
+
+/// Fails each call of a resume by tag in turn, in `member`.
+fn resumes(member: usize) {
     let stage = Stage::new();
-    for member in 0..2 {
-        for nth in 1.. {
-            let met = fail_one(&stage, Action::Pause, &by_tag(), member, nth);
-            let what = format!("pause by tag, call {nth} of member {member}");
-            let resumed = stage.act_on(Action::Resume, by_tag());
-            assert!(resumed.is_ok(), "{what}: {resumed:?}");
-            // What the driver kept goes with the next pause.
-            stage.must(Action::Pause);
-            stage.assert_gone(&what);
-            stage.must(Action::Resume);
-            stage.assert_intact(&what);
-            if !met {
-                assert!(nth > 50, "only {nth} calls were met");
-                break;
-            }
+    for nth in 1.. {
+        let paused = stage.act_on(Action::Pause, by_tag());
+        assert!(paused.is_ok(), "{paused:?}");
+        stage.assert_gone("all memory has the tag");
+        let met = fail_one(&stage, Action::Resume, &by_tag(), member, nth);
+        let what = format!("resume by tag, call {nth} of member {member}");
+        stage.assert_contents_of(&[0, 1], &what);
+        stage.must(Action::Pause);
+        stage.must(Action::Resume);
+        stage.assert_intact(&what);
+        if !met {
+            assert!(nth > 50, "only {nth} calls were met");
+            break;
         }
     }
     stage.assert_ticket_is_good();
@@ -30,23 +59,10 @@ fn any_call_of_a_pause_by_tag_may_fail_and_the_processes_run_on() {
 
 #[test]
 fn any_call_of_a_resume_by_tag_may_fail_and_the_tag_stays_away_with_its_contents() {
-    let stage = Stage::new();
-    for member in 0..2 {
-        for nth in 1.. {
-            let paused = stage.act_on(Action::Pause, by_tag());
-            assert!(paused.is_ok(), "{paused:?}");
-            stage.assert_gone("all memory has the tag");
-            let met = fail_one(&stage, Action::Resume, &by_tag(), member, nth);
-            let what = format!("resume by tag, call {nth} of member {member}");
-            stage.assert_contents_of(&[0, 1], &what);
-            stage.must(Action::Pause);
-            stage.must(Action::Resume);
-            stage.assert_intact(&what);
-            if !met {
-                assert!(nth > 50, "only {nth} calls were met");
-                break;
-            }
-        }
-    }
-    stage.assert_ticket_is_good();
+    resumes(0);
+}
+
+#[test]
+fn any_call_of_a_resume_by_tag_may_fail_in_the_second_process_too() {
+    resumes(1);
 }

@@ -248,7 +248,12 @@ impl Row {
     }
 
     /// It is back on its device: its copy in host memory is kept for readers, or for the next pause, or not.
+    /// What was kept for the next pause alone goes where nothing is kept for that, of memory that has been back for
+    /// longer too.
     pub(super) fn retain_copy(&mut self, for_readers: bool, for_pauses: bool) {
+        if !for_pauses {
+            self.retained.take_if(|kept| !kept.is_for_readers);
+        }
         let in_memory = self.saved().filter(|saved| saved.store == Store::Host);
         let Some(saved) = in_memory.filter(|_| self.is_resident()) else { return };
         let is_kept = for_readers || (for_pauses && saved.prints.is_some());

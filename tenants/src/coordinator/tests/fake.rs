@@ -262,7 +262,8 @@ impl Agent {
                     alive = alive && self.answer(connection, &request);
                     true
                 }
-                Err(TransportError::Closed { .. }) => false,
+                // Hung up on, or while the last answer was on its way.
+                Err(TransportError::Closed { .. } | TransportError::OutOfStep { .. }) => false,
                 Err(error) => panic!("{error}"),
             });
             if !alive {

@@ -75,7 +75,8 @@ fn last_position(world: &World, what: &Line) -> usize {
 
 #[test]
 fn a_swap_overlaps_what_leaves_with_what_comes() {
-    let world = world(&[active(), active()], &[tight(0), tight(0)]);
+    let slow = at(active(), Phase::ReleaseStage, 4, Fault::Slow(500));
+    let world = world(&[active(), slow], &[tight(0), tight(0)]);
     let done = swapped(&world, &patient()).unwrap();
     let (out, back) = (report(done.paused), report(done.resumed));
     assert_eq!(world.states()[..2], [MemberState::Paused; 2]);
