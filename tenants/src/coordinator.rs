@@ -39,6 +39,7 @@ pub use report::{
 };
 
 pub use saving::{SaveError, SaveReport, SaveState};
+use shortage::Gives;
 pub use shortage::{DeviceShortage, Holder};
 pub use swap::{SwapOptions, swap};
 
@@ -284,20 +285,20 @@ impl Coordinator {
                 Action::Resume => Outcome::AlreadyActive,
             });
         }
-        let report = session.run(action, members).map_err(|error| self.with_holders(error, &[]))?;
+        let report =
+            session.run(action, members).map_err(|error| self.with_holders(error, None))?;
         tracing::info!(wall_us = report.wall_us, losses = report.losses.len(), "done");
         Ok(Outcome::Completed(Box::new(report)))
     }
 
-    /// `error` with whoever holds the devices that are too full for this tenant, but for `others`.
+    /// `error` with whoever holds the devices that are too full for this tenant, but for what is given to it.
     fn with_holders(
         &self,
         mut error: CoordinatorError,
-        others: &[&TenantName],
+        gives: Option<Gives<'_>>,
     ) -> CoordinatorError {
         if let CoordinatorError::Refused { shortages, .. } = &mut error {
-            let but: Vec<&TenantName> = others.iter().copied().chain([&self.tenant]).collect();
-            shortage::name_holders(shortages, &self.run_dir, &but);
+            shortage::name_holders(shortages, &self.run_dir, gives);
         }
         error
     }

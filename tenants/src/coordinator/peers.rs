@@ -236,6 +236,21 @@ impl Peers {
         Ok(())
     }
 
+    /// Those asked this question first have as long as the last: all that are silent are overdue at once, and named.
+    pub(super) fn give_all_the_time_of_the_last(&mut self, step: Step) {
+        let all = self.list.iter_mut().filter_map(|peer| match &mut peer.link {
+            Link::Up { owed, .. } => {
+                owed.back_mut().filter(|owed| owed.step == step && !owed.overdue)
+            }
+            Link::HungUp | Link::Broken => None,
+        });
+        let mut all: Vec<_> = all.collect();
+        let last = all.iter().map(|owed| owed.deadline).max();
+        for owed in &mut all {
+            owed.deadline = last.unwrap_or(owed.deadline);
+        }
+    }
+
     /// The next answer, or the next member that is overdue; none when nobody owes one that could still
     /// be in time, or when `interrupt` was raised.
     pub(super) fn next_answer(&mut self, interrupt: Option<&Interrupt>) -> Option<Answer> {

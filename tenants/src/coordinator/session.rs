@@ -571,6 +571,7 @@ impl<'a> Session<'a> {
                 }
             }
         }
+        self.peers.give_all_the_time_of_the_last(step);
         loop {
             let stop = on_failure == OnFailure::Stop && !result.failures.is_empty();
             let interrupt = match on_failure {

@@ -25,9 +25,9 @@ pub struct DeviceShortage {
     pub free_bytes: u64,
     /// All bytes of the device.
     pub total_bytes: u64,
-    /// Other tenants with memory there, largest first.
+    /// Tenants with memory there, largest first; this one too, where a pause left some in place.
     pub holders: Vec<Holder>,
-    /// What is neither free nor any other tenant's: contexts, and processes that do not run under Sublet.
+    /// What is neither free nor any tenant's: contexts, and processes that do not run under Sublet.
     pub outside_bytes: u64,
 }
 
@@ -86,11 +86,15 @@ pub(super) fn short_devices<'a>(
     devices.into_values().filter(|device| device.missing_bytes() > 0).collect()
 }
 
-/// Finds out who holds `shortages`, `but` these tenants. A tenant that does not answer counts as outside.
+/// A tenant whose memory on each device, up to so much, counts as free already.
+pub(super) type Gives<'a> = (&'a TenantName, &'a BTreeMap<String, u64>);
+
+/// Finds out who holds `shortages`, the tenant itself too, which may have what a pause left in place. A tenant that does
+/// not answer counts as outside.
 pub(super) fn name_holders(
     shortages: &mut [DeviceShortage],
     run_dir: &RunDir,
-    but: &[&TenantName],
+    gives: Option<Gives<'_>>,
 ) {
     if shortages.is_empty() {
         return;
@@ -99,12 +103,13 @@ pub(super) fn name_holders(
     let options = Options { contact_timeout: HOLDER_TIMEOUT, ..Options::default() };
     let others: Vec<TenantStats> = names
         .into_iter()
-        .filter(|name| !but.contains(&name))
         .filter_map(|name| Coordinator::new(run_dir.clone(), name, options.clone()).stats().ok())
         .collect();
     for shortage in shortages {
         let held = others.iter().filter_map(|stats| {
-            let bytes = held_on(stats, &shortage.uuid);
+            let given = gives.filter(|(tenant, _)| tenant.as_str() == stats.tenant);
+            let given = given.and_then(|(_, bytes)| bytes.get(&shortage.uuid)).copied();
+            let bytes = held_on(stats, &shortage.uuid).saturating_sub(given.unwrap_or(0));
             let active =
                 stats.members.iter().any(|member| member.member.state == MemberState::Active);
             (bytes > 0).then(|| Holder { tenant: stats.tenant.clone(), active, bytes })

@@ -166,7 +166,8 @@ fn overlapped(
         .check_room(&needs, &totals(gives.iter().flatten()))
         .and_then(|()| coming.check_all_alive(&comers).map_err(|dead| target.refused(dead)));
     if let Err(error) = checked {
-        let undone = leaving.roll_back(Action::Pause, &leavers, Stop::CalledOff);
+        let why = error.in_the_way().map(|error| error.failures().to_vec()).unwrap_or_default();
+        let undone = leaving.roll_back(Action::Pause, &leavers, Stop::Failed(why));
         return Err(if undone.left_unchanged() { error } else { SwapError::Pause(undone) });
     }
 
@@ -188,7 +189,7 @@ fn overlapped(
     };
     if let Err(stop) = came {
         let error = coming.roll_back(Action::Resume, &comers, stop);
-        let source = to.coordinator.with_holders(error, &[&from.coordinator.tenant]);
+        let source = to.coordinator.with_holders(error, None);
         return Err(go_back(from, paused, source, &mut tell_after));
     }
     resumed.wall_us = micros(started.elapsed());
@@ -252,8 +253,8 @@ impl Target<'_> {
         let failure = Failure { kind, message };
         let step = Step::Phase(Phase::RestoreStage);
         let error = self.error(vec![MemberFailure { who: self.who, step, failure }], shortages);
-        let beside = &[&self.from.coordinator.tenant];
-        Err(SwapError::NoTarget(self.to.coordinator.with_holders(error, beside)))
+        let leaver = Some((&self.from.coordinator.tenant, gives));
+        Err(SwapError::NoTarget(self.to.coordinator.with_holders(error, leaver)))
     }
 }
 
@@ -278,7 +279,7 @@ fn go_back(
             SwapError::WentBack { tenant, losses, source }
         }
         Err(error) => {
-            let resume = Box::new(from.coordinator.with_holders(error, &[]));
+            let resume = Box::new(from.coordinator.with_holders(error, None));
             SwapError::NotBack { tenant, resume, source }
         }
     }

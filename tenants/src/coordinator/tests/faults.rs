@@ -210,7 +210,7 @@ fn two_silent_members_cost_no_more_time_than_one() {
 #[test]
 fn a_late_answer_is_not_taken_for_the_answer_to_the_undo() {
     // Slower than the deadline, so that its answer to the phase arrives while the undo is awaited.
-    let late = active().with(Phase::Drain, Fault::Slow(140));
+    let late = active().with(Phase::Drain, Fault::Slow(400));
     let world = World::of(&[late, active()]);
     let error = world.coordinator().pause(&mut quiet).unwrap_err();
     let CoordinatorError::Refused { undo_failures, .. } = &error else {

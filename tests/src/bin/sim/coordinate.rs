@@ -9,9 +9,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use sublet_tests::{Outcome, Trouble};
 use tenants::coordinator::{
-    Coordinator, CoordinatorError, DeviceShortage, Interrupt, LostImports, Options, Outcome as Done,
+    Coordinator, CoordinatorError, DeviceShortage, Interrupt, LostImports, Options,
+    Outcome as Done, SwapError, SwapOptions, swap,
 };
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
@@ -20,6 +22,8 @@ use tenants::wire::Action;
 
 /// Longer than any phase takes on a busy machine.
 const PHASE_TIMEOUT: Duration = Duration::from_secs(30);
+/// In the notes of a swap that overlapped.
+pub(crate) const STAGES: &str = "stages";
 /// For all of a command.
 const COMMAND_TIMEOUT: Duration = Duration::from_mins(2);
 
@@ -43,6 +47,16 @@ pub(crate) struct Request {
     pub(crate) action: Action,
     pub(crate) lost_imports: LostImports,
     pub(crate) scope: Scope,
+    /// The tenant that comes while this one leaves.
+    pub(crate) swap: Option<SwapWith>,
+}
+
+/// Who comes, and how, while another tenant is paused.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SwapWith {
+    pub(crate) tenant: String,
+    pub(crate) overlap: bool,
+    pub(crate) window_bytes: Option<u64>,
 }
 
 /// What came of it.
@@ -62,6 +76,8 @@ pub(crate) struct Refusal {
     pub(crate) text: String,
     /// Does it say that every process is as before?
     pub(crate) left_unchanged: bool,
+    /// Of a swap that says so: is the first tenant paused all the same, with the second?
+    pub(crate) both_are_paused: bool,
     pub(crate) shortages: Vec<DeviceShortage>,
 }
 
@@ -89,8 +105,11 @@ impl Desk {
 
     fn ask_library(&self, request: &Request, interrupt: Option<Interrupt>) -> Verdict {
         match act(&self.run_dir, request, interrupt) {
-            Ok(done) => Verdict::Done { losses: losses(&done), notes: notes(&done) },
-            Err(error) => Verdict::Refused(Refusal::of(&error)),
+            Ok(done) => Verdict::Done {
+                losses: done.iter().map(losses).sum(),
+                notes: done.iter().flat_map(notes).collect(),
+            },
+            Err(refusal) => Verdict::Refused(refusal),
         }
     }
 
@@ -115,6 +134,7 @@ impl Desk {
         let mut command = Command::new(std::env::current_exe()?);
         command.arg("coordinate").arg(&self.run_dir_path).arg(request.tenant.as_str());
         command.args(words(request)).arg(serde_json::to_string(&request.scope)?);
+        command.arg(serde_json::to_string(&request.swap)?);
         let (mut ours, theirs) = UnixStream::pair()?;
         let mut child = command
             .stdin(Stdio::null())
@@ -141,7 +161,18 @@ impl Desk {
             (Action::Resume, LostImports::LeaveOut) => ("resume", Some("--without-lost")),
         };
         let mut command = Command::new(program);
-        command.args([action, request.tenant.as_str(), "--timeout", "30s"]).args(flag);
+        if let Some(swap) = &request.swap {
+            command.args([
+                "swap",
+                request.tenant.as_str(),
+                swap.tenant.as_str(),
+                "--timeout",
+                "30s",
+            ]);
+            command.args((!swap.overlap).then_some("--no-overlap"));
+        } else {
+            command.args([action, request.tenant.as_str(), "--timeout", "30s"]).args(flag);
+        }
         if let Scope::Tags { tags: TagNames::Named(names), .. } = &request.scope {
             command.args(names.iter().flat_map(|name| ["--tag", name]));
         }
@@ -158,6 +189,7 @@ impl Desk {
         } else {
             Verdict::Refused(Refusal {
                 left_unchanged: !text.contains("taking back failed") && !text.contains("half done"),
+                both_are_paused: text.contains("Both are paused") || text.contains("is paused now"),
                 text,
                 shortages: Vec::new(),
             })
@@ -170,8 +202,20 @@ impl Refusal {
         Self {
             text: error.to_string(),
             left_unchanged: error.left_unchanged(),
+            both_are_paused: false,
             shortages: error.shortages().to_vec(),
         }
+    }
+
+    fn of_swap(error: &SwapError) -> Self {
+        let source = match error {
+            SwapError::NoTarget(source) | SwapError::Pause(source) => source,
+            SwapError::WentBack { source, .. }
+            | SwapError::NotBack { source, .. }
+            | SwapError::Resume { source, .. } => source,
+        };
+        let both_are_paused = matches!(error, SwapError::NotBack { .. } | SwapError::Resume { .. });
+        Self { text: error.to_string(), both_are_paused, ..Self::of(source) }
     }
 }
 
@@ -189,7 +233,7 @@ fn words(request: &Request) -> [&'static str; 2] {
 
 /// The child's part: does as its words say, and says `k` when it has succeeded.
 pub(crate) fn run(arguments: &[String]) -> Outcome {
-    let [run_dir, tenant, action, lost, scope] = arguments else {
+    let [run_dir, tenant, action, lost, scope, swap] = arguments else {
         return Err(Trouble::new("a coordinator is started by the simulation only"));
     };
     let request = Request {
@@ -200,20 +244,22 @@ pub(crate) fn run(arguments: &[String]) -> Outcome {
             _ => LostImports::LeaveOut,
         },
         scope: serde_json::from_str(scope)?,
+        swap: serde_json::from_str(swap)?,
     };
     let run_dir = RunDir::open(Some(run_dir.into()), None)?;
-    let done = act(&run_dir, &request, None)?;
-    if losses(&done) == 0 {
+    let done = act(&run_dir, &request, None).map_err(|refusal| Trouble::new(refusal.text))?;
+    if done.iter().map(losses).sum::<usize>() == 0 {
         std::io::stdout().write_all(b"k")?;
     }
     Ok(())
 }
 
+/// What came of each part: one, or two of a swap.
 fn act(
     run_dir: &RunDir,
     request: &Request,
     interrupt: Option<Interrupt>,
-) -> Result<Done, CoordinatorError> {
+) -> Result<Vec<Done>, Refusal> {
     let options = Options {
         timeout: Some(PHASE_TIMEOUT),
         lost_imports: request.lost_imports,
@@ -221,16 +267,37 @@ fn act(
         interrupt,
         ..Options::default()
     };
-    let mut coordinator = Coordinator::new(run_dir.clone(), request.tenant.clone(), options);
-    match request.action {
-        Action::Pause => coordinator.pause(&mut |_| {}),
-        Action::Resume => coordinator.resume(&mut |_| {}),
+    let coordinator =
+        |tenant: &TenantName| Coordinator::new(run_dir.clone(), tenant.clone(), options.clone());
+    let mut first = coordinator(&request.tenant);
+    if let Some(with) = &request.swap {
+        let how = SwapOptions { overlap: with.overlap, window_bytes: with.window_bytes };
+        let tenant = TenantName::new(&with.tenant).map_err(|error| Refusal {
+            text: error.to_string(),
+            left_unchanged: true,
+            both_are_paused: false,
+            shortages: Vec::new(),
+        })?;
+        let done = swap(&mut first, &mut coordinator(&tenant), how, &mut |_| {});
+        return match done {
+            Ok(done) => Ok(vec![done.paused, done.resumed]),
+            Err(error) => Err(Refusal::of_swap(&error)),
+        };
     }
+    let done = match request.action {
+        Action::Pause => first.pause(&mut |_| {}),
+        Action::Resume => first.resume(&mut |_| {}),
+    };
+    done.map(|done| vec![done]).map_err(|error| Refusal::of(&error))
 }
 
 fn notes(done: &Done) -> Vec<String> {
     match done {
-        Done::Completed(report) => report.notes.clone(),
+        Done::Completed(report) if report.stages.is_empty() => report.notes.clone(),
+        Done::Completed(report) => {
+            let stages = format!("{} {STAGES}", report.stages.len());
+            report.notes.iter().cloned().chain([stages]).collect()
+        }
         Done::AlreadyPaused | Done::AlreadyActive => Vec::new(),
     }
 }

@@ -3,6 +3,7 @@
 mod mishap;
 mod population;
 mod saving;
+mod swapping;
 mod trading;
 
 use std::collections::VecDeque;
@@ -107,9 +108,13 @@ impl Script {
         self.history.push_back(format!("cycle {}: {line}", self.world.tally.cycles));
     }
 
-    /// One pause or resume of one tenant, with or without a mishap, and all checks.
+    /// One pause or resume of one tenant, or a swap of two, with or without a mishap, and all checks.
     pub(crate) fn turn(&mut self) -> Outcome {
         self.populate()?;
+        if let Some((from, to)) = self.choose_pair() {
+            self.swap(from, to)?;
+            return self.world.compare_devices();
+        }
         let tenant = self.choose_tenant();
         let action =
             if self.world.tenants[tenant].is_paused { Action::Resume } else { Action::Pause };
@@ -176,7 +181,7 @@ impl Script {
         let lost_imports =
             if self.world.random.u8(..4) > 0 { LostImports::LeaveOut } else { LostImports::Refuse };
         let name = self.world.tenants[tenant].name.clone();
-        let request = Request { tenant: name, action, lost_imports, scope };
+        let request = Request { tenant: name, action, lost_imports, scope, swap: None };
         let way = self.choose_way(&mishap);
         self.tell(&format!(
             "{action:?} of {} {:?} by {way:?} with {mishap:?}",
@@ -289,7 +294,8 @@ impl Script {
         self.world.tally.repairs += 1;
         let name = self.world.tenants[tenant].name.clone();
         let lost_imports = LostImports::LeaveOut;
-        let request = Request { tenant: name, action, lost_imports, scope: Scope::Whole };
+        let request =
+            Request { tenant: name, action, lost_imports, scope: Scope::Whole, swap: None };
         let verdict = self.world.desk.ask(Way::Library, &request)?;
         self.tell(&format!("  repaired by {action:?}: {}", outline(&verdict)));
         match verdict {
@@ -495,7 +501,8 @@ impl Script {
     fn plainly(&mut self, index: usize, action: Action) -> Outcome {
         let name = self.world.tenants[index].name.clone();
         let lost_imports = LostImports::LeaveOut;
-        let request = Request { tenant: name, action, lost_imports, scope: Scope::Whole };
+        let request =
+            Request { tenant: name, action, lost_imports, scope: Scope::Whole, swap: None };
         self.tell(&format!("{action:?} of {} at the end", request.tenant));
         let verdict = self.world.desk.ask(Way::Library, &request)?;
         let Verdict::Done { .. } = verdict else {

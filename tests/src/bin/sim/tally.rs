@@ -15,6 +15,9 @@ pub(crate) struct Tally {
     pub(crate) cycles: u64,
     pub(crate) pauses: u64,
     pub(crate) resumes: u64,
+    pub(crate) swaps: u64,
+    /// Of these, with both on their way at once.
+    pub(crate) overlapped: u64,
     /// Commands that were refused, by cause.
     pub(crate) refused: Counts,
     /// Calls that were made to fail, by name.
@@ -63,7 +66,11 @@ impl fmt::Display for Tally {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let sum = |counts: &Counts| counts.values().sum::<u64>();
         writeln!(f, "cycles          {}", self.cycles)?;
-        writeln!(f, "succeeded       {} pauses, {} resumes", self.pauses, self.resumes)?;
+        writeln!(
+            f,
+            "succeeded       {} pauses, {} resumes, {} swaps of which {} overlapped",
+            self.pauses, self.resumes, self.swaps, self.overlapped
+        )?;
         writeln!(f, "refused         {}: {}", sum(&self.refused), listed(&self.refused))?;
         writeln!(f, "given by        {}", listed(&self.commands))?;
         writeln!(f, "calls failed    {}: {}", sum(&self.faults), listed(&self.faults))?;

@@ -148,9 +148,10 @@ impl Script {
         request: &Request,
         mishap: &Mishap,
     ) -> Outcome<Verdict> {
-        let place = match (request.action, way) {
-            (Action::Pause, _) => "a pause",
-            (Action::Resume, _) => "a resume",
+        let place = match request.action {
+            _ if request.swap.is_some() => "a swap",
+            Action::Pause => "a pause",
+            Action::Resume => "a resume",
         };
         let by = match way {
             Way::ChildKilledAfter(_) => "a child to be killed",

@@ -11,6 +11,8 @@ use tenants::saving::map::{ProcessMap, TENANT_MAP, TenantMap};
 use super::Script;
 use crate::worker::writer_of;
 
+const PAGE_LENGTH: usize = 4096;
+
 impl Script {
     /// Saves a tenant that stands paused with nothing in its way.
     pub(super) fn save(&mut self, tenant: usize) -> Outcome {
@@ -45,7 +47,7 @@ impl Script {
     }
 }
 
-/// Each allocation must hold one pattern of this worker's own, everywhere. Returns how much was looked at.
+/// Each page must hold one pattern of this worker's own, or nothing. Returns how much was looked at.
 fn compare(dir: &Path, name: &str, worker: u64) -> Outcome<u64> {
     let map: ProcessMap = serde_json::from_slice(&fs::read(dir.join(name))?)?;
     let Some(data) = &map.data else {
@@ -57,17 +59,19 @@ fn compare(dir: &Path, name: &str, worker: u64) -> Outcome<u64> {
         let Some(at) = allocation.file_offset else {
             continue;
         };
-        let mut first = None;
         for part in &allocation.saved {
             let mut seen = vec![0_u8; usize::try_from(part.bytes)?];
             file.read_exact_at(&mut seen, at + part.offset)?;
-            let words = seen.as_chunks::<8>().0;
-            let pattern = *first.get_or_insert(words.first().copied().unwrap_or_default());
-            let writer = writer_of(u64::from_le_bytes(pattern));
-            if writer != worker || words.iter().any(|word| *word != pattern) {
-                return Err(Trouble::new(format!(
-                    "what worker {worker} has saved is not what it wrote: {allocation:?}"
-                )));
+            for page in seen.chunks(PAGE_LENGTH) {
+                let words = page.as_chunks::<8>().0;
+                let pattern = words.first().copied().unwrap_or_default();
+                let writer = writer_of(u64::from_le_bytes(pattern));
+                let is_known = writer == worker || pattern == [0; 8];
+                if !is_known || words.iter().any(|word| *word != pattern) {
+                    return Err(Trouble::new(format!(
+                        "what worker {worker} has saved is not what it wrote: {allocation:?}"
+                    )));
+                }
             }
             compared += part.bytes;
         }

@@ -17,6 +17,7 @@ use vmm_pool::gate::Passage;
 use vmm_pool::{Class, Contents, VirtualHandle};
 
 use super::calls::{device_refused, fired, insist, judged, map, unmap};
+use super::memory::Paint;
 use super::{Charter, Sim, memory};
 use crate::orders::{Account, EndOrder, Offer, Paper, Taken, TakenHow};
 
@@ -193,7 +194,8 @@ impl Exchange {
             piece(Origin::Own, Some(handle), place)
         };
         let place = piece.place.ok_or_else(|| Trouble::new("a piece without a place"))?;
-        memory::write(pool.driver(), device, place, pattern).map_err(device_refused)?;
+        memory::write(pool.driver(), device, place, Paint::plain(pattern))
+            .map_err(device_refused)?;
         Ok(Some(piece))
     }
 
@@ -500,7 +502,7 @@ impl Exchange {
         let driver = self.member.pool().driver();
         let mut is_there = false;
         for reader in &piece.readers {
-            let seen = memory::holds(driver, *reader, place, piece.pattern);
+            let seen = memory::holds(driver, *reader, place, Paint::plain(piece.pattern));
             match (seen, &mut piece.origin) {
                 (Ok(_), Origin::Imported { is_lost: true, .. }) => {
                     return Err(Trouble::new(format!("lost memory came back: {piece:?}")));

@@ -11,6 +11,7 @@ use vmm_pool::{Class, Contents, VirtualHandle};
 
 use super::calls::{device_refused, insist, judged, map, unmap};
 use super::exchange::{Exchange, Shared};
+use super::memory::Paint;
 use super::{Charter, Sim, memory};
 use crate::orders::{Account, EndOrder};
 use crate::usage::Usage;
@@ -28,7 +29,7 @@ struct Holding {
     units: u64,
     device: DeviceOrdinal,
     contents: Contents,
-    pattern: u64,
+    paint: Paint,
     /// Devices of this process that reach all its places.
     readers: Vec<DeviceOrdinal>,
 }
@@ -85,6 +86,11 @@ impl Holdings {
         (self.number << 32) | self.patterns
     }
 
+    fn next_paint(&mut self) -> Paint {
+        let is_hollow = self.random.u8(..4) == 0;
+        Paint { is_hollow, ..Paint::plain(self.next_pattern()) }
+    }
+
     fn class(&mut self) -> Class {
         let keeps = self.is_keeper && self.random.u8(..4) > 0;
         let contents = if keeps { Contents::Keep } else { Contents::Discard };
@@ -134,8 +140,8 @@ impl Holdings {
             judged(&member, fired, member.pool().enter_giving_up().release(handle))?;
             return Ok(false);
         };
-        let pattern = self.next_pattern();
-        memory::write(self.driver(), readers[0], place, pattern).map_err(device_refused)?;
+        let paint = self.next_paint();
+        memory::write(self.driver(), readers[0], place, paint).map_err(device_refused)?;
         let (places, handle, is_block) = (vec![place], Some(handle), false);
         self.list.push(Holding {
             is_block,
@@ -144,7 +150,7 @@ impl Holdings {
             units,
             device,
             contents,
-            pattern,
+            paint,
             readers,
         });
         Ok(true)
@@ -164,8 +170,8 @@ impl Holdings {
             return Ok(false);
         };
         let place = VaRange::new(start, GRANULARITY_BYTES);
-        let pattern = self.next_pattern();
-        memory::write(self.driver(), readers[0], place, pattern).map_err(device_refused)?;
+        let paint = self.next_paint();
+        memory::write(self.driver(), readers[0], place, paint).map_err(device_refused)?;
         self.list.push(Holding {
             is_block: true,
             handle: None,
@@ -173,7 +179,7 @@ impl Holdings {
             units: 1,
             device,
             contents,
-            pattern,
+            paint,
             readers,
         });
         Ok(true)
@@ -265,16 +271,27 @@ impl Holdings {
         let Some(index) = self.choose(|_| true) else {
             return Ok(true);
         };
-        let pattern = self.next_pattern();
         let place = self.list[index].places[0];
+        let old = self.list[index].paint;
+        // All of it, or a page: the one that is different already, so that what is in it stays easy to tell.
+        let (changed, written, paint) = if self.random.bool() {
+            let paint = self.next_paint();
+            (place, paint, paint)
+        } else {
+            let any = self.random.u64(..memory::page_count(place));
+            let page = old.page.map_or(any, |(page, _)| page);
+            let pattern = self.next_pattern();
+            let changed = memory::page_at(place, page);
+            (changed, Paint::plain(pattern), Paint { page: Some((page, pattern)), ..old })
+        };
         let member = Arc::clone(&self.member);
         let _pass = member.gate().pass(Passage::Use);
         let reader = self.list[index].readers[0];
         let all = self.devices.iter();
         let target = all.copied().find(|(device, _)| *device == reader);
         let target = target.ok_or_else(|| Trouble::new("a device that is not used"))?;
-        memory::queue_write(self.driver(), target, place, pattern).map_err(device_refused)?;
-        self.list[index].pattern = pattern;
+        memory::queue_write(self.driver(), target, changed, written).map_err(device_refused)?;
+        self.list[index].paint = paint;
         Ok(true)
     }
 
@@ -307,7 +324,7 @@ impl Holdings {
         let holding = &self.list[index];
         for place in &holding.places {
             for reader in &holding.readers {
-                match memory::holds(self.driver(), *reader, *place, holding.pattern) {
+                match memory::holds(self.driver(), *reader, *place, holding.paint) {
                     Ok(true) => account.checked_bytes += place.size_bytes,
                     // What is in it after a pause is not defined; that it can be reached is.
                     Ok(false) if holding.contents == Contents::Discard => {}
@@ -324,7 +341,7 @@ impl Holdings {
     /// Memory whose contents a pause may give up is written anew, so that it can be told from others.
     fn renew_discarded(&self, index: usize) -> Outcome {
         let holding = &self.list[index];
-        memory::write(self.driver(), holding.readers[0], holding.places[0], holding.pattern)
+        memory::write(self.driver(), holding.readers[0], holding.places[0], holding.paint)
             .map_err(device_refused)
     }
 

@@ -1,4 +1,4 @@
-//! Patterns in simulated device memory: every word of a range tells which write it is from.
+//! Patterns in simulated device memory: every word of a range that is not zero tells which write it is from.
 
 #![expect(unsafe_code, reason = "reads and writes simulated device memory through the driver")]
 
@@ -6,7 +6,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use vmm_pool::driver::sim::{SimDriver, Work};
-use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream, VaRange};
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, RawStream, VaRange};
 
 const PAGE_BYTES: usize = 4096;
 
@@ -26,13 +26,59 @@ pub(crate) fn writer_of(word: u64) -> u64 {
     word.wrapping_mul(inverse) >> 32
 }
 
+/// What is in a range: one pattern, but perhaps nothing in its second half, and another pattern in one page. So a pause
+/// meets memory that is all new, in part, not at all, and zero.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Paint {
+    pub(super) pattern: u64,
+    /// Is the second half zero?
+    pub(super) is_hollow: bool,
+    /// A page with a pattern of its own: which, and what.
+    pub(super) page: Option<(u64, u64)>,
+}
+
+impl Paint {
+    /// The same everywhere.
+    pub(super) fn plain(pattern: u64) -> Self {
+        Self { pattern, is_hollow: false, page: None }
+    }
+
+    /// What is in each page of `size_bytes`.
+    fn pages(self, size_bytes: u64) -> impl Iterator<Item = u64> {
+        let count = size_bytes / PAGE_BYTES as u64;
+        (0..count).map(move |index| match self.page {
+            Some((page, pattern)) if page == index => pattern,
+            _ if self.is_hollow && index >= count / 2 => 0,
+            _ => self.pattern,
+        })
+    }
+}
+
+/// A page of these bytes is at this place of a range.
+pub(super) fn page_at(range: VaRange, page: u64) -> VaRange {
+    VaRange::new(DeviceAddress(range.start.0 + page * PAGE_BYTES as u64), PAGE_BYTES as u64)
+}
+
+/// How many pages a range has.
+pub(super) fn page_count(range: VaRange) -> u64 {
+    range.size_bytes / PAGE_BYTES as u64
+}
+
 fn page_of(pattern: u64) -> Vec<u8> {
     pattern.wrapping_mul(SPREAD).to_le_bytes().repeat(PAGE_BYTES / 8)
 }
 
-/// The bytes of memory that holds `pattern`.
-fn image_of(pattern: u64, size_bytes: u64) -> Vec<u8> {
-    page_of(pattern).repeat(length(size_bytes) / PAGE_BYTES)
+/// The bytes of memory with this in it.
+fn image_of(paint: Paint, size_bytes: u64) -> Vec<u8> {
+    let mut image = Vec::with_capacity(length(size_bytes));
+    let (mut last, mut page) = (0, page_of(0));
+    for pattern in paint.pages(size_bytes) {
+        if pattern != last {
+            (last, page) = (pattern, page_of(pattern));
+        }
+        image.extend_from_slice(&page);
+    }
+    image
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "a simulated device fits the address space")]
@@ -45,9 +91,9 @@ pub(super) fn write(
     driver: &SimDriver,
     device: DeviceOrdinal,
     range: VaRange,
-    pattern: u64,
+    paint: Paint,
 ) -> Result<(), DriverCode> {
-    let image = image_of(pattern, range.size_bytes);
+    let image = image_of(paint, range.size_bytes);
     let source = image.as_ptr().expose_provenance() as u64;
     // SAFETY: `image` is host memory of this length; the target is checked by the driver.
     unsafe { driver.core().copy((device, range.start.0), (device, source), range.size_bytes) }
@@ -58,9 +104,9 @@ pub(super) fn queue_write(
     driver: &SimDriver,
     (device, stream): (DeviceOrdinal, RawStream),
     range: VaRange,
-    pattern: u64,
+    paint: Paint,
 ) -> Result<(), DriverCode> {
-    let image = Arc::new(image_of(pattern, range.size_bytes));
+    let image = Arc::new(image_of(paint, range.size_bytes));
     let work: Work = Arc::new(move |core| {
         let source = image.as_ptr().expose_provenance() as u64;
         // SAFETY: the closure owns `image`; the target is checked by the driver.
@@ -69,12 +115,12 @@ pub(super) fn queue_write(
     driver.core().enqueue(stream, work)
 }
 
-/// Does `range` hold the pattern everywhere? An error when `device` cannot reach it.
+/// Does `range` hold just this? An error when `device` cannot reach it.
 pub(super) fn holds(
     driver: &SimDriver,
     device: DeviceOrdinal,
     range: VaRange,
-    pattern: u64,
+    paint: Paint,
 ) -> Result<bool, DriverCode> {
     SEEN.with_borrow_mut(|seen| {
         seen.resize(length(range.size_bytes).max(seen.len()), 0);
@@ -82,7 +128,12 @@ pub(super) fn holds(
         let target = seen.as_mut_ptr().expose_provenance() as u64;
         // SAFETY: `seen` is host memory of this length; the source is checked by the driver.
         unsafe { driver.core().copy((device, target), (device, range.start.0), range.size_bytes) }?;
-        let page = page_of(pattern);
-        Ok(seen.chunks(PAGE_BYTES).all(|part| part == &page[..part.len()]))
+        let (mut last, mut page) = (0, page_of(0));
+        Ok(seen.chunks(PAGE_BYTES).zip(paint.pages(range.size_bytes)).all(|(part, pattern)| {
+            if pattern != last {
+                (last, page) = (pattern, page_of(pattern));
+            }
+            part == &page[..part.len()]
+        }))
     })
 }

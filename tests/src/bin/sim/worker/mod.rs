@@ -29,9 +29,9 @@ use tenants::requests::act_for_own_tags;
 use tenants::run_dir::RunDir;
 use tenants::scope::TagNames;
 use tenants::wire::Action;
-use vmm_pool::Standing;
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
+use vmm_pool::{PieceBytes, Pieces, Standing};
 
 use crate::orders::{Answer, Deal, Item, Order, Worked, write_line};
 use collectives::Collectives;
@@ -117,6 +117,7 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     let plain = MemberConfig::new(run_dir, tenant, &command, "simulation");
     let config = MemberConfig { host_limits, ..plain };
     let member = Member::join(config, driver)?;
+    member.pool().set_pieces(pieces(charter.seed));
     let home = charter.devices.first().copied().unwrap_or_default();
     let exchange = Arc::new(Exchange::new(Arc::clone(&member), charter));
     let application = Application {
@@ -136,6 +137,18 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
         return worker.join().map_err(|_| Trouble::new("the application's thread panicked"))?;
     }
     Ok(())
+}
+
+/// Most find what is zero and what has not changed, some of these are proved wrong where they are, and some copy all.
+fn pieces(seed: u64) -> Pieces {
+    let sizes = [16 << 10, 64 << 10, 2 << 20].map(PieceBytes::new);
+    let piece_bytes = sizes[usize::try_from(seed >> 8).unwrap_or_default() % 3].unwrap_or_default();
+    let found = match seed % 8 {
+        0 => Pieces::NONE,
+        1 => Pieces { is_verified: true, ..Pieces::BOTH },
+        _ => Pieces::BOTH,
+    };
+    Pieces { piece_bytes, ..found }
 }
 
 fn listen(
