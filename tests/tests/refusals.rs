@@ -187,7 +187,12 @@ fn process_outside_sublet_is_counted_as_such() -> Outcome {
     let stranger = stage.job(&stranger)?;
     let document = stage.sublet(&["resume", "train", "--json"])?.exited(1)?.json()?;
     let shortage = &document["shortages"][0];
-    assert_eq!(shortage["holders"], serde_json::json!([]), "{document:#}");
+    // What the driver gives in small pieces for graphs and arrays is its own, and stays.
+    let holders = shortage["holders"].as_array().cloned().unwrap_or_default();
+    let is_small = |holder: &serde_json::Value| {
+        holder["tenant"] == "train" && holder["bytes"].as_u64().is_some_and(|bytes| bytes < MIB)
+    };
+    assert!(holders.iter().all(is_small), "{document:#}");
     assert!(shortage["outside_bytes"].as_u64().is_some_and(|bytes| bytes >= 80 * MIB));
     stranger.exit()?;
     stage.resume("train")?;

@@ -134,10 +134,10 @@ pub(super) fn tenant(name: &str) -> TenantName {
 /// Short waits, so that tests of silence are short.
 pub(super) fn options() -> Options {
     Options {
-        timeout: Some(Duration::from_millis(60)),
+        timeout: Some(Duration::from_millis(250)),
         cut_timeout: Duration::from_secs(30),
-        reply_margin: Duration::from_millis(60),
-        contact_timeout: Duration::from_millis(500),
+        reply_margin: Duration::from_millis(250),
+        contact_timeout: Duration::from_millis(1500),
         lock_timeout: Duration::from_secs(10),
         consent: None,
         ..Options::default()
