@@ -29,7 +29,8 @@ impl<D: Driver> Still<'_, D> {
     }
 
     /// Releases imports, unmaps what is mapped of own memory and releases it, as far as `selection` has them. A block
-    /// that the driver would not let go stays resident, and is named in the notes.
+    /// that the driver would not let go stays resident, and is named in the notes. One whose contents are nowhere else
+    /// stays: who undoes a resume finds such where a pause had to leave it.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`] before anything was unmapped, when copies are under way that did not end.
@@ -39,7 +40,7 @@ impl<D: Driver> Still<'_, D> {
     pub(super) fn release_selected(&self, selection: &Selection) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
-        let chosen = |row: &Row| row.can_leave() && selection.has(row);
+        let chosen = |row: &Row| row.can_leave() && selection.has(row) && row.loses_nothing();
         log.timed("unmap own", |log| {
             // None, unless a step before this one failed half-way.
             self.drop_views(log);

@@ -246,6 +246,10 @@ fn registered_memory_stays_until_its_last_registration_ends() {
     // Also while the rest is away.
     pool.enter_giving_up().unregister(&whole);
     assert_eq!(pool.report().devices[0].pinned, []);
+    // Nobody has saved it: it is no part of what a resume that is given up takes back.
+    pool.create_own(&WHOLE).expect("room");
+    pool.restore_own(usize::MAX).expect("contents");
+    pool.undo_resume().expect("an undo");
     resume(&pool);
     assert!(holds(&pool, DEVICE, place, pattern(1)));
     pause(&pool);

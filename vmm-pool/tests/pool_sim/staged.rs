@@ -239,6 +239,56 @@ fn any_call_of_coming_back_by_stages_may_fail_and_the_tenant_stays_paused() {
     assert!(met >= 40, "only {met} calls were met");
 }
 
+/// Its only bytes are those on the device.
+#[test]
+fn what_stayed_with_its_contents_stays_when_a_resume_is_given_up() {
+    for (op, by_stages) in [(DriverOp::CopyToHost, true), (DriverOp::StreamCreate, false)] {
+        let pool = pool(&node());
+        let contents = filled(&pool, 4);
+        pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
+        pool.release_stage(&window(2)).expect("a stage");
+        let faults = pool.driver().faults();
+        faults.fail(op, FaultSpan::From(1), DriverCode::UNKNOWN);
+        pool.release_rest().expect("no error: there is no way back");
+        faults.clear();
+        let stayed = used_units(&pool);
+        assert!(stayed > 0, "{op:?}");
+        for _ in 0..2 {
+            if by_stages {
+                pool.restore_stage(&window(8)).expect("a stage");
+            } else {
+                pool.create_own(&WHOLE).expect("room");
+                pool.restore_own(usize::MAX).expect("contents");
+            }
+            pool.undo_resume().expect("an undo");
+            assert_eq!((used_units(&pool), gate_of(&pool)), (stayed, GateAt::Offloaded), "{op:?}");
+        }
+        resume(&pool);
+        assert_holds(&pool, &contents);
+        assert_eq!(used_units(&pool), 10);
+    }
+}
+
+#[test]
+fn what_was_saved_in_a_stage_that_failed_is_saved_again_and_stays_till_then() {
+    let pool = pool(&node());
+    let contents = filled(&pool, 4);
+    pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
+    let faults = pool.driver().faults();
+    faults.fail(DriverOp::Unmap, FaultSpan::From(1), DriverCode::UNKNOWN);
+    pool.release_stage(&window(2)).unwrap_err();
+    faults.clear();
+    faults.fail(DriverOp::CopyToHost, FaultSpan::From(1), DriverCode::UNKNOWN);
+    pool.release_rest().expect("no error: there is no way back");
+    faults.clear();
+    let stayed = used_units(&pool);
+    pool.restore_stage(&window(8)).expect("a stage");
+    pool.undo_resume().expect("an undo");
+    assert_eq!(used_units(&pool), stayed);
+    resume(&pool);
+    assert_holds(&pool, &contents);
+}
+
 /// A device that nothing is on is no reason to fail.
 #[test]
 fn a_process_without_memory_goes_by_stages_too() {
