@@ -189,7 +189,8 @@ impl Desk {
         } else {
             Verdict::Refused(Refusal {
                 left_unchanged: !text.contains("taking back failed") && !text.contains("half done"),
-                both_are_paused: text.contains("Both are paused") || text.contains("is paused now"),
+                both_are_paused: text.contains("oth tenants are paused")
+                    || text.contains("is paused now"),
                 text,
                 shortages: Vec::new(),
             })
