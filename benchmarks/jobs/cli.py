@@ -81,6 +81,12 @@ def parse_json(text: str) -> Any:
     return None
 
 
+def tenants(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tenants in what `ps --json` or `stats --json` said; none where it failed."""
+    document = record.get("json")
+    return document.get("tenants", []) if isinstance(document, dict) else []
+
+
 def say(record: dict[str, Any]) -> str:
     """One line about a record of `sublet`."""
     detail = record.get("stderr") or record.get("stdout") or ""

@@ -51,8 +51,7 @@ def held(pids: list[int], tenant: str) -> dict[str, int]:
         sums["descriptors"] += len(os.listdir(f"/proc/{pid}/fd"))
         sums["maps"] += Path(f"/proc/{pid}/maps").read_bytes().count(b"\n")
     told = cli.sublet("stats", tenant, "--json", timeout_s=20)
-    tenants = told.get("json") or []
-    members = [member for entry in tenants if isinstance(entry, dict) for member in entry.get("members", [])]
+    members = [member for entry in cli.tenants(told) for member in entry.get("members", [])]
     sums["arena_bytes"] = sum(member.get("pool", {}).get("host_arena_bytes", 0) for member in members)
     sums["members"] = len(members)
     return sums

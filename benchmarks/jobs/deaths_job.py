@@ -244,7 +244,7 @@ class Round:
         """Each process's state, as `sublet ps` has it."""
         told = cli.sublet("ps", "--json", timeout_s=15)
         found = {}
-        for tenant in told.get("json") or []:
+        for tenant in cli.tenants(told):
             if tenant.get("tenant") == self.tenant:
                 found = {m["member"]["pid"]: m["member"]["state"] for m in tenant.get("members", [])}
         return found
@@ -260,7 +260,7 @@ class Round:
         shared = sorted(name for name in set(os.listdir("/dev/shm")) - self.job.shared_before if not name.startswith("sublet-sim"))
         used = [then - now for then, now in zip(self.job.empty, self.job.observer.settled_free(), strict=True)]
         self.record["left"] = {"files": left, "shared": shared, "gpu_bytes": used}
-        clean = shown["exit"] == 0 and not shown.get("json") and not files
+        clean = shown["exit"] == 0 and not cli.tenants(shown) and not files
         self.check("ps shows no tenant and removes what the dead left", clean, str(left))
         self.check("nothing is left in shared memory", not shared, str(shared))
         self.check("nothing is left on the GPUs", max(used[: self.job.world]) <= LEFT_MAX, str(used))

@@ -422,7 +422,7 @@ def chosen(words: str, cases: tuple[Case, ...] = CASES) -> list[Case]:
 def host_bytes(told: dict[str, Any]) -> dict[str, int]:
     """Host memory that each process of a tenant holds, by its id, out of what `stats --json` said."""
     found: dict[str, int] = {}
-    for tenant in told.get("json") or []:
+    for tenant in cli.tenants(told):
         for entry in tenant.get("members", []):
             found[str(entry["member"]["pid"])] = entry["pool"]["host_arena_bytes"]
     return found

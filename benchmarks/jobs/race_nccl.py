@@ -128,7 +128,7 @@ def end(race: Race, ranks: NcclRanks) -> None:
 
 def members(told: dict[str, Any]) -> list[dict[str, Any]]:
     """The pool of each process, out of what `stats --json` said."""
-    return [entry["pool"] for tenant in told.get("json") or [] for entry in tenant.get("members", [])]
+    return [entry["pool"] for tenant in cli.tenants(told) for entry in tenant.get("members", [])]
 
 
 def nccl_bytes(pool: dict[str, Any]) -> int:

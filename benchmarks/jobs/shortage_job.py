@@ -62,7 +62,7 @@ class Job:
     def states(self) -> set[str]:
         """States of the tenant's processes."""
         told = cli.sublet("ps", "--json", timeout_s=15)
-        mine = [entry for entry in told.get("json") or [] if entry.get("tenant") == self.tenant]
+        mine = [entry for entry in cli.tenants(told) if entry.get("tenant") == self.tenant]
         return {member["member"]["state"] for entry in mine for member in entry["members"]}
 
     def round(self, kind: str) -> None:

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use vmm_pool::PeerId;
 
 /// Longest tenant name, in bytes: it becomes a directory name inside a socket path of 107 bytes.
@@ -50,8 +50,44 @@ impl fmt::Display for TenantName {
 }
 
 /// The random identity of one process in a tenant. Process ids are not unique across namespaces.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MemberId(pub u64);
+
+impl Serialize for MemberId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        id_text::serialize(&self.0, serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for MemberId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        id_text::deserialize(deserializer).map(Self)
+    }
+}
+
+/// Numbers that name something: 16 hexadecimal digits where people's programs read them, whose numbers may be shorter, and
+/// a number on the wire.
+pub(crate) mod id_text {
+    use serde::de::Error as _;
+    use serde::{Deserialize as _, Deserializer, Serializer};
+
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "the signature that serde calls")]
+    pub(crate) fn serialize<S: Serializer>(id: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+        if serializer.is_human_readable() {
+            serializer.collect_str(&format_args!("{id:016x}"))
+        } else {
+            serializer.serialize_u64(*id)
+        }
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+        if !deserializer.is_human_readable() {
+            return u64::deserialize(deserializer);
+        }
+        let text = String::deserialize(deserializer)?;
+        u64::from_str_radix(&text, 16).map_err(D::Error::custom)
+    }
+}
 
 impl fmt::Display for MemberId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -89,5 +125,15 @@ mod tests {
         for name in ["train", "a.b-c_D9", &"x".repeat(40)] {
             assert!(TenantName::new(name).is_ok(), "{name:?} was refused");
         }
+    }
+
+    #[test]
+    fn identities_are_text_for_programs_and_numbers_on_the_wire() {
+        let id = MemberId(u64::MAX - 1);
+        let text = serde_json::to_string(&id).unwrap();
+        assert_eq!(text, "\"fffffffffffffffe\"");
+        assert_eq!(serde_json::from_str::<MemberId>(&text).unwrap(), id);
+        assert!(serde_json::from_str::<MemberId>("\"x\"").is_err());
+        assert_eq!(postcard::to_stdvec(&id).unwrap(), postcard::to_stdvec(&id.0).unwrap());
     }
 }

@@ -409,6 +409,13 @@ impl TenantDir {
         self.lock_with(deadline, fs::File::try_lock_shared)
     }
 
+    /// Who holds the coordinator's lock now, as [`RunDirError::Locked`] would name them. Takes no lock, and does not block.
+    pub fn lock_holders(&self) -> Vec<u32> {
+        // Nobody holds a lock on a file that is not there, and one that cannot be read names nobody.
+        File::open(self.path.join(LOCK_NAME))
+            .map_or_else(|_| Vec::new(), |file| holders::holders(&file))
+    }
+
     fn lock_with(
         &self,
         deadline: Instant,

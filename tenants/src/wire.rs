@@ -19,7 +19,7 @@ pub use ask::{
 
 use crate::cut::{CutReport, Rank};
 use crate::host_memory::HostNeed;
-use crate::identity::MemberId;
+use crate::identity::{MemberId, id_text};
 use crate::references::References;
 use crate::saving::map::SaveAccount;
 use crate::stepping::Activity;
@@ -242,7 +242,7 @@ pub struct StageReport {
 /// What is still to be moved on one device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageLeft {
-    /// The machine-wide name, in hexadecimal.
+    /// The machine-wide name, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
     pub uuid: String,
     /// All of it.
     pub bytes: u64,
@@ -255,7 +255,7 @@ pub struct StageLeft {
 pub struct DeviceDelta {
     /// The ordinal in that process.
     pub device: DeviceOrdinal,
-    /// The machine-wide name, in hexadecimal.
+    /// The machine-wide name, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
     pub uuid: String,
     /// Bytes by the tables.
     pub bytes: u64,
@@ -303,6 +303,7 @@ pub struct TagBytes {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Asked {
     /// Which pause or resume, by a random number.
+    #[serde(with = "id_text")]
     pub round: u64,
     /// The step.
     pub phase: Phase,

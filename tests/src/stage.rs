@@ -220,7 +220,7 @@ impl Stage {
     /// What the command said.
     pub fn members(&self, tenant: &str) -> Outcome<Vec<Value>> {
         let document = self.sublet(&["stats", tenant, "--json"])?.succeeded()?.json()?;
-        let members = document[0]["members"].as_array();
+        let members = document["tenants"][0]["members"].as_array();
         members.cloned().ok_or_else(|| Trouble::new(format!("no members in {document}")))
     }
 

@@ -64,7 +64,8 @@ fn survivors_can_go_on(stage: &Stage, job: &mut Job, dead: usize) -> Outcome {
         rank.do_it("memory")?;
         assert!(rank.exit()?.success());
     }
-    assert_eq!(stage.sublet(&["ps", "--json"])?.succeeded()?.stdout.trim(), "[]");
+    let shown = stage.sublet(&["ps", "--json"])?.succeeded()?.json()?;
+    assert_eq!(shown["tenants"], serde_json::json!([]));
     assert!(!stage.run_dir_path().join("train").exists(), "the dead left something behind");
     Ok(())
 }

@@ -27,7 +27,7 @@ fn pause(stage: &Stage) -> Outcome<([u64; 3], Value)> {
 fn host_bytes(stage: &Stage) -> Outcome<u64> {
     let ran = stage.sublet(&["stats", "train", "--json"])?.exited(0)?;
     let stats: Value = serde_json::from_str(&ran.stdout)?;
-    let members = stats[0]["members"].as_array().into_iter().flatten();
+    let members = stats["tenants"][0]["members"].as_array().into_iter().flatten();
     Ok(members.filter_map(|member| member["pool"]["host_arena_bytes"].as_u64()).sum())
 }
 

@@ -28,7 +28,7 @@ fn pair(capacity_bytes: u64) -> Outcome<(Stage, Job, Job)> {
 fn swap(stage: &Stage, from: &str, to: &str) -> Outcome<[Value; 2]> {
     let ran = stage.sublet(&["swap", from, to, "--window", WINDOW, "--json"])?.succeeded()?;
     let both = ran.json()?;
-    Ok([both[0]["report"].clone(), both[1]["report"].clone()])
+    Ok([both["halves"][0]["report"].clone(), both["halves"][1]["report"].clone()])
 }
 
 fn stages<'a>(report: &'a Value, phase: &str) -> Vec<&'a Value> {
@@ -113,7 +113,7 @@ fn a_tenant_that_does_not_fit_leaves_the_first_running() -> Outcome {
     let ran = stage.sublet(&["swap", "small", "train", "--json"])?.exited(1)?;
     let document = ran.json()?;
     assert_eq!(
-        (&document[0]["tenant"], &document[0]["unchanged"]),
+        (&document["halves"][0]["tenant"], &document["halves"][0]["unchanged"]),
         (&"train".into(), &true.into())
     );
     assert_eq!(stage.states("small")?, ["active"]);

@@ -2,11 +2,34 @@
 
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// The random identity of a physical allocation, the same in every process that holds it.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct AllocationId(pub [u8; 16]);
+
+/// For people's programs, as text.
+impl Serialize for AllocationId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if serializer.is_human_readable() {
+            serializer.collect_str(&format_args!("{self:?}"))
+        } else {
+            self.0.serialize(serializer)
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for AllocationId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        if !deserializer.is_human_readable() {
+            return Deserialize::deserialize(deserializer).map(Self);
+        }
+        let text = String::deserialize(deserializer)?;
+        let number = u128::from_str_radix(&text, 16).map_err(D::Error::custom)?;
+        Ok(Self(number.to_be_bytes()))
+    }
+}
 
 impl fmt::Debug for AllocationId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -87,7 +87,7 @@ pub struct PinnedBytes {
 pub struct DeviceReport {
     /// The ordinal in that process.
     pub device: DeviceOrdinal,
-    /// The machine-wide name, in hexadecimal.
+    /// The machine-wide name, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
     pub uuid: String,
     /// By class, largest first.
     pub classes: Vec<ClassBytes>,

@@ -15,6 +15,7 @@ use tenants::wire::Action;
 
 use crate::args::{PauseArgs, ResumeArgs, SwapArgs};
 use crate::failure::{EXIT_PARTIAL, EXIT_USAGE, Failure, exit_code_of};
+use crate::gpus::Gpus;
 use crate::output::{self, Output};
 use crate::outsiders::{self, Occupant};
 use crate::progress::Progress;
@@ -36,7 +37,7 @@ pub(crate) fn pause(
         let mut progress = Progress::start();
         coordinator.pause(&mut |event| progress.note(&event))
     };
-    show(&args.tenant, result, args.json.json, output)
+    show(&args.tenant, result, args.json.json, Gpus::look, output)
 }
 
 pub(crate) fn resume(
@@ -55,7 +56,7 @@ pub(crate) fn resume(
         let wait = args.wait.at_most();
         resume_when_it_fits(&mut coordinator, result, wait, &interrupt, &mut progress)
     };
-    show(&args.tenant, result, args.json.json, output)
+    show(&args.tenant, result, args.json.json, Gpus::look, output)
 }
 
 /// Tries again what `result` says was short of GPU memory, for at most `wait`, and says what it waits for. Between two
@@ -73,9 +74,12 @@ fn wait_until_it_fits<T, E>(
     let started = Instant::now();
     let mut back_off = RETRY_MIN;
     let mut told = String::new();
+    let mut gpus = None;
     loop {
         let retryable = result.as_ref().err().and_then(&error_of);
-        let waiting_for = retryable.filter(|error| error.is_retryable()).and_then(waiting_for);
+        let waiting_for = retryable
+            .filter(|error| error.is_retryable())
+            .and_then(|error| waiting_for(error, gpus.get_or_insert_with(Gpus::look)));
         let left = wait.saturating_sub(started.elapsed());
         let goes_on = !left.is_zero() && !interrupt.is_raised();
         let Some(waiting_for) = waiting_for.filter(|_| goes_on) else {
@@ -115,16 +119,17 @@ fn resume_when_it_fits(
 }
 
 /// What a resume waits for; `None` when it is not GPU memory.
-fn waiting_for(error: &CoordinatorError) -> Option<String> {
+fn waiting_for(error: &CoordinatorError, gpus: &Gpus) -> Option<String> {
     let missing_bytes = error.missing_device_bytes()?;
-    let devices: Vec<_> = error.shortages().iter().map(shortage_line).collect();
+    let devices: Vec<_> =
+        error.shortages().iter().map(|shortage| shortage_line(shortage, gpus)).collect();
     if devices.is_empty() {
         return Some(format!("waits for {} of GPU memory", units::bytes(missing_bytes)));
     }
     Some(format!("waits for {}", devices.join("; ")))
 }
 
-fn shortage_line(shortage: &DeviceShortage) -> String {
+fn shortage_line(shortage: &DeviceShortage, gpus: &Gpus) -> String {
     let mut holders: Vec<_> = shortage
         .holders
         .iter()
@@ -134,7 +139,7 @@ fn shortage_line(shortage: &DeviceShortage) -> String {
         holders.push(format!("{} are outside Sublet", units::bytes(shortage.outside_bytes)));
     }
     let missing = units::bytes(shortage.missing_bytes());
-    format!("{missing} on GPU {} ({})", shortage.uuid, holders.join(", "))
+    format!("{missing} on {}: {}", gpus.find(&shortage.uuid).in_words(), holders.join(", "))
 }
 
 pub(crate) fn swap(
@@ -268,9 +273,8 @@ fn show_halves(
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     if json {
-        let documents: Vec<_> =
-            halves.iter().map(|(tenant, result)| Document::new(tenant, result)).collect();
-        output.json(&documents)?;
+        let halves = halves.iter().map(|(tenant, result)| Document::new(tenant, result)).collect();
+        output.json(&Halves { halves })?;
     }
     let mut code = ExitCode::SUCCESS;
     for (tenant, result) in halves {
@@ -280,7 +284,7 @@ fn show_halves(
         let shown = if json {
             result.map(|outcome| losses_code(&outcome)).map_err(Failure::from)
         } else {
-            show(tenant, result, false, output)
+            show(tenant, result, false, Gpus::look, output)
         };
         match shown {
             Ok(half) if half != ExitCode::SUCCESS => code = half,
@@ -312,11 +316,15 @@ impl<'a> Shortage<'a> {
 /// The error of a change for a person, with the processes that hold GPUs which are too full.
 fn failure_of(error: &CoordinatorError) -> Failure {
     let mut parts = vec![chain(error)];
+    let gpus = if error.shortages().is_empty() { Gpus::default() } else { Gpus::look() };
     for device in error.shortages() {
+        let gpu = gpus.find(&device.uuid);
         let named: Vec<_> =
             outsiders::largest_on(&device.uuid).iter().map(ToString::to_string).collect();
         if !named.is_empty() {
-            parts.push(format!("most of GPU {} is held by {}", device.uuid, named.join(", ")));
+            parts.push(format!("most of {} is held by {}", gpu.in_words(), named.join(", ")));
+        } else if gpu.index.is_some() {
+            parts.push(format!("it is {}", gpu.in_words()));
         }
     }
     Failure::new(parts.join("; "), exit_code_of(error))
@@ -333,6 +341,12 @@ struct Document<'a> {
     shortages: Vec<Shortage<'a>>,
     retryable: bool,
     unchanged: bool,
+}
+
+/// The report of a swap for programs: the tenant that was paused, then the one that was resumed, or the one that ended it.
+#[derive(Serialize)]
+struct Halves<'a> {
+    halves: Vec<Document<'a>>,
 }
 
 impl<'a> Document<'a> {
@@ -367,11 +381,13 @@ impl<'a> Document<'a> {
     }
 }
 
-/// Prints how it went; the exit code says it once more.
+/// Prints how it went; the exit code says it once more. GPUs are looked for by `look` afterwards, when nothing is held up by
+/// it.
 fn show(
     tenant: &TenantName,
     result: Result<Outcome, CoordinatorError>,
     json: bool,
+    look: fn() -> Gpus,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     if json {
@@ -383,7 +399,7 @@ fn show(
     }
     let outcome = result.map_err(|error| failure_of(&error))?;
     match &outcome {
-        Outcome::Completed(report) => render(report, output),
+        Outcome::Completed(report) => render(report, look, output),
         Outcome::AlreadyPaused => output.line(format!("tenant '{tenant}' is paused already")),
         Outcome::AlreadyActive => output.line(format!("tenant '{tenant}' is active already")),
     }
@@ -399,7 +415,7 @@ fn losses_code(outcome: &Outcome) -> ExitCode {
     }
 }
 
-fn render(report: &Report, output: &mut Output) {
+fn render(report: &Report, look: fn() -> Gpus, output: &mut Output) {
     let (verb, moved) = match report.action {
         Action::Pause => ("paused", "FREED"),
         Action::Resume => ("resumed", "TAKEN"),
@@ -432,10 +448,15 @@ fn render(report: &Report, output: &mut Output) {
     }
     if !report.devices.is_empty() {
         output.line("");
-        let mut devices = output::table(&["GPU", moved, "FREE NOW", "OF"], &[1, 2, 3]);
+        let gpus = look();
+        let header = ["GPU", "NAME", "UUID", moved, "FREE NOW", "OF"];
+        let mut devices = output::table(&header, &[3, 4, 5]);
         for device in &report.devices {
+            let gpu = gpus.find(&device.uuid);
             devices.add_row([
-                device.uuid.clone(),
+                gpu.index.map_or_else(|| "-".to_owned(), |index| index.to_string()),
+                gpu.name.unwrap_or_else(|| "-".to_owned()),
+                gpu.uuid,
                 units::bytes(device.bytes),
                 units::bytes(device.free_bytes),
                 units::bytes(device.total_bytes),
@@ -462,6 +483,7 @@ mod tests {
     use vmm_pool::KeptBytes;
 
     use super::*;
+    use crate::gpus::tests::{UUID, h200};
 
     fn report() -> Report {
         let who = |pid| Who { pid: Some(pid), member: MemberId(u64::from(pid)) };
@@ -498,7 +520,7 @@ mod tests {
             window_bytes: None,
             stages: Vec::new(),
             devices: vec![DeviceTotal {
-                uuid: "a1b2".to_owned(),
+                uuid: UUID.to_owned(),
                 bytes: 3 << 30,
                 free_bytes: 70 << 30,
                 total_bytes: 80 << 30,
@@ -520,7 +542,8 @@ mod tests {
         let mut output = Output::new();
         let tenant = TenantName::new("train").unwrap();
         let outcome = Outcome::Completed(Box::new(report()));
-        let code = show(&tenant, Ok(outcome), false, &mut output).unwrap();
+        let code =
+            show(&tenant, Ok(outcome), false, || Gpus::of(vec![h200()]), &mut output).unwrap();
         assert_eq!(code, ExitCode::from(EXIT_PARTIAL));
         let expected = "\
 paused tenant 'train' in 412 ms (2 processes)
@@ -532,8 +555,8 @@ release memory    45 ms  300 ms  3 GiB
 
 9 GiB kept: 6 GiB zero, 2 GiB unchanged, 1 GiB copied
 
-GPU   FREED  FREE NOW      OF
-a1b2  3 GiB    70 GiB  80 GiB
+GPU  NAME         UUID                                      FREED  FREE NOW      OF
+3    NVIDIA H200  GPU-5f00be66-6abd-452b-8111-0cecf4164a2a  3 GiB    70 GiB  80 GiB
 
 note: process 10: 4 MiB stay
 lost: process 11 in step 'release memory': it hung up
@@ -545,7 +568,8 @@ lost: process 11 in step 'release memory': it hung up
     fn what_is_so_already_is_said_and_succeeds() {
         let mut output = Output::new();
         let tenant = TenantName::new("train").unwrap();
-        let code = show(&tenant, Ok(Outcome::AlreadyPaused), false, &mut output).unwrap();
+        let code =
+            show(&tenant, Ok(Outcome::AlreadyPaused), false, Gpus::default, &mut output).unwrap();
         assert_eq!(code, ExitCode::SUCCESS);
         assert_eq!(output.text(), "tenant 'train' is paused already\n");
     }

@@ -10,6 +10,7 @@ mod change;
 mod doctor;
 mod environment;
 mod failure;
+mod gpus;
 mod output;
 mod outsiders;
 mod prepare;
@@ -20,6 +21,7 @@ mod save;
 mod signals;
 mod stats;
 mod units;
+mod view;
 
 use std::process::ExitCode;
 

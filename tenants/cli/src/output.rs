@@ -7,6 +7,9 @@ use serde::Serialize;
 
 use crate::failure::{EXIT_UNCHANGED, Failure};
 
+/// Changes when a program that reads the documents of the version before would misread them (`docs/json.md`).
+pub(crate) const JSON_VERSION: u32 = 1;
+
 /// Lines to be printed, written at once at the end.
 #[derive(Debug, Default)]
 pub(crate) struct Output {
@@ -29,9 +32,15 @@ impl Output {
         }
     }
 
-    /// A value for programs, as one indented document.
-    pub(crate) fn json(&mut self, value: &impl Serialize) -> Result<(), Failure> {
-        let text = serde_json::to_string_pretty(value)
+    /// A document for programs, indented, with [`JSON_VERSION`] as its first field. `fields` is a struct.
+    pub(crate) fn json(&mut self, fields: &impl Serialize) -> Result<(), Failure> {
+        #[derive(Serialize)]
+        struct Versioned<'a, T> {
+            version: u32,
+            #[serde(flatten)]
+            fields: &'a T,
+        }
+        let text = serde_json::to_string_pretty(&Versioned { version: JSON_VERSION, fields })
             .map_err(|error| Failure::of(&error, EXIT_UNCHANGED))?;
         self.line(text);
         Ok(())

@@ -24,7 +24,7 @@ pub(crate) struct Occupant {
     bytes: Option<u64>,
 }
 
-/// The processes with the most memory on the GPU of this name (in hexadecimal), largest first. None where the
+/// The processes with the most memory on the GPU of this machine-wide name, largest first. None where the
 /// library is missing or does not know.
 pub(crate) fn largest_on(uuid: &str) -> Vec<Occupant> {
     occupants(uuid).unwrap_or_default()
@@ -32,7 +32,7 @@ pub(crate) fn largest_on(uuid: &str) -> Vec<Occupant> {
 
 fn occupants(uuid: &str) -> Option<Vec<Occupant>> {
     let nvml = Nvml::init().ok()?;
-    let device = nvml.device_by_uuid(dashed(uuid)?).ok()?;
+    let device = nvml.device_by_uuid(uuid).ok()?;
     let running = device.running_compute_processes().ok()?;
     let mut found: Vec<_> = running
         .into_iter()
@@ -50,14 +50,7 @@ fn occupants(uuid: &str) -> Option<Vec<Occupant>> {
     Some(found)
 }
 
-/// The management library's form of a GPU's name: `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
-fn dashed(uuid: &str) -> Option<String> {
-    let part = |from: usize, to: usize| uuid.get(from..to);
-    let parts = [part(0, 8)?, part(8, 12)?, part(12, 16)?, part(16, 20)?, part(20, 32)?];
-    Some(format!("GPU-{}", parts.join("-")))
-}
-
-fn command_of(pid: u32) -> String {
+pub(crate) fn command_of(pid: u32) -> String {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let words: Vec<_> = bytes.split(|byte| *byte == 0).map(String::from_utf8_lossy).collect();
     words.join(" ").trim().chars().filter(|c| !c.is_control()).take(COMMAND_CHARS_MAX).collect()
@@ -76,13 +69,6 @@ impl std::fmt::Display for Occupant {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn names_of_gpus_are_written_as_the_library_wants_them() {
-        let name = dashed("5f00be666abd452b81110cecf4164a2a");
-        assert_eq!(name.as_deref(), Some("GPU-5f00be66-6abd-452b-8111-0cecf4164a2a"));
-        assert_eq!(dashed("5f00"), None);
-    }
 
     #[test]
     fn an_occupant_is_named_by_what_is_known_of_it() {

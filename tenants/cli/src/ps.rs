@@ -2,8 +2,7 @@
 
 use std::process::ExitCode;
 
-use tenants::coordinator::{Coordinator, CoordinatorError, Options, TenantStats};
-use tenants::identity::TenantName;
+use tenants::coordinator::TenantStats;
 use tenants::run_dir::RunDir;
 use tenants::wire::{HostProgress, HostStage, MemberState, MemberStats};
 use vmm_pool::Contents;
@@ -11,39 +10,22 @@ use vmm_pool::Contents;
 use crate::failure::Failure;
 use crate::output::{self, Output};
 use crate::units;
+use crate::view::{TenantView, View};
 
 const COMMAND_CHARS_MAX: usize = 40;
 
 pub(crate) fn ps(run_dir: &RunDir, json: bool, output: &mut Output) -> Result<ExitCode, Failure> {
-    let tenants = all(run_dir)?;
+    let view = View::gather(run_dir, None)?;
     if json {
-        output.json(&tenants)?;
+        output.json(&view)?;
     } else {
-        render(&tenants, output);
+        render(&view, output);
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Statistics of all tenants that have a live process. What dead ones left behind is removed.
-pub(crate) fn all(run_dir: &RunDir) -> Result<Vec<TenantStats>, Failure> {
-    let mut tenants = Vec::new();
-    for name in run_dir.tenants()? {
-        match one(run_dir, &name) {
-            Ok(stats) => tenants.push(stats),
-            Err(CoordinatorError::NoSuchTenant { .. } | CoordinatorError::NoProcess { .. }) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Ok(tenants)
-}
-
-/// Statistics of one tenant.
-pub(crate) fn one(run_dir: &RunDir, name: &TenantName) -> Result<TenantStats, CoordinatorError> {
-    Coordinator::new(run_dir.clone(), name.clone(), Options::default()).stats()
-}
-
-fn render(tenants: &[TenantStats], output: &mut Output) {
-    if tenants.is_empty() {
+fn render(view: &View, output: &mut Output) {
+    if view.tenants.is_empty() {
         output.line(
             "no tenant is running; start one with: sublet run --tenant NAME -- COMMAND ARGUMENTS",
         );
@@ -54,15 +36,16 @@ fn render(tenants: &[TenantStats], output: &mut Output) {
         "IMPORTED", "COMMAND",
     ];
     let mut table = output::table(&header, &[1, 7, 8, 9]);
-    for tenant in tenants {
-        for member in &tenant.members {
-            for row in member_rows(&tenant.tenant, member) {
+    for TenantView { stats, .. } in &view.tenants {
+        for member in &stats.members {
+            for row in member_rows(view, &stats.tenant, member) {
                 table.add_row(row);
             }
         }
     }
     output.table(&table);
-    let remarks: Vec<_> = tenants.iter().flat_map(remarks).collect();
+    let remarks: Vec<_> =
+        view.tenants.iter().flat_map(|tenant| remarks(view, &tenant.stats)).collect();
     if !remarks.is_empty() {
         output.line("");
     }
@@ -72,7 +55,7 @@ fn render(tenants: &[TenantStats], output: &mut Output) {
 }
 
 /// One row for each class of memory; a process without any has one row.
-fn member_rows(tenant: &str, member: &MemberStats) -> Vec<Vec<String>> {
+fn member_rows(view: &View, tenant: &str, member: &MemberStats) -> Vec<Vec<String>> {
     let lead = [
         tenant.to_owned(),
         member.member.pid.to_string(),
@@ -87,7 +70,7 @@ fn member_rows(tenant: &str, member: &MemberStats) -> Vec<Vec<String>> {
             let tag = if class.tag.is_empty() { dash() } else { class.tag.clone() };
             let mut row = lead.to_vec();
             row.extend([
-                device.device.0.to_string(),
+                view.gpu_label(&device.uuid),
                 class.library.clone(),
                 tag,
                 contents_label(class.contents).to_owned(),
@@ -109,7 +92,7 @@ fn member_rows(tenant: &str, member: &MemberStats) -> Vec<Vec<String>> {
 }
 
 /// What stays on a GPU and why, what members say, and who did not answer.
-fn remarks(tenant: &TenantStats) -> Vec<String> {
+fn remarks(view: &View, tenant: &TenantStats) -> Vec<String> {
     let name = &tenant.tenant;
     let mut remarks = Vec::new();
     for member in &tenant.members {
@@ -117,8 +100,8 @@ fn remarks(tenant: &TenantStats) -> Vec<String> {
         for device in &member.pool.devices {
             for pinned in &device.pinned {
                 remarks.push(format!(
-                    "{name} {pid} {}: {} in {} allocations stay during a pause: {}",
-                    device.device,
+                    "{name} {pid} GPU {}: {} in {} allocations stay during a pause: {}",
+                    view.gpu_label(&device.uuid),
                     units::bytes(pinned.bytes),
                     pinned.count,
                     pinned.reason
@@ -174,12 +157,14 @@ fn contents_label(contents: Contents) -> &'static str {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use tenants::identity::MemberId;
+    use tenants::identity::{MemberId, TenantName};
     use tenants::wire::MemberInfo;
     use vmm_pool::driver::DeviceOrdinal;
     use vmm_pool::{ClassBytes, DeviceReport, PinnedBytes, PoolReport};
 
     use super::*;
+    use crate::gpus::Gpus;
+    use crate::gpus::tests::{UUID, h200};
 
     pub(crate) fn member(pid: u32, state: MemberState) -> MemberStats {
         MemberStats {
@@ -227,7 +212,9 @@ pub(crate) mod tests {
         assert!(run_dir.tenants().unwrap().is_empty(), "leftovers stayed");
         let mut output = Output::new();
         ps(&run_dir, true, &mut output).unwrap();
-        assert_eq!(output.text(), "[]\n");
+        let document: serde_json::Value = serde_json::from_str(output.text()).unwrap();
+        assert_eq!(document["version"], 1);
+        assert_eq!(document["tenants"], serde_json::json!([]));
     }
 
     #[test]
@@ -235,7 +222,7 @@ pub(crate) mod tests {
         let mut first = member(10, MemberState::Active);
         first.pool.devices = vec![DeviceReport {
             device: DeviceOrdinal(0),
-            uuid: "a1b2".to_owned(),
+            uuid: UUID.to_owned(),
             classes: vec![
                 class("torch", "kv_cache", 8 << 30, 8 << 30, 0),
                 class("nccl", "", 512 << 20, 510 << 20, 64 << 20),
@@ -254,20 +241,21 @@ pub(crate) mod tests {
             stage: HostStage::Grows,
             ..HostProgress::default()
         };
-        let tenants = [TenantStats {
+        let stats = TenantStats {
             tenant: "train".to_owned(),
             members: vec![first, member(11, MemberState::Paused)],
             failures: Vec::new(),
-        }];
+        };
+        let tenants = vec![TenantView { stats, changed_by: Vec::new() }];
         let mut output = Output::new();
-        render(&tenants, &mut output);
+        render(&View::of(tenants, &Gpus::of(vec![h200()])), &mut output);
         let expected = "\
 TENANT  PID  STATE   GPU  LIBRARY  TAG       CONTENTS   ON GPU   AWAY  IMPORTED  COMMAND
-train    10  active  0    torch    kv_cache  discard     8 GiB      -         -  python train.py
-train    10  active  0    nccl     -         keep      510 MiB  2 MiB    64 MiB  python train.py
+train    10  active  3    torch    kv_cache  discard     8 GiB      -         -  python train.py
+train    10  active  3    nccl     -         keep      510 MiB  2 MiB    64 MiB  python train.py
 train    11  paused  -    -        -         -               -      -         -  python train.py
 
-train 10 GPU 0: 4 MiB in 2 allocations stay during a pause: registered with a network card
+train 10 GPU 3: 4 MiB in 2 allocations stay during a pause: registered with a network card
 train 10: 1 GiB of 3 GiB of host memory is ready for a pause, and more comes in
 ";
         assert_eq!(output.text(), expected);

@@ -9,6 +9,7 @@ use tenants::wire::{MemberStats, Phase, PhaseReport};
 use crate::args::StatsArgs;
 use crate::failure::Failure;
 use crate::output::{self, Output};
+use crate::view::View;
 use crate::{ps, units};
 
 pub(crate) fn stats(
@@ -16,17 +17,14 @@ pub(crate) fn stats(
     run_dir: &RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
-    let tenants = match &args.tenant {
-        Some(name) => vec![ps::one(run_dir, name)?],
-        None => ps::all(run_dir)?,
-    };
+    let view = View::gather(run_dir, args.tenant.as_ref())?;
     if args.json.json {
-        output.json(&tenants)?;
-    } else if tenants.is_empty() {
+        output.json(&view)?;
+    } else if view.tenants.is_empty() {
         output.line("no tenant is running");
     } else {
-        for tenant in &tenants {
-            render(tenant, output);
+        for tenant in &view.tenants {
+            render(&tenant.stats, output);
         }
     }
     Ok(ExitCode::SUCCESS)

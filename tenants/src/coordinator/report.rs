@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 use vmm_pool::KeptBytes;
 
 use crate::cut::Laggard;
@@ -58,7 +58,6 @@ pub struct Who {
     /// Its process id, where the kernel or the process itself told us.
     pub pid: Option<u32>,
     /// Its random identity.
-    #[serde(serialize_with = "as_hex")]
     pub member: MemberId,
 }
 
@@ -69,11 +68,6 @@ impl fmt::Display for Who {
             None => write!(f, "member {}", self.member),
         }
     }
-}
-
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "the signature that serde calls")]
-fn as_hex<S: Serializer>(id: &MemberId, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(id)
 }
 
 /// One process that did not do its part.
@@ -284,7 +278,7 @@ pub struct MemberPhase {
 /// What became of one device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DeviceTotal {
-    /// The machine-wide name, in hexadecimal.
+    /// The machine-wide name, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
     pub uuid: String,
     /// Bytes of all members given back (pause) or taken (resume).
     pub bytes: u64,

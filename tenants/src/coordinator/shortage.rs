@@ -17,7 +17,7 @@ const HOLDER_TIMEOUT: Duration = Duration::from_secs(1);
 /// A device that cannot hold what a tenant had there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DeviceShortage {
-    /// The machine-wide name, in hexadecimal.
+    /// The machine-wide name, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
     pub uuid: String,
     /// Bytes that all processes of the tenant need there.
     pub needed_bytes: u64,
@@ -55,7 +55,7 @@ impl fmt::Display for DeviceShortage {
         let missing_bytes = self.missing_bytes();
         write!(
             f,
-            "GPU {uuid} lacks {missing_bytes} bytes ({needed_bytes} needed, {free_bytes} free; held by "
+            "{uuid} lacks {missing_bytes} bytes ({needed_bytes} needed, {free_bytes} free; held by "
         )?;
         for holder in &self.holders {
             let state = if holder.active { "active" } else { "paused" };

@@ -157,7 +157,7 @@ pub struct ImportedAllocation {
 /// A device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceName {
-    /// The machine-wide name, in hexadecimal.
+    /// The machine-wide name, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
     pub uuid: String,
     /// The ordinal in that process.
     pub ordinal: i32,

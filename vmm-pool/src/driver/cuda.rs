@@ -18,9 +18,9 @@ mod kernel;
 use self::kernel::Kernels;
 use super::fingerprint::PieceSlot;
 use super::{
-    AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver, DriverCode,
-    DriverError, DriverOp, DriverResult, DriverVersion, Granularity, HANDLE_TYPE_POSIX_FD,
-    MemoryInfo, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
+    AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, DeviceUuid, Driver,
+    DriverCode, DriverError, DriverOp, DriverResult, DriverVersion, Granularity,
+    HANDLE_TYPE_POSIX_FD, MemoryInfo, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
 };
 
 /// The name every consumer of the driver opens.
@@ -287,12 +287,12 @@ impl Driver for CudaDriver {
         Ok(value)
     }
 
-    fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<[u8; 16]> {
+    fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<DeviceUuid> {
         let mut uuid = [0; 16];
         // SAFETY: `CUuuid` is 16 bytes, which `uuid` holds.
         let code = unsafe { (self.table.device_get_uuid)(&raw mut uuid, device.0) };
         check(DriverOp::DeviceGetUuid, code)?;
-        Ok(uuid)
+        Ok(DeviceUuid(uuid))
     }
 
     fn make_current(&self, device: DeviceOrdinal) -> DriverResult<()> {

@@ -25,7 +25,7 @@ pub use error::{DriverCode, DriverError, DriverOp};
 pub use fingerprint::{Fingerprint, PieceSlot, WORD_BYTES, is_zero};
 pub use types::{
     ALLOCATION_KIND_PINNED, AccessDesc, AllocationFlags, AllocationProp, DeviceAddress,
-    DeviceAttribute, DeviceOrdinal, DriverVersion, Granularity, HANDLE_TYPE_FABRIC,
+    DeviceAttribute, DeviceOrdinal, DeviceUuid, DriverVersion, Granularity, HANDLE_TYPE_FABRIC,
     HANDLE_TYPE_POSIX_FD, Location, LocationKind, MemoryInfo, PciAddress, PinnedFor, RawContext,
     RawHandle, RawStream, VaRange,
 };
@@ -65,7 +65,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// # Errors
     /// `INVALID_DEVICE` for an ordinal that names none.
     #[doc(alias = "cuDeviceGetUuid")]
-    fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<[u8; 16]>;
+    fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<DeviceUuid>;
 
     /// Makes the primary context of `device` current on this thread, retaining it on first use.
     ///

@@ -22,6 +22,25 @@ impl fmt::Display for DeviceOrdinal {
     }
 }
 
+/// The name of a GPU that all processes of the machine share, as the driver gives it.
+///
+/// Written as NVIDIA's tools write it: `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct DeviceUuid(pub [u8; 16]);
+
+impl fmt::Display for DeviceUuid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("GPU")?;
+        for (index, byte) in self.0.iter().enumerate() {
+            if matches!(index, 0 | 4 | 6 | 8 | 10) {
+                f.write_str("-")?;
+            }
+            write!(f, "{byte:02x}")?;
+        }
+        Ok(())
+    }
+}
+
 /// A device virtual address.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DeviceAddress(pub u64);
@@ -321,3 +340,16 @@ const _: () = {
                 as i32
     );
 };
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gpu_is_named_as_nvidia_tools_name_it() {
+        let bytes = u128::to_be_bytes(0x5f00_be66_6abd_452b_8111_0cec_f416_4a2a);
+        assert_eq!(DeviceUuid(bytes).to_string(), "GPU-5f00be66-6abd-452b-8111-0cecf4164a2a");
+        let zero = DeviceUuid([0; 16]);
+        assert_eq!(zero.to_string(), "GPU-00000000-0000-0000-0000-000000000000");
+    }
+}

@@ -74,8 +74,8 @@ impl<D: Driver> Pool<D> {
         DeviceReport { device, uuid, classes: Vec::new(), pinned: Vec::new() }
     }
 
-    /// The machine-wide name of `device` in hexadecimal, or a name by ordinal where the driver has none. Asked of
-    /// the driver once a device.
+    /// The machine-wide name of `device`, as [`DeviceUuid`](crate::driver::DeviceUuid) writes it, or a name by ordinal
+    /// where the driver has none. Asked of the driver once a device.
     pub fn uuid(&self, device: DeviceOrdinal) -> String {
         let known = || self.names.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(name) = known().get(&device) {
@@ -84,7 +84,7 @@ impl<D: Driver> Pool<D> {
         let Ok(uuid) = self.driver.device_uuid(device) else {
             return format!("ordinal-{}", device.0);
         };
-        let name = format!("{:032x}", u128::from_be_bytes(uuid));
+        let name = uuid.to_string();
         known().insert(device, name.clone());
         name
     }

@@ -7,6 +7,7 @@ use vmm_pool::driver::{
 use vmm_pool::support::VERSION_MIN;
 
 use super::Check;
+use crate::gpus::Gpus;
 
 pub(super) fn checks() -> Vec<Check> {
     match CudaDriver::load() {
@@ -26,8 +27,9 @@ fn driver_checks<D: Driver>(driver: &D) -> Vec<Check> {
         Ok(0) => checks.push(no_device("the driver shows no GPU".to_owned())),
         Err(error) => checks.push(no_device(error.to_string())),
         Ok(count) => {
+            let gpus = Gpus::look();
             for ordinal in 0..count {
-                checks.extend(device_checks(driver, DeviceOrdinal(ordinal)));
+                checks.extend(device_checks(driver, DeviceOrdinal(ordinal), &gpus));
             }
         }
     }
@@ -52,13 +54,18 @@ fn version(version: DriverResult<DriverVersion>) -> Check {
     }
 }
 
-fn device_checks<D: Driver>(driver: &D, device: DeviceOrdinal) -> Vec<Check> {
+fn device_checks<D: Driver>(driver: &D, device: DeviceOrdinal, gpus: &Gpus) -> Vec<Check> {
     let has = |attribute| match driver.device_attribute(device, attribute) {
         Ok(value) => Ok(value != 0),
         Err(error) => Err(error.to_string()),
     };
     let subject = device.to_string();
+    let name = match driver.device_uuid(device) {
+        Ok(uuid) => Check::ok(&subject, format!("is {}", gpus.find(&uuid.to_string()).in_words())),
+        Err(error) => Check::warn(&subject, error.to_string(), "look at `nvidia-smi`"),
+    };
     let mut checks = vec![
+        name,
         needed(
             &subject,
             "virtual memory management",

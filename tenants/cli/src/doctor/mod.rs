@@ -33,6 +33,12 @@ struct Check {
     next_step: Option<String>,
 }
 
+/// All findings, for programs.
+#[derive(Serialize)]
+struct Findings<'a> {
+    checks: &'a [Check],
+}
+
 impl Check {
     fn ok(subject: impl Into<String>, finding: impl Into<String>) -> Self {
         Self { level: Level::Ok, subject: subject.into(), finding: finding.into(), next_step: None }
@@ -63,7 +69,7 @@ pub(crate) fn doctor(
     let mut checks = gpu::checks();
     checks.extend(host::checks(environment));
     if json {
-        output.json(&checks)?;
+        output.json(&Findings { checks: &checks })?;
     } else {
         render(&checks, output);
     }

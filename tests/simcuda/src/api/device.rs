@@ -27,11 +27,11 @@ driver_api! {
     }
 
     fn cuDeviceGetUuid = "cuDeviceGetUuid" since 9020 (uuid: Out<[u8; 16]>, device: i32) {
-        uuid.put(sim::get()?.core.uuid(DeviceOrdinal(device))?)
+        uuid.put(sim::get()?.core.uuid(DeviceOrdinal(device))?.0)
     }
 
     fn cuDeviceGetUuid_v2 = "cuDeviceGetUuid" since 11040 (uuid: Out<[u8; 16]>, device: i32) {
-        uuid.put(sim::get()?.core.uuid(DeviceOrdinal(device))?)
+        uuid.put(sim::get()?.core.uuid(DeviceOrdinal(device))?.0)
     }
 
     fn cuDeviceGetAttribute = "cuDeviceGetAttribute" since 2000

@@ -18,7 +18,8 @@ use super::memory::{Census, Coded, Memory, io_code};
 use super::node::{Block, SimNode};
 use super::{Faults, SimOptions};
 use crate::driver::{
-    AllocationProp, DeviceAttribute, DeviceOrdinal, DriverCode, DriverVersion, MemoryInfo,
+    AllocationProp, DeviceAttribute, DeviceOrdinal, DeviceUuid, DriverCode, DriverVersion,
+    MemoryInfo,
 };
 
 pub use self::bytes::{AccessGuard, Touch};
@@ -157,7 +158,7 @@ impl Core {
     ///
     /// # Errors
     /// `INVALID_DEVICE`.
-    pub fn uuid(&self, device: DeviceOrdinal) -> Coded<[u8; 16]> {
+    pub fn uuid(&self, device: DeviceOrdinal) -> Coded<DeviceUuid> {
         Ok(self.node.device_uuid(self.device(device)?.index))
     }
 

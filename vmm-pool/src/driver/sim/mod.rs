@@ -35,9 +35,9 @@ pub use self::node::SimNode;
 pub use self::stream::{StreamKind, Work};
 
 use super::{
-    AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver, DriverCode,
-    DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo, PieceSlot,
-    PinnedFor, RawContext, RawHandle, RawStream, VaRange,
+    AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, DeviceUuid, Driver,
+    DriverCode, DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo,
+    PieceSlot, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
 };
 
 /// How a simulated driver behaves in one process.
@@ -172,7 +172,7 @@ impl Driver for SimDriver {
         self.call(DriverOp::DeviceGetAttribute, |core| core.attribute(device, attribute))
     }
 
-    fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<[u8; 16]> {
+    fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<DeviceUuid> {
         self.call(DriverOp::DeviceGetUuid, |core| core.uuid(device))
     }
 

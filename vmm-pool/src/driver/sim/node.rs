@@ -24,7 +24,9 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::driver::{AllocationFlags, AllocationProp, DriverVersion, Location, LocationKind};
+use crate::driver::{
+    AllocationFlags, AllocationProp, DeviceUuid, DriverVersion, Location, LocationKind,
+};
 
 const CONFIG: &str = "node.conf";
 const LEDGER: &str = "ledger";
@@ -145,11 +147,12 @@ impl SimNode {
     }
 
     /// A name for device `index` of this node that no other device shares.
-    pub fn device_uuid(&self, index: usize) -> [u8; 16] {
+    pub fn device_uuid(&self, index: usize) -> DeviceUuid {
         let mut uuid = self.shared.id;
-        // Devices past the 256th would share a name; a node has far fewer.
-        uuid[15] = uuid[15].wrapping_add(u8::try_from(index).unwrap_or(u8::MAX));
-        uuid
+        // Devices past the 256th would share a name; a node has far fewer. The first digits differ, as those of real
+        // devices do.
+        uuid[3] = uuid[3].wrapping_add(u8::try_from(index).unwrap_or(u8::MAX));
+        DeviceUuid(uuid)
     }
 
     pub(super) fn device(&self, index: usize) -> Option<&Arc<Account>> {

@@ -1,0 +1,188 @@
+//! The GPUs of this machine as people know them: index and name as `nvidia-smi` shows them, and the name that all processes
+//! share. NVIDIA's management library tells, or else what the kernel driver shows in `/proc`. Where neither does, a GPU
+//! has only its machine-wide name.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+use std::sync::mpsc::channel;
+use std::thread;
+use std::time::Duration;
+
+use nvml_wrapper::Nvml;
+use nvml_wrapper::error::NvmlError;
+use serde::Serialize;
+
+/// A GPU that has fallen off the bus makes NVIDIA's tools wait for ever.
+const TIMEOUT: Duration = Duration::from_secs(3);
+/// Where the kernel driver shows its GPUs, a directory each, named by its place on the bus.
+const PROC: &str = "/proc/driver/nvidia/gpus";
+/// How much of a machine-wide name tells a machine's GPUs apart: `GPU-5f00be66`.
+const SHORT_CHARS: usize = 12;
+
+/// One GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Gpu {
+    /// As `nvidia-smi` numbers them; an application's own ordinals may differ.
+    pub(crate) index: Option<u32>,
+    /// Such as `NVIDIA H200`.
+    pub(crate) name: Option<String>,
+    /// Such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
+    pub(crate) uuid: String,
+    /// Bytes in use by everybody, as the management library tells.
+    pub(crate) used_bytes: Option<u64>,
+    pub(crate) total_bytes: Option<u64>,
+}
+
+impl Gpu {
+    fn unknown(uuid: &str) -> Self {
+        let uuid = uuid.to_owned();
+        Self { index: None, name: None, uuid, used_bytes: None, total_bytes: None }
+    }
+
+    /// For a narrow column: the index, or the first digits of the machine-wide name.
+    pub(crate) fn label(&self) -> String {
+        self.index.map_or_else(
+            || self.uuid.chars().take(SHORT_CHARS).collect(),
+            |index| index.to_string(),
+        )
+    }
+
+    /// For a sentence: `GPU 0 (NVIDIA H200, GPU-5f00be66-...)`, or the machine-wide name alone.
+    pub(crate) fn in_words(&self) -> String {
+        let Some(index) = self.index else {
+            return self.uuid.clone();
+        };
+        let mut text = format!("GPU {index} (");
+        if let Some(name) = &self.name {
+            // Writing to a string does not fail.
+            write!(text, "{name}, ").ok();
+        }
+        text + &self.uuid + ")"
+    }
+}
+
+/// The GPUs that could be found, in order of their indices.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Gpus(Vec<Gpu>);
+
+impl Gpus {
+    /// Asks this machine, for a bounded time.
+    pub(crate) fn look() -> Self {
+        let (say, said) = channel();
+        // A thread that hangs in the library ends with this process.
+        let started = thread::Builder::new().spawn(move || say.send(ask()).ok());
+        let found = started.ok().and_then(|_| said.recv_timeout(TIMEOUT).ok());
+        found.unwrap_or_default()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn of(gpus: Vec<Gpu>) -> Self {
+        Self(gpus)
+    }
+
+    /// The GPU of this name; one that nobody knows has nothing but its name.
+    pub(crate) fn find(&self, uuid: &str) -> Gpu {
+        let known = self.0.iter().find(|gpu| gpu.uuid == uuid);
+        known.cloned().unwrap_or_else(|| Gpu::unknown(uuid))
+    }
+
+    /// All that are known, and those of `uuids` besides.
+    pub(crate) fn with<'a>(&self, uuids: impl IntoIterator<Item = &'a str>) -> Vec<Gpu> {
+        let mut all = self.0.clone();
+        for uuid in uuids {
+            if !all.iter().any(|gpu| gpu.uuid == uuid) {
+                all.push(Gpu::unknown(uuid));
+            }
+        }
+        all
+    }
+}
+
+fn ask() -> Gpus {
+    by_library().unwrap_or_else(|_| by_proc(Path::new(PROC)))
+}
+
+fn by_library() -> Result<Gpus, NvmlError> {
+    let nvml = Nvml::init()?;
+    let mut gpus = Vec::new();
+    for index in 0..nvml.device_count()? {
+        // One that does not answer is left out, and the others are shown.
+        let Ok(device) = nvml.device_by_index(index) else { continue };
+        let Ok(uuid) = device.uuid() else { continue };
+        let memory = device.memory_info().ok();
+        gpus.push(Gpu {
+            index: Some(index),
+            name: device.name().ok(),
+            uuid,
+            used_bytes: memory.as_ref().map(|memory| memory.used),
+            total_bytes: memory.map(|memory| memory.total),
+        });
+    }
+    Ok(Gpus(gpus))
+}
+
+/// `nvidia-smi` numbers GPUs by their place on the bus.
+fn by_proc(dir: &Path) -> Gpus {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut paths: Vec<_> = entries.map(|entry| entry.path()).collect();
+    paths.sort();
+    let gpus = (0..).zip(paths).filter_map(|(index, path)| {
+        let text = fs::read_to_string(path.join("information")).ok()?;
+        let field = |name: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+            Some(line.trim().to_owned())
+        };
+        // A GPU that nobody has used since the machine started is shown with question marks.
+        let uuid = field("GPU UUID").filter(|uuid| !uuid.contains('?'))?;
+        let name = field("Model");
+        Some(Gpu { index: Some(index), name, uuid, used_bytes: None, total_bytes: None })
+    });
+    Gpus(gpus.collect())
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) const UUID: &str = "GPU-5f00be66-6abd-452b-8111-0cecf4164a2a";
+
+    pub(crate) fn h200() -> Gpu {
+        Gpu {
+            index: Some(3),
+            name: Some("NVIDIA H200".to_owned()),
+            uuid: UUID.to_owned(),
+            used_bytes: Some(20 << 30),
+            total_bytes: Some(140 << 30),
+        }
+    }
+
+    #[test]
+    fn a_known_gpu_has_index_and_name_and_another_its_machine_wide_name() {
+        let gpus = Gpus::of(vec![h200()]);
+        let known = gpus.find(UUID);
+        assert_eq!(known.label(), "3");
+        assert_eq!(known.in_words(), format!("GPU 3 (NVIDIA H200, {UUID})"));
+        let other = gpus.find("GPU-00000001-0000-0000-0000-000000000000");
+        assert_eq!(other.label(), "GPU-00000001");
+        assert_eq!(other.in_words(), "GPU-00000001-0000-0000-0000-000000000000");
+        assert_eq!(gpus.with([UUID, "ordinal-0", "ordinal-0"]).len(), 2);
+    }
+
+    #[test]
+    fn without_the_library_the_kernel_driver_tells() {
+        let base = tempfile::tempdir().unwrap();
+        for (place, uuid) in [("0000:9b:00.0", UUID), ("0000:19:00.0", "GPU-????????-????")] {
+            let dir = base.path().join(place);
+            fs::create_dir(&dir).unwrap();
+            let text = format!(
+                "Model: \t\t NVIDIA H200\nIRQ:   \t\t 18\nGPU UUID: \t {uuid}\nBus Type: \t PCIe\n"
+            );
+            fs::write(dir.join("information"), text).unwrap();
+        }
+        let found = by_proc(base.path());
+        let wanted = Gpu { index: Some(1), used_bytes: None, total_bytes: None, ..h200() };
+        assert_eq!(found, Gpus::of(vec![wanted]));
+        assert_eq!(by_proc(Path::new("/no/such/directory")), Gpus::default());
+    }
+}
