@@ -14,6 +14,8 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use vmm_pool::{Copies, HostBudget, HostDemand};
 
+use crate::identity::id_text;
+
 /// Limits that one process reports; control groups are nested a few levels deep.
 const CGROUP_DEPTH_MAX: usize = 32;
 /// Version 1 writes "no limit" as the largest multiple of a page; nothing real comes near.
@@ -32,9 +34,13 @@ pub enum LimitKind {
         /// Where it is.
         path: PathBuf,
         /// Device and inode of that place: containers may use one path for different groups.
-        identity: (u64, u64),
+        identity: GroupIdentity,
     },
 }
+
+/// Device and inode of a control group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct GroupIdentity(#[serde(with = "id_text")] pub u64, #[serde(with = "id_text")] pub u64);
 
 impl LimitKind {
     /// The user's next step.
@@ -339,8 +345,10 @@ fn figure_of(dir: &Path, version: &Version) -> Option<HostFigure> {
         .fold(0, u64::saturating_add);
     let held = number(version.usage)?.saturating_sub(cache);
     let place = fs::metadata(dir).ok()?;
-    let kind =
-        LimitKind::ControlGroup { path: dir.to_owned(), identity: (place.dev(), place.ino()) };
+    let kind = LimitKind::ControlGroup {
+        path: dir.to_owned(),
+        identity: GroupIdentity(place.dev(), place.ino()),
+    };
     Some(HostFigure { kind, total_bytes: most, available_bytes: most.saturating_sub(held) })
 }
 
@@ -378,7 +386,10 @@ mod tests {
     }
 
     fn group(name: &str, inode: u64, mib: u64) -> HostLimit {
-        let kind = LimitKind::ControlGroup { path: PathBuf::from(name), identity: (1, inode) };
+        let kind = LimitKind::ControlGroup {
+            path: PathBuf::from(name),
+            identity: GroupIdentity(1, inode),
+        };
         HostLimit { kind, bytes: mib * MIB }
     }
 

@@ -1,0 +1,75 @@
+//! What commands print for programs, against the schema that programs are written by.
+
+use std::path::Path;
+
+use serde_json::Value;
+use sublet_tests::{JobOptions, MIB, Outcome, Schema, Spmd, SpmdOptions, Stage};
+
+const CAPACITIES: [u64; 2] = [128 * MIB; 2];
+
+struct Checked {
+    stage: Stage,
+    schema: Schema,
+}
+
+impl Checked {
+    fn new() -> Outcome<Self> {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/sublet.schema.json");
+        let schema = Schema::new(&std::fs::read_to_string(path)?)?;
+        Ok(Self { stage: Stage::new(&CAPACITIES)?, schema })
+    }
+
+    /// What the command prints, which is as the definition `kind` says.
+    fn run(&mut self, kind: &str, code: i32, arguments: &[&str]) -> Outcome<Value> {
+        let document =
+            self.stage.sublet(&[arguments, &["--json"]].concat())?.exited(code)?.json()?;
+        self.schema.check(kind, &document)?;
+        Ok(document)
+    }
+}
+
+/// The only GPU that a tenant has memory on.
+fn gpu_of(stage: &Stage, tenant: &str) -> Outcome<Value> {
+    Ok(stage.members(tenant)?[0]["pool"]["devices"][0]["uuid"].clone())
+}
+
+#[test]
+fn every_document_is_as_the_schema_says() -> Outcome {
+    let mut checked = Checked::new()?;
+    checked.run("view", 0, &["ps"])?;
+    let options = JobOptions { tensor_mib: 48, ..JobOptions::new("train", 2) };
+    let mut train = checked.stage.connected_job(&options)?;
+    checked.run("view", 0, &["stats", "train"])?;
+    checked.run("prepare", 0, &["prepare", "train"])?;
+    checked.run("change", 0, &["pause", "train"])?;
+    checked.run("change", 0, &["pause", "train"])?;
+    let shown = checked.run("view", 0, &["ps"])?;
+    let member = &shown["tenants"][0]["members"][0];
+    assert!(member["member"]["id"].is_string() && member["member"]["asked"]["round"].is_string());
+    let saved = checked.stage.run_dir_path().join("saved");
+    checked.run("save", 0, &["save", "train", &saved.to_string_lossy()])?;
+
+    let infer = checked
+        .stage
+        .connected_job(&JobOptions { tensor_mib: 80, ..JobOptions::new("infer", 1) })?;
+    let refused = checked.run("change", 1, &["resume", "train"])?;
+    assert_eq!(refused["shortages"][0]["uuid"], gpu_of(&checked.stage, "infer")?);
+    checked.run("swap", 0, &["swap", "infer", "train", "--window", "8MiB"])?;
+    checked.run("swap", 0, &["swap", "train", "infer", "--no-overlap"])?;
+    infer.exit()?;
+    train.ranks[0].kill()?;
+    checked.run("change", 1, &["resume", "train"])?;
+    checked.run("change", 1, &["pause", "nobody"])?;
+    checked.run("doctor", 0, &["doctor"])?;
+
+    let options = SpmdOptions { stuck: Some((0, 5)), ..SpmdOptions::new("data", 2, 20) };
+    let job = Spmd::start(&checked.stage, &options)?;
+    let shown = checked.run("view", 0, &["stats", "spmd"])?;
+    assert!(shown["tenants"][0]["members"][0]["communicators"][0]["communicator"].is_string());
+    job.ranks[1].stop()?;
+    let shown = checked.run("view", 0, &["stats", "spmd"])?;
+    assert_eq!(shown["tenants"][0]["failures"][0]["who"]["pid"], job.ranks[1].pid());
+    drop(job);
+    assert_eq!(checked.schema.unmet(), [""; 0], "definitions that nothing was printed for");
+    Ok(())
+}
