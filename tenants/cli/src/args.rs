@@ -8,9 +8,13 @@ use clap::{Args, Parser, Subcommand};
 use tenants::identity::TenantName;
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
 
+const EXIT_CODES: &str = "\
+Exit codes: 0 done; 1 refused or failed, nothing changed; 2 wrong usage; 3 changed, but not wholly as asked; 130 called off by \
+Ctrl-C or SIGTERM, nothing changed. `sublet run` exits as the command that it runs.";
+
 /// Lets several jobs share the same GPUs by turns.
 #[derive(Debug, Parser)]
-#[command(name = "sublet", version, arg_required_else_help = true)]
+#[command(name = "sublet", version, arg_required_else_help = true, after_long_help = EXIT_CODES)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -34,6 +38,8 @@ pub(crate) enum Command {
     Save(SaveArgs),
     /// Show what the processes of a tenant hold, and how their last pause and resume went
     Stats(StatsArgs),
+    /// Print figures of tenants and GPUs for Prometheus
+    Metrics(MetricsArgs),
     /// Check whether this machine is able, and what is in the way
     Doctor(JsonArgs),
 }
@@ -199,6 +205,16 @@ pub(crate) struct StatsArgs {
     pub(crate) json: JsonArgs,
 }
 
+#[derive(Debug, Args)]
+pub(crate) struct MetricsArgs {
+    /// Write to this file, at once, instead of standard output: a `*.prom` in the directory of `node_exporter`'s textfile collector
+    #[arg(long, value_name = "PATH")]
+    pub(crate) textfile: Option<PathBuf>,
+    /// Go on until Ctrl-C or SIGTERM, and write the file anew after each such time, such as 15s
+    #[arg(long, value_name = "TIME", value_parser = duration, requires = "textfile")]
+    pub(crate) every: Option<Duration>,
+}
+
 fn tenant(text: &str) -> Result<TenantName, String> {
     TenantName::new(text).map_err(|error| error.to_string())
 }
@@ -275,6 +291,8 @@ mod tests {
             "sublet swap train infer --no-overlap --window 1GiB",
             "sublet save train",
             "sublet wake train",
+            "sublet metrics --every 5s",
+            "sublet top train",
         ] {
             assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");
         }

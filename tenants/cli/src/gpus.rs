@@ -67,13 +67,17 @@ impl Gpu {
 pub(crate) struct Gpus(Vec<Gpu>);
 
 impl Gpus {
-    /// Asks this machine, for a bounded time.
+    /// Asks this machine, for a bounded time; none are known where it does not answer.
     pub(crate) fn look() -> Self {
+        Self::try_look().unwrap_or_default()
+    }
+
+    /// As [`Gpus::look`], and nothing where the machine does not answer: whoever asks again would leave one more thread behind.
+    pub(crate) fn try_look() -> Option<Self> {
         let (say, said) = channel();
         // A thread that hangs in the library ends with this process.
         let started = thread::Builder::new().spawn(move || say.send(ask()).ok());
-        let found = started.ok().and_then(|_| said.recv_timeout(TIMEOUT).ok());
-        found.unwrap_or_default()
+        started.ok().and_then(|_| said.recv_timeout(TIMEOUT).ok())
     }
 
     #[cfg(test)]

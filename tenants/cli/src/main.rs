@@ -10,7 +10,9 @@ mod change;
 mod doctor;
 mod environment;
 mod failure;
+mod files;
 mod gpus;
+mod metrics;
 mod output;
 mod outsiders;
 mod prepare;
@@ -80,6 +82,7 @@ fn dispatch(
         Command::Prepare(args) => prepare::prepare(&args, open_run_dir()?, output),
         Command::Save(args) => save::save(&args, open_run_dir()?, output),
         Command::Stats(args) => stats::stats(&args, &open_run_dir()?, output),
+        Command::Metrics(args) => metrics::metrics(&args, &open_run_dir()?, output),
         Command::Doctor(args) => doctor::doctor(args.json, environment, output),
     }
 }

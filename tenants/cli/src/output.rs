@@ -26,6 +26,11 @@ impl Output {
         self.text.push('\n');
     }
 
+    /// Text of any number of whole lines.
+    pub(crate) fn text_block(&mut self, text: &str) {
+        self.text.push_str(text);
+    }
+
     pub(crate) fn table(&mut self, table: &Table) {
         for line in table.lines() {
             self.line(line.trim_end());

@@ -147,7 +147,7 @@ pub(crate) fn state_label(state: MemberState) -> &'static str {
     }
 }
 
-fn contents_label(contents: Contents) -> &'static str {
+pub(crate) fn contents_label(contents: Contents) -> &'static str {
     match contents {
         Contents::Keep => "keep",
         Contents::Discard => "discard",

@@ -76,3 +76,67 @@ fn one(run_dir: &RunDir, name: &TenantName) -> Result<TenantView, CoordinatorErr
     let changed_by = dir.map(|dir| dir.lock_holders()).unwrap_or_default();
     Ok(TenantView { stats, changed_by })
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use tenants::wire::{Asked, MemberState, MemberStats, Phase, PhaseReport};
+    use vmm_pool::driver::DeviceOrdinal;
+    use vmm_pool::{ClassBytes, Contents, DeviceReport};
+
+    use super::*;
+    use crate::gpus::tests::{UUID, h200};
+    use crate::ps::tests::member;
+
+    fn on_gpu(mut member: MemberStats, classes: Vec<ClassBytes>) -> MemberStats {
+        let (device, uuid) = (DeviceOrdinal(0), UUID.to_owned());
+        member.pool.devices = vec![DeviceReport { device, uuid, classes, pinned: Vec::new() }];
+        member
+    }
+
+    fn class(library: &str, tag: &str, own_bytes: u64, resident_bytes: u64) -> ClassBytes {
+        let (library, tag) = (library.to_owned(), tag.to_owned());
+        ClassBytes { library, tag, own_bytes, resident_bytes, ..ClassBytes::default() }
+    }
+
+    /// No tenant, and no GPU that anybody knows.
+    pub(crate) fn empty() -> View {
+        View::of(Vec::new(), &Gpus::default())
+    }
+
+    /// One GPU; a tenant that is being paused, of which one process saves and the other has still to come to the cut; and one
+    /// that is paused.
+    pub(crate) fn busy() -> View {
+        let mut active = on_gpu(
+            member(10, MemberState::Active),
+            vec![class("torch", "", 8 << 30, 8 << 30), class("nccl", "nccl", 512 << 20, 512 << 20)],
+        );
+        active.pool.devices[0].classes[0].imported_bytes = 64 << 20;
+        active.pool.host_arena_bytes = 3 << 30;
+        let mut saving =
+            on_gpu(member(11, MemberState::Offloading), vec![class("torch", "", 8 << 30, 8 << 30)]);
+        saving.member.held = true;
+        saving.member.asked = Some(Asked { round: 1, phase: Phase::Save });
+        let mut paused =
+            on_gpu(member(12, MemberState::Paused), vec![class("torch", "kv", 8 << 30, 0)]);
+        paused.pool.devices[0].classes[0].contents = Contents::Discard;
+        paused.pauses = 7;
+        paused.resumes = 6;
+        let phase = |phase, elapsed_us| {
+            let steps = vec![("copy".to_owned(), elapsed_us / 2)];
+            (phase, PhaseReport { elapsed_us, steps, ..PhaseReport::default() })
+        };
+        paused.last_pause = vec![phase(Phase::Save, 250_000), phase(Phase::Release, 50_000)];
+        paused.last_resume = vec![phase(Phase::Restore, 400_000)];
+        let tenant = |name: &str, members, changed_by| TenantView {
+            stats: TenantStats { tenant: name.to_owned(), members, failures: Vec::new() },
+            changed_by,
+        };
+        View::of(
+            vec![
+                tenant("infer", vec![paused], Vec::new()),
+                tenant("train", vec![active, saving], vec![9_999_999]),
+            ],
+            &Gpus::of(vec![h200()]),
+        )
+    }
+}

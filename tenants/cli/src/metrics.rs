@@ -1,0 +1,295 @@
+//! `sublet metrics`: tenants and GPUs for Prometheus.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::atomic::AtomicU64;
+
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use tenants::run_dir::RunDir;
+use tenants::wire::{MemberStats, Phase, PhaseReport};
+
+use crate::args::MetricsArgs;
+use crate::failure::{EXIT_UNCHANGED, Failure};
+use crate::output::{self, Output};
+use crate::view::{TenantView, View};
+use crate::{files, ps, signals};
+
+pub(crate) fn metrics(
+    args: &MetricsArgs,
+    run_dir: &RunDir,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    let Some(path) = &args.textfile else {
+        output.text_block(&text_of(run_dir)?);
+        return Ok(ExitCode::SUCCESS);
+    };
+    let Some(every) = args.every else {
+        write_once(run_dir, path)?;
+        return Ok(ExitCode::SUCCESS);
+    };
+    let interrupt = signals::watch()?;
+    // What cannot be written at first cannot be written later.
+    write_once(run_dir, path)?;
+    loop {
+        interrupt.wait(every);
+        if interrupt.is_raised() {
+            return Ok(ExitCode::SUCCESS);
+        }
+        if let Err(failure) = write_once(run_dir, path) {
+            output::complain(&failure.to_string());
+        }
+    }
+}
+
+fn text_of(run_dir: &RunDir) -> Result<String, Failure> {
+    let view = View::gather(run_dir, None)?;
+    let mut text = String::new();
+    encode(&mut text, &registry(&view)).map_err(|error| Failure::of(&error, EXIT_UNCHANGED))?;
+    Ok(text)
+}
+
+fn write_once(run_dir: &RunDir, path: &Path) -> Result<(), Failure> {
+    files::replace(path, &text_of(run_dir)?)
+}
+
+type Labels = Vec<(&'static str, String)>;
+type Whole = Family<Labels, Gauge<u64, AtomicU64>>;
+type Fraction = Family<Labels, Gauge<f64, AtomicU64>>;
+
+/// What has been registered under one name.
+fn whole(registry: &mut Registry, name: &str, help: &str) -> Whole {
+    let family = Whole::default();
+    registry.register(name, help, family.clone());
+    family
+}
+
+fn set(family: &Whole, labels: &Labels, value: u64) {
+    family.get_or_create(labels).set(value);
+}
+
+fn registry(view: &View) -> Registry {
+    let mut registry = Registry::with_prefix("sublet");
+    gpus(view, &mut registry);
+    device_bytes(view, &mut registry);
+    processes(view, &mut registry);
+    host_bytes(view, &mut registry);
+    switches(view, &mut registry);
+    registry
+}
+
+fn gpus(view: &View, registry: &mut Registry) {
+    let found = whole(registry, "gpu", "1 for each GPU: its index, name and machine-wide name");
+    let used = whole(registry, "gpu_used_bytes", "Device memory in use by everybody");
+    let total = whole(registry, "gpu_total_bytes", "All memory of the device");
+    for gpu in &view.gpus {
+        let name = gpu.name.clone().unwrap_or_default();
+        set(&found, &vec![("gpu", gpu.label()), ("name", name), ("uuid", gpu.uuid.clone())], 1);
+        for (family, bytes) in [(&used, gpu.used_bytes), (&total, gpu.total_bytes)] {
+            if let Some(bytes) = bytes {
+                set(family, &vec![("uuid", gpu.uuid.clone())], bytes);
+            }
+        }
+    }
+}
+
+fn device_bytes(view: &View, registry: &mut Registry) {
+    let family = whole(
+        registry,
+        "device_bytes",
+        "Memory of tenants, by GPU, library and tag. kind: resident (own, on the GPU), away (own, given up), imported (of \
+         another process, which counts it as its own)",
+    );
+    let stays =
+        whole(registry, "staying_bytes", "Memory that a pause leaves on the GPU, by reason");
+    let mut sums: BTreeMap<Labels, u64> = BTreeMap::new();
+    let mut staying: BTreeMap<Labels, u64> = BTreeMap::new();
+    for (tenant, member) in members(view) {
+        for device in &member.pool.devices {
+            let place = || {
+                vec![
+                    ("tenant", tenant.to_owned()),
+                    ("gpu", view.gpu_label(&device.uuid)),
+                    ("uuid", device.uuid.clone()),
+                ]
+            };
+            for class in &device.classes {
+                let away_bytes = class.own_bytes.saturating_sub(class.resident_bytes);
+                for (kind, bytes) in [
+                    ("resident", class.resident_bytes),
+                    ("away", away_bytes),
+                    ("imported", class.imported_bytes),
+                ] {
+                    let mut labels = place();
+                    labels.extend([
+                        ("library", class.library.clone()),
+                        ("tag", class.tag.clone()),
+                        ("contents", ps::contents_label(class.contents).to_owned()),
+                        ("kind", kind.to_owned()),
+                    ]);
+                    *sums.entry(labels).or_default() += bytes;
+                }
+            }
+            for pinned in &device.pinned {
+                let mut labels = place();
+                labels.push(("reason", pinned.reason.clone()));
+                *staying.entry(labels).or_default() += pinned.bytes;
+            }
+        }
+    }
+    for (labels, bytes) in sums {
+        set(&family, &labels, bytes);
+    }
+    for (labels, bytes) in staying {
+        set(&stays, &labels, bytes);
+    }
+}
+
+fn processes(view: &View, registry: &mut Registry) {
+    let family = whole(registry, "processes", "Processes of a tenant, by state");
+    let silent = whole(registry, "silent_processes", "Processes of a tenant that did not answer");
+    let changing =
+        whole(registry, "changing", "Is somebody pausing, resuming or saving the tenant? 0 or 1");
+    for TenantView { stats, changed_by } in &view.tenants {
+        let tenant = || ("tenant", stats.tenant.clone());
+        let mut states: BTreeMap<&str, u64> = BTreeMap::new();
+        for member in &stats.members {
+            *states.entry(ps::state_label(member.member.state)).or_default() += 1;
+        }
+        for (state, count) in states {
+            set(&family, &vec![tenant(), ("state", state.to_lowercase())], count);
+        }
+        set(&silent, &vec![tenant()], stats.failures.len() as u64);
+        set(&changing, &vec![tenant()], u64::from(!changed_by.is_empty()));
+    }
+}
+
+fn host_bytes(view: &View, registry: &mut Registry) {
+    let family = whole(
+        registry,
+        "host_bytes",
+        "Host memory and disk of a tenant. kind: held (for saved contents), wanted (by the next pause, all of it), file (contents on \
+         disk), driver (the driver's own, which is never paused)",
+    );
+    let mut sums: BTreeMap<(&str, &str), u64> = BTreeMap::new();
+    for (tenant, member) in members(view) {
+        for (kind, bytes) in [
+            ("held", member.pool.host_arena_bytes),
+            ("wanted", member.host.wanted_bytes),
+            ("file", member.pool.file_bytes),
+            ("driver", member.pool.host_numa_bytes),
+        ] {
+            *sums.entry((tenant, kind)).or_default() += bytes;
+        }
+    }
+    for ((tenant, kind), bytes) in sums {
+        set(&family, &vec![("tenant", tenant.to_owned()), ("kind", kind.to_owned())], bytes);
+    }
+}
+
+fn switches(view: &View, registry: &mut Registry) {
+    let [pauses, resumes] = [("pauses", "Pauses"), ("resumes", "Resumes")].map(|(name, what)| {
+        let family = Family::<Labels, Counter>::default();
+        registry.register(name, format!("{what} that a process has completed"), family.clone());
+        family
+    });
+    let seconds = Fraction::default();
+    let help = "Time of the slowest process in each phase of the tenant's last pause and resume";
+    registry.register("last_phase_seconds", help, seconds.clone());
+    for TenantView { stats, .. } in &view.tenants {
+        let mut slowest: BTreeMap<Labels, u64> = BTreeMap::new();
+        for member in &stats.members {
+            let pid = ("pid", member.member.pid.to_string());
+            let labels = vec![("tenant", stats.tenant.clone()), pid];
+            pauses.get_or_create(&labels).inc_by(member.pauses);
+            resumes.get_or_create(&labels).inc_by(member.resumes);
+            let both = [("pause", &member.last_pause), ("resume", &member.last_resume)];
+            for (change, (phase, report)) in both.into_iter().flat_map(of_change) {
+                let labels = vec![
+                    ("tenant", stats.tenant.clone()),
+                    ("change", change.to_owned()),
+                    ("phase", phase.label().to_owned()),
+                ];
+                let longest = slowest.entry(labels).or_default();
+                *longest = report.elapsed_us.max(*longest);
+            }
+        }
+        for (labels, elapsed_us) in slowest {
+            let elapsed = std::time::Duration::from_micros(elapsed_us);
+            seconds.get_or_create(&labels).set(elapsed.as_secs_f64());
+        }
+    }
+}
+
+type Phases = Vec<(Phase, PhaseReport)>;
+
+fn of_change<'a>(
+    (change, phases): (&'a str, &'a Phases),
+) -> impl Iterator<Item = (&'a str, &'a (Phase, PhaseReport))> {
+    phases.iter().map(move |phase| (change, phase))
+}
+
+/// All processes that answered, with their tenants' names.
+fn members(view: &View) -> impl Iterator<Item = (&str, &MemberStats)> {
+    view.tenants.iter().flat_map(|tenant| {
+        tenant.stats.members.iter().map(|member| (tenant.stats.tenant.as_str(), member))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::view::tests::{busy, empty};
+
+    fn lines(view: &View) -> Vec<String> {
+        let mut text = String::new();
+        encode(&mut text, &registry(view)).unwrap();
+        assert!(text.ends_with("# EOF\n"));
+        text.lines().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn bytes_states_and_times_are_there_by_tenant_and_gpu() {
+        let lines = lines(&busy());
+        let uuid = crate::gpus::tests::UUID;
+        for wanted in [
+            format!("sublet_gpu{{gpu=\"3\",name=\"NVIDIA H200\",uuid=\"{uuid}\"}} 1"),
+            format!("sublet_gpu_used_bytes{{uuid=\"{uuid}\"}} 21474836480"),
+            format!(
+                "sublet_device_bytes{{tenant=\"train\",gpu=\"3\",uuid=\"{uuid}\",library=\"nccl\",tag=\"nccl\",\
+                 contents=\"keep\",kind=\"resident\"}} 536870912"
+            ),
+            format!(
+                "sublet_device_bytes{{tenant=\"infer\",gpu=\"3\",uuid=\"{uuid}\",library=\"torch\",tag=\"kv\",\
+                 contents=\"discard\",kind=\"away\"}} 8589934592"
+            ),
+            "sublet_processes{tenant=\"train\",state=\"active\"} 1".to_owned(),
+            "sublet_changing{tenant=\"train\"} 1".to_owned(),
+            "sublet_changing{tenant=\"infer\"} 0".to_owned(),
+            "sublet_host_bytes{tenant=\"train\",kind=\"held\"} 3221225472".to_owned(),
+            "sublet_pauses_total{tenant=\"infer\",pid=\"12\"} 7".to_owned(),
+            "sublet_last_phase_seconds{tenant=\"infer\",change=\"pause\",phase=\"save contents\"} 0.25"
+                .to_owned(),
+        ] {
+            assert!(lines.contains(&wanted), "no {wanted} in {lines:#?}");
+        }
+    }
+
+    /// Parsers of the older text format know no other types.
+    #[test]
+    fn only_counters_and_gauges_are_used_also_with_no_tenant() {
+        for view in [busy(), empty()] {
+            for line in lines(&view) {
+                if let Some(kind) =
+                    line.strip_prefix("# TYPE ").and_then(|rest| rest.split(' ').nth(1))
+                {
+                    assert!(["gauge", "counter"].contains(&kind), "{line}");
+                }
+            }
+        }
+    }
+}
