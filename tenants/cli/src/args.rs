@@ -38,6 +38,8 @@ pub(crate) enum Command {
     Save(SaveArgs),
     /// Show what the processes of a tenant hold, and how their last pause and resume went
     Stats(StatsArgs),
+    /// Show tenants, GPUs, switches and who waits for whom, once a second, until q is pressed
+    Top,
     /// Print figures of tenants and GPUs for Prometheus
     Metrics(MetricsArgs),
     /// Check whether this machine is able, and what is in the way

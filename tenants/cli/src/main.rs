@@ -22,6 +22,7 @@ mod run;
 mod save;
 mod signals;
 mod stats;
+mod top;
 mod units;
 mod view;
 
@@ -82,6 +83,7 @@ fn dispatch(
         Command::Prepare(args) => prepare::prepare(&args, open_run_dir()?, output),
         Command::Save(args) => save::save(&args, open_run_dir()?, output),
         Command::Stats(args) => stats::stats(&args, &open_run_dir()?, output),
+        Command::Top => top::top(&open_run_dir()?, environment),
         Command::Metrics(args) => metrics::metrics(&args, &open_run_dir()?, output),
         Command::Doctor(args) => doctor::doctor(args.json, environment, output),
     }
