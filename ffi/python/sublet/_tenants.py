@@ -79,7 +79,7 @@ class Tenant:
         return parsed(any_library().prepare_tenant(self._name, limit_ms if wait else 0))
 
     def stats(self) -> dict[str, Any]:
-        """What its processes hold, as ``sublet stats --json`` says of it.
+        """What its processes hold, as ``sublet stats --json`` says in ``tenants``.
 
         Raises:
             UsageError: there is no such tenant.

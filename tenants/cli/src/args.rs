@@ -42,6 +42,8 @@ pub(crate) enum Command {
     Top,
     /// Print figures of tenants and GPUs for Prometheus
     Metrics(MetricsArgs),
+    /// Write a tenant's last pause and resume as a timeline for ui.perfetto.dev
+    Trace(TraceArgs),
     /// Check whether this machine is able, and what is in the way
     Doctor(JsonArgs),
 }
@@ -104,6 +106,9 @@ pub(crate) struct PauseArgs {
     /// Time for each phase, such as 500ms, 30s or 2m; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) timeout: Option<Duration>,
+    /// Also write how it went to this file, as a timeline for ui.perfetto.dev
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) json: JsonArgs,
 }
@@ -124,6 +129,9 @@ pub(crate) struct ResumeArgs {
     /// Time for each phase; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) timeout: Option<Duration>,
+    /// Also write how it went to this file, as a timeline for ui.perfetto.dev
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) json: JsonArgs,
 }
@@ -171,6 +179,9 @@ pub(crate) struct SwapArgs {
     /// Time for each phase; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) timeout: Option<Duration>,
+    /// Also write how it went to this file, as a timeline for ui.perfetto.dev
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) json: JsonArgs,
 }
@@ -215,6 +226,16 @@ pub(crate) struct MetricsArgs {
     /// Go on until Ctrl-C or SIGTERM, and write the file anew after each such time, such as 15s
     #[arg(long, value_name = "TIME", value_parser = duration, requires = "textfile")]
     pub(crate) every: Option<Duration>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TraceArgs {
+    /// The tenant
+    #[arg(value_parser = tenant)]
+    pub(crate) tenant: TenantName,
+    /// The file to write
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) output: PathBuf,
 }
 
 fn tenant(text: &str) -> Result<TenantName, String> {
@@ -293,6 +314,7 @@ mod tests {
             "sublet swap train infer --no-overlap --window 1GiB",
             "sublet save train",
             "sublet wake train",
+            "sublet trace train",
             "sublet metrics --every 5s",
             "sublet top train",
         ] {

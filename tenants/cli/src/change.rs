@@ -1,5 +1,6 @@
 //! `sublet pause`, `resume` and `swap`.
 
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -21,6 +22,7 @@ use crate::outsiders::{self, Occupant};
 use crate::progress::Progress;
 use crate::signals;
 use crate::units;
+use crate::{files, trace};
 
 const RETRY_MIN: Duration = Duration::from_millis(100);
 const RETRY_MAX: Duration = Duration::from_secs(2);
@@ -30,6 +32,7 @@ pub(crate) fn pause(
     run_dir: RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
+    check(args.trace.as_deref())?;
     let scope = args.tags.scope();
     let options = Options { scope, ..options(args.timeout, &signals::watch()?) };
     let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
@@ -37,7 +40,12 @@ pub(crate) fn pause(
         let mut progress = Progress::start();
         coordinator.pause(&mut |event| progress.note(&event))
     };
-    show(&args.tenant, result, args.json.json, Gpus::look, output)
+    let traced = write_trace(
+        args.trace.as_deref(),
+        result.as_ref().map_or(&[][..], std::slice::from_ref),
+        None,
+    );
+    Ok(traced.unwrap_or(show(&args.tenant, result, args.json.json, Gpus::look, output)?))
 }
 
 pub(crate) fn resume(
@@ -45,6 +53,7 @@ pub(crate) fn resume(
     run_dir: RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
+    check(args.trace.as_deref())?;
     let interrupt = signals::watch()?;
     let lost_imports = if args.without_lost { LostImports::LeaveOut } else { LostImports::Refuse };
     let scope = args.tags.scope();
@@ -56,7 +65,12 @@ pub(crate) fn resume(
         let wait = args.wait.at_most();
         resume_when_it_fits(&mut coordinator, result, wait, &interrupt, &mut progress)
     };
-    show(&args.tenant, result, args.json.json, Gpus::look, output)
+    let traced = write_trace(
+        args.trace.as_deref(),
+        result.as_ref().map_or(&[][..], std::slice::from_ref),
+        None,
+    );
+    Ok(traced.unwrap_or(show(&args.tenant, result, args.json.json, Gpus::look, output)?))
 }
 
 /// Tries again what `result` says was short of GPU memory, for at most `wait`, and says what it waits for. Between two
@@ -151,6 +165,7 @@ pub(crate) fn swap(
         let message = format!("tenant '{}' cannot be swapped with itself", args.from);
         return Err(Failure::new(message, EXIT_USAGE));
     }
+    check(args.trace.as_deref())?;
     let interrupt = signals::watch()?;
     let coordinator = |tenant: &TenantName| {
         let options = options(args.timeout, &interrupt);
@@ -195,7 +210,23 @@ pub(crate) fn swap(
             done => done,
         }
     };
-    show_swap(args, result, output)
+    let halves = result.as_ref().map(|swap| [swap.paused.clone(), swap.resumed.clone()]);
+    let wall_us = result.as_ref().ok().map(|swap| swap.wall_us);
+    let halves = halves.as_ref().map_or(&[][..], |halves| halves);
+    let traced = write_trace(args.trace.as_deref(), halves, wall_us);
+    Ok(traced.unwrap_or(show_swap(args, result, output)?))
+}
+
+/// Can the timeline be written that was asked for? Asked before anything is changed.
+fn check(trace: Option<&Path>) -> Result<(), Failure> {
+    trace.map_or(Ok(()), files::check)
+}
+
+/// Writes the timeline of what was done, where one was asked for. Says so, and gives the exit code, when it could not be written after all.
+fn write_trace(trace: Option<&Path>, done: &[Outcome], wall_us: Option<u64>) -> Option<ExitCode> {
+    let failure = trace::write_outcomes(trace?, done, wall_us).err()?;
+    output::complain(&format!("{failure}; what was asked for has been done"));
+    Some(ExitCode::from(EXIT_PARTIAL))
 }
 
 /// Prints what became of both.
@@ -583,6 +614,7 @@ lost: process 11 in step 'release memory': it hung up
             tenant: tenant.clone(),
             tags: crate::args::TagArgs::default(),
             timeout: None,
+            trace: None,
             json: crate::args::JsonArgs { json },
         };
         let mut output = Output::new();

@@ -15,6 +15,18 @@ pub(crate) fn replace(path: &Path, text: &str) -> Result<(), Failure> {
     try_replace(path, text).map_err(|error| failed(path, &error))
 }
 
+/// Can a file be put in the place of `path`? Asked before what the file is to be about is done.
+pub(crate) fn check(path: &Path) -> Result<(), Failure> {
+    if path.is_dir() {
+        return Err(failed(path, &io::ErrorKind::IsADirectory.into()));
+    }
+    let tried = beside(path).and_then(|beside| {
+        write(&beside, "")?;
+        fs::remove_file(beside)
+    });
+    tried.map_err(|error| failed(path, &error))
+}
+
 fn failed(path: &Path, error: &io::Error) -> Failure {
     let message = format!(
         "{} could not be written, and is as before: {error}; it must be a file in a directory that you may write to",
@@ -68,5 +80,11 @@ mod tests {
         assert!(failure.to_string().contains("none/sublet.prom"), "{failure}");
         assert!(replace(base.path(), "x").is_err(), "a directory was replaced");
         assert!(replace(Path::new("/"), "x").is_err());
+        for path in [missing.as_path(), base.path(), Path::new("/")] {
+            assert!(check(path).is_err(), "{}", path.display());
+        }
+        check(&path).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "two");
+        assert_eq!(fs::read_dir(base.path()).unwrap().count(), 1);
     }
 }

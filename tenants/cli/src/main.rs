@@ -23,6 +23,7 @@ mod save;
 mod signals;
 mod stats;
 mod top;
+mod trace;
 mod units;
 mod view;
 
@@ -85,6 +86,7 @@ fn dispatch(
         Command::Stats(args) => stats::stats(&args, &open_run_dir()?, output),
         Command::Top => top::top(&open_run_dir()?, environment),
         Command::Metrics(args) => metrics::metrics(&args, &open_run_dir()?, output),
+        Command::Trace(args) => trace::trace(&args, &open_run_dir()?, output),
         Command::Doctor(args) => doctor::doctor(args.json, environment, output),
     }
 }

@@ -1,0 +1,330 @@
+//! Pauses and resumes as a timeline, in the JSON that `ui.perfetto.dev` and `chrome://tracing` read: a row for each process, with its
+//! phases and their steps, and a row for each process on each GPU.
+//!
+//! A phase begins for all when the slowest process has ended the one before. Processes keep how long each of their phases took; what
+//! lies between phases only a coordinator sees, so a timeline of its report (`--trace`) has it, and one of what processes keep has not.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::ExitCode;
+
+use serde_json::{Value, json};
+use tenants::coordinator::{Outcome, Report, StageSummary, TenantStats};
+use tenants::run_dir::RunDir;
+use tenants::wire::{Action, MemberStats, Phase, PhaseReport};
+
+use crate::args::TraceArgs;
+use crate::failure::{EXIT_UNCHANGED, Failure};
+use crate::files;
+use crate::gpus::Gpus;
+use crate::output::Output;
+use crate::view::View;
+
+/// GPUs are rows beside processes, with numbers that no process has (`PID_MAX_LIMIT` is 2^22).
+const GPU_ROWS: u64 = 1 << 23;
+/// The row of the whole tenant.
+const TENANT_ROW: u64 = GPU_ROWS - 1;
+
+pub(crate) fn trace(
+    args: &TraceArgs,
+    run_dir: &RunDir,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    let view = View::gather(run_dir, Some(&args.tenant))?;
+    let mut timeline = Timeline::default();
+    for tenant in &view.tenants {
+        timeline.kept(&tenant.stats);
+    }
+    if timeline.is_empty() {
+        let message = format!(
+            "no process of tenant '{}' has been paused or resumed yet, and nothing was written",
+            args.tenant
+        );
+        return Err(Failure::new(message, EXIT_UNCHANGED));
+    }
+    let gpus = Gpus::look();
+    files::replace(&args.output, &timeline.text(&gpus)?)?;
+    output.line(format!(
+        "wrote the last pause and resume of tenant '{}' to {}: open it at ui.perfetto.dev",
+        args.tenant,
+        args.output.display()
+    ));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Writes what has just been done: `outcomes` in the order of their beginnings, of which the last ended `wall_us` after the first began.
+/// Nothing is written where nothing was done.
+pub(crate) fn write_outcomes(
+    path: &Path,
+    outcomes: &[Outcome],
+    wall_us: Option<u64>,
+) -> Result<(), Failure> {
+    let mut timeline = Timeline::default();
+    for outcome in outcomes {
+        if let Outcome::Completed(report) = outcome {
+            // What begins second ends with the whole.
+            let began_us = wall_us.filter(|_| !timeline.is_empty());
+            let began_us = began_us.map_or(0, |wall_us| wall_us.saturating_sub(report.wall_us));
+            timeline.reported(report, began_us);
+        }
+    }
+    if timeline.is_empty() {
+        return Ok(());
+    }
+    files::replace(path, &timeline.text(&Gpus::look())?)
+}
+
+/// Events so far, in microseconds.
+#[derive(Debug, Default)]
+struct Timeline {
+    events: Vec<Value>,
+    /// Rows that have a name.
+    named: BTreeSet<u64>,
+    /// Machine-wide names, in the order of their rows.
+    gpus: Vec<String>,
+    /// Where the next change goes that nobody says the time of.
+    end_us: u64,
+}
+
+impl Timeline {
+    fn is_empty(&self) -> bool {
+        self.events.is_empty()
+    }
+
+    fn text(mut self, gpus: &Gpus) -> Result<String, Failure> {
+        for (row, uuid) in (GPU_ROWS..).zip(&self.gpus) {
+            self.events.push(name_of("process_name", row, 0, &gpus.find(uuid).in_words()));
+        }
+        let document = json!({ "displayTimeUnit": "ms", "traceEvents": self.events });
+        serde_json::to_string(&document).map_err(|error| Failure::of(&error, EXIT_UNCHANGED))
+    }
+
+    /// The last pause and the last resume, as the processes of a tenant keep them. How long lay between is not known.
+    fn kept(&mut self, stats: &TenantStats) {
+        for (title, of) in [
+            ("last pause", (|member| &member.last_pause) as fn(&MemberStats) -> &Phases),
+            ("last resume", |member| &member.last_resume),
+        ] {
+            let mut order: Vec<Phase> = Vec::new();
+            for (phase, _) in stats.members.iter().flat_map(of) {
+                if !order.contains(phase) {
+                    order.push(*phase);
+                }
+            }
+            let began_us = self.end_us;
+            let mut at_us = began_us;
+            for phase in order {
+                let mut longest_us = 0;
+                for member in &stats.members {
+                    let report = of(member).iter().find(|(known, _)| *known == phase);
+                    let Some((_, report)) = report else { continue };
+                    self.process(&stats.tenant, member.member.pid, &member.member.command);
+                    self.phase(member.member.pid, phase, report, at_us);
+                    longest_us = report.elapsed_us.max(longest_us);
+                }
+                at_us += longest_us;
+            }
+            if at_us > began_us {
+                self.name(TENANT_ROW, &format!("tenant {}", stats.tenant));
+                self.slice(title, TENANT_ROW, 0, began_us, at_us - began_us, &json!({}));
+                // A gap, so that the two are seen to be two.
+                self.end_us = at_us + (at_us - began_us) / 10;
+            }
+        }
+    }
+
+    /// What a coordinator has measured, which began then.
+    fn reported(&mut self, report: &Report, began_us: u64) {
+        let verb = match report.action {
+            Action::Pause => "pause",
+            Action::Resume => "resume",
+        };
+        let title = format!("{verb} {}", report.tenant);
+        self.name(TENANT_ROW, "tenants");
+        let row = u64::from(report.action == Action::Resume);
+        self.slice(
+            &title,
+            TENANT_ROW,
+            row,
+            began_us,
+            report.wall_us,
+            &json!({ "notes": report.notes }),
+        );
+        let mut at_us = began_us;
+        if let Some(cut) = &report.cut {
+            self.slice("cut", TENANT_ROW, row, at_us, cut.wall_us, &json!(cut));
+            at_us += cut.wall_us;
+        }
+        for summary in &report.phases {
+            if !report.stages.iter().any(|stage| stage.phase == summary.phase) {
+                self.slice(
+                    summary.phase.label(),
+                    TENANT_ROW,
+                    row,
+                    at_us,
+                    summary.wall_us,
+                    &json!({ "bytes": summary.bytes() }),
+                );
+                for member in &summary.members {
+                    let Some(pid) = member.who.pid else { continue };
+                    self.process(&report.tenant, pid, "");
+                    self.phase(pid, summary.phase, &member.report, at_us);
+                }
+                at_us += summary.wall_us;
+            } else if let Some(end_us) = self.stages(report, summary.phase) {
+                at_us = end_us.max(at_us);
+            }
+            if let (Phase::CloseGate, Some(drain)) = (summary.phase, &report.drain) {
+                self.slice(
+                    "wait for devices",
+                    TENANT_ROW,
+                    row,
+                    at_us,
+                    drain.wall_us,
+                    &json!(drain),
+                );
+                at_us += drain.wall_us;
+            }
+        }
+    }
+
+    /// Stages of a swap, which say when they began. Returns when the last ended.
+    fn stages(&mut self, report: &Report, phase: Phase) -> Option<u64> {
+        let stages: Vec<&StageSummary> =
+            report.stages.iter().filter(|stage| stage.phase == phase).collect();
+        for stage in &stages {
+            let Some(pid) = stage.who.pid else { continue };
+            self.process(&report.tenant, pid, "");
+            let took_us = stage.ended_us.saturating_sub(stage.began_us);
+            let args = json!({ "bytes": stage.bytes, "copied_bytes": stage.copied_bytes });
+            self.slice(phase.label(), u64::from(pid), 0, stage.began_us, took_us, &args);
+        }
+        stages.iter().map(|stage| stage.ended_us).max()
+    }
+
+    /// One phase of one process: its time, what that consists of, and the GPUs it was about.
+    fn phase(&mut self, pid: u32, phase: Phase, report: &PhaseReport, began_us: u64) {
+        let args = json!({
+            "bytes": report.bytes,
+            "driver_calls": report.driver_calls,
+            "kept": report.kept,
+            "notes": report.notes,
+        });
+        let label = phase.label();
+        self.slice(label, u64::from(pid), 0, began_us, report.elapsed_us, &args);
+        let mut at_us = began_us;
+        for (step, elapsed_us) in &report.steps {
+            // Parts are rounded one by one, and some overlap; none is drawn past its whole.
+            let left_us = (began_us + report.elapsed_us).saturating_sub(at_us);
+            let took_us = left_us.min(*elapsed_us);
+            self.slice(step, u64::from(pid), 0, at_us, took_us, &json!({}));
+            at_us += took_us;
+        }
+        for delta in report.devices.iter().filter(|delta| delta.bytes > 0) {
+            let row = self.gpu_row(&delta.uuid);
+            let thread = format!("process {pid}");
+            self.events.push(name_of("thread_name", row, u64::from(pid), &thread));
+            let args = json!({ "bytes": delta.bytes, "free_bytes": delta.free_bytes });
+            self.slice(label, row, u64::from(pid), began_us, report.elapsed_us, &args);
+            self.events.push(json!({
+                "ph": "C", "name": "free bytes", "pid": row, "ts": began_us + report.elapsed_us,
+                "args": { "free": delta.free_bytes },
+            }));
+        }
+    }
+
+    fn slice(&mut self, name: &str, row: u64, thread: u64, at_us: u64, took_us: u64, args: &Value) {
+        self.events.push(json!({
+            "ph": "X", "name": name, "pid": row, "tid": thread, "ts": at_us, "dur": took_us, "args": args,
+        }));
+    }
+
+    fn process(&mut self, tenant: &str, pid: u32, command: &str) {
+        self.name(u64::from(pid), format!("{tenant} {pid} {command}").trim());
+    }
+
+    fn name(&mut self, row: u64, name: &str) {
+        if self.named.insert(row) {
+            self.events.push(name_of("process_name", row, 0, name));
+        }
+    }
+
+    fn gpu_row(&mut self, uuid: &str) -> u64 {
+        let index = self.gpus.iter().position(|known| known == uuid).unwrap_or_else(|| {
+            self.gpus.push(uuid.to_owned());
+            self.gpus.len() - 1
+        });
+        GPU_ROWS + index as u64
+    }
+}
+
+type Phases = Vec<(Phase, PhaseReport)>;
+
+fn name_of(kind: &str, row: u64, thread: u64, name: &str) -> Value {
+    json!({ "ph": "M", "name": kind, "pid": row, "tid": thread, "args": { "name": name } })
+}
+
+#[cfg(test)]
+mod tests {
+    use tenants::wire::DeviceDelta;
+    use vmm_pool::driver::DeviceOrdinal;
+
+    use super::*;
+    use crate::gpus::tests::{UUID, h200};
+    use crate::view::tests::busy;
+
+    fn events(timeline: Timeline) -> Vec<Value> {
+        let text = timeline.text(&Gpus::of(vec![h200()])).unwrap();
+        let document: Value = serde_json::from_str(&text).unwrap();
+        document["traceEvents"].as_array().unwrap().clone()
+    }
+
+    fn slice(events: &[Value], name: &str, row: u64) -> [u64; 2] {
+        let is_it =
+            |event: &&Value| event["ph"] == "X" && event["name"] == name && event["pid"] == row;
+        let event = events.iter().find(is_it).unwrap_or_else(|| panic!("no {name} in {events:#?}"));
+        ["ts", "dur"].map(|field| event[field].as_u64().unwrap())
+    }
+
+    #[test]
+    fn a_phase_begins_when_the_slowest_process_has_ended_the_one_before() {
+        let mut stats = busy().tenants.remove(0).stats;
+        let delta = DeviceDelta {
+            device: DeviceOrdinal(0),
+            uuid: UUID.to_owned(),
+            bytes: 1 << 30,
+            free_bytes: 70 << 30,
+            total_bytes: 140 << 30,
+        };
+        stats.members[0].last_pause[1].1.devices = vec![delta];
+        let mut quick = stats.members[0].clone();
+        quick.member.pid = 13;
+        quick.last_pause[0].1.elapsed_us = 1000;
+        stats.members.push(quick);
+        let mut timeline = Timeline::default();
+        timeline.kept(&stats);
+        let events = events(timeline);
+        assert_eq!(slice(&events, "save contents", 13), [0, 1000]);
+        // Its one step says more than the phase took.
+        assert_eq!(slice(&events, "copy", 13), [0, 1000]);
+        assert_eq!(slice(&events, "copy", 12), [0, 125_000]);
+        for row in [12, 13, GPU_ROWS] {
+            assert_eq!(slice(&events, "release memory", row), [250_000, 50_000]);
+        }
+        assert_eq!(slice(&events, "last pause", TENANT_ROW), [0, 300_000]);
+        assert_eq!(slice(&events, "last resume", TENANT_ROW)[0], 330_000);
+        let free = events.iter().find(|event| event["ph"] == "C").unwrap();
+        assert_eq!((&free["ts"], &free["args"]["free"]), (&json!(300_000), &json!(70_u64 << 30)));
+        let is_gpu =
+            |event: &&Value| event["ph"] == "M" && event["pid"] == GPU_ROWS && event["tid"] == 0;
+        let named = events.iter().find(is_gpu).unwrap();
+        assert_eq!(named["args"]["name"], format!("GPU 3 (NVIDIA H200, {UUID})"));
+    }
+
+    #[test]
+    fn what_was_never_paused_has_no_timeline() {
+        let mut timeline = Timeline::default();
+        timeline.kept(&busy().tenants.remove(1).stats);
+        assert!(timeline.is_empty());
+    }
+}
