@@ -44,6 +44,10 @@ pub(crate) enum Command {
     Metrics(MetricsArgs),
     /// Write a tenant's last pause and resume as a timeline for ui.perfetto.dev
     Trace(TraceArgs),
+    /// Print a script with which a shell completes this command
+    Completions(CompletionsArgs),
+    /// Write a manual page for each command
+    Man(ManArgs),
     /// Check whether this machine is able, and what is in the way
     Doctor(JsonArgs),
 }
@@ -238,6 +242,19 @@ pub(crate) struct TraceArgs {
     pub(crate) output: PathBuf,
 }
 
+#[derive(Debug, Args)]
+pub(crate) struct CompletionsArgs {
+    /// The shell
+    #[arg(value_parser = ["bash", "zsh", "fish"])]
+    pub(crate) shell: String,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ManArgs {
+    /// A directory that is there
+    pub(crate) dir: PathBuf,
+}
+
 fn tenant(text: &str) -> Result<TenantName, String> {
     TenantName::new(text).map_err(|error| error.to_string())
 }
@@ -316,7 +333,9 @@ mod tests {
             "sublet wake train",
             "sublet trace train",
             "sublet metrics --every 5s",
+            "sublet completions tcsh",
             "sublet top train",
+            "sublet man",
         ] {
             assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");
         }

@@ -12,6 +12,7 @@ mod environment;
 mod failure;
 mod files;
 mod gpus;
+mod manual;
 mod metrics;
 mod output;
 mod outsiders;
@@ -87,6 +88,8 @@ fn dispatch(
         Command::Top => top::top(&open_run_dir()?, environment),
         Command::Metrics(args) => metrics::metrics(&args, &open_run_dir()?, output),
         Command::Trace(args) => trace::trace(&args, &open_run_dir()?, output),
+        Command::Completions(args) => manual::completions(&args, output),
+        Command::Man(args) => manual::man(&args, output),
         Command::Doctor(args) => doctor::doctor(args.json, environment, output),
     }
 }

@@ -1,0 +1,113 @@
+//! `sublet completions` and `sublet man`: what shells and `man` need, out of the definition of the command line.
+
+use std::fs;
+use std::io;
+use std::iter;
+use std::path::Path;
+use std::process::ExitCode;
+
+use clap::CommandFactory as _;
+use clap_complete::{Shell, generate};
+use clap_mangen::Man;
+
+use crate::args::{Cli, CompletionsArgs, ManArgs};
+use crate::failure::{EXIT_UNCHANGED, EXIT_USAGE, Failure};
+use crate::output::Output;
+
+const NAME: &str = "sublet";
+
+pub(crate) fn completions(
+    args: &CompletionsArgs,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    let shell: Shell = args.shell.parse().map_err(|why: String| Failure::new(why, EXIT_USAGE))?;
+    let mut script = Vec::new();
+    generate(shell, &mut Cli::command(), NAME, &mut script);
+    output.text_block(&String::from_utf8_lossy(&script));
+    Ok(ExitCode::SUCCESS)
+}
+
+pub(crate) fn man(args: &ManArgs, output: &mut Output) -> Result<ExitCode, Failure> {
+    let pages = pages()?;
+    for (name, text) in &pages {
+        write(&args.dir, name, text)?;
+    }
+    output.line(format!(
+        "wrote {} manual pages to {dir}; read one with: man {dir}/{NAME}.1",
+        pages.len(),
+        dir = args.dir.display()
+    ));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Name and text of each page: the command's own, and one for each of its commands.
+fn pages() -> Result<Vec<(String, Vec<u8>)>, Failure> {
+    let mut whole = Cli::command().disable_help_subcommand(true);
+    // Gives the parts the names that their pages have.
+    whole.build();
+    let commands: Vec<_> = iter::once(&whole).chain(whole.get_subcommands()).cloned().collect();
+    let page = |command| -> io::Result<(String, Vec<u8>)> {
+        let page = Man::new(command);
+        let mut text = Vec::new();
+        page.render(&mut text)?;
+        Ok((page.get_filename(), text))
+    };
+    let pages: io::Result<_> = commands.into_iter().map(page).collect();
+    pages.map_err(|error| Failure::of(&error, EXIT_UNCHANGED))
+}
+
+fn write(dir: &Path, name: &str, text: &[u8]) -> Result<(), Failure> {
+    let path = dir.join(name);
+    fs::write(&path, text).map_err(|error| {
+        let message = format!(
+            "{} could not be written: {error}; the directory must be there, and yours to write to",
+            path.display()
+        );
+        Failure::new(message, EXIT_UNCHANGED)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names() -> Vec<String> {
+        let whole = Cli::command();
+        whole.get_subcommands().map(|part| part.get_name().to_owned()).collect()
+    }
+
+    #[test]
+    fn every_command_has_a_page_that_names_its_options() {
+        let dir = tempfile::tempdir().unwrap();
+        let args = ManArgs { dir: dir.path().to_owned() };
+        assert_eq!(man(&args, &mut Output::new()).unwrap(), ExitCode::SUCCESS);
+        for name in names() {
+            let text = fs::read_to_string(dir.path().join(format!("sublet-{name}.1"))).unwrap();
+            assert!(text.contains(&format!("sublet {name}")), "{name}: {text}");
+        }
+        let swap = fs::read_to_string(dir.path().join("sublet-swap.1")).unwrap();
+        assert!(swap.contains("no\\-overlap") && swap.contains("window"), "{swap}");
+        let whole = fs::read_to_string(dir.path().join("sublet.1")).unwrap();
+        assert!(whole.contains("Exit codes:") && whole.contains("130"), "{whole}");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), names().len() + 1);
+    }
+
+    #[test]
+    fn every_shell_completes_every_command() {
+        for shell in ["bash", "zsh", "fish"] {
+            let mut output = Output::new();
+            completions(&CompletionsArgs { shell: shell.to_owned() }, &mut output).unwrap();
+            for name in names() {
+                assert!(output.text().contains(&name), "{shell}: no {name}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_directory_that_is_not_there_is_an_error() {
+        let args = ManArgs { dir: "/no/such/directory".into() };
+        let failure = man(&args, &mut Output::new()).unwrap_err();
+        assert!(failure.to_string().contains("/no/such/directory/sublet.1"), "{failure}");
+        assert_eq!(failure.exit_code(), ExitCode::from(1));
+    }
+}

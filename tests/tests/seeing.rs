@@ -1,0 +1,369 @@
+//! What `sublet top`, `metrics`, `trace` and `man` show of real processes.
+
+use std::fs::{self, File};
+use std::io::Read as _;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::pty::{Winsize, openpty};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::termios::{LocalFlags, tcgetattr};
+use nix::unistd::{Pid, write};
+use serde_json::Value;
+use sublet_tests::{JobOptions, MIB, Outcome, Stage, Trouble};
+
+const CAPACITIES: [u64; 2] = [128 * MIB; 2];
+const TIMEOUT: Duration = Duration::from_secs(30);
+const SIZE: Winsize = Winsize { ws_row: 24, ws_col: 80, ws_xpixel: 0, ws_ypixel: 0 };
+
+/// `sublet top` in a terminal of its own.
+struct Terminal {
+    child: Child,
+    ours: File,
+    /// Kept open: the end of the last holder would end the terminal.
+    theirs: OwnedFd,
+    shown: vt::Screen,
+}
+
+impl Terminal {
+    fn start(stage: &Stage, variables: &[(&str, &str)]) -> Outcome<Self> {
+        let pty = openpty(&SIZE, None)?;
+        let mut command = stage.command(&stage.files().sublet);
+        command.arg("top").env("TERM", "xterm").env_remove("NO_COLOR");
+        command.envs(variables.iter().copied());
+        let end = || -> Outcome<Stdio> { Ok(pty.slave.try_clone()?.into()) };
+        command.stdin(end()?).stdout(end()?).stderr(end()?);
+        let child = command.spawn()?;
+        Ok(Self { child, ours: pty.master.into(), theirs: pty.slave, shown: vt::Screen::new() })
+    }
+
+    /// Takes in what is written until the screen is as wanted.
+    fn until(&mut self, what: &str, is_so: impl Fn(&vt::Screen) -> bool) -> Outcome {
+        let deadline = Instant::now() + TIMEOUT;
+        while !is_so(&self.shown) {
+            if Instant::now() >= deadline {
+                return Err(Trouble::new(format!("no {what} on:\n{}", self.shown.text())));
+            }
+            self.read_some()?;
+        }
+        Ok(())
+    }
+
+    fn until_shown(&mut self, words: &str) -> Outcome {
+        self.until(words, |screen| screen.text().contains(words))
+    }
+
+    /// Takes in what is there, or comes within a moment.
+    fn read_some(&mut self) -> Outcome {
+        let mut polled = [PollFd::new(self.ours.as_fd(), PollFlags::POLLIN)];
+        if poll(&mut polled, PollTimeout::from(100_u8))? == 0 {
+            return Ok(());
+        }
+        let mut bytes = [0; 4096];
+        let count = self.ours.read(&mut bytes)?;
+        self.shown.take(&bytes[..count]);
+        Ok(())
+    }
+
+    fn press(&self, keys: &str) -> Outcome {
+        let written = write(self.ours.as_fd(), keys.as_bytes())?;
+        assert_eq!(written, keys.len());
+        Ok(())
+    }
+
+    /// Its exit code, and that the terminal is as it was.
+    fn left(&mut self) -> Outcome<Option<i32>> {
+        let deadline = Instant::now() + TIMEOUT;
+        let code = loop {
+            if let Some(status) = self.child.try_wait()? {
+                break status.code();
+            }
+            if Instant::now() >= deadline {
+                return Err(Trouble::new("it does not leave"));
+            }
+            self.read_some()?;
+        };
+        self.until("screen as before", |screen| !screen.is_other && screen.has_cursor)?;
+        let flags = tcgetattr(&self.theirs)?.local_flags;
+        assert!(flags.contains(LocalFlags::ICANON | LocalFlags::ECHO), "{flags:?}");
+        Ok(code)
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        // Both fail only when it has ended and been waited for.
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
+}
+
+/// As much of a terminal as is needed to read what is drawn on one.
+mod vt {
+    /// 80 by 24 cells.
+    pub(super) struct Screen {
+        cells: Vec<Vec<char>>,
+        row: usize,
+        column: usize,
+        /// What has begun with an escape character, as far as it has come.
+        escape: Option<String>,
+        /// Bytes of a character that has not come wholly.
+        partial: Vec<u8>,
+        /// Is the other screen shown, which leaves the first as it was?
+        pub(super) is_other: bool,
+        pub(super) has_cursor: bool,
+        pub(super) has_colours: bool,
+    }
+
+    impl Screen {
+        pub(super) fn new() -> Self {
+            Self {
+                cells: vec![vec![' '; 80]; 24],
+                row: 0,
+                column: 0,
+                escape: None,
+                partial: Vec::new(),
+                is_other: false,
+                has_cursor: true,
+                has_colours: false,
+            }
+        }
+
+        pub(super) fn text(&self) -> String {
+            let lines = self.cells.iter().map(|line| line.iter().collect::<String>());
+            lines.map(|line| line.trim_end().to_owned() + "\n").collect()
+        }
+
+        pub(super) fn take(&mut self, bytes: &[u8]) {
+            self.partial.extend_from_slice(bytes);
+            let whole = match std::str::from_utf8(&self.partial) {
+                Ok(text) => text.len(),
+                Err(error) => error.valid_up_to(),
+            };
+            let rest = self.partial.split_off(whole);
+            let text = String::from_utf8(std::mem::replace(&mut self.partial, rest));
+            for character in text.unwrap_or_default().chars() {
+                self.put(character);
+            }
+        }
+
+        fn put(&mut self, character: char) {
+            if let Some(mut escape) = self.escape.take() {
+                escape.push(character);
+                let goes_on = escape == "[" || !character.is_ascii_alphabetic();
+                if goes_on {
+                    self.escape = Some(escape);
+                } else {
+                    self.obey(&escape);
+                }
+                return;
+            }
+            match character {
+                '\x1b' => self.escape = Some(String::new()),
+                '\r' => self.column = 0,
+                '\n' => self.row = (self.row + 1).min(23),
+                _ => {
+                    if let Some(cell) = self.cells[self.row].get_mut(self.column) {
+                        *cell = character;
+                    }
+                    self.column += 1;
+                }
+            }
+        }
+
+        fn obey(&mut self, escape: &str) {
+            let inner = escape.trim_start_matches('[');
+            let (numbers, action) = inner.split_at(inner.len() - 1);
+            let mut parts = numbers.split(';').map(|part| part.parse::<usize>().unwrap_or(0));
+            match (numbers, action) {
+                ("?1049", "h" | "l") => self.is_other = action == "h",
+                ("?25", "h" | "l") => self.has_cursor = action == "h",
+                ("2" | "", "J") => self.cells = vec![vec![' '; 80]; 24],
+                (_, "H") => {
+                    self.row = parts.next().unwrap_or(1).clamp(1, 24) - 1;
+                    self.column = parts.next().unwrap_or(1).max(1) - 1;
+                }
+                (_, "m") => self.has_colours |= parts.any(|part| matches!(part, 31..=38)),
+                _ => {}
+            }
+        }
+    }
+}
+
+#[test]
+fn top_shows_real_tenants_follows_a_pause_and_leaves_the_terminal_as_it_was() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let train = stage.connected_job(&JobOptions::new("train", 2))?;
+    let infer =
+        stage.connected_job(&JobOptions { tensor_mib: 24, ..JobOptions::new("infer", 1) })?;
+    let mut top = Terminal::start(&stage, &[])?;
+    top.until_shown("2 tenants, 3 processes")?;
+    top.until_shown("infer   active")?;
+    top.until_shown("train   active")?;
+    top.until_shown(&format!("{} active", infer.ranks[0].pid()))?;
+    assert!(top.shown.is_other && !top.shown.has_cursor && top.shown.has_colours);
+    top.press("\x1b[B")?;
+    top.until_shown(&format!("{} active", train.ranks[1].pid()))?;
+    stage.pause("train")?;
+    top.until_shown("train   paused")?;
+    top.until_shown("last pause: close gate")?;
+    top.press("?")?;
+    top.until_shown("memory of other processes, which count it as their own")?;
+    top.press("?q")?;
+    assert_eq!(top.left()?, Some(0));
+    stage.resume("train")?;
+    train.exit()?;
+    infer.exit()
+}
+
+#[test]
+fn top_says_that_there_is_no_tenant_and_uses_no_colours_where_none_are_wanted() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut top = Terminal::start(&stage, &[("NO_COLOR", "1")])?;
+    top.until_shown("no tenant is running; start one with")?;
+    let job = stage.job(&JobOptions::new("train", 1))?;
+    top.until_shown("train   active")?;
+    assert!(!top.shown.has_colours);
+    top.press("\x03")?;
+    assert_eq!(top.left()?, Some(0));
+    job.exit()
+}
+
+#[test]
+fn top_restores_the_terminal_when_it_is_ended_by_a_signal() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut top = Terminal::start(&stage, &[])?;
+    top.until("other screen", |screen| screen.is_other)?;
+    kill(Pid::from_raw(i32::try_from(top.child.id())?), Signal::SIGTERM)?;
+    assert_eq!(top.left()?, Some(0));
+    Ok(())
+}
+
+#[test]
+fn top_without_a_terminal_says_so() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let ran = stage.sublet(&["top"])?.exited(1)?;
+    assert!(ran.stdout.is_empty(), "{ran:#?}");
+    assert!(
+        ran.stderr.contains("needs a terminal") && ran.stderr.contains("sublet ps"),
+        "{ran:#?}"
+    );
+    Ok(())
+}
+
+#[test]
+fn metrics_are_those_of_the_tenants_on_standard_output_and_in_a_file() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let job = stage.connected_job(&JobOptions::new("train", 2))?;
+    stage.pause("train")?;
+    let ran = stage.sublet(&["metrics"])?.succeeded()?;
+    let member = &stage.members("train")?[0];
+    let uuid = member["pool"]["devices"][0]["uuid"].as_str().unwrap_or_default().to_owned();
+    for wanted in [
+        "sublet_processes{tenant=\"train\",state=\"paused\"} 2".to_owned(),
+        format!("sublet_pauses_total{{tenant=\"train\",pid=\"{}\"}} 1", job.ranks[0].pid()),
+        format!(
+            "uuid=\"{uuid}\",library=\"rank\",tag=\"scratch\",contents=\"discard\",kind=\"away\"}} 4194304"
+        ),
+    ] {
+        assert!(ran.stdout.contains(&wanted), "no {wanted} in {}", ran.stdout);
+    }
+    let file = stage.run_dir_path().join("sublet.prom");
+    let path = file.to_string_lossy();
+    stage.sublet(&["metrics", "--textfile", &path])?.succeeded()?;
+    assert!(fs::read_to_string(&file)?.ends_with("# EOF\n"));
+    stage.sublet(&["metrics", "--textfile", "/no/such/dir/sublet.prom"])?.exited(1)?;
+    stage.sublet(&["metrics", "--every", "1s"])?.exited(2)?;
+
+    // It goes on until it is told to end, and the file follows.
+    let mut command = stage.command(&stage.files().sublet);
+    let mut goes_on = command.args(["metrics", "--textfile", &path, "--every", "50ms"]).spawn()?;
+    stage.resume("train")?;
+    let deadline = Instant::now() + TIMEOUT;
+    while !fs::read_to_string(&file)?.contains("state=\"active\"} 2") {
+        assert!(Instant::now() < deadline, "the file stays as it was");
+        std::thread::yield_now();
+    }
+    kill(Pid::from_raw(i32::try_from(goes_on.id())?), Signal::SIGTERM)?;
+    assert_eq!(goes_on.wait()?.code(), Some(0));
+    job.exit()
+}
+
+/// Slices of a timeline: name, row, beginning and end in microseconds.
+fn slices(path: &std::path::Path) -> Outcome<Vec<(String, u64, u64, u64)>> {
+    let document: Value = serde_json::from_str(&fs::read_to_string(path)?)?;
+    let events = document["traceEvents"].as_array().cloned().unwrap_or_default();
+    let slice = |event: &Value| {
+        let number = |field: &str| event[field].as_u64();
+        let began_us = number("ts")?;
+        let name = event["name"].as_str()?.to_owned();
+        Some((name, number("pid")?, began_us, began_us + number("dur")?))
+    };
+    Ok(events.iter().filter(|event| event["ph"] == "X").filter_map(slice).collect())
+}
+
+#[test]
+fn timelines_have_every_process_and_phase_of_pauses_resumes_and_swaps() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let file = stage.run_dir_path().join("t.json");
+    let path = file.to_string_lossy();
+    let ran = stage.sublet(&["trace", "train", "-o", &path])?.exited(1)?;
+    assert!(ran.stderr.contains("has been paused or resumed yet"), "{ran:#?}");
+    assert!(!file.exists());
+
+    stage.sublet(&["pause", "train", "--trace", &path])?.succeeded()?;
+    let paused = slices(&file)?;
+    let whole = paused.iter().find(|slice| slice.0 == "pause train").expect("the whole");
+    assert!(paused.iter().all(|slice| slice.3 <= whole.3), "{paused:#?}");
+    stage.resume("train")?;
+    stage.sublet(&["trace", "train", "-o", &path])?.succeeded()?;
+    for (slices, phases) in [
+        (&paused, &["save contents", "release memory"][..]),
+        (&slices(&file)?, &["save contents", "release memory", "restore contents", "open gate"]),
+    ] {
+        for (phase, rank) in
+            phases.iter().flat_map(|phase| job.ranks.iter().map(move |rank| (phase, rank)))
+        {
+            let is_it = |slice: &&(String, u64, u64, u64)| {
+                slice.0 == *phase && slice.1 == u64::from(rank.pid())
+            };
+            assert!(slices.iter().any(|slice| is_it(&slice)), "no {phase}: {slices:#?}");
+        }
+    }
+
+    // A file that cannot be written is found out before anybody is paused.
+    stage.sublet(&["pause", "train", "--trace", "/no/such/dir/t.json"])?.exited(1)?;
+    assert_eq!(stage.states("train")?, ["active"]);
+    stage.pause("train")?;
+    let infer =
+        stage.connected_job(&JobOptions { tensor_mib: 24, ..JobOptions::new("infer", 1) })?;
+    let swap = ["swap", "infer", "train", "--window", "8MiB", "--trace", &path];
+    stage.sublet(&swap)?.succeeded()?;
+    let swapped = slices(&file)?;
+    for (stage_name, pid) in
+        [("release by stages", infer.ranks[0].pid()), ("restore by stages", job.ranks[0].pid())]
+    {
+        assert!(
+            swapped.iter().any(|slice| slice.0 == stage_name && slice.1 == u64::from(pid)),
+            "{swapped:#?}"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn manual_pages_and_completions_are_written() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let dir = stage.node_path();
+    stage.sublet(&["man", &dir.to_string_lossy()])?.succeeded()?;
+    let page = fs::read_to_string(dir.join("sublet-swap.1"))?;
+    assert!(page.starts_with(".ie") && page.contains("sublet swap"), "{page}");
+    for shell in ["bash", "zsh", "fish"] {
+        assert!(stage.sublet(&["completions", shell])?.succeeded()?.stdout.contains("prepare"));
+    }
+    stage.sublet(&["completions", "tcsh"])?.exited(2)?;
+    Ok(())
+}
