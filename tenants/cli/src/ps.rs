@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use tenants::coordinator::{Coordinator, CoordinatorError, Options, TenantStats};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
-use tenants::wire::{HostProgress, HostStage, MemberState, MemberStats};
+use tenants::wire::{HostProgress, HostStage, Lent, MemberState, MemberStats};
 use vmm_pool::Contents;
 
 use crate::failure::Failure;
@@ -49,14 +49,26 @@ fn render(tenants: &[TenantStats], output: &mut Output) {
         );
         return;
     }
-    let header = [
+    // Most tenants are in none.
+    let members = tenants.iter().flat_map(|tenant| &tenant.members);
+    let has_family = members.clone().any(|member| member.member.family.is_some());
+    let mut header = vec![
         "TENANT", "PID", "STATE", "GPU", "LIBRARY", "TAG", "CONTENTS", "ON GPU", "AWAY",
         "IMPORTED", "COMMAND",
     ];
-    let mut table = output::table(&header, &[1, 7, 8, 9]);
+    let mut numbers = [1, 7, 8, 9];
+    if has_family {
+        header.insert(1, "FAMILY");
+        numbers = numbers.map(|column| column + 1);
+    }
+    let mut table = output::table(&header, &numbers);
     for tenant in tenants {
         for member in &tenant.members {
-            for row in member_rows(&tenant.tenant, member) {
+            for mut row in member_rows(&tenant.tenant, member) {
+                if has_family {
+                    let family = member.member.family.clone();
+                    row.insert(1, family.unwrap_or_else(|| "-".to_owned()));
+                }
                 table.add_row(row);
             }
         }
@@ -125,6 +137,8 @@ fn remarks(tenant: &TenantStats) -> Vec<String> {
                 ));
             }
         }
+        remarks
+            .extend(member.lent.iter().map(|lent| format!("{name} {pid}: {}", lent_remark(lent))));
         remarks.extend(host_remark(&member.host).map(|text| format!("{name} {pid}: {text}")));
         for note in &member.notes {
             remarks.push(format!("{name} {pid}: {note}"));
@@ -134,6 +148,17 @@ fn remarks(tenant: &TenantStats) -> Vec<String> {
         remarks.push(format!("{name}: no answer from {failure}"));
     }
     remarks
+}
+
+/// Memory that another tenant has open: a pause waits for it.
+fn lent_remark(lent: &Lent) -> String {
+    let pid = lent.pid.map_or_else(|| "?".to_owned(), |pid| pid.to_string());
+    format!(
+        "{} in {} allocations are open in process {pid} of tenant {}: a pause waits until they are closed",
+        units::bytes(lent.bytes),
+        lent.handles + lent.tickets,
+        lent.tenant
+    )
 }
 
 /// Host memory that comes in ahead of a pause, or did not.
@@ -186,6 +211,7 @@ pub(crate) mod tests {
             member: MemberInfo {
                 id: MemberId(u64::from(pid)),
                 pid,
+                family: None,
                 command: "python train.py".to_owned(),
                 version: "0.1.0".to_owned(),
                 state,
@@ -199,6 +225,7 @@ pub(crate) mod tests {
             last_pause: Vec::new(),
             last_resume: Vec::new(),
             host: HostProgress::default(),
+            lent: Vec::new(),
             communicators: Vec::new(),
             notes: Vec::new(),
         }
