@@ -158,6 +158,11 @@ int ncclMemStats(void);
 int ncclSetGroupID(int id);
 int ncclGetGroupID(int *id);
 
+/* The family that this process names, in place of SUBLET_FAMILY: tenants that name the same one may open each other's
+ * device memory, by cudaIpc handles and by descriptors of cuMemExportToShareableHandle. Best before the first use of CUDA:
+ * SUBLET_ERROR_ARGUMENT when the process has joined its tenant with another family or none, or the name is none. */
+int sublet_set_family(const char *family);
+
 /* Brings a process that was not started with `sublet run` or LD_PRELOAD under Sublet, for one that has opened
  * libsublet.so itself: the libraries that are loaded, and those loaded later, call Sublet's functions from
  * here on. Best before the first use of CUDA: memory asked for earlier stays on the device at a pause.

@@ -136,6 +136,7 @@ unsafe extern "C" {
     pub fn ncclMemStats() -> ::core::ffi::c_int;
     pub fn ncclSetGroupID(id: ::core::ffi::c_int) -> ::core::ffi::c_int;
     pub fn ncclGetGroupID(id: *mut ::core::ffi::c_int) -> ::core::ffi::c_int;
+    pub fn sublet_set_family(family: *const ::core::ffi::c_char) -> ::core::ffi::c_int;
     pub fn sublet_attach(tenant: *const ::core::ffi::c_char) -> ::core::ffi::c_int;
     pub fn sublet_attach_report_json(buffer: *mut ::core::ffi::c_char, size: usize) -> i64;
 }

@@ -6,6 +6,8 @@
 //! | `SUBLET_LOG` | `GMM_LOG` (0 to 5) | what is logged |
 //! | `SUBLET_RUN_DIR` | `GMM_IPC_DIR` | where processes find each other |
 //! | `SUBLET_TENANT` | `AMEM_ENABLE`, `AMEM_GROUPID` | which tenant is joined |
+//! | `SUBLET_FAMILY` | | tenants that name the same may open each other's memory |
+//! | `SUBLET_FAMILY_TIMEOUT_MS` | | how long opening such memory waits for a tenant that is paused |
 //! | `SUBLET_FILE_DIR` | `TMS_DISK_BACKUP_DIR` | where contents in files are saved |
 //! | `SUBLET_FILE_CACHE` | | whether contents in files go through the page cache |
 //! | `SUBLET_HOST_BYTES_MAX` | | how much host memory a pause may take |
@@ -24,6 +26,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
 use sublet_registrations::device_files::{self, DeviceFile};
+use tenants::identity::FamilyName;
 use tenants::phase::HELD_MAX;
 use vmm_pool::{PieceBytes, Pieces};
 
@@ -88,6 +91,28 @@ pub(crate) fn tenant_name() -> String {
         let session = unsafe { libc::getsid(0) };
         format!("session-{session}")
     })
+}
+
+/// The family that this process names, if any.
+///
+/// # Errors
+/// What is named is no family's name; the text says what is.
+pub(crate) fn family() -> Result<Option<FamilyName>, String> {
+    let name = variable("SUBLET_FAMILY").map(|name| FamilyName::new(&name));
+    name.transpose().map_err(|error| format!("SUBLET_FAMILY: {error}"))
+}
+
+/// How long opening memory of another tenant waits while that is paused; the usual where nothing is said.
+///
+/// # Errors
+/// The variable is no number; the text says which.
+pub(crate) fn family_timeout() -> Result<Option<Duration>, String> {
+    const NAME: &str = "SUBLET_FAMILY_TIMEOUT_MS";
+    let parse = |value: String| {
+        let ms = value.parse().map_err(|_| format!("{NAME} is '{value}': give milliseconds"))?;
+        Ok(Duration::from_millis(ms))
+    };
+    variable(NAME).map(parse).transpose()
 }
 
 /// The group of this process: as set, or `AMEM_GROUPID`, or 0.

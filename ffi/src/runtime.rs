@@ -16,7 +16,7 @@ use sublet_nccl::collectives::Collectives;
 use sublet_registrations::Registrations;
 use tenants::error_text::chain;
 use tenants::host_memory::{self, HostFigure, HostLimit};
-use tenants::identity::TenantName;
+use tenants::identity::{FamilyName, TenantName};
 use tenants::member::MemberConfig;
 use tenants::numa;
 use tenants::run_dir::RunDir;
@@ -48,6 +48,8 @@ static REGISTRATIONS: LazyLock<Registrations> = LazyLock::new(Registrations::def
 static OWN_CONTEXTS: Mutex<BTreeSet<RawContext>> = Mutex::new(BTreeSet::new());
 /// The tenant that an attach chose.
 static CHOSEN_TENANT: Mutex<Option<TenantName>> = Mutex::new(None);
+/// The family that a call chose.
+static CHOSEN_FAMILY: Mutex<Option<FamilyName>> = Mutex::new(None);
 /// The directory that was set before the tenant was joined.
 static CHOSEN_FILE_DIR: Mutex<Option<PathBuf>> = Mutex::new(None);
 /// Notes of an attach that came before the tenant was joined.
@@ -253,6 +255,24 @@ pub(crate) fn choose_tenant(tenant: TenantName) -> Result<(), String> {
     Ok(())
 }
 
+/// Sets the family that this process names, whatever the environment says.
+///
+/// # Errors
+/// It has joined its tenant, with another one or none.
+pub(crate) fn choose_family(family: FamilyName) -> Result<(), String> {
+    let mut chosen = lock(&CHOSEN_FAMILY);
+    if let Some(member) = member().filter(|member| member.family() != Some(&family)) {
+        let named =
+            member.family().map_or("no family".to_owned(), |named| format!("family {named}"));
+        return Err(format!(
+            "this process names {named} since its first device memory and cannot name {family}: choose it before the \
+             first use of CUDA, or start the process with `sublet run --family {family}`"
+        ));
+    }
+    *chosen = Some(family);
+    Ok(())
+}
+
 /// A note of an attach, for the tenant that is or will be joined.
 pub(crate) fn note_of_attach(text: String) {
     match member() {
@@ -303,6 +323,14 @@ pub(crate) fn tenant_name() -> Result<TenantName, String> {
     TenantName::new(&environment::tenant_name()).map_err(|error| error.to_string())
 }
 
+/// The family that a call chose, or that the environment names.
+fn family() -> Result<Option<FamilyName>, String> {
+    match lock(&CHOSEN_FAMILY).clone() {
+        Some(chosen) => Ok(Some(chosen)),
+        None => environment::family(),
+    }
+}
+
 fn try_join() -> Result<Arc<Member>, String> {
     if let Some(bytes) = environment::host_bytes_max()? {
         HOST_BYTES_MAX.get_or_init(|| Some(bytes));
@@ -318,6 +346,8 @@ fn try_join() -> Result<Arc<Member>, String> {
     let config = MemberConfig {
         run_dir: run_dir()?,
         tenant: tenant_name()?,
+        family: family()?,
+        family_timeout: environment::family_timeout()?.unwrap_or(tenants::member::FAMILY_TIMEOUT),
         command: command_line(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         host_limits,

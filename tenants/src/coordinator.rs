@@ -14,6 +14,7 @@ mod cutting;
 mod error;
 mod exchange;
 mod interrupt;
+mod lending;
 mod overlap;
 mod participants;
 mod peers;
@@ -43,6 +44,7 @@ use shortage::Gives;
 pub use shortage::{DeviceShortage, Holder};
 pub use swap::{SwapOptions, swap};
 
+use lending::Patience;
 use peers::{Peers, Reached, reach, with_source};
 use session::Session;
 
@@ -260,10 +262,16 @@ impl Coordinator {
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<Outcome, CoordinatorError> {
         let mut tries = 1;
+        let mut patience = Patience::new(&self.options);
         loop {
-            match self.try_act(dir, lock, action, progress) {
+            let outcome = self.try_act(dir, lock, action, patience, progress);
+            match outcome {
                 // With the newcomers, then.
                 Err(CoordinatorError::Joined { .. }) if tries < JOINED_TRIES_MAX => tries += 1,
+                Err(error) if error.is_lent() => match patience.next() {
+                    Some(next) => patience = next,
+                    None => return Err(error),
+                },
                 outcome => return outcome,
             }
         }
@@ -274,9 +282,11 @@ impl Coordinator {
         dir: &TenantDir,
         lock: &CoordinatorLock,
         action: Action,
+        patience: Patience,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<Outcome, CoordinatorError> {
         let mut session = Session::open(dir, lock, &self.options, progress)?;
+        session.patience = patience;
         session.recover()?;
         let members = session.members_for(action)?;
         if members.is_empty() {

@@ -28,9 +28,7 @@ impl TenantName {
     /// # Errors
     /// [`TenantNameError`] when it is empty, too long, starts with a dot or holds another character.
     pub fn new(name: &str) -> Result<Self, TenantNameError> {
-        let fits = (1..=TENANT_NAME_BYTES_MAX).contains(&name.len());
-        let plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
-        if fits && plain && !name.starts_with('.') {
+        if is_name(name) {
             Ok(Self(name.to_owned()))
         } else {
             Err(TenantNameError { given: name.chars().take(60).collect() })
@@ -47,6 +45,51 @@ impl fmt::Display for TenantName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
+}
+
+/// The name of a family: tenants that may open each other's device memory. What a tenant's name may be.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FamilyName(String);
+
+/// Why a text is no name of a family.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "'{given}' is no family's name: use 1 to {TENANT_NAME_BYTES_MAX} letters, digits, '.', '_' or '-', \
+     not starting with '.'"
+)]
+pub struct FamilyNameError {
+    given: String,
+}
+
+impl FamilyName {
+    /// Checks `name`.
+    ///
+    /// # Errors
+    /// [`FamilyNameError`], where a tenant's name would be refused too.
+    pub fn new(name: &str) -> Result<Self, FamilyNameError> {
+        if is_name(name) {
+            Ok(Self(name.to_owned()))
+        } else {
+            Err(FamilyNameError { given: name.chars().take(60).collect() })
+        }
+    }
+
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for FamilyName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+fn is_name(name: &str) -> bool {
+    let fits = (1..=TENANT_NAME_BYTES_MAX).contains(&name.len());
+    let plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
+    fits && plain && !name.starts_with('.')
 }
 
 /// The random identity of one process in a tenant. Process ids are not unique across namespaces.

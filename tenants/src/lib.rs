@@ -5,6 +5,7 @@
 pub mod coordinator;
 pub mod cut;
 pub mod error_text;
+pub mod family;
 pub mod host_memory;
 pub mod identity;
 pub mod member;

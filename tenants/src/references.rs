@@ -28,6 +28,8 @@ pub struct References {
     pub taken: Vec<(MemberId, Vec<Held>)>,
     /// Is some of what the pause is about among `given`?
     pub shares_scope: bool,
+    /// Who of other tenants has some of it open, by what it said of itself.
+    pub lent: Vec<MemberId>,
 }
 
 /// An allocation that a pause leaves on its device in all who hold it.
@@ -44,7 +46,8 @@ impl References {
     pub(crate) fn new(references: vmm_pool::References) -> Self {
         let taken = references.taken.into_iter().map(|(owner, held)| (owner.into(), held));
         let shares_scope = references.shares_selection;
-        Self { given: references.given, taken: taken.collect(), shares_scope }
+        let lent = references.lent.into_keys().map(MemberId::from).collect();
+        Self { given: references.given, taken: taken.collect(), shares_scope, lent }
     }
 }
 

@@ -193,7 +193,20 @@ impl Ticket {
     }
 }
 
-/// What tells whether the ticket behind `fd`, which has just been issued, is still open anywhere. Takes a descriptor.
+/// A lease, and what tells whether it is open anywhere: a file without a name that a borrower keeps as long as it holds
+/// the memory that came with it. Takes two descriptors.
+///
+/// # Errors
+/// What the system returned, such as too many open files, or no `/proc`.
+pub fn lease() -> io::Result<(OwnedFd, TicketWatch)> {
+    let fd = memfd_create("sublet-lease", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
+    fcntl(&fd, FcntlArg::F_ADD_SEALS(all_seals()))?;
+    flock(fd.as_fd(), FlockOperation::NonBlockingLockShared)?;
+    let watch = watch(fd.as_fd())?;
+    Ok((fd, watch))
+}
+
+/// What tells whether the ticket or lease behind `fd`, which has just been made, is still open anywhere. Takes a descriptor.
 ///
 /// # Errors
 /// What the system returned, such as too many open files, or no `/proc`.

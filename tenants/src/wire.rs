@@ -13,8 +13,8 @@ use vmm_pool::{AllocationId, KeptBytes, PoolReport};
 pub use crate::phase::{Action, Order, Phase, Told, Window};
 pub use crate::state::MemberState;
 pub use ask::{
-    Ask, AwaitConsent, FetchFds, GiveUp, Hello, Hold, HostStep, Needs, SaveStep, SentFds, Stats,
-    StepOn, TakePhase, Withdraw,
+    Ask, AskLent, AwaitConsent, Borrower, FetchFds, GiveUp, Hello, Hold, HostStep, Needs, SaveStep,
+    SentFds, Stats, StepOn, TakePhase, Withdraw,
 };
 
 use crate::cut::{CutReport, Rank};
@@ -25,7 +25,7 @@ use crate::saving::map::SaveAccount;
 use crate::stepping::Activity;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 11;
+pub const PROTOCOL_VERSION: u16 = 12;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,6 +54,8 @@ pub enum Request {
     Save(SaveStep),
     /// Answered with [`Reply::Host`].
     Host(HostStep),
+    /// Answered with [`Reply::Lent`].
+    Lent(AskLent),
 }
 
 /// Why descriptors are fetched.
@@ -90,7 +92,8 @@ pub enum Reply {
     Consented,
     /// To [`Request::GiveUp`].
     Noted,
-    /// To [`Request::FetchFds`]. Descriptors travel beside this message; `count` says how many.
+    /// To [`Request::FetchFds`]. Descriptors travel beside this message; `count` says how many. What is lent to another
+    /// tenant has two each: the driver's, and its lease.
     Fds {
         /// How many.
         count: u32,
@@ -98,13 +101,53 @@ pub enum Reply {
         tags: Vec<String>,
         /// Allocations asked for again that this process does not have any more. No descriptor comes for them.
         missing: Vec<AllocationId>,
+        /// Of what is lent to another tenant: the device of each allocation, in the same order, by its machine-wide
+        /// name.
+        devices: Vec<String>,
     },
     /// To [`Request::Save`].
     Saving(Box<SaveProgress>),
     /// To [`Request::Host`].
     Host(Box<HostProgress>),
+    /// To [`Request::Lent`].
+    Lent(Box<Lending>),
     /// The request was not carried out; the process is as before the request unless `failure` says so.
     Failed(Failure),
+}
+
+/// What a process shares with other tenants.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lending {
+    /// Own memory that processes of other tenants have open.
+    pub lent: Vec<Lent>,
+    /// What was borrowed from other tenants, and a pause has given up.
+    pub wanted: Vec<Wanted>,
+}
+
+/// Memory that one process of another tenant has open.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lent {
+    /// Its tenant.
+    pub tenant: String,
+    /// Its process id, where the kernel tells.
+    pub pid: Option<u32>,
+    /// Allocations that it opened by a `cudaIpc` handle.
+    pub handles: u64,
+    /// Allocations that it imported by a ticket.
+    pub tickets: u64,
+    /// Bytes of all of them.
+    pub bytes: u64,
+}
+
+/// Memory of another tenant that a process has open and that is away.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wanted {
+    /// The tenant that owns it.
+    pub tenant: String,
+    /// Allocations.
+    pub count: u64,
+    /// Their bytes.
+    pub bytes: u64,
 }
 
 /// How far a process is with host memory for its next pause.
@@ -272,6 +315,8 @@ pub struct MemberInfo {
     pub id: MemberId,
     /// Its process id, as it knows it.
     pub pid: u32,
+    /// The family that it names, whose tenants may open its memory.
+    pub family: Option<String>,
     /// Start of its command line.
     pub command: String,
     /// Version of its libsublet.
@@ -326,6 +371,8 @@ pub struct MemberStats {
     pub last_resume: Vec<(Phase, PhaseReport)>,
     /// Host memory for the next pause.
     pub host: HostProgress,
+    /// Own memory that processes of other tenants have open.
+    pub lent: Vec<Lent>,
     /// Its ranks in communicators.
     pub communicators: Vec<Rank>,
     /// What a person should know, such as memory that Sublet cannot manage and why.
@@ -370,6 +417,10 @@ pub enum FailureKind {
     NotNow,
     /// Other processes hold some of the memory: all must take part.
     Shared,
+    /// Processes of other tenants have some of the memory open.
+    Lent,
+    /// The tenant that the memory is borrowed from is paused: that one must be resumed first.
+    LenderAway,
     /// The request names something this process does not have.
     Unknown,
     /// The driver failed, or the disk that saved contents are on.

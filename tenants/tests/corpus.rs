@@ -25,10 +25,11 @@ use tenants::ticket::{HEAD, Ticket};
 use tenants::transport::Limits;
 use tenants::transport::frame::{HEAD_BYTES, HEADER_BYTES, decode, decode_payload, encode};
 use tenants::wire::{
-    Action, Asked, AwaitConsent, DeviceDelta, Failure, FailureKind, FetchFds, FetchPurpose, GiveUp,
-    Hold, HostProgress, HostStage, HostStep, MemberInfo, MemberState, MemberStats, Needs, Order,
-    Phase, PhaseReport, Reply, Request, SaveProgress, SaveStage, SaveStep, StageLeft, StageReport,
-    StepOn, TagBytes, TakePhase, Told, Window, Withdraw,
+    Action, AskLent, Asked, AwaitConsent, Borrower, DeviceDelta, Failure, FailureKind, FetchFds,
+    FetchPurpose, GiveUp, Hold, HostProgress, HostStage, HostStep, Lending, Lent, MemberInfo,
+    MemberState, MemberStats, Needs, Order, Phase, PhaseReport, Reply, Request, SaveProgress,
+    SaveStage, SaveStep, StageLeft, StageReport, StepOn, TagBytes, TakePhase, Told, Wanted, Window,
+    Withdraw,
 };
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, Held, KeptBytes, PoolReport, StayReason};
@@ -153,11 +154,20 @@ fn requests() -> Vec<Request> {
             allocations: vec![ID; 3],
             purpose: FetchPurpose::Again,
             importer: MemberId(0x0123_4567_89ab_cdef),
+            borrower: None,
         }),
+        Request::FetchFds(FetchFds {
+            allocations: vec![ID],
+            purpose: FetchPurpose::Redeem { serial: 0 },
+            importer: MemberId(9),
+            borrower: Some(Borrower { tenant: "infer".to_owned(), family: Some("rl".to_owned()) }),
+        }),
+        Request::Lent(AskLent { scope: tags.clone() }),
         Request::FetchFds(FetchFds {
             allocations: vec![ID],
             purpose: FetchPurpose::Redeem { serial: u64::MAX },
             importer: MemberId(9),
+            borrower: None,
         }),
         Request::Phase(TakePhase {
             round: 7,
@@ -234,6 +244,7 @@ fn phase_report() -> PhaseReport {
             given: vec![Held { id: ID, is_pinned: true }],
             taken: vec![(MemberId(9), vec![Held { id: ID, is_pinned: false }])],
             shares_scope: true,
+            lent: vec![MemberId(11)],
         })),
         stage: Some(StageReport {
             copied_bytes: 1 << 30,
@@ -242,10 +253,23 @@ fn phase_report() -> PhaseReport {
     }
 }
 
+fn lending() -> Lending {
+    let lent = Lent {
+        tenant: "infer".to_owned(),
+        pid: Some(4243),
+        handles: 2,
+        tickets: 1,
+        bytes: 3 << 30,
+    };
+    let wanted = Wanted { tenant: "train".to_owned(), count: 4, bytes: 1 << 30 };
+    Lending { lent: vec![lent], wanted: vec![wanted] }
+}
+
 fn replies() -> Vec<Reply> {
     let member = MemberInfo {
         id: MemberId(7),
         pid: 4242,
+        family: Some("rl".to_owned()),
         command: "python train.py".to_owned(),
         version: "0.1.0".to_owned(),
         state: MemberState::Paused,
@@ -272,6 +296,7 @@ fn replies() -> Vec<Reply> {
         resumes: 2,
         last_pause: vec![(Phase::Release, report.clone())],
         last_resume: Vec::new(),
+        lent: lending().lent,
         communicators: vec![rank()],
         notes: vec!["a note".to_owned()],
     };
@@ -302,8 +327,14 @@ fn replies() -> Vec<Reply> {
         Reply::PhaseDone(Phase::Verify, report),
         Reply::Consented,
         Reply::Noted,
-        Reply::Fds { count: 0, tags: Vec::new(), missing: vec![ID] },
-        Reply::Fds { count: 2, tags: vec!["kv".to_owned(), String::new()], missing: Vec::new() },
+        Reply::Fds { count: 0, tags: Vec::new(), missing: vec![ID], devices: Vec::new() },
+        Reply::Fds {
+            count: 2,
+            tags: vec!["kv".to_owned(), String::new()],
+            missing: Vec::new(),
+            devices: vec!["00ff".to_owned()],
+        },
+        Reply::Lent(Box::new(lending())),
         Reply::Saving(Box::new(SaveProgress {
             account: SaveAccount { saved_bytes: 3 << 30, ..SaveAccount::default() },
             written_bytes: 1 << 30,
@@ -313,6 +344,8 @@ fn replies() -> Vec<Reply> {
         Reply::Host(Box::new(stopped)),
         Reply::Failed(Failure { kind, message: "process 1: no memory".to_owned() }),
         Reply::Failed(Failure { kind: FailureKind::Faulted, message: String::new() }),
+        Reply::Failed(Failure { kind: FailureKind::Lent, message: String::new() }),
+        Reply::Failed(Failure { kind: FailureKind::LenderAway, message: String::new() }),
     ]
 }
 
@@ -352,7 +385,9 @@ fn replies_of_the_corpus_are_those_of_today_and_damaged_ones_give_replies_or_err
 #[test]
 fn frames_of_the_corpus_are_those_of_today() {
     let request = encode(&Request::Stats, 0).unwrap();
-    let reply = encode(&Reply::Fds { count: 3, tags: Vec::new(), missing: Vec::new() }, 3).unwrap();
+    let (tags, missing, devices) = Default::default();
+    let sent = Reply::Fds { count: 3, tags, missing, devices };
+    let reply = encode(&sent, 3).unwrap();
     decode::<Request>(&request, Limits::REQUESTS).unwrap();
     decode::<Reply>(&reply, Limits::ALL).unwrap();
     assert_corpus("frames", [request, reply].map(|frame| frame[HEAD_BYTES..].to_vec()).to_vec());

@@ -33,7 +33,8 @@ fn descriptors_that_do_not_all_fit_are_refused_and_those_that_did_are_closed() {
     let (theirs, _) = listener.accept().unwrap();
     let files: Vec<File> = (0..SENT).map(|_| File::open("/dev/null").unwrap()).collect();
     let raw: Vec<RawFd> = files.iter().map(AsRawFd::as_raw_fd).collect();
-    let reply = Reply::Fds { count: 10, tags: Vec::new(), missing: Vec::new() };
+    let reply =
+        Reply::Fds { count: 10, tags: Vec::new(), missing: Vec::new(), devices: Vec::new() };
     let frame = encode(&reply, SENT).unwrap();
     let rights = [ControlMessage::ScmRights(&raw)];
     let data = [IoSlice::new(&frame)];

@@ -68,6 +68,7 @@ int main(void)
     printf("together %d %d, back %d %d\n", paused, is_paused, resumed, sublet_is_paused());
     int unknown = sublet_pause_tenant("nobody", 1000);
     printf("unknown tenant %d, error %d\n", unknown, strstr(sublet_last_error(), "nobody") != NULL);
+    printf("family %d\n", sublet_set_family("not/one"));
     int attached = sublet_attach(NULL);
     int64_t report = sublet_attach_report_json(text, sizeof text);
     int held = strstr(text, "\"launches_are_held\":true") != NULL;

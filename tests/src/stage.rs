@@ -64,7 +64,13 @@ impl Stage {
     /// caller's own Sublet.
     pub fn command(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
-        let ours = ["SUBLET_TENANT", "SUBLET_LOG", "SUBLET_HOST_BYTES_MAX", "SUBLET_PREPARE"];
+        let ours = [
+            "SUBLET_TENANT",
+            "SUBLET_FAMILY",
+            "SUBLET_LOG",
+            "SUBLET_HOST_BYTES_MAX",
+            "SUBLET_PREPARE",
+        ];
         for name in ours.into_iter().chain(["LD_PRELOAD"]) {
             command.env_remove(name);
         }
@@ -147,6 +153,26 @@ impl Stage {
             rank.do_it("connect")?;
         }
         Ok(all)
+    }
+
+    /// Starts `programs/family.c` in a tenant, by `sublet run` with these words beside, and waits until it has joined.
+    /// `settings` are variables of its environment.
+    ///
+    /// # Errors
+    /// When it failed.
+    pub fn relative(
+        &self,
+        tenant: &str,
+        words: &[&str],
+        settings: &[(&str, &str)],
+    ) -> Outcome<Rank> {
+        let mut command = self.command(&self.files.sublet);
+        command.args(["run", "--tenant", tenant]).args(words).arg("--library");
+        command.arg(&self.files.preload).arg("--").arg(&self.files.family);
+        command.envs(settings.iter().copied());
+        let mut process = Rank::start(0, &mut command)?;
+        process.answer()?;
+        Ok(process)
     }
 
     /// Starts a program of the GPU lane, `benchmarks/jobs/programs`, on this node, over the simulated NCCL. Its

@@ -72,7 +72,14 @@ impl Steps {
     /// # Errors
     /// When it does not come there.
     pub fn until(&mut self, boundary: Boundary) -> Outcome {
-        let wanted = boundary.to_string();
+        self.until_line(&boundary.to_string())
+    }
+
+    /// Lets it go on until it says `wanted`, where it stays.
+    ///
+    /// # Errors
+    /// When it does not come there.
+    pub fn until_line(&mut self, wanted: &str) -> Outcome {
         let deadline = Instant::now() + STEP_TIMEOUT;
         if std::mem::take(&mut self.waits) {
             self.go_on()?;

@@ -8,6 +8,7 @@
 #![expect(unsafe_code, reason = "gives objects back to the driver")]
 
 use std::collections::BTreeSet;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{DeviceOrdinal, Driver, DriverResult, RawHandle, RawStream, VaRange};
@@ -26,12 +27,24 @@ pub(crate) struct Physical {
     /// 0 where nobody has said.
     size_bytes: u64,
     device: Option<DeviceOrdinal>,
+    /// For memory that another process has lent: open until the driver has taken the handle back.
+    lease: Option<OwnedFd>,
 }
 
 impl Physical {
     /// What the driver has just handed out, and nobody else holds.
     pub(crate) fn new(raw: RawHandle, size_bytes: u64, device: Option<DeviceOrdinal>) -> Self {
-        Self { raw, size_bytes, device }
+        Self { raw, size_bytes, device, lease: None }
+    }
+
+    /// The same, under a lease.
+    pub(crate) fn under(self, lease: Option<OwnedFd>) -> Self {
+        Self { lease, ..self }
+    }
+
+    /// For a forked child: closes its copy of the lease, which tells the lender that the memory is in use.
+    pub(crate) fn close_lease(&mut self) {
+        self.lease = None;
     }
 
     /// For a call of the driver's about it.

@@ -32,13 +32,13 @@ pub use error::{PoolError, PoolResult};
 pub use ids::{AllocationId, VirtualHandle};
 pub use journal::{Step, StepLog};
 pub use ledger::{
-    Class, Facts, Held, Holding, HoldingSource, Known, LIBRARY_TAGS, References, Selection, Sight,
-    Standing, StayReason, TagTotals, Tags, TicketWatch, Whose,
+    Class, Facts, Held, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease, LentTotals, References,
+    Selection, Sight, Standing, StayReason, TagTotals, Tags, TicketWatch, Whose,
 };
 pub use peer::PeerId;
 pub use pool::{
-    Entered, Export, GiveUp, ImportSource, Kind, LostImports, PieceBytes, Pieces, Pool, Registered,
-    Use,
+    Borrowed, Entered, Export, GiveUp, ImportSource, Kind, LostImports, PieceBytes, Pieces, Pool,
+    Registered, Use,
 };
 pub use report::{ClassBytes, Contents, DeviceReport, KeptBytes, PinnedBytes, PoolReport};
 pub use saved::{SavedError, WriteOut, Written};

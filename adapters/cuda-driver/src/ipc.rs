@@ -42,7 +42,7 @@ pub fn handle_of<D: Driver>(
     Answer::Done(handle)
 }
 
-/// Opens a handle made by [`handle_of`] in another process of the tenant, for `accessor` and the devices that reach
+/// Opens a handle made by [`handle_of`] in another process of the tenant, or of its family, for `accessor` and the devices that reach
 /// its plain memory. The driver opens others. What comes is the block's first address, and the same one as long as it is open.
 #[doc(alias = "cuIpcOpenMemHandle")]
 pub fn open<D: Driver>(
@@ -84,7 +84,7 @@ fn read<D: Driver>(member: &Member<D>, handle: &[u8; HANDLE_BYTES]) -> Option<(T
     let (size, _) = rest.split_first_chunk::<8>()?;
     let owner = MemberId(u64::from_le_bytes(*owner));
     let size_bytes = u64::from_le_bytes(*size);
-    let tenant = member.tenant().clone();
+    let tenant = member.tenant_of(owner);
     let ticket = Ticket::uncounted(AllocationId(*id), size_bytes, owner, tenant);
     Some((ticket, u64::from_le_bytes(*asked)))
 }

@@ -220,6 +220,10 @@ pub struct Functions {
         unsafe extern "C" fn(id: *mut ::core::ffi::c_int) -> ::core::ffi::c_int,
         ::libloading::Error,
     >,
+    pub sublet_set_family: Result<
+        unsafe extern "C" fn(family: *const ::core::ffi::c_char) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
     pub sublet_attach: Result<
         unsafe extern "C" fn(tenant: *const ::core::ffi::c_char) -> ::core::ffi::c_int,
         ::libloading::Error,
@@ -279,6 +283,7 @@ impl Functions {
         let ncclMemStats = __library.get(b"ncclMemStats\0").map(|sym| *sym);
         let ncclSetGroupID = __library.get(b"ncclSetGroupID\0").map(|sym| *sym);
         let ncclGetGroupID = __library.get(b"ncclGetGroupID\0").map(|sym| *sym);
+        let sublet_set_family = __library.get(b"sublet_set_family\0").map(|sym| *sym);
         let sublet_attach = __library.get(b"sublet_attach\0").map(|sym| *sym);
         let sublet_attach_report_json =
             __library.get(b"sublet_attach_report_json\0").map(|sym| *sym);
@@ -318,6 +323,7 @@ impl Functions {
             ncclMemStats,
             ncclSetGroupID,
             ncclGetGroupID,
+            sublet_set_family,
             sublet_attach,
             sublet_attach_report_json,
         })
@@ -550,6 +556,12 @@ impl Functions {
     }
     pub unsafe fn ncclGetGroupID(&self, id: *mut ::core::ffi::c_int) -> ::core::ffi::c_int {
         (self.ncclGetGroupID.as_ref().expect("Expected function, got error."))(id)
+    }
+    pub unsafe fn sublet_set_family(
+        &self,
+        family: *const ::core::ffi::c_char,
+    ) -> ::core::ffi::c_int {
+        (self.sublet_set_family.as_ref().expect("Expected function, got error."))(family)
     }
     pub unsafe fn sublet_attach(&self, tenant: *const ::core::ffi::c_char) -> ::core::ffi::c_int {
         (self.sublet_attach.as_ref().expect("Expected function, got error."))(tenant)

@@ -65,6 +65,16 @@ impl Library {
         self.version_text()
     }
 
+    /// Names the family of this process.
+    fn set_family(&self, py: Python<'_>, family: &str) -> PyResult<()> {
+        let set = function!(self, py, sublet_set_family);
+        let family = c_text(Some(family))?;
+        self.run(py, "attach", || {
+            // SAFETY: a terminated string that outlives the call.
+            unsafe { set(pointer(family.as_ref())) }
+        })
+    }
+
     /// Joins this process to a tenant, and returns what came too late for it.
     fn attach(&self, py: Python<'_>, tenant: Option<&str>) -> PyResult<String> {
         let attach = function!(self, py, sublet_attach);

@@ -78,9 +78,11 @@ class _Loaded:
                 self._opened = Library.open(library_path())
             return self._opened
 
-    def attach(self, tenant: Optional[str]) -> AttachReport:
+    def attach(self, tenant: Optional[str], family: Optional[str]) -> AttachReport:
         library = self.any()
         with self._lock:
+            if family is not None:
+                library.set_family(family)
             if self._report is not None:
                 return self._again(self._report, tenant)
             if self._preloaded is not None:
@@ -111,7 +113,7 @@ class _Loaded:
 _loaded = _Loaded()
 
 
-def attach(tenant: Optional[str] = None) -> AttachReport:
+def attach(tenant: Optional[str] = None, family: Optional[str] = None) -> AttachReport:
     """Brings this process under Sublet without ``sublet run``. Call it before CUDA is used.
 
     Memory that exists already stays on the device; the report names it. A second call with the same
@@ -119,14 +121,16 @@ def attach(tenant: Optional[str] = None) -> AttachReport:
 
     Args:
         tenant: the name of the tenant; by default what ``SUBLET_TENANT`` says.
+        family: tenants that name the same family may open each other's CUDA IPC handles; by default what
+            ``SUBLET_FAMILY`` says.
 
     Raises:
-        UsageError: this process belongs to another tenant, or the name is none.
+        UsageError: this process belongs to another tenant or family, or a name is none.
         RefusedError: libraries that are loaded already cannot be brought under Sublet.
 
     Safe from any thread. Does not block on other processes.
     """
-    report = _loaded.attach(tenant)
+    report = _loaded.attach(tenant, family)
     answer_pauses(own_library())
     return report
 

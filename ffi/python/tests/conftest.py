@@ -67,6 +67,7 @@ class Stage:
 _OURS = {
     "LD_PRELOAD",
     "SUBLET_TENANT",
+    "SUBLET_FAMILY",
     "SUBLET_LOG",
     "SUBLET_HOST_BYTES_MAX",
     "SUBLET_PREPARE",

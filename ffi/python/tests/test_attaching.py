@@ -37,3 +37,17 @@ def test_bad_name_attaches_nothing(stage: Stage) -> None:
     kind, _ = worker.do("failure(lambda: sublet.attach('no/name'), 'args')")
     assert kind == "UsageError"
     assert worker.do("sublet.attached()") is False
+
+
+def test_a_family_is_named_with_the_tenant_and_is_one_for_life(stage: Stage) -> None:
+    worker = stage.worker(None)
+    kind, args = worker.do("failure(lambda: sublet.attach('train', family='no/name'), 'args')")
+    assert kind == "UsageError" and "no family's name" in args[0]
+    assert worker.do("sublet.attached()") is False
+    worker.do("sublet.attach('train', family='rl')")
+    worker.do("weights = simdriver.allocate(4 * MIB, fill=7)")
+    listed = stage.run("-m", "sublet", "ps").stdout
+    assert listed.split()[:2] == ["TENANT", "FAMILY"] and " rl " in listed
+    worker.do("sublet.attach('train', family='rl')")
+    kind, args = worker.do("failure(lambda: sublet.attach('train', family='other'), 'args')")
+    assert kind == "UsageError" and "family rl" in args[0] and "other" in args[0]

@@ -22,6 +22,7 @@ def use() -> None:
     with sublet.region("kv", contents="discard", device=0, all_threads=True) as region:
         assert_type(region, sublet.Region)
     assert_type(sublet.attach("train"), sublet.AttachReport)
+    assert_type(sublet.attach("train", family="rl"), sublet.AttachReport)
     assert_type(sublet.attached(), bool)
     with sublet.configure_subprocess(tenant="infer"):
         pass

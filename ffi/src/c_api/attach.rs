@@ -4,8 +4,10 @@
 
 use std::ffi::{c_char, c_int};
 
+use tenants::identity::FamilyName;
+
 use super::last_call::{fail, guarded, guarded_length};
-use super::pausing::tenant_of;
+use super::pausing::{tenant_of, text};
 use super::stats::answer;
 use super::{ARGUMENT, OK, REFUSED};
 use crate::attach::{self, Refusal};
@@ -32,6 +34,26 @@ pub unsafe extern "C" fn sublet_attach(tenant: *const c_char) -> c_int {
             Ok(()) => OK,
             Err(Refusal::OtherTenant(reason)) => fail(ARGUMENT, &reason),
             Err(Refusal::Impossible(reason)) => fail(REFUSED, reason),
+        }
+    })
+}
+
+/// Sets the family that this process names.
+///
+/// # Safety
+/// `family` is a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_set_family(family: *const c_char) -> c_int {
+    guarded(|| {
+        // SAFETY: as this function's caller promises.
+        let name = match unsafe { text(family, "the family's name") } {
+            Ok(name) => name,
+            Err(code) => return code,
+        };
+        let chosen = FamilyName::new(name).map_err(|error| error.to_string());
+        match chosen.and_then(runtime::choose_family) {
+            Ok(()) => OK,
+            Err(reason) => fail(ARGUMENT, &reason),
         }
     })
 }

@@ -83,6 +83,7 @@ agrees! {
     sublet_tenant_stats_json in stats:
         unsafe extern "C" fn(*const c_char, *mut c_char, usize) -> i64;
     sublet_tenants_json in stats: unsafe extern "C" fn(*mut c_char, usize) -> i64;
+    sublet_set_family in attach: unsafe extern "C" fn(*const c_char) -> c_int;
     sublet_attach in attach: unsafe extern "C" fn(*const c_char) -> c_int;
     sublet_attach_report_json in attach: unsafe extern "C" fn(*mut c_char, usize) -> i64;
     ncclPause in amem: unsafe extern "C" fn(*mut c_void) -> c_int;

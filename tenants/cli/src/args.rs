@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
-use tenants::identity::TenantName;
+use tenants::identity::{FamilyName, TenantName};
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
 
 const EXIT_CODES: &str = "\
@@ -57,6 +57,9 @@ pub(crate) struct RunArgs {
     /// Name of the tenant: letters, digits, '.', '_' and '-'
     #[arg(long, value_name = "NAME", value_parser = tenant)]
     pub(crate) tenant: TenantName,
+    /// Tenants with the same family may open each other's CUDA IPC handles and exported memory
+    #[arg(long, value_name = "NAME", value_parser = family)]
+    pub(crate) family: Option<FamilyName>,
     /// The preload object; found beside this command when not given
     #[arg(long, value_name = "PATH")]
     pub(crate) library: Option<PathBuf>,
@@ -257,6 +260,10 @@ pub(crate) struct ManArgs {
 
 fn tenant(text: &str) -> Result<TenantName, String> {
     TenantName::new(text).map_err(|error| error.to_string())
+}
+
+fn family(text: &str) -> Result<FamilyName, String> {
+    FamilyName::new(text).map_err(|error| error.to_string())
 }
 
 fn wait_time(text: &str) -> Result<Duration, String> {

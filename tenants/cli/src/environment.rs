@@ -8,6 +8,8 @@ use tenants::run_dir::RUN_DIR_VARIABLE;
 
 /// Names the tenant that a process belongs to.
 pub(crate) const TENANT_VARIABLE: &str = "SUBLET_TENANT";
+/// Names the family, whose tenants may open each other's memory.
+pub(crate) const FAMILY_VARIABLE: &str = "SUBLET_FAMILY";
 /// Names the preload object.
 pub(crate) const LIBRARY_VARIABLE: &str = "SUBLET_LIBRARY";
 /// The loader's list of objects to load first.

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use tenants::coordinator::TenantStats;
 use tenants::run_dir::RunDir;
-use tenants::wire::{HostProgress, HostStage, MemberState, MemberStats};
+use tenants::wire::{HostProgress, HostStage, Lent, MemberState, MemberStats};
 use vmm_pool::Contents;
 
 use crate::failure::Failure;
@@ -31,14 +31,26 @@ fn render(view: &View, output: &mut Output) {
         );
         return;
     }
-    let header = [
+    // Most tenants are in none.
+    let mut members = view.tenants.iter().flat_map(|tenant| &tenant.stats.members);
+    let has_family = members.any(|member| member.member.family.is_some());
+    let mut header = vec![
         "TENANT", "PID", "STATE", "GPU", "LIBRARY", "TAG", "CONTENTS", "ON GPU", "AWAY",
         "IMPORTED", "COMMAND",
     ];
-    let mut table = output::table(&header, &[1, 7, 8, 9]);
+    let mut numbers = [1, 7, 8, 9];
+    if has_family {
+        header.insert(1, "FAMILY");
+        numbers = numbers.map(|column| column + 1);
+    }
+    let mut table = output::table(&header, &numbers);
     for TenantView { stats, .. } in &view.tenants {
         for member in &stats.members {
-            for row in member_rows(view, &stats.tenant, member) {
+            for mut row in member_rows(view, &stats.tenant, member) {
+                if has_family {
+                    let family = member.member.family.clone();
+                    row.insert(1, family.unwrap_or_else(|| "-".to_owned()));
+                }
                 table.add_row(row);
             }
         }
@@ -108,6 +120,8 @@ fn remarks(view: &View, tenant: &TenantStats) -> Vec<String> {
                 ));
             }
         }
+        remarks
+            .extend(member.lent.iter().map(|lent| format!("{name} {pid}: {}", lent_remark(lent))));
         remarks.extend(host_remark(&member.host).map(|text| format!("{name} {pid}: {text}")));
         for note in &member.notes {
             remarks.push(format!("{name} {pid}: {note}"));
@@ -117,6 +131,17 @@ fn remarks(view: &View, tenant: &TenantStats) -> Vec<String> {
         remarks.push(format!("{name}: no answer from {failure}"));
     }
     remarks
+}
+
+/// Memory that another tenant has open: a pause waits for it.
+fn lent_remark(lent: &Lent) -> String {
+    let pid = lent.pid.map_or_else(|| "?".to_owned(), |pid| pid.to_string());
+    format!(
+        "{} in {} allocations are open in process {pid} of tenant {}: a pause waits until they are closed",
+        units::bytes(lent.bytes),
+        lent.handles + lent.tickets,
+        lent.tenant
+    )
 }
 
 /// Host memory that comes in ahead of a pause, or did not.
@@ -171,6 +196,7 @@ pub(crate) mod tests {
             member: MemberInfo {
                 id: MemberId(u64::from(pid)),
                 pid,
+                family: None,
                 command: "python train.py".to_owned(),
                 version: "0.1.0".to_owned(),
                 state,
@@ -184,6 +210,7 @@ pub(crate) mod tests {
             last_pause: Vec::new(),
             last_resume: Vec::new(),
             host: HostProgress::default(),
+            lent: Vec::new(),
             communicators: Vec::new(),
             notes: Vec::new(),
         }

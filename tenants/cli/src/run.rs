@@ -11,7 +11,9 @@ use tenants::identity::MemberId;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
 
 use crate::args::RunArgs;
-use crate::environment::{Environment, LIBRARY_VARIABLE, PRELOAD_VARIABLE, TENANT_VARIABLE};
+use crate::environment::{
+    Environment, FAMILY_VARIABLE, LIBRARY_VARIABLE, PRELOAD_VARIABLE, TENANT_VARIABLE,
+};
 use crate::failure::{EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, EXIT_UNCHANGED, Failure};
 
 /// File name of the preload object.
@@ -31,7 +33,12 @@ pub(crate) fn run(
         .command
         .split_first()
         .ok_or_else(|| Failure::new("no command was given".to_owned(), EXIT_NOT_FOUND))?;
-    let error = Command::new(program)
+    let mut command = Command::new(program);
+    // What an outer command names is the child's too, as its tenant would be.
+    if let Some(family) = &args.family {
+        command.env(FAMILY_VARIABLE, family.as_str());
+    }
+    let error = command
         .args(rest)
         .env(PRELOAD_VARIABLE, preload)
         .env(TENANT_VARIABLE, args.tenant.as_str())

@@ -215,6 +215,8 @@ impl CoordinatorError {
             | FailureKind::CalledOff
             | FailureKind::NotNow
             | FailureKind::Shared
+            | FailureKind::Lent
+            | FailureKind::LenderAway
             | FailureKind::Unknown
             | FailureKind::Driver
             | FailureKind::Faulted => None,
@@ -335,6 +337,8 @@ fn may_pass(kind: FailureKind) -> bool {
         | FailureKind::OutOfDeviceMemory { .. }
         | FailureKind::NoConsent
         | FailureKind::NotNow
+        | FailureKind::Lent
+        | FailureKind::LenderAway
         | FailureKind::CalledOff => true,
         FailureKind::WrongState
         | FailureKind::Shared

@@ -14,8 +14,8 @@ use super::report::{MemberFailure, Step, Who};
 use crate::run_dir::MemberSocket;
 use crate::transport::{Connection, Process, TransportError, poll_until};
 use crate::wire::{
-    Ask, AwaitConsent, Failure, FailureKind, GiveUp, Hello, Hold, HostStep, MemberInfo, Needs,
-    Reply, SaveStep, Stats, StepOn, TakePhase,
+    Ask, AskLent, AwaitConsent, Failure, FailureKind, GiveUp, Hello, Hold, HostStep, MemberInfo,
+    Needs, Reply, SaveStep, Stats, StepOn, TakePhase,
 };
 
 /// Requests are a few bytes; a peer that cannot take one for this long does not read its socket at all.
@@ -120,6 +120,12 @@ impl Question for SaveStep {
 impl Question for HostStep {
     fn step(&self) -> Step {
         Step::Host
+    }
+}
+
+impl Question for AskLent {
+    fn step(&self) -> Step {
+        Step::Lending
     }
 }
 

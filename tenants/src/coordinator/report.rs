@@ -31,6 +31,8 @@ pub enum Step {
     Save,
     /// Host memory ahead of a pause.
     Host,
+    /// Waiting for memory that other tenants have open.
+    Lending,
     /// One phase.
     Phase(Phase),
 }
@@ -47,6 +49,7 @@ impl fmt::Display for Step {
             Self::Drain => f.write_str(Phase::Drain.label()),
             Self::Save => f.write_str("save to files"),
             Self::Host => f.write_str("host memory for the next pause"),
+            Self::Lending => f.write_str("memory open in other tenants"),
             Self::Phase(phase) => f.write_str(phase.label()),
         }
     }

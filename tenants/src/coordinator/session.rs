@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::Copies;
 
+use super::lending::Patience;
 use super::peers::{Answer, Peers, Question, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Report, Step};
 use super::shortage::short_devices;
@@ -58,6 +59,8 @@ pub(super) struct Session<'a> {
     stays: Vec<Stay>,
     /// Copies of earlier pauses that all processes have room for in host memory.
     copies: Copies,
+    /// How long it waits for memory that other tenants have open.
+    pub(super) patience: Patience,
     /// Processes whose sockets were found and removed.
     dead: usize,
 }
@@ -124,6 +127,7 @@ impl<'a> Session<'a> {
             absent: Vec::new(),
             stays: Vec::new(),
             copies: Copies::default(),
+            patience: Patience::new(options),
             dead: 0,
         };
         let deadline = Instant::now() + options.contact_timeout;
@@ -266,6 +270,9 @@ impl<'a> Session<'a> {
         if self.options.look_first && action == Action::Resume {
             self.look(plan, members)?;
         }
+        if action == Action::Pause {
+            self.wait_for_borrowers(members)?;
+        }
         self.take_all(&plan.prepare, action, members, report)
     }
 
@@ -293,6 +300,9 @@ impl<'a> Session<'a> {
             let began = Instant::now();
             if phase == Phase::Drain && report.drain.is_none() {
                 self.drain_by_steps(members, None, report)?;
+            }
+            if phase == Phase::Drain {
+                self.wait_behind_gates(members)?;
             }
             let result = self.phase_step(phase, members, OnFailure::Stop);
             if !result.failures.is_empty() {

@@ -19,6 +19,10 @@ impl Session<'_> {
             Some((*index, references?))
         });
         let said: Vec<(usize, &References)> = said.collect();
+        // The agents said at the shut gates that nothing is lent, and lend nothing since.
+        if let Some((index, _)) = said.iter().find(|(_, references)| !references.lent.is_empty()) {
+            return Err(Stop::Failed(vec![self.still_lent(*index)]));
+        }
         if let TakesPart::Alone(_) = self.options.takes_part {
             let sharer = said.iter().find(|(_, references)| references.shares_scope);
             return match sharer {
@@ -37,6 +41,13 @@ impl Session<'_> {
         let all = self.peers.list.iter().map(|peer| peer.who.member);
         let bystanders = all.filter(|member| !take_part.contains(member)).collect();
         Ok(decide(&said, &bystanders))
+    }
+
+    fn still_lent(&self, index: usize) -> MemberFailure {
+        let message = "a process of another tenant has some of this memory open still".to_owned();
+        let failure = Failure { kind: FailureKind::Lent, message };
+        let step = Step::Phase(Phase::Drain);
+        MemberFailure { who: self.peers.list[index].who, step, failure }
     }
 
     fn shares(&self, index: usize) -> MemberFailure {

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use super::error::SwapError;
 use super::exchange::{Exchange, totals};
+use super::lending::Patience;
 use super::overlap::{Side, exchange};
 use super::report::{Event, MemberFailure, Outcome, Report, Step, Swap, Who};
 use super::session::{Plan, Session, Stop, micros};
@@ -59,14 +60,19 @@ pub fn swap(
     };
     if how.overlap && whole(&from.coordinator.options) && whole(&to.coordinator.options) {
         let mut tries = 1;
+        let mut patience = Patience::new(&from.coordinator.options);
         loop {
-            match overlapped(&from, &to, how, started, progress) {
+            match overlapped(&from, &to, how, patience, started, progress) {
                 // With the newcomers, then.
                 Err(SwapError::Pause(CoordinatorError::Joined { .. }))
                     if tries < JOINED_TRIES_MAX =>
                 {
                     tries += 1;
                 }
+                Err(SwapError::Pause(error)) if error.is_lent() => match patience.next() {
+                    Some(next) => patience = next,
+                    None => return Err(SwapError::Pause(error)),
+                },
                 Ok(Some(swap)) => return Ok(swap),
                 // Only one of them moves.
                 Ok(None) => break,
@@ -134,6 +140,7 @@ fn overlapped(
     from: &Held<'_>,
     to: &Held<'_>,
     how: SwapOptions,
+    patience: Patience,
     started: Instant,
     progress: &mut dyn FnMut(Event<'_>),
 ) -> Result<Option<Swap>, SwapError> {
@@ -148,7 +155,13 @@ fn overlapped(
     if leavers.is_empty() || comers.is_empty() || coming.scope != Scope::Whole {
         return Ok(None);
     }
+    leaving.patience = patience;
     let target = Target { from, to, who: coming.peers.list[comers[0]].who };
+    let wanted = coming.wanted_of(&comers, from.dir.tenant());
+    let wanted = wanted.map_err(|failures| target.refused(failures))?;
+    if !wanted.is_empty() {
+        return Err(target.refused(wanted));
+    }
     let needs = coming.needs_of_each(&comers).map_err(|failures| target.refused(failures))?;
     if !short_devices(needs.iter().flatten()).is_empty() {
         let held = leaving.resident_bytes(&leavers);

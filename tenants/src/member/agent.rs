@@ -15,22 +15,20 @@ use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::signal::SigSet;
 use vmm_pool::driver::Driver;
-use vmm_pool::{AllocationId, PoolError};
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
-use super::failures::{failed_inside, faulted, pool_failure};
+use super::failures::failed_inside;
+use super::lending::HandedOut;
 use super::saving::Saving;
 use super::sockets::Noted;
 use super::{AGENT_TIMEOUT, Member};
 use crate::host_memory::Pressure;
-use crate::identity::MemberId;
 use crate::phase::Stage;
 use crate::scope::Scope;
 use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
-    Action, Asked, AwaitConsent, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchFds, FetchPurpose,
-    GiveUp, Hold, HostStage, HostStep, MemberState, Needs, Order, Phase, Reply, Request, SaveStep,
-    StepOn, TakePhase, Withdraw,
+    Action, AskLent, Asked, AwaitConsent, Failure, FailureKind, GiveUp, Hold, HostStage, HostStep,
+    MemberState, Needs, Order, Phase, Reply, Request, SaveStep, StepOn, TakePhase, Withdraw,
 };
 
 /// No request waits longer than this, whatever it says.
@@ -109,16 +107,6 @@ struct Done {
     /// None for a look at the cut, which leaves nothing to undo but the hold.
     phase: Option<Phase>,
     reply: Reply,
-}
-
-/// What an importer is given.
-#[derive(Default)]
-struct HandedOut {
-    fds: Vec<OwnedFd>,
-    /// When tickets are redeemed.
-    tags: Vec<String>,
-    /// What this process does not have any more.
-    missing: Vec<AllocationId>,
 }
 
 struct Waiter {
@@ -550,14 +538,20 @@ impl<D: Driver> Agent<D> {
                     self.waiters.push_back(Waiter { connection: number, action, deadline });
                 }
             }
-            Request::FetchFds(FetchFds { allocations, purpose, importer }) => {
-                match self.hand_out(&allocations, purpose, importer) {
-                    Ok(HandedOut { fds, tags, missing }) => {
+            Request::FetchFds(fetch) => {
+                // Here and not on the worker: once it has shut the gate, what is said to be lent is all.
+                match self.member.hand_out(&fetch, self.clients.pid_of(number)) {
+                    Ok(HandedOut { fds, tags, missing, devices }) => {
                         let count = u32::try_from(fds.len()).unwrap_or(u32::MAX);
-                        self.clients.answer(number, &Reply::Fds { count, tags, missing }, fds);
+                        let reply = Reply::Fds { count, tags, missing, devices };
+                        self.clients.answer(number, &reply, fds);
                     }
                     Err(failure) => self.answer(number, &Reply::Failed(failure)),
                 }
+            }
+            Request::Lent(AskLent { scope }) => {
+                let lending = self.member.lending(&scope);
+                self.answer(number, &Reply::Lent(Box::new(lending)));
             }
         }
     }
@@ -613,56 +607,6 @@ impl<D: Driver> Agent<D> {
             self.forget(number);
         }
         fits
-    }
-
-    fn hand_out(
-        &self,
-        ids: &[AllocationId],
-        purpose: FetchPurpose,
-        importer: MemberId,
-    ) -> Result<HandedOut, Failure> {
-        let refused = |message| Failure { kind: FailureKind::Unknown, message };
-        if ids.len() > FDS_PER_MESSAGE_MAX {
-            return Err(refused(format!(
-                "{} descriptors in one request, and {FDS_PER_MESSAGE_MAX} are the limit",
-                ids.len()
-            )));
-        }
-        // Memory crosses no tenants: a pause of ours would take it from under the other.
-        if !self.member.dir.has_member(importer) {
-            return Err(refused(format!(
-                "process {}: {importer} is no process of tenant {}",
-                std::process::id(),
-                self.member.tenant()
-            )));
-        }
-        if self.member.state() == MemberState::Faulted {
-            return Err(faulted());
-        }
-        let pool = self.member.pool();
-        let mut handed = HandedOut::default();
-        for &id in ids {
-            let fd = match purpose {
-                FetchPurpose::Redeem { serial } => {
-                    // Asked before: redeeming may be the last use of the allocation in this process.
-                    handed.tags.push(pool.tag_of(id));
-                    pool.redeem(id, serial, importer.into())
-                }
-                FetchPurpose::Again => pool.hand_out(id, importer.into()),
-            };
-            match (fd, purpose) {
-                (Ok(fd), _) => handed.fds.push(fd),
-                (Err(PoolError::StaleHandle { .. }), FetchPurpose::Again) => {
-                    handed.missing.push(id);
-                }
-                (Err(PoolError::StaleHandle { .. }), FetchPurpose::Redeem { .. }) => {
-                    let pid = std::process::id();
-                    return Err(refused(format!("process {pid} does not have it now")));
-                }
-                (Err(error), _) => return Err(pool_failure(&error)),
-            }
-        }
-        Ok(handed)
     }
 
     fn answer(&mut self, number: u64, reply: &Reply) {

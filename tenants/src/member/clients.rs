@@ -185,6 +185,12 @@ impl Clients {
         }
     }
 
+    /// The process id of client `number`, where the kernel tells.
+    pub(super) fn pid_of(&self, number: u64) -> Option<u32> {
+        let client = self.list.iter().find(|client| client.number == number)?;
+        client.connection.peer().pid()
+    }
+
     fn find(&mut self, number: u64) -> Option<&mut Client> {
         self.list.iter_mut().find(|client| client.number == number)
     }

@@ -137,8 +137,12 @@ pub(super) fn import_failure(error: &ImportError) -> Failure {
         ImportError::Pool(error) => return pool_failure(error),
         // The owner has the memory, and its driver refused this once.
         ImportError::Refused(failure) if failure.kind == FailureKind::Driver => FailureKind::Driver,
+        ImportError::Refused(failure) if failure.kind == FailureKind::NotNow => FailureKind::NotNow,
+        ImportError::LenderAway { .. } => FailureKind::LenderAway,
         ImportError::Refused(_)
         | ImportError::OtherTenant { .. }
+        | ImportError::NoLender { .. }
+        | ImportError::OtherDevice { .. }
         | ImportError::Stale { .. }
         | ImportError::NoTicket { .. }
         | ImportError::NotMemory { .. }

@@ -1,20 +1,21 @@
-//! Getting descriptors of memory that other processes of the tenant own.
+//! Getting descriptors of memory that other processes own.
 
 use std::collections::{BTreeSet, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::{MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::stat::{SFlag, fstat};
 use vmm_pool::driver::Driver;
 use vmm_pool::{
-    AllocationId, Class, Contents, Entered, ImportSource, PoolError, Returning, Step, StepLog, Use,
-    VirtualHandle,
+    AllocationId, Borrowed, Class, Contents, Entered, ImportSource, PoolError, Returning, Step,
+    StepLog, Use, VirtualHandle,
 };
 
-use super::{AGENT_TIMEOUT, Member};
+use super::Member;
+use super::borrowing::{REST_MAX, REST_MIN};
 use crate::identity::MemberId;
 use crate::ticket::{self, Ticket};
 use crate::transport::{Connection, TransportError};
@@ -24,16 +25,42 @@ use crate::wire::{FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchFds, FetchPurp
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ImportError {
-    /// The ticket belongs to another tenant, whose pauses this process would not see.
+    /// The ticket belongs to another tenant, and this process names no family.
     #[error(
-        "the ticket is of tenant {theirs} and this process is in {ours}: run both in one tenant to let \
-         them share device memory"
+        "the ticket is of tenant {theirs}, and this process is in {ours} and names no family: start both with one family \
+         (sublet run --family NAME, or SUBLET_FAMILY), or run both in one tenant, to let them share device memory"
     )]
     OtherTenant {
         /// Whose it is.
         theirs: String,
         /// Ours.
         ours: String,
+    },
+    /// The ticket names a tenant that is not there.
+    #[error(
+        "the ticket is of tenant {theirs}, which is not in this process's run directory: start both with one \
+         SUBLET_RUN_DIR"
+    )]
+    NoLender {
+        /// Whose it is.
+        theirs: String,
+    },
+    /// The tenant that the memory is borrowed from is paused.
+    #[error("{count} allocations that this process has open are another tenant's: {failure}")]
+    LenderAway {
+        /// Allocations asked for.
+        count: usize,
+        /// What the owner said.
+        failure: Failure,
+    },
+    /// The memory is on a device that this process does not see.
+    #[error(
+        "the memory is on GPU {device}, which this process does not see: start both tenants with the same GPUs \
+         (CUDA_VISIBLE_DEVICES)"
+    )]
+    OtherDevice {
+        /// The machine-wide name.
+        device: String,
     },
     /// The allocation has been freed.
     #[error("the ticket is stale: its allocation {id:?} has been freed")]
@@ -112,6 +139,9 @@ impl ImportError {
         match self {
             Self::Refused(failure) => failure.kind != FailureKind::Unknown,
             Self::OtherTenant { .. }
+            | Self::NoLender { .. }
+            | Self::LenderAway { .. }
+            | Self::OtherDevice { .. }
             | Self::Stale { .. }
             | Self::NoTicket { .. }
             | Self::Owner { .. }
@@ -125,8 +155,8 @@ impl ImportError {
 }
 
 /// What an owner has sent.
-struct Fetched {
-    fds: HashMap<AllocationId, OwnedFd>,
+pub(super) struct Fetched {
+    fds: HashMap<AllocationId, Borrowed>,
     /// Of redeemed tickets.
     tags: Vec<String>,
     /// What the owner does not have any more.
@@ -147,10 +177,6 @@ impl From<Missing> for ImportError {
     }
 }
 
-/// Between two questions to an owner that is paused.
-const REDEEM_REST_MIN: Duration = Duration::from_millis(1);
-const REDEEM_REST_MAX: Duration = Duration::from_millis(100);
-
 /// Descriptors that are left to the application and the rest of us.
 const DESCRIPTORS_KEPT_FREE: usize = 32;
 
@@ -166,12 +192,14 @@ impl<D: Driver> Member<D> {
     ) -> Result<OwnedFd, ImportError> {
         let export = entered.export(handle)?;
         let owner = entered.import_owner(handle)?.map_or(self.id, MemberId::from);
+        // Whoever redeems a ticket for borrowed memory asks its owner.
+        let tenant = self.lender(owner).unwrap_or_else(|| self.config.tenant.clone());
         let ticket = Ticket {
             allocation: export.id,
             serial: export.serial,
             size_bytes: export.size_bytes,
             owner,
-            tenant: self.config.tenant.clone(),
+            tenant,
         };
         let fd = ticket.issue().map_err(|source| {
             entered.take_ticket_back(&export);
@@ -198,13 +226,11 @@ impl<D: Driver> Member<D> {
         ticket: &Ticket,
         library: &'static str,
     ) -> Result<VirtualHandle, ImportError> {
-        if ticket.tenant != self.config.tenant {
-            return Err(ImportError::OtherTenant {
-                theirs: ticket.tenant.to_string(),
-                ours: self.config.tenant.to_string(),
-            });
-        }
         let Ticket { allocation, serial, owner, .. } = *ticket;
+        let is_borrowed = ticket.tenant != self.config.tenant;
+        if is_borrowed {
+            self.approach(owner, &ticket.tenant)?;
+        }
         let is_own = owner == self.id;
         if let Some(handle) = entered.import_held(allocation, serial) {
             // The owner keeps memory for every ticket until it is redeemed: tell it that this one is.
@@ -228,17 +254,17 @@ impl<D: Driver> Member<D> {
             return Err(ImportError::Stale { id: allocation });
         }
         let Fetched { mut fds, tags, .. } = self.redeem_from(entered, owner, allocation, serial)?;
-        // It leaves and comes back with its owner's.
+        // It leaves and comes back with its owner's; what is borrowed, with all that this process has.
         let tag = tags.into_iter().next().unwrap_or_default();
         let class = Class { library, tag, contents: Contents::Keep };
-        let fd = fds.remove(&allocation).ok_or(ImportError::Stale { id: allocation })?;
+        let lent = fds.remove(&allocation).ok_or(ImportError::Stale { id: allocation })?;
         let source =
             ImportSource { id: allocation, size_bytes: ticket.size_bytes, owner: owner.into() };
-        Ok(entered.import(source, fd.as_fd(), class)?)
+        Ok(entered.borrow(source, lent, class)?)
     }
 
     /// Redeems a ticket at its owner. While that is paused, or being paused, it waits as it would at its own gate,
-    /// and lets a pause of its own process through.
+    /// and lets a pause of its own process through; for an owner of another tenant only until a deadline.
     fn redeem_from(
         &self,
         entered: &Entered<'_, D, Use>,
@@ -246,15 +272,21 @@ impl<D: Driver> Member<D> {
         id: AllocationId,
         serial: u64,
     ) -> Result<Fetched, ImportError> {
-        let mut rest = REDEEM_REST_MIN;
+        let give_up = self.open_deadline(owner);
+        let mut rest = REST_MIN;
         loop {
-            let deadline = Instant::now() + AGENT_TIMEOUT;
+            let deadline = Instant::now() + self.answer_timeout(owner);
             let purpose = FetchPurpose::Redeem { serial };
             match self.fetch(owner, &[id], purpose, deadline) {
-                Err(ImportError::Refused(failure)) if failure.kind == FailureKind::NotNow => {
+                Err(ImportError::Refused(failure)) if is_over_later(failure.kind) => {
+                    if give_up.is_some_and(|at| Instant::now() >= at) {
+                        let waited_ms = self.config.family_timeout.as_millis();
+                        let message = format!("{failure}; it was waited for for {waited_ms} ms");
+                        return Err(ImportError::Refused(Failure { message, ..failure }));
+                    }
                     entered.step_aside();
                     self.rest(rest);
-                    rest = (2 * rest).min(REDEEM_REST_MAX);
+                    rest = (2 * rest).min(REST_MAX);
                 }
                 answer => return answer,
             }
@@ -285,8 +317,9 @@ impl<D: Driver> Member<D> {
                     log.add(returning.import_batch(std::mem::take(&mut at_hand))?);
                     continue;
                 }
-                let ids = &rest[..batch.min(room.max(1)).min(rest.len())];
-                match self.fetch(owner, ids, FetchPurpose::Again, deadline) {
+                let each = if self.lender(owner).is_some() { 2 } else { 1 };
+                let ids = &rest[..batch.min(room).div_euclid(each).max(1).min(rest.len())];
+                match self.fetch_again(owner, ids, deadline) {
                     Ok(fetched) => {
                         at_hand.extend(fetched.fds);
                         gone.extend(fetched.missing);
@@ -331,17 +364,19 @@ impl<D: Driver> Member<D> {
         self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn fetch(
+    pub(super) fn fetch(
         &self,
         owner: MemberId,
         ids: &[AllocationId],
         purpose: FetchPurpose,
         deadline: Instant,
     ) -> Result<Fetched, ImportError> {
-        let path = || self.socket_path_of(owner);
+        let path = || self.place_of(owner);
         let failed = |source| ImportError::Owner { path: path(), source };
         let kept = self.peers().remove(&owner);
-        let question = FetchFds { allocations: ids.to_vec(), purpose, importer: self.id };
+        let borrower = self.as_borrower(owner);
+        let each = if borrower.is_some() { 2 } else { 1 };
+        let question = FetchFds { allocations: ids.to_vec(), purpose, importer: self.id, borrower };
         let kept = kept.map(|mut connection| {
             let answer = connection.call(&question, deadline);
             answer.map(|answer| (answer, connection))
@@ -354,8 +389,9 @@ impl<D: Driver> Member<D> {
         };
         let (answer, connection) = answer.map_err(failed)?;
         self.peers().insert(owner, connection);
-        let SentFds { count, fds, tags, missing } = answer.map_err(ImportError::Refused)?;
-        if count != fds.len() || fds.len() + missing.len() != ids.len() {
+        let SentFds { count, fds, tags, missing, devices } =
+            answer.map_err(ImportError::Refused)?;
+        if count != fds.len() || fds.len() + each * missing.len() != each * ids.len() {
             let (got, wanted) = (fds.len(), ids.len());
             return Err(ImportError::Miscounted { path: path(), got, wanted });
         }
@@ -364,7 +400,23 @@ impl<D: Driver> Member<D> {
         }
         let missing: BTreeSet<AllocationId> = missing.into_iter().collect();
         let found = ids.iter().copied().filter(|id| !missing.contains(id));
-        Ok(Fetched { fds: found.zip(fds).collect(), tags, missing })
+        if let Some(device) = devices.into_iter().find(|uuid| self.cannot_see(uuid)) {
+            return Err(ImportError::OtherDevice { device });
+        }
+        let mut fds = fds.into_iter();
+        let mut next = || {
+            let fd = fds.next()?;
+            let lease = if each == 2 { Some(fds.next()?) } else { None };
+            Some(Borrowed { fd, lease })
+        };
+        let fds = found.map_while(|id| Some((id, next()?))).collect();
+        Ok(Fetched { fds, tags, missing })
+    }
+
+    /// Is a device of this name surely none of this process's?
+    fn cannot_see(&self, uuid: &str) -> bool {
+        let is_name = uuid.len() == 32 && uuid.bytes().all(|byte| byte.is_ascii_hexdigit());
+        is_name && !self.pool.sees_device(uuid)
     }
 
     fn ask_anew(
@@ -377,6 +429,11 @@ impl<D: Driver> Member<D> {
         let answer = connection.call(question, deadline)?;
         Ok((answer, connection))
     }
+}
+
+/// May the same question be answered a little later?
+fn is_over_later(kind: FailureKind) -> bool {
+    matches!(kind, FailureKind::NotNow | FailureKind::LenderAway)
 }
 
 /// How many descriptors this process may open now, with some left over.

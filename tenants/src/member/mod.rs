@@ -12,9 +12,11 @@
 
 mod agent;
 mod ahead;
+mod borrowing;
 mod clients;
 mod failures;
 mod fetch;
+mod lending;
 mod limit;
 mod owners;
 mod phases;
@@ -36,14 +38,14 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender};
 use vmm_pool::driver::{Driver, PciAddress, RawContext, VaRange};
 use vmm_pool::support::Unsupported;
-use vmm_pool::{Pool, TagTotals};
+use vmm_pool::{Pool, Selection, TagTotals};
 
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use fetch::ImportError;
 
 use crate::cut::Cut;
 use crate::host_memory::{HostFigure, HostLimit};
-use crate::identity::{MemberId, TenantName};
+use crate::identity::{FamilyName, MemberId, TenantName};
 use crate::region;
 use crate::run_dir::{self, RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
 use crate::state::{self, Event, InvalidTransition};
@@ -52,6 +54,7 @@ use crate::wire::{
     Action, Asked, MemberInfo, MemberState, MemberStats, Phase, PhaseReport, TagBytes,
 };
 use ahead::Ahead;
+use lending::KnownBorrower;
 use limit::DescriptorLimit;
 use owners::Owner;
 use progress::Progress;
@@ -66,6 +69,10 @@ pub struct MemberConfig {
     pub run_dir: RunDir,
     /// Which one to join.
     pub tenant: TenantName,
+    /// Tenants that name the same family may open each other's memory.
+    pub family: Option<FamilyName>,
+    /// How long opening memory of another tenant waits while that is paused, or on its way.
+    pub family_timeout: Duration,
     /// Start of the command line, for people.
     pub command: String,
     /// Version of the library, the same in all processes of a tenant.
@@ -98,13 +105,15 @@ pub struct MemberConfig {
 }
 
 impl MemberConfig {
-    /// What must be said, and no more: host memory without a limit, anywhere, and none ahead of a pause; no contexts of the
+    /// What must be said, and no more: no family; host memory without a limit, anywhere, and none ahead of a pause; no contexts of the
     /// application's own, nothing known to be unused, everything gated, no pins and no work of NCCL's unseen, one thread
     /// for new host memory.
     pub fn new(run_dir: RunDir, tenant: TenantName, command: &str, version: &str) -> Self {
         Self {
             run_dir,
             tenant,
+            family: None,
+            family_timeout: FAMILY_TIMEOUT,
             command: command.to_owned(),
             version: version.to_owned(),
             host_limits: Vec::new,
@@ -195,6 +204,10 @@ pub struct Member<D: Driver> {
     peers: Mutex<HashMap<MemberId, Connection>>,
     /// Who owns what was imported, also after its end.
     owners: Mutex<HashMap<MemberId, Owner>>,
+    /// Of which other tenants the owners are that memory was asked of.
+    lenders: Mutex<HashMap<MemberId, TenantName>>,
+    /// Processes of other tenants that memory was lent to.
+    borrowers: Mutex<HashMap<MemberId, KnownBorrower>>,
     /// Raised while a phase under way is to end early, because it will be undone.
     calling_off: CallingOff,
     /// Descriptors of a resume that is over, to be closed when there is time.
@@ -274,6 +287,8 @@ impl<D: Driver> Member<D> {
             captures: AtomicUsize::new(0),
             peers: Mutex::default(),
             owners: Mutex::default(),
+            lenders: Mutex::default(),
+            borrowers: Mutex::default(),
             calling_off: CallingOff::default(),
             spare: Mutex::default(),
             descriptor_limit: DescriptorLimit::default(),
@@ -369,7 +384,7 @@ impl<D: Driver> Member<D> {
         &self.socket_path
     }
 
-    /// Where the agent of `member`, of the same tenant, listens. All identities are of one length, so this path
+    /// Where the agent of `member`, of the same tenant, would listen. All identities are of one length, so this path
     /// fits where the own one did.
     pub fn socket_path_of(&self, member: MemberId) -> PathBuf {
         self.socket_path.with_file_name(format!("{member}.{SOCKET_EXTENSION}"))
@@ -468,6 +483,7 @@ impl<D: Driver> Member<D> {
         MemberInfo {
             id: self.id,
             pid: std::process::id(),
+            family: self.config.family.as_ref().map(ToString::to_string),
             command: self.config.command.clone(),
             version: self.config.version.clone(),
             state,
@@ -497,6 +513,7 @@ impl<D: Driver> Member<D> {
         let member = self.info();
         let pool = self.pool.report();
         let communicators = self.cut.ranks();
+        let lent = self.lent(&Selection::Whole);
         let status = self.status();
         MemberStats {
             member,
@@ -506,6 +523,7 @@ impl<D: Driver> Member<D> {
             last_pause: status.last_pause.clone(),
             last_resume: status.last_resume.clone(),
             host: self.host_progress(),
+            lent,
             communicators,
             notes: status.notes.clone(),
         }
@@ -594,6 +612,9 @@ fn random_id() -> std::io::Result<MemberId> {
     getrandom::fill(&mut bytes).map_err(|error| std::io::Error::other(error.to_string()))?;
     Ok(MemberId(u64::from_le_bytes(bytes)))
 }
+
+/// How long opening memory of another tenant waits while that is paused, where nothing is said.
+pub const FAMILY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Time for exchanges between agents that need no device.
 pub(crate) const AGENT_TIMEOUT: Duration = Duration::from_secs(30);

@@ -10,7 +10,7 @@ use vmm_pool::driver::Driver;
 
 use super::Member;
 use super::fetch::Missing;
-use crate::identity::MemberId;
+use crate::identity::{MemberId, TenantName};
 use crate::transport::{Connection, TransportError, has_ended};
 
 /// A process that memory was imported from.
@@ -20,11 +20,17 @@ pub(super) struct Owner {
     pid: u32,
     /// Start of its command line.
     command: String,
+    /// Its tenant, where that is another.
+    tenant: Option<TenantName>,
 }
 
 impl fmt::Display for Owner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "process {} ({})", self.pid, self.command)
+        write!(f, "process {} ({})", self.pid, self.command)?;
+        match &self.tenant {
+            Some(tenant) => write!(f, " of tenant '{tenant}'"),
+            None => Ok(()),
+        }
     }
 }
 
@@ -36,9 +42,10 @@ impl<D: Driver> Member<D> {
         owner: MemberId,
         deadline: Instant,
     ) -> Result<Connection, TransportError> {
-        let connection = Connection::connect(&self.socket_path_of(owner), deadline)?;
+        let connection = Connection::connect(&self.place_of(owner), deadline)?;
         if let Some(pid) = connection.peer().pid() {
-            let known = || Owner { pid, command: command_of(pid) };
+            let tenant = self.lender(owner);
+            let known = || Owner { pid, command: command_of(pid), tenant };
             self.owners().entry(owner).or_insert_with(known);
         }
         Ok(connection)
@@ -56,13 +63,13 @@ impl<D: Driver> Member<D> {
     /// `owner` in words.
     pub(super) fn owner_in_words(&self, owner: MemberId) -> String {
         self.known_owner(owner)
-            .unwrap_or_else(|| format!("the process at {}", self.socket_path_of(owner).display()))
+            .unwrap_or_else(|| format!("the process at {}", self.place_of(owner).display()))
     }
 
     /// Has `owner` ended? That its name has gone proves it only where names stay: not when the
     /// tenant's directory was removed, and others may not have taken their names again yet.
     pub(super) fn has_ended(&self, owner: MemberId) -> bool {
-        let path = self.socket_path_of(owner);
+        let path = self.place_of(owner);
         has_ended(&path) && (path.symlink_metadata().is_ok() || self.names_stay())
     }
 
@@ -83,6 +90,7 @@ impl<D: Driver> Member<D> {
             self.peers().remove(&owner);
             if !importing.contains(&owner.into()) {
                 self.owners().remove(&owner);
+                self.forget_lender(owner);
             }
         }
     }

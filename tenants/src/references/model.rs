@@ -462,7 +462,7 @@ impl State {
             let given = said(who).filter(|said| said.given).map(held).into_iter().collect();
             let taken = said(who).filter(|said| said.taken).map(held);
             let taken = taken.map(|held| (name(OWNER), vec![held])).into_iter().collect();
-            References { given, taken, shares_scope: false }
+            References { given, taken, shares_scope: false, lent: Vec::new() }
         });
         let take_part: Vec<_> = ALL
             .into_iter()

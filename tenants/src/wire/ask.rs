@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use vmm_pool::AllocationId;
 
 use super::{
-    DeviceDelta, FDS_PER_MESSAGE_MAX, Failure, FetchPurpose, HostProgress, MemberInfo, MemberStats,
-    PhaseReport, Reply, Request, SaveProgress,
+    DeviceDelta, FDS_PER_MESSAGE_MAX, Failure, FetchPurpose, HostProgress, Lending, MemberInfo,
+    MemberStats, PhaseReport, Reply, Request, SaveProgress,
 };
 use crate::cut::{CutReport, Limits, Seen};
 use crate::identity::MemberId;
@@ -234,12 +234,23 @@ impl Ask for Withdraw {
 /// Descriptors for these allocations of yours, which I import.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FetchFds {
-    /// The allocations, at most [`FDS_PER_MESSAGE_MAX`].
+    /// The allocations, at most [`FDS_PER_MESSAGE_MAX`], and half as many for a borrower.
     pub allocations: Vec<AllocationId>,
     /// Why.
     pub purpose: FetchPurpose,
     /// Who asks.
     pub importer: MemberId,
+    /// Of which other tenant that is; none where it is the owner's own.
+    pub borrower: Option<Borrower>,
+}
+
+/// What an importer of another tenant says of itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Borrower {
+    /// Its tenant.
+    pub tenant: String,
+    /// The family that it names.
+    pub family: Option<String>,
 }
 
 /// Descriptors as they came.
@@ -247,12 +258,14 @@ pub struct FetchFds {
 pub struct SentFds {
     /// How many the owner says it has sent.
     pub count: usize,
-    /// What came, in the order of the allocations asked for.
+    /// What came, in the order of the allocations asked for; for a borrower two each, the driver's and the lease.
     pub fds: Vec<OwnedFd>,
     /// When tickets were redeemed: the tag of each allocation, in the same order.
     pub tags: Vec<String>,
     /// Allocations asked for again that the owner does not have any more. No descriptor comes for them.
     pub missing: Vec<AllocationId>,
+    /// For a borrower: the device of each allocation, in the same order, by its machine-wide name.
+    pub devices: Vec<String>,
 }
 
 impl Ask for FetchFds {
@@ -263,12 +276,32 @@ impl Ask for FetchFds {
     }
 
     fn fds_max(&self) -> usize {
-        self.allocations.len().min(FDS_PER_MESSAGE_MAX)
+        let each = if self.borrower.is_some() { 2 } else { 1 };
+        (each * self.allocations.len()).min(FDS_PER_MESSAGE_MAX)
     }
 
     fn answer_in(&self, reply: Reply, fds: Vec<OwnedFd>) -> Option<SentFds> {
-        let Reply::Fds { count, tags, missing } = reply else { return None };
-        Some(SentFds { count: usize::try_from(count).ok()?, fds, tags, missing })
+        let Reply::Fds { count, tags, missing, devices } = reply else { return None };
+        Some(SentFds { count: usize::try_from(count).ok()?, fds, tags, missing, devices })
+    }
+}
+
+/// Which memory of `scope` do processes of other tenants have open? Nothing is changed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AskLent {
+    /// Which memory a pause would be about.
+    pub scope: Scope,
+}
+
+impl Ask for AskLent {
+    type Answer = Lending;
+
+    fn to_request(&self) -> Request {
+        Request::Lent(self.clone())
+    }
+
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<Lending> {
+        if let Reply::Lent(lending) = reply { Some(*lending) } else { None }
     }
 }
 

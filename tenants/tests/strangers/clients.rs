@@ -119,6 +119,7 @@ fn the_longest_request_is_read_and_one_byte_more_is_not() {
         allocations,
         purpose: FetchPurpose::Redeem { serial: 0 },
         importer: member.id(),
+        borrower: None,
     });
     let frame = encode(&request, 0).unwrap();
     assert!(frame.len() - HEADER_BYTES > REQUEST_BYTES_MAX - 32);
@@ -316,6 +317,7 @@ fn memory_is_handed_to_members_of_the_tenant_and_in_numbers_within_the_limit() {
             allocations,
             purpose: FetchPurpose::Redeem { serial: 0 },
             importer,
+            borrower: None,
         })
     };
     for nobody in [stranger.id(), MemberId(0), MemberId(u64::MAX)] {
@@ -331,7 +333,12 @@ fn memory_is_handed_to_members_of_the_tenant_and_in_numbers_within_the_limit() {
     let (reply, fds) = client.exchange(&most, FDS_PER_MESSAGE_MAX, soon()).unwrap();
     assert_eq!(
         reply,
-        Reply::Fds { count: 250, tags: vec![String::new(); 250], missing: Vec::new() }
+        Reply::Fds {
+            count: 250,
+            tags: vec![String::new(); 250],
+            missing: Vec::new(),
+            devices: Vec::new()
+        }
     );
     assert_eq!(fds.len(), FDS_PER_MESSAGE_MAX);
     // Whoever did not ask for descriptors gets none, though they were sent.

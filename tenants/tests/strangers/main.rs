@@ -6,5 +6,6 @@
 )]
 
 mod clients;
+mod families;
 mod owners;
 mod stage;

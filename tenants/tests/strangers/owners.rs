@@ -60,11 +60,17 @@ fn files(count: usize) -> Vec<File> {
     (0..count).map(|_| File::open("/dev/null").unwrap()).collect()
 }
 
+/// An answer that says to have sent `count` descriptors, and announces `fds`.
+fn sent(count: u32, fds: usize) -> Vec<u8> {
+    let (tags, missing, devices) = Default::default();
+    encode(&Reply::Fds { count, tags, missing, devices }, fds).unwrap()
+}
+
 #[test]
 fn an_owner_that_answers_nonsense_is_refused_and_named() {
     let stage = Stage::new();
     let importer = stage.member("train");
-    let good = encode(&Reply::Fds { count: 1, tags: Vec::new(), missing: Vec::new() }, 1).unwrap();
+    let good = sent(1, 1);
     let newer = {
         let mut header = Header { fds: 0, payload_bytes: 0 }.encode();
         header[4] += 1;
@@ -84,26 +90,10 @@ fn an_owner_that_answers_nonsense_is_refused_and_named() {
         ),
         ("announced 1 descriptors and 0 came", good.clone(), Vec::new()),
         ("2 descriptors, and 1 are the limit", good.clone(), files(2)),
-        (
-            "are the limit",
-            encode(&Reply::Fds { count: 2, tags: Vec::new(), missing: Vec::new() }, 2).unwrap(),
-            files(2),
-        ),
-        (
-            "sent 0 descriptors for 1",
-            encode(&Reply::Fds { count: 0, tags: Vec::new(), missing: Vec::new() }, 0).unwrap(),
-            Vec::new(),
-        ),
-        (
-            "sent 0 descriptors for 1",
-            encode(&Reply::Fds { count: 1, tags: Vec::new(), missing: Vec::new() }, 0).unwrap(),
-            Vec::new(),
-        ),
-        (
-            "sent 1 descriptors for 1",
-            encode(&Reply::Fds { count: 9, tags: Vec::new(), missing: Vec::new() }, 1).unwrap(),
-            files(1),
-        ),
+        ("are the limit", sent(2, 2), files(2)),
+        ("sent 0 descriptors for 1", sent(0, 0), Vec::new()),
+        ("sent 0 descriptors for 1", sent(1, 0), Vec::new()),
+        ("sent 1 descriptors for 1", sent(9, 1), files(1)),
         ("answered another question", encode(&Reply::Consented, 0).unwrap(), Vec::new()),
         ("refused", encode(&Reply::Failed(refusal), 0).unwrap(), Vec::new()),
         ("no device's", good.clone(), pipe()),

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
 use sublet_stage::Place;
-use tenants::identity::TenantName;
-use tenants::member::Member;
+use tenants::identity::{FamilyName, TenantName};
+use tenants::member::{Member, MemberConfig};
 use tenants::run_dir::RunDir;
 use tenants::ticket::Ticket;
 use tenants::transport::{Connection, poll_until};
@@ -46,7 +46,16 @@ impl Stage {
     }
 
     pub(crate) fn member(&self, tenant: &str) -> Arc<SimMember> {
-        let member = self.place.join(tenant, SimOptions::default()).unwrap();
+        self.relative(tenant, None)
+    }
+
+    /// A member that names a family, and waits for no other tenant for long.
+    pub(crate) fn relative(&self, tenant: &str, family: Option<&str>) -> Arc<SimMember> {
+        let change = |config: &mut MemberConfig| {
+            config.family = family.map(|name| FamilyName::new(name).unwrap());
+            config.family_timeout = Duration::from_millis(300);
+        };
+        let member = self.place.join_with(tenant, SimOptions::default(), change).unwrap();
         member.pool().driver().make_current(DeviceOrdinal(0)).unwrap();
         member
     }

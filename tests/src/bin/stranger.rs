@@ -96,6 +96,7 @@ fn redeem(tenant_dir: &Path) -> io::Result<String> {
         allocations,
         purpose: FetchPurpose::Redeem { serial: 0 },
         importer: ticket.owner,
+        borrower: None,
     });
     let question = encode(&request, 0).map_err(io::Error::other)?;
     stream.write_all(&question).ok();

@@ -76,11 +76,28 @@ impl Place {
     /// # Panics
     /// When the name is not good, or [`Self::run_dir`] is not usable.
     pub fn join(&self, tenant: &str, options: SimOptions) -> io::Result<Process> {
+        self.join_with(tenant, options, |_| {})
+    }
+
+    /// As [`Place::join`], with settings as `change` leaves them.
+    ///
+    /// # Errors
+    /// As [`Place::join`].
+    ///
+    /// # Panics
+    /// As [`Place::join`].
+    pub fn join_with(
+        &self,
+        tenant: &str,
+        options: SimOptions,
+        change: impl FnOnce(&mut MemberConfig),
+    ) -> io::Result<Process> {
         let tenant = TenantName::new(tenant).unwrap_or_else(|error| panic!("{error}"));
         let mut config =
             MemberConfig::new(self.run_dir().clone(), tenant, "python train.py", "0.1.0");
         // A member's threads keep it until the program ends: only what contents take comes in.
         config.toucher_threads = 0;
+        change(&mut config);
         let member = Member::join(config, Arc::new(self.driver(options)));
         let member = member.map_err(io::Error::other)?;
         // Contents that go to files stay in memory, as the devices' do.

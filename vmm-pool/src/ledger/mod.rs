@@ -20,6 +20,7 @@
 mod accounts;
 mod inventory;
 mod layout;
+mod leases;
 mod pieces;
 mod questions;
 mod references;
@@ -35,6 +36,7 @@ use std::os::fd::OwnedFd;
 pub use accounts::TagTotals;
 pub use inventory::{Holding, HoldingSource, Standing};
 pub(crate) use layout::{Layout, Placed};
+pub use leases::{Lease, LentTotals};
 pub(crate) use pieces::{Survey, Wish};
 pub use questions::{Facts, Known, Sight};
 pub use references::{Held, References, StayReason};

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Ledger, Row, Selection};
+use super::{Ledger, LentTotals, Row, Selection};
 use crate::error::{PoolError, PoolResult};
 use crate::{AllocationId, PeerId};
 
@@ -27,6 +27,8 @@ pub struct References {
     pub given: Vec<Held>,
     /// What it has imported, by owner.
     pub taken: BTreeMap<PeerId, Vec<Held>>,
+    /// What of the selection that was asked about processes of other tenants have open.
+    pub lent: BTreeMap<PeerId, LentTotals>,
     /// Is some of the selection that was asked about among `given`?
     pub shares_selection: bool,
 }
@@ -58,8 +60,8 @@ impl StayReason {
 
 impl Ledger {
     /// What is held of shared device memory, and whether some of `selection` is.
-    pub(crate) fn references(&self, selection: &Selection) -> References {
-        let mut references = References::default();
+    pub(crate) fn references(&mut self, selection: &Selection) -> References {
+        let mut references = References { lent: self.lent_of(selection), ..References::default() };
         for row in self.rows() {
             references.shares_selection |= row.is_shared() && selection.has(row);
             // Host memory never leaves.

@@ -139,6 +139,13 @@ impl Residency {
         }
     }
 
+    /// For a forked child.
+    pub(super) fn close_lease(&mut self) {
+        if let Self::Resident { handle, .. } | Self::Moving { handle, .. } = self {
+            handle.close_lease();
+        }
+    }
+
     /// Where its contents are saved; none when they are not.
     pub(crate) fn saved(&self) -> Option<&Saved> {
         match self {

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::os::fd::{AsFd as _, OwnedFd};
 
+use super::leases::{Lease, Leases};
 use super::residency::{Change, Residency};
 use super::tickets::{TicketWatch, Tickets};
 use crate::deferred::Physical;
@@ -98,6 +99,8 @@ impl Retained {
 #[derive(Debug, Default)]
 struct Sharing {
     tickets: Tickets,
+    /// Processes of other tenants that have it open.
+    leases: Leases,
     /// Processes that may hold it: whoever was given a descriptor since it was last created.
     importers: BTreeSet<PeerId>,
     /// From its restoring to the end of that resume: whoever has fetched it again, the importers to come.
@@ -441,6 +444,21 @@ impl Row {
         if let Some(fetched) = &mut self.sharing.fetched {
             fetched.insert(importer);
         }
+    }
+
+    /// A process of another tenant holds it from now on.
+    pub(super) fn add_lease(&mut self, lease: Lease, by_ticket: bool) {
+        self.sharing.leases.add(lease, by_ticket);
+    }
+
+    pub(super) fn leases(&mut self) -> &mut Leases {
+        &mut self.sharing.leases
+    }
+
+    /// For a forked child.
+    pub(super) fn close_leases(&mut self) {
+        self.sharing.leases.clear();
+        self.residency.close_lease();
     }
 
     pub(super) fn keep_export(&mut self, fd: OwnedFd) -> Option<OwnedFd> {

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
-/// Tells whether a ticket is open anywhere.
+/// Tells whether a ticket, or a lease, is open anywhere.
 #[derive(Debug)]
 pub struct TicketWatch {
     /// What is asked.

@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::PoisonError;
 
 use super::Pool;
-use crate::AllocationId;
 use crate::deferred;
 use crate::driver::{DeviceOrdinal, Driver};
-use crate::ledger::{Holding, References, Selection, Standing, TagTotals};
+use crate::ledger::{Holding, LentTotals, References, Row, Selection, Standing, TagTotals};
 use crate::report::{DeviceReport, PoolReport};
+use crate::{AllocationId, PeerId};
 
 impl<D: Driver> Pool<D> {
     /// The devices that this process has memory of its own on, in ordinal order. Imports do not count:
@@ -99,6 +99,18 @@ impl<D: Driver> Pool<D> {
         self.ledger().pinned_bytes(selection)
     }
 
+    /// Does this process see the device of this name, as [`Pool::uuid`] says it?
+    pub fn sees_device(&self, uuid: &str) -> bool {
+        let count = self.driver.device_count().unwrap_or(0);
+        (0..count).any(|ordinal| self.uuid(DeviceOrdinal(ordinal)) == uuid)
+    }
+
+    /// The device that `id` is on, by the name that all processes share; empty when it is gone, or on a host.
+    pub fn device_of(&self, id: AllocationId) -> String {
+        let device = self.ledger().by_id(id).and_then(Row::device);
+        device.map(|device| self.uuid(device)).unwrap_or_default()
+    }
+
     /// Own memory of `selection` that is not on its device now, in bytes.
     pub fn offloaded_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
         self.ledger().offloaded_bytes(selection)
@@ -138,6 +150,11 @@ impl<D: Driver> Pool<D> {
     /// Importers are given what they ask for again: the process runs.
     pub fn thaw(&self) {
         self.ledger().set_frozen(false);
+    }
+
+    /// What of `selection` processes of other tenants have open now. Waits for nothing.
+    pub fn lent(&self, selection: &Selection) -> BTreeMap<PeerId, LentTotals> {
+        self.ledger().lent_of(selection)
     }
 
     /// What is held of shared device memory, and whether some of `selection` is. It stays so where the pool is frozen

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 pub(crate) use copies::CopyPolicy;
 pub use copies::{PieceBytes, Pieces};
-pub use sharing::{Export, ImportSource, LostImports};
+pub use sharing::{Borrowed, Export, ImportSource, LostImports};
 
 use crate::deferred::{Deferred, Physical};
 use crate::driver::{

@@ -1,13 +1,13 @@
 //! Memory that crosses processes: exports of ours, imports of others'.
 
 use std::collections::BTreeSet;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use super::{Entered, Kind, Pool, Use};
 use crate::deferred::Physical;
 use crate::driver::Driver;
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::ledger::{Class, NewRow, Origin, Row, TicketWatch};
+use crate::ledger::{Class, Lease, NewRow, Origin, Row, TicketWatch};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// What a ticket for an allocation must say.
@@ -40,6 +40,21 @@ pub struct ImportSource {
     pub size_bytes: u64,
     /// Its owner.
     pub owner: PeerId,
+}
+
+/// A descriptor of the driver's for memory of another process.
+#[derive(Debug)]
+pub struct Borrowed {
+    /// The driver's.
+    pub fd: OwnedFd,
+    /// Where that process is of another tenant: what it is to find closed when the memory is given back.
+    pub lease: Option<OwnedFd>,
+}
+
+impl From<OwnedFd> for Borrowed {
+    fn from(fd: OwnedFd) -> Self {
+        Self { fd, lease: None }
+    }
 }
 
 impl<D: Driver> Entered<'_, D, Use> {
@@ -113,7 +128,25 @@ impl<D: Driver> Entered<'_, D, Use> {
         class: Class,
     ) -> PoolResult<VirtualHandle> {
         let origin = Origin::Imported { owner: source.owner };
-        self.insert_import(source.id, source.size_bytes, origin, fd, class)
+        self.insert_import(source.id, source.size_bytes, origin, fd, None, class)
+    }
+
+    /// Imports what a process of another tenant has lent: `lease` is closed once the driver has taken it back.
+    ///
+    /// # Errors
+    /// As [`Entered::import`].
+    ///
+    /// # Driver calls
+    /// As [`Entered::import`].
+    pub fn borrow(
+        &self,
+        source: ImportSource,
+        lent: Borrowed,
+        class: Class,
+    ) -> PoolResult<VirtualHandle> {
+        let origin = Origin::Imported { owner: source.owner };
+        let Borrowed { fd, lease } = lent;
+        self.insert_import(source.id, source.size_bytes, origin, fd.as_fd(), lease, class)
     }
 
     /// Imports from a descriptor whose owner is unknown. Such memory is counted and never paused.
@@ -125,7 +158,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// `cuMemImportFromShareableHandle`, `cuMemGetAllocationPropertiesFromHandle`.
     pub fn import_foreign(&self, fd: BorrowedFd<'_>, class: Class) -> PoolResult<VirtualHandle> {
         let id = AllocationId::random().ok_or(PoolError::NotOurs)?;
-        self.insert_import(id, 0, Origin::Foreign, fd, class)
+        self.insert_import(id, 0, Origin::Foreign, fd, None, class)
     }
 
     fn insert_import(
@@ -134,6 +167,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         size_bytes: u64,
         origin: Origin,
         fd: BorrowedFd<'_>,
+        lease: Option<OwnedFd>,
         class: Class,
     ) -> PoolResult<VirtualHandle> {
         let import = || "import of a peer's allocation".to_owned();
@@ -149,7 +183,7 @@ impl<D: Driver> Entered<'_, D, Use> {
                 return Err(error).about(import, size_bytes, None);
             }
         };
-        let physical = Physical::new(raw, size_bytes, prop.location.as_device());
+        let physical = Physical::new(raw, size_bytes, prop.location.as_device()).under(lease);
         let new = NewRow { id, size_bytes, prop, origin, class };
         Ok(self.pool.ledger().insert(new, physical))
     }
@@ -189,21 +223,41 @@ impl<D: Driver> Pool<D> {
     /// # Driver calls
     /// `cuMemExportToShareableHandle` when no descriptor is at hand.
     pub fn redeem(&self, id: AllocationId, serial: u64, importer: PeerId) -> PoolResult<OwnedFd> {
-        let at_hand = self.ledger().find_for_importer(id)?.copy_of_export();
-        let fd = match at_hand {
-            Some(fd) => fd,
-            None => self.export_once(id).or_else(|error| {
-                // Its process may have freed it just then, or a pause begun: that is why, then.
-                self.ledger().find_for_importer(id)?;
-                Err(error)
-            })?,
-        };
+        let fd = self.descriptor_for_importer(id)?;
         // Once more: a pause may have begun meanwhile, which does not know of this importer. The descriptor itself
         // keeps the memory for the importer from now on.
         let (spare, garbage) = self.ledger().redeemed(id, serial, importer)?;
         drop(spare);
         self.dispose_quietly(garbage);
         Ok(fd)
+    }
+
+    /// As [`Pool::redeem`], on behalf of a process of another tenant, which holds it as long as its lease is open. It is
+    /// none of the importers that a pause waits to see again: it asks anew.
+    ///
+    /// # Errors
+    /// As [`Pool::redeem`].
+    ///
+    /// # Driver calls
+    /// As [`Pool::redeem`].
+    pub fn lend(&self, id: AllocationId, serial: u64, lease: Lease) -> PoolResult<OwnedFd> {
+        let fd = self.descriptor_for_importer(id)?;
+        let (spare, garbage) = self.ledger().lent(id, serial, lease)?;
+        drop(spare);
+        self.dispose_quietly(garbage);
+        Ok(fd)
+    }
+
+    fn descriptor_for_importer(&self, id: AllocationId) -> PoolResult<OwnedFd> {
+        let at_hand = self.ledger().find_for_importer(id)?.copy_of_export();
+        match at_hand {
+            Some(fd) => Ok(fd),
+            None => self.export_once(id).or_else(|error| {
+                // Its process may have freed it just then, or a pause begun: that is why, then.
+                self.ledger().find_for_importer(id)?;
+                Err(error)
+            }),
+        }
     }
 
     /// A descriptor of the driver's for one importer, kept by nobody.
@@ -243,13 +297,14 @@ impl<D: Driver> Pool<D> {
     }
 
     /// For a forked child: closes its copies of descriptors, which hold device memory and disk space that the
-    /// parent believes to have given back. Passes over what a thread was changing at the fork.
+    /// parent believes to have given back, and memory that others have lent to it. Passes over what a thread was changing at the fork.
     pub fn close_descriptors_in_child(&self) {
         if let Ok(mut arena) = self.arena.try_lock() {
             arena.disk.close_in_child();
         }
         if let Ok(mut ledger) = self.ledger.try_lock() {
             drop(ledger.take_exports(|_| true));
+            ledger.close_leases_in_child();
         }
     }
 

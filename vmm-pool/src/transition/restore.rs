@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 
 use super::file::Filed;
 use super::still::Still;
@@ -16,7 +16,7 @@ use crate::driver::{AccessDesc, DeviceOrdinal, Driver, DriverCode, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Selection};
-use crate::pool::Pool;
+use crate::pool::{Borrowed, Pool};
 use crate::store::{Extent, HostArena, Part, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
@@ -275,7 +275,7 @@ impl<D: Driver> Still<'_, D> {
     /// See [`super::Returning::import_batch`].
     pub(super) fn import_batch(
         &self,
-        descriptors: HashMap<AllocationId, OwnedFd>,
+        mut descriptors: HashMap<AllocationId, Borrowed>,
     ) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         let wanted: Vec<_> = {
@@ -287,7 +287,7 @@ impl<D: Driver> Still<'_, D> {
         };
         log.timed("import", |log| {
             for &(row, id, size_bytes, device) in &wanted {
-                let Some(fd) = descriptors.get(&id) else {
+                let Some(Borrowed { fd, lease }) = descriptors.get_mut(&id) else {
                     continue;
                 };
                 log.call();
@@ -297,7 +297,7 @@ impl<D: Driver> Still<'_, D> {
                     None,
                 )?;
                 log.bytes += size_bytes;
-                let made = Physical::new(raw, size_bytes, device);
+                let made = Physical::new(raw, size_bytes, device).under(lease.take());
                 let unwanted = self.pool.ledger().returned(row, made);
                 self.release_all(log, unwanted.into_iter().collect());
             }

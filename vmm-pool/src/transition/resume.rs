@@ -13,7 +13,7 @@ use crate::error::PoolResult;
 use crate::gate::Mode;
 use crate::journal::StepLog;
 use crate::ledger::Selection;
-use crate::pool::Pool;
+use crate::pool::{Borrowed, Pool};
 
 /// Memory of a selection is on its way back. Dropping it gives that up again, contents kept, and leaves the gate shut
 /// where the driver refuses.
@@ -100,7 +100,7 @@ impl<D: Driver> Returning<D> {
     /// `cuMemImportFromShareableHandle` for all.
     pub fn import_batch(
         &mut self,
-        descriptors: HashMap<AllocationId, OwnedFd>,
+        descriptors: HashMap<AllocationId, Borrowed>,
     ) -> PoolResult<StepLog> {
         self.still().import_batch(descriptors)
     }

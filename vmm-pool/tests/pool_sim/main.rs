@@ -13,6 +13,7 @@ mod drops;
 mod faults;
 mod files;
 mod host_memory;
+mod leases;
 mod model;
 mod offload;
 mod orphans;

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use vmm_pool::driver::sim::SimDriver;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::{
-    AllocationId, Arriving, ByDevice, Class, Copies, Departing, Export, Failed, HostBudget,
-    ImportRequest, ImportSource, Leaving, Moved, Pool, PoolResult, Prepared, Quiesced, Reserved,
-    Restored, Returning, Selection, StayReason, StepLog, Undone, VirtualHandle,
+    AllocationId, Arriving, Borrowed, ByDevice, Class, Copies, Departing, Export, Failed,
+    HostBudget, ImportRequest, ImportSource, Leaving, Moved, Pool, PoolResult, Prepared, Quiesced,
+    Reserved, Restored, Returning, Selection, StayReason, StepLog, Undone, VirtualHandle,
 };
 
 use crate::stage::WHOLE;
@@ -269,6 +269,14 @@ impl SimPool {
     pub(crate) fn import_batch(
         &self,
         descriptors: HashMap<AllocationId, OwnedFd>,
+    ) -> PoolResult<StepLog> {
+        let descriptors = descriptors.into_iter().map(|(id, fd)| (id, fd.into())).collect();
+        self.with_returning(|returning| returning.import_batch(descriptors))
+    }
+
+    pub(crate) fn returning_import(
+        &self,
+        descriptors: HashMap<AllocationId, Borrowed>,
     ) -> PoolResult<StepLog> {
         self.with_returning(|returning| returning.import_batch(descriptors))
     }

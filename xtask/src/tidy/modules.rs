@@ -53,6 +53,7 @@ const ORDERS: [Order; 3] = [
             ROOT,
             "error_text",
             "identity",
+            "family",
             "cut",
             "stepping",
             "region",

@@ -282,6 +282,7 @@ impl Agent {
             | Request::Cut(_)
             | Request::Step(_)
             | Request::Host(_)
+            | Request::Lent(_)
             | Request::Save(SaveStep::Begin { .. } | SaveStep::CallOff) => None,
             Request::AwaitConsent(_) => {
                 self.log.lock().unwrap().push(Line::Consent(self.id));
@@ -314,9 +315,7 @@ impl Agent {
             }
             Some(Fault::Silent) => return true,
             Some(Fault::Die) => return false,
-            Some(Fault::WrongAnswer) => {
-                Reply::Fds { count: 0, tags: Vec::new(), missing: Vec::new() }
-            }
+            Some(Fault::WrongAnswer) => no_fds(),
             Some(Fault::OtherPhase) => Reply::PhaseDone(Phase::Verify, PhaseReport::default()),
             Some(fault @ (Fault::Twice | Fault::Garbage | Fault::HalfAnswer | Fault::WithFd)) => {
                 let frame = encode(&self.good_reply(request), 0).unwrap();
@@ -351,6 +350,7 @@ impl Agent {
                 last_pause: Vec::new(),
                 last_resume: Vec::new(),
                 host: HostProgress::default(),
+                lent: Vec::new(),
                 communicators: Vec::new(),
                 notes: Vec::new(),
             })),
@@ -370,7 +370,8 @@ impl Agent {
             }
             Request::Phase(TakePhase { order, .. }) => self.phase(order),
             Request::GiveUp(_) => Reply::Noted,
-            Request::FetchFds(_) => Reply::Fds { count: 0, tags: Vec::new(), missing: Vec::new() },
+            Request::FetchFds(_) => no_fds(),
+            Request::Lent(_) => Reply::Lent(Box::default()),
             Request::Save(step) => self.save(step),
         }
     }
@@ -508,6 +509,7 @@ impl Agent {
             id: MemberId(self.id),
             // As in a pid namespace of its own: the kernel tells the other side a better one.
             pid: 1,
+            family: None,
             command: "python train.py".to_owned(),
             version: self.script.version.to_owned(),
             state: *self.state.lock().unwrap(),
@@ -516,6 +518,10 @@ impl Agent {
             tags: Vec::new(),
         }
     }
+}
+
+fn no_fds() -> Reply {
+    Reply::Fds { count: 0, tags: Vec::new(), missing: Vec::new(), devices: Vec::new() }
 }
 
 /// Bytes as they are, in one piece.

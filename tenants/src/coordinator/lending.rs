@@ -1,0 +1,260 @@
+//! Memory that processes of other tenants have open: a pause takes none of it, and waits until they let it go.
+//!
+//! Nobody is stopped while that lasts, for who holds memory may wait for its owner, or for another borrower, before it lets
+//! go. Behind shut gates nothing is lent any more, so a borrower that opens and closes memory again and again is seen to
+//! hold none there; it is waited for for a moment, and then all run on and it begins again.
+
+use std::fmt::Write as _;
+use std::os::fd::AsFd as _;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags};
+
+use super::report::{MemberFailure, Step};
+use super::session::{OnFailure, Session, Stop};
+use super::{CoordinatorError, Options};
+use crate::identity::TenantName;
+use crate::transport::poll_until;
+use crate::wire::{AskLent, Failure, FailureKind, Lending, Lent, Wanted};
+
+/// How long a pause waits in all, where its options say nothing.
+const WAIT: Duration = Duration::from_secs(30);
+/// How long all run before the gates are shut for the first time though something is lent; doubled after each time.
+const LOOK: Duration = Duration::from_millis(50);
+/// Of that, for how much the gates are then shut at most.
+const SHUT_SHARE: u32 = 4;
+const SHUT_MAX: Duration = Duration::from_millis(500);
+/// Between two looks.
+const REST_MIN: Duration = Duration::from_millis(1);
+const REST_MAX: Duration = Duration::from_millis(50);
+
+/// How long a pause waits for borrowers, over all its tries.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience {
+    deadline: Instant,
+    /// How long this try lets all run.
+    look: Duration,
+    tries_again: bool,
+}
+
+impl Patience {
+    pub(super) fn new(options: &Options) -> Self {
+        let wait = options.timeout.unwrap_or(WAIT);
+        // Applications that wait in a call of their own hear of the end of the first try: there is no other.
+        let look = if options.consent.is_some() { wait } else { LOOK };
+        let tries_again = options.consent.is_none();
+        Self { deadline: Instant::now() + wait, look, tries_again }
+    }
+
+    /// For one more try; none when the time is over.
+    pub(super) fn next(self) -> Option<Self> {
+        let again = self.tries_again && !self.is_over();
+        again.then_some(Self { look: self.look * 2, ..self })
+    }
+
+    fn shut(&self) -> Duration {
+        (self.look / SHUT_SHARE).min(SHUT_MAX)
+    }
+
+    fn is_over(&self) -> bool {
+        Instant::now() >= self.deadline
+    }
+}
+
+impl Session<'_> {
+    /// Before anybody is stopped: waits for borrowers as long as this try may. Refuses when the time of all tries is over.
+    pub(super) fn wait_for_borrowers(&mut self, members: &[usize]) -> Result<(), Stop> {
+        let until = (Instant::now() + self.patience.look).min(self.patience.deadline);
+        let lent = self.look_for_borrowers(members, until)?;
+        if lent.is_empty() || !self.patience.is_over() {
+            return Ok(());
+        }
+        Err(Stop::Failed(lent))
+    }
+
+    /// Behind shut gates, where nothing is lent any more: waits for borrowers for a moment.
+    pub(super) fn wait_behind_gates(&mut self, members: &[usize]) -> Result<(), Stop> {
+        let until = Instant::now() + self.patience.shut();
+        let lent = self.look_for_borrowers(members, until)?;
+        if lent.is_empty() { Ok(()) } else { Err(Stop::Failed(lent)) }
+    }
+
+    /// Who holds something at `until`; empty as soon as nobody does.
+    fn look_for_borrowers(
+        &mut self,
+        members: &[usize],
+        until: Instant,
+    ) -> Result<Vec<MemberFailure>, Stop> {
+        let mut rest = REST_MIN;
+        loop {
+            let lent = self.lent(members)?;
+            if self.is_called_off() {
+                return Err(Stop::CalledOff);
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if lent.is_empty() || left.is_zero() {
+                return Ok(lent);
+            }
+            self.rest(rest.min(left));
+            rest = (2 * rest).min(REST_MAX);
+        }
+    }
+
+    /// Waits for as long as `rest`, or until the pause is called off.
+    fn rest(&self, rest: Duration) {
+        let raised = self.options.interrupt.as_ref();
+        let mut fds: Vec<_> = raised
+            .map(|raised| PollFd::new(raised.as_fd(), PollFlags::POLLIN))
+            .into_iter()
+            .collect();
+        if let Err(error) = poll_until(&mut fds, Instant::now() + rest) {
+            tracing::debug!(%error, "borrowers are asked again at once");
+        }
+    }
+
+    /// One failure for each of `members` that has lent memory of this pause.
+    fn lent(&mut self, members: &[usize]) -> Result<Vec<MemberFailure>, Stop> {
+        let all = self.ask_lent(members).map_err(Stop::Failed)?;
+        let lenders = all.into_iter().filter(|(_, lending)| !lending.lent.is_empty());
+        Ok(lenders.map(|(index, lending)| self.is_lent(index, &lending.lent)).collect())
+    }
+
+    /// What each of `members` that names a family, as it said when it was greeted, shares with other tenants. The others
+    /// share nothing.
+    fn ask_lent(&mut self, members: &[usize]) -> Result<Vec<(usize, Lending)>, Vec<MemberFailure>> {
+        let names_family = |index: &&usize| {
+            let info = self.peers.list[**index].info.as_ref();
+            info.is_some_and(|info| info.family.is_some())
+        };
+        let members: Vec<usize> = members.iter().filter(names_family).copied().collect();
+        let timeout = self.options.contact_timeout;
+        let question = AskLent { scope: self.scope.clone() };
+        let result = self.step(&question, &members, timeout, OnFailure::Stop);
+        if result.failures.is_empty() { Ok(result.done) } else { Err(result.into_failures()) }
+    }
+
+    /// The failure of a member that has lent what `lent` says.
+    pub(super) fn is_lent(&self, index: usize, lent: &[Lent]) -> MemberFailure {
+        let failure = Failure { kind: FailureKind::Lent, message: held_by(lent) };
+        MemberFailure { who: self.peers.list[index].who, step: Step::Lending, failure }
+    }
+
+    /// What `members`, which are paused, have open of tenant `lender`.
+    pub(super) fn wanted_of(
+        &mut self,
+        members: &[usize],
+        lender: &TenantName,
+    ) -> Result<Vec<MemberFailure>, Vec<MemberFailure>> {
+        let all = self.ask_lent(members)?;
+        let mut failures = Vec::new();
+        for (index, lending) in all {
+            let of_lender = |wanted: &&Wanted| wanted.tenant == lender.as_str();
+            let (mut count, mut bytes) = (0_u64, 0_u64);
+            for wanted in lending.wanted.iter().filter(of_lender) {
+                count += wanted.count;
+                bytes = bytes.saturating_add(wanted.bytes);
+            }
+            if count > 0 {
+                let message = format!(
+                    "{bytes} bytes in {count} allocations that it has open are tenant '{lender}'s, which is to be paused: \
+                     resume this tenant while '{lender}' runs, and have it let them go first ({})",
+                    way_to_let_go(true, true)
+                );
+                let failure = Failure { kind: FailureKind::LenderAway, message };
+                let who = self.peers.list[index].who;
+                failures.push(MemberFailure { who, step: Step::Lending, failure });
+            }
+        }
+        Ok(failures)
+    }
+}
+
+impl CoordinatorError {
+    /// Was a pause refused only because other tenants have memory open, with all as before?
+    pub(super) fn is_lent(&self) -> bool {
+        let is_lent = |failure: &MemberFailure| failure.failure.kind == FailureKind::Lent;
+        let failures = self.failures();
+        !failures.is_empty() && failures.iter().all(is_lent) && self.left_unchanged()
+    }
+}
+
+fn way_to_let_go(handles: bool, tickets: bool) -> String {
+    let by_handle =
+        "cudaIpcCloseMemHandle; in PyTorch, drop the tensors and call torch.cuda.ipc_collect()";
+    let by_ticket = "cuMemUnmap and cuMemRelease";
+    match (handles, tickets) {
+        (true, true) => format!("{by_handle}; for VMM imports, {by_ticket}"),
+        (false, true) => by_ticket.to_owned(),
+        (_, false) => by_handle.to_owned(),
+    }
+}
+
+/// Who has what open, and how it is let go.
+fn held_by(lent: &[Lent]) -> String {
+    let mut text = String::new();
+    let mut tenants: Vec<&str> = Vec::new();
+    for Lent { tenant, pid, handles, tickets, bytes } in lent {
+        if !text.is_empty() {
+            text.push_str(", and ");
+        }
+        let who = pid.map_or("a process".to_owned(), |pid| format!("process {pid}"));
+        let counts = match (handles, tickets) {
+            (handles, 0) => format!("{handles} cudaIpc handle(s)"),
+            (0, tickets) => format!("{tickets} VMM import(s)"),
+            (handles, tickets) => {
+                format!("{handles} cudaIpc handle(s) and {tickets} VMM import(s)")
+            }
+        };
+        // Writing to a string does not fail.
+        let _written = write!(
+            text,
+            "{who} of tenant '{tenant}' has {bytes} bytes of its memory open by {counts}"
+        );
+        if !tenants.contains(&tenant.as_str()) {
+            tenants.push(tenant);
+        }
+    }
+    let handles = lent.iter().any(|lent| lent.handles > 0);
+    let tickets = lent.iter().any(|lent| lent.tickets > 0);
+    let pauses: Vec<_> = tenants.iter().map(|tenant| format!("sublet pause {tenant}")).collect();
+    format!(
+        "{text}; it is let go by {}, or by a pause of that tenant ({})",
+        way_to_let_go(handles, tickets),
+        pauses.join(", ")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lent(tenant: &str, pid: Option<u32>, handles: u64, tickets: u64) -> Lent {
+        Lent { tenant: tenant.to_owned(), pid, handles, tickets, bytes: 4096 }
+    }
+
+    #[test]
+    fn who_holds_what_and_how_it_is_let_go_is_said() {
+        let one = held_by(&[lent("infer", Some(7), 2, 0)]);
+        assert!(one.starts_with("process 7 of tenant 'infer' has 4096 bytes"), "{one}");
+        assert!(one.contains("2 cudaIpc handle(s)") && one.contains("ipc_collect"), "{one}");
+        assert!(!one.contains("cuMemUnmap") && one.contains("sublet pause infer"), "{one}");
+        let two = held_by(&[lent("infer", None, 0, 3), lent("score", Some(8), 1, 1)]);
+        assert!(two.contains("a process of tenant 'infer'") && two.contains("process 8"), "{two}");
+        assert!(two.contains("cuMemUnmap and cuMemRelease"), "{two}");
+        assert!(two.contains("sublet pause infer, sublet pause score"), "{two}");
+    }
+
+    #[test]
+    fn each_try_lets_all_run_longer_and_stops_them_for_a_moment_only() {
+        let options = Options { timeout: Some(Duration::from_mins(1)), ..Options::default() };
+        let mut patience = Patience::new(&options);
+        for _ in 0..8 {
+            assert!(patience.shut() * SHUT_SHARE <= patience.look && patience.shut() <= SHUT_MAX);
+            let next = patience.next().expect("there is time");
+            assert_eq!(next.look, 2 * patience.look);
+            patience = next;
+        }
+        let over = Options { timeout: Some(Duration::ZERO), ..options };
+        assert!(Patience::new(&over).next().is_none());
+    }
+}

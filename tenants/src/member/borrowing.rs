@@ -1,0 +1,142 @@
+//! Memory that this process has borrowed from processes of other tenants of its family: where those are, and how long it
+//! waits for one that is paused.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use vmm_pool::AllocationId;
+use vmm_pool::driver::Driver;
+
+use super::fetch::{Fetched, ImportError};
+use super::{AGENT_TIMEOUT, Member};
+use crate::identity::{FamilyName, MemberId, TenantName};
+use crate::run_dir::SOCKET_EXTENSION;
+use crate::wire::{Borrower, Failure, FailureKind, FetchPurpose};
+
+/// Between two questions to an owner that is paused, or about to be.
+pub(super) const REST_MIN: Duration = Duration::from_millis(1);
+pub(super) const REST_MAX: Duration = Duration::from_millis(100);
+
+impl<D: Driver> Member<D> {
+    /// The tenant of `owner`, which a handle names without its tenant: our own, unless a process of that identity is in
+    /// another one of our run directory. Contacts nobody.
+    pub fn tenant_of(&self, owner: MemberId) -> TenantName {
+        let own = self.tenant();
+        if owner == self.id() || self.dir.has_member(owner) {
+            return own.clone();
+        }
+        if let Some(tenant) = self.lender(owner) {
+            return tenant;
+        }
+        let run_dir = &self.config.run_dir;
+        let is_there = |tenant: &TenantName| {
+            let dir = run_dir.existing_tenant(tenant).ok().flatten();
+            dir.is_some_and(|dir| dir.has_member(owner))
+        };
+        let tenants = run_dir.tenants().unwrap_or_default();
+        tenants.into_iter().find(is_there).unwrap_or_else(|| own.clone())
+    }
+
+    /// The family that this process names.
+    pub fn family(&self) -> Option<&FamilyName> {
+        self.config.family.as_ref()
+    }
+
+    /// `owner`, of tenant `theirs`, is to be asked for memory: notes where it is. Nobody is contacted by a process that
+    /// names no family.
+    pub(super) fn approach(&self, owner: MemberId, theirs: &TenantName) -> Result<(), ImportError> {
+        let refused = || ImportError::OtherTenant {
+            theirs: theirs.to_string(),
+            ours: self.tenant().to_string(),
+        };
+        self.family().ok_or_else(refused)?;
+        // In a directory that is ours alone, as our own is.
+        let dir = self.config.run_dir.existing_tenant(theirs).ok().flatten();
+        let path = dir.as_ref().and_then(|dir| dir.socket_path(owner).ok());
+        path.ok_or_else(|| ImportError::NoLender { theirs: theirs.to_string() })?;
+        self.lenders().insert(owner, theirs.clone());
+        Ok(())
+    }
+
+    fn lenders(&self) -> MutexGuard<'_, HashMap<MemberId, TenantName>> {
+        self.lenders.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The tenant of `owner`, where it is another one that memory was asked of.
+    pub(super) fn lender(&self, owner: MemberId) -> Option<TenantName> {
+        self.lenders().get(&owner).cloned()
+    }
+
+    /// All processes of other tenants that memory was asked of, and that are not known to have ended.
+    pub(super) fn known_lenders(&self) -> Vec<(MemberId, TenantName)> {
+        self.lenders().iter().map(|(id, tenant)| (*id, tenant.clone())).collect()
+    }
+
+    pub(super) fn forget_lender(&self, owner: MemberId) {
+        self.lenders().remove(&owner);
+    }
+
+    /// Where the agent of `owner` listens, which may be of another tenant.
+    pub(super) fn place_of(&self, owner: MemberId) -> PathBuf {
+        match self.lender(owner) {
+            Some(tenant) => {
+                let dir = self.config.run_dir.path().join(tenant.as_str());
+                dir.join(format!("{owner}.{SOCKET_EXTENSION}"))
+            }
+            None => self.socket_path_of(owner),
+        }
+    }
+
+    /// What this process says of itself to `owner`; none where that is of its own tenant.
+    pub(super) fn as_borrower(&self, owner: MemberId) -> Option<Borrower> {
+        self.lender(owner)?;
+        let family = self.family().map(ToString::to_string);
+        Some(Borrower { tenant: self.tenant().to_string(), family })
+    }
+
+    /// How long an open may wait for `owner`: for one of the own tenant as long as a call waits at the own gate, for
+    /// another, whose pauses are its own, until a deadline.
+    pub(super) fn open_deadline(&self, owner: MemberId) -> Option<Instant> {
+        self.lender(owner).map(|_| Instant::now() + self.config.family_timeout)
+    }
+
+    /// How long `owner` may take to answer an open.
+    pub(super) fn answer_timeout(&self, owner: MemberId) -> Duration {
+        match self.lender(owner) {
+            Some(_) => AGENT_TIMEOUT.min(self.config.family_timeout),
+            None => AGENT_TIMEOUT,
+        }
+    }
+
+    /// As one fetch, once more after a pause of this process. A lender that is on its way somewhere is waited for; one that
+    /// is paused is named.
+    pub(super) fn fetch_again(
+        &self,
+        owner: MemberId,
+        ids: &[AllocationId],
+        deadline: Instant,
+    ) -> Result<Fetched, ImportError> {
+        let mut rest = REST_MIN;
+        loop {
+            match self.fetch(owner, ids, FetchPurpose::Again, deadline) {
+                Err(ImportError::Refused(failure)) if self.waits_for(owner, &failure) => {
+                    if Instant::now() + rest >= deadline || self.calling_off.is_raised() {
+                        return Err(ImportError::Refused(failure));
+                    }
+                    self.rest(rest);
+                    rest = (2 * rest).min(REST_MAX);
+                }
+                Err(ImportError::Refused(failure)) if failure.kind == FailureKind::LenderAway => {
+                    return Err(ImportError::LenderAway { count: ids.len(), failure });
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
+    fn waits_for(&self, owner: MemberId, failure: &Failure) -> bool {
+        failure.kind == FailureKind::NotNow && self.lender(owner).is_some()
+    }
+}

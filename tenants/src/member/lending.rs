@@ -1,0 +1,251 @@
+//! Memory of this process that goes to others: to processes of its own tenant, which take part in its pauses, and on
+//! lease to processes of other tenants of its family, which do not.
+//!
+//! All of it is the agent thread's. So what it says to be lent after the gate is shut stays all that is lent: nothing is
+//! lent by a process that is not active.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::{MutexGuard, PoisonError};
+
+use vmm_pool::driver::Driver;
+use vmm_pool::{AllocationId, Lease, LentTotals, LostImports, PoolError, Selection};
+
+use super::Member;
+use super::failures::{faulted, pool_failure};
+use crate::family::{Standing, admit};
+use crate::identity::{FamilyName, MemberId, TenantName};
+use crate::scope::Scope;
+use crate::ticket;
+use crate::wire::{
+    Borrower, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchFds, FetchPurpose, Lending, Lent,
+    MemberState, Wanted,
+};
+
+/// Borrowers that are remembered before those are forgotten who hold nothing.
+const BORROWERS_KEPT: usize = 64;
+
+/// What an importer is given.
+#[derive(Default)]
+pub(super) struct HandedOut {
+    pub(super) fds: Vec<OwnedFd>,
+    /// When tickets are redeemed.
+    pub(super) tags: Vec<String>,
+    /// What this process does not have any more.
+    pub(super) missing: Vec<AllocationId>,
+    /// Of what is lent.
+    pub(super) devices: Vec<String>,
+}
+
+/// A process of another tenant that something was lent to.
+#[derive(Clone, Debug)]
+pub(super) struct KnownBorrower {
+    tenant: TenantName,
+    pid: Option<u32>,
+}
+
+fn refused(message: String) -> Failure {
+    Failure { kind: FailureKind::Unknown, message }
+}
+
+fn no_process_of(importer: MemberId, tenant: &TenantName) -> Failure {
+    refused(format!("process {}: {importer} is no process of tenant {tenant}", std::process::id()))
+}
+
+impl<D: Driver> Member<D> {
+    /// Descriptors of what an importer asks for, which has connected as process `pid`.
+    pub(super) fn hand_out(
+        &self,
+        fetch: &FetchFds,
+        pid: Option<u32>,
+    ) -> Result<HandedOut, Failure> {
+        let fds_max =
+            if fetch.borrower.is_some() { FDS_PER_MESSAGE_MAX / 2 } else { FDS_PER_MESSAGE_MAX };
+        if fetch.allocations.len() > fds_max {
+            return Err(refused(format!(
+                "{} descriptors in one request, and {fds_max} are the limit",
+                fetch.allocations.len()
+            )));
+        }
+        match &fetch.borrower {
+            None => self.hand_out_inside(fetch),
+            Some(borrower) => self.lend(fetch, borrower, pid),
+        }
+    }
+
+    /// To a process of the own tenant.
+    fn hand_out_inside(&self, fetch: &FetchFds) -> Result<HandedOut, Failure> {
+        let FetchFds { allocations, purpose, importer, .. } = fetch;
+        // Whoever is in no tenant of the family would have memory taken from under it by a pause of ours.
+        if !self.dir.has_member(*importer) {
+            return Err(no_process_of(*importer, self.tenant()));
+        }
+        if self.state() == MemberState::Faulted {
+            return Err(faulted());
+        }
+        let pool = self.pool();
+        let mut handed = HandedOut::default();
+        for &id in allocations {
+            let fd = match *purpose {
+                FetchPurpose::Redeem { serial } => {
+                    // Asked before: redeeming may be the last use of the allocation in this process.
+                    handed.tags.push(pool.tag_of(id));
+                    pool.redeem(id, serial, (*importer).into())
+                }
+                FetchPurpose::Again => pool.hand_out(id, (*importer).into()),
+            };
+            match fd {
+                Ok(fd) => handed.fds.push(fd),
+                Err(error) => handed.note_missing(id, *purpose, &error)?,
+            }
+        }
+        Ok(handed)
+    }
+
+    /// To a process of another tenant, under leases.
+    fn lend(
+        &self,
+        fetch: &FetchFds,
+        borrower: &Borrower,
+        pid: Option<u32>,
+    ) -> Result<HandedOut, Failure> {
+        let FetchFds { allocations, purpose, importer, .. } = fetch;
+        let tenant = self.admitted(*importer, borrower)?;
+        self.may_lend()?;
+        self.note_borrower(*importer, KnownBorrower { tenant, pid });
+        let pool = self.pool();
+        let mut handed = HandedOut::default();
+        for &id in allocations {
+            let serial = match *purpose {
+                FetchPurpose::Redeem { serial } => serial,
+                FetchPurpose::Again => 0,
+            };
+            // Asked before: redeeming may be the last use of the allocation in this process.
+            let device = pool.device_of(id);
+            let (lease, watch) = ticket::lease().map_err(|error| Failure {
+                kind: FailureKind::Driver,
+                message: format!(
+                    "process {} can lend no more ({error}): raise its limit of open files (ulimit -n), or close what is open",
+                    std::process::id()
+                ),
+            })?;
+            match pool.lend(id, serial, Lease { borrower: (*importer).into(), watch }) {
+                Ok(fd) => {
+                    handed.fds.extend([fd, lease]);
+                    handed.devices.push(device);
+                }
+                Err(PoolError::Offloaded { tag }) => {
+                    return Err(self.lender_away(&format!("memory of tag '{tag}' is paused")));
+                }
+                Err(error) => handed.note_missing(id, *purpose, &error)?,
+            }
+        }
+        Ok(handed)
+    }
+
+    /// The tenant of an importer that may be lent to.
+    fn admitted(&self, importer: MemberId, borrower: &Borrower) -> Result<TenantName, Failure> {
+        let name = |error: &dyn std::error::Error| refused(error.to_string());
+        let tenant = TenantName::new(&borrower.tenant).map_err(|error| name(&error))?;
+        let family = borrower.family.as_deref().map(FamilyName::new).transpose();
+        let family = family.map_err(|error| name(&error))?;
+        let ours = Standing { tenant: self.tenant(), family: self.config.family.as_ref() };
+        let theirs = Standing { tenant: &tenant, family: family.as_ref() };
+        admit(ours, theirs).map_err(|error| name(&error))?;
+        let dir = self.config.run_dir.existing_tenant(&tenant).ok().flatten();
+        if !dir.is_some_and(|dir| dir.has_member(importer)) {
+            return Err(no_process_of(importer, &tenant));
+        }
+        Ok(tenant)
+    }
+
+    /// Only a process that is active lends: a pause has asked the others what is lent.
+    fn may_lend(&self) -> Result<(), Failure> {
+        match self.state() {
+            MemberState::Active => Ok(()),
+            MemberState::Paused => {
+                Err(self.lender_away(&format!("tenant '{}' is paused", self.tenant())))
+            }
+            state @ (MemberState::Offloading | MemberState::Restoring) => Err(Failure {
+                kind: FailureKind::NotNow,
+                message: format!(
+                    "process {} of tenant '{}' is {state:?}: a pause or resume of it is under way",
+                    std::process::id(),
+                    self.tenant()
+                ),
+            }),
+            MemberState::Faulted => Err(faulted()),
+        }
+    }
+
+    fn lender_away(&self, why: &str) -> Failure {
+        let tenant = self.tenant();
+        Failure {
+            kind: FailureKind::LenderAway,
+            message: format!(
+                "{why}, and with it the memory of its process {}: resume that first (sublet resume {tenant})",
+                std::process::id()
+            ),
+        }
+    }
+
+    fn borrowers(&self) -> MutexGuard<'_, HashMap<MemberId, KnownBorrower>> {
+        self.borrowers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn note_borrower(&self, importer: MemberId, known: KnownBorrower) {
+        if self.borrowers().len() >= BORROWERS_KEPT {
+            let lent = self.pool.lent(&Selection::Whole);
+            self.borrowers().retain(|id, _| lent.contains_key(&(*id).into()));
+        }
+        self.borrowers().insert(importer, known);
+    }
+
+    /// What of `scope` other tenants have open, and what of theirs is away here. Waits for nothing.
+    pub(super) fn lending(&self, scope: &Scope) -> Lending {
+        let lent = self.lent(&self.paused_selection(scope));
+        let mut wanted: Vec<Wanted> = Vec::new();
+        for (owner, tenant) in self.known_lenders() {
+            let LostImports { count, bytes } = self.pool.imports_away(owner.into());
+            if count > 0 {
+                wanted.push(Wanted { tenant: tenant.to_string(), count, bytes });
+            }
+        }
+        Lending { lent, wanted }
+    }
+
+    /// What of `selection` processes of other tenants have open.
+    pub(super) fn lent(&self, selection: &Selection) -> Vec<Lent> {
+        let by_borrower = self.pool.lent(selection);
+        let borrowers = self.borrowers();
+        let named = by_borrower.into_iter().map(|(id, totals)| {
+            let LentTotals { handles, tickets, bytes } = totals;
+            let known = borrowers.get(&id.into());
+            let tenant = known.map(|known| known.tenant.to_string()).unwrap_or_default();
+            Lent { tenant, pid: known.and_then(|known| known.pid), handles, tickets, bytes }
+        });
+        named.collect()
+    }
+}
+
+impl HandedOut {
+    /// `id` was not handed out for `error`.
+    fn note_missing(
+        &mut self,
+        id: AllocationId,
+        purpose: FetchPurpose,
+        error: &PoolError,
+    ) -> Result<(), Failure> {
+        match (error, purpose) {
+            (PoolError::StaleHandle { .. }, FetchPurpose::Again) => {
+                self.missing.push(id);
+                Ok(())
+            }
+            (PoolError::StaleHandle { .. }, FetchPurpose::Redeem { .. }) => {
+                let pid = std::process::id();
+                Err(refused(format!("process {pid} does not have it now")))
+            }
+            (error, _) => Err(pool_failure(error)),
+        }
+    }
+}

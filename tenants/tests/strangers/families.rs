@@ -1,0 +1,154 @@
+//! What a process of another tenant may say to be lent memory, and what an owner of another tenant may answer.
+
+use std::os::unix::net::UnixListener;
+use std::time::{Duration, Instant};
+
+use tenants::coordinator::{Coordinator, Options};
+use tenants::identity::MemberId;
+use tenants::member::ImportError;
+use tenants::scope::Scope;
+use tenants::ticket::Ticket;
+use tenants::transport::Connection;
+use tenants::wire::{
+    AskLent, Borrower, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchFds, FetchPurpose, Lending,
+    Reply, Request,
+};
+use vmm_pool::AllocationId;
+
+use crate::stage::{SimMember, Stage, answers, name, soon, ticket_of};
+
+const RL: Option<&str> = Some("rl");
+
+fn fetch(
+    ids: Vec<AllocationId>,
+    importer: MemberId,
+    tenant: &str,
+    family: Option<&str>,
+) -> Request {
+    let family = family.map(str::to_owned);
+    Request::FetchFds(FetchFds {
+        allocations: ids,
+        purpose: FetchPurpose::Redeem { serial: 0 },
+        importer,
+        borrower: Some(Borrower { tenant: tenant.to_owned(), family }),
+    })
+}
+
+fn refused(client: &mut Connection, request: &Request) -> Failure {
+    let (reply, fds) = client.exchange(request, FDS_PER_MESSAGE_MAX, soon()).unwrap();
+    assert!(fds.is_empty(), "descriptors beside {reply:?}");
+    let Reply::Failed(failure) = reply else { panic!("{reply:?}") };
+    failure
+}
+
+fn lending(lender: &SimMember) -> Lending {
+    let mut client = Connection::connect(lender.socket_path(), soon()).unwrap();
+    let question = Request::Lent(AskLent { scope: Scope::Whole });
+    let (reply, _) = client.exchange(&question, 0, soon()).unwrap();
+    let Reply::Lent(lending) = reply else { panic!("{reply:?}") };
+    *lending
+}
+
+#[test]
+fn who_is_no_process_of_the_tenant_that_it_names_is_lent_nothing() {
+    let stage = Stage::new();
+    let (lender, borrower) = (stage.relative("train", RL), stage.relative("infer", RL));
+    let (ticket, _handle) = ticket_of(&lender);
+    let mut client = Connection::connect(lender.socket_path(), soon()).unwrap();
+    let ids = || vec![ticket.allocation];
+    for (importer, tenant) in [
+        (MemberId(1), "infer"),
+        (lender.id(), "infer"),
+        (borrower.id(), "score"),
+        (borrower.id(), "train"),
+    ] {
+        let failure = refused(&mut client, &fetch(ids(), importer, tenant, RL));
+        assert!(failure.message.contains("is no process of tenant"), "{failure}");
+    }
+    for (tenant, family, words) in [
+        ("../infer", RL, "is no tenant name"),
+        ("infer", Some("a/b"), "is no family's name"),
+        ("infer", None, "only 'train' names family 'rl'"),
+        ("infer", Some("other"), "in family 'other'"),
+    ] {
+        let failure = refused(&mut client, &fetch(ids(), borrower.id(), tenant, family));
+        assert!(failure.message.contains(words), "{failure}");
+    }
+    let many = vec![ticket.allocation; FDS_PER_MESSAGE_MAX / 2 + 1];
+    let failure = refused(&mut client, &fetch(many, borrower.id(), "infer", RL));
+    assert!(failure.message.contains("125 are the limit"), "{failure}");
+    assert_eq!(lending(&lender), Lending::default());
+    // Two descriptors for each: the driver's, and the lease.
+    let good = fetch(ids(), borrower.id(), "infer", RL);
+    let (reply, fds) = client.exchange(&good, FDS_PER_MESSAGE_MAX, soon()).unwrap();
+    assert!(matches!(&reply, Reply::Fds { count: 2, devices, .. } if devices.len() == 1));
+    assert_eq!((fds.len(), lending(&lender).lent.len()), (2, 1));
+    drop(fds);
+    assert_eq!(lending(&lender), Lending::default());
+    answers(&lender);
+    lender.leave();
+    borrower.leave();
+}
+
+#[test]
+fn a_process_that_names_no_family_asks_nobody_of_another_tenant() {
+    let stage = Stage::new();
+    let (lender, stranger) = (stage.relative("train", RL), stage.relative("infer", None));
+    // Whoever is asked there would be seen.
+    let dir = lender.socket_path().parent().unwrap().to_owned();
+    let trap = UnixListener::bind(dir.join(format!("{}.sock", MemberId(77)))).unwrap();
+    trap.set_nonblocking(true).unwrap();
+    let (good, _handle) = ticket_of(&lender);
+    let ticket = Ticket { owner: MemberId(77), ..good };
+    let error = stranger.redeem_ticket(&stranger.pool().enter(), &ticket, "test").unwrap_err();
+    assert!(matches!(error, ImportError::OtherTenant { .. }), "{error}");
+    trap.accept().unwrap_err();
+    assert_eq!(stranger.tenant_of(MemberId(77)), name("train"));
+    lender.leave();
+    stranger.leave();
+}
+
+#[test]
+fn a_lender_that_answers_nothing_is_given_up_in_time() {
+    let stage = Stage::new();
+    let (lender, borrower) = (stage.relative("train", RL), stage.relative("infer", RL));
+    let dir = lender.socket_path().parent().unwrap().to_owned();
+    // It listens, and says nothing.
+    let _silent = UnixListener::bind(dir.join(format!("{}.sock", MemberId(78)))).unwrap();
+    let (good, _handle) = ticket_of(&lender);
+    let ticket = Ticket { owner: MemberId(78), ..good.clone() };
+    let began = Instant::now();
+    let error = borrower.redeem_ticket(&borrower.pool().enter(), &ticket, "test").unwrap_err();
+    assert!(matches!(error, ImportError::Owner { .. }), "{error}");
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    let elsewhere = Ticket { tenant: name("nowhere"), ..good.clone() };
+    let error = borrower.redeem_ticket(&borrower.pool().enter(), &elsewhere, "test").unwrap_err();
+    assert!(matches!(error, ImportError::NoLender { .. }), "{error}");
+    borrower.redeem_ticket(&borrower.pool().enter(), &good, "test").unwrap();
+    lender.leave();
+    borrower.leave();
+}
+
+#[test]
+fn the_applications_own_pause_together_waits_once_and_is_told_who_holds_what() {
+    let stage = Stage::new();
+    let (lender, borrower) = (stage.relative("train", RL), stage.relative("infer", RL));
+    let (ticket, _handle) = ticket_of(&lender);
+    let borrowed = borrower.redeem_ticket(&borrower.pool().enter(), &ticket, "test").unwrap();
+    let options = Options {
+        timeout: Some(Duration::from_millis(200)),
+        consent: Some(Duration::from_secs(5)),
+        ..Options::default()
+    };
+    lender.consent(tenants::wire::Action::Pause);
+    let mut coordinator = Coordinator::new(stage.run_dir.clone(), name("train"), options);
+    let error = coordinator.pause(&mut |_| {}).unwrap_err();
+    assert!(error.failures().iter().all(|member| member.failure.kind == FailureKind::Lent));
+    assert!(error.to_string().contains("of tenant 'infer'"), "{error}");
+    assert!(error.left_unchanged() && error.is_retryable());
+    lender.withdraw_consent();
+    borrower.pool().enter_giving_up().release(borrowed).unwrap();
+    assert_eq!(lending(&lender), Lending::default());
+    lender.leave();
+    borrower.leave();
+}
