@@ -38,6 +38,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let handmade = out.join("handmade");
     compile("programs/handmade.c", &handmade, &["-pthread"], &["-ldl"])?;
     println!("cargo::rustc-env=SUBLET_HANDMADE_PROGRAM={}", handmade.display());
+    let hoard = out.join("hoard");
+    compile("programs/hoard.c", &hoard, &[], &["-ldl"])?;
+    println!("cargo::rustc-env=SUBLET_HOARD_PROGRAM={}", hoard.display());
     println!("cargo::rustc-env=SUBLET_RANK_PROGRAM={}", rank.display());
     println!("cargo::rustc-env=SUBLET_SIMNCCL_DIR={}", nccl_dir.display());
     println!("cargo::rustc-env=SUBLET_SPMD_PROGRAM={}", spmd.display());

@@ -13,8 +13,8 @@ use vmm_pool::{AllocationId, KeptBytes, PoolReport};
 pub use crate::phase::{Action, Order, Phase, Told, Window};
 pub use crate::state::MemberState;
 pub use ask::{
-    Ask, AwaitConsent, FetchFds, GiveUp, Hello, Hold, HostStep, Needs, SaveStep, SentFds, Stats,
-    StepOn, TakePhase, Withdraw,
+    Ask, AwaitConsent, Count, FetchFds, GiveUp, Hello, Hold, HostStep, Needs, SaveStep, SentFds,
+    Stats, StepOn, TakePhase, Withdraw,
 };
 
 use crate::cut::{CutReport, Rank};
@@ -25,7 +25,7 @@ use crate::saving::map::SaveAccount;
 use crate::stepping::Activity;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 11;
+pub const PROTOCOL_VERSION: u16 = 12;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,6 +54,8 @@ pub enum Request {
     Save(SaveStep),
     /// Answered with [`Reply::Host`].
     Host(HostStep),
+    /// [`Count`], answered with [`Reply::Counts`].
+    Count,
 }
 
 /// Why descriptors are fetched.
@@ -103,6 +105,8 @@ pub enum Reply {
     Saving(Box<SaveProgress>),
     /// To [`Request::Host`].
     Host(Box<HostProgress>),
+    /// To [`Request::Count`]: this process counts what it holds.
+    Counts,
     /// The request was not carried out; the process is as before the request unless `failure` says so.
     Failed(Failure),
 }

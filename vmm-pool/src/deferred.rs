@@ -10,6 +10,7 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::budget::Charge;
 use crate::driver::{DeviceOrdinal, Driver, DriverResult, RawHandle, RawStream, VaRange};
 use crate::error::{Describe, PoolResult};
 
@@ -26,12 +27,30 @@ pub(crate) struct Physical {
     /// 0 where nobody has said.
     size_bytes: u64,
     device: Option<DeviceOrdinal>,
+    /// What it takes of a budget, where one counts and it is own memory.
+    charge: Option<Charge>,
 }
 
 impl Physical {
     /// What the driver has just handed out, and nobody else holds.
     pub(crate) fn new(raw: RawHandle, size_bytes: u64, device: Option<DeviceOrdinal>) -> Self {
-        Self { raw, size_bytes, device }
+        Self { raw, size_bytes, device, charge: None }
+    }
+
+    /// Has it count against a budget for as long as the driver has it.
+    pub(crate) fn charged(mut self, charge: Option<Charge>) -> Self {
+        self.charge = charge.or(self.charge);
+        self
+    }
+
+    /// As [`Physical::charged`], where it does not yet.
+    pub(crate) fn charge_with(
+        &mut self,
+        make: impl FnOnce(u64, Option<DeviceOrdinal>) -> Option<Charge>,
+    ) {
+        if self.charge.is_none() {
+            self.charge = make(self.size_bytes, self.device);
+        }
     }
 
     /// For a call of the driver's about it.
@@ -135,6 +154,11 @@ impl<D: Driver> Deferred<D> {
         let lists = self.lists();
         let placed = lists.handles.iter().filter_map(|kept| Some((kept.device?, kept.size_bytes)));
         placed.collect()
+    }
+
+    /// Has every handle that is kept count against a budget.
+    pub(crate) fn charge_all(&self, make: impl Fn(u64, Option<DeviceOrdinal>) -> Option<Charge>) {
+        self.lists().handles.iter_mut().for_each(|kept| kept.charge_with(&make));
     }
 
     /// Waits for copies that were not seen to end, then offers everything to the driver again. Must come

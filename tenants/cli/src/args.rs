@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use tenants::budget::{BudgetError, Budgets};
 use tenants::identity::TenantName;
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
 
@@ -32,6 +33,8 @@ pub(crate) enum Command {
     Prepare(PrepareArgs),
     /// Write what a paused tenant has saved to files, with a map of them; the tenant stays as it is
     Save(SaveArgs),
+    /// Show or change how much GPU memory a tenant may hold
+    Budget(BudgetArgs),
     /// Show what the processes of a tenant hold, and how their last pause and resume went
     Stats(StatsArgs),
     /// Check whether this machine is able, and what is in the way
@@ -43,6 +46,10 @@ pub(crate) struct RunArgs {
     /// Name of the tenant: letters, digits, '.', '_' and '-'
     #[arg(long, value_name = "NAME", value_parser = tenant)]
     pub(crate) tenant: TenantName,
+    /// How much GPU memory all its processes together may hold: 60GiB on each GPU, or 0=60GiB on the one that nvidia-smi
+    /// shows as 0, or GPU-...=60GiB; may be given more than once
+    #[arg(long = "budget", value_name = "[GPU=]SIZE", value_parser = budgets)]
+    pub(crate) budgets: Vec<Budgets>,
     /// The preload object; found beside this command when not given
     #[arg(long, value_name = "PATH")]
     pub(crate) library: Option<PathBuf>,
@@ -191,6 +198,18 @@ pub(crate) struct SaveArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct BudgetArgs {
+    /// The tenant
+    #[arg(value_parser = tenant)]
+    pub(crate) tenant: TenantName,
+    /// The new budgets: 60GiB for every GPU, 0=60GiB for one, 0=none or none to take them back; shown when not given
+    #[arg(value_name = "[GPU=]SIZE", value_parser = budgets)]
+    pub(crate) budgets: Vec<Budgets>,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct StatsArgs {
     /// The tenant; all tenants when not given
     #[arg(value_parser = tenant)]
@@ -201,6 +220,10 @@ pub(crate) struct StatsArgs {
 
 fn tenant(text: &str) -> Result<TenantName, String> {
     TenantName::new(text).map_err(|error| error.to_string())
+}
+
+fn budgets(text: &str) -> Result<Budgets, String> {
+    text.parse().map_err(|error: BudgetError| error.to_string())
 }
 
 fn wait_time(text: &str) -> Result<Duration, String> {
@@ -275,6 +298,10 @@ mod tests {
             "sublet swap train infer --no-overlap --window 1GiB",
             "sublet save train",
             "sublet wake train",
+            "sublet budget",
+            "sublet budget train 60GB",
+            "sublet budget train gpu=1GiB",
+            "sublet run --tenant train --budget 0=0 -- true",
         ] {
             assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");
         }

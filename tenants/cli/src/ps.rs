@@ -10,7 +10,7 @@ use vmm_pool::Contents;
 
 use crate::failure::Failure;
 use crate::output::{self, Output};
-use crate::units;
+use crate::{budget, units};
 
 const COMMAND_CHARS_MAX: usize = 40;
 
@@ -108,10 +108,10 @@ fn member_rows(tenant: &str, member: &MemberStats) -> Vec<Vec<String>> {
     rows
 }
 
-/// What stays on a GPU and why, what members say, and who did not answer.
+/// What a tenant holds of its budgets, what stays on a GPU and why, what members say, and who did not answer.
 fn remarks(tenant: &TenantStats) -> Vec<String> {
     let name = &tenant.tenant;
-    let mut remarks = Vec::new();
+    let mut remarks: Vec<_> = budget::remarks(tenant).collect();
     for member in &tenant.members {
         let pid = member.member.pid;
         for device in &member.pool.devices {
@@ -257,6 +257,7 @@ pub(crate) mod tests {
         let tenants = [TenantStats {
             tenant: "train".to_owned(),
             members: vec![first, member(11, MemberState::Paused)],
+            budgets: Vec::new(),
             failures: Vec::new(),
         }];
         let mut output = Output::new();

@@ -7,12 +7,14 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
+use tenants::budget::BUDGET_VARIABLE;
 use tenants::identity::MemberId;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
 
 use crate::args::RunArgs;
 use crate::environment::{Environment, LIBRARY_VARIABLE, PRELOAD_VARIABLE, TENANT_VARIABLE};
 use crate::failure::{EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, EXIT_UNCHANGED, Failure};
+use crate::{budget, output};
 
 /// File name of the preload object.
 pub(crate) const LIBRARY_NAME: &str = "libsublet.so";
@@ -25,13 +27,21 @@ pub(crate) fn run(
 ) -> Result<ExitCode, Failure> {
     // All member ids have the same length: one path that fits shows that all do.
     run_dir.tenant(&args.tenant)?.socket_path(MemberId(0))?;
+    let budgets =
+        budget::for_run(&args.tenant, &args.budgets, environment, run_dir, &mut |text| {
+            output::complain(text);
+        })?;
     let library = find_library(args.library.as_deref(), environment)?;
     let preload = prepend(&library, environment.get(PRELOAD_VARIABLE))?;
     let (program, rest) = args
         .command
         .split_first()
         .ok_or_else(|| Failure::new("no command was given".to_owned(), EXIT_NOT_FOUND))?;
-    let error = Command::new(program)
+    let mut command = Command::new(program);
+    if let Some(budgets) = budgets {
+        command.env(BUDGET_VARIABLE, budgets.to_string());
+    }
+    let error = command
         .args(rest)
         .env(PRELOAD_VARIABLE, preload)
         .env(TENANT_VARIABLE, args.tenant.as_str())

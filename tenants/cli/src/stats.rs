@@ -9,7 +9,7 @@ use tenants::wire::{MemberStats, Phase, PhaseReport};
 use crate::args::StatsArgs;
 use crate::failure::Failure;
 use crate::output::{self, Output};
-use crate::{ps, units};
+use crate::{budget, ps, units};
 
 pub(crate) fn stats(
     args: &StatsArgs,
@@ -33,6 +33,9 @@ pub(crate) fn stats(
 }
 
 fn render(tenant: &TenantStats, output: &mut Output) {
+    for text in budget::remarks(tenant) {
+        output.line(text);
+    }
     for member in &tenant.members {
         render_member(&tenant.tenant, member, output);
     }

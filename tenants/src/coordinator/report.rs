@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::{Serialize, Serializer};
 use vmm_pool::KeptBytes;
 
+use super::budgets::GpuBudget;
 use crate::cut::Laggard;
 use crate::identity::{MemberId, TenantName};
 use crate::stepping::Activity;
@@ -31,6 +32,8 @@ pub enum Step {
     Save,
     /// Host memory ahead of a pause.
     Host,
+    /// Counting what it holds against the tenant's budgets.
+    Count,
     /// One phase.
     Phase(Phase),
 }
@@ -47,6 +50,7 @@ impl fmt::Display for Step {
             Self::Drain => f.write_str(Phase::Drain.label()),
             Self::Save => f.write_str("save to files"),
             Self::Host => f.write_str("host memory for the next pause"),
+            Self::Count => f.write_str("counting against the budgets"),
             Self::Phase(phase) => f.write_str(phase.label()),
         }
     }
@@ -352,6 +356,8 @@ pub struct TenantStats {
     pub tenant: String,
     /// Members that answered, by process id.
     pub members: Vec<MemberStats>,
+    /// What it may hold on each GPU, and holds; nothing where it has no budgets.
+    pub budgets: Vec<GpuBudget>,
     /// Members that did not.
     pub failures: Vec<MemberFailure>,
 }

@@ -19,6 +19,7 @@ use std::sync::{self, LockResult};
 use std::time::Duration;
 
 pub use loom::sync::atomic::fence;
+pub use loom::thread::yield_now;
 
 use loom::sync as model;
 
