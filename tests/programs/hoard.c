@@ -8,14 +8,12 @@
  *   total DEVICE        what cuDeviceTotalMem says
  *   hungry DEVICE BYTES creates, and where that is refused frees the oldest and tries again, as a caching allocator
  *                       does; answers with its number and how many were freed
- *   fast DEVICE COUNT   creates and frees so often; answers with nanoseconds a pair
  *   tag NAME, untag     a region of the calling thread
  */
 #include "../simcuda/programs/driver.h"
 
 #include <signal.h>
 #include <sys/prctl.h>
-#include <time.h>
 
 enum { DEVICES_MAX = 8, KEPT_MAX = 4096 };
 
@@ -141,23 +139,6 @@ static void hungry(int device, size_t bytes)
         say(code, 0);
 }
 
-static void fast(int device, size_t count)
-{
-    struct timespec before, after;
-    CUprop prop = driver_prop();
-    prop.location.id = device;
-    use(device);
-    clock_gettime(CLOCK_MONOTONIC, &before);
-    for (size_t i = 0; i < count; i++) {
-        CUhandle handle = 0;
-        OK(cuMemCreate(&handle, 2 << 20, &prop, 0));
-        OK(cuMemRelease(handle));
-    }
-    clock_gettime(CLOCK_MONOTONIC, &after);
-    long long ns = (after.tv_sec - before.tv_sec) * 1000000000LL + after.tv_nsec - before.tv_nsec;
-    say(CU_OK, ns / (long long)count);
-}
-
 static void region(const char *tag)
 {
     int (*begin)(const char *, int) = (int (*)(const char *, int))dlsym(RTLD_DEFAULT, "sublet_region_begin");
@@ -192,8 +173,6 @@ static void obey(const char *line)
         say(code, (long long)total);
     } else if (strcmp(word, "hungry") == 0) {
         hungry(device, size);
-    } else if (strcmp(word, "fast") == 0) {
-        fast(device, size);
     } else if (sscanf(line, "tag %63s", tag) == 1) {
         region(tag);
     } else if (strcmp(word, "untag") == 0) {

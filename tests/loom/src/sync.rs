@@ -91,6 +91,19 @@ macro_rules! atomic {
                 self.exchange(order, || self.value.swap(value, of_exchange(order)))
             }
 
+            /// Holds what `change` makes of it, if anything; gives what it held.
+            pub fn fetch_update(
+                &self,
+                store: Ordering,
+                load: Ordering,
+                change: impl FnMut($value) -> Option<$value>,
+            ) -> Result<$value, $value> {
+                self.turnstile.load(load);
+                let before = self.value.fetch_update(of_exchange(store), of_load(load), change);
+                self.turnstile.stored(store);
+                before
+            }
+
             /// Adds, wrapping; gives what it held.
             pub fn fetch_add(&self, value: $value, order: Ordering) -> $value {
                 self.exchange(order, || self.value.fetch_add(value, of_exchange(order)))

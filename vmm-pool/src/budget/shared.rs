@@ -287,4 +287,22 @@ mod tests {
         shared.give_back(GPUS_MAX - 1, Shared::SLOTS_MAX - 1, 5);
         assert_eq!(shared.figure(GPUS_MAX - 1).held_bytes, 0);
     }
+
+    #[test]
+    #[ignore = "a measurement, in a release build: cargo test -p vmm-pool --release taking_and_giving -- --ignored --nocapture"]
+    #[expect(clippy::print_stdout, reason = "prints what it measures")]
+    fn what_taking_and_giving_back_costs() {
+        const TURNS: u32 = 1_000_000;
+        for processes in [1, 8, 64] {
+            let (_file, shared) = shared();
+            shared.add(&gpu(0, Some(1 << 40)));
+            (0..processes).for_each(|slot| shared.open_slot(slot));
+            let started = std::time::Instant::now();
+            for _ in 0..TURNS {
+                shared.take(0, 0, 2 << 20).unwrap();
+                shared.give_back(0, 0, 2 << 20);
+            }
+            println!("{processes} slots: {:?} a pair", started.elapsed() / TURNS);
+        }
+    }
 }
