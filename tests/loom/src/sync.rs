@@ -91,7 +91,10 @@ macro_rules! atomic {
                 self.exchange(order, || self.value.swap(value, of_exchange(order)))
             }
 
-            /// Holds what `change` makes of it, if anything; gives what it held.
+            /// Holds what `change` makes of it; gives what it held.
+            ///
+            /// # Errors
+            /// What it holds, where `change` makes nothing of it.
             pub fn fetch_update(
                 &self,
                 store: Ordering,
