@@ -1,6 +1,8 @@
 //! Processes that take room in a budget at once, in every interleaving: never do they hold more than it, and where one
 //! fits, one passes.
 
+#![expect(clippy::expect_used, reason = "a thread of a test that panics ends the test")]
+
 use loom::thread;
 use std::sync::Arc;
 
@@ -21,7 +23,7 @@ fn both_take(bytes: [u64; 2]) -> usize {
         thread::spawn(move || take(&slots, 1, bytes[1], BUDGET).is_ok())
     };
     let one = take(&slots, 0, bytes[0], BUDGET).is_ok();
-    let passed = [one, other.join().unwrap()];
+    let passed = [one, other.join().expect("it ended")];
     let held: u64 =
         passed.iter().zip(bytes).filter(|(passed, _)| **passed).map(|(_, bytes)| bytes).sum();
     assert_eq!(held_bytes(&slots), held);
