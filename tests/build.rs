@@ -41,6 +41,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let family = out.join("family");
     compile("programs/family.c", &family, &[], &["-ldl"])?;
     println!("cargo::rustc-env=SUBLET_FAMILY_PROGRAM={}", family.display());
+    let hoard = out.join("hoard");
+    compile("programs/hoard.c", &hoard, &[], &["-ldl"])?;
+    println!("cargo::rustc-env=SUBLET_HOARD_PROGRAM={}", hoard.display());
     println!("cargo::rustc-env=SUBLET_RANK_PROGRAM={}", rank.display());
     println!("cargo::rustc-env=SUBLET_SIMNCCL_DIR={}", nccl_dir.display());
     println!("cargo::rustc-env=SUBLET_SPMD_PROGRAM={}", spmd.display());

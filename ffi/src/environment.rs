@@ -16,18 +16,21 @@
 //! | `SUBLET_PIECE_KIB` | | the size of these pieces |
 //! | `SUBLET_VERIFY_CONTENTS` | | 1: what is not saved for that is compared byte by byte |
 //! | `SUBLET_PREPARE` | | whether host memory for the next pause is brought in ahead, and how much at most |
+//! | `SUBLET_BUDGET` | | how much device memory the tenant may hold on which GPU |
 //! | `SUBLET_WITHOUT_PINS` | | through which device files no device memory is pinned |
 //! | `SUBLET_TOGETHER_TIMEOUT_MS` | | how long `ncclPause` waits for the other processes |
 
 #![expect(unsafe_code, reason = "asks for the terminal session")]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
 use sublet_registrations::device_files::{self, DeviceFile};
+use tenants::budget::{BUDGET_VARIABLE, BudgetError, Budgets, gpus};
 use tenants::identity::FamilyName;
 use tenants::phase::HELD_MAX;
+use vmm_pool::driver::{DeviceOrdinal, PciAddress};
 use vmm_pool::{PieceBytes, Pieces};
 
 /// How long `ncclPause` waits for the other processes to call it too, unless the environment says another time. They
@@ -139,6 +142,33 @@ pub(crate) fn host_bytes_max() -> Result<Option<u64>, String> {
             .map_err(|_| format!("SUBLET_HOST_BYTES_MAX is '{value}': give a number of bytes"))
     };
     variable("SUBLET_HOST_BYTES_MAX").map(parse).transpose()
+}
+
+/// Are there any budgets? Not whether they can be read.
+pub(crate) fn has_budgets() -> bool {
+    variable(BUDGET_VARIABLE).is_some()
+}
+
+/// What the tenant may hold on each GPU.
+///
+/// # Errors
+/// The variable says no budgets; the text says what would.
+pub(crate) fn budgets() -> Result<Option<Budgets>, String> {
+    let refused = |error: BudgetError| {
+        format!("{BUDGET_VARIABLE} is not understood, and no budget is kept to: {error}")
+    };
+    variable(BUDGET_VARIABLE).map(|text| text.parse().map_err(refused)).transpose()
+}
+
+/// The number of a device on this machine: by its place in the driver's list, or where there is none by
+/// `CUDA_VISIBLE_DEVICES`.
+pub(crate) fn gpu_index(device: DeviceOrdinal, address: Option<PciAddress>) -> Option<u32> {
+    let list = Path::new(gpus::NODE_GPUS);
+    if list.is_dir() {
+        return gpus::index_of(list, address?);
+    }
+    let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    gpus::index_behind(visible.as_deref(), u32::try_from(device.0).ok()?)
 }
 
 /// What a pause looks for before it copies.

@@ -312,6 +312,7 @@ replacing! {
     cuCtxDisablePeerAccess;
     cuCtxEnablePeerAccess;
     cuDeviceGetAttribute;
+    cuDeviceTotalMem_v2;
     cuDevicePrimaryCtxRelease;
     cuDevicePrimaryCtxRelease_v2;
     cuDevicePrimaryCtxReset;
@@ -360,6 +361,7 @@ replacing! {
     cuMemGetAddressRange_v2;
     cuMemGetAllocationPropertiesFromHandle;
     cuMemGetHandleForAddressRange;
+    cuMemGetInfo_v2;
     cuMemImportFromShareableHandle;
     cuMemMap;
     cuMemPrefetchAsync;

@@ -19,7 +19,7 @@ use tenants::host_memory::{self, HostFigure, HostLimit};
 use tenants::identity::{FamilyName, TenantName};
 use tenants::member::MemberConfig;
 use tenants::numa;
-use tenants::run_dir::RunDir;
+use tenants::run_dir::{self, RunDir};
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, DriverCode, RawContext, VaRange};
 
 use crate::environment;
@@ -343,6 +343,10 @@ fn try_join() -> Result<Arc<Member>, String> {
         Ok(bound) => (bound, None),
         Err(text) => (None, Some(text)),
     };
+    let (budgets, budgets_not_understood) = match environment::budgets() {
+        Ok(budgets) => (budgets, None),
+        Err(text) => (None, Some(text)),
+    };
     let config = MemberConfig {
         run_dir: run_dir()?,
         tenant: tenant_name()?,
@@ -360,11 +364,14 @@ fn try_join() -> Result<Arc<Member>, String> {
         unseen_pins: crate::UNSEEN_PINS,
         unseen_nccl: crate::UNSEEN_NCCL,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
+        budgets,
+        gpu_index: environment::gpu_index,
+        device_bytes,
     };
     let member =
         tenants::member::Member::join(config, Arc::new(driver)).map_err(|error| chain(&error))?;
     member.pool().set_pieces(pieces);
-    if let Some(text) = not_understood {
+    for text in not_understood.into_iter().chain(budgets_not_understood) {
         member.note(text);
     }
     member.pool().use_page_cache(environment::file_cache());
@@ -382,6 +389,20 @@ pub(crate) fn set_file_dir(dir: PathBuf) {
         Some(member) => member.pool().set_file_dir(dir),
         None => *lock(&CHOSEN_FILE_DIR) = Some(dir),
     }
+}
+
+/// All memory of a device, in bytes; 0 where the driver does not say. Needs no context.
+fn device_bytes(device: DeviceOrdinal) -> u64 {
+    let mut bytes = 0_usize;
+    let place = &raw mut bytes;
+    let code = call_driver!(cuDeviceTotalMem_v2(place => *mut usize, device.0 => c_int));
+    if code == DriverCode::SUCCESS.0 { bytes as u64 } else { 0 }
+}
+
+/// May other processes of this tenant count what they hold? Asked before this one has joined.
+pub(crate) fn others_count() -> bool {
+    let run_dir = RunDir::choose(environment::run_dir(), environment::session_dir());
+    tenant_name().is_ok_and(|tenant| run_dir::may_count(&run_dir, &tenant))
 }
 
 fn host_limits() -> Vec<HostLimit> {

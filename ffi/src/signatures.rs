@@ -187,6 +187,7 @@ pairs! {
     cuCtxDisablePeerAccess[_];
     cuCtxEnablePeerAccess[_ _];
     cuDeviceGetAttribute[_ _ _];
+    cuDeviceTotalMem_v2[_ _];
     cuDevicePrimaryCtxRelease_v2[_];
     cuDevicePrimaryCtxReset_v2[_];
     cuDevicePrimaryCtxRetain[_ _];
@@ -213,6 +214,7 @@ pairs! {
     cuMemFree_v2[_];
     cuMemGetAddressRange_v2[_ _ _];
     cuMemGetAllocationPropertiesFromHandle[_ _];
+    cuMemGetInfo_v2[_ _];
     cuMemGetHandleForAddressRange[_ _ _ _ _];
     cuMemImportFromShareableHandle[_ _ _];
     cuMemMap[_ _ _ _ _];

@@ -10,6 +10,7 @@
 //! blocks, for a bounded time.
 
 mod ahead;
+mod budgets;
 mod cutting;
 mod error;
 mod exchange;
@@ -32,6 +33,7 @@ mod tests;
 use std::time::{Duration, Instant};
 
 pub use ahead::{PrepareError, PrepareReport, PreparedProcess, Waits};
+pub use budgets::{BudgetReport, GpuBudget};
 pub use error::{CoordinatorError, SwapError};
 pub use interrupt::Interrupt;
 pub use report::{
@@ -45,7 +47,7 @@ pub use shortage::{DeviceShortage, Holder};
 pub use swap::{SwapOptions, swap};
 
 use lending::Patience;
-use peers::{Peers, Reached, reach, with_source};
+use peers::with_source;
 use session::Session;
 
 use crate::identity::{MemberId, TenantName};
@@ -203,25 +205,13 @@ impl Coordinator {
         let mut stats = TenantStats {
             tenant: self.tenant.to_string(),
             members: Vec::new(),
+            budgets: Vec::new(),
             failures: Vec::new(),
         };
-        let mut peers = Peers::default();
-        let mut dead = 0;
-        let deadline = Instant::now() + self.options.contact_timeout;
-        for socket in dir.members()? {
-            match reach(&socket, deadline) {
-                Ok(Reached::Peer(peer)) => peers.list.push(*peer),
-                Ok(Reached::Dead) => {
-                    dir.remove_socket(&socket)?;
-                    dead += 1;
-                }
-                Err(error) => stats.failures.push(unreachable_member(socket.id, &error)),
-            }
-        }
+        let connected = self.connect_all(&dir, &mut stats.failures);
         dir.remove_stale()?;
-        if peers.list.is_empty() && stats.failures.is_empty() {
-            return Err(CoordinatorError::NoProcess { tenant: self.tenant.clone(), dead });
-        }
+        let mut peers = connected?;
+        stats.budgets = budgets::of_dir(&dir)?;
         for index in 0..peers.list.len() {
             let timeout = self.options.contact_timeout;
             stats.failures.extend(peers.ask(index, &Stats, timeout).err());

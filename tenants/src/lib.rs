@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod budget;
 pub mod coordinator;
 pub mod cut;
 pub mod error_text;

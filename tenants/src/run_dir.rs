@@ -5,6 +5,7 @@
 //!   <tenant>/                   0700, ours alone
 //!     <member id, 16 hex>.sock  one listening socket for each process
 //!     coordinator.lock          held while somebody pauses or resumes the tenant
+//!     budget                    what its processes hold together, where they have budgets
 //! ```
 //!
 //! A socket has its final name only once it listens (see [`crate::transport::Listener::bind`]), so one
@@ -12,6 +13,7 @@
 //! in the place of these directories (`run_dir/trusted_path.rs` says how that is checked). Nothing here reads the
 //! environment: the caller does, once.
 
+mod budget_file;
 mod holders;
 pub(crate) mod locks;
 mod trusted_path;
@@ -24,6 +26,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use nix::unistd::geteuid;
+
+pub(crate) use budget_file::BudgetFile;
 
 use crate::identity::{MemberId, TenantName};
 use crate::transport::{BINDING_EXTENSION, Listener, TransportError, has_ended};
@@ -113,6 +117,11 @@ pub enum RunDirError {
         #[source]
         source: io::Error,
     },
+}
+
+/// Is there a file in `run_dir` by which processes of `tenant` count what they hold? It may be dead ones'.
+pub fn may_count(run_dir: &Path, tenant: &TenantName) -> bool {
+    run_dir.join(tenant.as_str()).join(budget_file::NAME).exists()
 }
 
 /// The directory that holds one directory for each tenant.
@@ -482,6 +491,7 @@ impl TenantDir {
         if !self.members()?.is_empty() || !self.path.is_dir() {
             return Ok(());
         }
+        BudgetFile::remove_unused(&self.path)?;
         remove_file_if_there(&self.path.join(LOCK_NAME))?;
         match fs::remove_dir(&self.path) {
             Err(error)

@@ -13,8 +13,8 @@ use vmm_pool::{AllocationId, KeptBytes, PoolReport};
 pub use crate::phase::{Action, Order, Phase, Told, Window};
 pub use crate::state::MemberState;
 pub use ask::{
-    Ask, AskLent, AwaitConsent, Borrower, FetchFds, GiveUp, Hello, Hold, HostStep, Needs, SaveStep,
-    SentFds, Stats, StepOn, TakePhase, Withdraw,
+    Ask, AskLent, AwaitConsent, Borrower, Count, FetchFds, GiveUp, Hello, Hold, HostStep, Needs,
+    SaveStep, SentFds, Stats, StepOn, TakePhase, Withdraw,
 };
 
 use crate::cut::{CutReport, Rank};
@@ -56,6 +56,8 @@ pub enum Request {
     Host(HostStep),
     /// Answered with [`Reply::Lent`].
     Lent(AskLent),
+    /// [`Count`], answered with [`Reply::Counts`].
+    Count,
 }
 
 /// Why descriptors are fetched.
@@ -111,6 +113,8 @@ pub enum Reply {
     Host(Box<HostProgress>),
     /// To [`Request::Lent`].
     Lent(Box<Lending>),
+    /// To [`Request::Count`]: this process counts what it holds.
+    Counts,
     /// The request was not carried out; the process is as before the request unless `failure` says so.
     Failed(Failure),
 }

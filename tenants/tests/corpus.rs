@@ -195,6 +195,7 @@ fn requests() -> Vec<Request> {
         Request::Host(HostStep::Begin { most_bytes: u64::MAX }),
         Request::Host(HostStep::Watch { seen_bytes: 1 << 28, wait_ms: 500 }),
         Request::Host(HostStep::CallOff),
+        Request::Count,
     ]
 }
 
@@ -342,6 +343,7 @@ fn replies() -> Vec<Reply> {
         })),
         Reply::Host(Box::new(grows)),
         Reply::Host(Box::new(stopped)),
+        Reply::Counts,
         Reply::Failed(Failure { kind, message: "process 1: no memory".to_owned() }),
         Reply::Failed(Failure { kind: FailureKind::Faulted, message: String::new() }),
         Reply::Failed(Failure { kind: FailureKind::Lent, message: String::new() }),

@@ -70,6 +70,7 @@ impl Stage {
             "SUBLET_LOG",
             "SUBLET_HOST_BYTES_MAX",
             "SUBLET_PREPARE",
+            "SUBLET_BUDGET",
         ];
         for name in ours.into_iter().chain(["LD_PRELOAD"]) {
             command.env_remove(name);
@@ -129,6 +130,25 @@ impl Stage {
     /// When it failed.
     pub fn process_on_all_devices(&self, tenant: Option<&str>) -> Outcome<Rank> {
         let mut process = Rank::start(0, &mut self.program(tenant, &self.files.devices))?;
+        process.answer()?;
+        Ok(process)
+    }
+
+    /// Starts `programs/hoard.c` in tenant `tenant`, with further options of `sublet run` and its environment.
+    ///
+    /// # Errors
+    /// When it failed.
+    pub fn hoard(
+        &self,
+        tenant: &str,
+        options: &[&str],
+        environment: &[(&str, &str)],
+    ) -> Outcome<Rank> {
+        let mut command = self.command(&self.files.sublet);
+        command.args(["run", "--tenant", tenant]).args(options).arg("--library");
+        command.arg(&self.files.preload).arg("--").arg(&self.files.hoard);
+        command.env("SUBLET_FILE_DIR", self.place.path()).envs(environment.iter().copied());
+        let mut process = Rank::start(0, &mut command)?;
         process.answer()?;
         Ok(process)
     }

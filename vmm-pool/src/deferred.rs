@@ -11,6 +11,7 @@ use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::budget::Charge;
 use crate::driver::{DeviceOrdinal, Driver, DriverResult, RawHandle, RawStream, VaRange};
 use crate::error::{Describe, PoolResult};
 
@@ -29,12 +30,14 @@ pub(crate) struct Physical {
     device: Option<DeviceOrdinal>,
     /// For memory that another process has lent: open until the driver has taken the handle back.
     lease: Option<OwnedFd>,
+    /// What it takes of a budget, where one counts and it is own memory.
+    charge: Option<Charge>,
 }
 
 impl Physical {
     /// What the driver has just handed out, and nobody else holds.
     pub(crate) fn new(raw: RawHandle, size_bytes: u64, device: Option<DeviceOrdinal>) -> Self {
-        Self { raw, size_bytes, device, lease: None }
+        Self { raw, size_bytes, device, lease: None, charge: None }
     }
 
     /// The same, under a lease.
@@ -45,6 +48,22 @@ impl Physical {
     /// For a forked child: closes its copy of the lease, which tells the lender that the memory is in use.
     pub(crate) fn close_lease(&mut self) {
         self.lease = None;
+    }
+
+    /// Has it count against a budget for as long as the driver has it.
+    pub(crate) fn charged(mut self, charge: Option<Charge>) -> Self {
+        self.charge = charge.or(self.charge);
+        self
+    }
+
+    /// As [`Physical::charged`], where it does not yet.
+    pub(crate) fn charge_with(
+        &mut self,
+        make: impl FnOnce(u64, Option<DeviceOrdinal>) -> Option<Charge>,
+    ) {
+        if self.charge.is_none() {
+            self.charge = make(self.size_bytes, self.device);
+        }
     }
 
     /// For a call of the driver's about it.
@@ -148,6 +167,11 @@ impl<D: Driver> Deferred<D> {
         let lists = self.lists();
         let placed = lists.handles.iter().filter_map(|kept| Some((kept.device?, kept.size_bytes)));
         placed.collect()
+    }
+
+    /// Has every handle that is kept count against a budget.
+    pub(crate) fn charge_all(&self, make: impl Fn(u64, Option<DeviceOrdinal>) -> Option<Charge>) {
+        self.lists().handles.iter_mut().for_each(|kept| kept.charge_with(&make));
     }
 
     /// Waits for copies that were not seen to end, then offers everything to the driver again. Must come

@@ -63,6 +63,22 @@ pub enum PoolError {
         /// Bytes that could.
         free_bytes: u64,
     },
+    /// The tenant may not hold as much on the device; nothing was taken.
+    #[error(
+        "{asked_bytes} bytes on {device} do not fit the budget of {budget_bytes} bytes there, of which the tenant holds \
+         {held_bytes}: free {} of them, or raise the budget (sublet budget)",
+        held_bytes.saturating_add(*asked_bytes).saturating_sub(*budget_bytes)
+    )]
+    OverBudget {
+        /// The device.
+        device: DeviceOrdinal,
+        /// Bytes asked for.
+        asked_bytes: u64,
+        /// Bytes that all processes of the tenant hold there.
+        held_bytes: u64,
+        /// Bytes that they may.
+        budget_bytes: u64,
+    },
     /// The host cannot hold the contents; nothing was given up.
     #[error(
         "saving {needed_bytes} bytes needs {grow_bytes} more bytes of host memory, and {available_bytes} are \
@@ -175,6 +191,7 @@ impl PoolError {
             Self::NotOurs
             | Self::StaleHandle { .. }
             | Self::OutOfDeviceMemory { .. }
+            | Self::OverBudget { .. }
             | Self::OutOfHostMemory { .. }
             | Self::HostMemoryRefused { .. }
             | Self::OutOfDisk { .. }
@@ -198,6 +215,7 @@ impl PoolError {
             Self::Frozen => Some(DriverCode::NOT_READY),
             Self::Driver { source, .. } => Some(source.code),
             Self::OutOfDeviceMemory { .. }
+            | Self::OverBudget { .. }
             | Self::OutOfHostMemory { .. }
             | Self::HostMemoryRefused { .. }
             | Self::OutOfDisk { .. }

@@ -1,9 +1,10 @@
 //! Where files with memory orderings of their own take their synchronisation from: the standard library.
 //!
-//! `tests/loom` compiles these files again (`slots.rs`, `gate.rs` and the cut of `tenants`) with a module of this
+//! `tests/loom` compiles these files again (`slots.rs`, `gate.rs`, `budget/slots.rs` and the cut of `tenants`) with a module of this
 //! name that stands on loom, which tries their interleavings and stale reads. What such a file uses must therefore
 //! come from here.
 
 pub use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering, fence};
 pub use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+pub use std::thread::yield_now;
 pub use std::thread_local;

@@ -9,6 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use tenants::member::Member;
 use tenants::region;
+use vmm_pool::budget::Counted;
 use vmm_pool::driver::{
     AllocationFlags, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver,
     DriverCode, RawContext, VaRange,
@@ -159,16 +160,44 @@ pub fn allocate<D: Driver>(
     }
 }
 
-/// Counts an allocation that the driver made.
+/// Takes room in the tenant's budget for what the driver is about to make, for [`note_native`].
+///
+/// # Errors
+/// [`DriverCode::OUT_OF_MEMORY`] where it does not fit.
+pub fn take_room<D: Driver>(
+    member: &Member<D>,
+    device: DeviceOrdinal,
+    size_bytes: u64,
+) -> Result<Counted, DriverCode> {
+    let charge = member.pool().charge(device, size_bytes);
+    charge.map(Counted::Yes).map_err(|error| {
+        tracing::debug!(%error, "allocation refused");
+        error.code().unwrap_or(DriverCode::OUT_OF_MEMORY)
+    })
+}
+
+/// Counts an allocation that the driver made; `counted` is what [`take_room`] gave for it.
 pub fn note_native<D: Driver>(
     member: &Member<D>,
-    address: DeviceAddress,
-    size_bytes: u64,
-    device: DeviceOrdinal,
+    made: Native,
     context: Option<RawContext>,
-    reason: &'static str,
+    counted: Counted,
 ) {
-    member.pool().native_allocated(address, size_bytes, device, context, reason);
+    let Native { address, size_bytes, device, reason } = made;
+    member.pool().native_allocated(address, size_bytes, device, context, reason, counted);
+}
+
+/// An allocation of the driver's own.
+#[derive(Clone, Copy, Debug)]
+pub struct Native {
+    /// Where it is, or what it is known by.
+    pub address: DeviceAddress,
+    /// Its size.
+    pub size_bytes: u64,
+    /// Its device.
+    pub device: DeviceOrdinal,
+    /// Why it is not the pool's.
+    pub reason: &'static str,
 }
 
 /// Plain memory that ends with its context. While this lives, no pause or resume begins.

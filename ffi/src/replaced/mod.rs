@@ -7,11 +7,12 @@
 //! * [`vmm`]: virtual memory. [`plain`]: `cuMemAlloc` and what comes with it. [`native`]: memory that stays
 //!   with the driver. [`mod@pointer`]: questions about addresses. [`context`]: contexts, peer access. [`control`]:
 //!   device attributes, stream capture. [`graph`]: graphs. `copies`:
-//!   copies that the driver refuses of ours.
+//!   copies that the driver refuses of ours. [`figures`]: how much memory there is.
 
 pub mod context;
 pub mod control;
 pub(crate) mod copies;
+pub mod figures;
 pub mod graph;
 pub mod native;
 pub mod plain;
@@ -22,6 +23,7 @@ use std::ffi::{c_int, c_ulonglong};
 
 pub use context::*;
 pub use control::*;
+pub use figures::*;
 pub use graph::*;
 pub use native::*;
 pub(crate) use plain::settle;

@@ -7,7 +7,8 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
-use sublet_cuda_driver::blocks::{self, stays};
+use sublet_cuda_driver::blocks::{self, Native, stays};
+use vmm_pool::budget::Counted;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Location, LocationKind};
 use vmm_pool::gate::{Pass, Passage};
 
@@ -19,6 +20,8 @@ use crate::runtime;
 
 /// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
 const DEVICE_ORDINAL: c_int = 9;
+/// What rows of pitched memory are padded to, by all devices so far; what the driver says counts.
+const PITCH_BYTES: usize = 512;
 /// `CU_DEVICE_CPU`.
 const DEVICE_CPU: c_int = -1;
 
@@ -27,13 +30,33 @@ fn pass() -> Option<Pass<'static>> {
     runtime::join().map(|member| member.gate().pass(Passage::Use))
 }
 
+/// Takes room in the tenant's budget for so many bytes on the current context's device, or says what the call is to
+/// answer.
+fn room(bytes: usize) -> Result<Counted, c_int> {
+    match (runtime::member(), runtime::current_device()) {
+        (Some(member), Ok(device)) => {
+            blocks::take_room(member, device, bytes as u64).map_err(|code| code.0)
+        }
+        _ => Ok(Counted::Yes(None)),
+    }
+}
+
 /// Counts what the driver has just made.
-fn count(address: u64, bytes: usize, device: Option<DeviceOrdinal>, reason: &'static str) {
-    let device = device.or_else(|| runtime::current_device().ok());
-    if let (Some(member), Some(device)) = (runtime::member(), device) {
-        let context = runtime::current_context();
-        let address = DeviceAddress(address);
-        blocks::note_native(member, address, bytes as u64, device, context, reason);
+fn count(
+    address: u64,
+    bytes: usize,
+    device: Option<DeviceOrdinal>,
+    reason: &'static str,
+    counted: Counted,
+) {
+    let current = runtime::current_device().ok();
+    // What was taken is of the current context's device.
+    let is_elsewhere = device.is_some() && device != current;
+    let counted = if is_elsewhere { Counted::Yes(None) } else { counted };
+    if let (Some(member), Some(device)) = (runtime::member(), device.or(current)) {
+        let (address, size_bytes) = (DeviceAddress(address), bytes as u64);
+        let native = Native { address, size_bytes, device, reason };
+        blocks::note_native(member, native, runtime::current_context(), counted);
     }
 }
 
@@ -68,14 +91,18 @@ macro_rules! allocate_async {
             stream: Pointer,
         ) -> c_int {
             let _pass = pass();
+            // Memory of a graph comes and goes with its launches.
+            let is_counted = capture_of(stream_value(stream, stringify!($symbol))).is_none();
+            let counted = match if is_counted { room(bytes) } else { Ok(Counted::No) } {
+                Ok(counted) => counted,
+                Err(code) => return code,
+            };
             let code = call_driver!($symbol(
                 address => *mut Address, bytes => usize, $($arg => $ty,)* stream => Pointer
             ));
-            // Memory of a graph comes and goes with its launches.
-            let is_counted = code == SUCCESS
-                && capture_of(stream_value(stream, stringify!($symbol))).is_none();
-            if let Some(address) = made(address).filter(|_| is_counted) {
-                count(address, bytes, device_of_memory(address), stays::STREAM_ORDERED);
+            if let Some(address) = made(address).filter(|_| is_counted && code == SUCCESS) {
+                let device = device_of_memory(address);
+                count(address, bytes, device, stays::STREAM_ORDERED, counted);
             }
             code
         }
@@ -102,7 +129,7 @@ pub unsafe extern "C" fn cuMemAllocManaged(
         address => *mut Address, bytes => usize, flags => c_uint
     ));
     if let Some(address) = made(address).filter(|_| code == SUCCESS) {
-        count(address, bytes, None, stays::MANAGED);
+        count(address, bytes, None, stays::MANAGED, Counted::No);
     }
     code
 }
@@ -120,6 +147,11 @@ pub unsafe extern "C" fn cuMemAllocPitch_v2(
     element: c_uint,
 ) -> c_int {
     let _pass = pass();
+    let rows_bytes = width.next_multiple_of(PITCH_BYTES).saturating_mul(height);
+    let counted = match room(rows_bytes) {
+        Ok(counted) => counted,
+        Err(code) => return code,
+    };
     let code = call_driver!(cuMemAllocPitch_v2(
         address => *mut Address, pitch => *mut usize, width => usize, height => usize,
         element => c_uint
@@ -127,7 +159,7 @@ pub unsafe extern "C" fn cuMemAllocPitch_v2(
     if let Some(address) = made(address).filter(|_| code == SUCCESS && !pitch.is_null()) {
         // SAFETY: the caller's out-pointer, which the driver has just written.
         let pitch = unsafe { pitch.read_unaligned() };
-        count(address, pitch.saturating_mul(height), None, stays::PITCHED);
+        count(address, pitch.saturating_mul(height), None, stays::PITCHED, counted);
     }
     code
 }
@@ -175,15 +207,20 @@ macro_rules! create_array {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol(array: *mut Pointer, wanted: *const $descriptor) -> c_int {
             let _pass = pass();
+            // SAFETY: the caller's structure of this layout, or null.
+            let bytes = unsafe { wanted.as_ref() }
+                .map_or(0, |$wanted| array_bytes($sides, $wanted.format, $wanted.channels));
+            let counted = match room(bytes) {
+                Ok(counted) => counted,
+                Err(code) => return code,
+            };
             let code = call_driver!($symbol(
                 array => *mut Pointer, wanted => *const $descriptor
             ));
-            // SAFETY: the driver has read the caller's structure of this layout.
-            if let Some($wanted) = unsafe { wanted.as_ref() }.filter(|_| code == SUCCESS)
+            if code == SUCCESS
                 && let Some(made) = made(array.cast())
             {
-                let bytes = array_bytes($sides, $wanted.format, $wanted.channels);
-                count(made, bytes, None, stays::ARRAYS);
+                count(made, bytes, None, stays::ARRAYS, counted);
             }
             code
         }

@@ -5,6 +5,7 @@
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::sync::PoisonError;
 
+use sublet_cuda_driver::blocks::Native;
 use sublet_cuda_driver::{Answer, blocks, ipc, vmm};
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 use vmm_pool::gate::Passage;
@@ -110,14 +111,18 @@ unsafe extern "C" fn mem_alloc(
             let accessors = runtime::accessors();
             if let Some(reason) = blocks::stays_native(size as u64, library) {
                 let _pass = member.gate().pass(Passage::Use);
+                let counted = match blocks::take_room(member, device, size as u64) {
+                    Ok(counted) => counted,
+                    Err(code) => return Answer::Refused(code),
+                };
                 let code = DriverCode(driver());
                 if let Err(code) = code.ok() {
                     return Answer::Refused(code);
                 }
                 // SAFETY: the call succeeded, so it wrote the address.
                 let made = DeviceAddress(unsafe { address.read() });
-                let context = runtime::current_context();
-                blocks::note_native(member, made, size as u64, device, context, reason);
+                let native = Native { address: made, size_bytes: size as u64, device, reason };
+                blocks::note_native(member, native, runtime::current_context(), counted);
                 return Answer::Done(());
             }
             let context = runtime::current_context();

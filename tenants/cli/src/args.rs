@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use tenants::budget::{BudgetError, Budgets};
 use tenants::identity::{FamilyName, TenantName};
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
 
@@ -36,6 +37,8 @@ pub(crate) enum Command {
     Prepare(PrepareArgs),
     /// Write what a paused tenant has saved to files, with a map of them; the tenant stays as it is
     Save(SaveArgs),
+    /// Show or change how much GPU memory a tenant may hold
+    Budget(BudgetArgs),
     /// Show what the processes of a tenant hold, and how their last pause and resume went
     Stats(StatsArgs),
     /// Show tenants, GPUs, switches and who waits for whom, once a second, until q is pressed
@@ -60,6 +63,10 @@ pub(crate) struct RunArgs {
     /// Tenants with the same family may open each other's CUDA IPC handles and exported memory
     #[arg(long, value_name = "NAME", value_parser = family)]
     pub(crate) family: Option<FamilyName>,
+    /// How much GPU memory all its processes together may hold: 60GiB on each GPU, or 0=60GiB on the one that nvidia-smi
+    /// shows as 0, or GPU-...=60GiB; may be given more than once
+    #[arg(long = "budget", value_name = "[GPU=]SIZE", value_parser = budgets)]
+    pub(crate) budgets: Vec<Budgets>,
     /// The preload object; found beside this command when not given
     #[arg(long, value_name = "PATH")]
     pub(crate) library: Option<PathBuf>,
@@ -217,6 +224,18 @@ pub(crate) struct SaveArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct BudgetArgs {
+    /// The tenant
+    #[arg(value_parser = tenant)]
+    pub(crate) tenant: TenantName,
+    /// The new budgets: 60GiB for every GPU, 0=60GiB for one, 0=none or none to take them back; shown when not given
+    #[arg(value_name = "[GPU=]SIZE", value_parser = budgets)]
+    pub(crate) budgets: Vec<Budgets>,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct StatsArgs {
     /// The tenant; all tenants when not given
     #[arg(value_parser = tenant)]
@@ -264,6 +283,10 @@ fn tenant(text: &str) -> Result<TenantName, String> {
 
 fn family(text: &str) -> Result<FamilyName, String> {
     FamilyName::new(text).map_err(|error| error.to_string())
+}
+
+fn budgets(text: &str) -> Result<Budgets, String> {
+    text.parse().map_err(|error: BudgetError| error.to_string())
 }
 
 fn wait_time(text: &str) -> Result<Duration, String> {
@@ -343,6 +366,10 @@ mod tests {
             "sublet completions tcsh",
             "sublet top train",
             "sublet man",
+            "sublet budget",
+            "sublet budget train 60GB",
+            "sublet budget train gpu=1GiB",
+            "sublet run --tenant train --budget 0=0 -- true",
         ] {
             assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");
         }

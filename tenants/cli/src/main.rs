@@ -6,6 +6,7 @@
 //! the command that it runs.
 
 mod args;
+mod budget;
 mod change;
 mod doctor;
 mod environment;
@@ -78,6 +79,7 @@ fn dispatch(
     };
     match command {
         Command::Run(args) => run::run(&args, environment, &open_run_dir()?),
+        Command::Budget(args) => budget::budget(&args, open_run_dir()?, output),
         Command::Ps(args) => ps::ps(&open_run_dir()?, args.json, output),
         Command::Pause(args) => change::pause(&args, open_run_dir()?, output),
         Command::Resume(args) => change::resume(&args, open_run_dir()?, output),

@@ -9,8 +9,8 @@ use vmm_pool::Contents;
 
 use crate::failure::Failure;
 use crate::output::{self, Output};
-use crate::units;
 use crate::view::{TenantView, View};
+use crate::{budget, units};
 
 const COMMAND_CHARS_MAX: usize = 40;
 
@@ -103,10 +103,10 @@ fn member_rows(view: &View, tenant: &str, member: &MemberStats) -> Vec<Vec<Strin
     rows
 }
 
-/// What stays on a GPU and why, what members say, and who did not answer.
+/// What a tenant holds of its budgets, what stays on a GPU and why, what members say, and who did not answer.
 fn remarks(view: &View, tenant: &TenantStats) -> Vec<String> {
     let name = &tenant.tenant;
-    let mut remarks = Vec::new();
+    let mut remarks: Vec<_> = budget::remarks(tenant).collect();
     for member in &tenant.members {
         let pid = member.member.pid;
         for device in &member.pool.devices {
@@ -271,6 +271,7 @@ pub(crate) mod tests {
         let stats = TenantStats {
             tenant: "train".to_owned(),
             members: vec![first, member(11, MemberState::Paused)],
+            budgets: Vec::new(),
             failures: Vec::new(),
         };
         let tenants = vec![TenantView { stats, changed_by: Vec::new() }];

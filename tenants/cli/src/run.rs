@@ -7,6 +7,7 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
+use tenants::budget::BUDGET_VARIABLE;
 use tenants::identity::MemberId;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
 
@@ -15,6 +16,7 @@ use crate::environment::{
     Environment, FAMILY_VARIABLE, LIBRARY_VARIABLE, PRELOAD_VARIABLE, TENANT_VARIABLE,
 };
 use crate::failure::{EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, EXIT_UNCHANGED, Failure};
+use crate::{budget, output};
 
 /// File name of the preload object.
 pub(crate) const LIBRARY_NAME: &str = "libsublet.so";
@@ -27,6 +29,10 @@ pub(crate) fn run(
 ) -> Result<ExitCode, Failure> {
     // All member ids have the same length: one path that fits shows that all do.
     run_dir.tenant(&args.tenant)?.socket_path(MemberId(0))?;
+    let budgets =
+        budget::for_run(&args.tenant, &args.budgets, environment, run_dir, &mut |text| {
+            output::complain(text);
+        })?;
     let library = find_library(args.library.as_deref(), environment)?;
     let preload = prepend(&library, environment.get(PRELOAD_VARIABLE))?;
     let (program, rest) = args
@@ -37,6 +43,9 @@ pub(crate) fn run(
     // What an outer command names is the child's too, as its tenant would be.
     if let Some(family) = &args.family {
         command.env(FAMILY_VARIABLE, family.as_str());
+    }
+    if let Some(budgets) = budgets {
+        command.env(BUDGET_VARIABLE, budgets.to_string());
     }
     let error = command
         .args(rest)

@@ -10,7 +10,7 @@ use crate::args::StatsArgs;
 use crate::failure::Failure;
 use crate::output::{self, Output};
 use crate::view::View;
-use crate::{ps, units};
+use crate::{budget, ps, units};
 
 pub(crate) fn stats(
     args: &StatsArgs,
@@ -31,6 +31,9 @@ pub(crate) fn stats(
 }
 
 fn render(tenant: &TenantStats, output: &mut Output) {
+    for text in budget::remarks(tenant) {
+        output.line(text);
+    }
     for member in &tenant.members {
         render_member(&tenant.tenant, member, output);
     }

@@ -128,7 +128,12 @@ pub(crate) mod tests {
         paused.last_pause = vec![phase(Phase::Save, 250_000), phase(Phase::Release, 50_000)];
         paused.last_resume = vec![phase(Phase::Restore, 400_000)];
         let tenant = |name: &str, members, changed_by| TenantView {
-            stats: TenantStats { tenant: name.to_owned(), members, failures: Vec::new() },
+            stats: TenantStats {
+                tenant: name.to_owned(),
+                members,
+                budgets: Vec::new(),
+                failures: Vec::new(),
+            },
             changed_by,
         };
         View::of(

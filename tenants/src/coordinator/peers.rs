@@ -14,8 +14,8 @@ use super::report::{MemberFailure, Step, Who};
 use crate::run_dir::MemberSocket;
 use crate::transport::{Connection, Process, TransportError, poll_until};
 use crate::wire::{
-    Ask, AskLent, AwaitConsent, Failure, FailureKind, GiveUp, Hello, Hold, HostStep, MemberInfo,
-    Needs, Reply, SaveStep, Stats, StepOn, TakePhase,
+    Ask, AskLent, AwaitConsent, Count, Failure, FailureKind, GiveUp, Hello, Hold, HostStep,
+    MemberInfo, Needs, Reply, SaveStep, Stats, StepOn, TakePhase,
 };
 
 /// Requests are a few bytes; a peer that cannot take one for this long does not read its socket at all.
@@ -78,6 +78,12 @@ impl Question for Hello {
 impl Question for Stats {
     fn step(&self) -> Step {
         Step::Stats
+    }
+}
+
+impl Question for Count {
+    fn step(&self) -> Step {
+        Step::Count
     }
 }
 

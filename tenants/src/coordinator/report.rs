@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::Serialize;
 use vmm_pool::KeptBytes;
 
+use super::budgets::GpuBudget;
 use crate::cut::Laggard;
 use crate::identity::{MemberId, TenantName};
 use crate::stepping::Activity;
@@ -33,6 +34,8 @@ pub enum Step {
     Host,
     /// Waiting for memory that other tenants have open.
     Lending,
+    /// Counting what it holds against the tenant's budgets.
+    Count,
     /// One phase.
     Phase(Phase),
 }
@@ -50,6 +53,7 @@ impl fmt::Display for Step {
             Self::Save => f.write_str("save to files"),
             Self::Host => f.write_str("host memory for the next pause"),
             Self::Lending => f.write_str("memory open in other tenants"),
+            Self::Count => f.write_str("counting against the budgets"),
             Self::Phase(phase) => f.write_str(phase.label()),
         }
     }
@@ -349,6 +353,8 @@ pub struct TenantStats {
     pub tenant: String,
     /// Members that answered, by process id.
     pub members: Vec<MemberStats>,
+    /// What it may hold on each GPU, and holds; nothing where it has no budgets.
+    pub budgets: Vec<GpuBudget>,
     /// Members that did not.
     pub failures: Vec<MemberFailure>,
 }

@@ -96,6 +96,8 @@ enum Work {
         asked: u64,
     },
     Save(SaveStep),
+    /// See [`crate::wire::Count`].
+    Count,
     /// Memory that nothing but closed tickets holds is given back.
     EndTickets,
     /// This connection, which had asked for [`Work::Save`], is closed.
@@ -246,6 +248,7 @@ fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) 
         Work::Step { step: StepOn { step, seen, .. }, asked } => {
             member.run_step(connection, step, seen, asked, deadline)
         }
+        Work::Count => member.run_count(),
         Work::Save(step) => member.run_save(saving, connection, step),
         Work::EndTickets => {
             member.end_closed_tickets();
@@ -271,6 +274,7 @@ impl Work {
             Self::Needs(_)
             | Self::Cut { .. }
             | Self::Step { .. }
+            | Self::Count
             | Self::Save(_)
             | Self::EndTickets
             | Self::EndSave(_) => None,
@@ -524,6 +528,11 @@ impl<D: Driver> Agent<D> {
                 }
             }
             Request::Host(step) => self.handle_host(number, step),
+            Request::Count => {
+                if self.opens(number) {
+                    self.submit(number, Work::Count, AGENT_TIMEOUT);
+                }
+            }
             Request::Withdraw(Withdraw { round }) => {
                 self.withdraw(round);
                 self.answer(number, &Reply::Member(self.member.info()));

@@ -111,6 +111,13 @@ pub(super) fn pool_failure(error: &PoolError) -> Failure {
                 missing_bytes: needed_bytes.saturating_sub(*free_bytes),
             }
         }
+        PoolError::OverBudget { asked_bytes, held_bytes, budget_bytes, .. } => {
+            FailureKind::OutOfDeviceMemory {
+                missing_bytes: held_bytes
+                    .saturating_add(*asked_bytes)
+                    .saturating_sub(*budget_bytes),
+            }
+        }
         PoolError::OutOfHostMemory { .. }
         | PoolError::HostMemoryRefused { .. }
         | PoolError::OutOfDisk { .. }

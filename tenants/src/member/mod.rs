@@ -13,6 +13,7 @@
 mod agent;
 mod ahead;
 mod borrowing;
+mod budget;
 mod clients;
 mod failures;
 mod fetch;
@@ -36,13 +37,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
-use vmm_pool::driver::{Driver, PciAddress, RawContext, VaRange};
+use vmm_pool::driver::{DeviceOrdinal, Driver, PciAddress, RawContext, VaRange};
 use vmm_pool::support::Unsupported;
 use vmm_pool::{Pool, Selection, TagTotals};
 
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use fetch::ImportError;
 
+use crate::budget::Budgets;
 use crate::cut::Cut;
 use crate::host_memory::{HostFigure, HostLimit};
 use crate::identity::{FamilyName, MemberId, TenantName};
@@ -102,12 +104,18 @@ pub struct MemberConfig {
     pub unseen_nccl: fn() -> Option<String>,
     /// How many threads bring new host memory in. With none it comes in as contents are copied there.
     pub toucher_threads: usize,
+    /// What the tenant may hold on each GPU, where this process is the first to count.
+    pub budgets: Option<Budgets>,
+    /// Which number a device has on this machine, where that is known.
+    pub gpu_index: fn(DeviceOrdinal, Option<PciAddress>) -> Option<u32>,
+    /// All memory of a device, in bytes; 0 where that is not known. Asked once a device, when counting begins.
+    pub device_bytes: fn(DeviceOrdinal) -> u64,
 }
 
 impl MemberConfig {
     /// What must be said, and no more: no family; host memory without a limit, anywhere, and none ahead of a pause; no contexts of the
     /// application's own, nothing known to be unused, everything gated, no pins and no work of NCCL's unseen, one thread
-    /// for new host memory.
+    /// for new host memory, and no budgets.
     pub fn new(run_dir: RunDir, tenant: TenantName, command: &str, version: &str) -> Self {
         Self {
             run_dir,
@@ -126,6 +134,9 @@ impl MemberConfig {
             unseen_pins: || None,
             unseen_nccl: || None,
             toucher_threads: 1,
+            budgets: None,
+            gpu_index: |device, _| u32::try_from(device.0).ok(),
+            device_bytes: |_| 0,
         }
     }
 }
@@ -219,6 +230,8 @@ pub struct Member<D: Driver> {
     /// Whose turn it is among threads that pause or resume this process alone.
     turns: Turns,
     ahead: Ahead,
+    /// Is what it holds counted against the tenant's budgets?
+    counting: Mutex<bool>,
 }
 
 /// One token, taken and put back: a lock that can be waited for with a deadline.
@@ -295,6 +308,7 @@ impl<D: Driver> Member<D> {
             asking: AtomicUsize::new(0),
             turns: Turns::default(),
             ahead: Ahead::default(),
+            counting: Mutex::default(),
         });
         member.pool.place_on_nodes(member.config.node_of);
         if let Err(source) = agent::spawn(&member, listener, wakeups) {
@@ -304,6 +318,7 @@ impl<D: Driver> Member<D> {
         if member.config.prepares_up_to.is_some() {
             member.start_ahead();
         }
+        member.count_from_the_start();
         tracing::info!(tenant = %member.config.tenant, member = %id, "joined");
         Ok(member)
     }

@@ -19,7 +19,7 @@ pub(crate) static HELD: Locks = Locks::new();
 
 /// A lock that a child would close. Dropped before the file is: its number may then become another's.
 #[derive(Debug)]
-pub(super) struct Noted(Option<&'static AtomicI32>);
+pub(crate) struct Noted(Option<&'static AtomicI32>);
 
 impl Locks {
     const fn new() -> Self {
@@ -27,7 +27,7 @@ impl Locks {
     }
 
     /// Notes the number of `file`.
-    pub(super) fn note(&'static self, file: &File) -> Noted {
+    pub(crate) fn note(&'static self, file: &File) -> Noted {
         let order = Ordering::Relaxed;
         let takes =
             |held: &&AtomicI32| held.compare_exchange(NONE, file.as_raw_fd(), order, order).is_ok();

@@ -73,6 +73,22 @@ impl Ask for Stats {
     }
 }
 
+/// Count what you hold against the tenant's budgets, from now on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Count;
+
+impl Ask for Count {
+    type Answer = ();
+
+    fn to_request(&self) -> Request {
+        Request::Count
+    }
+
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<()> {
+        (reply == Reply::Counts).then_some(())
+    }
+}
+
 /// What would a resume of `scope` need on each of your devices, and what is free there? Nothing is changed. Refused
 /// by a process that is on its way to another state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,4 +1,4 @@
-//! The gate, its slots and the cut of the product, compiled over loom.
+//! The gate, its slots, those of budgets and the cut of the product, compiled over loom.
 //!
 //! These are the files of `vmm-pool` and `tenants` themselves, not copies: only [`sync`], where they take their
 //! atomics and locks from, is another. What loom finds here it finds in the product. The models are in `tests/`.
@@ -16,6 +16,9 @@ pub mod gate;
 #[cfg(not(test))]
 #[path = "../../../vmm-pool/src/slots.rs"]
 pub mod slots;
+#[cfg(not(test))]
+#[path = "../../../vmm-pool/src/budget/slots.rs"]
+pub mod slots_of_budget;
 #[cfg(not(test))]
 pub mod sync;
 

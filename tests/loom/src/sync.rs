@@ -19,6 +19,7 @@ use std::sync::{self, LockResult};
 use std::time::Duration;
 
 pub use loom::sync::atomic::fence;
+pub use loom::thread::yield_now;
 
 use loom::sync as model;
 
@@ -88,6 +89,22 @@ macro_rules! atomic {
             /// The same; gives what it held.
             pub fn swap(&self, value: $value, order: Ordering) -> $value {
                 self.exchange(order, || self.value.swap(value, of_exchange(order)))
+            }
+
+            /// Holds what `change` makes of it; gives what it held.
+            ///
+            /// # Errors
+            /// What it holds, where `change` makes nothing of it.
+            pub fn fetch_update(
+                &self,
+                store: Ordering,
+                load: Ordering,
+                change: impl FnMut($value) -> Option<$value>,
+            ) -> Result<$value, $value> {
+                self.turnstile.load(load);
+                let before = self.value.fetch_update(of_exchange(store), of_load(load), change);
+                self.turnstile.stored(store);
+                before
             }
 
             /// Adds, wrapping; gives what it held.

@@ -21,6 +21,7 @@ mod accounts;
 mod inventory;
 mod layout;
 mod leases;
+mod natives;
 mod pieces;
 mod questions;
 mod references;
@@ -37,6 +38,7 @@ pub use accounts::TagTotals;
 pub use inventory::{Holding, HoldingSource, Standing};
 pub(crate) use layout::{Layout, Placed};
 pub use leases::{Lease, LentTotals};
+pub(crate) use natives::Native;
 pub(crate) use pieces::{Survey, Wish};
 pub use questions::{Facts, Known, Sight};
 pub use references::{Held, References, StayReason};
@@ -49,8 +51,7 @@ pub use tickets::TicketWatch;
 
 use crate::deferred::Physical;
 use crate::driver::{
-    AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverError, DriverOp, RawContext,
-    RawHandle, VaRange,
+    AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverError, DriverOp, RawHandle, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::store::Saved;
@@ -73,16 +74,6 @@ pub(crate) struct Ledger {
     watches: usize,
     /// Nothing is given to importers: a pause has asked who holds what, or memory is away.
     is_frozen: bool,
-}
-
-/// A plain allocation that the pool only counts.
-#[derive(Debug)]
-pub(crate) struct Native {
-    pub(crate) size_bytes: u64,
-    pub(crate) device: DeviceOrdinal,
-    /// The context that it was asked for in, where that is known.
-    pub(crate) context: Option<RawContext>,
-    pub(crate) reason: &'static str,
 }
 
 /// What a recorded mapping needs to be made by the driver again.
@@ -372,16 +363,6 @@ impl Ledger {
         if let Some(mapping) = self.mappings.get_mut(&start) {
             mapping.set_opened(1);
         }
-    }
-
-    /// Counts a plain allocation that was left to the driver.
-    pub(crate) fn add_native(&mut self, address: DeviceAddress, native: Native) {
-        self.natives.insert(address.0, native);
-    }
-
-    /// Forgets one.
-    pub(crate) fn remove_native(&mut self, address: DeviceAddress) {
-        self.natives.remove(&address.0);
     }
 }
 

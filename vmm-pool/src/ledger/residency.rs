@@ -146,6 +146,14 @@ impl Residency {
         }
     }
 
+    /// As [`Residency::handle`].
+    pub(super) fn handle_mut(&mut self) -> Option<&mut Physical> {
+        match self {
+            Self::Resident { handle, .. } | Self::Moving { handle, .. } => Some(handle),
+            Self::Offloaded { .. } | Self::Lost => None,
+        }
+    }
+
     /// Where its contents are saved; none when they are not.
     pub(crate) fn saved(&self) -> Option<&Saved> {
         match self {

@@ -334,6 +334,11 @@ impl Row {
         self.change(Change::Released)
     }
 
+    /// Its handle, where it is own memory on its device.
+    pub(super) fn own_physical(&mut self) -> Option<&mut Physical> {
+        if self.is_own() { self.residency.handle_mut() } else { None }
+    }
+
     pub(crate) fn describe(&self) -> String {
         let what = if self.is_own() { "allocation" } else { "imported allocation" };
         let Class { library, tag, .. } = self.class();

@@ -77,6 +77,14 @@ impl Selection {
             Self::Part(rows) => rows.contains(&row.handle()),
         }
     }
+
+    /// Is it about tags, and not about all that is not set aside?
+    pub(crate) fn is_by_tag(&self) -> bool {
+        match self {
+            Self::Tagged(..) | Self::SetAside(..) | Self::Staged(_) => true,
+            Self::Whole | Self::Part(_) => false,
+        }
+    }
 }
 
 impl Whose {

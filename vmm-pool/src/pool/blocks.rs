@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 
 use super::{Entered, Kind, Pool, Use};
 use crate::VirtualHandle;
+use crate::budget::Counted;
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
     DriverOp, Location, RawContext, VaRange,
@@ -287,7 +288,8 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
 }
 
 impl<D: Driver> Pool<D> {
-    /// Counts a plain allocation that was left to the driver, and why. `context` is the caller's, where it has one.
+    /// Counts a plain allocation that was left to the driver, and why. `context` is the caller's, where it has one, and
+    /// `counted` what was taken of a budget for it.
     pub fn native_allocated(
         &self,
         address: DeviceAddress,
@@ -295,8 +297,19 @@ impl<D: Driver> Pool<D> {
         device: DeviceOrdinal,
         context: Option<RawContext>,
         reason: &'static str,
+        counted: Counted,
     ) {
-        self.ledger().add_native(address, Native { size_bytes, device, context, reason });
+        let mut ledger = self.ledger();
+        let counted = match counted {
+            // What was taken before the call is elsewhere, or less: the memory is there, so it counts as it is.
+            Counted::Yes(charge) if !charge.as_ref().is_some_and(|it| it.is(size_bytes)) => {
+                let made = self.budget.charge_anyway(Some(device), size_bytes);
+                drop(charge);
+                Counted::Yes(made)
+            }
+            counted @ (Counted::No | Counted::Yes(_)) => counted,
+        };
+        ledger.add_native(address, Native { size_bytes, device, context, reason, counted });
     }
 
     /// Forgets a plain allocation that was counted.

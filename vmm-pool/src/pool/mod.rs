@@ -8,6 +8,7 @@
 
 mod accounts;
 mod blocks;
+mod budgets;
 mod copies;
 mod questions;
 mod sharing;
@@ -21,6 +22,7 @@ pub(crate) use copies::CopyPolicy;
 pub use copies::{PieceBytes, Pieces};
 pub use sharing::{Borrowed, Export, ImportSource, LostImports};
 
+use crate::budget::Budget;
 use crate::deferred::{Deferred, Physical};
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
@@ -59,6 +61,7 @@ pub struct Pool<D: Driver> {
     /// Where devices are. A leaf.
     pub(crate) node_of: Mutex<Option<NodeOf>>,
     gate: Gate,
+    pub(crate) budget: Budget,
     pub(crate) copies: CopyPolicy,
     /// Machine-wide names of devices, as the driver gave them. A leaf.
     names: Mutex<BTreeMap<DeviceOrdinal, String>>,
@@ -85,6 +88,7 @@ impl<D: Driver> Pool<D> {
             ahead,
             node_of: Mutex::default(),
             gate: Gate::default(),
+            budget: Budget::default(),
             copies: CopyPolicy::default(),
             names: Mutex::default(),
         }
@@ -331,7 +335,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// Creates memory.
     ///
     /// # Errors
-    /// [`PoolError::Driver`].
+    /// [`PoolError::Driver`], [`PoolError::OverBudget`].
     ///
     /// # Driver calls
     /// `cuMemCreate`.
@@ -349,13 +353,18 @@ impl<D: Driver> Entered<'_, D, Use> {
             size_bytes,
             device,
         )?;
+        let charge = self.pool.budget.charge(device, size_bytes)?;
         let raw = self.pool.driver.create(size_bytes, prop).about(
             || "new allocation".to_owned(),
             size_bytes,
             device,
         )?;
         let new = NewRow { id, size_bytes, prop: *prop, origin: Origin::Own, class };
-        Ok(self.pool.ledger().insert(new, Physical::new(raw, size_bytes, device)))
+        let mut physical = Physical::new(raw, size_bytes, device).charged(charge);
+        let mut ledger = self.pool.ledger();
+        // Counting may have begun meanwhile, and has then passed over what the ledger did not have.
+        physical.charge_with(|bytes, device| self.pool.budget.charge_anyway(device, bytes));
+        Ok(ledger.insert(new, physical))
     }
 
     /// Maps the whole of `handle` at `range`.

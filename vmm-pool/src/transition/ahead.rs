@@ -174,7 +174,8 @@ impl<D: Driver> Pool<D> {
         nodes
     }
 
-    fn pci_address(&self, device: DeviceOrdinal) -> Option<PciAddress> {
+    /// Where `device` is on the machine's buses; none where the driver does not say.
+    pub fn pci_address(&self, device: DeviceOrdinal) -> Option<PciAddress> {
         use crate::driver::DeviceAttribute;
         let part = |attribute| {
             let value = self.driver.device_attribute(device, attribute).ok()?;

@@ -10,9 +10,10 @@ use std::os::fd::AsFd;
 
 use super::file::Filed;
 use super::still::Still;
+use crate::budget::Charge;
 use crate::copies::CopyStreams;
 use crate::deferred::Physical;
-use crate::driver::{AccessDesc, DeviceOrdinal, Driver, DriverCode, VaRange};
+use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, DriverCode, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Selection};
@@ -55,12 +56,18 @@ impl<D: Driver> Still<'_, D> {
                     .filter(|row| row.is_own() && !row.is_resident() && selection.has(row));
                 away.map(|row| (row.handle(), row.size_bytes(), *row.prop())).collect()
             };
+            let mut room = self.take_room(selection, &wanted)?;
             let mut created = Vec::new();
             for (row, size_bytes, prop) in wanted {
                 let device = prop.location.as_device();
                 log.call();
                 match self.pool.driver.create(size_bytes, &prop) {
-                    Ok(raw) => created.push((row, Physical::new(raw, size_bytes, device))),
+                    Ok(raw) => {
+                        let room = device.and_then(|device| room.get_mut(&device));
+                        let charge = room.and_then(|room| room.split(size_bytes));
+                        let made = Physical::new(raw, size_bytes, device).charged(charge);
+                        created.push((row, made));
+                    }
                     Err(error) => {
                         self.release_all(log, created.into_iter().map(|(_, made)| made).collect());
                         if let (DriverCode::OUT_OF_MEMORY, Some(device)) = (error.code, device) {
@@ -74,13 +81,41 @@ impl<D: Driver> Still<'_, D> {
             }
             let unwanted: Vec<Physical> = {
                 let mut ledger = self.pool.ledger();
-                let entered = created.into_iter().map(|(row, made)| ledger.returned(row, made));
+                let entered = created.into_iter().map(|(row, mut made)| {
+                    made.charge_with(|bytes, device| self.pool.budget.charge_anyway(device, bytes));
+                    ledger.returned(row, made)
+                });
                 entered.flatten().collect()
             };
             self.release_all(log, unwanted);
             Ok(())
         })?;
         Ok(log)
+    }
+
+    /// Takes room in the tenant's budget for all of `wanted`. A whole resume has it in any case: all of this was within
+    /// the budget when it left, and nothing else can have taken its place but by its application's own will.
+    fn take_room(
+        &self,
+        selection: &Selection,
+        wanted: &[(VirtualHandle, u64, AllocationProp)],
+    ) -> PoolResult<BTreeMap<DeviceOrdinal, Charge>> {
+        let mut needed: BTreeMap<DeviceOrdinal, u64> = BTreeMap::new();
+        for (_, size_bytes, prop) in wanted {
+            if let Some(device) = prop.location.as_device() {
+                *needed.entry(device).or_default() += size_bytes;
+            }
+        }
+        let mut room = BTreeMap::new();
+        for (device, bytes) in needed {
+            let charge = if selection.is_by_tag() {
+                self.pool.budget.charge(Some(device), bytes)?
+            } else {
+                self.pool.budget.charge_anyway(Some(device), bytes)
+            };
+            room.extend(charge.map(|charge| (device, charge)));
+        }
+        Ok(room)
     }
 
     fn check_device_budget(&self, log: &mut StepLog, selection: &Selection) -> PoolResult<()> {

@@ -6,6 +6,7 @@
 )]
 
 mod ahead;
+mod budgets;
 mod calls;
 mod copies;
 mod devices;

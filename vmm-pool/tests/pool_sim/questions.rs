@@ -4,6 +4,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
+use vmm_pool::budget::Counted;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, RawContext, VaRange};
 use vmm_pool::{Facts, Known};
 
@@ -45,8 +46,8 @@ fn the_plain_memory_of_a_context_is_found_by_it() {
         [(); 2].map(|()| pool.block_allocate(UNIT, &prop, &[DEVICE], kept()).expect("a block"));
     pool.set_block_context(mine, CONTEXT);
     let small = DeviceAddress(4096);
-    pool.native_allocated(small, 512, DEVICE, Some(CONTEXT), "small");
-    pool.native_allocated(DeviceAddress(8192), 512, DEVICE, None, "small");
+    pool.native_allocated(small, 512, DEVICE, Some(CONTEXT), "small", Counted::No);
+    pool.native_allocated(DeviceAddress(8192), 512, DEVICE, None, "small", Counted::No);
     let (blocks, natives) = pool.plain_memory_of(CONTEXT);
     assert_eq!((&*blocks, &*natives), (&[VaRange::new(mine, UNIT)][..], &[small][..]));
     pool.enter_giving_up().blocks_end(&blocks);

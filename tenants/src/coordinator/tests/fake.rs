@@ -277,7 +277,7 @@ impl Agent {
     fn answer(&self, connection: &mut Connection, request: &Request) -> bool {
         let fault = match request {
             Request::Hello | Request::Withdraw(_) => self.script.hello,
-            Request::Stats => self.script.stats,
+            Request::Stats | Request::Count => self.script.stats,
             Request::Needs(_)
             | Request::Cut(_)
             | Request::Step(_)
@@ -364,6 +364,7 @@ impl Agent {
                 }))
             }
             Request::Host(_) => Reply::Host(Box::default()),
+            Request::Count => Reply::Counts,
             Request::AwaitConsent(_) => Reply::Consented,
             Request::Needs(_) => {
                 Reply::Needs(vec![self.needed(); usize::from(self.script.holds_bytes > 0)])

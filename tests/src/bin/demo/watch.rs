@@ -65,6 +65,7 @@ fn stats(stage: &Stage, tenant: &str) -> Outcome<TenantStats> {
     Ok(coordinator.stats().unwrap_or_else(|_| TenantStats {
         tenant: tenant.to_owned(),
         members: Vec::new(),
+        budgets: Vec::new(),
         failures: Vec::new(),
     }))
 }

@@ -1,0 +1,70 @@
+//! What there is of a device's memory, and what of it is free: within the tenant's budget, where it has one. Libraries size
+//! their caches by asking.
+
+#![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
+
+use std::ffi::c_int;
+
+use vmm_pool::budget::Figure;
+use vmm_pool::driver::DeviceOrdinal;
+
+use super::{SUCCESS, size_t};
+use crate::environment;
+use crate::interpose::driver::call_driver;
+use crate::runtime;
+
+/// What the tenant may hold on `device`, and holds, where it has a budget there. A process that asks before it has any
+/// memory joins its tenant for that.
+fn within(device: DeviceOrdinal) -> Option<(u64, u64)> {
+    let member = runtime::member().or_else(|| {
+        let may_count = environment::has_budgets() || runtime::others_count();
+        if may_count { runtime::join() } else { None }
+    })?;
+    let Figure { budget_bytes, held_bytes } = member.pool().budget_figure(device)?;
+    budget_bytes.map(|budget_bytes| (budget_bytes, held_bytes))
+}
+
+/// Free memory and all memory of the current context's device: no more than the tenant's budget leaves.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_int {
+    let code = call_driver!(cuMemGetInfo_v2(free => *mut usize, total => *mut usize));
+    if code != SUCCESS {
+        return code;
+    }
+    let device = runtime::current_device().ok();
+    if let Some((budget_bytes, held_bytes)) = device.and_then(within) {
+        lower(free, size_t(budget_bytes.saturating_sub(held_bytes)));
+        lower(total, size_t(budget_bytes));
+    }
+    code
+}
+
+/// All memory of a device: no more than the tenant's budget.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) -> c_int {
+    let code = call_driver!(cuDeviceTotalMem_v2(bytes => *mut usize, device => c_int));
+    if code != SUCCESS {
+        return code;
+    }
+    if let Some((budget_bytes, _)) = within(DeviceOrdinal(device)) {
+        lower(bytes, size_t(budget_bytes));
+    }
+    code
+}
+
+/// Writes `most` in place of anything greater.
+fn lower(place: *mut usize, most: usize) {
+    if place.is_null() {
+        return;
+    }
+    // SAFETY: the caller's out-pointer, which the driver has just written.
+    let value = unsafe { place.read_unaligned() };
+    // SAFETY: as above.
+    unsafe { place.write_unaligned(value.min(most)) };
+}

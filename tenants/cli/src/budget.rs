@@ -1,0 +1,233 @@
+//! `sublet budget`: what a tenant may hold on each GPU, shown and changed; and what `sublet run` says of budgets before it
+//! starts anything.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use tenants::budget::{BUDGET_VARIABLE, Budgets, Which, gpus};
+use tenants::coordinator::{
+    BudgetReport, Coordinator, CoordinatorError, GpuBudget, Options, TenantStats,
+};
+use tenants::identity::TenantName;
+use tenants::run_dir::RunDir;
+
+use crate::args::BudgetArgs;
+use crate::environment::Environment;
+use crate::failure::{EXIT_PARTIAL, EXIT_UNCHANGED, EXIT_USAGE, Failure};
+use crate::gpus::Gpus;
+use crate::output::{self, Output};
+use crate::units;
+use crate::view::View;
+
+pub(crate) fn budget(
+    args: &BudgetArgs,
+    run_dir: RunDir,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    let options = Options::default();
+    let coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
+    let report = match one_of(&args.budgets)? {
+        None => coordinator.budgets()?,
+        Some(changes) => {
+            check_node(&changes, Path::new(gpus::NODE_GPUS))?;
+            Some(coordinator.change_budgets(&changes)?)
+        }
+    };
+    if args.json.json {
+        output.json(&report)?;
+    } else if let Some(report) = &report {
+        render(report, output);
+    } else {
+        output.line(format!("tenant '{}' has no budgets", args.tenant));
+    }
+    let is_whole = report.is_none_or(|report| report.failures.is_empty());
+    Ok(if is_whole { ExitCode::SUCCESS } else { ExitCode::from(EXIT_PARTIAL) })
+}
+
+/// Several options of the command line as one.
+fn one_of(given: &[Budgets]) -> Result<Option<Budgets>, Failure> {
+    let texts: Vec<_> = given.iter().map(ToString::to_string).collect();
+    if texts.is_empty() {
+        return Ok(None);
+    }
+    let all = texts.join(",").parse();
+    all.map(Some).map_err(|error| Failure::of(&error, EXIT_USAGE))
+}
+
+fn render(report: &BudgetReport, output: &mut Output) {
+    let header = ["GPU", "BUDGET", "HELD", "ABOVE", "OF", "IDENTITY"];
+    let mut table = output::table(&header, &[0, 1, 2, 3, 4]);
+    for gpu in &report.gpus {
+        table.add_row([
+            gpu.index.map_or_else(|| "-".to_owned(), |index| index.to_string()),
+            gpu.budget_bytes.map_or_else(|| "none".to_owned(), units::bytes),
+            units::bytes(gpu.held_bytes),
+            units::bytes_or_dash(gpu.over_bytes()),
+            units::bytes_or_dash(gpu.total_bytes),
+            gpu.gpu.clone(),
+        ]);
+    }
+    output.table(&table);
+    for gpu in report.gpus.iter().filter(|gpu| gpu.over_bytes() > 0) {
+        output.line(above(&report.tenant, gpu));
+    }
+    for which in unseen(report) {
+        output.line(format!(
+            "no process of tenant '{}' sees {which} so far; its budget counts when one does",
+            report.tenant
+        ));
+    }
+    for failure in &report.failures {
+        output.line(format!("NOT COUNTED: {failure}"));
+    }
+}
+
+fn label(gpu: &GpuBudget) -> String {
+    gpu.index.map_or_else(|| gpu.gpu.clone(), |index| format!("GPU {index}"))
+}
+
+fn above(tenant: &str, gpu: &GpuBudget) -> String {
+    format!(
+        "tenant '{tenant}' holds {} more on {} than its budget: nothing is taken away, and new allocations there fail until \
+         it fits",
+        units::bytes(gpu.over_bytes()),
+        label(gpu)
+    )
+}
+
+/// GPUs with budgets that no process of the tenant has.
+fn unseen(report: &BudgetReport) -> Vec<Which> {
+    let is_seen = |which: Which| match which {
+        Which::Every => true,
+        Which::Index(index) => report.gpus.iter().any(|gpu| gpu.index == Some(index)),
+        Which::Uuid(uuid) => report.gpus.iter().any(|gpu| gpu.gpu == gpus::name_of(uuid)),
+    };
+    report.budgets.iter().map(|(which, _)| which).filter(|which| !is_seen(*which)).collect()
+}
+
+/// A line for `sublet ps` and `sublet stats` for each GPU that has a budget.
+pub(crate) fn remarks(tenant: &TenantStats) -> impl Iterator<Item = String> {
+    tenant.budgets.iter().filter_map(|gpu| {
+        let budget_bytes = gpu.budget_bytes?;
+        let over = match gpu.over_bytes() {
+            0 => String::new(),
+            over => {
+                format!(", {} above it: new allocations fail until it fits", units::bytes(over))
+            }
+        };
+        Some(format!(
+            "{} {}: holds {} of its budget of {}{over}",
+            tenant.tenant,
+            label(gpu),
+            units::bytes(gpu.held_bytes),
+            units::bytes(budget_bytes)
+        ))
+    })
+}
+
+/// Refuses a number that no GPU of this machine has, where the machine lists its GPUs.
+fn check_node(budgets: &Budgets, list: &Path) -> Result<(), Failure> {
+    let addresses = gpus::addresses(list);
+    let count = addresses.len();
+    for (which, _) in budgets.iter() {
+        if let Which::Index(index) = which
+            && count > 0
+            && usize::try_from(index).is_ok_and(|index| index >= count)
+        {
+            let message = format!(
+                "there is no GPU {index} for a budget: this machine has {count}, from 0 to {}, as nvidia-smi numbers them \
+                 whatever CUDA_VISIBLE_DEVICES says",
+                count - 1
+            );
+            return Err(Failure::new(message, EXIT_USAGE));
+        }
+    }
+    Ok(())
+}
+
+/// What `sublet run` puts into the environment of a tenant's processes, checked against what is known: none where nothing
+/// is said. `warn` is told what may surprise.
+pub(crate) fn for_run(
+    tenant: &TenantName,
+    given: &[Budgets],
+    environment: &Environment,
+    run_dir: &RunDir,
+    warn: &mut dyn FnMut(&str),
+) -> Result<Option<Budgets>, Failure> {
+    let budgets = match (one_of(given)?, environment.text(BUDGET_VARIABLE)) {
+        (Some(budgets), _) => budgets,
+        (None, None) => return Ok(None),
+        (None, Some(text)) => text
+            .parse()
+            .map_err(|error| Failure::new(format!("{BUDGET_VARIABLE}: {error}"), EXIT_USAGE))?,
+    };
+    check_node(&budgets, Path::new(gpus::NODE_GPUS))?;
+    let options = Options::default();
+    let own = Coordinator::new(run_dir.clone(), tenant.clone(), options).budgets();
+    match own {
+        Ok(Some(found)) if found.budgets != budgets => {
+            return Err(Failure::new(
+                format!(
+                    "tenant '{tenant}' runs with the budget '{}', and a tenant has one for all its processes: change it with \
+                     `sublet budget {tenant} {budgets}`, or leave --budget out",
+                    found.budgets
+                ),
+                EXIT_UNCHANGED,
+            ));
+        }
+        Ok(None) if run_dir.live_tenants()?.contains(tenant) => {
+            return Err(Failure::new(
+                format!(
+                    "tenant '{tenant}' runs without a budget: give it one with `sublet budget {tenant} {budgets}`, and leave \
+                     --budget out"
+                ),
+                EXIT_UNCHANGED,
+            ));
+        }
+        Ok(_) | Err(CoordinatorError::NoSuchTenant { .. }) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let all = View::gather_with(run_dir, None, &Gpus::default())?.tenants.into_iter();
+    let all = all.map(|found| found.stats);
+    let others: Vec<_> = all.filter(|other| other.tenant != tenant.as_str()).collect();
+    for text in together(tenant, &budgets, &others) {
+        warn(&text);
+    }
+    Ok(Some(budgets))
+}
+
+/// GPUs that cannot hold all budgets at once. Tenants that take turns need not fit together.
+fn together(tenant: &TenantName, budgets: &Budgets, others: &[TenantStats]) -> Vec<String> {
+    let mut seen: Vec<&GpuBudget> = Vec::new();
+    for gpu in others.iter().flat_map(|other| &other.budgets) {
+        if seen.iter().all(|known| known.gpu != gpu.gpu) {
+            seen.push(gpu);
+        }
+    }
+    let mut warnings = Vec::new();
+    for gpu in seen.into_iter().filter(|gpu| gpu.total_bytes > 0) {
+        let Some(own_bytes) = gpu.under(budgets) else { continue };
+        let theirs = others.iter().filter_map(|other| {
+            let same = other.budgets.iter().find(|known| known.gpu == gpu.gpu)?;
+            Some((other.tenant.as_str(), same.budget_bytes?))
+        });
+        let theirs: Vec<_> = theirs.collect();
+        let all_bytes = theirs.iter().fold(own_bytes, |all, (_, bytes)| all.saturating_add(*bytes));
+        if theirs.is_empty() || all_bytes <= gpu.total_bytes {
+            continue;
+        }
+        let named: Vec<_> = theirs
+            .iter()
+            .map(|(name, bytes)| format!("'{name}' {}", units::bytes(*bytes)))
+            .collect();
+        warnings.push(format!(
+            "budgets on {} are {} together ('{tenant}' {}, {}) and it has {}: these tenants fit there by turns, not at once",
+            label(gpu),
+            units::bytes(all_bytes),
+            units::bytes(own_bytes),
+            named.join(", "),
+            units::bytes(gpu.total_bytes)
+        ));
+    }
+    warnings
+}

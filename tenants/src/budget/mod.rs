@@ -1,0 +1,295 @@
+//! Budgets as people write them: how much device memory a tenant may hold on which GPU.
+//!
+//! `60GiB` is of every GPU, `0=60GiB` of the GPU that `nvidia-smi` shows under that number, `GPU-6ac1...=60GiB` of the one
+//! with that identity; several are joined by commas. A number means the same GPU in every process of a tenant and in every
+//! shell, whatever `CUDA_VISIBLE_DEVICES` makes of the order there: budgets of several tenants are about one machine.
+
+pub mod gpus;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+
+/// The environment variable that has the budgets of a tenant's processes.
+pub const BUDGET_VARIABLE: &str = "SUBLET_BUDGET";
+
+/// Longest text of budgets, in bytes.
+pub const TEXT_BYTES_MAX: usize = 4000;
+
+const NONE: &str = "none";
+/// Of the text of an identity, in hexadecimal.
+const UUID_DIGITS: usize = 32;
+
+/// Which GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Which {
+    /// Each that is not named.
+    Every,
+    /// By its number on this machine, in the order of PCI addresses.
+    Index(u32),
+    /// By its identity.
+    Uuid([u8; 16]),
+}
+
+/// The budgets of a tenant, in bytes. None of a GPU is one without a bound.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Budgets(BTreeMap<Which, Option<u64>>);
+
+/// What is written is no budget.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum BudgetError {
+    /// One of them says no size.
+    #[error(
+        "'{text}' is no budget: say for example 60GiB for every GPU, 0=60GiB for the one that nvidia-smi shows as 0, or none"
+    )]
+    NoSize {
+        /// As it is written.
+        text: String,
+    },
+    /// One of them names no GPU.
+    #[error(
+        "'{text}' names no GPU: say its number as nvidia-smi shows it, such as 0=60GiB, or its whole identity, \
+         GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx=60GiB"
+    )]
+    NoGpu {
+        /// As it is written.
+        text: String,
+    },
+    /// Two are about one GPU.
+    #[error("two budgets for {which}: say one")]
+    Twice {
+        /// The GPU.
+        which: Which,
+    },
+    /// Too many for one tenant.
+    #[error(
+        "these are {length} bytes of budgets, and {TEXT_BYTES_MAX} are the most: name fewer GPUs"
+    )]
+    TooLong {
+        /// How long the text is.
+        length: usize,
+    },
+}
+
+impl Budgets {
+    /// Is nothing said?
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// What is said, in order.
+    pub fn iter(&self) -> impl Iterator<Item = (Which, Option<u64>)> {
+        self.0.iter().map(|(which, budget)| (*which, *budget))
+    }
+
+    /// The budget of a GPU: by its identity where that is named, else by its number, else that of every one.
+    pub fn of(&self, uuid: [u8; 16], index: Option<u32>) -> Option<u64> {
+        let by_index = || index.and_then(|index| self.0.get(&Which::Index(index)));
+        let found = self.0.get(&Which::Uuid(uuid)).or_else(by_index);
+        found.or_else(|| self.0.get(&Which::Every)).copied().flatten()
+    }
+
+    /// These with `changes` in their place: a GPU that is named gets what is said of it, and what is said of every GPU is
+    /// in place of all. `known` are the identities and numbers of GPUs, for one that is named by both.
+    #[must_use]
+    pub fn changed_by(&self, changes: &Self, known: &[([u8; 16], Option<u32>)]) -> Self {
+        if changes.0.contains_key(&Which::Every) {
+            return changes.clone();
+        }
+        let mut all = self.0.clone();
+        for (which, budget) in &changes.0 {
+            for (uuid, index) in known {
+                let by_index = index.map(Which::Index);
+                if *which == Which::Uuid(*uuid) {
+                    by_index.map(|other| all.remove(&other));
+                } else if by_index == Some(*which) {
+                    all.remove(&Which::Uuid(*uuid));
+                }
+            }
+            all.insert(*which, *budget);
+        }
+        Self(all)
+    }
+}
+
+impl FromStr for Budgets {
+    type Err = BudgetError;
+
+    fn from_str(text: &str) -> Result<Self, BudgetError> {
+        let mut budgets = BTreeMap::new();
+        for part in text.split(',').map(str::trim) {
+            let (which, size) = match part.split_once('=') {
+                None => (Which::Every, part),
+                Some((gpu, size)) => (which(gpu.trim(), part)?, size.trim()),
+            };
+            let no_size = || BudgetError::NoSize { text: part.to_owned() };
+            let budget = if size == NONE { None } else { Some(bytes(size).ok_or_else(no_size)?) };
+            if budgets.insert(which, budget).is_some() {
+                return Err(BudgetError::Twice { which });
+            }
+        }
+        let budgets = Self(budgets);
+        let length = budgets.to_string().len();
+        if length > TEXT_BYTES_MAX {
+            return Err(BudgetError::TooLong { length });
+        }
+        Ok(budgets)
+    }
+}
+
+fn which(gpu: &str, part: &str) -> Result<Which, BudgetError> {
+    let no_gpu = || BudgetError::NoGpu { text: part.to_owned() };
+    if gpu.bytes().all(|byte| byte.is_ascii_digit()) && gpu.len() < UUID_DIGITS {
+        return gpu.parse().map(Which::Index).map_err(|_| no_gpu());
+    }
+    let named = ["GPU-", "MIG-"].iter().find_map(|prefix| gpu.strip_prefix(prefix));
+    let digits: String = named.unwrap_or(gpu).chars().filter(|digit| *digit != '-').collect();
+    let is_whole = digits.len() == UUID_DIGITS && digits.bytes().all(|it| it.is_ascii_hexdigit());
+    let number = is_whole.then(|| u128::from_str_radix(&digits, 16).ok()).flatten();
+    number.map(|number| Which::Uuid(number.to_be_bytes())).ok_or_else(no_gpu)
+}
+
+/// A size such as `512MiB` or `60GiB`; a bare number is in bytes. None is no size.
+fn bytes(text: &str) -> Option<u64> {
+    const UNITS: [(&str, u32); 4] = [("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)];
+    let with_unit = UNITS.iter().find_map(|(unit, shift)| Some((text.strip_suffix(unit)?, *shift)));
+    let (number, shift) = with_unit.unwrap_or((text, 0));
+    let number = number.trim_end();
+    let is_number = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
+    let count = is_number.then(|| number.parse::<u64>().ok()).flatten()?;
+    // The largest number stands for none.
+    count.checked_mul(1 << shift).filter(|bytes| (1..u64::MAX).contains(bytes))
+}
+
+/// In words that are read back as the same.
+impl fmt::Display for Budgets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (number, (which, budget)) in self.0.iter().enumerate() {
+            let comma = if number == 0 { "" } else { "," };
+            let named = match which {
+                Which::Every => String::new(),
+                Which::Index(index) => format!("{index}="),
+                Which::Uuid(uuid) => format!("{}=", gpus::name_of(*uuid)),
+            };
+            let budget = budget.map_or_else(|| NONE.to_owned(), size);
+            write!(f, "{comma}{named}{budget}")?;
+        }
+        Ok(())
+    }
+}
+
+/// In the largest unit that divides it.
+fn size(bytes: u64) -> String {
+    const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
+    let fits = |(_, shift): &&(&str, u32)| bytes.is_multiple_of(1 << *shift);
+    UNITS
+        .iter()
+        .find(fits)
+        .map_or_else(|| bytes.to_string(), |(unit, shift)| format!("{}{unit}", bytes >> shift))
+}
+
+impl fmt::Display for Which {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Every => f.write_str("every GPU"),
+            Self::Index(index) => write!(f, "GPU {index}"),
+            Self::Uuid(uuid) => f.write_str(&gpus::name_of(*uuid)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const UUID: [u8; 16] = [0x6a; 16];
+
+    fn read(text: &str) -> Budgets {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn a_gpu_is_named_by_number_by_identity_or_not_at_all() {
+        assert_eq!(read("60GiB").of(UUID, Some(3)), Some(60 << 30));
+        assert_eq!(read("60GiB").of(UUID, None), Some(60 << 30));
+        let budgets = read("0=60GiB, 1=512MiB,2=none,4096");
+        assert_eq!(budgets.of(UUID, Some(0)), Some(60 << 30));
+        assert_eq!(budgets.of(UUID, Some(1)), Some(512 << 20));
+        assert_eq!(budgets.of(UUID, Some(2)), None);
+        assert_eq!(budgets.of(UUID, Some(7)), Some(4096));
+        let named = "GPU-6a6a6a6a-6a6a-6a6a-6a6a-6a6a6a6a6a6a";
+        let both = read(&format!("0=1GiB,{named}=2TiB"));
+        assert_eq!(both.of(UUID, Some(0)), Some(2 << 40), "the identity says more");
+        assert_eq!(read(&format!("{}=1KiB", "6a".repeat(16))).of(UUID, None), Some(1024));
+        assert_eq!(read("0=1GiB").of(UUID, Some(1)), None);
+        assert_eq!(Budgets::default().of(UUID, Some(0)), None);
+    }
+
+    #[test]
+    fn what_is_no_budget_is_named() {
+        for text in [
+            "",
+            "0=",
+            "0",
+            "0=0",
+            "60GB",
+            "1.5GiB",
+            "-1",
+            "0=60GiB,",
+            "yes",
+            "0=+5",
+            "20000000000GiB",
+        ] {
+            let error = text.parse::<Budgets>().unwrap_err();
+            assert!(matches!(error, BudgetError::NoSize { .. }), "{text:?}: {error}");
+            assert!(error.to_string().contains("60GiB"), "{error}");
+        }
+        for text in
+            ["=1GiB", "a=1GiB", "GPU-6a6a=1GiB", "-1=1GiB", "99999999999=1GiB", "cuda:0=1GiB"]
+        {
+            let error = text.parse::<Budgets>().unwrap_err();
+            assert!(matches!(error, BudgetError::NoGpu { .. }), "{text:?}: {error}");
+        }
+        let twice = "0=1GiB,00=2GiB".parse::<Budgets>().unwrap_err();
+        assert_eq!(twice.to_string(), "two budgets for GPU 0: say one");
+        let long: Vec<_> = (0..500).map(|index| format!("{index}=1GiB")).collect();
+        let error = long.join(",").parse::<Budgets>().unwrap_err();
+        assert!(matches!(error, BudgetError::TooLong { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_change_replaces_what_it_names() {
+        let known = [(UUID, Some(0))];
+        let change =
+            |before: &str, change: &str| read(before).changed_by(&read(change), &known).to_string();
+        assert_eq!(change("0=60GiB,1=40GiB", "1=none"), "0=60GiB,1=none");
+        assert_eq!(change("60GiB", "0=40GiB"), "60GiB,0=40GiB");
+        assert_eq!(change("0=60GiB,1=40GiB", "50GiB"), "50GiB");
+        assert_eq!(change("0=60GiB,1=40GiB", "none"), "none");
+        let named = format!("{}=2GiB", gpus::name_of(UUID));
+        assert_eq!(change("0=60GiB", &named), named);
+        assert_eq!(change(&named, "0=1GiB"), "0=1GiB");
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read_back(
+            parts in prop::collection::btree_map(0_u32..100, prop::option::of(1_u64..u64::MAX), 1..9),
+            every in prop::option::of(prop::option::of(1_u64..1 << 50)),
+        ) {
+            let mut all: BTreeMap<_, _> =
+                parts.into_iter().map(|(index, budget)| (Which::Index(index), budget)).collect();
+            all.extend(every.map(|budget| (Which::Every, budget)));
+            let budgets = Budgets(all);
+            prop_assert_eq!(budgets.to_string().parse::<Budgets>(), Ok(budgets));
+        }
+
+        #[test]
+        fn any_text_is_read_or_refused(text in "\\PC{0,40}") {
+            let _read = text.parse::<Budgets>();
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! What a tenant may hold on each GPU, and holds: asked, and changed while its processes run.
+//!
+//! It takes no part in pauses and resumes, and holds no lock of theirs.
+
+use std::time::Instant;
+
+use serde::{Serialize, Serializer};
+use vmm_pool::budget::Gpu;
+
+use super::peers::{Peers, Reached, reach};
+use super::report::MemberFailure;
+use super::{Coordinator, CoordinatorError, unreachable_member};
+use crate::budget::{Budgets, gpus};
+use crate::run_dir::{BudgetFile, RunDirError, TenantDir};
+use crate::wire::Count;
+
+/// One GPU of a tenant whose memory is counted.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct GpuBudget {
+    /// Its identity, as `nvidia-smi -L` prints it.
+    pub gpu: String,
+    /// Its number on this machine, where that is known.
+    pub index: Option<u32>,
+    /// What the tenant may hold, in bytes; none without a bound.
+    pub budget_bytes: Option<u64>,
+    /// What all its processes hold, in bytes.
+    pub held_bytes: u64,
+    /// All of its memory, in bytes; 0 where that is not known.
+    pub total_bytes: u64,
+    #[serde(skip)]
+    pub(crate) uuid: [u8; 16],
+}
+
+/// A tenant's budgets after a change, or as they are.
+#[must_use]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct BudgetReport {
+    /// The tenant.
+    pub tenant: String,
+    /// As they were given: also of GPUs that no process of the tenant has.
+    #[serde(serialize_with = "as_text")]
+    pub budgets: Budgets,
+    /// The GPUs that its processes see.
+    pub gpus: Vec<GpuBudget>,
+    /// Processes that do not count, and why: what they hold is in no figure.
+    pub failures: Vec<MemberFailure>,
+}
+
+fn as_text<S: Serializer>(budgets: &Budgets, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(budgets)
+}
+
+impl GpuBudget {
+    fn new(gpu: &Gpu) -> Self {
+        Self {
+            gpu: gpus::name_of(gpu.uuid),
+            index: gpu.index,
+            budget_bytes: gpu.figure.budget_bytes,
+            held_bytes: gpu.figure.held_bytes,
+            total_bytes: gpu.total_bytes,
+            uuid: gpu.uuid,
+        }
+    }
+
+    /// How much more than the budget is held, in bytes.
+    pub fn over_bytes(&self) -> u64 {
+        self.budget_bytes.map_or(0, |budget| self.held_bytes.saturating_sub(budget))
+    }
+
+    /// What `budgets` would let a tenant hold on this GPU.
+    pub fn under(&self, budgets: &Budgets) -> Option<u64> {
+        budgets.of(self.uuid, self.index)
+    }
+}
+
+/// The GPUs of a tenant whose memory is counted; none where nobody counts.
+///
+/// # Errors
+/// [`RunDirError::Io`].
+pub(super) fn of_dir(dir: &TenantDir) -> Result<Vec<GpuBudget>, RunDirError> {
+    Ok(BudgetFile::existing(dir)?.map_or_else(Vec::new, |file| of_file(&file)))
+}
+
+fn of_file(file: &BudgetFile) -> Vec<GpuBudget> {
+    file.forget_dead(None);
+    let mut gpus: Vec<_> = file.shared().gpus().iter().map(GpuBudget::new).collect();
+    gpus.sort_by_key(|gpu| (gpu.index.unwrap_or(u32::MAX), gpu.gpu.clone()));
+    gpus
+}
+
+impl Coordinator {
+    /// The tenant's budgets as they are; `None` where no process of it counts. Asks no process.
+    ///
+    /// # Errors
+    /// [`CoordinatorError::NoSuchTenant`], [`CoordinatorError::RunDir`].
+    pub fn budgets(&self) -> Result<Option<BudgetReport>, CoordinatorError> {
+        let Some(file) = BudgetFile::existing(&self.dir()?)? else {
+            return Ok(None);
+        };
+        self.budget_report(&file, Vec::new()).map(Some)
+    }
+
+    /// Changes the tenant's budgets for all its processes. Those that did not count what they hold begin to. Nothing is
+    /// taken from anybody: where more is held than may be, new allocations fail until it fits.
+    ///
+    /// # Errors
+    /// [`CoordinatorError::NoSuchTenant`], [`CoordinatorError::NoProcess`], [`CoordinatorError::RunDir`]. Processes that
+    /// do not answer are listed, and no error.
+    pub fn change_budgets(&self, changes: &Budgets) -> Result<BudgetReport, CoordinatorError> {
+        let dir = self.dir()?;
+        let mut failures = Vec::new();
+        // A tenant without a process gets no file.
+        drop(self.connect_all(&dir, &mut failures)?);
+        let file = BudgetFile::edit(&dir)?;
+        // Once the file is there, a process that joins finds it.
+        failures.clear();
+        let mut peers = self.connect_all(&dir, &mut failures)?;
+        for index in 0..peers.list.len() {
+            failures.extend(peers.ask(index, &Count, self.options.contact_timeout).err());
+        }
+        while let Some(answer) = peers.next_answer(self.options.interrupt.as_ref()) {
+            failures.extend(answer.to(&Count).err());
+        }
+        file.change(changes)?;
+        self.budget_report(&file, failures)
+    }
+
+    fn budget_report(
+        &self,
+        file: &BudgetFile,
+        failures: Vec<MemberFailure>,
+    ) -> Result<BudgetReport, CoordinatorError> {
+        Ok(BudgetReport {
+            tenant: self.tenant.to_string(),
+            budgets: file.budgets()?,
+            gpus: of_file(file),
+            failures,
+        })
+    }
+
+    /// Connects to all processes of the tenant; those that do not answer are in `failures`.
+    pub(super) fn connect_all(
+        &self,
+        dir: &TenantDir,
+        failures: &mut Vec<MemberFailure>,
+    ) -> Result<Peers, CoordinatorError> {
+        let mut peers = Peers::default();
+        let mut dead = 0;
+        let deadline = Instant::now() + self.options.contact_timeout;
+        for socket in dir.members()? {
+            match reach(&socket, deadline) {
+                Ok(Reached::Peer(peer)) => peers.list.push(*peer),
+                Ok(Reached::Dead) => {
+                    dir.remove_socket(&socket)?;
+                    dead += 1;
+                }
+                Err(error) => failures.push(unreachable_member(socket.id, &error)),
+            }
+        }
+        if peers.list.is_empty() && failures.is_empty() {
+            return Err(CoordinatorError::NoProcess { tenant: self.tenant.clone(), dead });
+        }
+        Ok(peers)
+    }
+}

@@ -1,0 +1,333 @@
+//! The file in which a tenant's processes count what they hold together, against the tenant's budgets.
+//!
+//! `<tenant>/budget` is mapped by all of them ([`Shared`]), and lives as long as one of them does. Its bytes are locked one
+//! by one, for each opening of the file by itself, which the kernel lets go when a process ends, however:
+//!
+//! | byte | who locks it |
+//! | --- | --- |
+//! | 0 | whoever changes what is in the file besides figures; for moments |
+//! | 1 | whoever changes budgets from outside, so that the file is not taken for left behind |
+//! | 2 + n | the process that has slot n |
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, fcntl};
+use vmm_pool::budget::{Gpu, Shared};
+
+use super::{RunDirError, TenantDir, io_error, is_still_named, open_lock_file, pause_thread};
+use crate::budget::Budgets;
+
+pub(super) const NAME: &str = "budget";
+const TABLE: i64 = 0;
+const EDITOR: i64 = 1;
+const FIRST_SLOT: i64 = 2;
+/// For a lock that is held for moments.
+const TABLE_TIMEOUT: Duration = Duration::from_secs(5);
+const BACK_OFF: Duration = Duration::from_millis(1);
+
+/// The opened file, mapped. It keeps its slot, where it has one, until it is dropped or the process ends.
+#[derive(Debug)]
+pub(crate) struct BudgetFile {
+    file: File,
+    path: PathBuf,
+    shared: Shared,
+}
+
+/// The right to change what is in the file; given up when dropped.
+struct Table<'a>(&'a File);
+
+impl Drop for Table<'_> {
+    fn drop(&mut self) {
+        if let Err(errno) = lock(self.0, TABLE, libc::F_UNLCK) {
+            tracing::warn!(%errno, "the lock of the tenant's budgets was not given up");
+        }
+    }
+}
+
+/// Locks one byte, or unlocks it. The lock is this opening's, not this process's.
+fn lock(file: &File, byte: i64, kind: i32) -> nix::Result<()> {
+    let wanted = flock(byte, kind);
+    fcntl(file, FcntlArg::F_OFD_SETLK(&wanted)).map(drop)
+}
+
+/// Has another opening of the file locked this byte?
+fn is_locked(file: &File, byte: i64) -> nix::Result<bool> {
+    let mut asked = flock(byte, libc::F_WRLCK);
+    fcntl(file, FcntlArg::F_OFD_GETLK(&mut asked))?;
+    Ok(i32::from(asked.l_type) != libc::F_UNLCK)
+}
+
+fn flock(byte: i64, kind: i32) -> libc::flock {
+    libc::flock {
+        l_type: i16::try_from(kind).unwrap_or_default(),
+        l_whence: 0,
+        l_start: byte,
+        l_len: 1,
+        l_pid: 0,
+    }
+}
+
+fn byte_of(slot: usize) -> i64 {
+    FIRST_SLOT + i64::try_from(slot).unwrap_or_default()
+}
+
+fn table(file: &File) -> io::Result<Table<'_>> {
+    let deadline = Instant::now() + TABLE_TIMEOUT;
+    loop {
+        match lock(file, TABLE, libc::F_WRLCK) {
+            Ok(()) => return Ok(Table(file)),
+            Err(Errno::EAGAIN | Errno::EACCES) if Instant::now() < deadline => {
+                pause_thread(BACK_OFF);
+            }
+            Err(Errno::EAGAIN | Errno::EACCES) => return Err(ErrorKind::TimedOut.into()),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+/// Does any process have a slot, or change budgets? Under the table's lock.
+fn is_in_use(file: &File, shared: &Shared) -> nix::Result<bool> {
+    if is_locked(file, EDITOR)? {
+        return Ok(true);
+    }
+    for slot in 0..shared.slots_used() {
+        if is_locked(file, byte_of(slot))? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// All zeros, with space on the disk for all, so that writing to the mapping cannot find it full. Never shorter on the way:
+/// somebody may still have it mapped.
+fn wipe(file: &File) -> io::Result<()> {
+    file.write_all_at(&vec![0; Shared::BYTES], 0)
+}
+
+fn read_budgets(file: &File) -> io::Result<Budgets> {
+    let (at, size) = Shared::CALLERS;
+    let mut text = vec![0; size];
+    file.read_exact_at(&mut text, at)?;
+    text.truncate(text.iter().position(|byte| *byte == 0).unwrap_or(size));
+    if text.is_empty() {
+        return Ok(Budgets::default());
+    }
+    let text = String::from_utf8(text).map_err(|_| io::Error::from(ErrorKind::InvalidData))?;
+    text.parse().map_err(|error| io::Error::new(ErrorKind::InvalidData, error))
+}
+
+fn write_budgets(file: &File, budgets: &Budgets) -> io::Result<()> {
+    let (at, size) = Shared::CALLERS;
+    let mut text = budgets.to_string().into_bytes();
+    if text.len() >= size {
+        return Err(ErrorKind::InvalidInput.into());
+    }
+    text.resize(size, 0);
+    file.write_all_at(&text, at)
+}
+
+impl BudgetFile {
+    /// The file of a tenant of which a process, or whoever changes its budgets, has it open; `None` where there is none.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`].
+    pub(crate) fn existing(dir: &TenantDir) -> Result<Option<Self>, RunDirError> {
+        let path = dir.path().join(NAME);
+        let Some(file) = open(&path)? else {
+            return Ok(None);
+        };
+        let found = || -> io::Result<Option<Shared>> {
+            let _table = table(&file)?;
+            if file.metadata()?.len() < Shared::BYTES as u64 {
+                return Ok(None);
+            }
+            let shared = Shared::map(&file)?;
+            let lives = shared.is_begun() && is_in_use(&file, &shared)?;
+            Ok(lives.then_some(shared))
+        };
+        let shared = found().map_err(io_error("reading", &path))?;
+        Ok(shared.map(|shared| Self { file, path, shared }))
+    }
+
+    /// For a process: the tenant's file with a slot in it. What dead processes have left of it is begun anew, with
+    /// `budgets`; `None` where nobody counts and nothing is said. Blocks for moments.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`].
+    pub(crate) fn join(
+        dir: &TenantDir,
+        budgets: Option<&Budgets>,
+    ) -> Result<Option<(Self, usize)>, RunDirError> {
+        Self::open_with(dir, budgets, |file, shared| {
+            for slot in 0..Shared::SLOTS_MAX {
+                // It stays locked for as long as the file is open.
+                if lock(file, byte_of(slot), libc::F_WRLCK).is_ok() {
+                    shared.open_slot(slot);
+                    return Ok(slot);
+                }
+            }
+            Err(ErrorKind::QuotaExceeded.into())
+        })
+    }
+
+    /// For whoever changes budgets of a tenant that runs. Until it is dropped the file is not taken for left behind.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`]; `WouldBlock` inside where another one does so.
+    pub(crate) fn edit(dir: &TenantDir) -> Result<Self, RunDirError> {
+        let none = Budgets::default();
+        let opened = Self::open_with(dir, Some(&none), |file, _| {
+            lock(file, EDITOR, libc::F_WRLCK).map_err(io::Error::from)
+        })?;
+        let gone = || io_error("opening", &dir.path().join(NAME))(ErrorKind::NotFound.into());
+        opened.map(|(file, ())| file).ok_or_else(gone)
+    }
+
+    /// Opens the file, makes it where need be, and does `take` with the table locked.
+    fn open_with<T>(
+        dir: &TenantDir,
+        budgets: Option<&Budgets>,
+        take: impl Fn(&File, &Shared) -> io::Result<T>,
+    ) -> Result<Option<(Self, T)>, RunDirError> {
+        let path = dir.path().join(NAME);
+        loop {
+            let file = match budgets {
+                None => open(&path)?,
+                Some(_) => Some(open_lock_file(&path).map_err(io_error("opening", &path))?),
+            };
+            let Some(file) = file else {
+                return Ok(None);
+            };
+            let opened = || -> io::Result<Option<(Shared, T)>> {
+                let _table = table(&file)?;
+                if !is_still_named(&file, &path) {
+                    return Ok(None);
+                }
+                if file.metadata()?.len() < Shared::BYTES as u64 {
+                    wipe(&file)?;
+                }
+                let shared = Shared::map(&file)?;
+                if !(shared.is_begun() && is_in_use(&file, &shared)?) {
+                    let Some(budgets) = budgets else {
+                        std::fs::remove_file(&path)?;
+                        return Ok(None);
+                    };
+                    wipe(&file)?;
+                    write_budgets(&file, budgets)?;
+                    shared.begin();
+                }
+                let taken = take(&file, &shared)?;
+                Ok(Some((shared, taken)))
+            };
+            if let Some((shared, taken)) = opened().map_err(io_error("use", &path))? {
+                return Ok(Some((Self { file, path, shared }, taken)));
+            }
+        }
+    }
+
+    /// For a forked child to close.
+    pub(crate) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// What all count.
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    /// The places of `gpus`, which get the tenant's budgets where they have none yet. Blocks for moments.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`].
+    pub(crate) fn places(&self, gpus: &[Gpu]) -> Result<Vec<Option<usize>>, RunDirError> {
+        let places = || -> io::Result<Vec<Option<usize>>> {
+            let _table = table(&self.file)?;
+            let budgets = read_budgets(&self.file)?;
+            let place = |gpu: &Gpu| {
+                self.shared.find(gpu.uuid).or_else(|| {
+                    let mut gpu = *gpu;
+                    gpu.figure.budget_bytes = budgets.of(gpu.uuid, gpu.index);
+                    self.shared.add(&gpu)
+                })
+            };
+            Ok(gpus.iter().map(place).collect())
+        };
+        places().map_err(io_error("use", &self.path))
+    }
+
+    /// The tenant's budgets.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`].
+    pub(crate) fn budgets(&self) -> Result<Budgets, RunDirError> {
+        read_budgets(&self.file).map_err(io_error("reading", &self.path))
+    }
+
+    /// Changes the tenant's budgets, for all its processes at once.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`].
+    pub(crate) fn change(&self, changes: &Budgets) -> Result<(), RunDirError> {
+        let change = || -> io::Result<()> {
+            let _table = table(&self.file)?;
+            let gpus = self.shared.gpus();
+            let known: Vec<_> = gpus.iter().map(|gpu| (gpu.uuid, gpu.index)).collect();
+            let budgets = read_budgets(&self.file)?.changed_by(changes, &known);
+            write_budgets(&self.file, &budgets)?;
+            for (place, gpu) in gpus.iter().enumerate() {
+                self.shared.set_budget(place, budgets.of(gpu.uuid, gpu.index));
+            }
+            Ok(())
+        };
+        change().map_err(io_error("writing", &self.path))
+    }
+
+    /// Forgets what processes hold that have ended; `own` is the slot of this process. Waits for nothing.
+    pub(crate) fn forget_dead(&self, own: Option<usize>) {
+        for slot in (0..self.shared.slots_used()).filter(|slot| Some(*slot) != own) {
+            // While the byte is locked here nobody takes the slot anew.
+            if self.shared.is_slot_used(slot)
+                && lock(&self.file, byte_of(slot), libc::F_WRLCK).is_ok()
+            {
+                self.shared.clear_slot(slot);
+                if let Err(errno) = lock(&self.file, byte_of(slot), libc::F_UNLCK) {
+                    tracing::warn!(%errno, slot, "a dead process's slot stays locked");
+                }
+            }
+        }
+    }
+
+    /// Removes the file of a tenant of which no process is left.
+    pub(super) fn remove_unused(dir: &Path) -> Result<(), RunDirError> {
+        let path = dir.join(NAME);
+        let Some(file) = open(&path)? else {
+            return Ok(());
+        };
+        let remove = || -> io::Result<()> {
+            let _table = table(&file)?;
+            let is_used = file.metadata()?.len() >= Shared::BYTES as u64 && {
+                let shared = Shared::map(&file)?;
+                is_in_use(&file, &shared)?
+            };
+            if !is_used && is_still_named(&file, &path) {
+                std::fs::remove_file(&path)?;
+            }
+            Ok(())
+        };
+        remove().map_err(io_error("removal", &path))
+    }
+}
+
+fn open(path: &Path) -> Result<Option<File>, RunDirError> {
+    let opened =
+        OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path);
+    match opened {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        opened => opened.map(Some).map_err(io_error("opening", path)),
+    }
+}

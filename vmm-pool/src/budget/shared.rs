@@ -1,0 +1,308 @@
+//! The slots of a tenant's processes, in a file that all of them have mapped.
+//!
+//! ```text
+//! 0                 what the file is
+//! 8                 how many slots have ever been used
+//! 16                how many GPUs are known
+//! 64                GPUs: identity (16 bytes), budget, index + 1, total; 40 bytes each
+//! 4096 .. 8192      for whoever owns the file: not mapped memory's business
+//! 8192              for each GPU all slots, 16 bytes each
+//! ```
+//!
+//! The file is the caller's: nothing here has a name for it, locks it, or says which slot is whose.
+
+#![expect(unsafe_code, reason = "reads and writes memory that other processes share")]
+
+use std::ffi::c_void;
+use std::fs::File;
+use std::io;
+
+use memmap2::MmapRaw;
+
+use super::slots::{self, Full, Slot};
+use super::{Figure, OverBudget};
+use crate::sync::{AtomicU64, Ordering};
+
+/// GPUs that one tenant can have budgets for.
+pub const GPUS_MAX: usize = 64;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"sublet\x01b");
+const MAGIC_AT: usize = 0;
+const SLOTS_USED_AT: usize = 8;
+const GPUS_USED_AT: usize = 16;
+const GPUS_AT: usize = 64;
+const GPU_BYTES: usize = 40;
+const SLOTS_AT: usize = 8192;
+const NO_BUDGET: u64 = u64::MAX;
+
+/// A GPU that some process of the tenant has used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gpu {
+    /// Its identity, as the driver gives it.
+    pub uuid: [u8; 16],
+    /// Its number on this machine, where that is known.
+    pub index: Option<u32>,
+    /// All of its memory, in bytes; 0 where that is not known.
+    pub total_bytes: u64,
+    /// What the tenant may hold and holds.
+    pub figure: Figure,
+}
+
+/// The mapped file. Every access is atomic, so that nothing another process writes there can be a fault here.
+#[derive(Debug)]
+pub struct Shared {
+    map: MmapRaw,
+}
+
+impl Shared {
+    /// Slots, and thus processes, of one tenant.
+    pub const SLOTS_MAX: usize = 1024;
+    /// Where the caller may keep what it likes: offset and size in bytes.
+    pub const CALLERS: (u64, usize) = (4096, 4096);
+    /// What the file must have, in bytes, and on its disk: writing to a page that has no place there ends a process.
+    pub const BYTES: usize = SLOTS_AT + GPUS_MAX * Self::SLOTS_MAX * size_of::<Slot>();
+
+    /// Maps `file`.
+    ///
+    /// # Errors
+    /// What the system said; `InvalidData` where the file is too short.
+    pub fn map(file: &File) -> io::Result<Self> {
+        if file.metadata()?.len() < Self::BYTES as u64 {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        Ok(Self { map: memmap2::MmapOptions::new().len(Self::BYTES).map_raw(file)? })
+    }
+
+    /// Is this what [`Shared::begin`] has made?
+    pub fn is_begun(&self) -> bool {
+        self.word(MAGIC_AT).load(Ordering::SeqCst) == MAGIC
+    }
+
+    /// Makes it what it must be. The file was made anew, and nobody else has it.
+    pub fn begin(&self) {
+        self.word(MAGIC_AT).store(MAGIC, Ordering::SeqCst);
+    }
+
+    fn word(&self, at: usize) -> &AtomicU64 {
+        let at = at.min(Self::BYTES - 8) & !7;
+        // SAFETY: inside the mapping, which has `BYTES`.
+        let pointer = unsafe { self.map.as_mut_ptr().add(at) };
+        // SAFETY: the mapping begins at a page and `at` is a multiple of 8; it lives as long as `self`, and every access to
+        // it, in any process, is atomic.
+        unsafe { AtomicU64::from_ptr(pointer.cast()) }
+    }
+
+    fn all_slots(&self, gpu: usize) -> &[Slot] {
+        let at = SLOTS_AT + gpu.min(GPUS_MAX - 1) * Self::SLOTS_MAX * size_of::<Slot>();
+        // SAFETY: inside the mapping, which has `BYTES`.
+        let pointer: *const c_void = unsafe { self.map.as_mut_ptr().add(at) }.cast();
+        // SAFETY: `SLOTS_MAX` slots of that GPU, each two atomic words, aligned to 16 bytes in a mapping that lives as long
+        // as `self`.
+        unsafe { std::slice::from_raw_parts(pointer.cast::<Slot>(), Self::SLOTS_MAX) }
+    }
+
+    /// Slots that were ever used, on one GPU.
+    fn slots(&self, gpu: usize) -> &[Slot] {
+        let slots = self.all_slots(gpu);
+        &slots[..self.slots_used().min(slots.len())]
+    }
+
+    /// How many slots have ever been used.
+    pub fn slots_used(&self) -> usize {
+        let used = self.word(SLOTS_USED_AT).load(Ordering::SeqCst);
+        usize::try_from(used).unwrap_or(Self::SLOTS_MAX).min(Self::SLOTS_MAX)
+    }
+
+    /// `slot` is somebody's from now on; what its last owner held is forgotten. Under the lock of the caller's file.
+    pub fn open_slot(&self, slot: usize) {
+        self.clear_slot(slot);
+        self.word(SLOTS_USED_AT).fetch_max(slot as u64 + 1, Ordering::SeqCst);
+    }
+
+    /// Does `slot` hold anything, or ask for it, anywhere?
+    pub fn is_slot_used(&self, slot: usize) -> bool {
+        let mut of_gpus = (0..self.gpus_used()).filter_map(|gpu| self.all_slots(gpu).get(slot));
+        of_gpus.any(slots::is_used)
+    }
+
+    /// The process of `slot` is no more.
+    pub fn clear_slot(&self, slot: usize) {
+        for gpu in 0..self.gpus_used() {
+            self.all_slots(gpu).get(slot).into_iter().for_each(slots::clear);
+        }
+    }
+
+    fn gpus_used(&self) -> usize {
+        let used = self.word(GPUS_USED_AT).load(Ordering::SeqCst);
+        usize::try_from(used).unwrap_or(GPUS_MAX).min(GPUS_MAX)
+    }
+
+    /// The GPUs that are known, in the order of their places.
+    pub fn gpus(&self) -> Vec<Gpu> {
+        (0..self.gpus_used()).map(|gpu| self.gpu(gpu)).collect()
+    }
+
+    fn gpu(&self, gpu: usize) -> Gpu {
+        let at = GPUS_AT + gpu * GPU_BYTES;
+        let word = |index: usize| self.word(at + 8 * index).load(Ordering::SeqCst);
+        let uuid = (u128::from(word(0)) << 64) | u128::from(word(1));
+        Gpu {
+            uuid: uuid.to_be_bytes(),
+            index: word(3).checked_sub(1).and_then(|index| u32::try_from(index).ok()),
+            total_bytes: word(4),
+            figure: self.figure(gpu),
+        }
+    }
+
+    /// The place of a GPU.
+    pub fn find(&self, uuid: [u8; 16]) -> Option<usize> {
+        self.gpus().iter().position(|gpu| gpu.uuid == uuid)
+    }
+
+    /// A place for a GPU that has none; `None` where there is no room. Under the lock of the caller's file.
+    pub fn add(&self, gpu: &Gpu) -> Option<usize> {
+        let place = self.gpus_used();
+        if place >= GPUS_MAX {
+            return None;
+        }
+        let at = GPUS_AT + place * GPU_BYTES;
+        let put = |index: usize, value: u64| {
+            self.word(at + 8 * index).store(value, Ordering::SeqCst);
+        };
+        let uuid = u128::from_be_bytes(gpu.uuid);
+        let [high, low] = [uuid >> 64, uuid & u128::from(u64::MAX)];
+        put(0, u64::try_from(high).unwrap_or_default());
+        put(1, u64::try_from(low).unwrap_or_default());
+        put(3, gpu.index.map_or(0, |index| u64::from(index) + 1));
+        put(4, gpu.total_bytes);
+        self.set_budget(place, gpu.figure.budget_bytes);
+        self.word(GPUS_USED_AT).store(place as u64 + 1, Ordering::SeqCst);
+        Some(place)
+    }
+
+    /// From now on no more than this may be held on the GPU at `gpu`, in bytes. What is held already stays.
+    pub fn set_budget(&self, gpu: usize, budget_bytes: Option<u64>) {
+        let value = budget_bytes.unwrap_or(NO_BUDGET);
+        self.word(GPUS_AT + gpu * GPU_BYTES + 16).store(value, Ordering::SeqCst);
+    }
+
+    fn budget(&self, gpu: usize) -> u64 {
+        self.word(GPUS_AT + gpu * GPU_BYTES + 16).load(Ordering::SeqCst)
+    }
+
+    /// What may be held on the GPU at `gpu`, and is.
+    pub fn figure(&self, gpu: usize) -> Figure {
+        let budget_bytes = self.budget(gpu);
+        Figure {
+            budget_bytes: (budget_bytes != NO_BUDGET).then_some(budget_bytes),
+            held_bytes: slots::held_bytes(self.slots(gpu)),
+        }
+    }
+
+    /// Takes `size_bytes` for `slot` where that fits. One thread of a process at a time.
+    ///
+    /// # Errors
+    /// [`OverBudget`]; nothing is taken.
+    pub fn take(&self, gpu: usize, slot: usize, size_bytes: u64) -> Result<(), OverBudget> {
+        let budget_bytes = self.budget(gpu);
+        if budget_bytes == NO_BUDGET {
+            self.take_anyway(gpu, slot, size_bytes);
+            return Ok(());
+        }
+        let over = |Full { held_bytes }| OverBudget { budget_bytes, held_bytes };
+        slots::take(self.slots(gpu), slot, size_bytes, budget_bytes).map_err(over)
+    }
+
+    /// As [`Shared::take`], whether it fits or not.
+    pub fn take_anyway(&self, gpu: usize, slot: usize, size_bytes: u64) {
+        slots::take_anyway(self.slots(gpu), slot, size_bytes);
+    }
+
+    /// Gives back what `slot` has taken.
+    pub fn give_back(&self, gpu: usize, slot: usize, size_bytes: u64) {
+        slots::give_back(self.slots(gpu), slot, size_bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shared() -> (File, Shared) {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(Shared::BYTES as u64).unwrap();
+        let shared = Shared::map(&file).unwrap();
+        assert!(!shared.is_begun());
+        shared.begin();
+        (file, shared)
+    }
+
+    fn gpu(last: u8, budget_bytes: Option<u64>) -> Gpu {
+        let mut uuid = [0x9f; 16];
+        uuid[15] = last;
+        let figure = Figure { budget_bytes, held_bytes: 0 };
+        Gpu { uuid, index: Some(u32::from(last)), total_bytes: 80, figure }
+    }
+
+    #[test]
+    fn what_one_process_writes_another_reads() {
+        let (file, one) = shared();
+        let other = Shared::map(&file).unwrap();
+        assert!(other.is_begun());
+        assert_eq!(one.add(&gpu(0, Some(50))), Some(0));
+        assert_eq!(one.add(&gpu(1, None)), Some(1));
+        assert_eq!(other.gpus(), [gpu(0, Some(50)), gpu(1, None)]);
+        assert_eq!(other.find(gpu(1, None).uuid), Some(1));
+        assert_eq!(other.find([0; 16]), None);
+        one.open_slot(0);
+        other.open_slot(1);
+        one.take(0, 0, 30).unwrap();
+        let over = OverBudget { budget_bytes: 50, held_bytes: 30 };
+        assert_eq!(other.take(0, 1, 21), Err(over));
+        other.take(0, 1, 20).unwrap();
+        other.take(1, 1, 1 << 40).unwrap();
+        assert_eq!(one.figure(0), Figure { budget_bytes: Some(50), held_bytes: 50 });
+        assert_eq!(one.figure(1), Figure { budget_bytes: None, held_bytes: 1 << 40 });
+        one.set_budget(0, Some(10));
+        assert!(other.take(0, 1, 1).is_err());
+        assert!(one.is_slot_used(1));
+        one.clear_slot(1);
+        assert!(!one.is_slot_used(1));
+        assert_eq!(other.figure(0).held_bytes, 30);
+    }
+
+    #[test]
+    fn a_file_that_is_too_short_is_refused_and_places_are_bounded() {
+        let file = tempfile::tempfile().unwrap();
+        let refused = Shared::map(&file).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::InvalidData);
+        let (_file, shared) = shared();
+        for last in 0..GPUS_MAX {
+            assert_eq!(shared.add(&gpu(u8::try_from(last).unwrap(), None)), Some(last));
+        }
+        assert_eq!(shared.add(&gpu(200, None)), None);
+        shared.open_slot(Shared::SLOTS_MAX - 1);
+        shared.take(GPUS_MAX - 1, Shared::SLOTS_MAX - 1, 5).unwrap();
+        assert_eq!(shared.figure(GPUS_MAX - 1).held_bytes, 5);
+        shared.give_back(GPUS_MAX - 1, Shared::SLOTS_MAX - 1, 5);
+        assert_eq!(shared.figure(GPUS_MAX - 1).held_bytes, 0);
+    }
+
+    #[test]
+    #[ignore = "a measurement, in a release build: cargo test -p vmm-pool --release taking_and_giving -- --ignored --nocapture"]
+    #[expect(clippy::print_stdout, reason = "prints what it measures")]
+    fn what_taking_and_giving_back_costs() {
+        const TURNS: u32 = 1_000_000;
+        for processes in [1, 8, 64] {
+            let (_file, shared) = shared();
+            shared.add(&gpu(0, Some(1 << 40)));
+            (0..processes).for_each(|slot| shared.open_slot(slot));
+            let started = std::time::Instant::now();
+            for _ in 0..TURNS {
+                shared.take(0, 0, 2 << 20).unwrap();
+                shared.give_back(0, 0, 2 << 20);
+            }
+            println!("{processes} slots: {:?} a pair", started.elapsed() / TURNS);
+        }
+    }
+}
