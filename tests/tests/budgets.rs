@@ -180,7 +180,7 @@ fn a_budget_changes_while_the_tenant_runs() -> Outcome {
     let ps = stage.sublet(&["ps"])?.succeeded()?.stdout;
     assert!(ps.contains("infer GPU 0: holds 160 MiB of its budget of 160 MiB"), "{ps}");
     let stats = stage.sublet(&["stats", "infer", "--json"])?.succeeded()?.json()?;
-    assert_eq!(stats[0]["budgets"][0]["budget_bytes"], 160 * MIB, "{stats}");
+    assert_eq!(stats["tenants"][0]["budgets"][0]["budget_bytes"], 160 * MIB, "{stats}");
     Ok(())
 }
 

@@ -40,6 +40,9 @@ fn every_document_is_as_the_schema_says() -> Outcome {
     let options = JobOptions { tensor_mib: 48, ..JobOptions::new("train", 2) };
     let mut train = checked.stage.connected_job(&options)?;
     checked.run("view", 0, &["stats", "train"])?;
+    checked.run("budget", 0, &["budget", "train", "0=120MiB"])?;
+    checked.run("view", 0, &["ps"])?;
+    checked.run("budget", 0, &["budget", "train", "none"])?;
     checked.run("prepare", 0, &["prepare", "train"])?;
     checked.run("change", 0, &["pause", "train"])?;
     checked.run("change", 0, &["pause", "train"])?;

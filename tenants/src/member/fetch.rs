@@ -415,7 +415,7 @@ impl<D: Driver> Member<D> {
 
     /// Is a device of this name surely none of this process's?
     fn cannot_see(&self, uuid: &str) -> bool {
-        let is_name = uuid.len() == 32 && uuid.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let is_name = uuid.starts_with("GPU-");
         is_name && !self.pool.sees_device(uuid)
     }
 
