@@ -6,6 +6,7 @@
 //! ([`PeerId`]), which its user gives.
 
 pub mod budget;
+mod cells;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod copies;
@@ -22,6 +23,7 @@ mod report;
 mod saved;
 #[cfg(test)]
 mod scaling;
+mod slabs;
 pub mod slots;
 mod store;
 pub mod support;
@@ -43,6 +45,7 @@ pub use pool::{
 };
 pub use report::{ClassBytes, Contents, DeviceReport, KeptBytes, PinnedBytes, PoolReport};
 pub use saved::{SavedError, WriteOut, Written};
+pub use slabs::{Part, SlabTotals};
 pub use store::{CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, HostBudget, HostDemand, check_file_dir};
 pub use transition::{
     Activity, Arriving, BroughtIn, ByDevice, Departing, Done, DrainError, Draining, Failed,
