@@ -32,7 +32,7 @@ use tenants::wire::{
     Withdraw,
 };
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{AllocationId, Held, KeptBytes, Part, PoolReport, StayReason};
+use vmm_pool::{AllocationId, Held, KeptBytes, Part, PoolReport, SlabTotals, StayReason};
 
 const ID: AllocationId = AllocationId(*b"0123456789abcdef");
 
@@ -291,6 +291,7 @@ fn replies() -> Vec<Reply> {
         pool: PoolReport {
             host_arena_bytes: 1 << 40,
             file_bytes: 1 << 41,
+            slabs: SlabTotals { slabs: 3, slab_bytes: 48 << 20, ..SlabTotals::default() },
             ..PoolReport::default()
         },
         pauses: 3,

@@ -24,7 +24,7 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Class, Row};
 use crate::pool::{Entered, Kind, Pool, Use};
 use crate::slabs::{
-    AccessPlan, CellAt, Ended, Held, MapPlan, NewSlab, Place, Recipe, SlabKey, SlabTotals, Wanted,
+    AccessPlan, CellAt, Ended, Held, MapPlan, NewSlab, Place, Recipe, SlabKey, Wanted,
 };
 
 const NEXT: &str = "unset SUBLET_SLABS where this library needs it";
@@ -185,7 +185,7 @@ impl<D: Driver> Entered<'_, D, Use> {
             return Err(cannot(DriverCode::INVALID_VALUE));
         }
         self.is_there(cell.row)?;
-        let plan = self.pool.slabs().map(handle, range);
+        let plan = self.pool.slabs().map(cell.handle, range);
         match plan {
             MapPlan::Done => Ok(()),
             MapPlan::Fill { row, window } => {
@@ -194,7 +194,7 @@ impl<D: Driver> Entered<'_, D, Use> {
                     self.unmap(window)?;
                 }
                 // Another thread may have filled it.
-                if self.pool.slabs().map(handle, range) == MapPlan::Done {
+                if self.pool.slabs().map(cell.handle, range) == MapPlan::Done {
                     return Ok(());
                 }
                 filled.and(Err(cannot(DriverCode::INVALID_VALUE)))
@@ -205,7 +205,7 @@ impl<D: Driver> Entered<'_, D, Use> {
             }
             MapPlan::TakeOver { range } => {
                 self.clear(range, cell.prop.location.as_device())?;
-                let taken = self.pool.slabs().take_over(handle, range);
+                let taken = self.pool.slabs().take_over(cell.handle, range);
                 self.take_down(taken.ok_or_else(|| cannot(DriverCode::INVALID_VALUE))?);
                 Ok(())
             }
@@ -235,18 +235,41 @@ impl<D: Driver> Entered<'_, D, Use> {
     fn map_row(&self, range: VaRange, offset_bytes: u64, row: VirtualHandle) -> PoolResult<()> {
         let is_in_window = {
             let mut slabs = self.pool.slabs();
-            if !slabs.map_alone(range) {
-                let object = format!("allocation over a slab at {}: {NEXT}", range.start);
-                let code = DriverCode::INVALID_VALUE;
-                return Err(refused(DriverOp::Map, code, object, range.size_bytes));
-            }
-            slabs.meets_window(range)
+            if slabs.map_alone(range) { Some(slabs.meets_window(range)) } else { None }
+        };
+        let Some(is_in_window) = is_in_window else {
+            return self.take_in(range, offset_bytes, row);
         };
         let mapped = self.map(range, offset_bytes, row);
         if mapped.is_err() && is_in_window {
             let _nothing = self.pool.slabs().unmap(range);
         }
         mapped
+    }
+
+    /// Makes a cell of `row`, which nobody has used yet, at addresses of one that is gone.
+    fn take_in(&self, range: VaRange, offset_bytes: u64, row: VirtualHandle) -> PoolResult<()> {
+        let cannot = || {
+            let object = format!("allocation over a slab at {}: {NEXT}", range.start);
+            refused(DriverOp::Map, DriverCode::INVALID_VALUE, object, range.size_bytes)
+        };
+        let (is_untouched, device, own) = {
+            let ledger = self.pool.ledger();
+            let row = ledger.find(row)?;
+            let is_whole = offset_bytes == 0 && row.size_bytes() == range.size_bytes;
+            let own = Recipe { prop: *row.prop(), class: row.class().clone() };
+            (is_whole && row.is_untouched(), row.device(), own)
+        };
+        let is_alike = self.pool.slabs().vacant(range).is_some_and(|recipe| *recipe == own);
+        if !is_untouched || !is_alike {
+            return Err(cannot());
+        }
+        self.clear(range, device)?;
+        if !self.pool.slabs().take_in(row, range) {
+            return Err(cannot());
+        }
+        // The handle is the cell's from now on.
+        self.release(row)
     }
 
     /// Sets who may reach what is mapped in `range`. A device that gets rights to one cell gets them to its slab.
@@ -296,7 +319,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
             let mut slabs = self.pool.slabs();
             match slabs.held(handle) {
                 Held::Row(row) => Err(row),
-                Held::Cell(_) => Ok(slabs.release(handle)),
+                Held::Cell(cell) => Ok(slabs.release(cell.handle)),
             }
         };
         match released {
@@ -337,7 +360,10 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         let held = {
             let mut slabs = self.pool.slabs();
             let held = slabs.held(handle);
-            let aim = matches!(held, Held::Cell(_)).then_some(handle);
+            let aim = match held {
+                Held::Cell(cell) => Some(cell.handle),
+                Held::Row(_) => None,
+            };
             slabs.aim(this_thread(), aim);
             held
         };
@@ -452,10 +478,5 @@ impl<D: Driver> Pool<D> {
     /// Imports are understood either way.
     pub fn use_slabs(&self, are_used: bool) {
         self.slabs().set_on(are_used);
-    }
-
-    /// What slabs hold now.
-    pub fn slab_totals(&self) -> SlabTotals {
-        self.slabs().totals()
     }
 }

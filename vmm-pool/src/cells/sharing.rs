@@ -25,7 +25,7 @@ impl<D: Driver> Entered<'_, D, Use> {
             if let Held::Cell(cell) = held
                 && !cell.is_unplaced
             {
-                slabs.shared(handle);
+                slabs.shared(cell.handle);
             }
             held
         };

@@ -2,7 +2,7 @@
 
 use std::thread::ThreadId;
 
-use super::{AccessPlan, Cell, CellAt, Ended, Holds, MapPlan, Part, SlabKey, Spot, Table};
+use super::{AccessPlan, Cell, CellAt, Ended, Holds, MapPlan, Part, Recipe, SlabKey, Spot, Table};
 use crate::VirtualHandle;
 use crate::driver::{AccessDesc, DeviceAddress, DriverCode, VaRange};
 
@@ -131,6 +131,41 @@ impl Table {
         self.cells.insert(handle, (key, offset));
         self.set_mapped(start, offset, handle);
         Some(self.end_empty(found.slab))
+    }
+
+    /// Which kind of cell could be mapped at `range`, a spot of a slab that lives where no cell is.
+    pub(crate) fn vacant(&self, range: VaRange) -> Option<&Recipe> {
+        let window = self.window_at(range.start)?;
+        let offset = range.start.0 - window.range.start.0;
+        let spot = window.spots.get(&offset)?;
+        let slab = self.slabs.get(&window.slab?)?;
+        let is_free = spot.holds == Holds::Nothing && !slab.cells.contains_key(&offset);
+        let (recipe, _) = slab.new.recipe.as_ref()?;
+        (is_free && spot.size_bytes == range.size_bytes).then_some(recipe)
+    }
+
+    /// Makes a cell that is mapped at `range`, whose bytes are clear, of what was the row `handle`, which has one reference. False
+    /// where something is there meanwhile.
+    pub(crate) fn take_in(&mut self, handle: VirtualHandle, range: VaRange) -> bool {
+        if self.vacant(range).is_none() {
+            return false;
+        }
+        let place = self.window_at(range.start).and_then(|window| {
+            let start = window.range.start.0;
+            Some((window.slab?, start, range.start.0 - start))
+        });
+        let Some((key, start, offset)) = place else {
+            return false;
+        };
+        let Some(slab) = self.slabs.get_mut(&key) else {
+            return false;
+        };
+        let size_bytes = range.size_bytes;
+        slab.cells
+            .insert(offset, Cell { handle, size_bytes, references: 1, mapped: 0, is_fresh: false });
+        self.cells.insert(handle, (key, offset));
+        self.set_mapped(start, offset, handle);
+        true
     }
 
     /// May an allocation that stands alone be mapped at `range`? Not over a slab, nor outside a spot. Where it may, it is

@@ -28,7 +28,7 @@ use crate::driver::{
     HANDLE_TYPE_POSIX_FD, Location, VaRange,
 };
 use crate::ledger::{Class, LIBRARY_TAGS};
-use crate::report::Contents;
+use crate::report::{Contents, SlabTotals};
 use crate::{AllocationId, VirtualHandle};
 
 /// Larger allocations stand alone.
@@ -234,27 +234,6 @@ pub(crate) enum AccessPlan {
     Refused(DriverCode),
 }
 
-/// Bytes of slabs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SlabTotals {
-    /// Slabs of this process's own.
-    pub slabs: u64,
-    /// Their bytes.
-    pub slab_bytes: u64,
-    /// Of these, how many bytes are cells that live.
-    pub live_bytes: u64,
-    /// And how many were.
-    pub dead_bytes: u64,
-    /// How many were never given out.
-    pub tail_bytes: u64,
-    /// Cells of this process's own that live.
-    pub cells: u64,
-    /// Slabs of other processes that it has imported.
-    pub imported_slabs: u64,
-    /// Cells of theirs that it holds.
-    pub imported_cells: u64,
-}
-
 /// See the head of this module.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
@@ -282,10 +261,8 @@ impl Table {
 
     /// What `handle` stands for.
     pub(crate) fn held(&self, handle: VirtualHandle) -> Held {
-        match self.cell_at(handle) {
-            Some(found) => Held::Cell(found),
-            None => Held::Row(self.alone.get(&handle).copied().unwrap_or(handle)),
-        }
+        let handle = self.alone.get(&handle).copied().unwrap_or(handle);
+        self.cell_at(handle).map_or(Held::Row(handle), Held::Cell)
     }
 
     fn cell_at(&self, handle: VirtualHandle) -> Option<CellAt> {
@@ -606,7 +583,8 @@ impl Table {
 
     /// Forgets handles whose rows are not among the living.
     pub(crate) fn forget_alone(&mut self, lives: impl Fn(VirtualHandle) -> bool) {
-        self.alone.retain(|_, row| lives(*row));
+        let cells = &self.cells;
+        self.alone.retain(|_, row| lives(*row) || cells.contains_key(row));
     }
 }
 

@@ -1,5 +1,7 @@
 //! Cells of slabs: what a library sees that asks for memory as NCCL does, and what the driver sees.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, Location,
@@ -89,7 +91,7 @@ fn objects(pool: &SimPool) -> [usize; 3] {
 fn assert_nothing_left(pool: &SimPool) {
     assert_eq!(objects(pool), [0; 3]);
     assert_eq!(free_bytes(pool, DEVICE), CAPACITY_BYTES);
-    assert_eq!(pool.slab_totals(), vmm_pool::SlabTotals::default());
+    assert_eq!(pool.report().slabs, vmm_pool::SlabTotals::default());
 }
 
 #[test]
@@ -167,11 +169,11 @@ fn only_small_memory_of_a_library_itself_that_can_be_shared_by_descriptor_is_of_
         assert_eq!(entered.take_addresses(size_bytes, 0), None);
         entered.release_cell(handle).expect("released");
         drop(entered);
-        assert_eq!(pool.slab_totals().slabs, 0);
+        assert_eq!(pool.report().slabs.slabs, 0);
     }
     pool.use_slabs(false);
     create(&pool, 1).expect("memory");
-    assert_eq!(pool.slab_totals().slabs, 0);
+    assert_eq!(pool.report().slabs.slabs, 0);
 }
 
 #[test]
@@ -183,8 +185,8 @@ fn a_cell_that_is_mapped_or_exported_before_it_has_addresses_stands_alone() {
     let entered = pool.enter();
     entered.map_cell(elsewhere, 0, mapped).expect("mapped");
     entered.set_cell_access(elsewhere, &[AccessDesc::read_write(DEVICE)]).expect("access");
-    assert_eq!(pool.slab_totals().cells, 1);
-    assert_eq!(pool.slab_totals().dead_bytes, 0, "its bytes are given out again");
+    assert_eq!(pool.report().slabs.cells, 1);
+    assert_eq!(pool.report().slabs.dead_bytes, 0, "its bytes are given out again");
     let exported = create(&pool, 1).expect("memory");
     let (export, part) = entered.export_cell(exported).expect("export");
     assert_eq!((export.size_bytes, part), (UNIT, None));
@@ -272,7 +274,7 @@ fn addresses_that_are_kept_take_new_memory() {
         entered.set_cell_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
         drop(entered);
         assert!(holds(&pool, DEVICE, range, [0; 16]), "new memory holds nothing of the old");
-        assert_eq!(pool.slab_totals().cells, 2);
+        assert_eq!(pool.report().slabs.cells, 2);
     }
     // With the last cell the slab goes, and the addresses stay.
     free(&pool, kept);
@@ -290,6 +292,61 @@ fn addresses_that_are_kept_take_new_memory() {
     assert!(holds(&pool, DEVICE, range, pattern(9)));
     free(&pool, range);
     pool.enter_giving_up().release_cell(handle).expect_err("gone");
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn addresses_that_are_kept_take_memory_that_could_not_be_of_a_slab() {
+    let pool = slabbed(&node());
+    let (_, kept) = allocate(&pool, 1);
+    let (handle, range) = allocate(&pool, 7);
+    write(&pool, DEVICE, range, pattern(1));
+    let entered = pool.enter_giving_up();
+    entered.unmap_cells(range).expect("unmapped");
+    entered.release_cell(handle).expect("released");
+    drop(entered);
+    let left = CAPACITY_BYTES - SLAB_BYTES - 7 * UNIT;
+    let hog = pool.create(left, &AllocationProp::pinned_on(DEVICE), nccl()).expect("memory");
+    let handle = create(&pool, 7).expect("memory of its own");
+    assert_eq!(pool.report().slabs.cells, 1);
+    let entered = pool.enter();
+    entered.map_cell(range, 0, handle).expect("mapped again");
+    drop(entered);
+    assert_eq!(pool.report().slabs.cells, 2);
+    assert_eq!(free_bytes(&pool, DEVICE), 7 * UNIT, "what it had is given back");
+    pool.enter().set_cell_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    assert!(holds(&pool, DEVICE, range, [0; 16]));
+    pool.release(hog).expect("released");
+    let entered = pool.enter_giving_up();
+    entered.unmap_cells(range).expect("unmapped");
+    entered.release_cell(handle).expect("the cell's");
+    entered.release_cell(handle).expect_err("once");
+    drop(entered);
+    free_range(&pool, range);
+    free(&pool, kept);
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn memory_that_may_hold_something_is_not_exchanged() {
+    let pool = slabbed(&node());
+    let (_, kept) = allocate(&pool, 1);
+    let (handle, range) = allocate(&pool, 1);
+    let entered = pool.enter_giving_up();
+    entered.unmap_cells(range).expect("unmapped");
+    entered.release_cell(handle).expect("released");
+    drop(entered);
+    let used = pool.create(UNIT, &AllocationProp::pinned_on(DEVICE), nccl()).expect("memory");
+    let elsewhere = crate::stage::map(&pool, used, UNIT, &[AccessDesc::read_write(DEVICE)]);
+    write(&pool, DEVICE, elsewhere, pattern(1));
+    pool.unmap(elsewhere).expect("unmapped");
+    pool.enter().map_cell(range, 0, used).expect_err("it would be lost");
+    pool.enter().map_cell(elsewhere, 0, used).expect("mapped");
+    pool.enter().set_cell_access(elsewhere, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    assert!(holds(&pool, DEVICE, elsewhere, pattern(1)));
+    free(&pool, elsewhere);
+    free_range(&pool, range);
+    free(&pool, kept);
     assert_nothing_left(&pool);
 }
 
@@ -367,7 +424,7 @@ fn a_process_imports_its_own_cell_and_one_that_only_a_ticket_holds() {
     pool.enter_giving_up().release_cell(handle).expect("once more");
     let (export, part) = pool.enter().export_cell(handle).expect("export");
     free(&pool, range);
-    assert_eq!(pool.slab_totals().slabs, 0);
+    assert_eq!(pool.report().slabs.slabs, 0);
     let back = pool.enter().import_held_cell(export.id, export.serial, part).expect("held");
     let place = place(&pool, back.expect("the ticket keeps it"), 1, DEVICE);
     assert!(holds(&pool, DEVICE, place, pattern(1)));
@@ -403,7 +460,7 @@ fn without_room_for_a_slab_memory_stands_alone() {
         .create(CAPACITY_BYTES - SLAB_BYTES / 2, &AllocationProp::pinned_on(DEVICE), nccl())
         .expect("memory");
     let (_, range) = allocate(&pool, 1);
-    assert_eq!(pool.slab_totals().slabs, 0);
+    assert_eq!(pool.report().slabs.slabs, 0);
     free(&pool, range);
     pool.release(hog).expect("released");
     assert_nothing_left(&pool);
@@ -421,7 +478,7 @@ fn dead_cells_hold_no_more_than_they_may() {
         for range in rest {
             free(&pool, range);
         }
-        let totals = pool.slab_totals();
+        let totals = pool.report().slabs;
         assert!(
             totals.dead_bytes <= totals.live_bytes / 4 + (128 << 20) + SLAB_BYTES,
             "{totals:?}"
@@ -430,7 +487,7 @@ fn dead_cells_hold_no_more_than_they_may() {
             break;
         }
     }
-    assert!(pool.report().devices[0].classes[0].own_count > pool.slab_totals().slabs);
+    assert!(pool.report().devices[0].classes[0].own_count > pool.report().slabs.slabs);
     for range in kept {
         free(&pool, range);
     }
@@ -568,4 +625,114 @@ fn give_up(pool: &SimPool, handle: VirtualHandle, range: VaRange) {
     let is_freed =
         entered.free_cell_addresses(range).is_ok() || pool.driver().free_addresses(range).is_ok();
     assert!(is_freed, "addresses are not the driver's: {range:?}");
+}
+
+/// What each thread does, and how often there is a pause.
+const ROUNDS: u64 = 30;
+const ROUNDS_A_PAUSE: u64 = 9;
+
+/// What a thread does of its own memory, as far as it says itself, while the process is paused and resumed.
+fn work(pool: &SimPool, seed: u64, rounds: &AtomicU64) {
+    let mut held: Vec<(VirtualHandle, VaRange, u64)> = Vec::new();
+    let mut state = seed;
+    let mut below = |limit: u64| {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % limit
+    };
+    for round in 0..ROUNDS {
+        rounds.fetch_add(1, Ordering::Relaxed);
+        let at = usize::try_from(below(held.len() as u64 + 1)).expect("small");
+        match below(5) {
+            0 | 1 if held.len() < 12 => {
+                let units = 1 + below(3);
+                let Ok(handle) = create(pool, units) else { continue };
+                let range = place(pool, handle, units, DEVICE);
+                // A call at the gate, as launches are.
+                let pass = pool.enter();
+                assert!(holds(pool, DEVICE, range, [0; 16]), "{seed}: new memory is not zero");
+                let mark = seed << 32 | round;
+                write(pool, DEVICE, range, pattern(mark));
+                drop(pass);
+                held.push((handle, range, mark));
+            }
+            2 if at < held.len() => {
+                let (_, range, _) = held.swap_remove(at);
+                free(pool, range);
+            }
+            3 if at < held.len() => {
+                // As NCCL suspends: the addresses stay.
+                let (handle, range, _) = held[at];
+                let entered = pool.enter_giving_up();
+                entered.unmap_cells(range).expect("unmapped");
+                entered.release_cell(handle).expect("released");
+                drop(entered);
+                let Ok(handle) = create(pool, range.size_bytes / UNIT) else {
+                    held.swap_remove(at);
+                    free_range(pool, range);
+                    continue;
+                };
+                let entered = pool.enter();
+                entered.map_cell(range, 0, handle).expect("mapped again");
+                let access = [AccessDesc::read_write(DEVICE)];
+                entered.set_cell_access(range, &access).expect("access");
+                let mark = seed << 32 | round;
+                write(pool, DEVICE, range, pattern(mark));
+                held[at] = (handle, range, mark);
+            }
+            _ => {
+                let pass = pool.enter();
+                for (_, range, mark) in &held {
+                    assert!(holds(pool, DEVICE, *range, pattern(*mark)), "{seed}: {range:?}");
+                }
+                drop(pass);
+            }
+        }
+    }
+    for (_, range, _) in held {
+        free(pool, range);
+    }
+}
+
+#[test]
+fn threads_that_race_with_each_other_and_with_pauses_find_their_own_bytes() {
+    let pool = slabbed(&node());
+    let rounds = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        let (pool, rounds) = (&pool, &rounds);
+        let work = |seed| scope.spawn(move || work(pool, seed, rounds));
+        let workers = [1, 2, 3].map(work);
+        let mut pauses = 0;
+        while workers.iter().any(|worker| !worker.is_finished()) {
+            if rounds.load(Ordering::Relaxed) / ROUNDS_A_PAUSE > pauses {
+                pauses += 1;
+                pause(pool);
+                resume(pool);
+            }
+            std::thread::yield_now();
+        }
+    });
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn threads_that_import_cells_of_one_slab_at_once_hold_one_memory() {
+    for _ in 0..20 {
+        let node = node();
+        let (owner, importer) = (slabbed(&node), pool(&node));
+        let cells: Vec<_> = (0..4).map(|_| allocate(&owner, 1)).collect();
+        std::thread::scope(|scope| {
+            for ((handle, range), seed) in cells.iter().zip(1..) {
+                let (owner, importer) = (&owner, &importer);
+                scope.spawn(move || {
+                    let imported = import(owner, *handle, importer).expect("imported");
+                    let place = place(importer, imported, 1, OTHER);
+                    write(importer, OTHER, place, pattern(seed));
+                    assert!(holds(owner, DEVICE, *range, pattern(seed)));
+                    free(importer, place);
+                });
+            }
+        });
+        assert_eq!(objects(&importer), [0; 3]);
+    }
 }
