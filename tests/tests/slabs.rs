@@ -113,10 +113,10 @@ fn a_rank_that_dies_is_named_and_the_others_go_on_without_it() -> Outcome {
     let refused = stage.sublet(&["resume", "spmd", "--json"])?;
     let error = refused.json()?["error"].as_str().unwrap_or_default().to_owned();
     assert!(error.contains(&dead.to_string()) && error.contains("--without-lost"), "{error}");
-    // One slab is imported, whatever it holds of cells.
+    // Two slabs are imported, with 13 cells. Its collectives touch what is lost, so it may be gone before the command is.
     let resumed = stage.sublet(&["resume", "spmd", "--without-lost"])?;
-    assert!(resumed.stdout.contains("in 1 allocations"), "{resumed:?}");
-    job.ranks[0].kill()?;
+    assert!(resumed.stdout.contains("in 2 allocations"), "{resumed:?}");
+    drop(job);
     assert_eq!(stage.used_bytes(0)?, 0);
     assert_eq!(stage.used_bytes(1)?, 0);
     Ok(())
