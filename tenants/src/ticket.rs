@@ -373,6 +373,13 @@ mod tests {
     }
 
     #[test]
+    fn a_ticket_of_a_part_reads_back() {
+        let part = Some(Part { offset_bytes: 1 << 20, size_bytes: 1 << 20 });
+        let ticket = Ticket { part, ..ticket() };
+        assert_eq!(Ticket::read(ticket.issue().unwrap().as_fd()).unwrap(), Some(ticket));
+    }
+
+    #[test]
     fn what_is_no_ticket_is_left_alone() {
         let (reader, writer) = nix::unistd::pipe().unwrap();
         let mut writer = File::from(writer);
@@ -425,9 +432,14 @@ mod tests {
         assert!(matches!(with(15, 1), TicketError::Malformed { field: "head" }));
         assert!(matches!(with(TENANT_AT, b'/'), TicketError::Malformed { field: "tenant" }));
         assert!(matches!(with(TENANT_AT + 1, 0), TicketError::Malformed { field: "tenant" }));
-        assert!(matches!(with(TICKET_BYTES - 1, b't'), TicketError::Malformed { field: "tenant" }));
+        let behind_name = TENANT_AT + TENANT_NAME_BYTES_MAX - 1;
+        assert!(matches!(with(behind_name, b't'), TicketError::Malformed { field: "tenant" }));
+        // A part that begins somewhere and has no length, and one that is longer than the whole.
+        for at in [behind_name + 1, TICKET_BYTES - 1] {
+            assert!(matches!(with(at, 1), TicketError::Malformed { field: "part" }));
+        }
         let mut nobody = good;
-        nobody[TENANT_AT..].fill(0);
+        nobody[TENANT_AT..=behind_name].fill(0);
         let error = read_sealed(&nobody).unwrap_err();
         assert!(matches!(error, TicketError::Malformed { field: "tenant" }));
     }
@@ -440,7 +452,7 @@ mod tests {
 
         #[test]
         fn a_ticket_with_any_byte_changed_gives_a_ticket_or_an_error(
-            at in 0_usize..100,
+            at in 0_usize..TICKET_BYTES,
             byte in any::<u8>(),
         ) {
             let mut bytes = ticket().encode();
