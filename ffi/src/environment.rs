@@ -17,6 +17,7 @@
 //! | `SUBLET_VERIFY_CONTENTS` | | 1: what is not saved for that is compared byte by byte |
 //! | `SUBLET_PREPARE` | | whether host memory for the next pause is brought in ahead, and how much at most |
 //! | `SUBLET_BUDGET` | | how much device memory the tenant may hold on which GPU |
+//! | `SUBLET_SLABS` | | 1: NCCL's small allocations are parts of large ones |
 //! | `SUBLET_WITHOUT_PINS` | | through which device files no device memory is pinned |
 //! | `SUBLET_TOGETHER_TIMEOUT_MS` | | how long `ncclPause` waits for the other processes |
 
@@ -171,17 +172,32 @@ pub(crate) fn gpu_index(device: DeviceOrdinal, address: Option<PciAddress>) -> O
     gpus::index_behind(visible.as_deref(), u32::try_from(device.0).ok()?)
 }
 
+/// A variable that is 0 or 1.
+///
+/// # Errors
+/// It is something else; the text says what.
+fn switch(name: &str, default: bool) -> Result<bool, String> {
+    match variable(name).as_deref() {
+        None => Ok(default),
+        Some("0") => Ok(false),
+        Some("1") => Ok(true),
+        Some(value) => Err(format!("{name} is '{value}': give 0 or 1")),
+    }
+}
+
+/// Are NCCL's small allocations made as parts of large ones?
+///
+/// # Errors
+/// The variable is neither 0 nor 1; the text says what it is.
+pub(crate) fn slabs() -> Result<bool, String> {
+    switch("SUBLET_SLABS", false)
+}
+
 /// What a pause looks for before it copies.
 ///
 /// # Errors
 /// A variable says something else than it can; the text says which.
 pub(crate) fn pieces() -> Result<Pieces, String> {
-    let switch = |name: &str, default: bool| match variable(name).as_deref() {
-        None => Ok(default),
-        Some("0") => Ok(false),
-        Some("1") => Ok(true),
-        Some(value) => Err(format!("{name} is '{value}': give 0 or 1")),
-    };
     let piece_bytes = match variable("SUBLET_PIECE_KIB") {
         None => PieceBytes::default(),
         Some(value) => {

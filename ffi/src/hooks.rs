@@ -343,6 +343,7 @@ replacing! {
     cuLogicalEndpointIdReserve;
     cuLogicalEndpointImport;
     cuMemAddressFree;
+    cuMemAddressReserve;
     cuMemAllocAsync;
     cuMemAllocAsync_ptsz;
     cuMemAllocFromPoolAsync;

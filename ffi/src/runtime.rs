@@ -336,6 +336,7 @@ fn try_join() -> Result<Arc<Member>, String> {
         HOST_BYTES_MAX.get_or_init(|| Some(bytes));
     }
     let pieces = environment::pieces()?;
+    let are_slabs_used = environment::slabs()?;
     let driver = CudaDriver::from_symbols(&|name| driver::symbol(name))
         .map_err(|error| error.to_string())?;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -371,6 +372,7 @@ fn try_join() -> Result<Arc<Member>, String> {
     let member =
         tenants::member::Member::join(config, Arc::new(driver)).map_err(|error| chain(&error))?;
     member.pool().set_pieces(pieces);
+    member.pool().use_slabs(are_slabs_used);
     for text in not_understood.into_iter().chain(budgets_not_understood) {
         member.note(text);
     }

@@ -207,6 +207,7 @@ pairs! {
     cuIpcGetMemHandle[_ _];
     cuIpcOpenMemHandle_v2[_ _ _];
     cuMemAddressFree[_ _];
+    cuMemAddressReserve[_ _ _ _ _];
     cuMemAlloc_v2[_ _];
     cuMemCreate[_ _ _ _];
     cuMemExportToShareableHandle[_ _ _ _];

@@ -12,6 +12,7 @@
 //!  0  magic "SUBLETTK"         8  version u16      10  zero, 6 bytes
 //! 16  allocation id, 16 bytes                      32  serial u64       40  size in bytes u64
 //! 48  owner's member id u64                        56  tenant, 40 bytes, zero behind its name
+//! 96  offset in bytes u64                         104  length in bytes u64: the part that it stands for; 0 for all
 //! ```
 //! Integers are little-endian. The seals keep anybody from changing it, so there is no checksum. Identity is the
 //! random allocation id: process ids are not unique.
@@ -26,12 +27,12 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
 use nix::sys::uio::pread;
 use rustix::fs::{FlockOperation, flock};
-use vmm_pool::{AllocationId, TicketWatch};
+use vmm_pool::{AllocationId, Part, TicketWatch};
 
 use crate::identity::{MemberId, TENANT_NAME_BYTES_MAX, TenantName};
 
 /// Changes whenever the layout does.
-pub const TICKET_VERSION: u16 = 2;
+pub const TICKET_VERSION: u16 = 3;
 
 /// How every ticket of this version begins: magic and version.
 pub const HEAD: [u8; 10] = {
@@ -41,7 +42,7 @@ pub const HEAD: [u8; 10] = {
 };
 
 /// Length of a ticket.
-pub const TICKET_BYTES: usize = TENANT_AT + TENANT_NAME_BYTES_MAX;
+pub const TICKET_BYTES: usize = TENANT_AT + TENANT_NAME_BYTES_MAX + 2 * size_of::<u64>();
 
 const MAGIC: [u8; 8] = *b"SUBLETTK";
 const ZEROES: [u8; 6] = [0; 6];
@@ -60,6 +61,8 @@ pub struct Ticket {
     pub owner: MemberId,
     /// The owner's tenant.
     pub tenant: TenantName,
+    /// The part of the allocation that it stands for; none for all of it.
+    pub part: Option<Part>,
 }
 
 /// Why a ticket cannot be used.
@@ -100,7 +103,7 @@ impl Ticket {
         owner: MemberId,
         tenant: TenantName,
     ) -> Self {
-        Self { allocation, serial: 0, size_bytes, owner, tenant }
+        Self { allocation, serial: 0, size_bytes, owner, tenant, part: None }
     }
 
     /// Writes the ticket into a new descriptor, sealed and close-on-exec.
@@ -148,6 +151,12 @@ impl Ticket {
     /// The ticket as bytes.
     pub fn encode(&self) -> [u8; TICKET_BYTES] {
         let mut bytes = [0; TICKET_BYTES];
+        let name = self.tenant.as_str().as_bytes();
+        let mut tenant = [0; TENANT_NAME_BYTES_MAX];
+        // A tenant's name has 40 bytes at most.
+        tenant.iter_mut().zip(name).for_each(|(byte, value)| *byte = *value);
+        let [offset, length] =
+            self.part.map_or([0; 2], |part| [part.offset_bytes, part.size_bytes]);
         let parts = [
             HEAD.as_slice(),
             &ZEROES,
@@ -155,9 +164,10 @@ impl Ticket {
             &self.serial.to_le_bytes(),
             &self.size_bytes.to_le_bytes(),
             &self.owner.0.to_le_bytes(),
-            self.tenant.as_str().as_bytes(),
+            &tenant,
+            &offset.to_le_bytes(),
+            &length.to_le_bytes(),
         ];
-        // A tenant's name has 40 bytes at most.
         for (byte, value) in bytes.iter_mut().zip(parts.into_iter().flatten()) {
             *byte = *value;
         }
@@ -186,10 +196,13 @@ impl Ticket {
         let size_bytes = u64::from_le_bytes(parts.array()?);
         let owner = MemberId(u64::from_le_bytes(parts.array()?));
         let tenant = parse_tenant(&parts.array::<TENANT_NAME_BYTES_MAX>()?)?;
+        let offset_bytes = u64::from_le_bytes(parts.array()?);
+        let part_bytes = u64::from_le_bytes(parts.array()?);
         if !parts.rest.is_empty() {
             return Err(TicketError::Malformed { field: "length" });
         }
-        Ok(Self { allocation, serial, size_bytes, owner, tenant })
+        let part = parse_part(Part { offset_bytes, size_bytes: part_bytes }, size_bytes)?;
+        Ok(Self { allocation, serial, size_bytes, owner, tenant, part })
     }
 }
 
@@ -244,6 +257,18 @@ fn parse_tenant(field: &[u8]) -> Result<TenantName, TicketError> {
         .ok_or(TicketError::Malformed { field: "tenant" })
 }
 
+/// A part that lies in an allocation of `whole_bytes`, or none.
+fn parse_part(part: Part, whole_bytes: u64) -> Result<Option<Part>, TicketError> {
+    match part {
+        Part { offset_bytes: 0, size_bytes: 0 } => Ok(None),
+        Part { offset_bytes, size_bytes } => {
+            let end = offset_bytes.checked_add(size_bytes);
+            let is_inside = size_bytes > 0 && end.is_some_and(|end| end <= whole_bytes);
+            is_inside.then_some(Some(part)).ok_or(TicketError::Malformed { field: "part" })
+        }
+    }
+}
+
 fn all_seals() -> SealFlag {
     SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL
 }
@@ -280,6 +305,7 @@ mod tests {
             size_bytes: 2 << 20,
             owner: MemberId(0x0123_4567_89ab_cdef),
             tenant: TenantName::new("train").unwrap(),
+            part: None,
         }
     }
 
@@ -347,6 +373,13 @@ mod tests {
     }
 
     #[test]
+    fn a_ticket_of_a_part_reads_back() {
+        let part = Some(Part { offset_bytes: 1 << 20, size_bytes: 1 << 20 });
+        let ticket = Ticket { part, ..ticket() };
+        assert_eq!(Ticket::read(ticket.issue().unwrap().as_fd()).unwrap(), Some(ticket));
+    }
+
+    #[test]
     fn what_is_no_ticket_is_left_alone() {
         let (reader, writer) = nix::unistd::pipe().unwrap();
         let mut writer = File::from(writer);
@@ -399,9 +432,14 @@ mod tests {
         assert!(matches!(with(15, 1), TicketError::Malformed { field: "head" }));
         assert!(matches!(with(TENANT_AT, b'/'), TicketError::Malformed { field: "tenant" }));
         assert!(matches!(with(TENANT_AT + 1, 0), TicketError::Malformed { field: "tenant" }));
-        assert!(matches!(with(TICKET_BYTES - 1, b't'), TicketError::Malformed { field: "tenant" }));
+        let behind_name = TENANT_AT + TENANT_NAME_BYTES_MAX - 1;
+        assert!(matches!(with(behind_name, b't'), TicketError::Malformed { field: "tenant" }));
+        // A part that begins somewhere and has no length, and one that is longer than the whole.
+        for at in [behind_name + 1, TICKET_BYTES - 1] {
+            assert!(matches!(with(at, 1), TicketError::Malformed { field: "part" }));
+        }
         let mut nobody = good;
-        nobody[TENANT_AT..].fill(0);
+        nobody[TENANT_AT..=behind_name].fill(0);
         let error = read_sealed(&nobody).unwrap_err();
         assert!(matches!(error, TicketError::Malformed { field: "tenant" }));
     }
@@ -414,7 +452,7 @@ mod tests {
 
         #[test]
         fn a_ticket_with_any_byte_changed_gives_a_ticket_or_an_error(
-            at in 0_usize..100,
+            at in 0_usize..TICKET_BYTES,
             byte in any::<u8>(),
         ) {
             let mut bytes = ticket().encode();

@@ -25,7 +25,7 @@ use crate::saving::map::SaveAccount;
 use crate::stepping::Activity;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 12;
+pub const PROTOCOL_VERSION: u16 = 13;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

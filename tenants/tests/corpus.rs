@@ -32,7 +32,7 @@ use tenants::wire::{
     Withdraw,
 };
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{AllocationId, Held, KeptBytes, PoolReport, StayReason};
+use vmm_pool::{AllocationId, Held, KeptBytes, Part, PoolReport, SlabTotals, StayReason};
 
 const ID: AllocationId = AllocationId(*b"0123456789abcdef");
 
@@ -291,6 +291,7 @@ fn replies() -> Vec<Reply> {
         pool: PoolReport {
             host_arena_bytes: 1 << 40,
             file_bytes: 1 << 41,
+            slabs: SlabTotals { slabs: 3, slab_bytes: 48 << 20, ..SlabTotals::default() },
             ..PoolReport::default()
         },
         pauses: 3,
@@ -358,9 +359,11 @@ fn tickets() -> [Ticket; 2] {
         size_bytes: 2 << 20,
         owner: MemberId(0x0123_4567_89ab_cdef),
         tenant: TenantName::new("train").unwrap(),
+        part: None,
     };
     let longest = Ticket {
         tenant: TenantName::new(&"t".repeat(TENANT_NAME_BYTES_MAX)).unwrap(),
+        part: Some(Part { offset_bytes: 1 << 20, size_bytes: 1 << 20 }),
         ..ticket.clone()
     };
     [ticket, longest]

@@ -27,6 +27,9 @@ struct Communicator {
     uint32_t meetings, splits;
     Meeting *meeting;
     Box boxes[RANKS_MAX];
+    /* As NCCL has many, for each channel and peer: nothing is ever done with them. */
+    int further;
+    Box (*further_boxes)[RANKS_MAX];
 };
 
 typedef enum { ALL_REDUCE, BROADCAST, SEND, RECEIVE, SUSPEND, RESUME, SIGNAL, WAIT } Kind;
@@ -127,17 +130,35 @@ static ncclComm_t new_communicator(uint64_t name, int rank, int ranks, bool non_
     return comm;
 }
 
+static void connect_boxes(ncclComm_t comm, int listener, Box *boxes)
+{
+    make_box(&boxes[comm->rank], comm->device);
+    meet_all(comm);
+    exchange_boxes(comm->name, listener, comm->rank, comm->ranks, comm->device, boxes);
+    meet_all(comm);
+}
+
 /* Meets the other ranks and maps their boxes. */
 static void join_peers(void *argument)
 {
     ncclComm_t comm = argument;
     int listener = listen_as(comm->name, comm->rank);
-    make_box(&comm->boxes[comm->rank], comm->device);
-    meet_all(comm);
-    exchange_boxes(comm->name, listener, comm->rank, comm->ranks, comm->device, comm->boxes);
-    meet_all(comm);
+    connect_boxes(comm, listener, comm->boxes);
+    const char *further = getenv("SIMNCCL_FURTHER_BOXES");
+    if (comm->further_boxes == NULL && further != NULL) {
+        comm->further = atoi(further);
+        comm->further_boxes = calloc((size_t)comm->further, sizeof *comm->further_boxes);
+    }
+    for (int row = 0; row < comm->further; row++)
+        connect_boxes(comm, listener, comm->further_boxes[row]);
     close(listener);
     unlink(socket_of(comm->name, comm->rank).sun_path);
+}
+
+/* The boxes that work uses, and behind them those that it does not. */
+static Box *boxes_of(ncclComm_t comm, int row)
+{
+    return row < 0 ? comm->boxes : comm->further_boxes[row];
 }
 
 /* What others have of this rank's memory goes before the memory itself. */
@@ -145,11 +166,13 @@ static void suspend(ncclComm_t comm)
 {
     OK(cuCtxSynchronize());
     meet_all(comm);
-    for (int peer = 0; peer < comm->ranks; peer++)
-        if (peer != comm->rank)
-            suspend_box(&comm->boxes[peer]);
+    for (int row = -1; row < comm->further; row++)
+        for (int peer = 0; peer < comm->ranks; peer++)
+            if (peer != comm->rank)
+                suspend_box(&boxes_of(comm, row)[peer]);
     meet_all(comm);
-    suspend_box(&comm->boxes[comm->rank]);
+    for (int row = -1; row < comm->further; row++)
+        suspend_box(&boxes_of(comm, row)[comm->rank]);
     comm->suspended = true;
 }
 
@@ -249,8 +272,10 @@ static ncclResult_t end(ncclComm_t comm)
 {
     if (comm->table != 0)
         OK(cuMemFreeAsync(comm->table, NULL));
-    for (int peer = 0; peer < comm->ranks; peer++)
-        end_box(&comm->boxes[peer]);
+    for (int row = -1; row < comm->further; row++)
+        for (int peer = 0; peer < comm->ranks; peer++)
+            end_box(&boxes_of(comm, row)[peer]);
+    free(comm->further_boxes);
     munmap(comm->meeting, sizeof *comm->meeting);
     comm->freed = true;
     return ncclSuccess;

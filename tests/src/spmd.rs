@@ -1,5 +1,6 @@
 //! A job whose ranks run to their end by themselves, over the simulated NCCL.
 
+use std::ops::Range;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -25,13 +26,24 @@ pub struct SpmdOptions {
     pub is_preloaded: bool,
     /// Rank and step at which a rank stops until it is told to go on.
     pub stuck: Option<(usize, u32)>,
+    /// The ranks whose NCCL has slabs, where there are further boxes.
+    pub slabs: Range<usize>,
+    /// How many more allocations of 2 MiB each rank of a communicator has, which all others map.
+    pub further_boxes: u32,
 }
 
 impl SpmdOptions {
     /// A job of tenant `spmd`.
     pub fn new(mode: &'static str, ranks: usize, steps: u32) -> Self {
         let tenant = "spmd".to_owned();
-        Self { tenant, mode, ranks, steps, is_preloaded: true, stuck: None }
+        let (is_preloaded, stuck, slabs, further_boxes) = (true, None, 0..0, 0);
+        Self { tenant, mode, ranks, steps, is_preloaded, stuck, slabs, further_boxes }
+    }
+
+    /// The same with slabs in all ranks, and much for them to do.
+    #[must_use]
+    pub fn slabbed(self, further_boxes: u32) -> Self {
+        Self { slabs: 0..self.ranks, further_boxes, ..self }
     }
 
     /// The same without Sublet.
@@ -122,6 +134,10 @@ fn rank_command(stage: &Stage, options: &SpmdOptions, dir: &Path, index: usize) 
     }
     let libraries = format!("{}:{}", files.simcuda_dir.display(), files.simnccl_dir.display());
     command.env("LD_LIBRARY_PATH", libraries).env("SIMNCCL_DIR", dir);
+    if options.further_boxes > 0 {
+        command.env("SIMNCCL_FURTHER_BOXES", options.further_boxes.to_string());
+        command.env("SUBLET_SLABS", if options.slabs.contains(&index) { "1" } else { "0" });
+    }
     for (name, value) in [("--rank", index), ("--device", index), ("--ranks", options.ranks)] {
         command.arg(name).arg(value.to_string());
     }

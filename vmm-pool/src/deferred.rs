@@ -129,6 +129,16 @@ impl<D: Driver> Deferred<D> {
         freed.about(|| format!("addresses at {}", range.start), range.size_bytes, None)
     }
 
+    /// Frees a range that nothing is mapped in, and that is in no table any more; keeps it when the driver refuses.
+    pub(crate) fn free_addresses(&self, range: VaRange) -> PoolResult<()> {
+        // SAFETY: nobody uses the range any more.
+        let freed = unsafe { self.driver.address_free(range) };
+        if freed.is_err() {
+            self.free_range_later(range);
+        }
+        freed.about(|| format!("addresses at {}", range.start), range.size_bytes, None)
+    }
+
     /// Keeps a range that the driver has refused to free.
     pub(crate) fn free_range_later(&self, range: VaRange) {
         self.lists().ranges.push(range);
@@ -150,6 +160,11 @@ impl<D: Driver> Deferred<D> {
             self.lists().streams.push((device, stream));
         }
         ended
+    }
+
+    /// Keeps a stream of ours that the driver has refused to end.
+    pub(crate) fn end_stream_later(&self, device: DeviceOrdinal, stream: RawStream) {
+        self.lists().streams.push((device, stream));
     }
 
     /// Copies may be under way on `device`, and could not be waited for.

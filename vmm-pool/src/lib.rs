@@ -6,6 +6,7 @@
 //! ([`PeerId`]), which its user gives.
 
 pub mod budget;
+mod cells;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod copies;
@@ -22,6 +23,7 @@ mod report;
 mod saved;
 #[cfg(test)]
 mod scaling;
+mod slabs;
 pub mod slots;
 mod store;
 pub mod support;
@@ -41,8 +43,11 @@ pub use pool::{
     Borrowed, Entered, Export, GiveUp, ImportSource, Kind, LostImports, PieceBytes, Pieces, Pool,
     Registered, Use,
 };
-pub use report::{ClassBytes, Contents, DeviceReport, KeptBytes, PinnedBytes, PoolReport};
+pub use report::{
+    ClassBytes, Contents, DeviceReport, KeptBytes, PinnedBytes, PoolReport, SlabTotals,
+};
 pub use saved::{SavedError, WriteOut, Written};
+pub use slabs::Part;
 pub use store::{CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, HostBudget, HostDemand, check_file_dir};
 pub use transition::{
     Activity, Arriving, BroughtIn, ByDevice, Departing, Done, DrainError, Draining, Failed,

@@ -118,4 +118,27 @@ pub struct PoolReport {
     pub file_bytes: u64,
     /// Host bytes of driver allocations on NUMA nodes, which are never paused.
     pub host_numa_bytes: u64,
+    /// What is in slabs: allocations that small ones of a library's are parts of.
+    pub slabs: SlabTotals,
+}
+
+/// Slabs of one process, in numbers and bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SlabTotals {
+    /// Slabs of its own.
+    pub slabs: u64,
+    /// Their bytes, which are counted under their class too.
+    pub slab_bytes: u64,
+    /// Of these, what is in allocations that live.
+    pub live_bytes: u64,
+    /// What was in allocations that have been freed, and is not given out again.
+    pub dead_bytes: u64,
+    /// What was not given out yet.
+    pub tail_bytes: u64,
+    /// Allocations of its own in them that live.
+    pub cells: u64,
+    /// Slabs of other processes that it has imported.
+    pub imported_slabs: u64,
+    /// Allocations in those that it holds.
+    pub imported_cells: u64,
 }

@@ -199,6 +199,7 @@ pub const FUNCTIONS: &[Function] = &[
     of("cuIpcOpenMemHandle", 4010),
     of("cuIpcOpenMemHandle_v2", 11_000),
     of("cuMemAddressFree", 10_020),
+    of("cuMemAddressReserve", 10_020),
     of("cuLogicalEndpointCreate", 13_030),
     of("cuLogicalEndpointIdReserve", 13_030),
     of("cuLogicalEndpointImport", 13_030),

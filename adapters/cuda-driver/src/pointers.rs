@@ -98,7 +98,7 @@ pub fn said(facts: &Facts, attribute: i32, address: DeviceAddress) -> Said {
 }
 
 /// What the driver says otherwise of a block than of the plain memory that it stands for: a block is larger than was
-/// asked for, and the driver knows no context of virtual memory.
+/// asked for, and the driver knows no context of virtual memory. And of a cell, of which it sees the slab alone.
 pub fn correction<D: Driver>(
     member: &Member<D>,
     attribute: i32,
@@ -106,8 +106,16 @@ pub fn correction<D: Driver>(
 ) -> Option<Value> {
     match attribute {
         attribute::RANGE_SIZE => {
-            let range = member.pool().range_of(address)?;
+            let range = member.pool().range_seen(address)?;
             Some(Value::Long(range.size_bytes))
+        }
+        attribute::RANGE_START | attribute::MAPPING_START => {
+            let cell = member.pool().cell_range(address)?;
+            Some(Value::Long(cell.start.0))
+        }
+        attribute::MAPPING_SIZE => {
+            let cell = member.pool().cell_range(address)?;
+            Some(Value::Long(cell.size_bytes))
         }
         attribute::CONTEXT => {
             member.pool().block_context(address).map(|context| Value::Long(context.0))
@@ -127,8 +135,9 @@ pub fn ask<D: Driver>(
 ) -> DriverCode {
     let pool = member.pool();
     for _ in 0..TRIES_MAX {
-        match pool.who_knows(address) {
+        match pool.who_answers(address) {
             Known::Elsewhere => return driver(),
+            Known::Nobody => return DriverCode::INVALID_VALUE,
             Known::Here(sight) => {
                 let code = driver();
                 if pool.is_as_seen(address, sight) {

@@ -36,28 +36,28 @@ pub fn create<D: Driver>(
     }
     let entered = member.pool().enter();
     let class = region::class_of(library, prop.location.as_device());
-    Answer::of(entered.create(size_bytes, prop, class)).map(VirtualHandle::raw)
+    Answer::of(entered.create_cell(size_bytes, prop, class)).map(VirtualHandle::raw)
 }
 
 /// Gives back one reference of a handle.
 #[doc(alias = "cuMemRelease")]
 pub fn release<D: Driver>(member: &Member<D>, handle: u64) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
-    ours(handle).and_then(|handle| Answer::of(entered.release(handle)))
+    ours(handle).and_then(|handle| Answer::of(entered.release_cell(handle)))
 }
 
 /// The handle of what is mapped at an address, with one reference more.
 #[doc(alias = "cuMemRetainAllocationHandle")]
 pub fn retain<D: Driver>(member: &Member<D>, address: DeviceAddress) -> Answer<u64> {
     let entered = member.pool().enter_giving_up();
-    Answer::of(entered.retain_at(address)).map(VirtualHandle::raw)
+    Answer::of(entered.retain_cell_at(address)).map(VirtualHandle::raw)
 }
 
 /// What a handle was created with.
 #[doc(alias = "cuMemGetAllocationPropertiesFromHandle")]
 pub fn properties<D: Driver>(member: &Member<D>, handle: u64) -> Answer<AllocationProp> {
     let entered = member.pool().enter_giving_up();
-    ours(handle).and_then(|handle| Answer::of(entered.properties(handle)))
+    ours(handle).and_then(|handle| Answer::of(entered.cell_properties(handle)))
 }
 
 /// Maps a handle.
@@ -69,24 +69,35 @@ pub fn map<D: Driver>(
     handle: u64,
 ) -> Answer<()> {
     let entered = member.pool().enter();
-    ours(handle).and_then(|handle| Answer::of(entered.map(range, offset_bytes, handle)))
+    ours(handle).and_then(|handle| Answer::of(entered.map_cell(range, offset_bytes, handle)))
 }
 
 /// Unmaps a range.
 #[doc(alias = "cuMemUnmap")]
 pub fn unmap<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
-    Answer::of(entered.unmap(range))
+    Answer::of(entered.unmap_cells(range))
 }
 
 /// Frees a reservation: refused while something of ours lives in it, as the driver would.
 #[doc(alias = "cuMemAddressFree")]
 pub fn address_free<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
-    if entered.address_free_is_refused(range) {
-        return Answer::Refused(DriverCode::INVALID_VALUE);
+    Answer::of(entered.free_cell_addresses(range))
+}
+
+/// Addresses for the memory that this thread has just asked for, where they are there already. The driver gives all others.
+#[doc(alias = "cuMemAddressReserve")]
+pub fn address_reserve<D: Driver>(
+    member: &Member<D>,
+    size_bytes: u64,
+    alignment: u64,
+) -> Answer<u64> {
+    if !member.pool().has_addresses(size_bytes) {
+        return Answer::AskDriver;
     }
-    Answer::AskDriver
+    let entered = member.pool().enter();
+    Answer::of_found(entered.take_addresses(size_bytes, alignment)).map(|start| start.0)
 }
 
 /// Sets who may reach a range.
@@ -97,7 +108,7 @@ pub fn set_access<D: Driver>(
     access: &[AccessDesc],
 ) -> Answer<()> {
     let entered = member.pool().enter();
-    Answer::of(entered.set_access(range, access))
+    Answer::of(entered.set_cell_access(range, access))
 }
 
 /// A ticket in place of the driver's descriptor.

@@ -174,7 +174,7 @@ pub unsafe extern "C" fn cuMemGetAddressRange_v2(
     };
     let asked = |member: &Member| {
         let known = || {
-            let found = member.pool().range_of(DeviceAddress(address))?;
+            let found = member.pool().range_seen(DeviceAddress(address))?;
             if !base.is_null() {
                 write_out!(base, found.start.0);
             }

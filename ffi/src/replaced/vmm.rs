@@ -119,6 +119,37 @@ pub unsafe extern "C" fn cuMemUnmap(start: Address, size: usize) -> c_int {
     )
 }
 
+/// Reserves addresses.
+///
+/// # Safety
+/// As the driver's function of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAddressReserve(
+    start: *mut Address,
+    size: usize,
+    alignment: usize,
+    hint: Address,
+    flags: c_ulonglong,
+) -> c_int {
+    let driver = || {
+        call_driver!(cuMemAddressReserve(
+            start => *mut Address, size => usize, alignment => usize, hint => Address,
+            flags => c_ulonglong
+        ))
+    };
+    if start.is_null() || hint != 0 || flags != 0 {
+        return driver();
+    }
+    answered(
+        runtime::member,
+        |member| {
+            vmm::address_reserve(member, size as u64, alignment as u64)
+                .map(|address| write_out!(start, address))
+        },
+        driver,
+    )
+}
+
 /// Frees a reservation.
 ///
 /// # Safety

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use tenants::coordinator::TenantStats;
 use tenants::run_dir::RunDir;
 use tenants::wire::{MemberStats, Phase, PhaseReport};
+use vmm_pool::SlabTotals;
 
 use crate::args::StatsArgs;
 use crate::failure::Failure;
@@ -64,6 +65,7 @@ fn render_member(tenant: &str, stats: &MemberStats, output: &mut Output) {
         units::bytes(stats.pool.file_bytes),
         units::bytes(stats.pool.host_numa_bytes)
     ));
+    render_slabs(&stats.pool.slabs, output);
     output.line(format!("  {} pauses, {} resumes", stats.pauses, stats.resumes));
     if !stats.communicators.is_empty() {
         let ranks = stats.communicators.iter();
@@ -77,6 +79,24 @@ fn render_member(tenant: &str, stats: &MemberStats, output: &mut Output) {
     for note in &stats.notes {
         output.line(format!("  note: {note}"));
     }
+}
+
+fn render_slabs(slabs: &SlabTotals, output: &mut Output) {
+    if slabs.slabs + slabs.imported_slabs == 0 {
+        return;
+    }
+    output.line(format!(
+        "  slabs: {} with {} allocations, {}: {} live, {} freed and kept, {} not given out; {} imported, with {} \
+         allocations",
+        slabs.slabs,
+        slabs.cells,
+        units::bytes(slabs.slab_bytes),
+        units::bytes(slabs.live_bytes),
+        units::bytes(slabs.dead_bytes),
+        units::bytes(slabs.tail_bytes),
+        slabs.imported_slabs,
+        slabs.imported_cells
+    ));
 }
 
 fn render_phases(title: &str, phases: &[(Phase, PhaseReport)], output: &mut Output) {
@@ -119,6 +139,16 @@ mod tests {
         member.pool.host_arena_bytes = 3 << 30;
         member.host.wanted_bytes = 4 << 30;
         member.pool.file_bytes = 2 << 30;
+        member.pool.slabs = SlabTotals {
+            slabs: 2,
+            slab_bytes: 32 << 20,
+            live_bytes: 20 << 20,
+            dead_bytes: 2 << 20,
+            tail_bytes: 10 << 20,
+            cells: 10,
+            imported_slabs: 3,
+            imported_cells: 30,
+        };
         member.last_pause = vec![(
             Phase::Save,
             PhaseReport {
@@ -139,6 +169,7 @@ mod tests {
         let expected = "\
 train process 10 (paused), libsublet 0.1.0: python train.py
   0 B of device memory, 0 B of it on GPUs now; contents: host memory 3 GiB of 4 GiB for a pause, disk 2 GiB; 0 B of the driver's on the host
+  slabs: 2 with 10 allocations, 32 MiB: 20 MiB live, 2 MiB freed and kept, 10 MiB not given out; 3 imported, with 30 allocations
   1 pauses, 0 resumes
   last pause:
     PHASE            TIME  BYTES  CALLS  STEPS

@@ -190,8 +190,8 @@ impl<D: Driver> Member<D> {
         entered: &Entered<'_, D, Use>,
         handle: VirtualHandle,
     ) -> Result<OwnedFd, ImportError> {
-        let export = entered.export(handle)?;
-        let owner = entered.import_owner(handle)?.map_or(self.id, MemberId::from);
+        let (export, part) = entered.export_cell(handle)?;
+        let owner = entered.cell_owner(handle)?.map_or(self.id, MemberId::from);
         // Whoever redeems a ticket for borrowed memory asks its owner.
         let tenant = self.lender(owner).unwrap_or_else(|| self.config.tenant.clone());
         let ticket = Ticket {
@@ -200,6 +200,7 @@ impl<D: Driver> Member<D> {
             size_bytes: export.size_bytes,
             owner,
             tenant,
+            part,
         };
         let fd = ticket.issue().map_err(|source| {
             entered.take_ticket_back(&export);
@@ -226,13 +227,13 @@ impl<D: Driver> Member<D> {
         ticket: &Ticket,
         library: &'static str,
     ) -> Result<VirtualHandle, ImportError> {
-        let Ticket { allocation, serial, owner, .. } = *ticket;
+        let Ticket { allocation, serial, owner, part, .. } = *ticket;
         let is_borrowed = ticket.tenant != self.config.tenant;
         if is_borrowed {
             self.approach(owner, &ticket.tenant)?;
         }
         let is_own = owner == self.id;
-        if let Some(handle) = entered.import_held(allocation, serial) {
+        if let Some(handle) = entered.import_held_cell(allocation, serial, part)? {
             // The owner keeps memory for every ticket until it is redeemed: tell it that this one is.
             if is_own || serial == 0 {
                 return Ok(handle);
@@ -240,7 +241,7 @@ impl<D: Driver> Member<D> {
             return match self.redeem_from(entered, owner, allocation, serial) {
                 // The ticket is good still, and would hold the memory for ever if this were a success.
                 Err(error) if error.leaves_ticket_good() => {
-                    entered.release(handle)?;
+                    entered.release_cell(handle)?;
                     Err(error)
                 }
                 Err(error) => {
@@ -260,7 +261,7 @@ impl<D: Driver> Member<D> {
         let lent = fds.remove(&allocation).ok_or(ImportError::Stale { id: allocation })?;
         let source =
             ImportSource { id: allocation, size_bytes: ticket.size_bytes, owner: owner.into() };
-        Ok(entered.borrow(source, lent, class)?)
+        Ok(entered.import_cell(source, lent, class, part)?)
     }
 
     /// Redeems a ticket at its owner. While that is paused, or being paused, it waits as it would at its own gate,

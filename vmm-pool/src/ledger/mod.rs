@@ -109,7 +109,8 @@ impl Ledger {
         let vacant = self.rows.vacant_entry();
         let handle = VirtualHandle::new(vacant.key(), self.next_generation);
         vacant.insert(Row::new(new, handle, physical));
-        self.by_id.insert(id, handle);
+        // Two threads may import the same at once: the first is found by its identity.
+        self.by_id.entry(id).or_insert(handle);
         handle
     }
 
@@ -187,7 +188,9 @@ impl Ledger {
             return None;
         }
         let row = self.rows.remove(handle.index());
-        self.by_id.remove(&row.id());
+        if self.by_id.get(&row.id()) == Some(&handle) {
+            self.by_id.remove(&row.id());
+        }
         Some(row)
     }
 }

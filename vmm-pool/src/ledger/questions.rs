@@ -46,6 +46,8 @@ pub enum Known {
     Here(Sight),
     /// The ledger.
     Away(Facts),
+    /// Nobody: the addresses are ours, and nothing is there for the caller.
+    Nobody,
 }
 
 impl Ledger {

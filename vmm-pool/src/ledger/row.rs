@@ -60,6 +60,8 @@ pub(crate) struct Row {
     references: u32,
     /// Starts of its mappings.
     mappings: BTreeSet<u64>,
+    /// Somebody may have written it.
+    was_mapped: bool,
     residency: Residency,
     sharing: Sharing,
     /// Why a pause must leave it where it is.
@@ -116,6 +118,7 @@ impl Row {
             handle,
             references: 1,
             mappings: BTreeSet::new(),
+            was_mapped: false,
             residency: Residency::Resident { handle: physical, unused: Vec::new() },
             sharing: Sharing::default(),
             pinned: None,
@@ -303,6 +306,12 @@ impl Row {
         self.mappings.iter().copied()
     }
 
+    /// Own memory that was created, and nothing more.
+    pub(crate) fn is_untouched(&self) -> bool {
+        let is_held_once = self.references == 1 && !self.was_mapped;
+        self.is_own() && is_held_once && !self.is_shared() && !self.is_exported()
+    }
+
     /// May another process hold it, or come for it?
     pub(crate) fn is_shared(&self) -> bool {
         self.is_own() && (!self.sharing.importers.is_empty() || self.sharing.tickets.hold())
@@ -374,6 +383,7 @@ impl Row {
     }
 
     pub(super) fn mapped(&mut self, start: u64) {
+        self.was_mapped = true;
         self.mappings.insert(start);
     }
 

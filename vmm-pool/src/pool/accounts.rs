@@ -66,7 +66,8 @@ impl<D: Driver> Pool<D> {
         }
         let host_arena_bytes = self.ahead.figures().bytes();
         let host_numa_bytes = accounts.host_numa_bytes;
-        PoolReport { devices, host_arena_bytes, file_bytes, host_numa_bytes }
+        let slabs = self.slabs().totals();
+        PoolReport { devices, host_arena_bytes, file_bytes, host_numa_bytes, slabs }
     }
 
     fn device_row(&self, device: DeviceOrdinal) -> DeviceReport {

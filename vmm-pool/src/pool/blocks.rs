@@ -68,8 +68,8 @@ impl<D: Driver> Entered<'_, D, Use> {
         self.set_access(range, access)
     }
 
-    /// Gives up what was made for a block that cannot be: nobody has seen it yet.
-    fn abandon(&self, range: Option<VaRange>, handle: VirtualHandle) {
+    /// Gives up what was made and cannot be used: nobody has seen it yet.
+    pub(crate) fn abandon(&self, range: Option<VaRange>, handle: VirtualHandle) {
         if let Some(range) = range {
             let starts = self.pool.ledger().mappings_inside(range);
             let garbage = self.pool.ledger().forget_mappings(&starts);

@@ -31,6 +31,7 @@ use crate::driver::{
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::{Gate, Pass, Passage};
 use crate::ledger::{Class, Ledger, Mapping, NewRow, Origin, Row};
+use crate::slabs::Table;
 use crate::store::{Ahead, HostArena};
 use crate::waits::Waits;
 use crate::{AllocationId, VirtualHandle};
@@ -53,6 +54,8 @@ impl Registered {
 pub struct Pool<D: Driver> {
     pub(crate) driver: Arc<D>,
     ledger: Mutex<Ledger>,
+    /// Which small allocations are parts of large ones. A leaf.
+    slabs: Mutex<Table>,
     pub(crate) deferred: Deferred<D>,
     pub(crate) waits: Waits<D>,
     arena: Mutex<HostArena<D>>,
@@ -82,6 +85,7 @@ impl<D: Driver> Pool<D> {
         Self {
             driver,
             ledger: Mutex::default(),
+            slabs: Mutex::default(),
             deferred,
             waits,
             arena,
@@ -139,6 +143,11 @@ impl<D: Driver> Pool<D> {
     /// Poisoning is ignored: every section under the lock leaves the ledger consistent.
     pub(crate) fn ledger(&self) -> MutexGuard<'_, Ledger> {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As [`Pool::ledger`]. Neither lock is taken under the other.
+    pub(crate) fn slabs(&self) -> MutexGuard<'_, Table> {
+        self.slabs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Taken before the ledger where both are. Waits for a pause or resume under way.
@@ -209,7 +218,7 @@ impl<D: Driver> Pool<D> {
 #[derive(Debug)]
 #[must_use = "dropping it leaves the gate"]
 pub struct Entered<'a, D: Driver, K: Kind> {
-    pool: &'a Pool<D>,
+    pub(crate) pool: &'a Pool<D>,
     pass: Pass<'a>,
     kind: PhantomData<K>,
 }

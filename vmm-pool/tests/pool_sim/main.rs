@@ -21,6 +21,7 @@ mod orphans;
 mod pieces;
 mod process;
 mod questions;
+mod slabs;
 mod stage;
 mod staged;
 mod tags;

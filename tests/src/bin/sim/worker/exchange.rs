@@ -220,6 +220,7 @@ impl Exchange {
                         size_bytes: export.size_bytes,
                         owner: self.member.id(),
                         tenant: self.member.tenant().clone(),
+                        part: None,
                     },
                     Err(_) if fired(&self.member) > before => continue,
                     Err(error) => return Err(error.into()),

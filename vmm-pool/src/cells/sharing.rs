@@ -1,0 +1,168 @@
+//! Cells that cross processes: a ticket names the slab, and which part of it the cell is.
+
+use super::{refused, this_thread};
+use crate::driver::{Driver, DriverCode, DriverOp};
+use crate::error::PoolResult;
+use crate::ledger::Class;
+use crate::pool::{Borrowed, Entered, Export, ImportSource, Kind, Use};
+use crate::slabs::{CellAt, Ended, Held, NewSlab, Part};
+use crate::{AllocationId, PeerId, VirtualHandle};
+
+impl<D: Driver> Entered<'_, D, Use> {
+    /// Makes what `handle` stands for importable by others, and counts one ticket, as [`Entered::export`] does. Says which part
+    /// of the exported allocation it is, unless it is the whole.
+    ///
+    /// # Errors
+    /// As [`Entered::export`].
+    ///
+    /// # Driver calls
+    /// `cuMemExportToShareableHandle`, once a slab or allocation.
+    #[doc(alias = "cuMemExportToShareableHandle")]
+    pub fn export_cell(&self, handle: VirtualHandle) -> PoolResult<(Export, Option<Part>)> {
+        let held = {
+            let mut slabs = self.pool.slabs();
+            let held = slabs.held(handle);
+            if let Held::Cell(cell) = held
+                && !cell.is_unplaced
+            {
+                slabs.shared(cell.handle);
+            }
+            held
+        };
+        match held {
+            Held::Row(row) => Ok((self.export(row)?, None)),
+            // Who maps it where nobody knows yet is not kept from doing so.
+            Held::Cell(cell) if cell.is_unplaced => {
+                let row = self.stand_alone(cell)?;
+                Ok((self.export(row)?, None))
+            }
+            Held::Cell(cell) => Ok((self.export(cell.row)?, Some(cell.part))),
+        }
+    }
+
+    /// One more reference to `part` of `id`, or the whole, when this process holds that allocation already, as
+    /// [`Entered::import_held`] does.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`] for a part that cannot be, or where the slab cannot be mapped.
+    ///
+    /// # Driver calls
+    /// `cuMemAddressReserve` and `cuMemMap` where the slab is mapped nowhere.
+    pub fn import_held_cell(
+        &self,
+        id: AllocationId,
+        serial: u64,
+        part: Option<Part>,
+    ) -> PoolResult<Option<VirtualHandle>> {
+        self.pool.slabs().aim(this_thread(), None);
+        let Some(row) = self.import_held(id, serial) else {
+            return Ok(None);
+        };
+        part.map_or(Ok(row), |part| self.hold_part(id, row, part)).map(Some)
+    }
+
+    /// Imports `part` of what another process owns, or the whole.
+    ///
+    /// # Errors
+    /// As [`Entered::borrow`] and [`Entered::import_held_cell`].
+    ///
+    /// # Driver calls
+    /// Those of [`Entered::borrow`]; `cuMemAddressReserve` and `cuMemMap` for a slab.
+    #[doc(alias = "cuMemImportFromShareableHandle")]
+    pub fn import_cell(
+        &self,
+        source: ImportSource,
+        lent: Borrowed,
+        class: Class,
+        part: Option<Part>,
+    ) -> PoolResult<VirtualHandle> {
+        self.pool.slabs().aim(this_thread(), None);
+        let row = self.borrow(source, lent, class)?;
+        part.map_or(Ok(row), |part| self.hold_part(source.id, row, part))
+    }
+
+    /// A reference to `part` of the slab `id`, in place of one to its whole row.
+    fn hold_part(
+        &self,
+        id: AllocationId,
+        row: VirtualHandle,
+        part: Part,
+    ) -> PoolResult<VirtualHandle> {
+        let known = {
+            let mut slabs = self.pool.slabs();
+            let known = slabs.slab_of(id);
+            known.map(|(key, _)| slabs.hold_part(key, part))
+        };
+        if let Some(held) = known {
+            // The slab has a reference of its own.
+            self.release(row)?;
+            return self.aimed_at(held, part);
+        }
+        let (size_bytes, prop) = {
+            let ledger = self.pool.ledger();
+            let row = ledger.find(row)?;
+            (row.size_bytes(), *row.prop())
+        };
+        let window = self.map_window(row, size_bytes, 0, &[])?;
+        let (held, ended, is_ours) = {
+            let mut slabs = self.pool.slabs();
+            // Another thread may have imported it meanwhile.
+            let known = slabs.slab_of(id).map(|(key, _)| key);
+            let is_ours = known.is_none();
+            let key = known.unwrap_or_else(|| {
+                let new = NewSlab { row, id, size_bytes, prop, recipe: None };
+                slabs.insert(new, window, &[])
+            });
+            let held = slabs.hold_part(key, part);
+            (held, if is_ours { slabs.end_empty(key) } else { Ended::default() }, is_ours)
+        };
+        if !is_ours {
+            self.abandon(Some(window), row);
+        }
+        self.take_down(ended);
+        self.aimed_at(held, part)
+    }
+
+    fn aimed_at(&self, held: Option<VirtualHandle>, part: Part) -> PoolResult<VirtualHandle> {
+        self.pool.slabs().aim(this_thread(), held);
+        held.ok_or_else(|| {
+            let object = format!("part of a slab at {}", part.offset_bytes);
+            refused(DriverOp::Import, DriverCode::INVALID_VALUE, object, part.size_bytes)
+        })
+    }
+
+    /// Maps the slab of `cell` in one window more. What the driver refuses leaves all as it is.
+    pub(super) fn further_window(&self, cell: CellAt, alignment_bytes: u64) {
+        let size_bytes = match self.pool.ledger().find(cell.row) {
+            Ok(row) if row.is_resident() => row.size_bytes(),
+            Ok(_) | Err(_) => return,
+        };
+        // For the call below, which uses one up where it fails.
+        if !self.pool.ledger().add_reference(cell.row) {
+            return;
+        }
+        match self.map_window(cell.row, size_bytes, alignment_bytes, &[]) {
+            Ok(window) if self.pool.slabs().add_window(cell.slab, window, &[]) => {
+                if let Err(error) = self.release(cell.row) {
+                    tracing::debug!(%error, "a slab has ended meanwhile");
+                }
+            }
+            Ok(window) => self.abandon(Some(window), cell.row),
+            Err(error) => tracing::debug!(%error, "a slab is mapped once only"),
+        }
+    }
+}
+
+impl<D: Driver, K: Kind> Entered<'_, D, K> {
+    /// The owner of an import, where `handle` is one; `None` for own memory.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::StaleHandle`].
+    pub fn cell_owner(&self, handle: VirtualHandle) -> PoolResult<Option<PeerId>> {
+        let row = match self.pool.slabs().held(handle) {
+            Held::Cell(cell) => cell.row,
+            Held::Row(row) => row,
+        };
+        self.import_owner(row)
+    }
+}

@@ -1,0 +1,738 @@
+//! Cells of slabs: what a library sees that asks for memory as NCCL does, and what the driver sees.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use vmm_pool::driver::sim::FaultSpan;
+use vmm_pool::driver::{
+    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, Location,
+    VaRange,
+};
+use vmm_pool::{Class, ImportSource, Known, PeerId, PoolResult, VirtualHandle};
+
+use crate::stage::{
+    CAPACITY_BYTES, DEVICE, OTHER, OWNER, SimPool, UNIT, UNLIMITED, WHOLE, class, free_addresses,
+    free_bytes, holds, node, pattern, pause, pool, reserve, resume, write,
+};
+
+/// The first slab.
+const SLAB_BYTES: u64 = 16 << 20;
+
+fn nccl() -> Class {
+    Class { library: "nccl", tag: "nccl".to_owned(), ..Class::default() }
+}
+
+fn slabbed(node: &vmm_pool::driver::sim::SimNode) -> SimPool {
+    let pool = pool(node);
+    pool.use_slabs(true);
+    pool
+}
+
+fn create(pool: &SimPool, units: u64) -> PoolResult<VirtualHandle> {
+    pool.enter().create_cell(units * UNIT, &AllocationProp::pinned_on(DEVICE), nccl())
+}
+
+/// Addresses as the library gets them: the cell's, or the driver's.
+fn addresses(pool: &SimPool, size_bytes: u64) -> VaRange {
+    match pool.enter().take_addresses(size_bytes, UNIT) {
+        Some(start) => VaRange::new(start, size_bytes),
+        None => reserve(pool, size_bytes),
+    }
+}
+
+fn place(pool: &SimPool, handle: VirtualHandle, units: u64, device: DeviceOrdinal) -> VaRange {
+    let range = addresses(pool, units * UNIT);
+    let entered = pool.enter();
+    entered.map_cell(range, 0, handle).expect("mapped");
+    entered.set_cell_access(range, &[AccessDesc::read_write(device)]).expect("access");
+    range
+}
+
+/// As NCCL allocates: create, reserve, map, give access.
+fn allocate(pool: &SimPool, units: u64) -> (VirtualHandle, VaRange) {
+    let handle = create(pool, units).expect("memory");
+    (handle, place(pool, handle, units, DEVICE))
+}
+
+fn free_range(pool: &SimPool, range: VaRange) {
+    if pool.enter_giving_up().free_cell_addresses(range).is_err() {
+        free_addresses(pool, range);
+    }
+}
+
+/// As NCCL frees: retain, release, ask for the range, unmap, release, free the addresses.
+fn free(pool: &SimPool, range: VaRange) {
+    let entered = pool.enter_giving_up();
+    let handle = entered.retain_cell_at(range.start).expect("it is mapped");
+    entered.release_cell(handle).expect("retained");
+    let seen = pool.range_seen(range.start);
+    assert!(seen.is_none_or(|seen| seen == range), "{seen:?}");
+    entered.unmap_cells(range).expect("unmapped");
+    entered.release_cell(handle).expect("released");
+    free_range(pool, range);
+}
+
+fn import(owner: &SimPool, handle: VirtualHandle, importer: &SimPool) -> PoolResult<VirtualHandle> {
+    let (export, part) = owner.enter().export_cell(handle).expect("export");
+    let entered = importer.enter();
+    let fd = owner.redeem(export.id, export.serial, PeerId(1)).expect("a descriptor");
+    if let Some(held) = entered.import_held_cell(export.id, 0, part)? {
+        return Ok(held);
+    }
+    let source = ImportSource { id: export.id, size_bytes: export.size_bytes, owner: OWNER };
+    entered.import_cell(source, fd.into(), nccl(), part)
+}
+
+/// Handles, reservations and mappings of the driver's.
+fn objects(pool: &SimPool) -> [usize; 3] {
+    let census = pool.driver().core().census();
+    [census.handles, census.reservations, census.mappings]
+}
+
+fn assert_nothing_left(pool: &SimPool) {
+    assert_eq!(objects(pool), [0; 3]);
+    assert_eq!(free_bytes(pool, DEVICE), CAPACITY_BYTES);
+    assert_eq!(pool.report().slabs, vmm_pool::SlabTotals::default());
+}
+
+#[test]
+fn neighbours_are_one_object_of_the_driver_and_take_no_call_of_it() {
+    let pool = slabbed(&node());
+    let (_, first) = allocate(&pool, 1);
+    let before = pool.driver().faults().calls_total();
+    let rest: Vec<_> = (0..7).map(|_| allocate(&pool, 1).1).collect();
+    assert_eq!(pool.driver().faults().calls_total(), before);
+    assert_eq!(objects(&pool), [1, 1, 1]);
+    assert!(
+        rest.iter().zip(1..).all(|(range, index)| range.start.0 == first.start.0 + index * UNIT)
+    );
+    let (_, next) = allocate(&pool, 1);
+    assert_eq!(objects(&pool), [2, 2, 2]);
+    for range in rest.into_iter().chain([first, next]) {
+        free(&pool, range);
+    }
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn contents_and_addresses_survive_a_pause_that_moves_one_object() {
+    let pool = slabbed(&node());
+    let ranges: Vec<_> = (0..8).map(|_| allocate(&pool, 1).1).collect();
+    for (range, seed) in ranges.iter().zip(1..) {
+        write(&pool, DEVICE, *range, pattern(seed));
+    }
+    let calls = |op| pool.driver().faults().calls(op);
+    let before = [DriverOp::Unmap, DriverOp::Create, DriverOp::Map, DriverOp::SetAccess].map(calls);
+    pause(&pool);
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+    resume(&pool);
+    let after = [DriverOp::Unmap, DriverOp::Create, DriverOp::Map, DriverOp::SetAccess].map(calls);
+    assert_eq!(after, before.map(|count| count + 1));
+    for (range, seed) in ranges.iter().zip(1..) {
+        assert!(holds(&pool, DEVICE, *range, pattern(seed)), "{range:?}");
+        free(&pool, *range);
+    }
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn what_is_freed_while_it_is_away_is_gone_after_the_resume() {
+    let pool = slabbed(&node());
+    let ranges: Vec<_> = (0..4).map(|_| allocate(&pool, 1).1).collect();
+    write(&pool, DEVICE, ranges[3], pattern(3));
+    pause(&pool);
+    let before = pool.driver().faults().calls_total();
+    for range in &ranges[..3] {
+        free(&pool, *range);
+    }
+    assert_eq!(pool.driver().faults().calls_total(), before);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, ranges[3], pattern(3)));
+    pause(&pool);
+    free(&pool, ranges[3]);
+    resume(&pool);
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn only_small_memory_of_a_library_itself_that_can_be_shared_by_descriptor_is_of_slabs() {
+    let pool = slabbed(&node());
+    let prop = AllocationProp::pinned_on(DEVICE);
+    let other = AllocationProp { requested_handle_types: 0, ..prop };
+    let all = [
+        (UNIT, prop, class(vmm_pool::Contents::Keep)),
+        (UNIT, other, nccl()),
+        ((32 << 20) + UNIT, prop, nccl()),
+    ];
+    for (size_bytes, prop, class) in all {
+        let entered = pool.enter();
+        let handle = entered.create_cell(size_bytes, &prop, class).expect("memory");
+        assert_eq!(entered.take_addresses(size_bytes, 0), None);
+        entered.release_cell(handle).expect("released");
+        drop(entered);
+        assert_eq!(pool.report().slabs.slabs, 0);
+    }
+    pool.use_slabs(false);
+    create(&pool, 1).expect("memory");
+    assert_eq!(pool.report().slabs.slabs, 0);
+}
+
+#[test]
+fn a_cell_that_is_mapped_or_exported_before_it_has_addresses_stands_alone() {
+    let pool = slabbed(&node());
+    let (_, kept) = allocate(&pool, 1);
+    let elsewhere = reserve(&pool, UNIT);
+    let mapped = create(&pool, 1).expect("memory");
+    let entered = pool.enter();
+    entered.map_cell(elsewhere, 0, mapped).expect("mapped");
+    entered.set_cell_access(elsewhere, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    assert_eq!(pool.report().slabs.cells, 1);
+    assert_eq!(pool.report().slabs.dead_bytes, 0, "its bytes are given out again");
+    let exported = create(&pool, 1).expect("memory");
+    let (export, part) = entered.export_cell(exported).expect("export");
+    assert_eq!((export.size_bytes, part), (UNIT, None));
+    entered.take_ticket_back(&export);
+    drop(entered);
+    write(&pool, DEVICE, elsewhere, pattern(1));
+    pause(&pool);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, elsewhere, pattern(1)));
+    let entered = pool.enter_giving_up();
+    entered.release_cell(exported).expect("released");
+    entered.release_cell(exported).expect_err("once");
+    entered.release_cell(mapped).expect("released");
+    drop(entered);
+    let entered = pool.enter_giving_up();
+    entered.unmap_cells(elsewhere).expect("unmapped");
+    entered.cell_properties(mapped).expect_err("gone");
+    drop(entered);
+    free_range(&pool, elsewhere);
+    free(&pool, kept);
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn a_cell_in_use_cannot_be_mapped_elsewhere_and_the_refusal_names_the_switch() {
+    let pool = slabbed(&node());
+    let (handle, range) = allocate(&pool, 1);
+    let elsewhere = reserve(&pool, UNIT);
+    let error = pool.enter().map_cell(elsewhere, 0, handle).expect_err("refused");
+    assert!(error.to_string().contains("SUBLET_SLABS"), "{error}");
+    assert_eq!(error.code(), Some(DriverCode::NOT_SUPPORTED));
+    for (range, offset) in
+        [(range, 0), (elsewhere, UNIT), (VaRange::new(elsewhere.start, 2 * UNIT), 0)]
+    {
+        pool.enter().map_cell(range, offset, handle).expect_err("refused");
+    }
+    let alone = pool.create(UNIT, &AllocationProp::pinned_on(DEVICE), nccl()).expect("memory");
+    let error = pool.enter().map_cell(range, 0, alone).expect_err("refused");
+    assert!(error.to_string().contains("SUBLET_SLABS"), "{error}");
+    pool.release(alone).expect("released");
+    free_addresses(&pool, elsewhere);
+    free(&pool, range);
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn a_cell_is_mapped_twice_where_the_thread_asks_about_it_first() {
+    let pool = slabbed(&node());
+    let (handle, first) = allocate(&pool, 2);
+    let (_, third) = allocate(&pool, 1);
+    pool.enter().cell_properties(handle).expect("properties");
+    let second = place(&pool, handle, 2, OTHER);
+    assert_ne!(first, second);
+    write(&pool, DEVICE, first, pattern(7));
+    assert!(holds(&pool, OTHER, second, pattern(7)));
+    pause(&pool);
+    resume(&pool);
+    assert!(holds(&pool, OTHER, second, pattern(7)));
+    let entered = pool.enter_giving_up();
+    entered.release_cell(handle).expect("released");
+    entered.unmap_cells(first).expect("unmapped");
+    drop(entered);
+    free_range(&pool, first);
+    assert!(holds(&pool, OTHER, second, pattern(7)), "the other mapping keeps it");
+    pool.enter_giving_up().unmap_cells(second).expect("unmapped");
+    free_range(&pool, second);
+    free(&pool, third);
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn addresses_that_are_kept_take_new_memory() {
+    let pool = slabbed(&node());
+    let (_, kept) = allocate(&pool, 1);
+    let (mut handle, range) = allocate(&pool, 1);
+    for seed in 1..4 {
+        write(&pool, DEVICE, range, pattern(seed));
+        let entered = pool.enter_giving_up();
+        entered.unmap_cells(range).expect("unmapped");
+        entered.release_cell(handle).expect("released");
+        drop(entered);
+        handle = create(&pool, 1).expect("memory");
+        let entered = pool.enter();
+        entered.map_cell(range, 0, handle).expect("mapped again");
+        entered.set_cell_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
+        drop(entered);
+        assert!(holds(&pool, DEVICE, range, [0; 16]), "new memory holds nothing of the old");
+        assert_eq!(pool.report().slabs.cells, 2);
+    }
+    // With the last cell the slab goes, and the addresses stay.
+    free(&pool, kept);
+    let entered = pool.enter_giving_up();
+    entered.unmap_cells(range).expect("unmapped");
+    entered.release_cell(handle).expect("released");
+    drop(entered);
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+    handle = create(&pool, 1).expect("memory");
+    pool.enter().map_cell(range, 0, handle).expect("mapped again");
+    pool.enter().set_cell_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    write(&pool, DEVICE, range, pattern(9));
+    pause(&pool);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, range, pattern(9)));
+    free(&pool, range);
+    pool.enter_giving_up().release_cell(handle).expect_err("gone");
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn addresses_that_are_kept_take_memory_that_could_not_be_of_a_slab() {
+    let pool = slabbed(&node());
+    let (_, kept) = allocate(&pool, 1);
+    let (handle, range) = allocate(&pool, 7);
+    write(&pool, DEVICE, range, pattern(1));
+    let entered = pool.enter_giving_up();
+    entered.unmap_cells(range).expect("unmapped");
+    entered.release_cell(handle).expect("released");
+    drop(entered);
+    let left = CAPACITY_BYTES - SLAB_BYTES - 7 * UNIT;
+    let hog = pool.create(left, &AllocationProp::pinned_on(DEVICE), nccl()).expect("memory");
+    let handle = create(&pool, 7).expect("memory of its own");
+    assert_eq!(pool.report().slabs.cells, 1);
+    let entered = pool.enter();
+    entered.map_cell(range, 0, handle).expect("mapped again");
+    drop(entered);
+    assert_eq!(pool.report().slabs.cells, 2);
+    assert_eq!(free_bytes(&pool, DEVICE), 7 * UNIT, "what it had is given back");
+    pool.enter().set_cell_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    assert!(holds(&pool, DEVICE, range, [0; 16]));
+    pool.release(hog).expect("released");
+    let entered = pool.enter_giving_up();
+    entered.unmap_cells(range).expect("unmapped");
+    entered.release_cell(handle).expect("the cell's");
+    entered.release_cell(handle).expect_err("once");
+    drop(entered);
+    free_range(&pool, range);
+    free(&pool, kept);
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn memory_that_may_hold_something_is_not_exchanged() {
+    let pool = slabbed(&node());
+    let (_, kept) = allocate(&pool, 1);
+    let (handle, range) = allocate(&pool, 1);
+    let entered = pool.enter_giving_up();
+    entered.unmap_cells(range).expect("unmapped");
+    entered.release_cell(handle).expect("released");
+    drop(entered);
+    let used = pool.create(UNIT, &AllocationProp::pinned_on(DEVICE), nccl()).expect("memory");
+    let elsewhere = crate::stage::map(&pool, used, UNIT, &[AccessDesc::read_write(DEVICE)]);
+    write(&pool, DEVICE, elsewhere, pattern(1));
+    pool.unmap(elsewhere).expect("unmapped");
+    pool.enter().map_cell(range, 0, used).expect_err("it would be lost");
+    pool.enter().map_cell(elsewhere, 0, used).expect("mapped");
+    pool.enter().set_cell_access(elsewhere, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    assert!(holds(&pool, DEVICE, elsewhere, pattern(1)));
+    free(&pool, elsewhere);
+    free_range(&pool, range);
+    free(&pool, kept);
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn importers_map_a_slab_once_and_see_its_cells() {
+    let node = node();
+    let (owner, importer) = (slabbed(&node), pool(&node));
+    let cells: Vec<_> = (0..6).map(|_| allocate(&owner, 1)).collect();
+    let mut seen = Vec::new();
+    for (index, (handle, range)) in cells.iter().enumerate() {
+        write(&owner, DEVICE, *range, pattern(index as u64 + 1));
+        let imported = import(&owner, *handle, &importer).expect("imported");
+        let place = place(&importer, imported, 1, OTHER);
+        // NCCL keeps no handle of an import that is mapped in the same process.
+        importer.enter_giving_up().release_cell(imported).expect("the mapping keeps it");
+        seen.push(place);
+    }
+    assert_eq!(objects(&importer), [1, 1, 1]);
+    assert_eq!(importer.driver().faults().calls(DriverOp::SetAccess), 1);
+    let all_hold =
+        || seen.iter().zip(1..).all(|(place, seed)| holds(&importer, OTHER, *place, pattern(seed)));
+    assert!(all_hold());
+    for pool in [&importer, &owner] {
+        pool.save(&WHOLE, UNLIMITED).expect("saved");
+    }
+    for pool in [&importer, &owner] {
+        pool.release_selected().expect("released");
+    }
+    assert_eq!(free_bytes(&owner, DEVICE), CAPACITY_BYTES);
+    for pool in [&owner, &importer] {
+        pool.create_own(&WHOLE).expect("memory");
+        pool.restore_own(usize::MAX).expect("contents");
+    }
+    crate::stage::import_again(&owner, &importer, 1).expect("imported");
+    drop((owner.commit_resume(), importer.commit_resume()));
+    assert!(all_hold());
+    for (_, range) in cells {
+        free(&owner, range);
+    }
+    assert!(all_hold(), "imports keep the memory");
+    for place in &seen {
+        importer.enter_giving_up().unmap_cells(*place).expect("unmapped");
+        free_range(&importer, *place);
+    }
+    assert_nothing_left(&importer);
+    assert_nothing_left(&owner);
+}
+
+#[test]
+fn one_cell_is_imported_twice_at_two_addresses() {
+    let node = node();
+    let (owner, importer) = (slabbed(&node), pool(&node));
+    let (handle, range) = allocate(&owner, 1);
+    write(&owner, DEVICE, range, pattern(1));
+    let places = [(); 2].map(|()| {
+        let imported = import(&owner, handle, &importer).expect("imported");
+        place(&importer, imported, 1, OTHER)
+    });
+    assert_ne!(places[0], places[1]);
+    for place in places {
+        assert!(holds(&importer, OTHER, place, pattern(1)));
+        free(&importer, place);
+    }
+    assert_eq!(objects(&importer), [0; 3]);
+}
+
+#[test]
+fn a_process_imports_its_own_cell_and_one_that_only_a_ticket_holds() {
+    let pool = slabbed(&node());
+    let (handle, range) = allocate(&pool, 1);
+    write(&pool, DEVICE, range, pattern(1));
+    let (export, part) = pool.enter().export_cell(handle).expect("export");
+    let again = pool.enter().import_held_cell(export.id, export.serial, part);
+    assert_eq!(again.expect("held"), Some(handle));
+    pool.enter_giving_up().release_cell(handle).expect("once more");
+    let (export, part) = pool.enter().export_cell(handle).expect("export");
+    free(&pool, range);
+    assert_eq!(pool.report().slabs.slabs, 0);
+    let back = pool.enter().import_held_cell(export.id, export.serial, part).expect("held");
+    let place = place(&pool, back.expect("the ticket keeps it"), 1, DEVICE);
+    assert!(holds(&pool, DEVICE, place, pattern(1)));
+    free(&pool, place);
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn parts_that_cannot_be_are_refused() {
+    let node = node();
+    let (owner, importer) = (slabbed(&node), pool(&node));
+    let (handle, _) = allocate(&owner, 2);
+    let (export, part) = owner.enter().export_cell(handle).expect("export");
+    let part = part.expect("a part");
+    let source = ImportSource { id: export.id, size_bytes: export.size_bytes, owner: OWNER };
+    for (offset_bytes, size_bytes) in [(0, 0), (SLAB_BYTES, UNIT), (0, u64::MAX), (u64::MAX, 2)] {
+        let fd = owner.redeem(export.id, 0, PeerId(1)).expect("a descriptor");
+        let bad = vmm_pool::Part { offset_bytes, size_bytes };
+        let refused = importer.enter().import_cell(source, fd.into(), nccl(), Some(bad));
+        assert_eq!(refused.expect_err("refused").code(), Some(DriverCode::INVALID_VALUE));
+    }
+    assert_eq!(objects(&importer), [0; 3]);
+    let fd = owner.redeem(export.id, 0, PeerId(1)).expect("a descriptor");
+    importer.enter().import_cell(source, fd.into(), nccl(), Some(part)).expect("imported");
+    let overlapping = vmm_pool::Part { offset_bytes: part.offset_bytes + UNIT, size_bytes: UNIT };
+    importer.enter().import_held_cell(export.id, 0, Some(overlapping)).expect_err("refused");
+}
+
+#[test]
+fn without_room_for_a_slab_memory_stands_alone() {
+    let pool = slabbed(&node());
+    let hog = pool
+        .create(CAPACITY_BYTES - SLAB_BYTES / 2, &AllocationProp::pinned_on(DEVICE), nccl())
+        .expect("memory");
+    let (_, range) = allocate(&pool, 1);
+    assert_eq!(pool.report().slabs.slabs, 0);
+    free(&pool, range);
+    pool.release(hog).expect("released");
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn dead_cells_hold_no_more_than_they_may() {
+    let pool = slabbed(&node());
+    let mut kept = Vec::new();
+    // A cell of each slab lives, and the rest dies.
+    for _ in 0..200 {
+        let (_, first) = allocate(&pool, 1);
+        kept.push(first);
+        let rest: Vec<_> = (0..7).map(|_| allocate(&pool, 1).1).collect();
+        for range in rest {
+            free(&pool, range);
+        }
+        let totals = pool.report().slabs;
+        assert!(
+            totals.dead_bytes <= totals.live_bytes / 4 + (128 << 20) + SLAB_BYTES,
+            "{totals:?}"
+        );
+        if free_bytes(&pool, DEVICE) < SLAB_BYTES {
+            break;
+        }
+    }
+    assert!(pool.report().devices[0].classes[0].own_count > pool.report().slabs.slabs);
+    for range in kept {
+        free(&pool, range);
+    }
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn addresses_answer_for_the_cell_and_not_for_the_slab() {
+    let pool = slabbed(&node());
+    let (_, first) = allocate(&pool, 1);
+    let (_, second) = allocate(&pool, 2);
+    let inside = DeviceAddress(second.start.0 + 5);
+    assert_eq!(pool.range_seen(inside), Some(second));
+    let tail = DeviceAddress(second.end().0);
+    assert_eq!(pool.who_answers(tail), Known::Nobody);
+    assert_eq!(pool.range_seen(tail).map(|_| ()), None);
+    pool.enter_giving_up().retain_cell_at(tail).expect_err("nothing is there");
+    pause(&pool);
+    let Known::Away(facts) = pool.who_answers(inside) else { panic!("it is away") };
+    assert_eq!((facts.mapping, facts.block_bytes), (second, Some(2 * UNIT)));
+    assert_eq!(facts.prop, AllocationProp::pinned_on(DEVICE));
+    resume(&pool);
+    assert!(matches!(pool.who_answers(inside), Known::Here(_)));
+    let rights =
+        |range: VaRange| pool.driver().core().access_of(range.start, Location::device(OTHER));
+    pool.enter().set_cell_access(second, &[AccessDesc::read_write(OTHER)]).expect("wider");
+    assert_eq!((rights(first), rights(second)), (Ok(3), Ok(3)));
+    let none = AccessDesc { flags: 1, ..AccessDesc::read_write(OTHER) };
+    let error = pool.enter().set_cell_access(second, &[none]).expect_err("narrower");
+    assert_eq!(error.code(), Some(DriverCode::NOT_SUPPORTED));
+    let half = VaRange::new(second.start, UNIT);
+    pool.enter_giving_up().unmap_cells(half).expect_err("half of it");
+    pool.enter_giving_up().free_cell_addresses(second).expect_err("it is mapped");
+    pool.enter().set_cell_access(VaRange::new(tail, UNIT), &[none]).expect_err("nothing is there");
+}
+
+#[test]
+fn a_pinned_cell_keeps_its_slab_in_place() {
+    let pool = slabbed(&node());
+    let (_, first) = allocate(&pool, 1);
+    let (_, second) = allocate(&pool, 1);
+    write(&pool, DEVICE, first, pattern(1));
+    assert_eq!(pool.pin(second, "a card"), SLAB_BYTES);
+    pool.save(&WHOLE, UNLIMITED).expect("saved");
+    pool.release_selected().expect("released");
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - SLAB_BYTES);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, first, pattern(1)));
+}
+
+#[test]
+fn any_driver_call_that_fails_leaves_memory_or_a_refusal_and_nothing_else() {
+    let ops = [
+        DriverOp::GetAllocationGranularity,
+        DriverOp::Create,
+        DriverOp::AddressReserve,
+        DriverOp::Map,
+        DriverOp::SetAccess,
+        DriverOp::Unmap,
+        DriverOp::Release,
+        DriverOp::AddressFree,
+        DriverOp::Export,
+        DriverOp::Import,
+        DriverOp::GetProperties,
+    ];
+    for op in ops {
+        for skip in 0..4 {
+            let node = node();
+            let (owner, importer) = (slabbed(&node), pool(&node));
+            for pool in [&owner, &importer] {
+                pool.driver().faults().fail(op, FaultSpan::Nth(skip + 1), DriverCode::UNKNOWN);
+            }
+            try_all(&owner, &importer);
+            for pool in [&owner, &importer] {
+                pool.driver().faults().clear();
+                // What was refused is offered again.
+                let (_, range) = allocate(pool, 1);
+                free(pool, range);
+                pause(pool);
+                resume(pool);
+                assert_eq!(objects(pool), [0; 3], "{op:?} after {skip}");
+            }
+            assert_eq!(free_bytes(&owner, DEVICE), CAPACITY_BYTES, "{op:?} after {skip}");
+        }
+    }
+}
+
+/// Two cells, one of which crosses; all is given up, as far as it came to be.
+fn try_all(owner: &SimPool, importer: &SimPool) {
+    for _ in 0..2 {
+        let Ok(handle) = create(owner, 1) else { continue };
+        let Some(range) = try_place(owner, handle) else { continue };
+        if let Ok((export, part)) = owner.enter().export_cell(handle) {
+            let source =
+                ImportSource { id: export.id, size_bytes: export.size_bytes, owner: OWNER };
+            if let Ok(fd) = owner.redeem(export.id, export.serial, PeerId(1)) {
+                let entered = importer.enter();
+                let imported = entered.import_cell(source, fd.into(), nccl(), part);
+                drop(entered);
+                if let Ok(imported) = imported
+                    && let Some(place) = try_place(importer, imported)
+                {
+                    give_up(importer, imported, place);
+                }
+            } else {
+                owner.enter().take_ticket_back(&export);
+            }
+        }
+        give_up(owner, handle, range);
+    }
+}
+
+fn try_place(pool: &SimPool, handle: VirtualHandle) -> Option<VaRange> {
+    let taken = pool.enter().take_addresses(UNIT, 0);
+    let reserved = taken.map_or_else(|| reserve(pool, UNIT), |start| VaRange::new(start, UNIT));
+    let range = reserved;
+    let entered = pool.enter();
+    let mapped = entered.map_cell(range, 0, handle);
+    let allowed = entered.set_cell_access(range, &[AccessDesc::read_write(DEVICE)]);
+    drop(entered);
+    if mapped.is_ok() && allowed.is_ok() {
+        return Some(range);
+    }
+    give_up(pool, handle, range);
+    None
+}
+
+/// Each call is made until it is taken.
+fn give_up(pool: &SimPool, handle: VirtualHandle, range: VaRange) {
+    let entered = pool.enter_giving_up();
+    if entered.unmap_cells(range).is_err() {
+        let _nothing_there = entered.unmap_cells(range);
+    }
+    let _refused = entered.release_cell(handle);
+    let is_freed =
+        entered.free_cell_addresses(range).is_ok() || pool.driver().free_addresses(range).is_ok();
+    assert!(is_freed, "addresses are not the driver's: {range:?}");
+}
+
+/// What each thread does, and how often there is a pause.
+const ROUNDS: u64 = 30;
+const ROUNDS_A_PAUSE: u64 = 9;
+
+/// What a thread does of its own memory, as far as it says itself, while the process is paused and resumed.
+fn work(pool: &SimPool, seed: u64, rounds: &AtomicU64) {
+    let mut held: Vec<(VirtualHandle, VaRange, u64)> = Vec::new();
+    let mut state = seed;
+    let mut below = |limit: u64| {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % limit
+    };
+    for round in 0..ROUNDS {
+        rounds.fetch_add(1, Ordering::Relaxed);
+        let at = usize::try_from(below(held.len() as u64 + 1)).expect("small");
+        match below(5) {
+            0 | 1 if held.len() < 12 => {
+                let units = 1 + below(3);
+                let Ok(handle) = create(pool, units) else { continue };
+                let range = place(pool, handle, units, DEVICE);
+                // A call at the gate, as launches are.
+                let pass = pool.enter();
+                assert!(holds(pool, DEVICE, range, [0; 16]), "{seed}: new memory is not zero");
+                let mark = seed << 32 | round;
+                write(pool, DEVICE, range, pattern(mark));
+                drop(pass);
+                held.push((handle, range, mark));
+            }
+            2 if at < held.len() => {
+                let (_, range, _) = held.swap_remove(at);
+                free(pool, range);
+            }
+            3 if at < held.len() => {
+                // As NCCL suspends: the addresses stay.
+                let (handle, range, _) = held[at];
+                let entered = pool.enter_giving_up();
+                entered.unmap_cells(range).expect("unmapped");
+                entered.release_cell(handle).expect("released");
+                drop(entered);
+                let Ok(handle) = create(pool, range.size_bytes / UNIT) else {
+                    held.swap_remove(at);
+                    free_range(pool, range);
+                    continue;
+                };
+                let entered = pool.enter();
+                entered.map_cell(range, 0, handle).expect("mapped again");
+                let access = [AccessDesc::read_write(DEVICE)];
+                entered.set_cell_access(range, &access).expect("access");
+                let mark = seed << 32 | round;
+                write(pool, DEVICE, range, pattern(mark));
+                held[at] = (handle, range, mark);
+            }
+            _ => {
+                let pass = pool.enter();
+                for (_, range, mark) in &held {
+                    assert!(holds(pool, DEVICE, *range, pattern(*mark)), "{seed}: {range:?}");
+                }
+                drop(pass);
+            }
+        }
+    }
+    for (_, range, _) in held {
+        free(pool, range);
+    }
+}
+
+#[test]
+fn threads_that_race_with_each_other_and_with_pauses_find_their_own_bytes() {
+    let pool = slabbed(&node());
+    let rounds = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        let (pool, rounds) = (&pool, &rounds);
+        let work = |seed| scope.spawn(move || work(pool, seed, rounds));
+        let workers = [1, 2, 3].map(work);
+        let mut pauses = 0;
+        while workers.iter().any(|worker| !worker.is_finished()) {
+            if rounds.load(Ordering::Relaxed) / ROUNDS_A_PAUSE > pauses {
+                pauses += 1;
+                pause(pool);
+                resume(pool);
+            }
+            std::thread::yield_now();
+        }
+    });
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn threads_that_import_cells_of_one_slab_at_once_hold_one_memory() {
+    for _ in 0..20 {
+        let node = node();
+        let (owner, importer) = (slabbed(&node), pool(&node));
+        let cells: Vec<_> = (0..4).map(|_| allocate(&owner, 1)).collect();
+        std::thread::scope(|scope| {
+            for ((handle, range), seed) in cells.iter().zip(1..) {
+                let (owner, importer) = (&owner, &importer);
+                scope.spawn(move || {
+                    let imported = import(owner, *handle, importer).expect("imported");
+                    let place = place(importer, imported, 1, OTHER);
+                    write(importer, OTHER, place, pattern(seed));
+                    assert!(holds(owner, DEVICE, *range, pattern(seed)));
+                    free(importer, place);
+                });
+            }
+        });
+        assert_eq!(objects(&importer), [0; 3]);
+    }
+}
