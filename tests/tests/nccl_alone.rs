@@ -140,7 +140,7 @@ fn work_goes_on_and_a_collective_waits_until_the_resume() -> Outcome {
 #[test]
 fn nccl_does_not_leave_alone_where_work_of_it_is_not_held_back() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let options = SpmdOptions { stuck: Some((1, 20)), ..SpmdOptions::new("kernels", 2, 40) };
+    let options = SpmdOptions { stuck: Some((1, 20)), ..SpmdOptions::new("kernels", 2, 1000) };
     let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
     let mut job = Spmd::start(&stage, &options)?;
     assert_eq!(job.ranks[1].answer()?.text, "stuck");
