@@ -79,7 +79,6 @@ pub(crate) const PASSED: &[(&str, &[&str])] = &[
             "cuOccupancyMaxPotentialClusterSize",
         ],
     ),
-    ("reserves addresses, which a pause keeps", &["cuMemAddressReserve"]),
     (
         "stream-ordered pools: physical memory that the driver owns; what comes out of them is hooked, and they are trimmed at a pause",
         &[
