@@ -74,7 +74,7 @@ impl WriteOut {
     /// Lays `holdings` out in `file`, which is empty and lies in `dir`. Nothing is written yet.
     ///
     /// # Errors
-    /// [`PoolError::FileRefused`], also when the process may not write files as large as that.
+    /// [`crate::PoolError::FileRefused`], also when the process may not write files as large as that.
     pub fn new(holdings: &[Holding], file: File, dir: PathBuf) -> PoolResult<Self> {
         let mut end_bytes = 0_u64;
         let places: Vec<_> =
@@ -117,7 +117,7 @@ impl WriteOut {
     /// Writes on until `until`, one piece at least. True when all is on the disk.
     ///
     /// # Errors
-    /// [`PoolError::FileRefused`], [`PoolError::FileUnreadable`]; the file is of no use then.
+    /// [`crate::PoolError::FileRefused`], [`crate::PoolError::FileUnreadable`]; the file is of no use then.
     pub fn write_on<D: Driver>(&mut self, pool: &Pool<D>, until: Instant) -> PoolResult<bool> {
         while let Some((index, piece)) = self.next_piece() {
             self.write_piece(pool, index, &piece)?;
