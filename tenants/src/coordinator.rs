@@ -47,13 +47,12 @@ pub use shortage::{DeviceShortage, Holder};
 pub use swap::{SwapOptions, swap};
 
 use lending::Patience;
-use peers::with_source;
+use peers::Everybody;
 use session::Session;
 
 use crate::identity::{MemberId, TenantName};
 use crate::run_dir::{CoordinatorLock, RunDir, RunDirError, TenantDir};
 use crate::scope::Scope;
-use crate::transport::TransportError;
 use crate::wire::{Action, Phase, Stats};
 
 /// How long a coordinator waits, and for what.
@@ -202,16 +201,15 @@ impl Coordinator {
     /// [`CoordinatorError::NoSuchTenant`], [`CoordinatorError::NoProcess`], [`CoordinatorError::RunDir`].
     pub fn stats(&self) -> Result<TenantStats, CoordinatorError> {
         let dir = self.dir()?;
+        let connected = self.connect_all(&dir);
+        dir.remove_stale()?;
+        let Everybody { mut peers, failures, .. } = connected?;
         let mut stats = TenantStats {
             tenant: self.tenant.to_string(),
             members: Vec::new(),
-            budgets: Vec::new(),
-            failures: Vec::new(),
+            budgets: budgets::of_dir(&dir)?,
+            failures,
         };
-        let connected = self.connect_all(&dir, &mut stats.failures);
-        dir.remove_stale()?;
-        let mut peers = connected?;
-        stats.budgets = budgets::of_dir(&dir)?;
         for index in 0..peers.list.len() {
             let timeout = self.options.contact_timeout;
             stats.failures.extend(peers.ask(index, &Stats, timeout).err());
@@ -229,6 +227,11 @@ impl Coordinator {
         }
         stats.members.sort_by_key(|stats| stats.member.pid);
         Ok(stats)
+    }
+
+    /// Everybody, for a question beside pauses and resumes.
+    fn connect_all(&self, dir: &TenantDir) -> Result<Everybody, CoordinatorError> {
+        Everybody::connect(dir, Step::Stats, self.options.contact_timeout)
     }
 
     fn act(
@@ -352,9 +355,4 @@ impl Coordinator {
             }),
         }
     }
-}
-
-fn unreachable_member(member: crate::identity::MemberId, error: &TransportError) -> MemberFailure {
-    let who = Who { pid: None, member };
-    peers::gone(who, Step::Stats, with_source(error))
 }

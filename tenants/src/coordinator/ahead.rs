@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::peers::{Peers, Reached, gone, reach, with_source};
+use super::peers::{Everybody, Peers};
 use super::report::{MemberFailure, Step, Who};
 use super::session::{micros, millis};
 use super::{Coordinator, CoordinatorError};
 use crate::host_memory::{HostShortage, shortage};
 use crate::identity::TenantName;
 use crate::run_dir::TenantDir;
-use crate::wire::{Hello, HostProgress, HostStage, HostStep};
+use crate::wire::{HostProgress, HostStage, HostStep};
 
 /// How long a process has nothing more to say before it says the same again.
 const SLICE: Duration = Duration::from_millis(500);
@@ -89,7 +89,6 @@ impl PrepareReport {
 }
 
 /// All processes, and what they have said last.
-#[derive(Default)]
 struct Preparing {
     peers: Peers,
     /// By index of the peer.
@@ -112,8 +111,7 @@ impl Coordinator {
         let span = tracing::info_span!("tenant.prepare", tenant = %self.tenant);
         let _entered = span.enter();
         let started = Instant::now();
-        let mut all = Preparing::default();
-        self.greet_everybody(&self.dir()?, &mut all)?;
+        let mut all = self.greet_everybody(&self.dir()?)?;
         self.ask_all(&mut all, HostStep::Need)?;
         let needs = || all.said.iter().flatten().filter_map(|said| said.need.as_ref());
         if let Some(shortage) = shortage(needs()) {
@@ -133,37 +131,14 @@ impl Coordinator {
         })
     }
 
-    fn greet_everybody(&self, dir: &TenantDir, all: &mut Preparing) -> Result<(), PrepareError> {
-        let deadline = Instant::now() + self.options.contact_timeout;
-        let mut dead = 0;
-        for socket in dir.members().map_err(CoordinatorError::from)? {
-            match reach(&socket, deadline) {
-                Ok(Reached::Peer(peer)) => all.peers.list.push(*peer),
-                Ok(Reached::Dead) => {
-                    dir.remove_socket(&socket).map_err(CoordinatorError::from)?;
-                    dead += 1;
-                }
-                Err(error) => {
-                    let who = Who { pid: None, member: socket.id };
-                    all.failures.push(gone(who, Step::Hello, with_source(&error)));
-                }
-            }
-        }
-        if all.peers.list.is_empty() && all.failures.is_empty() {
-            let tenant = self.tenant.clone();
-            return Err(CoordinatorError::NoProcess { tenant, dead }.into());
-        }
-        for index in 0..all.peers.list.len() {
-            let asked = all.peers.ask(index, &Hello, self.options.contact_timeout);
-            all.failures.extend(asked.err());
-        }
-        while let Some(answer) = all.peers.next_answer(self.options.interrupt.as_ref()) {
-            let peer = answer.peer;
-            let greeted = answer.to(&Hello).and_then(|info| all.peers.introduce(peer, info));
-            all.failures.extend(greeted.err());
-        }
-        all.said.resize(all.peers.list.len(), None);
-        self.refuse_interrupted()
+    fn greet_everybody(&self, dir: &TenantDir) -> Result<Preparing, PrepareError> {
+        let timeout = self.options.contact_timeout;
+        let Everybody { mut peers, mut failures, .. } =
+            Everybody::connect(dir, Step::Hello, timeout)?;
+        failures.extend(peers.greet(timeout, self.options.interrupt.as_ref()));
+        self.refuse_interrupted()?;
+        let said = vec![None; peers.list.len()];
+        Ok(Preparing { peers, said, failures })
     }
 
     /// Asks everybody who has greeted, and waits for all answers.

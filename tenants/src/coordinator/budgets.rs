@@ -2,14 +2,12 @@
 //!
 //! It takes no part in pauses and resumes, and holds no lock of theirs.
 
-use std::time::Instant;
-
 use serde::{Serialize, Serializer};
 use vmm_pool::budget::Gpu;
 
-use super::peers::{Peers, Reached, reach};
+use super::peers::Everybody;
 use super::report::MemberFailure;
-use super::{Coordinator, CoordinatorError, unreachable_member};
+use super::{Coordinator, CoordinatorError};
 use crate::budget::{Budgets, gpus};
 use crate::run_dir::{BudgetFile, RunDirError, TenantDir};
 use crate::wire::Count;
@@ -108,13 +106,11 @@ impl Coordinator {
     /// do not answer are listed, and no error.
     pub fn change_budgets(&self, changes: &Budgets) -> Result<BudgetReport, CoordinatorError> {
         let dir = self.dir()?;
-        let mut failures = Vec::new();
         // A tenant without a process gets no file.
-        drop(self.connect_all(&dir, &mut failures)?);
+        drop(self.connect_all(&dir)?);
         let file = BudgetFile::edit(&dir)?;
         // Once the file is there, a process that joins finds it.
-        failures.clear();
-        let mut peers = self.connect_all(&dir, &mut failures)?;
+        let Everybody { mut peers, mut failures, .. } = self.connect_all(&dir)?;
         for index in 0..peers.list.len() {
             failures.extend(peers.ask(index, &Count, self.options.contact_timeout).err());
         }
@@ -136,30 +132,5 @@ impl Coordinator {
             gpus: of_file(file),
             failures,
         })
-    }
-
-    /// Connects to all processes of the tenant; those that do not answer are in `failures`.
-    pub(super) fn connect_all(
-        &self,
-        dir: &TenantDir,
-        failures: &mut Vec<MemberFailure>,
-    ) -> Result<Peers, CoordinatorError> {
-        let mut peers = Peers::default();
-        let mut dead = 0;
-        let deadline = Instant::now() + self.options.contact_timeout;
-        for socket in dir.members()? {
-            match reach(&socket, deadline) {
-                Ok(Reached::Peer(peer)) => peers.list.push(*peer),
-                Ok(Reached::Dead) => {
-                    dir.remove_socket(&socket)?;
-                    dead += 1;
-                }
-                Err(error) => failures.push(unreachable_member(socket.id, &error)),
-            }
-        }
-        if peers.list.is_empty() && failures.is_empty() {
-            return Err(CoordinatorError::NoProcess { tenant: self.tenant.clone(), dead });
-        }
-        Ok(peers)
     }
 }

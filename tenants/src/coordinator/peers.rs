@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
 
-use super::Interrupt;
 use super::report::{MemberFailure, Step, Who};
-use crate::run_dir::MemberSocket;
+use super::{CoordinatorError, Interrupt};
+use crate::run_dir::{MemberSocket, TenantDir};
 use crate::transport::{Connection, Process, TransportError, poll_until};
 use crate::wire::{
     Ask, AskLent, AwaitConsent, Count, Failure, FailureKind, GiveUp, Hello, Hold, HostStep,
@@ -215,7 +215,68 @@ pub(super) struct Peers {
     ready: VecDeque<usize>,
 }
 
+/// All processes of a tenant, for a question that does not need all of them.
+#[derive(Debug, Default)]
+pub(super) struct Everybody {
+    /// Those that are there.
+    pub(super) peers: Peers,
+    /// Those that could not be reached.
+    pub(super) failures: Vec<MemberFailure>,
+    /// How many had ended.
+    pub(super) dead: usize,
+}
+
+impl Everybody {
+    /// Connects to every process of the tenant that lives, and removes the sockets of the dead. Those that cannot be
+    /// reached have failed in `step`.
+    ///
+    /// # Errors
+    /// [`CoordinatorError::NoProcess`], [`CoordinatorError::RunDir`].
+    pub(super) fn connect(
+        dir: &TenantDir,
+        step: Step,
+        timeout: Duration,
+    ) -> Result<Self, CoordinatorError> {
+        let mut all = Self::default();
+        let deadline = Instant::now() + timeout;
+        for socket in dir.members()? {
+            match reach(&socket, deadline) {
+                Ok(Reached::Peer(peer)) => all.peers.list.push(*peer),
+                Ok(Reached::Dead) => {
+                    dir.remove_socket(&socket)?;
+                    all.dead += 1;
+                }
+                Err(error) => {
+                    let who = Who { pid: None, member: socket.id };
+                    all.failures.push(gone(who, step, with_source(&error)));
+                }
+            }
+        }
+        if all.peers.list.is_empty() && all.failures.is_empty() {
+            let (tenant, dead) = (dir.tenant().clone(), all.dead);
+            return Err(CoordinatorError::NoProcess { tenant, dead });
+        }
+        Ok(all)
+    }
+}
+
 impl Peers {
+    /// Asks every member who it is, and waits for all answers. Those that do not say have failed.
+    pub(super) fn greet(
+        &mut self,
+        timeout: Duration,
+        interrupt: Option<&Interrupt>,
+    ) -> Vec<MemberFailure> {
+        let asked = (0..self.list.len()).map(|index| self.ask(index, &Hello, timeout).err());
+        let mut failures: Vec<_> = asked.flatten().collect();
+        while let Some(answer) = self.next_answer(interrupt) {
+            let peer = answer.peer;
+            let greeted = answer.to(&Hello).and_then(|info| self.introduce(peer, info));
+            failures.extend(greeted.err());
+        }
+        failures
+    }
+
     /// Asks one member; its answer is due within `timeout` of now, or of the deadline of what it owes already.
     pub(super) fn ask<Q: Question>(
         &mut self,

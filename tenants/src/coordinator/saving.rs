@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::peers::{Answer, Peers, Reached, gone, reach, with_source};
+use super::peers::{Answer, Everybody, Peers};
 use super::report::{MemberFailure, Step, Who};
 use super::session::{micros, millis};
 use super::{Coordinator, CoordinatorError};
@@ -19,7 +19,7 @@ use crate::saving::map::{
     FORMAT, FailedProcess, ProcessName, SaveAccount, SavedProcess, TENANT_MAP, TenantMap, VERSION,
 };
 use crate::saving::{PART_SUFFIX, SaveDirError};
-use crate::wire::{Action, Hello, MemberInfo, SaveProgress, SaveStage, SaveStep};
+use crate::wire::{Action, MemberInfo, SaveProgress, SaveStage, SaveStep};
 
 /// How long a process writes before it says how far it is.
 const SLICE: Duration = Duration::from_millis(500);
@@ -170,9 +170,7 @@ impl Coordinator {
         target: &SaveDir,
         progress: &mut dyn FnMut(&[SaveState]),
     ) -> Result<(TenantMap, usize), SaveError> {
-        let mut save = Save::default();
-        self.reach_all(tenant_dir, &mut save)?;
-        self.greet_all(&mut save)?;
+        let mut save = self.greet_all(tenant_dir)?;
         let begun = self.begin_all(target, &mut save).and_then(|()| {
             self.write_all(&mut save, progress)?;
             if save.writers.is_empty() {
@@ -198,42 +196,14 @@ impl Coordinator {
         Ok((map, save.ended))
     }
 
-    /// Connects to every process that lives.
-    fn reach_all(&self, tenant_dir: &TenantDir, save: &mut Save) -> Result<(), CoordinatorError> {
-        let deadline = Instant::now() + self.options.contact_timeout;
-        for socket in tenant_dir.members()? {
-            match reach(&socket, deadline) {
-                Ok(Reached::Peer(peer)) => save.peers.list.push(*peer),
-                Ok(Reached::Dead) => {
-                    tenant_dir.remove_socket(&socket)?;
-                    save.ended += 1;
-                }
-                Err(error) => {
-                    let who = Who { pid: None, member: socket.id };
-                    save.failures.push(gone(who, Step::Hello, with_source(&error)));
-                }
-            }
-        }
-        if save.peers.list.is_empty() && save.failures.is_empty() {
-            let (tenant, dead) = (self.tenant.clone(), save.ended);
-            return Err(CoordinatorError::NoProcess { tenant, dead });
-        }
-        Ok(())
-    }
-
-    /// Asks every process who it is.
-    fn greet_all(&self, save: &mut Save) -> Result<(), SaveError> {
-        for index in 0..save.peers.list.len() {
-            let timeout = self.options.contact_timeout;
-            save.failures.extend(save.peers.ask(index, &Hello, timeout).err());
-        }
-        let interrupt = self.options.interrupt.as_ref();
-        while let Some(answer) = save.peers.next_answer(interrupt) {
-            let peer = answer.peer;
-            let greeted = answer.to(&Hello).and_then(|info| save.peers.introduce(peer, info));
-            save.failures.extend(greeted.err());
-        }
-        self.refuse_called_off()
+    /// Connects to every process that lives, and asks who it is.
+    fn greet_all(&self, tenant_dir: &TenantDir) -> Result<Save, SaveError> {
+        let timeout = self.options.contact_timeout;
+        let Everybody { mut peers, mut failures, dead } =
+            Everybody::connect(tenant_dir, Step::Hello, timeout)?;
+        failures.extend(peers.greet(timeout, self.options.interrupt.as_ref()));
+        self.refuse_called_off()?;
+        Ok(Save { peers, ended: dead, failures, ..Save::default() })
     }
 
     /// Asks every process what it has, and looks whether all of it fits.
