@@ -111,13 +111,7 @@ impl Ticket {
     /// # Errors
     /// What the system returned, such as too many open files.
     pub fn issue(&self) -> io::Result<OwnedFd> {
-        let fd =
-            memfd_create("sublet-ticket", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
-        let mut file = File::from(fd);
-        file.write_all(&self.encode())?;
-        fcntl(&file, FcntlArg::F_ADD_SEALS(all_seals()))?;
-        flock(file.as_fd(), FlockOperation::NonBlockingLockShared)?;
-        Ok(file.into())
+        sealed_and_locked("sublet-ticket", &self.encode())
     }
 
     /// Reads the ticket behind `fd`; `None` when it is something else.
@@ -212,11 +206,19 @@ impl Ticket {
 /// # Errors
 /// What the system returned, such as too many open files, or no `/proc`.
 pub fn lease() -> io::Result<(OwnedFd, TicketWatch)> {
-    let fd = memfd_create("sublet-lease", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
-    fcntl(&fd, FcntlArg::F_ADD_SEALS(all_seals()))?;
-    flock(fd.as_fd(), FlockOperation::NonBlockingLockShared)?;
+    let fd = sealed_and_locked("sublet-lease", &[])?;
     let watch = watch(fd.as_fd())?;
     Ok((fd, watch))
+}
+
+/// A file without a name that holds `bytes` for good, close-on-exec, with the lock that [`watch`] asks about.
+fn sealed_and_locked(name: &str, bytes: &[u8]) -> io::Result<OwnedFd> {
+    let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
+    let mut file = File::from(fd);
+    file.write_all(bytes)?;
+    fcntl(&file, FcntlArg::F_ADD_SEALS(all_seals()))?;
+    flock(file.as_fd(), FlockOperation::NonBlockingLockShared)?;
+    Ok(file.into())
 }
 
 /// What tells whether the ticket or lease behind `fd`, which has just been made, is still open anywhere. Takes a descriptor.

@@ -305,40 +305,35 @@ impl fmt::Display for PciAddress {
 
 // Layouts must be the driver's own; `cudarc` generates its view of them from NVIDIA's header.
 const _: () = {
+    use sys::CUdevice_attribute as Attribute;
+
+    const fn is(ours: DeviceAttribute, theirs: Attribute) -> bool {
+        ours.0 == theirs as i32
+    }
+
     assert!(size_of::<AllocationProp>() == size_of::<sys::CUmemAllocationProp>());
     assert!(offset_of!(AllocationProp, location) == offset_of!(sys::CUmemAllocationProp, location));
     assert!(offset_of!(AllocationProp, flags) == offset_of!(sys::CUmemAllocationProp, allocFlags));
     assert!(size_of::<AccessDesc>() == size_of::<sys::CUmemAccessDesc>());
-    assert!(
-        DeviceAttribute::PCI_BUS_ID.0
-            == sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID as i32
-    );
-    assert!(
-        DeviceAttribute::PCI_DEVICE_ID.0
-            == sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID as i32
-    );
-    assert!(
-        DeviceAttribute::PCI_DOMAIN_ID.0
-            == sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID as i32
-    );
-    assert!(
-        DeviceAttribute::MULTICAST_SUPPORTED.0
-            == sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED as i32
-    );
-    assert!(
-        DeviceAttribute::HANDLE_TYPE_FABRIC_SUPPORTED.0
-            == sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED as i32
-    );
-    assert!(
-        DeviceAttribute::GPU_DIRECT_RDMA_WITH_VMM_SUPPORTED.0
-            == sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-                as i32
-    );
-    assert!(
-        DeviceAttribute::VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED.0
-            == sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-                as i32
-    );
+    assert!(is(DeviceAttribute::PCI_BUS_ID, Attribute::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID));
+    assert!(is(DeviceAttribute::PCI_DEVICE_ID, Attribute::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID));
+    assert!(is(DeviceAttribute::PCI_DOMAIN_ID, Attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID));
+    assert!(is(
+        DeviceAttribute::MULTICAST_SUPPORTED,
+        Attribute::CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
+    ));
+    assert!(is(
+        DeviceAttribute::HANDLE_TYPE_FABRIC_SUPPORTED,
+        Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
+    ));
+    assert!(is(
+        DeviceAttribute::GPU_DIRECT_RDMA_WITH_VMM_SUPPORTED,
+        Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+    ));
+    assert!(is(
+        DeviceAttribute::VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+        Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+    ));
 };
 
 #[cfg(test)]

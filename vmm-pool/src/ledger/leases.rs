@@ -5,7 +5,7 @@
 //! is given.
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 
 use super::{Ledger, Row, Selection, TicketWatch};
 use crate::error::PoolResult;
@@ -41,13 +41,6 @@ struct Lent {
     by_ticket: bool,
 }
 
-impl Lent {
-    fn is_open(&self) -> bool {
-        let watch = &self.lease.watch;
-        !(watch.is_closed)(watch.fd.as_fd())
-    }
-}
-
 impl Leases {
     /// One more. Those that have ended go.
     pub(super) fn add(&mut self, lease: Lease, by_ticket: bool) {
@@ -56,7 +49,7 @@ impl Leases {
     }
 
     fn drop_closed(&mut self) {
-        self.0.retain(Lent::is_open);
+        self.0.retain(|lent| lent.lease.watch.is_open());
     }
 
     /// For a forked child.

@@ -202,11 +202,15 @@ impl Row {
             && !is_wholly_unused
     }
 
+    /// Must a pause copy its contents anywhere?
+    pub(crate) fn is_kept(&self) -> bool {
+        [Store::Host, Store::File].iter().any(|store| self.is_saved_to(*store))
+    }
+
     /// Would nothing be lost if its memory were released? What a pause was to save and has not is on its device alone:
     /// the driver would not copy it, or what pinned it let go of it while the rest was away.
     pub(crate) fn loses_nothing(&self) -> bool {
-        let is_kept = [Store::Host, Store::File].iter().any(|store| self.is_saved_to(*store));
-        !is_kept || self.saved().is_some()
+        !self.is_kept() || self.saved().is_some()
     }
 
     /// The parts whose contents are saved and put back, by offset.

@@ -15,6 +15,12 @@ pub struct TicketWatch {
     pub is_closed: fn(BorrowedFd<'_>) -> bool,
 }
 
+impl TicketWatch {
+    pub(super) fn is_open(&self) -> bool {
+        !(self.is_closed)(self.fd.as_fd())
+    }
+}
+
 #[derive(Debug, Default)]
 struct Ticket {
     watch: Option<TicketWatch>,
@@ -23,7 +29,7 @@ struct Ticket {
 
 impl Ticket {
     fn holds(&self) -> bool {
-        self.watch.as_ref().is_none_or(|watch| !(watch.is_closed)(watch.fd.as_fd()))
+        self.watch.as_ref().is_none_or(TicketWatch::is_open)
     }
 }
 

@@ -327,10 +327,8 @@ impl<D: Driver> Departing<D> {
     /// Those of `part` that hold nothing to be saved: imports, and memory whose contents nobody keeps.
     fn unsaved_of(&self, part: &HashSet<VirtualHandle>) -> HashSet<VirtualHandle> {
         let ledger = self.pool().ledger();
-        let is_saved =
-            |row: &Row| [Store::Host, Store::File].iter().any(|store| row.is_saved_to(*store));
         let rows = ledger.rows().filter(|row| part.contains(&row.handle()));
-        rows.filter(|row| !is_saved(row)).map(Row::handle).collect()
+        rows.filter(|row| !row.is_kept()).map(Row::handle).collect()
     }
 
     fn has_unsaved(&self, part: &HashSet<VirtualHandle>) -> bool {
