@@ -18,6 +18,7 @@
 //! | `SUBLET_PREPARE` | | whether host memory for the next pause is brought in ahead, and how much at most |
 //! | `SUBLET_BUDGET` | | how much device memory the tenant may hold on which GPU |
 //! | `SUBLET_SLABS` | | 1: NCCL's small allocations are parts of large ones |
+//! | `SUBLET_NCCL_AWAY` | | `wait` or `fail`: what calls into NCCL do while its memory alone is away |
 //! | `SUBLET_WITHOUT_PINS` | | through which device files no device memory is pinned |
 //! | `SUBLET_TOGETHER_TIMEOUT_MS` | | how long `ncclPause` waits for the other processes |
 
@@ -191,6 +192,20 @@ fn switch(name: &str, default: bool) -> Result<bool, String> {
 /// The variable is neither 0 nor 1; the text says what it is.
 pub(crate) fn slabs() -> Result<bool, String> {
     switch("SUBLET_SLABS", false)
+}
+
+/// Do calls into NCCL fail while its memory alone is away, instead of waiting for it?
+///
+/// # Errors
+/// The variable says neither; the text says so.
+pub(crate) fn nccl_fails_while_away() -> Result<bool, String> {
+    match variable("SUBLET_NCCL_AWAY").as_deref() {
+        None | Some("wait") => Ok(false),
+        Some("fail") => Ok(true),
+        Some(other) => Err(format!(
+            "SUBLET_NCCL_AWAY is '{other}', and calls into NCCL wait while its memory is away: say wait or fail"
+        )),
+    }
 }
 
 /// What a pause looks for before it copies.

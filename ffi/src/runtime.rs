@@ -331,6 +331,14 @@ fn family() -> Result<Option<FamilyName>, String> {
     }
 }
 
+/// A setting, or the usual where what is said cannot be understood: that is said, and the process runs.
+fn understood<T: Default>(setting: Result<T, String>, otherwise: &mut Vec<String>) -> T {
+    setting.unwrap_or_else(|text| {
+        otherwise.push(text);
+        T::default()
+    })
+}
+
 fn try_join() -> Result<Arc<Member>, String> {
     if let Some(bytes) = environment::host_bytes_max()? {
         HOST_BYTES_MAX.get_or_init(|| Some(bytes));
@@ -340,14 +348,10 @@ fn try_join() -> Result<Arc<Member>, String> {
     let driver = CudaDriver::from_symbols(&|name| driver::symbol(name))
         .map_err(|error| error.to_string())?;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let (prepares_up_to, not_understood) = match environment::prepares_up_to() {
-        Ok(bound) => (bound, None),
-        Err(text) => (None, Some(text)),
-    };
-    let (budgets, budgets_not_understood) = match environment::budgets() {
-        Ok(budgets) => (budgets, None),
-        Err(text) => (None, Some(text)),
-    };
+    let mut not_understood = Vec::new();
+    let prepares_up_to = understood(environment::prepares_up_to(), &mut not_understood);
+    let budgets = understood(environment::budgets(), &mut not_understood);
+    let nccl_fails = understood(environment::nccl_fails_while_away(), &mut not_understood);
     let config = MemberConfig {
         run_dir: run_dir()?,
         tenant: tenant_name()?,
@@ -373,7 +377,10 @@ fn try_join() -> Result<Arc<Member>, String> {
         tenants::member::Member::join(config, Arc::new(driver)).map_err(|error| chain(&error))?;
     member.pool().set_pieces(pieces);
     member.pool().use_slabs(are_slabs_used);
-    for text in not_understood.into_iter().chain(budgets_not_understood) {
+    if nccl_fails {
+        member.cut().fail_while_away();
+    }
+    for text in not_understood {
         member.note(text);
     }
     member.pool().use_page_cache(environment::file_cache());

@@ -25,7 +25,7 @@ use crate::saving::map::SaveAccount;
 use crate::stepping::Activity;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 13;
+pub const PROTOCOL_VERSION: u16 = 14;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -329,6 +329,8 @@ pub struct MemberInfo {
     pub state: MemberState,
     /// Is it held on the way to a cut?
     pub held: bool,
+    /// Do calls into NCCL wait until a resume of it?
+    pub nccl_waits: bool,
     /// The last step that it was asked for.
     pub asked: Option<Asked>,
     /// The tags of its regions, in order of their names.

@@ -275,6 +275,7 @@ fn replies() -> Vec<Reply> {
         version: "0.1.0".to_owned(),
         state: MemberState::Paused,
         held: true,
+        nccl_waits: true,
         asked: Some(Asked { round: 1 << 40, phase: Phase::Verify }),
         tags: vec![TagBytes {
             tag: "kv".to_owned(),

@@ -30,14 +30,17 @@ pub struct SpmdOptions {
     pub slabs: Range<usize>,
     /// How many more allocations of 2 MiB each rank of a communicator has, which all others map.
     pub further_boxes: u32,
+    /// Do calls into NCCL fail while its memory alone is away?
+    pub away_fails: bool,
 }
 
 impl SpmdOptions {
     /// A job of tenant `spmd`.
     pub fn new(mode: &'static str, ranks: usize, steps: u32) -> Self {
         let tenant = "spmd".to_owned();
-        let (is_preloaded, stuck, slabs, further_boxes) = (true, None, 0..0, 0);
-        Self { tenant, mode, ranks, steps, is_preloaded, stuck, slabs, further_boxes }
+        let (is_preloaded, stuck, slabs) = (true, None, 0..0);
+        let (further_boxes, away_fails) = (0, false);
+        Self { tenant, mode, ranks, steps, is_preloaded, stuck, slabs, further_boxes, away_fails }
     }
 
     /// The same with slabs in all ranks, and much for them to do.
@@ -137,6 +140,9 @@ fn rank_command(stage: &Stage, options: &SpmdOptions, dir: &Path, index: usize) 
     if options.further_boxes > 0 {
         command.env("SIMNCCL_FURTHER_BOXES", options.further_boxes.to_string());
         command.env("SUBLET_SLABS", if options.slabs.contains(&index) { "1" } else { "0" });
+    }
+    if options.away_fails {
+        command.env("SUBLET_NCCL_AWAY", "fail");
     }
     for (name, value) in [("--rank", index), ("--device", index), ("--ranks", options.ranks)] {
         command.arg(name).arg(value.to_string());

@@ -71,6 +71,7 @@ impl Stage {
             "SUBLET_HOST_BYTES_MAX",
             "SUBLET_PREPARE",
             "SUBLET_BUDGET",
+            "SUBLET_NCCL_AWAY",
         ];
         for name in ours.into_iter().chain(["LD_PRELOAD"]) {
             command.env_remove(name);

@@ -12,7 +12,11 @@ const CAPACITIES: [u64; 4] = [128 * MIB; 4];
 const PAUSES_MAX: u32 = 12;
 /// Fewer would mean that the jobs are too short to test anything.
 const PAUSES_MIN: u32 = 3;
+/// A job that still runs when a command has begun, on a busy machine too.
+const LONG_STEPS: u32 = 6000;
 const GAP_MAX_MS: u64 = 60;
+/// Said of a pause that found no memory of NCCL's.
+const NOTHING_LEFT: &str = "calls into NCCL wait until its resume all the same";
 
 /// `own` and `resident` bytes of NCCL's own memory on device 0 in all processes, and the bytes of the others' there.
 fn nccl_bytes(stage: &Stage) -> Outcome<[u64; 3]> {
@@ -57,18 +61,16 @@ fn survives(mode: &'static str, ranks: usize, steps: u32) -> Outcome {
         && !job.is_done_within(Duration::from_millis(random.below(GAP_MAX_MS)))?
     {
         let report = pause(&stage)?["report"].take();
-        // Between two communicators there is nothing that could leave, and the next one is made while this is looked at.
+        // Between two communicators there is nothing that could leave, and the next one is not made.
         let is_empty = report["devices"].as_array().is_some_and(Vec::is_empty);
-        assert_eq!(is_empty, report["notes"].to_string().contains("no call waits"), "{report}");
-        if were_empty && !is_empty {
-            were_empty = false;
-            let [own, resident, others] = nccl_bytes(&stage)?;
-            assert!(
-                resident == 0 && others > 0,
-                "{mode}: {own} own, {resident} resident, {others} of others"
-            );
-            assert_eq!(stage.states("spmd")?, ["active"]);
-        }
+        assert_eq!(is_empty, report["notes"].to_string().contains(NOTHING_LEFT), "{report}");
+        were_empty &= is_empty;
+        let [own, resident, others] = nccl_bytes(&stage)?;
+        assert!(
+            resident == 0 && others > 0,
+            "{mode}: {own} own, {resident} resident, {others} of others"
+        );
+        assert_eq!(stage.states("spmd")?, ["active"]);
         wait(&mut random, GAP_MAX_MS);
         resume(&stage)?;
         pauses += 1;
@@ -102,6 +104,53 @@ fn communicators_that_come_and_go_wait_for_it() -> Outcome {
 }
 
 #[test]
+fn where_nothing_could_leave_the_first_communicator_waits_for_the_resume() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let options = SpmdOptions { stuck: Some((0, 0)), ..SpmdOptions::new("waiting", 1, 20) };
+    let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
+    let mut job = Spmd::start(&stage, &options)?;
+    assert_eq!(job.ranks[0].answer()?.text, "stuck");
+    let paused = pause(&stage)?;
+    assert_eq!(paused["outcome"], "completed", "{paused}");
+    assert!(paused["report"]["notes"].to_string().contains(NOTHING_LEFT), "{paused}");
+    assert_eq!(pause(&stage)?["outcome"], "already_paused");
+    job.ranks[0].say("go on")?;
+    let waits = |job: &mut Spmd| job.is_done_within(Duration::from_millis(300)).map(|done| !done);
+    assert!(waits(&mut job)?);
+    stage.pause("spmd")?;
+    stage.resume("spmd")?;
+    assert!(waits(&mut job)?, "it was no resume of NCCL");
+    assert_eq!(nccl_bytes(&stage)?[..2], [0, 0]);
+    assert_eq!(stage.members("spmd")?[0]["member"]["nccl_waits"], true);
+    assert_eq!(resume(&stage)?["outcome"], "completed");
+    assert_eq!(resume(&stage)?["outcome"], "already_active");
+    assert_eq!(job.finish()?, wanted);
+    Ok(())
+}
+
+#[test]
+fn where_calls_are_to_fail_meanwhile_they_do_and_say_why() -> Outcome {
+    for mode in ["data", "graph", "grow"] {
+        let stage = Stage::new(&CAPACITIES)?;
+        let options = SpmdOptions { away_fails: true, ..SpmdOptions::new(mode, 2, LONG_STEPS) };
+        let mut job = Spmd::start(&stage, &options)?;
+        // A rank whose call fails ends itself, perhaps before the command does.
+        let paused = stage.sublet(&["pause", "spmd", "--library", "nccl", "--json"])?.json()?;
+        assert_eq!(paused["outcome"], "completed", "{paused}");
+        let ended = (|| -> Outcome {
+            while !job.is_done_within(Duration::from_secs(1))? {}
+            Ok(())
+        })();
+        let said = ended.err().map(|error| error.to_string()).unwrap_or_default();
+        // `ncclInvalidUsage`, or for a graph the driver's own word.
+        let is_refused =
+            said.contains("ncclInvalidUsage") || said.contains("CUDA_ERROR_NOT_PERMITTED");
+        assert!(is_refused, "{mode}: {said}");
+    }
+    Ok(())
+}
+
+#[test]
 fn windows_and_signals_wait_for_it() -> Outcome {
     survives("window", 2, 1500)?;
     survives("given", 2, 1500)?;
@@ -111,7 +160,7 @@ fn windows_and_signals_wait_for_it() -> Outcome {
 #[test]
 fn work_goes_on_and_a_collective_waits_until_the_resume() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let options = SpmdOptions { stuck: Some((1, 20)), ..SpmdOptions::new("graph", 2, 40) };
+    let options = SpmdOptions { stuck: Some((1, 20)), ..SpmdOptions::new("graph", 2, LONG_STEPS) };
     let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
     let mut job = Spmd::start(&stage, &options)?;
     assert_eq!(job.ranks[1].answer()?.text, "stuck");
@@ -181,7 +230,7 @@ fn a_command_that_is_killed_in_the_middle_leaves_a_job_that_goes_on() -> Outcome
 #[test]
 fn a_rank_that_dies_meanwhile_is_named_and_the_others_can_go_on_without_it() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let options = SpmdOptions { stuck: Some((1, 20)), ..SpmdOptions::new("graph", 2, 40) };
+    let options = SpmdOptions { stuck: Some((1, 20)), ..SpmdOptions::new("graph", 2, LONG_STEPS) };
     let mut job = Spmd::start(&stage, &options)?;
     assert_eq!(job.ranks[1].answer()?.text, "stuck");
     job.ranks[1].say("go on")?;

@@ -6,13 +6,14 @@
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong};
 
 use sublet_cuda_graph::Counted;
+use tenants::cut::{TurnedBack, Withdrawal};
 use vmm_pool::driver::DriverCode;
 use vmm_pool::gate::Passage;
 
 use super::{SUCCESS, stream_value};
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
-use crate::runtime;
+use crate::runtime::{self, Member};
 
 /// `CU_STREAM_LEGACY`; 0 means the same here.
 const STREAM_LEGACY: usize = 1;
@@ -123,13 +124,9 @@ macro_rules! launch_graph {
             let entered = capture
                 .is_none()
                 .then(|| member.cut().enter_if_there("cuGraphLaunch", &increments, &[]));
-            let Ok(launch) = entered.transpose() else {
-                member.note(
-                    "cuGraphLaunch was held for a pause while another thread ended a communicator that its graph uses: it \
-                     failed as for a graph that is gone, and launched nothing. Capture the graph anew"
-                        .to_owned(),
-                );
-                return DriverCode::INVALID_HANDLE.0;
+            let launch = match entered.transpose() {
+                Ok(launch) => launch,
+                Err(withdrawal) => return turned_back(member, &withdrawal),
             };
             let code = {
                 let _pass = member.gate().pass_for(stringify!($symbol), Passage::Use);
@@ -146,6 +143,24 @@ macro_rules! launch_graph {
             code
         }
     };
+}
+
+/// The answer to a launch that must not be made.
+fn turned_back(member: &Member, withdrawal: &Withdrawal<'_>) -> c_int {
+    let (text, code) = match withdrawal.why() {
+        TurnedBack::RankLeft => (
+            "cuGraphLaunch was held for a pause while another thread ended a communicator that its graph uses: it failed as \
+             for a graph that is gone, and launched nothing. Capture the graph anew",
+            DriverCode::INVALID_HANDLE,
+        ),
+        TurnedBack::Away => (
+            "cuGraphLaunch was called for a graph with collectives while NCCL's memory was away: it failed and launched \
+             nothing, as SUBLET_NCCL_AWAY=fail says. Resume NCCL first, or unset that, and calls wait for the resume",
+            DriverCode::NOT_PERMITTED,
+        ),
+    };
+    member.note(text.to_owned());
+    code.0
 }
 
 launch_graph!(cuGraphLaunch);

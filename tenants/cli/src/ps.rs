@@ -107,6 +107,7 @@ fn member_rows(view: &View, tenant: &str, member: &MemberStats) -> Vec<Vec<Strin
 fn remarks(view: &View, tenant: &TenantStats) -> Vec<String> {
     let name = &tenant.tenant;
     let mut remarks: Vec<_> = budget::remarks(tenant).collect();
+    remarks.extend(nccl_remark(tenant));
     for member in &tenant.members {
         let pid = member.member.pid;
         for device in &member.pool.devices {
@@ -131,6 +132,17 @@ fn remarks(view: &View, tenant: &TenantStats) -> Vec<String> {
         remarks.push(format!("{name}: no answer from {failure}"));
     }
     remarks
+}
+
+/// NCCL is paused by itself: what may look like a job that hangs.
+fn nccl_remark(tenant: &TenantStats) -> Option<String> {
+    let waiting = tenant.members.iter().filter(|member| member.member.nccl_waits).count();
+    let (name, all) = (&tenant.tenant, tenant.members.len());
+    (waiting > 0).then(|| {
+        format!(
+            "{name}: calls into NCCL wait in {waiting} of {all} processes until: sublet resume {name} --library nccl"
+        )
+    })
 }
 
 /// Memory that another tenant has open: a pause waits for it.
@@ -201,6 +213,7 @@ pub(crate) mod tests {
                 version: "0.1.0".to_owned(),
                 state,
                 held: false,
+                nccl_waits: false,
                 asked: None,
                 tags: Vec::new(),
             },
@@ -261,6 +274,7 @@ pub(crate) mod tests {
             }],
         }];
         first.pool.devices[0].classes[0].contents = Contents::Discard;
+        first.member.nccl_waits = true;
         first.host = HostProgress {
             held_bytes: 1 << 30,
             wanted_bytes: 3 << 30,
@@ -283,6 +297,7 @@ train    10  active  3    torch    kv_cache  discard     8 GiB      -         - 
 train    10  active  3    nccl     -         keep      510 MiB  2 MiB    64 MiB  python train.py
 train    11  paused  -    -        -         -               -      -         -  python train.py
 
+train: calls into NCCL wait in 1 of 2 processes until: sublet resume train --library nccl
 train 10 GPU 3: 4 MiB in 2 allocations stay during a pause: registered with a network card
 train 10: 1 GiB of 3 GiB of host memory is ready for a pause, and more comes in
 ";

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use super::CoordinatorError;
 use super::report::Event;
 use super::session::{OnFailure, Session};
-use crate::scope::{LIBRARY_TAGS, Scope, TagNames};
+use crate::scope::{LIBRARY_TAGS, NCCL_TAG, Scope, TagNames};
 use crate::wire::{Action, MemberState, Phase};
 
 impl Session<'_> {
@@ -39,8 +39,8 @@ impl Session<'_> {
         if action == Action::Pause && !paused.is_empty() {
             return Err(CoordinatorError::PausedAlready { tenant: self.tenant() });
         }
-        let infos = members.iter().filter_map(|index| self.peers.list[*index].info.as_ref());
-        let rows = infos.flat_map(|info| info.tags.iter().map(|row| (info.id, row)));
+        let infos = || members.iter().filter_map(|index| self.peers.list[*index].info.as_ref());
+        let rows = infos().flat_map(|info| info.tags.iter().map(|row| (info.id, row)));
         let tags = match action {
             Action::Pause => tags.to_pause(),
             Action::Resume => tags.to_resume(),
@@ -54,7 +54,14 @@ impl Session<'_> {
                 (Action::Resume, false) => row.imported_away_bytes,
             }
         });
-        Ok(if bytes.sum::<u64>() == 0 { Vec::new() } else { members })
+        // Calls into NCCL wait by what was asked for, whether or not it has memory to give.
+        let nccl_waits = action == Action::Pause;
+        let is_nccl_as_asked = !tags.has(NCCL_TAG)
+            || infos()
+                .filter(|info| self.scope.is_about(info.id))
+                .all(|info| info.nccl_waits == nccl_waits);
+        let is_nothing_to_do = bytes.sum::<u64>() == 0 && is_nccl_as_asked;
+        Ok(if is_nothing_to_do { Vec::new() } else { members })
     }
 
     fn refuse_unknown_tags(&self) -> Result<(), CoordinatorError> {

@@ -637,14 +637,14 @@ impl<'a> Session<'a> {
         PhaseSummary { phase, wall_us: micros(wall), members }
     }
 
-    /// What holds calls into NCCL back is memory of NCCL's that is away.
+    /// Nothing has left, and yet calls wait.
     fn note_nothing_of_nccl(&self, report: &mut Report) {
         let Scope::Tags { tags, .. } = &self.scope else { return };
         let is_empty = report.devices.iter().all(|device| device.bytes == 0);
         if report.action == Action::Pause && tags.names_nccl() == (true, 0) && is_empty {
             report.notes.push(
-                "NCCL had no memory in these processes at that moment, so nothing left and no call waits: \
-                 communicators that are made from now on are used as ever"
+                "NCCL had no memory in these processes at that moment, so nothing left; calls into NCCL wait until its \
+                 resume all the same"
                     .to_owned(),
             );
         }

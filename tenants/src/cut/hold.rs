@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::report::{
     CutReport, Inside, LISTED_MAX, LaunchCount, Limits, Need, Seen, Waiting, millis,
 };
-use super::{CommunicatorId, Counter, Cut, Increment, Lane, Rank, Series, count};
+use super::{CommunicatorId, Counter, Cut, Increment, Lane, Rank, Series, TurnedBack, count};
 use vmm_pool::slots::Slot;
 use vmm_pool::sync::{Arc, Ordering, PoisonError};
 
@@ -48,6 +48,8 @@ pub(super) struct Table {
     /// Memory that launches need is away while the process runs: whoever holds, only the end of a communicator is let
     /// through.
     is_away: bool,
+    /// Launches that can be turned back are, while that is so.
+    fails_while_away: bool,
     limits: Limits,
     holder: Option<u64>,
     /// Moves when whoever watches is to stop.
@@ -118,12 +120,16 @@ fn needs(increments: &[Increment]) -> Vec<Need> {
     needs
 }
 
+/// Do they end communicators, and nothing else?
+fn are_ends(increments: &[Increment]) -> bool {
+    increments.iter().all(|increment| increment.counter.lane.series == Series::End)
+}
+
 impl Table {
     fn admits(&self, increments: &[Increment]) -> bool {
-        let is_end = |increment: &Increment| increment.counter.lane.series == Series::End;
         match self.mode {
-            Mode::Paused => increments.iter().all(is_end),
-            Mode::Open | Mode::Held if self.is_away => increments.iter().all(is_end),
+            Mode::Paused => are_ends(increments),
+            Mode::Open | Mode::Held if self.is_away => are_ends(increments),
             Mode::Open => true,
             Mode::Held => self.limits.admit(&needs(increments)),
         }
@@ -131,20 +137,23 @@ impl Table {
 }
 
 impl Cut {
-    /// Waits until the hold admits `increments`, and counts them. A launch that is turned back, because a rank that it
-    /// needs has left, is listed among those that wait until it has withdrawn: its number there is returned.
+    /// Waits until the hold admits `increments`, and counts them. A launch that is turned back is listed among those that
+    /// wait until it has withdrawn: its number there is returned, if it has one, and why it is.
     pub(super) fn wait_to_go_in(
         &self,
         slot: &Slot,
         what: &'static str,
         increments: &[Increment],
         also: Option<&[Arc<Counter>]>,
-    ) -> Result<(), Option<u64>> {
+    ) -> Result<(), (Option<u64>, TurnedBack)> {
         let mut table = self.table();
         let mut ticket = None;
         loop {
             if also.is_some_and(|also| needed(increments, also).any(|counter| counter.is_gone())) {
-                return Err(ticket);
+                return Err((ticket, TurnedBack::RankLeft));
+            }
+            if also.is_some() && table.is_away && table.fails_while_away && !are_ends(increments) {
+                return Err((ticket, TurnedBack::Away));
             }
             if table.admits(increments) {
                 break;
@@ -236,6 +245,18 @@ impl Cut {
         table.is_away = is_away;
         let mode = table.mode;
         self.set(&mut table, mode);
+    }
+
+    /// From now on launches that can be turned back ([`Cut::enter_if_there`]) are while memory that they need is away, and
+    /// do not wait for it. For the whole life of the process.
+    pub fn fail_while_away(&self) {
+        self.table().fails_while_away = true;
+        self.admitted.notify_all();
+    }
+
+    /// Do launches wait because memory that they need is away, or is to stay away?
+    pub fn is_away(&self) -> bool {
+        self.table().is_away
     }
 
     /// Is a hold in force?

@@ -42,7 +42,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use describe::{Lag, Laggard, foreign_ranks, laggards};
 pub use report::{CutReport, Inside, LaunchCount, Limits, Need, Seen, Waiting};
-pub use seats::Withdrawal;
+pub use seats::{TurnedBack, Withdrawal};
 
 use hold::{Mode, Table, Unfinished};
 use vmm_pool::slots::{Slot, Slots};
@@ -273,7 +273,8 @@ impl Cut {
     /// go.
     ///
     /// # Errors
-    /// It was held, and one of these ranks has left: the launch must not be made, and nothing is counted.
+    /// It was held, and one of these ranks has left, or memory that it needs is away and launches fail by that: it must
+    /// not be made, and nothing is counted.
     pub fn enter_if_there<'a>(
         &'a self,
         what: &'static str,
@@ -321,7 +322,7 @@ impl Cut {
         }
         own.slot.step_out();
         let waited = self.wait_to_go_in(&own.slot, what, increments, also);
-        waited.map_err(|ticket| Withdrawal { cut: self, ticket })
+        waited.map_err(|(ticket, why)| Withdrawal { cut: self, ticket, why })
     }
 
     fn own(&self) -> Own {

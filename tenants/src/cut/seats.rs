@@ -19,14 +19,31 @@ impl Counter {
     }
 }
 
-/// A launch that was held, and must not be made: a rank that it needs has left meanwhile. Dropping it says that the
-/// thread has nothing of that rank in hand any more.
+/// Why a launch must not be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TurnedBack {
+    /// It was held, and a rank that it needs has left meanwhile.
+    RankLeft,
+    /// Memory that it needs is away, and launches are to fail by that ([`Cut::fail_while_away`]).
+    Away,
+}
+
+/// A launch that must not be made. Dropping it says that the thread has nothing of the ranks in hand any more that it
+/// needed.
 #[derive(Debug)]
 #[must_use = "dropping it says that the thread has withdrawn"]
 pub struct Withdrawal<'a> {
     pub(super) cut: &'a Cut,
     /// Its number among those that wait; none when it never had to.
     pub(super) ticket: Option<u64>,
+    pub(super) why: TurnedBack,
+}
+
+impl Withdrawal<'_> {
+    /// Why it must not be made.
+    pub fn why(&self) -> TurnedBack {
+        self.why
+    }
 }
 
 impl Drop for Withdrawal<'_> {

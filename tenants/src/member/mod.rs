@@ -19,6 +19,7 @@ mod failures;
 mod fetch;
 mod lending;
 mod limit;
+mod nccl;
 mod owners;
 mod phases;
 mod progress;
@@ -184,6 +185,8 @@ pub(crate) struct Status {
     pub(crate) resumes: u64,
     pub(crate) last_pause: Vec<(Phase, PhaseReport)>,
     pub(crate) last_resume: Vec<(Phase, PhaseReport)>,
+    /// A pause of NCCL's memory was the last that was asked for, and not a resume of it.
+    pub(crate) nccl_is_asked_away: bool,
     /// What the application itself has asked for and waits in.
     pub(crate) consent: Option<Action>,
     /// Why what the application waits in will not happen.
@@ -288,6 +291,7 @@ impl<D: Driver> Member<D> {
                 resumes: 0,
                 last_pause: Vec::new(),
                 last_resume: Vec::new(),
+                nccl_is_asked_away: false,
                 consent: None,
                 given_up: None,
                 notes: Vec::new(),
@@ -503,6 +507,7 @@ impl<D: Driver> Member<D> {
             version: self.config.version.clone(),
             state,
             held: self.cut.is_held(),
+            nccl_waits: self.cut.is_away(),
             asked,
             tags: self.tags(),
         }

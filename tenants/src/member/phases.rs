@@ -18,7 +18,7 @@ use crate::cut::{Limits, Seen};
 use crate::host_memory::HostNeed;
 use crate::phase::{Action, Stage};
 use crate::references::{References, Stay};
-use crate::scope::{NCCL_TAG, Scope};
+use crate::scope::Scope;
 use crate::state::Event;
 use crate::wire::{
     DeviceDelta, Failure, FailureKind, MemberState, Order, Phase, PhaseReport, Reply,
@@ -102,7 +102,7 @@ impl<D: Driver> Member<D> {
         }
         self.take_progress().abandon();
         self.pool.let_through_for_good();
-        self.cut.set_away(false);
+        self.let_nccl_through();
         self.cut.release();
     }
 
@@ -186,17 +186,6 @@ impl<D: Driver> Member<D> {
             let own = std::process::id();
             Err(wrong_state(format!("process {own} cannot be paused: {why}")))
         })
-    }
-
-    /// Refuses to take NCCL's memory from a process that runs on, where work that we do not hold back may need it.
-    fn refuse_unseen_nccl(&self, scope: &Scope) -> Result<(), Failure> {
-        let Scope::Tags { tags, .. } = scope else { return Ok(()) };
-        let (is_named, _) = tags.names_nccl();
-        let Some(why) = (self.config.unseen_nccl)().filter(|_| is_named) else { return Ok(()) };
-        let own = std::process::id();
-        Err(wrong_state(format!(
-            "NCCL's memory of process {own} cannot be paused alone: {why}; pause the whole tenant instead"
-        )))
     }
 
     /// Gives memory back that nothing held but tickets, all closed by now. The worker's alone: it is who shuts the gate,
@@ -325,11 +314,11 @@ impl<D: Driver> Member<D> {
         selection: Selection,
         done: Done<D>,
     ) -> Result<(), Failure> {
-        match selection {
+        match &selection {
             Selection::Tagged(..) => {
                 self.transition(Event::TagsReleased)?;
                 // Before the gate opens: what stands at it may be a launch.
-                self.cut.set_away(self.pool.is_set_aside(NCCL_TAG));
+                self.nccl_follows(&selection);
                 drop(done);
                 self.cut.release();
             }
@@ -549,13 +538,14 @@ impl<D: Driver> Member<D> {
     pub(super) fn activate(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Restoring)?;
         let restored = self.next_of(Progress::into_restored)?;
-        let is_resume_of_all = !matches!(restored.selection(), Selection::SetAside(..));
+        let selection = restored.selection().clone();
+        let is_resume_of_all = !matches!(selection, Selection::SetAside(..));
         let (done, spare) = restored.commit();
         self.transition(Event::Resumed)?;
         self.status().resumes += u64::from(is_resume_of_all);
         self.changed.notify_all();
         drop(done);
-        self.cut.set_away(self.pool.is_set_aside(NCCL_TAG));
+        self.nccl_follows(&selection);
         self.cut.release();
         self.close_later(spare);
         Ok(PhaseReport::default())

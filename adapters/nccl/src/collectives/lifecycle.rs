@@ -234,11 +234,14 @@ impl Collectives {
             }
             return result;
         }
-        let Ok(launch) = counted
-            .then(|| process.cut().enter_if_there("ncclCommSplit", increments, &[]))
-            .transpose()
-        else {
-            return turned_back(process, "ncclCommSplit");
+        let entered =
+            counted.then(|| process.cut().enter_if_there("ncclCommSplit", increments, &[]));
+        let launch = match entered.transpose() {
+            Ok(launch) => launch,
+            Err(withdrawal) => {
+                parent.numbers.give_back(Derived::Split);
+                return turned_back(process, "ncclCommSplit", withdrawal);
+            }
         };
         let result = group::inside(call);
         if !result.is_accepted() {
@@ -325,8 +328,9 @@ impl Collectives {
             return result;
         }
         let seat = std::slice::from_ref(communicator.seat());
-        let Ok(launch) = process.cut().enter_if_there(what, &increments, seat) else {
-            return turned_back(process, what);
+        let launch = match process.cut().enter_if_there(what, &increments, seat) {
+            Ok(launch) => launch,
+            Err(withdrawal) => return turned_back(process, what, withdrawal),
         };
         let result = group::inside(call);
         if !result.is_accepted() {
@@ -416,11 +420,14 @@ impl Collectives {
             return result;
         }
         let needed: Vec<_> = newcomers.iter().filter_map(Newcomer::needed).collect();
-        let Ok(launch) = cut.enter_if_there(what, &increments, &needed) else {
-            for newcomer in &newcomers {
-                self.leave(process, newcomer);
+        let launch = match cut.enter_if_there(what, &increments, &needed) {
+            Ok(launch) => launch,
+            Err(withdrawal) => {
+                for newcomer in &newcomers {
+                    self.leave(process, newcomer);
+                }
+                return turned_back(process, what, withdrawal);
             }
-            return turned_back(process, what);
         };
         let result = group::inside(call);
         let touched: Vec<_> = newcomers

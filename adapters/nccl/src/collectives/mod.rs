@@ -36,7 +36,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use tenants::cut::{CommunicatorId, Cut, Increment, Launch, Series};
+use tenants::cut::{CommunicatorId, Cut, Increment, Launch, Series, TurnedBack, Withdrawal};
 
 pub use identity::of_unique_ids;
 
@@ -243,8 +243,9 @@ impl Collectives {
             return result;
         }
         let seat = std::slice::from_ref(communicator.seat());
-        let Ok(launch) = process.cut().enter_if_there(what, increments, seat) else {
-            return turned_back(process, what);
+        let launch = match process.cut().enter_if_there(what, increments, seat) {
+            Ok(launch) => launch,
+            Err(withdrawal) => return turned_back(process, what, withdrawal),
         };
         let result = group::inside(call);
         self.settle(process, launch, result, std::slice::from_ref(communicator));
@@ -291,8 +292,7 @@ impl Collectives {
                 process.spoil_group();
                 group::inside(call);
                 self.group_ended(process, group, NcclResult::INVALID_USAGE);
-                drop(withdrawal);
-                turned_back(process, "ncclGroupEnd")
+                turned_back(process, "ncclGroupEnd", withdrawal)
             }
         }
     }
@@ -453,12 +453,24 @@ fn increments_of(
     }
 }
 
-/// The answer to a call that was held, and whose communicator another thread has ended meanwhile.
-fn turned_back<P: Process>(process: &P, what: &'static str) -> NcclResult {
-    process.note(&format!(
-        "{what} was held for a pause while another thread ended its communicator (by ncclCommAbort, ncclCommRevoke, \
-         ncclCommDestroy or ncclCommShrink): it returned ncclInvalidUsage and launched nothing. Make the communicator \
-         anew before it is used again"
-    ));
+/// The answer to a call that must not be made.
+fn turned_back<P: Process>(
+    process: &P,
+    what: &'static str,
+    withdrawal: Withdrawal<'_>,
+) -> NcclResult {
+    let why = withdrawal.why();
+    drop(withdrawal);
+    process.note(&match why {
+        TurnedBack::RankLeft => format!(
+            "{what} was held for a pause while another thread ended its communicator (by ncclCommAbort, ncclCommRevoke, \
+             ncclCommDestroy or ncclCommShrink): it returned ncclInvalidUsage and launched nothing. Make the communicator \
+             anew before it is used again"
+        ),
+        TurnedBack::Away => format!(
+            "{what} was called while NCCL's memory was away: it returned ncclInvalidUsage and launched nothing, as \
+             SUBLET_NCCL_AWAY=fail says. Resume NCCL first, or unset that, and calls wait for the resume"
+        ),
+    });
     NcclResult::INVALID_USAGE
 }

@@ -515,6 +515,7 @@ impl Agent {
             version: self.script.version.to_owned(),
             state: *self.state.lock().unwrap(),
             held: false,
+            nccl_waits: false,
             asked: None,
             tags: Vec::new(),
         }

@@ -347,6 +347,33 @@ fn while_memory_is_away_launches_wait_whoever_holds_and_ends_pass() {
     assert!(launched.load(Ordering::SeqCst));
 }
 
+#[test]
+fn where_launches_fail_while_memory_is_away_those_that_wait_do_and_ends_pass() {
+    let cut = Cut::default();
+    let launch = [increment(&cut, collectives(1), 1)];
+    let end = [increment(&cut, lane(1, Series::End), 1)];
+    let enter = || cut.enter_if_there("ncclAllReduce", &launch, &[]).map_err(|left| left.why());
+    cut.fail_while_away();
+    drop(enter().unwrap());
+    cut.claim(COORDINATOR);
+    assert!(cut.hold(COORDINATOR, Limits::default()));
+    thread::scope(|scope| {
+        let held = scope.spawn(|| enter().map(drop));
+        while cut.report(0).waiting.is_empty() {
+            thread::yield_now();
+        }
+        cut.set_away(true);
+        cut.release();
+        assert_eq!(held.join().unwrap(), Err(TurnedBack::Away));
+    });
+    assert!(cut.report(0).waiting.is_empty());
+    assert_eq!(enter().map(drop), Err(TurnedBack::Away));
+    drop(cut.enter_if_there("ncclCommDestroy", &end, &[]).unwrap());
+    cut.set_away(false);
+    drop(enter().unwrap());
+    assert_eq!(launch[0].counter.launched(), 2, "those that failed are not counted");
+}
+
 /// Lets the threads of a test end, however it does.
 struct LetGo<'a> {
     cut: &'a Cut,
