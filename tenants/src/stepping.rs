@@ -141,8 +141,9 @@ impl Activity {
         SeenActivity { cut: cut.seen, inside: *inside, waiting: *waiting, is_idle: *is_idle }
     }
 
+    /// Does a thread wait that can be let on?
     fn waits(&self) -> bool {
-        self.waiting > 0 || !self.cut.waiting.is_empty()
+        self.waiting > 0 || self.cut.waiting.iter().any(|waiting| !waiting.needs.is_empty())
     }
 
     /// May a launch that a device waits for be next?

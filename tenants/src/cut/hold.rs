@@ -318,7 +318,7 @@ impl Cut {
         });
         let waiting = table.waiting.values().take(LISTED_MAX).map(|waiter| Waiting {
             what: waiter.what.to_owned(),
-            needs: needs(&waiter.increments),
+            needs: if table.is_away { Vec::new() } else { needs(&waiter.increments) },
             waited_ms: millis(waiter.since.elapsed()),
         });
         let mut report = CutReport {

@@ -89,7 +89,7 @@ pub struct LaunchCount {
 pub struct Waiting {
     /// The call.
     pub what: String,
-    /// What it would launch.
+    /// The limits that would let it go; none while it waits for memory that is away, since no limit does.
     pub needs: Vec<Need>,
     /// For how long, in milliseconds.
     pub waited_ms: u64,

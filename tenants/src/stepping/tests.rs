@@ -582,3 +582,29 @@ fn ranks_that_meet_on_the_host_are_drained() {
     program.hidden(&[0, 1]);
     drains(program, 0);
 }
+
+#[test]
+fn launches_that_wait_for_memory_are_not_let_on() {
+    let lane = Lane { communicator: CommunicatorId(1), series: Series::Collectives };
+    let rank = |rank| Rank { communicator: lane.communicator, rank, ranks: 2 };
+    let activity = |own: u32, waits: bool, is_idle| {
+        let needs = Vec::new();
+        let waiting = Waiting { what: "ncclAllReduce".to_owned(), needs, waited_ms: 9 };
+        let cut = CutReport {
+            ranks: vec![rank(own)],
+            counters: vec![LaunchCount { lane, rank: own, launched: 5 }],
+            waiting: waits.then_some(waiting).into_iter().collect(),
+            ..CutReport::default()
+        };
+        Activity { cut, is_idle, ..Activity::default() }
+    };
+    let mut stepper = Stepper::new(Plan::default());
+    for pace in [Pace::Moving, Pace::Stalled, Pace::Stalled] {
+        // The first device takes its time over what needs nobody.
+        let seen = [activity(0, true, false), activity(1, true, true)];
+        let decision = stepper.update(&[&seen[0], &seen[1]], pace);
+        assert_eq!(decision, Decision::Open(vec![Calls::None; 2]));
+    }
+    let seen = [activity(0, true, true), activity(1, true, true)];
+    assert_eq!(stepper.update(&[&seen[0], &seen[1]], Pace::Moving), Decision::Drained);
+}
