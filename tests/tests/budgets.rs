@@ -277,7 +277,8 @@ fn processes_that_take_and_free_at_once_never_hold_more_and_leave_nothing_counte
 #[test]
 fn nccl_is_under_the_budget_and_leaves_it_by_itself() -> Outcome {
     let stage = Stage::new(&[256 * MIB; 4])?;
-    let job_options = SpmdOptions { stuck: Some((1, 20)), ..SpmdOptions::new("graph", 2, 40) };
+    // Long enough to run still when it is paused, on a busy machine too.
+    let job_options = SpmdOptions { stuck: Some((1, 20)), ..SpmdOptions::new("graph", 2, 6000) };
     let wanted = Spmd::start(&stage, &job_options.plain())?.finish()?;
     let mut job = Spmd::start(&stage, &job_options)?;
     assert_eq!(job.ranks[1].answer()?.text, "stuck");
