@@ -100,7 +100,7 @@ fn unseen(report: &BudgetReport) -> Vec<Which> {
     let is_seen = |which: Which| match which {
         Which::Every => true,
         Which::Index(index) => report.gpus.iter().any(|gpu| gpu.index == Some(index)),
-        Which::Uuid(uuid) => report.gpus.iter().any(|gpu| gpu.gpu == gpus::name_of(uuid)),
+        Which::Uuid(uuid) => report.gpus.iter().any(|gpu| gpu.gpu == uuid.to_string()),
     };
     report.budgets.iter().map(|(which, _)| which).filter(|which| !is_seen(*which)).collect()
 }
@@ -127,8 +127,7 @@ pub(crate) fn remarks(tenant: &TenantStats) -> impl Iterator<Item = String> {
 
 /// Refuses a number that no GPU of this machine has, where the machine lists its GPUs.
 fn check_node(budgets: &Budgets, list: &Path) -> Result<(), Failure> {
-    let addresses = gpus::addresses(list);
-    let count = addresses.len();
+    let count = gpus::places(list).len();
     for (which, _) in budgets.iter() {
         if let Which::Index(index) = which
             && count > 0

@@ -12,11 +12,10 @@ use std::time::Duration;
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 use serde::Serialize;
+use tenants::budget::gpus;
 
 /// A GPU that has fallen off the bus makes NVIDIA's tools wait for ever.
 const TIMEOUT: Duration = Duration::from_secs(3);
-/// Where the kernel driver shows its GPUs, a directory each, named by its place on the bus.
-const PROC: &str = "/proc/driver/nvidia/gpus";
 /// How much of a machine-wide name tells a machine's GPUs apart: `GPU-5f00be66`.
 const SHORT_CHARS: usize = 12;
 
@@ -104,7 +103,7 @@ impl Gpus {
 }
 
 fn ask() -> Gpus {
-    by_library().unwrap_or_else(|_| by_proc(Path::new(PROC)))
+    by_library().unwrap_or_else(|_| by_proc(Path::new(gpus::NODE_GPUS)))
 }
 
 fn by_library() -> Result<Gpus, NvmlError> {
@@ -128,11 +127,8 @@ fn by_library() -> Result<Gpus, NvmlError> {
 
 /// `nvidia-smi` numbers GPUs by their place on the bus.
 fn by_proc(dir: &Path) -> Gpus {
-    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
-    let mut paths: Vec<_> = entries.map(|entry| entry.path()).collect();
-    paths.sort();
-    let gpus = (0..).zip(paths).filter_map(|(index, path)| {
-        let text = fs::read_to_string(path.join("information")).ok()?;
+    let gpus = (0..).zip(gpus::places(dir)).filter_map(|(index, place)| {
+        let text = fs::read_to_string(dir.join(place).join("information")).ok()?;
         let field = |name: &str| {
             let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
             Some(line.trim().to_owned())

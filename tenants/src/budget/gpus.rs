@@ -3,28 +3,28 @@
 use std::fs;
 use std::path::Path;
 
-use vmm_pool::driver::{DeviceUuid, PciAddress};
+use vmm_pool::driver::PciAddress;
 
 /// Where the driver lists the GPUs of this machine, or of this container.
 pub const NODE_GPUS: &str = "/proc/driver/nvidia/gpus";
 
-/// The PCI addresses in `list` ([`NODE_GPUS`]) in the order in which `nvidia-smi` numbers them: that of the addresses.
-/// Empty where the driver lists none.
-pub fn addresses(list: &Path) -> Vec<String> {
+/// The directories in `list` ([`NODE_GPUS`]), a GPU each and named by its PCI address, in the order in which `nvidia-smi`
+/// numbers them: that of the addresses. Empty where the driver lists none.
+pub fn places(list: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(list) else {
         return Vec::new();
     };
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    let mut names: Vec<String> = names.map(|name| name.to_ascii_lowercase()).collect();
+    let mut names: Vec<String> = names.collect();
     // Domains may have more digits than four.
-    names.sort_by_key(|name| (name.len(), name.clone()));
+    names.sort_by_key(|name| (name.len(), name.to_ascii_lowercase()));
     names
 }
 
 /// The number of the GPU at `address`. `None` where the driver lists none, or not this one.
 pub fn index_of(list: &Path, address: PciAddress) -> Option<u32> {
     let wanted = address.to_string();
-    let place = addresses(list).iter().position(|name| *name == wanted)?;
+    let place = places(list).iter().position(|name| name.eq_ignore_ascii_case(&wanted))?;
     u32::try_from(place).ok()
 }
 
@@ -35,11 +35,6 @@ pub fn index_behind(visible: Option<&str>, ordinal: u32) -> Option<u32> {
         return Some(ordinal);
     };
     visible.split(',').nth(usize::try_from(ordinal).ok()?)?.trim().parse().ok()
-}
-
-/// As `nvidia-smi -L` prints an identity.
-pub fn name_of(uuid: [u8; 16]) -> String {
-    DeviceUuid(uuid).to_string()
 }
 
 #[cfg(test)]
@@ -59,7 +54,7 @@ mod tests {
         assert_eq!(look(at(0x1_0000, 1)), Some(2));
         assert_eq!(look(at(0, 1)), None);
         assert_eq!(index_of(Path::new("/nowhere"), at(0, 1)), None);
-        assert_eq!(addresses(list.path()).len(), 3);
+        assert_eq!(places(list.path())[1], "0000:9B:00.0");
     }
 
     #[test]
@@ -69,11 +64,5 @@ mod tests {
         assert_eq!(index_behind(Some("4"), 1), None);
         assert_eq!(index_behind(Some("GPU-6ac1"), 0), None);
         assert_eq!(index_behind(Some(""), 0), None);
-    }
-
-    #[test]
-    fn an_identity_is_written_as_people_know_it() {
-        let uuid = 0x6ac1_73de_0000_1111_2222_3333_4444_5555_u128.to_be_bytes();
-        assert_eq!(name_of(uuid), "GPU-6ac173de-0000-1111-2222-333344445555");
     }
 }

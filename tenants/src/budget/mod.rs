@@ -10,6 +10,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
+use vmm_pool::driver::DeviceUuid;
+
 /// The environment variable that has the budgets of a tenant's processes.
 pub const BUDGET_VARIABLE: &str = "SUBLET_BUDGET";
 
@@ -28,7 +30,7 @@ pub enum Which {
     /// By its number on this machine, in the order of PCI addresses.
     Index(u32),
     /// By its identity.
-    Uuid([u8; 16]),
+    Uuid(DeviceUuid),
 }
 
 /// The budgets of a tenant, in bytes. None of a GPU is one without a bound.
@@ -84,7 +86,7 @@ impl Budgets {
     }
 
     /// The budget of a GPU: by its identity where that is named, else by its number, else that of every one.
-    pub fn of(&self, uuid: [u8; 16], index: Option<u32>) -> Option<u64> {
+    pub fn of(&self, uuid: DeviceUuid, index: Option<u32>) -> Option<u64> {
         let by_index = || index.and_then(|index| self.0.get(&Which::Index(index)));
         let found = self.0.get(&Which::Uuid(uuid)).or_else(by_index);
         found.or_else(|| self.0.get(&Which::Every)).copied().flatten()
@@ -93,7 +95,7 @@ impl Budgets {
     /// These with `changes` in their place: a GPU that is named gets what is said of it, and what is said of every GPU is
     /// in place of all. `known` are the identities and numbers of GPUs, for one that is named by both.
     #[must_use]
-    pub fn changed_by(&self, changes: &Self, known: &[([u8; 16], Option<u32>)]) -> Self {
+    pub fn changed_by(&self, changes: &Self, known: &[(DeviceUuid, Option<u32>)]) -> Self {
         if changes.0.contains_key(&Which::Every) {
             return changes.clone();
         }
@@ -147,7 +149,7 @@ fn which(gpu: &str, part: &str) -> Result<Which, BudgetError> {
     let digits: String = named.unwrap_or(gpu).chars().filter(|digit| *digit != '-').collect();
     let is_whole = digits.len() == UUID_DIGITS && digits.bytes().all(|it| it.is_ascii_hexdigit());
     let number = is_whole.then(|| u128::from_str_radix(&digits, 16).ok()).flatten();
-    number.map(|number| Which::Uuid(number.to_be_bytes())).ok_or_else(no_gpu)
+    number.map(|number| Which::Uuid(DeviceUuid(number.to_be_bytes()))).ok_or_else(no_gpu)
 }
 
 /// A size such as `512MiB` or `60GiB`; a bare number is in bytes. None is no size.
@@ -170,7 +172,7 @@ impl fmt::Display for Budgets {
             let named = match which {
                 Which::Every => String::new(),
                 Which::Index(index) => format!("{index}="),
-                Which::Uuid(uuid) => format!("{}=", gpus::name_of(*uuid)),
+                Which::Uuid(uuid) => format!("{uuid}="),
             };
             let budget = budget.map_or_else(|| NONE.to_owned(), size);
             write!(f, "{comma}{named}{budget}")?;
@@ -194,7 +196,7 @@ impl fmt::Display for Which {
         match self {
             Self::Every => f.write_str("every GPU"),
             Self::Index(index) => write!(f, "GPU {index}"),
-            Self::Uuid(uuid) => f.write_str(&gpus::name_of(*uuid)),
+            Self::Uuid(uuid) => uuid.fmt(f),
         }
     }
 }
@@ -205,7 +207,7 @@ mod tests {
 
     use super::*;
 
-    const UUID: [u8; 16] = [0x6a; 16];
+    const UUID: DeviceUuid = DeviceUuid([0x6a; 16]);
 
     fn read(text: &str) -> Budgets {
         text.parse().unwrap()
@@ -269,7 +271,7 @@ mod tests {
         assert_eq!(change("60GiB", "0=40GiB"), "60GiB,0=40GiB");
         assert_eq!(change("0=60GiB,1=40GiB", "50GiB"), "50GiB");
         assert_eq!(change("0=60GiB,1=40GiB", "none"), "none");
-        let named = format!("{}=2GiB", gpus::name_of(UUID));
+        let named = format!("{UUID}=2GiB");
         assert_eq!(change("0=60GiB", &named), named);
         assert_eq!(change(&named, "0=1GiB"), "0=1GiB");
     }

@@ -4,11 +4,12 @@
 
 use serde::{Serialize, Serializer};
 use vmm_pool::budget::Gpu;
+use vmm_pool::driver::DeviceUuid;
 
 use super::peers::Everybody;
 use super::report::MemberFailure;
 use super::{Coordinator, CoordinatorError};
-use crate::budget::{Budgets, gpus};
+use crate::budget::Budgets;
 use crate::run_dir::{BudgetFile, RunDirError, TenantDir};
 use crate::wire::Count;
 
@@ -26,7 +27,7 @@ pub struct GpuBudget {
     /// All of its memory, in bytes; 0 where that is not known.
     pub total_bytes: u64,
     #[serde(skip)]
-    pub(crate) uuid: [u8; 16],
+    pub(crate) uuid: DeviceUuid,
 }
 
 /// A tenant's budgets after a change, or as they are.
@@ -51,7 +52,7 @@ fn as_text<S: Serializer>(budgets: &Budgets, serializer: S) -> Result<S::Ok, S::
 impl GpuBudget {
     fn new(gpu: &Gpu) -> Self {
         Self {
-            gpu: gpus::name_of(gpu.uuid),
+            gpu: gpu.uuid.to_string(),
             index: gpu.index,
             budget_bytes: gpu.figure.budget_bytes,
             held_bytes: gpu.figure.held_bytes,

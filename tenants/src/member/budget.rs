@@ -146,7 +146,7 @@ impl<D: Driver> Member<D> {
         let count = driver.device_count().unwrap_or(0);
         let gpu = |ordinal: i32| {
             let device = DeviceOrdinal(ordinal);
-            let uuid = driver.device_uuid(device).ok()?.0;
+            let uuid = driver.device_uuid(device).ok()?;
             let index = (self.config.gpu_index)(device, self.pool.pci_address(device));
             let total_bytes = (self.config.device_bytes)(device);
             let figure = Figure { budget_bytes: None, held_bytes: 0 };

@@ -21,6 +21,7 @@ use memmap2::MmapRaw;
 
 use super::slots::{self, Full, Slot};
 use super::{Figure, OverBudget};
+use crate::driver::DeviceUuid;
 use crate::sync::{AtomicU64, Ordering};
 
 /// GPUs that one tenant can have budgets for.
@@ -39,7 +40,7 @@ const NO_BUDGET: u64 = u64::MAX;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gpu {
     /// Its identity, as the driver gives it.
-    pub uuid: [u8; 16],
+    pub uuid: DeviceUuid,
     /// Its number on this machine, where that is known.
     pub index: Option<u32>,
     /// All of its memory, in bytes; 0 where that is not known.
@@ -147,7 +148,7 @@ impl Shared {
         let word = |index: usize| self.word(at + 8 * index).load(Ordering::SeqCst);
         let uuid = (u128::from(word(0)) << 64) | u128::from(word(1));
         Gpu {
-            uuid: uuid.to_be_bytes(),
+            uuid: DeviceUuid(uuid.to_be_bytes()),
             index: word(3).checked_sub(1).and_then(|index| u32::try_from(index).ok()),
             total_bytes: word(4),
             figure: self.figure(gpu),
@@ -155,7 +156,7 @@ impl Shared {
     }
 
     /// The place of a GPU.
-    pub fn find(&self, uuid: [u8; 16]) -> Option<usize> {
+    pub fn find(&self, uuid: DeviceUuid) -> Option<usize> {
         self.gpus().iter().position(|gpu| gpu.uuid == uuid)
     }
 
@@ -169,7 +170,7 @@ impl Shared {
         let put = |index: usize, value: u64| {
             self.word(at + 8 * index).store(value, Ordering::SeqCst);
         };
-        let uuid = u128::from_be_bytes(gpu.uuid);
+        let uuid = u128::from_be_bytes(gpu.uuid.0);
         let [high, low] = [uuid >> 64, uuid & u128::from(u64::MAX)];
         put(0, u64::try_from(high).unwrap_or_default());
         put(1, u64::try_from(low).unwrap_or_default());
@@ -241,7 +242,7 @@ mod tests {
         let mut uuid = [0x9f; 16];
         uuid[15] = last;
         let figure = Figure { budget_bytes, held_bytes: 0 };
-        Gpu { uuid, index: Some(u32::from(last)), total_bytes: 80, figure }
+        Gpu { uuid: DeviceUuid(uuid), index: Some(u32::from(last)), total_bytes: 80, figure }
     }
 
     #[test]
@@ -253,7 +254,7 @@ mod tests {
         assert_eq!(one.add(&gpu(1, None)), Some(1));
         assert_eq!(other.gpus(), [gpu(0, Some(50)), gpu(1, None)]);
         assert_eq!(other.find(gpu(1, None).uuid), Some(1));
-        assert_eq!(other.find([0; 16]), None);
+        assert_eq!(other.find(DeviceUuid([0; 16])), None);
         one.open_slot(0);
         other.open_slot(1);
         one.take(0, 0, 30).unwrap();

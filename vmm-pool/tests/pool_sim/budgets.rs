@@ -6,7 +6,7 @@ use std::sync::Arc;
 use vmm_pool::budget::{Account, Counted, Figure, Gpu, OverBudget, Place, Shared};
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{
-    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DriverCode, VaRange,
+    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DeviceUuid, DriverCode, VaRange,
 };
 use vmm_pool::{Class, Contents, PoolError, VirtualHandle};
 
@@ -54,7 +54,7 @@ fn shared(slots: usize) -> Arc<Shared> {
     shared.begin();
     for (number, budget_bytes) in [(1, Some(BUDGET_BYTES)), (2, Some(3 * BUDGET_BYTES))] {
         let figure = Figure { budget_bytes, held_bytes: 0 };
-        shared.add(&Gpu { uuid: [number; 16], index: None, total_bytes: 0, figure });
+        shared.add(&Gpu { uuid: DeviceUuid([number; 16]), index: None, total_bytes: 0, figure });
     }
     (0..slots).for_each(|slot| shared.open_slot(slot));
     Arc::new(shared)
