@@ -20,6 +20,8 @@ const VERSION: &str = "0.5.4";
 const LIKE: &str = "mdbook v0.5.";
 /// The folder of the book's own pages.
 const FOLDER: &str = "docs";
+/// Files of that folder that are mdBook's.
+const SETTINGS: [&str; 2] = ["book.toml", "book.css"];
 /// Chapters that lie beside it: path, title. The first opens the book.
 const BESIDE: [(&str, &str); 5] = [
     ("README.md", "Sublet"),
@@ -44,7 +46,9 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
     }
     let list = fs::read_to_string(workspace.root.join(contents::LIST))?;
     fs::write(source.join("SUMMARY.md"), summary(&list))?;
-    fs::copy(workspace.root.join(FOLDER).join("book.toml"), book.join("book.toml"))?;
+    for name in SETTINGS {
+        fs::copy(workspace.root.join(FOLDER).join(name), book.join(name))?;
+    }
 
     let mut mdbook = workspace.command(program(workspace)?);
     mdbook.arg("build").arg(&book);
