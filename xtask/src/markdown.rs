@@ -13,6 +13,8 @@ pub(crate) struct Page {
     pub(crate) links: Vec<Link>,
     /// The texts of its code spans.
     pub(crate) code: BTreeSet<String>,
+    /// The lines of rows of tables that are shown as text: they have no head, or a blank line parts them from it.
+    pub(crate) stray_rows: Vec<usize>,
 }
 
 /// A link of a page.
@@ -39,6 +41,8 @@ impl Page {
             }
             if let Event::Start(Tag::Heading { .. }) = event {
                 heading = Some(String::new());
+            } else if let Event::Start(Tag::Paragraph) = event {
+                page.stray_rows.extend(text[range.clone()].starts_with('|').then(line));
             } else if let Event::End(TagEnd::Heading(_)) = event {
                 page.add_anchor(&heading.take().unwrap_or_default());
             } else if let Event::Code(words) = event {
@@ -137,6 +141,12 @@ mod tests {
             page.links.iter().map(|link| (link.line, link.target.as_str())).collect();
         assert_eq!(found, [(1, "a.md"), (1, "b.svg"), (1, "c.md"), (3, "d.svg")]);
         assert!(page.code.contains("[no](no.md)"));
+    }
+
+    #[test]
+    fn rows_without_their_table_are_found() {
+        let page = Page::read("| a |\n| --- |\n| b |\n\n| c |\n");
+        assert_eq!(page.stray_rows, [5]);
     }
 
     #[test]

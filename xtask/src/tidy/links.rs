@@ -1,4 +1,4 @@
-//! Links in Markdown: each leads to a file of the project, and to a heading that its page has.
+//! Links in Markdown: each leads to a file of the project, and to a heading that its page has. Rows belong to tables.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,6 +10,10 @@ use super::Finding;
 pub(super) fn check(pages: &BTreeMap<String, Page>, paths: &BTreeSet<String>) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (path, page) in pages {
+        for line in &page.stray_rows {
+            let next = "take out the blank line above it, or give it a head";
+            findings.push(Finding::new(path, *line, "a row without its table", next));
+        }
         for link in &page.links {
             if let Some((what, next)) = broken(path, &link.target, pages, paths) {
                 findings.push(Finding::new(path, link.line, what, next));
