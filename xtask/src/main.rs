@@ -11,11 +11,13 @@
 
 mod bench;
 mod bindings;
+mod book;
 mod build;
 mod bundle;
 mod demo;
 mod functions;
 mod glibc;
+mod markdown;
 mod mutants;
 mod package;
 mod picture;
@@ -76,6 +78,8 @@ enum Command {
         #[arg(long)]
         write: bool,
     },
+    /// Build the documents as a book, into `target/book/html`, and look at every link in it.
+    Book,
     /// Pack what the GPU lane needs into `target/gpu-bundle`.
     GpuBundle,
     /// Build the Python package as one wheel, into `target/wheels`.
@@ -145,6 +149,7 @@ fn dispatch(command: &Command) -> Outcome {
         }
         Command::Tidy { write: true } => tidy::write(&workspace),
         Command::Tidy { write: false } => tidy::run(&workspace),
+        Command::Book => book::run(&workspace),
         Command::GpuBundle => bundle::run(&workspace),
         Command::Wheel => wheel::run(&workspace),
         Command::Bench { scaling: true, .. } => scaling::run(&workspace),

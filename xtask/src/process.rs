@@ -36,6 +36,17 @@ pub(crate) fn output(command: &mut Command) -> Outcome<String> {
     }
 }
 
+/// Runs `command` and returns what it wrote to both of its outputs.
+pub(crate) fn both_outputs(command: &mut Command) -> Outcome<String> {
+    let output = command.output().map_err(|error| format!("{}: {error}", name(command)))?;
+    let both = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&both).into_owned();
+    if output.status.success() {
+        return Ok(said);
+    }
+    Err(format!("{} failed: {}", name(command), said.trim()).into())
+}
+
 /// The commit that is checked out, with `-dirty` behind it when something is not committed.
 pub(crate) fn commit(workspace: &Workspace) -> Outcome<String> {
     let git = |arguments: &[&str]| output(workspace.command("git").args(arguments));

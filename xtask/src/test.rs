@@ -5,12 +5,13 @@ use std::path::Path;
 use crate::build::Built;
 use crate::stages::{Ran, Stages};
 use crate::workspace::Workspace;
-use crate::{Outcome, bindings, demo, package, process, tidy};
+use crate::{Outcome, bindings, book, demo, package, process, tidy};
 
 /// Runs the tests, and the checks that take no time beside them.
 pub(crate) fn test(workspace: &Workspace) -> Outcome {
     let mut stages = Stages::default();
     quick_checks(workspace, &mut stages);
+    stages.run("book", |_| book::run(workspace).map(|()| Ran::All));
     tests(workspace, &mut stages);
     stages.finish()
 }
@@ -33,6 +34,7 @@ pub(crate) fn python(workspace: &Workspace) -> Outcome {
 pub(crate) fn ci(workspace: &Workspace) -> Outcome {
     let mut stages = Stages::default();
     quick_checks(workspace, &mut stages);
+    stages.run("book", |_| book::run(workspace).map(|()| Ran::All));
     stages.run("clippy", |_| {
         let mut clippy = workspace.cargo(&["clippy", "--workspace", "--all-targets"]);
         clippy.args(["--all-features", "--", "-D", "warnings"]);

@@ -318,6 +318,9 @@ fn size(text: &str) -> Result<u64, String> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::path::Path;
+
     use clap::CommandFactory as _;
 
     use super::*;
@@ -394,6 +397,54 @@ mod tests {
             panic!();
         };
         assert!(args.tenant.is_none());
+    }
+
+    /// What pages show of this command: code that begins with its name, each with the page.
+    fn shown() -> Vec<(String, String)> {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let docs = fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
+        let pages = docs.filter(|path| path.extension().is_some_and(|extension| extension == "md"));
+        let mut found = Vec::new();
+        for page in pages.chain([root.join("README.md")]) {
+            let text = fs::read_to_string(&page).unwrap();
+            let parts: Vec<_> = text.split("```").collect();
+            let blocks = parts.iter().skip(1).step_by(2).flat_map(|block| block.lines());
+            let spans =
+                parts.iter().step_by(2).flat_map(|prose| prose.split('`').skip(1).step_by(2));
+            let ours = blocks.chain(spans).filter(|code| code.starts_with("sublet "));
+            found.extend(ours.map(|code| (page.display().to_string(), code.replace('\n', " "))));
+        }
+        found
+    }
+
+    #[test]
+    fn pages_show_commands_and_options_that_there_are() {
+        let cli = Cli::command();
+        let shown = shown();
+        assert!(shown.len() > 50, "{} commands in all pages", shown.len());
+        for (page, line) in shown {
+            let line = line.split(['#', '|', '>', '&']).next().unwrap_or_default();
+            let words: Vec<_> =
+                line.split_whitespace().skip(1).take_while(|word| *word != "--").collect();
+            let Some((first, rest)) = words
+                .split_first()
+                .filter(|(first, _)| first.bytes().all(|byte| byte.is_ascii_lowercase()))
+            else {
+                continue;
+            };
+            let command = cli.find_subcommand(first);
+            let command = command.unwrap_or_else(|| panic!("{page}: there is no `{line}`"));
+            let known: Vec<_> = command.get_arguments().filter_map(clap::Arg::get_long).collect();
+            for word in
+                rest.iter().filter_map(|word| word.trim_start_matches('[').strip_prefix("--"))
+            {
+                let name = word.split(['=', '[', ']']).next().unwrap_or_default();
+                assert!(
+                    name == "help" || known.contains(&name),
+                    "{page}: `{line}` has no --{name}"
+                );
+            }
+        }
     }
 
     #[test]

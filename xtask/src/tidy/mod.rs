@@ -5,16 +5,21 @@
 
 mod cited;
 mod code;
+pub(crate) mod contents;
 mod files;
 mod layers;
+mod links;
+mod messages;
 mod modules;
 mod named_tests;
 mod unsafe_list;
 
+use std::collections::BTreeMap;
 use std::fmt::{self, Display};
 use std::fs;
 use std::path::Path;
 
+use crate::markdown::Page;
 use crate::workspace::Workspace;
 use crate::{Outcome, bench};
 
@@ -61,6 +66,7 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
     let mut exceptions = Vec::new();
     let (mut list, mut page) = (None, None);
     let mut rust = Vec::new();
+    let mut pages = BTreeMap::new();
     let failed = bench::failed(workspace)?;
     let paths = workspace.files()?;
     for path in &paths {
@@ -72,6 +78,7 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
         findings.extend(files::check(&path, &text));
         if has_extension(&path, "md") {
             findings.extend(cited::check(&path, &text, &failed));
+            pages.insert(path.clone(), Page::read(&text));
         }
         if is_rust(&path) {
             exceptions.extend(unsafe_list::exceptions(&path, &text));
@@ -87,6 +94,10 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
     findings.extend(modules::check(&rust));
     let names = paths.iter().map(|path| path_text(path)).collect();
     findings.extend(page.iter().flat_map(|page| named_tests::check(page, &rust, &names)));
+    findings.extend(links::check(&pages, &names));
+    findings.extend(contents::check(&pages));
+    let no_errors = Page::default();
+    findings.extend(messages::check(pages.get(messages::PAGE).unwrap_or(&no_errors), &rust));
     findings.extend(unsafe_list::check(list.as_deref(), &exceptions));
     for finding in &findings {
         println!("{finding}");
