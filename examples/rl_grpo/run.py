@@ -1,0 +1,113 @@
+"""GRPO with trainer and generator as two tenants that take turns on the same GPUs.
+
+Without a GPU, in under a minute (builds what it needs):
+
+    cargo xtask rl-demo --modes sublet,cpu
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+if __package__ in (None, ""):  # started by its path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rl_grpo import page, record, space
+from rl_grpo.arguments import Options, parse
+from rl_grpo.conductor import Conductor, Jobs
+from rl_grpo.problem import Problem
+
+_OUT_BYTES = 64 << 20
+#: Sockets and the run directory of the simulation, and what a hand-over from the host writes there.
+_SHM_BYTES = 64 << 20
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Exit code: 0 when every mode came to its end and all agree; 1 when not; 2 when it could not be started."""
+    options = parse(argv, __doc__ or "")
+    try:
+        _require("sublet", "install the wheel: `cargo xtask wheel`, then `pip install target/wheels/*.whl`")
+        options.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="rl-grpo-") as place:
+            jobs = _jobs(options, Path(place))
+            runs = _play(options, jobs, Path(place))
+    except (Problem, OSError) as problem:
+        print(f"rl_grpo: {problem}", file=sys.stderr)
+        return 2
+    return _tell(options, runs)
+
+
+def _require(module: str, how: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise Problem(f"Python finds no '{module}': {how}")
+
+
+def _jobs(options: Options, place: Path) -> Jobs:
+    if options.simulate:
+        from rl_grpo.simulated.jobs import GPU_BYTES, WEIGHTS_BYTES, SimulatedJobs
+
+        # Memory of simulated GPUs and saved contents lie in /dev/shm, as far as they are written.
+        space.check({options.out: _OUT_BYTES, options.shm: _SHM_BYTES + 2 * GPU_BYTES * options.gpus + WEIGHTS_BYTES})
+        run_dir = place / "run"
+        run_dir.mkdir(mode=0o700)
+        os.environ["SUBLET_RUN_DIR"] = str(run_dir)
+        return SimulatedJobs(options, place)
+    for module in ("torch", "transformers", "trl"):
+        _require(module, "pip install torch transformers trl; or --simulate, which needs none of them")
+    from rl_grpo.real.jobs import RealJobs, weights_bytes
+
+    by_host = weights_bytes(options.shape) if options.handover == "host" else 0
+    space.check({options.out: _OUT_BYTES, options.shm: _SHM_BYTES + by_host})
+    return RealJobs(options)
+
+
+def _play(options: Options, jobs: Jobs, place: Path) -> list[record.Run]:
+    runs = []
+    for mode in options.modes:
+        work = place / mode
+        work.mkdir()
+        run = Conductor(options, jobs, mode, work).play()
+        for log in work.glob("*.log"):
+            shutil.copy(log, options.out / f"{mode}-{log.name}")
+        if run.failure is not None:
+            print(f"{mode}: {run.failure}", file=sys.stderr, flush=True)
+        runs.append(run)
+    return runs
+
+
+def _versions(runs: Sequence[record.Run]) -> dict[str, str]:
+    import sublet
+
+    found = {"sublet": sublet.__version__, "python": platform.python_version()}
+    for run in runs:
+        found.update(run.facts.pop("versions", {}))
+    return found
+
+
+def _tell(options: Options, runs: list[record.Run]) -> int:
+    shown: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in ("simulate", "modes", "handover", "gpus", "steps", "seed", "tokens", "generations", "shape", "engine", "kv_gib")
+    }
+    written = record.document(runs, shown, _versions(runs))
+    record.write(options.out / "rl_grpo.json", written)
+    (options.out / "rl_grpo.html").write_text(page.html(written), encoding="utf-8")
+    print(f"{options.out / 'rl_grpo.json'} and {options.out / 'rl_grpo.html'} are written")
+    if written["identical"]:
+        print(f"rewards, losses and weights of {written['compared']} modes are identical")
+    elif written["identical"] is False:
+        print(f"rl_grpo: NOT identical: {written['difference']}", file=sys.stderr)
+    failed = any(run.failure is not None for run in runs)
+    return 1 if failed or written["identical"] is False else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
