@@ -29,7 +29,6 @@ class Options:
     generations: int
     shape: str
     kv_gib: float
-    engine: str
     device: str
     deadline_s: float
     sample_s: float
@@ -53,9 +52,8 @@ def parser(epilog: str) -> argparse.ArgumentParser:
     add("--shape", choices=SHAPES, default="tiny", help="size of the model; its weights are random")
     add("--generations", type=int, default=16, help="completions a step and GPU, all of one prompt")
     add("--tokens", type=int, help="of each completion (192; 96 with --simulate)")
-    add("--engine", choices=["static", "continuous"], default="static", help="static cache with captured graphs, or paged batching")
     add("--kv-gib", type=float, default=1.0, help="what the generator's KV cache takes on each GPU")
-    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: modes keep-both and restart, hand-over by a file")
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: no mode sublet, and hand-over by a file")
     add("--seed", type=int, default=1)
     add("--deadline", type=float, default=600.0, help="most seconds of any wait")
     add("--sample-s", type=float, help="seconds between looks at the memory (0.25; 0.1 with --simulate)")
@@ -89,12 +87,11 @@ def parse(argv: Optional[Sequence[str]], epilog: str) -> Options:
     if given.kill_generator is not None and not 0 <= given.kill_generator < steps:
         made.error(f"--kill-generator names a step from 0 to {steps - 1}, not {given.kill_generator}")
     if given.device == "cpu" and not given.simulate:
-        wrong = [mode for mode in modes if mode in ("sublet", "destroy-groups")]
-        if wrong or given.handover == "ipc":
-            made.error("--device cpu has no GPU to pause or share: use --handover host and modes cpu, keep-both, restart")
+        if "sublet" in modes or given.handover == "ipc":
+            made.error("--device cpu has no GPU to pause or share: use --handover host, and another mode than sublet")
     return Options(
         simulate=given.simulate, modes=modes, handover=given.handover, gpus=given.gpus, steps=steps, seed=given.seed,
-        tokens=tokens, generations=given.generations, shape=given.shape, kv_gib=given.kv_gib, engine=given.engine,
+        tokens=tokens, generations=given.generations, shape=given.shape, kv_gib=given.kv_gib,
         device=given.device, deadline_s=given.deadline, sample_s=sample_s, out=given.out, shm=given.shm,
         kill_generator=given.kill_generator,
     )  # fmt: skip

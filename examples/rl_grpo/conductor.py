@@ -36,7 +36,8 @@ class Conductor:
         self._switch = switching.make(mode, self._train, self._infer, options.handover, options.deadline_s)
         self._weights_file = options.shm / f"rl-grpo-{os.getpid()}-{mode}"
         self._clock = sampling.clock()
-        self._sampler = sampling.Sampler(self._clock, options.sample_s)
+        no_gpus = not options.simulate and options.device == "cpu"
+        self._sampler = sampling.Sampler(self._clock, options.sample_s, no_gpus)
         self._progress = Progress(mode, options.steps)
         self.run = Run(mode=mode, handover=options.handover)
 
@@ -67,7 +68,8 @@ class Conductor:
             self._train.start()
             self._meet(self._train)
         self._sampler.take("start")
-        self._name_gpus()
+        if self._sampler.samples:
+            self._name_gpus()
 
     def _meet(self, team: Team) -> None:
         for rank, facts in team.facts.items():

@@ -7,6 +7,7 @@ Without a GPU, in under a minute (builds what it needs):
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import platform
@@ -34,7 +35,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Exit code: 0 when every mode came to its end and all agree; 1 when not; 2 when it could not be started."""
     options = parse(argv, __doc__ or "")
     try:
-        _require("sublet", "install the wheel: `cargo xtask wheel`, then `pip install target/wheels/*.whl`")
+        if options.simulate or options.device == "cuda":
+            _require("sublet", "install the wheel: `cargo xtask wheel`, then `pip install target/wheels/*.whl`")
         options.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="rl-grpo-") as place:
             jobs = _jobs(options, Path(place))
@@ -84,9 +86,9 @@ def _play(options: Options, jobs: Jobs, place: Path) -> list[record.Run]:
 
 
 def _versions(runs: Sequence[record.Run]) -> dict[str, str]:
-    import sublet
-
-    found = {"sublet": sublet.__version__, "python": platform.python_version()}
+    found = {"python": platform.python_version()}
+    if importlib.util.find_spec("sublet") is not None:
+        found["sublet"] = importlib.import_module("sublet").__version__
     for run in runs:
         found.update(run.facts.pop("versions", {}))
     return found
@@ -95,7 +97,7 @@ def _versions(runs: Sequence[record.Run]) -> dict[str, str]:
 def _tell(options: Options, runs: list[record.Run]) -> int:
     shown: dict[str, Any] = {
         name: getattr(options, name)
-        for name in ("simulate", "modes", "handover", "gpus", "steps", "seed", "tokens", "generations", "shape", "engine", "kv_gib")
+        for name in ("simulate", "modes", "handover", "gpus", "steps", "seed", "tokens", "generations", "shape", "kv_gib", "device")
     }
     written = record.document(runs, shown, _versions(runs))
     record.write(options.out / "rl_grpo.json", written)
