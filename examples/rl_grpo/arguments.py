@@ -56,7 +56,7 @@ def parser(epilog: str) -> argparse.ArgumentParser:
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: no mode sublet, and hand-over by a file")
     add("--seed", type=int, default=1)
     add("--deadline", type=float, default=600.0, help="most seconds of any wait")
-    add("--sample-s", type=float, help="seconds between looks at the memory (0.25; 0.1 with --simulate)")
+    add("--sample-s", type=float, help="seconds between looks at the memory (0.25)")
     add("--out", type=Path, default=Path("rl_grpo_out"), help="folder for rl_grpo.json, rl_grpo.html and logs")
     add("--shm", type=Path, default=Path("/dev/shm"), help="folder in memory, for --handover host")
     add("--kill-generator", type=int, metavar="STEP", help="kill -9 of the generator in its turn, to see what follows")
@@ -75,7 +75,7 @@ def parse(argv: Optional[Sequence[str]], epilog: str) -> Options:
         made.error("--modes names each mode once, and at least one")
     steps = given.steps if given.steps is not None else (12 if given.simulate else 20)
     tokens = given.tokens if given.tokens is not None else (96 if given.simulate else 192)
-    sample_s = given.sample_s if given.sample_s is not None else (0.1 if given.simulate else 0.25)
+    sample_s = given.sample_s if given.sample_s is not None else 0.25
     counts = {"--gpus": given.gpus, "--steps": steps, "--tokens": tokens, "--deadline": given.deadline, "--sample-s": sample_s}
     for name, value in counts.items():
         if not value > 0:

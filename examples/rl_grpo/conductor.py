@@ -47,7 +47,7 @@ class Conductor:
             with self._sampler:
                 self._start()
                 self._steps()
-        except Problem as problem:
+        except (Problem, *self._switch.errors) as problem:
             self.run.failure = str(problem)
         finally:
             self._progress.close()
@@ -131,10 +131,12 @@ class Conductor:
     def _rollout(self, step: int, asked: list[dict[str, Any]]) -> list[Any]:
         try:
             return self._turn(step, asked)
-        except WorkerGone as gone:
-            if gone.role != "infer":
+        except (WorkerGone, *self._switch.errors) as error:
+            # A switch fails too where a process of one side is dead.
+            gone = error if isinstance(error, WorkerGone) else self._infer.dead()
+            if gone is None or gone.role != "infer":
                 raise
-            raise Problem(self._rescue(step, gone)) from gone
+            raise Problem(self._rescue(step, gone)) from error
 
     def _turn(self, step: int, asked: list[dict[str, Any]]) -> list[Any]:
         self._sampler.take("train")

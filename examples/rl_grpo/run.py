@@ -1,8 +1,21 @@
 """GRPO with trainer and generator as two tenants that take turns on the same GPUs.
 
-Without a GPU, in under a minute (builds what it needs):
+Without a GPU and without PyTorch, in under a minute; builds what it needs:
 
     cargo xtask rl-demo --modes sublet,cpu
+
+On a machine with GPUs, with PyTorch, transformers, TRL and the wheel of Sublet installed (nothing is fetched; the model
+has random weights, the tokenizer is of bytes, the prompts are made here):
+
+    1 GPU, tiny     python examples/rl_grpo/run.py --modes all --shape tiny --kv-gib 1
+    1 GPU, 0.5B     python examples/rl_grpo/run.py --modes all --shape 0.5b --kv-gib 40
+    1 GPU, 1.5B     python examples/rl_grpo/run.py --modes all --shape 1.5b --kv-gib 40
+    2 GPUs, 1.5B    python examples/rl_grpo/run.py --modes all --shape 1.5b --kv-gib 40 --gpus 2
+    1 GPU, 7B       python examples/rl_grpo/run.py --modes sublet,cpu --shape 7b --kv-gib 60 --handover host
+
+Each mode trains 20 steps with 16 completions of 192 tokens from the same seeds. Rewards, losses and weights must be the
+same in all of them, and the program says whether they are. It writes rl_grpo.json and one page, rl_grpo.html, into --out.
+Which mode does what, and what the record says, is in examples/README.md.
 """
 
 from __future__ import annotations
@@ -38,7 +51,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if options.simulate or options.device == "cuda":
             _require("sublet", "install the wheel: `cargo xtask wheel`, then `pip install target/wheels/*.whl`")
         options.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="rl-grpo-") as place:
+        # Simulated GPUs are files: they belong in memory.
+        folder = options.shm if options.simulate and options.shm.is_dir() else None
+        with tempfile.TemporaryDirectory(prefix="rl-grpo-", dir=folder) as place:
             jobs = _jobs(options, Path(place))
             runs = _play(options, jobs, Path(place))
     except (Problem, OSError) as problem:

@@ -24,6 +24,8 @@ class Switch:
     leaves_by_pause = False
     #: Whether a generator is started for each of its turns.
     restarts = False
+    #: What its acts raise beside Problem.
+    errors: tuple[type[Exception], ...] = ()
 
     def __init__(self, train: Team, infer: Team, handover: str, timeout_s: float) -> None:
         self.train, self.infer, self.timeout_s = train, infer, timeout_s
@@ -62,6 +64,7 @@ class BySublet(Switch):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         sublet = importlib.import_module("sublet")
+        self.errors = (sublet.Error,)
         self._trainer, self._generator = sublet.Tenant("train"), sublet.Tenant("infer")
 
     def generator_started(self) -> None:

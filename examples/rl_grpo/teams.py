@@ -124,6 +124,13 @@ class Team:
     def _chosen(self, ranks: Optional[Sequence[int]]) -> Sequence[int]:
         return range(self.size) if ranks is None else ranks
 
+    def dead(self) -> Optional[WorkerGone]:
+        """The first process that has ended though nobody told it to, if there is one."""
+        for rank, process in enumerate(self._processes):
+            if process.poll() is not None:
+                return self._gone(rank)
+        return None
+
     def _gone(self, rank: int) -> WorkerGone:
         process = self._processes[min(rank, len(self._processes) - 1)]
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -85,8 +85,12 @@ class Device:
         self.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
         return Memory(self, address.value, size_bytes, opened=True)
 
-    def total_bytes(self) -> int:
-        """All memory of the device."""
+    def free_and_total_bytes(self) -> tuple[int, int]:
+        """What is free on the device, and all of it."""
         free, total = _SIZE(), _SIZE()
         self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        return total.value
+        return free.value, total.value
+
+    def total_bytes(self) -> int:
+        """All memory of the device."""
+        return self.free_and_total_bytes()[1]
