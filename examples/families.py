@@ -11,7 +11,7 @@ import sys
 
 import stage
 
-SIZE_BYTES = 32 * stage.MIB
+SIZE_BYTES = 8 * stage.MIB
 
 
 def tenant() -> None:

@@ -1,10 +1,10 @@
-"""Two tenants change places, five times: while one leaves the other comes, in bounded device memory.
+"""Two tenants change places, three times: while one leaves the other comes, in bounded device memory.
 
     python examples/swap.py               # on a GPU; no PyTorch needed
     python examples/swap.py --simulate    # on a simulated one
 
-Each tenant holds 192 MiB and counts in it while it has its turn. You see the time of each swap, and at the end that both
-have counted to five without a byte wrong.
+Each tenant holds 64 MiB and counts in it while it has its turn. You see the time of each swap, and at the end that both
+have counted to three without a byte wrong.
 """
 
 import sys
@@ -12,7 +12,7 @@ import time
 
 import stage
 
-SIZE_BYTES, SWAPS = 192 * stage.MIB, 5
+SIZE_BYTES, SWAPS = 64 * stage.MIB, 3
 
 
 def tenant(fill: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 from rl_grpo import charts
@@ -25,35 +25,42 @@ WORDS = {
 _ALIKE = 1 / 400
 
 
-def thinned(samples: Sequence[dict[str, Any]], gpu: str, total_bytes: int, most: int) -> list[dict[str, Any]]:
-    """Samples of `gpu`, at most about `most`: those where something changes, else of each stretch the fullest one."""
-    kept: list[dict[str, Any]] = []
-    for sample in samples:
-        alike = kept and all(
-            abs(_bytes(sample, gpu, layer) - _bytes(kept[-1], gpu, layer)) < _ALIKE * total_bytes for layer in LAYERS
-        )
-        if not alike:
-            kept.append(sample)
-    if samples and kept[-1] is not samples[-1]:
-        kept.append(samples[-1])
-    if len(kept) <= most:
-        return kept
-    begin_s, end_s = kept[0]["at_s"], kept[-1]["at_s"]
-    fullest: dict[int, dict[str, Any]] = {}
-    for sample in kept:
-        place = int((most - 1) * (sample["at_s"] - begin_s) / max(1e-9, end_s - begin_s))
-        if place not in fullest or _all_bytes(sample, gpu) > _all_bytes(fullest[place], gpu):
-            fullest[place] = sample
-    return [fullest[place] for place in sorted(fullest)]
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """What one GPU held in one run: seconds, and at each the bytes of every layer that is there at some time."""
+
+    layers: list[tuple[str, str]]
+    rows: list[tuple[float, list[int]]]
+
+    def thinned(self, most: int) -> list[tuple[float, list[int]]]:
+        """At most about `most` rows: of each stretch of time the fullest one."""
+        if len(self.rows) <= most:
+            return self.rows
+        begin_s, end_s = self.rows[0][0], self.rows[-1][0]
+        fullest: dict[int, tuple[float, list[int]]] = {}
+        for at_s, row in self.rows:
+            place = int((most - 1) * (at_s - begin_s) / max(1e-9, end_s - begin_s))
+            if place not in fullest or sum(row) > sum(fullest[place][1]):
+                fullest[place] = (at_s, row)
+        return [fullest[place] for place in sorted(fullest)]
+
+
+def stack(run: dict[str, Any], gpu: str) -> Stack:
+    """Of one GPU; looks in which nothing has changed are left out."""
+    whole = [(sample["at_s"], [_bytes(sample, gpu, layer) for layer in LAYERS]) for sample in run["samples"]]
+    there = [place for place in range(len(LAYERS)) if any(row[place] for _, row in whole)]
+    alike = _ALIKE * run["gpus"][gpu]["total_bytes"]
+    rows: list[tuple[float, list[int]]] = []
+    for at_s, row in whole:
+        shown = [row[place] for place in there]
+        if not rows or any(abs(new - old) >= alike for new, old in zip(shown, rows[-1][1])):
+            rows.append((at_s, shown))
+    return Stack([LAYERS[place] for place in there], rows)
 
 
 def _bytes(sample: dict[str, Any], gpu: str, layer: tuple[str, str]) -> int:
     tenant, kind = layer
     return int(sample["held"].get(gpu, {}).get(tenant, {}).get(kind, 0))
-
-
-def _all_bytes(sample: dict[str, Any], gpu: str) -> int:
-    return sum(_bytes(sample, gpu, layer) for layer in LAYERS)
 
 
 def seconds_axis(run: dict[str, Any]) -> charts.Axis:
@@ -62,21 +69,15 @@ def seconds_axis(run: dict[str, Any]) -> charts.Axis:
     return charts.axis(0.0, max(ends, default=1.0), most=10)
 
 
-def present(run: dict[str, Any], gpu: str) -> list[tuple[str, str]]:
-    """The layers that hold something at some time."""
-    return [layer for layer in LAYERS if any(_bytes(sample, gpu, layer) for sample in run["samples"])]
-
-
-def memory(run: dict[str, Any], gpu: str, most: int) -> str:
+def memory(run: dict[str, Any], gpu: str, held: Stack, most: int) -> str:
     """The stack of one GPU with its legend."""
-    about = run["gpus"][gpu]
+    about, layers, rows = run["gpus"][gpu], held.layers, held.thinned(most)
     total = about["total_bytes"]
     x_axis, y_axis = seconds_axis(run), charts.axis(0.0, total * 1.06, most=5, binary=True)
-    samples, layers = thinned(run["samples"], gpu, total, most), present(run, gpu)
-    times = [sample["at_s"] for sample in samples] + [x_axis.high]
+    times = [at_s for at_s, _ in rows] + [x_axis.high]
     areas = []
     for count in range(len(layers), 0, -1):
-        heights = [float(sum(_bytes(sample, gpu, layer) for layer in layers[:count])) for sample in samples]
+        heights = [float(sum(row[:count])) for _, row in rows]
         tenant, kind = layers[count - 1]
         areas.append(charts.steps(times, [*heights, heights[-1]], x_axis, y_axis, _fill(tenant, kind), f"{tenant}: {KINDS[kind]}"))
     shapes = [*charts.grid(None, y_axis), *areas, charts.level(total, y_axis, "limit")]

@@ -16,6 +16,8 @@ BYTES_MAX = 300 * 1024
 _SAMPLES = (300, 150, 80, 40)
 _ORDER = ("train", "generate", *LOST)
 _FILLS = {"train": "turn-train", "generate": "turn-infer", "to_generator": "turn-switch", "to_trainer": "turn-switch", "handover": "turn-hand"}
+#: Of one run, by GPU.
+_Stacks = dict[str, memory_chart.Stack]
 _MODES = {
     "sublet": "both tenants are paused and resumed from outside by Sublet",
     "cpu": "tensors are moved to the CPU and back by hand, and caches emptied",
@@ -27,17 +29,18 @@ _MODES = {
 
 def html(record: dict[str, Any]) -> str:
     """The page, under `BYTES_MAX`."""
+    stacks = [{gpu: memory_chart.stack(run, gpu) for gpu in run["gpus"]} for run in record["runs"]]
     for most in _SAMPLES:
-        made = _page(record, most)
+        made = _page(record, stacks, most)
         if len(made.encode()) < BYTES_MAX:
             return made
-    return _page(record, _SAMPLES[-1], first_only=True)
+    return _page(record, stacks, _SAMPLES[-1], first_only=True)
 
 
-def _page(record: dict[str, Any], most: int, first_only: bool = False) -> str:
+def _page(record: dict[str, Any], stacks: list[_Stacks], most: int, first_only: bool = False) -> str:
     runs = record["runs"]
     style = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
-    sections = [_head(record), _verdict(record), _tiles(record), _time(record), _memory(runs, most, first_only), _curves(record)]
+    sections = [_head(record), _verdict(record), _tiles(record), _time(record), _memory(runs, stacks, most, first_only), _curves(record)]
     body = "\n".join([*sections, _table(runs), _about(record)])
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8" />'
@@ -142,14 +145,14 @@ def _step_s(run: dict[str, Any]) -> float:
     return sum(run["metrics"]["step_s"][phase] or 0.0 for phase in _ORDER)
 
 
-def _memory(runs: Sequence[dict[str, Any]], most: int, first_only: bool) -> str:
+def _memory(runs: Sequence[dict[str, Any]], stacks: list[_Stacks], most: int, first_only: bool) -> str:
     parts = []
     for index, run in enumerate(runs):
         gpus = sorted(run["gpus"], key=lambda gpu: run["gpus"][gpu]["device"])
         shown = gpus[:1] if first_only else gpus
         charted = "".join(
             f'<figure><figcaption>GPU {run["gpus"][gpu]["device"]} <span>{escape(run["gpus"][gpu]["name"])}</span></figcaption>'
-            f"{memory_chart.memory(run, gpu, most)}{memory_chart.timeline(run)}</figure>"
+            f"{memory_chart.memory(run, gpu, stacks[index][gpu], most)}{memory_chart.timeline(run)}</figure>"
             for gpu in shown
             if run["samples"]
         )

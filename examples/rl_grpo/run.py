@@ -51,6 +51,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if options.simulate or options.device == "cuda":
             _require("sublet", "install the wheel: `cargo xtask wheel`, then `pip install target/wheels/*.whl`")
         options.out.mkdir(parents=True, exist_ok=True)
+        _check_space(options)
         # Simulated GPUs are files: they belong in memory.
         folder = options.shm if options.simulate and options.shm.is_dir() else None
         with tempfile.TemporaryDirectory(prefix="rl-grpo-", dir=folder) as place:
@@ -67,22 +68,29 @@ def _require(module: str, how: str) -> None:
         raise Problem(f"Python finds no '{module}': {how}")
 
 
+def _check_space(options: Options) -> None:
+    from rl_grpo.real.jobs import weights_bytes
+    from rl_grpo.simulated.jobs import GPU_BYTES, WEIGHTS_BYTES
+
+    # Memory of simulated GPUs and saved contents lie there too, as far as they are written.
+    devices = 2 * GPU_BYTES * options.gpus if options.simulate else 0
+    weights = WEIGHTS_BYTES if options.simulate else weights_bytes(options.shape)
+    by_file = weights if options.handover == "host" else 0
+    space.check({options.out: _OUT_BYTES, options.shm: _SHM_BYTES + devices + by_file})
+
+
 def _jobs(options: Options, place: Path) -> Jobs:
     if options.simulate:
-        from rl_grpo.simulated.jobs import GPU_BYTES, WEIGHTS_BYTES, SimulatedJobs
+        from rl_grpo.simulated.jobs import SimulatedJobs
 
-        # Memory of simulated GPUs and saved contents lie in /dev/shm, as far as they are written.
-        space.check({options.out: _OUT_BYTES, options.shm: _SHM_BYTES + 2 * GPU_BYTES * options.gpus + WEIGHTS_BYTES})
         run_dir = place / "run"
         run_dir.mkdir(mode=0o700)
         os.environ["SUBLET_RUN_DIR"] = str(run_dir)
         return SimulatedJobs(options, place)
     for module in ("torch", "transformers", "trl"):
         _require(module, "pip install torch transformers trl; or --simulate, which needs none of them")
-    from rl_grpo.real.jobs import RealJobs, weights_bytes
+    from rl_grpo.real.jobs import RealJobs
 
-    by_host = weights_bytes(options.shape) if options.handover == "host" else 0
-    space.check({options.out: _OUT_BYTES, options.shm: _SHM_BYTES + by_host})
     return RealJobs(options)
 
 
