@@ -74,7 +74,7 @@ class Conductor:
     def _meet(self, team: Team) -> None:
         for rank, facts in team.facts.items():
             self._sampler.knows(team.pids[rank], facts["parts"], facts["gpu"]["context_bytes"])
-            self.run.facts.setdefault("versions", {}).update(facts["versions"])
+            self.run.versions.update(facts["versions"])
             if "kv_bytes_per_token" in facts:
                 self.run.facts["kv_bytes_per_token"] = facts["kv_bytes_per_token"]
 

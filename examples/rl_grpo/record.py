@@ -25,6 +25,7 @@ class Run:
     #: By uuid: `device`, `name`, `total_bytes`.
     gpus: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
     weights: Optional[str] = None
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
     #: Why it did not come to its end.

@@ -42,6 +42,8 @@ from rl_grpo.problem import Problem
 _OUT_BYTES = 64 << 20
 #: Sockets and the run directory of the simulation, and what a hand-over from the host writes there.
 _SHM_BYTES = 64 << 20
+#: Options that a record has.
+_SHOWN = ("simulate", "modes", "handover", "gpus", "steps", "seed", "tokens", "generations", "shape", "kv_gib", "device")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -105,6 +107,8 @@ def _play(options: Options, jobs: Jobs, place: Path) -> list[record.Run]:
         if run.failure is not None:
             print(f"{mode}: {run.failure}", file=sys.stderr, flush=True)
         runs.append(run)
+        # After each mode, so that a run that is ended leaves what it has.
+        _write(options, runs)
     return runs
 
 
@@ -113,18 +117,20 @@ def _versions(runs: Sequence[record.Run]) -> dict[str, str]:
     if importlib.util.find_spec("sublet") is not None:
         found["sublet"] = importlib.import_module("sublet").__version__
     for run in runs:
-        found.update(run.facts.pop("versions", {}))
+        found.update(run.versions)
     return found
 
 
-def _tell(options: Options, runs: list[record.Run]) -> int:
-    shown: dict[str, Any] = {
-        name: getattr(options, name)
-        for name in ("simulate", "modes", "handover", "gpus", "steps", "seed", "tokens", "generations", "shape", "kv_gib", "device")
-    }
+def _write(options: Options, runs: list[record.Run]) -> dict[str, Any]:
+    shown = {name: getattr(options, name) for name in _SHOWN}
     written = record.document(runs, shown, _versions(runs))
     record.write(options.out / "rl_grpo.json", written)
     (options.out / "rl_grpo.html").write_text(page.html(written), encoding="utf-8")
+    return written
+
+
+def _tell(options: Options, runs: list[record.Run]) -> int:
+    written = _write(options, runs)
     print(f"{options.out / 'rl_grpo.json'} and {options.out / 'rl_grpo.html'} are written")
     if written["identical"]:
         print(f"rewards, losses and weights of {written['compared']} modes are identical")
