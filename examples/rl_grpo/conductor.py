@@ -36,6 +36,7 @@ class Conductor:
         self._switch = switching.make(mode, self._train, self._infer, options.handover, options.deadline_s)
         self._weights_file = options.shm / f"rl-grpo-{os.getpid()}-{mode}"
         self._clock = sampling.clock()
+        self._expected: tuple[type[Exception], ...] = (Problem, *self._switch.errors)
         no_gpus = not options.simulate and options.device == "cpu"
         self._sampler = sampling.Sampler(self._clock, options.sample_s, no_gpus)
         self._progress = Progress(mode, options.steps)
@@ -47,7 +48,7 @@ class Conductor:
             with self._sampler:
                 self._start()
                 self._steps()
-        except (Problem, *self._switch.errors) as problem:
+        except self._expected as problem:
             self.run.failure = str(problem)
         finally:
             self._progress.close()
@@ -131,7 +132,7 @@ class Conductor:
     def _rollout(self, step: int, asked: list[dict[str, Any]]) -> list[Any]:
         try:
             return self._turn(step, asked)
-        except (WorkerGone, *self._switch.errors) as error:
+        except self._expected as error:
             # A switch fails too where a process of one side is dead.
             gone = error if isinstance(error, WorkerGone) else self._infer.dead()
             if gone is None or gone.role != "infer":
@@ -164,6 +165,7 @@ class Conductor:
         handover.check(given, found, step)
         with self._phase("to_trainer", step):
             self._switch.to_trainer()
+        self._sampler.take("back")
         tokens = sum(answer["tokens"] for answer in answers)
         self.run.steps.append({"step": step, "reward": None, "loss": None, "fingerprint": None, "tokens": tokens})
         return [answer["completions"] for answer in answers]

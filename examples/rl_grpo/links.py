@@ -36,7 +36,7 @@ class Link:
         self._sock.settimeout(timeout_s)
         try:
             self._sock.sendall(json.dumps(message).encode() + b"\n")
-        except TimeoutError as error:
+        except socket.timeout as error:
             raise Late(f"a message was not taken within {timeout_s:.0f} s") from error
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Link:
             self._sock.settimeout(max(0.001, end - time.monotonic()))
             try:
                 data = self._sock.recv(1 << 20)
-            except TimeoutError as error:
+            except socket.timeout as error:
                 raise Late(f"nothing came within {timeout_s:.0f} s") from error
             except ConnectionError as error:
                 raise EOFError from error

@@ -89,7 +89,7 @@ def memory(run: dict[str, Any], gpu: str, held: Stack, most: int) -> str:
         for tenant in ("infer", "train")
     )
     return (
-        f'<div class="legends">{legends}</div><div class="chart">{charts.upright(y_axis, mib)}'
+        f'<div class="legends">{legends}</div><div class="chart">{charts.upright(y_axis, _bytes_text)}'
         f"{charts.plot(shapes, label, 'tall', over)}</div>"
     )
 
@@ -111,6 +111,10 @@ def timeline(run: dict[str, Any]) -> str:
         f'<div class="chart">{charts.lanes(_LANE_NAMES)}{charts.plot(shapes, label, "rows")}'
         f'{charts.across(x_axis, lambda mark: f"{mark:g}", "seconds since the start of the run")}</div>{charts.legend(keys)}'
     )
+
+
+def _bytes_text(mark: float) -> str:
+    return mib(int(mark))
 
 
 def _fill(tenant: str, kind: str) -> str:

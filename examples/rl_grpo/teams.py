@@ -68,7 +68,7 @@ class Team:
                 )
             try:
                 sock = listening.accept()[0]
-            except TimeoutError:
+            except socket.timeout:
                 continue
             link = Link(sock)
             hello = link.receive(self.deadline_s)

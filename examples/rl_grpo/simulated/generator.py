@@ -12,7 +12,7 @@ from rl_grpo.links import Worker
 from rl_grpo.simulated.device import Device, Memory
 from rl_grpo.simulated.policy import digest, unpacked, write_texts
 
-_CONTENTS = {"weights": "keep", "graphs": "keep", "kv": "discard"}
+_CONTENTS: dict[str, Any] = {"weights": "keep", "graphs": "keep", "kv": "discard"}
 _KV_BYTES_PER_TOKEN = 4096
 
 
@@ -33,7 +33,7 @@ class Generator:
 
     def run(self) -> None:
         """Serves until it is told to end."""
-        operations = {
+        operations: dict[str, Any] = {
             "borrow": self._borrow, "load": self._load, "generate": self._generate, "leave": self._leave, "arrive": self._arrive,
         }  # fmt: skip
         self._worker.serve(operations, until="exit")

@@ -13,7 +13,7 @@ from rl_grpo.teams import Team
 _MIB = 1 << 20
 GPU_BYTES = 128 * _MIB
 CONTEXT_BYTES = 4 * _MIB
-WEIGHTS_BYTES, CACHES_BYTES, GRAPHS_BYTES, KV_BYTES = 8 * _MIB, 14 * _MIB, 4 * _MIB, 48 * _MIB
+WEIGHTS_BYTES, CACHES_BYTES, GRAPHS_BYTES, KV_BYTES = 8 * _MIB, 14 * _MIB, 4 * _MIB, 64 * _MIB
 #: Seconds that a turn lasts at least, so that there is something to see.
 _TRAIN_S, _GENERATE_S = 0.2, 0.2
 _FAMILY = "rl"

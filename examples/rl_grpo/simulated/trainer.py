@@ -44,11 +44,12 @@ class Trainer:
         loss = reward = None
         for step in range(self._args.steps):
             data = self._memory["weights"].read()
-            request = {"step": step, "loss": loss, "reward": reward, "fingerprint": digest(data), "ids": self._prompts(step)}
-            self._worker.say(op="rollout", **request)
+            fingerprint = digest(data)
+            figures = {"loss": loss, "reward": reward}
+            self._worker.say(op="rollout", step=step, fingerprint=fingerprint, ids=self._prompts(step), **figures)
             answer = self._worker.serve(self._operations(), until="completions")["args"]
             if answer.get("failed"):
-                self._report_failure(request["fingerprint"])
+                self._report_failure(fingerprint)
                 return
             loss, reward = self._train(step, answer["groups"])
         data = self._memory["weights"].read()
