@@ -43,13 +43,13 @@ class Generator:
 
     def run(self) -> None:
         """Serves until it is told to end."""
-        operations = {
+        operations: dict[str, Any] = {
             "borrow": self._borrower.borrow, "load": self._borrower.load, "generate": self._generate, "leave": self._leave,
             "arrive": self._arrive,
         }  # fmt: skip
         self._worker.serve(operations, until="exit")
 
-    def _region(self, tag: str, contents: str) -> contextlib.AbstractContextManager[Any]:
+    def _region(self, tag: str, contents: Any) -> contextlib.AbstractContextManager[Any]:
         if not self._args.tags:
             return contextlib.nullcontext()
         import sublet

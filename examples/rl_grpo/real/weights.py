@@ -77,7 +77,7 @@ class Lender:
             begin = index * self._layout.bucket_bytes
             for parameter, place in self._layout.each(index):
                 shared[begin + place.start : begin + place.stop].copy_(_bytes_of(copy(parameter)))
-        return self._layout.file_bytes
+        return int(self._layout.file_bytes)
 
 
 class Borrower:
