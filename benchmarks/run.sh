@@ -5,7 +5,7 @@
 #         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
 #         saver sharing custom_allreduce generate unused attach compat contents (of the Python package, from python/*.whl)
-#         strangers graphs stepping nccl_alone objects race
+#         strangers graphs stepping nccl_alone objects race rl
 # Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
 # and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES
 # those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of the five programs of
@@ -13,6 +13,7 @@
 # STRANGERS_ROWS the words, by comma, that rows to run have in their names. GRAPHS_CYCLES are the pauses of the idle process of
 # graphs, and of the one that replays; STEPPING_PAUSES and STEPPING_ROWS as those of strangers. RACE_CASES are the words, by
 # comma, that cases of race to run have in their names, RACE_GIB what its processes hold each; it draws $OUT/race.svg.
+# RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_KV_GIB and RL_STEPS are those of examples/rl_grpo, whose page is $OUT/rl_grpo.html.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 OUT=${OUT:-$PWD/results}
@@ -22,7 +23,7 @@ CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
     anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
     cycles deaths shortage watchdog zeroed saver sharing custom_allreduce generate unused attach compat contents
-    strangers graphs stepping nccl_alone objects race)
+    strangers graphs stepping nccl_alone objects race rl)
 JOBS=$HERE/jobs
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -37,7 +38,7 @@ export PYTHONDONTWRITEBYTECODE=1
 [ -x "$HERE/bin/sublet" ] && export SUBLET_BIN=${SUBLET_BIN:-$HERE/bin/sublet}
 [ -x "$HERE/bin/conformance_gpu" ] && export SUBLET_CONFORMANCE=${SUBLET_CONFORMANCE:-$HERE/bin/conformance_gpu}
 case "${1:-all}" in
-    -h | --help) sed -n '2,15p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,16p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
 if [ ! -f "$JOBS/common.py" ]; then echo "run.sh: $JOBS/common.py is missing" >&2; exit 2; fi
 
@@ -128,6 +129,11 @@ run_objects() { GPUS=${GPUS:-0} suite objects 85 objects_job.py; }
 run_race() {
     suite race "${RACE_LIMIT_S:-285}" race_job.py --cases "${RACE_CASES:-}" --kept-gib "${RACE_GIB:-60}" \
         --swap-gib "${RACE_GIB:-60}" --picture "$OUT/race.svg"
+}
+# All five modes take some 15 minutes at 0.5B: restart starts a generator for each step.
+run_rl() {
+    GPUS=${RL_GPUS:-1} suite rl "${RL_LIMIT_S:-1190}" rl_job.py --modes "${RL_MODES:-all}" --shape "${RL_SHAPE:-0.5b}" \
+        --handover "${RL_HANDOVER:-ipc}" --kv-gib "${RL_KV_GIB:-20}" --steps "${RL_STEPS:-20}"
 }
 run_attach() { GPUS=1 suite attach 115 attach_job.py; }
 

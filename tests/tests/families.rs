@@ -280,6 +280,33 @@ fn a_borrower_that_is_killed_holds_nothing() -> Outcome {
     })
 }
 
+/// Looks at the cut that one process is still at do not mix with the question what it has lent.
+#[test]
+fn tenants_of_several_processes_in_a_family_change_places() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut train = [stage.relative("train", &RL, &[])?, stage.relative("train", &RL, &[])?];
+    let mut infer = [stage.relative("infer", &RL, &[])?, stage.relative("infer", &RL, &[])?];
+    for (lender, borrower) in train.iter_mut().zip(&mut infer) {
+        lender.do_it("allocate 7")?;
+        let handle = lender.do_it("handle")?.text;
+        borrower.do_it(&format!("buckets 3 7 {handle}"))?;
+        borrower.do_it("allocate 3")?;
+    }
+    for _ in 0..3 {
+        stage.pause("infer")?;
+        stage.sublet(&["resume", "infer"])?.succeeded()?;
+        stage.pause("infer")?;
+        stage.sublet(&["swap", "train", "infer"])?.succeeded()?;
+        stage.sublet(&["swap", "infer", "train"])?.succeeded()?;
+        stage.resume("infer")?;
+    }
+    for (lender, borrower) in train.iter_mut().zip(&mut infer) {
+        lender.do_it("own 7")?;
+        borrower.do_it("own 3")?;
+    }
+    Ok(())
+}
+
 #[test]
 fn tenants_of_a_family_change_places_where_nothing_is_open_between_them() -> Outcome {
     let mut pair = pair()?;

@@ -21,8 +21,17 @@ const EXAMPLES: &str = "examples";
 const RUNNER: &str = "benchmarks/run.sh";
 /// Where in the bundle Python packages are, as wheels that the jobs install.
 const WHEELS: &str = "python";
-/// What a job measures ours against. It is fetched as it is published, and not kept among the sources.
-const RIVAL: &str = "torch_memory_saver==0.0.10";
+/// What jobs measure ours against or run, and such machines lack. It is fetched as it is published, and not kept among
+/// the sources.
+const FETCHED: [&str; 5] = [
+    "torch_memory_saver==0.0.10",
+    "trl==1.16.0",
+    "datasets==5.2.0",
+    "dill==0.4.1",
+    "multiprocess==0.70.19",
+];
+/// The Python of machines with GPUs, which wheels are fetched for.
+const PYTHON: &str = "3.12";
 
 /// Builds in release, copies everything into `target/gpu-bundle` and checks the result.
 pub(crate) fn run(workspace: &Workspace) -> Outcome {
@@ -34,7 +43,7 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
 
     let programs = build_programs(workspace, &bundle)?;
     copy_jobs(workspace, &bundle)?;
-    add_rival(workspace, &bundle.join(WHEELS))?;
+    add_fetched(workspace, &bundle.join(WHEELS))?;
     for program in &programs {
         process::strip(workspace, program)?;
     }
@@ -91,22 +100,24 @@ fn build_programs(workspace: &Workspace, bundle: &Path) -> Outcome<Vec<PathBuf>>
     Ok(programs)
 }
 
-/// Adds the rival's wheel to `folder`, from the last download or a new one. Without a network the bundle goes without
-/// it, and the job that wants it says so.
-fn add_rival(workspace: &Workspace, folder: &Path) -> Outcome {
-    let downloads = workspace.target.join("rival");
-    if wheel::wheels(&downloads)?.is_empty() {
-        let python = Python::with(workspace, &MATURIN)?;
-        let mut pip = python.command(workspace, &[]);
-        pip.args(["-m", "pip", "download", "--quiet", "--disable-pip-version-check"]);
-        pip.args(["--no-deps", "--only-binary=:all:", "--dest"]).arg(&downloads).arg(RIVAL);
-        if let Err(error) = process::output(&mut pip) {
-            println!("the bundle goes without {RIVAL}: {error}");
+/// Adds the wheels of others to `folder`, from the last download or a new one. Without a network the bundle goes without
+/// them, and a job that wants one says so.
+fn add_fetched(workspace: &Workspace, folder: &Path) -> Outcome {
+    for requirement in FETCHED {
+        let downloads = workspace.target.join("fetched").join(requirement);
+        if wheel::wheels(&downloads)?.is_empty() {
+            let python = Python::with(workspace, &MATURIN)?;
+            let mut pip = python.command(workspace, &[]);
+            pip.args(["-m", "pip", "download", "--quiet", "--disable-pip-version-check"]);
+            pip.args(["--no-deps", "--only-binary=:all:", "--python-version", PYTHON, "--dest"]);
+            if let Err(error) = process::output(pip.arg(&downloads).arg(requirement)) {
+                println!("the bundle goes without {requirement}: {error}");
+            }
         }
-    }
-    for wheel in wheel::wheels(&downloads)? {
-        let name = wheel.file_name().ok_or("a wheel without a name")?;
-        build::install(&wheel, &folder.join(name))?;
+        for wheel in wheel::wheels(&downloads)? {
+            let name = wheel.file_name().ok_or("a wheel without a name")?;
+            build::install(&wheel, &folder.join(name))?;
+        }
     }
     Ok(())
 }

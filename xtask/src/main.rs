@@ -23,6 +23,7 @@ mod package;
 mod picture;
 mod process;
 mod python;
+mod rl_demo;
 mod scaling;
 mod shims;
 mod sim;
@@ -60,6 +61,12 @@ enum Command {
     Ci,
     /// Run the main job on a simulated node of four GPUs: two tenants take turns. Needs no GPU.
     Demo,
+    /// Run `examples/rl_grpo` on simulated GPUs: a trainer and a generator take turns. Needs no GPU and no PyTorch.
+    RlDemo {
+        /// For the example, such as `--modes sublet,cpu` or `--gpus 2`; `--help` lists them.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
     /// Run the seeded simulation: processes that work, fail and are killed are paused and resumed.
     Sim {
         /// Settles what happens; a fresh one is chosen, and shown, when none is given.
@@ -144,6 +151,7 @@ fn dispatch(command: &Command) -> Outcome {
         Command::Python => test::python(&workspace),
         Command::Ci => test::ci(&workspace),
         Command::Demo => demo::run(&workspace),
+        Command::RlDemo { arguments } => rl_demo::run(&workspace, arguments),
         Command::Sim { seed, cycles, processes } => {
             sim::run(&workspace, *seed, *cycles, *processes)
         }

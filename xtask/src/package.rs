@@ -38,7 +38,7 @@ pub(crate) fn stages(workspace: &Workspace, built: &Built, stages: &mut Stages) 
 
 /// Builds the wheel of the files that all tests run, installs it where nothing else is, and imports it.
 /// Returns the folder to import it from.
-fn installed(workspace: &Workspace, built: &Built) -> Outcome<PathBuf> {
+pub(crate) fn installed(workspace: &Workspace, built: &Built) -> Outcome<PathBuf> {
     let parts = Parts {
         preload: &built.preload,
         command: &built.sublet,

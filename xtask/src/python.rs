@@ -43,6 +43,11 @@ pub(crate) struct Python {
 }
 
 impl Python {
+    /// The Python of the system, with what it has.
+    pub(crate) fn system() -> Self {
+        Self { interpreter: "python3".into(), import_path: Vec::new() }
+    }
+
     /// A Python with `package`: from our environment, from the system, or installed beside it.
     pub(crate) fn with(workspace: &Workspace, package: &Package) -> Outcome<Self> {
         let environment = workspace.target.join("venv");

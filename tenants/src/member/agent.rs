@@ -98,6 +98,8 @@ enum Work {
     Save(SaveStep),
     /// See [`crate::wire::Count`].
     Count,
+    /// An answer that is known, to be given behind those that the worker gives.
+    Say(Reply),
     /// Memory that nothing but closed tickets holds is given back.
     EndTickets,
     /// This connection, which had asked for [`Work::Save`], is closed.
@@ -249,6 +251,7 @@ fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) 
             member.run_step(connection, step, seen, asked, deadline)
         }
         Work::Count => member.run_count(),
+        Work::Say(reply) => reply,
         Work::Save(step) => member.run_save(saving, connection, step),
         Work::EndTickets => {
             member.end_closed_tickets();
@@ -275,6 +278,7 @@ impl Work {
             | Self::Cut { .. }
             | Self::Step { .. }
             | Self::Count
+            | Self::Say(_)
             | Self::Save(_)
             | Self::EndTickets
             | Self::EndSave(_) => None,
@@ -559,8 +563,14 @@ impl<D: Driver> Agent<D> {
                 }
             }
             Request::Lent(AskLent { scope }) => {
-                let lending = self.member.lending(&scope);
-                self.answer(number, &Reply::Lent(Box::new(lending)));
+                let reply = Reply::Lent(Box::new(self.member.lending(&scope)));
+                if self.leading() == Some(number) {
+                    // A look that the worker is still at was asked for before: it ends now, and is answered before.
+                    self.member.cut().claim(number);
+                    self.submit(number, Work::Say(reply), AGENT_TIMEOUT);
+                } else {
+                    self.answer(number, &reply);
+                }
             }
         }
     }

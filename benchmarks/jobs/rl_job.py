@@ -1,0 +1,92 @@
+"""Reinforcement learning by turns: what does a step lose to switching, mode by mode, and is what is learned the same?
+
+`examples/rl_grpo` as a user starts it: TRL's GRPO trainer and a generator on the same GPUs, `--steps` steps in each of its
+modes from the same seeds. Rewards, losses and weights must be identical in all modes, and the generator's weights those of
+the trainer in every step. The record has the figures of each mode; `rl_grpo.json` and the page `rl_grpo.html` lie beside it.
+
+Bound: 0.5B in bf16 with Adam are some 4 GB to save and restore, 0.15 s a switch at 55 GB/s, against a step of some 3 s. The
+run is a start of torch for each tenant and mode, and one a step in mode `restart`: with all five modes some 15 minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import common
+import runner
+from common import JobError, Result
+
+#: What a run needs beside torch and transformers; the bundle carries a wheel where it is not installed.
+PACKAGES = ("sublet", "trl", "datasets", "dill", "multiprocess")
+FIGURES = ("lost_share", "step_s", "switch_s", "left_bytes", "handover_peak_bytes", "kv_tokens_free", "tokens_per_s", "host_bytes")
+
+
+def parse(argv: list[str]) -> Any:
+    """The options."""
+    parser = common.job_parser(__doc__, deadline_s=1165)
+    parser.add_argument("--modes", default="all", help="by comma, as of examples/rl_grpo/run.py")
+    parser.add_argument("--shape", default="0.5b")
+    parser.add_argument("--handover", default="ipc")
+    parser.add_argument("--kv-gib", type=float, default=20.0)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--simulate", action="store_true", help="a rehearsal without GPUs")
+    return parser.parse_args(argv)
+
+
+def example() -> Path:
+    """The example's script, in the bundle or in the source tree."""
+    for folder in (common.JOBS.parent, common.JOBS.parent.parent):
+        script = folder / "examples" / "rl_grpo" / "run.py"
+        if script.is_file():
+            return script
+    raise JobError("examples/rl_grpo/run.py is neither in the bundle nor in the source tree")
+
+
+def body(args: Any, result: Result, work: Path) -> None:
+    """One run of the example."""
+    packages = PACKAGES[:1] if args.simulate else PACKAGES
+    sites = [runner.package(work, name) for name in packages]
+    out = work / "out"
+    wait_s = max(30.0, args.deadline - 30)
+    command = [sys.executable, str(example()), "--modes", args.modes, "--handover", args.handover, "--steps", str(args.steps)]
+    command += ["--out", str(out), "--gpus", str(args.gpus or 1), "--deadline", str(min(300.0, wait_s))]
+    command += ["--simulate"] if args.simulate else ["--shape", args.shape, "--kv-gib", str(args.kv_gib)]
+    process = runner.Process(work, "rl_grpo", command, sites=sites)
+    try:
+        common.wait_until("the end of the example", lambda: process.ended, wait_s)
+    finally:
+        for path in sorted(out.glob("*")) if out.exists() else []:
+            # What was done by then is kept, and the tenants' own output.
+            place = args.out.parent / path.name if path.suffix in (".json", ".html") else work / path.name
+            shutil.copy(path, place)
+    take(args, result, out / "rl_grpo.json", process.why())
+    result.check("the example ended by itself", process.process.returncode == 0, process.why())
+
+
+def take(args: Any, result: Result, path: Path, why: str) -> None:
+    """Verdicts and figures of the example's record."""
+    if not path.is_file():
+        raise JobError(f"the example has written no record: {why}")
+    record = json.loads(path.read_text())
+    result.data["versions"].update(record["versions"])
+    for run in record["runs"]:
+        what = f"{run['mode']}: {args.steps} steps"
+        result.check(what, run["failure"] is None and len(run["steps"]) == args.steps, run["failure"] or "")
+        result.data["summary"][run["mode"]] = {name: run["metrics"][name] for name in FIGURES}
+    if record["compared"] > 1:
+        what = "rewards, losses and weights are identical in all modes"
+        result.check(what, bool(record["identical"]), record["difference"] or "")
+
+
+def main() -> int:
+    """Runs the job."""
+    args = parse(sys.argv[1:])
+    return common.run_job(args, "rl", body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""The job of `examples/rl_grpo`, rehearsed on simulated GPUs: what it keeps of a run, and what it says of one that failed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info < (3, 11):
+    pytest.skip("the jobs are written for Python 3.11", allow_module_level=True)
+
+JOB = Path(__file__).resolve().parent.parent / "jobs" / "rl_job.py"
+
+
+def job(out: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and record of the job."""
+    command = [sys.executable, str(JOB), "--simulate", "--out", str(out / "rl.json"), "--logs", str(out / "logs.txt"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    (record,) = json.loads((out / "rl.json").read_text())
+    return done.returncode, record
+
+
+def test_a_run_leaves_verdicts_figures_and_the_page(work: Path, tmp_path: Path) -> None:
+    code, record = job(tmp_path, "--modes", "sublet,keep-both", "--steps", "1")
+    assert code == 0, record
+    assert [entry["passed"] for entry in record["checks"]] == [True] * 4, record["checks"]
+    assert record["summary"]["sublet"]["left_bytes"]["train"] < record["summary"]["keep-both"]["left_bytes"]["train"]
+    assert (tmp_path / "rl_grpo.html").is_file() and (tmp_path / "rl_grpo.json").is_file()
+
+
+def test_a_run_that_cannot_start_says_why(work: Path, tmp_path: Path) -> None:
+    code, record = job(tmp_path, "--modes", "none")
+    assert code != 0 and record["status"] == "error"
+    assert any("no record" in note for note in record["notes"]), record["notes"]

@@ -1,0 +1,1 @@
+"""GRPO with trainer and generator as two tenants that take turns on the same GPUs; `run.py` says how to start it."""

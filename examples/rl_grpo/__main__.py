@@ -1,0 +1,7 @@
+"""`python -m rl_grpo`, from the folder `examples`."""
+
+import sys
+
+from rl_grpo.run import main
+
+sys.exit(main())

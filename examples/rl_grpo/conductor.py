@@ -1,0 +1,204 @@
+"""One run in one mode: starts both tenants, plays the steps, and keeps the record."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl_grpo import handover, metrics, sampling, switching
+from rl_grpo.arguments import Options
+from rl_grpo.problem import Problem, WorkerGone, ended
+from rl_grpo.progress import Progress
+from rl_grpo.record import Run
+from rl_grpo.teams import Team
+
+
+class Jobs(Protocol):
+    """Which programs the tenants run: simulated, or with PyTorch."""
+
+    def train(self, mode: str, work: Path) -> Team:
+        """The trainer, not started."""
+
+    def infer(self, mode: str, work: Path) -> Team:
+        """The generator, not started."""
+
+
+class Conductor:
+    """Plays one mode. `play` may be called once."""
+
+    def __init__(self, options: Options, jobs: Jobs, mode: str, work: Path) -> None:
+        self._options, self._mode = options, mode
+        self._train, self._infer = jobs.train(mode, work), jobs.infer(mode, work)
+        self._switch = switching.make(mode, self._train, self._infer, options.handover, options.deadline_s)
+        self._weights_file = options.shm / f"rl-grpo-{os.getpid()}-{mode}"
+        self._clock = sampling.clock()
+        self._expected: tuple[type[Exception], ...] = (Problem, *self._switch.errors)
+        no_gpus = not options.simulate and options.device == "cpu"
+        self._sampler = sampling.Sampler(self._clock, options.sample_s, no_gpus)
+        self._progress = Progress(mode, options.steps)
+        self.run = Run(mode=mode, handover=options.handover)
+
+    def play(self) -> Run:
+        """All steps. A run that does not come to its end says why in `failure`; what it has recorded is there."""
+        try:
+            with self._sampler:
+                self._start()
+                self._steps()
+        except self._expected as problem:
+            self.run.failure = str(problem)
+        finally:
+            self._progress.close()
+            for team in (self._infer, self._train):
+                team.kill()
+            self._weights_file.unlink(missing_ok=True)
+        self.run.samples = self._sampler.samples
+        self.run.facts["host_bytes"] = max(self._sampler.host_bytes, self._switch.host_bytes) + self.run.facts.get("shm_bytes", 0)
+        self.run.metrics = metrics.compute(self.run)
+        return self.run
+
+    def _start(self) -> None:
+        with self._phase("start", None):
+            if not self._switch.restarts:
+                self._infer.start()
+                self._meet(self._infer)
+                self._switch.generator_started()
+            self._train.start()
+            self._meet(self._train)
+        self._sampler.take("start")
+        if self._sampler.samples:
+            self._name_gpus()
+
+    def _meet(self, team: Team) -> None:
+        for rank, facts in team.facts.items():
+            self._sampler.knows(team.pids[rank], facts["parts"], facts["gpu"]["context_bytes"])
+            self.run.versions.update(facts["versions"])
+            if "kv_bytes_per_token" in facts:
+                self.run.facts["kv_bytes_per_token"] = facts["kv_bytes_per_token"]
+
+    def _name_gpus(self) -> None:
+        """Which uuid is the GPU of which rank: `sublet stats` says it of each process."""
+        known = {pid: facts["gpu"] for team in (self._train, self._infer) for pid, facts in _by_pid(team)}
+        for pid, uuid, own_bytes in sampling.places(sampling.look()):
+            if own_bytes and pid in known:
+                self.run.gpus[uuid] = {name: known[pid][name] for name in ("device", "name", "total_bytes")}
+
+    def _steps(self) -> None:
+        asked = self._work(0)
+        while asked[0]["op"] == "rollout":
+            step = asked[0]["step"]
+            self._note(asked[0])
+            groups = self._rollout(step, asked)
+            self._train.tell("completions", groups=groups)
+            asked = self._work(step)
+            shares = metrics.seconds(self.run).get(step)
+            lost = metrics.lost_share([shares]) if shares else 0.0
+            self._progress.step(asked[0]["reward"], lost or 0.0)
+        self._note(asked[0])
+        self.run.weights = asked[0]["sha"]
+        self._sampler.take("end")
+        self._end()
+
+    def _end(self) -> None:
+        self._train.tell("exit")
+        self._train.finish()
+        if not self._switch.restarts:
+            self._switch.trainer_ended()
+            self._infer.tell("exit")
+            self._infer.finish()
+
+    def _work(self, step: int) -> list[dict[str, Any]]:
+        """The trainer works until it asks for completions, or is done."""
+        with self._phase("train", step):
+            asked = self._train.said("a training step")
+        for rank, message in enumerate(asked):
+            if message["op"] not in ("rollout", "done"):
+                raise Problem(f"tenant 'train', process {rank}: {message.get('error', message)}")
+            self._parts(self._train, rank, message)
+        return asked
+
+    def _parts(self, team: Team, rank: int, message: dict[str, Any]) -> None:
+        if "parts" in message:
+            self._sampler.knows(team.pids[rank], message["parts"], team.facts[rank]["gpu"]["context_bytes"])
+
+    def _note(self, message: dict[str, Any]) -> None:
+        """Reward and loss of the step before, and the weights that it left."""
+        if self.run.steps:
+            self.run.steps[-1].update(reward=message["reward"], loss=message["loss"], fingerprint=message["fingerprint"])
+
+    def _rollout(self, step: int, asked: list[dict[str, Any]]) -> list[Any]:
+        try:
+            return self._turn(step, asked)
+        except self._expected as error:
+            # A switch fails too where a process of one side is dead.
+            gone = error if isinstance(error, WorkerGone) else self._infer.dead()
+            if gone is None or gone.role != "infer":
+                raise
+            raise Problem(self._rescue(step, gone)) from error
+
+    def _turn(self, step: int, asked: list[dict[str, Any]]) -> list[Any]:
+        self._sampler.take("train")
+        with self._phase("to_generator", step):
+            self._switch.before()
+        self._meet(self._infer)
+        if self._switch.by_ipc:
+            with self._phase("handover", step):
+                handover.by_ipc(self._train, self._infer)
+            # While the bucket is there too.
+            self._sampler.take("handover")
+            with self._phase("handover", step):
+                handover.end_ipc(self._train)
+        with self._phase("to_generator", step):
+            self._switch.to_generator()
+        if not self._switch.by_ipc:
+            with self._phase("handover", step):
+                away = self._switch.leaves_by_pause
+                self.run.facts["shm_bytes"] = handover.from_host(self._train, self._infer, self._weights_file, away)
+            self._sampler.take("handover")
+        with self._phase("generate", step):
+            answers = self._generate(step, asked)
+        self._sampler.take("generate")
+        given, found = [message["fingerprint"] for message in asked], [answer["fingerprint"] for answer in answers]
+        handover.check(given, found, step)
+        with self._phase("to_trainer", step):
+            self._switch.to_trainer()
+        self._sampler.take("back")
+        tokens = sum(answer["tokens"] for answer in answers)
+        self.run.steps.append({"step": step, "reward": None, "loss": None, "fingerprint": None, "tokens": tokens})
+        return [answer["completions"] for answer in answers]
+
+    def _generate(self, step: int, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        seed = self._options.seed + 1_000_003 * step
+        each = [{"ids": message["ids"], "seed": seed + 7919 * rank} for rank, message in enumerate(asked)]
+        self._infer.tell("generate", each, tokens=self._options.tokens)
+        if self._options.kill_generator == step:
+            os.kill(self._infer.pids[0], signal.SIGKILL)
+        return self._infer.answers("generate")
+
+    def _rescue(self, step: int, gone: WorkerGone) -> str:
+        """The trainer's memory comes back, and it says whether that is as it was."""
+        with self._phase("to_trainer", step):
+            self._switch.rescue()
+            self._train.tell("completions", failed=True)
+            (done, *_) = self._train.said("resuming")
+        self._sampler.take("rescued")
+        self._train.tell("exit")
+        self._train.finish()
+        intact = "its weights are as they were" if done.get("intact") else "its weights are NOT as they were"
+        return f"the generator died in its turn, in step {step} ({ended(gone.status)}); the trainer has resumed, and {intact}"
+
+    @contextlib.contextmanager
+    def _phase(self, name: str, step: int | None) -> Iterator[None]:
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            entry = {"phase": name, "step": step, "begin_s": round(begin, 6), "end_s": round(self._clock(), 6)}
+            self.run.phases.append(entry)
+
+
+def _by_pid(team: Team) -> list[tuple[int, dict[str, Any]]]:
+    return [(team.pids[rank], team.facts[rank]) for rank in team.facts]

@@ -1,0 +1,102 @@
+"""Sockets that carry JSON, one message a line, with a deadline for every wait.
+
+A worker connects to the conductor and says who it is. From then on the conductor asks and the worker answers, but for
+the trainer's `rollout` and `done`, which it says by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any, Callable
+
+SOCKET = "RL_GRPO_SOCKET"
+DEADLINE = "RL_GRPO_DEADLINE_S"
+_PR_SET_PDEATHSIG = 1
+
+
+class Late(Exception):
+    """Nothing came in time."""
+
+
+class Link:
+    """One end. Not for two threads at once."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._buffer = sock, b""
+
+    def send(self, message: Mapping[str, Any], timeout_s: float) -> None:
+        """Sends one message; OSError when the other side is gone."""
+        self._sock.settimeout(timeout_s)
+        try:
+            self._sock.sendall(json.dumps(message).encode() + b"\n")
+        except socket.timeout as error:
+            raise Late(f"a message was not taken within {timeout_s:.0f} s") from error
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """Waits for one message; Late after `timeout_s`, EOFError when the other side is gone."""
+        end = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            self._sock.settimeout(max(0.001, end - time.monotonic()))
+            try:
+                data = self._sock.recv(1 << 20)
+            except socket.timeout as error:
+                raise Late(f"nothing came within {timeout_s:.0f} s") from error
+            except ConnectionError as error:
+                raise EOFError from error
+            if not data:
+                raise EOFError
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def close(self) -> None:
+        """Ends it."""
+        self._sock.close()
+
+
+class Worker:
+    """The worker's end: what a trainer or generator does for the conductor."""
+
+    def __init__(self, role: str, rank: int, facts: Mapping[str, Any]) -> None:
+        # Whoever started this process ends it with itself: a process that waits for a device cannot look.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(os.environ[SOCKET])
+        self._timeout_s = float(os.environ[DEADLINE])
+        self._link = Link(sock)
+        self.say(op="hello", role=role, rank=rank, pid=os.getpid(), facts=dict(facts))
+
+    def say(self, **message: Any) -> None:
+        """Tells the conductor something."""
+        self._link.send(message, self._timeout_s)
+
+    def serve(self, operations: Mapping[str, Callable[..., Any]], until: str) -> dict[str, Any]:
+        """Does what it is asked until the message `until` comes, which it returns. A failed operation is answered with
+        its error, and the process goes on."""
+        while True:
+            message = self._link.receive(self._timeout_s)
+            if message["op"] == until:
+                return message
+            try:
+                answer: dict[str, Any] = {"value": operations[message["op"]](**message["args"])}
+            except Exception as error:
+                traceback.print_exc()
+                answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            self.say(op="answer", **answer)
+
+
+
+def listen(path: str) -> socket.socket:
+    """A socket that workers connect to."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.bind(path)
+    sock.listen(64)
+    return sock

@@ -1,0 +1,159 @@
+"""TRL's GRPOTrainer as it is published; completions come by `rollout_func` from the other tenant."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from rl_grpo.links import Worker
+from rl_grpo.real import model as models  # sets variables that PyTorch reads when it is imported
+from rl_grpo.real.weights import Layout, Lender
+
+import torch  # isort: skip
+import torch.distributed as dist
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+
+#: Where it is not 1e-4.
+_LEARNING_RATES = {"tiny": 2e-3}
+
+
+class Aborted(Exception):
+    """The generator is gone."""
+
+
+class Rollouts:
+    """What TRL calls for completions, and what the conductor asks of the trainer meanwhile."""
+
+    def __init__(self, worker: Worker, device: torch.device) -> None:
+        self._worker, self._device = worker, device
+        self._trainer: Any = None
+        self._lender: Any = None
+        self._store: Any = None
+        self._rejoined = 0
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        self._trainer = trainer
+        model = self.model()
+        self._lender = Lender(Layout(model))
+        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        fingerprint = models.fingerprint(model)
+        request = {"step": trainer.state.global_step, "ids": ids, "fingerprint": fingerprint, "parts": self._parts()}
+        self._worker.say(op="rollout", **request, **last_figures(trainer))
+        answer = self._worker.serve(self._operations(), until="completions")["args"]
+        if answer.get("failed"):
+            self._worker.say(op="done", loss=None, reward=None, fingerprint=fingerprint, sha=None, intact=fingerprint == models.fingerprint(model))
+            self._worker.serve({}, until="exit")
+            raise Aborted
+        completions = answer["groups"][int(os.environ.get("RANK", "0"))]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[0.0] * len(one) for one in completions]}
+
+    def model(self) -> Any:
+        """The policy itself."""
+        return self._trainer.accelerator.unwrap_model(self._trainer.model)
+
+    def _parts(self) -> dict[str, int]:
+        return {"weights": models.nbytes(self.model().parameters()), "optimizer": models.nbytes(self._states())}
+
+    def _states(self) -> list[torch.Tensor]:
+        states = self._trainer.optimizer.state.values() if self._trainer.optimizer is not None else ()
+        return [value for state in states for value in state.values() if torch.is_tensor(value) and value.dim()]
+
+    def _operations(self) -> dict[str, Any]:
+        return {
+            "lend": self._lender.lend, "lent": self._lender.lent, "write": self._write, "leave": self._leave,
+            "arrive": self._arrive, "leave_groups": self._leave_groups, "join_groups": self._join_groups,
+        }  # fmt: skip
+
+    def _write(self, path: str, away: bool) -> int:
+        if away:
+            import sublet
+
+            return int(self._lender.write(path, sublet.host_copy))
+        return int(self._lender.write(path, lambda parameter: parameter.detach().cpu()))
+
+    def _leave(self) -> int:
+        """By hand, as frameworks do it."""
+        self._move(torch.device("cpu"))
+        return models.nbytes(self.model().parameters()) + models.nbytes(self._states())
+
+    def _arrive(self) -> None:
+        self._move(self._device)
+
+    def _move(self, place: torch.device) -> None:
+        self.model().to(place)
+        for state in self._trainer.optimizer.state.values() if self._trainer.optimizer is not None else ():
+            state.update({key: value.to(place) for key, value in state.items() if torch.is_tensor(value) and value.dim()})
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def _leave_groups(self) -> None:
+        if dist.is_initialized():
+            self._store = dist.distributed_c10d._get_default_store()
+            self._backend = dist.get_backend()
+            dist.destroy_process_group()
+
+    def _join_groups(self) -> None:
+        if self._store is None:
+            return
+        self._rejoined += 1
+        # The keys of the groups before are still in the store.
+        store = dist.PrefixStore(f"again-{self._rejoined}", self._store)
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(self._backend, store=store, rank=rank, world_size=world)
+        wrapped = self._trainer.model_wrapped
+        if hasattr(wrapped, "_update_process_group"):
+            wrapped._update_process_group(dist.group.WORLD)
+
+
+def last_figures(trainer: Any) -> dict[str, Any]:
+    """Reward and loss of the last step, as TRL has logged them."""
+    logged = [row for row in trainer.state.log_history if "reward" in row]
+    return {"reward": logged[-1]["reward"], "loss": logged[-1]["loss"]} if logged else {"reward": None, "loss": None}
+
+
+def config(args: argparse.Namespace) -> GRPOConfig:
+    """One prompt a GPU and step, in batches that fit the generator's."""
+    on_gpu = args.device == "cuda"
+    return GRPOConfig(
+        output_dir=args.out, max_steps=args.steps, per_device_train_batch_size=args.generations,
+        num_generations=args.generations, max_completion_length=args.tokens, learning_rate=_LEARNING_RATES.get(args.shape, 1e-4), beta=0.0, logging_steps=1,
+        save_strategy="no", report_to="none", bf16=on_gpu, use_cpu=not on_gpu, seed=args.seed, gradient_checkpointing=False,
+        disable_tqdm=True, ddp_find_unused_parameters=False,
+    )  # fmt: skip
+
+
+def main() -> None:
+    """A process of the trainer, started by torchrun."""
+    parser = argparse.ArgumentParser()
+    for name in ("--shape", "--device", "--out"):
+        parser.add_argument(name, required=True)
+    for name in ("--steps", "--tokens", "--generations", "--seed"):
+        parser.add_argument(name, type=int, required=True)
+    args = parser.parse_args()
+    models.deterministic()
+    rank, on_gpu = int(os.environ["RANK"]), args.device == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    worker = Worker("train", rank, {"gpu": models.gpu(device), "parts": {}, "versions": models.versions()})
+    rollouts = Rollouts(worker, device)
+    trainer = GRPOTrainer(
+        model=models.policy(args.shape, torch.bfloat16 if on_gpu else torch.float32), processing_class=models.tokenizer(),
+        reward_funcs=models.reward, args=config(args), train_dataset=Dataset.from_dict({"prompt": models.prompts()}),
+        rollout_func=rollouts,
+    )  # fmt: skip
+    try:
+        trainer.train()
+    except Aborted:
+        return
+    model = rollouts.model()
+    worker.say(op="done", **last_figures(trainer), fingerprint=models.fingerprint(model), sha=models.sha256(model))
+    worker.serve({}, until="exit")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Weights on their way: which parameter lies where in which bucket, and in a file. Both sides compute the same."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import torch
+
+_BUCKET_BYTES = 512 << 20
+_ALIGNMENT = 512
+
+
+class Layout:
+    """Parameters in buckets, in the order of `named_parameters`."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.parameters = [parameter for _, parameter in model.named_parameters()]
+        sizes = [parameter.numel() * parameter.element_size() for parameter in self.parameters]
+        padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        self.bucket_bytes = min(max(_BUCKET_BYTES, max(padded)), sum(padded))
+        #: Of each bucket: parameter's number, place, size.
+        self.buckets: list[list[tuple[int, int, int]]] = [[]]
+        place = 0
+        for number, (size, room) in enumerate(zip(sizes, padded)):
+            if place + room > self.bucket_bytes:
+                self.buckets.append([])
+                place = 0
+            self.buckets[-1].append((number, place, size))
+            place += room
+        self.file_bytes = self.bucket_bytes * len(self.buckets)
+
+    def each(self, bucket: int) -> list[tuple[torch.nn.Parameter, slice]]:
+        """Parameters of a bucket, and where their bytes are in it."""
+        return [(self.parameters[number], slice(place, place + size)) for number, place, size in self.buckets[bucket]]
+
+
+class Lender:
+    """The trainer's side."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._bucket: Optional[torch.Tensor] = None
+
+    def lend(self, index: int) -> Optional[dict[str, Any]]:
+        """Fills the bucket with the part `index`; None behind the last."""
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        if index >= len(self._layout.buckets):
+            return None
+        if self._bucket is None:
+            device = self._layout.parameters[0].device
+            self._bucket = torch.empty(self._layout.bucket_bytes, dtype=torch.uint8, device=device)
+        for parameter, place in self._layout.each(index):
+            self._bucket[place].copy_(_bytes_of(parameter))
+        torch.cuda.synchronize()
+        handle = base64.b64encode(pickle.dumps(reduce_tensor(self._bucket))).decode()
+        return {"handle": handle, "index": index}
+
+    def lent(self) -> None:
+        """Gives the bucket back."""
+        self._bucket = None
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+    def write(self, path: str, copy: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        """Writes the weights to a file in memory; `copy` gives a parameter's bytes on the CPU. Makes no call of CUDA
+        itself: the process may be paused."""
+        with open(path, "wb") as made:
+            # Reserved before it is written: a full /dev/shm says so here, and not by a signal at the first touch.
+            os.posix_fallocate(made.fileno(), 0, self._layout.file_bytes)
+        shared = torch.from_file(path, shared=True, size=self._layout.file_bytes, dtype=torch.uint8)
+        for index in range(len(self._layout.buckets)):
+            begin = index * self._layout.bucket_bytes
+            for parameter, place in self._layout.each(index):
+                shared[begin + place.start : begin + place.stop].copy_(_bytes_of(copy(parameter)))
+        return int(self._layout.file_bytes)
+
+
+class Borrower:
+    """The generator's side."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def borrow(self, handle: str, index: int) -> None:
+        """Opens a bucket, copies what is in it, and closes it."""
+        rebuild, arguments = pickle.loads(base64.b64decode(handle))
+        bucket = rebuild(*arguments)
+        for parameter, place in self._layout.each(index):
+            _bytes_of(parameter).copy_(bucket[place])
+        torch.cuda.synchronize()
+        # The last tensor of the handle: closes it.
+        del bucket
+        torch.cuda.ipc_collect()
+
+    def load(self, path: str) -> None:
+        """Reads a file that `Lender.write` has written."""
+        size = Path(path).stat().st_size
+        shared = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+        for index in range(len(self._layout.buckets)):
+            begin = index * self._layout.bucket_bytes
+            for parameter, place in self._layout.each(index):
+                _bytes_of(parameter).copy_(shared[begin + place.start : begin + place.stop])
+        if self._layout.parameters[0].is_cuda:
+            torch.cuda.synchronize()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,0 +1,74 @@
+"""What a run leaves: one JSON document with everything that the page shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Optional
+
+VERSION = 1
+
+
+@dataclasses.dataclass
+class Run:
+    """One mode. All times are seconds on the run's own clock."""
+
+    mode: str
+    handover: str
+    #: `phase` (start, train, to_generator, handover, generate, to_trainer), `step`, `begin_s`, `end_s`.
+    phases: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    #: `step`, `reward`, `loss`, `fingerprint` of the weights before it, `tokens`.
+    steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    #: `at_s`, `point`, `held`: bytes by GPU, tenant and kind.
+    samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    #: By uuid: `device`, `name`, `total_bytes`.
+    gpus: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    weights: Optional[str] = None
+    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
+    #: Why it did not come to its end.
+    failure: Optional[str] = None
+
+
+def results(run: Run) -> list[tuple[Any, ...]]:
+    """What must be the same in every mode, step by step."""
+    steps = [(step["reward"], step["loss"], step["fingerprint"]) for step in run.steps]
+    return [*steps, ("weights", run.weights)]
+
+
+def difference(runs: list[Run]) -> Optional[str]:
+    """Where two runs that came to their end differ in rewards, losses or weights; None where they do not."""
+    ended = [run for run in runs if run.failure is None]
+    for run in ended[1:]:
+        first, other = results(ended[0]), results(run)
+        if len(first) != len(other):
+            return f"'{run.mode}' has {len(other) - 1} steps, '{ended[0].mode}' {len(first) - 1}"
+        for step, (expected, found) in enumerate(zip(first, other)):
+            if expected != found:
+                what = f"step {step}" if step < len(run.steps) else "the end"
+                return f"'{run.mode}' differs from '{ended[0].mode}' at {what}: {found} instead of {expected}"
+    return None
+
+
+def document(runs: list[Run], options: dict[str, Any], versions: dict[str, str]) -> dict[str, Any]:
+    """Everything, as it is written."""
+    found = difference(runs)
+    compared = sum(run.failure is None for run in runs)
+    return {
+        "version": VERSION,
+        "options": options,
+        "versions": versions,
+        "compared": compared,
+        "identical": found is None if compared > 1 else None,
+        "difference": found,
+        "runs": [dataclasses.asdict(run) for run in runs],
+    }
+
+
+def write(path: Path, written: dict[str, Any]) -> None:
+    """Writes it, whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(written, separators=(",", ":")) + "\n")
+    part.replace(path)

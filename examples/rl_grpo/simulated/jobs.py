@@ -1,0 +1,56 @@
+"""Starts the simulated tenants."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from rl_grpo.arguments import Options
+from rl_grpo.simulated import node
+from rl_grpo.teams import Team
+
+_MIB = 1 << 20
+GPU_BYTES = 128 * _MIB
+CONTEXT_BYTES = 4 * _MIB
+WEIGHTS_BYTES, CACHES_BYTES, GRAPHS_BYTES, KV_BYTES = 8 * _MIB, 14 * _MIB, 4 * _MIB, 64 * _MIB
+#: Seconds that a turn lasts at least, so that there is something to see.
+_TRAIN_S, _GENERATE_S = 0.2, 0.2
+_FAMILY = "rl"
+
+
+class SimulatedJobs:
+    """Both tenants on one node of simulated GPUs, in folders under `place`."""
+
+    def __init__(self, options: Options, place: Path) -> None:
+        self._options = options
+        self._environment = {
+            **os.environ, **node.make(place / "node", options.gpus, GPU_BYTES, CONTEXT_BYTES),
+            "SUBLET_RUN_DIR": os.environ["SUBLET_RUN_DIR"], "SUBLET_FILE_DIR": str(place),
+        }  # fmt: skip
+        for name in ("CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "SUBLET_TENANT", "SUBLET_FAMILY", "SUBLET_BUDGET"):
+            self._environment.pop(name, None)
+        folders = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+        self._environment["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
+
+    def train(self, mode: str, work: Path) -> Team:
+        options = self._options
+        numbers: dict[str, float] = {
+            "steps": options.steps, "generations": options.generations, "weights-bytes": WEIGHTS_BYTES,
+            "caches-bytes": CACHES_BYTES, "context-bytes": CONTEXT_BYTES, "train-s": _TRAIN_S,
+        }  # fmt: skip
+        return self._team("train", numbers, work)
+
+    def infer(self, mode: str, work: Path) -> Team:
+        numbers = {
+            "weights-bytes": WEIGHTS_BYTES, "graphs-bytes": GRAPHS_BYTES, "kv-bytes": KV_BYTES,
+            "context-bytes": CONTEXT_BYTES, "generate-s": _GENERATE_S,
+        }  # fmt: skip
+        return self._team("infer", numbers, work)
+
+    def _team(self, role: str, numbers: dict[str, float], work: Path) -> Team:
+        module = {"train": "rl_grpo.simulated.trainer", "infer": "rl_grpo.simulated.generator"}[role]
+        words = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
+        command = [sys.executable, "-m", "sublet", "run", "--tenant", role, "--family", _FAMILY, "--", sys.executable]
+        commands = [[*command, "-m", module, *words]] * self._options.gpus
+        return Team(role, self._options.gpus, commands, self._environment, work, self._options.deadline_s)

@@ -1,0 +1,164 @@
+"""How the GPUs go from one tenant to the other: one class a mode.
+
+A step of a run, as the conductor plays it:
+
+    trainer works -> before -> [hand-over by CUDA IPC] -> to_generator -> [hand-over from the host] -> generator works -> to_trainer
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from rl_grpo.problem import Problem
+from rl_grpo.teams import Team
+
+#: What a generator holds, in the order in which it takes it.
+WEIGHTS, REST = "weights", ["graphs", "kv"]
+
+
+class Switch:
+    """Keeps both where they are; what all modes have in common."""
+
+    #: Whether the trainer's weights are away while the generator works, for the hand-over from the host.
+    leaves_by_pause = False
+    #: Whether a generator is started for each of its turns.
+    restarts = False
+    #: What its acts raise beside Problem.
+    errors: tuple[type[Exception], ...] = ()
+
+    def __init__(self, train: Team, infer: Team, handover: str, timeout_s: float) -> None:
+        self.train, self.infer, self.timeout_s = train, infer, timeout_s
+        self.by_ipc = handover == "ipc"
+        #: Bytes of host memory that hand-written copies hold, at most.
+        self.host_bytes = 0
+
+    def generator_started(self) -> None:
+        """The generator has all its memory, and the trainer is not there yet."""
+
+    def before(self) -> None:
+        """The trainer has asked for completions: what the hand-over by CUDA IPC needs."""
+
+    def to_generator(self) -> None:
+        """The trainer's memory goes, the generator's comes."""
+
+    def to_trainer(self) -> None:
+        """The generator's memory goes, the trainer's comes."""
+
+    def rescue(self) -> None:
+        """The generator is dead: the trainer's memory comes, wherever it stood."""
+
+    def trainer_ended(self) -> None:
+        """What the generator needs to end by itself."""
+
+
+class KeepBoth(Switch):
+    """Both stay on the device: what fits when it is shared."""
+
+
+class BySublet(Switch):
+    """Both tenants are paused and resumed from outside, by `sublet`; their processes know nothing of it."""
+
+    leaves_by_pause = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        sublet = importlib.import_module("sublet")
+        self.errors = (sublet.Error,)
+        self._trainer, self._generator = sublet.Tenant("train"), sublet.Tenant("infer")
+
+    def generator_started(self) -> None:
+        if self.by_ipc:
+            self._generator.pause(tags="kv", timeout=self.timeout_s)
+        self._generator.pause(timeout=self.timeout_s)
+
+    def before(self) -> None:
+        # Weights and graphs alone: what was paused by tag stays away until it is asked for by tag.
+        if self.by_ipc:
+            self._generator.resume(timeout=self.timeout_s)
+
+    def to_generator(self) -> None:
+        if self.by_ipc:
+            self._trainer.pause(timeout=self.timeout_s)
+            self._generator.resume(tags="kv", timeout=self.timeout_s)
+        else:
+            self._trainer.swap_to(self._generator, timeout=self.timeout_s)
+
+    def to_trainer(self) -> None:
+        if self.by_ipc:
+            self._generator.pause(tags="kv", timeout=self.timeout_s)
+        self._generator.swap_to(self._trainer, timeout=self.timeout_s)
+
+    def rescue(self) -> None:
+        self._trainer.resume(timeout=self.timeout_s)
+
+    def trainer_ended(self) -> None:
+        self._generator.resume(timeout=self.timeout_s)
+
+
+class ByHand(Switch):
+    """Tensors to the CPU and back, as frameworks do it: `.to("cpu")` of model and optimizer, caches emptied."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._is_away = False
+
+    def generator_started(self) -> None:
+        self.infer.ask("leave", parts=[*REST, WEIGHTS])
+
+    def before(self) -> None:
+        if self.by_ipc:
+            self.infer.ask("arrive", parts=[WEIGHTS])
+
+    def to_generator(self) -> None:
+        self.host_bytes = max(self.host_bytes, sum(self.train.ask("leave")))
+        self._is_away = True
+        self.infer.ask("arrive", parts=REST if self.by_ipc else [WEIGHTS, *REST])
+
+    def to_trainer(self) -> None:
+        self.infer.ask("leave", parts=[*REST, WEIGHTS])
+        self.rescue()
+
+    def rescue(self) -> None:
+        if self._is_away:
+            self.train.ask("arrive")
+        self._is_away = False
+
+
+class DestroyGroups(ByHand):
+    """As by hand, and the trainer's process groups are destroyed with each switch and built anew."""
+
+    def to_generator(self) -> None:
+        self.train.ask("leave_groups")
+        super().to_generator()
+
+    def rescue(self) -> None:
+        was_away = self._is_away
+        super().rescue()
+        if was_away:
+            self.train.ask("join_groups")
+
+
+class Restart(Switch):
+    """The trainer stays; a generator is started for each of its turns and ends with it."""
+
+    restarts = True
+
+    def before(self) -> None:
+        self.infer.start()
+
+    def to_trainer(self) -> None:
+        self.infer.tell("exit")
+        self.infer.finish()
+
+
+MODES: dict[str, type[Switch]] = {
+    "sublet": BySublet, "cpu": ByHand, "keep-both": KeepBoth, "restart": Restart, "destroy-groups": DestroyGroups,
+}  # fmt: skip
+
+
+def make(mode: str, train: Team, infer: Team, handover: str, timeout_s: float) -> Switch:
+    """The switch of a mode."""
+    if mode not in MODES:
+        raise Problem(f"there is no mode '{mode}': use one of {', '.join(MODES)}")
+    return MODES[mode](train, infer, handover, timeout_s)

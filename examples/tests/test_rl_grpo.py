@@ -1,0 +1,265 @@
+"""`rl_grpo --simulate` from end to end: modes with equal results, the page against the record, deaths and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1]
+RUN = EXAMPLES / "rl_grpo" / "run.py"
+TIMEOUT_S = 600.0
+PANELS = ("time", "memory", "curves", "metrics", "about")
+
+sys.path.insert(0, str(EXAMPLES))
+
+
+def play(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs the example to its end."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, str(RUN), "--simulate", "--tokens", "48", "--out", str(out), *words]
+    return subprocess.run(command, env=environment, cwd=out.parent, text=True, capture_output=True, timeout=TIMEOUT_S)
+
+
+def record(out: Path) -> dict[str, Any]:
+    written: dict[str, Any] = json.loads((out / "rl_grpo.json").read_text())
+    return written
+
+
+def page(out: Path) -> ET.Element:
+    """The page, parsed as strictly as XML is."""
+    text = (out / "rl_grpo.html").read_text(encoding="utf-8")
+    assert len(text.encode()) < 300 * 1024
+    head, body = text.split("\n", 1)
+    assert head == "<!DOCTYPE html>"
+    for word in ("<script", "http:", "https:", "src=", "@import", "url("):
+        assert word not in body, word
+    return ET.fromstring(body)
+
+
+def text_of(element: ET.Element) -> str:
+    return "".join(element.itertext())
+
+
+def by_id(root: ET.Element, name: str) -> ET.Element:
+    found = [element for element in root.iter() if element.get("id") == name]
+    assert len(found) == 1, f"{name}: {len(found)}"
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def all_modes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The record and page of a run in every mode, with weights by CUDA IPC."""
+    out = tmp_path_factory.mktemp("all") / "out"
+    done = play(out, "--modes", "all", "--steps", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rewards, losses and weights of 5 modes are identical" in done.stdout
+    return out
+
+
+def test_every_mode_computes_the_same(all_modes: Path) -> None:
+    written = record(all_modes)
+    assert written["identical"] is True and written["compared"] == 5
+    first = written["runs"][0]
+    assert len({step["fingerprint"] for step in first["steps"]} | {first["weights"]}) == 2, "each step changes the weights"
+    for run in written["runs"]:
+        assert run["failure"] is None and len(run["steps"]) == 2
+        assert [step["reward"] for step in run["steps"]] == [step["reward"] for step in first["steps"]]
+        assert all(step["reward"] > 0 and step["loss"] is not None for step in run["steps"])
+
+
+def test_memory_leaves_with_its_tenant_in_the_modes_that_say_so(all_modes: Path) -> None:
+    from rl_grpo.simulated.jobs import CONTEXT_BYTES, KV_BYTES, WEIGHTS_BYTES
+
+    metrics = {run["mode"]: run["metrics"] for run in record(all_modes)["runs"]}
+    for mode in ("sublet", "cpu", "destroy-groups"):
+        assert metrics[mode]["left_bytes"] == {"train": CONTEXT_BYTES, "infer": CONTEXT_BYTES}, mode
+    assert metrics["keep-both"]["left_bytes"]["train"] > 3 * WEIGHTS_BYTES
+    assert metrics["restart"]["left_bytes"]["infer"] == 0
+    # At the hand-over the cache is away, but for where all stays.
+    assert metrics["keep-both"]["handover_peak_bytes"] - metrics["sublet"]["handover_peak_bytes"] == KV_BYTES
+    assert metrics["sublet"]["kv_bytes_free"] > metrics["keep-both"]["kv_bytes_free"]
+
+
+def test_the_page_shows_what_the_record_says(all_modes: Path) -> None:
+    from rl_grpo import page as pages
+
+    written, root = record(all_modes), page(all_modes)
+    for name in PANELS:
+        by_id(root, name)
+    assert "identical" in text_of(by_id(root, "verdict"))
+    rows = by_id(root, "metrics").findall(".//tbody/tr")
+    assert len(rows) == len(pages.ROWS)
+    for row, (words, show, path) in zip(rows, pages.ROWS):
+        assert text_of(row.findall("th")[0]) == words
+        assert [text_of(cell) for cell in row.findall("td")] == [pages.cell(run, show, path) for run in written["runs"]]
+    for run in written["runs"]:
+        panel = by_id(root, f"memory-{run['mode']}")
+        titles = [title.text or "" for title in panel.iter("title")]
+        turns = [phase for phase in run["phases"] if phase["phase"] == "generate"]
+        assert sum(title.startswith("generator works") for title in titles) == len(turns) == 2
+        assert any(title == "train: optimizer" for title in titles)
+        assert "device size 128 MiB" in text_of(panel)
+
+
+def test_shapes_lie_inside_their_plots(all_modes: Path) -> None:
+    drawn = 0
+    for rect in page(all_modes).iter("rect"):
+        x, width = float(rect.get("x", "")), float(rect.get("width", ""))
+        y, height = float(rect.get("y", "")), float(rect.get("height", ""))
+        assert -0.1 <= x and x + width <= 1001.1 and y >= 0 and y + height <= 1000.1
+        drawn += 1
+    assert drawn > 40
+
+
+def test_saved_bytes_are_handed_over_on_two_gpus(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = play(out, "--modes", "sublet,cpu", "--handover", "host", "--gpus", "2", "--steps", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = record(out)
+    assert written["identical"] is True
+    for run in written["runs"]:
+        assert sorted(gpu["device"] for gpu in run["gpus"].values()) == [0, 1]
+    sublet, cpu = (run["metrics"] for run in written["runs"])
+    # The weights of both are never on the device together.
+    assert sublet["handover_peak_bytes"] <= cpu["handover_peak_bytes"]
+    assert len(page(out).findall(".//figcaption")) == 2 * 2 + 2
+
+
+@pytest.mark.parametrize("mode", ["sublet", "cpu"])
+def test_a_generator_that_dies_in_its_turn_leaves_a_whole_trainer(tmp_path: Path, mode: str) -> None:
+    out = tmp_path / "out"
+    done = play(out, "--modes", mode, "--steps", "3", "--kill-generator", "1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    for words in ("died in its turn, in step 1", "killed by signal 9", "the trainer has resumed", "weights are as they were"):
+        assert words in done.stderr, done.stderr
+    written = record(out)
+    assert written["identical"] is None and len(written["runs"][0]["steps"]) == 1
+    assert "did not come to its end" in text_of(page(out))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--modes", "none"], "there is no mode 'none'"),
+        (["--modes", "sublet,sublet"], "names each mode once"),
+        (["--modes", ","], "at least one"),
+        (["--steps", "0"], "--steps is more than 0"),
+        (["--gpus", "-1"], "--gpus is more than 0"),
+        (["--deadline", "nan"], "--deadline is more than 0"),
+        (["--generations", "1"], "at least 2"),
+        (["--steps", "2", "--kill-generator", "2"], "from 0 to 1"),
+        (["--handover", "post"], "invalid choice"),
+        (["--shm", "/nonexistent"], "/nonexistent cannot be used"),
+        # A folder with nothing free, as a container's /dev/shm may be.
+        (["--shm", "/proc"], "make room, or name another folder"),
+    ],
+)
+def test_bad_input_is_refused_with_the_next_step(tmp_path: Path, words: list[str], says: str) -> None:
+    done = play(tmp_path / "out", *words)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_the_simulated_driver_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SUBLET_TEST_SIMCUDA_DIR")
+    done = play(tmp_path / "out")
+    assert done.returncode == 2 and "cargo xtask rl-demo" in done.stderr, done.stderr
+
+
+def test_processes_that_do_not_come_are_waited_for_until_the_deadline(tmp_path: Path) -> None:
+    from rl_grpo.problem import Problem, WorkerGone
+    from rl_grpo.teams import Team
+
+    silent = Team("infer", 1, [["sleep", "600"]], dict(os.environ), tmp_path, deadline_s=0.3)
+    with pytest.raises(Problem, match="0 of 1 processes of tenant 'infer' came within"):
+        silent.start()
+    silent.kill()
+    ended = Team("infer", 1, [["sh", "-c", "echo no memory; exit 7"]], dict(os.environ), tmp_path, deadline_s=60)
+    with pytest.raises(WorkerGone, match="exit status 7\n +no memory"):
+        ended.start()
+    ended.kill()
+
+
+def test_runs_that_differ_are_told_apart() -> None:
+    from rl_grpo import record as records
+
+    def run(mode: str, loss: float, weights: str) -> records.Run:
+        step = {"step": 0, "reward": 0.5, "loss": loss, "fingerprint": "f", "tokens": 1}
+        return records.Run(mode=mode, handover="ipc", steps=[step], weights=weights)
+
+    same = [run("sublet", 0.1, "w"), run("cpu", 0.1, "w")]
+    assert records.difference(same) is None
+    assert "'cpu' differs from 'sublet' at step 0" in (records.difference([same[0], run("cpu", 0.1000001, "w")]) or "")
+    assert "at the end" in (records.difference([same[0], run("cpu", 0.1, "v")]) or "")
+    ended = run("cpu", 0.2, "v")
+    ended.failure = "it was killed"
+    assert records.difference([same[0], ended]) is None, "a run that did not come to its end is not compared"
+    assert records.document([same[0], ended], {}, {})["identical"] is None
+
+
+def synthetic(gpus: int, modes: int, samples: int) -> dict[str, Any]:
+    """A record as long as a large machine makes it."""
+    from rl_grpo import metrics, sampling
+    from rl_grpo.record import Run, document
+
+    runs = []
+    for mode in list(sorted(("cpu", "destroy-groups", "keep-both", "restart", "sublet")))[:modes]:
+        run = Run(mode=mode, handover="ipc", weights="w")
+        run.gpus = {f"GPU-{number}": {"device": number, "name": "A & B <GPU>", "total_bytes": 140 << 30} for number in range(gpus)}
+        for step in range(20):
+            run.steps.append({"step": step, "reward": 0.1 * step, "loss": -0.1, "fingerprint": str(step), "tokens": 100})
+            begin = 10.0 * step
+            for name, at, length in (("train", 0, 4), ("to_generator", 4, 1), ("handover", 5, 1), ("generate", 6, 3), ("to_trainer", 9, 1)):
+                run.phases.append({"phase": name, "step": step, "begin_s": begin + at, "end_s": begin + at + length})
+        for number in range(samples):
+            kinds = {kind: ((number * 7919 + index * 104729) % 97) << 26 for index, kind in enumerate(sampling.KINDS)}
+            held = {gpu: {"train": kinds, "infer": kinds} for gpu in run.gpus}
+            run.samples.append({"at_s": 200.0 * number / samples, "point": "generate" if number % 9 == 0 else "", "held": held})
+        run.metrics = metrics.compute(run)
+        runs.append(run)
+    options = {"simulate": False, "modes": [], "handover": "ipc", "gpus": gpus, "shape": "7b", "steps": 20, "generations": 16, "tokens": 192}
+    return document(runs, options, {"torch": "<2>"})
+
+
+def test_a_page_of_eight_gpus_and_five_modes_stays_small() -> None:
+    from rl_grpo import page as pages
+
+    text = pages.html(synthetic(gpus=8, modes=5, samples=400))
+    assert len(text.encode()) < pages.BYTES_MAX
+    ET.fromstring(text.split("\n", 1)[1])
+    assert "A &amp; B &lt;GPU&gt;" in text and "NaN" not in text
+
+
+def test_figures_leave_the_first_step_out() -> None:
+    run = synthetic(gpus=1, modes=1, samples=20)["runs"][0]
+    found = run["metrics"]
+    assert found["step_s"]["all"] == pytest.approx(10.0)
+    assert found["lost_share"] == pytest.approx(0.3)
+    assert found["switch_s"] == {"median": pytest.approx(1.0), "p99": pytest.approx(1.0), "first": pytest.approx(1.0)}
+    assert found["tokens_per_s"] == pytest.approx(10.0)
+
+
+def test_memory_is_told_apart_by_tag_by_library_and_by_what_its_process_says() -> None:
+    from rl_grpo import sampling
+
+    def entry(library: str, tag: str, size_bytes: int) -> dict[str, Any]:
+        return {"library": library, "tag": tag, "resident_bytes": size_bytes, "own_bytes": size_bytes}
+
+    classes = [entry("torch", "", 100), entry("nccl", "nccl", 7), entry("torch", "kv", 30)]
+    device = {"uuid": "GPU-a", "classes": classes}
+    member = {"member": {"pid": 5}, "pool": {"devices": [device]}}
+    document = {"gpus": [], "tenants": [{"tenant": "train", "members": [member]}, {"tenant": "other", "members": [member]}]}
+    found = sampling.by_kind(document, {5: {"weights": 40, "optimizer": 50}}, {5: ("GPU-a", 3)})
+    assert found == {
+        "GPU-a": {"train": {"weights": 40, "optimizer": 50, "caches": 10, "nccl": 7, "kv": 30, "context": 3}}
+    }
+    document["gpus"] = [{"uuid": "GPU-a", "used_bytes": 200}]
+    assert sampling.by_kind(document, {}, {})["GPU-a"]["train"]["context"] == 200 - 137

@@ -1,0 +1,90 @@
+"""The short examples do what they say on the simulated driver; those that need PyTorch say that they do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 300.0
+MIB = 1 << 20
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **variables}
+    return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=TIMEOUT_S)
+
+
+def simulated(name: str) -> str:
+    """What an example prints on simulated GPUs, where it succeeds."""
+    done = run(sys.executable, str(EXAMPLES / name), "--simulate")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_tags_leave_one_by_one() -> None:
+    said = simulated("tags.py")
+    free = [int(line.split()[-3]) for line in said.splitlines() if line.endswith("MiB free")]
+    assert free == [320, 448, 512, 320], said
+    assert "the weights are as they were" in said and "first saved byte: 7" in said
+
+
+def test_two_tenants_swap() -> None:
+    said = simulated("swap.py")
+    assert said.count("infer to train in") == 3 and "counted to 3 and 3" in said, said
+
+
+def test_a_budget_refuses_and_admits() -> None:
+    said = simulated("budgets.py")
+    assert "the GPU has 128 MiB, 64 MiB free" in said
+    assert "96 MiB more: cuMemAlloc_v2 failed with 2" in said and "96 MiB more: allocated" in said, said
+
+
+def test_a_family_hands_over_and_names_who_has_it_open() -> None:
+    said = simulated("families.py")
+    assert "the bytes that arrived are right" in said and "cudaIpcCloseMemHandle" in said
+    assert "a pause of the lender now: completed" in said, said
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is here")
+@pytest.mark.parametrize("name", ["graphs.py", "nccl_alone.py", "pause_torchrun.py"])
+def test_without_pytorch_an_example_says_so(name: str) -> None:
+    done = run(sys.executable, str(EXAMPLES / name), "--simulate")
+    assert done.returncode == 2 and "needs PyTorch" in done.stderr, done.stdout + done.stderr
+
+
+def test_without_the_simulated_driver_an_example_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SUBLET_TEST_SIMCUDA_DIR")
+    done = run(sys.executable, str(EXAMPLES / "tags.py"), "--simulate")
+    assert done.returncode == 2 and "cargo xtask rl-demo" in done.stderr, done.stderr
+
+
+def test_the_c_program_pauses_by_ncclpause(tmp_path: Path) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    from rl_grpo.simulated import node
+
+    program = tmp_path / "nccl_pause"
+    made = run(os.environ.get("CC", "cc"), "-Wall", "-Wextra", "-Werror", "-o", str(program), str(EXAMPLES / "nccl_pause.c"), "-ldl")
+    assert made.returncode == 0, made.stderr
+    (tmp_path / "run").mkdir(mode=0o700)
+    places = {**node.make(tmp_path / "node", 1, 256 * MIB, 0), "SUBLET_RUN_DIR": str(tmp_path / "run")}
+    alone = run(str(program), **places)
+    assert alone.returncode == 2 and "sublet run --tenant train" in alone.stderr
+    under = run(sys.executable, "-m", "sublet", "run", "--tenant", "train", "--", str(program), **places)
+    assert under.returncode == 0, under.stdout + under.stderr
+    free = [int(line.split()[1]) for line in under.stdout.splitlines() if line.endswith("MiB free")]
+    assert free == [192, 256, 192], under.stdout
+    assert "the bytes are as they were" in under.stdout
+
+
+def test_every_example_is_in_the_table() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+    scripts = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".c") and path.name != "stage.py"]
+    for name in [*scripts, "rl_grpo"]:
+        assert f"({name}" in table, name
