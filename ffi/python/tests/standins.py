@@ -144,6 +144,16 @@ class Tensor:
             self._memory = simdriver.allocate(self.nbytes)
             self._memory.write(self._host)
 
+    @property
+    def device(self) -> str:
+        """Where it is."""
+        return "cuda" if self.is_cuda else "cpu"
+
+    def to(self, device: str) -> Tensor:
+        """Itself, moved."""
+        self.move(device)
+        return self
+
     def read(self) -> bytes:
         """Its bytes, wherever they are."""
         return self._host if self._memory is None else self._memory.read()

@@ -1,9 +1,10 @@
 """Writes down what we know of a framework's interface: names, parameters, and the order of some calls.
 
     python record.py GIT_DIRECTORY NAME.json [COMMIT]
+    python record.py FOLDER NAME.json VERSION
 
-reads a repository at a commit (default HEAD) and writes the recording anew, for the modules and names that it
-lists already. Parameters are recorded without annotations; of bodies only which of the names under `calls`
+reads a repository at a commit (default HEAD), or an unpacked wheel, and writes the recording anew, for the
+modules and names that it lists already. Parameters are recorded without annotations; of bodies only which of the names under `calls`
 are called, in their order.
 """
 
@@ -24,10 +25,16 @@ def main() -> None:
     """The command."""
     repository, path = sys.argv[1], Path(sys.argv[2])
     recording = json.loads(path.read_text())
-    commit = git(repository, "rev-parse", sys.argv[3] if len(sys.argv) > 3 else "HEAD").strip()
-    recording["commit"] = commit
+    asked = sys.argv[3] if len(sys.argv) > 3 else "HEAD"
+    if "version" in recording:
+        recording["version"] = asked
+    else:
+        recording["commit"] = git(repository, "rev-parse", asked).strip()
     for name, module in recording["modules"].items():
-        source = git(repository, "show", f"{commit}:{module['path']}")
+        if "version" in recording:
+            source = Path(repository, module["path"]).read_text()
+        else:
+            source = git(repository, "show", f"{recording['commit']}:{module['path']}")
         record(name, module, ast.parse(source))
     path.write_text(json.dumps(recording, indent=1) + "\n")
 
