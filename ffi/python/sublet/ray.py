@@ -24,6 +24,8 @@ TIMEOUT_S = 120.0
 #: Seconds that a node has beside, for Ray to start a worker and to bring the answer.
 GRACE_S = 30.0
 
+#: How often it is looked whether nodes are alive that have not answered.
+_LOOK_EVERY_S = 2.0
 #: Outcomes for which a call fails.
 _FAILURES = ("failed", "undone", "unknown", "standing")
 
@@ -370,9 +372,26 @@ class _Round:
 
     def _answers(self, tasks: dict[str, Any], seconds: float) -> dict[str, Any]:
         """What each task has returned within `seconds`; a text says why it has not."""
-        if tasks:
-            self._ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=seconds)
-        return {node: self._answer(task, seconds) for node, task in tasks.items()}
+        deadline = time.monotonic() + seconds
+        waiting, dead = dict(tasks), set()
+        while waiting:
+            left = deadline - time.monotonic()
+            # Ray tells of a node that is lost sooner than of its tasks.
+            slice_s = max(0.0, min(left, _LOOK_EVERY_S))
+            ready, _ = self._ray.wait(
+                list(waiting.values()), num_returns=len(waiting), timeout=slice_s
+            )
+            waiting = {node: task for node, task in waiting.items() if task not in ready}
+            if left <= 0:
+                break
+            if waiting:
+                alive = {str(node["NodeID"]) for node in self._ray.nodes() if node["Alive"]}
+                dead |= {node for node in waiting if node not in alive}
+                waiting = {node: task for node, task in waiting.items() if node in alive}
+        return {
+            node: "lost: the node is not alive" if node in dead else self._answer(task, seconds)
+            for node, task in tasks.items()
+        }
 
     def _answer(self, task: Any, seconds: float) -> Any:
         try:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 
@@ -25,13 +25,14 @@ from simdriver import MIB
 from worker import Worker
 
 HELD = 8 * MIB
+START_ATTEMPTS = 3
 
 
 # ---------------------------------------------------------------- no cluster is needed
 
 
 def test_environment_is_merged_with_what_is_given() -> None:
-    given = {
+    given: dict[str, Any] = {
         "env_vars": {"HF_HOME": "/data", "LD_PRELOAD": "libtcmalloc.so:" + sublet.library_path()},
         "pip": ["einops"],
     }
@@ -72,6 +73,24 @@ def test_switch_without_a_cluster_is_refused() -> None:
         sublet.ray.switch("train", "infer")
     with pytest.raises(sublet.UsageError, match="both tenants"):
         sublet.ray.switch("train", "train")
+
+
+def test_node_that_is_too_late_puts_its_part_back(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUBLET_RUN_DIR", stage.run_dir)
+    worker = stage.worker("train")
+    worker.do("memory = simdriver.allocate(2 * MIB)")
+    late = sublet.ray._act(("pause", ("train",), None, TIMEOUT_S, -TIMEOUT_S))
+    assert late == {"outcome": "undone", "error": "too late"}
+    assert worker.do("sublet.paused()") is False
+    assert sublet.ray._act(("pause", ("train",), None, TIMEOUT_S, 0.0))["outcome"] == "completed"
+    assert sublet.ray._look(("train", "infer")) == {"train": "paused"}
+    # What was done already is not put back.
+    again = sublet.ray._act(("pause", ("train",), None, TIMEOUT_S, -TIMEOUT_S))
+    assert again["outcome"] == "already"
+    assert sublet.ray._act(("resume", ("nobody",), None, 1.0, 0.0))["outcome"] == "failed"
+    sublet.Tenant("train").resume()
 
 
 # ---------------------------------------------------------------- a cluster of two nodes
@@ -119,16 +138,21 @@ class RayCluster:
     """Two machines, and Ray connected to both; all of it on the loopback device."""
 
     def __init__(self, folder: str) -> None:
-        os.environ.update(RAY_TMPDIR=folder, RAY_USAGE_STATS_ENABLED="0", RAY_TASK_MAX_RETRIES="0")
+        os.environ.update(RAY_TMPDIR=folder, RAY_USAGE_STATS_ENABLED="0")
         self.ray: Any = importlib.import_module("ray")
-        services: Any = importlib.import_module("ray._private.services")
-        # Ray takes the machine's address in the place of this one, and nobody shall listen there.
-        self._resolve = services.resolve_ip_for_localhost
-        services.resolve_ip_for_localhost = lambda host: host
-        self._services = services
+        self._services: Any = importlib.import_module("ray._private.services")
+        self._resolve = self._services.resolve_ip_for_localhost
         self.machines = [Machine(), Machine()]
         self._processes: set[int] = set()
         self._cluster: Any = importlib.import_module("ray.cluster_utils").Cluster()
+        # The dashboard's server takes as long to start as all else, and nothing here asks it.
+        node: Any = importlib.import_module("ray._private.node").Node
+        node.start_api_server = lambda self, **_: None
+
+    def start(self) -> None:
+        """Starts the nodes, and connects to them."""
+        # Ray takes the machine's address in the place of this one, and nobody shall listen there.
+        self._services.resolve_ip_for_localhost = lambda host: host
         for machine in self.machines:
             machine.node = self._cluster.add_node(
                 node_ip_address="127.0.0.1",
@@ -136,12 +160,13 @@ class RayCluster:
                 num_gpus=0,
                 object_store_memory=80 * MIB,
                 include_log_monitor=False,
-                include_dashboard=False,
+                no_monitor=True,
                 env_vars={
                     "SUBLET_RUN_DIR": machine.stage.run_dir,
                     "LD_LIBRARY_PATH": os.environ["SUBLET_TEST_SIMCUDA_DIR"],
                 },
             )
+            machine.id = machine.node.node_id
         self._cluster.wait_for_nodes(timeout=TIMEOUT_S)
         self.ray.init(
             address=self._cluster.address,
@@ -149,15 +174,10 @@ class RayCluster:
             log_to_driver=False,
             logging_level="ERROR",
         )
-        for machine in self.machines:
-            machine.id = machine.node.node_id
 
     def note_processes(self) -> None:
-        """Remembers all processes that have been started, to end them by their ids."""
-        for machine in self.machines:
-            for processes in machine.node.all_processes.values():
-                for each in processes:
-                    self._processes |= {each.process.pid, *descendants(each.process.pid)}
+        """Remembers all processes of Ray's that have been started, to end them by their ids."""
+        self._processes |= {pid for pid in descendants(os.getpid()) if is_of_ray(pid)}
 
     def close(self) -> None:
         """Ends everything."""
@@ -184,7 +204,8 @@ def descendants(pid: int) -> set[int]:
             parents[int(entry.name)] = int(
                 (entry / "stat").read_text().rpartition(")")[2].split()[1]
             )
-    found, fresh = set(), {pid}
+    found: set[int] = set()
+    fresh = {pid}
     while fresh:
         fresh = {child for child, parent in parents.items() if parent in fresh} - found
         found |= fresh
@@ -204,9 +225,9 @@ def cluster() -> Iterator[RayCluster]:
     pytest.importorskip("ray", reason="Ray cannot be installed for this Python")
     before = dict(os.environ)
     folder = tempfile.mkdtemp(prefix="ray-")
-    made: Optional[RayCluster] = None
+    made = None
     try:
-        made = RayCluster(folder)
+        made = started(folder)
         for machine in made.machines:
             machine.start("train", "infer")
         sublet.ray.pause("infer")
@@ -217,6 +238,21 @@ def cluster() -> Iterator[RayCluster]:
         os.environ.clear()
         os.environ.update(before)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def started(folder: str) -> RayCluster:
+    """A cluster that runs. Ray gives a node 30 s to start, which a machine under load may not keep to."""
+    for attempt in range(START_ATTEMPTS):
+        made = RayCluster(os.path.join(folder, str(attempt)))
+        try:
+            made.start()
+        except Exception:
+            made.close()
+            if attempt + 1 == START_ATTEMPTS:
+                raise
+        else:
+            return made
+    raise AssertionError("no attempt was made")
 
 
 #: Who is paused before and after each test.
@@ -310,18 +346,6 @@ def test_node_that_fails_has_the_others_put_back(cluster: RayCluster) -> None:
     assert [machine.standing() for machine in cluster.machines] == [USUAL] * 2
 
 
-def test_node_that_takes_too_long_has_the_others_put_back(cluster: RayCluster) -> None:
-    other = cluster.machines[1]
-    os.kill(other.workers["train"].pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(sublet.ray.ClusterError) as caught:
-            sublet.ray.switch("train", "infer", timeout=2)
-    finally:
-        os.kill(other.workers["train"].pid, signal.SIGCONT)
-    assert outcomes(caught.value.nodes, cluster) == ["undone", "failed"]
-    assert [machine.standing() for machine in cluster.machines] == [USUAL] * 2
-
-
 def test_node_that_does_not_answer_is_named_before_anything_changes(
     cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,12 +362,13 @@ def test_node_that_does_not_answer_is_named_before_anything_changes(
 
 
 def test_node_that_is_lost_in_a_switch_is_named_and_the_others_are_put_back(
-    cluster: RayCluster,
+    cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = cluster.machines
-    train = other.workers["train"].pid
-    # Its switch hangs until the node is gone.
-    os.kill(train, signal.SIGSTOP)
+    # Who is lost cannot be asked how it stands; that is not waited for long.
+    monkeypatch.setattr(sublet.ray, "GRACE_S", 8.0)
+    # Its switch waits for the end of the capture until the node is gone.
+    other.workers["train"].do("capture = simdriver.Capture(); capture.__enter__()")
     errors: list[BaseException] = []
 
     def switch() -> None:
@@ -352,21 +377,20 @@ def test_node_that_is_lost_in_a_switch_is_named_and_the_others_are_put_back(
         except BaseException as error:
             errors.append(error)
 
-    try:
-        thread = threading.Thread(target=switch)
-        thread.start()
-        deadline = time.monotonic() + TIMEOUT_S
-        while not one.is_paused("train"):
-            assert time.monotonic() < deadline and thread.is_alive(), errors
-        cluster.note_processes()
-        os.kill(other.raylet(), signal.SIGKILL)
-        thread.join(TIMEOUT_S)
-    finally:
-        os.kill(train, signal.SIGCONT)
+    thread = threading.Thread(target=switch)
+    thread.start()
+    deadline = time.monotonic() + TIMEOUT_S
+    while not one.is_paused("train"):
+        assert time.monotonic() < deadline and thread.is_alive(), errors
+    cluster.note_processes()
+    os.kill(other.raylet(), signal.SIGKILL)
+    thread.join(TIMEOUT_S)
+    other.workers["train"].do("capture.__exit__()")
     assert not thread.is_alive() and isinstance(errors[0], sublet.ray.ClusterError), errors
     assert outcomes(errors[0].nodes, cluster) == ["undone", "unknown"]
     lost = next(node for node in errors[0].nodes if node.node == other.id)
     assert "lost" in str(lost.error)
     assert one.standing() == USUAL
-    # Whoever led the switch there is gone, and the tenants settle by themselves: nothing is lost.
+    # Who led the switch there is gone; the tenants settle it among themselves, and nothing is lost.
     assert other.workers["train"].do(f"memory.read() == bytes([5]) * {HELD}") is True
+    assert other.standing() == USUAL
