@@ -353,7 +353,8 @@ class _Round:
                 standing[node] = outcome
         # Who was late may have answered meanwhile, and has then put its part back.
         late = {node: tasks[node] for node in tasks if standing[node].outcome == "unknown"}
-        standing.update(self._outcomes(late, 0))
+        answered = self._outcomes(late, 0).items()
+        standing.update({node: said for node, said in answered if said.outcome != "unknown"})
         failed = [node for node in tasks if standing[node].outcome in _FAILURES]
         for node, states in self._answers(self._start(failed, _look, self._names), GRACE_S).items():
             if not isinstance(states, str):

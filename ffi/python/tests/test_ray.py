@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -334,7 +334,11 @@ def test_node_that_fails_has_the_others_put_back(cluster: RayCluster) -> None:
     other = cluster.machines[1]
     # No pause comes between the beginning and the end of a capture.
     other.workers["train"].do("capture = simdriver.Capture(); capture.__enter__()")
-    for call in (lambda: sublet.ray.switch("train", "infer", timeout=2), lambda: sublet.ray.pause("train", timeout=2)):
+    calls: list[Callable[[], object]] = [
+        lambda: sublet.ray.switch("train", "infer", timeout=2),
+        lambda: sublet.ray.pause("train", timeout=2),
+    ]
+    for call in calls:
         with pytest.raises(sublet.ray.ClusterError) as caught:
             call()
         assert outcomes(caught.value.nodes, cluster) == ["undone", "failed"]
