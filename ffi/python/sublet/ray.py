@@ -6,6 +6,7 @@ Ray is imported when something is asked of a cluster; this module needs it no ea
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -208,15 +209,17 @@ def _name(tenant: Union[Tenant, str]) -> str:
 
 
 def _act(order: _Order) -> dict[str, Any]:
-    """What one node does. Puts its part back when it is done too late for whoever asked."""
+    """What one node does. Puts its part back when it is done too late for whoever asked, or for nobody."""
     act, names, tags, seconds, grace = order
-    begin = time.monotonic()
+    begin, parent = time.monotonic(), os.getppid()
     try:
         report = _done(act, names, tags, seconds)
     except Error as error:
         return {"outcome": "failed", "error": f"{type(error).__name__}: {error}"}
     outcome = _outcome(report)
-    if outcome == "completed" and time.monotonic() - begin > seconds + grace:
+    # Ray's own process of the node is a worker's parent: without it nobody hears the answer.
+    is_lost = os.getppid() != parent
+    if outcome == "completed" and (is_lost or time.monotonic() - begin > seconds + grace):
         try:
             _done(*_opposite(act, names), tags, seconds)
         except Error as error:

@@ -174,6 +174,9 @@ class RayCluster:
             log_to_driver=False,
             logging_level="ERROR",
         )
+        # The first is the one that this process is connected through, and ends with.
+        own = self.ray.get_runtime_context().get_node_id()
+        self.machines.sort(key=lambda machine: bool(machine.id != own))
 
     def note_processes(self) -> None:
         """Remembers all processes of Ray's that have been started, to end them by their ids."""
@@ -387,8 +390,12 @@ def test_node_that_is_lost_in_a_switch_is_named_and_the_others_are_put_back(
     while not one.is_paused("train"):
         assert time.monotonic() < deadline and thread.is_alive(), errors
     cluster.note_processes()
-    os.kill(other.raylet(), signal.SIGKILL)
+    node = [other.raylet(), *descendants(other.raylet())]
+    os.kill(node[0], signal.SIGKILL)
     thread.join(TIMEOUT_S)
+    # A machine that is lost takes all of Ray's with it.
+    for pid in filter(is_of_ray, node):
+        os.kill(pid, signal.SIGKILL)
     other.workers["train"].do("capture.__exit__()")
     assert not thread.is_alive() and isinstance(errors[0], sublet.ray.ClusterError), errors
     assert outcomes(errors[0].nodes, cluster) == ["undone", "unknown"]
@@ -396,5 +403,8 @@ def test_node_that_is_lost_in_a_switch_is_named_and_the_others_are_put_back(
     assert "lost" in str(lost.error)
     assert one.standing() == USUAL
     # Who led the switch there is gone; the tenants settle it among themselves, and nothing is lost.
+    for command in (["pause", "infer"], ["resume", "train"]):
+        ran = other.stage.run("-m", "sublet", *command)
+        assert ran.returncode == 0, ran.stderr
     assert other.workers["train"].do(f"memory.read() == bytes([5]) * {HELD}") is True
     assert other.standing() == USUAL
