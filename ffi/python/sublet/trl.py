@@ -67,7 +67,6 @@ class TakeTurns:
         self._moved, self._home = Moved(checked_tag(tag)), _Home()
         self._group: Any = None
 
-
     def __new__(cls, *args: Any, **kwargs: Any) -> TakeTurns:
         return cast(TakeTurns, object.__new__(_callback_of(cls)))
 
@@ -95,12 +94,12 @@ class TakeTurns:
         ranks = self._ranks()
         pause(together=True)
         try:
-            # Whichever rank is first does it for all; for the others it is done already.
-            generator.resume()
             try:
+                # Whichever rank is first does it for all; for the others it is done already.
+                generator.resume()
                 yield
             finally:
-                # One that is done must not pause what others still wait for.
+                # One that is done, or has failed, must not pause what others still wait for.
                 ranks()
                 generator.pause()
         finally:
