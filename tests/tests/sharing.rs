@@ -85,13 +85,17 @@ fn memory_that_nccl_shares_by_legacy_ipc_stays_and_is_named() -> Outcome {
     let stage = Stage::new(&CAPACITIES[..2])?;
     let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
     job.all(&format!("allocate-as-nccl {}", 6 * MIB))?;
-    stage.pause("train")?;
+    let paused = stage.sublet(&["pause", "train", "--json"])?.succeeded()?.json()?;
     let left_bytes = stage.used_bytes(0)?;
     assert!((6 * MIB..=8 * MIB).contains(&left_bytes), "{left_bytes} bytes stay");
     let listed = stage.sublet(&["ps"])?.succeeded()?.stdout;
     let hint =
         "6 MiB in 1 allocations stay during a pause: NCCL shares plain allocations by legacy IPC";
-    assert!(listed.contains(hint) && listed.contains("unset NCCL_CUMEM_ENABLE=0"), "{listed}");
+    assert!(listed.contains(hint), "{listed}");
+    // Both name the line that undoes it.
+    for told in [listed, paused["report"]["notes"].to_string()] {
+        assert!(told.contains("legacy IPC") && told.contains("NCCL_CUMEM_ENABLE=1"), "{told}");
+    }
     stage.resume("train")?;
     job.step(1)?;
     job.verify()?;

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::build::Built;
-use crate::python::{MYPY, PYTEST, Python};
+use crate::python::{MYPY, PYTEST, Python, RAY};
 use crate::stages::{Ran, Stages};
 use crate::wheel::{self, Parts};
 use crate::workspace::Workspace;
@@ -62,7 +62,13 @@ fn api_tests(
     let files: Vec<PathBuf> =
         workspace.files()?.into_iter().filter(|path| is_python_test(path)).collect();
     let python = Python::with(workspace, &PYTEST)?;
-    let mut command = python.command(workspace, &[site.to_owned()]);
+    let mut folders = vec![site.to_owned()];
+    match Python::with(workspace, &RAY) {
+        Ok(ray) => folders.extend_from_slice(ray.import_path()),
+        // Not for every Python is there a Ray. Its tests are skipped then, and that is said.
+        Err(error) => lines.push(format!("sublet.ray was not tested with a cluster: {error}")),
+    }
+    let mut command = python.command(workspace, &folders);
     command.args(["-m", "pytest", "-c"]).arg(wheel::SOURCE.to_owned() + "/pyproject.toml");
     command.arg("--rootdir").arg(&workspace.root).args(files);
     built.export(&mut command);

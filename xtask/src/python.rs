@@ -34,6 +34,9 @@ pub(crate) const MATURIN: Package = Package { requirement: "maturin==1.16.0", mo
 /// The type checker.
 pub(crate) const MYPY: Package = Package { requirement: "mypy==2.4.1", module: "mypy" };
 
+/// What a cluster of two nodes in the tests is made of. Nothing else needs it.
+pub(crate) const RAY: Package = Package { requirement: "ray==2.60.0", module: "ray" };
+
 /// A Python interpreter that can import what it was asked for.
 #[derive(Debug)]
 pub(crate) struct Python {

@@ -23,8 +23,8 @@ pub const BLOCK_BYTES_MIN: u64 = 1 << 20;
 
 /// Why a plain allocation stays with the driver.
 const TOO_SMALL: &str = "plain allocations under 1 MiB stay with the driver";
-const LEGACY_IPC: &str = "NCCL shares plain allocations by legacy IPC, which cannot follow a pause; unset \
-                          NCCL_CUMEM_ENABLE=0 to make them pausable";
+const LEGACY_IPC: &str = "NCCL shares plain allocations by legacy IPC, which cannot follow a pause: start the job \
+                          with NCCL_CUMEM_ENABLE=1 in place of 0, which slime, verl and OpenRLHF set";
 
 /// Why memory that is not asked for by `cuMemAlloc` stays with the driver.
 pub mod stays {

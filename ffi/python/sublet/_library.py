@@ -191,6 +191,22 @@ def _carried(name: str) -> str:
     return str(path)
 
 
+def preload_with(others: str) -> str:
+    """What ``LD_PRELOAD`` is for the package's library to come before the entries of ``others``.
+
+    Raises:
+        UsageError: the library's path cannot be preloaded, because it holds a blank or a colon.
+    """
+    library = library_path()
+    if ":" in library or any(character.isspace() for character in library):
+        raise UsageError(
+            f"{library} cannot be preloaded, because its path holds a blank or a colon: "
+            "install the package elsewhere"
+        )
+    entries = others.replace(":", " ").split()
+    return ":".join([library, *(name for name in entries if name != library)])
+
+
 @contextlib.contextmanager
 def configure_subprocess(tenant: Optional[str] = None) -> Iterator[None]:
     """Processes started inside the ``with`` block are under Sublet from their start.
@@ -208,14 +224,7 @@ def configure_subprocess(tenant: Optional[str] = None) -> Iterator[None]:
     ...     subprocess.run([sys.executable, "-c", "import sublet; print(sublet.attached())"])
     CompletedProcess(...)
     """
-    library = library_path()
-    if ":" in library or any(character.isspace() for character in library):
-        raise UsageError(
-            f"{library} cannot be preloaded, because its path holds a blank or a colon: "
-            "install the package elsewhere"
-        )
-    others = os.environ.get(_PRELOAD, "").replace(":", " ").split()
-    changed = {_PRELOAD: ":".join([library, *(name for name in others if name != library)])}
+    changed = {_PRELOAD: preload_with(os.environ.get(_PRELOAD, ""))}
     if tenant is not None:
         changed[_TENANT] = tenant
     before = {name: os.environ.get(name) for name in changed}

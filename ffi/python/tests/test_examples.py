@@ -13,7 +13,7 @@ import pytest
 import simdriver
 import sublet
 
-MODULES = ("_errors", "_library", "_memory", "_pausing", "_regions", "_tenants")
+MODULES = ("_errors", "_library", "_memory", "_pausing", "_regions", "_tenants", "ray")
 
 
 def examples() -> list[doctest.DocTest]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Optional
 
 import sublet
+import sublet.ray
+import sublet.trl
+from sublet.compat import verl
 
 if TYPE_CHECKING:
     from typing_extensions import assert_type
@@ -40,6 +43,18 @@ def use() -> None:
     assert_type(train.name, str)
     assert_type(train.swap_to("infer", timeout=1), dict[str, Any])
     assert_type(sublet.swap(train, "infer"), dict[str, Any])
+
+
+def clusters() -> None:
+    """Names that are imported by themselves."""
+    assert_type(sublet.ray.env("train", family="rl", budget={0: "1GiB"}), dict[str, Any])
+    assert_type(sublet.ray.switch("train", "infer", timeout=5), tuple[sublet.ray.NodeOutcome, ...])
+    assert_type(sublet.ray.pause("train", ["kv"]), tuple[sublet.ray.NodeOutcome, ...])
+    assert_type(verl.install().replaced, tuple[str, ...])
+    turns = sublet.trl.TakeTurns("infer", optimizer=False)
+    assert_type(turns, sublet.trl.TakeTurns)
+    with turns.away():
+        pass
 
 
 def shortage() -> tuple[Optional[int], list[dict[str, Any]], tuple[str, ...]]:

@@ -2,17 +2,27 @@
 
 ``sublet.compat.torch_memory_saver`` and ``sublet.compat.vllm`` can be used by these names. To have
 programs find them that import the originals, see :func:`install` and :func:`alias_path`.
+
+``sublet.compat.slime``, ``verl``, ``openrlhf``, ``nemo_rl`` and ``areal`` each have an ``install()``, which
+puts functions of Sublet's in the place of some of the framework's.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import warnings
 from pathlib import Path
 
-from sublet._errors import UsageError
+from sublet._errors import Error, UsageError
 
-__all__ = ["alias_path", "install"]
+__all__ = ["FRAMEWORKS", "VARIABLE", "alias_path", "install", "install_if_asked"]
+
+#: Frameworks that have a module here.
+FRAMEWORKS = ("areal", "nemo_rl", "openrlhf", "slime", "verl")
+#: Names of them, separated by commas: a process that imports torch then installs these.
+VARIABLE = "SUBLET_COMPAT"
 
 _ALIAS = Path(__file__).resolve().parent.parent / "alias"
 
@@ -33,18 +43,17 @@ def install(name: str) -> None:
     workers, set ``PYTHONPATH`` to :func:`alias_path`, or ``SUBLET_VLLM=1``.
 
     Args:
-        name: ``"torch_memory_saver"`` or ``"vllm"``.
+        name: ``"torch_memory_saver"``, ``"vllm"``, or one of :data:`FRAMEWORKS`.
 
     Raises:
         UsageError: the original is in use already, or there is no drop-in of that name.
     """
-    if name == "vllm":
-        importlib.import_module("sublet.compat.vllm").install()
+    if name == "vllm" or name in FRAMEWORKS:
+        importlib.import_module(f"sublet.compat.{name}").install()
         return
     if name != "torch_memory_saver":
-        raise UsageError(
-            f"install: there is no drop-in for {name!r}: use 'torch_memory_saver' or 'vllm'"
-        )
+        known = ", ".join(repr(each) for each in ("torch_memory_saver", "vllm", *FRAMEWORKS))
+        raise UsageError(f"install: there is no drop-in for {name!r}: use one of {known}")
     loaded = sys.modules.get(name)
     origin = getattr(loaded, "__file__", None)
     if loaded is not None and (origin is None or not Path(origin).is_relative_to(_ALIAS)):
@@ -52,3 +61,18 @@ def install(name: str) -> None:
     if alias_path() not in sys.path:
         sys.path.insert(0, alias_path())
     importlib.import_module(name)
+
+
+def install_if_asked() -> None:
+    """Installs what ``SUBLET_COMPAT`` names; what cannot be is warned of.
+
+    ``import torch`` calls this, as it calls whatever packages offer for ``torch.backends``. It imports
+    nothing and returns at once where ``SUBLET_COMPAT`` is not set.
+    """
+    for name in os.environ.get(VARIABLE, "").replace(",", " ").split():
+        try:
+            if name not in FRAMEWORKS:
+                raise UsageError(f"there is no {name!r}: use {', '.join(FRAMEWORKS)}")
+            install(name)
+        except Error as error:
+            warnings.warn(f"{VARIABLE}: {error}", RuntimeWarning, stacklevel=2)

@@ -164,8 +164,9 @@ const RULES: &[Rule] = &[
     Rule {
         name: "NCCL_CUMEM_ENABLE",
         matters: |value| value == "0",
-        finding: "NCCL takes its buffers in a way that cannot be shared again after a pause",
-        next_step: "unset it",
+        finding: "NCCL's buffers stay on the GPU during a pause: it shares them in a way that cannot follow one",
+        next_step: "export NCCL_CUMEM_ENABLE=1 before the job starts; unset, it is set to 0 by slime, verl and \
+                    OpenRLHF (docs/slime.md, docs/verl.md, docs/openrlhf.md)",
     },
     Rule {
         name: "NCCL_NVLS_ENABLE",
@@ -277,6 +278,8 @@ mod tests {
         assert_eq!(checks.len(), 2);
         assert!(checks.iter().all(|check| check.level == Level::Warn));
         assert!(checks[0].finding.starts_with("NCCL_CUMEM_ENABLE=0: "));
+        let undone = checks[0].next_step.as_deref().unwrap();
+        assert!(undone.starts_with("export NCCL_CUMEM_ENABLE=1"), "{undone}");
     }
 
     #[test]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import sys
-from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NoReturn, Optional
+from typing import Any, NoReturn
 
 from sublet._errors import UsageError
+from sublet.compat._importing import forget, when_imported
 from sublet.compat.vllm.allocator import CuMemAllocator
 
 #: Where the allocator is. Recent trees have it in another place, and keep the old name.
@@ -27,11 +24,8 @@ def install() -> None:
         UsageError: vLLM's own allocator has memory already.
     """
     for name in MODULES:
-        module = sys.modules.get(name)
-        if module is not None:
-            _bind(module)
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+        forget(name, _bind)
+        when_imported(name, _bind)
 
 
 def install_if_asked() -> None:
@@ -64,41 +58,3 @@ def _one_by_one(*_handle: object) -> NoReturn:
         "memory of Sublet's CuMemAllocator is not mapped piece by piece: use its sleep, discard and "
         "wake_up"
     )
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules as everybody does, and binds our names once they have run."""
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Optional[Sequence[str]],
-        target: Optional[ModuleType] = None,
-    ) -> Optional[importlib.machinery.ModuleSpec]:
-        if fullname not in MODULES:
-            return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            if finder is self or find is None:
-                continue
-            spec: Optional[importlib.machinery.ModuleSpec] = find(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader)
-                return spec
-        return None
-
-
-class _Loader(importlib.abc.Loader):
-    """Runs a module as its own loader does, then binds our names in it."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Optional[ModuleType]:
-        module: Optional[ModuleType] = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _bind(module)

@@ -1,0 +1,250 @@
+"""Putting functions of ours in the place of a framework's, all of a module's or none, and taking them back."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import inspect
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Callable, Optional
+
+from sublet._errors import UsageError
+from sublet._library import attached
+from sublet.compat._importing import forget, is_half_imported, when_imported
+
+_log = logging.getLogger("sublet")
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Target:
+    """One function of theirs, or one method, that ours stands in for.
+
+    Attributes:
+        name: as the module has it, such as ``"offload"`` or ``"Engine.offload"``.
+        ours: given theirs, makes ours.
+        parameters: what calls of ours give it or ask of it; a function without one is another function.
+        everywhere: other modules that have taken the function by this name get ours too.
+    """
+
+    name: str
+    ours: Callable[[Callable[..., Any]], Callable[..., Any]]
+    parameters: tuple[str, ...] = ()
+    everywhere: bool = False
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What an ``install()`` did.
+
+    Attributes:
+        framework: whose functions.
+        version: the framework's, where it is installed.
+        replaced: what Sublet serves from now on, such as ``"areal.engine.fsdp_engine.FSDPEngine.offload"``.
+        awaited: modules that are not imported yet; theirs are replaced when they are.
+        refused: why modules were left as they are; not empty only after an import that followed.
+    """
+
+    framework: str
+    version: Optional[str] = None
+    replaced: tuple[str, ...] = ()
+    awaited: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+@dataclass
+class _Bound:
+    """What was put into one module."""
+
+    module: ModuleType
+    #: Holder, name in it, theirs (or ``_MISSING``, where a class inherits it), ours.
+    places: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
+    #: Names that others may have taken: name, theirs, ours.
+    shared: list[tuple[str, Any, Any]] = field(default_factory=list)
+    names: tuple[str, ...] = ()
+
+
+class Framework:
+    """A framework whose functions Sublet can serve. One object each; methods are safe from any thread.
+
+    Args:
+        name: what people call it.
+        packages: the packages, of which a process has one or more.
+        modules: for each module, the functions of it that are replaced together.
+        bring_back: called before theirs are put back, so that they find all memory resident.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        packages: tuple[str, ...],
+        modules: dict[str, tuple[Target, ...]],
+        bring_back: Callable[[], None],
+    ) -> None:
+        self.name, self.packages, self.modules = name, packages, modules
+        self._bring_back = bring_back
+        self._lock = threading.RLock()
+        self._is_installed = False
+        self._bound: dict[str, _Bound] = {}
+        self._refused: dict[str, str] = {}
+
+    def install(self) -> Installed:
+        """Replaces theirs in modules that are imported, and in others when they are.
+
+        Does nothing but warn in a process that is not under Sublet. A second call changes nothing.
+
+        Raises:
+            UsageError: a module lacks a name or a parameter that is needed: none is replaced.
+        """
+        if not attached():
+            warnings.warn(
+                f"sublet.compat: this process is not under Sublet, and {self.name} does what it does "
+                "without: start it with `sublet run --tenant NAME -- ...`",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return Installed(self.name, self.version())
+        with self._lock:
+            if not self._is_installed:
+                self._refuse_lacking()
+                self._is_installed = True
+                for name in self.modules:
+                    when_imported(name, self._act)
+            return self.standing()
+
+    def uninstall(self) -> None:
+        """Brings back what is away, and puts theirs back. Does nothing where nothing was installed."""
+        with self._lock:
+            if not self._is_installed:
+                return
+            self._bring_back()
+            for name in self.modules:
+                forget(name, self._act)
+            for bound in self._bound.values():
+                _unbind(bound)
+            self._bound.clear()
+            self._refused.clear()
+            self._is_installed = False
+
+    def standing(self) -> Installed:
+        """What is replaced now."""
+        with self._lock:
+            if not self._is_installed:
+                return Installed(self.name, self.version())
+            replaced = tuple(name for bound in self._bound.values() for name in bound.names)
+            done = {*self._bound, *self._refused}
+            awaited = tuple(name for name in self.modules if name not in done)
+            refused = tuple(self._refused.values())
+            return Installed(self.name, self.version(), replaced, awaited, refused)
+
+    def version(self) -> Optional[str]:
+        """The version of the package that is here, or ``None``; imports nothing."""
+        for package in self.packages:
+            told = getattr(sys.modules.get(package), "__version__", None)
+            if isinstance(told, str):
+                return told
+            try:
+                return importlib.metadata.version(package.replace("_", "-"))
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return None
+
+    def _refuse_lacking(self) -> None:
+        for name, targets in self.modules.items():
+            module = sys.modules.get(name)
+            if module is None:
+                continue
+            if is_half_imported(module):
+                raise UsageError(f"install: {name} is being imported: call this before, or after it")
+            lacking = _lacking(module, targets)
+            if lacking is not None:
+                raise UsageError(f"install: {self._refusal(lacking)}")
+
+    def _refusal(self, lacking: str) -> str:
+        return (
+            f"{self.name} {self.version() or 'of an unknown version'} {lacking}: nothing of that module "
+            f"is replaced; docs/{self.name.lower().replace(' ', '-')}.md names what was read"
+        )
+
+    def _act(self, module: ModuleType) -> None:
+        with self._lock:
+            name, targets = module.__name__, self.modules[module.__name__]
+            before = self._bound.get(name)
+            if before is not None and before.module is module:
+                return
+            lacking = _lacking(module, targets)
+            if lacking is not None:
+                # An import that was none of our caller's must not fail for our sake.
+                self._refused[name] = self._refusal(lacking)
+                warnings.warn(f"sublet.compat: {self._refused[name]}", RuntimeWarning, stacklevel=2)
+                return
+            self._refused.pop(name, None)
+            self._bound[name] = _bind(module, targets)
+            _log.info("%s: served by Sublet: %s", self.name, ", ".join(self._bound[name].names))
+
+
+def _found(module: ModuleType, name: str) -> tuple[Any, str]:
+    """The module or class that has ``name``, and its name in it."""
+    holder, _, last = name.rpartition(".")
+    return (getattr(module, holder, None) if holder else module), last
+
+
+def _lacking(module: ModuleType, targets: Iterable[Target]) -> Optional[str]:
+    """What the module does not have of what is needed."""
+    for target in targets:
+        holder, last = _found(module, target.name)
+        theirs = getattr(holder, last, None)
+        if not callable(theirs):
+            return f"has no {module.__name__}.{target.name}"
+        try:
+            parameters = inspect.signature(theirs).parameters
+        except (TypeError, ValueError):
+            continue
+        for parameter in target.parameters:
+            if parameter not in parameters:
+                return f"has a {module.__name__}.{target.name} without the parameter '{parameter}'"
+    return None
+
+
+def _bind(module: ModuleType, targets: Iterable[Target]) -> _Bound:
+    bound = _Bound(module)
+    names = []
+    for target in targets:
+        holder, last = _found(module, target.name)
+        theirs = getattr(holder, last)
+        ours = functools.wraps(theirs)(target.ours(theirs))
+        own = vars(holder).get(last, _MISSING)
+        setattr(holder, last, ours)
+        bound.places.append((holder, last, own, ours))
+        if target.everywhere:
+            bound.shared.append((last, theirs, ours))
+            _exchange(last, theirs, ours)
+        names.append(f"{module.__name__}.{target.name}")
+    bound.names = tuple(names)
+    return bound
+
+
+def _unbind(bound: _Bound) -> None:
+    for name, theirs, ours in bound.shared:
+        _exchange(name, ours, theirs)
+    for holder, name, own, ours in bound.places:
+        # Whoever has replaced ours since keeps what they have put there.
+        if vars(holder).get(name) is not ours:
+            continue
+        if own is _MISSING:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, own)
+
+
+def _exchange(name: str, before: Any, after: Any) -> None:
+    """Modules that have ``before`` by this name have ``after``."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is before:
+            setattr(module, name, after)

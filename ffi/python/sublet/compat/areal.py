@@ -1,0 +1,94 @@
+"""AReaL: NCCL's memory leaves and comes back with the engine's.
+
+AReaL's training engines take their memory off the device by ``torch_memory_saver``, for which Sublet has a
+drop-in, and leave NCCL's where it is. With :func:`install`, ``offload()`` and ``onload()`` take that along.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Callable
+
+from sublet._pausing import pause, resume
+from sublet.compat._binding import Framework, Installed, Target
+
+__all__ = ["install", "uninstall"]
+
+ENGINES = {
+    "areal.engine.fsdp_engine": "FSDPEngine",
+    "areal.engine.megatron_engine": "MegatronEngine",
+    "areal.experimental.engine.archon_engine": "ArchonEngine",
+}
+
+
+class _Nccl:
+    """Whether NCCL's memory is away for an engine of this process."""
+
+    def __init__(self) -> None:
+        self.is_away = False
+
+    def leave(self) -> None:
+        if not self.is_away:
+            pause("nccl")
+            self.is_away = True
+
+    def come_back(self) -> None:
+        if self.is_away:
+            resume("nccl")
+            self.is_away = False
+
+
+_nccl = _Nccl()
+
+
+def _offload(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def offload(engine: Any) -> Any:
+        # All ranks first: one that still waits for a collective needs NCCL.
+        torch: Any = sys.modules["torch"]
+        torch.distributed.barrier(group=engine.cpu_group)
+        _nccl.leave()
+        try:
+            return theirs(engine)
+        except BaseException:
+            _nccl.come_back()
+            raise
+
+    return offload
+
+
+def _onload(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def onload(engine: Any) -> Any:
+        # Before theirs, which ends with all ranks meeting: afterwards every rank may use it.
+        _nccl.come_back()
+        return theirs(engine)
+
+    return onload
+
+
+def _targets(engine: str) -> tuple[Target, ...]:
+    return (Target(f"{engine}.offload", _offload), Target(f"{engine}.onload", _onload))
+
+
+_framework = Framework(
+    "AReaL",
+    ("areal",),
+    {module: _targets(engine) for module, engine in ENGINES.items()},
+    _nccl.come_back,
+)
+
+
+def install() -> Installed:
+    """Has AReaL's training engines take NCCL's memory along when they offload.
+
+    Call it in each process of the trainer, before or after AReaL is imported; or set
+    ``SUBLET_COMPAT=areal``. In a process that is not under Sublet it warns and does nothing.
+
+    Raises:
+        UsageError: the AReaL that is imported lacks a method that is to be replaced.
+    """
+    return _framework.install()
+
+
+def uninstall() -> None:
+    """Brings NCCL's memory back, and puts AReaL's own methods back."""
+    _framework.uninstall()

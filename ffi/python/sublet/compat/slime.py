@@ -1,0 +1,117 @@
+"""slime, miles and vime: their process groups stay, and NCCL's memory leaves.
+
+These frameworks destroy their process groups before they sleep and build them again when they wake up, since
+NCCL's memory would stay otherwise. With :func:`install` the groups stay as they are, their memory leaves at the
+same moment, and comes back to the same addresses.
+
+The trainer's processes are a tenant of their own, beside the engine's in one family: NCCL's memory leaves in
+all processes of a tenant.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Callable
+
+from sublet._errors import UsageError
+from sublet._library import attached
+from sublet._pausing import pause, resume
+from sublet.compat._binding import Framework, Installed, Target
+
+__all__ = ["install", "uninstall"]
+
+PACKAGES = ("slime", "miles", "vime")
+#: 0 has slime leave groups that hold no device memory alone: it need not be able to rebuild them.
+DESTROY_WORLD = "SLIME_DESTROY_WORLD_PROCESS_GROUP"
+
+
+class _Away:
+    """Whether this process's groups are asleep."""
+
+    def __init__(self) -> None:
+        self.is_asleep = False
+
+    def sleep(self, meet: Callable[[], None]) -> None:
+        """NCCL's memory leaves once all ranks have come here: before, some may still need it."""
+        if self.is_asleep:
+            return
+        meet()
+        pause("nccl")
+        self.is_asleep = True
+
+    def wake_up(self) -> None:
+        """It comes back. The first rank brings it back for all."""
+        if self.is_asleep:
+            resume("nccl")
+            self.is_asleep = False
+
+
+_away = _Away()
+
+
+def _destroy(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    package = theirs.__module__.partition(".")[0]
+
+    def destroy_process_groups() -> None:
+        _away.sleep(lambda: _meet(package))
+
+    return destroy_process_groups
+
+
+def _reload(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def reload_process_groups() -> None:
+        _away.wake_up()
+
+    return reload_process_groups
+
+
+def _meet(package: str) -> None:
+    """Waits for all ranks, over the group that has no device memory."""
+    torch: Any = sys.modules["torch"]
+    if not torch.distributed.is_initialized():
+        return
+    utilities: Any = sys.modules.get(f"{package}.utils.distributed_utils")
+    group_of = getattr(utilities, "get_gloo_group", None)
+    if group_of is None:
+        raise UsageError(
+            f"destroy_process_groups: {package}.utils.distributed_utils has no get_gloo_group, by which "
+            "all ranks could meet"
+        )
+    torch.distributed.barrier(group=group_of())
+
+
+def _targets() -> tuple[Target, ...]:
+    return (
+        Target("destroy_process_groups", _destroy, everywhere=True),
+        Target("reload_process_groups", _reload, everywhere=True),
+    )
+
+
+_framework = Framework(
+    "slime",
+    PACKAGES,
+    {f"{package}.utils.reloadable_process_group": _targets() for package in PACKAGES},
+    _away.wake_up,
+)
+
+
+def install() -> Installed:
+    """Has slime, miles and vime pause NCCL's memory where they would destroy their groups.
+
+    Call it in each process of the trainer, before or after the framework is imported; or set
+    ``SUBLET_COMPAT=slime``. Sets ``SLIME_DESTROY_WORLD_PROCESS_GROUP`` to 0 where it is not set. In a
+    process that is not under Sublet it warns and does nothing.
+
+    Raises:
+        UsageError: the framework that is imported lacks a function that is to be replaced.
+    """
+    installed = _framework.install()
+    if attached():
+        os.environ.setdefault(DESTROY_WORLD, "0")
+    return installed
+
+
+def uninstall() -> None:
+    """Brings NCCL's memory back, and puts the framework's own functions back."""
+    _framework.uninstall()
