@@ -15,7 +15,9 @@ pub(crate) fn run(workspace: &Workspace, arguments: &[String]) -> Outcome {
     let built = Built::build(workspace)?;
     let site = package::installed(workspace, &built)?;
     let mut demo = Python::system().command(workspace, &[site]);
-    demo.arg(SCRIPT).arg("--simulate").args(arguments);
+    demo.arg(SCRIPT).arg("--simulate");
+    // What is made belongs with all else that is made; a folder that is named comes later, and counts.
+    demo.arg("--out").arg(workspace.target.join("rl_grpo")).args(arguments);
     built.export(&mut demo);
     Err(format!("{SCRIPT} could not be started: {}", demo.exec()).into())
 }
