@@ -22,4 +22,5 @@ pub mod state;
 pub mod stepping;
 pub mod ticket;
 pub mod transport;
+pub mod turns;
 pub mod wire;

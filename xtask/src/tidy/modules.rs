@@ -57,6 +57,7 @@ const ORDERS: [Order; 3] = [
             "error_text",
             "identity",
             "family",
+            "turns",
             "cut",
             "stepping",
             "region",
