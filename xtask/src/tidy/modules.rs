@@ -76,6 +76,7 @@ const ORDERS: [Order; 3] = [
             "member",
             "coordinator",
             "requests",
+            "switching",
         ],
     },
     Order {
