@@ -6,6 +6,8 @@ use serde_json::Value;
 use sublet_tests::{Job, JobOptions, MIB, Outcome, Rank, Stage, Trouble};
 
 const WAIT: Duration = Duration::from_mins(1);
+/// For several turns and switches on a busy machine.
+const ROUNDS: Duration = Duration::from_mins(5);
 
 /// A job that fills most of a device of 128 MiB.
 fn large(tenant: &str) -> JobOptions {
@@ -209,10 +211,10 @@ fn two_switches_at_once_go_one_after_the_other() -> Outcome {
 #[test]
 fn two_tenants_take_turns_for_many_rounds_and_every_byte_is_right() -> Outcome {
     let (stage, mut train, mut infer) = pair([&[], &[]])?;
-    train.say("rounds 8 100")?;
-    infer.say("rounds 8 200")?;
-    assert_eq!(train.answer()?.numbers::<1>()?, [108]);
-    assert_eq!(infer.answer()?.numbers::<1>()?, [208]);
+    train.say("rounds 5 100")?;
+    infer.say("rounds 5 200")?;
+    assert_eq!(train.answer_within(ROUNDS)?.numbers::<1>()?, [105]);
+    assert_eq!(infer.answer_within(ROUNDS)?.numbers::<1>()?, [205]);
     assert_eq!(claims(&stage)?, (Vec::new(), Vec::new()));
     let lines = decisions(&stage)?;
     assert!(lines.iter().any(|line| line.contains("its turn is over")), "{lines:?}");
