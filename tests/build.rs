@@ -41,6 +41,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let family = out.join("family");
     compile("programs/family.c", &family, &[], &["-ldl"])?;
     println!("cargo::rustc-env=SUBLET_FAMILY_PROGRAM={}", family.display());
+    let turns = out.join("turns");
+    compile("programs/turns.c", &turns, &[], &["-ldl"])?;
+    println!("cargo::rustc-env=SUBLET_TURNS_PROGRAM={}", turns.display());
     let hoard = out.join("hoard");
     compile("programs/hoard.c", &hoard, &[], &["-ldl"])?;
     println!("cargo::rustc-env=SUBLET_HOARD_PROGRAM={}", hoard.display());

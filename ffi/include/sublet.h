@@ -58,7 +58,7 @@ const char *sublet_last_error(void);
  *
  * sublet_last_error_json: the last error of this thread, as {"code", "message", "missing_bytes" (or null),
  * "devices" (that cannot hold the tenant, and who holds them), "tags" (that there are)}.
- * sublet_last_report_json: what this thread's last pause, resume, swap or preparation did. */
+ * sublet_last_report_json: what this thread's last pause, resume, swap, switch or preparation did. */
 int64_t sublet_last_error_json(char *buffer, size_t size);
 int64_t sublet_last_report_json(char *buffer, size_t size);
 
@@ -72,6 +72,21 @@ int sublet_resume_tenant(const char *tenant, uint32_t timeout_ms);
 /* Pauses one tenant and resumes the other, both at once and in bounded device memory. When the other cannot
  * come, the first runs again; the error says so where it does not. */
 int sublet_swap_tenants(const char *from, const char *to, uint32_t timeout_ms);
+
+/* Has a tenant get its GPUs: pauses what is in the way there, the least that suffices, and resumes it. When it cannot come, those that were
+ * paused for it run again; the error says where not. One in the way may be in a turn: then this waits up to wait_ms for the turn to end, or
+ * to have lasted its quantum. SUBLET_ERROR_RETRY when that was not enough, and SUBLET_ERROR_OUT_OF_DEVICE_MEMORY when the tenant does not
+ * fit, whoever makes way. sublet_last_report_json says who was paused, and why. */
+int sublet_switch_tenant(const char *tenant, uint32_t wait_ms);
+
+/* A turn of the calling process: waits until its tenant has its GPUs, or may pause what is in the way, and does that. Those that wait come
+ * in the order of their classes (sublet run --class), and then in the order in which they asked. wait_ms bounds the wait; 0 is ten minutes.
+ * From sublet_turn_end on others may have this tenant paused; before that, when the turn has lasted its quantum and somebody of at least its
+ * class waits. It comes back then by itself, in its turn again. Turns nest, and those of a tenant's processes and threads are one turn,
+ * which ends with the last of them; one that dies ends its own. Errors are as of sublet_switch_tenant; there is no turn then. */
+int sublet_turn_begin(uint32_t wait_ms);
+/* SUBLET_ERROR_ARGUMENT when no turn of this process has begun. Does not block. */
+int sublet_turn_end(void);
 
 /* Has every process of a tenant bring in, while it runs, the host memory that its next pause takes; NULL is the
  * caller's own tenant. Returns when all is there or will not be, and after wait_ms in any case: what is missing

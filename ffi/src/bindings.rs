@@ -54,6 +54,12 @@ unsafe extern "C" {
         to: *const ::core::ffi::c_char,
         timeout_ms: u32,
     ) -> ::core::ffi::c_int;
+    pub fn sublet_switch_tenant(
+        tenant: *const ::core::ffi::c_char,
+        wait_ms: u32,
+    ) -> ::core::ffi::c_int;
+    pub fn sublet_turn_begin(wait_ms: u32) -> ::core::ffi::c_int;
+    pub fn sublet_turn_end() -> ::core::ffi::c_int;
     pub fn sublet_prepare_tenant(
         tenant: *const ::core::ffi::c_char,
         wait_ms: u32,

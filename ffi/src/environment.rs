@@ -8,6 +8,8 @@
 //! | `SUBLET_TENANT` | `AMEM_ENABLE`, `AMEM_GROUPID` | which tenant is joined |
 //! | `SUBLET_FAMILY` | | tenants that name the same may open each other's memory |
 //! | `SUBLET_FAMILY_TIMEOUT_MS` | | how long opening such memory waits for a tenant that is paused |
+//! | `SUBLET_CLASS` | | what the tenant is to others when they take turns |
+//! | `SUBLET_WEIGHT` | | how many quanta it has at a time, where it is fair |
 //! | `SUBLET_FILE_DIR` | `TMS_DISK_BACKUP_DIR` | where contents in files are saved |
 //! | `SUBLET_FILE_CACHE` | | whether contents in files go through the page cache |
 //! | `SUBLET_HOST_BYTES_MAX` | | how much host memory a pause may take |
@@ -32,6 +34,7 @@ use sublet_registrations::device_files::{self, DeviceFile};
 use tenants::budget::{BUDGET_VARIABLE, BudgetError, Budgets, gpus};
 use tenants::identity::FamilyName;
 use tenants::phase::HELD_MAX;
+use tenants::turns::{CLASS_VARIABLE, Class, WEIGHT_VARIABLE, Weight};
 use vmm_pool::driver::{DeviceOrdinal, PciAddress};
 use vmm_pool::{PieceBytes, Pieces};
 
@@ -105,6 +108,18 @@ pub(crate) fn tenant_name() -> String {
 pub(crate) fn family() -> Result<Option<FamilyName>, String> {
     let name = variable("SUBLET_FAMILY").map(|name| FamilyName::new(&name));
     name.transpose().map_err(|error| format!("SUBLET_FAMILY: {error}"))
+}
+
+/// What the tenant is to others when they take turns, and its weight.
+///
+/// # Errors
+/// What is named is no class or no weight; the text says which.
+pub(crate) fn turns() -> Result<(Class, Weight), String> {
+    let class = variable(CLASS_VARIABLE).map(|text| text.parse::<Class>()).transpose();
+    let class = class.map_err(|error| format!("{CLASS_VARIABLE}: {error}"))?;
+    let weight = variable(WEIGHT_VARIABLE).map(|text| text.parse::<Weight>()).transpose();
+    let weight = weight.map_err(|error| format!("{WEIGHT_VARIABLE}: {error}"))?;
+    Ok((class.unwrap_or_default(), weight.unwrap_or_default()))
 }
 
 /// How long opening memory of another tenant waits while that is paused; the usual where nothing is said.

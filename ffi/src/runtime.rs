@@ -351,12 +351,14 @@ fn try_join() -> Result<Arc<Member>, String> {
     let mut not_understood = Vec::new();
     let prepares_up_to = understood(environment::prepares_up_to(), &mut not_understood);
     let budgets = understood(environment::budgets(), &mut not_understood);
+    let turns = understood(environment::turns(), &mut not_understood);
     let nccl_fails = understood(environment::nccl_fails_while_away(), &mut not_understood);
     let config = MemberConfig {
         run_dir: run_dir()?,
         tenant: tenant_name()?,
         family: family()?,
         family_timeout: environment::family_timeout()?.unwrap_or(tenants::member::FAMILY_TIMEOUT),
+        turns,
         command: command_line(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         host_limits,

@@ -16,6 +16,7 @@ mod error;
 mod exchange;
 mod interrupt;
 mod lending;
+mod needs;
 mod overlap;
 mod participants;
 mod peers;
@@ -41,6 +42,7 @@ pub use report::{
     PhaseSummary, Report, StageSummary, Step, Swap, TenantStats, Who,
 };
 
+pub use needs::DeviceNeed;
 pub use saving::{SaveError, SaveReport, SaveState};
 use shortage::Gives;
 pub use shortage::{DeviceShortage, Holder};

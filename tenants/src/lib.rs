@@ -20,6 +20,8 @@ pub mod saving;
 pub mod scope;
 pub mod state;
 pub mod stepping;
+pub mod switching;
 pub mod ticket;
 pub mod transport;
+pub mod turns;
 pub mod wire;

@@ -6,6 +6,7 @@
 //!     <member id, 16 hex>.sock  one listening socket for each process
 //!     coordinator.lock          held while somebody pauses or resumes the tenant
 //!     budget                    what its processes hold together, where they have budgets
+//!   .turns/                     0700, ours alone; no tenant has such a name
 //! ```
 //!
 //! A socket has its final name only once it listens (see [`crate::transport::Listener::bind`]), so one
@@ -14,9 +15,11 @@
 //! environment: the caller does, once.
 
 mod budget_file;
+mod error;
 mod holders;
 pub(crate) mod locks;
 mod trusted_path;
+pub(crate) mod turn_files;
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
@@ -28,6 +31,7 @@ use std::time::{Duration, Instant, SystemTime};
 use nix::unistd::geteuid;
 
 pub(crate) use budget_file::BudgetFile;
+pub use error::RunDirError;
 
 use crate::identity::{MemberId, TenantName};
 use crate::transport::{BINDING_EXTENSION, Listener, TransportError, has_ended};
@@ -48,76 +52,6 @@ const BINDING_AGE_MAX: Duration = Duration::from_mins(1);
 const LOCK_BACK_OFF_MIN: Duration = Duration::from_millis(1);
 const LOCK_BACK_OFF_MAX: Duration = Duration::from_millis(50);
 const LISTEN_ATTEMPTS_MAX: u32 = 8;
-
-/// What can be wrong with a run directory.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum RunDirError {
-    /// The directory is not a directory that only we can reach.
-    #[error(
-        "{} {problem}; Sublet meets its processes only in a directory that is theirs alone: {next_step}, \
-         or set {RUN_DIR_VARIABLE} to another",
-        path.display()
-    )]
-    NotOurs {
-        /// The directory.
-        path: PathBuf,
-        /// What is wrong with it.
-        problem: String,
-        /// What helps.
-        next_step: String,
-    },
-    /// A socket in the directory would have a name that the kernel does not take.
-    #[error(
-        "the socket path {} has {length} bytes, and Unix sockets take {SOCKET_PATH_BYTES_MAX}: \
-         set {RUN_DIR_VARIABLE} to a shorter directory, such as /tmp/sublet",
-        path.display()
-    )]
-    PathTooLong {
-        /// The path.
-        path: PathBuf,
-        /// Its length in bytes.
-        length: usize,
-    },
-    /// More sockets than any tenant has processes.
-    #[error(
-        "{} holds more than {MEMBERS_MAX} sockets of processes: remove what is not Sublet's, or run fewer \
-         processes in one tenant",
-        path.display()
-    )]
-    TooManyMembers {
-        /// The tenant's directory.
-        path: PathBuf,
-    },
-    /// Somebody else is pausing or resuming the tenant.
-    #[error(
-        "tenant '{tenant}' is being paused or resumed by {}, and that did not end in {waited_ms} ms; wait for it, or \
-         end it",
-        holders::in_words(holder_pids)
-    )]
-    Locked {
-        /// The tenant.
-        tenant: TenantName,
-        /// Who holds the lock, as far as the kernel says; several, where each acts for itself alone.
-        holder_pids: Vec<u32>,
-        /// How long we waited.
-        waited_ms: u64,
-    },
-    /// The member's socket could not be opened for business.
-    #[error("no socket for this process in the run directory")]
-    Listen(#[source] TransportError),
-    /// The file system refused.
-    #[error("{operation} of {} failed", path.display())]
-    Io {
-        /// What was tried.
-        operation: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// The system's answer.
-        #[source]
-        source: io::Error,
-    },
-}
 
 /// Is there a file in `run_dir` by which processes of `tenant` count what they hold? It may be dead ones'.
 pub fn may_count(run_dir: &Path, tenant: &TenantName) -> bool {

@@ -23,9 +23,10 @@ use crate::identity::{MemberId, id_text};
 use crate::references::References;
 use crate::saving::map::SaveAccount;
 use crate::stepping::Activity;
+use crate::turns::{Class, Weight};
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 14;
+pub const PROTOCOL_VERSION: u16 = 15;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -321,6 +322,10 @@ pub struct MemberInfo {
     pub pid: u32,
     /// The family that it names, whose tenants may open its memory.
     pub family: Option<String>,
+    /// What its tenant is to others when they take turns.
+    pub class: Class,
+    /// How many quanta a fair tenant has at a time.
+    pub weight: Weight,
     /// Start of its command line.
     pub command: String,
     /// Version of its libsublet.

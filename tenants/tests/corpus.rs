@@ -24,6 +24,7 @@ use tenants::stepping::{Activity, Calls, HeldCall, StepOrder};
 use tenants::ticket::{HEAD, Ticket};
 use tenants::transport::Limits;
 use tenants::transport::frame::{HEAD_BYTES, HEADER_BYTES, decode, decode_payload, encode};
+use tenants::turns::{Class, Weight};
 use tenants::wire::{
     Action, AskLent, Asked, AwaitConsent, Borrower, DeviceDelta, Failure, FailureKind, FetchFds,
     FetchPurpose, GiveUp, Hold, HostProgress, HostStage, HostStep, Lending, Lent, MemberInfo,
@@ -271,6 +272,8 @@ fn replies() -> Vec<Reply> {
         id: MemberId(7),
         pid: 4242,
         family: Some("rl".to_owned()),
+        class: Class::Guaranteed,
+        weight: Weight::default(),
         command: "python train.py".to_owned(),
         version: "0.1.0".to_owned(),
         state: MemberState::Paused,

@@ -23,6 +23,8 @@ pub struct Files {
     pub handmade: PathBuf,
     /// The compiled `programs/family.c`.
     pub family: PathBuf,
+    /// The compiled `programs/turns.c`.
+    pub turns: PathBuf,
     /// The compiled `programs/hoard.c`.
     pub hoard: PathBuf,
     /// The compiled `programs/nccl_like.c`.
@@ -57,6 +59,7 @@ impl Files {
             devices: PathBuf::from(env!("SUBLET_DEVICES_PROGRAM")),
             handmade: PathBuf::from(env!("SUBLET_HANDMADE_PROGRAM")),
             family: PathBuf::from(env!("SUBLET_FAMILY_PROGRAM")),
+            turns: PathBuf::from(env!("SUBLET_TURNS_PROGRAM")),
             hoard: PathBuf::from(env!("SUBLET_HOARD_PROGRAM")),
             nccl_like: PathBuf::from(env!("SUBLET_NCCL_LIKE_LIBRARY")),
             simnccl_dir: PathBuf::from(env!("SUBLET_SIMNCCL_DIR")),

@@ -72,6 +72,8 @@ impl Stage {
             "SUBLET_PREPARE",
             "SUBLET_BUDGET",
             "SUBLET_NCCL_AWAY",
+            "SUBLET_CLASS",
+            "SUBLET_WEIGHT",
         ];
         for name in ours.into_iter().chain(["LD_PRELOAD"]) {
             command.env_remove(name);
@@ -174,6 +176,19 @@ impl Stage {
             rank.do_it("connect")?;
         }
         Ok(all)
+    }
+
+    /// Starts `programs/turns.c` on a device, in a tenant, by `sublet run` with these words beside, and waits until it has joined.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn turn_taker(&self, tenant: &str, words: &[&str], device: u32) -> Outcome<Rank> {
+        let mut command = self.command(&self.files.sublet);
+        command.args(["run", "--tenant", tenant]).args(words).arg("--library");
+        command.arg(&self.files.preload).arg("--").arg(&self.files.turns).arg(device.to_string());
+        let mut process = Rank::start(0, &mut command)?;
+        process.answer()?;
+        Ok(process)
     }
 
     /// Starts `programs/family.c` in a tenant, by `sublet run` with these words beside, and waits until it has joined.

@@ -59,6 +59,15 @@ fn every_document_is_as_the_schema_says() -> Outcome {
     assert_eq!(refused["shortages"][0]["uuid"], gpu_of(&checked.stage, "infer")?);
     checked.run("swap", 0, &["swap", "infer", "train", "--window", "8MiB"])?;
     checked.run("swap", 0, &["swap", "train", "infer", "--no-overlap"])?;
+    checked.run("switch", 0, &["switch", "train", "--dry-run"])?;
+    checked.run("switch", 0, &["switch", "train"])?;
+    checked.run("switch", 0, &["switch", "infer"])?;
+    checked.run("switch", 1, &["switch", "nobody"])?;
+    let mut taker = checked.stage.turn_taker("taker", &["--class", "background"], 1)?;
+    taker.do_it("begin 1000")?;
+    let turns = checked.run("turns", 0, &["turns"])?;
+    assert_eq!(turns["claims"][0]["class"], "background");
+    taker.exit()?;
     infer.exit()?;
     train.ranks[0].kill()?;
     checked.run("change", 1, &["resume", "train"])?;

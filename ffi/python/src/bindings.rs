@@ -72,6 +72,16 @@ pub struct Functions {
         ) -> ::core::ffi::c_int,
         ::libloading::Error,
     >,
+    pub sublet_switch_tenant: Result<
+        unsafe extern "C" fn(
+            tenant: *const ::core::ffi::c_char,
+            wait_ms: u32,
+        ) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
+    pub sublet_turn_begin:
+        Result<unsafe extern "C" fn(wait_ms: u32) -> ::core::ffi::c_int, ::libloading::Error>,
+    pub sublet_turn_end: Result<unsafe extern "C" fn() -> ::core::ffi::c_int, ::libloading::Error>,
     pub sublet_prepare_tenant: Result<
         unsafe extern "C" fn(
             tenant: *const ::core::ffi::c_char,
@@ -254,6 +264,9 @@ impl Functions {
         let sublet_pause_tenant = __library.get(b"sublet_pause_tenant\0").map(|sym| *sym);
         let sublet_resume_tenant = __library.get(b"sublet_resume_tenant\0").map(|sym| *sym);
         let sublet_swap_tenants = __library.get(b"sublet_swap_tenants\0").map(|sym| *sym);
+        let sublet_switch_tenant = __library.get(b"sublet_switch_tenant\0").map(|sym| *sym);
+        let sublet_turn_begin = __library.get(b"sublet_turn_begin\0").map(|sym| *sym);
+        let sublet_turn_end = __library.get(b"sublet_turn_end\0").map(|sym| *sym);
         let sublet_prepare_tenant = __library.get(b"sublet_prepare_tenant\0").map(|sym| *sym);
         let sublet_pause_tags = __library.get(b"sublet_pause_tags\0").map(|sym| *sym);
         let sublet_resume_tags = __library.get(b"sublet_resume_tags\0").map(|sym| *sym);
@@ -296,6 +309,9 @@ impl Functions {
             sublet_pause_tenant,
             sublet_resume_tenant,
             sublet_swap_tenants,
+            sublet_switch_tenant,
+            sublet_turn_begin,
+            sublet_turn_end,
             sublet_prepare_tenant,
             sublet_pause_tags,
             sublet_resume_tags,
@@ -377,6 +393,21 @@ impl Functions {
         (self.sublet_swap_tenants.as_ref().expect("Expected function, got error."))(
             from, to, timeout_ms,
         )
+    }
+    pub unsafe fn sublet_switch_tenant(
+        &self,
+        tenant: *const ::core::ffi::c_char,
+        wait_ms: u32,
+    ) -> ::core::ffi::c_int {
+        (self.sublet_switch_tenant.as_ref().expect("Expected function, got error."))(
+            tenant, wait_ms,
+        )
+    }
+    pub unsafe fn sublet_turn_begin(&self, wait_ms: u32) -> ::core::ffi::c_int {
+        (self.sublet_turn_begin.as_ref().expect("Expected function, got error."))(wait_ms)
+    }
+    pub unsafe fn sublet_turn_end(&self) -> ::core::ffi::c_int {
+        (self.sublet_turn_end.as_ref().expect("Expected function, got error."))()
     }
     pub unsafe fn sublet_prepare_tenant(
         &self,

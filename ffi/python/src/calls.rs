@@ -181,6 +181,34 @@ impl Library {
         })
     }
 
+    /// Has a tenant get its GPUs.
+    fn switch_tenant(&self, py: Python<'_>, tenant: &str, wait_ms: u32) -> PyResult<String> {
+        let switch = function!(self, py, sublet_switch_tenant);
+        let tenant = CString::new(tenant)?;
+        self.reported(py, "switch", || {
+            // SAFETY: a terminated string that outlives the call.
+            unsafe { switch(tenant.as_ptr(), wait_ms) }
+        })
+    }
+
+    /// Begins a turn of this process.
+    fn turn_begin(&self, py: Python<'_>, wait_ms: u32) -> PyResult<String> {
+        let begin = function!(self, py, sublet_turn_begin);
+        self.reported(py, "turn", || {
+            // SAFETY: the function has no precondition.
+            unsafe { begin(wait_ms) }
+        })
+    }
+
+    /// Ends the turn of this process that began last.
+    fn turn_end(&self, py: Python<'_>) -> PyResult<()> {
+        let end = function!(self, py, sublet_turn_end);
+        self.run(py, "turn", || {
+            // SAFETY: the function has no precondition.
+            unsafe { end() }
+        })
+    }
+
     /// Brings host memory in ahead of a tenant's next pause.
     fn prepare_tenant(&self, py: Python<'_>, tenant: &str, wait_ms: u32) -> PyResult<String> {
         let prepare = function!(self, py, sublet_prepare_tenant);

@@ -30,6 +30,7 @@ from sublet._native import __version__ as __version__
 from sublet._pausing import pause, paused, resume, stats
 from sublet._regions import Region, region
 from sublet._tenants import Tenant, swap, tenants
+from sublet._turns import turn
 
 __all__ = [
     "AttachReport",
@@ -57,6 +58,7 @@ __all__ = [
     "stats",
     "swap",
     "tenants",
+    "turn",
 ]
 
 for _name in __all__:

@@ -86,6 +86,22 @@ class Tenant:
         """
         return parsed(any_library().tenant_stats(self._name))
 
+    def switch(self, *, wait: Optional[float] = None) -> dict[str, Any]:
+        """Has the tenant get its GPUs: pauses what is in the way there, and resumes it.
+
+        Args:
+            wait: while somebody in the way is in a turn, how long to wait, in seconds; by default not at all.
+
+        Returns:
+            ``outcome`` (``"already"`` when it had them), ``paused`` (who was paused) and ``reasons``.
+
+        Raises:
+            RetryError: somebody in the way is in a turn, which the message names.
+            OutOfDeviceMemory: the tenant does not fit, whoever makes way.
+            UsageError: there is no such tenant.
+        """
+        return parsed(any_library().switch_tenant(self._name, timeout_ms(wait)))
+
     def swap_to(
         self, other: Union[Tenant, str], *, timeout: Optional[float] = None
     ) -> dict[str, Any]:

@@ -39,7 +39,10 @@ def use() -> None:
     assert_type(sublet.paused("kv"), bool)
     assert_type(sublet.stats(), dict[str, Any])
     assert_type(sublet.tenants(), list[str])
+    with sublet.turn(timeout=3) as turn:
+        assert_type(turn, dict[str, Any])
     train = sublet.Tenant("train")
+    assert_type(train.switch(wait=1), dict[str, Any])
     assert_type(train.name, str)
     assert_type(train.swap_to("infer", timeout=1), dict[str, Any])
     assert_type(sublet.swap(train, "infer"), dict[str, Any])

@@ -10,6 +10,8 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use tenants::coordinator::{CoordinatorError, Outcome, PrepareError, PrepareReport, SwapError};
 use tenants::error_text::chain;
+use tenants::identity::TenantName;
+use tenants::switching::{SwitchError, Switched};
 use tenants::wire::FailureKind;
 
 use super::{
@@ -118,6 +120,29 @@ pub(crate) fn swapped(outcome: Result<tenants::coordinator::Swap, SwapError>) ->
             | SwapError::NotBack { ref source, .. }
             | SwapError::Resume { ref source, .. }),
         ) => refused_because(source, &error.to_string()),
+    }
+}
+
+/// [`settled`] for a tenant that was to get its GPUs.
+pub(crate) fn switched(outcome: Result<Switched, SwitchError>) -> c_int {
+    match outcome {
+        Ok(Switched { had_them, victims, reasons, changes }) => {
+            let paused: Vec<_> = victims.iter().map(TenantName::as_str).collect();
+            let changes: Vec<Value> = changes.iter().map(|(_, outcome)| json_of(outcome)).collect();
+            let how = if had_them { "already" } else { "completed" };
+            keep_report(json!({
+                "outcome": how, "paused": paused, "reasons": reasons, "changes": changes,
+            }))
+        }
+        Err(error) => {
+            let message = chain(&error);
+            match (&error, error.cause()) {
+                (_, Some(cause)) => refused_because(cause, &message),
+                (SwitchError::Never { .. }, _) => fail(OUT_OF_DEVICE_MEMORY, &message),
+                (_, None) if error.is_retryable() => fail(RETRY, &message),
+                (_, None) => fail(REFUSED, &message),
+            }
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! `include/sublet.h`, function by function. The header is the source of truth.
 //!
 //! * [`pausing`]: pausing and resuming, whole or by tag.
+//! * [`turns`]: getting the GPUs from others, and turns on them.
 //! * [`regions`]: which memory belongs to which tag.
 //! * [`contents`]: contents while they are offloaded, and contents that the application does not need.
 //! * [`stats`]: the memory that processes hold, as JSON.
@@ -15,6 +16,7 @@ pub mod last_call;
 pub mod pausing;
 pub mod regions;
 pub mod stats;
+pub mod turns;
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -58,6 +60,9 @@ agrees! {
         unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
     sublet_resume_tags in pausing:
         unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
+    sublet_switch_tenant in turns: unsafe extern "C" fn(*const c_char, u32) -> c_int;
+    sublet_turn_begin in turns: unsafe extern "C" fn(u32) -> c_int;
+    sublet_turn_end in turns: unsafe extern "C" fn() -> c_int;
     sublet_prepare_tenant in pausing: unsafe extern "C" fn(*const c_char, u32) -> c_int;
     sublet_is_paused in pausing: unsafe extern "C" fn() -> c_int;
     sublet_tag_is_paused in pausing: unsafe extern "C" fn(*const c_char) -> c_int;

@@ -8,6 +8,7 @@ use clap::{Args, Parser, Subcommand};
 use tenants::budget::{BudgetError, Budgets};
 use tenants::identity::{FamilyName, TenantName};
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
+use tenants::turns::{Class, ClassError, Weight, WeightError};
 
 const EXIT_CODES: &str = "\
 Exit codes: 0 done; 1 refused or failed, nothing changed; 2 wrong usage; 3 changed, but not wholly as asked; 130 called off by \
@@ -33,6 +34,10 @@ pub(crate) enum Command {
     Resume(ResumeArgs),
     /// Pause one tenant and resume another, with both directions of the link busy
     Swap(SwapArgs),
+    /// Have a tenant get its GPUs: pause what is in the way there, and resume it
+    Switch(SwitchArgs),
+    /// Show who has a turn on the GPUs, who waits for one, and what was decided last and why
+    Turns(JsonArgs),
     /// Bring in the host memory that a tenant's next pause takes, while it runs, so that this pause need not
     Prepare(PrepareArgs),
     /// Write what a paused tenant has saved to files, with a map of them; the tenant stays as it is
@@ -63,6 +68,12 @@ pub(crate) struct RunArgs {
     /// Tenants with the same family may open each other's CUDA IPC handles and exported memory
     #[arg(long, value_name = "NAME", value_parser = family)]
     pub(crate) family: Option<FamilyName>,
+    /// What the tenant is to others when they take turns: guaranteed, fair (unless another is named) or background
+    #[arg(long, value_name = "CLASS", value_parser = class)]
+    pub(crate) class: Option<Class>,
+    /// How many quanta a fair tenant has at a time, from 1 (unless another is named) to 100
+    #[arg(long, value_name = "NUMBER", value_parser = weight)]
+    pub(crate) weight: Option<Weight>,
     /// How much GPU memory all its processes together may hold: 60GiB on each GPU, or 0=60GiB on the one that nvidia-smi
     /// shows as 0, or GPU-...=60GiB; may be given more than once
     #[arg(long = "budget", value_name = "[GPU=]SIZE", value_parser = budgets)]
@@ -201,6 +212,39 @@ pub(crate) struct SwapArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct SwitchArgs {
+    /// The tenant that is to have its GPUs
+    #[arg(value_parser = tenant)]
+    pub(crate) tenant: TenantName,
+    /// Show what would be done and why, and change nothing
+    #[arg(long, conflicts_with = "wait")]
+    pub(crate) dry_run: bool,
+    /// While somebody in the way is in a turn, wait until that is over or has had its quantum: without end, or for the time
+    /// given, such as --wait=90s
+    #[arg(
+        long,
+        value_name = "TIME",
+        value_parser = wait_time,
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = FOREVER
+    )]
+    wait: Option<Duration>,
+    /// Time for each phase; each phase has its own default
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    pub(crate) timeout: Option<Duration>,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+impl SwitchArgs {
+    /// How long to wait; nothing without the option, and no bound without a time.
+    pub(crate) fn wait_at_most(&self) -> Duration {
+        self.wait.unwrap_or_default()
+    }
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct PrepareArgs {
     /// The tenant
     #[arg(value_parser = tenant)]
@@ -285,6 +329,14 @@ fn family(text: &str) -> Result<FamilyName, String> {
     FamilyName::new(text).map_err(|error| error.to_string())
 }
 
+fn class(text: &str) -> Result<Class, String> {
+    text.parse().map_err(|error: ClassError| error.to_string())
+}
+
+fn weight(text: &str) -> Result<Weight, String> {
+    text.parse().map_err(|error: WeightError| error.to_string())
+}
+
 fn budgets(text: &str) -> Result<Budgets, String> {
     text.parse().map_err(|error: BudgetError| error.to_string())
 }
@@ -358,6 +410,11 @@ mod tests {
             "sublet pause",
             "sublet pause train --timeout fast",
             "sublet swap train",
+            "sublet switch",
+            "sublet switch train infer",
+            "sublet switch train --dry-run --wait",
+            "sublet run --tenant train --class urgent -- true",
+            "sublet run --tenant train --weight 0 -- true",
             "sublet prepare",
             "sublet prepare train other",
             "sublet swap train infer --window wide",

@@ -363,7 +363,7 @@ fn failure_of(error: &CoordinatorError) -> Failure {
 
 /// The report of one tenant for programs.
 #[derive(Serialize)]
-struct Document<'a> {
+pub(crate) struct Document<'a> {
     tenant: &'a str,
     outcome: &'static str,
     report: Option<&'a Report>,
@@ -381,7 +381,10 @@ struct Halves<'a> {
 }
 
 impl<'a> Document<'a> {
-    fn new(tenant: &'a TenantName, result: &'a Result<Outcome, CoordinatorError>) -> Self {
+    pub(crate) fn new(
+        tenant: &'a TenantName,
+        result: &'a Result<Outcome, CoordinatorError>,
+    ) -> Self {
         let mut document = Self {
             tenant: tenant.as_str(),
             outcome: "completed",

@@ -24,6 +24,7 @@ mod run;
 mod save;
 mod signals;
 mod stats;
+mod switch;
 mod top;
 mod trace;
 mod units;
@@ -84,6 +85,8 @@ fn dispatch(
         Command::Pause(args) => change::pause(&args, open_run_dir()?, output),
         Command::Resume(args) => change::resume(&args, open_run_dir()?, output),
         Command::Swap(args) => change::swap(&args, &open_run_dir()?, output),
+        Command::Switch(args) => switch::switch(&args, &open_run_dir()?, output),
+        Command::Turns(args) => switch::turns(&open_run_dir()?, args.json, output),
         Command::Prepare(args) => prepare::prepare(&args, open_run_dir()?, output),
         Command::Save(args) => save::save(&args, open_run_dir()?, output),
         Command::Stats(args) => stats::stats(&args, &open_run_dir()?, output),

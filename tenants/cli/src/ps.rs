@@ -209,6 +209,8 @@ pub(crate) mod tests {
                 id: MemberId(u64::from(pid)),
                 pid,
                 family: None,
+                class: tenants::turns::Class::default(),
+                weight: tenants::turns::Weight::default(),
                 command: "python train.py".to_owned(),
                 version: "0.1.0".to_owned(),
                 state,

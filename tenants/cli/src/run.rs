@@ -10,6 +10,7 @@ use std::process::{Command, ExitCode};
 use tenants::budget::BUDGET_VARIABLE;
 use tenants::identity::MemberId;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
+use tenants::turns::{CLASS_VARIABLE, WEIGHT_VARIABLE};
 
 use crate::args::RunArgs;
 use crate::environment::{
@@ -43,6 +44,12 @@ pub(crate) fn run(
     // What an outer command names is the child's too, as its tenant would be.
     if let Some(family) = &args.family {
         command.env(FAMILY_VARIABLE, family.as_str());
+    }
+    if let Some(class) = args.class {
+        command.env(CLASS_VARIABLE, class.label());
+    }
+    if let Some(weight) = args.weight {
+        command.env(WEIGHT_VARIABLE, weight.to_string());
     }
     if let Some(budgets) = budgets {
         command.env(BUDGET_VARIABLE, budgets.to_string());

@@ -38,7 +38,7 @@ impl Plan {
 }
 
 /// How long members may take to say what a resume needs, when nothing else is said.
-const NEEDS_TIMEOUT: Duration = Duration::from_mins(1);
+pub(super) const NEEDS_TIMEOUT: Duration = Duration::from_mins(1);
 
 /// How long a member may take to hear that what it waits for will not happen.
 const TELL_TIMEOUT: Duration = Duration::from_secs(1);

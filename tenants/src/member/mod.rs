@@ -53,6 +53,7 @@ use crate::region;
 use crate::run_dir::{self, RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
 use crate::state::{self, Event, InvalidTransition};
 use crate::transport::Connection;
+use crate::turns::{Class, Weight};
 use crate::wire::{
     Action, Asked, MemberInfo, MemberState, MemberStats, Phase, PhaseReport, TagBytes,
 };
@@ -76,6 +77,8 @@ pub struct MemberConfig {
     pub family: Option<FamilyName>,
     /// How long opening memory of another tenant waits while that is paused, or on its way.
     pub family_timeout: Duration,
+    /// What the tenant is to others when they take turns, and how many quanta it has at a time.
+    pub turns: (Class, Weight),
     /// Start of the command line, for people.
     pub command: String,
     /// Version of the library, the same in all processes of a tenant.
@@ -114,7 +117,7 @@ pub struct MemberConfig {
 }
 
 impl MemberConfig {
-    /// What must be said, and no more: no family; host memory without a limit, anywhere, and none ahead of a pause; no contexts of the
+    /// What must be said, and no more: no family; a fair tenant; host memory without a limit, anywhere, and none ahead of a pause; no contexts of the
     /// application's own, nothing known to be unused, everything gated, no pins and no work of NCCL's unseen, one thread
     /// for new host memory, and no budgets.
     pub fn new(run_dir: RunDir, tenant: TenantName, command: &str, version: &str) -> Self {
@@ -123,6 +126,7 @@ impl MemberConfig {
             tenant,
             family: None,
             family_timeout: FAMILY_TIMEOUT,
+            turns: (Class::default(), Weight::default()),
             command: command.to_owned(),
             version: version.to_owned(),
             host_limits: Vec::new,
@@ -503,6 +507,8 @@ impl<D: Driver> Member<D> {
             id: self.id,
             pid: std::process::id(),
             family: self.config.family.as_ref().map(ToString::to_string),
+            class: self.config.turns.0,
+            weight: self.config.turns.1,
             command: self.config.command.clone(),
             version: self.config.version.clone(),
             state,

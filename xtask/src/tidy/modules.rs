@@ -57,6 +57,7 @@ const ORDERS: [Order; 3] = [
             "error_text",
             "identity",
             "family",
+            "turns",
             "cut",
             "stepping",
             "region",
@@ -75,6 +76,7 @@ const ORDERS: [Order; 3] = [
             "member",
             "coordinator",
             "requests",
+            "switching",
         ],
     },
     Order {

@@ -511,6 +511,8 @@ impl Agent {
             // As in a pid namespace of its own: the kernel tells the other side a better one.
             pid: 1,
             family: None,
+            class: crate::turns::Class::default(),
+            weight: crate::turns::Weight::default(),
             command: "python train.py".to_owned(),
             version: self.script.version.to_owned(),
             state: *self.state.lock().unwrap(),

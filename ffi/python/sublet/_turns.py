@@ -1,0 +1,50 @@
+"""Turns on the GPUs, from inside a program."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Optional
+
+from sublet._library import any_library
+from sublet._pausing import parsed, timeout_ms
+
+
+@contextlib.contextmanager
+def turn(*, timeout: Optional[float] = None) -> Iterator[dict[str, Any]]:
+    """The tenant of this process has its GPUs inside the ``with`` block.
+
+    Waits until they are free, or until it may pause what is in the way, and does that: the least that
+    suffices. Those that wait come in the order of their classes (``sublet run --class``), and then in the
+    order in which they asked. After the block others may have this tenant paused. So they may inside it,
+    once the turn has lasted its quantum (ten times what switching this tenant takes) and somebody of at
+    least its class waits; the tenant then comes back by itself.
+
+    Blocks nest, and those of a tenant's processes and threads are one turn, which ends with the last of
+    them. Tenants that fit beside each other have their turns at the same time.
+
+    Args:
+        timeout: how long to wait, in seconds; by default ten minutes.
+
+    Yields:
+        ``outcome`` (``"already"`` when the tenant had its GPUs), ``paused`` (whom it had paused) and
+        ``reasons``, a line each.
+
+    Raises:
+        RetryError: the time was up, and the message says who was in the way.
+        OutOfDeviceMemory: the tenant does not fit, whoever makes way.
+        UsageError, RefusedError, LostError: as for :func:`sublet.pause`, of a tenant in the way or of this
+            one. Whoever was paused for it runs again, unless the message says otherwise.
+
+    Blocks without the interpreter lock. A signal that comes meanwhile is handled after it.
+
+    >>> with sublet.turn() as had:
+    ...     had["outcome"], sublet.paused()
+    ('already', False)
+    """
+    library = any_library()
+    report = parsed(library.turn_begin(timeout_ms(timeout)))
+    try:
+        yield report
+    finally:
+        library.turn_end()

@@ -1,0 +1,180 @@
+//! `sublet switch` and `sublet turns`: a tenant gets its GPUs, and who has and waits for them.
+
+use std::process::ExitCode;
+use std::time::{Duration, SystemTime};
+
+use serde::Serialize;
+use tenants::coordinator::Outcome;
+use tenants::error_text::chain;
+use tenants::identity::TenantName;
+use tenants::run_dir::RunDir;
+use tenants::switching::{self, SwitchError, SwitchOptions, Switched};
+
+use crate::args::SwitchArgs;
+use crate::change::Document;
+use crate::failure::{EXIT_CALLED_OFF, EXIT_PARTIAL, EXIT_UNCHANGED, Failure, exit_code_of};
+use crate::output::{self, Output};
+use crate::progress::Progress;
+use crate::{signals, units};
+
+/// Decisions that `sublet turns` shows.
+const SHOWN_MAX: usize = 20;
+
+/// What a switch did or would do, for programs.
+#[derive(Serialize)]
+struct Account<'a> {
+    tenant: &'a str,
+    outcome: &'static str,
+    /// Who was paused, or would be.
+    paused: Vec<&'a str>,
+    reasons: &'a [String],
+    changes: Vec<Document<'a>>,
+    error: Option<String>,
+    retryable: bool,
+    unchanged: bool,
+}
+
+pub(crate) fn switch(
+    args: &SwitchArgs,
+    run_dir: &RunDir,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    let options = SwitchOptions {
+        wait: args.wait_at_most(),
+        timeout: args.timeout,
+        interrupt: Some(signals::watch()?),
+        is_dry: args.dry_run,
+    };
+    let result = {
+        let mut progress = Progress::start();
+        switching::switch(run_dir, &args.tenant, &options, &mut |event| progress.note(&event))
+    };
+    if args.json.json {
+        return documented(args, result, output);
+    }
+    let switched = result.map_err(|error| Failure::of(&error, code_of(&error)))?;
+    render(args, &switched, output);
+    Ok(losses_code(&switched))
+}
+
+fn documented(
+    args: &SwitchArgs,
+    result: Result<Switched, SwitchError>,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    let tenant = args.tenant.as_str();
+    match result {
+        Ok(switched) => {
+            let Switched { had_them, victims, reasons, changes } = &switched;
+            let changes: Vec<_> =
+                changes.iter().map(|(tenant, outcome)| (tenant, Ok(outcome.clone()))).collect();
+            output.json(&Account {
+                tenant,
+                outcome: match (had_them, args.dry_run) {
+                    (true, _) => "already_active",
+                    (false, true) => "would_switch",
+                    (false, false) => "completed",
+                },
+                paused: victims.iter().map(TenantName::as_str).collect(),
+                reasons,
+                changes: changes.iter().map(|(name, result)| Document::new(name, result)).collect(),
+                error: None,
+                retryable: false,
+                unchanged: *had_them || args.dry_run,
+            })?;
+            Ok(losses_code(&switched))
+        }
+        Err(error) => {
+            output.json(&Account {
+                tenant,
+                outcome: "failed",
+                paused: Vec::new(),
+                reasons: &[],
+                changes: Vec::new(),
+                error: Some(chain(&error)),
+                retryable: error.is_retryable(),
+                unchanged: error.left_unchanged(),
+            })?;
+            Ok(ExitCode::from(code_of(&error)))
+        }
+    }
+}
+
+fn code_of(error: &SwitchError) -> u8 {
+    if matches!(error, SwitchError::CalledOff { .. }) {
+        return EXIT_CALLED_OFF;
+    }
+    if matches!(error, SwitchError::NotUndone { .. }) {
+        return EXIT_PARTIAL;
+    }
+    error.cause().map_or(EXIT_UNCHANGED, exit_code_of)
+}
+
+fn losses_code(switched: &Switched) -> ExitCode {
+    let has_losses = |outcome: &Outcome| match outcome {
+        Outcome::Completed(report) => !report.losses.is_empty(),
+        Outcome::AlreadyPaused | Outcome::AlreadyActive => false,
+    };
+    if switched.changes.iter().any(|(_, outcome)| has_losses(outcome)) {
+        ExitCode::from(EXIT_PARTIAL)
+    } else {
+        ExitCode::SUCCESS
+    }
+}
+
+fn render(args: &SwitchArgs, switched: &Switched, output: &mut Output) {
+    for reason in &switched.reasons {
+        output.line(if args.dry_run { format!("would do: {reason}") } else { reason.clone() });
+    }
+    for (tenant, outcome) in &switched.changes {
+        let Outcome::Completed(report) = outcome else { continue };
+        let took = units::micros(report.wall_us);
+        output.line(format!("tenant '{tenant}' {} in {took}", verb(report.action)));
+        for note in &report.notes {
+            output.line(format!("note: {note}"));
+        }
+        for loss in &report.losses {
+            output.line(format!("lost: {loss}"));
+        }
+    }
+}
+
+fn verb(action: tenants::wire::Action) -> &'static str {
+    match action {
+        tenants::wire::Action::Pause => "paused",
+        tenants::wire::Action::Resume => "resumed",
+    }
+}
+
+pub(crate) fn turns(
+    run_dir: &RunDir,
+    json: bool,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    let view = switching::look(run_dir, SHOWN_MAX)?;
+    if json {
+        output.json(&view)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    if view.claims.is_empty() {
+        output.line("nobody is in a turn, and nobody waits for one");
+    } else {
+        let mut table = output::table(&["TENANT", "CLASS", "PID", "IS", "FOR"], &[2, 4]);
+        for claim in &view.claims {
+            table.add_row([
+                claim.tenant.clone(),
+                claim.class.to_string(),
+                claim.pid.to_string(),
+                if claim.is_in_turn { "in its turn" } else { "waiting" }.to_owned(),
+                units::micros(claim.since_us),
+            ]);
+        }
+        output.table(&table);
+    }
+    for decision in &view.decisions {
+        let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(decision.unix_ms));
+        let at = at.map_or_else(String::new, |at| humantime::format_rfc3339_millis(at).to_string());
+        output.line(format!("{at}  {}", decision.text));
+    }
+    Ok(ExitCode::SUCCESS)
+}

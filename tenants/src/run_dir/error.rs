@@ -1,0 +1,89 @@
+//! What can be wrong with a run directory.
+
+use std::io;
+use std::path::PathBuf;
+
+use super::{MEMBERS_MAX, RUN_DIR_VARIABLE, SOCKET_PATH_BYTES_MAX, holders};
+use crate::identity::TenantName;
+use crate::transport::TransportError;
+
+/// What can be wrong with a run directory.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RunDirError {
+    /// The directory is not a directory that only we can reach.
+    #[error(
+        "{} {problem}; Sublet meets its processes only in a directory that is theirs alone: {next_step}, \
+         or set {RUN_DIR_VARIABLE} to another",
+        path.display()
+    )]
+    NotOurs {
+        /// The directory.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+        /// What helps.
+        next_step: String,
+    },
+    /// A socket in the directory would have a name that the kernel does not take.
+    #[error(
+        "the socket path {} has {length} bytes, and Unix sockets take {SOCKET_PATH_BYTES_MAX}: \
+         set {RUN_DIR_VARIABLE} to a shorter directory, such as /tmp/sublet",
+        path.display()
+    )]
+    PathTooLong {
+        /// The path.
+        path: PathBuf,
+        /// Its length in bytes.
+        length: usize,
+    },
+    /// More sockets than any tenant has processes.
+    #[error(
+        "{} holds more than {MEMBERS_MAX} sockets of processes: remove what is not Sublet's, or run fewer \
+         processes in one tenant",
+        path.display()
+    )]
+    TooManyMembers {
+        /// The tenant's directory.
+        path: PathBuf,
+    },
+    /// Somebody else is pausing or resuming the tenant.
+    #[error(
+        "tenant '{tenant}' is being paused or resumed by {}, and that did not end in {waited_ms} ms; wait for it, or \
+         end it",
+        holders::in_words(holder_pids)
+    )]
+    Locked {
+        /// The tenant.
+        tenant: TenantName,
+        /// Who holds the lock, as far as the kernel says; several, where each acts for itself alone.
+        holder_pids: Vec<u32>,
+        /// How long we waited.
+        waited_ms: u64,
+    },
+    /// Somebody else is switching tenants.
+    #[error(
+        "tenants are being switched by {}, and that did not end in {waited_ms} ms; wait for it, or end it",
+        holders::in_words(holder_pids)
+    )]
+    Switching {
+        /// Who holds the lock, as far as the kernel says.
+        holder_pids: Vec<u32>,
+        /// How long we waited.
+        waited_ms: u64,
+    },
+    /// The member's socket could not be opened for business.
+    #[error("no socket for this process in the run directory")]
+    Listen(#[source] TransportError),
+    /// The file system refused.
+    #[error("{operation} of {} failed", path.display())]
+    Io {
+        /// What was tried.
+        operation: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// The system's answer.
+        #[source]
+        source: io::Error,
+    },
+}

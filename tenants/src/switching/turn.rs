@@ -1,0 +1,142 @@
+//! A turn of the calling process: its tenant has its GPUs from the beginning of it to its end, but for when others have theirs.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::{Queue, SwitchError, SwitchOptions, Switched, gather};
+use crate::identity::TenantName;
+use crate::run_dir::RunDir;
+
+/// How often a process in its turn looks whether its tenant was paused for another.
+const LOOK: Duration = Duration::from_millis(20);
+/// How long it does nothing after it could not bring its tenant back.
+const AFTER_FAILURE: Duration = Duration::from_secs(1);
+/// How long it waits for its tenant to have its GPUs again: as long as its turn lasts.
+const FOREVER: Duration = Duration::MAX;
+
+/// How a turn is taken.
+#[derive(Clone, Copy, Debug)]
+pub struct TurnOptions {
+    /// How long to wait for it at most.
+    pub wait: Duration,
+    /// Is the calling process paused? Asked again and again, also on another thread.
+    pub is_paused: fn() -> bool,
+}
+
+/// A turn. It ends when this is dropped, or the process.
+#[derive(Debug)]
+pub struct Turn {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    is_over: bool,
+    /// Away while the thread that brings the tenant back waits with it.
+    queue: Option<Queue>,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Turn {
+    /// Waits until `tenant` has its GPUs, or until it may pause what is in the way, which it does, and begins a turn. Blocks.
+    ///
+    /// As long as the turn lasts, a thread of this process sees to it that the tenant comes back when others have had it paused for
+    /// theirs. One that was paused by name stays so.
+    ///
+    /// # Errors
+    /// [`SwitchError`]; there is no turn then.
+    pub fn begin(
+        run_dir: &RunDir,
+        tenant: &TenantName,
+        options: TurnOptions,
+    ) -> Result<(Self, Switched), SwitchError> {
+        let mut queue = Queue::enter(run_dir, tenant, false, options.wait)?;
+        let switched = queue.wait_and_go(&SwitchOptions::default(), &|| false, &mut |_| {})?;
+        queue.deadline = std::time::Instant::now().checked_add(FOREVER);
+        let state = Mutex::new(State { is_over: false, queue: Some(queue) });
+        let shared = Arc::new(Shared { state, changed: Condvar::new() });
+        let watched = Arc::clone(&shared);
+        let watch = Watch { run_dir: run_dir.clone(), tenant: tenant.clone(), options };
+        let thread = std::thread::Builder::new().name("sublet-turn".to_owned());
+        if let Err(error) = thread.spawn(move || watch.run(&watched)) {
+            tracing::warn!(%error, "nobody brings this tenant back when others have it paused for theirs");
+        }
+        Ok((Self { shared }, switched))
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let queue = {
+            let mut state = self.shared.state();
+            state.is_over = true;
+            state.queue.take()
+        };
+        drop(queue);
+        self.shared.changed.notify_all();
+    }
+}
+
+/// What the thread of a turn knows.
+struct Watch {
+    run_dir: RunDir,
+    tenant: TenantName,
+    options: TurnOptions,
+}
+
+impl Watch {
+    fn run(&self, shared: &Shared) {
+        let mut pause = LOOK;
+        loop {
+            let state = shared.state();
+            let waited = shared.changed.wait_timeout_while(state, pause, |state| !state.is_over);
+            let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+            if state.is_over {
+                return;
+            }
+            pause = LOOK;
+            if !(self.options.is_paused)() {
+                continue;
+            }
+            let Some(mut queue) = state.queue.take() else { return };
+            drop(state);
+            if gather::is_displaced(&self.run_dir, &self.tenant)
+                && !self.comes_back(&mut queue, shared)
+            {
+                pause = AFTER_FAILURE;
+            }
+            let mut state = shared.state();
+            if state.is_over {
+                return;
+            }
+            state.queue = Some(queue);
+        }
+    }
+
+    fn comes_back(&self, queue: &mut Queue, shared: &Shared) -> bool {
+        let is_over = || shared.state().is_over;
+        queue.has_told = false;
+        let went = queue
+            .say(true)
+            .map_err(SwitchError::from)
+            .and_then(|()| queue.wait_and_go(&SwitchOptions::default(), &is_over, &mut |_| {}));
+        if let Err(error) = &went {
+            tracing::info!(tenant = %self.tenant, %error, "a turn was not brought back yet");
+            if let Err(error) = queue.say(false) {
+                tracing::warn!(%error, "a claim to a turn was not changed");
+            }
+        }
+        went.is_ok()
+    }
+}

@@ -1,0 +1,149 @@
+//! What has been: who came and left when, who had how much, and who was pushed out early.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::Settings;
+use super::decide::quantum_us;
+use super::scene::{Scene, Standing};
+use crate::identity::TenantName;
+
+/// How often a tenant is pushed out early, within [`PUSHED_QUANTA`], until it stays away for longer.
+const PUSHED_MAX: usize = 3;
+/// See [`PUSHED_MAX`].
+const PUSHED_QUANTA: u64 = 4;
+
+/// Of all tenants, by name.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct History {
+    /// Those that turns were about.
+    pub tenants: BTreeMap<String, Past>,
+    /// The time of the latest change, in microseconds of the clock.
+    pub changed_us: u64,
+}
+
+/// Of one tenant. Times are in microseconds of the clock.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Past {
+    /// When it got its GPUs; none where that is not known.
+    pub came_us: Option<u64>,
+    /// When it last had to leave them for another.
+    pub left_us: Option<u64>,
+    /// It was paused for another, and has not come back since.
+    pub is_displaced: bool,
+    /// When the turn began that it is in, or was in last since it came.
+    pub turn_us: Option<u64>,
+    /// How long it had its GPUs in all, over its weight.
+    pub used_us: u64,
+    /// By how much its quantum has grown: 1, 2, 4 and so on.
+    pub growth: u64,
+    /// When it was pushed out early.
+    pub pushed_us: Vec<u64>,
+}
+
+impl Default for Past {
+    fn default() -> Self {
+        Self {
+            came_us: None,
+            left_us: None,
+            is_displaced: false,
+            turn_us: None,
+            used_us: 0,
+            growth: 1,
+            pushed_us: Vec::new(),
+        }
+    }
+}
+
+impl History {
+    /// What is known of `tenant`.
+    pub fn of(&self, tenant: &TenantName) -> Past {
+        self.tenants.get(tenant.as_str()).cloned().unwrap_or_default()
+    }
+
+    /// Since when `standing` has had what it has: its turn, or its GPUs.
+    pub(super) fn since_us(&self, tenant: &TenantName, standing: &Standing) -> u64 {
+        let past = self.tenants.get(tenant.as_str());
+        let turn_us = past.and_then(|past| past.turn_us).filter(|_| standing.has_turn);
+        turn_us.or_else(|| past.and_then(|past| past.came_us)).unwrap_or(0)
+    }
+
+    fn at(&mut self, tenant: &TenantName) -> &mut Past {
+        // Who comes anew has had no less than whoever has had least.
+        let least_us = self.tenants.values().map(|past| past.used_us).min().unwrap_or(0);
+        self.tenants
+            .entry(tenant.as_str().to_owned())
+            .or_insert_with(|| Past { used_us: least_us, ..Past::default() })
+    }
+
+    /// `tenant` was paused for another, and `scene` is as it was before. Where it was pushed out early, and not for the first time, what
+    /// follows from that is returned as one line.
+    pub fn left(
+        &mut self,
+        tenant: &TenantName,
+        scene: &Scene,
+        settings: &Settings,
+        now_us: u64,
+    ) -> Option<String> {
+        let standing = scene.tenants.get(tenant).cloned().unwrap_or_default();
+        let since_us = self.since_us(tenant, &standing);
+        let past = self.at(tenant);
+        let quantum_us = quantum_us(&standing, past, settings);
+        let ended = !standing.has_turn && past.turn_us.is_some();
+        if let Some(came_us) = past.came_us {
+            past.used_us += now_us.saturating_sub(came_us) / standing.weight.get();
+        }
+        past.left_us = Some(now_us);
+        past.came_us = None;
+        past.turn_us = None;
+        past.is_displaced = true;
+        let ran_us = now_us.saturating_sub(since_us);
+        self.changed_us = now_us;
+        let past = self.at(tenant);
+        if ended || ran_us >= quantum_us {
+            past.pushed_us.clear();
+            past.growth = 1;
+            return None;
+        }
+        let span_us = quantum_us.saturating_mul(PUSHED_QUANTA);
+        past.pushed_us.retain(|pushed_us| now_us.saturating_sub(*pushed_us) <= span_us);
+        past.pushed_us.push(now_us);
+        if past.pushed_us.len() < PUSHED_MAX || past.growth >= settings.growth_max {
+            // No more of them matter.
+            past.pushed_us.drain(..past.pushed_us.len().saturating_sub(PUSHED_MAX));
+            return None;
+        }
+        past.growth = (past.growth * 2).min(settings.growth_max);
+        past.pushed_us.clear();
+        Some(format!(
+            "'{tenant}' was pushed out {PUSHED_MAX} times within {PUSHED_QUANTA} quanta of {}: its quantum is {} times as long from \
+             here on, and it stays away for longer",
+            super::decide::time(quantum_us),
+            past.growth
+        ))
+    }
+
+    /// `tenant` has its GPUs, and did not before.
+    pub fn came(&mut self, tenant: &TenantName, now_us: u64) {
+        let past = self.at(tenant);
+        past.came_us = Some(now_us);
+        past.turn_us = None;
+        past.is_displaced = false;
+        self.changed_us = now_us;
+    }
+
+    /// A process of `tenant` begins a turn. `has_turn`: another one is in it already, and it goes on.
+    pub fn began_turn(&mut self, tenant: &TenantName, has_turn: bool, now_us: u64) {
+        let past = self.at(tenant);
+        if !has_turn || past.turn_us.is_none() {
+            past.turn_us = Some(now_us);
+        }
+        self.changed_us = now_us;
+    }
+
+    /// Forgets all but these tenants.
+    pub fn keep_only(&mut self, scene: &Scene) {
+        self.tenants.retain(|name, _| scene.tenants.keys().any(|tenant| tenant.as_str() == name));
+    }
+}

@@ -1,0 +1,23 @@
+//! Who has the GPUs when: decided from what is known, by pure functions on a clock of the caller's.
+//!
+//! [`scene`] says what is so (tenants, their bytes, who waits), [`history`] what has been, and [`decide()`] what follows for each who
+//! waits: go, with what is to be paused for it; wait, until when or for whom; or never. Every decision has its reason as one line.
+//! Nothing here reads a clock, a file or another process.
+//!
+//! * Whoever waits and may go takes all its GPUs at once. Until then it holds none, and nobody who came later gets one of them: no two
+//!   wait for each other, and nobody is passed by for ever.
+//! * A tenant keeps the GPUs for a *quantum*, ten times what switching it out and in again takes, so that switching costs less than a tenth
+//!   of the time. A waiter of a higher class waits for no longer than a bound.
+//! * A tenant that was pushed out early again and again stays away for longer each time.
+
+mod class;
+mod decide;
+pub mod history;
+pub mod scene;
+mod victims;
+
+#[cfg(test)]
+mod tests;
+
+pub use class::{CLASS_VARIABLE, Class, ClassError, WEIGHT_VARIABLE, Weight, WeightError};
+pub use decide::{Decision, Settings, Verdict, decide};

@@ -1,0 +1,5 @@
+//! Decisions one by one, and what comes of them on a virtual clock.
+
+mod cases;
+mod clock;
+mod properties;

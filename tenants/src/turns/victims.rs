@@ -1,0 +1,121 @@
+//! Who makes way, where several could: the least that suffices.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+use super::Class;
+use crate::identity::TenantName;
+
+/// A tenant that could make way.
+#[derive(Clone, Debug)]
+pub(super) struct Candidate<'a> {
+    pub(super) tenant: &'a TenantName,
+    pub(super) class: Class,
+    /// By how many of its quanta it has had more than whoever had least.
+    pub(super) over_quanta: u64,
+    /// What its pause would copy.
+    pub(super) copied_bytes: u64,
+    /// What its pause gives back, by GPU.
+    pub(super) gives: BTreeMap<&'a str, u64>,
+}
+
+/// What a choice costs; less is better. Who is of a higher class counts first, then what one has had beyond its share, then what
+/// is to be copied.
+type Price = (usize, bool, Reverse<u64>, u64, usize);
+
+fn price(chosen: &[&Candidate<'_>]) -> Price {
+    let of_class = |class| chosen.iter().filter(|candidate| candidate.class == class).count();
+    let most_over = chosen.iter().map(|candidate| candidate.over_quanta).max().unwrap_or(0);
+    let copied_bytes = chosen.iter().map(|candidate| candidate.copied_bytes);
+    (
+        of_class(Class::Guaranteed),
+        of_class(Class::Fair) > 0,
+        Reverse(most_over),
+        copied_bytes.fold(0, u64::saturating_add),
+        chosen.len(),
+    )
+}
+
+fn suffices(chosen: &[&Candidate<'_>], short: &BTreeMap<&str, u64>) -> bool {
+    short.iter().all(|(gpu, missing_bytes)| {
+        let given = chosen.iter().filter_map(|candidate| candidate.gives.get(gpu).copied());
+        given.fold(0, u64::saturating_add) >= *missing_bytes
+    })
+}
+
+/// Those of `candidates` that are to make way so that `short` is free on each GPU; none where all of them do not suffice.
+///
+/// Looked at are each alone, and the cheapest one after the other without those that turn out not to be needed.
+pub(super) fn choose<'a>(
+    candidates: &[Candidate<'a>],
+    short: &BTreeMap<&str, u64>,
+) -> Option<Vec<&'a TenantName>> {
+    let mut cheapest_first: Vec<_> = candidates.iter().collect();
+    cheapest_first.sort_by_key(|candidate| (price(&[candidate]), candidate.tenant));
+    let mut several: Vec<&Candidate<'_>> = Vec::new();
+    for candidate in &cheapest_first {
+        if suffices(&several, short) {
+            break;
+        }
+        several.push(candidate);
+    }
+    if !suffices(&several, short) {
+        return None;
+    }
+    for index in (0..several.len()).rev() {
+        let mut fewer = several.clone();
+        fewer.remove(index);
+        if suffices(&fewer, short) {
+            several = fewer;
+        }
+    }
+    let alone = cheapest_first.iter().map(|candidate| vec![*candidate]);
+    let alone = alone.filter(|chosen| suffices(chosen, short));
+    let best = alone.chain([several]).min_by_key(|chosen| price(chosen))?;
+    Some(best.iter().map(|candidate| candidate.tenant).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chosen(candidates: &[(&str, Class, u64, u64, u64)], missing_bytes: u64) -> Vec<String> {
+        let names: Vec<_> =
+            candidates.iter().map(|(name, ..)| TenantName::new(name).unwrap()).collect();
+        let all: Vec<_> = candidates
+            .iter()
+            .zip(&names)
+            .map(|((_, class, over_quanta, copied_bytes, gives), tenant)| Candidate {
+                tenant,
+                class: *class,
+                over_quanta: *over_quanta,
+                copied_bytes: *copied_bytes,
+                gives: BTreeMap::from([("gpu", *gives)]),
+            })
+            .collect();
+        let short = BTreeMap::from([("gpu", missing_bytes)]);
+        let chosen = choose(&all, &short).unwrap_or_default();
+        chosen.into_iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn the_least_that_suffices_makes_way() {
+        use Class::{Background, Fair, Guaranteed};
+        // A lower class first, though it copies more.
+        assert_eq!(chosen(&[("a", Fair, 0, 1, 10), ("b", Background, 0, 9, 10)], 10), ["b"]);
+        // One that copies nothing before one that copies all.
+        assert_eq!(chosen(&[("a", Fair, 0, 10, 10), ("b", Fair, 0, 0, 10)], 10), ["b"]);
+        // Whoever has had most beyond its share.
+        assert_eq!(chosen(&[("a", Fair, 5, 10, 10), ("b", Fair, 0, 0, 10)], 10), ["a"]);
+        // One in place of two, and none that is not needed.
+        let three = [("a", Fair, 0, 4, 4), ("b", Fair, 0, 5, 5), ("c", Fair, 0, 10, 10)];
+        assert_eq!(chosen(&three, 10), ["c"]);
+        assert_eq!(chosen(&three, 5), ["b"]);
+        assert_eq!(chosen(&three, 9), ["a", "b"]);
+        // Both, where neither suffices; a higher class only where it must be.
+        let two = [("a", Background, 0, 4, 4), ("b", Guaranteed, 0, 5, 6)];
+        assert_eq!(chosen(&two, 10), ["a", "b"]);
+        assert_eq!(chosen(&two, 4), ["a"]);
+        assert!(chosen(&two, 11).is_empty());
+    }
+}

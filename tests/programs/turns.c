@@ -1,0 +1,193 @@
+/* A process that takes turns. It obeys lines on standard input and answers each with one line, `ok ...` or `no CODE WORDS`:
+ *
+ *   allocate MIB SEED   a block, filled
+ *   fill SEED           fills it anew
+ *   own SEED            does it hold that?
+ *   begin MS            a turn, waited for so long
+ *   end                 its end
+ *   rounds COUNT SEED   so often a turn in which the block must hold SEED, and SEED + 1 the next time, and so on
+ *   work SEED           fills and looks until the next line, which is answered with the next seed
+ *   switch TENANT MS    has another tenant get its GPUs
+ *   capture, captured   begins a stream capture, and ends it
+ *
+ * usage: turns [DEVICE]
+ */
+#include "../simcuda/programs/driver.h"
+
+#include <poll.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+static struct {
+    CUstream stream;
+    CUdeviceptr block;
+    CUgraph graph;
+    size_t bytes;
+} own;
+
+static void *find_ours(const char *name)
+{
+    void *found = dlsym(RTLD_DEFAULT, name);
+    if (found == NULL)
+        driver_missing(name);
+    return found;
+}
+
+static bool say(int code)
+{
+    if (code == 0)
+        printf("ok\n");
+    else
+        printf("no %d %s\n", code, ((const char *(*)(void))find_ours("sublet_last_error"))());
+    return code == 0;
+}
+
+static int begin(unsigned wait_ms)
+{
+    return ((int (*)(uint32_t))find_ours("sublet_turn_begin"))(wait_ms);
+}
+
+static int end(void)
+{
+    return ((int (*)(void))find_ours("sublet_turn_end"))();
+}
+
+static void fill(unsigned seed)
+{
+    OK(cuMemsetD32Async(own.block, seed, own.bytes / 4, own.stream));
+    OK(cuStreamSynchronize(own.stream));
+}
+
+/* Does all of it hold `seed`, as far as its first, middle and last words tell? */
+static bool holds(unsigned seed)
+{
+    uint32_t words[3] = {0, 0, 0};
+    OK(cuMemcpyDtoH(&words[0], own.block, 4));
+    OK(cuMemcpyDtoH(&words[1], own.block + own.bytes / 2, 4));
+    OK(cuMemcpyDtoH(&words[2], own.block + own.bytes - 4, 4));
+    return words[0] == seed && words[1] == seed && words[2] == seed;
+}
+
+static void allocate(unsigned mib, unsigned seed)
+{
+    own.bytes = (size_t)mib << 20;
+    CUresult code = cuMemAlloc(&own.block, own.bytes);
+    if (code != CU_OK) {
+        printf("no %s\n", driver_error(code));
+        return;
+    }
+    fill(seed);
+    printf("ok\n");
+}
+
+static void rounds(unsigned count, unsigned seed)
+{
+    for (unsigned round = 0; round < count; round++) {
+        int code = begin(120000);
+        if (code != 0) {
+            say(code);
+            return;
+        }
+        if (!holds(seed + round)) {
+            printf("no, the block is another in round %u\n", round);
+            return;
+        }
+        fill(seed + round + 1);
+        end();
+    }
+    printf("ok %u\n", seed + count);
+}
+
+static bool line_is_waiting(void)
+{
+    struct pollfd input = {.fd = 0, .events = POLLIN};
+    return poll(&input, 1, 0) > 0;
+}
+
+static void work(unsigned seed)
+{
+    char line[16];
+    while (!line_is_waiting()) {
+        if (!holds(seed)) {
+            printf("no, the block does not hold %u\n", seed);
+            return;
+        }
+        fill(++seed);
+    }
+    if (read(0, line, sizeof line) <= 0)
+        exit(0);
+    printf("ok %u\n", seed);
+}
+
+static void start(int device)
+{
+    CUcontext context = NULL;
+    driver_load();
+    OK(cuInit(0));
+    OK(cuDevicePrimaryCtxRetain(&context, device));
+    OK(cuCtxSetCurrent(context));
+    OK(cuStreamCreate(&own.stream, 1));
+    /* Joins its tenant. */
+    OK(cuMemAlloc(&own.block, 2 << 20));
+    OK(cuMemFree(own.block));
+    printf("ok ready\n");
+}
+
+static bool is(const char *line, const char *word)
+{
+    return strncmp(line, word, strlen(word)) == 0;
+}
+
+static void obey(const char *line)
+{
+    char text[256] = "";
+    unsigned first = 0, second = 0;
+    sscanf(line, "%*s %u %u", &first, &second);
+    if (is(line, "allocate"))
+        allocate(first, second);
+    else if (is(line, "fill"))
+        fill(first), printf("ok\n");
+    else if (is(line, "own"))
+        printf(holds(first) ? "ok\n" : "no, it does not\n");
+    else if (is(line, "begin"))
+        say(begin(first));
+    else if (is(line, "end"))
+        say(end());
+    else if (is(line, "rounds"))
+        rounds(first, second);
+    else if (is(line, "captured"))
+        say(cuStreamEndCapture(own.stream, &own.graph));
+    else if (is(line, "capture"))
+        say(cuStreamBeginCapture(own.stream, 0));
+    else if (is(line, "work"))
+        work(first);
+    else if (sscanf(line, "switch %255s %u", text, &first) == 2)
+        say(((int (*)(const char *, uint32_t))find_ours("sublet_switch_tenant"))(text, first));
+    else
+        exit(2);
+}
+
+int main(int count, char **arguments)
+{
+    static char input[4096];
+    size_t used = 0;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    start(count > 1 ? atoi(arguments[1]) : 0);
+    /* Without a buffer of the library's, so that a line that waits is seen by poll. */
+    while (used < sizeof input - 1) {
+        ssize_t got = read(0, input + used, 1);
+        if (got <= 0)
+            break;
+        if (input[used] != '\n') {
+            used++;
+            continue;
+        }
+        input[used] = '\0';
+        used = 0;
+        obey(input);
+    }
+    return 0;
+}
