@@ -68,6 +68,11 @@ int main(void)
     printf("together %d %d, back %d %d\n", paused, is_paused, resumed, sublet_is_paused());
     int unknown = sublet_pause_tenant("nobody", 1000);
     printf("unknown tenant %d, error %d\n", unknown, strstr(sublet_last_error(), "nobody") != NULL);
+    int begun_turns = sublet_turn_begin(30000) + sublet_turn_begin(0);
+    int switched = sublet_switch_tenant(NULL, 0), nobody = sublet_switch_tenant("nobody", 0) != 0;
+    int ended_turns = sublet_turn_end() + sublet_turn_end();
+    printf("turns %d %d, one end too many %d, switched %d, to nobody %d\n", begun_turns, ended_turns, sublet_turn_end(),
+           switched, nobody);
     printf("family %d\n", sublet_set_family("not/one"));
     int attached = sublet_attach(NULL);
     int64_t report = sublet_attach_report_json(text, sizeof text);

@@ -121,6 +121,7 @@ fn a_c_program_has_the_calls_of_amem_and_for_the_whole_tenant() {
          paused 0 1 0, again 0, resumed 0 0 0, changed 1\n\
          together 0 1, back 0 0\n\
          unknown tenant 1, error 1\n\
+         turns 0 0, one end too many 1, switched 0, to nobody 1\n\
          family 1\n\
          attached 0, report 1, held 1\n"
     );
