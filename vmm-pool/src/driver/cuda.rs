@@ -97,7 +97,7 @@ driver_table! {
     driver_get_version: cuDriverGetVersion(*mut c_int);
     device_get_count: cuDeviceGetCount(*mut c_int);
     device_get_attribute: cuDeviceGetAttribute(*mut c_int, c_int, c_int);
-    device_get_uuid: cuDeviceGetUuid(*mut [u8; 16], c_int);
+    device_get_uuid: cuDeviceGetUuid_v2(*mut [u8; 16], c_int);
     primary_context_retain: cuDevicePrimaryCtxRetain(*mut Context, c_int);
     primary_context_release: cuDevicePrimaryCtxRelease_v2(c_int);
     primary_context_get_state: cuDevicePrimaryCtxGetState(c_int, *mut c_uint, *mut c_int);

@@ -60,11 +60,12 @@ pub trait Driver: Debug + Send + Sync + 'static {
         attribute: DeviceAttribute,
     ) -> DriverResult<i32>;
 
-    /// A name of the device that all processes of the machine share, whatever ordinal they use.
+    /// A name of the device that all processes of the machine share, whatever ordinal they use. An instance of MIG has a
+    /// name of its own.
     ///
     /// # Errors
     /// `INVALID_DEVICE` for an ordinal that names none.
-    #[doc(alias = "cuDeviceGetUuid")]
+    #[doc(alias = "cuDeviceGetUuid_v2")]
     fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<DeviceUuid>;
 
     /// Makes the primary context of `device` current on this thread, retaining it on first use.
