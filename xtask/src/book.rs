@@ -23,8 +23,9 @@ const FOLDER: &str = "docs";
 /// Files of that folder that are mdBook's.
 const SETTINGS: [&str; 2] = ["book.toml", "book.css"];
 /// Chapters that lie beside it: path, title. The first opens the book.
-const BESIDE: [(&str, &str); 5] = [
+const BESIDE: [(&str, &str); 6] = [
     ("README.md", "Sublet"),
+    ("examples/README.md", "Examples"),
     ("ARCHITECTURE.md", "Architecture"),
     ("CONTRIBUTING.md", "Contributing"),
     ("benchmarks/README.md", "How figures are measured"),
@@ -147,7 +148,7 @@ mod tests {
             "{whole}"
         );
         assert!(whole.contains(
-            "\n  - [More](docs/b.md)\n\n# The project\n\n- [Architecture](ARCHITECTURE.md)\n"
+            "\n  - [More](docs/b.md)\n\n# The project\n\n- [Examples](examples/README.md)\n- [Architecture](ARCHITECTURE.md)\n"
         ));
         assert!(whole.ends_with("- [What changed](CHANGELOG.md)\n"));
     }
