@@ -40,6 +40,13 @@ def test_two_tenants_swap() -> None:
     assert said.count("infer to train in") == 3 and "counted to 3 and 3" in said, said
 
 
+def test_two_tenants_take_turns() -> None:
+    said = simulated("turns.py")
+    assert said.count("train, turn") == said.count("infer, turn") == 3, said
+    # The first of train at least needs the memory of the other.
+    assert "infer made way" in said and "counted to 3 and 3" in said, said
+
+
 def test_a_budget_refuses_and_admits() -> None:
     said = simulated("budgets.py")
     assert "the GPU has 128 MiB, 64 MiB free" in said
