@@ -21,11 +21,10 @@
  * usage: family [DEVICE]
  */
 #include "../simcuda/programs/driver.h"
+#include "lines.h"
 
 #include <fcntl.h>
-#include <poll.h>
 #include <signal.h>
-#include <stdbool.h>
 #include <stdarg.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -193,12 +192,6 @@ static bool bucket(const char *text, unsigned seed, unsigned long long number)
     return right;
 }
 
-static bool line_is_waiting(void)
-{
-    struct pollfd standard_input = {.fd = 0, .events = POLLIN};
-    return poll(&standard_input, 1, 0) > 0;
-}
-
 static void trade(const char *text, unsigned seed, unsigned long long count)
 {
     char line[16];
@@ -225,11 +218,6 @@ static void start(int device)
     OK(cuMemFree(own.block));
     own.block = 0;
     printf("ok ready\n");
-}
-
-static bool is(const char *line, const char *word)
-{
-    return strncmp(line, word, strlen(word)) == 0;
 }
 
 static void obey(const char *line)
@@ -276,23 +264,8 @@ static void obey(const char *line)
 
 int main(int count, char **arguments)
 {
-    static char input[4096];
-    size_t used = 0;
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    setvbuf(stdout, NULL, _IOLBF, 0);
+    lines_begin();
     start(count > 1 ? atoi(arguments[1]) : 0);
-    /* Without a buffer of the library's, so that a line that waits is seen by poll. */
-    while (used < sizeof input - 1) {
-        ssize_t got = read(0, input + used, 1);
-        if (got <= 0)
-            break;
-        if (input[used] != '\n') {
-            used++;
-            continue;
-        }
-        input[used] = '\0';
-        used = 0;
-        obey(input);
-    }
+    lines_obey(obey);
     return 0;
 }

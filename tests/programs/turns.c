@@ -13,12 +13,7 @@
  * usage: turns [DEVICE]
  */
 #include "../simcuda/programs/driver.h"
-
-#include <poll.h>
-#include <signal.h>
-#include <stdbool.h>
-#include <sys/prctl.h>
-#include <unistd.h>
+#include "lines.h"
 
 static struct {
     CUstream stream;
@@ -100,12 +95,6 @@ static void rounds(unsigned count, unsigned seed)
     printf("ok %u\n", seed + count);
 }
 
-static bool line_is_waiting(void)
-{
-    struct pollfd input = {.fd = 0, .events = POLLIN};
-    return poll(&input, 1, 0) > 0;
-}
-
 static void work(unsigned seed)
 {
     char line[16];
@@ -133,11 +122,6 @@ static void start(int device)
     OK(cuMemAlloc(&own.block, 2 << 20));
     OK(cuMemFree(own.block));
     printf("ok ready\n");
-}
-
-static bool is(const char *line, const char *word)
-{
-    return strncmp(line, word, strlen(word)) == 0;
 }
 
 static void obey(const char *line)
@@ -171,23 +155,8 @@ static void obey(const char *line)
 
 int main(int count, char **arguments)
 {
-    static char input[4096];
-    size_t used = 0;
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    setvbuf(stdout, NULL, _IOLBF, 0);
+    lines_begin();
     start(count > 1 ? atoi(arguments[1]) : 0);
-    /* Without a buffer of the library's, so that a line that waits is seen by poll. */
-    while (used < sizeof input - 1) {
-        ssize_t got = read(0, input + used, 1);
-        if (got <= 0)
-            break;
-        if (input[used] != '\n') {
-            used++;
-            continue;
-        }
-        input[used] = '\0';
-        used = 0;
-        obey(input);
-    }
+    lines_obey(obey);
     return 0;
 }
