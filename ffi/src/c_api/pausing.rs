@@ -56,7 +56,7 @@ fn timeout_of(timeout_ms: u32) -> Option<Duration> {
 }
 
 /// The result of work that fails with a code.
-fn code_of(work: impl FnOnce() -> Result<c_int, c_int>) -> c_int {
+pub(super) fn code_of(work: impl FnOnce() -> Result<c_int, c_int>) -> c_int {
     guarded(|| work().unwrap_or_else(|code| code))
 }
 

@@ -9,8 +9,8 @@ use std::time::Duration;
 use tenants::switching::{self, SwitchOptions, Turn, TurnOptions};
 use tenants::wire::MemberState;
 
-use super::last_call::{fail, guarded, switched};
-use super::pausing::{run_dir, tenant_of};
+use super::last_call::{fail, switched};
+use super::pausing::{code_of, run_dir, tenant_of};
 use super::{ARGUMENT, OK};
 use crate::runtime;
 
@@ -30,51 +30,39 @@ fn is_paused() -> bool {
 /// `tenant` is null or a terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_switch_tenant(tenant: *const c_char, wait_ms: u32) -> c_int {
-    guarded(|| {
+    code_of(|| {
         runtime::start_log();
         // SAFETY: as this function's caller promises.
-        let tenant = unsafe { tenant_of(tenant) };
-        let (tenant, run_dir) = match (tenant, run_dir()) {
-            (Ok(tenant), Ok(run_dir)) => (tenant, run_dir),
-            (Err(code), _) | (_, Err(code)) => return code,
-        };
+        let tenant = unsafe { tenant_of(tenant) }?;
         let wait = Duration::from_millis(u64::from(wait_ms));
         let options = SwitchOptions { wait, ..SwitchOptions::default() };
-        switched(switching::switch(&run_dir, &tenant, &options, &mut |_| {}))
+        Ok(switched(switching::switch(&run_dir()?, &tenant, &options, &mut |_| {})))
     })
 }
 
 /// Begins a turn of this process.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_turn_begin(wait_ms: u32) -> c_int {
-    guarded(|| {
+    code_of(|| {
         runtime::start_log();
         // SAFETY: null is the caller's own tenant.
-        let tenant = unsafe { tenant_of(std::ptr::null()) };
-        let (tenant, run_dir) = match (tenant, run_dir()) {
-            (Ok(tenant), Ok(run_dir)) => (tenant, run_dir),
-            (Err(code), _) | (_, Err(code)) => return code,
-        };
+        let tenant = unsafe { tenant_of(std::ptr::null()) }?;
         let wait = if wait_ms == 0 { WAIT } else { Duration::from_millis(u64::from(wait_ms)) };
-        let begun = Turn::begin(&run_dir, &tenant, TurnOptions { wait, is_paused });
-        switched(begun.map(|(turn, done)| {
+        let begun = Turn::begin(&run_dir()?, &tenant, TurnOptions { wait, is_paused });
+        Ok(switched(begun.map(|(turn, done)| {
             TURNS.lock().unwrap_or_else(PoisonError::into_inner).push(turn);
             done
-        }))
+        })))
     })
 }
 
 /// Ends the turn of this process that began last.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_turn_end() -> c_int {
-    guarded(|| {
+    code_of(|| {
         let turn = TURNS.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        match turn {
-            Some(turn) => {
-                drop(turn);
-                OK
-            }
-            None => fail(ARGUMENT, "no turn of this process has begun, or all have ended"),
-        }
+        let none = || fail(ARGUMENT, "no turn of this process has begun, or all have ended");
+        drop(turn.ok_or_else(none)?);
+        Ok(OK)
     })
 }

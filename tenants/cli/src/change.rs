@@ -313,7 +313,7 @@ fn show_halves(
             code = ExitCode::from(exit_code_of(error));
         }
         let shown = if json {
-            result.map(|outcome| losses_code(&outcome)).map_err(Failure::from)
+            result.map(|outcome| losses_code([&outcome])).map_err(Failure::from)
         } else {
             show(tenant, result, false, Gpus::look, output)
         };
@@ -427,7 +427,7 @@ fn show(
     if json {
         output.json(&Document::new(tenant, &result))?;
         return Ok(match &result {
-            Ok(outcome) => losses_code(outcome),
+            Ok(outcome) => losses_code([outcome]),
             Err(error) => ExitCode::from(exit_code_of(error)),
         });
     }
@@ -437,22 +437,27 @@ fn show(
         Outcome::AlreadyPaused => output.line(format!("tenant '{tenant}' is paused already")),
         Outcome::AlreadyActive => output.line(format!("tenant '{tenant}' is active already")),
     }
-    Ok(losses_code(&outcome))
+    Ok(losses_code([&outcome]))
 }
 
-fn losses_code(outcome: &Outcome) -> ExitCode {
-    match outcome {
-        Outcome::Completed(report) if !report.losses.is_empty() => ExitCode::from(EXIT_PARTIAL),
-        Outcome::Completed(_) | Outcome::AlreadyPaused | Outcome::AlreadyActive => {
-            ExitCode::SUCCESS
-        }
+/// The exit code of what has succeeded: was anything lost in any of it?
+pub(crate) fn losses_code<'a>(outcomes: impl IntoIterator<Item = &'a Outcome>) -> ExitCode {
+    let has_losses = |outcome: &Outcome| match outcome {
+        Outcome::Completed(report) => !report.losses.is_empty(),
+        Outcome::AlreadyPaused | Outcome::AlreadyActive => false,
+    };
+    if outcomes.into_iter().any(has_losses) {
+        ExitCode::from(EXIT_PARTIAL)
+    } else {
+        ExitCode::SUCCESS
     }
 }
 
 fn render(report: &Report, look: fn() -> Gpus, output: &mut Output) {
-    let (verb, moved) = match report.action {
-        Action::Pause => ("paused", "FREED"),
-        Action::Resume => ("resumed", "TAKEN"),
+    let verb = done(report.action);
+    let moved = match report.action {
+        Action::Pause => "FREED",
+        Action::Resume => "TAKEN",
     };
     let members = report.phases.first().map_or(0, |phase| phase.members.len());
     output.line(format!(
@@ -501,11 +506,24 @@ fn render(report: &Report, look: fn() -> Gpus, output: &mut Output) {
     if !report.notes.is_empty() || !report.losses.is_empty() {
         output.line("");
     }
+    remark(report, output);
+}
+
+/// What a person should know of it, and what was lost.
+pub(crate) fn remark(report: &Report, output: &mut Output) {
     for note in &report.notes {
         output.line(format!("note: {note}"));
     }
     for loss in &report.losses {
         output.line(format!("lost: {loss}"));
+    }
+}
+
+/// In words, what was done to the tenant.
+pub(crate) fn done(action: Action) -> &'static str {
+    match action {
+        Action::Pause => "paused",
+        Action::Resume => "resumed",
     }
 }
 

@@ -11,7 +11,7 @@ use tenants::run_dir::RunDir;
 use tenants::switching::{self, SwitchError, SwitchOptions, Switched};
 
 use crate::args::SwitchArgs;
-use crate::change::Document;
+use crate::change::{self, Document};
 use crate::failure::{EXIT_CALLED_OFF, EXIT_PARTIAL, EXIT_UNCHANGED, Failure, exit_code_of};
 use crate::output::{self, Output};
 use crate::progress::Progress;
@@ -54,7 +54,7 @@ pub(crate) fn switch(
     }
     let switched = result.map_err(|error| Failure::of(&error, code_of(&error)))?;
     render(args, &switched, output);
-    Ok(losses_code(&switched))
+    Ok(change::losses_code(outcomes(&switched)))
 }
 
 fn documented(
@@ -82,7 +82,7 @@ fn documented(
                 retryable: false,
                 unchanged: *had_them || args.dry_run,
             })?;
-            Ok(losses_code(&switched))
+            Ok(change::losses_code(outcomes(&switched)))
         }
         Err(error) => {
             output.json(&Account {
@@ -100,6 +100,10 @@ fn documented(
     }
 }
 
+fn outcomes(switched: &Switched) -> impl Iterator<Item = &Outcome> {
+    switched.changes.iter().map(|(_, outcome)| outcome)
+}
+
 fn code_of(error: &SwitchError) -> u8 {
     if matches!(error, SwitchError::CalledOff { .. }) {
         return EXIT_CALLED_OFF;
@@ -110,18 +114,6 @@ fn code_of(error: &SwitchError) -> u8 {
     error.cause().map_or(EXIT_UNCHANGED, exit_code_of)
 }
 
-fn losses_code(switched: &Switched) -> ExitCode {
-    let has_losses = |outcome: &Outcome| match outcome {
-        Outcome::Completed(report) => !report.losses.is_empty(),
-        Outcome::AlreadyPaused | Outcome::AlreadyActive => false,
-    };
-    if switched.changes.iter().any(|(_, outcome)| has_losses(outcome)) {
-        ExitCode::from(EXIT_PARTIAL)
-    } else {
-        ExitCode::SUCCESS
-    }
-}
-
 fn render(args: &SwitchArgs, switched: &Switched, output: &mut Output) {
     for reason in &switched.reasons {
         output.line(if args.dry_run { format!("would do: {reason}") } else { reason.clone() });
@@ -129,20 +121,8 @@ fn render(args: &SwitchArgs, switched: &Switched, output: &mut Output) {
     for (tenant, outcome) in &switched.changes {
         let Outcome::Completed(report) = outcome else { continue };
         let took = units::micros(report.wall_us);
-        output.line(format!("tenant '{tenant}' {} in {took}", verb(report.action)));
-        for note in &report.notes {
-            output.line(format!("note: {note}"));
-        }
-        for loss in &report.losses {
-            output.line(format!("lost: {loss}"));
-        }
-    }
-}
-
-fn verb(action: tenants::wire::Action) -> &'static str {
-    match action {
-        tenants::wire::Action::Pause => "paused",
-        tenants::wire::Action::Resume => "resumed",
+        output.line(format!("tenant '{tenant}' {} in {took}", change::done(report.action)));
+        change::remark(report, output);
     }
 }
 
