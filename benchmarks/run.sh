@@ -13,7 +13,8 @@
 # STRANGERS_ROWS the words, by comma, that rows to run have in their names. GRAPHS_CYCLES are the pauses of the idle process of
 # graphs, and of the one that replays; STEPPING_PAUSES and STEPPING_ROWS as those of strangers. RACE_CASES are the words, by
 # comma, that cases of race to run have in their names, RACE_GIB what its processes hold each; it draws $OUT/race.svg.
-# RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_KV_GIB and RL_STEPS are those of examples/rl_grpo, whose page is $OUT/rl_grpo.html.
+# RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_KV_GIB, RL_STEPS, RL_TOKENS and RL_GENERATIONS are those of examples/rl_grpo,
+# whose page is $OUT/rl_grpo.html.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 OUT=${OUT:-$PWD/results}
@@ -38,7 +39,7 @@ export PYTHONDONTWRITEBYTECODE=1
 [ -x "$HERE/bin/sublet" ] && export SUBLET_BIN=${SUBLET_BIN:-$HERE/bin/sublet}
 [ -x "$HERE/bin/conformance_gpu" ] && export SUBLET_CONFORMANCE=${SUBLET_CONFORMANCE:-$HERE/bin/conformance_gpu}
 case "${1:-all}" in
-    -h | --help) sed -n '2,16p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,18p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
 if [ ! -f "$JOBS/common.py" ]; then echo "run.sh: $JOBS/common.py is missing" >&2; exit 2; fi
 
@@ -133,7 +134,8 @@ run_race() {
 # All five modes take some 15 minutes at 0.5B: restart starts a generator for each step.
 run_rl() {
     GPUS=${RL_GPUS:-1} suite rl "${RL_LIMIT_S:-1190}" rl_job.py --modes "${RL_MODES:-all}" --shape "${RL_SHAPE:-0.5b}" \
-        --handover "${RL_HANDOVER:-ipc}" --kv-gib "${RL_KV_GIB:-20}" --steps "${RL_STEPS:-20}"
+        --handover "${RL_HANDOVER:-ipc}" --kv-gib "${RL_KV_GIB:-20}" --steps "${RL_STEPS:-20}" \
+        --tokens "${RL_TOKENS:-192}" --generations "${RL_GENERATIONS:-16}"
 }
 run_attach() { GPUS=1 suite attach 115 attach_job.py; }
 

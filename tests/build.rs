@@ -44,6 +44,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     let turns = out.join("turns");
     compile("programs/turns.c", &turns, &[], &["-ldl"])?;
     println!("cargo::rustc-env=SUBLET_TURNS_PROGRAM={}", turns.display());
+    let nvml_dir = out.join("simnvml");
+    fs::create_dir_all(&nvml_dir)?;
+    let soname = ["-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1"];
+    compile("programs/simnvml.c", &nvml_dir.join("libnvidia-ml.so.1"), &soname, &[])?;
+    println!("cargo::rustc-env=SUBLET_SIMNVML_DIR={}", nvml_dir.display());
     let hoard = out.join("hoard");
     compile("programs/hoard.c", &hoard, &[], &["-ldl"])?;
     println!("cargo::rustc-env=SUBLET_HOARD_PROGRAM={}", hoard.display());

@@ -48,10 +48,17 @@ FIGURES = (
     Figure("rates", "kept_zero", SUBLET, "all zero", "reading the device once, releasing, creating and clearing"),
     Figure("rates", "swap_apart", SUBLET, "swap, one way after the other", "the link, one way at a time",
            ("pinned_both_gb_s", ""), ("s", ""), baseline="pinned copies both ways at once, each way"),
+    Figure("rates", "swap_handed", SUBLET, "swap, memory changes hands", "the link, both ways at once",
+           ("pinned_both_gb_s", ""), ("s", ""), baseline="pinned copies both ways at once, each way"),
     Figure("rates", "swap", SUBLET, "swap, as it comes", "the link, both ways at once",
            ("pinned_both_gb_s", ""), ("s", ""), baseline="pinned copies both ways at once, each way"),
     Figure("rates", "every", SUBLET, "all GPUs at once", "what the links and the host's memory carry together",
            ("pinned_every_out_gb_s", "pinned_every_in_gb_s"), baseline="as many pinned copies at once", of_each=True),
+    Figure("rates", "links_one", SUBLET, "one GPU, its own link", LINK),
+    Figure("rates", "links_two", SUBLET, "and a neighbour's, a new context each time", "two links, less the time to make a context",
+           ("pinned_links_out_gb_s", "pinned_links_in_gb_s"), baseline="pinned copies of two GPUs at once"),
+    Figure("rates", "links_kept", SUBLET, "and a neighbour's, its context kept", "two links; in, the driver's clearing",
+           ("pinned_links_out_gb_s", "pinned_links_in_gb_s"), baseline="pinned copies of two GPUs at once"),
     Figure("rates", "saver_sublet", SUBLET, "by tag, resume at once", f"{LINK}; in, the driver clears what was just given back"),
     Figure("rates", "saver_retained", TORCH_SAVER, "backup retained", LINK, baseline="Sublet, by tag"),
     Figure("rates", "saver_saver", TORCH_SAVER, "as it comes", "pinned memory made at each pause", baseline="Sublet, by tag"),
@@ -59,11 +66,15 @@ FIGURES = (
            baseline="Sublet, very first pause"),
     Figure("times", "nccl2", SUBLET, "2 communicators", "the driver's calls, which all ranks share, and the link",
            baseline="destroy and rebuild"),
+    Figure("times", "nccl2_alone", SUBLET, "2, NCCL's memory alone", "the driver's calls; the processes run on", size="nccl2",
+           baseline="destroy and rebuild"),
     Figure("times", "nccl2_rebuild", "NCCL", "2, destroyed and rebuilt", "NCCL's own set-up", ways=("destroy_s", "rebuild_s"),
            size="nccl2", baseline="Sublet, 2 communicators"),
     Figure("times", "nccl2_suspend", "NCCL", "2, ncclCommSuspend and Resume", "NCCL's own exchange of handles",
            ways=("suspend_s", "resume_s"), size="nccl2", baseline="Sublet, 2 communicators"),
     Figure("times", "nccl20", SUBLET, "20 communicators", "the driver's calls, which all ranks share, and the link",
+           baseline="destroy and rebuild"),
+    Figure("times", "nccl20_alone", SUBLET, "20, NCCL's memory alone", "the driver's calls; the processes run on", size="nccl20",
            baseline="destroy and rebuild"),
     Figure("times", "nccl20_rebuild", "NCCL", "20, destroyed and rebuilt", "NCCL's own set-up", ways=("destroy_s", "rebuild_s"),
            size="nccl20", baseline="Sublet, 20 communicators"),
@@ -155,6 +166,8 @@ def goals(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             add(f"{key.removeprefix('kept_')}, {way}: within 1.3 of copying a tenth", of(key, way), least, "GB/s")
         least = of("saver_retained", way)
         add(f"by tag, {way}: as fast as torch_memory_saver's best mode", of("saver_sublet", way), least, "GB/s")
+    for way in ("out", "in"):
+        add(f"one GPU, two links, {way}: 1.8 times one", of("links_kept", way), times(1.8, limit("links_one", way)), "GB/s")
     add("swap: 90 % of both ways at once", of("swap", "out"), times(0.9, limit("swap", "out")), "GB/s each way")
     add("first pause, prepared: 50 % of the pinned copy", of("prepared_first", "out"), times(0.5, limit("prepared_first", "out")), "GB/s")
     gpus = record.get("parameters", {}).get("gpus")
@@ -179,6 +192,19 @@ def reports(told: Any) -> list[dict[str, Any]]:
     if isinstance(told, list):
         return [report for value in told for report in reports(value)]
     return []
+
+
+def share_by_neighbour(told: Any) -> float:
+    """Of what a pause or resume copied, the share that took a neighbouring GPU's link."""
+    copied = relayed = 0
+    for report in reports(told):
+        for phase in report["phases"]:
+            for member in phase.get("members", []):
+                said = member.get("report") or {}
+                if phase["phase"] in ("Save", "Restore"):
+                    copied += said.get("bytes", 0)
+                    relayed += said.get("bytes_by_neighbour", 0)
+    return relayed / copied if copied else 0.0
 
 
 def spans(report: Mapping[str, Any], rows: Mapping[int, str], begin_ms: float = 0.0) -> list[dict[str, Any]]:
@@ -213,12 +239,43 @@ def pause_and_resume(title: str, told: Sequence[Any], rows: Mapping[int, str]) -
     return {"title": title, "note": "One pause and the resume right behind it.", "spans": found}
 
 
+def stage_spans(report: Mapping[str, Any], rows: Mapping[int, str]) -> list[dict[str, Any]]:
+    """What each process of one side of a swap did when: stages as they were timed, and the phases before and behind them."""
+    stages = report["stages"]
+    found: list[dict[str, Any]] = []
+
+    def add(who: Mapping[str, Any], phase: str, begin_us: float, took_us: float) -> None:
+        row = rows.get(who.get("pid", 0))
+        if row is not None and took_us:
+            found.append({"row": row, "phase": phase, "begin_ms": round(begin_us / 1000, 2), "ms": round(took_us / 1000, 2)})
+
+    staged = [number for number, phase in enumerate(report["phases"]) if phase["phase"] in {each["phase"] for each in stages}]
+    before, behind = report["phases"][: staged[0]], report["phases"][staged[-1] + 1 :]
+    first, last = min(each["began_us"] for each in stages), max(each["ended_us"] for each in stages)
+    at = max(0, first - sum(phase["wall_us"] for phase in before))
+    for phase in before:
+        for member in phase["members"]:
+            add(member["who"], phase["phase"], at, member["report"]["elapsed_us"])
+        at += phase["wall_us"]
+    for each in stages:
+        add(each["who"], each["phase"], each["began_us"], each["ended_us"] - each["began_us"])
+    at = last
+    for phase in behind:
+        for member in phase["members"]:
+            add(member["who"], phase["phase"], at, member["report"]["elapsed_us"])
+        at += phase["wall_us"]
+    return found
+
+
 def swap_timeline(title: str, told: Any, wall_s: float, rows: Sequence[Mapping[int, str]]) -> dict[str, Any]:
     """A swap: one tenant's pause begins with it, and the other's resume ends with it. `rows` are of either tenant."""
     found: list[dict[str, Any]] = []
     for number, (report, names) in enumerate(zip(reports(told), rows, strict=False)):
-        begin = 0.0 if number == 0 else max(0.0, wall_s * 1000 - report["wall_us"] / 1000)
-        found += spans(report, names, begin)
+        if report.get("stages"):
+            found += stage_spans(report, names)
+        else:
+            begin = 0.0 if number == 0 else max(0.0, wall_s * 1000 - report["wall_us"] / 1000)
+            found += spans(report, names, begin)
     return {"title": title, "note": "One tenant leaves and the other comes.", "spans": found}
 
 

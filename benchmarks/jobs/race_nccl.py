@@ -1,7 +1,8 @@
 """The race's NCCL case: memory of communicators alone, given back and brought back in three ways.
 
 The same ranks have 2 communicators first and many then. Without Sublet they destroy and rebuild them, and suspend and
-resume them by NCCL itself where it can; under Sublet they are paused and resumed from outside.
+resume them by NCCL itself where it can; under Sublet they are paused and resumed from outside, wholly and then NCCL's memory
+alone.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ def tenant(race: Race) -> None:
             wrong += ranks.step(race.left(60))["wrong"]
             common.log(f"{series}: pause {told[0]['wall_s']:.3f} resume {told[1]['wall_s']:.3f} s, wrong {len(wrong)}")
         note_host_memory(race, ranks, name)
+        wrong += alone(race, ranks, name, cycles // 2)
         if name == "nccl2":
             rows = {pid: f"GPU {rank}" for rank, pid in sorted(ranks.pids.items())}
             title = f"Pause and resume of {communicators} communicators on {race.gpus} GPUs: milliseconds"
@@ -118,6 +120,24 @@ def tenant(race: Race) -> None:
         result.save()
     result.check("nccl: collectives bit-identical after every resume", not wrong, str(wrong[:6]))
     end(race, ranks)
+
+
+def alone(race: Race, ranks: NcclRanks, name: str, cycles: int) -> list[str]:
+    """NCCL's memory by itself: the processes run on and see it free. Which collectives are wrong after it."""
+    wrong: list[str] = []
+    freed: list[float] = []
+    for _ in range(cycles):
+        held = [reply["free"] for reply in ranks.call("memory", race.left(30))]
+        for action in ("pause", "resume"):
+            told = race.command(ranks, action, str(ranks.tenant), "--library", "nccl")
+            race.result.sample(f"{name}_alone_{action}_s", told["wall_s"])
+            if action == "pause":
+                now = [reply["free"] for reply in ranks.call("memory", race.left(30))]
+                freed.append(min(after - before for before, after in zip(held, now, strict=True)) / MIB)
+        wrong += ranks.step(race.left(60))["wrong"]
+    detail = f"{min(freed):.0f} MiB on each GPU at least, of {race.data['sizes'][name] / MIB:.0f} in the largest rank"
+    race.result.check(f"{name}: NCCL's memory alone is back while the ranks run on", min(freed) > 0, detail)
+    return wrong
 
 
 def end(race: Race, ranks: NcclRanks) -> None:

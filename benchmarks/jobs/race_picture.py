@@ -37,6 +37,8 @@ LIMIT = ("#cf222e", "#ff7b72")
 KINDS = {
     "Save": "contents",
     "Restore": "contents",
+    "ReleaseStage": "contents",
+    "RestoreStage": "contents",
     "Release": "memory",
     "CreateOwn": "memory",
     "Import": "sharing",

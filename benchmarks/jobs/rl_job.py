@@ -33,6 +33,8 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--handover", default="ipc")
     parser.add_argument("--kv-gib", type=float, default=20.0)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--generations", type=int, default=16)
     parser.add_argument("--simulate", action="store_true", help="a rehearsal without GPUs")
     return parser.parse_args(argv)
 
@@ -55,6 +57,7 @@ def body(args: Any, result: Result, work: Path) -> None:
     command = [sys.executable, str(example()), "--modes", args.modes, "--handover", args.handover, "--steps", str(args.steps)]
     command += ["--out", str(out), "--gpus", str(args.gpus or 1), "--deadline", str(min(300.0, wait_s))]
     command += ["--simulate"] if args.simulate else ["--shape", args.shape, "--kv-gib", str(args.kv_gib)]
+    command += ["--tokens", str(args.tokens), "--generations", str(args.generations)]
     process = runner.Process(work, "rl_grpo", command, sites=sites)
     try:
         common.wait_until("the end of the example", lambda: process.ended, wait_s)
@@ -63,23 +66,35 @@ def body(args: Any, result: Result, work: Path) -> None:
             # What was done by then is kept, and the tenants' own output.
             place = args.out.parent / path.name if path.suffix in (".json", ".html") else work / path.name
             shutil.copy(path, place)
-    take(args, result, out / "rl_grpo.json", process.why())
+        # Modes that came to their end count, though a later one did not.
+        if (out / "rl_grpo.json").is_file():
+            take(args, result, json.loads((out / "rl_grpo.json").read_text()))
+    if not result.data["checks"]:
+        raise JobError(f"the example has written no record: {process.why()}")
     result.check("the example ended by itself", process.process.returncode == 0, process.why())
 
 
-def take(args: Any, result: Result, path: Path, why: str) -> None:
-    """Verdicts and figures of the example's record."""
-    if not path.is_file():
-        raise JobError(f"the example has written no record: {why}")
-    record = json.loads(path.read_text())
+def take(args: Any, result: Result, record: dict[str, Any]) -> None:
+    """Verdicts, figures and samples of the example's record; which modes it does not have."""
     result.data["versions"].update(record["versions"])
+    result.data["commands"] = {}
     for run in record["runs"]:
-        what = f"{run['mode']}: {args.steps} steps"
+        mode = run["mode"]
+        what = f"{mode}: {args.steps} steps"
         result.check(what, run["failure"] is None and len(run["steps"]) == args.steps, run["failure"] or "")
-        result.data["summary"][run["mode"]] = {name: run["metrics"][name] for name in FIGURES}
+        result.data["summary"][mode] = {name: run["metrics"][name] for name in FIGURES}
+        result.data["commands"][mode] = run["commands"]
+        for phase in run["phases"]:
+            result.sample(f"{mode}_{phase['phase']}_s", round(phase["end_s"] - phase["begin_s"], 6))
+        for name in ("reward", "loss", "tokens"):
+            result.data["samples"][f"{mode}_{name}"] = [step[name] for step in run["steps"]]
     if record["compared"] > 1:
-        what = "rewards, losses and weights are identical in all modes"
+        modes = " and ".join(run["mode"] for run in record["runs"] if run["failure"] is None)
+        what = f"rewards, losses and weights are identical in {modes}"
         result.check(what, bool(record["identical"]), record["difference"] or "")
+    lost = [mode for mode in record["options"]["modes"] if mode not in result.data["summary"]]
+    if lost:
+        result.check(f"{' and '.join(lost)}: {args.steps} steps", False, "not reached")
 
 
 def main() -> int:

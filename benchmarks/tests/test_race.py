@@ -29,7 +29,7 @@ from common import JobError, Result  # noqa: E402
 from race_job import CASES, Case, Race, Skipped  # noqa: E402
 
 MIB = common.MIB
-SMALL = ["--kept-gib", "0.0157", "--swap-gib", "0.0157", "--every-gib", "0.0079", "--block-mib", "6", "--copy-mib", "4"]
+SMALL = ["--kept-gib", "0.0157", "--swap-gib", "0.0157", "--every-gib", "0.0079", "--block-mib", "6", "--copy-mib", "4", "--links-rounds", "1"]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -73,6 +73,9 @@ def test_every_case_that_needs_no_torch_runs_and_its_contents_are_right(node: Pa
         pauses, resumes = (data["samples"][f"{series}_{action}_s"] for action in ("pause", "resume"))
         assert len(pauses) == len(resumes) > 0
     assert len(data["samples"]["swap_s"]) == 4
+    for key in ("links_one", "links_two", "links_kept"):
+        shares = [*data["samples"][f"{key}_out_share"], *data["samples"][f"{key}_in_share"]]
+        assert len(shares) == 2 and all(0 <= share <= 1 for share in shares) and (key != "links_one" or not any(shares))
     assert data["skipped"]["nccl"] == data["skipped"]["saver"] == "no torch here"
     assert "cuCheckpointProcess" in data["skipped"]["checkpoint"]
     assert {"nccl", "saver", "checkpoint"} <= set(data["skipped"])
@@ -86,6 +89,7 @@ def test_case_that_wants_more_gpus_is_skipped_by_name(node: Path) -> None:
     assert data["skipped"] == {
         "every": "it wants 2 GPUs, and there is 1",
         "nccl": "it wants 2 GPUs, and there is 1",
+        "links": "it wants 2 GPUs, and there is 1",
     }
 
 
@@ -150,7 +154,7 @@ def test_command_that_knows_more_is_asked_for_more(node: Path, tmp_path: Path, m
     data = raced(node, "--swap-rounds", "2", cases=named("pinned", "prepared", "swap"))
     assert data["status"] == "passed" and data["skipped"] == {}, data["checks"]
     keys = [each["key"] for each in data["figures"]]
-    assert keys == ["prepared_first", "swap_apart", "swap"] and len(data["samples"]["prepare_s"]) == 1
+    assert keys == ["prepared_first", "swap_apart", "swap_handed", "swap"] and len(data["samples"]["prepare_s"]) == 1
     assert len(data["samples"]["swap_apart_s"]) == len(data["samples"]["swap_s"]) == 2
     assert {span["row"] for span in data["timelines"][-1]["spans"]} == {"GPU 0, leaves", "GPU 0, comes"}
 
@@ -324,6 +328,13 @@ def made_up() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def test_share_of_a_neighbours_link_is_of_what_was_copied() -> None:
+    said = [("Save", 8, 2), ("Save", 4, 1), ("Release", 100, 0)]
+    phases = [{"phase": phase, "members": [{"report": {"bytes": bytes_, "bytes_by_neighbour": relayed}}]} for phase, bytes_, relayed in said]
+    assert race_figures.share_by_neighbour({"report": {"phases": phases, "wall_us": 1}}) == 0.25
+    assert race_figures.share_by_neighbour(None) == 0.0
+
+
 def test_figures_are_medians_with_limit_baseline_and_what_bounds_them() -> None:
     figures = {each["key"]: each for each in race_figures.figures(made_up())}
     kept = figures["kept_all"]
@@ -358,6 +369,29 @@ def test_reports_are_found_and_laid_out_in_time() -> None:
     ]
     swap = race_figures.swap_timeline("swap", record["told"], 0.06, [{7: "leaves"}, {7: "comes"}])
     assert [span["begin_ms"] for span in swap["spans"] if span["phase"] == "Save"] == [1.0, 11.0]
+
+
+def test_stages_of_a_swap_are_drawn_where_they_were() -> None:
+    who = {"pid": 7, "member": "0"}
+
+    def phase(name: str, wall_us: int) -> dict[str, Any]:
+        return {"phase": name, "wall_us": wall_us, "members": [{"who": who, "report": {"elapsed_us": wall_us}}]}
+
+    stages = [("ReleaseStage", 5_000, 9_000), ("ReleaseStage", 9_000, 12_000), ("Release", 12_000, 20_000)]
+    report = {
+        "action": "Pause", "wall_us": 21_000,
+        "phases": [phase("Drain", 1_000), phase("Reserve", 2_000), phase("ReleaseStage", 7_000), phase("Release", 8_000), phase("Verify", 500)],
+        "stages": [{"phase": name, "who": who, "began_us": begin, "ended_us": end} for name, begin, end in stages],
+    }  # fmt: skip
+    drawn = race_figures.swap_timeline("swap", {"halves": [report]}, 0.021, [{7: "leaves"}])
+    assert [(span["phase"], span["begin_ms"], span["ms"]) for span in drawn["spans"]] == [
+        ("Drain", 2.0, 1.0),
+        ("Reserve", 3.0, 2.0),
+        ("ReleaseStage", 5.0, 4.0),
+        ("ReleaseStage", 9.0, 3.0),
+        ("Release", 12.0, 8.0),
+        ("Verify", 20.0, 0.5),
+    ]
 
 
 def test_table_has_a_line_for_each_figure() -> None:

@@ -63,6 +63,8 @@ class Conductor:
     def _start(self) -> None:
         with self._phase("start", None):
             if not self._switch.restarts:
+                # Both import their libraries at once; each takes its memory alone.
+                self._train.launch()
                 self._infer.start()
                 self._meet(self._infer)
                 self._switch.generator_started()
@@ -198,6 +200,8 @@ class Conductor:
         finally:
             entry = {"phase": name, "step": step, "begin_s": round(begin, 6), "end_s": round(self._clock(), 6)}
             self.run.phases.append(entry)
+            self.run.commands += [{"step": step, **command} for command in self._switch.said]
+            self._switch.said.clear()
 
 
 def _by_pid(team: Team) -> list[tuple[int, dict[str, Any]]]:

@@ -19,6 +19,7 @@ from typing import Any, Callable
 SOCKET = "RL_GRPO_SOCKET"
 DEADLINE = "RL_GRPO_DEADLINE_S"
 _PR_SET_PDEATHSIG = 1
+_RETRY_S = 0.05
 
 
 class Late(Exception):
@@ -63,16 +64,19 @@ class Link:
 
 
 class Worker:
-    """The worker's end: what a trainer or generator does for the conductor."""
+    """The worker's end: what a trainer or generator does for the conductor. To be made once everything is imported, and
+    before any memory of a device is taken: it waits until it is this tenant's turn to do that."""
 
-    def __init__(self, role: str, rank: int, facts: Mapping[str, Any]) -> None:
+    def __init__(self, role: str, rank: int) -> None:
         # Whoever started this process ends it with itself: a process that waits for a device cannot look.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect(os.environ[SOCKET])
+        self._role, self._rank = role, rank
         self._timeout_s = float(os.environ[DEADLINE])
-        self._link = Link(sock)
-        self.say(op="hello", role=role, rank=rank, pid=os.getpid(), facts=dict(facts))
+        self._link = Link(_connected(os.environ[SOCKET], self._timeout_s))
+
+    def hello(self, **facts: Any) -> None:
+        """Says that this process is ready, and what is to be known of it."""
+        self.say(op="hello", role=self._role, rank=self._rank, pid=os.getpid(), facts=facts)
 
     def say(self, **message: Any) -> None:
         """Tells the conductor something."""
@@ -92,6 +96,20 @@ class Worker:
                 answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
             self.say(op="answer", **answer)
 
+
+def _connected(path: str, timeout_s: float) -> socket.socket:
+    """Waits until the conductor listens."""
+    end = time.monotonic() + timeout_s
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(path)
+            return sock
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            sock.close()
+            if time.monotonic() > end:
+                raise Late(f"nobody listened at {path} within {timeout_s:.0f} s") from error
+            time.sleep(_RETRY_S)
 
 
 def listen(path: str) -> socket.socket:

@@ -24,6 +24,9 @@ class Run:
     samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     #: By uuid: `device`, `name`, `total_bytes`.
     gpus: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    #: What `sublet` said of each pause, resume and swap: `step`, `action`, `tenant`, `wall_ms`, `phases` (milliseconds by
+    #: name) and `saved_bytes`.
+    commands: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     weights: Optional[str] = None

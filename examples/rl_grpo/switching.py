@@ -32,6 +32,8 @@ class Switch:
         self.by_ipc = handover == "ipc"
         #: Bytes of host memory that hand-written copies hold, at most.
         self.host_bytes = 0
+        #: What `sublet` has said of its commands, until it is taken.
+        self.said: list[dict[str, Any]] = []
 
     def generator_started(self) -> None:
         """The generator has all its memory, and the trainer is not there yet."""
@@ -69,31 +71,44 @@ class BySublet(Switch):
 
     def generator_started(self) -> None:
         if self.by_ipc:
-            self._generator.pause(tags="kv", timeout=self.timeout_s)
-        self._generator.pause(timeout=self.timeout_s)
+            self._note(self._generator.pause(tags="kv", timeout=self.timeout_s))
+        self._note(self._generator.pause(timeout=self.timeout_s))
 
     def before(self) -> None:
         # Weights and graphs alone: what was paused by tag stays away until it is asked for by tag.
         if self.by_ipc:
-            self._generator.resume(timeout=self.timeout_s)
+            self._note(self._generator.resume(timeout=self.timeout_s))
 
     def to_generator(self) -> None:
         if self.by_ipc:
-            self._trainer.pause(timeout=self.timeout_s)
-            self._generator.resume(tags="kv", timeout=self.timeout_s)
+            self._note(self._trainer.pause(timeout=self.timeout_s))
+            self._note(self._generator.resume(tags="kv", timeout=self.timeout_s))
         else:
-            self._trainer.swap_to(self._generator, timeout=self.timeout_s)
+            self._note(self._trainer.swap_to(self._generator, timeout=self.timeout_s))
 
     def to_trainer(self) -> None:
         if self.by_ipc:
-            self._generator.pause(tags="kv", timeout=self.timeout_s)
-        self._generator.swap_to(self._trainer, timeout=self.timeout_s)
+            self._note(self._generator.pause(tags="kv", timeout=self.timeout_s))
+        self._note(self._generator.swap_to(self._trainer, timeout=self.timeout_s))
 
     def rescue(self) -> None:
-        self._trainer.resume(timeout=self.timeout_s)
+        self._note(self._trainer.resume(timeout=self.timeout_s))
 
     def trainer_ended(self) -> None:
-        self._generator.resume(timeout=self.timeout_s)
+        self._note(self._generator.resume(timeout=self.timeout_s))
+
+    def _note(self, told: dict[str, Any]) -> None:
+        halves = (told.get("paused"), told.get("resumed")) if "paused" in told else (told,)
+        self.said += [command(half) for half in halves if half and "phases" in half]
+
+
+def command(report: dict[str, Any]) -> dict[str, Any]:
+    """What a record keeps of a report of `sublet`."""
+    phases = {phase["phase"]: round(phase["wall_us"] / 1000, 3) for phase in report["phases"]}
+    members = [member["report"] for phase in report["phases"] for member in phase["members"]]
+    saved = sum((member.get("kept") or {}).get("copied_bytes", 0) for member in members)
+    about = {"action": report["action"], "tenant": report["tenant"], "wall_ms": round(report["wall_us"] / 1000, 3)}
+    return {**about, "phases": phases, "saved_bytes": saved}
 
 
 class ByHand(Switch):

@@ -31,28 +31,32 @@ class Team:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: dict[int, Link] = {}
         self._sockets: dict[int, socket.socket] = {}
-        self._log = work / f"{role}.log"
+        self._log, self._socket = work / f"{role}.log", work / f"{role}.sock"
         self.pids: dict[int, int] = {}
         self.facts: dict[int, dict[str, Any]] = {}
 
+    def launch(self) -> None:
+        """Starts them. They import what they need, and take no memory of a device before `start`."""
+        environment = {**self._environment, SOCKET: str(self._socket), DEADLINE: str(self.deadline_s)}
+        with self._log.open("ab") as log:
+            for rank, command in enumerate(self._commands):
+                self._processes.append(
+                    subprocess.Popen(
+                        command, env={**environment, "RL_GRPO_RANK": str(rank)}, stdin=subprocess.DEVNULL, stdout=log,
+                        stderr=log, start_new_session=True,
+                    )
+                )  # fmt: skip
+
     def start(self) -> None:
-        """Starts them and waits until all have said who they are."""
-        path = self._work / f"{self.role}.sock"
-        listening = listen(str(path))
-        environment = {**self._environment, SOCKET: str(path), DEADLINE: str(self.deadline_s)}
+        """Starts them, unless they were launched, and waits until all have said that they are ready."""
+        if not self._processes:
+            self.launch()
+        listening = listen(str(self._socket))
         try:
-            with self._log.open("ab") as log:
-                for rank, command in enumerate(self._commands):
-                    self._processes.append(
-                        subprocess.Popen(
-                            command, env={**environment, "RL_GRPO_RANK": str(rank)}, stdin=subprocess.DEVNULL, stdout=log,
-                            stderr=log, start_new_session=True,
-                        )
-                    )  # fmt: skip
             self._accept(listening)
         finally:
             listening.close()
-            path.unlink()
+            self._socket.unlink()
 
     def _accept(self, listening: socket.socket) -> None:
         end = time.monotonic() + self.deadline_s
@@ -68,10 +72,11 @@ class Team:
                 )
             try:
                 sock = listening.accept()[0]
-            except socket.timeout:
+                link = Link(sock)
+                hello = link.receive(max(_POLL_S, end - time.monotonic()))
+            except (socket.timeout, EOFError, Late):
+                # Whoever has died is found above.
                 continue
-            link = Link(sock)
-            hello = link.receive(self.deadline_s)
             rank = hello["rank"]
             self._links[rank], self._sockets[rank] = link, sock
             self.pids[rank], self.facts[rank] = hello["pid"], hello["facts"]

@@ -87,6 +87,15 @@ def test_memory_leaves_with_its_tenant_in_the_modes_that_say_so(all_modes: Path)
     assert metrics["sublet"]["kv_bytes_free"] > metrics["keep-both"]["kv_bytes_free"]
 
 
+def test_the_record_has_what_each_command_took(all_modes: Path) -> None:
+    runs = {run["mode"]: run["commands"] for run in record(all_modes)["runs"]}
+    assert all(not commands for mode, commands in runs.items() if mode != "sublet")
+    trainer = [each for each in runs["sublet"] if each["tenant"] == "train"]
+    assert [(each["step"], each["action"]) for each in trainer] == [(step, action) for step in (0, 1) for action in ("Pause", "Resume")]
+    assert all(each["wall_ms"] > 0 and each["phases"] for each in runs["sublet"])
+    assert all(each["saved_bytes"] > 0 for each in trainer if each["action"] == "Pause")
+
+
 def test_the_page_shows_what_the_record_says(all_modes: Path) -> None:
     from rl_grpo import page as pages
 

@@ -39,6 +39,9 @@ extern "C" {
 #define SUBLET_CONTENTS_KEEP 0
 #define SUBLET_CONTENTS_DISCARD 1
 #define SUBLET_CONTENTS_FILE 2
+/* Beside one of these: no pause looks for what is zero or unchanged of this memory, and all of it is copied. For memory that
+ * always changes, which a look is wasted on. */
+#define SUBLET_CONTENTS_NO_LOOK 256
 
 /* Whose memory a pause or resume by tag is about: that of every process of the tenant, or what the calling
  * process itself owns, wherever it was imported. */
@@ -58,7 +61,7 @@ const char *sublet_last_error(void);
  *
  * sublet_last_error_json: the last error of this thread, as {"code", "message", "missing_bytes" (or null),
  * "devices" (that cannot hold the tenant, and who holds them), "tags" (that there are)}.
- * sublet_last_report_json: what this thread's last pause, resume, swap, switch or preparation did. */
+ * sublet_last_report_json: what this thread's last pause, resume, swap, switch, preparation or change of budgets did. */
 int64_t sublet_last_error_json(char *buffer, size_t size);
 int64_t sublet_last_report_json(char *buffer, size_t size);
 
@@ -69,9 +72,18 @@ int sublet_pause_tenant(const char *tenant, uint32_t timeout_ms);
 /* Resumes every process of a tenant; as sublet_pause_tenant. */
 int sublet_resume_tenant(const char *tenant, uint32_t timeout_ms);
 
+/* Resumes a tenant in its place among those that wait for the GPUs: by class, and then in the order in which they asked. What is in the way is
+ * paused when it has had its quantum, the least that suffices; until then this waits up to wait_ms. Errors are as of sublet_switch_tenant. */
+int sublet_resume_in_turn(const char *tenant, uint32_t wait_ms);
+
 /* Pauses one tenant and resumes the other, both at once and in bounded device memory. When the other cannot
  * come, the first runs again; the error says so where it does not. */
 int sublet_swap_tenants(const char *from, const char *to, uint32_t timeout_ms);
+/* The same by tag, with out_tags[0..out_count) of the one and in_tags[0..in_count) of the other, of all their processes as
+ * sublet_pause_tags and sublet_resume_tags have it; NULL and 0 is all of that tenant. The processes of the first run on without its
+ * tags, and those of the second stand still from when its first memory comes until all of it is there. */
+int sublet_swap_tags(const char *from, const char *const *out_tags, size_t out_count, const char *to,
+                     const char *const *in_tags, size_t in_count, uint32_t timeout_ms);
 
 /* Has a tenant get its GPUs: pauses what is in the way there, the least that suffices, and resumes it. When it cannot come, those that were
  * paused for it run again; the error says where not. One in the way may be in a turn: then this waits up to wait_ms for the turn to end, or
@@ -94,6 +106,17 @@ int sublet_turn_end(void);
  * took; its "outcome" is "completed" when all is there, else "partial". */
 int sublet_prepare_tenant(const char *tenant, uint32_t wait_ms);
 
+/* How much GPU memory a tenant may hold from now on, all its processes together; NULL is the caller's own tenant, which must have a process with
+ * device memory. budgets is what `sublet budget` takes, joined by commas: "40GiB" of every GPU, "0=40GiB" of the one that nvidia-smi
+ * shows as 0, "0=none" or "none" to take it back. It counts at once. Less than is held takes nothing away: new allocations fail as if
+ * memory were used up until it fits. sublet_last_report_json is what sublet_budget_json writes, with "outcome": "completed" when all
+ * processes count what they hold, else "partial". SUBLET_ERROR_ARGUMENT when the text is no budget or there is no such tenant. */
+int sublet_set_budget(const char *tenant, const char *budgets);
+/* JSON: what a tenant may hold and holds, as {"tenant", "budgets" (as they were given; "" for none), "gpus" (that its processes see, each with
+ * "gpu", "index", "budget_bytes" or null, "held_bytes" and "total_bytes"), "failures" (processes that do not count)}. NULL is the caller's
+ * own tenant. */
+int64_t sublet_budget_json(const char *tenant, char *buffer, size_t size);
+
 /* Gives the memory of regions with these tags back, while the processes run on: touching it is an illegal
  * access until sublet_resume_tags has brought it back. tags[0..count); NULL and 0 are all tags. whose is one
  * of SUBLET_WHOSE_; with SUBLET_WHOSE_PROCESS the tenant is the caller's own, and the other processes are not
@@ -114,7 +137,7 @@ int sublet_tag_is_paused(const char *tag);
 uint64_t sublet_changes(void);
 
 /* Device memory that this thread asks for until the matching sublet_region_end belongs to `tag` (1 to 128
- * bytes of UTF-8) and is treated as `contents` (SUBLET_CONTENTS_) says: one policy for a tag as long as the
+ * bytes of UTF-8) and is treated as `contents` (SUBLET_CONTENTS_, perhaps with SUBLET_CONTENTS_NO_LOOK) says: one policy for a tag as long as the
  * process lives. Regions nest; the innermost counts. Memory that NCCL, cuBLAS and the like ask for themselves
  * belongs to no tag. */
 int sublet_region_begin(const char *tag, int contents);

@@ -32,6 +32,7 @@ pub const SUBLET_ERROR_LOST: u32 = 7;
 pub const SUBLET_CONTENTS_KEEP: u32 = 0;
 pub const SUBLET_CONTENTS_DISCARD: u32 = 1;
 pub const SUBLET_CONTENTS_FILE: u32 = 2;
+pub const SUBLET_CONTENTS_NO_LOOK: u32 = 256;
 pub const SUBLET_WHOSE_TENANT: u32 = 0;
 pub const SUBLET_WHOSE_PROCESS: u32 = 1;
 pub type sublet_unused_source =
@@ -49,9 +50,22 @@ unsafe extern "C" {
         tenant: *const ::core::ffi::c_char,
         timeout_ms: u32,
     ) -> ::core::ffi::c_int;
+    pub fn sublet_resume_in_turn(
+        tenant: *const ::core::ffi::c_char,
+        wait_ms: u32,
+    ) -> ::core::ffi::c_int;
     pub fn sublet_swap_tenants(
         from: *const ::core::ffi::c_char,
         to: *const ::core::ffi::c_char,
+        timeout_ms: u32,
+    ) -> ::core::ffi::c_int;
+    pub fn sublet_swap_tags(
+        from: *const ::core::ffi::c_char,
+        out_tags: *const *const ::core::ffi::c_char,
+        out_count: usize,
+        to: *const ::core::ffi::c_char,
+        in_tags: *const *const ::core::ffi::c_char,
+        in_count: usize,
         timeout_ms: u32,
     ) -> ::core::ffi::c_int;
     pub fn sublet_switch_tenant(
@@ -64,6 +78,15 @@ unsafe extern "C" {
         tenant: *const ::core::ffi::c_char,
         wait_ms: u32,
     ) -> ::core::ffi::c_int;
+    pub fn sublet_set_budget(
+        tenant: *const ::core::ffi::c_char,
+        budgets: *const ::core::ffi::c_char,
+    ) -> ::core::ffi::c_int;
+    pub fn sublet_budget_json(
+        tenant: *const ::core::ffi::c_char,
+        buffer: *mut ::core::ffi::c_char,
+        size: usize,
+    ) -> i64;
     pub fn sublet_pause_tags(
         tenant: *const ::core::ffi::c_char,
         tags: *const *const ::core::ffi::c_char,

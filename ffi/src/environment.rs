@@ -10,37 +10,57 @@
 //! | `SUBLET_FAMILY_TIMEOUT_MS` | | how long opening such memory waits for a tenant that is paused |
 //! | `SUBLET_CLASS` | | what the tenant is to others when they take turns |
 //! | `SUBLET_WEIGHT` | | how many quanta it has at a time, where it is fair |
+//! | `SUBLET_TURNS` | | `auto`: allocations that do not fit queue for others to make way |
+//! | `SUBLET_TURNS_TIMEOUT_MS` | | how long such an allocation waits |
 //! | `SUBLET_FILE_DIR` | `TMS_DISK_BACKUP_DIR` | where contents in files are saved |
 //! | `SUBLET_FILE_CACHE` | | whether contents in files go through the page cache |
+//! | `SUBLET_SPILL_DIR` | | where saved contents go when another tenant's pause is short of host memory; they stay where it is not set |
 //! | `SUBLET_HOST_BYTES_MAX` | | how much host memory a pause may take |
 //! | `SUBLET_ZERO` | | 0: pieces that are all zero are saved as any others |
 //! | `SUBLET_DELTA` | | 0: no copies are kept for the next pause, and unchanged pieces are saved as any others |
+//! | `SUBLET_NO_LOOK` | | tags whose memory is not looked at for either |
 //! | `SUBLET_PIECE_KIB` | | the size of these pieces |
+//! | `SUBLET_LINKS` | | 2: copies of one GPU take a neighbour's link too |
+//! | `SUBLET_LINKS_KEEP` | | 1: the context on that neighbour stays for the next time |
+//! | `SUBLET_LINKS_MIN_MIB` | | less than this is copied through one link |
 //! | `SUBLET_VERIFY_CONTENTS` | | 1: what is not saved for that is compared byte by byte |
 //! | `SUBLET_PREPARE` | | whether host memory for the next pause is brought in ahead, and how much at most |
 //! | `SUBLET_BUDGET` | | how much device memory the tenant may hold on which GPU |
-//! | `SUBLET_SLABS` | | 1: NCCL's small allocations are parts of large ones |
+//! | `SUBLET_SLABS` | | 0: NCCL's small allocations are not parts of large ones |
 //! | `SUBLET_NCCL_AWAY` | | `wait` or `fail`: what calls into NCCL do while its memory alone is away |
 //! | `SUBLET_WITHOUT_PINS` | | through which device files no device memory is pinned |
+//! | `SUBLET_SPILL_TO_MEMORY` | | 1: saved contents go to `SUBLET_SPILL_DIR` though files there lie in host memory; for tests |
 //! | `SUBLET_TOGETHER_TIMEOUT_MS` | | how long `ncclPause` waits for the other processes |
 
 #![expect(unsafe_code, reason = "asks for the terminal session")]
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
 use sublet_registrations::device_files::{self, DeviceFile};
 use tenants::budget::{BUDGET_VARIABLE, BudgetError, Budgets, gpus};
+use tenants::host_memory::is_in_memory;
 use tenants::identity::FamilyName;
+use tenants::numa;
 use tenants::phase::HELD_MAX;
-use tenants::turns::{CLASS_VARIABLE, Class, WEIGHT_VARIABLE, Weight};
+use tenants::region::{NO_LOOK_VARIABLE, TAG_BYTES_MAX};
+use tenants::size::{NoSize, Size};
+use tenants::turns::{
+    CLASS_VARIABLE, Class, TURNS_AUTO, TURNS_TIMEOUT_VARIABLE, TURNS_VARIABLE, WEIGHT_VARIABLE,
+    Weight,
+};
 use vmm_pool::driver::{DeviceOrdinal, PciAddress};
-use vmm_pool::{PieceBytes, Pieces};
+use vmm_pool::{Links, PieceBytes, Pieces};
 
 /// How long `ncclPause` waits for the other processes to call it too, unless the environment says another time. They
 /// are at the same step, so the wait is short unless one of them is stuck.
 const TOGETHER_TIMEOUT: Duration = Duration::from_mins(2);
+
+/// How long an allocation that does not fit waits for others to make way, where it queues: less than the ten minutes after which PyTorch's watchdog
+/// ends a job whose ranks wait for each other.
+const TURNS_TIMEOUT: Duration = Duration::from_mins(2);
 
 static GROUP_ID: AtomicI32 = AtomicI32::new(GROUP_UNSET);
 const GROUP_UNSET: i32 = i32::MIN;
@@ -122,6 +142,30 @@ pub(crate) fn turns() -> Result<(Class, Weight), String> {
     Ok((class.unwrap_or_default(), weight.unwrap_or_default()))
 }
 
+/// Whether resumes and allocations of the tenant queue, and how long an allocation waits.
+///
+/// # Errors
+/// A variable says something else than it can; the text says which.
+pub(crate) fn queues() -> Result<Option<Duration>, String> {
+    match variable(TURNS_VARIABLE).as_deref() {
+        None => return Ok(None),
+        Some(TURNS_AUTO) => {}
+        Some(other) => {
+            return Err(format!(
+                "{TURNS_VARIABLE} is '{other}', and nothing queues: say {TURNS_AUTO}, or nothing"
+            ));
+        }
+    }
+    let parse = |value: String| {
+        let refused = || {
+            format!("{TURNS_TIMEOUT_VARIABLE} is '{value}', and nothing queues: give milliseconds")
+        };
+        value.parse().map(Duration::from_millis).map_err(|_| refused())
+    };
+    let wait = variable(TURNS_TIMEOUT_VARIABLE).map(parse).transpose()?;
+    Ok(Some(wait.unwrap_or(TURNS_TIMEOUT)))
+}
+
 /// How long opening memory of another tenant waits while that is paused; the usual where nothing is said.
 ///
 /// # Errors
@@ -159,6 +203,12 @@ pub(crate) fn host_bytes_max() -> Result<Option<u64>, String> {
             .map_err(|_| format!("SUBLET_HOST_BYTES_MAX is '{value}': give a number of bytes"))
     };
     variable("SUBLET_HOST_BYTES_MAX").map(parse).transpose()
+}
+
+/// Is this process the `sublet` command? It shows the machine as it is, wherever it is run.
+pub(crate) fn is_the_command() -> bool {
+    const NAME: &str = "sublet";
+    std::env::current_exe().is_ok_and(|path| path.file_name().is_some_and(|name| name == NAME))
 }
 
 /// Are there any budgets? Not whether they can be read.
@@ -206,7 +256,7 @@ fn switch(name: &str, default: bool) -> Result<bool, String> {
 /// # Errors
 /// The variable is neither 0 nor 1; the text says what it is.
 pub(crate) fn slabs() -> Result<bool, String> {
-    switch("SUBLET_SLABS", false)
+    switch("SUBLET_SLABS", true)
 }
 
 /// Do calls into NCCL fail while its memory alone is away, instead of waiting for it?
@@ -245,6 +295,55 @@ pub(crate) fn pieces() -> Result<Pieces, String> {
     })
 }
 
+/// How copies of one GPU take two links, where they are to.
+///
+/// # Errors
+/// A variable says something else than it can; the text says which.
+pub(crate) fn links() -> Result<Option<Links>, String> {
+    let count = variable("SUBLET_LINKS");
+    match count.as_deref() {
+        None | Some("1") => return Ok(None),
+        Some("2") => {}
+        Some(value) => {
+            return Err(format!(
+                "SUBLET_LINKS is '{value}', and each GPU's copies take its own link: give 1 or 2"
+            ));
+        }
+    }
+    let usual = Links::default();
+    let least_bytes = match variable("SUBLET_LINKS_MIN_MIB") {
+        None => usual.least_bytes,
+        Some(value) => {
+            let bytes = value.parse().ok().and_then(|mib: u64| mib.checked_mul(1 << 20));
+            bytes
+                .ok_or_else(|| format!("SUBLET_LINKS_MIN_MIB is '{value}': give a number of MiB"))?
+        }
+    };
+    let shares_link = |one, other| numa::share_bridge(Path::new("/sys"), one, other);
+    let keeps_context = switch("SUBLET_LINKS_KEEP", false)?;
+    Ok(Some(Links { least_bytes, keeps_context, shares_link, ..usual }))
+}
+
+/// Tags whose memory no pause looks at, whatever their regions say.
+///
+/// # Errors
+/// The variable names what no tag can be; the text says what.
+pub(crate) fn no_look() -> Result<BTreeSet<String>, String> {
+    variable(NO_LOOK_VARIABLE).map_or_else(|| Ok(BTreeSet::new()), |text| tags_in(&text))
+}
+
+fn tags_in(text: &str) -> Result<BTreeSet<String>, String> {
+    let tags: BTreeSet<String> = text.split(',').map(|tag| tag.trim().to_owned()).collect();
+    let is_none = |tag: &&String| !(1..=TAG_BYTES_MAX).contains(&tag.len());
+    match tags.iter().find(is_none) {
+        Some(tag) => Err(format!(
+            "{NO_LOOK_VARIABLE} is '{text}', and '{tag}' is no tag: all memory is looked at; name tags of 1 to \
+             {TAG_BYTES_MAX} bytes with commas between them"
+        )),
+        None => Ok(tags),
+    }
+}
+
 /// Up to how much host memory, in bytes, is brought in ahead of the next pause: without a bound by `1`, not at all by `0`
 /// or where nothing is said.
 ///
@@ -266,18 +365,7 @@ fn bound_of(value: &str) -> Result<Option<u64>, String> {
         "1" => return Ok(Some(u64::MAX)),
         _ => {}
     }
-    let digits = value.find(|c: char| !c.is_ascii_digit()).unwrap_or(value.len());
-    let (number, unit) = value.split_at(digits);
-    let shift = match unit.trim().to_ascii_lowercase().trim_end_matches('b').trim_end_matches('i') {
-        "" => 0,
-        "k" => 10,
-        "m" => 20,
-        "g" => 30,
-        "t" => 40,
-        _ => return Err(refused()),
-    };
-    let number: u64 = number.parse().map_err(|_| refused())?;
-    number.checked_mul(1 << shift).map(Some).ok_or_else(refused)
+    value.parse().map(|Size(bytes)| Some(bytes)).map_err(|NoSize| refused())
 }
 
 /// The directory that contents in files are saved in, as an absolute path. It may not be there: the first pause that
@@ -285,6 +373,23 @@ fn bound_of(value: &str) -> Result<Option<u64>, String> {
 pub(crate) fn file_dir() -> Option<PathBuf> {
     let named = variable("SUBLET_FILE_DIR").or_else(|| variable("TMS_DISK_BACKUP_DIR"))?;
     Some(std::path::absolute(&named).unwrap_or(PathBuf::from(named)))
+}
+
+/// The directory that saved contents may go to when another tenant's pause is short of host memory, as an absolute path.
+///
+/// # Errors
+/// Files there lie in host memory, so that nothing would be gained; `SUBLET_SPILL_TO_MEMORY=1`, which is for tests, allows it.
+pub(crate) fn spill_dir() -> Result<Option<PathBuf>, String> {
+    let Some(named) = variable("SUBLET_SPILL_DIR") else { return Ok(None) };
+    let dir = std::path::absolute(&named).unwrap_or(PathBuf::from(named));
+    if is_in_memory(&dir) && !switch("SUBLET_SPILL_TO_MEMORY", false)? {
+        return Err(format!(
+            "SUBLET_SPILL_DIR is {}, where files lie in host memory (tmpfs), so that contents which went there would make no room: name a \
+             directory on a disk; none of them goes there",
+            dir.display()
+        ));
+    }
+    Ok(Some(dir))
 }
 
 /// Do contents in files go through the page cache, also where the filesystem takes them past it?
@@ -301,7 +406,17 @@ pub(crate) fn together_timeout() -> Duration {
 
 #[cfg(test)]
 mod tests {
-    use super::bound_of;
+    use super::{bound_of, tags_in};
+
+    #[test]
+    fn tags_are_read_and_what_is_none_is_named() {
+        let tags = ["kv", "nccl"].map(str::to_owned).into();
+        assert_eq!(tags_in("kv, nccl"), Ok(tags));
+        for text in ["kv,", ",", &"x".repeat(129)] {
+            let error = tags_in(text).unwrap_err();
+            assert!(error.contains(text) && error.contains("is no tag"), "{error}");
+        }
+    }
 
     #[test]
     fn sizes_are_read_and_anything_else_is_named() {

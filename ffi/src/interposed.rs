@@ -2,7 +2,7 @@
 //! `cuGetProcAddress`.
 //!
 //! The tables are the driver's ([`hooks`]), NCCL's and NCCL EP's ([`nccl`](crate::nccl)), and those of libraries that register
-//! memory with devices (`registrations`); how they take effect is the engine's matter
+//! memory with devices (`registrations`), and NVML's (`nvml`); how they take effect is the engine's matter
 //! ([`interpose`](crate::interpose)). A further library is a further entry in `INTERPOSED`.
 
 #![expect(unsafe_code, reason = "interposes dlsym and cuGetProcAddress")]
@@ -19,12 +19,13 @@ use crate::interpose::lookup::Decision;
 use crate::interpose::{Interposition, LoaderFunction, Pointer, loader};
 use crate::nccl::NCCL;
 use crate::nccl::experts::NCCL_EP;
+use crate::nvml::NVML;
 use crate::registrations::{GDRCOPY, MLX5, VERBS};
 
 /// The tables of this process. A further library is a further entry.
 pub(crate) static INTERPOSED: Interposition = Interposition::new(
     Driver::new(&[hooks::REPLACING, hooks::WAITING, hooks::RENAMED, LOOKUP]),
-    &[&NCCL, &NCCL_EP, &VERBS, &MLX5, &GDRCOPY],
+    &[&NCCL, &NCCL_EP, &VERBS, &MLX5, &GDRCOPY, &NVML],
     &[
         LoaderFunction {
             name: c"dlsym",
@@ -179,11 +180,14 @@ mod tests {
             c"ncclAllReduce",
             c"cuGetProcAddress",
             c"ibv_reg_mr",
+            c"nvmlDeviceGetMemoryInfo_v2",
         ];
         for name in names {
             assert!(INTERPOSED.import(name).is_some(), "{name:?}");
         }
-        for name in [c"dlopen", c"cuInit", c"cudaMalloc", c"ncclGetVersion", c"malloc", c""] {
+        for name in
+            [c"dlopen", c"cuInit", c"cudaMalloc", c"ncclGetVersion", c"nvmlInit_v2", c"malloc", c""]
+        {
             assert_eq!(INTERPOSED.import(name), None, "{name:?}");
         }
     }

@@ -9,6 +9,7 @@
 //! * [`replaced`]: the driver's functions that the pool answers; those that only wait are in [`hooks`].
 //! * [`nccl`]: NCCL's own public functions, counted for the consistent cut.
 //! * `registrations`: libraries' functions that register memory with network cards and GDRCopy.
+//! * `nvml`: NVML's answers about memory and processes, within a tenant's budget.
 //! * [`attach`]: coming under Sublet in a process that runs already.
 //! * `environment`: what the environment says, in our names and in other projects'.
 //! * `runtime`: the one place of process-wide state: joining the tenant, fork, exit.
@@ -30,6 +31,7 @@ pub mod hooks;
 pub mod interpose;
 pub mod interposed;
 pub mod nccl;
+mod nvml;
 pub mod pluggable;
 mod registrations;
 pub mod replaced;

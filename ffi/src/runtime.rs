@@ -4,22 +4,26 @@
 #![expect(unsafe_code, reason = "registers handlers for fork and exit")]
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::ffi::{c_int, c_uint};
+use std::ffi::{CStr, c_int, c_uint};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
+use sublet_cuda_driver::vmm::Purpose;
 use sublet_cuda_driver::{Accessors, Answer, caller};
 use sublet_cuda_graph::{Captures, Graphs};
 use sublet_nccl::collectives::Collectives;
 use sublet_registrations::Registrations;
+use tenants::coordinator;
 use tenants::error_text::chain;
 use tenants::host_memory::{self, HostFigure, HostLimit};
 use tenants::identity::{FamilyName, TenantName};
 use tenants::member::MemberConfig;
 use tenants::numa;
+use tenants::region;
 use tenants::run_dir::{self, RunDir};
+use tenants::switching;
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, DriverCode, RawContext, VaRange};
 
 use crate::environment;
@@ -352,24 +356,31 @@ fn try_join() -> Result<Arc<Member>, String> {
     let prepares_up_to = understood(environment::prepares_up_to(), &mut not_understood);
     let budgets = understood(environment::budgets(), &mut not_understood);
     let turns = understood(environment::turns(), &mut not_understood);
+    let links = understood(environment::links(), &mut not_understood);
+    let queues = understood(environment::queues(), &mut not_understood);
+    let spill_dir = understood(environment::spill_dir(), &mut not_understood);
     let nccl_fails = understood(environment::nccl_fails_while_away(), &mut not_understood);
+    region::never_look_at(understood(environment::no_look(), &mut not_understood));
     let config = MemberConfig {
         run_dir: run_dir()?,
         tenant: tenant_name()?,
         family: family()?,
         family_timeout: environment::family_timeout()?.unwrap_or(tenants::member::FAMILY_TIMEOUT),
         turns,
+        queues,
         command: command_line(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         host_limits,
         host_figures,
         prepares_up_to,
+        spill_dir,
         node_of: |address| numa::node_of(Path::new("/sys"), address),
         own_contexts: list_own_contexts,
         unused,
         ungated: crate::UNGATED,
         unseen_pins: crate::UNSEEN_PINS,
         unseen_nccl: crate::UNSEEN_NCCL,
+        held_elsewhere: coordinator::held_elsewhere,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
         budgets,
         gpu_index: environment::gpu_index,
@@ -379,11 +390,17 @@ fn try_join() -> Result<Arc<Member>, String> {
         tenants::member::Member::join(config, Arc::new(driver)).map_err(|error| chain(&error))?;
     member.pool().set_pieces(pieces);
     member.pool().use_slabs(are_slabs_used);
+    if let Some(links) = links {
+        member.pool().use_links(links);
+    }
     if nccl_fails {
         member.cut().fail_while_away();
     }
     for text in not_understood {
         member.note(text);
+    }
+    if queues.is_some() {
+        switching::come_back_by_itself(&member);
     }
     member.pool().use_page_cache(environment::file_cache());
     let chosen = lock(&CHOSEN_FILE_DIR).take();
@@ -484,6 +501,23 @@ pub(crate) fn answered(
             DriverCode::UNKNOWN.0
         }
     }
+}
+
+/// NCCL's function whose memory it registers as windows, also where it calls it for itself, by both of its names.
+const FOR_WINDOWS: [&CStr; 2] = [c"ncclMemAlloc", c"pncclMemAlloc"];
+
+/// What the function that holds the return address `caller` wants memory for.
+pub(crate) fn purpose_of_caller(caller: usize) -> Purpose {
+    static KNOWN: LazyLock<RwLock<HashMap<usize, Purpose>>> = LazyLock::new(RwLock::default);
+    let known = KNOWN.read().unwrap_or_else(PoisonError::into_inner).get(&caller).copied();
+    if let Some(purpose) = known {
+        return purpose;
+    }
+    let function = loader::function_of(caller);
+    let is_for_windows = function.is_some_and(|name| FOR_WINDOWS.contains(&name.as_c_str()));
+    let purpose = if is_for_windows { Purpose::Window } else { Purpose::Any };
+    KNOWN.write().unwrap_or_else(PoisonError::into_inner).insert(caller, purpose);
+    purpose
 }
 
 /// The label of the library that holds the return address `caller`.

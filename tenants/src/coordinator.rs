@@ -17,6 +17,7 @@ mod exchange;
 mod interrupt;
 mod lending;
 mod needs;
+mod neighbours;
 mod overlap;
 mod participants;
 mod peers;
@@ -25,6 +26,7 @@ mod saving;
 mod session;
 mod shared_memory;
 mod shortage;
+mod spilling;
 mod stepping;
 mod stillness;
 mod swap;
@@ -43,15 +45,18 @@ pub use report::{
 };
 
 pub use needs::DeviceNeed;
+pub use neighbours::held_elsewhere;
 pub use saving::{SaveError, SaveReport, SaveState};
 use shortage::Gives;
 pub use shortage::{DeviceShortage, Holder};
-pub use swap::{SwapOptions, swap};
+pub use swap::{SwapOptions, swap, swap_with_itself};
 
 use lending::Patience;
 use peers::Everybody;
 use session::Session;
+use spilling::Room;
 
+use crate::host_memory::HostShortage;
 use crate::identity::{MemberId, TenantName};
 use crate::run_dir::{CoordinatorLock, RunDir, RunDirError, TenantDir};
 use crate::scope::Scope;
@@ -80,6 +85,9 @@ pub struct Options {
     pub lost_imports: LostImports,
     /// Calls the action off when it is raised before the point of no return.
     pub interrupt: Option<Interrupt>,
+    /// Does a pause give a tenant up, of which a process that others wait for waits for device memory itself? Else it waits for that too, for as
+    /// long as for the cut.
+    pub passes_by_memory_waits: bool,
     /// Which memory the action is about.
     pub scope: Scope,
     /// Who takes part.
@@ -122,6 +130,7 @@ impl Default for Options {
             look_first: false,
             lost_imports: LostImports::default(),
             interrupt: None,
+            passes_by_memory_waits: false,
             scope: Scope::Whole,
             takes_part: TakesPart::Everybody,
         }
@@ -258,11 +267,20 @@ impl Coordinator {
     ) -> Result<Outcome, CoordinatorError> {
         let mut tries = 1;
         let mut patience = Patience::new(&self.options);
+        let mut room = Room::default();
         loop {
-            let outcome = self.try_act(dir, lock, action, patience, progress);
+            let mut short = None;
+            let mut outcome = self.try_act(dir, lock, action, patience, &mut short, progress);
+            if let Ok(Outcome::Completed(report)) = &mut outcome {
+                report.notes.extend(room.notes());
+            }
             match outcome {
                 // With the newcomers, then.
                 Err(CoordinatorError::Joined { .. }) if tries < JOINED_TRIES_MAX => tries += 1,
+                // Everybody runs again, and others may have room to give.
+                Err(error)
+                    if error.left_unchanged()
+                        && self.makes_room(&mut room, short.as_ref(), progress) => {}
                 Err(error) if error.is_lent() => match patience.next() {
                     Some(next) => patience = next,
                     None => return Err(error),
@@ -278,6 +296,7 @@ impl Coordinator {
         lock: &CoordinatorLock,
         action: Action,
         patience: Patience,
+        short: &mut Option<HostShortage>,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<Outcome, CoordinatorError> {
         let mut session = Session::open(dir, lock, &self.options, progress)?;
@@ -290,8 +309,9 @@ impl Coordinator {
                 Action::Resume => Outcome::AlreadyActive,
             });
         }
-        let report =
-            session.run(action, members).map_err(|error| self.with_holders(error, None))?;
+        let done = session.run(action, members);
+        *short = session.host_short.take();
+        let report = done.map_err(|error| self.with_holders(error, None))?;
         tracing::info!(wall_us = report.wall_us, losses = report.losses.len(), "done");
         Ok(Outcome::Completed(Box::new(report)))
     }

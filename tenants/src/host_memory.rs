@@ -11,6 +11,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
+use nix::sys::statfs::{FsType, HUGETLBFS_MAGIC, TMPFS_MAGIC, statfs};
 use serde::{Deserialize, Serialize};
 use vmm_pool::{Copies, HostBudget, HostDemand};
 
@@ -204,6 +205,13 @@ pub struct HostShortage {
     pub processes: usize,
 }
 
+impl HostShortage {
+    /// How much more the limit would have to leave, in bytes.
+    pub fn missing_bytes(&self) -> u64 {
+        self.demand_bytes.saturating_sub(self.bytes)
+    }
+}
+
 /// The first limit that `needs` exceed together when no copies of earlier pauses are kept; `None` when all fits.
 pub fn shortage<'a>(needs: impl IntoIterator<Item = &'a HostNeed>) -> Option<HostShortage> {
     shortage_with(needs, Copies::None)
@@ -350,6 +358,14 @@ fn figure_of(dir: &Path, version: &Version) -> Option<HostFigure> {
         identity: GroupIdentity(place.dev(), place.ino()),
     };
     Some(HostFigure { kind, total_bytes: most, available_bytes: most.saturating_sub(held) })
+}
+
+/// Do files in `dir` lie in the host's memory, as on tmpfs? Where it is not there yet, its nearest parent tells; where nothing does, they do not.
+pub fn is_in_memory(dir: &Path) -> bool {
+    const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
+    let known = dir.ancestors().find_map(|place| statfs(place).ok());
+    let kind = known.map(|known| known.filesystem_type());
+    kind.is_some_and(|kind| [TMPFS_MAGIC, RAMFS_MAGIC, HUGETLBFS_MAGIC].contains(&kind))
 }
 
 #[cfg(test)]
@@ -499,5 +515,15 @@ mod tests {
         let own = figures.iter().find(|figure| figure.kind == LimitKind::Available).unwrap();
         assert!(own.total_bytes >= own.available_bytes && own.available_bytes > 0);
         assert!(super::figures(Some(7)).iter().all(|figure| figure.kind != LimitKind::Available));
+    }
+
+    #[test]
+    fn files_on_tmpfs_lie_in_memory() {
+        for dir in ["/dev/shm", "/dev/shm/not/there"] {
+            assert!(is_in_memory(Path::new(dir)), "{dir}");
+        }
+        for dir in ["/proc", "/sys/not-there", "", "relative"] {
+            assert!(!is_in_memory(Path::new(dir)), "{dir}");
+        }
     }
 }

@@ -5,6 +5,7 @@
 pub mod budget;
 pub mod coordinator;
 pub mod cut;
+mod descriptors;
 pub mod error_text;
 pub mod family;
 pub mod host_memory;
@@ -18,6 +19,7 @@ pub mod requests;
 pub mod run_dir;
 pub mod saving;
 pub mod scope;
+pub mod size;
 pub mod state;
 pub mod stepping;
 pub mod switching;

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use vmm_pool::Copies;
+use vmm_pool::driver::AllocationFlags;
 
 use crate::references::Stay;
 use crate::scope::Scope;
@@ -160,6 +161,22 @@ pub struct Window {
     pub stage: u32,
     /// Bytes at most, by the machine-wide name of the device; nothing of those that are not named.
     pub devices: Vec<(String, u64)>,
+    /// Of memory that goes: how many of each shape are handed over at most.
+    pub wanted: Vec<(BlockShape, u32)>,
+    /// Of memory that comes: what takes the place of creating; the descriptors are beside the order, one each. None with
+    /// the first stage, which says to the process that they may come.
+    pub handed: Vec<BlockShape>,
+}
+
+/// What two allocations have in common when the memory of one can be that of the other.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct BlockShape {
+    /// The machine-wide name of its device.
+    pub uuid: String,
+    /// How large it is.
+    pub size_bytes: u64,
+    /// How it was made.
+    pub flags: AllocationFlags,
 }
 
 /// A phase that prepares `action`, with what most rows have.

@@ -21,6 +21,7 @@ pub(crate) mod locks;
 mod trusted_path;
 pub(crate) mod turn_files;
 
+use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::os::unix::ffi::OsStrExt as _;
@@ -34,7 +35,7 @@ pub(crate) use budget_file::BudgetFile;
 pub use error::RunDirError;
 
 use crate::identity::{MemberId, TenantName};
-use crate::transport::{BINDING_EXTENSION, Listener, TransportError, has_ended};
+use crate::transport::{BINDING_EXTENSION, Connection, Listener, TransportError, has_ended};
 
 /// Longest path of a Unix socket, in bytes (`sun_path` less its closing zero).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
@@ -52,6 +53,8 @@ const BINDING_AGE_MAX: Duration = Duration::from_mins(1);
 const LOCK_BACK_OFF_MIN: Duration = Duration::from_millis(1);
 const LOCK_BACK_OFF_MAX: Duration = Duration::from_millis(50);
 const LISTEN_ATTEMPTS_MAX: u32 = 8;
+/// For connections to all processes of a tenant, of which nothing is asked.
+const PIDS_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Is there a file in `run_dir` by which processes of `tenant` count what they hold? It may be dead ones'.
 pub fn may_count(run_dir: &Path, tenant: &TenantName) -> bool {
@@ -82,11 +85,9 @@ pub struct MemberSocket {
 
 /// The right to pause or resume a tenant, held until dropped. A process that dies gives it up.
 #[derive(Debug)]
-pub struct CoordinatorLock {
-    /// Goes before the file does.
-    _noted: locks::Noted,
-    file: File,
-}
+pub struct CoordinatorLock(
+    #[expect(dead_code, reason = "its end gives the lock up")] locks::FileLock,
+);
 
 impl RunDir {
     /// Opens, and creates if need be, the run directory: `explicit` (the value of
@@ -276,6 +277,16 @@ impl TenantDir {
         Ok(members)
     }
 
+    /// The processes that have a socket here, by their ids in our pid namespace; one that has none there is left out, and so is
+    /// one that has ended or takes no connection for a moment.
+    pub fn pids(&self) -> BTreeSet<u32> {
+        let deadline = Instant::now() + PIDS_TIMEOUT;
+        let pid = |member: &MemberSocket| {
+            Connection::connect(&member.path, deadline).ok().and_then(|found| found.peer().pid())
+        };
+        self.members().unwrap_or_default().iter().filter_map(pid).collect()
+    }
+
     /// Removes sockets whose process is dead, then the directory if no socket is left in it and nobody
     /// coordinates in it. Says how many sockets went. Does not block: the kernel accepts or refuses a
     /// local connection at once.
@@ -365,38 +376,20 @@ impl TenantDir {
         try_lock: fn(&File) -> Result<(), fs::TryLockError>,
     ) -> Result<CoordinatorLock, RunDirError> {
         let path = self.path.join(LOCK_NAME);
-        let started = Instant::now();
-        let mut back_off = LOCK_BACK_OFF_MIN;
-        loop {
-            let file = match open_lock_file(&path) {
+        let open = || loop {
+            match open_lock_file(&path) {
                 Err(error) if error.kind() == ErrorKind::NotFound => {
                     trusted_path::ensure(&self.path)?;
-                    continue;
                 }
-                file => file.map_err(io_error("opening", &path))?,
-            };
-            match try_lock(&file) {
-                Ok(()) if is_still_named(&file, &path) => {
-                    return Ok(CoordinatorLock { _noted: locks::HELD.note(&file), file });
-                }
-                // Held by another, or by us on a file that its last holder removed with the directory,
-                // where nobody would see it.
-                Ok(()) | Err(fs::TryLockError::WouldBlock) => {}
-                Err(fs::TryLockError::Error(error)) => {
-                    return Err(io_error("locking", &path)(error));
-                }
+                file => return file.map_err(io_error("opening", &path)),
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(RunDirError::Locked {
-                    tenant: self.tenant.clone(),
-                    holder_pids: holders::holders(&file),
-                    waited_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
-                });
-            }
-            pause_thread(back_off.min(left));
-            back_off = (back_off * 2).min(LOCK_BACK_OFF_MAX);
-        }
+        };
+        let locked = |holder_pids, waited_ms| RunDirError::Locked {
+            tenant: self.tenant.clone(),
+            holder_pids,
+            waited_ms,
+        };
+        wait_for_lock(&path, deadline, open, try_lock, locked).map(CoordinatorLock)
     }
 
     fn remove_abandoned_bindings(&self) -> Result<(), RunDirError> {
@@ -438,12 +431,33 @@ impl TenantDir {
     }
 }
 
-impl Drop for CoordinatorLock {
-    fn drop(&mut self) {
-        // A child forked meanwhile shares the lock until it closes or unlocks; unlocking ends it for both.
-        if let Err(error) = self.file.unlock() {
-            tracing::warn!(%error, "the coordinator's lock was not given up");
+/// Opens the file at `path` and locks it by `try_lock`, again and again until `deadline`. Whoever holds it then, and how many
+/// milliseconds it was waited for, is for `locked` to say.
+fn wait_for_lock(
+    path: &Path,
+    deadline: Instant,
+    open: impl Fn() -> Result<File, RunDirError>,
+    try_lock: fn(&File) -> Result<(), fs::TryLockError>,
+    locked: impl FnOnce(Vec<u32>, u64) -> RunDirError,
+) -> Result<locks::FileLock, RunDirError> {
+    let started = Instant::now();
+    let mut back_off = LOCK_BACK_OFF_MIN;
+    loop {
+        let file = open()?;
+        match try_lock(&file) {
+            Ok(()) if is_still_named(&file, path) => return Ok(locks::FileLock::new(file)),
+            // Held by another, or by us on a file that its last holder removed with the directory, where nobody would
+            // see it.
+            Ok(()) | Err(fs::TryLockError::WouldBlock) => {}
+            Err(fs::TryLockError::Error(error)) => return Err(io_error("locking", path)(error)),
         }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            let waited_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
+            return Err(locked(holders::holders(&file), waited_ms));
+        }
+        pause_thread(back_off.min(left));
+        back_off = (back_off * 2).min(LOCK_BACK_OFF_MAX);
     }
 }
 
@@ -451,7 +465,7 @@ impl Drop for CoordinatorLock {
     clippy::disallowed_methods,
     reason = "the kernel offers no file lock with a deadline, and no event for its release"
 )]
-fn pause_thread(duration: Duration) {
+pub(crate) fn pause_thread(duration: Duration) {
     std::thread::sleep(duration);
 }
 

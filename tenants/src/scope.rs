@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 pub use vmm_pool::LIBRARY_TAGS;
 use vmm_pool::Tags;
 
-use crate::identity::MemberId;
+use crate::identity::{MemberId, TenantName};
 
 /// Which memory of a tenant a pause or resume is about.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,6 +71,48 @@ impl From<&TagNames> for Tags {
 }
 
 impl Scope {
+    /// The tags that it names, in order; none where it is about all of a tenant, or about every tag.
+    fn names(&self) -> Vec<&str> {
+        match self {
+            Self::Whole | Self::Tags { tags: TagNames::All, .. } => Vec::new(),
+            Self::Tags { tags: TagNames::Named(names), .. } => {
+                names.iter().map(String::as_str).collect()
+            }
+        }
+    }
+
+    /// What it is about of `tenant`, in words.
+    pub fn subject(&self, tenant: &TenantName) -> String {
+        match (self, self.names().as_slice()) {
+            (Self::Whole, _) => format!("tenant '{tenant}'"),
+            (Self::Tags { .. }, []) => format!("all tagged memory of tenant '{tenant}'"),
+            (Self::Tags { .. }, [one]) => format!("tag '{one}' of tenant '{tenant}'"),
+            (Self::Tags { .. }, several) => {
+                format!("tags '{}' of tenant '{tenant}'", several.join("', '"))
+            }
+        }
+    }
+
+    /// That this of `tenant` is paused, and what that leaves of it, to begin a sentence.
+    pub fn is_away(&self, tenant: &TenantName) -> String {
+        let subject = self.subject(tenant);
+        let mut letters = subject.chars();
+        let first = letters.next().map(|first| first.to_uppercase().to_string());
+        let (first, rest) = (first.unwrap_or_default(), letters.as_str());
+        let runs = match self {
+            Self::Whole => "",
+            Self::Tags { .. } => ", and the tenant runs without that memory",
+        };
+        let are = if self.names().len() > 1 { "are" } else { "is" };
+        format!("{first}{rest} {are} paused with all contents{runs}")
+    }
+
+    /// The command that resumes this of `tenant`.
+    pub fn resume_command(&self, tenant: &TenantName) -> String {
+        let tags: Vec<_> = self.names().iter().map(|name| format!(" --tag {name}")).collect();
+        format!("sublet resume {tenant}{}", tags.concat())
+    }
+
     /// Is `id` one whose own memory this is about?
     pub fn is_about(&self, id: MemberId) -> bool {
         match self {

@@ -6,27 +6,30 @@
 
 mod ask;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, KeptBytes, PoolReport};
 
-pub use crate::phase::{Action, Order, Phase, Told, Window};
+pub use crate::phase::{Action, BlockShape, Order, Phase, Told, Window};
 pub use crate::state::MemberState;
 pub use ask::{
-    Ask, AskLent, AwaitConsent, Borrower, Count, FetchFds, GiveUp, Hello, Hold, HostStep, Needs,
-    SaveStep, SentFds, Stats, StepOn, TakePhase, Withdraw,
+    Ask, AskLent, AwaitConsent, Borrower, Count, FetchFds, GiveUp, Hello, Hold, HostStep, LookIdle,
+    Needs, SaveStep, SentFds, SpillStep, Stats, StepOn, TakePhase, Withdraw,
 };
 
 use crate::cut::{CutReport, Rank};
-use crate::host_memory::HostNeed;
+use crate::host_memory::{HostLimit, HostNeed};
 use crate::identity::{MemberId, id_text};
 use crate::references::References;
 use crate::saving::map::SaveAccount;
 use crate::stepping::Activity;
 use crate::turns::{Class, Weight};
 
+/// Descriptors of memory that changes hands, beside one message.
+pub const HANDED_MAX: usize = 64;
+
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 15;
+pub const PROTOCOL_VERSION: u16 = 17;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,6 +62,10 @@ pub enum Request {
     Lent(AskLent),
     /// [`Count`], answered with [`Reply::Counts`].
     Count,
+    /// Answered with [`Reply::Spilled`].
+    Spill(SpillStep),
+    /// Answered with [`Reply::Idleness`].
+    Idle(LookIdle),
 }
 
 /// Why descriptors are fetched.
@@ -83,8 +90,8 @@ pub enum Reply {
     Member(MemberInfo),
     /// To [`Request::Stats`].
     Stats(Box<MemberStats>),
-    /// To [`Request::Needs`]: what a resume would take on each device, and what is free there.
-    Needs(Vec<DeviceDelta>),
+    /// To [`Request::Needs`].
+    Needs(Needed),
     /// To [`Request::Cut`].
     Cut(Box<CutReport>),
     /// To [`Request::Step`].
@@ -116,6 +123,10 @@ pub enum Reply {
     Lent(Box<Lending>),
     /// To [`Request::Count`]: this process counts what it holds.
     Counts,
+    /// To [`Request::Spill`].
+    Spilled(Box<SpillProgress>),
+    /// To [`Request::Idle`].
+    Idleness(Idleness),
     /// The request was not carried out; the process is as before the request unless `failure` says so.
     Failed(Failure),
 }
@@ -217,6 +228,19 @@ pub enum SaveStage {
     CalledOff,
 }
 
+/// What a process has moved from host memory to a file, and may still.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpillProgress {
+    /// Saved contents that it may move; none where it has not opted in, or does not stand paused.
+    pub left_bytes: u64,
+    /// Host memory that this step gave back to the system.
+    pub given_back_bytes: u64,
+    /// How long it has stood as it stands.
+    pub rests_ms: u64,
+    /// What limits its host memory: giving some back helps others under the same.
+    pub limits: Vec<HostLimit>,
+}
+
 /// What one process did in one phase.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PhaseReport {
@@ -232,6 +256,8 @@ pub struct PhaseReport {
     pub devices: Vec<DeviceDelta>,
     /// Things worth telling a person, such as memory that stays and why.
     pub notes: Vec<String>,
+    /// Of contents copied in [`Phase::Save`] and [`Phase::Restore`]: what took a neighbouring GPU's link.
+    pub bytes_by_neighbour: u64,
     /// Of [`Phase::Save`]: what became of the contents that are kept.
     pub kept: Option<KeptBytes>,
     /// Of [`Phase::Drain`]: the host memory that saving will take.
@@ -264,6 +290,7 @@ impl PhaseReport {
             }
         }
         self.notes.extend(next.notes);
+        self.bytes_by_neighbour = self.bytes_by_neighbour.saturating_add(next.bytes_by_neighbour);
         self.kept = match (self.kept, next.kept) {
             (Some(one), Some(more)) => Some(one.plus(more)),
             (one, more) => one.or(more),
@@ -271,9 +298,11 @@ impl PhaseReport {
         self.host = next.host.or(self.host.take());
         self.references = next.references.or(self.references.take());
         if let Some(next) = next.stage {
-            let copied_bytes = self.stage.take().map_or(0, |stage| stage.copied_bytes);
+            let StageReport { copied_bytes, mut handed, .. } =
+                self.stage.take().unwrap_or_default();
             let copied_bytes = copied_bytes.saturating_add(next.copied_bytes);
-            self.stage = Some(StageReport { copied_bytes, ..next });
+            handed.extend(next.handed);
+            self.stage = Some(StageReport { copied_bytes, handed, ..next });
         }
     }
 }
@@ -285,6 +314,18 @@ pub struct StageReport {
     pub copied_bytes: u64,
     /// Devices on which own memory is still to be moved.
     pub left: Vec<StageLeft>,
+    /// What was handed over in place of being released; the descriptors are beside the answer, one each.
+    pub handed: Vec<BlockShape>,
+}
+
+/// What a resume would take.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Needed {
+    /// Of each device, and what is free there.
+    pub devices: Vec<DeviceDelta>,
+    /// What of it another tenant's memory could be taken for, with how many there are; of the most bytes, where there are
+    /// many shapes.
+    pub shapes: Vec<(BlockShape, u32)>,
 }
 
 /// What is still to be moved on one device.
@@ -326,6 +367,8 @@ pub struct MemberInfo {
     pub class: Class,
     /// How many quanta a fair tenant has at a time.
     pub weight: Weight,
+    /// Do its resumes, and allocations that its devices have no room for, queue for others to make way?
+    pub queues: bool,
     /// Start of its command line.
     pub command: String,
     /// Version of its libsublet.
@@ -382,12 +425,33 @@ pub struct MemberStats {
     pub last_resume: Vec<(Phase, PhaseReport)>,
     /// Host memory for the next pause.
     pub host: HostProgress,
+    /// For how long it has done nothing.
+    pub idleness: Idleness,
     /// Own memory that processes of other tenants have open.
     pub lent: Vec<Lent>,
     /// Its ranks in communicators.
     pub communicators: Vec<Rank>,
     /// What a person should know, such as memory that Sublet cannot manage and why.
     pub notes: Vec<String>,
+}
+
+/// For how long a process has done nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Idleness {
+    /// For how long no thread of it has called the driver for work or memory, in microseconds, as far as somebody has looked.
+    #[serde(serialize_with = "whole_seconds")]
+    pub quiet_us: u64,
+    /// Were its devices seen to have nothing left to do in that time?
+    pub is_drained: bool,
+    /// Calls that wait for its memory to be back.
+    pub waiting_calls: u64,
+}
+
+/// For people's programs whole seconds, which is what looks every few seconds can tell: so a document stays as long as it was for a while.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands it out so")]
+fn whole_seconds<S: Serializer>(us: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    let shown_us = if serializer.is_human_readable() { us / 1_000_000 * 1_000_000 } else { *us };
+    serializer.serialize_u64(shown_us)
 }
 
 /// Why a request was not carried out, by what the asker can do about it.

@@ -27,7 +27,8 @@ fn process(place: &Place, host_figures: fn() -> Vec<HostFigure>) -> (Process, Va
     let member = Member::join(config, Arc::new(place.driver(SimOptions::default()))).unwrap();
     let pool = member.pool();
     pool.driver().make_current(DEVICE).unwrap();
-    let class = Class { library: "test", tag: String::new(), contents: Contents::Keep };
+    let class =
+        Class { library: "test", tag: String::new(), contents: Contents::Keep, ..Class::default() };
     let handle = memory::create(pool, DEVICE, 2, class);
     let range = memory::map(pool, handle, 2, DEVICE);
     memory::write(pool.driver(), DEVICE, range, 7);

@@ -26,13 +26,13 @@ use tenants::transport::Limits;
 use tenants::transport::frame::{HEAD_BYTES, HEADER_BYTES, decode, decode_payload, encode};
 use tenants::turns::{Class, Weight};
 use tenants::wire::{
-    Action, AskLent, Asked, AwaitConsent, Borrower, DeviceDelta, Failure, FailureKind, FetchFds,
-    FetchPurpose, GiveUp, Hold, HostProgress, HostStage, HostStep, Lending, Lent, MemberInfo,
-    MemberState, MemberStats, Needs, Order, Phase, PhaseReport, Reply, Request, SaveProgress,
-    SaveStage, SaveStep, StageLeft, StageReport, StepOn, TagBytes, TakePhase, Told, Wanted, Window,
-    Withdraw,
+    Action, AskLent, Asked, AwaitConsent, BlockShape, Borrower, DeviceDelta, Failure, FailureKind,
+    FetchFds, FetchPurpose, GiveUp, Hold, HostProgress, HostStage, HostStep, Idleness, Lending,
+    Lent, LookIdle, MemberInfo, MemberState, MemberStats, Needed, Needs, Order, Phase, PhaseReport,
+    Reply, Request, SaveProgress, SaveStage, SaveStep, SpillProgress, SpillStep, StageLeft,
+    StageReport, StepOn, TagBytes, TakePhase, Told, Wanted, Window, Withdraw,
 };
-use vmm_pool::driver::DeviceOrdinal;
+use vmm_pool::driver::{AllocationFlags, DeviceOrdinal};
 use vmm_pool::{AllocationId, Held, KeptBytes, Part, PoolReport, SlabTotals, StayReason};
 
 const ID: AllocationId = AllocationId(*b"0123456789abcdef");
@@ -121,7 +121,17 @@ fn activity() -> Activity {
 }
 
 fn window() -> Window {
-    Window { stage: 3, devices: vec![("00ff".to_owned(), 2 << 30)] }
+    Window {
+        stage: 3,
+        devices: vec![("00ff".to_owned(), 2 << 30)],
+        wanted: vec![(shape(), 7)],
+        handed: vec![shape(); 2],
+    }
+}
+
+fn shape() -> BlockShape {
+    let flags = AllocationFlags { gpu_direct_rdma_capable: 1, ..AllocationFlags::default() };
+    BlockShape { uuid: "00ff".to_owned(), size_bytes: 20 << 20, flags }
 }
 
 fn requests() -> Vec<Request> {
@@ -149,7 +159,7 @@ fn requests() -> Vec<Request> {
                 .order(&Told::new(&tags, &[Stay { id: ID, reason: StayReason::LetGo }])),
             timeout_ms: 120_000,
         }),
-        Request::Needs(Needs { scope: Scope::Whole, timeout_ms: 60_000 }),
+        Request::Needs(Needs { scope: Scope::Whole, timeout_ms: 60_000, all_devices: true }),
         Request::AwaitConsent(AwaitConsent { action: Action::Resume, timeout_ms: u64::MAX }),
         Request::FetchFds(FetchFds {
             allocations: vec![ID; 3],
@@ -192,11 +202,13 @@ fn requests() -> Vec<Request> {
         }),
         Request::Save(SaveStep::WriteOn { for_ms: 500 }),
         Request::Save(SaveStep::CallOff),
+        Request::Spill(SpillStep { most_bytes: 1 << 30 }),
         Request::Host(HostStep::Need),
         Request::Host(HostStep::Begin { most_bytes: u64::MAX }),
         Request::Host(HostStep::Watch { seen_bytes: 1 << 28, wait_ms: 500 }),
         Request::Host(HostStep::CallOff),
         Request::Count,
+        Request::Idle(LookIdle { quiet_us: 500_000 }),
     ]
 }
 
@@ -233,6 +245,7 @@ fn phase_report() -> PhaseReport {
             total_bytes: 80 << 30,
         }],
         notes: vec!["something stays".to_owned()],
+        bytes_by_neighbour: 1 << 20,
         kept: Some(KeptBytes { zero_bytes: 7 << 30, unchanged_bytes: 2 << 30, copied_bytes: 1 }),
         host: Some(HostNeed {
             saved_bytes: 3 << 30,
@@ -251,6 +264,7 @@ fn phase_report() -> PhaseReport {
         stage: Some(StageReport {
             copied_bytes: 1 << 30,
             left: vec![StageLeft { uuid: "00ff".to_owned(), bytes: 5, smallest_bytes: 2 }],
+            handed: vec![shape()],
         }),
     }
 }
@@ -267,6 +281,8 @@ fn lending() -> Lending {
     Lending { lent: vec![lent], wanted: vec![wanted] }
 }
 
+const IDLENESS: Idleness = Idleness { quiet_us: 12_000_000, is_drained: true, waiting_calls: 2 };
+
 fn replies() -> Vec<Reply> {
     let member = MemberInfo {
         id: MemberId(7),
@@ -274,6 +290,7 @@ fn replies() -> Vec<Reply> {
         family: Some("rl".to_owned()),
         class: Class::Guaranteed,
         weight: Weight::default(),
+        queues: true,
         command: "python train.py".to_owned(),
         version: "0.1.0".to_owned(),
         state: MemberState::Paused,
@@ -302,6 +319,7 @@ fn replies() -> Vec<Reply> {
         resumes: 2,
         last_pause: vec![(Phase::Release, report.clone())],
         last_resume: Vec::new(),
+        idleness: IDLENESS,
         lent: lending().lent,
         communicators: vec![rank()],
         notes: vec!["a note".to_owned()],
@@ -319,10 +337,11 @@ fn replies() -> Vec<Reply> {
         }],
         inside: vec![Inside { what: "ncclGroupEnd".to_owned(), inside_ms: 1 }],
         captures: 0,
+        waits_for_memory_ms: Some(12),
         given_up: vec![rank().communicator],
         aliases: vec![(rank().communicator, CommunicatorId(1))],
     };
-    let needed = report.devices.clone();
+    let needed = Needed { devices: report.devices.clone(), shapes: vec![(shape(), 9)] };
     let kind = FailureKind::OutOfDeviceMemory { missing_bytes: u64::MAX };
     vec![
         Reply::Member(member),
@@ -341,6 +360,12 @@ fn replies() -> Vec<Reply> {
             devices: vec!["00ff".to_owned()],
         },
         Reply::Lent(Box::new(lending())),
+        Reply::Spilled(Box::new(SpillProgress {
+            left_bytes: 5 << 30,
+            given_back_bytes: 1 << 28,
+            rests_ms: 60_000,
+            limits: vec![HostLimit { kind: LimitKind::Available, bytes: 1 << 40 }],
+        })),
         Reply::Saving(Box::new(SaveProgress {
             account: SaveAccount { saved_bytes: 3 << 30, ..SaveAccount::default() },
             written_bytes: 1 << 30,
@@ -349,6 +374,7 @@ fn replies() -> Vec<Reply> {
         Reply::Host(Box::new(grows)),
         Reply::Host(Box::new(stopped)),
         Reply::Counts,
+        Reply::Idleness(IDLENESS),
         Reply::Failed(Failure { kind, message: "process 1: no memory".to_owned() }),
         Reply::Failed(Failure { kind: FailureKind::Faulted, message: String::new() }),
         Reply::Failed(Failure { kind: FailureKind::Lent, message: String::new() }),

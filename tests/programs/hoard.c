@@ -6,6 +6,7 @@
  *   free NUMBER         gives it back
  *   info DEVICE         what cuMemGetInfo says: free and total
  *   total DEVICE        what cuDeviceTotalMem says
+ *   nvml INDEX          what nvmlDeviceGetMemoryInfo says of the GPU with this number: total, free and used
  *   hungry DEVICE BYTES creates, and where that is refused frees the oldest and tries again, as a caching allocator
  *                       does; answers with its number and how many were freed
  *   tag NAME, untag     a region of the calling thread
@@ -139,6 +140,19 @@ static void hungry(int device, size_t bytes)
         say(code, 0);
 }
 
+static void ask_nvml(int index)
+{
+    void *nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW), *device = NULL;
+    unsigned long long memory[3] = {0};
+    int (*init)(void) = (int (*)(void))dlsym(nvml, "nvmlInit_v2");
+    int (*handle)(unsigned, void **) = (int (*)(unsigned, void **))dlsym(nvml, "nvmlDeviceGetHandleByIndex_v2");
+    int (*info)(void *, void *) = (int (*)(void *, void *))dlsym(nvml, "nvmlDeviceGetMemoryInfo");
+    if (init() != 0 || handle((unsigned)index, &device) != 0 || info(device, memory) != 0)
+        puts("no NVML");
+    else
+        printf("ok %llu %llu %llu\n", memory[0], memory[1], memory[2]);
+}
+
 static void region(const char *tag)
 {
     int (*begin)(const char *, int) = (int (*)(const char *, int))dlsym(RTLD_DEFAULT, "sublet_region_begin");
@@ -171,6 +185,8 @@ static void obey(const char *line)
     } else if (strcmp(word, "total") == 0) {
         CUresult code = total_of(&total, device);
         say(code, (long long)total);
+    } else if (strcmp(word, "nvml") == 0) {
+        ask_nvml(device);
     } else if (strcmp(word, "hungry") == 0) {
         hungry(device, size);
     } else if (sscanf(line, "tag %63s", tag) == 1) {

@@ -34,9 +34,10 @@ int main(void)
     OK(cuMemAlloc(&memory, (1 << 20) + 1));
     int no_tag = sublet_region_begin(NULL, SUBLET_CONTENTS_KEEP);
     int no_contents = sublet_region_begin("weights", 9);
+    int looks_too = sublet_region_begin("weights", SUBLET_CONTENTS_DISCARD | SUBLET_CONTENTS_NO_LOOK);
     int ended = sublet_region_end();
-    printf("region %d, wrong tag %d, wrong contents %d, end %d, one end too many %d\n", begun, no_tag, no_contents,
-           ended, sublet_region_end());
+    printf("region %d, wrong tag %d, wrong contents %d, another look %d, end %d, one end too many %d\n", begun, no_tag,
+           no_contents, looks_too, ended, sublet_region_end());
     int64_t length = sublet_stats_json(text, sizeof text);
     int fits = length > 0 && strlen(text) == (size_t)length;
     int tagged = strstr(text, "\"weights\"") != NULL;
@@ -69,10 +70,16 @@ int main(void)
     int unknown = sublet_pause_tenant("nobody", 1000);
     printf("unknown tenant %d, error %d\n", unknown, strstr(sublet_last_error(), "nobody") != NULL);
     int begun_turns = sublet_turn_begin(30000) + sublet_turn_begin(0);
-    int switched = sublet_switch_tenant(NULL, 0), nobody = sublet_switch_tenant("nobody", 0) != 0;
+    int switched = sublet_switch_tenant(NULL, 0) + sublet_resume_in_turn(NULL, 0), nobody = sublet_switch_tenant("nobody", 0) != 0;
     int ended_turns = sublet_turn_end() + sublet_turn_end();
     printf("turns %d %d, one end too many %d, switched %d, to nobody %d\n", begun_turns, ended_turns, sublet_turn_end(),
            switched, nobody);
+    int set_budget = sublet_set_budget(NULL, "0=64MiB");
+    int64_t budget = sublet_budget_json(NULL, text, sizeof text);
+    int shown = budget > 0 && strstr(text, "\"budgets\":\"0=64MiB\"") != NULL && strstr(text, "\"held_bytes\":2097152") != NULL;
+    printf("budget %d %d, none %d %d, wrong %d, of nobody %d %d\n", set_budget, shown, sublet_set_budget(NULL, "none"),
+           sublet_set_budget(NULL, NULL), sublet_set_budget(NULL, "many"), sublet_set_budget("nobody", "1GiB"),
+           (int)sublet_budget_json("nobody", NULL, 0));
     printf("family %d\n", sublet_set_family("not/one"));
     int attached = sublet_attach(NULL);
     int64_t report = sublet_attach_report_json(text, sizeof text);

@@ -116,7 +116,10 @@ int main(void)
     printf("tenants %d, ", has("tags"));
     sublet_tenant_stats_json(NULL, text, sizeof text);
     printf("stats %d, ", has("\"members\""));
-    printf("swap with itself %d\n", sublet_swap_tenants(NULL, NULL, 0));
+    printf("swap with itself %d, ", sublet_swap_tenants(NULL, NULL, 0));
+    int by_tag = sublet_swap_tags(NULL, weights, 1, NULL, frozens, 1, 0);
+    int of_nobody = sublet_swap_tags(NULL, weights, 1, "nobody", NULL, 0, 0);
+    printf("by tag %d, to nobody %d\n", by_tag, of_nobody);
     int prepared = sublet_prepare_tenant(NULL, 60000);
     sublet_last_report_json(text, sizeof text);
     printf("prepared %d, all %d, ", prepared, has("\"outcome\":\"completed\""));

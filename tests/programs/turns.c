@@ -3,12 +3,15 @@
  *   allocate MIB SEED   a block, filled
  *   fill SEED           fills it anew
  *   own SEED            does it hold that?
+ *   more MIB SEED       a second block beside it, filled
+ *   owns SEED           does that one hold that?
  *   begin MS            a turn, waited for so long
  *   end                 its end
  *   rounds COUNT SEED   so often a turn in which the block must hold SEED, and SEED + 1 the next time, and so on
  *   work SEED           fills and looks until the next line, which is answered with the next seed
+ *   spin, release       a kernel that waits for a word of the block, and that word
  *   switch TENANT MS    has another tenant get its GPUs
- *   capture, captured   begins a stream capture, and ends it
+ *   capture MODE, captured   begins a stream capture, and ends it
  *
  * usage: turns [DEVICE]
  */
@@ -21,6 +24,12 @@ static struct {
     CUgraph graph;
     size_t bytes;
 } own;
+
+/* The second block. */
+static struct {
+    CUdeviceptr block;
+    size_t bytes;
+} more;
 
 static void *find_ours(const char *name)
 {
@@ -49,31 +58,41 @@ static int end(void)
     return ((int (*)(void))find_ours("sublet_turn_end"))();
 }
 
-static void fill(unsigned seed)
+static void fill_all(CUdeviceptr block, size_t bytes, unsigned seed)
 {
-    OK(cuMemsetD32Async(own.block, seed, own.bytes / 4, own.stream));
+    OK(cuMemsetD32Async(block, seed, bytes / 4, own.stream));
     OK(cuStreamSynchronize(own.stream));
 }
 
+static void fill(unsigned seed)
+{
+    fill_all(own.block, own.bytes, seed);
+}
+
 /* Does all of it hold `seed`, as far as its first, middle and last words tell? */
-static bool holds(unsigned seed)
+static bool all_hold(CUdeviceptr block, size_t bytes, unsigned seed)
 {
     uint32_t words[3] = {0, 0, 0};
-    OK(cuMemcpyDtoH(&words[0], own.block, 4));
-    OK(cuMemcpyDtoH(&words[1], own.block + own.bytes / 2, 4));
-    OK(cuMemcpyDtoH(&words[2], own.block + own.bytes - 4, 4));
+    OK(cuMemcpyDtoH(&words[0], block, 4));
+    OK(cuMemcpyDtoH(&words[1], block + bytes / 2, 4));
+    OK(cuMemcpyDtoH(&words[2], block + bytes - 4, 4));
     return words[0] == seed && words[1] == seed && words[2] == seed;
 }
 
-static void allocate(unsigned mib, unsigned seed)
+static bool holds(unsigned seed)
 {
-    own.bytes = (size_t)mib << 20;
-    CUresult code = cuMemAlloc(&own.block, own.bytes);
+    return all_hold(own.block, own.bytes, seed);
+}
+
+static void allocate(CUdeviceptr *block, size_t *bytes, unsigned mib, unsigned seed)
+{
+    CUresult code = cuMemAlloc(block, (size_t)mib << 20);
     if (code != CU_OK) {
         printf("no %s\n", driver_error(code));
         return;
     }
-    fill(seed);
+    *bytes = (size_t)mib << 20;
+    fill_all(*block, *bytes, seed);
     printf("ok\n");
 }
 
@@ -110,6 +129,29 @@ static void work(unsigned seed)
     printf("ok %u\n", seed);
 }
 
+static CUstream other_stream(void)
+{
+    static CUstream other;
+    if (other == NULL)
+        OK(cuStreamCreate(&other, 1));
+    return other;
+}
+
+static void spin(void)
+{
+    void *params[] = {&own.block};
+    OK(cuMemsetD32Async(own.block, 0, 1, own.stream));
+    driver_launch("spin_until_nonzero", own.stream, params);
+    printf("ok\n");
+}
+
+static void release(void)
+{
+    OK(cuMemsetD32Async(own.block, 1, 1, other_stream()));
+    OK(cuStreamSynchronize(own.stream));
+    printf("ok\n");
+}
+
 static void start(int device)
 {
     CUcontext context = NULL;
@@ -130,7 +172,11 @@ static void obey(const char *line)
     unsigned first = 0, second = 0;
     sscanf(line, "%*s %u %u", &first, &second);
     if (is(line, "allocate"))
-        allocate(first, second);
+        allocate(&own.block, &own.bytes, first, second);
+    else if (is(line, "more"))
+        allocate(&more.block, &more.bytes, first, second);
+    else if (is(line, "owns"))
+        printf(all_hold(more.block, more.bytes, first) ? "ok\n" : "no, it does not\n");
     else if (is(line, "fill"))
         fill(first), printf("ok\n");
     else if (is(line, "own"))
@@ -144,7 +190,11 @@ static void obey(const char *line)
     else if (is(line, "captured"))
         say(cuStreamEndCapture(own.stream, &own.graph));
     else if (is(line, "capture"))
-        say(cuStreamBeginCapture(own.stream, 0));
+        say(cuStreamBeginCapture(own.stream, first));
+    else if (is(line, "spin"))
+        spin();
+    else if (is(line, "release"))
+        release();
     else if (is(line, "work"))
         work(first);
     else if (sscanf(line, "switch %255s %u", text, &first) == 2)

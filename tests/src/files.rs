@@ -31,6 +31,10 @@ pub struct Files {
     pub nccl_like: PathBuf,
     /// A directory with the simulated `libnccl.so.2`, `programs/simnccl.c`.
     pub simnccl_dir: PathBuf,
+    /// A directory with the simulated `libnvidia-ml.so.1`, `programs/simnvml.c`.
+    pub simnvml_dir: PathBuf,
+    /// `programs/nvml.py`.
+    pub nvml_python: PathBuf,
     /// The compiled `programs/spmd.c`.
     pub spmd: PathBuf,
     /// `programs/spmd.py`.
@@ -63,6 +67,8 @@ impl Files {
             hoard: PathBuf::from(env!("SUBLET_HOARD_PROGRAM")),
             nccl_like: PathBuf::from(env!("SUBLET_NCCL_LIKE_LIBRARY")),
             simnccl_dir: PathBuf::from(env!("SUBLET_SIMNCCL_DIR")),
+            simnvml_dir: PathBuf::from(env!("SUBLET_SIMNVML_DIR")),
+            nvml_python: PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("programs/nvml.py"),
             spmd: PathBuf::from(env!("SUBLET_SPMD_PROGRAM")),
             spmd_python: PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("programs/spmd.py"),
         })

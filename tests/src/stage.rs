@@ -156,6 +156,38 @@ impl Stage {
         Ok(process)
     }
 
+    /// Where the loader finds the simulated driver, and the simulated management library beside it.
+    pub fn libraries_with_nvml(&self) -> String {
+        format!("{}:{}", self.files.simcuda_dir.display(), self.files.simnvml_dir.display())
+    }
+
+    /// Starts `programs/nvml.py`, which asks NVML and never uses CUDA; in a tenant where one is named, with further options of
+    /// `sublet run` and its environment.
+    ///
+    /// # Errors
+    /// When it failed.
+    pub fn asks_nvml(
+        &self,
+        tenant: Option<&str>,
+        options: &[&str],
+        environment: &[(&str, &str)],
+    ) -> Outcome<Rank> {
+        let mut command = match tenant {
+            None => self.command(Path::new("python3")),
+            Some(tenant) => {
+                let mut command = self.command(&self.files.sublet);
+                command.args(["run", "--tenant", tenant]).args(options).arg("--library");
+                command.arg(&self.files.preload).args(["--", "python3"]);
+                command
+            }
+        };
+        command.arg(&self.files.nvml_python).env("LD_LIBRARY_PATH", self.libraries_with_nvml());
+        command.env("PYTHONDONTWRITEBYTECODE", "1").envs(environment.iter().copied());
+        let mut process = Rank::start(0, &mut command)?;
+        process.answer()?;
+        Ok(process)
+    }
+
     /// Starts `programs/handmade.c` on as many devices of the node, `mode` as it says, and waits until its ranks have
     /// opened each other's memory. Under the preload object when a tenant is named.
     ///
@@ -183,9 +215,24 @@ impl Stage {
     /// # Errors
     /// When it does not come up.
     pub fn turn_taker(&self, tenant: &str, words: &[&str], device: u32) -> Outcome<Rank> {
+        self.turn_taker_with(tenant, words, &[], device)
+    }
+
+    /// As [`Stage::turn_taker`], with `settings`, variables of its environment.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn turn_taker_with(
+        &self,
+        tenant: &str,
+        words: &[&str],
+        settings: &[(&str, &str)],
+        device: u32,
+    ) -> Outcome<Rank> {
         let mut command = self.command(&self.files.sublet);
         command.args(["run", "--tenant", tenant]).args(words).arg("--library");
         command.arg(&self.files.preload).arg("--").arg(&self.files.turns).arg(device.to_string());
+        command.envs(settings.iter().copied());
         let mut process = Rank::start(0, &mut command)?;
         process.answer()?;
         Ok(process)

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::io::Write as _;
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use tenants::wire::Phase;
@@ -57,8 +58,20 @@ impl Steps {
     /// # Errors
     /// When it could not be started.
     pub fn start(stage: &Stage, program: &Path, tenant: &str, words: &[&str]) -> Outcome<Self> {
-        let mut command = stage.command(program);
-        command.arg(stage.run_dir_path()).arg(tenant).args(words);
+        Self::start_by(stage.command(program), &stage.run_dir_path(), tenant, words)
+    }
+
+    /// As [`Steps::start`], by a command of its own and of tenants that live in `run_dir`.
+    ///
+    /// # Errors
+    /// As [`Steps::start`].
+    pub fn start_by(
+        mut command: Command,
+        run_dir: &Path,
+        tenant: &str,
+        words: &[&str],
+    ) -> Outcome<Self> {
+        command.arg(run_dir).arg(tenant).args(words);
         Ok(Self { child: LineChild::start(&mut command)?, waits: false })
     }
 

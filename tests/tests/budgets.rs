@@ -180,7 +180,13 @@ fn a_budget_changes_while_the_tenant_runs() -> Outcome {
     let ps = stage.sublet(&["ps"])?.succeeded()?.stdout;
     assert!(ps.contains("infer GPU 0: holds 160 MiB of its budget of 160 MiB"), "{ps}");
     let stats = stage.sublet(&["stats", "infer", "--json"])?.succeeded()?.json()?;
-    assert_eq!(stats["tenants"][0]["budgets"][0]["budget_bytes"], 160 * MIB, "{stats}");
+    let shown = &stats["tenants"][0]["budgets"][0];
+    assert_eq!(shown["budget_bytes"], 160 * MIB, "{stats}");
+    let metrics = stage.sublet(&["metrics"])?.succeeded()?.stdout;
+    let labels = format!("{{tenant=\"infer\",gpu=\"0\",uuid={}}} {}", shown["gpu"], 160 * MIB);
+    for name in ["sublet_budget_bytes", "sublet_budget_held_bytes"] {
+        assert!(metrics.contains(&format!("{name}{labels}")), "no {name}{labels} in {metrics}");
+    }
     Ok(())
 }
 
@@ -330,7 +336,7 @@ fn what_is_no_budget_or_not_the_tenants_is_refused_before_anything_starts() -> O
     let run = |tenant: &str, budget: &str| {
         stage.sublet(&["run", "--tenant", tenant, "--budget", budget, "--", "true"])
     };
-    for budget in ["60GB", "0=0", "gpu=1GiB", "0=1GiB,0=2GiB", ""] {
+    for budget in ["60PB", "0=0", "gpu=1GiB", "0=1GiB,0=2GiB", ""] {
         let refused = run("infer", budget)?;
         assert_eq!(refused.code, Some(2), "{budget}: {refused:?}");
     }

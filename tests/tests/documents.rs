@@ -57,6 +57,8 @@ fn every_document_is_as_the_schema_says() -> Outcome {
         .connected_job(&JobOptions { tensor_mib: 80, ..JobOptions::new("infer", 1) })?;
     let refused = checked.run("change", 1, &["resume", "train"])?;
     assert_eq!(refused["shortages"][0]["uuid"], gpu_of(&checked.stage, "infer")?);
+    let kind = &refused["failures"][0]["failure"]["kind"];
+    assert!(kind["OutOfDeviceMemory"]["missing_bytes"].is_u64(), "{refused}");
     checked.run("swap", 0, &["swap", "infer", "train", "--window", "8MiB"])?;
     checked.run("swap", 0, &["swap", "train", "infer", "--no-overlap"])?;
     checked.run("switch", 0, &["switch", "train", "--dry-run"])?;

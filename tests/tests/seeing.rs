@@ -1,7 +1,8 @@
 //! What `sublet top`, `metrics`, `trace` and `man` show of real processes.
 
 use std::fs::{self, File};
-use std::io::Read as _;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
@@ -288,6 +289,68 @@ fn metrics_are_those_of_the_tenants_on_standard_output_and_in_a_file() -> Outcom
     }
     kill(Pid::from_raw(i32::try_from(goes_on.id())?), Signal::SIGTERM)?;
     assert_eq!(goes_on.wait()?.code(), Some(0));
+    job.exit()
+}
+
+/// `sublet metrics --listen` on a free port, and where it is.
+struct Served(Child, String);
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // It has ended already, where the test went well.
+        let _ended = self.0.kill();
+    }
+}
+
+impl Served {
+    fn start(stage: &Stage) -> Outcome<Self> {
+        let mut command = stage.command(&stage.files().sublet);
+        command.args(["metrics", "--listen", "127.0.0.1:0"]).stdout(Stdio::piped());
+        let mut served = Self(command.spawn()?, String::new());
+        let mut line = String::new();
+        if let Some(output) = served.0.stdout.take() {
+            BufReader::new(output).read_line(&mut line)?;
+        }
+        let found = line.split_once("http://").and_then(|(_, rest)| rest.split_once("/metrics"));
+        let address = found.map(|(address, _)| address.to_owned());
+        served.1 = address.ok_or_else(|| Trouble::new(format!("no address in {line:?}")))?;
+        Ok(served)
+    }
+
+    /// The answer to one scrape, headers and all.
+    fn scrape(&self) -> Outcome<String> {
+        let mut stream = TcpStream::connect(&self.1)?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
+        let request = format!(
+            "GET /metrics HTTP/1.1\r\nHost: {}\r\nAccept: application/openmetrics-text\r\n\r\n",
+            self.1
+        );
+        stream.write_all(request.as_bytes())?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    }
+}
+
+#[test]
+fn metrics_are_scraped_by_http_until_a_signal_also_of_a_process_that_stands_still() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut served = Served::start(&stage)?;
+    let empty = served.scrape()?;
+    assert!(empty.starts_with("HTTP/1.1 200") && empty.ends_with("# EOF\n"), "{empty}");
+    assert!(empty.contains("application/openmetrics-text; version=1.0.0"), "{empty}");
+    let job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let found = served.scrape()?;
+    assert!(found.contains("sublet_processes{tenant=\"train\",state=\"active\"} 2"), "{found}");
+    job.ranks[0].stop()?;
+    let found = served.scrape()?;
+    job.ranks[0].signal(Signal::SIGCONT)?;
+    assert!(found.contains("sublet_silent_processes{tenant=\"train\"} 1"), "{found}");
+    let taken = stage.sublet(&["metrics", "--listen", &served.1])?.exited(1)?;
+    assert!(taken.stderr.contains("cannot be listened on"), "{taken:?}");
+    kill(Pid::from_raw(i32::try_from(served.0.id())?), Signal::SIGINT)?;
+    assert_eq!(served.0.wait()?.code(), Some(0));
+    assert!(TcpStream::connect(&served.1).is_err(), "somebody still listens");
     job.exit()
 }
 

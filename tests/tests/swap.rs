@@ -11,6 +11,8 @@ use tenants::wire::Phase;
 /// Of memory that ranks keep in allocations of 2 MiB, so that it can go in small windows.
 const STATICS: usize = 20;
 const WINDOW: &str = "8MiB";
+/// Memory is released and created, or changes hands: words for the command that stops at every event.
+const WAYS: [&str; 2] = ["swap", "hand-over"];
 
 fn options(tenant: &str) -> JobOptions {
     JobOptions { statics: STATICS, ..JobOptions::new(tenant, 2) }
@@ -26,7 +28,12 @@ fn pair(capacity_bytes: u64) -> Outcome<(Stage, Job, Job)> {
 }
 
 fn swap(stage: &Stage, from: &str, to: &str) -> Outcome<[Value; 2]> {
-    let ran = stage.sublet(&["swap", from, to, "--window", WINDOW, "--json"])?.succeeded()?;
+    swap_with(stage, from, to, &[])
+}
+
+fn swap_with(stage: &Stage, from: &str, to: &str, words: &[&str]) -> Outcome<[Value; 2]> {
+    let all = [&["swap", from, to, "--window", WINDOW, "--json"], words].concat();
+    let ran = stage.sublet(&all)?.succeeded()?;
     let both = ran.json()?;
     Ok([both["halves"][0]["report"].clone(), both["halves"][1]["report"].clone()])
 }
@@ -64,8 +71,13 @@ fn every_byte_is_there_after_twenty_swaps_on_devices_that_hold_one_and_a_window(
     // What a process keeps that is paused, and a window.
     let (stage, mut train, mut infer) = pair(one_bytes + 2 * MIB + 8 * MIB)?;
     for round in 0..10 {
-        let [out, back] = swap(&stage, "infer", "train")?;
+        let words: &[&str] = if round % 2 == 0 { &[] } else { &["--hand-over"] };
+        let [out, back] = swap_with(&stage, "infer", "train", words)?;
         assert_eq!(out["window_bytes"], 8 * MIB);
+        let handed_bytes = out["handed_bytes"].as_u64().unwrap_or_default();
+        // Of each of two processes, nearly all that are alike.
+        let least_bytes = (STATICS as u64 - 5) * 2 * 2 * MIB;
+        assert!(words.is_empty() && handed_bytes == 0 || handed_bytes >= least_bytes, "{out:#}");
         let saves = stages(&out, "ReleaseStage");
         let first_in = stages(&back, "RestoreStage")[0]["began_us"].as_u64();
         let last_out = stages(&out, "Release").iter().filter_map(|s| s["ended_us"].as_u64()).max();
@@ -81,7 +93,7 @@ fn every_byte_is_there_after_twenty_swaps_on_devices_that_hold_one_and_a_window(
 
 #[test]
 fn no_device_holds_more_than_the_larger_and_a_window_where_there_is_room_for_both() -> Outcome {
-    let (stage, mut train, _infer) = pair(512 * MIB)?;
+    let (stage, mut train, mut infer) = pair(512 * MIB)?;
     let before_bytes = stage.used_bytes(0)?;
     let (most_bytes, is_over) = (AtomicU64::new(0), AtomicBool::new(false));
     std::thread::scope(|scope| -> Outcome {
@@ -92,13 +104,16 @@ fn no_device_holds_more_than_the_larger_and_a_window_where_there_is_room_for_bot
             Ok(())
         });
         let swapped = swap(&stage, "infer", "train").map(drop);
+        let swapped = swapped.and_then(|()| swap_with(&stage, "train", "infer", &["--hand-over"]));
         is_over.store(true, Ordering::Relaxed);
         look.join().expect("the thread ends")?;
-        swapped
+        swapped.map(drop)
     })?;
     let most_bytes = most_bytes.into_inner();
     // And the context of the process that comes back, should it have given that up.
     assert!(most_bytes <= before_bytes + 10 * MIB, "{most_bytes} of {before_bytes} bytes");
+    runs(&mut infer)?;
+    swap(&stage, "infer", "train")?;
     runs(&mut train)
 }
 
@@ -137,8 +152,8 @@ fn a_command_that_is_killed_loses_nothing() -> Outcome {
         Boundary::Done(Phase::Restore),
     ];
     let (stage, mut train, mut infer) = pair(128 * MIB)?;
-    for boundary in boundaries {
-        let mut steps = steps(&stage)?;
+    for (way, boundary) in WAYS.into_iter().flat_map(|way| boundaries.map(|at| (way, at))) {
+        let mut steps = steps(&stage, way)?;
         steps.until(boundary)?;
         steps.kill()?;
         let left = settled(&stage, "infer")?;
@@ -155,16 +170,17 @@ fn a_command_that_is_killed_loses_nothing() -> Outcome {
     runs(&mut train)
 }
 
-fn steps(stage: &Stage) -> Outcome<Steps> {
+fn steps(stage: &Stage, way: &str) -> Outcome<Steps> {
     let program = Path::new(env!("CARGO_BIN_EXE_sublet-steps"));
-    Steps::start(stage, program, "infer", &["swap", "train"])
+    Steps::start(stage, program, "infer", &[way, "train"])
 }
 
 #[test]
 fn a_process_of_the_second_that_is_killed_brings_the_first_back() -> Outcome {
-    for boundary in [Boundary::Started(Phase::RestoreStage), Boundary::Done(Phase::Restore)] {
+    let boundaries = [Boundary::Started(Phase::RestoreStage), Boundary::Done(Phase::Restore)];
+    for (way, boundary) in WAYS.into_iter().flat_map(|way| boundaries.map(|at| (way, at))) {
         let (stage, mut train, mut infer) = pair(128 * MIB)?;
-        let mut steps = steps(&stage)?;
+        let mut steps = steps(&stage, way)?;
         steps.until(boundary)?;
         train.ranks[1].kill()?;
         let said = steps.finish()?;
@@ -182,9 +198,10 @@ fn a_process_of_the_second_that_is_killed_brings_the_first_back() -> Outcome {
 
 #[test]
 fn a_process_of_the_first_that_is_killed_is_named_and_the_second_comes() -> Outcome {
-    for boundary in [Boundary::Started(Phase::RestoreStage), Boundary::Started(Phase::Release)] {
+    let boundaries = [Boundary::Started(Phase::RestoreStage), Boundary::Started(Phase::Release)];
+    for (way, boundary) in WAYS.into_iter().flat_map(|way| boundaries.map(|at| (way, at))) {
         let (stage, mut train, mut infer) = pair(128 * MIB)?;
-        let mut steps = steps(&stage)?;
+        let mut steps = steps(&stage, way)?;
         steps.until(boundary)?;
         infer.ranks[1].kill()?;
         let who = format!("process {}", infer.ranks[1].pid());

@@ -272,7 +272,8 @@ fn who_is_killed_in_its_turn_or_in_its_wait_leaves_nothing_behind() -> Outcome {
     infer.say("begin 60000")?;
     until("infer waits", || Ok(claims(&stage)?.1 == ["infer"]))?;
     third.kill()?;
-    assert!(infer.answer()?.is_ok);
+    let answer = infer.answer()?;
+    assert!(answer.is_ok, "{answer:?}");
     infer.do_it("own 200")?;
     infer.do_it("end")?;
     assert_eq!(claims(&stage)?, (Vec::new(), Vec::new()));

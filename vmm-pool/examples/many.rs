@@ -27,7 +27,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     let pool = Arc::new(Pool::new(Arc::new(driver), 4));
     for _ in 0..count {
         // Nothing is copied, so that what is left is the tables and the calls.
-        let class = Class { library: "many", tag: String::new(), contents: Contents::Discard };
+        let class = Class {
+            library: "many",
+            tag: String::new(),
+            contents: Contents::Discard,
+            ..Class::default()
+        };
         let entered = pool.enter();
         let handle =
             entered.create(GRANULARITY_BYTES, &AllocationProp::pinned_on(device), class)?;

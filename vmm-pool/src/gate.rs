@@ -253,7 +253,7 @@ impl Gate {
     }
 
     /// How many threads are inside, or let in and on their way.
-    pub(crate) fn inside(&self) -> usize {
+    pub fn inside(&self) -> usize {
         // In this order: one that was let in leaves the list when it has marked its slot.
         let let_in = self.sleepers().list.values().filter(|sleeper| sleeper.let_in).count();
         let_in + self.slots.inside().len()
@@ -264,6 +264,17 @@ impl Gate {
         let sleepers = self.sleepers();
         let waiting = sleepers.list.values().filter(|sleeper| !sleeper.let_in);
         waiting.map(Sleeper::call).collect()
+    }
+
+    /// A number that stands still as long as no thread comes to the gate, goes in or comes out: nothing was launched between two
+    /// looks that give the same.
+    pub fn mark(&self) -> u64 {
+        self.slots.mark()
+    }
+
+    /// Is the calling thread inside, or past the gate in a call of its own?
+    pub fn is_inside() -> bool {
+        DEPTH.get() > 0
     }
 
     /// All threads that have ever been inside and live, by their slots.

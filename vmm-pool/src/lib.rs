@@ -17,6 +17,7 @@ pub mod gate;
 mod ids;
 mod journal;
 mod ledger;
+mod links;
 mod peer;
 mod pool;
 mod report;
@@ -38,20 +39,21 @@ pub use ledger::{
     Class, Facts, Held, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease, LentTotals, References,
     Selection, Sight, Standing, StayReason, TagTotals, Tags, TicketWatch, Whose,
 };
+pub use links::Links;
 pub use peer::PeerId;
 pub use pool::{
     Borrowed, Entered, Export, GiveUp, ImportSource, Kind, LostImports, PieceBytes, Pieces, Pool,
     Registered, Use,
 };
 pub use report::{
-    ClassBytes, Contents, DeviceReport, KeptBytes, PinnedBytes, PoolReport, SlabTotals,
+    ClassBytes, Contents, DeviceReport, KeptBytes, Looking, PinnedBytes, PoolReport, SlabTotals,
 };
-pub use saved::{SavedError, WriteOut, Written};
+pub use saved::{SavedError, Spilled, WriteOut, Written};
 pub use slabs::Part;
 pub use store::{CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, HostBudget, HostDemand, check_file_dir};
 pub use transition::{
-    Activity, Arriving, BroughtIn, ByDevice, Departing, Done, DrainError, Draining, Failed,
+    Activity, Arriving, BroughtIn, ByDevice, Departing, Done, DrainError, Draining, Failed, Handed,
     HostStanding, ImportRequest, Leaving, Left, Moved, Prepared, Quiesced, Reserved, Restored,
-    Returning, Shut, Undone,
+    Returning, Shape, Shapes, Shut, Undone,
 };
 pub use waits::Waited;

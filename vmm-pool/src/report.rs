@@ -20,6 +20,19 @@ pub enum Contents {
     File,
 }
 
+/// Does a pause look for pieces that need no copy?
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum Looking {
+    /// For those that are zero, and those that are as in the copy of the last pause.
+    #[default]
+    On,
+    /// For none: all of it is copied at each pause, and no copy stays behind. For memory that always changes.
+    Off,
+}
+
 /// What a pause did with the contents that it keeps, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeptBytes {
@@ -57,6 +70,8 @@ pub struct ClassBytes {
     pub tag: String,
     /// What a pause does with the contents.
     pub contents: Contents,
+    /// Does it look for pieces that need no copy?
+    pub looking: Looking,
     /// Allocations of this process.
     pub own_bytes: u64,
     /// Of `own_bytes`, how many are on the device now.
@@ -116,6 +131,8 @@ pub struct PoolReport {
     pub host_arena_bytes: u64,
     /// Contents that are in a file now, in bytes.
     pub file_bytes: u64,
+    /// Of these, what had been saved to host memory, and has made room there.
+    pub spilled_bytes: u64,
     /// Host bytes of driver allocations on NUMA nodes, which are never paused.
     pub host_numa_bytes: u64,
     /// What is in slabs: allocations that small ones of a library's are parts of.

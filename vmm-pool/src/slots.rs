@@ -105,6 +105,16 @@ impl Slots {
         self.list().slots.iter().filter_map(Weak::upgrade).map(|slot| slot.number).collect()
     }
 
+    /// A number that changes whenever somebody goes in, comes out, or comes for the first time.
+    pub fn mark(&self) -> u64 {
+        let list = self.list();
+        let slots = list.slots.iter().filter_map(Weak::upgrade);
+        let turns = slots.map(|slot| slot.turn.load(Ordering::Relaxed));
+        let mark = turns.fold(list.last_number, u64::wrapping_add);
+        after_ended_threads();
+        mark
+    }
+
     /// Who is inside now.
     pub fn inside(&self) -> Vec<Occupant> {
         let list = self.list();
@@ -142,6 +152,22 @@ mod tests {
         assert!(slots.inside().is_empty());
         second.step_in();
         assert_ne!(slots.inside()[0].turn, seen[0].turn, "another time inside");
+    }
+
+    #[test]
+    fn the_mark_stands_still_while_nobody_goes_in_or_out() {
+        let slots = Slots::default();
+        let slot = slots.add();
+        let mut marks = vec![slots.mark()];
+        for step in [Slot::step_in, Slot::step_out] {
+            step(&slot);
+            marks.push(slots.mark());
+        }
+        let _another = slots.add();
+        marks.push(slots.mark());
+        assert_eq!(slots.mark(), marks[3]);
+        marks.dedup();
+        assert_eq!(marks.len(), 4);
     }
 
     #[test]

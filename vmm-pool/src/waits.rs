@@ -6,7 +6,8 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 
@@ -43,6 +44,8 @@ struct Shared<D: Driver> {
     driver: Arc<D>,
     table: Mutex<Table>,
     tell: Sender<()>,
+    /// A wait is over.
+    over: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -61,6 +64,8 @@ struct Place {
     answered: u64,
     outcome: Option<DriverError>,
     has_thread: bool,
+    /// Since when its thread is in the driver, or about to be.
+    began: Option<Instant>,
 }
 
 /// One question about several places: has all work that was there when it was asked ended?
@@ -85,7 +90,8 @@ impl<D: Driver> Waits<D> {
     pub(crate) fn new(driver: Arc<D>) -> Self {
         // One message says that there is something to look at; more would say the same.
         let (tell, ended) = crossbeam_channel::bounded(1);
-        Self { shared: Arc::new(Shared { driver, table: Mutex::default(), tell }), ended }
+        let shared = Shared { driver, table: Mutex::default(), tell, over: Condvar::new() };
+        Self { shared: Arc::new(shared), ended }
     }
 
     /// Has waits end at `places` for all work that is there now.
@@ -133,7 +139,22 @@ impl<D: Driver> Waits<D> {
         &self.ended
     }
 
-    /// Nobody wants to know any more. No wait begins after this: one beside a stream capture would end that.
+    /// Waits until no wait is under way that was taken up less than `limit` ago, which is over then at the latest. Is none at all? One that has only just been
+    /// asked for may be about to begin, though nobody wants to know any more.
+    pub(crate) fn let_end(&self, limit: Duration) -> bool {
+        let is_young = |row: &Place| row.began.is_some_and(|began| began.elapsed() < limit);
+        let is_any = |table: &mut Table| table.places.values().any(is_young);
+        let mut table = self.shared.table();
+        let is_over = |table: &Table| table.places.values().all(|row| row.began.is_none());
+        if !is_any(&mut table) {
+            return is_over(&table);
+        }
+        let waited = self.shared.over.wait_timeout_while(table, limit, is_any);
+        let (table, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        is_over(&table)
+    }
+
+    /// Nobody wants to know any more. No wait is taken up after this: one beside a stream capture would end that.
     pub(crate) fn forget(&self) {
         for row in self.shared.table().places.values_mut() {
             row.asked = row.answered;
@@ -156,6 +177,7 @@ impl<D: Driver> Shared<D> {
                     row.has_thread = false;
                     return;
                 }
+                row.began = Some(Instant::now());
                 row.asked
             };
             let current = match place {
@@ -166,10 +188,12 @@ impl<D: Driver> Shared<D> {
             {
                 let mut table = self.table();
                 let row = table.places.entry(place).or_default();
+                row.began = None;
                 row.answered = number;
                 row.asked = row.asked.max(number);
                 row.outcome = outcome;
             }
+            self.over.notify_all();
             let _told = self.tell.try_send(());
         }
     }

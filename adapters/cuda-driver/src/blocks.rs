@@ -9,12 +9,13 @@ use std::sync::{Mutex, PoisonError};
 
 use tenants::member::Member;
 use tenants::region;
+use tenants::switching::{Allocation, with_room};
 use vmm_pool::budget::Counted;
 use vmm_pool::driver::{
     AllocationFlags, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver,
     DriverCode, RawContext, VaRange,
 };
-use vmm_pool::{Entered, GiveUp, PoolError, PoolResult};
+use vmm_pool::{Class, Entered, GiveUp, PoolError, PoolResult};
 
 use crate::{Answer, caller};
 
@@ -139,14 +140,18 @@ pub fn allocate<D: Driver>(
     size_bytes: u64,
     library: &'static str,
 ) -> Answer<DeviceAddress> {
-    let entered = member.pool().enter();
     let driver = member.pool().driver();
     let mut prop = AllocationProp::pinned_on(device);
     let rdma = DeviceAttribute::GPU_DIRECT_RDMA_WITH_VMM_SUPPORTED;
     let rdma_capable = driver.device_attribute(device, rdma).is_ok_and(|value| value != 0);
     prop.flags = AllocationFlags { gpu_direct_rdma_capable: u8::from(rdma_capable), ..prop.flags };
     let class = region::class_of(library, Some(device));
-    match entered.block_allocate(size_bytes, &prop, &accessors.of(device), class) {
+    let allocation = room_of(Some(device), size_bytes, &class);
+    let made = with_room(member, allocation, || {
+        let class = class.clone();
+        member.pool().enter().block_allocate(size_bytes, &prop, &accessors.of(device), class)
+    });
+    match made {
         Ok(address) => {
             if let Some(context) = context {
                 member.pool().set_block_context(address, context);
@@ -158,6 +163,14 @@ pub fn allocate<D: Driver>(
             Answer::Refused(error.code().unwrap_or(DriverCode::UNKNOWN))
         }
     }
+}
+
+/// How an allocation of a class waits for room. PyTorch frees what it caches when it is refused, and asks again, but not in a pool of its own, which a region
+/// is. NCCL asks while other ranks wait for this one.
+pub(crate) fn room_of(device: Option<DeviceOrdinal>, size_bytes: u64, class: &Class) -> Allocation {
+    let is_asked_twice = class.library == caller::TORCH && class.tag.is_empty();
+    let may_wait = !class.library.starts_with(caller::NCCL);
+    Allocation { device, size_bytes, is_asked_twice, may_wait }
 }
 
 /// Takes room in the tenant's budget for what the driver is about to make, for [`note_native`].

@@ -5,7 +5,7 @@
 //! that is away waits for it.
 
 use tenants::member::Member;
-use vmm_pool::driver::{DeviceAddress, Driver, DriverCode, Location};
+use vmm_pool::driver::{DeviceAddress, Driver, DriverCode, Location, VaRange};
 use vmm_pool::gate::Passage;
 use vmm_pool::{Facts, Known};
 
@@ -19,6 +19,7 @@ mod attribute {
     pub(super) const MEMORY_TYPE: i32 = 2;
     pub(super) const DEVICE_POINTER: i32 = 3;
     pub(super) const HOST_POINTER: i32 = 4;
+    pub(super) const BUFFER_ID: i32 = 7;
     pub(super) const IS_MANAGED: i32 = 8;
     pub(super) const DEVICE_ORDINAL: i32 = 9;
     pub(super) const IS_LEGACY_IPC_CAPABLE: i32 = 10;
@@ -76,13 +77,16 @@ pub fn said(facts: &Facts, attribute: i32, address: DeviceAddress) -> Said {
             Said::Value(Value::Word(device.map_or(0, |device| device.0.unsigned_abs())))
         }
         attribute::IS_MANAGED | attribute::IS_LEGACY_IPC_CAPABLE => Said::Value(Value::Byte(0)),
-        attribute::RANGE_START | attribute::RANGE_SIZE => match facts.block_bytes {
-            Some(_) if attribute == attribute::RANGE_START => {
-                Said::Value(Value::Long(facts.mapping.start.0))
+        attribute::RANGE_START | attribute::RANGE_SIZE => {
+            let block = facts.block_bytes.map(|bytes| VaRange::new(facts.mapping.start, bytes));
+            match facts.reserved.or(block) {
+                Some(range) if attribute == attribute::RANGE_START => {
+                    Said::Value(Value::Long(range.start.0))
+                }
+                Some(range) => Said::Value(Value::Long(range.size_bytes)),
+                None => Said::Reservation,
             }
-            Some(bytes) => Said::Value(Value::Long(bytes)),
-            None => Said::Reservation,
-        },
+        }
         attribute::MAPPED => Said::Value(Value::Byte(1)),
         attribute::HANDLE_TYPES => {
             Said::Value(Value::Word(facts.prop.requested_handle_types.unsigned_abs()))
@@ -98,28 +102,33 @@ pub fn said(facts: &Facts, attribute: i32, address: DeviceAddress) -> Said {
 }
 
 /// What the driver says otherwise of a block than of the plain memory that it stands for: a block is larger than was
-/// asked for, and the driver knows no context of virtual memory. And of a cell, of which it sees the slab alone.
+/// asked for, and the driver knows no context of virtual memory. And of a cell, of which it sees the slab alone, and of addresses that are
+/// a part of what is reserved for slabs.
 pub fn correction<D: Driver>(
     member: &Member<D>,
     attribute: i32,
     address: DeviceAddress,
 ) -> Option<Value> {
+    let pool = member.pool();
     match attribute {
         attribute::RANGE_SIZE => {
-            let range = member.pool().range_seen(address)?;
+            let range = pool.reserved_range(address).or_else(|| pool.range_seen(address))?;
             Some(Value::Long(range.size_bytes))
         }
-        attribute::RANGE_START | attribute::MAPPING_START => {
-            let cell = member.pool().cell_range(address)?;
+        attribute::RANGE_START => {
+            let range = pool.reserved_range(address)?;
+            Some(Value::Long(range.start.0))
+        }
+        attribute::MAPPING_START => {
+            let cell = pool.cell_range(address)?;
             Some(Value::Long(cell.start.0))
         }
         attribute::MAPPING_SIZE => {
-            let cell = member.pool().cell_range(address)?;
+            let cell = pool.cell_range(address)?;
             Some(Value::Long(cell.size_bytes))
         }
-        attribute::CONTEXT => {
-            member.pool().block_context(address).map(|context| Value::Long(context.0))
-        }
+        attribute::BUFFER_ID => Some(Value::Long(pool.cell_number(address)?)),
+        attribute::CONTEXT => pool.block_context(address).map(|context| Value::Long(context.0)),
         _ => None,
     }
 }
@@ -165,7 +174,7 @@ pub fn rights(facts: &Facts, place: Location) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceOrdinal, RawContext, VaRange};
+    use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceOrdinal, RawContext};
 
     use super::*;
 
@@ -177,6 +186,7 @@ mod tests {
         Facts {
             mapping: VaRange::new(START, 1 << 21),
             block_bytes,
+            reserved: None,
             prop: AllocationProp::pinned_on(DEVICE),
             access: vec![AccessDesc::read_write(DEVICE)],
             context: block_bytes.map(|_| RawContext(9)),
@@ -204,6 +214,16 @@ mod tests {
         for attribute in [attribute::RANGE_START, attribute::RANGE_SIZE] {
             assert_eq!(said(&facts(None), attribute, INSIDE), Said::Reservation, "{attribute}");
         }
+    }
+
+    #[test]
+    fn memory_that_is_away_in_a_room_lies_in_what_its_caller_was_given() {
+        let reserved = Some(VaRange::new(DeviceAddress(1 << 20), 1 << 22));
+        let facts = Facts { reserved, ..facts(None) };
+        let said = |attribute| said(&facts, attribute, INSIDE);
+        assert_eq!(said(attribute::RANGE_START), Said::Value(Value::Long(1 << 20)));
+        assert_eq!(said(attribute::RANGE_SIZE), Said::Value(Value::Long(1 << 22)));
+        assert_eq!(said(attribute::MAPPING_START), Said::Value(Value::Long(START.0)));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use tenants::member::Member;
 use tenants::region;
+use tenants::switching::with_room;
 use tenants::ticket::Ticket;
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, Driver, DriverCode,
@@ -16,10 +17,20 @@ use vmm_pool::driver::{
 use vmm_pool::{Class, VirtualHandle};
 
 use crate::Answer;
+use crate::blocks::room_of;
 
 /// The handle that a caller gave, where it is one of ours. The driver knows all others.
 fn ours(handle: u64) -> Answer<VirtualHandle> {
     Answer::of_found(VirtualHandle::from_raw(handle))
+}
+
+/// What is known of what a caller wants memory for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// Nothing.
+    Any,
+    /// To be mapped a second time, inside addresses that hold much else, as NCCL maps what it has registered as a window.
+    Window,
 }
 
 /// Creates memory, and hands out a value of ours for it.
@@ -29,14 +40,22 @@ pub fn create<D: Driver>(
     size_bytes: u64,
     prop: &AllocationProp,
     library: &'static str,
+    purpose: Purpose,
 ) -> Answer<u64> {
     if prop.requested_handle_types & HANDLE_TYPE_FABRIC != 0 {
         // References must not leave the node; callers fall back to descriptors.
         return Answer::Refused(DriverCode::NOT_SUPPORTED);
     }
-    let entered = member.pool().enter();
-    let class = region::class_of(library, prop.location.as_device());
-    Answer::of(entered.create_cell(size_bytes, prop, class)).map(VirtualHandle::raw)
+    let device = prop.location.as_device();
+    let class = region::class_of(library, device);
+    let made = with_room(member, room_of(device, size_bytes, &class), || {
+        let (entered, class) = (member.pool().enter(), class.clone());
+        match purpose {
+            Purpose::Any => entered.create_cell(size_bytes, prop, class),
+            Purpose::Window => entered.create_alone(size_bytes, prop, class),
+        }
+    });
+    Answer::of(made).map(VirtualHandle::raw)
 }
 
 /// Gives back one reference of a handle.
@@ -69,7 +88,13 @@ pub fn map<D: Driver>(
     handle: u64,
 ) -> Answer<()> {
     let entered = member.pool().enter();
-    ours(handle).and_then(|handle| Answer::of(entered.map_cell(range, offset_bytes, handle)))
+    let mapped =
+        ours(handle).and_then(|handle| Answer::of(entered.map_cell(range, offset_bytes, handle)));
+    drop(entered);
+    if let Some(note) = member.pool().slabs_note() {
+        member.note(note);
+    }
+    mapped
 }
 
 /// Unmaps a range.
@@ -86,18 +111,19 @@ pub fn address_free<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()>
     Answer::of(entered.free_cell_addresses(range))
 }
 
-/// Addresses for the memory that this thread has just asked for, where they are there already. The driver gives all others.
+/// Addresses for memory that `library` has asked for, or may want there. The driver gives all others.
 #[doc(alias = "cuMemAddressReserve")]
 pub fn address_reserve<D: Driver>(
     member: &Member<D>,
     size_bytes: u64,
     alignment: u64,
+    library: &'static str,
 ) -> Answer<u64> {
-    if !member.pool().has_addresses(size_bytes) {
+    if !member.pool().has_addresses(size_bytes, alignment, library) {
         return Answer::AskDriver;
     }
     let entered = member.pool().enter();
-    Answer::of_found(entered.take_addresses(size_bytes, alignment)).map(|start| start.0)
+    Answer::of_found(entered.take_addresses(size_bytes, alignment, library)).map(|start| start.0)
 }
 
 /// Sets who may reach a range.

@@ -22,24 +22,29 @@ class Generator:
     def __init__(self, args: argparse.Namespace, rank: int) -> None:
         models.deterministic()
         self._args = args
+        dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+        self._model = models.policy(args.shape, dtype).eval()
+        self._worker = Worker("infer", rank)
         self._device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
         if args.device == "cuda":
             torch.cuda.set_device(self._device)
-        dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
         self._prompt = len(models.tokenizer()(models.prompts()[0])["input_ids"])
         self._decoder: Optional[Decoder] = None
         self._memory: Optional[torch.Tensor] = None
         self._shapes: list[torch.Size] = []
-        with self._region("weights", "keep"):
-            self._model = models.policy(args.shape, dtype).to(self._device).eval()
+        # Weights come anew with each hand-over, so nobody need save them; what else the model has does not.
+        with self._region("weights", "discard"):
+            for parameter in self._model.parameters():
+                parameter.data = parameter.data.to(self._device)
+        self._model.to(self._device)
         self._layout = Layout(self._model)
         self._borrower = Borrower(self._layout)
         each = bytes_per_token(self._model.config, dtype)
         self._kv_bytes = max(int(args.kv_gib * (1 << 30)), each * args.generations * (self._prompt + args.tokens))
         self._graph_bytes = 0
         self._arrive(["graphs", "kv"])
-        facts = {"gpu": models.gpu(self._device), "parts": self._parts(), "versions": models.versions()}
-        self._worker = Worker("infer", rank, {**facts, "kv_bytes_per_token": each})
+        gpu, versions = models.gpu(self._device), models.versions()
+        self._worker.hello(gpu=gpu, parts=self._parts(), versions=versions, kv_bytes_per_token=each)
 
     def run(self) -> None:
         """Serves until it is told to end."""

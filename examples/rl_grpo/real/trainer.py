@@ -137,12 +137,14 @@ def main() -> None:
     models.deterministic()
     rank, on_gpu = int(os.environ["RANK"]), args.device == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    policy = models.policy(args.shape, torch.bfloat16 if on_gpu else torch.float32)
+    worker = Worker("train", rank)
     if on_gpu:
         torch.cuda.set_device(device)
-    worker = Worker("train", rank, {"gpu": models.gpu(device), "parts": {}, "versions": models.versions()})
+    worker.hello(gpu=models.gpu(device), parts={}, versions=models.versions())
     rollouts = Rollouts(worker, device)
     trainer = GRPOTrainer(
-        model=models.policy(args.shape, torch.bfloat16 if on_gpu else torch.float32), processing_class=models.tokenizer(),
+        model=policy, processing_class=models.tokenizer(),
         reward_funcs=models.reward, args=config(args), train_dataset=Dataset.from_dict({"prompt": models.prompts()}),
         rollout_func=rollouts,
     )  # fmt: skip

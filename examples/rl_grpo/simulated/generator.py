@@ -12,7 +12,7 @@ from rl_grpo.links import Worker
 from rl_grpo.simulated.device import Device, Memory
 from rl_grpo.simulated.policy import digest, unpacked, write_texts
 
-_CONTENTS: dict[str, Any] = {"weights": "keep", "graphs": "keep", "kv": "discard"}
+_CONTENTS: dict[str, Any] = {"weights": "discard", "graphs": "keep", "kv": "discard"}
 _KV_BYTES_PER_TOKEN = 4096
 
 
@@ -22,6 +22,7 @@ class Generator:
     def __init__(self, args: argparse.Namespace, rank: int) -> None:
         import sublet
 
+        self._worker = Worker("infer", rank)
         self._args, self._region, self._device = args, sublet.region, Device(rank)
         self._sizes = {"weights": args.weights_bytes, "graphs": args.graphs_bytes, "kv": args.kv_bytes}
         self._memory: dict[str, Memory] = {}
@@ -29,7 +30,7 @@ class Generator:
         total = self._device.total_bytes()
         facts = {"device": rank, "name": "simulated GPU", "total_bytes": total, "context_bytes": args.context_bytes}
         kv = {"kv_bytes_per_token": _KV_BYTES_PER_TOKEN}
-        self._worker = Worker("infer", rank, {"gpu": facts, "parts": {}, "versions": {}, **kv})
+        self._worker.hello(gpu=facts, parts={}, versions={}, **kv)
 
     def run(self) -> None:
         """Serves until it is told to end."""

@@ -21,6 +21,7 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, rank: int) -> None:
         import sublet
 
+        self._worker = Worker("train", rank)
         self._host_copy, self._args = sublet.host_copy, args
         self._device = Device(rank)
         self._spare: dict[str, bytes] = {}
@@ -37,7 +38,7 @@ class Trainer:
         self._sizes = sizes
         total = self._device.total_bytes()
         facts = {"device": rank, "name": "simulated GPU", "total_bytes": total, "context_bytes": args.context_bytes}
-        self._worker = Worker("train", rank, {"gpu": facts, "parts": {}, "versions": {}})
+        self._worker.hello(gpu=facts, parts={}, versions={})
 
     def run(self) -> None:
         """All steps."""

@@ -32,6 +32,7 @@ pub const SUBLET_ERROR_LOST: u32 = 7;
 pub const SUBLET_CONTENTS_KEEP: u32 = 0;
 pub const SUBLET_CONTENTS_DISCARD: u32 = 1;
 pub const SUBLET_CONTENTS_FILE: u32 = 2;
+pub const SUBLET_CONTENTS_NO_LOOK: u32 = 256;
 pub const SUBLET_WHOSE_TENANT: u32 = 0;
 pub const SUBLET_WHOSE_PROCESS: u32 = 1;
 pub type sublet_unused_source =
@@ -64,10 +65,29 @@ pub struct Functions {
         ) -> ::core::ffi::c_int,
         ::libloading::Error,
     >,
+    pub sublet_resume_in_turn: Result<
+        unsafe extern "C" fn(
+            tenant: *const ::core::ffi::c_char,
+            wait_ms: u32,
+        ) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
     pub sublet_swap_tenants: Result<
         unsafe extern "C" fn(
             from: *const ::core::ffi::c_char,
             to: *const ::core::ffi::c_char,
+            timeout_ms: u32,
+        ) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
+    pub sublet_swap_tags: Result<
+        unsafe extern "C" fn(
+            from: *const ::core::ffi::c_char,
+            out_tags: *const *const ::core::ffi::c_char,
+            out_count: usize,
+            to: *const ::core::ffi::c_char,
+            in_tags: *const *const ::core::ffi::c_char,
+            in_count: usize,
             timeout_ms: u32,
         ) -> ::core::ffi::c_int,
         ::libloading::Error,
@@ -87,6 +107,21 @@ pub struct Functions {
             tenant: *const ::core::ffi::c_char,
             wait_ms: u32,
         ) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
+    pub sublet_set_budget: Result<
+        unsafe extern "C" fn(
+            tenant: *const ::core::ffi::c_char,
+            budgets: *const ::core::ffi::c_char,
+        ) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
+    pub sublet_budget_json: Result<
+        unsafe extern "C" fn(
+            tenant: *const ::core::ffi::c_char,
+            buffer: *mut ::core::ffi::c_char,
+            size: usize,
+        ) -> i64,
         ::libloading::Error,
     >,
     pub sublet_pause_tags: Result<
@@ -263,11 +298,15 @@ impl Functions {
         let sublet_last_report_json = __library.get(b"sublet_last_report_json\0").map(|sym| *sym);
         let sublet_pause_tenant = __library.get(b"sublet_pause_tenant\0").map(|sym| *sym);
         let sublet_resume_tenant = __library.get(b"sublet_resume_tenant\0").map(|sym| *sym);
+        let sublet_resume_in_turn = __library.get(b"sublet_resume_in_turn\0").map(|sym| *sym);
         let sublet_swap_tenants = __library.get(b"sublet_swap_tenants\0").map(|sym| *sym);
+        let sublet_swap_tags = __library.get(b"sublet_swap_tags\0").map(|sym| *sym);
         let sublet_switch_tenant = __library.get(b"sublet_switch_tenant\0").map(|sym| *sym);
         let sublet_turn_begin = __library.get(b"sublet_turn_begin\0").map(|sym| *sym);
         let sublet_turn_end = __library.get(b"sublet_turn_end\0").map(|sym| *sym);
         let sublet_prepare_tenant = __library.get(b"sublet_prepare_tenant\0").map(|sym| *sym);
+        let sublet_set_budget = __library.get(b"sublet_set_budget\0").map(|sym| *sym);
+        let sublet_budget_json = __library.get(b"sublet_budget_json\0").map(|sym| *sym);
         let sublet_pause_tags = __library.get(b"sublet_pause_tags\0").map(|sym| *sym);
         let sublet_resume_tags = __library.get(b"sublet_resume_tags\0").map(|sym| *sym);
         let sublet_is_paused = __library.get(b"sublet_is_paused\0").map(|sym| *sym);
@@ -308,11 +347,15 @@ impl Functions {
             sublet_last_report_json,
             sublet_pause_tenant,
             sublet_resume_tenant,
+            sublet_resume_in_turn,
             sublet_swap_tenants,
+            sublet_swap_tags,
             sublet_switch_tenant,
             sublet_turn_begin,
             sublet_turn_end,
             sublet_prepare_tenant,
+            sublet_set_budget,
+            sublet_budget_json,
             sublet_pause_tags,
             sublet_resume_tags,
             sublet_is_paused,
@@ -384,6 +427,15 @@ impl Functions {
             tenant, timeout_ms,
         )
     }
+    pub unsafe fn sublet_resume_in_turn(
+        &self,
+        tenant: *const ::core::ffi::c_char,
+        wait_ms: u32,
+    ) -> ::core::ffi::c_int {
+        (self.sublet_resume_in_turn.as_ref().expect("Expected function, got error."))(
+            tenant, wait_ms,
+        )
+    }
     pub unsafe fn sublet_swap_tenants(
         &self,
         from: *const ::core::ffi::c_char,
@@ -392,6 +444,20 @@ impl Functions {
     ) -> ::core::ffi::c_int {
         (self.sublet_swap_tenants.as_ref().expect("Expected function, got error."))(
             from, to, timeout_ms,
+        )
+    }
+    pub unsafe fn sublet_swap_tags(
+        &self,
+        from: *const ::core::ffi::c_char,
+        out_tags: *const *const ::core::ffi::c_char,
+        out_count: usize,
+        to: *const ::core::ffi::c_char,
+        in_tags: *const *const ::core::ffi::c_char,
+        in_count: usize,
+        timeout_ms: u32,
+    ) -> ::core::ffi::c_int {
+        (self.sublet_swap_tags.as_ref().expect("Expected function, got error."))(
+            from, out_tags, out_count, to, in_tags, in_count, timeout_ms,
         )
     }
     pub unsafe fn sublet_switch_tenant(
@@ -416,6 +482,23 @@ impl Functions {
     ) -> ::core::ffi::c_int {
         (self.sublet_prepare_tenant.as_ref().expect("Expected function, got error."))(
             tenant, wait_ms,
+        )
+    }
+    pub unsafe fn sublet_set_budget(
+        &self,
+        tenant: *const ::core::ffi::c_char,
+        budgets: *const ::core::ffi::c_char,
+    ) -> ::core::ffi::c_int {
+        (self.sublet_set_budget.as_ref().expect("Expected function, got error."))(tenant, budgets)
+    }
+    pub unsafe fn sublet_budget_json(
+        &self,
+        tenant: *const ::core::ffi::c_char,
+        buffer: *mut ::core::ffi::c_char,
+        size: usize,
+    ) -> i64 {
+        (self.sublet_budget_json.as_ref().expect("Expected function, got error."))(
+            tenant, buffer, size,
         )
     }
     pub unsafe fn sublet_pause_tags(

@@ -6,7 +6,7 @@
 #![expect(unsafe_code, reason = "calls what the header of libsublet.so declares")]
 
 use std::error::Error as _;
-use std::ffi::{CString, c_char, c_int};
+use std::ffi::{CString, NulError, c_char, c_int};
 use std::path::PathBuf;
 use std::ptr;
 
@@ -181,6 +181,47 @@ impl Library {
         })
     }
 
+    /// Pauses tags of one tenant and resumes tags of another; all of it where there are none.
+    fn swap_tags(
+        &self,
+        py: Python<'_>,
+        from_tenant: &str,
+        out_tags: Vec<String>,
+        to_tenant: &str,
+        in_tags: Vec<String>,
+        timeout_ms: u32,
+    ) -> PyResult<String> {
+        let swap = function!(self, py, sublet_swap_tags);
+        let from = CString::new(from_tenant)?;
+        let to = CString::new(to_tenant)?;
+        let (out, back) = (c_texts(out_tags)?, c_texts(in_tags)?);
+        self.reported(py, "swap", || {
+            let (out, back) = (pointers(&out), pointers(&back));
+            // SAFETY: names and tags are terminated strings that outlive the call, and null stands for no tags.
+            unsafe {
+                swap(
+                    from.as_ptr(),
+                    array(&out),
+                    out.len(),
+                    to.as_ptr(),
+                    array(&back),
+                    back.len(),
+                    timeout_ms,
+                )
+            }
+        })
+    }
+
+    /// Resumes a tenant in its place among those that wait for the GPUs.
+    fn resume_in_turn(&self, py: Python<'_>, tenant: &str, wait_ms: u32) -> PyResult<String> {
+        let resume = function!(self, py, sublet_resume_in_turn);
+        let tenant = CString::new(tenant)?;
+        self.reported(py, "resume", || {
+            // SAFETY: a terminated string that outlives the call.
+            unsafe { resume(tenant.as_ptr(), wait_ms) }
+        })
+    }
+
     /// Has a tenant get its GPUs.
     fn switch_tenant(&self, py: Python<'_>, tenant: &str, wait_ms: u32) -> PyResult<String> {
         let switch = function!(self, py, sublet_switch_tenant);
@@ -216,6 +257,27 @@ impl Library {
         self.reported(py, "prepare", || {
             // SAFETY: a terminated string that outlives the call.
             unsafe { prepare(tenant.as_ptr(), wait_ms) }
+        })
+    }
+
+    /// Changes how much GPU memory a tenant may hold.
+    fn set_budget(&self, py: Python<'_>, tenant: Option<&str>, budgets: &str) -> PyResult<String> {
+        let set = function!(self, py, sublet_set_budget);
+        let tenant = c_text(tenant)?;
+        let budgets = CString::new(budgets)?;
+        self.reported(py, "budget", || {
+            // SAFETY: null or a terminated string, and one, which both outlive the call.
+            unsafe { set(pointer(tenant.as_ref()), budgets.as_ptr()) }
+        })
+    }
+
+    /// What a tenant may hold, and holds.
+    fn budget(&self, py: Python<'_>, tenant: Option<&str>) -> PyResult<String> {
+        let budget = function!(self, py, sublet_budget_json);
+        let tenant = c_text(tenant)?;
+        self.answer(py, "budget", &|buffer, size| {
+            // SAFETY: null or a terminated string, and a buffer of `size` bytes.
+            unsafe { budget(pointer(tenant.as_ref()), buffer, size) }
         })
     }
 
@@ -396,12 +458,24 @@ impl Library {
         timeout_ms: u32,
     ) -> PyResult<String> {
         let tenant = c_text(tenant)?;
-        let tags = tags.into_iter().map(CString::new).collect::<Result<Vec<_>, _>>()?;
+        let tags = c_texts(tags)?;
         self.reported(py, what, || {
-            let pointers: Vec<*const c_char> = tags.iter().map(|tag| tag.as_ptr()).collect();
-            let list = if pointers.is_empty() { ptr::null() } else { pointers.as_ptr() };
+            let tags = pointers(&tags);
             // SAFETY: null or a terminated string; as many of those as are named; all outlive the call.
-            unsafe { act(pointer(tenant.as_ref()), list, pointers.len(), whose, timeout_ms) }
+            unsafe { act(pointer(tenant.as_ref()), array(&tags), tags.len(), whose, timeout_ms) }
         })
     }
+}
+
+fn c_texts(texts: Vec<String>) -> Result<Vec<CString>, NulError> {
+    texts.into_iter().map(CString::new).collect()
+}
+
+fn pointers(texts: &[CString]) -> Vec<*const c_char> {
+    texts.iter().map(|text| text.as_ptr()).collect()
+}
+
+/// Null stands for none.
+fn array(pointers: &[*const c_char]) -> *const *const c_char {
+    if pointers.is_empty() { ptr::null() } else { pointers.as_ptr() }
 }

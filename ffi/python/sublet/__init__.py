@@ -7,6 +7,7 @@ same contents. Start a program with ``sublet run --tenant NAME -- python train.p
 Importing this package imports no other, needs no GPU and starts nothing.
 """
 
+from sublet._budgets import budget
 from sublet._errors import (
     Error,
     LostError,
@@ -46,6 +47,7 @@ __all__ = [
     "UsageError",
     "attach",
     "attached",
+    "budget",
     "configure_subprocess",
     "host_copy",
     "library_path",

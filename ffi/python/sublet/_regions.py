@@ -15,7 +15,13 @@ from typing import Any, Callable, Literal, Optional, TypeVar, cast
 from sublet._adapter import answer_pauses, torch_adapter
 from sublet._errors import UsageError
 from sublet._library import own_library
-from sublet._native import CONTENTS_DISCARD, CONTENTS_FILE, CONTENTS_KEEP, Library
+from sublet._native import (
+    CONTENTS_DISCARD,
+    CONTENTS_FILE,
+    CONTENTS_KEEP,
+    CONTENTS_NO_LOOK,
+    Library,
+)
 
 Contents = Literal["keep", "discard", "file"]
 CONTENTS: dict[str, int] = {
@@ -89,9 +95,17 @@ class Region:
     One object may be entered many times, also nested, and by several threads.
     """
 
-    def __init__(self, tag: str, contents: str, device: Optional[int], all_threads: bool) -> None:
+    def __init__(
+        self,
+        tag: str,
+        contents: str,
+        device: Optional[int],
+        all_threads: bool,
+        look: bool = True,
+    ) -> None:
         self.tag = tag
         self.contents = contents
+        self.look = look
         self.device = device
         self.all_threads = all_threads
 
@@ -152,7 +166,7 @@ class Region:
 
     @contextlib.contextmanager
     def _driver_region(self, library: Library) -> Iterator[None]:
-        contents = CONTENTS[self.contents]
+        contents = CONTENTS[self.contents] | (0 if self.look else CONTENTS_NO_LOOK)
         if self.all_threads:
             library.region_begin_all_threads(self.tag, contents, self.device)
         else:
@@ -172,6 +186,7 @@ def region(
     *,
     device: Optional[int] = None,
     all_threads: bool = False,
+    look: bool = True,
 ) -> Region:
     """Device memory asked for inside belongs to ``tag``, and can be paused and resumed by it.
 
@@ -186,10 +201,13 @@ def region(
             default all devices.
         all_threads: also for threads that are in no region of their own, such as those that run
             PyTorch's backward pass. One such region at a time in a process.
+        look: whether a pause looks for what is zero or unchanged of it, and copies only the rest.
+            ``False`` is for memory that always changes: all of it is copied. Like ``contents``, one
+            for a tag.
 
     Raises:
         UsageError: the tag or ``contents`` is none, the tag is paused, or it has other ``contents``
-            already. Raised on entry, but for the first.
+            or another ``look`` already. Raised on entry, but for the first.
         NotAttachedError: this process is not under Sublet. Raised on entry.
 
     >>> with sublet.region("kv", contents="discard"):
@@ -205,4 +223,6 @@ def region(
         raise UsageError(f"region: contents is one of {known}, not {contents!r}")
     if device is not None and (isinstance(device, bool) or not isinstance(device, int) or device < 0):
         raise UsageError(f"region: device is the number of a device, not {device!r}")
-    return Region(tag, contents, device, all_threads)
+    if not isinstance(look, bool):
+        raise UsageError(f"region: look is True or False, not {look!r}")
+    return Region(tag, contents, device, all_threads, look)

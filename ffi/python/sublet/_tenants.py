@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Optional, Union
 
+from sublet._budgets import Budget, of_tenant
 from sublet._errors import UsageError
 from sublet._library import any_library
 from sublet._native import WHOSE_TENANT
@@ -53,8 +54,29 @@ class Tenant:
             return parsed(library.pause_tenant(self._name, limit_ms))
         return parsed(library.pause_tags(self._name, listed, WHOSE_TENANT, limit_ms))
 
-    def resume(self, tags: Tags = None, *, timeout: Optional[float] = None) -> dict[str, Any]:
-        """Resumes the tenant; with tags, that memory of all its processes."""
+    def resume(
+        self,
+        tags: Tags = None,
+        *,
+        timeout: Optional[float] = None,
+        queue: bool = False,
+        wait: Optional[float] = None,
+    ) -> dict[str, Any]:
+        """Resumes the tenant; with tags, that memory of all its processes.
+
+        With ``queue``, in its place among those that wait for the GPUs: what is in the way is paused
+        once it has had its quantum, for which this waits ``wait`` seconds at most, by default not at
+        all. The report says in ``paused`` who made way, and in ``reasons`` why.
+
+        Raises:
+            RetryError: with ``queue``, somebody else comes first, whom the message names.
+        """
+        if queue:
+            if tags is not None or timeout is not None:
+                raise UsageError("a resume that queues is of the whole tenant: leave tags and timeout out")
+            return parsed(any_library().resume_in_turn(self._name, timeout_ms(wait)))
+        if wait is not None:
+            raise UsageError("only a resume that queues waits for others: say queue=True")
         listed = tag_list(tags)
         limit_ms = timeout_ms(timeout)
         library = any_library()
@@ -77,6 +99,16 @@ class Tenant:
             raise UsageError("wait=False does not wait: leave timeout out")
         limit_ms = timeout_ms(timeout) or (2**32 - 1)
         return parsed(any_library().prepare_tenant(self._name, limit_ms if wait else 0))
+
+    def budget(self, budget: Optional[Budget] = None) -> dict[str, Any]:
+        """How much GPU memory its processes may hold together; with ``budget``, changes it.
+
+        As :func:`sublet.budget`.
+
+        Raises:
+            UsageError: it is no budget, or there is no such tenant.
+        """
+        return of_tenant(any_library(), self._name, budget)
 
     def stats(self) -> dict[str, Any]:
         """What its processes hold, as ``sublet stats --json`` says in ``tenants``.
@@ -103,22 +135,42 @@ class Tenant:
         return parsed(any_library().switch_tenant(self._name, timeout_ms(wait)))
 
     def swap_to(
-        self, other: Union[Tenant, str], *, timeout: Optional[float] = None
+        self,
+        other: Union[Tenant, str],
+        tags: Tags = None,
+        *,
+        out_tags: Tags = None,
+        in_tags: Tags = None,
+        timeout: Optional[float] = None,
     ) -> dict[str, Any]:
-        """Pauses this tenant and resumes the other, both at once."""
-        return swap(self, other, timeout=timeout)
+        """Pauses this tenant and resumes the other, both at once; by tag as :func:`sublet.swap`."""
+        return swap(self, other, tags, out_tags=out_tags, in_tags=in_tags, timeout=timeout)
 
 
 def swap(
     from_tenant: Union[Tenant, str],
     to_tenant: Union[Tenant, str],
+    tags: Tags = None,
     *,
+    out_tags: Tags = None,
+    in_tags: Tags = None,
     timeout: Optional[float] = None,
 ) -> dict[str, Any]:
     """Pauses one tenant and resumes another, both at once and in bounded device memory.
 
+    With tags, only their memory leaves or comes, in all processes of its tenant, as
+    ``Tenant.pause(tags)`` and ``Tenant.resume(tags)`` have it. A tenant without tags of its own is
+    swapped whole. The processes of the second stand still while its memory comes.
+
+    Args:
+        from_tenant, to_tenant: by name, or as :class:`sublet.Tenant`.
+        tags: of both.
+        out_tags: of the first, beside ``tags``.
+        in_tags: of the second, beside ``tags``.
+        timeout: limit of each phase in seconds.
+
     Returns the reports of both as ``paused`` and ``resumed``, and raises what :func:`sublet.pause` and
-    :func:`sublet.resume` do. When the second cannot be resumed, the first runs again.
+    :func:`sublet.resume` do. When the second cannot be resumed, the first runs again, with its tags.
 
     >>> sublet.swap("train", "train")
     Traceback (most recent call last):
@@ -131,7 +183,14 @@ def swap(
     ]
     if names[0] == names[1]:
         raise UsageError(f"swap: '{names[0]}' is both tenants")
-    return parsed(any_library().swap_tenants(names[0], names[1], timeout_ms(timeout)))
+    both = tag_list(tags) or []
+    out = both + (tag_list(out_tags) or [])
+    back = both + (tag_list(in_tags) or [])
+    limit_ms = timeout_ms(timeout)
+    library = any_library()
+    if not out and not back:
+        return parsed(library.swap_tenants(names[0], names[1], limit_ms))
+    return parsed(library.swap_tags(names[0], out, names[1], back, limit_ms))
 
 
 def tenants() -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
+from sublet._budgets import Budget, budget_text
 from sublet._errors import Error, UsageError
 from sublet._library import preload_with
 from sublet._pausing import Tags, tag_list, timeout_ms
@@ -30,7 +31,6 @@ _LOOK_EVERY_S = 2.0
 #: Outcomes for which a call fails.
 _FAILURES = ("failed", "undone", "unknown", "standing")
 
-Budget = Union[str, Mapping[int, str]]
 #: What one node is asked to do: the act, its tenants, tags, seconds of a phase, and seconds beside.
 _Order = tuple[str, tuple[str, ...], Optional[list[str]], float, float]
 
@@ -112,7 +112,7 @@ def env(
     if family is not None:
         ours["SUBLET_FAMILY"] = family
     if budget is not None:
-        ours["SUBLET_BUDGET"] = _budget(budget)
+        ours["SUBLET_BUDGET"] = budget_text(budget)
     if compat is not None:
         names = [compat] if isinstance(compat, str) else list(compat)
         unknown = [name for name in names if name not in FRAMEWORKS]
@@ -127,12 +127,6 @@ def env(
     ours["LD_PRELOAD"] = preload_with(str(theirs.get("LD_PRELOAD", "")))
     merged["env_vars"] = {**theirs, **ours}
     return merged
-
-
-def _budget(budget: Budget) -> str:
-    if isinstance(budget, str):
-        return budget
-    return ",".join(f"{device}={size}" for device, size in sorted(budget.items()))
 
 
 def switch(

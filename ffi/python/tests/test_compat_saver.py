@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -434,6 +435,11 @@ def test_another_savers_object_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_process_without_sublet_is_told_how_to_start() -> None:
+    with pytest.raises(sublet.NotAttachedError, match="configure_subprocess"):
+        saver().pause()
+    # To drive others it loads the library, and is under it no more than before.
+    with contextlib.suppress(sublet.Error):
+        sublet.Tenant("nobody").stats()
     with pytest.raises(sublet.NotAttachedError, match="configure_subprocess"):
         saver().pause()
 

@@ -161,6 +161,40 @@ def test_tenants_are_swapped(stage: Stage) -> None:
     infer.resume()
 
 
+def test_tenants_are_swapped_by_tag(stage: Stage) -> None:
+    workers = {name: stage.worker(name) for name in ("train", "infer")}
+    for worker in workers.values():
+        worker.do("memory = simdriver.allocate(4 * MIB, fill=7)")
+        worker.do("with sublet.region('kv'): cache = simdriver.allocate(4 * MIB, fill=8)")
+    train, infer = sublet.Tenant("train"), sublet.Tenant("infer")
+    infer.pause("kv")
+    done = train.swap_to(infer, "kv")
+    assert done["paused"]["window_bytes"] == done["resumed"]["window_bytes"] > 0
+    assert workers["train"].do("sublet.paused('kv')") and not workers["train"].do("sublet.paused()")
+    assert workers["infer"].do("cache.read() == b'\\x08' * 4 * MIB") is True
+    # All of the one, for a tag of the other.
+    sublet.swap(infer, "train", in_tags=["kv"])
+    assert workers["infer"].do("sublet.paused()") is True
+    assert workers["train"].do("cache.read() == b'\\x08' * 4 * MIB") is True
+    with pytest.raises(sublet.UsageError, match="no memory with the tag 'no'"):
+        train.swap_to(infer, out_tags="no")
+    with pytest.raises(sublet.UsageError, match="no tag is named"):
+        train.swap_to(infer, [])
+    infer.resume()
+
+
+def test_region_that_is_not_looked_at_says_so(stage: Stage) -> None:
+    worker = stage.worker("train")
+    worker.do("with sublet.region('g', look=False): cache = simdriver.allocate(4 * MIB, fill=8)")
+    classes = worker.do("sublet.stats()['pool']['devices'][0]['classes']")
+    assert [(row["tag"], row["looking"]) for row in classes] == [("g", "off")]
+    worker.do("sublet.pause('g')")
+    worker.do("sublet.resume('g')")
+    assert worker.do("cache.read() == b'\\x08' * 4 * MIB") is True
+    kind = worker.do("failure(lambda: sublet.region('g').__enter__(), 'tags')")[0]
+    assert kind == "UsageError"
+
+
 def test_tenant_that_is_not_there_is_named(stage: Stage) -> None:
     nobody = sublet.Tenant("nobody")
     for call in (nobody.pause, nobody.resume, nobody.stats):

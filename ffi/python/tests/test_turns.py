@@ -40,3 +40,22 @@ def test_tenant_is_switched_to_from_outside(stage: Stage) -> None:
     assert worker.do("memory.read() == b'\\x07' * 4 * MIB") is True
     with pytest.raises(sublet.UsageError, match="nobody"):
         sublet.Tenant("nobody").switch()
+
+
+def test_tenant_is_resumed_in_its_place_among_those_that_wait(stage: Stage) -> None:
+    worker = stage.worker("train")
+    worker.do("memory = simdriver.allocate(4 * MIB, fill=7)")
+    train = sublet.Tenant("train")
+    assert train.resume(queue=True)["outcome"] == "already"
+    train.pause()
+    report = train.resume(queue=True, wait=1)
+    assert report["outcome"] == "completed" and report["paused"] == []
+    assert "'train' is resumed" in report["reasons"][0]
+    assert report["tenant"] == "train"
+    assert worker.do("memory.read() == b'\\x07' * 4 * MIB") is True
+    with pytest.raises(sublet.UsageError, match="nobody"):
+        sublet.Tenant("nobody").resume(queue=True)
+    with pytest.raises(sublet.UsageError, match="whole tenant"):
+        train.resume(["kv"], queue=True)
+    with pytest.raises(sublet.UsageError, match="queue=True"):
+        train.resume(wait=1)

@@ -39,6 +39,8 @@ def use() -> None:
     assert_type(sublet.paused("kv"), bool)
     assert_type(sublet.stats(), dict[str, Any])
     assert_type(sublet.tenants(), list[str])
+    assert_type(sublet.budget("0=40GiB"), dict[str, Any])
+    assert_type(sublet.Tenant("train").budget({0: "40GiB", 1: "none"}), dict[str, Any])
     with sublet.turn(timeout=3) as turn:
         assert_type(turn, dict[str, Any])
     train = sublet.Tenant("train")
@@ -46,6 +48,8 @@ def use() -> None:
     assert_type(train.name, str)
     assert_type(train.swap_to("infer", timeout=1), dict[str, Any])
     assert_type(sublet.swap(train, "infer"), dict[str, Any])
+    assert_type(train.swap_to("infer", "kv", in_tags=["weights"]), dict[str, Any])
+    assert_type(sublet.swap(train, "infer", out_tags="kv"), dict[str, Any])
 
 
 def clusters() -> None:

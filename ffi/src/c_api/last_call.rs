@@ -8,7 +8,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use serde::Serialize;
 use serde_json::{Value, json};
-use tenants::coordinator::{CoordinatorError, Outcome, PrepareError, PrepareReport, SwapError};
+use tenants::coordinator::{
+    BudgetReport, CoordinatorError, Outcome, PrepareError, PrepareReport, SwapError,
+};
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::switching::{SwitchError, Switched};
@@ -134,15 +136,34 @@ pub(crate) fn switched(outcome: Result<Switched, SwitchError>) -> c_int {
                 "outcome": how, "paused": paused, "reasons": reasons, "changes": changes,
             }))
         }
-        Err(error) => {
-            let message = chain(&error);
-            match (&error, error.cause()) {
-                (_, Some(cause)) => refused_because(cause, &message),
-                (SwitchError::Never { .. }, _) => fail(OUT_OF_DEVICE_MEMORY, &message),
-                (_, None) if error.is_retryable() => fail(RETRY, &message),
-                (_, None) => fail(REFUSED, &message),
+        Err(error) => not_switched(&error),
+    }
+}
+
+/// [`settled`] for a resume that queued: its report, and beside it who was paused and why.
+pub(crate) fn resumed_in_turn(outcome: Result<Switched, SwitchError>) -> c_int {
+    match outcome {
+        Ok(Switched { victims, reasons, changes, .. }) => {
+            let resumed = changes.last().map_or(Outcome::AlreadyActive, |(_, own)| own.clone());
+            let mut report = json_of(&resumed);
+            let paused: Vec<_> = victims.iter().map(TenantName::as_str).collect();
+            if let Some(fields) = report.as_object_mut() {
+                fields.insert("paused".to_owned(), json!(paused));
+                fields.insert("reasons".to_owned(), json!(reasons));
             }
+            keep_report(report)
         }
+        Err(error) => not_switched(&error),
+    }
+}
+
+fn not_switched(error: &SwitchError) -> c_int {
+    let message = chain(error);
+    match (error, error.cause()) {
+        (_, Some(cause)) => refused_because(cause, &message),
+        (SwitchError::Never { .. }, _) => fail(OUT_OF_DEVICE_MEMORY, &message),
+        (_, None) if error.is_retryable() => fail(RETRY, &message),
+        (_, None) => fail(REFUSED, &message),
     }
 }
 
@@ -156,6 +177,17 @@ pub(crate) fn brought_in(outcome: Result<PrepareReport, PrepareError>) -> c_int 
         Err(PrepareError::Tenant(error)) => refused(&error),
         Err(error @ PrepareError::Short { .. }) => fail(OUT_OF_HOST_MEMORY, &chain(&error)),
         Err(error @ PrepareError::CalledOff { .. }) => fail(REFUSED, &chain(&error)),
+    }
+}
+
+/// [`settled`] for a change of a tenant's budgets.
+pub(crate) fn budgeted(outcome: Result<BudgetReport, CoordinatorError>) -> c_int {
+    match outcome {
+        Ok(report) => {
+            let how = if report.failures.is_empty() { "completed" } else { "partial" };
+            keep_report(with_outcome(&report, how))
+        }
+        Err(error) => refused(&error),
     }
 }
 
@@ -196,7 +228,8 @@ fn json_of(outcome: &Outcome) -> Value {
     }
 }
 
-fn refused(error: &CoordinatorError) -> c_int {
+/// Keeps an error of the coordinator's and returns its code.
+pub(crate) fn refused(error: &CoordinatorError) -> c_int {
     refused_because(error, &chain(error))
 }
 
@@ -292,7 +325,7 @@ pub unsafe extern "C" fn sublet_last_error_json(buffer: *mut c_char, size: usize
     unsafe { write_text(&text, buffer, size) }
 }
 
-/// The report of the last pause, resume, swap or preparation of this thread, as JSON.
+/// The report of the last pause, resume, swap, preparation or change of budgets of this thread, as JSON.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.

@@ -1,6 +1,7 @@
 //! `include/sublet.h`, function by function. The header is the source of truth.
 //!
 //! * [`pausing`]: pausing and resuming, whole or by tag.
+//! * [`budgets`]: how much GPU memory a tenant may hold.
 //! * [`turns`]: getting the GPUs from others, and turns on them.
 //! * [`regions`]: which memory belongs to which tag.
 //! * [`contents`]: contents while they are offloaded, and contents that the application does not need.
@@ -11,6 +12,7 @@
 
 pub mod amem;
 pub mod attach;
+pub mod budgets;
 pub mod contents;
 pub mod last_call;
 pub mod pausing;
@@ -56,14 +58,21 @@ agrees! {
     sublet_pause_tenant in pausing: unsafe extern "C" fn(*const c_char, u32) -> c_int;
     sublet_resume_tenant in pausing: unsafe extern "C" fn(*const c_char, u32) -> c_int;
     sublet_swap_tenants in pausing: unsafe extern "C" fn(*const c_char, *const c_char, u32) -> c_int;
+    sublet_swap_tags in pausing: unsafe extern "C" fn(
+        *const c_char, *const *const c_char, usize, *const c_char, *const *const c_char, usize, u32
+    ) -> c_int;
     sublet_pause_tags in pausing:
         unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
     sublet_resume_tags in pausing:
         unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
+    sublet_resume_in_turn in pausing: unsafe extern "C" fn(*const c_char, u32) -> c_int;
     sublet_switch_tenant in turns: unsafe extern "C" fn(*const c_char, u32) -> c_int;
     sublet_turn_begin in turns: unsafe extern "C" fn(u32) -> c_int;
     sublet_turn_end in turns: unsafe extern "C" fn() -> c_int;
     sublet_prepare_tenant in pausing: unsafe extern "C" fn(*const c_char, u32) -> c_int;
+    sublet_set_budget in budgets: unsafe extern "C" fn(*const c_char, *const c_char) -> c_int;
+    sublet_budget_json in budgets:
+        unsafe extern "C" fn(*const c_char, *mut c_char, usize) -> i64;
     sublet_is_paused in pausing: unsafe extern "C" fn() -> c_int;
     sublet_tag_is_paused in pausing: unsafe extern "C" fn(*const c_char) -> c_int;
     sublet_changes in pausing: unsafe extern "C" fn() -> u64;

@@ -6,15 +6,18 @@ use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char, c_int};
 use std::time::{Duration, Instant};
 
-use tenants::coordinator::{Coordinator, Options, SwapOptions, Waits, swap};
+use tenants::coordinator::{Coordinator, Options, SwapOptions, Waits, swap, swap_with_itself};
 use tenants::identity::TenantName;
 use tenants::member::Asking;
 use tenants::requests;
 use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
+use tenants::switching::{self, SwitchOptions};
 use tenants::wire::{Action, MemberState};
 
-use super::last_call::{brought_in, fail, guarded, not_joined, say_no, settled, swapped};
+use super::last_call::{
+    brought_in, fail, guarded, not_joined, resumed_in_turn, say_no, settled, swapped,
+};
 use super::{ARGUMENT, OK, REFUSED};
 use crate::{bindings, runtime};
 
@@ -85,8 +88,12 @@ unsafe fn act_for_all(
 /// `tenant` is null or a terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_pause_tenant(tenant: *const c_char, timeout_ms: u32) -> c_int {
-    // SAFETY: as this function's caller promises.
-    code_of(|| unsafe { act_for_all(tenant, Scope::Whole, Action::Pause, timeout_ms) })
+    code_of(|| {
+        // SAFETY: as this function's caller promises.
+        switching::stays_away(&run_dir()?, &unsafe { tenant_of(tenant) }?);
+        // SAFETY: as above.
+        unsafe { act_for_all(tenant, Scope::Whole, Action::Pause, timeout_ms) }
+    })
 }
 
 /// Resumes every process of a tenant.
@@ -99,6 +106,23 @@ pub unsafe extern "C" fn sublet_resume_tenant(tenant: *const c_char, timeout_ms:
     code_of(|| unsafe { act_for_all(tenant, Scope::Whole, Action::Resume, timeout_ms) })
 }
 
+/// Resumes a tenant in its place among those that wait for the GPUs.
+///
+/// # Safety
+/// `tenant` is null or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_resume_in_turn(tenant: *const c_char, wait_ms: u32) -> c_int {
+    code_of(|| {
+        runtime::start_log();
+        // SAFETY: as this function's caller promises.
+        let tenant = unsafe { tenant_of(tenant) }?;
+        let wait = Duration::from_millis(u64::from(wait_ms));
+        let options = SwitchOptions { wait, ..SwitchOptions::default() };
+        let done = switching::resume_in_turn(&run_dir()?, &tenant, &options, &mut |_| {});
+        Ok(resumed_in_turn(done))
+    })
+}
+
 /// Pauses one tenant and resumes another, both at once.
 ///
 /// # Safety
@@ -109,22 +133,68 @@ pub unsafe extern "C" fn sublet_swap_tenants(
     to: *const c_char,
     timeout_ms: u32,
 ) -> c_int {
+    // SAFETY: as this function's caller promises.
+    code_of(|| unsafe { swap_scopes((from, Scope::Whole), (to, Scope::Whole), timeout_ms) })
+}
+
+/// # Safety
+/// Both are null or terminated strings.
+unsafe fn swap_scopes(
+    (from, out): (*const c_char, Scope),
+    (to, back): (*const c_char, Scope),
+    timeout_ms: u32,
+) -> Result<c_int, c_int> {
+    runtime::start_log();
+    // SAFETY: as this function's caller promises.
+    let from = unsafe { tenant_of(from) }?;
+    // SAFETY: as this function's caller promises.
+    let to = unsafe { tenant_of(to) }?;
+    if from == to {
+        return Err(fail(ARGUMENT, &swap_with_itself(&from)));
+    }
+    let run_dir = run_dir()?;
+    let timeout = timeout_of(timeout_ms);
+    let _asking = asking_for(&from);
+    let options = |scope| Options { timeout, scope, ..Options::default() };
+    let mut from = Coordinator::new(run_dir.clone(), from, options(out));
+    let mut to = Coordinator::new(run_dir, to, options(back));
+    Ok(swapped(swap(&mut from, &mut to, SwapOptions::default(), &mut |_| {})))
+}
+
+/// All of a tenant, or these tags of it.
+///
+/// # Safety
+/// `tags` is null or points to `count` terminated strings.
+unsafe fn scope_of(tags: *const *const c_char, count: usize) -> Result<Scope, c_int> {
+    if tags.is_null() && count == 0 {
+        return Ok(Scope::Whole);
+    }
+    // SAFETY: as this function's caller promises.
+    let tags = unsafe { tags_of(tags, count) }?;
+    Ok(Scope::Tags { tags, owner: None })
+}
+
+/// Pauses tags of one tenant and resumes tags of another, both at once.
+///
+/// # Safety
+/// Both names are null or terminated strings; tags are null or point to as many of them as is said.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_swap_tags(
+    from: *const c_char,
+    out_tags: *const *const c_char,
+    out_count: usize,
+    to: *const c_char,
+    in_tags: *const *const c_char,
+    in_count: usize,
+    timeout_ms: u32,
+) -> c_int {
     code_of(|| {
-        runtime::start_log();
         // SAFETY: as this function's caller promises.
-        let from = unsafe { tenant_of(from) }?;
+        let out = unsafe { scope_of(out_tags, out_count) }?;
         // SAFETY: as this function's caller promises.
-        let to = unsafe { tenant_of(to) }?;
-        if from == to {
-            return Err(fail(ARGUMENT, &format!("tenant '{from}' cannot be swapped with itself")));
-        }
-        let run_dir = run_dir()?;
-        let timeout = timeout_of(timeout_ms);
-        let _asking = asking_for(&from);
-        let options = || Options { timeout, ..Options::default() };
-        let mut from = Coordinator::new(run_dir.clone(), from, options());
-        let mut to = Coordinator::new(run_dir, to, options());
-        Ok(swapped(swap(&mut from, &mut to, SwapOptions::default(), &mut |_| {})))
+        let back = unsafe { scope_of(in_tags, in_count) }?;
+        // SAFETY: as this function's caller promises.
+        unsafe { swap_scopes((from, out), (to, back), timeout_ms) }
     })
 }
 

@@ -454,4 +454,22 @@ macro_rules! exported {
     };
 }
 
-pub(crate) use {exported, interpose_library};
+/// Calls the watched copy's own function, one of the table that the module of the caller has as `Function`.
+macro_rules! call_own {
+    ($library:ident, $symbol:ident ( $($value:expr => $ty:ty),* ) -> $answer:ty, else $missing:expr) => {
+        match $library.watched().and_then(|copy| copy.function(Function::$symbol as usize)) {
+            Some(address) => {
+                let address = std::ptr::with_exposed_provenance::<()>(address);
+                // SAFETY: the address is the library's function of this name, whose signature is this.
+                let function = unsafe {
+                    std::mem::transmute::<*const (), unsafe extern "C" fn($($ty),*) -> $answer>(address)
+                };
+                // SAFETY: the arguments are the caller's own.
+                unsafe { function($($value),*) }
+            }
+            None => $missing,
+        }
+    };
+}
+
+pub(crate) use {call_own, exported, interpose_library};

@@ -89,8 +89,8 @@ pub(crate) fn program() -> Option<*mut c_void> {
     (!opened.is_null()).then_some(opened)
 }
 
-/// Where the file that holds `address` is mapped, and its path.
-pub(crate) fn image_of(address: usize) -> Option<(usize, CString)> {
+/// What the loader says of `address`.
+fn info_of(address: usize) -> Option<libc::Dl_info> {
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
     let pointer = std::ptr::with_exposed_provenance::<c_void>(address);
     // SAFETY: `info` is a valid out-pointer; `dladdr` only compares the address.
@@ -98,13 +98,25 @@ pub(crate) fn image_of(address: usize) -> Option<(usize, CString)> {
         return None;
     }
     // SAFETY: the call succeeded and filled it; zeroes are valid too.
-    let info = unsafe { info.assume_init() };
+    Some(unsafe { info.assume_init() })
+}
+
+/// Where the file that holds `address` is mapped, and its path.
+pub(crate) fn image_of(address: usize) -> Option<(usize, CString)> {
+    let info = info_of(address)?;
     if info.dli_fname.is_null() {
         return None;
     }
     // SAFETY: the loader's file names are terminated and live as long as the library.
     let name = unsafe { CStr::from_ptr(info.dli_fname) };
     Some((info.dli_fbase.addr(), name.to_owned()))
+}
+
+/// The exported function that `address` is in.
+pub(crate) fn function_of(address: usize) -> Option<CString> {
+    let info = info_of(address).filter(|info| !info.dli_sname.is_null())?;
+    // SAFETY: the loader's names of symbols are terminated and live as long as the library.
+    Some(unsafe { CStr::from_ptr(info.dli_sname) }.to_owned())
 }
 
 /// Is `address` in this library?

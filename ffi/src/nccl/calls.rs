@@ -289,6 +289,10 @@ function! {
 // All ranks suspend and resume together. The memory itself goes and comes by the driver's calls.
 function! {
     ncclCommSuspend(communicator: Pointer, flags: c_int) by member |all, here, call| {
+        // All ranks give up what they have of each other before any makes its own again.
+        if let Some(member) = runtime::member() {
+            member.pool().take_shared_addresses_again();
+        }
         all.agree(here, "ncclCommSuspend", communicator.expose_provenance(), call)
     }
 }

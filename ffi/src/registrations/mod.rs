@@ -20,30 +20,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use vmm_pool::driver::{DeviceAddress, VaRange};
 
 use crate::interpose::Pointer;
+use crate::interpose::library::call_own;
 use crate::runtime::{self, Member};
 
 pub(crate) use gdrcopy::{FILE as GDRCOPY_FILE, GDRCOPY};
 pub(crate) use mlx5::MLX5;
 pub(crate) use verbs::{FILE as VERBS_FILE, VERBS};
-
-/// Calls the watched copy's own function.
-macro_rules! call_own {
-    ($library:ident, $symbol:ident ( $($value:expr => $ty:ty),* ) -> $answer:ty, else $missing:expr) => {
-        match $library.watched().and_then(|copy| copy.function(Function::$symbol as usize)) {
-            Some(address) => {
-                let address = std::ptr::with_exposed_provenance::<()>(address);
-                // SAFETY: the address is the library's function of this name, whose signature is this.
-                let function = unsafe {
-                    std::mem::transmute::<*const (), unsafe extern "C" fn($($ty),*) -> $answer>(address)
-                };
-                // SAFETY: the arguments are the caller's own.
-                unsafe { function($($value),*) }
-            }
-            None => $missing,
-        }
-    };
-}
-use call_own;
 
 /// Runs `ours` in a process that has joined, and `plain`, the library's own call, in any other. Nothing unwinds into the
 /// caller: when something of ours fails before the library was asked, it is asked.

@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::sync::PoisonError;
 
 use sublet_cuda_driver::blocks::{self, Ending};
-use vmm_pool::driver::{CudaDriver, DeviceOrdinal, RawContext};
+use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver, RawContext};
 
 use super::SUCCESS;
 use crate::interpose::Pointer;

@@ -3,6 +3,7 @@
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
 use std::ffi::{c_int, c_uint, c_void};
+use std::time::Duration;
 
 use sublet_cuda_driver::vmm;
 use sublet_cuda_graph::Target;
@@ -88,6 +89,9 @@ fn capture_key(stream: Pointer, symbol: &str) -> u64 {
     stream as u64
 }
 
+/// How long a capture lets waits for devices end that were left behind: see [`vmm_pool::Pool::let_waits_end`].
+const WAITS_BEFORE_CAPTURE: Duration = Duration::from_secs(1);
+
 macro_rules! begin_capture {
     ($symbol:ident ( $($arg:ident : $ty:ty),* ) into $target:ident) => {
         /// Begins a capture; no pause starts until it ends.
@@ -99,6 +103,9 @@ macro_rules! begin_capture {
             let member = runtime::member();
             let _pass = member
                 .map(|member| member.gate().pass_for(stringify!($symbol), Passage::Capture));
+            if let Some(member) = member {
+                member.pool().let_waits_end(WAITS_BEFORE_CAPTURE);
+            }
             let code = call_driver!($symbol(stream => Pointer, $($arg => $ty),*));
             if let (Some(member), SUCCESS) = (member, code) {
                 let key = capture_key(stream, stringify!($symbol));

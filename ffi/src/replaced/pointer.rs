@@ -152,7 +152,16 @@ pub unsafe extern "C" fn cuMemGetAccess(
             write_out!(flags, pointers::rights(facts, *place));
             Some(DriverCode::SUCCESS)
         };
-        pointers::ask(member, DeviceAddress(address), || DriverCode(driver()), away)
+        // The driver knows those of the slab.
+        let here = || {
+            let code = driver();
+            let right = member.pool().cell_right(DeviceAddress(address), *place);
+            if let Some(right) = right.filter(|_| code == SUCCESS) {
+                write_out!(flags, u64::from(right.unsigned_abs()));
+            }
+            DriverCode(code)
+        };
+        pointers::ask(member, DeviceAddress(address), here, away)
     };
     answered(runtime::member, |member| answer(asked(member)), driver)
 }

@@ -4,8 +4,11 @@
 
 use std::ffi::{c_int, c_ulonglong, c_void};
 use std::os::fd::{BorrowedFd, IntoRawFd, RawFd};
+use std::path::Path;
 
-use sublet_cuda_driver::{Answer, vmm};
+use sublet_cuda_driver::vmm::Purpose;
+use sublet_cuda_driver::{Answer, caller, vmm};
+use sublet_registrations::device_files::{self, DeviceFile};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DriverCode, HANDLE_TYPE_POSIX_FD,
 };
@@ -58,12 +61,31 @@ unsafe extern "C" fn mem_create(
         runtime::join,
         |member| {
             let library = class_of_caller(caller);
+            if library == caller::NCCL && member.pool().uses_slabs() {
+                spare_slabs_from_cards(member);
+            }
             without_flags(member, None, flags)
-                .and_then(|()| vmm::create(member, size as u64, prop, library))
+                .and_then(|()| {
+                    let purpose = match library {
+                        caller::NCCL => runtime::purpose_of_caller(caller),
+                        _ => Purpose::Any,
+                    };
+                    vmm::create(member, size as u64, prop, library, purpose)
+                })
                 .map(|value| write_out!(handle, value))
         },
         driver,
     )
+}
+
+/// A network card holds whole allocations that memory registered with it lies in, and so do copies of their contents stay on the device. With a card open, NCCL's
+/// memory stands alone from here on, so that what is registered keeps nothing else.
+fn spare_slabs_from_cards(member: &Member) {
+    let open = device_files::open_in(Path::new(device_files::OWN_DESCRIPTORS));
+    let pins = |kind: &DeviceFile| matches!(kind, DeviceFile::Verbs | DeviceFile::GdrCopy);
+    let Some((_, path)) = open.iter().find(|(kind, _)| pins(kind)) else { return };
+    member.pool().use_slabs(false);
+    tracing::info!(file = %path.display(), "NCCL's memory is not made as parts of larger allocations: a network card may hold some of it");
 }
 
 /// Gives back one reference of a handle.
@@ -119,17 +141,20 @@ pub unsafe extern "C" fn cuMemUnmap(start: Address, size: usize) -> c_int {
     )
 }
 
-/// Reserves addresses.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemAddressReserve(
+with_caller! {
+    /// Reserves addresses.
+    cuMemAddressReserve(
+        start: *mut Address, size: usize, alignment: usize, hint: Address, flags: c_ulonglong
+    ) => address_reserve
+}
+
+unsafe extern "C" fn address_reserve(
     start: *mut Address,
     size: usize,
     alignment: usize,
     hint: Address,
     flags: c_ulonglong,
+    caller: usize,
 ) -> c_int {
     let driver = || {
         call_driver!(cuMemAddressReserve(
@@ -143,7 +168,8 @@ pub unsafe extern "C" fn cuMemAddressReserve(
     answered(
         runtime::member,
         |member| {
-            vmm::address_reserve(member, size as u64, alignment as u64)
+            let library = class_of_caller(caller);
+            vmm::address_reserve(member, size as u64, alignment as u64, library)
                 .map(|address| write_out!(start, address))
         },
         driver,

@@ -1,14 +1,19 @@
 //! What may be said on the command line.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::metrics::serve::{ADDRESS, address};
 use clap::{Args, Parser, Subcommand};
 use tenants::budget::{BudgetError, Budgets};
 use tenants::identity::{FamilyName, TenantName};
+use tenants::region::TAG_BYTES_MAX;
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
-use tenants::turns::{Class, ClassError, Weight, WeightError};
+use tenants::size::{NoSize, Size};
+use tenants::turns::{Class, ClassError, TURNS_AUTO, Weight, WeightError};
 
 const EXIT_CODES: &str = "\
 Exit codes: 0 done; 1 refused or failed, nothing changed; 2 wrong usage; 3 changed, but not wholly as asked; 130 called off by \
@@ -74,10 +79,17 @@ pub(crate) struct RunArgs {
     /// How many quanta a fair tenant has at a time, from 1 (unless another is named) to 100
     #[arg(long, value_name = "NUMBER", value_parser = weight)]
     pub(crate) weight: Option<Weight>,
+    /// auto: its allocations that a GPU has no room for queue, and others that do the same make way and come back by themselves
+    #[arg(long, value_name = "HOW", value_parser = [TURNS_AUTO])]
+    pub(crate) turns: Option<String>,
     /// How much GPU memory all its processes together may hold: 60GiB on each GPU, or 0=60GiB on the one that nvidia-smi
     /// shows as 0, or GPU-...=60GiB; may be given more than once
     #[arg(long = "budget", value_name = "[GPU=]SIZE", value_parser = budgets)]
     pub(crate) budgets: Vec<Budgets>,
+    /// No pause looks for what is zero or unchanged in memory of regions with this tag, or of a library by its name, and all of it is
+    /// copied: for memory that always changes. May be given more than once
+    #[arg(long = "no-look", value_name = "TAG", value_parser = tag)]
+    pub(crate) no_look: Vec<String>,
     /// The preload object; found beside this command when not given
     #[arg(long, value_name = "PATH")]
     pub(crate) library: Option<PathBuf>,
@@ -113,12 +125,46 @@ pub(crate) struct TagArgs {
 impl TagArgs {
     /// What to pause or resume.
     pub(crate) fn scope(&self) -> Scope {
-        if self.tags.is_empty() && self.libraries.is_empty() {
-            return Scope::Whole;
-        }
-        let tags = TagNames::Named(self.tags.iter().chain(&self.libraries).cloned().collect());
-        Scope::Tags { tags, owner: None }
+        scope_of([&self.tags, &self.libraries])
     }
+}
+
+#[derive(Debug, Default, Args)]
+pub(crate) struct SwapTagArgs {
+    /// Only memory of regions with this tag, of both: FROM runs on without it, and TO gets it back. May be given more than once
+    #[arg(long = "tag", value_name = "TAG")]
+    both: Vec<String>,
+    /// Only this library's own memory, of both; may be given beside tags
+    #[arg(long = "library", value_name = "LIBRARY", value_parser = LIBRARY_TAGS)]
+    libraries: Vec<String>,
+    /// Of FROM, only memory of regions with this tag, or of a library by its name; may be given more than once
+    #[arg(long = "out-tag", value_name = "TAG")]
+    out: Vec<String>,
+    /// Of TO, only memory of regions with this tag, or of a library by its name, and where it is paused as a whole what has no tag;
+    /// may be given more than once
+    #[arg(long = "in-tag", value_name = "TAG")]
+    back: Vec<String>,
+}
+
+impl SwapTagArgs {
+    /// What leaves.
+    pub(crate) fn out_scope(&self) -> Scope {
+        scope_of([&self.both, &self.libraries, &self.out])
+    }
+
+    /// What comes.
+    pub(crate) fn in_scope(&self) -> Scope {
+        scope_of([&self.both, &self.libraries, &self.back])
+    }
+}
+
+/// Memory with these tags; all of it where there are none.
+fn scope_of<const N: usize>(tags: [&Vec<String>; N]) -> Scope {
+    let names: BTreeSet<String> = tags.into_iter().flatten().cloned().collect();
+    if names.is_empty() {
+        return Scope::Whole;
+    }
+    Scope::Tags { tags: TagNames::Named(names), owner: None }
 }
 
 #[derive(Debug, Args)]
@@ -147,6 +193,9 @@ pub(crate) struct ResumeArgs {
     pub(crate) tags: TagArgs,
     #[command(flatten)]
     pub(crate) wait: WaitArgs,
+    /// Queue for the GPUs with those that take turns, and pause what is in the way when it is this tenant's turn; --wait says for how long
+    #[arg(long, conflicts_with_all = ["tags", "libraries"])]
+    pub(crate) queue: bool,
     /// Go on without memory that was imported from processes that have ended since: work that touches it
     /// fails, so that the job can take its own error path
     #[arg(long)]
@@ -163,7 +212,8 @@ pub(crate) struct ResumeArgs {
 
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct WaitArgs {
-    /// While GPU memory is short, wait until it fits: without end, or for the time given, such as --wait=90s
+    /// While GPU memory is short, or somebody in the way is in a turn, wait until that is over: without end, or for the time given, such as
+    /// --wait=90s
     #[arg(
         long,
         value_name = "TIME",
@@ -192,6 +242,8 @@ pub(crate) struct SwapArgs {
     /// The tenant to resume
     #[arg(value_parser = tenant, value_name = "TO")]
     pub(crate) to: TenantName,
+    #[command(flatten)]
+    pub(crate) tags: SwapTagArgs,
     /// Pause the first wholly before anything of the second comes back
     #[arg(long)]
     pub(crate) no_overlap: bool,
@@ -199,6 +251,10 @@ pub(crate) struct SwapArgs {
     /// a sixteenth of the larger when not given, from 256MiB to 2GiB
     #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "no_overlap")]
     pub(crate) window: Option<u64>,
+    /// Let physical memory of the first become the second's where both have allocations of one size, in place of giving it back
+    /// and asking for it again; it is cleared before the second uses it
+    #[arg(long, conflicts_with = "no_overlap")]
+    pub(crate) hand_over: bool,
     #[command(flatten)]
     pub(crate) wait: WaitArgs,
     /// Time for each phase; each phase has its own default
@@ -219,29 +275,13 @@ pub(crate) struct SwitchArgs {
     /// Show what would be done and why, and change nothing
     #[arg(long, conflicts_with = "wait")]
     pub(crate) dry_run: bool,
-    /// While somebody in the way is in a turn, wait until that is over or has had its quantum: without end, or for the time
-    /// given, such as --wait=90s
-    #[arg(
-        long,
-        value_name = "TIME",
-        value_parser = wait_time,
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = FOREVER
-    )]
-    wait: Option<Duration>,
+    #[command(flatten)]
+    pub(crate) wait: WaitArgs,
     /// Time for each phase; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) timeout: Option<Duration>,
     #[command(flatten)]
     pub(crate) json: JsonArgs,
-}
-
-impl SwitchArgs {
-    /// How long to wait; nothing without the option, and no bound without a time.
-    pub(crate) fn wait_at_most(&self) -> Duration {
-        self.wait.unwrap_or_default()
-    }
 }
 
 #[derive(Debug, Args)]
@@ -296,6 +336,12 @@ pub(crate) struct MetricsArgs {
     /// Go on until Ctrl-C or SIGTERM, and write the file anew after each such time, such as 15s
     #[arg(long, value_name = "TIME", value_parser = duration, requires = "textfile")]
     pub(crate) every: Option<Duration>,
+    /// Serve figures by HTTP at /metrics until Ctrl-C or SIGTERM; without an address or with a port alone to this machine only
+    #[arg(
+        long, value_name = "ADDRESS", value_parser = address, num_args = 0..=1, default_missing_value = ADDRESS,
+        conflicts_with_all = ["textfile", "every"]
+    )]
+    pub(crate) listen: Option<SocketAddr>,
 }
 
 #[derive(Debug, Args)]
@@ -323,6 +369,16 @@ pub(crate) struct ManArgs {
 
 fn tenant(text: &str) -> Result<TenantName, String> {
     TenantName::new(text).map_err(|error| error.to_string())
+}
+
+fn tag(text: &str) -> Result<String, String> {
+    if text.contains(',') {
+        return Err("a comma divides tags: give the option once for each".to_owned());
+    }
+    if !(1..=TAG_BYTES_MAX).contains(&text.len()) {
+        return Err(format!("a tag has 1 to {TAG_BYTES_MAX} bytes"));
+    }
+    Ok(text.to_owned())
 }
 
 fn family(text: &str) -> Result<FamilyName, String> {
@@ -358,14 +414,11 @@ fn duration(text: &str) -> Result<Duration, String> {
 
 /// A size such as `512MiB` or `2GiB`; a bare number is in bytes.
 fn size(text: &str) -> Result<u64, String> {
-    const UNITS: [(&str, u64); 3] = [("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)];
-    let with_unit = UNITS.iter().find_map(|(unit, bytes)| Some((text.strip_suffix(unit)?, *bytes)));
-    let (number, unit_bytes) = with_unit.unwrap_or((text, 1));
-    let bytes =
-        number.trim_end().parse::<u64>().ok().and_then(|count| count.checked_mul(unit_bytes));
-    bytes
-        .filter(|bytes| *bytes > 0)
-        .ok_or_else(|| format!("'{text}' is no size: say for example 512MiB or 2GiB"))
+    let read: Result<Size, NoSize> = text.parse();
+    match read {
+        Ok(Size(bytes)) if bytes > 0 => Ok(bytes),
+        Ok(_) | Err(NoSize) => Err(format!("'{text}' is {NoSize}")),
+    }
 }
 
 #[cfg(test)]
@@ -423,11 +476,14 @@ mod tests {
             "sublet wake train",
             "sublet trace train",
             "sublet metrics --every 5s",
+            "sublet metrics --listen localhost",
+            "sublet metrics --listen 9400 --textfile a.prom",
+            "sublet metrics --listen 9400 --every 5s",
             "sublet completions tcsh",
             "sublet top train",
             "sublet man",
             "sublet budget",
-            "sublet budget train 60GB",
+            "sublet budget train 60PB",
             "sublet budget train gpu=1GiB",
             "sublet run --tenant train --budget 0=0 -- true",
         ] {
@@ -450,6 +506,16 @@ mod tests {
             panic!();
         };
         assert_eq!(args.wait.at_most(), Duration::ZERO);
+        for (line, wanted) in [
+            ("sublet metrics --listen", "127.0.0.1:9400"),
+            ("sublet metrics --listen 9401", "127.0.0.1:9401"),
+            ("sublet metrics --listen 10.0.0.7:9400", "10.0.0.7:9400"),
+        ] {
+            let Command::Metrics(args) = parse(line).unwrap() else {
+                panic!();
+            };
+            assert_eq!(args.listen, wanted.parse().ok(), "{line}");
+        }
         let Command::Stats(args) = parse("sublet stats").unwrap() else {
             panic!();
         };
@@ -509,7 +575,8 @@ mod tests {
         assert_eq!(size("512MiB"), Ok(512 << 20));
         assert_eq!(size("2 GiB"), Ok(2 << 30));
         assert_eq!(size("4096"), Ok(4096));
-        for text in ["", "0", "0MiB", "-1", "1.5GiB", "MiB", "2GB", "99999999999GiB"] {
+        assert_eq!(size("2GB"), Ok(2 << 30), "as budgets and variables say it");
+        for text in ["", "0", "0MiB", "-1", "1.5GiB", "MiB", "2PB", "99999999999GiB"] {
             assert!(size(text).is_err(), "{text:?}");
         }
     }

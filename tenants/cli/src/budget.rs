@@ -29,7 +29,7 @@ pub(crate) fn budget(
     let report = match one_of(&args.budgets)? {
         None => coordinator.budgets()?,
         Some(changes) => {
-            check_node(&changes, Path::new(gpus::NODE_GPUS))?;
+            check_node(&changes)?;
             Some(coordinator.change_budgets(&changes)?)
         }
     };
@@ -126,22 +126,9 @@ pub(crate) fn remarks(tenant: &TenantStats) -> impl Iterator<Item = String> {
 }
 
 /// Refuses a number that no GPU of this machine has, where the machine lists its GPUs.
-fn check_node(budgets: &Budgets, list: &Path) -> Result<(), Failure> {
-    let count = gpus::places(list).len();
-    for (which, _) in budgets.iter() {
-        if let Which::Index(index) = which
-            && count > 0
-            && usize::try_from(index).is_ok_and(|index| index >= count)
-        {
-            let message = format!(
-                "there is no GPU {index} for a budget: this machine has {count}, from 0 to {}, as nvidia-smi numbers them \
-                 whatever CUDA_VISIBLE_DEVICES says",
-                count - 1
-            );
-            return Err(Failure::new(message, EXIT_USAGE));
-        }
-    }
-    Ok(())
+fn check_node(budgets: &Budgets) -> Result<(), Failure> {
+    let list = Path::new(gpus::NODE_GPUS);
+    budgets.check(list).map_err(|error| Failure::of(&error, EXIT_USAGE))
 }
 
 /// What `sublet run` puts into the environment of a tenant's processes, checked against what is known: none where nothing
@@ -160,7 +147,7 @@ pub(crate) fn for_run(
             .parse()
             .map_err(|error| Failure::new(format!("{BUDGET_VARIABLE}: {error}"), EXIT_USAGE))?,
     };
-    check_node(&budgets, Path::new(gpus::NODE_GPUS))?;
+    check_node(&budgets)?;
     let options = Options::default();
     let own = Coordinator::new(run_dir.clone(), tenant.clone(), options).budgets();
     match own {

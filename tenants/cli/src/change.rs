@@ -6,12 +6,14 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use tenants::coordinator::{
-    self, Coordinator, CoordinatorError, DeviceShortage, Interrupt, LostImports, Options, Outcome,
-    Report, Swap, SwapError, SwapOptions,
+    self, Coordinator, CoordinatorError, DeviceShortage, Event, Interrupt, LostImports,
+    MemberFailure, Options, Outcome, Report, Swap, SwapError, SwapOptions,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
+use tenants::scope::Scope;
+use tenants::switching::{self, SwitchError, SwitchOptions, Switched};
 use tenants::wire::Action;
 
 use crate::args::{PauseArgs, ResumeArgs, SwapArgs};
@@ -22,7 +24,7 @@ use crate::outsiders::{self, Occupant};
 use crate::progress::Progress;
 use crate::signals;
 use crate::units;
-use crate::{files, trace};
+use crate::{files, switch, trace};
 
 const RETRY_MIN: Duration = Duration::from_millis(100);
 const RETRY_MAX: Duration = Duration::from_secs(2);
@@ -34,6 +36,9 @@ pub(crate) fn pause(
 ) -> Result<ExitCode, Failure> {
     check(args.trace.as_deref())?;
     let scope = args.tags.scope();
+    if scope == Scope::Whole {
+        switching::stays_away(&run_dir, &args.tenant);
+    }
     let options = Options { scope, ..options(args.timeout, &signals::watch()?) };
     let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
     let result = {
@@ -57,6 +62,9 @@ pub(crate) fn resume(
     let interrupt = signals::watch()?;
     let lost_imports = if args.without_lost { LostImports::LeaveOut } else { LostImports::Refuse };
     let scope = args.tags.scope();
+    if args.queue {
+        return resume_in_turn(args, &run_dir, lost_imports, interrupt, output);
+    }
     let options = Options { lost_imports, scope, ..options(args.timeout, &interrupt) };
     let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
     let result = {
@@ -71,6 +79,46 @@ pub(crate) fn resume(
         None,
     );
     Ok(traced.unwrap_or(show(&args.tenant, result, args.json.json, Gpus::look, output)?))
+}
+
+/// Resumes a tenant in its place among those that wait for the GPUs.
+fn resume_in_turn(
+    args: &ResumeArgs,
+    run_dir: &RunDir,
+    lost_imports: LostImports,
+    interrupt: Interrupt,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    let options = SwitchOptions {
+        wait: args.wait.at_most(),
+        timeout: args.timeout,
+        interrupt: Some(interrupt),
+        lost_imports,
+        is_dry: false,
+    };
+    let result = {
+        let mut progress = Progress::start();
+        let note = &mut |event: Event<'_>| progress.note(&event);
+        switching::resume_in_turn(run_dir, &args.tenant, &options, note)
+    };
+    let changes = result.as_ref().map_or(&[][..], |switched| &switched.changes);
+    let done: Vec<_> = changes.iter().map(|(_, outcome)| outcome.clone()).collect();
+    let traced = write_trace(args.trace.as_deref(), &done, None);
+    if args.json.json {
+        output.json(&Document::queued(&args.tenant, &result))?;
+        let code = result.map_or_else(
+            |error| ExitCode::from(switch::code_of(&error)),
+            |switched| losses_code(switch::outcomes(&switched)),
+        );
+        return Ok(traced.unwrap_or(code));
+    }
+    let switched = result.map_err(|error| Failure::of(&error, switch::code_of(&error)))?;
+    if switched.changes.iter().all(|(_, outcome)| matches!(outcome, Outcome::AlreadyActive)) {
+        output.line(format!("tenant '{}' is active already", args.tenant));
+    } else {
+        switch::render(false, &switched, output);
+    }
+    Ok(traced.unwrap_or(losses_code(switch::outcomes(&switched))))
 }
 
 /// Tries again what `result` says was short of GPU memory, for at most `wait`, and says what it waits for. Between two
@@ -162,17 +210,22 @@ pub(crate) fn swap(
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     if args.from == args.to {
-        let message = format!("tenant '{}' cannot be swapped with itself", args.from);
+        let message = coordinator::swap_with_itself(&args.from);
         return Err(Failure::new(message, EXIT_USAGE));
     }
     check(args.trace.as_deref())?;
     let interrupt = signals::watch()?;
-    let coordinator = |tenant: &TenantName| {
-        let options = options(args.timeout, &interrupt);
+    let coordinator = |tenant: &TenantName, scope: Scope| {
+        let options = Options { scope, ..options(args.timeout, &interrupt) };
         Coordinator::new(run_dir.clone(), tenant.clone(), options)
     };
-    let (mut from, mut to) = (coordinator(&args.from), coordinator(&args.to));
-    let how = SwapOptions { overlap: !args.no_overlap, window_bytes: args.window };
+    let mut from = coordinator(&args.from, args.tags.out_scope());
+    let mut to = coordinator(&args.to, args.tags.in_scope());
+    let how = SwapOptions {
+        overlap: !args.no_overlap,
+        window_bytes: args.window,
+        hand_over: args.hand_over,
+    };
     let wait = args.wait.at_most();
     let started = Instant::now();
     let result = {
@@ -192,7 +245,7 @@ pub(crate) fn swap(
             |progress| swap(progress, &mut to),
         );
         match result {
-            Err(SwapError::Resume { paused, source, paused_tenant }) => {
+            Err(SwapError::Resume { paused, source, paused_tenant, left }) => {
                 let resumed =
                     resume_when_it_fits(&mut to, Err(*source), wait, &interrupt, &mut progress);
                 match resumed {
@@ -203,7 +256,7 @@ pub(crate) fn swap(
                     }
                     Err(source) => {
                         let source = Box::new(source);
-                        Err(SwapError::Resume { paused, source, paused_tenant })
+                        Err(SwapError::Resume { paused, source, paused_tenant, left })
                     }
                 }
             }
@@ -252,25 +305,33 @@ fn show_swap(
         }
         Err(SwapError::NoTarget(error)) => show_halves(vec![(&args.to, Err(error))], json, output),
         Err(SwapError::Pause(error)) => show_halves(vec![(&args.from, Err(error))], json, output),
-        Err(SwapError::WentBack { tenant, losses, source }) => {
+        Err(SwapError::WentBack { tenant, left, losses, source }) => {
             let code = show_halves(vec![(&args.to, Err(*source))], json, output)?;
-            output::complain(&format!("tenant '{tenant}' was paused for it, and is active again"));
+            output::complain(&format!(
+                "{} was paused for it, and is active again",
+                left.subject(&tenant)
+            ));
             for loss in &losses {
                 output::complain(&format!("lost: {loss}"));
             }
             Ok(if losses.is_empty() { code } else { ExitCode::from(EXIT_PARTIAL) })
         }
-        Err(SwapError::NotBack { tenant, resume, source }) => {
+        Err(SwapError::NotBack { tenant, left, losses, resume, source }) => {
             let halves = vec![(&args.from, Err(*resume)), (&args.to, Err(*source))];
             show_halves(halves, json, output)?;
+            for loss in &losses {
+                output::complain(&format!("lost: {loss}"));
+            }
             Ok(partial(&format!(
-                "both tenants are paused with all their contents: `sublet resume {tenant}` tries again"
+                "{}: `{}` tries again",
+                left.is_away(&tenant),
+                left.resume_command(&tenant)
             )))
         }
-        Err(SwapError::Resume { paused, source, paused_tenant }) => {
+        Err(SwapError::Resume { paused, source, paused_tenant, left }) => {
             let halves = vec![(&args.from, Ok(*paused)), (&args.to, Err(*source))];
             show_halves(halves, json, output)?;
-            Ok(partial(&format!("tenant '{paused_tenant}' is paused now, too")))
+            Ok(partial(&format!("{} is paused now, too", left.subject(&paused_tenant))))
         }
     }
 }
@@ -286,8 +347,12 @@ fn rates(swap: &Swap) -> Option<String> {
         let members = report.phases.iter().flat_map(|phase| &phase.members);
         members.filter_map(|member| Some(member.report.stage.as_ref()?.copied_bytes)).sum()
     };
+    let handed = match paused.handed_bytes {
+        0 => String::new(),
+        bytes => format!("; {} of device memory changed hands", units::bytes(bytes)),
+    };
     Some(format!(
-        "swapped in {}: {} went out in {} stages and {} came in in {}, with a window of {}",
+        "swapped in {}: {} went out in {} stages and {} came in in {}, with a window of {}{handed}",
         units::micros(swap.wall_us),
         units::bytes_or_dash(copied(paused)),
         paused.stages.len(),
@@ -367,7 +432,12 @@ pub(crate) struct Document<'a> {
     tenant: &'a str,
     outcome: &'static str,
     report: Option<&'a Report>,
+    /// Who was paused to make room, by a resume that queued, and why, one line each.
+    paused: Vec<&'a str>,
+    reasons: &'a [String],
     error: Option<String>,
+    /// Who did not do its part, where that is why.
+    failures: &'a [MemberFailure],
     missing_device_bytes: Option<u64>,
     shortages: Vec<Shortage<'a>>,
     retryable: bool,
@@ -389,7 +459,10 @@ impl<'a> Document<'a> {
             tenant: tenant.as_str(),
             outcome: "completed",
             report: None,
+            paused: Vec::new(),
+            reasons: &[],
             error: None,
+            failures: &[],
             missing_device_bytes: None,
             shortages: Vec::new(),
             retryable: false,
@@ -405,8 +478,44 @@ impl<'a> Document<'a> {
             Err(error) => {
                 document.outcome = "failed";
                 document.error = Some(chain(error));
+                document.failures = error.failures();
                 document.missing_device_bytes = error.missing_device_bytes();
                 document.shortages = error.shortages().iter().map(Shortage::of).collect();
+                document.retryable = error.is_retryable();
+                document.unchanged = error.left_unchanged();
+            }
+        }
+        document
+    }
+
+    /// Of a resume that queued.
+    fn queued(tenant: &'a TenantName, result: &'a Result<Switched, SwitchError>) -> Self {
+        let mut document = Self::new(tenant, &Ok(Outcome::AlreadyActive));
+        match result {
+            Ok(Switched { changes, .. })
+                if matches!(changes.last(), Some((_, Outcome::AlreadyActive))) => {}
+            Ok(Switched { victims, reasons, changes, .. }) => {
+                document.outcome = "completed";
+                document.report = changes.iter().rev().find_map(|(_, outcome)| match outcome {
+                    Outcome::Completed(report) => Some(&**report),
+                    Outcome::AlreadyPaused | Outcome::AlreadyActive => None,
+                });
+                document.paused = victims.iter().map(TenantName::as_str).collect();
+                document.reasons = reasons;
+                document.unchanged = false;
+            }
+            Err(error) => {
+                document.outcome = "failed";
+                document.error = Some(chain(error));
+                let cause = error.cause();
+                document.failures = cause.map_or(&[], CoordinatorError::failures);
+                document.missing_device_bytes =
+                    cause.and_then(CoordinatorError::missing_device_bytes);
+                document.shortages = cause
+                    .map_or(&[][..], CoordinatorError::shortages)
+                    .iter()
+                    .map(Shortage::of)
+                    .collect();
                 document.retryable = error.is_retryable();
                 document.unchanged = error.left_unchanged();
             }
@@ -484,6 +593,12 @@ fn render(report: &Report, look: fn() -> Gpus, output: &mut Output) {
     if let Some(kept) = report.kept().filter(|kept| kept.total_bytes() > 0) {
         output.line("");
         output.line(units::kept(kept));
+    }
+    for phase in &report.phases {
+        let members = phase.members.iter().map(|member| &member.report);
+        for line in members.filter_map(units::by_neighbour) {
+            output.line(line);
+        }
     }
     if !report.devices.is_empty() {
         output.line("");
@@ -570,6 +685,7 @@ mod tests {
                 phase(Phase::Release, 300_000),
             ],
             window_bytes: None,
+            handed_bytes: 0,
             stages: Vec::new(),
             devices: vec![DeviceTotal {
                 uuid: UUID.to_owned(),

@@ -102,6 +102,32 @@ impl Gpus {
     }
 }
 
+/// Looks again and again, for commands that go on. After the first look that had no answer none is begun any more, since each
+/// would leave a thread behind: GPUs are then as they were, without figures of their own.
+#[derive(Debug, Default)]
+pub(crate) struct Watched {
+    last: Gpus,
+    is_silent: bool,
+}
+
+impl Watched {
+    /// The GPUs now, by `ask`, which is [`Gpus::try_look`]; and whether this look is the first without an answer.
+    pub(crate) fn look(&mut self, ask: impl FnOnce() -> Option<Gpus>) -> (&Gpus, bool) {
+        if self.is_silent {
+            return (&self.last, false);
+        }
+        if let Some(found) = ask() {
+            self.last = found;
+        } else {
+            self.is_silent = true;
+            for gpu in &mut self.last.0 {
+                (gpu.used_bytes, gpu.total_bytes) = (None, None);
+            }
+        }
+        (&self.last, self.is_silent)
+    }
+}
+
 fn ask() -> Gpus {
     by_library().unwrap_or_else(|_| by_proc(Path::new(gpus::NODE_GPUS)))
 }
@@ -167,6 +193,16 @@ pub(crate) mod tests {
         assert_eq!(other.label(), "GPU-00000001");
         assert_eq!(other.in_words(), "GPU-00000001-0000-0000-0000-000000000000");
         assert_eq!(gpus.with([UUID, "ordinal-0", "ordinal-0"]).len(), 2);
+    }
+
+    #[test]
+    fn gpus_that_do_not_answer_are_asked_no_more_and_keep_their_names() {
+        let mut watched = Watched::default();
+        let found = Gpus::of(vec![h200()]);
+        assert_eq!(watched.look(|| Some(found.clone())), (&found, false));
+        let gone = Gpus::of(vec![Gpu { used_bytes: None, total_bytes: None, ..h200() }]);
+        assert_eq!(watched.look(|| None), (&gone, true));
+        assert_eq!(watched.look(|| panic!("asked again")), (&gone, false));
     }
 
     #[test]

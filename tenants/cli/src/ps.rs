@@ -4,8 +4,8 @@ use std::process::ExitCode;
 
 use tenants::coordinator::TenantStats;
 use tenants::run_dir::RunDir;
-use tenants::wire::{HostProgress, HostStage, Lent, MemberState, MemberStats};
-use vmm_pool::Contents;
+use tenants::wire::{HostProgress, HostStage, Idleness, Lent, MemberState, MemberStats};
+use vmm_pool::{ClassBytes, Contents, Looking, PoolReport};
 
 use crate::failure::Failure;
 use crate::output::{self, Output};
@@ -68,11 +68,7 @@ fn render(view: &View, output: &mut Output) {
 
 /// One row for each class of memory; a process without any has one row.
 fn member_rows(view: &View, tenant: &str, member: &MemberStats) -> Vec<Vec<String>> {
-    let lead = [
-        tenant.to_owned(),
-        member.member.pid.to_string(),
-        state_label(member.member.state).to_owned(),
-    ];
+    let lead = [tenant.to_owned(), member.member.pid.to_string(), standing_label(member)];
     let command = units::shortened(&member.member.command, COMMAND_CHARS_MAX);
     let dash = || "-".to_owned();
     let mut rows = Vec::new();
@@ -85,7 +81,7 @@ fn member_rows(view: &View, tenant: &str, member: &MemberStats) -> Vec<Vec<Strin
                 view.gpu_label(&device.uuid),
                 class.library.clone(),
                 tag,
-                contents_label(class.contents).to_owned(),
+                policy_label(class),
                 units::bytes_or_dash(class.resident_bytes),
                 units::bytes_or_dash(away),
                 units::bytes_or_dash(class.imported_bytes),
@@ -124,6 +120,7 @@ fn remarks(view: &View, tenant: &TenantStats) -> Vec<String> {
         remarks
             .extend(member.lent.iter().map(|lent| format!("{name} {pid}: {}", lent_remark(lent))));
         remarks.extend(host_remark(&member.host).map(|text| format!("{name} {pid}: {text}")));
+        remarks.extend(spilled_remark(&member.pool).map(|text| format!("{name} {pid}: {text}")));
         for note in &member.notes {
             remarks.push(format!("{name} {pid}: {note}"));
         }
@@ -174,6 +171,29 @@ fn host_remark(host: &HostProgress) -> Option<String> {
     }
 }
 
+/// Saved contents that have made room for another tenant's.
+fn spilled_remark(pool: &PoolReport) -> Option<String> {
+    (pool.spilled_bytes > 0).then(|| {
+        format!(
+            "{} of saved contents are in a file, to make room in host memory: a resume reads them from there",
+            units::bytes(pool.spilled_bytes)
+        )
+    })
+}
+
+/// Where a process stands, and for how long it has done nothing where that is long: `idle` when its devices were seen to have nothing left to do, else
+/// `quiet`.
+fn standing_label(member: &MemberStats) -> String {
+    const SHOWN_FROM_US: u64 = 1_000_000;
+    let state = state_label(member.member.state);
+    let Idleness { quiet_us, is_drained, .. } = member.idleness;
+    if member.member.state != MemberState::Active || quiet_us < SHOWN_FROM_US {
+        return state.to_owned();
+    }
+    let word = if is_drained { "idle" } else { "quiet" };
+    format!("{state}, {word} {} s", quiet_us / 1_000_000)
+}
+
 pub(crate) fn state_label(state: MemberState) -> &'static str {
     match state {
         MemberState::Active => "active",
@@ -181,6 +201,15 @@ pub(crate) fn state_label(state: MemberState) -> &'static str {
         MemberState::Paused => "paused",
         MemberState::Restoring => "restoring",
         MemberState::Faulted => "FAULTED",
+    }
+}
+
+/// What a pause does with memory of this class.
+fn policy_label(class: &ClassBytes) -> String {
+    let contents = contents_label(class.contents);
+    match (class.looking, class.contents) {
+        (Looking::Off, Contents::Keep | Contents::File) => format!("{contents}, no look"),
+        (Looking::On, _) | (Looking::Off, Contents::Discard) => contents.to_owned(),
     }
 }
 
@@ -197,7 +226,7 @@ pub(crate) mod tests {
     use tenants::identity::{MemberId, TenantName};
     use tenants::wire::MemberInfo;
     use vmm_pool::driver::DeviceOrdinal;
-    use vmm_pool::{ClassBytes, DeviceReport, PinnedBytes, PoolReport};
+    use vmm_pool::{DeviceReport, PinnedBytes};
 
     use super::*;
     use crate::gpus::Gpus;
@@ -211,6 +240,7 @@ pub(crate) mod tests {
                 family: None,
                 class: tenants::turns::Class::default(),
                 weight: tenants::turns::Weight::default(),
+                queues: false,
                 command: "python train.py".to_owned(),
                 version: "0.1.0".to_owned(),
                 state,
@@ -225,6 +255,7 @@ pub(crate) mod tests {
             last_pause: Vec::new(),
             last_resume: Vec::new(),
             host: HostProgress::default(),
+            idleness: Idleness::default(),
             lent: Vec::new(),
             communicators: Vec::new(),
             notes: Vec::new(),
@@ -276,7 +307,9 @@ pub(crate) mod tests {
             }],
         }];
         first.pool.devices[0].classes[0].contents = Contents::Discard;
+        first.pool.devices[0].classes[1].looking = Looking::Off;
         first.member.nccl_waits = true;
+        first.pool.spilled_bytes = 3 << 30;
         first.host = HostProgress {
             held_bytes: 1 << 30,
             wanted_bytes: 3 << 30,
@@ -294,14 +327,15 @@ pub(crate) mod tests {
         let mut output = Output::new();
         render(&View::of(tenants, &Gpus::of(vec![h200()])), &mut output);
         let expected = "\
-TENANT  PID  STATE   GPU  LIBRARY  TAG       CONTENTS   ON GPU   AWAY  IMPORTED  COMMAND
-train    10  active  3    torch    kv_cache  discard     8 GiB      -         -  python train.py
-train    10  active  3    nccl     -         keep      510 MiB  2 MiB    64 MiB  python train.py
-train    11  paused  -    -        -         -               -      -         -  python train.py
+TENANT  PID  STATE   GPU  LIBRARY  TAG       CONTENTS        ON GPU   AWAY  IMPORTED  COMMAND
+train    10  active  3    torch    kv_cache  discard          8 GiB      -         -  python train.py
+train    10  active  3    nccl     -         keep, no look  510 MiB  2 MiB    64 MiB  python train.py
+train    11  paused  -    -        -         -                    -      -         -  python train.py
 
 train: calls into NCCL wait in 1 of 2 processes until: sublet resume train --library nccl
 train 10 GPU 3: 4 MiB in 2 allocations stay during a pause: registered with a network card
 train 10: 1 GiB of 3 GiB of host memory is ready for a pause, and more comes in
+train 10: 3 GiB of saved contents are in a file, to make room in host memory: a resume reads them from there
 ";
         assert_eq!(output.text(), expected);
     }

@@ -9,8 +9,9 @@ use std::process::{Command, ExitCode};
 
 use tenants::budget::BUDGET_VARIABLE;
 use tenants::identity::MemberId;
+use tenants::region::NO_LOOK_VARIABLE;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
-use tenants::turns::{CLASS_VARIABLE, WEIGHT_VARIABLE};
+use tenants::turns::{CLASS_VARIABLE, TURNS_VARIABLE, WEIGHT_VARIABLE};
 
 use crate::args::RunArgs;
 use crate::environment::{
@@ -50,6 +51,12 @@ pub(crate) fn run(
     }
     if let Some(weight) = args.weight {
         command.env(WEIGHT_VARIABLE, weight.to_string());
+    }
+    if !args.no_look.is_empty() {
+        command.env(NO_LOOK_VARIABLE, args.no_look.join(","));
+    }
+    if let Some(turns) = &args.turns {
+        command.env(TURNS_VARIABLE, turns);
     }
     if let Some(budgets) = budgets {
         command.env(BUDGET_VARIABLE, budgets.to_string());

@@ -8,7 +8,7 @@ use tenants::coordinator::Outcome;
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
-use tenants::switching::{self, SwitchError, SwitchOptions, Switched};
+use tenants::switching::{self, Claimant, SwitchError, SwitchOptions, Switched};
 
 use crate::args::SwitchArgs;
 use crate::change::{self, Document};
@@ -40,10 +40,11 @@ pub(crate) fn switch(
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     let options = SwitchOptions {
-        wait: args.wait_at_most(),
+        wait: args.wait.at_most(),
         timeout: args.timeout,
         interrupt: Some(signals::watch()?),
         is_dry: args.dry_run,
+        ..SwitchOptions::default()
     };
     let result = {
         let mut progress = Progress::start();
@@ -53,7 +54,7 @@ pub(crate) fn switch(
         return documented(args, result, output);
     }
     let switched = result.map_err(|error| Failure::of(&error, code_of(&error)))?;
-    render(args, &switched, output);
+    render(args.dry_run, &switched, output);
     Ok(change::losses_code(outcomes(&switched)))
 }
 
@@ -100,11 +101,11 @@ fn documented(
     }
 }
 
-fn outcomes(switched: &Switched) -> impl Iterator<Item = &Outcome> {
+pub(crate) fn outcomes(switched: &Switched) -> impl Iterator<Item = &Outcome> {
     switched.changes.iter().map(|(_, outcome)| outcome)
 }
 
-fn code_of(error: &SwitchError) -> u8 {
+pub(crate) fn code_of(error: &SwitchError) -> u8 {
     if matches!(error, SwitchError::CalledOff { .. }) {
         return EXIT_CALLED_OFF;
     }
@@ -114,9 +115,9 @@ fn code_of(error: &SwitchError) -> u8 {
     error.cause().map_or(EXIT_UNCHANGED, exit_code_of)
 }
 
-fn render(args: &SwitchArgs, switched: &Switched, output: &mut Output) {
+pub(crate) fn render(is_dry: bool, switched: &Switched, output: &mut Output) {
     for reason in &switched.reasons {
-        output.line(if args.dry_run { format!("would do: {reason}") } else { reason.clone() });
+        output.line(if is_dry { format!("would do: {reason}") } else { reason.clone() });
     }
     for (tenant, outcome) in &switched.changes {
         let Outcome::Completed(report) = outcome else { continue };
@@ -124,6 +125,16 @@ fn render(args: &SwitchArgs, switched: &Switched, output: &mut Output) {
         output.line(format!("tenant '{tenant}' {} in {took}", change::done(report.action)));
         change::remark(report, output);
     }
+}
+
+/// What one claims, in words.
+fn standing_of(claim: &Claimant) -> String {
+    let for_what = match claim.wish {
+        "memory" => format!(" for {}", units::bytes(claim.wanted_bytes)),
+        "back" => " to be back".to_owned(),
+        _ => String::new(),
+    };
+    if claim.is_in_turn { "in its turn".to_owned() } else { format!("waiting{for_what}") }
 }
 
 pub(crate) fn turns(
@@ -145,11 +156,15 @@ pub(crate) fn turns(
                 claim.tenant.clone(),
                 claim.class.to_string(),
                 claim.pid.to_string(),
-                if claim.is_in_turn { "in its turn" } else { "waiting" }.to_owned(),
+                standing_of(claim),
                 units::micros(claim.since_us),
             ]);
         }
         output.table(&table);
+    }
+    for claim in view.claims.iter().filter(|claim| claim.idle_us.is_some()) {
+        let idle = units::micros(claim.idle_us.unwrap_or(0));
+        output.line(format!("{} is idle for {idle}", claim.tenant));
     }
     for decision in &view.decisions {
         let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(decision.unix_ms));

@@ -1,5 +1,6 @@
 //! Figures for people.
 
+use tenants::wire::PhaseReport;
 use vmm_pool::KeptBytes;
 
 /// Bytes in the largest binary unit that leaves at least one, with one decimal; whole bytes below 1 KiB.
@@ -52,6 +53,17 @@ pub(crate) fn kept(kept: KeptBytes) -> String {
         bytes(kept.unchanged_bytes),
         bytes(kept.copied_bytes)
     )
+}
+
+/// How copies took two links, where they did, such as "12 GiB copied, 6 GiB of it by a neighbouring GPU's link".
+pub(crate) fn by_neighbour(report: &PhaseReport) -> Option<String> {
+    (report.bytes_by_neighbour > 0).then(|| {
+        format!(
+            "{} copied, {} of it by a neighbouring GPU's link",
+            bytes(report.bytes),
+            bytes(report.bytes_by_neighbour)
+        )
+    })
 }
 
 #[cfg(test)]

@@ -8,9 +8,12 @@ pub mod gpus;
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::path::Path;
 use std::str::FromStr;
 
 use vmm_pool::driver::DeviceUuid;
+
+use crate::size::Size;
 
 /// The environment variable that has the budgets of a tenant's processes.
 pub const BUDGET_VARIABLE: &str = "SUBLET_BUDGET";
@@ -64,6 +67,18 @@ pub enum BudgetError {
         /// The GPU.
         which: Which,
     },
+    /// One names a number that no GPU of this machine has.
+    #[error(
+        "there is no GPU {index} for a budget: this machine has {count}, from 0 to {}, as nvidia-smi numbers them whatever \
+         CUDA_VISIBLE_DEVICES says",
+        count.saturating_sub(1)
+    )]
+    NoSuchGpu {
+        /// The number.
+        index: u32,
+        /// How many GPUs there are.
+        count: usize,
+    },
     /// Too many for one tenant.
     #[error(
         "these are {length} bytes of budgets, and {TEXT_BYTES_MAX} are the most: name fewer GPUs"
@@ -90,6 +105,22 @@ impl Budgets {
         let by_index = || index.and_then(|index| self.0.get(&Which::Index(index)));
         let found = self.0.get(&Which::Uuid(uuid)).or_else(by_index);
         found.or_else(|| self.0.get(&Which::Every)).copied().flatten()
+    }
+
+    /// Checks the numbers against the GPUs in `list` ([`gpus::NODE_GPUS`]); where the machine lists none, all may be right.
+    ///
+    /// # Errors
+    /// [`BudgetError::NoSuchGpu`].
+    pub fn check(&self, list: &Path) -> Result<(), BudgetError> {
+        let count = gpus::places(list).len();
+        let is_beyond =
+            |index: &u32| count > 0 && usize::try_from(*index).is_ok_and(|index| index >= count);
+        let numbers = self.0.keys().filter_map(|which| match which {
+            Which::Index(index) => Some(*index),
+            Which::Every | Which::Uuid(_) => None,
+        });
+        let beyond = numbers.into_iter().find(is_beyond);
+        beyond.map_or(Ok(()), |index| Err(BudgetError::NoSuchGpu { index, count }))
     }
 
     /// These with `changes` in their place: a GPU that is named gets what is said of it, and what is said of every GPU is
@@ -145,23 +176,22 @@ fn which(gpu: &str, part: &str) -> Result<Which, BudgetError> {
     if gpu.bytes().all(|byte| byte.is_ascii_digit()) && gpu.len() < UUID_DIGITS {
         return gpu.parse().map(Which::Index).map_err(|_| no_gpu());
     }
-    let named = ["GPU-", "MIG-"].iter().find_map(|prefix| gpu.strip_prefix(prefix));
-    let digits: String = named.unwrap_or(gpu).chars().filter(|digit| *digit != '-').collect();
-    let is_whole = digits.len() == UUID_DIGITS && digits.bytes().all(|it| it.is_ascii_hexdigit());
-    let number = is_whole.then(|| u128::from_str_radix(&digits, 16).ok()).flatten();
-    number.map(|number| Which::Uuid(DeviceUuid(number.to_be_bytes()))).ok_or_else(no_gpu)
+    uuid(gpu).map(Which::Uuid).ok_or_else(no_gpu)
 }
 
-/// A size such as `512MiB` or `60GiB`; a bare number is in bytes. None is no size.
+/// The identity that is written as `text`, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a` or `MIG-...`. None for any other text.
+pub fn uuid(text: &str) -> Option<DeviceUuid> {
+    let named = ["GPU-", "MIG-"].iter().find_map(|prefix| text.strip_prefix(prefix));
+    let digits: String = named.unwrap_or(text).chars().filter(|digit| *digit != '-').collect();
+    let is_whole = digits.len() == UUID_DIGITS && digits.bytes().all(|it| it.is_ascii_hexdigit());
+    let number = is_whole.then(|| u128::from_str_radix(&digits, 16).ok()).flatten();
+    number.map(|number| DeviceUuid(number.to_be_bytes()))
+}
+
+/// None is no size that a budget can have: the largest number stands for none.
 fn bytes(text: &str) -> Option<u64> {
-    const UNITS: [(&str, u32); 4] = [("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)];
-    let with_unit = UNITS.iter().find_map(|(unit, shift)| Some((text.strip_suffix(unit)?, *shift)));
-    let (number, shift) = with_unit.unwrap_or((text, 0));
-    let number = number.trim_end();
-    let is_number = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
-    let count = is_number.then(|| number.parse::<u64>().ok()).flatten()?;
-    // The largest number stands for none.
-    count.checked_mul(1 << shift).filter(|bytes| (1..u64::MAX).contains(bytes))
+    let Size(bytes) = text.parse().ok()?;
+    (1..u64::MAX).contains(&bytes).then_some(bytes)
 }
 
 /// In words that are read back as the same.
@@ -174,21 +204,11 @@ impl fmt::Display for Budgets {
                 Which::Index(index) => format!("{index}="),
                 Which::Uuid(uuid) => format!("{uuid}="),
             };
-            let budget = budget.map_or_else(|| NONE.to_owned(), size);
+            let budget = budget.map_or_else(|| NONE.to_owned(), |bytes| Size(bytes).exact());
             write!(f, "{comma}{named}{budget}")?;
         }
         Ok(())
     }
-}
-
-/// In the largest unit that divides it.
-fn size(bytes: u64) -> String {
-    const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
-    let fits = |(_, shift): &&(&str, u32)| bytes.is_multiple_of(1 << *shift);
-    UNITS
-        .iter()
-        .find(fits)
-        .map_or_else(|| bytes.to_string(), |(unit, shift)| format!("{}{unit}", bytes >> shift))
 }
 
 impl fmt::Display for Which {
@@ -211,6 +231,33 @@ mod tests {
 
     fn read(text: &str) -> Budgets {
         text.parse().unwrap()
+    }
+
+    #[test]
+    fn a_number_that_no_gpu_has_is_refused_where_the_machine_lists_them() {
+        let list = tempfile::tempdir().unwrap();
+        assert_eq!(read("7=1GiB").check(list.path()), Ok(()));
+        for name in ["0000:1b:00.0", "0000:9b:00.0"] {
+            std::fs::create_dir(list.path().join(name)).unwrap();
+        }
+        for fits in ["1GiB", "0=1GiB,1=none", "GPU-6a6a6a6a-6a6a-6a6a-6a6a-6a6a6a6a6a6a=1GiB"] {
+            assert_eq!(read(fits).check(list.path()), Ok(()), "{fits}");
+        }
+        let refused = read("0=1GiB,2=1GiB").check(list.path()).unwrap_err();
+        assert_eq!(refused, BudgetError::NoSuchGpu { index: 2, count: 2 });
+        assert!(refused.to_string().contains("from 0 to 1"), "{refused}");
+    }
+
+    #[test]
+    fn identities_are_read_as_drivers_write_them() {
+        let text = "GPU-6a6a6a6a-6a6a-6a6a-6a6a-6a6a6a6a6a6a";
+        assert_eq!(uuid(text), Some(UUID));
+        assert_eq!(uuid(&text.replace("GPU", "MIG")), Some(UUID));
+        for text in
+            ["", "GPU-", "GPU-6a6a", "MIG-GPU-6a6a6a6a-6a6a-6a6a-6a6a-6a6a6a6a6a6a/1/0", "0"]
+        {
+            assert_eq!(uuid(text), None, "{text}");
+        }
     }
 
     #[test]
@@ -237,7 +284,7 @@ mod tests {
             "0=",
             "0",
             "0=0",
-            "60GB",
+            "60PB",
             "1.5GiB",
             "-1",
             "0=60GiB,",

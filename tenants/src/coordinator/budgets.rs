@@ -3,13 +3,14 @@
 //! It takes no part in pauses and resumes, and holds no lock of theirs.
 
 use serde::{Serialize, Serializer};
-use vmm_pool::budget::Gpu;
+use vmm_pool::budget::{Figure, Gpu};
 use vmm_pool::driver::DeviceUuid;
 
 use super::peers::Everybody;
 use super::report::MemberFailure;
 use super::{Coordinator, CoordinatorError};
 use crate::budget::Budgets;
+use crate::identity::TenantName;
 use crate::run_dir::{BudgetFile, RunDirError, TenantDir};
 use crate::wire::Count;
 
@@ -47,6 +48,23 @@ pub struct BudgetReport {
 
 fn as_text<S: Serializer>(budgets: &Budgets, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(budgets)
+}
+
+impl BudgetReport {
+    /// Of a tenant that nobody counts in.
+    pub fn none(tenant: &TenantName) -> Self {
+        let (budgets, gpus) = (Budgets::default(), Vec::new());
+        Self { tenant: tenant.to_string(), budgets, gpus, failures: Vec::new() }
+    }
+
+    /// What the tenant may hold of a GPU, and holds; also of one that no process of it has.
+    pub fn figure(&self, uuid: DeviceUuid, index: Option<u32>) -> Figure {
+        let known = self.gpus.iter().find(|gpu| gpu.uuid == uuid);
+        known.map_or_else(
+            || Figure { budget_bytes: self.budgets.of(uuid, index), held_bytes: 0 },
+            |gpu| Figure { budget_bytes: gpu.budget_bytes, held_bytes: gpu.held_bytes },
+        )
+    }
 }
 
 impl GpuBudget {

@@ -19,6 +19,8 @@ const SLICE: Duration = Duration::from_millis(25);
 /// that a rank that computes for long is waited for in the end.
 const PATIENCE: Duration = Duration::from_millis(50);
 const PATIENCE_MAX: Duration = Duration::from_secs(2);
+/// How long nothing must move, while somebody waits for device memory, until that is why.
+const MEMORY_WAIT: Duration = Duration::from_secs(1);
 /// A pause that takes no longer is not worth a word.
 const QUIET: Duration = Duration::from_millis(200);
 /// Laggards that an error names.
@@ -126,6 +128,7 @@ impl Session<'_> {
         let mut plan = Plan::default();
         let began = Instant::now();
         let mut still = Stillness::new(0);
+        let mut quiet = Stillness::new(0);
         let mut patience = PATIENCE;
         loop {
             if self.is_called_off() {
@@ -151,14 +154,28 @@ impl Session<'_> {
                 return Ok((self.absent.clone(), plan));
             }
             let late = laggards(plan.limits(), &reports);
+            if self.options.passes_by_memory_waits
+                && quiet.pace(progress(&reports), MEMORY_WAIT) == Pace::Stalled
+            {
+                let waits = self.memory_waits(&held, &late);
+                if !waits.is_empty() {
+                    return Err(Stop::Failed(waits));
+                }
+            }
             if Instant::now() >= deadline {
                 return Err(Stop::Failed(self.not_reached(&held, &late)));
             }
             if began.elapsed() >= QUIET {
                 self.tell(&held, &late);
             }
+            // Where all stand as they should, they need say no more than that they know their limits.
+            let wait = if verdict == Verdict::Settled { Duration::ZERO } else { SLICE };
             for (held, limits) in held.iter_mut().zip(limits) {
-                self.send_limits(held, limits, summary)?;
+                let is_current = held.fresh && held.sent == limits;
+                if verdict == Verdict::Settled && is_current {
+                    continue;
+                }
+                self.send_limits(held, limits, wait, summary)?;
             }
             self.gather(&mut held)?;
         }
@@ -175,11 +192,12 @@ impl Session<'_> {
         Ok(held.collect())
     }
 
-    /// Tells a member its limits, unless it knows them and owes an answer.
+    /// Tells a member its limits, unless it knows them and owes an answer, which comes when it moves or after `wait`.
     fn send_limits(
         &mut self,
         held: &mut Held,
         limits: Limits,
+        wait: Duration,
         summary: &mut CutSummary,
     ) -> Result<(), Vec<MemberFailure>> {
         let changed = held.sent != limits;
@@ -188,8 +206,8 @@ impl Session<'_> {
         }
         summary.rounds += u64::from(changed);
         held.asked(&limits);
-        let hold = Hold { limits, seen: held.report.seen, wait_ms: millis(SLICE) };
-        let timeout = SLICE + self.options.contact_timeout;
+        let hold = Hold { limits, seen: held.report.seen, wait_ms: millis(wait) };
+        let timeout = wait + self.options.contact_timeout;
         let asked = self.peers.ask(held.index, &hold, timeout);
         asked.map_err(|failure| vec![failure])
     }
@@ -213,6 +231,23 @@ impl Session<'_> {
             let who = self.peers.list[held[laggard.report].index].who;
             (self.progress)(Event::WaitingForCut { who, laggard, others: late.len() - 1 });
         }
+    }
+
+    /// Those that others wait for and that wait for device memory themselves: no launch lets them go on.
+    fn memory_waits(&self, held: &[Held], late: &[Laggard]) -> Vec<MemberFailure> {
+        let waits = late.iter().filter(|laggard| matches!(laggard.lag, Lag::Launches { .. }));
+        let failures = waits.filter_map(|laggard| {
+            let held = &held[laggard.report];
+            let waited_ms = held.report.waits_for_memory_ms?;
+            let message = format!(
+                "an allocation of it has waited for {} s for device memory that others hold, and other ranks stand in a collective with it ({laggard}): it \
+                 can be paused when it has got that, or was refused it",
+                waited_ms / 1000
+            );
+            let failure = Failure { kind: FailureKind::NotNow, message };
+            Some(MemberFailure { who: self.peers.list[held.index].who, step: Step::Cut, failure })
+        });
+        failures.take(NAMED_MAX).collect()
     }
 
     fn not_reached(&self, held: &[Held], late: &[Laggard]) -> Vec<MemberFailure> {

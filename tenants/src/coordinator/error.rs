@@ -6,6 +6,7 @@ use super::report::{MemberFailure, Outcome};
 use super::shortage::DeviceShortage;
 use crate::identity::TenantName;
 use crate::run_dir::RunDirError;
+use crate::scope::Scope;
 use crate::transport::TransportError;
 use crate::wire::{Action, FailureKind};
 
@@ -278,33 +279,48 @@ pub enum SwapError {
     #[error(transparent)]
     Pause(CoordinatorError),
     /// The second tenant did not come while the first left, and the first was resumed again.
-    #[error("{source}. Tenant '{tenant}' was paused for it, and is active again{}", lost(losses))]
+    #[error(
+        "{source}. {} was paused for it, and is active again{}",
+        subject(left, tenant),
+        lost(losses)
+    )]
     WentBack {
         /// The first tenant.
         tenant: TenantName,
+        /// What of it had been paused.
+        left: Scope,
         /// Its processes that were lost.
         losses: Vec<MemberFailure>,
         /// Why the second did not come.
         source: Box<CoordinatorError>,
     },
-    /// The second tenant did not come while the first left, and the first could not be resumed: both are paused.
+    /// The second tenant did not come while the first left, and the first could not be resumed: what of it had left is paused still, as what was to come is.
     #[error(
-        "{source}. Tenant '{tenant}' was paused for it, and could not be brought back: {resume}. Both are paused with \
-         all their contents: `sublet resume {tenant}` tries again"
+        "{source}. {} was paused for it, and could not be brought back: {resume}. {}{}: `{}` tries again",
+        subject(left, tenant),
+        left.is_away(tenant),
+        lost(losses),
+        left.resume_command(tenant)
     )]
     NotBack {
         /// The first tenant.
         tenant: TenantName,
+        /// What of it is paused now.
+        left: Scope,
+        /// Its processes that were lost.
+        losses: Vec<MemberFailure>,
         /// Why the first did not resume.
         resume: Box<CoordinatorError>,
         /// Why the second did not come.
         source: Box<CoordinatorError>,
     },
     /// One after the other: the first tenant is paused, but the second did not resume and is paused still.
-    #[error("tenant '{paused_tenant}' is paused now, but {source}")]
+    #[error("{} is paused now, but {source}", left.subject(paused_tenant))]
     Resume {
         /// The tenant that is paused now.
         paused_tenant: TenantName,
+        /// What of it.
+        left: Scope,
         /// How its pause went.
         paused: Box<Outcome>,
         /// Why the other did not resume.
@@ -321,6 +337,13 @@ impl SwapError {
             Self::Pause(_) | Self::NotBack { .. } | Self::Resume { .. } => None,
         }
     }
+}
+
+/// What `scope` is about of `tenant`, to begin a sentence.
+fn subject(scope: &Scope, tenant: &TenantName) -> String {
+    let subject = scope.subject(tenant);
+    let mut letters = subject.chars();
+    letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
 }
 
 fn lost(losses: &[MemberFailure]) -> String {

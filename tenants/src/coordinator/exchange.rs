@@ -2,11 +2,11 @@
 //! processes say.
 //!
 //! No device holds more than the larger of what leaves and what comes there, and a window. Memory that has just been
-//! released is given to whoever comes as it is told; what leaves waits for nobody.
+//! released is given to whoever comes as it is told; what leaves waits for nobody. Memory that changes hands is gone and granted in one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
-use crate::wire::{DeviceDelta, PhaseReport, StageLeft, Window};
+use crate::wire::{BlockShape, DeviceDelta, HANDED_MAX, Needed, PhaseReport, StageLeft, Window};
 
 /// Orders that a process is sent before it has answered the first: it never waits for the coordinator between stages.
 const AHEAD: usize = 2;
@@ -27,9 +27,12 @@ pub(super) enum Move {
     Release(usize),
     /// Say what has stayed: nobody has anything left to release.
     Verify(usize),
-    /// Create and fill as much as this.
+    /// Create and fill as much as this, besides what changes hands.
     RestoreStage(usize, Window),
 }
+
+/// How many allocations of each shape.
+type Counts = BTreeMap<BlockShape, u32>;
 
 /// See the head of this module.
 #[derive(Debug)]
@@ -40,6 +43,10 @@ pub(super) struct Exchange {
     coming: Vec<Comer>,
     /// The tenant that was to come does so no more.
     is_coming_over: bool,
+    /// What was handed over, and nobody has been given yet.
+    at_hand: Counts,
+    /// How many descriptors may be with us, or on their way to us, at a time.
+    most_at_hand: usize,
 }
 
 /// What there is to know of one device.
@@ -65,6 +72,8 @@ struct Leaver {
     left: Bytes,
     next_stage: u32,
     due: usize,
+    /// What each stage that it has not answered yet hands over at most.
+    asked: VecDeque<Counts>,
     answers: usize,
     at: LeaverAt,
 }
@@ -91,15 +100,17 @@ struct Comer {
     /// What is still to be created, and the smallest allocation of it; 0 while that is not known.
     left: BTreeMap<String, (u64, u64)>,
     next_stage: u32,
-    /// What each order that it has not answered yet allows.
-    promised: Vec<Window>,
+    /// What it lacks that may be another's memory, and has not been given.
+    wants: Counts,
+    /// What each order that it has not answered yet allows, by device, with what changes hands.
+    promised: Vec<Bytes>,
 }
 
 impl Comer {
     /// What no order that is under way is about, as far as can be told.
     fn unasked(&self) -> BTreeMap<String, (u64, u64)> {
         let mut unasked = self.left.clone();
-        for (uuid, bytes) in self.promised.iter().flat_map(|window| &window.devices) {
+        for (uuid, bytes) in self.promised.iter().flatten() {
             if let Some((left, _)) = unasked.get_mut(uuid) {
                 *left = left.saturating_sub(*bytes);
             }
@@ -121,7 +132,7 @@ pub(super) fn totals<'a>(deltas: impl IntoIterator<Item = &'a DeviceDelta>) -> B
 
 impl Exchange {
     /// `leaving` and `coming` have, for each process, what it has or needs on each device. `window_bytes` is the usual one
-    /// where it is none.
+    /// where it is none. Nothing changes hands.
     pub(super) fn new(
         window_bytes: Option<u64>,
         leaving: &[Vec<DeviceDelta>],
@@ -145,12 +156,14 @@ impl Exchange {
             left: totals(deltas),
             next_stage: 0,
             due: 0,
+            asked: VecDeque::new(),
             answers: 0,
             at: LeaverAt::Stages,
         });
         let comers = coming.iter().map(|deltas| Comer {
             left: totals(deltas).into_iter().map(|(uuid, bytes)| (uuid, (bytes, 0))).collect(),
             next_stage: 0,
+            wants: Counts::new(),
             promised: Vec::new(),
         });
         Self {
@@ -159,7 +172,62 @@ impl Exchange {
             leaving: leavers.collect(),
             coming: comers.collect(),
             is_coming_over: false,
+            at_hand: Counts::new(),
+            most_at_hand: 0,
         }
+    }
+
+    /// The same, and memory changes hands where both have some of one shape, `most` descriptors at a time.
+    pub(super) fn with_hand_over(mut self, coming: &[Needed], most: usize) -> Self {
+        for (comer, needed) in self.coming.iter_mut().zip(coming).filter(|_| most > 0) {
+            comer.wants = needed.shapes.iter().cloned().collect();
+        }
+        self.most_at_hand = most;
+        self
+    }
+
+    /// Does somebody who comes lack what could be another's memory?
+    fn is_missing_any(&self) -> bool {
+        !self.is_coming_over && self.coming.iter().any(|comer| !comer.wants.is_empty())
+    }
+
+    /// What a stage that is about to be asked for is to hand over, besides what others hand over already.
+    fn wanted(&self, devices: &[(String, u64)]) -> Counts {
+        let mut wanted = Counts::new();
+        if self.is_coming_over {
+            return wanted;
+        }
+        let asked = || self.leaving.iter().flat_map(|leaver| &leaver.asked);
+        let number = |counts: &Counts| counts.values().map(|count| *count as usize).sum::<usize>();
+        let at_hand = number(&self.at_hand) + asked().map(number).sum::<usize>();
+        let mut room = self.most_at_hand.saturating_sub(at_hand).min(HANDED_MAX);
+        let missing = self.coming.iter().flat_map(|comer| &comer.wants);
+        let mut missing: Vec<_> = missing
+            .fold(Counts::new(), |mut all, (shape, count)| {
+                *all.entry(shape.clone()).or_insert(0) += count;
+                all
+            })
+            .into_iter()
+            .collect();
+        // The largest first: they save most.
+        missing.sort_by_key(|(shape, _)| std::cmp::Reverse(shape.size_bytes));
+        for (shape, missing) in missing {
+            let promised: u32 =
+                asked().chain([&self.at_hand]).filter_map(|counts| counts.get(&shape)).sum();
+            let Some((_, bytes)) = devices.iter().find(|(uuid, _)| *uuid == shape.uuid) else {
+                continue;
+            };
+            // As many as a stage copies, and where there is room more of what needs no copy and goes with the first.
+            let share = self.most_at_hand / (AHEAD * self.leaving.len().max(1));
+            let of_stage = bytes.div_ceil(shape.size_bytes.max(1)).max(share as u64);
+            let count = u64::from(missing.saturating_sub(promised)).min(of_stage).min(room as u64);
+            let count = u32::try_from(count).unwrap_or(u32::MAX);
+            if count > 0 {
+                room -= count as usize;
+                wanted.insert(shape, count);
+            }
+        }
+        wanted
     }
 
     /// The window.
@@ -190,24 +258,29 @@ impl Exchange {
     fn next_of_leaving(&mut self) -> Option<Move> {
         let window_bytes = self.window_bytes;
         let all_released = self.all_released();
-        for (index, leaver) in self.leaving.iter_mut().enumerate() {
+        // What is released at the end changes hands no more.
+        let at_the_end = if self.is_missing_any() { 0 } else { window_bytes };
+        for index in 0..self.leaving.len() {
+            let leaver = &mut self.leaving[index];
             match leaver.at {
                 LeaverAt::Stages if leaver.due < AHEAD => {
                     let asked = window_bytes.saturating_mul(leaver.due as u64);
                     let most = leaver.left.values().copied().max().unwrap_or(0);
                     leaver.due += 1;
                     // There is nobody to make room for.
-                    if most.saturating_sub(asked) <= window_bytes || self.is_coming_over {
+                    if most.saturating_sub(asked) <= at_the_end || self.is_coming_over {
                         leaver.at = LeaverAt::Releasing;
                         return Some(Move::Release(index));
                     }
                     let stage = leaver.next_stage;
                     leaver.next_stage += 1;
                     let devices = leaver.left.keys().map(|uuid| (uuid.clone(), window_bytes));
-                    return Some(Move::ReleaseStage(
-                        index,
-                        Window { stage, devices: devices.collect() },
-                    ));
+                    let devices: Vec<_> = devices.collect();
+                    let wanted = self.wanted(&devices);
+                    self.leaving[index].asked.push_back(wanted.clone());
+                    let wanted = wanted.into_iter().collect();
+                    let window = Window { stage, devices, wanted, handed: Vec::new() };
+                    return Some(Move::ReleaseStage(index, window));
                 }
                 LeaverAt::Trouble if leaver.due == 0 => {
                     leaver.due += 1;
@@ -252,20 +325,34 @@ impl Exchange {
         for index in order {
             let comer = &self.coming[index];
             let is_first = comer.next_stage == 0;
+            if comer.promised.len() >= AHEAD {
+                continue;
+            }
+            // Those that may bring descriptors follow the first.
+            let handed = if is_first { Vec::new() } else { self.for_comer(index) };
+            let comer = &self.coming[index];
             // The rest comes in one step with what follows it.
-            if comer.promised.len() >= AHEAD || (all_released && !is_first) {
+            if all_released && !is_first && handed.is_empty() {
                 continue;
             }
             let mut granted = Vec::new();
+            let handed_on = |uuid: &str| -> u64 {
+                let there = handed.iter().filter(|shape| shape.uuid == uuid);
+                there.map(|shape| shape.size_bytes).sum()
+            };
             for (uuid, (left, smallest)) in comer.unasked() {
+                let left = left.saturating_sub(handed_on(&uuid));
                 let allowed = self.allowed(&uuid, all_released);
                 let worth_it = left.min(smallest.max(self.window_bytes / 2));
-                if allowed >= worth_it {
+                if allowed >= worth_it && left > 0 {
                     granted.push((uuid, left.min(allowed)));
                 }
             }
             let needs_nothing = comer.left.is_empty();
-            if granted.is_empty() && !(is_first && (needs_nothing || all_released)) {
+            // One that memory will be handed to is told so before.
+            let is_awaited = !comer.wants.is_empty();
+            let begins = is_first && (needs_nothing || all_released || is_awaited);
+            if granted.is_empty() && handed.is_empty() && !begins {
                 continue;
             }
             for (uuid, bytes) in &granted {
@@ -273,21 +360,42 @@ impl Exchange {
                     device.granted_bytes = device.granted_bytes.saturating_add(*bytes);
                 }
             }
+            let mut promised: Bytes = granted.iter().cloned().collect();
+            for shape in &handed {
+                *promised.entry(shape.uuid.clone()).or_default() += shape.size_bytes;
+                take_one(&mut self.at_hand, shape);
+            }
             let comer = &mut self.coming[index];
-            let window = Window { stage: comer.next_stage, devices: granted };
+            for shape in &handed {
+                take_one(&mut comer.wants, shape);
+            }
+            let stage = comer.next_stage;
             comer.next_stage += 1;
-            comer.promised.push(window.clone());
+            comer.promised.push(promised);
+            let window = Window { stage, devices: granted, wanted: Vec::new(), handed };
             return Some(Move::RestoreStage(index, window));
         }
         None
+    }
+
+    /// What is at hand for this process, as much as one order brings.
+    fn for_comer(&self, index: usize) -> Vec<BlockShape> {
+        let mut handed = Vec::new();
+        for (shape, wants) in &self.coming[index].wants {
+            let here = self.at_hand.get(shape).copied().unwrap_or(0);
+            let room = HANDED_MAX.saturating_sub(handed.len());
+            let count = usize::try_from(here.min(*wants)).unwrap_or(usize::MAX).min(room);
+            handed.extend(std::iter::repeat_n(shape, count).cloned());
+        }
+        handed
     }
 
     /// How much more may be taken on a device now.
     fn allowed(&self, uuid: &str, all_released: bool) -> u64 {
         let Some(device) = self.devices.get(uuid) else { return 0 };
         if all_released {
-            // What else there may be in the way only the driver knows.
-            return u64::MAX;
+            // What else there may be in the way only the driver knows. What is at hand is nobody's to create.
+            return if self.at_hand.is_empty() { u64::MAX } else { 0 };
         }
         // What a process shares is free when the others have let go of it too, which they do in their first step.
         let counts =
@@ -303,9 +411,16 @@ impl Exchange {
     pub(super) fn released(&mut self, index: usize, report: &PhaseReport) {
         self.add_gone(&report.devices);
         let moved_bytes: u64 = report.devices.iter().map(|delta| delta.bytes).sum();
+        let handed = report.stage.iter().flat_map(|stage| &stage.handed);
+        for shape in handed {
+            let device = self.devices.entry(shape.uuid.clone()).or_default();
+            device.granted_bytes = device.granted_bytes.saturating_add(shape.size_bytes);
+            *self.at_hand.entry(shape.clone()).or_insert(0) += 1;
+        }
         let leaver = &mut self.leaving[index];
         leaver.answers += 1;
         leaver.due = leaver.due.saturating_sub(1);
+        leaver.asked.pop_front();
         leaver.left = left_of(report).map(|left| (left.uuid.clone(), left.bytes)).collect();
         if leaver.at == LeaverAt::Stages && moved_bytes == 0 && !leaver.left.is_empty() {
             leaver.at = LeaverAt::Trouble;
@@ -331,6 +446,7 @@ impl Exchange {
     pub(super) fn stage_failed(&mut self, index: usize) {
         let leaver = &mut self.leaving[index];
         leaver.due = leaver.due.saturating_sub(1);
+        leaver.asked.pop_front();
         if leaver.at == LeaverAt::Stages {
             leaver.at = LeaverAt::Trouble;
         }
@@ -338,7 +454,9 @@ impl Exchange {
 
     /// A process that leaves has said all, or is lost.
     pub(super) fn left_for_good(&mut self, index: usize) {
-        self.leaving[index].at = LeaverAt::Over;
+        let leaver = &mut self.leaving[index];
+        leaver.at = LeaverAt::Over;
+        leaver.asked.clear();
     }
 
     /// Is nothing asked any more of this process, which was to leave?
@@ -355,8 +473,7 @@ impl Exchange {
         if comer.promised.is_empty() {
             return;
         }
-        let promised = comer.promised.remove(0);
-        for (uuid, bytes) in promised.devices {
+        for (uuid, bytes) in comer.promised.remove(0) {
             let taken = report.devices.iter().filter(|delta| delta.uuid == uuid);
             let taken: u64 = taken.map(|delta| delta.bytes).sum();
             if let Some(device) = self.devices.get_mut(&uuid) {
@@ -365,10 +482,18 @@ impl Exchange {
         }
     }
 
-    /// The tenant that was to come does so no more.
+    /// The tenant that was to come does so no more. What has changed hands is nobody's.
     pub(super) fn end_coming(&mut self) {
         self.is_coming_over = true;
+        self.at_hand.clear();
     }
+}
+
+fn take_one(counts: &mut Counts, shape: &BlockShape) {
+    if let Some(count) = counts.get_mut(shape) {
+        *count = count.saturating_sub(1);
+    }
+    counts.retain(|_, count| *count > 0);
 }
 
 fn left_of(report: &PhaseReport) -> impl Iterator<Item = &StageLeft> {

@@ -7,21 +7,25 @@ use std::time::{Duration, Instant};
 
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
+use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
 use crate::transport::poll_until;
 
 /// Becomes raised once and stays so. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Interrupt {
-    pipe: Arc<Pipe>,
+    source: Arc<Source>,
 }
 
+/// Nobody reads it: the interrupt is raised as soon as there is something to read.
 #[derive(Debug)]
-struct Pipe {
-    /// Nobody reads it: the interrupt is raised as soon as a byte is in it.
-    read: OwnedFd,
-    /// Keeps a wait from being woken because the last writer is gone.
-    _write: OwnedFd,
+enum Source {
+    Pipe {
+        read: OwnedFd,
+        /// Keeps a wait from being woken because the last writer is gone.
+        _write: OwnedFd,
+    },
+    Timer(TimerFd),
 }
 
 impl Interrupt {
@@ -33,7 +37,20 @@ impl Interrupt {
     pub fn new() -> io::Result<(Self, OwnedFd)> {
         let (read, write) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
         let raise = write.try_clone()?;
-        Ok((Self { pipe: Arc::new(Pipe { read, _write: write }) }, raise))
+        Ok((Self { source: Arc::new(Source::Pipe { read, _write: write }) }, raise))
+    }
+
+    /// An interrupt that is raised at `deadline`, and that nobody else raises.
+    ///
+    /// # Errors
+    /// When the system gives no timer.
+    pub fn at(deadline: Instant) -> io::Result<Self> {
+        // A timer of no time at all would never ring.
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1));
+        let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
+        let timer = TimerFd::new(ClockId::CLOCK_MONOTONIC, flags)?;
+        timer.set(Expiration::OneShot(left.into()), TimerSetTimeFlags::empty())?;
+        Ok(Self { source: Arc::new(Source::Timer(timer)) })
     }
 
     /// Was anything written? Does not block.
@@ -53,7 +70,10 @@ impl Interrupt {
 
 impl AsFd for Interrupt {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.pipe.read.as_fd()
+        match &*self.source {
+            Source::Pipe { read, .. } => read.as_fd(),
+            Source::Timer(timer) => timer.as_fd(),
+        }
     }
 }
 
@@ -70,6 +90,20 @@ mod tests {
         assert!(interrupt.is_raised() && other.is_raised());
         drop(raise);
         assert!(interrupt.is_raised());
+    }
+
+    #[test]
+    fn an_interrupt_of_a_deadline_is_raised_then_and_stays_so() {
+        let now = Instant::now();
+        let later = Interrupt::at(now + Duration::from_hours(1)).unwrap();
+        assert!(!later.is_raised());
+        for deadline in [now, now + Duration::from_millis(20)] {
+            let interrupt = Interrupt::at(deadline).unwrap();
+            interrupt.wait(Duration::from_mins(1));
+            assert!(interrupt.is_raised() && interrupt.clone().is_raised());
+            assert!(Instant::now() >= deadline);
+        }
+        assert!(!later.is_raised());
     }
 
     #[test]

@@ -64,6 +64,26 @@ impl Session<'_> {
         Ok(if is_nothing_to_do { Vec::new() } else { members })
     }
 
+    /// What a pause of the scope takes of `members` now, so that a resume of it brings nothing back that was away before.
+    pub(super) fn resident_part(&self, members: &[usize]) -> Scope {
+        let Scope::Tags { tags, owner } = &self.scope else { return Scope::Whole };
+        let infos = || members.iter().filter_map(|index| self.peers.list[*index].info.as_ref());
+        let leaves = tags.to_pause();
+        let rows = infos().flat_map(|info| &info.tags);
+        let resident = rows.filter(|row| row.resident_bytes > 0 && leaves.has(&row.tag));
+        let mut names: BTreeSet<String> = resident.map(|row| row.tag.clone()).collect();
+        // Its calls are let through again where they were before.
+        if leaves.has(NCCL_TAG) && infos().any(|info| !info.nccl_waits) {
+            names.insert(NCCL_TAG.to_owned());
+        }
+        Scope::Tags { tags: TagNames::Named(names), owner: *owner }
+    }
+
+    /// Does this member run, so that what comes back to it comes by tag?
+    pub(super) fn runs(&self, index: usize) -> bool {
+        self.state(index) == Some(MemberState::Active)
+    }
+
     fn refuse_unknown_tags(&self) -> Result<(), CoordinatorError> {
         let Scope::Tags { tags: TagNames::Named(wanted), .. } = &self.scope else {
             return Ok(());

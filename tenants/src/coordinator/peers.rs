@@ -4,7 +4,7 @@
 //! earlier one is unanswered: each connection keeps the queue of what it owes. One poll waits for all.
 
 use std::collections::VecDeque;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
@@ -15,7 +15,7 @@ use crate::run_dir::{MemberSocket, TenantDir};
 use crate::transport::{Connection, Process, TransportError, poll_until};
 use crate::wire::{
     Ask, AskLent, AwaitConsent, Count, Failure, FailureKind, GiveUp, Hello, Hold, HostStep,
-    MemberInfo, Needs, Reply, SaveStep, Stats, StepOn, TakePhase,
+    LookIdle, MemberInfo, Needs, Reply, SaveStep, SpillStep, Stats, StepOn, TakePhase,
 };
 
 /// Requests are a few bytes; a peer that cannot take one for this long does not read its socket at all.
@@ -105,6 +105,12 @@ impl Question for Needs {
     }
 }
 
+impl Question for LookIdle {
+    fn step(&self) -> Step {
+        Step::Stats
+    }
+}
+
 impl Question for Hold {
     fn step(&self) -> Step {
         Step::Cut
@@ -129,6 +135,12 @@ impl Question for HostStep {
     }
 }
 
+impl Question for SpillStep {
+    fn step(&self) -> Step {
+        Step::Spill
+    }
+}
+
 impl Question for AskLent {
     fn step(&self) -> Step {
         Step::Lending
@@ -148,13 +160,15 @@ pub(super) struct Answer {
     pub(super) step: Step,
     who: Who,
     reply: Result<Reply, MemberFailure>,
+    /// What came beside it, of a member that was told that it may send some.
+    pub(super) fds: Vec<OwnedFd>,
 }
 
 impl Answer {
     /// What it says to `question`. A refusal, and a reply of another kind, are failures of the member.
     pub(super) fn to<Q: Question>(self, question: &Q) -> Result<Q::Answer, MemberFailure> {
         let (who, step) = (self.who, self.step);
-        // Descriptors beside a reply to us mean nothing; they are closed already.
+        // Descriptors beside a reply are taken before, by whoever knows what they are.
         match question.outcome_in(self.reply?, Vec::new()) {
             Some(Ok(answer)) => Ok(answer),
             Some(Err(failure)) => Err(MemberFailure { who, step, failure }),
@@ -174,7 +188,7 @@ impl Answer {
 }
 
 /// The failure of a member that answered another question than the one it was asked.
-fn another_answer(who: Who, step: Step) -> MemberFailure {
+pub(super) fn another_answer(who: Who, step: Step) -> MemberFailure {
     let failure = Failure {
         kind: FailureKind::Unknown,
         message: "its answer does not fit the question".to_owned(),
@@ -284,6 +298,17 @@ impl Peers {
         question: &Q,
         timeout: Duration,
     ) -> Result<(), MemberFailure> {
+        self.ask_with(index, question, &[], timeout)
+    }
+
+    /// The same with descriptors beside the question, which stay the caller's.
+    pub(super) fn ask_with<Q: Question>(
+        &mut self,
+        index: usize,
+        question: &Q,
+        fds: &[BorrowedFd<'_>],
+        timeout: Duration,
+    ) -> Result<(), MemberFailure> {
         let step = question.step();
         if self.owes_nothing(index) {
             // What is here now answers no question; it must not be taken for the answer to this one.
@@ -295,7 +320,7 @@ impl Peers {
             return Err(gone(who, step, "its connection was lost before".to_owned()));
         };
         let now = Instant::now();
-        if let Err(error) = connection.send(&question.to_request(), &[], now + SEND_TIMEOUT) {
+        if let Err(error) = connection.send(&question.to_request(), fds, now + SEND_TIMEOUT) {
             return Err(peer.lose(step, &error));
         }
         let busy_until = owed.iter().filter(|owed| !owed.overdue);
@@ -445,6 +470,13 @@ impl Peers {
         matches!(&self.list[index].link, Link::Up { owed, .. } if owed.is_empty())
     }
 
+    /// From its next answer on, this member may send up to `most` descriptors beside one.
+    pub(super) fn take_fds(&mut self, index: usize, most: usize) {
+        if let Link::Up { connection, .. } = &mut self.list[index].link {
+            connection.take_fds(most);
+        }
+    }
+
     /// Is this member's connection up?
     pub(super) fn is_up(&self, index: usize) -> bool {
         matches!(self.list[index].link, Link::Up { .. })
@@ -520,7 +552,7 @@ impl Peers {
                 let message = format!("it did not answer within {:.1} s", waited.as_secs_f64());
                 let (who, step) = (peer.who, owed.step);
                 let reply = Err(gone(who, step, message));
-                return Some(Answer { peer: index, step, who, reply });
+                return Some(Answer { peer: index, step, who, reply, fds: Vec::new() });
             }
         }
         None
@@ -538,17 +570,18 @@ impl Peer {
         let step = owed.front()?.step;
         // Looked at before the connection: what it sent before its end counts.
         let has_ended = self.process.has_ended();
+        let mut fds = Vec::new();
         let reply = match connection.try_receive::<Reply>() {
             Ok(None) if has_ended => Err(self.note_end(step)),
             Ok(None) => return None,
-            // Descriptors beside a reply to us mean nothing, and are closed here.
-            Ok(Some((reply, _fds))) => {
+            Ok(Some((reply, beside))) => {
                 owed.pop_front();
+                fds = beside;
                 Ok(reply)
             }
             Err(error) => Err(self.lose(step, &error)),
         };
-        Some(Answer { peer: index, step, who, reply })
+        Some(Answer { peer: index, step, who, reply, fds })
     }
 
     /// The process has ended, though its connection does not say so.

@@ -32,6 +32,8 @@ pub enum Step {
     Save,
     /// Host memory ahead of a pause.
     Host,
+    /// Moving saved contents to a file, for another tenant's pause.
+    Spill,
     /// Waiting for memory that other tenants have open.
     Lending,
     /// Counting what it holds against the tenant's budgets.
@@ -52,6 +54,7 @@ impl fmt::Display for Step {
             Self::Drain => f.write_str(Phase::Drain.label()),
             Self::Save => f.write_str("save to files"),
             Self::Host => f.write_str("host memory for the next pause"),
+            Self::Spill => f.write_str("room in host memory"),
             Self::Lending => f.write_str("memory open in other tenants"),
             Self::Count => f.write_str("counting against the budgets"),
             Self::Phase(phase) => f.write_str(phase.label()),
@@ -186,6 +189,8 @@ pub struct Report {
     pub phases: Vec<PhaseSummary>,
     /// Of half a swap that overlaps: how much of a device one stage moves.
     pub window_bytes: Option<u64>,
+    /// Of the half of a swap that leaves: what of its memory became the other's without being released.
+    pub handed_bytes: u64,
     /// Of half a swap that overlaps: each order by which memory moved, in the order of the answers.
     pub stages: Vec<StageSummary>,
     /// Bytes given back or taken, by device, in order of the devices' names.
@@ -305,6 +310,7 @@ impl Report {
             drain: None,
             phases: Vec::new(),
             window_bytes: None,
+            handed_bytes: 0,
             stages: Vec::new(),
             devices: Vec::new(),
             notes: Vec::new(),

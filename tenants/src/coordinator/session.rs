@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use vmm_pool::Copies;
+use vmm_pool::{ClassBytes, Copies};
 
 use super::lending::Patience;
 use super::peers::{Answer, Peers, Question, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Report, Step};
 use super::shortage::short_devices;
 use super::{CoordinatorError, Interrupt, LostImports, Options, TakesPart};
-use crate::host_memory;
+use crate::host_memory::{self, HostShortage};
 use crate::identity::TenantName;
 use crate::phase::{Manner, Stage, Told};
 use crate::references::Stay;
@@ -18,8 +18,8 @@ use crate::run_dir::{CoordinatorLock, MemberSocket, TenantDir};
 use crate::scope::Scope;
 use crate::transport::has_ended;
 use crate::wire::{
-    Action, AwaitConsent, DeviceDelta, Failure, FailureKind, GiveUp, Hello, MemberState, Needs,
-    Phase, PhaseReport, Stats, TakePhase,
+    Action, AwaitConsent, DeviceDelta, Failure, FailureKind, GiveUp, Hello, MemberState, Needed,
+    Needs, Phase, PhaseReport, Stats, TakePhase,
 };
 
 /// The phases of one pause or resume.
@@ -61,6 +61,8 @@ pub(super) struct Session<'a> {
     copies: Copies,
     /// How long it waits for memory that other tenants have open.
     pub(super) patience: Patience,
+    /// The limit that a pause of its members exceeds, where that is why it ends.
+    pub(super) host_short: Option<HostShortage>,
     /// Processes whose sockets were found and removed.
     dead: usize,
 }
@@ -128,6 +130,7 @@ impl<'a> Session<'a> {
             stays: Vec::new(),
             copies: Copies::default(),
             patience: Patience::new(options),
+            host_short: None,
             dead: 0,
         };
         let deadline = Instant::now() + options.contact_timeout;
@@ -370,12 +373,13 @@ impl<'a> Session<'a> {
 
     /// What `members` need to be resumed and what is free, as far as they answer.
     fn needs(&mut self, members: &[usize]) -> Vec<DeviceDelta> {
-        self.ask_needs(members).done.into_iter().flat_map(|(_, devices)| devices).collect()
+        self.ask_needs(members).done.into_iter().flat_map(|(_, needed)| needed.devices).collect()
     }
 
-    fn ask_needs(&mut self, members: &[usize]) -> StepResult<Vec<DeviceDelta>> {
+    fn ask_needs(&mut self, members: &[usize]) -> StepResult<Needed> {
         let timeout = self.options.timeout.unwrap_or(NEEDS_TIMEOUT);
-        let question = Needs { scope: self.scope.clone(), timeout_ms: millis(timeout) };
+        let question =
+            Needs { scope: self.scope.clone(), timeout_ms: millis(timeout), all_devices: false };
         self.step(&question, members, timeout, OnFailure::WaitForAll)
     }
 
@@ -383,24 +387,29 @@ impl<'a> Session<'a> {
     pub(super) fn needs_of_each(
         &mut self,
         members: &[usize],
-    ) -> Result<Vec<Vec<DeviceDelta>>, Vec<MemberFailure>> {
+    ) -> Result<Vec<Needed>, Vec<MemberFailure>> {
         let mut result = self.ask_needs(members);
         if !result.failures.is_empty() {
             return Err(result.into_failures());
         }
         result.done.sort_by_key(|(index, _)| members.iter().position(|member| member == index));
-        Ok(result.done.into_iter().map(|(_, devices)| devices).collect())
+        Ok(result.done.into_iter().map(|(_, needed)| needed).collect())
     }
 
     /// What a pause of `members` would give back about now, by device, as far as they answer.
     pub(super) fn resident_bytes(&mut self, members: &[usize]) -> BTreeMap<String, u64> {
         let timeout = self.options.contact_timeout;
         let result = self.step(&Stats, members, timeout, OnFailure::WaitForAll);
+        let leaves = |class: &&ClassBytes| match &self.scope {
+            Scope::Whole => true,
+            Scope::Tags { tags, .. } => tags.to_pause().has(&class.tag),
+        };
         let mut bytes = BTreeMap::new();
         for device in result.done.iter().flat_map(|(_, stats)| &stats.pool.devices) {
-            let pinned: u64 = device.classes.iter().map(|class| class.pinned_bytes).sum();
-            let total = bytes.entry(device.uuid.clone()).or_insert(0_u64);
-            *total += device.resident_bytes().saturating_sub(pinned);
+            let classes = device.classes.iter().filter(leaves);
+            let leaving =
+                classes.map(|class| class.resident_bytes.saturating_sub(class.pinned_bytes));
+            *bytes.entry(device.uuid.clone()).or_insert(0_u64) += leaving.sum::<u64>();
         }
         bytes
     }
@@ -417,12 +426,13 @@ impl<'a> Session<'a> {
     }
 
     /// Do the members need more host memory together than there is? Named after the one that needs most.
-    fn host_shortage(&self, done: &[(usize, PhaseReport)]) -> Option<MemberFailure> {
+    fn host_shortage(&mut self, done: &[(usize, PhaseReport)]) -> Option<MemberFailure> {
         let needs = done.iter().filter_map(|(index, report)| Some((*index, report.host.as_ref()?)));
         let needs: Vec<_> = needs.collect();
         let short = host_memory::shortage(needs.iter().map(|(_, need)| *need))?;
         let (most, _) = needs.iter().max_by_key(|(_, need)| need.grow_bytes)?;
         let failure = Failure { kind: FailureKind::OutOfHostMemory, message: short.to_string() };
+        self.host_short = Some(short);
         let step = Step::Phase(Phase::Save);
         Some(MemberFailure { who: self.peers.list[*most].who, step, failure })
     }
@@ -638,7 +648,7 @@ impl<'a> Session<'a> {
     }
 
     /// Nothing has left, and yet calls wait.
-    fn note_nothing_of_nccl(&self, report: &mut Report) {
+    pub(super) fn note_nothing_of_nccl(&self, report: &mut Report) {
         let Scope::Tags { tags, .. } = &self.scope else { return };
         let is_empty = report.devices.iter().all(|device| device.bytes == 0);
         if report.action == Action::Pause && tags.names_nccl() == (true, 0) && is_empty {

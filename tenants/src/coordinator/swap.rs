@@ -1,8 +1,10 @@
-//! Two tenants that change places: one is paused, the other is resumed, and where both move whole, both at once.
+//! Two tenants that change places: one is paused, the other is resumed, both at once where both have something to move. Each is
+//! moved whole or by tag, as its coordinator's scope says.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::ops::RangeInclusive;
+use std::time::{Duration, Instant};
 
 use super::error::SwapError;
 use super::exchange::{Exchange, totals};
@@ -11,11 +13,15 @@ use super::overlap::{Side, exchange};
 use super::report::{Event, MemberFailure, Outcome, Report, Step, Swap, Who};
 use super::session::{Plan, Session, Stop, micros};
 use super::shortage::{DeviceShortage, short_devices};
+use super::spilling::Room;
 use super::{Coordinator, CoordinatorError, JOINED_TRIES_MAX, Options, TakesPart};
+use crate::descriptors::free_descriptors;
+use crate::host_memory::HostShortage;
+use crate::identity::TenantName;
 use crate::phase::Manner;
-use crate::run_dir::{CoordinatorLock, TenantDir};
+use crate::run_dir::{CoordinatorLock, TenantDir, pause_thread};
 use crate::scope::Scope;
-use crate::wire::{Action, DeviceDelta, Failure, FailureKind, Phase};
+use crate::wire::{Action, DeviceDelta, Failure, FailureKind, HANDED_MAX, Phase};
 
 /// How two tenants change places.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,12 +31,37 @@ pub struct SwapOptions {
     /// How much of a device one stage moves, and how much more than the larger of the two it may hold for that; the usual
     /// where it is none: a sixteenth of the larger, at least 256 MiB and at most 2 GiB.
     pub window_bytes: Option<u64>,
+    /// May physical memory of the first become the second's where both have allocations of one size, in place of being
+    /// released and created? It is cleared before anything of the second's touches it. Only where they overlap.
+    pub hand_over: bool,
 }
+
+/// How long a first tenant that is to come back waits for room that the second has kept,
+const KEPT_ROOM_WAIT: Duration = Duration::from_secs(2);
+/// and how often it looks.
+const KEPT_ROOM_LOOK: Duration = Duration::from_millis(200);
 
 impl Default for SwapOptions {
     fn default() -> Self {
-        Self { overlap: true, window_bytes: None }
+        Self { overlap: true, window_bytes: None, hand_over: false }
     }
+}
+
+/// Descriptors of memory between two owners that this process holds at most, and at least where it holds any.
+const AT_HAND: RangeInclusive<usize> = HANDED_MAX..=4 * HANDED_MAX;
+
+/// How many of those there is room for.
+fn most_at_hand() -> usize {
+    let room = (free_descriptors() / 2).min(*AT_HAND.end());
+    if room < *AT_HAND.start() { 0 } else { room }
+}
+
+/// Why a tenant does not change places with itself.
+pub fn swap_with_itself(tenant: &TenantName) -> String {
+    format!(
+        "tenant '{tenant}' cannot be swapped with itself: its processes are in one pause or resume at a time; pause and \
+         resume its tags one after the other"
+    )
 }
 
 /// A tenant with its lock.
@@ -53,16 +84,18 @@ pub fn swap(
     let started = Instant::now();
     to.check_alive().map_err(SwapError::NoTarget)?;
     let (from, to) = lock_both(from, to)?;
-    let whole = |options: &Options| {
-        options.scope == Scope::Whole
+    let is_by_all = |options: &Options| {
+        matches!(options.scope, Scope::Whole | Scope::Tags { owner: None, .. })
             && options.takes_part == TakesPart::Everybody
             && options.consent.is_none()
     };
-    if how.overlap && whole(&from.coordinator.options) && whole(&to.coordinator.options) {
+    if how.overlap && is_by_all(&from.coordinator.options) && is_by_all(&to.coordinator.options) {
         let mut tries = 1;
         let mut patience = Patience::new(&from.coordinator.options);
+        let mut room = Room::default();
         loop {
-            match overlapped(&from, &to, how, patience, started, progress) {
+            let mut short = None;
+            match overlapped(&from, &to, how, (patience, &mut short), started, progress) {
                 // With the newcomers, then.
                 Err(SwapError::Pause(CoordinatorError::Joined { .. }))
                     if tries < JOINED_TRIES_MAX =>
@@ -73,7 +106,15 @@ pub fn swap(
                     Some(next) => patience = next,
                     None => return Err(SwapError::Pause(error)),
                 },
-                Ok(Some(swap)) => return Ok(swap),
+                Err(SwapError::Pause(error))
+                    if error.left_unchanged()
+                        && from.coordinator.makes_room(&mut room, short.as_ref(), progress) => {}
+                Ok(Some(mut swap)) => {
+                    if let Outcome::Completed(report) = &mut swap.paused {
+                        report.notes.extend(room.notes());
+                    }
+                    return Ok(swap);
+                }
                 // Only one of them moves.
                 Ok(None) => break,
                 Err(error) => return Err(error),
@@ -85,6 +126,7 @@ pub fn swap(
         Ok(resumed) => Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) }),
         Err(source) => Err(SwapError::Resume {
             paused_tenant: from.coordinator.tenant.clone(),
+            left: from.coordinator.options.scope.clone(),
             paused: Box::new(paused),
             source: Box::new(source),
         }),
@@ -135,12 +177,12 @@ impl Held<'_> {
     }
 }
 
-/// Both at once; none when there is nothing to be done for one of them, or for a part of it only.
+/// Both at once; none when there is nothing to be done for one of them.
 fn overlapped(
     from: &Held<'_>,
     to: &Held<'_>,
     how: SwapOptions,
-    patience: Patience,
+    (patience, short): (Patience, &mut Option<HostShortage>),
     started: Instant,
     progress: &mut dyn FnMut(Event<'_>),
 ) -> Result<Option<Swap>, SwapError> {
@@ -152,17 +194,23 @@ fn overlapped(
     let leavers = leaving.members_for(Action::Pause).map_err(SwapError::Pause)?;
     let mut coming = to.open(&to.coordinator.options, &mut tell_to).map_err(SwapError::NoTarget)?;
     let comers = coming.members_for(Action::Resume).map_err(SwapError::NoTarget)?;
-    if leavers.is_empty() || comers.is_empty() || coming.scope != Scope::Whole {
+    if leavers.is_empty() || comers.is_empty() {
         return Ok(None);
     }
     leaving.patience = patience;
-    let target = Target { from, to, who: coming.peers.list[comers[0]].who };
-    let wanted = coming.wanted_of(&comers, from.dir.tenant());
-    let wanted = wanted.map_err(|failures| target.refused(failures))?;
-    if !wanted.is_empty() {
-        return Err(target.refused(wanted));
+    let left = leaving.resident_part(&leavers);
+    let runs = coming.runs(comers[0]);
+    let target = Target { from, to, who: coming.peers.list[comers[0]].who, runs };
+    // What it wants of a tenant that runs on it can have.
+    if leaving.scope == Scope::Whole {
+        let wanted = coming.wanted_of(&comers, from.dir.tenant());
+        let wanted = wanted.map_err(|failures| target.refused(failures))?;
+        if !wanted.is_empty() {
+            return Err(target.refused(wanted));
+        }
     }
-    let needs = coming.needs_of_each(&comers).map_err(|failures| target.refused(failures))?;
+    let needed = coming.needs_of_each(&comers).map_err(|failures| target.refused(failures))?;
+    let needs: Vec<_> = needed.iter().map(|needed| needed.devices.clone()).collect();
     if !short_devices(needs.iter().flatten()).is_empty() {
         let held = leaving.resident_bytes(&leavers);
         target.check_room(&needs, &held)?;
@@ -172,7 +220,9 @@ fn overlapped(
     let mut report = leaving.new_report(Action::Pause);
     let plan = Plan::new(Action::Pause, Manner { without_lost: false, by_stages: true });
     if let Err(stop) = leaving.prepare(&plan, &leavers, &mut report) {
-        return Err(SwapError::Pause(leaving.roll_back(Action::Pause, &leavers, stop)));
+        let undone = leaving.roll_back(Action::Pause, &leavers, stop);
+        *short = leaving.host_short.take();
+        return Err(SwapError::Pause(undone));
     }
     let gives = leaving.last_said(&report, &leavers);
     let checked = target
@@ -185,16 +235,23 @@ fn overlapped(
     }
 
     // The point of no return of the first.
-    let stages = Exchange::new(how.window_bytes, &gives, &needs);
+    let mut stages = Exchange::new(how.window_bytes, &gives, &needs);
+    if how.hand_over {
+        stages = stages.with_hand_over(&needed, most_at_hand());
+    }
     let mut resumed = coming.new_report(Action::Resume);
     report.window_bytes = Some(stages.window_bytes());
     resumed.window_bytes = report.window_bytes;
     let mut leaving = Side::new(&mut leaving, leavers, report);
     let mut coming = Side::new(&mut coming, comers, resumed);
+    if how.hand_over {
+        leaving.hands_over();
+    }
     let hindrance = exchange(&mut leaving, &mut coming, stages, started);
     let mut paused = leaving.report;
     paused.wall_us = micros(started.elapsed());
     leaving.session.note_latecomers(&mut paused);
+    leaving.session.note_nothing_of_nccl(&mut paused);
     let Side { session: coming, members: comers, report: mut resumed, .. } = coming;
     let came = match hindrance {
         Some(stop) => Err(stop),
@@ -203,7 +260,7 @@ fn overlapped(
     if let Err(stop) = came {
         let error = coming.roll_back(Action::Resume, &comers, stop);
         let source = to.coordinator.with_holders(error, None);
-        return Err(go_back(from, paused, source, &mut tell_after));
+        return Err(go_back((from, to), left, paused, source, &mut tell_after));
     }
     resumed.wall_us = micros(started.elapsed());
     coming.note_latecomers(&mut resumed);
@@ -219,6 +276,8 @@ struct Target<'a> {
     from: &'a Held<'a>,
     to: &'a Held<'a>,
     who: Who,
+    /// Do its processes run, and memory of theirs comes by tag?
+    runs: bool,
 }
 
 impl Target<'_> {
@@ -234,7 +293,7 @@ impl Target<'_> {
         CoordinatorError::Refused {
             tenant: self.to.coordinator.tenant.clone(),
             action: Action::Resume,
-            runs: false,
+            runs: self.runs,
             failures,
             undo_failures: Vec::new(),
             shortages,
@@ -260,8 +319,8 @@ impl Target<'_> {
         let Some(shortage) = shortages.first() else { return Ok(()) };
         let kind = FailureKind::OutOfDeviceMemory { missing_bytes: shortage.missing_bytes() };
         let message = format!(
-            "its tenant does not fit, not even without tenant '{}'",
-            self.from.coordinator.tenant
+            "its tenant does not fit, not even without {}",
+            self.from.coordinator.options.scope.subject(&self.from.coordinator.tenant)
         );
         let failure = Failure { kind, message };
         let step = Step::Phase(Phase::RestoreStage);
@@ -271,29 +330,48 @@ impl Target<'_> {
     }
 }
 
-/// The second did not come, and the first, which is paused, takes its memory back.
+/// The second did not come, and the first takes back what has `left` of it. Where the second keeps some of the room for that, because it could not be taken
+/// back wholly, it is asked for it again for a moment.
 fn go_back(
-    from: &Held<'_>,
+    (from, to): (&Held<'_>, &Held<'_>),
+    left: Scope,
     paused: Report,
     source: CoordinatorError,
     progress: &mut dyn FnMut(Event<'_>),
 ) -> SwapError {
     // Nobody may call that off.
-    let options =
-        Options { interrupt: None, look_first: false, ..from.coordinator.options.clone() };
-    let resumed = from.open(&options, progress).and_then(|mut session| {
-        let members = session.members_for(Action::Resume)?;
-        session.run(Action::Resume, members)
-    });
+    let options = Options {
+        interrupt: None,
+        look_first: false,
+        scope: left.clone(),
+        ..from.coordinator.options.clone()
+    };
+    let until = Instant::now() + KEPT_ROOM_WAIT;
+    let resumed = loop {
+        let resumed = from.open(&options, progress).and_then(|mut session| {
+            let members = session.members_for(Action::Resume)?;
+            session.run(Action::Resume, members)
+        });
+        let is_short = |error: &CoordinatorError| {
+            error.missing_device_bytes().is_some() && error.left_unchanged()
+        };
+        if !resumed.as_ref().is_err_and(is_short) || Instant::now() >= until {
+            break resumed;
+        }
+        // Opening it finishes what an undo has left.
+        let quiet = Options { interrupt: None, ..to.coordinator.options.clone() };
+        drop(to.open(&quiet, progress).map(drop));
+        pause_thread(KEPT_ROOM_LOOK);
+    };
     let (tenant, source) = (from.coordinator.tenant.clone(), Box::new(source));
     match resumed {
         Ok(resumed) => {
             let losses = paused.losses.into_iter().chain(resumed.losses).collect();
-            SwapError::WentBack { tenant, losses, source }
+            SwapError::WentBack { tenant, left, losses, source }
         }
         Err(error) => {
             let resume = Box::new(from.coordinator.with_holders(error, None));
-            SwapError::NotBack { tenant, resume, source }
+            SwapError::NotBack { tenant, left, losses: paused.losses, resume, source }
         }
     }
 }

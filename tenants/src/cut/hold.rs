@@ -55,6 +55,8 @@ pub(super) struct Table {
     /// Moves when whoever watches is to stop.
     asked: u64,
     pub(super) waiting: BTreeMap<u64, Waiter>,
+    /// Since when allocations wait for memory that others hold, in the order in which they came.
+    memory_waits: VecDeque<Instant>,
     /// How many launches have had to wait; the last one's number.
     waits: u64,
     /// When each thread inside was first seen there, by its slot's number.
@@ -63,6 +65,23 @@ pub(super) struct Table {
     pub(super) given_up: VecDeque<CommunicatorId>,
     /// Communicators that ranks of this process have, and by what other ranks know them.
     pub(super) aliases: BTreeMap<CommunicatorId, CommunicatorId>,
+}
+
+/// See [`Cut::wait_for_memory`].
+#[derive(Debug)]
+#[must_use = "the wait ends with it"]
+pub struct MemoryWait<'a> {
+    cut: &'a Cut,
+    since: Instant,
+}
+
+impl Drop for MemoryWait<'_> {
+    fn drop(&mut self) {
+        let mut table = self.cut.table();
+        if let Some(place) = table.memory_waits.iter().position(|since| *since == self.since) {
+            table.memory_waits.remove(place);
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -302,6 +321,13 @@ impl Cut {
         }
     }
 
+    /// An allocation of the process waits for memory that others hold, until what is returned is dropped: other ranks may stand in a collective with its thread.
+    pub fn wait_for_memory(&self) -> MemoryWait<'_> {
+        let since = Instant::now();
+        self.table().memory_waits.push_back(since);
+        MemoryWait { cut: self, since }
+    }
+
     /// Where the process stands now.
     pub fn report(&self, captures: usize) -> CutReport {
         self.look(&mut self.table(), captures)
@@ -329,6 +355,7 @@ impl Cut {
             waiting: waiting.collect(),
             inside,
             captures: captures as u64,
+            waits_for_memory_ms: table.memory_waits.front().map(|since| millis(since.elapsed())),
             given_up: table.given_up.iter().copied().collect(),
             aliases: table.aliases.iter().map(|(own, others)| (*own, *others)).collect(),
         };

@@ -41,6 +41,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use describe::{Lag, Laggard, foreign_ranks, laggards};
+pub use hold::MemoryWait;
 pub use report::{CutReport, Inside, LaunchCount, Limits, Need, Seen, Waiting};
 pub use seats::{TurnedBack, Withdrawal};
 
@@ -244,6 +245,16 @@ impl Cut {
         let mut table = self.table();
         table.ranks.insert((local.communicator, local.rank), local);
         table.progress += 1;
+    }
+
+    /// Is the calling thread in a launch under way?
+    pub fn is_inside() -> bool {
+        DEPTH.get() > 0
+    }
+
+    /// Does a thread wait to be let go?
+    pub fn has_waiting(&self) -> bool {
+        !self.table().waiting.is_empty()
     }
 
     /// The ranks that live here, in order.

@@ -130,6 +130,8 @@ pub struct CutReport {
     pub inside: Vec<Inside>,
     /// Stream captures under way.
     pub captures: u64,
+    /// For how long an allocation of the process has waited for memory that others hold, in milliseconds, where one does.
+    pub waits_for_memory_ms: Option<u64>,
     /// Communicators that ranks of this process have given up, the latest ones.
     pub given_up: Vec<CommunicatorId>,
     /// Communicators of ranks that live here which other ranks know by another identity.

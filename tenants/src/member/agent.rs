@@ -27,8 +27,9 @@ use crate::phase::Stage;
 use crate::scope::Scope;
 use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
-    Action, AskLent, Asked, AwaitConsent, Failure, FailureKind, GiveUp, Hold, HostStage, HostStep,
-    MemberState, Needs, Order, Phase, Reply, Request, SaveStep, StepOn, TakePhase, Withdraw,
+    Action, AskLent, Asked, AwaitConsent, Failure, FailureKind, GiveUp, HANDED_MAX, Hold,
+    HostStage, HostStep, LookIdle, MemberState, Needs, Order, Phase, Reply, Request, SaveStep,
+    SpillStep, StepOn, TakePhase, Withdraw,
 };
 
 /// No request waits longer than this, whatever it says.
@@ -83,8 +84,9 @@ struct Job {
 }
 
 enum Work {
-    Phase(Order),
-    Needs(Scope),
+    /// With the descriptors that came beside it.
+    Phase(Order, Vec<OwnedFd>),
+    Needs(Scope, bool),
     Cut {
         hold: Hold,
         /// What [`crate::cut::Cut::claim`] gave.
@@ -96,8 +98,11 @@ enum Work {
         asked: u64,
     },
     Save(SaveStep),
+    Spill(SpillStep),
     /// See [`crate::wire::Count`].
     Count,
+    /// See [`crate::wire::LookIdle`].
+    Idle(u64),
     /// An answer that is known, to be given behind those that the worker gives.
     Say(Reply),
     /// Memory that nothing but closed tickets holds is given back.
@@ -111,6 +116,8 @@ struct Done {
     /// None for a look at the cut, which leaves nothing to undo but the hold.
     phase: Option<Phase>,
     reply: Reply,
+    /// Descriptors that go with it.
+    beside: Vec<OwnedFd>,
 }
 
 struct Waiter {
@@ -193,7 +200,7 @@ pub(super) fn spawn<D: Driver>(
     Ok(())
 }
 
-pub(super) fn block_signals() {
+pub(crate) fn block_signals() {
     if let Err(error) = SigSet::all().thread_block() {
         tracing::debug!(%error, "signals stay open on a thread of ours");
     }
@@ -207,8 +214,9 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
         let only_reads = matches!(job.work, Work::Save(_));
         // A defect in one phase must not end the thread: every later phase would wait for it in vain, and the
         // application at the gate.
-        let reply = catch_unwind(AssertUnwindSafe(|| do_job(member, &mut saving, job)));
-        let reply = reply.unwrap_or_else(|panic| {
+        let mut beside = Vec::new();
+        let done = || do_job(member, &mut saving, job, &mut beside);
+        let reply = catch_unwind(AssertUnwindSafe(done)).unwrap_or_else(|panic| {
             let text = text_of(&*panic);
             Some(if only_reads {
                 Reply::Failed(failed_inside(None, text))
@@ -217,7 +225,7 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
             })
         });
         let Some(reply) = reply else { continue };
-        if report.send(Done { connection, phase, reply }).is_err() {
+        if report.send(Done { connection, phase, reply, beside }).is_err() {
             return;
         }
         member.waker.wake();
@@ -228,11 +236,17 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
     }
 }
 
-/// Does a job; none when nobody waits for an answer.
-fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) -> Option<Reply> {
+/// Does a job; none when nobody waits for an answer. Descriptors for whoever asked join `beside`.
+fn do_job<D: Driver>(
+    member: &Member<D>,
+    saving: &mut Option<Saving>,
+    job: Job,
+    beside: &mut Vec<OwnedFd>,
+) -> Option<Reply> {
     let Job { connection, work, deadline } = job;
     Some(match work {
-        Work::Phase(order) => {
+        Work::Phase(order, came) => {
+            *beside = came;
             // It moves what is being written.
             *saving = None;
             if order.phase().ends_early() {
@@ -241,16 +255,24 @@ fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) 
             if order.phase().opens_descriptors() {
                 member.descriptor_limit.raise();
             }
-            member.run_phase(&order, deadline)
+            member.run_phase(&order, beside, deadline)
         }
-        Work::Needs(scope) => member.run_needs(&scope),
+        Work::Needs(scope, all_devices) => member.run_needs(&scope, all_devices),
         Work::Cut { hold: Hold { limits, seen, .. }, asked } => {
             member.run_cut(connection, limits, seen, asked, deadline)
         }
         Work::Step { step: StepOn { step, seen, .. }, asked } => {
             member.run_step(connection, step, seen, asked, deadline)
         }
+        Work::Spill(step) => {
+            // It moves what is being written. A question moves nothing.
+            if step.most_bytes > 0 {
+                *saving = None;
+            }
+            member.run_spill(step)
+        }
         Work::Count => member.run_count(),
+        Work::Idle(quiet_us) => member.run_idle(quiet_us),
         Work::Say(reply) => reply,
         Work::Save(step) => member.run_save(saving, connection, step),
         Work::EndTickets => {
@@ -273,11 +295,13 @@ fn text_of(panic: &(dyn Any + Send)) -> &str {
 impl Work {
     fn phase(&self) -> Option<Phase> {
         match self {
-            Self::Phase(order) => Some(order.phase()),
-            Self::Needs(_)
+            Self::Phase(order, _) => Some(order.phase()),
+            Self::Needs(..)
             | Self::Cut { .. }
             | Self::Step { .. }
             | Self::Count
+            | Self::Spill(_)
+            | Self::Idle(_)
             | Self::Say(_)
             | Self::Save(_)
             | Self::EndTickets
@@ -325,8 +349,8 @@ impl<D: Driver> Agent<D> {
             return;
         };
         // What the coordinator has sent before it ended counts.
-        while let Ok(Some(request)) = self.clients.next_request(number) {
-            self.handle(number, request);
+        while let Ok(Some((request, fds))) = self.clients.next_request(number) {
+            self.handle(number, request, fds);
         }
         // The next command may lead already, and have what was left half done settled: not by its round is this one
         // asked for, and to hang up on it would leave this process out of all that it does.
@@ -354,6 +378,7 @@ impl<D: Driver> Agent<D> {
             return;
         }
         self.look_at = now + NAME_LOOK_EVERY;
+        let _seen = self.member.idleness();
         if self.jobs.is_empty() && self.member.pool.has_watched_tickets() {
             self.submit(NOBODY, Work::EndTickets, AGENT_TIMEOUT);
         }
@@ -441,7 +466,7 @@ impl<D: Driver> Agent<D> {
         for number in self.clients.numbers() {
             for _ in 0..REQUESTS_PER_TURN_MAX {
                 match self.clients.next_request(number) {
-                    Ok(Some(request)) => self.handle(number, request),
+                    Ok(Some((request, fds))) => self.handle(number, request, fds),
                     Ok(None) => break,
                     Err(error) => {
                         tracing::debug!(%error, "connection ended");
@@ -474,7 +499,7 @@ impl<D: Driver> Agent<D> {
     /// with what it was told.
     fn leader_gone(&mut self) {
         self.leader = None;
-        self.submit(NOBODY, Work::Phase(Order::Settle), AGENT_TIMEOUT);
+        self.submit(NOBODY, Work::Phase(Order::Settle, Vec::new()), AGENT_TIMEOUT);
     }
 
     fn submit(&self, connection: u64, work: Work, timeout: Duration) {
@@ -487,15 +512,16 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    fn handle(&mut self, number: u64, request: Request) {
+    /// `fds` came beside the request, which none but an order of a resume by stages has a use for.
+    fn handle(&mut self, number: u64, request: Request, fds: Vec<OwnedFd>) {
         match request {
             Request::Hello => self.answer(number, &Reply::Member(self.member.info())),
             Request::Stats => {
                 self.answer(number, &Reply::Stats(Box::new(self.member.stats())));
             }
-            Request::Needs(Needs { scope, timeout_ms }) => {
+            Request::Needs(Needs { scope, timeout_ms, all_devices }) => {
                 if self.opens(number) {
-                    self.submit(number, Work::Needs(scope), wait_of(timeout_ms));
+                    self.submit(number, Work::Needs(scope, all_devices), wait_of(timeout_ms));
                 }
             }
             Request::Phase(TakePhase { round, order, timeout_ms }) => {
@@ -506,7 +532,10 @@ impl<D: Driver> Agent<D> {
                     if phase.stage() != Stage::Settle {
                         self.member.status().asked = Some(Asked { round, phase });
                     }
-                    self.submit(number, Work::Phase(order), wait_of(timeout_ms));
+                    if phase == Phase::RestoreStage {
+                        self.clients.take_fds(number, HANDED_MAX);
+                    }
+                    self.submit(number, Work::Phase(order, fds), wait_of(timeout_ms));
                 }
             }
             Request::Cut(hold) => {
@@ -531,10 +560,20 @@ impl<D: Driver> Agent<D> {
                     self.submit(number, Work::Save(step), AGENT_TIMEOUT);
                 }
             }
+            Request::Spill(step) => {
+                if self.opens(number) {
+                    self.submit(number, Work::Spill(step), AGENT_TIMEOUT);
+                }
+            }
             Request::Host(step) => self.handle_host(number, step),
             Request::Count => {
                 if self.opens(number) {
                     self.submit(number, Work::Count, AGENT_TIMEOUT);
+                }
+            }
+            Request::Idle(LookIdle { quiet_us }) => {
+                if self.opens(number) {
+                    self.submit(number, Work::Idle(quiet_us), AGENT_TIMEOUT);
                 }
             }
             Request::Withdraw(Withdraw { round }) => {
@@ -612,7 +651,8 @@ impl<D: Driver> Agent<D> {
             !is_due
         });
         for number in answered {
-            self.clients.answer_open(number, &Reply::Host(Box::new(progress.clone())));
+            let reply = Reply::Host(Box::new(progress.clone()));
+            self.clients.answer_open(number, &reply, Vec::new());
         }
     }
 
@@ -634,7 +674,7 @@ impl<D: Driver> Agent<D> {
 
     fn deliver(&mut self) {
         while let Ok(done) = self.done.try_recv() {
-            self.clients.answer_open(done.connection, &done.reply);
+            self.clients.answer_open(done.connection, &done.reply, done.beside);
             let is_over = done.phase.is_some_and(Phase::is_last);
             if is_over && self.leading() == Some(done.connection) {
                 self.leader = None;
@@ -659,7 +699,7 @@ impl<D: Driver> Agent<D> {
             true
         });
         for (number, reply) in answers {
-            self.clients.answer_open(number, &reply);
+            self.clients.answer_open(number, &reply, Vec::new());
         }
     }
 }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vmm_pool::budget::{Account, Figure, Gpu, OverBudget, Place};
-use vmm_pool::driver::{DeviceOrdinal, Driver};
+use vmm_pool::driver::{DeviceOrdinal, DeviceUuid, Driver};
 
 use super::Member;
 use crate::error_text::chain;
@@ -124,6 +124,24 @@ impl<D: Driver> Member<D> {
         };
         *counting = self.pool.count_against(Arc::new(share));
         Ok(*counting)
+    }
+
+    /// Does this process count what it holds? Not while it begins to; does not block.
+    pub fn counts(&self) -> bool {
+        self.counting.try_lock().is_ok_and(|counting| *counting)
+    }
+
+    /// What the tenant may hold of a GPU, and holds. None where this process does not count, or does not see that GPU. Asks the
+    /// driver for its devices' identities.
+    pub fn figure_of(&self, uuid: DeviceUuid) -> Option<Figure> {
+        if !self.counts() {
+            return None;
+        }
+        let driver = self.pool.driver();
+        let count = driver.device_count().ok()?;
+        let is_it = |device: &DeviceOrdinal| driver.device_uuid(*device) == Ok(uuid);
+        let device = (0..count).map(DeviceOrdinal).find(is_it)?;
+        self.pool.budget_figure(device)
     }
 
     /// See [`crate::wire::Count`].

@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use std::sync::{MutexGuard, PoisonError};
 use std::time::Instant;
 
-use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::stat::{SFlag, fstat};
 use vmm_pool::driver::Driver;
 use vmm_pool::{
@@ -16,6 +15,7 @@ use vmm_pool::{
 
 use super::Member;
 use super::borrowing::{REST_MAX, REST_MIN};
+use crate::descriptors::free_descriptors;
 use crate::identity::MemberId;
 use crate::ticket::{self, Ticket};
 use crate::transport::{Connection, TransportError};
@@ -177,9 +177,6 @@ impl From<Missing> for ImportError {
     }
 }
 
-/// Descriptors that are left to the application and the rest of us.
-const DESCRIPTORS_KEPT_FREE: usize = 32;
-
 impl<D: Driver> Member<D> {
     /// A ticket for `handle`, in place of the driver's descriptor.
     ///
@@ -257,7 +254,7 @@ impl<D: Driver> Member<D> {
         let Fetched { mut fds, tags, .. } = self.redeem_from(entered, owner, allocation, serial)?;
         // It leaves and comes back with its owner's; what is borrowed, with all that this process has.
         let tag = tags.into_iter().next().unwrap_or_default();
-        let class = Class { library, tag, contents: Contents::Keep };
+        let class = Class { library, tag, contents: Contents::Keep, ..Class::default() };
         let lent = fds.remove(&allocation).ok_or(ImportError::Stale { id: allocation })?;
         let source =
             ImportSource { id: allocation, size_bytes: ticket.size_bytes, owner: owner.into() };
@@ -437,17 +434,8 @@ fn is_over_later(kind: FailureKind) -> bool {
     matches!(kind, FailureKind::NotNow | FailureKind::LenderAway)
 }
 
-/// How many descriptors this process may open now, with some left over.
-pub(super) fn free_descriptors() -> usize {
-    let limit = getrlimit(Resource::RLIMIT_NOFILE)
-        .map_or(usize::MAX, |(soft, _)| usize::try_from(soft).unwrap_or(usize::MAX));
-    // Where /proc cannot be read, as many as are likely to be free.
-    let open = std::fs::read_dir("/proc/self/fd").map_or(limit / 2, Iterator::count);
-    limit.saturating_sub(open + DESCRIPTORS_KEPT_FREE)
-}
-
 /// What is behind a descriptor, the driver checks; these kinds it should never be given.
-fn may_be_the_drivers(fd: &OwnedFd) -> bool {
+pub(super) fn may_be_the_drivers(fd: &OwnedFd) -> bool {
     fstat(fd).is_ok_and(|status| {
         let kind = SFlag::from_bits_truncate(status.st_mode & SFlag::S_IFMT.bits());
         ![SFlag::S_IFSOCK, SFlag::S_IFIFO, SFlag::S_IFDIR, SFlag::S_IFBLK].contains(&kind)

@@ -17,6 +17,7 @@ mod budget;
 mod clients;
 mod failures;
 mod fetch;
+mod idleness;
 mod lending;
 mod limit;
 mod nccl;
@@ -26,11 +27,12 @@ mod progress;
 mod saving;
 mod selection;
 mod sockets;
+mod spilling;
 mod stages;
 mod stepping;
 mod termination;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -42,8 +44,10 @@ use vmm_pool::driver::{DeviceOrdinal, Driver, PciAddress, RawContext, VaRange};
 use vmm_pool::support::Unsupported;
 use vmm_pool::{Pool, Selection, TagTotals};
 
+pub(crate) use agent::block_signals;
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use fetch::ImportError;
+pub(crate) use spilling::STEP_TIME as SPILL_STEP_TIME;
 
 use crate::budget::Budgets;
 use crate::cut::Cut;
@@ -79,6 +83,9 @@ pub struct MemberConfig {
     pub family_timeout: Duration,
     /// What the tenant is to others when they take turns, and how many quanta it has at a time.
     pub turns: (Class, Weight),
+    /// Whether its resumes, and allocations that its devices have no room for, queue for others to make way, and for how long an allocation
+    /// waits.
+    pub queues: Option<Duration>,
     /// Start of the command line, for people.
     pub command: String,
     /// Version of the library, the same in all processes of a tenant.
@@ -91,6 +98,8 @@ pub struct MemberConfig {
     /// Up to how much host memory, in bytes, it brings in by itself ahead of its next pause, once what that would take has
     /// been the same for a while. None when it waits until it is asked.
     pub prepares_up_to: Option<u64>,
+    /// Where its saved contents may go when another tenant's pause is short of host memory. None when they stay.
+    pub spill_dir: Option<PathBuf>,
     /// On which NUMA node a device is; none where the machine has one only, or does not say.
     pub node_of: fn(PciAddress) -> Option<u32>,
     /// Contexts that the application has made for itself, asked at each pause: their work must end too.
@@ -106,6 +115,9 @@ pub struct MemberConfig {
     pub unseen_pins: fn() -> Option<String>,
     /// Why NCCL's memory cannot leave while the process runs on: work may need it that is not held back.
     pub unseen_nccl: fn() -> Option<String>,
+    /// On which GPUs processes of this machine other than the one named have memory, resident or away, by UUID; none where
+    /// one of them does not say. Asked before copies that may take a neighbour's link, and answers within a bounded time.
+    pub held_elsewhere: fn(&RunDir, MemberId) -> Option<BTreeSet<String>>,
     /// How many threads bring new host memory in. With none it comes in as contents are copied there.
     pub toucher_threads: usize,
     /// What the tenant may hold on each GPU, where this process is the first to count.
@@ -117,7 +129,7 @@ pub struct MemberConfig {
 }
 
 impl MemberConfig {
-    /// What must be said, and no more: no family; a fair tenant; host memory without a limit, anywhere, and none ahead of a pause; no contexts of the
+    /// What must be said, and no more: no family; a fair tenant that does not queue; host memory without a limit, anywhere, and none ahead of a pause; no contexts of the
     /// application's own, nothing known to be unused, everything gated, no pins and no work of NCCL's unseen, one thread
     /// for new host memory, and no budgets.
     pub fn new(run_dir: RunDir, tenant: TenantName, command: &str, version: &str) -> Self {
@@ -127,17 +139,20 @@ impl MemberConfig {
             family: None,
             family_timeout: FAMILY_TIMEOUT,
             turns: (Class::default(), Weight::default()),
+            queues: None,
             command: command.to_owned(),
             version: version.to_owned(),
             host_limits: Vec::new,
             host_figures: Vec::new,
             prepares_up_to: None,
+            spill_dir: None,
             node_of: |_| None,
             own_contexts: Vec::new,
             unused: Vec::new,
             ungated: || None,
             unseen_pins: || None,
             unseen_nccl: || None,
+            held_elsewhere: |_, _| None,
             toucher_threads: 1,
             budgets: None,
             gpu_index: |device, _| u32::try_from(device.0).ok(),
@@ -183,6 +198,8 @@ pub(crate) struct Status {
     pub(crate) state: MemberState,
     /// How often that has changed.
     pub(crate) changes: u64,
+    /// When it did last.
+    pub(crate) changed_at: Instant,
     /// The last step it was asked for.
     pub(crate) asked: Option<Asked>,
     pub(crate) pauses: u64,
@@ -239,6 +256,7 @@ pub struct Member<D: Driver> {
     ahead: Ahead,
     /// Is what it holds counted against the tenant's budgets?
     counting: Mutex<bool>,
+    idle: idleness::Watch,
 }
 
 /// One token, taken and put back: a lock that can be waited for with a deadline.
@@ -290,6 +308,7 @@ impl<D: Driver> Member<D> {
             status: Mutex::new(Status {
                 state: MemberState::Active,
                 changes: 0,
+                changed_at: Instant::now(),
                 asked: None,
                 pauses: 0,
                 resumes: 0,
@@ -317,6 +336,7 @@ impl<D: Driver> Member<D> {
             turns: Turns::default(),
             ahead: Ahead::default(),
             counting: Mutex::default(),
+            idle: idleness::Watch::default(),
         });
         member.pool.place_on_nodes(member.config.node_of);
         if let Err(source) = agent::spawn(&member, listener, wakeups) {
@@ -455,6 +475,11 @@ impl<D: Driver> Member<D> {
             .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |count| count.checked_sub(1));
     }
 
+    /// For how long an allocation waits that its device has no room for, where it queues.
+    pub fn queues(&self) -> Option<Duration> {
+        self.config.queues
+    }
+
     /// How many stream captures are under way.
     pub fn captures(&self) -> usize {
         self.captures.load(Ordering::SeqCst)
@@ -489,6 +514,7 @@ impl<D: Driver> Member<D> {
             let from = status.state;
             status.state = state::next(from, event)?;
             status.changes += 1;
+            status.changed_at = Instant::now();
             (from, status.state)
         };
         self.changed.notify_all();
@@ -509,6 +535,7 @@ impl<D: Driver> Member<D> {
             family: self.config.family.as_ref().map(ToString::to_string),
             class: self.config.turns.0,
             weight: self.config.turns.1,
+            queues: self.config.queues.is_some(),
             command: self.config.command.clone(),
             version: self.config.version.clone(),
             state,
@@ -540,6 +567,7 @@ impl<D: Driver> Member<D> {
         let pool = self.pool.report();
         let communicators = self.cut.ranks();
         let lent = self.lent(&Selection::Whole);
+        let idleness = self.idleness();
         let status = self.status();
         MemberStats {
             member,
@@ -549,6 +577,7 @@ impl<D: Driver> Member<D> {
             last_pause: status.last_pause.clone(),
             last_resume: status.last_resume.clone(),
             host: self.host_progress(),
+            idleness,
             lent,
             communicators,
             notes: status.notes.clone(),
@@ -585,8 +614,25 @@ impl<D: Driver> Member<D> {
         self.changed.notify_all();
     }
 
+    /// Is its process at its end?
+    pub(crate) fn has_left(&self) -> bool {
+        self.has_left.load(Ordering::SeqCst)
+    }
+
+    /// Does a call of this process wait for its memory, or for other ranks behind it?
+    pub(crate) fn has_waiting_calls(&self) -> bool {
+        !self.gate().waiting().is_empty() || self.cut.has_waiting()
+    }
+
+    /// Waits while its process runs, for at most `rest`.
+    pub(crate) fn wait_while_active(&self, rest: Duration) {
+        let is_active = |status: &mut Status| status.state == MemberState::Active;
+        let waited = self.changed.wait_timeout_while(self.status(), rest, is_active);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+
     /// Waits for as long as `rest`, or until this process itself changes its state.
-    fn rest(&self, rest: Duration) {
+    pub(crate) fn rest(&self, rest: Duration) {
         let status = self.status();
         let _woken =
             self.changed.wait_timeout(status, rest).unwrap_or_else(PoisonError::into_inner);

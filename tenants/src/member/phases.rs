@@ -1,6 +1,7 @@
 //! What a process does in each phase. Runs on the worker thread, one phase at a time.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
@@ -11,34 +12,45 @@ use super::failures::{
     drain_failure, failed_inside, faulted, import_failure, in_capture, not_undone_yet,
     pool_failure, wrong_state,
 };
-use super::fetch::{Missing, free_descriptors};
+use super::fetch::Missing;
 use super::progress::Progress;
 use super::{Member, Status};
 use crate::cut::{Limits, Seen};
+use crate::descriptors::free_descriptors;
 use crate::host_memory::HostNeed;
 use crate::phase::{Action, Stage};
 use crate::references::{References, Stay};
 use crate::scope::Scope;
 use crate::state::Event;
 use crate::wire::{
-    DeviceDelta, Failure, FailureKind, MemberState, Order, Phase, PhaseReport, Reply,
+    DeviceDelta, Failure, FailureKind, MemberState, Needed, Order, Phase, PhaseReport, Reply,
 };
 
 impl<D: Driver> Member<D> {
     /// Takes the phase that `order` asks for, and answers for it.
-    pub(super) fn run_phase(&self, order: &Order, deadline: Instant) -> Reply {
+    ///
+    /// Descriptors of memory that changes hands come and go `beside` it.
+    pub(super) fn run_phase(
+        &self,
+        order: &Order,
+        beside: &mut Vec<OwnedFd>,
+        deadline: Instant,
+    ) -> Reply {
         let (phase, begin) = (order.phase(), Instant::now());
+        let came = std::mem::take(beside);
         let outcome = match order {
             Order::CloseGate { scope } => self.close_gate(scope),
             Order::Drain => self.drain(deadline),
             Order::Save { stays, copies } => self.save(stays, *copies),
             Order::Reserve { stays, copies } => self.reserve(stays, *copies),
-            Order::ReleaseStage { window } => self.release_stage(window),
+            Order::ReleaseStage { window } => self.release_stage(window, beside),
             Order::Release => self.release(),
             Order::Verify => self.verify(),
             Order::AbortPause => self.abort_pause(),
             Order::CreateOwn { scope } => self.create_own(scope, deadline),
-            Order::RestoreStage { scope, window } => self.restore_stage(scope, window, deadline),
+            Order::RestoreStage { scope, window } => {
+                self.restore_stage(scope, window, came, deadline)
+            }
             Order::Restore => self.restore(),
             Order::Import => self.import(deadline),
             Order::ImportFromLiving => self.import_from_living(deadline),
@@ -267,6 +279,7 @@ impl<D: Driver> Member<D> {
         self.forget_ended();
         let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
         let budget = |demand| HostNeed::new(demand, (self.config.host_limits)()).budget();
+        self.look_at_neighbours();
         match quiesced.save(selection, &stays, copies, budget) {
             Ok((prepared, log)) => {
                 self.set_progress(Progress::Prepared(prepared));
@@ -276,6 +289,14 @@ impl<D: Driver> Member<D> {
                 self.set_progress(Progress::Leaving(*state));
                 Err(pool_failure(&error))
             }
+        }
+    }
+
+    /// Where copies may take a neighbour's link: asks on which GPUs others have memory.
+    fn look_at_neighbours(&self) {
+        if self.pool.uses_links() {
+            let held = (self.config.held_elsewhere)(&self.config.run_dir, self.id);
+            self.pool.set_held_elsewhere(held);
         }
     }
 
@@ -485,6 +506,7 @@ impl<D: Driver> Member<D> {
             Ok((arriving, _)) => return self.restore_rest(arriving),
             Err(other) => other.into_returning().map_err(|other| self.out_of_turn(*other))?,
         };
+        self.look_at_neighbours();
         let restored = returning.restore_own(free_descriptors() / 4);
         self.set_progress(Progress::Returning(returning));
         Ok(report(restored.map_err(|error| pool_failure(&error))?))
@@ -595,13 +617,27 @@ impl<D: Driver> Member<D> {
         Ok(report(log))
     }
 
-    /// Says what a resume of `scope` would need on each device, and what is free there.
-    pub(super) fn run_needs(&self, scope: &Scope) -> Reply {
+    /// Says what a resume of `scope` would need on each device, and what is free there. Refuses what the tenant's budget does
+    /// not have.
+    pub(super) fn run_needs(&self, scope: &Scope, all_devices: bool) -> Reply {
         match self.state() {
             state @ (MemberState::Active | MemberState::Paused) => {
                 let selection = self.resumed_selection(scope, state);
-                let away = self.by_device(self.pool.offloaded_bytes(&selection));
-                Reply::Needs(self.deltas(&away))
+                if let Err(error) = self.pool.check_budget(&selection) {
+                    return Reply::Failed(pool_failure(&error));
+                }
+                let mut away = self.pool.offloaded_bytes(&selection);
+                if all_devices {
+                    let driver = self.pool.driver();
+                    let devices = (0..driver.device_count().unwrap_or(0)).map(DeviceOrdinal);
+                    let used = |device: &DeviceOrdinal| driver.has_primary_context(*device);
+                    for device in devices.filter(|device| used(device) == Ok(true)) {
+                        away.entry(device).or_default();
+                    }
+                }
+                let away = self.by_device(away);
+                let shapes = self.shapes_to_take(&selection);
+                Reply::Needs(Needed { devices: self.deltas(&away), shapes })
             }
             MemberState::Faulted => Reply::Failed(faulted()),
             state @ (MemberState::Offloading | MemberState::Restoring) => {
@@ -652,6 +688,7 @@ pub(super) fn report(log: StepLog) -> PhaseReport {
         driver_calls: log.driver_calls,
         bytes: log.bytes,
         steps: log.steps.into_iter().map(|step| (step.name.to_owned(), step.elapsed_us)).collect(),
+        bytes_by_neighbour: log.neighbour_bytes,
         kept: log.kept,
         notes: log.notes,
         ..PhaseReport::default()

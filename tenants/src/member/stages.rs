@@ -1,21 +1,38 @@
 //! What a process does in a pause or resume by stages, where that differs from one at once. Runs on the worker thread.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
-use vmm_pool::{Arriving, ByDevice, Copies, Departing, Failed, Left, Moved};
+use vmm_pool::{
+    Arriving, ByDevice, Copies, Departing, Failed, Handed, Left, Moved, Selection, Shape, Shapes,
+};
 
 use super::Member;
 use super::failures::pool_failure;
-use super::fetch::free_descriptors;
+use super::fetch::may_be_the_drivers;
 use super::phases::report;
 use super::progress::Progress;
+use crate::descriptors::free_descriptors;
 use crate::host_memory::HostNeed;
 use crate::phase::Window;
 use crate::references::Stay;
 use crate::scope::Scope;
-use crate::wire::{Failure, MemberState, PhaseReport, StageLeft, StageReport};
+use crate::wire::{
+    BlockShape, Failure, HANDED_MAX, MemberState, PhaseReport, StageLeft, StageReport,
+};
+
+/// Shapes of which somebody is told what is missing.
+const SHAPES_MAX: usize = 64;
+/// Descriptors that are left to the application, while memory changes hands.
+const KEPT_FREE: usize = 4 * HANDED_MAX;
+
+/// How many descriptors of memory that changes hands this process has room for at once.
+fn most_handed() -> usize {
+    if free_descriptors() >= KEPT_FREE { HANDED_MAX } else { 0 }
+}
 
 impl<D: Driver> Member<D> {
     /// Takes all that saving takes. What would leave is told by device, so that somebody else can count on it.
@@ -39,14 +56,63 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    /// The point of no return of a pause by stages, or behind it.
-    pub(super) fn release_stage(&self, window: &Window) -> Result<PhaseReport, Failure> {
+    /// The point of no return of a pause by stages, or behind it. Descriptors of what is handed over join `beside`.
+    pub(super) fn release_stage(
+        &self,
+        window: &Window,
+        beside: &mut Vec<OwnedFd>,
+    ) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
         let mut departing = self.next_of(|progress| progress.into_departing(window.stage))?;
-        let moved = departing.release_stage(&self.known(window));
+        let moved = departing.release_stage(&self.known(window), &self.wanted(window));
         let left = departing.left();
         self.set_progress(Progress::Departing(departing, window.stage.saturating_add(1)));
-        Ok(self.staged(moved.map_err(|error| pool_failure(&error))?, left))
+        let (moved, handed) = moved.map_err(|error| pool_failure(&error))?;
+        let (shapes, fds): (Vec<_>, Vec<_>) =
+            handed.into_iter().map(|Handed { shape, fd }| (self.named(shape), fd)).unzip();
+        beside.extend(fds);
+        Ok(self.staged(moved, left, shapes))
+    }
+
+    /// What `window` wants handed over, as far as this process has descriptors for it.
+    fn wanted(&self, window: &Window) -> Shapes {
+        let mut room = if window.wanted.is_empty() { 0 } else { most_handed() };
+        let mut wanted = Shapes::new();
+        for (shape, count) in &window.wanted {
+            let count = usize::try_from(*count).unwrap_or(usize::MAX).min(room);
+            if let Some(shape) = self.of_here(shape).filter(|_| count > 0) {
+                room -= count;
+                wanted.insert(shape, count);
+            }
+        }
+        wanted
+    }
+
+    /// What of `selection` is away and could come back as another tenant's memory, those shapes with most bytes.
+    pub(super) fn shapes_to_take(&self, selection: &Selection) -> Vec<(BlockShape, u32)> {
+        if most_handed() == 0 {
+            return Vec::new();
+        }
+        let mut shapes: Vec<_> = self.pool.shapes_to_take(selection).into_iter().collect();
+        shapes
+            .sort_by_key(|(shape, count)| Reverse(shape.size_bytes.saturating_mul(*count as u64)));
+        shapes.truncate(SHAPES_MAX);
+        let named = shapes
+            .into_iter()
+            .map(|(shape, count)| (self.named(shape), u32::try_from(count).unwrap_or(u32::MAX)));
+        named.collect()
+    }
+
+    fn named(&self, shape: Shape) -> BlockShape {
+        let Shape { device, size_bytes, flags } = shape;
+        BlockShape { uuid: self.pool.uuid(device), size_bytes, flags }
+    }
+
+    fn of_here(&self, shape: &BlockShape) -> Option<Shape> {
+        let BlockShape { uuid, size_bytes, flags } = shape;
+        let mut devices = self.pool.devices().into_iter();
+        let device = devices.find(|device| self.pool.uuid(*device) == *uuid)?;
+        Some(Shape { device, size_bytes: *size_bytes, flags: *flags })
     }
 
     /// The end of a pause by stages, also when only one of them was taken, or none.
@@ -59,7 +125,7 @@ impl<D: Driver> Member<D> {
         match departing.release() {
             Ok((done, moved)) => {
                 self.stand_released(selection, done)?;
-                Ok(self.staged(moved, BTreeMap::new()))
+                Ok(self.staged(moved, BTreeMap::new(), Vec::new()))
             }
             Err(Failed { state, error }) => {
                 self.set_progress(Progress::Departing(*state, next));
@@ -68,11 +134,12 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    /// Brings back as much as is allowed. The first stage shuts the gate.
+    /// Brings back as much as is allowed, and what `fds` hold for it. The first stage shuts the gate.
     pub(super) fn restore_stage(
         &self,
         scope: &Scope,
         window: &Window,
+        fds: Vec<OwnedFd>,
         deadline: Instant,
     ) -> Result<PhaseReport, Failure> {
         let mut arriving = if window.stage == 0 {
@@ -86,10 +153,13 @@ impl<D: Driver> Member<D> {
             }
             arriving
         };
-        let moved = arriving.restore_stage(&self.known(window));
+        let handed = window.handed.iter().zip(fds).filter(|(_, fd)| may_be_the_drivers(fd));
+        let handed =
+            handed.filter_map(|(shape, fd)| Some(Handed { shape: self.of_here(shape)?, fd }));
+        let moved = arriving.restore_stage(&self.known(window), handed.collect());
         let left = arriving.left();
         self.set_progress(Progress::Arriving(arriving, window.stage.saturating_add(1)));
-        Ok(self.staged(moved.map_err(|error| pool_failure(&error))?, left))
+        Ok(self.staged(moved.map_err(|error| pool_failure(&error))?, left, Vec::new()))
     }
 
     /// The end of it, before imports.
@@ -97,7 +167,7 @@ impl<D: Driver> Member<D> {
         match arriving.restore_rest(free_descriptors() / 4) {
             Ok((returning, moved)) => {
                 self.set_progress(Progress::Returning(returning));
-                Ok(self.staged(moved, BTreeMap::new()))
+                Ok(self.staged(moved, BTreeMap::new(), Vec::new()))
             }
             Err(Failed { state, error }) => {
                 self.set_progress(Progress::Returning(*state));
@@ -117,13 +187,19 @@ impl<D: Driver> Member<D> {
         named.collect()
     }
 
-    fn staged(&self, moved: Moved, left: BTreeMap<DeviceOrdinal, Left>) -> PhaseReport {
+    fn staged(
+        &self,
+        moved: Moved,
+        left: BTreeMap<DeviceOrdinal, Left>,
+        handed: Vec<BlockShape>,
+    ) -> PhaseReport {
         let left = left.into_iter().map(|(device, left)| StageLeft {
             uuid: self.pool.uuid(device),
             bytes: left.bytes,
             smallest_bytes: left.smallest_bytes,
         });
-        let stage = Some(StageReport { copied_bytes: moved.copied_bytes, left: left.collect() });
+        let copied_bytes = moved.copied_bytes;
+        let stage = Some(StageReport { copied_bytes, left: left.collect(), handed });
         let devices = self.deltas(&self.by_device(moved.bytes));
         PhaseReport { devices, stage, ..report(moved.log) }
     }

@@ -46,6 +46,30 @@ impl Locks {
     }
 }
 
+/// A lock on a file, held until dropped. A process that dies gives it up.
+#[derive(Debug)]
+pub(crate) struct FileLock {
+    /// Goes before the file does.
+    _noted: Noted,
+    file: File,
+}
+
+impl FileLock {
+    /// The lock that this process has just taken on `file`.
+    pub(super) fn new(file: File) -> Self {
+        Self { _noted: HELD.note(&file), file }
+    }
+}
+
+impl Drop for FileLock {
+    fn drop(&mut self) {
+        // A child forked meanwhile shares the lock until it closes or unlocks; unlocking ends it for both.
+        if let Err(error) = self.file.unlock() {
+            tracing::warn!(%error, "a lock of the run directory was not given up");
+        }
+    }
+}
+
 impl Drop for Noted {
     fn drop(&mut self) {
         if let Some(held) = self.0 {

@@ -20,9 +20,10 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    LOCK_BACK_OFF_MAX, LOCK_BACK_OFF_MIN, RunDir, RunDirError, entry_names, holders, io_error,
-    locks, open_lock_file, pause_thread, remove_file_if_there, trusted_path,
+    RunDir, RunDirError, entry_names, io_error, locks, open_lock_file, remove_file_if_there,
+    trusted_path, wait_for_lock,
 };
+use crate::turns::scene::Wish;
 
 const NAME: &str = ".turns";
 const CLAIM_EXTENSION: &str = ".claim";
@@ -38,10 +39,9 @@ pub(crate) struct TurnDir {
 
 /// The right to decide and to switch tenants, held until dropped. A process that dies gives it up.
 #[derive(Debug)]
-pub(crate) struct TurnLock {
-    _noted: locks::Noted,
-    _file: File,
-}
+pub(crate) struct TurnLock(
+    #[expect(dead_code, reason = "its end gives the lock up")] locks::FileLock,
+);
 
 /// What somebody who waits, or is in a turn, says of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,8 +52,8 @@ pub(crate) struct Claim {
     pub(crate) pid: u32,
     /// Does it wait? Else its tenant is in its turn.
     pub(crate) waits: bool,
-    /// Is it a person's order?
-    pub(crate) is_order: bool,
+    /// What it is for.
+    pub(crate) wish: Wish,
     /// When it began to wait, or its turn, in microseconds of the clock.
     pub(crate) since_us: u64,
 }
@@ -111,27 +111,9 @@ impl TurnDir {
     /// [`RunDirError::Switching`]; [`RunDirError::Io`].
     pub(crate) fn lock(&self, deadline: Instant) -> Result<TurnLock, RunDirError> {
         let path = self.path.join("lock");
-        let file = open_lock_file(&path).map_err(io_error("opening", &path))?;
-        let started = Instant::now();
-        let mut back_off = LOCK_BACK_OFF_MIN;
-        loop {
-            match file.try_lock() {
-                Ok(()) => return Ok(TurnLock { _noted: locks::HELD.note(&file), _file: file }),
-                Err(fs::TryLockError::WouldBlock) => {}
-                Err(fs::TryLockError::Error(error)) => {
-                    return Err(io_error("locking", &path)(error));
-                }
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(RunDirError::Switching {
-                    holder_pids: holders::holders(&file),
-                    waited_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
-                });
-            }
-            pause_thread(back_off.min(left));
-            back_off = (back_off * 2).min(LOCK_BACK_OFF_MAX);
-        }
+        let open = || open_lock_file(&path).map_err(io_error("opening", &path));
+        let locked = |holder_pids, waited_ms| RunDirError::Switching { holder_pids, waited_ms };
+        wait_for_lock(&path, deadline, open, File::try_lock, locked).map(TurnLock)
     }
 
     /// Makes a claim that comes after all others.
@@ -320,7 +302,7 @@ mod tests {
 
     fn claim(tenant: &str) -> Claim {
         let tenant = tenant.to_owned();
-        Claim { tenant, pid: 1, waits: true, is_order: false, since_us: 5 }
+        Claim { tenant, pid: 1, waits: true, wish: Wish::Turn, since_us: 5 }
     }
 
     fn dir(base: &tempfile::TempDir) -> TurnDir {

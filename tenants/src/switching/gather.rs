@@ -1,5 +1,8 @@
 //! What is so now: asked of all tenants, and read from the claims.
 
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
 use nix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use vmm_pool::Contents;
@@ -8,13 +11,50 @@ use crate::coordinator::{Coordinator, Options, TenantStats};
 use crate::identity::TenantName;
 use crate::run_dir::turn_files::Found;
 use crate::run_dir::{RunDir, RunDirError};
-use crate::turns::Class;
 use crate::turns::history::History;
-use crate::turns::scene::{Cost, Held, Scene, Standing, Waiting};
-use crate::wire::{MemberState, MemberStats, Phase, PhaseReport};
+use crate::turns::scene::{Cost, Held, Scene, Standing, Waiting, Wish};
+use crate::turns::{Class, Settings, idle_after_us};
+use crate::wire::{Idleness, MemberState, MemberStats, Phase, PhaseReport};
 
 /// How fast contents are copied where nothing was measured, in bytes a microsecond.
 const COPY_BYTES_PER_US: u64 = 10_000;
+/// How long a process may take to say what it needs.
+const ANSWER: Duration = Duration::from_secs(2);
+
+/// One that has kept others waiting for so long and did not answer,
+const SILENT_AFTER: Duration = Duration::from_secs(1);
+/// is not asked again for so long, twice as long after each time that follows,
+const SILENT_MIN: Duration = Duration::from_secs(5);
+/// and for no longer than this.
+const SILENT_MAX: Duration = Duration::from_mins(1);
+
+/// Tenants that did not answer. All are asked under the lock, where everybody waits for one that does not.
+#[derive(Debug, Default)]
+pub(super) struct Silent(BTreeMap<TenantName, Rest>);
+
+/// How long one is not asked.
+#[derive(Clone, Copy, Debug)]
+struct Rest {
+    until: Instant,
+    time: Duration,
+}
+
+impl Silent {
+    fn is_left_alone(&self, tenant: &TenantName, now: Instant) -> bool {
+        self.0.get(tenant).is_some_and(|rest| now < rest.until)
+    }
+
+    /// One was asked, which took so long until `now`.
+    fn note(&mut self, tenant: &TenantName, has_answered: bool, took: Duration, now: Instant) {
+        if has_answered || took < SILENT_AFTER {
+            self.0.remove(tenant);
+            return;
+        }
+        let before = self.0.get(tenant).map(|rest| rest.time);
+        let time = before.map_or(SILENT_MIN, |time| (time * 2).min(SILENT_MAX));
+        self.0.insert(tenant.clone(), Rest { until: now + time, time });
+    }
+}
 
 /// The clock of turns, in microseconds: one for all processes of the machine, which goes on from its start.
 pub(super) fn now_us() -> u64 {
@@ -35,36 +75,86 @@ pub(super) fn waiting(claims: &[Found]) -> impl Iterator<Item = &Found> {
 
 fn as_waiting(found: &Found) -> Option<Waiting> {
     let tenant = TenantName::new(&found.claim.tenant).ok()?;
-    Some(Waiting { tenant, is_order: found.claim.is_order })
+    Some(Waiting { tenant, wish: found.claim.wish.clone() })
 }
 
-pub(super) fn order_of(tenant: &TenantName) -> Waiting {
-    Waiting { tenant: tenant.clone(), is_order: true }
-}
-
-/// All tenants as they are, and who waits. What those need that wait, `wanted` too, is asked of them.
-pub(super) fn gather(run_dir: &RunDir, claims: &[Found], wanted: Option<&TenantName>) -> Scene {
+/// All tenants as they are, but for those that are `silent`, and who waits. What those need that wait, `wanted` too, is asked of them, and whether those
+/// that run are idle.
+pub(super) fn gather(
+    run_dir: &RunDir,
+    claims: &[Found],
+    wanted: Option<&TenantName>,
+    silent: &mut Silent,
+) -> Scene {
     let mut scene =
         Scene { waiting: waiting(claims).filter_map(as_waiting).collect(), ..Scene::default() };
+    let somebody_waits = wanted.is_some() || !scene.waiting.is_empty();
+    let wants_more = |waiting: &Waiting| waiting.wish.bytes().next().is_some();
+    let somebody_wants_more = scene.waiting.iter().any(wants_more);
     for name in run_dir.tenants().unwrap_or_default() {
-        let coordinator = Coordinator::new(run_dir.clone(), name.clone(), Options::default());
+        let began = Instant::now();
+        if wanted != Some(&name) && silent.is_left_alone(&name, began) {
+            continue;
+        }
+        // All of this is under the lock: who does not answer soon is not waited for.
+        let options = Options { timeout: Some(ANSWER), ..Options::default() };
+        let coordinator = Coordinator::new(run_dir.clone(), name.clone(), options);
+        let stats = coordinator.stats();
+        let has_answered = stats.as_ref().is_ok_and(|stats| stats.failures.is_empty());
+        silent.note(&name, has_answered, began.elapsed(), Instant::now());
         // One that has ended, or cannot be spoken to, makes no way for anybody.
-        let Ok(stats) = coordinator.stats() else { continue };
+        let Ok(stats) = stats else { continue };
         let mut standing = standing_of(&stats);
-        standing.has_turn =
-            claims.iter().any(|found| !found.claim.waits && found.claim.tenant == name.as_str());
+        let has_claim = |found: &Found| {
+            found.claim.tenant == name.as_str()
+                && (!found.claim.waits || found.claim.wish == Wish::Turn)
+        };
+        standing.has_turn = claims.iter().any(|found| !found.claim.waits && has_claim(found));
+        standing.comes_back |= claims.iter().any(has_claim);
         let waits = wanted == Some(&name) || scene.waiting.iter().any(|other| other.tenant == name);
-        if waits && !standing.is_active {
-            let needs = coordinator.needs().unwrap_or_default();
+        if (waits && !standing.is_active) || (somebody_wants_more && standing.is_active) {
+            let needs =
+                if standing.is_active { coordinator.needs_and_free() } else { coordinator.needs() };
+            let needs = needs.unwrap_or_default();
             for (gpu, need) in needs {
-                standing.held.entry(gpu.clone()).or_default().away_bytes = need.needed_bytes;
+                if !standing.is_active {
+                    standing.held.entry(gpu.clone()).or_default().away_bytes = need.needed_bytes;
+                }
                 let free_bytes = scene.free_bytes.entry(gpu).or_default();
                 *free_bytes = need.free_bytes.max(*free_bytes);
             }
         }
+        if standing.is_active {
+            // Nobody is looked at who has not asked for turns.
+            let may_look = somebody_waits && standing.comes_back;
+            standing.idle_since_us = idle_since_us(&coordinator, &standing, &stats, may_look);
+        }
         scene.tenants.insert(name, standing);
     }
     scene
+}
+
+/// Since when a tenant has launched nothing, where it is long enough to matter to anybody and its devices have nothing left to do. Where that
+/// is not known of its devices, it is looked for if `may_look`.
+fn idle_since_us(
+    coordinator: &Coordinator,
+    standing: &Standing,
+    stats: &TenantStats,
+    may_look: bool,
+) -> Option<u64> {
+    let least_us = idle_after_us(standing, true, &Settings::default());
+    let told = stats.members.iter().map(|member| member.idleness).collect::<Vec<_>>();
+    let quiet_us = |all: &[Idleness]| all.iter().map(|one| one.quiet_us).min();
+    // One that does not answer may be at work.
+    if !stats.failures.is_empty() || quiet_us(&told)? < least_us {
+        return None;
+    }
+    let is_drained = |all: &[Idleness]| all.iter().all(|one| one.is_drained);
+    let seen =
+        if is_drained(&told) || !may_look { told } else { coordinator.look_idle(least_us).ok()? };
+    let is_complete = seen.len() == stats.members.len() && is_drained(&seen);
+    let quiet_us = quiet_us(&seen).filter(|quiet_us| is_complete && *quiet_us >= least_us)?;
+    Some(now_us().saturating_sub(quiet_us))
 }
 
 /// A tenant that holds nothing so far.
@@ -77,13 +167,16 @@ fn standing_of(stats: &TenantStats) -> Standing {
     let mut standing = Standing::default();
     let members = &stats.members;
     let is_away = |member: &MemberStats| member.member.state == MemberState::Paused;
-    standing.is_active = !members.is_empty() && !members.iter().any(is_away);
+    // One on its way out is somebody else's to bring back.
+    let is_active = |member: &MemberStats| member.member.state == MemberState::Active;
+    standing.is_active = !members.is_empty() && members.iter().all(is_active);
     let named =
         members.iter().max_by_key(|member| (member.member.class, member.member.weight.get()));
     if let Some(member) = named {
         standing.class = member.member.class;
         standing.weight = member.member.weight;
     }
+    standing.comes_back = queues(stats);
     for member in members {
         let unchanged = unchanged_share(member);
         for device in &member.pool.devices {
@@ -156,6 +249,12 @@ pub struct Claimant {
     pub is_in_turn: bool,
     /// Is it a person's order?
     pub is_order: bool,
+    /// What it waits for, in a word: `order`, `turn`, `resume`, `back` or `memory`.
+    pub wish: &'static str,
+    /// Bytes that an allocation did not get, on all GPUs; 0 for any other wish.
+    pub wanted_bytes: u64,
+    /// For how long its tenant has been idle, in microseconds, where it runs and that is known.
+    pub idle_us: Option<u64>,
     /// How long it has waited, or had its turn, in microseconds.
     pub since_us: u64,
 }
@@ -188,7 +287,7 @@ pub fn look(run_dir: &RunDir, count: usize) -> Result<TurnsView, RunDirError> {
     let Some(turns) = run_dir.existing_turns()? else { return Ok(TurnsView::default()) };
     let found = turns.claims(None)?;
     let now_us = now_us();
-    let scene = gather(run_dir, &[], None);
+    let scene = gather(run_dir, &[], None, &mut Silent::default());
     let mut claims: Vec<Claimant> = found
         .into_iter()
         .map(|Found { claim, .. }| {
@@ -198,7 +297,15 @@ pub fn look(run_dir: &RunDir, count: usize) -> Result<TurnsView, RunDirError> {
                 class: standing.map(|standing| standing.class).unwrap_or_default(),
                 pid: claim.pid,
                 is_in_turn: !claim.waits,
-                is_order: claim.is_order,
+                is_order: claim.wish.is_order(),
+                wish: claim.wish.label(),
+                wanted_bytes: claim
+                    .wish
+                    .bytes()
+                    .fold(0, |all, (_, bytes)| all.saturating_add(bytes)),
+                idle_us: standing
+                    .and_then(|standing| standing.idle_since_us)
+                    .map(|since_us| now_us.saturating_sub(since_us)),
                 since_us: now_us.saturating_sub(claim.since_us),
                 tenant: claim.tenant,
             }
@@ -224,4 +331,37 @@ pub fn look(run_dir: &RunDir, count: usize) -> Result<TurnsView, RunDirError> {
 pub(super) fn is_displaced(run_dir: &RunDir, tenant: &TenantName) -> bool {
     let turns = run_dir.existing_turns().ok().flatten();
     turns.is_some_and(|turns| turns.history::<History>().of(tenant).is_displaced)
+}
+
+/// Do processes of `tenant` queue?
+fn queues(stats: &TenantStats) -> bool {
+    !stats.members.is_empty() && stats.members.iter().all(|member| member.member.queues)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_that_does_not_answer_is_asked_less_and_less_often_until_it_does() {
+        let tenant = TenantName::new("a").unwrap();
+        let mut silent = Silent::default();
+        let mut now = Instant::now();
+        let mut rests = Vec::new();
+        for _ in 0..6 {
+            silent.note(&tenant, false, SILENT_AFTER, now);
+            let began = now;
+            while silent.is_left_alone(&tenant, now) {
+                now += Duration::from_secs(1);
+            }
+            rests.push((now - began).as_secs());
+        }
+        assert_eq!(rests, [5, 10, 20, 40, 60, 60]);
+        silent.note(&tenant, false, SILENT_AFTER, now);
+        // One that answers late is heard, and one that has ended says so at once.
+        for (has_answered, took) in [(true, SILENT_AFTER), (false, Duration::ZERO)] {
+            silent.note(&tenant, has_answered, took, now);
+            assert!(!silent.is_left_alone(&tenant, now));
+        }
+    }
 }

@@ -6,32 +6,42 @@
 //!
 //! Lock order: the lock of `.turns`, then those of tenants.
 
+mod acting;
+mod back;
 mod gather;
+mod room;
 mod turn;
 
 use std::time::{Duration, Instant};
 
 use crate::coordinator::{
-    Coordinator, CoordinatorError, Event, Interrupt, Options, Outcome, SwapError, SwapOptions, swap,
+    Coordinator, CoordinatorError, Event, Interrupt, LostImports, Options, Outcome,
 };
 use crate::error_text::chain;
 use crate::identity::TenantName;
 use crate::run_dir::turn_files::{Claim, OwnClaim, TurnDir, TurnLock};
-use crate::run_dir::{RunDir, RunDirError};
+use crate::run_dir::{RunDir, RunDirError, pause_thread};
 use crate::turns::history::History;
-use crate::turns::scene::Scene;
+use crate::turns::scene::{Scene, Waiting, Wish};
 use crate::turns::{Decision, Settings, Verdict, decide};
 
+use acting::Acting;
+pub use back::come_back_by_itself;
 pub use gather::{Claimant, LoggedDecision, TurnsView, look};
-use gather::{gather, now_us};
+use gather::{Silent, gather, now_us};
+pub use room::{Allocation, with_room};
 pub use turn::{Turn, TurnOptions};
 
 /// How long one look lasts while nothing changes.
 const LOOK_MAX: Duration = Duration::from_millis(500);
+/// For how long one that has waited looks again before it believes that it fits nowhere: the driver takes seconds to clear up after a large process.
+const NEVER_MAX: Duration = Duration::from_secs(10);
 /// How often claims are glanced at meanwhile.
 const GLANCE: Duration = Duration::from_millis(10);
 /// How long somebody else may take to switch tenants, for one that does not wait.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
+/// How often one that waits for the lock shows a sign of life, and looks whether that is called off.
+const LOCK_LOOK: Duration = Duration::from_millis(250);
 
 /// How a tenant is switched to.
 #[derive(Clone, Debug, Default)]
@@ -42,6 +52,8 @@ pub struct SwitchOptions {
     pub timeout: Option<Duration>,
     /// Calls it off when it is raised before the first point of no return, or while it waits.
     pub interrupt: Option<Interrupt>,
+    /// Does it come without memory that it had imported from processes that have ended since?
+    pub lost_imports: LostImports,
     /// Say what would be done, and change nothing.
     pub is_dry: bool,
 }
@@ -77,7 +89,7 @@ pub enum SwitchError {
     },
     /// Somebody in the way is in a turn.
     #[error(
-        "{why}; nothing was changed: wait for it (`sublet switch {tenant} --wait`), or pause what is in the way by name"
+        "{why}; nothing was changed: wait for it (--wait), or pause what is in the way of '{tenant}' by name"
     )]
     Busy {
         /// Which.
@@ -96,6 +108,8 @@ pub enum SwitchError {
     Undone {
         /// Who was paused meanwhile.
         were_paused: Vec<TenantName>,
+        /// Who could not be paused, where that is why.
+        refused_by: Option<TenantName>,
         /// Why.
         source: Box<CoordinatorError>,
     },
@@ -104,6 +118,8 @@ pub enum SwitchError {
     NotUndone {
         /// Who is paused now, and why.
         stay_paused: Vec<(TenantName, CoordinatorError)>,
+        /// Who could not be paused, where that is why the switch failed.
+        refused_by: Option<TenantName>,
         /// Why the switch failed.
         source: Box<CoordinatorError>,
     },
@@ -136,6 +152,19 @@ impl SwitchError {
             Self::RunDir(_) | Self::Never { .. } | Self::Busy { .. } | Self::CalledOff { .. } => {
                 None
             }
+        }
+    }
+
+    /// Who could not be paused, and why, where that is what it failed for.
+    fn refusal(&self) -> Option<(&TenantName, &CoordinatorError)> {
+        match self {
+            Self::Undone { refused_by, source, .. }
+            | Self::NotUndone { refused_by, source, .. } => Some((refused_by.as_ref()?, source)),
+            Self::Tenant(_)
+            | Self::RunDir(_)
+            | Self::Never { .. }
+            | Self::Busy { .. }
+            | Self::CalledOff { .. } => None,
         }
     }
 
@@ -173,14 +202,61 @@ pub fn switch(
     options: &SwitchOptions,
     progress: &mut dyn FnMut(Event<'_>),
 ) -> Result<Switched, SwitchError> {
-    let options_of = Options { timeout: options.timeout, ..Options::default() };
-    // A tenant without a process has its own error, which names those that there are.
-    let _lives = Coordinator::new(run_dir.clone(), tenant.clone(), options_of).stats()?;
+    lives(run_dir, tenant, options)?;
     if options.is_dry {
         return dry(run_dir, tenant);
     }
-    let mut queue = Queue::enter(run_dir, tenant, true, options.wait)?;
+    let mut queue = Queue::enter(run_dir, tenant, Wish::Order, options.wait)?;
     queue.wait_and_go(options, &|| false, progress)
+}
+
+/// Resumes `tenant` in its place among those that wait for the GPUs: as [`switch`], but by class and in the order in which they came, and who has its
+/// quantum keeps it. Blocks for a bounded time, besides `wait`.
+///
+/// # Errors
+/// [`SwitchError`].
+pub fn resume_in_turn(
+    run_dir: &RunDir,
+    tenant: &TenantName,
+    options: &SwitchOptions,
+    progress: &mut dyn FnMut(Event<'_>),
+) -> Result<Switched, SwitchError> {
+    lives(run_dir, tenant, options)?;
+    let mut queue = Queue::enter(run_dir, tenant, Wish::Resume, options.wait)?;
+    let mut switched = queue.wait_and_go(options, &|| false, progress)?;
+    drop(queue);
+    if switched.had_them {
+        // What it runs without, by tag, comes back all the same.
+        let outcome = acting::coordinator(run_dir, tenant, options).resume(progress)?;
+        switched.changes.push((tenant.clone(), outcome));
+    }
+    Ok(switched)
+}
+
+/// `tenant` is to be paused by name, and so nobody brings it back but who says so: also where it is away for another already.
+pub fn stays_away(run_dir: &RunDir, tenant: &TenantName) {
+    let Ok(Some(turns)) = run_dir.existing_turns() else { return };
+    if !turns.history::<History>().of(tenant).is_displaced {
+        return;
+    }
+    let kept = turns.lock(Instant::now() + LOCK_TIMEOUT).and_then(|lock| {
+        let mut history: History = turns.history();
+        history.stays_away(tenant);
+        turns.keep_history(&lock, &history)
+    });
+    if let Err(error) = kept {
+        tracing::warn!(%tenant, %error, "it comes back when it wants to, though it is paused by name");
+    }
+}
+
+/// A tenant without a process has its own error, which names those that there are.
+fn lives(
+    run_dir: &RunDir,
+    tenant: &TenantName,
+    options: &SwitchOptions,
+) -> Result<(), CoordinatorError> {
+    let options_of = Options { timeout: options.timeout, ..Options::default() };
+    Coordinator::new(run_dir.clone(), tenant.clone(), options_of).stats().map(drop)
 }
 
 /// What a switch would do now.
@@ -188,9 +264,8 @@ fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, SwitchError> {
     let turns = run_dir.existing_turns()?;
     let claims = turns.as_ref().map_or_else(|| Ok(Vec::new()), |turns| turns.claims(None))?;
     let history: History = turns.map(|turns| turns.history()).unwrap_or_default();
-    let mut scene = gather(run_dir, &claims, Some(tenant));
-    let own = gather::order_of(tenant);
-    scene.waiting.push(own);
+    let mut scene = gather(run_dir, &claims, Some(tenant), &mut Silent::default());
+    scene.waiting.push(Waiting { tenant: tenant.clone(), wish: Wish::Order });
     let index = scene.waiting.len() - 1;
     let decisions = decide(&scene, &history, &Settings::default(), now_us());
     let decision = decisions[index].clone();
@@ -214,32 +289,45 @@ struct Queue {
     run_dir: RunDir,
     turns: TurnDir,
     tenant: TenantName,
-    is_order: bool,
+    wish: Wish,
     claim: OwnClaim,
     deadline: Option<Instant>,
     has_told: bool,
+    /// Since when it was found, one time after the other, that it fits nowhere.
+    never_since: Option<Instant>,
+    silent: Silent,
 }
 
 impl Queue {
     fn enter(
         run_dir: &RunDir,
         tenant: &TenantName,
-        is_order: bool,
+        wish: Wish,
         wait: Duration,
     ) -> Result<Self, SwitchError> {
         let turns = run_dir.turns()?;
         let deadline = Instant::now().checked_add(wait);
-        let lock = turns.lock(lock_deadline(deadline))?;
+        let lock = turns.lock(lock_deadline(&wish, deadline))?;
         let claim = Claim {
             tenant: tenant.to_string(),
             pid: std::process::id(),
             waits: true,
-            is_order,
+            wish: wish.clone(),
             since_us: now_us(),
         };
         let claim = turns.claim(&lock, &claim)?;
         let (run_dir, tenant) = (run_dir.clone(), tenant.clone());
-        Ok(Self { run_dir, turns, tenant, is_order, claim, deadline, has_told: false })
+        Ok(Self {
+            run_dir,
+            turns,
+            tenant,
+            wish,
+            claim,
+            deadline,
+            has_told: false,
+            never_since: None,
+            silent: Silent::default(),
+        })
     }
 
     fn say(&self, waits: bool) -> Result<(), RunDirError> {
@@ -247,9 +335,45 @@ impl Queue {
             tenant: self.tenant.to_string(),
             pid: std::process::id(),
             waits,
-            is_order: self.is_order,
+            wish: self.wish.clone(),
             since_us: now_us(),
         })
+    }
+
+    /// Takes the lock. Whoever has it may be switching for long, and this one is no less alive for that.
+    fn lock(
+        &self,
+        interrupt: Option<&Interrupt>,
+        is_over: &dyn Fn() -> bool,
+    ) -> Result<TurnLock, SwitchError> {
+        let began = Instant::now();
+        let deadline = lock_deadline(&self.wish, self.deadline);
+        loop {
+            let locked = self.turns.lock(deadline.min(Instant::now() + LOCK_LOOK));
+            self.claim.beat();
+            match locked {
+                Err(RunDirError::Switching { holder_pids, .. }) => {
+                    self.check_called_off(interrupt, is_over)?;
+                    if Instant::now() >= deadline {
+                        let waited_ms = u64::try_from(began.elapsed().as_millis());
+                        let waited_ms = waited_ms.unwrap_or(u64::MAX);
+                        return Err(RunDirError::Switching { holder_pids, waited_ms }.into());
+                    }
+                }
+                locked => return Ok(locked?),
+            }
+        }
+    }
+
+    fn check_called_off(
+        &self,
+        interrupt: Option<&Interrupt>,
+        is_over: &dyn Fn() -> bool,
+    ) -> Result<(), SwitchError> {
+        if interrupt.is_some_and(Interrupt::is_raised) || is_over() {
+            return Err(SwitchError::CalledOff { tenant: self.tenant.clone() });
+        }
+        Ok(())
     }
 
     /// Waits until the decision is to go, or never to, or it is called off; and goes.
@@ -261,15 +385,16 @@ impl Queue {
     ) -> Result<Switched, SwitchError> {
         loop {
             let seen = self.turns.glance();
-            let lock = self.turns.lock(lock_deadline(self.deadline))?;
+            let lock = self.lock(options.interrupt.as_ref(), is_over)?;
             let claims = self.turns.claims(Some(&lock))?;
             let mut history: History = self.turns.history();
             if history.changed_us > now_us() {
                 // Of before the machine was started.
                 history = History::default();
             }
-            let mut scene = gather(&self.run_dir, &claims, Some(&self.tenant));
-            if !self.is_order {
+            let mut scene = gather(&self.run_dir, &claims, Some(&self.tenant), &mut self.silent);
+            history.note_back(&scene);
+            if self.wish == Wish::Turn {
                 // A process that has no device memory yet is of no tenant that anybody can ask, and needs nothing.
                 scene.tenants.entry(self.tenant.clone()).or_insert_with(gather::newcomer);
             }
@@ -286,13 +411,24 @@ impl Queue {
             };
             match &decision.verdict {
                 Verdict::Go(victims) => {
-                    return self.go(&lock, &scene, history, victims, decision, options, progress);
+                    let went =
+                        self.go(&lock, &scene, history, victims, decision, options, progress);
+                    match went {
+                        Err(error) if self.tries_others(&error) => {}
+                        went => return went,
+                    }
+                }
+                // What has just ended may not be free yet, and is nobody's that could give it.
+                Verdict::Never if self.has_told && self.looks_again() => {
+                    drop(lock);
+                    self.look_around(&seen, LOOK_MAX, options.interrupt.as_ref(), is_over)?;
                 }
                 Verdict::Never => {
                     self.turns.log(&lock, &decision.reasons)?;
                     return Err(SwitchError::Never { why: decision.reasons.join("; ") });
                 }
                 Verdict::Wait(until_us) => {
+                    self.never_since = None;
                     if !std::mem::replace(&mut self.has_told, true) {
                         self.turns.log(&lock, &decision.reasons)?;
                     }
@@ -312,6 +448,26 @@ impl Queue {
         }
     }
 
+    /// Is there time for others to make way in place of one that could not be paused? What a person has asked for is tried once.
+    fn tries_others(&self, error: &SwitchError) -> bool {
+        let is_in_time = self.deadline.is_none_or(|deadline| Instant::now() < deadline);
+        let is_undone = matches!(error, SwitchError::Undone { .. });
+        is_in_time && is_undone && error.refusal().is_some() && !self.wish.is_order()
+    }
+
+    /// Its time begins anew, and it has not been told anything.
+    fn wait_anew(&mut self, deadline: Instant) {
+        self.deadline = Some(deadline);
+        self.never_since = None;
+    }
+
+    /// May what is found to fit nowhere fit in a moment?
+    fn looks_again(&mut self) -> bool {
+        let since = *self.never_since.get_or_insert_with(Instant::now);
+        let is_in_time = self.deadline.is_none_or(|deadline| Instant::now() < deadline);
+        is_in_time && since.elapsed() < NEVER_MAX
+    }
+
     /// Waits until claims are others than `seen`, for at most `look`.
     fn look_around(
         &self,
@@ -323,15 +479,12 @@ impl Queue {
         self.claim.beat();
         let end = Instant::now() + look;
         loop {
-            let is_called_off = interrupt.is_some_and(Interrupt::is_raised) || is_over();
-            if is_called_off {
-                return Err(SwitchError::CalledOff { tenant: self.tenant.clone() });
-            }
+            self.check_called_off(interrupt, is_over)?;
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() || self.turns.glance() != seen {
                 return Ok(());
             }
-            doze(GLANCE.min(left));
+            pause_thread(GLANCE.min(left));
         }
     }
 
@@ -348,31 +501,60 @@ impl Queue {
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<Switched, SwitchError> {
         let had_them = scene.tenants.get(&self.tenant).is_some_and(|standing| standing.is_active);
-        let mut changes = Vec::new();
-        if !had_them {
-            let acting = Acting { run_dir: &self.run_dir, tenant: &self.tenant, options };
-            match acting.carry_out(victims, progress) {
-                Ok(done) => changes = done,
-                Err(error) => {
-                    self.turns.log(lock, &[format!("'{}' did not come: {error}", self.tenant)])?;
-                    return Err(error);
-                }
+        if !victims.is_empty() {
+            let mut leaving = history.clone();
+            for victim in victims {
+                leaving.is_leaving(victim);
             }
+            self.turns.keep_history(lock, &leaving)?;
         }
+        let acting = Acting { run_dir: &self.run_dir, tenant: &self.tenant, options };
+        let began_us = now_us();
+        let done = if had_them {
+            acting.make_room(victims, progress)
+        } else {
+            acting.carry_out(victims, progress)
+        };
+        let changes = match done {
+            Ok(changes) => changes,
+            Err(error) => {
+                let mut lines = vec![format!("'{}' did not come: {error}", self.tenant)];
+                if let SwitchError::NotUndone { stay_paused, .. } = &error {
+                    // It comes back by itself, where it does that.
+                    for (victim, _) in stay_paused {
+                        history.is_leaving(victim);
+                    }
+                }
+                if let Some((victim, why)) = error.refusal() {
+                    let now_us = now_us();
+                    let took_us = now_us.saturating_sub(began_us);
+                    lines.push(history.refused(victim, &chain(why), took_us, now_us));
+                }
+                self.turns.log(lock, &lines)?;
+                self.turns.keep_history(lock, &history)?;
+                return Err(error);
+            }
+        };
         let mut lines = decision.reasons.clone();
         let now_us = now_us();
-        for victim in victims {
+        let has_left = |victim: &&TenantName| changes.iter().any(|(name, _)| name == *victim);
+        for victim in victims.iter().filter(has_left) {
             lines.extend(history.left(victim, scene, &Settings::default(), now_us));
         }
         if !had_them {
             history.came(&self.tenant, now_us);
+        } else if !victims.is_empty() {
+            history.got_more(&self.tenant, scene, now_us);
         }
-        if !self.is_order {
+        if self.wish == Wish::Turn {
             let has_turn = scene.tenants.get(&self.tenant).is_some_and(|own| own.has_turn);
             history.began_turn(&self.tenant, has_turn, now_us);
             self.say(false)?;
         }
-        history.keep_only(scene);
+        // One that does not answer now may be away for another.
+        if let Ok(live) = self.run_dir.live_tenants() {
+            history.keep_only(&live);
+        }
         self.turns.keep_history(lock, &history)?;
         if !had_them || !victims.is_empty() {
             self.turns.log(lock, &lines)?;
@@ -382,123 +564,11 @@ impl Queue {
     }
 }
 
-/// One that waits has the time that it waits for, and one that does not a bounded one.
-fn lock_deadline(deadline: Option<Instant>) -> Instant {
+/// One that waits has the time that it waits for, and one that does not a bounded one. An allocation is refused at its deadline.
+fn lock_deadline(wish: &Wish, deadline: Option<Instant>) -> Instant {
     let least = Instant::now() + LOCK_TIMEOUT;
-    deadline.map_or(least, |deadline| deadline.max(least))
-}
-
-/// The pauses and the resume of one decision.
-struct Acting<'a> {
-    run_dir: &'a RunDir,
-    tenant: &'a TenantName,
-    options: &'a SwitchOptions,
-}
-
-impl Acting<'_> {
-    fn coordinator(&self, tenant: &TenantName, interrupt: Option<&Interrupt>) -> Coordinator {
-        let options = Options {
-            timeout: self.options.timeout,
-            interrupt: interrupt.cloned(),
-            ..Options::default()
-        };
-        Coordinator::new(self.run_dir.clone(), tenant.clone(), options)
+    match (wish, deadline) {
+        (Wish::Memory(_), Some(deadline)) => deadline,
+        (_, deadline) => deadline.map_or(least, |deadline| deadline.max(least)),
     }
-
-    fn carry_out(
-        &self,
-        victims: &[TenantName],
-        progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Vec<(TenantName, Outcome)>, SwitchError> {
-        let interrupt = self.options.interrupt.as_ref();
-        let mut to = self.coordinator(self.tenant, interrupt);
-        if let [only] = victims {
-            let mut from = self.coordinator(only, interrupt);
-            return match swap(&mut from, &mut to, SwapOptions::default(), progress) {
-                Ok(swap) => {
-                    Ok(vec![(only.clone(), swap.paused), (self.tenant.clone(), swap.resumed)])
-                }
-                Err(SwapError::Pause(error)) if is_gone(&error) => {
-                    self.resume(to, Vec::new(), progress)
-                }
-                Err(SwapError::NoTarget(error) | SwapError::Pause(error)) => {
-                    Err(self.undo(Vec::new(), error, progress))
-                }
-                Err(SwapError::WentBack { tenant, source, .. }) => {
-                    Err(SwitchError::Undone { were_paused: vec![tenant], source })
-                }
-                Err(SwapError::NotBack { tenant, resume, source }) => {
-                    Err(SwitchError::NotUndone { stay_paused: vec![(tenant, *resume)], source })
-                }
-                Err(SwapError::Resume { paused_tenant, source, .. }) => {
-                    Err(self.undo(vec![paused_tenant], *source, progress))
-                }
-            };
-        }
-        let mut done = Vec::new();
-        for victim in victims {
-            match self.coordinator(victim, interrupt).pause(progress) {
-                Ok(outcome) => done.push((victim.clone(), outcome)),
-                // It made way in its own manner.
-                Err(error) if is_gone(&error) => {}
-                Err(error) => {
-                    let paused = done.into_iter().map(|(victim, _)| victim).collect();
-                    return Err(self.undo(paused, error, progress));
-                }
-            }
-        }
-        self.resume(to, done, progress)
-    }
-
-    fn resume(
-        &self,
-        mut to: Coordinator,
-        mut done: Vec<(TenantName, Outcome)>,
-        progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Vec<(TenantName, Outcome)>, SwitchError> {
-        match to.resume(progress) {
-            Ok(outcome) => {
-                done.push((self.tenant.clone(), outcome));
-                Ok(done)
-            }
-            Err(error) => {
-                let paused = done.into_iter().map(|(victim, _)| victim).collect();
-                Err(self.undo(paused, error, progress))
-            }
-        }
-    }
-
-    /// Brings those back that were paused, the last first. Nobody may call that off.
-    fn undo(
-        &self,
-        paused: Vec<TenantName>,
-        error: CoordinatorError,
-        progress: &mut dyn FnMut(Event<'_>),
-    ) -> SwitchError {
-        let mut stay_paused = Vec::new();
-        for victim in paused.iter().rev() {
-            if let Err(error) = self.coordinator(victim, None).resume(progress) {
-                stay_paused.push((victim.clone(), error));
-            }
-        }
-        let source = Box::new(error);
-        if stay_paused.is_empty() {
-            SwitchError::Undone { were_paused: paused, source }
-        } else {
-            SwitchError::NotUndone { stay_paused, source }
-        }
-    }
-}
-
-/// Has the tenant ended, which makes room too?
-fn is_gone(error: &CoordinatorError) -> bool {
-    matches!(error, CoordinatorError::NoSuchTenant { .. } | CoordinatorError::NoProcess { .. })
-}
-
-#[expect(
-    clippy::disallowed_methods,
-    reason = "the kernel offers no wait with a deadline for a file lock to be given up"
-)]
-fn doze(duration: Duration) {
-    std::thread::sleep(duration);
 }

@@ -6,11 +6,14 @@ use std::time::Duration;
 use super::{Queue, SwitchError, SwitchOptions, Switched, gather};
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
+use crate::turns::scene::Wish;
 
 /// How often a process in its turn looks whether its tenant was paused for another.
 const LOOK: Duration = Duration::from_millis(20);
-/// How long it does nothing after it could not bring its tenant back.
+/// How long it does nothing after it could not bring its tenant back,
 const AFTER_FAILURE: Duration = Duration::from_secs(1);
+/// twice as long after each time that follows, up to this: others were paused for it each time.
+const AFTER_FAILURE_MAX: Duration = Duration::from_mins(1);
 /// How long it waits for its tenant to have its GPUs again: as long as its turn lasts.
 const FOREVER: Duration = Duration::MAX;
 
@@ -61,7 +64,7 @@ impl Turn {
         tenant: &TenantName,
         options: TurnOptions,
     ) -> Result<(Self, Switched), SwitchError> {
-        let mut queue = Queue::enter(run_dir, tenant, false, options.wait)?;
+        let mut queue = Queue::enter(run_dir, tenant, Wish::Turn, options.wait)?;
         let switched = queue.wait_and_go(&SwitchOptions::default(), &|| false, &mut |_| {})?;
         queue.deadline = std::time::Instant::now().checked_add(FOREVER);
         let state = Mutex::new(State { is_over: false, queue: Some(queue) });
@@ -97,7 +100,7 @@ struct Watch {
 
 impl Watch {
     fn run(&self, shared: &Shared) {
-        let mut pause = LOOK;
+        let (mut pause, mut after_failure) = (LOOK, AFTER_FAILURE);
         loop {
             let state = shared.state();
             let waited = shared.changed.wait_timeout_while(state, pause, |state| !state.is_over);
@@ -111,10 +114,13 @@ impl Watch {
             }
             let Some(mut queue) = state.queue.take() else { return };
             drop(state);
-            if gather::is_displaced(&self.run_dir, &self.tenant)
-                && !self.comes_back(&mut queue, shared)
-            {
-                pause = AFTER_FAILURE;
+            if gather::is_displaced(&self.run_dir, &self.tenant) {
+                if self.comes_back(&mut queue, shared) {
+                    after_failure = AFTER_FAILURE;
+                } else {
+                    pause = after_failure;
+                    after_failure = (after_failure * 2).min(AFTER_FAILURE_MAX);
+                }
             }
             let mut state = shared.state();
             if state.is_over {

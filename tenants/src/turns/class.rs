@@ -11,6 +11,13 @@ pub const CLASS_VARIABLE: &str = "SUBLET_CLASS";
 /// Name of the environment variable with the weight of a process's tenant.
 pub const WEIGHT_VARIABLE: &str = "SUBLET_WEIGHT";
 
+/// Name of the environment variable that says whether resumes and allocations of a process's tenant queue: [`TURNS_AUTO`], or nothing.
+pub const TURNS_VARIABLE: &str = "SUBLET_TURNS";
+/// They do, and its processes come back by themselves when they were paused for another.
+pub const TURNS_AUTO: &str = "auto";
+/// Name of the environment variable that says for how long an allocation waits, in milliseconds.
+pub const TURNS_TIMEOUT_VARIABLE: &str = "SUBLET_TURNS_TIMEOUT_MS";
+
 /// Who gives way to whom; the greater comes first.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,

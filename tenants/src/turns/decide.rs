@@ -1,13 +1,13 @@
 //! The decision for each who waits.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
 
 use super::history::{History, Past};
-use super::scene::{Scene, Standing, Waiting};
+use super::scene::{Scene, Standing, Waiting, Wish};
 use super::victims::{Candidate, choose};
 use super::{Class, Weight};
 use crate::identity::TenantName;
+use crate::size::Size;
 
 /// The figures by which turns are decided. Times are in microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,9 +20,9 @@ pub struct Settings {
     pub bound_us: u64,
     /// How many times as long a quantum grows at most.
     pub growth_max: u64,
-    /// How long a background tenant launches nothing until it makes way.
+    /// How long a background tenant launches nothing until it makes way, at least.
     pub idle_background_us: u64,
-    /// How long another one does.
+    /// How long another one does, at least.
     pub idle_us: u64,
 }
 
@@ -77,15 +77,15 @@ pub fn decide(scene: &Scene, history: &History, settings: &Settings, now_us: u64
     order.sort_by_key(|index| {
         let waiting = &scene.waiting[*index];
         let class = scene.tenants.get(&waiting.tenant).map(|standing| standing.class);
-        std::cmp::Reverse((waiting.is_order, class))
+        std::cmp::Reverse((waiting.wish.is_order(), class))
     });
     let mut taken: BTreeMap<&str, &TenantName> = BTreeMap::new();
     let mut decisions = vec![None; order.len()];
     for index in order {
         let waiting = &scene.waiting[index];
         let Some(standing) = scene.tenants.get(&waiting.tenant) else { continue };
-        let before = standing.gpus().find_map(|gpu| taken.get(gpu)).copied();
-        let joins = standing.is_active && standing.has_turn;
+        let before = waiting.gpus(standing).find_map(|gpu| taken.get(gpu)).copied();
+        let joins = standing.is_active && standing.has_turn && waiting.wish == Wish::Turn;
         let first = before.filter(|other| **other != waiting.tenant && !joins);
         let decision = match first {
             Some(other) => Decision::wait(waiting, None, &format!("'{other}' comes first")),
@@ -100,7 +100,7 @@ pub fn decide(scene: &Scene, history: &History, settings: &Settings, now_us: u64
             Verdict::Never => false,
         };
         if comes {
-            for gpu in standing.gpus() {
+            for gpu in waiting.gpus(standing) {
                 taken.entry(gpu).or_insert(&waiting.tenant);
             }
             // Two at once would pause one tenant twice.
@@ -134,6 +134,16 @@ pub(super) fn quantum_us(standing: &Standing, past: &Past, settings: &Settings) 
     one_us.saturating_mul(weight_of(standing).get())
 }
 
+/// How long a tenant launches nothing until it makes way: for one of its own class or a lower one as long as switching it takes, so that what
+/// is switched for it costs no more than what was idle.
+pub fn idle_after_us(standing: &Standing, is_for_higher: bool, settings: &Settings) -> u64 {
+    let least_us = match standing.class {
+        Class::Background => settings.idle_background_us,
+        Class::Fair | Class::Guaranteed => settings.idle_us,
+    };
+    if is_for_higher { least_us } else { least_us.max(standing.cost.both_us()) }
+}
+
 /// Weights are of fair tenants alone.
 fn weight_of(standing: &Standing) -> Weight {
     if standing.class == Class::Fair { standing.weight } else { Weight::default() }
@@ -160,7 +170,7 @@ struct View<'a> {
 impl<'a> View<'a> {
     /// The decision for one that has had to leave and stays away for a while.
     fn away(&self, waiting: &Waiting, standing: &Standing) -> Option<Decision> {
-        let hurries = waiting.is_order || standing.class == Class::Guaranteed;
+        let hurries = waiting.wish.is_order() || standing.class == Class::Guaranteed;
         let past = self.history.of(&waiting.tenant);
         let left_us = past.left_us.filter(|_| past.is_displaced && !hurries)?;
         let one_us = standing.cost.both_us().saturating_mul(self.settings.cost_factor);
@@ -173,21 +183,32 @@ impl<'a> View<'a> {
         })
     }
 
-    fn decision(&self, waiting: &Waiting, standing: &'a Standing) -> Decision {
+    fn decision(&self, waiting: &'a Waiting, standing: &'a Standing) -> Decision {
         if let Some(stays_away) = self.away(waiting, standing) {
             return stays_away;
         }
         let tenant = &waiting.tenant;
-        if standing.is_active {
+        if waiting.wish.spares_others() && !standing.is_active && !self.was_displaced(tenant) {
+            let why = format!("it was paused by name, and stays so until `sublet resume {tenant}`");
+            return Decision::wait(waiting, None, &why);
+        }
+        let lacks = standing.lacks(&waiting.wish);
+        if standing.is_active && lacks.is_empty() {
             let reason = format!("'{tenant}' has its GPUs");
             return Decision::new(waiting, Verdict::Go(Vec::new()), vec![reason]);
         }
-        let short = self.short(standing);
+        let short = self.short(lacks);
         if short.is_empty() {
-            let reason = format!("'{tenant}' is resumed: it fits beside what is there");
+            let what = if standing.is_active { "has what it asked for" } else { "is resumed" };
+            let reason = format!("'{tenant}' {what}: it fits beside what is there");
             return Decision::new(waiting, Verdict::Go(Vec::new()), vec![reason]);
         }
         self.with_victims(waiting, standing, &short)
+    }
+
+    fn was_displaced(&self, tenant: &TenantName) -> bool {
+        let past = self.history.tenants.get(tenant.as_str());
+        past.is_some_and(|past| past.is_displaced)
     }
 
     fn with_victims(
@@ -204,16 +225,18 @@ impl<'a> View<'a> {
                 short.keys().map(|gpu| (*gpu, other.given_bytes(gpu))).collect();
             if *tenant == waiting.tenant
                 || !other.is_active
+                || (waiting.wish.spares_others() && !other.comes_back)
                 || gives.values().all(|bytes| *bytes == 0)
             {
                 continue;
             }
             let past = self.history.of(tenant);
             let quantum_us = quantum_us(other, &past, self.settings).max(1);
-            holds.insert(tenant, self.hold(tenant, other, standing.class, waiting.is_order));
+            holds.insert(tenant, self.hold(tenant, other, standing.class, waiting.wish.is_order()));
             all.push(Candidate {
                 tenant,
                 class: other.class,
+                is_idle: self.idle_us(other, standing.class > other.class).is_some(),
                 over_quanta: past.used_us.saturating_sub(least_us) / quantum_us,
                 copied_bytes: other.copied_bytes(),
                 gives,
@@ -221,21 +244,29 @@ impl<'a> View<'a> {
         }
         if choose(&all, short).is_none() {
             let reason = format!(
-                "'{}' cannot come, whoever makes way: {}",
+                "'{}' cannot {}, whoever makes way: {}",
                 waiting.tenant,
-                lacking(short, &all)
+                if standing.is_active { "have more" } else { "come" },
+                self.lacking(waiting, short, &all)
             );
-            return Decision::new(waiting, Verdict::Never, vec![reason]);
+            // Whoever wants to be back has as long as it lives.
+            let lasts = waiting.wish == Wish::Back;
+            let verdict = if lasts { Verdict::Wait(None) } else { Verdict::Never };
+            return Decision::new(waiting, verdict, vec![reason]);
         }
         let lasts = |tenant: &TenantName| matches!(holds.get(tenant), Some(Hold::WhileItLasts(_)));
         let bounded: Vec<_> =
             all.iter().filter(|candidate| !lasts(candidate.tenant)).cloned().collect();
-        let Some(victims) = choose(&bounded, short) else {
-            let whys = holds.values().filter_map(|hold| match hold {
-                Hold::WhileItLasts(why) => Some(why.as_str()),
-                Hold::Free(_) | Hold::Until(..) => None,
+        let goes = |candidate: &&Candidate<'_>| self.refuses(candidate.tenant).is_none();
+        let willing: Vec<_> = bounded.iter().filter(goes).cloned().collect();
+        // A person who asks for it has it tried.
+        let others = || choose(&bounded, short).filter(|_| waiting.wish.is_order());
+        let Some(victims) = choose(&willing, short).or_else(others) else {
+            let lasting = holds.iter().filter_map(|(tenant, hold)| match hold {
+                Hold::WhileItLasts(why) => Some(why.clone()),
+                Hold::Free(_) | Hold::Until(..) => self.refuses(tenant),
             });
-            return Decision::wait(waiting, None, &whys.collect::<Vec<_>>().join(", and "));
+            return Decision::wait(waiting, None, &lasting.collect::<Vec<_>>().join(", and "));
         };
         let mut until_us = self.now_us;
         let (mut whys, mut reasons) = (Vec::new(), Vec::new());
@@ -253,36 +284,31 @@ impl<'a> View<'a> {
             return Decision::wait(waiting, Some(until_us), &whys.join(", and "));
         }
         let missing: Vec<_> =
-            short.iter().map(|(gpu, bytes)| format!("{} on {gpu}", Bytes(*bytes))).collect();
-        reasons.push(format!("'{}' is resumed: it lacked {}", waiting.tenant, missing.join(", ")));
+            short.iter().map(|(gpu, bytes)| format!("{} on {gpu}", Size(*bytes))).collect();
+        let what = if standing.is_active { "gets more memory" } else { "is resumed" };
+        reasons.push(format!("'{}' {what}: it lacked {}", waiting.tenant, missing.join(", ")));
         let victims = victims.into_iter().cloned().collect();
         Decision::new(waiting, Verdict::Go(victims), reasons)
     }
 
-    /// What the tenant lacks on each GPU.
-    fn short(&self, standing: &'a Standing) -> BTreeMap<&'a str, u64> {
-        let missing = |(gpu, held): (&'a String, &super::scene::Held)| {
-            let free_bytes = self.scene.free_bytes.get(gpu).copied().unwrap_or(0);
-            (gpu.as_str(), held.away_bytes.saturating_sub(free_bytes))
-        };
-        standing.held.iter().map(missing).filter(|(_, bytes)| *bytes > 0).collect()
+    /// What of `lacks` is not free.
+    fn short(&self, mut lacks: BTreeMap<&'a str, u64>) -> BTreeMap<&'a str, u64> {
+        lacks.retain(|gpu, bytes| {
+            let free_bytes = self.scene.free_bytes.get(*gpu).copied().unwrap_or(0);
+            *bytes = bytes.saturating_sub(free_bytes);
+            *bytes > 0
+        });
+        lacks
     }
 
     /// May `tenant`, which has its GPUs, be paused for one of `class` that waits?
     fn hold(&self, tenant: &TenantName, standing: &Standing, class: Class, is_order: bool) -> Hold {
-        let idle_after_us = match standing.class {
-            Class::Background => self.settings.idle_background_us,
-            Class::Fair | Class::Guaranteed => self.settings.idle_us,
-        };
-        if let Some(idle_since_us) = standing.idle_since_us
-            && self.now_us.saturating_sub(idle_since_us) >= idle_after_us
-        {
-            let idle_us = self.now_us.saturating_sub(idle_since_us);
-            return Hold::Free(format!("has launched nothing for {}", time(idle_us)));
-        }
         let past = self.history.of(tenant);
         if !standing.has_turn && past.turn_us.is_some() {
             return Hold::Free("its turn is over".to_owned());
+        }
+        if let Some(idle_us) = self.idle_us(standing, class > standing.class) {
+            return Hold::Free(format!("has launched nothing for {}", time(idle_us)));
         }
         if !standing.has_turn && is_order {
             return Hold::Free("is in no turn".to_owned());
@@ -313,8 +339,71 @@ impl<'a> View<'a> {
         Hold::Until(until_us, why)
     }
 
+    /// Why `tenant` is not asked to make way now, where it could not be paused.
+    fn refuses(&self, tenant: &TenantName) -> Option<String> {
+        let past = self.history.tenants.get(tenant.as_str())?;
+        let refusal = past.refusal.as_ref().filter(|refusal| refusal.until_us > self.now_us)?;
+        Some(format!(
+            "'{tenant}' could not be paused ({}), and is asked again in {}",
+            refusal.why,
+            self.left(refusal.until_us)
+        ))
+    }
+
+    /// For how long a tenant has been idle, where that is long enough for it to make way. What is idle in its turn keeps it: its program
+    /// says that it goes on.
+    fn idle_us(&self, standing: &Standing, is_for_higher: bool) -> Option<u64> {
+        let least_us = idle_after_us(standing, is_for_higher, self.settings);
+        let idle_us = self.now_us.saturating_sub(standing.idle_since_us?);
+        (!standing.has_turn && idle_us >= least_us).then_some(idle_us)
+    }
+
     fn left(&self, until_us: u64) -> String {
         time(until_us.saturating_sub(self.now_us))
+    }
+
+    /// What nobody can make free.
+    fn lacking(
+        &self,
+        waiting: &Waiting,
+        short: &BTreeMap<&str, u64>,
+        all: &[Candidate<'_>],
+    ) -> String {
+        let lines = short.iter().filter_map(|(gpu, missing_bytes)| {
+            let given = all.iter().filter_map(|candidate| candidate.gives.get(gpu).copied());
+            let given_bytes = given.fold(0, u64::saturating_add);
+            let spared = self.spared(waiting, gpu);
+            (given_bytes < *missing_bytes).then(|| {
+                format!(
+                    "it lacks {} on {gpu}, and other tenants hold {} there that a pause gives back; {spared}end what holds the rest",
+                    Size(*missing_bytes),
+                    Size(given_bytes)
+                )
+            })
+        });
+        lines.collect::<Vec<_>>().join("; ")
+    }
+
+    /// Who is not asked to make way on `gpu`, because nobody would bring it back.
+    fn spared(&self, waiting: &Waiting, gpu: &str) -> String {
+        let is_spared = |tenant: &TenantName, other: &Standing| {
+            waiting.wish.spares_others()
+                && *tenant != waiting.tenant
+                && other.is_active
+                && !other.comes_back
+                && other.given_bytes(gpu) > 0
+        };
+        let spared = self.scene.tenants.iter().filter(|(tenant, other)| is_spared(tenant, other));
+        let named: Vec<_> = spared
+            .map(|(tenant, other)| format!("'{tenant}' holds {}", Size(other.given_bytes(gpu))))
+            .collect();
+        if named.is_empty() {
+            return String::new();
+        }
+        format!(
+            "{} and does not come back by itself: start it with `sublet run --turns auto`, or pause it by name; or ",
+            named.join(", ")
+        )
     }
 
     /// The line on a tenant that makes way.
@@ -331,7 +420,7 @@ impl<'a> View<'a> {
             ("to be copied", sum(|held| held.copied_bytes)),
         ] {
             if bytes > 0 {
-                parts.push(format!("{} {label}", Bytes(bytes)));
+                parts.push(format!("{} {label}", Size(bytes)));
             }
         }
         let gpus: BTreeSet<&str> =
@@ -343,43 +432,6 @@ impl<'a> View<'a> {
             gpus.join(", "),
             parts.join(", ")
         )
-    }
-}
-
-/// What nobody can make free.
-fn lacking(short: &BTreeMap<&str, u64>, all: &[Candidate<'_>]) -> String {
-    let lines = short.iter().filter_map(|(gpu, missing_bytes)| {
-        let given = all.iter().filter_map(|candidate| candidate.gives.get(gpu).copied());
-        let given_bytes = given.fold(0, u64::saturating_add);
-        (given_bytes < *missing_bytes).then(|| {
-            format!(
-                "it lacks {} on {gpu}, and other tenants hold {} there that a pause gives back; end what holds the rest",
-                Bytes(*missing_bytes),
-                Bytes(given_bytes)
-            )
-        })
-    });
-    lines.collect::<Vec<_>>().join("; ")
-}
-
-/// A size for people.
-struct Bytes(u64);
-
-impl fmt::Display for Bytes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const UNITS: [(u64, &str); 3] = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
-        for (shift, unit) in UNITS {
-            if self.0 >= 1 << shift {
-                let tenths = (u128::from(self.0) * 10) >> shift;
-                let (whole, tenth) = (tenths / 10, tenths % 10);
-                return if tenth == 0 {
-                    write!(f, "{whole} {unit}")
-                } else {
-                    write!(f, "{whole}.{tenth} {unit}")
-                };
-            }
-        }
-        write!(f, "{} bytes", self.0)
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::Settings;
-use super::decide::quantum_us;
+use super::decide::{idle_after_us, quantum_us};
 use super::scene::{Scene, Standing};
 use crate::identity::TenantName;
 
@@ -13,6 +13,13 @@ use crate::identity::TenantName;
 const PUSHED_MAX: usize = 3;
 /// See [`PUSHED_MAX`].
 const PUSHED_QUANTA: u64 = 4;
+/// How long a tenant that could not be paused is not asked again, at least,
+const REFUSED_MIN_US: u64 = 1_000_000;
+/// and at most, or for so many times as long as the try took,
+const REFUSED_MAX_US: u64 = 60_000_000;
+const REFUSED_TRIES: u64 = 10;
+/// and how long after that it is as if it had never refused.
+const REFUSED_FORGOTTEN_US: u64 = 600_000_000;
 
 /// Of all tenants, by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,6 +47,20 @@ pub struct Past {
     pub growth: u64,
     /// When it was pushed out early.
     pub pushed_us: Vec<u64>,
+    /// It could not be paused for another, and has not been since.
+    #[serde(default)]
+    pub refusal: Option<Refusal>,
+}
+
+/// Pauses of one tenant that failed, one after the other.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refusal {
+    /// How many.
+    pub times: u32,
+    /// Others make way before it does, and it is not asked again until then.
+    pub until_us: u64,
+    /// What the last one failed with.
+    pub why: String,
 }
 
 impl Default for Past {
@@ -52,6 +73,7 @@ impl Default for Past {
             used_us: 0,
             growth: 1,
             pushed_us: Vec::new(),
+            refusal: None,
         }
     }
 }
@@ -90,7 +112,10 @@ impl History {
         let since_us = self.since_us(tenant, &standing);
         let past = self.at(tenant);
         let quantum_us = quantum_us(&standing, past, settings);
-        let ended = !standing.has_turn && past.turn_us.is_some();
+        // One that was idle has not been pushed out: it did nothing with what it had.
+        let idle_us = standing.idle_since_us.map_or(0, |since_us| now_us.saturating_sub(since_us));
+        let was_idle = !standing.has_turn && idle_us >= idle_after_us(&standing, true, settings);
+        let ended = was_idle || (!standing.has_turn && past.turn_us.is_some());
         if let Some(came_us) = past.came_us {
             past.used_us += now_us.saturating_sub(came_us) / standing.weight.get();
         }
@@ -98,6 +123,7 @@ impl History {
         past.came_us = None;
         past.turn_us = None;
         past.is_displaced = true;
+        past.refusal = None;
         let ran_us = now_us.saturating_sub(since_us);
         self.changed_us = now_us;
         let past = self.at(tenant);
@@ -124,12 +150,60 @@ impl History {
         ))
     }
 
+    /// `tenant` is about to be paused for another. Known before it is, so that it comes back though whoever does it should die in between.
+    pub fn is_leaving(&mut self, tenant: &TenantName) {
+        self.at(tenant).is_displaced = true;
+    }
+
+    /// `tenant` was to be paused for another, which failed with `why` after `took_us`. For how long it is not asked again is returned as one line: for as
+    /// long as that took, twice as long after each that follows, and ten times as long, or a minute, at most. So one that never goes is stopped
+    /// for less than a tenth of the time.
+    pub fn refused(&mut self, tenant: &TenantName, why: &str, took_us: u64, now_us: u64) -> String {
+        let past = self.at(tenant);
+        let before = past
+            .refusal
+            .take()
+            .filter(|refusal| now_us <= refusal.until_us.saturating_add(REFUSED_FORGOTTEN_US));
+        let before = before.map_or(0, |refusal| refusal.times);
+        let most_us = REFUSED_MAX_US.max(took_us.saturating_mul(REFUSED_TRIES));
+        let factor = 1_u64.checked_shl(before).unwrap_or(u64::MAX);
+        let rests_us = took_us.max(REFUSED_MIN_US).saturating_mul(factor).min(most_us);
+        let times = before.saturating_add(1);
+        let until_us = now_us.saturating_add(rests_us);
+        past.refusal = Some(Refusal { times, until_us, why: why.to_owned() });
+        self.changed_us = now_us;
+        format!(
+            "'{tenant}' could not be paused, {times} time{} in a row: it is passed over for {} ({why})",
+            if times == 1 { "" } else { "s" },
+            super::decide::time(rests_us)
+        )
+    }
+
+    /// `tenant` is away because somebody said so by name.
+    pub fn stays_away(&mut self, tenant: &TenantName) {
+        self.at(tenant).is_displaced = false;
+    }
+
     /// `tenant` has its GPUs, and did not before.
     pub fn came(&mut self, tenant: &TenantName, now_us: u64) {
         let past = self.at(tenant);
         past.came_us = Some(now_us);
         past.turn_us = None;
         past.is_displaced = false;
+        self.changed_us = now_us;
+    }
+
+    /// Others made room for `tenant`, which had its GPUs already: what it has runs anew from here on, or they would be back at once.
+    pub fn got_more(&mut self, tenant: &TenantName, scene: &Scene, now_us: u64) {
+        let standing = scene.tenants.get(tenant);
+        let weight = standing.map_or(1, |standing| standing.weight.get());
+        let has_turn = standing.is_some_and(|standing| standing.has_turn);
+        let past = self.at(tenant);
+        if let Some(came_us) = past.came_us {
+            past.used_us += now_us.saturating_sub(came_us) / weight;
+        }
+        past.came_us = Some(now_us);
+        past.turn_us = has_turn.then_some(now_us);
         self.changed_us = now_us;
     }
 
@@ -142,8 +216,23 @@ impl History {
         self.changed_us = now_us;
     }
 
+    /// Who runs in `scene` is not away, whoever resumed it; and who does not could be paused, whoever did that.
+    pub fn note_back(&mut self, scene: &Scene) {
+        for (name, past) in &mut self.tenants {
+            let mut tenants = scene.tenants.iter();
+            let Some((_, is)) = tenants.find(|(tenant, _)| tenant.as_str() == name) else {
+                continue;
+            };
+            if is.is_active {
+                past.is_displaced = false;
+            } else if is.gpus().next().is_some() {
+                past.refusal = None;
+            }
+        }
+    }
+
     /// Forgets all but these tenants.
-    pub fn keep_only(&mut self, scene: &Scene) {
-        self.tenants.retain(|name, _| scene.tenants.keys().any(|tenant| tenant.as_str() == name));
+    pub fn keep_only(&mut self, live: &[TenantName]) {
+        self.tenants.retain(|name, _| live.iter().any(|tenant| tenant.as_str() == name));
     }
 }

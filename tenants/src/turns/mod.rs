@@ -8,6 +8,7 @@
 //!   wait for each other, and nobody is passed by for ever.
 //! * A tenant keeps the GPUs for a *quantum*, ten times what switching it out and in again takes, so that switching costs less than a tenth
 //!   of the time. A waiter of a higher class waits for no longer than a bound.
+//! * A tenant that is in no turn, has launched nothing for a while and whose devices have nothing left to do makes way before all others.
 //! * A tenant that was pushed out early again and again stays away for longer each time.
 
 mod class;
@@ -19,5 +20,8 @@ mod victims;
 #[cfg(test)]
 mod tests;
 
-pub use class::{CLASS_VARIABLE, Class, ClassError, WEIGHT_VARIABLE, Weight, WeightError};
-pub use decide::{Decision, Settings, Verdict, decide};
+pub use class::{
+    CLASS_VARIABLE, Class, ClassError, TURNS_AUTO, TURNS_TIMEOUT_VARIABLE, TURNS_VARIABLE,
+    WEIGHT_VARIABLE, Weight, WeightError,
+};
+pub use decide::{Decision, Settings, Verdict, decide, idle_after_us};

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use serde::{Deserialize, Serialize};
+
 use super::{Class, Weight};
 use crate::identity::TenantName;
 
@@ -29,6 +31,8 @@ pub struct Standing {
     pub held: BTreeMap<String, Held>,
     /// Is a process of it in its turn?
     pub has_turn: bool,
+    /// Does it come back by itself when it was paused for another? Who does not is paused by order, or for a turn, alone.
+    pub comes_back: bool,
     /// Since when it has launched nothing and its streams are empty, where that is known, in microseconds of the clock.
     pub idle_since_us: Option<u64>,
     /// What switching it takes.
@@ -74,13 +78,71 @@ impl Cost {
     }
 }
 
-/// One who waits for its tenant to have its GPUs.
+/// One who waits for its tenant to have its GPUs, or more memory there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Waiting {
     /// The tenant.
     pub tenant: TenantName,
+    /// What for.
+    pub wish: Wish,
+}
+
+/// What somebody waits for.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Wish {
     /// A person's order: it goes before all others, and only a turn that somebody is in holds it up.
-    pub is_order: bool,
+    Order,
+    /// A turn.
+    #[default]
+    Turn,
+    /// A resume, in its place among the others.
+    Resume,
+    /// To be back, after it was paused for another.
+    Back,
+    /// So many bytes more, by GPU, which an allocation did not get.
+    Memory(BTreeMap<String, u64>),
+}
+
+impl Wish {
+    /// Is it a person's order?
+    pub fn is_order(&self) -> bool {
+        *self == Self::Order
+    }
+
+    /// Do only those make way for it that come back by themselves? Nobody has asked for it by a command or a call.
+    pub fn spares_others(&self) -> bool {
+        match self {
+            Self::Back | Self::Memory(_) => true,
+            Self::Order | Self::Turn | Self::Resume => false,
+        }
+    }
+
+    /// What it takes beside the tenant's own memory, by GPU.
+    pub fn bytes(&self) -> impl Iterator<Item = (&str, u64)> {
+        let bytes = if let Self::Memory(bytes) = self { Some(bytes) } else { None };
+        bytes.into_iter().flatten().map(|(gpu, bytes)| (gpu.as_str(), *bytes))
+    }
+
+    /// In a word.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Self::Order => "order",
+            Self::Turn => "turn",
+            Self::Resume => "resume",
+            Self::Back => "back",
+            Self::Memory(_) => "memory",
+        }
+    }
+}
+
+impl Waiting {
+    /// The GPUs that it is about: all of its tenant's, or where that runs, those that it wants more of.
+    pub fn gpus<'a>(&'a self, standing: &'a Standing) -> impl Iterator<Item = &'a str> {
+        let only_more = standing.is_active && self.wish.bytes().next().is_some();
+        let own = standing.gpus().filter(move |_| !only_more);
+        own.chain(self.wish.bytes().map(|(gpu, _)| gpu))
+    }
 }
 
 impl Standing {
@@ -93,6 +155,18 @@ impl Standing {
     /// What a pause copies, on all GPUs.
     pub fn copied_bytes(&self) -> u64 {
         self.held.values().fold(0, |all, held| all.saturating_add(held.copied_bytes))
+    }
+
+    /// What it takes on each GPU until it runs, with what it wants beside.
+    pub fn lacks<'a>(&'a self, wish: &'a Wish) -> BTreeMap<&'a str, u64> {
+        let away = self.held.iter().filter(|_| !self.is_active);
+        let mut lacks: BTreeMap<&str, u64> =
+            away.map(|(gpu, held)| (gpu.as_str(), held.away_bytes)).collect();
+        for (gpu, bytes) in wish.bytes() {
+            let all = lacks.entry(gpu).or_default();
+            *all = all.saturating_add(bytes);
+        }
+        lacks
     }
 
     /// What a pause gives back on this GPU.

@@ -11,6 +11,8 @@ use crate::identity::TenantName;
 pub(super) struct Candidate<'a> {
     pub(super) tenant: &'a TenantName,
     pub(super) class: Class,
+    /// Does it launch nothing? Then its pause holds nobody up.
+    pub(super) is_idle: bool,
     /// By how many of its quanta it has had more than whoever had least.
     pub(super) over_quanta: u64,
     /// What its pause would copy.
@@ -19,17 +21,24 @@ pub(super) struct Candidate<'a> {
     pub(super) gives: BTreeMap<&'a str, u64>,
 }
 
-/// What a choice costs; less is better. Who is of a higher class counts first, then what one has had beyond its share, then what
-/// is to be copied.
-type Price = (usize, bool, Reverse<u64>, u64, usize);
+/// What a choice costs; less is better. Who is at work counts first, and the more the higher its class; then the classes of those that are idle,
+/// then what one has had beyond its share, then what is to be copied.
+type Price = ([usize; 2], bool, [usize; 2], Reverse<u64>, u64, usize);
 
 fn price(chosen: &[&Candidate<'_>]) -> Price {
-    let of_class = |class| chosen.iter().filter(|candidate| candidate.class == class).count();
+    let of = |class, is_idle| {
+        let alike =
+            |candidate: &&&Candidate<'_>| candidate.class == class && candidate.is_idle == is_idle;
+        chosen.iter().filter(alike).count()
+    };
+    let is_any = |class, is_idle| usize::from(of(class, is_idle) > 0);
+    let at_work = chosen.iter().any(|candidate| !candidate.is_idle);
     let most_over = chosen.iter().map(|candidate| candidate.over_quanta).max().unwrap_or(0);
     let copied_bytes = chosen.iter().map(|candidate| candidate.copied_bytes);
     (
-        of_class(Class::Guaranteed),
-        of_class(Class::Fair) > 0,
+        [of(Class::Guaranteed, false), is_any(Class::Fair, false)],
+        at_work,
+        [of(Class::Guaranteed, true), is_any(Class::Fair, true)],
         Reverse(most_over),
         copied_bytes.fold(0, u64::saturating_add),
         chosen.len(),
@@ -88,6 +97,7 @@ mod tests {
             .map(|((_, class, over_quanta, copied_bytes, gives), tenant)| Candidate {
                 tenant,
                 class: *class,
+                is_idle: tenant.as_str().starts_with("idle"),
                 over_quanta: *over_quanta,
                 copied_bytes: *copied_bytes,
                 gives: BTreeMap::from([("gpu", *gives)]),
@@ -112,6 +122,11 @@ mod tests {
         assert_eq!(chosen(&three, 10), ["c"]);
         assert_eq!(chosen(&three, 5), ["b"]);
         assert_eq!(chosen(&three, 9), ["a", "b"]);
+        // One that is idle before all that work, whatever its class, and what its pause copies.
+        let idle = [("a", Background, 9, 0, 10), ("idle", Guaranteed, 0, 10, 10)];
+        assert_eq!(chosen(&idle, 10), ["idle"]);
+        let idle = [("idle-1", Guaranteed, 0, 0, 10), ("idle-2", Fair, 0, 10, 10)];
+        assert_eq!(chosen(&idle, 10), ["idle-2"]);
         // Both, where neither suffices; a higher class only where it must be.
         let two = [("a", Background, 0, 4, 4), ("b", Guaranteed, 0, 5, 6)];
         assert_eq!(chosen(&two, 10), ["a", "b"]);

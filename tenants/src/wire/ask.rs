@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use vmm_pool::AllocationId;
 
 use super::{
-    DeviceDelta, FDS_PER_MESSAGE_MAX, Failure, FetchPurpose, HostProgress, Lending, MemberInfo,
-    MemberStats, PhaseReport, Reply, Request, SaveProgress,
+    FDS_PER_MESSAGE_MAX, Failure, FetchPurpose, HostProgress, Idleness, Lending, MemberInfo,
+    MemberStats, Needed, PhaseReport, Reply, Request, SaveProgress, SpillProgress,
 };
 use crate::cut::{CutReport, Limits, Seen};
 use crate::identity::MemberId;
@@ -89,25 +89,46 @@ impl Ask for Count {
     }
 }
 
+/// Do your devices have nothing left to do? Looked at, behind a gate that is shut for some milliseconds, only where nothing was launched for so long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LookIdle {
+    /// For how long, in microseconds.
+    pub quiet_us: u64,
+}
+
+impl Ask for LookIdle {
+    type Answer = Idleness;
+
+    fn to_request(&self) -> Request {
+        Request::Idle(*self)
+    }
+
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<Idleness> {
+        if let Reply::Idleness(idleness) = reply { Some(idleness) } else { None }
+    }
+}
+
 /// What would a resume of `scope` need on each of your devices, and what is free there? Nothing is changed. Refused
-/// by a process that is on its way to another state.
+/// by a process that is on its way to another state, and where the tenant's budget does not have what comes by tag.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Needs {
     /// Which memory the resume would be about.
     pub scope: Scope,
     /// Give up, and answer so, after this long.
     pub timeout_ms: u64,
+    /// What is free is wanted of all devices that the process uses, also of those where nothing of it is away.
+    pub all_devices: bool,
 }
 
 impl Ask for Needs {
-    type Answer = Vec<DeviceDelta>;
+    type Answer = Needed;
 
     fn to_request(&self) -> Request {
         Request::Needs(self.clone())
     }
 
-    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<Vec<DeviceDelta>> {
-        if let Reply::Needs(devices) = reply { Some(devices) } else { None }
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<Needed> {
+        if let Reply::Needs(needed) = reply { Some(needed) } else { None }
     }
 }
 
@@ -348,6 +369,26 @@ impl Ask for SaveStep {
 
     fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<SaveProgress> {
         if let Reply::Saving(progress) = reply { Some(*progress) } else { None }
+    }
+}
+
+/// Saved contents in host memory, where your process has opted in and stands paused: move some to a file, and say what is
+/// left. Whoever asks holds the lock of your tenant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpillStep {
+    /// About so much; nothing, and the answer alone, where that is 0.
+    pub most_bytes: u64,
+}
+
+impl Ask for SpillStep {
+    type Answer = SpillProgress;
+
+    fn to_request(&self) -> Request {
+        Request::Spill(*self)
+    }
+
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<SpillProgress> {
+        if let Reply::Spilled(progress) = reply { Some(*progress) } else { None }
     }
 }
 

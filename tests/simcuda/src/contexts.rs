@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
+use vmm_pool::driver::sim::PeerReach;
 use vmm_pool::driver::sim::StreamKind;
 use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream};
 
@@ -211,7 +212,7 @@ impl Sim {
         if self.context_device(peer)? == own {
             return Err(DriverCode::INVALID_DEVICE);
         }
-        if !self.core.options().peer_access {
+        if self.core.options().peers == PeerReach::Nothing {
             return Err(DriverCode::PEER_ACCESS_UNSUPPORTED);
         }
         if lock(&self.contexts).peers.insert((current_or_none(), peer)) {

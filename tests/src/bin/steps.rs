@@ -1,6 +1,6 @@
 //! A coordinator that stops at every event, so that a test can kill somebody at a chosen instant.
 //!
-//! `sublet-steps RUN_DIR TENANT pause|resume [soon]`, `sublet-steps RUN_DIR FROM swap TO`
+//! `sublet-steps RUN_DIR TENANT pause|resume [soon]`, `sublet-steps RUN_DIR FROM swap|hand-over TO [OUT_TAG IN_TAG]`
 //!
 //! It prints `started STEP`, `member PID STEP`, `done STEP` or `back`, a phase by its name in the code, and goes on with the next line of its
 //! input, or without one when the input has ended. With `soon`, phases have one second. Its last line is `ok LOSSES` or `error MESSAGE`.
@@ -15,6 +15,7 @@ use tenants::coordinator::{
 };
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
+use tenants::scope::{Scope, TagNames};
 
 fn main() -> ExitCode {
     let outcome = run();
@@ -31,16 +32,21 @@ fn run() -> Outcome<String> {
     let [run_dir, tenant, action, rest @ ..] = arguments.as_slice() else {
         return Err(Trouble::new("a run directory, a tenant and an action are needed"));
     };
-    let swaps = action == "swap";
+    let hand_over = action == "hand-over";
+    let swaps = hand_over || action == "swap";
     let timeout = Duration::from_secs(if rest.is_empty() || swaps { 20 } else { 1 });
     let run_dir = RunDir::open(Some(run_dir.into()), None)?;
     let options = Options { timeout: Some(timeout), ..Options::default() };
-    let mut coordinator =
-        Coordinator::new(run_dir.clone(), TenantName::new(tenant)?, options.clone());
-    if let (true, [to]) = (swaps, rest) {
-        let mut to = Coordinator::new(run_dir, TenantName::new(to)?, options);
+    let scope = |tag: Option<&String>| tag.map_or(Scope::Whole, |tag| of_tag(tag));
+    let of = |name: &str, scope| -> Outcome<Coordinator> {
+        let options = Options { scope, ..options.clone() };
+        Ok(Coordinator::new(run_dir.clone(), TenantName::new(name)?, options))
+    };
+    let mut coordinator = of(tenant, scope(rest.get(1)))?;
+    if let (true, [to, tags @ ..]) = (swaps, rest) {
+        let mut to = of(to, scope(tags.get(1)))?;
         // Windows of a few allocations.
-        let how = SwapOptions { window_bytes: Some(8 * MIB), ..SwapOptions::default() };
+        let how = SwapOptions { window_bytes: Some(8 * MIB), hand_over, ..SwapOptions::default() };
         let done = swap(&mut coordinator, &mut to, how, &mut |event| stop_at(&event))?;
         return Ok(format!("{}; {}", said(Ok(done.paused))?, said(Ok(done.resumed))?));
     }
@@ -50,6 +56,11 @@ fn run() -> Outcome<String> {
         other => return Err(Trouble::new(format!("what is {other}?"))),
     };
     said(done)
+}
+
+fn of_tag(tag: &str) -> Scope {
+    let tags = TagNames::Named([tag.to_owned()].into());
+    Scope::Tags { tags, owner: None }
 }
 
 fn said(done: Result<Done, CoordinatorError>) -> Outcome<String> {

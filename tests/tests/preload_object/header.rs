@@ -95,7 +95,7 @@ fn memory_by_tag_works_as_a_c_program_calls_for_it() {
          files in 1 1 0, paused 0, on disk 1\n\
          in memory 1, read 0 5\n\
          back from the file 0 5\n\
-         tenants 1, stats 1, swap with itself 1\n\
+         tenants 1, stats 1, swap with itself 1, by tag 1, to nobody 1\n\
          prepared 0, all 1, of nobody 1\n"
     );
 }
@@ -111,7 +111,7 @@ fn a_c_program_has_the_calls_of_amem_and_for_the_whole_tenant() {
          group 0 7 0, refused 4, needs a place 4\n\
          sublet: total own=0 resident=0 imported=0\n\
          pause before any memory 0, statistics 0\n\
-         region 0, wrong tag 1, wrong contents 1, end 0, one end too many 1\n\
+         region 0, wrong tag 1, wrong contents 1, another look 1, end 0, one end too many 1\n\
          stats fit 1, too short 1, tag in them 1\n\
          set group too late 1\n\
          sublet: GPU 0 library=header tag=weights contents=Discard own=2097152 resident=2097152 imported=0\n\
@@ -122,6 +122,7 @@ fn a_c_program_has_the_calls_of_amem_and_for_the_whole_tenant() {
          together 0 1, back 0 0\n\
          unknown tenant 1, error 1\n\
          turns 0 0, one end too many 1, switched 0, to nobody 1\n\
+         budget 0 1, none 0 1, wrong 1, of nobody 1 -1\n\
          family 1\n\
          attached 0, report 1, held 1\n"
     );

@@ -215,3 +215,15 @@ fn copies_between_devices_are_right_where_these_do_not_reach_each_other() {
     assert_eq!(said(Preload::With, "0"), expected);
     assert_eq!(said(Preload::With, "1"), expected);
 }
+
+#[test]
+fn a_library_is_told_of_its_small_allocations_and_uses_them_as_without_slabs() {
+    let stage = Stage::new();
+    let library = stage.library_named("slabs", "libnccl.so.9", &[]);
+    let rpath = format!("-Wl,-rpath,{}", library.parent().expect("a folder").display());
+    let flags = ["-DMAIN", "-Wl,--no-as-needed", library.to_str().expect("UTF-8"), rpath.as_str()];
+    let program = stage.program_as("slabs", &flags);
+    let text = stage.same(&program, &[]);
+    assert!(text.contains("71 72 73 74 74, windows 77 77 78"), "{text}");
+    assert!(text.ends_with("nothing is there: 1\n"), "{text}");
+}

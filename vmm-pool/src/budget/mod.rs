@@ -4,8 +4,7 @@
 //! [`crate::Pool::count_against`]. What one allocation has taken of it is a [`Charge`], which lives beside the driver's
 //! handle and gives back when it is dropped. Until an account is given, making memory costs one load more.
 //!
-//! An allocation that does not fit is refused in `Budget::charge`, before any call of the driver's. That is the one
-//! place where a policy can have it wait instead.
+//! An allocation that does not fit is refused in `Budget::charge`, before any call of the driver's.
 
 pub mod slots;
 

@@ -4,16 +4,16 @@
 //! The driver cannot map a part of an allocation. So a slab is mapped as a whole, in a window of ours, as soon as it is
 //! there, and the addresses that the library asks for next are the cell's in that window. What the library then does with
 //! the cell (map, give access, unmap, release, free the addresses) takes no driver call but the first access of a device.
-//! What does not go that way stands alone, as any other allocation, or is refused where it cannot any more.
+//! What goes another way is in `placing`.
 //!
 //! Methods here are for what callers hold, cells or not; those of [`crate::pool`] are for rows alone. The table's lock is a
 //! leaf: nothing is asked of the driver or the ledger under it.
 
-mod clearing;
+mod filling;
+mod placing;
 mod questions;
 mod sharing;
 
-use std::collections::HashSet;
 use std::thread::ThreadId;
 
 use crate::VirtualHandle;
@@ -23,11 +23,9 @@ use crate::driver::{
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Class, Row};
 use crate::pool::{Entered, Kind, Pool, Use};
-use crate::slabs::{
-    AccessPlan, CellAt, Ended, Held, MapPlan, NewSlab, Place, Recipe, SlabKey, Wanted,
-};
+use crate::slabs::{AccessPlan, Ended, Held, NewSlab, Place, Recipe, SlabKey, Wanted};
 
-const NEXT: &str = "unset SUBLET_SLABS where this library needs it";
+const NEXT: &str = "set SUBLET_SLABS=0 where this library needs it";
 
 fn refused(op: DriverOp, code: DriverCode, object: String, size_bytes: u64) -> PoolError {
     PoolError::Driver { object, size_bytes, device: None, source: DriverError { op, code } }
@@ -65,6 +63,23 @@ impl<D: Driver> Entered<'_, D, Use> {
         }
         self.pool.slabs().aim(this_thread(), None);
         self.create(size_bytes, prop, recipe.class)
+    }
+
+    /// Creates an allocation of its own, of which it is known that it is to be mapped where a cell cannot be.
+    ///
+    /// # Errors
+    /// As [`Entered::create`].
+    ///
+    /// # Driver calls
+    /// `cuMemCreate`.
+    pub fn create_alone(
+        &self,
+        size_bytes: u64,
+        prop: &AllocationProp,
+        class: Class,
+    ) -> PoolResult<VirtualHandle> {
+        self.pool.slabs().aim(this_thread(), None);
+        self.create(size_bytes, prop, class)
     }
 
     fn cell(&self, size_bytes: u64, recipe: &Recipe, slab_bytes: u64) -> Option<VirtualHandle> {
@@ -142,163 +157,39 @@ impl<D: Driver> Entered<'_, D, Use> {
         mapped.map(|()| window).inspect_err(|_| self.abandon(Some(window), row))
     }
 
-    /// The cell becomes an allocation of its own, which its handle stands for from now on.
-    fn stand_alone(&self, cell: CellAt) -> PoolResult<VirtualHandle> {
-        let class = self.pool.ledger().find(cell.row)?.class().clone();
-        let row = self.create(cell.part.size_bytes, &cell.prop, class)?;
-        let ended = self.pool.slabs().stand_alone(cell.handle, row);
-        let Some(ended) = ended else {
-            self.release(row)?;
-            return Err(PoolError::StaleHandle { handle: cell.handle.raw() });
-        };
-        self.take_down(ended);
-        let living: HashSet<_> = self.pool.ledger().rows().map(Row::handle).collect();
-        self.pool.slabs().forget_alone(|row| living.contains(&row));
-        Ok(row)
-    }
-
-    /// Maps the whole of what `handle` stands for.
+    /// Sets who may reach what is mapped in `range`. A device that gets rights to one cell gets them to its slab, and keeps them there; it is
+    /// said to have what was set.
     ///
     /// # Errors
-    /// As [`Entered::map`]; [`PoolError::Driver`] too for a cell that cannot be mapped there.
-    ///
-    /// # Driver calls
-    /// `cuMemMap` for what stands alone, and once for a slab in a further window. None for a cell where its addresses are.
-    #[doc(alias = "cuMemMap")]
-    pub fn map_cell(
-        &self,
-        range: VaRange,
-        offset_bytes: u64,
-        handle: VirtualHandle,
-    ) -> PoolResult<()> {
-        let held = self.pool.slabs().held(handle);
-        let cell = match held {
-            Held::Row(row) => return self.map_row(range, offset_bytes, row),
-            Held::Cell(cell) => cell,
-        };
-        let about = || format!("cell of a slab, to be mapped at {}", range.start);
-        let cannot = |code| refused(DriverOp::Map, code, about(), range.size_bytes);
-        if offset_bytes != 0 || range.size_bytes < cell.part.size_bytes {
-            return Err(cannot(DriverCode::NOT_SUPPORTED));
-        }
-        if range.size_bytes > cell.part.size_bytes {
-            return Err(cannot(DriverCode::INVALID_VALUE));
-        }
-        self.is_there(cell.row)?;
-        let plan = self.pool.slabs().map(cell.handle, range);
-        match plan {
-            MapPlan::Done => Ok(()),
-            MapPlan::Fill { row, window } => {
-                let filled = self.map(window, 0, row);
-                if filled.is_ok() && !self.pool.slabs().add_window(cell.slab, window, &[]) {
-                    self.unmap(window)?;
-                }
-                // Another thread may have filled it.
-                if self.pool.slabs().map(cell.handle, range) == MapPlan::Done {
-                    return Ok(());
-                }
-                filled.and(Err(cannot(DriverCode::INVALID_VALUE)))
-            }
-            MapPlan::StandAlone => {
-                let row = self.stand_alone(cell)?;
-                self.map_row(range, 0, row)
-            }
-            MapPlan::TakeOver { range } => {
-                self.clear(range, cell.prop.location.as_device())?;
-                let taken = self.pool.slabs().take_over(cell.handle, range);
-                self.take_down(taken.ok_or_else(|| cannot(DriverCode::INVALID_VALUE))?);
-                Ok(())
-            }
-            MapPlan::Refused => Err(refused(
-                DriverOp::Map,
-                DriverCode::NOT_SUPPORTED,
-                format!("{}, which are not its addresses: {NEXT}", about()),
-                range.size_bytes,
-            )),
-        }
-    }
-
-    /// Is the memory of `row` on its device, as far as is known?
-    fn is_there(&self, row: VirtualHandle) -> PoolResult<()> {
-        let ledger = self.pool.ledger();
-        let row = ledger.find(row)?;
-        if row.is_resident() {
-            return Ok(());
-        }
-        if row.is_set_aside() && !row.is_lost() {
-            return Err(PoolError::Offloaded { tag: row.class().tag.clone() });
-        }
-        let object = "cell of a slab that is not there".to_owned();
-        Err(refused(DriverOp::Map, DriverCode::NOT_READY, object, row.size_bytes()))
-    }
-
-    fn map_row(&self, range: VaRange, offset_bytes: u64, row: VirtualHandle) -> PoolResult<()> {
-        let is_in_window = {
-            let mut slabs = self.pool.slabs();
-            if slabs.map_alone(range) { Some(slabs.meets_window(range)) } else { None }
-        };
-        let Some(is_in_window) = is_in_window else {
-            return self.take_in(range, offset_bytes, row);
-        };
-        let mapped = self.map(range, offset_bytes, row);
-        if mapped.is_err() && is_in_window {
-            let _nothing = self.pool.slabs().unmap(range);
-        }
-        mapped
-    }
-
-    /// Makes a cell of `row`, which nobody has used yet, at addresses of one that is gone.
-    fn take_in(&self, range: VaRange, offset_bytes: u64, row: VirtualHandle) -> PoolResult<()> {
-        let cannot = || {
-            let object = format!("allocation over a slab at {}: {NEXT}", range.start);
-            refused(DriverOp::Map, DriverCode::INVALID_VALUE, object, range.size_bytes)
-        };
-        let (is_untouched, device, own) = {
-            let ledger = self.pool.ledger();
-            let row = ledger.find(row)?;
-            let is_whole = offset_bytes == 0 && row.size_bytes() == range.size_bytes;
-            let own = Recipe { prop: *row.prop(), class: row.class().clone() };
-            (is_whole && row.is_untouched(), row.device(), own)
-        };
-        let is_alike = self.pool.slabs().vacant(range).is_some_and(|recipe| *recipe == own);
-        if !is_untouched || !is_alike {
-            return Err(cannot());
-        }
-        self.clear(range, device)?;
-        if !self.pool.slabs().take_in(row, range) {
-            return Err(cannot());
-        }
-        // The handle is the cell's from now on.
-        self.release(row)
-    }
-
-    /// Sets who may reach what is mapped in `range`. A device that gets rights to one cell gets them to its slab.
-    ///
-    /// # Errors
-    /// As [`Entered::set_access`]; [`PoolError::Driver`] too where rights would be taken from a part of a slab.
+    /// As [`Entered::set_access`]; [`PoolError::Driver`] too where a part of a window has nothing mapped.
     ///
     /// # Driver calls
     /// `cuMemSetAccess`, for a slab once a device.
     #[doc(alias = "cuMemSetAccess")]
     pub fn set_cell_access(&self, range: VaRange, access: &[AccessDesc]) -> PoolResult<()> {
-        let plan = {
-            let slabs = self.pool.slabs();
-            if slabs.meets_window(range) {
+        let (plan, wider) = {
+            let mut slabs = self.pool.slabs();
+            let plan = if slabs.meets_window(range) {
                 slabs.plan_access(range, access)
             } else {
                 AccessPlan::Rows
-            }
+            };
+            let wider = match plan {
+                AccessPlan::Grant { window, .. } => slabs.wider(window, access),
+                AccessPlan::Done | AccessPlan::Rows | AccessPlan::Refused(_) => Vec::new(),
+            };
+            (plan, wider)
         };
         match plan {
             AccessPlan::Done => Ok(()),
             AccessPlan::Rows => self.set_access(range, access),
-            AccessPlan::Grant(window) => {
-                self.set_access(window, access)?;
-                self.pool.slabs().granted(window, access);
+            AccessPlan::Grant { window, mounted } => {
+                self.set_access(mounted, &wider)?;
+                self.pool.slabs().granted(window, range, access);
                 Ok(())
             }
             AccessPlan::Refused(code) => {
-                let object = format!("rights to a part of a slab at {}: {NEXT}", range.start);
+                let object = format!("rights to what is mapped at {}", range.start);
                 Err(refused(DriverOp::SetAccess, code, object, range.size_bytes))
             }
         }
@@ -351,22 +242,13 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         }
     }
 
-    /// What `handle` was created with. The addresses that this thread asks for next may be the cell's.
+    /// What `handle` was created with.
     ///
     /// # Errors
     /// As [`Entered::properties`].
     #[doc(alias = "cuMemGetAllocationPropertiesFromHandle")]
     pub fn cell_properties(&self, handle: VirtualHandle) -> PoolResult<AllocationProp> {
-        let held = {
-            let mut slabs = self.pool.slabs();
-            let held = slabs.held(handle);
-            let aim = match held {
-                Held::Cell(cell) => Some(cell.handle),
-                Held::Row(_) => None,
-            };
-            slabs.aim(this_thread(), aim);
-            held
-        };
+        let held = self.pool.slabs().held(handle);
         match held {
             Held::Cell(cell) => Ok(cell.prop),
             Held::Row(row) => self.properties(row),
@@ -395,9 +277,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
             let code = DriverCode::INVALID_VALUE;
             return Err(refused(DriverOp::Unmap, code, object, range.size_bytes));
         };
-        for ended in ended {
-            self.take_down(ended);
-        }
+        self.take_down(ended);
         let mut outcome = Ok(());
         for row in rows {
             if let Err(error) = self.unmap(row) {
@@ -438,38 +318,42 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     /// Takes down what nobody has any more. The caller's call is done already: what the driver refuses is tried again
     /// with the next.
     fn take_down(&self, ended: Ended) {
-        if ended.is_nothing() {
-            return;
-        }
         let mut all = self.pool.slabs().take_refused();
-        all.push(ended);
+        if !ended.is_nothing() {
+            all.push(ended);
+        }
         for ended in all {
-            if let Err((left, error)) = self.try_take_down(ended) {
-                tracing::error!(%error, "a slab that nobody has stays until the next one ends");
+            if let Some(left) = self.try_take_down(ended) {
                 self.pool.slabs().keep_refused(left);
             }
         }
     }
 
-    fn try_take_down(&self, mut ended: Ended) -> Result<(), (Ended, PoolError)> {
-        if let Some((row, mapped)) = &mut ended.slab {
-            while let Some(window) = mapped.last().copied() {
-                match self.unmap(window) {
-                    Ok(()) | Err(PoolError::NotOurs) => mapped.pop(),
-                    Err(error) => return Err((ended, error)),
-                };
-            }
-            if let Err(error) = self.release(*row) {
-                // It is gone from the ledger, and offered to the driver again.
-                tracing::error!(%error, "memory of a slab stays until the next pause");
-            }
+    /// What the driver would not take comes out.
+    fn try_take_down(&self, mut ended: Ended) -> Option<Ended> {
+        while let Some((window, mounted)) = ended.mounted.last().copied() {
+            match self.unmap(mounted) {
+                Ok(()) | Err(PoolError::NotOurs) => ended.mounted.pop(),
+                Err(error) => {
+                    tracing::error!(%error, "a slab that nobody has there stays until the next call like this");
+                    return Some(ended);
+                }
+            };
+            ended.windows.extend(self.pool.slabs().dismounted(window));
+            self.pool.slabs_changed.notify_all();
+        }
+        if let Some(row) = ended.row
+            && let Err(error) = self.release(row)
+        {
+            // It is gone from the ledger, and offered to the driver again.
+            tracing::error!(%error, "memory of a slab stays until the next pause");
         }
         for window in ended.windows {
             if let Err(error) = self.pool.deferred.free_addresses(window) {
                 tracing::error!(%error, "addresses of a slab stay until the next pause");
             }
         }
-        Ok(())
+        None
     }
 }
 
@@ -478,5 +362,24 @@ impl<D: Driver> Pool<D> {
     /// Imports are understood either way.
     pub fn use_slabs(&self, are_used: bool) {
         self.slabs().set_on(are_used);
+    }
+
+    /// See [`Pool::use_slabs`].
+    pub fn uses_slabs(&self) -> bool {
+        self.slabs().is_on()
+    }
+
+    /// Whoever shares memory by parts of slabs here lets all others give it up before it makes it again at the same addresses, as a
+    /// communicator does that is suspended. Without that such addresses take no new memory, for who held the old one would see it.
+    pub fn take_shared_addresses_again(&self) {
+        self.slabs().set_home();
+    }
+
+    /// What is to be told of slabs, once each: of memory of which size there are none any more, and why.
+    pub fn slabs_note(&self) -> Option<String> {
+        let size_bytes = self.slabs().take_odd_size()?;
+        Some(format!(
+            "NCCL's allocations of {size_bytes} bytes are not made as parts of larger ones any more: they are mapped where such parts cannot be without a copy, or not at all"
+        ))
     }
 }

@@ -1,26 +1,50 @@
 //! Questions about addresses, answered for what callers hold there.
 
 use super::this_thread;
-use crate::driver::{DeviceAddress, Driver, VaRange};
-use crate::ledger::{Facts, Known};
+use crate::driver::{DeviceAddress, Driver, Location, VaRange};
+use crate::ledger::{Facts, Known, LIBRARY_TAGS};
 use crate::pool::{Entered, Pool, Use};
 use crate::slabs::Place;
 
 impl<D: Driver> Pool<D> {
     /// Who can answer a question about `address` now. Passes no gate, and waits for nothing.
     pub fn who_answers(&self, address: DeviceAddress) -> Known {
-        let place = self.slabs().place(address);
-        let cell = match place {
-            Place::Nothing => return Known::Nobody,
-            Place::Elsewhere | Place::Alone => return self.who_knows(address),
-            Place::Cell { range, .. } => range,
+        let (place, reserved, rights) = {
+            let slabs = self.slabs();
+            (slabs.place(address), slabs.spot_at(address), slabs.rights_at(address))
         };
+        if place == Place::Nothing {
+            return Known::Nobody;
+        }
         match self.who_knows(address) {
-            // The reservation is ours, and the caller's is as long as the cell.
+            // The reservation is ours, and the caller's is a part of it.
             Known::Away(facts) => {
-                Known::Away(Facts { mapping: cell, block_bytes: Some(cell.size_bytes), ..facts })
+                let mapping = match place {
+                    Place::Cell { range, .. } => range,
+                    Place::Elsewhere | Place::Alone | Place::Nothing => facts.mapping,
+                };
+                let access = rights.unwrap_or(facts.access);
+                Known::Away(Facts { mapping, reserved, access, ..facts })
             }
             known @ (Known::Elsewhere | Known::Here(_) | Known::Nobody) => known,
+        }
+    }
+
+    /// What a caller was given that holds `address`, where it is a part of what the driver has reserved for us.
+    pub fn reserved_range(&self, address: DeviceAddress) -> Option<VaRange> {
+        self.slabs().spot_at(address)
+    }
+
+    /// The right of `place` that callers have set on the cell at `address`; none where there is no cell.
+    pub fn cell_right(&self, address: DeviceAddress, place: Location) -> Option<i32> {
+        self.slabs().right_at(address, place)
+    }
+
+    /// A number that the cell at `address` has alone.
+    pub fn cell_number(&self, address: DeviceAddress) -> Option<u64> {
+        match self.slabs().place(address) {
+            Place::Cell { handle, .. } => Some(handle.raw()),
+            Place::Elsewhere | Place::Alone | Place::Nothing => None,
         }
     }
 
@@ -33,8 +57,13 @@ impl<D: Driver> Pool<D> {
     }
 
     /// May [`Entered::take_addresses`] have some for this thread? Passes no gate.
-    pub fn has_addresses(&self, size_bytes: u64) -> bool {
-        self.slabs().aimed(this_thread(), size_bytes).is_some()
+    pub fn has_addresses(&self, size_bytes: u64, alignment: u64, library: &str) -> bool {
+        if !LIBRARY_TAGS.contains(&library) {
+            return false;
+        }
+        let slabs = self.slabs();
+        slabs.aimed(this_thread(), size_bytes).is_some()
+            || slabs.room_bytes(size_bytes, alignment).is_some()
     }
 
     /// The range that the driver would report for `address`, where the driver cannot or would say something else: those
@@ -46,28 +75,39 @@ impl<D: Driver> Pool<D> {
 }
 
 impl<D: Driver> Entered<'_, D, Use> {
-    /// Addresses for the cell that this thread has just got, or asked about, where it asks for as many bytes. None where the
-    /// driver is to give them.
+    /// Addresses for a caller of `library`'s: those of the cell that this thread has just got, where it asks for as many bytes; a room for any that its
+    /// memory may go to, where it has cells. None where the driver is to give them.
     ///
     /// # Driver calls
-    /// None for a cell's first addresses. `cuMemAddressReserve` and `cuMemMap`, for the whole slab, where all that it has are
-    /// taken.
+    /// None for a cell's first addresses. `cuMemAddressReserve` for a room.
     #[doc(alias = "cuMemAddressReserve")]
-    pub fn take_addresses(&self, size_bytes: u64, alignment: u64) -> Option<DeviceAddress> {
-        let thread = this_thread();
-        let (aimed, spot) = {
-            let mut slabs = self.pool.slabs();
-            let aimed = slabs.aimed(thread, size_bytes);
-            (aimed, slabs.take_spot(thread, size_bytes, alignment))
-        };
-        let aimed = aimed?;
-        if spot.is_some() {
-            return spot;
+    pub fn take_addresses(
+        &self,
+        size_bytes: u64,
+        alignment: u64,
+        library: &str,
+    ) -> Option<DeviceAddress> {
+        if !LIBRARY_TAGS.contains(&library) {
+            return None;
         }
-        self.further_window(aimed, alignment);
-        let mut slabs = self.pool.slabs();
-        let spot = slabs.take_spot(thread, size_bytes, alignment);
-        slabs.aim(thread, None);
-        spot
+        let room_bytes = {
+            let mut slabs = self.pool.slabs();
+            let spot = slabs.take_spot(this_thread(), size_bytes, alignment);
+            if spot.is_some() {
+                return spot;
+            }
+            slabs.room_bytes(size_bytes, alignment)?
+        };
+        let reserved = self.pool.driver.address_reserve(room_bytes, alignment, DeviceAddress(0));
+        match reserved {
+            Ok(start) => {
+                let range = VaRange::new(start, room_bytes);
+                Some(self.pool.slabs().add_room(range, size_bytes))
+            }
+            Err(error) => {
+                tracing::debug!(%error, "no room for a slab around addresses");
+                None
+            }
+        }
     }
 }

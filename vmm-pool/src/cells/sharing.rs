@@ -1,11 +1,12 @@
 //! Cells that cross processes: a ticket names the slab, and which part of it the cell is.
 
+use super::placing::TRIES_MAX;
 use super::{refused, this_thread};
 use crate::driver::{Driver, DriverCode, DriverOp};
 use crate::error::PoolResult;
 use crate::ledger::Class;
 use crate::pool::{Borrowed, Entered, Export, ImportSource, Kind, Use};
-use crate::slabs::{CellAt, Ended, Held, NewSlab, Part};
+use crate::slabs::{Ended, Held, NewSlab, Part};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 impl<D: Driver> Entered<'_, D, Use> {
@@ -19,25 +20,23 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// `cuMemExportToShareableHandle`, once a slab or allocation.
     #[doc(alias = "cuMemExportToShareableHandle")]
     pub fn export_cell(&self, handle: VirtualHandle) -> PoolResult<(Export, Option<Part>)> {
-        let held = {
-            let mut slabs = self.pool.slabs();
-            let held = slabs.held(handle);
-            if let Held::Cell(cell) = held
-                && !cell.is_unplaced
-            {
-                slabs.shared(cell.handle);
+        for _ in 0..TRIES_MAX {
+            let held = self.settled(|slabs| match slabs.held(handle) {
+                Held::Row(row) if slabs.is_row_still(row) => None,
+                // Who maps it where nobody knows yet is not kept from doing so.
+                Held::Cell(cell) if cell.is_unplaced => Some(Held::Cell(cell)),
+                Held::Cell(cell) if !slabs.share(cell.handle) => None,
+                held @ (Held::Row(_) | Held::Cell(_)) => Some(held),
+            });
+            match held {
+                Some(Held::Row(row)) => return Ok((self.export(row)?, None)),
+                Some(Held::Cell(cell)) if cell.is_unplaced => self.stand_alone(cell)?,
+                Some(Held::Cell(cell)) => return Ok((self.export(cell.row)?, Some(cell.part))),
+                None => break,
             }
-            held
-        };
-        match held {
-            Held::Row(row) => Ok((self.export(row)?, None)),
-            // Who maps it where nobody knows yet is not kept from doing so.
-            Held::Cell(cell) if cell.is_unplaced => {
-                let row = self.stand_alone(cell)?;
-                Ok((self.export(row)?, None))
-            }
-            Held::Cell(cell) => Ok((self.export(cell.row)?, Some(cell.part))),
         }
+        let object = "allocation that another thread is about to move".to_owned();
+        Err(refused(DriverOp::Export, DriverCode::NOT_READY, object, 0))
     }
 
     /// One more reference to `part` of `id`, or the whole, when this process holds that allocation already, as
@@ -129,27 +128,6 @@ impl<D: Driver> Entered<'_, D, Use> {
             let object = format!("part of a slab at {}", part.offset_bytes);
             refused(DriverOp::Import, DriverCode::INVALID_VALUE, object, part.size_bytes)
         })
-    }
-
-    /// Maps the slab of `cell` in one window more. What the driver refuses leaves all as it is.
-    pub(super) fn further_window(&self, cell: CellAt, alignment_bytes: u64) {
-        let size_bytes = match self.pool.ledger().find(cell.row) {
-            Ok(row) if row.is_resident() => row.size_bytes(),
-            Ok(_) | Err(_) => return,
-        };
-        // For the call below, which uses one up where it fails.
-        if !self.pool.ledger().add_reference(cell.row) {
-            return;
-        }
-        match self.map_window(cell.row, size_bytes, alignment_bytes, &[]) {
-            Ok(window) if self.pool.slabs().add_window(cell.slab, window, &[]) => {
-                if let Err(error) = self.release(cell.row) {
-                    tracing::debug!(%error, "a slab has ended meanwhile");
-                }
-            }
-            Ok(window) => self.abandon(Some(window), cell.row),
-            Err(error) => tracing::debug!(%error, "a slab is mapped once only"),
-        }
     }
 }
 

@@ -20,7 +20,8 @@ use super::fingerprint::PieceSlot;
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, DeviceUuid, Driver,
     DriverCode, DriverError, DriverOp, DriverResult, DriverVersion, Granularity,
-    HANDLE_TYPE_POSIX_FD, MemoryInfo, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
+    HANDLE_TYPE_POSIX_FD, MemoryInfo, PeerAttribute, PinnedFor, RawContext, RawHandle, RawStream,
+    VaRange,
 };
 
 /// The name every consumer of the driver opens.
@@ -97,6 +98,7 @@ driver_table! {
     driver_get_version: cuDriverGetVersion(*mut c_int);
     device_get_count: cuDeviceGetCount(*mut c_int);
     device_get_attribute: cuDeviceGetAttribute(*mut c_int, c_int, c_int);
+    device_get_peer_attribute: cuDeviceGetP2PAttribute(*mut c_int, c_int, c_int, c_int);
     device_get_uuid: cuDeviceGetUuid_v2(*mut [u8; 16], c_int);
     primary_context_retain: cuDevicePrimaryCtxRetain(*mut Context, c_int);
     primary_context_release: cuDevicePrimaryCtxRelease_v2(c_int);
@@ -124,6 +126,7 @@ driver_table! {
     stream_query: cuStreamQuery(u64);
     copy_to_host: cuMemcpyDtoHAsync_v2(*mut c_void, u64, usize, u64);
     copy_to_device: cuMemcpyHtoDAsync_v2(u64, *const c_void, usize, u64);
+    copy_between: cuMemcpyDtoDAsync_v2(u64, u64, usize, u64);
     fill: cuMemsetD8Async(u64, u8, usize, u64);
     default_pool: cuDeviceGetDefaultMemPool(*mut u64, c_int);
     pool_trim: cuMemPoolTrimTo(u64, usize);
@@ -218,23 +221,6 @@ impl CudaDriver {
         Ok(context)
     }
 
-    /// Gives back our reference to the primary context of `device`, if there is one: the application has given back what
-    /// may be its last. The next use retains the context anew.
-    ///
-    /// # Errors
-    /// What the driver returned.
-    #[doc(alias = "cuDevicePrimaryCtxRelease")]
-    pub fn let_primary_context_go(&self, device: DeviceOrdinal) -> DriverResult<()> {
-        let retained = self.retained(device)?;
-        self.kernels.forget(device);
-        if retained.swap(std::ptr::null_mut(), Ordering::AcqRel).is_null() {
-            return Ok(());
-        }
-        // SAFETY: no pointer is passed; the reference was ours.
-        let code = unsafe { (self.table.primary_context_release)(device.0) };
-        check(DriverOp::PrimaryContextRelease, code)
-    }
-
     /// Says that the application has reset the primary context of `device`, and with it all references to it: the next
     /// use retains it anew.
     #[doc(alias = "cuDevicePrimaryCtxReset")]
@@ -287,6 +273,20 @@ impl Driver for CudaDriver {
         Ok(value)
     }
 
+    fn peer_attribute(
+        &self,
+        from: DeviceOrdinal,
+        to: DeviceOrdinal,
+        attribute: PeerAttribute,
+    ) -> DriverResult<i32> {
+        let mut value = 0;
+        let ask = self.table.device_get_peer_attribute;
+        // SAFETY: `value` is a valid out-pointer; attributes and devices that are none are refused by the driver.
+        let code = unsafe { ask(&raw mut value, attribute.0, from.0, to.0) };
+        check(DriverOp::DeviceGetPeerAttribute, code)?;
+        Ok(value)
+    }
+
     fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<DeviceUuid> {
         let mut uuid = [0; 16];
         // SAFETY: `CUuuid` is 16 bytes, which `uuid` holds.
@@ -309,6 +309,17 @@ impl Driver for CudaDriver {
         };
         check(DriverOp::PrimaryContextGetState, code)?;
         Ok(is_active != 0)
+    }
+
+    fn let_primary_context_go(&self, device: DeviceOrdinal) -> DriverResult<()> {
+        let retained = self.retained(device)?;
+        self.kernels.forget(device);
+        if retained.swap(std::ptr::null_mut(), Ordering::AcqRel).is_null() {
+            return Ok(());
+        }
+        // SAFETY: no pointer is passed; the reference was ours.
+        let code = unsafe { (self.table.primary_context_release)(device.0) };
+        check(DriverOp::PrimaryContextRelease, code)
     }
 
     fn stand_beside_captures(&self) -> DriverResult<()> {
@@ -504,6 +515,18 @@ impl Driver for CudaDriver {
         // SAFETY: the caller keeps both ends valid until the stream has passed the copy.
         let code = unsafe { (self.table.copy_to_device)(target.start.0, pointer, size, stream.0) };
         check(DriverOp::CopyToDevice, code)
+    }
+
+    unsafe fn copy_between(
+        &self,
+        target: DeviceAddress,
+        source: VaRange,
+        stream: RawStream,
+    ) -> DriverResult<()> {
+        let size = size_t(source.size_bytes);
+        // SAFETY: the caller keeps both ends valid until the stream has passed the copy.
+        let code = unsafe { (self.table.copy_between)(target.0, source.start.0, size, stream.0) };
+        check(DriverOp::CopyBetween, code)
     }
 
     unsafe fn fill_with_zeros(&self, target: VaRange, stream: RawStream) -> DriverResult<()> {

@@ -147,6 +147,8 @@ driver_ops! {
     DeviceGetCount => "cuDeviceGetCount",
     /// Ask for a device attribute.
     DeviceGetAttribute => "cuDeviceGetAttribute",
+    /// Ask what two devices can do together.
+    DeviceGetPeerAttribute => "cuDeviceGetP2PAttribute",
     /// Ask for the machine-wide name of a device.
     DeviceGetUuid => "cuDeviceGetUuid",
     /// Ask for the primary context of a device.
@@ -201,6 +203,8 @@ driver_ops! {
     CopyToHost => "cuMemcpyDtoHAsync",
     /// Copy to the device.
     CopyToDevice => "cuMemcpyHtoDAsync",
+    /// Copy from one device to another.
+    CopyBetween => "cuMemcpyDtoDAsync",
     /// Return unused memory of stream-ordered pools.
     PoolTrim => "cuMemPoolTrimTo",
     /// Fill device memory.

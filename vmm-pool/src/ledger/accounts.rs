@@ -114,6 +114,12 @@ impl Ledger {
         filed.map(|(row, saved)| saved.stored_bytes(&row.copied_parts())).sum()
     }
 
+    /// Of these, what had been saved to host memory before.
+    pub(crate) fn spilled_bytes(&self) -> u64 {
+        let spilled = self.rows().filter_map(|row| Some((row, row.spilled()?)));
+        spilled.map(|(row, saved)| saved.stored_bytes(&row.copied_parts())).sum()
+    }
+
     /// The devices with memory of this process's own. Imports do not count: they lie on their owners' devices, and
     /// touching one of those would make a context there, which costs some 500 MiB.
     pub(crate) fn devices(&self) -> BTreeSet<DeviceOrdinal> {

@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use super::pieces::{Survey, Wish};
-use super::{Ledger, Mapping, Selection, merged, overlapping};
+use super::{Ledger, Mapping, Row, Selection, merged, overlapping};
 use crate::VirtualHandle;
 use crate::driver::VaRange;
 use crate::store::{Copies, Extent, Saved, Store, append};
@@ -234,6 +234,39 @@ impl Ledger {
     pub(crate) fn end_in(&self, store: Store) -> u64 {
         let held = self.rows().filter_map(|row| row.held_in(store));
         held.flat_map(Saved::places).map(|place| place.end).max().unwrap_or(0)
+    }
+
+    /// Contents in host memory that may be moved, those first that lie last there, up to so many bytes, and one allocation
+    /// at least; and the bytes of all that there are. Host memory is given back from its end, in whole chunks of `chunk_bytes`, so what
+    /// lies before the end of something that stays is not moved: nothing would be given back for it.
+    pub(crate) fn movable(
+        &self,
+        most_bytes: u64,
+        chunk_bytes: u64,
+    ) -> (Vec<(VirtualHandle, Saved)>, u64) {
+        let end = |saved: &Saved| saved.places().map(|place| place.end).max().unwrap_or(0);
+        let stays = self.rows().filter(|row| row.movable().is_none());
+        let stays = stays.filter_map(|row| row.held_in(Store::Host)).map(end).max().unwrap_or(0);
+        let kept_bytes = stays.next_multiple_of(chunk_bytes);
+        let of = |row: &Row| Some((row.handle(), row.movable()?.clone()));
+        let mut all: Vec<_> = self.rows().filter_map(of).collect();
+        all.retain(|(_, saved)| end(saved) > kept_bytes);
+        all.sort_by_key(|(_, saved)| std::cmp::Reverse(end(saved)));
+        let bytes =
+            |saved: &Saved| saved.places().map(|place| place.end - place.start).sum::<u64>();
+        let all_bytes = all.iter().map(|(_, saved)| bytes(saved)).sum();
+        let mut taken = 0;
+        let first = all.into_iter().take_while(|(_, saved)| {
+            let is_wanted = taken == 0 || taken + bytes(saved) <= most_bytes;
+            taken += bytes(saved);
+            is_wanted
+        });
+        (first.collect(), all_bytes)
+    }
+
+    /// The contents of this one lie there now. False when it has gone, or come back, meanwhile.
+    pub(crate) fn spilled(&mut self, handle: VirtualHandle, saved: Saved) -> bool {
+        self.row_mut(handle).is_some_and(|row| row.spill_to(saved))
     }
 
     /// Copies of what has come back are kept for readers, or for the next pause, or not.

@@ -184,7 +184,7 @@ impl Ledger {
 
     /// Takes the row out when nothing holds it any more.
     fn take_garbage(&mut self, handle: VirtualHandle) -> Option<Row> {
-        if !self.row(handle)?.is_garbage() {
+        if !self.row(handle)?.is_garbage(self.is_frozen) {
             return None;
         }
         let row = self.rows.remove(handle.index());
@@ -444,7 +444,8 @@ impl Ledger {
             return Default::default();
         }
         let spare = self.drop_closed_tickets();
-        let ended: Vec<_> = self.rows().filter(|row| row.is_garbage()).map(Row::handle).collect();
+        let ended = self.rows().filter(|row| row.is_garbage(self.is_frozen)).map(Row::handle);
+        let ended: Vec<_> = ended.collect();
         (spare, ended.into_iter().filter_map(|handle| self.take_garbage(handle)).collect())
     }
 
@@ -640,6 +641,15 @@ impl Ledger {
         match self.row_mut(handle) {
             Some(row) => row.change(Change::Returned(physical)),
             None => Some(physical),
+        }
+    }
+
+    /// What was handed over by another tenant is its own from here on, as far as `selection` has it: all of it was made zero, and filled.
+    pub(crate) fn are_filled(&mut self, selection: &Selection) {
+        for (_, row) in &mut self.rows {
+            if selection.has(row) {
+                row.own_physical().into_iter().for_each(Physical::is_filled);
+            }
         }
     }
 

@@ -22,6 +22,8 @@ pub struct Facts {
     pub mapping: VaRange,
     /// For a block: the size that its caller asked for, in bytes.
     pub block_bytes: Option<u64>,
+    /// What the caller was given to map it in, where the driver has reserved more for us.
+    pub reserved: Option<VaRange>,
     /// What the memory was created with.
     pub prop: AllocationProp,
     /// The rights set on it.
@@ -61,6 +63,7 @@ impl Ledger {
             None => Known::Away(Facts {
                 mapping: mapping.range(),
                 block_bytes: row.block_size_bytes(),
+                reserved: None,
                 prop: *row.prop(),
                 access: mapping.access_list(),
                 context: mapping.context(),

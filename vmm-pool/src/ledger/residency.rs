@@ -50,6 +50,8 @@ pub(crate) struct Kept {
 pub(crate) enum Change {
     /// Its contents are saved here, and it may be unmapped.
     Saved(Saved),
+    /// While it is away: its contents lie here from now on.
+    Spilled(Saved),
     /// Its handle is given up.
     Released,
     /// It is created or imported again.
@@ -77,6 +79,10 @@ impl Residency {
             (Self::Moving { handle, kept }, Change::Saved(saved)) => {
                 (Self::Moving { handle, kept: Kept { saved: Some(saved), ..kept } }, None)
             }
+            (
+                Self::Offloaded { kept: kept @ Kept { saved: Some(_), .. } },
+                Change::Spilled(saved),
+            ) => (Self::Offloaded { kept: Kept { saved: Some(saved), ..kept } }, None),
             (Self::Resident { handle, unused }, Change::Released) => {
                 let kept = Kept { unused, ..Kept::default() };
                 (Self::Offloaded { kept }, Some(handle))
@@ -115,6 +121,7 @@ impl Residency {
             (Self::Offloaded { .. }, Change::GivenUp) => (Self::Lost, None),
             // It has come back meanwhile, or is gone for good.
             (state, Change::Returned(handle)) => (state, Some(handle)),
+            (state, Change::Spilled(_)) => (state, None),
             (
                 state @ (Self::Offloaded { .. } | Self::Lost),
                 Change::Saved(_) | Change::Released,
@@ -151,6 +158,14 @@ impl Residency {
         match self {
             Self::Resident { handle, .. } | Self::Moving { handle, .. } => Some(handle),
             Self::Offloaded { .. } | Self::Lost => None,
+        }
+    }
+
+    /// Is it not simply on its device, where whoever else has it holds it?
+    pub(super) fn is_away_or_to_be(&self) -> bool {
+        match self {
+            Self::Resident { .. } => false,
+            Self::Moving { .. } | Self::Offloaded { .. } | Self::Lost => true,
         }
     }
 
@@ -204,7 +219,7 @@ mod tests {
 
     fn change(index: u8) -> Change {
         let saved = Saved::whole(Store::Host, u64::from(index), 1);
-        match index % 10 {
+        match index % 11 {
             0 => Change::Saved(saved),
             1 | 2 => Change::Released,
             3 | 4 => Change::Returned(handle(u64::from(index))),
@@ -212,6 +227,7 @@ mod tests {
             6 => Change::Runs { is_mapped: true },
             7 => Change::Runs { is_mapped: false },
             8 => Change::Unused(vec![Range { start: 0, end: 1 }]),
+            9 => Change::Spilled(saved),
             _ => Change::GivenUp,
         }
     }
@@ -331,6 +347,21 @@ mod tests {
             (Seen::Lost, None),
         ];
         assert_after(|| Change::Saved(elsewhere()), expected);
+    }
+
+    #[test]
+    fn only_saved_contents_that_are_away_lie_elsewhere_from_then_on() {
+        let spilled =
+            |aside| (Seen::Offloaded { kept: kept(Some(elsewhere()), part(0), aside) }, None);
+        let expected = [
+            (resident(), None),
+            (moving(false), None),
+            (moving(true), None),
+            spilled(false),
+            spilled(true),
+            (Seen::Lost, None),
+        ];
+        assert_after(|| Change::Spilled(elsewhere()), expected);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use crate::driver::{
     AccessDesc, AllocationProp, DeviceOrdinal, Location, LocationKind, RawContext, RawHandle,
     VaRange,
 };
-use crate::report::Contents;
+use crate::report::{Contents, Looking};
 use crate::store::{Copies, Saved, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
@@ -28,6 +28,8 @@ pub struct Class {
     pub tag: String,
     /// What a pause does with the contents.
     pub contents: Contents,
+    /// Does it look for pieces of them that need no copy?
+    pub looking: Looking,
 }
 
 /// Where an allocation comes from.
@@ -76,6 +78,8 @@ pub(crate) struct Row {
     block_size_bytes: Option<u64>,
     /// While it is on its device: the copy of the last pause that is still in host memory.
     retained: Option<Retained>,
+    /// Somebody may read its saved contents where they lie, until it is back.
+    is_lent: bool,
 }
 
 /// A copy in host memory of what an allocation held when it was paused.
@@ -126,6 +130,7 @@ impl Row {
             stays: None,
             block_size_bytes: None,
             retained: None,
+            is_lent: false,
         }
     }
 
@@ -232,6 +237,11 @@ impl Row {
         self.residency.handle().map(Physical::raw)
     }
 
+    /// Is its memory another tenant's bytes still?
+    pub(crate) fn holds_others_bytes(&self) -> bool {
+        self.residency.handle().is_some_and(Physical::holds_others_bytes)
+    }
+
     pub(crate) fn is_resident(&self) -> bool {
         self.residency.handle().is_some()
     }
@@ -268,6 +278,7 @@ impl Row {
     /// What was kept for the next pause alone goes where nothing is kept for that, of memory that has been back for
     /// longer too.
     pub(super) fn retain_copy(&mut self, for_readers: bool, for_pauses: bool) {
+        self.is_lent &= !self.is_resident();
         if !for_pauses {
             self.retained.take_if(|kept| !kept.is_for_readers);
         }
@@ -280,6 +291,7 @@ impl Row {
 
     /// Somebody was given the place of its copy, and may write there: nobody takes fingerprints of it for its bytes.
     pub(super) fn forget_prints(&mut self) {
+        self.is_lent = true;
         self.residency.forget_prints();
         if let Some(kept) = &mut self.retained {
             kept.saved.prints = None;
@@ -301,6 +313,30 @@ impl Row {
         self.residency.is_set_aside()
     }
 
+    /// What of it lies in host memory while it is away, and may be moved: nobody was given its place.
+    pub(super) fn movable(&self) -> Option<&Saved> {
+        let is_away = self.is_own() && !self.is_resident() && !self.is_lent;
+        let in_memory = self.saved().filter(|saved| saved.store == Store::Host);
+        in_memory.filter(|saved| is_away && !saved.extents.is_empty())
+    }
+
+    /// Its contents, which are away, lie there from now on. The places that they had are free. False when it has changed
+    /// meanwhile.
+    pub(super) fn spill_to(&mut self, saved: Saved) -> bool {
+        let moves = self.movable().is_some();
+        if moves {
+            self.retained = None;
+            let _none = self.change(Change::Spilled(saved));
+        }
+        moves
+    }
+
+    /// Was it saved to host memory, and is it in the file all the same?
+    pub(super) fn spilled(&self) -> Option<&Saved> {
+        let is_kept_in_memory = Store::of(self.class().contents) == Some(Store::Host);
+        self.saved().filter(|saved| is_kept_in_memory && saved.store == Store::File)
+    }
+
     pub(crate) fn block_size_bytes(&self) -> Option<u64> {
         self.block_size_bytes
     }
@@ -310,10 +346,12 @@ impl Row {
         self.mappings.iter().copied()
     }
 
-    /// Own memory that was created, and nothing more.
-    pub(crate) fn is_untouched(&self) -> bool {
-        let is_held_once = self.references == 1 && !self.was_mapped;
-        self.is_own() && is_held_once && !self.is_shared() && !self.is_exported()
+    /// For own memory on its device that is mapped nowhere, and that no other process knows of: how many references it has, and whether it
+    /// may hold something.
+    pub(crate) fn unplaced(&self) -> Option<(u32, bool)> {
+        let is_known = self.is_shared() || self.is_exported();
+        let can_move = self.is_own() && self.is_resident() && self.mappings.is_empty() && !is_known;
+        can_move.then_some((self.references, self.was_mapped))
     }
 
     /// May another process hold it, or come for it?
@@ -334,9 +372,12 @@ impl Row {
         self.sharing.exported.as_ref()?.as_fd().try_clone_to_owned().ok()
     }
 
-    pub(super) fn is_garbage(&self) -> bool {
-        // Resident memory the driver keeps for its importers. What is away nobody but its owner can bring back.
-        let is_owed = self.is_own() && !self.is_resident() && !self.sharing.importers.is_empty();
+    /// Does nobody hold it any more? `is_paused` says that its process is, and its importers have given up what they had.
+    pub(super) fn is_garbage(&self, is_paused: bool) -> bool {
+        // Resident memory the driver keeps for its importers. What is away nobody but its owner can bring back, nor what was to be and that the
+        // driver has not let go.
+        let is_away = is_paused || self.residency.is_away_or_to_be();
+        let is_owed = self.is_own() && is_away && !self.sharing.importers.is_empty();
         let is_held = self.references > 0 || !self.mappings.is_empty();
         // Tickets last: each is a question to the system.
         !is_held && !is_owed && !self.sharing.tickets.hold()

@@ -213,6 +213,8 @@ fn what_its_application_freed_while_it_was_away_goes_when_its_importers_have_it(
     assert!(ledger.returned(handle, physical(2)).is_none());
     ledger.begin_fetching(&Selection::Whole);
     ledger.fetched(id(1), PEER);
+    // In the order of a resume's end.
+    ledger.run_on();
     let gone = ledger.end_fetching();
     assert_eq!(
         gone.into_iter()
@@ -398,7 +400,12 @@ fn a_mapping_is_refused_as_the_driver_would_refuse_it() {
 fn a_row_is_what_it_was_made_as() {
     let mut ledger = Ledger::default();
     let prop = AllocationProp::pinned_on(GPU);
-    let class = Class { library: "test", tag: "kv".to_owned(), contents: Contents::Discard };
+    let class = Class {
+        library: "test",
+        tag: "kv".to_owned(),
+        contents: Contents::Discard,
+        ..Class::default()
+    };
     let new = NewRow {
         id: id(1),
         size_bytes: SIZE_BYTES,

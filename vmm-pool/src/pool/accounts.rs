@@ -42,9 +42,9 @@ impl<D: Driver> Pool<D> {
 
     /// Who holds what now. *While offloaded.*
     pub fn report(&self) -> PoolReport {
-        let (mut accounts, file_bytes) = {
+        let (mut accounts, file_bytes, spilled_bytes) = {
             let ledger = self.ledger();
-            (ledger.accounts(), ledger.file_bytes())
+            (ledger.accounts(), ledger.file_bytes(), ledger.spilled_bytes())
         };
         for (device, size_bytes) in self.deferred.handles() {
             accounts.add_pinned(device, deferred::REASON, size_bytes);
@@ -54,6 +54,7 @@ impl<D: Driver> Pool<D> {
             class.library.clone_into(&mut bytes.library);
             bytes.tag = class.tag;
             bytes.contents = class.contents;
+            bytes.looking = class.looking;
             devices.entry(device).or_insert_with(|| self.device_row(device)).classes.push(bytes);
         }
         for ((device, reason), mut bytes) in accounts.pinned {
@@ -67,7 +68,7 @@ impl<D: Driver> Pool<D> {
         let host_arena_bytes = self.ahead.figures().bytes();
         let host_numa_bytes = accounts.host_numa_bytes;
         let slabs = self.slabs().totals();
-        PoolReport { devices, host_arena_bytes, file_bytes, host_numa_bytes, slabs }
+        PoolReport { devices, host_arena_bytes, file_bytes, spilled_bytes, host_numa_bytes, slabs }
     }
 
     fn device_row(&self, device: DeviceOrdinal) -> DeviceReport {

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use super::Pool;
 use crate::budget::{Account, Charge, Figure};
 use crate::driver::{DeviceOrdinal, Driver};
-use crate::error::PoolResult;
+use crate::error::{PoolError, PoolResult};
+use crate::ledger::Selection;
 
 impl<D: Driver> Pool<D> {
     /// Counts all own device memory against `account` from now on, for good: what there is already, whether it fits or
@@ -29,6 +30,30 @@ impl<D: Driver> Pool<D> {
     /// [`crate::PoolError::OverBudget`].
     pub fn charge(&self, device: DeviceOrdinal, size_bytes: u64) -> PoolResult<Option<Charge>> {
         self.budget.charge(Some(device), size_bytes)
+    }
+
+    /// Refuses where the budget, as it stands now, does not have what a resume of `selection` brings back. Takes nothing.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::OverBudget`].
+    pub fn check_budget(&self, selection: &Selection) -> PoolResult<()> {
+        if !selection.is_by_tag() {
+            return Ok(());
+        }
+        for (device, asked_bytes) in self.offloaded_bytes(selection) {
+            let Some(figure) = self.budget.figure(device) else { continue };
+            let Some(budget_bytes) = figure.budget_bytes else { continue };
+            let held_bytes = figure.held_bytes;
+            if asked_bytes > budget_bytes.saturating_sub(held_bytes) {
+                return Err(PoolError::OverBudget {
+                    device,
+                    asked_bytes,
+                    held_bytes,
+                    budget_bytes,
+                });
+            }
+        }
+        Ok(())
     }
 
     /// What may be held on `device`, and is, by all who share the budget. `None` where nothing counts.

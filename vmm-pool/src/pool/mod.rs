@@ -10,16 +10,18 @@ mod accounts;
 mod blocks;
 mod budgets;
 mod copies;
+mod links;
 mod questions;
 mod sharing;
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 
 pub(crate) use copies::CopyPolicy;
 pub use copies::{PieceBytes, Pieces};
+use links::LinkPolicy;
 pub use sharing::{Borrowed, Export, ImportSource, LostImports};
 
 use crate::budget::Budget;
@@ -56,6 +58,8 @@ pub struct Pool<D: Driver> {
     ledger: Mutex<Ledger>,
     /// Which small allocations are parts of large ones. A leaf.
     slabs: Mutex<Table>,
+    /// Something that the table says is busy has been settled.
+    pub(crate) slabs_changed: Condvar,
     pub(crate) deferred: Deferred<D>,
     pub(crate) waits: Waits<D>,
     arena: Mutex<HostArena<D>>,
@@ -66,8 +70,11 @@ pub struct Pool<D: Driver> {
     gate: Gate,
     pub(crate) budget: Budget,
     pub(crate) copies: CopyPolicy,
+    pub(crate) links: LinkPolicy,
     /// Machine-wide names of devices, as the driver gave them. A leaf.
     names: Mutex<BTreeMap<DeviceOrdinal, String>>,
+    /// Does the driver export what it has imported? Unknown until memory of another tenant was taken over.
+    pub(crate) exports_imports: OnceLock<bool>,
 }
 
 /// The NUMA node of a device.
@@ -77,15 +84,17 @@ impl<D: Driver> Pool<D> {
     /// An empty pool. `toucher_threads` is how many threads bring new host memory in; with none it
     /// comes in as contents are copied there, which is slow, and takes no more than they need.
     pub fn new(driver: Arc<D>, toucher_threads: usize) -> Self {
-        let arena = HostArena::new(Arc::clone(&driver), toucher_threads);
+        let deferred = Deferred::new(Arc::clone(&driver));
+        let mut arena = HostArena::new(Arc::clone(&driver), toucher_threads);
+        arena.stay_while(deferred.late_copies());
         let ahead = Arc::clone(arena.ahead());
         let arena = Mutex::new(arena);
-        let deferred = Deferred::new(Arc::clone(&driver));
         let waits = Waits::new(Arc::clone(&driver));
         Self {
             driver,
             ledger: Mutex::default(),
             slabs: Mutex::default(),
+            slabs_changed: Condvar::new(),
             deferred,
             waits,
             arena,
@@ -94,7 +103,9 @@ impl<D: Driver> Pool<D> {
             gate: Gate::default(),
             budget: Budget::default(),
             copies: CopyPolicy::default(),
+            links: LinkPolicy::default(),
             names: Mutex::default(),
+            exports_imports: OnceLock::new(),
         }
     }
 

@@ -1,10 +1,12 @@
 //! Reading what a pause has saved, while its memory is away; and writing it to files that outlive the process.
 
+mod spill;
 mod writeout;
 
 use std::ops::Range;
 use std::ptr::NonNull;
 
+pub use spill::Spilled;
 pub use writeout::{WriteOut, Written};
 
 use crate::driver::{DeviceAddress, Driver, VaRange};

@@ -1,11 +1,16 @@
-//! Where cells are: spots in windows, and what is mapped and allowed there.
+//! Where cells are: spots in windows, and what is mapped there.
 
+use std::collections::BTreeMap;
 use std::thread::ThreadId;
 
-use super::{AccessPlan, Cell, CellAt, Ended, Holds, MapPlan, Part, Recipe, SlabKey, Spot, Table};
+use super::{
+    CELL_BYTES_MAX, Cell, CellAt, Ended, Item, MapPlan, Part, ROOM_BYTES, ROOM_UNIT_BYTES, Recipe,
+    Slab, SlabKey, Table, Under, Window,
+};
 use crate::VirtualHandle;
-use crate::driver::{AccessDesc, DeviceAddress, DriverCode, VaRange};
+use crate::driver::{DeviceAddress, VaRange};
 
+// Addresses are given out.
 impl Table {
     /// This thread is likely to want addresses for the cell next; or for nothing of ours.
     pub(crate) fn aim(&mut self, thread: ThreadId, handle: Option<VirtualHandle>) {
@@ -21,8 +26,8 @@ impl Table {
         (found.part.size_bytes == size_bytes).then_some(found)
     }
 
-    /// Gives the thread addresses for the cell that it has aimed at: those in a window of its slab where nobody has any
-    /// there. None where there is no such window, or they do not begin at a multiple of `alignment`.
+    /// Gives the thread addresses for the cell that it has aimed at: those in the window that its slab came with where nobody has any
+    /// there. None where somebody has, or they do not begin at a multiple of `alignment`.
     pub(crate) fn take_spot(
         &mut self,
         thread: ThreadId,
@@ -31,58 +36,159 @@ impl Table {
     ) -> Option<DeviceAddress> {
         let found = self.aimed(thread, size_bytes)?;
         let slab = self.slabs.get(&found.slab)?;
-        let fits = |start: &&u64| {
-            let window = self.windows.get(start);
-            let start = **start + found.part.offset_bytes;
-            (alignment == 0 || start.is_multiple_of(alignment))
-                && window.is_some_and(|window| !window.has_spot_in(found.part))
-        };
-        let start = *slab.windows.iter().find(fits)?;
-        let spot = Spot { size_bytes, holds: Holds::Nothing };
-        self.windows.get_mut(&start)?.spots.insert(found.part.offset_bytes, spot);
+        let (window, start) = self.windows_of(slab).find_map(|window| {
+            let Under::Slab(_, base) = window.under else { return None };
+            let start = base + found.part.offset_bytes;
+            let fits = !window.is_room
+                && (alignment == 0 || start.is_multiple_of(alignment))
+                && !window.has_spot_in(found.part);
+            fits.then_some((window.range.start.0, start))
+        })?;
+        self.windows.get_mut(&window)?.spots.insert(start, size_bytes);
         self.aims.remove(&thread);
-        Some(found.part.at(DeviceAddress(start)).start)
+        Some(DeviceAddress(start))
     }
 
-    /// What it takes to map the cell at `range`. What takes nothing is recorded.
+    /// How much has to be reserved for a room of `size_bytes`, at a multiple of `alignment`; none where there are no rooms like that, or nobody
+    /// needs any.
+    pub(crate) fn room_bytes(&self, size_bytes: u64, alignment: u64) -> Option<u64> {
+        let is_needed = self.is_on || !self.slabs.is_empty();
+        let fits = (1..=CELL_BYTES_MAX).contains(&size_bytes)
+            && size_bytes.is_multiple_of(ROOM_UNIT_BYTES)
+            && (alignment == 0 || (alignment.is_power_of_two() && alignment <= ROOM_BYTES));
+        (is_needed && fits).then_some(2 * ROOM_BYTES)
+    }
+
+    /// Enters a room, for a spot of `size_bytes` in its middle, which comes out.
+    pub(crate) fn add_room(&mut self, range: VaRange, size_bytes: u64) -> DeviceAddress {
+        let start = range.start.0 + ROOM_BYTES;
+        let mut room = Window::new(range, Under::Nothing, BTreeMap::new());
+        room.is_room = true;
+        room.spots.insert(start, size_bytes);
+        self.windows.insert(range.start.0, room);
+        DeviceAddress(start)
+    }
+
+    /// The caller gives the addresses up, which are one spot with nothing mapped. None where they are not. Addresses that
+    /// nobody needs any more come out.
+    pub(crate) fn free_spot(&mut self, range: VaRange) -> Option<Ended> {
+        let start = self.window_at(range.start)?.range.start.0;
+        let window = self.windows.get_mut(&start)?;
+        if window.spots.get(&range.start.0) != Some(&range.size_bytes) || window.has_item_in(range)
+        {
+            return None;
+        }
+        window.spots.remove(&range.start.0);
+        let mut ended = Ended::default();
+        if window.spots.is_empty() && window.under == Under::Nothing {
+            ended.windows.extend(self.windows.remove(&start).map(|window| window.range));
+        }
+        Some(ended)
+    }
+}
+
+// Memory comes there.
+impl Table {
+    /// Is something of a caller's mapped in `range`, which meets a window?
+    pub(crate) fn is_taken(&self, range: VaRange) -> bool {
+        let near = self.windows.range(..range.end().0).next_back();
+        near.is_some_and(|(_, window)| window.has_item_in(range))
+    }
+
+    /// What it takes to map the cell at `range`, which is as long as it. What takes nothing is recorded.
     pub(crate) fn map(&mut self, handle: VirtualHandle, range: VaRange) -> MapPlan {
         let Some(found) = self.cell_at(handle) else {
-            return MapPlan::Refused;
+            // It has become an allocation of its own just now, or has ended.
+            return MapPlan::StandAlone;
         };
-        let is_fresh = self.cell_mut(handle).is_some_and(|cell| cell.is_fresh);
-        let can_leave = is_fresh && self.slabs[&found.slab].new.recipe.is_some();
-        let otherwise = if can_leave { MapPlan::StandAlone } else { MapPlan::Refused };
-        let Some(window) = self.window_at(range.start) else {
-            return otherwise;
-        };
-        let (start, slab) = (window.range.start.0, window.slab);
-        let offset = range.start.0 - start;
-        let has_spot = window.spots.get(&offset).is_some_and(|spot| {
-            spot.holds == Holds::Nothing && spot.size_bytes == range.size_bytes
-        });
-        if !has_spot {
-            return MapPlan::Refused;
+        if found.is_still {
+            return MapPlan::Busy;
         }
-        match slab {
-            Some(key) if key == found.slab && offset == found.part.offset_bytes => {
-                self.set_mapped(start, offset, handle);
+        let can_leave = self.can_leave(found);
+        let otherwise = if can_leave { MapPlan::StandAlone } else { MapPlan::Odd };
+        if !self.meets_window(range) {
+            return otherwise;
+        }
+        let window = match self.vacant_window(range) {
+            Ok(window) => window,
+            Err(plan) => return plan,
+        };
+        let (start, is_empty) = (window.range.start.0, window.items.is_empty());
+        let is_all =
+            window.spots.len() == 1 && window.spots.get(&range.start.0) == Some(&range.size_bytes);
+        match window.under {
+            Under::Changing => MapPlan::Busy,
+            Under::Slab(key, base)
+                if key == found.slab && range.start.0 == base + found.part.offset_bytes =>
+            {
+                self.set_mapped(start, range, handle);
                 MapPlan::Done
             }
-            Some(key) => self.plan_taking_over(found, key, start, offset, can_leave),
-            None => {
-                let fits = window.range.size_bytes == self.slabs[&found.slab].new.size_bytes
-                    && offset == found.part.offset_bytes
-                    && window.spots.values().all(|spot| spot.holds != Holds::Alone);
-                let fill = MapPlan::Fill { row: found.row, window: window.range };
-                if fits && !can_leave { fill } else { otherwise }
+            Under::Slab(key, base) if can_leave => {
+                let offset_bytes = range.start.0.saturating_sub(base);
+                let part = Part { offset_bytes, ..found.part };
+                if found.is_fresh && self.exchange(handle, found, key, part) {
+                    self.set_mapped(start, range, handle);
+                    return MapPlan::Done;
+                }
+                self.plan_moving(self.recipe_of(found.slab), key, part, Some(handle))
+            }
+            Under::Slab(..) => MapPlan::Odd,
+            // What nobody has written is as well off alone.
+            Under::Nothing if can_leave && found.is_fresh => MapPlan::StandAlone,
+            Under::Nothing => {
+                let base = range.start.0.checked_sub(found.part.offset_bytes);
+                let slab_bytes = self.slabs[&found.slab].new.size_bytes;
+                let mounted = base.map(|base| VaRange::new(DeviceAddress(base), slab_bytes));
+                let whole = self.windows[&start].range;
+                // Nothing is left outside the slab that a caller could map something at.
+                let fits = |mounted: &VaRange| {
+                    is_empty && whole.contains(*mounted) && (is_all || *mounted == whole)
+                };
+                match mounted.filter(fits) {
+                    Some(mounted) => {
+                        self.set_under(start, Under::Changing);
+                        // Nobody moves it meanwhile.
+                        if let Some(cell) = self.cell_mut(handle) {
+                            cell.is_still = true;
+                        }
+                        MapPlan::Fill { row: found.row, window: start, mounted }
+                    }
+                    None => otherwise,
+                }
             }
         }
     }
 
-    fn set_mapped(&mut self, window: u64, offset: u64, handle: VirtualHandle) {
-        let window = self.windows.get_mut(&window);
-        if let Some(spot) = window.and_then(|window| window.spots.get_mut(&offset)) {
-            spot.holds = Holds::Cell(handle);
+    fn can_leave(&self, found: CellAt) -> bool {
+        let slab = self.slabs.get(&found.slab);
+        slab.is_some_and(|slab| {
+            slab.new.recipe.is_some()
+                && slab.cells.get(&found.part.offset_bytes).is_some_and(Cell::can_leave)
+        })
+    }
+
+    fn recipe_of(&self, key: SlabKey) -> Option<&Recipe> {
+        self.slabs.get(&key)?.new.recipe.as_ref().map(|(recipe, _)| recipe)
+    }
+
+    /// The window that `range` is a part of a spot of, with nothing mapped there.
+    fn vacant_window(&self, range: VaRange) -> Result<&Window, MapPlan> {
+        let window = self.window_at(range.start).filter(|window| window.is_of_spot(range));
+        let vacant = window.filter(|window| !window.has_item_in(range));
+        vacant.ok_or(MapPlan::Wrong)
+    }
+
+    fn set_under(&mut self, window: u64, under: Under) {
+        if let Some(window) = self.windows.get_mut(&window) {
+            window.under = under;
+        }
+    }
+
+    fn set_mapped(&mut self, window: u64, range: VaRange, handle: VirtualHandle) {
+        if let Some(window) = self.windows.get_mut(&window) {
+            let (cell, rights) = (Some(handle), BTreeMap::new());
+            window.items.insert(range.start.0, Item { size_bytes: range.size_bytes, cell, rights });
         }
         if let Some(cell) = self.cell_mut(handle) {
             cell.mapped += 1;
@@ -90,136 +196,254 @@ impl Table {
         }
     }
 
-    /// A fresh cell is to be mapped where another one of `key` was, or could have been.
-    fn plan_taking_over(
-        &self,
-        found: CellAt,
-        key: SlabKey,
-        window: u64,
-        offset: u64,
-        can_leave: bool,
-    ) -> MapPlan {
-        let (Some(own), Some(there)) = (self.slabs.get(&found.slab), self.slabs.get(&key)) else {
-            return MapPlan::Refused;
-        };
-        let is_alike = own.new.recipe.is_some() && own.new.recipe == there.new.recipe;
-        let is_vacant = !there.cells.contains_key(&offset);
-        // Mapped at another window still, by nobody's reference: then it lives.
-        if can_leave && is_alike && is_vacant {
-            let start = DeviceAddress(window);
-            let part = Part { offset_bytes: offset, size_bytes: found.part.size_bytes };
-            return MapPlan::TakeOver { range: part.at(start) };
+    /// The driver was asked to map the slab of `handle` at `mounted` in the window, and has, or has not. The cell is mapped at `range` then. None
+    /// where the cell has ended meanwhile; what is to be taken down comes out.
+    pub(crate) fn filled(
+        &mut self,
+        handle: VirtualHandle,
+        range: VaRange,
+        (window, mounted): (u64, VaRange),
+        is_filled: bool,
+    ) -> (bool, Ended) {
+        self.set_under(window, Under::Nothing);
+        self.let_go(handle);
+        if !is_filled {
+            return (false, Ended::default());
         }
-        MapPlan::Refused
+        let Some(found) = self.cell_at(handle) else {
+            // Its slab may have ended too: what is mapped goes.
+            self.set_under(window, Under::Changing);
+            let mounted = vec![(window, mounted)];
+            return (false, Ended { mounted, ..Ended::default() });
+        };
+        self.set_under(window, Under::Slab(found.slab, mounted.start.0));
+        if let Some(slab) = self.slabs.get_mut(&found.slab) {
+            slab.windows.insert(window);
+        }
+        self.set_mapped(window, range, handle);
+        (true, Ended::default())
     }
 
-    /// Moves a fresh cell to where it is mapped, at `range`, whose bytes are clear, and records the mapping. None
-    /// where something is there meanwhile. What its slab needs no more comes out.
-    pub(crate) fn take_over(&mut self, handle: VirtualHandle, range: VaRange) -> Option<Ended> {
-        if self.map(handle, range) != (MapPlan::TakeOver { range }) {
-            return None;
-        }
-        let found = self.cell_at(handle)?;
-        let window = self.window_at(range.start)?;
-        let (start, key) = (window.range.start.0, window.slab?);
-        let offset = range.start.0 - start;
-        let references = self.cell_mut(handle)?.references;
-        self.take_cell(found.slab, found.part.offset_bytes);
-        let size_bytes = range.size_bytes;
-        let cell = Cell { handle, size_bytes, references, mapped: 0, is_fresh: false };
-        self.slabs.get_mut(&key)?.cells.insert(offset, cell);
-        self.cells.insert(handle, (key, offset));
-        self.set_mapped(start, offset, handle);
-        Some(self.end_empty(found.slab))
-    }
-
-    /// Which kind of cell could be mapped at `range`, a spot of a slab that lives where no cell is.
-    pub(crate) fn vacant(&self, range: VaRange) -> Option<&Recipe> {
-        let window = self.window_at(range.start)?;
-        let offset = range.start.0 - window.range.start.0;
-        let spot = window.spots.get(&offset)?;
-        let slab = self.slabs.get(&window.slab?)?;
-        let is_free = spot.holds == Holds::Nothing && !slab.cells.contains_key(&offset);
-        let (recipe, _) = slab.new.recipe.as_ref()?;
-        (is_free && spot.size_bytes == range.size_bytes).then_some(recipe)
-    }
-
-    /// Makes a cell that is mapped at `range`, whose bytes are clear, of what was the row `handle`, which has one reference. False
-    /// where something is there meanwhile.
-    pub(crate) fn take_in(&mut self, handle: VirtualHandle, range: VaRange) -> bool {
-        if self.vacant(range).is_none() {
-            return false;
-        }
-        let place = self.window_at(range.start).and_then(|window| {
-            let start = window.range.start.0;
-            Some((window.slab?, start, range.start.0 - start))
-        });
-        let Some((key, start, offset)) = place else {
+    /// Two cells that nobody has written change places, where that makes `part` of `key` the place of the first.
+    fn exchange(&mut self, handle: VirtualHandle, found: CellAt, key: SlabKey, part: Part) -> bool {
+        let is_alike = self.recipe_of(found.slab) == self.recipe_of(key);
+        let there = self.slabs.get(&key).and_then(|slab| slab.cells.get(&part.offset_bytes));
+        let fits =
+            |cell: &&Cell| cell.size_bytes == part.size_bytes && cell.is_fresh && cell.can_leave();
+        let Some(other) = there.filter(fits).map(|cell| cell.handle).filter(|_| is_alike) else {
             return false;
         };
-        let Some(slab) = self.slabs.get_mut(&key) else {
-            return false;
-        };
-        let size_bytes = range.size_bytes;
-        slab.cells
-            .insert(offset, Cell { handle, size_bytes, references: 1, mapped: 0, is_fresh: false });
-        self.cells.insert(handle, (key, offset));
-        self.set_mapped(start, offset, handle);
+        for (moved, (to, offset)) in
+            [(handle, (key, part.offset_bytes)), (other, (found.slab, found.part.offset_bytes))]
+        {
+            if let Some(cell) = self.slabs.get_mut(&to).and_then(|slab| slab.cells.get_mut(&offset))
+            {
+                cell.handle = moved;
+            }
+            self.cells.insert(moved, (to, offset));
+        }
         true
     }
 
-    /// May an allocation that stands alone be mapped at `range`? Not over a slab, nor outside a spot. Where it may, it is
-    /// recorded.
-    pub(crate) fn map_alone(&mut self, range: VaRange) -> bool {
-        if !self.meets_window(range) {
-            return true;
-        }
-        let Some(window) = self.window_at(range.start).filter(|found| found.slab.is_none()) else {
-            return false;
+    /// What it takes to make `part` of `key` the place of what is like `recipe`: of `mover`, or of a row.
+    fn plan_moving(
+        &self,
+        recipe: Option<&Recipe>,
+        key: SlabKey,
+        part: Part,
+        mover: Option<VirtualHandle>,
+    ) -> MapPlan {
+        let Some(there) = self.slabs.get(&key) else {
+            return MapPlan::Odd;
         };
-        let (start, offset) = (window.range.start.0, range.start.0 - window.range.start.0);
-        let spot = self.windows.get_mut(&start).and_then(|found| found.spots.get_mut(&offset));
-        let is_free =
-            |spot: &&mut Spot| spot.size_bytes == range.size_bytes && spot.holds == Holds::Nothing;
-        spot.filter(is_free).map(|spot| spot.holds = Holds::Alone).is_some()
+        let is_alike = recipe.is_some() && recipe == self.recipe_of(key);
+        let in_the_way: Vec<&Cell> = there.cells_in(part).collect();
+        if !is_alike {
+            return MapPlan::Odd;
+        }
+        // Where it would lie over its own bytes, it stands alone first.
+        if let Some(mover) = mover
+            && in_the_way.iter().any(|cell| cell.handle == mover)
+        {
+            return MapPlan::Into { evicted: vec![mover] };
+        }
+        if in_the_way.iter().any(|cell| cell.is_still) {
+            return MapPlan::Busy;
+        }
+        let is_abroad = !self.is_home && there.is_abroad(part);
+        if is_abroad || in_the_way.iter().any(|cell| !cell.can_leave()) {
+            return MapPlan::Odd;
+        }
+        MapPlan::Into { evicted: in_the_way.iter().map(|cell| cell.handle).collect() }
     }
 
-    /// Takes down what is mapped at spots inside `range`, which meets a window. Says which ranges hold allocations
+    /// Moves a cell that is held still to `range`, which has its bytes, and records the mapping. None where something is there
+    /// meanwhile. What its slab needs no more comes out.
+    pub(crate) fn move_cell(&mut self, handle: VirtualHandle, range: VaRange) -> Option<Ended> {
+        let found = self.cell_at(handle).filter(|found| found.is_still)?;
+        let references = self.cell_mut(handle)?.references;
+        let (start, key, offset) = self.free_place(range, self.recipe_of(found.slab))?;
+        self.take_cell(found.slab, found.part.offset_bytes);
+        self.put_cell(handle, references, (start, key, offset), range);
+        Some(self.end_empty(found.slab))
+    }
+
+    /// Where `range` is a place that could be of a cell like `recipe`: its window, its slab, and the offset there.
+    fn free_place(&self, range: VaRange, recipe: Option<&Recipe>) -> Option<(u64, SlabKey, u64)> {
+        let window = self.vacant_window(range).ok()?;
+        let Under::Slab(key, base) = window.under else { return None };
+        let part = Part { offset_bytes: range.start.0 - base, size_bytes: range.size_bytes };
+        let is_free = self.slabs.get(&key)?.cells_in(part).next().is_none();
+        let is_alike = recipe.is_some() && recipe == self.recipe_of(key);
+        (is_free && is_alike).then_some((window.range.start.0, key, part.offset_bytes))
+    }
+
+    fn put_cell(
+        &mut self,
+        handle: VirtualHandle,
+        references: u32,
+        (window, key, offset): (u64, SlabKey, u64),
+        range: VaRange,
+    ) {
+        if let Some(slab) = self.slabs.get_mut(&key) {
+            slab.cells.insert(offset, Cell::new(handle, range.size_bytes, references));
+        }
+        self.cells.insert(handle, (key, offset));
+        self.set_mapped(window, range, handle);
+    }
+
+    /// What it takes to map the row `handle`, which is like `recipe`, at `range`. Where it is mapped as it is, that is recorded. Where it is to be
+    /// made a cell, it is held still until [`Table::let_row_go`].
+    pub(crate) fn map_alone(
+        &mut self,
+        range: VaRange,
+        handle: VirtualHandle,
+        recipe: &Recipe,
+    ) -> MapPlan {
+        if self.is_row_still(handle) {
+            return MapPlan::Busy;
+        }
+        if !self.meets_window(range) {
+            return MapPlan::StandAlone;
+        }
+        let window = match self.vacant_window(range) {
+            Ok(window) => window,
+            Err(plan) => return plan,
+        };
+        let start = window.range.start.0;
+        match window.under {
+            Under::Changing => MapPlan::Busy,
+            Under::Slab(key, base) => {
+                let size_bytes = range.size_bytes;
+                let part = Part { offset_bytes: range.start.0.saturating_sub(base), size_bytes };
+                let plan = self.plan_moving(Some(recipe), key, part, None);
+                if matches!(plan, MapPlan::Into { .. }) {
+                    self.still_rows.insert(handle);
+                }
+                plan
+            }
+            Under::Nothing => {
+                if let Some(window) = self.windows.get_mut(&start) {
+                    let (size_bytes, rights) = (range.size_bytes, BTreeMap::new());
+                    window.items.insert(range.start.0, Item { size_bytes, cell: None, rights });
+                }
+                MapPlan::StandAlone
+            }
+        }
+    }
+
+    /// Makes a cell that is mapped at `range`, which has its bytes, of what was the row `handle`, with as many references. False
+    /// where something is there meanwhile.
+    pub(crate) fn take_in(
+        &mut self,
+        handle: VirtualHandle,
+        references: u32,
+        range: VaRange,
+        recipe: &Recipe,
+    ) -> bool {
+        let Some(place) = self.free_place(range, Some(recipe)) else {
+            return false;
+        };
+        self.put_cell(handle, references, place, range);
+        true
+    }
+
+    /// An allocation that stands alone could not be mapped at `range`.
+    pub(crate) fn not_mapped_alone(&mut self, range: VaRange) {
+        let Some(window) = self.window_at(range.start).map(|found| found.range.start.0) else {
+            return;
+        };
+        if let Some(window) = self.windows.get_mut(&window) {
+            window.items.remove(&range.start.0);
+        }
+    }
+}
+
+impl Slab {
+    /// May other processes hold something that was in `part`?
+    fn is_abroad(&self, part: Part) -> bool {
+        let before_its_end = self.abroad.range(..part.offset_bytes + part.size_bytes);
+        before_its_end
+            .into_iter()
+            .any(|(offset, size_bytes)| offset + size_bytes > part.offset_bytes)
+    }
+
+    /// The cells that have bytes in `part`.
+    fn cells_in(&self, part: Part) -> impl Iterator<Item = &Cell> {
+        let before_its_end = self.cells.range(..part.offset_bytes + part.size_bytes);
+        let met = before_its_end
+            .filter(move |(offset, cell)| *offset + cell.size_bytes > part.offset_bytes);
+        met.map(|(_, cell)| cell)
+    }
+}
+
+// Memory leaves.
+impl Table {
+    /// Takes down what is mapped inside `range`, which meets a window. Says which ranges hold allocations
     /// that stand alone, for their owner to unmap. None where nothing is mapped there, or `range` cuts through
     /// something.
-    pub(crate) fn unmap(&mut self, range: VaRange) -> Option<(Vec<VaRange>, Vec<Ended>)> {
+    pub(crate) fn unmap(&mut self, range: VaRange) -> Option<(Vec<VaRange>, Ended)> {
         let window = self.window_at(range.start)?;
         let (start, whole) = (window.range.start.0, window.range);
-        let met: Vec<(u64, VaRange, Holds)> = window
-            .spots
-            .iter()
-            .map(|(&at, spot)| (at, whole.part(&(at..at + spot.size_bytes)), spot.holds))
-            .filter(|(_, spot, holds)| {
-                *holds != Holds::Nothing && spot.start < range.end() && range.start < spot.end()
-            })
+        let met: Vec<(VaRange, Option<VirtualHandle>)> = window
+            .items
+            .range(..range.end().0)
+            .filter(|(at, item)| **at + item.size_bytes > range.start.0)
+            .map(|(&at, item)| (VaRange::new(DeviceAddress(at), item.size_bytes), item.cell))
             .collect();
-        let is_cut = met.iter().any(|(_, spot, _)| !range.contains(*spot));
+        let is_cut = met.iter().any(|(item, _)| !range.contains(*item));
         if !whole.contains(range) || met.is_empty() || is_cut {
             return None;
         }
-        let (mut rows, mut ended) = (Vec::new(), Vec::new());
-        for (at, spot, holds) in met {
-            let place = self.windows.get_mut(&start).and_then(|found| found.spots.get_mut(&at));
-            if let Some(place) = place {
-                place.holds = Holds::Nothing;
+        let (mut rows, mut ended) = (Vec::new(), Ended::default());
+        for (item, cell) in met {
+            if let Some(window) = self.windows.get_mut(&start) {
+                window.items.remove(&item.start.0);
             }
-            match holds {
-                Holds::Nothing => {}
-                Holds::Alone => rows.push(spot),
-                Holds::Cell(handle) => {
-                    if let Some(cell) = self.cell_mut(handle) {
-                        cell.mapped -= 1;
-                    }
-                    ended.push(self.end_unheld(handle));
-                }
+            let Some(handle) = cell else {
+                rows.push(item);
+                continue;
+            };
+            if let Some(cell) = self.cell_mut(handle) {
+                cell.mapped -= 1;
             }
+            ended.add(self.end_unheld(handle));
         }
+        ended.mounted.extend(self.leave_room(start));
         Some((rows, ended))
+    }
+
+    /// The slab leaves a room in which nothing of it is mapped.
+    fn leave_room(&mut self, start: u64) -> Option<(u64, VaRange)> {
+        let window = self.windows.get(&start)?;
+        let Under::Slab(key, _) = window.under else { return None };
+        if !window.is_room || !window.items.is_empty() {
+            return None;
+        }
+        let slab = self.slabs.get_mut(&key)?;
+        slab.windows.remove(&start);
+        let size_bytes = slab.new.size_bytes;
+        self.dismount(start, size_bytes)
     }
 
     /// An allocation that stands alone is still mapped at `range`.
@@ -227,64 +451,9 @@ impl Table {
         let Some(window) = self.window_at(range.start).map(|found| found.range.start.0) else {
             return;
         };
-        let spot = self.windows.get_mut(&window);
-        let spot = spot.and_then(|found| found.spots.get_mut(&(range.start.0 - window)));
-        if let Some(spot) = spot {
-            spot.holds = Holds::Alone;
-        }
-    }
-
-    /// The caller gives the addresses up, which are one spot with nothing mapped. None where they are not. Addresses that
-    /// nobody needs any more come out.
-    pub(crate) fn free_spot(&mut self, range: VaRange) -> Option<Ended> {
-        let window = self.window_at(range.start)?;
-        let (start, whole) = (window.range.start.0, window.range);
-        let window = self.windows.get_mut(&start)?;
-        let spot = window.spots.get(&(range.start.0 - start))?;
-        if spot.size_bytes != range.size_bytes || spot.holds != Holds::Nothing {
-            return None;
-        }
-        window.spots.remove(&(range.start.0 - start));
-        let mut ended = Ended::default();
-        if window.spots.is_empty() && window.slab.is_none() {
-            self.windows.remove(&start);
-            ended.windows.push(whole);
-        }
-        Some(ended)
-    }
-
-    /// What rights on `range`, which meets a window, take.
-    pub(crate) fn plan_access(&self, range: VaRange, access: &[AccessDesc]) -> AccessPlan {
-        let Some(window) = self.window_at(range.start) else {
-            return AccessPlan::Refused(DriverCode::INVALID_VALUE);
-        };
-        let mut at = range.start.0 - window.range.start.0;
-        let end = at + range.size_bytes;
-        let mut are_cells = true;
-        while at < end {
-            let before = window.spots.range(..=at).next_back();
-            let under = before.filter(|(start, spot)| at - **start < spot.size_bytes);
-            let Some((start, spot)) = under.filter(|(_, spot)| spot.holds != Holds::Nothing) else {
-                return AccessPlan::Refused(DriverCode::INVALID_VALUE);
-            };
-            are_cells &= spot.holds != Holds::Alone;
-            at = start + spot.size_bytes;
-        }
-        if !are_cells {
-            return AccessPlan::Rows;
-        }
-        let held = |desc: &AccessDesc| window.rights.get(&desc.location).copied().unwrap_or(0);
-        if access.iter().any(|desc| held(desc) & !desc.flags != 0) {
-            return AccessPlan::Refused(DriverCode::NOT_SUPPORTED);
-        }
-        let is_there = access.iter().all(|desc| held(desc) == desc.flags);
-        if is_there { AccessPlan::Done } else { AccessPlan::Grant(window.range) }
-    }
-
-    /// These rights are set on the window.
-    pub(crate) fn granted(&mut self, window: VaRange, access: &[AccessDesc]) {
-        if let Some(window) = self.windows.get_mut(&window.start.0) {
-            window.rights.extend(access.iter().map(|desc| (desc.location, desc.flags)));
+        if let Some(window) = self.windows.get_mut(&window) {
+            let (size_bytes, rights) = (range.size_bytes, BTreeMap::new());
+            window.items.insert(range.start.0, Item { size_bytes, cell: None, rights });
         }
     }
 }

@@ -6,21 +6,27 @@
 //!   is mapped in as a whole
 //! ```
 //!
-//! A *cell* is what one `cuMemCreate` got: a part of a slab, with a handle of its own. A *spot* is where a caller has been
-//! told that the cell's addresses are: the cell's own offset in a window of its slab. A slab ends with its last cell. Its bytes
-//! are given out once, from the first on, so what a new cell holds nobody has written.
+//! A *cell* is what one `cuMemCreate` got: a part of a slab, with a handle of its own. A *spot* is what a caller got of one
+//! `cuMemAddressReserve`: the cell's own offset in a window of its slab, or the middle of a *room*, a window with nothing in it and
+//! so much before and behind the spot that any slab can be mapped with any cell of its at the spot. A slab ends with its last
+//! cell. Its bytes are given out once, from the first on, so what a new cell holds nobody has written.
 //!
 //! Like the ledger, it calls nobody. [`crate::cells`] makes the driver agree.
 //!
 //! # Invariants
 //! 1. Cells of a slab do not overlap, and end within it. A cell's handle is in the table as long as it lives, and both
 //!    ways.
-//! 2. A window is as large as its slab. What a spot holds of a cell lies at that cell's offset.
-//! 3. A cell lives while it has a reference, or is mapped at a spot.
+//! 2. What is mapped in a window lies in a spot, and is all of cells of the slab that the window holds, each at its offset there, or
+//!    all of allocations that stand alone, where it holds no slab. The spots of a window with a slab lie inside the slab.
+//! 3. A cell lives while it has a reference, or is mapped.
+//! 4. While the driver is asked about a window, it is [`Under::Changing`], and while bytes of a cell are copied, the cell is still: who
+//!    else wants something of it waits.
 
 mod addresses;
+mod habits;
+mod rights;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::thread::ThreadId;
 
 use crate::driver::{
@@ -31,6 +37,8 @@ use crate::ledger::{Class, LIBRARY_TAGS};
 use crate::report::{Contents, SlabTotals};
 use crate::{AllocationId, VirtualHandle};
 
+use habits::Habits;
+
 /// Larger allocations stand alone.
 pub(crate) const CELL_BYTES_MAX: u64 = 32 << 20;
 /// The first slab, and the largest.
@@ -38,6 +46,10 @@ const SLAB_BYTES_MIN: u64 = 16 << 20;
 const SLAB_BYTES_MAX: u64 = 128 << 20;
 /// A new slab is this part of what lives, and this part of what lives may be dead.
 const SHARE: u64 = 4;
+/// Rooms are for reservations of a multiple of this; the driver judges others.
+const ROOM_UNIT_BYTES: u64 = 2 << 20;
+/// How much a room has before its spot, and from its spot on.
+const ROOM_BYTES: u64 = SLAB_BYTES_MAX;
 
 /// Cells of one slab are alike in this.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -106,8 +118,10 @@ struct Slab {
     next_bytes: u64,
     /// By offset.
     cells: BTreeMap<u64, Cell>,
-    /// Starts of its windows.
+    /// Starts of the windows that it is mapped in.
     windows: BTreeSet<u64>,
+    /// Where cells have been that other processes may hold still: sizes, by offset.
+    abroad: BTreeMap<u64, u64>,
 }
 
 #[derive(Debug)]
@@ -115,35 +129,67 @@ struct Cell {
     handle: VirtualHandle,
     size_bytes: u64,
     references: u32,
-    /// At how many spots it is mapped.
+    /// How often it is mapped.
     mapped: u32,
-    /// Nobody can have written it, and no other process has heard of it.
+    /// Nobody can have written it.
     is_fresh: bool,
+    /// Other processes may have heard of it.
+    is_shared: bool,
+    /// Its bytes are on their way elsewhere.
+    is_still: bool,
+}
+
+impl Cell {
+    fn new(handle: VirtualHandle, size_bytes: u64, references: u32) -> Self {
+        Self {
+            handle,
+            size_bytes,
+            references,
+            mapped: 0,
+            is_fresh: false,
+            is_shared: false,
+            is_still: false,
+        }
+    }
+
+    /// May its bytes lie elsewhere from now on? Nobody sees where they are.
+    fn can_leave(&self) -> bool {
+        self.mapped == 0 && !self.is_shared && !self.is_still
+    }
+}
+
+/// What a window holds, all of which the driver has mapped there in one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Under {
+    /// No slab: allocations that stand alone may be mapped in its spots, or a slab may come.
+    Nothing,
+    /// This slab, which begins at this address.
+    Slab(SlabKey, u64),
+    /// The driver is being asked.
+    Changing,
 }
 
 #[derive(Debug)]
 struct Window {
     range: VaRange,
-    /// What is mapped there. None where its slab has ended, and callers still have spots.
-    slab: Option<SlabKey>,
-    /// By offset.
-    spots: BTreeMap<u64, Spot>,
-    /// What is set on all of it.
+    /// Its slab leaves with what is last unmapped there.
+    is_room: bool,
+    under: Under,
+    /// What callers were given, by start address: sizes.
+    spots: BTreeMap<u64, u64>,
+    /// What callers have mapped, by start address.
+    items: BTreeMap<u64, Item>,
+    /// What is set on all of the slab there.
     rights: BTreeMap<Location, i32>,
 }
 
 #[derive(Debug)]
-struct Spot {
+struct Item {
     size_bytes: u64,
-    holds: Holds,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Holds {
-    Nothing,
-    Cell(VirtualHandle),
-    /// An allocation that stands alone, in a window without a slab.
-    Alone,
+    /// None of an allocation that stands alone.
+    cell: Option<VirtualHandle>,
+    /// What callers have set on it, where it is a cell.
+    rights: BTreeMap<Location, i32>,
 }
 
 /// What a caller's handle stands for.
@@ -164,8 +210,12 @@ pub(crate) struct CellAt {
     pub(crate) row: VirtualHandle,
     pub(crate) part: Part,
     pub(crate) prop: AllocationProp,
+    /// Nobody can have written it.
+    pub(crate) is_fresh: bool,
     /// Nobody can have written it, no other process has heard of it, and nobody has been told an address of it.
     pub(crate) is_unplaced: bool,
+    /// Its bytes are on their way elsewhere.
+    pub(crate) is_still: bool,
 }
 
 /// What a caller is to be given for new memory.
@@ -191,25 +241,39 @@ pub(crate) enum Place {
 }
 
 /// What a mapping of a cell takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum MapPlan {
     /// Nothing: it is recorded.
     Done,
-    /// The slab has to be mapped in this window, which has none; then it is asked again.
-    Fill { row: VirtualHandle, window: VaRange },
+    /// The slab has to be mapped at `mounted` in the window that begins at `window`; then [`Table::filled`].
+    Fill { row: VirtualHandle, window: u64, mounted: VaRange },
     /// The cell can be an allocation of its own, and is mapped as one.
     StandAlone,
-    /// The cell takes the place of one that is gone, at these addresses, which have to be cleared.
-    TakeOver { range: VaRange },
-    /// It cannot be.
-    Refused,
+    /// It takes bytes of a slab that is mapped there, which nobody has once `evicted` are allocations of their own. Then they are made to hold
+    /// what it holds, and it moves there.
+    Into { evicted: Vec<VirtualHandle> },
+    /// Somebody changes what is there: ask again.
+    Busy,
+    /// The driver would not either.
+    Wrong,
+    /// It cannot be with slabs.
+    Odd,
 }
 
-/// What is to be taken down: all that the slab had, where nobody has it any more.
+impl MapPlan {
+    /// It, unless somebody is in the middle of a change.
+    pub(crate) fn settled(self) -> Option<Self> {
+        (self != Self::Busy).then_some(self)
+    }
+}
+
+/// What is to be taken down.
 #[derive(Debug, Default)]
 pub(crate) struct Ended {
-    /// The slab's row, and where it was mapped.
-    pub(crate) slab: Option<(VirtualHandle, Vec<VaRange>)>,
+    /// Where slabs leave windows, by the windows' starts.
+    pub(crate) mounted: Vec<(u64, VaRange)>,
+    /// The row of a slab that nobody has any more.
+    pub(crate) row: Option<VirtualHandle>,
     /// Addresses that nobody has any more.
     pub(crate) windows: Vec<VaRange>,
 }
@@ -217,17 +281,24 @@ pub(crate) struct Ended {
 impl Ended {
     /// Is there nothing to take down?
     pub(crate) fn is_nothing(&self) -> bool {
-        self.slab.is_none() && self.windows.is_empty()
+        self.mounted.is_empty() && self.row.is_none() && self.windows.is_empty()
+    }
+
+    fn add(&mut self, other: Self) {
+        self.mounted.extend(other.mounted);
+        self.windows.extend(other.windows);
+        debug_assert!(self.row.is_none() || other.row.is_none(), "two slabs end at once");
+        self.row = self.row.or(other.row);
     }
 }
 
 /// What rights on a range take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AccessPlan {
-    /// All have them.
+    /// Nothing: they are recorded.
     Done,
-    /// They are set on this window.
-    Grant(VaRange),
+    /// They are set on what is mapped here, in the window that begins at `window`; then [`Table::granted`].
+    Grant { window: u64, mounted: VaRange },
     /// They are set where they were asked for, on allocations that stand alone.
     Rows,
     /// It cannot be, for this reason.
@@ -238,6 +309,8 @@ pub(crate) enum AccessPlan {
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     is_on: bool,
+    /// Other processes are known to have given up what is gone here.
+    is_home: bool,
     last_key: u64,
     last_cell: u64,
     slabs: BTreeMap<SlabKey, Slab>,
@@ -246,10 +319,13 @@ pub(crate) struct Table {
     cells: HashMap<VirtualHandle, (SlabKey, u64)>,
     /// Cells that have become allocations of their own: the row behind each handle.
     alone: HashMap<VirtualHandle, VirtualHandle>,
+    /// Rows that are being made cells.
+    still_rows: HashSet<VirtualHandle>,
     /// What each thread is likely to want addresses for next.
     aims: HashMap<ThreadId, VirtualHandle>,
     /// What the driver would not take back.
     refused: Vec<Ended>,
+    habits: Habits,
 }
 
 // What is asked.
@@ -257,6 +333,17 @@ impl Table {
     /// Are cells made here?
     pub(crate) fn set_on(&mut self, is_on: bool) {
         self.is_on = is_on;
+    }
+
+    /// See [`Table::set_on`].
+    pub(crate) fn is_on(&self) -> bool {
+        self.is_on
+    }
+
+    /// From now on, memory that was shared and is gone is held by no other process either: they agree on that before any of it is made
+    /// again.
+    pub(crate) fn set_home(&mut self) {
+        self.is_home = true;
     }
 
     /// What `handle` stands for.
@@ -270,20 +357,37 @@ impl Table {
         let slab = self.slabs.get(&key)?;
         let cell = slab.cells.get(&offset_bytes)?;
         let part = Part { offset_bytes, size_bytes: cell.size_bytes };
-        let has_spot = self.spots_of(slab).any(|(offset, _)| offset == offset_bytes);
+        let is_free = cell.can_leave() && cell.is_fresh && slab.new.recipe.is_some();
         Some(CellAt {
             handle,
             slab: key,
             row: slab.new.row,
             part,
             prop: slab.new.prop,
-            is_unplaced: cell.is_fresh && slab.new.recipe.is_some() && !has_spot,
+            is_fresh: cell.is_fresh,
+            is_unplaced: is_free && !self.has_spot_in(slab, part),
+            is_still: cell.is_still,
         })
     }
 
-    fn spots_of<'a>(&'a self, slab: &'a Slab) -> impl Iterator<Item = (u64, &'a Spot)> {
-        let windows = slab.windows.iter().filter_map(|start| self.windows.get(start));
-        windows.flat_map(|window| window.spots.iter().map(|(&offset, spot)| (offset, spot)))
+    /// The windows that the slab is mapped in.
+    fn windows_of<'a>(&'a self, slab: &'a Slab) -> impl Iterator<Item = &'a Window> {
+        slab.windows.iter().filter_map(|start| self.windows.get(start))
+    }
+
+    /// Has anybody been told addresses of this part?
+    fn has_spot_in(&self, slab: &Slab, part: Part) -> bool {
+        self.windows_of(slab).any(|window| window.has_spot_in(part))
+    }
+
+    /// Where the cell can be read and written, in the window that its slab came with.
+    pub(crate) fn bytes_of(&self, handle: VirtualHandle) -> Option<VaRange> {
+        let found = self.cell_at(handle)?;
+        let slab = self.slabs.get(&found.slab)?;
+        self.windows_of(slab).filter(|window| !window.is_room).find_map(|window| {
+            let Under::Slab(_, base) = window.under else { return None };
+            Some(found.part.at(DeviceAddress(base)))
+        })
     }
 
     fn window_at(&self, address: DeviceAddress) -> Option<&Window> {
@@ -302,17 +406,19 @@ impl Table {
         let Some(window) = self.window_at(address) else {
             return Place::Elsewhere;
         };
-        let offset = address.0 - window.range.start.0;
-        let before = window.spots.range(..=offset).next_back();
-        let Some((&at, spot)) = before.filter(|(at, spot)| offset - **at < spot.size_bytes) else {
+        let under = item_under(&window.items, address.0, |item| item.size_bytes);
+        let Some((start, item)) = under else {
             return Place::Nothing;
         };
-        let range = window.range.part(&(at..at + spot.size_bytes));
-        match spot.holds {
-            Holds::Nothing => Place::Nothing,
-            Holds::Cell(handle) => Place::Cell { range, handle },
-            Holds::Alone => Place::Alone,
-        }
+        let range = VaRange::new(DeviceAddress(start), item.size_bytes);
+        item.cell.map_or(Place::Alone, |handle| Place::Cell { range, handle })
+    }
+
+    /// What a caller was given that holds `address`.
+    pub(crate) fn spot_at(&self, address: DeviceAddress) -> Option<VaRange> {
+        let window = self.window_at(address)?;
+        let (start, size_bytes) = item_under(&window.spots, address.0, |size_bytes| *size_bytes)?;
+        Some(VaRange::new(DeviceAddress(start), *size_bytes))
     }
 
     /// The slab of this identity, with its row.
@@ -365,18 +471,15 @@ impl Slab {
 impl Table {
     /// What a caller that asks for memory is to be given.
     pub(crate) fn wanted(&self, size_bytes: u64, recipe: &Recipe) -> Wanted {
-        if !self.is_on || !recipe.is_for_cells(size_bytes) {
+        if !self.is_on || !recipe.is_for_cells(size_bytes) || self.habits.are_odd(size_bytes) {
             return Wanted::Alone;
         }
         let (mut live_bytes, mut dead_bytes) = (0, 0);
         for slab in self.slabs.values().filter(|slab| slab.is_of(recipe)) {
             live_bytes += slab.live_bytes();
             // Where callers keep the addresses of what is gone, they mean to come back.
-            let kept = slab.windows.iter().filter_map(|start| self.windows.get(start));
-            let kept_bytes = kept
-                .flat_map(|window| window.spots.values())
-                .filter(|spot| spot.holds == Holds::Nothing)
-                .map(|spot| spot.size_bytes);
+            let kept_bytes =
+                self.windows_of(slab).filter(|window| !window.is_room).map(Window::vacant_bytes);
             dead_bytes += (slab.next_bytes - slab.live_bytes()).saturating_sub(kept_bytes.sum());
         }
         if dead_bytes > live_bytes / SHARE + SLAB_BYTES_MAX {
@@ -410,36 +513,23 @@ impl Table {
         self.last_key += 1;
         let key = SlabKey(self.last_key);
         let (next_bytes, cells, windows) = (0, BTreeMap::new(), BTreeSet::new());
-        self.slabs.insert(key, Slab { new, next_bytes, cells, windows });
-        let _lives = self.add_window(key, window, rights);
+        let abroad = BTreeMap::new();
+        self.slabs.insert(key, Slab { new, next_bytes, cells, windows, abroad });
+        let rights = rights.iter().map(|right| (right.location, right.flags)).collect();
+        let under = Under::Slab(key, window.start.0);
+        self.windows.insert(window.start.0, Window::new(window, under, rights));
+        if let Some(slab) = self.slabs.get_mut(&key) {
+            slab.windows.insert(window.start.0);
+        }
         key
     }
 
-    /// The slab is mapped at `range` too. False when it has ended.
-    pub(crate) fn add_window(
-        &mut self,
-        key: SlabKey,
-        range: VaRange,
-        rights: &[AccessDesc],
-    ) -> bool {
-        let Some(slab) = self.slabs.get_mut(&key) else {
-            return false;
-        };
-        slab.windows.insert(range.start.0);
-        let rights: BTreeMap<_, _> =
-            rights.iter().map(|right| (right.location, right.flags)).collect();
-        let spots = self.windows.remove(&range.start.0).map(|window| window.spots);
-        let spots = spots.unwrap_or_default();
-        self.windows.insert(range.start.0, Window { range, slab: Some(key), spots, rights });
-        true
-    }
-
-    fn add_cell(&mut self, key: SlabKey, part: Part, is_fresh: bool) -> Option<VirtualHandle> {
+    fn add_cell(&mut self, key: SlabKey, part: Part, is_new: bool) -> Option<VirtualHandle> {
         let slab = self.slabs.get_mut(&key)?;
         self.last_cell += 1;
         let handle = VirtualHandle::of_cell(self.last_cell);
-        let size_bytes = part.size_bytes;
-        let cell = Cell { handle, size_bytes, references: 1, mapped: 0, is_fresh };
+        let cell =
+            Cell { is_fresh: is_new, is_shared: !is_new, ..Cell::new(handle, part.size_bytes, 1) };
         slab.cells.insert(part.offset_bytes, cell);
         self.cells.insert(handle, (key, part.offset_bytes));
         Some(handle)
@@ -510,13 +600,17 @@ impl Table {
     fn take_cell(&mut self, key: SlabKey, offset: u64) {
         let Some(slab) = self.slabs.get_mut(&key) else { return };
         let Some(cell) = slab.cells.remove(&offset) else { return };
+        if cell.is_shared {
+            slab.abroad.insert(offset, cell.size_bytes);
+        }
         self.cells.remove(&cell.handle);
         self.aims.retain(|_, aim| *aim != cell.handle);
         // Bytes that nobody was told an address of, or has written, are given out again.
         let is_last = offset + cell.size_bytes == slab.next_bytes;
-        let slab = &self.slabs[&key];
-        let has_spot = self.spots_of(slab).any(|(at, _)| at == offset);
+        let part = Part { offset_bytes: offset, size_bytes: cell.size_bytes };
+        let has_spot = self.has_spot_in(&self.slabs[&key], part);
         if cell.is_fresh
+            && !cell.is_shared
             && is_last
             && !has_spot
             && let Some(slab) = self.slabs.get_mut(&key)
@@ -533,42 +627,83 @@ impl Table {
         let Some(slab) = self.slabs.remove(&key) else {
             return Ended::default();
         };
-        let (mut mapped, mut windows) = (Vec::new(), Vec::new());
+        let mut ended = Ended { row: Some(slab.new.row), ..Ended::default() };
         for start in slab.windows {
-            let Some(window) = self.windows.get_mut(&start) else { continue };
-            mapped.push(window.range);
-            window.slab = None;
-            window.rights.clear();
-            if window.spots.is_empty() {
-                windows.push(window.range);
-                self.windows.remove(&start);
-            }
+            ended.mounted.extend(self.dismount(start, slab.new.size_bytes));
         }
-        Ended { slab: Some((slab.new.row, mapped)), windows }
+        ended
     }
 
-    /// Other processes may hear of the cell from now on.
-    pub(crate) fn shared(&mut self, handle: VirtualHandle) {
+    /// The slab of this size leaves the window, which is changing until it has.
+    fn dismount(&mut self, start: u64, size_bytes: u64) -> Option<(u64, VaRange)> {
+        let window = self.windows.get_mut(&start)?;
+        let Under::Slab(_, base) = window.under else { return None };
+        window.under = Under::Changing;
+        window.rights.clear();
+        Some((start, VaRange::new(DeviceAddress(base), size_bytes)))
+    }
+
+    /// The driver has nothing mapped in the window any more. Its addresses come out where nobody has any of them.
+    pub(crate) fn dismounted(&mut self, start: u64) -> Option<VaRange> {
+        let window = self.windows.get_mut(&start)?;
+        window.under = Under::Nothing;
+        if !window.spots.is_empty() {
+            return None;
+        }
+        self.windows.remove(&start).map(|window| window.range)
+    }
+
+    /// Other processes may hear of the cell from now on. False where it is still: that has to be over first.
+    pub(crate) fn share(&mut self, handle: VirtualHandle) -> bool {
+        let Some(cell) = self.cell_mut(handle) else { return true };
+        cell.is_shared |= !cell.is_still;
+        !cell.is_still
+    }
+
+    /// Nobody can map the cell or hand it on until [`Table::let_go`], or it is elsewhere. How many references it has, which are not going to
+    /// be more; none where it cannot leave.
+    pub(crate) fn hold_still(&mut self, handle: VirtualHandle) -> Option<u32> {
+        let is_own = self.cells.get(&handle).is_some_and(|(key, _)| {
+            self.slabs.get(key).is_some_and(|slab| slab.new.recipe.is_some())
+        });
+        let cell = self.cell_mut(handle).filter(|cell| is_own && cell.can_leave())?;
+        cell.is_still = true;
+        Some(cell.references)
+    }
+
+    /// See [`Table::hold_still`].
+    pub(crate) fn let_go(&mut self, handle: VirtualHandle) {
         if let Some(cell) = self.cell_mut(handle) {
-            cell.is_fresh = false;
+            cell.is_still = false;
         }
     }
 
-    /// The cell is an allocation of its own from now on: `row`. None when it is not unplaced any more. What its slab needs no
-    /// more comes out.
+    /// Is the row being made a cell?
+    pub(crate) fn is_row_still(&self, row: VirtualHandle) -> bool {
+        self.still_rows.contains(&row)
+    }
+
+    /// The row is a cell, or comes to be none.
+    pub(crate) fn let_row_go(&mut self, row: VirtualHandle) {
+        self.still_rows.remove(&row);
+    }
+
+    /// The cell, which was held still, is an allocation of its own from now on: `row`. How many references it has, and what its slab
+    /// needs no more, come out. None when it has ended.
     pub(crate) fn stand_alone(
         &mut self,
         handle: VirtualHandle,
         row: VirtualHandle,
-    ) -> Option<Ended> {
-        let found = self.cell_at(handle)?;
-        let is_fresh = self.cell_mut(handle).is_some_and(|cell| cell.is_fresh);
-        if !is_fresh {
-            return None;
-        }
+    ) -> Option<(u32, Ended)> {
+        let found = self.cell_at(handle).filter(|found| found.is_still)?;
+        let references = self.cell_mut(handle)?.references;
         self.take_cell(found.slab, found.part.offset_bytes);
+        // What stood alone before, and has been a cell since, has other handles.
+        for stands_for in self.alone.values_mut().filter(|stands_for| **stands_for == handle) {
+            *stands_for = row;
+        }
         self.alone.insert(handle, row);
-        Some(self.end_empty(found.slab))
+        Some((references, self.end_empty(found.slab)))
     }
 
     /// What the driver would not take back, for another try.
@@ -581,6 +716,11 @@ impl Table {
         self.refused.push(ended);
     }
 
+    /// What handles of cells stand for that are allocations of their own.
+    pub(crate) fn rows_alone(&self) -> HashSet<VirtualHandle> {
+        self.alone.values().copied().collect()
+    }
+
     /// Forgets handles whose rows are not among the living.
     pub(crate) fn forget_alone(&mut self, lives: impl Fn(VirtualHandle) -> bool) {
         let cells = &self.cells;
@@ -588,11 +728,44 @@ impl Table {
     }
 }
 
+/// What begins at or before `at` and is as long as `size_of` says, if it reaches there.
+fn item_under<T>(
+    all: &BTreeMap<u64, T>,
+    at: u64,
+    size_of: impl Fn(&T) -> u64,
+) -> Option<(u64, &T)> {
+    let (&start, found) = all.range(..=at).next_back()?;
+    (at - start < size_of(found)).then_some((start, found))
+}
+
 impl Window {
+    fn new(range: VaRange, under: Under, rights: BTreeMap<Location, i32>) -> Self {
+        let (spots, items) = (BTreeMap::new(), BTreeMap::new());
+        Self { range, is_room: false, under, spots, items, rights }
+    }
+
     fn has_spot_in(&self, part: Part) -> bool {
-        self.spots.iter().any(|(&offset_bytes, spot)| {
-            part.meets(Part { offset_bytes, size_bytes: spot.size_bytes })
-        })
+        let Under::Slab(_, base) = self.under else { return false };
+        let range = part.at(DeviceAddress(base));
+        let before = self.spots.range(..range.end().0).next_back();
+        before.is_some_and(|(start, size_bytes)| start + size_bytes > range.start.0)
+    }
+
+    fn has_item_in(&self, range: VaRange) -> bool {
+        let before = self.items.range(..range.end().0).next_back();
+        before.is_some_and(|(start, item)| start + item.size_bytes > range.start.0)
+    }
+
+    /// Does one spot hold all of `range`?
+    fn is_of_spot(&self, range: VaRange) -> bool {
+        let under = item_under(&self.spots, range.start.0, |size_bytes| *size_bytes);
+        under.is_some_and(|(start, size_bytes)| range.end().0 <= start + size_bytes)
+    }
+
+    /// How much of the spots has nothing mapped.
+    fn vacant_bytes(&self) -> u64 {
+        let mapped: u64 = self.items.values().map(|item| item.size_bytes).sum();
+        self.spots.values().sum::<u64>() - mapped
     }
 }
 

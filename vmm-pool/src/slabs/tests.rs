@@ -107,9 +107,10 @@ fn a_slab_ends_with_its_last_cell_and_its_window_with_the_last_spot() {
     assert_eq!(table.free_spot(range).map(|_| ()), None, "it is mapped");
     table.release(handle).unwrap();
     let (rows, ended) = table.unmap(range).unwrap();
-    let (row, mapped) = ended.into_iter().next().unwrap().slab.unwrap();
-    assert_eq!((rows, row.index(), mapped), (vec![], 0, vec![window(0)]));
+    let mounted = vec![(window(0).start.0, window(0))];
+    assert_eq!((rows, ended.row.unwrap().index(), ended.mounted), (vec![], 0, mounted));
     assert_eq!(table.place(range.start), Place::Nothing);
+    assert_eq!(table.dismounted(window(0).start.0), None, "its addresses are kept");
     assert_eq!(table.unmap(range).map(|_| ()), None, "nothing is mapped");
     assert_eq!(table.free_spot(range).unwrap().windows, [window(0)]);
     assert_eq!(table.place(range.start), Place::Elsewhere);
@@ -130,7 +131,8 @@ fn a_range_that_cuts_a_cell_or_leaves_the_window_is_refused() {
         assert_eq!(table.unmap(range).map(|_| ()), None, "{range:?}");
     }
     let (rows, ended) = table.unmap(VaRange::new(first.start, 3 * UNIT)).unwrap();
-    assert_eq!((rows.len(), ended.len()), (0, 2));
+    assert!(rows.is_empty() && ended.is_nothing(), "their handles keep them");
+    assert_eq!(table.place(second.start), Place::Nothing);
 }
 
 #[test]
@@ -139,35 +141,161 @@ fn rights_of_a_device_are_set_once_a_window() {
     let (_, range) = placed(&mut table, key, 1);
     let own = AccessDesc::read_write(DeviceOrdinal(0));
     let other = AccessDesc::read_write(DeviceOrdinal(1));
+    assert_eq!(table.right_at(range.start, own.location), Some(0), "nobody has set any");
     assert_eq!(table.plan_access(range, &[own]), AccessPlan::Done);
-    assert_eq!(table.plan_access(range, &[own, other]), AccessPlan::Grant(window(0)));
-    table.granted(window(0), &[other]);
-    let (_, range) = placed(&mut table, key, 1);
-    assert_eq!(table.plan_access(range, &[other]), AccessPlan::Done);
+    let grant = AccessPlan::Grant { window: window(0).start.0, mounted: window(0) };
+    assert_eq!(table.plan_access(range, &[own, other]), grant);
+    table.granted(window(0).start.0, range, &[other]);
+    assert_eq!(table.right_at(range.start, other.location), Some(3));
+    let (_, next) = placed(&mut table, key, 1);
+    assert_eq!(table.right_at(next.start, other.location), Some(0));
+    assert_eq!(table.plan_access(next, &[other]), AccessPlan::Done);
     let less = AccessDesc { flags: 1, ..other };
-    let refused = AccessPlan::Refused(DriverCode::NOT_SUPPORTED);
-    assert_eq!(table.plan_access(range, &[less]), refused);
-    let tail = VaRange::new(range.start, 2 * UNIT);
-    let nothing = AccessPlan::Refused(DriverCode::INVALID_VALUE);
-    assert_eq!(table.plan_access(tail, &[own]), nothing);
+    assert_eq!(table.plan_access(next, &[less]), AccessPlan::Done);
+    assert_eq!(table.wider(window(0).start.0, &[less])[0].flags, 3);
+    assert_eq!(table.right_at(next.start, other.location), Some(1), "it is what was set");
+    assert_eq!(table.right_at(range.start, other.location), Some(3));
+    let refused = AccessPlan::Refused(DriverCode::INVALID_VALUE);
+    let tail = VaRange::new(next.start, 2 * UNIT);
+    let wrong = AccessDesc { flags: 2, ..own };
+    assert_eq!(table.plan_access(tail, &[own]), refused);
+    assert_eq!(table.plan_access(next, &[wrong]), refused);
 }
 
 #[test]
-fn a_fresh_cell_takes_the_place_of_one_that_is_gone_whose_addresses_are_kept() {
+fn a_cell_takes_the_place_of_one_that_is_gone_whose_addresses_are_kept() {
     let (mut table, key) = table();
     placed(&mut table, key, 1);
     let (gone, range) = placed(&mut table, key, 1);
     table.unmap(range).unwrap();
     let next = table.carve(key, UNIT).unwrap();
-    assert_eq!(table.map(next, range), MapPlan::Refused, "the handle is held still");
+    let evicted = vec![gone];
+    assert_eq!(table.map(next, range), MapPlan::Into { evicted }, "the handle is held still");
     table.release(gone).unwrap();
-    assert_eq!(table.map(next, range), MapPlan::TakeOver { range });
-    assert!(table.take_over(next, range).unwrap().is_nothing());
+    assert_eq!(table.map(next, range), MapPlan::Into { evicted: Vec::new() });
+    assert_eq!(table.hold_still(next), Some(1));
+    assert_eq!(table.map(next, range), MapPlan::Busy, "its bytes are on their way");
+    assert!(!table.share(next));
+    assert!(table.move_cell(next, range).unwrap().is_nothing());
     assert_eq!(table.place(range.start), Place::Cell { range, handle: next });
     assert_eq!(table.totals().dead_bytes, 0);
     let other = placed(&mut table, key, 1).0;
-    table.shared(other);
-    assert_eq!(table.map(other, range), MapPlan::Refused, "somebody is there");
+    assert!(table.share(other));
+    assert_eq!(table.map(other, range), MapPlan::Wrong, "somebody is there");
+    table.unmap(range).unwrap();
+    assert_eq!(table.map(other, range), MapPlan::Odd, "others see where it is");
+}
+
+#[test]
+fn bytes_that_others_may_hold_take_nothing_new_until_all_give_them_up() {
+    let (mut table, key) = table();
+    placed(&mut table, key, 1);
+    let (gone, range) = placed(&mut table, key, 1);
+    assert!(table.share(gone));
+    table.unmap(range).unwrap();
+    table.release(gone).unwrap();
+    let next = table.carve(key, UNIT).unwrap();
+    assert_eq!(table.map(next, range), MapPlan::Odd, "who imported it would see it");
+    table.set_home();
+    assert_eq!(table.map(next, range), MapPlan::Into { evicted: Vec::new() });
+}
+
+#[test]
+fn two_cells_that_nobody_has_written_change_places() {
+    let (mut table, key) = table();
+    let [first, second] = [(); 2].map(|()| table.carve(key, UNIT).unwrap());
+    table.aim(this_thread(), Some(second));
+    let start = table.take_spot(this_thread(), UNIT, 0).unwrap();
+    let range = VaRange::new(start, UNIT);
+    assert_eq!(start.0, window(0).start.0 + UNIT);
+    assert_eq!(table.map(first, range), MapPlan::Done);
+    assert_eq!(table.place(start), Place::Cell { range, handle: first });
+    let Held::Cell(moved) = table.held(second) else { panic!("it is a cell still") };
+    assert_eq!((moved.part.offset_bytes, moved.is_unplaced), (0, true));
+}
+
+/// A room with a spot of so many units.
+fn room(table: &mut Table, number: u64, units: u64) -> VaRange {
+    let start = DeviceAddress(START.0 + number * (1 << 30));
+    let room_bytes = table.room_bytes(units * UNIT, 0).unwrap();
+    let spot = table.add_room(VaRange::new(start, room_bytes), units * UNIT);
+    VaRange::new(spot, units * UNIT)
+}
+
+#[test]
+fn a_room_takes_any_cell_that_is_in_use_and_its_slab_leaves_with_it() {
+    let (mut table, key) = table();
+    placed(&mut table, key, 1);
+    let (handle, first) = placed(&mut table, key, 2);
+    let spot = room(&mut table, 1, 2);
+    let base = DeviceAddress(spot.start.0 - UNIT);
+    let (window, mounted) = (spot.start.0 - ROOM_BYTES, VaRange::new(base, SLAB_BYTES));
+    let MapPlan::Fill { window: filled, mounted: there, .. } = table.map(handle, spot) else {
+        panic!("it has to be filled");
+    };
+    assert_eq!((filled, there), (window, mounted));
+    assert_eq!(table.map(handle, spot), MapPlan::Busy, "another thread fills it");
+    let (is_mapped, ended) = table.filled(handle, spot, (window, mounted), true);
+    assert!(is_mapped && ended.is_nothing());
+    assert_eq!(table.place(spot.start), Place::Cell { range: spot, handle });
+    assert_eq!(table.spot_at(spot.start), Some(spot));
+    table.unmap(first).unwrap();
+    table.release(handle).unwrap();
+    let (_, ended) = table.unmap(spot).unwrap();
+    assert_eq!((ended.mounted, ended.row), (vec![(window, mounted)], None));
+    assert!(table.free_spot(spot).unwrap().is_nothing(), "its slab is there still");
+    let room = VaRange::new(DeviceAddress(window), 2 * ROOM_BYTES);
+    assert_eq!(table.dismounted(window), Some(room));
+}
+
+#[test]
+fn a_part_of_a_room_takes_no_slab_for_the_rest_would_lie_outside_it() {
+    let (mut table, key) = table();
+    let (handle, range) = placed(&mut table, key, 1);
+    let spot = room(&mut table, 1, 5);
+    let inside = VaRange::new(DeviceAddress(spot.start.0 + 2 * UNIT), UNIT);
+    assert_eq!(table.map(handle, inside), MapPlan::Odd);
+    table.unmap(range).unwrap();
+    assert_eq!(table.map(handle, inside), MapPlan::StandAlone, "with its bytes");
+}
+
+#[test]
+fn a_room_takes_what_stands_alone_in_parts_and_cells_that_fit_nowhere_else_stand_alone() {
+    let (mut table, key) = table();
+    let spot = room(&mut table, 1, 2);
+    let row = VirtualHandle::new(9, 1);
+    let half = VaRange::new(spot.start, UNIT);
+    assert_eq!(table.map_alone(half, row, &recipe()), MapPlan::StandAlone);
+    assert_eq!(table.place(half.start), Place::Alone);
+    assert_eq!(table.map_alone(half, row, &recipe()), MapPlan::Wrong, "it is taken");
+    let rest = VaRange::new(half.end(), UNIT);
+    let fresh = table.carve(key, UNIT).unwrap();
+    assert_eq!(table.map(fresh, rest), MapPlan::StandAlone);
+    let (used, range) = placed(&mut table, key, 1);
+    assert_eq!(table.map(used, rest), MapPlan::Odd, "no room for its slab beside the other");
+    table.unmap(range).unwrap();
+    assert_eq!(table.map(used, rest), MapPlan::StandAlone, "with its bytes");
+    let beyond = VaRange::new(rest.start, 2 * UNIT);
+    assert_eq!(table.map_alone(beyond, row, &recipe()), MapPlan::Wrong);
+    table.not_mapped_alone(half);
+    assert_eq!(table.place(half.start), Place::Nothing);
+}
+
+#[test]
+fn a_size_that_is_used_in_odd_ways_has_no_more_cells_and_that_is_told_once() {
+    let mut table = Table::default();
+    table.set_on(true);
+    for _ in 0..habits::ODD_MAX {
+        assert_ne!(table.wanted(UNIT, &recipe()), Wanted::Alone);
+        assert_eq!(table.take_odd_size(), None);
+        table.note_copied(UNIT);
+    }
+    assert_eq!(table.wanted(UNIT, &recipe()), Wanted::Alone);
+    table.note_copied(UNIT);
+    assert_eq!((table.take_odd_size(), table.take_odd_size()), (Some(UNIT), None));
+    assert_ne!(table.wanted(2 * UNIT, &recipe()), Wanted::Alone);
+    table.note_refused(2 * UNIT);
+    assert_eq!(table.wanted(2 * UNIT, &recipe()), Wanted::Alone);
 }
 
 #[test]

@@ -23,7 +23,7 @@ use crossbeam_channel::Receiver;
 use super::ahead::{Ahead, Claim, Delivered, HeldFigures, Used};
 use super::chunk::{BringIn, CHUNK_BYTES, CHUNK_LENGTH, Chunk, new_chunk};
 use super::disk::Disk;
-use super::ring::{self, Ring, Slot, Writing};
+use super::ring::{self, Ring, SLOT_BYTES, Slot, Writing};
 use super::{Extent, HostBudget, Part, Saved, Store};
 use crate::copies::CopyStreams;
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode, PinnedFor, VaRange};
@@ -73,6 +73,8 @@ pub(crate) struct HostArena<D: Driver> {
     ahead: Arc<Ahead>,
     /// The file. It is under the arena's lock, for the same steps use both.
     pub(crate) disk: Disk,
+    /// Copies may come yet that nobody could wait for: chunks stay.
+    late_copies: Arc<AtomicBool>,
 }
 
 /// How many chunks are brought in ahead of the one being pinned.
@@ -90,12 +92,18 @@ impl<D: Driver> HostArena<D> {
             coming: None,
             ahead: Arc::default(),
             disk: Disk::new(),
+            late_copies: Arc::default(),
         }
     }
 
     /// What is known of it without its lock.
     pub(crate) fn ahead(&self) -> &Arc<Ahead> {
         &self.ahead
+    }
+
+    /// Gives nothing back while this is so.
+    pub(crate) fn stay_while(&mut self, late_copies: Arc<AtomicBool>) {
+        self.late_copies = late_copies;
     }
 
     /// Has new chunks lie on these NUMA nodes.
@@ -336,6 +344,9 @@ impl<D: Driver> HostArena<D> {
     /// Gives chunks back until at most `keep_bytes` (rounded up to a chunk) are held. A context must be
     /// current, and no contents saved beyond that.
     pub(crate) fn shrink_to(&mut self, keep_bytes: u64) -> PoolResult<()> {
+        if self.late_copies.load(Ordering::Acquire) {
+            return Ok(());
+        }
         while self.capacity_bytes() >= keep_bytes.saturating_add(CHUNK_BYTES) {
             let Some(Held { chunk, pins }) = self.chunks.last() else {
                 break;
@@ -446,6 +457,29 @@ impl<D: Driver> HostArena<D> {
         debug_assert!(copied.is_ok() && left.is_empty(), "nothing in the closure fails");
     }
 
+    /// Writes what lies at `place` to the file, from `to` on; [`Disk::file`]'s `finish` says whether the disk has it. No
+    /// copy of the driver's may be under way there.
+    ///
+    /// # Errors
+    /// [`PoolError::FileRefused`].
+    pub(crate) fn write_out(&self, place: &Range<u64>, to: u64) -> PoolResult<()> {
+        let file = self.disk.file().ok_or_else(|| self.disk.nothing_to_write_to())?;
+        let mut begin = place.start;
+        while begin < place.end {
+            let end = place.end.min(begin + SLOT_BYTES);
+            self.pieces(&(begin..end), |pointer, offset, length| {
+                let size = usize::try_from(length).unwrap_or(0);
+                // SAFETY: the piece lies in a live chunk, was written when it was saved, and nobody writes it now.
+                let bytes = unsafe { std::slice::from_raw_parts(pointer.as_ptr(), size) };
+                let at = to + (begin - place.start) + offset;
+                file.write_summed(at, bytes, &[length])?;
+                file.drop_cached(&(at..at + length))
+            })?;
+            begin = end;
+        }
+        Ok(())
+    }
+
     /// Copies saved contents out, from the byte `start` of their allocation on, from here or from the file. No copy of
     /// the driver's may be under way there.
     ///
@@ -475,6 +509,21 @@ impl<D: Driver> HostArena<D> {
             left = rest;
         }
         Ok(())
+    }
+
+    /// Calls `each` with host and device side of every copy that a part of the allocation at `range` takes.
+    pub(crate) fn sides(
+        &self,
+        range: VaRange,
+        extent: Extent,
+        mut each: impl FnMut(NonNull<u8>, VaRange),
+    ) {
+        let range = range.part(&extent.part());
+        let told = self.pieces(&extent.place(), |pointer, offset, length| {
+            each(pointer, VaRange::new(DeviceAddress(range.start.0 + offset), length));
+            Ok(())
+        });
+        debug_assert!(told.is_ok(), "nothing in the closure fails");
     }
 
     /// Starts copies of a part of the allocation at `source` to its place in the arena, on a stream of `copies` that

@@ -29,7 +29,7 @@ use crate::error::{PoolError, PoolResult};
 const DEFAULT_DIR: &str = "/tmp";
 
 /// Where pieces that go past the page cache begin and end, in the file and in memory: what every disk takes.
-const ALIGNMENT_BYTES: u64 = 4096;
+pub(crate) const ALIGNMENT_BYTES: u64 = 4096;
 
 /// The directory, and the file while it holds anything.
 #[derive(Debug)]
@@ -122,15 +122,27 @@ impl Disk {
         let Some(end_bytes) = places.iter().map(|place| place.end).max() else {
             return Ok(());
         };
-        let file = match self.file.take() {
-            Some(file) => file,
-            None if self.is_cached => ContentsFile::create(&self.dir)?,
-            None => ContentsFile::create(&self.dir)?.past_the_cache(),
-        };
-        let file = self.file.insert(file);
+        let dir = self.dir.clone();
+        let file = self.file_in(&dir)?;
         file.check_limit(end_bytes)?;
         file.check_space(places.iter().map(|place| place.end - place.start).sum())?;
         places.iter().try_for_each(|place| file.take_space(place))
+    }
+
+    /// As [`Disk::reserve`], with the file in `dir` where there is none yet.
+    pub(crate) fn reserve_in(&mut self, dir: &Path, places: &[Range<u64>]) -> PoolResult<()> {
+        self.file_in(dir)?;
+        self.reserve(places)
+    }
+
+    /// The file, made in `dir` where there is none.
+    fn file_in(&mut self, dir: &Path) -> PoolResult<&mut ContentsFile> {
+        let file = match self.file.take() {
+            Some(file) => file,
+            None if self.is_cached => ContentsFile::create(dir)?,
+            None => ContentsFile::create(dir)?.past_the_cache(),
+        };
+        Ok(self.file.insert(file))
     }
 
     /// Gives back all disk space but that of `live`, which are in order and apart. When nothing is left this

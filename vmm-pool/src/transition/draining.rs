@@ -87,6 +87,13 @@ impl<D: Driver> Pool<D> {
     pub fn close(self: &Arc<Self>) -> Draining<D> {
         Draining::new(Shut::new(self, self.gate().close()))
     }
+
+    /// For whoever is inside, and about to begin a stream capture, which the driver ends when a device is waited for beside it: waits that were
+    /// left behind when the gate opened, and may be about to begin, end by this, or `limit` is over. Did they? Where a device has work for longer, its wait
+    /// has begun long before.
+    pub fn let_waits_end(&self, limit: Duration) -> bool {
+        self.waits.let_end(limit)
+    }
 }
 
 impl<D: Driver> Draining<D> {

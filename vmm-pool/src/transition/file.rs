@@ -244,7 +244,12 @@ mod tests {
         let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
         driver.make_current(GPU).unwrap();
         let pool = Arc::new(Pool::new(Arc::clone(&driver), 1));
-        let class = |contents| Class { library: "test", tag: "weights".to_owned(), contents };
+        let class = |contents| Class {
+            library: "test",
+            tag: "weights".to_owned(),
+            contents,
+            ..Class::default()
+        };
         for contents in [Contents::Keep, Contents::File] {
             let prop = AllocationProp::pinned_on(GPU);
             let entered = pool.enter();

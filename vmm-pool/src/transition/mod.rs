@@ -19,6 +19,8 @@
 mod ahead;
 mod draining;
 mod file;
+mod handover;
+mod links;
 mod mappings;
 mod pause;
 mod quiesced;
@@ -34,6 +36,7 @@ mod views;
 
 pub use ahead::{BroughtIn, HostStanding};
 pub use draining::{Activity, DrainError, Draining};
+pub use handover::{Handed, Shape, Shapes};
 pub use pause::{Leaving, Prepared, Undone};
 pub use quiesced::{Done, Failed, Quiesced, Shut};
 pub use restore::ImportRequest;

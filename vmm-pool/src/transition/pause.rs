@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use super::links::Through;
 use super::quiesced::{Done, Failed, Quiesced};
 use super::save::Space;
 use super::still::Still;
@@ -89,7 +90,8 @@ impl<D: Driver> Leaving<D> {
         self.pool().ledger().set_stays(stays)?;
         let budget = budget(self.quiesced.host_demand(&self.selection));
         let (survey, space) = (self.quiesced.seen(), Space::Take(budget));
-        Still::drained(&self.quiesced).save(&self.selection, survey, copies, space)
+        let still = Still::drained(&self.quiesced);
+        still.save(&self.selection, survey, copies, space, Through::TwoLinks)
     }
 
     /// Maps everything again.

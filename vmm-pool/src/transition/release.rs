@@ -1,9 +1,10 @@
 //! The point of no return of a pause, and the undo of a resume: memory given back to the driver.
 
+use super::handover::{Handed, Shapes};
 use super::mappings::is_import_of;
 use super::still::Still;
 use crate::deferred::Physical;
-use crate::driver::Driver;
+use crate::driver::{Driver, RawHandle};
 use crate::error::{Describe, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Row, Selection};
@@ -38,6 +39,21 @@ impl<D: Driver> Still<'_, D> {
     /// # Driver calls
     /// `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
     pub(super) fn release_selected(&self, selection: &Selection) -> PoolResult<StepLog> {
+        self.hand_over(selection, &Shapes::new()).map(|(log, _none)| log)
+    }
+
+    /// The same, and hands over as many allocations of each shape as are `wanted`.
+    ///
+    /// # Errors
+    /// As [`Still::release_selected`].
+    ///
+    /// # Driver calls
+    /// Those, and `cuMemExportToShareableHandle`.
+    pub(super) fn hand_over(
+        &self,
+        selection: &Selection,
+        wanted: &Shapes,
+    ) -> PoolResult<(StepLog, Vec<Handed>)> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         let chosen = |row: &Row| row.can_leave() && selection.has(row) && row.loses_nothing();
@@ -61,8 +77,13 @@ impl<D: Driver> Still<'_, D> {
             self.release_unmapped(log, |row| is_import_of(row, selection));
             Ok(())
         })?;
+        let mut exported = log.timed("export", |log| {
+            Ok(self.export_wanted(log, wanted, |row| row.is_own() && chosen(row)))
+        })?;
+        let mut handed = Vec::new();
         log.timed("release own", |log| {
-            log.bytes = self.release_unmapped(log, |row| row.is_own() && chosen(row));
+            let handles = self.pool.ledger().take_unmapped(|row| row.is_own() && chosen(row));
+            log.bytes = self.release_each(log, handles, |raw| handed.extend(exported.remove(&raw)));
             let mut arena = self.pool.arena();
             let ([in_memory, in_file], kept_bytes) = {
                 let ledger = self.pool.ledger();
@@ -78,7 +99,7 @@ impl<D: Driver> Still<'_, D> {
                 tracing::debug!(%error, "stream-ordered pools were not trimmed");
             }
         }
-        Ok(log)
+        Ok((log, handed))
     }
 
     /// Releases what `choose` picks and what is nowhere mapped; returns the bytes released.
@@ -89,13 +110,26 @@ impl<D: Driver> Still<'_, D> {
 
     /// Releases all of `handles`, whatever happens; returns the bytes released.
     pub(super) fn release_all(&self, log: &mut StepLog, handles: Vec<Physical>) -> u64 {
+        self.release_each(log, handles, |_| {})
+    }
+
+    /// The same, with a word of each that the driver has taken back.
+    fn release_each(
+        &self,
+        log: &mut StepLog,
+        handles: Vec<Physical>,
+        mut taken_back: impl FnMut(RawHandle),
+    ) -> u64 {
         let mut bytes = 0;
         for handle in handles {
-            let (size_bytes, device) = handle.extent();
+            let ((size_bytes, device), raw) = (handle.extent(), handle.raw());
             log.call();
             let released = self.pool.deferred.release(handle);
             match released.about(|| "release".to_owned(), size_bytes, device) {
-                Ok(()) => bytes += size_bytes,
+                Ok(()) => {
+                    bytes += size_bytes;
+                    taken_back(raw);
+                }
                 Err(error) => log.notes.push(format!("not given back: {error}")),
             }
         }

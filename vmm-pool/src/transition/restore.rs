@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 
 use super::file::Filed;
+use super::links::Through;
 use super::still::Still;
 use crate::budget::Charge;
 use crate::copies::CopyStreams;
@@ -17,8 +18,9 @@ use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, DriverCod
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Selection};
+use crate::links::{Haul, Parcels, Way};
 use crate::pool::{Borrowed, Pool};
-use crate::store::{Extent, HostArena, Part, Store};
+use crate::store::{Extent, HostArena, Part, Saved, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// Allocations to fetch again from one owner.
@@ -28,6 +30,23 @@ pub struct ImportRequest {
     pub owner: PeerId,
     /// Its allocations.
     pub ids: Vec<AllocationId>,
+}
+
+/// Whether memory that comes back must fit into the tenant's budget.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Room {
+    /// It comes by tag, to a process that may have taken other memory meanwhile.
+    Asked,
+    /// All of it was within the budget when it left, and nothing else can have taken its place but by its application's
+    /// own will.
+    Owed,
+}
+
+impl Room {
+    /// For a resume of `selection`, also where it comes in parts.
+    pub(super) fn of(selection: &Selection) -> Self {
+        if selection.is_by_tag() { Self::Asked } else { Self::Owed }
+    }
 }
 
 /// An allocation whose contents come back, and where its device can write them.
@@ -42,9 +61,57 @@ struct Target {
     zeros: Vec<Range<u64>>,
 }
 
+/// Handles and devices.
+type OwnRows = Vec<(VirtualHandle, Option<DeviceOrdinal>)>;
+
+/// A resume waits for all that lanes copy at once.
+const GROUP: u64 = 0;
+
+/// Copies that are put together for two lanes.
+struct Hauling<'h> {
+    haul: &'h Haul,
+    parcels: Parcels,
+    /// So much is passed on at once: waiting for fills before takes as long as copying a little of it.
+    least_bytes: u64,
+    /// Zeros are being made, over what these copies go to.
+    has_fills: bool,
+}
+
+impl<'h> Hauling<'h> {
+    fn new(haul: &'h Haul, parcel_bytes: u64) -> Self {
+        let parcels = Parcels::new(parcel_bytes);
+        Self { haul, parcels, least_bytes: 4 * parcel_bytes, has_fills: false }
+    }
+
+    /// Is it for the lanes to copy? A view ends with its copies, one by one.
+    fn takes(target: &Target) -> bool {
+        target.store == Store::Host && !target.is_view
+    }
+
+    fn wait_for_fills<D: Driver>(&mut self, copies: &CopyStreams<'_, D>) -> PoolResult<()> {
+        if std::mem::take(&mut self.has_fills) { copies.finish_all() } else { Ok(()) }
+    }
+
+    fn add(&mut self) -> PoolResult<()> {
+        self.haul.add(GROUP, &mut self.parcels)
+    }
+
+    /// The last of it.
+    fn pass_on<D: Driver>(
+        &mut self,
+        streams: &BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
+    ) -> PoolResult<()> {
+        for copies in streams.values().filter(|_| self.has_fills) {
+            copies.finish_all()?;
+        }
+        self.has_fills = false;
+        self.add()
+    }
+}
+
 impl<D: Driver> Still<'_, D> {
     /// See [`super::Shut::create_own`].
-    pub(super) fn create_own(&self, selection: &Selection) -> PoolResult<StepLog> {
+    pub(super) fn create_own(&self, selection: &Selection, room: Room) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         log.timed("create own", |log| {
@@ -56,7 +123,7 @@ impl<D: Driver> Still<'_, D> {
                     .filter(|row| row.is_own() && !row.is_resident() && selection.has(row));
                 away.map(|row| (row.handle(), row.size_bytes(), *row.prop())).collect()
             };
-            let mut room = self.take_room(selection, &wanted)?;
+            let mut room = self.take_room(room, &wanted)?;
             let mut created = Vec::new();
             for (row, size_bytes, prop) in wanted {
                 let device = prop.location.as_device();
@@ -93,11 +160,10 @@ impl<D: Driver> Still<'_, D> {
         Ok(log)
     }
 
-    /// Takes room in the tenant's budget for all of `wanted`. A whole resume has it in any case: all of this was within
-    /// the budget when it left, and nothing else can have taken its place but by its application's own will.
-    fn take_room(
+    /// Takes room in the tenant's budget for all of `wanted`.
+    pub(super) fn take_room(
         &self,
-        selection: &Selection,
+        room: Room,
         wanted: &[(VirtualHandle, u64, AllocationProp)],
     ) -> PoolResult<BTreeMap<DeviceOrdinal, Charge>> {
         let mut needed: BTreeMap<DeviceOrdinal, u64> = BTreeMap::new();
@@ -106,16 +172,15 @@ impl<D: Driver> Still<'_, D> {
                 *needed.entry(device).or_default() += size_bytes;
             }
         }
-        let mut room = BTreeMap::new();
+        let mut taken = BTreeMap::new();
         for (device, bytes) in needed {
-            let charge = if selection.is_by_tag() {
-                self.pool.budget.charge(Some(device), bytes)?
-            } else {
-                self.pool.budget.charge_anyway(Some(device), bytes)
+            let charge = match room {
+                Room::Asked => self.pool.budget.charge(Some(device), bytes)?,
+                Room::Owed => self.pool.budget.charge_anyway(Some(device), bytes),
             };
-            room.extend(charge.map(|charge| (device, charge)));
+            taken.extend(charge.map(|charge| (device, charge)));
         }
-        Ok(room)
+        Ok(taken)
     }
 
     fn check_device_budget(&self, log: &mut StepLog, selection: &Selection) -> PoolResult<()> {
@@ -145,45 +210,98 @@ impl<D: Driver> Still<'_, D> {
         &self,
         selection: &Selection,
         exports_max: usize,
+        through: Through,
     ) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         let mut arena = self.pool.arena();
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
-        let own: Vec<(VirtualHandle, Option<DeviceOrdinal>)> = {
-            let ledger = self.pool.ledger();
-            let own =
-                ledger.rows().filter(|row| row.is_own() && row.is_resident() && selection.has(row));
-            own.map(|row| (row.handle(), row.device())).collect()
-        };
+        let (own, bytes) = self.own_of(selection);
         let mut from_file = Vec::new();
-        let outcome = log.timed("map and queue copies", |log| {
-            for &(row, device) in &own {
-                self.map_row_again(log, row)?;
-                let Some(device) = device else { continue };
-                if let Entry::Vacant(vacant) = streams.entry(device) {
-                    vacant.insert(CopyStreams::open(&self.pool.deferred, device)?);
+        // SAFETY: what is mapped here stays so until the lanes have ended, and no application work runs before the gate
+        // opens; nobody else has the arena, which keeps its chunks meanwhile.
+        let outcome = unsafe {
+            self.with_links(&mut log, through, Way::In, &bytes, |log, haul| {
+                let mut hauling = haul.map(|(haul, parcel_bytes)| Hauling::new(haul, parcel_bytes));
+                log.timed("map and queue copies", |log| {
+                    for &(row, device) in &own {
+                        self.map_row_again(log, row)?;
+                        let Some(device) = device else { continue };
+                        if let Entry::Vacant(vacant) = streams.entry(device) {
+                            vacant.insert(CopyStreams::open(&self.pool.deferred, device)?);
+                        }
+                        let Some(target) = self.target_of(log, row, device)? else { continue };
+                        let Some(copies) = streams.get_mut(&device) else { continue };
+                        match hauling.as_mut().filter(|_| Hauling::takes(&target)) {
+                            Some(hauling) => {
+                                self.haul_one(log, &arena, copies, &target, hauling)?;
+                            }
+                            None => self.restore_one(log, &arena, copies, &target)?,
+                        }
+                        if target.store == Store::File {
+                            from_file.push((device, target));
+                        }
+                    }
+                    hauling.as_mut().map_or(Ok(()), |hauling| hauling.pass_on(&streams))
+                })?;
+                self.restore_files(log, &mut arena, &mut streams, &from_file)?;
+                log.timed("export", |log| self.export_again(log, selection, exports_max))?;
+                match hauling {
+                    Some(hauling) => log.timed("wait for copies", |_| hauling.haul.finish(GROUP)),
+                    None => Ok(()),
                 }
-                let Some(target) = self.target_of(log, row, device)? else { continue };
-                let Some(copies) = streams.get_mut(&device) else { continue };
-                self.restore_one(log, &arena, copies, &target)?;
-                if target.store == Store::File {
-                    from_file.push((device, target));
-                }
-            }
-            Ok(())
-        });
-        let outcome = outcome
-            .and_then(|()| self.restore_files(&mut log, &mut arena, &mut streams, &from_file));
-        let outcome = outcome.and_then(|()| {
-            log.timed("export", |log| self.export_again(log, selection, exports_max))
-        });
+            })
+        };
         // Every device is waited for, whatever the others say: nothing may be unmapped under a copy.
         let finished = log.timed("wait for copies", |_| self.wait_for_copies(&streams));
         let outcome = outcome.and(finished);
+        if outcome.is_ok() {
+            self.pool.ledger().are_filled(selection);
+        }
         if outcome.is_err() && self.pool.deferred.is_settled() {
             self.drop_views(&mut log);
         }
         outcome.map(|()| log)
+    }
+
+    /// Own memory of `selection` that is there, and how much of it comes from the arena, by device.
+    fn own_of(&self, selection: &Selection) -> (OwnRows, BTreeMap<DeviceOrdinal, u64>) {
+        let ledger = self.pool.ledger();
+        let own =
+            ledger.rows().filter(|row| row.is_own() && row.is_resident() && selection.has(row));
+        let mut bytes = BTreeMap::new();
+        let mut rows = Vec::new();
+        for row in own {
+            rows.push((row.handle(), row.device()));
+            let saved = row.saved().filter(|saved| saved.store == Store::Host);
+            if let (Some(device), Some(saved)) = (row.device(), saved) {
+                let stored = saved.extents.iter().map(|extent| extent.size_bytes);
+                *bytes.entry(device).or_insert(0) += stored.sum::<u64>();
+            }
+        }
+        (rows, bytes)
+    }
+
+    /// As [`Still::restore_one`], of contents whose copies the lanes make.
+    fn haul_one(
+        &self,
+        log: &mut StepLog,
+        arena: &HostArena<D>,
+        copies: &mut CopyStreams<'_, D>,
+        target: &Target,
+        hauling: &mut Hauling<'_>,
+    ) -> PoolResult<()> {
+        if !target.zeros.is_empty() {
+            self.fill_zeros(log, copies, target)?;
+            hauling.has_fills = true;
+        }
+        for extent in &target.extents {
+            arena.sides(target.range, *extent, |host, device| hauling.parcels.add(host, device));
+        }
+        if hauling.parcels.bytes() >= hauling.least_bytes {
+            hauling.wait_for_fills(copies)?;
+            hauling.add()?;
+        }
+        Ok(())
     }
 
     /// Where saved contents of an allocation go back to; `None` when it has none.
@@ -195,24 +313,31 @@ impl<D: Driver> Still<'_, D> {
     ) -> PoolResult<Option<Target>> {
         let ((store, extents, zeros), writable, raw, size_bytes) = {
             let ledger = self.pool.ledger();
-            let found = ledger.row(row);
-            let Some((found, saved)) = found.and_then(|row| Some((row, row.saved()?))) else {
+            let Some(found) = ledger.row(row) else { return Ok(None) };
+            let holds_others_bytes = found.holds_others_bytes();
+            let saved = found.saved();
+            if saved.is_none() && !holds_others_bytes {
                 return Ok(None);
-            };
+            }
             let writable = ledger.mappings_of(found).find(|mapping| {
                 mapping.rights_of(found.prop().location) == Some(AccessDesc::READ_WRITE)
             });
             let writable = writable.map(Mapping::range);
             let parts = found.copied_parts();
-            let parts = parts.iter().flat_map(|part| saved.parts_of(part.clone()));
+            let parts_of =
+                |saved| parts.iter().flat_map(move |part| Saved::parts_of(saved, part.clone()));
             let (mut extents, mut zeros) = (Vec::new(), Vec::new());
-            for part in parts {
+            for part in saved.into_iter().flat_map(parts_of) {
                 match part {
                     Part::Stored(extent) => extents.push(extent),
                     Part::Zeros(range) => zeros.push(range),
                 }
             }
-            let contents = (saved.store, extents, zeros);
+            if holds_others_bytes {
+                zeros = std::iter::once(0..found.size_bytes()).collect();
+            }
+            let store = saved.map_or(Store::Host, |saved| saved.store);
+            let contents = (store, extents, zeros);
             (contents, writable, found.raw(), found.size_bytes())
         };
         let (range, is_view) = match (writable, raw) {
@@ -243,6 +368,26 @@ impl<D: Driver> Still<'_, D> {
         if target.zeros.is_empty() && !is_in_memory {
             return Ok(());
         }
+        self.fill_zeros(log, copies, target)?;
+        for extent in target.extents.iter().filter(|_| is_in_memory) {
+            log.call();
+            // SAFETY: as above; the arena's place is this allocation's alone.
+            unsafe { arena.restore(target.range, *extent, copies) }?;
+        }
+        if target.is_view && is_in_memory {
+            copies.finish_all()?;
+            self.drop_view(log, target.range)?;
+        }
+        Ok(())
+    }
+
+    /// Starts making zeros on a stream that is taken for it.
+    fn fill_zeros(
+        &self,
+        log: &mut StepLog,
+        copies: &mut CopyStreams<'_, D>,
+        target: &Target,
+    ) -> PoolResult<()> {
         let stream = copies.take()?;
         for zeros in &target.zeros {
             log.call();
@@ -253,15 +398,6 @@ impl<D: Driver> Still<'_, D> {
                 range.size_bytes,
                 Some(copies.device()),
             )?;
-        }
-        for extent in target.extents.iter().filter(|_| is_in_memory) {
-            log.call();
-            // SAFETY: as above; the arena's place is this allocation's alone.
-            unsafe { arena.restore(target.range, *extent, copies) }?;
-        }
-        if target.is_view && is_in_memory {
-            copies.finish_all()?;
-            self.drop_view(log, target.range)?;
         }
         Ok(())
     }

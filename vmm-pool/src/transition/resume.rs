@@ -4,8 +4,9 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use super::links::Through;
 use super::quiesced::{Done, Failed, Shut};
-use super::restore::ImportRequest;
+use super::restore::{ImportRequest, Room};
 use super::still::Still;
 use crate::AllocationId;
 use crate::driver::Driver;
@@ -46,7 +47,7 @@ impl<D: Driver> Shut<D> {
         selection: Selection,
     ) -> Result<(Returning<D>, StepLog), Failed<Done<D>>> {
         self.pool().freeze();
-        match Still::not_touched_yet(&self).create_own(&selection) {
+        match Still::not_touched_yet(&self).create_own(&selection, Room::of(&selection)) {
             Ok(log) => {
                 self.begin_resume(selection.clone());
                 Ok((Returning { shut: self, selection }, log))
@@ -83,7 +84,7 @@ impl<D: Driver> Returning<D> {
     /// `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` behind each, and behind the last of them for
     /// what comes from the file; then `cuMemExportToShareableHandle`, `cuStreamSynchronize`.
     pub fn restore_own(&mut self, exports_max: usize) -> PoolResult<StepLog> {
-        self.still().restore_own(&self.selection, exports_max)
+        self.still().restore_own(&self.selection, exports_max, Through::TwoLinks)
     }
 
     /// What must be fetched from whom, by owner, in the ledger's order.

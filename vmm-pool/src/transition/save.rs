@@ -3,11 +3,12 @@
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
 
 use super::file::Filed;
+use super::links::Through;
 use super::still::Still;
 use crate::VirtualHandle;
 use crate::copies::CopyStreams;
@@ -15,9 +16,10 @@ use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
 use crate::ledger::{Layout, Mapping, Placed, Presence, Selection, Survey, merged};
+use crate::links::{Haul, Parcels, Way};
 use crate::pool::Pool;
 use crate::report::KeptBytes;
-use crate::store::{Copies, Extent, HostArena, HostBudget, HostDemand, Pins, Saved, Store};
+use crate::store::{Copies, Extent, HostArena, HostBudget, HostDemand, Saved, Store};
 
 /// Bytes copied between two looks at a stream. At 55 GB/s that is 5 ms, in which the driver unmaps some
 /// 200 blocks: copying and unmapping keep each other busy.
@@ -114,9 +116,11 @@ impl<D: Driver> Still<'_, D> {
         survey: &Survey,
         copies: Copies,
         space: Space,
+        through: Through,
     ) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
+        self.pool.deferred.check_places()?;
         let mut arena = self.pool.arena();
         let [kept, filed] = log.timed("lay out", |log| match space {
             Space::Take(budget) => {
@@ -149,7 +153,8 @@ impl<D: Driver> Still<'_, D> {
         let outcome = planned.and_then(|plan| {
             arena.set_nodes(self.pool.nodes_of(&self.pool.devices()));
             arena.begin_growth(end_bytes);
-            let kept = self.run_groups(&mut log, selection, &mut arena, &mut streams, &plan);
+            let kept =
+                self.run_groups(&mut log, selection, &mut arena, &mut streams, &plan, through);
             arena.end_growth();
             kept.and_then(|()| {
                 self.run_to_file(&mut log, &mut arena, &mut streams, &plan.to_file)
@@ -231,13 +236,85 @@ impl<D: Driver> Still<'_, D> {
         arena: &mut HostArena<D>,
         streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
         plan: &Plan,
+        through: Through,
+    ) -> PoolResult<()> {
+        let copied = |group: &Group| group.items.iter().map(|item| item.copied_bytes).sum::<u64>();
+        let mut bytes = BTreeMap::new();
+        for group in &plan.groups {
+            *bytes.entry(group.device).or_insert(0) += copied(group);
+        }
+        // SAFETY: sources stay mapped until their group is retired, after all of it is copied, and what has failed is
+        // unmapped when copies have been seen to end; nobody else has the arena, which keeps its chunks meanwhile.
+        unsafe {
+            self.with_links(log, through, Way::Out, &bytes, |log, haul| match haul {
+                Some(haul) => self.haul_groups(log, selection, arena, plan, haul),
+                None => self.copy_groups(log, selection, arena, streams, plan),
+            })
+        }
+    }
+
+    /// Has the lanes of `haul` copy the groups, and unmaps behind them.
+    fn haul_groups(
+        &self,
+        log: &mut StepLog,
+        selection: &Selection,
+        arena: &mut HostArena<D>,
+        plan: &Plan,
+        (haul, parcel_bytes): (&Haul, u64),
+    ) -> PoolResult<()> {
+        let pins = self.pool.pins_of(&self.pool.devices());
+        if !plan.groups.is_empty() {
+            arena.pin_again(log, pins)?;
+        }
+        let mut parcels = Parcels::new(parcel_bytes);
+        let mut flying: VecDeque<(u64, &Group)> = VecDeque::new();
+        let retire_oldest = |log: &mut StepLog, flying: &mut VecDeque<(u64, &Group)>| {
+            let Some((number, group)) = flying.pop_front() else { return Ok(()) };
+            log.timed("wait for copies", |_| haul.finish(number))?;
+            log.timed("unmap saved", |log| self.retire(log, &group.items))
+        };
+        let mut imports_unmapped = false;
+        for (number, group) in (0..).zip(&plan.groups) {
+            let end_bytes = group.items.iter().map(Item::end_bytes).max().unwrap_or(0);
+            arena.grow_to(log, end_bytes, pins)?;
+            for item in &group.items {
+                for extent in &item.copied {
+                    arena.sides(item.source, *extent, |host, device| parcels.add(host, device));
+                }
+            }
+            log.timed("queue copies", |_| haul.add(number, &mut parcels))?;
+            flying.push_back((number, group));
+            if !imports_unmapped {
+                self.unmap_uncopied(log, selection, plan)?;
+                imports_unmapped = true;
+            }
+            if flying.len() > 2 {
+                retire_oldest(log, &mut flying)?;
+            }
+        }
+        if !imports_unmapped {
+            self.unmap_uncopied(log, selection, plan)?;
+        }
+        while !flying.is_empty() {
+            retire_oldest(log, &mut flying)?;
+        }
+        Ok(())
+    }
+
+    fn copy_groups(
+        &self,
+        log: &mut StepLog,
+        selection: &Selection,
+        arena: &mut HostArena<D>,
+        streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
+        plan: &Plan,
     ) -> PoolResult<()> {
         let groups = &plan.groups;
         // Two groups may be in flight on a device; when the third is queued the first is done.
         let mut in_flight: BTreeMap<DeviceOrdinal, Vec<&Group>> = BTreeMap::new();
         let mut imports_unmapped = false;
         // Also where this pause is of one of several devices only: the memory is there for the next one too.
-        let pins = Pins::of(&self.pool.devices());
+        let pins = self.pool.pins_of(&self.pool.devices());
         if !groups.is_empty() {
             arena.pin_again(log, pins)?;
         }

@@ -14,9 +14,12 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
+use super::handover::{Handed, Shapes};
+use super::links::Through;
 use super::mappings::is_import_of;
 use super::pause::{Leaving, Undone};
 use super::quiesced::{Done, Failed, Quiesced, Shut};
+use super::restore::Room;
 use super::resume::Returning;
 use super::save::Space;
 use super::still::Still;
@@ -25,7 +28,7 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Ledger, Row, Selection, StayReason, Survey};
 use crate::pool::Pool;
-use crate::store::{Copies, HostArena, HostBudget, HostDemand, Pins, Store};
+use crate::store::{Copies, HostArena, HostBudget, HostDemand, Store};
 use crate::{AllocationId, VirtualHandle};
 
 /// Bytes by device.
@@ -55,7 +58,7 @@ pub struct Left {
 pub struct Moved {
     /// As of any step; its bytes are those of `bytes`.
     pub log: StepLog,
-    /// Device memory released or created.
+    /// Device memory that is gone, or has come; what changes hands counts.
     pub bytes: ByDevice,
     /// Contents copied between devices and the host.
     pub copied_bytes: u64,
@@ -195,40 +198,54 @@ impl<D: Driver> Departing<D> {
 
     /// Saves and releases own memory, of each device as much as copies what `window` says, or one allocation of which more
     /// is copied; nothing is copied of a device that it does not name. What needs no copy and what was imported goes with
-    /// the first stage.
+    /// the first stage. Of what goes, as many allocations of each shape as are `wanted` are handed over.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`] and [`crate::PoolError::FileRefused`]: what this stage was about is on its device, with its
     /// contents, and another stage or [`Departing::release`] may be tried.
     ///
     /// # Driver calls
-    /// Those of [`Quiesced::save`] and [`super::Prepared::release`].
-    pub fn release_stage(&mut self, window: &ByDevice) -> PoolResult<Moved> {
+    /// Those of [`Quiesced::save`] and [`super::Prepared::release`], and `cuMemExportToShareableHandle`.
+    pub fn release_stage(
+        &mut self,
+        window: &ByDevice,
+        wanted: &Shapes,
+    ) -> PoolResult<(Moved, Vec<Handed>)> {
         let picked = self.pick(|device| window.get(&device).copied());
-        self.release_picked(picked)
+        self.release_picked(picked, wanted)
     }
 
-    fn release_picked(&mut self, (saved, others): Picked) -> PoolResult<Moved> {
+    fn release_picked(
+        &mut self,
+        (saved, others): Picked,
+        wanted: &Shapes,
+    ) -> PoolResult<(Moved, Vec<Handed>)> {
         let all: HashSet<VirtualHandle> = saved.union(&others).copied().collect();
         let before = self.resident_of(&all);
         let still = Still::drained(&self.leaving.quiesced);
         let part = Selection::Part(all);
         let survey = self.leaving.quiesced.seen();
         // Which copies stay was settled when host memory was taken.
-        let saved = still.save(&part, survey, Copies::All, self.space);
+        let saved = still.save(&part, survey, Copies::All, self.space, Through::OneLink);
         if saved.is_err() {
             // As much as was agreed on.
             self.space = Space::Take(HostBudget(None));
         }
         let mut log = saved?;
         let copied_bytes = std::mem::take(&mut log.bytes);
-        log.add(still.release_selected(&part)?);
-        let Selection::Part(all) = part else { return Ok(Moved::default()) };
+        let (released, handed) = still.hand_over(&part, wanted)?;
+        log.add(released);
+        let Selection::Part(all) = part else { return Ok((Moved::default(), handed)) };
         let after = self.resident_of(&all);
         let gone = before
             .into_iter()
             .map(|(device, bytes)| (device, bytes - after.get(&device).copied().unwrap_or(0)));
-        Ok(Moved { log, bytes: gone.collect(), copied_bytes })
+        Ok((Moved { log, bytes: gone.collect(), copied_bytes }, handed))
+    }
+
+    /// As [`Departing::release_picked`], for nobody.
+    fn release_for_good(&mut self, picked: Picked) -> PoolResult<Moved> {
+        self.release_picked(picked, &Shapes::new()).map(|(moved, _none)| moved)
     }
 
     /// The end of a pause by stages: saves and releases all that is left. What the driver would not copy or let go stays
@@ -247,7 +264,7 @@ impl<D: Driver> Departing<D> {
             if saved.is_empty() && others.is_empty() {
                 break;
             }
-            match self.release_picked((saved.clone(), others.clone())) {
+            match self.release_for_good((saved.clone(), others.clone())) {
                 Ok(moved) => {
                     all.add(moved);
                     // What the driver would not let go is noted, and not offered again and again.
@@ -272,7 +289,7 @@ impl<D: Driver> Departing<D> {
                 // Then without those of which something must be copied.
                 Err(error) if !saved.is_empty() && !others.is_empty() => {
                     tracing::warn!(%error, "what needs no copy is released alone");
-                    match self.release_picked((HashSet::new(), others.clone())) {
+                    match self.release_for_good((HashSet::new(), others.clone())) {
                         Ok(moved) => all.add(moved),
                         Err(error) => all.log.notes.push(stays(&error)),
                     }
@@ -371,15 +388,16 @@ impl<D: Driver> Arriving<D> {
     }
 
     /// Creates, maps and fills own memory, of each device no more than `allowed`; what has contents to put back comes
-    /// first.
+    /// first. What was `handed` over takes the place of creating, beyond what is allowed; what of it nothing is missing
+    /// for is given back to the driver.
     ///
     /// # Errors
     /// As [`Shut::create_own`] and [`Returning::restore_own`]; the resume can be undone then, and nothing else.
     ///
     /// # Driver calls
-    /// As [`Shut::create_own`] and [`Returning::restore_own`], without exports.
-    pub fn restore_stage(&mut self, allowed: &ByDevice) -> PoolResult<Moved> {
-        self.bring_back(|device| allowed.get(&device).copied().unwrap_or(0))
+    /// As [`Shut::create_own`] and [`Returning::restore_own`], without exports, and `cuMemImportFromShareableHandle`.
+    pub fn restore_stage(&mut self, allowed: &ByDevice, handed: Vec<Handed>) -> PoolResult<Moved> {
+        self.bring_back(|device| allowed.get(&device).copied().unwrap_or(0), handed)
     }
 
     /// The end of it: brings back whatever is still away, and exports what peers had imported, as far as `exports_max`
@@ -394,7 +412,7 @@ impl<D: Driver> Arriving<D> {
         mut self,
         exports_max: usize,
     ) -> Result<(Returning<D>, Moved), Failed<Returning<D>>> {
-        let moved = self.bring_back(|_| u64::MAX).and_then(|mut moved| {
+        let moved = self.bring_back(|_| u64::MAX, Vec::new()).and_then(|mut moved| {
             let Returning { selection, .. } = &self.returning;
             let still = self.returning.still();
             moved.log.timed("export", |log| still.export_again(log, selection, exports_max))?;
@@ -419,16 +437,31 @@ impl<D: Driver> Arriving<D> {
         self.returning.abandon();
     }
 
-    fn bring_back(&mut self, allowed: impl Fn(DeviceOrdinal) -> u64) -> PoolResult<Moved> {
-        let part = self.pick(allowed);
-        let bytes = {
-            let ledger = self.pool().ledger();
-            own_bytes_of(&ledger, &part, |row| !row.is_resident())
-        };
-        let part = Selection::Part(part);
+    fn bring_back(
+        &mut self,
+        allowed: impl Fn(DeviceOrdinal) -> u64,
+        handed: Vec<Handed>,
+    ) -> PoolResult<Moved> {
         let still = self.returning.still();
-        let mut log = still.create_own(&part)?;
-        let mut restored = still.restore_own(&part, 0)?;
+        let selection = self.returning.selection();
+        let mut log = StepLog::default();
+        let mut bytes = if handed.is_empty() {
+            ByDevice::new()
+        } else {
+            log.timed("take over", |log| {
+                still.take_over(log, selection, handed, Room::of(selection))
+            })?
+        };
+        let part = self.pick(allowed);
+        {
+            let ledger = self.pool().ledger();
+            for (device, created) in own_bytes_of(&ledger, &part, |row| !row.is_resident()) {
+                *bytes.entry(device).or_insert(0) += created;
+            }
+        }
+        let part = Selection::Part(part);
+        log.add(still.create_own(&part, Room::of(selection))?);
+        let mut restored = still.restore_own(&part, 0, Through::OneLink)?;
         let copied_bytes = std::mem::take(&mut restored.bytes);
         log.add(restored);
         if let Selection::Part(part) = part {
@@ -532,7 +565,7 @@ impl<D: Driver> Still<'_, D> {
         let held = held.and_then(|()| {
             let devices = self.pool.devices();
             let Some(&device) = devices.first() else { return Ok(()) };
-            let pins = Pins::of(&devices);
+            let pins = self.pool.pins_of(&devices);
             let about = || "pinning of host memory".to_owned();
             self.pool.driver.make_current(device).about(about, 0, Some(device))?;
             if !kept.placed.is_empty() {

@@ -341,3 +341,24 @@ fn a_mapping_or_export_that_the_driver_refuses_leaves_no_record() {
     pool.release(handle).expect("released");
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES, "nothing else holds it");
 }
+
+#[test]
+fn a_capture_lets_a_wait_end_that_was_left_behind_before_it_had_begun() {
+    let (pool, _) = slow(&node(), DriverOp::ContextSetCurrent);
+    assert!(pool.let_waits_end(Duration::ZERO), "nothing was asked");
+    let faults = pool.driver().faults();
+    let begun = faults.calls(DriverOp::PrimaryContextRetain);
+    let mut draining = pool.close();
+    let seen = draining.look(|| 0, Vec::new).expect("asked");
+    assert!(!seen.is_idle);
+    // Its thread has not come to the driver's wait yet, and will.
+    while faults.calls(DriverOp::PrimaryContextRetain) == begun {
+        std::thread::yield_now();
+    }
+    drop(draining.reopen());
+    let calls = || faults.calls(DriverOp::ContextSynchronize);
+    assert!(pool.let_waits_end(Duration::from_mins(1)));
+    assert_eq!(calls(), 1);
+    assert!(pool.let_waits_end(Duration::ZERO));
+    assert_eq!(calls(), 1, "nobody wants to know any more");
+}

@@ -14,7 +14,12 @@ fn a_pool() -> SimPool {
 }
 
 fn filled(pool: &SimPool, tag: &str, units: u64, seed: u64) -> VaRange {
-    let class = Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep };
+    let class = Class {
+        library: "test",
+        tag: tag.to_owned(),
+        contents: Contents::Keep,
+        ..Class::default()
+    };
     let handle = create(pool, DEVICE, units, class);
     let place = map(pool, handle, units * UNIT, &[AccessDesc::read_write(DEVICE)]);
     write(pool, DEVICE, place, pattern(seed));

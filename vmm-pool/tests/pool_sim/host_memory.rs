@@ -60,8 +60,12 @@ fn host_memory_behind_a_gap_is_not_given_back_while_contents_lie_there() {
     let node = SimNode::private(&[CHUNK + 64 * UNIT]).expect("a node");
     let pool = pool(&node);
     let tags = |tag: &str| Tags::Named([tag.to_owned()].into());
-    let class =
-        |tag: &str| Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep };
+    let class = |tag: &str| Class {
+        library: "test",
+        tag: tag.to_owned(),
+        contents: Contents::Keep,
+        ..Class::default()
+    };
     let pause_tag = |tag: &str| {
         let selection = Selection::Tagged(tags(tag), Whose::Everybody);
         pool.save(&selection, UNLIMITED).expect("saved");

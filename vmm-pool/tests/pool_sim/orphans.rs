@@ -149,6 +149,42 @@ fn what_is_freed_while_it_is_away_comes_back_for_its_importers_and_is_theirs_the
     assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES);
 }
 
+/// The driver unmaps it in no pause, so that it stays on its device where its importers have let it go.
+#[test]
+fn what_the_driver_would_not_unmap_and_is_freed_then_comes_back_for_its_importers_too() {
+    for contents in [Contents::Keep, Contents::Discard] {
+        let node = node();
+        let (owner, importer) = (pool(&node), pool(&node));
+        let shared = create(&owner, DEVICE, 1, class(contents));
+        let place = map(&owner, shared, UNIT, &[RW(DEVICE)]);
+        write(&owner, DEVICE, place, pattern(6));
+        let imported = share(&owner, shared, &importer, 1);
+        let there = map(&importer, imported, UNIT, &[RW(OTHER)]);
+        owner.save(&WHOLE, UNLIMITED).expect("saving");
+        let faults = owner.driver().faults();
+        faults.fail(DriverOp::Unmap, FaultSpan::From(1), DriverCode::UNKNOWN);
+        let log = owner.release_selected().expect("there is no way back");
+        faults.clear();
+        let stays = contents == Contents::Discard;
+        assert_eq!(log.notes.iter().any(|note| note.contains("stays mapped")), stays);
+        paused(&importer);
+        owner.unmap(place).expect("frees are answered while it is away");
+        owner.release(shared).expect("release");
+        for pool in [&owner, &importer] {
+            pool.create_own(&WHOLE).expect("memory");
+            pool.restore_own(usize::MAX).expect("contents");
+        }
+        import_again(&owner, &importer, 1).expect("imports");
+        drop((owner.commit_resume(), importer.commit_resume()));
+        let is_right = holds(&importer, OTHER, there, pattern(6));
+        assert!(is_right || stays, "as if there had been no pause");
+        assert!(owner.report().devices.is_empty(), "it is the importer's alone");
+        importer.unmap(there).expect("unmap");
+        importer.release(imported).expect("release");
+        assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES);
+    }
+}
+
 #[test]
 fn descriptors_that_importers_have_fetched_come_out_when_the_resume_is_committed() {
     let node = node();

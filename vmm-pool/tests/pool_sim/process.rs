@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use vmm_pool::driver::sim::SimDriver;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::{
-    AllocationId, Arriving, Borrowed, ByDevice, Class, Copies, Departing, Export, Failed,
+    AllocationId, Arriving, Borrowed, ByDevice, Class, Copies, Departing, Export, Failed, Handed,
     HostBudget, ImportRequest, ImportSource, Leaving, Moved, Pool, PoolResult, Prepared, Quiesced,
-    Reserved, Restored, Returning, Selection, StayReason, StepLog, Undone, VirtualHandle,
+    Reserved, Restored, Returning, Selection, Shapes, StayReason, StepLog, Undone, VirtualHandle,
 };
 
 use crate::stage::WHOLE;
@@ -160,12 +160,14 @@ impl SimPool {
     /// In place of a save, by stages.
     pub(crate) fn reserve(&self, selection: &Selection, budget: HostBudget) -> PoolResult<StepLog> {
         let told = std::mem::take(&mut *self.told.lock().expect("no test has failed"));
-        let quiesced = self.quiesce();
+        let mut quiesced = self.quiesce();
         quiesced.mark_unused(&told.unused);
+        let mut seen = quiesced.survey(selection);
         match quiesced.reserve(selection.clone(), &told.stays, Copies::All, |_| budget) {
             Ok((reserved, log)) => {
                 self.put(Stage::Reserved(reserved));
-                Ok(log)
+                seen.add(log);
+                Ok(seen)
             }
             Err(Failed { state, error }) => {
                 self.put(Stage::Leaving(*state));
@@ -183,8 +185,17 @@ impl SimPool {
     }
 
     pub(crate) fn release_stage(&self, window: &ByDevice) -> PoolResult<Moved> {
+        self.hand_over(window, &Shapes::new()).map(|(moved, _none)| moved)
+    }
+
+    /// A stage of which `wanted` is handed over.
+    pub(crate) fn hand_over(
+        &self,
+        window: &ByDevice,
+        wanted: &Shapes,
+    ) -> PoolResult<(Moved, Vec<Handed>)> {
         let mut departing = self.take_departing();
-        let moved = departing.release_stage(window);
+        let moved = departing.release_stage(window, wanted);
         self.put(Stage::Departing(departing));
         moved
     }
@@ -205,6 +216,11 @@ impl SimPool {
 
     /// In place of creating, by stages. The first shuts the gate.
     pub(crate) fn restore_stage(&self, allowed: &ByDevice) -> PoolResult<Moved> {
+        self.take_over(allowed, Vec::new())
+    }
+
+    /// A stage with what was handed over by another tenant.
+    pub(crate) fn take_over(&self, allowed: &ByDevice, handed: Vec<Handed>) -> PoolResult<Moved> {
         let mut arriving = match self.take() {
             Stage::Arriving(arriving) => arriving,
             Stage::Rest => {
@@ -213,7 +229,7 @@ impl SimPool {
             }
             stage => panic!("something else is under way: {stage:?}"),
         };
-        let moved = arriving.restore_stage(allowed);
+        let moved = arriving.restore_stage(allowed, handed);
         self.put(Stage::Arriving(arriving));
         moved
     }

@@ -29,7 +29,7 @@ fn the_driver_answers_for_what_is_here_and_the_ledger_for_what_is_away() {
     let access = vec![AccessDesc::read_write(DEVICE)];
     let mapping = VaRange::new(block, UNIT);
     let context = Some(CONTEXT);
-    let facts = Facts { mapping, block_bytes: Some(100), prop, access, context };
+    let facts = Facts { mapping, block_bytes: Some(100), reserved: None, prop, access, context };
     assert_eq!(pool.who_knows(inside), Known::Away(facts));
     assert!(!pool.is_as_seen(inside, sight));
 

@@ -1,7 +1,5 @@
 //! Cells of slabs: what a library sees that asks for memory as NCCL does, and what the driver sees.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, Location,
@@ -17,29 +15,34 @@ use crate::stage::{
 /// The first slab.
 const SLAB_BYTES: u64 = 16 << 20;
 
-fn nccl() -> Class {
+pub(crate) fn nccl() -> Class {
     Class { library: "nccl", tag: "nccl".to_owned(), ..Class::default() }
 }
 
-fn slabbed(node: &vmm_pool::driver::sim::SimNode) -> SimPool {
+pub(crate) fn slabbed(node: &vmm_pool::driver::sim::SimNode) -> SimPool {
     let pool = pool(node);
     pool.use_slabs(true);
     pool
 }
 
-fn create(pool: &SimPool, units: u64) -> PoolResult<VirtualHandle> {
+pub(crate) fn create(pool: &SimPool, units: u64) -> PoolResult<VirtualHandle> {
     pool.enter().create_cell(units * UNIT, &AllocationProp::pinned_on(DEVICE), nccl())
 }
 
 /// Addresses as the library gets them: the cell's, or the driver's.
 fn addresses(pool: &SimPool, size_bytes: u64) -> VaRange {
-    match pool.enter().take_addresses(size_bytes, UNIT) {
+    match pool.enter().take_addresses(size_bytes, UNIT, "nccl") {
         Some(start) => VaRange::new(start, size_bytes),
         None => reserve(pool, size_bytes),
     }
 }
 
-fn place(pool: &SimPool, handle: VirtualHandle, units: u64, device: DeviceOrdinal) -> VaRange {
+pub(crate) fn place(
+    pool: &SimPool,
+    handle: VirtualHandle,
+    units: u64,
+    device: DeviceOrdinal,
+) -> VaRange {
     let range = addresses(pool, units * UNIT);
     let entered = pool.enter();
     entered.map_cell(range, 0, handle).expect("mapped");
@@ -48,19 +51,19 @@ fn place(pool: &SimPool, handle: VirtualHandle, units: u64, device: DeviceOrdina
 }
 
 /// As NCCL allocates: create, reserve, map, give access.
-fn allocate(pool: &SimPool, units: u64) -> (VirtualHandle, VaRange) {
+pub(crate) fn allocate(pool: &SimPool, units: u64) -> (VirtualHandle, VaRange) {
     let handle = create(pool, units).expect("memory");
     (handle, place(pool, handle, units, DEVICE))
 }
 
-fn free_range(pool: &SimPool, range: VaRange) {
+pub(crate) fn free_range(pool: &SimPool, range: VaRange) {
     if pool.enter_giving_up().free_cell_addresses(range).is_err() {
         free_addresses(pool, range);
     }
 }
 
 /// As NCCL frees: retain, release, ask for the range, unmap, release, free the addresses.
-fn free(pool: &SimPool, range: VaRange) {
+pub(crate) fn free(pool: &SimPool, range: VaRange) {
     let entered = pool.enter_giving_up();
     let handle = entered.retain_cell_at(range.start).expect("it is mapped");
     entered.release_cell(handle).expect("retained");
@@ -71,7 +74,11 @@ fn free(pool: &SimPool, range: VaRange) {
     free_range(pool, range);
 }
 
-fn import(owner: &SimPool, handle: VirtualHandle, importer: &SimPool) -> PoolResult<VirtualHandle> {
+pub(crate) fn import(
+    owner: &SimPool,
+    handle: VirtualHandle,
+    importer: &SimPool,
+) -> PoolResult<VirtualHandle> {
     let (export, part) = owner.enter().export_cell(handle).expect("export");
     let entered = importer.enter();
     let fd = owner.redeem(export.id, export.serial, PeerId(1)).expect("a descriptor");
@@ -83,12 +90,12 @@ fn import(owner: &SimPool, handle: VirtualHandle, importer: &SimPool) -> PoolRes
 }
 
 /// Handles, reservations and mappings of the driver's.
-fn objects(pool: &SimPool) -> [usize; 3] {
+pub(crate) fn objects(pool: &SimPool) -> [usize; 3] {
     let census = pool.driver().core().census();
     [census.handles, census.reservations, census.mappings]
 }
 
-fn assert_nothing_left(pool: &SimPool) {
+pub(crate) fn assert_nothing_left(pool: &SimPool) {
     assert_eq!(objects(pool), [0; 3]);
     assert_eq!(free_bytes(pool, DEVICE), CAPACITY_BYTES);
     assert_eq!(pool.report().slabs, vmm_pool::SlabTotals::default());
@@ -166,7 +173,7 @@ fn only_small_memory_of_a_library_itself_that_can_be_shared_by_descriptor_is_of_
     for (size_bytes, prop, class) in all {
         let entered = pool.enter();
         let handle = entered.create_cell(size_bytes, &prop, class).expect("memory");
-        assert_eq!(entered.take_addresses(size_bytes, 0), None);
+        assert_eq!(entered.take_addresses(size_bytes, 0, "test"), None);
         entered.release_cell(handle).expect("released");
         drop(entered);
         assert_eq!(pool.report().slabs.slabs, 0);
@@ -211,33 +218,104 @@ fn a_cell_that_is_mapped_or_exported_before_it_has_addresses_stands_alone() {
 }
 
 #[test]
-fn a_cell_in_use_cannot_be_mapped_elsewhere_and_the_refusal_names_the_switch() {
+fn a_cell_in_use_cannot_be_mapped_in_addresses_of_the_drivers_and_the_refusal_names_the_switch() {
     let pool = slabbed(&node());
     let (handle, range) = allocate(&pool, 1);
     let elsewhere = reserve(&pool, UNIT);
+    for (range, offset, code) in [
+        (range, 0, DriverCode::INVALID_VALUE),
+        (elsewhere, UNIT, DriverCode::NOT_SUPPORTED),
+        (VaRange::new(elsewhere.start, 2 * UNIT), 0, DriverCode::INVALID_VALUE),
+        (VaRange::new(elsewhere.start, UNIT / 2), 0, DriverCode::NOT_SUPPORTED),
+    ] {
+        let error = pool.enter().map_cell(range, offset, handle).expect_err("refused");
+        assert_eq!(error.code(), Some(code), "as the driver does");
+    }
+    assert_eq!(pool.slabs_note(), None);
     let error = pool.enter().map_cell(elsewhere, 0, handle).expect_err("refused");
     assert!(error.to_string().contains("SUBLET_SLABS"), "{error}");
     assert_eq!(error.code(), Some(DriverCode::NOT_SUPPORTED));
-    for (range, offset) in
-        [(range, 0), (elsewhere, UNIT), (VaRange::new(elsewhere.start, 2 * UNIT), 0)]
-    {
-        pool.enter().map_cell(range, offset, handle).expect_err("refused");
-    }
-    let alone = pool.create(UNIT, &AllocationProp::pinned_on(DEVICE), nccl()).expect("memory");
+    // Who does that has no more cells.
+    assert!(pool.slabs_note().expect("told").contains("2097152 bytes"));
+    assert_eq!(pool.slabs_note(), None, "once");
+    let (alone, _) = allocate(&pool, 1);
+    assert_eq!(pool.report().slabs.cells, 1);
     let error = pool.enter().map_cell(range, 0, alone).expect_err("refused");
-    assert!(error.to_string().contains("SUBLET_SLABS"), "{error}");
-    pool.release(alone).expect("released");
+    assert_eq!(error.code(), Some(DriverCode::INVALID_VALUE));
+    let (_, second) = allocate(&pool, 2);
+    assert_eq!(pool.report().slabs.cells, 2, "other sizes do");
+    free(&pool, second);
+}
+
+#[test]
+fn a_cell_that_is_unmapped_is_mapped_anywhere_with_its_bytes() {
+    let pool = slabbed(&node());
+    let (_, kept) = allocate(&pool, 1);
+    let (handle, range) = allocate(&pool, 1);
+    write(&pool, DEVICE, range, pattern(1));
+    let elsewhere = reserve(&pool, 4 * UNIT);
+    let inside = VaRange::new(DeviceAddress(elsewhere.start.0 + UNIT), UNIT);
+    pool.enter().unmap_cells(range).expect("unmapped");
+    pool.enter().map_cell(inside, 0, handle).expect("mapped");
+    pool.enter().set_cell_access(inside, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    assert!(holds(&pool, DEVICE, inside, pattern(1)));
+    pause(&pool);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, inside, pattern(1)));
+    assert_eq!(pool.report().slabs.cells, 1);
+    // And back, in place of what was there.
+    pool.enter().unmap_cells(inside).expect("unmapped");
+    pool.enter().map_cell(range, 0, handle).expect("mapped");
+    pool.enter().set_cell_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    assert_eq!(pool.report().slabs.cells, 2);
+    assert!(holds(&pool, DEVICE, range, pattern(1)));
+    pool.enter_giving_up().release_cell(handle).expect("released");
+    pool.enter_giving_up().release_cell(handle).expect_err("once");
+    pool.enter_giving_up().unmap_cells(range).expect("unmapped");
+    free_range(&pool, range);
+    free(&pool, kept);
     free_addresses(&pool, elsewhere);
-    free(&pool, range);
     assert_nothing_left(&pool);
 }
 
 #[test]
-fn a_cell_is_mapped_twice_where_the_thread_asks_about_it_first() {
+fn handles_are_mapped_at_each_others_addresses() {
+    let pool = slabbed(&node());
+    let (_, kept) = allocate(&pool, 1);
+    let [first, second] = [(); 2].map(|()| create(&pool, 1).expect("memory"));
+    let [of_second, of_nobody] = [(); 2].map(|()| addresses(&pool, UNIT));
+    let access = [AccessDesc::read_write(DEVICE)];
+    for (handle, range, seed) in [(first, of_second, 1), (second, of_nobody, 2)] {
+        pool.enter().map_cell(range, 0, handle).expect("mapped");
+        pool.enter().set_cell_access(range, &access).expect("access");
+        assert!(holds(&pool, DEVICE, range, [0; 16]));
+        write(&pool, DEVICE, range, pattern(seed));
+    }
+    // And now the other way round, which copies both.
+    for range in [of_second, of_nobody] {
+        pool.enter().unmap_cells(range).expect("unmapped");
+    }
+    for (handle, range) in [(second, of_second), (first, of_nobody)] {
+        pool.enter().map_cell(range, 0, handle).expect("mapped");
+        pool.enter().set_cell_access(range, &access).expect("access");
+    }
+    assert!(holds(&pool, DEVICE, of_second, pattern(2)));
+    assert!(holds(&pool, DEVICE, of_nobody, pattern(1)));
+    pause(&pool);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, of_second, pattern(2)));
+    assert!(holds(&pool, DEVICE, of_nobody, pattern(1)));
+    for range in [of_second, of_nobody, kept] {
+        free(&pool, range);
+    }
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn a_cell_in_use_is_mapped_a_second_time_at_further_addresses() {
     let pool = slabbed(&node());
     let (handle, first) = allocate(&pool, 2);
     let (_, third) = allocate(&pool, 1);
-    pool.enter().cell_properties(handle).expect("properties");
     let second = place(&pool, handle, 2, OTHER);
     assert_ne!(first, second);
     write(&pool, DEVICE, first, pattern(7));
@@ -328,7 +406,7 @@ fn addresses_that_are_kept_take_memory_that_could_not_be_of_a_slab() {
 }
 
 #[test]
-fn memory_that_may_hold_something_is_not_exchanged() {
+fn memory_that_holds_something_takes_it_along_to_addresses_that_are_kept() {
     let pool = slabbed(&node());
     let (_, kept) = allocate(&pool, 1);
     let (handle, range) = allocate(&pool, 1);
@@ -339,12 +417,19 @@ fn memory_that_may_hold_something_is_not_exchanged() {
     let used = pool.create(UNIT, &AllocationProp::pinned_on(DEVICE), nccl()).expect("memory");
     let elsewhere = crate::stage::map(&pool, used, UNIT, &[AccessDesc::read_write(DEVICE)]);
     write(&pool, DEVICE, elsewhere, pattern(1));
+    let error = pool.enter().map_cell(range, 0, used).expect_err("mapped elsewhere");
+    assert!(error.to_string().contains("SUBLET_SLABS"), "{error}");
     pool.unmap(elsewhere).expect("unmapped");
-    pool.enter().map_cell(range, 0, used).expect_err("it would be lost");
-    pool.enter().map_cell(elsewhere, 0, used).expect("mapped");
-    pool.enter().set_cell_access(elsewhere, &[AccessDesc::read_write(DEVICE)]).expect("access");
-    assert!(holds(&pool, DEVICE, elsewhere, pattern(1)));
-    free(&pool, elsewhere);
+    pool.enter().map_cell(range, 0, used).expect("mapped");
+    pool.enter().set_cell_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    assert!(holds(&pool, DEVICE, range, pattern(1)));
+    let other = AllocationProp::pinned_on(OTHER);
+    let other = pool.create(UNIT, &other, nccl()).expect("memory");
+    pool.enter().unmap_cells(range).expect("unmapped");
+    pool.enter().map_cell(range, 0, other).expect_err("another device's");
+    pool.release(other).expect("released");
+    pool.enter_giving_up().release_cell(used).expect("released");
+    free_addresses(&pool, elsewhere);
     free_range(&pool, range);
     free(&pool, kept);
     assert_nothing_left(&pool);
@@ -507,7 +592,7 @@ fn addresses_answer_for_the_cell_and_not_for_the_slab() {
     pool.enter_giving_up().retain_cell_at(tail).expect_err("nothing is there");
     pause(&pool);
     let Known::Away(facts) = pool.who_answers(inside) else { panic!("it is away") };
-    assert_eq!((facts.mapping, facts.block_bytes), (second, Some(2 * UNIT)));
+    assert_eq!((facts.mapping, facts.reserved), (second, Some(second)));
     assert_eq!(facts.prop, AllocationProp::pinned_on(DEVICE));
     resume(&pool);
     assert!(matches!(pool.who_answers(inside), Known::Here(_)));
@@ -515,9 +600,12 @@ fn addresses_answer_for_the_cell_and_not_for_the_slab() {
         |range: VaRange| pool.driver().core().access_of(range.start, Location::device(OTHER));
     pool.enter().set_cell_access(second, &[AccessDesc::read_write(OTHER)]).expect("wider");
     assert_eq!((rights(first), rights(second)), (Ok(3), Ok(3)));
-    let none = AccessDesc { flags: 1, ..AccessDesc::read_write(OTHER) };
-    let error = pool.enter().set_cell_access(second, &[none]).expect_err("narrower");
-    assert_eq!(error.code(), Some(DriverCode::NOT_SUPPORTED));
+    let none = AccessDesc { flags: 0, ..AccessDesc::read_write(OTHER) };
+    pool.enter().set_cell_access(second, &[none]).expect("narrower");
+    let told = |range: VaRange| pool.cell_right(range.start, Location::device(OTHER));
+    assert_eq!((told(first), told(second), told(VaRange::new(tail, 1))), (Some(0), Some(0), None));
+    assert_eq!((rights(first), rights(second)), (Ok(3), Ok(3)), "the slab keeps its own");
+    assert_eq!(pool.reserved_range(inside), Some(second));
     let half = VaRange::new(second.start, UNIT);
     pool.enter_giving_up().unmap_cells(half).expect_err("half of it");
     pool.enter_giving_up().free_cell_addresses(second).expect_err("it is mapped");
@@ -601,7 +689,7 @@ fn try_all(owner: &SimPool, importer: &SimPool) {
 }
 
 fn try_place(pool: &SimPool, handle: VirtualHandle) -> Option<VaRange> {
-    let taken = pool.enter().take_addresses(UNIT, 0);
+    let taken = pool.enter().take_addresses(UNIT, 0, "nccl");
     let reserved = taken.map_or_else(|| reserve(pool, UNIT), |start| VaRange::new(start, UNIT));
     let range = reserved;
     let entered = pool.enter();
@@ -625,114 +713,4 @@ fn give_up(pool: &SimPool, handle: VirtualHandle, range: VaRange) {
     let is_freed =
         entered.free_cell_addresses(range).is_ok() || pool.driver().free_addresses(range).is_ok();
     assert!(is_freed, "addresses are not the driver's: {range:?}");
-}
-
-/// What each thread does, and how often there is a pause.
-const ROUNDS: u64 = 30;
-const ROUNDS_A_PAUSE: u64 = 9;
-
-/// What a thread does of its own memory, as far as it says itself, while the process is paused and resumed.
-fn work(pool: &SimPool, seed: u64, rounds: &AtomicU64) {
-    let mut held: Vec<(VirtualHandle, VaRange, u64)> = Vec::new();
-    let mut state = seed;
-    let mut below = |limit: u64| {
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) % limit
-    };
-    for round in 0..ROUNDS {
-        rounds.fetch_add(1, Ordering::Relaxed);
-        let at = usize::try_from(below(held.len() as u64 + 1)).expect("small");
-        match below(5) {
-            0 | 1 if held.len() < 12 => {
-                let units = 1 + below(3);
-                let Ok(handle) = create(pool, units) else { continue };
-                let range = place(pool, handle, units, DEVICE);
-                // A call at the gate, as launches are.
-                let pass = pool.enter();
-                assert!(holds(pool, DEVICE, range, [0; 16]), "{seed}: new memory is not zero");
-                let mark = seed << 32 | round;
-                write(pool, DEVICE, range, pattern(mark));
-                drop(pass);
-                held.push((handle, range, mark));
-            }
-            2 if at < held.len() => {
-                let (_, range, _) = held.swap_remove(at);
-                free(pool, range);
-            }
-            3 if at < held.len() => {
-                // As NCCL suspends: the addresses stay.
-                let (handle, range, _) = held[at];
-                let entered = pool.enter_giving_up();
-                entered.unmap_cells(range).expect("unmapped");
-                entered.release_cell(handle).expect("released");
-                drop(entered);
-                let Ok(handle) = create(pool, range.size_bytes / UNIT) else {
-                    held.swap_remove(at);
-                    free_range(pool, range);
-                    continue;
-                };
-                let entered = pool.enter();
-                entered.map_cell(range, 0, handle).expect("mapped again");
-                let access = [AccessDesc::read_write(DEVICE)];
-                entered.set_cell_access(range, &access).expect("access");
-                let mark = seed << 32 | round;
-                write(pool, DEVICE, range, pattern(mark));
-                held[at] = (handle, range, mark);
-            }
-            _ => {
-                let pass = pool.enter();
-                for (_, range, mark) in &held {
-                    assert!(holds(pool, DEVICE, *range, pattern(*mark)), "{seed}: {range:?}");
-                }
-                drop(pass);
-            }
-        }
-    }
-    for (_, range, _) in held {
-        free(pool, range);
-    }
-}
-
-#[test]
-fn threads_that_race_with_each_other_and_with_pauses_find_their_own_bytes() {
-    let pool = slabbed(&node());
-    let rounds = AtomicU64::new(0);
-    std::thread::scope(|scope| {
-        let (pool, rounds) = (&pool, &rounds);
-        let work = |seed| scope.spawn(move || work(pool, seed, rounds));
-        let workers = [1, 2, 3].map(work);
-        let mut pauses = 0;
-        while workers.iter().any(|worker| !worker.is_finished()) {
-            if rounds.load(Ordering::Relaxed) / ROUNDS_A_PAUSE > pauses {
-                pauses += 1;
-                pause(pool);
-                resume(pool);
-            }
-            std::thread::yield_now();
-        }
-    });
-    assert_nothing_left(&pool);
-}
-
-#[test]
-fn threads_that_import_cells_of_one_slab_at_once_hold_one_memory() {
-    for _ in 0..20 {
-        let node = node();
-        let (owner, importer) = (slabbed(&node), pool(&node));
-        let cells: Vec<_> = (0..4).map(|_| allocate(&owner, 1)).collect();
-        std::thread::scope(|scope| {
-            for ((handle, range), seed) in cells.iter().zip(1..) {
-                let (owner, importer) = (&owner, &importer);
-                scope.spawn(move || {
-                    let imported = import(owner, *handle, importer).expect("imported");
-                    let place = place(importer, imported, 1, OTHER);
-                    write(importer, OTHER, place, pattern(seed));
-                    assert!(holds(owner, DEVICE, *range, pattern(seed)));
-                    free(importer, place);
-                });
-            }
-        });
-        assert_eq!(objects(&importer), [0; 3]);
-    }
 }

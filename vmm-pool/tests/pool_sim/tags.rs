@@ -14,7 +14,7 @@ use crate::stage::{
 const RW: fn(vmm_pool::driver::DeviceOrdinal) -> AccessDesc = AccessDesc::read_write;
 
 fn tagged(tag: &str, contents: Contents) -> Class {
-    Class { library: "test", tag: tag.to_owned(), contents }
+    Class { library: "test", tag: tag.to_owned(), contents, ..Class::default() }
 }
 
 fn names(tags: &[&str]) -> Tags {

@@ -30,7 +30,7 @@ fn filled(
 }
 
 fn of_tag(tag: &str) -> Class {
-    Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep }
+    Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep, ..Class::default() }
 }
 
 /// Writes all that `holdings` have saved, a piece at a time; returns the file, and how often it took up the work.

@@ -15,6 +15,8 @@ use crate::units;
 
 /// Less host memory than this hardly holds any tenant's contents.
 const HOST_BYTES_LOW: u64 = 8 << 30;
+/// Fewer open files than this hardly bring the shared memory of a rank among eight back, with several communicators.
+const FILES_LOW: u64 = 16 * 1024;
 
 pub(super) fn checks(environment: &Environment) -> Vec<Check> {
     let read = |path: &str| fs::read_to_string(path).ok();
@@ -25,6 +27,7 @@ pub(super) fn checks(environment: &Environment) -> Vec<Check> {
         read("/sys/fs/cgroup/memory.current").as_deref(),
     ));
     checks.push(locked_memory(read("/proc/self/limits").as_deref()));
+    checks.push(open_files(read("/proc/self/limits").as_deref()));
     checks.push(huge_pages(read("/sys/kernel/mm/transparent_hugepage/enabled").as_deref()));
     checks.extend(variables(environment));
     checks
@@ -117,6 +120,30 @@ fn locked_memory(limits: Option<&str>) -> Check {
                     "limit {shown}; raise it (ulimit -l) only if a pause says that pinning fails"
                 ),
             )
+        }
+    }
+}
+
+/// How many descriptors a process may have while its memory comes back. The soft limit is raised to the hard one for that time.
+fn open_files(limits: Option<&str>) -> Check {
+    let subject = "open files";
+    let hard = limits.and_then(|text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("Max open files"))?;
+        line.split_whitespace().nth(1)
+    });
+    match hard.map(|text| (text, text.parse::<u64>())) {
+        None => Check::ok(subject, "limit unknown"),
+        Some((text, Ok(files))) if files < FILES_LOW => Check::warn(
+            subject,
+            format!(
+                "limit {text}: a resume opens one for each allocation that processes share, beside what the job has open, and is \
+                 refused where they do not fit; NCCL shares hundreds for each other rank"
+            ),
+            "raise the hard limit before the job starts: ulimit -Hn 1048576 as root, --ulimit nofile=1048576 for Docker, \
+             LimitNOFILE=1048576 for systemd; of a process that runs: prlimit --pid PID --nofile=1048576:1048576",
+        ),
+        Some((text, _)) => {
+            Check::ok(subject, format!("limit {text}, which a resume uses while it lasts"))
         }
     }
 }
@@ -251,6 +278,23 @@ mod tests {
         assert_eq!(check.level, Level::Warn);
         assert_eq!(check.finding, "4 GiB available to keep contents in");
         assert_eq!(host_memory(None, None, None).level, Level::Warn);
+    }
+
+    #[test]
+    fn too_few_open_files_are_named_with_the_limit_and_the_line_that_raises_it() {
+        let limits = |hard: &str| {
+            format!("Max open files            1024                 {hard:20} files\n")
+        };
+        let check = open_files(Some(&limits("4096")));
+        assert_eq!(check.level, Level::Warn);
+        assert!(check.finding.starts_with("limit 4096: "), "{check:?}");
+        assert!(check.next_step.unwrap().contains("ulimit -Hn 1048576"));
+        for enough in ["16384", "1048576", "unlimited"] {
+            let check = open_files(Some(&limits(enough)));
+            assert!(check.level == Level::Ok && check.finding.contains(enough), "{check:?}");
+        }
+        assert_eq!(open_files(None), Check::ok("open files", "limit unknown"));
+        assert_eq!(open_files(Some("Max open files")).level, Level::Ok);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 mod gpu;
 mod host;
+mod sharing;
 
 use std::process::ExitCode;
 
@@ -67,6 +68,7 @@ pub(crate) fn doctor(
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     let mut checks = gpu::checks();
+    checks.extend(sharing::checks(environment));
     checks.extend(host::checks(environment));
     if json {
         output.json(&Findings { checks: &checks })?;

@@ -368,3 +368,35 @@ fn the_applications_own_pause_goes_through_the_cut_too() {
     assert_eq!(job.launched(), [1, 1]);
     assert_eq!(job.states(), [MemberState::Paused; 2]);
 }
+
+#[test]
+fn ranks_that_wait_for_one_that_waits_for_memory_are_given_up_for_others_and_waited_for_by_name() {
+    let job = Job::new(2);
+    job.launch(0);
+    let waits = job.members[1].cut().wait_for_memory();
+    let mut for_another = job.coordinator(Options { passes_by_memory_waits: true, ..patient() });
+    let error = for_another.pause(&mut quiet).unwrap_err();
+    let [failure] = error.failures() else { panic!("{error}") };
+    assert_eq!(failure.failure.kind, FailureKind::NotNow);
+    let said = error.to_string();
+    for part in
+        ["for device memory that others hold", "rank 1 of communicator", "at collective 0 of 1"]
+    {
+        assert!(said.contains(part), "{said}");
+    }
+    assert!(error.left_unchanged() && error.is_retryable(), "{error}");
+    assert_eq!(job.states(), [MemberState::Active; 2]);
+    // Its memory comes, and with it the launch.
+    std::thread::scope(|scope| {
+        let by_name = scope.spawn(|| job.coordinator(patient()).pause(&mut quiet));
+        std::thread::park_timeout(Duration::from_millis(1500));
+        drop(waits);
+        job.launch(1);
+        by_name.join().unwrap().map(drop).unwrap();
+    });
+    assert_eq!(job.states(), [MemberState::Paused; 2]);
+    for_another.resume(&mut quiet).map(drop).unwrap();
+    // One that waits for memory alone holds no pause up.
+    let _waits = job.members[1].cut().wait_for_memory();
+    for_another.pause(&mut quiet).map(drop).unwrap();
+}

@@ -22,9 +22,9 @@ use crate::stepping::{Activity, StepOrder};
 use crate::transport::frame::encode;
 use crate::transport::{Connection, Listener, TransportError, poll_until};
 use crate::wire::{
-    DeviceDelta, Failure, FailureKind, GiveUp, HostProgress, MemberInfo, MemberState, MemberStats,
-    Order, Phase, PhaseReport, Reply, Request, SaveProgress, SaveStage, SaveStep, StageLeft,
-    StageReport, StepOn, TakePhase, Window,
+    DeviceDelta, Failure, FailureKind, GiveUp, HostProgress, Idleness, MemberInfo, MemberState,
+    MemberStats, Needed, Order, Phase, PhaseReport, Reply, Request, SaveProgress, SaveStage,
+    SaveStep, StageLeft, StageReport, StepOn, TakePhase, Window,
 };
 
 pub(super) const GIB: u64 = 1 << 30;
@@ -277,11 +277,12 @@ impl Agent {
     fn answer(&self, connection: &mut Connection, request: &Request) -> bool {
         let fault = match request {
             Request::Hello | Request::Withdraw(_) => self.script.hello,
-            Request::Stats | Request::Count => self.script.stats,
+            Request::Stats | Request::Count | Request::Idle(_) => self.script.stats,
             Request::Needs(_)
             | Request::Cut(_)
             | Request::Step(_)
             | Request::Host(_)
+            | Request::Spill(_)
             | Request::Lent(_)
             | Request::Save(SaveStep::Begin { .. } | SaveStep::CallOff) => None,
             Request::AwaitConsent(_) => {
@@ -350,6 +351,7 @@ impl Agent {
                 last_pause: Vec::new(),
                 last_resume: Vec::new(),
                 host: HostProgress::default(),
+                idleness: Idleness::default(),
                 lent: Vec::new(),
                 communicators: Vec::new(),
                 notes: Vec::new(),
@@ -364,10 +366,13 @@ impl Agent {
                 }))
             }
             Request::Host(_) => Reply::Host(Box::default()),
+            Request::Spill(_) => Reply::Spilled(Box::default()),
             Request::Count => Reply::Counts,
+            Request::Idle(_) => Reply::Idleness(Idleness::default()),
             Request::AwaitConsent(_) => Reply::Consented,
             Request::Needs(_) => {
-                Reply::Needs(vec![self.needed(); usize::from(self.script.holds_bytes > 0)])
+                let devices = vec![self.needed(); usize::from(self.script.holds_bytes > 0)];
+                Reply::Needs(Needed { devices, shapes: Vec::new() })
             }
             Request::Phase(TakePhase { order, .. }) => self.phase(order),
             Request::GiveUp(_) => Reply::Noted,
@@ -438,12 +443,14 @@ impl Agent {
             steps: Vec::new(),
             devices: vec![DeviceDelta { bytes, ..self.needed() }; usize::from(bytes > 0)],
             notes: Vec::new(),
+            bytes_by_neighbour: 0,
             kept: None,
             host: self.script.host.clone().filter(|_| phase == Phase::Drain),
             references: None,
             stage: Some(StageReport {
                 copied_bytes: bytes,
                 left: if left == 0 { Vec::new() } else { vec![self.left(left)] },
+                handed: Vec::new(),
             }),
         };
         Reply::PhaseDone(phase, report)
@@ -513,6 +520,7 @@ impl Agent {
             family: None,
             class: crate::turns::Class::default(),
             weight: crate::turns::Weight::default(),
+            queues: false,
             command: "python train.py".to_owned(),
             version: self.script.version.to_owned(),
             state: *self.state.lock().unwrap(),

@@ -1,6 +1,7 @@
 //! The coordinator against members that speak over real sockets and fail in every way and place.
 
 mod cuts;
+mod exchanges;
 mod fake;
 mod faults;
 mod gone;
@@ -24,7 +25,7 @@ const PAUSE: [Phase; 5] =
 const RESUME: [Phase; 4] = [Phase::CreateOwn, Phase::Restore, Phase::Import, Phase::Activate];
 
 /// One half of a swap after the other.
-const AFTER: SwapOptions = SwapOptions { overlap: false, window_bytes: None };
+const AFTER: SwapOptions = SwapOptions { overlap: false, window_bytes: None, hand_over: false };
 
 fn active() -> Script {
     Script::new(MemberState::Active)

@@ -12,7 +12,7 @@ use crate::cut::{Limits, Seen};
 use crate::member::{CONNECTIONS_MAX, Member};
 use crate::scope::TagNames;
 use crate::transport::Connection;
-use crate::wire::{Hold, Needs};
+use crate::wire::{Hold, Needed, Needs};
 use vmm_pool::gate::Passage;
 
 const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Save];
@@ -63,7 +63,12 @@ fn kv() -> Scope {
 fn allocate(member: &Member<SimDriver>) {
     let pool = member.pool();
     pool.driver().make_current(DEVICE).unwrap();
-    let class = Class { library: "test", tag: "kv".to_owned(), contents: Contents::Keep };
+    let class = Class {
+        library: "test",
+        tag: "kv".to_owned(),
+        contents: Contents::Keep,
+        ..Class::default()
+    };
     let prop = AllocationProp::pinned_on(DEVICE);
     pool.enter().block_allocate(GRANULARITY_BYTES, &prop, &[DEVICE], class).unwrap();
 }
@@ -303,9 +308,9 @@ fn what_a_resume_needs_a_paused_process_says_and_one_on_its_way_refuses() {
     let member = &job.members[0];
     allocate(member);
     let mut line = Line::to(member);
-    let question = Needs { scope: Scope::Whole, timeout_ms: 30_000 };
+    let question = Needs { scope: Scope::Whole, timeout_ms: 30_000, all_devices: false };
     let mut needs = || line.0.call(&question, Instant::now() + SOON).unwrap();
-    assert_eq!(needs(), Ok(Vec::new()), "nothing is away");
+    assert_eq!(needs(), Ok(Needed::default()), "nothing is away");
     for phase in BEFORE_RELEASE {
         line.lead(phase, &Scope::Whole);
     }
@@ -315,7 +320,7 @@ fn what_a_resume_needs_a_paused_process_says_and_one_on_its_way_refuses() {
         line.lead(phase, &Scope::Whole);
     }
     let devices = line.0.call(&question, Instant::now() + SOON).unwrap().unwrap();
-    assert_eq!(devices.iter().map(|device| device.bytes).sum::<u64>(), GRANULARITY_BYTES);
+    assert_eq!(devices.devices.iter().map(|device| device.bytes).sum::<u64>(), GRANULARITY_BYTES);
     assert_eq!(member.state(), MemberState::Paused);
     assert_eq!(member.info().asked.map(|asked| asked.phase), Some(Phase::Verify));
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::clock::{GPU_BYTES, Job, World, gpu, name};
 use crate::turns::history::History;
-use crate::turns::scene::{Cost, Held, Scene, Standing, Waiting};
+use crate::turns::scene::{Cost, Held, Scene, Standing, Waiting, Wish};
 use crate::turns::{Class, Decision, Settings, Verdict, decide};
 
 const SECOND: u64 = 1_000_000;
@@ -27,7 +27,7 @@ fn paused(class: Class, bytes: u64) -> Standing {
 }
 
 fn waits(tenant: &str) -> Waiting {
-    Waiting { tenant: name(tenant), is_order: false }
+    Waiting { tenant: name(tenant), wish: Wish::Turn }
 }
 
 fn scene(tenants: &[(&str, Standing)], waiting: &[Waiting]) -> Scene {
@@ -125,27 +125,147 @@ fn a_turn_lasts_its_quantum_against_its_class_its_bound_against_a_higher_one_and
 }
 
 #[test]
-fn who_is_idle_by_evidence_makes_way_whatever_its_quantum() {
-    for (class, idle_us, goes) in [
-        (Class::Fair, 400_000, false),
-        (Class::Fair, 600_000, true),
-        (Class::Background, 40_000, false),
-        (Class::Background, 60_000, true),
+fn who_is_idle_by_evidence_makes_way_before_its_quantum_is_over() {
+    let cheap = Cost { pause_us: 1_000, resume_us: 1_000 };
+    let dear = Cost { pause_us: SECOND / 2, resume_us: SECOND / 2 };
+    for (class, cost, idle_us, goes) in [
+        (Class::Fair, cheap, 400_000, false),
+        (Class::Fair, cheap, 600_000, true),
+        (Class::Background, cheap, 40_000, false),
+        (Class::Background, cheap, 60_000, true),
+        // What is switched costs no more than what was idle.
+        (Class::Fair, dear, 900_000, false),
+        (Class::Fair, dear, 1_100_000, true),
+        (Class::Background, dear, 900_000, false),
     ] {
-        let idle =
-            Standing { has_turn: true, idle_since_us: Some(NOW - idle_us), ..active(class, 80) };
+        let idle = Standing { idle_since_us: Some(NOW - idle_us), cost, ..active(class, 80) };
         let mut history = History::default();
-        history.came(&name("train"), NOW);
-        history.began_turn(&name("train"), false, NOW);
-        let scene = scene(&[("train", idle), ("infer", paused(class, 60))], &[waits("infer")]);
-        let decision = only(&scene, &history);
+        history.came(&name("train"), NOW - idle_us);
+        // Its quantum is longer than that.
+        history.tenants.get_mut("train").unwrap().growth = 8;
+        let against = |standing: &Standing| {
+            let waiting = Standing { cost, ..paused(class, 60) };
+            let tenants = [("train", standing.clone()), ("infer", waiting)];
+            only(&scene(&tenants, &[waits("infer")]), &history)
+        };
+        let decision = against(&idle);
         assert_eq!(matches!(decision.verdict, Verdict::Go(_)), goes, "{class} {idle_us}");
+        let said = decision.reasons[0].contains("has launched nothing for");
+        assert_eq!(said, goes, "{decision:?}");
+        // In its turn it keeps them: its program says that it goes on.
+        let in_turn = Standing { has_turn: true, ..idle };
+        assert!(matches!(against(&in_turn).verdict, Verdict::Wait(Some(_))));
     }
 }
 
 #[test]
+fn against_a_higher_class_who_is_idle_makes_way_at_once() {
+    let idle = Standing { idle_since_us: Some(NOW - 60_000), ..active(Class::Background, 80) };
+    let mut history = History::default();
+    history.came(&name("train"), NOW - 60_000);
+    let tenants = [("train", idle), ("infer", paused(Class::Fair, 60))];
+    let decision = only(&scene(&tenants, &[waits("infer")]), &history);
+    assert_eq!(decision.verdict, Verdict::Go(vec![name("train")]));
+}
+
+fn wants(tenant: &str, bytes: u64) -> Waiting {
+    Waiting { tenant: name(tenant), wish: Wish::Memory(BTreeMap::from([(gpu(0), bytes)])) }
+}
+
+fn queues(standing: Standing) -> Standing {
+    Standing { comes_back: true, ..standing }
+}
+
+#[test]
+fn an_allocation_that_fits_is_tried_again_and_one_that_does_not_has_the_least_paused_that_suffices()
+{
+    let tenants = [
+        ("train", queues(active(Class::Fair, 40))),
+        ("infer", queues(active(Class::Fair, 20))),
+        ("other", queues(active(Class::Fair, 30))),
+    ];
+    let decide = |bytes| only(&scene(&tenants, &[wants("train", bytes)]), &History::default());
+    assert_eq!(decide(10).verdict, Verdict::Go(Vec::new()));
+    let decision = decide(30);
+    assert_eq!(decision.verdict, Verdict::Go(vec![name("infer")]));
+    assert_eq!(decision.reasons[1], "'train' gets more memory: it lacked 20 bytes on GPU-0");
+    assert_eq!(decide(40).verdict, Verdict::Go(vec![name("other")]));
+    assert!(matches!(&decide(60).verdict, Verdict::Go(both) if both.len() == 2));
+    // More than there is, whoever makes way: it is refused at once, and nobody is stopped for it.
+    let decision = decide(61);
+    assert_eq!(decision.verdict, Verdict::Never);
+    assert!(decision.reasons[0].contains("'train' cannot have more, whoever makes way"));
+}
+
+#[test]
+fn an_allocation_takes_from_nobody_who_would_not_come_back_and_names_him() {
+    let tenants = [("train", queues(active(Class::Fair, 40))), ("infer", active(Class::Fair, 60))];
+    let back = Waiting { tenant: name("back"), wish: Wish::Back };
+    for (waiting, verdict) in [(wants("train", 30), Verdict::Never), (back, Verdict::Wait(None))] {
+        let mut scene = scene(&tenants, &[waiting]);
+        scene.tenants.insert(name("back"), queues(paused(Class::Fair, 30)));
+        scene.tenants.get_mut(&name("train")).unwrap().held.clear();
+        let mut history = History::default();
+        history.left(&name("back"), &scene, &Settings::default(), 0);
+        let decision = only(&scene, &history);
+        assert_eq!(decision.verdict, verdict);
+        let why = &decision.reasons[0];
+        assert!(why.contains("'infer' holds 60 bytes and does not come back by itself"), "{why}");
+    }
+    // A person's resume does, as a switch.
+    let waiting = Waiting { tenant: name("back"), wish: Wish::Resume };
+    let mut scene = scene(&tenants, &[waiting]);
+    scene.tenants.insert(name("back"), paused(Class::Fair, 50));
+    let decision = only(&scene, &History::default());
+    assert_eq!(decision.verdict, Verdict::Go(vec![name("infer")]));
+}
+
+#[test]
+fn who_got_more_keeps_it_for_a_quantum_and_who_was_paused_for_it_waits_in_the_order_of_claims() {
+    let mut history = History::default();
+    history.came(&name("train"), NOW - 100 * SECOND);
+    let before = scene(
+        &[("train", queues(active(Class::Fair, 40))), ("infer", queues(active(Class::Fair, 40)))],
+        &[wants("train", 40)],
+    );
+    assert_eq!(only(&before, &history).verdict, Verdict::Go(vec![name("infer")]));
+    history.left(&name("infer"), &before, &Settings::default(), NOW - SECOND);
+    history.got_more(&name("train"), &before, NOW - SECOND);
+    let after = scene(
+        &[("train", queues(active(Class::Fair, 80))), ("infer", queues(paused(Class::Fair, 40)))],
+        &[Waiting { tenant: name("infer"), wish: Wish::Back }],
+    );
+    assert_eq!(only(&after, &history).verdict, Verdict::Wait(Some(NOW + 9 * SECOND)));
+    // While the first still is about to take what was made free, nobody who came later gets it.
+    let between = scene(
+        &[("train", queues(active(Class::Fair, 40))), ("infer", queues(paused(Class::Fair, 40)))],
+        &[wants("train", 40), Waiting { tenant: name("infer"), wish: Wish::Back }],
+    );
+    let decisions = decide(&between, &history, &Settings::default(), NOW + 100 * SECOND);
+    assert_eq!(decisions[0].verdict, Verdict::Go(Vec::new()));
+    assert_eq!(decisions[1].reasons, ["'infer' waits: 'train' comes first"]);
+}
+
+#[test]
+fn one_that_waits_for_memory_and_was_paused_meanwhile_comes_back_with_room_for_both() {
+    let tenants =
+        [("train", queues(paused(Class::Fair, 40))), ("infer", queues(active(Class::Fair, 40)))];
+    // By name it stays so, also with a thread that waits.
+    let decision = only(&scene(&tenants, &[wants("train", 15)]), &History::default());
+    assert_eq!(decision.verdict, Verdict::Wait(None));
+    assert!(decision.reasons[0].contains("`sublet resume train`"), "{decision:?}");
+    let mut history = History::default();
+    history.left(&name("train"), &scene(&tenants, &[]), &Settings::default(), 0);
+    let decision = only(&scene(&tenants, &[wants("train", 15)]), &history);
+    assert_eq!(decision.verdict, Verdict::Go(Vec::new()));
+    let decision = only(&scene(&tenants, &[wants("train", 30)]), &history);
+    assert_eq!(decision.verdict, Verdict::Go(vec![name("infer")]));
+    assert_eq!(decision.reasons[1], "'train' is resumed: it lacked 10 bytes on GPU-0");
+}
+
+#[test]
 fn an_order_goes_first_and_is_held_up_by_nothing_but_a_turn() {
-    let order = Waiting { is_order: true, ..waits("infer") };
+    let order = Waiting { wish: Wish::Order, ..waits("infer") };
     let mut history = History::default();
     history.came(&name("train"), NOW - 1);
     let tenants = |has_turn| {
@@ -225,4 +345,78 @@ fn gangs_on_overlapping_gpus_take_all_or_none() {
     for tally in &world.tallies {
         assert!(tally.turns > 10, "{:?}", world.tallies);
     }
+}
+
+/// `waits` wants what `a` has, which could not be paused.
+fn with_refusal(b: Option<Standing>, wish: Wish) -> (Scene, History) {
+    let comes_back = |standing: Standing| Standing { comes_back: true, ..standing };
+    let mut tenants =
+        vec![("a", comes_back(active(Class::Background, 40))), ("waits", paused(Class::Fair, 60))];
+    tenants.extend(b.map(|b| ("b", comes_back(b))));
+    let free_bytes = BTreeMap::from([(gpu(0), 20)]);
+    let waiting = vec![Waiting { tenant: name("waits"), wish }];
+    let scene = Scene { free_bytes, ..scene(&tenants, &waiting) };
+    let mut history = History::default();
+    history.refused(&name("a"), "it captures a graph", SECOND / 10, NOW - SECOND / 2);
+    (scene, history)
+}
+
+#[test]
+fn who_could_not_be_paused_is_passed_over_for_others_and_waited_for_where_there_are_none() {
+    let b = active(Class::Fair, 40);
+    let (with_other, history) = with_refusal(Some(b), Wish::Turn);
+    assert_eq!(only(&with_other, &history).verdict, Verdict::Go(vec![name("b")]));
+    let (alone, history) = with_refusal(None, Wish::Turn);
+    let decision = only(&alone, &history);
+    assert_eq!(decision.verdict, Verdict::Wait(None), "it may never go: others are not held up");
+    assert_eq!(
+        decision.reasons,
+        [
+            "'waits' waits: 'a' could not be paused (it captures a graph), and is asked again in 500 ms"
+        ]
+    );
+    // Both, where neither suffices.
+    let (both, history) = with_refusal(Some(active(Class::Fair, 20)), Wish::Turn);
+    assert_eq!(only(&both, &history).verdict, Verdict::Wait(None));
+    // A person has it tried, and first the others.
+    let (order, history) = with_refusal(None, Wish::Order);
+    assert_eq!(only(&order, &history).verdict, Verdict::Go(vec![name("a")]));
+    let (order, history) = with_refusal(Some(active(Class::Fair, 40)), Wish::Order);
+    assert_eq!(only(&order, &history).verdict, Verdict::Go(vec![name("b")]));
+}
+
+#[test]
+fn who_cannot_be_paused_is_asked_less_and_less_often_until_it_can() {
+    let a = name("a");
+    let mut history = History::default();
+    let mut now_us = NOW;
+    let mut rests = Vec::new();
+    for times in 1..=9 {
+        let line = history.refused(&a, "it captures", SECOND / 10, now_us);
+        assert!(line.contains(&format!("could not be paused, {times} time")), "{line}");
+        assert!(line.ends_with("(it captures)"), "{line}");
+        let until_us = history.of(&a).refusal.unwrap().until_us;
+        rests.push((until_us - now_us) / SECOND);
+        now_us = until_us;
+    }
+    assert_eq!(rests, [1, 2, 4, 8, 16, 32, 60, 60, 60]);
+    // One whose tries take long is stopped for no more than a tenth of the time.
+    let mut rests = Vec::new();
+    for _ in 0..5 {
+        history.refused(&name("slow"), "no cut", 30 * SECOND, now_us);
+        let until_us = history.of(&name("slow")).refusal.unwrap().until_us;
+        rests.push((until_us - now_us) / SECOND);
+        now_us = until_us;
+    }
+    assert_eq!(rests, [30, 60, 120, 240, 300]);
+    // Long ago counts for nothing, and neither does what was before it could be paused.
+    history.refused(&a, "it captures", 1, now_us + 3600 * SECOND);
+    assert_eq!(history.of(&a).refusal.map(|refusal| refusal.times), Some(1));
+    let mut by_name = history.clone();
+    by_name.note_back(&scene(&[("a", active(Class::Fair, 40))], &[]));
+    assert!(by_name.of(&a).refusal.is_some());
+    by_name.note_back(&scene(&[("a", paused(Class::Fair, 40))], &[]));
+    assert!(by_name.of(&a).refusal.is_none());
+    history.left(&a, &Scene::default(), &Settings::default(), now_us);
+    assert!(history.of(&a).refusal.is_none());
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::identity::TenantName;
 use crate::turns::history::History;
-use crate::turns::scene::{Cost, Held, Scene, Standing, Waiting};
+use crate::turns::scene::{Cost, Held, Scene, Standing, Waiting, Wish};
 use crate::turns::{Class, Decision, Settings, Verdict, Weight, decide};
 
 pub(super) const GPU_BYTES: u64 = 100;
@@ -133,6 +133,7 @@ impl World {
                 is_active,
                 held: job.gpus.iter().map(|at| (gpu(*at), held)).collect(),
                 has_turn: matches!(self.doing[index], Doing::InTurn { .. }),
+                comes_back: true,
                 idle_since_us: None,
                 cost: job.cost,
             };
@@ -141,7 +142,7 @@ impl World {
         let waiting = self
             .queue
             .iter()
-            .map(|index| Waiting { tenant: Self::tenant(*index), is_order: false })
+            .map(|index| Waiting { tenant: Self::tenant(*index), wish: Wish::Turn })
             .collect();
         Scene { free_bytes, tenants, waiting }
     }

@@ -1,5 +1,6 @@
 //! Decisions one by one, and what comes of them on a virtual clock.
 
+mod by_itself;
 mod cases;
 mod clock;
 mod properties;

@@ -1,6 +1,9 @@
 //! The ways in which a pause or resume is asked for: by the library in this process, by a process of its own
 //! that may be killed, or by the real command.
 
+mod document;
+mod refusal;
+
 use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::os::fd::OwnedFd;
@@ -12,18 +15,17 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use sublet_tests::{Outcome, Trouble};
 use tenants::coordinator::{
-    Coordinator, CoordinatorError, DeviceShortage, Interrupt, LostImports, Options,
-    Outcome as Done, SwapError, SwapOptions, swap,
+    Coordinator, Interrupt, LostImports, Options, Outcome as Done, SwapOptions, swap,
 };
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
 use tenants::wire::Action;
 
+pub(crate) use refusal::Refusal;
+
 /// Longer than any phase takes on a busy machine.
 const PHASE_TIMEOUT: Duration = Duration::from_secs(30);
-/// In the notes of a swap that overlapped.
-pub(crate) const STAGES: &str = "stages";
 /// For all of a command.
 const COMMAND_TIMEOUT: Duration = Duration::from_mins(2);
 
@@ -57,28 +59,26 @@ pub(crate) struct SwapWith {
     pub(crate) tenant: String,
     pub(crate) overlap: bool,
     pub(crate) window_bytes: Option<u64>,
+    /// May memory change hands?
+    pub(crate) hand_over: bool,
+    /// What of it comes.
+    pub(crate) scope: Scope,
 }
 
 /// What came of it.
 #[derive(Clone, Debug)]
 pub(crate) enum Verdict {
     /// It succeeded, with so many members lost on the way.
-    Done { losses: usize, notes: Vec<String> },
+    Done {
+        losses: usize,
+        overlapped: bool,
+        /// For people, and never looked at.
+        notes: Vec<String>,
+    },
     /// It did not.
     Refused(Refusal),
     /// Whoever asked was killed.
     Killed,
-}
-
-/// Why it did not succeed.
-#[derive(Clone, Debug)]
-pub(crate) struct Refusal {
-    pub(crate) text: String,
-    /// Does it say that every process is as before?
-    pub(crate) left_unchanged: bool,
-    /// Of a swap that says so: is the first tenant paused all the same, with the second?
-    pub(crate) both_are_paused: bool,
-    pub(crate) shortages: Vec<DeviceShortage>,
 }
 
 /// Where tenants are, and what can be run.
@@ -107,7 +107,8 @@ impl Desk {
         match act(&self.run_dir, request, interrupt) {
             Ok(done) => Verdict::Done {
                 losses: done.iter().map(losses).sum(),
-                notes: done.iter().flat_map(notes).collect(),
+                overlapped: done.iter().any(overlapped),
+                notes: done.iter().flat_map(notes).cloned().collect(),
             },
             Err(refusal) => Verdict::Refused(refusal),
         }
@@ -148,76 +149,50 @@ impl Desk {
         child.kill()?;
         child.wait()?;
         Ok(if came_to_its_end && said == *b"k" {
-            Verdict::Done { losses: 0, notes: Vec::new() }
+            Verdict::Done { losses: 0, overlapped: false, notes: Vec::new() }
         } else {
             Verdict::Killed
         })
     }
 
     fn ask_command(&self, program: &Path, request: &Request) -> Outcome<Verdict> {
-        let (action, flag) = match (request.action, request.lost_imports) {
-            (Action::Pause, _) => ("pause", None),
-            (Action::Resume, LostImports::Refuse) => ("resume", None),
-            (Action::Resume, LostImports::LeaveOut) => ("resume", Some("--without-lost")),
-        };
         let mut command = Command::new(program);
+        let first = request.tenant.as_str();
         if let Some(swap) = &request.swap {
-            command.args([
-                "swap",
-                request.tenant.as_str(),
-                swap.tenant.as_str(),
-                "--timeout",
-                "30s",
-            ]);
+            command.args(["swap", first, swap.tenant.as_str()]);
             command.args((!swap.overlap).then_some("--no-overlap"));
+            command.args((swap.hand_over && swap.overlap).then_some("--hand-over"));
+            if let Some(bytes) = swap.window_bytes.filter(|_| swap.overlap) {
+                command.args(["--window", &bytes.to_string()]);
+            }
+            command.args(tags_of(&request.scope).flat_map(|name| ["--out-tag", name]));
+            command.args(tags_of(&swap.scope).flat_map(|name| ["--in-tag", name]));
         } else {
-            command.args([action, request.tenant.as_str(), "--timeout", "30s"]).args(flag);
+            let [action, _] = words(request);
+            let leaves_out =
+                request.action == Action::Resume && request.lost_imports == LostImports::LeaveOut;
+            command.args([action, first]).args(leaves_out.then_some("--without-lost"));
+            command.args(tags_of(&request.scope).flat_map(|name| ["--tag", name]));
         }
-        if let Scope::Tags { tags: TagNames::Named(names), .. } = &request.scope {
-            command.args(names.iter().flat_map(|name| ["--tag", name]));
-        }
+        command.args(["--timeout", "30s", "--json"]);
         command.env("SUBLET_RUN_DIR", &self.run_dir_path).env_remove("LD_PRELOAD");
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let begin = Instant::now();
         let output = command.output()?;
         if begin.elapsed() > COMMAND_TIMEOUT {
             return Err(Trouble::new("the command took too long"));
         }
-        let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        Ok(if output.status.success() {
-            Verdict::Done { losses: 0, notes: Vec::new() }
-        } else {
-            Verdict::Refused(Refusal {
-                left_unchanged: !text.contains("taking back failed") && !text.contains("half done"),
-                both_are_paused: text.contains("oth tenants are paused")
-                    || text.contains("is paused now"),
-                text,
-                shortages: Vec::new(),
-            })
-        })
+        document::read(&output)
     }
 }
 
-impl Refusal {
-    fn of(error: &CoordinatorError) -> Self {
-        Self {
-            text: error.to_string(),
-            left_unchanged: error.left_unchanged(),
-            both_are_paused: false,
-            shortages: error.shortages().to_vec(),
-        }
-    }
-
-    fn of_swap(error: &SwapError) -> Self {
-        let source = match error {
-            SwapError::NoTarget(source) | SwapError::Pause(source) => source,
-            SwapError::WentBack { source, .. }
-            | SwapError::NotBack { source, .. }
-            | SwapError::Resume { source, .. } => source,
-        };
-        let both_are_paused = matches!(error, SwapError::NotBack { .. } | SwapError::Resume { .. });
-        Self { text: error.to_string(), both_are_paused, ..Self::of(source) }
-    }
+/// The tags that it names.
+fn tags_of(scope: &Scope) -> impl Iterator<Item = &str> {
+    let names = match scope {
+        Scope::Tags { tags: TagNames::Named(names), .. } => Some(names),
+        Scope::Tags { tags: TagNames::All, .. } | Scope::Whole => None,
+    };
+    names.into_iter().flatten().map(String::as_str)
 }
 
 fn words(request: &Request) -> [&'static str; 2] {
@@ -264,22 +239,22 @@ fn act(
     let options = Options {
         timeout: Some(PHASE_TIMEOUT),
         lost_imports: request.lost_imports,
-        scope: request.scope.clone(),
         interrupt,
         ..Options::default()
     };
-    let coordinator =
-        |tenant: &TenantName| Coordinator::new(run_dir.clone(), tenant.clone(), options.clone());
-    let mut first = coordinator(&request.tenant);
+    let coordinator = |tenant: &TenantName, scope: &Scope| {
+        let options = Options { scope: scope.clone(), ..options.clone() };
+        Coordinator::new(run_dir.clone(), tenant.clone(), options)
+    };
+    let mut first = coordinator(&request.tenant, &request.scope);
     if let Some(with) = &request.swap {
-        let how = SwapOptions { overlap: with.overlap, window_bytes: with.window_bytes };
-        let tenant = TenantName::new(&with.tenant).map_err(|error| Refusal {
-            text: error.to_string(),
-            left_unchanged: true,
-            both_are_paused: false,
-            shortages: Vec::new(),
-        })?;
-        let done = swap(&mut first, &mut coordinator(&tenant), how, &mut |_| {});
+        let how = SwapOptions {
+            overlap: with.overlap,
+            window_bytes: with.window_bytes,
+            hand_over: with.hand_over,
+        };
+        let tenant = TenantName::new(&with.tenant).map_err(|error| Refusal::of_name(&error))?;
+        let done = swap(&mut first, &mut coordinator(&tenant, &with.scope), how, &mut |_| {});
         return match done {
             Ok(done) => Ok(vec![done.paused, done.resumed]),
             Err(error) => Err(Refusal::of_swap(&error)),
@@ -292,14 +267,18 @@ fn act(
     done.map(|done| vec![done]).map_err(|error| Refusal::of(&error))
 }
 
-fn notes(done: &Done) -> Vec<String> {
+/// Did it go by stages, with another tenant on its way at once?
+fn overlapped(done: &Done) -> bool {
     match done {
-        Done::Completed(report) if report.stages.is_empty() => report.notes.clone(),
-        Done::Completed(report) => {
-            let stages = format!("{} {STAGES}", report.stages.len());
-            report.notes.iter().cloned().chain([stages]).collect()
-        }
-        Done::AlreadyPaused | Done::AlreadyActive => Vec::new(),
+        Done::Completed(report) => !report.stages.is_empty(),
+        Done::AlreadyPaused | Done::AlreadyActive => false,
+    }
+}
+
+fn notes(done: &Done) -> &[String] {
+    match done {
+        Done::Completed(report) => &report.notes,
+        Done::AlreadyPaused | Done::AlreadyActive => &[],
     }
 }
 

@@ -1,7 +1,8 @@
 //! A seeded simulation: tenants of 1 to 64 real processes work, are paused and resumed, fail and are killed, and
 //! after every cycle each byte that can be reached is compared with what it must be.
 //!
-//! `sublet-sim [--seed N] [--cycles N] [--processes MAX]`; `cargo xtask sim` builds what it needs and starts it.
+//! `sublet-sim [--seed N] [--cycles N] [--processes MAX] [--minutes MAX]`; `cargo xtask sim` builds what it needs and
+//! starts it. When its time is up it ends as after its last cycle.
 //!
 //! ```text
 //!   this process: script (what happens next) -- desk (who asks) -- checks (what must be true then)
@@ -64,7 +65,8 @@ fn complain(text: &str) {
 }
 
 fn settings(arguments: &[String]) -> Outcome<Settings> {
-    let mut settings = Settings { seed: fastrand::u64(..), cycles: 200, processes_max: 64 };
+    let seed = fastrand::u64(..);
+    let mut settings = Settings { seed, cycles: 200, processes_max: 64, time_max: None };
     for pair in arguments.chunks(2) {
         let [name, value] = pair else {
             return Err(Trouble::new(format!("{} needs a number", pair[0])));
@@ -73,6 +75,10 @@ fn settings(arguments: &[String]) -> Outcome<Settings> {
             "--seed" => settings.seed = value.parse()?,
             "--cycles" => settings.cycles = value.parse()?,
             "--processes" => settings.processes_max = value.parse::<usize>()?.clamp(1, 64),
+            "--minutes" => {
+                let minutes = value.parse::<u32>()?;
+                settings.time_max = Some(Duration::from_mins(1) * minutes);
+            }
             other => return Err(Trouble::new(format!("{other} is not known"))),
         }
     }
@@ -86,10 +92,10 @@ fn simulate(settings: Settings) -> Outcome {
     // The first look opens what stays open.
     world.free_bytes()?;
     let start = world.footprint()?;
-    let Settings { seed, cycles, processes_max } = settings;
+    let Settings { seed, cycles, processes_max, time_max } = settings;
     complain(&format!("seed {seed}, {cycles} cycles, at most {processes_max} processes"));
     let mut script = Script::new(settings, world);
-    let run = watched(&mut script, cycles, begin);
+    let run = watched(&mut script, cycles, time_max, begin);
     let ended = run.and_then(|warm_bytes| {
         script.finish()?;
         Ok(warm_bytes)
@@ -118,11 +124,17 @@ fn simulate(settings: Settings) -> Outcome {
     if is_flat { Ok(()) } else { Err(Trouble::new("something has grown from start to end")) }
 }
 
-/// Runs all cycles; returns how large this process was after a tenth of them.
-fn watched(script: &mut Script, cycles: u64, begin: Instant) -> Outcome<u64> {
+/// Runs all cycles, or as many as there is time for; returns how large this process was after a tenth of them.
+fn watched(
+    script: &mut Script,
+    cycles: u64,
+    time_max: Option<Duration>,
+    begin: Instant,
+) -> Outcome<u64> {
     let mut warm_bytes = None;
     let mut last = begin;
-    while script.world.tally.cycles < cycles {
+    let is_time_up = || time_max.is_some_and(|most| begin.elapsed() >= most);
+    while script.world.tally.cycles < cycles && !is_time_up() {
         script.turn()?;
         let done = script.world.tally.cycles;
         if warm_bytes.is_none() && done * 10 >= cycles {

@@ -38,9 +38,31 @@ pub(crate) enum Order {
     /// No call fails any more.
     FailNoMore,
     /// The host memory that a pause may take.
-    HostLimit { bytes: Option<u64> },
+    HostLimit { room: HostRoom },
+    /// How long files of its own may be.
+    FileLimit { most_bytes: Option<u64> },
+    /// Where what it has saved lies.
+    Saved,
     /// Free everything and end. The rest as for [`Order::Check`].
     Leave { away: Vec<String>, open: Vec<u128> },
+}
+
+/// The host memory that saved contents may take.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum HostRoom {
+    /// As much as there is.
+    Plenty,
+    /// None, by the user's word.
+    Nothing,
+    /// What a machine has, in which these processes hold some.
+    Shared { total_bytes: u64, pids: Vec<u32> },
+}
+
+/// Where what a process has saved lies.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct Saved {
+    /// In its file, to make room for others, in bytes.
+    pub(crate) spilled_bytes: u64,
 }
 
 /// Something that is done with memory that crosses processes.
@@ -98,6 +120,8 @@ impl Order {
             Self::Fail { .. }
                 | Self::FailNoMore
                 | Self::HostLimit { .. }
+                | Self::FileLimit { .. }
+                | Self::Saved
                 | Self::Trade { .. }
                 | Self::Inventory
         )
@@ -141,9 +165,22 @@ pub(crate) enum TakenHow {
     /// It was redeemed, and could not be mapped, for the reason of a fault.
     Dropped,
     /// The same, for another reason.
-    NotMapped(String),
+    NotMapped { why: Why, text: String },
     /// It was refused. Was that by a fault in the process that came?
-    Refused { text: String, is_explained: bool },
+    Refused { why: Why, text: String, is_explained: bool },
+}
+
+/// Why memory of another process was not to be had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Why {
+    /// Its tag is paused.
+    Away,
+    /// Its owner lives, and has freed it.
+    Freed,
+    /// Its owner does not answer.
+    OwnerSilent,
+    /// Anything else.
+    Else,
 }
 
 /// An allocation on record.
@@ -187,6 +224,8 @@ pub(crate) enum Answer {
     Tagged(Option<String>),
     /// To [`Order::Inventory`].
     Inventory(Vec<Item>),
+    /// To [`Order::Saved`].
+    Saved(Saved),
     /// How many calls were made to fail since the rules were given.
     Failed(u64),
     /// Something is not as it must be.
@@ -219,6 +258,10 @@ pub(crate) struct Account {
     pub(crate) fds: usize,
     /// Driver objects.
     pub(crate) objects: String,
+    /// Slabs of its own.
+    pub(crate) slabs: u64,
+    /// Allocations that are parts of them.
+    pub(crate) cells: u64,
     /// Anonymous resident memory, without the arena for saved contents.
     pub(crate) resident_bytes: u64,
 }

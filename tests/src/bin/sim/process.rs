@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use sublet_tests::{Outcome, Trouble};
 
-use crate::orders::{Account, Answer, Deal, Item, Link, Order};
+use crate::orders::{Account, Answer, Deal, Item, Link, Order, Saved};
 use crate::worker::Charter;
 
 /// How long a worker may take for anything while its tenant is active.
@@ -132,6 +132,15 @@ impl Worker {
             return Err(Trouble::new(format!("{answer:?} in place of an inventory")));
         };
         Ok(items)
+    }
+
+    /// Where what it has saved lies.
+    pub(crate) fn saved(&mut self) -> Outcome<Saved> {
+        let answer = self.obey(&Order::Saved)?;
+        let Answer::Saved(saved) = answer else {
+            return Err(Trouble::new(format!("{answer:?} in place of what is saved")));
+        };
+        Ok(saved)
     }
 
     /// No call of it fails any more; returns how many did since it was last asked.

@@ -3,6 +3,7 @@
 mod mishap;
 mod population;
 mod saving;
+mod scarcity;
 mod swapping;
 mod trading;
 
@@ -15,7 +16,7 @@ use tenants::scope::{Scope, TagNames};
 use tenants::wire::{Action, MemberState};
 
 use crate::coordinate::{Refusal, Request, Verdict, Way};
-use crate::orders::Order;
+use crate::orders::{HostRoom, Order};
 use crate::tally::Tally;
 use crate::worker::TAGS;
 use crate::world::{Standing, World};
@@ -33,6 +34,8 @@ pub(crate) struct Settings {
     pub(crate) seed: u64,
     pub(crate) cycles: u64,
     pub(crate) processes_max: usize,
+    /// No further cycle begins after that.
+    pub(crate) time_max: Option<Duration>,
 }
 
 /// See the head of this module.
@@ -111,8 +114,8 @@ impl Script {
     /// One pause or resume of one tenant, or a swap of two, with or without a mishap, and all checks.
     pub(crate) fn turn(&mut self) -> Outcome {
         self.populate()?;
-        if let Some((from, to)) = self.choose_pair() {
-            self.swap(from, to)?;
+        if let Some(pair) = self.choose_pair() {
+            self.swap(pair)?;
             return self.world.compare_devices();
         }
         let tenant = self.choose_tenant();
@@ -132,8 +135,6 @@ impl Script {
     fn choose_scope(&mut self, tenant: usize, action: Action) -> (Action, Scope) {
         let random = &mut self.world.random;
         let found = &self.world.tenants[tenant];
-        let named =
-            |tag: &str| Scope::Tags { tags: TagNames::Named([tag.to_owned()].into()), owner: None };
         let tag = TAGS[random.usize(..TAGS.len())];
         match random.u8(..12) {
             0 if !self.has_tag(tenant, tag) => (action, Scope::Whole),
@@ -177,7 +178,11 @@ impl Script {
 
     /// Asks for `action`, has something go wrong or not, and looks at what came of it.
     fn command(&mut self, tenant: usize, action: Action, scope: Scope) -> Outcome {
-        let mishap = self.choose_mishap(tenant, action);
+        let scarcity = match action {
+            Action::Pause => self.make_scarce(&[tenant])?,
+            Action::Resume => None,
+        };
+        let mishap = self.choose_mishap(tenant, action, scarcity.as_ref());
         let lost_imports =
             if self.world.random.u8(..4) > 0 { LostImports::LeaveOut } else { LostImports::Refuse };
         let name = self.world.tenants[tenant].name.clone();
@@ -190,18 +195,21 @@ impl Script {
         if !mishap.is_none() {
             self.world.tenants[tenant].market.is_in_trouble();
         }
-        let stranger = self.prepare(tenant, &mishap)?;
+        let stranger = self.prepare(&mishap)?;
         let fits = !self.is_about_room(tenant, &request) || self.fits(tenant)?;
         let deaths = self.world.deaths;
         let begin = Instant::now();
         let verdict = self.ask(tenant, way, &request, &mishap)?;
-        let fired = self.clear(tenant, &mishap)?;
+        let fired = self.clear(&mishap)?;
         let took = begin.elapsed();
         if took > self.world.tally.slowest.0 {
             let what = format!("{action:?} with {mishap:?}: {}", outline(&verdict));
             self.world.tally.slowest = (took, what);
         }
         self.tell(&format!("  {} ({} ms)", outline(&verdict), took.as_millis()));
+        if let Some(scarcity) = &scarcity {
+            self.end_scarcity(scarcity, &verdict)?;
+        }
         let was_half_done =
             matches!(&verdict, Verdict::Refused(refusal) if !refusal.left_unchanged);
         drop(stranger);
@@ -210,7 +218,7 @@ impl Script {
             && fired > 0
         {
             // Where the command was over by then, its own work has met the error.
-            self.kill(tenant, worker, "worker whose context was lost")?;
+            self.kill(worker, "worker whose context was lost")?;
         }
         if self.world.tenants[tenant].workers.is_empty() {
             self.count(&request, &verdict, &mishap);
@@ -223,7 +231,8 @@ impl Script {
             self.repair(tenant, Action::Resume)?;
         }
         let ending = self.ending(tenant, action, &verdict, deaths)?;
-        self.judge(tenant, &request, &verdict, &mishap, fits, &ending)?;
+        let is_scarce = scarcity.is_some();
+        self.judge(tenant, &request, &verdict, &mishap, (fits, is_scarce), &ending)?;
         self.count(&request, &verdict, &mishap);
         self.conclude(tenant, &ending)
     }
@@ -299,7 +308,8 @@ impl Script {
         let verdict = self.world.desk.ask(Way::Library, &request)?;
         self.tell(&format!("  repaired by {action:?}: {}", outline(&verdict)));
         match verdict {
-            Verdict::Refused(refusal) if refusal.shortages.is_empty() => {
+            // What another tenant has taken meanwhile may be missing.
+            Verdict::Refused(refusal) if !refusal.is_short_of_devices() => {
                 Err(Trouble::new(format!("what was left half done stays so: {}", refusal.text)))
             }
             Verdict::Refused(_) | Verdict::Done { .. } | Verdict::Killed => Ok(()),
@@ -355,7 +365,7 @@ impl Script {
         request: &Request,
         verdict: &Verdict,
         mishap: &Mishap,
-        fits: bool,
+        (fits, is_scarce): (bool, bool),
         ending: &Ending,
     ) -> Outcome {
         let was_paused = self.world.tenants[tenant].is_paused;
@@ -376,14 +386,13 @@ impl Script {
             }
             Verdict::Refused(refusal) if mishap.is_none() => {
                 let is_known = self.is_about_room(tenant, request);
-                let is_full = refusal.text.contains("bytes free and");
-                let is_short = if is_known { !fits } else { is_full };
-                let is_short = is_short && !is_wrong_shortage(refusal);
+                let is_short = refusal.is_short_of_devices() && !(is_known && fits);
                 // The last memory of a tag may be freed just then.
-                let is_gone =
-                    request.scope != Scope::Whole && refusal.text.contains("has no memory with");
-                let is_lost = has_orphans && refusal.text.contains("--without-lost");
-                (!is_short && !is_lost && !is_gone).then_some("it was refused without a reason")
+                let is_gone = request.scope != Scope::Whole && refusal.is_before_all();
+                let is_lost = has_orphans && refusal.is_for_lost_imports();
+                let has_no_host = is_scarce && refusal.is_short_of_host();
+                (!is_short && !is_lost && !is_gone && !has_no_host)
+                    .then_some("it was refused without a reason")
             }
             Verdict::Done { .. } | Verdict::Refused(_) | Verdict::Killed => None,
         };
@@ -404,12 +413,7 @@ impl Script {
             (Verdict::Done { .. }, Action::Pause) => tally.pauses += 1,
             (Verdict::Done { .. }, Action::Resume) => tally.resumes += 1,
             (Verdict::Refused(refusal), _) => {
-                let is_lost = refusal.text.contains("--without-lost");
-                let cause = match (mishap.is_none(), is_lost) {
-                    (true, true) => "lost imports",
-                    (true, false) => "no device memory",
-                    (false, _) => mishap.cause(),
-                };
+                let cause = if mishap.is_none() { cause_of(refusal) } else { mishap.cause() };
                 Tally::count(&mut tally.refused, cause, 1);
             }
             (Verdict::Killed, _) => {
@@ -472,9 +476,10 @@ impl Script {
         for index in 0..self.world.tenants.len() {
             if !self.world.tenants[index].workers.is_empty() {
                 self.plainly(index, Action::Resume)?;
-                // And its tags.
-                self.plainly(index, Action::Resume)?;
-                self.world.tenants[index].market.tags_are_back(|_| true);
+                // And its tags, unless it has filled a device without them.
+                if self.plainly_if_it_fits(index, Action::Resume)? {
+                    self.world.tenants[index].market.tags_are_back(|_| true);
+                }
                 self.world.check(index)?;
             }
             while let Some(last) = self.world.tenants[index].workers.len().checked_sub(1) {
@@ -499,29 +504,43 @@ impl Script {
     }
 
     fn plainly(&mut self, index: usize, action: Action) -> Outcome {
+        if self.plainly_if_it_fits(index, action)? {
+            Ok(())
+        } else {
+            Err(Trouble::new("at the end there is no room for a tenant alone"))
+        }
+    }
+
+    /// False where device memory is missing.
+    fn plainly_if_it_fits(&mut self, index: usize, action: Action) -> Outcome<bool> {
         let name = self.world.tenants[index].name.clone();
         let lost_imports = LostImports::LeaveOut;
         let request =
             Request { tenant: name, action, lost_imports, scope: Scope::Whole, swap: None };
         self.tell(&format!("{action:?} of {} at the end", request.tenant));
         let verdict = self.world.desk.ask(Way::Library, &request)?;
-        let Verdict::Done { .. } = verdict else {
-            return Err(Trouble::new(format!("at the end: {}", full(&verdict))));
-        };
+        match &verdict {
+            Verdict::Done { .. } => {}
+            Verdict::Refused(refusal) if refusal.is_short_of_devices() => return Ok(false),
+            Verdict::Refused(_) | Verdict::Killed => {
+                return Err(Trouble::new(format!("at the end: {}", full(&verdict))));
+            }
+        }
         let standing = self.world.standing(index)?;
-        self.conclude(index, &Ending { standing, somebody_died: false })
+        self.conclude(index, &Ending { standing, somebody_died: false })?;
+        Ok(true)
     }
 
-    fn prepare(&mut self, tenant: usize, mishap: &Mishap) -> Outcome<Option<Stranger>> {
+    fn prepare(&mut self, mishap: &Mishap) -> Outcome<Option<Stranger>> {
         match mishap {
             Mishap::Stranger { device } => Stranger::fill(&self.world, *device).map(Some),
             Mishap::Faults { worker, rules } | Mishap::ContextLost { worker, rules } => {
                 let rules = rules.clone();
-                self.aside(tenant, *worker, &Order::Fail { rules })?;
+                self.aside(*worker, &Order::Fail { rules })?;
                 Ok(None)
             }
             Mishap::NoHostMemory { worker } => {
-                self.aside(tenant, *worker, &Order::HostLimit { bytes: Some(0) })?;
+                self.aside(*worker, &Order::HostLimit { room: HostRoom::Nothing })?;
                 Ok(None)
             }
             Mishap::None
@@ -531,20 +550,18 @@ impl Script {
         }
     }
 
-    fn aside(&mut self, tenant: usize, worker: u64, order: &Order) -> Outcome {
-        let mut workers = self.world.tenants[tenant].workers.iter_mut();
-        match workers.find(|found| found.number == worker) {
+    fn aside(&mut self, worker: u64, order: &Order) -> Outcome {
+        match self.world.worker(worker) {
             Some(worker) => worker.obey(order).map(drop),
             None => Ok(()),
         }
     }
 
     /// Nothing fails any more; says how many calls did.
-    fn clear(&mut self, tenant: usize, mishap: &Mishap) -> Outcome<u64> {
+    fn clear(&mut self, mishap: &Mishap) -> Outcome<u64> {
         match mishap {
             Mishap::Faults { worker, rules } | Mishap::ContextLost { worker, rules } => {
-                let mut workers = self.world.tenants[tenant].workers.iter_mut();
-                if let Some(worker) = workers.find(|found| found.number == *worker) {
+                if let Some(worker) = self.world.worker(*worker) {
                     let fired = worker.fail_no_more()?;
                     Tally::count(&mut self.world.tally.faults, mishap::symbol(rules), fired);
                     return Ok(fired);
@@ -552,7 +569,7 @@ impl Script {
                 Ok(0)
             }
             Mishap::NoHostMemory { worker } => {
-                self.aside(tenant, *worker, &Order::HostLimit { bytes: None }).map(|()| 0)
+                self.aside(*worker, &Order::HostLimit { room: HostRoom::Plenty }).map(|()| 0)
             }
             Mishap::None
             | Mishap::Stranger { .. }
@@ -563,16 +580,29 @@ impl Script {
     }
 }
 
-/// A refusal for want of memory says for some device that more is needed than is free.
-fn is_wrong_shortage(refusal: &Refusal) -> bool {
-    // The command's text is for people.
-    !refusal.shortages.is_empty()
-        && refusal.shortages.iter().all(|shortage| shortage.missing_bytes() == 0)
+fn named(tag: &str) -> Scope {
+    Scope::Tags { tags: TagNames::Named([tag.to_owned()].into()), owner: None }
+}
+
+/// Why a command was refused that nothing went wrong in, for the account.
+fn cause_of(refusal: &Refusal) -> &'static str {
+    if refusal.is_for_lost_imports() {
+        "lost imports"
+    } else if refusal.is_short_of_devices() {
+        "no device memory"
+    } else if refusal.is_short_of_host() {
+        "no host memory"
+    } else {
+        "no memory of that tag"
+    }
 }
 
 fn full(verdict: &Verdict) -> String {
     match verdict {
-        Verdict::Done { losses, notes } => format!("done, {losses} lost; {}", notes.join("; ")),
+        Verdict::Done { losses, overlapped, notes } => {
+            let how = if *overlapped { ", by stages" } else { "" };
+            format!("done{how}, {losses} lost; {}", notes.join("; "))
+        }
         Verdict::Refused(refusal) => format!("refused: {}", refusal.text),
         Verdict::Killed => "the coordinator was killed".to_owned(),
     }

@@ -18,6 +18,8 @@ pub(crate) struct Tally {
     pub(crate) swaps: u64,
     /// Of these, with both on their way at once.
     pub(crate) overlapped: u64,
+    /// Of the swaps, by what of each tenant moved.
+    pub(crate) swapped: Counts,
     /// Commands that were refused, by cause.
     pub(crate) refused: Counts,
     /// Calls that were made to fail, by name.
@@ -38,6 +40,14 @@ pub(crate) struct Tally {
     pub(crate) papers: Counts,
     /// What was begun beside a command, by name.
     pub(crate) deals: Counts,
+    /// Slabs and parts of them that were there when all was compared, each time.
+    pub(crate) slabs: u64,
+    pub(crate) cells: u64,
+    /// Commands while host memory was short, by what came of them.
+    pub(crate) scarce: Counts,
+    /// Processes that moved what they had saved to a file, each time, and how much that was.
+    pub(crate) spillers: u64,
+    pub(crate) spilled_bytes: u64,
     pub(crate) tag_pauses: u64,
     pub(crate) saves: u64,
     pub(crate) saved_bytes: u64,
@@ -71,6 +81,7 @@ impl fmt::Display for Tally {
             "succeeded       {} pauses, {} resumes, {} swaps of which {} overlapped",
             self.pauses, self.resumes, self.swaps, self.overlapped
         )?;
+        writeln!(f, "swapped         {}", listed(&self.swapped))?;
         writeln!(f, "refused         {}: {}", sum(&self.refused), listed(&self.refused))?;
         writeln!(f, "given by        {}", listed(&self.commands))?;
         writeln!(f, "calls failed    {}: {}", sum(&self.faults), listed(&self.faults))?;
@@ -90,6 +101,14 @@ impl fmt::Display for Tally {
         writeln!(f, "shared          {} papers: {}", self.offered, listed(&self.papers))?;
         writeln!(f, "meanwhile       {}", listed(&self.deals))?;
         writeln!(f, "written         {} MiB by {} saves", self.saved_bytes >> 20, self.saves)?;
+        writeln!(f, "memory short    {}", listed(&self.scarce))?;
+        writeln!(
+            f,
+            "spilled         {} MiB by {} processes",
+            self.spilled_bytes >> 20,
+            self.spillers
+        )?;
+        writeln!(f, "of slabs        {} cells in {} slabs were compared", self.cells, self.slabs)?;
         writeln!(f, "compared        {} MiB", self.checked_bytes >> 20)?;
         write!(f, "slowest command {}", seconds(self.slowest.0))?;
         write!(f, " ({})", self.slowest.1)

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use sublet_tests::{Outcome, Trouble};
 
-use crate::orders::{Answer, Deal, Offer, Paper, Taken, TakenHow};
+use crate::orders::{Answer, Deal, Offer, Paper, Taken, TakenHow, Why};
 use crate::process::Worker;
 use crate::tally::Tally;
 
@@ -129,6 +129,7 @@ impl Market {
             | Answer::Worked(_)
             | Answer::Account(_)
             | Answer::Inventory(_)
+            | Answer::Saved(_)
             | Answer::Failed(_)
             | Answer::Violation(_) => {}
         }
@@ -142,18 +143,17 @@ impl Market {
         };
         let offer = self.offers[index].offer.clone();
         let is_ticket = matches!(offer.paper, Paper::Ticket(_));
-        let is_away = |text: &str| {
-            self.away_lately.contains(&offer.tag)
-                && text.contains(&format!("tag '{}' is paused", offer.tag))
-        };
+        let is_away = |why: Why| why == Why::Away && self.away_lately.contains(&offer.tag);
         let (outcome, place) = match &taken.how {
             TakenHow::Held => ("taken", (!is_ticket).then_some(Place::Open)),
             TakenHow::Dropped => ("taken in vain, for a fault", Some(Place::Unsure)),
-            TakenHow::NotMapped(text) if is_away(text) => ("taken while its tag was away", None),
-            TakenHow::Refused { text, .. } if is_away(text) => {
+            TakenHow::NotMapped { why, .. } if is_away(*why) => {
+                ("taken while its tag was away", None)
+            }
+            TakenHow::Refused { why, .. } if is_away(*why) => {
                 ("refused while its tag was away", Some(Place::Open))
             }
-            TakenHow::Refused { text, .. } if is_gone(text) && !is_ticket => {
+            TakenHow::Refused { why: Why::Freed, .. } if !is_ticket => {
                 self.said_gone.push((offer.owner, offer.id));
                 ("refused, freed by its owner", None)
             }
@@ -161,11 +161,11 @@ impl Market {
                 ("refused for a fault", Some(Place::Unsure))
             }
             // Whether its owner lives is looked at when all answers are read.
-            TakenHow::Refused { text, .. } if is_unreachable(text) => {
+            TakenHow::Refused { why: Why::OwnerSilent, .. } => {
                 self.said_gone.push((offer.owner, offer.id));
                 ("refused, its owner has ended", None)
             }
-            TakenHow::NotMapped(text) | TakenHow::Refused { text, .. } => {
+            TakenHow::NotMapped { text, .. } | TakenHow::Refused { text, .. } => {
                 return Err(Trouble::new(format!(
                     "worker {process} was refused without a reason: {text}; it came for {offer:?}"
                 )));
@@ -229,12 +229,4 @@ impl Market {
         }
         Ok(())
     }
-}
-
-fn is_gone(text: &str) -> bool {
-    text.contains("stale") || text.contains("does not have it now")
-}
-
-fn is_unreachable(text: &str) -> bool {
-    text.contains("could not be asked") || text.contains("has ended")
 }

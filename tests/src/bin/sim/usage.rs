@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use sublet_tests::Outcome;
+use vmm_pool::HOST_CHUNK_BYTES;
 
 /// Resident memory and descriptors of this process.
 #[derive(Clone, Copy, Debug)]
@@ -14,18 +15,27 @@ pub(crate) struct Usage {
     pub(crate) fds: usize,
 }
 
+/// Host memory that a process holds for saved contents, in bytes, as its resident memory shows; none where it has ended.
+pub(crate) fn held_host_bytes(pid: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    resident_bytes(&status) / HOST_CHUNK_BYTES * HOST_CHUNK_BYTES
+}
+
+fn resident_bytes(status: &str) -> u64 {
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let kib: u64 =
+        line.and_then(|text| text.trim().trim_end_matches("kB").trim().parse().ok()).unwrap_or(0);
+    kib * 1024
+}
+
 impl Usage {
     /// As it is now, without `other_bytes` of memory.
     pub(crate) fn now(other_bytes: u64) -> Outcome<Self> {
         let status = fs::read_to_string("/proc/self/status")?;
-        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
-        let kib: u64 = line
-            .and_then(|text| text.trim().trim_end_matches("kB").trim().parse().ok())
-            .unwrap_or(0);
         let entries = fs::read_dir("/proc/self/fd")?.flatten();
         let targets = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
         let fds = targets.filter(|target| !is_memory(target)).count();
-        Ok(Self { resident_bytes: (kib * 1024).saturating_sub(other_bytes), fds })
+        Ok(Self { resident_bytes: resident_bytes(&status).saturating_sub(other_bytes), fds })
     }
 }
 

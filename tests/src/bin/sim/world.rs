@@ -23,9 +23,9 @@ use crate::usage::Usage;
 use crate::worker::{Board, Charter};
 
 pub(crate) const DEVICES: usize = 4;
-const DEVICE_UNITS: u64 = 12;
+const DEVICE_UNITS: u64 = 16;
 /// Processes with contents to keep, each of which takes a chunk of 256 MiB of host memory.
-const KEEPERS_MAX: usize = 12;
+const KEEPERS_MAX: usize = 8;
 /// With more processes than this each uses one device.
 const CROWD_OF_SMALL: usize = 12;
 /// Why what the driver would not take back stays.
@@ -149,6 +149,18 @@ impl World {
         self.tenants.iter().map(|tenant| tenant.workers.len()).sum()
     }
 
+    /// The worker of this number, while it lives.
+    pub(crate) fn worker(&mut self, number: u64) -> Option<&mut Worker> {
+        let tenants = self.tenants.iter_mut();
+        tenants.flat_map(|tenant| &mut tenant.workers).find(|worker| worker.number == number)
+    }
+
+    /// The tenant of a worker that lives.
+    pub(crate) fn tenant_of(&self, number: u64) -> Option<usize> {
+        let has_it = |tenant: &Tenant| tenant.workers.iter().any(|w| w.number == number);
+        self.tenants.iter().position(has_it)
+    }
+
     /// A driver of a process that does not run under Sublet.
     pub(crate) fn stranger(&self) -> SimDriver {
         SimDriver::new(self.observer.node().clone(), SimOptions::default())
@@ -175,7 +187,7 @@ impl World {
             devices,
             // Together more than the devices hold, so that tenants must take turns.
             units_max: (all_units * 3 / 2 / crowd as u64).clamp(1, 6),
-            is_keeper: is_veteran || (keepers < KEEPERS_MAX && self.random.u8(..3) == 0),
+            is_keeper: is_veteran || (keepers < KEEPERS_MAX && self.random.bool()),
             seed: self.random.u64(..),
         };
         let worker = Worker::start(&charter, is_veteran)?;
@@ -244,6 +256,8 @@ impl World {
             let account = worker.check(&tenant.market.away_tags(), &open)?;
             self.tally.checked_bytes += account.checked_bytes;
             self.tally.lost_imports += account.lost;
+            self.tally.slabs += account.slabs;
+            self.tally.cells += account.cells;
             orphans += account.orphans;
         }
         tenant.has_orphans = orphans > 0;

@@ -37,8 +37,19 @@ pub use self::stream::{StreamKind, Work};
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, DeviceUuid, Driver,
     DriverCode, DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo,
-    PieceSlot, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
+    PeerAttribute, PieceSlot, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
 };
+
+/// How devices reach each other's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PeerReach {
+    /// Not at all. Copies between them still work.
+    Nothing,
+    /// Over the bus that the host is on too.
+    Bus,
+    /// By a link between the two.
+    Link,
+}
 
 /// How a simulated driver behaves in one process.
 #[derive(Clone, Debug)]
@@ -49,8 +60,8 @@ pub struct SimOptions {
     pub context_bytes: u64,
     /// Does the driver offer virtual memory management?
     pub virtual_memory: bool,
-    /// May devices reach each other's memory? Where they may not, copies between them still work.
-    pub peer_access: bool,
+    /// How devices reach each other's memory.
+    pub peers: PeerReach,
     /// Version to claim; `None` for the node's.
     pub version: Option<DriverVersion>,
     /// How long calls take.
@@ -66,7 +77,7 @@ impl Default for SimOptions {
             visible: None,
             context_bytes: 0,
             virtual_memory: true,
-            peer_access: true,
+            peers: PeerReach::Link,
             version: None,
             latency: Latency::default(),
             raises_descriptor_limit: true,
@@ -172,6 +183,16 @@ impl Driver for SimDriver {
         self.call(DriverOp::DeviceGetAttribute, |core| core.attribute(device, attribute))
     }
 
+    fn peer_attribute(
+        &self,
+        from: DeviceOrdinal,
+        to: DeviceOrdinal,
+        attribute: PeerAttribute,
+    ) -> DriverResult<i32> {
+        let op = DriverOp::DeviceGetPeerAttribute;
+        self.call(op, |core| core.peer_attribute(from, to, attribute))
+    }
+
     fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<DeviceUuid> {
         self.call(DriverOp::DeviceGetUuid, |core| core.uuid(device))
     }
@@ -186,6 +207,14 @@ impl Driver for SimDriver {
 
     fn has_primary_context(&self, device: DeviceOrdinal) -> DriverResult<bool> {
         self.call(DriverOp::PrimaryContextGetState, |core| core.has_context(device))
+    }
+
+    fn let_primary_context_go(&self, device: DeviceOrdinal) -> DriverResult<()> {
+        self.call(DriverOp::PrimaryContextRelease, |core| {
+            // Its work ends with it. That has failed, perhaps, and is over then too.
+            core.wait_device(device).ok();
+            core.drop_context(device)
+        })
     }
 
     fn stand_beside_captures(&self) -> DriverResult<()> {
@@ -305,7 +334,7 @@ impl Driver for SimDriver {
         self.call(DriverOp::CopyToHost, |core| {
             let device = core.stream_device(stream)?;
             core.check_copy(self.current().unwrap_or(device), &[source])?;
-            core.note_host_side(device, target);
+            core.note_host_side(device, target, source.size_bytes);
             let work: Work = Arc::new(move |core| {
                 // SAFETY: the caller keeps `target` valid until the stream has passed this copy.
                 unsafe { core.copy((device, target), (device, source.start.0), source.size_bytes) }
@@ -324,10 +353,30 @@ impl Driver for SimDriver {
         self.call(DriverOp::CopyToDevice, |core| {
             let device = core.stream_device(stream)?;
             core.check_copy(self.current().unwrap_or(device), &[target])?;
-            core.note_host_side(device, source);
+            core.note_host_side(device, source, target.size_bytes);
             let work: Work = Arc::new(move |core| {
                 // SAFETY: the caller keeps `source` valid until the stream has passed this copy.
                 unsafe { core.copy((device, target.start.0), (device, source), target.size_bytes) }
+            });
+            core.enqueue(stream, work)
+        })
+    }
+
+    unsafe fn copy_between(
+        &self,
+        target: DeviceAddress,
+        source: VaRange,
+        stream: RawStream,
+    ) -> DriverResult<()> {
+        self.call(DriverOp::CopyBetween, |core| {
+            let device = core.stream_device(stream)?;
+            let ranges = [VaRange::new(target, source.size_bytes), source];
+            core.check_copy(self.current().unwrap_or(device), &ranges)?;
+            let work: Work = Arc::new(move |core| {
+                // SAFETY: both are device memory, which is looked at again when it is copied.
+                unsafe {
+                    core.copy((device, target.0), (device, source.start.0), source.size_bytes)
+                }
             });
             core.enqueue(stream, work)
         })

@@ -8,6 +8,7 @@ import os
 from typing import Optional
 
 from sublet._errors import NotAttachedError
+from sublet._library import attached
 
 _TEXT, _BOOL, _NUMBER, _U64 = ctypes.c_char_p, ctypes.c_bool, ctypes.c_int, ctypes.c_uint64
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
@@ -45,15 +46,15 @@ class BinaryWrapper:
     """
 
     def __init__(self, path_binary: Optional[str] = None) -> None:
-        try:
-            # By the name that the library has in itself, wherever it lies: nothing is loaded.
-            self.cdll = ctypes.CDLL("libsublet.so", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        except OSError:
+        # A process that drives other tenants has loaded it too, and it stands in nobody's way there.
+        if not attached():
             raise NotAttachedError(
                 "torch_memory_saver: this process is not under Sublet: start it inside "
                 "`with torch_memory_saver.configure_subprocess():` or by `sublet run`, or set "
                 "`torch_memory_saver.hook_mode = 'torch'` before CUDA is used"
-            ) from None
+            )
+        # By the name that the library has in itself, wherever it lies: nothing is loaded.
+        self.cdll = ctypes.CDLL("libsublet.so", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         for name, (arguments, result) in _SIGNATURES.items():
             function = getattr(self.cdll, name)
             function.argtypes, function.restype = arguments, result

@@ -10,7 +10,9 @@ use vmm_pool::driver::sim::SimDriver;
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal, Driver as _, DriverCode, DriverOp};
 
 use super::Script;
+use super::scarcity::Scarcity;
 use crate::coordinate::{Request, Verdict, Way};
+use crate::process::Worker;
 use crate::tally::Tally;
 use crate::world::World;
 
@@ -102,9 +104,36 @@ fn random_rule(random: &mut Rng) -> String {
     format!("{}:{}:{}", op.symbol(), random.u64(1..4), code.0)
 }
 
+/// One that makes room for others fails, or dies.
+fn mishap_of_giver(workers: &[Worker], random: &mut Rng) -> Option<Mishap> {
+    let keepers = workers.iter().filter(|worker| worker.is_keeper);
+    let worker = random.choice(keepers.collect::<Vec<_>>())?;
+    match random.u8(..3) {
+        0 => Some(Mishap::Faults { worker: worker.number, rules: random_rule(random) }),
+        1 if !worker.is_veteran => Some(Mishap::WorkerKilled {
+            worker: worker.number,
+            after: Duration::from_micros(random.u64(..60_000)),
+            kernels_give_up_at_once: true,
+        }),
+        _ => None,
+    }
+}
+
 impl Script {
-    pub(super) fn choose_mishap(&mut self, tenant: usize, action: Action) -> Mishap {
+    /// Something that goes wrong in a command for `tenant`, or in one that makes room for it, or nothing.
+    pub(super) fn choose_mishap(
+        &mut self,
+        tenant: usize,
+        action: Action,
+        scarcity: Option<&Scarcity>,
+    ) -> Mishap {
         let world = &mut self.world;
+        if let Some(giver) = scarcity.and_then(|scarcity| world.random.choice(&scarcity.givers))
+            && world.random.bool()
+            && let Some(mishap) = mishap_of_giver(&world.tenants[*giver].workers, &mut world.random)
+        {
+            return mishap;
+        }
         let workers = &world.tenants[tenant].workers;
         let random = &mut world.random;
         let any = workers[random.usize(..workers.len())].number;
@@ -172,7 +201,7 @@ impl Script {
                 }
                 if let Some(worker) = with {
                     let name = format!("worker right behind a coordinator of {place}");
-                    self.kill(tenant, *worker, &name)?;
+                    self.kill(*worker, &name)?;
                 }
                 Ok(verdict)
             }
@@ -193,6 +222,8 @@ impl Script {
         (after, give_up): (Duration, bool),
         place: &str,
     ) -> Outcome<Verdict> {
+        let is_giver = self.world.tenant_of(worker).is_some_and(|found| found != tenant);
+        let victim = if is_giver { "worker of a third tenant" } else { "worker" };
         let desk = self.world.desk.clone();
         let (ended, end) = channel();
         std::thread::scope(|scope| {
@@ -203,28 +234,26 @@ impl Script {
                 verdict
             });
             let name = match end.recv_timeout(after) {
-                Ok(()) => format!("worker behind {place}"),
-                Err(_) => format!("worker in {place}"),
+                Ok(()) => format!("{victim} behind {place}"),
+                Err(_) => format!("{victim} in {place}"),
             };
             if give_up {
-                self.kill(tenant, worker, &name)?;
-            } else {
-                let mut workers = self.world.tenants[tenant].workers.iter_mut();
-                if let Some(victim) = workers.find(|found| found.number == worker) {
-                    victim.kill()?;
-                }
+                self.kill(worker, &name)?;
+            } else if let Some(victim) = self.world.worker(worker) {
+                victim.kill()?;
             }
             let verdict =
                 asking.join().map_err(|_| Trouble::new("the thread that asks panicked"))?;
             if !give_up {
-                self.kill(tenant, worker, &name)?;
+                self.kill(worker, &name)?;
             }
             verdict
         })
     }
 
     /// Kills a worker and has its peers told.
-    pub(super) fn kill(&mut self, tenant: usize, worker: u64, place: &str) -> Outcome {
+    pub(super) fn kill(&mut self, worker: u64, place: &str) -> Outcome {
+        let Some(tenant) = self.world.tenant_of(worker) else { return Ok(()) };
         let workers = &self.world.tenants[tenant].workers;
         if let Some(index) = workers.iter().position(|found| found.number == worker) {
             self.world.bury(tenant, index)?;

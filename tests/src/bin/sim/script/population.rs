@@ -102,7 +102,7 @@ impl Script {
         if let Some(index) = self.any_mortal(tenant) {
             let number = self.world.tenants[tenant].workers[index].number;
             self.tell(&format!("worker {number} of tenant{tenant} is killed at rest"));
-            self.kill(tenant, number, "worker at rest")?;
+            self.kill(number, "worker at rest")?;
         }
         Ok(())
     }

@@ -60,9 +60,13 @@ fn compare(dir: &Path, name: &str, worker: u64) -> Outcome<u64> {
             continue;
         };
         for part in &allocation.saved {
-            let mut seen = vec![0_u8; usize::try_from(part.bytes)?];
-            file.read_exact_at(&mut seen, at + part.offset)?;
-            for page in seen.chunks(PAGE_LENGTH) {
+            // Page by page: a buffer of the size of a slab would stay in this process, which must not grow.
+            let end = part.offset + part.bytes;
+            let mut seen = [0_u8; PAGE_LENGTH];
+            for offset in (part.offset..end).step_by(PAGE_LENGTH) {
+                let length = usize::try_from(end - offset)?.min(PAGE_LENGTH);
+                let page = &mut seen[..length];
+                file.read_exact_at(page, at + offset)?;
                 let words = page.as_chunks::<8>().0;
                 let pattern = words.first().copied().unwrap_or_default();
                 let writer = writer_of(u64::from_le_bytes(pattern));

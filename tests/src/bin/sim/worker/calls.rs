@@ -39,6 +39,23 @@ pub(super) fn insist<T>(member: &Sim, call: impl Fn() -> Result<T, PoolError>) -
     Err(Trouble::new("a call was refused again and again"))
 }
 
+/// Why memory could not be mapped.
+pub(super) enum NotMapped {
+    /// The pool refused, and no fault explains it.
+    Refused(PoolError),
+    /// What had been begun could not be taken back.
+    Trouble(Trouble),
+}
+
+impl From<NotMapped> for Trouble {
+    fn from(why: NotMapped) -> Self {
+        match why {
+            NotMapped::Refused(error) => error.into(),
+            NotMapped::Trouble(trouble) => trouble,
+        }
+    }
+}
+
 /// Maps `handle` at a fresh place where all of `readers` reach it, or leaves nothing behind.
 pub(super) fn map(
     member: &Sim,
@@ -46,24 +63,43 @@ pub(super) fn map(
     units: u64,
     readers: &[DeviceOrdinal],
 ) -> Outcome<Option<VaRange>> {
+    try_map(member, handle, units, readers).map_err(Trouble::from)
+}
+
+/// As [`map`], with the pool's reason.
+pub(super) fn try_map(
+    member: &Sim,
+    handle: VirtualHandle,
+    units: u64,
+    readers: &[DeviceOrdinal],
+) -> Result<Option<VaRange>, NotMapped> {
     let size_bytes = units * GRANULARITY_BYTES;
     let core = member.pool().driver().core();
-    let start = core.reserve(size_bytes, 0, DeviceAddress(0)).map_err(device_refused)?;
+    let refused = |code| NotMapped::Trouble(device_refused(code));
+    let start = core.reserve(size_bytes, 0, DeviceAddress(0)).map_err(refused)?;
     let place = VaRange::new(start, size_bytes);
     let before = fired(member);
-    let mapped = judged(member, before, member.pool().enter().map(place, 0, handle));
-    if !matches!(mapped, Ok(Some(()))) {
-        core.free_addresses(place).map_err(device_refused)?;
-        return mapped.map(|_| None);
+    if let Err(error) = member.pool().enter().map(place, 0, handle) {
+        let outcome = explained(member, before, error);
+        core.free_addresses(place).map_err(refused)?;
+        return outcome;
     }
     let access: Vec<AccessDesc> =
         readers.iter().map(|device| AccessDesc::read_write(*device)).collect();
-    let allowed = judged(member, before, member.pool().enter().set_access(place, &access));
-    if !matches!(allowed, Ok(Some(()))) {
-        unmap(member, place)?;
-        return allowed.map(|_| None);
+    if let Err(error) = member.pool().enter().set_access(place, &access) {
+        let outcome = explained(member, before, error);
+        unmap(member, place).map_err(NotMapped::Trouble)?;
+        return outcome;
     }
     Ok(Some(place))
+}
+
+fn explained<T>(member: &Sim, before: u64, error: PoolError) -> Result<Option<T>, NotMapped> {
+    if fired(member) > before || is_full(&error) {
+        Ok(None)
+    } else {
+        Err(NotMapped::Refused(error))
+    }
 }
 
 pub(super) fn unmap(member: &Sim, place: VaRange) -> Outcome {

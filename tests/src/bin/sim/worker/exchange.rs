@@ -11,15 +11,16 @@ use sublet_cuda_driver::{Accessors, Answer, ipc};
 use sublet_tests::{Outcome, Trouble};
 use tenants::member::ImportError;
 use tenants::ticket::Ticket;
+use tenants::wire::FailureKind;
 use vmm_pool::driver::sim::GRANULARITY_BYTES;
 use vmm_pool::driver::{AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::gate::Passage;
-use vmm_pool::{Class, Contents, VirtualHandle};
+use vmm_pool::{Class, Contents, Looking, PoolError, VirtualHandle};
 
-use super::calls::{device_refused, fired, insist, judged, map, unmap};
+use super::calls::{NotMapped, device_refused, fired, insist, judged, map, try_map, unmap};
 use super::memory::Paint;
 use super::{Charter, Sim, memory};
-use crate::orders::{Account, EndOrder, Offer, Paper, Taken, TakenHow};
+use crate::orders::{Account, EndOrder, Offer, Paper, Taken, TakenHow, Why};
 
 /// Of regions, as processes use them.
 pub(crate) const TAGS: [&str; 2] = ["kv", "weights"];
@@ -164,7 +165,11 @@ impl Exchange {
             index if index < TAGS.len() => TAGS[index],
             _ => "",
         };
-        let class = Class { library: LIBRARY, tag: tag.to_owned(), contents };
+        // One policy for a tag, as a region has it.
+        let is_looked_at = self.charter.seed >> (32 + tag.len()) & 1 == 0;
+        let looking = if is_looked_at { Looking::On } else { Looking::Off };
+        let tag_name = tag.to_owned();
+        let class = Class { library: LIBRARY, tag: tag_name, contents, looking };
         let prop = AllocationProp::pinned_on(device);
         let before = fired(&self.member);
         let pool = self.member.pool();
@@ -287,18 +292,20 @@ impl Exchange {
         let reader = self.model().random.choice(&self.devices).copied();
         let readers: Vec<DeviceOrdinal> = reader.into_iter().collect();
         let before = fired(&self.member);
-        let mapped = map(&self.member, handle, offer.units, &readers);
-        let place = match mapped {
+        let give_back =
+            || judged(&self.member, before, self.member.pool().enter_giving_up().release(handle));
+        let place = match try_map(&self.member, handle, offer.units, &readers) {
             Ok(Some(place)) => place,
             Ok(None) => {
-                judged(&self.member, before, self.member.pool().enter_giving_up().release(handle))?;
+                give_back()?;
                 return Ok(TakenHow::Dropped);
             }
-            Err(trouble) => {
-                // Its tag may be paused, in words that are looked at.
-                judged(&self.member, before, self.member.pool().enter_giving_up().release(handle))?;
-                return Ok(TakenHow::NotMapped(trouble.to_string()));
+            Err(NotMapped::Refused(error)) => {
+                give_back()?;
+                let why = why_of_pool(&error);
+                return Ok(TakenHow::NotMapped { why, text: error.to_string() });
             }
+            Err(NotMapped::Trouble(trouble)) => return Err(trouble),
         };
         self.model().enter(imported(offer, Some(handle), place, readers, 0));
         Ok(TakenHow::Held)
@@ -337,7 +344,7 @@ impl Exchange {
 
     fn refusal(&self, before: u64, error: &ImportError) -> TakenHow {
         let is_explained = fired(&self.member) > before;
-        TakenHow::Refused { text: error.to_string(), is_explained }
+        TakenHow::Refused { why: why(error), text: error.to_string(), is_explained }
     }
 
     /// A ticket is redeemed by its own process, so that it holds nothing any more.
@@ -533,6 +540,47 @@ impl Exchange {
         }
         Ok(is_there)
     }
+}
+
+/// Why somebody who came for memory did not get it.
+fn why(error: &ImportError) -> Why {
+    match error {
+        ImportError::Pool(error) => why_of_pool(error),
+        // In the words of its own process.
+        ImportError::Refused(failure) => match failure.kind {
+            FailureKind::WrongState => Why::Away,
+            FailureKind::Unknown => Why::Freed,
+            FailureKind::InCapture
+            | FailureKind::CutNotReached
+            | FailureKind::DrainTimeout
+            | FailureKind::OutOfHostMemory
+            | FailureKind::OutOfDeviceMemory { .. }
+            | FailureKind::PeerGone
+            | FailureKind::NoConsent
+            | FailureKind::CalledOff
+            | FailureKind::NotNow
+            | FailureKind::Shared
+            | FailureKind::Lent
+            | FailureKind::LenderAway
+            | FailureKind::Driver
+            | FailureKind::Faulted => Why::Else,
+        },
+        ImportError::Stale { .. } => Why::Freed,
+        ImportError::Owner { .. } | ImportError::OwnerEnded { .. } => Why::OwnerSilent,
+        ImportError::OtherTenant { .. }
+        | ImportError::NoLender { .. }
+        | ImportError::LenderAway { .. }
+        | ImportError::OtherDevice { .. }
+        | ImportError::NoTicket { .. }
+        | ImportError::Missing { .. }
+        | ImportError::Miscounted { .. }
+        | ImportError::NotMemory { .. }
+        | _ => Why::Else,
+    }
+}
+
+fn why_of_pool(error: &PoolError) -> Why {
+    if matches!(error, PoolError::Offloaded { .. }) { Why::Away } else { Why::Else }
 }
 
 fn imported(

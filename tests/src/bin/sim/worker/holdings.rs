@@ -7,9 +7,10 @@ use sublet_tests::{Outcome, Trouble};
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, StreamKind};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal, RawStream, VaRange};
 use vmm_pool::gate::Passage;
-use vmm_pool::{Class, Contents, VirtualHandle};
+use vmm_pool::{Class, Contents, Looking, VirtualHandle};
 
 use super::calls::{device_refused, insist, judged, map, unmap};
+use super::cells::{self, Cells};
 use super::exchange::{Exchange, Shared};
 use super::memory::Paint;
 use super::{Charter, Sim, memory};
@@ -39,6 +40,7 @@ pub(super) struct Holdings {
     member: Arc<Sim>,
     random: Rng,
     list: Vec<Holding>,
+    cells: Cells,
     /// The devices of this process, with a stream each.
     devices: Vec<(DeviceOrdinal, RawStream)>,
     number: u64,
@@ -63,6 +65,7 @@ impl Holdings {
             devices.push((device, stream.map_err(device_refused)?));
         }
         Ok(Self {
+            cells: Cells::new(Arc::clone(&member), charter),
             member,
             random: Rng::with_seed(charter.seed),
             list: Vec::new(),
@@ -94,7 +97,9 @@ impl Holdings {
     fn class(&mut self) -> Class {
         let keeps = self.is_keeper && self.random.u8(..4) > 0;
         let contents = if keeps { Contents::Keep } else { Contents::Discard };
-        Class { library: "simulation", tag: String::new(), contents }
+        let looking = if self.random.u8(..4) == 0 { Looking::Off } else { Looking::On };
+        let tag = String::new();
+        Class { library: "simulation", tag, contents, looking }
     }
 
     pub(super) fn wants_a_change(&mut self) -> bool {
@@ -110,6 +115,9 @@ impl Holdings {
 
     /// Does something random; says whether the driver let it.
     pub(super) fn change(&mut self) -> Outcome<bool> {
+        if self.cells.wants_a_change() {
+            return self.cells.change();
+        }
         let held: u64 = self.list.iter().map(|h| h.units).sum();
         let room = self.units_max.saturating_sub(held);
         match self.random.u8(..10) {
@@ -345,32 +353,41 @@ impl Holdings {
             .map_err(device_refused)
     }
 
-    /// The rest of the account: bytes, objects, descriptors.
-    fn settle(&self, account: &mut Account, shared: &Shared, is_all_back: bool) -> Outcome {
+    /// The rest of the account: bytes, objects, descriptors. Says whether nothing of slabs can be left over.
+    fn settle(&self, account: &mut Account, shared: &Shared, is_all_back: bool) -> Outcome<bool> {
         account.own_bytes.clone_from(&shared.own_bytes);
         for holding in &self.list {
             let bytes = holding.units * GRANULARITY_BYTES;
             account.own_bytes[usize::try_from(holding.device.0)?] += bytes;
         }
         let report = self.member.pool().report();
+        let cells = self.cells.check(&report, &mut account.checked_bytes)?;
         for ((index, bytes), perhaps) in (0..).zip(&account.own_bytes).zip(&shared.perhaps_bytes) {
             let rows = report.devices.iter().filter(|row| row.device.0 == index);
             let own: u64 = rows.clone().map(vmm_pool::DeviceReport::own_bytes).sum();
+            let of_cells: u64 = rows.clone().map(cells::own_bytes_on).sum();
             let resident: u64 = rows.map(vmm_pool::DeviceReport::resident_bytes).sum();
-            let is_right = (*bytes..=bytes + perhaps).contains(&own);
+            let is_right = (*bytes..=bytes + perhaps).contains(&(own - of_cells));
             if !is_right || (is_all_back && resident != own) {
                 return Err(Trouble::new(format!(
-                    "device {index}: {bytes} to {} bytes held, {own} on record, {resident} resident",
+                    "device {index}: {bytes} to {} bytes held, {own} on record, {of_cells} of them of cells, {resident} \
+                     resident",
                     bytes + perhaps
                 )));
             }
         }
         let census = self.driver().census();
         let own_places: usize = self.list.iter().map(|holding| holding.places.len()).sum();
-        let places = own_places + shared.places;
+        let places = own_places + shared.places + cells.places;
         let streams = self.devices.len() + 1;
         let is_clean = self.driver().faults().fired() == self.fired_before;
-        if is_clean && (census.mappings != places || census.streams != streams) {
+        let has_all = if cells.is_exact {
+            census.mappings == places
+        } else {
+            // A slab that the driver would not take back stays until the next one ends.
+            census.mappings >= places
+        };
+        if is_clean && (!has_all || census.streams != streams) {
             return Err(Trouble::new(format!("{census:?}, but {places} places are mapped")));
         }
         let usage = Usage::now(report.host_arena_bytes)?;
@@ -380,7 +397,9 @@ impl Holdings {
         account.objects = format!("{census:?}");
         account.fds = usage.fds;
         account.resident_bytes = usage.resident_bytes;
-        Ok(())
+        account.slabs = report.slabs.slabs;
+        account.cells = report.slabs.cells;
+        Ok(cells.is_exact)
     }
 
     /// Lets everything go; nothing may be left then.
@@ -396,12 +415,14 @@ impl Holdings {
         while !self.list.is_empty() {
             self.free(0)?;
         }
+        self.cells.free_all()?;
         exchange.end(EndOrder::Any)?;
         let mut account = Account::default();
         let shared = exchange.check(away, open, &mut account)?;
-        self.settle(&mut account, &shared, false)?;
+        let is_exact = self.settle(&mut account, &shared, false)?;
         let census = self.driver().census();
-        let is_clean = self.driver().faults().fired() == self.fired_before && away.is_empty();
+        let is_clean =
+            is_exact && self.driver().faults().fired() == self.fired_before && away.is_empty();
         let left = (census.handles, census.reservations, census.mappings);
         if is_clean && left != (shared.kept_by_tickets, 0, 0) {
             return Err(Trouble::new(format!("all was freed, and there are {census:?}")));

@@ -5,16 +5,18 @@
 
 mod board;
 mod calls;
+mod cells;
 mod collectives;
 mod exchange;
 mod holdings;
+mod host;
 mod memory;
 
+use std::collections::BTreeSet;
 use std::io::{BufRead as _, BufReader};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -22,8 +24,7 @@ use std::time::Duration;
 
 use sublet_tests::{Outcome, Trouble};
 use tenants::error_text::chain;
-use tenants::host_memory::{HostLimit, LimitKind};
-use tenants::identity::TenantName;
+use tenants::identity::{MemberId, TenantName};
 use tenants::member::{Member, MemberConfig};
 use tenants::requests::act_for_own_tags;
 use tenants::run_dir::RunDir;
@@ -31,7 +32,7 @@ use tenants::scope::TagNames;
 use tenants::wire::Action;
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
-use vmm_pool::{PieceBytes, Pieces, Standing};
+use vmm_pool::{Links, PieceBytes, Pieces, Standing};
 
 use crate::orders::{Answer, Deal, Item, Order, Worked, write_line};
 use collectives::Collectives;
@@ -41,9 +42,6 @@ use holdings::Holdings;
 pub(crate) use board::Board;
 pub(crate) use exchange::TAGS;
 pub(crate) use memory::writer_of;
-
-/// What `MemberConfig::host_limits` says, which can hold no value of its own.
-static HOST_BYTES: AtomicU64 = AtomicU64::new(u64::MAX);
 
 /// What a worker is started with.
 #[derive(Clone, Debug)]
@@ -115,9 +113,17 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     let tenant = TenantName::new(&charter.tenant)?;
     let command = format!("worker {}", charter.number);
     let plain = MemberConfig::new(run_dir, tenant, &command, "simulation");
-    let config = MemberConfig { host_limits, ..plain };
+    // Nobody is asked: neighbours are in use, or not, as their memory shows.
+    let held_elsewhere: fn(&RunDir, MemberId) -> Option<BTreeSet<String>> =
+        |_, _| Some(BTreeSet::new());
+    let spill_dir = host::spill_dir(&charter.node, charter.seed);
+    let config = MemberConfig { host_limits: host::limits, held_elsewhere, spill_dir, ..plain };
     let member = Member::join(config, driver)?;
     member.pool().set_pieces(pieces(charter.seed));
+    member.pool().give_host_memory_back(host::gives_back(charter.seed));
+    if let Some(links) = links(charter.seed) {
+        member.pool().use_links(links);
+    }
     let home = charter.devices.first().copied().unwrap_or_default();
     let exchange = Arc::new(Exchange::new(Arc::clone(&member), charter));
     let application = Application {
@@ -137,6 +143,13 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
         return worker.join().map_err(|_| Trouble::new("the application's thread panicked"))?;
     }
     Ok(())
+}
+
+/// A third copies through two links, where a neighbour has room, and some of these keep their context there.
+fn links(seed: u64) -> Option<Links> {
+    let all = Links { least_bytes: 1, parcel_bytes: 1 << 20, ..Links::default() };
+    let keeps_context = (seed >> 20).is_multiple_of(2);
+    (seed >> 16).is_multiple_of(3).then_some(Links { keeps_context, ..all })
 }
 
 /// Most find what is zero and what has not changed, some of these are proved wrong where they are, and some copy all.
@@ -231,10 +244,15 @@ fn obey_aside(member: &Sim, order: &Order) -> Answer {
             faults.clear();
             Answer::Failed(faults.fired())
         }
-        Order::HostLimit { bytes } => {
-            HOST_BYTES.store(bytes.unwrap_or(u64::MAX), Ordering::SeqCst);
+        Order::HostLimit { room } => {
+            host::set_room(room);
             Answer::Done
         }
+        Order::FileLimit { most_bytes } => match host::limit_files(*most_bytes) {
+            Ok(()) => Answer::Done,
+            Err(trouble) => Answer::Violation(trouble.to_string()),
+        },
+        Order::Saved => Answer::Saved(host::saved(member)),
         Order::Inventory => Answer::Inventory(inventory(member)),
         Order::Work { .. }
         | Order::Check { .. }
@@ -243,10 +261,6 @@ fn obey_aside(member: &Sim, order: &Order) -> Answer {
         | Order::Communicate(_)
         | Order::Leave { .. } => Answer::Violation(format!("{order:?} is not to be obeyed aside")),
     }
-}
-
-fn host_limits() -> Vec<HostLimit> {
-    vec![HostLimit { kind: LimitKind::Configured, bytes: HOST_BYTES.load(Ordering::SeqCst) }]
 }
 
 fn say(writer: &Mutex<UnixStream>, number: u64, answer: &Answer) -> Outcome {
@@ -290,6 +304,8 @@ impl Application {
             Order::Fail { .. }
             | Order::FailNoMore
             | Order::HostLimit { .. }
+            | Order::FileLimit { .. }
+            | Order::Saved
             | Order::Trade { .. }
             | Order::Inventory => Err(Trouble::new("an order to be obeyed aside")),
         }

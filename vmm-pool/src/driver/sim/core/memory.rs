@@ -3,6 +3,7 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use super::Core;
+use crate::driver::sim::PeerReach;
 use crate::driver::sim::memory::{Coded, GRANULARITY_BYTES, MappingInfo, io_code};
 use crate::driver::sim::node::{Block, BlockName};
 use crate::driver::{
@@ -277,7 +278,7 @@ impl Core {
             }
         }
         let mut memory = self.write();
-        if !self.options().peer_access {
+        if self.options().peers == PeerReach::Nothing {
             let owner =
                 memory.mapping_at(range.start).and_then(|found| found.prop.location.as_device());
             let mut places = access.iter().filter_map(|desc| desc.location.as_device());

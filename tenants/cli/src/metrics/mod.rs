@@ -1,7 +1,9 @@
-//! `sublet metrics`: tenants and GPUs for Prometheus.
+//! `sublet metrics`: tenants and GPUs for Prometheus, once, in a file, or by HTTP ([`serve`]).
+
+pub(crate) mod serve;
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::atomic::AtomicU64;
 
@@ -15,6 +17,7 @@ use tenants::wire::{MemberStats, Phase, PhaseReport};
 
 use crate::args::MetricsArgs;
 use crate::failure::{EXIT_UNCHANGED, Failure};
+use crate::gpus::{Gpus, Watched};
 use crate::output::{self, Output};
 use crate::view::{TenantView, View};
 use crate::{files, ps, signals};
@@ -24,37 +27,72 @@ pub(crate) fn metrics(
     run_dir: &RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
+    if let Some(address) = args.listen {
+        return listen(address, run_dir, output);
+    }
     let Some(path) = &args.textfile else {
-        output.text_block(&text_of(run_dir)?);
+        output.text_block(&Figures::new(run_dir).text()?);
         return Ok(ExitCode::SUCCESS);
     };
+    let mut figures = Figures::new(run_dir);
     let Some(every) = args.every else {
-        write_once(run_dir, path)?;
+        files::replace(path, &figures.text()?)?;
         return Ok(ExitCode::SUCCESS);
     };
     let interrupt = signals::watch()?;
     // What cannot be written at first cannot be written later.
-    write_once(run_dir, path)?;
+    files::replace(path, &figures.text()?)?;
     loop {
         interrupt.wait(every);
         if interrupt.is_raised() {
             return Ok(ExitCode::SUCCESS);
         }
-        if let Err(failure) = write_once(run_dir, path) {
+        if let Err(failure) = figures.text().and_then(|text| files::replace(path, &text)) {
             output::complain(&failure.to_string());
         }
     }
 }
 
-fn text_of(run_dir: &RunDir) -> Result<String, Failure> {
-    let view = View::gather(run_dir, None)?;
-    let mut text = String::new();
-    encode(&mut text, &registry(&view)).map_err(|error| Failure::of(&error, EXIT_UNCHANGED))?;
-    Ok(text)
+/// Serves figures until a signal.
+fn listen(address: SocketAddr, run_dir: &RunDir, output: &mut Output) -> Result<ExitCode, Failure> {
+    let interrupt = signals::watch()?;
+    let mut figures = Figures::new(run_dir);
+    let look = move || figures.text().map_err(|failure| failure.to_string());
+    serve::serve(address, look, interrupt, |address| {
+        if !address.ip().is_loopback() {
+            output::complain(&format!(
+                "whoever reaches {address} can read which tenants and processes there are, and what they hold"
+            ));
+        }
+        output.line(format!("serving http://{address}/metrics until Ctrl-C or SIGTERM"));
+        std::mem::take(output).finish()
+    })?;
+    Ok(ExitCode::SUCCESS)
 }
 
-fn write_once(run_dir: &RunDir, path: &Path) -> Result<(), Failure> {
-    files::replace(path, &text_of(run_dir)?)
+/// What is looked at, time and again.
+struct Figures {
+    run_dir: RunDir,
+    gpus: Watched,
+}
+
+impl Figures {
+    fn new(run_dir: &RunDir) -> Self {
+        Self { run_dir: run_dir.clone(), gpus: Watched::default() }
+    }
+
+    fn text(&mut self) -> Result<String, Failure> {
+        let (gpus, fell_silent) = self.gpus.look(Gpus::try_look);
+        if fell_silent {
+            output::complain(
+                "NVIDIA's management library does not answer: GPUs' own figures are left out from here on",
+            );
+        }
+        let view = View::gather_with(&self.run_dir, None, gpus)?;
+        let mut text = String::new();
+        encode(&mut text, &registry(&view)).map_err(|error| Failure::of(&error, EXIT_UNCHANGED))?;
+        Ok(text)
+    }
 }
 
 type Labels = Vec<(&'static str, String)>;
@@ -76,6 +114,7 @@ fn registry(view: &View) -> Registry {
     let mut registry = Registry::with_prefix("sublet");
     gpus(view, &mut registry);
     device_bytes(view, &mut registry);
+    budgets(view, &mut registry);
     processes(view, &mut registry);
     host_bytes(view, &mut registry);
     switches(view, &mut registry);
@@ -146,6 +185,35 @@ fn device_bytes(view: &View, registry: &mut Registry) {
     }
     for (labels, bytes) in staying {
         set(&stays, &labels, bytes);
+    }
+}
+
+fn budgets(view: &View, registry: &mut Registry) {
+    let most = whole(
+        registry,
+        "budget_bytes",
+        "What a tenant may hold of a GPU, where it may not hold all",
+    );
+    let held = whole(
+        registry,
+        "budget_held_bytes",
+        "What counts against a tenant's budget of a GPU, where its processes count",
+    );
+    for TenantView { stats, .. } in &view.tenants {
+        for gpu in &stats.budgets {
+            let labels = vec![
+                ("tenant", stats.tenant.clone()),
+                (
+                    "gpu",
+                    gpu.index.map_or_else(|| view.gpu_label(&gpu.gpu), |index| index.to_string()),
+                ),
+                ("uuid", gpu.gpu.clone()),
+            ];
+            if let Some(bytes) = gpu.budget_bytes {
+                set(&most, &labels, bytes);
+            }
+            set(&held, &labels, gpu.held_bytes);
+        }
     }
 }
 

@@ -1,0 +1,108 @@
+//! How much memory a GPU has, and how much of it is free.
+//!
+//! The figures are those of `cuMemGetInfo` under a budget: all is the smaller of the GPU's and the budget, free is the smaller of
+//! what is free and what the tenant may still take. What is used is the rest, as NVML has it: all three add up.
+
+use crate::Bound;
+
+/// `nvmlMemory_t`: what is reserved by the driver counts as used.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Memory {
+    /// All.
+    pub total: u64,
+    /// Not used.
+    pub free: u64,
+    /// The rest.
+    pub used: u64,
+}
+
+/// `nvmlMemory_v2_t`: what is reserved by the driver stands by itself.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryV2 {
+    /// Size and number of this structure, which the caller fills in.
+    pub version: u32,
+    /// All.
+    pub total: u64,
+    /// The driver's own.
+    pub reserved: u64,
+    /// Neither reserved nor used.
+    pub free: u64,
+    /// The rest.
+    pub used: u64,
+}
+
+/// An answer about memory.
+pub trait Narrow {
+    /// What there is of it inside `bound`. In bytes; never more than it said.
+    #[must_use]
+    fn within(self, bound: Bound) -> Self;
+}
+
+fn left(free: u64, bound: Bound) -> u64 {
+    free.min(bound.budget_bytes.saturating_sub(bound.held_bytes))
+}
+
+impl Narrow for Memory {
+    fn within(self, bound: Bound) -> Self {
+        let total = self.total.min(bound.budget_bytes);
+        let free = left(self.free, bound).min(total);
+        Self { total, free, used: total - free }
+    }
+}
+
+impl Narrow for MemoryV2 {
+    fn within(self, bound: Bound) -> Self {
+        let total = self.total.min(bound.budget_bytes);
+        // What the driver keeps for itself is beside a budget.
+        let reserved = if total < self.total { 0 } else { self.reserved };
+        let free = left(self.free, bound).min(total.saturating_sub(reserved));
+        let used = total.saturating_sub(reserved).saturating_sub(free);
+        Self { version: self.version, total, reserved, free, used }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GPU: Memory = Memory { total: 140, free: 100, used: 40 };
+    const GPU_V2: MemoryV2 = MemoryV2 { version: 2, total: 140, reserved: 3, free: 100, used: 37 };
+
+    fn bound(budget_bytes: u64, held_bytes: u64) -> Bound {
+        Bound { budget_bytes, held_bytes }
+    }
+
+    #[test]
+    fn a_gpu_is_as_large_as_the_budget_and_the_rest_is_used() {
+        assert_eq!(GPU.within(bound(60, 20)), Memory { total: 60, free: 40, used: 20 });
+        let version_2 = MemoryV2 { version: 2, total: 60, reserved: 0, free: 40, used: 20 };
+        assert_eq!(GPU_V2.within(bound(60, 20)), version_2);
+        // Others use more than the budget leaves.
+        assert_eq!(GPU.within(bound(130, 20)), Memory { total: 130, free: 100, used: 30 });
+    }
+
+    #[test]
+    fn a_tenant_above_its_budget_sees_nothing_free() {
+        assert_eq!(GPU.within(bound(60, 90)), Memory { total: 60, free: 0, used: 60 });
+        assert_eq!(GPU_V2.within(bound(60, 90)).used, 60);
+    }
+
+    #[test]
+    fn a_budget_above_the_gpu_leaves_it_as_large_as_it_is() {
+        assert_eq!(GPU.within(bound(u64::MAX - 1, 0)), GPU);
+        assert_eq!(GPU_V2.within(bound(u64::MAX - 1, 0)), GPU_V2);
+        let most = GPU_V2.within(bound(140, 60));
+        assert_eq!((most.total, most.reserved, most.free, most.used), (140, 3, 80, 57));
+    }
+
+    #[test]
+    fn figures_that_make_no_sense_do_not_wrap() {
+        let odd = Memory { total: 10, free: 100, used: 0 };
+        assert_eq!(odd.within(bound(50, 0)), Memory { total: 10, free: 10, used: 0 });
+        let odd = MemoryV2 { version: 2, total: 10, reserved: 20, free: 100, used: 0 };
+        let within = odd.within(bound(50, 0));
+        assert_eq!((within.free, within.used), (0, 0));
+    }
+}

@@ -1,0 +1,146 @@
+//! Which processes have a GPU's memory: those of the tenant, with what NVML says of each.
+
+use std::collections::BTreeSet;
+
+use tenants::identity::TenantName;
+use tenants::run_dir::RunDir;
+
+use crate::NvmlCode;
+
+/// `nvmlProcessInfo_v1_t`, of the first form of the questions.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ProcessV1 {
+    /// Its id.
+    pub pid: u32,
+    /// Bytes, its context's among them; all ones where that is not known.
+    pub used_gpu_memory: u64,
+}
+
+/// `nvmlProcessInfo_v2_t`, of the second and third form.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Process {
+    /// Its id.
+    pub pid: u32,
+    /// Bytes, its context's among them; all ones where that is not known.
+    pub used_gpu_memory: u64,
+    /// Of MIG; all ones without.
+    pub gpu_instance_id: u32,
+    /// Of MIG; all ones without.
+    pub compute_instance_id: u32,
+}
+
+/// One process of an answer.
+pub trait Row: Copy + Default {
+    /// Its id, in the namespace that NVML tells it in.
+    fn pid(&self) -> u32;
+}
+
+impl Row for ProcessV1 {
+    fn pid(&self) -> u32 {
+        self.pid
+    }
+}
+
+impl Row for Process {
+    fn pid(&self) -> u32 {
+        self.pid
+    }
+}
+
+/// The processes of a tenant, by their ids as this process sees them, and `own`, which asks. One of a pid namespace that is not
+/// seen from here has none. Waits for nobody but for moments.
+pub fn of_tenant(run_dir: &RunDir, tenant: &TenantName, own: u32) -> BTreeSet<u32> {
+    let dir = run_dir.existing_tenant(tenant).ok().flatten();
+    let mut pids = dir.map(|dir| dir.pids()).unwrap_or_default();
+    pids.insert(own);
+    pids
+}
+
+/// How many rows to make room for when NVML is asked and says that there are `found`.
+pub fn room_for(found: usize) -> usize {
+    // Some may begin in between.
+    found.saturating_add(16).min(ROWS_MAX)
+}
+
+/// Are rows of the third form as [`Process`] has them, in a driver of this version? Those of branch 535 before 535.104 had one
+/// figure more at the end of each, and were as before afterwards.
+pub fn are_rows_known(version: &str) -> bool {
+    let mut numbers = version.split('.').map(|part| part.parse::<u32>().ok());
+    !matches!((numbers.next(), numbers.next()), (Some(Some(535)), Some(Some(..104))))
+}
+
+/// More processes than any machine has on a GPU.
+pub const ROWS_MAX: usize = 1 << 16;
+
+/// The answer to a caller whose buffer has room for `room` rows: what of `rows` is of `pids`, in the order that NVML has. The
+/// number is what the caller is told: as many as there are, and as many as are needed where the buffer is too short.
+pub fn answer<R: Row>(rows: &[R], pids: &BTreeSet<u32>, room: usize) -> (NvmlCode, Vec<R>, u32) {
+    let own: Vec<R> = rows.iter().copied().filter(|row| pids.contains(&row.pid())).collect();
+    let count = u32::try_from(own.len()).unwrap_or(u32::MAX);
+    if own.len() > room {
+        return (NvmlCode::INSUFFICIENT_SIZE, Vec::new(), count);
+    }
+    (NvmlCode::SUCCESS, own, count)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(pids: &[u32]) -> Vec<Process> {
+        pids.iter().map(|&pid| Process { pid, used_gpu_memory: 7, ..Process::default() }).collect()
+    }
+
+    #[test]
+    fn rows_are_laid_out_as_in_nvml() {
+        assert_eq!(size_of::<ProcessV1>(), 16);
+        assert_eq!(size_of::<Process>(), 24);
+        assert_eq!(std::mem::offset_of!(Process, used_gpu_memory), 8);
+        assert_eq!(std::mem::offset_of!(Process, compute_instance_id), 20);
+        assert_eq!(size_of::<crate::MemoryV2>(), 40);
+    }
+
+    #[test]
+    fn others_processes_are_left_out_in_order() {
+        let tenant = BTreeSet::from([3, 9, 12]);
+        let (code, found, count) = answer(&rows(&[9, 4, 3]), &tenant, 8);
+        assert_eq!((code, found, count), (NvmlCode::SUCCESS, rows(&[9, 3]), 2));
+        let (code, found, count) = answer(&rows(&[4]), &tenant, 0);
+        assert_eq!((code, found.len(), count), (NvmlCode::SUCCESS, 0, 0));
+    }
+
+    #[test]
+    fn a_buffer_that_is_too_short_is_told_how_long_it_must_be() {
+        let tenant = BTreeSet::from([3, 9]);
+        let (code, found, count) = answer(&rows(&[9, 4, 3]), &tenant, 1);
+        assert_eq!((code, found.len(), count), (NvmlCode::INSUFFICIENT_SIZE, 0, 2));
+        let (code, _, count) = answer(&rows(&[9, 3]), &tenant, 2);
+        assert_eq!((code, count), (NvmlCode::SUCCESS, 2));
+    }
+
+    #[test]
+    fn drivers_whose_rows_are_longer_are_known_by_version() {
+        for version in ["535.54.03", "535.86.10", "535.43"] {
+            assert!(!are_rows_known(version), "{version}");
+        }
+        for version in ["535.104.05", "535.183.01", "525.60", "550.54.15", "580.95.05", "", "x.y"] {
+            assert!(are_rows_known(version), "{version}");
+        }
+    }
+
+    #[test]
+    fn room_grows_and_is_bounded() {
+        assert!(room_for(0) > 0 && room_for(100) > 100);
+        assert_eq!(room_for(usize::MAX), ROWS_MAX);
+    }
+
+    #[test]
+    fn a_tenant_without_a_directory_has_the_process_that_asks() {
+        let base = tempfile::tempdir().unwrap();
+        let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
+        let tenant = TenantName::new("nobody").unwrap();
+        assert_eq!(of_tenant(&run_dir, &tenant, 5), BTreeSet::from([5]));
+    }
+}

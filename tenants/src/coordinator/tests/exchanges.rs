@@ -1,0 +1,319 @@
+//! The plan of a swap against processes that do as they are told, in any order: no device ever holds more than it may, all of it
+//! comes to an end, and what can change hands does.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use super::super::exchange::{Exchange, Move};
+use crate::wire::{BlockShape, DeviceDelta, Needed, PhaseReport, StageLeft, StageReport, Window};
+use vmm_pool::driver::{AllocationFlags, DeviceOrdinal};
+
+const MIB: u64 = 1 << 20;
+const MOST: usize = 100;
+
+/// A block: the device, its size, and whether it may change hands.
+type Block = (usize, u64, bool);
+
+#[derive(Clone, Debug, Default)]
+struct Worker {
+    /// Own memory that is still to move.
+    left: Vec<Block>,
+    told: VecDeque<Told>,
+}
+
+#[derive(Clone, Debug)]
+enum Told {
+    Stage(Window),
+    Release,
+    Verify,
+}
+
+struct Swapped {
+    plan: Exchange,
+    leaving: Vec<Worker>,
+    coming: Vec<Worker>,
+    /// In use, by device, with what nobody owns.
+    used: BTreeMap<usize, u64>,
+    at_hand: BTreeMap<BlockShape, usize>,
+    handed: usize,
+    most_at_hand: usize,
+    limits: BTreeMap<usize, u64>,
+}
+
+fn uuid(device: usize) -> String {
+    format!("GPU-{device}")
+}
+
+fn shape((device, size_bytes, _): Block) -> BlockShape {
+    BlockShape { uuid: uuid(device), size_bytes, flags: AllocationFlags::default() }
+}
+
+fn bytes_by_device(blocks: &[Block]) -> BTreeMap<usize, u64> {
+    let mut bytes = BTreeMap::new();
+    for (device, size_bytes, _) in blocks {
+        *bytes.entry(*device).or_insert(0) += size_bytes;
+    }
+    bytes
+}
+
+fn deltas(bytes: &BTreeMap<usize, u64>, free: &BTreeMap<usize, u64>) -> Vec<DeviceDelta> {
+    let delta = |(device, bytes): (&usize, &u64)| DeviceDelta {
+        device: DeviceOrdinal(0),
+        uuid: uuid(*device),
+        bytes: *bytes,
+        free_bytes: free.get(device).copied().unwrap_or(0),
+        total_bytes: 1 << 40,
+    };
+    bytes.iter().map(delta).collect()
+}
+
+impl Swapped {
+    fn new(leaving: Vec<Vec<Block>>, coming: Vec<Vec<Block>>, window: u64, free: u64) -> Self {
+        let free: BTreeMap<usize, u64> = [(0, free), (1, free)].into();
+        let all = |workers: &[Vec<Block>]| bytes_by_device(&workers.concat());
+        let (out, back) = (all(&leaving), all(&coming));
+        let gives: Vec<_> =
+            leaving.iter().map(|blocks| deltas(&bytes_by_device(blocks), &free)).collect();
+        let needs: Vec<_> =
+            coming.iter().map(|blocks| deltas(&bytes_by_device(blocks), &free)).collect();
+        let needed: Vec<_> = coming
+            .iter()
+            .zip(&needs)
+            .map(|(blocks, devices)| {
+                let mut shapes = BTreeMap::new();
+                for block in blocks.iter().filter(|(.., may)| *may) {
+                    *shapes.entry(shape(*block)).or_insert(0) += 1;
+                }
+                Needed { devices: devices.clone(), shapes: shapes.into_iter().collect() }
+            })
+            .collect();
+        let plan = Exchange::new(Some(window), &gives, &needs).with_hand_over(&needed, MOST);
+        let limits = [0, 1].map(|device| {
+            let of = |bytes: &BTreeMap<usize, u64>| bytes.get(&device).copied().unwrap_or(0);
+            (device, (of(&out) + free[&device]).min(of(&out).max(of(&back)) + window))
+        });
+        let worker = |left| Worker { left, told: VecDeque::new() };
+        Self {
+            plan,
+            leaving: leaving.into_iter().map(worker).collect(),
+            coming: coming.into_iter().map(worker).collect(),
+            used: out,
+            at_hand: BTreeMap::new(),
+            handed: 0,
+            most_at_hand: 0,
+            limits: limits.into(),
+        }
+    }
+
+    fn send(&mut self) {
+        while let Some(next) = self.plan.next() {
+            let (worker, told) = match next {
+                Move::ReleaseStage(index, window) => {
+                    (&mut self.leaving[index], Told::Stage(window))
+                }
+                Move::Release(index) => (&mut self.leaving[index], Told::Release),
+                Move::Verify(index) => (&mut self.leaving[index], Told::Verify),
+                Move::RestoreStage(index, window) => {
+                    assert!(window.stage > 0 || window.handed.is_empty(), "told before");
+                    for shape in &window.handed {
+                        let there = self.at_hand.get_mut(shape).expect("at hand");
+                        *there = there.checked_sub(1).expect("as many as there are");
+                    }
+                    (&mut self.coming[index], Told::Stage(window))
+                }
+            };
+            worker.told.push_back(told);
+        }
+    }
+
+    fn report(left: &[Block], moved: &[Block], handed: Vec<BlockShape>) -> PhaseReport {
+        let left = bytes_by_device(left).into_iter().map(|(device, bytes)| StageLeft {
+            uuid: uuid(device),
+            bytes,
+            smallest_bytes: left
+                .iter()
+                .filter(|block| block.0 == device)
+                .map(|block| block.1)
+                .min()
+                .unwrap_or(0),
+        });
+        let stage = StageReport { copied_bytes: 0, left: left.collect(), handed };
+        let devices = deltas(&bytes_by_device(moved), &BTreeMap::new());
+        PhaseReport { devices, stage: Some(stage), ..PhaseReport::default() }
+    }
+
+    fn release(&mut self, index: usize) {
+        let told = self.leaving[index].told.pop_front().expect("told");
+        let mut left = std::mem::take(&mut self.leaving[index].left);
+        let (mut moved, mut handed) = (Vec::new(), Vec::new());
+        match &told {
+            Told::Verify => {
+                self.plan.left_for_good(index);
+                return;
+            }
+            Told::Release => moved.append(&mut left),
+            Told::Stage(window) => {
+                let mut taken: BTreeMap<usize, u64> = BTreeMap::new();
+                left.retain(|block| {
+                    let allowed = window.devices.iter().find(|(name, _)| *name == uuid(block.0));
+                    let allowed = allowed.map_or(0, |(_, bytes)| *bytes);
+                    let taken = taken.entry(block.0).or_insert(0);
+                    let goes = allowed > 0 && (*taken == 0 || *taken + block.1 <= allowed);
+                    if goes {
+                        *taken += block.1;
+                        moved.push(*block);
+                    }
+                    !goes
+                });
+                let mut wanted: BTreeMap<_, _> = window.wanted.iter().cloned().collect();
+                for block in moved.iter().filter(|(.., may)| *may) {
+                    if let Some(count) = wanted.get_mut(&shape(*block)).filter(|count| **count > 0)
+                    {
+                        *count -= 1;
+                        handed.push(shape(*block));
+                    }
+                }
+            }
+        }
+        let gone: u64 = moved.iter().map(|block| block.1).sum();
+        let kept: u64 = handed.iter().map(|shape: &BlockShape| shape.size_bytes).sum();
+        assert!(kept <= gone);
+        for block in &moved {
+            *self.used.entry(block.0).or_insert(0) -= block.1;
+        }
+        for shape in &handed {
+            *self.at_hand.entry(shape.clone()).or_insert(0) += 1;
+            let device = usize::from(shape.uuid == uuid(1));
+            *self.used.entry(device).or_insert(0) += shape.size_bytes;
+        }
+        self.handed += handed.len();
+        self.most_at_hand = self.most_at_hand.max(self.at_hand.values().sum());
+        let report = Self::report(&left, &moved, handed);
+        self.leaving[index].left = left;
+        match told {
+            Told::Stage(_) => self.plan.released(index, &report),
+            Told::Release | Told::Verify => self.plan.released_all(index, &report),
+        }
+    }
+
+    fn restore(&mut self, index: usize) {
+        let Some(Told::Stage(window)) = self.coming[index].told.pop_front() else {
+            panic!("only stages");
+        };
+        let mut left = std::mem::take(&mut self.coming[index].left);
+        let mut moved = Vec::new();
+        for handed in window.handed {
+            let fits = |block: &Block| block.2 && shape(*block) == handed;
+            if let Some(at) = left.iter().position(fits) {
+                moved.push(left.remove(at));
+            } else {
+                let device = usize::from(handed.uuid == uuid(1));
+                *self.used.entry(device).or_insert(0) -= handed.size_bytes;
+            }
+        }
+        for (name, bytes) in &window.devices {
+            let mut taken = 0;
+            left.retain(|block| {
+                let comes = uuid(block.0) == *name && taken + block.1 <= *bytes;
+                if comes {
+                    taken += block.1;
+                    moved.push(*block);
+                    *self.used.entry(block.0).or_insert(0) += block.1;
+                }
+                !comes
+            });
+        }
+        let report = Self::report(&left, &moved, Vec::new());
+        self.coming[index].left = left;
+        self.plan.restored(index, &report);
+    }
+
+    /// Runs to the end, answers in the order of `random`.
+    fn run(&mut self, random: &mut fastrand::Rng) {
+        loop {
+            self.send();
+            for (device, used) in &self.used {
+                assert!(
+                    *used <= self.limits[device],
+                    "{used} of {} on {device}",
+                    self.limits[device]
+                );
+            }
+            if self.plan.is_over() {
+                break;
+            }
+            let busy = |workers: &[Worker]| {
+                let all = workers.iter().enumerate();
+                all.filter(|(_, worker)| !worker.told.is_empty())
+                    .map(|(index, _)| index)
+                    .collect::<Vec<_>>()
+            };
+            let (out, back) = (busy(&self.leaving), busy(&self.coming));
+            assert!(!(out.is_empty() && back.is_empty()), "a halt");
+            let at = random.usize(..out.len() + back.len());
+            match out.get(at) {
+                Some(index) => self.release(*index),
+                None => self.restore(back[at - out.len()]),
+            }
+        }
+        assert!(self.leaving.iter().all(|worker| worker.left.is_empty()));
+        assert!(self.at_hand.values().all(|count| *count == 0), "all of it was given on");
+    }
+}
+
+fn blocks(random: &mut fastrand::Rng, sizes: &[u64]) -> Vec<Block> {
+    let count = random.usize(..60);
+    let block = |random: &mut fastrand::Rng| {
+        let size = sizes[random.usize(..sizes.len())] * MIB;
+        (random.usize(..2), size, random.u8(..4) > 0)
+    };
+    (0..count).map(|_| block(random)).collect()
+}
+
+#[test]
+fn whatever_changes_hands_no_device_holds_more_than_it_may_and_all_comes_to_an_end() {
+    for seed in 0..2000 {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let sizes = &[2, 2, 20, 64][..random.usize(1..=4)];
+        let workers = |random: &mut fastrand::Rng| {
+            (0..random.usize(1..4)).map(|_| blocks(random, sizes)).collect::<Vec<_>>()
+        };
+        let (leaving, coming) = (workers(&mut random), workers(&mut random));
+        let window = 64 * MIB * random.u64(1..4);
+        // All of it fits in the end.
+        let all: u64 = coming.iter().flatten().map(|block| block.1).sum();
+        let mut swapped = Swapped::new(leaving, coming, window, all);
+        swapped.run(&mut random);
+        assert!(swapped.most_at_hand <= MOST, "seed {seed}");
+    }
+}
+
+#[test]
+fn of_two_that_are_alike_most_changes_hands() {
+    for size in [2, 20, 64] {
+        let all = vec![vec![(0, size * MIB, true); 200], vec![(1, size * MIB, true); 200]];
+        let window = 20 * size * MIB;
+        let mut swapped = Swapped::new(all.clone(), all, window, window);
+        swapped.run(&mut fastrand::Rng::with_seed(size));
+        assert!(swapped.handed >= 280, "{size}: {}", swapped.handed);
+    }
+}
+
+#[test]
+fn nothing_changes_hands_where_nothing_is_alike_or_a_tenant_comes_no_more() {
+    let (out, back) = (vec![vec![(0, 4 * MIB, true); 50]], vec![vec![(0, 2 * MIB, true); 100]]);
+    let mut swapped = Swapped::new(out.clone(), back, 16 * MIB, 16 * MIB);
+    swapped.run(&mut fastrand::Rng::with_seed(1));
+    assert_eq!(swapped.handed, 0);
+    let mut swapped = Swapped::new(out.clone(), out, 16 * MIB, 16 * MIB);
+    swapped.send();
+    swapped.release(0);
+    assert!(swapped.handed > 0);
+    swapped.plan.end_coming();
+    swapped.coming.clear();
+    let wanted = std::iter::from_fn(|| swapped.plan.next()).filter_map(|next| match next {
+        Move::ReleaseStage(_, window) => Some(window.wanted.len()),
+        Move::Release(_) | Move::Verify(_) => None,
+        Move::RestoreStage(..) => Some(1),
+    });
+    assert_eq!(wanted.sum::<usize>(), 0);
+}

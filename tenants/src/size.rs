@@ -1,0 +1,130 @@
+//! Sizes in bytes, as people write and read them: one reader for the command line, budgets and the environment.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// Units, the largest first, each with its power of two. Their names are read in any case, also without `ib` or `i`: all are binary.
+const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
+
+/// A size in bytes. Read from a whole number and a unit, such as `512MiB`, `2 GiB`, `16g` or `4096`. Written for people, with one decimal at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Size(pub u64);
+
+/// A text that is no size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("no size: say for example 512MiB or 2GiB, in whole numbers")]
+pub struct NoSize;
+
+impl Size {
+    /// In the largest unit that divides it, which is read back as the same.
+    pub fn exact(self) -> String {
+        let fits = |(_, shift): &&(&str, u32)| self.0.is_multiple_of(1 << *shift);
+        let unit = UNITS.iter().find(fits).filter(|_| self.0 > 0);
+        unit.map_or_else(
+            || self.0.to_string(),
+            |(unit, shift)| format!("{}{unit}", self.0 >> shift),
+        )
+    }
+}
+
+impl FromStr for Size {
+    type Err = NoSize;
+
+    fn from_str(text: &str) -> Result<Self, NoSize> {
+        let text = text.trim();
+        let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+        let (number, unit) = text.split_at(digits);
+        let unit = unit.trim_start().to_ascii_lowercase();
+        let is_named = |(name, _): &&(&str, u32)| {
+            let name = name.to_ascii_lowercase();
+            let letter = &name[..1];
+            [name.as_str(), &format!("{letter}b"), letter].contains(&unit.as_str())
+        };
+        let shift = match unit.as_str() {
+            "" | "b" => 0,
+            _ => UNITS.iter().find(is_named).ok_or(NoSize)?.1,
+        };
+        let count: u64 = number.parse().map_err(|_| NoSize)?;
+        count.checked_mul(1 << shift).map(Self).ok_or(NoSize)
+    }
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some((unit, shift)) = UNITS.iter().find(|(_, shift)| self.0 >= 1 << shift) else {
+            return write!(f, "{} bytes", self.0);
+        };
+        let tenths = (u128::from(self.0) * 10) >> shift;
+        match (tenths / 10, tenths % 10) {
+            (whole, 0) => write!(f, "{whole} {unit}"),
+            (whole, tenth) => write!(f, "{whole}.{tenth} {unit}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_in_all_the_ways_that_people_write_them_and_nothing_else_is() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("4096", 4096),
+            ("4096b", 4096),
+            ("7 B", 7),
+            ("8k", 8 << 10),
+            ("8KB", 8 << 10),
+            ("512M", 512 << 20),
+            ("512MiB", 512 << 20),
+            ("16 gb", 16 << 30),
+            ("60GB", 60 << 30),
+            (" 2 GiB ", 2 << 30),
+            ("2T", 2 << 40),
+            ("3tib", 3 << 40),
+        ] {
+            assert_eq!(text.parse(), Ok(Size(bytes)), "{text:?}");
+        }
+        for text in [
+            "",
+            " ",
+            "yes",
+            "-1",
+            "+5",
+            "1.5GiB",
+            "1,5G",
+            "GiB",
+            "16 GPUs",
+            "16i",
+            "16bb",
+            "16gi",
+            "1 2",
+            "0x10",
+            "99999999999999999999",
+            "99999999T",
+            "20000000000GiB",
+            "5GiB6",
+            "1P",
+        ] {
+            assert_eq!(text.parse::<Size>(), Err(NoSize), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_written_for_people_and_exactly() {
+        for (bytes, said, exact) in [
+            (0, "0 bytes", "0"),
+            (1023, "1023 bytes", "1023"),
+            (1 << 10, "1 KiB", "1KiB"),
+            (1536, "1.5 KiB", "1536"),
+            (3 << 29, "1.5 GiB", "1536MiB"),
+            (5 << 40, "5 TiB", "5TiB"),
+        ] {
+            assert_eq!(
+                (Size(bytes).to_string().as_str(), Size(bytes).exact().as_str()),
+                (said, exact)
+            );
+            assert_eq!(exact.parse(), Ok(Size(bytes)));
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! What follows from a decision: pauses, and a resume.
+
+use super::{SwitchError, SwitchOptions};
+use crate::coordinator::{
+    Coordinator, CoordinatorError, Event, Interrupt, LostImports, Options, Outcome, SwapError,
+    SwapOptions, swap,
+};
+use crate::identity::TenantName;
+use crate::run_dir::RunDir;
+
+/// The pauses and the resume of one decision.
+pub(super) struct Acting<'a> {
+    pub(super) run_dir: &'a RunDir,
+    /// Whose decision it is.
+    pub(super) tenant: &'a TenantName,
+    pub(super) options: &'a SwitchOptions,
+}
+
+/// Whoever pauses or resumes `tenant` with these options.
+pub(super) fn coordinator(
+    run_dir: &RunDir,
+    tenant: &TenantName,
+    options: &SwitchOptions,
+) -> Coordinator {
+    let options = Options {
+        timeout: options.timeout,
+        interrupt: options.interrupt.clone(),
+        lost_imports: options.lost_imports,
+        passes_by_memory_waits: true,
+        ..Options::default()
+    };
+    Coordinator::new(run_dir.clone(), tenant.clone(), options)
+}
+
+impl Acting<'_> {
+    fn coordinator(&self, tenant: &TenantName, interrupt: Option<&Interrupt>) -> Coordinator {
+        let mut options = SwitchOptions { interrupt: interrupt.cloned(), ..self.options.clone() };
+        if tenant != self.tenant {
+            // What one may come without is nobody else's.
+            options.lost_imports = LostImports::Refuse;
+        }
+        coordinator(self.run_dir, tenant, &options)
+    }
+
+    /// Pauses `victims` and resumes the tenant.
+    pub(super) fn carry_out(
+        &self,
+        victims: &[TenantName],
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Vec<(TenantName, Outcome)>, SwitchError> {
+        let interrupt = self.options.interrupt.as_ref();
+        let mut to = self.coordinator(self.tenant, interrupt);
+        if let [only] = victims {
+            let mut from = self.coordinator(only, interrupt);
+            return match swap(&mut from, &mut to, SwapOptions::default(), progress) {
+                Ok(swap) => {
+                    let both = [(only.clone(), swap.paused), (self.tenant.clone(), swap.resumed)];
+                    Ok(both.into_iter().filter(|(_, outcome)| !was_away(outcome)).collect())
+                }
+                Err(SwapError::Pause(error)) if is_gone(&error) => {
+                    self.resume(to, Vec::new(), progress)
+                }
+                Err(SwapError::NoTarget(error)) => {
+                    Err(self.undo(Vec::new(), (None, error), progress))
+                }
+                Err(SwapError::Pause(error)) => {
+                    Err(self.undo(Vec::new(), (Some(only), error), progress))
+                }
+                Err(SwapError::WentBack { tenant, source, .. }) => {
+                    let were_paused = vec![tenant];
+                    Err(SwitchError::Undone { were_paused, refused_by: None, source })
+                }
+                Err(SwapError::NotBack { tenant, resume, source, .. }) => {
+                    let stay_paused = vec![(tenant, *resume)];
+                    Err(SwitchError::NotUndone { stay_paused, refused_by: None, source })
+                }
+                Err(SwapError::Resume { paused_tenant, source, .. }) => {
+                    Err(self.undo(vec![paused_tenant], (None, *source), progress))
+                }
+            };
+        }
+        let done = self.make_room(victims, progress)?;
+        self.resume(to, done, progress)
+    }
+
+    /// Pauses `victims`, one after the other.
+    pub(super) fn make_room(
+        &self,
+        victims: &[TenantName],
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Vec<(TenantName, Outcome)>, SwitchError> {
+        let interrupt = self.options.interrupt.as_ref();
+        let mut done = Vec::new();
+        for victim in victims {
+            match self.coordinator(victim, interrupt).pause(progress) {
+                Ok(outcome) if was_away(&outcome) => {}
+                Ok(outcome) => done.push((victim.clone(), outcome)),
+                // It made way in its own manner.
+                Err(error) if is_gone(&error) => {}
+                Err(error) => {
+                    let paused = done.into_iter().map(|(victim, _)| victim).collect();
+                    return Err(self.undo(paused, (Some(victim), error), progress));
+                }
+            }
+        }
+        Ok(done)
+    }
+
+    fn resume(
+        &self,
+        mut to: Coordinator,
+        mut done: Vec<(TenantName, Outcome)>,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Vec<(TenantName, Outcome)>, SwitchError> {
+        match to.resume(progress) {
+            Ok(outcome) => {
+                done.push((self.tenant.clone(), outcome));
+                Ok(done)
+            }
+            Err(error) => {
+                let paused = done.into_iter().map(|(victim, _)| victim).collect();
+                Err(self.undo(paused, (None, error), progress))
+            }
+        }
+    }
+
+    /// Brings those back that were paused, the last first, after an error, of the pause of whom it names. Nobody may call that off.
+    fn undo(
+        &self,
+        paused: Vec<TenantName>,
+        (refuses, error): (Option<&TenantName>, CoordinatorError),
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> SwitchError {
+        // One that was called off would have gone.
+        let is_called_off = matches!(error, CoordinatorError::CalledOff { .. });
+        let refused_by = refuses.filter(|_| !is_called_off).cloned();
+        let mut stay_paused = Vec::new();
+        for victim in paused.iter().rev() {
+            if let Err(error) = self.coordinator(victim, None).resume(progress) {
+                stay_paused.push((victim.clone(), error));
+            }
+        }
+        let source = Box::new(error);
+        if stay_paused.is_empty() {
+            SwitchError::Undone { were_paused: paused, refused_by, source }
+        } else {
+            SwitchError::NotUndone { stay_paused, refused_by, source }
+        }
+    }
+}
+
+/// Had somebody else paused it by then? It is theirs to bring back.
+fn was_away(outcome: &Outcome) -> bool {
+    matches!(outcome, Outcome::AlreadyPaused)
+}
+
+/// Has the tenant ended, which makes room too?
+fn is_gone(error: &CoordinatorError) -> bool {
+    matches!(error, CoordinatorError::NoSuchTenant { .. } | CoordinatorError::NoProcess { .. })
+}

@@ -1,0 +1,66 @@
+//! A tenant that queues comes back by itself when it was paused for another.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vmm_pool::driver::Driver;
+
+use super::{Queue, SwitchOptions, gather};
+use crate::member::Member;
+use crate::turns::scene::Wish;
+use crate::wire::MemberState;
+
+/// How often a process that is paused looks whether a call of it waits.
+const LOOK: Duration = Duration::from_millis(20);
+/// How long it rests while it neither runs nor is paused.
+const ON_ITS_WAY: Duration = Duration::from_millis(100);
+/// How long it does nothing after it could not bring its tenant back,
+const AFTER_FAILURE: Duration = Duration::from_secs(1);
+/// twice as long after each time that follows, up to this: others were paused for it each time.
+const AFTER_FAILURE_MAX: Duration = Duration::from_mins(1);
+/// How often a process that runs looks whether it still does, beside being told.
+const REST: Duration = Duration::from_hours(1);
+
+/// From now on, when the tenant of `member` was paused for another and a call of this process waits for its memory, a thread of its own waits for the
+/// GPUs among the others, and brings the tenant back. One that was paused by name stays so, and one that wants nothing leaves the GPUs to others.
+pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
+    let watched = Arc::clone(member);
+    let thread = std::thread::Builder::new().name("sublet-back".to_owned());
+    if let Err(error) = thread.spawn(move || watch(&watched)) {
+        member.note(format!(
+            "nobody brings this tenant back when others have it paused for theirs: no thread ({error})"
+        ));
+    }
+}
+
+fn watch<D: Driver>(member: &Member<D>) {
+    crate::member::block_signals();
+    let is_paused = || member.state() == MemberState::Paused;
+    let mut after_failure = AFTER_FAILURE;
+    while !member.has_left() {
+        member.wait_while_active(REST);
+        if !is_paused() {
+            // It is on its way, or faulted.
+            member.rest(ON_ITS_WAY);
+            continue;
+        }
+        if !member.has_waiting_calls() || !gather::is_displaced(member.run_dir(), member.tenant()) {
+            member.rest(LOOK);
+            continue;
+        }
+        let is_over = || !is_paused() || member.has_left();
+        let back = Queue::enter(member.run_dir(), member.tenant(), Wish::Back, Duration::MAX)
+            .and_then(|mut queue| {
+                queue.wait_and_go(&SwitchOptions::default(), &is_over, &mut |_| {})
+            });
+        if let Err(error) = back
+            && is_paused()
+        {
+            tracing::info!(tenant = %member.tenant(), %error, "the tenant was not brought back yet");
+            member.rest(after_failure);
+            after_failure = (after_failure * 2).min(AFTER_FAILURE_MAX);
+        } else {
+            after_failure = AFTER_FAILURE;
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! An allocation that its device has no room for waits until others have made some.
+//!
+//! The thread that waits stands outside the gate, in no call that the cut counts and beside no stream capture, and holds no lock of ours, so that its own tenant
+//! can be paused and resumed meanwhile. Where it stands otherwise, it does not wait. It waits for so long at most as the process was told.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use vmm_pool::driver::{DeviceOrdinal, Driver, DriverCode};
+use vmm_pool::gate::Gate;
+use vmm_pool::{PoolError, PoolResult};
+
+use super::{Queue, SwitchError, SwitchOptions};
+use crate::coordinator::Interrupt;
+use crate::cut::Cut;
+use crate::error_text::chain;
+use crate::member::Member;
+use crate::run_dir::{RunDirError, pause_thread};
+use crate::turns::scene::Wish;
+use crate::wire::MemberState;
+
+/// How often an allocation may fail though its room is there by all figures.
+const IN_VAIN_MAX: u32 = 6;
+/// How long after one that failed, or whose switch did, the next is tried; doubled each time.
+const AGAIN_AFTER: Duration = Duration::from_millis(100);
+const AGAIN_AFTER_MAX: Duration = Duration::from_secs(5);
+/// How much longer a switch may take that has begun by then and stops nobody for good yet.
+const BEYOND: Duration = Duration::from_secs(1);
+/// Within this time a library that frees its caches when it is refused has asked again.
+const SECOND_WITHIN: Duration = Duration::from_secs(10);
+
+/// What is to be allocated.
+#[derive(Clone, Copy, Debug)]
+pub struct Allocation {
+    /// Where; none for memory of a host, which waits for nobody.
+    pub device: Option<DeviceOrdinal>,
+    /// How much.
+    pub size_bytes: u64,
+    /// Does whoever asks free what it caches when it is refused, and ask once more? Then the first refusal is for it.
+    pub is_asked_twice: bool,
+    /// Can it wait at all? Not in a call that holds others up.
+    pub may_wait: bool,
+}
+
+thread_local! {
+    /// What this thread was refused last, and when.
+    static REFUSED: Cell<Option<(u64, Instant)>> = const { Cell::new(None) };
+}
+
+/// Makes memory by `make`, which goes in through the gate and comes out again. Where the device has no room for it and the process queues, waits for room
+/// and tries again; why it did not get any is a note of the process's then, and the device's refusal is the answer.
+///
+/// # Errors
+/// What `make` said last.
+pub fn with_room<D: Driver, T>(
+    member: &Member<D>,
+    allocation: Allocation,
+    mut make: impl FnMut() -> PoolResult<T>,
+) -> PoolResult<T> {
+    let refused = match make() {
+        Err(error) if is_full(&error) => error,
+        done => return done,
+    };
+    let Some(wait) = member.queues() else { return Err(refused) };
+    let Some(device) = allocation.device.filter(|_| may_wait(member, allocation)) else {
+        return Err(refused);
+    };
+    let gpu = member.pool().uuid(device);
+    let wants = BTreeMap::from([(gpu.clone(), allocation.size_bytes)]);
+    let began = Instant::now();
+    let why = match Queue::enter(member.run_dir(), member.tenant(), Wish::Memory(wants), wait) {
+        Ok(mut queue) => match try_again(member, &mut queue, wait, make) {
+            Ok(done) => return done,
+            Err(why) => why,
+        },
+        Err(error) => chain(&error),
+    };
+    member.note(format!(
+        "an allocation of {} bytes on {gpu} was refused after it had waited for {} s: {why}",
+        allocation.size_bytes,
+        began.elapsed().as_secs()
+    ));
+    Err(refused)
+}
+
+/// Has the device no room? What is beyond a budget is refused whoever makes way.
+fn is_full(error: &PoolError) -> bool {
+    matches!(error, PoolError::Driver { .. }) && error.code() == Some(DriverCode::OUT_OF_MEMORY)
+}
+
+fn may_wait<D: Driver>(member: &Member<D>, allocation: Allocation) -> bool {
+    let holds_others_up = Gate::is_inside() || Cut::is_inside() || member.captures() > 0;
+    if !allocation.may_wait || holds_others_up || member.has_left() {
+        return false;
+    }
+    let asked = (allocation.size_bytes, Instant::now());
+    let before = REFUSED.try_with(|refused| refused.replace(Some(asked))).ok().flatten();
+    let is_second = before
+        .is_some_and(|(bytes, at)| bytes == allocation.size_bytes && at.elapsed() < SECOND_WITHIN);
+    is_second || !allocation.is_asked_twice
+}
+
+/// Waits for room and tries again, as often as there is some.
+///
+/// # Errors
+/// Why there is none.
+fn try_again<D: Driver, T>(
+    member: &Member<D>,
+    queue: &mut Queue,
+    wait: Duration,
+    mut make: impl FnMut() -> PoolResult<T>,
+) -> Result<PoolResult<T>, String> {
+    let is_over = || member.has_left();
+    let (mut in_vain, mut again_after) = (0, AGAIN_AFTER);
+    let mut deadline = queue.deadline.unwrap_or_else(|| Instant::now() + wait);
+    let is_running = || member.state() == MemberState::Active;
+    loop {
+        // Without a timer, the time of each step bounds it.
+        let interrupt = Interrupt::at(deadline + BEYOND).ok();
+        let options = SwitchOptions { interrupt, ..SwitchOptions::default() };
+        let waits = member.cut().wait_for_memory();
+        let went = queue.wait_and_go(&options, &is_over, &mut |_| {});
+        drop(waits);
+        let why = match went {
+            Ok(switched) => {
+                match make() {
+                    Err(error) if is_full(&error) => {}
+                    done => return Ok(done),
+                }
+                in_vain = if switched.victims.is_empty() { in_vain + 1 } else { 0 };
+                if in_vain >= IN_VAIN_MAX {
+                    return Err("the driver says that it is out of memory, and that there is room"
+                        .to_owned());
+                }
+                "others took what was made free".to_owned()
+            }
+            Err(SwitchError::CalledOff { .. }) if is_over() => {
+                return Err("its process has left its tenant".to_owned());
+            }
+            // Its time is over, by whatever it has waited for last.
+            Err(SwitchError::Never { why } | SwitchError::Busy { why, .. }) => {
+                deadline = Instant::now();
+                why
+            }
+            Err(
+                error @ (SwitchError::CalledOff { .. }
+                | SwitchError::RunDir(RunDirError::Switching { .. })),
+            ) => {
+                deadline = Instant::now();
+                chain(&error)
+            }
+            Err(error @ (SwitchError::NotUndone { .. } | SwitchError::RunDir(_))) => {
+                return Err(chain(&error));
+            }
+            // Its own tenant did not come, or somebody was not paused in time.
+            Err(error @ (SwitchError::Undone { .. } | SwitchError::Tenant(_))) => chain(&error),
+        };
+        let left = deadline.saturating_duration_since(Instant::now());
+        if !left.is_zero() {
+            pause_thread(again_after.min(left));
+            again_after = (again_after * 2).min(AGAIN_AFTER_MAX);
+        } else if is_running() {
+            return Err(why);
+        } else {
+            // Its own tenant is away: this waits at the gate for that to end, as any call does, and its time begins anew.
+            match make() {
+                Err(error) if is_full(&error) => {}
+                done => return Ok(done),
+            }
+            deadline = Instant::now() + wait;
+            queue.wait_anew(deadline);
+        }
+    }
+}

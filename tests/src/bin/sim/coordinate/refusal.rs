@@ -1,0 +1,74 @@
+//! Why a command was refused, as data: nothing of it is read out of a message.
+
+use tenants::coordinator::{CoordinatorError, DeviceShortage, SwapError};
+use tenants::identity::TenantNameError;
+use tenants::wire::FailureKind;
+
+/// Why a command did not succeed.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Refusal {
+    /// For people, and never looked at.
+    pub(crate) text: String,
+    /// Does it say that every process is as before?
+    pub(crate) left_unchanged: bool,
+    /// Of a swap: is the first tenant paused all the same, with the second?
+    pub(crate) both_are_paused: bool,
+    /// What processes did not do their part for. None where it was refused before any was asked.
+    pub(crate) kinds: Vec<FailureKind>,
+    /// Device memory that must become free, in bytes, where that is what is missing.
+    pub(crate) missing_device_bytes: Option<u64>,
+    /// By device that is too full, what is missing there in bytes.
+    pub(crate) shortages: Vec<u64>,
+}
+
+impl Refusal {
+    pub(super) fn of(error: &CoordinatorError) -> Self {
+        let shortages = error.shortages().iter();
+        Self {
+            text: error.to_string(),
+            left_unchanged: error.left_unchanged(),
+            both_are_paused: false,
+            kinds: error.failures().iter().map(|failure| failure.failure.kind).collect(),
+            missing_device_bytes: error.missing_device_bytes(),
+            shortages: shortages.map(DeviceShortage::missing_bytes).collect(),
+        }
+    }
+
+    pub(super) fn of_swap(error: &SwapError) -> Self {
+        let source = match error {
+            SwapError::NoTarget(source) | SwapError::Pause(source) => source,
+            SwapError::WentBack { source, .. }
+            | SwapError::NotBack { source, .. }
+            | SwapError::Resume { source, .. } => source,
+        };
+        let both_are_paused = matches!(error, SwapError::NotBack { .. } | SwapError::Resume { .. });
+        Self { text: error.to_string(), both_are_paused, ..Self::of(source) }
+    }
+
+    pub(super) fn of_name(error: &TenantNameError) -> Self {
+        Self { text: error.to_string(), left_unchanged: true, ..Self::default() }
+    }
+
+    /// Is it for want of device memory, and is some missing indeed?
+    pub(crate) fn is_short_of_devices(&self) -> bool {
+        // Where devices are named, one of them must be too full.
+        let is_wrong =
+            !self.shortages.is_empty() && self.shortages.iter().all(|missing| *missing == 0);
+        self.missing_device_bytes.is_some() && !is_wrong
+    }
+
+    /// Is it for want of host memory, or of room on the disk?
+    pub(crate) fn is_short_of_host(&self) -> bool {
+        self.kinds.contains(&FailureKind::OutOfHostMemory)
+    }
+
+    /// Is it for imports whose owner has died?
+    pub(crate) fn is_for_lost_imports(&self) -> bool {
+        self.kinds.contains(&FailureKind::PeerGone)
+    }
+
+    /// Was it refused before any process was asked to do something, as where nobody has memory of a tag?
+    pub(crate) fn is_before_all(&self) -> bool {
+        self.left_unchanged && self.kinds.is_empty() && self.missing_device_bytes.is_none()
+    }
+}

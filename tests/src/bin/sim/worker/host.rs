@@ -1,0 +1,61 @@
+//! The host memory and the disk that this process may take, as the simulation has it.
+
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use sublet_tests::Outcome;
+use tenants::host_memory::{HostLimit, LimitKind};
+
+use crate::orders::{HostRoom, Saved};
+use crate::usage::held_host_bytes;
+
+use super::Sim;
+
+/// What `MemberConfig::host_limits` says, which can hold no value of its own.
+static ROOM: Mutex<HostRoom> = Mutex::new(HostRoom::Plenty);
+
+pub(super) fn set_room(room: &HostRoom) {
+    room.clone_into(&mut ROOM.lock().unwrap_or_else(PoisonError::into_inner));
+}
+
+/// As `tenants::host_memory::limits` has it of a machine, of which a tenth of what is free stays so.
+pub(super) fn limits() -> Vec<HostLimit> {
+    let room = ROOM.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    match room {
+        HostRoom::Plenty => Vec::new(),
+        HostRoom::Nothing => vec![HostLimit { kind: LimitKind::Configured, bytes: 0 }],
+        HostRoom::Shared { total_bytes, pids } => {
+            let held: u64 = pids.iter().map(|pid| held_host_bytes(*pid)).sum();
+            let free = total_bytes.saturating_sub(held);
+            vec![HostLimit { kind: LimitKind::Available, bytes: free - free / 10 }]
+        }
+    }
+}
+
+/// Files of this process have so many bytes at most; none: as many as the system lets them.
+pub(super) fn limit_files(most_bytes: Option<u64>) -> Outcome {
+    let (_, hard) = getrlimit(Resource::RLIMIT_FSIZE)?;
+    setrlimit(Resource::RLIMIT_FSIZE, most_bytes.map_or(hard, |bytes| bytes.min(hard)), hard)?;
+    Ok(())
+}
+
+/// Where what it has saved lies.
+pub(super) fn saved(member: &Sim) -> Saved {
+    let report = member.pool().report();
+    Saved { spilled_bytes: report.spilled_bytes }
+}
+
+/// Where this process may move what it has saved: most have room there, some name a place that is not there, or none.
+pub(super) fn spill_dir(node: &Path, seed: u64) -> Option<std::path::PathBuf> {
+    match (seed >> 40) % 8 {
+        0 => None,
+        1 => Some(node.join("nowhere")),
+        _ => node.parent().map(Path::to_owned),
+    }
+}
+
+/// Does a resume of this process give host memory back, so that its next pause has to find some?
+pub(super) fn gives_back(seed: u64) -> bool {
+    (seed >> 44).is_multiple_of(4)
+}

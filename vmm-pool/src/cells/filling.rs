@@ -1,0 +1,94 @@
+//! What memory holds that others had before, or that has come from elsewhere: zeros, or a copy.
+
+#![expect(unsafe_code, reason = "fills and copies device memory through the driver")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::driver::{
+    DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, DriverResult,
+    RawStream, VaRange,
+};
+use crate::error::{Describe, PoolResult};
+use crate::pool::{Entered, Use};
+
+/// How often a wait for it is told of. A device clears a terabyte in a second, where nothing keeps it busy. The wait ends with the fill and not before: what is
+/// filled later would be memory that is in use by then.
+const TOLD_EVERY: Duration = Duration::from_secs(10);
+
+impl<D: Driver> Entered<'_, D, Use> {
+    /// Fills `range` with what is at `source`, or with zeros, on a thread of ours: the caller's context and captures stay as they
+    /// are.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`], with `NOT_READY` where there is no thread to be had.
+    pub(super) fn fill(
+        &self,
+        range: VaRange,
+        source: Option<DeviceAddress>,
+        device: Option<DeviceOrdinal>,
+    ) -> PoolResult<()> {
+        let about =
+            || format!("filling of memory at {}, to be used for something else", range.start);
+        let late = DriverError { op: DriverOp::StreamSynchronize, code: DriverCode::NOT_READY };
+        let place = device.ok_or(late).about(about, range.size_bytes, device)?;
+        let (tell, told) = crossbeam_channel::bounded(1);
+        let driver = Arc::clone(&self.pool.driver);
+        let thread = std::thread::Builder::new().name("sublet-fill".to_owned());
+        let begun = thread.spawn(move || {
+            let filled = fill_on_this_thread(driver.as_ref(), range, source, place);
+            let _nobody_waits = tell.send(filled);
+        });
+        let outcome = match begun.map(|_| wait_for(&told, range)) {
+            Ok(Some((outcome, left))) => {
+                if let Some(stream) = left {
+                    self.pool.deferred.end_stream_later(place, stream);
+                }
+                outcome
+            }
+            Ok(None) | Err(_) => Err(late),
+        };
+        outcome.about(about, range.size_bytes, device)
+    }
+}
+
+/// What the thread says; none where it has ended without a word.
+fn wait_for<T>(told: &crossbeam_channel::Receiver<T>, range: VaRange) -> Option<T> {
+    loop {
+        match told.recv_timeout(TOLD_EVERY) {
+            Ok(said) => return Some(said),
+            Err(crossbeam_channel::RecvTimeoutError::Disconnected) => return None,
+            Err(crossbeam_channel::RecvTimeoutError::Timeout) => {
+                tracing::warn!(address = %range.start, bytes = range.size_bytes, "a device does not come to filling memory that is to be used for something else");
+            }
+        }
+    }
+}
+
+/// Says also which stream the driver would not end.
+fn fill_on_this_thread<D: Driver>(
+    driver: &D,
+    range: VaRange,
+    source: Option<DeviceAddress>,
+    device: DeviceOrdinal,
+) -> (DriverResult<()>, Option<RawStream>) {
+    let current = driver.make_current(device).and_then(|()| driver.stand_beside_captures());
+    let stream = match current.and_then(|()| driver.stream_create()) {
+        Ok(stream) => stream,
+        Err(error) => return (Err(error), None),
+    };
+    let filled = match source {
+        // SAFETY: both are mapped, and stay so: the caller is inside the gate, and what they are of is held still. Nobody has been given the
+        // addresses of the target, and nobody has any mapped of what is at the source.
+        Some(source) => unsafe {
+            driver.copy_between(range.start, VaRange::new(source, range.size_bytes), stream)
+        },
+        // SAFETY: the range is mapped, and stays so: the caller is inside the gate and its slab lives, and nobody has been given these
+        // addresses to use.
+        None => unsafe { driver.fill_with_zeros(range, stream) },
+    };
+    let outcome = filled.and_then(|()| driver.stream_synchronize(stream));
+    // SAFETY: the stream is ours, and nobody queues anything there any more.
+    let ended = unsafe { driver.stream_destroy(stream) };
+    (outcome, ended.is_err().then_some(stream))
+}

@@ -1,0 +1,373 @@
+//! What is to be copied, in one queue: who is free takes from it.
+//!
+//! Lock order: `state` is a leaf, and never held across a driver call.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ptr::NonNull;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use crate::driver::{DeviceAddress, DriverCode, DriverError, DriverOp, VaRange};
+use crate::error::PoolError;
+
+/// Parcels that wait at most. More would only take memory.
+const QUEUE_MAX: usize = 256;
+
+/// Where copies go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// From the device to the host.
+    Out,
+    /// From the host to the device.
+    In,
+}
+
+/// One copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    /// An exposed address.
+    host: usize,
+    pub(super) device: VaRange,
+}
+
+impl Piece {
+    /// Its place on the host.
+    pub(super) fn host(self) -> NonNull<u8> {
+        NonNull::new(std::ptr::with_exposed_provenance_mut(self.host))
+            .unwrap_or(NonNull::dangling())
+    }
+}
+
+/// Copies that one lane makes together.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Parcel {
+    pub(super) pieces: Vec<Piece>,
+    pub(super) bytes: u64,
+    group: u64,
+}
+
+/// Puts copies together to parcels, and cuts large ones.
+#[derive(Debug)]
+pub(crate) struct Parcels {
+    parcel_bytes: u64,
+    full: Vec<Parcel>,
+    open: Parcel,
+}
+
+impl Parcels {
+    /// None yet.
+    pub(crate) fn new(parcel_bytes: u64) -> Self {
+        Self { parcel_bytes: parcel_bytes.max(1), full: Vec::new(), open: Parcel::default() }
+    }
+
+    /// Adds a copy between `host`, which is as long as that, and `device`.
+    pub(crate) fn add(&mut self, host: NonNull<u8>, device: VaRange) {
+        let (mut host, mut left) = (host.as_ptr().expose_provenance(), device);
+        while left.size_bytes > 0 {
+            let size_bytes = left.size_bytes.min(self.parcel_bytes - self.open.bytes);
+            self.open.pieces.push(Piece { host, device: VaRange::new(left.start, size_bytes) });
+            self.open.bytes += size_bytes;
+            if self.open.bytes == self.parcel_bytes {
+                self.full.push(std::mem::take(&mut self.open));
+            }
+            // Part of a piece of host memory, whose length is a `usize`.
+            host += usize::try_from(size_bytes).unwrap_or(usize::MAX);
+            let rest = DeviceAddress(left.start.0 + size_bytes);
+            left = VaRange::new(rest, left.size_bytes - size_bytes);
+        }
+    }
+
+    /// Bytes of all.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.full.len() as u64 * self.parcel_bytes + self.open.bytes
+    }
+
+    /// All of them; none are left.
+    fn take(&mut self) -> Vec<Parcel> {
+        let open = std::mem::take(&mut self.open);
+        let mut all = std::mem::take(&mut self.full);
+        all.extend((open.bytes > 0).then_some(open));
+        all
+    }
+}
+
+/// Who takes parcels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Carrier {
+    Direct,
+    Relay,
+}
+
+/// What a lane gets that asks for more.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Next {
+    Parcel(Parcel),
+    /// There is none now.
+    Nothing,
+    /// There will be none: all is done, or has failed.
+    Over,
+}
+
+/// See the head of this module.
+#[derive(Debug, Default)]
+pub(crate) struct Haul {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    queue: VecDeque<Parcel>,
+    /// Parcels that are not done, by group.
+    unfinished: BTreeMap<u64, usize>,
+    /// Nothing is added any more.
+    is_closed: bool,
+    /// Nobody takes any more.
+    has_failed: bool,
+    /// Why, until somebody is told.
+    error: Option<PoolError>,
+    /// Copied, in bytes: by the device's own link, and by the neighbour's.
+    carried: [u64; 2],
+    driver_calls: u64,
+}
+
+impl Haul {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'s>(&self, state: MutexGuard<'s, State>) -> MutexGuard<'s, State> {
+        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Queues all of `parcels` as of `group`. Waits while many are queued, which lanes take, or end.
+    ///
+    /// # Errors
+    /// The failure of a lane.
+    pub(crate) fn add(&self, group: u64, parcels: &mut Parcels) -> Result<(), PoolError> {
+        for mut parcel in parcels.take() {
+            let mut state = self.state();
+            while state.queue.len() >= QUEUE_MAX && !state.has_failed {
+                state = self.wait(state);
+            }
+            if state.has_failed {
+                return Err(state.failure());
+            }
+            parcel.group = group;
+            *state.unfinished.entry(group).or_default() += 1;
+            state.queue.push_back(parcel);
+            drop(state);
+            self.changed.notify_all();
+        }
+        Ok(())
+    }
+
+    /// Waits until all of `group` is copied.
+    ///
+    /// # Errors
+    /// The failure of a lane.
+    pub(crate) fn finish(&self, group: u64) -> Result<(), PoolError> {
+        let mut state = self.state();
+        while state.unfinished.contains_key(&group) && !state.has_failed {
+            state = self.wait(state);
+        }
+        if state.has_failed { Err(state.failure()) } else { Ok(()) }
+    }
+
+    /// Nothing is added any more: lanes end with what there is.
+    pub(crate) fn close(&self) {
+        self.state().is_closed = true;
+        self.changed.notify_all();
+    }
+
+    /// Lanes end as soon as their copies have.
+    pub(crate) fn call_off(&self) {
+        self.state().has_failed = true;
+        self.changed.notify_all();
+    }
+
+    /// A lane's end that is the end of all.
+    pub(super) fn fail(&self, error: PoolError) {
+        let mut state = self.state();
+        state.has_failed = true;
+        state.error.get_or_insert(error);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// The next parcel. A lane that `waits` gets one, or hears that it is over.
+    pub(super) fn next(&self, waits: bool) -> Next {
+        let mut state = self.state();
+        loop {
+            if state.has_failed || (state.is_closed && state.unfinished.is_empty()) {
+                return Next::Over;
+            }
+            if let Some(parcel) = state.queue.pop_front() {
+                drop(state);
+                self.changed.notify_all();
+                return Next::Parcel(parcel);
+            }
+            if !waits {
+                return Next::Nothing;
+            }
+            state = self.wait(state);
+        }
+    }
+
+    /// All of `parcel` is copied.
+    pub(super) fn done(&self, parcel: &Parcel, by: Carrier) {
+        let mut state = self.state();
+        state.carried[by as usize] += parcel.bytes;
+        if let Some(count) = state.unfinished.get_mut(&parcel.group) {
+            *count -= 1;
+            if *count == 0 {
+                state.unfinished.remove(&parcel.group);
+            }
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// A lane that ends has not copied these, and copies nothing of them any more.
+    pub(super) fn give_back(&self, parcels: impl DoubleEndedIterator<Item = Parcel>) {
+        let mut state = self.state();
+        for parcel in parcels.rev() {
+            state.queue.push_front(parcel);
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// So many driver calls more.
+    pub(super) fn called(&self, driver_calls: u64) {
+        self.state().driver_calls += driver_calls;
+    }
+
+    /// What went wrong, if anything did, and nobody was told; bytes by the device's own link and by the neighbour's; and
+    /// driver calls.
+    pub(super) fn into_outcome(self) -> (Result<(), PoolError>, [u64; 2], u64) {
+        let mut state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let outcome = if state.has_failed { Err(state.failure()) } else { Ok(()) };
+        (outcome, state.carried, state.driver_calls)
+    }
+}
+
+impl State {
+    fn failure(&mut self) -> PoolError {
+        self.error.take().unwrap_or_else(|| PoolError::Driver {
+            object: "copies that were called off".to_owned(),
+            size_bytes: 0,
+            device: None,
+            source: DriverError { op: DriverOp::StreamSynchronize, code: DriverCode::UNKNOWN },
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn host(at: usize) -> NonNull<u8> {
+        NonNull::new(std::ptr::without_provenance_mut(at)).unwrap()
+    }
+
+    fn device(at: u64, size_bytes: u64) -> VaRange {
+        VaRange::new(DeviceAddress(at), size_bytes)
+    }
+
+    proptest! {
+        #[test]
+        fn parcels_hold_every_byte_once_in_order_and_are_full_but_the_last(
+            sizes in prop::collection::vec(1_u64..100, 0..40),
+            parcel_bytes in 1_u64..64,
+        ) {
+            let mut parcels = Parcels::new(parcel_bytes);
+            let mut at = 1000;
+            let mut wanted = Vec::new();
+            for size in &sizes {
+                parcels.add(host(usize::try_from(at).unwrap()), device(2 * at, *size));
+                wanted.extend((0..*size).map(|byte| (at + byte, 2 * at + byte)));
+                at += size + 7;
+            }
+            prop_assert_eq!(parcels.bytes(), sizes.iter().sum::<u64>());
+            let all = parcels.take();
+            for (index, parcel) in all.iter().enumerate() {
+                prop_assert_eq!(parcel.bytes, parcel.pieces.iter().map(|piece| piece.device.size_bytes).sum::<u64>());
+                prop_assert!(parcel.bytes == parcel_bytes || index + 1 == all.len());
+            }
+            let pieces = all.iter().flat_map(|parcel| &parcel.pieces);
+            let found = pieces.flat_map(|piece| {
+                (0..piece.device.size_bytes).map(|byte| (piece.host as u64 + byte, piece.device.start.0 + byte))
+            });
+            prop_assert!(found.eq(wanted));
+            prop_assert!(parcels.take().is_empty());
+        }
+
+        /// Two lanes that take turns by a clock of their own: each is given as much as it is fast.
+        #[test]
+        fn the_faster_lane_carries_more(direct in 1_u64..20, relay in 1_u64..20) {
+            const COUNT: u64 = 400;
+            let (haul, mut parcels) = (Haul::default(), Parcels::new(1));
+            let mut free_at = [(0, Carrier::Direct, direct), (0, Carrier::Relay, relay)];
+            for number in 0..COUNT {
+                if number % 200 == 0 {
+                    parcels.add(host(1), device(1, 200));
+                    haul.add(number, &mut parcels).unwrap();
+                }
+                free_at.sort_unstable_by_key(|(at, _, _)| *at);
+                let Next::Parcel(parcel) = haul.next(false) else { panic!("there is more") };
+                haul.done(&parcel, free_at[0].1);
+                free_at[0].0 += free_at[0].2;
+            }
+            haul.close();
+            prop_assert_eq!(haul.next(true), Next::Over);
+            let (outcome, [own, others], _) = haul.into_outcome();
+            prop_assert!(outcome.is_ok());
+            prop_assert_eq!(own + others, COUNT);
+            let share = own * (direct + relay);
+            prop_assert!(share.abs_diff(COUNT * relay) <= 3 * (direct + relay), "{} of {}", own, COUNT);
+        }
+    }
+
+    #[test]
+    fn what_a_lane_gives_back_is_carried_by_the_other_in_order_and_before_the_end() {
+        let (haul, mut parcels) = (Haul::default(), Parcels::new(1));
+        parcels.add(host(1), device(0, 3));
+        haul.add(7, &mut parcels).unwrap();
+        haul.close();
+        let taken = || match haul.next(false) {
+            Next::Parcel(parcel) => parcel,
+            other @ (Next::Nothing | Next::Over) => panic!("{other:?}"),
+        };
+        let (first, second, third) = (taken(), taken(), taken());
+        assert_eq!(haul.next(false), Next::Nothing, "the end waits for what is under way");
+        haul.done(&third, Carrier::Direct);
+        haul.give_back([first, second].into_iter());
+        for at in [0, 1] {
+            let Next::Parcel(parcel) = haul.next(true) else { panic!("it is there again") };
+            assert_eq!(parcel.pieces[0].device.start.0, at);
+            haul.done(&parcel, Carrier::Direct);
+        }
+        assert!(haul.finish(7).is_ok());
+        assert_eq!(haul.next(true), Next::Over);
+        assert_eq!(haul.into_outcome().1, [3, 0]);
+    }
+
+    #[test]
+    fn a_failure_ends_every_wait_and_is_told_once() {
+        let haul = Haul::default();
+        let mut parcels = Parcels::new(1);
+        parcels.add(host(1), device(0, 1));
+        haul.add(0, &mut parcels).unwrap();
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| haul.finish(0));
+            haul.fail(PoolError::NotOurs);
+            assert!(matches!(waits.join().unwrap(), Err(PoolError::NotOurs)));
+        });
+        parcels.add(host(1), device(0, 1));
+        assert!(matches!(haul.add(1, &mut parcels), Err(PoolError::Driver { .. })));
+        assert_eq!(haul.next(true), Next::Over);
+        assert!(haul.into_outcome().0.is_err());
+    }
+}

@@ -1,0 +1,150 @@
+//! Saved contents from host memory into the file, to make room for others: what a process that rests can do for one that is
+//! about to.
+
+use std::io;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::VirtualHandle;
+use crate::driver::Driver;
+use crate::error::{Describe, PoolError, PoolResult};
+use crate::pool::Pool;
+use crate::store::{ALIGNMENT_BYTES, CHUNK_BYTES, ContentsFile, Extent, HostArena, Saved, Store};
+
+/// What is written between two looks at the clock: whole pages.
+const AT_ONCE_BYTES: usize = 64 << 20;
+
+/// What one step has moved, and what is left.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Spilled {
+    /// Contents that went to the file, in bytes.
+    pub moved_bytes: u64,
+    /// Host memory that went back to the system, in bytes.
+    pub given_back_bytes: u64,
+    /// Contents that may still be moved, in bytes.
+    pub left_bytes: u64,
+}
+
+impl<D: Driver> Pool<D> {
+    /// How much of the saved contents in host memory [`Pool::spill`] may move, in bytes: those for which host memory would be given back. Does not
+    /// block for long.
+    pub fn movable_bytes(&self) -> u64 {
+        self.ledger().movable(0, CHUNK_BYTES).1
+    }
+
+    /// Moves saved contents of memory that is away from host memory to the file, about `most_bytes` of them, and gives the
+    /// chunks back that hold none any more. The file is made in `dir` where there is none. A resume finds them there. What
+    /// somebody may be reading in place ([`Pool::saved_at`]) stays. To be called while no step of a pause or resume is under
+    /// way, by whoever takes those steps. Blocks for as long as the disk takes, and at `until` for no longer than it takes for 64 MiB: what has been
+    /// written as a whole by then has moved.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::OutOfDisk`] and [`crate::PoolError::FileRefused`], also for an allocation that was not written by `until`: nothing has moved, and all
+    /// contents are where they were;
+    /// [`crate::PoolError::Driver`]: they have moved, and the host memory stays until the next pause.
+    ///
+    /// # Driver calls
+    /// `cuMemHostUnregister`.
+    pub fn spill(&self, dir: &Path, most_bytes: u64, until: Instant) -> PoolResult<Spilled> {
+        let mut arena = self.arena();
+        arena.take_delivered();
+        let (chosen, all_bytes) = self.ledger().movable(most_bytes, CHUNK_BYTES);
+        let behind = self.ledger().end_in(Store::File);
+        let mut moves = in_file(chosen, behind);
+        let places: Vec<_> = moves.iter().flat_map(|(_, _, to)| to.places()).collect();
+        let written = arena.disk.reserve_in(dir, &places).and_then(|()| {
+            let mut count = 0;
+            for (_, from, to) in &moves {
+                match write_whole(&arena, from, to, until)? {
+                    None => count += 1,
+                    Some(_) if count > 0 => break,
+                    Some(written_bytes) => return Err(too_slow(dir, from, written_bytes)),
+                }
+            }
+            moves.truncate(count);
+            // Until then the contents are those in host memory.
+            arena.disk.file().map_or(Ok(()), ContentsFile::finish)
+        });
+        let moved_bytes = moves.iter().map(|(_, from, _)| bytes_of(from)).sum();
+        if written.is_ok() {
+            let mut ledger = self.ledger();
+            for (row, _, to) in moves {
+                let _moved = ledger.spilled(row, to);
+            }
+        }
+        let live: Vec<Range<u64>> = self.ledger().places_in(Store::File);
+        drop(arena.disk.keep_only(&live));
+        written?;
+        let end_bytes = self.ledger().end_in(Store::Host);
+        let before_bytes = arena.held_bytes();
+        if let Some(&device) = self.devices().first() {
+            let about = || "giving host memory back".to_owned();
+            self.driver.make_current(device).about(about, 0, Some(device))?;
+            arena.shrink_to(end_bytes)?;
+        }
+        let given_back_bytes = before_bytes.saturating_sub(arena.held_bytes());
+        Ok(Spilled { moved_bytes, given_back_bytes, left_bytes: all_bytes - moved_bytes })
+    }
+}
+
+fn bytes_of(saved: &Saved) -> u64 {
+    saved.extents.iter().map(|extent| extent.size_bytes).sum()
+}
+
+/// Writes all contents of one allocation. Where `until` passes before, how much is written.
+fn write_whole<D: Driver>(
+    arena: &HostArena<D>,
+    from: &Saved,
+    to: &Saved,
+    until: Instant,
+) -> PoolResult<Option<u64>> {
+    let mut written_bytes = 0;
+    for (from, to) in from.extents.iter().zip(&*to.extents) {
+        for done in (0..from.size_bytes).step_by(AT_ONCE_BYTES) {
+            if Instant::now() >= until {
+                return Ok(Some(written_bytes));
+            }
+            let end = from.size_bytes.min(done.saturating_add(AT_ONCE_BYTES as u64));
+            arena.write_out(&(from.at + done..from.at + end), to.at + done)?;
+            written_bytes += end - done;
+        }
+    }
+    Ok(None)
+}
+
+/// One allocation, which moves as a whole, was not written in time.
+fn too_slow(dir: &Path, saved: &Saved, written_bytes: u64) -> PoolError {
+    PoolError::FileRefused {
+        operation: "writing",
+        dir: dir.to_owned(),
+        offset_bytes: written_bytes,
+        size_bytes: bytes_of(saved),
+        source: io::Error::new(
+            io::ErrorKind::TimedOut,
+            "one allocation moves as a whole, and its time was over there: a faster disk would do",
+        ),
+    }
+}
+
+/// Where each goes that is to be moved: behind `end_bytes`, each part of it at a whole page.
+fn in_file(
+    chosen: Vec<(VirtualHandle, Saved)>,
+    mut end_bytes: u64,
+) -> Vec<(VirtualHandle, Saved, Saved)> {
+    let to_file = |(row, from): (VirtualHandle, Saved)| {
+        let extents: Arc<[Extent]> = from
+            .extents
+            .iter()
+            .map(|extent| {
+                let at = end_bytes.next_multiple_of(ALIGNMENT_BYTES);
+                // OVERFLOW: sizes of allocations that exist on one machine.
+                end_bytes = at + extent.size_bytes;
+                Extent { at, ..*extent }
+            })
+            .collect();
+        (row, from, Saved { store: Store::File, extents, prints: None })
+    };
+    chosen.into_iter().map(to_file).collect()
+}

@@ -1,0 +1,204 @@
+//! Saved contents that make room in host memory: they go to the file, and come back from there.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use vmm_pool::driver::sim::{FaultSpan, SimNode};
+use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp, VaRange};
+use vmm_pool::{Class, Contents, Pieces, PoolError, SavedError, Spilled};
+
+use crate::stage::{
+    DEVICE, GateAt, SimPool, UNIT, class, create, gate_of, holds, map, pattern, pause, pool,
+    resume, write,
+};
+use crate::tags::{pause_tags, resume_tags};
+
+const CHUNK: u64 = 256 << 20;
+/// Two of these are more than one chunk holds.
+const LARGE: u64 = 65;
+const SMALL: u64 = 2;
+
+/// No step takes so long.
+fn later() -> Instant {
+    Instant::now() + Duration::from_hours(1)
+}
+
+fn a_pool() -> (SimPool, tempfile::TempDir) {
+    let pool = pool(&SimNode::private(&[2 * CHUNK]).expect("a node"));
+    (pool, tempfile::tempdir().expect("a directory"))
+}
+
+fn filled(pool: &SimPool, class: Class, units: u64, seed: u64) -> VaRange {
+    let handle = create(pool, DEVICE, units, class);
+    let range = map(pool, handle, units * UNIT, &[AccessDesc::read_write(DEVICE)]);
+    write(pool, DEVICE, range, pattern(seed));
+    range
+}
+
+/// Two allocations.
+fn two(pool: &SimPool, units: u64) -> [VaRange; 2] {
+    [1, 2].map(|seed| filled(pool, class(Contents::Keep), units, seed))
+}
+
+fn assert_holds(pool: &SimPool, ranges: [VaRange; 2]) {
+    for (seed, range) in (1..).zip(ranges) {
+        assert!(holds(pool, DEVICE, range, pattern(seed)), "{seed}");
+    }
+}
+
+#[test]
+fn contents_go_to_the_file_step_by_step_and_come_back_from_there() {
+    let (pool, dir) = a_pool();
+    let ranges = two(&pool, LARGE);
+    // What passes to and from the file takes a chunk, which stays.
+    for ring_bytes in [0, CHUNK] {
+        pause(&pool);
+        assert_eq!(pool.report().host_arena_bytes, 2 * CHUNK + ring_bytes);
+        assert_eq!(pool.movable_bytes(), 2 * LARGE * UNIT);
+        // What lies last goes first, one allocation at least.
+        let first = pool.spill(dir.path(), 1, later()).expect("room on the disk");
+        let half = LARGE * UNIT;
+        assert_eq!(first, Spilled { moved_bytes: half, given_back_bytes: CHUNK, left_bytes: half });
+        let report = pool.report();
+        assert_eq!((report.file_bytes, report.spilled_bytes), (half, half));
+        let second = pool.spill(dir.path(), u64::MAX, later()).expect("room on the disk");
+        assert_eq!(second, Spilled { moved_bytes: half, given_back_bytes: CHUNK, left_bytes: 0 });
+        assert_eq!(pool.report().host_arena_bytes, ring_bytes);
+        assert_eq!(gate_of(&pool), GateAt::Offloaded);
+        assert_eq!(pool.spill(dir.path(), u64::MAX, later()).expect("nothing"), Spilled::default());
+        let mut bytes = [0; 16];
+        pool.read_saved(ranges[1].start, &mut bytes).expect("it reads the file");
+        assert_eq!(bytes, pattern(2));
+        assert_eq!(pool.saved_at(ranges[0]), Err(SavedError::NotKept(ranges[0].start)));
+        resume(&pool);
+        assert_holds(&pool, ranges);
+        let report = pool.report();
+        assert_eq!((report.file_bytes, report.spilled_bytes), (0, 0));
+    }
+}
+
+#[test]
+fn nothing_of_before_is_taken_for_unchanged_after_it() {
+    let (pool, dir) = a_pool();
+    pool.set_pieces(Pieces::BOTH);
+    let ranges = two(&pool, SMALL);
+    pause(&pool);
+    resume(&pool);
+    // Now all of it is as in the copies.
+    pause(&pool);
+    pool.spill(dir.path(), u64::MAX, later()).expect("room on the disk");
+    resume(&pool);
+    write(&pool, DEVICE, ranges[0], pattern(7));
+    pause(&pool);
+    assert_eq!(pool.movable_bytes(), 4 * UNIT, "all of it was copied");
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, ranges[0], pattern(7)));
+    assert!(holds(&pool, DEVICE, ranges[1], pattern(2)));
+}
+
+#[test]
+fn what_has_no_room_on_the_disk_stays_in_host_memory() {
+    let (pool, _dir) = a_pool();
+    let ranges = two(&pool, SMALL);
+    pause(&pool);
+    let error = pool.spill(Path::new("/nowhere"), u64::MAX, later()).unwrap_err();
+    assert!(matches!(error, PoolError::FileRefused { operation: "making", .. }), "{error}");
+    let report = pool.report();
+    assert_eq!((report.file_bytes, report.host_arena_bytes), (0, CHUNK));
+    resume(&pool);
+    assert_holds(&pool, ranges);
+}
+
+#[test]
+fn what_somebody_reads_in_place_stays_there_and_what_nothing_is_given_back_for() {
+    let (pool, dir) = a_pool();
+    let ranges = two(&pool, SMALL);
+    pause(&pool);
+    let first = VaRange::new(ranges[1].start, 16);
+    let place = pool.saved_at(first).expect("in host memory");
+    // The chunk that both lie in stays.
+    assert_eq!(pool.movable_bytes(), 0);
+    let spilled = pool.spill(dir.path(), u64::MAX, later()).expect("nothing");
+    assert_eq!(spilled, Spilled::default());
+    assert_eq!(pool.saved_at(first), Ok(place));
+    resume(&pool);
+    assert_holds(&pool, ranges);
+    // The next time it may.
+    pause(&pool);
+    let spilled = pool.spill(dir.path(), u64::MAX, later()).expect("room");
+    assert_eq!(spilled.moved_bytes, 2 * SMALL * UNIT);
+    resume(&pool);
+    assert_holds(&pool, ranges);
+}
+
+#[test]
+fn only_what_lies_behind_what_stays_is_moved() {
+    let (pool, dir) = a_pool();
+    let ranges = two(&pool, LARGE);
+    for (lent, moved_bytes) in [(0, LARGE * UNIT), (1, 0)] {
+        pause(&pool);
+        let first = VaRange::new(ranges[lent].start, 16);
+        let place = pool.saved_at(first).expect("in host memory");
+        assert_eq!(pool.movable_bytes(), moved_bytes);
+        let spilled = pool.spill(dir.path(), u64::MAX, later()).expect("room on the disk");
+        let given_back_bytes = if moved_bytes > 0 { CHUNK } else { 0 };
+        assert_eq!(spilled, Spilled { moved_bytes, given_back_bytes, left_bytes: 0 });
+        assert_eq!(pool.saved_at(first), Ok(place));
+        resume(&pool);
+        assert_holds(&pool, ranges);
+    }
+}
+
+#[test]
+fn an_allocation_that_is_not_written_in_time_stays_and_is_named() {
+    let (pool, dir) = a_pool();
+    let ranges = two(&pool, LARGE);
+    pause(&pool);
+    let error = pool.spill(dir.path(), u64::MAX, Instant::now()).unwrap_err().to_string();
+    let bytes = LARGE * UNIT;
+    assert!(
+        error.contains(&format!("({bytes} bytes at 0: one allocation moves as a whole")),
+        "{error}"
+    );
+    let report = pool.report();
+    assert_eq!((report.file_bytes, report.host_arena_bytes), (0, 2 * CHUNK));
+    let spilled = pool.spill(dir.path(), u64::MAX, later()).expect("room on the disk");
+    assert_eq!(spilled.moved_bytes, 2 * bytes);
+    resume(&pool);
+    assert_holds(&pool, ranges);
+}
+
+#[test]
+fn host_memory_that_the_driver_will_not_unpin_stays_and_contents_are_safe() {
+    let (pool, dir) = a_pool();
+    let ranges = two(&pool, SMALL);
+    pause(&pool);
+    let faults = pool.driver().faults();
+    faults.fail(DriverOp::HostUnregister, FaultSpan::From(1), DriverCode::UNKNOWN);
+    pool.spill(dir.path(), u64::MAX, later()).unwrap_err();
+    faults.clear();
+    assert_eq!(pool.report().spilled_bytes, 2 * SMALL * UNIT);
+    resume(&pool);
+    assert_holds(&pool, ranges);
+}
+
+#[test]
+fn contents_that_are_set_aside_and_those_of_the_policy_file_keep_apart() {
+    let (pool, dir) = a_pool();
+    let tagged = |tag: &str| Class { tag: tag.to_owned(), ..class(Contents::Keep) };
+    let kv = filled(&pool, tagged("kv"), 3, 1);
+    let rest = filled(&pool, tagged("rest"), 2, 2);
+    let filed = filled(&pool, class(Contents::File), 4, 3);
+    pause_tags(&pool, &["kv"]);
+    pause(&pool);
+    assert_eq!(pool.report().file_bytes, 4 * UNIT);
+    pool.spill(dir.path(), u64::MAX, later()).expect("room on the disk");
+    let report = pool.report();
+    assert_eq!((report.file_bytes, report.spilled_bytes), (9 * UNIT, 5 * UNIT));
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, rest, pattern(2)) && holds(&pool, DEVICE, filed, pattern(3)));
+    assert_eq!(pool.report().spilled_bytes, 3 * UNIT);
+    resume_tags(&pool, &["kv"]);
+    assert!(holds(&pool, DEVICE, kv, pattern(1)));
+    assert_eq!(pool.report().file_bytes, 0);
+}
