@@ -36,8 +36,9 @@ pub use error::{PoolError, PoolResult};
 pub use ids::{AllocationId, VirtualHandle};
 pub use journal::{Step, StepLog};
 pub use ledger::{
-    Class, Facts, Held, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease, LentTotals, References,
-    Selection, Sight, Standing, StayReason, TagTotals, Tags, TicketWatch, Whose,
+    Class, Facts, Held, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease, LentTotals,
+    PlainMemory, References, Selection, Sight, Standing, StayReason, TagTotals, Tags, TicketWatch,
+    Whose,
 };
 pub use links::Links;
 pub use peer::PeerId;

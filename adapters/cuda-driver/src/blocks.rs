@@ -13,9 +13,9 @@ use tenants::switching::{Allocation, with_room};
 use vmm_pool::budget::Counted;
 use vmm_pool::driver::{
     AllocationFlags, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver,
-    DriverCode, RawContext, VaRange,
+    DriverCode, RawContext,
 };
-use vmm_pool::{Class, Entered, GiveUp, PoolError, PoolResult};
+use vmm_pool::{Class, Entered, GiveUp, PlainMemory, PoolError, PoolResult};
 
 use crate::{Answer, caller};
 
@@ -219,25 +219,34 @@ pub struct Native {
 pub struct Ending<'a, D: Driver> {
     member: &'a Member<D>,
     entered: Entered<'a, D, GiveUp>,
-    blocks: Vec<VaRange>,
-    natives: Vec<DeviceAddress>,
+    context: RawContext,
+    /// None once it has ended.
+    memory: Option<PlainMemory>,
 }
 
-/// What of plain memory goes with `context`. Asked before the driver ends it: its value may be another's at once.
+/// What of plain memory goes with `context`. Asked before the driver ends it: its value may be another's at once. Until it is dropped, that memory is no
+/// context's; when the driver has not ended the context by then, it has its memory again.
 #[doc(alias = "cuCtxDestroy")]
 pub fn ending<D: Driver>(member: &Member<D>, context: RawContext) -> Ending<'_, D> {
     let entered = member.pool().enter_giving_up();
-    let (blocks, natives) = member.pool().plain_memory_of(context);
-    Ending { member, entered, blocks, natives }
+    let memory = Some(member.pool().take_plain_memory(context));
+    Ending { member, entered, context, memory }
 }
 
 impl<D: Driver> Ending<'_, D> {
     /// The driver has ended the context.
-    pub fn ended(self) {
-        for address in self.natives {
-            self.member.pool().native_freed(address);
+    pub fn ended(mut self) {
+        if let Some(memory) = self.memory.take() {
+            self.entered.plain_memory_ends(memory);
         }
-        self.entered.blocks_end(&self.blocks);
+    }
+}
+
+impl<D: Driver> Drop for Ending<'_, D> {
+    fn drop(&mut self) {
+        if let Some(memory) = self.memory.take() {
+            self.member.pool().plain_memory_stays(self.context, memory);
+        }
     }
 }
 

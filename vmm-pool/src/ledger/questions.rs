@@ -84,19 +84,8 @@ impl Ledger {
     /// Notes that the block that begins at `start` was asked for in `context`.
     pub(crate) fn set_context(&mut self, start: u64, context: RawContext) {
         if let Some(mapping) = self.mappings.get_mut(&start) {
-            mapping.set_context(context);
+            mapping.set_context(Some(context));
         }
-    }
-
-    /// Where the blocks lie that were asked for in `context`, and the plain memory that was left to the driver.
-    pub(crate) fn plain_memory_of(
-        &self,
-        context: RawContext,
-    ) -> (Vec<VaRange>, Vec<DeviceAddress>) {
-        let of_context = self.mappings().filter(|mapping| mapping.context() == Some(context));
-        let blocks = of_context.map(super::Mapping::range).collect();
-        let natives = self.natives.iter().filter(|(_, native)| native.context == Some(context));
-        (blocks, natives.map(|(&address, _)| DeviceAddress(address)).collect())
     }
 
     /// Is some of the memory mapped in `range` away?

@@ -666,8 +666,8 @@ impl Mapping {
         self.context
     }
 
-    pub(super) fn set_context(&mut self, context: RawContext) {
-        self.context = Some(context);
+    pub(super) fn set_context(&mut self, context: Option<RawContext>) {
+        self.context = context;
     }
 
     pub(super) fn set_opened(&mut self, opened: u32) {

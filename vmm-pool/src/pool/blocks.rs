@@ -12,7 +12,7 @@ use crate::driver::{
     DriverOp, Location, RawContext, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::ledger::{Class, Native, Row};
+use crate::ledger::{Class, Native, PlainMemory, Row};
 
 impl<D: Driver> Entered<'_, D, Use> {
     /// A block of at least `size_bytes` on the device of `prop`, mapped and reachable by `accessors`.
@@ -252,12 +252,14 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         self.block_give_up(self.block_range(address).ok_or(PoolError::NotOurs)?)
     }
 
-    /// Ends the blocks at `blocks`, opened ones too, however often: their context is gone, and its work with it. What
-    /// the driver will not unmap stays, and is counted.
+    /// Ends what was taken from a context, opened blocks too, however often: the context is gone, and its work with it. What
+    /// the driver will not unmap stays, and is counted; what was left to the driver has ended with the context.
     #[doc(alias = "cuCtxDestroy")]
-    pub fn blocks_end(&self, blocks: &[VaRange]) {
+    pub fn plain_memory_ends(&self, taken: PlainMemory) {
+        let blocks = self.pool.ledger().left_of(&taken);
+        drop(taken);
         for block in blocks {
-            match self.block_give_up(*block) {
+            match self.block_give_up(block) {
                 Ok(()) | Err(PoolError::NotOurs) => {}
                 Err(error) => {
                     tracing::error!(%error, address = %block.start, "a block outlives its context");

@@ -3,7 +3,7 @@
 use super::Pool;
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawContext, VaRange};
 use crate::gate::{Pass, Passage};
-use crate::ledger::{Known, Sight};
+use crate::ledger::{Known, PlainMemory, Sight};
 
 impl<D: Driver> Pool<D> {
     /// Who can answer a question about `address` now. Passes no gate, and waits for nothing.
@@ -40,9 +40,16 @@ impl<D: Driver> Pool<D> {
         Some((row.device()?, mapping.context()))
     }
 
-    /// What of plain memory was asked for in `context`: blocks, and what was left to the driver.
-    pub fn plain_memory_of(&self, context: RawContext) -> (Vec<VaRange>, Vec<DeviceAddress>) {
-        self.ledger().plain_memory_of(context)
+    /// Takes the plain memory of `context`, which is about to be ended, from it: [`Entered::plain_memory_ends`] or
+    /// [`Pool::plain_memory_stays`] comes next. Nobody finds it by the context's value from now on, which may be another context's at once.
+    #[doc(alias = "cuCtxDestroy")]
+    pub fn take_plain_memory(&self, context: RawContext) -> PlainMemory {
+        self.ledger().take_plain_memory(context)
+    }
+
+    /// `context` lives on after all, with what was taken from it.
+    pub fn plain_memory_stays(&self, context: RawContext, taken: PlainMemory) {
+        self.ledger().give_plain_memory_back(context, taken);
     }
 
     /// Notes that the block that begins at `address` was asked for in `context`.

@@ -48,12 +48,61 @@ fn the_plain_memory_of_a_context_is_found_by_it() {
     let small = DeviceAddress(4096);
     pool.native_allocated(small, 512, DEVICE, Some(CONTEXT), "small", Counted::No);
     pool.native_allocated(DeviceAddress(8192), 512, DEVICE, None, "small", Counted::No);
-    let (blocks, natives) = pool.plain_memory_of(CONTEXT);
-    assert_eq!((&*blocks, &*natives), (&[VaRange::new(mine, UNIT)][..], &[small][..]));
-    pool.enter_giving_up().blocks_end(&blocks);
-    assert!(pool.plain_memory_of(CONTEXT).0.is_empty());
+    let counted = pool.report();
+    let taken = pool.take_plain_memory(CONTEXT);
+    assert_eq!(taken.blocks().collect::<Vec<_>>(), [VaRange::new(mine, UNIT)]);
+    assert_eq!(taken.natives(), 1);
+    pool.plain_memory_stays(CONTEXT, taken);
+    assert_eq!(format!("{:?}", pool.report()), format!("{counted:?}"), "it is all there again");
+
+    let taken = pool.take_plain_memory(CONTEXT);
+    assert_eq!((taken.blocks().count(), taken.natives()), (1, 1));
+    pool.enter_giving_up().plain_memory_ends(taken);
+    let none = pool.take_plain_memory(CONTEXT);
+    assert_eq!((none.blocks().count(), none.natives()), (0, 0));
+    pool.plain_memory_stays(CONTEXT, none);
     assert_eq!(pool.range_of(mine), None);
     assert!(pool.range_of(other).is_some());
+}
+
+/// The driver gives the value of an ended context to the next one at once.
+#[test]
+fn what_ends_with_a_context_is_not_taken_for_that_of_the_next_of_its_value() {
+    let pool = pool(&node());
+    let prop = AllocationProp::pinned_on(DEVICE);
+    let block = |context| {
+        let made = pool.block_allocate(UNIT, &prop, &[DEVICE], kept()).expect("a block");
+        pool.set_block_context(made, context);
+        made
+    };
+    let entered = pool.enter_giving_up();
+    let first = block(CONTEXT);
+    let of_first = pool.take_plain_memory(CONTEXT);
+    // The first context has ended, and another thread has made one of the same value, and ends it.
+    let of_second = pool.take_plain_memory(CONTEXT);
+    assert_eq!(of_second.blocks().count(), 0, "its memory is that of the first");
+    entered.plain_memory_ends(of_first);
+    // The first thread has made its next context, and memory, which gets the same addresses.
+    let next = block(RawContext(CONTEXT.0 + 1));
+    assert_eq!(next, first);
+    entered.plain_memory_ends(of_second);
+    assert!(pool.range_of(next).is_some(), "it is in use");
+}
+
+#[test]
+fn memory_that_is_freed_while_its_context_ends_is_not_ended_for_its_addresses() {
+    let pool = pool(&node());
+    let prop = AllocationProp::pinned_on(DEVICE);
+    let block = || pool.block_allocate(UNIT, &prop, &[DEVICE], kept()).expect("a block");
+    let entered = pool.enter_giving_up();
+    let first = block();
+    pool.set_block_context(first, CONTEXT);
+    let taken = [(); 2].map(|()| pool.take_plain_memory(CONTEXT));
+    entered.block_free(first).expect("freed");
+    assert_eq!(block(), first, "another thread has it");
+    let [taken, _none] = taken;
+    entered.plain_memory_ends(taken);
+    assert!(pool.range_of(first).is_some(), "it is in use");
 }
 
 #[test]
