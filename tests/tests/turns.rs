@@ -358,6 +358,23 @@ fn gpu_sets_that_differ_make_way_where_they_meet() -> Outcome {
 }
 
 #[test]
+fn a_turn_that_fits_nowhere_yet_comes_when_what_is_outside_has_ended() -> Outcome {
+    let stage = Stage::new(&[144 * MIB])?;
+    let mut train = stage.turn_taker("train", &[], 0)?;
+    train.do_it("allocate 60 100")?;
+    stage.pause("train")?;
+    let stranger = JobOptions { tensor_mib: 80, is_preloaded: false, ..JobOptions::new("x", 1) };
+    let stranger = stage.job(&stranger)?;
+    train.say("begin 60000")?;
+    let answer = train.answer_if_within(Duration::from_millis(500))?;
+    assert!(answer.is_none(), "{answer:?}");
+    stranger.exit()?;
+    assert!(train.answer()?.is_ok);
+    train.do_it("own 100")?;
+    train.do_it("end").map(drop)
+}
+
+#[test]
 fn unknown_classes_and_weights_are_refused_by_name() -> Outcome {
     let stage = Stage::new(&[64 * MIB])?;
     for words in [["--class", "urgent"], ["--weight", "0"]] {

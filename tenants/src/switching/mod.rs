@@ -34,7 +34,7 @@ pub use turn::{Turn, TurnOptions};
 
 /// How long one look lasts while nothing changes.
 const LOOK_MAX: Duration = Duration::from_millis(500);
-/// For how long one that has waited looks again before it believes that it fits nowhere: the driver takes seconds to clear up after a large process.
+/// For how long one that may wait looks again before it believes that it fits nowhere: the driver takes seconds to clear up after a large process.
 const NEVER_MAX: Duration = Duration::from_secs(10);
 /// How often claims are glanced at meanwhile.
 const GLANCE: Duration = Duration::from_millis(10);
@@ -42,6 +42,9 @@ const GLANCE: Duration = Duration::from_millis(10);
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 /// How often one that waits for the lock shows a sign of life, and looks whether that is called off.
 const LOCK_LOOK: Duration = Duration::from_millis(250);
+/// How long after its own tenant did not come the next try is, doubled each time: memory of a process that was killed is not free at once.
+const AGAIN_AFTER: Duration = Duration::from_millis(100);
+const AGAIN_AFTER_MAX: Duration = Duration::from_secs(5);
 
 /// How a tenant is switched to.
 #[derive(Clone, Debug, Default)]
@@ -383,6 +386,7 @@ impl Queue {
         is_over: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<Switched, SwitchError> {
+        let mut again_after = AGAIN_AFTER;
         loop {
             let seen = self.turns.glance();
             let lock = self.lock(options.interrupt.as_ref(), is_over)?;
@@ -415,11 +419,16 @@ impl Queue {
                         self.go(&lock, &scene, history, victims, decision, options, progress);
                     match went {
                         Err(error) if self.tries_others(&error) => {}
+                        Err(error) if self.tries_again(&error, again_after) => {
+                            drop(lock);
+                            self.rest(again_after, options.interrupt.as_ref(), is_over)?;
+                            again_after = (again_after * 2).min(AGAIN_AFTER_MAX);
+                        }
                         went => return went,
                     }
                 }
                 // What has just ended may not be free yet, and is nobody's that could give it.
-                Verdict::Never if self.has_told && self.looks_again() => {
+                Verdict::Never if self.looks_again() => {
                     drop(lock);
                     self.look_around(&seen, LOOK_MAX, options.interrupt.as_ref(), is_over)?;
                 }
@@ -455,14 +464,45 @@ impl Queue {
         is_in_time && is_undone && error.refusal().is_some() && !self.wish.is_order()
     }
 
+    /// Is there time until its own tenant may come? An allocation has its own way of trying again, and so has a turn that lasts already, which has
+    /// no deadline.
+    fn tries_again(&self, error: &SwitchError, after: Duration) -> bool {
+        let is_in_time = self.deadline.is_some_and(|deadline| Instant::now() + after < deadline);
+        let is_own = matches!(error, SwitchError::Undone { .. } | SwitchError::Tenant(_));
+        let may_wait = matches!(self.wish, Wish::Turn | Wish::Resume);
+        is_in_time && is_own && may_wait && error.refusal().is_none() && error.is_retryable()
+    }
+
+    /// Does nothing for so long, unless it is called off.
+    fn rest(
+        &self,
+        time: Duration,
+        interrupt: Option<&Interrupt>,
+        is_over: &dyn Fn() -> bool,
+    ) -> Result<(), SwitchError> {
+        let end = Instant::now() + time;
+        loop {
+            self.claim.beat();
+            self.check_called_off(interrupt, is_over)?;
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(());
+            }
+            pause_thread(LOCK_LOOK.min(left));
+        }
+    }
+
     /// Its time begins anew, and it has not been told anything.
     fn wait_anew(&mut self, deadline: Instant) {
         self.deadline = Some(deadline);
         self.never_since = None;
     }
 
-    /// May what is found to fit nowhere fit in a moment?
+    /// May what is found to fit nowhere fit in a moment? An allocation that nobody was in the way of is refused at once: its library may have caches to free.
     fn looks_again(&mut self) -> bool {
+        if !self.has_told && matches!(self.wish, Wish::Memory(_)) {
+            return false;
+        }
         let since = *self.never_since.get_or_insert_with(Instant::now);
         let is_in_time = self.deadline.is_none_or(|deadline| Instant::now() < deadline);
         is_in_time && since.elapsed() < NEVER_MAX
