@@ -68,6 +68,13 @@ struct Place {
     began: Option<Instant>,
 }
 
+impl Place {
+    /// Is a wait to begin here?
+    fn is_wanted(&self) -> bool {
+        self.asked > self.answered
+    }
+}
+
 /// One question about several places: has all work that was there when it was asked ended?
 #[derive(Debug)]
 pub(crate) struct Question {
@@ -154,11 +161,22 @@ impl<D: Driver> Waits<D> {
         is_over(&table)
     }
 
+    /// Waits until nobody of ours is in the driver at `place`, or about to be, for at most `limit`. Is nobody? Nobody may ask for it meanwhile.
+    pub(crate) fn let_place_end(&self, place: Waited, limit: Duration) -> bool {
+        let is_there = |table: &mut Table| {
+            table.places.get(&place).is_some_and(|row| row.began.is_some() || row.is_wanted())
+        };
+        let waited = self.shared.over.wait_timeout_while(self.shared.table(), limit, is_there);
+        let (mut table, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        !is_there(&mut table)
+    }
+
     /// Nobody wants to know any more. No wait is taken up after this: one beside a stream capture would end that.
     pub(crate) fn forget(&self) {
         for row in self.shared.table().places.values_mut() {
             row.asked = row.answered;
         }
+        self.shared.over.notify_all();
     }
 }
 
@@ -173,7 +191,7 @@ impl<D: Driver> Shared<D> {
             let number = {
                 let mut table = self.table();
                 let row = table.places.entry(place).or_default();
-                if row.asked <= row.answered {
+                if !row.is_wanted() {
                     row.has_thread = false;
                     return;
                 }

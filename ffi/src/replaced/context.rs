@@ -4,14 +4,19 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::PoisonError;
+use std::time::Duration;
 
 use sublet_cuda_driver::blocks::{self, Ending};
+use vmm_pool::Waited;
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver, RawContext};
 
 use super::SUCCESS;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
 use crate::runtime;
+
+/// How long the end of a context lets waits of ours there end.
+const WAITS_BEFORE_END: Duration = Duration::from_secs(10);
 
 /// The context as the driver's functions take it.
 pub(super) fn pointer_of(context: RawContext) -> Pointer {
@@ -66,6 +71,15 @@ fn ending(context: RawContext) -> Option<Ending<'static, CudaDriver>> {
     Some(blocks::ending(member, context))
 }
 
+/// The driver ends a context whoever uses it, which its documentation forbids. A wait of ours may have been left behind there by a pause that was called off.
+fn let_waits_end(place: Waited) {
+    let Some(member) = runtime::member().filter(|_| !runtime::is_leaving()) else { return };
+    if !member.pool().let_waits_at_end(place, WAITS_BEFORE_END) {
+        let seconds = WAITS_BEFORE_END.as_secs();
+        tracing::warn!(%place, seconds, "it is ended while its work is waited for: that work has not ended");
+    }
+}
+
 fn set_own(context: RawContext, is_there: bool) -> bool {
     let mut contexts = runtime::own_contexts().lock().unwrap_or_else(PoisonError::into_inner);
     if is_there { contexts.insert(context) } else { contexts.remove(&context) }
@@ -76,6 +90,9 @@ fn end_own(context: Pointer, end: impl FnOnce() -> c_int, is_over: impl FnOnce()
     let raw = RawContext(context.addr() as u64);
     let ending = ending(raw);
     let was_own = set_own(raw, false);
+    if was_own {
+        let_waits_end(Waited::OwnContext(raw));
+    }
     let code = end();
     if code == SUCCESS && is_over() {
         if let Some(ending) = ending {
@@ -126,7 +143,9 @@ pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut Pointer, device:
 /// The plain memory of the primary context of `device`, where there is one.
 fn ending_primary(device: c_int) -> Option<Ending<'static, CudaDriver>> {
     let context = runtime::member().and_then(|_| runtime::existing_primary_context(device))?;
-    ending(RawContext(context.addr() as u64))
+    let ending = ending(RawContext(context.addr() as u64));
+    let_waits_end(Waited::Device(DeviceOrdinal(device)));
+    ending
 }
 
 macro_rules! release_primary {

@@ -94,6 +94,13 @@ impl<D: Driver> Pool<D> {
     pub fn let_waits_end(&self, limit: Duration) -> bool {
         self.waits.let_end(limit)
     }
+
+    /// For whoever is inside, and about to end a context, which nobody may be using: a wait there that was left behind when the gate opened ends by this, or
+    /// `limit` is over. Did it? It ends with the work, which the driver would wait for too.
+    #[doc(alias = "cuCtxDestroy")]
+    pub fn let_waits_at_end(&self, place: Waited, limit: Duration) -> bool {
+        self.waits.let_place_end(place, limit)
+    }
 }
 
 impl<D: Driver> Draining<D> {

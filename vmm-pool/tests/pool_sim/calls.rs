@@ -7,9 +7,10 @@ use std::time::Duration;
 use vmm_pool::driver::sim::{FaultSpan, Latency, SimDriver, SimNode, SimOptions};
 
 use vmm_pool::driver::{
-    AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverOp, Location, VaRange,
+    AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverOp, Location, RawContext,
+    VaRange,
 };
-use vmm_pool::{ImportSource, PeerId, PoolError, VirtualHandle};
+use vmm_pool::{ImportSource, PeerId, PoolError, VirtualHandle, Waited};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, OWNER, SimPool, UNIT, WHOLE, create, free_addresses, free_bytes,
@@ -361,4 +362,18 @@ fn a_capture_lets_a_wait_end_that_was_left_behind_before_it_had_begun() {
     assert_eq!(calls(), 1);
     assert!(pool.let_waits_end(Duration::ZERO));
     assert_eq!(calls(), 1, "nobody wants to know any more");
+}
+
+#[test]
+fn the_end_of_a_context_lets_a_wait_end_that_was_left_behind_in_it() {
+    let (pool, _) = slow(&node(), DriverOp::ContextSynchronize);
+    let place = Waited::OwnContext(RawContext(77));
+    assert!(pool.let_waits_at_end(place, Duration::ZERO), "nothing was asked");
+    let mut draining = pool.close();
+    let seen = draining.look(|| 0, || vec![RawContext(77)]).expect("asked");
+    assert!(!seen.is_idle);
+    assert!(!pool.let_waits_at_end(place, Duration::ZERO));
+    drop(draining.reopen());
+    assert!(pool.let_waits_at_end(place, Duration::from_mins(1)));
+    assert!(pool.let_waits_at_end(place, Duration::ZERO));
 }
