@@ -157,6 +157,8 @@ static void paused(void)
 }
 
 static volatile bool is_over;
+/* The process joins its tenant with its first memory. */
+static volatile bool has_begun;
 
 static void *come_and_go(void *unused)
 {
@@ -166,6 +168,7 @@ static void *come_and_go(void *unused)
         OK(context_create(&own, 0, 0));
         OK(cuMemAlloc(&block, 4 << 20));
         OK(cuMemsetD8(block, 1, 4 << 20));
+        has_begun = true;
         OK(context_destroy(own));
     }
     return unused;
@@ -178,6 +181,8 @@ static void storm(void)
     for (int i = 0; i < 2; i++)
         if (pthread_create(&threads[i], NULL, come_and_go, NULL) != 0)
             exit(1);
+    while (!has_begun)
+        usleep(1000);
     for (int i = 0; i < 20; i++) {
         usleep(5000);
         inside_pause();
