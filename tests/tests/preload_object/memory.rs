@@ -137,6 +137,18 @@ fn contexts_that_come_and_go_do_not_fail_a_pause() {
 }
 
 #[test]
+fn threads_that_use_all_kinds_of_memory_at_once_are_paused_at_any_instant() {
+    let fresh = std::process::id().to_string();
+    for seed in ["1", &fresh] {
+        assert_eq!(
+            said("churn", &[seed, "6", "20"]),
+            ["churn: 0 bytes less are free"],
+            "seed {seed}"
+        );
+    }
+}
+
+#[test]
 fn peer_access_of_before_an_attach_reaches_what_is_asked_for_afterwards() {
     let stage = Stage::new();
     let program = stage.program("peers");

@@ -1,0 +1,290 @@
+/* Threads that make, fill, look at and end all kinds of memory, streams, graphs and contexts, while the process is paused and resumed:
+ *
+ *   preload_churn SEED THREADS PAUSES
+ *
+ * Each thread knows what every byte of its own memory must be. Values and addresses that the driver gives out again are
+ * soon those of another thread. It prints the same with and without Sublet. */
+#include "driver.h"
+#include "inside.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#define MORE_FUNCTIONS(X) \
+    X(context_create, cuCtxCreate_v2, (CUcontext *, unsigned, CUdevice)) \
+    X(context_destroy, cuCtxDestroy_v2, (CUcontext))
+
+#define DECLARE_MORE(name, symbol, arguments) static CUresult(*name) arguments;
+MORE_FUNCTIONS(DECLARE_MORE)
+
+enum { PAGE = 2 << 20, OBJECTS = 5, PAGES_MAX = 3, THREADS_MAX = 16, RELAXED = 2 };
+
+typedef enum { NOTHING, PLAIN, SMALL, MAPPED, OF_STREAM, OF_CONTEXT, KINDS } Kind;
+
+typedef struct {
+    Kind kind;
+    CUdeviceptr address;
+    size_t bytes;
+    unsigned word;
+    /* Of mapped memory: a second mapping of its first page, or none. */
+    CUdeviceptr also;
+    CUcontext context;
+} Object;
+
+typedef struct {
+    uint64_t random;
+    CUstream stream;
+    CUgraphExec graph;
+    /* What the graph fills, and with what. */
+    Object *filled;
+    unsigned filled_word;
+    Object objects[OBJECTS];
+} Worker;
+
+static CUcontext primary;
+static atomic_bool is_over;
+static atomic_uint begun;
+static CUprop prop;
+
+static unsigned draw(Worker *worker, unsigned below)
+{
+    worker->random = worker->random * 6364136223846793005u + 1442695040888963407u;
+    return (unsigned)(worker->random >> 33) % below;
+}
+
+static void wrong(const Object *object, size_t at, unsigned found)
+{
+    printf("kind %d at %llx: word %zu is %u and not %u\n", object->kind, (unsigned long long)object->address, at, found,
+           object->word);
+    exit(1);
+}
+
+static void look_at(Worker *worker, const Object *object)
+{
+    size_t words = object->bytes / 4;
+    size_t places[3] = {0, words - 1, draw(worker, (unsigned)words)};
+    for (int i = 0; i < 3; i++) {
+        unsigned found = 0;
+        OK(cuMemcpyDtoHAsync(&found, object->address + 4 * places[i], 4, worker->stream));
+        OK(cuStreamSynchronize(worker->stream));
+        if (found != object->word)
+            wrong(object, places[i], found);
+    }
+    if (object->also != 0) {
+        unsigned found = 0;
+        OK(cuMemcpyDtoH(&found, object->also + PAGE - 4, 4));
+        if (found != object->word)
+            wrong(object, 0, found);
+    }
+}
+
+static void fill(Worker *worker, Object *object)
+{
+    object->word = draw(worker, 1u << 30);
+    if (draw(worker, 2) == 0) {
+        driver_fill(object->address, object->word, object->bytes / 4, worker->stream);
+    } else {
+        OK(cuMemsetD32Async(object->address, object->word, object->bytes / 4, worker->stream));
+    }
+    OK(cuStreamSynchronize(worker->stream));
+}
+
+static void map(Worker *worker, Object *object)
+{
+    CUaccess access = {{1, 0}, 3};
+    size_t pages = object->bytes / PAGE;
+    OK(cuMemAddressReserve(&object->address, object->bytes, 0, 0, 0));
+    for (size_t i = 0; i < pages; i++) {
+        CUhandle handle = 0;
+        OK(cuMemCreate(&handle, PAGE, &prop, 0));
+        OK(cuMemMap(object->address + i * PAGE, PAGE, 0, handle, 0));
+        if (i == 0 && draw(worker, 2) == 0) {
+            OK(cuMemAddressReserve(&object->also, PAGE, 0, 0, 0));
+            OK(cuMemMap(object->also, PAGE, 0, handle, 0));
+            OK(cuMemSetAccess(object->also, PAGE, &access, 1));
+        }
+        OK(cuMemRelease(handle));
+    }
+    OK(cuMemSetAccess(object->address, object->bytes, &access, 1));
+}
+
+static void make(Worker *worker, Object *object)
+{
+    *object = (Object){.kind = (Kind)(1 + draw(worker, KINDS - 1)), .bytes = PAGE * (1 + draw(worker, PAGES_MAX))};
+    switch (object->kind) {
+    case SMALL:
+        object->bytes = 512;
+        OK(cuMemAlloc(&object->address, object->bytes));
+        break;
+    case MAPPED:
+        map(worker, object);
+        break;
+    case OF_STREAM:
+        OK(cuMemAllocAsync(&object->address, object->bytes, worker->stream));
+        break;
+    case OF_CONTEXT:
+        OK(context_create(&object->context, 0, 0));
+        OK(cuMemAlloc(&object->address, object->bytes));
+        OK(cuCtxSetCurrent(primary));
+        break;
+    default:
+        OK(cuMemAlloc(&object->address, object->bytes));
+    }
+    fill(worker, object);
+}
+
+static void end_graph(Worker *worker)
+{
+    if (worker->graph != NULL)
+        OK(cuGraphExecDestroy(worker->graph));
+    worker->graph = NULL;
+    worker->filled = NULL;
+}
+
+static void end(Worker *worker, Object *object)
+{
+    look_at(worker, object);
+    if (worker->filled == object)
+        end_graph(worker);
+    switch (object->kind) {
+    case MAPPED:
+        if (object->also != 0)
+            driver_unmap(object->also, PAGE);
+        driver_unmap(object->address, object->bytes);
+        break;
+    case OF_STREAM:
+        OK(cuMemFreeAsync(object->address, worker->stream));
+        OK(cuStreamSynchronize(worker->stream));
+        break;
+    case OF_CONTEXT:
+        /* Its memory goes with it. */
+        OK(context_destroy(object->context));
+        OK(cuCtxSetCurrent(primary));
+        break;
+    default:
+        OK(cuMemFree(object->address));
+    }
+    object->kind = NOTHING;
+}
+
+static void capture(Worker *worker, Object *object)
+{
+    CUgraph graph = NULL;
+    end_graph(worker);
+    worker->filled_word = draw(worker, 1u << 30);
+    OK(cuStreamBeginCapture(worker->stream, RELAXED));
+    driver_fill(object->address, worker->filled_word, object->bytes / 4, worker->stream);
+    OK(cuStreamEndCapture(worker->stream, &graph));
+    OK(cuGraphInstantiate(&worker->graph, graph, 0));
+    OK(cuGraphDestroy(graph));
+    worker->filled = object;
+}
+
+static void replay(Worker *worker)
+{
+    OK(cuGraphLaunch(worker->graph, worker->stream));
+    OK(cuStreamSynchronize(worker->stream));
+    worker->filled->word = worker->filled_word;
+}
+
+static void renew_stream(Worker *worker)
+{
+    OK(cuStreamDestroy(worker->stream));
+    OK(cuStreamCreate(&worker->stream, 1));
+}
+
+static void act(Worker *worker)
+{
+    Object *object = &worker->objects[draw(worker, OBJECTS)];
+    if (object->kind == NOTHING) {
+        make(worker, object);
+        return;
+    }
+    switch (draw(worker, 8)) {
+    case 0:
+    case 1:
+        end(worker, object);
+        break;
+    case 2:
+        fill(worker, object);
+        break;
+    case 3:
+        if (object->kind != OF_CONTEXT)
+            capture(worker, object);
+        break;
+    case 4:
+        if (worker->graph != NULL)
+            replay(worker);
+        break;
+    case 5:
+        renew_stream(worker);
+        break;
+    default:
+        look_at(worker, object);
+    }
+}
+
+static void *work(void *argument)
+{
+    Worker *worker = argument;
+    OK(cuCtxSetCurrent(primary));
+    OK(cuStreamCreate(&worker->stream, 1));
+    while (!is_over) {
+        act(worker);
+        begun++;
+    }
+    for (int i = 0; i < OBJECTS; i++)
+        if (worker->objects[i].kind != NOTHING)
+            end(worker, &worker->objects[i]);
+    end_graph(worker);
+    OK(cuStreamDestroy(worker->stream));
+    return NULL;
+}
+
+static void look_up(void)
+{
+    void *library = dlopen("libcuda.so.1", RTLD_NOW);
+#define LOOK_UP(name, symbol, arguments) \
+    if ((*(void **)&name = dlsym(library, #symbol)) == NULL) \
+        driver_missing(#symbol);
+    MORE_FUNCTIONS(LOOK_UP)
+}
+
+int main(int count, char **words)
+{
+    static Worker workers[THREADS_MAX];
+    pthread_t threads[THREADS_MAX];
+    CUpool pool = NULL;
+    inside_deadline(60);
+    uint64_t seed = count > 1 ? strtoull(words[1], NULL, 10) : 1;
+    int many = count > 2 ? atoi(words[2]) : 4, pauses = count > 3 ? atoi(words[3]) : 20;
+    driver_start();
+    look_up();
+    OK(cuDevicePrimaryCtxRetain(&primary, 0));
+    prop = driver_prop();
+    driver_kernel("fill_u32");
+    OK(cuDeviceGetDefaultMemPool(&pool, 0));
+    size_t before = driver_free_bytes();
+    for (int i = 0; i < many && i < THREADS_MAX; i++) {
+        workers[i].random = seed * 1000 + (unsigned)i;
+        if (pthread_create(&threads[i], NULL, work, &workers[i]) != 0)
+            return 1;
+    }
+    Worker own = {.random = seed};
+    /* The process joins its tenant with its first memory. */
+    while (begun < 20)
+        usleep(1000);
+    for (int i = 0; i < pauses; i++) {
+        usleep(draw(&own, 20000));
+        inside_pause();
+        usleep(draw(&own, 3000));
+        inside_resume();
+    }
+    is_over = true;
+    for (int i = 0; i < many && i < THREADS_MAX; i++)
+        pthread_join(threads[i], NULL);
+    OK(cuMemPoolTrimTo(pool, 0));
+    printf("churn: %lld bytes less are free\n", (long long)before - (long long)driver_free_bytes());
+    return 0;
+}
