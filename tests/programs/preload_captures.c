@@ -4,6 +4,7 @@
  *   relaxed   the capturing thread frees, in relaxed mode
  *   global    another thread captures in global mode, which refuses the free
  *   thread    a capture that another thread may not end goes on
+ *   meets     another thread frees all the time, while captures begin and end
  *
  * It prints the same with and without Sublet. */
 #include "driver.h"
@@ -143,6 +144,39 @@ static void other_thread(void)
     end("thread");
 }
 
+static volatile bool is_over;
+
+static void *free_all_the_time(void *unused)
+{
+    OK(cuCtxSetCurrent(context));
+    while (!is_over) {
+        CUdeviceptr block = 0;
+        OK(cuMemAlloc(&block, BYTES));
+        OK(cuMemFree(block));
+    }
+    return unused;
+}
+
+static void meets(void)
+{
+    enum { CAPTURES = 1000 };
+    pthread_t thread = begin_thread(free_all_the_time, NULL);
+    OK(cuStreamCreate(&captured, 1));
+    OK(cuMemAlloc(&kept, BYTES));
+    for (int i = 0; i < CAPTURES; i++) {
+        CUgraph graph = NULL;
+        OK(cuStreamBeginCapture(captured, RELAXED));
+        driver_fill(kept, (unsigned)i, WORDS, captured);
+        OK(cuStreamEndCapture(captured, &graph));
+        OK(cuGraphDestroy(graph));
+    }
+    is_over = true;
+    pthread_join(thread, NULL);
+    OK(cuMemFree(kept));
+    OK(cuStreamDestroy(captured));
+    printf("meets: %d captures\n", CAPTURES);
+}
+
 int main(int count, char **words)
 {
     inside_deadline(20);
@@ -157,6 +191,8 @@ int main(int count, char **words)
             global();
         else if (strcmp(words[i], "thread") == 0)
             other_thread();
+        else if (strcmp(words[i], "meets") == 0)
+            meets();
     }
     return 0;
 }

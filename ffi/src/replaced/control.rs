@@ -89,7 +89,8 @@ fn capture_key(stream: Pointer, symbol: &str) -> u64 {
     stream as u64
 }
 
-/// How long a capture lets waits for devices end that were left behind: see [`vmm_pool::Pool::let_waits_end`].
+/// How long a capture lets waits for devices end that were left behind, and then those of other threads: see [`vmm_pool::Pool::let_waits_end`] and
+/// [`tenants::member::Member::before_capture`].
 const WAITS_BEFORE_CAPTURE: Duration = Duration::from_secs(1);
 
 macro_rules! begin_capture {
@@ -103,9 +104,10 @@ macro_rules! begin_capture {
             let member = runtime::member();
             let _pass = member
                 .map(|member| member.gate().pass_for(stringify!($symbol), Passage::Capture));
-            if let Some(member) = member {
+            let _before = member.map(|member| {
                 member.pool().let_waits_end(WAITS_BEFORE_CAPTURE);
-            }
+                member.before_capture(WAITS_BEFORE_CAPTURE)
+            });
             let code = call_driver!($symbol(stream => Pointer, $($arg => $ty),*));
             if let (Some(member), SUCCESS) = (member, code) {
                 let key = capture_key(stream, stringify!($symbol));

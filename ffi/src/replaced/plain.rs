@@ -53,7 +53,7 @@ fn settle_device(member: &Member, device: DeviceOrdinal) -> DriverCode {
 
 /// Waits for the work of the current context.
 fn settle_here(member: &Member) -> c_int {
-    if member.captures() == 0 {
+    if let Some(_wait) = member.wait_for_context() {
         let code = call_driver!(cuCtxSynchronize());
         if DriverCode(code) != DriverCode::STREAM_CAPTURE_UNSUPPORTED {
             return code;

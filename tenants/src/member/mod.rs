@@ -14,6 +14,7 @@ mod agent;
 mod ahead;
 mod borrowing;
 mod budget;
+mod captures;
 mod clients;
 mod failures;
 mod fetch;
@@ -45,6 +46,7 @@ use vmm_pool::support::Unsupported;
 use vmm_pool::{Pool, Selection, TagTotals};
 
 pub(crate) use agent::block_signals;
+pub use captures::{BeforeCapture, ContextWait};
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use fetch::ImportError;
 pub(crate) use spilling::STEP_TIME as SPILL_STEP_TIME;
@@ -62,6 +64,7 @@ use crate::wire::{
     Action, Asked, MemberInfo, MemberState, MemberStats, Phase, PhaseReport, TagBytes,
 };
 use ahead::Ahead;
+use captures::Captures;
 use lending::KnownBorrower;
 use limit::DescriptorLimit;
 use owners::Owner;
@@ -235,7 +238,7 @@ pub struct Member<D: Driver> {
     has_left: AtomicBool,
     /// When its name was last put back.
     new_name: Mutex<Option<Instant>>,
-    captures: AtomicUsize,
+    captures: Captures,
     peers: Mutex<HashMap<MemberId, Connection>>,
     /// Who owns what was imported, also after its end.
     owners: Mutex<HashMap<MemberId, Owner>>,
@@ -324,7 +327,7 @@ impl<D: Driver> Member<D> {
             sockets: Arc::default(),
             has_left: AtomicBool::new(false),
             new_name: Mutex::default(),
-            captures: AtomicUsize::new(0),
+            captures: Captures::default(),
             peers: Mutex::default(),
             owners: Mutex::default(),
             lenders: Mutex::default(),
@@ -464,15 +467,22 @@ impl<D: Driver> Member<D> {
 
     /// A stream capture has begun: no pause until it ends.
     pub fn capture_begun(&self) {
-        self.captures.fetch_add(1, Ordering::SeqCst);
+        self.captures.begun();
+    }
+
+    /// A stream capture is about to begin, until the answer is dropped: waits for a context that are under way end first, or `limit` is over.
+    pub fn before_capture(&self, limit: Duration) -> BeforeCapture<'_> {
+        self.captures.before(limit)
+    }
+
+    /// The calling thread is about to wait for a context, until the answer is dropped; none beside a stream capture, which the wait would spoil.
+    pub fn wait_for_context(&self) -> Option<ContextWait<'_>> {
+        self.captures.wait()
     }
 
     /// A stream capture has ended, well or badly.
     pub fn capture_ended(&self) {
-        // An end without a begin of ours (a capture older than the hooks) must not wrap.
-        let _updated = self
-            .captures
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |count| count.checked_sub(1));
+        self.captures.ended();
     }
 
     /// For how long an allocation waits that its device has no room for, where it queues.
@@ -482,7 +492,7 @@ impl<D: Driver> Member<D> {
 
     /// How many stream captures are under way.
     pub fn captures(&self) -> usize {
-        self.captures.load(Ordering::SeqCst)
+        self.captures.under_way()
     }
 
     /// Where it stands.

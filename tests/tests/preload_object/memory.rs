@@ -51,6 +51,11 @@ fn a_free_beside_a_capture_waits_for_the_work_and_leaves_the_capture_alone() {
 }
 
 #[test]
+fn captures_begin_while_another_thread_frees() {
+    assert_eq!(said("captures", &["meets"]), ["meets: 1000 captures"]);
+}
+
+#[test]
 fn a_thread_that_captures_frees_in_relaxed_mode() {
     assert_eq!(
         said("captures", &["relaxed"]),

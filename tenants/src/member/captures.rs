@@ -1,0 +1,128 @@
+//! Stream captures, and waits of the application's threads for a context, which the driver spoils all captures in it for.
+//!
+//! Natively a free waits beside a capture; ours waits for the context first. So neither begins while the other is under way: a capture that is about to begin
+//! lets waits end, and a wait that finds one takes another way.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+#[derive(Debug, Default)]
+pub(super) struct Captures {
+    counts: Mutex<Counts>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    under_way: usize,
+    about_to_begin: usize,
+    waits: usize,
+}
+
+/// A capture is about to begin, or has and is counted: see [`super::Member::before_capture`].
+#[derive(Debug)]
+#[must_use = "it is about to begin as long as this lives"]
+pub struct BeforeCapture<'a>(&'a Captures);
+
+/// A context is waited for: see [`super::Member::wait_for_context`].
+#[derive(Debug)]
+#[must_use = "the wait lasts as long as this lives"]
+pub struct ContextWait<'a>(&'a Captures);
+
+impl Captures {
+    fn counts(&self) -> MutexGuard<'_, Counts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn under_way(&self) -> usize {
+        self.counts().under_way
+    }
+
+    pub(super) fn begun(&self) {
+        self.counts().under_way += 1;
+    }
+
+    pub(super) fn ended(&self) {
+        let mut counts = self.counts();
+        // An end without a begin of ours (a capture older than the hooks) must not wrap.
+        counts.under_way = counts.under_way.saturating_sub(1);
+    }
+
+    pub(super) fn before(&self, limit: Duration) -> BeforeCapture<'_> {
+        let mut counts = self.counts();
+        counts.about_to_begin += 1;
+        let waited = self.changed.wait_timeout_while(counts, limit, |counts| counts.waits > 0);
+        drop(waited);
+        BeforeCapture(self)
+    }
+
+    pub(super) fn wait(&self) -> Option<ContextWait<'_>> {
+        let mut counts = self.counts();
+        if counts.under_way + counts.about_to_begin > 0 {
+            return None;
+        }
+        counts.waits += 1;
+        Some(ContextWait(self))
+    }
+}
+
+impl Drop for BeforeCapture<'_> {
+    fn drop(&mut self) {
+        self.0.counts().about_to_begin -= 1;
+    }
+}
+
+impl Drop for ContextWait<'_> {
+    fn drop(&mut self) {
+        self.0.counts().waits -= 1;
+        self.0.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_mins(1);
+
+    #[test]
+    fn a_wait_and_a_capture_are_never_under_way_together() {
+        let captures = Captures::default();
+        let wait = captures.wait().expect("no capture");
+        let (told, began) = mpsc::channel();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let before = captures.before(LONG);
+                captures.begun();
+                drop(before);
+                told.send(()).expect("heard");
+            });
+            assert!(began.recv_timeout(Duration::from_millis(50)).is_err(), "it lets the wait end");
+            assert!(captures.wait().is_none(), "a capture is about to begin");
+            drop(wait);
+            began.recv_timeout(LONG).expect("begun");
+        });
+        assert_eq!((captures.under_way(), captures.wait().is_none()), (1, true));
+        captures.ended();
+        assert!(captures.wait().is_some());
+    }
+
+    #[test]
+    fn a_capture_that_does_not_begin_or_that_is_older_is_not_counted() {
+        let captures = Captures::default();
+        drop(captures.before(LONG));
+        captures.ended();
+        assert_eq!(captures.under_way(), 0);
+        assert!(captures.wait().is_some());
+    }
+
+    #[test]
+    fn a_wait_that_lasts_holds_a_capture_up_for_a_bounded_time() {
+        let captures = Captures::default();
+        let _wait = captures.wait();
+        drop(captures.before(Duration::from_millis(1)));
+    }
+}
