@@ -18,7 +18,7 @@
 #define DECLARE_MORE(name, symbol, arguments) static CUresult(*name) arguments;
 MORE_FUNCTIONS(DECLARE_MORE)
 
-enum { PAGE = 2 << 20, OBJECTS = 5, PAGES_MAX = 3, THREADS_MAX = 16, RELAXED = 2 };
+enum { PAGE = 2 << 20, OBJECTS = 5, PAGES_MAX = 3, THREADS_MAX = 16, DEVICES = 2, RELAXED = 2 };
 
 typedef enum { NOTHING, PLAIN, SMALL, MAPPED, OF_STREAM, OF_CONTEXT, KINDS } Kind;
 
@@ -27,13 +27,14 @@ typedef struct {
     CUdeviceptr address;
     size_t bytes;
     unsigned word;
-    /* Of mapped memory: a second mapping of its first page, or none. */
+    /* Of mapped memory: a second mapping of its first page, by another handle of it or the same, or none. */
     CUdeviceptr also;
     CUcontext context;
 } Object;
 
 typedef struct {
     uint64_t random;
+    int device;
     CUstream stream;
     CUgraphExec graph;
     /* What the graph fills, and with what. */
@@ -42,15 +43,25 @@ typedef struct {
     Object objects[OBJECTS];
 } Worker;
 
-static CUcontext primary;
+static CUcontext primary[DEVICES];
 static atomic_bool is_over;
 static atomic_uint begun;
-static CUprop prop;
 
 static unsigned draw(Worker *worker, unsigned below)
 {
     worker->random = worker->random * 6364136223846793005u + 1442695040888963407u;
     return (unsigned)(worker->random >> 33) % below;
+}
+
+/* A module is of one context. */
+static CUfunction kernels[DEVICES];
+
+static void launch_fill(const Worker *worker, const Object *object, unsigned word)
+{
+    CUdeviceptr target = object->address;
+    uint64_t count = object->bytes / 4;
+    void *params[] = {&target, &word, &count};
+    OK(cuLaunchKernel(kernels[worker->device], 1, 1, 1, 32, 1, 1, 0, worker->stream, params, NULL));
 }
 
 static void wrong(const Object *object, size_t at, unsigned found)
@@ -79,20 +90,79 @@ static void look_at(Worker *worker, const Object *object)
     }
 }
 
+static void fill_from_host(Worker *worker, Object *object)
+{
+    unsigned *words = malloc(object->bytes);
+    if (words == NULL)
+        exit(1);
+    for (size_t i = 0; i < object->bytes / 4; i++)
+        words[i] = object->word;
+    bool is_registered = draw(worker, 2) == 0;
+    if (is_registered)
+        OK(cuMemHostRegister(words, object->bytes, 0));
+    OK(cuMemcpyHtoDAsync(object->address, words, object->bytes, worker->stream));
+    OK(cuStreamSynchronize(worker->stream));
+    if (is_registered)
+        OK(cuMemHostUnregister(words));
+    free(words);
+}
+
 static void fill(Worker *worker, Object *object)
 {
     object->word = draw(worker, 1u << 30);
-    if (draw(worker, 2) == 0) {
-        driver_fill(object->address, object->word, object->bytes / 4, worker->stream);
-    } else {
+    switch (draw(worker, 4)) {
+    case 0:
+        launch_fill(worker, object, object->word);
+        break;
+    case 1:
+        fill_from_host(worker, object);
+        break;
+    default:
         OK(cuMemsetD32Async(object->address, object->word, object->bytes / 4, worker->stream));
     }
     OK(cuStreamSynchronize(worker->stream));
 }
 
+static void copy(Worker *worker, Object *to, const Object *from)
+{
+    if (from->kind == NOTHING || from->bytes < to->bytes || to == from)
+        return;
+    OK(cuMemcpyDtoDAsync(to->address, from->address, to->bytes, worker->stream));
+    OK(cuStreamSynchronize(worker->stream));
+    to->word = from->word;
+}
+
+static CUprop prop_of(const Worker *worker)
+{
+    CUprop prop = driver_prop();
+    prop.location.id = worker->device;
+    return prop;
+}
+
+/* Another reference to what `handle` is of, by a file or by an address that it is mapped at, which may have the same value; or none. */
+static CUhandle another(Worker *worker, CUhandle handle, CUdeviceptr mapped)
+{
+    CUhandle other = 0;
+    int file = -1;
+    switch (draw(worker, 3)) {
+    case 0:
+        OK(cuMemExportToShareableHandle(&file, handle, CU_FD, 0));
+        OK(cuMemImportFromShareableHandle(&other, (void *)(uintptr_t)file, CU_FD));
+        close(file);
+        break;
+    case 1:
+        OK(cuMemRetainAllocationHandle(&other, (void *)(uintptr_t)mapped));
+        break;
+    default:
+        break;
+    }
+    return other;
+}
+
 static void map(Worker *worker, Object *object)
 {
-    CUaccess access = {{1, 0}, 3};
+    CUaccess access = {{1, worker->device}, 3};
+    CUprop prop = prop_of(worker);
     size_t pages = object->bytes / PAGE;
     OK(cuMemAddressReserve(&object->address, object->bytes, 0, 0, 0));
     for (size_t i = 0; i < pages; i++) {
@@ -101,8 +171,11 @@ static void map(Worker *worker, Object *object)
         OK(cuMemMap(object->address + i * PAGE, PAGE, 0, handle, 0));
         if (i == 0 && draw(worker, 2) == 0) {
             OK(cuMemAddressReserve(&object->also, PAGE, 0, 0, 0));
-            OK(cuMemMap(object->also, PAGE, 0, handle, 0));
+            CUhandle other = another(worker, handle, object->address);
+            OK(cuMemMap(object->also, PAGE, 0, other != 0 ? other : handle, 0));
             OK(cuMemSetAccess(object->also, PAGE, &access, 1));
+            if (other != 0)
+                OK(cuMemRelease(other));
         }
         OK(cuMemRelease(handle));
     }
@@ -124,9 +197,9 @@ static void make(Worker *worker, Object *object)
         OK(cuMemAllocAsync(&object->address, object->bytes, worker->stream));
         break;
     case OF_CONTEXT:
-        OK(context_create(&object->context, 0, 0));
+        OK(context_create(&object->context, 0, worker->device));
         OK(cuMemAlloc(&object->address, object->bytes));
-        OK(cuCtxSetCurrent(primary));
+        OK(cuCtxSetCurrent(primary[worker->device]));
         break;
     default:
         OK(cuMemAlloc(&object->address, object->bytes));
@@ -160,7 +233,7 @@ static void end(Worker *worker, Object *object)
     case OF_CONTEXT:
         /* Its memory goes with it. */
         OK(context_destroy(object->context));
-        OK(cuCtxSetCurrent(primary));
+        OK(cuCtxSetCurrent(primary[worker->device]));
         break;
     default:
         OK(cuMemFree(object->address));
@@ -174,7 +247,7 @@ static void capture(Worker *worker, Object *object)
     end_graph(worker);
     worker->filled_word = draw(worker, 1u << 30);
     OK(cuStreamBeginCapture(worker->stream, RELAXED));
-    driver_fill(object->address, worker->filled_word, object->bytes / 4, worker->stream);
+    launch_fill(worker, object, worker->filled_word);
     OK(cuStreamEndCapture(worker->stream, &graph));
     OK(cuGraphInstantiate(&worker->graph, graph, 0));
     OK(cuGraphDestroy(graph));
@@ -201,7 +274,7 @@ static void act(Worker *worker)
         make(worker, object);
         return;
     }
-    switch (draw(worker, 8)) {
+    switch (draw(worker, 9)) {
     case 0:
     case 1:
         end(worker, object);
@@ -220,6 +293,9 @@ static void act(Worker *worker)
     case 5:
         renew_stream(worker);
         break;
+    case 6:
+        copy(worker, object, &worker->objects[draw(worker, OBJECTS)]);
+        break;
     default:
         look_at(worker, object);
     }
@@ -228,7 +304,7 @@ static void act(Worker *worker)
 static void *work(void *argument)
 {
     Worker *worker = argument;
-    OK(cuCtxSetCurrent(primary));
+    OK(cuCtxSetCurrent(primary[worker->device]));
     OK(cuStreamCreate(&worker->stream, 1));
     while (!is_over) {
         act(worker);
@@ -240,6 +316,20 @@ static void *work(void *argument)
     end_graph(worker);
     OK(cuStreamDestroy(worker->stream));
     return NULL;
+}
+
+/* Of all devices, without what their pools keep. */
+static size_t free_bytes(void)
+{
+    size_t all = 0;
+    for (int i = 0; i < DEVICES; i++) {
+        CUpool pool = NULL;
+        OK(cuCtxSetCurrent(primary[i]));
+        OK(cuDeviceGetDefaultMemPool(&pool, i));
+        OK(cuMemPoolTrimTo(pool, 0));
+        all += driver_free_bytes();
+    }
+    return all;
 }
 
 static void look_up(void)
@@ -255,19 +345,22 @@ int main(int count, char **words)
 {
     static Worker workers[THREADS_MAX];
     pthread_t threads[THREADS_MAX];
-    CUpool pool = NULL;
     inside_deadline(60);
     uint64_t seed = count > 1 ? strtoull(words[1], NULL, 10) : 1;
     int many = count > 2 ? atoi(words[2]) : 4, pauses = count > 3 ? atoi(words[3]) : 20;
     driver_start();
     look_up();
-    OK(cuDevicePrimaryCtxRetain(&primary, 0));
-    prop = driver_prop();
-    driver_kernel("fill_u32");
-    OK(cuDeviceGetDefaultMemPool(&pool, 0));
-    size_t before = driver_free_bytes();
+    for (int i = 0; i < DEVICES; i++) {
+        CUmodule module = NULL;
+        OK(cuDevicePrimaryCtxRetain(&primary[i], i));
+        OK(cuCtxSetCurrent(primary[i]));
+        OK(cuModuleLoadData(&module, "image"));
+        OK(cuModuleGetFunction(&kernels[i], module, "fill_u32"));
+    }
+    size_t before = free_bytes();
     for (int i = 0; i < many && i < THREADS_MAX; i++) {
         workers[i].random = seed * 1000 + (unsigned)i;
+        workers[i].device = i % DEVICES;
         if (pthread_create(&threads[i], NULL, work, &workers[i]) != 0)
             return 1;
     }
@@ -284,7 +377,6 @@ int main(int count, char **words)
     is_over = true;
     for (int i = 0; i < many && i < THREADS_MAX; i++)
         pthread_join(threads[i], NULL);
-    OK(cuMemPoolTrimTo(pool, 0));
-    printf("churn: %lld bytes less are free\n", (long long)before - (long long)driver_free_bytes());
+    printf("churn: %lld bytes less are free\n", (long long)before - (long long)free_bytes());
     return 0;
 }
