@@ -18,12 +18,14 @@
 //!    ways.
 //! 2. What is mapped in a window lies in a spot, and is all of cells of the slab that the window holds, each at its offset there, or
 //!    all of allocations that stand alone, where it holds no slab. The spots of a window with a slab lie inside the slab.
-//! 3. A cell lives while it has a reference, or is mapped.
-//! 4. While the driver is asked about a window, it is [`Under::Changing`], and while bytes of a cell are copied, the cell is still: who
-//!    else wants something of it waits.
+//! 3. A cell lives while it has a reference, is mapped, or is still.
+//! 4. While the driver is asked about a window, it is [`Under::Changing`], and while bytes of a cell are copied, the cell is still, and so is a
+//!    cell that nobody has where they go: who else wants something of it waits. A row that is being made a cell is still too, which it does not
+//!    come to be while a call is about it.
 
 mod addresses;
 mod habits;
+mod holding;
 mod rights;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -38,6 +40,7 @@ use crate::report::{Contents, SlabTotals};
 use crate::{AllocationId, VirtualHandle};
 
 use habits::Habits;
+use holding::RowUse;
 
 /// Larger allocations stand alone.
 pub(crate) const CELL_BYTES_MAX: u64 = 32 << 20;
@@ -135,7 +138,7 @@ struct Cell {
     is_fresh: bool,
     /// Other processes may have heard of it.
     is_shared: bool,
-    /// Its bytes are on their way elsewhere.
+    /// Its bytes are on their way, elsewhere or here.
     is_still: bool,
 }
 
@@ -254,6 +257,8 @@ pub(crate) enum MapPlan {
     Into { evicted: Vec<VirtualHandle> },
     /// Somebody changes what is there: ask again.
     Busy,
+    /// The driver would not unmap what was there: it is to be offered that again.
+    Stuck,
     /// The driver would not either.
     Wrong,
     /// It cannot be with slabs.
@@ -319,8 +324,8 @@ pub(crate) struct Table {
     cells: HashMap<VirtualHandle, (SlabKey, u64)>,
     /// Cells that have become allocations of their own: the row behind each handle.
     alone: HashMap<VirtualHandle, VirtualHandle>,
-    /// Rows that are being made cells.
-    still_rows: HashSet<VirtualHandle>,
+    /// Rows that are being made cells, or that calls are about.
+    row_uses: HashMap<VirtualHandle, RowUse>,
     /// What each thread is likely to want addresses for next.
     aims: HashMap<ThreadId, VirtualHandle>,
     /// What the driver would not take back.
@@ -588,7 +593,8 @@ impl Table {
 
     /// The cell ends where nothing holds it, and its slab with the last.
     fn end_unheld(&mut self, handle: VirtualHandle) -> Ended {
-        let is_held = self.cell_mut(handle).is_none_or(|cell| cell.references + cell.mapped > 0);
+        let is_held = |cell: &mut Cell| cell.references + cell.mapped > 0 || cell.is_still;
+        let is_held = self.cell_mut(handle).is_none_or(is_held);
         let place = self.cells.get(&handle).copied();
         let Some((key, offset)) = place.filter(|_| !is_held) else {
             return Ended::default();
@@ -660,34 +666,6 @@ impl Table {
         !cell.is_still
     }
 
-    /// Nobody can map the cell or hand it on until [`Table::let_go`], or it is elsewhere. How many references it has, which are not going to
-    /// be more; none where it cannot leave.
-    pub(crate) fn hold_still(&mut self, handle: VirtualHandle) -> Option<u32> {
-        let is_own = self.cells.get(&handle).is_some_and(|(key, _)| {
-            self.slabs.get(key).is_some_and(|slab| slab.new.recipe.is_some())
-        });
-        let cell = self.cell_mut(handle).filter(|cell| is_own && cell.can_leave())?;
-        cell.is_still = true;
-        Some(cell.references)
-    }
-
-    /// See [`Table::hold_still`].
-    pub(crate) fn let_go(&mut self, handle: VirtualHandle) {
-        if let Some(cell) = self.cell_mut(handle) {
-            cell.is_still = false;
-        }
-    }
-
-    /// Is the row being made a cell?
-    pub(crate) fn is_row_still(&self, row: VirtualHandle) -> bool {
-        self.still_rows.contains(&row)
-    }
-
-    /// The row is a cell, or comes to be none.
-    pub(crate) fn let_row_go(&mut self, row: VirtualHandle) {
-        self.still_rows.remove(&row);
-    }
-
     /// The cell, which was held still, is an allocation of its own from now on: `row`. How many references it has, and what its slab
     /// needs no more, come out. None when it has ended.
     pub(crate) fn stand_alone(
@@ -709,6 +687,13 @@ impl Table {
     /// What the driver would not take back, for another try.
     pub(crate) fn take_refused(&mut self) -> Vec<Ended> {
         std::mem::take(&mut self.refused)
+    }
+
+    /// Is something mapped still in the window at `address` that the driver would not take back?
+    pub(crate) fn is_stuck(&self, address: DeviceAddress) -> bool {
+        let window = self.window_at(address).map(|window| window.range.start.0);
+        let mut left = self.refused.iter().flat_map(|ended| &ended.mounted);
+        window.is_some_and(|window| left.any(|(start, _)| *start == window))
     }
 
     /// The driver would not take it back.
