@@ -419,6 +419,11 @@ impl Table {
         item.cell.map_or(Place::Alone, |handle| Place::Cell { range, handle })
     }
 
+    /// Is `address` in a window that no slab is mapped in?
+    pub(crate) fn is_vacant(&self, address: DeviceAddress) -> bool {
+        self.window_at(address).is_some_and(|window| window.under == Under::Nothing)
+    }
+
     /// What a caller was given that holds `address`.
     pub(crate) fn spot_at(&self, address: DeviceAddress) -> Option<VaRange> {
         let window = self.window_at(address)?;

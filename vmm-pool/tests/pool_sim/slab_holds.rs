@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DriverCode, DriverOp, VaRange};
-use vmm_pool::{PoolError, PoolResult, VirtualHandle};
+use vmm_pool::{Known, PoolError, PoolResult, VirtualHandle};
 
 use crate::slabs::{allocate, assert_nothing_left, create, free, free_range, nccl, slabbed};
 use crate::stage::{DEVICE, SimPool, UNIT, free_addresses, holds, node, pattern, reserve, write};
@@ -284,4 +284,18 @@ fn addresses_that_the_driver_would_not_clear_keep_nobody_waiting() {
         free(&pool, spot);
         assert_nothing_left(&pool);
     }
+}
+
+#[test]
+fn the_driver_answers_for_addresses_that_nothing_is_mapped_at() {
+    let pool = slabbed(&node());
+    let (_, kept) = allocate(&pool, 1);
+    let start = pool.enter().take_addresses(2 * UNIT, 0, "nccl").expect("a room");
+    assert_eq!(pool.who_answers(start), Known::Elsewhere, "they are reserved");
+    assert_eq!(pool.reserved_range(start), Some(VaRange::new(start, 2 * UNIT)));
+    let behind = vmm_pool::driver::DeviceAddress(start.0 + 2 * UNIT);
+    assert_eq!(pool.who_answers(behind), Known::Nobody, "the caller has not reserved them");
+    free_range(&pool, VaRange::new(start, 2 * UNIT));
+    free(&pool, kept);
+    assert_nothing_left(&pool);
 }
