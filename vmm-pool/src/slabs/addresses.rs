@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::thread::ThreadId;
 
 use super::{
-    CELL_BYTES_MAX, Cell, CellAt, Ended, Item, MapPlan, Part, ROOM_BYTES, ROOM_UNIT_BYTES, Recipe,
-    Slab, SlabKey, Table, Under, Window,
+    CELL_BYTES_MAX, Cell, CellAt, Ended, MapPlan, Part, ROOM_BYTES, ROOM_UNIT_BYTES, Recipe, Slab,
+    SlabKey, Table, Under, Window,
 };
 use crate::VirtualHandle;
 use crate::driver::{DeviceAddress, VaRange};
@@ -44,7 +44,8 @@ impl Table {
                 && !window.has_spot_in(found.part);
             fits.then_some((window.range.start.0, start))
         })?;
-        self.windows.get_mut(&window)?.spots.insert(start, size_bytes);
+        let spot = VaRange::new(DeviceAddress(start), size_bytes);
+        self.windows.get_mut(&window)?.put_spot(spot);
         self.aims.remove(&thread);
         Some(DeviceAddress(start))
     }
@@ -64,7 +65,7 @@ impl Table {
         let start = range.start.0 + ROOM_BYTES;
         let mut room = Window::new(range, Under::Nothing, BTreeMap::new());
         room.is_room = true;
-        room.spots.insert(start, size_bytes);
+        room.put_spot(VaRange::new(DeviceAddress(start), size_bytes));
         self.windows.insert(range.start.0, room);
         DeviceAddress(start)
     }
@@ -78,7 +79,7 @@ impl Table {
         {
             return None;
         }
-        window.spots.remove(&range.start.0);
+        window.take_spot(range.start);
         let mut ended = Ended::default();
         if window.spots.is_empty() && window.under == Under::Nothing {
             ended.windows.extend(self.windows.remove(&start).map(|window| window.range));
@@ -188,8 +189,7 @@ impl Table {
 
     fn set_mapped(&mut self, window: u64, range: VaRange, handle: VirtualHandle) {
         if let Some(window) = self.windows.get_mut(&window) {
-            let (cell, rights) = (Some(handle), BTreeMap::new());
-            window.items.insert(range.start.0, Item { size_bytes: range.size_bytes, cell, rights });
+            window.put_item(range, Some(handle));
         }
         if let Some(cell) = self.cell_mut(handle) {
             cell.mapped += 1;
@@ -311,7 +311,7 @@ impl Table {
         range: VaRange,
     ) {
         if let Some(slab) = self.slabs.get_mut(&key) {
-            slab.cells.insert(offset, Cell::new(handle, range.size_bytes, references));
+            slab.put(offset, Cell::new(handle, range.size_bytes, references));
         }
         self.cells.insert(handle, (key, offset));
         self.set_mapped(window, range, handle);
@@ -351,8 +351,7 @@ impl Table {
             }
             Under::Nothing => {
                 if let Some(window) = self.windows.get_mut(&start) {
-                    let (size_bytes, rights) = (range.size_bytes, BTreeMap::new());
-                    window.items.insert(range.start.0, Item { size_bytes, cell: None, rights });
+                    window.put_item(range, None);
                 }
                 self.begin_row_call(handle);
                 MapPlan::StandAlone
@@ -384,7 +383,7 @@ impl Table {
             return;
         };
         if let Some(window) = self.windows.get_mut(&window) {
-            window.items.remove(&range.start.0);
+            window.take_item(range.start);
         }
     }
 }
@@ -428,7 +427,7 @@ impl Table {
         let (mut rows, mut ended) = (Vec::new(), Ended::default());
         for (item, cell) in met {
             if let Some(window) = self.windows.get_mut(&start) {
-                window.items.remove(&item.start.0);
+                window.take_item(item.start);
             }
             let Some(handle) = cell else {
                 rows.push(item);
@@ -462,8 +461,7 @@ impl Table {
             return;
         };
         if let Some(window) = self.windows.get_mut(&window) {
-            let (size_bytes, rights) = (range.size_bytes, BTreeMap::new());
-            window.items.insert(range.start.0, Item { size_bytes, cell: None, rights });
+            window.put_item(range, None);
         }
     }
 }

@@ -27,6 +27,7 @@ mod addresses;
 mod habits;
 mod holding;
 mod rights;
+mod windows;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::thread::ThreadId;
@@ -121,6 +122,8 @@ struct Slab {
     next_bytes: u64,
     /// By offset.
     cells: BTreeMap<u64, Cell>,
+    /// How much cells have.
+    live_bytes: u64,
     /// Starts of the windows that it is mapped in.
     windows: BTreeSet<u64>,
     /// Where cells have been that other processes may hold still: sizes, by offset.
@@ -182,6 +185,9 @@ struct Window {
     spots: BTreeMap<u64, u64>,
     /// What callers have mapped, by start address.
     items: BTreeMap<u64, Item>,
+    /// How much that is, of both.
+    spot_bytes: u64,
+    item_bytes: u64,
     /// What is set on all of the slab there.
     rights: BTreeMap<Location, i32>,
 }
@@ -447,7 +453,7 @@ impl Table {
                 totals.imported_cells += cells;
                 continue;
             }
-            let live_bytes = slab.live_bytes();
+            let live_bytes = slab.live_bytes;
             totals.slabs += 1;
             totals.cells += cells;
             totals.slab_bytes += slab.new.size_bytes;
@@ -460,8 +466,15 @@ impl Table {
 }
 
 impl Slab {
-    fn live_bytes(&self) -> u64 {
-        self.cells.values().map(|cell| cell.size_bytes).sum()
+    fn put(&mut self, offset_bytes: u64, cell: Cell) {
+        self.live_bytes += cell.size_bytes;
+        self.cells.insert(offset_bytes, cell);
+    }
+
+    fn take(&mut self, offset_bytes: u64) -> Option<Cell> {
+        let cell = self.cells.remove(&offset_bytes)?;
+        self.live_bytes -= cell.size_bytes;
+        Some(cell)
     }
 
     fn is_of(&self, recipe: &Recipe) -> bool {
@@ -484,13 +497,14 @@ impl Table {
         if !self.is_on || !recipe.is_for_cells(size_bytes) || self.habits.are_odd(size_bytes) {
             return Wanted::Alone;
         }
+        debug_assert!(self.are_sums_right(), "sums of live and vacant bytes");
         let (mut live_bytes, mut dead_bytes) = (0, 0);
         for slab in self.slabs.values().filter(|slab| slab.is_of(recipe)) {
-            live_bytes += slab.live_bytes();
+            live_bytes += slab.live_bytes;
             // Where callers keep the addresses of what is gone, they mean to come back.
-            let kept_bytes =
-                self.windows_of(slab).filter(|window| !window.is_room).map(Window::vacant_bytes);
-            dead_bytes += (slab.next_bytes - slab.live_bytes()).saturating_sub(kept_bytes.sum());
+            let windows = self.windows_of(slab).filter(|window| !window.is_room);
+            let kept_bytes = windows.map(Window::vacant_bytes).sum();
+            dead_bytes += (slab.next_bytes - slab.live_bytes).saturating_sub(kept_bytes);
         }
         if dead_bytes > live_bytes / SHARE + SLAB_BYTES_MAX {
             return Wanted::Alone;
@@ -524,7 +538,8 @@ impl Table {
         let key = SlabKey(self.last_key);
         let (next_bytes, cells, windows) = (0, BTreeMap::new(), BTreeSet::new());
         let abroad = BTreeMap::new();
-        self.slabs.insert(key, Slab { new, next_bytes, cells, windows, abroad });
+        let slab = Slab { new, next_bytes, cells, live_bytes: 0, windows, abroad };
+        self.slabs.insert(key, slab);
         let rights = rights.iter().map(|right| (right.location, right.flags)).collect();
         let under = Under::Slab(key, window.start.0);
         self.windows.insert(window.start.0, Window::new(window, under, rights));
@@ -540,7 +555,7 @@ impl Table {
         let handle = VirtualHandle::of_cell(self.last_cell);
         let cell =
             Cell { is_fresh: is_new, is_shared: !is_new, ..Cell::new(handle, part.size_bytes, 1) };
-        slab.cells.insert(part.offset_bytes, cell);
+        slab.put(part.offset_bytes, cell);
         self.cells.insert(handle, (key, part.offset_bytes));
         Some(handle)
     }
@@ -610,7 +625,7 @@ impl Table {
 
     fn take_cell(&mut self, key: SlabKey, offset: u64) {
         let Some(slab) = self.slabs.get_mut(&key) else { return };
-        let Some(cell) = slab.cells.remove(&offset) else { return };
+        let Some(cell) = slab.take(offset) else { return };
         if cell.is_shared {
             slab.abroad.insert(offset, cell.size_bytes);
         }
@@ -726,37 +741,6 @@ fn item_under<T>(
 ) -> Option<(u64, &T)> {
     let (&start, found) = all.range(..=at).next_back()?;
     (at - start < size_of(found)).then_some((start, found))
-}
-
-impl Window {
-    fn new(range: VaRange, under: Under, rights: BTreeMap<Location, i32>) -> Self {
-        let (spots, items) = (BTreeMap::new(), BTreeMap::new());
-        Self { range, is_room: false, under, spots, items, rights }
-    }
-
-    fn has_spot_in(&self, part: Part) -> bool {
-        let Under::Slab(_, base) = self.under else { return false };
-        let range = part.at(DeviceAddress(base));
-        let before = self.spots.range(..range.end().0).next_back();
-        before.is_some_and(|(start, size_bytes)| start + size_bytes > range.start.0)
-    }
-
-    fn has_item_in(&self, range: VaRange) -> bool {
-        let before = self.items.range(..range.end().0).next_back();
-        before.is_some_and(|(start, item)| start + item.size_bytes > range.start.0)
-    }
-
-    /// Does one spot hold all of `range`?
-    fn is_of_spot(&self, range: VaRange) -> bool {
-        let under = item_under(&self.spots, range.start.0, |size_bytes| *size_bytes);
-        under.is_some_and(|(start, size_bytes)| range.end().0 <= start + size_bytes)
-    }
-
-    /// How much of the spots has nothing mapped.
-    fn vacant_bytes(&self) -> u64 {
-        let mapped: u64 = self.items.values().map(|item| item.size_bytes).sum();
-        self.spots.values().sum::<u64>() - mapped
-    }
 }
 
 #[cfg(test)]
