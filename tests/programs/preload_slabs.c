@@ -47,7 +47,7 @@ static void tell(const char *when, const char *name, CUdeviceptr reserved, CUdev
     size_t size = 0;
     CUresult code = cuMemGetAddressRange(&start, &size, address);
     CUhandle handle = 0;
-    printf(" range %d,%llx,%zx", code, (unsigned long long)(start - reserved), size);
+    printf(" range %d,%llx,%zx", code, (unsigned long long)(code == CU_OK ? start - reserved : 0), size);
     code = cuMemRetainAllocationHandle(&handle, (void *)(uintptr_t)address);
     CUprop prop;
     memset(&prop, 0, sizeof prop);
@@ -129,7 +129,7 @@ int like_nccl(void)
     inside_deadline(300);
     driver_start();
     CUhandle first = make(1), second = make(2), third = make(1), fourth = make(1);
-    CUdeviceptr a = reserve(1), b = reserve(2), c = reserve(1), d = reserve(1), flat, own;
+    CUdeviceptr a = reserve(1), b = reserve(2), c = reserve(1), d = reserve(1), flat, own, own_start = 0;
     /* Each where the next might have been expected. */
     place(a, fourth, 1, 0);
     place(b, second, 2, 0);
@@ -167,6 +167,18 @@ int like_nccl(void)
             (unsigned long long)get(b + UNIT), (unsigned long long)get(c), (unsigned long long)get(d),
             (unsigned long long)get(own), (unsigned long long)get(flat + 5 * UNIT), (unsigned long long)get(flat + 6 * UNIT));
     }
+    /* Addresses that are kept, with nothing mapped. */
+    OK(cuMemUnmap(d, UNIT));
+    tell("unmapped", "the same", d, d + 64);
+    place(d, first, 1, 0);
+    /* The driver has something there still. */
+    OK(cuMemUnmap(a, UNIT));
+    uint64_t right = 9;
+    CUresult range = cuMemGetAddressRange(&own_start, 0, a), access = cuMemGetAccess(&right, &(CUlocation){1, 0}, a);
+    printf("unmapped, the first: %d %d, %llu\n", range, access, (unsigned long long)right);
+    place(a, fourth, 1, 0);
+    printf("mapped again: %llu\n", (unsigned long long)get(a));
+    printf("mapped again: %llu\n", (unsigned long long)get(d));
     OK(cuMemUnmap(flat + 5 * UNIT, 2 * UNIT));
     OK(cuMemAddressFree(flat, (size_t)FLAT_UNITS * UNIT));
     driver_unmap(own, UNIT);

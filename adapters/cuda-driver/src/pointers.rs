@@ -133,22 +133,26 @@ pub fn correction<D: Driver>(
     }
 }
 
+/// An address that nobody has.
+const NOWHERE: DeviceAddress = DeviceAddress(1);
+
 /// Answers a question about `address`: by `driver` where it knows the address, by `ledger` where the memory is away.
-/// What `ledger` has no answer for waits until the memory may be asked about.
+/// What `ledger` has no answer for waits until the memory may be asked about. Where nothing is there for the caller, but something of ours, `driver` is asked
+/// about an address that nobody has.
 #[doc(alias = "cuPointerGetAttribute")]
 pub fn ask<D: Driver>(
     member: &Member<D>,
     address: DeviceAddress,
-    driver: impl Fn() -> DriverCode,
+    driver: impl Fn(DeviceAddress) -> DriverCode,
     ledger: impl Fn(&Facts) -> Option<DriverCode>,
 ) -> DriverCode {
     let pool = member.pool();
     for _ in 0..TRIES_MAX {
         match pool.who_answers(address) {
-            Known::Elsewhere => return driver(),
-            Known::Nobody => return DriverCode::INVALID_VALUE,
+            Known::Elsewhere => return driver(address),
+            Known::Nobody => return driver(NOWHERE),
             Known::Here(sight) => {
-                let code = driver();
+                let code = driver(address);
                 if pool.is_as_seen(address, sight) {
                     return code;
                 }
@@ -162,7 +166,7 @@ pub fn ask<D: Driver>(
         }
     }
     let _pass = member.gate().pass(Passage::Use);
-    driver()
+    driver(address)
 }
 
 /// The rights that `place` has at memory that is away, as `cuMemGetAccess` tells them.

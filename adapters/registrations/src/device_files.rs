@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Where the kernel lists a process's descriptors.
 pub const OWN_DESCRIPTORS: &str = "/proc/self/fd";
@@ -68,6 +70,43 @@ pub fn open_in(descriptors: &Path) -> BTreeMap<DeviceFile, PathBuf> {
     found
 }
 
+/// After a look nobody looks again for so many times as long as it took.
+const REST_SHARE: u32 = 20;
+/// And for this long at most.
+const REST_MAX: Duration = Duration::from_millis(50);
+
+/// Looks at open files that take a twentieth of the time of who asks for them, however often that is and however many files are open.
+#[derive(Debug, Default)]
+pub struct Looks {
+    /// No look before this.
+    next: Mutex<Option<Instant>>,
+}
+
+impl Looks {
+    /// Nobody has looked yet.
+    pub const fn new() -> Self {
+        Self { next: Mutex::new(None) }
+    }
+
+    /// As [`open_in`]; none where it is too early for a look after the last one. Waits for one that is under way.
+    pub fn open_in(&self, descriptors: &Path) -> Option<BTreeMap<DeviceFile, PathBuf>> {
+        self.at_most(Instant::now, || open_in(descriptors))
+    }
+
+    fn at_most<T>(&self, now: impl Fn() -> Instant, look: impl FnOnce() -> T) -> Option<T> {
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        let began = now();
+        if next.is_some_and(|next| began < next) {
+            return None;
+        }
+        let seen = look();
+        let ended = now();
+        let rest = ended.saturating_duration_since(began).saturating_mul(REST_SHARE).min(REST_MAX);
+        *next = ended.checked_add(rest);
+        Some(seen)
+    }
+}
+
 /// Why device memory of the process whose descriptors are in `descriptors` may be pinned where nobody sees it. `known`
 /// are kinds that are said to pin nothing; `is_seen` says why registrations with a kind are not seen, where they are not.
 pub fn unseen_pins(
@@ -131,6 +170,26 @@ mod tests {
         ];
         assert_eq!(open_in(dir.path()), wanted.into());
         assert_eq!(open_in(&dir.path().join("none")), BTreeMap::new());
+    }
+
+    #[test]
+    fn looks_take_a_small_part_of_the_time_and_are_never_long_ago() {
+        let (looks, start) = (Looks::new(), Instant::now());
+        let clock = std::cell::Cell::new(start);
+        let looked_at = |at_us: u64, takes_us: u64| {
+            clock.set(start + Duration::from_micros(at_us));
+            let look = || clock.set(clock.get() + Duration::from_micros(takes_us));
+            looks.at_most(|| clock.get(), look).is_some()
+        };
+        assert!(looked_at(0, 100));
+        assert!(!looked_at(101, 100));
+        assert!(!looked_at(2_099, 100));
+        assert!(looked_at(2_100, 10_000));
+        assert!(!looked_at(62_099, 100), "it took long");
+        assert!(looked_at(62_100, 0), "and it is long ago");
+        assert!(looked_at(62_100, 0), "it takes nothing");
+        let dir = with_open(&["/dev/gdrdrv"]);
+        assert!(Looks::new().open_in(dir.path()).is_some_and(|open| open.len() == 1));
     }
 
     #[test]

@@ -35,19 +35,20 @@ pub unsafe extern "C" fn cuPointerGetAttribute(
     attribute: c_int,
     address: Address,
 ) -> c_int {
-    let driver = || {
+    let at = |address: Address| {
         call_driver!(cuPointerGetAttribute(
             data => *mut c_void, attribute => c_int, address => Address
         ))
     };
+    let driver = || at(address);
     if data.is_null() {
         return driver();
     }
     let asked = |member: &Member| {
-        let here = || {
-            let code = driver();
+        let here = |asked: DeviceAddress| {
+            let code = at(asked.0);
             if code == SUCCESS {
-                correct(member, data, attribute, address);
+                correct(member, data, attribute, asked);
             }
             DriverCode(code)
         };
@@ -81,11 +82,12 @@ pub unsafe extern "C" fn cuPointerGetAttributes(
     data: *mut *mut c_void,
     address: Address,
 ) -> c_int {
-    let driver = || {
+    let at = |address: Address| {
         call_driver!(cuPointerGetAttributes(
             count => c_uint, attributes => *mut c_int, data => *mut *mut c_void, address => Address
         ))
     };
+    let driver = || at(address);
     if attributes.is_null() || data.is_null() || count == 0 {
         return driver();
     }
@@ -94,11 +96,11 @@ pub unsafe extern "C" fn cuPointerGetAttributes(
     // SAFETY: and of as many places for their values.
     let places = unsafe { std::slice::from_raw_parts(data, count as usize) };
     let asked = |member: &Member| {
-        let here = || {
-            let code = driver();
+        let here = |asked: DeviceAddress| {
+            let code = at(asked.0);
             if code == SUCCESS {
                 for (place, attribute) in places.iter().zip(wanted) {
-                    correct(member, *place, *attribute, address);
+                    correct(member, *place, *attribute, asked);
                 }
             }
             DriverCode(code)
@@ -138,11 +140,12 @@ pub unsafe extern "C" fn cuMemGetAccess(
     location: *const Location,
     address: Address,
 ) -> c_int {
-    let driver = || {
+    let at = |address: Address| {
         call_driver!(cuMemGetAccess(
             flags => *mut c_ulonglong, location => *const Location, address => Address
         ))
     };
+    let driver = || at(address);
     // SAFETY: the caller's pointer to a structure of this layout, or null.
     let Some(place) = (unsafe { location.as_ref() }).filter(|_| !flags.is_null()) else {
         return driver();
@@ -153,9 +156,9 @@ pub unsafe extern "C" fn cuMemGetAccess(
             Some(DriverCode::SUCCESS)
         };
         // The driver knows those of the slab.
-        let here = || {
-            let code = driver();
-            let right = member.pool().cell_right(DeviceAddress(address), *place);
+        let here = |asked: DeviceAddress| {
+            let code = at(asked.0);
+            let right = member.pool().cell_right(asked, *place);
             if let Some(right) = right.filter(|_| code == SUCCESS) {
                 write_out!(flags, u64::from(right.unsigned_abs()));
             }
@@ -176,11 +179,12 @@ pub unsafe extern "C" fn cuMemGetAddressRange_v2(
     size: *mut usize,
     address: Address,
 ) -> c_int {
-    let driver = || {
+    let at = |address: Address| {
         call_driver!(cuMemGetAddressRange_v2(
             base => *mut Address, size => *mut usize, address => Address
         ))
     };
+    let driver = || at(address);
     let asked = |member: &Member| {
         let known = || {
             let found = member.pool().range_seen(DeviceAddress(address))?;
@@ -192,7 +196,7 @@ pub unsafe extern "C" fn cuMemGetAddressRange_v2(
             }
             Some(DriverCode::SUCCESS)
         };
-        let here = || known().unwrap_or_else(|| DriverCode(driver()));
+        let here = |asked: DeviceAddress| known().unwrap_or_else(|| DriverCode(at(asked.0)));
         pointers::ask(member, DeviceAddress(address), here, |_| known())
     };
     answered(runtime::member, |member| answer(asked(member)), driver)
@@ -206,8 +210,8 @@ fn answer(code: DriverCode) -> Answer<()> {
 }
 
 /// Says of a block what the driver would say of the plain memory that it stands for.
-fn correct(member: &Member, data: *mut c_void, attribute: c_int, address: Address) {
-    if let Some(value) = pointers::correction(member, attribute, DeviceAddress(address))
+fn correct(member: &Member, data: *mut c_void, attribute: c_int, address: DeviceAddress) {
+    if let Some(value) = pointers::correction(member, attribute, address)
         && !data.is_null()
     {
         write(data, value);

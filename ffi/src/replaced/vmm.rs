@@ -8,7 +8,7 @@ use std::path::Path;
 
 use sublet_cuda_driver::vmm::Purpose;
 use sublet_cuda_driver::{Answer, caller, vmm};
-use sublet_registrations::device_files::{self, DeviceFile};
+use sublet_registrations::device_files::{self, DeviceFile, Looks};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DriverCode, HANDLE_TYPE_POSIX_FD,
 };
@@ -79,9 +79,11 @@ unsafe extern "C" fn mem_create(
 }
 
 /// A network card holds whole allocations that memory registered with it lies in, and so do copies of their contents stay on the device. With a card open, NCCL's
-/// memory stands alone from here on, so that what is registered keeps nothing else.
+/// memory stands alone from here on, so that what is registered keeps nothing else. Memory that is made within milliseconds of the card's opening may be a
+/// part of a larger allocation still, which then stays whole.
 fn spare_slabs_from_cards(member: &Member) {
-    let open = device_files::open_in(Path::new(device_files::OWN_DESCRIPTORS));
+    static LOOKS: Looks = Looks::new();
+    let Some(open) = LOOKS.open_in(Path::new(device_files::OWN_DESCRIPTORS)) else { return };
     let pins = |kind: &DeviceFile| matches!(kind, DeviceFile::Verbs | DeviceFile::GdrCopy);
     let Some((_, path)) = open.iter().find(|(kind, _)| pins(kind)) else { return };
     member.pool().use_slabs(false);

@@ -35,6 +35,19 @@ fn this_thread() -> ThreadId {
     std::thread::current().id()
 }
 
+/// A call about a row that is no slab's, begun with [`crate::slabs::Table::begin_row_call`]: the row is not made a cell meanwhile.
+struct RowCall<'a, D: Driver> {
+    pool: &'a Pool<D>,
+    row: VirtualHandle,
+}
+
+impl<D: Driver> Drop for RowCall<'_, D> {
+    fn drop(&mut self) {
+        self.pool.slabs().end_row_call(self.row);
+        self.pool.slabs_changed.notify_all();
+    }
+}
+
 // Making and giving up.
 impl<D: Driver> Entered<'_, D, Use> {
     /// Creates memory: a cell where it may be one, an allocation of its own otherwise.
@@ -209,12 +222,20 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         let released = {
             let mut slabs = self.pool.slabs();
             match slabs.held(handle) {
-                Held::Row(row) => Err(row),
+                // It is given back once its bytes have come to where they go.
+                Held::Row(row) if slabs.release_still(row) => return Ok(()),
+                Held::Row(row) => {
+                    slabs.begin_row_call(row);
+                    Err(row)
+                }
                 Held::Cell(cell) => Ok(slabs.release(cell.handle)),
             }
         };
         match released {
-            Err(row) => self.release(row),
+            Err(row) => {
+                let _call = RowCall { pool: self.pool, row };
+                self.release(row)
+            }
             Ok(None) => Err(PoolError::StaleHandle { handle: handle.raw() }),
             Ok(Some(ended)) => {
                 self.take_down(ended);
@@ -251,7 +272,13 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         let held = self.pool.slabs().held(handle);
         match held {
             Held::Cell(cell) => Ok(cell.prop),
-            Held::Row(row) => self.properties(row),
+            // Another thread may have made it a cell meanwhile.
+            Held::Row(row) => {
+                self.properties(row).or_else(|error| match self.pool.slabs().held(handle) {
+                    Held::Cell(cell) => Ok(cell.prop),
+                    Held::Row(_) => Err(error),
+                })
+            }
         }
     }
 
@@ -325,6 +352,8 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         for ended in all {
             if let Some(left) = self.try_take_down(ended) {
                 self.pool.slabs().keep_refused(left);
+                // Who waits for that is to know.
+                self.pool.slabs_changed.notify_all();
             }
         }
     }

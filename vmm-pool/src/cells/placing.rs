@@ -12,13 +12,13 @@ use std::collections::HashSet;
 use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{NEXT, refused};
+use super::{NEXT, RowCall, refused};
 use crate::VirtualHandle;
 use crate::driver::{AccessDesc, DeviceOrdinal, Driver, DriverCode, DriverOp, VaRange};
 use crate::error::{PoolError, PoolResult};
 use crate::ledger::Row;
 use crate::pool::{Entered, Use};
-use crate::slabs::{CellAt, Held, MapPlan, Recipe, Table};
+use crate::slabs::{CellAt, Ended, Held, MapPlan, Recipe, Table};
 
 /// How long a call waits for another thread's driver call, about the same memory.
 const OTHERS_MAX: Duration = Duration::from_secs(20);
@@ -114,19 +114,59 @@ impl<D: Driver> Entered<'_, D, Use> {
             return if is_as_before { Err(error) } else { Ok(Step::Again) };
         }
         self.check_call(range, offset_bytes, cell.part.size_bytes)?;
-        let plan = self.settled(|slabs| slabs.map(cell.handle, range).settled());
+        let Some(plan) = self.plan(range, |slabs| slabs.map(cell.handle, range))? else {
+            return Ok(Step::Again);
+        };
         match plan {
-            Some(MapPlan::Done) => Ok(Step::Done),
-            Some(MapPlan::Fill { row, window, mounted }) => {
+            MapPlan::Done => Ok(Step::Done),
+            MapPlan::Fill { row, window, mounted } => {
                 self.fill_room(cell, range, row, (window, mounted))
             }
-            Some(MapPlan::StandAlone) => self.stand_alone(cell).map(|()| Step::Again),
-            Some(MapPlan::Into { evicted }) if evicted.is_empty() => self.move_cell(range, cell),
-            Some(MapPlan::Into { evicted }) => self.evict(evicted),
-            Some(MapPlan::Wrong) => Err(cannot(DriverCode::INVALID_VALUE, range)),
-            Some(MapPlan::Odd) => Err(self.odd(range, "cell of a slab that is in use")),
-            Some(MapPlan::Busy) | None => Err(cannot(DriverCode::NOT_READY, range)),
+            MapPlan::StandAlone => self.stand_alone(cell).map(|()| Step::Again),
+            MapPlan::Into { evicted } if evicted.is_empty() => self.move_cell(range, cell),
+            MapPlan::Into { evicted } => self.evict(evicted),
+            MapPlan::Wrong => Err(cannot(DriverCode::INVALID_VALUE, range)),
+            MapPlan::Stuck => self.unmap_stuck(range).map(|()| Step::Again),
+            MapPlan::Odd => Err(self.odd(range, "cell of a slab that is in use")),
+            MapPlan::Busy => Err(cannot(DriverCode::NOT_READY, range)),
         }
+    }
+
+    /// What `ask` says of a mapping at `range` once nobody is changing what it is about, where the slab that is there has its memory. None
+    /// where another slab is there by then.
+    fn plan(
+        &self,
+        range: VaRange,
+        mut ask: impl FnMut(&mut Table) -> MapPlan,
+    ) -> PoolResult<Option<MapPlan>> {
+        let under = self.pool.slabs().row_under(range.start);
+        if let Some(row) = under
+            && let Err(error) = self.is_there(row)
+        {
+            let is_as_before = self.pool.slabs().row_under(range.start) == under;
+            return if is_as_before { Err(error) } else { Ok(None) };
+        }
+        let plan = self.settled(|slabs| {
+            if slabs.row_under(range.start) == under {
+                ask(slabs).settled().map(Some)
+            } else {
+                Some(None)
+            }
+        });
+        plan.ok_or_else(|| cannot(DriverCode::NOT_READY, range))
+    }
+
+    /// Offers the driver once more to unmap what it would not, around `range`.
+    fn unmap_stuck(&self, range: VaRange) -> PoolResult<()> {
+        self.take_down(Ended::default());
+        if !self.pool.slabs().is_stuck(range.start) {
+            return Ok(());
+        }
+        let object = format!(
+            "mapping at {}, where the driver does not unmap what was there: try again, or {NEXT}",
+            range.start
+        );
+        Err(refused(DriverOp::Map, DriverCode::NOT_READY, object, range.size_bytes))
     }
 
     fn odd(&self, range: VaRange, what: &str) -> PoolError {
@@ -192,7 +232,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         let row = match self.own_row(cell) {
             Ok(row) => row,
             Err(error) => {
-                self.changed(|slabs| slabs.let_go(cell.handle));
+                self.let_go(cell.handle);
                 return Err(error);
             }
         };
@@ -229,11 +269,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         let device = cell.prop.location.as_device();
         let copy = |view| self.fill(view, Some(source.start), device);
         let copied = self.with_view(row, source.size_bytes, device, copy);
-        copied.map(|()| row).inspect_err(|_| {
-            if let Err(error) = self.release(row) {
-                tracing::error!(%error, "memory that nobody has stays until the next pause");
-            }
-        })
+        copied.map(|()| row).inspect_err(|_| self.release_quietly(row))
     }
 
     /// Has `work` done with `row` mapped where its device reaches it.
@@ -254,34 +290,37 @@ impl<D: Driver> Entered<'_, D, Use> {
         done
     }
 
-    /// The cell moves to `range`, in the window of a slab, where nobody has anything.
+    /// The cell is not still any more.
+    fn let_go(&self, handle: VirtualHandle) {
+        let mut ended = Ended::default();
+        self.changed(|slabs| ended = slabs.let_go(handle));
+        self.take_down(ended);
+    }
+
+    /// The cell moves to `range`, in the window of a slab, where nobody has anything. Both slabs stay until it has.
     fn move_cell(&self, range: VaRange, cell: CellAt) -> PoolResult<Step> {
-        let (is_held, source) = {
+        let (place, source) = {
             let mut slabs = self.pool.slabs();
-            let is_held = slabs.hold_still(cell.handle).is_some();
+            let place = slabs.hold_to_move(cell.handle, range);
             let source = if cell.is_fresh { None } else { slabs.bytes_of(cell.handle) };
-            if is_held && source.is_some() {
+            if place.is_some() && source.is_some() {
                 slabs.note_copied(range.size_bytes);
             }
-            (is_held, source)
+            (place, source)
         };
-        if !is_held {
+        let Some(place) = place else {
             return Ok(Step::Again);
-        }
+        };
         let device = cell.prop.location.as_device();
         let filled = self.fill(range, source.map(|source| source.start), device);
         let mut moved = None;
-        self.changed(|slabs| {
-            if filled.is_ok() {
-                moved = slabs.move_cell(cell.handle, range);
-            }
-            if moved.is_none() {
-                slabs.let_go(cell.handle);
-            }
-        });
-        filled?;
+        if filled.is_ok() {
+            self.changed(|slabs| moved = slabs.move_cell(cell.handle, place, range));
+        }
         let Some(ended) = moved else {
-            return Ok(Step::Again);
+            self.let_go(place);
+            self.let_go(cell.handle);
+            return filled.map(|()| Step::Again);
         };
         self.take_down(ended);
         Ok(Step::Done)
@@ -289,20 +328,33 @@ impl<D: Driver> Entered<'_, D, Use> {
 
     fn map_row(&self, range: VaRange, offset_bytes: u64, row: VirtualHandle) -> PoolResult<Step> {
         let is_in_window = self.pool.slabs().meets_window(range);
-        let (recipe, size_bytes) = {
+        let described = {
             let ledger = self.pool.ledger();
-            let found = ledger.find(row)?;
-            let recipe = Recipe { prop: *found.prop(), class: found.class().clone() };
-            (recipe, found.size_bytes())
+            ledger.find(row).map(|found| {
+                let recipe = Recipe { prop: *found.prop(), class: found.class().clone() };
+                (recipe, found.size_bytes())
+            })
+        };
+        let (recipe, size_bytes) = match described {
+            Ok(described) => described,
+            // Another thread has made it a cell since it was looked for.
+            Err(_) if self.pool.slabs().held(row) != Held::Row(row) => return Ok(Step::Again),
+            Err(error) => return Err(error),
         };
         if is_in_window {
             self.is_there(row)?;
             self.check_call(range, offset_bytes, size_bytes)?;
         }
-        // While it is held still nobody maps it or hands it on, so what is seen of it then stays so.
-        let plan = self.settled(|slabs| slabs.map_alone(range, row, &recipe).settled());
+        let plan = self.plan(range, |slabs| {
+            if slabs.held(row) == Held::Row(row) {
+                slabs.map_alone(range, row, &recipe)
+            } else {
+                MapPlan::Done
+            }
+        })?;
         match plan {
             Some(MapPlan::StandAlone) => {
+                let _call = RowCall { pool: self.pool, row };
                 let mapped = self.map(range, offset_bytes, row);
                 if mapped.is_err() && is_in_window {
                     self.pool.slabs().not_mapped_alone(range);
@@ -311,12 +363,20 @@ impl<D: Driver> Entered<'_, D, Use> {
             }
             Some(MapPlan::Into { evicted }) => {
                 let step = self.take_in(range, row, &recipe, evicted);
-                self.changed(|slabs| slabs.let_row_go(row));
+                let mut released = 0;
+                self.changed(|slabs| released = slabs.let_row_go(row));
+                // What the caller has given back is said to be done.
+                for _ in 0..released {
+                    self.release_quietly(row);
+                }
                 step
             }
             Some(MapPlan::Wrong) => Err(cannot(DriverCode::INVALID_VALUE, range)),
-            Some(MapPlan::Busy) | None => Err(cannot(DriverCode::NOT_READY, range)),
-            Some(MapPlan::Odd | MapPlan::Done | MapPlan::Fill { .. }) => {
+            Some(MapPlan::Stuck) => self.unmap_stuck(range).map(|()| Step::Again),
+            Some(MapPlan::Busy) => Err(cannot(DriverCode::NOT_READY, range)),
+            // The handle is a cell's by now.
+            Some(MapPlan::Done) | None => Ok(Step::Again),
+            Some(MapPlan::Odd | MapPlan::Fill { .. }) => {
                 Err(self.odd(range, "allocation in place of a cell of a slab"))
             }
         }
@@ -330,6 +390,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         recipe: &Recipe,
         evicted: Vec<VirtualHandle>,
     ) -> PoolResult<Step> {
+        // No call is about it, so what is seen of it stays so.
         let standing = self.pool.ledger().find(row)?.unplaced();
         let Some((references, is_touched)) = standing else {
             return Err(self.odd(range, "allocation that is in use, in place of a cell of a slab"));
@@ -337,21 +398,35 @@ impl<D: Driver> Entered<'_, D, Use> {
         if !evicted.is_empty() {
             return self.evict(evicted);
         }
+        let Some(place) = self.pool.slabs().hold_place(range, recipe) else {
+            return Ok(Step::Again);
+        };
         let device = recipe.prop.location.as_device();
-        if is_touched {
+        let filled = if is_touched {
             self.pool.slabs().note_copied(range.size_bytes);
             let copy = |view: VaRange| self.fill(range, Some(view.start), device);
-            self.with_view(row, range.size_bytes, device, copy)?;
+            self.with_view(row, range.size_bytes, device, copy)
         } else {
-            self.fill(range, None, device)?;
+            self.fill(range, None, device)
+        };
+        let mut is_in = false;
+        if filled.is_ok() {
+            self.changed(|slabs| is_in = slabs.take_in(row, references, place, range));
         }
-        if !self.pool.slabs().take_in(row, references, range, recipe) {
-            return Ok(Step::Again);
+        if !is_in {
+            self.let_go(place);
+            return filled.map(|()| Step::Again);
         }
         // The handle is the cell's from now on.
         for _ in 0..references {
-            self.release(row)?;
+            self.release_quietly(row);
         }
         Ok(Step::Done)
+    }
+
+    fn release_quietly(&self, row: VirtualHandle) {
+        if let Err(error) = self.release(row) {
+            tracing::error!(%error, "memory that nobody has stays until the next pause");
+        }
     }
 }

@@ -9,11 +9,13 @@ use crate::slabs::Place;
 impl<D: Driver> Pool<D> {
     /// Who can answer a question about `address` now. Passes no gate, and waits for nothing.
     pub fn who_answers(&self, address: DeviceAddress) -> Known {
-        let (place, reserved, rights) = {
+        let (place, reserved, rights, is_vacant) = {
             let slabs = self.slabs();
-            (slabs.place(address), slabs.spot_at(address), slabs.rights_at(address))
+            let (reserved, rights) = (slabs.spot_at(address), slabs.rights_at(address));
+            (slabs.place(address), reserved, rights, slabs.is_vacant(address))
         };
-        if place == Place::Nothing {
+        // Where a caller has a whole window, and nothing in it, the driver sees the same.
+        if place == Place::Nothing && (reserved.is_none() || !is_vacant) {
             return Known::Nobody;
         }
         match self.who_knows(address) {

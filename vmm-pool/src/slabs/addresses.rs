@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::thread::ThreadId;
 
 use super::{
-    CELL_BYTES_MAX, Cell, CellAt, Ended, Item, MapPlan, Part, ROOM_BYTES, ROOM_UNIT_BYTES, Recipe,
-    Slab, SlabKey, Table, Under, Window,
+    CELL_BYTES_MAX, Cell, CellAt, Ended, MapPlan, Part, ROOM_BYTES, ROOM_UNIT_BYTES, Recipe, Slab,
+    SlabKey, Table, Under, Window,
 };
 use crate::VirtualHandle;
 use crate::driver::{DeviceAddress, VaRange};
@@ -44,7 +44,8 @@ impl Table {
                 && !window.has_spot_in(found.part);
             fits.then_some((window.range.start.0, start))
         })?;
-        self.windows.get_mut(&window)?.spots.insert(start, size_bytes);
+        let spot = VaRange::new(DeviceAddress(start), size_bytes);
+        self.windows.get_mut(&window)?.put_spot(spot);
         self.aims.remove(&thread);
         Some(DeviceAddress(start))
     }
@@ -64,7 +65,7 @@ impl Table {
         let start = range.start.0 + ROOM_BYTES;
         let mut room = Window::new(range, Under::Nothing, BTreeMap::new());
         room.is_room = true;
-        room.spots.insert(start, size_bytes);
+        room.put_spot(VaRange::new(DeviceAddress(start), size_bytes));
         self.windows.insert(range.start.0, room);
         DeviceAddress(start)
     }
@@ -78,7 +79,7 @@ impl Table {
         {
             return None;
         }
-        window.spots.remove(&range.start.0);
+        window.take_spot(range.start);
         let mut ended = Ended::default();
         if window.spots.is_empty() && window.under == Under::Nothing {
             ended.windows.extend(self.windows.remove(&start).map(|window| window.range));
@@ -117,6 +118,7 @@ impl Table {
         let is_all =
             window.spots.len() == 1 && window.spots.get(&range.start.0) == Some(&range.size_bytes);
         match window.under {
+            Under::Changing if self.is_stuck(range.start) => MapPlan::Stuck,
             Under::Changing => MapPlan::Busy,
             Under::Slab(key, base)
                 if key == found.slab && range.start.0 == base + found.part.offset_bytes =>
@@ -160,7 +162,7 @@ impl Table {
         }
     }
 
-    fn can_leave(&self, found: CellAt) -> bool {
+    pub(super) fn can_leave(&self, found: CellAt) -> bool {
         let slab = self.slabs.get(&found.slab);
         slab.is_some_and(|slab| {
             slab.new.recipe.is_some()
@@ -168,12 +170,12 @@ impl Table {
         })
     }
 
-    fn recipe_of(&self, key: SlabKey) -> Option<&Recipe> {
+    pub(super) fn recipe_of(&self, key: SlabKey) -> Option<&Recipe> {
         self.slabs.get(&key)?.new.recipe.as_ref().map(|(recipe, _)| recipe)
     }
 
     /// The window that `range` is a part of a spot of, with nothing mapped there.
-    fn vacant_window(&self, range: VaRange) -> Result<&Window, MapPlan> {
+    pub(super) fn vacant_window(&self, range: VaRange) -> Result<&Window, MapPlan> {
         let window = self.window_at(range.start).filter(|window| window.is_of_spot(range));
         let vacant = window.filter(|window| !window.has_item_in(range));
         vacant.ok_or(MapPlan::Wrong)
@@ -187,8 +189,7 @@ impl Table {
 
     fn set_mapped(&mut self, window: u64, range: VaRange, handle: VirtualHandle) {
         if let Some(window) = self.windows.get_mut(&window) {
-            let (cell, rights) = (Some(handle), BTreeMap::new());
-            window.items.insert(range.start.0, Item { size_bytes: range.size_bytes, cell, rights });
+            window.put_item(range, Some(handle));
         }
         if let Some(cell) = self.cell_mut(handle) {
             cell.mapped += 1;
@@ -196,8 +197,8 @@ impl Table {
         }
     }
 
-    /// The driver was asked to map the slab of `handle` at `mounted` in the window, and has, or has not. The cell is mapped at `range` then. None
-    /// where the cell has ended meanwhile; what is to be taken down comes out.
+    /// The driver was asked to map the slab of `handle` at `mounted` in the window, and has, or has not. The cell is mapped at `range` then, whatever
+    /// another thread has given back meanwhile. Says whether it is; what is to be taken down comes out.
     pub(crate) fn filled(
         &mut self,
         handle: VirtualHandle,
@@ -206,9 +207,8 @@ impl Table {
         is_filled: bool,
     ) -> (bool, Ended) {
         self.set_under(window, Under::Nothing);
-        self.let_go(handle);
         if !is_filled {
-            return (false, Ended::default());
+            return (false, self.let_go(handle));
         }
         let Some(found) = self.cell_at(handle) else {
             // Its slab may have ended too: what is mapped goes.
@@ -221,7 +221,7 @@ impl Table {
             slab.windows.insert(window);
         }
         self.set_mapped(window, range, handle);
-        (true, Ended::default())
+        (true, self.let_go(handle))
     }
 
     /// Two cells that nobody has written change places, where that makes `part` of `key` the place of the first.
@@ -277,25 +277,30 @@ impl Table {
         MapPlan::Into { evicted: in_the_way.iter().map(|cell| cell.handle).collect() }
     }
 
-    /// Moves a cell that is held still to `range`, which has its bytes, and records the mapping. None where something is there
-    /// meanwhile. What its slab needs no more comes out.
-    pub(crate) fn move_cell(&mut self, handle: VirtualHandle, range: VaRange) -> Option<Ended> {
+    /// Moves a cell that is held still to `range`, which has its bytes, and where `place` is kept for it; and records the mapping. None where the
+    /// caller has given the addresses up meanwhile. What its slab needs no more comes out.
+    pub(crate) fn move_cell(
+        &mut self,
+        handle: VirtualHandle,
+        place: VirtualHandle,
+        range: VaRange,
+    ) -> Option<Ended> {
         let found = self.cell_at(handle).filter(|found| found.is_still)?;
         let references = self.cell_mut(handle)?.references;
-        let (start, key, offset) = self.free_place(range, self.recipe_of(found.slab))?;
+        let (window, held) = self.place_held(place, range)?;
+        self.take_cell(held.slab, held.part.offset_bytes);
         self.take_cell(found.slab, found.part.offset_bytes);
-        self.put_cell(handle, references, (start, key, offset), range);
+        self.put_cell(handle, references, (window, held.slab, held.part.offset_bytes), range);
         Some(self.end_empty(found.slab))
     }
 
-    /// Where `range` is a place that could be of a cell like `recipe`: its window, its slab, and the offset there.
-    fn free_place(&self, range: VaRange, recipe: Option<&Recipe>) -> Option<(u64, SlabKey, u64)> {
+    /// Where `range` is a place that could be of a cell like `recipe`: its slab, and the offset there.
+    pub(super) fn free_place(&self, range: VaRange, recipe: &Recipe) -> Option<(SlabKey, u64)> {
         let window = self.vacant_window(range).ok()?;
         let Under::Slab(key, base) = window.under else { return None };
         let part = Part { offset_bytes: range.start.0 - base, size_bytes: range.size_bytes };
         let is_free = self.slabs.get(&key)?.cells_in(part).next().is_none();
-        let is_alike = recipe.is_some() && recipe == self.recipe_of(key);
-        (is_free && is_alike).then_some((window.range.start.0, key, part.offset_bytes))
+        (is_free && self.recipe_of(key) == Some(recipe)).then_some((key, part.offset_bytes))
     }
 
     fn put_cell(
@@ -306,14 +311,14 @@ impl Table {
         range: VaRange,
     ) {
         if let Some(slab) = self.slabs.get_mut(&key) {
-            slab.cells.insert(offset, Cell::new(handle, range.size_bytes, references));
+            slab.put(offset, Cell::new(handle, range.size_bytes, references));
         }
         self.cells.insert(handle, (key, offset));
         self.set_mapped(window, range, handle);
     }
 
-    /// What it takes to map the row `handle`, which is like `recipe`, at `range`. Where it is mapped as it is, that is recorded. Where it is to be
-    /// made a cell, it is held still until [`Table::let_row_go`].
+    /// What it takes to map the row `handle`, which is like `recipe`, at `range`. Where it is mapped as it is, that is recorded, and a call about it
+    /// begun, which ends with [`Table::end_row_call`]. Where it is to be made a cell, it is held still until [`Table::let_row_go`].
     pub(crate) fn map_alone(
         &mut self,
         range: VaRange,
@@ -324,6 +329,7 @@ impl Table {
             return MapPlan::Busy;
         }
         if !self.meets_window(range) {
+            self.begin_row_call(handle);
             return MapPlan::StandAlone;
         }
         let window = match self.vacant_window(range) {
@@ -332,39 +338,42 @@ impl Table {
         };
         let start = window.range.start.0;
         match window.under {
+            Under::Changing if self.is_stuck(range.start) => MapPlan::Stuck,
             Under::Changing => MapPlan::Busy,
             Under::Slab(key, base) => {
                 let size_bytes = range.size_bytes;
                 let part = Part { offset_bytes: range.start.0.saturating_sub(base), size_bytes };
                 let plan = self.plan_moving(Some(recipe), key, part, None);
-                if matches!(plan, MapPlan::Into { .. }) {
-                    self.still_rows.insert(handle);
+                if matches!(plan, MapPlan::Into { .. }) && !self.hold_row(handle) {
+                    return MapPlan::Busy;
                 }
                 plan
             }
             Under::Nothing => {
                 if let Some(window) = self.windows.get_mut(&start) {
-                    let (size_bytes, rights) = (range.size_bytes, BTreeMap::new());
-                    window.items.insert(range.start.0, Item { size_bytes, cell: None, rights });
+                    window.put_item(range, None);
                 }
+                self.begin_row_call(handle);
                 MapPlan::StandAlone
             }
         }
     }
 
-    /// Makes a cell that is mapped at `range`, which has its bytes, of what was the row `handle`, with as many references. False
-    /// where something is there meanwhile.
+    /// Makes a cell that is mapped at `range`, which has its bytes, and where `place` is kept for it, of the row `handle`, which is held
+    /// still, and which had as many references. False where the caller has given the addresses up meanwhile.
     pub(crate) fn take_in(
         &mut self,
         handle: VirtualHandle,
         references: u32,
+        place: VirtualHandle,
         range: VaRange,
-        recipe: &Recipe,
     ) -> bool {
-        let Some(place) = self.free_place(range, Some(recipe)) else {
+        let Some((window, held)) = self.place_held(place, range) else {
             return false;
         };
-        self.put_cell(handle, references, place, range);
+        let left = references.saturating_sub(self.let_row_go(handle));
+        self.take_cell(held.slab, held.part.offset_bytes);
+        self.put_cell(handle, left, (window, held.slab, held.part.offset_bytes), range);
         true
     }
 
@@ -374,14 +383,14 @@ impl Table {
             return;
         };
         if let Some(window) = self.windows.get_mut(&window) {
-            window.items.remove(&range.start.0);
+            window.take_item(range.start);
         }
     }
 }
 
 impl Slab {
     /// May other processes hold something that was in `part`?
-    fn is_abroad(&self, part: Part) -> bool {
+    pub(super) fn is_abroad(&self, part: Part) -> bool {
         let before_its_end = self.abroad.range(..part.offset_bytes + part.size_bytes);
         before_its_end
             .into_iter()
@@ -389,7 +398,7 @@ impl Slab {
     }
 
     /// The cells that have bytes in `part`.
-    fn cells_in(&self, part: Part) -> impl Iterator<Item = &Cell> {
+    pub(super) fn cells_in(&self, part: Part) -> impl Iterator<Item = &Cell> {
         let before_its_end = self.cells.range(..part.offset_bytes + part.size_bytes);
         let met = before_its_end
             .filter(move |(offset, cell)| *offset + cell.size_bytes > part.offset_bytes);
@@ -418,7 +427,7 @@ impl Table {
         let (mut rows, mut ended) = (Vec::new(), Ended::default());
         for (item, cell) in met {
             if let Some(window) = self.windows.get_mut(&start) {
-                window.items.remove(&item.start.0);
+                window.take_item(item.start);
             }
             let Some(handle) = cell else {
                 rows.push(item);
@@ -452,8 +461,7 @@ impl Table {
             return;
         };
         if let Some(window) = self.windows.get_mut(&window) {
-            let (size_bytes, rights) = (range.size_bytes, BTreeMap::new());
-            window.items.insert(range.start.0, Item { size_bytes, cell: None, rights });
+            window.put_item(range, None);
         }
     }
 }

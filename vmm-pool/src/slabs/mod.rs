@@ -18,13 +18,16 @@
 //!    ways.
 //! 2. What is mapped in a window lies in a spot, and is all of cells of the slab that the window holds, each at its offset there, or
 //!    all of allocations that stand alone, where it holds no slab. The spots of a window with a slab lie inside the slab.
-//! 3. A cell lives while it has a reference, or is mapped.
-//! 4. While the driver is asked about a window, it is [`Under::Changing`], and while bytes of a cell are copied, the cell is still: who
-//!    else wants something of it waits.
+//! 3. A cell lives while it has a reference, is mapped, or is still.
+//! 4. While the driver is asked about a window, it is [`Under::Changing`], and while bytes of a cell are copied, the cell is still, and so is a
+//!    cell that nobody has where they go: who else wants something of it waits. A row that is being made a cell is still too, which it does not
+//!    come to be while a call is about it.
 
 mod addresses;
 mod habits;
+mod holding;
 mod rights;
+mod windows;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::thread::ThreadId;
@@ -38,6 +41,7 @@ use crate::report::{Contents, SlabTotals};
 use crate::{AllocationId, VirtualHandle};
 
 use habits::Habits;
+use holding::RowUse;
 
 /// Larger allocations stand alone.
 pub(crate) const CELL_BYTES_MAX: u64 = 32 << 20;
@@ -118,6 +122,8 @@ struct Slab {
     next_bytes: u64,
     /// By offset.
     cells: BTreeMap<u64, Cell>,
+    /// How much cells have.
+    live_bytes: u64,
     /// Starts of the windows that it is mapped in.
     windows: BTreeSet<u64>,
     /// Where cells have been that other processes may hold still: sizes, by offset.
@@ -135,7 +141,7 @@ struct Cell {
     is_fresh: bool,
     /// Other processes may have heard of it.
     is_shared: bool,
-    /// Its bytes are on their way elsewhere.
+    /// Its bytes are on their way, elsewhere or here.
     is_still: bool,
 }
 
@@ -179,6 +185,9 @@ struct Window {
     spots: BTreeMap<u64, u64>,
     /// What callers have mapped, by start address.
     items: BTreeMap<u64, Item>,
+    /// How much that is, of both.
+    spot_bytes: u64,
+    item_bytes: u64,
     /// What is set on all of the slab there.
     rights: BTreeMap<Location, i32>,
 }
@@ -254,6 +263,8 @@ pub(crate) enum MapPlan {
     Into { evicted: Vec<VirtualHandle> },
     /// Somebody changes what is there: ask again.
     Busy,
+    /// The driver would not unmap what was there: it is to be offered that again.
+    Stuck,
     /// The driver would not either.
     Wrong,
     /// It cannot be with slabs.
@@ -319,8 +330,8 @@ pub(crate) struct Table {
     cells: HashMap<VirtualHandle, (SlabKey, u64)>,
     /// Cells that have become allocations of their own: the row behind each handle.
     alone: HashMap<VirtualHandle, VirtualHandle>,
-    /// Rows that are being made cells.
-    still_rows: HashSet<VirtualHandle>,
+    /// Rows that are being made cells, or that calls are about.
+    row_uses: HashMap<VirtualHandle, RowUse>,
     /// What each thread is likely to want addresses for next.
     aims: HashMap<ThreadId, VirtualHandle>,
     /// What the driver would not take back.
@@ -414,6 +425,11 @@ impl Table {
         item.cell.map_or(Place::Alone, |handle| Place::Cell { range, handle })
     }
 
+    /// Is `address` in a window that no slab is mapped in?
+    pub(crate) fn is_vacant(&self, address: DeviceAddress) -> bool {
+        self.window_at(address).is_some_and(|window| window.under == Under::Nothing)
+    }
+
     /// What a caller was given that holds `address`.
     pub(crate) fn spot_at(&self, address: DeviceAddress) -> Option<VaRange> {
         let window = self.window_at(address)?;
@@ -437,7 +453,7 @@ impl Table {
                 totals.imported_cells += cells;
                 continue;
             }
-            let live_bytes = slab.live_bytes();
+            let live_bytes = slab.live_bytes;
             totals.slabs += 1;
             totals.cells += cells;
             totals.slab_bytes += slab.new.size_bytes;
@@ -450,8 +466,15 @@ impl Table {
 }
 
 impl Slab {
-    fn live_bytes(&self) -> u64 {
-        self.cells.values().map(|cell| cell.size_bytes).sum()
+    fn put(&mut self, offset_bytes: u64, cell: Cell) {
+        self.live_bytes += cell.size_bytes;
+        self.cells.insert(offset_bytes, cell);
+    }
+
+    fn take(&mut self, offset_bytes: u64) -> Option<Cell> {
+        let cell = self.cells.remove(&offset_bytes)?;
+        self.live_bytes -= cell.size_bytes;
+        Some(cell)
     }
 
     fn is_of(&self, recipe: &Recipe) -> bool {
@@ -474,13 +497,14 @@ impl Table {
         if !self.is_on || !recipe.is_for_cells(size_bytes) || self.habits.are_odd(size_bytes) {
             return Wanted::Alone;
         }
+        debug_assert!(self.are_sums_right(), "sums of live and vacant bytes");
         let (mut live_bytes, mut dead_bytes) = (0, 0);
         for slab in self.slabs.values().filter(|slab| slab.is_of(recipe)) {
-            live_bytes += slab.live_bytes();
+            live_bytes += slab.live_bytes;
             // Where callers keep the addresses of what is gone, they mean to come back.
-            let kept_bytes =
-                self.windows_of(slab).filter(|window| !window.is_room).map(Window::vacant_bytes);
-            dead_bytes += (slab.next_bytes - slab.live_bytes()).saturating_sub(kept_bytes.sum());
+            let windows = self.windows_of(slab).filter(|window| !window.is_room);
+            let kept_bytes = windows.map(Window::vacant_bytes).sum();
+            dead_bytes += (slab.next_bytes - slab.live_bytes).saturating_sub(kept_bytes);
         }
         if dead_bytes > live_bytes / SHARE + SLAB_BYTES_MAX {
             return Wanted::Alone;
@@ -514,7 +538,8 @@ impl Table {
         let key = SlabKey(self.last_key);
         let (next_bytes, cells, windows) = (0, BTreeMap::new(), BTreeSet::new());
         let abroad = BTreeMap::new();
-        self.slabs.insert(key, Slab { new, next_bytes, cells, windows, abroad });
+        let slab = Slab { new, next_bytes, cells, live_bytes: 0, windows, abroad };
+        self.slabs.insert(key, slab);
         let rights = rights.iter().map(|right| (right.location, right.flags)).collect();
         let under = Under::Slab(key, window.start.0);
         self.windows.insert(window.start.0, Window::new(window, under, rights));
@@ -530,7 +555,7 @@ impl Table {
         let handle = VirtualHandle::of_cell(self.last_cell);
         let cell =
             Cell { is_fresh: is_new, is_shared: !is_new, ..Cell::new(handle, part.size_bytes, 1) };
-        slab.cells.insert(part.offset_bytes, cell);
+        slab.put(part.offset_bytes, cell);
         self.cells.insert(handle, (key, part.offset_bytes));
         Some(handle)
     }
@@ -588,7 +613,8 @@ impl Table {
 
     /// The cell ends where nothing holds it, and its slab with the last.
     fn end_unheld(&mut self, handle: VirtualHandle) -> Ended {
-        let is_held = self.cell_mut(handle).is_none_or(|cell| cell.references + cell.mapped > 0);
+        let is_held = |cell: &mut Cell| cell.references + cell.mapped > 0 || cell.is_still;
+        let is_held = self.cell_mut(handle).is_none_or(is_held);
         let place = self.cells.get(&handle).copied();
         let Some((key, offset)) = place.filter(|_| !is_held) else {
             return Ended::default();
@@ -599,7 +625,7 @@ impl Table {
 
     fn take_cell(&mut self, key: SlabKey, offset: u64) {
         let Some(slab) = self.slabs.get_mut(&key) else { return };
-        let Some(cell) = slab.cells.remove(&offset) else { return };
+        let Some(cell) = slab.take(offset) else { return };
         if cell.is_shared {
             slab.abroad.insert(offset, cell.size_bytes);
         }
@@ -660,34 +686,6 @@ impl Table {
         !cell.is_still
     }
 
-    /// Nobody can map the cell or hand it on until [`Table::let_go`], or it is elsewhere. How many references it has, which are not going to
-    /// be more; none where it cannot leave.
-    pub(crate) fn hold_still(&mut self, handle: VirtualHandle) -> Option<u32> {
-        let is_own = self.cells.get(&handle).is_some_and(|(key, _)| {
-            self.slabs.get(key).is_some_and(|slab| slab.new.recipe.is_some())
-        });
-        let cell = self.cell_mut(handle).filter(|cell| is_own && cell.can_leave())?;
-        cell.is_still = true;
-        Some(cell.references)
-    }
-
-    /// See [`Table::hold_still`].
-    pub(crate) fn let_go(&mut self, handle: VirtualHandle) {
-        if let Some(cell) = self.cell_mut(handle) {
-            cell.is_still = false;
-        }
-    }
-
-    /// Is the row being made a cell?
-    pub(crate) fn is_row_still(&self, row: VirtualHandle) -> bool {
-        self.still_rows.contains(&row)
-    }
-
-    /// The row is a cell, or comes to be none.
-    pub(crate) fn let_row_go(&mut self, row: VirtualHandle) {
-        self.still_rows.remove(&row);
-    }
-
     /// The cell, which was held still, is an allocation of its own from now on: `row`. How many references it has, and what its slab
     /// needs no more, come out. None when it has ended.
     pub(crate) fn stand_alone(
@@ -709,6 +707,13 @@ impl Table {
     /// What the driver would not take back, for another try.
     pub(crate) fn take_refused(&mut self) -> Vec<Ended> {
         std::mem::take(&mut self.refused)
+    }
+
+    /// Is something mapped still in the window at `address` that the driver would not take back?
+    pub(crate) fn is_stuck(&self, address: DeviceAddress) -> bool {
+        let window = self.window_at(address).map(|window| window.range.start.0);
+        let mut left = self.refused.iter().flat_map(|ended| &ended.mounted);
+        window.is_some_and(|window| left.any(|(start, _)| *start == window))
     }
 
     /// The driver would not take it back.
@@ -736,37 +741,6 @@ fn item_under<T>(
 ) -> Option<(u64, &T)> {
     let (&start, found) = all.range(..=at).next_back()?;
     (at - start < size_of(found)).then_some((start, found))
-}
-
-impl Window {
-    fn new(range: VaRange, under: Under, rights: BTreeMap<Location, i32>) -> Self {
-        let (spots, items) = (BTreeMap::new(), BTreeMap::new());
-        Self { range, is_room: false, under, spots, items, rights }
-    }
-
-    fn has_spot_in(&self, part: Part) -> bool {
-        let Under::Slab(_, base) = self.under else { return false };
-        let range = part.at(DeviceAddress(base));
-        let before = self.spots.range(..range.end().0).next_back();
-        before.is_some_and(|(start, size_bytes)| start + size_bytes > range.start.0)
-    }
-
-    fn has_item_in(&self, range: VaRange) -> bool {
-        let before = self.items.range(..range.end().0).next_back();
-        before.is_some_and(|(start, item)| start + item.size_bytes > range.start.0)
-    }
-
-    /// Does one spot hold all of `range`?
-    fn is_of_spot(&self, range: VaRange) -> bool {
-        let under = item_under(&self.spots, range.start.0, |size_bytes| *size_bytes);
-        under.is_some_and(|(start, size_bytes)| range.end().0 <= start + size_bytes)
-    }
-
-    /// How much of the spots has nothing mapped.
-    fn vacant_bytes(&self) -> u64 {
-        let mapped: u64 = self.items.values().map(|item| item.size_bytes).sum();
-        self.spots.values().sum::<u64>() - mapped
-    }
 }
 
 #[cfg(test)]

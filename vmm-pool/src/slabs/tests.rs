@@ -173,10 +173,10 @@ fn a_cell_takes_the_place_of_one_that_is_gone_whose_addresses_are_kept() {
     assert_eq!(table.map(next, range), MapPlan::Into { evicted }, "the handle is held still");
     table.release(gone).unwrap();
     assert_eq!(table.map(next, range), MapPlan::Into { evicted: Vec::new() });
-    assert_eq!(table.hold_still(next), Some(1));
+    let place = table.hold_to_move(next, range).unwrap();
     assert_eq!(table.map(next, range), MapPlan::Busy, "its bytes are on their way");
     assert!(!table.share(next));
-    assert!(table.move_cell(next, range).unwrap().is_nothing());
+    assert!(table.move_cell(next, place, range).unwrap().is_nothing());
     assert_eq!(table.place(range.start), Place::Cell { range, handle: next });
     assert_eq!(table.totals().dead_bytes, 0);
     let other = placed(&mut table, key, 1).0;
@@ -343,4 +343,55 @@ fn slabs_grow_with_what_lives_and_the_dead_are_bounded() {
         table.free_spot(range).unwrap();
     }
     assert_eq!(wanted(&table, 1), Wanted::Alone);
+}
+
+#[test]
+fn an_allocation_is_made_a_cell_while_no_call_is_about_it() {
+    let (mut table, key) = table();
+    placed(&mut table, key, 1);
+    let (gone, range) = placed(&mut table, key, 1);
+    table.unmap(range).unwrap();
+    table.release(gone).unwrap();
+    let row = VirtualHandle::new(9, 1);
+    // Another thread exports it.
+    assert!(table.begin_row_call(row));
+    assert_eq!(table.map_alone(range, row, &recipe()), MapPlan::Busy);
+    table.end_row_call(row);
+    assert_eq!(table.map_alone(range, row, &recipe()), MapPlan::Into { evicted: Vec::new() });
+    assert!(!table.begin_row_call(row), "it is on its way");
+    assert_eq!(table.map_alone(range, row, &recipe()), MapPlan::Busy);
+    let place = table.hold_place(range, &recipe()).unwrap();
+    assert!(table.release_still(row));
+    assert!(table.take_in(row, 2, place, range));
+    assert!(!table.release_still(row), "it is a cell");
+    assert!(table.release(row).unwrap().is_nothing(), "one of two is left");
+    assert_eq!(table.release(row).map(|_| ()), None);
+    assert_eq!(table.place(range.start), Place::Cell { range, handle: row });
+    // One that is mapped elsewhere at the same time is not either.
+    table.unmap(range).unwrap();
+    let other = VirtualHandle::new(10, 1);
+    let elsewhere = VaRange::new(DeviceAddress(START.0 / 2), UNIT);
+    assert_eq!(table.map_alone(elsewhere, other, &recipe()), MapPlan::StandAlone);
+    assert_eq!(table.map_alone(range, other, &recipe()), MapPlan::Busy);
+    table.end_row_call(other);
+    assert_eq!(table.map_alone(range, other, &recipe()), MapPlan::Into { evicted: Vec::new() });
+    assert_eq!(table.let_row_go(other), 0);
+}
+
+#[test]
+fn bytes_that_are_on_their_way_to_a_part_keep_it_and_its_slab() {
+    let (mut table, key) = table();
+    let (kept, first) = placed(&mut table, key, 1);
+    let (gone, range) = placed(&mut table, key, 1);
+    table.unmap(range).unwrap();
+    table.release(gone).unwrap();
+    let place = table.hold_place(range, &recipe()).unwrap();
+    assert_eq!(table.hold_place(range, &recipe()), None, "once");
+    let part = |offset: u64| Part { offset_bytes: offset * UNIT, size_bytes: UNIT };
+    assert_eq!([0, 1].map(|offset| table.is_part_still(key, part(offset))), [false, true]);
+    assert!(!table.is_part_still(key, Part { offset_bytes: u64::MAX, size_bytes: 2 }));
+    table.unmap(first).unwrap();
+    assert!(table.release(kept).unwrap().is_nothing(), "the slab is needed still");
+    assert!(table.let_go(place).row.is_some());
+    assert_eq!(table.totals(), SlabTotals::default());
 }

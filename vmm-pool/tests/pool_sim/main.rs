@@ -24,6 +24,7 @@ mod orphans;
 mod pieces;
 mod process;
 mod questions;
+mod slab_holds;
 mod slab_threads;
 mod slabs;
 mod spill;

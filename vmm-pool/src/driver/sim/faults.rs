@@ -1,8 +1,10 @@
-//! Fault injection, call counters and latency, by the driver's name of the call.
+//! Fault injection, calls that are held, call counters and latency, by the driver's name of the call.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+use crossbeam_channel::{Receiver, Sender, bounded};
 
 use crate::driver::{DriverCode, DriverOp};
 
@@ -24,9 +26,32 @@ struct Rule {
     seen: u64,
 }
 
+/// The next call of one operation, which waits before it does anything until this is dropped.
+#[derive(Debug)]
+pub struct Hold {
+    met: Receiver<()>,
+    _go: Sender<()>,
+}
+
+impl Hold {
+    /// Waits until a thread has come to the call. False where none has by then.
+    pub fn is_met(&self, limit: Duration) -> bool {
+        self.met.recv_timeout(limit).is_ok()
+    }
+}
+
+/// The call's side of a [`Hold`].
+#[derive(Debug)]
+struct Holder {
+    symbol: &'static str,
+    met: Sender<()>,
+    go: Receiver<()>,
+}
+
 #[derive(Debug, Default)]
 struct Table {
     rules: Vec<Rule>,
+    holders: Vec<Holder>,
     calls: BTreeMap<&'static str, u64>,
     fired: u64,
 }
@@ -61,6 +86,14 @@ impl Faults {
         Ok(())
     }
 
+    /// Holds the next call of `op` for as long as what comes out lives.
+    #[must_use]
+    pub fn hold(&self, op: DriverOp) -> Hold {
+        let ((met, is_met), (go, goes)) = (bounded(1), bounded(0));
+        self.lock().holders.push(Holder { symbol: op.symbol(), met, go: goes });
+        Hold { met: is_met, _go: go }
+    }
+
     /// Removes all rules; counters stay.
     pub fn clear(&self) {
         self.lock().rules.clear();
@@ -90,8 +123,18 @@ impl Faults {
         self.lock().rules.push(Rule { symbol, span, code, seen: 0 });
     }
 
-    /// Counts a call and says whether it is to fail.
+    /// Counts a call, waits where it is held, and says whether it is to fail.
     pub(super) fn check(&self, symbol: &'static str) -> Result<(), DriverCode> {
+        let holder = {
+            let mut table = self.lock();
+            let held = table.holders.iter().position(|holder| holder.symbol == symbol);
+            held.map(|held| table.holders.remove(held))
+        };
+        if let Some(Holder { met, go, .. }) = holder {
+            let _told = met.send(());
+            // Nothing is ever sent: it ends with the other side.
+            let _over = go.recv();
+        }
         let mut table = self.lock();
         *table.calls.entry(symbol).or_default() += 1;
         let mut verdict = Ok(());

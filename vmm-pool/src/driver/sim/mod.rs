@@ -29,7 +29,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use self::core::{AccessGuard, Core, PublishedName, Touch};
-pub use self::faults::{FaultSpan, Faults, Latency};
+pub use self::faults::{FaultSpan, Faults, Hold, Latency};
 pub use self::memory::{Census, GRANULARITY_BYTES, MappingInfo};
 pub use self::node::SimNode;
 pub use self::stream::{StreamKind, Work};
