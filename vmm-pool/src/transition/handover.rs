@@ -97,7 +97,8 @@ impl<D: Driver> Pool<D> {
 
 impl<D: Driver> Still<'_, D> {
     /// Exports as many allocations of each shape as are `wanted`, of those that `choose` picks and that are nowhere
-    /// mapped. Their handles are to be released next; what could not be exported is released as any memory.
+    /// mapped. Their handles are to be released next; what could not be exported is released as any memory. So is all
+    /// while a view is left: nobody knows of which memory it is, and it would show this process what is another's.
     pub(super) fn export_wanted(
         &self,
         log: &mut StepLog,
@@ -106,6 +107,13 @@ impl<D: Driver> Still<'_, D> {
     ) -> HashMap<RawHandle, Handed> {
         let mut exported = HashMap::new();
         if wanted.is_empty() {
+            return exported;
+        }
+        let views = self.pool.ledger().views().len();
+        if views > 0 {
+            log.notes.push(format!(
+                "released in place of being handed over: {views} place(s) made for a copy are still mapped"
+            ));
             return exported;
         }
         let mut open = wanted.clone();
