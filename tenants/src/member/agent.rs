@@ -22,6 +22,7 @@ use super::lending::HandedOut;
 use super::saving::Saving;
 use super::sockets::Noted;
 use super::{AGENT_TIMEOUT, Member};
+use crate::descriptors::OnItsWay;
 use crate::host_memory::Pressure;
 use crate::phase::Stage;
 use crate::scope::Scope;
@@ -85,7 +86,7 @@ struct Job {
 
 enum Work {
     /// With the descriptors that came beside it.
-    Phase(Order, Vec<OwnedFd>),
+    Phase(Order, Vec<OnItsWay>),
     Needs(Scope, bool),
     Cut {
         hold: Hold,
@@ -117,7 +118,7 @@ struct Done {
     phase: Option<Phase>,
     reply: Reply,
     /// Descriptors that go with it.
-    beside: Vec<OwnedFd>,
+    beside: Vec<OnItsWay>,
 }
 
 struct Waiter {
@@ -225,6 +226,7 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
             })
         });
         let Some(reply) = reply else { continue };
+        let beside = OnItsWay::all(beside);
         if report.send(Done { connection, phase, reply, beside }).is_err() {
             return;
         }
@@ -246,7 +248,7 @@ fn do_job<D: Driver>(
     let Job { connection, work, deadline } = job;
     Some(match work {
         Work::Phase(order, came) => {
-            *beside = came;
+            *beside = came.into_iter().map(OnItsWay::into_fd).collect();
             // It moves what is being written.
             *saving = None;
             if order.phase().ends_early() {
@@ -535,7 +537,8 @@ impl<D: Driver> Agent<D> {
                     if phase == Phase::RestoreStage {
                         self.clients.take_fds(number, HANDED_MAX);
                     }
-                    self.submit(number, Work::Phase(order, fds), wait_of(timeout_ms));
+                    let work = Work::Phase(order, OnItsWay::all(fds));
+                    self.submit(number, work, wait_of(timeout_ms));
                 }
             }
             Request::Cut(hold) => {
@@ -674,7 +677,8 @@ impl<D: Driver> Agent<D> {
 
     fn deliver(&mut self) {
         while let Ok(done) = self.done.try_recv() {
-            self.clients.answer_open(done.connection, &done.reply, done.beside);
+            let beside = done.beside.into_iter().map(OnItsWay::into_fd).collect();
+            self.clients.answer_open(done.connection, &done.reply, beside);
             let is_over = done.phase.is_some_and(Phase::is_last);
             if is_over && self.leading() == Some(done.connection) {
                 self.leader = None;
