@@ -287,6 +287,7 @@ fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, SwitchError> {
             Ok(Switched { had_them, victims, reasons: decision.reasons, changes: Vec::new() })
         }
         Verdict::Wait(_) => Err(busy(tenant, &decision.reasons)),
+        Verdict::Never if !scene.unheard.is_empty() => Err(busy(tenant, &decision.reasons)),
         Verdict::Never => Err(SwitchError::Never { why: decision.reasons.join("; ") }),
     }
 }
@@ -425,13 +426,16 @@ impl Queue {
                         went => return went,
                     }
                 }
-                // What has just ended may not be free yet, and is nobody's that could give it.
-                Verdict::Never if self.looks_again() => {
+                // What has just ended may not be free yet, and is nobody's that could give it. Nor may it be of whoever does not answer.
+                Verdict::Never if self.looks_again(!scene.unheard.is_empty()) => {
                     drop(lock);
                     self.look_around(&seen, LOOK_MAX, options.interrupt.as_ref(), is_over)?;
                 }
                 Verdict::Never => {
                     self.turns.log(&lock, &decision.reasons)?;
+                    if !scene.unheard.is_empty() {
+                        return Err(busy(&self.tenant, &decision.reasons));
+                    }
                     return Err(SwitchError::Never { why: decision.reasons.join("; ") });
                 }
                 Verdict::Wait(until_us) => {
@@ -497,8 +501,9 @@ impl Queue {
     }
 
     /// May what is found to fit nowhere fit in a moment? An allocation that nobody was in the way of is refused at once: its library may have caches to free.
-    fn looks_again(&mut self) -> bool {
-        if !self.has_told && matches!(self.wish, Wish::Memory(_)) {
+    /// Where somebody is `unheard`, that is not known.
+    fn looks_again(&mut self, unheard: bool) -> bool {
+        if !unheard && !self.has_told && matches!(self.wish, Wish::Memory(_)) {
             return false;
         }
         let since = *self.never_since.get_or_insert_with(Instant::now);

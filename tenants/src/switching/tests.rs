@@ -1,5 +1,6 @@
 //! Those that wait, with a lock that somebody else has and a device that gives nothing.
 
+use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -8,6 +9,7 @@ use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal, Driver as _};
 
 use super::*;
+use crate::identity::MemberId;
 use crate::member::{Member, MemberConfig};
 
 const MIB: u64 = 1 << 20;
@@ -76,4 +78,40 @@ fn an_allocation_waits_for_memory_also_while_it_rests_between_two_tries() {
     assert!(member.cut().report(0).waits_for_memory_ms.is_none());
     member.leave();
     assert!(waits > 5 * does_not, "{waits} and {does_not}: {:?}", member.stats().notes);
+}
+
+#[test]
+fn who_does_not_answer_may_hold_what_is_missing_so_nothing_is_refused_for_good() {
+    let base = tempfile::tempdir().unwrap();
+    let run_dir = run_dir(&base);
+    let tenant = TenantName::new("a").unwrap();
+    let mut config = MemberConfig::new(run_dir.clone(), tenant.clone(), "python train.py", "0.1.0");
+    config.queues = Some(Duration::ZERO);
+    let node = SimNode::private(&[64 * MIB]).unwrap();
+    let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
+    let member = Member::join(config, driver).unwrap();
+    member.pool().driver().make_current(DeviceOrdinal(0)).unwrap();
+    let gpu = member.pool().uuid(DeviceOrdinal(0));
+    // As of a process that is stopped.
+    let stopped = run_dir.tenant(&TenantName::new("stopped").unwrap()).unwrap();
+    let socket = stopped.socket_path(MemberId(9)).unwrap();
+    let listener = UnixListener::bind(&socket).unwrap();
+    let wish = Wish::Memory([(gpu, 1024 * MIB)].into());
+    let mut queue = Queue::enter(&run_dir, &tenant, wish, Duration::ZERO, (None, &never)).unwrap();
+    let options = SwitchOptions::default();
+    let error = queue.wait_and_go(&options, &never, &mut |_| {}).unwrap_err();
+    assert!(matches!(error, SwitchError::Busy { .. }) && error.is_retryable(), "{error}");
+    assert!(error.to_string().contains("'stopped' may hold is not known"), "{error}");
+    // There is time until it is asked again, and no longer.
+    queue.wait_anew(Instant::now() + Duration::from_mins(1));
+    assert!(queue.looks_again(true));
+    queue.never_since = queue.never_since.and_then(|since| since.checked_sub(NEVER_MAX));
+    assert!(!queue.looks_again(true));
+    // It has ended.
+    drop((listener, std::fs::remove_file(socket)));
+    queue.silent = Silent::default();
+    queue.wait_anew(Instant::now() + Duration::from_mins(1));
+    let error = queue.wait_and_go(&options, &never, &mut |_| {}).unwrap_err();
+    assert!(matches!(error, SwitchError::Never { .. }), "{error}");
+    member.leave();
 }
