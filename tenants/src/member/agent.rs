@@ -1,12 +1,12 @@
 //! The two threads of a member: one that speaks, one that works.
 
 use std::any::Any;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
@@ -99,7 +99,8 @@ enum Work {
         asked: u64,
     },
     Save(SaveStep),
-    Spill(SpillStep),
+    /// And whether whoever asked has gone: the next to lead waits behind it.
+    Spill(SpillStep, Arc<AtomicBool>),
     /// See [`crate::wire::Count`].
     Count,
     /// See [`crate::wire::LookIdle`].
@@ -163,6 +164,8 @@ struct Agent<D: Driver> {
     leader: Option<Leader>,
     /// Who has asked for contents in files.
     savers: BTreeSet<u64>,
+    /// Who has asked for room, and what tells the steps of it that they have gone.
+    spillers: BTreeMap<u64, Arc<AtomicBool>>,
 }
 
 /// Starts both threads. They take no signals: those are the application's.
@@ -193,6 +196,7 @@ pub(super) fn spawn<D: Driver>(
         done,
         leader: None,
         savers: BTreeSet::new(),
+        spillers: BTreeMap::new(),
     };
     std::thread::Builder::new().name("sublet-agent".to_owned()).spawn(move || {
         block_signals();
@@ -266,12 +270,12 @@ fn do_job<D: Driver>(
         Work::Step { step: StepOn { step, seen, .. }, asked } => {
             member.run_step(connection, step, seen, asked, deadline)
         }
-        Work::Spill(step) => {
+        Work::Spill(step, is_called_off) => {
             // It moves what is being written. A question moves nothing.
             if step.most_bytes > 0 {
                 *saving = None;
             }
-            member.run_spill(step)
+            member.run_spill(step, &is_called_off)
         }
         Work::Count => member.run_count(),
         Work::Idle(quiet_us) => member.run_idle(quiet_us),
@@ -302,7 +306,7 @@ impl Work {
             | Self::Cut { .. }
             | Self::Step { .. }
             | Self::Count
-            | Self::Spill(_)
+            | Self::Spill(..)
             | Self::Idle(_)
             | Self::Say(_)
             | Self::Save(_)
@@ -489,6 +493,9 @@ impl<D: Driver> Agent<D> {
         self.member.cut().abandon(number);
         self.waiters.retain(|waiter| waiter.connection != number);
         self.watchers.retain(|watcher| watcher.connection != number);
+        if let Some(is_called_off) = self.spillers.remove(&number) {
+            is_called_off.store(true, Ordering::Relaxed);
+        }
         if self.savers.remove(&number) {
             self.submit(NOBODY, Work::EndSave(number), AGENT_TIMEOUT);
         }
@@ -565,7 +572,8 @@ impl<D: Driver> Agent<D> {
             }
             Request::Spill(step) => {
                 if self.opens(number) {
-                    self.submit(number, Work::Spill(step), AGENT_TIMEOUT);
+                    let is_called_off = Arc::clone(self.spillers.entry(number).or_default());
+                    self.submit(number, Work::Spill(step, is_called_off), AGENT_TIMEOUT);
                 }
             }
             Request::Host(step) => self.handle_host(number, step),
