@@ -1,9 +1,99 @@
-//! How many descriptors this process may open.
+//! Descriptors of this process: how many it may open, and which of them a forked child lets go of.
+
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicI32, Ordering};
 
 use nix::sys::resource::{Resource, getrlimit};
 
 /// Descriptors that are left to the application and the rest of us.
 const DESCRIPTORS_KEPT_FREE: usize = 32;
+/// Stands where there is no descriptor.
+const NONE: RawFd = -1;
+/// Descriptors on their way at once; more are not noted.
+const ON_THEIR_WAY_MAX: usize = 1024;
+
+/// Numbers of open descriptors, for a forked child to close. No lock: a fork may come at any instant, on any thread.
+#[derive(Debug)]
+pub(crate) struct Numbers<const MOST: usize>([AtomicI32; MOST]);
+
+/// A descriptor that a child would close. Dropped before the descriptor is: its number may then become another's.
+#[derive(Debug)]
+pub(crate) struct Noted(Option<&'static AtomicI32>);
+
+impl<const MOST: usize> Numbers<MOST> {
+    pub(crate) const fn new() -> Self {
+        Self([const { AtomicI32::new(NONE) }; MOST])
+    }
+
+    /// Notes the number of `file`.
+    pub(crate) fn note(&'static self, file: &impl AsFd) -> Noted {
+        let (order, number) = (Ordering::Relaxed, file.as_fd().as_raw_fd());
+        let takes = |place: &&AtomicI32| place.compare_exchange(NONE, number, order, order).is_ok();
+        Noted(self.0.iter().find(takes))
+    }
+
+    /// Closes them all, in a forked child: there, no thread has any further use for them.
+    pub(crate) fn close_in_child(&self) {
+        for place in &self.0 {
+            let number = place.swap(NONE, Ordering::Relaxed);
+            if number != NONE {
+                // It was open at the fork, and this is the only thread.
+                let _closed = nix::unistd::close(number);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+impl<const MOST: usize> Numbers<MOST> {
+    /// Would a child close it?
+    pub(crate) fn has(&self, number: RawFd) -> bool {
+        self.0.iter().any(|place| place.load(Ordering::Relaxed) == number)
+    }
+}
+
+impl Drop for Noted {
+    fn drop(&mut self) {
+        if let Some(place) = self.0 {
+            place.store(NONE, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Those of this process that wait to be sent, or to be used by another thread.
+pub(crate) static ON_THEIR_WAY: Numbers<ON_THEIR_WAY_MAX> = Numbers::new();
+
+/// A descriptor on its way. It may be all that holds device memory, and a child that kept it would keep the memory.
+#[derive(Debug)]
+pub(crate) struct OnItsWay {
+    /// Goes before the descriptor does.
+    _noted: Noted,
+    fd: OwnedFd,
+}
+
+impl OnItsWay {
+    /// All of `fds`.
+    pub(crate) fn all(fds: Vec<OwnedFd>) -> Vec<Self> {
+        fds.into_iter().map(Self::from).collect()
+    }
+
+    /// It has arrived.
+    pub(crate) fn into_fd(self) -> OwnedFd {
+        self.fd
+    }
+}
+
+impl From<OwnedFd> for OnItsWay {
+    fn from(fd: OwnedFd) -> Self {
+        Self { _noted: ON_THEIR_WAY.note(&fd), fd }
+    }
+}
+
+impl AsFd for OnItsWay {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
 
 /// How many descriptors this process may open now, with some left over.
 pub(crate) fn free_descriptors() -> usize {

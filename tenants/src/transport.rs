@@ -51,6 +51,7 @@ use ancillary::Room;
 use frame::{FrameError, HEADER_BYTES, Header};
 use outgoing::Outgoing;
 
+use crate::descriptors::OnItsWay;
 use crate::wire::FDS_PER_MESSAGE_MAX;
 
 /// How much of a payload is asked for at once: memory follows what arrives, not what a header claims.
@@ -235,7 +236,7 @@ impl Connection {
         fds: Vec<OwnedFd>,
     ) -> Result<(), TransportError> {
         let frame = self.encode(message, fds.len())?;
-        self.outgoing.push(frame, fds);
+        self.outgoing.push(frame, OnItsWay::all(fds));
         Ok(())
     }
 

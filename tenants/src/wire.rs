@@ -314,7 +314,8 @@ pub struct StageReport {
     pub copied_bytes: u64,
     /// Devices on which own memory is still to be moved.
     pub left: Vec<StageLeft>,
-    /// What was handed over in place of being released; the descriptors are beside the answer, one each.
+    /// What was handed over in place of being released; the descriptors are beside the answer, one each. Of memory that
+    /// comes: what of that was taken in place of being created.
     pub handed: Vec<BlockShape>,
 }
 

@@ -102,15 +102,23 @@ struct Comer {
     next_stage: u32,
     /// What it lacks that may be another's memory, and has not been given.
     wants: Counts,
-    /// What each order that it has not answered yet allows, by device, with what changes hands.
-    promised: Vec<Bytes>,
+    /// What each order that it has not answered yet allows.
+    promised: Vec<Promise>,
+}
+
+#[derive(Debug)]
+struct Promise {
+    /// With what changes hands.
+    bytes: Bytes,
+    /// How many allocations that are.
+    handed: usize,
 }
 
 impl Comer {
     /// What no order that is under way is about, as far as can be told.
     fn unasked(&self) -> BTreeMap<String, (u64, u64)> {
         let mut unasked = self.left.clone();
-        for (uuid, bytes) in self.promised.iter().flatten() {
+        for (uuid, bytes) in self.promised.iter().flat_map(|promise| &promise.bytes) {
             if let Some((left, _)) = unasked.get_mut(uuid) {
                 *left = left.saturating_sub(*bytes);
             }
@@ -204,7 +212,8 @@ impl Exchange {
         let missing = self.coming.iter().flat_map(|comer| &comer.wants);
         let mut missing: Vec<_> = missing
             .fold(Counts::new(), |mut all, (shape, count)| {
-                *all.entry(shape.clone()).or_insert(0) += count;
+                let all_of_it: &mut u32 = all.entry(shape.clone()).or_insert(0);
+                *all_of_it = all_of_it.saturating_add(*count);
                 all
             })
             .into_iter()
@@ -212,8 +221,8 @@ impl Exchange {
         // The largest first: they save most.
         missing.sort_by_key(|(shape, _)| std::cmp::Reverse(shape.size_bytes));
         for (shape, missing) in missing {
-            let promised: u32 =
-                asked().chain([&self.at_hand]).filter_map(|counts| counts.get(&shape)).sum();
+            let promised = asked().chain([&self.at_hand]).filter_map(|counts| counts.get(&shape));
+            let promised = promised.fold(0, |all: u32, count| all.saturating_add(*count));
             let Some((_, bytes)) = devices.iter().find(|(uuid, _)| *uuid == shape.uuid) else {
                 continue;
             };
@@ -237,8 +246,11 @@ impl Exchange {
 
     /// Everything that moves, both ways.
     pub(super) fn total_bytes(&self) -> u64 {
-        let bytes = self.devices.values().map(|device| device.leaving_bytes + device.coming_bytes);
-        bytes.fold(0, u64::saturating_add)
+        let bytes = self
+            .devices
+            .values()
+            .map(|device| device.leaving_bytes.saturating_add(device.coming_bytes));
+        sum(bytes)
     }
 
     /// The next order to be sent now, which counts as sent. None when answers have to come first, or nothing is left to
@@ -319,7 +331,7 @@ impl Exchange {
         let mut order: Vec<usize> = (0..self.coming.len()).collect();
         order.sort_by_key(|index| {
             let comer = &self.coming[*index];
-            let left: u64 = comer.left.values().map(|(left, _)| *left).sum();
+            let left = sum(comer.left.values().map(|(left, _)| *left));
             (comer.promised.len(), std::cmp::Reverse(left))
         });
         for index in order {
@@ -338,7 +350,7 @@ impl Exchange {
             let mut granted = Vec::new();
             let handed_on = |uuid: &str| -> u64 {
                 let there = handed.iter().filter(|shape| shape.uuid == uuid);
-                there.map(|shape| shape.size_bytes).sum()
+                sum(there.map(|shape| shape.size_bytes))
             };
             for (uuid, (left, smallest)) in comer.unasked() {
                 let left = left.saturating_sub(handed_on(&uuid));
@@ -362,7 +374,8 @@ impl Exchange {
             }
             let mut promised: Bytes = granted.iter().cloned().collect();
             for shape in &handed {
-                *promised.entry(shape.uuid.clone()).or_default() += shape.size_bytes;
+                let bytes: &mut u64 = promised.entry(shape.uuid.clone()).or_default();
+                *bytes = bytes.saturating_add(shape.size_bytes);
                 take_one(&mut self.at_hand, shape);
             }
             let comer = &mut self.coming[index];
@@ -371,7 +384,7 @@ impl Exchange {
             }
             let stage = comer.next_stage;
             comer.next_stage += 1;
-            comer.promised.push(promised);
+            comer.promised.push(Promise { bytes: promised, handed: handed.len() });
             let window = Window { stage, devices: granted, wanted: Vec::new(), handed };
             return Some(Move::RestoreStage(index, window));
         }
@@ -410,7 +423,7 @@ impl Exchange {
     /// A process that leaves has done a stage, or all that was left.
     pub(super) fn released(&mut self, index: usize, report: &PhaseReport) {
         self.add_gone(&report.devices);
-        let moved_bytes: u64 = report.devices.iter().map(|delta| delta.bytes).sum();
+        let moved_bytes = sum(report.devices.iter().map(|delta| delta.bytes));
         let handed = report.stage.iter().flat_map(|stage| &stage.handed);
         for shape in handed {
             let device = self.devices.entry(shape.uuid.clone()).or_default();
@@ -432,6 +445,15 @@ impl Exchange {
         self.released(index, report);
         if self.leaving[index].at == LeaverAt::Releasing {
             self.leaving[index].at = LeaverAt::Released;
+        }
+    }
+
+    /// Too much time has passed. Whoever leaves is told to release what is left, whatever has come of its stages.
+    pub(super) fn hurry(&mut self) {
+        for leaver in &mut self.leaving {
+            if leaver.at == LeaverAt::Stages {
+                leaver.at = LeaverAt::Trouble;
+            }
         }
     }
 
@@ -473,13 +495,38 @@ impl Exchange {
         if comer.promised.is_empty() {
             return;
         }
-        for (uuid, bytes) in comer.promised.remove(0) {
+        let Promise { bytes, handed } = comer.promised.remove(0);
+        let taken = report.stage.as_ref().map_or(0, |stage| stage.handed.len());
+        if taken < handed {
+            // It has refused some, and would refuse more: all that it lacks is created.
+            comer.wants.clear();
+        }
+        for (uuid, bytes) in bytes {
             let taken = report.devices.iter().filter(|delta| delta.uuid == uuid);
-            let taken: u64 = taken.map(|delta| delta.bytes).sum();
+            let taken = sum(taken.map(|delta| delta.bytes));
             if let Some(device) = self.devices.get_mut(&uuid) {
-                device.granted_bytes = device.granted_bytes.saturating_sub(bytes) + taken;
+                let others = device.granted_bytes.saturating_sub(bytes);
+                device.granted_bytes = others.saturating_add(taken);
             }
         }
+    }
+
+    /// What was handed over and nobody wants any more, which is to be the driver's again: it counts as free.
+    pub(super) fn unwanted(&mut self) -> Vec<BlockShape> {
+        let mut unwanted = Vec::new();
+        for (shape, count) in &mut self.at_hand {
+            let wants = self.coming.iter().filter_map(|comer| comer.wants.get(shape));
+            let wants = wants.fold(0, |all: u32, count| all.saturating_add(*count));
+            while *count > wants {
+                *count -= 1;
+                unwanted.push(shape.clone());
+                if let Some(device) = self.devices.get_mut(&shape.uuid) {
+                    device.granted_bytes = device.granted_bytes.saturating_sub(shape.size_bytes);
+                }
+            }
+        }
+        self.at_hand.retain(|_, count| *count > 0);
+        unwanted
     }
 
     /// The tenant that was to come does so no more. What has changed hands is nobody's.
@@ -487,6 +534,11 @@ impl Exchange {
         self.is_coming_over = true;
         self.at_hand.clear();
     }
+}
+
+/// Of numbers that others have said.
+fn sum(bytes: impl Iterator<Item = u64>) -> u64 {
+    bytes.fold(0, u64::saturating_add)
 }
 
 fn take_one(counts: &mut Counts, shape: &BlockShape) {

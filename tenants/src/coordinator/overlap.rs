@@ -9,6 +9,7 @@ use super::exchange::{Exchange, Move};
 use super::peers::{Answer, Peers, another_answer};
 use super::report::{Event, MemberFailure, PhaseSummary, Report, StageSummary, Step};
 use super::session::{Session, Stop, micros, millis};
+use crate::descriptors::OnItsWay;
 use crate::phase::Told;
 use crate::wire::{BlockShape, HANDED_MAX, Phase, PhaseReport, TakePhase, Window};
 
@@ -49,7 +50,7 @@ impl<'s, 'a> Side<'s, 'a> {
         &mut self,
         member: usize,
         order: &Ordered,
-        fds: &[OwnedFd],
+        fds: &[OnItsWay],
         bytes: u64,
     ) -> Result<(), MemberFailure> {
         let index = self.members[member];
@@ -97,15 +98,18 @@ impl<'s, 'a> Side<'s, 'a> {
         Some(Taken { member, phase, result, fds })
     }
 
-    /// Adds what was done by stages to the report, in the order of the phases.
-    fn account(&mut self) {
+    /// Adds what was done by stages to the report, in the order of the phases. Says how much changed hands in it, by what
+    /// its members have said.
+    fn account(&mut self) -> u64 {
+        let mut handed_bytes: u64 = 0;
         self.report.stages.retain(|stage| stage.phase != Phase::Verify);
         for (phase, tally) in std::mem::take(&mut self.tallies) {
             let Tally { began, ended, mut done } = tally;
             // Of use here alone, and long.
             let stages = done.values_mut().filter_map(|report| report.stage.as_mut());
             let handed = stages.flat_map(|stage| std::mem::take(&mut stage.handed));
-            self.report.handed_bytes += handed.map(|shape| shape.size_bytes).sum::<u64>();
+            let bytes = handed.map(|shape| shape.size_bytes);
+            handed_bytes = handed_bytes.saturating_add(bytes.fold(0, u64::saturating_add));
             let done: Vec<_> = done.into_iter().collect();
             let summary: PhaseSummary = self.session.summary(phase, ended - began, done);
             self.report.add(summary);
@@ -114,6 +118,7 @@ impl<'s, 'a> Side<'s, 'a> {
                 elapsed: ended - began,
             });
         }
+        handed_bytes
     }
 }
 
@@ -127,20 +132,20 @@ struct Taken {
 
 /// Memory that has left its owner and has no other yet. Dropped, it is free.
 #[derive(Default)]
-struct AtHand(BTreeMap<BlockShape, Vec<OwnedFd>>);
+struct AtHand(BTreeMap<BlockShape, Vec<OnItsWay>>);
 
 impl AtHand {
     /// False when what was said does not fit what came, which is then given up.
     fn take_in(&mut self, shapes: &[BlockShape], fds: Vec<OwnedFd>) -> bool {
         let fits = shapes.len() == fds.len();
         for (shape, fd) in shapes.iter().zip(fds).filter(|_| fits) {
-            self.0.entry(shape.clone()).or_default().push(fd);
+            self.0.entry(shape.clone()).or_default().push(fd.into());
         }
         fits
     }
 
     /// One for each of `shapes`; those of which there is none are left out there.
-    fn give(&mut self, shapes: &mut Vec<BlockShape>) -> Vec<OwnedFd> {
+    fn give(&mut self, shapes: &mut Vec<BlockShape>) -> Vec<OnItsWay> {
         let mut fds = Vec::new();
         shapes.retain(|shape| {
             let fd = self.0.get_mut(shape).and_then(Vec::pop);
@@ -149,6 +154,13 @@ impl AtHand {
             is_there
         });
         fds
+    }
+
+    /// Gives these up.
+    fn let_go(&mut self, shapes: &[BlockShape]) {
+        for shape in shapes {
+            drop(self.0.get_mut(shape).and_then(Vec::pop));
+        }
     }
 }
 
@@ -191,7 +203,14 @@ pub(super) fn exchange(
 ) -> Hindrance {
     let mut hindrance: Hindrance = None;
     let mut at_hand = AtHand::default();
+    // All that moves takes so long at the slowest, and as long again for one that does it in small parts.
+    let usual = timeout_of(leaving.session, Phase::ReleaseStage, plan.total_bytes()).silence;
+    let until = Instant::now() + 2 * usual;
     loop {
+        at_hand.let_go(&plan.unwanted());
+        if Instant::now() >= until {
+            plan.hurry();
+        }
         while let Some(next) = plan.next() {
             send(leaving, coming, &mut plan, next, &mut at_hand, &mut hindrance);
             if hindrance.is_some() {
@@ -245,7 +264,8 @@ pub(super) fn exchange(
     // What nobody had a use for is free before the rest is created.
     drop(at_hand);
     leaving.account();
-    coming.account();
+    // What was refused has changed nobody's hands.
+    leaving.report.handed_bytes = coming.account();
     hindrance
 }
 

@@ -164,6 +164,11 @@ impl Coordinator {
                 }
                 None => drop(left.remove(&index)),
             }
+            if self.is_called_off() {
+                // Hanging up ends a step that is under way, and whoever has the lock next waits for no more of it.
+                drop((peers, held));
+                break;
+            }
             drop(held);
         }
         progress(Event::StepDone { step: Step::Spill, elapsed: began.elapsed() });

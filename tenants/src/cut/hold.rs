@@ -56,7 +56,7 @@ pub(super) struct Table {
     asked: u64,
     pub(super) waiting: BTreeMap<u64, Waiter>,
     /// Since when allocations wait for memory that others hold, in the order in which they came.
-    memory_waits: VecDeque<Instant>,
+    memory_waits: Vec<Instant>,
     /// How many launches have had to wait; the last one's number.
     waits: u64,
     /// When each thread inside was first seen there, by its slot's number.
@@ -79,7 +79,7 @@ impl Drop for MemoryWait<'_> {
     fn drop(&mut self) {
         let mut table = self.cut.table();
         if let Some(place) = table.memory_waits.iter().position(|since| *since == self.since) {
-            table.memory_waits.remove(place);
+            table.memory_waits.swap_remove(place);
         }
     }
 }
@@ -323,8 +323,12 @@ impl Cut {
 
     /// An allocation of the process waits for memory that others hold, until what is returned is dropped: other ranks may stand in a collective with its thread.
     pub fn wait_for_memory(&self) -> MemoryWait<'_> {
-        let since = Instant::now();
-        self.table().memory_waits.push_back(since);
+        self.wait_for_memory_since(Instant::now())
+    }
+
+    /// As [`Cut::wait_for_memory`], of one that has waited since then and tried in between.
+    pub(crate) fn wait_for_memory_since(&self, since: Instant) -> MemoryWait<'_> {
+        self.table().memory_waits.push(since);
         MemoryWait { cut: self, since }
     }
 
@@ -355,7 +359,11 @@ impl Cut {
             waiting: waiting.collect(),
             inside,
             captures: captures as u64,
-            waits_for_memory_ms: table.memory_waits.front().map(|since| millis(since.elapsed())),
+            waits_for_memory_ms: table
+                .memory_waits
+                .iter()
+                .min()
+                .map(|since| millis(since.elapsed())),
             given_up: table.given_up.iter().copied().collect(),
             aliases: table.aliases.iter().map(|(own, others)| (*own, *others)).collect(),
         };

@@ -1,12 +1,12 @@
 //! The two threads of a member: one that speaks, one that works.
 
 use std::any::Any;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
@@ -22,6 +22,7 @@ use super::lending::HandedOut;
 use super::saving::Saving;
 use super::sockets::Noted;
 use super::{AGENT_TIMEOUT, Member};
+use crate::descriptors::OnItsWay;
 use crate::host_memory::Pressure;
 use crate::phase::Stage;
 use crate::scope::Scope;
@@ -85,7 +86,7 @@ struct Job {
 
 enum Work {
     /// With the descriptors that came beside it.
-    Phase(Order, Vec<OwnedFd>),
+    Phase(Order, Vec<OnItsWay>),
     Needs(Scope, bool),
     Cut {
         hold: Hold,
@@ -98,7 +99,8 @@ enum Work {
         asked: u64,
     },
     Save(SaveStep),
-    Spill(SpillStep),
+    /// And whether whoever asked has gone: the next to lead waits behind it.
+    Spill(SpillStep, Arc<AtomicBool>),
     /// See [`crate::wire::Count`].
     Count,
     /// See [`crate::wire::LookIdle`].
@@ -117,7 +119,7 @@ struct Done {
     phase: Option<Phase>,
     reply: Reply,
     /// Descriptors that go with it.
-    beside: Vec<OwnedFd>,
+    beside: Vec<OnItsWay>,
 }
 
 struct Waiter {
@@ -162,6 +164,8 @@ struct Agent<D: Driver> {
     leader: Option<Leader>,
     /// Who has asked for contents in files.
     savers: BTreeSet<u64>,
+    /// Who has asked for room, and what tells the steps of it that they have gone.
+    spillers: BTreeMap<u64, Arc<AtomicBool>>,
 }
 
 /// Starts both threads. They take no signals: those are the application's.
@@ -192,6 +196,7 @@ pub(super) fn spawn<D: Driver>(
         done,
         leader: None,
         savers: BTreeSet::new(),
+        spillers: BTreeMap::new(),
     };
     std::thread::Builder::new().name("sublet-agent".to_owned()).spawn(move || {
         block_signals();
@@ -225,6 +230,7 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
             })
         });
         let Some(reply) = reply else { continue };
+        let beside = OnItsWay::all(beside);
         if report.send(Done { connection, phase, reply, beside }).is_err() {
             return;
         }
@@ -246,7 +252,7 @@ fn do_job<D: Driver>(
     let Job { connection, work, deadline } = job;
     Some(match work {
         Work::Phase(order, came) => {
-            *beside = came;
+            *beside = came.into_iter().map(OnItsWay::into_fd).collect();
             // It moves what is being written.
             *saving = None;
             if order.phase().ends_early() {
@@ -264,12 +270,12 @@ fn do_job<D: Driver>(
         Work::Step { step: StepOn { step, seen, .. }, asked } => {
             member.run_step(connection, step, seen, asked, deadline)
         }
-        Work::Spill(step) => {
+        Work::Spill(step, is_called_off) => {
             // It moves what is being written. A question moves nothing.
             if step.most_bytes > 0 {
                 *saving = None;
             }
-            member.run_spill(step)
+            member.run_spill(step, &is_called_off)
         }
         Work::Count => member.run_count(),
         Work::Idle(quiet_us) => member.run_idle(quiet_us),
@@ -300,7 +306,7 @@ impl Work {
             | Self::Cut { .. }
             | Self::Step { .. }
             | Self::Count
-            | Self::Spill(_)
+            | Self::Spill(..)
             | Self::Idle(_)
             | Self::Say(_)
             | Self::Save(_)
@@ -487,6 +493,9 @@ impl<D: Driver> Agent<D> {
         self.member.cut().abandon(number);
         self.waiters.retain(|waiter| waiter.connection != number);
         self.watchers.retain(|watcher| watcher.connection != number);
+        if let Some(is_called_off) = self.spillers.remove(&number) {
+            is_called_off.store(true, Ordering::Relaxed);
+        }
         if self.savers.remove(&number) {
             self.submit(NOBODY, Work::EndSave(number), AGENT_TIMEOUT);
         }
@@ -535,7 +544,8 @@ impl<D: Driver> Agent<D> {
                     if phase == Phase::RestoreStage {
                         self.clients.take_fds(number, HANDED_MAX);
                     }
-                    self.submit(number, Work::Phase(order, fds), wait_of(timeout_ms));
+                    let work = Work::Phase(order, OnItsWay::all(fds));
+                    self.submit(number, work, wait_of(timeout_ms));
                 }
             }
             Request::Cut(hold) => {
@@ -562,7 +572,8 @@ impl<D: Driver> Agent<D> {
             }
             Request::Spill(step) => {
                 if self.opens(number) {
-                    self.submit(number, Work::Spill(step), AGENT_TIMEOUT);
+                    let is_called_off = Arc::clone(self.spillers.entry(number).or_default());
+                    self.submit(number, Work::Spill(step, is_called_off), AGENT_TIMEOUT);
                 }
             }
             Request::Host(step) => self.handle_host(number, step),
@@ -674,7 +685,8 @@ impl<D: Driver> Agent<D> {
 
     fn deliver(&mut self) {
         while let Ok(done) = self.done.try_recv() {
-            self.clients.answer_open(done.connection, &done.reply, done.beside);
+            let beside = done.beside.into_iter().map(OnItsWay::into_fd).collect();
+            self.clients.answer_open(done.connection, &done.reply, beside);
             let is_over = done.phase.is_some_and(Phase::is_last);
             if is_over && self.leading() == Some(done.connection) {
                 self.leader = None;

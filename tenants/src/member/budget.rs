@@ -7,6 +7,7 @@ use vmm_pool::budget::{Account, Figure, Gpu, OverBudget, Place};
 use vmm_pool::driver::{DeviceOrdinal, DeviceUuid, Driver};
 
 use super::Member;
+use crate::descriptors::Noted;
 use crate::error_text::chain;
 use crate::identity::TenantName;
 use crate::run_dir::{BudgetFile, RunDirError, locks};
@@ -17,7 +18,7 @@ use crate::wire::{Failure, FailureKind, Reply};
 struct Share {
     tenant: TenantName,
     /// For a forked child to close. Goes before the file does.
-    _noted: locks::Noted,
+    _noted: Noted,
     file: BudgetFile,
     slot: usize,
     /// Where each device of this process is counted, by its ordinal.

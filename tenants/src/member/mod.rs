@@ -53,6 +53,7 @@ pub(crate) use spilling::STEP_TIME as SPILL_STEP_TIME;
 
 use crate::budget::Budgets;
 use crate::cut::Cut;
+use crate::descriptors::ON_THEIR_WAY;
 use crate::host_memory::{HostFigure, HostLimit};
 use crate::identity::{FamilyName, MemberId, TenantName};
 use crate::region;
@@ -400,6 +401,7 @@ impl<D: Driver> Member<D> {
     pub fn let_go_in_child(&self) {
         self.sockets.close_in_child();
         run_dir::locks::HELD.close_in_child();
+        ON_THEIR_WAY.close_in_child();
         self.descriptor_limit.put_back_in_child();
         self.pool.close_descriptors_in_child();
         if let Ok(mut spare) = self.spare.try_lock() {

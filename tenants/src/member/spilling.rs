@@ -1,6 +1,7 @@
 //! A process that stands paused gives host memory to others: its saved contents go to a file, a step at a time, on the worker
 //! thread, so that no step of a pause or resume comes between.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use vmm_pool::Spilled;
@@ -14,8 +15,8 @@ use crate::wire::{MemberState, Reply, SpillProgress, SpillStep};
 pub(crate) const STEP_TIME: Duration = Duration::from_mins(1);
 
 impl<D: Driver> Member<D> {
-    /// Does one step, and answers for it.
-    pub(super) fn run_spill(&self, step: SpillStep) -> Reply {
+    /// Does one step, unless nobody waits for it any more, and answers for it.
+    pub(super) fn run_spill(&self, step: SpillStep, is_called_off: &AtomicBool) -> Reply {
         let (state, changed_at) = {
             let status = self.status();
             (status.state, status.changed_at)
@@ -29,7 +30,9 @@ impl<D: Driver> Member<D> {
             let left_bytes = self.pool.movable_bytes();
             return Reply::Spilled(Box::new(SpillProgress { left_bytes, ..said }));
         }
-        match self.pool.spill(dir, step.most_bytes, Instant::now() + STEP_TIME) {
+        let is_called_off = || is_called_off.load(Ordering::Relaxed);
+        let until = Instant::now() + STEP_TIME;
+        match self.pool.spill_unless(dir, step.most_bytes, until, &is_called_off) {
             Ok(Spilled { moved_bytes, given_back_bytes, left_bytes }) => {
                 tracing::info!(
                     moved_bytes,

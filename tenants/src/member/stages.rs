@@ -2,6 +2,7 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::iter::repeat_n;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
@@ -159,7 +160,11 @@ impl<D: Driver> Member<D> {
         let moved = arriving.restore_stage(&self.known(window), handed.collect());
         let left = arriving.left();
         self.set_progress(Progress::Arriving(arriving, window.stage.saturating_add(1)));
-        Ok(self.staged(moved.map_err(|error| pool_failure(&error))?, left, Vec::new()))
+        let moved = moved.map_err(|error| pool_failure(&error))?;
+        let taken = moved.taken.iter();
+        let taken = taken.flat_map(|(shape, count)| repeat_n(self.named(*shape), *count));
+        let taken = taken.collect();
+        Ok(self.staged(moved, left, taken))
     }
 
     /// The end of it, before imports.

@@ -23,6 +23,7 @@ use super::{
     RunDir, RunDirError, entry_names, io_error, locks, open_lock_file, remove_file_if_there,
     trusted_path, wait_for_lock,
 };
+use crate::descriptors::Noted;
 use crate::turns::scene::Wish;
 
 const NAME: &str = ".turns";
@@ -72,7 +73,7 @@ pub(crate) struct Found {
 /// A claim of this process. It ends when this is dropped.
 #[derive(Debug)]
 pub(crate) struct OwnClaim {
-    _noted: locks::Noted,
+    _noted: Noted,
     file: File,
     path: PathBuf,
     /// See [`Found::number`].

@@ -49,10 +49,11 @@ fn watch<D: Driver>(member: &Member<D>) {
             continue;
         }
         let is_over = || !is_paused() || member.has_left();
-        let back = Queue::enter(member.run_dir(), member.tenant(), Wish::Back, Duration::MAX)
-            .and_then(|mut queue| {
-                queue.wait_and_go(&SwitchOptions::default(), &is_over, &mut |_| {})
-            });
+        let (run_dir, tenant) = (member.run_dir(), member.tenant());
+        let queue = Queue::enter(run_dir, tenant, Wish::Back, Duration::MAX, (None, &is_over));
+        let back = queue.and_then(|mut queue| {
+            queue.wait_and_go(&SwitchOptions::default(), &is_over, &mut |_| {})
+        });
         if let Err(error) = back
             && is_paused()
         {

@@ -78,7 +78,7 @@ fn as_waiting(found: &Found) -> Option<Waiting> {
     Some(Waiting { tenant, wish: found.claim.wish.clone() })
 }
 
-/// All tenants as they are, but for those that are `silent`, and who waits. What those need that wait, `wanted` too, is asked of them, and whether those
+/// All tenants as they are, but for those that are `silent`, of whom no more than that is known, and who waits. What those need that wait, `wanted` too, is asked of them, and whether those
 /// that run are idle.
 pub(super) fn gather(
     run_dir: &RunDir,
@@ -94,6 +94,7 @@ pub(super) fn gather(
     for name in run_dir.tenants().unwrap_or_default() {
         let began = Instant::now();
         if wanted != Some(&name) && silent.is_left_alone(&name, began) {
+            scene.unheard.insert(name);
             continue;
         }
         // All of this is under the lock: who does not answer soon is not waited for.
@@ -102,6 +103,9 @@ pub(super) fn gather(
         let stats = coordinator.stats();
         let has_answered = stats.as_ref().is_ok_and(|stats| stats.failures.is_empty());
         silent.note(&name, has_answered, began.elapsed(), Instant::now());
+        if silent.is_left_alone(&name, Instant::now()) {
+            scene.unheard.insert(name.clone());
+        }
         // One that has ended, or cannot be spoken to, makes no way for anybody.
         let Ok(stats) = stats else { continue };
         let mut standing = standing_of(&stats);

@@ -10,6 +10,8 @@ mod acting;
 mod back;
 mod gather;
 mod room;
+#[cfg(test)]
+mod tests;
 mod turn;
 
 use std::time::{Duration, Instant};
@@ -209,8 +211,9 @@ pub fn switch(
     if options.is_dry {
         return dry(run_dir, tenant);
     }
-    let mut queue = Queue::enter(run_dir, tenant, Wish::Order, options.wait)?;
-    queue.wait_and_go(options, &|| false, progress)
+    let calls_off = (options.interrupt.as_ref(), &never as &dyn Fn() -> bool);
+    let mut queue = Queue::enter(run_dir, tenant, Wish::Order, options.wait, calls_off)?;
+    queue.wait_and_go(options, &never, progress)
 }
 
 /// Resumes `tenant` in its place among those that wait for the GPUs: as [`switch`], but by class and in the order in which they came, and who has its
@@ -225,8 +228,9 @@ pub fn resume_in_turn(
     progress: &mut dyn FnMut(Event<'_>),
 ) -> Result<Switched, SwitchError> {
     lives(run_dir, tenant, options)?;
-    let mut queue = Queue::enter(run_dir, tenant, Wish::Resume, options.wait)?;
-    let mut switched = queue.wait_and_go(options, &|| false, progress)?;
+    let calls_off = (options.interrupt.as_ref(), &never as &dyn Fn() -> bool);
+    let mut queue = Queue::enter(run_dir, tenant, Wish::Resume, options.wait, calls_off)?;
+    let mut switched = queue.wait_and_go(options, &never, progress)?;
     drop(queue);
     if switched.had_them {
         // What it runs without, by tag, comes back all the same.
@@ -234,6 +238,11 @@ pub fn resume_in_turn(
         switched.changes.push((tenant.clone(), outcome));
     }
     Ok(switched)
+}
+
+/// Nothing but an interrupt calls it off.
+fn never() -> bool {
+    false
 }
 
 /// `tenant` is to be paused by name, and so nobody brings it back but who says so: also where it is away for another already.
@@ -278,6 +287,7 @@ fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, SwitchError> {
             Ok(Switched { had_them, victims, reasons: decision.reasons, changes: Vec::new() })
         }
         Verdict::Wait(_) => Err(busy(tenant, &decision.reasons)),
+        Verdict::Never if !scene.unheard.is_empty() => Err(busy(tenant, &decision.reasons)),
         Verdict::Never => Err(SwitchError::Never { why: decision.reasons.join("; ") }),
     }
 }
@@ -307,10 +317,13 @@ impl Queue {
         tenant: &TenantName,
         wish: Wish,
         wait: Duration,
+        (interrupt, is_over): (Option<&Interrupt>, &dyn Fn() -> bool),
     ) -> Result<Self, SwitchError> {
         let turns = run_dir.turns()?;
         let deadline = Instant::now().checked_add(wait);
-        let lock = turns.lock(lock_deadline(&wish, deadline))?;
+        let lock = lock_of(&turns, lock_deadline(&wish, deadline), || {
+            check_called_off(tenant, interrupt, is_over)
+        })?;
         let claim = Claim {
             tenant: tenant.to_string(),
             pid: std::process::id(),
@@ -349,23 +362,12 @@ impl Queue {
         interrupt: Option<&Interrupt>,
         is_over: &dyn Fn() -> bool,
     ) -> Result<TurnLock, SwitchError> {
-        let began = Instant::now();
-        let deadline = lock_deadline(&self.wish, self.deadline);
-        loop {
-            let locked = self.turns.lock(deadline.min(Instant::now() + LOCK_LOOK));
+        let locked = lock_of(&self.turns, lock_deadline(&self.wish, self.deadline), || {
             self.claim.beat();
-            match locked {
-                Err(RunDirError::Switching { holder_pids, .. }) => {
-                    self.check_called_off(interrupt, is_over)?;
-                    if Instant::now() >= deadline {
-                        let waited_ms = u64::try_from(began.elapsed().as_millis());
-                        let waited_ms = waited_ms.unwrap_or(u64::MAX);
-                        return Err(RunDirError::Switching { holder_pids, waited_ms }.into());
-                    }
-                }
-                locked => return Ok(locked?),
-            }
-        }
+            self.check_called_off(interrupt, is_over)
+        });
+        self.claim.beat();
+        locked
     }
 
     fn check_called_off(
@@ -373,10 +375,7 @@ impl Queue {
         interrupt: Option<&Interrupt>,
         is_over: &dyn Fn() -> bool,
     ) -> Result<(), SwitchError> {
-        if interrupt.is_some_and(Interrupt::is_raised) || is_over() {
-            return Err(SwitchError::CalledOff { tenant: self.tenant.clone() });
-        }
-        Ok(())
+        check_called_off(&self.tenant, interrupt, is_over)
     }
 
     /// Waits until the decision is to go, or never to, or it is called off; and goes.
@@ -427,13 +426,16 @@ impl Queue {
                         went => return went,
                     }
                 }
-                // What has just ended may not be free yet, and is nobody's that could give it.
-                Verdict::Never if self.looks_again() => {
+                // What has just ended may not be free yet, and is nobody's that could give it. Nor may it be of whoever does not answer.
+                Verdict::Never if self.looks_again(!scene.unheard.is_empty()) => {
                     drop(lock);
                     self.look_around(&seen, LOOK_MAX, options.interrupt.as_ref(), is_over)?;
                 }
                 Verdict::Never => {
                     self.turns.log(&lock, &decision.reasons)?;
+                    if !scene.unheard.is_empty() {
+                        return Err(busy(&self.tenant, &decision.reasons));
+                    }
                     return Err(SwitchError::Never { why: decision.reasons.join("; ") });
                 }
                 Verdict::Wait(until_us) => {
@@ -499,8 +501,9 @@ impl Queue {
     }
 
     /// May what is found to fit nowhere fit in a moment? An allocation that nobody was in the way of is refused at once: its library may have caches to free.
-    fn looks_again(&mut self) -> bool {
-        if !self.has_told && matches!(self.wish, Wish::Memory(_)) {
+    /// Where somebody is `unheard`, that is not known.
+    fn looks_again(&mut self, unheard: bool) -> bool {
+        if !unheard && !self.has_told && matches!(self.wish, Wish::Memory(_)) {
             return false;
         }
         let since = *self.never_since.get_or_insert_with(Instant::now);
@@ -602,6 +605,40 @@ impl Queue {
         let victims = victims.to_vec();
         Ok(Switched { had_them, victims, reasons: lines, changes })
     }
+}
+
+/// Takes the lock, waiting for its holder until `deadline`, with a look at `goes_on` every now and then.
+fn lock_of(
+    turns: &TurnDir,
+    deadline: Instant,
+    goes_on: impl Fn() -> Result<(), SwitchError>,
+) -> Result<TurnLock, SwitchError> {
+    let began = Instant::now();
+    loop {
+        let locked = turns.lock(deadline.min(Instant::now() + LOCK_LOOK));
+        match locked {
+            Err(RunDirError::Switching { holder_pids, .. }) => {
+                goes_on()?;
+                if Instant::now() >= deadline {
+                    let waited_ms = u64::try_from(began.elapsed().as_millis());
+                    let waited_ms = waited_ms.unwrap_or(u64::MAX);
+                    return Err(RunDirError::Switching { holder_pids, waited_ms }.into());
+                }
+            }
+            locked => return Ok(locked?),
+        }
+    }
+}
+
+fn check_called_off(
+    tenant: &TenantName,
+    interrupt: Option<&Interrupt>,
+    is_over: &dyn Fn() -> bool,
+) -> Result<(), SwitchError> {
+    if interrupt.is_some_and(Interrupt::is_raised) || is_over() {
+        return Err(SwitchError::CalledOff { tenant: tenant.clone() });
+    }
+    Ok(())
 }
 
 /// One that waits has the time that it waits for, and one that does not a bounded one. An allocation is refused at its deadline.

@@ -69,8 +69,13 @@ pub fn with_room<D: Driver, T>(
     let gpu = member.pool().uuid(device);
     let wants = BTreeMap::from([(gpu.clone(), allocation.size_bytes)]);
     let began = Instant::now();
-    let why = match Queue::enter(member.run_dir(), member.tenant(), Wish::Memory(wants), wait) {
-        Ok(mut queue) => match try_again(member, &mut queue, wait, make) {
+    // Others may be switching for long, and this thread waits for memory then, too.
+    let waits = member.cut().wait_for_memory_since(began);
+    let (run_dir, tenant, wish) = (member.run_dir(), member.tenant(), Wish::Memory(wants));
+    let entered = Queue::enter(run_dir, tenant, wish, wait, (None, &|| member.has_left()));
+    drop(waits);
+    let why = match entered {
+        Ok(mut queue) => match try_again(member, &mut queue, (wait, began), make) {
             Ok(done) => return done,
             Err(why) => why,
         },
@@ -101,29 +106,31 @@ fn may_wait<D: Driver>(member: &Member<D>, allocation: Allocation) -> bool {
     is_second || !allocation.is_asked_twice
 }
 
-/// Waits for room and tries again, as often as there is some.
+/// Waits for room, since `began`, and tries again, as often as there is some.
 ///
 /// # Errors
 /// Why there is none.
 fn try_again<D: Driver, T>(
     member: &Member<D>,
     queue: &mut Queue,
-    wait: Duration,
+    (wait, began): (Duration, Instant),
     mut make: impl FnMut() -> PoolResult<T>,
 ) -> Result<PoolResult<T>, String> {
     let is_over = || member.has_left();
     let (mut in_vain, mut again_after) = (0, AGAIN_AFTER);
     let mut deadline = queue.deadline.unwrap_or_else(|| Instant::now() + wait);
     let is_running = || member.state() == MemberState::Active;
+    // It waits for memory at all times but while it tries: also while it rests no launch of its thread comes.
+    let mut waits = None;
     loop {
         // Without a timer, the time of each step bounds it.
         let interrupt = Interrupt::at(deadline + BEYOND).ok();
         let options = SwitchOptions { interrupt, ..SwitchOptions::default() };
-        let waits = member.cut().wait_for_memory();
+        waits = waits.or_else(|| Some(member.cut().wait_for_memory_since(began)));
         let went = queue.wait_and_go(&options, &is_over, &mut |_| {});
-        drop(waits);
         let why = match went {
             Ok(switched) => {
+                drop(waits.take());
                 match make() {
                     Err(error) if is_full(&error) => {}
                     done => return Ok(done),
@@ -158,12 +165,14 @@ fn try_again<D: Driver, T>(
         };
         let left = deadline.saturating_duration_since(Instant::now());
         if !left.is_zero() {
+            waits = waits.or_else(|| Some(member.cut().wait_for_memory_since(began)));
             pause_thread(again_after.min(left));
             again_after = (again_after * 2).min(AGAIN_AFTER_MAX);
         } else if is_running() {
             return Err(why);
         } else {
             // Its own tenant is away: this waits at the gate for that to end, as any call does, and its time begins anew.
+            drop(waits.take());
             match make() {
                 Err(error) if is_full(&error) => {}
                 done => return Ok(done),

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::{Queue, SwitchError, SwitchOptions, Switched, gather};
+use super::{Queue, SwitchError, SwitchOptions, Switched, gather, never};
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
 use crate::turns::scene::Wish;
@@ -64,8 +64,8 @@ impl Turn {
         tenant: &TenantName,
         options: TurnOptions,
     ) -> Result<(Self, Switched), SwitchError> {
-        let mut queue = Queue::enter(run_dir, tenant, Wish::Turn, options.wait)?;
-        let switched = queue.wait_and_go(&SwitchOptions::default(), &|| false, &mut |_| {})?;
+        let mut queue = Queue::enter(run_dir, tenant, Wish::Turn, options.wait, (None, &never))?;
+        let switched = queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {})?;
         queue.deadline = std::time::Instant::now().checked_add(FOREVER);
         let state = Mutex::new(State { is_over: false, queue: Some(queue) });
         let shared = Arc::new(Shared { state, changed: Condvar::new() });

@@ -118,7 +118,11 @@ pub fn decide(scene: &Scene, history: &History, settings: &Settings, now_us: u64
     let gone = |waiting: &Waiting| Decision {
         tenant: waiting.tenant.clone(),
         verdict: Verdict::Never,
-        reasons: vec![format!("'{}' has no process", waiting.tenant)],
+        reasons: vec![if scene.unheard.contains(&waiting.tenant) {
+            format!("'{}' does not answer", waiting.tenant)
+        } else {
+            format!("'{}' has no process", waiting.tenant)
+        }],
     };
     decisions
         .into_iter()
@@ -244,10 +248,11 @@ impl<'a> View<'a> {
         }
         if choose(&all, short).is_none() {
             let reason = format!(
-                "'{}' cannot {}, whoever makes way: {}",
+                "'{}' cannot {}, whoever makes way: {}{}",
                 waiting.tenant,
                 if standing.is_active { "have more" } else { "come" },
-                self.lacking(waiting, short, &all)
+                self.lacking(waiting, short, &all),
+                self.unheard(&waiting.tenant)
             );
             // Whoever wants to be back has as long as it lives.
             let lasts = waiting.wish == Wish::Back;
@@ -382,6 +387,16 @@ impl<'a> View<'a> {
             })
         });
         lines.collect::<Vec<_>>().join("; ")
+    }
+
+    /// Who may hold some of it, for all that is known.
+    fn unheard(&self, waiting: &TenantName) -> String {
+        let others = self.scene.unheard.iter().filter(|tenant| *tenant != waiting);
+        let named: Vec<_> = others.map(|tenant| format!("'{tenant}'")).collect();
+        if named.is_empty() {
+            return String::new();
+        }
+        format!("; what {} may hold is not known, which does not answer now", named.join(", "))
     }
 
     /// Who is not asked to make way on `gpu`, because nobody would bring it back.

@@ -1,6 +1,6 @@
 //! What is so at one moment.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -14,6 +14,8 @@ pub struct Scene {
     pub free_bytes: BTreeMap<String, u64>,
     /// All tenants that have a process.
     pub tenants: BTreeMap<TenantName, Standing>,
+    /// Tenants with processes that do not answer for now, wholly or in part: what they hold is not known.
+    pub unheard: BTreeSet<TenantName>,
     /// Who waits, in the order in which they came. A tenant that waits in several processes is here as often.
     pub waiting: Vec<Waiting>,
 }

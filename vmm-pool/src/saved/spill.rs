@@ -48,6 +48,23 @@ impl<D: Driver> Pool<D> {
     /// # Driver calls
     /// `cuMemHostUnregister`.
     pub fn spill(&self, dir: &Path, most_bytes: u64, until: Instant) -> PoolResult<Spilled> {
+        self.spill_unless(dir, most_bytes, until, &|| false)
+    }
+
+    /// As [`Pool::spill`], and ends as at `until`, without an error, once it `is_called_off`, which is asked before each 64 MiB.
+    ///
+    /// # Errors
+    /// As [`Pool::spill`].
+    ///
+    /// # Driver calls
+    /// As [`Pool::spill`].
+    pub fn spill_unless(
+        &self,
+        dir: &Path,
+        most_bytes: u64,
+        until: Instant,
+        is_called_off: &dyn Fn() -> bool,
+    ) -> PoolResult<Spilled> {
         let mut arena = self.arena();
         arena.take_delivered();
         let (chosen, all_bytes) = self.ledger().movable(most_bytes, CHUNK_BYTES);
@@ -57,9 +74,10 @@ impl<D: Driver> Pool<D> {
         let written = arena.disk.reserve_in(dir, &places).and_then(|()| {
             let mut count = 0;
             for (_, from, to) in &moves {
-                match write_whole(&arena, from, to, until)? {
+                let is_over = || is_called_off() || Instant::now() >= until;
+                match write_whole(&arena, from, to, &is_over)? {
                     None => count += 1,
-                    Some(_) if count > 0 => break,
+                    Some(_) if count > 0 || is_called_off() => break,
                     Some(written_bytes) => return Err(too_slow(dir, from, written_bytes)),
                 }
             }
@@ -93,17 +111,17 @@ fn bytes_of(saved: &Saved) -> u64 {
     saved.extents.iter().map(|extent| extent.size_bytes).sum()
 }
 
-/// Writes all contents of one allocation. Where `until` passes before, how much is written.
+/// Writes all contents of one allocation. Where it `is_over` before, how much is written.
 fn write_whole<D: Driver>(
     arena: &HostArena<D>,
     from: &Saved,
     to: &Saved,
-    until: Instant,
+    is_over: &dyn Fn() -> bool,
 ) -> PoolResult<Option<u64>> {
     let mut written_bytes = 0;
     for (from, to) in from.extents.iter().zip(&*to.extents) {
         for done in (0..from.size_bytes).step_by(AT_ONCE_BYTES) {
-            if Instant::now() >= until {
+            if is_over() {
                 return Ok(Some(written_bytes));
             }
             let end = from.size_bytes.min(done.saturating_add(AT_ONCE_BYTES as u64));

@@ -13,7 +13,6 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use serde::{Deserialize, Serialize};
 
 use super::restore::Room;
-use super::staged::ByDevice;
 use super::still::Still;
 use crate::VirtualHandle;
 use crate::deferred::Physical;
@@ -97,7 +96,8 @@ impl<D: Driver> Pool<D> {
 
 impl<D: Driver> Still<'_, D> {
     /// Exports as many allocations of each shape as are `wanted`, of those that `choose` picks and that are nowhere
-    /// mapped. Their handles are to be released next; what could not be exported is released as any memory.
+    /// mapped. Their handles are to be released next; what could not be exported is released as any memory. So is all
+    /// while a view is left: nobody knows of which memory it is, and it would show this process what is another's.
     pub(super) fn export_wanted(
         &self,
         log: &mut StepLog,
@@ -106,6 +106,13 @@ impl<D: Driver> Still<'_, D> {
     ) -> HashMap<RawHandle, Handed> {
         let mut exported = HashMap::new();
         if wanted.is_empty() {
+            return exported;
+        }
+        let views = self.pool.ledger().views().len();
+        if views > 0 {
+            log.notes.push(format!(
+                "released in place of being handed over: {views} place(s) made for a copy are still mapped"
+            ));
             return exported;
         }
         let mut open = wanted.clone();
@@ -139,7 +146,7 @@ impl<D: Driver> Still<'_, D> {
     }
 
     /// Takes `handed` in place of creating memory for what of `missing` is away and has the same shape. What cannot be
-    /// used is given back to the driver, and what it was to stand in for stays away. Says how much was taken.
+    /// used is given back to the driver, and what it was to stand in for stays away. Says what was taken.
     ///
     /// # Errors
     /// [`PoolError::OverBudget`] and nothing taken, where `room` is to be asked for.
@@ -152,9 +159,9 @@ impl<D: Driver> Still<'_, D> {
         selection: &Selection,
         handed: Vec<Handed>,
         room: Room,
-    ) -> PoolResult<ByDevice> {
+    ) -> PoolResult<Shapes> {
         if self.pool.exports_imports.get() == Some(&false) {
-            return Ok(ByDevice::new());
+            return Ok(Shapes::new());
         }
         let pairs = self.pair_up(selection, handed);
         let wanted: Vec<_> = {
@@ -164,7 +171,8 @@ impl<D: Driver> Still<'_, D> {
         };
         let mut room = self.take_room(room, &wanted)?;
         let mut taken = Vec::new();
-        for (row, Handed { shape: Shape { device, size_bytes, .. }, fd }) in pairs {
+        for (row, Handed { shape, fd }) in pairs {
+            let Shape { device, size_bytes, .. } = shape;
             log.call();
             let about = || "import from the tenant before".to_owned();
             let imported = self.pool.driver.import_fd(fd.as_fd());
@@ -182,24 +190,23 @@ impl<D: Driver> Still<'_, D> {
                 self.release_all(log, vec![physical]);
                 break;
             }
-            taken.push((row, physical.with_others_bytes()));
+            taken.push((row, shape, physical.with_others_bytes()));
         }
-        let mut bytes = ByDevice::new();
+        let mut shapes = Shapes::new();
         let unwanted: Vec<Physical> = {
             let mut ledger = self.pool.ledger();
-            let entered = taken.into_iter().map(|(row, mut physical)| {
+            let entered = taken.into_iter().map(|(row, shape, mut physical)| {
                 physical.charge_with(|size, device| self.pool.budget.charge_anyway(device, size));
-                let (size_bytes, device) = physical.extent();
                 let unwanted = ledger.returned(row, physical);
-                if let (None, Some(device)) = (&unwanted, device) {
-                    *bytes.entry(device).or_insert(0) += size_bytes;
+                if unwanted.is_none() {
+                    *shapes.entry(shape).or_insert(0) += 1;
                 }
                 unwanted
             });
             entered.flatten().collect()
         };
         self.release_all(log, unwanted);
-        Ok(bytes)
+        Ok(shapes)
     }
 
     /// What is away and wants what was handed over. The rest of that is dropped.

@@ -62,6 +62,8 @@ pub struct Moved {
     pub bytes: ByDevice,
     /// Contents copied between devices and the host.
     pub copied_bytes: u64,
+    /// Of what has come: what was another's, in place of being created.
+    pub taken: Shapes,
 }
 
 impl Moved {
@@ -70,6 +72,9 @@ impl Moved {
         self.copied_bytes += other.copied_bytes;
         for (device, bytes) in other.bytes {
             *self.bytes.entry(device).or_insert(0) += bytes;
+        }
+        for (shape, count) in other.taken {
+            *self.taken.entry(shape).or_insert(0) += count;
         }
     }
 }
@@ -240,7 +245,8 @@ impl<D: Driver> Departing<D> {
         let gone = before
             .into_iter()
             .map(|(device, bytes)| (device, bytes - after.get(&device).copied().unwrap_or(0)));
-        Ok((Moved { log, bytes: gone.collect(), copied_bytes }, handed))
+        let moved = Moved { log, bytes: gone.collect(), copied_bytes, ..Moved::default() };
+        Ok((moved, handed))
     }
 
     /// As [`Departing::release_picked`], for nobody.
@@ -281,7 +287,7 @@ impl<D: Driver> Departing<D> {
                     let before = self.resident_of(&unsaved);
                     let part = Selection::Part(unsaved.clone());
                     match Still::drained(&self.leaving.quiesced).release_selected(&part) {
-                        Ok(log) => all.add(Moved { log, bytes: before, copied_bytes: 0 }),
+                        Ok(log) => all.add(Moved { log, bytes: before, ..Moved::default() }),
                         Err(error) => return Err(Failed::new(self, error)),
                     }
                     self.stuck.extend(unsaved);
@@ -445,13 +451,17 @@ impl<D: Driver> Arriving<D> {
         let still = self.returning.still();
         let selection = self.returning.selection();
         let mut log = StepLog::default();
-        let mut bytes = if handed.is_empty() {
-            ByDevice::new()
+        let taken = if handed.is_empty() {
+            Shapes::new()
         } else {
             log.timed("take over", |log| {
                 still.take_over(log, selection, handed, Room::of(selection))
             })?
         };
+        let mut bytes = ByDevice::new();
+        for (shape, count) in &taken {
+            *bytes.entry(shape.device).or_insert(0) += shape.size_bytes * *count as u64;
+        }
         let part = self.pick(allowed);
         {
             let ledger = self.pool().ledger();
@@ -467,7 +477,7 @@ impl<D: Driver> Arriving<D> {
         if let Selection::Part(part) = part {
             self.back.extend(part);
         }
-        Ok(Moved { log, bytes, copied_bytes })
+        Ok(Moved { log, bytes, copied_bytes, taken })
     }
 
     /// What the next stage is about.

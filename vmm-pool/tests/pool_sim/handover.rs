@@ -214,6 +214,38 @@ fn a_driver_that_does_not_export_what_it_has_imported_is_asked_once() {
 }
 
 #[test]
+fn nothing_is_handed_over_while_a_place_made_for_a_copy_is_still_mapped() {
+    let mut met = 0;
+    for nth in 1..8 {
+        let [away, here] = two(1);
+        let wanted = away.pool.shapes_to_take(&WHOLE);
+        here.pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
+        let faults = here.pool.driver().faults();
+        // The place stays behind a stage that fails, and the driver keeps it once more.
+        for op in [DriverOp::Unmap, DriverOp::AddressFree] {
+            faults.fail(op, FaultSpan::From(1), DriverCode::UNKNOWN);
+        }
+        here.pool.hand_over(&everything(), &wanted).expect_err("a place stays");
+        faults.clear();
+        faults.fail(DriverOp::Unmap, FaultSpan::Nth(nth), DriverCode::UNKNOWN);
+        let stage = here.pool.hand_over(&everything(), &wanted);
+        faults.clear();
+        if let Ok((moved, handed)) = stage {
+            let is_view =
+                |note: &&String| note.contains("stays mapped") && note.contains("view for a copy");
+            if moved.log.notes.iter().any(|note| is_view(&note)) {
+                assert_eq!(handed.len(), 0, "{nth}: {:?}", moved.log.notes);
+                met += 1;
+            }
+        }
+        here.pool.release_rest().expect("the rest");
+        resume(&here.pool);
+        here.assert_whole(&format!("{nth}"));
+    }
+    assert!(met > 0, "no place stayed");
+}
+
+#[test]
 fn shared_memory_stays_its_owners() {
     let node = node();
     let [owner, importer] = [pool(&node), pool(&node)];

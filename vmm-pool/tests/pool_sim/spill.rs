@@ -1,5 +1,6 @@
 //! Saved contents that make room in host memory: they go to the file, and come back from there.
 
+use std::cell::Cell;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -164,6 +165,26 @@ fn an_allocation_that_is_not_written_in_time_stays_and_is_named() {
     assert_eq!((report.file_bytes, report.host_arena_bytes), (0, 2 * CHUNK));
     let spilled = pool.spill(dir.path(), u64::MAX, later()).expect("room on the disk");
     assert_eq!(spilled.moved_bytes, 2 * bytes);
+    resume(&pool);
+    assert_holds(&pool, ranges);
+}
+
+#[test]
+fn what_is_called_off_ends_between_two_allocations_and_all_contents_are_somewhere() {
+    let (pool, dir) = a_pool();
+    let ranges = two(&pool, LARGE);
+    pause(&pool);
+    let bytes = LARGE * UNIT;
+    // Asked once before each 64 MiB, and where one was not written.
+    for (asked_max, moved_bytes) in [(0, 0), (bytes.div_ceil(64 << 20), bytes)] {
+        let asked = Cell::new(0_u64);
+        let is_called_off = || asked.replace(asked.get() + 1) >= asked_max;
+        let spilled = pool.spill_unless(dir.path(), u64::MAX, later(), &is_called_off);
+        assert_eq!(spilled.expect("it is no failure").moved_bytes, moved_bytes, "{asked_max}");
+        assert_eq!(pool.report().spilled_bytes, moved_bytes);
+    }
+    let spilled = pool.spill(dir.path(), u64::MAX, later()).expect("room on the disk");
+    assert_eq!((spilled.moved_bytes, spilled.left_bytes), (bytes, 0));
     resume(&pool);
     assert_holds(&pool, ranges);
 }

@@ -37,6 +37,8 @@ struct Swapped {
     handed: usize,
     most_at_hand: usize,
     limits: BTreeMap<usize, u64>,
+    /// Do those who come take nothing that was another's?
+    refuses: bool,
 }
 
 fn uuid(device: usize) -> String {
@@ -101,6 +103,15 @@ impl Swapped {
             handed: 0,
             most_at_hand: 0,
             limits: limits.into(),
+            refuses: false,
+        }
+    }
+
+    /// What nobody wants any more is free.
+    fn let_go(&mut self) {
+        for shape in self.plan.unwanted() {
+            *self.at_hand.get_mut(&shape).expect("at hand") -= 1;
+            *self.used.entry(usize::from(shape.uuid == uuid(1))).or_insert(0) -= shape.size_bytes;
         }
     }
 
@@ -200,11 +211,12 @@ impl Swapped {
             panic!("only stages");
         };
         let mut left = std::mem::take(&mut self.coming[index].left);
-        let mut moved = Vec::new();
+        let (mut moved, mut took) = (Vec::new(), Vec::new());
         for handed in window.handed {
             let fits = |block: &Block| block.2 && shape(*block) == handed;
-            if let Some(at) = left.iter().position(fits) {
+            if let Some(at) = left.iter().position(fits).filter(|_| !self.refuses) {
                 moved.push(left.remove(at));
+                took.push(handed);
             } else {
                 let device = usize::from(handed.uuid == uuid(1));
                 *self.used.entry(device).or_insert(0) -= handed.size_bytes;
@@ -222,7 +234,7 @@ impl Swapped {
                 !comes
             });
         }
-        let report = Self::report(&left, &moved, Vec::new());
+        let report = Self::report(&left, &moved, took);
         self.coming[index].left = left;
         self.plan.restored(index, &report);
     }
@@ -230,6 +242,7 @@ impl Swapped {
     /// Runs to the end, answers in the order of `random`.
     fn run(&mut self, random: &mut fastrand::Rng) {
         loop {
+            self.let_go();
             self.send();
             for (device, used) in &self.used {
                 assert!(
@@ -296,6 +309,56 @@ fn of_two_that_are_alike_most_changes_hands() {
         swapped.run(&mut fastrand::Rng::with_seed(size));
         assert!(swapped.handed >= 280, "{size}: {}", swapped.handed);
     }
+}
+
+#[test]
+fn who_refuses_what_was_anothers_is_handed_no_more_of_it() {
+    for seed in 0..200 {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let all = vec![vec![(0, 2 * MIB, true); 300], vec![(1, 2 * MIB, true); 300]];
+        let mut swapped = Swapped::new(all.clone(), all, 16 * MIB, 16 * MIB);
+        swapped.refuses = true;
+        swapped.run(&mut random);
+        // What was asked for before the first answers.
+        assert!(swapped.handed <= 2 * MOST, "seed {seed}: {}", swapped.handed);
+    }
+}
+
+#[test]
+fn numbers_that_nobody_can_mean_end_in_no_sum_and_answers_without_end_in_the_rest() {
+    let most = (0, u64::MAX, true);
+    let free = [(0, u64::MAX)].into();
+    let needs = vec![deltas(&[(0, u64::MAX)].into(), &free); 3];
+    let shapes = vec![(shape(most), u32::MAX); 1];
+    let needed: Vec<_> = needs
+        .iter()
+        .map(|devices| Needed { devices: devices.clone(), shapes: shapes.clone() })
+        .collect();
+    let mut plan = Exchange::new(Some(MIB), &needs, &needs).with_hand_over(&needed, MOST);
+    assert_eq!(plan.total_bytes(), u64::MAX);
+    let (mut stages, mut told) = (0, VecDeque::new());
+    loop {
+        while let Some(next) = plan.next() {
+            told.push_back(next);
+        }
+        if plan.is_over() {
+            break;
+        }
+        let said = Swapped::report(&[most], &[most], vec![shape(most); 3]);
+        match told.pop_front().expect("an order") {
+            Move::ReleaseStage(index, _) => {
+                stages += 1;
+                plan.released(index, &said);
+            }
+            Move::Release(index) => plan.released_all(index, &said),
+            Move::Verify(index) => plan.left_for_good(index),
+            Move::RestoreStage(index, _) => plan.restored(index, &said),
+        }
+        if stages == 100 {
+            plan.hurry();
+        }
+    }
+    assert!(stages < 110, "{stages}");
 }
 
 #[test]

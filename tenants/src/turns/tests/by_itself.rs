@@ -133,6 +133,7 @@ impl World {
             free_bytes: BTreeMap::from([(gpu(0), free_bytes)]),
             waiting: waiting.collect(),
             tenants: tenants.map(|index| (Self::name(index), self.standing(index))).collect(),
+            ..Scene::default()
         }
     }
 

@@ -40,6 +40,7 @@ fn scene(tenants: &[(&str, Standing)], waiting: &[Waiting]) -> Scene {
             .map(|(tenant, standing)| (name(tenant), standing.clone()))
             .collect(),
         waiting: waiting.to_vec(),
+        ..Scene::default()
     }
 }
 

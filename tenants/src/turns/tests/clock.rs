@@ -144,7 +144,7 @@ impl World {
             .iter()
             .map(|index| Waiting { tenant: Self::tenant(*index), wish: Wish::Turn })
             .collect();
-        Scene { free_bytes, tenants, waiting }
+        Scene { free_bytes, tenants, waiting, ..Scene::default() }
     }
 
     /// Runs until `end_us`, or until so many turns have begun that more would say the same; how many those are.
