@@ -225,10 +225,16 @@ pub struct Ending<'a, D: Driver> {
 }
 
 /// What of plain memory goes with `context`. Asked before the driver ends it: its value may be another's at once. Until it is dropped, that memory is no
-/// context's; when the driver has not ended the context by then, it has its memory again.
+/// context's; when the driver has not ended the context by then, it has its memory again. Before it is looked for, `prepare` is called: what lasts, while no
+/// pause or resume begins.
 #[doc(alias = "cuCtxDestroy")]
-pub fn ending<D: Driver>(member: &Member<D>, context: RawContext) -> Ending<'_, D> {
+pub fn ending<D: Driver>(
+    member: &Member<D>,
+    context: RawContext,
+    prepare: impl FnOnce(),
+) -> Ending<'_, D> {
     let entered = member.pool().enter_giving_up();
+    prepare();
     let memory = Some(member.pool().take_plain_memory(context));
     Ending { member, entered, context, memory }
 }

@@ -13,7 +13,7 @@ use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver, RawContext};
 use super::SUCCESS;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
-use crate::runtime;
+use crate::runtime::{self, Member};
 
 /// How long the end of a context lets waits of ours there end.
 const WAITS_BEFORE_END: Duration = Duration::from_secs(10);
@@ -66,14 +66,20 @@ create_context!(cuCtxCreate_v3(affinity: Pointer, count: c_int, flags: c_uint, d
 create_context!(cuCtxCreate_v4(parameters: Pointer, flags: c_uint, device: c_int));
 
 /// What ends with `context`. The value is forgotten before the driver lets it go: it may be another context's at once.
-fn ending(context: RawContext) -> Option<Ending<'static, CudaDriver>> {
-    let member = runtime::member().filter(|_| !runtime::is_leaving())?;
-    Some(blocks::ending(member, context))
+/// `prepare` is called once no pause can begin, with or without a tenant.
+fn ending(
+    context: RawContext,
+    prepare: impl FnOnce(Option<&Member>),
+) -> Option<Ending<'static, CudaDriver>> {
+    let Some(member) = runtime::member().filter(|_| !runtime::is_leaving()) else {
+        prepare(None);
+        return None;
+    };
+    Some(blocks::ending(member, context, || prepare(Some(member))))
 }
 
 /// The driver ends a context whoever uses it, which its documentation forbids. A wait of ours may have been left behind there by a pause that was called off.
-fn let_waits_end(place: Waited) {
-    let Some(member) = runtime::member().filter(|_| !runtime::is_leaving()) else { return };
+fn let_waits_end(member: &Member, place: Waited) {
     if !member.pool().let_waits_at_end(place, WAITS_BEFORE_END) {
         let seconds = WAITS_BEFORE_END.as_secs();
         tracing::warn!(%place, seconds, "it is ended while its work is waited for: that work has not ended");
@@ -88,11 +94,13 @@ fn set_own(context: RawContext, is_there: bool) -> bool {
 /// Ends a context of the application's own by `end`, if it is over by that.
 fn end_own(context: Pointer, end: impl FnOnce() -> c_int, is_over: impl FnOnce() -> bool) -> c_int {
     let raw = RawContext(context.addr() as u64);
-    let ending = ending(raw);
-    let was_own = set_own(raw, false);
-    if was_own {
-        let_waits_end(Waited::OwnContext(raw));
-    }
+    let mut was_own = false;
+    let ending = ending(raw, |member| {
+        was_own = set_own(raw, false);
+        if let Some(member) = member.filter(|_| was_own) {
+            let_waits_end(member, Waited::OwnContext(raw));
+        }
+    });
     let code = end();
     if code == SUCCESS && is_over() {
         if let Some(ending) = ending {
@@ -143,9 +151,11 @@ pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut Pointer, device:
 /// The plain memory of the primary context of `device`, where there is one.
 fn ending_primary(device: c_int) -> Option<Ending<'static, CudaDriver>> {
     let context = runtime::member().and_then(|_| runtime::existing_primary_context(device))?;
-    let ending = ending(RawContext(context.addr() as u64));
-    let_waits_end(Waited::Device(DeviceOrdinal(device)));
-    ending
+    ending(RawContext(context.addr() as u64), |member| {
+        if let Some(member) = member {
+            let_waits_end(member, Waited::Device(DeviceOrdinal(device)));
+        }
+    })
 }
 
 macro_rules! release_primary {

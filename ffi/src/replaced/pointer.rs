@@ -186,8 +186,8 @@ pub unsafe extern "C" fn cuMemGetAddressRange_v2(
     };
     let driver = || at(address);
     let asked = |member: &Member| {
-        let known = || {
-            let found = member.pool().range_seen(DeviceAddress(address))?;
+        let known = |asked: DeviceAddress| {
+            let found = member.pool().range_seen(asked)?;
             if !base.is_null() {
                 write_out!(base, found.start.0);
             }
@@ -196,8 +196,8 @@ pub unsafe extern "C" fn cuMemGetAddressRange_v2(
             }
             Some(DriverCode::SUCCESS)
         };
-        let here = |asked: DeviceAddress| known().unwrap_or_else(|| DriverCode(at(asked.0)));
-        pointers::ask(member, DeviceAddress(address), here, |_| known())
+        let here = |asked: DeviceAddress| known(asked).unwrap_or_else(|| DriverCode(at(asked.0)));
+        pointers::ask(member, DeviceAddress(address), here, |_| known(DeviceAddress(address)))
     };
     answered(runtime::member, |member| answer(asked(member)), driver)
 }

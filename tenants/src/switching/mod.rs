@@ -385,7 +385,7 @@ impl Queue {
         is_over: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<Switched, SwitchError> {
-        let mut again_after = AGAIN_AFTER;
+        let (mut again_after, mut failing_since) = (AGAIN_AFTER, None);
         loop {
             let seen = self.turns.glance();
             let lock = self.lock(options.interrupt.as_ref(), is_over)?;
@@ -418,7 +418,7 @@ impl Queue {
                         self.go(&lock, &scene, history, victims, decision, options, progress);
                     match went {
                         Err(error) if self.tries_others(&error) => {}
-                        Err(error) if self.tries_again(&error, again_after) => {
+                        Err(error) if self.tries_again(&error, again_after, &mut failing_since) => {
                             drop(lock);
                             self.rest(again_after, options.interrupt.as_ref(), is_over)?;
                             again_after = (again_after * 2).min(AGAIN_AFTER_MAX);
@@ -467,8 +467,19 @@ impl Queue {
     }
 
     /// Is there time until its own tenant may come? An allocation has its own way of trying again, and so has a turn that lasts already, which has
-    /// no deadline.
-    fn tries_again(&self, error: &SwitchError, after: Duration) -> bool {
+    /// no deadline. Others are not paused for it in vain for long.
+    fn tries_again(
+        &self,
+        error: &SwitchError,
+        after: Duration,
+        failing_since: &mut Option<Instant>,
+    ) -> bool {
+        let since = *failing_since.get_or_insert_with(Instant::now);
+        let others =
+            matches!(error, SwitchError::Undone { were_paused, .. } if !were_paused.is_empty());
+        if others && since.elapsed() >= NEVER_MAX {
+            return false;
+        }
         let is_in_time = self.deadline.is_some_and(|deadline| Instant::now() + after < deadline);
         let is_own = matches!(error, SwitchError::Undone { .. } | SwitchError::Tenant(_));
         let may_wait = matches!(self.wish, Wish::Turn | Wish::Resume);

@@ -229,6 +229,10 @@ impl<D: Driver> Entered<'_, D, Use> {
         let Some(references) = held else {
             return Ok(());
         };
+        let Some(cell) = self.as_held(cell.handle) else {
+            self.let_go(cell.handle);
+            return Ok(());
+        };
         let row = match self.own_row(cell) {
             Ok(row) => row,
             Err(error) => {
@@ -241,11 +245,17 @@ impl<D: Driver> Entered<'_, D, Use> {
             self.pool.ledger().add_reference(row);
         }
         let mut left = None;
-        self.changed(|slabs| left = slabs.stand_alone(cell.handle, row));
+        self.changed(|slabs| {
+            left = slabs.stand_alone(cell.handle, row);
+            slabs.begin_row_call(row);
+        });
+        // Until it has no more references than it should.
+        let call = RowCall { pool: self.pool, row };
         let left_references = left.as_ref().map_or(0, |(left, _)| *left);
         for _ in left_references..references {
             self.release(row)?;
         }
+        drop(call);
         let Some((_, ended)) = left else {
             return Err(PoolError::StaleHandle { handle: cell.handle.raw() });
         };
@@ -255,6 +265,14 @@ impl<D: Driver> Entered<'_, D, Use> {
         let living: HashSet<_> = self.pool.ledger().rows().map(Row::handle).collect();
         self.pool.slabs().forget_alone(|row| !known.contains(&row) || living.contains(&row));
         Ok(())
+    }
+
+    /// The cell as it is, which stays so while it is held still: between a look and that, another thread may have written to it, or moved it.
+    fn as_held(&self, handle: VirtualHandle) -> Option<CellAt> {
+        match self.pool.slabs().held(handle) {
+            Held::Cell(cell) => Some(cell),
+            Held::Row(_) => None,
+        }
     }
 
     /// New memory with the bytes of the cell, which is held still.
@@ -302,7 +320,9 @@ impl<D: Driver> Entered<'_, D, Use> {
         let (place, source) = {
             let mut slabs = self.pool.slabs();
             let place = slabs.hold_to_move(cell.handle, range);
-            let source = if cell.is_fresh { None } else { slabs.bytes_of(cell.handle) };
+            // Another thread may have written to it since it was looked for.
+            let is_fresh = matches!(slabs.held(cell.handle), Held::Cell(now) if now.is_fresh);
+            let source = if is_fresh { None } else { slabs.bytes_of(cell.handle) };
             if place.is_some() && source.is_some() {
                 slabs.note_copied(range.size_bytes);
             }
@@ -342,7 +362,10 @@ impl<D: Driver> Entered<'_, D, Use> {
             Err(error) => return Err(error),
         };
         if is_in_window {
-            self.is_there(row)?;
+            if let Err(error) = self.is_there(row) {
+                let is_as_before = self.pool.slabs().held(row) == Held::Row(row);
+                return if is_as_before { Err(error) } else { Ok(Step::Again) };
+            }
             self.check_call(range, offset_bytes, size_bytes)?;
         }
         let plan = self.plan(range, |slabs| {
@@ -364,7 +387,11 @@ impl<D: Driver> Entered<'_, D, Use> {
             Some(MapPlan::Into { evicted }) => {
                 let step = self.take_in(range, row, &recipe, evicted);
                 let mut released = 0;
-                self.changed(|slabs| released = slabs.let_row_go(row));
+                self.changed(|slabs| {
+                    released = slabs.let_row_go(row);
+                    slabs.begin_row_call(row);
+                });
+                let _call = RowCall { pool: self.pool, row };
                 // What the caller has given back is said to be done.
                 for _ in 0..released {
                     self.release_quietly(row);

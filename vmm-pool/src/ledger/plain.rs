@@ -3,15 +3,15 @@
 //! The driver gives the value of an ended context to the next one at once, so "the memory of the context of this value" may be that of two. Whoever
 //! ends a context takes its memory out first: nobody else finds it by the value from then on.
 
-use super::{Ledger, Native, VirtualHandle};
-use crate::driver::{RawContext, VaRange};
+use super::{Ledger, VirtualHandle};
+use crate::driver::{DeviceAddress, RawContext, VaRange};
 
 /// What of plain memory was asked for in a context: blocks, and what was left to the driver.
 #[derive(Debug, Default)]
 #[must_use = "it belongs to no context any more"]
 pub struct PlainMemory {
     blocks: Vec<(VaRange, VirtualHandle)>,
-    natives: Vec<(u64, Native)>,
+    natives: Vec<DeviceAddress>,
 }
 
 impl PlainMemory {
@@ -27,8 +27,7 @@ impl PlainMemory {
 }
 
 impl Ledger {
-    /// Takes the plain memory of `context` from it. Blocks stay where they are, and are nobody's; what was left to the driver counts no more once the
-    /// answer is dropped.
+    /// Takes the plain memory of `context` from it: it stays where it is, and is nobody's.
     pub(crate) fn take_plain_memory(&mut self, context: RawContext) -> PlainMemory {
         let of_context =
             self.mappings.values_mut().filter(|mapping| mapping.context() == Some(context));
@@ -37,8 +36,12 @@ impl Ledger {
             (mapping.range(), mapping.allocation())
         });
         let blocks = blocks.collect();
-        let natives =
-            self.natives.extract_if(.., |_, native| native.context == Some(context)).collect();
+        let natives = self.natives.iter_mut().filter(|(_, native)| native.context == Some(context));
+        let natives = natives.map(|(address, native)| {
+            native.context = None;
+            DeviceAddress(*address)
+        });
+        let natives = natives.collect();
         PlainMemory { blocks, natives }
     }
 
@@ -50,16 +53,26 @@ impl Ledger {
                 self.set_context(range.start.0, context);
             }
         }
-        for (address, native) in natives {
-            self.natives.entry(address).or_insert(native);
+        for address in natives {
+            if let Some(native) = self.natives.get_mut(&address.0) {
+                native.context.get_or_insert(context);
+            }
         }
     }
 
-    /// The blocks of `taken` that are still what they were: the application may have freed one meanwhile, and another thread have got its addresses.
-    pub(crate) fn left_of(&self, taken: &PlainMemory) -> Vec<VaRange> {
-        let blocks = taken.blocks.iter();
-        let left = blocks.filter(|(range, allocation)| self.is_nobodys(*range, *allocation));
-        left.map(|(range, _)| *range).collect()
+    /// What was left to the driver has ended. The blocks of `taken` are told that are still what they were: the application may have freed one meanwhile,
+    /// and another thread have got its addresses.
+    pub(crate) fn end_plain_memory(&mut self, taken: PlainMemory) -> Vec<VaRange> {
+        let PlainMemory { blocks, natives } = taken;
+        for address in natives {
+            // The driver may have given the address to another thread by now, in a context of its own.
+            if self.natives.get(&address.0).is_some_and(|native| native.context.is_none()) {
+                self.natives.remove(&address.0);
+            }
+        }
+        let left = blocks.into_iter();
+        let left = left.filter(|(range, allocation)| self.is_nobodys(*range, *allocation));
+        left.map(|(range, _)| range).collect()
     }
 
     fn is_nobodys(&self, range: VaRange, allocation: VirtualHandle) -> bool {

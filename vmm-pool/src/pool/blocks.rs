@@ -256,8 +256,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     /// the driver will not unmap stays, and is counted; what was left to the driver has ended with the context.
     #[doc(alias = "cuCtxDestroy")]
     pub fn plain_memory_ends(&self, taken: PlainMemory) {
-        let blocks = self.pool.ledger().left_of(&taken);
-        drop(taken);
+        let blocks = self.pool.ledger().end_plain_memory(taken);
         for block in blocks {
             match self.block_give_up(block) {
                 Ok(()) | Err(PoolError::NotOurs) => {}

@@ -468,6 +468,8 @@ impl Table {
 impl Slab {
     fn put(&mut self, offset_bytes: u64, cell: Cell) {
         self.live_bytes += cell.size_bytes;
+        // One that comes to a spot of an older slab may lie beyond all that was given out: nobody else gets those bytes.
+        self.next_bytes = self.next_bytes.max(offset_bytes + cell.size_bytes);
         self.cells.insert(offset_bytes, cell);
     }
 

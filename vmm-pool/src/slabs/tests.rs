@@ -88,6 +88,17 @@ fn bytes_that_nobody_was_told_of_are_given_out_again() {
 }
 
 #[test]
+fn bytes_before_and_under_a_cell_that_came_to_an_old_spot_are_not_given_out() {
+    let (mut table, key) = table();
+    placed(&mut table, key, 1);
+    let moved = table.add_cell(key, Part { offset_bytes: 3 * UNIT, size_bytes: UNIT }, false);
+    assert_eq!(table.totals().dead_bytes, 2 * UNIT);
+    let (_, next) = placed(&mut table, key, 1);
+    assert_eq!(next.start.0, window(0).start.0 + 4 * UNIT);
+    assert!(table.cell_at(moved.unwrap()).is_some());
+}
+
+#[test]
 fn addresses_go_to_the_thread_that_asked_for_the_memory_and_to_that_size_alone() {
     let (mut table, key) = table();
     let handle = table.carve(key, UNIT).unwrap();
