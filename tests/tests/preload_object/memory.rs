@@ -154,6 +154,16 @@ fn threads_that_use_all_kinds_of_memory_at_once_are_paused_at_any_instant() {
 }
 
 #[test]
+fn processes_that_hand_memory_to_each_other_all_the_time_are_paused_at_any_instant() {
+    let fresh = std::process::id().to_string();
+    for seed in ["1", &fresh] {
+        let said = said("share", &[seed, "3", "15"]);
+        let ends = ["share: the other ended with 0, and 0 bytes are in use"];
+        assert_eq!(said, ends, "seed {seed}");
+    }
+}
+
+#[test]
 fn peer_access_of_before_an_attach_reaches_what_is_asked_for_afterwards() {
     let stage = Stage::new();
     let program = stage.program("peers");
