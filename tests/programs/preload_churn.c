@@ -345,7 +345,7 @@ int main(int count, char **words)
 {
     static Worker workers[THREADS_MAX];
     pthread_t threads[THREADS_MAX];
-    inside_deadline(60);
+    inside_deadline(240);
     uint64_t seed = count > 1 ? strtoull(words[1], NULL, 10) : 1;
     int many = count > 2 ? atoi(words[2]) : 4, pauses = count > 3 ? atoi(words[3]) : 20;
     driver_start();

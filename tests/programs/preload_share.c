@@ -219,7 +219,7 @@ int main(int count, char **words)
 {
     static Worker workers[THREADS_MAX];
     pthread_t threads[THREADS_MAX];
-    inside_deadline(60);
+    inside_deadline(240);
     if (count < 4)
         return 2;
     uint64_t seed = strtoull(words[1], NULL, 10);
