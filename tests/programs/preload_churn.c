@@ -4,8 +4,8 @@
  *
  * Each thread knows what every byte of its own memory must be. Values and addresses that the driver gives out again are
  * soon those of another thread. It prints the same with and without Sublet. */
+#include "at_random.h"
 #include "driver.h"
-#include "inside.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -49,8 +49,7 @@ static atomic_uint begun;
 
 static unsigned draw(Worker *worker, unsigned below)
 {
-    worker->random = worker->random * 6364136223846793005u + 1442695040888963407u;
-    return (unsigned)(worker->random >> 33) % below;
+    return random_below(&worker->random, below);
 }
 
 /* A module is of one context. */
@@ -364,16 +363,10 @@ int main(int count, char **words)
         if (pthread_create(&threads[i], NULL, work, &workers[i]) != 0)
             return 1;
     }
-    Worker own = {.random = seed};
     /* The process joins its tenant with its first memory. */
     while (begun < 20)
         usleep(1000);
-    for (int i = 0; i < pauses; i++) {
-        usleep(draw(&own, 20000));
-        inside_pause();
-        usleep(draw(&own, 3000));
-        inside_resume();
-    }
+    pause_at_random(seed, pauses);
     is_over = true;
     for (int i = 0; i < many && i < THREADS_MAX; i++)
         pthread_join(threads[i], NULL);

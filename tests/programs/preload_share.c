@@ -4,8 +4,8 @@
  *
  * Each thread of the first makes memory and hands it to a thread of the second, which looks at it, writes to it, and keeps some of it for longer than its
  * owner does. It prints the same with and without Sublet. */
+#include "at_random.h"
 #include "driver.h"
-#include "inside.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -40,8 +40,7 @@ static atomic_uint begun;
 
 static unsigned draw(Worker *worker, unsigned below)
 {
-    worker->random = worker->random * 6364136223846793005u + 1442695040888963407u;
-    return (unsigned)(worker->random >> 33) % below;
+    return random_below(&worker->random, below);
 }
 
 static void send_offer(int socket, const Offer *offer, int file)
@@ -256,15 +255,9 @@ int main(int count, char **words)
     for (int i = 0; i < many; i++)
         close(theirs[i]);
     start(workers, threads, many, seed, give);
-    Worker own = {.random = seed};
     while (begun < 10)
         usleep(1000);
-    for (int i = 0; i < pauses; i++) {
-        usleep(draw(&own, 20000));
-        inside_pause();
-        usleep(draw(&own, 3000));
-        inside_resume();
-    }
+    pause_at_random(seed, pauses);
     is_over = true;
     join(threads, many);
     int status = 0;

@@ -32,4 +32,4 @@ pub use schema::Schema;
 pub use spmd::{Spmd, SpmdOptions};
 pub use stage::{MIB, Stage, statistic};
 pub use steps::{Boundary, PAUSE, RESUME, Steps};
-pub use trouble::{Outcome, Trouble};
+pub use trouble::{Outcome, Trouble, until};

@@ -353,6 +353,16 @@ impl Stage {
         Ok(self.place.memory(DeviceOrdinal(device))?)
     }
 
+    /// What turns have decided, a line each.
+    ///
+    /// # Errors
+    /// When the command failed.
+    pub fn decisions(&self) -> Outcome<Vec<String>> {
+        let shown = self.sublet(&["turns", "--json"])?.succeeded()?.json()?;
+        let lines = shown["decisions"].as_array().into_iter().flatten();
+        Ok(lines.map(|line| line["text"].as_str().unwrap_or_default().to_owned()).collect())
+    }
+
     /// Bytes of a device that somebody holds.
     ///
     /// # Errors

@@ -29,6 +29,15 @@ pub enum Boundary {
 }
 
 impl Boundary {
+    /// Where an overlapped swap has things half done.
+    pub const HALF_WAY_THROUGH_A_SWAP: [Self; 5] = [
+        Self::Done(Phase::Reserve),
+        Self::Started(Phase::ReleaseStage),
+        Self::Started(Phase::RestoreStage),
+        Self::Started(Phase::Release),
+        Self::Done(Phase::Restore),
+    ];
+
     /// Both ends of every phase.
     pub fn of_all(phases: &[Phase]) -> Vec<Self> {
         phases.iter().flat_map(|phase| [Self::Started(*phase), Self::Done(*phase)]).collect()

@@ -1,6 +1,7 @@
 //! What went wrong, for people.
 
 use std::fmt;
+use std::time::{Duration, Instant};
 
 /// A sentence, and what the processes concerned had said.
 ///
@@ -15,6 +16,20 @@ impl Trouble {
     pub fn new(text: impl Into<String>) -> Self {
         Self(text.into())
     }
+}
+
+/// Asks again and again until it `is_so`, for at most `limit`.
+///
+/// # Errors
+/// It did not come to `what`, or asking failed.
+pub fn until(what: &str, limit: Duration, mut is_so: impl FnMut() -> Outcome<bool>) -> Outcome {
+    let deadline = Instant::now() + limit;
+    while !is_so()? {
+        if Instant::now() >= deadline {
+            return Err(Trouble::new(format!("it did not come to this: {what}")));
+        }
+    }
+    Ok(())
 }
 
 impl fmt::Display for Trouble {

@@ -25,20 +25,8 @@ fn claims(stage: &Stage) -> Outcome<(Vec<String>, Vec<Waits>)> {
     Ok((in_turn.into_iter().map(|claim| word(claim, "tenant")).collect(), waiting.collect()))
 }
 
-fn decisions(stage: &Stage) -> Outcome<Vec<String>> {
-    let shown = stage.sublet(&["turns", "--json"])?.succeeded()?.json()?;
-    let lines = shown["decisions"].as_array().into_iter().flatten();
-    Ok(lines.map(|line| line["text"].as_str().unwrap_or_default().to_owned()).collect())
-}
-
-fn until(what: &str, mut is_so: impl FnMut() -> Outcome<bool>) -> Outcome {
-    let deadline = Instant::now() + WAIT;
-    while !is_so()? {
-        if Instant::now() >= deadline {
-            return Err(Trouble::new(format!("it did not come to this: {what}")));
-        }
-    }
-    Ok(())
+fn until(what: &str, is_so: impl FnMut() -> Outcome<bool>) -> Outcome {
+    sublet_tests::until(what, WAIT, is_so)
 }
 
 /// Whoever has come back runs a moment before its place in the queue is given up.
@@ -129,7 +117,7 @@ fn an_allocation_that_does_not_fit_has_others_make_way_and_they_come_back_when_t
     infer.do_it("allocate 14 200")?;
     assert_eq!(stage.states("train")?, ["paused"]);
     nobody_claims(&stage)?;
-    let lines = decisions(&stage)?;
+    let lines = stage.decisions()?;
     assert!(lines[1].starts_with("'infer' gets more memory: it lacked"), "{lines:?}");
     train.do_it("own 100")?;
     assert_eq!(stage.states("infer")?, ["paused"]);
@@ -219,7 +207,7 @@ fn nobody_waits_for_what_is_nowhere_or_is_nobodys_to_give() -> Outcome {
     assert!(!kept.ask("allocate 14 300")?.is_ok);
     assert!(!train.ask("more 14 300")?.is_ok);
     assert_eq!(stage.states("train")?, ["active"]);
-    assert!(decisions(&stage)?.iter().all(|line| !line.contains("is paused")));
+    assert!(stage.decisions()?.iter().all(|line| !line.contains("is paused")));
     nobody_claims(&stage)?;
     Ok(())
 }
@@ -256,7 +244,7 @@ fn who_is_idle_makes_way_before_its_quantum_is_over_and_who_works_does_not() -> 
     train.say("stop")?;
     assert!(train.answer()?.is_ok);
     goes_on(&mut infer)?;
-    let lines = decisions(&stage)?;
+    let lines = stage.decisions()?;
     let idle = lines
         .iter()
         .any(|line| line.contains("'train' (fair) is paused: has launched nothing for"));
@@ -274,7 +262,7 @@ fn who_launches_nothing_and_has_work_on_its_device_is_not_idle() -> Outcome {
     assert!(infer.answer_if_within(Duration::from_secs(3))?.is_none());
     train.do_it("release")?;
     goes_on(&mut infer)?;
-    let lines = decisions(&stage)?;
+    let lines = stage.decisions()?;
     let idle = lines.iter().filter(|line| line.contains("has launched nothing for"));
     assert_eq!(idle.count(), 1, "{lines:?}");
     Ok(())
@@ -323,7 +311,7 @@ fn three_that_each_fill_the_device_share_it_and_every_byte_is_right() -> Outcome
     }
     // Each has had the device again, and comes back for the end.
     let came = |stage: &Stage| -> Outcome<usize> {
-        Ok(decisions(stage)?.iter().filter(|line| line.contains("is resumed: it lacked")).count())
+        Ok(stage.decisions()?.iter().filter(|line| line.contains("is resumed: it lacked")).count())
     };
     until("they come and go", || Ok(came(&stage)? >= 4))?;
     for rank in &mut ranks {
@@ -372,7 +360,7 @@ fn one_that_cannot_be_paused_is_passed_over_for_another_and_that_is_written_down
     let words = ["--queue", "--wait=120s", "--timeout", "700ms"];
     let said = resume(&stage, "wide", &words, 0)?;
     assert_eq!(said["paused"], serde_json::json!(["other"]), "{said:#}");
-    let lines = decisions(&stage)?;
+    let lines = stage.decisions()?;
     let passed_over = lines.iter().filter(|line| {
         line.starts_with("'captures' could not be paused, 1 time in a row: it is passed over for")
             && line.contains("is capturing 1 stream")

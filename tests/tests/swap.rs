@@ -144,13 +144,7 @@ fn a_tenant_that_does_not_fit_leaves_the_first_running() -> Outcome {
 /// The command is killed wherever it has come to: both are paused then, or as before, and nothing is lost.
 #[test]
 fn a_command_that_is_killed_loses_nothing() -> Outcome {
-    let boundaries = [
-        Boundary::Done(Phase::Reserve),
-        Boundary::Started(Phase::ReleaseStage),
-        Boundary::Started(Phase::RestoreStage),
-        Boundary::Started(Phase::Release),
-        Boundary::Done(Phase::Restore),
-    ];
+    let boundaries = Boundary::HALF_WAY_THROUGH_A_SWAP;
     let (stage, mut train, mut infer) = pair(128 * MIB)?;
     for (way, boundary) in WAYS.into_iter().flat_map(|way| boundaries.map(|at| (way, at))) {
         let mut steps = steps(&stage, way)?;

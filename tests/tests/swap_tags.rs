@@ -359,17 +359,10 @@ fn a_tag_that_the_seconds_budget_does_not_have_stops_nobody() -> TestOutcome {
 /// The command is killed wherever it has come to: what is away then comes back by the usual commands, and nothing is lost.
 #[test]
 fn a_command_that_is_killed_leaves_a_way_on() -> TestOutcome {
-    let boundaries = [
-        Boundary::Done(Phase::Reserve),
-        Boundary::Started(Phase::ReleaseStage),
-        Boundary::Started(Phase::RestoreStage),
-        Boundary::Started(Phase::Release),
-        Boundary::Done(Phase::Restore),
-    ];
     // More than the window of that command.
     let world = World::new(256 * MIB, &["", "kv", "kv"], &["", "kv"])?;
     world.act("infer", Action::Pause, tag("kv"))?;
-    for boundary in boundaries {
+    for boundary in Boundary::HALF_WAY_THROUGH_A_SWAP {
         let program = Command::new(Path::new(env!("CARGO_BIN_EXE_sublet-steps")));
         let words = ["swap", "infer", "kv", "kv"];
         let mut steps = Steps::start_by(program, &world.place.run_dir_path(), "train", &words)?;

@@ -1,9 +1,9 @@
 //! Tenants that take turns on their GPUs, by the real command and by `sublet_turn_begin`.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::Value;
-use sublet_tests::{Job, JobOptions, MIB, Outcome, Rank, Stage, Trouble};
+use sublet_tests::{Job, JobOptions, MIB, Outcome, Rank, Stage};
 
 const WAIT: Duration = Duration::from_mins(1);
 /// For several turns and switches on a busy machine.
@@ -23,13 +23,6 @@ fn switch(stage: &Stage, tenant: &str, words: &[&str], code: i32) -> Outcome<Val
     stage.sublet(&[&["switch", tenant, "--json"], words].concat())?.exited(code)?.json()
 }
 
-/// Decisions that were written down.
-fn decisions(stage: &Stage) -> Outcome<Vec<String>> {
-    let shown = stage.sublet(&["turns", "--json"])?.succeeded()?.json()?;
-    let lines = shown["decisions"].as_array().into_iter().flatten();
-    Ok(lines.map(|line| line["text"].as_str().unwrap_or_default().to_owned()).collect())
-}
-
 /// Tenants in their turn, and those that wait.
 fn claims(stage: &Stage) -> Outcome<(Vec<String>, Vec<String>)> {
     let shown = stage.sublet(&["turns", "--json"])?.succeeded()?.json()?;
@@ -41,14 +34,8 @@ fn claims(stage: &Stage) -> Outcome<(Vec<String>, Vec<String>)> {
     Ok((of(true), of(false)))
 }
 
-fn until(what: &str, mut is_so: impl FnMut() -> Outcome<bool>) -> Outcome {
-    let deadline = Instant::now() + WAIT;
-    while !is_so()? {
-        if Instant::now() >= deadline {
-            return Err(Trouble::new(format!("it did not come to this: {what}")));
-        }
-    }
-    Ok(())
+fn until(what: &str, is_so: impl FnMut() -> Outcome<bool>) -> Outcome {
+    sublet_tests::until(what, WAIT, is_so)
 }
 
 /// `train` and `infer`, each with a block that fills most of a device of 24 MiB; `infer` is there, and `train` paused.
@@ -72,7 +59,7 @@ fn a_switch_pauses_what_is_in_the_way_and_nobody_else() -> Outcome {
     let said = switch(&stage, "train", &["--dry-run"], 0)?;
     assert_eq!((&said["outcome"], &said["paused"][0]), (&"would_switch".into(), &"infer".into()));
     assert_eq!(stage.states("infer")?, ["active"]);
-    assert!(decisions(&stage)?.is_empty(), "a dry run writes nothing down");
+    assert!(stage.decisions()?.is_empty(), "a dry run writes nothing down");
 
     let said = switch(&stage, "train", &[], 0)?;
     assert_eq!(said["paused"], serde_json::json!(["infer"]), "{said:#}");
@@ -80,7 +67,7 @@ fn a_switch_pauses_what_is_in_the_way_and_nobody_else() -> Outcome {
     assert_eq!(stage.states("infer")?, ["paused"]);
     assert_eq!(stage.states("small")?, ["active"]);
     runs(&mut train)?;
-    let lines = decisions(&stage)?;
+    let lines = stage.decisions()?;
     assert!(lines[0].starts_with("'infer' (fair) is paused: "), "{lines:?}");
     assert!(lines[1].starts_with("'train' is resumed: it lacked "), "{lines:?}");
 
@@ -216,7 +203,7 @@ fn two_tenants_take_turns_for_many_rounds_and_every_byte_is_right() -> Outcome {
     assert_eq!(train.answer_within(ROUNDS)?.numbers::<1>()?, [105]);
     assert_eq!(infer.answer_within(ROUNDS)?.numbers::<1>()?, [205]);
     assert_eq!(claims(&stage)?, (Vec::new(), Vec::new()));
-    let lines = decisions(&stage)?;
+    let lines = stage.decisions()?;
     assert!(lines.iter().any(|line| line.contains("its turn is over")), "{lines:?}");
     Ok(())
 }
@@ -297,7 +284,7 @@ fn a_turn_that_has_lasted_its_quantum_is_taken_away_and_comes_back_by_itself() -
     let [seed] = infer.answer()?.numbers::<1>()?;
     infer.do_it(&format!("own {seed}"))?;
     infer.do_it("end")?;
-    let lines = decisions(&stage)?;
+    let lines = stage.decisions()?;
     assert!(lines.iter().any(|line| line.contains("and its quantum is")), "{lines:?}");
     Ok(())
 }

@@ -44,7 +44,8 @@ const GLANCE: Duration = Duration::from_millis(10);
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 /// How often one that waits for the lock shows a sign of life, and looks whether that is called off.
 const LOCK_LOOK: Duration = Duration::from_millis(250);
-/// How long after its own tenant did not come the next try is, doubled each time: memory of a process that was killed is not free at once.
+/// How long after its own tenant did not come, or an allocation or its switch failed, the next try is, doubled each time: memory of a process that was
+/// killed is not free at once.
 const AGAIN_AFTER: Duration = Duration::from_millis(100);
 const AGAIN_AFTER_MAX: Duration = Duration::from_secs(5);
 
@@ -211,9 +212,7 @@ pub fn switch(
     if options.is_dry {
         return dry(run_dir, tenant);
     }
-    let calls_off = (options.interrupt.as_ref(), &never as &dyn Fn() -> bool);
-    let mut queue = Queue::enter(run_dir, tenant, Wish::Order, options.wait, calls_off)?;
-    queue.wait_and_go(options, &never, progress)
+    queue_for(run_dir, tenant, Wish::Order, options, progress)
 }
 
 /// Resumes `tenant` in its place among those that wait for the GPUs: as [`switch`], but by class and in the order in which they came, and who has its
@@ -228,16 +227,26 @@ pub fn resume_in_turn(
     progress: &mut dyn FnMut(Event<'_>),
 ) -> Result<Switched, SwitchError> {
     lives(run_dir, tenant, options)?;
-    let calls_off = (options.interrupt.as_ref(), &never as &dyn Fn() -> bool);
-    let mut queue = Queue::enter(run_dir, tenant, Wish::Resume, options.wait, calls_off)?;
-    let mut switched = queue.wait_and_go(options, &never, progress)?;
-    drop(queue);
+    let mut switched = queue_for(run_dir, tenant, Wish::Resume, options, progress)?;
     if switched.had_them {
         // What it runs without, by tag, comes back all the same.
         let outcome = acting::coordinator(run_dir, tenant, options).resume(progress)?;
         switched.changes.push((tenant.clone(), outcome));
     }
     Ok(switched)
+}
+
+/// Has its place among those that wait until it has got what it came for, or did not.
+fn queue_for(
+    run_dir: &RunDir,
+    tenant: &TenantName,
+    wish: Wish,
+    options: &SwitchOptions,
+    progress: &mut dyn FnMut(Event<'_>),
+) -> Result<Switched, SwitchError> {
+    let calls_off = (options.interrupt.as_ref(), &never as &dyn Fn() -> bool);
+    let mut queue = Queue::enter(run_dir, tenant, wish, options.wait, calls_off)?;
+    queue.wait_and_go(options, &never, progress)
 }
 
 /// Nothing but an interrupt calls it off.

@@ -11,7 +11,7 @@ use vmm_pool::driver::{DeviceOrdinal, Driver, DriverCode};
 use vmm_pool::gate::Gate;
 use vmm_pool::{PoolError, PoolResult};
 
-use super::{Queue, SwitchError, SwitchOptions};
+use super::{AGAIN_AFTER, AGAIN_AFTER_MAX, Queue, SwitchError, SwitchOptions};
 use crate::coordinator::Interrupt;
 use crate::cut::Cut;
 use crate::error_text::chain;
@@ -22,9 +22,6 @@ use crate::wire::MemberState;
 
 /// How often an allocation may fail though its room is there by all figures.
 const IN_VAIN_MAX: u32 = 6;
-/// How long after one that failed, or whose switch did, the next is tried; doubled each time.
-const AGAIN_AFTER: Duration = Duration::from_millis(100);
-const AGAIN_AFTER_MAX: Duration = Duration::from_secs(5);
 /// How much longer a switch may take that has begun by then and stops nobody for good yet.
 const BEYOND: Duration = Duration::from_secs(1);
 /// Within this time a library that frees its caches when it is refused has asked again.

@@ -10,7 +10,7 @@ use super::relay::{self, Refusal};
 use crate::copies::CopyStreams;
 use crate::deferred::Deferred;
 use crate::driver::{DeviceOrdinal, Driver, RawStream};
-use crate::error::{Describe, PoolError, PoolResult};
+use crate::error::{Describe, PoolResult};
 
 /// Parcels on their way through the device's own link at once.
 const DIRECT_AT_ONCE: usize = 2;
@@ -104,6 +104,39 @@ impl Drop for Ends<'_> {
     }
 }
 
+/// A lane, which has parcels on their way.
+pub(super) trait Lane {
+    /// Where they come from.
+    fn haul(&self) -> &Haul;
+
+    /// How many are on their way.
+    fn flying(&self) -> usize;
+
+    /// How many may be, at once.
+    fn most(&self) -> usize;
+
+    /// Puts one on its way.
+    fn begin(&mut self, parcel: Parcel) -> PoolResult<()>;
+
+    /// Waits for the first of those on their way, if there is one.
+    fn finish_oldest(&mut self) -> PoolResult<()>;
+
+    /// Carries parcels until it is over.
+    fn carry_all(&mut self) -> PoolResult<()> {
+        loop {
+            if self.flying() == self.most() {
+                self.finish_oldest()?;
+            }
+            let is_idle = self.flying() == 0;
+            match self.haul().next(is_idle) {
+                Next::Parcel(parcel) => self.begin(parcel)?,
+                Next::Over if is_idle => return Ok(()),
+                Next::Nothing | Next::Over => self.finish_oldest()?,
+            }
+        }
+    }
+}
+
 /// The lane through the device's own link.
 struct Direct<'a, D: Driver> {
     driver: &'a D,
@@ -130,18 +163,19 @@ impl<'a, D: Driver> Direct<'a, D> {
         }
         carried.and(finished)
     }
+}
 
-    fn carry_all(&mut self) -> PoolResult<()> {
-        loop {
-            if self.flying.len() == DIRECT_AT_ONCE {
-                self.finish_oldest()?;
-            }
-            match self.haul.next(self.flying.is_empty()) {
-                Next::Parcel(parcel) => self.begin(parcel)?,
-                Next::Over if self.flying.is_empty() => return Ok(()),
-                Next::Nothing | Next::Over => self.finish_oldest()?,
-            }
-        }
+impl<D: Driver> Lane for Direct<'_, D> {
+    fn haul(&self) -> &Haul {
+        self.haul
+    }
+
+    fn flying(&self) -> usize {
+        self.flying.len()
+    }
+
+    fn most(&self) -> usize {
+        DIRECT_AT_ONCE
     }
 
     fn begin(&mut self, parcel: Parcel) -> PoolResult<()> {
@@ -167,7 +201,7 @@ impl<'a, D: Driver> Direct<'a, D> {
         Ok(())
     }
 
-    fn finish_oldest(&mut self) -> Result<(), PoolError> {
+    fn finish_oldest(&mut self) -> PoolResult<()> {
         if let Some((stream, parcel)) = self.flying.pop_front() {
             self.streams.finish(stream)?;
             self.haul.done(&parcel, Carrier::Direct);

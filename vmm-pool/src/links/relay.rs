@@ -4,7 +4,8 @@
 
 use std::collections::VecDeque;
 
-use super::haul::{Carrier, Haul, Next, Parcel, Way};
+use super::haul::{Carrier, Haul, Parcel, Way};
+use super::lanes::Lane;
 use super::{RELAYED_AT_ONCE, Route};
 use crate::copies::CopyStreams;
 use crate::deferred::{Deferred, Physical};
@@ -201,38 +202,17 @@ struct Relay<'a, D: Driver> {
     flying: VecDeque<Parcel>,
 }
 
-impl<'a, D: Driver> Relay<'a, D> {
-    fn new(
-        deferred: &'a Deferred<D>,
-        route: &'a Route,
-        way: Way,
-        haul: &'a Haul,
-    ) -> PoolResult<Self> {
-        let (driver, neighbour) = (deferred.driver(), route.neighbour);
-        let staging = Staging::new(deferred, route)?;
-        let mut slots = VecDeque::new();
-        for number in 0..RELAYED_AT_ONCE as u64 {
-            let about = || "stream for copies".to_owned();
-            let stream = driver.stream_create().about(about, 0, Some(neighbour))?;
-            let start = DeviceAddress(staging.range.start.0 + number * route.parcel_bytes);
-            slots.push_back(Slot { deferred, neighbour, stream, start, has_ended: false });
-        }
-        let streams = CopyStreams::open(deferred, route.device)?;
-        let flying = VecDeque::new();
-        Ok(Self { deferred, driver, route, way, haul, streams, slots, staging, flying })
+impl<D: Driver> Lane for Relay<'_, D> {
+    fn haul(&self) -> &Haul {
+        self.haul
     }
 
-    fn carry_all(&mut self) -> PoolResult<()> {
-        loop {
-            if self.flying.len() == self.slots.len() {
-                self.finish_oldest()?;
-            }
-            match self.haul.next(self.flying.is_empty()) {
-                Next::Parcel(parcel) => self.begin(parcel)?,
-                Next::Over if self.flying.is_empty() => return Ok(()),
-                Next::Nothing | Next::Over => self.finish_oldest()?,
-            }
-        }
+    fn flying(&self) -> usize {
+        self.flying.len()
+    }
+
+    fn most(&self) -> usize {
+        self.slots.len()
     }
 
     /// The first hop, and in a pause the second, which is not waited for.
@@ -262,6 +242,28 @@ impl<'a, D: Driver> Relay<'a, D> {
             self.slots.rotate_left(1);
         }
         Ok(())
+    }
+}
+
+impl<'a, D: Driver> Relay<'a, D> {
+    fn new(
+        deferred: &'a Deferred<D>,
+        route: &'a Route,
+        way: Way,
+        haul: &'a Haul,
+    ) -> PoolResult<Self> {
+        let (driver, neighbour) = (deferred.driver(), route.neighbour);
+        let staging = Staging::new(deferred, route)?;
+        let mut slots = VecDeque::new();
+        for number in 0..RELAYED_AT_ONCE as u64 {
+            let about = || "stream for copies".to_owned();
+            let stream = driver.stream_create().about(about, 0, Some(neighbour))?;
+            let start = DeviceAddress(staging.range.start.0 + number * route.parcel_bytes);
+            slots.push_back(Slot { deferred, neighbour, stream, start, has_ended: false });
+        }
+        let streams = CopyStreams::open(deferred, route.device)?;
+        let flying = VecDeque::new();
+        Ok(Self { deferred, driver, route, way, haul, streams, slots, staging, flying })
     }
 
     /// The hop between the devices of the parcel that is number `index` of those under way, to its end: by our own device,
