@@ -93,18 +93,24 @@ impl Scope {
         }
     }
 
-    /// That this of `tenant` is paused, and what that leaves of it, to begin a sentence.
-    pub fn is_away(&self, tenant: &TenantName) -> String {
+    /// What this is about of `tenant`, to begin a sentence.
+    pub(crate) fn subject_first(&self, tenant: &TenantName) -> String {
         let subject = self.subject(tenant);
         let mut letters = subject.chars();
-        let first = letters.next().map(|first| first.to_uppercase().to_string());
-        let (first, rest) = (first.unwrap_or_default(), letters.as_str());
+        letters
+            .next()
+            .map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
+    }
+
+    /// That this of `tenant` is paused, and what that leaves of it, to begin a sentence.
+    pub fn is_away(&self, tenant: &TenantName) -> String {
+        let subject = self.subject_first(tenant);
         let runs = match self {
             Self::Whole => "",
             Self::Tags { .. } => ", and the tenant runs without that memory",
         };
         let are = if self.names().len() > 1 { "are" } else { "is" };
-        format!("{first}{rest} {are} paused with all contents{runs}")
+        format!("{subject} {are} paused with all contents{runs}")
     }
 
     /// The command that resumes this of `tenant`.

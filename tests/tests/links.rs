@@ -26,8 +26,7 @@ fn job(stage: &Stage, options: &JobOptions) -> Outcome<Job> {
 
 /// What took the neighbour's link, of what was copied, and the notes.
 fn change(stage: &Stage, what: &str) -> Outcome<(u64, u64, String)> {
-    let ran = stage.sublet(&[what, "train", "--json"])?.exited(0)?;
-    let report: Value = serde_json::from_str(&ran.stdout)?;
+    let report: Value = stage.sublet(&[what, "train", "--json"])?.succeeded()?.json()?;
     let phases = report["report"]["phases"].as_array().into_iter().flatten();
     let copies =
         phases.filter(|phase| ["Save", "Restore"].iter().any(|name| phase["phase"] == *name));

@@ -180,8 +180,7 @@ fn one_that_waits_for_memory_can_be_paused_and_resumed_and_gets_it_in_the_end() 
 fn at_its_deadline_an_allocation_is_refused_and_a_note_names_who_was_in_the_way() -> Outcome {
     let (stage, mut train, _infer) = pair(AUTO_LONG, AUTO)?;
     train.do_it("begin 60000")?;
-    let settings = [("SUBLET_TURNS", "auto"), ("SUBLET_TURNS_TIMEOUT_MS", "700")];
-    let mut third = stage.turn_taker_with("third", &[], &settings, 0)?;
+    let mut third = impatient(&stage)?;
     let answer = third.ask("allocate 14 300")?;
     assert!(!answer.is_ok && answer.text.contains("OUT_OF_MEMORY"), "{answer:?}");
     let notes = stage.members("third")?[0]["notes"].to_string();

@@ -151,14 +151,9 @@ impl<D: Driver> Waits<D> {
     pub(crate) fn let_end(&self, limit: Duration) -> bool {
         let is_young = |row: &Place| row.began.is_some_and(|began| began.elapsed() < limit);
         let is_any = |table: &mut Table| table.places.values().any(is_young);
-        let mut table = self.shared.table();
-        let is_over = |table: &Table| table.places.values().all(|row| row.began.is_none());
-        if !is_any(&mut table) {
-            return is_over(&table);
-        }
-        let waited = self.shared.over.wait_timeout_while(table, limit, is_any);
+        let waited = self.shared.over.wait_timeout_while(self.shared.table(), limit, is_any);
         let (table, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        is_over(&table)
+        table.places.values().all(|row| row.began.is_none())
     }
 
     /// Waits until nobody of ours is in the driver at `place`, or about to be, for at most `limit`. Is nobody? Nobody may ask for it meanwhile.

@@ -281,7 +281,7 @@ pub enum SwapError {
     /// The second tenant did not come while the first left, and the first was resumed again.
     #[error(
         "{source}. {} was paused for it, and is active again{}",
-        subject(left, tenant),
+        left.subject_first(tenant),
         lost(losses)
     )]
     WentBack {
@@ -297,7 +297,7 @@ pub enum SwapError {
     /// The second tenant did not come while the first left, and the first could not be resumed: what of it had left is paused still, as what was to come is.
     #[error(
         "{source}. {} was paused for it, and could not be brought back: {resume}. {}{}: `{}` tries again",
-        subject(left, tenant),
+        left.subject_first(tenant),
         left.is_away(tenant),
         lost(losses),
         left.resume_command(tenant)
@@ -337,13 +337,6 @@ impl SwapError {
             Self::Pause(_) | Self::NotBack { .. } | Self::Resume { .. } => None,
         }
     }
-}
-
-/// What `scope` is about of `tenant`, to begin a sentence.
-fn subject(scope: &Scope, tenant: &TenantName) -> String {
-    let subject = scope.subject(tenant);
-    let mut letters = subject.chars();
-    letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
 }
 
 fn lost(losses: &[MemberFailure]) -> String {

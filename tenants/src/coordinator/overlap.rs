@@ -13,8 +13,8 @@ use crate::descriptors::OnItsWay;
 use crate::phase::Told;
 use crate::wire::{BlockShape, HANDED_MAX, Phase, PhaseReport, TakePhase, Window};
 
-/// What a stage may take at least, in bytes a second: disks are that slow.
-const SLOWEST_BYTES_PER_SECOND: u64 = 128 << 20;
+/// What a stage, or a step of spilling, may take at least, in bytes a second: disks are that slow.
+pub(super) const SLOWEST_BYTES_PER_SECOND: u64 = 128 << 20;
 
 /// One of the two tenants, with those of its processes that take part.
 pub(super) struct Side<'s, 'a> {

@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use super::overlap::SLOWEST_BYTES_PER_SECOND;
 use super::peers::{Everybody, Peers};
 use super::report::{Event, Step};
 use super::{Coordinator, CoordinatorError};
@@ -26,10 +27,8 @@ const STEP_BYTES: u64 = 1 << 30;
 const ASK_TIMEOUT: Duration = Duration::from_secs(2);
 /// Beyond the time of a step, for the answer to arrive.
 const ANSWER_MARGIN: Duration = Duration::from_secs(10);
-/// For all that is done for one pause at a time,
+/// For all that is done for one pause at a time, and beyond that, at the speed of a slow disk, for what is asked.
 const ROOM_TIME: Duration = Duration::from_mins(1);
-/// and beyond that, at the speed of a slow disk, for what is asked.
-const SLOWEST_BYTES_PER_SECOND: u64 = 128 << 20;
 /// Between two steps: longer than those wait that look for a lock.
 const BETWEEN_STEPS: Duration = Duration::from_millis(60);
 

@@ -67,7 +67,7 @@ pub(super) struct Table {
     pub(super) aliases: BTreeMap<CommunicatorId, CommunicatorId>,
 }
 
-/// See [`Cut::wait_for_memory`].
+/// See [`Cut::wait_for_memory_since`].
 #[derive(Debug)]
 #[must_use = "the wait ends with it"]
 pub struct MemoryWait<'a> {
@@ -322,12 +322,8 @@ impl Cut {
     }
 
     /// An allocation of the process waits for memory that others hold, until what is returned is dropped: other ranks may stand in a collective with its thread.
-    pub fn wait_for_memory(&self) -> MemoryWait<'_> {
-        self.wait_for_memory_since(Instant::now())
-    }
-
-    /// As [`Cut::wait_for_memory`], of one that has waited since then and tried in between.
-    pub(crate) fn wait_for_memory_since(&self, since: Instant) -> MemoryWait<'_> {
+    /// It has waited `since` then, and may have tried in between.
+    pub fn wait_for_memory_since(&self, since: Instant) -> MemoryWait<'_> {
         self.table().memory_waits.push(since);
         MemoryWait { cut: self, since }
     }

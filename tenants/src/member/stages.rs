@@ -91,10 +91,10 @@ impl<D: Driver> Member<D> {
 
     /// What of `selection` is away and could come back as another tenant's memory, those shapes with most bytes.
     pub(super) fn shapes_to_take(&self, selection: &Selection) -> Vec<(BlockShape, u32)> {
-        if most_handed() == 0 {
+        let mut shapes: Vec<_> = self.pool.shapes_to_take(selection).into_iter().collect();
+        if shapes.is_empty() || most_handed() == 0 {
             return Vec::new();
         }
-        let mut shapes: Vec<_> = self.pool.shapes_to_take(selection).into_iter().collect();
         shapes
             .sort_by_key(|(shape, count)| Reverse(shape.size_bytes.saturating_mul(*count as u64)));
         shapes.truncate(SHAPES_MAX);

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use vmm_pool::driver::Driver;
 
+use super::turn::{AFTER_FAILURE, AFTER_FAILURE_MAX};
 use super::{Queue, SwitchOptions, gather};
 use crate::member::Member;
 use crate::turns::scene::Wish;
@@ -14,10 +15,6 @@ use crate::wire::MemberState;
 const LOOK: Duration = Duration::from_millis(20);
 /// How long it rests while it neither runs nor is paused.
 const ON_ITS_WAY: Duration = Duration::from_millis(100);
-/// How long it does nothing after it could not bring its tenant back,
-const AFTER_FAILURE: Duration = Duration::from_secs(1);
-/// twice as long after each time that follows, up to this: others were paused for it each time.
-const AFTER_FAILURE_MAX: Duration = Duration::from_mins(1);
 /// How often a process that runs looks whether it still does, beside being told.
 const REST: Duration = Duration::from_hours(1);
 

@@ -11,9 +11,9 @@ use crate::turns::scene::Wish;
 /// How often a process in its turn looks whether its tenant was paused for another.
 const LOOK: Duration = Duration::from_millis(20);
 /// How long it does nothing after it could not bring its tenant back,
-const AFTER_FAILURE: Duration = Duration::from_secs(1);
+pub(super) const AFTER_FAILURE: Duration = Duration::from_secs(1);
 /// twice as long after each time that follows, up to this: others were paused for it each time.
-const AFTER_FAILURE_MAX: Duration = Duration::from_mins(1);
+pub(super) const AFTER_FAILURE_MAX: Duration = Duration::from_mins(1);
 /// How long it waits for its tenant to have its GPUs again: as long as its turn lasts.
 const FOREVER: Duration = Duration::MAX;
 

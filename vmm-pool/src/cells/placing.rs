@@ -9,7 +9,7 @@
 //! The rest is refused, and the refusal names the switch.
 
 use std::collections::HashSet;
-use std::sync::{MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use super::{NEXT, RowCall, refused};
@@ -81,11 +81,10 @@ impl<D: Driver> Entered<'_, D, Use> {
         }
     }
 
-    fn changed(&self, change: impl FnOnce(&mut Table)) {
-        let mut slabs: MutexGuard<'_, Table> = self.pool.slabs();
-        change(&mut slabs);
-        drop(slabs);
+    fn changed<T>(&self, change: impl FnOnce(&mut Table) -> T) -> T {
+        let done = change(&mut self.pool.slabs());
         self.pool.slabs_changed.notify_all();
+        done
     }
 
     /// What the driver refuses of any allocation of `whole_bytes`, in its order.
@@ -122,7 +121,7 @@ impl<D: Driver> Entered<'_, D, Use> {
             MapPlan::Fill { row, window, mounted } => {
                 self.fill_room(cell, range, row, (window, mounted))
             }
-            MapPlan::StandAlone => self.stand_alone(cell).map(|()| Step::Again),
+            MapPlan::StandAlone => self.stand_alone(cell.handle).map(|()| Step::Again),
             MapPlan::Into { evicted } if evicted.is_empty() => self.move_cell(range, cell),
             MapPlan::Into { evicted } => self.evict(evicted),
             MapPlan::Wrong => Err(cannot(DriverCode::INVALID_VALUE, range)),
@@ -197,13 +196,8 @@ impl<D: Driver> Entered<'_, D, Use> {
         place: (u64, VaRange),
     ) -> PoolResult<Step> {
         let made = self.map(place.1, 0, row);
-        let mut outcome = None;
-        self.changed(|slabs| {
-            outcome = Some(slabs.filled(cell.handle, range, place, made.is_ok()));
-        });
-        let Some((is_mapped, ended)) = outcome else {
-            return Ok(Step::Again);
-        };
+        let (is_mapped, ended) =
+            self.changed(|slabs| slabs.filled(cell.handle, range, place, made.is_ok()));
         self.take_down(ended);
         made.map(|()| if is_mapped { Step::Done } else { Step::Again })
     }
@@ -211,26 +205,19 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// The cells become allocations of their own.
     fn evict(&self, evicted: Vec<VirtualHandle>) -> PoolResult<Step> {
         for handle in evicted {
-            let held = self.pool.slabs().held(handle);
-            if let Held::Cell(cell) = held {
-                match self.stand_alone(cell) {
-                    // It has ended meanwhile, and is in nobody's way any more.
-                    Ok(()) | Err(PoolError::StaleHandle { .. }) => {}
-                    Err(error) => return Err(error),
-                }
+            match self.stand_alone(handle) {
+                // It has ended meanwhile, and is in nobody's way any more.
+                Ok(()) | Err(PoolError::StaleHandle { .. }) => {}
+                Err(error) => return Err(error),
             }
         }
         Ok(Step::Again)
     }
 
     /// The cell becomes an allocation of its own, which its handle stands for from now on, where it can leave.
-    pub(super) fn stand_alone(&self, cell: CellAt) -> PoolResult<()> {
-        let held = self.pool.slabs().hold_still(cell.handle);
-        let Some(references) = held else {
-            return Ok(());
-        };
-        let Some(cell) = self.as_held(cell.handle) else {
-            self.let_go(cell.handle);
+    pub(super) fn stand_alone(&self, handle: VirtualHandle) -> PoolResult<()> {
+        let held = self.pool.slabs().hold_still(handle);
+        let Some((references, cell)) = held else {
             return Ok(());
         };
         let row = match self.own_row(cell) {
@@ -244,10 +231,9 @@ impl<D: Driver> Entered<'_, D, Use> {
         for _ in 1..references {
             self.pool.ledger().add_reference(row);
         }
-        let mut left = None;
-        self.changed(|slabs| {
-            left = slabs.stand_alone(cell.handle, row);
+        let left = self.changed(|slabs| {
             slabs.begin_row_call(row);
+            slabs.stand_alone(cell.handle, row)
         });
         // Until it has no more references than it should.
         let call = RowCall { pool: self.pool, row };
@@ -265,14 +251,6 @@ impl<D: Driver> Entered<'_, D, Use> {
         let living: HashSet<_> = self.pool.ledger().rows().map(Row::handle).collect();
         self.pool.slabs().forget_alone(|row| !known.contains(&row) || living.contains(&row));
         Ok(())
-    }
-
-    /// The cell as it is, which stays so while it is held still: between a look and that, another thread may have written to it, or moved it.
-    fn as_held(&self, handle: VirtualHandle) -> Option<CellAt> {
-        match self.pool.slabs().held(handle) {
-            Held::Cell(cell) => Some(cell),
-            Held::Row(_) => None,
-        }
     }
 
     /// New memory with the bytes of the cell, which is held still.
@@ -310,8 +288,7 @@ impl<D: Driver> Entered<'_, D, Use> {
 
     /// The cell is not still any more.
     fn let_go(&self, handle: VirtualHandle) {
-        let mut ended = Ended::default();
-        self.changed(|slabs| ended = slabs.let_go(handle));
+        let ended = self.changed(|slabs| slabs.let_go(handle));
         self.take_down(ended);
     }
 
@@ -333,11 +310,10 @@ impl<D: Driver> Entered<'_, D, Use> {
         };
         let device = cell.prop.location.as_device();
         let filled = self.fill(range, source.map(|source| source.start), device);
-        let mut moved = None;
-        if filled.is_ok() {
-            self.changed(|slabs| moved = slabs.move_cell(cell.handle, place, range));
-        }
-        let Some(ended) = moved else {
+        let moved = filled
+            .is_ok()
+            .then(|| self.changed(|slabs| slabs.move_cell(cell.handle, place, range)));
+        let Some(ended) = moved.flatten() else {
             self.let_go(place);
             self.let_go(cell.handle);
             return filled.map(|()| Step::Again);
@@ -386,10 +362,10 @@ impl<D: Driver> Entered<'_, D, Use> {
             }
             Some(MapPlan::Into { evicted }) => {
                 let step = self.take_in(range, row, &recipe, evicted);
-                let mut released = 0;
-                self.changed(|slabs| {
-                    released = slabs.let_row_go(row);
+                let released = self.changed(|slabs| {
+                    let released = slabs.let_row_go(row);
                     slabs.begin_row_call(row);
+                    released
                 });
                 let _call = RowCall { pool: self.pool, row };
                 // What the caller has given back is said to be done.
@@ -436,10 +412,8 @@ impl<D: Driver> Entered<'_, D, Use> {
         } else {
             self.fill(range, None, device)
         };
-        let mut is_in = false;
-        if filled.is_ok() {
-            self.changed(|slabs| is_in = slabs.take_in(row, references, place, range));
-        }
+        let is_in =
+            filled.is_ok() && self.changed(|slabs| slabs.take_in(row, references, place, range));
         if !is_in {
             self.let_go(place);
             return filled.map(|()| Step::Again);

@@ -11,6 +11,10 @@ impl<D: Driver> Pool<D> {
     pub fn who_answers(&self, address: DeviceAddress) -> Known {
         let (place, reserved, rights, is_vacant) = {
             let slabs = self.slabs();
+            if slabs.place(address) == Place::Elsewhere {
+                drop(slabs);
+                return self.who_knows(address);
+            }
             let (reserved, rights) = (slabs.spot_at(address), slabs.rights_at(address));
             (slabs.place(address), reserved, rights, slabs.is_vacant(address))
         };

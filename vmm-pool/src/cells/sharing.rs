@@ -33,7 +33,7 @@ impl<D: Driver> Entered<'_, D, Use> {
                     let _call = RowCall { pool: self.pool, row };
                     return Ok((self.export(row)?, None));
                 }
-                Some(Held::Cell(cell)) if cell.is_unplaced => self.stand_alone(cell)?,
+                Some(Held::Cell(cell)) if cell.is_unplaced => self.stand_alone(cell.handle)?,
                 Some(Held::Cell(cell)) => return Ok((self.export(cell.row)?, Some(cell.part))),
                 None => break,
             }

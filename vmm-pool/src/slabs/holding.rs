@@ -8,12 +8,12 @@ use crate::driver::{DeviceAddress, VaRange};
 // Cells.
 impl Table {
     /// Nobody can map the cell or hand it on until [`Table::let_go`], or it is elsewhere; nor does it end before that. How many references it
-    /// has, which are not going to be more; none where it cannot leave.
-    pub(crate) fn hold_still(&mut self, handle: VirtualHandle) -> Option<u32> {
+    /// has, which are not going to be more, and the cell as it is, which stays so; none where it cannot leave.
+    pub(crate) fn hold_still(&mut self, handle: VirtualHandle) -> Option<(u32, CellAt)> {
         let found = self.cell_at(handle).filter(|found| self.can_leave(*found))?;
         let cell = self.cell_mut(found.handle)?;
         cell.is_still = true;
-        Some(cell.references)
+        Some((cell.references, found))
     }
 
     /// See [`Table::hold_still`]. What nobody holds any more comes out.

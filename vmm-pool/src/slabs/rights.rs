@@ -72,17 +72,20 @@ impl Table {
 
     /// What callers have set on the cell that is mapped at `address`; `None` where none is.
     pub(crate) fn rights_at(&self, address: DeviceAddress) -> Option<Vec<AccessDesc>> {
-        let window = self.window_at(address)?;
-        let (_, item) = item_under(&window.items, address.0, |item| item.size_bytes)?;
-        item.cell?;
+        let item = self.cell_item_at(address)?;
         let rights = item.rights.iter().map(|(&location, &flags)| AccessDesc { location, flags });
         Some(rights.collect())
     }
 
+    fn cell_item_at(&self, address: DeviceAddress) -> Option<&super::Item> {
+        let window = self.window_at(address)?;
+        let (_, item) = item_under(&window.items, address.0, |item| item.size_bytes)?;
+        item.cell.is_some().then_some(item)
+    }
+
     /// The right of `place` at `address`; `None` where no cell is mapped.
     pub(crate) fn right_at(&self, address: DeviceAddress, place: Location) -> Option<i32> {
-        let rights = self.rights_at(address)?;
-        let found = rights.iter().find(|right| right.location == place);
-        Some(found.map_or(0, |right| right.flags))
+        let item = self.cell_item_at(address)?;
+        Some(item.rights.get(&place).copied().unwrap_or(0))
     }
 }

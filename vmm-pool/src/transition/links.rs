@@ -90,7 +90,7 @@ impl<D: Driver> Pool<D> {
         let mut others: Vec<_> =
             (device.0 + 1..count).chain(0..device.0).map(DeviceOrdinal).collect();
         let node = self.nodes_of(&[device]);
-        others.sort_by_key(|other| self.nodes_of(&[*other]) != node);
+        others.sort_by_cached_key(|other| self.nodes_of(&[*other]) != node);
         others
     }
 

@@ -373,7 +373,7 @@ fn the_applications_own_pause_goes_through_the_cut_too() {
 fn ranks_that_wait_for_one_that_waits_for_memory_are_given_up_for_others_and_waited_for_by_name() {
     let job = Job::new(2);
     job.launch(0);
-    let waits = job.members[1].cut().wait_for_memory();
+    let waits = job.members[1].cut().wait_for_memory_since(Instant::now());
     let mut for_another = job.coordinator(Options { passes_by_memory_waits: true, ..patient() });
     let error = for_another.pause(&mut quiet).unwrap_err();
     let [failure] = error.failures() else { panic!("{error}") };
@@ -397,6 +397,6 @@ fn ranks_that_wait_for_one_that_waits_for_memory_are_given_up_for_others_and_wai
     assert_eq!(job.states(), [MemberState::Paused; 2]);
     for_another.resume(&mut quiet).map(drop).unwrap();
     // One that waits for memory alone holds no pause up.
-    let _waits = job.members[1].cut().wait_for_memory();
+    let _waits = job.members[1].cut().wait_for_memory_since(Instant::now());
     for_another.pause(&mut quiet).map(drop).unwrap();
 }
