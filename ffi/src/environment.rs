@@ -23,6 +23,7 @@
 //! | `SUBLET_LINKS` | | 2: copies of one GPU take a neighbour's link too |
 //! | `SUBLET_LINKS_KEEP` | | 1: the context on that neighbour stays for the next time |
 //! | `SUBLET_LINKS_MIN_MIB` | | less than this is copied through one link |
+//! | `SUBLET_KERNEL_COPIES` | | 0: contents come back by copy engines alone |
 //! | `SUBLET_VERIFY_CONTENTS` | | 1: what is not saved for that is compared byte by byte |
 //! | `SUBLET_PREPARE` | | whether host memory for the next pause is brought in ahead, and how much at most |
 //! | `SUBLET_BUDGET` | | how much device memory the tenant may hold on which GPU |
@@ -249,6 +250,14 @@ fn switch(name: &str, default: bool) -> Result<bool, String> {
         Some("1") => Ok(true),
         Some(value) => Err(format!("{name} is '{value}': give 0 or 1")),
     }
+}
+
+/// May a kernel of ours copy to a GPU, where its copy engine is slow?
+///
+/// # Errors
+/// The variable is neither 0 nor 1; the text says what it is.
+pub(crate) fn may_kernels_copy() -> Result<bool, String> {
+    switch("SUBLET_KERNEL_COPIES", true)
 }
 
 /// Are NCCL's small allocations made as parts of large ones?

@@ -349,6 +349,7 @@ fn try_join() -> Result<Arc<Member>, String> {
     }
     let pieces = environment::pieces()?;
     let are_slabs_used = environment::slabs()?;
+    let may_kernels_copy = environment::may_kernels_copy()?;
     let driver = CudaDriver::from_symbols(&|name| driver::symbol(name))
         .map_err(|error| error.to_string())?;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -392,6 +393,9 @@ fn try_join() -> Result<Arc<Member>, String> {
     member.pool().use_slabs(are_slabs_used);
     if let Some(links) = links {
         member.pool().use_links(links);
+    }
+    if !may_kernels_copy {
+        member.pool().use_kernels(None);
     }
     if nccl_fails {
         member.cut().fail_while_away();

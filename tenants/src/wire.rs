@@ -29,7 +29,7 @@ use crate::turns::{Class, Weight};
 pub const HANDED_MAX: usize = 64;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 17;
+pub const PROTOCOL_VERSION: u16 = 18;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -258,6 +258,9 @@ pub struct PhaseReport {
     pub notes: Vec<String>,
     /// Of contents copied in [`Phase::Save`] and [`Phase::Restore`]: what took a neighbouring GPU's link.
     pub bytes_by_neighbour: u64,
+    /// Of contents copied in [`Phase::Restore`] and [`Phase::RestoreStage`]: what a kernel of ours copied, in place of the GPU's
+    /// copy engine.
+    pub bytes_by_kernel: u64,
     /// Of [`Phase::Save`]: what became of the contents that are kept.
     pub kept: Option<KeptBytes>,
     /// Of [`Phase::Drain`]: the host memory that saving will take.
@@ -291,6 +294,7 @@ impl PhaseReport {
         }
         self.notes.extend(next.notes);
         self.bytes_by_neighbour = self.bytes_by_neighbour.saturating_add(next.bytes_by_neighbour);
+        self.bytes_by_kernel = self.bytes_by_kernel.saturating_add(next.bytes_by_kernel);
         self.kept = match (self.kept, next.kept) {
             (Some(one), Some(more)) => Some(one.plus(more)),
             (one, more) => one.or(more),

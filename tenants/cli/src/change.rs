@@ -596,7 +596,7 @@ fn render(report: &Report, look: fn() -> Gpus, output: &mut Output) {
     }
     for phase in &report.phases {
         let members = phase.members.iter().map(|member| &member.report);
-        for line in members.filter_map(units::by_neighbour) {
+        for line in members.filter_map(units::by_others) {
             output.line(line);
         }
     }

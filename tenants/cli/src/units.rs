@@ -55,15 +55,16 @@ pub(crate) fn kept(kept: KeptBytes) -> String {
     )
 }
 
-/// How copies took two links, where they did, such as "12 GiB copied, 6 GiB of it by a neighbouring GPU's link".
-pub(crate) fn by_neighbour(report: &PhaseReport) -> Option<String> {
-    (report.bytes_by_neighbour > 0).then(|| {
-        format!(
-            "{} copied, {} of it by a neighbouring GPU's link",
-            bytes(report.bytes),
-            bytes(report.bytes_by_neighbour)
-        )
-    })
+/// How copies were made, where not by the GPU's own link and engine alone, such as "12 GiB copied, 6 GiB of it by a neighbouring
+/// GPU's link".
+pub(crate) fn by_others(report: &PhaseReport) -> Option<String> {
+    let ways = [
+        (report.bytes_by_neighbour, "by a neighbouring GPU's link"),
+        (report.bytes_by_kernel, "by a kernel, for the copy engine was slow"),
+    ];
+    let ways = ways.into_iter().filter(|(count, _)| *count > 0);
+    let ways: Vec<_> = ways.map(|(count, way)| format!("{} of it {way}", bytes(count))).collect();
+    (!ways.is_empty()).then(|| format!("{} copied, {}", bytes(report.bytes), ways.join(", ")))
 }
 
 #[cfg(test)]

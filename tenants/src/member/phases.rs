@@ -507,6 +507,10 @@ impl<D: Driver> Member<D> {
             Err(other) => other.into_returning().map_err(|other| self.out_of_turn(*other))?,
         };
         self.look_at_neighbours();
+        // Nothing begins one behind the gate.
+        if self.captures() == 0 {
+            returning.ask_devices();
+        }
         let restored = returning.restore_own(free_descriptors() / 4);
         self.set_progress(Progress::Returning(returning));
         Ok(report(restored.map_err(|error| pool_failure(&error))?))
@@ -689,6 +693,7 @@ pub(super) fn report(log: StepLog) -> PhaseReport {
         bytes: log.bytes,
         steps: log.steps.into_iter().map(|step| (step.name.to_owned(), step.elapsed_us)).collect(),
         bytes_by_neighbour: log.neighbour_bytes,
+        bytes_by_kernel: log.kernel_bytes,
         kept: log.kept,
         notes: log.notes,
         ..PhaseReport::default()

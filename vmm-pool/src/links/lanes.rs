@@ -1,23 +1,30 @@
-//! The two threads that carry parcels, for as long as a step lasts.
+//! The threads that carry parcels, for as long as a step lasts: one for the device's own link, one for a neighbour's.
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
 use std::collections::VecDeque;
+use std::time::Instant;
 
-use super::Route;
-use super::haul::{Carrier, Haul, Next, Parcel, Way};
+use super::Lanes;
+use super::haul::{Carrier, Haul, Next, Parcel, Piece, Way};
+use super::pace::{By, Pace};
 use super::relay::{self, Refusal};
 use crate::copies::CopyStreams;
 use crate::deferred::Deferred;
-use crate::driver::{DeviceOrdinal, Driver, RawStream};
+use crate::driver::{Driver, DriverResult, RawStream, WORD_BYTES};
 use crate::error::{Describe, PoolResult};
 
 /// Parcels on their way through the device's own link at once.
 const DIRECT_AT_ONCE: usize = 2;
 
-/// What came of copies through two links.
+/// Smaller pieces are for the engine: to start a kernel takes as long as copying them.
+const KERNEL_PIECE_BYTES_MIN: u64 = 256 << 10;
+
+/// What came of copies that lanes made.
 #[derive(Debug, Default)]
 pub(crate) struct Hauled {
+    /// Bytes that a kernel copied.
+    pub(crate) kernel_bytes: u64,
     /// Bytes that took the neighbour's link.
     pub(crate) neighbour_bytes: u64,
     /// Driver calls of both lanes.
@@ -28,7 +35,7 @@ pub(crate) struct Hauled {
     pub(crate) context_stays: bool,
 }
 
-/// Has `work` add copies to a haul that two lanes carry, and returns when all of them are done, or none is under way.
+/// Has `work` add copies to a haul that `lanes` carry, and returns when all of them are done, or none is under way.
 /// Where the system gives no threads, `work` is told that there is no haul, and makes its copies itself.
 ///
 /// # Safety
@@ -40,7 +47,7 @@ pub(crate) struct Hauled {
 /// waited for ([`Deferred::is_settled`]).
 pub(crate) unsafe fn carry<D: Driver>(
     deferred: &Deferred<D>,
-    route: &Route,
+    lanes: &Lanes,
     way: Way,
     work: impl FnOnce(Option<&Haul>) -> PoolResult<()>,
 ) -> (PoolResult<()>, Hauled) {
@@ -49,8 +56,12 @@ pub(crate) unsafe fn carry<D: Driver>(
         let thread = |name: &str| std::thread::Builder::new().name(name.to_owned());
         let direct = thread("sublet-link").spawn_scoped(scope, || {
             let _ends = Ends(&haul);
-            if let Err(error) = Direct::run(deferred, route.device, way, &haul) {
-                haul.fail(error);
+            match Direct::run(deferred, lanes, way, &haul) {
+                Ok(kernel_bytes) => kernel_bytes,
+                Err(error) => {
+                    haul.fail(error);
+                    0
+                }
             }
         });
         let direct = match direct {
@@ -60,37 +71,48 @@ pub(crate) unsafe fn carry<D: Driver>(
                 return (work(None), None);
             }
         };
-        let relay = thread("sublet-neighbour").spawn_scoped(scope, || {
-            let _ends = Ends(&haul);
-            relay::run(deferred, route, way, &haul)
+        let relay = lanes.neighbour.as_ref().and_then(|route| {
+            let haul = &haul;
+            let relay = thread("sublet-neighbour").spawn_scoped(scope, move || {
+                let _ends = Ends(haul);
+                relay::run(deferred, route, way, haul)
+            });
+            match relay {
+                Ok(relay) => Some((relay, route)),
+                Err(error) => {
+                    tracing::warn!(%error, "no thread to copy with: one link is used");
+                    None
+                }
+            }
         });
-        if let Err(error) = &relay {
-            tracing::warn!(%error, "no thread to copy with: one link is used");
-        }
         let _ends = Ends(&haul);
         let outcome = work(Some(&haul));
         match &outcome {
             Ok(()) => haul.close(),
             Err(_) => haul.call_off(),
         }
-        if direct.join().is_err() {
-            deferred.leave_unsettled(route.device);
-        }
-        let ended = relay.ok().map(|relay| {
+        let kernel_bytes = direct.join().unwrap_or_else(|_panic| {
+            deferred.leave_unsettled(lanes.device);
+            0
+        });
+        let ended = relay.map(|(relay, route)| {
             relay.join().unwrap_or_else(|_panic| {
                 // What it has left nobody knows.
-                deferred.leave_unsettled(route.device);
+                deferred.leave_unsettled(lanes.device);
                 deferred.leave_late(route.neighbour);
                 relay::Ended { refusal: None, context_stays: true }
             })
         });
-        (outcome, Some(ended))
+        (outcome, Some((kernel_bytes, ended)))
     });
-    let Some(relayed) = relayed else { return (outcome, Hauled::default()) };
+    let Some((kernel_bytes, relayed)) = relayed else { return (outcome, Hauled::default()) };
     let (carried, [_, neighbour_bytes], driver_calls) = haul.into_outcome();
     let (refusal, context_stays) =
         relayed.map_or((None, false), |end| (end.refusal, end.context_stays));
-    (outcome.and(carried), Hauled { neighbour_bytes, driver_calls, refusal, context_stays })
+    (
+        outcome.and(carried),
+        Hauled { kernel_bytes, neighbour_bytes, driver_calls, refusal, context_stays },
+    )
 }
 
 /// Sees that nobody waits for a lane that has panicked.
@@ -143,26 +165,80 @@ struct Direct<'a, D: Driver> {
     way: Way,
     haul: &'a Haul,
     streams: CopyStreams<'a, D>,
-    flying: VecDeque<(RawStream, Parcel)>,
+    /// Where a kernel may copy.
+    pace: Option<Pace>,
+    kernel_bytes: u64,
+    flying: VecDeque<Flying>,
+    /// When the last one that is done was.
+    last_done: Option<Instant>,
+}
+
+/// A parcel on its way.
+struct Flying {
+    stream: RawStream,
+    parcel: Parcel,
+    by: By,
+    began: Instant,
 }
 
 impl<'a, D: Driver> Direct<'a, D> {
-    fn run(
-        deferred: &'a Deferred<D>,
-        device: DeviceOrdinal,
-        way: Way,
-        haul: &'a Haul,
-    ) -> PoolResult<()> {
-        let streams = CopyStreams::open(deferred, device)?;
+    /// How much a kernel has copied.
+    fn run(deferred: &'a Deferred<D>, lanes: &Lanes, way: Way, haul: &'a Haul) -> PoolResult<u64> {
+        let streams = CopyStreams::open(deferred, lanes.device)?;
         let driver = deferred.driver();
-        let mut lane = Self { driver, way, haul, streams, flying: VecDeque::new() };
+        let pace = (lanes.by_kernel && way == Way::In).then(Pace::new);
+        let (flying, last_done) = (VecDeque::new(), None);
+        let mut lane =
+            Self { driver, way, haul, streams, pace, kernel_bytes: 0, flying, last_done };
         let carried = lane.carry_all();
         let finished = lane.streams.finish_all();
         if finished.is_err() && lane.streams.finish_all().is_err() {
-            deferred.leave_unsettled(device);
+            deferred.leave_unsettled(lanes.device);
         }
-        carried.and(finished)
+        carried.and(finished).map(|()| lane.kernel_bytes)
     }
+
+    /// What is to copy this one.
+    fn by(&self, parcel: &Parcel) -> By {
+        match &self.pace {
+            Some(pace) if parcel.pieces.iter().all(is_for_kernels) => pace.next(),
+            Some(_) | None => By::Engine,
+        }
+    }
+
+    /// Has a kernel copy all of them. False where the driver refuses that, for now and later; what it has begun is waited for as
+    /// any copy, and made again.
+    fn begin_by_kernel(&mut self, parcel: &Parcel, stream: RawStream) -> bool {
+        let device = self.streams.device();
+        let begun = parcel.pieces.iter().try_for_each(|piece| {
+            // SAFETY: as who added it vouches, that nothing else keeps the device busy too; the stream is waited for before
+            // this lane ends, or left unsettled.
+            unsafe {
+                self.driver.copy_to_device_by_kernel(device, piece.device, piece.host(), stream)
+            }
+        });
+        let Err(error) = begun else { return true };
+        tracing::warn!(%error, device = device.0, "no kernel copies to it");
+        if let Some(pace) = &mut self.pace {
+            pace.refuse_kernel();
+        }
+        false
+    }
+
+    fn begin_by_engine(&self, piece: &Piece, stream: RawStream) -> DriverResult<()> {
+        match self.way {
+            // SAFETY: as who added it vouches; the stream is waited for before this lane ends, or left unsettled.
+            Way::Out => unsafe { self.driver.copy_to_host(piece.host(), piece.device, stream) },
+            // SAFETY: as above.
+            Way::In => unsafe { self.driver.copy_to_device(piece.device, piece.host(), stream) },
+        }
+    }
+}
+
+fn is_for_kernels(piece: &Piece) -> bool {
+    let host = piece.host().as_ptr().addr() as u64;
+    let places = host | piece.device.start.0 | piece.device.size_bytes;
+    piece.device.size_bytes >= KERNEL_PIECE_BYTES_MIN && places.is_multiple_of(WORD_BYTES)
 }
 
 impl<D: Driver> Lane for Direct<'_, D> {
@@ -181,31 +257,39 @@ impl<D: Driver> Lane for Direct<'_, D> {
     fn begin(&mut self, parcel: Parcel) -> PoolResult<()> {
         let stream = self.streams.take()?;
         self.haul.called(parcel.pieces.len() as u64);
-        for piece in &parcel.pieces {
-            let begun = match self.way {
-                // SAFETY: as who added it vouches; the stream is waited for before this lane ends, or left unsettled.
-                Way::Out => unsafe { self.driver.copy_to_host(piece.host(), piece.device, stream) },
-                // SAFETY: as above.
-                Way::In => unsafe {
-                    self.driver.copy_to_device(piece.device, piece.host(), stream)
-                },
-            };
+        let (mut by, began) = (self.by(&parcel), Instant::now());
+        if by == By::Kernel && !self.begin_by_kernel(&parcel, stream) {
+            by = By::Engine;
+        }
+        for piece in parcel.pieces.iter().filter(|_| by == By::Engine) {
             let what = match self.way {
                 Way::Out => "saving",
                 Way::In => "restoring",
             };
             let (start, device) = (piece.device.start, self.streams.device());
+            let begun = self.begin_by_engine(piece, stream);
             begun.about(|| format!("{what} of {start}"), piece.device.size_bytes, Some(device))?;
         }
-        self.flying.push_back((stream, parcel));
+        self.flying.push_back(Flying { stream, parcel, by, began });
         Ok(())
     }
 
     fn finish_oldest(&mut self) -> PoolResult<()> {
-        if let Some((stream, parcel)) = self.flying.pop_front() {
-            self.streams.finish(stream)?;
-            self.haul.done(&parcel, Carrier::Direct);
+        let Some(Flying { stream, parcel, by, began }) = self.flying.pop_front() else {
+            return Ok(());
+        };
+        self.streams.finish(stream)?;
+        self.haul.done(&parcel, Carrier::Direct);
+        let now = Instant::now();
+        let since = self.last_done.map_or(began, |last| last.max(began));
+        if let Some(pace) = &mut self.pace {
+            let elapsed_ns = u64::try_from((now - since).as_nanos()).unwrap_or(u64::MAX);
+            pace.copied(by, parcel.bytes, elapsed_ns);
         }
+        if by == By::Kernel {
+            self.kernel_bytes += parcel.bytes;
+        }
+        self.last_done = Some(now);
         Ok(())
     }
 }

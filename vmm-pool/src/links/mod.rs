@@ -1,5 +1,6 @@
-//! Copies between one device and the host through two links: its own, and that of a neighbour, which pieces pass on their
-//! way.
+//! Copies between one device and the host that lanes make: through the device's own link, where its copy engine or a
+//! kernel of ours makes them, whichever is faster just then ([`pace`]), and through that of a neighbour, which pieces
+//! pass on their way.
 //!
 //! ```text
 //!   direct lane    device -------------------- host
@@ -11,6 +12,7 @@
 
 mod haul;
 mod lanes;
+mod pace;
 mod relay;
 
 pub(crate) use haul::{Haul, Parcels, Way};
@@ -45,6 +47,31 @@ impl Default for Links {
             shares_link: |_, _| false,
         }
     }
+}
+
+/// When a kernel of ours copies to a device, in place of its copy engine.
+#[derive(Clone, Copy, Debug)]
+pub struct KernelCopies {
+    /// Less than this, in bytes, is for the engine: it takes some of it to find out what is faster.
+    pub least_bytes: u64,
+    /// What is copied at once, in bytes.
+    pub parcel_bytes: u64,
+}
+
+impl Default for KernelCopies {
+    fn default() -> Self {
+        Self { least_bytes: 512 << 20, parcel_bytes: 32 << 20 }
+    }
+}
+
+/// Who copies between one device and the host.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Lanes {
+    pub(crate) device: DeviceOrdinal,
+    pub(crate) parcel_bytes: u64,
+    /// May a kernel copy to the device, where that is faster?
+    pub(crate) by_kernel: bool,
+    pub(crate) neighbour: Option<Route>,
 }
 
 /// What copies of `device` pass through.

@@ -1,11 +1,11 @@
-//! Whether copies take two links, and what is known for that.
+//! Whether copies take two links, whether kernels copy, and what is known for that.
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::Pool;
 use crate::driver::{DeviceOrdinal, Driver};
-use crate::links::Links;
+use crate::links::{KernelCopies, Links};
 use crate::store::Pins;
 
 /// See the head of this module. Its lock is a leaf.
@@ -14,9 +14,10 @@ pub(crate) struct LinkPolicy {
     state: Mutex<State>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
     links: Option<Links>,
+    kernels: Option<KernelCopies>,
     /// Devices that other processes have memory on, by name; none when nobody knows.
     held_elsewhere: Option<BTreeSet<String>>,
     /// Devices whose driver calls were refused in a way that will not change.
@@ -27,6 +28,19 @@ struct State {
     told: BTreeSet<String>,
 }
 
+impl Default for State {
+    fn default() -> Self {
+        Self {
+            links: None,
+            kernels: Some(KernelCopies::default()),
+            held_elsewhere: None,
+            refused: BTreeSet::new(),
+            kept: None,
+            told: BTreeSet::new(),
+        }
+    }
+}
+
 impl LinkPolicy {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -34,6 +48,10 @@ impl LinkPolicy {
 
     pub(crate) fn links(&self) -> Option<Links> {
         self.state().links
+    }
+
+    pub(crate) fn kernels(&self) -> Option<KernelCopies> {
+        self.state().kernels
     }
 
     /// Has another process memory on the device of this name? It may, where that is not known.
@@ -73,7 +91,12 @@ impl<D: Driver> Pool<D> {
         state.refused.clear();
     }
 
-    /// Was that said?
+    /// When kernels of ours copy to a device that has one, from the next resume on; `None` leaves all copies to its engines.
+    pub fn use_kernels(&self, kernels: Option<KernelCopies>) {
+        self.links.state().kernels = kernels;
+    }
+
+    /// Are copies to take a neighbour's link?
     pub fn uses_links(&self) -> bool {
         self.links.links().is_some()
     }

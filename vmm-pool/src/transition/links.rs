@@ -1,24 +1,43 @@
-//! Which neighbour's link copies of a step take, beside their device's own.
+//! Who makes the copies of a step: a neighbour's link, beside their device's own, and a kernel, in place of its engine.
 
 #![expect(unsafe_code, reason = "has copies made")]
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use super::still::Still;
 use crate::driver::{DeviceOrdinal, Driver, PeerAttribute};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
-use crate::links::{Haul, Hauled, Refusal, Route, Way, carry};
+use crate::links::{Haul, Hauled, Lanes, Refusal, Route, Way, carry};
 use crate::pool::Pool;
+use crate::waits::{Answer, Waited};
 
-/// How many links a step may use.
+/// What copies of a step may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Through {
-    /// Each device its own.
+    /// The copy engine of each device: another tenant's copies go the other way beside them, which a kernel would slow down.
+    Engine,
+    /// Each device's own link.
     OneLink,
     /// Another device's too, where that was asked for and there is one.
     TwoLinks,
 }
+
+/// What is known of the application's own work on a device that copies go to. A kernel of its own that waits for what comes
+/// after a resume would keep one of ours waiting, and the resume with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Quiet {
+    /// There is none, and nothing can begin any.
+    Known,
+    /// Nothing can begin any, and the device may be asked.
+    Asked,
+    /// There may be some.
+    Unknown,
+}
+
+/// How long it may take to find that the application has left nothing on a device that would keep a kernel of ours waiting.
+const IDLE_WITHIN: Duration = Duration::from_millis(5);
 
 impl<D: Driver> Still<'_, D> {
     /// Has `work` make copies of one device, by the haul that it is given or by itself where it is given none. `bytes` says
@@ -31,28 +50,72 @@ impl<D: Driver> Still<'_, D> {
         log: &mut StepLog,
         through: Through,
         way: Way,
+        quiet: Quiet,
         bytes: &BTreeMap<DeviceOrdinal, u64>,
         work: impl FnOnce(&mut StepLog, Option<(&Haul, u64)>) -> PoolResult<()>,
     ) -> PoolResult<()> {
-        let route = match through {
-            Through::OneLink => None,
-            Through::TwoLinks => self.pool.route(log, bytes),
+        let Some(lanes) = self.pool.lanes(log, through, way, quiet, bytes) else {
+            return work(log, None);
         };
-        let Some(route) = route else { return work(log, None) };
-        let added = |haul: Option<&Haul>| work(log, haul.map(|haul| (haul, route.parcel_bytes)));
+        let added = |haul: Option<&Haul>| work(log, haul.map(|haul| (haul, lanes.parcel_bytes)));
         // SAFETY: as the caller vouches.
-        let (outcome, hauled) = unsafe { carry(&self.pool.deferred, &route, way, added) };
-        self.pool.note_hauled(log, &route, hauled);
+        let (outcome, hauled) = unsafe { carry(&self.pool.deferred, &lanes, way, added) };
+        self.pool.note_hauled(log, &lanes, hauled);
         outcome
     }
 }
 
 impl<D: Driver> Pool<D> {
-    /// The way that copies take, where two links are to be used and there is a second one. Why there is none is noted, once.
-    fn route(&self, log: &mut StepLog, bytes: &BTreeMap<DeviceOrdinal, u64>) -> Option<Route> {
-        let links = self.links.links()?;
+    /// Who makes copies of one device, where that is not its engine alone.
+    fn lanes(
+        &self,
+        log: &mut StepLog,
+        through: Through,
+        way: Way,
+        quiet: Quiet,
+        bytes: &BTreeMap<DeviceOrdinal, u64>,
+    ) -> Option<Lanes> {
         let mut copied = bytes.iter().filter(|(_, bytes)| **bytes > 0);
         let (Some((&device, &bytes)), None) = (copied.next(), copied.next()) else { return None };
+        let neighbour = match through {
+            Through::Engine => return None,
+            Through::OneLink => None,
+            Through::TwoLinks => self.route(log, device, bytes),
+        };
+        let kernels = self.links.kernels().filter(|kernels| {
+            way == Way::In && bytes >= kernels.least_bytes && self.is_quiet(device, quiet)
+        });
+        let parcel_bytes = match (neighbour, kernels) {
+            (Some(route), _) => route.parcel_bytes,
+            (None, Some(kernels)) => kernels.parcel_bytes,
+            (None, None) => return None,
+        };
+        Some(Lanes { device, parcel_bytes, by_kernel: kernels.is_some(), neighbour })
+    }
+
+    /// Has the application no work left on `device`?
+    fn is_quiet(&self, device: DeviceOrdinal, quiet: Quiet) -> bool {
+        match quiet {
+            Quiet::Known => return true,
+            Quiet::Unknown => return false,
+            Quiet::Asked => {}
+        }
+        let Ok(question) = self.waits.ask(vec![Waited::Device(device)]) else { return false };
+        let until = Instant::now() + IDLE_WITHIN;
+        loop {
+            match self.waits.look(&question) {
+                Answer::Idle => return true,
+                Answer::Failed(..) => return false,
+                Answer::Busy(_) => {}
+            }
+            let Some(left) = until.checked_duration_since(Instant::now()) else { return false };
+            let _looks_again = self.waits.ended().recv_timeout(left);
+        }
+    }
+
+    /// The way that copies take, where two links are to be used and there is a second one. Why there is none is noted, once.
+    fn route(&self, log: &mut StepLog, device: DeviceOrdinal, bytes: u64) -> Option<Route> {
+        let links = self.links.links()?;
         if bytes < links.least_bytes {
             return None;
         }
@@ -141,11 +204,12 @@ impl<D: Driver> Pool<D> {
         }
     }
 
-    fn note_hauled(&self, log: &mut StepLog, route: &Route, hauled: Hauled) {
-        let Hauled { neighbour_bytes, driver_calls, refusal, context_stays } = hauled;
-        let Route { device, neighbour, .. } = *route;
+    fn note_hauled(&self, log: &mut StepLog, lanes: &Lanes, hauled: Hauled) {
+        let Hauled { kernel_bytes, neighbour_bytes, driver_calls, refusal, context_stays } = hauled;
+        log.kernel_bytes += kernel_bytes;
         log.neighbour_bytes += neighbour_bytes;
         log.driver_calls += driver_calls;
+        let Some(Route { device, neighbour, .. }) = lanes.neighbour else { return };
         self.links.set_kept(context_stays.then_some(neighbour));
         let Some(refusal) = refusal else { return };
         if !refusal.is_transient() {

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 
 use super::file::Filed;
-use super::links::Through;
+use super::links::{Quiet, Through};
 use super::still::Still;
 use crate::budget::Charge;
 use crate::copies::CopyStreams;
@@ -67,7 +67,7 @@ type OwnRows = Vec<(VirtualHandle, Option<DeviceOrdinal>)>;
 /// A resume waits for all that lanes copy at once.
 const GROUP: u64 = 0;
 
-/// Copies that are put together for two lanes.
+/// Copies that are put together for lanes.
 struct Hauling<'h> {
     haul: &'h Haul,
     parcels: Parcels,
@@ -210,7 +210,7 @@ impl<D: Driver> Still<'_, D> {
         &self,
         selection: &Selection,
         exports_max: usize,
-        through: Through,
+        (through, quiet): (Through, Quiet),
     ) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         let mut arena = self.pool.arena();
@@ -220,7 +220,7 @@ impl<D: Driver> Still<'_, D> {
         // SAFETY: what is mapped here stays so until the lanes have ended, and no application work runs before the gate
         // opens; nobody else has the arena, which keeps its chunks meanwhile.
         let outcome = unsafe {
-            self.with_links(&mut log, through, Way::In, &bytes, |log, haul| {
+            self.with_links(&mut log, through, Way::In, quiet, &bytes, |log, haul| {
                 let mut hauling = haul.map(|(haul, parcel_bytes)| Hauling::new(haul, parcel_bytes));
                 log.timed("map and queue copies", |log| {
                     for &(row, device) in &own {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::links::Through;
+use super::links::{Quiet, Through};
 use super::quiesced::{Done, Failed, Shut};
 use super::restore::{ImportRequest, Room};
 use super::still::Still;
@@ -23,6 +23,8 @@ use crate::pool::{Borrowed, Pool};
 pub struct Returning<D: Driver> {
     pub(super) shut: Shut<D>,
     pub(super) selection: Selection,
+    /// See [`Returning::ask_devices`].
+    pub(super) may_ask: bool,
 }
 
 /// All of it is back, and the process can run. Dropping it is going back.
@@ -50,7 +52,7 @@ impl<D: Driver> Shut<D> {
         match Still::not_touched_yet(&self).create_own(&selection, Room::of(&selection)) {
             Ok(log) => {
                 self.begin_resume(selection.clone());
-                Ok((Returning { shut: self, selection }, log))
+                Ok((Returning { shut: self, selection, may_ask: false }, log))
             }
             Err(error) => Err(Failed::new(self.end_as_before(), error)),
         }
@@ -60,6 +62,23 @@ impl<D: Driver> Shut<D> {
 impl<D: Driver> Returning<D> {
     pub(super) fn still(&self) -> Still<'_, D> {
         Still::not_touched_yet(&self.shut)
+    }
+
+    /// No stream is being captured: devices may be asked whether the application has left work on them, which a process that
+    /// ran while this memory was away may have. Where it has not, kernels copy too ([`crate::KernelCopies`]).
+    pub fn ask_devices(&mut self) {
+        self.may_ask = true;
+    }
+
+    pub(super) fn quiet(&self) -> Quiet {
+        match &self.selection {
+            Selection::SetAside(..) if self.may_ask => Quiet::Asked,
+            Selection::SetAside(..) => Quiet::Unknown,
+            Selection::Whole
+            | Selection::Tagged(..)
+            | Selection::Staged(_)
+            | Selection::Part(_) => Quiet::Known,
+        }
     }
 
     /// The memory that it is about.
@@ -84,7 +103,7 @@ impl<D: Driver> Returning<D> {
     /// `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` behind each, and behind the last of them for
     /// what comes from the file; then `cuMemExportToShareableHandle`, `cuStreamSynchronize`.
     pub fn restore_own(&mut self, exports_max: usize) -> PoolResult<StepLog> {
-        self.still().restore_own(&self.selection, exports_max, Through::TwoLinks)
+        self.still().restore_own(&self.selection, exports_max, (Through::TwoLinks, self.quiet()))
     }
 
     /// What must be fetched from whom, by owner, in the ledger's order.

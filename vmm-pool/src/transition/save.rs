@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
 
 use super::file::Filed;
-use super::links::Through;
+use super::links::{Quiet, Through};
 use super::still::Still;
 use crate::VirtualHandle;
 use crate::copies::CopyStreams;
@@ -246,7 +246,7 @@ impl<D: Driver> Still<'_, D> {
         // SAFETY: sources stay mapped until their group is retired, after all of it is copied, and what has failed is
         // unmapped when copies have been seen to end; nobody else has the arena, which keeps its chunks meanwhile.
         unsafe {
-            self.with_links(log, through, Way::Out, &bytes, |log, haul| match haul {
+            self.with_links(log, through, Way::Out, Quiet::Known, &bytes, |log, haul| match haul {
                 Some(haul) => self.haul_groups(log, selection, arena, plan, haul),
                 None => self.copy_groups(log, selection, arena, streams, plan),
             })

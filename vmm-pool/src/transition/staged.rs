@@ -231,7 +231,7 @@ impl<D: Driver> Departing<D> {
         let part = Selection::Part(all);
         let survey = self.leaving.quiesced.seen();
         // Which copies stay was settled when host memory was taken.
-        let saved = still.save(&part, survey, Copies::All, self.space, Through::OneLink);
+        let saved = still.save(&part, survey, Copies::All, self.space, Through::Engine);
         if saved.is_err() {
             // As much as was agreed on.
             self.space = Space::Take(HostBudget(None));
@@ -370,7 +370,10 @@ impl<D: Driver> Shut<D> {
     pub fn arrive(mut self, selection: Selection) -> Arriving<D> {
         self.pool().freeze();
         self.begin_resume(selection.clone());
-        Arriving { returning: Returning { shut: self, selection }, back: HashSet::new() }
+        Arriving {
+            returning: Returning { shut: self, selection, may_ask: false },
+            back: HashSet::new(),
+        }
     }
 }
 
@@ -463,15 +466,22 @@ impl<D: Driver> Arriving<D> {
             *bytes.entry(shape.device).or_insert(0) += shape.size_bytes * *count as u64;
         }
         let part = self.pick(allowed);
+        let is_rest;
         {
             let ledger = self.pool().ledger();
+            // What comes last has the link to itself, or soon: the others have next to nothing left to copy out.
+            is_rest = ledger
+                .rows()
+                .filter(|row| self.is_missing(row))
+                .all(|row| part.contains(&row.handle()) || !is_copied(row));
             for (device, created) in own_bytes_of(&ledger, &part, |row| !row.is_resident()) {
                 *bytes.entry(device).or_insert(0) += created;
             }
         }
         let part = Selection::Part(part);
         log.add(still.create_own(&part, Room::of(selection))?);
-        let mut restored = still.restore_own(&part, 0, Through::OneLink)?;
+        let through = if is_rest { Through::OneLink } else { Through::Engine };
+        let mut restored = still.restore_own(&part, 0, (through, self.returning.quiet()))?;
         let copied_bytes = std::mem::take(&mut restored.bytes);
         log.add(restored);
         if let Selection::Part(part) = part {
@@ -480,14 +490,15 @@ impl<D: Driver> Arriving<D> {
         Ok(Moved { log, bytes, copied_bytes, taken })
     }
 
+    fn is_missing(&self, row: &Row) -> bool {
+        row.is_own() && self.returning.selection().has(row) && !self.back.contains(&row.handle())
+    }
+
     /// What the next stage is about.
     fn pick(&self, allowed: impl Fn(DeviceOrdinal) -> u64) -> HashSet<VirtualHandle> {
         let ledger = self.pool().ledger();
-        let selection = self.returning.selection();
-        let is_missing =
-            |row: &&Row| row.is_own() && selection.has(row) && !self.back.contains(&row.handle());
-        let (first, then): (Vec<&Row>, Vec<&Row>) =
-            ledger.rows().filter(is_missing).partition(|row| is_copied(row));
+        let missing = ledger.rows().filter(|row| self.is_missing(row));
+        let (first, then): (Vec<&Row>, Vec<&Row>) = missing.partition(|row| is_copied(row));
         let mut taken = ByDevice::new();
         let mut part = HashSet::new();
         for row in first.into_iter().chain(then) {

@@ -15,6 +15,7 @@ mod faults;
 mod files;
 mod handover;
 mod host_memory;
+mod kernels;
 mod leases;
 mod links;
 mod model;

@@ -13,7 +13,7 @@ use crate::stage::{
 
 const RW: fn(vmm_pool::driver::DeviceOrdinal) -> AccessDesc = AccessDesc::read_write;
 
-fn tagged(tag: &str, contents: Contents) -> Class {
+pub(crate) fn tagged(tag: &str, contents: Contents) -> Class {
     Class { library: "test", tag: tag.to_owned(), contents, ..Class::default() }
 }
 
@@ -46,7 +46,12 @@ fn resume_selected(pool: &SimPool, selection: &Selection) {
 }
 
 pub(crate) fn resume_tags(pool: &SimPool, tags: &[&str]) {
-    resume_selected(pool, &Selection::SetAside(names(tags), Whose::Everybody));
+    resume_selected(pool, &selected(tags));
+}
+
+/// What is set aside of these tags.
+pub(crate) fn selected(tags: &[&str]) -> Selection {
+    Selection::SetAside(names(tags), Whose::Everybody)
 }
 
 #[test]

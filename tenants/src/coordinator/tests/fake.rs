@@ -444,6 +444,7 @@ impl Agent {
             devices: vec![DeviceDelta { bytes, ..self.needed() }; usize::from(bytes > 0)],
             notes: Vec::new(),
             bytes_by_neighbour: 0,
+            bytes_by_kernel: 0,
             kept: None,
             host: self.script.host.clone().filter(|_| phase == Phase::Drain),
             references: None,

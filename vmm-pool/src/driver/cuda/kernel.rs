@@ -7,8 +7,13 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::{DEVICES_MAX, LoadError, RealSymbol, check, driver_table};
-use crate::driver::fingerprint::{KERNEL, KERNEL_NAME, KERNEL_THREADS, PieceSlot};
-use crate::driver::{DeviceOrdinal, DriverCode, DriverError, DriverOp, DriverResult, RawStream};
+use crate::driver::fingerprint::{
+    COPY_BLOCKS, COPY_NAME, COPY_THREADS, KERNEL, KERNEL_NAME, KERNEL_THREADS, PieceSlot,
+    WORD_BYTES,
+};
+use crate::driver::{
+    DeviceOrdinal, DriverCode, DriverError, DriverOp, DriverResult, RawStream, VaRange,
+};
 
 driver_table! {
     Calls;
@@ -30,12 +35,20 @@ driver_table! {
     );
 }
 
+/// One of ours.
+#[derive(Clone, Copy)]
+enum Kernel {
+    Fingerprint,
+    Copy,
+}
+
 /// The kernels of all devices.
 pub(super) struct Kernels {
     /// None where the driver has not all that it takes.
     calls: Option<Calls>,
-    /// The fingerprint kernel of each device; null where it is not loaded.
+    /// The two of each device; null where they are not loaded.
     fingerprints: [AtomicPtr<c_void>; DEVICES_MAX],
+    copies: [AtomicPtr<c_void>; DEVICES_MAX],
 }
 
 impl Kernels {
@@ -43,24 +56,34 @@ impl Kernels {
         Self {
             calls: Calls::look_up(find).ok(),
             fingerprints: [const { AtomicPtr::new(std::ptr::null_mut()) }; DEVICES_MAX],
+            copies: [const { AtomicPtr::new(std::ptr::null_mut()) }; DEVICES_MAX],
         }
     }
 
     /// The primary context of `device` has ended, or may, and what was loaded there with it.
     pub(super) fn forget(&self, device: DeviceOrdinal) {
-        let known = usize::try_from(device.0).ok().and_then(|index| self.fingerprints.get(index));
-        if let Some(known) = known {
+        let index = usize::try_from(device.0).unwrap_or(usize::MAX);
+        for known in [&self.fingerprints, &self.copies].into_iter().filter_map(|all| all.get(index))
+        {
             known.store(std::ptr::null_mut(), Ordering::Release);
         }
     }
 
-    /// The fingerprint kernel of `device`, whose primary context is current. Memory that the driver takes for it stays
-    /// until that context ends.
-    fn loaded(&self, calls: &Calls, device: DeviceOrdinal) -> DriverResult<*mut c_void> {
+    /// A kernel of `device`, whose primary context is current: all are loaded at once, which takes its time. Memory that the
+    /// driver takes for them stays until that context ends.
+    fn loaded(
+        &self,
+        calls: &Calls,
+        device: DeviceOrdinal,
+        which: Kernel,
+    ) -> DriverResult<*mut c_void> {
         let invalid = DriverError { op: DriverOp::ModuleLoad, code: DriverCode::INVALID_DEVICE };
         let index = usize::try_from(device.0).map_err(|_| invalid)?;
-        let known = self.fingerprints.get(index).ok_or(invalid)?;
-        let function = known.load(Ordering::Acquire);
+        let known = |kernel| match kernel {
+            Kernel::Fingerprint => self.fingerprints.get(index).ok_or(invalid),
+            Kernel::Copy => self.copies.get(index).ok_or(invalid),
+        };
+        let function = known(which)?.load(Ordering::Acquire);
         if !function.is_null() {
             return Ok(function);
         }
@@ -68,13 +91,76 @@ impl Kernels {
         // SAFETY: `module` is a valid out-pointer; the text is terminated and lives as long as the program.
         let code = unsafe { (calls.module_load)(&raw mut module, KERNEL.as_ptr().cast()) };
         check(DriverOp::ModuleLoad, code)?;
-        let mut function = std::ptr::null_mut();
-        let name = KERNEL_NAME.as_ptr();
-        // SAFETY: `function` is a valid out-pointer, the module has just been loaded, the name is terminated.
-        let code = unsafe { (calls.module_get_function)(&raw mut function, module, name) };
-        check(DriverOp::ModuleGetFunction, code)?;
-        known.store(function, Ordering::Release);
-        Ok(function)
+        for (kernel, name) in [(Kernel::Fingerprint, KERNEL_NAME), (Kernel::Copy, COPY_NAME)] {
+            let mut function = std::ptr::null_mut();
+            // SAFETY: `function` is a valid out-pointer, the module has just been loaded, the name is terminated.
+            let code =
+                unsafe { (calls.module_get_function)(&raw mut function, module, name.as_ptr()) };
+            check(DriverOp::ModuleGetFunction, code)?;
+            known(kernel)?.store(function, Ordering::Release);
+        }
+        Ok(known(which)?.load(Ordering::Acquire))
+    }
+
+    /// The calls.
+    fn calls(&self) -> DriverResult<&Calls> {
+        let missing = DriverError { op: DriverOp::ModuleLoad, code: DriverCode::NOT_SUPPORTED };
+        self.calls.as_ref().ok_or(missing)
+    }
+
+    /// See [`crate::driver::Driver::copy_to_device_by_kernel`].
+    ///
+    /// # Safety
+    /// As there.
+    pub(super) unsafe fn copy_to_device(
+        &self,
+        device: DeviceOrdinal,
+        target: VaRange,
+        source: NonNull<u8>,
+        stream: RawStream,
+    ) -> DriverResult<()> {
+        let calls = self.calls()?;
+        let misaligned =
+            DriverError { op: DriverOp::LaunchKernel, code: DriverCode::INVALID_VALUE };
+        let host = source.as_ptr().expose_provenance() as u64;
+        if !(host | target.start.0 | target.size_bytes).is_multiple_of(WORD_BYTES) {
+            return Err(misaligned);
+        }
+        let mut words = target.size_bytes / WORD_BYTES;
+        if words == 0 {
+            return Ok(());
+        }
+        let function = self.loaded(calls, device, Kernel::Copy)?;
+        let mut from = 0_u64;
+        // SAFETY: `from` is a valid out-pointer; host memory that is not pinned is refused.
+        let code = unsafe {
+            (calls.host_get_device_pointer)(&raw mut from, source.as_ptr().cast::<c_void>(), 0)
+        };
+        check(DriverOp::HostGetDevicePointer, code)?;
+        let mut to = target.start.0;
+        let mut parameters = [
+            (&raw mut to).cast::<c_void>(),
+            (&raw mut from).cast::<c_void>(),
+            (&raw mut words).cast::<c_void>(),
+        ];
+        // SAFETY: the function is of this device's context and takes two addresses and a number of words, which the driver
+        // reads before the call returns; the caller keeps both sides valid until the stream is done.
+        let code = unsafe {
+            (calls.launch_kernel)(
+                function,
+                COPY_BLOCKS,
+                1,
+                1,
+                COPY_THREADS,
+                1,
+                1,
+                0,
+                stream.0,
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        check(DriverOp::LaunchKernel, code)
     }
 
     /// See [`crate::driver::Driver::fingerprint`].
@@ -87,17 +173,14 @@ impl Kernels {
         slots: NonNull<[PieceSlot]>,
         stream: RawStream,
     ) -> DriverResult<()> {
-        let refused = |op, code| DriverError { op, code };
-        let Some(calls) = &self.calls else {
-            return Err(refused(DriverOp::ModuleLoad, DriverCode::NOT_SUPPORTED));
-        };
-        let too_many = refused(DriverOp::LaunchKernel, DriverCode::INVALID_VALUE);
+        let calls = self.calls()?;
+        let too_many = DriverError { op: DriverOp::LaunchKernel, code: DriverCode::INVALID_VALUE };
         // The first dimension of a grid has 31 bits.
         let blocks = i32::try_from(slots.len()).map_err(|_| too_many)?.unsigned_abs();
         if blocks == 0 {
             return Ok(());
         }
-        let function = self.loaded(calls, device)?;
+        let function = self.loaded(calls, device, Kernel::Fingerprint)?;
         let mut at = 0_u64;
         let host = slots.as_ptr().cast::<c_void>();
         // SAFETY: `at` is a valid out-pointer; host memory that is not pinned is refused.

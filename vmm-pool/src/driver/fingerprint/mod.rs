@@ -9,13 +9,19 @@
 
 use crate::driver::{DeviceAddress, VaRange};
 
-/// The kernel, as text that the driver compiles for its device.
+/// Our kernels, as text that the driver compiles for its device.
 pub(super) const KERNEL: &str = concat!(include_str!("kernel.ptx"), "\0");
-/// Its name, in that text and for simulations, terminated.
+/// The name of the one that is for them, in that text, terminated.
 pub(super) const KERNEL_NAME: &std::ffi::CStr = c"sublet_fingerprint";
-/// Threads of a block of the kernel.
+/// Threads of a block of that kernel.
 pub(super) const KERNEL_THREADS: u32 = 256;
-/// Pieces have a multiple of this many bytes, and begin at one.
+/// The name of the one that copies, terminated; it has no more to do with fingerprints than its text.
+pub(super) const COPY_NAME: &std::ffi::CStr = c"sublet_copy";
+/// Threads of a block of it.
+pub(super) const COPY_THREADS: u32 = 512;
+/// Blocks of it: 16 fill a link of 51 GB/s (H200), and leave most of a device to others.
+pub(super) const COPY_BLOCKS: u32 = 32;
+/// Pieces, and what is copied, have a multiple of this many bytes, and begin at one.
 pub const WORD_BYTES: u64 = 16;
 
 const STEP_A: u64 = 0x9e37_79b9_7f4a_7c15;

@@ -37,7 +37,7 @@ pub use self::stream::{StreamKind, Work};
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, DeviceUuid, Driver,
     DriverCode, DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo,
-    PeerAttribute, PieceSlot, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
+    PeerAttribute, PieceSlot, PinnedFor, RawContext, RawHandle, RawStream, VaRange, WORD_BYTES,
 };
 
 /// How devices reach each other's memory.
@@ -410,6 +410,39 @@ impl Driver for SimDriver {
             let work: Work = Arc::new(move |core| {
                 // SAFETY: the caller keeps the slots valid until the stream has passed.
                 unsafe { core.fingerprint(device, first, count) }
+            });
+            core.enqueue(stream, work)
+        })
+    }
+
+    unsafe fn copy_to_device_by_kernel(
+        &self,
+        device: DeviceOrdinal,
+        target: VaRange,
+        source: NonNull<u8>,
+        stream: RawStream,
+    ) -> DriverResult<()> {
+        if !self.core.has_kernels(device) {
+            self.call(DriverOp::ModuleLoad, |core| core.load_kernels(device))?;
+        }
+        let source = exposed(source);
+        let from = VaRange::new(DeviceAddress(source), target.size_bytes);
+        self.call(DriverOp::HostGetDevicePointer, |core| core.check_registered(from))?;
+        self.call(DriverOp::LaunchKernel, |core| {
+            // As the driver has it: function and stream are of one context.
+            if core.stream_device(stream)? != device {
+                return Err(DriverCode::INVALID_HANDLE);
+            }
+            if !(source | target.start.0 | target.size_bytes).is_multiple_of(WORD_BYTES) {
+                return Err(DriverCode::INVALID_VALUE);
+            }
+            core.note_host_side(device, source, target.size_bytes);
+            let work: Work = Arc::new(move |core| {
+                core.check_registered(from)?;
+                // A kernel is not refused: it faults.
+                core.check_copy(device, &[target]).map_err(|_| DriverCode::ILLEGAL_ADDRESS)?;
+                // SAFETY: the caller keeps both sides valid until the stream has passed this copy.
+                unsafe { core.copy((device, target.start.0), (device, source), target.size_bytes) }
             });
             core.enqueue(stream, work)
         })

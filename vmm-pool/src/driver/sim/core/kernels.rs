@@ -31,9 +31,16 @@ impl Core {
     /// `INVALID_VALUE`.
     pub fn check_slots(&self, first: u64, count: usize) -> Coded<()> {
         let size_bytes = (count * size_of::<PieceSlot>()) as u64;
-        let slots = VaRange::new(DeviceAddress(first), size_bytes);
-        let registered = self.host_range_at(first);
-        if registered.is_some_and(|range| range.contains(slots)) {
+        self.check_registered(VaRange::new(DeviceAddress(first), size_bytes))
+    }
+
+    /// Is all of a range host memory that is registered?
+    ///
+    /// # Errors
+    /// `INVALID_VALUE`.
+    pub fn check_registered(&self, range: VaRange) -> Coded<()> {
+        let registered = self.host_range_at(range.start.0);
+        if registered.is_some_and(|known| known.contains(range)) {
             Ok(())
         } else {
             Err(DriverCode::INVALID_VALUE)

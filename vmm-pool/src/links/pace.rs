@@ -1,0 +1,201 @@
+//! What copies to a device best just now: its copy engine, or a kernel of ours. The engine, as a rule; but the driver has
+//! engines clear memory that was given back, and copies to the device get a third of the link until that is done
+//! (driver 580, H200: some 3.6 ms a GiB). Nobody says when that is, so both are tried and the faster one goes on.
+//!
+//! A pure account of samples. A sample counts when the parcel before it went the same way, as two are on their way at once.
+
+/// What copies a parcel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum By {
+    Engine,
+    Kernel,
+}
+
+impl By {
+    fn other(self) -> Self {
+        match self {
+            Self::Engine => Self::Kernel,
+            Self::Kernel => Self::Engine,
+        }
+    }
+}
+
+/// Samples by the kernel until the engine is tried again: the engine may have got its link back.
+const KERNEL_FOR: u32 = 64;
+/// Samples by the engine, at least, until the kernel is tried again.
+const ENGINE_FOR: u32 = 8;
+/// The engine has slowed down at less than so many quarters of what it did when it was chosen.
+const SLOWED_QUARTERS: u64 = 3;
+/// The kernel is chosen that is so many twentieths faster: it takes a part of the device.
+const BETTER_TWENTIETHS: u64 = 21;
+
+/// See the head of this module. Rates are in bytes a second.
+#[derive(Debug)]
+pub(super) struct Pace {
+    now: By,
+    /// What was seen last of each.
+    engine: Option<u64>,
+    kernel: Option<u64>,
+    /// Of the engine, when it was chosen.
+    chosen_at: u64,
+    is_trial: bool,
+    /// Samples since the last trial.
+    samples: u32,
+    before: Option<By>,
+    /// The driver refuses the kernel.
+    is_engine_only: bool,
+}
+
+impl Pace {
+    pub(super) fn new() -> Self {
+        Self {
+            now: By::Engine,
+            engine: None,
+            kernel: None,
+            chosen_at: 0,
+            is_trial: true,
+            samples: 0,
+            before: None,
+            is_engine_only: false,
+        }
+    }
+
+    /// What the next parcel is to be copied by.
+    pub(super) fn next(&self) -> By {
+        self.now
+    }
+
+    /// The driver refuses the kernel.
+    pub(super) fn refuse_kernel(&mut self) {
+        self.is_engine_only = true;
+        self.now = By::Engine;
+    }
+
+    /// A parcel was copied, in the order in which they began: so much in the time since it began, or since the one before it
+    /// was, whichever was later.
+    pub(super) fn copied(&mut self, by: By, bytes: u64, elapsed_ns: u64) {
+        let counts = self.before == Some(by) && by == self.now && !self.is_engine_only;
+        self.before = Some(by);
+        if !counts {
+            return;
+        }
+        let rate = u128::from(bytes) * 1_000_000_000 / u128::from(elapsed_ns.max(1));
+        let rate = u64::try_from(rate).unwrap_or(u64::MAX);
+        match by {
+            By::Engine => self.engine = Some(rate),
+            By::Kernel => self.kernel = Some(rate),
+        }
+        self.samples += 1;
+        if self.is_trial {
+            match (self.engine, self.kernel) {
+                (Some(engine), Some(kernel)) => self.choose(engine, kernel),
+                _ => self.try_it(by.other()),
+            }
+        } else if self.is_another_trial_due(rate) {
+            self.try_it(by.other());
+        }
+    }
+
+    fn choose(&mut self, engine: u64, kernel: u64) {
+        let is_kernel_better = kernel / BETTER_TWENTIETHS > engine / 20;
+        self.now = if is_kernel_better { By::Kernel } else { By::Engine };
+        self.chosen_at = engine;
+        self.is_trial = false;
+        self.samples = 0;
+    }
+
+    fn try_it(&mut self, by: By) {
+        self.now = by;
+        self.is_trial = true;
+        self.samples = 0;
+    }
+
+    fn is_another_trial_due(&self, rate: u64) -> bool {
+        match self.now {
+            By::Engine => {
+                let has_slowed = rate / SLOWED_QUARTERS < self.chosen_at / 4;
+                has_slowed && self.samples >= ENGINE_FOR
+            }
+            By::Kernel => self.samples >= KERNEL_FOR,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use super::*;
+
+    const PARCEL: u64 = 32 << 20;
+    const MS: u64 = 1_000_000;
+
+    /// Copies so many parcels on a virtual clock, two at a time, at the rates (bytes a microsecond) that `rates` gives for the
+    /// time in milliseconds; how many the kernel copied, and what all took, in milliseconds.
+    fn play(parcels: usize, rates: impl Fn(u64) -> (u64, u64)) -> (usize, u64) {
+        let mut pace = Pace::new();
+        let (mut now, mut by_kernel, mut flying) = (0, 0, VecDeque::new());
+        let mut left = parcels;
+        while left > 0 || !flying.is_empty() {
+            while left > 0 && flying.len() < 2 {
+                flying.push_back(pace.next());
+                left -= 1;
+            }
+            let by = flying.pop_front().unwrap();
+            let (engine, kernel) = rates(now / MS);
+            let rate = if by == By::Kernel { kernel } else { engine };
+            let elapsed = PARCEL * 1000 / rate;
+            now += elapsed;
+            by_kernel += usize::from(by == By::Kernel);
+            pace.copied(by, PARCEL, elapsed);
+        }
+        (by_kernel, now / MS)
+    }
+
+    #[test]
+    fn a_link_that_is_free_is_the_engines_but_for_one_trial() {
+        let (by_kernel, took) = play(1000, |_| (55_000, 51_000));
+        assert!((2..=3).contains(&by_kernel), "{by_kernel}");
+        assert_eq!(took, 1000 * PARCEL / 55_000_000, "milliseconds");
+    }
+
+    #[test]
+    fn while_the_driver_clears_the_kernel_copies_and_the_engine_comes_back_after_it() {
+        let clears = |until| move |ms| if ms < until { (20_000, 48_000) } else { (55_000, 51_000) };
+        // 20 GiB, of which the engine alone would have copied 4 in the 215 ms.
+        let (by_kernel, took) = play(640, clears(215));
+        assert!((270..400).contains(&by_kernel), "{by_kernel}");
+        assert!(took < 455, "{took} ms, with engines alone 527");
+        // Less than the clearing lasts: nearly as fast as the kernel alone would be.
+        let (_, took) = play(128, clears(10_000));
+        assert!(took < 128 * PARCEL / 48_000_000 + 12, "{took} ms");
+    }
+
+    #[test]
+    fn an_engine_that_slows_down_on_the_way_is_left() {
+        let rates = |ms| if ms < 100 { (55_000, 51_000) } else { (20_000, 48_000) };
+        let (by_kernel, took) = play(640, rates);
+        assert!(by_kernel > 400, "{by_kernel}");
+        assert!(took < 470, "{took} ms");
+    }
+
+    #[test]
+    fn a_slow_link_alone_is_no_reason_for_the_kernel() {
+        let (by_kernel, _) = play(200, |_| (12_000, 11_900));
+        assert!((2..=3).contains(&by_kernel), "{by_kernel}");
+    }
+
+    #[test]
+    fn a_kernel_that_is_refused_is_asked_no_more() {
+        let mut pace = Pace::new();
+        for _ in 0..3 {
+            pace.copied(By::Engine, PARCEL, MS);
+        }
+        assert_eq!(pace.next(), By::Kernel);
+        pace.refuse_kernel();
+        for _ in 0..300 {
+            pace.copied(By::Engine, PARCEL, 3 * MS);
+            assert_eq!(pace.next(), By::Engine);
+        }
+    }
+}
