@@ -29,7 +29,7 @@ use crate::turns::{Class, Weight};
 pub const HANDED_MAX: usize = 64;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 17;
+pub const PROTOCOL_VERSION: u16 = 18;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -317,6 +317,9 @@ pub struct StageReport {
     /// What was handed over in place of being released; the descriptors are beside the answer, one each. Of memory that
     /// comes: what of that was taken in place of being created.
     pub handed: Vec<BlockShape>,
+    /// What of all that is left could change hands, with how many there are; of the most bytes, where there are many
+    /// shapes. Of a stage that nothing of the kind was asked of: none.
+    pub shapes: Vec<(BlockShape, u32)>,
 }
 
 /// What a resume would take.
