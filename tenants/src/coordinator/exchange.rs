@@ -47,9 +47,11 @@ type Counts = BTreeMap<BlockShape, u32>;
 #[derive(Debug)]
 pub(super) struct Exchange {
     window_bytes: u64,
-    /// What one stage moves of a device: a window; where memory changes hands half of the largest head start, so that whoever
-    /// comes fills the other half while this is on its way.
+    /// What one stage moves of a device: a window; where memory changes hands half of the largest head start, or two
+    /// allocations as far as they fit into all of it, so that one is mapped while the other is filled.
     stage_bytes: u64,
+    /// What one order has of a head start: half of it, so that there is another behind it from the beginning.
+    first_bytes: u64,
     devices: BTreeMap<String, Device>,
     leaving: Vec<Leaver>,
     coming: Vec<Comer>,
@@ -208,6 +210,7 @@ impl Exchange {
         Self {
             window_bytes,
             stage_bytes: window_bytes,
+            first_bytes: window_bytes,
             devices,
             leaving: leavers.collect(),
             coming: comers.collect(),
@@ -241,7 +244,7 @@ impl Exchange {
         let lacks = self.coming.iter().map(|comer| &comer.lacks);
         let gives = self.leaving.iter().map(|leaver| &leaver.gives);
         let (lacks, gives) = (all_of(lacks), all_of(gives));
-        let mut most_bytes = 0;
+        let (mut most_bytes, mut largest_bytes) = (0, 0);
         for (uuid, device) in &mut self.devices {
             let there = lacks.iter().filter(|(shape, _)| shape.uuid == *uuid);
             let both =
@@ -251,8 +254,10 @@ impl Exchange {
             let part = bytes_on(&alike, uuid) / HEAD_START_PART;
             device.head_start_bytes = part.max(HEAD_START_MIN).max(largest).min(self.window_bytes);
             most_bytes = device.head_start_bytes.max(most_bytes);
+            largest_bytes = largest.max(largest_bytes);
         }
-        self.stage_bytes = most_bytes.div_ceil(2).max(1);
+        self.first_bytes = most_bytes.div_ceil(2).max(1);
+        self.stage_bytes = largest_bytes.saturating_mul(2).min(most_bytes).max(self.first_bytes);
         self.most_at_hand = most;
         self
     }
@@ -519,7 +524,7 @@ impl Exchange {
         granted
     }
 
-    /// Takes as much of what is `kept` on a device as a stage may create in place of it.
+    /// Takes as much of what is `kept` on a device as one order may create in place of it.
     fn head_start(&mut self, uuid: &str, allowed: u64, kept: &mut Counts) -> u64 {
         let Some(device) = self.devices.get_mut(uuid) else { return 0 };
         let mut taken: u64 = 0;
@@ -528,9 +533,9 @@ impl Exchange {
         for (shape, count) in shapes {
             let size_bytes = shape.size_bytes.max(1);
             let most = allowed.saturating_sub(taken).min(device.head_start_bytes);
-            let of_stage = self.stage_bytes.saturating_sub(taken) / size_bytes;
-            let of_stage = if taken == 0 { of_stage.max(1) } else { of_stage };
-            let number = as_count((most / size_bytes).min(of_stage)).min(*count);
+            let of_order = self.first_bytes.saturating_sub(taken) / size_bytes;
+            let of_order = if taken == 0 { of_order.max(1) } else { of_order };
+            let number = as_count((most / size_bytes).min(of_order)).min(*count);
             let bytes = size_bytes.saturating_mul(u64::from(number));
             *count -= number;
             taken = taken.saturating_add(bytes);

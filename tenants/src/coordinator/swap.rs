@@ -30,7 +30,7 @@ pub struct SwapOptions {
     pub overlap: bool,
     /// How much of a device one stage moves, and how much more than the larger of the two it may hold for that; the usual
     /// where it is none: a sixteenth of the larger, at least 256 MiB and at most 1 GiB. Where memory changes hands, a stage is
-    /// half of it at most.
+    /// half of it, unless that is less than two allocations.
     pub window_bytes: Option<u64>,
     /// May physical memory of the first become the second's where both have allocations of one size, in place of being
     /// released and created? It is cleared before anything of the second's touches it. Only where they overlap. Whether it
