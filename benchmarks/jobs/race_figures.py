@@ -207,6 +207,11 @@ def share_by_neighbour(told: Any) -> float:
     return relayed / copied if copied else 0.0
 
 
+def handed_bytes(told: Any) -> int:
+    """Of a swap: the device memory that became the other tenant's."""
+    return sum(report.get("handed_bytes", 0) for report in reports(told))
+
+
 def spans(report: Mapping[str, Any], rows: Mapping[int, str], begin_ms: float = 0.0) -> list[dict[str, Any]]:
     """The phases of one report, as times of each process. `rows` are the processes' names.
 

@@ -55,6 +55,8 @@ KINDS = (("all", 4), ("nothing", 3), ("tenth", 3), ("scattered", 3), ("zero", 3)
 CHANGE_S = 60.0
 #: Of what the kernel calls available, what the contents of all tenants of a case may take.
 HOST_SHARE = 0.8
+#: Ways of swapping whose last one is drawn.
+DRAWN_SWAPS = ("swap_handed", "swap")
 PINNED_REPEATS = 4
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -279,9 +281,11 @@ class Race:
                     told = self.swap(turn, series, words)
             except Skipped as skipped:
                 self.skip(f"swap {name}", f"{skipped}: as it comes is what there is")
-        rows = [{pid: name for pid in ranks.pids.values()} for ranks, name in zip(reversed(turn), ("GPU 0, leaves", "GPU 0, comes"), strict=True)]
-        title = f"Swap of two tenants of {size / GIB:.0f} GiB: milliseconds"
-        self.data["timelines"].append(race_figures.swap_timeline(title, told.get("json"), told["wall_s"], rows))
+                continue
+            if series in DRAWN_SWAPS:
+                rows = [{pid: name for pid in ranks.pids.values()} for ranks, name in zip(reversed(turn), ("GPU 0, leaves", "GPU 0, comes"), strict=True)]
+                title = f"Swap of two tenants of {size / GIB:.0f} GiB, {name}: milliseconds"
+                self.data["timelines"].append(race_figures.swap_timeline(title, told.get("json"), told["wall_s"], rows))
         self.stop(first, second)
 
     def swap(self, turn: list[Ranks], series: str, words: list[str]) -> dict[str, Any]:
@@ -290,9 +294,14 @@ class Race:
         self.write(here, "all")
         told = self.command(here, "swap", str(here.tenant), str(away.tenant), *words)
         self.result.sample(f"{series}_s", told["wall_s"])
+        handed = ""
+        if "--hand-over" in words:
+            handed_bytes = race_figures.handed_bytes(told.get("json"))
+            self.result.sample("swap_handed_bytes", handed_bytes)
+            handed = f", {handed_bytes / GIB:.2f} GiB changed hands"
         wrong = sum(away.call("wrong", self.left(30)))
         self.result.sample("wrong_blocks", wrong)
-        common.log(f"{series}: {told['wall_s']:.3f} s, wrong {wrong}")
+        common.log(f"{series}: {told['wall_s']:.3f} s{handed}, wrong {wrong}")
         turn.reverse()
         return told
 

@@ -161,7 +161,8 @@ pub struct Window {
     pub stage: u32,
     /// Bytes at most, by the machine-wide name of the device; nothing of those that are not named.
     pub devices: Vec<(String, u64)>,
-    /// Of memory that goes: how many of each shape are handed over at most.
+    /// Of memory that goes: how many of each shape are handed over at most. Of memory that comes: how many are not created,
+    /// because they will be handed over.
     pub wanted: Vec<(BlockShape, u32)>,
     /// Of memory that comes: what takes the place of creating; the descriptors are beside the order, one each. None with
     /// the first stage, which says to the process that they may come.

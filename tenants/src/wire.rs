@@ -321,6 +321,9 @@ pub struct StageReport {
     /// What was handed over in place of being released; the descriptors are beside the answer, one each. Of memory that
     /// comes: what of that was taken in place of being created.
     pub handed: Vec<BlockShape>,
+    /// What of all that is left could change hands, with how many there are; of the most bytes, where there are many
+    /// shapes. Of a stage that nothing of the kind was asked of: none.
+    pub shapes: Vec<(BlockShape, u32)>,
 }
 
 /// What a resume would take.

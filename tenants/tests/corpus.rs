@@ -266,6 +266,7 @@ fn phase_report() -> PhaseReport {
             copied_bytes: 1 << 30,
             left: vec![StageLeft { uuid: "00ff".to_owned(), bytes: 5, smallest_bytes: 2 }],
             handed: vec![shape()],
+            shapes: vec![(shape(), 9)],
         }),
     }
 }

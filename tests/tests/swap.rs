@@ -32,7 +32,12 @@ fn swap(stage: &Stage, from: &str, to: &str) -> Outcome<[Value; 2]> {
 }
 
 fn swap_with(stage: &Stage, from: &str, to: &str, words: &[&str]) -> Outcome<[Value; 2]> {
-    let all = [&["swap", from, to, "--window", WINDOW, "--json"], words].concat();
+    swap_as_told(stage, from, to, &[&["--window", WINDOW], words].concat())
+}
+
+/// With the usual window.
+fn swap_as_told(stage: &Stage, from: &str, to: &str, words: &[&str]) -> Outcome<[Value; 2]> {
+    let all = [&["swap", from, to, "--json"], words].concat();
     let ran = stage.sublet(&all)?.succeeded()?;
     let both = ran.json()?;
     Ok([both["halves"][0]["report"].clone(), both["halves"][1]["report"].clone()])
@@ -88,6 +93,31 @@ fn every_byte_is_there_after_twenty_swaps_on_devices_that_hold_one_and_a_window(
         runs(&mut infer)?;
     }
     assert_eq!(stage.states("train")?, ["paused"]);
+    Ok(())
+}
+
+/// However much is free, what both have alike changes hands, but for the head start of a window.
+#[test]
+fn on_devices_with_much_free_memory_what_both_have_alike_changes_hands() -> Outcome {
+    const MANY: usize = 60;
+    let stage = Stage::new(&[1024 * MIB; 2])?;
+    let many = |tenant| JobOptions { statics: MANY, ..JobOptions::new(tenant, 2) };
+    let mut train = stage.connected_job(&many("train"))?;
+    stage.pause("train")?;
+    let mut infer = stage.connected_job(&many("infer"))?;
+    let alike_bytes = 2 * MANY as u64 * 2 * MIB;
+    for words in [&["--hand-over", "--window", WINDOW][..], &["--hand-over"]] {
+        let [out, back] = swap_as_told(&stage, "infer", "train", words)?;
+        let handed_bytes = out["handed_bytes"].as_u64().unwrap_or_default();
+        assert!(handed_bytes >= alike_bytes / 5 * 4, "{handed_bytes} of {alike_bytes}: {out:#}");
+        // Nobody waits until the other has done.
+        let first_in = stages(&back, "RestoreStage")[0]["began_us"].as_u64();
+        let last_out = stages(&out, "Release").iter().filter_map(|s| s["ended_us"].as_u64()).max();
+        assert!(first_in < last_out, "in at {first_in:?}, out until {last_out:?}");
+        runs(&mut train)?;
+        swap_as_told(&stage, "train", "infer", words)?;
+        runs(&mut infer)?;
+    }
     Ok(())
 }
 

@@ -248,11 +248,11 @@ pub(crate) struct SwapArgs {
     #[arg(long)]
     pub(crate) no_overlap: bool,
     /// How much of a GPU moves at a time, such as 512MiB, and how much more than the larger of the two it may hold for that;
-    /// a sixteenth of the larger when not given, from 256MiB to 2GiB
+    /// a sixteenth of the larger when not given, from 256MiB to 1GiB
     #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "no_overlap")]
     pub(crate) window: Option<u64>,
     /// Let physical memory of the first become the second's where both have allocations of one size, in place of giving it back
-    /// and asking for it again; it is cleared before the second uses it
+    /// and asking for it again, however much else is free; it is cleared before the second uses it
     #[arg(long, conflicts_with = "no_overlap")]
     pub(crate) hand_over: bool,
     #[command(flatten)]

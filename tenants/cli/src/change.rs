@@ -221,10 +221,11 @@ pub(crate) fn swap(
     };
     let mut from = coordinator(&args.from, args.tags.out_scope());
     let mut to = coordinator(&args.to, args.tags.in_scope());
+    let usual = SwapOptions::default();
     let how = SwapOptions {
         overlap: !args.no_overlap,
         window_bytes: args.window,
-        hand_over: args.hand_over,
+        hand_over: args.hand_over || usual.hand_over,
     };
     let wait = args.wait.at_most();
     let started = Instant::now();

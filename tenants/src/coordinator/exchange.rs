@@ -3,8 +3,11 @@
 //!
 //! No device holds more than the larger of what leaves and what comes there, and a window. Memory that has just been
 //! released is given to whoever comes as it is told; what leaves waits for nobody. Memory that changes hands is gone and granted in one.
+//!
+//! What both have alike changes hands however much is free: whoever comes leaves it uncreated until it is handed over, but
+//! for a head start of a window, with which the link is busy from the beginning. As much is released at the end.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::wire::{BlockShape, DeviceDelta, HANDED_MAX, Needed, PhaseReport, StageLeft, Window};
 
@@ -15,8 +18,14 @@ const AHEAD: usize = 2;
 const WINDOW_PART: u64 = 16;
 /// and at least so much: below, a stage is over before the next order could be of use;
 const WINDOW_BYTES_MIN: u64 = 256 << 20;
-/// and at most so much.
-const WINDOW_BYTES_MAX: u64 = 2 << 30;
+/// and at most so much: a stage is a hundred times as long as the messages and calls that begin and end it, and what the
+/// last one moves alone is short.
+const WINDOW_BYTES_MAX: u64 = 1 << 30;
+
+/// What is created in place of being handed over is a window at most, and this part of what both have alike on a device,
+const HEAD_START_PART: u64 = 8;
+/// or this, where that is more.
+const HEAD_START_MIN: u64 = 16 << 20;
 
 /// The next order, and to whom: an index among those that leave, or among those that come.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,6 +47,11 @@ type Counts = BTreeMap<BlockShape, u32>;
 #[derive(Debug)]
 pub(super) struct Exchange {
     window_bytes: u64,
+    /// What one stage moves of a device: a window; where memory changes hands half of the largest head start, or two
+    /// allocations as far as they fit into all of it, so that one is mapped while the other is filled.
+    stage_bytes: u64,
+    /// What one order has of a head start: half of it, so that there is another behind it from the beginning.
+    first_bytes: u64,
     devices: BTreeMap<String, Device>,
     leaving: Vec<Leaver>,
     coming: Vec<Comer>,
@@ -60,6 +74,8 @@ struct Device {
     gone_bytes: u64,
     /// Taken by whoever comes, or promised to them.
     granted_bytes: u64,
+    /// What may still be created in place of being handed over.
+    head_start_bytes: u64,
 }
 
 /// Bytes by device.
@@ -70,6 +86,8 @@ type Bytes = BTreeMap<String, u64>;
 struct Leaver {
     /// As it said last.
     left: Bytes,
+    /// What of it could change hands.
+    gives: Counts,
     next_stage: u32,
     due: usize,
     /// What each stage that it has not answered yet hands over at most.
@@ -100,18 +118,28 @@ struct Comer {
     /// What is still to be created, and the smallest allocation of it; 0 while that is not known.
     left: BTreeMap<String, (u64, u64)>,
     next_stage: u32,
-    /// What it lacks that may be another's memory, and has not been given.
+    /// What it lacks that may be another's memory, as it said last.
+    lacks: Counts,
+    /// What of that it lacks for certain when it has done all that it was told.
     wants: Counts,
+    /// It has not taken what it was handed.
+    refuses: bool,
     /// What each order that it has not answered yet allows.
-    promised: Vec<Promise>,
+    promised: VecDeque<Promise>,
+    /// What it was allowed last where it had nothing so small.
+    too_little: Bytes,
 }
 
 #[derive(Debug)]
 struct Promise {
     /// With what changes hands.
     bytes: Bytes,
-    /// How many allocations that are.
+    /// What it may create.
+    granted: Vec<(String, u64)>,
+    /// How many allocations change hands.
     handed: usize,
+    /// What it leaves uncreated.
+    kept: Counts,
 }
 
 impl Comer {
@@ -162,6 +190,7 @@ impl Exchange {
             (largest.max().unwrap_or(0) / WINDOW_PART).clamp(WINDOW_BYTES_MIN, WINDOW_BYTES_MAX);
         let leavers = leaving.iter().map(|deltas| Leaver {
             left: totals(deltas),
+            gives: Counts::new(),
             next_stage: 0,
             due: 0,
             asked: VecDeque::new(),
@@ -171,11 +200,17 @@ impl Exchange {
         let comers = coming.iter().map(|deltas| Comer {
             left: totals(deltas).into_iter().map(|(uuid, bytes)| (uuid, (bytes, 0))).collect(),
             next_stage: 0,
+            lacks: Counts::new(),
             wants: Counts::new(),
-            promised: Vec::new(),
+            refuses: false,
+            promised: VecDeque::new(),
+            too_little: Bytes::new(),
         });
+        let window_bytes = window_bytes.unwrap_or(usual).max(1);
         Self {
-            window_bytes: window_bytes.unwrap_or(usual).max(1),
+            window_bytes,
+            stage_bytes: window_bytes,
+            first_bytes: window_bytes,
             devices,
             leaving: leavers.collect(),
             coming: comers.collect(),
@@ -185,55 +220,119 @@ impl Exchange {
         }
     }
 
-    /// The same, and memory changes hands where both have some of one shape, `most` descriptors at a time.
-    pub(super) fn with_hand_over(mut self, coming: &[Needed], most: usize) -> Self {
-        for (comer, needed) in self.coming.iter_mut().zip(coming).filter(|_| most > 0) {
-            comer.wants = needed.shapes.iter().cloned().collect();
+    /// The same, and memory changes hands where both have some of one shape, `most` descriptors at a time. `leaving` is
+    /// what each process could give.
+    pub(super) fn with_hand_over(
+        mut self,
+        leaving: &[Vec<(BlockShape, u32)>],
+        coming: &[Needed],
+        most: usize,
+    ) -> Self {
+        let all: BTreeSet<_> = leaving.iter().flatten().map(|(shape, _)| shape).collect();
+        let is_alike =
+            coming.iter().flat_map(|needed| &needed.shapes).any(|(s, _)| all.contains(s));
+        if most == 0 || !is_alike {
+            return self;
         }
+        for (leaver, shapes) in self.leaving.iter_mut().zip(leaving) {
+            leaver.gives = shapes.iter().cloned().collect();
+        }
+        for (comer, needed) in self.coming.iter_mut().zip(coming) {
+            comer.lacks = needed.shapes.iter().cloned().collect();
+            comer.wants.clone_from(&comer.lacks);
+        }
+        let lacks = self.coming.iter().map(|comer| &comer.lacks);
+        let gives = self.leaving.iter().map(|leaver| &leaver.gives);
+        let (lacks, gives) = (all_of(lacks), all_of(gives));
+        let (mut most_bytes, mut largest_bytes) = (0, 0);
+        for (uuid, device) in &mut self.devices {
+            let there = lacks.iter().filter(|(shape, _)| shape.uuid == *uuid);
+            let both =
+                there.filter_map(|(shape, count)| Some((shape, *gives.get(shape)?.min(count))));
+            let alike: Counts = both.map(|(shape, count)| (shape.clone(), count)).collect();
+            let largest = alike.keys().map(|shape| shape.size_bytes).max().unwrap_or(0);
+            let part = bytes_on(&alike, uuid) / HEAD_START_PART;
+            device.head_start_bytes = part.max(HEAD_START_MIN).max(largest).min(self.window_bytes);
+            most_bytes = device.head_start_bytes.max(most_bytes);
+            largest_bytes = largest.max(largest_bytes);
+        }
+        self.first_bytes = most_bytes.div_ceil(2).max(1);
+        self.stage_bytes = largest_bytes.saturating_mul(2).min(most_bytes).max(self.first_bytes);
         self.most_at_hand = most;
         self
     }
 
-    /// Does somebody who comes lack what could be another's memory?
-    fn is_missing_any(&self) -> bool {
-        !self.is_coming_over && self.coming.iter().any(|comer| !comer.wants.is_empty())
+    /// How many of a shape nobody has been asked to hand over who does, as far as can be told.
+    fn missing(&self, shape: &BlockShape) -> u32 {
+        let wants = self.coming.iter().filter_map(|comer| comer.wants.get(shape));
+        let here = self.at_hand.get(shape).copied().unwrap_or(0);
+        let asked = self.leaving.iter().map(|leaver| leaver.asked_of(shape, self.stage_bytes));
+        add_up(wants.copied()).saturating_sub(add_up(asked.chain([here])))
+    }
+
+    /// What can still be handed over to somebody.
+    fn supply(&self) -> Counts {
+        let mut supply = self.at_hand.clone();
+        for leaver in &self.leaving {
+            for (shape, count) in &leaver.gives {
+                let count = match leaver.at {
+                    LeaverAt::Stages => *count,
+                    // As it was told before.
+                    LeaverAt::Trouble | LeaverAt::Releasing => {
+                        leaver.asked_of(shape, self.stage_bytes).min(*count)
+                    }
+                    LeaverAt::Released | LeaverAt::Verifying | LeaverAt::Over => 0,
+                };
+                let all: &mut u32 = supply.entry(shape.clone()).or_insert(0);
+                *all = all.saturating_add(count);
+            }
+        }
+        supply
+    }
+
+    /// What a process leaves uncreated, because it can be handed over to it; besides what is `handed` to it now.
+    fn kept_by(&self, index: usize, handed: &[BlockShape]) -> Counts {
+        let mut kept = self.coming[index].wants.clone();
+        for shape in handed {
+            take_one(&mut kept, shape);
+        }
+        if kept.is_empty() {
+            return kept;
+        }
+        let mut supply = self.supply();
+        for shape in handed {
+            take_one(&mut supply, shape);
+        }
+        for (shape, count) in &mut kept {
+            let others = self.coming[..index].iter().filter_map(|comer| comer.wants.get(shape));
+            let there = supply.get(shape).copied().unwrap_or(0);
+            *count = there.saturating_sub(add_up(others.copied())).min(*count);
+        }
+        kept.retain(|_, count| *count > 0);
+        kept
     }
 
     /// What a stage that is about to be asked for is to hand over, besides what others hand over already.
-    fn wanted(&self, devices: &[(String, u64)]) -> Counts {
+    fn wanted(&self, leaver: usize) -> Counts {
         let mut wanted = Counts::new();
         if self.is_coming_over {
             return wanted;
         }
-        let asked = || self.leaving.iter().flat_map(|leaver| &leaver.asked);
         let number = |counts: &Counts| counts.values().map(|count| *count as usize).sum::<usize>();
-        let at_hand = number(&self.at_hand) + asked().map(number).sum::<usize>();
+        let asked = self.leaving.iter().flat_map(|leaver| &leaver.asked).map(number);
+        let at_hand = number(&self.at_hand) + asked.sum::<usize>();
         let mut room = self.most_at_hand.saturating_sub(at_hand).min(HANDED_MAX);
-        let missing = self.coming.iter().flat_map(|comer| &comer.wants);
-        let mut missing: Vec<_> = missing
-            .fold(Counts::new(), |mut all, (shape, count)| {
-                let all_of_it: &mut u32 = all.entry(shape.clone()).or_insert(0);
-                *all_of_it = all_of_it.saturating_add(*count);
-                all
-            })
-            .into_iter()
-            .collect();
+        // As many as a stage copies, and where there is room more of what needs no copy.
+        let share = self.most_at_hand / (AHEAD * self.leaving.len().max(1));
+        let mut gives: Vec<_> = self.leaving[leaver].gives.keys().collect();
         // The largest first: they save most.
-        missing.sort_by_key(|(shape, _)| std::cmp::Reverse(shape.size_bytes));
-        for (shape, missing) in missing {
-            let promised = asked().chain([&self.at_hand]).filter_map(|counts| counts.get(&shape));
-            let promised = promised.fold(0, |all: u32, count| all.saturating_add(*count));
-            let Some((_, bytes)) = devices.iter().find(|(uuid, _)| *uuid == shape.uuid) else {
-                continue;
-            };
-            // As many as a stage copies, and where there is room more of what needs no copy and goes with the first.
-            let share = self.most_at_hand / (AHEAD * self.leaving.len().max(1));
-            let of_stage = bytes.div_ceil(shape.size_bytes.max(1)).max(share as u64);
-            let count = u64::from(missing.saturating_sub(promised)).min(of_stage).min(room as u64);
-            let count = u32::try_from(count).unwrap_or(u32::MAX);
+        gives.sort_by_key(|shape| std::cmp::Reverse(shape.size_bytes));
+        for shape in gives {
+            let of_stage = of_stage(shape, self.stage_bytes).max(as_count(share as u64));
+            let count = self.missing(shape).min(of_stage).min(as_count(room as u64));
             if count > 0 {
                 room -= count as usize;
-                wanted.insert(shape, count);
+                wanted.insert(shape.clone(), count);
             }
         }
         wanted
@@ -268,15 +367,15 @@ impl Exchange {
     }
 
     fn next_of_leaving(&mut self) -> Option<Move> {
-        let window_bytes = self.window_bytes;
+        let (window_bytes, stage_bytes) = (self.window_bytes, self.stage_bytes);
         let all_released = self.all_released();
-        // What is released at the end changes hands no more.
-        let at_the_end = if self.is_missing_any() { 0 } else { window_bytes };
         for index in 0..self.leaving.len() {
+            // What is released at the end changes hands no more.
+            let at_the_end = if self.is_missing_any_of(index) { 0 } else { window_bytes };
             let leaver = &mut self.leaving[index];
             match leaver.at {
                 LeaverAt::Stages if leaver.due < AHEAD => {
-                    let asked = window_bytes.saturating_mul(leaver.due as u64);
+                    let asked = stage_bytes.saturating_mul(leaver.due as u64);
                     let most = leaver.left.values().copied().max().unwrap_or(0);
                     leaver.due += 1;
                     // There is nobody to make room for.
@@ -286,9 +385,9 @@ impl Exchange {
                     }
                     let stage = leaver.next_stage;
                     leaver.next_stage += 1;
-                    let devices = leaver.left.keys().map(|uuid| (uuid.clone(), window_bytes));
+                    let devices = leaver.left.keys().map(|uuid| (uuid.clone(), stage_bytes));
                     let devices: Vec<_> = devices.collect();
-                    let wanted = self.wanted(&devices);
+                    let wanted = self.wanted(index);
                     self.leaving[index].asked.push_back(wanted.clone());
                     let wanted = wanted.into_iter().collect();
                     let window = Window { stage, devices, wanted, handed: Vec::new() };
@@ -313,6 +412,15 @@ impl Exchange {
             }
         }
         None
+    }
+
+    /// Has a process that leaves something that somebody lacks, and is not on its way?
+    fn is_missing_any_of(&self, leaver: usize) -> bool {
+        let leaver = &self.leaving[leaver];
+        let more = |(shape, count): (&BlockShape, &u32)| {
+            *count > leaver.asked_of(shape, self.stage_bytes) && self.missing(shape) > 0
+        };
+        !self.is_coming_over && leaver.gives.iter().any(more)
     }
 
     fn all_released(&self) -> bool {
@@ -342,24 +450,13 @@ impl Exchange {
             }
             // Those that may bring descriptors follow the first.
             let handed = if is_first { Vec::new() } else { self.for_comer(index) };
-            let comer = &self.coming[index];
             // The rest comes in one step with what follows it.
             if all_released && !is_first && handed.is_empty() {
                 continue;
             }
-            let mut granted = Vec::new();
-            let handed_on = |uuid: &str| -> u64 {
-                let there = handed.iter().filter(|shape| shape.uuid == uuid);
-                sum(there.map(|shape| shape.size_bytes))
-            };
-            for (uuid, (left, smallest)) in comer.unasked() {
-                let left = left.saturating_sub(handed_on(&uuid));
-                let allowed = self.allowed(&uuid, all_released);
-                let worth_it = left.min(smallest.max(self.window_bytes / 2));
-                if allowed >= worth_it && left > 0 {
-                    granted.push((uuid, left.min(allowed)));
-                }
-            }
+            let mut kept = self.kept_by(index, &handed);
+            let granted = self.granted(index, &handed, &mut kept, all_released);
+            let comer = &self.coming[index];
             let needs_nothing = comer.left.is_empty();
             // One that memory will be handed to is told so before.
             let is_awaited = !comer.wants.is_empty();
@@ -379,16 +476,73 @@ impl Exchange {
                 take_one(&mut self.at_hand, shape);
             }
             let comer = &mut self.coming[index];
-            for shape in &handed {
-                take_one(&mut comer.wants, shape);
-            }
             let stage = comer.next_stage;
             comer.next_stage += 1;
-            comer.promised.push(Promise { bytes: promised, handed: handed.len() });
-            let window = Window { stage, devices: granted, wanted: Vec::new(), handed };
+            comer.wants.clone_from(&kept);
+            let wanted = kept.clone().into_iter().collect();
+            let devices = granted.clone();
+            comer.promised.push_back(Promise {
+                bytes: promised,
+                granted,
+                handed: handed.len(),
+                kept,
+            });
+            let window = Window { stage, devices, wanted, handed };
             return Some(Move::RestoreStage(index, window));
         }
         None
+    }
+
+    /// What a process may create now, by device, besides what is `handed` to it. What of that is a head start is `kept` no
+    /// more.
+    fn granted(
+        &mut self,
+        index: usize,
+        handed: &[BlockShape],
+        kept: &mut Counts,
+        all_released: bool,
+    ) -> Vec<(String, u64)> {
+        let hands_over = self.most_at_hand > 0;
+        let mut granted = Vec::new();
+        for (uuid, (left, smallest)) in self.coming[index].unasked() {
+            let there = handed.iter().filter(|shape| shape.uuid == uuid);
+            let handed_bytes = sum(there.map(|shape| shape.size_bytes));
+            let allowed = self.allowed(&uuid, all_released);
+            let left = left.saturating_sub(handed_bytes).saturating_sub(bytes_on(kept, &uuid));
+            let too_little = self.coming[index].too_little.get(&uuid).copied().unwrap_or(0);
+            let worth_it = left.min(smallest.max(self.window_bytes / 2));
+            // What is handed over meanwhile does not wait for long.
+            let most = smallest.max(self.stage_bytes).max(too_little.saturating_mul(2));
+            let bytes = left.min(allowed).min(if hands_over { most } else { u64::MAX });
+            if allowed >= worth_it && bytes > too_little {
+                granted.push((uuid, bytes));
+            } else if handed_bytes == 0 {
+                let bytes = self.head_start(&uuid, allowed, kept);
+                granted.extend((bytes > 0).then_some((uuid, bytes)));
+            }
+        }
+        granted
+    }
+
+    /// Takes as much of what is `kept` on a device as one order may create in place of it.
+    fn head_start(&mut self, uuid: &str, allowed: u64, kept: &mut Counts) -> u64 {
+        let Some(device) = self.devices.get_mut(uuid) else { return 0 };
+        let mut taken: u64 = 0;
+        let mut shapes: Vec<_> = kept.iter_mut().filter(|(shape, _)| shape.uuid == uuid).collect();
+        shapes.sort_by_key(|(shape, _)| std::cmp::Reverse(shape.size_bytes));
+        for (shape, count) in shapes {
+            let size_bytes = shape.size_bytes.max(1);
+            let most = allowed.saturating_sub(taken).min(device.head_start_bytes);
+            let of_order = self.first_bytes.saturating_sub(taken) / size_bytes;
+            let of_order = if taken == 0 { of_order.max(1) } else { of_order };
+            let number = as_count((most / size_bytes).min(of_order)).min(*count);
+            let bytes = size_bytes.saturating_mul(u64::from(number));
+            *count -= number;
+            taken = taken.saturating_add(bytes);
+            device.head_start_bytes = device.head_start_bytes.saturating_sub(bytes);
+        }
+        kept.retain(|_, count| *count > 0);
+        taken
     }
 
     /// What is at hand for this process, as much as one order brings.
@@ -433,8 +587,13 @@ impl Exchange {
         let leaver = &mut self.leaving[index];
         leaver.answers += 1;
         leaver.due = leaver.due.saturating_sub(1);
-        leaver.asked.pop_front();
+        let asked = leaver.asked.pop_front().unwrap_or_default();
         leaver.left = left_of(report).map(|left| (left.uuid.clone(), left.bytes)).collect();
+        if !asked.is_empty() {
+            leaver.gives = shapes_of(report);
+        }
+        let left = &leaver.left;
+        cap(&mut leaver.gives, |uuid| left.get(uuid).copied().unwrap_or(0));
         if leaver.at == LeaverAt::Stages && moved_bytes == 0 && !leaver.left.is_empty() {
             leaver.at = LeaverAt::Trouble;
         }
@@ -492,21 +651,32 @@ impl Exchange {
         comer.left = left_of(report)
             .map(|left| (left.uuid.clone(), (left.bytes, left.smallest_bytes)))
             .collect();
-        if comer.promised.is_empty() {
-            return;
-        }
-        let Promise { bytes, handed } = comer.promised.remove(0);
+        let Some(promise) = comer.promised.pop_front() else { return };
+        let Promise { bytes, granted, handed, kept } = promise;
         let taken = report.stage.as_ref().map_or(0, |stage| stage.handed.len());
-        if taken < handed {
-            // It has refused some, and would refuse more: all that it lacks is created.
-            comer.wants.clear();
+        // It has refused some, and would refuse more: all that it lacks is created.
+        comer.refuses |= taken < handed;
+        // None, where it was free to create all of them.
+        let is_told = handed > 0 || !kept.is_empty();
+        comer.lacks = if is_told { shapes_of(report) } else { Counts::new() };
+        let wants = comer.promised.back().map_or(&comer.lacks, |last| &last.kept);
+        comer.wants = if comer.refuses { Counts::new() } else { wants.clone() };
+        let taken_on = |uuid: &str| {
+            let taken = report.devices.iter().filter(|delta| delta.uuid == *uuid);
+            sum(taken.map(|delta| delta.bytes))
+        };
+        for (uuid, bytes) in granted {
+            if taken_on(&uuid) == 0 {
+                let known = comer.too_little.entry(uuid).or_insert(0);
+                *known = bytes.max(*known);
+            } else {
+                comer.too_little.remove(&uuid);
+            }
         }
         for (uuid, bytes) in bytes {
-            let taken = report.devices.iter().filter(|delta| delta.uuid == uuid);
-            let taken = sum(taken.map(|delta| delta.bytes));
             if let Some(device) = self.devices.get_mut(&uuid) {
                 let others = device.granted_bytes.saturating_sub(bytes);
-                device.granted_bytes = others.saturating_add(taken);
+                device.granted_bytes = others.saturating_add(taken_on(&uuid));
             }
         }
     }
@@ -516,7 +686,7 @@ impl Exchange {
         let mut unwanted = Vec::new();
         for (shape, count) in &mut self.at_hand {
             let wants = self.coming.iter().filter_map(|comer| comer.wants.get(shape));
-            let wants = wants.fold(0, |all: u32, count| all.saturating_add(*count));
+            let wants = add_up(wants.copied());
             while *count > wants {
                 *count -= 1;
                 unwanted.push(shape.clone());
@@ -534,6 +704,53 @@ impl Exchange {
         self.is_coming_over = true;
         self.at_hand.clear();
     }
+}
+
+impl Leaver {
+    /// How many of a shape the stages hand over that it has not answered yet, when they are of so many bytes.
+    fn asked_of(&self, shape: &BlockShape, stage_bytes: u64) -> u32 {
+        let asked = self.asked.iter().filter_map(|counts| counts.get(shape));
+        add_up(asked.map(|count| of_stage(shape, stage_bytes).min(*count)))
+    }
+}
+
+/// As many of a shape as a stage of so many bytes copies.
+fn of_stage(shape: &BlockShape, stage_bytes: u64) -> u32 {
+    as_count(stage_bytes.div_ceil(shape.size_bytes.max(1)))
+}
+
+fn as_count(number: u64) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
+fn add_up(counts: impl Iterator<Item = u32>) -> u32 {
+    counts.fold(0, u32::saturating_add)
+}
+
+fn all_of<'a>(counts: impl Iterator<Item = &'a Counts>) -> Counts {
+    let mut all = Counts::new();
+    for (shape, count) in counts.flatten() {
+        let so_far = all.entry(shape.clone()).or_insert(0);
+        *so_far = count.saturating_add(*so_far);
+    }
+    all
+}
+
+fn bytes_on(counts: &Counts, uuid: &str) -> u64 {
+    let there = counts.iter().filter(|(shape, _)| shape.uuid == uuid);
+    sum(there.map(|(shape, count)| shape.size_bytes.saturating_mul(u64::from(*count))))
+}
+
+/// No more of each shape than fits into what is left there.
+fn cap(counts: &mut Counts, left: impl Fn(&str) -> u64) {
+    for (shape, count) in counts.iter_mut() {
+        *count = as_count(left(&shape.uuid) / shape.size_bytes.max(1)).min(*count);
+    }
+    counts.retain(|_, count| *count > 0);
+}
+
+fn shapes_of(report: &PhaseReport) -> Counts {
+    report.stage.iter().flat_map(|stage| &stage.shapes).cloned().collect()
 }
 
 /// Of numbers that others have said.

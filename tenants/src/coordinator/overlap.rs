@@ -107,7 +107,10 @@ impl<'s, 'a> Side<'s, 'a> {
             let Tally { began, ended, mut done } = tally;
             // Of use here alone, and long.
             let stages = done.values_mut().filter_map(|report| report.stage.as_mut());
-            let handed = stages.flat_map(|stage| std::mem::take(&mut stage.handed));
+            let handed = stages.flat_map(|stage| {
+                stage.shapes.clear();
+                std::mem::take(&mut stage.handed)
+            });
             let bytes = handed.map(|shape| shape.size_bytes);
             handed_bytes = handed_bytes.saturating_add(bytes.fold(0, u64::saturating_add));
             let done: Vec<_> = done.into_iter().collect();

@@ -18,8 +18,8 @@ use crate::run_dir::{CoordinatorLock, MemberSocket, TenantDir};
 use crate::scope::Scope;
 use crate::transport::has_ended;
 use crate::wire::{
-    Action, AwaitConsent, DeviceDelta, Failure, FailureKind, GiveUp, Hello, MemberState, Needed,
-    Needs, Phase, PhaseReport, Stats, TakePhase,
+    Action, AwaitConsent, BlockShape, DeviceDelta, Failure, FailureKind, GiveUp, Hello,
+    MemberState, Needed, Needs, Phase, PhaseReport, Stats, TakePhase,
 };
 
 /// The phases of one pause or resume.
@@ -423,6 +423,22 @@ impl<'a> Session<'a> {
             found.map(|member| member.report.devices.clone()).unwrap_or_default()
         };
         members.iter().map(of).collect()
+    }
+
+    /// What each of `members` has that could change hands, as it has said with the last phase; of use to no reader of the
+    /// report.
+    pub(super) fn take_shapes(
+        &self,
+        report: &mut Report,
+        members: &[usize],
+    ) -> Vec<Vec<(BlockShape, u32)>> {
+        let Some(last) = report.phases.last_mut() else { return vec![Vec::new(); members.len()] };
+        let mut of = |index: &usize| {
+            let who = self.peers.list[*index].who;
+            let found = last.members.iter_mut().find(|member| member.who == who);
+            found.and_then(|member| member.report.stage.take()).unwrap_or_default().shapes
+        };
+        members.iter().map(&mut of).collect()
     }
 
     /// Do the members need more host memory together than there is? Named after the one that needs most.

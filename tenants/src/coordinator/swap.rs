@@ -29,10 +29,12 @@ pub struct SwapOptions {
     /// Does memory of the second come while that of the first leaves? Else the first is paused before.
     pub overlap: bool,
     /// How much of a device one stage moves, and how much more than the larger of the two it may hold for that; the usual
-    /// where it is none: a sixteenth of the larger, at least 256 MiB and at most 2 GiB.
+    /// where it is none: a sixteenth of the larger, at least 256 MiB and at most 1 GiB. Where memory changes hands, a stage is
+    /// half of it, unless that is less than two allocations.
     pub window_bytes: Option<u64>,
     /// May physical memory of the first become the second's where both have allocations of one size, in place of being
-    /// released and created? It is cleared before anything of the second's touches it. Only where they overlap.
+    /// released and created? It is cleared before anything of the second's touches it. Only where they overlap. Whether it
+    /// is so unless somebody asks is said here alone, in [`SwapOptions::default`].
     pub hand_over: bool,
 }
 
@@ -225,6 +227,7 @@ fn overlapped(
         return Err(SwapError::Pause(undone));
     }
     let gives = leaving.last_said(&report, &leavers);
+    let shapes = leaving.take_shapes(&mut report, &leavers);
     let checked = target
         .check_room(&needs, &totals(gives.iter().flatten()))
         .and_then(|()| coming.check_all_alive(&comers).map_err(|dead| target.refused(dead)));
@@ -237,7 +240,7 @@ fn overlapped(
     // The point of no return of the first.
     let mut stages = Exchange::new(how.window_bytes, &gives, &needs);
     if how.hand_over {
-        stages = stages.with_hand_over(&needed, most_at_hand());
+        stages = stages.with_hand_over(&shapes, &needed, most_at_hand());
     }
     let mut resumed = coming.new_report(Action::Resume);
     report.window_bytes = Some(stages.window_bytes());

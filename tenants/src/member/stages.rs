@@ -47,8 +47,10 @@ impl<D: Driver> Member<D> {
             Ok((reserved, log)) => {
                 let leaving = self.by_device(self.pool.resident_bytes(reserved.selection()));
                 let devices = self.deltas(&leaving);
+                let shapes = self.told(self.pool.shapes_to_give(reserved.selection()));
                 self.set_progress(Progress::Reserved(reserved));
-                Ok(PhaseReport { devices, ..report(log) })
+                let stage = Some(StageReport { shapes, ..StageReport::default() });
+                Ok(PhaseReport { devices, stage, ..report(log) })
             }
             Err(Failed { state, error }) => {
                 self.set_progress(Progress::Leaving(*state));
@@ -67,17 +69,26 @@ impl<D: Driver> Member<D> {
         let mut departing = self.next_of(|progress| progress.into_departing(window.stage))?;
         let moved = departing.release_stage(&self.known(window), &self.wanted(window));
         let left = departing.left();
+        let more = if window.wanted.is_empty() {
+            Shapes::new()
+        } else {
+            self.pool.shapes_to_give(departing.selection())
+        };
         self.set_progress(Progress::Departing(departing, window.stage.saturating_add(1)));
         let (moved, handed) = moved.map_err(|error| pool_failure(&error))?;
         let (shapes, fds): (Vec<_>, Vec<_>) =
             handed.into_iter().map(|Handed { shape, fd }| (self.named(shape), fd)).unzip();
         beside.extend(fds);
-        Ok(self.staged(moved, left, shapes))
+        Ok(self.staged(moved, left, shapes, more))
     }
 
     /// What `window` wants handed over, as far as this process has descriptors for it.
     fn wanted(&self, window: &Window) -> Shapes {
-        let mut room = if window.wanted.is_empty() { 0 } else { most_handed() };
+        self.of_window(window, if window.wanted.is_empty() { 0 } else { most_handed() })
+    }
+
+    /// Those of `window`, so many at most.
+    fn of_window(&self, window: &Window, mut room: usize) -> Shapes {
         let mut wanted = Shapes::new();
         for (shape, count) in &window.wanted {
             let count = usize::try_from(*count).unwrap_or(usize::MAX).min(room);
@@ -91,10 +102,12 @@ impl<D: Driver> Member<D> {
 
     /// What of `selection` is away and could come back as another tenant's memory, those shapes with most bytes.
     pub(super) fn shapes_to_take(&self, selection: &Selection) -> Vec<(BlockShape, u32)> {
-        let mut shapes: Vec<_> = self.pool.shapes_to_take(selection).into_iter().collect();
-        if shapes.is_empty() || most_handed() == 0 {
-            return Vec::new();
-        }
+        if most_handed() == 0 { Vec::new() } else { self.told(self.pool.shapes_to_take(selection)) }
+    }
+
+    /// Those with most bytes.
+    fn told(&self, shapes: Shapes) -> Vec<(BlockShape, u32)> {
+        let mut shapes: Vec<_> = shapes.into_iter().collect();
         shapes
             .sort_by_key(|(shape, count)| Reverse(shape.size_bytes.saturating_mul(*count as u64)));
         shapes.truncate(SHAPES_MAX);
@@ -126,7 +139,7 @@ impl<D: Driver> Member<D> {
         match departing.release() {
             Ok((done, moved)) => {
                 self.stand_released(selection, done)?;
-                Ok(self.staged(moved, BTreeMap::new(), Vec::new()))
+                Ok(self.staged(moved, BTreeMap::new(), Vec::new(), Shapes::new()))
             }
             Err(Failed { state, error }) => {
                 self.set_progress(Progress::Departing(*state, next));
@@ -135,7 +148,8 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    /// Brings back as much as is allowed, and what `fds` hold for it. The first stage shuts the gate.
+    /// Brings back as much as is allowed, and what `fds` hold for it. What `window` wants is to be handed over later, and is
+    /// not created now. The first stage shuts the gate.
     pub(super) fn restore_stage(
         &self,
         scope: &Scope,
@@ -157,14 +171,20 @@ impl<D: Driver> Member<D> {
         let handed = window.handed.iter().zip(fds).filter(|(_, fd)| may_be_the_drivers(fd));
         let handed =
             handed.filter_map(|(shape, fd)| Some(Handed { shape: self.of_here(shape)?, fd }));
-        let moved = arriving.restore_stage(&self.known(window), handed.collect());
+        let kept = self.of_window(window, usize::MAX);
+        let moved = arriving.restore_stage(&self.known(window), handed.collect(), &kept);
         let left = arriving.left();
+        let more = if window.wanted.is_empty() && window.handed.is_empty() {
+            Shapes::new()
+        } else {
+            self.pool.shapes_to_take(arriving.selection())
+        };
         self.set_progress(Progress::Arriving(arriving, window.stage.saturating_add(1)));
         let moved = moved.map_err(|error| pool_failure(&error))?;
         let taken = moved.taken.iter();
         let taken = taken.flat_map(|(shape, count)| repeat_n(self.named(*shape), *count));
         let taken = taken.collect();
-        Ok(self.staged(moved, left, taken))
+        Ok(self.staged(moved, left, taken, more))
     }
 
     /// The end of it, before imports.
@@ -172,7 +192,7 @@ impl<D: Driver> Member<D> {
         match arriving.restore_rest(free_descriptors() / 4) {
             Ok((returning, moved)) => {
                 self.set_progress(Progress::Returning(returning));
-                Ok(self.staged(moved, BTreeMap::new(), Vec::new()))
+                Ok(self.staged(moved, BTreeMap::new(), Vec::new(), Shapes::new()))
             }
             Err(Failed { state, error }) => {
                 self.set_progress(Progress::Returning(*state));
@@ -197,6 +217,7 @@ impl<D: Driver> Member<D> {
         moved: Moved,
         left: BTreeMap<DeviceOrdinal, Left>,
         handed: Vec<BlockShape>,
+        more: Shapes,
     ) -> PhaseReport {
         let left = left.into_iter().map(|(device, left)| StageLeft {
             uuid: self.pool.uuid(device),
@@ -204,7 +225,8 @@ impl<D: Driver> Member<D> {
             smallest_bytes: left.smallest_bytes,
         });
         let copied_bytes = moved.copied_bytes;
-        let stage = Some(StageReport { copied_bytes, left: left.collect(), handed });
+        let shapes = self.told(more);
+        let stage = Some(StageReport { copied_bytes, left: left.collect(), handed, shapes });
         let devices = self.deltas(&self.by_device(moved.bytes));
         PhaseReport { devices, stage, ..report(moved.log) }
     }

@@ -61,7 +61,7 @@ fn shape_of(row: &Row) -> Option<Shape> {
 }
 
 /// The shape of memory that another's may come back as. What is read from a file is written by other streams than what is made zero.
-fn wanted_shape(row: &Row) -> Option<Shape> {
+pub(super) fn wanted_shape(row: &Row) -> Option<Shape> {
     let is_from_file = row.saved().is_some_and(|saved| saved.store == Store::File);
     if row.is_resident() || is_from_file { None } else { shape_of(row) }
 }

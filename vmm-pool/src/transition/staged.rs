@@ -14,7 +14,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
-use super::handover::{Handed, Shapes};
+use super::handover::{Handed, Shapes, wanted_shape};
 use super::links::Through;
 use super::mappings::is_import_of;
 use super::pause::{Leaving, Undone};
@@ -398,15 +398,21 @@ impl<D: Driver> Arriving<D> {
 
     /// Creates, maps and fills own memory, of each device no more than `allowed`; what has contents to put back comes
     /// first. What was `handed` over takes the place of creating, beyond what is allowed; what of it nothing is missing
-    /// for is given back to the driver.
+    /// for is given back to the driver. As many allocations of each shape as are `kept` stay away, for what will be handed
+    /// over later.
     ///
     /// # Errors
     /// As [`Shut::create_own`] and [`Returning::restore_own`]; the resume can be undone then, and nothing else.
     ///
     /// # Driver calls
     /// As [`Shut::create_own`] and [`Returning::restore_own`], without exports, and `cuMemImportFromShareableHandle`.
-    pub fn restore_stage(&mut self, allowed: &ByDevice, handed: Vec<Handed>) -> PoolResult<Moved> {
-        self.bring_back(|device| allowed.get(&device).copied().unwrap_or(0), handed)
+    pub fn restore_stage(
+        &mut self,
+        allowed: &ByDevice,
+        handed: Vec<Handed>,
+        kept: &Shapes,
+    ) -> PoolResult<Moved> {
+        self.bring_back(|device| allowed.get(&device).copied().unwrap_or(0), handed, kept)
     }
 
     /// The end of it: brings back whatever is still away, and exports what peers had imported, as far as `exports_max`
@@ -421,12 +427,13 @@ impl<D: Driver> Arriving<D> {
         mut self,
         exports_max: usize,
     ) -> Result<(Returning<D>, Moved), Failed<Returning<D>>> {
-        let moved = self.bring_back(|_| u64::MAX, Vec::new()).and_then(|mut moved| {
-            let Returning { selection, .. } = &self.returning;
-            let still = self.returning.still();
-            moved.log.timed("export", |log| still.export_again(log, selection, exports_max))?;
-            Ok(moved)
-        });
+        let moved =
+            self.bring_back(|_| u64::MAX, Vec::new(), &Shapes::new()).and_then(|mut moved| {
+                let Returning { selection, .. } = &self.returning;
+                let still = self.returning.still();
+                moved.log.timed("export", |log| still.export_again(log, selection, exports_max))?;
+                Ok(moved)
+            });
         match moved {
             Ok(moved) => Ok((self.returning, moved)),
             Err(error) => Err(Failed::new(self.returning, error)),
@@ -450,6 +457,7 @@ impl<D: Driver> Arriving<D> {
         &mut self,
         allowed: impl Fn(DeviceOrdinal) -> u64,
         handed: Vec<Handed>,
+        kept: &Shapes,
     ) -> PoolResult<Moved> {
         let still = self.returning.still();
         let selection = self.returning.selection();
@@ -465,7 +473,7 @@ impl<D: Driver> Arriving<D> {
         for (shape, count) in &taken {
             *bytes.entry(shape.device).or_insert(0) += shape.size_bytes * *count as u64;
         }
-        let part = self.pick(allowed);
+        let part = self.pick(allowed, kept);
         let is_rest;
         {
             let ledger = self.pool().ledger();
@@ -494,19 +502,36 @@ impl<D: Driver> Arriving<D> {
         row.is_own() && self.returning.selection().has(row) && !self.back.contains(&row.handle())
     }
 
-    /// What the next stage is about.
-    fn pick(&self, allowed: impl Fn(DeviceOrdinal) -> u64) -> HashSet<VirtualHandle> {
+    /// What the next stage is about, without what is `kept` for later.
+    fn pick(
+        &self,
+        allowed: impl Fn(DeviceOrdinal) -> u64,
+        kept: &Shapes,
+    ) -> HashSet<VirtualHandle> {
         let ledger = self.pool().ledger();
         let missing = ledger.rows().filter(|row| self.is_missing(row));
         let (first, then): (Vec<&Row>, Vec<&Row>) = missing.partition(|row| is_copied(row));
+        let kept_shape = |row: &Row| wanted_shape(row).filter(|shape| kept.contains_key(shape));
+        let mut spare = Shapes::new();
+        for shape in first.iter().chain(&then).filter_map(|row| kept_shape(row)) {
+            *spare.entry(shape).or_insert(0) += 1;
+        }
+        for (shape, spare) in &mut spare {
+            *spare = spare.saturating_sub(kept.get(shape).copied().unwrap_or(0));
+        }
         let mut taken = ByDevice::new();
         let mut part = HashSet::new();
         for row in first.into_iter().chain(then) {
             // What has stayed on its device takes no memory.
             if let (false, Some(device)) = (row.is_resident(), row.device()) {
+                let mut spare = kept_shape(row).map(|shape| spare.entry(shape).or_insert(0));
                 let taken = taken.entry(device).or_insert(0);
-                if *taken + row.size_bytes() > allowed(device) {
+                let is_kept = spare.as_ref().is_some_and(|spare| **spare == 0);
+                if is_kept || *taken + row.size_bytes() > allowed(device) {
                     continue;
+                }
+                if let Some(spare) = &mut spare {
+                    **spare -= 1;
                 }
                 *taken += row.size_bytes();
             }

@@ -94,7 +94,7 @@ impl Tenant {
     }
 
     fn come(&self, handed: Vec<Handed>) -> Moved {
-        let moved = self.pool.take_over(&ByDevice::new(), handed).expect("a stage");
+        let moved = self.pool.take_over(&ByDevice::new(), handed, &Shapes::new()).expect("a stage");
         self.pool.restore_rest(usize::MAX).expect("the rest");
         drop(self.pool.commit_resume());
         moved
@@ -156,6 +156,31 @@ fn memory_changes_hands_without_being_released_and_nobody_sees_the_others_bytes(
 }
 
 #[test]
+fn what_will_be_handed_over_is_not_created_meanwhile() {
+    let [away, here] = two(EACH);
+    let wanted = away.pool.shapes_to_take(&WHOLE);
+    let (_, mut handed) = here.leave(&wanted);
+    here.pool.release_rest().expect("all");
+    let faults = away.pool.driver().faults();
+    let created = faults.calls(DriverOp::Create);
+    let mut kept = wanted.clone();
+    let (later, now) = (handed.split_off(3), handed);
+    *kept.values_mut().next().expect("one shape") = later.len() - 1;
+    let moved = away.pool.take_over(&everything(), now, &kept).expect("a stage");
+    // One of them, and those that come from the file.
+    assert_eq!(faults.calls(DriverOp::Create) - created, 1 + EACH as u64);
+    assert_eq!(count(&moved.taken), 3);
+    assert_eq!(away.pool.shapes_to_take(&WHOLE), kept);
+    let moved = away.pool.take_over(&everything(), later, &Shapes::new()).expect("a stage");
+    assert_eq!(moved.taken, kept, "all but what nothing is missing for");
+    away.pool.restore_rest(usize::MAX).expect("the rest");
+    drop(away.pool.commit_resume());
+    assert_eq!(faults.calls(DriverOp::Create) - created, 1 + EACH as u64);
+    assert_eq!(free_bytes(&away.pool, DEVICE), CAPACITY_BYTES - all_bytes(EACH));
+    away.assert_whole("at the end");
+}
+
+#[test]
 fn what_was_taken_over_is_shared_and_paused_like_any_memory() {
     let [away, here] = two(EACH);
     let (_, handed) = here.leave(&away.pool.shapes_to_take(&WHOLE));
@@ -174,7 +199,7 @@ fn what_nothing_is_missing_for_or_nobody_takes_is_free_again() {
     let (_, handed) = here.leave(&here.pool.shapes_to_give(&WHOLE));
     assert_eq!(handed.len(), shaped(EACH) + 3);
     assert_eq!(free_bytes(&here.pool, DEVICE), CAPACITY_BYTES - all_bytes(EACH));
-    let moved = away.pool.take_over(&ByDevice::new(), handed).expect("a stage");
+    let moved = away.pool.take_over(&ByDevice::new(), handed, &Shapes::new()).expect("a stage");
     assert_eq!(moved.bytes[&DEVICE], 2 * UNIT * shaped(EACH) as u64);
     assert_eq!(free_bytes(&here.pool, DEVICE), CAPACITY_BYTES - moved.bytes[&DEVICE]);
     // The resume is undone.
@@ -200,7 +225,8 @@ fn a_driver_that_does_not_export_what_it_has_imported_is_asked_once() {
     let (_, handed) = here.leave(&away.pool.shapes_to_take(&WHOLE));
     let faults = away.pool.driver().faults();
     faults.fail(DriverOp::Export, FaultSpan::From(1), DriverCode::NOT_SUPPORTED);
-    let moved = away.pool.take_over(&everything(), handed).expect("memory is created");
+    let moved =
+        away.pool.take_over(&everything(), handed, &Shapes::new()).expect("memory is created");
     let told = moved.log.notes.iter().filter(|note| note.contains("created in place of"));
     assert_eq!(told.count(), 1, "{:?}", moved.log.notes);
     away.pool.restore_rest(usize::MAX).expect("the rest");
@@ -275,7 +301,7 @@ fn swap_with_fault(away: &Tenant, here: &Tenant, side: usize, fault: (DriverOp, 
     failing.fail(op, FaultSpan::Nth(nth), DriverCode::UNKNOWN);
     let stage = here.pool.hand_over(&everything(), &wanted);
     let handed = stage.map(|(_, handed)| handed).unwrap_or_default();
-    let came = away.pool.take_over(&ByDevice::new(), handed);
+    let came = away.pool.take_over(&ByDevice::new(), handed, &Shapes::new());
     failing.clear();
     here.pool.release_rest().unwrap_or_else(|error| panic!("{when}: the rest: {error}"));
     if came.is_ok() {

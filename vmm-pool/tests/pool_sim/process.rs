@@ -216,11 +216,16 @@ impl SimPool {
 
     /// In place of creating, by stages. The first shuts the gate.
     pub(crate) fn restore_stage(&self, allowed: &ByDevice) -> PoolResult<Moved> {
-        self.take_over(allowed, Vec::new())
+        self.take_over(allowed, Vec::new(), &Shapes::new())
     }
 
-    /// A stage with what was handed over by another tenant.
-    pub(crate) fn take_over(&self, allowed: &ByDevice, handed: Vec<Handed>) -> PoolResult<Moved> {
+    /// A stage with what was handed over by another tenant, without what is `kept` for more of it.
+    pub(crate) fn take_over(
+        &self,
+        allowed: &ByDevice,
+        handed: Vec<Handed>,
+        kept: &Shapes,
+    ) -> PoolResult<Moved> {
         let mut arriving = match self.take() {
             Stage::Arriving(arriving) => arriving,
             Stage::Rest => {
@@ -229,7 +234,7 @@ impl SimPool {
             }
             stage => panic!("something else is under way: {stage:?}"),
         };
-        let moved = arriving.restore_stage(allowed, handed);
+        let moved = arriving.restore_stage(allowed, handed, kept);
         self.put(Stage::Arriving(arriving));
         moved
     }

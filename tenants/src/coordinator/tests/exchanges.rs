@@ -39,6 +39,10 @@ struct Swapped {
     limits: BTreeMap<usize, u64>,
     /// Do those who come take nothing that was another's?
     refuses: bool,
+    /// Do those who leave release all of it?
+    hands_nothing: bool,
+    /// Orders to come, but the first, that brought nothing.
+    empty: usize,
 }
 
 fn uuid(device: usize) -> String {
@@ -68,6 +72,15 @@ fn deltas(bytes: &BTreeMap<usize, u64>, free: &BTreeMap<usize, u64>) -> Vec<Devi
     bytes.iter().map(delta).collect()
 }
 
+/// What of it may change hands.
+fn shapes_of(blocks: &[Block]) -> Vec<(BlockShape, u32)> {
+    let mut shapes = BTreeMap::new();
+    for block in blocks.iter().filter(|(.., may)| *may) {
+        *shapes.entry(shape(*block)).or_insert(0) += 1;
+    }
+    shapes.into_iter().collect()
+}
+
 impl Swapped {
     fn new(leaving: Vec<Vec<Block>>, coming: Vec<Vec<Block>>, window: u64, free: u64) -> Self {
         let free: BTreeMap<usize, u64> = [(0, free), (1, free)].into();
@@ -80,15 +93,11 @@ impl Swapped {
         let needed: Vec<_> = coming
             .iter()
             .zip(&needs)
-            .map(|(blocks, devices)| {
-                let mut shapes = BTreeMap::new();
-                for block in blocks.iter().filter(|(.., may)| *may) {
-                    *shapes.entry(shape(*block)).or_insert(0) += 1;
-                }
-                Needed { devices: devices.clone(), shapes: shapes.into_iter().collect() }
-            })
+            .map(|(blocks, devices)| Needed { devices: devices.clone(), shapes: shapes_of(blocks) })
             .collect();
-        let plan = Exchange::new(Some(window), &gives, &needs).with_hand_over(&needed, MOST);
+        let shapes: Vec<_> = leaving.iter().map(|blocks| shapes_of(blocks)).collect();
+        let plan =
+            Exchange::new(Some(window), &gives, &needs).with_hand_over(&shapes, &needed, MOST);
         let limits = [0, 1].map(|device| {
             let of = |bytes: &BTreeMap<usize, u64>| bytes.get(&device).copied().unwrap_or(0);
             (device, (of(&out) + free[&device]).min(of(&out).max(of(&back)) + window))
@@ -104,6 +113,8 @@ impl Swapped {
             most_at_hand: 0,
             limits: limits.into(),
             refuses: false,
+            hands_nothing: false,
+            empty: 0,
         }
     }
 
@@ -136,18 +147,24 @@ impl Swapped {
         }
     }
 
-    fn report(left: &[Block], moved: &[Block], handed: Vec<BlockShape>) -> PhaseReport {
-        let left = bytes_by_device(left).into_iter().map(|(device, bytes)| StageLeft {
+    fn report(
+        blocks: &[Block],
+        moved: &[Block],
+        handed: Vec<BlockShape>,
+        asked: bool,
+    ) -> PhaseReport {
+        let left = bytes_by_device(blocks).into_iter().map(|(device, bytes)| StageLeft {
             uuid: uuid(device),
             bytes,
-            smallest_bytes: left
+            smallest_bytes: blocks
                 .iter()
                 .filter(|block| block.0 == device)
                 .map(|block| block.1)
                 .min()
                 .unwrap_or(0),
         });
-        let stage = StageReport { copied_bytes: 0, left: left.collect(), handed };
+        let shapes = if asked { shapes_of(blocks) } else { Vec::new() };
+        let stage = StageReport { copied_bytes: 0, left: left.collect(), handed, shapes };
         let devices = deltas(&bytes_by_device(moved), &BTreeMap::new());
         PhaseReport { devices, stage: Some(stage), ..PhaseReport::default() }
     }
@@ -176,7 +193,7 @@ impl Swapped {
                     !goes
                 });
                 let mut wanted: BTreeMap<_, _> = window.wanted.iter().cloned().collect();
-                for block in moved.iter().filter(|(.., may)| *may) {
+                for block in moved.iter().filter(|(.., may)| *may && !self.hands_nothing) {
                     if let Some(count) = wanted.get_mut(&shape(*block)).filter(|count| **count > 0)
                     {
                         *count -= 1;
@@ -198,7 +215,8 @@ impl Swapped {
         }
         self.handed += handed.len();
         self.most_at_hand = self.most_at_hand.max(self.at_hand.values().sum());
-        let report = Self::report(&left, &moved, handed);
+        let asked = matches!(&told, Told::Stage(window) if !window.wanted.is_empty());
+        let report = Self::report(&left, &moved, handed, asked);
         self.leaving[index].left = left;
         match told {
             Told::Stage(_) => self.plan.released(index, &report),
@@ -212,6 +230,7 @@ impl Swapped {
         };
         let mut left = std::mem::take(&mut self.coming[index].left);
         let (mut moved, mut took) = (Vec::new(), Vec::new());
+        let asked = !window.wanted.is_empty() || !window.handed.is_empty();
         for handed in window.handed {
             let fits = |block: &Block| block.2 && shape(*block) == handed;
             if let Some(at) = left.iter().position(fits).filter(|_| !self.refuses) {
@@ -222,11 +241,22 @@ impl Swapped {
                 *self.used.entry(device).or_insert(0) -= handed.size_bytes;
             }
         }
+        // What is to be handed over later stays away.
+        let mut spare: BTreeMap<BlockShape, u32> = shapes_of(&left).into_iter().collect();
+        for (shape, kept) in &window.wanted {
+            let spare = spare.get_mut(shape).expect("it lacks that");
+            *spare = spare.checked_sub(*kept).expect("it lacks as many");
+        }
         for (name, bytes) in &window.devices {
             let mut taken = 0;
             left.retain(|block| {
-                let comes = uuid(block.0) == *name && taken + block.1 <= *bytes;
+                let spare = spare.get_mut(&shape(*block)).filter(|_| block.2);
+                let is_kept = spare.as_ref().is_some_and(|spare| **spare == 0);
+                let comes = uuid(block.0) == *name && taken + block.1 <= *bytes && !is_kept;
                 if comes {
+                    if let Some(spare) = spare {
+                        *spare -= 1;
+                    }
                     taken += block.1;
                     moved.push(*block);
                     *self.used.entry(block.0).or_insert(0) += block.1;
@@ -234,7 +264,8 @@ impl Swapped {
                 !comes
             });
         }
-        let report = Self::report(&left, &moved, took);
+        self.empty += usize::from(moved.is_empty() && window.stage > 0);
+        let report = Self::report(&left, &moved, took, asked);
         self.coming[index].left = left;
         self.plan.restored(index, &report);
     }
@@ -311,6 +342,140 @@ fn of_two_that_are_alike_most_changes_hands() {
     }
 }
 
+/// Both go at one speed: whoever has been told something longest answers next, as soon as both have.
+fn in_step(swapped: &mut Swapped) -> Idle {
+    let mut idle = Idle::default();
+    loop {
+        swapped.let_go();
+        swapped.send();
+        if swapped.plan.is_over() {
+            return idle;
+        }
+        let told = |workers: &[Worker]| workers.iter().any(|worker| !worker.told.is_empty());
+        let (out, back) = (told(&swapped.leaving), told(&swapped.coming));
+        assert!(out || back, "a halt");
+        let misses = |workers: &[Worker]| workers.iter().any(|worker| !worker.left.is_empty());
+        idle.out += usize::from(!out && misses(&swapped.leaving));
+        idle.back += usize::from(!back && misses(&swapped.coming));
+        for index in 0..swapped.leaving.len() {
+            if !swapped.leaving[index].told.is_empty() {
+                swapped.release(index);
+            }
+        }
+        for index in 0..swapped.coming.len() {
+            if !swapped.coming[index].told.is_empty() {
+                swapped.restore(index);
+            }
+        }
+    }
+}
+
+/// How often a side had nothing to do, and something left.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Idle {
+    out: usize,
+    back: usize,
+}
+
+const GIB: u64 = 1024 * MIB;
+
+#[test]
+fn however_much_is_free_all_that_is_alike_changes_hands_but_a_window() {
+    for (size, window) in [(512 * MIB, GIB), (512 * MIB, 2 * GIB), (20 * MIB, 256 * MIB)] {
+        for free in [window, 100 * GIB] {
+            let all = vec![vec![(0, size, true); 96]];
+            let mut swapped = Swapped::new(all.clone(), all, window, free);
+            let idle = in_step(&mut swapped);
+            let most = 96 - usize::try_from(window / size).unwrap();
+            assert_eq!(swapped.handed, most, "{size} {window} {free}");
+            assert_eq!((idle, swapped.empty), (Idle::default(), 0), "{size} {window} {free}");
+        }
+    }
+}
+
+#[test]
+fn small_tenants_hand_over_most_of_what_they_have_with_the_usual_window_too() {
+    for (size, count) in [(2, 192), (16, 24), (32, 12), (64, 6)] {
+        let all = vec![vec![(0, size * MIB, true); count]];
+        let mut swapped = Swapped::new(all.clone(), all, 256 * MIB, 640 * MIB);
+        let idle = in_step(&mut swapped);
+        assert!(swapped.handed * 5 >= count * 4, "{size}: {} of {count}", swapped.handed);
+        assert_eq!(idle.out, 0);
+    }
+}
+
+#[test]
+fn where_nothing_else_is_free_all_that_is_alike_changes_hands() {
+    let all = vec![vec![(0, 64 * MIB, true); 60]];
+    let mut swapped = Swapped::new(all.clone(), all, 256 * MIB, 0);
+    let idle = in_step(&mut swapped);
+    assert_eq!((swapped.handed, idle.out), (60, 0));
+}
+
+#[test]
+fn several_processes_on_several_devices_hand_over_what_they_have_alike() {
+    let blocks = |device, count| vec![(device, 64 * MIB, true); count];
+    // Two processes on one device, and one on another, in another order and in other parts.
+    let out = vec![blocks(0, 40), blocks(1, 60), blocks(0, 20)];
+    let back = vec![blocks(1, 60), blocks(0, 30), blocks(0, 30)];
+    for free in [512 * MIB, 100 * GIB] {
+        for seed in 0..100 {
+            let mut swapped = Swapped::new(out.clone(), back.clone(), 512 * MIB, free);
+            swapped.run(&mut fastrand::Rng::with_seed(seed));
+            // A head start on each device, and what was exported for a process that has come to lack it no more.
+            assert!(swapped.handed >= 100, "{free} {seed}: {}", swapped.handed);
+        }
+    }
+}
+
+#[test]
+fn whatever_else_they_have_what_both_have_alike_changes_hands() {
+    let alike = |count| vec![(0, 64 * MIB, true); count];
+    let others = |size, count| vec![(0, size * MIB, false); count];
+    let mixed = |one: Vec<Block>, two: Vec<Block>| {
+        let mut all: Vec<Block> = Vec::new();
+        for at in 0..one.len().max(two.len()) {
+            all.extend(one.get(at).into_iter().chain(two.get(at)));
+        }
+        all
+    };
+    let (window, few) = (512 * MIB, 8);
+    let cases = [
+        ("alike last", [others(32, 80), alike(40)].concat(), [alike(40), others(48, 50)].concat()),
+        ("alike first", [alike(40), others(32, 80)].concat(), [others(48, 50), alike(40)].concat()),
+        ("in turn", mixed(alike(40), others(64, 40)), mixed(others(64, 40), alike(40))),
+        ("a smaller one comes", [alike(40), others(64, 60)].concat(), alike(40)),
+        ("a larger one comes", alike(40), [others(64, 60), alike(40)].concat()),
+        ("more alike come", alike(40), alike(90)),
+        ("more alike leave", alike(90), alike(40)),
+    ];
+    for (name, out, back) in cases {
+        for free in [4 * GIB, 100 * GIB] {
+            let mut swapped = Swapped::new(vec![out.clone()], vec![back.clone()], window, free);
+            in_step(&mut swapped);
+            assert!(swapped.handed >= 40 - few, "{name}, {free} free: {}", swapped.handed);
+            assert!(swapped.empty <= 2, "{name}, {free} free: {} empty", swapped.empty);
+            for seed in 0..50 {
+                let mut swapped = Swapped::new(vec![out.clone()], vec![back.clone()], window, free);
+                swapped.run(&mut fastrand::Rng::with_seed(seed));
+                assert!(swapped.handed >= 40 - few - 4, "{name} {seed}: {}", swapped.handed);
+            }
+        }
+    }
+}
+
+#[test]
+fn who_leaves_and_hands_nothing_over_holds_up_nobody_who_waits_for_it() {
+    let all = vec![vec![(0, 64 * MIB, true); 60]];
+    let mut swapped = Swapped::new(all.clone(), all, 256 * MIB, 100 * GIB);
+    swapped.hands_nothing = true;
+    let idle = in_step(&mut swapped);
+    assert_eq!(swapped.handed, 0);
+    // It follows stage by stage.
+    assert!(swapped.coming[0].left.len() <= 8, "{}", swapped.coming[0].left.len());
+    assert_eq!(idle.out, 0);
+}
+
 #[test]
 fn who_refuses_what_was_anothers_is_handed_no_more_of_it() {
     for seed in 0..200 {
@@ -334,7 +499,8 @@ fn numbers_that_nobody_can_mean_end_in_no_sum_and_answers_without_end_in_the_res
         .iter()
         .map(|devices| Needed { devices: devices.clone(), shapes: shapes.clone() })
         .collect();
-    let mut plan = Exchange::new(Some(MIB), &needs, &needs).with_hand_over(&needed, MOST);
+    let gives = vec![shapes; 3];
+    let mut plan = Exchange::new(Some(MIB), &needs, &needs).with_hand_over(&gives, &needed, MOST);
     assert_eq!(plan.total_bytes(), u64::MAX);
     let (mut stages, mut told) = (0, VecDeque::new());
     loop {
@@ -344,7 +510,7 @@ fn numbers_that_nobody_can_mean_end_in_no_sum_and_answers_without_end_in_the_res
         if plan.is_over() {
             break;
         }
-        let said = Swapped::report(&[most], &[most], vec![shape(most); 3]);
+        let said = Swapped::report(&[most], &[most], vec![shape(most); 3], true);
         match told.pop_front().expect("an order") {
             Move::ReleaseStage(index, _) => {
                 stages += 1;

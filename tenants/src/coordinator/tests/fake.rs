@@ -452,6 +452,7 @@ impl Agent {
                 copied_bytes: bytes,
                 left: if left == 0 { Vec::new() } else { vec![self.left(left)] },
                 handed: Vec::new(),
+                shapes: Vec::new(),
             }),
         };
         Reply::PhaseDone(phase, report)
