@@ -95,10 +95,15 @@ impl AsFd for OnItsWay {
     }
 }
 
+/// How many descriptors this process may have open.
+pub(crate) fn descriptor_limit() -> usize {
+    getrlimit(Resource::RLIMIT_NOFILE)
+        .map_or(usize::MAX, |(soft, _)| usize::try_from(soft).unwrap_or(usize::MAX))
+}
+
 /// How many descriptors this process may open now, with some left over.
 pub(crate) fn free_descriptors() -> usize {
-    let limit = getrlimit(Resource::RLIMIT_NOFILE)
-        .map_or(usize::MAX, |(soft, _)| usize::try_from(soft).unwrap_or(usize::MAX));
+    let limit = descriptor_limit();
     // Where /proc cannot be read, as many as are likely to be free.
     let open = std::fs::read_dir("/proc/self/fd").map_or(limit / 2, Iterator::count);
     limit.saturating_sub(open + DESCRIPTORS_KEPT_FREE)

@@ -8,6 +8,7 @@
 #![expect(unsafe_code, reason = "gives objects back to the driver")]
 
 use std::collections::BTreeSet;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -35,14 +36,34 @@ pub(crate) struct Physical {
     lease: Option<OwnedFd>,
     /// What it takes of a budget, where one counts and it is own memory.
     charge: Option<Charge>,
+    /// Of memory that another tenant has handed over: what it came by. The driver exports what was created here alone, so
+    /// that a descriptor of this memory is a copy of this one.
+    descriptor: Option<OwnedFd>,
     /// Another tenant's bytes are in it, and nothing may be done with it before all of it was made zero.
     holds_others_bytes: bool,
+}
+
+/// What a descriptor of memory is had from.
+#[derive(Debug)]
+pub(crate) enum DescriptorFrom {
+    /// The driver, by its handle.
+    Handle(RawHandle),
+    /// A copy, or why there is none.
+    Copy(io::Result<OwnedFd>),
 }
 
 impl Physical {
     /// What the driver has just handed out, and nobody else holds.
     pub(crate) fn new(raw: RawHandle, size_bytes: u64, device: Option<DeviceOrdinal>) -> Self {
-        Self { raw, size_bytes, device, lease: None, charge: None, holds_others_bytes: false }
+        Self {
+            raw,
+            size_bytes,
+            device,
+            lease: None,
+            charge: None,
+            descriptor: None,
+            holds_others_bytes: false,
+        }
     }
 
     /// The same, under a lease.
@@ -50,9 +71,11 @@ impl Physical {
         Self { lease, ..self }
     }
 
-    /// For a forked child: closes its copy of the lease, which tells the lender that the memory is in use.
-    pub(crate) fn close_lease(&mut self) {
+    /// For a forked child: closes its copy of the lease, which tells the lender that the memory is in use, and of what the memory
+    /// came by, which would hold it.
+    pub(crate) fn close_descriptors(&mut self) {
         self.lease = None;
+        self.descriptor = None;
     }
 
     /// Has it count against a budget for as long as the driver has it.
@@ -71,9 +94,17 @@ impl Physical {
         }
     }
 
-    /// Memory that another tenant has handed over.
-    pub(crate) fn with_others_bytes(self) -> Self {
-        Self { holds_others_bytes: true, ..self }
+    /// Memory that another tenant has handed over by `descriptor`.
+    pub(crate) fn handed_over(self, descriptor: OwnedFd) -> Self {
+        Self { descriptor: Some(descriptor), holds_others_bytes: true, ..self }
+    }
+
+    /// What a descriptor of it is had from.
+    pub(crate) fn descriptor_from(&self) -> DescriptorFrom {
+        match &self.descriptor {
+            Some(descriptor) => DescriptorFrom::Copy(descriptor.try_clone()),
+            None => DescriptorFrom::Handle(self.raw),
+        }
     }
 
     /// All of it was made zero, and filled again.

@@ -16,7 +16,7 @@ use super::failures::pool_failure;
 use super::fetch::may_be_the_drivers;
 use super::phases::report;
 use super::progress::Progress;
-use crate::descriptors::free_descriptors;
+use crate::descriptors::{descriptor_limit, free_descriptors};
 use crate::host_memory::HostNeed;
 use crate::phase::Window;
 use crate::references::Stay;
@@ -30,9 +30,11 @@ const SHAPES_MAX: usize = 64;
 /// Descriptors that are left to the application, while memory changes hands.
 const KEPT_FREE: usize = 4 * HANDED_MAX;
 
-/// How many descriptors of memory that changes hands this process has room for at once.
+/// How many descriptors of memory that changes hands this process has room for at once. Whoever takes some keeps them for as
+/// long as it has that memory, and the application has at least half of all.
 fn most_handed() -> usize {
-    if free_descriptors() >= KEPT_FREE { HANDED_MAX } else { 0 }
+    let kept_free = KEPT_FREE.max(descriptor_limit() / 2);
+    if free_descriptors() >= kept_free { HANDED_MAX } else { 0 }
 }
 
 impl<D: Driver> Member<D> {

@@ -7,8 +7,8 @@
 
 use std::os::fd::AsFd;
 
-use super::{Bench, Case, Limits, Mapped, assert_same, case_list, pattern};
-use crate::driver::{DeviceAddress, Driver, VaRange};
+use super::{Bench, Case, Limits, Mapped, assert_same, case_list, pattern, refused};
+use crate::driver::{DeviceAddress, Driver, DriverCode, VaRange};
 
 case_list![
     copies_come_back_as_they_went,
@@ -19,6 +19,7 @@ case_list![
     an_import_shares_bytes_with_its_source,
     an_import_outlives_its_source,
     properties_survive_export_and_import,
+    what_was_imported_is_not_exported_and_its_descriptor_imports_again,
     remapped_addresses_show_the_new_memory,
     a_freed_reservation_can_be_had_again_at_its_address,
     one_call_gives_access_to_many_mappings,
@@ -131,10 +132,26 @@ fn properties_survive_export_and_import<D: Driver>(driver: &D, _: Limits) {
         let found = driver.properties(handle).expect("properties");
         let wanted = super::prop();
         assert_eq!(found.location, wanted.location, "location of the {what}");
-        // Driver 580 reports no handle types for an import: only the owner may export.
         assert_eq!(found.kind, wanted.kind, "kind of the {what}");
         bench.release(handle);
     }
+}
+
+fn what_was_imported_is_not_exported_and_its_descriptor_imports_again<D: Driver>(
+    driver: &D,
+    _: Limits,
+) {
+    let bench = Bench::new(driver);
+    let source = bench.create(bench.granule_bytes);
+    let fd = driver.export_fd(source).expect("export");
+    bench.release(source);
+    let import = driver.import_fd(fd.as_fd()).expect("import");
+    let found = driver.properties(import).expect("properties");
+    assert_eq!(found.requested_handle_types, 0, "handle types of an import");
+    refused(driver.export_fd(import), &[DriverCode::INVALID_VALUE], "export of an import");
+    let again = driver.import_fd(fd.as_fd()).expect("imported again, without its first owner");
+    bench.release(import);
+    bench.release(again);
 }
 
 fn remapped_addresses_show_the_new_memory<D: Driver>(driver: &D, _: Limits) {

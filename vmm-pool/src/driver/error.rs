@@ -57,6 +57,8 @@ driver_codes! {
     INVALID_HANDLE = 400, "CUDA_ERROR_INVALID_HANDLE";
     /// The object is not in a state for this call.
     ILLEGAL_STATE = 401, "CUDA_ERROR_ILLEGAL_STATE";
+    /// A call of the operating system failed.
+    OPERATING_SYSTEM = 304, "CUDA_ERROR_OPERATING_SYSTEM";
     /// A name was not found.
     NOT_FOUND = 500, "CUDA_ERROR_NOT_FOUND";
     /// Work is still under way.

@@ -51,7 +51,7 @@ pub use selection::{LIBRARY_TAGS, Selection, Tags, Whose};
 use slab::Slab;
 pub use tickets::TicketWatch;
 
-use crate::deferred::Physical;
+use crate::deferred::{DescriptorFrom, Physical};
 use crate::driver::{
     AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverError, DriverOp, RawHandle, VaRange,
 };
@@ -98,8 +98,8 @@ pub(crate) struct ToExport {
     pub(crate) size_bytes: u64,
     /// 0 for memory of another process.
     pub(crate) serial: u64,
-    /// None where nothing need be asked of the driver.
-    pub(crate) raw: Option<RawHandle>,
+    /// None where there is one, or it is another process's to give.
+    pub(crate) from: Option<DescriptorFrom>,
 }
 
 // Rows and mappings.
@@ -389,12 +389,12 @@ impl Ledger {
     /// [`PoolError::StaleHandle`], [`PoolError::Offloaded`].
     pub(crate) fn begin_export(&mut self, handle: VirtualHandle) -> PoolResult<ToExport> {
         let row = self.find(handle)?;
-        let (id, size_bytes, raw) = (row.id(), row.size_bytes(), row.raw());
+        let (id, size_bytes) = (row.id(), row.size_bytes());
         if !row.is_own() {
-            return Ok(ToExport { id, size_bytes, serial: 0, raw: None });
+            return Ok(ToExport { id, size_bytes, serial: 0, from: None });
         }
-        let is_exported = row.is_exported();
-        if !is_exported && raw.is_none() {
+        let from = if row.is_exported() { None } else { row.descriptor_from() };
+        if from.is_none() && !row.is_exported() {
             return Err(PoolError::Offloaded { tag: row.class().tag.clone() });
         }
         self.last_ticket += 1;
@@ -402,7 +402,7 @@ impl Ledger {
         if let Some(row) = self.row_mut(handle) {
             row.add_ticket(serial);
         }
-        Ok(ToExport { id, size_bytes, serial, raw: raw.filter(|_| !is_exported) })
+        Ok(ToExport { id, size_bytes, serial, from })
     }
 
     /// The ticket `serial` for `id` lasts until it is closed, which `watch` tells. Without room for one more watch it lasts
@@ -676,10 +676,7 @@ impl Ledger {
     }
 
     /// Importers are about to fetch what they hold of `selection`. Returns what has to be exported for that.
-    pub(crate) fn begin_fetching(
-        &mut self,
-        selection: &Selection,
-    ) -> Vec<(AllocationId, RawHandle, u64)> {
+    pub(crate) fn begin_fetching(&mut self, selection: &Selection) -> Vec<(AllocationId, u64)> {
         let mut wanted = Vec::new();
         for (_, row) in &mut self.rows {
             if !(row.is_shared() && selection.has(row)) {
@@ -689,8 +686,8 @@ impl Ledger {
             if row.can_leave() {
                 row.begin_fetching();
             }
-            if let (false, Some(raw)) = (row.is_exported(), row.raw()) {
-                wanted.push((row.id(), raw, row.size_bytes()));
+            if row.is_resident() && !row.is_exported() {
+                wanted.push((row.id(), row.size_bytes()));
             }
         }
         wanted

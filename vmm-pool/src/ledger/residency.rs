@@ -147,9 +147,9 @@ impl Residency {
     }
 
     /// For a forked child.
-    pub(super) fn close_lease(&mut self) {
+    pub(super) fn close_descriptors(&mut self) {
         if let Self::Resident { handle, .. } | Self::Moving { handle, .. } = self {
-            handle.close_lease();
+            handle.close_descriptors();
         }
     }
 

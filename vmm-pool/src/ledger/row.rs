@@ -7,7 +7,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use super::leases::{Lease, Leases};
 use super::residency::{Change, Residency};
 use super::tickets::{TicketWatch, Tickets};
-use crate::deferred::Physical;
+use crate::deferred::{DescriptorFrom, Physical};
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceOrdinal, Location, LocationKind, RawContext, RawHandle,
     VaRange,
@@ -235,6 +235,11 @@ impl Row {
     /// The driver's handle, while it is on its device.
     pub(crate) fn raw(&self) -> Option<RawHandle> {
         self.residency.handle().map(Physical::raw)
+    }
+
+    /// What a descriptor of it is had from, while it is on its device.
+    pub(crate) fn descriptor_from(&self) -> Option<DescriptorFrom> {
+        self.residency.handle().map(Physical::descriptor_from)
     }
 
     /// Is its memory another tenant's bytes still?
@@ -518,7 +523,7 @@ impl Row {
     /// For a forked child.
     pub(super) fn close_leases(&mut self) {
         self.sharing.leases.clear();
-        self.residency.close_lease();
+        self.residency.close_descriptors();
     }
 
     pub(super) fn keep_export(&mut self, fd: OwnedFd) -> Option<OwnedFd> {

@@ -125,7 +125,7 @@ fn a_descriptor_is_kept_or_comes_out() {
     assert_eq!(nobodys.as_raw_fd(), refused);
     // With the last ticket it goes.
     let other = ledger.begin_export(handle).unwrap();
-    assert!(other.raw.is_none(), "one is kept already");
+    assert!(other.from.is_none(), "one is kept already");
     assert!(ledger.redeemed(id(1), serial, PEER).unwrap().0.is_none());
     let (last, row) = ledger.redeemed(id(1), other.serial, PEER).unwrap();
     assert_eq!(last.map(|fd| fd.as_raw_fd()), Some(kept));
@@ -152,10 +152,7 @@ fn who_fetches_again_is_an_importer_and_nobody_else_is() {
     let [fetched, forgotten] = [1, 2].map(|number| shared(&mut ledger, number));
     ledger.fetched(id(1), OTHER_PEER);
     let wanted = ledger.begin_fetching(&Selection::Whole);
-    assert_eq!(
-        wanted.iter().map(|(id, raw, _)| (*id, raw.0)).collect::<Vec<_>>(),
-        [(id(1), 1), (id(2), 2)]
-    );
+    assert_eq!(wanted.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [id(1), id(2)]);
     ledger.fetched(id(1), OTHER_PEER);
     assert!(ledger.end_fetching().is_empty(), "its application holds both");
     assert_eq!(ledger.row(fetched).unwrap().importers(), [OTHER_PEER]);

@@ -17,7 +17,7 @@ mod sharing;
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 
 pub(crate) use copies::CopyPolicy;
 pub use copies::{PieceBytes, Pieces};
@@ -73,8 +73,6 @@ pub struct Pool<D: Driver> {
     pub(crate) links: LinkPolicy,
     /// Machine-wide names of devices, as the driver gave them. A leaf.
     names: Mutex<BTreeMap<DeviceOrdinal, String>>,
-    /// Does the driver export what it has imported? Unknown until memory of another tenant was taken over.
-    pub(crate) exports_imports: OnceLock<bool>,
 }
 
 /// The NUMA node of a device.
@@ -105,7 +103,6 @@ impl<D: Driver> Pool<D> {
             copies: CopyPolicy::default(),
             links: LinkPolicy::default(),
             names: Mutex::default(),
-            exports_imports: OnceLock::new(),
         }
     }
 

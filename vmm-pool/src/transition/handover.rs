@@ -75,11 +75,11 @@ impl<D: Driver> Pool<D> {
         })
     }
 
-    /// What of `selection` is away and could come back as another's memory; none where the driver will not have it, and none of a process that
+    /// What of `selection` is away and could come back as another's memory; none of a process that
     /// runs: work of its own may be under way, and reach what is mapped before it is cleared.
     pub fn shapes_to_take(&self, selection: &Selection) -> Shapes {
         let runs = matches!(selection, Selection::SetAside(..));
-        if runs || self.exports_imports.get() == Some(&false) {
+        if runs {
             return Shapes::new();
         }
         self.shapes(|row| if selection.has(row) { wanted_shape(row) } else { None })
@@ -116,7 +116,7 @@ impl<D: Driver> Still<'_, D> {
             return exported;
         }
         let mut open = wanted.clone();
-        let chosen: Vec<(RawHandle, Shape)> = {
+        let chosen: Vec<(VirtualHandle, RawHandle, Shape)> = {
             let ledger = self.pool.ledger();
             let unmapped = ledger.rows().filter(|row| {
                 let mut mappings = ledger.mappings_of(row);
@@ -126,13 +126,15 @@ impl<D: Driver> Still<'_, D> {
                 let shape = shape_of(row)?;
                 let open = open.get_mut(&shape).filter(|open| **open > 0)?;
                 *open -= 1;
-                Some((row.raw()?, shape))
+                Some((row.handle(), row.raw()?, shape))
             });
             of_shape.collect()
         };
-        for (raw, shape) in chosen {
+        for (row, raw, shape) in chosen {
+            let from = self.pool.ledger().row(row).and_then(Row::descriptor_from);
+            let Some(from) = from else { continue };
             log.call();
-            let fd = self.pool.driver.export_fd(raw);
+            let fd = self.pool.descriptor(from);
             let about = || "export for the next tenant".to_owned();
             match fd.about(about, shape.size_bytes, Some(shape.device)) {
                 Ok(fd) => drop(exported.insert(raw, Handed { shape, fd })),
@@ -152,7 +154,7 @@ impl<D: Driver> Still<'_, D> {
     /// [`PoolError::OverBudget`] and nothing taken, where `room` is to be asked for.
     ///
     /// # Driver calls
-    /// `cuMemImportFromShareableHandle`; for the first of all, `cuMemExportToShareableHandle`.
+    /// `cuMemImportFromShareableHandle`.
     pub(super) fn take_over(
         &self,
         log: &mut StepLog,
@@ -160,9 +162,6 @@ impl<D: Driver> Still<'_, D> {
         handed: Vec<Handed>,
         room: Room,
     ) -> PoolResult<Shapes> {
-        if self.pool.exports_imports.get() == Some(&false) {
-            return Ok(Shapes::new());
-        }
         let pairs = self.pair_up(selection, handed);
         let wanted: Vec<_> = {
             let ledger = self.pool.ledger();
@@ -185,12 +184,7 @@ impl<D: Driver> Still<'_, D> {
             };
             let charge = room.get_mut(&device).and_then(|room| room.split(size_bytes));
             let physical = Physical::new(raw, size_bytes, Some(device)).charged(charge);
-            if let Err(error) = self.try_export(log, raw, size_bytes, device) {
-                log.notes.push(refusal(&error));
-                self.release_all(log, vec![physical]);
-                break;
-            }
-            taken.push((row, shape, physical.with_others_bytes()));
+            taken.push((row, shape, physical.handed_over(fd)));
         }
         let mut shapes = Shapes::new();
         let unwanted: Vec<Physical> = {
@@ -223,26 +217,6 @@ impl<D: Driver> Still<'_, D> {
                 Some((row.handle(), one))
             })
             .collect()
-    }
-
-    /// What an application does with memory of its own, it must be able to do with this. Of all that only exporting is
-    /// in doubt, and is tried once in a process.
-    fn try_export(
-        &self,
-        log: &mut StepLog,
-        raw: RawHandle,
-        size_bytes: u64,
-        device: DeviceOrdinal,
-    ) -> PoolResult<()> {
-        if self.pool.exports_imports.get() == Some(&true) {
-            return Ok(());
-        }
-        log.call();
-        let exported = self.pool.driver.export_fd(raw);
-        // The worker alone asks.
-        let _known = self.pool.exports_imports.set(exported.is_ok());
-        let about = || "another export of memory that was handed over".to_owned();
-        exported.about(about, size_bytes, Some(device)).map(drop)
     }
 }
 

@@ -430,9 +430,11 @@ impl<D: Driver> Still<'_, D> {
         exports_max: usize,
     ) -> PoolResult<()> {
         let wanted = self.pool.ledger().begin_fetching(selection);
-        for (id, raw, size_bytes) in wanted.into_iter().take(exports_max) {
+        for (id, size_bytes) in wanted.into_iter().take(exports_max) {
+            let from = self.pool.ledger().by_id(id).and_then(Row::descriptor_from);
+            let Some(from) = from else { continue };
             log.call();
-            let fd = self.pool.driver.export_fd(raw).about(
+            let fd = self.pool.descriptor(from).about(
                 || "export, again".to_owned(),
                 size_bytes,
                 None,

@@ -220,23 +220,33 @@ fn what_nothing_is_missing_for_or_nobody_takes_is_free_again() {
 }
 
 #[test]
-fn a_driver_that_does_not_export_what_it_has_imported_is_asked_once() {
-    let [away, here] = two(EACH);
-    let (_, handed) = here.leave(&away.pool.shapes_to_take(&WHOLE));
-    let faults = away.pool.driver().faults();
-    faults.fail(DriverOp::Export, FaultSpan::From(1), DriverCode::NOT_SUPPORTED);
-    let moved =
-        away.pool.take_over(&everything(), handed, &Shapes::new()).expect("memory is created");
-    let told = moved.log.notes.iter().filter(|note| note.contains("created in place of"));
-    assert_eq!(told.count(), 1, "{:?}", moved.log.notes);
-    away.pool.restore_rest(usize::MAX).expect("the rest");
-    drop(away.pool.commit_resume());
-    faults.clear();
-    away.assert_whole("created");
-    here.pool.release_rest().expect("nothing is left");
-    assert_eq!(free_bytes(&here.pool, DEVICE), CAPACITY_BYTES - all_bytes(EACH));
-    away.pause();
-    assert_eq!(count(&away.pool.shapes_to_take(&WHOLE)), 0);
+fn memory_that_was_handed_over_is_shared_as_any_and_gone_with_its_last_use() {
+    let node = node();
+    let first = Tenant::new(&node, 1, 1);
+    first.pause();
+    let [mut away, mut here] = [first, Tenant::new(&node, 1000, 1)];
+    // The second time it goes back by the descriptor that it came by.
+    for round in 0..3 {
+        let wanted = away.pool.shapes_to_take(&WHOLE);
+        let (_, handed) = here.leave(&wanted);
+        assert_eq!(handed.len(), shaped(1), "{round}");
+        assert_eq!(count(&away.come(handed).taken), shaped(1), "{round}");
+        away.assert_whole("handed over");
+        here.pool.release_rest().expect("the rest");
+        (away, here) = (here, away);
+    }
+    // The driver exports nothing of it; others import it all the same.
+    let importer = pool(&node);
+    let imported = share(&here.pool, here.handle, &importer, 1);
+    let there = map(&importer, imported, 2 * UNIT, &[AccessDesc::read_write(DEVICE)]);
+    write(&importer, DEVICE, there, pattern(7));
+    let (place, _) = here.part;
+    assert!(holds(&here.pool, DEVICE, place, pattern(7)), "the same memory");
+    here.pool.save(&WHOLE, UNLIMITED).expect("saving");
+    importer.save(&WHOLE, UNLIMITED).expect("nothing to save");
+    here.pool.release_selected().expect("release");
+    importer.release_selected().expect("release");
+    assert_eq!(free_bytes(&here.pool, DEVICE), CAPACITY_BYTES, "no descriptor holds it");
 }
 
 #[test]

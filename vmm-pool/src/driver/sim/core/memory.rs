@@ -170,7 +170,10 @@ impl Core {
     pub fn import_memory(&self, fd: BorrowedFd<'_>) -> Coded<RawHandle> {
         self.check_vmm()?;
         let block = self.node.import_block(fd).ok().flatten().ok_or(DriverCode::INVALID_VALUE)?;
-        self.adopt(block)
+        let prop = self.as_seen_here(&block.name().prop)?;
+        // Driver 580: only the process that created memory exports it.
+        let prop = AllocationProp { requested_handle_types: 0, ..prop };
+        Ok(self.write().add_handle(block, prop))
     }
 
     fn adopt(&self, block: Block) -> Coded<RawHandle> {
