@@ -112,7 +112,7 @@ def command(report: dict[str, Any]) -> dict[str, Any]:
 
 
 class ByHand(Switch):
-    """Tensors to the CPU and back, as frameworks do it: `.to("cpu")` of model and optimizer, caches emptied."""
+    """Tensors of model and optimizer to the CPU and back, as frameworks do it, and caches emptied."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

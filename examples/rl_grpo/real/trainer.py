@@ -33,6 +33,8 @@ class Rollouts:
         self._lender: Any = None
         self._store: Any = None
         self._rejoined = 0
+        #: Tensors whose storage is empty, and what it held.
+        self._away: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         self._trainer = trainer
@@ -72,20 +74,34 @@ class Rollouts:
             import sublet
 
             return int(self._lender.write(path, sublet.host_copy))
-        return int(self._lender.write(path, lambda parameter: parameter.detach().cpu()))
+        kept = {}
+        for tensor, held in self._away:
+            copy = torch.empty(0, dtype=tensor.dtype)
+            kept[id(tensor)] = copy.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return int(self._lender.write(path, lambda parameter: kept[id(parameter)] if kept else parameter.detach().cpu()))
 
     def _leave(self) -> int:
-        """By hand, as frameworks do it."""
-        self._move(torch.device("cpu"))
-        return models.nbytes(self.model().parameters()) + models.nbytes(self._states())
+        """By hand, as frameworks do it: storages are emptied and filled again, and tensors stay what they are. A model that is moved
+        by `to` loses the hooks by which DistributedDataParallel adds up gradients."""
+        nbytes = 0
+        for tensor in [*self.model().parameters(), *self.model().buffers(), *self._states()]:
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                self._away.append((tensor, storage.clone() if storage.device.type == "cpu" else storage.cpu()))
+                nbytes += storage.nbytes()
+                storage.resize_(0)
+        self._settle()
+        return nbytes
 
     def _arrive(self) -> None:
-        self._move(self._device)
+        for tensor, held in self._away:
+            storage = tensor.untyped_storage()
+            storage.resize_(held.nbytes())
+            storage.copy_(held)
+        self._away.clear()
+        self._settle()
 
-    def _move(self, place: torch.device) -> None:
-        self.model().to(place)
-        for state in self._trainer.optimizer.state.values() if self._trainer.optimizer is not None else ():
-            state.update({key: value.to(place) for key, value in state.items() if torch.is_tensor(value) and value.dim()})
+    def _settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
