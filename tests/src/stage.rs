@@ -95,6 +95,15 @@ impl Stage {
         child::run(command.args(arguments), Instant::now() + COMMAND_TIMEOUT)
     }
 
+    /// Runs the `sublet` command with a variable of its environment set.
+    ///
+    /// # Errors
+    /// As [`Stage::sublet`].
+    pub fn sublet_told(&self, name: &str, value: &str, arguments: &[&str]) -> Outcome<Ran> {
+        let mut command = self.command(&self.files.sublet);
+        child::run(command.env(name, value).args(arguments), Instant::now() + COMMAND_TIMEOUT)
+    }
+
     /// Runs the `sublet` command, with room for so many open files until it asks for more.
     ///
     /// # Errors

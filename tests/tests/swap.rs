@@ -118,7 +118,11 @@ fn on_devices_with_much_free_memory_what_both_have_alike_changes_hands() -> Outc
         swap_as_told(&stage, "train", "infer", words)?;
         runs(&mut infer)?;
     }
-    Ok(())
+    let words = ["swap", "infer", "train", "--json"];
+    let told = stage.sublet_told("SUBLET_HAND_OVER", "1", &words)?.succeeded()?.json()?;
+    let handed_bytes = told["halves"][0]["report"]["handed_bytes"].as_u64().unwrap_or_default();
+    assert!(handed_bytes >= alike_bytes / 5 * 4, "as the environment says: {told:#}");
+    runs(&mut train)
 }
 
 #[test]

@@ -221,7 +221,7 @@ pub(crate) fn swap(
     };
     let mut from = coordinator(&args.from, args.tags.out_scope());
     let mut to = coordinator(&args.to, args.tags.in_scope());
-    let usual = SwapOptions::default();
+    let usual = SwapOptions::usual();
     let how = SwapOptions {
         overlap: !args.no_overlap,
         window_bytes: args.window,

@@ -33,8 +33,7 @@ pub struct SwapOptions {
     /// half of it, unless that is less than two allocations.
     pub window_bytes: Option<u64>,
     /// May physical memory of the first become the second's where both have allocations of one size, in place of being
-    /// released and created? It is cleared before anything of the second's touches it. Only where they overlap. Whether it
-    /// is so unless somebody asks is said here alone, in [`SwapOptions::default`].
+    /// released and created? It is cleared before anything of the second's touches it. Only where they overlap.
     pub hand_over: bool,
 }
 
@@ -42,6 +41,26 @@ pub struct SwapOptions {
 const KEPT_ROOM_WAIT: Duration = Duration::from_secs(2);
 /// and how often it looks.
 const KEPT_ROOM_LOOK: Duration = Duration::from_millis(200);
+
+/// Has memory change hands in swaps that do not say it themselves.
+const HAND_OVER: &str = "SUBLET_HAND_OVER";
+
+impl SwapOptions {
+    /// What a swap does that nobody has given options: the default, and what the environment says (`SUBLET_HAND_OVER=1`).
+    pub fn usual() -> Self {
+        let hand_over = match std::env::var(HAND_OVER).as_deref() {
+            Ok("1") => true,
+            Ok("0") | Err(_) => false,
+            Ok(value) => {
+                tracing::warn!(
+                    "{HAND_OVER} is '{value}', and no memory changes hands: give 0 or 1"
+                );
+                false
+            }
+        };
+        Self { hand_over, ..Self::default() }
+    }
+}
 
 impl Default for SwapOptions {
     fn default() -> Self {
