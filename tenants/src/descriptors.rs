@@ -108,3 +108,10 @@ pub(crate) fn free_descriptors() -> usize {
     let open = std::fs::read_dir("/proc/self/fd").map_or(limit / 2, Iterator::count);
     limit.saturating_sub(open + DESCRIPTORS_KEPT_FREE)
 }
+
+/// The same, with a number in the upper half of those that this process may have: it stays for long, and programs that wait with
+/// `select` take numbers below 1024 alone. As it is, where there is none.
+pub(crate) fn out_of_the_way(fd: OwnedFd) -> OwnedFd {
+    let least = i32::try_from(descriptor_limit() / 2).unwrap_or(i32::MAX);
+    rustix::io::fcntl_dupfd_cloexec(&fd, least).unwrap_or(fd)
+}

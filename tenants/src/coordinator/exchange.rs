@@ -7,7 +7,7 @@
 //! What both have alike changes hands however much is free: whoever comes leaves it uncreated until it is handed over, but
 //! for a head start of a window, with which the link is busy from the beginning. As much is released at the end.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 use crate::wire::{BlockShape, DeviceDelta, HANDED_MAX, Needed, PhaseReport, StageLeft, Window};
 
@@ -24,6 +24,8 @@ const WINDOW_BYTES_MAX: u64 = 1 << 30;
 
 /// What is created in place of being handed over is a window at most, and this part of what both have alike on a device,
 const HEAD_START_PART: u64 = 8;
+/// Less than this part of what leaves is not worth the smaller stages of handing it over.
+const ALIKE_PART_MIN: u64 = 8;
 /// or this, where that is more.
 const HEAD_START_MIN: u64 = 16 << 20;
 
@@ -228,10 +230,10 @@ impl Exchange {
         coming: &[Needed],
         most: usize,
     ) -> Self {
-        let all: BTreeSet<_> = leaving.iter().flatten().map(|(shape, _)| shape).collect();
-        let is_alike =
-            coming.iter().flat_map(|needed| &needed.shapes).any(|(s, _)| all.contains(s));
-        if most == 0 || !is_alike {
+        let alike = alike(leaving, coming);
+        let alike_bytes = sum(self.devices.keys().map(|uuid| bytes_on(&alike, uuid)));
+        let leaving_bytes = sum(self.devices.values().map(|device| device.leaving_bytes));
+        if most == 0 || alike_bytes == 0 || alike_bytes < leaving_bytes / ALIKE_PART_MIN {
             return self;
         }
         for (leaver, shapes) in self.leaving.iter_mut().zip(leaving) {
@@ -241,16 +243,10 @@ impl Exchange {
             comer.lacks = needed.shapes.iter().cloned().collect();
             comer.wants.clone_from(&comer.lacks);
         }
-        let lacks = self.coming.iter().map(|comer| &comer.lacks);
-        let gives = self.leaving.iter().map(|leaver| &leaver.gives);
-        let (lacks, gives) = (all_of(lacks), all_of(gives));
         let (mut most_bytes, mut largest_bytes) = (0, 0);
         for (uuid, device) in &mut self.devices {
-            let there = lacks.iter().filter(|(shape, _)| shape.uuid == *uuid);
-            let both =
-                there.filter_map(|(shape, count)| Some((shape, *gives.get(shape)?.min(count))));
-            let alike: Counts = both.map(|(shape, count)| (shape.clone(), count)).collect();
-            let largest = alike.keys().map(|shape| shape.size_bytes).max().unwrap_or(0);
+            let there = alike.keys().filter(|shape| shape.uuid == *uuid);
+            let largest = there.map(|shape| shape.size_bytes).max().unwrap_or(0);
             let part = bytes_on(&alike, uuid) / HEAD_START_PART;
             device.head_start_bytes = part.max(HEAD_START_MIN).max(largest).min(self.window_bytes);
             most_bytes = device.head_start_bytes.max(most_bytes);
@@ -712,6 +708,20 @@ impl Leaver {
         let asked = self.asked.iter().filter_map(|counts| counts.get(shape));
         add_up(asked.map(|count| of_stage(shape, stage_bytes).min(*count)))
     }
+}
+
+/// What there is of each shape on both sides.
+fn alike(leaving: &[Vec<(BlockShape, u32)>], coming: &[Needed]) -> Counts {
+    let gives: Vec<Counts> =
+        leaving.iter().map(|shapes| shapes.iter().cloned().collect()).collect();
+    let lacks: Vec<Counts> =
+        coming.iter().map(|needed| needed.shapes.iter().cloned().collect()).collect();
+    let (gives, lacks) = (all_of(gives.iter()), all_of(lacks.iter()));
+    let both = lacks.into_iter().filter_map(|(shape, count)| {
+        let count = count.min(*gives.get(&shape)?);
+        Some((shape, count))
+    });
+    both.collect()
 }
 
 /// As many of a shape as a stage of so many bytes copies.

@@ -16,7 +16,7 @@ use super::failures::pool_failure;
 use super::fetch::may_be_the_drivers;
 use super::phases::report;
 use super::progress::Progress;
-use crate::descriptors::{descriptor_limit, free_descriptors};
+use crate::descriptors::{descriptor_limit, free_descriptors, out_of_the_way};
 use crate::host_memory::HostNeed;
 use crate::phase::Window;
 use crate::references::Stay;
@@ -30,11 +30,15 @@ const SHAPES_MAX: usize = 64;
 /// Descriptors that are left to the application, while memory changes hands.
 const KEPT_FREE: usize = 4 * HANDED_MAX;
 
-/// How many descriptors of memory that changes hands this process has room for at once. Whoever takes some keeps them for as
+/// How many descriptors of memory that changes hands this process has room for. Whoever takes some keeps them for as
 /// long as it has that memory, and the application has at least half of all.
+fn room_for_handed() -> usize {
+    free_descriptors().saturating_sub(KEPT_FREE.max(descriptor_limit() / 2))
+}
+
+/// How many may be with it at once, on their way to another.
 fn most_handed() -> usize {
-    let kept_free = KEPT_FREE.max(descriptor_limit() / 2);
-    if free_descriptors() >= kept_free { HANDED_MAX } else { 0 }
+    room_for_handed().min(HANDED_MAX)
 }
 
 impl<D: Driver> Member<D> {
@@ -72,9 +76,9 @@ impl<D: Driver> Member<D> {
         let moved = departing.release_stage(&self.known(window), &self.wanted(window));
         let left = departing.left();
         let more = if window.wanted.is_empty() {
-            Shapes::new()
+            Vec::new()
         } else {
-            self.pool.shapes_to_give(departing.selection())
+            self.told(self.pool.shapes_to_give(departing.selection()))
         };
         self.set_progress(Progress::Departing(departing, window.stage.saturating_add(1)));
         let (moved, handed) = moved.map_err(|error| pool_failure(&error))?;
@@ -104,7 +108,14 @@ impl<D: Driver> Member<D> {
 
     /// What of `selection` is away and could come back as another tenant's memory, those shapes with most bytes.
     pub(super) fn shapes_to_take(&self, selection: &Selection) -> Vec<(BlockShape, u32)> {
-        if most_handed() == 0 { Vec::new() } else { self.told(self.pool.shapes_to_take(selection)) }
+        let mut room = room_for_handed();
+        let mut shapes = self.told(self.pool.shapes_to_take(selection));
+        for (_, count) in &mut shapes {
+            *count = (*count).min(u32::try_from(room).unwrap_or(u32::MAX));
+            room -= usize::try_from(*count).unwrap_or(room).min(room);
+        }
+        shapes.retain(|(_, count)| *count > 0);
+        shapes
     }
 
     /// Those with most bytes.
@@ -141,7 +152,7 @@ impl<D: Driver> Member<D> {
         match departing.release() {
             Ok((done, moved)) => {
                 self.stand_released(selection, done)?;
-                Ok(self.staged(moved, BTreeMap::new(), Vec::new(), Shapes::new()))
+                Ok(self.staged(moved, BTreeMap::new(), Vec::new(), Vec::new()))
             }
             Err(Failed { state, error }) => {
                 self.set_progress(Progress::Departing(*state, next));
@@ -171,15 +182,18 @@ impl<D: Driver> Member<D> {
             arriving
         };
         let handed = window.handed.iter().zip(fds).filter(|(_, fd)| may_be_the_drivers(fd));
-        let handed =
-            handed.filter_map(|(shape, fd)| Some(Handed { shape: self.of_here(shape)?, fd }));
+        let handed = handed.filter_map(|(shape, fd)| {
+            Some(Handed { shape: self.of_here(shape)?, fd: out_of_the_way(fd) })
+        });
+        // The others are created.
+        let handed = handed.take(room_for_handed());
         let kept = self.of_window(window, usize::MAX);
         let moved = arriving.restore_stage(&self.known(window), handed.collect(), &kept);
         let left = arriving.left();
         let more = if window.wanted.is_empty() && window.handed.is_empty() {
-            Shapes::new()
+            Vec::new()
         } else {
-            self.pool.shapes_to_take(arriving.selection())
+            self.shapes_to_take(arriving.selection())
         };
         self.set_progress(Progress::Arriving(arriving, window.stage.saturating_add(1)));
         let moved = moved.map_err(|error| pool_failure(&error))?;
@@ -194,7 +208,7 @@ impl<D: Driver> Member<D> {
         match arriving.restore_rest(free_descriptors() / 4) {
             Ok((returning, moved)) => {
                 self.set_progress(Progress::Returning(returning));
-                Ok(self.staged(moved, BTreeMap::new(), Vec::new(), Shapes::new()))
+                Ok(self.staged(moved, BTreeMap::new(), Vec::new(), Vec::new()))
             }
             Err(Failed { state, error }) => {
                 self.set_progress(Progress::Returning(*state));
@@ -219,7 +233,7 @@ impl<D: Driver> Member<D> {
         moved: Moved,
         left: BTreeMap<DeviceOrdinal, Left>,
         handed: Vec<BlockShape>,
-        more: Shapes,
+        shapes: Vec<(BlockShape, u32)>,
     ) -> PhaseReport {
         let left = left.into_iter().map(|(device, left)| StageLeft {
             uuid: self.pool.uuid(device),
@@ -227,7 +241,6 @@ impl<D: Driver> Member<D> {
             smallest_bytes: left.smallest_bytes,
         });
         let copied_bytes = moved.copied_bytes;
-        let shapes = self.told(more);
         let stage = Some(StageReport { copied_bytes, left: left.collect(), handed, shapes });
         let devices = self.deltas(&self.by_device(moved.bytes));
         PhaseReport { devices, stage, ..report(moved.log) }

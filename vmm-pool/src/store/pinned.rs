@@ -2,6 +2,7 @@
 
 #![expect(unsafe_code, reason = "hands host memory to the driver")]
 
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -47,12 +48,17 @@ impl<D: Driver> Pinned<D> {
         self.map.as_ref().map_or(NonNull::dangling(), start_of)
     }
 
-    /// All of it as slots. No device may be writing there.
-    pub(crate) fn slots(&mut self) -> &mut [PieceSlot] {
+    /// A part of it as slots, as far as there are so many. No device may be writing there.
+    pub(crate) fn slots(&mut self, part: Range<usize>) -> &mut [PieceSlot] {
         let Some(map) = &self.map else { return &mut [] };
         let count = map.len() / size_of::<PieceSlot>();
-        // SAFETY: live, aligned to a page, zeros or slots, and this value's own (invariant 1); any bits are a slot.
-        unsafe { std::slice::from_raw_parts_mut(start_of(map).cast().as_ptr(), count) }
+        let end = part.end.min(count);
+        let start = part.start.min(end);
+        // SAFETY: within the map, or at its end.
+        let first = unsafe { start_of(map).cast::<PieceSlot>().add(start) };
+        // SAFETY: live, aligned to a page and then to a slot, zeros or slots, and this value's own (invariant 1); any bits are a
+        // slot.
+        unsafe { std::slice::from_raw_parts_mut(first.as_ptr(), end - start) }
     }
 
     /// The first bytes. No device may be writing there.

@@ -3,12 +3,15 @@
 #![expect(unsafe_code, reason = "has devices read memory")]
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::ptr::NonNull;
 
 use super::still::Still;
 use crate::VirtualHandle;
 use crate::copies::CopyStreams;
-use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, PieceSlot, VaRange, WORD_BYTES};
+use crate::driver::{
+    DeviceAddress, DeviceOrdinal, Driver, Fingerprint, PieceSlot, RawStream, VaRange, WORD_BYTES,
+};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Selection, Survey};
@@ -103,74 +106,170 @@ impl<D: Driver> Still<'_, D> {
         piece_bytes: u64,
         survey: &mut Survey,
     ) -> PoolResult<()> {
-        let count: usize = all.values().flatten().map(|looked| looked.count(piece_bytes)).sum();
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
-        for &device in all.keys() {
+        let mut askers = Vec::new();
+        let mut slots = 0;
+        for (&device, looked) in all {
             streams.insert(device, CopyStreams::open(&self.pool.deferred, device)?);
+            let asker = Asker::new(device, looked, piece_bytes, slots);
+            slots = asker.halves[1].slots.end;
+            askers.push(asker);
         }
         log.call();
-        let mut pinned = Pinned::new(&self.pool.driver, count * size_of::<PieceSlot>())?;
-        let asked = self.ask(log, all, piece_bytes, &mut pinned, &mut streams);
+        let mut pinned = Pinned::new(&self.pool.driver, slots * size_of::<PieceSlot>())?;
+        let mut asked = Ok(());
+        // All devices are at work meanwhile.
+        while asked.is_ok() && askers.iter().any(|asker| !asker.is_over()) {
+            asked = askers.iter_mut().filter(|asker| !asker.is_over()).try_for_each(|asker| {
+                let Some(copies) = streams.get_mut(&asker.device) else { return Ok(()) };
+                self.ask(log, asker, &mut pinned, copies)
+            });
+        }
         let finished = self.wait_for_copies(&streams);
         if !self.pool.deferred.is_settled() {
             pinned.keep_for_good();
-            return asked.map(drop).and(finished);
+            return asked.and(finished);
         }
-        let told = asked?;
+        asked?;
         finished?;
-        let mut slots = &*pinned.slots();
-        for (device, looked) in all {
-            for looked in looked {
-                let (own, rest) = slots.split_at(looked.count(piece_bytes).min(slots.len()));
-                slots = rest;
-                if told.contains(device) {
-                    let values = own.iter().map(|slot| slot.print()).collect();
-                    survey.insert(looked.row, Prints { piece_bytes, values });
-                }
+        for asker in askers.into_iter().filter(|asker| !asker.is_refused) {
+            for (looked, values) in asker.looked.iter().zip(asker.answers.by_allocation) {
+                let values = values.into();
+                survey.insert(looked.row, Prints { piece_bytes, values });
             }
         }
         Ok(())
     }
 
-    /// Puts the questions into `pinned`, in the order of `all`, and has the devices answer them. Returns those that do.
+    /// Takes the answers of the half whose turn it is, and puts further questions there, which the device answers while the other
+    /// half has its turn.
     fn ask(
         &self,
         log: &mut StepLog,
-        all: &BTreeMap<DeviceOrdinal, Vec<Looked>>,
-        piece_bytes: u64,
+        asker: &mut Asker<'_>,
         pinned: &mut Pinned<D>,
-        streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
-    ) -> PoolResult<Vec<DeviceOrdinal>> {
-        let mut slots = pinned.slots();
-        let mut told = Vec::new();
-        for (&device, looked) in all {
-            let questions = looked.iter().flat_map(|looked| looked.pieces(piece_bytes));
-            let count = looked.iter().map(|looked| looked.count(piece_bytes)).sum::<usize>();
-            let (own, rest) = slots.split_at_mut(count.min(slots.len()));
-            slots = rest;
-            for (slot, piece) in own.iter_mut().zip(questions) {
-                *slot = PieceSlot::asking(piece);
-            }
-            let Some(copies) = streams.get_mut(&device) else { continue };
-            let stream = copies.take()?;
-            log.call();
-            // SAFETY: the slots are pinned, and looked at again when the stream is done; the pieces are mapped and
-            // readable by their device, and nothing is unmapped before that.
-            let asked = unsafe { self.pool.driver.fingerprint(device, NonNull::from(own), stream) };
-            match asked {
-                Ok(()) => told.push(device),
-                Err(error) => {
-                    // Memory may be there the next time.
-                    if !error.is_transient() {
-                        self.pool.copies.refuse(device, error);
-                    }
-                    tracing::warn!(%error, device = device.0, "everything is copied");
-                    log.notes.push(format!(
-                        "{device} does not tell what is zero or unchanged, and everything is copied: {error}"
-                    ));
-                }
+        copies: &mut CopyStreams<'_, D>,
+    ) -> PoolResult<()> {
+        let half = &mut asker.halves[asker.turn];
+        asker.turn = 1 - asker.turn;
+        if let Some((count, stream)) = half.under_way.take() {
+            copies.finish(stream)?;
+            let answered = half.slots.start..half.slots.start + count;
+            for slot in pinned.slots(answered) {
+                asker.answers.take(slot.print());
             }
         }
-        Ok(told)
+        let own = pinned.slots(half.slots.clone());
+        let mut count = 0;
+        for (slot, piece) in own.iter_mut().zip(&mut asker.questions) {
+            *slot = PieceSlot::asking(piece);
+            count += 1;
+        }
+        if count == 0 {
+            return Ok(());
+        }
+        let stream = copies.take()?;
+        log.call();
+        let questions = NonNull::from(&mut own[..count]);
+        // SAFETY: the slots are pinned, and looked at again when the stream is done; the pieces are mapped and
+        // readable by their device, and nothing is unmapped before that.
+        let asked = unsafe { self.pool.driver.fingerprint(asker.device, questions, stream) };
+        match asked {
+            Ok(()) => half.under_way = Some((count, stream)),
+            Err(error) => {
+                let device = asker.device;
+                asker.is_refused = true;
+                // Memory may be there the next time.
+                if !error.is_transient() {
+                    self.pool.copies.refuse(device, error);
+                }
+                tracing::warn!(%error, device = device.0, "everything is copied");
+                log.notes.push(format!(
+                    "{device} does not tell what is zero or unchanged, and everything is copied: {error}"
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Questions that are asked at once: a device takes a quarter of a millisecond and more for so many pieces of 64 KiB.
+const ASKED_AT_ONCE: usize = 16 << 10;
+
+/// What is asked of one device. It answers one half of its slots while the other is read and filled.
+struct Asker<'a> {
+    device: DeviceOrdinal,
+    looked: &'a [Looked],
+    questions: Box<dyn Iterator<Item = VaRange> + 'a>,
+    answers: Answers,
+    halves: [Half; 2],
+    /// Whose turn it is.
+    turn: usize,
+    is_refused: bool,
+}
+
+/// Slots, by their numbers.
+struct Half {
+    slots: Range<usize>,
+    /// How many questions, and on which stream.
+    under_way: Option<(usize, RawStream)>,
+}
+
+impl<'a> Asker<'a> {
+    /// With slots from `first` on.
+    fn new(device: DeviceOrdinal, looked: &'a [Looked], piece_bytes: u64, first: usize) -> Self {
+        let counts: Vec<_> = looked.iter().map(|looked| looked.count(piece_bytes)).collect();
+        let each = counts.iter().sum::<usize>().div_ceil(2).min(ASKED_AT_ONCE);
+        let half = |start| Half { slots: start..start + each, under_way: None };
+        Self {
+            device,
+            looked,
+            questions: Box::new(looked.iter().flat_map(move |looked| looked.pieces(piece_bytes))),
+            answers: Answers::new(counts),
+            halves: [half(first), half(first + each)],
+            turn: 0,
+            is_refused: false,
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_refused || self.answers.are_complete()
+    }
+}
+
+/// Fingerprints by allocation, which come one after the other.
+struct Answers {
+    /// How many there are of each allocation.
+    counts: Vec<usize>,
+    by_allocation: Vec<Vec<Fingerprint>>,
+    /// Whose the next one is.
+    next: usize,
+}
+
+impl Answers {
+    fn new(counts: Vec<usize>) -> Self {
+        let by_allocation = counts.iter().map(|count| Vec::with_capacity(*count)).collect();
+        let mut answers = Self { counts, by_allocation, next: 0 };
+        answers.pass_full();
+        answers
+    }
+
+    fn take(&mut self, print: Fingerprint) {
+        if let Some(open) = self.by_allocation.get_mut(self.next) {
+            open.push(print);
+        }
+        self.pass_full();
+    }
+
+    fn pass_full(&mut self) {
+        let is_full = |(open, count): (&Vec<_>, &usize)| open.len() >= *count;
+        while self.by_allocation.get(self.next).zip(self.counts.get(self.next)).is_some_and(is_full)
+        {
+            self.next += 1;
+        }
+    }
+
+    fn are_complete(&self) -> bool {
+        self.next == self.counts.len()
     }
 }

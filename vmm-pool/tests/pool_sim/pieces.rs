@@ -89,6 +89,48 @@ fn zeros_take_no_host_memory_and_come_back_as_zeros() {
 }
 
 #[test]
+fn many_pieces_are_asked_about_in_turn_and_each_answer_is_its_own() {
+    const SMALL: u64 = 16 << 10;
+    /// Of those that a device is asked about at once: twice as many are more than it is asked in its first two turns.
+    const AT_ONCE: u64 = 16 << 10;
+    let pool = pool(&SimNode::private(&[4 * CHUNK]).expect("a node"));
+    pool.set_pieces(Pieces { piece_bytes: PieceBytes::MIN, ..Pieces::BOTH });
+    // The questions of a turn are about two allocations.
+    let sizes = [3, 250, 3 * AT_ONCE * SMALL / UNIT - 200, 1];
+    let ranges = sizes.map(|units| memory(&pool, "", Contents::Keep, units));
+    let places: Vec<_> = ranges
+        .iter()
+        .flat_map(|range| {
+            let last = range.size_bytes / SMALL - 1;
+            let numbers = [0, 5, AT_ONCE - 385, AT_ONCE - 384, 2 * AT_ONCE, last];
+            let known: std::collections::BTreeSet<_> =
+                numbers.into_iter().filter(|number| *number <= last).collect();
+            known
+                .into_iter()
+                .map(|number| VaRange::new(DeviceAddress(range.start.0 + number * SMALL), SMALL))
+        })
+        .collect();
+    for (seed, place) in places.iter().enumerate() {
+        fill(&pool, *place, seed as u64);
+    }
+    let are_right =
+        || places.iter().enumerate().all(|(seed, place)| has(&pool, *place, seed as u64));
+    let copied = places.len() as u64 * SMALL;
+    let zeros = sizes.iter().sum::<u64>() * UNIT - copied;
+    for (unchanged_bytes, copied_bytes) in [(0, copied), (copied, 0)] {
+        let told = save(&pool, &WHOLE).kept.expect("a save");
+        assert_eq!(told, KeptBytes { zero_bytes: zeros, unchanged_bytes, copied_bytes });
+        resume(&pool);
+        assert!(are_right());
+    }
+    fill(&pool, places[places.len() / 2], 77);
+    let told = save(&pool, &WHOLE).kept.expect("a save");
+    assert_eq!((told.unchanged_bytes, told.copied_bytes), (copied - SMALL, SMALL));
+    resume(&pool);
+    assert!(has(&pool, places[places.len() / 2], 77));
+}
+
+#[test]
 fn what_all_has_changed_is_copied_as_one_piece() {
     let pool = a_pool();
     let range = memory(&pool, "", Contents::Keep, 8);

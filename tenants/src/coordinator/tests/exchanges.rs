@@ -546,3 +546,13 @@ fn nothing_changes_hands_where_nothing_is_alike_or_a_tenant_comes_no_more() {
     });
     assert_eq!(wanted.sum::<usize>(), 0);
 }
+
+#[test]
+fn little_that_is_alike_makes_no_small_stages_of_all_the_rest() {
+    let large = |size| (0, size, true);
+    let both = |other| [vec![large(2 * MIB); 10], vec![large(other); 60]].concat();
+    let (here, away) = (both(20 * MIB), both(22 * MIB));
+    let mut swapped = Swapped::new(vec![here], vec![away], 256 * MIB, 4 << 30);
+    swapped.run(&mut fastrand::Rng::with_seed(1));
+    assert_eq!(swapped.handed, 0);
+}

@@ -1,0 +1,26 @@
+"""What the conformance job reads from the program's output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info < (3, 11):
+    pytest.skip("the jobs are written for Python 3.11", allow_module_level=True)
+
+BENCHMARKS = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(BENCHMARKS / "jobs"))
+
+import conformance  # noqa: E402
+
+
+def test_cases_of_a_recorded_run_are_counted() -> None:
+    record = json.loads((BENCHMARKS / "results" / "conformance-1xh200-a40be64.json").read_text())
+    assert conformance.verdict(record["output_tail"]) == "51 passed, 0 failed"
+
+
+def test_output_without_totals_is_said_to_have_none() -> None:
+    assert conformance.verdict("ok      one_case\n") == "no totals in its output"
