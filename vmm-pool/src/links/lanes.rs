@@ -198,19 +198,20 @@ impl<'a, D: Driver> Direct<'a, D> {
         carried.and(finished).map(|()| lane.kernel_bytes)
     }
 
-    /// What is to copy this one.
+    /// What is to copy this one, but for small pieces. Those of a model's state lie between large ones.
     fn by(&self, parcel: &Parcel) -> By {
         match &self.pace {
-            Some(pace) if parcel.pieces.iter().all(is_for_kernels) => pace.next(),
+            Some(pace) if kernel_bytes(parcel) > parcel.bytes / 2 => pace.next(),
             Some(_) | None => By::Engine,
         }
     }
 
-    /// Has a kernel copy all of them. False where the driver refuses that, for now and later; what it has begun is waited for as
+    /// Has a kernel copy the large ones. False where the driver refuses that, for now and later; what it has begun is waited for as
     /// any copy, and made again.
     fn begin_by_kernel(&mut self, parcel: &Parcel, stream: RawStream) -> bool {
         let device = self.streams.device();
-        let begun = parcel.pieces.iter().try_for_each(|piece| {
+        let mut large = parcel.pieces.iter().filter(|piece| is_for_kernels(piece));
+        let begun = large.try_for_each(|piece| {
             // SAFETY: as who added it vouches, that nothing else keeps the device busy too; the stream is waited for before
             // this lane ends, or left unsettled.
             unsafe {
@@ -233,6 +234,12 @@ impl<'a, D: Driver> Direct<'a, D> {
             Way::In => unsafe { self.driver.copy_to_device(piece.device, piece.host(), stream) },
         }
     }
+}
+
+/// What of it a kernel copies, if any does.
+fn kernel_bytes(parcel: &Parcel) -> u64 {
+    let large = parcel.pieces.iter().filter(|piece| is_for_kernels(piece));
+    large.map(|piece| piece.device.size_bytes).sum()
 }
 
 fn is_for_kernels(piece: &Piece) -> bool {
@@ -261,7 +268,8 @@ impl<D: Driver> Lane for Direct<'_, D> {
         if by == By::Kernel && !self.begin_by_kernel(&parcel, stream) {
             by = By::Engine;
         }
-        for piece in parcel.pieces.iter().filter(|_| by == By::Engine) {
+        let is_left = |piece: &&Piece| by == By::Engine || !is_for_kernels(piece);
+        for piece in parcel.pieces.iter().filter(is_left) {
             let what = match self.way {
                 Way::Out => "saving",
                 Way::In => "restoring",
@@ -287,7 +295,7 @@ impl<D: Driver> Lane for Direct<'_, D> {
             pace.copied(by, parcel.bytes, elapsed_ns);
         }
         if by == By::Kernel {
-            self.kernel_bytes += parcel.bytes;
+            self.kernel_bytes += kernel_bytes(&parcel);
         }
         self.last_done = Some(now);
         Ok(())

@@ -7,8 +7,8 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use vmm_pool::driver::sim::{FaultSpan, Latency, SimDriver, SimNode, SimOptions, Work};
-use vmm_pool::driver::{AccessDesc, Driver, DriverCode, DriverOp, VaRange};
-use vmm_pool::{ByDevice, Contents, KernelCopies, StepLog};
+use vmm_pool::driver::{AccessDesc, DeviceAddress, Driver, DriverCode, DriverOp, VaRange};
+use vmm_pool::{ByDevice, Contents, KernelCopies, Pieces, StepLog};
 
 use crate::stage::{
     DEVICE, SimPool, UNIT, UNLIMITED, WHOLE, class, create, holds, map, pattern, pause, resume,
@@ -83,6 +83,31 @@ fn an_engine_that_is_fast_copies_all_but_a_trial() {
     // One on a busy machine may seem slow now and then, and be tried again.
     assert!((UNIT..=UNITS / 2 * UNIT).contains(&log.kernel_bytes), "{log:?}");
     assert_holds(&pool, &all);
+}
+
+#[test]
+fn small_pieces_between_large_ones_are_copied_by_the_engine_beside_the_kernel() {
+    let pool = process(Some(DriverOp::CopyToDevice));
+    pool.set_pieces(Pieces::BOTH);
+    pool.use_kernels(Some(KernelCopies { parcel_bytes: 2 * UNIT, ..SMALL }));
+    let all = filled(&pool, UNITS);
+    let (range, seed) = all[0];
+    let piece = 64 << 10;
+    let place = |number| VaRange::new(DeviceAddress(range.start.0 + number * piece), piece);
+    // Each third unit is zero but for every other piece.
+    let zeros: Vec<_> =
+        (0..UNITS * UNIT / piece).filter(|n| n / 32 % 3 == 0 && n % 2 == 0).collect();
+    for number in &zeros {
+        pool.driver().core().fill_device(DEVICE, place(*number), &[0]).expect("mapped");
+    }
+    pause(&pool);
+    let log = resumed(&pool);
+    assert!(log.kernel_bytes >= 4 * UNIT, "{log:?}");
+    for number in 0..UNITS * UNIT / piece {
+        let wanted = if zeros.contains(&number) { [0; 16] } else { pattern(seed) };
+        assert!(holds(&pool, DEVICE, place(number), wanted), "piece {number}");
+    }
+    assert_holds(&pool, &all[1..]);
 }
 
 #[test]

@@ -36,7 +36,7 @@ driver_table! {
 }
 
 /// One of ours.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Kernel {
     Fingerprint,
     Copy,
@@ -91,15 +91,22 @@ impl Kernels {
         // SAFETY: `module` is a valid out-pointer; the text is terminated and lives as long as the program.
         let code = unsafe { (calls.module_load)(&raw mut module, KERNEL.as_ptr().cast()) };
         check(DriverOp::ModuleLoad, code)?;
+        let mut wanted = Ok(std::ptr::null_mut());
         for (kernel, name) in [(Kernel::Fingerprint, KERNEL_NAME), (Kernel::Copy, COPY_NAME)] {
             let mut function = std::ptr::null_mut();
             // SAFETY: `function` is a valid out-pointer, the module has just been loaded, the name is terminated.
             let code =
                 unsafe { (calls.module_get_function)(&raw mut function, module, name.as_ptr()) };
-            check(DriverOp::ModuleGetFunction, code)?;
-            known(kernel)?.store(function, Ordering::Release);
+            let found = check(DriverOp::ModuleGetFunction, code);
+            if found.is_ok() {
+                known(kernel)?.store(function, Ordering::Release);
+            }
+            // What is missing of the other one is its own affair.
+            if kernel == which {
+                wanted = found.map(|()| function);
+            }
         }
-        Ok(known(which)?.load(Ordering::Acquire))
+        wanted
     }
 
     /// The calls.

@@ -437,13 +437,8 @@ impl Driver for SimDriver {
                 return Err(DriverCode::INVALID_VALUE);
             }
             core.note_host_side(device, source, target.size_bytes);
-            let work: Work = Arc::new(move |core| {
-                core.check_registered(from)?;
-                // A kernel is not refused: it faults.
-                core.check_copy(device, &[target]).map_err(|_| DriverCode::ILLEGAL_ADDRESS)?;
-                // SAFETY: the caller keeps both sides valid until the stream has passed this copy.
-                unsafe { core.copy((device, target.start.0), (device, source), target.size_bytes) }
-            });
+            // SAFETY: the caller keeps both sides valid until the stream has passed this copy.
+            let work: Work = Arc::new(move |core| unsafe { core.copy_in(device, target, source) });
             core.enqueue(stream, work)
         })
     }
