@@ -73,6 +73,16 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         let first = self.finish(self.streams[0]);
         first.and(self.finish(self.streams[1]))
     }
+
+    /// The same, at the end of a step. A wait that failed is tried once more; when that fails too, the device is left
+    /// unsettled, and nothing is unmapped before [`Deferred::settle`] has waited for it.
+    pub(crate) fn finish_or_leave(&self) -> PoolResult<()> {
+        let first = self.finish_all();
+        if first.is_err() && self.finish_all().is_err() {
+            self.deferred.leave_unsettled(self.device);
+        }
+        first
+    }
 }
 
 impl<D: Driver> Drop for CopyStreams<'_, D> {

@@ -24,10 +24,10 @@ const WINDOW_BYTES_MAX: u64 = 1 << 30;
 
 /// What is created in place of being handed over is a window at most, and this part of what both have alike on a device,
 const HEAD_START_PART: u64 = 8;
-/// Less than this part of what leaves is not worth the smaller stages of handing it over.
-const ALIKE_PART_MIN: u64 = 8;
 /// or this, where that is more.
 const HEAD_START_MIN: u64 = 16 << 20;
+/// Less than this part of what leaves is not worth the smaller stages of handing it over.
+const ALIKE_PART_MIN: u64 = 8;
 
 /// The next order, and to whom: an index among those that leave, or among those that come.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -712,11 +712,8 @@ impl Leaver {
 
 /// What there is of each shape on both sides.
 fn alike(leaving: &[Vec<(BlockShape, u32)>], coming: &[Needed]) -> Counts {
-    let gives: Vec<Counts> =
-        leaving.iter().map(|shapes| shapes.iter().cloned().collect()).collect();
-    let lacks: Vec<Counts> =
-        coming.iter().map(|needed| needed.shapes.iter().cloned().collect()).collect();
-    let (gives, lacks) = (all_of(gives.iter()), all_of(lacks.iter()));
+    let gives = all_of(leaving.iter().flatten());
+    let lacks = all_of(coming.iter().flat_map(|needed| &needed.shapes));
     let both = lacks.into_iter().filter_map(|(shape, count)| {
         let count = count.min(*gives.get(&shape)?);
         Some((shape, count))
@@ -737,9 +734,9 @@ fn add_up(counts: impl Iterator<Item = u32>) -> u32 {
     counts.fold(0, u32::saturating_add)
 }
 
-fn all_of<'a>(counts: impl Iterator<Item = &'a Counts>) -> Counts {
+fn all_of<'a>(counts: impl Iterator<Item = &'a (BlockShape, u32)>) -> Counts {
     let mut all = Counts::new();
-    for (shape, count) in counts.flatten() {
+    for (shape, count) in counts {
         let so_far = all.entry(shape.clone()).or_insert(0);
         *so_far = count.saturating_add(*so_far);
     }

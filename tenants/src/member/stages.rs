@@ -108,11 +108,14 @@ impl<D: Driver> Member<D> {
 
     /// What of `selection` is away and could come back as another tenant's memory, those shapes with most bytes.
     pub(super) fn shapes_to_take(&self, selection: &Selection) -> Vec<(BlockShape, u32)> {
-        let mut room = room_for_handed();
         let mut shapes = self.told(self.pool.shapes_to_take(selection));
+        if shapes.is_empty() {
+            return shapes;
+        }
+        let mut room = u32::try_from(room_for_handed()).unwrap_or(u32::MAX);
         for (_, count) in &mut shapes {
-            *count = (*count).min(u32::try_from(room).unwrap_or(u32::MAX));
-            room -= usize::try_from(*count).unwrap_or(room).min(room);
+            *count = (*count).min(room);
+            room -= *count;
         }
         shapes.retain(|(_, count)| *count > 0);
         shapes
@@ -186,7 +189,7 @@ impl<D: Driver> Member<D> {
             Some(Handed { shape: self.of_here(shape)?, fd: out_of_the_way(fd) })
         });
         // The others are created.
-        let handed = handed.take(room_for_handed());
+        let handed = handed.take(if window.handed.is_empty() { 0 } else { room_for_handed() });
         let kept = self.of_window(window, usize::MAX);
         let moved = arriving.restore_stage(&self.known(window), handed.collect(), &kept);
         let left = arriving.left();

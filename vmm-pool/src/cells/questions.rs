@@ -11,12 +11,13 @@ impl<D: Driver> Pool<D> {
     pub fn who_answers(&self, address: DeviceAddress) -> Known {
         let (place, reserved, rights, is_vacant) = {
             let slabs = self.slabs();
-            if slabs.place(address) == Place::Elsewhere {
+            let place = slabs.place(address);
+            if place == Place::Elsewhere {
                 drop(slabs);
                 return self.who_knows(address);
             }
             let (reserved, rights) = (slabs.spot_at(address), slabs.rights_at(address));
-            (slabs.place(address), reserved, rights, slabs.is_vacant(address))
+            (place, reserved, rights, slabs.is_vacant(address))
         };
         // Where a caller has a whole window, and nothing in it, the driver sees the same.
         if place == Place::Nothing && (reserved.is_none() || !is_vacant) {

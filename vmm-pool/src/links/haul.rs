@@ -127,7 +127,19 @@ struct State {
     error: Option<PoolError>,
     /// Copied, in bytes: by the device's own link, and by the neighbour's.
     carried: [u64; 2],
+    /// Of that, what a kernel has.
+    kernel_bytes: u64,
     driver_calls: u64,
+}
+
+/// What came of a haul.
+pub(super) struct Outcome {
+    /// What went wrong, if anything did, and nobody was told.
+    pub(super) carried: Result<(), PoolError>,
+    /// By the device's own link, and by the neighbour's.
+    pub(super) bytes: [u64; 2],
+    pub(super) kernel_bytes: u64,
+    pub(super) driver_calls: u64,
 }
 
 impl Haul {
@@ -242,12 +254,17 @@ impl Haul {
         self.state().driver_calls += driver_calls;
     }
 
-    /// What went wrong, if anything did, and nobody was told; bytes by the device's own link and by the neighbour's; and
-    /// driver calls.
-    pub(super) fn into_outcome(self) -> (Result<(), PoolError>, [u64; 2], u64) {
+    /// So many bytes of what is done were a kernel's.
+    pub(super) fn by_kernel(&self, bytes: u64) {
+        self.state().kernel_bytes += bytes;
+    }
+
+    /// What came of it.
+    pub(super) fn into_outcome(self) -> Outcome {
         let mut state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let outcome = if state.has_failed { Err(state.failure()) } else { Ok(()) };
-        (outcome, state.carried, state.driver_calls)
+        let carried = if state.has_failed { Err(state.failure()) } else { Ok(()) };
+        let State { carried: bytes, kernel_bytes, driver_calls, .. } = state;
+        Outcome { carried, bytes, kernel_bytes, driver_calls }
     }
 }
 
@@ -322,7 +339,7 @@ mod tests {
             }
             haul.close();
             prop_assert_eq!(haul.next(true), Next::Over);
-            let (outcome, [own, others], _) = haul.into_outcome();
+            let Outcome { carried: outcome, bytes: [own, others], .. } = haul.into_outcome();
             prop_assert!(outcome.is_ok());
             prop_assert_eq!(own + others, COUNT);
             let share = own * (direct + relay);
@@ -351,7 +368,7 @@ mod tests {
         }
         assert!(haul.finish(7).is_ok());
         assert_eq!(haul.next(true), Next::Over);
-        assert_eq!(haul.into_outcome().1, [3, 0]);
+        assert_eq!(haul.into_outcome().bytes, [3, 0]);
     }
 
     #[test]
@@ -368,6 +385,6 @@ mod tests {
         parcels.add(host(1), device(0, 1));
         assert!(matches!(haul.add(1, &mut parcels), Err(PoolError::Driver { .. })));
         assert_eq!(haul.next(true), Next::Over);
-        assert!(haul.into_outcome().0.is_err());
+        assert!(haul.into_outcome().carried.is_err());
     }
 }

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use super::Lanes;
-use super::haul::{Carrier, Haul, Next, Parcel, Piece, Way};
+use super::haul::{Carrier, Haul, Next, Outcome, Parcel, Piece, Way};
 use super::pace::{By, Pace};
 use super::relay::{self, Refusal};
 use crate::copies::CopyStreams;
@@ -56,12 +56,8 @@ pub(crate) unsafe fn carry<D: Driver>(
         let thread = |name: &str| std::thread::Builder::new().name(name.to_owned());
         let direct = thread("sublet-link").spawn_scoped(scope, || {
             let _ends = Ends(&haul);
-            match Direct::run(deferred, lanes, way, &haul) {
-                Ok(kernel_bytes) => kernel_bytes,
-                Err(error) => {
-                    haul.fail(error);
-                    0
-                }
+            if let Err(error) = Direct::run(deferred, lanes, way, &haul) {
+                haul.fail(error);
             }
         });
         let direct = match direct {
@@ -91,10 +87,9 @@ pub(crate) unsafe fn carry<D: Driver>(
             Ok(()) => haul.close(),
             Err(_) => haul.call_off(),
         }
-        let kernel_bytes = direct.join().unwrap_or_else(|_panic| {
+        if direct.join().is_err() {
             deferred.leave_unsettled(lanes.device);
-            0
-        });
+        }
         let ended = relay.map(|(relay, route)| {
             relay.join().unwrap_or_else(|_panic| {
                 // What it has left nobody knows.
@@ -103,10 +98,11 @@ pub(crate) unsafe fn carry<D: Driver>(
                 relay::Ended { refusal: None, context_stays: true }
             })
         });
-        (outcome, Some((kernel_bytes, ended)))
+        (outcome, Some(ended))
     });
-    let Some((kernel_bytes, relayed)) = relayed else { return (outcome, Hauled::default()) };
-    let (carried, [_, neighbour_bytes], driver_calls) = haul.into_outcome();
+    let Some(relayed) = relayed else { return (outcome, Hauled::default()) };
+    let Outcome { carried, bytes: [_, neighbour_bytes], kernel_bytes, driver_calls } =
+        haul.into_outcome();
     let (refusal, context_stays) =
         relayed.map_or((None, false), |end| (end.refusal, end.context_stays));
     (
@@ -167,7 +163,6 @@ struct Direct<'a, D: Driver> {
     streams: CopyStreams<'a, D>,
     /// Where a kernel may copy.
     pace: Option<Pace>,
-    kernel_bytes: u64,
     flying: VecDeque<Flying>,
     /// When the last one that is done was.
     last_done: Option<Instant>,
@@ -182,20 +177,14 @@ struct Flying {
 }
 
 impl<'a, D: Driver> Direct<'a, D> {
-    /// How much a kernel has copied.
-    fn run(deferred: &'a Deferred<D>, lanes: &Lanes, way: Way, haul: &'a Haul) -> PoolResult<u64> {
+    fn run(deferred: &'a Deferred<D>, lanes: &Lanes, way: Way, haul: &'a Haul) -> PoolResult<()> {
         let streams = CopyStreams::open(deferred, lanes.device)?;
         let driver = deferred.driver();
         let pace = (lanes.by_kernel && way == Way::In).then(Pace::new);
         let (flying, last_done) = (VecDeque::new(), None);
-        let mut lane =
-            Self { driver, way, haul, streams, pace, kernel_bytes: 0, flying, last_done };
+        let mut lane = Self { driver, way, haul, streams, pace, flying, last_done };
         let carried = lane.carry_all();
-        let finished = lane.streams.finish_all();
-        if finished.is_err() && lane.streams.finish_all().is_err() {
-            deferred.leave_unsettled(lanes.device);
-        }
-        carried.and(finished).map(|()| lane.kernel_bytes)
+        carried.and(lane.streams.finish_or_leave())
     }
 
     /// What is to copy this one, but for small pieces. Those of a model's state lie between large ones.
@@ -295,7 +284,7 @@ impl<D: Driver> Lane for Direct<'_, D> {
             pace.copied(by, parcel.bytes, elapsed_ns);
         }
         if by == By::Kernel {
-            self.kernel_bytes += kernel_bytes(&parcel);
+            self.haul.by_kernel(kernel_bytes(&parcel));
         }
         self.last_done = Some(now);
         Ok(())

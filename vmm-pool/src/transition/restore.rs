@@ -252,7 +252,7 @@ impl<D: Driver> Still<'_, D> {
             })
         };
         // Every device is waited for, whatever the others say: nothing may be unmapped under a copy.
-        let finished = log.timed("wait for copies", |_| self.wait_for_copies(&streams));
+        let finished = log.timed("wait for copies", |_| Self::wait_for_copies(&streams));
         let outcome = outcome.and(finished);
         if outcome.is_ok() {
             self.pool.ledger().are_filled(selection);

@@ -163,7 +163,7 @@ impl<D: Driver> Still<'_, D> {
         });
         if outcome.is_err() {
             // Copies may still be reading; nothing may be unmapped or reused before they are done.
-            if let Err(error) = self.wait_for_copies(&streams) {
+            if let Err(error) = Self::wait_for_copies(&streams) {
                 tracing::error!(%error, "copies did not finish after a failed save");
             }
             if self.pool.deferred.is_settled() {

@@ -473,21 +473,16 @@ impl<D: Driver> Arriving<D> {
         for (shape, count) in &taken {
             *bytes.entry(shape.device).or_insert(0) += shape.size_bytes * *count as u64;
         }
-        let part = self.pick(allowed, kept);
-        let is_rest;
+        let (part, is_rest) = self.pick(allowed, kept);
         {
             let ledger = self.pool().ledger();
-            // What comes last has the link to itself, or soon: the others have next to nothing left to copy out.
-            is_rest = ledger
-                .rows()
-                .filter(|row| self.is_missing(row))
-                .all(|row| part.contains(&row.handle()) || !is_copied(row));
             for (device, created) in own_bytes_of(&ledger, &part, |row| !row.is_resident()) {
                 *bytes.entry(device).or_insert(0) += created;
             }
         }
         let part = Selection::Part(part);
         log.add(still.create_own(&part, Room::of(selection))?);
+        // What comes last has the link to itself, or soon: the others have next to nothing left to copy out.
         let through = if is_rest { Through::OneLink } else { Through::Engine };
         let mut restored = still.restore_own(&part, 0, (through, self.returning.quiet()))?;
         let copied_bytes = std::mem::take(&mut restored.bytes);
@@ -498,19 +493,18 @@ impl<D: Driver> Arriving<D> {
         Ok(Moved { log, bytes, copied_bytes, taken })
     }
 
-    fn is_missing(&self, row: &Row) -> bool {
-        row.is_own() && self.returning.selection().has(row) && !self.back.contains(&row.handle())
-    }
-
-    /// What the next stage is about, without what is `kept` for later.
+    /// What the next stage is about, without what is `kept` for later. Is nothing left that has contents to put back?
     fn pick(
         &self,
         allowed: impl Fn(DeviceOrdinal) -> u64,
         kept: &Shapes,
-    ) -> HashSet<VirtualHandle> {
+    ) -> (HashSet<VirtualHandle>, bool) {
         let ledger = self.pool().ledger();
-        let missing = ledger.rows().filter(|row| self.is_missing(row));
-        let (first, then): (Vec<&Row>, Vec<&Row>) = missing.partition(|row| is_copied(row));
+        let selection = self.returning.selection();
+        let is_missing =
+            |row: &&Row| row.is_own() && selection.has(row) && !self.back.contains(&row.handle());
+        let (first, then): (Vec<&Row>, Vec<&Row>) =
+            ledger.rows().filter(is_missing).partition(|row| is_copied(row));
         let kept_shape = |row: &Row| wanted_shape(row).filter(|shape| kept.contains_key(shape));
         let mut spare = Shapes::new();
         for shape in first.iter().chain(&then).filter_map(|row| kept_shape(row)) {
@@ -521,7 +515,7 @@ impl<D: Driver> Arriving<D> {
         }
         let mut taken = ByDevice::new();
         let mut part = HashSet::new();
-        for row in first.into_iter().chain(then) {
+        for row in first.iter().copied().chain(then) {
             // What has stayed on its device takes no memory.
             if let (false, Some(device)) = (row.is_resident(), row.device()) {
                 let mut spare = kept_shape(row).map(|shape| spare.entry(shape).or_insert(0));
@@ -537,7 +531,8 @@ impl<D: Driver> Arriving<D> {
             }
             part.insert(row.handle());
         }
-        part
+        let is_rest = first.iter().all(|row| part.contains(&row.handle()));
+        (part, is_rest)
     }
 }
 

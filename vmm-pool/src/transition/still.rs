@@ -32,19 +32,13 @@ impl<'a, D: Driver> Still<'a, D> {
         Self { pool: shut.pool() }
     }
 
-    /// Waits for the copies of a step. A wait that failed is tried once more; when that fails too, the device
-    /// is left unsettled, and nothing is unmapped before [`crate::deferred::Deferred::settle`] has waited for it.
+    /// Waits for the copies of a step, as [`CopyStreams::finish_or_leave`], on each device whatever the others say.
     pub(super) fn wait_for_copies(
-        &self,
         streams: &BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
     ) -> PoolResult<()> {
         let mut all = Ok(());
-        for (&device, copies) in streams {
-            let first = copies.finish_all();
-            if first.is_err() && copies.finish_all().is_err() {
-                self.pool.deferred.leave_unsettled(device);
-            }
-            all = all.and(first);
+        for copies in streams.values() {
+            all = all.and(copies.finish_or_leave());
         }
         all
     }

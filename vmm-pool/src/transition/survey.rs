@@ -125,7 +125,7 @@ impl<D: Driver> Still<'_, D> {
                 self.ask(log, asker, &mut pinned, copies)
             });
         }
-        let finished = self.wait_for_copies(&streams);
+        let finished = Self::wait_for_copies(&streams);
         if !self.pool.deferred.is_settled() {
             pinned.keep_for_good();
             return asked.and(finished);

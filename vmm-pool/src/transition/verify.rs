@@ -110,7 +110,7 @@ impl<D: Driver> Still<'_, D> {
                     size_bytes,
                     Some(claim.device),
                 );
-                let finished = self.wait_for_copies(&streams);
+                let finished = Self::wait_for_copies(&streams);
                 if !self.pool.deferred.is_settled() {
                     pinned.keep_for_good();
                     return queued.and(finished).map(|()| None);

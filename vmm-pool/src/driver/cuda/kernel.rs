@@ -35,36 +35,38 @@ driver_table! {
     );
 }
 
-/// One of ours.
-#[derive(Clone, Copy, PartialEq, Eq)]
+/// One of ours, by its place in tables.
+#[derive(Clone, Copy)]
 enum Kernel {
     Fingerprint,
     Copy,
 }
 
+const NAMES: [&CStr; 2] = [KERNEL_NAME, COPY_NAME];
+
 /// The kernels of all devices.
 pub(super) struct Kernels {
     /// None where the driver has not all that it takes.
     calls: Option<Calls>,
-    /// The two of each device; null where they are not loaded.
-    fingerprints: [AtomicPtr<c_void>; DEVICES_MAX],
-    copies: [AtomicPtr<c_void>; DEVICES_MAX],
+    /// Each kernel of each device; null where it is not loaded.
+    functions: [[AtomicPtr<c_void>; NAMES.len()]; DEVICES_MAX],
 }
 
 impl Kernels {
     pub(super) fn look_up(find: &dyn Fn(&CStr) -> Option<RealSymbol>) -> Self {
-        Self {
-            calls: Calls::look_up(find).ok(),
-            fingerprints: [const { AtomicPtr::new(std::ptr::null_mut()) }; DEVICES_MAX],
-            copies: [const { AtomicPtr::new(std::ptr::null_mut()) }; DEVICES_MAX],
-        }
+        let none = || [const { AtomicPtr::new(std::ptr::null_mut()) }; NAMES.len()];
+        let functions = std::array::from_fn(|_device| none());
+        Self { calls: Calls::look_up(find).ok(), functions }
+    }
+
+    /// Those of one device.
+    fn of(&self, device: DeviceOrdinal) -> Option<&[AtomicPtr<c_void>; NAMES.len()]> {
+        self.functions.get(usize::try_from(device.0).ok()?)
     }
 
     /// The primary context of `device` has ended, or may, and what was loaded there with it.
     pub(super) fn forget(&self, device: DeviceOrdinal) {
-        let index = usize::try_from(device.0).unwrap_or(usize::MAX);
-        for known in [&self.fingerprints, &self.copies].into_iter().filter_map(|all| all.get(index))
-        {
+        for known in self.of(device).into_iter().flatten() {
             known.store(std::ptr::null_mut(), Ordering::Release);
         }
     }
@@ -78,12 +80,8 @@ impl Kernels {
         which: Kernel,
     ) -> DriverResult<*mut c_void> {
         let invalid = DriverError { op: DriverOp::ModuleLoad, code: DriverCode::INVALID_DEVICE };
-        let index = usize::try_from(device.0).map_err(|_| invalid)?;
-        let known = |kernel| match kernel {
-            Kernel::Fingerprint => self.fingerprints.get(index).ok_or(invalid),
-            Kernel::Copy => self.copies.get(index).ok_or(invalid),
-        };
-        let function = known(which)?.load(Ordering::Acquire);
+        let known = self.of(device).ok_or(invalid)?;
+        let function = known[which as usize].load(Ordering::Acquire);
         if !function.is_null() {
             return Ok(function);
         }
@@ -91,28 +89,63 @@ impl Kernels {
         // SAFETY: `module` is a valid out-pointer; the text is terminated and lives as long as the program.
         let code = unsafe { (calls.module_load)(&raw mut module, KERNEL.as_ptr().cast()) };
         check(DriverOp::ModuleLoad, code)?;
-        let mut wanted = Ok(std::ptr::null_mut());
-        for (kernel, name) in [(Kernel::Fingerprint, KERNEL_NAME), (Kernel::Copy, COPY_NAME)] {
+        let found = NAMES.map(|name| {
             let mut function = std::ptr::null_mut();
             // SAFETY: `function` is a valid out-pointer, the module has just been loaded, the name is terminated.
             let code =
                 unsafe { (calls.module_get_function)(&raw mut function, module, name.as_ptr()) };
-            let found = check(DriverOp::ModuleGetFunction, code);
-            if found.is_ok() {
-                known(kernel)?.store(function, Ordering::Release);
-            }
-            // What is missing of the other one is its own affair.
-            if kernel == which {
-                wanted = found.map(|()| function);
-            }
+            check(DriverOp::ModuleGetFunction, code).map(|()| function)
+        });
+        for (known, function) in known.iter().zip(found) {
+            known.store(function.unwrap_or(std::ptr::null_mut()), Ordering::Release);
         }
-        wanted
+        // What is missing of the other one is its own affair.
+        found[which as usize]
     }
 
     /// The calls.
     fn calls(&self) -> DriverResult<&Calls> {
         let missing = DriverError { op: DriverOp::ModuleLoad, code: DriverCode::NOT_SUPPORTED };
         self.calls.as_ref().ok_or(missing)
+    }
+
+    /// Where a device finds host memory, which is refused where it is not pinned.
+    fn seen_by_device(calls: &Calls, host: *mut c_void) -> DriverResult<u64> {
+        let mut at = 0_u64;
+        // SAFETY: `at` is a valid out-pointer; the host's memory is not touched.
+        let code = unsafe { (calls.host_get_device_pointer)(&raw mut at, host, 0) };
+        check(DriverOp::HostGetDevicePointer, code).map(|()| at)
+    }
+
+    /// Starts `function` as so many blocks of so many threads.
+    ///
+    /// # Safety
+    /// It is of the context of `stream`, and takes `parameters`, which point to live values: the driver reads them before this
+    /// returns. What it touches stays valid until the stream is done.
+    unsafe fn launch(
+        calls: &Calls,
+        function: *mut c_void,
+        (blocks, threads): (u32, u32),
+        stream: RawStream,
+        parameters: &mut [*mut c_void],
+    ) -> DriverResult<()> {
+        // SAFETY: as the caller vouches.
+        let code = unsafe {
+            (calls.launch_kernel)(
+                function,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                0,
+                stream.0,
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        check(DriverOp::LaunchKernel, code)
     }
 
     /// See [`crate::driver::Driver::copy_to_device_by_kernel`].
@@ -138,36 +171,17 @@ impl Kernels {
             return Ok(());
         }
         let function = self.loaded(calls, device, Kernel::Copy)?;
-        let mut from = 0_u64;
-        // SAFETY: `from` is a valid out-pointer; host memory that is not pinned is refused.
-        let code = unsafe {
-            (calls.host_get_device_pointer)(&raw mut from, source.as_ptr().cast::<c_void>(), 0)
-        };
-        check(DriverOp::HostGetDevicePointer, code)?;
+        let mut from = Self::seen_by_device(calls, source.as_ptr().cast())?;
         let mut to = target.start.0;
         let mut parameters = [
             (&raw mut to).cast::<c_void>(),
             (&raw mut from).cast::<c_void>(),
             (&raw mut words).cast::<c_void>(),
         ];
-        // SAFETY: the function is of this device's context and takes two addresses and a number of words, which the driver
-        // reads before the call returns; the caller keeps both sides valid until the stream is done.
-        let code = unsafe {
-            (calls.launch_kernel)(
-                function,
-                COPY_BLOCKS,
-                1,
-                1,
-                COPY_THREADS,
-                1,
-                1,
-                0,
-                stream.0,
-                parameters.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        };
-        check(DriverOp::LaunchKernel, code)
+        let grid = (COPY_BLOCKS, COPY_THREADS);
+        // SAFETY: the function is of this device's context and takes two addresses and a number of words; the caller keeps
+        // both sides valid until the stream is done.
+        unsafe { Self::launch(calls, function, grid, stream, &mut parameters) }
     }
 
     /// See [`crate::driver::Driver::fingerprint`].
@@ -188,29 +202,11 @@ impl Kernels {
             return Ok(());
         }
         let function = self.loaded(calls, device, Kernel::Fingerprint)?;
-        let mut at = 0_u64;
-        let host = slots.as_ptr().cast::<c_void>();
-        // SAFETY: `at` is a valid out-pointer; host memory that is not pinned is refused.
-        let code = unsafe { (calls.host_get_device_pointer)(&raw mut at, host, 0) };
-        check(DriverOp::HostGetDevicePointer, code)?;
+        let mut at = Self::seen_by_device(calls, slots.as_ptr().cast())?;
         let mut parameters = [(&raw mut at).cast::<c_void>()];
-        // SAFETY: the function is of this device's context and takes one address, which the driver reads before the
-        // call returns; the caller keeps what it points to valid, and the pieces mapped, until the stream is done.
-        let code = unsafe {
-            (calls.launch_kernel)(
-                function,
-                blocks,
-                1,
-                1,
-                KERNEL_THREADS,
-                1,
-                1,
-                0,
-                stream.0,
-                parameters.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        };
-        check(DriverOp::LaunchKernel, code)
+        let grid = (blocks, KERNEL_THREADS);
+        // SAFETY: the function is of this device's context and takes one address; the caller keeps what it points to valid,
+        // and the pieces mapped, until the stream is done.
+        unsafe { Self::launch(calls, function, grid, stream, &mut parameters) }
     }
 }

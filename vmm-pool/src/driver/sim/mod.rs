@@ -164,6 +164,29 @@ fn exposed(pointer: NonNull<u8>) -> u64 {
     pointer.as_ptr().expose_provenance() as u64
 }
 
+impl SimDriver {
+    /// Starts a kernel of ours, which reads or writes `host`, as [`Driver`]'s calls that do are made of calls of the driver's.
+    fn launch(
+        &self,
+        device: DeviceOrdinal,
+        host: VaRange,
+        stream: RawStream,
+        work: Work,
+    ) -> DriverResult<()> {
+        if !self.core.has_kernels(device) {
+            self.call(DriverOp::ModuleLoad, |core| core.load_kernels(device))?;
+        }
+        self.call(DriverOp::HostGetDevicePointer, |core| core.check_registered(host))?;
+        self.call(DriverOp::LaunchKernel, |core| {
+            // As the driver has it: function and stream are of one context.
+            if core.stream_device(stream)? != device {
+                return Err(DriverCode::INVALID_HANDLE);
+            }
+            core.enqueue(stream, work)
+        })
+    }
+}
+
 impl Driver for SimDriver {
     fn version(&self) -> DriverResult<DriverVersion> {
         self.call(DriverOp::DriverGetVersion, |core| Ok(core.driver_version()))
@@ -397,22 +420,14 @@ impl Driver for SimDriver {
         slots: NonNull<[PieceSlot]>,
         stream: RawStream,
     ) -> DriverResult<()> {
-        if !self.core.has_kernels(device) {
-            self.call(DriverOp::ModuleLoad, |core| core.load_kernels(device))?;
-        }
         let (first, count) = (exposed(slots.cast()), slots.len());
-        self.call(DriverOp::HostGetDevicePointer, |core| core.check_slots(first, count))?;
-        self.call(DriverOp::LaunchKernel, |core| {
-            // As the driver has it: function and stream are of one context.
-            if core.stream_device(stream)? != device {
-                return Err(DriverCode::INVALID_HANDLE);
-            }
-            let work: Work = Arc::new(move |core| {
-                // SAFETY: the caller keeps the slots valid until the stream has passed.
-                unsafe { core.fingerprint(device, first, count) }
-            });
-            core.enqueue(stream, work)
-        })
+        let size_bytes = (count * size_of::<PieceSlot>()) as u64;
+        let host = VaRange::new(DeviceAddress(first), size_bytes);
+        let work: Work = Arc::new(move |core| {
+            // SAFETY: the caller keeps the slots valid until the stream has passed.
+            unsafe { core.fingerprint(device, first, count) }
+        });
+        self.launch(device, host, stream, work)
     }
 
     unsafe fn copy_to_device_by_kernel(
@@ -422,25 +437,16 @@ impl Driver for SimDriver {
         source: NonNull<u8>,
         stream: RawStream,
     ) -> DriverResult<()> {
-        if !self.core.has_kernels(device) {
-            self.call(DriverOp::ModuleLoad, |core| core.load_kernels(device))?;
-        }
         let source = exposed(source);
-        let from = VaRange::new(DeviceAddress(source), target.size_bytes);
-        self.call(DriverOp::HostGetDevicePointer, |core| core.check_registered(from))?;
-        self.call(DriverOp::LaunchKernel, |core| {
-            // As the driver has it: function and stream are of one context.
-            if core.stream_device(stream)? != device {
-                return Err(DriverCode::INVALID_HANDLE);
-            }
-            if !(source | target.start.0 | target.size_bytes).is_multiple_of(WORD_BYTES) {
-                return Err(DriverCode::INVALID_VALUE);
-            }
-            core.note_host_side(device, source, target.size_bytes);
-            // SAFETY: the caller keeps both sides valid until the stream has passed this copy.
-            let work: Work = Arc::new(move |core| unsafe { core.copy_in(device, target, source) });
-            core.enqueue(stream, work)
-        })
+        let host = VaRange::new(DeviceAddress(source), target.size_bytes);
+        if !(source | target.start.0 | target.size_bytes).is_multiple_of(WORD_BYTES) {
+            return self.call(DriverOp::LaunchKernel, |_| Err(DriverCode::INVALID_VALUE));
+        }
+        // SAFETY: the caller keeps both sides valid until the stream has passed this copy.
+        let work: Work = Arc::new(move |core| unsafe { core.copy_in(device, target, source) });
+        self.launch(device, host, stream, work)?;
+        self.core.note_host_side(device, source, target.size_bytes);
+        Ok(())
     }
 
     fn trim_pools(&self, device: DeviceOrdinal) -> DriverResult<()> {
