@@ -35,6 +35,19 @@ impl Piece {
         NonNull::new(std::ptr::with_exposed_provenance_mut(self.host))
             .unwrap_or(NonNull::dangling())
     }
+
+    /// Its first `bytes`, and what is beyond them.
+    fn split(self, bytes: u64) -> (Option<Self>, Option<Self>) {
+        let VaRange { start, size_bytes } = self.device;
+        let own = size_bytes.min(bytes);
+        let part = |from: u64, size_bytes: u64| Self {
+            // Part of a piece of host memory, whose length is a `usize`.
+            host: self.host + usize::try_from(from).unwrap_or(usize::MAX),
+            device: VaRange::new(DeviceAddress(start.0 + from), size_bytes),
+        };
+        let first = (own > 0).then(|| part(0, own));
+        (first, (own < size_bytes).then(|| part(own, size_bytes - own)))
+    }
 }
 
 /// Copies that one lane makes together.
@@ -43,6 +56,26 @@ pub(crate) struct Parcel {
     pub(super) pieces: Vec<Piece>,
     pub(super) bytes: u64,
     group: u64,
+}
+
+impl Parcel {
+    /// Cuts what is beyond `bytes` off, where there is something.
+    fn cut(&mut self, bytes: u64) -> Option<Self> {
+        if self.bytes <= bytes {
+            return None;
+        }
+        let (mut rest, mut room) = (Self { group: self.group, ..Self::default() }, bytes);
+        let mut kept = Vec::new();
+        for piece in self.pieces.drain(..) {
+            let (own, beyond) = piece.split(room);
+            room -= own.map_or(0, |own| own.device.size_bytes);
+            kept.extend(own);
+            rest.pieces.extend(beyond);
+        }
+        rest.bytes = self.bytes - bytes;
+        (self.pieces, self.bytes) = (kept, bytes);
+        Some(rest)
+    }
 }
 
 /// Puts copies together to parcels, and cuts large ones.
@@ -61,18 +94,15 @@ impl Parcels {
 
     /// Adds a copy between `host`, which is as long as that, and `device`.
     pub(crate) fn add(&mut self, host: NonNull<u8>, device: VaRange) {
-        let (mut host, mut left) = (host.as_ptr().expose_provenance(), device);
-        while left.size_bytes > 0 {
-            let size_bytes = left.size_bytes.min(self.parcel_bytes - self.open.bytes);
-            self.open.pieces.push(Piece { host, device: VaRange::new(left.start, size_bytes) });
-            self.open.bytes += size_bytes;
+        let mut left = Some(Piece { host: host.as_ptr().expose_provenance(), device });
+        while let Some(piece) = left {
+            let (own, beyond) = piece.split(self.parcel_bytes - self.open.bytes);
+            self.open.bytes += own.map_or(0, |own| own.device.size_bytes);
+            self.open.pieces.extend(own);
             if self.open.bytes == self.parcel_bytes {
                 self.full.push(std::mem::take(&mut self.open));
             }
-            // Part of a piece of host memory, whose length is a `usize`.
-            host += usize::try_from(size_bytes).unwrap_or(usize::MAX);
-            let rest = DeviceAddress(left.start.0 + size_bytes);
-            left = VaRange::new(rest, left.size_bytes - size_bytes);
+            left = beyond;
         }
     }
 
@@ -206,14 +236,18 @@ impl Haul {
         self.changed.notify_all();
     }
 
-    /// The next parcel. A lane that `waits` gets one, or hears that it is over.
-    pub(super) fn next(&self, waits: bool) -> Next {
+    /// The next parcel, or so much of it. A lane that `waits` gets one, or hears that it is over.
+    pub(super) fn next(&self, waits: bool, bytes_max: u64) -> Next {
         let mut state = self.state();
         loop {
             if state.has_failed || (state.is_closed && state.unfinished.is_empty()) {
                 return Next::Over;
             }
-            if let Some(parcel) = state.queue.pop_front() {
+            if let Some(mut parcel) = state.queue.pop_front() {
+                if let Some(rest) = parcel.cut(bytes_max) {
+                    *state.unfinished.entry(rest.group).or_default() += 1;
+                    state.queue.push_front(rest);
+                }
                 drop(state);
                 self.changed.notify_all();
                 return Next::Parcel(parcel);
@@ -333,12 +367,12 @@ mod tests {
                     haul.add(number, &mut parcels).unwrap();
                 }
                 free_at.sort_unstable_by_key(|(at, _, _)| *at);
-                let Next::Parcel(parcel) = haul.next(false) else { panic!("there is more") };
+                let Next::Parcel(parcel) = haul.next(false, u64::MAX) else { panic!("there is more") };
                 haul.done(&parcel, free_at[0].1);
                 free_at[0].0 += free_at[0].2;
             }
             haul.close();
-            prop_assert_eq!(haul.next(true), Next::Over);
+            prop_assert_eq!(haul.next(true, u64::MAX), Next::Over);
             let Outcome { carried: outcome, bytes: [own, others], .. } = haul.into_outcome();
             prop_assert!(outcome.is_ok());
             prop_assert_eq!(own + others, COUNT);
@@ -353,22 +387,61 @@ mod tests {
         parcels.add(host(1), device(0, 3));
         haul.add(7, &mut parcels).unwrap();
         haul.close();
-        let taken = || match haul.next(false) {
+        let taken = || match haul.next(false, u64::MAX) {
             Next::Parcel(parcel) => parcel,
             other @ (Next::Nothing | Next::Over) => panic!("{other:?}"),
         };
         let (first, second, third) = (taken(), taken(), taken());
-        assert_eq!(haul.next(false), Next::Nothing, "the end waits for what is under way");
+        assert_eq!(
+            haul.next(false, u64::MAX),
+            Next::Nothing,
+            "the end waits for what is under way"
+        );
         haul.done(&third, Carrier::Direct);
         haul.give_back([first, second].into_iter());
         for at in [0, 1] {
-            let Next::Parcel(parcel) = haul.next(true) else { panic!("it is there again") };
+            let Next::Parcel(parcel) = haul.next(true, u64::MAX) else {
+                panic!("it is there again")
+            };
             assert_eq!(parcel.pieces[0].device.start.0, at);
             haul.done(&parcel, Carrier::Direct);
         }
         assert!(haul.finish(7).is_ok());
-        assert_eq!(haul.next(true), Next::Over);
+        assert_eq!(haul.next(true, u64::MAX), Next::Over);
         assert_eq!(haul.into_outcome().bytes, [3, 0]);
+    }
+
+    #[test]
+    fn a_lane_that_asks_for_less_than_a_parcel_gets_it_piece_by_piece_and_all_of_it_counts() {
+        let (haul, mut parcels) = (Haul::default(), Parcels::new(10));
+        parcels.add(host(100), device(1000, 4));
+        parcels.add(host(200), device(2000, 6));
+        haul.add(0, &mut parcels).unwrap();
+        haul.close();
+        let mut taken = Vec::new();
+        while let Next::Parcel(parcel) = haul.next(false, 3) {
+            taken.push(parcel);
+        }
+        let found = |parcel: &Parcel| {
+            let pieces = parcel.pieces.iter();
+            pieces
+                .map(|piece| (piece.host, piece.device.start.0, piece.device.size_bytes))
+                .collect()
+        };
+        let found: Vec<Vec<_>> = taken.iter().map(found).collect();
+        let wanted = [
+            vec![(100, 1000, 3)],
+            vec![(103, 1003, 1), (200, 2000, 2)],
+            vec![(202, 2002, 3)],
+            vec![(205, 2005, 1)],
+        ];
+        assert_eq!(found, wanted);
+        for parcel in &taken {
+            assert_eq!(haul.next(false, 3), Next::Nothing);
+            haul.done(parcel, Carrier::Direct);
+        }
+        assert!(haul.finish(0).is_ok());
+        assert_eq!(haul.into_outcome().bytes, [10, 0]);
     }
 
     #[test]
@@ -384,7 +457,7 @@ mod tests {
         });
         parcels.add(host(1), device(0, 1));
         assert!(matches!(haul.add(1, &mut parcels), Err(PoolError::Driver { .. })));
-        assert_eq!(haul.next(true), Next::Over);
+        assert_eq!(haul.next(true, u64::MAX), Next::Over);
         assert!(haul.into_outcome().carried.is_err());
     }
 }

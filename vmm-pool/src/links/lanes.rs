@@ -133,6 +133,11 @@ pub(super) trait Lane {
     /// How many may be, at once.
     fn most(&self) -> usize;
 
+    /// Bytes that the next one may hold.
+    fn bytes_max(&self) -> u64 {
+        u64::MAX
+    }
+
     /// Puts one on its way.
     fn begin(&mut self, parcel: Parcel) -> PoolResult<()>;
 
@@ -146,7 +151,7 @@ pub(super) trait Lane {
                 self.finish_oldest()?;
             }
             let is_idle = self.flying() == 0;
-            match self.haul().next(is_idle) {
+            match self.haul().next(is_idle, self.bytes_max()) {
                 Next::Parcel(parcel) => self.begin(parcel)?,
                 Next::Over if is_idle => return Ok(()),
                 Next::Nothing | Next::Over => self.finish_oldest()?,
@@ -248,6 +253,10 @@ impl<D: Driver> Lane for Direct<'_, D> {
 
     fn most(&self) -> usize {
         DIRECT_AT_ONCE
+    }
+
+    fn bytes_max(&self) -> u64 {
+        self.pace.as_ref().map_or(u64::MAX, Pace::next_bytes_max)
     }
 
     fn begin(&mut self, parcel: Parcel) -> PoolResult<()> {
