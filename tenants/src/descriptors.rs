@@ -1,6 +1,6 @@
 //! Descriptors of this process: how many it may open, and which of them a forked child lets go of.
 
-use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd as _, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use nix::sys::resource::{Resource, getrlimit};
@@ -9,8 +9,6 @@ use nix::sys::resource::{Resource, getrlimit};
 const DESCRIPTORS_KEPT_FREE: usize = 32;
 /// Stands where there is no descriptor.
 const NONE: RawFd = -1;
-/// Descriptors on their way at once; more are not noted.
-const ON_THEIR_WAY_MAX: usize = 1024;
 
 /// Numbers of open descriptors, for a forked child to close. No lock: a fork may come at any instant, on any thread.
 #[derive(Debug)]
@@ -44,54 +42,11 @@ impl<const MOST: usize> Numbers<MOST> {
     }
 }
 
-#[cfg(test)]
-impl<const MOST: usize> Numbers<MOST> {
-    /// Would a child close it?
-    pub(crate) fn has(&self, number: RawFd) -> bool {
-        self.0.iter().any(|place| place.load(Ordering::Relaxed) == number)
-    }
-}
-
 impl Drop for Noted {
     fn drop(&mut self) {
         if let Some(place) = self.0 {
             place.store(NONE, Ordering::Relaxed);
         }
-    }
-}
-
-/// Those of this process that wait to be sent, or to be used by another thread.
-pub(crate) static ON_THEIR_WAY: Numbers<ON_THEIR_WAY_MAX> = Numbers::new();
-
-/// A descriptor on its way. It may be all that holds device memory, and a child that kept it would keep the memory.
-#[derive(Debug)]
-pub(crate) struct OnItsWay {
-    /// Goes before the descriptor does.
-    _noted: Noted,
-    fd: OwnedFd,
-}
-
-impl OnItsWay {
-    /// All of `fds`.
-    pub(crate) fn all(fds: Vec<OwnedFd>) -> Vec<Self> {
-        fds.into_iter().map(Self::from).collect()
-    }
-
-    /// It has arrived.
-    pub(crate) fn into_fd(self) -> OwnedFd {
-        self.fd
-    }
-}
-
-impl From<OwnedFd> for OnItsWay {
-    fn from(fd: OwnedFd) -> Self {
-        Self { _noted: ON_THEIR_WAY.note(&fd), fd }
-    }
-}
-
-impl AsFd for OnItsWay {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
     }
 }
 

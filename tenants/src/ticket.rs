@@ -227,7 +227,7 @@ fn sealed_and_locked(name: &str, bytes: &[u8]) -> io::Result<OwnedFd> {
 /// What the system returned, such as too many open files, or no `/proc`.
 pub fn watch(fd: BorrowedFd<'_>) -> io::Result<TicketWatch> {
     // Opened anew: a duplicate would have the lock too.
-    let fd = File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()))?.into();
+    let fd = OwnedFd::from(File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()))?).into();
     Ok(TicketWatch { fd, is_closed })
 }
 

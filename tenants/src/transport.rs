@@ -47,11 +47,12 @@ pub(crate) use listener::BINDING_EXTENSION;
 pub use listener::Listener;
 pub(crate) use process::{Process, has_ended};
 
+use vmm_pool::UninheritedFd;
+
 use ancillary::Room;
 use frame::{FrameError, HEADER_BYTES, Header};
 use outgoing::Outgoing;
 
-use crate::descriptors::OnItsWay;
 use crate::wire::FDS_PER_MESSAGE_MAX;
 
 /// How much of a payload is asked for at once: memory follows what arrives, not what a header claims.
@@ -236,7 +237,7 @@ impl Connection {
         fds: Vec<OwnedFd>,
     ) -> Result<(), TransportError> {
         let frame = self.encode(message, fds.len())?;
-        self.outgoing.push(frame, OnItsWay::all(fds));
+        self.outgoing.push(frame, fds.into_iter().map(UninheritedFd::from).collect());
         Ok(())
     }
 

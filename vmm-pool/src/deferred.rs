@@ -9,11 +9,12 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::budget::Charge;
+use crate::descriptors::UninheritedFd;
 use crate::driver::{
     DeviceOrdinal, Driver, DriverError, DriverResult, RawHandle, RawStream, VaRange,
 };
@@ -33,12 +34,12 @@ pub(crate) struct Physical {
     size_bytes: u64,
     device: Option<DeviceOrdinal>,
     /// For memory that another process has lent: open until the driver has taken the handle back.
-    lease: Option<OwnedFd>,
+    _lease: Option<UninheritedFd>,
     /// What it takes of a budget, where one counts and it is own memory.
     charge: Option<Charge>,
     /// Of memory that another tenant has handed over: what it came by. The driver exports what was created here alone, so
     /// that a descriptor of this memory is a copy of this one.
-    descriptor: Option<OwnedFd>,
+    descriptor: Option<UninheritedFd>,
     /// Another tenant's bytes are in it, and nothing may be done with it before all of it was made zero.
     holds_others_bytes: bool,
 }
@@ -59,7 +60,7 @@ impl Physical {
             raw,
             size_bytes,
             device,
-            lease: None,
+            _lease: None,
             charge: None,
             descriptor: None,
             holds_others_bytes: false,
@@ -68,14 +69,7 @@ impl Physical {
 
     /// The same, under a lease.
     pub(crate) fn under(self, lease: Option<OwnedFd>) -> Self {
-        Self { lease, ..self }
-    }
-
-    /// For a forked child: closes its copy of the lease, which tells the lender that the memory is in use, and of what the memory
-    /// came by, which would hold it.
-    pub(crate) fn close_descriptors(&mut self) {
-        self.lease = None;
-        self.descriptor = None;
+        Self { _lease: lease.map(UninheritedFd::from), ..self }
     }
 
     /// Has it count against a budget for as long as the driver has it.
@@ -95,14 +89,14 @@ impl Physical {
     }
 
     /// Memory that another tenant has handed over by `descriptor`.
-    pub(crate) fn handed_over(self, descriptor: OwnedFd) -> Self {
+    pub(crate) fn handed_over(self, descriptor: UninheritedFd) -> Self {
         Self { descriptor: Some(descriptor), holds_others_bytes: true, ..self }
     }
 
     /// What a descriptor of it is had from.
     pub(crate) fn descriptor_from(&self) -> DescriptorFrom {
         match &self.descriptor {
-            Some(descriptor) => DescriptorFrom::Copy(descriptor.try_clone()),
+            Some(descriptor) => DescriptorFrom::Copy(descriptor.as_fd().try_clone_to_owned()),
             None => DescriptorFrom::Handle(self.raw),
         }
     }

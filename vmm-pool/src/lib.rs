@@ -11,6 +11,7 @@ mod cells;
 pub mod conformance;
 mod copies;
 mod deferred;
+mod descriptors;
 pub mod driver;
 mod error;
 pub mod gate;
@@ -32,6 +33,7 @@ pub mod sync;
 mod transition;
 mod waits;
 
+pub use descriptors::UninheritedFd;
 pub use error::{PoolError, PoolResult};
 pub use ids::{AllocationId, VirtualHandle};
 pub use journal::{Step, StepLog};

@@ -5,11 +5,12 @@ use std::collections::btree_map::Entry;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use vmm_pool::UninheritedFd;
+
 use super::exchange::{Exchange, Move};
 use super::peers::{Answer, Peers, another_answer};
 use super::report::{Event, MemberFailure, PhaseSummary, Report, StageSummary, Step};
 use super::session::{Session, Stop, micros, millis};
-use crate::descriptors::OnItsWay;
 use crate::phase::Told;
 use crate::wire::{BlockShape, HANDED_MAX, Phase, PhaseReport, TakePhase, Window};
 
@@ -50,7 +51,7 @@ impl<'s, 'a> Side<'s, 'a> {
         &mut self,
         member: usize,
         order: &Ordered,
-        fds: &[OnItsWay],
+        fds: &[UninheritedFd],
         bytes: u64,
     ) -> Result<(), MemberFailure> {
         let index = self.members[member];
@@ -135,7 +136,7 @@ struct Taken {
 
 /// Memory that has left its owner and has no other yet. Dropped, it is free.
 #[derive(Default)]
-struct AtHand(BTreeMap<BlockShape, Vec<OnItsWay>>);
+struct AtHand(BTreeMap<BlockShape, Vec<UninheritedFd>>);
 
 impl AtHand {
     /// False when what was said does not fit what came, which is then given up.
@@ -148,7 +149,7 @@ impl AtHand {
     }
 
     /// One for each of `shapes`; those of which there is none are left out there.
-    fn give(&mut self, shapes: &mut Vec<BlockShape>) -> Vec<OnItsWay> {
+    fn give(&mut self, shapes: &mut Vec<BlockShape>) -> Vec<UninheritedFd> {
         let mut fds = Vec::new();
         shapes.retain(|shape| {
             let fd = self.0.get_mut(shape).and_then(Vec::pop);

@@ -14,6 +14,7 @@ use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::signal::SigSet;
+use vmm_pool::UninheritedFd;
 use vmm_pool::driver::Driver;
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
@@ -22,7 +23,6 @@ use super::lending::HandedOut;
 use super::saving::Saving;
 use super::sockets::Noted;
 use super::{AGENT_TIMEOUT, Member};
-use crate::descriptors::OnItsWay;
 use crate::host_memory::Pressure;
 use crate::phase::Stage;
 use crate::scope::Scope;
@@ -86,7 +86,7 @@ struct Job {
 
 enum Work {
     /// With the descriptors that came beside it.
-    Phase(Order, Vec<OnItsWay>),
+    Phase(Order, Vec<UninheritedFd>),
     Needs(Scope, bool),
     Cut {
         hold: Hold,
@@ -119,7 +119,7 @@ struct Done {
     phase: Option<Phase>,
     reply: Reply,
     /// Descriptors that go with it.
-    beside: Vec<OnItsWay>,
+    beside: Vec<UninheritedFd>,
 }
 
 struct Waiter {
@@ -230,7 +230,7 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
             })
         });
         let Some(reply) = reply else { continue };
-        let beside = OnItsWay::all(beside);
+        let beside = beside.into_iter().map(UninheritedFd::from).collect();
         if report.send(Done { connection, phase, reply, beside }).is_err() {
             return;
         }
@@ -252,7 +252,7 @@ fn do_job<D: Driver>(
     let Job { connection, work, deadline } = job;
     Some(match work {
         Work::Phase(order, came) => {
-            *beside = came.into_iter().map(OnItsWay::into_fd).collect();
+            *beside = came.into_iter().map(UninheritedFd::into_fd).collect();
             // It moves what is being written.
             *saving = None;
             if order.phase().ends_early() {
@@ -544,7 +544,8 @@ impl<D: Driver> Agent<D> {
                     if phase == Phase::RestoreStage {
                         self.clients.take_fds(number, HANDED_MAX);
                     }
-                    let work = Work::Phase(order, OnItsWay::all(fds));
+                    let work =
+                        Work::Phase(order, fds.into_iter().map(UninheritedFd::from).collect());
                     self.submit(number, work, wait_of(timeout_ms));
                 }
             }
@@ -685,7 +686,7 @@ impl<D: Driver> Agent<D> {
 
     fn deliver(&mut self) {
         while let Ok(done) = self.done.try_recv() {
-            let beside = done.beside.into_iter().map(OnItsWay::into_fd).collect();
+            let beside = done.beside.into_iter().map(UninheritedFd::into_fd).collect();
             self.clients.answer_open(done.connection, &done.reply, beside);
             let is_over = done.phase.is_some_and(Phase::is_last);
             if is_over && self.leading() == Some(done.connection) {

@@ -34,7 +34,6 @@ mod stepping;
 mod termination;
 
 use std::collections::{BTreeSet, HashMap};
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -43,7 +42,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender};
 use vmm_pool::driver::{DeviceOrdinal, Driver, PciAddress, RawContext, VaRange};
 use vmm_pool::support::Unsupported;
-use vmm_pool::{Pool, Selection, TagTotals};
+use vmm_pool::{Pool, Selection, TagTotals, UninheritedFd};
 
 pub(crate) use agent::block_signals;
 pub use captures::{BeforeCapture, ContextWait};
@@ -53,7 +52,6 @@ pub(crate) use spilling::STEP_TIME as SPILL_STEP_TIME;
 
 use crate::budget::Budgets;
 use crate::cut::Cut;
-use crate::descriptors::ON_THEIR_WAY;
 use crate::host_memory::{HostFigure, HostLimit};
 use crate::identity::{FamilyName, MemberId, TenantName};
 use crate::region;
@@ -250,7 +248,7 @@ pub struct Member<D: Driver> {
     /// Raised while a phase under way is to end early, because it will be undone.
     calling_off: CallingOff,
     /// Descriptors of a resume that is over, to be closed when there is time.
-    spare: Mutex<Vec<OwnedFd>>,
+    spare: Mutex<Vec<UninheritedFd>>,
     /// Raised while memory is brought back.
     descriptor_limit: DescriptorLimit,
     /// How many threads of this process ask for a pause or resume now.
@@ -401,12 +399,8 @@ impl<D: Driver> Member<D> {
     pub fn let_go_in_child(&self) {
         self.sockets.close_in_child();
         run_dir::locks::HELD.close_in_child();
-        ON_THEIR_WAY.close_in_child();
         self.descriptor_limit.put_back_in_child();
         self.pool.close_descriptors_in_child();
-        if let Ok(mut spare) = self.spare.try_lock() {
-            spare.clear();
-        }
         if let Ok(mut peers) = self.peers.try_lock() {
             peers.clear();
         }

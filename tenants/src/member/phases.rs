@@ -6,7 +6,9 @@ use std::time::Instant;
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
 use vmm_pool::gate::StillInside;
-use vmm_pool::{Copies, Done, Draining, Failed, Returning, Selection, Shut, StepLog, Undone};
+use vmm_pool::{
+    Copies, Done, Draining, Failed, Returning, Selection, Shut, StepLog, Undone, UninheritedFd,
+};
 
 use super::failures::{
     drain_failure, failed_inside, faulted, import_failure, in_capture, not_undone_yet,
@@ -579,7 +581,10 @@ impl<D: Driver> Member<D> {
 
     /// Closes descriptors after the answer is out: nobody waits for that.
     fn close_later(&self, spare: Vec<std::os::fd::OwnedFd>) {
-        self.spare.lock().unwrap_or_else(std::sync::PoisonError::into_inner).extend(spare);
+        self.spare
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .extend(spare.into_iter().map(UninheritedFd::from));
     }
 
     /// Closes what [`Member::close_later`] was given.

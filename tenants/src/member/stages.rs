@@ -9,6 +9,7 @@ use std::time::Instant;
 use vmm_pool::driver::{DeviceOrdinal, Driver};
 use vmm_pool::{
     Arriving, ByDevice, Copies, Departing, Failed, Handed, Left, Moved, Selection, Shape, Shapes,
+    UninheritedFd,
 };
 
 use super::Member;
@@ -84,7 +85,7 @@ impl<D: Driver> Member<D> {
         let (moved, handed) = moved.map_err(|error| pool_failure(&error))?;
         let (shapes, fds): (Vec<_>, Vec<_>) =
             handed.into_iter().map(|Handed { shape, fd }| (self.named(shape), fd)).unzip();
-        beside.extend(fds);
+        beside.extend(fds.into_iter().map(UninheritedFd::into_fd));
         Ok(self.staged(moved, left, shapes, more))
     }
 
@@ -186,7 +187,7 @@ impl<D: Driver> Member<D> {
         };
         let handed = window.handed.iter().zip(fds).filter(|(_, fd)| may_be_the_drivers(fd));
         let handed = handed.filter_map(|(shape, fd)| {
-            Some(Handed { shape: self.of_here(shape)?, fd: out_of_the_way(fd) })
+            Some(Handed { shape: self.of_here(shape)?, fd: out_of_the_way(fd).into() })
         });
         // The others are created.
         let handed = handed.take(if window.handed.is_empty() { 0 } else { room_for_handed() });

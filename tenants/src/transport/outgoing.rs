@@ -2,14 +2,14 @@
 
 use std::collections::VecDeque;
 
-use crate::descriptors::OnItsWay;
+use vmm_pool::UninheritedFd;
 
 /// One frame, as far as it has not been sent. Its descriptors travel beside its first byte.
 #[derive(Debug)]
 pub(super) struct Frame {
     pub(super) bytes: Vec<u8>,
     pub(super) sent: usize,
-    pub(super) fds: Vec<OnItsWay>,
+    pub(super) fds: Vec<UninheritedFd>,
 }
 
 /// Frames that wait, in order. Dropping it closes their descriptors.
@@ -19,7 +19,7 @@ pub(super) struct Outgoing {
 }
 
 impl Outgoing {
-    pub(super) fn push(&mut self, bytes: Vec<u8>, fds: Vec<OnItsWay>) {
+    pub(super) fn push(&mut self, bytes: Vec<u8>, fds: Vec<UninheritedFd>) {
         self.frames.push_back(Frame { bytes, sent: 0, fds });
     }
 
@@ -42,25 +42,5 @@ impl Outgoing {
 
     pub(super) fn is_empty(&self) -> bool {
         self.frames.is_empty()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::fs::File;
-    use std::os::fd::{AsFd as _, AsRawFd as _};
-
-    use super::*;
-    use crate::descriptors::ON_THEIR_WAY;
-
-    #[test]
-    fn a_forked_child_lets_go_of_what_waits_to_be_sent() {
-        let mut outgoing = Outgoing::default();
-        let file = File::open("/dev/null").unwrap();
-        let number = file.as_raw_fd();
-        outgoing.push(vec![1, 2], vec![std::os::fd::OwnedFd::from(file).into()]);
-        assert!(ON_THEIR_WAY.has(number));
-        let noted = outgoing.first().unwrap().fds[0].as_fd().as_raw_fd();
-        assert_eq!(noted, number);
     }
 }

@@ -51,11 +51,6 @@ impl Leases {
     fn drop_closed(&mut self) {
         self.0.retain(|lent| lent.lease.watch.is_open());
     }
-
-    /// For a forked child.
-    pub(super) fn clear(&mut self) {
-        self.0.clear();
-    }
 }
 
 impl Ledger {
@@ -102,12 +97,5 @@ impl Ledger {
             }
         }
         all
-    }
-
-    /// For a forked child: closes its copies of leases, by which lenders know that their memory is in use.
-    pub(crate) fn close_leases_in_child(&mut self) {
-        for (_, row) in &mut self.rows {
-            row.close_leases();
-        }
     }
 }

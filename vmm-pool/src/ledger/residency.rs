@@ -146,13 +146,6 @@ impl Residency {
         }
     }
 
-    /// For a forked child.
-    pub(super) fn close_descriptors(&mut self) {
-        if let Self::Resident { handle, .. } | Self::Moving { handle, .. } = self {
-            handle.close_descriptors();
-        }
-    }
-
     /// As [`Residency::handle`].
     pub(super) fn handle_mut(&mut self) -> Option<&mut Physical> {
         match self {

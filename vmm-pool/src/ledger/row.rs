@@ -8,6 +8,7 @@ use super::leases::{Lease, Leases};
 use super::residency::{Change, Residency};
 use super::tickets::{TicketWatch, Tickets};
 use crate::deferred::{DescriptorFrom, Physical};
+use crate::descriptors::UninheritedFd;
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceOrdinal, Location, LocationKind, RawContext, RawHandle,
     VaRange,
@@ -112,7 +113,7 @@ struct Sharing {
     /// From its restoring to the end of that resume: whoever has fetched it again, the importers to come.
     fetched: Option<BTreeSet<PeerId>>,
     /// The driver's descriptor for the importers, between issue and redemption.
-    exported: Option<OwnedFd>,
+    exported: Option<UninheritedFd>,
 }
 
 impl Row {
@@ -475,7 +476,7 @@ impl Row {
     /// The ticket `serial` is redeemed. With the last the descriptor goes that was kept for them.
     pub(super) fn use_ticket(&mut self, serial: u64) -> Option<OwnedFd> {
         self.sharing.tickets.redeem(serial);
-        if self.has_tickets() { None } else { self.sharing.exported.take() }
+        if self.has_tickets() { None } else { self.take_export() }
     }
 
     /// From now on the ticket `serial` lasts until it is closed.
@@ -520,18 +521,12 @@ impl Row {
         &mut self.sharing.leases
     }
 
-    /// For a forked child.
-    pub(super) fn close_leases(&mut self) {
-        self.sharing.leases.clear();
-        self.residency.close_descriptors();
-    }
-
     pub(super) fn keep_export(&mut self, fd: OwnedFd) -> Option<OwnedFd> {
-        self.sharing.exported.replace(fd)
+        self.sharing.exported.replace(fd.into()).map(UninheritedFd::into_fd)
     }
 
     pub(super) fn take_export(&mut self) -> Option<OwnedFd> {
-        self.sharing.exported.take()
+        self.sharing.exported.take().map(UninheritedFd::into_fd)
     }
 
     /// Importers fetch it again: who they are is counted from now on.

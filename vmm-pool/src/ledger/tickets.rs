@@ -4,13 +4,15 @@
 //! ticket that is watched. Any other holds it until somebody has redeemed it.
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd};
+
+use crate::descriptors::UninheritedFd;
 
 /// Tells whether a ticket, or a lease, is open anywhere.
 #[derive(Debug)]
 pub struct TicketWatch {
     /// What is asked.
-    pub fd: OwnedFd,
+    pub fd: UninheritedFd,
     /// Asks it. Does not block.
     pub is_closed: fn(BorrowedFd<'_>) -> bool,
 }

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use super::{Entered, Kind, Pool, Use};
 use crate::deferred::{DescriptorFrom, Physical};
+use crate::descriptors;
 use crate::driver::{Driver, DriverCode, DriverError, DriverOp, DriverResult};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Class, Lease, NewRow, Origin, Row, TicketWatch};
@@ -311,15 +312,13 @@ impl<D: Driver> Pool<D> {
     }
 
     /// For a forked child: closes its copies of descriptors, which hold device memory and disk space that the
-    /// parent believes to have given back, and memory that others have lent to it. Passes over what a thread was changing at the fork.
+    /// parent believes to have given back, and memory that others have lent to it. Passes over a file that a thread was changing at
+    /// the fork.
     pub fn close_descriptors_in_child(&self) {
         if let Ok(mut arena) = self.arena.try_lock() {
             arena.disk.close_in_child();
         }
-        if let Ok(mut ledger) = self.ledger.try_lock() {
-            drop(ledger.take_exports(|_| true));
-            ledger.close_leases_in_child();
-        }
+        descriptors::close_in_child();
     }
 
     /// Are there tickets that are known to be open, or to have been closed?

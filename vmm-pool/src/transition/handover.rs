@@ -8,7 +8,7 @@
 //! it for whoever is next. Shared memory never changes hands: others may have it mapped, or will ask for it.
 
 use std::collections::{BTreeMap, HashMap};
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::AsFd as _;
 
 use serde::{Deserialize, Serialize};
 
@@ -16,6 +16,7 @@ use super::restore::Room;
 use super::still::Still;
 use crate::VirtualHandle;
 use crate::deferred::Physical;
+use crate::descriptors::UninheritedFd;
 use crate::driver::{
     ALLOCATION_KIND_PINNED, AllocationFlags, DeviceOrdinal, Driver, HANDLE_TYPE_POSIX_FD, RawHandle,
 };
@@ -46,7 +47,7 @@ pub struct Handed {
     /// What it can stand in for.
     pub shape: Shape,
     /// All that holds it.
-    pub fd: OwnedFd,
+    pub fd: UninheritedFd,
 }
 
 /// The shape of memory that may change hands.
@@ -137,7 +138,7 @@ impl<D: Driver> Still<'_, D> {
             let fd = self.pool.descriptor(from);
             let about = || "export for the next tenant".to_owned();
             match fd.about(about, shape.size_bytes, Some(shape.device)) {
-                Ok(fd) => drop(exported.insert(raw, Handed { shape, fd })),
+                Ok(fd) => drop(exported.insert(raw, Handed { shape, fd: fd.into() })),
                 Err(error) => {
                     log.notes.push(format!("released in place of being handed over: {error}"));
                     break;

@@ -27,7 +27,7 @@ fn lease() -> (OwnedFd, Lease) {
     let watch = File::open(held.path()).expect("a second opening");
     let held = held.into_file();
     held.try_lock_shared().expect("a lock");
-    let watch = TicketWatch { fd: watch.into(), is_closed };
+    let watch = TicketWatch { fd: OwnedFd::from(watch).into(), is_closed };
     (held.into(), Lease { borrower: BORROWER, watch })
 }
 

@@ -1,0 +1,178 @@
+//! Descriptors that a forked child does not keep: of device memory, which an open one holds, and of leases, by which others
+//! know that their memory is in use. A child that kept one would keep the memory from everybody for its whole life.
+//!
+//! A fork may come at any instant, on any thread, while any lock is held. So their numbers are noted in a table that takes
+//! no lock, and the child closes what is noted there. Between its opening and its noting a descriptor is not, for an instant.
+
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, IntoRawFd as _, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Numbers that can be noted: what Linux lets a process have at most, unless it is told otherwise.
+const NUMBERS: usize = 1 << 20;
+const WORD_BITS: usize = 64;
+
+/// A bit for each number.
+struct Table([AtomicU64; NUMBERS / WORD_BITS]);
+
+static NOTED: Table = Table::new();
+
+impl Table {
+    #[expect(clippy::large_stack_arrays, reason = "statics alone are made by it")]
+    const fn new() -> Self {
+        Self([const { AtomicU64::new(0) }; NUMBERS / WORD_BITS])
+    }
+
+    fn place(&self, number: RawFd) -> Option<(&AtomicU64, u64)> {
+        let number = usize::try_from(number).ok()?;
+        Some((self.0.get(number / WORD_BITS)?, 1 << (number % WORD_BITS)))
+    }
+
+    /// False where there is no place for it.
+    fn note(&self, number: RawFd) -> bool {
+        let place = self.place(number);
+        place.map(|(word, bit)| word.fetch_or(bit, Ordering::Relaxed)).is_some()
+    }
+
+    /// Was it noted?
+    fn forget(&self, number: RawFd) -> bool {
+        let place = self.place(number);
+        place.is_some_and(|(word, bit)| word.fetch_and(!bit, Ordering::Relaxed) & bit != 0)
+    }
+
+    /// Forgets all of them, and says what they were.
+    fn take_all(&self, mut each: impl FnMut(RawFd)) {
+        for (index, word) in self.0.iter().enumerate() {
+            let mut bits = word.swap(0, Ordering::Relaxed);
+            while bits != 0 {
+                let number = index * WORD_BITS + bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                each(RawFd::try_from(number).unwrap_or(RawFd::MAX));
+            }
+        }
+    }
+}
+
+/// A descriptor that a forked child does not keep. As [`OwnedFd`], in all else.
+#[derive(Debug)]
+pub struct UninheritedFd {
+    /// There, until it is dropped or taken out.
+    fd: Option<OwnedFd>,
+    is_noted: bool,
+}
+
+impl UninheritedFd {
+    /// The descriptor itself, which a child would keep.
+    pub fn into_fd(mut self) -> OwnedFd {
+        self.take().unwrap_or_else(|| unreachable!("it is taken once"))
+    }
+
+    /// None in a child that has closed it, where its number may be another's by now.
+    fn take(&mut self) -> Option<OwnedFd> {
+        let fd = self.fd.take()?;
+        if !self.is_noted || NOTED.forget(fd.as_raw_fd()) {
+            return Some(fd);
+        }
+        let _closed = fd.into_raw_fd();
+        None
+    }
+}
+
+impl From<OwnedFd> for UninheritedFd {
+    fn from(fd: OwnedFd) -> Self {
+        let is_noted = NOTED.note(fd.as_raw_fd());
+        Self { fd: Some(fd), is_noted }
+    }
+}
+
+impl AsFd for UninheritedFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_ref().unwrap_or_else(|| unreachable!("it is there until it is dropped")).as_fd()
+    }
+}
+
+impl Drop for UninheritedFd {
+    fn drop(&mut self) {
+        drop(self.take());
+    }
+}
+
+/// For a forked child, before anything else runs in it: closes all of them.
+pub(crate) fn close_in_child() {
+    NOTED.take_all(|number| {
+        // It was open at the fork, and this is the only thread.
+        let _closed = nix::unistd::close(number);
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::{Read as _, Write as _};
+
+    use super::*;
+
+    #[test]
+    fn numbers_are_noted_until_they_are_forgotten() {
+        static TABLE: Table = Table::new();
+        let most = RawFd::try_from(NUMBERS).unwrap();
+        for number in [0, 63, 64, 65, 1023, most - 1] {
+            assert!(TABLE.note(number));
+        }
+        assert!(!TABLE.note(most) && !TABLE.note(-1), "there is no place for them");
+        assert!(TABLE.forget(64) && !TABLE.forget(64) && !TABLE.forget(most));
+        let mut all = Vec::new();
+        TABLE.take_all(|number| all.push(number));
+        assert_eq!(all, [0, 63, 65, 1023, most - 1]);
+        TABLE.take_all(|number| panic!("{number} is noted again"));
+    }
+
+    #[test]
+    fn one_is_noted_as_long_as_it_is_one() {
+        let is_noted = |number| {
+            let (word, bit) = NOTED.place(number).unwrap();
+            word.load(Ordering::Relaxed) & bit != 0
+        };
+        let fd = UninheritedFd::from(OwnedFd::from(File::open("/dev/null").unwrap()));
+        let number = fd.as_fd().as_raw_fd();
+        assert!(is_noted(number));
+        let fd = fd.into_fd();
+        assert!(!is_noted(number));
+        drop(UninheritedFd::from(fd));
+        // Another test of this process may have a descriptor of this number by now, but none that is noted.
+        assert!(!is_noted(number));
+    }
+
+    #[test]
+    #[expect(unsafe_code, reason = "forks")]
+    fn a_forked_child_keeps_none_open() {
+        let (mut here, there) = std::io::pipe().unwrap();
+        let (until, mut over) = std::io::pipe().unwrap();
+        let there = UninheritedFd::from(OwnedFd::from(there));
+        // SAFETY: the child makes system calls alone until it ends.
+        match unsafe { nix::unistd::fork() }.unwrap() {
+            nix::unistd::ForkResult::Child => {
+                close_in_child();
+                let _told = nix::unistd::read(until, &mut [0]);
+                // SAFETY: nothing of the child's is to be ended in order.
+                unsafe { nix::libc::_exit(0) }
+            }
+            nix::unistd::ForkResult::Parent { child } => {
+                drop(there);
+                // Would last as long as the child, if that had it.
+                assert_eq!(here.read(&mut [0]).unwrap(), 0);
+                over.write_all(&[1]).unwrap();
+                nix::sys::wait::waitpid(child, None).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn what_a_child_has_closed_it_closes_no_second_time() {
+        let fd = UninheritedFd::from(OwnedFd::from(File::open("/dev/null").unwrap()));
+        let number = fd.as_fd().as_raw_fd();
+        // As a child's end of it: what has the number now is somebody else's.
+        assert!(NOTED.forget(number));
+        drop(fd);
+        nix::unistd::close(number).expect("it was left open");
+    }
+}
