@@ -153,11 +153,13 @@ def main() -> None:
     models.deterministic()
     rank, on_gpu = int(os.environ["RANK"]), args.device == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    policy = models.policy(args.shape, torch.bfloat16 if on_gpu else torch.float32)
+    # It is this tenant's turn to take memory when this returns.
     worker = Worker("train", rank)
     if on_gpu:
         torch.cuda.set_device(device)
-    worker.hello(gpu=models.gpu(device), parts={}, versions=models.versions())
+    policy = models.policy(args.shape, torch.bfloat16 if on_gpu else torch.float32, device)
+    parts = {"weights": models.nbytes(policy.parameters())}
+    worker.hello(gpu=models.gpu(device), parts=parts, versions=models.versions())
     rollouts = Rollouts(worker, device)
     trainer = GRPOTrainer(
         model=policy, processing_class=models.tokenizer(),
