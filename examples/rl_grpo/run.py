@@ -43,7 +43,7 @@ _OUT_BYTES = 64 << 20
 #: Sockets and the run directory of the simulation, and what a hand-over from the host writes there.
 _SHM_BYTES = 64 << 20
 #: Options that a record has.
-_SHOWN = ("simulate", "modes", "handover", "gpus", "steps", "seed", "tokens", "generations", "shape", "kv_gib", "device")
+_SHOWN = ("simulate", "modes", "handover", "overlap", "gpus", "steps", "seed", "tokens", "generations", "shape", "kv_gib", "device")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -72,10 +72,10 @@ def _require(module: str, how: str) -> None:
 
 def _check_space(options: Options) -> None:
     from rl_grpo.real.jobs import weights_bytes
-    from rl_grpo.simulated.jobs import GPU_BYTES, WEIGHTS_BYTES
+    from rl_grpo.simulated.jobs import WEIGHTS_BYTES
 
     # Memory of simulated GPUs and saved contents lie there too, as far as they are written.
-    devices = 2 * GPU_BYTES * options.gpus if options.simulate else 0
+    devices = 2 * (options.gpu_mib << 20) * options.gpus if options.simulate else 0
     weights = WEIGHTS_BYTES if options.simulate else weights_bytes(options.shape)
     by_file = weights if options.handover == "host" else 0
     space.check({options.out: _OUT_BYTES, options.shm: _SHM_BYTES + devices + by_file})
