@@ -36,6 +36,7 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--generations", type=int, default=16)
+    parser.add_argument("--micro-batch", type=int, help="all completions of a step by default")
     parser.add_argument("--simulate", action="store_true", help="a rehearsal without GPUs")
     return parser.parse_args(argv)
 
@@ -60,6 +61,7 @@ def body(args: Any, result: Result, work: Path) -> None:
     command += ["--out", str(out), "--gpus", str(args.gpus or 1), "--deadline", str(min(300.0, wait_s))]
     command += ["--simulate"] if args.simulate else ["--shape", args.shape, "--kv-gib", str(args.kv_gib)]
     command += ["--tokens", str(args.tokens), "--generations", str(args.generations)]
+    command += ["--micro-batch", str(args.micro_batch)] if args.micro_batch is not None else []
     process = runner.Process(work, "rl_grpo", command, sites=sites)
     try:
         common.wait_until("the end of the example", lambda: process.ended, wait_s)

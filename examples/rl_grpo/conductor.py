@@ -106,7 +106,7 @@ class Conductor:
             lost = metrics.lost_share([shares]) if shares else 0.0
             self._progress.step(asked[0]["reward"], lost or 0.0)
         self._note(asked[0])
-        self.run.weights = asked[0]["sha"]
+        (self.run.weights,) = self._train.ask("sha", ranks=[0])
         self._sampler.take("end")
         self._end()
 

@@ -294,6 +294,8 @@ def test_a_generator_that_dies_in_its_turn_leaves_a_whole_trainer(tmp_path: Path
         (["--gpus", "-1"], "--gpus is more than 0"),
         (["--deadline", "nan"], "--deadline is more than 0"),
         (["--generations", "1"], "at least 2"),
+        (["--generations", "6", "--micro-batch", "4"], "--micro-batch divides --generations, 6: 4 does not"),
+        (["--micro-batch", "0"], "--micro-batch divides"),
         (["--steps", "2", "--kill-generator", "2"], "from 0 to 1"),
         (["--handover", "post"], "invalid choice"),
         (["--overlap", "maybe"], "invalid choice"),
@@ -308,6 +310,15 @@ def test_bad_input_is_refused_with_the_next_step(tmp_path: Path, words: list[str
     assert done.returncode == 2, done.stdout + done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_completions_that_a_model_has_no_positions_for_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from rl_grpo import arguments
+
+    assert arguments.parse(["--tokens", "4078"], "").tokens == 4078
+    with pytest.raises(SystemExit, match="2"):
+        arguments.parse(["--tokens", "4079"], "")
+    assert "--tokens is at most 4078, not 4079" in capsys.readouterr().err
 
 
 def test_without_the_simulated_driver_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
