@@ -11,7 +11,7 @@ import threading
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import pytest
 
@@ -235,26 +235,55 @@ def test_a_cache_that_has_no_room_beside_the_trainer_is_tried_once(tmp_path: Pat
     assert asked == [*before, "resume infer kv"]
 
 
-def test_a_pause_beside_the_generator_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sublet
-
+def play_here(out: Path, monkeypatch: pytest.MonkeyPatch, leave: Callable[[Any], Any]) -> Any:
+    """Three steps of mode `sublet` in this process, with another way to leave beside the generator."""
     from rl_grpo import arguments, switching
     from rl_grpo.conductor import Conductor
     from rl_grpo.simulated.jobs import SimulatedJobs
 
-    def refused(_: Any) -> None:
-        raise sublet.RefusedError("pause: no room for what is to be saved")
-
-    monkeypatch.setattr(switching.BySublet, "leave", refused)
+    monkeypatch.setattr(switching.BySublet, "leave", leave)
     # Sockets have short names.
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         run_dir, work = Path(place) / "run", Path(place) / "work"
         run_dir.mkdir(mode=0o700)
         work.mkdir()
         monkeypatch.setenv("SUBLET_RUN_DIR", str(run_dir))
-        options = arguments.parse(["--simulate", "--steps", "3", "--out", str(tmp_path)], "")
-        run = Conductor(options, SimulatedJobs(options, Path(place)), "sublet", work).play()
+        options = arguments.parse(["--simulate", "--steps", "3", "--out", str(out)], "")
+        return Conductor(options, SimulatedJobs(options, Path(place)), "sublet", work).play()
+
+
+def test_a_pause_beside_the_generator_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sublet
+
+    def refused(_: Any) -> None:
+        raise sublet.RefusedError("pause: no room for what is to be saved")
+
+    run = play_here(tmp_path, monkeypatch, refused)
     assert run.failure == "pause: no room for what is to be saved" and len(run.steps) == 1
+
+
+def test_what_is_left_of_a_pause_when_the_generator_is_done_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    from rl_grpo import metrics, switching
+    from rl_grpo.simulated.jobs import CONTEXT_BYTES
+
+    as_it_is = switching.BySublet.leave
+
+    def slow(switch: Any) -> Any:
+        time.sleep(1.2)
+        return as_it_is(switch)
+
+    run = play_here(tmp_path, monkeypatch, slow)
+    assert run.failure is None and len(run.steps) == 3
+    found = dataclasses.asdict(run)
+    for step in (1, 2):
+        ((_, done),) = phases(found, "generate", step)
+        ((_, end),) = phases(found, "leaves", step)
+        waited = phases(found, "to_trainer", step)
+        assert waited[0][0] <= end <= waited[0][1] and end - done > 0.3
+        assert metrics.seconds(run)[step]["to_trainer"] >= end - waited[0][0]
+    assert run.metrics["left_bytes"]["train"] == CONTEXT_BYTES, "it is looked at when the pause has ended"
 
 
 def test_a_pause_beside_the_generator_is_waited_for_until_the_deadline() -> None:
