@@ -22,7 +22,7 @@ from common import JobError, Result
 
 #: What a run needs beside torch and transformers; the bundle carries a wheel where it is not installed.
 PACKAGES = ("sublet", "trl", "datasets", "dill", "multiprocess")
-FIGURES = ("lost_share", "step_s", "switch_s", "left_bytes", "handover_peak_bytes", "kv_tokens_free", "tokens_per_s", "host_bytes")
+FIGURES = ("lost_share", "step_s", "switch_s", "leaves_s", "left_bytes", "handover_peak_bytes", "kv_tokens_free", "tokens_per_s", "host_bytes")
 
 
 def parse(argv: list[str]) -> Any:
@@ -31,10 +31,12 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--modes", default="all", help="by comma, as of examples/rl_grpo/run.py")
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--handover", default="ipc")
+    parser.add_argument("--overlap", default="auto")
     parser.add_argument("--kv-gib", type=float, default=20.0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--generations", type=int, default=16)
+    parser.add_argument("--micro-batch", type=int, help="all completions of a step by default")
     parser.add_argument("--simulate", action="store_true", help="a rehearsal without GPUs")
     return parser.parse_args(argv)
 
@@ -55,9 +57,11 @@ def body(args: Any, result: Result, work: Path) -> None:
     out = work / "out"
     wait_s = max(30.0, args.deadline - 30)
     command = [sys.executable, str(example()), "--modes", args.modes, "--handover", args.handover, "--steps", str(args.steps)]
+    command += ["--overlap", args.overlap]
     command += ["--out", str(out), "--gpus", str(args.gpus or 1), "--deadline", str(min(300.0, wait_s))]
     command += ["--simulate"] if args.simulate else ["--shape", args.shape, "--kv-gib", str(args.kv_gib)]
     command += ["--tokens", str(args.tokens), "--generations", str(args.generations)]
+    command += ["--micro-batch", str(args.micro_batch)] if args.micro_batch is not None else []
     process = runner.Process(work, "rl_grpo", command, sites=sites)
     try:
         common.wait_until("the end of the example", lambda: process.ended, wait_s)

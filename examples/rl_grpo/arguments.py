@@ -12,6 +12,8 @@ from typing import Optional
 SHAPES = {
     "tiny": (64, 2, 4, 2, 128), "0.5b": (896, 24, 14, 2, 4864), "1.5b": (1536, 28, 12, 2, 8960), "7b": (3584, 28, 28, 4, 18944),
 }  # fmt: skip
+#: Of a model; and what a prompt takes of them.
+POSITIONS, PROMPT = 4096, 18
 MODE_NAMES = ("sublet", "cpu", "keep-both", "restart", "destroy-groups")
 
 
@@ -22,11 +24,13 @@ class Options:
     simulate: bool
     modes: list[str]
     handover: str
+    overlap: str
     gpus: int
     steps: int
     seed: int
     tokens: int
     generations: int
+    micro_batch: int
     shape: str
     kv_gib: float
     device: str
@@ -35,6 +39,7 @@ class Options:
     out: Path
     shm: Path
     kill_generator: Optional[int]
+    gpu_mib: int
 
 
 def parser(epilog: str) -> argparse.ArgumentParser:
@@ -46,16 +51,20 @@ def parser(epilog: str) -> argparse.ArgumentParser:
     add = made.add_argument
     add("--mode", "--modes", dest="modes", default="sublet", help=f"by comma, of {', '.join(MODE_NAMES)}; or all")
     add("--handover", choices=["ipc", "host"], default="ipc", help="CUDA IPC, or the bytes that the paused trainer has saved")
+    add("--overlap", choices=["auto", "off"], default="auto",
+        help="mode sublet by ipc: the trainer leaves while the generator works, where both fit; or always before")  # fmt: skip
     add("--simulate", action="store_true", help="simulated GPUs and memory that stands for weights: no PyTorch, no GPU")
     add("--gpus", type=int, default=1, help="a process of each tenant on each")
     add("--steps", type=int, help="of the trainer (20; 12 with --simulate)")
     add("--shape", choices=SHAPES, default="tiny", help="size of the model; its weights are random")
     add("--generations", type=int, default=16, help="completions a step and GPU, all of one prompt")
+    add("--micro-batch", type=int, help="completions that the trainer computes gradients of at once (all of a step's)")
     add("--tokens", type=int, help="of each completion (192; 96 with --simulate)")
     add("--kv-gib", type=float, default=1.0, help="what the generator's KV cache takes on each GPU")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: no mode sublet, and hand-over by a file")
     add("--seed", type=int, default=1)
     add("--deadline", type=float, default=600.0, help="most seconds of any wait")
+    add("--gpu-mib", type=int, default=128, help="what a simulated GPU has; 122 hold both tenants")
     add("--sample-s", type=float, help="seconds between looks at the memory (0.25)")
     add("--out", type=Path, default=Path("rl_grpo_out"), help="folder for rl_grpo.json, rl_grpo.html and logs")
     add("--shm", type=Path, default=Path("/dev/shm"), help="folder in memory, for --handover host")
@@ -77,11 +86,18 @@ def parse(argv: Optional[Sequence[str]], epilog: str) -> Options:
     tokens = given.tokens if given.tokens is not None else (96 if given.simulate else 192)
     sample_s = given.sample_s if given.sample_s is not None else 0.25
     counts = {"--gpus": given.gpus, "--steps": steps, "--tokens": tokens, "--deadline": given.deadline, "--sample-s": sample_s}
+    counts["--gpu-mib"] = given.gpu_mib
     for name, value in counts.items():
         if not value > 0:
             made.error(f"{name} is more than 0, not {value}")
     if given.generations < 2:
         made.error("--generations is at least 2: GRPO compares the completions of a prompt")
+    micro_batch = given.micro_batch if given.micro_batch is not None else given.generations
+    if micro_batch < 1 or given.generations % micro_batch:
+        made.error(f"--micro-batch divides --generations, {given.generations}: {micro_batch} does not")
+    if tokens > POSITIONS - PROMPT and not given.simulate:
+        most = f"a model has {POSITIONS} positions, of which a prompt takes {PROMPT}"
+        made.error(f"--tokens is at most {POSITIONS - PROMPT}, not {tokens}: {most}")
     if given.kv_gib < 0:
         made.error(f"--kv-gib is 0 or more, not {given.kv_gib}")
     if given.kill_generator is not None and not 0 <= given.kill_generator < steps:
@@ -90,8 +106,8 @@ def parse(argv: Optional[Sequence[str]], epilog: str) -> Options:
         if "sublet" in modes or given.handover == "ipc":
             made.error("--device cpu has no GPU to pause or share: use --handover host, and another mode than sublet")
     return Options(
-        simulate=given.simulate, modes=modes, handover=given.handover, gpus=given.gpus, steps=steps, seed=given.seed,
-        tokens=tokens, generations=given.generations, shape=given.shape, kv_gib=given.kv_gib,
+        simulate=given.simulate, modes=modes, handover=given.handover, overlap=given.overlap, gpus=given.gpus, steps=steps, seed=given.seed,
+        tokens=tokens, generations=given.generations, micro_batch=micro_batch, shape=given.shape, kv_gib=given.kv_gib,
         device=given.device, deadline_s=given.deadline, sample_s=sample_s, out=given.out, shm=given.shm,
-        kill_generator=given.kill_generator,
+        kill_generator=given.kill_generator, gpu_mib=given.gpu_mib,
     )  # fmt: skip

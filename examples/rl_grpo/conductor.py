@@ -7,14 +7,15 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Optional, Protocol
 
 from rl_grpo import handover, metrics, sampling, switching
 from rl_grpo.arguments import Options
+from rl_grpo.leaving import Leaving
 from rl_grpo.problem import Problem, WorkerGone, ended
 from rl_grpo.progress import Progress
 from rl_grpo.record import Run
-from rl_grpo.teams import Team
+from rl_grpo.teams import END_S, Team
 
 
 class Jobs(Protocol):
@@ -33,12 +34,14 @@ class Conductor:
     def __init__(self, options: Options, jobs: Jobs, mode: str, work: Path) -> None:
         self._options, self._mode = options, mode
         self._train, self._infer = jobs.train(mode, work), jobs.infer(mode, work)
-        self._switch = switching.make(mode, self._train, self._infer, options.handover, options.deadline_s)
+        self._switch = switching.make(mode, self._train, self._infer, options.handover, options.deadline_s, options.overlap)
         self._weights_file = options.shm / f"rl-grpo-{os.getpid()}-{mode}"
         self._clock = sampling.clock()
         self._expected: tuple[type[Exception], ...] = (Problem, *self._switch.errors)
         no_gpus = not options.simulate and options.device == "cpu"
         self._sampler = sampling.Sampler(self._clock, options.sample_s, no_gpus)
+        #: The pause of the trainer that goes on beside the generator.
+        self._leaving: Optional[Leaving] = None
         self._progress = Progress(mode, options.steps)
         self.run = Run(mode=mode, handover=options.handover)
 
@@ -54,6 +57,9 @@ class Conductor:
             self._progress.close()
             for team in (self._infer, self._train):
                 team.kill()
+            # Nobody is left whom it could pause.
+            if self._leaving is not None:
+                self._leaving.wait(END_S)
             self._weights_file.unlink(missing_ok=True)
         self.run.samples = self._sampler.samples
         self.run.facts["host_bytes"] = max(self._sampler.host_bytes, self._switch.host_bytes) + self.run.facts.get("shm_bytes", 0)
@@ -100,7 +106,7 @@ class Conductor:
             lost = metrics.lost_share([shares]) if shares else 0.0
             self._progress.step(asked[0]["reward"], lost or 0.0)
         self._note(asked[0])
-        self.run.weights = asked[0]["sha"]
+        (self.run.weights,) = self._train.ask("sha", ranks=[0])
         self._sampler.take("end")
         self._end()
 
@@ -160,8 +166,14 @@ class Conductor:
                 away = self._switch.leaves_by_pause
                 self.run.facts["shm_bytes"] = handover.from_host(self._train, self._infer, self._weights_file, away)
             self._sampler.take("handover")
+        if self._switch.leaves_meanwhile:
+            self._sampler.take("both")
         with self._phase("generate", step):
             answers = self._generate(step, asked)
+        if self._leaving is not None:
+            # What is left of it, nobody works beside.
+            with self._phase("to_trainer", step):
+                self._end_leaving(step, self._leaving)
         self._sampler.take("generate")
         given, found = [message["fingerprint"] for message in asked], [answer["fingerprint"] for answer in answers]
         handover.check(given, found, step)
@@ -176,13 +188,25 @@ class Conductor:
         seed = self._options.seed + 1_000_003 * step
         each = [{"ids": message["ids"], "seed": seed + 7919 * rank} for rank, message in enumerate(asked)]
         self._infer.tell("generate", each, tokens=self._options.tokens)
+        if self._switch.leaves_meanwhile:
+            self._leaving = Leaving(self._switch.leave, self._clock)
         if self._options.kill_generator == step:
             os.kill(self._infer.pids[0], signal.SIGKILL)
         return self._infer.answers("generate")
 
+    def _end_leaving(self, step: int, leaving: Leaving) -> None:
+        told = leaving.told(self._options.deadline_s)
+        self._leaving = None
+        self._switch.left(told)
+        self.run.phases.append({"phase": "leaves", "step": step, "begin_s": round(leaving.begin_s, 6), "end_s": round(leaving.end_s, 6)})
+
     def _rescue(self, step: int, gone: WorkerGone) -> str:
         """The trainer's memory comes back, and it says whether that is as it was."""
         with self._phase("to_trainer", step):
+            if self._leaving is not None:
+                # Whether it was paused or that failed: what follows brings it back, or says why not.
+                with contextlib.suppress(*self._expected):
+                    self._end_leaving(step, self._leaving)
             self._switch.rescue()
             self._train.tell("completions", failed=True)
             (done, *_) = self._train.said("resuming")

@@ -16,10 +16,13 @@ LAYERS = [
     ("infer", "nccl"), ("infer", "weights"), ("infer", "graphs"), ("infer", "caches"), ("infer", "kv"),
 ]  # fmt: skip
 _LANES = {"train": ("train", 0), "generate": ("infer", 1), "to_generator": ("switch", 2), "to_trainer": ("switch", 2), "handover": ("hand", 2)}
+#: Drawn thin, in the row of the trainer: it takes nobody's time.
+_BESIDE = {"leaves": ("switch", 0)}
 _LANE_NAMES = ("train", "infer", "switch")
 WORDS = {
     "train": "trainer works", "generate": "generator works", "to_generator": "switch to the generator",
     "to_trainer": "switch to the trainer", "handover": "hand-over of weights", "start": "start",
+    "leaves": "trainer leaves while the generator works",
 }  # fmt: skip
 #: Two samples that differ by less than this share of the GPU look the same.
 _ALIKE = 1 / 400
@@ -100,10 +103,12 @@ def timeline(run: dict[str, Any]) -> str:
     shapes = charts.grid(x_axis, None)
     height = 1 / len(_LANE_NAMES)
     for phase in run["phases"]:
-        if phase["phase"] in _LANES:
-            fill, lane = _LANES[phase["phase"]]
+        if phase["phase"] in _LANES or phase["phase"] in _BESIDE:
+            beside = phase["phase"] in _BESIDE
+            fill, lane = (_BESIDE if beside else _LANES)[phase["phase"]]
             title = f"{WORDS[phase['phase']]}, step {phase['step']}: {phase['end_s'] - phase['begin_s']:.3f} s"
-            top, bottom = height * (lane + 0.15), height * (lane + 0.85)
+            margin = 0.4 if beside else 0.15
+            top, bottom = height * (lane + margin), height * (lane + 1 - margin)
             shapes.append(charts.bar(phase["begin_s"], phase["end_s"], x_axis, top, bottom, f"turn-{fill}", title))
     label = f"whose turn it was over time in mode {run['mode']}"
     keys = [("turn-train", "trainer works"), ("turn-infer", "generator works"), ("turn-switch", "switch"), ("turn-hand", "hand-over of weights")]

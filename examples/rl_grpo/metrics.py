@@ -5,6 +5,7 @@
 | `lost_share` | to_generator, to_trainer and the hand-over, by the whole step; sums over all steps but the first |
 | `step_s` | median seconds of a step, and of each phase |
 | `switch_s` | one switch, either way: median, 99th percentile, and the first one by itself |
+| `leaves_s` | median seconds of the trainer's pauses beside the generator's work; what is left of one after that is to_trainer |
 | `left_bytes` | of a tenant, on its fullest GPU, while the other works: largest of the samples at that point |
 | `handover_peak_bytes`, `peak_bytes` | both tenants on one GPU, at the hand-over and at any time, as sampled |
 | `kv_bytes_free` | what a KV cache could take while the generator works: its own, and what is free then |
@@ -45,6 +46,9 @@ def compute(run: Run) -> dict[str, Any]:
             "median": median(switches), "p99": percentile(switches, 0.99),
             "first": max(first.get("to_generator", 0.0), first.get("to_trainer", 0.0)) if first else None,
         },
+        "leaves_s": median(
+            phase["end_s"] - phase["begin_s"] for phase in run.phases if phase["phase"] == "leaves" and phase["step"] in counted
+        ),
         "left_bytes": {"train": left(run, "generate", "train"), "infer": left(run, "train", "infer")},
         "handover_peak_bytes": peak(run, {"handover"}),
         "peak_bytes": peak(run, None),

@@ -11,7 +11,7 @@ has random weights, the tokenizer is of bytes, the prompts are made here):
     1 GPU, 0.5B     python examples/rl_grpo/run.py --modes all --shape 0.5b --kv-gib 40
     1 GPU, 1.5B     python examples/rl_grpo/run.py --modes all --shape 1.5b --kv-gib 40
     2 GPUs, 1.5B    python examples/rl_grpo/run.py --modes all --shape 1.5b --kv-gib 40 --gpus 2
-    1 GPU, 7B       python examples/rl_grpo/run.py --modes sublet,cpu --shape 7b --kv-gib 60 --handover host
+    1 GPU, 7B       python examples/rl_grpo/run.py --modes sublet,cpu --shape 7b --kv-gib 60 --micro-batch 4
 
 Each mode trains 20 steps with 16 completions of 192 tokens from the same seeds. Rewards, losses and weights must be the
 same in all of them, and the program says whether they are. It writes rl_grpo.json and one page, rl_grpo.html, into --out.
@@ -43,7 +43,7 @@ _OUT_BYTES = 64 << 20
 #: Sockets and the run directory of the simulation, and what a hand-over from the host writes there.
 _SHM_BYTES = 64 << 20
 #: Options that a record has.
-_SHOWN = ("simulate", "modes", "handover", "gpus", "steps", "seed", "tokens", "generations", "shape", "kv_gib", "device")
+_SHOWN = ("simulate", "modes", "handover", "overlap", "gpus", "steps", "seed", "tokens", "generations", "micro_batch", "shape", "kv_gib", "device")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -72,11 +72,11 @@ def _require(module: str, how: str) -> None:
 
 def _check_space(options: Options) -> None:
     from rl_grpo.real.jobs import weights_bytes
-    from rl_grpo.simulated.jobs import GPU_BYTES, WEIGHTS_BYTES
+    from rl_grpo.simulated.jobs import WEIGHTS_BYTES
 
     # Memory of simulated GPUs and saved contents lie there too, as far as they are written.
-    devices = 2 * GPU_BYTES * options.gpus if options.simulate else 0
-    weights = WEIGHTS_BYTES if options.simulate else weights_bytes(options.shape)
+    devices = 2 * (options.gpu_mib << 20) * options.gpus if options.simulate else 0
+    weights = WEIGHTS_BYTES if options.simulate else weights_bytes(options.shape, options.device)
     by_file = weights if options.handover == "host" else 0
     space.check({options.out: _OUT_BYTES, options.shm: _SHM_BYTES + devices + by_file})
 

@@ -3,6 +3,8 @@
 A step of a run, as the conductor plays it:
 
     trainer works -> before -> [hand-over by CUDA IPC] -> to_generator -> [hand-over from the host] -> generator works -> to_trainer
+
+Where `to_generator` says `leaves_meanwhile`, the conductor calls `leave` in a thread while the generator works.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ class Switch:
     #: What its acts raise beside Problem.
     errors: tuple[type[Exception], ...] = ()
 
-    def __init__(self, train: Team, infer: Team, handover: str, timeout_s: float) -> None:
+    def __init__(self, train: Team, infer: Team, handover: str, timeout_s: float, overlap: str) -> None:
         self.train, self.infer, self.timeout_s = train, infer, timeout_s
-        self.by_ipc = handover == "ipc"
+        self.by_ipc, self.overlap = handover == "ipc", overlap != "off"
+        #: Whether the trainer is still to leave, beside the generator that works.
+        self.leaves_meanwhile = False
         #: Bytes of host memory that hand-written copies hold, at most.
         self.host_bytes = 0
         #: What `sublet` has said of its commands, until it is taken.
@@ -43,6 +47,12 @@ class Switch:
 
     def to_generator(self) -> None:
         """The trainer's memory goes, the generator's comes."""
+
+    def leave(self) -> Any:
+        """The trainer's memory goes while the generator works: called in another thread."""
+
+    def left(self, told: Any) -> None:
+        """`leave` has come to its end, and returned this."""
 
     def to_trainer(self) -> None:
         """The generator's memory goes, the trainer's comes."""
@@ -67,6 +77,9 @@ class BySublet(Switch):
         super().__init__(*args)
         sublet = importlib.import_module("sublet")
         self.errors = (sublet.Error,)
+        self._does_not_fit: type[Exception] = sublet.OutOfDeviceMemory
+        # Not in the first step: there the generator takes memory to work in, which comes back with it from then on.
+        self._may_overlap, self._is_first = self.overlap and self.by_ipc, True
         self._trainer, self._generator = sublet.Tenant("train"), sublet.Tenant("infer")
 
     def generator_started(self) -> None:
@@ -80,11 +93,31 @@ class BySublet(Switch):
             self._note(self._generator.resume(timeout=self.timeout_s))
 
     def to_generator(self) -> None:
+        self.leaves_meanwhile = self._may_overlap and not self._is_first and self._fits()
+        self._is_first = False
+        if self.leaves_meanwhile:
+            return
         if self.by_ipc:
             self._note(self._trainer.pause(timeout=self.timeout_s))
             self._note(self._generator.resume(tags="kv", timeout=self.timeout_s))
         else:
             self._note(self._trainer.swap_to(self._generator, timeout=self.timeout_s))
+
+    def _fits(self) -> bool:
+        """The cache comes while the trainer is still there. Where there is no room for that, nothing has changed, and it is not
+        tried again."""
+        try:
+            self._note(self._generator.resume(tags="kv", timeout=self.timeout_s))
+        except self._does_not_fit:
+            self._may_overlap = False
+        return self._may_overlap
+
+    def leave(self) -> Any:
+        return self._trainer.pause(timeout=self.timeout_s)
+
+    def left(self, told: Any) -> None:
+        self.leaves_meanwhile = False
+        self._note(told)
 
     def to_trainer(self) -> None:
         if self.by_ipc:
@@ -172,8 +205,8 @@ MODES: dict[str, type[Switch]] = {
 }  # fmt: skip
 
 
-def make(mode: str, train: Team, infer: Team, handover: str, timeout_s: float) -> Switch:
+def make(mode: str, train: Team, infer: Team, handover: str, timeout_s: float, overlap: str) -> Switch:
     """The switch of a mode."""
     if mode not in MODES:
         raise Problem(f"there is no mode '{mode}': use one of {', '.join(MODES)}")
-    return MODES[mode](train, infer, handover, timeout_s)
+    return MODES[mode](train, infer, handover, timeout_s, overlap)

@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import pytest
 
@@ -141,15 +144,172 @@ def test_saved_bytes_are_handed_over_on_two_gpus(tmp_path: Path) -> None:
     assert len(page(out).findall(".//figcaption")) == 2 * 2 + 2
 
 
-@pytest.mark.parametrize("mode", ["sublet", "cpu"])
-def test_a_generator_that_dies_in_its_turn_leaves_a_whole_trainer(tmp_path: Path, mode: str) -> None:
+def phases(run: dict[str, Any], name: str, step: int) -> list[tuple[float, float]]:
+    """Begins and ends."""
+    return [(each["begin_s"], each["end_s"]) for each in run["phases"] if (each["phase"], each["step"]) == (name, step)]
+
+
+def test_the_trainer_leaves_while_the_generator_works(all_modes: Path) -> None:
+    from rl_grpo import metrics
+    from rl_grpo.simulated.jobs import CONTEXT_BYTES
+
+    runs = {run["mode"]: run for run in record(all_modes)["runs"]}
+    assert all(run["metrics"]["leaves_s"] is None for mode, run in runs.items() if mode != "sublet")
+    run = runs["sublet"]
+    # The first step has the order of a device that is too small for both.
+    assert [each["step"] for each in run["phases"] if each["phase"] == "leaves"] == [1]
+    ((begin, end),) = phases(run, "leaves", 1)
+    ((works, done),) = phases(run, "generate", 1)
+    waited = phases(run, "to_trainer", 1)
+    assert works <= begin < done and done <= waited[0][0] and end <= waited[0][1]
+    assert "leaves" not in metrics.LOST and run["metrics"]["leaves_s"] == pytest.approx(end - begin)
+    # The cache came first, while all of the trainer was there; it was away when its turn was over.
+    order = [(each["tenant"], each["action"]) for each in run["commands"] if each["step"] == 1]
+    assert order == [("infer", "Resume"), ("infer", "Resume"), ("train", "Pause"), ("infer", "Pause"), ("infer", "Pause"), ("train", "Resume")]
+    (both,) = [sample for sample in run["samples"] if sample["point"] == "both"]
+    (held,) = both["held"].values()
+    assert held["train"]["optimizer"] and held["infer"]["kv"] and run["metrics"]["left_bytes"]["train"] == CONTEXT_BYTES
+    titles = [title.text or "" for title in by_id(page(all_modes), "memory-sublet").iter("title")]
+    assert sum(title.startswith("trainer leaves while the generator works, step 1") for title in titles) == 1
+
+
+@pytest.mark.parametrize("words", [["--gpu-mib", "112"], ["--overlap", "off"]])
+def test_without_room_for_both_the_trainer_leaves_before(tmp_path: Path, words: list[str]) -> None:
     out = tmp_path / "out"
-    done = play(out, "--modes", mode, "--steps", "3", "--kill-generator", "1")
+    done = play(out, "--modes", "sublet,cpu", "--steps", "3", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = record(out)
+    assert written["identical"] is True
+    run = written["runs"][0]
+    assert not [each for each in run["phases"] if each["phase"] == "leaves"]
+    for step in range(3):
+        order = [(each["tenant"], each["action"]) for each in run["commands"] if each["step"] == step]
+        assert order[:3] == [("infer", "Resume"), ("train", "Pause"), ("infer", "Resume")]
+
+
+class Tenants:
+    """`sublet.Tenant`, without tenants: what was asked of whom; a cache does not come while the trainer is there."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.asked: list[str] = []
+        self.error, self.name = error, ""
+
+    def __call__(self, name: str) -> Any:
+        made = Tenants(self.error)
+        made.asked, made.name = self.asked, name
+        return made
+
+    def pause(self, tags: str = "all", timeout: float = 0) -> dict[str, Any]:
+        self.asked.append(f"pause {self.name} {tags}")
+        return {}
+
+    def resume(self, tags: str = "all", timeout: float = 0) -> dict[str, Any]:
+        self.asked.append(f"resume {self.name} {tags}")
+        if self.asked[-2:-1] != ["pause train all"]:
+            raise self.error("no room")
+        return {}
+
+
+def test_a_cache_that_has_no_room_beside_the_trainer_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sublet
+
+    from rl_grpo import switching
+
+    def switch(error: type[Exception]) -> tuple[switching.Switch, list[str]]:
+        tenants = Tenants(error)
+        monkeypatch.setattr(sublet, "Tenant", tenants)
+        team: Any = None
+        return switching.make("sublet", team, team, "ipc", 5.0, "auto"), tenants.asked
+
+    made, asked = switch(sublet.OutOfDeviceMemory)
+    before = ["pause train all", "resume infer kv"]
+    for expected in (before, ["resume infer kv", *before], before, before):
+        made.to_generator()
+        assert asked == expected and not made.leaves_meanwhile
+        asked.clear()
+    # What is no lack of room is not taken for one.
+    made, asked = switch(sublet.RetryError)
+    made.to_generator()
+    with pytest.raises(sublet.RetryError):
+        made.to_generator()
+    assert asked == [*before, "resume infer kv"]
+
+
+def play_here(out: Path, monkeypatch: pytest.MonkeyPatch, leave: Callable[[Any], Any]) -> Any:
+    """Three steps of mode `sublet` in this process, with another way to leave beside the generator."""
+    from rl_grpo import arguments, switching
+    from rl_grpo.conductor import Conductor
+    from rl_grpo.simulated.jobs import SimulatedJobs
+
+    monkeypatch.setattr(switching.BySublet, "leave", leave)
+    # Sockets have short names.
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        run_dir, work = Path(place) / "run", Path(place) / "work"
+        run_dir.mkdir(mode=0o700)
+        work.mkdir()
+        monkeypatch.setenv("SUBLET_RUN_DIR", str(run_dir))
+        options = arguments.parse(["--simulate", "--steps", "3", "--out", str(out)], "")
+        return Conductor(options, SimulatedJobs(options, Path(place)), "sublet", work).play()
+
+
+def test_a_pause_beside_the_generator_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sublet
+
+    def refused(_: Any) -> None:
+        raise sublet.RefusedError("pause: no room for what is to be saved")
+
+    run = play_here(tmp_path, monkeypatch, refused)
+    assert run.failure == "pause: no room for what is to be saved" and len(run.steps) == 1
+
+
+def test_what_is_left_of_a_pause_when_the_generator_is_done_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    from rl_grpo import metrics, switching
+    from rl_grpo.simulated.jobs import CONTEXT_BYTES
+
+    as_it_is = switching.BySublet.leave
+
+    def slow(switch: Any) -> Any:
+        time.sleep(1.2)
+        return as_it_is(switch)
+
+    run = play_here(tmp_path, monkeypatch, slow)
+    assert run.failure is None and len(run.steps) == 3
+    found = dataclasses.asdict(run)
+    for step in (1, 2):
+        ((_, done),) = phases(found, "generate", step)
+        ((_, end),) = phases(found, "leaves", step)
+        waited = phases(found, "to_trainer", step)
+        assert waited[0][0] <= end <= waited[0][1] and end - done > 0.3
+        assert metrics.seconds(run)[step]["to_trainer"] >= end - waited[0][0]
+    assert run.metrics["left_bytes"]["train"] == CONTEXT_BYTES, "it is looked at when the pause has ended"
+
+
+def test_a_pause_beside_the_generator_is_waited_for_until_the_deadline() -> None:
+    from rl_grpo.leaving import Leaving
+    from rl_grpo.problem import Problem
+
+    over = threading.Event()
+    leaving = Leaving(lambda: over.wait(60), time.monotonic)
+    try:
+        with pytest.raises(Problem, match="has not ended 0 s after the generator had"):
+            leaving.told(0.05)
+    finally:
+        over.set()
+    assert leaving.told(60) is True and leaving.begin_s <= leaving.end_s
+
+
+@pytest.mark.parametrize(("mode", "overlap", "left"), [("sublet", "auto", 1), ("sublet", "off", 0), ("cpu", "auto", 0)])
+def test_a_generator_that_dies_in_its_turn_leaves_a_whole_trainer(tmp_path: Path, mode: str, overlap: str, left: int) -> None:
+    out = tmp_path / "out"
+    done = play(out, "--modes", mode, "--steps", "3", "--kill-generator", "1", "--overlap", overlap)
     assert done.returncode == 1, done.stdout + done.stderr
     for words in ("died in its turn, in step 1", "killed by signal 9", "the trainer has resumed", "weights are as they were"):
         assert words in done.stderr, done.stderr
     written = record(out)
     assert written["identical"] is None and len(written["runs"][0]["steps"]) == 1
+    assert len(phases(written["runs"][0], "leaves", 1)) == left
     assert "did not come to its end" in text_of(page(out))
 
 
@@ -163,8 +323,12 @@ def test_a_generator_that_dies_in_its_turn_leaves_a_whole_trainer(tmp_path: Path
         (["--gpus", "-1"], "--gpus is more than 0"),
         (["--deadline", "nan"], "--deadline is more than 0"),
         (["--generations", "1"], "at least 2"),
+        (["--generations", "6", "--micro-batch", "4"], "--micro-batch divides --generations, 6: 4 does not"),
+        (["--micro-batch", "0"], "--micro-batch divides"),
         (["--steps", "2", "--kill-generator", "2"], "from 0 to 1"),
         (["--handover", "post"], "invalid choice"),
+        (["--overlap", "maybe"], "invalid choice"),
+        (["--gpu-mib", "0"], "--gpu-mib is more than 0"),
         (["--shm", "/nonexistent"], "/nonexistent cannot be used"),
         # A folder with nothing free, as a container's /dev/shm may be.
         (["--shm", "/proc"], "make room, or name another folder"),
@@ -175,6 +339,15 @@ def test_bad_input_is_refused_with_the_next_step(tmp_path: Path, words: list[str
     assert done.returncode == 2, done.stdout + done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_completions_that_a_model_has_no_positions_for_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from rl_grpo import arguments
+
+    assert arguments.parse(["--tokens", "4078"], "").tokens == 4078
+    with pytest.raises(SystemExit, match="2"):
+        arguments.parse(["--tokens", "4079"], "")
+    assert "--tokens is at most 4078, not 4079" in capsys.readouterr().err
 
 
 def test_without_the_simulated_driver_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ class Generator:
         models.deterministic()
         self._args = args
         dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-        self._model = models.policy(args.shape, dtype).eval()
+        # It is this tenant's turn to take memory when this returns.
         self._worker = Worker("infer", rank)
         self._device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
         if args.device == "cuda":
@@ -32,11 +32,9 @@ class Generator:
         self._decoder: Optional[Decoder] = None
         self._memory: Optional[torch.Tensor] = None
         self._shapes: list[torch.Size] = []
-        # Weights come anew with each hand-over, so nobody need save them; what else the model has does not.
-        with self._region("weights", "discard"):
-            for parameter in self._model.parameters():
-                parameter.data = parameter.data.to(self._device)
-        self._model.to(self._device)
+        self._model = models.policy(args.shape, dtype, self._device).eval()
+        if args.tags:
+            self._move_weights()
         self._layout = Layout(self._model)
         self._borrower = Borrower(self._layout)
         each = bytes_per_token(self._model.config, dtype)
@@ -60,6 +58,16 @@ class Generator:
         import sublet
 
         return sublet.region(tag, contents=contents)
+
+    def _move_weights(self) -> None:
+        """Weights come anew with each hand-over, so nobody need save them; what else the model has does not, and stays outside
+        of the region."""
+        with self._region("weights", "discard"):
+            for parameter in self._model.parameters():
+                parameter.data = parameter.data.clone()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
 
     def _parts(self) -> dict[str, int]:
         return {"weights": models.nbytes(self._layout.parameters), "kv": self._kv_bytes, "graphs": self._graph_bytes}

@@ -11,14 +11,15 @@ from rl_grpo.arguments import SHAPES, Options
 from rl_grpo.teams import Team
 
 _FAMILY = "rl"
-_BYTES = 4
+#: Of a number, by device.
+_BYTES = {"cuda": 2, "cpu": 4}
 
 
-def weights_bytes(shape: str) -> int:
+def weights_bytes(shape: str, device: str) -> int:
     """About, and at most: what a file of the weights takes."""
     hidden, layers, heads, kv_heads, inner = SHAPES[shape]
     each = hidden * hidden * 2 + 2 * hidden * (hidden // heads) * kv_heads + 3 * hidden * inner
-    return _BYTES * (layers * each + 512 * hidden) * 5 // 4 + (512 << 20)
+    return _BYTES[device] * (layers * each + 512 * hidden) * 5 // 4 + (512 << 20)
 
 
 class RealJobs:
@@ -39,7 +40,7 @@ class RealJobs:
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.gpus), "--master-port", str(port),
             "-m", "rl_grpo.real.trainer", "--shape", options.shape, "--device", options.device, "--out", str(work / "trainer"),
             "--steps", str(options.steps), "--tokens", str(options.tokens), "--generations", str(options.generations),
-            "--seed", str(options.seed),
+            "--seed", str(options.seed), "--micro-batch", str(options.micro_batch),
         ]  # fmt: skip
         return Team("train", options.gpus, [self._under("train", command)], self._environment, work, options.deadline_s)
 

@@ -16,10 +16,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from rl_grpo.arguments import SHAPES
+from rl_grpo.arguments import POSITIONS, SHAPES
 
 PAD, BEGIN, END = 0, 1, 2
-_VOCABULARY, _POSITIONS = 512, 4096
+_VOCABULARY = 512
 _CHUNK = 4 << 20
 
 
@@ -33,17 +33,24 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, padding_side="left", **special)
 
 
-def policy(shape: str, dtype: torch.dtype) -> Qwen2ForCausalLM:
-    """The model, on the CPU."""
+def policy(shape: str, dtype: torch.dtype, device: torch.device) -> Qwen2ForCausalLM:
+    """The model, made where it is to be and in its type: no copy on the CPU and none of another type. The same weights on
+    each device of one kind. What a model keeps in another type by itself, such as angles in float32, stays so."""
     hidden, layers, heads, kv_heads, inner = SHAPES[shape]
+    config = Qwen2Config(
+        vocab_size=_VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, intermediate_size=inner, max_position_embeddings=POSITIONS, pad_token_id=PAD,
+        bos_token_id=BEGIN, eos_token_id=END, tie_word_embeddings=True, attn_implementation="sdpa", dtype=dtype,
+    )  # fmt: skip
+    # Of all devices.
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=_VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-            num_key_value_heads=kv_heads, intermediate_size=inner, max_position_embeddings=_POSITIONS, pad_token_id=PAD,
-            bos_token_id=BEGIN, eos_token_id=END, tie_word_embeddings=True, attn_implementation="sdpa", dtype=dtype,
-        )
-    ).to(dtype)  # fmt: skip
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return Qwen2ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def prompts() -> list[str]:

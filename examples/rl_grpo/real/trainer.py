@@ -46,7 +46,7 @@ class Rollouts:
         self._worker.say(op="rollout", **request, **last_figures(trainer))
         answer = self._worker.serve(self._operations(), until="completions")["args"]
         if answer.get("failed"):
-            self._worker.say(op="done", loss=None, reward=None, fingerprint=fingerprint, sha=None, intact=fingerprint == models.fingerprint(model))
+            self._worker.say(op="done", loss=None, reward=None, fingerprint=fingerprint, intact=fingerprint == models.fingerprint(model))
             self._worker.serve({}, until="exit")
             raise Aborted
         completions = answer["groups"][int(os.environ.get("RANK", "0"))]
@@ -132,11 +132,12 @@ def last_figures(trainer: Any) -> dict[str, Any]:
 
 
 def config(args: argparse.Namespace) -> GRPOConfig:
-    """One prompt a GPU and step, in batches that fit the generator's."""
+    """One prompt a GPU and step, in batches that fit the generator's. TRL asks for completions once for all micro-batches of a
+    step of the optimizer: `steps_per_generation` is `gradient_accumulation_steps` where nothing else is said."""
     on_gpu = args.device == "cuda"
     return GRPOConfig(
-        output_dir=args.out, max_steps=args.steps, per_device_train_batch_size=args.generations,
-        num_generations=args.generations, max_completion_length=args.tokens, learning_rate=_LEARNING_RATES.get(args.shape, 1e-4), beta=0.0, logging_steps=1,
+        output_dir=args.out, max_steps=args.steps, per_device_train_batch_size=args.micro_batch,
+        gradient_accumulation_steps=args.generations // args.micro_batch, num_generations=args.generations, max_completion_length=args.tokens, learning_rate=_LEARNING_RATES.get(args.shape, 1e-4), beta=0.0, logging_steps=1,
         save_strategy="no", report_to="none", bf16=on_gpu, use_cpu=not on_gpu, seed=args.seed, gradient_checkpointing=False,
         disable_tqdm=True, ddp_find_unused_parameters=False,
     )  # fmt: skip
@@ -147,17 +148,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("--shape", "--device", "--out"):
         parser.add_argument(name, required=True)
-    for name in ("--steps", "--tokens", "--generations", "--seed"):
+    for name in ("--steps", "--tokens", "--generations", "--seed", "--micro-batch"):
         parser.add_argument(name, type=int, required=True)
     args = parser.parse_args()
     models.deterministic()
     rank, on_gpu = int(os.environ["RANK"]), args.device == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    policy = models.policy(args.shape, torch.bfloat16 if on_gpu else torch.float32)
+    # It is this tenant's turn to take memory when this returns.
     worker = Worker("train", rank)
     if on_gpu:
         torch.cuda.set_device(device)
-    worker.hello(gpu=models.gpu(device), parts={}, versions=models.versions())
+    policy = models.policy(args.shape, torch.bfloat16 if on_gpu else torch.float32, device)
+    parts = {"weights": models.nbytes(policy.parameters())}
+    worker.hello(gpu=models.gpu(device), parts=parts, versions=models.versions())
     rollouts = Rollouts(worker, device)
     trainer = GRPOTrainer(
         model=policy, processing_class=models.tokenizer(),
@@ -169,8 +172,9 @@ def main() -> None:
     except Aborted:
         return
     model = rollouts.model()
-    worker.say(op="done", **last_figures(trainer), fingerprint=models.fingerprint(model), sha=models.sha256(model))
-    worker.serve({}, until="exit")
+    worker.say(op="done", **last_figures(trainer), fingerprint=models.fingerprint(model))
+    # Takes seconds, which are no part of the last step.
+    worker.serve({"sha": lambda: models.sha256(model)}, until="exit")
 
 
 if __name__ == "__main__":

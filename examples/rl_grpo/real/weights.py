@@ -10,7 +10,9 @@ from typing import Any, Callable, Optional
 
 import torch
 
-_BUCKET_BYTES = 512 << 20
+#: A bucket is an eighth of the weights, and at least this: each costs a message and an opening of memory on both sides.
+_BUCKET_BYTES, _BUCKETS = 512 << 20, 8
+_GRANULE = 2 << 20
 _ALIGNMENT = 512
 
 
@@ -21,7 +23,8 @@ class Layout:
         self.parameters = [parameter for _, parameter in model.named_parameters()]
         sizes = [parameter.numel() * parameter.element_size() for parameter in self.parameters]
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-        self.bucket_bytes = min(max(_BUCKET_BYTES, max(padded)), sum(padded))
+        eighth = -(-sum(padded) // (_BUCKETS * _GRANULE)) * _GRANULE
+        self.bucket_bytes = min(max(_BUCKET_BYTES, eighth, max(padded)), sum(padded))
         #: Of each bucket: parameter's number, place, size.
         self.buckets: list[list[tuple[int, int, int]]] = [[]]
         place = 0

@@ -11,7 +11,6 @@ from rl_grpo.simulated import node
 from rl_grpo.teams import Team
 
 _MIB = 1 << 20
-GPU_BYTES = 128 * _MIB
 CONTEXT_BYTES = 4 * _MIB
 WEIGHTS_BYTES, CACHES_BYTES, GRAPHS_BYTES, KV_BYTES = 8 * _MIB, 14 * _MIB, 4 * _MIB, 64 * _MIB
 #: Seconds that a turn lasts at least, so that there is something to see.
@@ -25,7 +24,7 @@ class SimulatedJobs:
     def __init__(self, options: Options, place: Path) -> None:
         self._options = options
         self._environment = {
-            **os.environ, **node.make(place / "node", options.gpus, GPU_BYTES, CONTEXT_BYTES),
+            **os.environ, **node.make(place / "node", options.gpus, options.gpu_mib * _MIB, CONTEXT_BYTES),
             "SUBLET_RUN_DIR": os.environ["SUBLET_RUN_DIR"], "SUBLET_FILE_DIR": str(place),
         }  # fmt: skip
         for name in ("CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "SUBLET_TENANT", "SUBLET_FAMILY", "SUBLET_BUDGET"):

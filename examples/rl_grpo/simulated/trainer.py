@@ -54,8 +54,8 @@ class Trainer:
                 return
             loss, reward = self._train(step, answer["groups"])
         data = self._memory["weights"].read()
-        self._worker.say(op="done", loss=loss, reward=reward, fingerprint=digest(data), sha=digest(data))
-        self._worker.serve({}, until="exit")
+        self._worker.say(op="done", loss=loss, reward=reward, fingerprint=digest(data))
+        self._worker.serve({"sha": lambda: digest(data)}, until="exit")
 
     def _prompts(self, step: int) -> list[str]:
         return [f"write {step:02d} letters: "] * self._args.generations
@@ -75,7 +75,7 @@ class Trainer:
     def _report_failure(self, expected: str) -> None:
         """After a generator has died: what this process holds is as it was."""
         same = digest(self._memory["weights"].read()) == expected
-        self._worker.say(op="done", loss=None, reward=None, fingerprint=expected, sha=None, intact=same)
+        self._worker.say(op="done", loss=None, reward=None, fingerprint=expected, intact=same)
         self._worker.serve({}, until="exit")
 
     def _operations(self) -> dict[str, Any]:
