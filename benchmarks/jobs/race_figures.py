@@ -48,7 +48,7 @@ FIGURES = (
     Figure("rates", "kept_zero", SUBLET, "all zero", "reading the device once, releasing, creating and clearing"),
     Figure("rates", "swap_apart", SUBLET, "swap, one way after the other", "the link, one way at a time",
            ("pinned_both_gb_s", ""), ("s", ""), baseline="pinned copies both ways at once, each way"),
-    Figure("rates", "swap_handed", SUBLET, "swap, memory changes hands", "the link, both ways at once",
+    Figure("rates", "swap_released", SUBLET, "swap, memory is given back", "the link, both ways at once",
            ("pinned_both_gb_s", ""), ("s", ""), baseline="pinned copies both ways at once, each way"),
     Figure("rates", "swap", SUBLET, "swap, as it comes", "the link, both ways at once",
            ("pinned_both_gb_s", ""), ("s", ""), baseline="pinned copies both ways at once, each way"),

@@ -49,7 +49,7 @@ pub use neighbours::held_elsewhere;
 pub use saving::{SaveError, SaveReport, SaveState};
 use shortage::Gives;
 pub use shortage::{DeviceShortage, Holder};
-pub use swap::{SwapOptions, swap, swap_with_itself};
+pub use swap::{HandOver, SwapOptions, swap, swap_with_itself};
 
 use lending::Patience;
 use peers::Everybody;

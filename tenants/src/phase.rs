@@ -178,6 +178,8 @@ pub struct BlockShape {
     pub size_bytes: u64,
     /// How it was made.
     pub flags: AllocationFlags,
+    /// Was it asked for by address (`cuMemAlloc`)?
+    pub is_plain: bool,
 }
 
 /// A phase that prepares `action`, with what most rows have.

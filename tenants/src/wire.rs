@@ -29,7 +29,7 @@ use crate::turns::{Class, Weight};
 pub const HANDED_MAX: usize = 64;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 18;
+pub const PROTOCOL_VERSION: u16 = 19;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -131,7 +131,7 @@ fn window() -> Window {
 
 fn shape() -> BlockShape {
     let flags = AllocationFlags { gpu_direct_rdma_capable: 1, ..AllocationFlags::default() };
-    BlockShape { uuid: "00ff".to_owned(), size_bytes: 20 << 20, flags }
+    BlockShape { uuid: "00ff".to_owned(), size_bytes: 20 << 20, flags, is_plain: true }
 }
 
 fn requests() -> Vec<Request> {

@@ -76,13 +76,14 @@ fn every_byte_is_there_after_twenty_swaps_on_devices_that_hold_one_and_a_window(
     // What a process keeps that is paused, and a window.
     let (stage, mut train, mut infer) = pair(one_bytes + 2 * MIB + 8 * MIB)?;
     for round in 0..10 {
-        let words: &[&str] = if round % 2 == 0 { &[] } else { &["--hand-over"] };
-        let [out, back] = swap_with(&stage, "infer", "train", words)?;
+        let words = [if round % 2 == 0 { "--hand-over=none" } else { "--hand-over" }];
+        let [out, back] = swap_with(&stage, "infer", "train", &words)?;
         assert_eq!(out["window_bytes"], 8 * MIB);
         let handed_bytes = out["handed_bytes"].as_u64().unwrap_or_default();
         // Of each of two processes, nearly all that are alike.
         let least_bytes = (STATICS as u64 - 5) * 2 * 2 * MIB;
-        assert!(words.is_empty() && handed_bytes == 0 || handed_bytes >= least_bytes, "{out:#}");
+        let right = if round % 2 == 0 { handed_bytes == 0 } else { handed_bytes >= least_bytes };
+        assert!(right, "{out:#}");
         let saves = stages(&out, "ReleaseStage");
         let first_in = stages(&back, "RestoreStage")[0]["began_us"].as_u64();
         let last_out = stages(&out, "Release").iter().filter_map(|s| s["ended_us"].as_u64()).max();
@@ -123,6 +124,46 @@ fn on_devices_with_much_free_memory_what_both_have_alike_changes_hands() -> Outc
     let handed_bytes = told["halves"][0]["report"]["handed_bytes"].as_u64().unwrap_or_default();
     assert!(handed_bytes >= alike_bytes / 5 * 4, "as the environment says: {told:#}");
     runs(&mut train)
+}
+
+/// Nobody has to ask for it: of memory that was asked for by address nothing can tell.
+#[test]
+fn plain_memory_changes_hands_unless_told_otherwise() -> Outcome {
+    const HELD: u64 = 24;
+    const HELD_MIB: u64 = 4;
+    let stage = Stage::new(&[1024 * MIB; 2])?;
+    let job = |tenant| -> Outcome<Job> {
+        let mut job = stage.connected_job(&options(tenant))?;
+        for rank in &mut job.ranks {
+            for _ in 0..HELD {
+                assert!(rank.ask(&format!("hold kv 0 {HELD_MIB}"))?.is_ok);
+            }
+        }
+        Ok(job)
+    };
+    let mut train = job("train")?;
+    stage.pause("train")?;
+    let mut infer = job("infer")?;
+    let plain_bytes = 2 * HELD * HELD_MIB * MIB;
+    let handed_by = |name: &str, word: &str, from: &str, to: &str| -> Outcome<u64> {
+        let words = ["swap", from, to, "--json"];
+        let told = stage.sublet_told(name, word, &words)?.succeeded()?.json()?;
+        Ok(told["halves"][0]["report"]["handed_bytes"].as_u64().unwrap_or_default())
+    };
+    for (name, word, least, most) in [
+        ("NOT_SET", "", plain_bytes / 5 * 4, plain_bytes + 2 * 16 * MIB),
+        ("SUBLET_HAND_OVER", "plain", plain_bytes / 5 * 4, plain_bytes + 2 * 16 * MIB),
+        ("SUBLET_HAND_OVER", "none", 0, 0),
+        ("SUBLET_HAND_OVER", "everything", 0, 0),
+        ("SUBLET_HAND_OVER", "all", plain_bytes / 5 * 4, u64::MAX),
+    ] {
+        let handed_bytes = handed_by(name, word, "infer", "train")?;
+        assert!((least..=most).contains(&handed_bytes), "{name}={word}: {handed_bytes}");
+        runs(&mut train)?;
+        handed_by(name, word, "train", "infer")?;
+        runs(&mut infer)?;
+    }
+    Ok(())
 }
 
 #[test]

@@ -9,6 +9,7 @@ use std::time::Duration;
 use crate::metrics::serve::{ADDRESS, address};
 use clap::{Args, Parser, Subcommand};
 use tenants::budget::{BudgetError, Budgets};
+use tenants::coordinator::HandOver;
 use tenants::identity::{FamilyName, TenantName};
 use tenants::region::TAG_BYTES_MAX;
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
@@ -251,10 +252,14 @@ pub(crate) struct SwapArgs {
     /// a sixteenth of the larger when not given, from 256MiB to 1GiB
     #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "no_overlap")]
     pub(crate) window: Option<u64>,
-    /// Let physical memory of the first become the second's where both have allocations of one size, in place of giving it back
-    /// and asking for it again, however much else is free; it is cleared before the second uses it
-    #[arg(long, conflicts_with = "no_overlap")]
-    pub(crate) hand_over: bool,
+    /// What physical memory of the first becomes the second's where both have allocations of one size, in place of being given
+    /// back and asked for again; it is cleared before the second uses it: none; plain, what was asked for by address, when not
+    /// given; all, which is meant without a word
+    #[arg(
+        long, value_name = "WHAT", value_parser = hand_over, num_args = 0..=1, require_equals = true,
+        default_missing_value = "all", conflicts_with = "no_overlap"
+    )]
+    pub(crate) hand_over: Option<HandOver>,
     #[command(flatten)]
     pub(crate) wait: WaitArgs,
     /// Time for each phase; each phase has its own default
@@ -413,6 +418,10 @@ fn duration(text: &str) -> Result<Duration, String> {
 }
 
 /// A size such as `512MiB` or `2GiB`; a bare number is in bytes.
+fn hand_over(text: &str) -> Result<HandOver, String> {
+    text.parse()
+}
+
 fn size(text: &str) -> Result<u64, String> {
     let read: Result<Size, NoSize> = text.parse();
     match read {

@@ -225,7 +225,7 @@ pub(crate) fn swap(
     let how = SwapOptions {
         overlap: !args.no_overlap,
         window_bytes: args.window,
-        hand_over: args.hand_over || usual.hand_over,
+        hand_over: args.hand_over.unwrap_or(usual.hand_over),
     };
     let wait = args.wait.at_most();
     let started = Instant::now();

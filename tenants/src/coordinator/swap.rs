@@ -4,6 +4,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
+use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use super::error::SwapError;
@@ -32,9 +33,37 @@ pub struct SwapOptions {
     /// where it is none: a sixteenth of the larger, at least 256 MiB and at most 1 GiB. Where memory changes hands, a stage is
     /// half of it, unless that is less than two allocations.
     pub window_bytes: Option<u64>,
-    /// May physical memory of the first become the second's where both have allocations of one size, in place of being
-    /// released and created? It is cleared before anything of the second's touches it. Only where they overlap.
-    pub hand_over: bool,
+    /// What physical memory of the first may become the second's where both have allocations of one size, in place of being
+    /// released and created. It is cleared before anything of the second's touches it. Only where they overlap.
+    pub hand_over: HandOver,
+}
+
+/// What physical memory changes hands in a swap.
+///
+/// For the driver it is imported memory from then on, which it lets take part in all that is known of but one: nobody has
+/// tried to make it part of a multicast object. Nor can memory that was asked for by address be.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HandOver {
+    /// None.
+    Nothing,
+    /// What was asked for by address (`cuMemAlloc`).
+    #[default]
+    Plain,
+    /// What was asked for by handle (`cuMemCreate`) too.
+    All,
+}
+
+impl FromStr for HandOver {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<Self, String> {
+        match word {
+            "none" | "0" => Ok(Self::Nothing),
+            "plain" => Ok(Self::Plain),
+            "all" | "1" => Ok(Self::All),
+            _ => Err(format!("'{word}' is none of none, plain and all")),
+        }
+    }
 }
 
 /// How long a first tenant that is to come back waits for room that the second has kept,
@@ -42,21 +71,20 @@ const KEPT_ROOM_WAIT: Duration = Duration::from_secs(2);
 /// and how often it looks.
 const KEPT_ROOM_LOOK: Duration = Duration::from_millis(200);
 
-/// Has memory change hands in swaps that do not say it themselves.
+/// What memory changes hands in swaps that do not say it themselves.
 const HAND_OVER: &str = "SUBLET_HAND_OVER";
 
 impl SwapOptions {
-    /// What a swap does that nobody has given options: the default, and what the environment says (`SUBLET_HAND_OVER=1`).
+    /// What a swap does that nobody has given options: the default, and what the environment says (`SUBLET_HAND_OVER`).
     pub fn usual() -> Self {
-        let hand_over = match std::env::var(HAND_OVER).as_deref() {
-            Ok("1") => true,
-            Ok("0") | Err(_) => false,
-            Ok(value) => {
-                tracing::warn!(
-                    "{HAND_OVER} is '{value}', and no memory changes hands: give 0 or 1"
-                );
-                false
+        let said = std::env::var(HAND_OVER).map(|word| word.parse());
+        let hand_over = match said {
+            Ok(Ok(hand_over)) => hand_over,
+            Ok(Err(why)) => {
+                tracing::warn!("{HAND_OVER}: {why}; no memory changes hands");
+                HandOver::Nothing
             }
+            Err(_not_set) => HandOver::default(),
         };
         Self { hand_over, ..Self::default() }
     }
@@ -64,7 +92,7 @@ impl SwapOptions {
 
 impl Default for SwapOptions {
     fn default() -> Self {
-        Self { overlap: true, window_bytes: None, hand_over: false }
+        Self { overlap: true, window_bytes: None, hand_over: HandOver::default() }
     }
 }
 
@@ -230,7 +258,7 @@ fn overlapped(
             return Err(target.refused(wanted));
         }
     }
-    let needed = coming.needs_of_each(&comers).map_err(|failures| target.refused(failures))?;
+    let mut needed = coming.needs_of_each(&comers).map_err(|failures| target.refused(failures))?;
     let needs: Vec<_> = needed.iter().map(|needed| needed.devices.clone()).collect();
     if !short_devices(needs.iter().flatten()).is_empty() {
         let held = leaving.resident_bytes(&leavers);
@@ -246,7 +274,7 @@ fn overlapped(
         return Err(SwapError::Pause(undone));
     }
     let gives = leaving.last_said(&report, &leavers);
-    let shapes = leaving.take_shapes(&mut report, &leavers);
+    let mut shapes = leaving.take_shapes(&mut report, &leavers);
     let checked = target
         .check_room(&needs, &totals(gives.iter().flatten()))
         .and_then(|()| coming.check_all_alive(&comers).map_err(|dead| target.refused(dead)));
@@ -258,7 +286,11 @@ fn overlapped(
 
     // The point of no return of the first.
     let mut stages = Exchange::new(how.window_bytes, &gives, &needs);
-    if how.hand_over {
+    let hands_over = how.hand_over != HandOver::Nothing;
+    if hands_over {
+        for shapes in shapes.iter_mut().chain(needed.iter_mut().map(|needed| &mut needed.shapes)) {
+            shapes.retain(|(shape, _)| shape.is_plain || how.hand_over == HandOver::All);
+        }
         stages = stages.with_hand_over(&shapes, &needed, most_at_hand());
     }
     let mut resumed = coming.new_report(Action::Resume);
@@ -266,7 +298,7 @@ fn overlapped(
     resumed.window_bytes = report.window_bytes;
     let mut leaving = Side::new(&mut leaving, leavers, report);
     let mut coming = Side::new(&mut coming, comers, resumed);
-    if how.hand_over {
+    if hands_over {
         leaving.hands_over();
     }
     let hindrance = exchange(&mut leaving, &mut coming, stages, started);

@@ -135,15 +135,15 @@ impl<D: Driver> Member<D> {
     }
 
     fn named(&self, shape: Shape) -> BlockShape {
-        let Shape { device, size_bytes, flags } = shape;
-        BlockShape { uuid: self.pool.uuid(device), size_bytes, flags }
+        let Shape { device, size_bytes, flags, is_plain } = shape;
+        BlockShape { uuid: self.pool.uuid(device), size_bytes, flags, is_plain }
     }
 
     fn of_here(&self, shape: &BlockShape) -> Option<Shape> {
-        let BlockShape { uuid, size_bytes, flags } = shape;
+        let BlockShape { uuid, size_bytes, flags, is_plain } = shape;
         let mut devices = self.pool.devices().into_iter();
         let device = devices.find(|device| self.pool.uuid(*device) == *uuid)?;
-        Some(Shape { device, size_bytes: *size_bytes, flags: *flags })
+        Some(Shape { device, size_bytes: *size_bytes, flags: *flags, is_plain: *is_plain })
     }
 
     /// The end of a pause by stages, also when only one of them was taken, or none.

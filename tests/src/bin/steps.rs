@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use sublet_tests::{Boundary, MIB, Outcome, Trouble};
 use tenants::coordinator::{
-    Coordinator, CoordinatorError, Event, Options, Outcome as Done, Step, SwapOptions, swap,
+    Coordinator, CoordinatorError, Event, HandOver, Options, Outcome as Done, Step, SwapOptions,
+    swap,
 };
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
@@ -32,8 +33,8 @@ fn run() -> Outcome<String> {
     let [run_dir, tenant, action, rest @ ..] = arguments.as_slice() else {
         return Err(Trouble::new("a run directory, a tenant and an action are needed"));
     };
-    let hand_over = action == "hand-over";
-    let swaps = hand_over || action == "swap";
+    let swaps = matches!(action.as_str(), "swap" | "hand-over");
+    let hand_over = if action == "swap" { HandOver::Nothing } else { HandOver::All };
     let timeout = Duration::from_secs(if rest.is_empty() || swaps { 20 } else { 1 });
     let run_dir = RunDir::open(Some(run_dir.into()), None)?;
     let options = Options { timeout: Some(timeout), ..Options::default() };

@@ -35,6 +35,8 @@ pub struct Shape {
     pub size_bytes: u64,
     /// How it was made, besides being pinned and exportable as a descriptor, and nothing else.
     pub flags: AllocationFlags,
+    /// Was it asked for by address (`cuMemAlloc`), so that the application has no handle that it could join to others' memory by?
+    pub is_plain: bool,
 }
 
 /// How many allocations there are of each shape.
@@ -53,12 +55,13 @@ pub struct Handed {
 /// The shape of memory that may change hands.
 fn shape_of(row: &Row) -> Option<Shape> {
     let prop = row.prop();
-    let is_plain = prop.kind == ALLOCATION_KIND_PINNED
+    let is_usual = prop.kind == ALLOCATION_KIND_PINNED
         && prop.requested_handle_types == HANDLE_TYPE_POSIX_FD
         && prop.win32_handle_metadata == 0;
     let is_private = row.is_own() && !row.is_shared() && !row.is_exported();
-    let device = row.device().filter(|_| is_plain && is_private)?;
-    Some(Shape { device, size_bytes: row.size_bytes(), flags: prop.flags })
+    let device = row.device().filter(|_| is_usual && is_private)?;
+    let is_plain = row.block_size_bytes().is_some();
+    Some(Shape { device, size_bytes: row.size_bytes(), flags: prop.flags, is_plain })
 }
 
 /// The shape of memory that another's may come back as. What is read from a file is written by other streams than what is made zero.

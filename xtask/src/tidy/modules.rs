@@ -37,6 +37,7 @@ const ORDERS: [Order; 3] = [
             "report",
             "journal",
             "budget",
+            "descriptors",
             "deferred",
             "waits",
             "copies",

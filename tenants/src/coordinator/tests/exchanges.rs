@@ -50,7 +50,7 @@ fn uuid(device: usize) -> String {
 }
 
 fn shape((device, size_bytes, _): Block) -> BlockShape {
-    BlockShape { uuid: uuid(device), size_bytes, flags: AllocationFlags::default() }
+    BlockShape { uuid: uuid(device), size_bytes, flags: AllocationFlags::default(), is_plain: true }
 }
 
 fn bytes_by_device(blocks: &[Block]) -> BTreeMap<usize, u64> {

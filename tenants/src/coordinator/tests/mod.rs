@@ -25,7 +25,8 @@ const PAUSE: [Phase; 5] =
 const RESUME: [Phase; 4] = [Phase::CreateOwn, Phase::Restore, Phase::Import, Phase::Activate];
 
 /// One half of a swap after the other.
-const AFTER: SwapOptions = SwapOptions { overlap: false, window_bytes: None, hand_over: false };
+const AFTER: SwapOptions =
+    SwapOptions { overlap: false, window_bytes: None, hand_over: HandOver::Nothing };
 
 fn active() -> Script {
     Script::new(MemberState::Active)

@@ -59,8 +59,8 @@ pub(crate) struct SwapWith {
     pub(crate) tenant: String,
     pub(crate) overlap: bool,
     pub(crate) window_bytes: Option<u64>,
-    /// May memory change hands?
-    pub(crate) hand_over: bool,
+    /// What memory may change hands, as the command has it.
+    pub(crate) hand_over: String,
     /// What of it comes.
     pub(crate) scope: Scope,
 }
@@ -161,7 +161,8 @@ impl Desk {
         if let Some(swap) = &request.swap {
             command.args(["swap", first, swap.tenant.as_str()]);
             command.args((!swap.overlap).then_some("--no-overlap"));
-            command.args((swap.hand_over && swap.overlap).then_some("--hand-over"));
+            let hand_over = format!("--hand-over={}", swap.hand_over);
+            command.args(swap.overlap.then_some(hand_over));
             if let Some(bytes) = swap.window_bytes.filter(|_| swap.overlap) {
                 command.args(["--window", &bytes.to_string()]);
             }
@@ -251,7 +252,7 @@ fn act(
         let how = SwapOptions {
             overlap: with.overlap,
             window_bytes: with.window_bytes,
-            hand_over: with.hand_over,
+            hand_over: with.hand_over.parse().unwrap_or_default(),
         };
         let tenant = TenantName::new(&with.tenant).map_err(|error| Refusal::of_name(&error))?;
         let done = swap(&mut first, &mut coordinator(&tenant, &with.scope), how, &mut |_| {});
