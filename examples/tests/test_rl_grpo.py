@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -618,6 +619,19 @@ def test_what_goes_on_beside_the_generator_is_waited_for_until_the_deadline(what
     assert begun.end(60)
     begun.check(60)
     assert [each.phase for each in begun.acts] == ["leaves", "arrives"][: 1 + (what == "return")]
+
+
+def test_a_message_that_came_with_the_one_before_is_not_waited_for(tmp_path: Path) -> None:
+    from rl_grpo.links import Link
+    from rl_grpo.teams import Team
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b'{"op": "hello"}\n{"op": "rollout"}\n')
+        team = Team("train", 1, [], {}, tmp_path, deadline_s=0.3)
+        team._links[0], team._sockets[0] = Link(ours), ours
+        assert team._links[0].receive(60) == {"op": "hello"}
+        assert team.said("a training step") == [{"op": "rollout"}]
 
 
 def test_runs_that_differ_are_told_apart() -> None:
