@@ -86,6 +86,8 @@ class BySublet(Switch):
         # Not in the first step: there the generator takes memory to work in, which comes back with it from then on.
         self._may_overlap, self._is_first = self.overlap and self.by_ipc, True
         self.may_return, self._is_back = self._may_overlap, False
+        #: Whether the trainer gives up what it has cached before the generator's cache comes beside it.
+        self._trims = False
         self._trainer, self._generator = sublet.Tenant("train"), sublet.Tenant("infer")
 
     def generator_started(self) -> None:
@@ -110,11 +112,16 @@ class BySublet(Switch):
             self.note(self._trainer.swap_to(self._generator, timeout=self.timeout_s))
 
     def _fits(self) -> bool:
-        """The cache comes while the trainer is still there. Where there is no room for that, nothing has changed, and it is not
-        tried again."""
+        """The cache comes while the trainer is still there; where that lacks room, without what the trainer has cached. Where there
+        is no room then either, it is not tried again."""
+        if self._trims:
+            self.train.ask("trim")
         try:
             self.note(self._generator.resume(tags="kv", timeout=self.timeout_s))
         except self._does_not_fit:
+            if not self._trims:
+                self._trims = True
+                return self._fits()
             self._may_overlap = False
         return self._may_overlap
 

@@ -186,7 +186,20 @@ def test_the_trainer_leaves_while_the_generator_works(all_modes: Path) -> None:
     assert sum(title.startswith("trainer leaves while the generator works, step 1") for title in titles) == 1
 
 
-@pytest.mark.parametrize("words", [["--gpu-mib", "112"], ["--overlap", "off"]])
+def test_what_the_trainer_has_cached_goes_where_it_is_in_the_way(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = play(out, "--modes", "sublet,cpu", "--steps", "3", "--gpu-mib", "112")
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = record(out)
+    assert written["identical"] is True
+    assert [each["step"] for each in written["runs"][0]["phases"] if each["phase"] == "leaves"] == [1, 2]
+    for sample in written["runs"][0]["samples"]:
+        if sample["point"] == "both":
+            (held,) = sample["held"].values()
+            assert held["train"]["optimizer"] and not held["train"].get("caches")
+
+
+@pytest.mark.parametrize("words", [["--gpu-mib", "106"], ["--overlap", "off"]])
 def test_without_room_for_both_the_trainer_leaves_before(tmp_path: Path, words: list[str]) -> None:
     out = tmp_path / "out"
     done = play(out, "--modes", "sublet,cpu", "--steps", "3", *words)
@@ -215,6 +228,9 @@ class Tenants:
         self.asked.append(f"pause {self.name} {tags}")
         return {}
 
+    def ask(self, op: str) -> None:
+        self.asked.append(op)
+
     def swap_to(self, other: Any, timeout: float = 0) -> dict[str, Any]:
         self.asked.append(f"swap {self.name} {other.name}")
         return {}
@@ -234,7 +250,7 @@ def switch(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> tuple[Any
 
     tenants = Tenants(error)
     monkeypatch.setattr(sublet, "Tenant", tenants)
-    team: Any = None
+    team: Any = tenants("team")
     return switching.make("sublet", team, team, "ipc", 5.0, "auto"), tenants.asked
 
 
@@ -243,7 +259,7 @@ def test_a_cache_that_has_no_room_beside_the_trainer_is_tried_once(monkeypatch: 
 
     made, asked = switch(monkeypatch, sublet.OutOfDeviceMemory)
     before = ["pause train all", "resume infer kv"]
-    for expected in (before, ["resume infer kv", *before], before, before):
+    for expected in (before, ["resume infer kv", "trim", "resume infer kv", *before], before, before):
         made.to_generator()
         assert asked == expected and not made.leaves_meanwhile
         asked.clear()
