@@ -11,7 +11,7 @@ from typing import Any, Optional, Protocol
 
 from rl_grpo import handover, metrics, sampling, switching
 from rl_grpo.arguments import Options
-from rl_grpo.leaving import Leaving
+from rl_grpo.beside import Beside, Habits, State
 from rl_grpo.problem import Problem, WorkerGone, ended
 from rl_grpo.progress import Progress
 from rl_grpo.record import Run
@@ -40,8 +40,9 @@ class Conductor:
         self._expected: tuple[type[Exception], ...] = (Problem, *self._switch.errors)
         no_gpus = not options.simulate and options.device == "cpu"
         self._sampler = sampling.Sampler(self._clock, options.sample_s, no_gpus)
-        #: The pause of the trainer that goes on beside the generator.
-        self._leaving: Optional[Leaving] = None
+        #: What the trainer does beside the generator.
+        self._beside: Optional[Beside] = None
+        self._habits = Habits()
         self._progress = Progress(mode, options.steps)
         self.run = Run(mode=mode, handover=options.handover)
 
@@ -55,11 +56,13 @@ class Conductor:
             self.run.failure = str(problem)
         finally:
             self._progress.close()
+            if self._beside is not None:
+                self._beside.call_off()
             for team in (self._infer, self._train):
                 team.kill()
-            # Nobody is left whom it could pause.
-            if self._leaving is not None:
-                self._leaving.wait(END_S)
+            # Nobody is left whom it could pause or resume.
+            if self._beside is not None:
+                self._beside.end(END_S)
             self._weights_file.unlink(missing_ok=True)
         self.run.samples = self._sampler.samples
         self.run.facts["host_bytes"] = max(self._sampler.host_bytes, self._switch.host_bytes) + self.run.facts.get("shm_bytes", 0)
@@ -168,17 +171,21 @@ class Conductor:
             self._sampler.take("handover")
         if self._switch.leaves_meanwhile:
             self._sampler.take("both")
-        with self._phase("generate", step):
+        with self._phase("generate", step) as turn:
             answers = self._generate(step, asked)
-        if self._leaving is not None:
+        self._habits.worked(_length_s(turn))
+        is_back = False
+        if self._beside is not None:
             # What is left of it, nobody works beside.
             with self._phase("to_trainer", step):
-                self._end_leaving(step, self._leaving)
-        self._sampler.take("generate")
+                is_back = self._end_beside(step, self._beside)
+        self._sampler.take("both" if is_back else "generate")
         given, found = [message["fingerprint"] for message in asked], [answer["fingerprint"] for answer in answers]
         handover.check(given, found, step)
-        with self._phase("to_trainer", step):
+        with self._phase("to_trainer", step) as change:
             self._switch.to_trainer()
+        if not is_back:
+            self._habits.returned(_length_s(change))
         self._sampler.take("back")
         tokens = sum(answer["tokens"] for answer in answers)
         self.run.steps.append({"step": step, "reward": None, "loss": None, "fingerprint": None, "tokens": tokens})
@@ -189,24 +196,33 @@ class Conductor:
         each = [{"ids": message["ids"], "seed": seed + 7919 * rank} for rank, message in enumerate(asked)]
         self._infer.tell("generate", each, tokens=self._options.tokens)
         if self._switch.leaves_meanwhile:
-            self._leaving = Leaving(self._switch.leave, self._clock)
+            due_s = self._habits.due_s(self._clock()) if self._switch.may_return else None
+            # What is left of the trainer is to be seen before it comes back.
+            self._beside = Beside(self._switch.leave, lambda: self._sampler.take("generate"), self._switch.arrive, due_s, self._clock)
+            self._beside.begin()
         if self._options.kill_generator == step:
             os.kill(self._infer.pids[0], signal.SIGKILL)
         return self._infer.answers("generate")
 
-    def _end_leaving(self, step: int, leaving: Leaving) -> None:
-        told = leaving.told(self._options.deadline_s)
-        self._leaving = None
-        self._switch.left(told)
-        self.run.phases.append({"phase": "leaves", "step": step, "begin_s": round(leaving.begin_s, 6), "end_s": round(leaving.end_s, 6)})
+    def _end_beside(self, step: int, beside: Beside) -> bool:
+        """Whether the trainer is back, once what is under way has ended."""
+        if beside.end(self._options.deadline_s):
+            self._beside = None
+        for act in beside.acts:
+            self.run.phases.append({"phase": act.phase, "step": step, "begin_s": round(act.begin_s, 6), "end_s": round(act.end_s, 6)})
+            self._switch.note(act.told)
+            if act.phase == "arrives":
+                self._habits.returned(act.end_s - act.begin_s)
+        beside.check(self._options.deadline_s)
+        return beside.state is State.BACK
 
     def _rescue(self, step: int, gone: WorkerGone) -> str:
         """The trainer's memory comes back, and it says whether that is as it was."""
         with self._phase("to_trainer", step):
-            if self._leaving is not None:
-                # Whether it was paused or that failed: what follows brings it back, or says why not.
+            if self._beside is not None:
+                # Whether it is away, back, or something failed: what follows brings it back where it is not, or says why not.
                 with contextlib.suppress(*self._expected):
-                    self._end_leaving(step, self._leaving)
+                    self._end_beside(step, self._beside)
             self._switch.rescue()
             self._train.tell("completions", failed=True)
             (done, *_) = self._train.said("resuming")
@@ -217,15 +233,20 @@ class Conductor:
         return f"the generator died in its turn, in step {step} ({ended(gone.status)}); the trainer has resumed, and {intact}"
 
     @contextlib.contextmanager
-    def _phase(self, name: str, step: int | None) -> Iterator[None]:
-        begin = self._clock()
+    def _phase(self, name: str, step: int | None) -> Iterator[dict[str, Any]]:
+        """Its entry in the record, whole once it is over."""
+        entry: dict[str, Any] = {"phase": name, "step": step, "begin_s": round(self._clock(), 6)}
         try:
-            yield
+            yield entry
         finally:
-            entry = {"phase": name, "step": step, "begin_s": round(begin, 6), "end_s": round(self._clock(), 6)}
+            entry["end_s"] = round(self._clock(), 6)
             self.run.phases.append(entry)
             self.run.commands += [{"step": step, **command} for command in self._switch.said]
             self._switch.said.clear()
+
+
+def _length_s(phase: dict[str, Any]) -> float:
+    return float(phase["end_s"] - phase["begin_s"])
 
 
 def _by_pid(team: Team) -> list[tuple[int, dict[str, Any]]]:

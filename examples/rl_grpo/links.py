@@ -58,6 +58,10 @@ class Link:
         message: dict[str, Any] = json.loads(line)
         return message
 
+    def has_message(self) -> bool:
+        """Whether one came with the one before: it no longer shows at the socket."""
+        return b"\n" in self._buffer
+
     def close(self) -> None:
         """Ends it."""
         self._sock.close()

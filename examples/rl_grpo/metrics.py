@@ -6,6 +6,7 @@
 | `step_s` | median seconds of a step, and of each phase |
 | `switch_s` | one switch, either way: median, 99th percentile, and the first one by itself |
 | `leaves_s` | median seconds of the trainer's pauses beside the generator's work; what is left of one after that is to_trainer |
+| `arrives_s` | the same of the trainer's returns beside the generator's work |
 | `left_bytes` | of a tenant, on its fullest GPU, while the other works: largest of the samples at that point |
 | `handover_peak_bytes`, `peak_bytes` | both tenants on one GPU, at the hand-over and at any time, as sampled |
 | `kv_bytes_free` | what a KV cache could take while the generator works: its own, and what is free then |
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, Optional
 
 from rl_grpo.record import Run
@@ -46,9 +47,8 @@ def compute(run: Run) -> dict[str, Any]:
             "median": median(switches), "p99": percentile(switches, 0.99),
             "first": max(first.get("to_generator", 0.0), first.get("to_trainer", 0.0)) if first else None,
         },
-        "leaves_s": median(
-            phase["end_s"] - phase["begin_s"] for phase in run.phases if phase["phase"] == "leaves" and phase["step"] in counted
-        ),
+        "leaves_s": median(_beside(run, "leaves", counted)),
+        "arrives_s": median(_beside(run, "arrives", counted)),
         "left_bytes": {"train": left(run, "generate", "train"), "infer": left(run, "train", "infer")},
         "handover_peak_bytes": peak(run, {"handover"}),
         "peak_bytes": peak(run, None),
@@ -67,6 +67,11 @@ def seconds(run: Run) -> dict[int, dict[str, float]]:
             found[phase["step"]][phase["phase"]] += phase["end_s"] - phase["begin_s"]
     whole = {step["step"] for step in run.steps}
     return {step: phases for step, phases in found.items() if step in whole}
+
+
+def _beside(run: Run, name: str, steps: Container[int]) -> list[float]:
+    """Seconds of what went on beside the generator, in `steps`."""
+    return [phase["end_s"] - phase["begin_s"] for phase in run.phases if phase["phase"] == name and phase["step"] in steps]
 
 
 def lost_share(steps: Iterable[dict[str, float]]) -> Optional[float]:

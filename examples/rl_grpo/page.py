@@ -218,6 +218,7 @@ ROWS: list[tuple[str, Callable[[Any], str], tuple[str, ...]]] = [
     ("Switch, 99th percentile", _time_text, ("switch_s", "p99")),
     ("Switch, the first", _time_text, ("switch_s", "first")),
     ("Trainer leaves beside the generator, median", _time_text, ("leaves_s",)),
+    ("Trainer comes back beside the generator, median", _time_text, ("arrives_s",)),
     ("Hand-over, median", _time_text, ("step_s", "handover")),
     ("Trainer left on the GPU while away", _bytes, ("left_bytes", "train")),
     ("Generator left on the GPU while away", _bytes, ("left_bytes", "infer")),

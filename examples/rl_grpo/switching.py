@@ -4,7 +4,8 @@ A step of a run, as the conductor plays it:
 
     trainer works -> before -> [hand-over by CUDA IPC] -> to_generator -> [hand-over from the host] -> generator works -> to_trainer
 
-Where `to_generator` says `leaves_meanwhile`, the conductor calls `leave` in a thread while the generator works.
+Where `to_generator` says `leaves_meanwhile`, the conductor calls `leave` in a thread while the generator works, and with
+`may_return` later `arrive`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Switch:
     def __init__(self, train: Team, infer: Team, handover: str, timeout_s: float, overlap: str) -> None:
         self.train, self.infer, self.timeout_s = train, infer, timeout_s
         self.by_ipc, self.overlap = handover == "ipc", overlap != "off"
-        #: Whether the trainer is still to leave, beside the generator that works.
-        self.leaves_meanwhile = False
+        #: Whether the trainer is still to leave, beside the generator that works; and whether it may come back beside it.
+        self.leaves_meanwhile = self.may_return = False
         #: Bytes of host memory that hand-written copies hold, at most.
         self.host_bytes = 0
         #: What `sublet` has said of its commands, until it is taken.
@@ -51,8 +52,12 @@ class Switch:
     def leave(self) -> Any:
         """The trainer's memory goes while the generator works: called in another thread."""
 
-    def left(self, told: Any) -> None:
-        """`leave` has come to its end, and returned this."""
+    def arrive(self) -> Any:
+        """The trainer's memory comes while the generator still works: called in another thread. None where there is no room for
+        it: then nothing has changed."""
+
+    def note(self, told: Any) -> None:
+        """What `leave` or `arrive` has returned, once that thread has ended."""
 
     def to_trainer(self) -> None:
         """The generator's memory goes, the trainer's comes."""
@@ -80,17 +85,20 @@ class BySublet(Switch):
         self._does_not_fit: type[Exception] = sublet.OutOfDeviceMemory
         # Not in the first step: there the generator takes memory to work in, which comes back with it from then on.
         self._may_overlap, self._is_first = self.overlap and self.by_ipc, True
+        self.may_return, self._is_back = self._may_overlap, False
+        #: Whether the trainer gives up what it has cached before the generator's cache comes beside it.
+        self._trims = False
         self._trainer, self._generator = sublet.Tenant("train"), sublet.Tenant("infer")
 
     def generator_started(self) -> None:
         if self.by_ipc:
-            self._note(self._generator.pause(tags="kv", timeout=self.timeout_s))
-        self._note(self._generator.pause(timeout=self.timeout_s))
+            self.note(self._generator.pause(tags="kv", timeout=self.timeout_s))
+        self.note(self._generator.pause(timeout=self.timeout_s))
 
     def before(self) -> None:
         # Weights and graphs alone: what was paused by tag stays away until it is asked for by tag.
         if self.by_ipc:
-            self._note(self._generator.resume(timeout=self.timeout_s))
+            self.note(self._generator.resume(timeout=self.timeout_s))
 
     def to_generator(self) -> None:
         self.leaves_meanwhile = self._may_overlap and not self._is_first and self._fits()
@@ -98,39 +106,55 @@ class BySublet(Switch):
         if self.leaves_meanwhile:
             return
         if self.by_ipc:
-            self._note(self._trainer.pause(timeout=self.timeout_s))
-            self._note(self._generator.resume(tags="kv", timeout=self.timeout_s))
+            self.note(self._trainer.pause(timeout=self.timeout_s))
+            self.note(self._generator.resume(tags="kv", timeout=self.timeout_s))
         else:
-            self._note(self._trainer.swap_to(self._generator, timeout=self.timeout_s))
+            self.note(self._trainer.swap_to(self._generator, timeout=self.timeout_s))
 
     def _fits(self) -> bool:
-        """The cache comes while the trainer is still there. Where there is no room for that, nothing has changed, and it is not
-        tried again."""
+        """The cache comes while the trainer is still there; where that lacks room, without what the trainer has cached. Where there
+        is no room then either, it is not tried again."""
+        if self._trims:
+            self.train.ask("trim")
         try:
-            self._note(self._generator.resume(tags="kv", timeout=self.timeout_s))
+            self.note(self._generator.resume(tags="kv", timeout=self.timeout_s))
         except self._does_not_fit:
+            if not self._trims:
+                self._trims = True
+                return self._fits()
             self._may_overlap = False
         return self._may_overlap
 
     def leave(self) -> Any:
         return self._trainer.pause(timeout=self.timeout_s)
 
-    def left(self, told: Any) -> None:
-        self.leaves_meanwhile = False
-        self._note(told)
+    def arrive(self) -> Any:
+        try:
+            told = self._trainer.resume(timeout=self.timeout_s)
+        except self._does_not_fit:
+            self.may_return = False
+            return None
+        self._is_back = True
+        return told
 
     def to_trainer(self) -> None:
         if self.by_ipc:
-            self._note(self._generator.pause(tags="kv", timeout=self.timeout_s))
-        self._note(self._generator.swap_to(self._trainer, timeout=self.timeout_s))
+            self.note(self._generator.pause(tags="kv", timeout=self.timeout_s))
+        if self._is_back:
+            self.note(self._generator.pause(timeout=self.timeout_s))
+        else:
+            self.note(self._generator.swap_to(self._trainer, timeout=self.timeout_s))
+        self._is_back = False
 
     def rescue(self) -> None:
-        self._note(self._trainer.resume(timeout=self.timeout_s))
+        if not self._is_back:
+            self.note(self._trainer.resume(timeout=self.timeout_s))
+        self._is_back = False
 
     def trainer_ended(self) -> None:
-        self._note(self._generator.resume(timeout=self.timeout_s))
+        self.note(self._generator.resume(timeout=self.timeout_s))
 
-    def _note(self, told: dict[str, Any]) -> None:
+    def note(self, told: dict[str, Any]) -> None:
         halves = (told.get("paused"), told.get("resumed")) if "paused" in told else (told,)
         self.said += [command(half) for half in halves if half and "phases" in half]
 

@@ -99,7 +99,8 @@ class Team:
         messages: dict[int, dict[str, Any]] = {}
         while len(messages) < len(chosen):
             waiting = {self._sockets[rank]: rank for rank in chosen if rank not in messages}
-            ready, _, _ = select.select(list(waiting), [], [], _POLL_S)
+            ready = [sock for sock, rank in waiting.items() if self._links[rank].has_message()]
+            ready = ready or select.select(list(waiting), [], [], _POLL_S)[0]
             for sock in ready:
                 rank = waiting[sock]
                 try:

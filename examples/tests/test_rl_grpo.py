@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,7 +14,7 @@ import threading
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import pytest
 
@@ -149,6 +152,17 @@ def phases(run: dict[str, Any], name: str, step: int) -> list[tuple[float, float
     return [(each["begin_s"], each["end_s"]) for each in run["phases"] if (each["phase"], each["step"]) == (name, step)]
 
 
+def actions(run: dict[str, Any], step: int) -> list[tuple[str, str]]:
+    """What was asked of whom, in order."""
+    return [(each["tenant"], each["action"]) for each in run["commands"] if each["step"] == step]
+
+
+#: The ways of the trainer that leaves beside the generator, and comes back beside it, or in its place.
+OUT = [("infer", "Resume"), ("infer", "Resume"), ("train", "Pause")]
+BACK_BESIDE = [("train", "Resume"), ("infer", "Pause"), ("infer", "Pause")]
+BACK_AFTER = [("infer", "Pause"), ("infer", "Pause"), ("train", "Resume")]
+
+
 def test_the_trainer_leaves_while_the_generator_works(all_modes: Path) -> None:
     from rl_grpo import metrics
     from rl_grpo.simulated.jobs import CONTEXT_BYTES
@@ -163,17 +177,29 @@ def test_the_trainer_leaves_while_the_generator_works(all_modes: Path) -> None:
     waited = phases(run, "to_trainer", 1)
     assert works <= begin < done and done <= waited[0][0] and end <= waited[0][1]
     assert "leaves" not in metrics.LOST and run["metrics"]["leaves_s"] == pytest.approx(end - begin)
-    # The cache came first, while all of the trainer was there; it was away when its turn was over.
-    order = [(each["tenant"], each["action"]) for each in run["commands"] if each["step"] == 1]
-    assert order == [("infer", "Resume"), ("infer", "Resume"), ("train", "Pause"), ("infer", "Pause"), ("infer", "Pause"), ("train", "Resume")]
-    (both,) = [sample for sample in run["samples"] if sample["point"] == "both"]
-    (held,) = both["held"].values()
+    # The cache came first, while all of the trainer was there.
+    assert actions(run, 1)[:3] == OUT
+    both = [sample for sample in run["samples"] if sample["point"] == "both"]
+    (held,) = both[0]["held"].values()
     assert held["train"]["optimizer"] and held["infer"]["kv"] and run["metrics"]["left_bytes"]["train"] == CONTEXT_BYTES
     titles = [title.text or "" for title in by_id(page(all_modes), "memory-sublet").iter("title")]
     assert sum(title.startswith("trainer leaves while the generator works, step 1") for title in titles) == 1
 
 
-@pytest.mark.parametrize("words", [["--gpu-mib", "112"], ["--overlap", "off"]])
+def test_what_the_trainer_has_cached_goes_where_it_is_in_the_way(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = play(out, "--modes", "sublet,cpu", "--steps", "3", "--gpu-mib", "112")
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = record(out)
+    assert written["identical"] is True
+    assert [each["step"] for each in written["runs"][0]["phases"] if each["phase"] == "leaves"] == [1, 2]
+    for sample in written["runs"][0]["samples"]:
+        if sample["point"] == "both":
+            (held,) = sample["held"].values()
+            assert held["train"]["optimizer"] and not held["train"].get("caches")
+
+
+@pytest.mark.parametrize("words", [["--gpu-mib", "106"], ["--overlap", "off"]])
 def test_without_room_for_both_the_trainer_leaves_before(tmp_path: Path, words: list[str]) -> None:
     out = tmp_path / "out"
     done = play(out, "--modes", "sublet,cpu", "--steps", "3", *words)
@@ -181,10 +207,9 @@ def test_without_room_for_both_the_trainer_leaves_before(tmp_path: Path, words: 
     written = record(out)
     assert written["identical"] is True
     run = written["runs"][0]
-    assert not [each for each in run["phases"] if each["phase"] == "leaves"]
+    assert not [each for each in run["phases"] if each["phase"] in ("leaves", "arrives")]
     for step in range(3):
-        order = [(each["tenant"], each["action"]) for each in run["commands"] if each["step"] == step]
-        assert order[:3] == [("infer", "Resume"), ("train", "Pause"), ("infer", "Resume")]
+        assert actions(run, step)[:3] == [("infer", "Resume"), ("train", "Pause"), ("infer", "Resume")]
 
 
 class Tenants:
@@ -203,6 +228,13 @@ class Tenants:
         self.asked.append(f"pause {self.name} {tags}")
         return {}
 
+    def ask(self, op: str) -> None:
+        self.asked.append(op)
+
+    def swap_to(self, other: Any, timeout: float = 0) -> dict[str, Any]:
+        self.asked.append(f"swap {self.name} {other.name}")
+        return {}
+
     def resume(self, tags: str = "all", timeout: float = 0) -> dict[str, Any]:
         self.asked.append(f"resume {self.name} {tags}")
         if self.asked[-2:-1] != ["pause train all"]:
@@ -210,94 +242,217 @@ class Tenants:
         return {}
 
 
-def test_a_cache_that_has_no_room_beside_the_trainer_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def switch(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> tuple[Any, list[str]]:
+    """Mode `sublet` over tenants that are none."""
     import sublet
 
     from rl_grpo import switching
 
-    def switch(error: type[Exception]) -> tuple[switching.Switch, list[str]]:
-        tenants = Tenants(error)
-        monkeypatch.setattr(sublet, "Tenant", tenants)
-        team: Any = None
-        return switching.make("sublet", team, team, "ipc", 5.0, "auto"), tenants.asked
+    tenants = Tenants(error)
+    monkeypatch.setattr(sublet, "Tenant", tenants)
+    team: Any = tenants("team")
+    return switching.make("sublet", team, team, "ipc", 5.0, "auto"), tenants.asked
 
-    made, asked = switch(sublet.OutOfDeviceMemory)
+
+def test_a_cache_that_has_no_room_beside_the_trainer_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sublet
+
+    made, asked = switch(monkeypatch, sublet.OutOfDeviceMemory)
     before = ["pause train all", "resume infer kv"]
-    for expected in (before, ["resume infer kv", *before], before, before):
+    for expected in (before, ["resume infer kv", "trim", "resume infer kv", *before], before, before):
         made.to_generator()
         assert asked == expected and not made.leaves_meanwhile
         asked.clear()
     # What is no lack of room is not taken for one.
-    made, asked = switch(sublet.RetryError)
+    made, asked = switch(monkeypatch, sublet.RetryError)
     made.to_generator()
     with pytest.raises(sublet.RetryError):
         made.to_generator()
     assert asked == [*before, "resume infer kv"]
 
 
-def play_here(out: Path, monkeypatch: pytest.MonkeyPatch, leave: Callable[[Any], Any]) -> Any:
-    """Three steps of mode `sublet` in this process, with another way to leave beside the generator."""
+def test_a_trainer_that_has_no_room_beside_the_generator_comes_back_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sublet
+
+    made, asked = switch(monkeypatch, sublet.OutOfDeviceMemory)
+    assert made.may_return and made.arrive() is None and not made.may_return
+    made.to_trainer()
+    assert asked == ["resume train all", "pause infer kv", "swap infer train"]
+    # What is no lack of room is not taken for one.
+    made, asked = switch(monkeypatch, sublet.RetryError)
+    with pytest.raises(sublet.RetryError):
+        made.arrive()
+
+
+@pytest.mark.parametrize("then", ["to_trainer", "rescue"])
+def test_a_trainer_that_is_back_is_not_resumed_again(monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    import sublet
+
+    made, asked = switch(monkeypatch, sublet.OutOfDeviceMemory)
+    made.leave()
+    assert made.arrive() is not None and made.may_return
+    getattr(made, then)()
+    paused = ["pause infer kv", "pause infer all"] if then == "to_trainer" else []
+    assert asked == ["pause train all", "resume train all", *paused]
+    asked.clear()
+    made.leave()
+    made.rescue()
+    assert asked == ["pause train all", "resume train all"], "that was of one turn"
+
+
+def play_here(monkeypatch: pytest.MonkeyPatch, mode: str = "sublet", works_s: float = 1.0, **acts: Callable[[Any], Any]) -> Any:
+    """Three steps in this process, with generators that work so long, and with other ways for the trainer to `leave` or to
+    `arrive` beside them."""
     from rl_grpo import arguments, switching
     from rl_grpo.conductor import Conductor
-    from rl_grpo.simulated.jobs import SimulatedJobs
+    from rl_grpo.simulated import jobs
 
-    monkeypatch.setattr(switching.BySublet, "leave", leave)
+    for name, act in acts.items():
+        monkeypatch.setattr(switching.BySublet, name, act)
+    monkeypatch.setattr(jobs, "_GENERATE_S", works_s)
     # Sockets have short names.
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         run_dir, work = Path(place) / "run", Path(place) / "work"
         run_dir.mkdir(mode=0o700)
         work.mkdir()
         monkeypatch.setenv("SUBLET_RUN_DIR", str(run_dir))
-        options = arguments.parse(["--simulate", "--steps", "3", "--out", str(out)], "")
-        return Conductor(options, SimulatedJobs(options, Path(place)), "sublet", work).play()
+        options = arguments.parse(["--simulate", "--steps", "3", "--out", place], "")
+        return Conductor(options, jobs.SimulatedJobs(options, Path(place)), mode, work).play()
 
 
-def test_a_pause_beside_the_generator_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def by_hand() -> Any:
+    """The steps of `play_here` in mode `cpu`."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return play_here(monkeypatch, "cpu", works_s=0.0)
+
+
+def whole(run: Any, by_hand: Any) -> dict[str, Any]:
+    """The record of a run that came to its end with the same results as `by_hand`."""
+    from rl_grpo import record as records
+
+    assert run.failure is None and len(run.steps) == 3 and records.difference([run, by_hand]) is None
+    return dataclasses.asdict(run)
+
+
+def test_the_trainer_comes_back_while_the_generator_still_works(monkeypatch: pytest.MonkeyPatch, by_hand: Any) -> None:
+    from rl_grpo import memory_chart, metrics
+    from rl_grpo.simulated.jobs import CONTEXT_BYTES, KV_BYTES
+
+    run = play_here(monkeypatch, works_s=1.5)
+    found = whole(run, by_hand)
+    assert not phases(found, "arrives", 0) and actions(found, 0)[-3:] == BACK_AFTER
+    for step in (1, 2):
+        ((_, gone),) = phases(found, "leaves", step)
+        ((begin, end),) = phases(found, "arrives", step)
+        ((_, done),) = phases(found, "generate", step)
+        # Not long before the generator is done.
+        assert gone < begin < end < done and done - begin < 1.0
+        assert actions(found, step) == [*OUT, *BACK_BESIDE]
+        (away,) = [each for each in found["samples"] if each["point"] == "generate" and gone < each["at_s"] < begin]
+        (held,) = away["held"].values()
+        assert sum(held["train"].values()) == CONTEXT_BYTES and held["infer"]["kv"] == KV_BYTES
+        assert len([each for each in found["samples"] if each["point"] == "both" and done < each["at_s"]]) >= 1
+    figures = found["metrics"]
+    assert figures["left_bytes"]["train"] == CONTEXT_BYTES and "arrives" not in metrics.LOST
+    assert figures["kv_bytes_free"] == by_hand.metrics["kv_bytes_free"], "room is counted while the trainer is away"
+    assert figures["arrives_s"] == pytest.approx(metrics.median(end - begin for step in (1, 2) for begin, end in phases(found, "arrives", step)))
+    titles = memory_chart.timeline(found).split("<title>")
+    assert sum(title.startswith("trainer comes back while the generator works, step ") for title in titles) == 2
+
+
+def test_a_generator_that_is_done_before_it_was_expected_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, by_hand: Any) -> None:
+    from rl_grpo import beside
+
+    # A minute is expected: the trainer would come back long after the generator is done.
+    monkeypatch.setattr(beside.Habits, "due_s", lambda _, begin_s: begin_s + 60)
+    begin = time.monotonic()
+    found = whole(play_here(monkeypatch, works_s=0.2), by_hand)
+    assert time.monotonic() - begin < 60
+    for step in (1, 2):
+        assert phases(found, "leaves", step) and not phases(found, "arrives", step)
+        assert actions(found, step) == [*OUT, *BACK_AFTER]
+
+
+def test_a_return_that_somebody_else_leaves_no_room_for_is_tried_once(monkeypatch: pytest.MonkeyPatch, by_hand: Any) -> None:
+    from rl_grpo import switching
+
+    as_it_is, came = switching.BySublet.arrive, []
+    hog = "from rl_grpo.simulated.device import Device; held = Device(0).allocate(24 << 20); print(flush=True); input()"
+
+    def crowded(switch: Any) -> Any:
+        # Another process takes what the trainer has left, until the refusal.
+        environment = switch.infer._environment
+        with subprocess.Popen([sys.executable, "-c", hog], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stdout.readline() == b"\n"
+            came.append(as_it_is(switch))
+            process.kill()
+        return came[-1]
+
+    found = whole(play_here(monkeypatch, works_s=1.5, arrive=crowded), by_hand)
+    assert came == [None], "refused, and not tried again"
+    for step in (1, 2):
+        assert actions(found, step) == [*OUT, *BACK_AFTER]
+
+
+def test_a_pause_or_return_beside_the_generator_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import sublet
 
     def refused(_: Any) -> None:
-        raise sublet.RefusedError("pause: no room for what is to be saved")
+        raise sublet.RefusedError("no room for what is to be saved")
 
-    run = play_here(tmp_path, monkeypatch, refused)
-    assert run.failure == "pause: no room for what is to be saved" and len(run.steps) == 1
+    for act, expected in (("leave", OUT[:2]), ("arrive", OUT)):
+        with monkeypatch.context() as patch:
+            run = play_here(patch, **{act: refused})
+        assert run.failure == "no room for what is to be saved" and len(run.steps) == 1
+        assert actions(dataclasses.asdict(run), 1) == expected, "what was done before is kept"
 
 
-def test_what_is_left_of_a_pause_when_the_generator_is_done_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
-
+@pytest.mark.parametrize("act", ["leave", "arrive"])
+def test_what_is_left_of_an_act_when_the_generator_is_done_is_lost(monkeypatch: pytest.MonkeyPatch, by_hand: Any, act: str) -> None:
     from rl_grpo import metrics, switching
     from rl_grpo.simulated.jobs import CONTEXT_BYTES
 
-    as_it_is = switching.BySublet.leave
+    as_it_is = getattr(switching.BySublet, act)
 
     def slow(switch: Any) -> Any:
-        time.sleep(1.2)
+        time.sleep(1.5)
         return as_it_is(switch)
 
-    run = play_here(tmp_path, monkeypatch, slow)
-    assert run.failure is None and len(run.steps) == 3
-    found = dataclasses.asdict(run)
-    for step in (1, 2):
+    run = play_here(monkeypatch, **{act: slow})
+    found = whole(run, by_hand)
+    # The return of the first of these two steps is so slow that none is tried in the next.
+    for step in (1, 2) if act == "leave" else (1,):
         ((_, done),) = phases(found, "generate", step)
-        ((_, end),) = phases(found, "leaves", step)
+        ((_, end),) = phases(found, f"{act}s", step)
         waited = phases(found, "to_trainer", step)
         assert waited[0][0] <= end <= waited[0][1] and end - done > 0.3
         assert metrics.seconds(run)[step]["to_trainer"] >= end - waited[0][0]
-    assert run.metrics["left_bytes"]["train"] == CONTEXT_BYTES, "it is looked at when the pause has ended"
+    assert len([each for each in found["phases"] if each["phase"] == "arrives"]) == (1 if act == "arrive" else 0)
+    assert run.metrics["left_bytes"]["train"] == CONTEXT_BYTES, "it is looked at while the trainer is away"
 
 
-def test_a_pause_beside_the_generator_is_waited_for_until_the_deadline() -> None:
-    from rl_grpo.leaving import Leaving
-    from rl_grpo.problem import Problem
+@pytest.mark.parametrize("moment", ["before leave", "after leave", "before arrive", "after arrive"])
+def test_a_generator_that_dies_at_any_moment_leaves_a_whole_trainer(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    from rl_grpo import switching
 
-    over = threading.Event()
-    leaving = Leaving(lambda: over.wait(60), time.monotonic)
-    try:
-        with pytest.raises(Problem, match="has not ended 0 s after the generator had"):
-            leaving.told(0.05)
-    finally:
-        over.set()
-    assert leaving.told(60) is True and leaving.begin_s <= leaving.end_s
+    when, act = moment.split()
+    as_it_is = getattr(switching.BySublet, act)
+
+    def deadly(switch: Any) -> Any:
+        if when == "before":
+            os.kill(switch.infer.pids[0], signal.SIGKILL)
+        told = as_it_is(switch)
+        if when == "after":
+            os.kill(switch.infer.pids[0], signal.SIGKILL)
+        return told
+
+    run = play_here(monkeypatch, works_s=1.5, **{act: deadly})
+    says = "the generator died in its turn, in step 1 (killed by signal 9); the trainer has resumed, and its weights are as they were"
+    assert run.failure == says and len(run.steps) == 1
+    found = dataclasses.asdict(run)
+    assert actions(found, 1) == [*OUT, ("train", "Resume")], "paused once, and resumed once"
+    assert len(phases(found, "leaves", 1)) == 1 and len(phases(found, "arrives", 1)) == (act == "arrive")
 
 
 @pytest.mark.parametrize(("mode", "overlap", "left"), [("sublet", "auto", 1), ("sublet", "off", 0), ("cpu", "auto", 0)])
@@ -368,6 +523,131 @@ def test_processes_that_do_not_come_are_waited_for_until_the_deadline(tmp_path: 
     with pytest.raises(WorkerGone, match="exit status 7\n +no memory"):
         ended.start()
     ended.kill()
+
+
+class Played:
+    """A sequence beside the generator, played on a clock of its own: what was done, and when."""
+
+    def __init__(self, due_s: Optional[float], ends_s: float = 100.0, comes: Any = "came", pause_s: float = 2.0) -> None:
+        from rl_grpo import beside
+
+        self.now_s, self.done, played = 0.0, list[tuple[float, str]](), self
+
+        def act(name: str, takes_s: float, told: Any) -> Any:
+            played.done.append((played.now_s, name))
+            played.now_s += takes_s
+            if isinstance(told, Exception):
+                raise told
+            return told
+
+        class Sequence(beside.Beside):
+            def is_called_off(self, timeout_s: float) -> bool:
+                assert timeout_s >= 0
+                called_off = ends_s <= played.now_s + timeout_s
+                played.now_s = max(played.now_s, ends_s) if called_off else played.now_s + timeout_s
+                return called_off
+
+        self.sequence = Sequence(
+            lambda: act("leave", pause_s, "left"), lambda: act("away", 0.5, None), lambda: act("arrive", 1.0, comes), due_s, lambda: self.now_s
+        )
+        self.sequence.play()
+        self.state = self.sequence.state.value
+
+    def acts(self) -> list[tuple[str, float, float, Any]]:
+        return [(act.phase, act.begin_s, act.end_s, act.told) for act in self.sequence.acts]
+
+
+LEFT = ("leaves", 0.0, 2.0, "left")
+
+
+def test_the_trainer_leaves_waits_until_it_is_due_and_comes_back() -> None:
+    played = Played(due_s=7.0)
+    assert played.done == [(0.0, "leave"), (2.0, "away"), (7.0, "arrive")] and played.state == "back"
+    assert played.acts() == [LEFT, ("arrives", 7.0, 8.0, "came")]
+    # A look that takes long makes it late, and no more than that.
+    assert Played(due_s=2.2).done[-1] == (2.5, "arrive")
+
+
+@pytest.mark.parametrize(
+    ("words", "done"),
+    [
+        ({"due_s": None}, [(0.0, "leave")]),
+        ({"due_s": 1.9}, [(0.0, "leave")]),
+        # The generator is done while the trainer leaves, or while it waits.
+        ({"due_s": 7.0, "ends_s": 1.0}, [(0.0, "leave")]),
+        ({"due_s": 7.0, "ends_s": 5.0}, [(0.0, "leave"), (2.0, "away")]),
+        ({"due_s": 7.0, "comes": None}, [(0.0, "leave"), (2.0, "away"), (7.0, "arrive")]),
+    ],
+)
+def test_the_trainer_stays_away_where_it_is_not_to_come_back_beside_the_generator(words: Any, done: list[tuple[float, str]]) -> None:
+    played = Played(**words)
+    assert (played.state, played.done, played.acts()) == ("away", done, [LEFT])
+
+
+def test_what_fails_beside_the_generator_ends_the_sequence_and_is_told() -> None:
+    from rl_grpo.problem import Problem
+
+    played = Played(due_s=7.0, comes=Problem("it does not come"))
+    assert played.state == "failed" and played.acts() == [LEFT]
+    begun = played.sequence
+    with pytest.raises(Problem, match="it does not come"):
+        begun.check(0)
+
+
+def test_the_trainer_sets_out_by_how_long_turns_and_returns_were() -> None:
+    from rl_grpo.beside import Habits
+
+    habits = Habits()
+    assert habits.due_s(10.0) is None
+    habits.worked(4.0)
+    assert habits.due_s(10.0) is None
+    habits.returned(0.2)
+    assert habits.due_s(10.0) == pytest.approx(10 + 4 - (1.5 * 0.2 + 0.1))
+    for return_s in (0.6, 0.4):
+        habits.returned(return_s)
+    assert habits.due_s(10.0) == pytest.approx(10 + 4 - (1.5 * 0.6 + 0.1)), "the longer of the last two"
+    habits.returned(0.2)
+    habits.worked(5.0)
+    assert habits.due_s(10.0) == pytest.approx(10 + 5 - (1.5 * 0.4 + 0.1))
+
+
+@pytest.mark.parametrize("what", ["pause", "return"])
+def test_what_goes_on_beside_the_generator_is_waited_for_until_the_deadline(what: str) -> None:
+    from rl_grpo.beside import Beside
+    from rl_grpo.problem import Problem
+
+    over, slow = threading.Event(), threading.Event()
+
+    def act(name: str) -> bool:
+        if name == what:
+            slow.set()
+            return over.wait(60)
+        return True
+
+    begun = Beside(lambda: act("pause"), lambda: None, lambda: act("return"), time.monotonic() + 0.2, time.monotonic)
+    begun.begin()
+    try:
+        assert slow.wait(60) and not begun.end(0.05)
+        with pytest.raises(Problem, match=f"the {what} of tenant 'train' .* has not ended 0 s after the generator had"):
+            begun.check(0.05)
+    finally:
+        over.set()
+    assert begun.end(60)
+    begun.check(60)
+    assert [each.phase for each in begun.acts] == ["leaves", "arrives"][: 1 + (what == "return")]
+
+
+def test_a_message_that_came_with_the_one_before_is_not_waited_for(tmp_path: Path) -> None:
+    from rl_grpo.links import Link
+    from rl_grpo.teams import Team
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b'{"op": "hello"}\n{"op": "rollout"}\n')
+        team = Team("train", 1, [], {}, tmp_path, deadline_s=0.3)
+        team._links[0], team._sockets[0] = Link(ours), ours
+        assert team._links[0].receive(60) == {"op": "hello"}
+        assert team.said("a training step") == [{"op": "rollout"}]
 
 
 def test_runs_that_differ_are_told_apart() -> None:

@@ -63,6 +63,17 @@ def test_weights_are_the_same_behind_a_file_of_several_buckets(tmp_path: Path, m
     assert model.sha256(given) == model.sha256(taken)
 
 
+def test_the_bucket_goes_back_to_the_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    for name in ("ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: called.append(name))
+    lender = weights.Lender(weights.Layout(model.policy("tiny", torch.float32, torch.device("cpu"))))
+    lender._bucket = torch.empty(8, dtype=torch.uint8)
+    lender.lent()
+    # What was sent is freed once the borrower has closed it; the trainer's cache stays as it is.
+    assert lender._bucket is None and called == ["ipc_collect"]
+
+
 def test_micro_batches_make_one_step_of_all_completions(tmp_path: Path) -> None:
     losses = []
     for words in ([], ["--micro-batch", "2"]):

@@ -66,7 +66,7 @@ class Rollouts:
     def _operations(self) -> dict[str, Any]:
         return {
             "lend": self._lender.lend, "lent": self._lender.lent, "write": self._write, "leave": self._leave,
-            "arrive": self._arrive, "leave_groups": self._leave_groups, "join_groups": self._join_groups,
+            "arrive": self._arrive, "leave_groups": self._leave_groups, "join_groups": self._join_groups, "trim": self._settle,
         }  # fmt: skip
 
     def _write(self, path: str, away: bool) -> int:

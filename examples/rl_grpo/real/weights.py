@@ -64,10 +64,10 @@ class Lender:
         return {"handle": handle, "index": index}
 
     def lent(self) -> None:
-        """Gives the bucket back."""
+        """Gives the bucket back to PyTorch's cache. That is not emptied: it takes longer than a bucket's way, and a pause by Sublet
+        gives up what is cached without a copy."""
         self._bucket = None
         torch.cuda.ipc_collect()
-        torch.cuda.empty_cache()
 
     def write(self, path: str, copy: Callable[[torch.Tensor], torch.Tensor]) -> int:
         """Writes the weights to a file in memory; `copy` gives a parameter's bytes on the CPU. Makes no call of CUDA

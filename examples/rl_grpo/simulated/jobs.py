@@ -14,7 +14,7 @@ _MIB = 1 << 20
 CONTEXT_BYTES = 4 * _MIB
 WEIGHTS_BYTES, CACHES_BYTES, GRAPHS_BYTES, KV_BYTES = 8 * _MIB, 14 * _MIB, 4 * _MIB, 64 * _MIB
 #: Seconds that a turn lasts at least, so that there is something to see.
-_TRAIN_S, _GENERATE_S = 0.2, 0.2
+_TRAIN_S, _GENERATE_S = 0.2, 0.4
 _FAMILY = "rl"
 
 

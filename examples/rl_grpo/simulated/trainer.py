@@ -62,6 +62,9 @@ class Trainer:
 
     def _train(self, step: int, groups: list[list[str]]) -> tuple[float, float]:
         until = time.monotonic() + self._args.train_s
+        if "caches" not in self._memory:
+            with self._region("caches"):
+                self._memory["caches"] = self._device.allocate(self._sizes["caches"])
         at, logits = unpacked(self._memory["weights"].read())
         since, momentum = unpacked(self._memory["optimizer"].read())
         if (at, since) != (step, step):
@@ -81,7 +84,7 @@ class Trainer:
     def _operations(self) -> dict[str, Any]:
         return {
             "lend": self._lend, "lent": self._lent, "write": self._write, "leave": self._leave, "arrive": self._arrive,
-            "leave_groups": lambda: None, "join_groups": lambda: None,
+            "leave_groups": lambda: None, "join_groups": lambda: None, "trim": self._trim,
         }  # fmt: skip
 
     def _lend(self, index: int) -> Any:
@@ -114,6 +117,11 @@ class Trainer:
         finally:
             os.close(descriptor)
         return len(data)
+
+    def _trim(self) -> None:
+        """Gives up what is cached; the next step takes it anew."""
+        if "caches" in self._memory:
+            self._memory.pop("caches").free()
 
     def _leave(self) -> int:
         """By hand: contents to the host, memory freed."""
