@@ -22,15 +22,16 @@ impl By {
 }
 
 /// Samples by the kernel until the engine is tried again: the engine may have got its link back.
-const KERNEL_FOR: u32 = 64;
+const KERNEL_FOR: u32 = 128;
 /// Samples by the engine, at least, until the kernel is tried again.
 const ENGINE_FOR: u32 = 8;
 /// The engine has slowed down at less than so many quarters of what it did when it was chosen.
 const SLOWED_QUARTERS: u64 = 3;
 /// The kernel is chosen that is so many twentieths faster: it takes a part of the device.
 const BETTER_TWENTIETHS: u64 = 21;
-/// What a parcel of a trial holds at most: six of them go the way that may be the slow one.
-const TRIAL_BYTES: u64 = 4 << 20;
+/// What a parcel of a trial holds at most. Six of them go the way that may be the slow one; but an engine that clears copies the
+/// first 24 MiB or so at its full rate, and so trials of a few MiB have it for free.
+const TRIAL_BYTES: u64 = 16 << 20;
 /// Samples that tell a rate.
 const TELL: u32 = 4;
 
@@ -150,11 +151,16 @@ mod tests {
 
     const PARCEL: u64 = 32 << 20;
     const MS: u64 = 1_000_000;
+    /// What the engine does, in bytes a microsecond, alone and while the driver clears.
+    const FREE: u64 = 55_000;
+    const CLEARING: u64 = 20_000;
 
     /// Copies so many whole parcels on a virtual clock, two at a time that share their way, at the rates (bytes a microsecond) that
-    /// `rates` gives for the time in milliseconds; how many of them the kernel copied, and what all took, in milliseconds.
+    /// `rates` gives for the time in milliseconds; how many of them the kernel copied, and what all took, in milliseconds. While the
+    /// driver clears, the engine has the first 24 MiB of a turn at the rate of a free one.
     fn play(parcels: u64, rates: impl Fn(u64) -> (u64, u64)) -> (u64, u64) {
         const TICK_NS: u64 = 1000;
+        const BURST: u64 = 24 << 20;
         struct Flying {
             by: By,
             bytes: u64,
@@ -164,6 +170,8 @@ mod tests {
         let mut pace = Pace::new();
         let (mut now, mut last_done, mut by_kernel) = (0, 0, 0);
         let mut flying: VecDeque<Flying> = VecDeque::new();
+        // What the engine has copied since a kernel has.
+        let mut turn = 0;
         let mut left = parcels * PARCEL;
         while left > 0 || !flying.is_empty() {
             while left > 0 && flying.len() < 2 {
@@ -175,8 +183,14 @@ mod tests {
             now += TICK_NS;
             let moving = flying.iter().filter(|one| one.left > 0).count().max(1) as u64;
             for one in &mut flying {
-                let rate = if one.by == By::Kernel { kernel } else { engine };
-                one.left = one.left.saturating_sub(rate * TICK_NS / 1000 / moving);
+                let rate = match one.by {
+                    By::Kernel => kernel,
+                    By::Engine if turn < BURST && engine == CLEARING => FREE,
+                    By::Engine => engine,
+                };
+                let moved = (rate * TICK_NS / 1000 / moving).min(one.left);
+                one.left -= moved;
+                turn = if one.by == By::Engine { turn + moved } else { 0 };
             }
             while flying.front().is_some_and(|one| one.left == 0) {
                 let Some(Flying { by, bytes, began, .. }) = flying.pop_front() else { break };
@@ -190,28 +204,28 @@ mod tests {
 
     #[test]
     fn a_link_that_is_free_is_the_engines_but_for_one_trial() {
-        let (by_kernel, took) = play(1000, |_| (55_000, 51_000));
-        assert_eq!(by_kernel, 1, "six small parcels of a trial");
+        let (by_kernel, took) = play(1000, |_| (FREE, 51_000));
+        assert!((1..=3).contains(&by_kernel), "six parcels of a trial, {by_kernel}");
         let alone = 1000 * PARCEL / 55_000_000;
         assert!(took <= alone + alone / 100, "{took} ms, the engine alone {alone}");
     }
 
     #[test]
     fn while_the_driver_clears_the_kernel_copies_and_the_engine_comes_back_after_it() {
-        let clears = |until| move |ms| if ms < until { (20_000, 50_500) } else { (55_000, 51_000) };
+        let clears = |until| move |ms| if ms < until { (CLEARING, 50_500) } else { (FREE, 51_000) };
         // 20 GiB, of which the engine alone would have copied 4 in the 215 ms.
         let (by_kernel, took) = play(640, clears(215));
         assert!((270..400).contains(&by_kernel), "{by_kernel}");
-        assert!(took < 418, "{took} ms, with engines alone 527, at best 408");
-        // Less than the clearing lasts: as fast as the kernel alone would be, but for a hundredth or two.
+        assert!(took < 422, "{took} ms, with engines alone 527, at best 408");
+        // Less than the clearing lasts: as fast as the kernel alone would be, but for three hundredths.
         let (_, took) = play(640, clears(10_000));
         let alone = 640 * PARCEL / 50_500_000;
-        assert!(took <= alone + alone / 50, "{took} ms, the kernel alone {alone}");
+        assert!(took <= alone + alone / 33, "{took} ms, the kernel alone {alone}");
     }
 
     #[test]
     fn an_engine_that_slows_down_on_the_way_is_left() {
-        let rates = |ms| if ms < 100 { (55_000, 51_000) } else { (20_000, 48_000) };
+        let rates = |ms| if ms < 100 { (FREE, 51_000) } else { (CLEARING, 48_000) };
         let (by_kernel, took) = play(640, rates);
         assert!(by_kernel > 400, "{by_kernel}");
         assert!(took < 470, "{took} ms");
@@ -220,7 +234,7 @@ mod tests {
     #[test]
     fn a_slow_link_alone_is_no_reason_for_the_kernel() {
         let (by_kernel, _) = play(200, |_| (12_000, 11_900));
-        assert_eq!(by_kernel, 1, "six small parcels of a trial");
+        assert!((1..=3).contains(&by_kernel), "six parcels of a trial, {by_kernel}");
     }
 
     #[test]

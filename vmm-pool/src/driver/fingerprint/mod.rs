@@ -20,8 +20,8 @@ pub(super) const COPY_NAME: &std::ffi::CStr = c"sublet_copy";
 /// Threads of a block of it.
 pub(super) const COPY_THREADS: u32 = 512;
 /// Blocks of it. On an H200, 16 reach the 51 GB/s that kernels get of a free link; while the driver clears memory, 16 get 47, 64
-/// get 50, and these 50.9.
-pub(super) const COPY_BLOCKS: u32 = 264;
+/// get 50, and 132 get 50.8.
+pub(super) const COPY_BLOCKS: u32 = 132;
 /// Pieces, and what is copied, have a multiple of this many bytes, and begin at one.
 pub const WORD_BYTES: u64 = 16;
 
