@@ -77,7 +77,10 @@ def giving_up(library: Library, blocks: Iterable[tuple[int, int]]) -> Iterator[N
 
 
 def _unused_blocks() -> list[tuple[int, int]]:
-    adapter = torch_adapter()
+    # One that has used no device has nothing, and is not made to.
+    torch: Any = sys.modules.get("torch")
+    is_used = torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized()
+    adapter = torch_adapter() if is_used else None
     found = [] if adapter is None else adapter.unused_blocks(None)
     return [*found, *_given_up]
 
@@ -105,3 +108,8 @@ def answer_pauses(library: Library) -> None:
     """From now on a pause, whoever asks for it, leaves out what PyTorch has cached and nobody uses."""
     if torch_adapter() is not None:
         _questions.answer_from_now_on(library)
+
+
+def answer_later_pauses(library: Library) -> None:
+    """The same of a PyTorch that may not have looked for devices yet: that would keep its forked children from using them."""
+    _questions.answer_from_now_on(library)

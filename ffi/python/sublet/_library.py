@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from sublet._adapter import answer_pauses, reserved_bytes
+from sublet._adapter import answer_later_pauses, answer_pauses, reserved_bytes
 from sublet._errors import NotAttachedError, UsageError
 from sublet._native import Library
 
@@ -142,6 +142,13 @@ def attached() -> bool:
     True
     """
     return _loaded.own() is not None
+
+
+def answer_pauses_of_a_tenant() -> None:
+    """Pauses of this process ask PyTorch from now on, where it was started as one of a tenant."""
+    library = _loaded.own() if os.environ.get(_TENANT) else None
+    if library is not None:
+        answer_later_pauses(library)
 
 
 def own_library() -> Library:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any, Dict, List
 
@@ -85,6 +86,41 @@ def test_a_pause_from_outside_asks_too(torch: FakeTorch) -> None:
     assert in_region.read()[: 4 * MIB] == b"\x07" * (4 * MIB)
     assert graphs.read() == b"\x09" * (8 * MIB), "a graph may read what counts as free in its pool"
     assert b"\x08" not in plain.read()[4 * MIB :], "what was cached came back without its bytes"
+
+
+@tenant
+@pytest.mark.parametrize("asks", ["1", "0"])
+def test_a_program_that_never_calls_the_package_is_asked_all_the_same(
+    torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, asks: str
+) -> None:
+    from sublet._autoload import torch_was_imported
+
+    def looks() -> bool:
+        raise AssertionError("a child that is forked later could use no device")
+
+    available = torch.cuda.is_available
+    torch.cuda.is_initialized, torch.cuda.is_available = lambda: False, looks
+    monkeypatch.setenv("SUBLET_ASK_TORCH", asks)
+    torch_was_imported()
+    torch.cuda.is_initialized, torch.cuda.is_available = lambda: True, available
+    plain = allocate(8 * MIB, fill=8)
+    half_used(torch, plain, (0, 0))
+    for action in ("pause", "resume"):
+        command = [sys.executable, "-m", "sublet", action, "train"]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert plain.read()[: 4 * MIB] == b"\x08" * (4 * MIB)
+    assert (b"\x08" in plain.read()[4 * MIB :]) == (asks == "0")
+
+
+def test_what_torch_calls_does_nothing_outside_of_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sublet import _library
+    from sublet._autoload import torch_was_imported
+
+    monkeypatch.delenv("SUBLET_TENANT", raising=False)
+    monkeypatch.setattr(_library, "answer_later_pauses", lambda library: pytest.fail("asked"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_was_imported()
 
 
 @tenant

@@ -1,0 +1,25 @@
+"""What happens at the end of `import torch` in an environment that has this package: PyTorch calls what packages offer for
+``torch.backends``. A program under ``sublet run`` needs no line of its own for it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+#: ``0``: pauses do not ask PyTorch of its own accord.
+_VARIABLE = "SUBLET_ASK_TORCH"
+
+
+def torch_was_imported() -> None:
+    """Installs what ``SUBLET_COMPAT`` names, and has pauses of this process, if it is one of a tenant, leave out what PyTorch has
+    cached. Outside of a tenant it does nothing. Uses no device, and raises nothing: ``import torch`` would fail with it."""
+    try:
+        from sublet import compat
+
+        compat.install_if_asked()
+        if os.environ.get(_VARIABLE) != "0":
+            from sublet._library import answer_pauses_of_a_tenant
+
+            answer_pauses_of_a_tenant()
+    except Exception as error:
+        warnings.warn(f"sublet is not told of this PyTorch: {error}", RuntimeWarning, stacklevel=2)
