@@ -249,7 +249,7 @@ pub(crate) struct SwapArgs {
     #[arg(long)]
     pub(crate) no_overlap: bool,
     /// How much of a GPU moves at a time, such as 512MiB, and how much more than the larger of the two it may hold for that;
-    /// a sixteenth of the larger when not given, from 256MiB to 1GiB
+    /// a sixteenth of the larger when not given, from 256MiB to 1GiB, or four allocations where two do not fit into that
     #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "no_overlap")]
     pub(crate) window: Option<u64>,
     /// What physical memory of the first becomes the second's where both have allocations of one size, in place of being given

@@ -258,6 +258,22 @@ impl Exchange {
         self
     }
 
+    /// The same, with a window of four allocations of `largest_bytes` where the usual one has no room for two, and nothing changes
+    /// hands: what leaves would wait for what comes, allocation by allocation. At most a quarter of the larger of the two.
+    pub(super) fn widened(mut self, largest_bytes: u64) -> Self {
+        let moved =
+            self.devices.values().map(|device| device.leaving_bytes.max(device.coming_bytes));
+        let most = moved.max().unwrap_or(0) / 4;
+        let is_narrow = self.window_bytes < largest_bytes.saturating_mul(2);
+        if is_narrow && self.most_at_hand == 0 {
+            let window_bytes = largest_bytes.saturating_mul(4).min(most).max(self.window_bytes);
+            self.window_bytes = window_bytes;
+            self.stage_bytes = window_bytes;
+            self.first_bytes = window_bytes;
+        }
+        self
+    }
+
     /// How many of a shape nobody has been asked to hand over who does, as far as can be told.
     fn missing(&self, shape: &BlockShape) -> u32 {
         let wants = self.coming.iter().filter_map(|comer| comer.wants.get(shape));

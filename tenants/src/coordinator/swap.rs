@@ -30,8 +30,9 @@ pub struct SwapOptions {
     /// Does memory of the second come while that of the first leaves? Else the first is paused before.
     pub overlap: bool,
     /// How much of a device one stage moves, and how much more than the larger of the two it may hold for that; the usual
-    /// where it is none: a sixteenth of the larger, at least 256 MiB and at most 1 GiB. Where memory changes hands, a stage is
-    /// half of it, unless that is less than two allocations.
+    /// where it is none: a sixteenth of the larger, at least 256 MiB and at most 1 GiB; or four allocations, a quarter of the
+    /// larger at most, where that has no room for two. Where memory changes hands, a stage is half of it, unless that is less than
+    /// two allocations.
     pub window_bytes: Option<u64>,
     /// What physical memory of the first may become the second's where both have allocations of one size, in place of being
     /// released and created. It is cleared before anything of the second's touches it. Only where they overlap.
@@ -286,12 +287,17 @@ fn overlapped(
 
     // The point of no return of the first.
     let mut stages = Exchange::new(how.window_bytes, &gives, &needs);
+    let known = shapes.iter().flatten().chain(needed.iter().flat_map(|needed| &needed.shapes));
+    let largest_bytes = known.map(|(shape, _)| shape.size_bytes).max().unwrap_or(0);
     let hands_over = how.hand_over != HandOver::Nothing;
     if hands_over {
         for shapes in shapes.iter_mut().chain(needed.iter_mut().map(|needed| &mut needed.shapes)) {
             shapes.retain(|(shape, _)| shape.is_plain || how.hand_over == HandOver::All);
         }
         stages = stages.with_hand_over(&shapes, &needed, most_at_hand());
+    }
+    if how.window_bytes.is_none() {
+        stages = stages.widened(largest_bytes);
     }
     let mut resumed = coming.new_report(Action::Resume);
     report.window_bytes = Some(stages.window_bytes());

@@ -556,3 +556,27 @@ fn little_that_is_alike_makes_no_small_stages_of_all_the_rest() {
     swapped.run(&mut fastrand::Rng::with_seed(1));
     assert_eq!(swapped.handed, 0);
 }
+
+#[test]
+fn allocations_of_which_the_usual_window_has_no_room_for_two_move_by_larger_ones() {
+    const GIB: u64 = 1 << 30;
+    let blocks = |size_bytes, count| vec![vec![(0, size_bytes, true); count]];
+    let window = |size_bytes: u64, count: usize, hands_over: bool| {
+        let free = BTreeMap::new();
+        let leaving = blocks(size_bytes, count);
+        let gives: Vec<_> =
+            leaving.iter().map(|blocks| deltas(&bytes_by_device(blocks), &free)).collect();
+        let shapes: Vec<_> = leaving.iter().map(|blocks| shapes_of(blocks)).collect();
+        let needed = Needed { devices: gives[0].clone(), shapes: shapes[0].clone() };
+        let mut plan = Exchange::new(None, &gives, &gives);
+        if hands_over {
+            plan = plan.with_hand_over(&shapes, &[needed], MOST);
+        }
+        plan.widened(size_bytes).window_bytes()
+    };
+    assert_eq!(window(GIB / 2, 40, false), GIB, "two fit");
+    assert_eq!(window(GIB, 20, false), 4 * GIB);
+    assert_eq!(window(GIB, 20, true), GIB, "what changes hands waits for nobody");
+    assert_eq!(window(5 * GIB, 4, false), 5 * GIB, "a quarter of all at most");
+    assert_eq!(window(20 * GIB, 1, false), 5 * GIB);
+}
