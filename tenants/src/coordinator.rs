@@ -14,6 +14,7 @@ mod budgets;
 mod cutting;
 mod error;
 mod exchange;
+mod hand_over;
 mod interrupt;
 mod lending;
 mod needs;
@@ -44,12 +45,13 @@ pub use report::{
     PhaseSummary, Report, StageSummary, Step, Swap, TenantStats, Who,
 };
 
+pub use hand_over::HandOver;
 pub use needs::DeviceNeed;
 pub use neighbours::held_elsewhere;
 pub use saving::{SaveError, SaveReport, SaveState};
 use shortage::Gives;
 pub use shortage::{DeviceShortage, Holder};
-pub use swap::{HandOver, SwapOptions, swap, swap_with_itself};
+pub use swap::{SwapOptions, swap, swap_with_itself};
 
 use lending::Patience;
 use peers::Everybody;

@@ -7,6 +7,10 @@ use nix::sys::resource::{Resource, getrlimit};
 
 /// Descriptors that are left to the application and the rest of us.
 const DESCRIPTORS_KEPT_FREE: usize = 32;
+/// The number that one of those that stay has at least, at most: [`UninheritedFd`] has no place for more than twice that.
+///
+/// [`UninheritedFd`]: vmm_pool::UninheritedFd
+const NUMBER_MOST: usize = 1 << 19;
 /// Stands where there is no descriptor.
 const NONE: RawFd = -1;
 
@@ -67,6 +71,6 @@ pub(crate) fn free_descriptors() -> usize {
 /// The same, with a number in the upper half of those that this process may have: it stays for long, and programs that wait with
 /// `select` take numbers below 1024 alone. As it is, where there is none.
 pub(crate) fn out_of_the_way(fd: OwnedFd) -> OwnedFd {
-    let least = i32::try_from(descriptor_limit() / 2).unwrap_or(i32::MAX);
+    let least = i32::try_from((descriptor_limit() / 2).min(NUMBER_MOST)).unwrap_or(i32::MAX);
     rustix::io::fcntl_dupfd_cloexec(&fd, least).unwrap_or(fd)
 }

@@ -2,7 +2,8 @@
 //! know that their memory is in use. A child that kept one would keep the memory from everybody for its whole life.
 //!
 //! A fork may come at any instant, on any thread, while any lock is held. So their numbers are noted in a table that takes
-//! no lock, and the child closes what is noted there. Between its opening and its noting a descriptor is not, for an instant.
+//! no lock, and the child closes what is noted there. Between its opening and its noting a descriptor is not, for an instant, nor
+//! while it is being closed.
 
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, IntoRawFd as _, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -122,6 +122,16 @@ pub struct WaitingCall {
     pub waited: Duration,
 }
 
+/// What memory is asked for or given back by, for people.
+const MEMORY_CALL: &str = "a memory call";
+
+impl WaitingCall {
+    /// Does it ask for memory, or give it back? An allocator may hold a lock of its own meanwhile.
+    pub fn is_about_memory(&self) -> bool {
+        self.what == MEMORY_CALL
+    }
+}
+
 /// Proof of being inside. Leaving is dropping it.
 #[derive(Debug)]
 #[must_use = "dropping the pass leaves the gate"]
@@ -157,7 +167,7 @@ impl Default for Gate {
 impl Gate {
     /// As [`Gate::pass_for`], for a call without a name.
     pub fn pass(&self, passage: Passage) -> Pass<'_> {
-        self.pass_for("a memory call", passage)
+        self.pass_for(MEMORY_CALL, passage)
     }
 
     /// Passes for the call `what`, waiting as long as memory is away. Passes within a pass are free.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-import warnings
+import sys
 
 #: ``0``: pauses do not ask PyTorch of its own accord.
 _VARIABLE = "SUBLET_ASK_TORCH"
@@ -22,4 +22,5 @@ def torch_was_imported() -> None:
 
             answer_pauses_of_a_tenant()
     except Exception as error:
-        warnings.warn(f"sublet is not told of this PyTorch: {error}", RuntimeWarning, stacklevel=2)
+        # No warning: where those are errors it would reach `import torch`.
+        print(f"sublet: is not told of this PyTorch: {error}", file=sys.stderr)

@@ -145,8 +145,8 @@ def attached() -> bool:
 
 
 def answer_pauses_of_a_tenant() -> None:
-    """Pauses of this process ask PyTorch from now on, where it was started as one of a tenant."""
-    library = _loaded.own() if os.environ.get(_TENANT) else None
+    """Pauses of this process ask PyTorch from now on, where it is one of a tenant."""
+    library = _loaded.own()
     if library is not None:
         answer_later_pauses(library)
 

@@ -9,6 +9,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
+use super::hand_over::{Counts, HandOver, add_up, alike, as_count, bytes_on, cap, sum, take_one};
 use crate::wire::{BlockShape, DeviceDelta, HANDED_MAX, Needed, PhaseReport, StageLeft, Window};
 
 /// Orders that a process is sent before it has answered the first: it never waits for the coordinator between stages.
@@ -42,9 +43,6 @@ pub(super) enum Move {
     RestoreStage(usize, Window),
 }
 
-/// How many allocations of each shape.
-type Counts = BTreeMap<BlockShape, u32>;
-
 /// See the head of this module.
 #[derive(Debug)]
 pub(super) struct Exchange {
@@ -63,6 +61,8 @@ pub(super) struct Exchange {
     at_hand: Counts,
     /// How many descriptors may be with us, or on their way to us, at a time.
     most_at_hand: usize,
+    /// What changes hands; of the rest nobody is told anything.
+    hand_over: HandOver,
 }
 
 /// What there is to know of one device.
@@ -219,28 +219,32 @@ impl Exchange {
             is_coming_over: false,
             at_hand: Counts::new(),
             most_at_hand: 0,
+            hand_over: HandOver::Nothing,
         }
     }
 
-    /// The same, and memory changes hands where both have some of one shape, `most` descriptors at a time. `leaving` is
-    /// what each process could give.
+    /// The same, and memory changes hands where both have some of one shape, of the kind that `hand_over` names, and `most`
+    /// descriptors at a time. `leaving` is what each process could give.
     pub(super) fn with_hand_over(
         mut self,
+        hand_over: HandOver,
         leaving: &[Vec<(BlockShape, u32)>],
         coming: &[Needed],
         most: usize,
     ) -> Self {
-        let alike = alike(leaving, coming);
+        let mut alike = alike(leaving, coming);
+        alike.retain(|shape, _| hand_over.takes(shape));
         let alike_bytes = sum(self.devices.keys().map(|uuid| bytes_on(&alike, uuid)));
         let leaving_bytes = sum(self.devices.values().map(|device| device.leaving_bytes));
         if most == 0 || alike_bytes == 0 || alike_bytes < leaving_bytes / ALIKE_PART_MIN {
             return self;
         }
+        self.hand_over = hand_over;
         for (leaver, shapes) in self.leaving.iter_mut().zip(leaving) {
-            leaver.gives = shapes.iter().cloned().collect();
+            leaver.gives = hand_over.of(shapes);
         }
         for (comer, needed) in self.coming.iter_mut().zip(coming) {
-            comer.lacks = needed.shapes.iter().cloned().collect();
+            comer.lacks = hand_over.of(&needed.shapes);
             comer.wants.clone_from(&comer.lacks);
         }
         let (mut most_bytes, mut largest_bytes) = (0, 0);
@@ -596,13 +600,14 @@ impl Exchange {
             device.granted_bytes = device.granted_bytes.saturating_add(shape.size_bytes);
             *self.at_hand.entry(shape.clone()).or_insert(0) += 1;
         }
+        let hand_over = self.hand_over;
         let leaver = &mut self.leaving[index];
         leaver.answers += 1;
         leaver.due = leaver.due.saturating_sub(1);
         let asked = leaver.asked.pop_front().unwrap_or_default();
         leaver.left = left_of(report).map(|left| (left.uuid.clone(), left.bytes)).collect();
         if !asked.is_empty() {
-            leaver.gives = shapes_of(report);
+            leaver.gives = shapes_of(hand_over, report);
         }
         let left = &leaver.left;
         cap(&mut leaver.gives, |uuid| left.get(uuid).copied().unwrap_or(0));
@@ -659,6 +664,7 @@ impl Exchange {
 
     /// A process that comes has done a stage.
     pub(super) fn restored(&mut self, index: usize, report: &PhaseReport) {
+        let hand_over = self.hand_over;
         let comer = &mut self.coming[index];
         comer.left = left_of(report)
             .map(|left| (left.uuid.clone(), (left.bytes, left.smallest_bytes)))
@@ -670,7 +676,7 @@ impl Exchange {
         comer.refuses |= taken < handed;
         // None, where it was free to create all of them.
         let is_told = handed > 0 || !kept.is_empty();
-        comer.lacks = if is_told { shapes_of(report) } else { Counts::new() };
+        comer.lacks = if is_told { shapes_of(hand_over, report) } else { Counts::new() };
         let wants = comer.promised.back().map_or(&comer.lacks, |last| &last.kept);
         comer.wants = if comer.refuses { Counts::new() } else { wants.clone() };
         let taken_on = |uuid: &str| {
@@ -726,66 +732,13 @@ impl Leaver {
     }
 }
 
-/// What there is of each shape on both sides.
-fn alike(leaving: &[Vec<(BlockShape, u32)>], coming: &[Needed]) -> Counts {
-    let gives = all_of(leaving.iter().flatten());
-    let lacks = all_of(coming.iter().flat_map(|needed| &needed.shapes));
-    let both = lacks.into_iter().filter_map(|(shape, count)| {
-        let count = count.min(*gives.get(&shape)?);
-        Some((shape, count))
-    });
-    both.collect()
-}
-
 /// As many of a shape as a stage of so many bytes copies.
 fn of_stage(shape: &BlockShape, stage_bytes: u64) -> u32 {
     as_count(stage_bytes.div_ceil(shape.size_bytes.max(1)))
 }
 
-fn as_count(number: u64) -> u32 {
-    u32::try_from(number).unwrap_or(u32::MAX)
-}
-
-fn add_up(counts: impl Iterator<Item = u32>) -> u32 {
-    counts.fold(0, u32::saturating_add)
-}
-
-fn all_of<'a>(counts: impl Iterator<Item = &'a (BlockShape, u32)>) -> Counts {
-    let mut all = Counts::new();
-    for (shape, count) in counts {
-        let so_far = all.entry(shape.clone()).or_insert(0);
-        *so_far = count.saturating_add(*so_far);
-    }
-    all
-}
-
-fn bytes_on(counts: &Counts, uuid: &str) -> u64 {
-    let there = counts.iter().filter(|(shape, _)| shape.uuid == uuid);
-    sum(there.map(|(shape, count)| shape.size_bytes.saturating_mul(u64::from(*count))))
-}
-
-/// No more of each shape than fits into what is left there.
-fn cap(counts: &mut Counts, left: impl Fn(&str) -> u64) {
-    for (shape, count) in counts.iter_mut() {
-        *count = as_count(left(&shape.uuid) / shape.size_bytes.max(1)).min(*count);
-    }
-    counts.retain(|_, count| *count > 0);
-}
-
-fn shapes_of(report: &PhaseReport) -> Counts {
-    report.stage.iter().flat_map(|stage| &stage.shapes).cloned().collect()
-}
-
-/// Of numbers that others have said.
-fn sum(bytes: impl Iterator<Item = u64>) -> u64 {
-    bytes.fold(0, u64::saturating_add)
-}
-
-fn take_one(counts: &mut Counts, shape: &BlockShape) {
-    if let Some(count) = counts.get_mut(shape) {
-        *count = count.saturating_sub(1);
-    }
-    counts.retain(|_, count| *count > 0);
+fn shapes_of(hand_over: HandOver, report: &PhaseReport) -> Counts {
+    report.stage.as_ref().map(|stage| hand_over.of(&stage.shapes)).unwrap_or_default()
 }
 
 fn left_of(report: &PhaseReport) -> impl Iterator<Item = &StageLeft> {

@@ -4,11 +4,11 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
-use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use super::error::SwapError;
 use super::exchange::{Exchange, totals};
+use super::hand_over::HandOver;
 use super::lending::Patience;
 use super::overlap::{Side, exchange};
 use super::report::{Event, MemberFailure, Outcome, Report, Step, Swap, Who};
@@ -37,34 +37,6 @@ pub struct SwapOptions {
     /// What physical memory of the first may become the second's where both have allocations of one size, in place of being
     /// released and created. It is cleared before anything of the second's touches it. Only where they overlap.
     pub hand_over: HandOver,
-}
-
-/// What physical memory changes hands in a swap.
-///
-/// For the driver it is imported memory from then on, which it lets take part in all that is known of but one: nobody has
-/// tried to make it part of a multicast object. Nor can memory that was asked for by address be.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum HandOver {
-    /// None.
-    Nothing,
-    /// What was asked for by address (`cuMemAlloc`).
-    #[default]
-    Plain,
-    /// What was asked for by handle (`cuMemCreate`) too.
-    All,
-}
-
-impl FromStr for HandOver {
-    type Err = String;
-
-    fn from_str(word: &str) -> Result<Self, String> {
-        match word {
-            "none" | "0" => Ok(Self::Nothing),
-            "plain" => Ok(Self::Plain),
-            "all" | "1" => Ok(Self::All),
-            _ => Err(format!("'{word}' is none of none, plain and all")),
-        }
-    }
 }
 
 /// How long a first tenant that is to come back waits for room that the second has kept,
@@ -259,7 +231,7 @@ fn overlapped(
             return Err(target.refused(wanted));
         }
     }
-    let mut needed = coming.needs_of_each(&comers).map_err(|failures| target.refused(failures))?;
+    let needed = coming.needs_of_each(&comers).map_err(|failures| target.refused(failures))?;
     let needs: Vec<_> = needed.iter().map(|needed| needed.devices.clone()).collect();
     if !short_devices(needs.iter().flatten()).is_empty() {
         let held = leaving.resident_bytes(&leavers);
@@ -275,7 +247,7 @@ fn overlapped(
         return Err(SwapError::Pause(undone));
     }
     let gives = leaving.last_said(&report, &leavers);
-    let mut shapes = leaving.take_shapes(&mut report, &leavers);
+    let shapes = leaving.take_shapes(&mut report, &leavers);
     let checked = target
         .check_room(&needs, &totals(gives.iter().flatten()))
         .and_then(|()| coming.check_all_alive(&comers).map_err(|dead| target.refused(dead)));
@@ -291,10 +263,7 @@ fn overlapped(
     let largest_bytes = known.map(|(shape, _)| shape.size_bytes).max().unwrap_or(0);
     let hands_over = how.hand_over != HandOver::Nothing;
     if hands_over {
-        for shapes in shapes.iter_mut().chain(needed.iter_mut().map(|needed| &mut needed.shapes)) {
-            shapes.retain(|(shape, _)| shape.is_plain || how.hand_over == HandOver::All);
-        }
-        stages = stages.with_hand_over(&shapes, &needed, most_at_hand());
+        stages = stages.with_hand_over(how.hand_over, &shapes, &needed, most_at_hand());
     }
     if how.window_bytes.is_none() {
         stages = stages.widened(largest_bytes);

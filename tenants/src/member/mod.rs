@@ -60,7 +60,7 @@ use crate::state::{self, Event, InvalidTransition};
 use crate::transport::Connection;
 use crate::turns::{Class, Weight};
 use crate::wire::{
-    Action, Asked, MemberInfo, MemberState, MemberStats, Phase, PhaseReport, TagBytes,
+    Action, Asked, HostProgress, MemberInfo, MemberState, MemberStats, Phase, PhaseReport, TagBytes,
 };
 use ahead::Ahead;
 use captures::Captures;
@@ -575,6 +575,9 @@ impl<D: Driver> Member<D> {
         let lent = self.lent(&Selection::Whole);
         let idleness = self.idleness();
         let status = self.status();
+        // All of one instant: host memory may be growing.
+        let held_bytes = pool.host_arena_bytes;
+        let host = HostProgress { held_bytes, ..self.host_progress() };
         MemberStats {
             member,
             pool,
@@ -582,7 +585,7 @@ impl<D: Driver> Member<D> {
             resumes: status.resumes,
             last_pause: status.last_pause.clone(),
             last_resume: status.last_resume.clone(),
-            host: self.host_progress(),
+            host,
             idleness,
             lent,
             communicators,

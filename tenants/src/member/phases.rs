@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
-use vmm_pool::gate::StillInside;
+use vmm_pool::gate::{StillInside, WaitingCall};
 use vmm_pool::{
     Copies, Done, Draining, Failed, Returning, Selection, Shut, StepLog, Undone, UninheritedFd,
 };
@@ -235,8 +235,12 @@ impl<D: Driver> Member<D> {
             }
         };
         // Asked only now: from here on no work of the application's can put anything there. What was said before
-        // is void, also without an answer.
-        quiesced.mark_unused(&(self.config.unused)());
+        // is void, also without an answer. Whoever knows may need the lock of an allocator, and would wait for it until the
+        // resume where a thread at the gate has it, with the interpreter's lock in its hands.
+        let waiting = quiesced.pool().gate().waiting();
+        let is_locked = waiting.iter().any(WaitingCall::is_about_memory);
+        let unused = if is_locked { Vec::new() } else { (self.config.unused)() };
+        quiesced.mark_unused(&unused);
         let references = References::new(self.pool.references(&selection));
         // The devices of all processes are idle, behind gates that are shut: nobody writes to it from here on.
         let seen = quiesced.survey(&selection);

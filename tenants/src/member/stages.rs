@@ -122,11 +122,11 @@ impl<D: Driver> Member<D> {
         shapes
     }
 
-    /// Those with most bytes.
+    /// Plain memory, which changes hands unless told otherwise, and of each kind those with most bytes first.
     fn told(&self, shapes: Shapes) -> Vec<(BlockShape, u32)> {
         let mut shapes: Vec<_> = shapes.into_iter().collect();
-        shapes
-            .sort_by_key(|(shape, count)| Reverse(shape.size_bytes.saturating_mul(*count as u64)));
+        let bytes = |shape: &Shape, count: usize| shape.size_bytes.saturating_mul(count as u64);
+        shapes.sort_by_key(|(shape, count)| Reverse((shape.is_plain, bytes(shape, *count))));
         shapes.truncate(SHAPES_MAX);
         let named = shapes
             .into_iter()

@@ -34,6 +34,8 @@ const BETTER_TWENTIETHS: u64 = 21;
 const TRIAL_BYTES: u64 = 16 << 20;
 /// Samples that tell a rate.
 const TELL: u32 = 4;
+/// Parcels that a trial waits through for those: where large and small contents lie mixed, some are the engine's in any case.
+const STRAYS_MAX: u32 = 64;
 
 /// See the head of this module. Rates are in bytes a second.
 #[derive(Debug)]
@@ -47,6 +49,8 @@ pub(super) struct Pace {
     is_trial: bool,
     /// Samples since the last trial, or the begin of this one.
     samples: u32,
+    /// What did not count since then.
+    strays: u32,
     /// Of those that tell the next rate.
     bytes: u64,
     elapsed_ns: u64,
@@ -64,6 +68,7 @@ impl Pace {
             chosen_at: 0,
             is_trial: true,
             samples: 0,
+            strays: 0,
             bytes: 0,
             elapsed_ns: 0,
             before: None,
@@ -93,6 +98,10 @@ impl Pace {
         let counts = self.before == Some(by) && by == self.now && !self.is_engine_only;
         self.before = Some(by);
         if !counts {
+            self.strays += 1;
+            if self.is_trial && self.strays > STRAYS_MAX {
+                self.choose(self.engine.unwrap_or(u64::MAX), self.kernel.unwrap_or(0));
+            }
             return;
         }
         self.samples += 1;
@@ -123,13 +132,15 @@ impl Pace {
         self.now = if is_kernel_better { By::Kernel } else { By::Engine };
         self.chosen_at = engine;
         self.is_trial = false;
-        self.samples = 0;
+        (self.samples, self.strays) = (0, 0);
+        (self.bytes, self.elapsed_ns) = (0, 0);
     }
 
     fn try_it(&mut self, by: By) {
         self.now = by;
         self.is_trial = true;
-        self.samples = 0;
+        (self.samples, self.strays) = (0, 0);
+        (self.bytes, self.elapsed_ns) = (0, 0);
     }
 
     fn is_another_trial_due(&self, rate: u64) -> bool {
@@ -235,6 +246,21 @@ mod tests {
     fn a_slow_link_alone_is_no_reason_for_the_kernel() {
         let (by_kernel, _) = play(200, |_| (12_000, 11_900));
         assert!((1..=3).contains(&by_kernel), "six parcels of a trial, {by_kernel}");
+    }
+
+    #[test]
+    fn a_trial_that_hears_nothing_ends_with_the_engine() {
+        let mut pace = Pace::new();
+        for _ in 0..=TELL {
+            pace.copied(By::Engine, PARCEL, MS);
+        }
+        assert_eq!(pace.next(), By::Kernel);
+        for _ in 0..=STRAYS_MAX / 2 {
+            assert!(pace.next_bytes_max() < u64::MAX);
+            pace.copied(By::Kernel, PARCEL, MS);
+            pace.copied(By::Engine, PARCEL, MS);
+        }
+        assert_eq!((pace.next(), pace.next_bytes_max()), (By::Engine, u64::MAX));
     }
 
     #[test]

@@ -4,14 +4,25 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::super::exchange::{Exchange, Move};
+use super::super::hand_over::HandOver;
 use crate::wire::{BlockShape, DeviceDelta, Needed, PhaseReport, StageLeft, StageReport, Window};
 use vmm_pool::driver::{AllocationFlags, DeviceOrdinal};
 
 const MIB: u64 = 1 << 20;
 const MOST: usize = 100;
 
-/// A block: the device, its size, and whether it may change hands.
-type Block = (usize, u64, bool);
+/// A block: the device, its size, and how it was asked for.
+type Block = (usize, u64, Kind);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    ByAddress,
+    ByHandle,
+    /// Nobody else can be given it: it is shared, or kept.
+    Own,
+}
+
+use Kind::{ByAddress, ByHandle, Own};
 
 #[derive(Clone, Debug, Default)]
 struct Worker {
@@ -29,6 +40,7 @@ enum Told {
 
 struct Swapped {
     plan: Exchange,
+    hand_over: HandOver,
     leaving: Vec<Worker>,
     coming: Vec<Worker>,
     /// In use, by device, with what nobody owns.
@@ -49,8 +61,9 @@ fn uuid(device: usize) -> String {
     format!("GPU-{device}")
 }
 
-fn shape((device, size_bytes, _): Block) -> BlockShape {
-    BlockShape { uuid: uuid(device), size_bytes, flags: AllocationFlags::default(), is_plain: true }
+fn shape((device, size_bytes, kind): Block) -> BlockShape {
+    let is_plain = kind == ByAddress;
+    BlockShape { uuid: uuid(device), size_bytes, flags: AllocationFlags::default(), is_plain }
 }
 
 fn bytes_by_device(blocks: &[Block]) -> BTreeMap<usize, u64> {
@@ -72,10 +85,10 @@ fn deltas(bytes: &BTreeMap<usize, u64>, free: &BTreeMap<usize, u64>) -> Vec<Devi
     bytes.iter().map(delta).collect()
 }
 
-/// What of it may change hands.
+/// What of it could change hands.
 fn shapes_of(blocks: &[Block]) -> Vec<(BlockShape, u32)> {
     let mut shapes = BTreeMap::new();
-    for block in blocks.iter().filter(|(.., may)| *may) {
+    for block in blocks.iter().filter(|(.., kind)| *kind != Own) {
         *shapes.entry(shape(*block)).or_insert(0) += 1;
     }
     shapes.into_iter().collect()
@@ -83,6 +96,16 @@ fn shapes_of(blocks: &[Block]) -> Vec<(BlockShape, u32)> {
 
 impl Swapped {
     fn new(leaving: Vec<Vec<Block>>, coming: Vec<Vec<Block>>, window: u64, free: u64) -> Self {
+        Self::with(HandOver::Plain, leaving, coming, window, free)
+    }
+
+    fn with(
+        hand_over: HandOver,
+        leaving: Vec<Vec<Block>>,
+        coming: Vec<Vec<Block>>,
+        window: u64,
+        free: u64,
+    ) -> Self {
         let free: BTreeMap<usize, u64> = [(0, free), (1, free)].into();
         let all = |workers: &[Vec<Block>]| bytes_by_device(&workers.concat());
         let (out, back) = (all(&leaving), all(&coming));
@@ -96,8 +119,8 @@ impl Swapped {
             .map(|(blocks, devices)| Needed { devices: devices.clone(), shapes: shapes_of(blocks) })
             .collect();
         let shapes: Vec<_> = leaving.iter().map(|blocks| shapes_of(blocks)).collect();
-        let plan =
-            Exchange::new(Some(window), &gives, &needs).with_hand_over(&shapes, &needed, MOST);
+        let plan = Exchange::new(Some(window), &gives, &needs)
+            .with_hand_over(hand_over, &shapes, &needed, MOST);
         let limits = [0, 1].map(|device| {
             let of = |bytes: &BTreeMap<usize, u64>| bytes.get(&device).copied().unwrap_or(0);
             (device, (of(&out) + free[&device]).min(of(&out).max(of(&back)) + window))
@@ -105,6 +128,7 @@ impl Swapped {
         let worker = |left| Worker { left, told: VecDeque::new() };
         Self {
             plan,
+            hand_over,
             leaving: leaving.into_iter().map(worker).collect(),
             coming: coming.into_iter().map(worker).collect(),
             used: out,
@@ -128,6 +152,16 @@ impl Swapped {
 
     fn send(&mut self) {
         while let Some(next) = self.plan.next() {
+            if let Move::ReleaseStage(_, window) | Move::RestoreStage(_, window) = &next {
+                let shapes = window.wanted.iter().map(|(shape, _)| shape).chain(&window.handed);
+                for shape in shapes {
+                    match self.hand_over {
+                        HandOver::Nothing => panic!("{shape:?}"),
+                        HandOver::Plain => assert!(shape.is_plain, "{shape:?}"),
+                        HandOver::All => {}
+                    }
+                }
+            }
             let (worker, told) = match next {
                 Move::ReleaseStage(index, window) => {
                     (&mut self.leaving[index], Told::Stage(window))
@@ -193,7 +227,7 @@ impl Swapped {
                     !goes
                 });
                 let mut wanted: BTreeMap<_, _> = window.wanted.iter().cloned().collect();
-                for block in moved.iter().filter(|(.., may)| *may && !self.hands_nothing) {
+                for block in moved.iter().filter(|(.., kind)| *kind != Own && !self.hands_nothing) {
                     if let Some(count) = wanted.get_mut(&shape(*block)).filter(|count| **count > 0)
                     {
                         *count -= 1;
@@ -232,7 +266,7 @@ impl Swapped {
         let (mut moved, mut took) = (Vec::new(), Vec::new());
         let asked = !window.wanted.is_empty() || !window.handed.is_empty();
         for handed in window.handed {
-            let fits = |block: &Block| block.2 && shape(*block) == handed;
+            let fits = |block: &Block| block.2 != Own && shape(*block) == handed;
             if let Some(at) = left.iter().position(fits).filter(|_| !self.refuses) {
                 moved.push(left.remove(at));
                 took.push(handed);
@@ -250,7 +284,7 @@ impl Swapped {
         for (name, bytes) in &window.devices {
             let mut taken = 0;
             left.retain(|block| {
-                let spare = spare.get_mut(&shape(*block)).filter(|_| block.2);
+                let spare = spare.get_mut(&shape(*block)).filter(|_| block.2 != Own);
                 let is_kept = spare.as_ref().is_some_and(|spare| **spare == 0);
                 let comes = uuid(block.0) == *name && taken + block.1 <= *bytes && !is_kept;
                 if comes {
@@ -308,7 +342,8 @@ fn blocks(random: &mut fastrand::Rng, sizes: &[u64]) -> Vec<Block> {
     let count = random.usize(..60);
     let block = |random: &mut fastrand::Rng| {
         let size = sizes[random.usize(..sizes.len())] * MIB;
-        (random.usize(..2), size, random.u8(..4) > 0)
+        let kind = [ByAddress, ByAddress, ByHandle, Own][random.usize(..4)];
+        (random.usize(..2), size, kind)
     };
     (0..count).map(|_| block(random)).collect()
 }
@@ -325,16 +360,33 @@ fn whatever_changes_hands_no_device_holds_more_than_it_may_and_all_comes_to_an_e
         let window = 64 * MIB * random.u64(1..4);
         // All of it fits in the end.
         let all: u64 = coming.iter().flatten().map(|block| block.1).sum();
-        let mut swapped = Swapped::new(leaving, coming, window, all);
+        let hand_over = [HandOver::Plain, HandOver::All, HandOver::Nothing][random.usize(..3)];
+        let mut swapped = Swapped::with(hand_over, leaving, coming, window, all);
         swapped.run(&mut random);
         assert!(swapped.most_at_hand <= MOST, "seed {seed}");
     }
 }
 
 #[test]
+fn what_was_asked_for_by_handle_changes_hands_only_where_all_may() {
+    // Processes tell of all they have in every answer, whatever is to change hands.
+    let block = |at: usize| (0, 64 * MIB, if at.is_multiple_of(2) { ByAddress } else { ByHandle });
+    let all = vec![(0..120).map(block).collect::<Vec<_>>()];
+    let handed = |hand_over| {
+        let mut swapped = Swapped::with(hand_over, all.clone(), all.clone(), 256 * MIB, 0);
+        in_step(&mut swapped);
+        swapped.handed
+    };
+    assert_eq!(handed(HandOver::Nothing), 0);
+    assert!((50..=60).contains(&handed(HandOver::Plain)), "{}", handed(HandOver::Plain));
+    assert!(handed(HandOver::All) > 100, "{}", handed(HandOver::All));
+}
+
+#[test]
 fn of_two_that_are_alike_most_changes_hands() {
     for size in [2, 20, 64] {
-        let all = vec![vec![(0, size * MIB, true); 200], vec![(1, size * MIB, true); 200]];
+        let all =
+            vec![vec![(0, size * MIB, ByAddress); 200], vec![(1, size * MIB, ByAddress); 200]];
         let window = 20 * size * MIB;
         let mut swapped = Swapped::new(all.clone(), all, window, window);
         swapped.run(&mut fastrand::Rng::with_seed(size));
@@ -383,7 +435,7 @@ const GIB: u64 = 1024 * MIB;
 fn however_much_is_free_all_that_is_alike_changes_hands_but_a_window() {
     for (size, window) in [(512 * MIB, GIB), (512 * MIB, 2 * GIB), (20 * MIB, 256 * MIB)] {
         for free in [window, 100 * GIB] {
-            let all = vec![vec![(0, size, true); 96]];
+            let all = vec![vec![(0, size, ByAddress); 96]];
             let mut swapped = Swapped::new(all.clone(), all, window, free);
             let idle = in_step(&mut swapped);
             let most = 96 - usize::try_from(window / size).unwrap();
@@ -396,7 +448,7 @@ fn however_much_is_free_all_that_is_alike_changes_hands_but_a_window() {
 #[test]
 fn small_tenants_hand_over_most_of_what_they_have_with_the_usual_window_too() {
     for (size, count) in [(2, 192), (16, 24), (32, 12), (64, 6)] {
-        let all = vec![vec![(0, size * MIB, true); count]];
+        let all = vec![vec![(0, size * MIB, ByAddress); count]];
         let mut swapped = Swapped::new(all.clone(), all, 256 * MIB, 640 * MIB);
         let idle = in_step(&mut swapped);
         assert!(swapped.handed * 5 >= count * 4, "{size}: {} of {count}", swapped.handed);
@@ -406,7 +458,7 @@ fn small_tenants_hand_over_most_of_what_they_have_with_the_usual_window_too() {
 
 #[test]
 fn where_nothing_else_is_free_all_that_is_alike_changes_hands() {
-    let all = vec![vec![(0, 64 * MIB, true); 60]];
+    let all = vec![vec![(0, 64 * MIB, ByAddress); 60]];
     let mut swapped = Swapped::new(all.clone(), all, 256 * MIB, 0);
     let idle = in_step(&mut swapped);
     assert_eq!((swapped.handed, idle.out), (60, 0));
@@ -414,7 +466,7 @@ fn where_nothing_else_is_free_all_that_is_alike_changes_hands() {
 
 #[test]
 fn several_processes_on_several_devices_hand_over_what_they_have_alike() {
-    let blocks = |device, count| vec![(device, 64 * MIB, true); count];
+    let blocks = |device, count| vec![(device, 64 * MIB, ByAddress); count];
     // Two processes on one device, and one on another, in another order and in other parts.
     let out = vec![blocks(0, 40), blocks(1, 60), blocks(0, 20)];
     let back = vec![blocks(1, 60), blocks(0, 30), blocks(0, 30)];
@@ -430,8 +482,8 @@ fn several_processes_on_several_devices_hand_over_what_they_have_alike() {
 
 #[test]
 fn whatever_else_they_have_what_both_have_alike_changes_hands() {
-    let alike = |count| vec![(0, 64 * MIB, true); count];
-    let others = |size, count| vec![(0, size * MIB, false); count];
+    let alike = |count| vec![(0, 64 * MIB, ByAddress); count];
+    let others = |size, count| vec![(0, size * MIB, Own); count];
     let mixed = |one: Vec<Block>, two: Vec<Block>| {
         let mut all: Vec<Block> = Vec::new();
         for at in 0..one.len().max(two.len()) {
@@ -466,7 +518,7 @@ fn whatever_else_they_have_what_both_have_alike_changes_hands() {
 
 #[test]
 fn who_leaves_and_hands_nothing_over_holds_up_nobody_who_waits_for_it() {
-    let all = vec![vec![(0, 64 * MIB, true); 60]];
+    let all = vec![vec![(0, 64 * MIB, ByAddress); 60]];
     let mut swapped = Swapped::new(all.clone(), all, 256 * MIB, 100 * GIB);
     swapped.hands_nothing = true;
     let idle = in_step(&mut swapped);
@@ -480,7 +532,7 @@ fn who_leaves_and_hands_nothing_over_holds_up_nobody_who_waits_for_it() {
 fn who_refuses_what_was_anothers_is_handed_no_more_of_it() {
     for seed in 0..200 {
         let mut random = fastrand::Rng::with_seed(seed);
-        let all = vec![vec![(0, 2 * MIB, true); 300], vec![(1, 2 * MIB, true); 300]];
+        let all = vec![vec![(0, 2 * MIB, ByAddress); 300], vec![(1, 2 * MIB, ByAddress); 300]];
         let mut swapped = Swapped::new(all.clone(), all, 16 * MIB, 16 * MIB);
         swapped.refuses = true;
         swapped.run(&mut random);
@@ -491,7 +543,7 @@ fn who_refuses_what_was_anothers_is_handed_no_more_of_it() {
 
 #[test]
 fn numbers_that_nobody_can_mean_end_in_no_sum_and_answers_without_end_in_the_rest() {
-    let most = (0, u64::MAX, true);
+    let most = (0, u64::MAX, ByAddress);
     let free = [(0, u64::MAX)].into();
     let needs = vec![deltas(&[(0, u64::MAX)].into(), &free); 3];
     let shapes = vec![(shape(most), u32::MAX); 1];
@@ -500,7 +552,12 @@ fn numbers_that_nobody_can_mean_end_in_no_sum_and_answers_without_end_in_the_res
         .map(|devices| Needed { devices: devices.clone(), shapes: shapes.clone() })
         .collect();
     let gives = vec![shapes; 3];
-    let mut plan = Exchange::new(Some(MIB), &needs, &needs).with_hand_over(&gives, &needed, MOST);
+    let mut plan = Exchange::new(Some(MIB), &needs, &needs).with_hand_over(
+        HandOver::Plain,
+        &gives,
+        &needed,
+        MOST,
+    );
     assert_eq!(plan.total_bytes(), u64::MAX);
     let (mut stages, mut told) = (0, VecDeque::new());
     loop {
@@ -529,7 +586,8 @@ fn numbers_that_nobody_can_mean_end_in_no_sum_and_answers_without_end_in_the_res
 
 #[test]
 fn nothing_changes_hands_where_nothing_is_alike_or_a_tenant_comes_no_more() {
-    let (out, back) = (vec![vec![(0, 4 * MIB, true); 50]], vec![vec![(0, 2 * MIB, true); 100]]);
+    let (out, back) =
+        (vec![vec![(0, 4 * MIB, ByAddress); 50]], vec![vec![(0, 2 * MIB, ByAddress); 100]]);
     let mut swapped = Swapped::new(out.clone(), back, 16 * MIB, 16 * MIB);
     swapped.run(&mut fastrand::Rng::with_seed(1));
     assert_eq!(swapped.handed, 0);
@@ -549,7 +607,7 @@ fn nothing_changes_hands_where_nothing_is_alike_or_a_tenant_comes_no_more() {
 
 #[test]
 fn little_that_is_alike_makes_no_small_stages_of_all_the_rest() {
-    let large = |size| (0, size, true);
+    let large = |size| (0, size, ByAddress);
     let both = |other| [vec![large(2 * MIB); 10], vec![large(other); 60]].concat();
     let (here, away) = (both(20 * MIB), both(22 * MIB));
     let mut swapped = Swapped::new(vec![here], vec![away], 256 * MIB, 4 << 30);
@@ -560,7 +618,7 @@ fn little_that_is_alike_makes_no_small_stages_of_all_the_rest() {
 #[test]
 fn allocations_of_which_the_usual_window_has_no_room_for_two_move_by_larger_ones() {
     const GIB: u64 = 1 << 30;
-    let blocks = |size_bytes, count| vec![vec![(0, size_bytes, true); count]];
+    let blocks = |size_bytes, count| vec![vec![(0, size_bytes, ByAddress); count]];
     let window = |size_bytes: u64, count: usize, hands_over: bool| {
         let free = BTreeMap::new();
         let leaving = blocks(size_bytes, count);
@@ -570,7 +628,7 @@ fn allocations_of_which_the_usual_window_has_no_room_for_two_move_by_larger_ones
         let needed = Needed { devices: gives[0].clone(), shapes: shapes[0].clone() };
         let mut plan = Exchange::new(None, &gives, &gives);
         if hands_over {
-            plan = plan.with_hand_over(&shapes, &[needed], MOST);
+            plan = plan.with_hand_over(HandOver::Plain, &shapes, &[needed], MOST);
         }
         plan.widened(size_bytes).window_bytes()
     };
