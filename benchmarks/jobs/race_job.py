@@ -51,6 +51,8 @@ HOLDER = str(common.JOBS / "race_memory.py")
 END_S = 6.0
 #: Rounds of each kind of change.
 KINDS = (("all", 4), ("nothing", 3), ("tenth", 3), ("scattered", 3), ("zero", 3))
+#: Has a pause give memory back while it saves.
+EARLY = "--early-release"
 #: Seconds for one pause or resume.
 CHANGE_S = 60.0
 #: Of what the kernel calls available, what the contents of all tenants of a case may take.
@@ -162,10 +164,10 @@ class Race:
             self.phases.add(f"{self.case}.{words[0]}.{report.get('action', '?')}", report)
         return told
 
-    def pause_and_resume(self, ranks: Ranks, series: str) -> list[dict[str, Any]]:
-        """One pause, one resume right behind it, and the contents after it; what the command said of both."""
+    def pause_and_resume(self, ranks: Ranks, series: str, *words: str) -> list[dict[str, Any]]:
+        """One pause, with `words`, one resume right behind it, and the contents after it; what the command said of both."""
         tenant = str(ranks.tenant)
-        told = [self.command(ranks, action, tenant) for action in ("pause", "resume")]
+        told = [self.command(ranks, *each) for each in (("pause", tenant, *words), ("resume", tenant))]
         for action, each in zip(("pause", "resume"), told, strict=True):
             self.result.sample(f"{series}_{action}_s", each["wall_s"])
         wrong = sum(ranks.call("wrong", self.left(30)))
@@ -244,6 +246,13 @@ class Race:
                 rows = dict.fromkeys(ranks.pids.values(), "GPU 0")
                 title = f"Pause and resume of {size / GIB:.0f} GiB, everything rewritten: milliseconds"
                 self.data["timelines"].append(race_figures.pause_and_resume(title, told_both, rows))
+        self.data["sizes"]["kept_early"] = size
+        try:
+            for _ in range(KINDS[0][1]):
+                self.write(ranks, "all")
+                self.pause_and_resume(ranks, "kept_early", EARLY)
+        except Skipped as skipped:
+            self.skip("kept released early", str(skipped))
         self.data["kept_stats"] = host_bytes(cli.sublet("stats", tenant, "--json", timeout_s=20))
         self.stop(ranks)
 
@@ -312,11 +321,16 @@ class Race:
         self.pinned(plain, "pinned_every")
         self.stop(plain)
         ranks = self.hold("every", size, self.gpus)
-        self.data["sizes"]["every"] = size
+        self.data["sizes"].update({"every": size, "every_early": size})
         self.pause_and_resume(ranks, "every_first")
-        for _ in range(4):
-            self.write(ranks, "all")
-            self.pause_and_resume(ranks, "every")
+        try:
+            for _ in range(4):
+                self.write(ranks, "all")
+                self.pause_and_resume(ranks, "every")
+                self.write(ranks, "all")
+                self.pause_and_resume(ranks, "every_early", EARLY)
+        except Skipped as skipped:
+            self.skip("every released early", str(skipped))
         self.stop(ranks)
 
     def case_links(self) -> None:
@@ -350,9 +364,9 @@ class Race:
         given = ["--kept-gb", str(self.args.tag_gb), "--discarded-gb", str(2 * self.args.tag_gb), "--change"]
         args = saver_job.parse([*given, "--cycles", "3", "--saver-cycles", "1", "--deadline", str(self.args.deadline)])
         needs_torch()
-        for way in ("sublet", "retained", "saver"):
+        for way in ("sublet", "early", "retained", "saver"):
             label = f"saver_{way}"
-            if way != "sublet" and not has_rival():
+            if way not in saver_job.OURS and not has_rival():
                 self.skip(label, "no wheel of torch_memory_saver is in the bundle, and it is not installed")
                 continue
             facts = saver_job.start(args, self.work, way).finish(self.result, self.left(), prefix=label)
@@ -430,12 +444,12 @@ class Case:
 
 CASES = (
     Case("pinned", Race.case_pinned, 10, 90),
-    Case("kept", Race.case_kept, 20, 110),
+    Case("kept", Race.case_kept, 25, 120),
     Case("prepared", Race.case_prepared, 10, 60),
     Case("swap", Race.case_swap, 20, 80),
     Case("every", Race.case_every, 15, 60, 2),
     Case("nccl", Race.case_nccl, 60, 180, 2),
-    Case("saver", Race.case_saver, 60, 120),
+    Case("saver", Race.case_saver, 75, 150),
     Case("checkpoint", Race.case_checkpoint, 35, 120),
     Case("links", Race.case_links, 30, 120, 2),
 )

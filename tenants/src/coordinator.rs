@@ -90,11 +90,17 @@ pub struct Options {
     /// Does a pause give a tenant up, of which a process that others wait for waits for device memory itself? Else it waits for that too, for as
     /// long as for the cut.
     pub passes_by_memory_waits: bool,
+    /// Does a pause give memory back while the rest is still saved? All host memory and disk space for that is taken before, and
+    /// the first that is given back is its point of no return. Else that comes when all is saved.
+    pub early_release: bool,
     /// Which memory the action is about.
     pub scope: Scope,
     /// Who takes part.
     pub takes_part: TakesPart,
 }
+
+/// Do pauses that do not say it themselves release early?
+const EARLY_RELEASE: &str = "SUBLET_EARLY_RELEASE";
 
 /// Which members of a tenant take part in a pause or resume.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -120,6 +126,7 @@ pub enum LostImports {
     LeaveOut,
 }
 
+/// What the environment says (`SUBLET_EARLY_RELEASE`), besides.
 impl Default for Options {
     fn default() -> Self {
         Self {
@@ -133,6 +140,7 @@ impl Default for Options {
             lost_imports: LostImports::default(),
             interrupt: None,
             passes_by_memory_waits: false,
+            early_release: std::env::var_os(EARLY_RELEASE).is_some_and(|word| word == "1"),
             scope: Scope::Whole,
             takes_part: TakesPart::Everybody,
         }

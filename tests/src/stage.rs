@@ -70,6 +70,7 @@ impl Stage {
             "SUBLET_LOG",
             "SUBLET_HOST_BYTES_MAX",
             "SUBLET_PREPARE",
+            "SUBLET_EARLY_RELEASE",
             "SUBLET_BUDGET",
             "SUBLET_NCCL_AWAY",
             "SUBLET_CLASS",

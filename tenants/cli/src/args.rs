@@ -175,6 +175,10 @@ pub(crate) struct PauseArgs {
     pub(crate) tenant: TenantName,
     #[command(flatten)]
     pub(crate) tags: TagArgs,
+    /// Give memory back while the rest is still saved, so that the driver clears it meanwhile and not beside whoever comes next;
+    /// the pause cannot be called off any more once it has begun to save
+    #[arg(long)]
+    pub(crate) early_release: bool,
     /// Time for each phase, such as 500ms, 30s or 2m; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) timeout: Option<Duration>,

@@ -39,7 +39,9 @@ pub(crate) fn pause(
     if scope == Scope::Whole {
         switching::stays_away(&run_dir, &args.tenant);
     }
-    let options = Options { scope, ..options(args.timeout, &signals::watch()?) };
+    let usual = options(args.timeout, &signals::watch()?);
+    let early_release = args.early_release || usual.early_release;
+    let options = Options { scope, early_release, ..usual };
     let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
     let result = {
         let mut progress = Progress::start();
@@ -750,6 +752,7 @@ lost: process 11 in step 'release memory': it hung up
         let tenant = TenantName::new("train").unwrap();
         let args = |json| PauseArgs {
             tenant: tenant.clone(),
+            early_release: false,
             tags: crate::args::TagArgs::default(),
             timeout: None,
             trace: None,

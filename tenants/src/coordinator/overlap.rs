@@ -300,9 +300,14 @@ fn send(
     }
 }
 
+/// What so many bytes take to move, at the slowest.
+pub(super) fn moving_time(bytes: u64) -> Duration {
+    Duration::from_secs(bytes / SLOWEST_BYTES_PER_SECOND)
+}
+
 /// By what all of it takes: one that has less to move than others waits for them between its orders.
 fn timeout_of(session: &Session<'_>, phase: Phase, bytes: u64) -> Timeout {
-    let moving = Duration::from_secs(bytes / SLOWEST_BYTES_PER_SECOND);
+    let moving = moving_time(bytes);
     let answer = session.options.timeout.unwrap_or(phase.timeout() + moving);
     let silence = answer.max(phase.timeout() + moving);
     Timeout { answer: answer + session.options.reply_margin, silence }

@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::{ClassBytes, Copies};
 
+use super::exchange::totals;
 use super::lending::Patience;
+use super::overlap::moving_time;
 use super::peers::{Answer, Peers, Question, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Report, Step};
 use super::shortage::short_devices;
@@ -34,6 +36,13 @@ impl Plan {
     pub(super) fn new(action: Action, manner: Manner) -> Self {
         let phases = |stage| action.phases(stage, manner);
         Self { action, prepare: phases(Stage::Prepare), commit: phases(Stage::Commit) }
+    }
+
+    /// A pause by one stage, which releases while it saves.
+    fn of_early_release() -> Self {
+        let mut plan = Self::new(Action::Pause, Manner { by_stages: true, ..Manner::default() });
+        plan.commit.retain(|phase| !phase.is_staged());
+        plan
     }
 }
 
@@ -221,7 +230,9 @@ impl<'a> Session<'a> {
         action: Action,
         members: Vec<usize>,
     ) -> Result<Report, CoordinatorError> {
-        let plan = Plan::new(action, self.manner(false));
+        let is_early = action == Action::Pause && self.options.early_release;
+        let plan =
+            if is_early { Plan::of_early_release() } else { Plan::new(action, self.manner(false)) };
         let started = Instant::now();
         let mut report = self.new_report(action);
         if let Err(stop) = self.prepare(&plan, &members, &mut report) {
@@ -231,7 +242,15 @@ impl<'a> Session<'a> {
             }
             return Err(error);
         }
-        self.commit(&plan.commit, members, &mut report);
+        let saving = if is_early {
+            // Of no use to readers of the report.
+            self.take_shapes(&mut report, &members);
+            let said = self.last_said(&report, &members);
+            moving_time(totals(said.iter().flatten()).into_values().fold(0, u64::saturating_add))
+        } else {
+            Duration::ZERO
+        };
+        self.commit(&plan.commit, members, saving, &mut report);
         report.wall_us = micros(started.elapsed());
         self.note_latecomers(&mut report);
         self.note_nothing_of_nccl(&mut report);
@@ -284,7 +303,7 @@ impl<'a> Session<'a> {
         let mut plan = Plan::new(Action::Resume, self.manner(true));
         plan.prepare.retain(|phase| !phase.is_staged());
         self.take_all(&plan.prepare, Action::Resume, members, report)?;
-        self.commit(&plan.commit, members.to_vec(), report);
+        self.commit(&plan.commit, members.to_vec(), Duration::ZERO, report);
         Ok(())
     }
 
@@ -330,12 +349,25 @@ impl<'a> Session<'a> {
         if dead.is_empty() { Ok(()) } else { Err(Stop::Failed(dead)) }
     }
 
-    /// All phases that cannot be undone, of whoever is not lost on the way.
-    fn commit(&mut self, phases: &[Phase], members: Vec<usize>, report: &mut Report) {
+    /// All phases that cannot be undone, of whoever is not lost on the way. The first saves what takes `saving` at the slowest.
+    fn commit(
+        &mut self,
+        phases: &[Phase],
+        members: Vec<usize>,
+        mut saving: Duration,
+        report: &mut Report,
+    ) {
         let mut left = members;
         for &phase in phases {
             let began = Instant::now();
-            let result = self.phase_step(phase, &left, OnFailure::WaitForAll);
+            let usual = self.options.phase_timeout(phase);
+            let timeout = match std::mem::take(&mut saving) {
+                Duration::ZERO => usual,
+                // However little was asked for: there is no way back, and who saves is not lost.
+                saving => usual.max(phase.timeout() + saving),
+            };
+            let question = self.question_within(phase, timeout);
+            let result = self.step(&question, &left, timeout, OnFailure::WaitForAll);
             left.retain(|index| !result.failures.iter().any(|(failed, _)| failed == index));
             let StepResult { done, failures } = result;
             report.add(self.summary(phase, began.elapsed(), done));
@@ -562,11 +594,12 @@ impl<'a> Session<'a> {
 
     /// `phase` as part of this pause or resume.
     fn question(&self, phase: Phase) -> TakePhase {
-        TakePhase {
-            round: self.round,
-            order: phase.order(&self.told()),
-            timeout_ms: millis(self.options.phase_timeout(phase)),
-        }
+        self.question_within(phase, self.options.phase_timeout(phase))
+    }
+
+    fn question_within(&self, phase: Phase, timeout: Duration) -> TakePhase {
+        let order = phase.order(&self.told());
+        TakePhase { round: self.round, order, timeout_ms: millis(timeout) }
     }
 
     pub(super) fn phase_step(

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_gettime};
 use serde::Serialize;
-use vmm_pool::Contents;
+use vmm_pool::{Contents, KeptBytes};
 
 use crate::coordinator::{Coordinator, Options, TenantStats};
 use crate::identity::TenantName;
@@ -212,8 +212,9 @@ fn standing_of(stats: &TenantStats) -> Standing {
 
 /// Of what the last pause kept, in thousandths, what it did not copy.
 fn unchanged_share(member: &MemberStats) -> u64 {
-    let saved = member.last_pause.iter().find(|(phase, _)| *phase == Phase::Save);
-    let Some(kept) = saved.and_then(|(_, report)| report.kept) else { return 0 };
+    // By stages, several have saved something.
+    let kept = member.last_pause.iter().filter_map(|(_, report)| report.kept);
+    let Some(kept) = kept.reduce(KeptBytes::plus) else { return 0 };
     let spared = kept.zero_bytes.saturating_add(kept.unchanged_bytes);
     let share = u128::from(spared) * 1000 / u128::from(kept.total_bytes().max(1));
     u64::try_from(share).unwrap_or(0)

@@ -1,6 +1,6 @@
 //! A context that is lost: from one call on, the driver refuses everything with the same code.
 
-use tenants::coordinator::CoordinatorError;
+use tenants::coordinator::{CoordinatorError, Outcome};
 use tenants::wire::{Action, MemberState};
 use vmm_pool::driver::DriverCode;
 use vmm_pool::driver::sim::FaultSpan;
@@ -46,4 +46,41 @@ fn a_context_that_is_lost_before_or_in_a_pause_is_named_and_its_process_faulted(
 fn a_context_that_is_lost_in_a_resume_is_named_and_its_process_faulted() {
     lose_context_at(Action::Resume, 1, DriverCode::LAUNCH_FAILED);
     lose_context_at(Action::Resume, 15, DriverCode::ILLEGAL_ADDRESS);
+}
+
+/// Behind its first release a pause goes on without the one whose context is lost.
+#[test]
+fn a_context_that_is_lost_in_a_pause_that_releases_early_costs_nobody_else_anything() {
+    let mut lost_behind = 0;
+    for nth in (1..).step_by(3) {
+        let what = format!("the context lost at call {nth}");
+        let stage = Stage::with_early_release();
+        let before = stage.faults(0).calls_total();
+        stage.faults(0).fail_any(FaultSpan::From(nth), DriverCode::LAUNCH_FAILED);
+        let outcome = stage.act(Action::Pause);
+        let is_met = stage.faults(0).calls_total() - before >= nth;
+        let states = stage.states();
+        if !is_met {
+            assert_eq!(states, [MemberState::Paused; 2], "{what}: {outcome:?}");
+            break;
+        }
+        match &outcome {
+            Err(error) => {
+                assert!(error.to_string().contains("its CUDA context is lost"), "{what}: {error}");
+            }
+            Ok(Outcome::Completed(report)) if !report.losses.is_empty() => {
+                lost_behind += 1;
+                let text = report.losses[0].to_string();
+                assert!(text.contains("its CUDA context is lost"), "{what}: {text}");
+            }
+            // All of it was saved, and what the driver did not take back is in the notes.
+            Ok(_) => assert_eq!(states, [MemberState::Paused; 2], "{what}: {outcome:?}"),
+        }
+        match states[1] {
+            MemberState::Active => stage.assert_contents_of(&[1], &what),
+            MemberState::Paused => {}
+            state => panic!("{what}: the other is {state:?}: {outcome:?}"),
+        }
+    }
+    assert!(lost_behind > 0);
 }

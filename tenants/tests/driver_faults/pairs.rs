@@ -50,14 +50,13 @@ fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-fn some_pairs(action: Action) {
+fn some_pairs(stage: &Stage, action: Action) {
     let seed = variable("SUBLET_FAULT_SEED").and_then(|text| text.parse().ok());
     let seed = seed.unwrap_or_else(|| fastrand::u64(..));
-    let stage = Stage::new();
     if action == Action::Resume {
         stage.must(Action::Pause);
     }
-    let calls = all_calls(calls_in(&stage, action));
+    let calls = all_calls(calls_in(stage, action));
     if action == Action::Pause {
         stage.must(Action::Resume);
     }
@@ -65,7 +64,7 @@ fn some_pairs(action: Action) {
         if action == Action::Resume {
             stage.must(Action::Pause);
         }
-        check(&stage, action, first, second, seed);
+        check(stage, action, first, second, seed);
     };
     let wanted = variable("SUBLET_FAULT_PAIRS");
     if wanted.as_deref() == Some("all") {
@@ -84,10 +83,15 @@ fn some_pairs(action: Action) {
 
 #[test]
 fn any_two_calls_of_a_pause_may_fail_and_the_next_command_puts_all_right() {
-    some_pairs(Action::Pause);
+    some_pairs(&Stage::new(), Action::Pause);
 }
 
 #[test]
 fn any_two_calls_of_a_resume_may_fail_and_the_next_command_puts_all_right() {
-    some_pairs(Action::Resume);
+    some_pairs(&Stage::new(), Action::Resume);
+}
+
+#[test]
+fn any_two_calls_of_a_pause_that_releases_early_may_fail_and_the_next_command_puts_all_right() {
+    some_pairs(&Stage::with_early_release(), Action::Pause);
 }

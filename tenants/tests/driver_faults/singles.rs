@@ -53,8 +53,7 @@ pub(crate) fn fail_one(
 }
 
 /// Fails each call of a pause in turn, in `member`.
-fn pauses(member: usize) {
-    let stage = Stage::new();
+fn pauses(stage: Stage, member: usize) {
     for nth in 1.. {
         let met = fail_one(&stage, Action::Pause, &Scope::Whole, member, nth);
         stage.must(Action::Resume);
@@ -69,12 +68,22 @@ fn pauses(member: usize) {
 
 #[test]
 fn any_call_of_a_pause_may_fail_and_the_tenant_is_active_or_paused_with_its_contents() {
-    pauses(0);
+    pauses(Stage::new(), 0);
 }
 
 #[test]
 fn any_call_of_a_pause_may_fail_in_the_second_process_too() {
-    pauses(1);
+    pauses(Stage::new(), 1);
+}
+
+#[test]
+fn any_call_of_a_pause_that_releases_early_may_fail_and_nothing_is_lost() {
+    pauses(Stage::with_early_release(), 0);
+}
+
+#[test]
+fn any_call_of_a_pause_that_releases_early_may_fail_in_the_second_process_too() {
+    pauses(Stage::with_early_release(), 1);
 }
 
 /// Fails each call of a resume in turn, in `member`.

@@ -42,6 +42,8 @@ pub(crate) struct Stage {
     seeds: u64,
     resident: Vec<u64>,
     census: Vec<Census>,
+    /// Pauses release while they save.
+    pub(crate) early_release: bool,
     _place: Place,
 }
 
@@ -75,6 +77,13 @@ pub(crate) fn config(run_dir: &RunDir) -> MemberConfig {
 }
 
 impl Stage {
+    /// As [`Stage::new`], and pauses release while they save.
+    pub(crate) fn with_early_release() -> Self {
+        let mut stage = Self::new();
+        stage.early_release = true;
+        stage
+    }
+
     /// Both members with all their memory, after one whole pause and resume.
     pub(crate) fn new() -> Self {
         let place = Place::new(&[CAPACITY_BYTES; 2]).expect("a place");
@@ -90,6 +99,7 @@ impl Stage {
             seeds: 0,
             resident: Vec::new(),
             census: Vec::new(),
+            early_release: false,
             _place: place,
         };
         (0..2).for_each(|member| stage.fill(member));
@@ -194,7 +204,8 @@ impl Stage {
 
     /// As [`Stage::act`], on a part of the memory.
     pub(crate) fn act_on(&self, action: Action, scope: Scope) -> Result<Outcome, CoordinatorError> {
-        let options = Options { timeout: Some(PHASE_TIMEOUT), scope, ..Options::default() };
+        let (timeout, early_release) = (Some(PHASE_TIMEOUT), self.early_release);
+        let options = Options { timeout, early_release, scope, ..Options::default() };
         let mut coordinator = Coordinator::new(self.run_dir.clone(), tenant(), options);
         match action {
             Action::Pause => coordinator.pause(&mut |_| {}),

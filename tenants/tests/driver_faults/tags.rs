@@ -6,8 +6,7 @@ use crate::singles::fail_one;
 use crate::stage::{Stage, by_tag};
 
 /// Fails each call of a pause by tag in turn, in `member`.
-fn pauses(member: usize) {
-    let stage = Stage::new();
+fn pauses(stage: Stage, member: usize) {
     for nth in 1.. {
         let met = fail_one(&stage, Action::Pause, &by_tag(), member, nth);
         let what = format!("pause by tag, call {nth} of member {member}");
@@ -28,12 +27,17 @@ fn pauses(member: usize) {
 
 #[test]
 fn any_call_of_a_pause_by_tag_may_fail_and_the_processes_run_on() {
-    pauses(0);
+    pauses(Stage::new(), 0);
 }
 
 #[test]
 fn any_call_of_a_pause_by_tag_may_fail_in_the_second_process_too() {
-    pauses(1);
+    pauses(Stage::new(), 1);
+}
+
+#[test]
+fn any_call_of_a_pause_by_tag_that_releases_early_may_fail_and_the_processes_run_on() {
+    pauses(Stage::with_early_release(), 0);
 }
 
 /// Fails each call of a resume by tag in turn, in `member`.

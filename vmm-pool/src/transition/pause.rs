@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::links::Through;
 use super::quiesced::{Done, Failed, Quiesced};
-use super::save::Space;
+use super::save::{Behind, Space};
 use super::still::Still;
 use crate::AllocationId;
 use crate::driver::Driver;
@@ -91,7 +91,7 @@ impl<D: Driver> Leaving<D> {
         let budget = budget(self.quiesced.host_demand(&self.selection));
         let (survey, space) = (self.quiesced.seen(), Space::Take(budget));
         let still = Still::drained(&self.quiesced);
-        still.save(&self.selection, survey, copies, space, Through::TwoLinks)
+        still.save(Behind::Keeps(&self.selection), survey, copies, space, Through::TwoLinks)
     }
 
     /// Maps everything again.

@@ -1,8 +1,11 @@
 //! The point of no return of a pause, and the undo of a resume: memory given back to the driver.
 
+use std::collections::HashSet;
+
 use super::handover::{Handed, Shapes};
 use super::mappings::is_import_of;
 use super::still::Still;
+use crate::VirtualHandle;
 use crate::deferred::Physical;
 use crate::driver::{Driver, RawHandle};
 use crate::error::{Describe, PoolResult};
@@ -10,7 +13,64 @@ use crate::journal::StepLog;
 use crate::ledger::{Row, Selection};
 use crate::store::{Store, Used};
 
+/// What is given back between two groups of copies, beside one allocation more. The driver takes a millisecond and a half for 2 GiB,
+/// and copies take five for a group: so none waits for it, also where much goes that nobody saves.
+const BETWEEN_BYTES: u64 = 2 << 30;
+
+/// Memory of a selection is given back while other contents of it are still on their way, behind the point of no return.
+#[derive(Debug)]
+pub(super) struct Meanwhile<'a> {
+    selection: &'a Selection,
+    /// What was imported has gone.
+    without_imports: bool,
+    /// The driver has refused something: the rest is for the end.
+    is_refused: bool,
+}
+
+impl<'a> Meanwhile<'a> {
+    pub(super) fn new(selection: &'a Selection) -> Self {
+        Self { selection, without_imports: false, is_refused: false }
+    }
+
+    pub(super) fn selection(&self) -> &'a Selection {
+        self.selection
+    }
+}
+
 impl<D: Driver> Still<'_, D> {
+    /// Gives some of that back of which nothing is lost: imports, what nobody keeps, and what is saved by now. What the driver refuses
+    /// is left to [`Still::release_selected`], which says so.
+    pub(super) fn give_back_meanwhile(&self, log: &mut StepLog, meanwhile: &mut Meanwhile<'_>) {
+        if meanwhile.is_refused {
+            return;
+        }
+        let selection = meanwhile.selection;
+        if !meanwhile.without_imports {
+            meanwhile.without_imports = true;
+            self.release_unmapped(log, |row| is_import_of(row, selection));
+        }
+        let part: HashSet<VirtualHandle> = {
+            let ledger = self.pool.ledger();
+            let mut bytes = 0;
+            let goes =
+                |row: &&Row| row.is_own() && row.is_resident() && loses_nothing(row, selection);
+            let rows = ledger.rows().filter(goes).take_while(|row| {
+                let is_some = bytes < BETWEEN_BYTES;
+                bytes += row.size_bytes();
+                is_some
+            });
+            rows.map(Row::handle).collect()
+        };
+        let goes = |row: &Row| part.contains(&row.handle()) && loses_nothing(row, selection);
+        let ranges = self.pool.ledger().present_mappings(goes);
+        for range in ranges {
+            meanwhile.is_refused |= self.unmap(log, range).is_err();
+        }
+        drop(self.pool.ledger().call_off_fetching(goes));
+        let handles = self.pool.ledger().take_unmapped(goes);
+        self.release_all(log, handles);
+    }
+
     /// Unmaps and releases what `selection` has of all that was imported from other processes of the tenant.
     ///
     /// # Errors
@@ -56,7 +116,7 @@ impl<D: Driver> Still<'_, D> {
     ) -> PoolResult<(StepLog, Vec<Handed>)> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
-        let chosen = |row: &Row| row.can_leave() && selection.has(row) && row.loses_nothing();
+        let chosen = |row: &Row| loses_nothing(row, selection);
         log.timed("unmap own", |log| {
             // None, unless a step before this one failed half-way.
             self.drop_views(log);
@@ -135,4 +195,9 @@ impl<D: Driver> Still<'_, D> {
         }
         bytes
     }
+}
+
+/// May it leave, of `selection`, and are its contents elsewhere, or nobody's?
+fn loses_nothing(row: &Row, selection: &Selection) -> bool {
+    row.can_leave() && selection.has(row) && row.loses_nothing()
 }

@@ -9,6 +9,7 @@ use std::os::fd::OwnedFd;
 
 use super::file::Filed;
 use super::links::{Quiet, Through};
+use super::release::Meanwhile;
 use super::still::Still;
 use crate::VirtualHandle;
 use crate::copies::CopyStreams;
@@ -67,12 +68,48 @@ impl Plan {
 }
 
 /// Where saving has its host memory and disk space from.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(super) enum Space {
     /// It takes what is missing, within this.
     Take(HostBudget),
-    /// [`Still::hold_space`] has taken all of it.
-    Held,
+    /// [`Still::hold_space`] has taken all of it, and has laid out just this, where that is still known: it takes milliseconds
+    /// where there are a million pieces.
+    Held(Option<Box<[Layout; 2]>>),
+}
+
+impl Space {
+    /// What the next save has.
+    pub(super) fn take(&mut self) -> Self {
+        match self {
+            Self::Take(budget) => Self::Take(*budget),
+            Self::Held(laid_out) => Self::Held(laid_out.take()),
+        }
+    }
+
+    /// The same for a save of something else.
+    pub(super) fn forget_layout(&mut self) {
+        if let Self::Held(laid_out) = self {
+            *laid_out = None;
+        }
+    }
+}
+
+/// What becomes of memory whose contents are saved, while others are still on their way.
+#[derive(Debug)]
+pub(super) enum Behind<'a> {
+    /// It is unmapped and stays, for an undo.
+    Keeps(&'a Selection),
+    /// It is given back, behind the point of no return.
+    GivesBack(Meanwhile<'a>),
+}
+
+impl<'a> Behind<'a> {
+    fn selection(&self) -> &'a Selection {
+        match self {
+            Self::Keeps(selection) => selection,
+            Self::GivesBack(meanwhile) => meanwhile.selection(),
+        }
+    }
 }
 
 /// Neighbours on one device that are copied together.
@@ -112,29 +149,33 @@ impl<D: Driver> Still<'_, D> {
     /// See [`super::Quiesced::save`].
     pub(super) fn save(
         &self,
-        selection: &Selection,
+        mut behind: Behind<'_>,
         survey: &Survey,
         copies: Copies,
         space: Space,
         through: Through,
     ) -> PoolResult<StepLog> {
+        let selection = behind.selection();
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         self.pool.deferred.check_places()?;
         let mut arena = self.pool.arena();
+        let takes = matches!(space, Space::Take(_));
         let [kept, filed] = log.timed("lay out", |log| match space {
             Space::Take(budget) => {
                 self.layouts_within(log, &arena, selection, survey, copies, budget)
             }
-            Space::Held => Ok(self.pool.layouts(selection, survey, copies)),
+            Space::Held(Some(laid_out)) => Ok(*laid_out),
+            Space::Held(None) => Ok(self.pool.layouts(selection, survey, copies)),
         })?;
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
-        let reserved = match space {
-            Space::Take(_) => log.timed("reserve disk", |_| {
+        let reserved = if takes {
+            log.timed("reserve disk", |_| {
                 let copied = filed.placed.iter().flat_map(|placed| &placed.copied);
                 arena.disk.reserve(&merged(copied.map(|extent| extent.place()).collect()))
-            }),
-            Space::Held => Ok(()),
+            })
+        } else {
+            Ok(())
         };
         // From here on a copy counts only if nothing of it changes.
         self.pool.ledger().forget_copies(&kept);
@@ -154,7 +195,7 @@ impl<D: Driver> Still<'_, D> {
             arena.set_nodes(self.pool.nodes_of(&self.pool.devices()));
             arena.begin_growth(end_bytes);
             let kept =
-                self.run_groups(&mut log, selection, &mut arena, &mut streams, &plan, through);
+                self.run_groups(&mut log, &mut behind, &mut arena, &mut streams, &plan, through);
             arena.end_growth();
             kept.and_then(|()| {
                 self.run_to_file(&mut log, &mut arena, &mut streams, &plan.to_file)
@@ -232,7 +273,7 @@ impl<D: Driver> Still<'_, D> {
     fn run_groups(
         &self,
         log: &mut StepLog,
-        selection: &Selection,
+        behind: &mut Behind<'_>,
         arena: &mut HostArena<D>,
         streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
         plan: &Plan,
@@ -247,8 +288,8 @@ impl<D: Driver> Still<'_, D> {
         // unmapped when copies have been seen to end; nobody else has the arena, which keeps its chunks meanwhile.
         unsafe {
             self.with_links(log, through, Way::Out, Quiet::Known, &bytes, |log, haul| match haul {
-                Some(haul) => self.haul_groups(log, selection, arena, plan, haul),
-                None => self.copy_groups(log, selection, arena, streams, plan),
+                Some(haul) => self.haul_groups(log, behind, arena, plan, haul),
+                None => self.copy_groups(log, behind, arena, streams, plan),
             })
         }
     }
@@ -257,21 +298,22 @@ impl<D: Driver> Still<'_, D> {
     fn haul_groups(
         &self,
         log: &mut StepLog,
-        selection: &Selection,
+        behind: &mut Behind<'_>,
         arena: &mut HostArena<D>,
         plan: &Plan,
         (haul, parcel_bytes): (&Haul, u64),
     ) -> PoolResult<()> {
+        let selection = behind.selection();
         let pins = self.pool.pins_of(&self.pool.devices());
         if !plan.groups.is_empty() {
             arena.pin_again(log, pins)?;
         }
         let mut parcels = Parcels::new(parcel_bytes);
         let mut flying: VecDeque<(u64, &Group)> = VecDeque::new();
-        let retire_oldest = |log: &mut StepLog, flying: &mut VecDeque<(u64, &Group)>| {
+        let mut retire_oldest = |log: &mut StepLog, flying: &mut VecDeque<(u64, &Group)>| {
             let Some((number, group)) = flying.pop_front() else { return Ok(()) };
             log.timed("wait for copies", |_| haul.finish(number))?;
-            log.timed("unmap saved", |log| self.retire(log, &group.items))
+            self.leave_behind(log, behind, group)
         };
         let mut imports_unmapped = false;
         for (number, group) in (0..).zip(&plan.groups) {
@@ -304,11 +346,12 @@ impl<D: Driver> Still<'_, D> {
     fn copy_groups(
         &self,
         log: &mut StepLog,
-        selection: &Selection,
+        behind: &mut Behind<'_>,
         arena: &mut HostArena<D>,
         streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
         plan: &Plan,
     ) -> PoolResult<()> {
+        let selection = behind.selection();
         let groups = &plan.groups;
         // Two groups may be in flight on a device; when the third is queued the first is done.
         let mut in_flight: BTreeMap<DeviceOrdinal, Vec<&Group>> = BTreeMap::new();
@@ -344,7 +387,7 @@ impl<D: Driver> Still<'_, D> {
                 imports_unmapped = true;
             }
             if let Some(done) = done {
-                log.timed("unmap saved", |log| self.retire(log, &done.items))?;
+                self.leave_behind(log, behind, done)?;
             }
         }
         if !imports_unmapped {
@@ -355,8 +398,25 @@ impl<D: Driver> Still<'_, D> {
                 log.timed("wait for copies", |_| copies.finish_all())?;
             }
             for group in flying {
-                log.timed("unmap saved", |log| self.retire(log, &group.items))?;
+                self.leave_behind(log, behind, group)?;
             }
+        }
+        Ok(())
+    }
+
+    /// All of `group` is copied.
+    fn leave_behind(
+        &self,
+        log: &mut StepLog,
+        behind: &mut Behind<'_>,
+        group: &Group,
+    ) -> PoolResult<()> {
+        log.timed("unmap saved", |log| self.retire(log, &group.items))?;
+        if let Behind::GivesBack(meanwhile) = behind {
+            log.timed("give back", |log| {
+                self.give_back_meanwhile(log, meanwhile);
+                Ok(())
+            })?;
         }
         Ok(())
     }

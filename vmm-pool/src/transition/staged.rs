@@ -19,14 +19,15 @@ use super::links::Through;
 use super::mappings::is_import_of;
 use super::pause::{Leaving, Undone};
 use super::quiesced::{Done, Failed, Quiesced, Shut};
+use super::release::Meanwhile;
 use super::restore::Room;
 use super::resume::Returning;
-use super::save::Space;
+use super::save::{Behind, Space};
 use super::still::Still;
 use crate::driver::{DeviceOrdinal, Driver};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
-use crate::ledger::{Ledger, Row, Selection, StayReason, Survey};
+use crate::ledger::{Layout, Ledger, Row, Selection, StayReason, Survey};
 use crate::pool::Pool;
 use crate::store::{Copies, HostArena, HostBudget, HostDemand, Store};
 use crate::{AllocationId, VirtualHandle};
@@ -41,7 +42,14 @@ type Picked = (HashSet<VirtualHandle>, HashSet<VirtualHandle>);
 /// memory already.
 type Copied = HashMap<VirtualHandle, u64>;
 
-/// How much [`Departing::release`] copies before it releases that.
+/// What [`Still::hold_space`] has taken room for.
+#[derive(Debug)]
+struct Held {
+    copied: Copied,
+    laid_out: Box<[Layout; 2]>,
+}
+
+/// How much [`Departing::release`] copies before it releases that, where all at once has failed.
 const REST_BYTES: u64 = 2 << 30;
 
 /// What is still to be moved on one device.
@@ -85,7 +93,7 @@ impl Moved {
 #[must_use = "dropping it undoes the pause"]
 pub struct Reserved<D: Driver> {
     leaving: Leaving<D>,
-    copied: Copied,
+    held: Held,
 }
 
 /// Memory of a selection is being released, and there is no way back but a resume. Dropping it leaves the gate shut, with
@@ -99,6 +107,8 @@ pub struct Departing<D: Driver> {
     stuck: HashSet<VirtualHandle>,
     /// Where the next stage has its host memory from: a save that fails gives back what was held.
     space: Space,
+    /// Another tenant may be coming meanwhile.
+    has_stages: bool,
 }
 
 /// Memory of a selection comes back by stages. Dropping it gives that up again, contents kept.
@@ -137,7 +147,7 @@ impl<D: Driver> Quiesced<D> {
             Still::drained(quiesced).hold_space(selection, quiesced.seen(), copies, budget)
         });
         match held {
-            Ok((log, copied)) => Ok((Reserved { leaving, copied }, log)),
+            Ok((log, held)) => Ok((Reserved { leaving, held }, log)),
             Err(error) => Err(Failed::new(leaving, error)),
         }
     }
@@ -157,8 +167,9 @@ impl<D: Driver> Reserved<D> {
     /// The point of no return: memory is released from here on.
     pub fn depart(mut self) -> Departing<D> {
         self.leaving.quiesced.shut_mut().stay_shut();
-        let Self { leaving, copied } = self;
-        Departing { leaving, copied, stuck: HashSet::new(), space: Space::Held }
+        let Self { leaving, held: Held { copied, laid_out } } = self;
+        let space = Space::Held(Some(laid_out));
+        Departing { leaving, copied, stuck: HashSet::new(), space, has_stages: false }
     }
 
     /// As [`Leaving::undo`]: nothing was unmapped, and host memory is given back.
@@ -216,6 +227,7 @@ impl<D: Driver> Departing<D> {
         window: &ByDevice,
         wanted: &Shapes,
     ) -> PoolResult<(Moved, Vec<Handed>)> {
+        self.has_stages = true;
         let picked = self.pick(|device| window.get(&device).copied());
         self.release_picked(picked, wanted)
     }
@@ -231,7 +243,10 @@ impl<D: Driver> Departing<D> {
         let part = Selection::Part(all);
         let survey = self.leaving.quiesced.seen();
         // Which copies stay was settled when host memory was taken.
-        let saved = still.save(&part, survey, Copies::All, self.space, Through::Engine);
+        let behind = Behind::Keeps(&part);
+        self.space.forget_layout();
+        let space = self.space.take();
+        let saved = still.save(behind, survey, Copies::All, space, Through::Engine);
         if saved.is_err() {
             // As much as was agreed on.
             self.space = Space::Take(HostBudget(None));
@@ -254,9 +269,49 @@ impl<D: Driver> Departing<D> {
         self.release_picked(picked, &Shapes::new()).map(|(moved, _none)| moved)
     }
 
-    /// The end of a pause by stages: saves and releases all that is left. What the driver would not copy or let go stays
-    /// on its device with its contents, and is named in the notes. The first result is as that of
-    /// [`super::Prepared::release`].
+    /// All that is left, each part of it released as soon as it is saved. What has gone when that fails is in `all` too.
+    fn release_at_once(&mut self, all: &mut Moved) -> PoolResult<()> {
+        let (saved, others) = self.pick(|_| Some(u64::MAX));
+        let whole: HashSet<VirtualHandle> = saved.union(&others).copied().collect();
+        if whole.is_empty() {
+            return Ok(());
+        }
+        let before = self.resident_of(&whole);
+        let part = Selection::Part(whole);
+        // Beside another tenant that comes, the other links may be in use.
+        let through = if self.has_stages { Through::Engine } else { Through::TwoLinks };
+        let still = Still::drained(&self.leaving.quiesced);
+        let behind = Behind::GivesBack(Meanwhile::new(&part));
+        let survey = self.leaving.quiesced.seen();
+        let space = self.space.take();
+        let outcome = still.save(behind, survey, Copies::All, space, through);
+        if outcome.is_err() {
+            self.space = Space::Take(HostBudget(None));
+        }
+        let outcome = outcome.and_then(|mut log| {
+            let copied_bytes = std::mem::take(&mut log.bytes);
+            log.add(still.release_selected(&part)?);
+            Ok((log, copied_bytes))
+        });
+        let Selection::Part(whole) = part else { return Ok(()) };
+        let after = self.resident_of(&whole);
+        let gone: ByDevice = before
+            .into_iter()
+            .map(|(device, bytes)| (device, bytes - after.get(&device).copied().unwrap_or(0)))
+            .collect();
+        let gone_log = StepLog { bytes: gone.values().sum(), ..StepLog::default() };
+        all.add(Moved { log: gone_log, bytes: gone, ..Moved::default() });
+        let (log, copied_bytes) = outcome?;
+        let log = StepLog { bytes: 0, ..log };
+        all.add(Moved { log, copied_bytes, ..Moved::default() });
+        // What the driver would not let go is noted, and not offered again.
+        self.stuck.extend(whole);
+        Ok(())
+    }
+
+    /// The end of a pause by stages, or of one that releases while it saves: saves and releases all that is left, and each part
+    /// as soon as it is saved. Where that fails, it goes on by smaller parts. What the driver would not copy or let go stays on
+    /// its device with its contents, and is named in the notes. The first result is as that of [`super::Prepared::release`].
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`] when copies are under way that did not end, or the context is lost.
@@ -265,6 +320,13 @@ impl<D: Driver> Departing<D> {
     /// As [`Departing::release_stage`].
     pub fn release(mut self) -> Result<(Done<D>, Moved), Failed<Self>> {
         let mut all = Moved::default();
+        match self.release_at_once(&mut all) {
+            Err(error) if error.poisons_context() || !self.pool().deferred.is_settled() => {
+                return Err(Failed::new(self, error));
+            }
+            Err(error) => tracing::warn!(%error, "what is left is released by parts"),
+            Ok(()) => {}
+        }
         loop {
             let (saved, others) = self.pick(|_| Some(REST_BYTES));
             if saved.is_empty() && others.is_empty() {
@@ -581,7 +643,7 @@ impl<D: Driver> Still<'_, D> {
         survey: &Survey,
         copies: Copies,
         budget: HostBudget,
-    ) -> PoolResult<(StepLog, Copied)> {
+    ) -> PoolResult<(StepLog, Held)> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         let mut arena = self.pool.arena();
@@ -625,6 +687,7 @@ impl<D: Driver> Still<'_, D> {
         }
         let placed = kept.placed.iter().chain(&filed.placed);
         let copied = placed.map(|placed| (placed.row, placed.copied_bytes()));
-        Ok((log, copied.filter(|(_, bytes)| *bytes > 0).collect()))
+        let copied = copied.filter(|(_, bytes)| *bytes > 0).collect();
+        Ok((log, Held { copied, laid_out: Box::new([kept, filed]) }))
     }
 }

@@ -1,7 +1,9 @@
 //! Pauses and resumes by stages: what each moves, and what is left when calls of the driver fail.
 
-use vmm_pool::driver::sim::FaultSpan;
-use vmm_pool::driver::{AccessDesc, DeviceOrdinal, DriverCode, DriverOp, VaRange};
+use std::time::Duration;
+
+use vmm_pool::driver::sim::{FaultSpan, SimNode};
+use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, VaRange};
 use vmm_pool::{ByDevice, Contents, HostBudget, PoolError, PoolResult};
 
 use crate::faults::{Pair, each_fault, peer};
@@ -301,4 +303,87 @@ fn a_process_without_memory_goes_by_stages_too() {
     drop(pool.commit_resume());
     assert_eq!(gate_of(&pool), GateAt::Open);
     assert_eq!(free_bytes(&pool, DeviceOrdinal(0)), CAPACITY_BYTES);
+}
+
+/// Memory of this size is copied by itself.
+const GROUP: u64 = 256 << 20;
+/// What is written of each: its end.
+const WRITTEN: u64 = 2 * UNIT;
+
+/// Five allocations that are copied one after the other, and scratch memory.
+fn large() -> (SimPool, Vec<(VaRange, u64)>) {
+    let pool = pool(&SimNode::private(&[6 * GROUP]).expect("a node"));
+    let rights = [AccessDesc::read_write(DEVICE)];
+    map(&pool, create(&pool, DEVICE, 2, class(Contents::Discard)), 2 * UNIT, &rights);
+    let one = |seed| {
+        let handle = create(&pool, DEVICE, GROUP / UNIT, class(Contents::Keep));
+        let place = map(&pool, handle, GROUP, &rights);
+        let end = VaRange::new(DeviceAddress(place.end().0 - WRITTEN), WRITTEN);
+        write(&pool, DEVICE, end, pattern(seed));
+        (end, seed)
+    };
+    let contents = (0..5).map(one).collect();
+    (pool, contents)
+}
+
+fn large_free_bytes(pool: &SimPool) -> u64 {
+    free_bytes(pool, DEVICE)
+}
+
+#[test]
+fn memory_is_given_back_while_the_rest_is_still_copied() {
+    let (pool, contents) = large();
+    pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
+    let faults = pool.driver().faults();
+    let mut free = vec![large_free_bytes(&pool)];
+    std::thread::scope(|threads| {
+        let mut hold = faults.hold(DriverOp::CopyToHost);
+        let released = threads.spawn(|| pool.release_rest());
+        // Each copy waits until it was looked.
+        while !released.is_finished() {
+            if hold.is_met(Duration::from_millis(20)) {
+                free.push(large_free_bytes(&pool));
+                let next = faults.hold(DriverOp::CopyToHost);
+                drop(hold);
+                hold = next;
+            }
+        }
+        drop(hold);
+        let moved = released.join().expect("no panic").expect("all of it");
+        assert!(moved.log.notes.is_empty(), "{:?}", moved.log.notes);
+        let all_bytes = 5 * GROUP + 2 * UNIT;
+        assert_eq!((moved.bytes[&DEVICE], moved.copied_bytes), (all_bytes, 5 * GROUP));
+        assert_eq!(moved.log.bytes, all_bytes);
+    });
+    // Two are copied while a third waits.
+    assert!(free.last() >= Some(&(3 * GROUP)), "{free:?}");
+    assert_eq!((large_free_bytes(&pool), gate_of(&pool)), (6 * GROUP, GateAt::Offloaded));
+    resume(&pool);
+    assert_holds(&pool, &contents);
+}
+
+#[test]
+fn what_fails_after_some_was_given_back_loses_nothing() {
+    for (op, nth) in [
+        (DriverOp::CopyToHost, 4),
+        (DriverOp::Unmap, 2),
+        (DriverOp::Unmap, 5),
+        (DriverOp::Release, 2),
+    ] {
+        let (pool, contents) = large();
+        pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
+        let faults = pool.driver().faults();
+        faults.fail(op, FaultSpan::Nth(nth), DriverCode::UNKNOWN);
+        let moved = pool.release_rest().expect("there is no way back");
+        faults.clear();
+        assert_eq!(faults.fired(), 1, "{op:?} {nth}");
+        assert_eq!(gate_of(&pool), GateAt::Offloaded, "{op:?} {nth}");
+        let gone: u64 = moved.bytes.values().sum();
+        assert!(gone >= 4 * GROUP, "{op:?} {nth}: {moved:?}");
+        if op == DriverOp::CopyToHost {
+            assert_eq!(large_free_bytes(&pool), 6 * GROUP, "{op:?} {nth}: it was copied again");
+        }
+        resume(&pool);
+        assert_holds(&pool, &contents);
+    }
 }

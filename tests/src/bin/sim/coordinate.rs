@@ -48,6 +48,8 @@ pub(crate) struct Request {
     pub(crate) tenant: TenantName,
     pub(crate) action: Action,
     pub(crate) lost_imports: LostImports,
+    /// Does a pause release while it saves?
+    pub(crate) early_release: bool,
     pub(crate) scope: Scope,
     /// The tenant that comes while this one leaves.
     pub(crate) swap: Option<SwapWith>,
@@ -169,10 +171,12 @@ impl Desk {
             command.args(tags_of(&request.scope).flat_map(|name| ["--out-tag", name]));
             command.args(tags_of(&swap.scope).flat_map(|name| ["--in-tag", name]));
         } else {
-            let [action, _] = words(request);
+            let [action, ..] = words(request);
             let leaves_out =
                 request.action == Action::Resume && request.lost_imports == LostImports::LeaveOut;
+            let is_early = request.action == Action::Pause && request.early_release;
             command.args([action, first]).args(leaves_out.then_some("--without-lost"));
+            command.args(is_early.then_some("--early-release"));
             command.args(tags_of(&request.scope).flat_map(|name| ["--tag", name]));
         }
         command.args(["--timeout", "30s", "--json"]);
@@ -196,7 +200,7 @@ fn tags_of(scope: &Scope) -> impl Iterator<Item = &str> {
     names.into_iter().flatten().map(String::as_str)
 }
 
-fn words(request: &Request) -> [&'static str; 2] {
+fn words(request: &Request) -> [&'static str; 3] {
     let action = match request.action {
         Action::Pause => "pause",
         Action::Resume => "resume",
@@ -205,12 +209,12 @@ fn words(request: &Request) -> [&'static str; 2] {
         LostImports::Refuse => "refuse",
         LostImports::LeaveOut => "leave-out",
     };
-    [action, lost]
+    [action, lost, if request.early_release { "early" } else { "late" }]
 }
 
 /// The child's part: does as its words say, and says `k` when it has succeeded.
 pub(crate) fn run(arguments: &[String]) -> Outcome {
-    let [run_dir, tenant, action, lost, scope, swap] = arguments else {
+    let [run_dir, tenant, action, lost, release, scope, swap] = arguments else {
         return Err(Trouble::new("a coordinator is started by the simulation only"));
     };
     let request = Request {
@@ -220,6 +224,7 @@ pub(crate) fn run(arguments: &[String]) -> Outcome {
             "refuse" => LostImports::Refuse,
             _ => LostImports::LeaveOut,
         },
+        early_release: release == "early",
         scope: serde_json::from_str(scope)?,
         swap: serde_json::from_str(swap)?,
     };
@@ -240,6 +245,7 @@ fn act(
     let options = Options {
         timeout: Some(PHASE_TIMEOUT),
         lost_imports: request.lost_imports,
+        early_release: request.early_release,
         interrupt,
         ..Options::default()
     };

@@ -186,11 +186,15 @@ impl Script {
         let lost_imports =
             if self.world.random.u8(..4) > 0 { LostImports::LeaveOut } else { LostImports::Refuse };
         let name = self.world.tenants[tenant].name.clone();
-        let request = Request { tenant: name, action, lost_imports, scope, swap: None };
+        let early_release = self.world.random.bool();
+        let request =
+            Request { tenant: name, action, lost_imports, early_release, scope, swap: None };
         let way = self.choose_way(&mishap);
         self.tell(&format!(
-            "{action:?} of {} {:?} by {way:?} with {mishap:?}",
-            request.tenant, request.scope
+            "{action:?} of {} {:?} by {way:?}{} with {mishap:?}",
+            request.tenant,
+            request.scope,
+            if early_release { ", released early" } else { "" }
         ));
         if !mishap.is_none() {
             self.world.tenants[tenant].market.is_in_trouble();
@@ -303,8 +307,14 @@ impl Script {
         self.world.tally.repairs += 1;
         let name = self.world.tenants[tenant].name.clone();
         let lost_imports = LostImports::LeaveOut;
-        let request =
-            Request { tenant: name, action, lost_imports, scope: Scope::Whole, swap: None };
+        let request = Request {
+            tenant: name,
+            action,
+            lost_imports,
+            early_release: false,
+            scope: Scope::Whole,
+            swap: None,
+        };
         let verdict = self.world.desk.ask(Way::Library, &request)?;
         self.tell(&format!("  repaired by {action:?}: {}", outline(&verdict)));
         match verdict {
@@ -407,6 +417,9 @@ impl Script {
     fn count(&mut self, request: &Request, verdict: &Verdict, mishap: &Mishap) {
         let tally = &mut self.world.tally;
         let by_tag = request.scope != Scope::Whole;
+        if matches!(verdict, Verdict::Done { .. }) && request.action == Action::Pause {
+            tally.early += u64::from(request.early_release && request.swap.is_none());
+        }
         match (verdict, request.action) {
             (Verdict::Done { .. }, Action::Pause) if by_tag => tally.tag_pauses += 1,
             (Verdict::Done { .. }, Action::Resume) if by_tag => tally.tag_resumes += 1,
@@ -515,8 +528,14 @@ impl Script {
     fn plainly_if_it_fits(&mut self, index: usize, action: Action) -> Outcome<bool> {
         let name = self.world.tenants[index].name.clone();
         let lost_imports = LostImports::LeaveOut;
-        let request =
-            Request { tenant: name, action, lost_imports, scope: Scope::Whole, swap: None };
+        let request = Request {
+            tenant: name,
+            action,
+            lost_imports,
+            early_release: false,
+            scope: Scope::Whole,
+            swap: None,
+        };
         self.tell(&format!("{action:?} of {} at the end", request.tenant));
         let verdict = self.world.desk.ask(Way::Library, &request)?;
         match &verdict {

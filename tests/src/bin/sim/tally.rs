@@ -14,6 +14,8 @@ pub(crate) type Counts = BTreeMap<String, u64>;
 pub(crate) struct Tally {
     pub(crate) cycles: u64,
     pub(crate) pauses: u64,
+    /// Pauses that released while they saved, by tag too.
+    pub(crate) early: u64,
     pub(crate) resumes: u64,
     pub(crate) swaps: u64,
     /// Of these, with both on their way at once.
@@ -78,8 +80,8 @@ impl fmt::Display for Tally {
         writeln!(f, "cycles          {}", self.cycles)?;
         writeln!(
             f,
-            "succeeded       {} pauses, {} resumes, {} swaps of which {} overlapped",
-            self.pauses, self.resumes, self.swaps, self.overlapped
+            "succeeded       {} pauses, {} resumes, {} swaps of which {} overlapped; {} released early",
+            self.pauses, self.resumes, self.swaps, self.overlapped, self.early
         )?;
         writeln!(f, "swapped         {}", listed(&self.swapped))?;
         writeln!(f, "refused         {}: {}", sum(&self.refused), listed(&self.refused))?;

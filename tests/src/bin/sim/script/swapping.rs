@@ -130,6 +130,7 @@ impl Script {
             tenant: self.world.tenants[from].name.clone(),
             action: Action::Pause,
             lost_imports: if leaves_out { LostImports::LeaveOut } else { LostImports::Refuse },
+            early_release: random.bool(),
             scope,
             swap: Some(SwapWith { window_bytes, ..with }),
         }

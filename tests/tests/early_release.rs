@@ -1,0 +1,170 @@
+//! Pauses that give memory back while they save: what holds for others holds for them, and what has gone cannot be called off.
+
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use sublet_tests::{JobOptions, MIB, Outcome, Stage, Trouble};
+
+const CAPACITIES: [u64; 2] = [128 * MIB; 2];
+const EARLY: [&str; 3] = ["pause", "train", "--early-release"];
+
+fn start(stage: &Stage, words: &[&str]) -> Outcome<Child> {
+    let mut command = stage.command(&stage.files().sublet);
+    let command = command.args(words).stdin(Stdio::null());
+    Ok(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?)
+}
+
+fn signal(command: &Child, signal: Signal) -> Outcome {
+    Ok(kill(Pid::from_raw(i32::try_from(command.id())?), signal)?)
+}
+
+#[expect(clippy::disallowed_methods, reason = "an instant is waited for, not an event")]
+fn wait_ms(milliseconds: u64) {
+    std::thread::sleep(Duration::from_millis(milliseconds));
+}
+
+/// All processes stand in one state that is to stay.
+fn settled(stage: &Stage) -> Outcome<String> {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    loop {
+        let states = stage.states("train")?;
+        match &states[..] {
+            [state] if state == "active" || state == "paused" => return Ok(state.clone()),
+            _ if Instant::now() >= deadline => {
+                return Err(Trouble::new(format!("the processes are {states:?}")));
+            }
+            _ => {}
+        }
+    }
+}
+
+fn names_of_phases(report: &serde_json::Value) -> Vec<&str> {
+    let phases = report["report"]["phases"].as_array().into_iter().flatten();
+    phases.filter_map(|phase| phase["phase"].as_str()).collect()
+}
+
+#[test]
+fn a_job_that_keeps_running_is_paused_anywhere_and_goes_on() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let used_bytes = stage.used_bytes(0)?;
+    job.run()?;
+    for _ in 0..5 {
+        let report = stage.sublet(&[&EARLY[..], &["--json"]].concat())?.succeeded()?.json()?;
+        let phases = names_of_phases(&report);
+        assert_eq!(phases, ["CloseGate", "Drain", "Reserve", "Release", "Verify"], "{report:#}");
+        assert_eq!(report["report"]["losses"], serde_json::json!([]), "{report:#}");
+        let at = job.steps_done();
+        assert!(job.ranks[0].is_silent_for(Duration::from_millis(50)));
+        // What stays is the one small plain allocation of the rank.
+        assert!(stage.used_bytes(0)? <= 2 * MIB, "{} bytes stay", stage.used_bytes(0)?);
+        stage.resume("train")?;
+        job.wait_for_step(at + 2)?;
+    }
+    job.stop()?;
+    job.verify()?;
+    assert_eq!(stage.used_bytes(0)?, used_bytes);
+    job.exit()
+}
+
+#[test]
+fn the_environment_asks_for_it_too_and_people_read_what_was_kept() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    for (word, is_early) in [("1", true), ("0", false)] {
+        let mut command = stage.command(&stage.files().sublet);
+        command.args(["pause", "train", "--json"]).env("SUBLET_EARLY_RELEASE", word);
+        let output = command.stdin(Stdio::null()).output()?;
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+        assert_eq!(names_of_phases(&report).contains(&"Reserve"), is_early, "{report:#}");
+        stage.resume("train")?;
+    }
+    let said = stage.sublet(&EARLY)?.succeeded()?.stdout;
+    assert!(said.contains(" kept: "), "{said}");
+    stage.resume("train")?;
+    job.step(1)?;
+    job.verify()?;
+    job.exit()
+}
+
+#[test]
+fn no_room_in_host_memory_is_found_out_before_anything_has_gone() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let options = JobOptions::new("train", 2).with("SUBLET_HOST_BYTES_MAX", "1048576");
+    let mut job = stage.connected_job(&options.with("SUBLET_ZERO", "0"))?;
+    let used_bytes = stage.used_bytes(0)?;
+    let said = stage.sublet(&EARLY)?.exited(1)?.stderr;
+    assert!(said.contains("SUBLET_HOST_BYTES_MAX"), "{said}");
+    assert_eq!((settled(&stage)?, stage.used_bytes(0)?), ("active".to_owned(), used_bytes));
+    job.step(1)?;
+    job.verify()?;
+    job.exit()
+}
+
+#[test]
+fn ctrl_c_at_any_instant_leaves_one_of_the_two_clean_states_and_names_it() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    for delay_ms in 0..12 {
+        let command = start(&stage, &EARLY)?;
+        wait_ms(4 * delay_ms);
+        // It may have ended already, and is then waited for below all the same.
+        signal(&command, Signal::SIGINT)?;
+        let output = command.wait_with_output()?;
+        let errors = String::from_utf8_lossy(&output.stderr);
+        let state = settled(&stage)?;
+        match output.status.code() {
+            Some(0) => assert_eq!(state, "paused", "{errors}"),
+            Some(130) => {
+                assert_eq!(state, "active", "{errors}");
+                assert!(errors.contains("The tenant is active"), "{errors}");
+            }
+            // Before it watched signals, it had done nothing.
+            None => assert_eq!(state, "active"),
+            other => return Err(Trouble::new(format!("it ended with {other:?}: {errors}"))),
+        }
+        stage.resume("train")?;
+    }
+    job.step(1)?;
+    job.verify()?;
+    job.exit()
+}
+
+#[test]
+fn a_command_that_is_killed_at_any_instant_leaves_one_of_the_two_clean_states() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    for delay_ms in 0..16 {
+        let mut command = start(&stage, &EARLY)?;
+        wait_ms(3 * delay_ms);
+        signal(&command, Signal::SIGKILL)?;
+        command.wait()?;
+        settled(&stage)?;
+        stage.resume("train")?;
+        job.step(1)?;
+        job.verify()?;
+    }
+    job.exit()
+}
+
+#[test]
+fn the_other_of_a_rank_that_is_killed_at_any_instant_keeps_all_of_its_contents() -> Outcome {
+    for delay_ms in (0..40).step_by(5) {
+        let stage = Stage::new(&CAPACITIES)?;
+        // Not connected: what the other holds does not depend on it.
+        let mut job = stage.job(&JobOptions::new("train", 2))?;
+        let command = start(&stage, &EARLY)?;
+        wait_ms(delay_ms);
+        job.ranks[0].kill()?;
+        let output = command.wait_with_output()?;
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(matches!(output.status.code(), Some(0..=2)), "{errors}");
+        settled(&stage)?;
+        stage.resume("train")?;
+        job.ranks[1].do_it("step")?;
+        job.ranks[1].do_it("verify")?;
+    }
+    Ok(())
+}
