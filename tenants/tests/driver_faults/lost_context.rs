@@ -76,10 +76,10 @@ fn a_context_that_is_lost_in_a_pause_that_releases_early_costs_nobody_else_anyth
             // All of it was saved, and what the driver did not take back is in the notes.
             Ok(_) => assert_eq!(states, [MemberState::Paused; 2], "{what}: {outcome:?}"),
         }
-        match states[1] {
-            MemberState::Active => stage.assert_contents_of(&[1], &what),
-            MemberState::Paused => {}
-            state => panic!("{what}: the other is {state:?}: {outcome:?}"),
+        let rests = [MemberState::Active, MemberState::Paused].contains(&states[1]);
+        assert!(rests, "{what}: {states:?}: {outcome:?}");
+        if states[1] == MemberState::Active {
+            stage.assert_contents_of(&[1], &what);
         }
     }
     assert!(lost_behind > 0);
