@@ -21,6 +21,7 @@ mod accounts;
 mod inventory;
 mod layout;
 mod leases;
+mod leaving;
 mod natives;
 mod pieces;
 mod plain;

@@ -1,6 +1,6 @@
 //! The point of no return of a pause, and the undo of a resume: memory given back to the driver.
 
-use std::collections::HashSet;
+use std::collections::VecDeque;
 
 use super::handover::{Handed, Shapes};
 use super::mappings::is_import_of;
@@ -13,27 +13,38 @@ use crate::journal::StepLog;
 use crate::ledger::{Row, Selection};
 use crate::store::{Store, Used};
 
-/// What is given back between two groups of copies, beside one allocation more. The driver takes a millisecond and a half for 2 GiB,
-/// and copies take five for a group: so none waits for it, also where much goes that nobody saves.
+/// What is given back between two groups of copies at most, beside one allocation more: the driver takes a millisecond and a half for 2 GiB
+/// of large allocations, and some 30 us for a small one. Copies take five for a group, of which two are under way.
 const BETWEEN_BYTES: u64 = 2 << 30;
+/// The same, in allocations: two groups of the smallest.
+const BETWEEN_MOST: usize = 256;
 
 /// Memory of a selection is given back while other contents of it are still on their way, behind the point of no return.
 #[derive(Debug)]
 pub(super) struct Meanwhile<'a> {
     selection: &'a Selection,
-    /// What was imported has gone.
-    without_imports: bool,
+    /// Has it begun? What was imported has gone then, and what needs no copy is among what is ready.
+    has_begun: bool,
+    /// What can go.
+    ready: VecDeque<VirtualHandle>,
     /// The driver has refused something: the rest is for the end.
     is_refused: bool,
 }
 
 impl<'a> Meanwhile<'a> {
     pub(super) fn new(selection: &'a Selection) -> Self {
-        Self { selection, without_imports: false, is_refused: false }
+        Self { selection, has_begun: false, ready: VecDeque::new(), is_refused: false }
     }
 
     pub(super) fn selection(&self) -> &'a Selection {
         self.selection
+    }
+
+    /// These are saved, and mapped nowhere.
+    pub(super) fn are_saved(&mut self, rows: impl Iterator<Item = VirtualHandle>) {
+        if self.has_begun {
+            self.ready.extend(rows);
+        }
     }
 }
 
@@ -41,34 +52,31 @@ impl<D: Driver> Still<'_, D> {
     /// Gives some of that back of which nothing is lost: imports, what nobody keeps, and what is saved by now. What the driver refuses
     /// is left to [`Still::release_selected`], which says so.
     pub(super) fn give_back_meanwhile(&self, log: &mut StepLog, meanwhile: &mut Meanwhile<'_>) {
-        if meanwhile.is_refused {
-            return;
-        }
         let selection = meanwhile.selection;
-        if !meanwhile.without_imports {
-            meanwhile.without_imports = true;
+        let goes = |row: &Row| loses_nothing(row, selection);
+        if !meanwhile.has_begun {
+            meanwhile.has_begun = true;
             self.release_unmapped(log, |row| is_import_of(row, selection));
-        }
-        let part: HashSet<VirtualHandle> = {
             let ledger = self.pool.ledger();
-            let mut bytes = 0;
-            let goes =
-                |row: &&Row| row.is_own() && row.is_resident() && loses_nothing(row, selection);
-            let rows = ledger.rows().filter(goes).take_while(|row| {
-                let is_some = bytes < BETWEEN_BYTES;
-                bytes += row.size_bytes();
-                is_some
-            });
-            rows.map(Row::handle).collect()
-        };
-        let goes = |row: &Row| part.contains(&row.handle()) && loses_nothing(row, selection);
-        let ranges = self.pool.ledger().present_mappings(goes);
-        for range in ranges {
-            meanwhile.is_refused |= self.unmap(log, range).is_err();
+            let rows = ledger.rows().filter(|row| row.is_own() && row.is_resident() && goes(row));
+            meanwhile.ready = rows.map(Row::handle).collect();
         }
-        drop(self.pool.ledger().call_off_fetching(goes));
-        let handles = self.pool.ledger().take_unmapped(goes);
-        self.release_all(log, handles);
+        let mut bytes = 0;
+        for _ in 0..BETWEEN_MOST {
+            if meanwhile.is_refused || bytes >= BETWEEN_BYTES {
+                break;
+            }
+            let Some(row) = meanwhile.ready.pop_front() else { break };
+            let ranges = self.pool.ledger().present_of(row, goes);
+            for range in ranges {
+                meanwhile.is_refused |= self.unmap(log, range).is_err();
+            }
+            let taken = self.pool.ledger().take_one_unmapped(row, goes);
+            if let Some((physical, export)) = taken {
+                drop(export);
+                bytes += self.release_all(log, vec![physical]);
+            }
+        }
     }
 
     /// Unmaps and releases what `selection` has of all that was imported from other processes of the tenant.

@@ -413,6 +413,7 @@ impl<D: Driver> Still<'_, D> {
     ) -> PoolResult<()> {
         log.timed("unmap saved", |log| self.retire(log, &group.items))?;
         if let Behind::GivesBack(meanwhile) = behind {
+            meanwhile.are_saved(group.items.iter().map(|item| item.row));
             log.timed("give back", |log| {
                 self.give_back_meanwhile(log, meanwhile);
                 Ok(())
