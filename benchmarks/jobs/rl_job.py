@@ -22,7 +22,7 @@ from common import JobError, Result
 
 #: What a run needs beside torch and transformers; the bundle carries a wheel where it is not installed.
 PACKAGES = ("sublet", "trl", "datasets", "dill", "multiprocess")
-FIGURES = ("lost_share", "step_s", "switch_s", "leaves_s", "arrives_s", "left_bytes", "handover_peak_bytes", "kv_tokens_free", "tokens_per_s", "host_bytes")
+FIGURES = ("lost_share", "step_s", "switch_s", "leaves_s", "arrives_s", "generator_leaves_s", "generator_arrives_s", "left_bytes", "handover_peak_bytes", "kv_tokens_free", "tokens_per_s", "host_bytes")
 
 
 def parse(argv: list[str]) -> Any:

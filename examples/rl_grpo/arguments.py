@@ -52,7 +52,7 @@ def parser(epilog: str) -> argparse.ArgumentParser:
     add("--mode", "--modes", dest="modes", default="sublet", help=f"by comma, of {', '.join(MODE_NAMES)}; or all")
     add("--handover", choices=["ipc", "host"], default="ipc", help="CUDA IPC, or the bytes that the paused trainer has saved")
     add("--overlap", choices=["auto", "off"], default="auto",
-        help="mode sublet by ipc: the trainer leaves and comes back while the generator works, where both fit; or before and after")  # fmt: skip
+        help="mode sublet by ipc: each leaves and comes back while the other works, where both fit; or before and after")  # fmt: skip
     add("--simulate", action="store_true", help="simulated GPUs and memory that stands for weights: no PyTorch, no GPU")
     add("--gpus", type=int, default=1, help="a process of each tenant on each")
     add("--steps", type=int, help="of the trainer (20; 12 with --simulate)")

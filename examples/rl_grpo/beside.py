@@ -1,4 +1,4 @@
-"""What the trainer does while the generator works: it leaves, waits, and comes back shortly before the generator is done."""
+"""What one side does while the other works: it leaves, waits, and comes back shortly before the other is done."""
 
 from __future__ import annotations
 
@@ -15,23 +15,37 @@ _FACTOR, _SPARE_S = 1.5, 0.1
 _RETURNS = 2
 
 
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """Who leaves: its tenant, what its pause and its return are called in a record, and who works meanwhile."""
+
+    tenant: str
+    leaves: str
+    arrives: str
+    other: str
+
+
+TRAINER = Side("train", "leaves", "arrives", "generator")
+GENERATOR = Side("infer", "generator_leaves", "generator_arrives", "trainer")
+
+
 class Habits:
-    """How long the generator's last turn was and the trainer's last returns, and when the next return is due by that."""
+    """How long the other's last turn was and one's own last returns, and when the next return is due by that."""
 
     def __init__(self) -> None:
         self._turn_s: Optional[float] = None
         self._returns_s: collections.deque[float] = collections.deque(maxlen=_RETURNS)
 
     def worked(self, turn_s: float) -> None:
-        """The generator has had a turn of so many seconds."""
+        """The other has had a turn of so many seconds."""
         self._turn_s = turn_s
 
     def returned(self, return_s: float) -> None:
-        """The trainer has come back within so many seconds."""
+        """This side has come back within so many seconds."""
         self._returns_s.append(return_s)
 
     def due_s(self, begin_s: float) -> Optional[float]:
-        """When the trainer is to set out, where the generator began at `begin_s`; None where there was no step before."""
+        """When to set out, where the other began at `begin_s`; None where there was no step before."""
         if self._turn_s is None or not self._returns_s:
             return None
         return begin_s + self._turn_s - (_FACTOR * max(self._returns_s) + _SPARE_S)
@@ -61,18 +75,20 @@ class Act:
 class Beside:
     """Leave, wait until `due_s` or until it is called off, arrive: once, in a thread of its own.
 
-    Without `due_s`, and where that is past when the trainer has left, it stays away. `away` is called where it is to come back,
+    Without `due_s`, and where that is past when it has left, it stays away. `away` is called where it is to come back,
     as soon as it has left. `arrive` returns None where there was no room.
     """
 
     def __init__(
         self,
+        side: Side,
         leave: Callable[[], Any],
         away: Callable[[], None],
         arrive: Callable[[], Any],
         due_s: Optional[float],
         clock: Callable[[], float],
     ) -> None:
+        self.side = side
         self._leave, self._away, self._arrive, self._due_s, self._clock = leave, away, arrive, due_s, clock
         self._called_off = threading.Event()
         self._thread = threading.Thread(target=self.play, name="beside", daemon=True)
@@ -91,7 +107,7 @@ class Beside:
             self._error, self.state = error, State.FAILED
 
     def _sequence(self) -> State:
-        self._act("leaves", self._leave)
+        self._act(self.side.leaves, self._leave)
         if self._due_s is None or self._due_s < self._clock():
             return State.AWAY
         self.state = State.WAITING
@@ -101,7 +117,7 @@ class Beside:
         if self.is_called_off(max(0.0, self._due_s - self._clock())):
             return State.AWAY
         self.state = State.ARRIVING
-        return State.BACK if self._act("arrives", self._arrive) else State.AWAY
+        return State.BACK if self._act(self.side.arrives, self._arrive) else State.AWAY
 
     def _act(self, phase: str, call: Callable[[], Any]) -> bool:
         begin_s = self._clock()
@@ -115,7 +131,7 @@ class Beside:
         return self._called_off.wait(timeout_s)
 
     def call_off(self) -> None:
-        """The generator is done, or dead: what is under way ends, and nothing more begins."""
+        """The other is done, or dead: what is under way ends, and nothing more begins."""
         self._called_off.set()
 
     def end(self, timeout_s: float) -> bool:
@@ -127,10 +143,10 @@ class Beside:
     def check(self, waited_s: float) -> None:
         """Raises what an act has raised, and Problem where one has not ended though it was waited for so long."""
         if self._thread.is_alive():
-            what = "return" if self.state is State.ARRIVING else "pause"
+            what, other = "return" if self.state is State.ARRIVING else "pause", self.side.other
             raise Problem(
-                f"the {what} of tenant 'train' that went on beside the generator has not ended {waited_s:.0f} s after the generator had: "
-                "`sublet stats` says how its processes stand; --overlap off has it before and after the generator's work"
+                f"the {what} of tenant '{self.side.tenant}' that went on beside the {other} has not ended {waited_s:.0f} s after the {other} had: "
+                f"`sublet stats` says how its processes stand; --overlap off has it before and after the {other}'s work"
             )
         if self._error is not None:
             raise self._error

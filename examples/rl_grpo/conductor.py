@@ -11,7 +11,7 @@ from typing import Any, Optional, Protocol
 
 from rl_grpo import handover, metrics, sampling, switching
 from rl_grpo.arguments import Options
-from rl_grpo.beside import Beside, Habits, State
+from rl_grpo.beside import GENERATOR, TRAINER, Beside, Habits, State
 from rl_grpo.problem import Problem, WorkerGone, ended
 from rl_grpo.progress import Progress
 from rl_grpo.record import Run
@@ -40,9 +40,9 @@ class Conductor:
         self._expected: tuple[type[Exception], ...] = (Problem, *self._switch.errors)
         no_gpus = not options.simulate and options.device == "cpu"
         self._sampler = sampling.Sampler(self._clock, options.sample_s, no_gpus)
-        #: What the trainer does beside the generator.
+        #: What one does beside the other, and how long each of them takes.
         self._beside: Optional[Beside] = None
-        self._habits = Habits()
+        self._habits, self._generators_habits = Habits(), Habits()
         self._progress = Progress(mode, options.steps)
         self.run = Run(mode=mode, handover=options.handover)
 
@@ -123,8 +123,17 @@ class Conductor:
 
     def _work(self, step: int) -> list[dict[str, Any]]:
         """The trainer works until it asks for completions, or is done."""
-        with self._phase("train", step):
+        if self._switch.generator_leaves_meanwhile:
+            due_s = self._generators_habits.due_s(self._clock()) if self._switch.generator_may_return else None
+            acts = (self._switch.generator_leave, lambda: self._sampler.take("train"), self._switch.generator_arrive)
+            self._beside = Beside(GENERATOR, *acts, due_s, self._clock)
+            self._beside.begin()
+        with self._phase("train", step) as turn:
             asked = self._train.said("a training step")
+        self._generators_habits.worked(_length_s(turn))
+        if self._beside is not None:
+            with self._phase("to_generator", step):
+                self._end_beside(step, self._beside, self._generators_habits)
         for rank, message in enumerate(asked):
             if message["op"] not in ("rollout", "done"):
                 raise Problem(f"tenant 'train', process {rank}: {message.get('error', message)}")
@@ -151,9 +160,12 @@ class Conductor:
             raise Problem(self._rescue(step, gone)) from error
 
     def _turn(self, step: int, asked: list[dict[str, Any]]) -> list[Any]:
-        self._sampler.take("train")
-        with self._phase("to_generator", step):
+        was_back = self._switch.generator_is_back
+        self._sampler.take("weights" if was_back else "train")
+        with self._phase("to_generator", step) as change:
             self._switch.before()
+        if not was_back:
+            self._generators_habits.returned(_length_s(change))
         self._meet(self._infer)
         if self._switch.by_ipc:
             with self._phase("handover", step):
@@ -178,7 +190,7 @@ class Conductor:
         if self._beside is not None:
             # What is left of it, nobody works beside.
             with self._phase("to_trainer", step):
-                is_back = self._end_beside(step, self._beside)
+                is_back = self._end_beside(step, self._beside, self._habits)
         self._sampler.take("both" if is_back else "generate")
         given, found = [message["fingerprint"] for message in asked], [answer["fingerprint"] for answer in answers]
         handover.check(given, found, step)
@@ -198,21 +210,22 @@ class Conductor:
         if self._switch.leaves_meanwhile:
             due_s = self._habits.due_s(self._clock()) if self._switch.may_return else None
             # What is left of the trainer is to be seen before it comes back.
-            self._beside = Beside(self._switch.leave, lambda: self._sampler.take("generate"), self._switch.arrive, due_s, self._clock)
+            acts = (self._switch.leave, lambda: self._sampler.take("generate"), self._switch.arrive)
+            self._beside = Beside(TRAINER, *acts, due_s, self._clock)
             self._beside.begin()
         if self._options.kill_generator == step:
             os.kill(self._infer.pids[0], signal.SIGKILL)
         return self._infer.answers("generate")
 
-    def _end_beside(self, step: int, beside: Beside) -> bool:
-        """Whether the trainer is back, once what is under way has ended."""
+    def _end_beside(self, step: int, beside: Beside, habits: Habits) -> bool:
+        """Whether the one who left is back, once what is under way has ended."""
         if beside.end(self._options.deadline_s):
             self._beside = None
         for act in beside.acts:
             self.run.phases.append({"phase": act.phase, "step": step, "begin_s": round(act.begin_s, 6), "end_s": round(act.end_s, 6)})
             self._switch.note(act.told)
-            if act.phase == "arrives":
-                self._habits.returned(act.end_s - act.begin_s)
+            if act.phase == beside.side.arrives:
+                habits.returned(act.end_s - act.begin_s)
         beside.check(self._options.deadline_s)
         return beside.state is State.BACK
 
@@ -222,7 +235,7 @@ class Conductor:
             if self._beside is not None:
                 # Whether it is away, back, or something failed: what follows brings it back where it is not, or says why not.
                 with contextlib.suppress(*self._expected):
-                    self._end_beside(step, self._beside)
+                    self._end_beside(step, self._beside, self._habits)
             self._switch.rescue()
             self._train.tell("completions", failed=True)
             (done, *_) = self._train.said("resuming")

@@ -16,13 +16,14 @@ LAYERS = [
     ("infer", "nccl"), ("infer", "weights"), ("infer", "graphs"), ("infer", "caches"), ("infer", "kv"),
 ]  # fmt: skip
 _LANES = {"train": ("train", 0), "generate": ("infer", 1), "to_generator": ("switch", 2), "to_trainer": ("switch", 2), "handover": ("hand", 2)}
-#: Drawn thin, in the row of the trainer: they take nobody's time.
-_BESIDE = {"leaves": ("switch", 0), "arrives": ("switch", 0)}
+#: Drawn thin, in the row of whose they are: they take nobody's time.
+_BESIDE = {"leaves": ("switch", 0), "arrives": ("switch", 0), "generator_leaves": ("switch", 1), "generator_arrives": ("switch", 1)}
 _LANE_NAMES = ("train", "infer", "switch")
 WORDS = {
     "train": "trainer works", "generate": "generator works", "to_generator": "switch to the generator",
     "to_trainer": "switch to the trainer", "handover": "hand-over of weights", "start": "start",
     "leaves": "trainer leaves while the generator works", "arrives": "trainer comes back while the generator works",
+    "generator_leaves": "generator leaves while the trainer works", "generator_arrives": "generator comes back while the trainer works",
 }  # fmt: skip
 #: Two samples that differ by less than this share of the GPU look the same.
 _ALIKE = 1 / 400

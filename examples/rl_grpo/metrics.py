@@ -7,6 +7,7 @@
 | `switch_s` | one switch, either way: median, 99th percentile, and the first one by itself |
 | `leaves_s` | median seconds of the trainer's pauses beside the generator's work; what is left of one after that is to_trainer |
 | `arrives_s` | the same of the trainer's returns beside the generator's work |
+| `generator_leaves_s`, `generator_arrives_s` | the same of the generator beside the trainer's work; what is left after that is to_generator |
 | `left_bytes` | of a tenant, on its fullest GPU, while the other works: largest of the samples at that point |
 | `handover_peak_bytes`, `peak_bytes` | both tenants on one GPU, at the hand-over and at any time, as sampled |
 | `kv_bytes_free` | what a KV cache could take while the generator works: its own, and what is free then |
@@ -49,6 +50,8 @@ def compute(run: Run) -> dict[str, Any]:
         },
         "leaves_s": median(_beside(run, "leaves", counted)),
         "arrives_s": median(_beside(run, "arrives", counted)),
+        "generator_leaves_s": median(_beside(run, "generator_leaves", counted)),
+        "generator_arrives_s": median(_beside(run, "generator_arrives", counted)),
         "left_bytes": {"train": left(run, "generate", "train"), "infer": left(run, "train", "infer")},
         "handover_peak_bytes": peak(run, {"handover"}),
         "peak_bytes": peak(run, None),
@@ -70,7 +73,7 @@ def seconds(run: Run) -> dict[int, dict[str, float]]:
 
 
 def _beside(run: Run, name: str, steps: Container[int]) -> list[float]:
-    """Seconds of what went on beside the generator, in `steps`."""
+    """Seconds of what went on beside the other's work, in `steps`."""
     return [phase["end_s"] - phase["begin_s"] for phase in run.phases if phase["phase"] == name and phase["step"] in steps]
 
 

@@ -219,6 +219,8 @@ ROWS: list[tuple[str, Callable[[Any], str], tuple[str, ...]]] = [
     ("Switch, the first", _time_text, ("switch_s", "first")),
     ("Trainer leaves beside the generator, median", _time_text, ("leaves_s",)),
     ("Trainer comes back beside the generator, median", _time_text, ("arrives_s",)),
+    ("Generator leaves beside the trainer, median", _time_text, ("generator_leaves_s",)),
+    ("Generator comes back beside the trainer, median", _time_text, ("generator_arrives_s",)),
     ("Hand-over, median", _time_text, ("step_s", "handover")),
     ("Trainer left on the GPU while away", _bytes, ("left_bytes", "train")),
     ("Generator left on the GPU while away", _bytes, ("left_bytes", "infer")),

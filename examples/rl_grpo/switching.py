@@ -5,7 +5,7 @@ A step of a run, as the conductor plays it:
     trainer works -> before -> [hand-over by CUDA IPC] -> to_generator -> [hand-over from the host] -> generator works -> to_trainer
 
 Where `to_generator` says `leaves_meanwhile`, the conductor calls `leave` in a thread while the generator works, and with
-`may_return` later `arrive`.
+`may_return` later `arrive`. Where `to_trainer` says `generator_leaves_meanwhile`, it does the same with the generator while the trainer works.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class Switch:
         self.by_ipc, self.overlap = handover == "ipc", overlap != "off"
         #: Whether the trainer is still to leave, beside the generator that works; and whether it may come back beside it.
         self.leaves_meanwhile = self.may_return = False
+        #: The same of the generator, beside the trainer that works; and whether it has come back already.
+        self.generator_leaves_meanwhile = self.generator_may_return = self.generator_is_back = False
         #: Bytes of host memory that hand-written copies hold, at most.
         self.host_bytes = 0
         #: What `sublet` has said of its commands, until it is taken.
@@ -56,8 +58,15 @@ class Switch:
         """The trainer's memory comes while the generator still works: called in another thread. None where there is no room for
         it: then nothing has changed."""
 
+    def generator_leave(self) -> Any:
+        """The generator's memory goes while the trainer works: called in another thread."""
+
+    def generator_arrive(self) -> Any:
+        """The generator's memory comes, but its cache, while the trainer still works: called in another thread. None where there is
+        no room for it: then nothing has changed."""
+
     def note(self, told: Any) -> None:
-        """What `leave` or `arrive` has returned, once that thread has ended."""
+        """What one of these has returned, once that thread has ended."""
 
     def to_trainer(self) -> None:
         """The generator's memory goes, the trainer's comes."""
@@ -86,6 +95,7 @@ class BySublet(Switch):
         # Not in the first step: there the generator takes memory to work in, which comes back with it from then on.
         self._may_overlap, self._is_first = self.overlap and self.by_ipc, True
         self.may_return, self._is_back = self._may_overlap, False
+        self.generator_may_return = self._may_overlap
         #: Whether the trainer gives up what it has cached before the generator's cache comes beside it.
         self._trims = False
         self._trainer, self._generator = sublet.Tenant("train"), sublet.Tenant("infer")
@@ -97,8 +107,9 @@ class BySublet(Switch):
 
     def before(self) -> None:
         # Weights and graphs alone: what was paused by tag stays away until it is asked for by tag.
-        if self.by_ipc:
+        if self.by_ipc and not self.generator_is_back:
             self.note(self._generator.resume(timeout=self.timeout_s))
+        self.generator_is_back = False
 
     def to_generator(self) -> None:
         self.leaves_meanwhile = self._may_overlap and not self._is_first and self._fits()
@@ -138,13 +149,27 @@ class BySublet(Switch):
         return told
 
     def to_trainer(self) -> None:
-        if self.by_ipc:
-            self.note(self._generator.pause(tags="kv", timeout=self.timeout_s))
-        if self._is_back:
-            self.note(self._generator.pause(timeout=self.timeout_s))
-        else:
+        # Not where the trainer emptied its cache to make room: it may want more memory at once.
+        self.generator_leaves_meanwhile = self._is_back and not self._trims
+        if self._is_back and not self.generator_leaves_meanwhile:
+            self.note(self.generator_leave())
+        elif not self._is_back:
+            if self.by_ipc:
+                self.note(self._generator.pause(tags="kv", timeout=self.timeout_s))
             self.note(self._generator.swap_to(self._trainer, timeout=self.timeout_s))
         self._is_back = False
+
+    def generator_leave(self) -> Any:
+        return [self._generator.pause(tags="kv", timeout=self.timeout_s), self._generator.pause(timeout=self.timeout_s)]
+
+    def generator_arrive(self) -> Any:
+        try:
+            told = self._generator.resume(timeout=self.timeout_s)
+        except self._does_not_fit:
+            self.generator_may_return = False
+            return None
+        self.generator_is_back = True
+        return told
 
     def rescue(self) -> None:
         if not self._is_back:
@@ -154,7 +179,11 @@ class BySublet(Switch):
     def trainer_ended(self) -> None:
         self.note(self._generator.resume(timeout=self.timeout_s))
 
-    def note(self, told: dict[str, Any]) -> None:
+    def note(self, told: Any) -> None:
+        if isinstance(told, list):
+            for each in told:
+                self.note(each)
+            return
         halves = (told.get("paused"), told.get("resumed")) if "paused" in told else (told,)
         self.said += [command(half) for half in halves if half and "phases" in half]
 

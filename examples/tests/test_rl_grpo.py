@@ -292,8 +292,9 @@ def test_a_trainer_that_is_back_is_not_resumed_again(monkeypatch: pytest.MonkeyP
     made.leave()
     assert made.arrive() is not None and made.may_return
     getattr(made, then)()
-    paused = ["pause infer kv", "pause infer all"] if then == "to_trainer" else []
-    assert asked == ["pause train all", "resume train all", *paused]
+    assert asked == ["pause train all", "resume train all"]
+    # The generator leaves while the trainer works.
+    assert made.generator_leaves_meanwhile == (then == "to_trainer")
     asked.clear()
     made.leave()
     made.rescue()
@@ -302,12 +303,12 @@ def test_a_trainer_that_is_back_is_not_resumed_again(monkeypatch: pytest.MonkeyP
 
 def play_here(monkeypatch: pytest.MonkeyPatch, mode: str = "sublet", works_s: float = 1.0, **acts: Callable[[Any], Any]) -> Any:
     """Three steps in this process, with generators that work so long, and with other ways for the trainer to `leave` or to
-    `arrive` beside them."""
+    `arrive` beside them. Generators do not come back beside the trainer, unless told how: that goes by its time."""
     from rl_grpo import arguments, switching
     from rl_grpo.conductor import Conductor
     from rl_grpo.simulated import jobs
 
-    for name, act in acts.items():
+    for name, act in {"generator_arrive": lambda _: None, **acts}.items():
         monkeypatch.setattr(switching.BySublet, name, act)
     monkeypatch.setattr(jobs, "_GENERATE_S", works_s)
     # Sockets have short names.
@@ -359,6 +360,76 @@ def test_the_trainer_comes_back_while_the_generator_still_works(monkeypatch: pyt
     assert figures["arrives_s"] == pytest.approx(metrics.median(end - begin for step in (1, 2) for begin, end in phases(found, "arrives", step)))
     titles = memory_chart.timeline(found).split("<title>")
     assert sum(title.startswith("trainer comes back while the generator works, step ") for title in titles) == 2
+
+
+def test_the_generator_leaves_and_comes_back_while_the_trainer_works(monkeypatch: pytest.MonkeyPatch, by_hand: Any) -> None:
+    from rl_grpo import memory_chart, metrics, switching
+    from rl_grpo.simulated import jobs
+
+    monkeypatch.setattr(jobs, "_TRAIN_S", 1.5)
+    run = play_here(monkeypatch, generator_arrive=switching.BySublet.generator_arrive, works_s=1.5)
+    found = whole(run, by_hand)
+    assert not phases(found, "generator_leaves", 0), "the trainer came in its place"
+    for step in (1, 2):
+        ((begin, gone),) = phases(found, "generator_leaves", step)
+        ((back, end),) = phases(found, "generator_arrives", step)
+        ((works, done),) = phases(found, "train", step)
+        assert begin <= works + 0.1 and gone < back < end < done and done - back < 1.0, "not long before the trainer is done"
+        (away,) = [each for each in found["samples"] if each["point"] == "train" and gone < each["at_s"] < back]
+        (held,) = away["held"].values()
+        assert sum(held["infer"].values()) == jobs.CONTEXT_BYTES and held["train"]["optimizer"]
+    # All but its cache is there when the trainer asks for completions.
+    came = [("infer", "Resume")]
+    assert actions(found, 1) == [*OUT, *BACK_BESIDE, *came] and actions(found, 2) == [*OUT[1:], *BACK_BESIDE, *came]
+    figures = found["metrics"]
+    assert figures["left_bytes"]["infer"] == jobs.CONTEXT_BYTES
+    assert figures["generator_leaves_s"] > 0 and figures["generator_arrives_s"] > 0
+    assert not {"generator_leaves", "generator_arrives"} & {*metrics.LOST, *metrics.PHASES}
+    titles = memory_chart.timeline(found).split("<title>")
+    for words in ("generator leaves while the trainer works", "generator comes back while the trainer works"):
+        assert sum(title.startswith(f"{words}, step ") for title in titles) == 2
+
+
+def test_a_generator_that_has_no_room_beside_the_trainer_comes_back_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sublet
+
+    made, asked = switch(monkeypatch, sublet.OutOfDeviceMemory)
+    assert made.generator_may_return and made.generator_arrive() is None
+    assert not made.generator_may_return and not made.generator_is_back
+    made, asked = switch(monkeypatch, sublet.OutOfDeviceMemory)
+    made._trainer.pause()
+    assert made.generator_arrive() is not None and made.generator_is_back
+    made.before()
+    assert asked == ["pause train all", "resume infer all"] and not made.generator_is_back, "it is resumed once"
+    # What is no lack of room is not taken for one.
+    made, _ = switch(monkeypatch, sublet.RetryError)
+    with pytest.raises(sublet.RetryError):
+        made.generator_arrive()
+
+
+def test_a_trainer_that_made_room_by_its_cache_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sublet
+
+    made, asked = switch(monkeypatch, sublet.OutOfDeviceMemory)
+    made._trims = True
+    made.leave()
+    assert made.arrive() is not None
+    made.to_trainer()
+    assert asked == ["pause train all", "resume train all", "pause infer kv", "pause infer all"]
+    assert not made.generator_leaves_meanwhile
+
+
+@pytest.mark.parametrize("act", ["generator_leave", "generator_arrive"])
+def test_a_pause_or_return_beside_the_trainer_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    import sublet
+    from rl_grpo.simulated import jobs
+
+    def refused(_: Any) -> None:
+        raise sublet.RefusedError("the driver says no")
+
+    monkeypatch.setattr(jobs, "_TRAIN_S", 1.5)
+    run = play_here(monkeypatch, **{act: refused})
+    assert run.failure == "the driver says no" and len(run.steps) == 2, "after the trainer's turn"
 
 
 def test_a_generator_that_is_done_before_it_was_expected_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, by_hand: Any) -> None:
@@ -548,7 +619,7 @@ class Played:
                 return called_off
 
         self.sequence = Sequence(
-            lambda: act("leave", pause_s, "left"), lambda: act("away", 0.5, None), lambda: act("arrive", 1.0, comes), due_s, lambda: self.now_s
+            beside.TRAINER, lambda: act("leave", pause_s, "left"), lambda: act("away", 0.5, None), lambda: act("arrive", 1.0, comes), due_s, lambda: self.now_s
         )
         self.sequence.play()
         self.state = self.sequence.state.value
@@ -613,7 +684,7 @@ def test_the_trainer_sets_out_by_how_long_turns_and_returns_were() -> None:
 
 @pytest.mark.parametrize("what", ["pause", "return"])
 def test_what_goes_on_beside_the_generator_is_waited_for_until_the_deadline(what: str) -> None:
-    from rl_grpo.beside import Beside
+    from rl_grpo.beside import TRAINER, Beside
     from rl_grpo.problem import Problem
 
     over, slow = threading.Event(), threading.Event()
@@ -624,7 +695,7 @@ def test_what_goes_on_beside_the_generator_is_waited_for_until_the_deadline(what
             return over.wait(60)
         return True
 
-    begun = Beside(lambda: act("pause"), lambda: None, lambda: act("return"), time.monotonic() + 0.2, time.monotonic)
+    begun = Beside(TRAINER, lambda: act("pause"), lambda: None, lambda: act("return"), time.monotonic() + 0.2, time.monotonic)
     begun.begin()
     try:
         assert slow.wait(60) and not begun.end(0.05)

@@ -34,6 +34,7 @@ mod swap;
 #[cfg(test)]
 mod tests;
 
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 pub use ahead::{PrepareError, PrepareReport, PreparedProcess, Waits};
@@ -100,7 +101,18 @@ pub struct Options {
 }
 
 /// Do pauses that do not say it themselves release early?
-const EARLY_RELEASE: &str = "SUBLET_EARLY_RELEASE";
+static EARLY_RELEASE: LazyLock<bool> = LazyLock::new(|| {
+    const VARIABLE: &str = "SUBLET_EARLY_RELEASE";
+    let is_early = match std::env::var(VARIABLE).as_deref() {
+        Err(_) | Ok("" | "0") => Some(false),
+        Ok("1") => Some(true),
+        Ok(_) => None,
+    };
+    is_early.unwrap_or_else(|| {
+        tracing::warn!("{VARIABLE} is neither 0 nor 1; pauses save everything before they release");
+        false
+    })
+});
 
 /// Which members of a tenant take part in a pause or resume.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -140,7 +152,7 @@ impl Default for Options {
             lost_imports: LostImports::default(),
             interrupt: None,
             passes_by_memory_waits: false,
-            early_release: std::env::var_os(EARLY_RELEASE).is_some_and(|word| word == "1"),
+            early_release: *EARLY_RELEASE,
             scope: Scope::Whole,
             takes_part: TakesPart::Everybody,
         }
