@@ -256,12 +256,12 @@ pub struct PhaseReport {
     pub devices: Vec<DeviceDelta>,
     /// Things worth telling a person, such as memory that stays and why.
     pub notes: Vec<String>,
-    /// Of contents copied in [`Phase::Save`] and [`Phase::Restore`]: what took a neighbouring GPU's link.
+    /// Of contents copied in [`Phase::Save`] and [`Phase::Restore`] at once: what took a neighbouring GPU's link.
     pub bytes_by_neighbour: u64,
     /// Of contents copied in [`Phase::Restore`] and [`Phase::RestoreStage`]: what a kernel of ours copied, in place of the GPU's
     /// copy engine.
     pub bytes_by_kernel: u64,
-    /// Of [`Phase::Save`]: what became of the contents that are kept.
+    /// Of [`Phase::Save`], and where memory goes by stages or early of their releases: what became of the contents that are kept.
     pub kept: Option<KeptBytes>,
     /// Of [`Phase::Drain`]: the host memory that saving will take.
     pub host: Option<HostNeed>,

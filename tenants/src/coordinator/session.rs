@@ -246,9 +246,10 @@ impl<'a> Session<'a> {
             // Of no use to readers of the report.
             self.take_shapes(&mut report, &members);
             let said = self.last_said(&report, &members);
-            moving_time(totals(said.iter().flatten()).into_values().fold(0, u64::saturating_add))
+            let bytes = totals(said.iter().flatten()).into_values().fold(0, u64::saturating_add);
+            Some(moving_time(bytes))
         } else {
-            Duration::ZERO
+            None
         };
         self.commit(&plan.commit, members, saving, &mut report);
         report.wall_us = micros(started.elapsed());
@@ -303,7 +304,7 @@ impl<'a> Session<'a> {
         let mut plan = Plan::new(Action::Resume, self.manner(true));
         plan.prepare.retain(|phase| !phase.is_staged());
         self.take_all(&plan.prepare, Action::Resume, members, report)?;
-        self.commit(&plan.commit, members.to_vec(), Duration::ZERO, report);
+        self.commit(&plan.commit, members.to_vec(), None, report);
         Ok(())
     }
 
@@ -349,23 +350,20 @@ impl<'a> Session<'a> {
         if dead.is_empty() { Ok(()) } else { Err(Stop::Failed(dead)) }
     }
 
-    /// All phases that cannot be undone, of whoever is not lost on the way. The first saves what takes `saving` at the slowest.
+    /// All phases that cannot be undone, of whoever is not lost on the way. The first saves what takes `saving` at the slowest, if anything.
     fn commit(
         &mut self,
         phases: &[Phase],
         members: Vec<usize>,
-        mut saving: Duration,
+        mut saving: Option<Duration>,
         report: &mut Report,
     ) {
         let mut left = members;
         for &phase in phases {
             let began = Instant::now();
             let usual = self.options.phase_timeout(phase);
-            let timeout = match std::mem::take(&mut saving) {
-                Duration::ZERO => usual,
-                // However little was asked for: there is no way back, and who saves is not lost.
-                saving => usual.max(phase.timeout() + saving),
-            };
+            // However little was asked for: there is no way back, and who saves is not lost.
+            let timeout = saving.take().map_or(usual, |saving| usual.max(phase.timeout() + saving));
             let question = self.question_within(phase, timeout);
             let result = self.step(&question, &left, timeout, OnFailure::WaitForAll);
             left.retain(|index| !result.failures.iter().any(|(failed, _)| failed == index));

@@ -1,12 +1,14 @@
 //! One call fails, each in turn.
 
-use tenants::coordinator::{CoordinatorError, Outcome};
+use std::time::{Duration, Instant};
+
+use tenants::coordinator::{Coordinator, CoordinatorError, Options, Outcome};
 use tenants::scope::Scope;
 use tenants::wire::{Action, MemberState};
-use vmm_pool::driver::DriverCode;
 use vmm_pool::driver::sim::FaultSpan;
+use vmm_pool::driver::{DriverCode, DriverOp};
 
-use crate::stage::Stage;
+use crate::stage::{Stage, tenant};
 
 /// Fails call `nth` of `member` during `action` on `scope`. False when so many calls were not made.
 pub(crate) fn fail_one(
@@ -114,4 +116,31 @@ fn any_call_of_a_resume_may_fail_and_the_tenant_stays_paused_with_its_contents()
 #[test]
 fn any_call_of_a_resume_may_fail_in_the_second_process_too() {
     resumes(1);
+}
+
+/// There is no way back then, and it comes to its end by itself.
+#[test]
+fn a_short_timeout_does_not_end_the_saving_of_a_pause_that_releases_early() {
+    const TIMEOUT: Duration = Duration::from_millis(500);
+    let stage = Stage::new();
+    let reply_margin = Duration::from_millis(200);
+    let timeout = Some(TIMEOUT);
+    let options = Options { timeout, reply_margin, early_release: true, ..Options::default() };
+    let hold = stage.faults(0).hold(DriverOp::CopyToHost);
+    let mut coordinator = Coordinator::new(stage.run_dir.clone(), tenant(), options);
+    let outcome = std::thread::scope(|threads| {
+        let paused = threads.spawn(|| coordinator.pause(&mut |_| {}));
+        assert!(hold.is_met(Duration::from_secs(30)));
+        // Longer than was asked for, and than an answer may take besides.
+        let late = Instant::now() + 2 * (TIMEOUT + reply_margin);
+        while Instant::now() < late {
+            std::thread::yield_now();
+        }
+        drop(hold);
+        paused.join().expect("no panic")
+    });
+    let Ok(Outcome::Completed(report)) = outcome else { panic!("{outcome:?}") };
+    assert!(report.losses.is_empty(), "{:?}", report.losses);
+    stage.must(Action::Resume);
+    stage.assert_intact("resumed");
 }

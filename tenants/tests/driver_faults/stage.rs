@@ -88,7 +88,11 @@ impl Stage {
     pub(crate) fn new() -> Self {
         let place = Place::new(&[CAPACITY_BYTES; 2]).expect("a place");
         let join = |_| place.join(TENANT, SimOptions::default()).expect("joined");
-        let members: Vec<_> = (0..2).map(join).collect();
+        let members: Vec<Process> = (0..2).map(join).collect();
+        // Several groups, so that some is unmapped, or given back, while other contents are still on their way.
+        for member in &members {
+            member.pool().set_group_bytes(UNIT);
+        }
         // A memfd is replaced by the real one below.
         let ticket = (tempfile::tempfile().expect("a file").into(), 0);
         let mut stage = Self {

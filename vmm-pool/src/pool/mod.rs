@@ -138,6 +138,12 @@ impl<D: Driver> Pool<D> {
         self.copies.set_pieces(pieces);
     }
 
+    /// How much of a device a pause copies between two looks at what is done, behind which it unmaps; 256 MiB at first. Less is for
+    /// tests and measurements: each look costs a call. Counts from the next pause on.
+    pub fn set_group_bytes(&self, bytes: u64) {
+        self.copies.set_group_bytes(bytes);
+    }
+
     /// What was last said to [`Pool::give_host_memory_back`].
     pub fn gives_host_memory_back(&self) -> bool {
         self.copies.is_given_back()

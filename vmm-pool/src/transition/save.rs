@@ -22,10 +22,6 @@ use crate::pool::Pool;
 use crate::report::KeptBytes;
 use crate::store::{Copies, Extent, HostArena, HostBudget, HostDemand, Saved, Store};
 
-/// Bytes copied between two looks at a stream. At 55 GB/s that is 5 ms, in which the driver unmaps some
-/// 200 blocks: copying and unmapping keep each other busy.
-const GROUP_BYTES: u64 = 256 << 20;
-
 #[derive(Debug)]
 pub(super) struct Item {
     row: VirtualHandle,
@@ -120,13 +116,13 @@ struct Group {
 }
 
 /// Neighbours of one device in groups, devices in turn.
-fn in_groups(items: Vec<Item>) -> Vec<Group> {
+fn in_groups(items: Vec<Item>, group_bytes: u64) -> Vec<Group> {
     let mut by_device: BTreeMap<DeviceOrdinal, (Vec<Group>, u64)> = BTreeMap::new();
     for item in items {
         let (device, size_bytes) = (item.device, item.copied_bytes);
         let (groups, last_bytes) = by_device.entry(device).or_default();
         match groups.last_mut() {
-            Some(group) if *last_bytes < GROUP_BYTES => {
+            Some(group) if *last_bytes < group_bytes => {
                 group.items.push(item);
                 *last_bytes += size_bytes;
             }
@@ -210,10 +206,15 @@ impl<D: Driver> Still<'_, D> {
             if self.pool.deferred.is_settled() {
                 self.drop_views(&mut log);
                 self.pool.ledger().void_copies();
-                let live_bytes = self.pool.ledger().end_in(Store::Host);
-                arena.give_back_unused(live_bytes);
             }
-            drop(self.pool.give_disk_back(&mut arena));
+            // What was held before is for another try: behind the point of no return there is no other way.
+            if takes {
+                if self.pool.deferred.is_settled() {
+                    let live_bytes = self.pool.ledger().end_in(Store::Host);
+                    arena.give_back_unused(live_bytes);
+                }
+                drop(self.pool.give_disk_back(&mut arena));
+            }
         }
         let plan = outcome?;
         log.bytes = plan.kept.copied_bytes;
@@ -463,7 +464,7 @@ impl<D: Driver> Still<'_, D> {
         }
         let (copied, as_is) =
             self.plan_items(log, kept)?.into_iter().partition(|item| item.copied_bytes > 0);
-        plan.groups = in_groups(copied);
+        plan.groups = in_groups(copied, self.pool.copies.group_bytes());
         plan.as_is = as_is;
         let (to_file, as_is): (Vec<_>, Vec<_>) =
             self.plan_items(log, filed)?.into_iter().partition(|item| item.copied_bytes > 0);

@@ -107,8 +107,6 @@ pub struct Departing<D: Driver> {
     stuck: HashSet<VirtualHandle>,
     /// Where the next stage has its host memory from: a save that fails gives back what was held.
     space: Space,
-    /// Another tenant may be coming meanwhile.
-    has_stages: bool,
 }
 
 /// Memory of a selection comes back by stages. Dropping it gives that up again, contents kept.
@@ -169,7 +167,7 @@ impl<D: Driver> Reserved<D> {
         self.leaving.quiesced.shut_mut().stay_shut();
         let Self { leaving, held: Held { copied, laid_out } } = self;
         let space = Space::Held(Some(laid_out));
-        Departing { leaving, copied, stuck: HashSet::new(), space, has_stages: false }
+        Departing { leaving, copied, stuck: HashSet::new(), space }
     }
 
     /// As [`Leaving::undo`]: nothing was unmapped, and host memory is given back.
@@ -227,7 +225,6 @@ impl<D: Driver> Departing<D> {
         window: &ByDevice,
         wanted: &Shapes,
     ) -> PoolResult<(Moved, Vec<Handed>)> {
-        self.has_stages = true;
         let picked = self.pick(|device| window.get(&device).copied());
         self.release_picked(picked, wanted)
     }
@@ -273,18 +270,13 @@ impl<D: Driver> Departing<D> {
     fn release_at_once(&mut self, all: &mut Moved) -> PoolResult<()> {
         let (saved, others) = self.pick(|_| Some(u64::MAX));
         let whole: HashSet<VirtualHandle> = saved.union(&others).copied().collect();
-        if whole.is_empty() {
-            return Ok(());
-        }
         let before = self.resident_of(&whole);
         let part = Selection::Part(whole);
-        // Beside another tenant that comes, the other links may be in use.
-        let through = if self.has_stages { Through::Engine } else { Through::TwoLinks };
         let still = Still::drained(&self.leaving.quiesced);
         let behind = Behind::GivesBack(Meanwhile::new(&part));
         let survey = self.leaving.quiesced.seen();
         let space = self.space.take();
-        let outcome = still.save(behind, survey, Copies::All, space, through);
+        let outcome = still.save(behind, survey, Copies::All, space, Through::Engine);
         if outcome.is_err() {
             self.space = Space::Take(HostBudget(None));
         }

@@ -309,12 +309,13 @@ fn a_call_that_maps_waits_while_the_memory_is_away() {
 
 #[test]
 fn nothing_is_unmapped_before_its_copy_is_done_however_many_groups_there_are() {
-    /// Memory of this size is a group of its own.
-    const GROUP: u64 = 256 << 20;
-    /// What is written of each: its end. All of it is copied, which takes longer than queueing the next two.
-    const USED: u64 = 32 << 20;
+    /// Memory of this size is a group of its own here. It takes longer to copy than to queue the next two.
+    const GROUP: u64 = 64 << 20;
+    /// What is written of each: its end.
+    const USED: u64 = 8 << 20;
     let node = SimNode::private(&[4 * GROUP]).expect("a node");
     let pool = pool(&node);
+    pool.set_group_bytes(GROUP);
     let places: Vec<_> = (0..3)
         .map(|_| {
             let handle = create(&pool, DEVICE, GROUP / UNIT, kept());

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use vmm_pool::budget::Counted;
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, VaRange};
 use vmm_pool::{ByDevice, Contents, HostBudget, PoolError, PoolResult};
@@ -305,14 +306,15 @@ fn a_process_without_memory_goes_by_stages_too() {
     assert_eq!(free_bytes(&pool, DeviceOrdinal(0)), CAPACITY_BYTES);
 }
 
-/// Memory of this size is copied by itself.
-const GROUP: u64 = 256 << 20;
+/// Memory of this size is copied by itself here.
+const GROUP: u64 = 8 << 20;
 /// What is written of each: its end.
 const WRITTEN: u64 = 2 * UNIT;
 
 /// Five allocations that are copied one after the other, and scratch memory.
 fn large() -> (SimPool, Vec<(VaRange, u64)>) {
     let pool = pool(&SimNode::private(&[6 * GROUP]).expect("a node"));
+    pool.set_group_bytes(GROUP);
     let rights = [AccessDesc::read_write(DEVICE)];
     map(&pool, create(&pool, DEVICE, 2, class(Contents::Discard)), 2 * UNIT, &rights);
     let one = |seed| {
@@ -386,4 +388,16 @@ fn what_fails_after_some_was_given_back_loses_nothing() {
         resume(&pool);
         assert_holds(&pool, &contents);
     }
+}
+
+#[test]
+fn the_drivers_pools_are_trimmed_also_where_nothing_of_ours_leaves() {
+    let pool = pool(&node());
+    pool.native_allocated(DeviceAddress(8192), 512, DEVICE, None, "async", Counted::No);
+    let trims = || pool.driver().faults().calls(DriverOp::PoolTrim);
+    let before = trims();
+    pool.reserve(&WHOLE, UNLIMITED).expect("room");
+    pool.release_rest().expect("released");
+    assert_eq!(trims() - before, 1);
+    resume(&pool);
 }

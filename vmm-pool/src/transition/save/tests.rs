@@ -4,6 +4,8 @@ use super::*;
 use crate::driver::DeviceAddress;
 use crate::scaling::assert_not_quadratic;
 
+const GROUP_BYTES: u64 = 256 << 20;
+
 fn item(index: usize, device: i32, size_bytes: u64) -> Item {
     Item {
         row: VirtualHandle::new(index, 1),
@@ -26,7 +28,7 @@ proptest! {
         sizes in prop::collection::vec((0..3, 1u64..GROUP_BYTES), 0..60),
     ) {
         let items = |(key, &(device, size_bytes))| item(key, device, size_bytes);
-        let groups = in_groups(sizes.iter().enumerate().map(items).collect());
+        let groups = in_groups(sizes.iter().enumerate().map(items).collect(), GROUP_BYTES);
         for device in (0..3).map(DeviceOrdinal) {
             let own: Vec<_> = groups.iter().filter(|group| group.device == device).collect();
             let keys = own.iter().flat_map(|group| &group.items).map(|item| item.row.index());
@@ -46,7 +48,7 @@ proptest! {
         let items = (0..3).zip(counts).flat_map(|(device, count)| {
             (0..count).map(move |key| item(key, device, GROUP_BYTES))
         });
-        let groups = in_groups(items.collect());
+        let groups = in_groups(items.collect(), GROUP_BYTES);
         let order: Vec<_> = groups.iter().map(|group| (group.items[0].row.index(), group.device)).collect();
         prop_assert!(order.is_sorted(), "{order:?}");
         prop_assert_eq!(order.len(), counts.iter().sum::<usize>());
@@ -59,7 +61,7 @@ fn many_small_items_take_no_longer_each_than_few() {
         let mut prepared: Vec<Vec<Item>> =
             (0..5).map(|_| (0..count).map(|key| item(key, 0, 4096)).collect()).collect();
         move || {
-            in_groups(prepared.pop().unwrap_or_default());
+            in_groups(prepared.pop().unwrap_or_default(), GROUP_BYTES);
         }
     });
 }
