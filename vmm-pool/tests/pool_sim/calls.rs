@@ -1,10 +1,9 @@
 //! The application's calls: ranges, references and refusals.
 
 use std::os::fd::AsFd as _;
-use std::sync::Arc;
 use std::time::Duration;
 
-use vmm_pool::driver::sim::{FaultSpan, Latency, SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::sim::{FaultSpan, Hold, SimNode};
 
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverOp, Location, RawContext,
@@ -259,34 +258,32 @@ fn a_block_is_shared_whole_by_any_address_of_what_was_asked_for() {
     assert_eq!(at(2 * UNIT), None);
 }
 
-/// Memory with contents 5 and one reference, in a pool whose driver takes its time before it does `op`.
-fn slow(node: &SimNode, op: DriverOp) -> (SimPool, VirtualHandle) {
-    let latency = Latency::default().with(op, 300_000);
-    let driver = SimDriver::new(node.clone(), SimOptions { latency, ..SimOptions::default() });
-    driver.make_current(DEVICE).expect("device 0");
-    let pool = SimPool::new(Arc::new(driver), 1);
+/// Memory with contents 5 and one reference, and a pool whose driver waits, before it does the next `op`, for the end of what comes out.
+fn held(node: &SimNode, op: DriverOp) -> (SimPool, VirtualHandle, Hold) {
+    let pool = pool(node);
     let handle = create(&pool, DEVICE, 1, kept());
     let place = map(&pool, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
     write(&pool, DEVICE, place, pattern(5));
     pool.unmap(place).expect("the reference keeps it");
-    (pool, handle)
+    let hold = pool.driver().faults().hold(op);
+    (pool, handle, hold)
 }
 
 /// Lets the last reference go while another thread waits for the driver, and has other memory take its place.
-fn release_meanwhile(pool: &SimPool, handle: VirtualHandle) -> VirtualHandle {
-    // Long enough to be in the driver, and a good part of the time that it takes.
-    std::thread::park_timeout(Duration::from_millis(100));
+fn release_meanwhile(pool: &SimPool, handle: VirtualHandle, hold: &Hold) -> VirtualHandle {
+    assert!(hold.is_met(Duration::from_mins(1)));
     pool.release(handle).expect("released");
     create(pool, DEVICE, 1, kept())
 }
 
 #[test]
 fn memory_released_by_another_thread_while_it_is_being_mapped_stays_with_its_mapping() {
-    let (pool, handle) = slow(&node(), DriverOp::Map);
+    let (pool, handle, hold) = held(&node(), DriverOp::Map);
     let place = reserve(&pool, UNIT);
     std::thread::scope(|scope| {
         let mapping = scope.spawn(|| pool.map(place, 0, handle));
-        let other = release_meanwhile(&pool, handle);
+        let other = release_meanwhile(&pool, handle, &hold);
+        drop(hold);
         mapping.join().expect("no panic").expect("mapped");
         pool.release(other).expect("its own");
     });
@@ -305,10 +302,11 @@ fn memory_released_by_another_thread_while_it_is_being_mapped_stays_with_its_map
 #[test]
 fn memory_released_by_another_thread_while_it_is_being_exported_stays_with_its_ticket() {
     let node = node();
-    let (owner, handle) = slow(&node, DriverOp::Export);
+    let (owner, handle, hold) = held(&node, DriverOp::Export);
     let export = std::thread::scope(|scope| {
         let exporting = scope.spawn(|| owner.export(handle));
-        let other = release_meanwhile(&owner, handle);
+        let other = release_meanwhile(&owner, handle, &hold);
+        drop(hold);
         let export = exporting.join().expect("no panic").expect("exported");
         owner.release(other).expect("its own");
         export
@@ -345,7 +343,7 @@ fn a_mapping_or_export_that_the_driver_refuses_leaves_no_record() {
 
 #[test]
 fn a_capture_lets_a_wait_end_that_was_left_behind_before_it_had_begun() {
-    let (pool, _) = slow(&node(), DriverOp::ContextSetCurrent);
+    let (pool, _, hold) = held(&node(), DriverOp::ContextSetCurrent);
     assert!(pool.let_waits_end(Duration::ZERO), "nothing was asked");
     let faults = pool.driver().faults();
     let begun = faults.calls(DriverOp::PrimaryContextRetain);
@@ -353,11 +351,12 @@ fn a_capture_lets_a_wait_end_that_was_left_behind_before_it_had_begun() {
     let seen = draining.look(|| 0, Vec::new).expect("asked");
     assert!(!seen.is_idle);
     // Its thread has not come to the driver's wait yet, and will.
-    while faults.calls(DriverOp::PrimaryContextRetain) == begun {
-        std::thread::yield_now();
-    }
+    assert!(hold.is_met(Duration::from_mins(1)));
+    assert!(faults.calls(DriverOp::PrimaryContextRetain) > begun);
     drop(draining.reopen());
     let calls = || faults.calls(DriverOp::ContextSynchronize);
+    assert_eq!(calls(), 0);
+    drop(hold);
     assert!(pool.let_waits_end(Duration::from_mins(1)));
     assert_eq!(calls(), 1);
     assert!(pool.let_waits_end(Duration::ZERO));
@@ -367,14 +366,18 @@ fn a_capture_lets_a_wait_end_that_was_left_behind_before_it_had_begun() {
 #[test]
 fn the_end_of_a_context_lets_a_wait_end_that_was_left_behind_in_it() {
     // There is no such context: that is what its thread will hear, in its time.
-    let (pool, _) = slow(&node(), DriverOp::ContextSetCurrent);
+    let (pool, _, hold) = held(&node(), DriverOp::ContextSetCurrent);
+    // The device's own context is waited for too.
+    let holds = [hold, pool.driver().faults().hold(DriverOp::ContextSetCurrent)];
     let place = Waited::OwnContext(RawContext(77));
     assert!(pool.let_waits_at_end(place, Duration::ZERO), "nothing was asked");
     let mut draining = pool.close();
     let seen = draining.look(|| 0, || vec![RawContext(77)]).expect("asked");
     assert!(!seen.is_idle);
+    assert!(holds.iter().all(|hold| hold.is_met(Duration::from_mins(1))));
     assert!(!pool.let_waits_at_end(place, Duration::ZERO));
     drop(draining.reopen());
+    drop(holds);
     assert!(pool.let_waits_at_end(place, Duration::from_mins(1)));
     assert!(pool.let_waits_at_end(place, Duration::ZERO));
 }

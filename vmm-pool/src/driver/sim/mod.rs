@@ -247,8 +247,7 @@ impl Driver for SimDriver {
 
     /// The simulated driver has primary contexts only.
     fn make_own_context_current(&self, _context: RawContext) -> DriverResult<()> {
-        let op = DriverOp::ContextSetCurrent;
-        Err(DriverError { op, code: DriverCode::INVALID_CONTEXT })
+        self.call(DriverOp::ContextSetCurrent, |_| Err(DriverCode::INVALID_CONTEXT))
     }
 
     fn memory_info(&self) -> DriverResult<MemoryInfo> {
