@@ -51,6 +51,11 @@ impl Market {
         self.away.insert(tag.to_owned());
     }
 
+    /// This tag may have been away for a while, and is back.
+    pub(crate) fn tag_was_away(&mut self, tag: &str) {
+        self.away_lately.insert(tag.to_owned());
+    }
+
     /// As [`Market::tag_goes`], by a process of its own accord, before or after what comes now.
     pub(crate) fn tag_may_go(&mut self, tag: &str) {
         self.pending.insert(tag.to_owned());

@@ -182,6 +182,12 @@ impl Script {
             Verdict::Done { .. } | Verdict::Killed => verdict.clone(),
         };
         let back = Request { action: Action::Resume, scope: with.scope.clone(), ..request.clone() };
+        if let (Verdict::Refused(_), Scope::Tags { tags, .. }) = (verdict, &request.scope) {
+            // It had left when the second could not come.
+            let market = &mut self.world.tenants[pair.from].market;
+            let gone = TAGS.iter().filter(|tag| tags.to_resume().has(tag));
+            gone.for_each(|tag| market.tag_was_away(tag));
+        }
         self.enter_tags(pair.from, request, &left);
         self.enter_tags(pair.to, &back, verdict);
     }
