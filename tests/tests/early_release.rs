@@ -3,8 +3,6 @@
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use sublet_tests::{JobOptions, MIB, Outcome, Stage, Trouble};
 
 const CAPACITIES: [u64; 2] = [128 * MIB; 2];
@@ -14,10 +12,6 @@ fn start(stage: &Stage, words: &[&str]) -> Outcome<Child> {
     let mut command = stage.command(&stage.files().sublet);
     let command = command.args(words).stdin(Stdio::null());
     Ok(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?)
-}
-
-fn signal(command: &Child, signal: Signal) -> Outcome {
-    Ok(kill(Pid::from_raw(i32::try_from(command.id())?), signal)?)
 }
 
 #[expect(clippy::disallowed_methods, reason = "an instant is waited for, not an event")]
@@ -104,42 +98,13 @@ fn no_room_in_host_memory_is_found_out_before_anything_has_gone() -> Outcome {
 }
 
 #[test]
-fn ctrl_c_at_any_instant_leaves_one_of_the_two_clean_states_and_names_it() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
-    for delay_ms in 0..12 {
-        let command = start(&stage, &EARLY)?;
-        wait_ms(4 * delay_ms);
-        // It may have ended already, and is then waited for below all the same.
-        signal(&command, Signal::SIGINT)?;
-        let output = command.wait_with_output()?;
-        let errors = String::from_utf8_lossy(&output.stderr);
-        let state = settled(&stage)?;
-        match output.status.code() {
-            Some(0) => assert_eq!(state, "paused", "{errors}"),
-            Some(130) => {
-                assert_eq!(state, "active", "{errors}");
-                assert!(errors.contains("The tenant is active"), "{errors}");
-            }
-            // Before it watched signals, it had done nothing.
-            None => assert_eq!(state, "active"),
-            other => return Err(Trouble::new(format!("it ended with {other:?}: {errors}"))),
-        }
-        stage.resume("train")?;
-    }
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
-}
-
-#[test]
 fn a_command_that_is_killed_at_any_instant_leaves_one_of_the_two_clean_states() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
     for delay_ms in 0..16 {
         let mut command = start(&stage, &EARLY)?;
         wait_ms(3 * delay_ms);
-        signal(&command, Signal::SIGKILL)?;
+        command.kill()?;
         command.wait()?;
         settled(&stage)?;
         stage.resume("train")?;

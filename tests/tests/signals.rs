@@ -332,34 +332,56 @@ fn ctrl_c_at_any_instant_leaves_one_of_the_two_clean_states_and_names_it() -> Ou
         for (action, done, before) in
             [("pause", "paused", "active"), ("resume", "active", "paused")]
         {
-            let command = start_command(&stage, &[action, "train"])?;
-            wait_ms(4 * delay_ms);
-            // It may have ended already, and is then waited for below all the same.
-            signal_command(&command, Signal::SIGINT)?;
-            let output = command.wait_with_output()?;
-            let errors = String::from_utf8_lossy(&output.stderr);
-            let state = stage.states("train")?;
-            match output.status.code() {
-                Some(0) => assert_eq!(state, [done], "{errors}"),
-                Some(130) => {
-                    assert_eq!(state, [before], "{errors}");
-                    assert!(errors.contains(&format!("The tenant is {before}")), "{errors}");
-                    stage.sublet(&[action, "train"])?.succeeded()?;
-                }
-                // Before it watched signals, it had done nothing.
-                None => {
-                    assert_eq!(state, [before]);
-                    stage.sublet(&[action, "train"])?.succeeded()?;
-                }
-                other => {
-                    return Err(Trouble::new(format!("{action} ended with {other:?}: {errors}")));
-                }
+            if !ends_when_interrupted(&stage, &[action, "train"], 4 * delay_ms, done, before)? {
+                stage.sublet(&[action, "train"])?.succeeded()?;
             }
         }
     }
     job.step(1)?;
     job.verify()?;
     job.exit()
+}
+
+#[test]
+fn ctrl_c_at_any_instant_of_a_pause_that_releases_early_does_so_too() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    for delay_ms in 0..12 {
+        let words = ["pause", "train", "--early-release"];
+        ends_when_interrupted(&stage, &words, 4 * delay_ms, "paused", "active")?;
+        stage.resume("train")?;
+    }
+    job.step(1)?;
+    job.verify()?;
+    job.exit()
+}
+
+/// Interrupts a command after some time: it has come to its end, with all processes in `done`, or to nothing, with all as `before`.
+fn ends_when_interrupted(
+    stage: &Stage,
+    words: &[&str],
+    delay_ms: u64,
+    done: &str,
+    before: &str,
+) -> Outcome<bool> {
+    let command = start_command(stage, words)?;
+    wait_ms(delay_ms);
+    // It may have ended already, and is then waited for below all the same.
+    signal_command(&command, Signal::SIGINT)?;
+    let output = command.wait_with_output()?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    let state = stage.states("train")?;
+    match output.status.code() {
+        Some(0) => assert_eq!(state, [done], "{errors}"),
+        Some(130) => {
+            assert_eq!(state, [before], "{errors}");
+            assert!(errors.contains(&format!("The tenant is {before}")), "{errors}");
+        }
+        // Before it watched signals, it had done nothing.
+        None => assert_eq!(state, [before]),
+        other => return Err(Trouble::new(format!("{words:?} ended with {other:?}: {errors}"))),
+    }
+    Ok(output.status.success())
 }
 
 #[expect(clippy::disallowed_methods, reason = "an instant is waited for, not an event")]

@@ -253,11 +253,8 @@ impl<D: Driver> Departing<D> {
         let (released, handed) = still.hand_over(&part, wanted)?;
         log.add(released);
         let Selection::Part(all) = part else { return Ok((Moved::default(), handed)) };
-        let after = self.resident_of(&all);
-        let gone = before
-            .into_iter()
-            .map(|(device, bytes)| (device, bytes - after.get(&device).copied().unwrap_or(0)));
-        let moved = Moved { log, bytes: gone.collect(), copied_bytes, ..Moved::default() };
+        let gone = self.gone_of(&all, before);
+        let moved = Moved { log, bytes: gone, copied_bytes, ..Moved::default() };
         Ok((moved, handed))
     }
 
@@ -286,11 +283,7 @@ impl<D: Driver> Departing<D> {
             Ok((log, copied_bytes))
         });
         let Selection::Part(whole) = part else { return Ok(()) };
-        let after = self.resident_of(&whole);
-        let gone: ByDevice = before
-            .into_iter()
-            .map(|(device, bytes)| (device, bytes - after.get(&device).copied().unwrap_or(0)))
-            .collect();
+        let gone = self.gone_of(&whole, before);
         let gone_log = StepLog { bytes: gone.values().sum(), ..StepLog::default() };
         all.add(Moved { log: gone_log, bytes: gone, ..Moved::default() });
         let (log, copied_bytes) = outcome?;
@@ -410,6 +403,13 @@ impl<D: Driver> Departing<D> {
 
     fn has_unsaved(&self, part: &HashSet<VirtualHandle>) -> bool {
         !self.unsaved_of(part).is_empty()
+    }
+
+    /// What of `part` is on its devices no more, of what was there `before`.
+    fn gone_of(&self, part: &HashSet<VirtualHandle>, before: ByDevice) -> ByDevice {
+        let after = self.resident_of(part);
+        let gone = |(device, bytes)| (device, bytes - after.get(&device).copied().unwrap_or(0));
+        before.into_iter().map(gone).collect()
     }
 
     fn resident_of(&self, part: &HashSet<VirtualHandle>) -> ByDevice {

@@ -328,23 +328,19 @@ fn large() -> (SimPool, Vec<(VaRange, u64)>) {
     (pool, contents)
 }
 
-fn large_free_bytes(pool: &SimPool) -> u64 {
-    free_bytes(pool, DEVICE)
-}
-
 #[test]
 fn memory_is_given_back_while_the_rest_is_still_copied() {
     let (pool, contents) = large();
     pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
     let faults = pool.driver().faults();
-    let mut free = vec![large_free_bytes(&pool)];
+    let mut free = vec![free_bytes(&pool, DEVICE)];
     std::thread::scope(|threads| {
         let mut hold = faults.hold(DriverOp::CopyToHost);
         let released = threads.spawn(|| pool.release_rest());
         // Each copy waits until it was looked.
         while !released.is_finished() {
             if hold.is_met(Duration::from_millis(20)) {
-                free.push(large_free_bytes(&pool));
+                free.push(free_bytes(&pool, DEVICE));
                 let next = faults.hold(DriverOp::CopyToHost);
                 drop(hold);
                 hold = next;
@@ -359,7 +355,7 @@ fn memory_is_given_back_while_the_rest_is_still_copied() {
     });
     // Two are copied while a third waits.
     assert!(free.last() >= Some(&(3 * GROUP)), "{free:?}");
-    assert_eq!((large_free_bytes(&pool), gate_of(&pool)), (6 * GROUP, GateAt::Offloaded));
+    assert_eq!((free_bytes(&pool, DEVICE), gate_of(&pool)), (6 * GROUP, GateAt::Offloaded));
     resume(&pool);
     assert_holds(&pool, &contents);
 }
@@ -383,7 +379,7 @@ fn what_fails_after_some_was_given_back_loses_nothing() {
         let gone: u64 = moved.bytes.values().sum();
         assert!(gone >= 4 * GROUP, "{op:?} {nth}: {moved:?}");
         if op == DriverOp::CopyToHost {
-            assert_eq!(large_free_bytes(&pool), 6 * GROUP, "{op:?} {nth}: it was copied again");
+            assert_eq!(free_bytes(&pool, DEVICE), 6 * GROUP, "{op:?} {nth}: it was copied again");
         }
         resume(&pool);
         assert_holds(&pool, &contents);

@@ -55,6 +55,20 @@ pub(crate) struct Request {
     pub(crate) swap: Option<SwapWith>,
 }
 
+impl Request {
+    /// All of a tenant, as far as it can be, without more ado.
+    pub(crate) fn plain(tenant: &TenantName, action: Action) -> Self {
+        Self {
+            tenant: tenant.clone(),
+            action,
+            lost_imports: LostImports::LeaveOut,
+            early_release: false,
+            scope: Scope::Whole,
+            swap: None,
+        }
+    }
+}
+
 /// Who comes, and how, while another tenant is paused.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SwapWith {

@@ -305,16 +305,7 @@ impl Script {
     /// A plain command that brings a tenant to one state after something was left half done.
     fn repair(&mut self, tenant: usize, action: Action) -> Outcome {
         self.world.tally.repairs += 1;
-        let name = self.world.tenants[tenant].name.clone();
-        let lost_imports = LostImports::LeaveOut;
-        let request = Request {
-            tenant: name,
-            action,
-            lost_imports,
-            early_release: false,
-            scope: Scope::Whole,
-            swap: None,
-        };
+        let request = Request::plain(&self.world.tenants[tenant].name, action);
         let verdict = self.world.desk.ask(Way::Library, &request)?;
         self.tell(&format!("  repaired by {action:?}: {}", outline(&verdict)));
         match verdict {
@@ -526,16 +517,7 @@ impl Script {
 
     /// False where device memory is missing.
     fn plainly_if_it_fits(&mut self, index: usize, action: Action) -> Outcome<bool> {
-        let name = self.world.tenants[index].name.clone();
-        let lost_imports = LostImports::LeaveOut;
-        let request = Request {
-            tenant: name,
-            action,
-            lost_imports,
-            early_release: false,
-            scope: Scope::Whole,
-            swap: None,
-        };
+        let request = Request::plain(&self.world.tenants[index].name, action);
         self.tell(&format!("{action:?} of {} at the end", request.tenant));
         let verdict = self.world.desk.ask(Way::Library, &request)?;
         match &verdict {
