@@ -51,8 +51,8 @@ HOLDER = str(common.JOBS / "race_memory.py")
 END_S = 6.0
 #: Rounds of each kind of change.
 KINDS = (("all", 4), ("nothing", 3), ("tenth", 3), ("scattered", 3), ("zero", 3))
-#: Has a pause give memory back while it saves.
-EARLY = "--early-release"
+#: Has a pause save all before it gives anything back.
+LATE = "--early-release=never"
 #: Seconds for one pause or resume.
 CHANGE_S = 60.0
 #: Of what the kernel calls available, what the contents of all tenants of a case may take.
@@ -246,13 +246,13 @@ class Race:
                 rows = dict.fromkeys(ranks.pids.values(), "GPU 0")
                 title = f"Pause and resume of {size / GIB:.0f} GiB, everything rewritten: milliseconds"
                 self.data["timelines"].append(race_figures.pause_and_resume(title, told_both, rows))
-        self.data["sizes"]["kept_early"] = size
+        self.data["sizes"]["kept_late"] = size
         try:
             for _ in range(KINDS[0][1]):
                 self.write(ranks, "all")
-                self.pause_and_resume(ranks, "kept_early", EARLY)
+                self.pause_and_resume(ranks, "kept_late", LATE)
         except Skipped as skipped:
-            self.skip("kept released early", str(skipped))
+            self.skip("kept released late", str(skipped))
         self.data["kept_stats"] = host_bytes(cli.sublet("stats", tenant, "--json", timeout_s=20))
         self.stop(ranks)
 
@@ -321,16 +321,16 @@ class Race:
         self.pinned(plain, "pinned_every")
         self.stop(plain)
         ranks = self.hold("every", size, self.gpus)
-        self.data["sizes"].update({"every": size, "every_early": size})
+        self.data["sizes"].update({"every": size, "every_late": size})
         self.pause_and_resume(ranks, "every_first")
         try:
             for _ in range(4):
                 self.write(ranks, "all")
                 self.pause_and_resume(ranks, "every")
                 self.write(ranks, "all")
-                self.pause_and_resume(ranks, "every_early", EARLY)
+                self.pause_and_resume(ranks, "every_late", LATE)
         except Skipped as skipped:
-            self.skip("every released early", str(skipped))
+            self.skip("every released late", str(skipped))
         self.stop(ranks)
 
     def case_links(self) -> None:
@@ -364,7 +364,7 @@ class Race:
         given = ["--kept-gb", str(self.args.tag_gb), "--discarded-gb", str(2 * self.args.tag_gb), "--change"]
         args = saver_job.parse([*given, "--cycles", "3", "--saver-cycles", "1", "--deadline", str(self.args.deadline)])
         needs_torch()
-        for way in ("sublet", "early", "retained", "saver"):
+        for way in ("sublet", "late", "retained", "saver"):
             label = f"saver_{way}"
             if way not in saver_job.OURS and not has_rival():
                 self.skip(label, "no wheel of torch_memory_saver is in the bundle, and it is not installed")

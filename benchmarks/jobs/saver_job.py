@@ -4,7 +4,7 @@ Weights of `--kept-gb` GB in a tag that is kept and KV cache of `--discarded-gb`
 and resumed together, `--cycles` times, by five ways, each in a process of its own:
 
 - sublet: `sublet.region`, `sublet.pause(tags)`, `sublet.resume(tags)`, under `sublet run`;
-- early: the same with `SUBLET_EARLY_RELEASE=1`, which gives memory back while it saves;
+- late: the same with `SUBLET_EARLY_RELEASE=0`, which gives no memory back before all is saved;
 - saver: torch_memory_saver 0.0.10 as it comes, which allocates pinned memory at each pause and frees it at each resume;
 - retained: the same with `retain_cpu_backup`, its best mode;
 - vllm: as vLLM's CuMemAllocator copies: for each block a pinned tensor of torch's, `cudaMemcpy`, unmap, release.
@@ -34,7 +34,7 @@ import runner
 from common import JobError, Result
 
 #: Ours, and what each has in its environment.
-OURS = {"sublet": {}, "early": {"SUBLET_EARLY_RELEASE": "1"}}
+OURS = {"sublet": {}, "late": {"SUBLET_EARLY_RELEASE": "0"}}
 WAYS = (*OURS, "saver", "retained", "vllm")
 #: Elements of one weight, as of a 7B model's feed-forward layer, in two bytes each.
 WEIGHT_WORDS = 4096 * 11008

@@ -12,6 +12,7 @@
 mod ahead;
 mod budgets;
 mod cutting;
+mod early_release;
 mod error;
 mod exchange;
 mod hand_over;
@@ -39,6 +40,7 @@ use std::time::{Duration, Instant};
 
 pub use ahead::{PrepareError, PrepareReport, PreparedProcess, Waits};
 pub use budgets::{BudgetReport, GpuBudget};
+pub use early_release::EarlyRelease;
 pub use error::{CoordinatorError, SwapError};
 pub use interrupt::Interrupt;
 pub use report::{
@@ -91,9 +93,8 @@ pub struct Options {
     /// Does a pause give a tenant up, of which a process that others wait for waits for device memory itself? Else it waits for that too, for as
     /// long as for the cut.
     pub passes_by_memory_waits: bool,
-    /// Does a pause give memory back while the rest is still saved? All host memory and disk space for that is taken before, and
-    /// the first that is given back is its point of no return. Else that comes when all is saved.
-    pub early_release: bool,
+    /// Does a pause give memory back while the rest is still saved?
+    pub early_release: EarlyRelease,
     /// Which memory the action is about.
     pub scope: Scope,
     /// Who takes part.
@@ -101,16 +102,14 @@ pub struct Options {
 }
 
 /// Do pauses that do not say it themselves release early?
-static EARLY_RELEASE: LazyLock<bool> = LazyLock::new(|| {
+static EARLY_RELEASE: LazyLock<EarlyRelease> = LazyLock::new(|| {
     const VARIABLE: &str = "SUBLET_EARLY_RELEASE";
-    let is_early = match std::env::var(VARIABLE).as_deref() {
-        Err(_) | Ok("" | "0") => Some(false),
-        Ok("1") => Some(true),
-        Ok(_) => None,
-    };
-    is_early.unwrap_or_else(|| {
-        tracing::warn!("{VARIABLE} is neither 0 nor 1; pauses save everything before they release");
-        false
+    let said = std::env::var(VARIABLE).ok().filter(|word| !word.is_empty());
+    said.map_or_else(EarlyRelease::default, |word| {
+        word.parse().unwrap_or_else(|why| {
+            tracing::warn!("{VARIABLE}: {why}; pauses save everything before they release");
+            EarlyRelease::Never
+        })
     })
 });
 

@@ -148,6 +148,7 @@ impl HostNeed {
             grow_bytes,
             grow_with_needed_bytes,
             grow_with_all_bytes,
+            ..
         } = demand;
         Self {
             saved_bytes,
@@ -159,7 +160,8 @@ impl HostNeed {
         }
     }
 
-    fn grow_bytes_with(&self, copies: Copies) -> u64 {
+    /// Host memory that it must take in addition with these copies.
+    pub fn grow_bytes_with(&self, copies: Copies) -> u64 {
         match copies {
             Copies::None => self.grow_bytes,
             Copies::Needed => self.grow_with_needed_bytes,

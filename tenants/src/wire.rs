@@ -8,7 +8,7 @@ mod ask;
 
 use serde::{Deserialize, Serialize, Serializer};
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{AllocationId, KeptBytes, PoolReport};
+use vmm_pool::{AllocationId, Copying, KeptBytes, PoolReport};
 
 pub use crate::phase::{Action, BlockShape, Order, Phase, Told, Window};
 pub use crate::state::MemberState;
@@ -29,7 +29,7 @@ use crate::turns::{Class, Weight};
 pub const HANDED_MAX: usize = 64;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 19;
+pub const PROTOCOL_VERSION: u16 = 20;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -265,6 +265,8 @@ pub struct PhaseReport {
     pub kept: Option<KeptBytes>,
     /// Of [`Phase::Drain`]: the host memory that saving will take.
     pub host: Option<HostNeed>,
+    /// Of [`Phase::Drain`]: how contents would get there.
+    pub copying: Option<Copying>,
     /// Of [`Phase::Drain`]: what is held of shared memory.
     pub references: Option<Box<References>>,
     /// Of a pause or resume by stages: how far it is.
@@ -300,6 +302,7 @@ impl PhaseReport {
             (one, more) => one.or(more),
         };
         self.host = next.host.or(self.host.take());
+        self.copying = next.copying.or(self.copying.take());
         self.references = next.references.or(self.references.take());
         if let Some(next) = next.stage {
             let StageReport { copied_bytes, mut handed, .. } =

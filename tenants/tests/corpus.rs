@@ -33,7 +33,7 @@ use tenants::wire::{
     StageReport, StepOn, TagBytes, TakePhase, Told, Wanted, Window, Withdraw,
 };
 use vmm_pool::driver::{AllocationFlags, DeviceOrdinal};
-use vmm_pool::{AllocationId, Held, KeptBytes, Part, PoolReport, SlabTotals, StayReason};
+use vmm_pool::{AllocationId, Copying, Held, KeptBytes, Part, PoolReport, SlabTotals, StayReason};
 
 const ID: AllocationId = AllocationId(*b"0123456789abcdef");
 
@@ -255,6 +255,11 @@ fn phase_report() -> PhaseReport {
             grow_with_needed_bytes: 3 << 30,
             grow_with_all_bytes: 5 << 30,
             limits: vec![HostLimit { kind: LimitKind::Configured, bytes: 8 << 30 }],
+        }),
+        copying: Some(Copying {
+            to_memory_bytes: 2 << 30,
+            to_file_bytes: 1 << 30,
+            by_neighbour: true,
         }),
         references: Some(Box::new(References {
             given: vec![Held { id: ID, is_pinned: true }],

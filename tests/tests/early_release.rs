@@ -84,6 +84,22 @@ fn the_environment_asks_for_it_too_and_people_read_what_was_kept() -> Outcome {
 }
 
 #[test]
+fn without_a_word_a_pause_that_copies_much_does_it_once_its_host_memory_is_there() -> Outcome {
+    let stage = Stage::new(&[1400 * MIB])?;
+    let options = JobOptions { tensor_mib: 1032, ..JobOptions::new("train", 1) };
+    // What is unchanged is copied too.
+    let mut job = stage.connected_job(&options.with("SUBLET_DELTA", "0"))?;
+    for is_early in [false, true] {
+        job.step(1)?;
+        let report = stage.sublet(&["pause", "train", "--json"])?.succeeded()?.json()?;
+        assert_eq!(names_of_phases(&report).contains(&"Reserve"), is_early, "{report:#}");
+        stage.resume("train")?;
+        job.verify()?;
+    }
+    job.exit()
+}
+
+#[test]
 fn no_room_in_host_memory_is_found_out_before_anything_has_gone() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let options = JobOptions::new("train", 2).with("SUBLET_HOST_BYTES_MAX", "1048576");

@@ -53,7 +53,9 @@ pub use report::{
 };
 pub use saved::{SavedError, Spilled, WriteOut, Written};
 pub use slabs::Part;
-pub use store::{CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, HostBudget, HostDemand, check_file_dir};
+pub use store::{
+    CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, Copying, HostBudget, HostDemand, check_file_dir,
+};
 pub use transition::{
     Activity, Arriving, BroughtIn, ByDevice, Departing, Done, DrainError, Draining, Failed, Handed,
     HostStanding, ImportRequest, Leaving, Left, Moved, Prepared, Quiesced, Reserved, Restored,

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::metrics::serve::{ADDRESS, address};
 use clap::{Args, Parser, Subcommand};
 use tenants::budget::{BudgetError, Budgets};
-use tenants::coordinator::HandOver;
+use tenants::coordinator::{EarlyRelease, HandOver};
 use tenants::identity::{FamilyName, TenantName};
 use tenants::region::TAG_BYTES_MAX;
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
@@ -176,9 +176,13 @@ pub(crate) struct PauseArgs {
     #[command(flatten)]
     pub(crate) tags: TagArgs,
     /// Give memory back while the rest is still saved, so that the driver clears it meanwhile and not beside whoever comes next;
-    /// the pause cannot be called off any more once it has begun to save
-    #[arg(long)]
-    pub(crate) early_release: bool,
+    /// the pause cannot be called off any more once it has begun to save: never; auto, where it is quicker, when not given; always,
+    /// which is meant without a word
+    #[arg(
+        long, value_name = "WHEN", value_parser = early_release, num_args = 0..=1, require_equals = true,
+        default_missing_value = "always"
+    )]
+    pub(crate) early_release: Option<EarlyRelease>,
     /// Time for each phase, such as 500ms, 30s or 2m; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) timeout: Option<Duration>,
@@ -421,11 +425,15 @@ fn duration(text: &str) -> Result<Duration, String> {
         })
 }
 
-/// A size such as `512MiB` or `2GiB`; a bare number is in bytes.
 fn hand_over(text: &str) -> Result<HandOver, String> {
     text.parse()
 }
 
+fn early_release(text: &str) -> Result<EarlyRelease, String> {
+    text.parse()
+}
+
+/// A size such as `512MiB` or `2GiB`; a bare number is in bytes.
 fn size(text: &str) -> Result<u64, String> {
     let read: Result<Size, NoSize> = text.parse();
     match read {

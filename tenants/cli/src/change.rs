@@ -40,7 +40,7 @@ pub(crate) fn pause(
         switching::stays_away(&run_dir, &args.tenant);
     }
     let usual = options(args.timeout, &signals::watch()?);
-    let early_release = args.early_release || usual.early_release;
+    let early_release = args.early_release.unwrap_or(usual.early_release);
     let options = Options { scope, early_release, ..usual };
     let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
     let result = {
@@ -752,7 +752,7 @@ lost: process 11 in step 'release memory': it hung up
         let tenant = TenantName::new("train").unwrap();
         let args = |json| PauseArgs {
             tenant: tenant.clone(),
-            early_release: false,
+            early_release: None,
             tags: crate::args::TagArgs::default(),
             timeout: None,
             trace: None,

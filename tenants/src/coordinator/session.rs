@@ -30,19 +30,23 @@ pub(super) struct Plan {
     prepare: Vec<Phase>,
     /// The first of these is the point of no return.
     commit: Vec<Phase>,
+    /// Does it save behind that point, in one stage?
+    releases_early: bool,
 }
 
 impl Plan {
     pub(super) fn new(action: Action, manner: Manner) -> Self {
         let phases = |stage| action.phases(stage, manner);
-        Self { action, prepare: phases(Stage::Prepare), commit: phases(Stage::Commit) }
+        let (prepare, commit) = (phases(Stage::Prepare), phases(Stage::Commit));
+        Self { action, prepare, commit, releases_early: false }
     }
 
-    /// A pause by one stage, which releases while it saves.
-    fn of_early_release() -> Self {
-        let mut plan = Self::new(Action::Pause, Manner { by_stages: true, ..Manner::default() });
-        plan.commit.retain(|phase| !phase.is_staged());
-        plan
+    /// A pause that has not saved yet releases while it does.
+    fn release_early(&mut self) {
+        if let Some(save) = self.prepare.iter_mut().find(|phase| **phase == Phase::Save) {
+            *save = Phase::Reserve;
+            self.releases_early = true;
+        }
     }
 }
 
@@ -230,19 +234,17 @@ impl<'a> Session<'a> {
         action: Action,
         members: Vec<usize>,
     ) -> Result<Report, CoordinatorError> {
-        let is_early = action == Action::Pause && self.options.early_release;
-        let plan =
-            if is_early { Plan::of_early_release() } else { Plan::new(action, self.manner(false)) };
+        let mut plan = Plan::new(action, self.manner(false));
         let started = Instant::now();
         let mut report = self.new_report(action);
-        if let Err(stop) = self.prepare(&plan, &members, &mut report) {
+        if let Err(stop) = self.prepare(&mut plan, &members, &mut report) {
             let error = self.roll_back(action, &members, stop);
             if self.options.consent.is_some() {
                 self.tell_waiting(action, &members, &error);
             }
             return Err(error);
         }
-        let saving = if is_early {
+        let saving = if plan.releases_early {
             // Of no use to readers of the report.
             self.take_shapes(&mut report, &members);
             let said = self.last_said(&report, &members);
@@ -278,7 +280,7 @@ impl<'a> Session<'a> {
     /// All that can be undone: consent, the phases that prepare, and a last look at who is there.
     pub(super) fn prepare(
         &mut self,
-        plan: &Plan,
+        plan: &mut Plan,
         members: &[usize],
         report: &mut Report,
     ) -> Result<(), Stop> {
@@ -296,26 +298,28 @@ impl<'a> Session<'a> {
         if action == Action::Pause {
             self.wait_for_borrowers(members)?;
         }
-        self.take_all(&plan.prepare, action, members, report)
+        self.take_all(plan, members, report)
     }
 
     /// The end of a resume by stages: all that follows them. An error is undone by the caller.
     pub(super) fn come(&mut self, members: &[usize], report: &mut Report) -> Result<(), Stop> {
         let mut plan = Plan::new(Action::Resume, self.manner(true));
         plan.prepare.retain(|phase| !phase.is_staged());
-        self.take_all(&plan.prepare, Action::Resume, members, report)?;
+        self.take_all(&mut plan, members, report)?;
         self.commit(&plan.commit, members.to_vec(), None, report);
         Ok(())
     }
 
     fn take_all(
         &mut self,
-        phases: &[Phase],
-        action: Action,
+        plan: &mut Plan,
         members: &[usize],
         report: &mut Report,
     ) -> Result<(), Stop> {
-        for &phase in phases {
+        let action = plan.action;
+        let mut taken = 0;
+        while let Some(&phase) = plan.prepare.get(taken) {
+            taken += 1;
             if phase.is_at_cut() && self.options.takes_part == TakesPart::Everybody {
                 self.cut_and_take(phase, action.abort(), members, report)?;
                 continue;
@@ -338,8 +342,12 @@ impl<'a> Session<'a> {
                 return Err(Stop::Failed(vec![failure]));
             }
             if phase == Phase::Drain {
-                let needs = result.done.iter().filter_map(|(_, report)| report.host.as_ref());
+                let drained: Vec<_> = result.done.iter().map(|(_, report)| report).collect();
+                let needs = drained.iter().filter_map(|report| report.host.as_ref());
                 self.copies = host_memory::copies_with_room(&needs.collect::<Vec<_>>());
+                if self.options.early_release.is_for(&drained, self.copies) {
+                    plan.release_early();
+                }
                 self.stays = self.agree_on_shared(&result.done)?;
             }
             report.add(self.summary(phase, began.elapsed(), result.done));

@@ -244,12 +244,14 @@ impl<D: Driver> Member<D> {
         let references = References::new(self.pool.references(&selection));
         // The devices of all processes are idle, behind gates that are shut: nobody writes to it from here on.
         let seen = quiesced.survey(&selection);
-        let host = HostNeed::new(quiesced.host_demand(&selection), (self.config.host_limits)());
+        let demand = quiesced.host_demand(&selection);
+        let host = HostNeed::new(demand, (self.config.host_limits)());
         self.set_progress(Progress::Quiesced(quiesced, selection));
         let seen = report(seen);
         Ok(PhaseReport {
             driver_calls: 2 * waited as u64 + seen.driver_calls,
             host: Some(host),
+            copying: Some(demand.copying),
             references: Some(Box::new(references)),
             ..seen
         })

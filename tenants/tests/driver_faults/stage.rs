@@ -6,7 +6,7 @@ use std::time::Duration;
 
 pub(crate) use sublet_stage::memory::{UNIT, page_of};
 use sublet_stage::{Place, Process, memory};
-use tenants::coordinator::{Coordinator, CoordinatorError, Options, Outcome};
+use tenants::coordinator::{Coordinator, CoordinatorError, EarlyRelease, Options, Outcome};
 use tenants::identity::TenantName;
 use tenants::member::MemberConfig;
 use tenants::run_dir::RunDir;
@@ -42,8 +42,8 @@ pub(crate) struct Stage {
     seeds: u64,
     resident: Vec<u64>,
     census: Vec<Census>,
-    /// Pauses release while they save.
-    pub(crate) early_release: bool,
+    /// Do pauses release while they save?
+    pub(crate) early_release: EarlyRelease,
     _place: Place,
 }
 
@@ -80,7 +80,7 @@ impl Stage {
     /// As [`Stage::new`], and pauses release while they save.
     pub(crate) fn with_early_release() -> Self {
         let mut stage = Self::new();
-        stage.early_release = true;
+        stage.early_release = EarlyRelease::Always;
         stage
     }
 
@@ -103,7 +103,7 @@ impl Stage {
             seeds: 0,
             resident: Vec::new(),
             census: Vec::new(),
-            early_release: false,
+            early_release: EarlyRelease::Never,
             _place: place,
         };
         (0..2).for_each(|member| stage.fill(member));

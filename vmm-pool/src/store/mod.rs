@@ -47,11 +47,24 @@ impl Store {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostBudget(pub Option<u64>);
 
+/// How contents get to the host in a pause that keeps [`Copies::All`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Copying {
+    /// What is copied to host memory, in bytes: neither what is zero nor what is there unchanged.
+    pub to_memory_bytes: u64,
+    /// What goes to a file, in bytes.
+    pub to_file_bytes: u64,
+    /// May some of it take a neighbouring GPU's link ([`crate::Links`])?
+    pub by_neighbour: bool,
+}
+
 /// Host memory that a pause would take now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostDemand {
     /// Contents to save, in bytes.
     pub saved_bytes: u64,
+    /// How they get there.
+    pub copying: Copying,
     /// Host memory held for them already.
     pub held_bytes: u64,
     /// Host memory to be taken in addition, with no copy kept.

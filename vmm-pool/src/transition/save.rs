@@ -20,7 +20,7 @@ use crate::ledger::{Layout, Mapping, Placed, Presence, Selection, Survey, merged
 use crate::links::{Haul, Parcels, Way};
 use crate::pool::Pool;
 use crate::report::KeptBytes;
-use crate::store::{Copies, Extent, HostArena, HostBudget, HostDemand, Saved, Store};
+use crate::store::{Copies, Copying, Extent, HostArena, HostBudget, HostDemand, Saved, Store};
 
 #[derive(Debug)]
 pub(super) struct Item {
@@ -533,19 +533,29 @@ impl<D: Driver> Pool<D> {
     /// As [`Pool::host_demand`], of a pause that copies what `survey` says.
     pub(super) fn demand_of(&self, selection: &Selection, survey: &Survey) -> HostDemand {
         let arena = self.arena();
-        let with = |copies| {
-            let [kept, filed] = self.layouts(selection, survey, copies);
-            let grow_bytes = arena.growth(kept.end_bytes, filed.end_bytes > 0);
-            (kept.end_bytes + filed.end_bytes, grow_bytes)
+        let growth =
+            |[kept, filed]: &[Layout; 2]| arena.growth(kept.end_bytes, filed.end_bytes > 0);
+        let with_all = self.layouts(selection, survey, Copies::All);
+        let grow_with_all_bytes = growth(&with_all);
+        let [kept, filed] = with_all;
+        let to_memory_bytes = kept.placed.iter().map(Placed::copied_bytes).sum();
+        let links = self.links.links();
+        let copying = Copying {
+            to_memory_bytes,
+            to_file_bytes: filed.end_bytes,
+            by_neighbour: links.is_some_and(|links| to_memory_bytes >= links.least_bytes),
         };
-        let (saved_bytes, grow_with_all_bytes) = with(Copies::All);
         // Where that takes nothing, nothing less can be asked for.
-        let least = |copies, more: u64| if more == 0 { 0 } else { with(copies).1.min(more) };
+        let least = |copies, more: u64| match more {
+            0 => 0,
+            more => growth(&self.layouts(selection, survey, copies)).min(more),
+        };
         let grow_with_needed_bytes = least(Copies::Needed, grow_with_all_bytes);
         let grow_bytes = least(Copies::None, grow_with_needed_bytes);
         let held_bytes = arena.held_bytes();
         HostDemand {
-            saved_bytes,
+            saved_bytes: kept.end_bytes + filed.end_bytes,
+            copying,
             held_bytes,
             grow_bytes,
             grow_with_needed_bytes,

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{ClassBytes, DeviceReport, PoolReport};
+use vmm_pool::{ClassBytes, Copying, DeviceReport, PoolReport};
 
 use crate::coordinator::{Coordinator, Event, Options};
 use crate::host_memory::HostNeed;
@@ -74,6 +74,7 @@ pub(super) struct Script {
     /// What it has to write; none when it runs with all its memory.
     pub(super) saved_bytes: Option<u64>,
     pub(super) host: Option<HostNeed>,
+    pub(super) copying: Option<Copying>,
     /// What it has on its one device, or needs there.
     pub(super) holds_bytes: u64,
     /// Of that device.
@@ -98,6 +99,7 @@ impl Script {
             save: None,
             saved_bytes: Some(3000),
             host: None,
+            copying: None,
             holds_bytes: GIB,
             free_bytes: 5 * GIB,
             uuid: "gpu-a",
@@ -447,6 +449,7 @@ impl Agent {
             bytes_by_kernel: 0,
             kept: None,
             host: self.script.host.clone().filter(|_| phase == Phase::Drain),
+            copying: self.script.copying.filter(|_| phase == Phase::Drain),
             references: None,
             stage: Some(StageReport {
                 copied_bytes: bytes,

@@ -1,6 +1,8 @@
 //! Every fault in every phase of every member.
 
 use super::*;
+use vmm_pool::Copying;
+
 use crate::host_memory::{HostLimit, HostNeed, LimitKind};
 
 const MEMBERS: usize = 3;
@@ -229,6 +231,31 @@ fn an_undo_that_fails_is_part_of_the_error() {
     assert!(!error.left_unchanged() && !error.is_retryable());
     let text = error.to_string();
     assert!(text.contains("but taking back failed for process"), "{text}");
+}
+
+#[test]
+fn a_pause_that_copies_much_releases_while_it_saves_unless_told_otherwise() {
+    let pause = |world: &World, early_release| {
+        let options = Options { early_release, ..options() };
+        let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), options);
+        report(coordinator.pause(&mut quiet).unwrap())
+            .phases
+            .iter()
+            .map(|summary| summary.phase)
+            .collect::<Vec<_>>()
+    };
+    for (mib, early_release, expected) in [
+        (2048, EarlyRelease::WherePays, Phase::Reserve),
+        (2048, EarlyRelease::Never, Phase::Save),
+        (1, EarlyRelease::WherePays, Phase::Save),
+        (1, EarlyRelease::Always, Phase::Reserve),
+    ] {
+        let copying = Copying { to_memory_bytes: mib << 20, ..Copying::default() };
+        let world = World::of(&[active(), Script { copying: Some(copying), ..active() }]);
+        let phases = [Phase::CloseGate, Phase::Drain, expected, Phase::Release, Phase::Verify];
+        assert_eq!(pause(&world, early_release), phases);
+        assert_eq!([1, 2].map(|id| world.phases_of(id)), [phases, phases]);
+    }
 }
 
 #[test]

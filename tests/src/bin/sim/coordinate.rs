@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use sublet_tests::{Outcome, Trouble};
 use tenants::coordinator::{
-    Coordinator, Interrupt, LostImports, Options, Outcome as Done, SwapOptions, swap,
+    Coordinator, EarlyRelease, Interrupt, LostImports, Options, Outcome as Done, SwapOptions, swap,
 };
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
@@ -56,6 +56,10 @@ pub(crate) struct Request {
 }
 
 impl Request {
+    fn release(&self) -> EarlyRelease {
+        if self.early_release { EarlyRelease::Always } else { EarlyRelease::Never }
+    }
+
     /// All of a tenant, as far as it can be, without more ado.
     pub(crate) fn plain(tenant: &TenantName, action: Action) -> Self {
         Self {
@@ -259,7 +263,7 @@ fn act(
     let options = Options {
         timeout: Some(PHASE_TIMEOUT),
         lost_imports: request.lost_imports,
-        early_release: request.early_release,
+        early_release: request.release(),
         interrupt,
         ..Options::default()
     };
