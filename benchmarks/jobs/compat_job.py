@@ -24,6 +24,7 @@ from typing import Any
 import common
 import runner
 from common import GIB, MIB, JobError, Result
+from phases import copied_bytes
 
 ROLES = ("saver", "enabled", "vllm", "nccl")
 KEPT_BYTES, LOST_BYTES = GIB, 2 * GIB
@@ -256,7 +257,7 @@ def vllm_role() -> None:
     for cycle in range(2):
         allocator.sleep(offload_tags=("weights",))
         runner.row(f"{cycle}: level 1 gives all back", about(free_bytes() - before, usage))
-        saved = sum(phase[1]["bytes"] for phase in sublet.stats()["last_pause"] if phase[0] == "Save")
+        saved = copied_bytes(sublet.stats()["last_pause"])
         runner.row(f"{cycle}: and saves the weights alone", about(saved, KEPT_BYTES), str(saved))
         allocator.wake_up(tags=["weights"])
         runner.row(f"{cycle}: weights are exact", torch.equal(weights, pattern(KEPT_BYTES, 3)))

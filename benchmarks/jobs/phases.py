@@ -45,6 +45,14 @@ def phase_table(report: Any) -> dict[str, dict[str, float]]:
     return table
 
 
+def copied_bytes(report: Any) -> int:
+    """Contents that a pause has copied to the host, whichever phase that was in, by any nesting of its report."""
+    if isinstance(report, dict):
+        kept = report.get("kept") or {}
+        return int(kept.get("copied_bytes", 0)) + sum(copied_bytes(value) for key, value in report.items() if key != "kept")
+    return sum(copied_bytes(value) for value in report) if isinstance(report, list | tuple) else 0
+
+
 class Phases:
     """Series by action and phase: the wall time of each, and what its processes took."""
 

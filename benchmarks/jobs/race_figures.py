@@ -231,9 +231,12 @@ def spans(report: Mapping[str, Any], rows: Mapping[int, str], begin_ms: float = 
     for phase in report["phases"]:
         for member in phase.get("members", []):
             row = rows.get(member.get("who", {}).get("pid"))
-            took = (member.get("report") or {}).get("elapsed_us")
+            said = member.get("report") or {}
+            took = said.get("elapsed_us")
             if row is not None and took:
-                found.append({"row": row, "phase": phase["phase"], "begin_ms": round(at, 2), "ms": round(took / 1000, 2)})
+                saves = phase["phase"] == "Release" and said.get("kept") is not None
+                name = "Release, saving" if saves else phase["phase"]
+                found.append({"row": row, "phase": name, "begin_ms": round(at, 2), "ms": round(took / 1000, 2)})
         at += phase["wall_us"] / 1000
     return found
 

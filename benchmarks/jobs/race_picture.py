@@ -38,6 +38,7 @@ KINDS = {
     "Save": "contents",
     "Restore": "contents",
     "ReleaseStage": "contents",
+    "Release, saving": "contents",
     "RestoreStage": "contents",
     "Release": "memory",
     "CreateOwn": "memory",

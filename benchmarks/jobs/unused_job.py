@@ -20,7 +20,7 @@ import cli
 import common
 import runner
 from common import JobError, Result
-from phases import phase_table
+from phases import copied_bytes
 
 GB = 10**9
 PART = 32 * common.MIB
@@ -34,12 +34,6 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--cached-gb", type=float, default=10.0)
     parser.add_argument("--role", choices=["tenant"], help="used by the job itself")
     return parser.parse_args(argv)
-
-
-def saved_bytes(report: Any) -> float:
-    """Bytes that a pause copied, by its report."""
-    table = phase_table(report)
-    return sum(entry["bytes"] for name, entry in table.items() if "Save" in name or "save" in name)
 
 
 def make(args: Any) -> tuple[list[Any], list[int]]:
@@ -93,7 +87,7 @@ def tenant(args: Any) -> int:
         name = "asked" if asks else "plain"
         runner.sample(f"{name}_pause_s", pause_s)
         runner.sample(f"{name}_resume_s", time.perf_counter() - began)
-        runner.sample(f"{name}_saved_gb", saved_bytes(report) / GB)
+        runner.sample(f"{name}_saved_gb", copied_bytes(report) / GB)
         wrong, usable = checks(torch, live, values)
         runner.row(
             f"{name} {number // 2}: values in use exact, cached memory usable", wrong == 0 and usable, f"{wrong} wrong"

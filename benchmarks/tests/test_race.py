@@ -373,6 +373,10 @@ def test_reports_are_found_and_laid_out_in_time() -> None:
         ("cut", 50.0, 1.0),
         ("Save", 51.0, 30.0),
     ]
+    early = {"who": {"pid": 7}, "report": {"elapsed_us": 20_000, "kept": {"copied_bytes": 1}}}
+    report = {"wall_us": 20_000, "phases": [{"phase": "Release", "wall_us": 20_000, "members": [early]}]}
+    drawn = race_figures.spans(report, {7: "GPU 0"})
+    assert [race_picture.KINDS[span["phase"]] for span in drawn] == ["contents"]
     swap = race_figures.swap_timeline("swap", record["told"], 0.06, [{7: "leaves"}, {7: "comes"}])
     assert [span["begin_ms"] for span in swap["spans"] if span["phase"] == "Save"] == [1.0, 11.0]
 
