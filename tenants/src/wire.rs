@@ -263,6 +263,8 @@ pub struct PhaseReport {
     pub bytes_by_kernel: u64,
     /// Of [`Phase::Save`], and where memory goes by stages or early of their releases: what became of the contents that are kept.
     pub kept: Option<KeptBytes>,
+    /// Of [`Phase::Release`]: device memory that should have gone and has not, which the notes name.
+    pub stayed_bytes: u64,
     /// Of [`Phase::Drain`]: the host memory that saving will take.
     pub host: Option<HostNeed>,
     /// Of [`Phase::Drain`]: how contents would get there.
@@ -297,6 +299,7 @@ impl PhaseReport {
         self.notes.extend(next.notes);
         self.bytes_by_neighbour = self.bytes_by_neighbour.saturating_add(next.bytes_by_neighbour);
         self.bytes_by_kernel = self.bytes_by_kernel.saturating_add(next.bytes_by_kernel);
+        self.stayed_bytes = self.stayed_bytes.saturating_add(next.stayed_bytes);
         self.kept = match (self.kept, next.kept) {
             (Some(one), Some(more)) => Some(one.plus(more)),
             (one, more) => one.or(more),

@@ -247,6 +247,7 @@ fn phase_report() -> PhaseReport {
         notes: vec!["something stays".to_owned()],
         bytes_by_neighbour: 1 << 20,
         bytes_by_kernel: 3 << 20,
+        stayed_bytes: 5 << 20,
         kept: Some(KeptBytes { zero_bytes: 7 << 30, unchanged_bytes: 2 << 30, copied_bytes: 1 }),
         host: Some(HostNeed {
             saved_bytes: 3 << 30,

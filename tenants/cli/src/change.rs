@@ -110,7 +110,7 @@ fn resume_in_turn(
         output.json(&Document::queued(&args.tenant, &result))?;
         let code = result.map_or_else(
             |error| ExitCode::from(switch::code_of(&error)),
-            |switched| losses_code(switch::outcomes(&switched)),
+            |switched| code_of(switch::outcomes(&switched)),
         );
         return Ok(traced.unwrap_or(code));
     }
@@ -120,7 +120,7 @@ fn resume_in_turn(
     } else {
         switch::render(false, &switched, output);
     }
-    Ok(traced.unwrap_or(losses_code(switch::outcomes(&switched))))
+    Ok(traced.unwrap_or(code_of(switch::outcomes(&switched))))
 }
 
 /// Tries again what `result` says was short of GPU memory, for at most `wait`, and says what it waits for. Between two
@@ -381,7 +381,7 @@ fn show_halves(
             code = ExitCode::from(exit_code_of(error));
         }
         let shown = if json {
-            result.map(|outcome| losses_code([&outcome])).map_err(Failure::from)
+            result.map(|outcome| code_of([&outcome])).map_err(Failure::from)
         } else {
             show(tenant, result, false, Gpus::look, output)
         };
@@ -539,7 +539,7 @@ fn show(
     if json {
         output.json(&Document::new(tenant, &result))?;
         return Ok(match &result {
-            Ok(outcome) => losses_code([outcome]),
+            Ok(outcome) => code_of([outcome]),
             Err(error) => ExitCode::from(exit_code_of(error)),
         });
     }
@@ -549,16 +549,16 @@ fn show(
         Outcome::AlreadyPaused => output.line(format!("tenant '{tenant}' is paused already")),
         Outcome::AlreadyActive => output.line(format!("tenant '{tenant}' is active already")),
     }
-    Ok(losses_code([&outcome]))
+    Ok(code_of([&outcome]))
 }
 
-/// The exit code of what has succeeded: was anything lost in any of it?
-pub(crate) fn losses_code<'a>(outcomes: impl IntoIterator<Item = &'a Outcome>) -> ExitCode {
-    let has_losses = |outcome: &Outcome| match outcome {
-        Outcome::Completed(report) => !report.losses.is_empty(),
+/// The exit code of what was carried through: is any of it not wholly as asked?
+pub(crate) fn code_of<'a>(outcomes: impl IntoIterator<Item = &'a Outcome>) -> ExitCode {
+    let is_partial = |outcome: &Outcome| match outcome {
+        Outcome::Completed(report) => report.is_partial(),
         Outcome::AlreadyPaused | Outcome::AlreadyActive => false,
     };
-    if outcomes.into_iter().any(has_losses) {
+    if outcomes.into_iter().any(is_partial) {
         ExitCode::from(EXIT_PARTIAL)
     } else {
         ExitCode::SUCCESS
@@ -696,6 +696,7 @@ mod tests {
                 free_bytes: 70 << 30,
                 total_bytes: 80 << 30,
             }],
+            stayed_bytes: 0,
             notes: vec!["process 10: 4 MiB stay".to_owned()],
             losses: vec![MemberFailure {
                 who: who(11),
@@ -705,6 +706,15 @@ mod tests {
                     message: "it hung up".to_owned(),
                 },
             }],
+        }
+    }
+
+    #[test]
+    fn memory_that_should_have_gone_shows_in_the_exit_code() {
+        for (stayed_bytes, expected) in [(0, ExitCode::SUCCESS), (1, ExitCode::from(EXIT_PARTIAL))]
+        {
+            let whole = Report { losses: Vec::new(), stayed_bytes, ..report() };
+            assert_eq!(code_of([&Outcome::Completed(Box::new(whole))]), expected);
         }
     }
 

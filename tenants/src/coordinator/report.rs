@@ -195,6 +195,8 @@ pub struct Report {
     pub stages: Vec<StageSummary>,
     /// Bytes given back or taken, by device, in order of the devices' names.
     pub devices: Vec<DeviceTotal>,
+    /// Of a pause: device memory that should have gone and has not. The notes name it.
+    pub stayed_bytes: u64,
     /// Things worth telling a person.
     pub notes: Vec<String>,
     /// Members that were lost after the point of no return. The others did their part.
@@ -313,9 +315,15 @@ impl Report {
             handed_bytes: 0,
             stages: Vec::new(),
             devices: Vec::new(),
+            stayed_bytes: 0,
             notes: Vec::new(),
             losses: Vec::new(),
         }
+    }
+
+    /// Is it not wholly as asked?
+    pub fn is_partial(&self) -> bool {
+        !self.losses.is_empty() || self.stayed_bytes > 0
     }
 
     /// Adds a phase. Bytes of devices count in the phases that give memory back or take it; what is free
@@ -323,6 +331,7 @@ impl Report {
     pub(super) fn add(&mut self, summary: PhaseSummary) {
         let moves_memory = summary.phase.moves_memory();
         for MemberPhase { who, report } in &summary.members {
+            self.stayed_bytes = self.stayed_bytes.saturating_add(report.stayed_bytes);
             for note in &report.notes {
                 self.notes.push(format!("{who}: {note}"));
             }

@@ -333,16 +333,18 @@ impl<D: Driver> Member<D> {
                 return Err(pool_failure(&error));
             }
         };
-        self.stand_released(selection, done)?;
-        Ok(PhaseReport { devices: self.deltas(&before), ..report(log) })
+        let stayed_bytes = self.stand_released(selection, done)?;
+        Ok(PhaseReport { devices: self.deltas(&before), stayed_bytes, ..report(log) })
     }
 
-    /// All that leaves is released: the process stands paused, or runs on without some tags.
+    /// All that leaves is released: the process stands paused, or runs on without some tags. What should have left and has
+    /// not, in bytes.
     pub(super) fn stand_released(
         &self,
         selection: Selection,
         done: Done<D>,
-    ) -> Result<(), Failure> {
+    ) -> Result<u64, Failure> {
+        let stayed_bytes = self.pool.resident_bytes(&selection).into_values().sum();
         match &selection {
             Selection::Tagged(..) => {
                 self.transition(Event::TagsReleased)?;
@@ -363,7 +365,7 @@ impl<D: Driver> Member<D> {
             }
         }
         self.set_progress(Progress::Released(selection));
-        Ok(())
+        Ok(stayed_bytes)
     }
 
     pub(super) fn by_device(&self, bytes: BTreeMap<DeviceOrdinal, u64>) -> Vec<DeviceBytes> {

@@ -155,8 +155,9 @@ impl<D: Driver> Member<D> {
         let selection = departing.selection().clone();
         match departing.release() {
             Ok((done, moved)) => {
-                self.stand_released(selection, done)?;
-                Ok(self.staged(moved, BTreeMap::new(), Vec::new(), Vec::new()))
+                let stayed_bytes = self.stand_released(selection, done)?;
+                let report = self.staged(moved, BTreeMap::new(), Vec::new(), Vec::new());
+                Ok(PhaseReport { stayed_bytes, ..report })
             }
             Err(Failed { state, error }) => {
                 self.set_progress(Progress::Departing(*state, next));

@@ -35,6 +35,9 @@ pub(crate) fn fail_one(
             if action == Action::Pause && report.notes.is_empty() {
                 stage.assert_gone(&what);
             }
+            if action == Action::Pause && *scope == Scope::Whole {
+                assert_eq!(report.stayed_bytes, stage.not_gone_bytes(), "{what}");
+            }
         }
         Ok(other) => panic!("{what}: {other:?}"),
         Err(error) => {

@@ -263,6 +263,16 @@ impl Stage {
     }
 
     /// Nothing of the tenant is on a device.
+    /// Memory that a pause gives back and that is on its device.
+    pub(crate) fn not_gone_bytes(&self) -> u64 {
+        let devices = self.members.iter().flat_map(|member| member.pool().report().devices);
+        let bytes = devices.map(|device| {
+            let pinned_bytes: u64 = device.classes.iter().map(|class| class.pinned_bytes).sum();
+            device.resident_bytes() - pinned_bytes
+        });
+        bytes.sum()
+    }
+
     pub(crate) fn assert_gone(&self, when: &str) {
         assert_eq!(self.used(), [0, 0], "{when}: memory stays");
     }

@@ -447,6 +447,7 @@ impl Agent {
             notes: Vec::new(),
             bytes_by_neighbour: 0,
             bytes_by_kernel: 0,
+            stayed_bytes: 0,
             kept: None,
             host: self.script.host.clone().filter(|_| phase == Phase::Drain),
             copying: self.script.copying.filter(|_| phase == Phase::Drain),
