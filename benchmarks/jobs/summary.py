@@ -31,7 +31,7 @@ def medians(summary: dict[str, Any]) -> list[str]:
         elif "median" in entry:
             lines.append(f"{name} median {number(entry['median'])}, p99 {number(entry['p99'])}, n {entry['count']}")
         else:
-            parts = [f"{k} {number(v['median'] if isinstance(v, dict) else v)}" for k, v in entry.items()]
+            parts = [f"{k} {number(v.get('median', v.get('all')) if isinstance(v, dict) else v)}" for k, v in entry.items()]
             lines.append(f"{name}: " + ", ".join(parts))
     return lines
 

@@ -29,6 +29,8 @@ def test_a_run_leaves_verdicts_figures_and_the_page(work: Path, tmp_path: Path) 
     assert code == 0, record
     assert [entry["passed"] for entry in record["checks"]] == [True] * 4, record["checks"]
     assert record["summary"]["sublet"]["left_bytes"]["train"] < record["summary"]["keep-both"]["left_bytes"]["train"]
+    shown = subprocess.run([sys.executable, str(JOB.with_name("summary.py")), str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0 and "cannot be shown" not in shown.stdout and "sublet: lost_share" in shown.stdout, shown.stdout
     assert (tmp_path / "rl_grpo.html").is_file() and (tmp_path / "rl_grpo.json").is_file()
 
 

@@ -30,6 +30,7 @@ struct Report {
     stages: Vec<serde::de::IgnoredAny>,
     notes: Vec<String>,
     losses: Vec<serde::de::IgnoredAny>,
+    stayed_bytes: u64,
 }
 
 #[derive(Debug, Deserialize)]
@@ -64,6 +65,10 @@ impl Change {
         self.report.as_ref().map_or(0, |report| report.losses.len())
     }
 
+    fn has_stayed(&self) -> bool {
+        self.report.as_ref().is_some_and(|report| report.stayed_bytes > 0)
+    }
+
     fn refusal(self, both_are_paused: bool) -> Refusal {
         let shortages = self.shortages.iter();
         Refusal {
@@ -93,6 +98,7 @@ pub(super) fn read(output: &Output) -> Outcome<Verdict> {
         Document::Change(change) => (vec![change], false),
     };
     let losses: usize = halves.iter().map(Change::losses).sum();
+    let is_partial = losses > 0 || halves.iter().any(Change::has_stayed);
     let count = halves.len();
     let last = halves.pop().ok_or_else(|| Trouble::new(format!("nothing was done; {}", said())))?;
     let (is_done, is_unchanged) = (!last.has_failed(), last.unchanged);
@@ -101,10 +107,10 @@ pub(super) fn read(output: &Output) -> Outcome<Verdict> {
     // Of a swap, both halves are told of where the second was tried.
     let both_are_paused = is_swap && count == 2 && !is_done;
     let fits = match output.status.code() {
-        Some(DONE) => is_done && losses == 0,
+        Some(DONE) => is_done && !is_partial,
         Some(UNCHANGED) => !is_done && is_unchanged && !both_are_paused,
         // Processes may have been lost by a swap that went back.
-        Some(PARTIAL) => losses > 0 || !is_unchanged || both_are_paused || (is_swap && !is_done),
+        Some(PARTIAL) => is_partial || !is_unchanged || both_are_paused || (is_swap && !is_done),
         Some(_) | None => false,
     };
     if !fits {
