@@ -315,13 +315,21 @@ class Child(Process):
         return facts
 
 
+#: By `free_port`, to whom does not matter.
+PORTS_GIVEN: dict[int, object] = {}
+
+
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on, below the range that outgoing connections take theirs from."""
+    """A TCP port that nobody has on any address of this machine, as torch listens on all of them, below the range that outgoing
+    connections take theirs from. No port is given twice: whoever was given it may not listen yet.
+    """
     for _ in range(100):
         port = random.randrange(20_000, 30_000)
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+            probe.bind(("", port))
+            # One operation, so that threads that start processes at once never have the same.
+            if PORTS_GIVEN.setdefault(port, token := object()) is token:
+                return port
     raise JobError("no free port between 20000 and 30000")
 
 
