@@ -176,15 +176,15 @@ impl HostNeed {
             LimitKind::Available | LimitKind::ControlGroup { .. } => grow_bytes,
         }
     }
+}
 
-    /// By how much this process may grow if no other does.
-    pub fn budget(&self) -> HostBudget {
-        let left = self.limits.iter().map(|limit| match limit.kind {
-            LimitKind::Configured => limit.bytes.saturating_sub(self.held_bytes),
-            LimitKind::Available | LimitKind::ControlGroup { .. } => limit.bytes,
-        });
-        HostBudget(left.min())
-    }
+/// By how much a process that holds `held_bytes` may grow within `limits` if no other does.
+pub fn budget(held_bytes: u64, limits: &[HostLimit]) -> HostBudget {
+    let left = limits.iter().map(|limit| match limit.kind {
+        LimitKind::Configured => limit.bytes.saturating_sub(held_bytes),
+        LimitKind::Available | LimitKind::ControlGroup { .. } => limit.bytes,
+    });
+    HostBudget(left.min())
 }
 
 /// The processes of a tenant need more host memory than a limit leaves them.
@@ -445,7 +445,7 @@ mod tests {
         let limit = [HostLimit { kind: LimitKind::Configured, bytes: 100 * MIB }];
         assert!(shortage([&need(80, 30, &limit)]).is_some());
         assert_eq!(shortage([&need(120, 0, &limit)]), None);
-        assert_eq!(need(80, 30, &limit).budget(), HostBudget(Some(20 * MIB)));
+        assert_eq!(budget(80 * MIB, &limit), HostBudget(Some(20 * MIB)));
     }
 
     #[test]

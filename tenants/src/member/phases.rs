@@ -19,7 +19,7 @@ use super::progress::Progress;
 use super::{Member, Status};
 use crate::cut::{Limits, Seen};
 use crate::descriptors::free_descriptors;
-use crate::host_memory::HostNeed;
+use crate::host_memory::{HostNeed, budget};
 use crate::phase::{Action, Stage};
 use crate::references::{References, Stay};
 use crate::scope::Scope;
@@ -286,7 +286,7 @@ impl<D: Driver> Member<D> {
         let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
         self.forget_ended();
         let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
-        let budget = |demand| HostNeed::new(demand, (self.config.host_limits)()).budget();
+        let budget = |held_bytes| budget(held_bytes, &(self.config.host_limits)());
         self.look_at_neighbours();
         match quiesced.save(selection, &stays, copies, budget) {
             Ok((prepared, log)) => {

@@ -18,7 +18,7 @@ use super::fetch::may_be_the_drivers;
 use super::phases::report;
 use super::progress::Progress;
 use crate::descriptors::{descriptor_limit, free_descriptors, out_of_the_way};
-use crate::host_memory::HostNeed;
+use crate::host_memory::budget;
 use crate::phase::Window;
 use crate::references::Stay;
 use crate::scope::Scope;
@@ -49,7 +49,7 @@ impl<D: Driver> Member<D> {
         let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
         self.forget_ended();
         let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
-        let budget = |demand| HostNeed::new(demand, (self.config.host_limits)()).budget();
+        let budget = |held_bytes| budget(held_bytes, &(self.config.host_limits)());
         match quiesced.reserve(selection, &stays, copies, budget) {
             Ok((reserved, log)) => {
                 let leaving = self.by_device(self.pool.resident_bytes(reserved.selection()));

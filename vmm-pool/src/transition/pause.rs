@@ -14,7 +14,7 @@ use crate::gate::Mode;
 use crate::journal::StepLog;
 use crate::ledger::{Selection, StayReason};
 use crate::pool::Pool;
-use crate::store::{Copies, HostBudget, HostDemand};
+use crate::store::{Copies, HostBudget};
 
 /// Memory of a selection is on its way out: some may be saved and unmapped. Dropping it undoes that, and leaves the
 /// gate shut where the driver refuses.
@@ -47,8 +47,8 @@ pub struct Undone<D: Driver> {
 impl<D: Driver> Quiesced<D> {
     /// Pause 3: saves what must be kept of `selection`, and unmaps it and what was imported. Every handle is kept, of
     /// imports too, so that [`Prepared::undo`] asks nobody. `stays` is what all processes leave in place; `copies` says
-    /// which copies of earlier pauses may stay; `budget` is told the host memory that saving takes, and answers how much it
-    /// may. Where that is too little for the copies, fewer stay.
+    /// which copies of earlier pauses may stay; `budget` is told how much host memory is held, in bytes, and answers how
+    /// much more may be taken. Where that is too little for the copies, fewer stay.
     ///
     /// # Errors
     /// [`crate::PoolError::Disowned`], [`crate::PoolError::OutOfHostMemory`] and [`crate::PoolError::OutOfDisk`] before anything is changed;
@@ -64,7 +64,7 @@ impl<D: Driver> Quiesced<D> {
         selection: Selection,
         stays: &[(AllocationId, StayReason)],
         copies: Copies,
-        budget: impl FnOnce(HostDemand) -> HostBudget,
+        budget: impl FnOnce(u64) -> HostBudget,
     ) -> Result<(Prepared<D>, StepLog), Failed<Leaving<D>>> {
         self.shut_mut().begin_pause(selection.clone());
         let leaving = Leaving { quiesced: self, selection };
@@ -85,10 +85,11 @@ impl<D: Driver> Leaving<D> {
         &self,
         stays: &[(AllocationId, StayReason)],
         copies: Copies,
-        budget: impl FnOnce(HostDemand) -> HostBudget,
+        budget: impl FnOnce(u64) -> HostBudget,
     ) -> PoolResult<StepLog> {
         self.pool().ledger().set_stays(stays)?;
-        let budget = budget(self.quiesced.host_demand(&self.selection));
+        let held_bytes = self.pool().arena().held_bytes();
+        let budget = budget(held_bytes);
         let (survey, space) = (self.quiesced.seen(), Space::Take(budget));
         let still = Still::drained(&self.quiesced);
         still.save(Behind::Keeps(&self.selection), survey, copies, space, Through::TwoLinks)

@@ -29,7 +29,7 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Layout, Ledger, Row, Selection, StayReason, Survey};
 use crate::pool::Pool;
-use crate::store::{Copies, HostArena, HostBudget, HostDemand, Store};
+use crate::store::{Copies, HostArena, HostBudget, Store};
 use crate::{AllocationId, VirtualHandle};
 
 /// Bytes by device.
@@ -132,7 +132,7 @@ impl<D: Driver> Quiesced<D> {
         selection: Selection,
         stays: &[(AllocationId, StayReason)],
         copies: Copies,
-        budget: impl FnOnce(HostDemand) -> HostBudget,
+        budget: impl FnOnce(u64) -> HostBudget,
     ) -> Result<(Reserved<D>, StepLog), Failed<Leaving<D>>> {
         self.shut_mut().begin_pause(selection.clone());
         let leaving = Leaving { quiesced: self, selection };
@@ -141,7 +141,8 @@ impl<D: Driver> Quiesced<D> {
         let stays = pool.ledger().set_stays(stays);
         let held = stays.and_then(|()| {
             let Leaving { quiesced, selection } = &leaving;
-            let budget = budget(quiesced.host_demand(selection));
+            let held_bytes = pool.arena().held_bytes();
+            let budget = budget(held_bytes);
             Still::drained(quiesced).hold_space(selection, quiesced.seen(), copies, budget)
         });
         match held {
