@@ -61,12 +61,13 @@ const char *sublet_last_error(void);
  *
  * sublet_last_error_json: the last error of this thread, as {"code", "message", "missing_bytes" (or null),
  * "devices" (that cannot hold the tenant, and who holds them), "tags" (that there are)}.
- * sublet_last_report_json: what this thread's last pause, resume, swap, switch, preparation or change of budgets did. */
+ * sublet_last_report_json: what this thread's last pause, resume, swap, switch, preparation or change of budgets did. "outcome" of a
+ * pause is "partial" when processes were lost, or memory stays that the driver would not copy or let go ("stayed_bytes", "notes"). */
 int64_t sublet_last_error_json(char *buffer, size_t size);
 int64_t sublet_last_report_json(char *buffer, size_t size);
 
 /* Pauses every process of a tenant on behalf of all of them; NULL is the caller's own. A tenant that is
- * paused already is a success. timeout_ms bounds each phase; 0 keeps the defaults. */
+ * paused already is a success. timeout_ms bounds each phase up to the point of no return; 0 keeps the defaults. */
 int sublet_pause_tenant(const char *tenant, uint32_t timeout_ms);
 
 /* Resumes every process of a tenant; as sublet_pause_tenant. */

@@ -7,8 +7,8 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use vmm_pool::Copies;
 use vmm_pool::driver::AllocationFlags;
+use vmm_pool::{Copies, Stages};
 
 use crate::references::Stay;
 use crate::scope::Scope;
@@ -143,6 +143,8 @@ pub struct Told<'a> {
     pub stays: &'a [Stay],
     /// Which copies of earlier pauses stay in host memory.
     pub copies: Copies,
+    /// Behind [`Phase::Reserve`].
+    pub stages: Stages,
     /// Of a stage.
     pub window: Window,
 }
@@ -150,7 +152,8 @@ pub struct Told<'a> {
 impl<'a> Told<'a> {
     /// For phases that are no stages.
     pub fn new(scope: &'a Scope, stays: &'a [Stay]) -> Self {
-        Self { scope, stays, copies: Copies::default(), window: Window::default() }
+        let (copies, window) = (Copies::default(), Window::default());
+        Self { scope, stays, copies, stages: Stages::Many, window }
     }
 }
 
@@ -234,6 +237,7 @@ const TABLE: [Row; 16] = {
             ..row(Phase::Reserve, "reserve host memory", Pause, Prepare, |told| Order::Reserve {
                 stays: told.stays.to_vec(),
                 copies: told.copies,
+                stages: told.stages,
             })
         },
         Row {
@@ -435,6 +439,8 @@ pub enum Order {
         stays: Vec<Stay>,
         /// Which copies of earlier pauses may stay in host memory.
         copies: Copies,
+        /// How memory goes then.
+        stages: Stages,
     },
     /// [`Phase::ReleaseStage`].
     ReleaseStage {

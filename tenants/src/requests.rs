@@ -17,7 +17,8 @@ use crate::wire::{Action, MemberState};
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Pauses or resumes the caller's whole tenant once **every** process of it has called this. Returns when
-/// it has happened; at once when the process is already so.
+/// it has happened everywhere; at once when the process is already so. The account is that of whoever
+/// coordinates.
 ///
 /// One of the callers coordinates; the others wait for it to happen to them. None of them holds a lock
 /// while it waits, so one that is let go early may call for the opposite without harm.
@@ -28,13 +29,13 @@ pub fn act_together<D: Driver>(
     member: &Member<D>,
     action: Action,
     timeout: Duration,
-) -> Result<(), CoordinatorError> {
+) -> Result<Option<Outcome>, CoordinatorError> {
     let reached = match action {
         Action::Pause => MemberState::Paused,
         Action::Resume => MemberState::Active,
     };
     if member.state() == reached {
-        return Ok(());
+        return Ok(None);
     }
     let deadline = Instant::now() + timeout;
     let count = member.consent(action);
@@ -48,7 +49,7 @@ fn coordinate_or_wait<D: Driver>(
     action: Action,
     count: u64,
     deadline: Instant,
-) -> Result<(), CoordinatorError> {
+) -> Result<Option<Outcome>, CoordinatorError> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let options = Options {
@@ -59,18 +60,24 @@ fn coordinate_or_wait<D: Driver>(
         };
         let outcome = act(member.run_dir(), member.tenant(), action, options);
         match outcome {
-            Ok(_) => return Ok(()),
+            Ok(outcome) => return Ok(Some(outcome)),
             Err(CoordinatorError::RunDir(RunDirError::Locked { .. })) => {}
             Err(error) => {
                 // Another caller may have done it in the meantime.
                 return match member.wait_for(action, count, Instant::now()) {
-                    Waited::Done => Ok(()),
+                    Waited::Done => {
+                        wait_for_the_others(member, deadline);
+                        Ok(None)
+                    }
                     Waited::GivenUp(_) | Waited::NotYet => Err(error),
                 };
             }
         }
         match member.wait_for(action, count, Instant::now() + LOOK) {
-            Waited::Done => return Ok(()),
+            Waited::Done => {
+                wait_for_the_others(member, deadline);
+                return Ok(None);
+            }
             Waited::GivenUp(why) => {
                 let tenant = member.tenant().clone();
                 return Err(CoordinatorError::FailedTogether { tenant, action, why });
@@ -78,8 +85,17 @@ fn coordinate_or_wait<D: Driver>(
             Waited::NotYet => {}
         }
         if Instant::now() >= deadline {
-            return act(member.run_dir(), member.tenant(), action, Options::default()).map(|_| ());
+            let outcome = act(member.run_dir(), member.tenant(), action, Options::default());
+            return outcome.map(Some);
         }
+    }
+}
+
+/// It has happened to this process, and others may still save: whoever coordinates holds the tenant's lock until all are done.
+fn wait_for_the_others<D: Driver>(member: &Member<D>, deadline: Instant) {
+    let locked = member.run_dir().tenant(member.tenant());
+    if let Err(error) = locked.and_then(|dir| dir.lock_shared(deadline)) {
+        tracing::warn!(%error, "other processes of the tenant may not be done yet");
     }
 }
 

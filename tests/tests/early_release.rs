@@ -141,7 +141,7 @@ fn the_other_of_a_rank_that_is_killed_at_any_instant_keeps_all_of_its_contents()
         job.ranks[0].kill()?;
         let output = command.wait_with_output()?;
         let errors = String::from_utf8_lossy(&output.stderr);
-        assert!(matches!(output.status.code(), Some(0..=2)), "{errors}");
+        assert!(matches!(output.status.code(), Some(0 | 1 | 3)), "{errors}");
         settled(&stage)?;
         stage.resume("train")?;
         job.ranks[1].do_it("step")?;

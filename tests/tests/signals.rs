@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use serde_json::Value;
 use sublet_tests::{Boundary, Job, JobOptions, MIB, Outcome, PAUSE, RESUME, Stage, Steps, Trouble};
 use tenants::wire::Phase;
 
@@ -319,6 +320,48 @@ fn second_ctrl_c_leaves_at_once_and_the_processes_settle_it() -> Outcome {
     job.ranks[1].signal(Signal::SIGCONT)?;
     wait_for_state(&stage, "active")?;
     job.ranks[0].do_it("release spin")?;
+    job.step(1)?;
+    job.verify()?;
+    job.exit()
+}
+
+/// The processes have begun to release, and are at it for a while.
+fn pause_that_releases(stage: &Stage) -> Outcome<Child> {
+    let command = start_command(stage, &["pause", "train", "--early-release"])?;
+    let deadline = Instant::now() + SOON;
+    let releases = |member: &Value| member["member"]["asked"]["phase"] == "Release";
+    while !stage.members("train")?.iter().any(releases) {
+        if Instant::now() >= deadline {
+            return Err(Trouble::new("the processes do not release"));
+        }
+    }
+    Ok(command)
+}
+
+#[test]
+fn ctrl_c_behind_the_first_release_says_that_it_goes_on_and_the_second_that_something_has_changed()
+-> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let slow = JobOptions::new("train", 2).with("SIMCUDA_LATENCY", "cuMemcpyDtoHAsync:300000");
+    let mut job = stage.connected_job(&slow.with("SUBLET_DELTA", "0"))?;
+    let command = pause_that_releases(&stage)?;
+    signal_command(&command, Signal::SIGINT)?;
+    let output = command.wait_with_output()?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && errors.contains("cannot be called off"), "{errors}");
+    assert_eq!(stage.states("train")?, ["paused"]);
+    stage.resume("train")?;
+    job.step(1)?;
+
+    let mut command = pause_that_releases(&stage)?;
+    let begin = Instant::now();
+    while command.try_wait()?.is_none() {
+        assert!(begin.elapsed() < SOON, "the second one did not end it");
+        signal_command(&command, Signal::SIGINT)?;
+    }
+    assert_eq!(command.wait()?.code(), Some(3));
+    wait_for_state(&stage, "paused")?;
+    stage.resume("train")?;
     job.step(1)?;
     job.verify()?;
     job.exit()

@@ -59,6 +59,6 @@ pub use store::{
 pub use transition::{
     Activity, Arriving, BroughtIn, ByDevice, Departing, Done, DrainError, Draining, Failed, Handed,
     HostStanding, ImportRequest, Leaving, Left, Moved, Prepared, Quiesced, Reserved, Restored,
-    Returning, Shape, Shapes, Shut, Undone,
+    Returning, Shape, Shapes, Shut, Stages, Undone,
 };
 pub use waits::Waited;

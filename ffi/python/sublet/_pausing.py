@@ -85,13 +85,16 @@ def pause(
             of its own, or with ``whose="tenant"``.
         whose: whose memory the tags mean: ``"process"``, the calling process's (and what other
             processes import of it), or ``"tenant"``, that of every process of the tenant.
-        timeout: limit of each phase in seconds; by default those of ``sublet pause``.
+        timeout: limit of each phase in seconds, up to the point of no return; by default those of
+            ``sublet pause``.
         together: every process of the tenant makes this call, as ``ncclPause``, and it returns when
             all have.
 
     Returns:
-        What was done: ``outcome`` is ``"completed"`` or ``"already"``; durations end in ``_us``
-        (microseconds), sizes in ``_bytes``.
+        What was done: ``outcome`` is ``"completed"``, ``"already"``, or ``"partial"``: processes
+        were lost, or memory stays that the driver would not copy or let go (``stayed_bytes``; ``notes``
+        name it, and a resume brings all back); durations end in ``_us`` (microseconds), sizes in
+        ``_bytes``.
 
     Raises:
         UsageError: a tag is unknown (``tags`` lists those there are), a region of it is open, or an

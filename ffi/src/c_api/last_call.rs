@@ -192,9 +192,11 @@ pub(crate) fn budgeted(outcome: Result<BudgetReport, CoordinatorError>) -> c_int
 }
 
 /// [`settled`] for an action that all processes of a tenant asked for together.
-pub(crate) fn settled_together(outcome: Result<(), CoordinatorError>) -> c_int {
+pub(crate) fn settled_together(outcome: Result<Option<Outcome>, CoordinatorError>) -> c_int {
     match outcome {
-        Ok(()) => keep_report(json!({"outcome": "completed"})),
+        Ok(Some(outcome)) => keep_report(json_of(&outcome)),
+        // Another process has the account.
+        Ok(None) => keep_report(json!({"outcome": "completed"})),
         Err(error) => {
             // Callers of ncclPause look at its code only, so the words go to the log.
             tracing::warn!("{}", chain(&error));
@@ -223,6 +225,11 @@ fn with_outcome(report: &impl Serialize, outcome: &str) -> Value {
 
 fn json_of(outcome: &Outcome) -> Value {
     match outcome {
+        Outcome::Completed(report) if report.is_partial() => {
+            // Callers that look at the code only would not know.
+            tracing::warn!("not wholly as asked: {}", report.remarks().join("; "));
+            with_outcome(report, "partial")
+        }
         Outcome::Completed(report) => with_outcome(report, "completed"),
         Outcome::AlreadyPaused | Outcome::AlreadyActive => json!({"outcome": "already"}),
     }

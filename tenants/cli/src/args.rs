@@ -183,7 +183,7 @@ pub(crate) struct PauseArgs {
         default_missing_value = "always"
     )]
     pub(crate) early_release: Option<EarlyRelease>,
-    /// Time for each phase, such as 500ms, 30s or 2m; each phase has its own default
+    /// Time for each phase up to the point of no return, such as 500ms, 30s or 2m; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) timeout: Option<Duration>,
     /// Also write how it went to this file, as a timeline for ui.perfetto.dev

@@ -110,7 +110,7 @@ fn resume_in_turn(
         output.json(&Document::queued(&args.tenant, &result))?;
         let code = result.map_or_else(
             |error| ExitCode::from(switch::code_of(&error)),
-            |switched| code_of(switch::outcomes(&switched)),
+            |switched| code_of_switch(switch::outcomes(&switched)),
         );
         return Ok(traced.unwrap_or(code));
     }
@@ -120,7 +120,7 @@ fn resume_in_turn(
     } else {
         switch::render(false, &switched, output);
     }
-    Ok(traced.unwrap_or(code_of(switch::outcomes(&switched))))
+    Ok(traced.unwrap_or(code_of_switch(switch::outcomes(&switched))))
 }
 
 /// Tries again what `result` says was short of GPU memory, for at most `wait`, and says what it waits for. Between two
@@ -559,6 +559,19 @@ pub(crate) fn code_of<'a>(outcomes: impl IntoIterator<Item = &'a Outcome>) -> Ex
         Outcome::AlreadyPaused | Outcome::AlreadyActive => false,
     };
     if outcomes.into_iter().any(is_partial) {
+        ExitCode::from(EXIT_PARTIAL)
+    } else {
+        ExitCode::SUCCESS
+    }
+}
+
+/// That of a tenant that was to have its GPUs: what of others' memory stayed did not keep it from them.
+pub(crate) fn code_of_switch<'a>(outcomes: impl IntoIterator<Item = &'a Outcome>) -> ExitCode {
+    let has_losses = |outcome: &Outcome| match outcome {
+        Outcome::Completed(report) => !report.losses.is_empty(),
+        Outcome::AlreadyPaused | Outcome::AlreadyActive => false,
+    };
+    if outcomes.into_iter().any(has_losses) {
         ExitCode::from(EXIT_PARTIAL)
     } else {
         ExitCode::SUCCESS

@@ -8,7 +8,7 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tenants::coordinator::{Event, Step};
 
-use crate::output;
+use crate::{output, signals};
 
 const QUIET_TIME: Duration = Duration::from_secs(1);
 const TICK: Duration = Duration::from_millis(100);
@@ -36,6 +36,9 @@ impl Progress {
     pub(crate) fn note(&mut self, event: &Event<'_>) {
         match event {
             Event::StepStarted { tenant, step, members } => {
+                if step.is_commit() {
+                    signals::past_recall();
+                }
                 self.done = 0;
                 self.members = *members;
                 self.bar.set_message(step_line(tenant.as_str(), *step, 0, *members));
@@ -56,6 +59,9 @@ impl Progress {
                 let more =
                     if *others > 0 { format!(" (and {others} more)") } else { String::new() };
                 self.bar.set_message(format!("waiting for the devices of {who}: {activity}{more}"));
+            }
+            Event::GoingOn => {
+                self.warn("it cannot be called off any more, and goes on to its end; once more leaves at once");
             }
             Event::RollingBack { failures: [] } => {
                 self.warn("called off: going back; once more leaves at once");

@@ -1,21 +1,57 @@
 //! Ctrl-C and SIGTERM on a command that changes a tenant.
 //!
 //! The first calls the action off: before its point of no return it is undone, after it it is finished, and
-//! either way the tenant is left in a state that the command names. The second leaves at once; the
-//! tenant's processes notice, and finish or undo their part by themselves.
+//! either way the tenant is left in a state that the command names. The second leaves at once, with an exit
+//! code that says whether there was a way back; the tenant's processes notice, and finish or undo their part
+//! by themselves.
 //!
 //! Ctrl-Z does nothing: a command that stands still would have the tenant stand still with it. Nor does writing to
 //! the terminal from the background stop it.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use signal_hook::consts::{SIGINT, SIGTERM, SIGTSTP, SIGTTOU};
-use signal_hook::{flag, low_level};
+use signal_hook::{SigId, flag, low_level};
 use tenants::coordinator::Interrupt;
 
-use crate::failure::{EXIT_CALLED_OFF, EXIT_UNCHANGED, Failure};
+use crate::failure::{EXIT_CALLED_OFF, EXIT_PARTIAL, EXIT_UNCHANGED, Failure};
+
+/// What the second signal of a kind does.
+struct Second {
+    /// There was one before.
+    is_second: Arc<AtomicBool>,
+    actions: Vec<SigId>,
+}
+
+static SECOND: Mutex<Option<Second>> = Mutex::new(None);
+
+impl Second {
+    /// From now on it ends the command with `code`.
+    fn leave_with(&mut self, code: u8) -> io::Result<()> {
+        for action in self.actions.drain(..) {
+            low_level::unregister(action);
+        }
+        for signal in [SIGINT, SIGTERM] {
+            // Actions run in the order of their registration: the first signal only sets the flag.
+            let is_second = || Arc::clone(&self.is_second);
+            let leave = flag::register_conditional_shutdown(signal, i32::from(code), is_second())?;
+            let note = flag::register(signal, is_second())?;
+            self.actions.extend([leave, note]);
+        }
+        Ok(())
+    }
+}
+
+/// Something has changed that cannot be called off: whoever leaves by a second signal must not say that nothing has.
+pub(crate) fn past_recall() {
+    let mut second = SECOND.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(mut second) = second.take() {
+        // Where the system will not have it, a second signal does as little as the first.
+        let _watched = second.leave_with(EXIT_PARTIAL);
+    }
+}
 
 /// Takes these signals over for the rest of the process's life.
 pub(crate) fn watch() -> Result<Interrupt, Failure> {
@@ -27,15 +63,10 @@ pub(crate) fn watch() -> Result<Interrupt, Failure> {
 
 fn try_watch() -> io::Result<Interrupt> {
     let (interrupt, raise) = Interrupt::new()?;
-    let is_second = Arc::new(AtomicBool::new(false));
+    let mut second = Second { is_second: Arc::default(), actions: Vec::new() };
+    second.leave_with(EXIT_CALLED_OFF)?;
+    *SECOND.lock().unwrap_or_else(PoisonError::into_inner) = Some(second);
     for signal in [SIGINT, SIGTERM] {
-        // Actions run in the order of their registration: the first signal only sets the flag.
-        flag::register_conditional_shutdown(
-            signal,
-            i32::from(EXIT_CALLED_OFF),
-            Arc::clone(&is_second),
-        )?;
-        flag::register(signal, Arc::clone(&is_second))?;
         low_level::pipe::register(signal, raise.try_clone()?)?;
     }
     for signal in [SIGTSTP, SIGTTOU] {

@@ -55,7 +55,7 @@ pub(crate) fn switch(
     }
     let switched = result.map_err(|error| Failure::of(&error, code_of(&error)))?;
     render(args.dry_run, &switched, output);
-    Ok(change::code_of(outcomes(&switched)))
+    Ok(change::code_of_switch(outcomes(&switched)))
 }
 
 fn documented(
@@ -83,7 +83,7 @@ fn documented(
                 retryable: false,
                 unchanged: *had_them || args.dry_run,
             })?;
-            Ok(change::code_of(outcomes(&switched)))
+            Ok(change::code_of_switch(outcomes(&switched)))
         }
         Err(error) => {
             output.json(&Account {

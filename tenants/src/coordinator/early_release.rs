@@ -1,6 +1,7 @@
 //! When a pause gives memory back while the rest is still saved.
 
 use std::str::FromStr;
+use std::time::Duration;
 
 use vmm_pool::Copies;
 
@@ -13,6 +14,11 @@ const COPIED_BYTES_MIN: u64 = 1 << 30;
 /// What is not in host memory yet, against what is copied, where making it first costs less than is gained: a pause makes it
 /// beside its copies otherwise.
 const GROWTH_SHARE: u64 = 16;
+
+/// A process copies to host memory at least as fast, in bytes a second, whatever else its machine does,
+const SLOWEST_TO_MEMORY: u64 = 512 << 20;
+/// and all together, which may share a disk, to files.
+const SLOWEST_TO_FILES: u64 = 128 << 20;
 
 /// Does a pause give memory back while the rest is still saved? All host memory and disk space for that is taken before, and
 /// the first that is given back is its point of no return. Else that comes when all is saved.
@@ -47,6 +53,14 @@ impl EarlyRelease {
             }
         }
     }
+}
+
+/// How long saving takes at the slowest, of processes that have said this when they were drained.
+pub(super) fn saving_time(drained: &[&PhaseReport]) -> Duration {
+    let copying = || drained.iter().filter_map(|report| report.copying);
+    let to_memory = copying().map(|copying| copying.to_memory_bytes).max().unwrap_or(0);
+    let to_files = copying().map(|copying| copying.to_file_bytes).fold(0, u64::saturating_add);
+    Duration::from_secs(to_memory / SLOWEST_TO_MEMORY + to_files / SLOWEST_TO_FILES)
 }
 
 impl FromStr for EarlyRelease {
@@ -120,6 +134,14 @@ mod tests {
         for other in [filed, by_neighbour] {
             assert!(!pays(&[drained(MANY, 0), other]));
         }
+    }
+
+    #[test]
+    fn saving_takes_as_long_as_the_process_with_most_and_all_files() {
+        let filed = |bytes| with(Copying { to_file_bytes: bytes, ..Copying::default() });
+        let many = [drained(2 * MANY, 0), drained(MANY, 0), filed(MANY), filed(MANY)];
+        assert_eq!(saving_time(&many.iter().collect::<Vec<_>>()), Duration::from_secs(8 + 32));
+        assert_eq!(saving_time(&[]), Duration::ZERO);
     }
 
     #[test]

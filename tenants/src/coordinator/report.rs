@@ -9,6 +9,7 @@ use vmm_pool::KeptBytes;
 use super::budgets::GpuBudget;
 use crate::cut::Laggard;
 use crate::identity::{MemberId, TenantName};
+use crate::phase::Stage;
 use crate::stepping::Activity;
 use crate::wire::{Action, Failure, MemberStats, Phase, PhaseReport};
 
@@ -40,6 +41,13 @@ pub enum Step {
     Count,
     /// One phase.
     Phase(Phase),
+}
+
+impl Step {
+    /// Is there no way back from it?
+    pub fn is_commit(self) -> bool {
+        matches!(self, Self::Phase(phase) if phase.stage() == Stage::Commit)
+    }
 }
 
 impl fmt::Display for Step {
@@ -142,6 +150,8 @@ pub enum Event<'a> {
         /// How many more there are.
         others: usize,
     },
+    /// Somebody wants to call off what cannot be called off any more; it goes on.
+    GoingOn,
     /// Something failed; what was done is being undone.
     RollingBack {
         /// Why.
@@ -319,6 +329,12 @@ impl Report {
             notes: Vec::new(),
             losses: Vec::new(),
         }
+    }
+
+    /// What a person should know of it, and what was lost.
+    pub fn remarks(&self) -> Vec<String> {
+        let losses = self.losses.iter().map(|loss| format!("lost: {loss}"));
+        self.notes.iter().cloned().chain(losses).collect()
     }
 
     /// Is it not wholly as asked?

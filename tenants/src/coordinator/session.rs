@@ -3,11 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use vmm_pool::{ClassBytes, Copies};
+use vmm_pool::{ClassBytes, Copies, Stages};
 
-use super::exchange::totals;
+use super::early_release;
 use super::lending::Patience;
-use super::overlap::moving_time;
 use super::peers::{Answer, Peers, Question, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Report, Step};
 use super::shortage::short_devices;
@@ -30,23 +29,19 @@ pub(super) struct Plan {
     prepare: Vec<Phase>,
     /// The first of these is the point of no return.
     commit: Vec<Phase>,
-    /// Does it save behind that point, in one stage?
-    releases_early: bool,
 }
 
 impl Plan {
     pub(super) fn new(action: Action, manner: Manner) -> Self {
         let phases = |stage| action.phases(stage, manner);
         let (prepare, commit) = (phases(Stage::Prepare), phases(Stage::Commit));
-        Self { action, prepare, commit, releases_early: false }
+        Self { action, prepare, commit }
     }
 
-    /// A pause that has not saved yet releases while it does.
-    fn release_early(&mut self) {
-        if let Some(save) = self.prepare.iter_mut().find(|phase| **phase == Phase::Save) {
-            *save = Phase::Reserve;
-            self.releases_early = true;
-        }
+    /// A pause that has not saved yet releases while it does. False where it goes by stages anyway.
+    fn release_early(&mut self) -> bool {
+        let save = self.prepare.iter_mut().find(|phase| **phase == Phase::Save);
+        save.map(|save| *save = Phase::Reserve).is_some()
     }
 }
 
@@ -72,6 +67,8 @@ pub(super) struct Session<'a> {
     stays: Vec<Stay>,
     /// Copies of earlier pauses that all processes have room for in host memory.
     copies: Copies,
+    /// This pause saves behind its point of no return, in one stage, which takes so long at the slowest.
+    saves_late: Option<Duration>,
     /// How long it waits for memory that other tenants have open.
     pub(super) patience: Patience,
     /// The limit that a pause of its members exceeds, where that is why it ends.
@@ -142,6 +139,7 @@ impl<'a> Session<'a> {
             absent: Vec::new(),
             stays: Vec::new(),
             copies: Copies::default(),
+            saves_late: None,
             patience: Patience::new(options),
             host_short: None,
             dead: 0,
@@ -244,16 +242,11 @@ impl<'a> Session<'a> {
             }
             return Err(error);
         }
-        let saving = if plan.releases_early {
+        if self.saves_late.is_some() {
             // Of no use to readers of the report.
             self.take_shapes(&mut report, &members);
-            let said = self.last_said(&report, &members);
-            let bytes = totals(said.iter().flatten()).into_values().fold(0, u64::saturating_add);
-            Some(moving_time(bytes))
-        } else {
-            None
-        };
-        self.commit(&plan.commit, members, saving, &mut report);
+        }
+        self.commit(&plan.commit, members, &mut report);
         report.wall_us = micros(started.elapsed());
         self.note_latecomers(&mut report);
         self.note_nothing_of_nccl(&mut report);
@@ -306,7 +299,7 @@ impl<'a> Session<'a> {
         let mut plan = Plan::new(Action::Resume, self.manner(true));
         plan.prepare.retain(|phase| !phase.is_staged());
         self.take_all(&mut plan, members, report)?;
-        self.commit(&plan.commit, members.to_vec(), None, report);
+        self.commit(&plan.commit, members.to_vec(), report);
         Ok(())
     }
 
@@ -345,8 +338,9 @@ impl<'a> Session<'a> {
                 let drained: Vec<_> = result.done.iter().map(|(_, report)| report).collect();
                 let needs = drained.iter().filter_map(|report| report.host.as_ref());
                 self.copies = host_memory::copies_with_room(&needs.collect::<Vec<_>>());
-                if self.options.early_release.is_for(&drained, self.copies) {
-                    plan.release_early();
+                let is_early = self.options.early_release.is_for(&drained, self.copies);
+                if is_early && plan.release_early() {
+                    self.saves_late = Some(early_release::saving_time(&drained));
                 }
                 self.stays = self.agree_on_shared(&result.done)?;
             }
@@ -358,15 +352,10 @@ impl<'a> Session<'a> {
         if dead.is_empty() { Ok(()) } else { Err(Stop::Failed(dead)) }
     }
 
-    /// All phases that cannot be undone, of whoever is not lost on the way. The first saves what takes `saving` at the slowest, if anything.
-    fn commit(
-        &mut self,
-        phases: &[Phase],
-        members: Vec<usize>,
-        mut saving: Option<Duration>,
-        report: &mut Report,
-    ) {
+    /// All phases that cannot be undone, of whoever is not lost on the way.
+    fn commit(&mut self, phases: &[Phase], members: Vec<usize>, report: &mut Report) {
         let mut left = members;
+        let mut saving = self.saves_late;
         for &phase in phases {
             let began = Instant::now();
             let usual = self.options.phase_timeout(phase);
@@ -595,7 +584,8 @@ impl<'a> Session<'a> {
 
     /// What orders of this pause or resume say.
     pub(super) fn told(&self) -> Told<'_> {
-        Told { copies: self.copies, ..Told::new(&self.scope, &self.stays) }
+        let stages = if self.saves_late.is_some() { Stages::One } else { Stages::Many };
+        Told { copies: self.copies, stages, ..Told::new(&self.scope, &self.stays) }
     }
 
     /// `phase` as part of this pause or resume.
@@ -647,15 +637,26 @@ impl<'a> Session<'a> {
             }
         }
         self.peers.give_all_the_time_of_the_last(step);
+        let mut goes_on = false;
         loop {
             let stop = on_failure == OnFailure::Stop && !result.failures.is_empty();
-            let interrupt = match on_failure {
-                OnFailure::Stop => self.options.interrupt.as_ref(),
-                OnFailure::WaitForAll => None,
+            let listens = match on_failure {
+                OnFailure::Stop => true,
+                OnFailure::WaitForAll => step.is_commit() && !goes_on,
             };
+            let interrupt = self.options.interrupt.as_ref().filter(|_| listens);
             let answer =
                 if stop { self.peers.settled_answer() } else { self.peers.next_answer(interrupt) };
-            let Some(answer) = answer else { break };
+            let Some(answer) = answer else {
+                if on_failure == OnFailure::WaitForAll
+                    && interrupt.is_some_and(Interrupt::is_raised)
+                {
+                    goes_on = true;
+                    (self.progress)(Event::GoingOn);
+                    continue;
+                }
+                break;
+            };
             // An answer to an earlier step that was given up on has no meaning any more.
             if answer.step == step {
                 self.file(question, answer, &mut result);

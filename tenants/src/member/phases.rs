@@ -44,7 +44,7 @@ impl<D: Driver> Member<D> {
             Order::CloseGate { scope } => self.close_gate(scope),
             Order::Drain => self.drain(deadline),
             Order::Save { stays, copies } => self.save(stays, *copies),
-            Order::Reserve { stays, copies } => self.reserve(stays, *copies),
+            Order::Reserve { stays, copies, stages } => self.reserve(stays, *copies, *stages),
             Order::ReleaseStage { window } => self.release_stage(window, beside),
             Order::Release => self.release(),
             Order::Verify => self.verify(),
@@ -344,7 +344,7 @@ impl<D: Driver> Member<D> {
         selection: Selection,
         done: Done<D>,
     ) -> Result<u64, Failure> {
-        let stayed_bytes = self.pool.resident_bytes(&selection).into_values().sum();
+        let stayed_bytes = self.pool.overdue_bytes(&selection);
         match &selection {
             Selection::Tagged(..) => {
                 self.transition(Event::TagsReleased)?;

@@ -9,7 +9,7 @@ use std::time::Instant;
 use vmm_pool::driver::{DeviceOrdinal, Driver};
 use vmm_pool::{
     Arriving, ByDevice, Copies, Departing, Failed, Handed, Left, Moved, Selection, Shape, Shapes,
-    UninheritedFd,
+    Stages, UninheritedFd,
 };
 
 use super::Member;
@@ -44,13 +44,18 @@ fn most_handed() -> usize {
 
 impl<D: Driver> Member<D> {
     /// Takes all that saving takes. What would leave is told by device, so that somebody else can count on it.
-    pub(super) fn reserve(&self, stays: &[Stay], copies: Copies) -> Result<PhaseReport, Failure> {
+    pub(super) fn reserve(
+        &self,
+        stays: &[Stay],
+        copies: Copies,
+        stages: Stages,
+    ) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
         let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
         self.forget_ended();
         let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
         let budget = |held_bytes| budget(held_bytes, &(self.config.host_limits)());
-        match quiesced.reserve(selection, &stays, copies, budget) {
+        match quiesced.reserve(selection, &stays, copies, stages, budget) {
             Ok((reserved, log)) => {
                 let leaving = self.by_device(self.pool.resident_bytes(reserved.selection()));
                 let devices = self.deltas(&leaving);

@@ -256,23 +256,13 @@ impl Stage {
     }
 
     /// Bytes that anybody holds, by device.
-    fn used(&self) -> Vec<u64> {
+    pub(crate) fn used(&self) -> Vec<u64> {
         let driver = self.members[0].pool().driver();
         let info = |device| driver.memory_of(device_of(device)).expect("memory");
         (0..2).map(|device| info(device).total_bytes - info(device).free_bytes).collect()
     }
 
     /// Nothing of the tenant is on a device.
-    /// Memory that a pause gives back and that is on its device.
-    pub(crate) fn not_gone_bytes(&self) -> u64 {
-        let devices = self.members.iter().flat_map(|member| member.pool().report().devices);
-        let bytes = devices.map(|device| {
-            let pinned_bytes: u64 = device.classes.iter().map(|class| class.pinned_bytes).sum();
-            device.resident_bytes() - pinned_bytes
-        });
-        bytes.sum()
-    }
-
     pub(crate) fn assert_gone(&self, when: &str) {
         assert_eq!(self.used(), [0, 0], "{when}: memory stays");
     }

@@ -85,7 +85,8 @@ fn stop_at(event: &Event<'_>) {
         Event::MemberDone { who, step } => format!("member {} {step}", who.pid.unwrap_or(0)),
         Event::StepDone { step, .. } => format!("done {step}"),
         Event::RollingBack { .. } => "back".to_owned(),
-        Event::WaitingForCut { .. }
+        Event::GoingOn
+        | Event::WaitingForCut { .. }
         | Event::WaitingForDevices { .. }
         | Event::StaleRemoved { .. }
         | Event::Recovering { .. } => return,

@@ -60,6 +60,15 @@ impl Ledger {
         self.own_bytes(|row| row.is_resident() && row.can_leave() && selection.has(row))
     }
 
+    /// Memory that is on a device though a pause of `selection` lets it go: own, and others' that is imported.
+    pub(crate) fn overdue_bytes(&self, selection: &Selection) -> u64 {
+        // What an earlier pause by tag has left is none of a whole one's, and should have gone as well.
+        let is_whole = matches!(selection, Selection::Whole);
+        let is_meant = |row: &Row| selection.has(row) || (is_whole && row.is_own());
+        let goes = |row: &&Row| row.is_resident() && row.can_leave() && is_meant(row);
+        self.rows().filter(goes).map(Row::size_bytes).sum()
+    }
+
     /// Own memory of `selection` that a pause must leave in place.
     pub(crate) fn pinned_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
         self.own_bytes(|row| row.reason_to_stay().is_some() && selection.has(row))

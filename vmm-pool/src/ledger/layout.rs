@@ -87,6 +87,12 @@ impl Layout {
         });
         Self { placed: placed.collect(), end_bytes, new_bytes }
     }
+
+    /// Where something is copied to, in order and apart.
+    pub(crate) fn copied_places(&self) -> Vec<Range<u64>> {
+        let copied = self.placed.iter().flat_map(|placed| &placed.copied);
+        merged(copied.map(|extent| extent.place()).collect())
+    }
 }
 
 /// What `wish` comes to with `new` places for what is missing.

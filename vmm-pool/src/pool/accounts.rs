@@ -96,6 +96,13 @@ impl<D: Driver> Pool<D> {
         self.ledger().resident_bytes(selection)
     }
 
+    /// Device memory that a pause of `selection` has had to give back and has not, in bytes: what could not be saved, what the
+    /// driver would not unmap, and what it would not take back.
+    pub fn overdue_bytes(&self, selection: &Selection) -> u64 {
+        let refused = self.deferred.handles().into_iter().map(|(_, size_bytes)| size_bytes);
+        self.ledger().overdue_bytes(selection) + refused.sum::<u64>()
+    }
+
     /// Own memory of `selection` that a pause must leave in place, in bytes.
     pub fn pinned_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
         self.ledger().pinned_bytes(selection)

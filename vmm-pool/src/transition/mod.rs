@@ -41,4 +41,4 @@ pub use pause::{Leaving, Prepared, Undone};
 pub use quiesced::{Done, Failed, Quiesced, Shut};
 pub use restore::ImportRequest;
 pub use resume::{Restored, Returning};
-pub use staged::{Arriving, ByDevice, Departing, Left, Moved, Reserved};
+pub use staged::{Arriving, ByDevice, Departing, Left, Moved, Reserved, Stages};

@@ -16,7 +16,7 @@ use crate::copies::CopyStreams;
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
-use crate::ledger::{Layout, Mapping, Placed, Presence, Selection, Survey, merged};
+use crate::ledger::{Layout, Mapping, Placed, Presence, Selection, Survey};
 use crate::links::{Haul, Parcels, Way};
 use crate::pool::Pool;
 use crate::report::KeptBytes;
@@ -166,10 +166,7 @@ impl<D: Driver> Still<'_, D> {
         })?;
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
         let reserved = if takes {
-            log.timed("reserve disk", |_| {
-                let copied = filed.placed.iter().flat_map(|placed| &placed.copied);
-                arena.disk.reserve(&merged(copied.map(|extent| extent.place()).collect()))
-            })
+            log.timed("reserve disk", |_| arena.disk.reserve(&filed.copied_places()))
         } else {
             Ok(())
         };

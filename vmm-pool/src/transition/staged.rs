@@ -87,6 +87,15 @@ impl Moved {
     }
 }
 
+/// How memory of a selection goes once all is held that saving it takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub enum Stages {
+    /// All of it by [`Departing::release`], as it was laid out.
+    One,
+    /// By [`Departing::release_stage`], each as it comes.
+    Many,
+}
+
 /// All host memory and disk space is held that saving a selection takes, and nothing is copied or unmapped yet: going on
 /// can be done by this process alone, and so can going back. Dropping it is going back.
 #[derive(Debug)]
@@ -119,8 +128,9 @@ pub struct Arriving<D: Driver> {
 }
 
 impl<D: Driver> Quiesced<D> {
-    /// Pause 3 of one by stages: takes all host memory and disk space that saving `selection` takes, pinned. `stays`,
-    /// `copies` and `budget` are as in [`Quiesced::save`].
+    /// Pause 3 of one by stages, or in one that releases while it saves: takes all host memory and disk space that saving
+    /// `selection` takes, pinned. By stages that is more where saved contents lie apart, since parts are laid out as they
+    /// come. `stays`, `copies` and `budget` are as in [`Quiesced::save`].
     ///
     /// # Errors
     /// As [`Quiesced::save`], with nothing moved.
@@ -132,6 +142,7 @@ impl<D: Driver> Quiesced<D> {
         selection: Selection,
         stays: &[(AllocationId, StayReason)],
         copies: Copies,
+        stages: Stages,
         budget: impl FnOnce(u64) -> HostBudget,
     ) -> Result<(Reserved<D>, StepLog), Failed<Leaving<D>>> {
         self.shut_mut().begin_pause(selection.clone());
@@ -143,7 +154,8 @@ impl<D: Driver> Quiesced<D> {
             let Leaving { quiesced, selection } = &leaving;
             let held_bytes = pool.arena().held_bytes();
             let budget = budget(held_bytes);
-            Still::drained(quiesced).hold_space(selection, quiesced.seen(), copies, budget)
+            let still = Still::drained(quiesced);
+            still.hold_space(selection, quiesced.seen(), copies, stages, budget)
         });
         match held {
             Ok((log, held)) => Ok((Reserved { leaving, held }, log)),
@@ -628,17 +640,19 @@ fn own_bytes_of(
 }
 
 impl<D: Driver> Still<'_, D> {
-    /// Takes all host memory and disk space that saving `selection` takes, in whatever order and parts as far as `budget`
-    /// goes.
+    /// Takes all host memory and disk space that saving `selection` takes; by stages in whatever order and parts, as far as
+    /// `budget` goes.
     fn hold_space(
         &self,
         selection: &Selection,
         survey: &Survey,
         copies: Copies,
+        stages: Stages,
         budget: HostBudget,
     ) -> PoolResult<(StepLog, Held)> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
+        self.pool.deferred.check_places()?;
         let mut arena = self.pool.arena();
         let [kept, filed] = log.timed("lay out", |log| {
             self.layouts_within(log, &arena, selection, survey, copies, budget)
@@ -650,10 +664,15 @@ impl<D: Driver> Still<'_, D> {
         let in_any_order = in_memory + kept.new_bytes;
         let growth = arena.growth(in_any_order, filed.new_bytes > 0);
         let fits = HostArena::<D>::check_budget(in_any_order, growth, budget).is_ok();
-        let end_bytes = if fits { kept.end_bytes.max(in_any_order) } else { kept.end_bytes };
-        let held = log.timed("reserve disk", |_| match filed.new_bytes {
-            0 => Ok(()),
-            new_bytes => {
+        let end_bytes = if fits && stages == Stages::Many {
+            kept.end_bytes.max(in_any_order)
+        } else {
+            kept.end_bytes
+        };
+        let held = log.timed("reserve disk", |_| match (stages, filed.new_bytes) {
+            (_, 0) => Ok(()),
+            (Stages::One, _) => arena.disk.reserve(&filed.copied_places()),
+            (Stages::Many, new_bytes) => {
                 let behind = in_file..in_file + new_bytes;
                 arena.disk.reserve(std::slice::from_ref(&behind))
             }
@@ -667,6 +686,7 @@ impl<D: Driver> Still<'_, D> {
             if !kept.placed.is_empty() {
                 arena.pin_again(&mut log, pins)?;
             }
+            arena.set_nodes(self.pool.nodes_of(&devices));
             arena.begin_growth(end_bytes);
             let grown = arena.grow_to(&mut log, end_bytes, pins);
             arena.end_growth();

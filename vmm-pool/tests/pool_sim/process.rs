@@ -14,7 +14,8 @@ use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal,
 use vmm_pool::{
     AllocationId, Arriving, Borrowed, ByDevice, Class, Copies, Departing, Export, Failed, Handed,
     HostBudget, ImportRequest, ImportSource, Leaving, Moved, Pool, PoolResult, Prepared, Quiesced,
-    Reserved, Restored, Returning, Selection, Shapes, StayReason, StepLog, Undone, VirtualHandle,
+    Reserved, Restored, Returning, Selection, Shapes, Stages, StayReason, StepLog, Undone,
+    VirtualHandle,
 };
 
 use crate::stage::WHOLE;
@@ -159,11 +160,29 @@ impl SimPool {
 
     /// In place of a save, by stages.
     pub(crate) fn reserve(&self, selection: &Selection, budget: HostBudget) -> PoolResult<StepLog> {
+        self.reserve_for(Stages::Many, selection, budget)
+    }
+
+    /// In place of a save, to release all while it is saved.
+    pub(crate) fn reserve_at_once(
+        &self,
+        selection: &Selection,
+        budget: HostBudget,
+    ) -> PoolResult<StepLog> {
+        self.reserve_for(Stages::One, selection, budget)
+    }
+
+    fn reserve_for(
+        &self,
+        stages: Stages,
+        selection: &Selection,
+        budget: HostBudget,
+    ) -> PoolResult<StepLog> {
         let told = std::mem::take(&mut *self.told.lock().expect("no test has failed"));
         let mut quiesced = self.quiesce();
         quiesced.mark_unused(&told.unused);
         let mut seen = quiesced.survey(selection);
-        match quiesced.reserve(selection.clone(), &told.stays, Copies::All, |_| budget) {
+        match quiesced.reserve(selection.clone(), &told.stays, Copies::All, stages, |_| budget) {
             Ok((reserved, log)) => {
                 self.put(Stage::Reserved(reserved));
                 seen.add(log);

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use vmm_pool::driver::sim::FaultSpan;
+use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
 use vmm_pool::{Class, Contents, DeviceReport, PeerId, SavedError, Selection, Tags, Whose};
 
@@ -89,6 +89,38 @@ fn what_is_set_aside_keeps_its_place_beside_later_pauses() {
     resume_tags(&pool, &["a", "b", "c"]);
     for (range, seed) in [(a, 4), (b, 2), (c, 3)] {
         assert!(holds(&pool, DEVICE, range, pattern(seed)), "{seed}");
+    }
+}
+
+/// By stages parts come in any order, and their places are not known before.
+#[test]
+fn what_goes_in_one_stage_takes_no_host_memory_beside_the_gap_that_holds_it() {
+    const CHUNK: u64 = 256 << 20;
+    for (in_one, chunks) in [(true, 2), (false, 3)] {
+        let pool = pool(&SimNode::private(&[4 * CHUNK]).expect("a node"));
+        let [a, b] = [("a", 1), ("b", 2)].map(|(tag, seed)| {
+            let handle = create(&pool, DEVICE, CHUNK / UNIT, tagged(tag, Contents::Keep));
+            let range = map(&pool, handle, CHUNK, &[RW(DEVICE)]);
+            let first = VaRange::new(range.start, UNIT);
+            write(&pool, DEVICE, first, pattern(seed));
+            first
+        });
+        pause_tags(&pool, &["a"]);
+        pause_tags(&pool, &["b"]);
+        resume_tags(&pool, &["a"]);
+        assert_eq!(pool.report().host_arena_bytes, 2 * CHUNK);
+        let log = if in_one {
+            pool.reserve_at_once(&WHOLE, UNLIMITED)
+        } else {
+            pool.reserve(&WHOLE, UNLIMITED)
+        };
+        log.expect("host memory");
+        assert_eq!(pool.report().host_arena_bytes, chunks * CHUNK);
+        pool.release_rest().expect("all");
+        assert_eq!(free_bytes(&pool, DEVICE), 4 * CHUNK);
+        resume(&pool);
+        resume_tags(&pool, &["b"]);
+        assert!(holds(&pool, DEVICE, a, pattern(1)) && holds(&pool, DEVICE, b, pattern(2)));
     }
 }
 
