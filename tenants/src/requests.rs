@@ -65,19 +65,13 @@ fn coordinate_or_wait<D: Driver>(
             Err(error) => {
                 // Another caller may have done it in the meantime.
                 return match member.wait_for(action, count, Instant::now()) {
-                    Waited::Done => {
-                        wait_for_the_others(member, deadline);
-                        Ok(None)
-                    }
+                    Waited::Done => Ok(None),
                     Waited::GivenUp(_) | Waited::NotYet => Err(error),
                 };
             }
         }
         match member.wait_for(action, count, Instant::now() + LOOK) {
-            Waited::Done => {
-                wait_for_the_others(member, deadline);
-                return Ok(None);
-            }
+            Waited::Done => return Ok(None),
             Waited::GivenUp(why) => {
                 let tenant = member.tenant().clone();
                 return Err(CoordinatorError::FailedTogether { tenant, action, why });
@@ -88,14 +82,6 @@ fn coordinate_or_wait<D: Driver>(
             let outcome = act(member.run_dir(), member.tenant(), action, Options::default());
             return outcome.map(Some);
         }
-    }
-}
-
-/// It has happened to this process, and others may still save: whoever coordinates holds the tenant's lock until all are done.
-fn wait_for_the_others<D: Driver>(member: &Member<D>, deadline: Instant) {
-    let locked = member.run_dir().tenant(member.tenant());
-    if let Err(error) = locked.and_then(|dir| dir.lock_shared(deadline)) {
-        tracing::warn!(%error, "other processes of the tenant may not be done yet");
     }
 }
 

@@ -205,6 +205,8 @@ pub(crate) struct Status {
     /// The last step it was asked for.
     pub(crate) asked: Option<Asked>,
     pub(crate) pauses: u64,
+    /// This process is paused, and others may still be at it.
+    pub(crate) is_pausing: bool,
     pub(crate) resumes: u64,
     pub(crate) last_pause: Vec<(Phase, PhaseReport)>,
     pub(crate) last_resume: Vec<(Phase, PhaseReport)>,
@@ -313,6 +315,7 @@ impl<D: Driver> Member<D> {
                 changed_at: Instant::now(),
                 asked: None,
                 pauses: 0,
+                is_pausing: false,
                 resumes: 0,
                 last_pause: Vec::new(),
                 last_resume: Vec::new(),

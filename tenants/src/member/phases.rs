@@ -60,6 +60,9 @@ impl<D: Driver> Member<D> {
             Order::AbortResume => self.abort_resume(),
             Order::Settle => self.settle(),
         };
+        if phase.is_last() || phase.stage() == Stage::Settle {
+            self.count_pause();
+        }
         let elapsed_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
         match outcome {
             Ok(mut report) => {
@@ -337,6 +340,16 @@ impl<D: Driver> Member<D> {
         Ok(PhaseReport { devices: self.deltas(&before), stayed_bytes, ..report(log) })
     }
 
+    /// Whoever has asked for a pause together with others waits until all of them have released, which this process knows by
+    /// what follows that.
+    fn count_pause(&self) {
+        let mut status = self.status();
+        if std::mem::take(&mut status.is_pausing) {
+            status.pauses += 1;
+            self.changed.notify_all();
+        }
+    }
+
     /// All that leaves is released: the process stands paused, or runs on without some tags. What should have left and has
     /// not, in bytes.
     pub(super) fn stand_released(
@@ -358,8 +371,7 @@ impl<D: Driver> Member<D> {
             | Selection::Staged(_)
             | Selection::Part(_) => {
                 self.transition(Event::Released)?;
-                self.status().pauses += 1;
-                self.changed.notify_all();
+                self.status().is_pausing = true;
                 self.cut.pause();
                 drop(done);
             }
