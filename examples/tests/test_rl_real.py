@@ -58,15 +58,9 @@ def test_weights_are_the_same_behind_a_file_of_several_buckets(tmp_path: Path, m
     layout = weights.Layout(given)
     assert len(layout.buckets) > 3
     path = str(tmp_path / "weights")
-    lender, borrower = weights.Lender(layout), weights.Borrower(weights.Layout(taken))
-    for _ in range(2):
-        assert lender.write(path, lambda parameter: parameter.detach()) == Path(path).stat().st_size
-        borrower.load(path)
-        assert model.sha256(given) == model.sha256(taken)
-        # The same file again, with other weights.
-        with torch.no_grad():
-            for parameter in given.parameters():
-                parameter.add_(1)
+    assert weights.Lender(layout).write(path, lambda parameter: parameter.detach()) == Path(path).stat().st_size
+    weights.Borrower(weights.Layout(taken)).load(path)
+    assert model.sha256(given) == model.sha256(taken)
 
 
 def test_the_bucket_goes_back_to_the_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:

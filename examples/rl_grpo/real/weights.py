@@ -47,7 +47,6 @@ class Lender:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._bucket: Optional[torch.Tensor] = None
-        self._file: Optional[tuple[str, torch.Tensor]] = None
 
     def lend(self, index: int) -> Optional[dict[str, Any]]:
         """Fills the bucket with the part `index`; None behind the last."""
@@ -72,13 +71,11 @@ class Lender:
 
     def write(self, path: str, copy: Callable[[torch.Tensor], torch.Tensor]) -> int:
         """Writes the weights to a file in memory; `copy` gives a parameter's bytes on the CPU. Makes no call of CUDA
-        itself: the process may be paused. The file stays for the next time, as making its memory takes longer than filling it."""
-        if self._file is None or self._file[0] != path:
-            with open(path, "wb") as made:
-                # Reserved before it is written: a full /dev/shm says so here, and not by a signal at the first touch.
-                os.posix_fallocate(made.fileno(), 0, self._layout.file_bytes)
-            self._file = path, torch.from_file(path, shared=True, size=self._layout.file_bytes, dtype=torch.uint8)
-        shared = self._file[1]
+        itself: the process may be paused."""
+        with open(path, "wb") as made:
+            # Reserved before it is written: a full /dev/shm says so here, and not by a signal at the first touch.
+            os.posix_fallocate(made.fileno(), 0, self._layout.file_bytes)
+        shared = torch.from_file(path, shared=True, size=self._layout.file_bytes, dtype=torch.uint8)
         for index in range(len(self._layout.buckets)):
             begin = index * self._layout.bucket_bytes
             for parameter, place in self._layout.each(index):
@@ -91,7 +88,6 @@ class Borrower:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._file: Optional[tuple[str, torch.Tensor]] = None
 
     def borrow(self, handle: str, index: int) -> None:
         """Opens a bucket, copies what is in it, and closes it."""
@@ -106,10 +102,8 @@ class Borrower:
 
     def load(self, path: str) -> None:
         """Reads a file that `Lender.write` has written."""
-        if self._file is None or self._file[0] != path:
-            size = Path(path).stat().st_size
-            self._file = path, torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        shared = self._file[1]
+        size = Path(path).stat().st_size
+        shared = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
         for index in range(len(self._layout.buckets)):
             begin = index * self._layout.bucket_bytes
             for parameter, place in self._layout.each(index):
