@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -315,21 +316,18 @@ class Child(Process):
         return facts
 
 
-#: By `free_port`, to whom does not matter.
-PORTS_GIVEN: dict[int, object] = {}
+#: In the order in which `free_port` tries them, each once, whichever threads ask at once.
+PORTS = iter(random.sample(range(20_000, 30_000), 10_000))
 
 
 def free_port() -> int:
     """A TCP port that nobody has on any address of this machine, as torch listens on all of them, below the range that outgoing
     connections take theirs from. No port is given twice: whoever was given it may not listen yet.
     """
-    for _ in range(100):
-        port = random.randrange(20_000, 30_000)
+    for port in itertools.islice(PORTS, 100):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
-            # One operation, so that threads that start processes at once never have the same.
-            if PORTS_GIVEN.setdefault(port, token := object()) is token:
-                return port
+            return port
     raise JobError("no free port between 20000 and 30000")
 
 

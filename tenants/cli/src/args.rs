@@ -179,7 +179,7 @@ pub(crate) struct PauseArgs {
     /// the pause cannot be called off any more once it has begun to save: never; auto, where it is quicker, when not given; always,
     /// which is meant without a word
     #[arg(
-        long, value_name = "WHEN", value_parser = early_release, num_args = 0..=1, require_equals = true,
+        long, value_name = "WHEN", num_args = 0..=1, require_equals = true,
         default_missing_value = "always"
     )]
     pub(crate) early_release: Option<EarlyRelease>,
@@ -264,7 +264,7 @@ pub(crate) struct SwapArgs {
     /// back and asked for again; it is cleared before the second uses it: none; plain, what was asked for by address, when not
     /// given; all, which is meant without a word
     #[arg(
-        long, value_name = "WHAT", value_parser = hand_over, num_args = 0..=1, require_equals = true,
+        long, value_name = "WHAT", num_args = 0..=1, require_equals = true,
         default_missing_value = "all", conflicts_with = "no_overlap"
     )]
     pub(crate) hand_over: Option<HandOver>,
@@ -423,14 +423,6 @@ fn duration(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| {
             format!("'{text}' is no time: say for example 500ms, 30s or 2m, at most 24h")
         })
-}
-
-fn hand_over(text: &str) -> Result<HandOver, String> {
-    text.parse()
-}
-
-fn early_release(text: &str) -> Result<EarlyRelease, String> {
-    text.parse()
 }
 
 /// A size such as `512MiB` or `2GiB`; a bare number is in bytes.

@@ -554,24 +554,23 @@ fn show(
 
 /// The exit code of what was carried through: is any of it not wholly as asked?
 pub(crate) fn code_of<'a>(outcomes: impl IntoIterator<Item = &'a Outcome>) -> ExitCode {
-    let is_partial = |outcome: &Outcome| match outcome {
-        Outcome::Completed(report) => report.is_partial(),
-        Outcome::AlreadyPaused | Outcome::AlreadyActive => false,
-    };
-    if outcomes.into_iter().any(is_partial) {
-        ExitCode::from(EXIT_PARTIAL)
-    } else {
-        ExitCode::SUCCESS
-    }
+    code_where(Report::is_partial, outcomes)
 }
 
 /// That of a tenant that was to have its GPUs: what of others' memory stayed did not keep it from them.
 pub(crate) fn code_of_switch<'a>(outcomes: impl IntoIterator<Item = &'a Outcome>) -> ExitCode {
-    let has_losses = |outcome: &Outcome| match outcome {
-        Outcome::Completed(report) => !report.losses.is_empty(),
+    code_where(|report| !report.losses.is_empty(), outcomes)
+}
+
+fn code_where<'a>(
+    is_partial: fn(&Report) -> bool,
+    outcomes: impl IntoIterator<Item = &'a Outcome>,
+) -> ExitCode {
+    let is_partial = |outcome: &Outcome| match outcome {
+        Outcome::Completed(report) => is_partial(report),
         Outcome::AlreadyPaused | Outcome::AlreadyActive => false,
     };
-    if outcomes.into_iter().any(has_losses) {
+    if outcomes.into_iter().any(is_partial) {
         ExitCode::from(EXIT_PARTIAL)
     } else {
         ExitCode::SUCCESS

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use vmm_pool::Copies;
 
+use super::overlap::moving_time;
 use crate::wire::PhaseReport;
 
 /// From which on it is worth while, for one process at least, in bytes: giving back what one copies in 20 ms takes the driver
@@ -15,10 +16,8 @@ const COPIED_BYTES_MIN: u64 = 1 << 30;
 /// beside its copies otherwise.
 const GROWTH_SHARE: u64 = 16;
 
-/// A process copies to host memory at least as fast, in bytes a second, whatever else its machine does,
+/// A process copies to host memory at least as fast, in bytes a second, whatever else its machine does.
 const SLOWEST_TO_MEMORY: u64 = 512 << 20;
-/// and all together, which may share a disk, to files.
-const SLOWEST_TO_FILES: u64 = 128 << 20;
 
 /// Does a pause give memory back while the rest is still saved? All host memory and disk space for that is taken before, and
 /// the first that is given back is its point of no return. Else that comes when all is saved.
@@ -55,12 +54,13 @@ impl EarlyRelease {
     }
 }
 
-/// How long saving takes at the slowest, of processes that have said this when they were drained.
+/// How long saving takes at the slowest, of processes that have said this when they were drained. Files of all may lie on one
+/// disk.
 pub(super) fn saving_time(drained: &[&PhaseReport]) -> Duration {
     let copying = || drained.iter().filter_map(|report| report.copying);
     let to_memory = copying().map(|copying| copying.to_memory_bytes).max().unwrap_or(0);
     let to_files = copying().map(|copying| copying.to_file_bytes).fold(0, u64::saturating_add);
-    Duration::from_secs(to_memory / SLOWEST_TO_MEMORY + to_files / SLOWEST_TO_FILES)
+    Duration::from_secs(to_memory / SLOWEST_TO_MEMORY) + moving_time(to_files)
 }
 
 impl FromStr for EarlyRelease {

@@ -34,8 +34,7 @@ pub(super) struct Plan {
 impl Plan {
     pub(super) fn new(action: Action, manner: Manner) -> Self {
         let phases = |stage| action.phases(stage, manner);
-        let (prepare, commit) = (phases(Stage::Prepare), phases(Stage::Commit));
-        Self { action, prepare, commit }
+        Self { action, prepare: phases(Stage::Prepare), commit: phases(Stage::Commit) }
     }
 
     /// A pause that has not saved yet releases while it does. False where it goes by stages anyway.
@@ -241,10 +240,6 @@ impl<'a> Session<'a> {
                 self.tell_waiting(action, &members, &error);
             }
             return Err(error);
-        }
-        if self.saves_late.is_some() {
-            // Of no use to readers of the report.
-            self.take_shapes(&mut report, &members);
         }
         self.commit(&plan.commit, members, &mut report);
         report.wall_us = micros(started.elapsed());

@@ -59,9 +59,12 @@ impl<D: Driver> Member<D> {
             Ok((reserved, log)) => {
                 let leaving = self.by_device(self.pool.resident_bytes(reserved.selection()));
                 let devices = self.deltas(&leaving);
-                let shapes = self.told(self.pool.shapes_to_give(reserved.selection()));
+                // In one stage nothing changes hands.
+                let stage = (stages == Stages::Many).then(|| {
+                    let shapes = self.told(self.pool.shapes_to_give(reserved.selection()));
+                    StageReport { shapes, ..StageReport::default() }
+                });
                 self.set_progress(Progress::Reserved(reserved));
-                let stage = Some(StageReport { shapes, ..StageReport::default() });
                 Ok(PhaseReport { devices, stage, ..report(log) })
             }
             Err(Failed { state, error }) => {

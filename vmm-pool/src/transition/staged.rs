@@ -657,24 +657,22 @@ impl<D: Driver> Still<'_, D> {
         let [kept, filed] = log.timed("lay out", |log| {
             self.layouts_within(log, &arena, selection, survey, copies, budget)
         })?;
-        let (in_memory, in_file) = {
-            let ledger = self.pool.ledger();
-            (ledger.end_in(Store::Host), ledger.end_in(Store::File))
-        };
-        let in_any_order = in_memory + kept.new_bytes;
-        let growth = arena.growth(in_any_order, filed.new_bytes > 0);
-        let fits = HostArena::<D>::check_budget(in_any_order, growth, budget).is_ok();
-        let end_bytes = if fits && stages == Stages::Many {
-            kept.end_bytes.max(in_any_order)
-        } else {
-            kept.end_bytes
+        let end_in = |store| self.pool.ledger().end_in(store);
+        let end_bytes = match stages {
+            Stages::One => kept.end_bytes,
+            Stages::Many => {
+                let in_any_order = end_in(Store::Host) + kept.new_bytes;
+                let growth = arena.growth(in_any_order, filed.new_bytes > 0);
+                let fits = HostArena::<D>::check_budget(in_any_order, growth, budget).is_ok();
+                if fits { kept.end_bytes.max(in_any_order) } else { kept.end_bytes }
+            }
         };
         let held = log.timed("reserve disk", |_| match (stages, filed.new_bytes) {
             (_, 0) => Ok(()),
             (Stages::One, _) => arena.disk.reserve(&filed.copied_places()),
             (Stages::Many, new_bytes) => {
-                let behind = in_file..in_file + new_bytes;
-                arena.disk.reserve(std::slice::from_ref(&behind))
+                let behind = end_in(Store::File);
+                arena.disk.reserve(std::slice::from_ref(&(behind..behind + new_bytes)))
             }
         });
         let held = held.and_then(|()| {
@@ -694,7 +692,7 @@ impl<D: Driver> Still<'_, D> {
             if filed.placed.is_empty() { Ok(()) } else { arena.hold_ring(&mut log) }
         });
         if let Err(error) = held {
-            arena.give_back_unused(in_memory);
+            arena.give_back_unused(end_in(Store::Host));
             drop(self.pool.give_disk_back(&mut arena));
             return Err(error);
         }

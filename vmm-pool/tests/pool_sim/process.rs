@@ -163,16 +163,8 @@ impl SimPool {
         self.reserve_for(Stages::Many, selection, budget)
     }
 
-    /// In place of a save, to release all while it is saved.
-    pub(crate) fn reserve_at_once(
-        &self,
-        selection: &Selection,
-        budget: HostBudget,
-    ) -> PoolResult<StepLog> {
-        self.reserve_for(Stages::One, selection, budget)
-    }
-
-    fn reserve_for(
+    /// In place of a save.
+    pub(crate) fn reserve_for(
         &self,
         stages: Stages,
         selection: &Selection,

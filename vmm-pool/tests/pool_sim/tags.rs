@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
-use vmm_pool::{Class, Contents, DeviceReport, PeerId, SavedError, Selection, Tags, Whose};
+use vmm_pool::{Class, Contents, DeviceReport, PeerId, SavedError, Selection, Stages, Tags, Whose};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_bytes, holds,
@@ -96,7 +96,7 @@ fn what_is_set_aside_keeps_its_place_beside_later_pauses() {
 #[test]
 fn what_goes_in_one_stage_takes_no_host_memory_beside_the_gap_that_holds_it() {
     const CHUNK: u64 = 256 << 20;
-    for (in_one, chunks) in [(true, 2), (false, 3)] {
+    for (stages, chunks) in [(Stages::One, 2), (Stages::Many, 3)] {
         let pool = pool(&SimNode::private(&[4 * CHUNK]).expect("a node"));
         let [a, b] = [("a", 1), ("b", 2)].map(|(tag, seed)| {
             let handle = create(&pool, DEVICE, CHUNK / UNIT, tagged(tag, Contents::Keep));
@@ -109,12 +109,7 @@ fn what_goes_in_one_stage_takes_no_host_memory_beside_the_gap_that_holds_it() {
         pause_tags(&pool, &["b"]);
         resume_tags(&pool, &["a"]);
         assert_eq!(pool.report().host_arena_bytes, 2 * CHUNK);
-        let log = if in_one {
-            pool.reserve_at_once(&WHOLE, UNLIMITED)
-        } else {
-            pool.reserve(&WHOLE, UNLIMITED)
-        };
-        log.expect("host memory");
+        pool.reserve_for(stages, &WHOLE, UNLIMITED).expect("host memory");
         assert_eq!(pool.report().host_arena_bytes, chunks * CHUNK);
         pool.release_rest().expect("all");
         assert_eq!(free_bytes(&pool, DEVICE), 4 * CHUNK);
