@@ -18,21 +18,34 @@ use vmm_pool::{Class, Contents, HOST_CHUNK_BYTES as CHUNK};
 
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 const TOTAL: u64 = 1000 * CHUNK;
+/// Everything has happened by then.
+const LIMIT: Duration = Duration::from_secs(30);
 
 /// A process that keeps something, and its memory.
 fn process(place: &Place, host_figures: fn() -> Vec<HostFigure>) -> (Process, VaRange) {
+    let member = join(place, |config| config.host_figures = host_figures);
+    let range = keep(&member, 2);
+    (member, range)
+}
+
+/// A process that has no memory yet, set up by `change`.
+fn join(place: &Place, change: impl FnOnce(&mut MemberConfig)) -> Process {
     let tenant = TenantName::new("train").unwrap();
     let mut config = MemberConfig::new(place.run_dir().clone(), tenant, "python train.py", "0.1.0");
-    config.host_figures = host_figures;
-    let member = Member::join(config, Arc::new(place.driver(SimOptions::default()))).unwrap();
+    change(&mut config);
+    Member::join(config, Arc::new(place.driver(SimOptions::default()))).unwrap()
+}
+
+/// Memory of `units` that a pause saves.
+fn keep(member: &Process, units: u64) -> VaRange {
     let pool = member.pool();
     pool.driver().make_current(DEVICE).unwrap();
     let class =
         Class { library: "test", tag: String::new(), contents: Contents::Keep, ..Class::default() };
-    let handle = memory::create(pool, DEVICE, 2, class);
-    let range = memory::map(pool, handle, 2, DEVICE);
+    let handle = memory::create(pool, DEVICE, units, class);
+    let range = memory::map(pool, handle, units, DEVICE);
     memory::write(pool.driver(), DEVICE, range, 7);
-    (member, range)
+    range
 }
 
 fn coordinator(place: &Place) -> Coordinator {
@@ -55,7 +68,7 @@ fn a_moment() {
 }
 
 fn wait_until(what: &str, is_so: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(30);
+    let deadline = Instant::now() + LIMIT;
     while !is_so() {
         assert!(Instant::now() < deadline, "{what}");
         a_moment();
@@ -114,4 +127,35 @@ fn refused_pinning_ends_it_with_the_call_and_the_limit_that_it_may_be() {
     // The process ends: nothing comes in any more.
     member.leave();
     assert!(member.pool().has_stopped_bringing_in());
+}
+
+#[test]
+fn who_asks_while_a_process_prepares_by_itself_up_to_its_bound_waits_for_the_rest() {
+    let place = Place::new(&[512 << 20]).unwrap();
+    let member = join(&place, |config| {
+        config.host_figures = || machine(TOTAL);
+        config.prepares_up_to = Some(CHUNK);
+    });
+    let faults = member.pool().driver().faults();
+    let its_own = faults.hold(DriverOp::HostRegister);
+    let range = keep(&member, CHUNK / memory::UNIT + 1);
+    assert!(its_own.is_met(LIMIT), "it begins by itself");
+    let (tell, is_asked) = std::sync::mpsc::channel();
+    let report = std::thread::scope(|scope| {
+        let asker = scope.spawn(|| {
+            let mut progress = |_: &[_]| tell.send(()).unwrap();
+            coordinator(&place).prepare(Waits::ForAll, &mut progress).unwrap()
+        });
+        is_asked.recv_timeout(LIMIT).unwrap();
+        let asked_for = faults.hold(DriverOp::HostRegister);
+        drop(its_own);
+        assert!(asked_for.is_met(LIMIT), "it goes on as it was asked to");
+        // Once more it says how it is, and that it goes on.
+        is_asked.recv_timeout(LIMIT).unwrap();
+        drop(asked_for);
+        asker.join().unwrap()
+    });
+    assert!(report.is_complete(), "{report:?}");
+    assert_eq!(held_bytes(&member), 2 * CHUNK);
+    assert_eq!(memory::holds(member.pool().driver(), DEVICE, range, 7), Ok(true));
 }

@@ -75,6 +75,19 @@ impl Ahead {
     }
 }
 
+impl State {
+    /// `run` is over. Who has asked for more meanwhile is told so by the next one.
+    fn end(&mut self, run: &Run, stage: HostStage) {
+        let done_bytes = if run.is_asked { run.most_bytes } else { 0 };
+        if self.asked.is_some_and(|most_bytes| most_bytes > done_bytes) {
+            return;
+        }
+        self.asked = None;
+        self.progress.elapsed_us = micros(run.begun.elapsed());
+        self.progress.stage = stage;
+    }
+}
+
 impl<D: Driver> Member<D> {
     /// How far it is. Waits for nothing.
     pub(super) fn host_progress(&self) -> HostProgress {
@@ -168,14 +181,7 @@ impl<D: Driver> Member<D> {
             if matches!(stage, HostStage::Stopped(_)) {
                 calm.not_before = Some(Instant::now() + AGAIN_AFTER);
             }
-            {
-                let mut state = self.ahead.state();
-                if run.is_asked {
-                    state.asked = None;
-                }
-                state.progress.elapsed_us = micros(run.begun.elapsed());
-                state.progress.stage = stage;
-            }
+            self.ahead.state().end(&run, stage);
             self.waker.wake();
         }
     }
