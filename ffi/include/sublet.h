@@ -62,7 +62,8 @@ const char *sublet_last_error(void);
  * sublet_last_error_json: the last error of this thread, as {"code", "message", "missing_bytes" (or null),
  * "devices" (that cannot hold the tenant, and who holds them), "tags" (that there are)}.
  * sublet_last_report_json: what this thread's last pause, resume, swap, switch, preparation or change of budgets did. "outcome" of a
- * pause is "partial" when processes were lost, or memory stays that the driver would not copy or let go ("stayed_bytes", "notes"). */
+ * pause is "partial" when processes were lost, or memory stays that the driver would not copy or let go ("stayed_bytes", "notes"),
+ * also where the pause was made before. */
 int64_t sublet_last_error_json(char *buffer, size_t size);
 int64_t sublet_last_report_json(char *buffer, size_t size);
 

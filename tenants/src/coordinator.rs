@@ -326,7 +326,7 @@ impl Coordinator {
         let members = session.members_for(action)?;
         if members.is_empty() {
             return Ok(match action {
-                Action::Pause => Outcome::AlreadyPaused,
+                Action::Pause => Outcome::AlreadyPaused { stayed_bytes: session.stayed_bytes() },
                 Action::Resume => Outcome::AlreadyActive,
             });
         }

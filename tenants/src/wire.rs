@@ -29,7 +29,7 @@ use crate::turns::{Class, Weight};
 pub const HANDED_MAX: usize = 64;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 20;
+pub const PROTOCOL_VERSION: u16 = 21;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -389,6 +389,8 @@ pub struct MemberInfo {
     pub version: String,
     /// Where it stands.
     pub state: MemberState,
+    /// Device memory that its pause should have given back and has not. 0 where it is not paused.
+    pub stayed_bytes: u64,
     /// Is it held on the way to a cut?
     pub held: bool,
     /// Do calls into NCCL wait until a resume of it?

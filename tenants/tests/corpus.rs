@@ -302,6 +302,7 @@ fn replies() -> Vec<Reply> {
         command: "python train.py".to_owned(),
         version: "0.1.0".to_owned(),
         state: MemberState::Paused,
+        stayed_bytes: 6 << 20,
         held: true,
         nccl_waits: true,
         asked: Some(Asked { round: 1 << 40, phase: Phase::Verify }),

@@ -372,20 +372,29 @@ fn one_that_cannot_be_paused_is_passed_over_for_another_and_that_is_written_down
     nobody_claims(&stage)
 }
 
+/// A busy machine needs several deadlines of an impatient one for one pause.
+const BUSY: Duration = Duration::from_mins(1);
+
 fn impatient(stage: &Stage) -> Outcome<Rank> {
     let settings = [("SUBLET_TURNS", "auto"), ("SUBLET_TURNS_TIMEOUT_MS", "700")];
     stage.turn_taker_with("third", &[], &settings, 0)
 }
 
-/// Refused well before what it waits for would end by itself.
+/// Each try ends well before what it waits for would end by itself, and one of them, if not the first on a busy machine, has
+/// come as far as that.
 fn is_refused_in_time(stage: &Stage, rank: &mut Rank, why: &str) -> Outcome {
-    let began = Instant::now();
-    let answer = rank.ask("allocate 14 300")?;
-    assert!(!answer.is_ok && answer.text.contains("OUT_OF_MEMORY"), "{answer:?}");
-    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
-    let notes = stage.members("third")?[0]["notes"].to_string();
-    assert!(notes.contains(why), "{notes}");
-    Ok(())
+    let until = Instant::now() + BUSY;
+    loop {
+        let began = Instant::now();
+        let answer = rank.ask("allocate 14 300")?;
+        assert!(!answer.is_ok && answer.text.contains("OUT_OF_MEMORY"), "{answer:?}");
+        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+        let notes = stage.members("third")?[0]["notes"].to_string();
+        if notes.contains(why) {
+            return Ok(());
+        }
+        assert!(Instant::now() < until, "{notes}");
+    }
 }
 
 #[test]
@@ -399,7 +408,11 @@ fn an_allocation_is_refused_at_its_deadline_though_another_process_switches_for_
     held.lock()?;
     is_refused_in_time(&stage, &mut third, "tenants are being switched by")?;
     drop(held);
-    third.do_it("allocate 14 300").map(drop)
+    let until = Instant::now() + BUSY;
+    while !third.ask("allocate 14 300")?.is_ok {
+        assert!(Instant::now() < until, "nothing is in the way any more");
+    }
+    Ok(())
 }
 
 #[test]

@@ -142,7 +142,9 @@ impl Tenant {
 fn report(outcome: Outcome) -> TestOutcome<Report> {
     match outcome {
         Outcome::Completed(report) => Ok(*report),
-        Outcome::AlreadyPaused | Outcome::AlreadyActive => Err(Trouble::new("nothing was done")),
+        Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => {
+            Err(Trouble::new("nothing was done"))
+        }
     }
 }
 

@@ -143,7 +143,7 @@ fn tag(name: &str) -> Scope {
 fn completed(outcome: Outcome) -> TestOutcome<Report> {
     match outcome {
         Outcome::Completed(report) => Ok(*report),
-        Outcome::AlreadyPaused | Outcome::AlreadyActive => {
+        Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => {
             Err(Trouble::new("there was nothing to do"))
         }
     }

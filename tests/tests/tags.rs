@@ -85,7 +85,7 @@ fn a_process_pauses_its_own_tag_and_the_others_notice_nothing() -> TestOutcome {
     let asked: Vec<_> = tenant.members.iter().map(|member| member.info().asked.is_some()).collect();
     assert_eq!(asked, [true, false, false], "only the owner took part");
     let again = act_for_own_tags(first, tags(&["kv"]), Action::Pause, None)?;
-    assert_eq!(again, Outcome::AlreadyPaused);
+    assert_eq!(again, Outcome::AlreadyPaused { stayed_bytes: 0 });
     assert!(completed(&act_for_own_tags(first, TagNames::All, Action::Resume, None)?));
     assert_eq!(tenant.used()?, 6 * UNIT);
     Ok(())

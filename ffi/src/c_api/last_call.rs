@@ -231,7 +231,14 @@ fn json_of(outcome: &Outcome) -> Value {
             with_outcome(report, "partial")
         }
         Outcome::Completed(report) => with_outcome(report, "completed"),
-        Outcome::AlreadyPaused | Outcome::AlreadyActive => json!({"outcome": "already"}),
+        Outcome::AlreadyPaused { stayed_bytes: stayed_bytes @ 1.. } => {
+            tracing::warn!(
+                stayed_bytes,
+                "paused already, and this much device memory should have gone and has not: a resume and another pause try again"
+            );
+            json!({"outcome": "partial", "stayed_bytes": stayed_bytes})
+        }
+        Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => json!({"outcome": "already"}),
     }
 }
 

@@ -1,30 +1,34 @@
 //! `sublet pause`, `resume` and `swap`.
 
+mod document;
+
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
 use tenants::coordinator::{
-    self, Coordinator, CoordinatorError, DeviceShortage, Event, Interrupt, LostImports,
-    MemberFailure, Options, Outcome, Report, Swap, SwapError, SwapOptions,
+    self, Coordinator, CoordinatorError, DeviceShortage, Event, Interrupt, LostImports, Options,
+    Outcome, Report, Swap, SwapError, SwapOptions,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::scope::Scope;
-use tenants::switching::{self, SwitchError, SwitchOptions, Switched};
+use tenants::switching::{self, SwitchOptions};
 use tenants::wire::Action;
 
 use crate::args::{PauseArgs, ResumeArgs, SwapArgs};
 use crate::failure::{EXIT_PARTIAL, EXIT_USAGE, Failure, exit_code_of};
 use crate::gpus::Gpus;
 use crate::output::{self, Output};
-use crate::outsiders::{self, Occupant};
+use crate::outsiders;
 use crate::progress::Progress;
 use crate::signals;
 use crate::units;
 use crate::{files, switch, trace};
+
+pub(crate) use document::Document;
+use document::Halves;
 
 const RETRY_MIN: Duration = Duration::from_millis(100);
 const RETRY_MAX: Duration = Duration::from_secs(2);
@@ -398,20 +402,6 @@ fn options(timeout: Option<Duration>, interrupt: &Interrupt) -> Options {
     Options { timeout, interrupt: Some(interrupt.clone()), ..Options::default() }
 }
 
-/// A GPU that is too full, and the processes with the most memory on it.
-#[derive(Serialize)]
-struct Shortage<'a> {
-    #[serde(flatten)]
-    device: &'a DeviceShortage,
-    processes: Vec<Occupant>,
-}
-
-impl<'a> Shortage<'a> {
-    fn of(device: &'a DeviceShortage) -> Self {
-        Self { device, processes: outsiders::largest_on(&device.uuid) }
-    }
-}
-
 /// The error of a change for a person, with the processes that hold GPUs which are too full.
 fn failure_of(error: &CoordinatorError) -> Failure {
     let mut parts = vec![chain(error)];
@@ -427,104 +417,6 @@ fn failure_of(error: &CoordinatorError) -> Failure {
         }
     }
     Failure::new(parts.join("; "), exit_code_of(error))
-}
-
-/// The report of one tenant for programs.
-#[derive(Serialize)]
-pub(crate) struct Document<'a> {
-    tenant: &'a str,
-    outcome: &'static str,
-    report: Option<&'a Report>,
-    /// Who was paused to make room, by a resume that queued, and why, one line each.
-    paused: Vec<&'a str>,
-    reasons: &'a [String],
-    error: Option<String>,
-    /// Who did not do its part, where that is why.
-    failures: &'a [MemberFailure],
-    missing_device_bytes: Option<u64>,
-    shortages: Vec<Shortage<'a>>,
-    retryable: bool,
-    unchanged: bool,
-}
-
-/// The report of a swap for programs: the tenant that was paused, then the one that was resumed, or the one that ended it.
-#[derive(Serialize)]
-struct Halves<'a> {
-    halves: Vec<Document<'a>>,
-}
-
-impl<'a> Document<'a> {
-    pub(crate) fn new(
-        tenant: &'a TenantName,
-        result: &'a Result<Outcome, CoordinatorError>,
-    ) -> Self {
-        let mut document = Self {
-            tenant: tenant.as_str(),
-            outcome: "completed",
-            report: None,
-            paused: Vec::new(),
-            reasons: &[],
-            error: None,
-            failures: &[],
-            missing_device_bytes: None,
-            shortages: Vec::new(),
-            retryable: false,
-            unchanged: true,
-        };
-        match result {
-            Ok(Outcome::Completed(report)) => {
-                document.report = Some(report);
-                document.unchanged = false;
-            }
-            Ok(Outcome::AlreadyPaused) => document.outcome = "already_paused",
-            Ok(Outcome::AlreadyActive) => document.outcome = "already_active",
-            Err(error) => {
-                document.outcome = "failed";
-                document.error = Some(chain(error));
-                document.failures = error.failures();
-                document.missing_device_bytes = error.missing_device_bytes();
-                document.shortages = error.shortages().iter().map(Shortage::of).collect();
-                document.retryable = error.is_retryable();
-                document.unchanged = error.left_unchanged();
-            }
-        }
-        document
-    }
-
-    /// Of a resume that queued.
-    fn queued(tenant: &'a TenantName, result: &'a Result<Switched, SwitchError>) -> Self {
-        let mut document = Self::new(tenant, &Ok(Outcome::AlreadyActive));
-        match result {
-            Ok(Switched { changes, .. })
-                if matches!(changes.last(), Some((_, Outcome::AlreadyActive))) => {}
-            Ok(Switched { victims, reasons, changes, .. }) => {
-                document.outcome = "completed";
-                document.report = changes.iter().rev().find_map(|(_, outcome)| match outcome {
-                    Outcome::Completed(report) => Some(&**report),
-                    Outcome::AlreadyPaused | Outcome::AlreadyActive => None,
-                });
-                document.paused = victims.iter().map(TenantName::as_str).collect();
-                document.reasons = reasons;
-                document.unchanged = false;
-            }
-            Err(error) => {
-                document.outcome = "failed";
-                document.error = Some(chain(error));
-                let cause = error.cause();
-                document.failures = cause.map_or(&[], CoordinatorError::failures);
-                document.missing_device_bytes =
-                    cause.and_then(CoordinatorError::missing_device_bytes);
-                document.shortages = cause
-                    .map_or(&[][..], CoordinatorError::shortages)
-                    .iter()
-                    .map(Shortage::of)
-                    .collect();
-                document.retryable = error.is_retryable();
-                document.unchanged = error.left_unchanged();
-            }
-        }
-        document
-    }
 }
 
 /// Prints how it went; the exit code says it once more. GPUs are looked for by `look` afterwards, when nothing is held up by
@@ -546,7 +438,14 @@ fn show(
     let outcome = result.map_err(|error| failure_of(&error))?;
     match &outcome {
         Outcome::Completed(report) => render(report, look, output),
-        Outcome::AlreadyPaused => output.line(format!("tenant '{tenant}' is paused already")),
+        Outcome::AlreadyPaused { stayed_bytes: stayed_bytes @ 1.. } => output.line(format!(
+            "tenant '{tenant}' is paused already, and {} of its device memory should have gone and have not: resume it and \
+             pause it again (`sublet ps` names the processes)",
+            units::bytes(*stayed_bytes)
+        )),
+        Outcome::AlreadyPaused { .. } => {
+            output.line(format!("tenant '{tenant}' is paused already"));
+        }
         Outcome::AlreadyActive => output.line(format!("tenant '{tenant}' is active already")),
     }
     Ok(code_of([&outcome]))
@@ -554,27 +453,22 @@ fn show(
 
 /// The exit code of what was carried through: is any of it not wholly as asked?
 pub(crate) fn code_of<'a>(outcomes: impl IntoIterator<Item = &'a Outcome>) -> ExitCode {
-    code_where(Report::is_partial, outcomes)
+    partial_where(
+        outcomes.into_iter().any(|outcome| has_losses(outcome) || outcome.stayed_bytes() > 0),
+    )
 }
 
 /// That of a tenant that was to have its GPUs: what of others' memory stayed did not keep it from them.
 pub(crate) fn code_of_switch<'a>(outcomes: impl IntoIterator<Item = &'a Outcome>) -> ExitCode {
-    code_where(|report| !report.losses.is_empty(), outcomes)
+    partial_where(outcomes.into_iter().any(has_losses))
 }
 
-fn code_where<'a>(
-    is_partial: fn(&Report) -> bool,
-    outcomes: impl IntoIterator<Item = &'a Outcome>,
-) -> ExitCode {
-    let is_partial = |outcome: &Outcome| match outcome {
-        Outcome::Completed(report) => is_partial(report),
-        Outcome::AlreadyPaused | Outcome::AlreadyActive => false,
-    };
-    if outcomes.into_iter().any(is_partial) {
-        ExitCode::from(EXIT_PARTIAL)
-    } else {
-        ExitCode::SUCCESS
-    }
+fn has_losses(outcome: &Outcome) -> bool {
+    matches!(outcome, Outcome::Completed(report) if !report.losses.is_empty())
+}
+
+fn partial_where(is_partial: bool) -> ExitCode {
+    if is_partial { ExitCode::from(EXIT_PARTIAL) } else { ExitCode::SUCCESS }
 }
 
 fn render(report: &Report, look: fn() -> Gpus, output: &mut Output) {
@@ -761,10 +655,17 @@ lost: process 11 in step 'release memory': it hung up
     fn what_is_so_already_is_said_and_succeeds() {
         let mut output = Output::new();
         let tenant = TenantName::new("train").unwrap();
-        let code =
-            show(&tenant, Ok(Outcome::AlreadyPaused), false, Gpus::default, &mut output).unwrap();
+        let already = |stayed_bytes| Ok(Outcome::AlreadyPaused { stayed_bytes });
+        let code = show(&tenant, already(0), false, Gpus::default, &mut output).unwrap();
         assert_eq!(code, ExitCode::SUCCESS);
         assert_eq!(output.text(), "tenant 'train' is paused already\n");
+        let code = show(&tenant, already(6 << 20), false, Gpus::default, &mut output).unwrap();
+        assert_eq!(code, ExitCode::from(EXIT_PARTIAL));
+        assert!(
+            output.text().contains("and 6 MiB of its device memory should have gone"),
+            "{}",
+            output.text()
+        );
     }
 
     #[test]

@@ -4,7 +4,9 @@ use std::process::ExitCode;
 
 use tenants::coordinator::TenantStats;
 use tenants::run_dir::RunDir;
-use tenants::wire::{HostProgress, HostStage, Idleness, Lent, MemberState, MemberStats};
+use tenants::wire::{
+    HostProgress, HostStage, Idleness, Lent, MemberInfo, MemberState, MemberStats,
+};
 use vmm_pool::{ClassBytes, Contents, Looking, PoolReport};
 
 use crate::failure::Failure;
@@ -119,6 +121,7 @@ fn remarks(view: &View, tenant: &TenantStats) -> Vec<String> {
         }
         remarks
             .extend(member.lent.iter().map(|lent| format!("{name} {pid}: {}", lent_remark(lent))));
+        remarks.extend(stayed_remark(&member.member).map(|text| format!("{name} {pid}: {text}")));
         remarks.extend(host_remark(&member.host).map(|text| format!("{name} {pid}: {text}")));
         remarks.extend(spilled_remark(&member.pool).map(|text| format!("{name} {pid}: {text}")));
         for note in &member.notes {
@@ -151,6 +154,16 @@ fn lent_remark(lent: &Lent) -> String {
         lent.handles + lent.tickets,
         lent.tenant
     )
+}
+
+/// Memory that a pause has left behind.
+fn stayed_remark(member: &MemberInfo) -> Option<String> {
+    (member.stayed_bytes > 0).then(|| {
+        format!(
+            "{} of device memory should have gone with the pause and have not: a resume and another pause try again",
+            units::bytes(member.stayed_bytes)
+        )
+    })
 }
 
 /// Host memory that comes in ahead of a pause, or did not.
@@ -244,6 +257,7 @@ pub(crate) mod tests {
                 command: "python train.py".to_owned(),
                 version: "0.1.0".to_owned(),
                 state,
+                stayed_bytes: 0,
                 held: false,
                 nccl_waits: false,
                 asked: None,

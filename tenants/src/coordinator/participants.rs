@@ -19,6 +19,12 @@ impl Session<'_> {
         (0..self.peers.list.len()).filter(|index| self.state(*index) == Some(state)).collect()
     }
 
+    /// Device memory that the pauses of members that are paused should have given back and have not.
+    pub(super) fn stayed_bytes(&self) -> u64 {
+        let infos = self.peers.list.iter().filter_map(|peer| peer.info.as_ref());
+        infos.map(|info| info.stayed_bytes).fold(0, u64::saturating_add)
+    }
+
     /// The members that `action` has something to do for; empty when there is nothing to be done. A resume
     /// without tags of a tenant that runs is one of all its tags.
     pub(super) fn members_for(&mut self, action: Action) -> Result<Vec<usize>, CoordinatorError> {

@@ -177,9 +177,24 @@ pub enum Outcome {
     /// Done, with the account.
     Completed(Box<Report>),
     /// Every process was paused before.
-    AlreadyPaused,
+    AlreadyPaused {
+        /// Device memory that should have gone by then and has not, as that pause said too. A resume and another pause
+        /// try again.
+        stayed_bytes: u64,
+    },
     /// Every process was active before.
     AlreadyActive,
+}
+
+impl Outcome {
+    /// Device memory that should have gone and has not.
+    pub fn stayed_bytes(&self) -> u64 {
+        match self {
+            Self::Completed(report) => report.stayed_bytes,
+            Self::AlreadyPaused { stayed_bytes } => *stayed_bytes,
+            Self::AlreadyActive => 0,
+        }
+    }
 }
 
 /// The account of one pause or resume.

@@ -151,7 +151,7 @@ impl Acting<'_> {
 
 /// Had somebody else paused it by then? It is theirs to bring back.
 fn was_away(outcome: &Outcome) -> bool {
-    matches!(outcome, Outcome::AlreadyPaused)
+    matches!(outcome, Outcome::AlreadyPaused { .. })
 }
 
 /// Has the tenant ended, which makes room too?

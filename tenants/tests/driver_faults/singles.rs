@@ -39,6 +39,9 @@ pub(crate) fn fail_one(
             if action == Action::Pause && *scope == Scope::Whole {
                 let is_gone = stage.used() == [0, 0];
                 assert_eq!(report.stayed_bytes == 0, is_gone, "{what}: {:?}", report.notes);
+                let again = stage.act_on(action, scope.clone());
+                let already = Outcome::AlreadyPaused { stayed_bytes: report.stayed_bytes };
+                assert_eq!(again.as_ref().ok(), Some(&already), "{what}: {again:?}");
             }
         }
         Ok(other) => panic!("{what}: {other:?}"),

@@ -110,7 +110,7 @@ fn notes(outcome: Outcome) -> Vec<String> {
             assert!(report.losses.is_empty(), "{:?}", report.losses);
             report.notes
         }
-        Outcome::AlreadyPaused | Outcome::AlreadyActive => panic!("{outcome:?}"),
+        Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => panic!("{outcome:?}"),
     }
 }
 

@@ -70,7 +70,7 @@ fn said(done: Result<Done, CoordinatorError>) -> Outcome<String> {
             let told = report.losses.iter().map(ToString::to_string).chain(report.notes);
             Ok(format!("ok {}", told.collect::<Vec<_>>().join("; ")))
         }
-        Done::AlreadyPaused | Done::AlreadyActive => Ok("ok already".to_owned()),
+        Done::AlreadyPaused { .. } | Done::AlreadyActive => Ok("ok already".to_owned()),
     }
 }
 

@@ -530,6 +530,7 @@ impl Agent {
             command: "python train.py".to_owned(),
             version: self.script.version.to_owned(),
             state: *self.state.lock().unwrap(),
+            stayed_bytes: 0,
             held: false,
             nccl_waits: false,
             asked: None,

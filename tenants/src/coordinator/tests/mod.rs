@@ -39,7 +39,7 @@ fn paused() -> Script {
 fn report(outcome: Outcome) -> Report {
     match outcome {
         Outcome::Completed(report) => *report,
-        Outcome::AlreadyPaused | Outcome::AlreadyActive => panic!("{outcome:?}"),
+        Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => panic!("{outcome:?}"),
     }
 }
 
@@ -88,7 +88,7 @@ fn a_pause_and_a_resume_take_all_members_through_all_phases_together() {
     assert_eq!(paused.devices[0].free_bytes, 5 * GIB);
     assert!(paused.losses.is_empty() && paused.notes.is_empty());
 
-    assert_eq!(coordinator.pause(&mut quiet).unwrap(), Outcome::AlreadyPaused);
+    assert_eq!(coordinator.pause(&mut quiet).unwrap(), Outcome::AlreadyPaused { stayed_bytes: 0 });
     world.log.lock().unwrap().clear();
     let resumed = report(coordinator.resume(&mut quiet).unwrap());
     assert_in_step(&world.lines(), 3, &RESUME);
@@ -268,7 +268,8 @@ fn two_coordinators_never_work_at_once() {
         let other = scope.spawn(move || second.pause(&mut quiet).unwrap());
         [first.pause(&mut quiet).unwrap(), other.join().unwrap()]
     });
-    let already = outcomes.iter().filter(|outcome| **outcome == Outcome::AlreadyPaused);
+    let already =
+        outcomes.iter().filter(|outcome| **outcome == Outcome::AlreadyPaused { stayed_bytes: 0 });
     assert_eq!(already.count(), 1);
     assert_in_step(&world.lines(), 2, &PAUSE);
 }

@@ -296,20 +296,20 @@ fn act(
 fn overlapped(done: &Done) -> bool {
     match done {
         Done::Completed(report) => !report.stages.is_empty(),
-        Done::AlreadyPaused | Done::AlreadyActive => false,
+        Done::AlreadyPaused { .. } | Done::AlreadyActive => false,
     }
 }
 
 fn notes(done: &Done) -> &[String] {
     match done {
         Done::Completed(report) => &report.notes,
-        Done::AlreadyPaused | Done::AlreadyActive => &[],
+        Done::AlreadyPaused { .. } | Done::AlreadyActive => &[],
     }
 }
 
 fn losses(done: &Done) -> usize {
     match done {
         Done::Completed(report) => report.losses.len(),
-        Done::AlreadyPaused | Done::AlreadyActive => 0,
+        Done::AlreadyPaused { .. } | Done::AlreadyActive => 0,
     }
 }
