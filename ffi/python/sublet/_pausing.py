@@ -77,7 +77,8 @@ def pause(
     Without tags the whole tenant is paused: every process of it stands still at its next use of a
     device until the resume. With tags only their memory leaves, and the processes run on; touching
     that memory before its resume is an illegal access. What is paused already stays so, and is a
-    success, unless memory stays that should have gone. Memory that PyTorch has cached and no tensor uses is given back without being saved.
+    success, unless memory stays that should have gone. Memory that PyTorch has cached and no tensor
+    uses is given back without being saved.
 
     Args:
         tags: a tag, several, or ``None`` for everything. ``"nccl"`` is NCCL's own memory in all

@@ -453,18 +453,12 @@ fn show(
 
 /// The exit code of what was carried through: is any of it not wholly as asked?
 pub(crate) fn code_of<'a>(outcomes: impl IntoIterator<Item = &'a Outcome>) -> ExitCode {
-    partial_where(
-        outcomes.into_iter().any(|outcome| has_losses(outcome) || outcome.stayed_bytes() > 0),
-    )
+    partial_where(outcomes.into_iter().any(Outcome::is_partial))
 }
 
 /// That of a tenant that was to have its GPUs: what of others' memory stayed did not keep it from them.
 pub(crate) fn code_of_switch<'a>(outcomes: impl IntoIterator<Item = &'a Outcome>) -> ExitCode {
-    partial_where(outcomes.into_iter().any(has_losses))
-}
-
-fn has_losses(outcome: &Outcome) -> bool {
-    matches!(outcome, Outcome::Completed(report) if !report.losses.is_empty())
+    partial_where(outcomes.into_iter().any(Outcome::has_losses))
 }
 
 fn partial_where(is_partial: bool) -> ExitCode {

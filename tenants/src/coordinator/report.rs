@@ -195,6 +195,19 @@ impl Outcome {
             Self::AlreadyActive => 0,
         }
     }
+
+    /// Were processes lost?
+    pub fn has_losses(&self) -> bool {
+        matches!(self, Self::Completed(report) if !report.losses.is_empty())
+    }
+
+    /// Is it not wholly as asked?
+    pub fn is_partial(&self) -> bool {
+        match self {
+            Self::Completed(report) => report.is_partial(),
+            Self::AlreadyPaused { .. } | Self::AlreadyActive => self.stayed_bytes() > 0,
+        }
+    }
 }
 
 /// The account of one pause or resume.

@@ -538,8 +538,11 @@ impl<D: Driver> Member<D> {
             let status = self.status();
             (status.state, status.asked)
         };
-        let is_paused = state == MemberState::Paused;
-        let stayed_bytes = is_paused.then(|| self.pool.overdue_bytes(&Selection::Whole));
+        let stayed_bytes = if state == MemberState::Paused {
+            self.pool.overdue_bytes(&Selection::Whole)
+        } else {
+            0
+        };
         MemberInfo {
             id: self.id,
             pid: std::process::id(),
@@ -550,7 +553,7 @@ impl<D: Driver> Member<D> {
             command: self.config.command.clone(),
             version: self.config.version.clone(),
             state,
-            stayed_bytes: stayed_bytes.unwrap_or_default(),
+            stayed_bytes,
             held: self.cut.is_held(),
             nccl_waits: self.cut.is_away(),
             asked,

@@ -58,7 +58,7 @@ impl<'a> Document<'a> {
             report: None,
             paused: Vec::new(),
             reasons: &[],
-            stayed_bytes: 0,
+            stayed_bytes: result.as_ref().map_or(0, Outcome::stayed_bytes),
             error: None,
             failures: &[],
             missing_device_bytes: None,
@@ -69,13 +69,9 @@ impl<'a> Document<'a> {
         match result {
             Ok(Outcome::Completed(report)) => {
                 document.report = Some(report);
-                document.stayed_bytes = report.stayed_bytes;
                 document.unchanged = false;
             }
-            Ok(Outcome::AlreadyPaused { stayed_bytes }) => {
-                document.outcome = "already_paused";
-                document.stayed_bytes = *stayed_bytes;
-            }
+            Ok(Outcome::AlreadyPaused { .. }) => document.outcome = "already_paused",
             Ok(Outcome::AlreadyActive) => document.outcome = "already_active",
             Err(error) => {
                 document.outcome = "failed";
