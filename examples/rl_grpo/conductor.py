@@ -15,6 +15,7 @@ from rl_grpo.beside import GENERATOR, TRAINER, Beside, Habits, State
 from rl_grpo.problem import Problem, WorkerGone, ended
 from rl_grpo.progress import Progress
 from rl_grpo.record import Run
+from rl_grpo.stopping import Stopped, asked_to_end
 from rl_grpo.teams import END_S, Team
 
 
@@ -45,15 +46,22 @@ class Conductor:
         self._habits, self._generators_habits = Habits(), Habits()
         self._progress = Progress(mode, options.steps)
         self.run = Run(mode=mode, handover=options.handover)
+        #: Whether it was asked to end.
+        self.stopped = False
 
     def play(self) -> Run:
-        """All steps. A run that does not come to its end says why in `failure`; what it has recorded is there."""
+        """All steps. A run that does not come to its end says why in `failure`; what it has recorded is there.
+
+        So does one that is asked to end, and no other mode is played after it (`stopped`).
+        """
         try:
-            with self._sampler:
+            with asked_to_end(), self._sampler:
                 self._start()
                 self._steps()
         except self._expected as problem:
             self.run.failure = str(problem)
+        except Stopped as asked:
+            self.run.failure, self.stopped = f"{asked}, after {len(self.run.steps)} of {self._options.steps} steps", True
         finally:
             self._progress.close()
             if self._beside is not None:

@@ -76,7 +76,8 @@ def _verdict(record: dict[str, Any]) -> str:
     if record["identical"] is None:
         return failures
     if record["identical"]:
-        words = f"Rewards, losses and weights are identical, bit for bit, in {record['compared']} modes."
+        reach = ", as far as each of them came" if failures else ""
+        words = f"Rewards, losses and weights are identical, bit for bit, in {record['compared']} modes{reach}."
         return f'<p class="good" id="verdict">{words}</p>{failures}'
     return f'<p class="bad" id="verdict">NOT identical: {escape(record["difference"])}</p>{failures}'
 

@@ -37,29 +37,35 @@ class Run:
 
 
 def results(run: Run) -> list[tuple[Any, ...]]:
-    """What must be the same in every mode, step by step."""
-    steps = [(step["reward"], step["loss"], step["fingerprint"]) for step in run.steps]
-    return [*steps, ("weights", run.weights)]
+    """What must be the same in every mode, step by step: of a run that did not come to its end, the steps that are over."""
+    steps = [(step["reward"], step["loss"], step["fingerprint"]) for step in run.steps if step["reward"] is not None]
+    return steps if run.failure is not None else [*steps, ("weights", run.weights)]
+
+
+def comparable(runs: list[Run]) -> list[Run]:
+    """Those that have something to compare."""
+    return [run for run in runs if results(run)]
 
 
 def difference(runs: list[Run]) -> Optional[str]:
-    """Where two runs that came to their end differ in rewards, losses or weights; None where they do not."""
-    ended = [run for run in runs if run.failure is None]
-    for run in ended[1:]:
-        first, other = results(ended[0]), results(run)
-        if len(first) != len(other):
-            return f"'{run.mode}' has {len(other) - 1} steps, '{ended[0].mode}' {len(first) - 1}"
+    """Where two runs differ in rewards, losses or weights, as far as both came; None where they do not."""
+    # The first is one that came to its end, where there is one.
+    compared = sorted(comparable(runs), key=lambda run: run.failure is not None)
+    for run in compared[1:]:
+        first, other = results(compared[0]), results(run)
+        if run.failure is None and len(first) != len(other):
+            return f"'{run.mode}' has {len(other) - 1} steps, '{compared[0].mode}' {len(first) - 1}"
         for step, (expected, found) in enumerate(zip(first, other)):
             if expected != found:
                 what = f"step {step}" if step < len(run.steps) else "the end"
-                return f"'{run.mode}' differs from '{ended[0].mode}' at {what}: {found} instead of {expected}"
+                return f"'{run.mode}' differs from '{compared[0].mode}' at {what}: {found} instead of {expected}"
     return None
 
 
 def document(runs: list[Run], options: dict[str, Any], versions: dict[str, str]) -> dict[str, Any]:
     """Everything, as it is written."""
     found = difference(runs)
-    compared = sum(run.failure is None for run in runs)
+    compared = len(comparable(runs))
     return {
         "version": VERSION,
         "options": options,

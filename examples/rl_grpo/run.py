@@ -101,7 +101,8 @@ def _play(options: Options, jobs: Jobs, place: Path) -> list[record.Run]:
     for mode in options.modes:
         work = place / mode
         work.mkdir()
-        run = Conductor(options, jobs, mode, work).play()
+        conductor = Conductor(options, jobs, mode, work)
+        run = conductor.play()
         for log in work.glob("*.log"):
             shutil.copy(log, options.out / f"{mode}-{log.name}")
         if run.failure is not None:
@@ -109,6 +110,8 @@ def _play(options: Options, jobs: Jobs, place: Path) -> list[record.Run]:
         runs.append(run)
         # After each mode, so that a run that is ended leaves what it has.
         _write(options, runs)
+        if conductor.stopped:
+            break
     return runs
 
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -539,6 +538,27 @@ def test_a_generator_that_dies_in_its_turn_leaves_a_whole_trainer(tmp_path: Path
     assert "did not come to its end" in text_of(page(out))
 
 
+def test_a_run_that_is_told_to_end_leaves_what_it_has(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, str(RUN), "--simulate", "--tokens", "48", "--out", str(out)]
+    command += ["--modes", "keep-both,sublet,cpu", "--steps", "5"]
+    run = subprocess.Popen(command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if line.startswith("sublet: step 2 of 5"):
+                run.send_signal(signal.SIGTERM)
+        said = run.communicate(timeout=TIMEOUT_S)[1]
+    finally:
+        run.kill()
+    assert run.returncode == 1 and "sublet: ended by SIGTERM, after " in said and "Traceback" not in said, said
+    written = record(out)
+    assert [entry["mode"] for entry in written["runs"]] == ["keep-both", "sublet"], "and no other mode begins"
+    assert 2 <= len(written["runs"][1]["steps"]) < 5 and written["runs"][1]["metrics"]["lost_share"] is not None
+    assert written["identical"] is True and written["compared"] == 2, "what is over is compared"
+    assert "in 2 modes, as far as each of them came" in text_of(page(out))
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -596,118 +616,6 @@ def test_processes_that_do_not_come_are_waited_for_until_the_deadline(tmp_path: 
     ended.kill()
 
 
-class Played:
-    """A sequence beside the generator, played on a clock of its own: what was done, and when."""
-
-    def __init__(self, due_s: Optional[float], ends_s: float = 100.0, comes: Any = "came", pause_s: float = 2.0) -> None:
-        from rl_grpo import beside
-
-        self.now_s, self.done, played = 0.0, list[tuple[float, str]](), self
-
-        def act(name: str, takes_s: float, told: Any) -> Any:
-            played.done.append((played.now_s, name))
-            played.now_s += takes_s
-            if isinstance(told, Exception):
-                raise told
-            return told
-
-        class Sequence(beside.Beside):
-            def is_called_off(self, timeout_s: float) -> bool:
-                assert timeout_s >= 0
-                called_off = ends_s <= played.now_s + timeout_s
-                played.now_s = max(played.now_s, ends_s) if called_off else played.now_s + timeout_s
-                return called_off
-
-        self.sequence = Sequence(
-            beside.TRAINER, lambda: act("leave", pause_s, "left"), lambda: act("away", 0.5, None), lambda: act("arrive", 1.0, comes), due_s, lambda: self.now_s
-        )
-        self.sequence.play()
-        self.state = self.sequence.state.value
-
-    def acts(self) -> list[tuple[str, float, float, Any]]:
-        return [(act.phase, act.begin_s, act.end_s, act.told) for act in self.sequence.acts]
-
-
-LEFT = ("leaves", 0.0, 2.0, "left")
-
-
-def test_the_trainer_leaves_waits_until_it_is_due_and_comes_back() -> None:
-    played = Played(due_s=7.0)
-    assert played.done == [(0.0, "leave"), (2.0, "away"), (7.0, "arrive")] and played.state == "back"
-    assert played.acts() == [LEFT, ("arrives", 7.0, 8.0, "came")]
-    # A look that takes long makes it late, and no more than that.
-    assert Played(due_s=2.2).done[-1] == (2.5, "arrive")
-
-
-@pytest.mark.parametrize(
-    ("words", "done"),
-    [
-        ({"due_s": None}, [(0.0, "leave")]),
-        ({"due_s": 1.9}, [(0.0, "leave")]),
-        # The generator is done while the trainer leaves, or while it waits.
-        ({"due_s": 7.0, "ends_s": 1.0}, [(0.0, "leave")]),
-        ({"due_s": 7.0, "ends_s": 5.0}, [(0.0, "leave"), (2.0, "away")]),
-        ({"due_s": 7.0, "comes": None}, [(0.0, "leave"), (2.0, "away"), (7.0, "arrive")]),
-    ],
-)
-def test_the_trainer_stays_away_where_it_is_not_to_come_back_beside_the_generator(words: Any, done: list[tuple[float, str]]) -> None:
-    played = Played(**words)
-    assert (played.state, played.done, played.acts()) == ("away", done, [LEFT])
-
-
-def test_what_fails_beside_the_generator_ends_the_sequence_and_is_told() -> None:
-    from rl_grpo.problem import Problem
-
-    played = Played(due_s=7.0, comes=Problem("it does not come"))
-    assert played.state == "failed" and played.acts() == [LEFT]
-    begun = played.sequence
-    with pytest.raises(Problem, match="it does not come"):
-        begun.check(0)
-
-
-def test_the_trainer_sets_out_by_how_long_turns_and_returns_were() -> None:
-    from rl_grpo.beside import Habits
-
-    habits = Habits()
-    assert habits.due_s(10.0) is None
-    habits.worked(4.0)
-    assert habits.due_s(10.0) is None
-    habits.returned(0.2)
-    assert habits.due_s(10.0) == pytest.approx(10 + 4 - (1.5 * 0.2 + 0.1))
-    for return_s in (0.6, 0.4):
-        habits.returned(return_s)
-    assert habits.due_s(10.0) == pytest.approx(10 + 4 - (1.5 * 0.6 + 0.1)), "the longer of the last two"
-    habits.returned(0.2)
-    habits.worked(5.0)
-    assert habits.due_s(10.0) == pytest.approx(10 + 5 - (1.5 * 0.4 + 0.1))
-
-
-@pytest.mark.parametrize("what", ["pause", "return"])
-def test_what_goes_on_beside_the_generator_is_waited_for_until_the_deadline(what: str) -> None:
-    from rl_grpo.beside import TRAINER, Beside
-    from rl_grpo.problem import Problem
-
-    over, slow = threading.Event(), threading.Event()
-
-    def act(name: str) -> bool:
-        if name == what:
-            slow.set()
-            return over.wait(60)
-        return True
-
-    begun = Beside(TRAINER, lambda: act("pause"), lambda: None, lambda: act("return"), time.monotonic() + 0.2, time.monotonic)
-    begun.begin()
-    try:
-        assert slow.wait(60) and not begun.end(0.05)
-        with pytest.raises(Problem, match=f"the {what} of tenant 'train' .* has not ended 0 s after the generator had"):
-            begun.check(0.05)
-    finally:
-        over.set()
-    assert begun.end(60)
-    begun.check(60)
-    assert [each.phase for each in begun.acts] == ["leaves", "arrives"][: 1 + (what == "return")]
-
-
 def test_a_message_that_came_with_the_one_before_is_not_waited_for(tmp_path: Path) -> None:
     from rl_grpo.links import Link
     from rl_grpo.teams import Team
@@ -732,10 +640,18 @@ def test_runs_that_differ_are_told_apart() -> None:
     assert records.difference(same) is None
     assert "'cpu' differs from 'sublet' at step 0" in (records.difference([same[0], run("cpu", 0.1000001, "w")]) or "")
     assert "at the end" in (records.difference([same[0], run("cpu", 0.1, "v")]) or "")
-    ended = run("cpu", 0.2, "v")
-    ended.failure = "it was killed"
-    assert records.difference([same[0], ended]) is None, "a run that did not come to its end is not compared"
+    # Of a run that did not come to its end, what is over is compared; weights it has none.
+    ended = run("cpu", 0.1, "")
+    ended.weights, ended.failure = None, "it was killed"
+    assert records.document([ended, same[0]], {}, {})["identical"] is True
+    ended.steps[0]["loss"] = 0.2
+    assert "'cpu' differs from 'sublet' at step 0" in (records.difference([ended, same[0]]) or "")
+    # Nothing of it is over.
+    ended.steps[0]["reward"] = None
     assert records.document([same[0], ended], {}, {})["identical"] is None
+    longer = run("cpu", 0.1, "w")
+    longer.steps = [*longer.steps, *longer.steps]
+    assert "'cpu' has 2 steps, 'sublet' 1" in (records.difference([same[0], longer]) or "")
 
 
 def synthetic(gpus: int, modes: int, samples: int) -> dict[str, Any]:
