@@ -13,10 +13,17 @@ use super::lifecycle::Newcomer;
 pub(super) struct Group {
     /// Launched when the group ends.
     pub(super) increments: Vec<Increment>,
-    /// Recorded into captures when the group ends.
-    pub(super) captured: Vec<(u64, Vec<Increment>)>,
     /// Communicators that the group calls.
     pub(super) touched: Vec<Arc<Communicator>>,
+    /// What few groups have: `PyTorch` brackets every collective with a group.
+    rare: Option<Box<Rare>>,
+}
+
+/// What a group does beside launching.
+#[derive(Debug, Default)]
+pub(super) struct Rare {
+    /// Recorded into captures when the group ends.
+    pub(super) captured: Vec<(u64, Vec<Increment>)>,
     /// Communicators that the group splits, each as often as it does.
     pub(super) splits: Vec<Arc<Communicator>>,
     /// Communicators that the group makes.
@@ -26,31 +33,64 @@ pub(super) struct Group {
 }
 
 impl Group {
-    pub(super) fn touch(&mut self, communicator: Arc<Communicator>) {
-        if !self.touched.iter().any(|known| Arc::ptr_eq(known, &communicator)) {
-            self.touched.push(communicator);
+    pub(super) fn touch(&mut self, communicator: &Arc<Communicator>) {
+        if !self.touched.iter().any(|known| Arc::ptr_eq(known, communicator)) {
+            self.touched.push(Arc::clone(communicator));
         }
     }
 
-    /// The seats that must be taken still when the group ends.
-    pub(super) fn seats(&self) -> Vec<Arc<Counter>> {
-        let touched = self.touched.iter().map(|communicator| communicator.seat().clone());
-        touched.chain(self.newcomers.iter().filter_map(Newcomer::needed)).collect()
+    pub(super) fn rare(&mut self) -> &mut Rare {
+        self.rare.get_or_insert_default()
+    }
+
+    pub(super) fn take_rare(&mut self) -> Option<Box<Rare>> {
+        self.rare.take()
+    }
+
+    /// The seats, beside those of `increments`, that must be taken still when the group ends. For collectives there are
+    /// none.
+    pub(super) fn other_seats(&self, increments: &[Increment]) -> Vec<Arc<Counter>> {
+        let is_other = |seat: &&Arc<Counter>| {
+            !increments.iter().any(|increment| Arc::ptr_eq(&increment.counter, seat))
+        };
+        let touched = self.touched.iter().map(|communicator| communicator.seat());
+        let newcomers = self.rare.iter().flat_map(|rare| &rare.newcomers);
+        let newcomers = newcomers.filter_map(Newcomer::needed);
+        touched.filter(is_other).cloned().chain(newcomers).collect()
     }
 
     /// One increment a counter.
     pub(super) fn merged_increments(&mut self) -> Vec<Increment> {
         let mut increments = std::mem::take(&mut self.increments);
-        increments.sort_by_key(|increment| Arc::as_ptr(&increment.counter).addr());
-        increments.dedup_by(|next, kept| {
-            let same = Arc::ptr_eq(&next.counter, &kept.counter);
-            if same {
-                kept.launches += next.launches;
-            }
-            same
-        });
+        if increments.len() > 1 {
+            increments.sort_by_key(|increment| Arc::as_ptr(&increment.counter).addr());
+            increments.dedup_by(|next, kept| {
+                let same = Arc::ptr_eq(&next.counter, &kept.counter);
+                if same {
+                    kept.launches += next.launches;
+                }
+                same
+            });
+        }
         increments
     }
+}
+
+/// Leaves the room of a group that is over to the thread's next, which then allocates nothing for its calls.
+pub(super) fn leave_room(mut increments: Vec<Increment>, mut touched: Vec<Arc<Communicator>>) {
+    if increments.capacity() == 0 && touched.capacity() == 0 {
+        return;
+    }
+    increments.clear();
+    touched.clear();
+    gather(|next| {
+        if next.increments.capacity() == 0 {
+            next.increments = increments;
+        }
+        if next.touched.capacity() == 0 {
+            next.touched = touched;
+        }
+    });
 }
 
 thread_local! {

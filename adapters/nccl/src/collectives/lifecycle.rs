@@ -223,10 +223,10 @@ impl Collectives {
             if result.is_accepted() {
                 group::gather(|group| {
                     group.increments.extend_from_slice(increments);
-                    group.newcomers.extend(newcomer);
-                    group.splits.push(Arc::clone(&parent));
+                    group.rare().newcomers.extend(newcomer);
+                    group.rare().splits.push(Arc::clone(&parent));
                     if counted {
-                        group.touch(Arc::clone(&parent));
+                        group.touch(&parent);
                     }
                 });
             } else {
@@ -285,7 +285,7 @@ impl Collectives {
         let is_deferred = group::is_open();
         let result = self.end(process, "ncclCommDestroy", &communicator, call);
         if is_deferred && result.is_accepted() {
-            group::gather(|group| group.leaving.push(communicator));
+            group::gather(|group| group.rare().leaving.push(communicator));
         } else {
             self.left(process, communicator, result);
         }
@@ -454,7 +454,7 @@ impl Collectives {
             increments.iter().filter(|increment| Some(increment.counter.rank()) == rank).cloned();
         group::gather(|group| {
             group.increments.extend(own);
-            group.newcomers.push(newcomer);
+            group.rare().newcomers.push(newcomer);
         });
     }
 

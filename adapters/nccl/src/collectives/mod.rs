@@ -212,13 +212,12 @@ impl Collectives {
         if group::is_open() {
             let result = call();
             if result.is_accepted() {
-                let increments = increments.to_vec();
                 group::gather(|group| {
                     match capture {
-                        Some(capture) => group.captured.push((capture, increments)),
-                        None => group.increments.extend(increments),
+                        Some(capture) => group.rare().captured.push((capture, increments.to_vec())),
+                        None => group.increments.extend_from_slice(increments),
                     }
-                    group.touch(communicator);
+                    group.touch(&communicator);
                 });
             }
             return result;
@@ -276,8 +275,9 @@ impl Collectives {
         };
         let increments = group.merged_increments();
         let entered = (!increments.is_empty())
-            .then(|| process.cut().enter_if_there("ncclGroupEnd", &increments, &group.seats()));
-        match entered.transpose() {
+            .then(|| (group.other_seats(&increments), process.cut()))
+            .map(|(seats, cut)| cut.enter_if_there("ncclGroupEnd", &increments, &seats));
+        let (result, touched) = match entered.transpose() {
             Ok(launch) => {
                 let result = group::inside(call);
                 let touched = self.group_ended(process, group, result);
@@ -285,16 +285,18 @@ impl Collectives {
                     Some(launch) => self.settle(process, launch, result, &touched),
                     None => self.note_progress(result, &touched),
                 }
-                result
+                (result, touched)
             }
             Err(withdrawal) => {
                 // NCCL's own group names the communicator: it must be over before that is freed.
                 process.spoil_group();
                 group::inside(call);
                 self.group_ended(process, group, NcclResult::INVALID_USAGE);
-                turned_back(process, "ncclGroupEnd", withdrawal)
+                return turned_back(process, "ncclGroupEnd", withdrawal);
             }
-        }
+        };
+        group::leave_room(increments, touched);
+        result
     }
 
     /// NCCL has ended `group`, and said `result`. Returns the communicators that it is about.
@@ -304,20 +306,24 @@ impl Collectives {
         mut group: Group,
         result: NcclResult,
     ) -> Vec<Arc<Communicator>> {
-        let mut touched = std::mem::take(&mut group.touched);
+        let rare = group.take_rare();
+        let mut touched = group.touched;
+        let Some(mut rare) = rare else {
+            return touched;
+        };
         if result.is_accepted() {
-            for (capture, increments) in group.captured.drain(..) {
+            for (capture, increments) in rare.captured.drain(..) {
                 process.add_to_capture(capture, increments);
             }
         } else {
-            for communicator in group.splits.drain(..) {
+            for communicator in rare.splits.drain(..) {
                 communicator.numbers.give_back(Derived::Split);
             }
         }
-        for newcomer in group.newcomers.drain(..) {
+        for newcomer in rare.newcomers.drain(..) {
             touched.extend(self.arrived(process, newcomer, result));
         }
-        for communicator in group.leaving.drain(..) {
+        for communicator in rare.leaving.drain(..) {
             self.left(process, communicator, result);
         }
         touched
