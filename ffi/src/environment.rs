@@ -24,6 +24,7 @@
 //! | `SUBLET_LINKS_KEEP` | | 1: the context on that neighbour stays for the next time |
 //! | `SUBLET_LINKS_MIN_MIB` | | less than this is copied through one link |
 //! | `SUBLET_EARLY_RELEASE` | | 1: pauses give memory back while they save; read by `tenants`, in whoever pauses |
+//! | `SUBLET_HAND_OVER` | | `none`, `plain` or `all`: which memory changes hands in swaps; read by `tenants`, in whoever swaps |
 //! | `SUBLET_KERNEL_COPIES` | | 0: contents come back by copy engines alone |
 //! | `SUBLET_VERIFY_CONTENTS` | | 1: what is not saved for that is compared byte by byte |
 //! | `SUBLET_PREPARE` | | whether host memory for the next pause is brought in ahead, and how much at most |

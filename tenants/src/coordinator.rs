@@ -35,6 +35,7 @@ mod swap;
 #[cfg(test)]
 mod tests;
 
+use std::str::FromStr;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
@@ -103,15 +104,21 @@ pub struct Options {
 
 /// Do pauses that do not say it themselves release early?
 static EARLY_RELEASE: LazyLock<EarlyRelease> = LazyLock::new(|| {
-    const VARIABLE: &str = "SUBLET_EARLY_RELEASE";
-    let said = std::env::var(VARIABLE).ok().filter(|word| !word.is_empty());
-    said.map_or_else(EarlyRelease::default, |word| {
-        word.parse().unwrap_or_else(|why| {
-            tracing::warn!("{VARIABLE}: {why}; pauses save everything before they release");
-            EarlyRelease::Never
-        })
-    })
+    let careful = (EarlyRelease::Never, "pauses save everything before they release");
+    said_by("SUBLET_EARLY_RELEASE", careful)
 });
+
+/// What the environment says: the default where `variable` is not set or empty. Of a word that means nothing it is
+/// `careful`, and a warning says what that does.
+fn said_by<T: Default + FromStr<Err = String>>(variable: &str, careful: (T, &str)) -> T {
+    let said = std::env::var(variable).ok().filter(|word| !word.is_empty());
+    let read = said.map_or_else(|| Ok(T::default()), |word| word.parse());
+    read.unwrap_or_else(|why| {
+        let (choice, so) = careful;
+        tracing::warn!("{variable}: {why}; {so}");
+        choice
+    })
+}
 
 /// Which members of a tenant take part in a pause or resume.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

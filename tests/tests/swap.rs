@@ -152,6 +152,7 @@ fn plain_memory_changes_hands_unless_told_otherwise() -> Outcome {
     };
     for (name, word, least, most) in [
         ("NOT_SET", "", plain_bytes / 5 * 4, plain_bytes + 2 * 16 * MIB),
+        ("SUBLET_HAND_OVER", "", plain_bytes / 5 * 4, plain_bytes + 2 * 16 * MIB),
         ("SUBLET_HAND_OVER", "plain", plain_bytes / 5 * 4, plain_bytes + 2 * 16 * MIB),
         ("SUBLET_HAND_OVER", "none", 0, 0),
         ("SUBLET_HAND_OVER", "everything", 0, 0),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import os
 import pickle
-from pathlib import Path
 from typing import Any, Callable, Optional
 
 import torch
@@ -41,11 +40,32 @@ class Layout:
         return [(self.parameters[number], slice(place, place + size)) for number, place, size in self.buckets[bucket]]
 
 
+class SharedFile:
+    """A file in memory that both sides keep mapped: made, and its pages found, in the first step alone."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, torch.Tensor] = {}
+
+    def made(self, path: str, size_bytes: int) -> torch.Tensor:
+        """Its bytes, to be written."""
+        if path not in self._mapped:
+            with open(path, "wb") as file:
+                # Reserved before it is written: a full /dev/shm says so here, and not by a signal at the first touch.
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+        return self.found(path, size_bytes)
+
+    def found(self, path: str, size_bytes: int) -> torch.Tensor:
+        """Its bytes, as the other side writes them."""
+        if path not in self._mapped:
+            self._mapped[path] = torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
+        return self._mapped[path]
+
+
 class Lender:
     """The trainer's side."""
 
     def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+        self._layout, self._file = layout, SharedFile()
         self._bucket: Optional[torch.Tensor] = None
 
     def lend(self, index: int) -> Optional[dict[str, Any]]:
@@ -72,10 +92,7 @@ class Lender:
     def write(self, path: str, copy: Callable[[torch.Tensor], torch.Tensor]) -> int:
         """Writes the weights to a file in memory; `copy` gives a parameter's bytes on the CPU. Makes no call of CUDA
         itself: the process may be paused."""
-        with open(path, "wb") as made:
-            # Reserved before it is written: a full /dev/shm says so here, and not by a signal at the first touch.
-            os.posix_fallocate(made.fileno(), 0, self._layout.file_bytes)
-        shared = torch.from_file(path, shared=True, size=self._layout.file_bytes, dtype=torch.uint8)
+        shared = self._file.made(path, self._layout.file_bytes)
         for index in range(len(self._layout.buckets)):
             begin = index * self._layout.bucket_bytes
             for parameter, place in self._layout.each(index):
@@ -87,7 +104,7 @@ class Borrower:
     """The generator's side."""
 
     def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+        self._layout, self._file = layout, SharedFile()
 
     def borrow(self, handle: str, index: int) -> None:
         """Opens a bucket, copies what is in it, and closes it."""
@@ -102,8 +119,7 @@ class Borrower:
 
     def load(self, path: str) -> None:
         """Reads a file that `Lender.write` has written."""
-        size = Path(path).stat().st_size
-        shared = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+        shared = self._file.found(path, self._layout.file_bytes)
         for index in range(len(self._layout.buckets)):
             begin = index * self._layout.bucket_bytes
             for parameter, place in self._layout.each(index):

@@ -44,22 +44,11 @@ const KEPT_ROOM_WAIT: Duration = Duration::from_secs(2);
 /// and how often it looks.
 const KEPT_ROOM_LOOK: Duration = Duration::from_millis(200);
 
-/// What memory changes hands in swaps that do not say it themselves.
-const HAND_OVER: &str = "SUBLET_HAND_OVER";
-
 impl SwapOptions {
     /// What a swap does that nobody has given options: the default, and what the environment says (`SUBLET_HAND_OVER`).
     pub fn usual() -> Self {
-        let said = std::env::var(HAND_OVER).map(|word| word.parse());
-        let hand_over = match said {
-            Ok(Ok(hand_over)) => hand_over,
-            Ok(Err(why)) => {
-                tracing::warn!("{HAND_OVER}: {why}; no memory changes hands");
-                HandOver::Nothing
-            }
-            Err(_not_set) => HandOver::default(),
-        };
-        Self { hand_over, ..Self::default() }
+        let careful = (HandOver::Nothing, "no memory changes hands");
+        Self { hand_over: super::said_by("SUBLET_HAND_OVER", careful), ..Self::default() }
     }
 }
 
