@@ -11,7 +11,6 @@ run is a start of torch for each tenant and mode, and one a step in mode `restar
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import sys
@@ -71,7 +70,7 @@ def body(args: Any, result: Result, work: Path) -> None:
         common.wait_until("the end of the example", lambda: process.ended, wait_s)
     except JobError:
         # Told to end, it writes what it has of the mode that is under way.
-        os.kill(process.process.pid, signal.SIGTERM)
+        process.process.send_signal(signal.SIGTERM)
         common.wait_until("the example's last record", lambda: process.ended, END_S)
         raise
     finally:
