@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,8 +69,7 @@ def body(args: Any, result: Result, work: Path) -> None:
         common.wait_until("the end of the example", lambda: process.ended, wait_s)
     except JobError:
         # Told to end, it writes what it has of the mode that is under way.
-        process.process.send_signal(signal.SIGTERM)
-        common.wait_until("the example's last record", lambda: process.ended, END_S)
+        common.stop_child(process.process, grace_s=END_S)
         raise
     finally:
         for path in sorted(out.glob("*")) if out.exists() else []:
@@ -101,7 +99,7 @@ def take(args: Any, result: Result, record: dict[str, Any]) -> None:
         for name in ("reward", "loss", "tokens"):
             result.data["samples"][f"{mode}_{name}"] = [step[name] for step in run["steps"]]
     if record["compared"] > 1:
-        modes = " and ".join(run["mode"] for run in record["runs"])
+        modes = " and ".join(record["compared_modes"])
         reach = ", as far as each came" if any(run["failure"] is not None for run in record["runs"]) else ""
         what = f"rewards, losses and weights are identical in {modes}{reach}"
         result.check(what, bool(record["identical"]), record["difference"] or "")

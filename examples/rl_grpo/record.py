@@ -65,13 +65,14 @@ def difference(runs: list[Run]) -> Optional[str]:
 def document(runs: list[Run], options: dict[str, Any], versions: dict[str, str]) -> dict[str, Any]:
     """Everything, as it is written."""
     found = difference(runs)
-    compared = len(comparable(runs))
+    compared = [run.mode for run in comparable(runs)]
     return {
         "version": VERSION,
         "options": options,
         "versions": versions,
-        "compared": compared,
-        "identical": found is None if compared > 1 else None,
+        "compared": len(compared),
+        "compared_modes": compared,
+        "identical": found is None if len(compared) > 1 else None,
         "difference": found,
         "runs": [dataclasses.asdict(run) for run in runs],
     }

@@ -25,11 +25,21 @@ PANELS = ("time", "memory", "curves", "metrics", "about")
 sys.path.insert(0, str(EXAMPLES))
 
 
-def play(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs the example to its end."""
+def start(out: Path, *words: str) -> subprocess.Popen[str]:
+    """Starts the example."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, str(RUN), "--simulate", "--tokens", "48", "--out", str(out), *words]
-    return subprocess.run(command, env=environment, cwd=out.parent, text=True, capture_output=True, timeout=TIMEOUT_S)
+    return subprocess.Popen(command, env=environment, cwd=out.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def play(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs the example to its end."""
+    run = start(out, *words)
+    try:
+        said = run.communicate(timeout=TIMEOUT_S)
+    finally:
+        run.kill()
+    return subprocess.CompletedProcess(run.args, run.returncode, *said)
 
 
 def record(out: Path) -> dict[str, Any]:
@@ -540,9 +550,7 @@ def test_a_generator_that_dies_in_its_turn_leaves_a_whole_trainer(tmp_path: Path
 
 def test_a_run_that_is_told_to_end_leaves_what_it_has(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, str(RUN), "--simulate", "--tokens", "48", "--out", str(out)]
-    command += ["--modes", "keep-both,sublet,cpu", "--steps", "5"]
-    run = subprocess.Popen(command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run = start(out, "--modes", "keep-both,sublet,cpu", "--steps", "5")
     try:
         assert run.stdout is not None
         for line in run.stdout:

@@ -16,7 +16,7 @@ pub(super) struct Group {
     /// Communicators that the group calls.
     pub(super) touched: Vec<Arc<Communicator>>,
     /// What few groups have: `PyTorch` brackets every collective with a group.
-    rare: Option<Box<Rare>>,
+    pub(super) rare: Option<Box<Rare>>,
 }
 
 /// What a group does beside launching.
@@ -41,10 +41,6 @@ impl Group {
 
     pub(super) fn rare(&mut self) -> &mut Rare {
         self.rare.get_or_insert_default()
-    }
-
-    pub(super) fn take_rare(&mut self) -> Option<Box<Rare>> {
-        self.rare.take()
     }
 
     /// The seats, beside those of `increments`, that must be taken still when the group ends. For collectives there are

@@ -42,7 +42,7 @@ pub use identity::of_unique_ids;
 
 use communicators::{Communicator, Communicators, Derived, UseLeft};
 use experts::Experts;
-use group::Group;
+use group::{Group, Rare};
 use lifecycle::Newcomer;
 
 /// `ncclResult_t`.
@@ -274,9 +274,10 @@ impl Collectives {
             return call();
         };
         let increments = group.merged_increments();
-        let entered = (!increments.is_empty())
-            .then(|| (group.other_seats(&increments), process.cut()))
-            .map(|(seats, cut)| cut.enter_if_there("ncclGroupEnd", &increments, &seats));
+        let entered = (!increments.is_empty()).then(|| {
+            let seats = group.other_seats(&increments);
+            process.cut().enter_if_there("ncclGroupEnd", &increments, &seats)
+        });
         let (result, touched) = match entered.transpose() {
             Ok(launch) => {
                 let result = group::inside(call);
@@ -303,27 +304,26 @@ impl Collectives {
     fn group_ended<P: Process>(
         &self,
         process: &P,
-        mut group: Group,
+        Group { mut touched, rare, .. }: Group,
         result: NcclResult,
     ) -> Vec<Arc<Communicator>> {
-        let rare = group.take_rare();
-        let mut touched = group.touched;
-        let Some(mut rare) = rare else {
+        let Some(rare) = rare else {
             return touched;
         };
+        let Rare { captured, splits, newcomers, leaving } = *rare;
         if result.is_accepted() {
-            for (capture, increments) in rare.captured.drain(..) {
+            for (capture, increments) in captured {
                 process.add_to_capture(capture, increments);
             }
         } else {
-            for communicator in rare.splits.drain(..) {
+            for communicator in splits {
                 communicator.numbers.give_back(Derived::Split);
             }
         }
-        for newcomer in rare.newcomers.drain(..) {
+        for newcomer in newcomers {
             touched.extend(self.arrived(process, newcomer, result));
         }
-        for communicator in rare.leaving.drain(..) {
+        for communicator in leaving {
             self.left(process, communicator, result);
         }
         touched
