@@ -69,10 +69,38 @@ impl Mode {
 }
 
 thread_local! {
-    static OWN_SLOT: OnceCell<Arc<Slot>> = const { OnceCell::new() };
-    static DEPTH: Cell<u32> = const { Cell::new(0) };
-    // Was memory away when this thread went in? Of its outermost pass.
-    static WAS_OFFLOADED: Cell<bool> = const { Cell::new(false) };
+    static OWN_SLOT: Own = const { Own(OnceCell::new()) };
+    // Without a destructor, so it outlives the slot: destructors that run after the slot's make calls too.
+    static INSIDE: Cell<Inside> = const { Cell::new(Inside { depth: 0, was_offloaded: false }) };
+}
+
+/// How the calling thread went in.
+#[derive(Clone, Copy, Debug)]
+struct Inside {
+    /// How many passes it has.
+    depth: u32,
+    /// Was memory away when it got the outermost?
+    was_offloaded: bool,
+}
+
+/// The slot of one thread.
+#[derive(Debug)]
+struct Own(OnceCell<Arc<Slot>>);
+
+impl Own {
+    fn slot(&self, slots: &Slots) -> &Arc<Slot> {
+        self.0.get_or_init(|| slots.add())
+    }
+}
+
+impl Drop for Own {
+    /// A thread that ends inside a call (a signal handler that calls `exit`) stays inside: its slot is leaked.
+    fn drop(&mut self) {
+        let is_inside = INSIDE.try_with(|inside| inside.get().depth > 0).unwrap_or(false);
+        if is_inside && let Some(slot) = self.0.take() {
+            let _leaked = std::mem::ManuallyDrop::new(slot);
+        }
+    }
 }
 
 /// The gate of one process. There is one a process: threads keep one slot each.
@@ -138,6 +166,8 @@ impl WaitingCall {
 pub struct Pass<'a> {
     gate: &'a Gate,
     outermost: bool,
+    /// A slot for this call alone: that of the thread is gone, as the thread ends.
+    last: Option<Arc<Slot>>,
     /// Whoever goes in comes out: the slot is the thread's own.
     _of_this_thread: PhantomData<*const ()>,
 }
@@ -172,17 +202,18 @@ impl Gate {
 
     /// Passes for the call `what`, waiting as long as memory is away. Passes within a pass are free.
     pub fn pass_for(&self, what: &'static str, passage: Passage) -> Pass<'_> {
-        let depth = DEPTH.get();
-        DEPTH.set(depth + 1);
-        let outermost = depth == 0;
+        let inside = INSIDE.get();
+        let outermost = inside.depth == 0;
+        // Counted before it waits: calls that a signal handler makes meanwhile are part of this one.
+        INSIDE.set(Inside { depth: inside.depth + 1, ..inside });
+        let mut last = None;
         if outermost {
-            // A thread that is being torn down has lost its slot; its few last calls go uncounted.
-            let entered = OWN_SLOT
-                .try_with(|own| self.enter(own.get_or_init(|| self.slots.add()), what, passage));
-            let mode = entered.unwrap_or_else(|_| Mode::of(self.mode.load(Ordering::Relaxed)));
-            WAS_OFFLOADED.set(mode == Mode::Offloaded);
+            let entered = OWN_SLOT.try_with(|own| self.enter(own.slot(&self.slots), what, passage));
+            let mode = entered
+                .unwrap_or_else(|_| self.enter(last.insert(self.slots.add()), what, passage));
+            INSIDE.set(Inside { depth: 1, was_offloaded: mode == Mode::Offloaded });
         }
-        Pass { gate: self, outermost, _of_this_thread: PhantomData }
+        Pass { gate: self, outermost, last, _of_this_thread: PhantomData }
     }
 
     /// Says where the gate was that let the thread in.
@@ -232,12 +263,12 @@ impl Gate {
         self.sleepers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn leave(&self) {
-        let _left = OWN_SLOT.try_with(|own| {
-            if let Some(slot) = own.get() {
-                slot.step_out();
-            }
-        });
+    fn leave(&self, last: Option<&Slot>) {
+        if let Some(slot) = last {
+            slot.step_out();
+        } else {
+            let _left = OWN_SLOT.try_with(|own| own.slot(&self.slots).step_out());
+        }
         if self.mode.load(Ordering::Relaxed) != Mode::Open as u8 {
             let _guard = self.sleepers();
             self.changed.notify_all();
@@ -284,7 +315,7 @@ impl Gate {
 
     /// Is the calling thread inside, or past the gate in a call of its own?
     pub fn is_inside() -> bool {
-        DEPTH.get() > 0
+        INSIDE.get().depth > 0
     }
 
     /// All threads that have ever been inside and live, by their slots.
@@ -354,30 +385,35 @@ impl Pass<'_> {
     /// Does the ledger alone answer, because memory was away when this thread went in? It stays so while the thread is
     /// inside: a resume that has begun since waits for it to come out.
     pub fn is_offloaded(&self) -> bool {
-        WAS_OFFLOADED.get()
+        INSIDE.get().was_offloaded
     }
 
     /// For a caller that has to wait for another process: leaves, waits until the gate is open, and is back inside. So
     /// a pause need not wait for it. Does nothing within a pass within a pass.
     pub fn step_aside(&self) {
-        if DEPTH.get() != 1 {
+        if INSIDE.get().depth != 1 {
             return;
         }
-        self.gate.leave();
-        let _entered = OWN_SLOT.try_with(|own| {
-            let slot = own.get_or_init(|| self.gate.slots.add());
-            self.gate.enter(slot, "waiting for another process", Passage::Use);
-            // Use goes in where all memory is there.
-            WAS_OFFLOADED.set(false);
-        });
+        let last = self.last.as_deref();
+        self.gate.leave(last);
+        let enter =
+            |slot: &Slot| self.gate.enter(slot, "waiting for another process", Passage::Use);
+        if let Some(slot) = last {
+            enter(slot);
+        } else {
+            let _entered = OWN_SLOT.try_with(|own| enter(own.slot(&self.gate.slots)));
+        }
+        // Use goes in where all memory is there.
+        INSIDE.set(Inside { depth: 1, was_offloaded: false });
     }
 }
 
 impl Drop for Pass<'_> {
     fn drop(&mut self) {
-        DEPTH.set(DEPTH.get().saturating_sub(1));
+        let inside = INSIDE.get();
+        INSIDE.set(Inside { depth: inside.depth.saturating_sub(1), ..inside });
         if self.outermost {
-            self.gate.leave();
+            self.gate.leave(self.last.as_deref());
         }
     }
 }
@@ -394,7 +430,8 @@ mod tests {
     }
 
     pub(super) fn between_mark_and_look() {
-        if let Some(work) = BETWEEN.take() {
+        // A thread that ends has nothing to do here any more.
+        if let Ok(Some(work)) = BETWEEN.try_with(Cell::take) {
             work();
         }
     }
@@ -614,6 +651,104 @@ mod tests {
         for user in users {
             user.join().unwrap();
         }
+    }
+
+    /// Runs at the end of its thread, behind the slot's destructor if it was made before the first pass.
+    struct AtEnd(Box<dyn Fn()>);
+
+    impl Drop for AtEnd {
+        fn drop(&mut self) {
+            (self.0)();
+        }
+    }
+
+    thread_local! {
+        static AT_END: Cell<Option<AtEnd>> = const { Cell::new(None) };
+    }
+
+    /// A thread that has passed once, and does `work` while it ends.
+    fn ends_with(
+        gate: &Arc<Gate>,
+        work: impl Fn(&Gate) + Send + 'static,
+    ) -> std::thread::JoinHandle<()> {
+        let gate = Arc::clone(gate);
+        let (tell, hear) = mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            let at_end = Arc::clone(&gate);
+            AT_END.set(Some(AtEnd(Box::new(move || {
+                assert!(OWN_SLOT.try_with(|_| ()).is_err(), "the slot is gone by now");
+                work(&at_end);
+            }))));
+            drop(gate.pass(Passage::Use));
+            tell.send(()).unwrap();
+        });
+        hear.recv().unwrap();
+        thread
+    }
+
+    fn until_one_waits(gate: &Gate) {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while gate.waiting().is_empty() {
+            assert!(Instant::now() < deadline, "nobody waits");
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_call_that_a_thread_makes_while_it_ends_waits_at_a_shut_gate() {
+        let gate = Arc::new(Gate::default());
+        let (tell, hear) = mpsc::channel();
+        let (go, wait) = mpsc::channel::<()>();
+        let thread = ends_with(&gate, move |gate| {
+            wait.recv().unwrap();
+            let pass = gate.pass_for("late", Passage::Use);
+            drop(gate.pass(Passage::GiveUp));
+            tell.send((pass.is_offloaded(), gate.inside())).unwrap();
+        });
+        gate.close();
+        go.send(()).unwrap();
+        until_one_waits(&gate);
+        assert_eq!(gate.waiting().first().map(|call| call.what), Some("late"));
+        assert_eq!(hear.try_recv(), Err(mpsc::TryRecvError::Empty));
+        gate.set(Mode::Open);
+        thread.join().unwrap();
+        assert_eq!(hear.recv(), Ok((false, 1)), "it was counted");
+        assert_eq!((gate.inside(), gate.threads()), (0, Vec::new()));
+    }
+
+    #[test]
+    fn a_thread_that_ends_can_give_memory_up_while_it_is_away_and_step_aside() {
+        let gate = Arc::new(Gate::default());
+        let (tell, hear) = mpsc::channel();
+        let (go, wait) = mpsc::channel::<()>();
+        let thread = ends_with(&gate, move |gate| {
+            wait.recv().unwrap();
+            let pass = gate.pass(Passage::GiveUp);
+            let was_offloaded = pass.is_offloaded();
+            pass.step_aside();
+            tell.send((was_offloaded, pass.is_offloaded(), gate.inside())).unwrap();
+        });
+        gate.close();
+        gate.set(Mode::Offloaded);
+        go.send(()).unwrap();
+        until_one_waits(&gate);
+        assert_eq!(gate.inside(), 0, "it has stepped aside");
+        gate.set(Mode::Open);
+        thread.join().unwrap();
+        assert_eq!(hear.recv(), Ok((true, false, 1)));
+        assert_eq!(gate.inside(), 0);
+    }
+
+    #[test]
+    fn a_thread_that_ends_inside_a_call_stays_inside() {
+        let gate = Arc::new(Gate::default());
+        let other = Arc::clone(&gate);
+        let thread = std::thread::spawn(move || {
+            // As `exit` in a signal handler: the call never returns.
+            let _never_left = std::mem::ManuallyDrop::new(other.pass(Passage::Use));
+        });
+        thread.join().unwrap();
+        assert_eq!(gate.inside(), 1);
     }
 
     #[test]

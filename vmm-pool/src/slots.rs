@@ -5,9 +5,7 @@
 //! whether it may go in; whoever closes stores the mode, sequentially consistent too, and then looks at
 //! the slots. So either the thread sees the new mode and steps out, or the other sees it inside.
 
-use crate::sync::{
-    Arc, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, Weak, fence,
-};
+use crate::sync::{Arc, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, fence};
 
 /// One thread's mark. Padded to a cache line of its own, with its neighbour, which is fetched along.
 #[derive(Debug)]
@@ -80,8 +78,19 @@ fn after_ended_threads() {
 
 #[derive(Debug, Default)]
 struct List {
-    slots: Vec<Weak<Slot>>,
+    /// Those of ended threads too, until the next thread comes: nobody else has a reference to these.
+    slots: Vec<Arc<Slot>>,
     last_number: u64,
+    /// The sum of the turns of slots that were cleared away.
+    ended_turns: u64,
+}
+
+impl List {
+    /// The slots of threads that live at this moment.
+    fn living(&self) -> impl Iterator<Item = &Slot> {
+        let living = self.slots.iter().filter(|slot| Arc::strong_count(slot) > 1);
+        living.map(|slot| &**slot)
+    }
 }
 
 impl Slots {
@@ -94,23 +103,30 @@ impl Slots {
             turn: AtomicU64::new(0),
             label: AtomicUsize::new(0),
         });
-        list.slots.retain(|slot| slot.strong_count() > 0);
-        after_ended_threads();
-        list.slots.push(Arc::downgrade(&slot));
+        let List { slots, ended_turns, .. } = &mut *list;
+        slots.retain(|slot| {
+            let lives = Arc::strong_count(slot) > 1;
+            after_ended_threads();
+            if !lives {
+                *ended_turns = ended_turns.wrapping_add(slot.turn.load(Ordering::Relaxed));
+            }
+            lives
+        });
+        slots.push(Arc::clone(&slot));
         slot
     }
 
     /// The numbers of all that live.
     pub fn numbers(&self) -> Vec<u64> {
-        self.list().slots.iter().filter_map(Weak::upgrade).map(|slot| slot.number).collect()
+        self.list().living().map(|slot| slot.number).collect()
     }
 
-    /// A number that changes whenever somebody goes in, comes out, or comes for the first time.
+    /// A number that changes whenever somebody goes in, comes out, or comes for the first time. It never takes an earlier
+    /// value again: the turns of ended threads count too.
     pub fn mark(&self) -> u64 {
         let list = self.list();
-        let slots = list.slots.iter().filter_map(Weak::upgrade);
-        let turns = slots.map(|slot| slot.turn.load(Ordering::Relaxed));
-        let mark = turns.fold(list.last_number, u64::wrapping_add);
+        let turns = list.slots.iter().map(|slot| slot.turn.load(Ordering::Relaxed));
+        let mark = turns.fold(list.last_number.wrapping_add(list.ended_turns), u64::wrapping_add);
         after_ended_threads();
         mark
     }
@@ -118,8 +134,7 @@ impl Slots {
     /// Who is inside now.
     pub fn inside(&self) -> Vec<Occupant> {
         let list = self.list();
-        let slots = list.slots.iter().filter_map(Weak::upgrade);
-        let inside = slots.filter_map(|slot| slot.occupant()).collect();
+        let inside = list.living().filter_map(Slot::occupant).collect();
         after_ended_threads();
         inside
     }
@@ -171,6 +186,23 @@ mod tests {
     }
 
     #[test]
+    fn the_mark_moves_when_a_call_was_made_and_a_thread_has_ended() {
+        let slots = Slots::default();
+        let [ends, works] = [slots.add(), slots.add()];
+        ends.step_in();
+        ends.step_out();
+        let mut marks = vec![slots.mark()];
+        works.step_in();
+        works.step_out();
+        drop(ends);
+        marks.push(slots.mark());
+        // Clears the slot of the ended thread away.
+        let _comes = slots.add();
+        marks.push(slots.mark());
+        assert!(marks.is_sorted_by(|earlier, later| earlier < later), "{marks:?}");
+    }
+
+    #[test]
     fn slots_of_threads_that_have_ended_are_cleared_away() {
         let slots = Slots::default();
         let ended = slots.add();
@@ -179,6 +211,6 @@ mod tests {
         assert!(slots.inside().is_empty());
         let lives = slots.add();
         assert_eq!(slots.list().slots.len(), 1);
-        assert!(Weak::ptr_eq(&slots.list().slots[0], &Arc::downgrade(&lives)));
+        assert_eq!(slots.numbers(), [lives.number]);
     }
 }

@@ -5,6 +5,6 @@
 //! come from here.
 
 pub use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering, fence};
-pub use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+pub use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 pub use std::thread::yield_now;
 pub use std::thread_local;

@@ -220,6 +220,7 @@ struct Own {
 
 thread_local! {
     static OWN: OnceCell<Own> = const { OnceCell::new() };
+    // Without a destructor, so it outlives the slot: destructors that run after the slot's make launches too.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
@@ -231,6 +232,8 @@ pub struct Launch<'a> {
     what: &'static str,
     increments: &'a [Increment],
     outermost: bool,
+    /// What this launch alone keeps: that of the thread is gone, as the thread ends.
+    last: Option<Own>,
     /// The mark is the thread's: a launch ends where it began.
     here: PhantomData<*const ()>,
 }
@@ -274,7 +277,7 @@ impl Cut {
 
     /// Goes into a call that launches `increments`, all or nothing, after waiting while the rank is held.
     /// `what` names the call for people. A call within a call of the same thread is part of it: it passes
-    /// and counts nothing. So does, but for the counting, a thread that is being torn down.
+    /// and counts nothing.
     pub fn enter<'a>(&'a self, what: &'static str, increments: &'a [Increment]) -> Launch<'a> {
         self.begin(what, increments, None)
             .unwrap_or_else(|_| unreachable!("it cannot be turned back"))
@@ -303,16 +306,17 @@ impl Cut {
     ) -> Result<Launch<'a>, Withdrawal<'a>> {
         let depth = DEPTH.get();
         let outermost = depth == 0;
+        let mut last = None;
         if outermost {
             let entered = OWN
                 .try_with(|own| self.go_in(own.get_or_init(|| self.own()), what, increments, also));
             match entered {
                 Ok(entered) => entered?,
-                Err(_) => count(increments),
+                Err(_) => self.go_in(last.insert(self.own()), what, increments, also)?,
             }
         }
         DEPTH.set(depth + 1);
-        Ok(Launch { cut: self, what, increments, outermost, here: PhantomData })
+        Ok(Launch { cut: self, what, increments, outermost, last, here: PhantomData })
     }
 
     fn go_in<'a>(
@@ -349,10 +353,14 @@ impl Cut {
         own.slot.set_label(label);
     }
 
-    fn go_out(&self) {
-        let left = OWN.try_with(|own| own.get().map(|own| own.slot.step_out()));
+    fn go_out(&self, last: Option<&Own>) {
+        if let Some(own) = last {
+            own.slot.step_out();
+        } else {
+            let _left = OWN.try_with(|own| own.get().map(|own| own.slot.step_out()));
+        }
         // Watchers look again by themselves, so that a mode set at this moment costs a look, not more.
-        if left.is_ok() && self.mode.load(Ordering::Relaxed) != Mode::Open as u8 {
+        if self.mode.load(Ordering::Relaxed) != Mode::Open as u8 {
             self.table().progress += 1;
             self.moved.notify_all();
         }
@@ -398,7 +406,7 @@ impl Drop for Launch<'_> {
     fn drop(&mut self) {
         DEPTH.set(DEPTH.get().saturating_sub(1));
         if self.outermost {
-            self.cut.go_out();
+            self.cut.go_out(self.last.as_ref());
         }
     }
 }

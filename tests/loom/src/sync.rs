@@ -137,13 +137,9 @@ atomic!(AtomicU64, u64);
 atomic!(AtomicUsize, usize);
 
 /// As the one of the standard library, with its orderings: a reference that goes releases, the last that goes
-/// acquires, and of a failed [`Weak::upgrade`] nothing is known.
+/// acquires, and [`Arc::strong_count`] is relaxed.
 #[derive(Debug)]
 pub struct Arc<T>(sync::Arc<Counted<T>>);
-
-/// As the one of the standard library.
-#[derive(Debug)]
-pub struct Weak<T>(sync::Arc<Counted<T>>);
 
 #[derive(Debug)]
 struct Counted<T> {
@@ -157,23 +153,9 @@ impl<T> Arc<T> {
         Self(sync::Arc::new(Counted { strong: model::atomic::AtomicUsize::new(1), value }))
     }
 
-    /// A reference that keeps nothing alive.
-    pub fn downgrade(this: &Self) -> Weak<T> {
-        Weak(sync::Arc::clone(&this.0))
-    }
-}
-
-impl<T> Weak<T> {
-    /// A reference that does, while another does.
-    pub fn upgrade(&self) -> Option<Arc<T>> {
-        let more = |count| (count > 0).then_some(count + 1);
-        let strong = self.0.strong.fetch_update(Ordering::Acquire, Ordering::Relaxed, more);
-        strong.ok().map(|_| Arc(sync::Arc::clone(&self.0)))
-    }
-
-    /// How many do, or did.
-    pub fn strong_count(&self) -> usize {
-        self.0.strong.load(Ordering::Relaxed)
+    /// How many references there are, or were.
+    pub fn strong_count(this: &Self) -> usize {
+        this.0.strong.load(Ordering::Relaxed)
     }
 }
 

@@ -404,3 +404,57 @@ fn time_of_an_open_pass() {
     let each = begin.elapsed() / rounds;
     assert!(each < Duration::from_nanos(50), "{each:?} a pass");
 }
+
+/// Runs at the end of its thread, behind the destructor of what the cut keeps for it.
+struct AtEnd(Box<dyn Fn()>);
+
+impl Drop for AtEnd {
+    fn drop(&mut self) {
+        (self.0)();
+    }
+}
+
+thread_local! {
+    static AT_END: std::cell::Cell<Option<AtEnd>> = const { std::cell::Cell::new(None) };
+}
+
+#[test]
+fn a_launch_that_a_thread_makes_while_it_ends_waits_at_the_hold() {
+    let cut = Arc::new(Cut::default());
+    cut.add_rank(local(1, 0, 2));
+    let (tell, hear) = mpsc::channel();
+    let (go, wait) = mpsc::channel::<()>();
+    let thread = {
+        let cut = Arc::clone(&cut);
+        thread::spawn(move || {
+            let late = Arc::clone(&cut);
+            // Made before the thread's first launch, so it ends after what the cut keeps for the thread.
+            AT_END.set(Some(AtEnd(Box::new(move || {
+                assert!(OWN.try_with(|_| ()).is_err(), "it is gone by now");
+                wait.recv().unwrap();
+                let increments = [increment(&late, collectives(1), 1)];
+                let launch = late.enter("ncclBroadcast", &increments);
+                tell.send(late.report(0).inside.len()).unwrap();
+                drop(launch);
+            }))));
+            drop(cut.enter("ncclAllReduce", &[increment(&cut, collectives(1), 1)]));
+        })
+    };
+    until_launched(&cut, 1);
+    hold(&cut, &[(collectives(1), 1)]);
+    go.send(()).unwrap();
+    until_waiting(&cut, 1);
+    assert_eq!(hear.try_recv(), Err(mpsc::TryRecvError::Empty));
+    assert!(cut.hold(COORDINATOR, limits(&[(collectives(1), 2)])));
+    thread.join().unwrap();
+    assert_eq!(hear.recv(), Ok(1), "it was counted as inside");
+    assert!(cut.report(0).inside.is_empty());
+}
+
+fn until_launched(cut: &Cut, launches: u64) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while cut.counter(collectives(1), 0).launched() != launches {
+        assert!(Instant::now() < deadline);
+        thread::yield_now();
+    }
+}
