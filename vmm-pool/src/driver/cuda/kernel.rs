@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::{DEVICES_MAX, LoadError, RealSymbol, check, driver_table};
 use crate::driver::fingerprint::{
-    COPY_BLOCKS, COPY_NAME, COPY_THREADS, KERNEL, KERNEL_NAME, KERNEL_THREADS, PieceSlot,
+    COPY_BLOCKS, COPY_NAME, COPY_THREADS, KERNEL, KERNEL_NAME, KERNEL_THREADS, Keys, PieceSlot,
     WORD_BYTES,
 };
 use crate::driver::{
@@ -203,10 +203,11 @@ impl Kernels {
         }
         let function = self.loaded(calls, device, Kernel::Fingerprint)?;
         let mut at = Self::seen_by_device(calls, slots.as_ptr().cast())?;
-        let mut parameters = [(&raw mut at).cast::<c_void>()];
+        let mut keys = Keys::of_process();
+        let mut parameters = [(&raw mut at).cast::<c_void>(), (&raw mut keys).cast::<c_void>()];
         let grid = (blocks, KERNEL_THREADS);
-        // SAFETY: the function is of this device's context and takes one address; the caller keeps what it points to valid,
-        // and the pieces mapped, until the stream is done.
+        // SAFETY: the function is of this device's context and takes one address and the keys by value; the caller keeps what the
+        // address points to valid, and the pieces mapped, until the stream is done.
         unsafe { Self::launch(calls, function, grid, stream, &mut parameters) }
     }
 }

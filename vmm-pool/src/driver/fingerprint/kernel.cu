@@ -14,15 +14,15 @@ struct __align__(16) Words {
 #define THREADS 256
 #define IN_FLIGHT 4
 
-// Keys of the two lanes: what a word is combined with depends on where it lies.
+// What a word is combined with depends on where it lies: its index times a step, and a key. The keys are the process's own.
 #define STEP_A 0x9e3779b97f4a7c15ULL
 #define STEP_B 0xc2b2ae3d27d4eb4fULL
 #define STEP_C 0xd6e8feb86659fd93ULL
 #define STEP_D 0xa0761d6478bd642fULL
-#define KEY_A 0x243f6a8885a308d3ULL
-#define KEY_B 0x13198a2e03707344ULL
-#define KEY_C 0xa4093822299f31d0ULL
-#define KEY_D 0x082efa98ec4e6c89ULL
+
+struct Keys {
+    u64 a, b, c, d;
+};
 
 __device__ static inline Words load(const Words *at) {
     Words words;
@@ -41,13 +41,13 @@ __device__ static inline u64 finish(u64 sum, u64 size_bytes) {
     return mixed ^ (mixed >> 31);
 }
 
-__device__ static inline void absorb(Words words, u64 index, u64 &first, u64 &second, u64 &any) {
-    first += fold(words.low ^ (index * STEP_A + KEY_A), words.high ^ (index * STEP_B + KEY_B));
-    second += fold(words.high ^ (index * STEP_C + KEY_C), words.low ^ (index * STEP_D + KEY_D));
+__device__ static inline void absorb(Words words, u64 index, const Keys &keys, u64 &first, u64 &second, u64 &any) {
+    first += fold(words.low ^ (index * STEP_A + keys.a), words.high ^ (index * STEP_B + keys.b));
+    second += fold(words.high ^ (index * STEP_C + keys.c), words.low ^ (index * STEP_D + keys.d));
     any |= words.low | words.high;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) sublet_fingerprint(Words *slots) {
+extern "C" __global__ void __launch_bounds__(THREADS) sublet_fingerprint(Words *slots, const Keys keys) {
     __shared__ Words piece;
     __shared__ u64 firsts[THREADS / 32];
     __shared__ u64 seconds[THREADS / 32];
@@ -68,11 +68,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) sublet_fingerprint(Words *
         }
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) {
-            absorb(loaded[i], index + i * THREADS, first, second, any);
+            absorb(loaded[i], index + i * THREADS, keys, first, second, any);
         }
     }
     for (; index < count; index += THREADS) {
-        absorb(load(words + index), index, first, second, any);
+        absorb(load(words + index), index, keys, first, second, any);
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {

@@ -7,6 +7,9 @@
 //!
 //! `kernel.cu` says it once more for the device; a case of the conformance list holds the two together.
 
+use std::hash::{BuildHasher, RandomState};
+use std::sync::LazyLock;
+
 use crate::driver::{DeviceAddress, VaRange};
 
 /// Our kernels, as text that the driver compiles for its device.
@@ -29,13 +32,58 @@ const STEP_A: u64 = 0x9e37_79b9_7f4a_7c15;
 const STEP_B: u64 = 0xc2b2_ae3d_27d4_eb4f;
 const STEP_C: u64 = 0xd6e8_feb8_6659_fd93;
 const STEP_D: u64 = 0xa076_1d64_78bd_642f;
-const KEY_A: u64 = 0x243f_6a88_85a3_08d3;
-const KEY_B: u64 = 0x1319_8a2e_0370_7344;
-const KEY_C: u64 = 0xa409_3822_299f_31d0;
-const KEY_D: u64 = 0x082e_fa98_ec4e_6c89;
 
-/// What a piece of memory holds, in 128 bits: pieces of one size whose fingerprints differ hold different bytes, and
-/// two that hold different bytes have the same one with a chance of 2^-128.
+/// What makes fingerprints of this process unlike those of any other: random, and drawn once. Contents cannot be chosen to have
+/// equal fingerprints without them, and they never leave the process and its devices.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Keys {
+    a: u64,
+    b: u64,
+    c: u64,
+    d: u64,
+}
+
+impl Keys {
+    /// Those of this process.
+    pub(super) fn of_process() -> Self {
+        static KEYS: LazyLock<Keys> = LazyLock::new(|| {
+            // It is keyed by the system's random numbers.
+            let random = RandomState::new();
+            let [a, b, c, d] = [0_u8, 1, 2, 3].map(|index| random.hash_one(index));
+            Keys { a, b, c, d }
+        });
+        *KEYS
+    }
+
+    /// The fingerprint of `bytes` under these keys, see [`Fingerprint::of`].
+    fn print(self, bytes: &[u8]) -> Fingerprint {
+        // A slice is compared faster than its words one by one.
+        if is_zero(bytes) {
+            return Fingerprint::ZERO;
+        }
+        let (mut first, mut second) = (0_u64, 0_u64);
+        let Self { mut a, mut b, mut c, mut d } = self;
+        let (words, _) = bytes.as_chunks::<16>();
+        for word in words {
+            let word = u128::from_le_bytes(*word);
+            // CAST: the two halves.
+            #[expect(clippy::cast_possible_truncation, reason = "the lower half is meant")]
+            let (low, high) = (word as u64, (word >> 64) as u64);
+            first = first.wrapping_add(fold(low ^ a, high ^ b));
+            second = second.wrapping_add(fold(high ^ c, low ^ d));
+            a = a.wrapping_add(STEP_A);
+            b = b.wrapping_add(STEP_B);
+            c = c.wrapping_add(STEP_C);
+            d = d.wrapping_add(STEP_D);
+        }
+        let size_bytes = bytes.len() as u64;
+        Fingerprint { first: finish(first, size_bytes).max(1), second: finish(second, size_bytes) }
+    }
+}
+
+/// What a piece of memory holds, in 128 bits, by the keys of this process: pieces of one size whose fingerprints differ hold
+/// different bytes, and two that hold different bytes have the same one with a chance of 2^-128.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fingerprint {
     first: u64,
@@ -50,27 +98,7 @@ impl Fingerprint {
 
     /// That of `bytes`, of which there is a multiple of [`WORD_BYTES`]; a rest is passed over.
     pub fn of(bytes: &[u8]) -> Self {
-        // A slice is compared faster than its words one by one.
-        if is_zero(bytes) {
-            return Self::ZERO;
-        }
-        let (mut first, mut second) = (0_u64, 0_u64);
-        let (mut keys_a, mut keys_b, mut keys_c, mut keys_d) = (KEY_A, KEY_B, KEY_C, KEY_D);
-        let (words, _) = bytes.as_chunks::<16>();
-        for word in words {
-            let word = u128::from_le_bytes(*word);
-            // CAST: the two halves.
-            #[expect(clippy::cast_possible_truncation, reason = "the lower half is meant")]
-            let (low, high) = (word as u64, (word >> 64) as u64);
-            first = first.wrapping_add(fold(low ^ keys_a, high ^ keys_b));
-            second = second.wrapping_add(fold(high ^ keys_c, low ^ keys_d));
-            keys_a = keys_a.wrapping_add(STEP_A);
-            keys_b = keys_b.wrapping_add(STEP_B);
-            keys_c = keys_c.wrapping_add(STEP_C);
-            keys_d = keys_d.wrapping_add(STEP_D);
-        }
-        let size_bytes = bytes.len() as u64;
-        Self { first: finish(first, size_bytes).max(1), second: finish(second, size_bytes) }
+        Keys::of_process().print(bytes)
     }
 
     /// Is the piece all zeros?

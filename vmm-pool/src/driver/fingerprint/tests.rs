@@ -5,9 +5,20 @@ use proptest::prelude::*;
 use super::*;
 
 const PIECE: usize = 4096;
+/// So that what these tests say does not depend on chance.
+const FIXED: Keys = Keys {
+    a: 0x243f_6a88_85a3_08d3,
+    b: 0x1319_8a2e_0370_7344,
+    c: 0xa409_3822_299f_31d0,
+    d: 0x082e_fa98_ec4e_6c89,
+};
+
+fn print_of(bytes: &[u8]) -> Fingerprint {
+    FIXED.print(bytes)
+}
 
 fn lanes(bytes: &[u8]) -> (u64, u64) {
-    let Fingerprint { first, second } = Fingerprint::of(bytes);
+    let Fingerprint { first, second } = print_of(bytes);
     (first, second)
 }
 
@@ -26,17 +37,17 @@ fn filled(seed: u64, length: usize) -> Vec<u8> {
 #[test]
 fn zeros_of_any_size_have_one_fingerprint_and_nothing_else_has_it() {
     for length in [16, 4096, 65_536] {
-        assert_eq!(Fingerprint::of(&vec![0; length]), Fingerprint::ZERO);
+        assert_eq!(print_of(&vec![0; length]), Fingerprint::ZERO);
     }
     // What a product of a key with itself would hide.
     let mut hidden = vec![0; 32];
-    hidden[..8].copy_from_slice(&KEY_A.to_le_bytes());
-    assert!(!Fingerprint::of(&hidden).is_zero());
+    hidden[..8].copy_from_slice(&FIXED.a.to_le_bytes());
+    assert!(!print_of(&hidden).is_zero());
     for at in 0..PIECE {
         for bit in 0..8 {
             let mut bytes = vec![0; PIECE];
             bytes[at] = 1 << bit;
-            let print = Fingerprint::of(&bytes);
+            let print = print_of(&bytes);
             assert!(!print.is_zero() && print.is_known() && print.first != 0, "bit {bit} of {at}");
         }
     }
@@ -44,7 +55,7 @@ fn zeros_of_any_size_have_one_fingerprint_and_nothing_else_has_it() {
 
 #[test]
 fn the_function_is_what_it_was_when_the_kernel_was_made() {
-    let print = |bytes: &[u8]| PieceSlot::answering(Fingerprint::of(bytes)).0;
+    let print = |bytes: &[u8]| PieceSlot::answering(print_of(bytes)).0;
     assert_eq!(print(&filled(1, 64)), EXPECTED[0]);
     assert_eq!(print(&filled(2, PIECE)), EXPECTED[1]);
 }
@@ -54,6 +65,16 @@ const EXPECTED: [[u64; 2]; 2] = [
     [7_354_714_697_334_372_118, 3_690_011_976_435_773_659],
     [17_830_473_635_975_199_248, 11_750_595_332_443_138_562],
 ];
+
+/// Two words of which each lane multiplies one half by zero, so that the other half does not count.
+#[test]
+fn contents_chosen_for_known_keys_are_told_apart_by_those_of_the_process() {
+    let chosen = |low: u64, high: u64| [low.to_le_bytes(), high.to_le_bytes()].concat();
+    let (one, other) = (chosen(FIXED.a, FIXED.c), chosen(FIXED.d, FIXED.b));
+    assert_eq!(print_of(&one), print_of(&other), "they are not chosen for these keys");
+    assert_ne!(Fingerprint::of(&one), Fingerprint::of(&other));
+    assert_eq!(Fingerprint::of(&one), Fingerprint::of(&one.clone()), "the keys changed");
+}
 
 #[test]
 fn a_bit_that_flips_changes_both_lanes_wherever_it_lies() {
@@ -149,7 +170,7 @@ fn structured_contents_never_meet() {
 fn a_piece_of_another_size_is_another_piece() {
     let bytes = filled(5, 256);
     let longer = [bytes.clone(), vec![0; 16]].concat();
-    assert_ne!(Fingerprint::of(&bytes), Fingerprint::of(&longer));
+    assert_ne!(print_of(&bytes), print_of(&longer));
 }
 
 proptest! {
@@ -163,6 +184,6 @@ proptest! {
         for (at, by) in changes {
             after[at] ^= by;
         }
-        prop_assert_eq!(before == after, Fingerprint::of(&before) == Fingerprint::of(&after));
+        prop_assert_eq!(before == after, print_of(&before) == print_of(&after));
     }
 }
