@@ -7,6 +7,7 @@
 
 #![expect(clippy::expect_used, reason = "a test fails by panicking, helpers of it too")]
 
+mod calls;
 mod lost_context;
 mod pairs;
 mod saving;

@@ -336,12 +336,21 @@ fn open_block(
     block: DeviceAddress,
     accessor: DeviceOrdinal,
 ) -> VaRange {
-    let (allocation, asked_bytes, size_bytes) =
-        owner.pool().enter_giving_up().block_identity(block).expect("a block");
-    let ticket = Ticket::uncounted(allocation, size_bytes, owner.id(), tenant());
-    let handle = importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("import");
-    let opened = importer.pool().enter().block_open(handle, asked_bytes, accessor).expect("open");
+    let handle = redeem_block(owner, importer, block).expect("import");
+    let opened = importer.pool().enter().block_open(handle, UNIT - 512, accessor).expect("open");
     VaRange::new(opened, UNIT)
+}
+
+/// The importer's handle of a block, which it has not opened yet.
+pub(crate) fn redeem_block(
+    owner: &Process,
+    importer: &Process,
+    block: DeviceAddress,
+) -> Result<VirtualHandle, ()> {
+    let identity = owner.pool().enter_giving_up().block_identity(block);
+    let (allocation, _, size_bytes) = identity.expect("a block");
+    let ticket = Ticket::uncounted(allocation, size_bytes, owner.id(), tenant());
+    importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").map_err(drop)
 }
 
 pub(crate) fn write(member: &Process, device: DeviceOrdinal, range: VaRange, seed: u64) {

@@ -318,8 +318,9 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         if starts.is_empty() {
             return Err(PoolError::NotOurs);
         }
-        // The driver takes the whole range at once unless a part of it is gone (lost imports).
-        let parts = if present.len() == starts.len() { vec![range] } else { present };
+        // The driver takes the whole range in one call unless a part of it is away.
+        let is_whole = present.len() == starts.len();
+        let parts = if is_whole { vec![range] } else { present };
         for part in parts {
             // SAFETY: the application asks for its own range to go; keeping its work off it is its duty,
             // as it is without the pool.
@@ -328,6 +329,11 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
                 part.size_bytes,
                 None,
             )?;
+            if !is_whole {
+                // The driver may refuse the next one, and a pause must not read what is unmapped.
+                let garbage = self.pool.ledger().forget_mappings(&[part.start.0]);
+                self.pool.dispose_quietly(garbage);
+            }
         }
         let garbage = self.pool.ledger().forget_mappings(&starts);
         self.pool.dispose_quietly(garbage);

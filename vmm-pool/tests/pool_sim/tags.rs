@@ -335,3 +335,26 @@ fn memory_that_is_mapped_twice_is_never_unused() {
     resume(&pool);
     assert!(holds(&pool, DEVICE, in_use, pattern(4)));
 }
+
+/// The driver refuses the second of three calls: what the first call unmapped is gone, and the rest stays.
+#[test]
+fn an_unmapping_that_fails_half_way_can_be_tried_again_and_the_process_be_paused() {
+    let pool = pool(&node());
+    let range = reserve(&pool, 3 * UNIT);
+    let part = |index: u64| VaRange::new(DeviceAddress(range.start.0 + index * UNIT), UNIT);
+    for (index, tag) in [(0, "kv"), (1, ""), (2, "")] {
+        let handle = create(&pool, DEVICE, 1, tagged(tag, Contents::Keep));
+        pool.map(part(index), 0, handle).expect("mapped");
+        pool.set_access(part(index), &[RW(DEVICE)]).expect("access");
+        write(&pool, DEVICE, part(index), pattern(index));
+        pool.release(handle).expect("the mapping keeps it");
+    }
+    pause_tags(&pool, &["kv"]);
+    pool.driver().faults().fail(DriverOp::Unmap, FaultSpan::Nth(2), DriverCode::UNKNOWN);
+    pool.unmap(range).expect_err("the driver refuses");
+    pause(&pool);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, part(2), pattern(2)), "it was never unmapped");
+    pool.unmap(range).expect("unmapped at the second try");
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+}
