@@ -295,6 +295,20 @@ impl<D: Driver> Deferred<D> {
         self.driver.make_current(device).and_then(|()| self.driver.synchronize())
     }
 
+    /// Offers the driver each handle once more that it would not take back. Any thread may do so while work runs: no mapping uses
+    /// these handles.
+    ///
+    /// # Driver calls
+    /// `cuMemRelease`.
+    pub(crate) fn release_again(&self) {
+        let handles = std::mem::take(&mut self.lists().handles);
+        for handle in handles {
+            let (size_bytes, device) = handle.extent();
+            let released = self.release(handle);
+            log_kept(released.about(|| "release".to_owned(), size_bytes, device));
+        }
+    }
+
     /// Waits for copies that were not seen to end, then offers everything to the driver again. Must come
     /// before any step that unmaps. Not for application threads: it changes the current context.
     ///
@@ -317,11 +331,10 @@ impl<D: Driver> Deferred<D> {
                 self.is_late.store(!lists.late.is_empty(), Ordering::Release);
             }
         }
-        let (handles, mapped, ranges, streams) = {
+        let (mapped, ranges, streams) = {
             let mut lists = self.lists();
-            let Lists { handles, mapped, ranges, streams, .. } = &mut *lists;
-            let (handles, mapped) = (std::mem::take(handles), std::mem::take(mapped));
-            (handles, mapped, std::mem::take(ranges), std::mem::take(streams))
+            let Lists { mapped, ranges, streams, .. } = &mut *lists;
+            (std::mem::take(mapped), std::mem::take(ranges), std::mem::take(streams))
         };
         for (range, physical) in mapped {
             log_kept(self.give_back(range, physical));
@@ -330,11 +343,7 @@ impl<D: Driver> Deferred<D> {
             // Ranges before handles: a handle mapped there frees its memory with the later of the two.
             log_kept(self.free_range(range));
         }
-        for handle in handles {
-            let (size_bytes, device) = handle.extent();
-            let released = self.release(handle);
-            log_kept(released.about(|| "release".to_owned(), size_bytes, device));
-        }
+        self.release_again();
         for (device, stream) in streams {
             let ended = match self.driver.make_current(device) {
                 Ok(()) => self.end_stream(device, stream),

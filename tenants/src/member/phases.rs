@@ -607,12 +607,16 @@ impl<D: Driver> Member<D> {
             .extend(spare.into_iter().map(UninheritedFd::from));
     }
 
-    /// Closes what [`Member::close_later`] was given.
+    /// Closes what [`Member::close_later`] was given, and offers the driver once more what it would not take back: the next step
+    /// that does may be a pause in some hours.
     pub(super) fn close_spare(&self) {
         let spare = std::mem::take(
             &mut *self.spare.lock().unwrap_or_else(std::sync::PoisonError::into_inner),
         );
         drop(spare);
+        if self.state() == MemberState::Active {
+            self.pool.release_deferred();
+        }
     }
 
     pub(super) fn abort_resume(&self) -> Result<PhaseReport, Failure> {

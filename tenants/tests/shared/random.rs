@@ -301,13 +301,17 @@ fn run(seed: u64, processes: usize, steps: usize) {
     }
 }
 
+/// Seeds that have failed: in the first the driver refuses a release while the gate opens, and memory stayed until the next pause.
+const KNOWN: [u64; 1] = [346_932_431_701];
+
 /// `SUBLET_TEST_SEED` repeats a run, `SUBLET_TEST_ROUNDS` makes more of them.
 #[expect(clippy::print_stdout, reason = "a failure shows the seed that repeats it")]
 #[test]
 fn any_order_of_sharing_freeing_and_pausing_loses_no_byte() {
     let read = |name: &str| std::env::var(name).ok().and_then(|text| text.parse().ok());
     let first = read("SUBLET_TEST_SEED").unwrap_or_else(|| fastrand::u64(0..1 << 40));
-    for seed in first..first + read("SUBLET_TEST_ROUNDS").unwrap_or(4) {
+    let drawn = first..first + read("SUBLET_TEST_ROUNDS").unwrap_or(4);
+    for seed in KNOWN.into_iter().chain(drawn) {
         println!("SUBLET_TEST_SEED={seed}");
         run(seed, 2 + usize::from(seed % 2 == 0), 60);
     }

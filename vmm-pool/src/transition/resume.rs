@@ -211,6 +211,14 @@ impl<D: Driver> Still<'_, D> {
 }
 
 impl<D: Driver> Pool<D> {
+    /// Offers the driver once more what it would not take back while the process came to run. For a caller that nobody waits for.
+    ///
+    /// # Driver calls
+    /// `cuMemRelease`.
+    pub fn release_deferred(&self) {
+        self.deferred.release_again();
+    }
+
     /// The contents on the device are the contents, what is not back is set aside, and others are given memory again.
     /// Returns descriptors that nobody needs.
     pub(super) fn run_again(&self) -> Vec<OwnedFd> {
