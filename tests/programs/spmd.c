@@ -14,6 +14,8 @@
  *   churn      communicators are made, split, used and destroyed all the time
  *   suspend    the job suspends and resumes its communicator by itself, alone and in groups
  *   waiting    communicators that do not block: every call is asked about until it is over
+ *   rollout    ranks 0 and 1 train, 2 and 3 generate: rank 0 waits on the host for each rollout, which is
+ *              ROLLOUT collectives of theirs, and they for the end of each step of training
  *   window, given, kernels, signal, experts, grow, shrink, regraph, abort, abort-group
  *              see spmd/others.h
  */
@@ -401,6 +403,59 @@ static uint64_t run_waiting(void)
     return sum_of(data, stream);
 }
 
+/* Says to other ranks that `what` has come to step `step`. */
+static void tell(const char *what, int step)
+{
+    char path[4096];
+    snprintf(path, sizeof path, "%s.%s.%d", id_path, what, step);
+    FILE *file = fopen(path, "w");
+    if (file == NULL || fclose(file) != 0) {
+        say("fail nothing was told");
+        _exit(1);
+    }
+}
+
+/* Waits on the host until another rank has said so. */
+static void await_word(const char *what, int step)
+{
+    char path[4096];
+    snprintf(path, sizeof path, "%s.%s.%d", id_path, what, step);
+    while (access(path, F_OK) != 0)
+        usleep(1000);
+}
+
+enum { ROLLOUT = 400 };
+
+static uint64_t run_rollout(void)
+{
+    ncclComm_t all = world(0), team = NULL;
+    CUstream stream = new_stream();
+    CUdeviceptr data = tensor(1);
+    bool is_first = rank % 2 == 0;
+    NCCL(ncclCommSplit(all, rank / 2, rank, &team, NULL));
+    for (int step = 0; step < steps; step++) {
+        if (rank >= 2) {
+            if (step > 0)
+                await_word("trained", step - 1);
+            for (int i = 0; i < ROLLOUT; i++) {
+                all_reduce(data, team, stream);
+                /* The host reads a token. */
+                OK(cuStreamSynchronize(stream));
+            }
+            if (is_first)
+                tell("rollout", step);
+        } else {
+            if (is_first)
+                await_word("rollout", step);
+            all_reduce(data, team, stream);
+            OK(cuStreamSynchronize(stream));
+            if (is_first)
+                tell("trained", step);
+        }
+    }
+    return sum_of(data, stream);
+}
+
 #include "spmd/others.h"
 
 static uint64_t run(void)
@@ -435,6 +490,8 @@ static uint64_t run(void)
         return run_suspend();
     if (strcmp(mode, "waiting") == 0)
         return run_waiting();
+    if (strcmp(mode, "rollout") == 0)
+        return run_rollout();
     say("fail unknown mode");
     _exit(1);
 }

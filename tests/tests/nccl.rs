@@ -82,6 +82,11 @@ fn a_pipeline_survives_pauses_at_any_instant() -> Outcome {
 }
 
 #[test]
+fn rollouts_that_another_rank_waits_for_on_the_host_survive_pauses_at_any_instant() -> Outcome {
+    survives_pauses("rollout", 4, 6)
+}
+
+#[test]
 fn collectives_in_graphs_survive_pauses_at_any_instant() -> Outcome {
     survives_pauses("graph", 2, 1500)
 }

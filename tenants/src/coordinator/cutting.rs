@@ -15,10 +15,12 @@ use crate::wire::{Failure, FailureKind, Hold, Phase};
 
 /// How long a member may be silent while nothing moves.
 const SLICE: Duration = Duration::from_millis(25);
-/// How long nothing must move before everybody is let one launch further; doubled after each time, so
-/// that a rank that computes for long is waited for in the end.
+/// How long nothing must move before everybody is let further; doubled after each [`STALLS_PER_PATIENCE`] such stalls,
+/// so that a rank that computes for long is waited for in the end.
 const PATIENCE: Duration = Duration::from_millis(50);
 const PATIENCE_MAX: Duration = Duration::from_secs(2);
+/// Each stall lets everybody further than the last, by [`Plan::update`]: four of them end a wait for 15 launches.
+const STALLS_PER_PATIENCE: u32 = 4;
 /// How long nothing must move, while somebody waits for device memory, until that is why.
 const MEMORY_WAIT: Duration = Duration::from_secs(1);
 /// A pause that takes no longer is not worth a word.
@@ -66,6 +68,10 @@ impl Held {
             self.fresh = true;
         }
     }
+}
+
+fn patience(stalls: u32) -> Duration {
+    PATIENCE.saturating_mul(1 << (stalls / STALLS_PER_PATIENCE).min(16)).min(PATIENCE_MAX)
 }
 
 impl Session<'_> {
@@ -129,23 +135,21 @@ impl Session<'_> {
         let began = Instant::now();
         let mut still = Stillness::new(0);
         let mut quiet = Stillness::new(0);
-        let mut patience = PATIENCE;
+        let mut stalls = 0;
         loop {
             if self.is_called_off() {
                 return Err(Stop::CalledOff);
             }
             let reports: Vec<_> = held.iter().map(|held| &held.report).collect();
             self.absent = foreign_ranks(&reports);
-            let pace = still.pace(progress(&reports), patience);
+            let pace = still.pace(progress(&reports), patience(stalls));
             let verdict = plan.update(&reports, pace);
             if pace == Pace::Stalled {
                 summary.stalls += 1;
                 still.begin_again();
                 // A communicator in the making needs ranks to come that nobody can name yet, perhaps from many
                 // launches away: patience would not help it.
-                if !plan.is_making(&reports) {
-                    patience = (2 * patience).min(PATIENCE_MAX);
-                }
+                stalls += u32::from(!plan.is_making(&reports));
             }
             let limits: Vec<_> = reports.iter().map(|r| plan.limits().for_member(r)).collect();
             let current = |(held, limits): (&Held, &Limits)| held.fresh && held.sent == *limits;
@@ -300,8 +304,7 @@ fn is_of_capture(failure: &MemberFailure) -> bool {
 }
 
 fn launched(held: &[Held]) -> u64 {
-    let counters = held.iter().flat_map(|held| &held.report.counters);
-    counters.map(|counter| counter.launched).fold(0, u64::saturating_add)
+    held.iter().map(|held| held.report.launched()).fold(0, u64::saturating_add)
 }
 
 #[cfg(test)]

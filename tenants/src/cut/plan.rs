@@ -7,6 +7,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{CommunicatorId, CutReport, Lane, Limits, Series};
 
+/// Up to how many launches further a process goes after one stall: about what the queue of a device holds.
+const FURTHER_MAX: u64 = 1024;
+
 /// The limits of one cut, and why they are what they are.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Plan {
@@ -16,6 +19,23 @@ pub struct Plan {
     reasons: BTreeMap<Lane, BTreeSet<Lane>>,
     /// Communicators that some ranks know by one identity and some by another, both ways round.
     aliases: BTreeMap<CommunicatorId, CommunicatorId>,
+    /// Who was waited for in the last stall, and has not moved since.
+    stuck: BTreeSet<Stuck>,
+    /// How many launches further each process may go for the sake of these.
+    further: u64,
+    /// Up to how many launches in all each process goes on until the next stall, in the order of the reports.
+    allowed: Vec<u64>,
+}
+
+/// What the others wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Stuck {
+    /// A rank is behind on a lane, with so many launches.
+    Behind(Lane, u32, u64),
+    /// The process of that report is inside a call.
+    Inside(usize),
+    /// The process of that report captures a stream.
+    Captures(usize),
 }
 
 /// What came of a look at the reports.
@@ -33,7 +53,7 @@ pub enum Verdict {
 pub enum Pace {
     /// No.
     Moving,
-    /// Yes: everybody who waits may go one launch further.
+    /// Yes: everybody who waits may go further.
     Stalled,
 }
 
@@ -50,21 +70,43 @@ impl Plan {
     /// * A member that is behind on a lane, or captures, has what its threads wait for raised, unless that
     ///   lane was the reason for the limit that it is behind of: it cannot be in the way then (one thread
     ///   would have come the other way round), and two could raise each other's for ever.
-    /// * In a stall, whatever anybody waits for is raised.
+    /// * In a stall, and after it until a process has gone as many launches further as it may, whatever anybody waits for
+    ///   is raised. That is one launch in the first stall, and twice as many in each stall that finds somebody at the
+    ///   same place as the stall before it. So a wait that N launches end costs no more than log2(N) + 1 stalls.
     pub fn update(&mut self, reports: &[&CutReport], pace: Pace) -> Verdict {
         self.aliases = both_ways(reports);
         self.count(reports, pace);
         let limits = self.limits.clone();
         if reports.iter().all(|report| report.is_at_rest(&limits)) {
+            self.forget_stall();
             return Verdict::Settled;
         }
-        for report in reports {
-            match pace {
-                Pace::Moving => self.help(report, &limits),
-                Pace::Stalled => self.let_on(report),
+        let stuck = stuck(reports, &limits);
+        self.stuck.retain(|one| stuck.contains(one));
+        if pace == Pace::Stalled {
+            let goes_on = !self.stuck.is_empty();
+            self.further = if goes_on { (2 * self.further).min(FURTHER_MAX) } else { 1 };
+            let allowed = reports.iter().map(|report| report.launched() + self.further);
+            self.allowed = allowed.collect();
+            self.stuck = stuck;
+        } else if self.stuck.is_empty() {
+            self.forget_stall();
+        }
+        for (index, report) in reports.iter().enumerate() {
+            if self.allowed.get(index).is_some_and(|allowed| report.launched() < *allowed) {
+                self.let_on(report);
+            } else {
+                self.help(report, &limits);
             }
         }
         Verdict::Open
+    }
+
+    /// The rank that the others waited for has come: no process goes further for it.
+    fn forget_stall(&mut self) {
+        self.stuck.clear();
+        self.further = 0;
+        self.allowed.clear();
     }
 
     /// Raises whatever the threads of one member wait for: each goes one launch further.
@@ -164,6 +206,18 @@ impl Plan {
     fn is_for(&self, lane: Lane, which: impl Fn(&Lane) -> bool) -> bool {
         self.reasons.get(&lane).is_some_and(|reasons| reasons.iter().any(which))
     }
+}
+
+/// What keeps `reports` from a cut at `limits`.
+fn stuck(reports: &[&CutReport], limits: &Limits) -> BTreeSet<Stuck> {
+    let all = reports.iter().enumerate().flat_map(|(index, report)| {
+        let behind =
+            report.behind(limits).map(|(lane, rank, count)| Stuck::Behind(lane, rank, count));
+        let inside = (!report.inside.is_empty()).then_some(Stuck::Inside(index));
+        let captures = (report.captures > 0).then_some(Stuck::Captures(index));
+        behind.chain(inside).chain(captures)
+    });
+    all.collect()
 }
 
 /// Which communicators `reports` say to have two identities.

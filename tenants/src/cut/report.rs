@@ -149,6 +149,11 @@ impl CutReport {
             || self.counters.iter().any(|counter| counter.lane == lane)
     }
 
+    /// How much all ranks that live here have launched on all lanes.
+    pub(crate) fn launched(&self) -> u64 {
+        self.counters.iter().map(|counter| counter.launched).fold(0, u64::saturating_add)
+    }
+
     /// How much each rank that lives here has launched on `lane`.
     pub fn counts_on(&self, lane: Lane) -> impl Iterator<Item = (u32, u64)> + '_ {
         let counters = move || self.counters.iter().filter(move |counter| counter.lane == lane);

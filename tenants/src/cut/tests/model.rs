@@ -59,8 +59,8 @@ pub(super) enum Action {
 pub(super) struct Run {
     pub(super) program: Program,
     pub(super) hasty_stalls_max: u8,
-    /// Do its ranks wait for each other in ways that launches do not show?
-    pub(super) meets_on_host: bool,
+    /// How many stalls its ranks need at most, which wait for each other in ways that launches do not show.
+    pub(super) stalls_max: u8,
 }
 
 impl Run {
@@ -118,9 +118,9 @@ impl Run {
                     return None;
                 }
                 if is_hasty {
-                    next.hasty_stalls += 1;
+                    next.hasty_stalls = next.hasty_stalls.saturating_add(1);
                 } else {
-                    next.stalls = next.stalls.saturating_add(1).min(3);
+                    next.stalls = next.stalls.saturating_add(1);
                 }
             }
         }

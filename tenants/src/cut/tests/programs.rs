@@ -263,6 +263,32 @@ pub(super) fn meetings() -> Program {
     program
 }
 
+/// One rank has launched a collective with a second, which waits on the host for `launches` of two others among themselves.
+pub(super) fn rollout(launches: usize) -> Program {
+    let mut program = Program::new(4, 1);
+    let (train, generate) = (program.group(&[0, 1]), program.group(&[2, 3]));
+    (0..launches).for_each(|_| program.collective(&generate));
+    program.meet(&[0, 2]);
+    program.collective(&train);
+    program.collective(&train);
+    program.collective(&generate);
+    program
+}
+
+/// The same, where those on the way launch on two lanes in turn, and graphs with several launches.
+pub(super) fn mixed_rollout() -> Program {
+    let mut program = Program::new(3, 1);
+    let (train, own, both) = (program.group(&[0, 1]), program.group(&[2]), program.group(&[1, 2]));
+    program.collective(&own);
+    program.collective(&both);
+    program.graph(&[(&own, 2), (&both, 1)]);
+    program.collective(&own);
+    program.meet(&[0, 2]);
+    program.collective(&train);
+    program.collective(&both);
+    program
+}
+
 /// Signals that are waited for one by one and together, and more of them than anybody waits for.
 pub(super) fn signals() -> Program {
     let mut program = Program::new(3, 1);
