@@ -18,6 +18,7 @@ mod budget_file;
 mod error;
 mod holders;
 pub(crate) mod locks;
+mod sockets;
 mod trusted_path;
 pub(crate) mod turn_files;
 
@@ -170,7 +171,7 @@ impl RunDir {
         let mut tenants = self.tenants()?;
         tenants.retain(|name| {
             let dir = self.existing_tenant(name).ok().flatten();
-            let members = dir.and_then(|dir| dir.members().ok()).unwrap_or_default();
+            let members = dir.and_then(|dir| dir.sockets().ok()).unwrap_or_default();
             members.iter().any(|member| !has_ended(&member.path))
         });
         Ok(tenants)
@@ -192,7 +193,10 @@ impl RunDir {
             attempt += 1;
             let dir = self.tenant(tenant)?;
             match Listener::bind(&dir.socket_path(id)?) {
-                Ok(listener) => return Ok((dir, listener)),
+                Ok(listener) => {
+                    dir.sweep_behind(id);
+                    return Ok((dir, listener));
+                }
                 Err(TransportError::Bind { source, .. })
                     if source.kind() == ErrorKind::NotFound && attempt < LISTEN_ATTEMPTS_MAX => {}
                 Err(error) => return Err(RunDirError::Listen(error)),
@@ -249,34 +253,6 @@ impl TenantDir {
         })
     }
 
-    /// The sockets of all processes, live or dead, by member id. None when the directory is gone.
-    ///
-    /// # Errors
-    /// [`RunDirError::Io`] when the directory cannot be read; [`RunDirError::TooManyMembers`].
-    pub fn members(&self) -> Result<Vec<MemberSocket>, RunDirError> {
-        let entries = match fs::read_dir(&self.path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-            entries => entries.map_err(io_error("reading", &self.path))?,
-        };
-        let mut members = Vec::new();
-        for entry in entries {
-            let entry = entry.map_err(io_error("reading", &self.path))?;
-            let name = entry.file_name();
-            let Some(id) = name.to_str().and_then(parse_member_name) else {
-                continue;
-            };
-            // A link by that name is nothing that we have made, and could lead to another tenant.
-            if entry.file_type().is_ok_and(|kind| kind.is_socket()) {
-                members.push(MemberSocket { id, path: self.path.join(name) });
-            }
-            if members.len() > MEMBERS_MAX {
-                return Err(RunDirError::TooManyMembers { path: self.path.clone() });
-            }
-        }
-        members.sort_by_key(|member| member.id);
-        Ok(members)
-    }
-
     /// The processes that have a socket here, by their ids in our pid namespace; one that has none there is left out, and so is
     /// one that has ended or takes no connection for a moment.
     pub fn pids(&self) -> BTreeSet<u32> {
@@ -315,36 +291,6 @@ impl TenantDir {
         let removed = self.remove_dead_sockets()?;
         self.remove_if_empty()?;
         Ok(removed)
-    }
-
-    fn remove_dead_sockets(&self) -> Result<usize, RunDirError> {
-        let mut removed = 0;
-        for member in self.members()? {
-            removed += usize::from(self.remove_if_dead(&member)?);
-        }
-        self.remove_abandoned_bindings()?;
-        Ok(removed)
-    }
-
-    /// Removes `member`'s socket when its process has ended. Says whether it did.
-    ///
-    /// # Errors
-    /// [`RunDirError::Io`] when it cannot be removed.
-    pub fn remove_if_dead(&self, member: &MemberSocket) -> Result<bool, RunDirError> {
-        let dead = has_ended(&member.path);
-        if dead {
-            self.remove_socket(member)?;
-        }
-        Ok(dead)
-    }
-
-    /// Removes `member`'s socket; the caller knows that its process is dead. One that is gone is fine.
-    ///
-    /// # Errors
-    /// [`RunDirError::Io`] when it cannot be removed.
-    pub(crate) fn remove_socket(&self, member: &MemberSocket) -> Result<(), RunDirError> {
-        tracing::debug!(tenant = %self.tenant, member = %member.id, "removing a dead process's socket");
-        remove_file_if_there(&member.path)
     }
 
     /// Takes the coordinator's lock, waiting for its holder until `deadline`.
@@ -485,16 +431,6 @@ fn entry_names(path: &Path) -> Result<Vec<String>, RunDirError> {
     Ok(names)
 }
 
-pub(crate) fn parse_member_name(name: &str) -> Option<MemberId> {
-    let hex = name.strip_suffix(".sock")?;
-    let plain =
-        hex.len() == 16 && hex.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
-    if !plain {
-        return None;
-    }
-    u64::from_str_radix(hex, 16).ok().map(MemberId)
-}
-
 fn remove_file_if_there(path: &Path) -> Result<(), RunDirError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(io_error("removal", path)(error)),
@@ -526,11 +462,11 @@ mod tests {
 
     use super::*;
 
-    fn run_dir(base: &tempfile::TempDir) -> RunDir {
+    pub(super) fn run_dir(base: &tempfile::TempDir) -> RunDir {
         RunDir::open(Some(base.path().join("run")), None).unwrap()
     }
 
-    fn name(text: &str) -> TenantName {
+    pub(super) fn name(text: &str) -> TenantName {
         TenantName::new(text).unwrap()
     }
 
@@ -539,7 +475,7 @@ mod tests {
     }
 
     /// A socket whose process is dead.
-    fn leave_dead_socket(dir: &TenantDir, id: MemberId) -> PathBuf {
+    pub(super) fn leave_dead_socket(dir: &TenantDir, id: MemberId) -> PathBuf {
         let path = dir.socket_path(id).unwrap();
         drop(UnixListener::bind(&path).unwrap());
         path
@@ -610,20 +546,6 @@ mod tests {
     }
 
     #[test]
-    fn only_sockets_with_a_members_name_are_listed() {
-        let base = tempfile::tempdir().unwrap();
-        let run = run_dir(&base);
-        let (dir, listener) = run.listen(&name("train"), MemberId(0xab)).unwrap();
-        for stray in ["x.sock", "00000000000000AB.sock", "00000000000000ac.bind"] {
-            fs::write(dir.path().join(stray), "").unwrap();
-        }
-        let members = dir.members().unwrap();
-        assert_eq!(members.len(), 1);
-        assert_eq!(members[0].id, MemberId(0xab));
-        assert_eq!(members[0].path, listener.path());
-    }
-
-    #[test]
     fn only_tenants_with_a_process_that_listens_live() {
         let base = tempfile::tempdir().unwrap();
         let run = run_dir(&base);
@@ -633,22 +555,6 @@ mod tests {
         leave_dead_socket(&dead, MemberId(3));
         assert_eq!(run.live_tenants().unwrap(), [name("train")]);
         assert_eq!(run.tenants().unwrap().len(), 2, "nothing was removed");
-    }
-
-    #[test]
-    fn dead_sockets_go_and_live_ones_stay() {
-        let base = tempfile::tempdir().unwrap();
-        let run = run_dir(&base);
-        let (dir, listener) = run.listen(&name("train"), MemberId(1)).unwrap();
-        let dead = leave_dead_socket(&dir, MemberId(2));
-        assert_eq!(dir.remove_stale().unwrap(), 1);
-        assert!(!dead.exists());
-        assert!(listener.path().exists());
-        drop(listener);
-        assert_eq!(dir.remove_stale().unwrap(), 1);
-        assert!(!dir.path().exists());
-        assert_eq!(dir.remove_stale().unwrap(), 0);
-        assert!(dir.members().unwrap().is_empty());
     }
 
     #[test]

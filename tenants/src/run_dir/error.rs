@@ -37,10 +37,9 @@ pub enum RunDirError {
         /// Its length in bytes.
         length: usize,
     },
-    /// More sockets than any tenant has processes.
+    /// More live processes than a tenant may have.
     #[error(
-        "{} holds more than {MEMBERS_MAX} sockets of processes: remove what is not Sublet's, or run fewer \
-         processes in one tenant",
+        "{} holds sockets of more than {MEMBERS_MAX} live processes: run fewer processes in one tenant",
         path.display()
     )]
     TooManyMembers {
