@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::{CStr, c_int, c_uint};
+use std::io::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -23,6 +24,7 @@ use tenants::member::MemberConfig;
 use tenants::numa;
 use tenants::region;
 use tenants::run_dir::{self, RunDir};
+use tenants::settings::REQUIRED_VARIABLE;
 use tenants::switching;
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, DriverCode, RawContext, VaRange};
 
@@ -34,6 +36,9 @@ use crate::interpose::{Pointer, loader};
 /// with 4 processes at once on 64 cores, 4 threads each gave a first pause of 48 GB/s in all and 16 each
 /// 40 GB/s; 6 still feed one process alone at the speed it can pin.
 const TOUCHER_THREADS_MAX: usize = 6;
+
+/// The exit code of a process that had to join its tenant and could not.
+const EXIT_NOT_JOINED: c_int = 1;
 
 /// This process's part in its tenant, over the real driver.
 pub(crate) type Member = tenants::member::Member<CudaDriver>;
@@ -104,12 +109,26 @@ pub(crate) fn join() -> Option<&'static Member> {
                 Some(member)
             }
             Err(reason) => {
+                if environment::is_required() {
+                    end_process(&reason);
+                }
                 tracing::error!(%reason, "this process is not under Sublet: its memory stays as it is");
                 None
             }
         }
     });
     joined.as_deref()
+}
+
+/// Ends a process that must be under Sublet and is not. Nothing of the program runs any more: its handlers for an exit may wait
+/// for what the thread that came here holds.
+fn end_process(reason: &str) -> ! {
+    let said = format!(
+        "sublet: this process cannot join its tenant, and {REQUIRED_VARIABLE}=1 ends it: {reason}\n"
+    );
+    let _closed = std::io::stderr().write_all(said.as_bytes());
+    // SAFETY: the call takes a number and does not return.
+    unsafe { libc::_exit(EXIT_NOT_JOINED) }
 }
 
 /// Which devices may reach which plain memory.
@@ -338,7 +357,7 @@ fn family() -> Result<Option<FamilyName>, String> {
 /// A setting, or the usual where what is said cannot be understood: that is said, and the process runs.
 fn understood<T: Default>(setting: Result<T, String>, otherwise: &mut Vec<String>) -> T {
     setting.unwrap_or_else(|text| {
-        otherwise.push(text);
+        otherwise.push(format!("{text}; the process runs as if this were not set"));
         T::default()
     })
 }
@@ -350,6 +369,7 @@ fn try_join() -> Result<Arc<Member>, String> {
     let pieces = environment::pieces()?;
     let are_slabs_used = environment::slabs()?;
     let may_kernels_copy = environment::may_kernels_copy()?;
+    let is_file_cache_used = environment::file_cache()?;
     let driver = CudaDriver::from_symbols(&|name| driver::symbol(name))
         .map_err(|error| error.to_string())?;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -361,6 +381,7 @@ fn try_join() -> Result<Arc<Member>, String> {
     let queues = understood(environment::queues(), &mut not_understood);
     let spill_dir = understood(environment::spill_dir(), &mut not_understood);
     let nccl_fails = understood(environment::nccl_fails_while_away(), &mut not_understood);
+    let _read_at_each_call = understood(environment::together_timeout(), &mut not_understood);
     region::never_look_at(understood(environment::no_look(), &mut not_understood));
     let config = MemberConfig {
         run_dir: run_dir()?,
@@ -406,7 +427,7 @@ fn try_join() -> Result<Arc<Member>, String> {
     if queues.is_some() {
         switching::come_back_by_itself(&member);
     }
-    member.pool().use_page_cache(environment::file_cache());
+    member.pool().use_page_cache(is_file_cache_used);
     let chosen = lock(&CHOSEN_FILE_DIR).take();
     if let Some(dir) = chosen.or_else(environment::file_dir) {
         member.pool().set_file_dir(dir);

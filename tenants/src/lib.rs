@@ -19,6 +19,7 @@ pub mod requests;
 pub mod run_dir;
 pub mod saving;
 pub mod scope;
+pub mod settings;
 pub mod size;
 pub mod state;
 pub mod stepping;

@@ -6,13 +6,17 @@ use std::str::FromStr;
 /// Units, the largest first, each with its power of two. Their names are read in any case, also without `ib` or `i`: all are binary.
 const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
 
-/// A size in bytes. Read from a whole number and a unit, such as `512MiB`, `2 GiB`, `16g` or `4096`. Written for people, with one decimal at most.
+/// A fraction with more digits is refused, so that no product of the reader overflows.
+const DECIMALS_MAX: usize = 9;
+
+/// A size in bytes. Read from a number and a unit, such as `512MiB`, `1.5GiB`, `2 GiB`, `16g` or `4096`; bytes of a fraction are rounded down.
+/// Written for people, with one decimal at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Size(pub u64);
 
 /// A text that is no size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no size: say for example 512MiB or 2GiB, in whole numbers")]
+#[error("no size: say for example 512MiB or 1.5GiB")]
 pub struct NoSize;
 
 impl Size {
@@ -32,8 +36,8 @@ impl FromStr for Size {
 
     fn from_str(text: &str) -> Result<Self, NoSize> {
         let text = text.trim();
-        let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-        let (number, unit) = text.split_at(digits);
+        let end = text.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(text.len());
+        let (number, unit) = text.split_at(end);
         let unit = unit.trim_start().to_ascii_lowercase();
         let is_named = |(name, _): &&(&str, u32)| {
             let name = name.to_ascii_lowercase();
@@ -44,8 +48,24 @@ impl FromStr for Size {
             "" | "b" => 0,
             _ => UNITS.iter().find(is_named).ok_or(NoSize)?.1,
         };
-        let count: u64 = number.parse().map_err(|_| NoSize)?;
-        count.checked_mul(1 << shift).map(Self).ok_or(NoSize)
+        let (whole, decimals) = match number.split_once('.') {
+            None => (number, ""),
+            // There is no half byte.
+            Some(_) if shift == 0 => return Err(NoSize),
+            Some((_, decimals)) if !(1..=DECIMALS_MAX).contains(&decimals.len()) => {
+                return Err(NoSize);
+            }
+            Some(parts) => parts,
+        };
+        let whole: u64 = whole.parse().map_err(|_| NoSize)?;
+        let (count, divisor) = decimals
+            .bytes()
+            .try_fold((0_u128, 1_u128), |(all, places), digit| {
+                digit.is_ascii_digit().then(|| (all * 10 + u128::from(digit - b'0'), places * 10))
+            })
+            .ok_or(NoSize)?;
+        let bytes = (u128::from(whole) << shift) + (count << shift) / divisor;
+        u64::try_from(bytes).map(Self).map_err(|_| NoSize)
     }
 }
 
@@ -82,6 +102,9 @@ mod tests {
             (" 2 GiB ", 2 << 30),
             ("2T", 2 << 40),
             ("3tib", 3 << 40),
+            ("1.5GiB", 3 << 29),
+            ("0.25 m", 1 << 18),
+            ("199.9MiB", 209_610_342),
         ] {
             assert_eq!(text.parse(), Ok(Size(bytes)), "{text:?}");
         }
@@ -91,7 +114,13 @@ mod tests {
             "yes",
             "-1",
             "+5",
-            "1.5GiB",
+            "1.5",
+            "1.5B",
+            "1.G",
+            ".5G",
+            "1.5.5G",
+            "1.0000000001G",
+            "16777216T",
             "1,5G",
             "GiB",
             "16 GPUs",

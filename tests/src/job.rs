@@ -28,7 +28,7 @@ pub struct JobOptions {
     pub is_plain: bool,
     /// Under the preload object, by `sublet run`?
     pub is_preloaded: bool,
-    /// Further variables of its environment.
+    /// Further variables of its environment alone: `sublet run` does not check them.
     pub variables: Vec<(String, String)>,
 }
 
@@ -229,10 +229,14 @@ fn rank_command(stage: &Stage, options: &JobOptions, dir: &Path, index: usize) -
     let mut command = if options.is_preloaded {
         let mut command = stage.command(&files.sublet);
         command.args(["run", "--tenant", &options.tenant, "--library"]);
-        command.arg(&files.preload).arg("--").arg(&files.rank);
+        command.arg(&files.preload).args(["--", "env"]);
+        command.args(options.variables.iter().map(|(name, value)| format!("{name}={value}")));
+        command.arg(&files.rank);
         command
     } else {
-        stage.command(&files.rank)
+        let mut command = stage.command(&files.rank);
+        command.envs(options.variables.iter().map(|(name, value)| (name, value)));
+        command
     };
     let mut number = |name: &str, value: usize| {
         command.arg(name).arg(value.to_string());
@@ -247,6 +251,5 @@ fn rank_command(stage: &Stage, options: &JobOptions, dir: &Path, index: usize) -
     if options.is_plain {
         command.arg("--plain");
     }
-    command.envs(options.variables.iter().map(|(name, value)| (name, value)));
     command
 }

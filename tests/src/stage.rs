@@ -1,6 +1,7 @@
 //! A simulated node with a run directory, and the real command.
 
-use std::ffi::OsStr;
+use std::env;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,6 +10,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use sublet_stage::Place;
 use tenants::run_dir::RunDir;
+use tenants::settings::{PREFIX, TEST_PREFIX};
 use vmm_pool::driver::{DeviceOrdinal, MemoryInfo};
 
 use crate::{Files, Job, JobOptions, Outcome, Ran, Rank, Trouble, child};
@@ -64,21 +66,14 @@ impl Stage {
     /// caller's own Sublet.
     pub fn command(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
-        let ours = [
-            "SUBLET_TENANT",
-            "SUBLET_FAMILY",
-            "SUBLET_LOG",
-            "SUBLET_HOST_BYTES_MAX",
-            "SUBLET_PREPARE",
-            "SUBLET_EARLY_RELEASE",
-            "SUBLET_BUDGET",
-            "SUBLET_NCCL_AWAY",
-            "SUBLET_CLASS",
-            "SUBLET_WEIGHT",
-        ];
-        for name in ours.into_iter().chain(["LD_PRELOAD"]) {
+        let is_ours = |name: &OsString| {
+            let name = name.to_string_lossy();
+            name.starts_with(PREFIX) && !name.starts_with(TEST_PREFIX)
+        };
+        for name in env::vars_os().map(|(name, _)| name).filter(is_ours) {
             command.env_remove(name);
         }
+        command.env_remove("LD_PRELOAD");
         command
             .env_remove("CUDA_VISIBLE_DEVICES")
             .env("LD_LIBRARY_PATH", &self.files.simcuda_dir)
@@ -228,7 +223,7 @@ impl Stage {
         self.turn_taker_with(tenant, words, &[], device)
     }
 
-    /// As [`Stage::turn_taker`], with `settings`, variables of its environment.
+    /// As [`Stage::turn_taker`], with `settings`, variables of its environment alone: `sublet run` does not check them.
     ///
     /// # Errors
     /// When it does not come up.
@@ -241,8 +236,9 @@ impl Stage {
     ) -> Outcome<Rank> {
         let mut command = self.command(&self.files.sublet);
         command.args(["run", "--tenant", tenant]).args(words).arg("--library");
-        command.arg(&self.files.preload).arg("--").arg(&self.files.turns).arg(device.to_string());
-        command.envs(settings.iter().copied());
+        command.arg(&self.files.preload).args(["--", "env"]);
+        command.args(settings.iter().map(|(name, value)| format!("{name}={value}")));
+        command.arg(&self.files.turns).arg(device.to_string());
         let mut process = Rank::start(0, &mut command)?;
         process.answer()?;
         Ok(process)

@@ -111,7 +111,7 @@ fn a_tenant_that_is_paused_there_counts_too_and_settings_that_say_nothing_are_na
 
     let mut job = self::job(&stage, &options().with("SUBLET_LINKS", "three"))?;
     let stats = stage.sublet(&["stats", "train", "--json"])?.exited(0)?.stdout;
-    assert!(stats.contains("SUBLET_LINKS is 'three'"), "{stats}");
+    assert!(stats.contains("SUBLET_LINKS=three: expected 1, 2"), "{stats}");
     assert_eq!(change(&stage, "pause")?.0, 0);
     change(&stage, "resume")?;
     job.verify()?;

@@ -369,11 +369,15 @@ fn unknown_classes_and_weights_are_refused_by_name() -> Outcome {
             stage.sublet(&[&["run", "--tenant", "a"], &words[..], &["--", "true"]].concat())?;
         assert!(ran.exited(2)?.stderr.contains(words[1]));
     }
-    // A process is not kept from running by it, and says so.
+    for (name, value) in [("SUBLET_CLASS", "urgent"), ("SUBLET_WEIGHT", "0")] {
+        let ran = stage.sublet_told(name, value, &["run", "--tenant", "a", "--", "true"])?;
+        assert!(ran.exited(2)?.stderr.contains(&format!("{name}={value}: ")));
+    }
+    // A process whose program sets it is not kept from running by it, and says so.
     let job = stage.job(&JobOptions::new("train", 1).with("SUBLET_CLASS", "urgent"))?;
     let members = stage.members("train")?;
     assert_eq!(members[0]["member"]["class"], "fair");
     let notes = members[0]["notes"].to_string();
-    assert!(notes.contains("SUBLET_CLASS: 'urgent' is no class"), "{notes}");
+    assert!(notes.contains("SUBLET_CLASS=urgent: 'urgent' is no class"), "{notes}");
     job.exit()
 }

@@ -26,11 +26,13 @@ fn act_together(action: Action) -> c_int {
             settled_already();
             return NCCL_SUCCESS;
         };
+        // What is not understood was noted when this process joined.
+        let timeout = environment::together_timeout().ok().flatten();
         // Callers of ours find the code that says more in sublet_last_error_json.
         match settled_together(requests::act_together(
             member,
             action,
-            environment::together_timeout(),
+            timeout.unwrap_or(environment::TOGETHER_TIMEOUT),
         )) {
             OK => NCCL_SUCCESS,
             _ => NCCL_UNHANDLED_CUDA_ERROR,

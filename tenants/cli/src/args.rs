@@ -91,6 +91,10 @@ pub(crate) struct RunArgs {
     /// copied: for memory that always changes. May be given more than once
     #[arg(long = "no-look", value_name = "TAG", value_parser = tag)]
     pub(crate) no_look: Vec<String>,
+    /// End each process that cannot join the tenant, with exit code 1 and a message, at its first use of GPU memory; by default such a process
+    /// runs on without Sublet
+    #[arg(long)]
+    pub(crate) require: bool,
     /// The preload object; found beside this command when not given
     #[arg(long, value_name = "PATH")]
     pub(crate) library: Option<PathBuf>,
@@ -589,7 +593,8 @@ mod tests {
         assert_eq!(size("2 GiB"), Ok(2 << 30));
         assert_eq!(size("4096"), Ok(4096));
         assert_eq!(size("2GB"), Ok(2 << 30), "as budgets and variables say it");
-        for text in ["", "0", "0MiB", "-1", "1.5GiB", "MiB", "2PB", "99999999999GiB"] {
+        assert_eq!(size("1.5GiB"), Ok(3 << 29));
+        for text in ["", "0", "0MiB", "-1", "1.5", "MiB", "2PB", "99999999999GiB"] {
             assert!(size(text).is_err(), "{text:?}");
         }
     }

@@ -5,6 +5,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 
 use tenants::run_dir::RUN_DIR_VARIABLE;
+use tenants::settings::{self, Kind};
 
 /// Names the tenant that a process belongs to.
 pub(crate) const TENANT_VARIABLE: &str = "SUBLET_TENANT";
@@ -14,6 +15,9 @@ pub(crate) const FAMILY_VARIABLE: &str = "SUBLET_FAMILY";
 pub(crate) const LIBRARY_VARIABLE: &str = "SUBLET_LIBRARY";
 /// The loader's list of objects to load first.
 pub(crate) const PRELOAD_VARIABLE: &str = "LD_PRELOAD";
+
+/// How many letters of an unknown name may differ from the known one that is proposed.
+const TYPOS_MAX: usize = 3;
 
 /// The environment and the place of this command, as they were at the start.
 #[derive(Debug, Default)]
@@ -44,6 +48,40 @@ impl Environment {
         self.get(name)?.to_str()
     }
 
+    /// Settings with values that they cannot have, in words. Those that `passed_over` names are left out.
+    pub(crate) fn wrong_settings(&self, passed_over: &[&str]) -> Vec<String> {
+        let told = settings::SETTINGS.iter().filter(|known| !passed_over.contains(&known.name));
+        let checked = told.filter_map(|known| {
+            let value = self.get(known.name)?;
+            if matches!(known.kind, Kind::Text) {
+                return None;
+            }
+            let Some(text) = value.to_str() else {
+                return Some(format!("{}: expected text in UTF-8", known.name));
+            };
+            known.check(text).err()
+        });
+        checked.collect()
+    }
+
+    /// Names that look like settings and are none, in words, each with the nearest name that is one.
+    pub(crate) fn unknown_settings(&self) -> Vec<String> {
+        let names = self.variables.keys().filter_map(|name| name.to_str());
+        let unknown = names.filter(|name| {
+            name.starts_with(settings::PREFIX)
+                && !name.starts_with(settings::TEST_PREFIX)
+                && settings::named(name).is_none()
+        });
+        let said = unknown.map(|name| {
+            let known = settings::SETTINGS.iter().map(|known| known.name);
+            let nearest = known.min_by_key(|known| strsim::levenshtein(name, known));
+            let near = nearest.filter(|known| strsim::levenshtein(name, known) <= TYPOS_MAX);
+            let hint = near.map(|known| format!("; did you mean {known}?"));
+            format!("{name} is not a Sublet setting{}", hint.unwrap_or_default())
+        });
+        said.collect()
+    }
+
     /// What the run directory is chosen from: its own variable, and the user's runtime directory.
     pub(crate) fn run_dir_sources(&self) -> (Option<PathBuf>, Option<PathBuf>) {
         let path = |name| self.get(name).map(PathBuf::from);
@@ -53,5 +91,42 @@ impl Environment {
     /// Where this command lies.
     pub(crate) fn executable(&self) -> Option<&PathBuf> {
         self.executable.as_ref()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wrong_settings_are_named_unless_they_are_replaced() {
+        let environment = Environment::of(
+            &[("SUBLET_ZERO", "banana"), ("SUBLET_CLASS", "urgent"), ("SUBLET_DELTA", "")],
+            None,
+        );
+        let wrong = environment.wrong_settings(&["SUBLET_CLASS"]);
+        assert_eq!(wrong, ["SUBLET_ZERO=banana: expected 0 or 1"]);
+        assert_eq!(environment.wrong_settings(&[]).len(), 2);
+    }
+
+    #[test]
+    fn unknown_settings_are_named_with_the_nearest_known_one() {
+        let environment = Environment::of(
+            &[
+                ("SUBLET_HAND_OVR", "all"),
+                ("SUBLET_TEST_SEED", "1"),
+                ("SUBLET_COLOUR_OF_THE_SKY", "blue"),
+                ("SUBLET_ZERO", "1"),
+                ("OTHER", "1"),
+            ],
+            None,
+        );
+        assert_eq!(
+            environment.unknown_settings(),
+            [
+                "SUBLET_COLOUR_OF_THE_SKY is not a Sublet setting",
+                "SUBLET_HAND_OVR is not a Sublet setting; did you mean SUBLET_HAND_OVER?",
+            ]
+        );
     }
 }

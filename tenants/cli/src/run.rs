@@ -11,13 +11,14 @@ use tenants::budget::BUDGET_VARIABLE;
 use tenants::identity::MemberId;
 use tenants::region::NO_LOOK_VARIABLE;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
+use tenants::settings::REQUIRED_VARIABLE;
 use tenants::turns::{CLASS_VARIABLE, TURNS_VARIABLE, WEIGHT_VARIABLE};
 
 use crate::args::RunArgs;
 use crate::environment::{
     Environment, FAMILY_VARIABLE, LIBRARY_VARIABLE, PRELOAD_VARIABLE, TENANT_VARIABLE,
 };
-use crate::failure::{EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, EXIT_UNCHANGED, Failure};
+use crate::failure::{EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, EXIT_UNCHANGED, EXIT_USAGE, Failure};
 use crate::{budget, output};
 
 /// File name of the preload object.
@@ -29,6 +30,8 @@ pub(crate) fn run(
     environment: &Environment,
     run_dir: &RunDir,
 ) -> Result<ExitCode, Failure> {
+    let own = own_settings(args);
+    check_settings(environment, &own)?;
     // All member ids have the same length: one path that fits shows that all do.
     run_dir.tenant(&args.tenant)?.socket_path(MemberId(0))?;
     let budgets =
@@ -42,29 +45,13 @@ pub(crate) fn run(
         .split_first()
         .ok_or_else(|| Failure::new("no command was given".to_owned(), EXIT_NOT_FOUND))?;
     let mut command = Command::new(program);
-    // What an outer command names is the child's too, as its tenant would be.
-    if let Some(family) = &args.family {
-        command.env(FAMILY_VARIABLE, family.as_str());
-    }
-    if let Some(class) = args.class {
-        command.env(CLASS_VARIABLE, class.label());
-    }
-    if let Some(weight) = args.weight {
-        command.env(WEIGHT_VARIABLE, weight.to_string());
-    }
-    if !args.no_look.is_empty() {
-        command.env(NO_LOOK_VARIABLE, args.no_look.join(","));
-    }
-    if let Some(turns) = &args.turns {
-        command.env(TURNS_VARIABLE, turns);
-    }
     if let Some(budgets) = budgets {
         command.env(BUDGET_VARIABLE, budgets.to_string());
     }
     let error = command
         .args(rest)
+        .envs(own)
         .env(PRELOAD_VARIABLE, preload)
-        .env(TENANT_VARIABLE, args.tenant.as_str())
         .env(RUN_DIR_VARIABLE, absolute(run_dir.path()))
         .exec();
     let shown = program.display();
@@ -74,6 +61,33 @@ pub(crate) fn run(
         let message = format!("command '{shown}' could not be started: {error}");
         Failure::new(message, EXIT_NOT_EXECUTABLE)
     })
+}
+
+/// What options set in the environment of the command. What an outer command has set is the inner one's too, unless an option says otherwise.
+fn own_settings(args: &RunArgs) -> Vec<(&'static str, String)> {
+    let mut own = vec![(TENANT_VARIABLE, args.tenant.to_string())];
+    own.extend(args.family.as_ref().map(|family| (FAMILY_VARIABLE, family.to_string())));
+    own.extend(args.class.map(|class| (CLASS_VARIABLE, class.label().to_owned())));
+    own.extend(args.weight.map(|weight| (WEIGHT_VARIABLE, weight.to_string())));
+    own.extend((!args.no_look.is_empty()).then(|| (NO_LOOK_VARIABLE, args.no_look.join(","))));
+    own.extend(args.turns.as_ref().map(|turns| (TURNS_VARIABLE, turns.clone())));
+    own.extend(args.require.then(|| (REQUIRED_VARIABLE, "1".to_owned())));
+    own
+}
+
+/// Refuses settings that a process of the job would not understand, and warns of names that are no settings.
+fn check_settings(
+    environment: &Environment,
+    own: &[(&'static str, String)],
+) -> Result<(), Failure> {
+    for text in environment.unknown_settings() {
+        output::complain(&text);
+    }
+    let mut replaced: Vec<_> = own.iter().map(|(name, _)| *name).collect();
+    // Its own check knows this machine's GPUs, and an option replaces it too.
+    replaced.push(BUDGET_VARIABLE);
+    let wrong = environment.wrong_settings(&replaced);
+    if wrong.is_empty() { Ok(()) } else { Err(Failure::new(wrong.join("; "), EXIT_USAGE)) }
 }
 
 /// The preload object: as given, as the environment says, beside this command, or in `../lib`.

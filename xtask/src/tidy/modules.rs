@@ -80,6 +80,7 @@ const ORDERS: [Order; 3] = [
             "member",
             "coordinator",
             "requests",
+            "settings",
             "switching",
         ],
     },

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
 
 use tenants::error_text::chain;
-use tenants::identity::{MemberId, TENANT_NAME_BYTES_MAX, TenantName};
+use tenants::identity::{MemberId, TENANT_NAME_BYTES_MAX};
 use tenants::phase::HELD_MAX;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir, SOCKET_PATH_BYTES_MAX};
 
@@ -243,16 +243,14 @@ fn variables(environment: &Environment) -> Vec<Check> {
             checks.push(Check::warn("environment", finding, rule.next_step));
         }
     }
-    if let Some(tenant) = environment.text(crate::environment::TENANT_VARIABLE)
-        && TenantName::new(tenant).is_err()
-    {
-        let name = crate::environment::TENANT_VARIABLE;
-        checks.push(Check::warn(
-            "environment",
-            format!("{name}={tenant} is no tenant name"),
-            "use letters, digits, '.', '_' and '-'",
-        ));
-    }
+    let wrong = environment.wrong_settings(&[]);
+    checks.extend(wrong.into_iter().map(|finding| {
+        Check::fail("environment", finding, "correct it or unset it; `sublet run` refuses it")
+    }));
+    let unknown = environment.unknown_settings();
+    checks.extend(unknown.into_iter().map(|finding| {
+        Check::warn("environment", finding, "correct the name or unset it; nothing reads it")
+    }));
     if checks.is_empty() {
         checks.push(Check::ok("environment", "no variable stands in the way"));
     }
@@ -324,6 +322,21 @@ mod tests {
         assert!(checks[0].finding.starts_with("NCCL_CUMEM_ENABLE=0: "));
         let undone = checks[0].next_step.as_deref().unwrap();
         assert!(undone.starts_with("export NCCL_CUMEM_ENABLE=1"), "{undone}");
+    }
+
+    #[test]
+    fn wrong_and_unknown_settings_are_findings() {
+        let checks = variables(&Environment::of(
+            &[("SUBLET_ZERO", "banana"), ("SUBLET_HAND_OVR", "all"), ("SUBLET_TENANT", "a b")],
+            None,
+        ));
+        let found: Vec<_> = checks.iter().map(|check| (check.level, &*check.finding)).collect();
+        assert_eq!(found.len(), 3, "{found:?}");
+        assert!(found[0].0 == Level::Fail && found[0].1.starts_with("SUBLET_TENANT=a b: "));
+        assert_eq!(found[1], (Level::Fail, "SUBLET_ZERO=banana: expected 0 or 1"));
+        assert!(
+            found[2].0 == Level::Warn && found[2].1.ends_with("did you mean SUBLET_HAND_OVER?")
+        );
     }
 
     #[test]

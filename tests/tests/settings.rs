@@ -1,0 +1,43 @@
+//! Settings that cannot be: `sublet run` refuses them, and a process that must be under Sublet ends.
+
+use std::process::Stdio;
+
+use sublet_tests::{MIB, Outcome, Stage};
+
+#[test]
+fn run_refuses_a_wrong_setting_before_it_starts_the_job_and_warns_of_an_unknown_name() -> Outcome {
+    let stage = Stage::new(&[128 * MIB])?;
+    let started = stage.node_path().join("started");
+    let library = stage.files().preload.to_string_lossy();
+    let path = started.to_string_lossy();
+    let job = ["run", "--tenant", "train", "--library", &library, "--", "touch", &path];
+
+    let refused = stage.sublet_told("SUBLET_ZERO", "banana", &job)?.exited(2)?;
+    assert_eq!(refused.stderr, "sublet: SUBLET_ZERO=banana: expected 0 or 1\n");
+    assert!(!started.exists(), "the job was started");
+
+    let warned = stage.sublet_told("SUBLET_HAND_OVR", "all", &job)?.exited(0)?;
+    let expected = "SUBLET_HAND_OVR is not a Sublet setting; did you mean SUBLET_HAND_OVER?";
+    assert!(warned.stderr.contains(expected), "{warned:#?}");
+    assert!(started.exists(), "the job was not started");
+    Ok(())
+}
+
+#[test]
+fn process_that_cannot_join_ends_where_it_is_required_and_runs_on_otherwise() -> Outcome {
+    let stage = Stage::new(&[128 * MIB])?;
+    for (options, code) in [(&["--require"][..], 1), (&[], 0)] {
+        let mut command = stage.command(&stage.files().sublet);
+        command.args(["run", "--tenant", "train"]).args(options).arg("--library");
+        command.arg(&stage.files().preload);
+        // The setting goes wrong where the command cannot see it.
+        command.args(["--", "env", "SUBLET_ZERO=banana"]).arg(&stage.files().turns).arg("0");
+        let ran = command.stdin(Stdio::null()).output()?;
+        let said = String::from_utf8_lossy(&ran.stderr);
+        assert_eq!(ran.status.code(), Some(code), "{said}");
+        assert!(said.contains("SUBLET_ZERO=banana: expected 0 or 1"), "{said}");
+        let is_ended = said.contains("cannot join its tenant, and SUBLET_REQUIRED=1 ends it");
+        assert_eq!(is_ended, code == 1, "{said}");
+    }
+    Ok(())
+}
