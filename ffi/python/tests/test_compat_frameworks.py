@@ -128,6 +128,8 @@ def nemo_bodies(module: str, worker: str) -> Bodies:
         of + "save_checkpoint": lambda self, weights_path, **_: (
             self.model.bytes() + self.optimizer.bytes()
         ),
+        of + "_checkpoint_engine_params": lambda self: (fill for fill in self.model.bytes()),
+        of + "stream_weights_via_http": lambda self, **_: self.model.bytes(),
     }
 
 
@@ -163,6 +165,16 @@ def test_dtensor_workers_offload_by_tag(
         policy.offload_after_refit()
         assert policy.save_checkpoint("folder") == [1, 2, 5, 5]
         assert free_bytes() == before
+        for read in ("_checkpoint_engine_params", "stream_weights_via_http"):
+            if not hasattr(policy, read):
+                assert (read, worker) == ("stream_weights_via_http", "DTensorPolicyWorkerImpl")
+                continue
+            policy.offload_after_refit()
+            assert free_bytes() == before + 8 * MIB
+            arguments = {"rollout_engine_urls": [], "buffer_size_bytes": 0}
+            told = getattr(policy, read)(**(arguments if "stream" in read else {}))
+            assert free_bytes() == before, "the model is read while it is away"
+            assert list(told) == [1, 2]
         assert (policy.model.moves, policy.optimizer.moves) == moves
         # Parameters that a worker keeps on the host by design are its own affair.
         policy.cpu_offload = True

@@ -116,6 +116,26 @@ def test_both_leave_and_come_back_by_tag_to_the_same_addresses(theirs: Verl) -> 
 
 
 @tenant
+def test_a_version_without_reads_of_shards_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = Verl(tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", older.torch)
+    missing = f"{ENGINE}.FSDPEngine.get_per_tensor_param_shard"
+    with standing_in("verl", tmp_path, older.bodies(), without=missing):
+        verl.install()
+        engine = older.engine()
+        installed = verl.install()
+        assert not installed.refused and missing not in installed.replaced
+        before = free_bytes()
+        engine.to("cpu")
+        assert free_bytes() == before + MODEL + OPTIMIZER
+        engine.to("cuda")
+        assert engine.module.bytes() == [1, 2, 3]
+        verl.uninstall()
+
+
+@tenant
 def test_each_leaves_by_itself(theirs: Verl) -> None:
     verl.install()
     engine = theirs.engine()

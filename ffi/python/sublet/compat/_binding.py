@@ -31,12 +31,14 @@ class Target:
         ours: given theirs, makes ours.
         parameters: what calls of ours give it or ask of it; a function without one is another function.
         everywhere: other modules that have taken the function by this name get ours too.
+        optional: versions of theirs without it are served all the same: they have nothing to stand in for.
     """
 
     name: str
     ours: Callable[[Callable[..., Any]], Callable[..., Any]]
     parameters: tuple[str, ...] = ()
     everywhere: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,8 @@ def _lacking(module: ModuleType, targets: Iterable[Target]) -> Optional[str]:
     for target in targets:
         holder, last = _found(module, target.name)
         theirs = getattr(holder, last, None)
+        if theirs is None and target.optional:
+            continue
         if not callable(theirs):
             return f"has no {module.__name__}.{target.name}"
         try:
@@ -217,7 +221,10 @@ def _bind(module: ModuleType, targets: Iterable[Target]) -> _Bound:
     names = []
     for target in targets:
         holder, last = _found(module, target.name)
-        theirs = getattr(holder, last)
+        theirs = getattr(holder, last, None)
+        if theirs is None:
+            # It is an optional one: `_lacking` has seen all others.
+            continue
         ours = functools.wraps(theirs)(target.ours(theirs))
         own = vars(holder).get(last, _MISSING)
         setattr(holder, last, ours)

@@ -19,6 +19,8 @@ _WORKERS = "nemo_rl.models.policy.workers"
 #: What reads or writes a model or an optimizer wherever it is.
 READERS = ("save_checkpoint", "load_checkpoint", "prepare_refit_info", "stream_weights_via_ipc_zmq")
 MODEL_READERS = ("return_state_dict", "broadcast_weights_for_collective")
+#: The same, of workers and versions that have them.
+NEWER_READERS = ("stream_weights_via_http", "_checkpoint_engine_params")
 
 _movables = Movables("nemo_rl")
 
@@ -91,6 +93,7 @@ def _dtensor(worker: str) -> tuple[Target, ...]:
         Target(f"{worker}.move_to_cuda", _to_cuda, ("model",)),
         Target(f"{worker}.move_optimizer_to_device", _move_optimizer, ("device",)),
         *(Target(f"{worker}.{name}", _read) for name in (*READERS, *MODEL_READERS)),
+        *(Target(f"{worker}.{name}", _read, optional=True) for name in NEWER_READERS),
     )
 
 

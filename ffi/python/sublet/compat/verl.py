@@ -100,7 +100,8 @@ _framework = Framework(
             Target("offload_fsdp_optimizer", _offload_optimizer, ("optimizer",)),
             Target("load_fsdp_optimizer", _load_optimizer, ("optimizer", "device_id")),
             Target("FSDPEngine.get_per_tensor_param", _read_weights),
-            Target("FSDPEngine.get_per_tensor_param_shard", _read_weights),
+            # verl has it from 0.9.0 on.
+            Target("FSDPEngine.get_per_tensor_param_shard", _read_weights, optional=True),
         ),
         "verl.utils.memory_utils": (
             Target(
