@@ -50,11 +50,17 @@ impl Built {
 
     /// Tells the tests of `command` where the built files are.
     pub(crate) fn export(&self, command: &mut Command) {
-        command
-            .env("SUBLET_TEST_PRELOAD", &self.preload)
-            .env("SUBLET_TEST_SIMCUDA_DIR", &self.simcuda_dir)
-            .env("SUBLET_TEST_BIN", &self.sublet)
-            .env("SUBLET_TEST_NCCL", &self.nccl);
+        command.envs(self.variables());
+    }
+
+    /// The variables that tell tests where the built files are.
+    pub(crate) fn variables(&self) -> [(&'static str, &Path); 4] {
+        [
+            ("SUBLET_TEST_PRELOAD", &self.preload),
+            ("SUBLET_TEST_SIMCUDA_DIR", &self.simcuda_dir),
+            ("SUBLET_TEST_BIN", &self.sublet),
+            ("SUBLET_TEST_NCCL", &self.nccl),
+        ]
     }
 }
 

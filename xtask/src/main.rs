@@ -55,6 +55,8 @@ struct Arguments {
 enum Command {
     /// Run every test that needs no GPU, and set up what the tests need.
     Test,
+    /// Build what tests across processes run, and print the variables that tell the tests where it is.
+    Built,
     /// Run the tests of the Python package alone.
     Python,
     /// Run all that a build must pass: `test`, clippy and the documentation, warnings denied.
@@ -148,6 +150,12 @@ fn dispatch(command: &Command) -> Outcome {
     let workspace = Workspace::load()?;
     match command {
         Command::Test => test::test(&workspace),
+        Command::Built => {
+            for (name, path) in build::Built::build(&workspace)?.variables() {
+                println!("export {name}='{}'", path.display());
+            }
+            Ok(())
+        }
         Command::Python => test::python(&workspace),
         Command::Ci => test::ci(&workspace),
         Command::Demo => demo::run(&workspace),

@@ -10,8 +10,10 @@
 //!
 //! Each arrow consumes what is left of it. What is given up on the way is put back: dropping a [`Draining`], a [`Shut`] or a
 //! [`Quiesced`] puts the gate where it was, and a pause or resume under way has an `undo`, which dropping it does too.
-//! Whatever takes memory from its addresses or from the process is a method of [`still::Still`], which only a drained
-//! process or memory that nothing has touched yet can make. So there is no call that pulls memory from under a kernel.
+//! All that takes memory from its addresses or from the process is a method of [`still::Still`], which only a drained
+//! process or memory that nothing has touched yet can make. The types prove that for **one** pause or resume at a time: they do
+//! not keep a caller from beginning a second one before the first has ended. [`Pool::close`](crate::Pool::close) and
+//! [`Pool::shut`](crate::Pool::shut) are for a caller that never does, as the worker thread of a member, which keeps the one value in one place.
 //!
 //! The order across processes is the caller's business; each step here leaves ledger and driver in agreement, whether
 //! it succeeds or fails.
