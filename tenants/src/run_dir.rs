@@ -22,6 +22,8 @@ mod sockets;
 mod trusted_path;
 pub(crate) mod turn_files;
 
+pub(crate) use sockets::NAME_LOOK_EVERY;
+
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
@@ -217,7 +219,9 @@ impl RunDir {
         trusted_path::ensure(&self.path)?;
         // Whatever has the name now is in a directory that is ours alone, and it is not our socket.
         remove_file_if_there(&self.tenant(tenant)?.socket_path(id)?)?;
-        self.listen(tenant, id).map(|(_, listener)| listener)
+        let (dir, listener) = self.listen(tenant, id)?;
+        dir.note_names_again()?;
+        Ok(listener)
     }
 }
 
@@ -366,6 +370,7 @@ impl TenantDir {
         }
         BudgetFile::remove_unused(&self.path)?;
         remove_file_if_there(&self.path.join(LOCK_NAME))?;
+        self.remove_names_note()?;
         match fs::remove_dir(&self.path) {
             Err(error)
                 if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::DirectoryNotEmpty) =>

@@ -143,6 +143,7 @@ impl<'a> Session<'a> {
             host_short: None,
             dead: 0,
         };
+        dir.until_names_are_back();
         let deadline = Instant::now() + options.contact_timeout;
         let takes_part = |socket: &MemberSocket| match options.takes_part {
             TakesPart::Everybody => true,

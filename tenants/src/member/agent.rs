@@ -25,6 +25,7 @@ use super::sockets::Noted;
 use super::{AGENT_TIMEOUT, Member};
 use crate::host_memory::Pressure;
 use crate::phase::Stage;
+use crate::run_dir::NAME_LOOK_EVERY;
 use crate::scope::Scope;
 use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
@@ -42,8 +43,6 @@ const ACCEPT_BACK_OFF: Duration = Duration::from_millis(100);
 /// How long a coordinator may ask for nothing after all members had to be done with what it asked for last. It waits
 /// for none of them longer than its margin for answers, which is two seconds.
 const SILENCE_MAX: Duration = Duration::from_secs(15);
-/// How often the agent looks whether its socket still has its name, which costs one look at a file.
-const NAME_LOOK_EVERY: Duration = Duration::from_secs(3);
 /// By when every process has its name again, after one has: busy machines take longer.
 pub(super) const NAMES_AGAIN_AFTER: Duration = Duration::from_secs(10);
 

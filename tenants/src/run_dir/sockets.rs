@@ -3,13 +3,25 @@
 use std::fs;
 use std::io::ErrorKind;
 use std::os::unix::fs::FileTypeExt as _;
+use std::time::{Duration, Instant, SystemTime};
 
-use super::{MEMBERS_MAX, MemberSocket, RunDirError, TenantDir, io_error, remove_file_if_there};
+use super::{
+    LOCK_BACK_OFF_MAX, MEMBERS_MAX, MemberSocket, RunDirError, TenantDir, io_error, pause_thread,
+    remove_file_if_there,
+};
 use crate::identity::MemberId;
 use crate::transport::has_ended;
 
 /// So many sockets of others a process looks at when it joins, and removes those of the dead.
 const SWEPT_AT_JOIN: usize = 16;
+
+/// How often a process looks whether its socket still has its name.
+pub(crate) const NAME_LOOK_EVERY: Duration = Duration::from_secs(3);
+
+/// The file whose time says when a process last made its socket again because the directory was removed.
+const NAMES_AGAIN_NAME: &str = "names-again";
+/// So long after that all processes that live have done so.
+const NAMES_AGAIN_WITHIN: Duration = NAME_LOOK_EVERY.saturating_add(Duration::from_secs(1));
 
 impl TenantDir {
     /// The sockets of all processes, live or dead, by member id. None when the directory is gone. Does not block.
@@ -47,6 +59,33 @@ impl TenantDir {
             if let Err(error) = self.remove_if_dead(socket) {
                 tracing::debug!(%error, "a dead process's socket stays");
             }
+        }
+    }
+
+    /// Says to commands that the directory was removed, and that other processes may have no socket in it yet.
+    pub(crate) fn note_names_again(&self) -> Result<(), RunDirError> {
+        let path = self.path.join(NAMES_AGAIN_NAME);
+        let file = fs::File::create(&path);
+        file.and_then(|file| file.set_modified(SystemTime::now()))
+            .map_err(io_error("making", &path))
+    }
+
+    pub(super) fn remove_names_note(&self) -> Result<(), RunDirError> {
+        remove_file_if_there(&self.path.join(NAMES_AGAIN_NAME))
+    }
+
+    /// Waits until all processes have sockets again, if the directory was removed a moment ago: a command that acts on some of them
+    /// alone would leave a tenant in two states. Blocks for eight seconds at most.
+    pub(crate) fn until_names_are_back(&self) {
+        let deadline = Instant::now() + 2 * NAMES_AGAIN_WITHIN;
+        let path = self.path.join(NAMES_AGAIN_NAME);
+        let is_early = || {
+            let modified = fs::metadata(&path).and_then(|found| found.modified()).ok();
+            let since = modified.and_then(|modified| modified.elapsed().ok());
+            since.is_some_and(|since| since < NAMES_AGAIN_WITHIN)
+        };
+        while is_early() && Instant::now() < deadline {
+            pause_thread(LOCK_BACK_OFF_MAX);
         }
     }
 

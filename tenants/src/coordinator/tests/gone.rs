@@ -31,6 +31,19 @@ fn members_whose_directory_is_removed_make_it_again_and_are_found() {
 }
 
 #[test]
+fn a_command_waits_until_all_members_have_sockets_again() {
+    let job = Job::new(2);
+    report(job.coordinator(patient()).pause(&mut quiet).unwrap());
+    fs::remove_dir_all(job.run_dir.path()).unwrap();
+    // As left by a member that was the first to look, and has ended.
+    let run_dir = RunDir::open(Some(job.run_dir.path().to_owned()), None).unwrap();
+    run_dir.tenant(&tenant("train")).unwrap().note_names_again().unwrap();
+    let resumed = report(job.coordinator(patient()).resume(&mut quiet).unwrap());
+    assert_eq!(resumed.phases[0].members.len(), 2);
+    assert_eq!(job.states(), [MemberState::Active; 2]);
+}
+
+#[test]
 fn a_directory_that_others_can_enter_is_not_used_in_the_place_of_one_that_has_gone() {
     let job = Job::new(1);
     fs::remove_dir_all(job.run_dir.path()).unwrap();
