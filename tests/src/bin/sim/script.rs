@@ -2,6 +2,7 @@
 
 mod mishap;
 mod population;
+mod rivals;
 mod saving;
 mod scarcity;
 mod swapping;
@@ -16,12 +17,13 @@ use tenants::scope::{Scope, TagNames};
 use tenants::wire::{Action, MemberState};
 
 use crate::coordinate::{Refusal, Request, Verdict, Way};
-use crate::orders::{HostRoom, Order};
+use crate::orders::Order;
 use crate::tally::Tally;
 use crate::worker::TAGS;
 use crate::world::{Standing, World};
-use mishap::{Mishap, Stranger};
+use mishap::Mishap;
 use population::Crowd;
+use rivals::Second;
 
 /// How much of what happened is shown with a failure.
 const HISTORY_LINES: usize = 60;
@@ -47,6 +49,10 @@ pub(crate) struct Script {
     crowd: Crowd,
     /// Whose turn it is, when the last one made that clear.
     next: Option<usize>,
+    /// A second command that met the one under way.
+    second: Option<Second>,
+    /// When the run directory was last removed.
+    removed: Option<Instant>,
 }
 
 /// The footprint of the one process that lives from start to end.
@@ -101,6 +107,8 @@ impl Script {
             settings,
             crowd: Crowd::default(),
             next: None,
+            second: None,
+            removed: None,
         }
     }
 
@@ -183,6 +191,8 @@ impl Script {
             Action::Resume => None,
         };
         let mishap = self.choose_mishap(tenant, action, scarcity.as_ref());
+        let mishap = self.choose_rival(tenant, &scope, mishap);
+        self.second = None;
         let lost_imports =
             if self.world.random.u8(..4) > 0 { LostImports::LeaveOut } else { LostImports::Refuse };
         let name = self.world.tenants[tenant].name.clone();
@@ -204,8 +214,8 @@ impl Script {
         let deaths = self.world.deaths;
         let begin = Instant::now();
         let verdict = self.ask(tenant, way, &request, &mishap)?;
-        let fired = self.clear(&mishap)?;
         let took = begin.elapsed();
+        let fired = self.clear(&mishap)?;
         if took > self.world.tally.slowest.0 {
             let what = format!("{action:?} with {mishap:?}: {}", outline(&verdict));
             self.world.tally.slowest = (took, what);
@@ -214,8 +224,8 @@ impl Script {
         if let Some(scarcity) = &scarcity {
             self.end_scarcity(scarcity, &verdict)?;
         }
-        let was_half_done =
-            matches!(&verdict, Verdict::Refused(refusal) if !refusal.left_unchanged);
+        let was_half_done = self.second.as_ref().is_some_and(Second::is_half_done)
+            || matches!(&verdict, Verdict::Refused(refusal) if !refusal.left_unchanged);
         drop(stranger);
         self.end_faulted(tenant, &mishap)?;
         if let Mishap::ContextLost { worker, .. } = mishap
@@ -245,12 +255,17 @@ impl Script {
         match mishap {
             Mishap::CoordinatorKilled { after, .. } => Way::ChildKilledAfter(*after),
             Mishap::CalledOff { after } => Way::CalledOffAfter(*after),
+            Mishap::Stopped { killed: Some(after), .. } => Way::ChildKilledAfter(*after),
             Mishap::None | Mishap::Faults { .. } if self.world.random.u8(..12) == 0 => Way::Command,
             Mishap::None
             | Mishap::Faults { .. }
             | Mishap::ContextLost { .. }
             | Mishap::NoHostMemory { .. }
             | Mishap::WorkerKilled { .. }
+            | Mishap::Stopped { .. }
+            | Mishap::SecondCommand { .. }
+            | Mishap::RunDirGone { .. }
+            | Mishap::DeadSockets { .. }
             | Mishap::Stranger { .. } => Way::Library,
         }
     }
@@ -306,7 +321,11 @@ impl Script {
     fn repair(&mut self, tenant: usize, action: Action) -> Outcome {
         self.world.tally.repairs += 1;
         let request = Request::plain(&self.world.tenants[tenant].name, action);
-        let verdict = self.world.desk.ask(Way::Library, &request)?;
+        let mut verdict = self.world.desk.ask(Way::Library, &request)?;
+        while matches!(verdict, Verdict::Refused(_)) && self.names_may_be_missing() {
+            mishap::let_time_pass(Duration::from_millis(200));
+            verdict = self.world.desk.ask(Way::Library, &request)?;
+        }
         self.tell(&format!("  repaired by {action:?}: {}", outline(&verdict)));
         match verdict {
             // What another tenant has taken meanwhile may be missing.
@@ -378,11 +397,14 @@ impl Script {
         let Ending { standing, somebody_died } = ending;
         let is = |state| standing.all_are(state);
         let has_orphans = self.world.tenants[tenant].has_orphans;
+        let is_brought = self.second.as_ref().and_then(Second::brought).is_some_and(is);
         let wrong = match verdict {
-            Verdict::Done { .. } if !is(after) => Some("it succeeded, and the state is another"),
+            Verdict::Done { .. } if !is(after) && !is_brought => {
+                Some("it succeeded, and the state is another")
+            }
             _ if *somebody_died => None,
             Verdict::Done { losses, .. } if *losses > 0 => Some("members were lost, and none died"),
-            Verdict::Refused(refusal) if refusal.left_unchanged && !is(before) => {
+            Verdict::Refused(refusal) if refusal.left_unchanged && !is(before) && !is_brought => {
                 Some("it was refused with everything as before, which is not so")
             }
             Verdict::Refused(refusal) if mishap.is_none() => {
@@ -468,6 +490,10 @@ impl Script {
 
     /// Brings every tenant back, one at a time, and has every process end in an orderly way.
     pub(crate) fn finish(&mut self) -> Outcome {
+        // Until then processes keep what they have for others that may have ended.
+        while self.names_may_be_missing() {
+            mishap::let_time_pass(Duration::from_millis(200));
+        }
         for index in 0..self.world.tenants.len() {
             if !self.world.tenants[index].is_paused && !self.world.tenants[index].workers.is_empty()
             {
@@ -530,54 +556,6 @@ impl Script {
         let standing = self.world.standing(index)?;
         self.conclude(index, &Ending { standing, somebody_died: false })?;
         Ok(true)
-    }
-
-    fn prepare(&mut self, mishap: &Mishap) -> Outcome<Option<Stranger>> {
-        match mishap {
-            Mishap::Stranger { device } => Stranger::fill(&self.world, *device).map(Some),
-            Mishap::Faults { worker, rules } | Mishap::ContextLost { worker, rules } => {
-                let rules = rules.clone();
-                self.aside(*worker, &Order::Fail { rules })?;
-                Ok(None)
-            }
-            Mishap::NoHostMemory { worker } => {
-                self.aside(*worker, &Order::HostLimit { room: HostRoom::Nothing })?;
-                Ok(None)
-            }
-            Mishap::None
-            | Mishap::CalledOff { .. }
-            | Mishap::WorkerKilled { .. }
-            | Mishap::CoordinatorKilled { .. } => Ok(None),
-        }
-    }
-
-    fn aside(&mut self, worker: u64, order: &Order) -> Outcome {
-        match self.world.worker(worker) {
-            Some(worker) => worker.obey(order).map(drop),
-            None => Ok(()),
-        }
-    }
-
-    /// Nothing fails any more; says how many calls did.
-    fn clear(&mut self, mishap: &Mishap) -> Outcome<u64> {
-        match mishap {
-            Mishap::Faults { worker, rules } | Mishap::ContextLost { worker, rules } => {
-                if let Some(worker) = self.world.worker(*worker) {
-                    let fired = worker.fail_no_more()?;
-                    Tally::count(&mut self.world.tally.faults, mishap::symbol(rules), fired);
-                    return Ok(fired);
-                }
-                Ok(0)
-            }
-            Mishap::NoHostMemory { worker } => {
-                self.aside(*worker, &Order::HostLimit { room: HostRoom::Plenty }).map(|()| 0)
-            }
-            Mishap::None
-            | Mishap::Stranger { .. }
-            | Mishap::CalledOff { .. }
-            | Mishap::WorkerKilled { .. }
-            | Mishap::CoordinatorKilled { .. } => Ok(0),
-        }
     }
 }
 

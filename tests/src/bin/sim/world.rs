@@ -316,6 +316,26 @@ impl World {
         Coordinator::new(self.desk.run_dir.clone(), name, Options::default())
     }
 
+    /// Waits until each process of a tenant can be reached.
+    pub(crate) fn until_all_answer(&self, index: usize) -> Outcome {
+        let deadline = Instant::now() + SETTLE_TIMEOUT;
+        let coordinator = self.questioner(index);
+        let wanted: BTreeSet<u32> = self.tenants[index].workers.iter().map(Worker::pid).collect();
+        loop {
+            let stats = if wanted.is_empty() { return Ok(()) } else { coordinator.stats() };
+            let found = stats.as_ref().map(|stats| {
+                stats.members.iter().map(|member| member.member.pid).collect::<BTreeSet<_>>()
+            });
+            if found.is_ok_and(|found| found == wanted) {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                return Err(Trouble::new(format!("{wanted:?} cannot be reached: {stats:?}")));
+            }
+            look_again_later();
+        }
+    }
+
     /// What the processes of a tenant say, once each is in a state of rest.
     pub(crate) fn standing(&self, index: usize) -> Outcome<Standing> {
         let tenant = &self.tenants[index];

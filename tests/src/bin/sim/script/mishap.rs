@@ -12,6 +12,7 @@ use vmm_pool::driver::{AllocationProp, DeviceOrdinal, Driver as _, DriverCode, D
 use super::Script;
 use super::scarcity::Scarcity;
 use crate::coordinate::{Request, Verdict, Way};
+use crate::orders::{HostRoom, Order};
 use crate::process::Worker;
 use crate::tally::Tally;
 use crate::world::World;
@@ -35,6 +36,14 @@ pub(super) enum Mishap {
     CalledOff { after: Duration },
     /// A process that does not run under Sublet has taken what is free of a device.
     Stranger { device: usize },
+    /// A worker is stopped after some time and goes on later. Perhaps the coordinator is killed at some instant.
+    Stopped { worker: u64, after: Duration, lasting: Duration, killed: Option<Duration> },
+    /// A second command of the same tenant begins after some time.
+    SecondCommand { after: Duration, action: Action },
+    /// The run directory is removed after some time, perhaps with a second command behind that.
+    RunDirGone { after: Duration, second: Option<(Duration, Action)> },
+    /// The tenant's directory holds more sockets of dead processes than a tenant may have processes.
+    DeadSockets { tenant: usize },
 }
 
 impl Mishap {
@@ -56,6 +65,10 @@ impl Mishap {
             Self::WorkerKilled { .. } | Self::CoordinatorKilled { .. } => "a process was killed",
             Self::CalledOff { .. } => "called off",
             Self::Stranger { .. } => "no device memory, taken from outside",
+            Self::Stopped { .. } => "a process was stopped",
+            Self::SecondCommand { .. } => "a second command",
+            Self::RunDirGone { .. } => "the run directory was removed",
+            Self::DeadSockets { .. } => "sockets of dead processes",
         }
     }
 }
@@ -165,6 +178,15 @@ impl Script {
                 let code = DriverCode::ILLEGAL_ADDRESS.0;
                 Mishap::ContextLost { worker, rules: format!("*:{}+:{code}", random.u64(1..40)) }
             }
+            (40..45, _) => {
+                // Now and then for longer than anybody waits for an answer.
+                let lasting_ms = if random.u8(..12) == 0 { 7_000 } else { random.u64(..300) };
+                let lasting = Duration::from_millis(lasting_ms);
+                let killed = random.bool().then(|| Duration::from_micros(random.u64(..40_000)));
+                Mishap::Stopped { worker: any, after, lasting, killed }
+            }
+            (45..48, _) => Mishap::RunDirGone { after, second: None },
+            (48, _) => Mishap::DeadSockets { tenant },
             _ => Mishap::None,
         }
     }
@@ -205,11 +227,15 @@ impl Script {
                 }
                 Ok(verdict)
             }
+            Mishap::Stopped { .. } | Mishap::SecondCommand { .. } | Mishap::RunDirGone { .. } => {
+                self.ask_beside(tenant, way, request, mishap)
+            }
             Mishap::None
             | Mishap::Faults { .. }
             | Mishap::ContextLost { .. }
             | Mishap::NoHostMemory { .. }
             | Mishap::CalledOff { .. }
+            | Mishap::DeadSockets { .. }
             | Mishap::Stranger { .. } => self.world.desk.ask(way, request),
         }
     }
@@ -249,6 +275,63 @@ impl Script {
             }
             verdict
         })
+    }
+
+    /// Lets what must be there before the command go wrong.
+    pub(super) fn prepare(&mut self, mishap: &Mishap) -> Outcome<Option<Stranger>> {
+        match mishap {
+            Mishap::Stranger { device } => Stranger::fill(&self.world, *device).map(Some),
+            Mishap::Faults { worker, rules } | Mishap::ContextLost { worker, rules } => {
+                let rules = rules.clone();
+                self.aside(*worker, &Order::Fail { rules })?;
+                Ok(None)
+            }
+            Mishap::NoHostMemory { worker } => {
+                self.aside(*worker, &Order::HostLimit { room: HostRoom::Nothing })?;
+                Ok(None)
+            }
+            Mishap::DeadSockets { tenant } => self.leave_dead_sockets(*tenant).map(|()| None),
+            Mishap::None
+            | Mishap::CalledOff { .. }
+            | Mishap::WorkerKilled { .. }
+            | Mishap::Stopped { .. }
+            | Mishap::SecondCommand { .. }
+            | Mishap::RunDirGone { .. }
+            | Mishap::CoordinatorKilled { .. } => Ok(None),
+        }
+    }
+
+    fn aside(&mut self, worker: u64, order: &Order) -> Outcome {
+        match self.world.worker(worker) {
+            Some(worker) => worker.obey(order).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// Nothing fails any more; says how many calls did.
+    pub(super) fn clear(&mut self, mishap: &Mishap) -> Outcome<u64> {
+        match mishap {
+            Mishap::Faults { worker, rules } | Mishap::ContextLost { worker, rules } => {
+                if let Some(worker) = self.world.worker(*worker) {
+                    let fired = worker.fail_no_more()?;
+                    Tally::count(&mut self.world.tally.faults, symbol(rules), fired);
+                    return Ok(fired);
+                }
+                Ok(0)
+            }
+            Mishap::NoHostMemory { worker } => {
+                self.aside(*worker, &Order::HostLimit { room: HostRoom::Plenty }).map(|()| 0)
+            }
+            Mishap::RunDirGone { .. } => self.end_rivals(mishap).map(|()| 0),
+            Mishap::None
+            | Mishap::Stranger { .. }
+            | Mishap::CalledOff { .. }
+            | Mishap::WorkerKilled { .. }
+            | Mishap::Stopped { .. }
+            | Mishap::SecondCommand { .. }
+            | Mishap::DeadSockets { .. }
+            | Mishap::CoordinatorKilled { .. } => Ok(0),
+        }
     }
 
     /// Kills a worker and has its peers told.
