@@ -18,7 +18,7 @@ use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, CudaDriver, DeviceAddress, DeviceOrdinal, Driver, VaRange,
 };
-use vmm_pool::{Class, Contents, Copies, Failed, HostBudget, Pool, Selection};
+use vmm_pool::{Away, Class, Contents, Copies, Failed, FromOffloaded, HostBudget, Pool, Selection};
 
 const BLOCK_BYTES: u64 = 64 << 20;
 
@@ -48,7 +48,7 @@ fn run<D: Driver>(
 ) -> Result<(), Box<dyn Error>> {
     let device = DeviceOrdinal(0);
     driver.make_current(device)?;
-    let pool = Arc::new(Pool::new(Arc::new(driver), 4));
+    let (pool, mut keeper) = Pool::new(Arc::new(driver), 4, Vec::new);
     pool.set_file_dir(dir);
     pool.use_page_cache(is_cached);
     for _ in 0..total_bytes / BLOCK_BYTES {
@@ -70,23 +70,23 @@ fn run<D: Driver>(
     }
     let soon = || Instant::now() + Duration::from_mins(1);
     for round in 1..=rounds {
-        let shut = pool.shut(soon(), || false)?;
-        let drained = shut.drain(&[], soon(), &crossbeam_channel::never());
+        let draining = keeper.close().map_err(Failed::into_error)?;
+        let drained = draining.drain(soon(), &crossbeam_channel::never());
         let (quiesced, _) = drained.map_err(Failed::into_error)?;
         let saving = Instant::now();
         let prepared = quiesced.save(Selection::Whole, &[], Copies::All, |_| HostBudget(None));
         let (prepared, _) = prepared.map_err(Failed::into_error)?;
         let saved = saving.elapsed();
         let (paused, _) = prepared.release().map_err(Failed::into_error)?;
-        drop(paused);
-        let shut = pool.shut(soon(), || false)?;
-        let (mut returning, _) = shut.create_own(Selection::Whole).map_err(Failed::into_error)?;
+        let shut =
+            paused.end().shut::<FromOffloaded>(soon(), || false).map_err(Failed::into_error)?;
+        let (mut returning, _) = shut.create_own(Away::Whole).map_err(Failed::into_error)?;
         let restoring = Instant::now();
         returning.restore_own(usize::MAX)?;
         let restored = restoring.elapsed();
         let (back, _) = returning.map_imports().map_err(Failed::into_error)?;
         let (running, spare) = back.commit();
-        drop(running);
+        keeper = running.end();
         drop(spare);
         // CAST: a figure for people.
         #[expect(clippy::cast_precision_loss, reason = "bytes as gigabytes")]

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, VaRange};
-use vmm_pool::{Class, Contents, Copies, Failed, HostBudget, Pool, Selection};
+use vmm_pool::{Away, Class, Contents, Copies, Failed, FromOffloaded, HostBudget, Pool, Selection};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
@@ -24,7 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let node = SimNode::private(&[count * GRANULARITY_BYTES]);
     let driver = SimDriver::new(node.map_err(|e| format!("{e:?}"))?, SimOptions::default());
     driver.make_current(device)?;
-    let pool = Arc::new(Pool::new(Arc::new(driver), 4));
+    let (pool, mut keeper) = Pool::new(Arc::new(driver), 4, Vec::new);
     for _ in 0..count {
         // Nothing is copied, so that what is left is the tables and the calls.
         let class = Class {
@@ -44,20 +44,24 @@ fn main() -> Result<(), Box<dyn Error>> {
     let soon = || Instant::now() + Duration::from_mins(1);
     for _ in 0..rounds {
         let pausing = Instant::now();
-        let drained = pool.shut(soon(), || false)?.drain(&[], soon(), &crossbeam_channel::never());
+        let draining = keeper.close().map_err(Failed::into_error)?;
+        let drained = draining.drain(soon(), &crossbeam_channel::never());
         let (quiesced, _) = drained.map_err(Failed::into_error)?;
         let prepared = quiesced.save(Selection::Whole, &[], Copies::All, |_| HostBudget(None));
         let (prepared, _) = prepared.map_err(Failed::into_error)?;
         let (paused, _) = prepared.release().map_err(Failed::into_error)?;
-        drop(paused);
+        let paused_keeper = paused.end();
         let paused = pausing.elapsed();
         let resuming = Instant::now();
-        let created = pool.shut(soon(), || false)?.create_own(Selection::Whole);
+        let shut =
+            paused_keeper.shut::<FromOffloaded>(soon(), || false).map_err(Failed::into_error)?;
+        let created = shut.create_own(Away::Whole);
         let (mut returning, _) = created.map_err(Failed::into_error)?;
         returning.restore_own(usize::MAX)?;
         let (restored, _) = returning.map_imports().map_err(Failed::into_error)?;
         let (running, spare) = restored.commit();
-        drop((running, spare));
+        keeper = running.end();
+        drop(spare);
         let resumed = resuming.elapsed();
         let (pause_ms, resume_ms) = (paused.as_secs_f64() * 1e3, resumed.as_secs_f64() * 1e3);
         writeln!(std::io::stdout(), "{pause_ms:.1} {resume_ms:.1}")?;

@@ -123,7 +123,7 @@ struct Sleepers {
 #[derive(Debug)]
 struct Sleeper {
     slot: u64,
-    what: &'static str,
+    call: Call,
     passage: Passage,
     since: Instant,
     /// It goes in, though the gate is shut, and has not marked its slot yet.
@@ -132,8 +132,8 @@ struct Sleeper {
 
 impl Sleeper {
     fn call(&self) -> WaitingCall {
-        let Self { slot, what, passage, since, .. } = *self;
-        WaitingCall { slot, what, passage, waited: since.elapsed() }
+        let Self { slot, call, passage, since, .. } = *self;
+        WaitingCall { slot, call, passage, waited: since.elapsed() }
     }
 }
 
@@ -142,21 +142,30 @@ impl Sleeper {
 pub struct WaitingCall {
     /// Its slot, which is the thread's for as long as that lives.
     pub slot: u64,
-    /// Its call, for people.
-    pub what: &'static str,
+    /// What it waits to do.
+    pub call: Call,
     /// What it needs.
     pub passage: Passage,
     /// For how long.
     pub waited: Duration,
 }
 
-/// What memory is asked for or given back by, for people.
-const MEMORY_CALL: &str = "a memory call";
+/// A call of the application's that passes the gate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    /// Asks for memory, or gives it back. An allocator may hold a lock of its own meanwhile.
+    Memory,
+    /// Any other, by its name.
+    Other(&'static str),
+}
 
-impl WaitingCall {
-    /// Does it ask for memory, or give it back? An allocator may hold a lock of its own meanwhile.
-    pub fn is_about_memory(&self) -> bool {
-        self.what == MEMORY_CALL
+impl Call {
+    /// For people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Memory => "a memory call",
+            Self::Other(name) => name,
+        }
     }
 }
 
@@ -195,29 +204,34 @@ impl Default for Gate {
 }
 
 impl Gate {
-    /// As [`Gate::pass_for`], for a call without a name.
+    /// Passes for a call that asks for memory or gives it back: [`Call::Memory`].
     pub fn pass(&self, passage: Passage) -> Pass<'_> {
-        self.pass_for(MEMORY_CALL, passage)
+        self.pass_with(Call::Memory, passage)
     }
 
-    /// Passes for the call `what`, waiting as long as memory is away. Passes within a pass are free.
+    /// Passes for the call `what`, which is about no memory of its own: [`Call::Other`].
     pub fn pass_for(&self, what: &'static str, passage: Passage) -> Pass<'_> {
+        self.pass_with(Call::Other(what), passage)
+    }
+
+    /// Waits as long as memory is away. Passes within a pass are free.
+    fn pass_with(&self, call: Call, passage: Passage) -> Pass<'_> {
         let inside = INSIDE.get();
         let outermost = inside.depth == 0;
         // Counted before it waits: calls that a signal handler makes meanwhile are part of this one.
         INSIDE.set(Inside { depth: inside.depth + 1, ..inside });
         let mut last = None;
         if outermost {
-            let entered = OWN_SLOT.try_with(|own| self.enter(own.slot(&self.slots), what, passage));
+            let entered = OWN_SLOT.try_with(|own| self.enter(own.slot(&self.slots), call, passage));
             let mode = entered
-                .unwrap_or_else(|_| self.enter(last.insert(self.slots.add()), what, passage));
+                .unwrap_or_else(|_| self.enter(last.insert(self.slots.add()), call, passage));
             INSIDE.set(Inside { depth: 1, was_offloaded: mode == Mode::Offloaded });
         }
         Pass { gate: self, outermost, last, _of_this_thread: PhantomData }
     }
 
     /// Says where the gate was that let the thread in.
-    fn enter(&self, slot: &Slot, what: &'static str, passage: Passage) -> Mode {
+    fn enter(&self, slot: &Slot, call: Call, passage: Passage) -> Mode {
         let mut waits_as = None;
         loop {
             slot.step_in();
@@ -237,7 +251,7 @@ impl Gate {
                 sleepers.last += 1;
                 let sleeper = Sleeper {
                     slot: slot.number(),
-                    what,
+                    call,
                     passage,
                     since: Instant::now(),
                     let_in: false,
@@ -324,7 +338,7 @@ impl Gate {
     }
 
     /// Lets each thread of those that `chosen` picks make one call, where it waits at the shut gate. Captures are not
-    /// begun. How many go in. Only for a gate that was open before: all memory is there.
+    /// begun. How many go in. Only for a gate that was open before, which a `Draining` stands for: all memory is there.
     pub(crate) fn step(&self, chosen: impl Fn(u64) -> bool) -> usize {
         let mut sleepers = self.sleepers();
         let mut count = 0;
@@ -396,8 +410,8 @@ impl Pass<'_> {
         }
         let last = self.last.as_deref();
         self.gate.leave(last);
-        let enter =
-            |slot: &Slot| self.gate.enter(slot, "waiting for another process", Passage::Use);
+        let call = Call::Other("waiting for another process");
+        let enter = |slot: &Slot| self.gate.enter(slot, call, Passage::Use);
         if let Some(slot) = last {
             enter(slot);
         } else {
@@ -610,7 +624,7 @@ mod tests {
             })
         };
         let waits = |what| {
-            while gate.waiting().first().is_none_or(|call| call.what != what) {
+            while gate.waiting().first().is_none_or(|waiting| waiting.call.name() != what) {
                 std::thread::yield_now();
             }
         };
@@ -708,7 +722,7 @@ mod tests {
         gate.close();
         go.send(()).unwrap();
         until_one_waits(&gate);
-        assert_eq!(gate.waiting().first().map(|call| call.what), Some("late"));
+        assert_eq!(gate.waiting().first().map(|waiting| waiting.call), Some(Call::Other("late")));
         assert_eq!(hear.try_recv(), Err(mpsc::TryRecvError::Empty));
         gate.set(Mode::Open);
         thread.join().unwrap();

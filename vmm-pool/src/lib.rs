@@ -57,8 +57,9 @@ pub use store::{
     CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, Copying, HostBudget, HostDemand, check_file_dir,
 };
 pub use transition::{
-    Activity, Arriving, BroughtIn, ByDevice, Departing, Done, DrainError, Draining, Failed, Handed,
-    HostStanding, ImportRequest, Leaving, Left, Moved, Prepared, Quiesced, Reserved, Restored,
-    Returning, Shape, Shapes, Shut, Stages, Undone,
+    Activity, Arriving, Aside, Away, BroughtIn, ByDevice, Departing, Done, DrainError, Draining,
+    Failed, FromOffloaded, FromOpen, Handed, HostStanding, ImportRequest, Keeper, Leaving, Left,
+    Moved, NotShut, Origin, Prepared, Quiesced, Reserved, Restored, Returning, Shape, Shapes, Shut,
+    Stages, Undone,
 };
 pub use waits::Waited;

@@ -21,7 +21,7 @@ pub(super) fn drain_failure(error: &DrainError, waiting: &[WaitingCall]) -> Fail
     let process = std::process::id();
     let (kind, message) = match error {
         DrainError::Deadline { seen } => {
-            let calls = waiting.iter().map(|call| HeldCall::new(call.what, call.waited));
+            let calls = waiting.iter().map(|call| HeldCall::new(call.call.name(), call.waited));
             let calls: Vec<_> = calls.take(NAMED_MAX).collect();
             let busy: Vec<_> = seen.busy.iter().map(ToString::to_string).collect();
             let what = at_work(seen.inside as u64, &busy, waiting.len() as u64, &calls);

@@ -55,17 +55,17 @@ impl<D: Driver> Member<D> {
     /// meanwhile. A thread that comes to the gate at this moment waits for some milliseconds.
     pub(super) fn run_idle(&self, quiet_us: u64) -> Reply {
         let before = self.idleness();
-        let is_at_rest = matches!(*self.progress(), Progress::Rest);
+        let is_at_rest = matches!(*self.progress(), Progress::Rest(_));
         let may_look = is_at_rest && self.state() == MemberState::Active && self.captures() == 0;
         if before.is_drained || before.quiet_us < quiet_us || !may_look {
             return Reply::Idleness(before);
         }
         let mark = self.idle.seen().mark;
-        let mut draining = self.pool.close();
+        let Ok(mut draining) = self.begin_pause() else { return Reply::Idleness(before) };
         let until = Instant::now() + LOOK_MAX;
         let is_idle = loop {
             // A capture that begins now waits at the gate.
-            match draining.look(|| self.captures(), self.config.own_contexts) {
+            match draining.look(|| self.captures()) {
                 Ok(activity) if activity.is_idle => break true,
                 Ok(activity) if activity.inside > 0 => break false,
                 Ok(_) => {}
@@ -82,7 +82,7 @@ impl<D: Driver> Member<D> {
         };
         // Whoever has come to the gate since has something to launch.
         let is_drained = is_idle && self.gate().mark() == mark;
-        drop(draining.reopen());
+        self.set_progress(Progress::Rest(draining.reopen().done.end()));
         if is_drained {
             let mut seen = self.idle.seen();
             seen.is_drained = seen.mark == mark;

@@ -301,14 +301,15 @@ impl<D: Driver> Member<D> {
         let (dir, listener) = config.run_dir.listen(&config.tenant, id)?;
         let socket_path = dir.socket_path(id)?;
         let (waker, wakeups) = agent::wake_pair().map_err(system("a pipe"))?;
+        let (pool, keeper) = Pool::new(driver, config.toucher_threads, config.own_contexts);
         let member = Arc::new(Self {
             id,
-            pool: Arc::new(Pool::new(driver, config.toucher_threads)),
+            pool,
             config,
             dir,
             socket_path,
             cut: Cut::default(),
-            progress: Mutex::new(Progress::Rest),
+            progress: Mutex::new(Progress::Rest(keeper)),
             status: Mutex::new(Status {
                 state: MemberState::Active,
                 changes: 0,
@@ -447,7 +448,7 @@ impl<D: Driver> Member<D> {
 
     /// Takes the pause or resume under way out, for a step of it.
     fn take_progress(&self) -> Progress<D> {
-        std::mem::replace(&mut *self.progress(), Progress::Rest)
+        std::mem::replace(&mut *self.progress(), Progress::Taken)
     }
 
     fn set_progress(&self, progress: Progress<D>) {

@@ -5,9 +5,10 @@ use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
-use vmm_pool::gate::{StillInside, WaitingCall};
+use vmm_pool::gate::Call;
 use vmm_pool::{
-    Copies, Done, Draining, Failed, Returning, Selection, Shut, StepLog, Undone, UninheritedFd,
+    Aside, Away, Copies, Done, Draining, Failed, FromOffloaded, FromOpen, Keeper, NotShut, Origin,
+    Returning, Selection, Shut, StepLog, Undone, UninheritedFd,
 };
 
 use super::failures::{
@@ -16,6 +17,7 @@ use super::failures::{
 };
 use super::fetch::Missing;
 use super::progress::Progress;
+use super::selection::Resumed;
 use super::{Member, Status};
 use crate::cut::{Limits, Seen};
 use crate::descriptors::free_descriptors;
@@ -118,7 +120,11 @@ impl<D: Driver> Member<D> {
             tracing::error!(%error, "a lost context was not recorded");
         }
         self.take_progress().abandon();
-        self.pool.let_through_for_good();
+        // What a panic has dropped has given it back too.
+        match self.pool.keeper() {
+            Some(keeper) => keeper.let_through_for_good(),
+            None => tracing::error!("calls stay held back: something is still under way"),
+        }
         self.let_nccl_through();
         self.cut.release();
     }
@@ -154,19 +160,40 @@ impl<D: Driver> Member<D> {
         self.refuse_unseen_nccl(scope)?;
         self.refuse_capture()?;
         self.end_closed_tickets();
-        let draining = self.pool.close();
+        let draining = self.begin_pause()?;
         self.transition(Event::PauseBegun)?;
         self.status().last_pause.clear();
         self.set_progress(Progress::Draining(draining, self.paused_selection(scope)));
         Ok(PhaseReport::default())
     }
 
-    fn shut(&self, deadline: Instant) -> Result<Shut<D>, Failure> {
-        let called_off = || self.calling_off.is_raised();
-        self.pool.shut(deadline, called_off).map_err(|inside| self.still_inside(&inside))
+    /// Shuts the gate for a pause, or for a look at the devices, and waits for nobody.
+    pub(super) fn begin_pause(&self) -> Result<Draining<D>, Failure> {
+        self.take_keeper()?.close().map_err(|failed| self.not_shut(failed))
     }
 
-    fn still_inside(&self, inside: &StillInside) -> Failure {
+    fn shut<W: Origin>(&self, deadline: Instant) -> Result<Shut<D, W>, Failure> {
+        let called_off = || self.calling_off.is_raised();
+        self.take_keeper()?.shut(deadline, called_off).map_err(|failed| self.not_shut(failed))
+    }
+
+    /// What something begins with that nothing else is under way for.
+    fn take_keeper(&self) -> Result<Keeper<D>, Failure> {
+        match self.take_progress() {
+            Progress::Taken => self.pool.keeper().ok_or_else(|| self.out_of_turn(Progress::Taken)),
+            progress => progress.into_keeper().map_err(|other| self.out_of_turn(*other)),
+        }
+    }
+
+    /// Puts the keeper back: the gate is as it was.
+    fn not_shut(&self, Failed { state, error }: Failed<Keeper<D>, NotShut>) -> Failure {
+        self.set_progress(Progress::Rest(*state));
+        let inside = match error {
+            NotShut::StillInside(inside) => inside,
+            NotShut::Elsewhere(_) => {
+                return wrong_state(format!("process {}: {error}", std::process::id()));
+            }
+        };
         let kind = if self.calling_off.is_raised() {
             FailureKind::CalledOff
         } else {
@@ -228,8 +255,7 @@ impl<D: Driver> Member<D> {
             self.set_progress(Progress::Draining(draining, selection));
             return Err(failure);
         }
-        let contexts = (self.config.own_contexts)();
-        let (mut quiesced, waited) = match draining.drain(&contexts, deadline, called_off) {
+        let (mut quiesced, waited) = match draining.drain(deadline, called_off) {
             Ok(drained) => drained,
             Err(Failed { state, error }) => {
                 let failure = drain_failure(&error, &state.pool().gate().waiting());
@@ -241,7 +267,7 @@ impl<D: Driver> Member<D> {
         // is void, also without an answer. Whoever knows may need the lock of an allocator, and would wait for it until the
         // resume where a thread at the gate has it, with the interpreter's lock in its hands.
         let waiting = quiesced.pool().gate().waiting();
-        let is_locked = waiting.iter().any(WaitingCall::is_about_memory);
+        let is_locked = waiting.iter().any(|waiting| waiting.call == Call::Memory);
         let unused = if is_locked { Vec::new() } else { (self.config.unused)() };
         quiesced.mark_unused(&unused);
         let references = References::new(self.pool.references(&selection));
@@ -318,11 +344,12 @@ impl<D: Driver> Member<D> {
             Progress::Prepared(prepared) => prepared,
             Progress::Reserved(reserved) => return self.release_rest(reserved.depart(), 0),
             Progress::Departing(departing, next) => return self.release_rest(departing, next),
-            progress @ (Progress::Rest
+            progress @ (Progress::Taken
+            | Progress::Rest(_)
             | Progress::Draining(..)
             | Progress::Quiesced(..)
             | Progress::Leaving(_)
-            | Progress::Released(_)
+            | Progress::Released(..)
             | Progress::Arriving(..)
             | Progress::Returning(_)
             | Progress::Restored(_)) => return Err(self.out_of_turn(progress)),
@@ -358,13 +385,14 @@ impl<D: Driver> Member<D> {
         done: Done<D>,
     ) -> Result<u64, Failure> {
         let stayed_bytes = self.pool.overdue_bytes(&selection);
-        match &selection {
+        let keeper = match &selection {
             Selection::Tagged(..) => {
                 self.transition(Event::TagsReleased)?;
                 // Before the gate opens: what stands at it may be a launch.
                 self.nccl_follows(&selection);
-                drop(done);
+                let keeper = done.end();
                 self.cut.release();
+                keeper
             }
             Selection::Whole
             | Selection::SetAside(..)
@@ -373,10 +401,10 @@ impl<D: Driver> Member<D> {
                 self.transition(Event::Released)?;
                 self.status().is_pausing = true;
                 self.cut.pause();
-                drop(done);
+                done.end()
             }
-        }
-        self.set_progress(Progress::Released(selection));
+        };
+        self.set_progress(Progress::Released(keeper, selection));
         Ok(stayed_bytes)
     }
 
@@ -405,7 +433,8 @@ impl<D: Driver> Member<D> {
 
     /// Says what stays on the devices, now that all members have released.
     fn verify(&self) -> Result<PhaseReport, Failure> {
-        let selection = self.next_of(Progress::into_released)?;
+        let (keeper, selection) = self.next_of(Progress::into_released)?;
+        self.set_progress(Progress::Rest(keeper));
         if let Selection::Tagged(..) = selection {
             return Ok(self.verify_tags(&selection));
         }
@@ -465,9 +494,10 @@ impl<D: Driver> Member<D> {
             Progress::Leaving(leaving) => leaving.undo(),
             Progress::Prepared(prepared) => prepared.undo(),
             Progress::Reserved(reserved) => reserved.undo(),
-            progress @ (Progress::Rest
+            progress @ (Progress::Taken
+            | Progress::Rest(_)
             | Progress::Departing(..)
-            | Progress::Released(_)
+            | Progress::Released(..)
             | Progress::Arriving(..)
             | Progress::Returning(_)
             | Progress::Restored(_)) => return Err(self.out_of_turn(progress)),
@@ -477,7 +507,7 @@ impl<D: Driver> Member<D> {
             not_undone_yet(&pool_failure(&error))
         })?;
         self.transition(Event::PauseUndone)?;
-        drop(done);
+        self.set_progress(Progress::Rest(done.end()));
         self.cut.release();
         drop(spare);
         Ok(report(log))
@@ -488,27 +518,35 @@ impl<D: Driver> Member<D> {
         &self,
         scope: &Scope,
         deadline: Instant,
-    ) -> Result<(Shut<D>, Selection), Failure> {
-        let selection = self.resumed_selection(scope, self.state());
-        let (wanted, begun) = match selection {
-            Selection::SetAside(..) => (MemberState::Active, Event::TagResumeBegun),
-            Selection::Whole
-            | Selection::Staged(_)
-            | Selection::Tagged(..)
-            | Selection::Part(_) => (MemberState::Paused, Event::ResumeBegun),
+    ) -> Result<Resume<D>, Failure> {
+        let resume = match self.resumed(scope, self.state()) {
+            Resumed::Aside(aside) => {
+                self.expect(MemberState::Active)?;
+                let shut = self.shut(deadline)?;
+                self.transition(Event::TagResumeBegun)?;
+                Resume::Aside(shut, aside)
+            }
+            Resumed::Away(away) => {
+                self.expect(MemberState::Paused)?;
+                let shut = self.shut(deadline)?;
+                self.transition(Event::ResumeBegun)?;
+                Resume::Away(shut, away)
+            }
         };
-        self.expect(wanted)?;
-        let shut = self.shut(deadline)?;
-        self.transition(begun)?;
         self.status().last_resume.clear();
-        Ok((shut, selection))
+        Ok(resume)
     }
 
     fn create_own(&self, scope: &Scope, deadline: Instant) -> Result<PhaseReport, Failure> {
-        let (shut, selection) = self.begin_resume(scope, deadline)?;
+        let resume = self.begin_resume(scope, deadline)?;
+        let selection = resume.selection();
         let undone = undone_resume(&selection);
         let taken = self.by_device(self.pool.offloaded_bytes(&selection));
-        match shut.create_own(selection) {
+        let created = match resume {
+            Resume::Aside(shut, aside) => shut.create_own(aside),
+            Resume::Away(shut, away) => shut.create_own(away),
+        };
+        match created {
             Ok((returning, log)) => {
                 self.set_progress(Progress::Returning(returning));
                 Ok(PhaseReport { devices: self.deltas(&taken), ..report(log) })
@@ -516,7 +554,7 @@ impl<D: Driver> Member<D> {
             Err(Failed { state, error }) => {
                 // Nothing was taken; stand as before, so that the same resume can be tried later.
                 self.transition(undone)?;
-                drop(state);
+                self.set_progress(Progress::Rest(state.end()));
                 Err(pool_failure(&error))
             }
         }
@@ -592,7 +630,7 @@ impl<D: Driver> Member<D> {
         self.transition(Event::Resumed)?;
         self.status().resumes += u64::from(is_resume_of_all);
         self.changed.notify_all();
-        drop(done);
+        self.set_progress(Progress::Rest(done.end()));
         self.nccl_follows(&selection);
         self.cut.release();
         self.close_later(spare);
@@ -632,21 +670,22 @@ impl<D: Driver> Member<D> {
             Progress::Returning(returning) => (returning.selection().clone(), returning.undo()),
             Progress::Arriving(arriving, _) => (arriving.selection().clone(), arriving.undo()),
             Progress::Restored(restored) => (restored.selection().clone(), restored.undo()),
-            progress @ (Progress::Rest
+            progress @ (Progress::Taken
+            | Progress::Rest(_)
             | Progress::Draining(..)
             | Progress::Quiesced(..)
             | Progress::Leaving(_)
             | Progress::Prepared(_)
             | Progress::Reserved(_)
             | Progress::Departing(..)
-            | Progress::Released(_)) => return Err(self.out_of_turn(progress)),
+            | Progress::Released(..)) => return Err(self.out_of_turn(progress)),
         };
         let (done, log) = undone.map_err(|Failed { state, error }| {
             self.set_progress(Progress::Returning(*state));
             pool_failure(&error)
         })?;
         self.transition(undone_resume(&selection))?;
-        drop(done);
+        self.set_progress(Progress::Rest(done.end()));
         Ok(report(log))
     }
 
@@ -679,6 +718,23 @@ impl<D: Driver> Member<D> {
                     std::process::id()
                 )))
             }
+        }
+    }
+}
+
+/// A resume that has shut the gate.
+pub(super) enum Resume<D: Driver> {
+    /// Of a process that runs.
+    Aside(Shut<D, FromOpen>, Aside),
+    /// Of one whose memory is away.
+    Away(Shut<D, FromOffloaded>, Away),
+}
+
+impl<D: Driver> Resume<D> {
+    fn selection(&self) -> Selection {
+        match self {
+            Self::Aside(_, aside) => aside.clone().into(),
+            Self::Away(_, away) => away.clone().into(),
         }
     }
 }

@@ -5,15 +5,17 @@
 
 use vmm_pool::driver::Driver;
 use vmm_pool::{
-    Arriving, Departing, Draining, Leaving, Prepared, Quiesced, Reserved, Restored, Returning,
-    Selection,
+    Arriving, Departing, Draining, Keeper, Leaving, Prepared, Quiesced, Reserved, Restored,
+    Returning, Selection,
 };
 
 /// See the head of this module.
 #[derive(Debug)]
 pub(super) enum Progress<D: Driver> {
+    /// A step has it. What such a step drops gives the keeper back to the pool.
+    Taken,
     /// Nothing is under way.
-    Rest,
+    Rest(Keeper<D>),
     /// The gate is shut for a pause of this memory, and the devices may be at work.
     Draining(Draining<D>, Selection),
     /// Its devices are drained.
@@ -26,8 +28,8 @@ pub(super) enum Progress<D: Driver> {
     Reserved(Reserved<D>),
     /// Memory goes by stages; this is the number of the next.
     Departing(Departing<D>, u32),
-    /// This memory is released, and what stays is still to be told.
-    Released(Selection),
+    /// This memory is released, and what stays is still to be told. Nothing else is under way.
+    Released(Keeper<D>, Selection),
     /// Memory comes back by stages; this is the number of the next.
     Arriving(Arriving<D>, u32),
     /// Memory is on its way back.
@@ -52,11 +54,12 @@ impl<D: Driver> Progress<D> {
         match self {
             Self::Prepared(_) | Self::Reserved(_) | Self::Restored(_) => Outlook::InDoubt,
             Self::Departing(..) => Outlook::Commits,
-            Self::Rest
+            Self::Taken
+            | Self::Rest(_)
             | Self::Draining(..)
             | Self::Quiesced(..)
             | Self::Leaving(_)
-            | Self::Released(_)
+            | Self::Released(..)
             | Self::Arriving(..)
             | Self::Returning(_) => Outlook::Aborts,
         }
@@ -72,7 +75,11 @@ impl<D: Driver> Progress<D> {
             Self::Arriving(arriving, _) => arriving.abandon(),
             Self::Returning(returning) => returning.abandon(),
             Self::Restored(restored) => restored.abandon(),
-            Self::Rest | Self::Draining(..) | Self::Quiesced(..) | Self::Released(_) => {}
+            Self::Taken
+            | Self::Rest(_)
+            | Self::Draining(..)
+            | Self::Quiesced(..)
+            | Self::Released(..) => {}
         }
     }
 }
@@ -97,9 +104,17 @@ impl<D: Driver> Progress<D> {
         }
     }
 
-    pub(super) fn into_released(self) -> Result<Selection, Box<Self>> {
+    /// For whatever begins.
+    pub(super) fn into_keeper(self) -> Result<Keeper<D>, Box<Self>> {
         match self {
-            Self::Released(selection) => Ok(selection),
+            Self::Rest(keeper) | Self::Released(keeper, _) => Ok(keeper),
+            other => Err(Box::new(other)),
+        }
+    }
+
+    pub(super) fn into_released(self) -> Result<(Keeper<D>, Selection), Box<Self>> {
+        match self {
+            Self::Released(keeper, selection) => Ok((keeper, selection)),
             other => Err(Box::new(other)),
         }
     }

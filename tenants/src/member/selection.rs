@@ -1,12 +1,20 @@
 //! What of a scope this process has.
 
 use vmm_pool::driver::Driver;
-use vmm_pool::{Selection, Whose};
+use vmm_pool::{Aside, Away, Selection, Whose};
 
 use super::Member;
 use crate::identity::MemberId;
 use crate::scope::Scope;
 use crate::state::MemberState;
+
+/// What a resume brings back, by whether the process runs.
+pub(super) enum Resumed {
+    /// It does.
+    Aside(Aside),
+    /// Its memory is away.
+    Away(Away),
+}
 
 impl<D: Driver> Member<D> {
     /// What of `scope` a pause takes from this process.
@@ -18,17 +26,26 @@ impl<D: Driver> Member<D> {
     }
 
     /// What of `scope` a resume brings back to this process in `state`.
-    pub(crate) fn resumed_selection(&self, scope: &Scope, state: MemberState) -> Selection {
+    pub(super) fn resumed_selection(&self, scope: &Scope, state: MemberState) -> Selection {
+        match self.resumed(scope, state) {
+            Resumed::Aside(aside) => aside.into(),
+            Resumed::Away(away) => away.into(),
+        }
+    }
+
+    pub(super) fn resumed(&self, scope: &Scope, state: MemberState) -> Resumed {
         match (scope, state) {
-            (Scope::Whole, _) => Selection::Whole,
-            (Scope::Tags { tags, .. }, MemberState::Paused) => Selection::Staged(tags.to_resume()),
+            (Scope::Whole, _) => Resumed::Away(Away::Whole),
+            (Scope::Tags { tags, .. }, MemberState::Paused) => {
+                Resumed::Away(Away::Staged(tags.to_resume()))
+            }
             (
                 Scope::Tags { tags, owner },
                 MemberState::Active
                 | MemberState::Offloading
                 | MemberState::Restoring
                 | MemberState::Faulted,
-            ) => Selection::SetAside(tags.to_resume(), self.whose(*owner)),
+            ) => Resumed::Aside(Aside(tags.to_resume(), self.whose(*owner))),
         }
     }
 

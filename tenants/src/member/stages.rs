@@ -15,7 +15,7 @@ use vmm_pool::{
 use super::Member;
 use super::failures::pool_failure;
 use super::fetch::may_be_the_drivers;
-use super::phases::report;
+use super::phases::{Resume, report};
 use super::progress::Progress;
 use crate::descriptors::{descriptor_limit, free_descriptors, out_of_the_way};
 use crate::host_memory::budget;
@@ -184,8 +184,10 @@ impl<D: Driver> Member<D> {
         deadline: Instant,
     ) -> Result<PhaseReport, Failure> {
         let mut arriving = if window.stage == 0 {
-            let (shut, selection) = self.begin_resume(scope, deadline)?;
-            shut.arrive(selection)
+            match self.begin_resume(scope, deadline)? {
+                Resume::Aside(shut, aside) => shut.arrive(aside),
+                Resume::Away(shut, away) => shut.arrive(away),
+            }
         } else {
             self.expect(MemberState::Restoring)?;
             let (arriving, next) = self.next_of(Progress::into_arriving)?;

@@ -181,7 +181,7 @@ impl<D: Driver> Member<D> {
 
     /// What the devices do, as far as they can be asked now.
     fn look(&self, draining: &mut Draining<D>) -> Result<vmm_pool::Activity, Failure> {
-        let looked = draining.look(|| self.captures(), self.config.own_contexts);
+        let looked = draining.look(|| self.captures());
         looked.map_err(|error| drain_failure(&error, &draining.pool().gate().waiting()))
     }
 
@@ -197,7 +197,7 @@ impl<D: Driver> Member<D> {
             inside: looked.inside as u64,
             waiting: waiting.len() as u64,
             ready: draining.ready().len() as u64,
-            calls: calls.map(|call| HeldCall::new(call.what, call.waited)).collect(),
+            calls: calls.map(|call| HeldCall::new(call.call.name(), call.waited)).collect(),
             busy: looked.busy.iter().map(ToString::to_string).collect(),
             is_idle: looked.is_idle,
             steps: draining.steps(),

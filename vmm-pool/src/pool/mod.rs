@@ -17,7 +17,7 @@ mod sharing;
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
 pub(crate) use copies::CopyPolicy;
 pub use copies::{PieceBytes, Pieces};
@@ -28,7 +28,7 @@ use crate::budget::Budget;
 use crate::deferred::{Deferred, Physical};
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
-    DriverOp, PciAddress, VaRange,
+    DriverOp, PciAddress, RawContext, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::{Gate, Pass, Passage};
@@ -68,6 +68,10 @@ pub struct Pool<D: Driver> {
     /// Where devices are. A leaf.
     pub(crate) node_of: Mutex<Option<NodeOf>>,
     gate: Gate,
+    /// Who may begin a pause or resume. A leaf.
+    right: Mutex<Weak<Right>>,
+    /// Lists the contexts that the application has made for itself.
+    own_contexts: fn() -> Vec<RawContext>,
     pub(crate) budget: Budget,
     pub(crate) copies: CopyPolicy,
     pub(crate) links: LinkPolicy,
@@ -78,17 +82,25 @@ pub struct Pool<D: Driver> {
 /// The NUMA node of a device.
 type NodeOf = fn(PciAddress) -> Option<u32>;
 
+/// The right to begin a pause or resume, which nobody else has while this lives.
+#[derive(Debug)]
+pub(crate) struct Right;
+
 impl<D: Driver> Pool<D> {
-    /// An empty pool. `toucher_threads` is how many threads bring new host memory in; with none it
-    /// comes in as contents are copied there, which is slow, and takes no more than they need.
-    pub fn new(driver: Arc<D>, toucher_threads: usize) -> Self {
+    /// See `Pool::new`.
+    pub(crate) fn with_right(
+        driver: Arc<D>,
+        toucher_threads: usize,
+        own_contexts: fn() -> Vec<RawContext>,
+    ) -> (Self, Arc<Right>) {
+        let right = Arc::new(Right);
         let deferred = Deferred::new(Arc::clone(&driver));
         let mut arena = HostArena::new(Arc::clone(&driver), toucher_threads);
         arena.stay_while(deferred.late_copies());
         let ahead = Arc::clone(arena.ahead());
         let arena = Mutex::new(arena);
         let waits = Waits::new(Arc::clone(&driver));
-        Self {
+        let pool = Self {
             driver,
             ledger: Mutex::default(),
             slabs: Mutex::default(),
@@ -99,11 +111,30 @@ impl<D: Driver> Pool<D> {
             ahead,
             node_of: Mutex::default(),
             gate: Gate::default(),
+            right: Mutex::new(Arc::downgrade(&right)),
+            own_contexts,
             budget: Budget::default(),
             copies: CopyPolicy::default(),
             links: LinkPolicy::default(),
             names: Mutex::default(),
+        };
+        (pool, right)
+    }
+
+    /// The right to begin a pause or resume, if nobody has it.
+    pub(crate) fn take_right(&self) -> Option<Arc<Right>> {
+        let mut held = self.right.lock().unwrap_or_else(PoisonError::into_inner);
+        if held.strong_count() > 0 {
+            return None;
         }
+        let right = Arc::new(Right);
+        *held = Arc::downgrade(&right);
+        Some(right)
+    }
+
+    /// Contexts that the application has made for itself: their work must end before memory leaves.
+    pub(crate) fn own_contexts(&self) -> Vec<RawContext> {
+        (self.own_contexts)()
     }
 
     /// Where contents of [`crate::Contents::File`] go, `/tmp` at first. It counts from the next pause on that begins

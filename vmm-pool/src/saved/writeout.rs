@@ -252,7 +252,8 @@ mod tests {
     #[test]
     fn a_full_disk_is_an_error_that_names_the_place() {
         let node = SimNode::private(&[64 << 20]).unwrap();
-        let pool = Pool::new(std::sync::Arc::new(SimDriver::new(node, SimOptions::default())), 1);
+        let driver = std::sync::Arc::new(SimDriver::new(node, SimOptions::default()));
+        let (pool, _keeper) = Pool::new(driver, 1, Vec::new);
         pool.arena().disk.use_full();
         let mut full = holding(4096, &[Range { start: 0, end: 4096 }]);
         // What is read there is zeros.

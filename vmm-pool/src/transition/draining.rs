@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Select};
 
 use super::pause::Undone;
-use super::quiesced::{Failed, Quiesced, Shut};
-use crate::driver::{Driver, DriverError, RawContext};
+use super::quiesced::{Failed, Quiesced, ShutGate};
+use crate::driver::{Driver, DriverError};
 use crate::gate::{Passage, WaitingCall};
 use crate::pool::Pool;
 use crate::waits::{Answer, Question, Waited};
@@ -22,7 +22,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 #[must_use = "dropping it puts the gate where it was"]
 pub struct Draining<D: Driver> {
     /// Nobody takes it for a proof before all are out and the devices are idle.
-    shut: Shut<D>,
+    shut: ShutGate<D>,
     /// Whether the devices have finished what was launched before somebody was let in last.
     question: Option<Question>,
     is_idle: bool,
@@ -83,11 +83,6 @@ pub enum DrainError {
 }
 
 impl<D: Driver> Pool<D> {
-    /// Shuts the gate for a pause, and waits for nobody. It was open before.
-    pub fn close(self: &Arc<Self>) -> Draining<D> {
-        Draining::new(Shut::new(self, self.gate().close()))
-    }
-
     /// For whoever is inside, and about to begin a stream capture, which the driver ends when a device is waited for beside it: waits that were
     /// left behind when the gate opened, and may be about to begin, end by this, or `limit` is over. Did they? Where a device has work for longer, its wait
     /// has begun long before.
@@ -104,7 +99,8 @@ impl<D: Driver> Pool<D> {
 }
 
 impl<D: Driver> Draining<D> {
-    fn new(shut: Shut<D>) -> Self {
+    /// Of a gate that was open: all memory is there that is not set aside.
+    pub(super) fn new(shut: ShutGate<D>) -> Self {
         // Whose work is on the devices nobody knows.
         let blocked = shut.pool().gate().threads().into_iter().collect();
         Self { shut, question: None, is_idle: false, waits: 0, steps: 0, blocked }
@@ -207,7 +203,7 @@ impl<D: Driver> Draining<D> {
     }
 
     /// What the process does. When nobody is inside, the devices are asked whether they are idle: those that can reach
-    /// memory of the pool, and `contexts`. Answers at once; [`Draining::wait_for_change`] says when to look again.
+    /// memory of the pool, and the application's own contexts. Answers at once; [`Draining::wait_for_change`] says when to look again.
     /// `captures` says how many streams are under capture: it is asked once nobody is inside, so that a capture which
     /// the last call out has begun is seen.
     ///
@@ -216,11 +212,7 @@ impl<D: Driver> Draining<D> {
     ///
     /// # Driver calls
     /// `cuCtxSynchronize` for each, on threads of their own.
-    pub fn look(
-        &mut self,
-        captures: impl FnOnce() -> usize,
-        contexts: impl FnOnce() -> Vec<RawContext>,
-    ) -> Result<Activity, DrainError> {
+    pub fn look(&mut self, captures: impl FnOnce() -> usize) -> Result<Activity, DrainError> {
         let inside = self.pool().gate().inside();
         if inside > 0 {
             self.is_idle = false;
@@ -238,7 +230,7 @@ impl<D: Driver> Draining<D> {
             question
         } else {
             let devices = self.pool().devices_at_work().into_iter().map(Waited::Device);
-            let own = contexts().into_iter().map(Waited::OwnContext);
+            let own = self.pool().own_contexts().into_iter().map(Waited::OwnContext);
             let places: Vec<_> = devices.chain(own).collect();
             self.waits += places.len();
             let asked = self.pool().waits.ask(places);
@@ -294,11 +286,10 @@ impl<D: Driver> Draining<D> {
     /// As [`Draining::look`]. How many waits there were since the gate was shut comes with the proof.
     pub fn drain(
         mut self,
-        contexts: &[RawContext],
         deadline: Instant,
         called_off: &Receiver<()>,
     ) -> Result<(Quiesced<D>, usize), Failed<Self, DrainError>> {
-        let look = |draining: &mut Self| draining.look(|| 0, || contexts.to_vec());
+        let look = |draining: &mut Self| draining.look(|| 0);
         if let Err(error) = self.wait_until(deadline, called_off, look, |seen| seen.is_idle) {
             return Err(Failed::new(self, error));
         }
@@ -309,20 +300,5 @@ impl<D: Driver> Draining<D> {
     /// The pause comes to nothing.
     pub fn reopen(self) -> Undone<D> {
         self.shut.reopen()
-    }
-}
-
-impl<D: Driver> Shut<D> {
-    /// As [`Draining::drain`], of a gate that nobody is inside of.
-    ///
-    /// # Errors
-    /// [`DrainError`].
-    pub fn drain(
-        self,
-        contexts: &[RawContext],
-        deadline: Instant,
-        called_off: &Receiver<()>,
-    ) -> Result<(Quiesced<D>, usize), Failed<Draining<D>, DrainError>> {
-        Draining::new(self).drain(contexts, deadline, called_off)
     }
 }

@@ -238,12 +238,12 @@ mod tests {
 
         use crate::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
         use crate::driver::{AccessDesc, AllocationProp};
-        use crate::{Class, Contents, Copies, Failed, HostBudget, Pool, PoolError};
+        use crate::{Class, Contents, Copies, Failed, HostBudget, Keeper, Pool, PoolError};
 
         let node = SimNode::private(&[64 * MIB]).unwrap();
         let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
         driver.make_current(GPU).unwrap();
-        let pool = Arc::new(Pool::new(Arc::clone(&driver), 1));
+        let (pool, keeper) = Pool::new(Arc::clone(&driver), 1, Vec::new);
         let class = |contents| Class {
             library: "test",
             tag: "weights".to_owned(),
@@ -259,25 +259,25 @@ mod tests {
             entered.map(range, 0, handle).unwrap();
             entered.set_access(range, &[AccessDesc::read_write(GPU)]).unwrap();
         }
-        let save = || {
+        let save = |keeper: Keeper<SimDriver>| {
             let soon = Instant::now() + Duration::from_mins(1);
-            let shut = pool.shut(soon, || false).unwrap();
-            let (quiesced, _) = shut.drain(&[], soon, &crossbeam_channel::never()).unwrap();
+            let draining = keeper.close().unwrap();
+            let (quiesced, _) = draining.drain(soon, &crossbeam_channel::never()).unwrap();
             quiesced.save(Selection::Whole, &[], Copies::All, |_| HostBudget(None))
         };
         pool.arena().disk.use_full();
         let free_bytes = || driver.memory_of(GPU).unwrap().free_bytes;
         let before = free_bytes();
-        let Failed { state: leaving, error } = save().unwrap_err();
+        let Failed { state: leaving, error } = save(keeper).unwrap_err();
         assert!(matches!(&error, PoolError::FileRefused { operation: "writing", .. }), "{error}");
         assert!(
             error.to_string().contains("(2097152 bytes at 0: No space left on device"),
             "{error}"
         );
         assert_eq!((pool.report().file_bytes, pool.report().host_arena_bytes), (0, 0));
-        drop(leaving.undo().unwrap());
+        let keeper = leaving.undo().unwrap().done.end();
         // The next file is one of the disk's.
-        let (prepared, _) = save().unwrap();
+        let (prepared, _) = save(keeper).unwrap();
         assert_eq!(free_bytes(), before, "nothing was released before");
         drop(prepared.release().unwrap());
         assert_eq!(free_bytes(), before + 2 * GRANULARITY_BYTES);

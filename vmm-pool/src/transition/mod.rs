@@ -1,9 +1,10 @@
 //! The steps of a pause and of a resume, and the proofs that they need.
 //!
 //! ```text
-//!   pause:   Pool::close -> Draining --drain--> Quiesced --save--> Prepared --release--> (memory is away)
-//!   resume:  Pool::shut -> Shut --create_own--> Returning: restore_own, import_batch --map_imports--> Restored
-//!                                                                              --commit--> (the process runs)
+//!   pause:   Keeper --close--> Draining --drain--> Quiesced --save--> Prepared --release--> Done (memory is away)
+//!   resume:  Keeper --shut--> Shut --create_own--> Returning: restore_own, import_batch --map_imports--> Restored
+//!                                                                              --commit--> Done (the process runs)
+//!   either:  Done --end--> Keeper
 //!   by stages: Quiesced --reserve--> Reserved --depart--> Departing: release_stage --release--> (memory is away)
 //!              Shut --arrive--> Arriving: restore_stage --restore_rest--> Returning
 //! ```
@@ -11,9 +12,10 @@
 //! Each arrow consumes what is left of it. What is given up on the way is put back: dropping a [`Draining`], a [`Shut`] or a
 //! [`Quiesced`] puts the gate where it was, and a pause or resume under way has an `undo`, which dropping it does too.
 //! All that takes memory from its addresses or from the process is a method of [`still::Still`], which only a drained
-//! process or memory that nothing has touched yet can make. The types prove that for **one** pause or resume at a time: they do
-//! not keep a caller from beginning a second one before the first has ended. [`Pool::close`](crate::Pool::close) and
-//! [`Pool::shut`](crate::Pool::shut) are for a caller that never does, as the worker thread of a member, which keeps the one value in one place.
+//! process or memory that nothing has touched yet can make. There is one [`Keeper`] a pool, which whatever begins consumes, so
+//! no second pause or resume begins before the first has ended. [`Shut`] says in its type where the gate was: only a process
+//! that ran is drained, and lets calls in ([`Draining::step_all`]); only one whose memory is away has all of it created. Three ways
+//! round that, and why they do not compile, are in `keeper.rs`.
 //!
 //! The order across processes is the caller's business; each step here leaves ledger and driver in agreement, whether
 //! it succeeds or fails.
@@ -22,6 +24,7 @@ mod ahead;
 mod draining;
 mod file;
 mod handover;
+mod keeper;
 mod links;
 mod mappings;
 mod pause;
@@ -39,8 +42,9 @@ mod views;
 pub use ahead::{BroughtIn, HostStanding};
 pub use draining::{Activity, DrainError, Draining};
 pub use handover::{Handed, Shape, Shapes};
+pub use keeper::{Aside, Away, FromOffloaded, FromOpen, Keeper, NotShut, Origin, Shut};
 pub use pause::{Leaving, Prepared, Undone};
-pub use quiesced::{Done, Failed, Quiesced, Shut};
+pub use quiesced::{Done, Failed, Quiesced};
 pub use restore::ImportRequest;
 pub use resume::{Restored, Returning};
 pub use staged::{Arriving, ByDevice, Departing, Left, Moved, Reserved, Stages};

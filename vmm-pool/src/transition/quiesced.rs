@@ -1,24 +1,25 @@
 //! The gate shut, and the devices drained: the proofs that a pause begins with.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use crate::driver::{Driver, VaRange};
 use crate::error::PoolError;
-use crate::gate::{Mode, StillInside};
+use crate::gate::Mode;
 use crate::ledger::{Selection, Survey};
-use crate::pool::Pool;
+use crate::pool::{Pool, Right};
 use crate::store::HostDemand;
 
+use super::keeper::Keeper;
 use super::pause::Undone;
 use super::still::Still;
 use crate::journal::StepLog;
 
-/// The gate is shut, and no call of the application's is under way. Dropping it puts the gate where it was.
+/// The gate is shut, and what has begun behind it is not over. Dropping it undoes that and puts the gate where it was.
 #[derive(Debug)]
-#[must_use = "dropping it puts the gate where it was"]
-pub struct Shut<D: Driver> {
+pub(super) struct ShutGate<D: Driver> {
     pool: Arc<Pool<D>>,
+    /// Nothing else begins meanwhile.
+    right: Arc<Right>,
     /// Where the gate was.
     before: Mode,
     on_drop: OnDrop,
@@ -39,17 +40,27 @@ enum OnDrop {
 #[derive(Debug)]
 #[must_use = "dropping it puts the gate where it was"]
 pub struct Quiesced<D: Driver> {
-    shut: Shut<D>,
+    shut: ShutGate<D>,
     /// What was seen of the contents since.
     survey: Survey,
 }
 
-/// A pause or resume is over, or undone. The gate goes where that has led when this is dropped, so that whoever holds
-/// it can tell others first.
+/// A pause or resume is over, or undone. The gate goes where that has led at [`Done::end`], or when this is dropped, so
+/// that whoever holds it can tell others first.
 #[derive(Debug)]
 #[must_use = "the process goes on when it is dropped"]
 pub struct Done<D: Driver> {
-    _shut: Shut<D>,
+    shut: ShutGate<D>,
+}
+
+impl<D: Driver> Done<D> {
+    /// The process goes on, and the next pause or resume may begin.
+    pub fn end(self) -> Keeper<D> {
+        let ShutGate { pool, right, .. } = &self.shut;
+        let keeper = Keeper::new(Arc::clone(pool), Arc::clone(right));
+        drop(self);
+        keeper
+    }
 }
 
 /// A step that was not done, with what it had to begin with, as the failure has left that.
@@ -72,7 +83,7 @@ impl<P, E> Failed<P, E> {
     }
 }
 
-impl<D: Driver> Drop for Shut<D> {
+impl<D: Driver> Drop for ShutGate<D> {
     fn drop(&mut self) {
         let undone = match &self.on_drop {
             OnDrop::Set(mode) => return self.set(*mode),
@@ -94,41 +105,19 @@ impl<D: Driver> Drop for Shut<D> {
     }
 }
 
-impl<D: Driver> Pool<D> {
-    /// Shuts the gate for every call of the application's, and waits until those under way are out. The calling thread
-    /// must not be inside.
-    ///
-    /// # Errors
-    /// [`StillInside`] at `deadline`, or when `called_off` says so, with the gate as it was before.
-    pub fn shut(
-        self: &Arc<Self>,
-        deadline: Instant,
-        called_off: impl Fn() -> bool,
-    ) -> Result<Shut<D>, StillInside> {
-        let before = self.gate().shut(deadline, called_off)?;
-        Ok(Shut::new(self, before))
-    }
-
-    /// The context of this process is lost, and its memory with it: lets every call through, so that the application
-    /// hears of it from the driver, and ends. There is no way back from that.
-    pub fn let_through_for_good(&self) {
-        self.gate().set(Mode::Open);
-    }
-}
-
-impl<D: Driver> Shut<D> {
+impl<D: Driver> ShutGate<D> {
     /// Of a gate that was at `before`.
-    pub(super) fn new(pool: &Arc<Pool<D>>, before: Mode) -> Self {
-        Self { pool: Arc::clone(pool), before, on_drop: OnDrop::Set(before) }
+    pub(super) fn new(pool: Arc<Pool<D>>, right: Arc<Right>, before: Mode) -> Self {
+        Self { pool, right, before, on_drop: OnDrop::Set(before) }
     }
 
     /// The memory that it is about.
-    pub fn pool(&self) -> &Arc<Pool<D>> {
+    pub(super) fn pool(&self) -> &Arc<Pool<D>> {
         &self.pool
     }
 
     /// The pause comes to nothing.
-    pub fn reopen(self) -> Undone<D> {
+    pub(super) fn reopen(self) -> Undone<D> {
         Undone { done: self.end_as_before(), log: StepLog::default(), spare: Vec::new() }
     }
 
@@ -159,7 +148,7 @@ impl<D: Driver> Shut<D> {
     /// The gate goes there when the result is dropped.
     pub(super) fn end_in(mut self, mode: Mode) -> Done<D> {
         self.on_drop = OnDrop::Set(mode);
-        Done { _shut: self }
+        Done { shut: self }
     }
 
     /// What was begun behind it is undone: the gate goes where it was when the result is dropped.
@@ -176,7 +165,7 @@ impl<D: Driver> Shut<D> {
 
 impl<D: Driver> Quiesced<D> {
     /// Nobody is inside, and the devices are idle. From here on nothing is given to importers.
-    pub(super) fn of_idle(shut: Shut<D>) -> Self {
+    pub(super) fn of_idle(shut: ShutGate<D>) -> Self {
         shut.pool.freeze();
         Self { shut, survey: Survey::default() }
     }
@@ -221,11 +210,11 @@ impl<D: Driver> Quiesced<D> {
         self.shut.reopen()
     }
 
-    pub(super) fn shut_mut(&mut self) -> &mut Shut<D> {
+    pub(super) fn shut_mut(&mut self) -> &mut ShutGate<D> {
         &mut self.shut
     }
 
-    pub(super) fn into_shut(self) -> Shut<D> {
+    pub(super) fn into_shut(self) -> ShutGate<D> {
         self.shut
     }
 }

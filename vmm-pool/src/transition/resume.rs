@@ -4,8 +4,9 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use super::keeper::{Origin, Shut};
 use super::links::{Quiet, Through};
-use super::quiesced::{Done, Failed, Shut};
+use super::quiesced::{Done, Failed, ShutGate};
 use super::restore::{ImportRequest, Room};
 use super::still::Still;
 use crate::AllocationId;
@@ -21,7 +22,7 @@ use crate::pool::{Borrowed, Pool};
 #[derive(Debug)]
 #[must_use = "dropping it undoes the resume"]
 pub struct Returning<D: Driver> {
-    pub(super) shut: Shut<D>,
+    pub(super) shut: ShutGate<D>,
     pub(super) selection: Selection,
     /// See [`Returning::ask_devices`].
     pub(super) may_ask: bool,
@@ -34,8 +35,8 @@ pub struct Restored<D: Driver> {
     returning: Returning<D>,
 }
 
-impl<D: Driver> Shut<D> {
-    /// Resume 1: creates all own memory of `selection` that is not resident, or none. What comes back is given to those
+impl<D: Driver, W: Origin> Shut<D, W> {
+    /// Resume 1: creates all own memory that `brings` names and that is not resident, or none. What comes back is given to those
     /// whom it is owed, and to nobody else before it is all there.
     ///
     /// # Errors
@@ -44,17 +45,15 @@ impl<D: Driver> Shut<D> {
     ///
     /// # Driver calls
     /// `cuMemGetInfo`, `cuMemCreate`.
-    pub fn create_own(
-        mut self,
-        selection: Selection,
-    ) -> Result<(Returning<D>, StepLog), Failed<Done<D>>> {
-        self.pool().freeze();
-        match Still::not_touched_yet(&self).create_own(&selection, Room::of(&selection)) {
+    pub fn create_own(self, brings: W::Brings) -> Result<(Returning<D>, StepLog), Failed<Done<D>>> {
+        let (mut shut, selection) = (self.into_gate(), brings.into());
+        shut.pool().freeze();
+        match Still::not_touched_yet(&shut).create_own(&selection, Room::of(&selection)) {
             Ok(log) => {
-                self.begin_resume(selection.clone());
-                Ok((Returning { shut: self, selection, may_ask: false }, log))
+                shut.begin_resume(selection.clone());
+                Ok((Returning { shut, selection, may_ask: false }, log))
             }
-            Err(error) => Err(Failed::new(self.end_as_before(), error)),
+            Err(error) => Err(Failed::new(shut.end_as_before(), error)),
         }
     }
 }

@@ -15,10 +15,11 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use super::handover::{Handed, Shapes, wanted_shape};
+use super::keeper::{Origin, Shut};
 use super::links::Through;
 use super::mappings::is_import_of;
 use super::pause::{Leaving, Undone};
-use super::quiesced::{Done, Failed, Quiesced, Shut};
+use super::quiesced::{Done, Failed, Quiesced};
 use super::release::Meanwhile;
 use super::restore::Room;
 use super::resume::Returning;
@@ -431,16 +432,14 @@ impl<D: Driver> Departing<D> {
     }
 }
 
-impl<D: Driver> Shut<D> {
+impl<D: Driver, W: Origin> Shut<D, W> {
     /// Resume 1 of one by stages. What comes back is given to those whom it is owed, and to nobody else before it is all
     /// there.
-    pub fn arrive(mut self, selection: Selection) -> Arriving<D> {
-        self.pool().freeze();
-        self.begin_resume(selection.clone());
-        Arriving {
-            returning: Returning { shut: self, selection, may_ask: false },
-            back: HashSet::new(),
-        }
+    pub fn arrive(self, brings: W::Brings) -> Arriving<D> {
+        let (mut shut, selection) = (self.into_gate(), brings.into());
+        shut.pool().freeze();
+        shut.begin_resume(selection.clone());
+        Arriving { returning: Returning { shut, selection, may_ask: false }, back: HashSet::new() }
     }
 }
 

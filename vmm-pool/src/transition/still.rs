@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::quiesced::{Quiesced, Shut};
+use super::quiesced::{Quiesced, ShutGate};
 use crate::copies::CopyStreams;
 use crate::driver::{DeviceOrdinal, Driver};
 use crate::error::PoolResult;
@@ -23,12 +23,12 @@ impl<'a, D: Driver> Still<'a, D> {
 
     /// The gate has been shut since before the memory came back, so that nothing has been launched that knows it. For
     /// steps that touch no other memory.
-    pub(super) fn not_touched_yet(shut: &'a Shut<D>) -> Self {
+    pub(super) fn not_touched_yet(shut: &'a ShutGate<D>) -> Self {
         Self { pool: shut.pool() }
     }
 
     /// What a proof that is dropped has moved: it was drained, or not touched yet, when that began.
-    pub(super) fn of_dropped(shut: &'a Shut<D>) -> Self {
+    pub(super) fn of_dropped(shut: &'a ShutGate<D>) -> Self {
         Self { pool: shut.pool() }
     }
 

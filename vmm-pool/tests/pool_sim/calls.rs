@@ -1,9 +1,10 @@
 //! The application's calls: ranges, references and refusals.
 
 use std::os::fd::AsFd as _;
+use std::sync::Arc;
 use std::time::Duration;
 
-use vmm_pool::driver::sim::{FaultSpan, Hold, SimNode};
+use vmm_pool::driver::sim::{FaultSpan, Hold, SimDriver, SimNode, SimOptions};
 
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverOp, Location, RawContext,
@@ -347,8 +348,8 @@ fn a_capture_lets_a_wait_end_that_was_left_behind_before_it_had_begun() {
     assert!(pool.let_waits_end(Duration::ZERO), "nothing was asked");
     let faults = pool.driver().faults();
     let begun = faults.calls(DriverOp::PrimaryContextRetain);
-    let mut draining = pool.close();
-    let seen = draining.look(|| 0, Vec::new).expect("asked");
+    let mut draining = pool.keeper().close().expect("it runs");
+    let seen = draining.look(|| 0).expect("asked");
     assert!(!seen.is_idle);
     // Its thread has not come to the driver's wait yet, and will.
     assert!(hold.is_met(Duration::from_mins(1)));
@@ -366,13 +367,16 @@ fn a_capture_lets_a_wait_end_that_was_left_behind_before_it_had_begun() {
 #[test]
 fn the_end_of_a_context_lets_a_wait_end_that_was_left_behind_in_it() {
     // There is no such context: that is what its thread will hear, in its time.
-    let (pool, _, hold) = held(&node(), DriverOp::ContextSetCurrent);
+    let driver = SimDriver::new(node(), SimOptions::default());
+    let pool = SimPool::with_contexts(Arc::new(driver), 1, || vec![RawContext(77)]);
+    create(&pool, DEVICE, 1, kept());
+    let hold = pool.driver().faults().hold(DriverOp::ContextSetCurrent);
     // The device's own context is waited for too.
     let holds = [hold, pool.driver().faults().hold(DriverOp::ContextSetCurrent)];
     let place = Waited::OwnContext(RawContext(77));
     assert!(pool.let_waits_at_end(place, Duration::ZERO), "nothing was asked");
-    let mut draining = pool.close();
-    let seen = draining.look(|| 0, || vec![RawContext(77)]).expect("asked");
+    let mut draining = pool.keeper().close().expect("it runs");
+    let seen = draining.look(|| 0).expect("asked");
     assert!(!seen.is_idle);
     assert!(holds.iter().all(|hold| hold.is_met(Duration::from_mins(1))));
     assert!(!pool.let_waits_at_end(place, Duration::ZERO));

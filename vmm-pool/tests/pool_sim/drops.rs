@@ -1,15 +1,15 @@
 //! A proof that is dropped undoes what was begun: contents are intact, the gate is where it was, and nothing is left
 //! on a device that should not be.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use vmm_pool::driver::sim::{FaultSpan, SimDriver};
+use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp};
 use vmm_pool::gate::Passage;
 use vmm_pool::{
-    Contents, Copies, DrainError, Failed, Pool, PoolError, Selection, Shut, Tags, Whose,
+    Away, Contents, Copies, DrainError, Failed, FromOffloaded, FromOpen, NotShut, PoolError,
+    Selection, Tags, Whose,
 };
 
 use crate::faults::Pair;
@@ -20,11 +20,6 @@ use crate::stage::{
 };
 
 type Steps = fn(&Pair);
-
-fn shut(pool: &Arc<Pool<SimDriver>>) -> Shut<SimDriver> {
-    let soon = Instant::now() + Duration::from_mins(1);
-    pool.shut(soon, || false).expect("nobody is inside")
-}
 
 /// The process runs as if there had been no pause, and the next one finds everything.
 fn assert_runs(pair: &Pair, when: &str) {
@@ -69,7 +64,7 @@ fn restore_own(pool: &SimPool) {
 #[test]
 fn a_shut_gate_that_is_dropped_opens_and_importers_are_given_memory() {
     let pool = pool(&node());
-    let held = shut(&pool);
+    let held = pool.shut::<FromOpen>();
     assert_eq!(gate_of(&pool), GateAt::Shut);
     // As after a drain that came to nothing.
     pool.freeze();
@@ -77,7 +72,7 @@ fn a_shut_gate_that_is_dropped_opens_and_importers_are_given_memory() {
     assert_eq!(gate_of(&pool), GateAt::Open);
     assert!(!is_frozen(&pool));
     pool.freeze();
-    drop(shut(&pool).reopen());
+    drop(pool.shut::<FromOpen>().reopen());
     assert_eq!((gate_of(&pool), is_frozen(&pool)), (GateAt::Open, false));
 }
 
@@ -86,11 +81,39 @@ fn a_gate_shut_behind_memory_that_is_away_goes_back_there() {
     let pool = pool(&node());
     create(&pool, DEVICE, 1, kept());
     crate::stage::pause(&pool);
-    drop(shut(&pool));
+    drop(pool.shut::<FromOffloaded>());
     assert_eq!(gate_of(&pool), GateAt::Offloaded);
     assert!(is_frozen(&pool), "nothing is there to be given");
     resume(&pool);
     assert_eq!((gate_of(&pool), is_frozen(&pool)), (GateAt::Open, false));
+}
+
+#[test]
+fn one_thing_begins_at_a_time_and_from_where_the_gate_is() {
+    let pool = pool(&node());
+    create(&pool, DEVICE, 1, kept());
+    let draining = pool.keeper().close().expect("it runs");
+    assert!(pool.pool().keeper().is_none(), "a pause has begun");
+    drop(draining);
+    let soon = || Instant::now() + Duration::from_mins(1);
+    let elsewhere = |refused: &NotShut| matches!(refused, NotShut::Elsewhere(_));
+    let refused = pool.keeper().shut::<FromOffloaded>(soon(), || false).expect_err("it runs");
+    assert!(elsewhere(&refused.error), "{}", refused.error);
+    assert_eq!(gate_of(&pool), GateAt::Open);
+    drop(refused);
+    crate::stage::pause(&pool);
+    let Failed { state: keeper, error } = pool.keeper().close().expect_err("memory is away");
+    assert!(elsewhere(&error), "{error}");
+    let Failed { state: keeper, error } =
+        keeper.shut::<FromOpen>(soon(), || false).expect_err("memory is away");
+    assert!(elsewhere(&error), "{error}");
+    assert_eq!(gate_of(&pool), GateAt::Offloaded);
+    let shut = keeper.shut::<FromOffloaded>(soon(), || false).map_err(Failed::into_error);
+    let keeper = shut.expect("nobody is inside").reopen().done.end();
+    assert!(pool.pool().keeper().is_none(), "it is handed on");
+    drop(keeper);
+    resume(&pool);
+    assert_eq!(gate_of(&pool), GateAt::Open);
 }
 
 #[test]
@@ -110,16 +133,16 @@ fn no_device_is_asked_while_a_capture_is_under_way_that_the_last_call_has_begun(
     let pool = &pair.pools[0];
     let waits = || pool.driver().faults().calls(DriverOp::ContextSynchronize);
     let call = pool.gate().pass_for("cuStreamBeginCapture", Passage::Capture);
-    let mut draining = pool.close();
+    let mut draining = pool.keeper().close().expect("it runs");
     let before = waits();
-    let seen = draining.look(|| 1, Vec::new).expect("nothing is asked");
+    let seen = draining.look(|| 1).expect("nothing is asked");
     assert_eq!(seen.inside, 1);
     drop(call);
-    let refused = draining.look(|| 1, Vec::new).expect_err("a capture");
+    let refused = draining.look(|| 1).expect_err("a capture");
     assert!(matches!(refused, DrainError::InCapture { count: 1 }), "{refused}");
     draining.wait_for_change(Duration::from_millis(20), &crossbeam_channel::never());
     assert_eq!(waits(), before, "a wait would have ended the capture");
-    while !draining.look(|| 0, Vec::new).expect("no work").is_idle {
+    while !draining.look(|| 0).expect("no work").is_idle {
         draining.wait_for_change(Duration::from_secs(5), &crossbeam_channel::never());
     }
     assert!(waits() > before);
@@ -227,7 +250,8 @@ fn the_gate_goes_where_a_step_has_led_when_its_end_is_dropped_and_not_before() {
     create(&pool, DEVICE, 1, kept());
     let quiesced = || {
         let soon = Instant::now() + Duration::from_mins(1);
-        let drained = shut(&pool).drain(&[], soon, &crossbeam_channel::never());
+        let drained =
+            pool.shut::<FromOpen>().into_draining().drain(soon, &crossbeam_channel::never());
         drained.map_err(Failed::into_error).expect("no work").0
     };
     let prepared = || {
@@ -249,7 +273,10 @@ fn the_gate_goes_where_a_step_has_led_when_its_end_is_dropped_and_not_before() {
     drop(released);
     check("released", GateAt::Offloaded);
 
-    let create = || shut(&pool).create_own(WHOLE).map_err(Failed::into_error).expect("memory").0;
+    let create = || {
+        let created = pool.shut::<FromOffloaded>().create_own(Away::Whole);
+        created.map_err(Failed::into_error).expect("memory").0
+    };
     let undone = create().undo().map_err(Failed::into_error).expect("given up");
     check("given up, and held", GateAt::Shut);
     drop(undone);
@@ -334,8 +361,9 @@ fn what_is_abandoned_stays_where_it_is_until_all_calls_are_let_through() {
         pool.abandon();
         assert_eq!(pool.driver().faults().calls_total(), calls, "{step}: the context is lost");
         assert_eq!((gate_of(pool), is_frozen(pool)), (GateAt::Shut, true), "{step}");
-        pool.let_through_for_good();
+        pool.keeper().let_through_for_good();
         assert_eq!(gate_of(pool), GateAt::Open, "{step}");
+        assert!(pool.pool().keeper().is_none(), "{step}: nothing begins any more");
         assert!(is_frozen(pool), "{step}: nobody is given what is lost");
     });
 }
@@ -351,13 +379,16 @@ fn who_went_in_while_memory_was_away_is_told_so_when_a_resume_begins() {
     std::thread::scope(|scope| {
         let resumer = scope.spawn(|| {
             let soon = Instant::now() + Duration::from_mins(1);
-            pool.shut(soon, || has_looked.swap(true, Ordering::Relaxed)).map(drop)
+            let look = || has_looked.swap(true, Ordering::Relaxed);
+            let shut = pool.keeper().shut::<FromOffloaded>(soon, look);
+            shut.map(drop).map_err(Failed::into_error)
         });
         while !has_looked.load(Ordering::Relaxed) && !resumer.is_finished() {
             std::thread::yield_now();
         }
         assert!(entered.is_offloaded(), "the gate is shut, and memory is away");
-        resumer.join().expect("no panic").expect_err("this thread is inside");
+        let refused = resumer.join().expect("no panic").expect_err("this thread is inside");
+        assert!(matches!(refused, NotShut::StillInside(_)), "{refused}");
     });
     drop(entered);
     resume(&pool);

@@ -10,15 +10,15 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use vmm_pool::driver::sim::SimDriver;
-use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
-use vmm_pool::{
-    AllocationId, Arriving, Borrowed, ByDevice, Class, Copies, Departing, Export, Failed, Handed,
-    HostBudget, ImportRequest, ImportSource, Leaving, Moved, Pool, PoolResult, Prepared, Quiesced,
-    Reserved, Restored, Returning, Selection, Shapes, Stages, StayReason, StepLog, Undone,
-    VirtualHandle,
+use vmm_pool::driver::{
+    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, RawContext, VaRange,
 };
-
-use crate::stage::WHOLE;
+use vmm_pool::{
+    AllocationId, Arriving, Aside, Away, Borrowed, ByDevice, Class, Copies, Departing, Export,
+    Failed, FromOffloaded, FromOpen, Handed, HostBudget, ImportRequest, ImportSource, Keeper,
+    Leaving, Moved, Origin, Pool, PoolResult, Prepared, Quiesced, Reserved, Restored, Returning,
+    Selection, Shapes, Shut, Stages, StayReason, StepLog, Undone, VirtualHandle,
+};
 
 /// See the head of this module.
 #[derive(Debug)]
@@ -64,8 +64,31 @@ fn soon() -> Instant {
 
 impl SimPool {
     pub(crate) fn new(driver: Arc<SimDriver>, toucher_threads: usize) -> Self {
-        let pool = Arc::new(Pool::new(driver, toucher_threads));
+        Self::with_contexts(driver, toucher_threads, Vec::new)
+    }
+
+    pub(crate) fn with_contexts(
+        driver: Arc<SimDriver>,
+        toucher_threads: usize,
+        own_contexts: fn() -> Vec<RawContext>,
+    ) -> Self {
+        // Its keeper goes back to the pool, which gives it to whatever begins.
+        let (pool, _) = Pool::new(driver, toucher_threads, own_contexts);
         Self { pool, stage: Mutex::new(Stage::Rest), told: Mutex::default() }
+    }
+
+    pub(crate) fn pool(&self) -> &Arc<Pool<SimDriver>> {
+        &self.pool
+    }
+
+    /// For what begins now.
+    pub(crate) fn keeper(&self) -> Keeper<SimDriver> {
+        self.pool.keeper().expect("nothing is under way")
+    }
+
+    pub(crate) fn shut<W: Origin>(&self) -> Shut<SimDriver, W> {
+        let shut = self.keeper().shut(soon(), || false);
+        shut.map_err(Failed::into_error).expect("nobody is inside")
     }
 
     fn take(&self) -> Stage {
@@ -81,10 +104,10 @@ impl SimPool {
         if let Stage::Quiesced(quiesced) = self.take() {
             return quiesced;
         }
-        let shut = self.pool.shut(soon(), || false).expect("nobody is inside");
+        let draining = self.shut::<FromOpen>().into_draining();
         let never = crossbeam_channel::never();
         let (quiesced, _) =
-            shut.drain(&[], soon(), &never).map_err(Failed::into_error).expect("no work");
+            draining.drain(soon(), &never).map_err(Failed::into_error).expect("no work");
         quiesced
     }
 
@@ -239,10 +262,7 @@ impl SimPool {
     ) -> PoolResult<Moved> {
         let mut arriving = match self.take() {
             Stage::Arriving(arriving) => arriving,
-            Stage::Rest => {
-                let shut = self.pool.shut(soon(), || false).expect("nobody is inside");
-                shut.arrive(WHOLE)
-            }
+            Stage::Rest => self.shut::<FromOffloaded>().arrive(Away::Whole),
             stage => panic!("something else is under way: {stage:?}"),
         };
         let moved = arriving.restore_stage(allowed, handed, kept);
@@ -268,8 +288,15 @@ impl SimPool {
     }
 
     pub(crate) fn create_own(&self, selection: &Selection) -> PoolResult<StepLog> {
-        let shut = self.pool.shut(soon(), || false).expect("nobody is inside");
-        match shut.create_own(selection.clone()) {
+        let created = match selection.clone() {
+            Selection::SetAside(tags, whose) => {
+                self.shut::<FromOpen>().create_own(Aside(tags, whose))
+            }
+            Selection::Whole => self.shut::<FromOffloaded>().create_own(Away::Whole),
+            Selection::Staged(tags) => self.shut::<FromOffloaded>().create_own(Away::Staged(tags)),
+            selection => panic!("no resume is of {selection:?}"),
+        };
+        match created {
             Ok((returning, log)) => {
                 self.put(Stage::Returning(returning));
                 Ok(log)
