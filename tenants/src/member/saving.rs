@@ -178,6 +178,7 @@ impl<D: Driver> Member<D> {
         if !out.write_on(&self.pool, until).map_err(|error| pool_failure(&error))? {
             return Ok(false);
         }
+        saving.account.saved_bytes = out.total_bytes();
         saving.dir.finish_part(&name).map_err(|error| dir_failure(&error))?;
         Ok(true)
     }
@@ -192,6 +193,10 @@ impl<D: Driver> Member<D> {
                 imports.push(imported(holding));
                 continue;
             };
+            if written.is_none() && !holding.saved_parts.is_empty() {
+                // Its application has freed it meanwhile.
+                continue;
+            }
             let device = holding.device.map(|ordinal| {
                 let name = devices.entry(ordinal).or_insert_with(|| self.device_name(ordinal));
                 name.clone()

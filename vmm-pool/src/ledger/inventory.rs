@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use super::{Class, Ledger, Mapping, Origin, Row};
 use crate::driver::{DeviceOrdinal, VaRange};
-use crate::store::Saved;
 use crate::{AllocationId, PeerId};
 
 /// One allocation, and what is saved of it.
@@ -26,8 +25,6 @@ pub struct Holding {
     pub is_resident: bool,
     /// Parts whose contents are saved, by offset, in order and apart; none when nothing is.
     pub saved_parts: Vec<Range<u64>>,
-    /// Where those lie.
-    pub(crate) saved: Option<Saved>,
 }
 
 /// Where an allocation comes from.
@@ -62,7 +59,7 @@ impl Holding {
     fn of(ledger: &Ledger, row: &Row, standing: Standing) -> Self {
         let is_resident = row.is_resident();
         let counts = !is_resident || standing == Standing::StandsStill;
-        let saved = row.saved().filter(|_| row.is_own() && counts).cloned();
+        let saved = row.saved().filter(|_| row.is_own() && counts);
         Self {
             id: row.id(),
             class: row.class().clone(),
@@ -76,8 +73,7 @@ impl Holding {
                 Origin::Foreign => HoldingSource::Foreign,
             },
             is_resident,
-            saved_parts: saved.as_ref().map(|_| row.copied_parts()).unwrap_or_default(),
-            saved,
+            saved_parts: saved.map(|_| row.copied_parts()).unwrap_or_default(),
         }
     }
 

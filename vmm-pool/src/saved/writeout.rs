@@ -4,18 +4,20 @@
 //!   file:  [A saved ....][B saved | hole | saved][D saved ...]     each begins at a multiple of 4 KiB
 //! ```
 //!
-//! An allocation has its whole size there; parts that nobody needs are holes. Nothing that is saved is changed.
+//! An allocation has its whole size there; parts that nobody needs are holes. Nothing that is saved is changed. The
+//! application may free what is still to be written, so each piece is looked up in the ledger.
 
 use std::fs::File;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Instant;
 
+use crate::AllocationId;
 use crate::driver::Driver;
 use crate::error::PoolResult;
-use crate::ledger::Holding;
+use crate::ledger::{Holding, Row};
 use crate::pool::Pool;
-use crate::store::{ContentsFile, Saved};
+use crate::store::ContentsFile;
 
 /// What is read and written at once: between two pieces others have their turn at the arena, and the time is looked
 /// at.
@@ -27,7 +29,7 @@ const ALIGNMENT_BYTES: u64 = 4096;
 /// One allocation's place in the file.
 #[derive(Clone, Debug)]
 struct Place {
-    saved: Saved,
+    id: AllocationId,
     /// Where the allocation begins in the file.
     offset_bytes: u64,
     /// Parts of it to be written, by offset.
@@ -41,7 +43,7 @@ struct Place {
 #[derive(Debug)]
 pub struct WriteOut {
     file: ContentsFile,
-    /// By index of the holding; none for those that have nothing saved.
+    /// By index of the holding; none for those that have nothing saved, or were freed before all of it was written.
     places: Vec<Option<Place>>,
     /// What is to be written next: index of the holding, and part of it by offset.
     next: Cursor,
@@ -97,7 +99,7 @@ impl WriteOut {
         }
     }
 
-    /// What there is to write.
+    /// What there is to write, without what was freed before.
     pub fn total_bytes(&self) -> u64 {
         self.total_bytes
     }
@@ -107,8 +109,8 @@ impl WriteOut {
         self.written_bytes
     }
 
-    /// Where the contents of holding `index` lie in the file; none when nothing of it is saved. Its checksum is that of
-    /// what is written so far.
+    /// Where the contents of holding `index` lie in the file; none when nothing of it is saved, or it was freed before all
+    /// of it was written. Its checksum is that of what is written so far.
     pub fn written(&self, index: usize) -> Option<Written> {
         let place = self.places.get(index)?.as_ref()?;
         Some(Written { offset_bytes: place.offset_bytes, crc32: place.sum.clone().finalize() })
@@ -120,7 +122,10 @@ impl WriteOut {
     /// [`crate::PoolError::FileRefused`], [`crate::PoolError::FileUnreadable`]; the file is of no use then.
     pub fn write_on<D: Driver>(&mut self, pool: &Pool<D>, until: Instant) -> PoolResult<bool> {
         while let Some((index, piece)) = self.next_piece() {
-            self.write_piece(pool, index, &piece)?;
+            if !self.write_piece(pool, index, &piece)? {
+                self.pass_over(index, piece.start);
+                continue;
+            }
             if Instant::now() >= until && self.written_bytes < self.total_bytes {
                 return Ok(false);
             }
@@ -154,20 +159,37 @@ impl WriteOut {
         None
     }
 
+    /// Holding `index` is gone, of which all is written before `offset_bytes`: what follows in the file is left as it is.
+    fn pass_over(&mut self, index: usize, offset_bytes: u64) {
+        let Some(place) = self.places.get_mut(index).and_then(Option::take) else { return };
+        for part in place.parts {
+            let done = offset_bytes.clamp(part.start, part.end) - part.start;
+            self.written_bytes -= done;
+            self.total_bytes -= part.end - part.start;
+        }
+    }
+
+    /// False when the allocation is gone.
     fn write_piece<D: Driver>(
         &mut self,
         pool: &Pool<D>,
         index: usize,
         piece: &Range<u64>,
-    ) -> PoolResult<()> {
+    ) -> PoolResult<bool> {
         let Some(place) = self.places.get_mut(index).and_then(Option::as_mut) else {
-            return Ok(());
+            return Ok(false);
         };
         self.buffer.resize(PIECE_LENGTH, 0);
         let size_bytes = piece.end - piece.start;
         let length = usize::try_from(size_bytes).unwrap_or(PIECE_LENGTH).min(PIECE_LENGTH);
         let bytes = &mut self.buffer[..length];
-        pool.arena().read(&place.saved, piece.start, bytes)?;
+        {
+            // While it is held, no memory of saved contents goes elsewhere, or back to the system.
+            let arena = pool.arena();
+            let saved = pool.ledger().by_id(place.id).and_then(Row::saved).cloned();
+            let Some(saved) = saved else { return Ok(false) };
+            arena.read(&saved, piece.start, bytes)?;
+        }
         place.sum.update(bytes);
         let at = place.offset_bytes + piece.start..place.offset_bytes + piece.end;
         // Again, for a limit may have been set since: the kernel would end the process.
@@ -178,32 +200,38 @@ impl WriteOut {
             self.file.drop_cached(&before)?;
         }
         self.written_bytes += size_bytes;
-        Ok(())
+        Ok(true)
     }
 }
 
 /// The place of `holding` behind `end_bytes`, which moves on.
 fn place(holding: &Holding, end_bytes: &mut u64) -> Option<Place> {
-    let saved = holding.saved.clone().filter(|_| !holding.saved_parts.is_empty())?;
+    if holding.saved_parts.is_empty() {
+        return None;
+    }
     // OVERFLOW: sizes of allocations that exist on one machine.
     let offset_bytes = end_bytes.next_multiple_of(ALIGNMENT_BYTES);
     *end_bytes = offset_bytes + holding.size_bytes;
     let (parts, sum) = (holding.saved_parts.clone(), crc32fast::Hasher::new());
-    Some(Place { saved, offset_bytes, parts, sum })
+    Some(Place { id: holding.id, offset_bytes, parts, sum })
 }
 
 #[cfg(all(test, feature = "sim"))]
 mod tests {
     use super::*;
+    use crate::deferred::Physical;
     use crate::driver::sim::{SimDriver, SimNode, SimOptions};
+    use crate::driver::{AllocationProp, DeviceOrdinal, RawHandle};
     use crate::error::PoolError;
-    use crate::store::Store;
+    use crate::ledger::{NewRow, Origin};
+    use crate::store::{Saved, Store};
     use crate::{AllocationId, Class, HoldingSource};
 
+    const ID: AllocationId = AllocationId([7; 16]);
+
     fn holding(size_bytes: u64, parts: &[Range<u64>]) -> Holding {
-        let saved = Saved::whole(Store::Host, 0, size_bytes);
         Holding {
-            id: AllocationId([7; 16]),
+            id: ID,
             class: Class::default(),
             device: None,
             size_bytes,
@@ -211,7 +239,6 @@ mod tests {
             source: HoldingSource::Own { importers: Vec::new() },
             is_resident: false,
             saved_parts: parts.to_vec(),
-            saved: Some(saved).filter(|_| !parts.is_empty()),
         }
     }
 
@@ -255,9 +282,13 @@ mod tests {
         let driver = std::sync::Arc::new(SimDriver::new(node, SimOptions::default()));
         let (pool, _keeper) = Pool::new(driver, 1, Vec::new);
         pool.arena().disk.use_full();
-        let mut full = holding(4096, &[Range { start: 0, end: 4096 }]);
+        let full = holding(4096, &[Range { start: 0, end: 4096 }]);
+        let (prop, class) = (AllocationProp::pinned_on(DeviceOrdinal(0)), Class::default());
+        let (size_bytes, origin) = (full.size_bytes, Origin::Own);
+        let new = NewRow { id: ID, size_bytes, prop, origin, class };
+        let row = pool.ledger().insert(new, Physical::new(RawHandle(1), size_bytes, None));
         // What is read there is zeros.
-        full.saved = Some(Saved::whole(Store::File, 0, full.size_bytes));
+        pool.ledger().saved(row, Saved::whole(Store::File, 0, size_bytes));
         let mut out = WriteOut::into(ContentsFile::full(), placed(&[full]));
         let error = out.write_on(&pool, Instant::now()).unwrap_err();
         assert!(matches!(&error, PoolError::FileRefused { size_bytes: 4096, .. }), "{error}");

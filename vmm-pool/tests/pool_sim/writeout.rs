@@ -5,10 +5,11 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use nix::sys::resource::{Resource, setrlimit};
+use vmm_pool::driver::sim::SimNode;
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::{
-    Class, Contents, Holding, HoldingSource, PeerId, Selection, Standing, Tags, VirtualHandle,
-    Whose, WriteOut, Written,
+    Class, Contents, HOST_CHUNK_BYTES, Holding, HoldingSource, PeerId, Selection, Standing, Tags,
+    VirtualHandle, Whose, WriteOut, Written,
 };
 
 use crate::stage::{
@@ -184,4 +185,54 @@ fn a_limit_on_files_that_comes_meanwhile_is_an_error_and_no_signal() {
     assert!(error.contains("ulimit -f"), "{error}");
     let refused = WriteOut::new(&holdings, file("second"), dir.clone());
     assert!(refused.expect_err("twenty units").to_string().contains("ulimit -f"));
+}
+
+#[test]
+fn what_is_freed_before_it_is_written_is_passed_over_though_its_host_memory_has_gone() {
+    let pool = pool(&SimNode::private(&[1 << 30]).expect("a node"));
+    filled(&pool, DEVICE, 9, class(Contents::Keep), 1);
+    // The last one ends in another chunk of host memory.
+    let freed = [90, HOST_CHUNK_BYTES / UNIT].map(|units| {
+        let handle = create(&pool, DEVICE, units, class(Contents::Keep));
+        let range = map(&pool, handle, units * UNIT, &[AccessDesc::read_write(DEVICE)]);
+        pool.release(handle).expect("the mapping keeps it");
+        range
+    });
+    pause(&pool);
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("data");
+    let file = File::create_new(&path).expect("a file");
+    let holdings = pool.inventory(Standing::StandsStill);
+    let mut out = WriteOut::new(&holdings, file, dir.path().to_owned()).expect("laid out");
+    assert!(!out.write_on(&pool, Instant::now()).expect("a piece"));
+    for range in freed {
+        pool.unmap(range).expect("memory is given up while it is away");
+    }
+    assert_eq!(pool.give_idle_chunk_back().expect("an idle chunk"), HOST_CHUNK_BYTES);
+    assert!(out.write_on(&pool, Instant::now() + Duration::from_mins(1)).expect("the rest"));
+    assert_eq!([out.written_bytes(), out.total_bytes()], [9 * UNIT; 2]);
+    let written: Vec<_> = (0..3).map(|index| out.written(index)).collect();
+    assert_eq!([written[1], written[2]], [None, None]);
+    let first = written[0].expect("it is there still");
+    let bytes = read(path).expect("the file");
+    let bytes = part(&bytes, &first, 0, 9 * UNIT);
+    assert!(is_filled(bytes, 1));
+    assert_eq!(first.crc32, crc32fast::hash(bytes));
+}
+
+#[test]
+fn what_is_freed_half_written_counts_as_if_it_had_not_been_there() {
+    let pool = pool(&node());
+    let (handle, range) = filled(&pool, DEVICE, 10, class(Contents::Keep), 1);
+    pool.release(handle).expect("the mapping keeps it");
+    pause(&pool);
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = File::create_new(dir.path().join("data")).expect("a file");
+    let holdings = pool.inventory(Standing::StandsStill);
+    let mut out = WriteOut::new(&holdings, file, dir.path().to_owned()).expect("laid out");
+    assert!(!out.write_on(&pool, Instant::now()).expect("a piece"));
+    assert!(out.written_bytes() > 0 && out.written(0).is_some());
+    pool.unmap(range).expect("memory is given up while it is away");
+    assert!(out.write_on(&pool, Instant::now()).expect("nothing is left"));
+    assert_eq!((out.written_bytes(), out.total_bytes(), out.written(0)), (0, 0, None));
 }
