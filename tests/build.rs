@@ -38,6 +38,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let handmade = out.join("handmade");
     compile("programs/handmade.c", &handmade, &["-pthread"], &["-ldl"])?;
     println!("cargo::rustc-env=SUBLET_HANDMADE_PROGRAM={}", handmade.display());
+    let preposted = out.join("preposted");
+    compile("programs/preposted.c", &preposted, &[], &["-ldl"])?;
+    println!("cargo::rustc-env=SUBLET_PREPOSTED_PROGRAM={}", preposted.display());
     let family = out.join("family");
     compile("programs/family.c", &family, &[], &["-ldl"])?;
     println!("cargo::rustc-env=SUBLET_FAMILY_PROGRAM={}", family.display());

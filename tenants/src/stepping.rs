@@ -10,6 +10,8 @@
 //! `member/stepping.rs` does what is decided, and `stepping/tests.rs` tries it on all interleavings of small programs.
 
 #[cfg(test)]
+mod busy_tests;
+#[cfg(test)]
 mod tests;
 
 use std::fmt;
@@ -27,6 +29,8 @@ const CALLS_MAX: u32 = 64;
 const BUSY_EVERY: u32 = 4;
 /// How many rounds come before the first of these. Most devices that are busy have only work left that needs nobody.
 const BUSY_AFTER: u32 = 16;
+/// Up to how many calls a thread of a busy process makes in one turn: about what the queue of a device holds.
+const FURTHER_MAX: u32 = 1024;
 
 /// What a process does behind its shut gate.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -186,12 +190,27 @@ pub struct Stepper {
     stepped: Vec<bool>,
     /// How often each was let on though it was busy.
     turns: Vec<u32>,
+    /// Whose devices are idle.
+    idle: Vec<bool>,
+    /// How many calls each made in its last turn while busy; 0 when something has come of it since.
+    further: Vec<u32>,
+    /// Up to how many calls in all each makes in that turn.
+    allowed: Vec<u64>,
 }
 
 impl Stepper {
     /// From the cut that `plan` has come to.
     pub fn new(plan: Plan) -> Self {
-        Self { plan, budget: CALLS_MAX, rounds: 0, stepped: Vec::new(), turns: Vec::new() }
+        Self {
+            plan,
+            budget: CALLS_MAX,
+            rounds: 0,
+            stepped: Vec::new(),
+            turns: Vec::new(),
+            idle: Vec::new(),
+            further: Vec::new(),
+            allowed: Vec::new(),
+        }
     }
 
     /// Up to which count each lane may be launched now.
@@ -202,6 +221,11 @@ impl Stepper {
     /// How often nothing has moved so far.
     pub fn rounds(&self) -> u32 {
         self.rounds
+    }
+
+    /// The most calls that one thread of a busy process makes in its turn; 0 when something has come of all turns.
+    pub fn further(&self) -> u32 {
+        self.further.iter().copied().max().unwrap_or(0)
     }
 
     /// Takes the latest word of every process, made under the last order, and decides what each may do.
@@ -215,13 +239,20 @@ impl Stepper {
     ///   process that is busy, threads go on that have not made it so.
     /// * Where its threads wait at the cut and not at the gate, the limits are raised to what they need.
     /// * After a while, when no thread is ready, and now and then, a process that is busy goes on by a call, each in its
-    ///   turn: what is missing may be launched by another thread of a process whose device waits for it. All at once
-    ///   would be the job in slow motion, with no moment at which all are idle.
+    ///   turn: what is missing may be launched by another thread of a process whose device waits for it, or by the same
+    ///   one on another stream. All at once would be the job in slow motion, with no moment at which all are idle.
+    /// * As long as no thread is ready and no device becomes idle or busy, each such turn is twice as many calls as the
+    ///   last one of the same process. So a wait that N calls of it end costs no more than log2(N) + 1 of its turns.
     pub fn update(&mut self, activities: &[&Activity], pace: Pace) -> Decision {
         let cuts: Vec<_> = activities.iter().map(|activity| &activity.cut).collect();
         let verdict = self.plan.update(&cuts, Pace::Moving);
         if verdict == Verdict::Settled && activities.iter().all(|activity| activity.is_idle) {
             return Decision::Drained;
+        }
+        let idle: Vec<_> = activities.iter().map(|activity| activity.is_idle).collect();
+        if idle != self.idle {
+            self.forget_turns();
+            self.idle = idle;
         }
         let limits = self.plan.limits();
         let is_behind: Vec<_> = cuts.iter().map(|cut| !cut.is_at_rest(limits)).collect();
@@ -232,6 +263,7 @@ impl Stepper {
             }
         }
         if pace == Pace::Moving {
+            self.go_on(activities, &is_behind, &mut calls);
             return Decision::Open(calls);
         }
         let was_stepped = |index: usize| self.stepped.get(index).copied().unwrap_or(false);
@@ -248,8 +280,13 @@ impl Stepper {
         let candidates: Vec<_> = (0..activities.len()).map(is_candidate).collect();
         let may_be_busy = self.rounds >= BUSY_AFTER;
         let is_turn_of_busy = self.rounds % BUSY_EVERY == BUSY_EVERY - 1;
+        if candidates.contains(&true) {
+            self.forget_turns();
+        }
         let (chosen, allowed) = if may_be_busy && (is_turn_of_busy || !candidates.contains(&true)) {
-            (self.next_in_turn(activities, &is_behind), Calls::Each(1))
+            let next = self.next_in_turn(activities, &is_behind);
+            let calls = next.map_or(0, |index| self.begin_turn(index, activities));
+            ((0..activities.len()).map(|index| Some(index) == next).collect(), Calls::Each(calls))
         } else {
             (candidates.clone(), Calls::Ready(self.budget))
         };
@@ -270,13 +307,45 @@ impl Stepper {
     }
 
     /// The busy one among those that wait which was let on least often; an idle one where there is none.
-    fn next_in_turn(&mut self, activities: &[&Activity], is_behind: &[bool]) -> Vec<bool> {
-        self.turns.resize(activities.len(), 0);
+    fn next_in_turn(&self, activities: &[&Activity], is_behind: &[bool]) -> Option<usize> {
         let waiting = (0..activities.len()).filter(|i| activities[*i].waits() && !is_behind[*i]);
-        let next = waiting.min_by_key(|index| (activities[*index].is_idle, self.turns[*index]));
-        if let Some(index) = next {
-            self.turns[index] = self.turns[index].saturating_add(1);
+        let turns = |index: usize| self.turns.get(index).copied().unwrap_or(0);
+        waiting.min_by_key(|index| (activities[*index].is_idle, turns(*index)))
+    }
+
+    /// Begins the turn of a process, and says how many calls each of its threads makes.
+    fn begin_turn(&mut self, index: usize, activities: &[&Activity]) -> u32 {
+        self.turns.resize(activities.len(), 0);
+        self.further.resize(activities.len(), 0);
+        self.allowed.resize(activities.len(), 0);
+        self.turns[index] = self.turns[index].saturating_add(1);
+        let further = (2 * self.further[index]).clamp(1, FURTHER_MAX);
+        let Activity { steps, waiting, .. } = activities[index];
+        self.further[index] = further;
+        self.allowed[index] = steps + u64::from(further) * (*waiting).max(1);
+        further
+    }
+
+    /// Threads that came to the gate or the cut only after their turn had begun make the calls of it that are left.
+    fn go_on(&mut self, activities: &[&Activity], is_behind: &[bool], calls: &mut [Calls]) {
+        for (index, allowed) in self.allowed.iter().enumerate() {
+            let activity = activities[index];
+            let left = allowed.saturating_sub(activity.steps);
+            if left == 0 || is_behind[index] {
+                continue;
+            }
+            if activity.waiting > 0 {
+                let each = left.div_ceil(activity.waiting);
+                calls[index] = Calls::Each(u32::try_from(each).unwrap_or(FURTHER_MAX));
+            } else {
+                self.plan.let_on(&activity.cut);
+            }
         }
-        (0..activities.len()).map(|index| Some(index) == next).collect()
+    }
+
+    /// Something has come of the turns of the busy, or is to come of what others do.
+    fn forget_turns(&mut self) {
+        self.further.clear();
+        self.allowed.clear();
     }
 }

@@ -21,6 +21,8 @@ pub struct Files {
     pub devices: PathBuf,
     /// The compiled `programs/handmade.c`.
     pub handmade: PathBuf,
+    /// The compiled `programs/preposted.c`.
+    pub preposted: PathBuf,
     /// The compiled `programs/family.c`.
     pub family: PathBuf,
     /// The compiled `programs/turns.c`.
@@ -62,6 +64,7 @@ impl Files {
             rank: PathBuf::from(env!("SUBLET_RANK_PROGRAM")),
             devices: PathBuf::from(env!("SUBLET_DEVICES_PROGRAM")),
             handmade: PathBuf::from(env!("SUBLET_HANDMADE_PROGRAM")),
+            preposted: PathBuf::from(env!("SUBLET_PREPOSTED_PROGRAM")),
             family: PathBuf::from(env!("SUBLET_FAMILY_PROGRAM")),
             turns: PathBuf::from(env!("SUBLET_TURNS_PROGRAM")),
             hoard: PathBuf::from(env!("SUBLET_HOARD_PROGRAM")),

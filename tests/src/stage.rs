@@ -205,7 +205,26 @@ impl Stage {
             command.arg(rank.to_string()).arg(ranks.to_string()).arg(&dir).arg(mode);
             Rank::start(rank, &mut command)
         };
-        let mut all = (0..ranks).map(start).collect::<Outcome<Vec<_>>>()?;
+        Self::connected((0..ranks).map(start).collect::<Outcome<Vec<_>>>()?)
+    }
+
+    /// Starts `programs/preposted.c` on two devices of the node, with so many kernels between a receive and its send, and waits
+    /// until its ranks have opened each other's memory.
+    ///
+    /// # Errors
+    /// When one failed.
+    pub fn preposted(&self, tenant: &str, kernels: u32) -> Outcome<Vec<Rank>> {
+        let dir = self.job_dir()?;
+        let start = |rank: usize| {
+            let mut command = self.program(Some(tenant), &self.files.preposted);
+            command.arg(rank.to_string()).arg(&dir).arg(kernels.to_string());
+            Rank::start(rank, &mut command)
+        };
+        Self::connected((0..2).map(start).collect::<Outcome<Vec<_>>>()?)
+    }
+
+    /// `all`, which come up and then open each other's memory.
+    fn connected(mut all: Vec<Rank>) -> Outcome<Vec<Rank>> {
         for rank in &mut all {
             rank.answer()?;
         }

@@ -1,17 +1,22 @@
 //! Jobs whose kernels wait for launches that nobody counts, paused at any instant.
 
-use std::time::Duration;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
 
-use sublet_tests::{MIB, Outcome, Rank, Stage};
+use sublet_tests::{MIB, Outcome, Rank, Stage, until};
 
 const PAUSES: usize = 12;
+/// Of a test on a busy machine.
+const LIMIT: Duration = Duration::from_mins(5);
 
-/// Pauses the job at irregular instants while it does `steps`, and compares its data.
+/// Pauses the job at irregular instants while it does `steps`, and compares its data: so often, and then until a pause has
+/// found devices that wait for something.
 fn survives(ranks: usize, mode: &str, steps: u32, pauses: usize) -> Outcome {
     let stage = Stage::new(&vec![64 * MIB; ranks])?;
     let mut job = stage.handmade(Some("handmade"), ranks, mode)?;
-    let mut calls = 0;
-    for pause in 0..pauses {
+    let deadline = Instant::now() + LIMIT;
+    let (mut calls, mut steps) = (0, steps);
+    for pause in 0.. {
         say(&mut job, &format!("steps {steps}"))?;
         wait(Duration::from_millis(7 + 13 * (pause as u64 % 5)));
         let report = stage.pause("handmade")?;
@@ -23,8 +28,15 @@ fn survives(ranks: usize, mode: &str, steps: u32, pauses: usize) -> Outcome {
         answers(&mut job)?;
         say(&mut job, "verify")?;
         answers(&mut job)?;
+        if pause + 1 >= pauses {
+            if calls > 0 {
+                break;
+            }
+            assert!(Instant::now() < deadline, "each pause found the devices idle");
+            // It was over before the pause came.
+            steps *= 2;
+        }
     }
-    assert!(calls > 0, "every pause found the devices idle: nothing was tried");
     for rank in &mut job {
         assert!(rank.exit()?.success());
     }
@@ -100,6 +112,31 @@ fn a_kernel_that_never_ends_is_named_with_what_waits_and_the_job_runs_on() -> Ou
         assert!(ran.stderr.contains(words), "{words}: {ran:#?}");
     }
     assert_eq!(stage.states("handmade")?, ["active"]);
+    answers(&mut job)?;
+    say(&mut job, "verify")?;
+    answers(&mut job)
+}
+
+#[test]
+fn a_receive_that_was_posted_before_many_launches_is_reached_in_few_rounds() -> Outcome {
+    let stage = Stage::new(&[64 * MIB; 2])?;
+    let mut job = stage.preposted("pipe", 400)?;
+    // Both devices wait for what neither rank has launched.
+    say(&mut job, "post")?;
+    answers(&mut job)?;
+    let mut command = stage.command(&stage.files().sublet);
+    command.args(["pause", "pipe", "--json", "--timeout", "200s"]);
+    let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
+    until("the gates are shut", LIMIT, || Ok(stage.states("pipe")? == ["offloading"]))?;
+    say(&mut job, "step")?;
+    let paused = command.wait_with_output()?;
+    let said = String::from_utf8_lossy(&paused.stdout);
+    assert!(paused.status.success(), "{said}");
+    let report: serde_json::Value = serde_json::from_str(&said)?;
+    let [rounds, calls] =
+        ["rounds", "calls"].map(|name| report["report"]["drain"][name].as_u64().unwrap_or(0));
+    assert!(calls > 400 && rounds < calls / 4, "{rounds} rounds for {calls} calls");
+    stage.resume("pipe")?;
     answers(&mut job)?;
     say(&mut job, "verify")?;
     answers(&mut job)

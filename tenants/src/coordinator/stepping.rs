@@ -18,6 +18,9 @@ const PATIENCE: Duration = Duration::from_millis(10);
 const PATIENCE_BETWEEN: Duration = Duration::from_millis(1);
 const PATIENCE_MAX: Duration = Duration::from_millis(200);
 const ROUNDS_PER_PATIENCE: u32 = 8;
+/// How long nothing must move for each call that a busy process was let make in its turn: what computes on the host
+/// meanwhile does not fall behind by more.
+const PATIENCE_PER_CALL: Duration = Duration::from_millis(1);
 /// How long a process may make the calls of one step.
 const STEP_TIME: Duration = Duration::from_millis(200);
 /// How long a process may be silent while nothing moves.
@@ -68,9 +71,10 @@ fn note_round(all: &[Stepped], activities: &[&Activity], calls: &[Calls]) {
     }
 }
 
-fn patience(rounds: u32) -> Duration {
-    let Some(later) = rounds.checked_sub(1) else { return PATIENCE };
-    PATIENCE_BETWEEN.saturating_mul(1 << (later / ROUNDS_PER_PATIENCE).min(16)).min(PATIENCE_MAX)
+fn patience(stepper: &Stepper) -> Duration {
+    let Some(later) = stepper.rounds().checked_sub(1) else { return PATIENCE };
+    let by_rounds = PATIENCE_BETWEEN.saturating_mul(1 << (later / ROUNDS_PER_PATIENCE).min(16));
+    by_rounds.max(PATIENCE_PER_CALL.saturating_mul(stepper.further())).min(PATIENCE_MAX)
 }
 
 impl Session<'_> {
@@ -95,7 +99,7 @@ impl Session<'_> {
             }
             let activities: Vec<_> = all.iter().filter_map(Stepped::fresh).collect();
             if activities.len() == all.len() {
-                let pace = still.pace(moves(&activities), patience(stepper.rounds()));
+                let pace = still.pace(moves(&activities), patience(&stepper));
                 let decision = stepper.update(&activities, pace);
                 if pace == Pace::Stalled {
                     still.begin_again();
@@ -126,7 +130,7 @@ impl Session<'_> {
             if began.elapsed() >= QUIET {
                 self.tell_of_devices(&all);
             }
-            let left = patience(stepper.rounds()).saturating_sub(still.lasts());
+            let left = patience(&stepper).saturating_sub(still.lasts());
             let wait = left.clamp(PATIENCE_BETWEEN, SLICE);
             for stepped in all.iter_mut().filter(|stepped| stepped.due == 0) {
                 let step = StepOrder { order: stepped.sent, ..StepOrder::default() };
@@ -228,5 +232,24 @@ impl Session<'_> {
             failures.extend(all.first().map(failure));
         }
         failures
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_counts_when_it_was_given_under_the_order_sent_last() {
+        let given = |order| Some(Activity { order, ..Activity::default() });
+        let mut stepped = Stepped { index: 0, activity: None, sent: 0, limits: None, due: 0 };
+        assert!(stepped.fresh().is_none());
+        stepped.activity = given(0);
+        assert!(stepped.fresh().is_some());
+        // Calls were let in, and what it says is of before.
+        stepped.sent = 1;
+        assert!(stepped.fresh().is_none());
+        stepped.activity = given(1);
+        assert!(stepped.fresh().is_some());
     }
 }

@@ -247,6 +247,7 @@ impl Run {
         activity.is_idle = self.is_idle(state, process);
         let ready = (0..stands.threads.len()).filter(|t| self.is_ready(state, process, *t));
         activity.ready = ready.count() as u64;
+        activity.steps = stands.threads.iter().map(|thread| thread.done as u64).sum();
         activity
     }
 

@@ -1,6 +1,7 @@
 //! Real members led message by message: what they tell others of a decision, and what is left when a step is undone.
 
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 
 use vmm_pool::driver::sim::{FaultSpan, GRANULARITY_BYTES, SimDriver};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal, Driver as _, DriverCode, DriverOp};
@@ -11,8 +12,9 @@ use super::*;
 use crate::cut::{Limits, Seen};
 use crate::member::{CONNECTIONS_MAX, Member};
 use crate::scope::TagNames;
+use crate::stepping::{Activity, Calls, StepOrder};
 use crate::transport::Connection;
-use crate::wire::{Hold, Needed, Needs};
+use crate::wire::{Hold, Needed, Needs, StepOn};
 use vmm_pool::gate::Passage;
 
 const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Save];
@@ -46,6 +48,16 @@ impl Line {
     fn lead(&mut self, phase: Phase, scope: &Scope) {
         let reply = self.phase_of(phase, scope);
         assert!(matches!(reply, Reply::PhaseDone(..)), "{phase:?}: {reply:?}");
+    }
+
+    /// Behind its shut gate.
+    fn step(&mut self, order: u64, calls: Calls) -> Activity {
+        let step = StepOrder { order, limits: None, calls };
+        let request = StepOn { round: ROUND, step, wait_ms: 30_000, ..StepOn::default() };
+        match self.ask(&Request::Step(request)) {
+            Reply::Activity(activity) => *activity,
+            reply => panic!("{reply:?}"),
+        }
     }
 
     /// A step that fails.
@@ -323,4 +335,42 @@ fn what_a_resume_needs_a_paused_process_says_and_one_on_its_way_refuses() {
     assert_eq!(devices.devices.iter().map(|device| device.bytes).sum::<u64>(), GRANULARITY_BYTES);
     assert_eq!(member.state(), MemberState::Paused);
     assert_eq!(member.info().asked.map(|asked| asked.phase), Some(Phase::Verify));
+}
+
+#[test]
+fn who_has_made_an_idle_device_busy_is_not_let_on_next() {
+    let job = Job::new(1);
+    let member = &job.members[0];
+    let driver = member.pool().driver();
+    driver.make_current(DEVICE).unwrap();
+    let prop = AllocationProp::pinned_on(DEVICE);
+    let _row = member.pool().enter().create(GRANULARITY_BYTES, &prop, Class::default()).unwrap();
+    let mut line = Line::to(member);
+    line.lead(Phase::CloseGate, &Scope::Whole);
+    // The device is idle until a thread is let in, and does not end what that launches.
+    let mut order = 0;
+    let mut next = |calls| {
+        order += 1;
+        line.step(order, calls)
+    };
+    let (at_work, is_over) = (Arc::clone(member), Arc::new(AtomicBool::new(false)));
+    let ends = Arc::clone(&is_over);
+    let thread = std::thread::spawn(move || {
+        while !ends.load(Ordering::Relaxed) {
+            drop(at_work.gate().pass(Passage::Use));
+        }
+    });
+    until("the thread waits", || next(Calls::None).waiting == 1);
+    until("the device is idle", || next(Calls::None).is_idle);
+    let launched = driver.faults().hold(DriverOp::ContextSynchronize);
+    next(Calls::Ready(8));
+    until("the thread waits again", || next(Calls::None).waiting == 1);
+    let said = next(Calls::Ready(8));
+    assert_eq!((said.steps, said.ready, said.is_idle), (1, 0, false));
+    drop(launched);
+    until("the device is idle", || next(Calls::None).is_idle);
+    assert_eq!(next(Calls::None).ready, 1);
+    is_over.store(true, Ordering::Relaxed);
+    line.lead(Phase::AbortPause, &Scope::Whole);
+    thread.join().unwrap();
 }
