@@ -365,6 +365,8 @@ impl Coordinator {
         let Some(interrupt) = &self.options.interrupt else {
             return Ok(take(deadline)?);
         };
+        // From one look to the next, too.
+        let _wish = (!alone).then(|| dir.want_alone());
         loop {
             if interrupt.is_raised() {
                 return Err(CoordinatorError::CalledOff {

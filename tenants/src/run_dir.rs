@@ -297,20 +297,33 @@ impl TenantDir {
         Ok(removed)
     }
 
-    /// Takes the coordinator's lock, waiting for its holder until `deadline`.
+    /// Takes the coordinator's lock, waiting for its holder until `deadline`. Who would share it waits meanwhile.
     ///
     /// # Errors
     /// [`RunDirError::Locked`] with the holder's process id; [`RunDirError::Io`].
     pub fn lock(&self, deadline: Instant) -> Result<CoordinatorLock, RunDirError> {
+        let _wish = self.want_alone();
         self.lock_with(deadline, fs::File::try_lock)
     }
 
-    /// Takes the coordinator's lock beside others that do the same, each for one process alone.
+    /// Says that somebody wants the coordinator's lock alone: it is shared with nobody more until the end of this.
+    pub(crate) fn want_alone(&self) -> Option<locks::Wish> {
+        open_lock_file(&self.path.join(LOCK_NAME)).ok().and_then(locks::Wish::new)
+    }
+
+    /// Takes the coordinator's lock with others that do the same, each for one process alone; but after those that want
+    /// it alone: they would wait for as long as others come and go.
     ///
     /// # Errors
     /// As [`TenantDir::lock`].
     pub fn lock_shared(&self, deadline: Instant) -> Result<CoordinatorLock, RunDirError> {
-        self.lock_with(deadline, fs::File::try_lock_shared)
+        let share = |file: &File| {
+            if locks::Wish::is_on(file) {
+                return Err(fs::TryLockError::WouldBlock);
+            }
+            file.try_lock_shared()
+        };
+        self.lock_with(deadline, share)
     }
 
     /// Who holds the coordinator's lock now, as [`RunDirError::Locked`] would name them. Takes no lock, and does not block.
@@ -641,6 +654,30 @@ mod tests {
             matches!(&error, RunDirError::Locked { holder_pids, .. } if *holder_pids == [own_pid]),
             "{error}"
         );
+    }
+
+    #[test]
+    fn who_wants_the_lock_alone_has_it_before_those_that_come_later_to_share_it() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = run_dir(&base).tenant(&name("train")).unwrap();
+        let shared = dir.lock_shared(soon()).unwrap();
+        let file = open_lock_file(&dir.path().join(LOCK_NAME)).unwrap();
+        std::thread::scope(|scope| {
+            let alone = scope.spawn(|| dir.lock(Instant::now() + Duration::from_mins(1)));
+            while !locks::Wish::is_on(&file) {
+                std::thread::yield_now();
+            }
+            let later = dir.lock_shared(Instant::now());
+            assert!(matches!(later, Err(RunDirError::Locked { .. })), "{later:?}");
+            drop(shared);
+            let alone = alone.join().unwrap().unwrap();
+            assert!(!locks::Wish::is_on(&file));
+            drop(alone);
+        });
+        // One that has given up is waited for no more.
+        let shared = dir.lock_shared(soon()).unwrap();
+        dir.lock(Instant::now()).unwrap_err();
+        drop((dir.lock_shared(Instant::now()).unwrap(), shared));
     }
 
     #[test]

@@ -3,6 +3,8 @@
 
 use std::fs::File;
 
+use nix::fcntl::{FcntlArg, fcntl};
+
 use crate::descriptors::{Noted, Numbers};
 
 /// Threads of one process that pause or resume at once; more are not noted.
@@ -32,6 +34,51 @@ impl Drop for FileLock {
         if let Err(error) = self.file.unlock() {
             tracing::warn!(%error, "a lock of the run directory was not given up");
         }
+    }
+}
+
+/// The wish to have the lock on a file alone, which others see who would share it; until dropped. It is a lock of another
+/// kind on the same file. A process that dies gives it up.
+#[derive(Debug)]
+pub(crate) struct Wish {
+    /// Goes before the file does.
+    _noted: Noted,
+    file: File,
+}
+
+impl Wish {
+    /// On `file`, which nobody else has this opening of. None where the file system knows no such locks: then who wants
+    /// it alone has to be lucky.
+    pub(super) fn new(file: File) -> Option<Self> {
+        let shared = whole_file(libc::F_RDLCK);
+        fcntl(&file, FcntlArg::F_OFD_SETLK(&shared)).ok()?;
+        Some(Self { _noted: HELD.note(&file), file })
+    }
+
+    /// Has anybody this wish? Takes no lock.
+    pub(super) fn is_on(file: &File) -> bool {
+        let mut found = whole_file(libc::F_WRLCK);
+        let asked = fcntl(file, FcntlArg::F_OFD_GETLK(&mut found));
+        asked.is_ok() && i32::from(found.l_type) != libc::F_UNLCK
+    }
+}
+
+impl Drop for Wish {
+    fn drop(&mut self) {
+        // As for the lock: a child forked meanwhile has the same opening.
+        if let Err(error) = fcntl(&self.file, FcntlArg::F_OFD_SETLK(&whole_file(libc::F_UNLCK))) {
+            tracing::warn!(%error, "the wish for a lock of the run directory was not given up");
+        }
+    }
+}
+
+fn whole_file(kind: i32) -> libc::flock {
+    libc::flock {
+        l_type: i16::try_from(kind).unwrap_or_default(),
+        l_whence: i16::try_from(libc::SEEK_SET).unwrap_or_default(),
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
     }
 }
 
