@@ -64,6 +64,7 @@ use spilling::Room;
 
 use crate::host_memory::HostShortage;
 use crate::identity::{MemberId, TenantName};
+use crate::phase::Stage;
 use crate::run_dir::{CoordinatorLock, RunDir, RunDirError, TenantDir};
 use crate::scope::Scope;
 use crate::wire::{Action, Phase, Stats};
@@ -71,8 +72,11 @@ use crate::wire::{Action, Phase, Stats};
 /// How long a coordinator waits, and for what.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// For each phase; none for the phase's own default ([`Options::phase_timeout`]).
+    /// For each phase that prepares, and at least that for the greeting; none for their own defaults
+    /// ([`Options::phase_timeout`]).
     pub timeout: Option<Duration>,
+    /// At least, for phases that finish or undo what was begun: one that is slow there is not lost.
+    pub finish_timeout: Duration,
     /// For the ranks to come to a common cut before a pause, when there is no `timeout`.
     pub cut_timeout: Duration,
     /// Beyond a phase's timeout, for the answer to arrive.
@@ -149,6 +153,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             timeout: None,
+            finish_timeout: Duration::from_mins(1),
             cut_timeout: Duration::from_secs(30),
             reply_margin: Duration::from_secs(2),
             contact_timeout: Duration::from_secs(5),
@@ -173,7 +178,16 @@ impl Options {
 
     /// How long members may take for `phase`.
     pub fn phase_timeout(&self, phase: Phase) -> Duration {
-        self.timeout.unwrap_or_else(|| phase.timeout())
+        let timeout = self.timeout.unwrap_or_else(|| phase.timeout());
+        match phase.stage() {
+            Stage::Prepare => timeout,
+            Stage::Commit | Stage::Abort | Stage::Settle => timeout.max(self.finish_timeout),
+        }
+    }
+
+    /// How long members may take to say who they are.
+    fn greeting_timeout(&self) -> Duration {
+        self.timeout.unwrap_or_default().max(self.contact_timeout)
     }
 }
 
@@ -327,7 +341,7 @@ impl Coordinator {
         short: &mut Option<HostShortage>,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<Outcome, CoordinatorError> {
-        let mut session = Session::open(dir, lock, &self.options, progress)?;
+        let mut session = Session::open(dir, lock, &self.options, action, progress)?;
         session.patience = patience;
         session.recover()?;
         let members = session.members_for(action)?;

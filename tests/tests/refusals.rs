@@ -44,6 +44,24 @@ fn pause_during_a_capture_waits_for_its_end_and_is_refused_in_the_end() -> Outco
 }
 
 #[test]
+fn process_that_is_stopped_is_named_with_what_continues_it() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    job.ranks[1].stop()?;
+    let pid = job.ranks[1].pid();
+    let words = [
+        &format!("pause of 'train' not started: process {pid} ("),
+        &format!(
+            ") does not answer; it is stopped (SIGSTOP): continue it (kill -CONT {pid}) or end it; nothing was changed"
+        ),
+    ];
+    refused(&stage, &["pause", "train"], &words.map(String::as_str))?;
+    job.ranks[1].signal(Signal::SIGCONT)?;
+    goes_on(&stage, &mut job)?;
+    job.exit()
+}
+
+#[test]
 fn kernel_that_waits_for_ever_lets_the_pause_time_out() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 2))?;

@@ -7,7 +7,7 @@ use super::shortage::DeviceShortage;
 use crate::identity::TenantName;
 use crate::run_dir::RunDirError;
 use crate::scope::Scope;
-use crate::transport::TransportError;
+use crate::transport::{TransportError, command_of, is_stopped};
 use crate::wire::{Action, FailureKind};
 
 /// Why a pause, a resume or a question was not carried out.
@@ -45,12 +45,16 @@ pub enum CoordinatorError {
         source: TransportError,
     },
     /// A process lives but did not say who it is.
-    #[error("tenant '{tenant}' was left as it is: {failure}")]
+    #[error("{} of '{tenant}' not started: {why}; nothing was changed", noun(*action))]
     NoGreeting {
         /// The tenant.
         tenant: TenantName,
-        /// Who, and why.
+        /// What was to be done.
+        action: Action,
+        /// Who.
         failure: MemberFailure,
+        /// Why, and what to do about it.
+        why: String,
     },
     /// Processes run different versions of Sublet.
     #[error(
@@ -382,6 +386,29 @@ fn gerund(action: Action) -> &'static str {
         Action::Pause => "pausing",
         Action::Resume => "resuming",
     }
+}
+
+fn noun(action: Action) -> &'static str {
+    match action {
+        Action::Pause => "pause",
+        Action::Resume => "resume",
+    }
+}
+
+/// What to do about a process that says nothing at all.
+pub(super) fn silence(failure: &MemberFailure) -> String {
+    let Some(pid) = failure.who.pid else { return failure.to_string() };
+    let command = Some(command_of(pid)).filter(|command| !command.is_empty());
+    let command = command.map_or_else(String::new, |command| format!(" ({command})"));
+    if is_stopped(pid) {
+        return format!(
+            "process {pid}{command} does not answer; it is stopped (SIGSTOP): continue it (kill -CONT {pid}) or end it"
+        );
+    }
+    format!(
+        "process {pid}{command} does not answer: {}; `--timeout` gives it more time, or end it",
+        failure.failure
+    )
 }
 
 fn known(existing: &[TenantName]) -> String {

@@ -308,9 +308,10 @@ pub(super) fn moving_time(bytes: u64) -> Duration {
 /// By what all of it takes: one that has less to move than others waits for them between its orders.
 fn timeout_of(session: &Session<'_>, phase: Phase, bytes: u64) -> Timeout {
     let moving = moving_time(bytes);
-    let answer = session.options.timeout.unwrap_or(phase.timeout() + moving);
-    let silence = answer.max(phase.timeout() + moving);
-    Timeout { answer: answer + session.options.reply_margin, silence }
+    let options = session.options;
+    let usual = phase.timeout() + moving;
+    let answer = options.timeout.map_or(usual, |_| options.phase_timeout(phase));
+    Timeout { answer: answer + options.reply_margin, silence: answer.max(usual) }
 }
 
 fn has_left(leaving: &mut Side<'_, '_>, plan: &mut Exchange, at_hand: &mut AtHand, taken: Taken) {

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use vmm_pool::{ClassBytes, Copies, Stages};
 
 use super::early_release;
+use super::error::silence;
 use super::lending::Patience;
 use super::peers::{Answer, Peers, Question, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Report, Step};
@@ -56,6 +57,8 @@ pub(super) struct Session<'a> {
     pub(super) options: &'a Options,
     pub(super) progress: &'a mut dyn FnMut(Event<'_>),
     pub(super) peers: Peers,
+    /// What is to be done.
+    action: Action,
     /// Tells this pause or resume from others.
     round: u64,
     /// Which memory it is about.
@@ -123,6 +126,7 @@ impl<'a> Session<'a> {
         dir: &'a TenantDir,
         lock: &CoordinatorLock,
         options: &'a Options,
+        action: Action,
         progress: &'a mut dyn FnMut(Event<'_>),
     ) -> Result<Self, CoordinatorError> {
         let round = getrandom::u64().unwrap_or_else(|_| u64::from(std::process::id()));
@@ -133,6 +137,7 @@ impl<'a> Session<'a> {
             options,
             progress,
             peers,
+            action,
             round,
             scope,
             absent: Vec::new(),
@@ -144,7 +149,7 @@ impl<'a> Session<'a> {
             dead: 0,
         };
         dir.until_names_are_back();
-        let deadline = Instant::now() + options.contact_timeout;
+        let deadline = Instant::now() + options.greeting_timeout();
         let takes_part = |socket: &MemberSocket| match options.takes_part {
             TakesPart::Everybody => true,
             TakesPart::Alone(member) => socket.id == member,
@@ -186,7 +191,7 @@ impl<'a> Session<'a> {
     /// Asks every member who it is; those that turn out dead are left out.
     pub(super) fn greet(&mut self) -> Result<(), CoordinatorError> {
         let everyone: Vec<usize> = (0..self.peers.list.len()).collect();
-        let timeout = self.options.contact_timeout;
+        let timeout = self.options.greeting_timeout();
         let result = self.step(&Hello, &everyone, timeout, OnFailure::WaitForAll);
         let mut failures = result.failures;
         for (index, info) in result.done {
@@ -195,8 +200,10 @@ impl<'a> Session<'a> {
         }
         for (index, failure) in failures {
             if !self.is_dead(index) {
-                let tenant = self.tenant();
-                return Err(CoordinatorError::NoGreeting { tenant, failure });
+                let (tenant, action) = (self.tenant(), self.action);
+                let is_silent = self.peers.is_overdue(index);
+                let why = if is_silent { silence(&failure) } else { failure.to_string() };
+                return Err(CoordinatorError::NoGreeting { tenant, action, failure, why });
             }
         }
         self.peers.list.retain(|peer| peer.info.is_some());
@@ -355,7 +362,7 @@ impl<'a> Session<'a> {
         for &phase in phases {
             let began = Instant::now();
             let usual = self.options.phase_timeout(phase);
-            // However little was asked for: there is no way back, and who saves is not lost.
+            // There is no way back, and one that saves is not lost.
             let timeout = saving.take().map_or(usual, |saving| usual.max(phase.timeout() + saving));
             let question = self.question_within(phase, timeout);
             let result = self.step(&question, &left, timeout, OnFailure::WaitForAll);

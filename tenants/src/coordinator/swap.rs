@@ -180,9 +180,10 @@ impl Held<'_> {
     fn open<'s>(
         &'s self,
         options: &'s Options,
+        action: Action,
         progress: &'s mut dyn FnMut(Event<'_>),
     ) -> Result<Session<'s>, CoordinatorError> {
-        let mut session = Session::open(&self.dir, &self.lock, options, progress)?;
+        let mut session = Session::open(&self.dir, &self.lock, options, action, progress)?;
         session.recover()?;
         Ok(session)
     }
@@ -200,10 +201,13 @@ fn overlapped(
     let shared = RefCell::new(progress);
     let tell = |event: Event<'_>| (*shared.borrow_mut())(event);
     let (mut tell_from, mut tell_to, mut tell_after) = (tell, tell, tell);
-    let mut leaving =
-        from.open(&from.coordinator.options, &mut tell_from).map_err(SwapError::Pause)?;
+    let mut leaving = from
+        .open(&from.coordinator.options, Action::Pause, &mut tell_from)
+        .map_err(SwapError::Pause)?;
     let leavers = leaving.members_for(Action::Pause).map_err(SwapError::Pause)?;
-    let mut coming = to.open(&to.coordinator.options, &mut tell_to).map_err(SwapError::NoTarget)?;
+    let mut coming = to
+        .open(&to.coordinator.options, Action::Resume, &mut tell_to)
+        .map_err(SwapError::NoTarget)?;
     let comers = coming.members_for(Action::Resume).map_err(SwapError::NoTarget)?;
     if leavers.is_empty() || comers.is_empty() {
         return Ok(None);
@@ -366,7 +370,7 @@ fn go_back(
     };
     let until = Instant::now() + KEPT_ROOM_WAIT;
     let resumed = loop {
-        let resumed = from.open(&options, progress).and_then(|mut session| {
+        let resumed = from.open(&options, Action::Resume, progress).and_then(|mut session| {
             let members = session.members_for(Action::Resume)?;
             session.run(Action::Resume, members)
         });
@@ -378,7 +382,7 @@ fn go_back(
         }
         // Opening it finishes what an undo has left.
         let quiet = Options { interrupt: None, ..to.coordinator.options.clone() };
-        drop(to.open(&quiet, progress).map(drop));
+        drop(to.open(&quiet, Action::Resume, progress).map(drop));
         pause_thread(KEPT_ROOM_LOOK);
     };
     let (tenant, source) = (from.coordinator.tenant.clone(), Box::new(source));

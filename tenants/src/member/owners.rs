@@ -11,7 +11,7 @@ use vmm_pool::driver::Driver;
 use super::Member;
 use super::fetch::Missing;
 use crate::identity::{MemberId, TenantName};
-use crate::transport::{Connection, TransportError, has_ended};
+use crate::transport::{Connection, TransportError, command_of, has_ended};
 
 /// A process that memory was imported from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -138,15 +138,6 @@ impl<D: Driver> Member<D> {
         self.note(note.clone());
         note
     }
-}
-
-/// The start of a process's command line, as `/proc` shows it.
-fn command_of(pid: u32) -> String {
-    const SHOWN_MAX: usize = 120;
-    let raw = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    let words = raw.split(|byte| *byte == 0).filter(|word| !word.is_empty());
-    let words: Vec<_> = words.map(String::from_utf8_lossy).collect();
-    words.join(" ").chars().take(SHOWN_MAX).collect()
 }
 
 #[cfg(test)]

@@ -93,3 +93,20 @@ pub(crate) fn has_ended(path: &Path) -> bool {
         Err(errno) => matches!(errno, Errno::ECONNREFUSED | Errno::ENOENT),
     }
 }
+
+/// The start of a process's command line, as `/proc` shows it.
+pub(crate) fn command_of(pid: u32) -> String {
+    const SHOWN_MAX: usize = 120;
+    let raw = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let words = raw.split(|byte| *byte == 0).filter(|word| !word.is_empty());
+    let words: Vec<_> = words.map(String::from_utf8_lossy).collect();
+    words.join(" ").chars().take(SHOWN_MAX).collect()
+}
+
+/// Is the process stopped, by a signal or a debugger? False when that cannot be known.
+pub(crate) fn is_stopped(pid: u32) -> bool {
+    // The command's name in brackets may hold anything, brackets and spaces too.
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().next());
+    matches!(state, Some("T" | "t"))
+}

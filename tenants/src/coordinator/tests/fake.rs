@@ -137,6 +137,7 @@ pub(super) fn tenant(name: &str) -> TenantName {
 pub(super) fn options() -> Options {
     Options {
         timeout: Some(Duration::from_millis(250)),
+        finish_timeout: Duration::from_millis(250),
         cut_timeout: Duration::from_secs(30),
         reply_margin: Duration::from_millis(250),
         contact_timeout: Duration::from_millis(1500),

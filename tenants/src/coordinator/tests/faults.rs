@@ -195,6 +195,37 @@ fn after_the_point_of_no_return_the_survivors_are_taken_to_the_end() {
 }
 
 #[test]
+fn a_short_timeout_limits_no_phase_that_finishes_or_undoes() {
+    // For phases that prepare, half a second with the margin.
+    let patient = Options { finish_timeout: Duration::from_secs(30), ..options() };
+    let slow = Fault::Slow(1500);
+    for (start, phase) in
+        [(active(), Phase::Release), (active(), Phase::Verify), (paused(), Phase::Activate)]
+    {
+        let action =
+            if start.state == MemberState::Active { Action::Pause } else { Action::Resume };
+        let world = World::of(&[start.clone().with(phase, slow), start]);
+        let mut coordinator =
+            Coordinator::new(world.run_dir.clone(), tenant("train"), patient.clone());
+        let report = report(act_by(&mut coordinator, action).unwrap());
+        assert!(report.losses.is_empty(), "{phase:?}: {:?}", report.losses);
+    }
+    for (start, fails, undo) in [
+        (active(), Phase::Drain, Phase::AbortPause),
+        (paused(), Phase::Restore, Phase::AbortResume),
+    ] {
+        let action =
+            if start.state == MemberState::Active { Action::Pause } else { Action::Resume };
+        let failing = start.clone().with(fails, Fault::Fail(FailureKind::Driver));
+        let world = World::of(&[failing, start.with(undo, slow)]);
+        let mut coordinator =
+            Coordinator::new(world.run_dir.clone(), tenant("train"), patient.clone());
+        let error = act_by(&mut coordinator, action).unwrap_err();
+        assert!(error.left_unchanged(), "{error}");
+    }
+}
+
+#[test]
 fn two_silent_members_cost_no_more_time_than_one() {
     let silent = active().with(Phase::Drain, Fault::Silent);
     let world = World::of(&[silent.clone(), silent, active()]);
@@ -336,6 +367,30 @@ fn a_member_silent_at_the_greeting_is_named_and_nothing_is_touched() {
     assert!(matches!(&error, CoordinatorError::NoGreeting { failure, .. }
         if failure.who.member == MemberId(2)));
     assert!(world.lines().is_empty());
+}
+
+#[test]
+fn a_longer_timeout_is_one_for_the_greeting_too() {
+    let mut slow = active();
+    slow.hello = Some(Fault::Slow(1000));
+    let world = World::of(&[active(), slow]);
+    let told = |seconds| Options {
+        timeout: Some(Duration::from_secs(seconds)),
+        contact_timeout: Duration::from_millis(1),
+        ..options()
+    };
+    let pause = |options| {
+        Coordinator::new(world.run_dir.clone(), tenant("train"), options).pause(&mut quiet)
+    };
+    let error = pause(told(0)).unwrap_err();
+    assert!(matches!(error, CoordinatorError::NoGreeting { .. }), "{error}");
+    let text = error.to_string();
+    assert!(text.starts_with("pause of 'train' not started: process "), "{text}");
+    assert!(
+        text.contains("`--timeout` gives it more time, or end it; nothing was changed"),
+        "{text}"
+    );
+    assert_eq!(report(pause(told(30)).unwrap()).phases.len(), 5);
 }
 
 #[test]
