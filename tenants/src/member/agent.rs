@@ -393,7 +393,11 @@ impl<D: Driver> Agent<D> {
             self.member.begin_giving_back();
         }
         // A coordinator holds a lock that went with the directory: another one shall not find us beside it.
-        if self.leader.is_some() || self.listener.is_named() {
+        if self.leader.is_some() {
+            return;
+        }
+        if self.listener.is_named() {
+            self.keep_counting();
             return;
         }
         // The name goes at the process's end, too.
@@ -419,6 +423,13 @@ impl<D: Driver> Agent<D> {
         }
         if member.has_left.load(Ordering::SeqCst) {
             member.leave();
+        }
+    }
+
+    /// Sees that what this process holds is counted where the others of its tenant count.
+    fn keep_counting(&self) {
+        if self.jobs.is_empty() && self.member.is_to_count() {
+            self.submit(NOBODY, Work::Count, AGENT_TIMEOUT);
         }
     }
 

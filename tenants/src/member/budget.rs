@@ -1,7 +1,7 @@
 //! This process's part in what its tenant holds on each GPU, and may.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 use vmm_pool::budget::{Account, Figure, Gpu, OverBudget, Place};
 use vmm_pool::driver::{DeviceOrdinal, DeviceUuid, Driver};
@@ -10,23 +10,40 @@ use super::Member;
 use crate::descriptors::Noted;
 use crate::error_text::chain;
 use crate::identity::TenantName;
-use crate::run_dir::{BudgetFile, RunDirError, locks};
+use crate::run_dir::{self, BudgetFile, RunDirError, locks};
 use crate::wire::{Failure, FailureKind, Reply};
 
-/// A slot in the tenant's file. It lives as long as the process.
+/// What this process holds, counted in the tenant's file. It lives as long as the process.
 #[derive(Debug)]
-struct Share {
+pub(super) struct Share {
     tenant: TenantName,
+    /// Where it is counted. Changed when the file has been removed; a leaf, held for moments.
+    seat: RwLock<Seat>,
+    /// Whose turn it is among threads that take: one slot asks for one thing at a time. A leaf; held for moments.
+    turn: Mutex<()>,
+    /// Devices on which something was refused, as bits.
+    said: AtomicU64,
+}
+
+/// A slot in a file.
+#[derive(Debug)]
+struct Seat {
     /// For a forked child to close. Goes before the file does.
     _noted: Noted,
     file: BudgetFile,
     slot: usize,
     /// Where each device of this process is counted, by its ordinal.
     places: Vec<Option<usize>>,
-    /// Whose turn it is among threads that take: one slot asks for one thing at a time. A leaf; held for moments.
-    turn: Mutex<()>,
-    /// Places at which something was refused, as bits.
-    said: AtomicU64,
+}
+
+impl Seat {
+    fn new(file: BudgetFile, slot: usize, places: Vec<Option<usize>>) -> Self {
+        Self { _noted: locks::HELD.note(file.file()), file, slot, places }
+    }
+
+    fn place(&self, device: usize) -> Option<usize> {
+        self.places.get(device).copied().flatten()
+    }
 }
 
 impl Share {
@@ -34,13 +51,30 @@ impl Share {
         self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn place(&self, device: DeviceOrdinal) -> Option<usize> {
-        self.places.get(usize::try_from(device.0).ok()?).copied().flatten()
+    fn seat(&self) -> RwLockReadGuard<'_, Seat> {
+        self.seat.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Is the file where processes look for it that join?
+    fn is_named(&self) -> bool {
+        self.seat().file.is_named()
+    }
+
+    /// Takes another seat, in a file that has come in the place of the one before.
+    fn move_to(&self, seat: Seat) {
+        let mut present = self.seat.write().unwrap_or_else(PoisonError::into_inner);
+        for (from, to) in present.places.iter().zip(&seat.places) {
+            if let (Some(from), Some(to)) = (*from, *to) {
+                let held_bytes = present.file.shared().held_by(from, present.slot);
+                seat.file.shared().take_anyway(to, seat.slot, held_bytes);
+            }
+        }
+        *present = seat;
     }
 
     /// Says once for each GPU what was refused.
-    fn say(&self, place: usize, device: DeviceOrdinal, asked_bytes: u64, over: OverBudget) {
-        let bit = 1_u64 << (place % 64);
+    fn say(&self, device: DeviceOrdinal, asked_bytes: u64, over: OverBudget) {
+        let bit = 1_u64 << (device.0 % 64);
         if self.said.fetch_or(bit, Ordering::Relaxed) & bit == 0 {
             tracing::warn!(
                 tenant = %self.tenant,
@@ -54,38 +88,48 @@ impl Share {
     }
 }
 
+/// The place of a device is the device itself, since it is counted in another file when the tenant's has been removed.
+fn index_of(device: DeviceOrdinal) -> Option<usize> {
+    usize::try_from(device.0).ok()
+}
+
 impl Account for Share {
     fn take(&self, device: DeviceOrdinal, size_bytes: u64) -> Result<Option<Place>, OverBudget> {
-        let Some(place) = self.place(device) else {
+        let (_turn, seat) = (self.turn(), self.seat());
+        let counted = index_of(device).and_then(|index| Some((index, seat.place(index)?)));
+        let Some((index, place)) = counted else {
             return Ok(None);
         };
-        let (shared, _turn) = (self.file.shared(), self.turn());
-        let taken = shared.take(place, self.slot, size_bytes).or_else(|_| {
-            self.file.forget_dead(Some(self.slot));
-            shared.take(place, self.slot, size_bytes)
+        let shared = seat.file.shared();
+        let taken = shared.take(place, seat.slot, size_bytes).or_else(|_| {
+            seat.file.forget_dead(Some(seat.slot));
+            shared.take(place, seat.slot, size_bytes)
         });
         if let Err(over) = taken {
-            self.say(place, device, size_bytes, over);
+            self.say(device, size_bytes, over);
             return Err(over);
         }
-        Ok(Some(Place(place)))
+        Ok(Some(Place(index)))
     }
 
     fn take_anyway(&self, device: DeviceOrdinal, size_bytes: u64) -> Option<Place> {
-        let place = self.place(device)?;
-        self.file.shared().take_anyway(place, self.slot, size_bytes);
-        Some(Place(place))
+        let (seat, index) = (self.seat(), index_of(device)?);
+        seat.file.shared().take_anyway(seat.place(index)?, seat.slot, size_bytes);
+        Some(Place(index))
     }
 
-    fn give_back(&self, place: Place, size_bytes: u64) {
-        self.file.shared().give_back(place.0, self.slot, size_bytes);
+    fn give_back(&self, Place(index): Place, size_bytes: u64) {
+        let seat = self.seat();
+        if let Some(place) = seat.place(index) {
+            seat.file.shared().give_back(place, seat.slot, size_bytes);
+        }
     }
 
     fn figure(&self, device: DeviceOrdinal) -> Option<Figure> {
-        let place = self.place(device)?;
-        let _turn = self.turn();
-        self.file.forget_dead(Some(self.slot));
-        Some(self.file.shared().figure(place))
+        let (_turn, seat) = (self.turn(), self.seat());
+        let place = seat.place(index_of(device)?)?;
+        seat.file.forget_dead(Some(seat.slot));
+        Some(seat.file.shared().figure(place))
     }
 }
 
@@ -107,29 +151,59 @@ impl<D: Driver> Member<D> {
     /// Asks the driver; waits for other processes for moments.
     pub(super) fn count(&self) -> Result<bool, RunDirError> {
         let mut counting = self.counting.lock().unwrap_or_else(PoisonError::into_inner);
-        if *counting {
+        if let Some(share) = &*counting {
+            if !share.is_named() {
+                self.count_again(share)?;
+            }
             return Ok(true);
         }
         let Some((file, slot)) = BudgetFile::join(&self.dir, self.config.budgets.as_ref())? else {
             return Ok(false);
         };
         let places = self.places_in(&file)?;
-        let share = Share {
+        let share = Arc::new(Share {
             tenant: self.config.tenant.clone(),
-            _noted: locks::HELD.note(file.file()),
-            file,
-            slot,
-            places,
+            seat: RwLock::new(Seat::new(file, slot, places)),
             turn: Mutex::default(),
             said: AtomicU64::new(0),
+        });
+        if self.pool.count_against(Arc::clone(&share) as Arc<dyn Account>) {
+            *counting = Some(share);
+        }
+        Ok(counting.is_some())
+    }
+
+    /// Somebody has removed the file in which this process counts: those that join would not find it, nor whoever changes budgets.
+    fn count_again(&self, share: &Share) -> Result<(), RunDirError> {
+        let budgets = share.seat().file.budgets()?;
+        let Some((file, slot)) = BudgetFile::join(&self.dir, Some(&budgets))? else {
+            return Ok(());
         };
-        *counting = self.pool.count_against(Arc::new(share));
-        Ok(*counting)
+        if file.budgets()?.is_empty() {
+            // Whoever made it knew of none.
+            file.change(&budgets)?;
+        }
+        let places = self.places_in(&file)?;
+        share.move_to(Seat::new(file, slot, places));
+        self.note(
+            "the file of the tenant's budgets had been removed, and was made again".to_owned(),
+        );
+        Ok(())
+    }
+
+    /// Is there a file of the tenant's budgets that this process is to count in, and does not; or none, and it does? Does not block.
+    pub(super) fn is_to_count(&self) -> bool {
+        self.counting.try_lock().is_ok_and(|counting| {
+            counting.as_ref().map_or_else(
+                || run_dir::may_count(self.config.run_dir.path(), &self.config.tenant),
+                |share| !share.is_named(),
+            )
+        })
     }
 
     /// Does this process count what it holds? Not while it begins to; does not block.
     pub fn counts(&self) -> bool {
-        self.counting.try_lock().is_ok_and(|counting| *counting)
+        self.counting.try_lock().is_ok_and(|counting| counting.is_some())
     }
 
     /// What the tenant may hold of a GPU, and holds. None where this process does not count, or does not see that GPU. Asks the

@@ -258,8 +258,8 @@ pub struct Member<D: Driver> {
     /// Whose turn it is among threads that pause or resume this process alone.
     turns: Turns,
     ahead: Ahead,
-    /// Is what it holds counted against the tenant's budgets?
-    counting: Mutex<bool>,
+    /// What it holds, where that is counted against the tenant's budgets.
+    counting: Mutex<Option<Arc<budget::Share>>>,
     idle: idleness::Watch,
 }
 

@@ -230,6 +230,11 @@ impl BudgetFile {
         }
     }
 
+    /// Is it the file that those find who look for it now?
+    pub(crate) fn is_named(&self) -> bool {
+        is_still_named(&self.file, &self.path)
+    }
+
     /// For a forked child to close.
     pub(crate) fn file(&self) -> &File {
         &self.file
@@ -329,5 +334,103 @@ fn open(path: &Path) -> Result<Option<File>, RunDirError> {
     match opened {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         opened => opened.map(Some).map_err(io_error("opening", path)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmm_pool::budget::Figure;
+    use vmm_pool::driver::DeviceUuid;
+
+    use super::*;
+    use crate::run_dir::tests::{name, run_dir};
+
+    const GPU: Gpu = Gpu {
+        uuid: DeviceUuid([7; 16]),
+        index: Some(0),
+        total_bytes: 100,
+        figure: Figure { budget_bytes: None, held_bytes: 0 },
+    };
+
+    fn dir(base: &tempfile::TempDir) -> TenantDir {
+        run_dir(base).tenant(&name("train")).unwrap()
+    }
+
+    fn budgets(text: &str) -> Budgets {
+        text.parse().unwrap()
+    }
+
+    /// A process, until it is dropped: each opening of the file has locks of its own.
+    fn process(dir: &TenantDir, budget: &str) -> (BudgetFile, usize) {
+        let (file, slot) = BudgetFile::join(dir, Some(&budgets(budget))).unwrap().unwrap();
+        assert_eq!(file.places(&[GPU]).unwrap(), [Some(0)]);
+        (file, slot)
+    }
+
+    #[test]
+    fn who_takes_the_slot_of_one_that_was_killed_has_all_of_the_budget() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let (lives, own) = process(&dir, "0=50");
+        let (killed, slot) = process(&dir, "0=50");
+        killed.shared().take(0, slot, 50).unwrap();
+        drop(killed);
+        // Nobody has looked since.
+        let (next, taken) = process(&dir, "0=50");
+        assert_eq!((own, taken), (0, slot));
+        next.shared().take(0, taken, 50).unwrap();
+        assert_eq!(lives.shared().figure(0).held_bytes, 50);
+    }
+
+    #[test]
+    fn the_slot_of_a_dead_process_is_free_again_when_another_has_cleared_it() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let (lives, own) = process(&dir, "0=50");
+        let (killed, slot) = process(&dir, "0=50");
+        killed.shared().take(0, slot, 50).unwrap();
+        lives.forget_dead(Some(own));
+        assert_eq!(lives.shared().figure(0).held_bytes, 50, "it lives");
+        drop(killed);
+        lives.forget_dead(Some(own));
+        assert_eq!(lives.shared().figure(0).held_bytes, 0);
+        let (_next, taken) = process(&dir, "0=50");
+        assert_eq!(taken, slot);
+    }
+
+    #[test]
+    fn a_file_that_only_the_dead_have_used_is_begun_anew_though_somebody_has_looked_at_it() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let (killed, slot) = process(&dir, "0=50");
+        killed.shared().take(0, slot, 50).unwrap();
+        let looks = BudgetFile::existing(&dir).unwrap().unwrap();
+        drop(killed);
+        // It has cleared the slot, and has the file open still.
+        looks.forget_dead(None);
+        let (next, _) = process(&dir, "0=20");
+        assert_eq!(next.budgets().unwrap(), budgets("0=20"));
+        drop(next);
+        assert!(BudgetFile::existing(&dir).unwrap().is_none());
+        BudgetFile::remove_unused(dir.path()).unwrap();
+        assert!(!looks.is_named());
+    }
+
+    #[test]
+    fn a_file_that_somebody_is_changing_is_not_taken_for_left_behind() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let editor = BudgetFile::edit(&dir).unwrap();
+        editor.change(&budgets("0=30")).unwrap();
+        BudgetFile::remove_unused(dir.path()).unwrap();
+        assert!(editor.is_named());
+        let (joins, _) = process(&dir, "0=50");
+        assert_eq!(joins.budgets().unwrap(), budgets("0=30"));
+        assert_eq!(joins.shared().figure(0).budget_bytes, Some(30));
+        drop(joins);
+        assert!(BudgetFile::existing(&dir).unwrap().is_some());
+        drop(editor);
+        let (anew, _) = process(&dir, "0=50");
+        assert_eq!(anew.budgets().unwrap(), budgets("0=50"));
     }
 }

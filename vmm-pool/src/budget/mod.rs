@@ -18,7 +18,7 @@ pub use shared::{GPUS_MAX, Gpu, Shared};
 use crate::driver::DeviceOrdinal;
 use crate::error::{PoolError, PoolResult};
 
-/// Where an account counts what it was asked for.
+/// Where an account counts what it was asked for, as long as the account lasts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place(pub usize);
 
