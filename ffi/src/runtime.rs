@@ -9,7 +9,7 @@ use std::io::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, Once, OnceLock, PoisonError, RwLock};
 
 use sublet_cuda_driver::vmm::Purpose;
 use sublet_cuda_driver::{Accessors, Answer, caller};
@@ -23,7 +23,7 @@ use tenants::identity::{FamilyName, TenantName};
 use tenants::member::MemberConfig;
 use tenants::numa;
 use tenants::region;
-use tenants::run_dir::{self, RunDir};
+use tenants::run_dir::{self, RunDir, locks};
 use tenants::settings::REQUIRED_VARIABLE;
 use tenants::switching;
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, DriverCode, RawContext, VaRange};
@@ -99,7 +99,7 @@ pub(crate) fn join() -> Option<&'static Member> {
         match try_join() {
             Ok(member) => {
                 JOINED_PID.store(std::process::id(), Ordering::Relaxed);
-                watch_process();
+                watch_exit();
                 if let Some(note) = environment::short_device_clock() {
                     member.note(note);
                 }
@@ -335,6 +335,8 @@ pub(crate) fn start_log() {
 
 /// The run directory that the environment names.
 pub(crate) fn run_dir() -> Result<RunDir, String> {
+    // Whoever takes a lock comes here first, also before this process has joined.
+    watch_forks();
     RunDir::open(environment::run_dir(), environment::session_dir()).map_err(|error| chain(&error))
 }
 
@@ -477,24 +479,36 @@ fn command_line() -> String {
     words.join(" ").chars().take(SHOWN_MAX).collect()
 }
 
-/// Registers what must happen at fork and at exit.
-fn watch_process() {
-    // SAFETY: the handlers are plain functions that live as long as this library, which is never unloaded
+/// Registers what must happen at exit.
+fn watch_exit() {
+    // SAFETY: the handler is a plain function that lives as long as this library, which is never unloaded
     // once it has threads.
-    let fork = unsafe { libc::pthread_atfork(None, None, Some(after_fork_in_child)) };
-    // SAFETY: as above.
     let exit = unsafe { libc::atexit(at_exit) };
-    if fork != 0 || exit != 0 {
-        tracing::warn!(fork, exit, "no notice of fork or exit");
+    if exit != 0 {
+        tracing::warn!(exit, "no notice of exit");
     }
 }
 
-/// The child has neither our threads nor a usable driver: it runs on as if it were not under Sublet.
+/// Registers what must happen at a fork, once.
+fn watch_forks() {
+    static WATCHED: Once = Once::new();
+    WATCHED.call_once(|| {
+        // SAFETY: as for the exit.
+        let fork = unsafe { libc::pthread_atfork(None, None, Some(after_fork_in_child)) };
+        if fork != 0 {
+            tracing::warn!(fork, "no notice of fork");
+        }
+    });
+}
+
+/// The child has no lock of its parent's. Where that had joined, the child has neither our threads nor a usable driver: it runs on as if it were not
+/// under Sublet.
 unsafe extern "C" fn after_fork_in_child() {
+    locks::close_in_child();
     if let Some(member) = member() {
         member.let_go_in_child();
+        FORKED.store(true, Ordering::Relaxed);
     }
-    FORKED.store(true, Ordering::Relaxed);
 }
 
 extern "C" fn at_exit() {

@@ -15,9 +15,10 @@
 //! environment: the caller does, once.
 
 mod budget_file;
+pub(crate) mod clock;
 mod error;
 mod holders;
-pub(crate) mod locks;
+pub mod locks;
 mod sockets;
 mod trusted_path;
 pub(crate) mod turn_files;

@@ -10,8 +10,8 @@ use tenants::coordinator::{Coordinator, Options, Outcome};
 use tenants::identity::TenantName;
 use tenants::requests::act_for_all;
 use tenants::scope::{Scope, TagNames};
-use tenants::switching::{Allocation, SwitchOptions, resume_in_turn, with_room};
-use tenants::wire::{Action, Idleness};
+use tenants::switching::{Allocation, SwitchOptions, resume_in_turn, switch, with_room};
+use tenants::wire::{Action, Idleness, MemberState};
 use vmm_pool::driver::sim::SimOptions;
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal};
 use vmm_pool::{Class, Contents, Looking, PoolResult, VirtualHandle};
@@ -152,4 +152,34 @@ fn a_resume_that_queues_brings_back_what_a_running_tenant_is_without() {
     assert!(done.had_them && matches!(done.changes[..], [(_, Outcome::Completed(_))]));
     assert_eq!(place.used_bytes(DEVICE).unwrap(), UNIT);
     assert!(matches!(resume().changes[..], [(_, Outcome::AlreadyActive)]));
+}
+
+#[test]
+fn a_switch_that_is_done_and_cannot_be_written_down_says_both() {
+    let place = Place::new(&[UNITS * UNIT]).unwrap();
+    let fill = |process: &Process| {
+        let handle = memory::create(process.pool(), DEVICE, 5, class());
+        memory::map(process.pool(), handle, 5, DEVICE);
+    };
+    let train = place.join("train", SimOptions::default()).unwrap();
+    fill(&train);
+    act_for_all(place.run_dir(), train.tenant(), Scope::Whole, Action::Pause, None)
+        .map(drop)
+        .unwrap();
+    let infer = place.join("infer", SimOptions::default()).unwrap();
+    fill(&infer);
+    // What has been cannot be replaced any more, from the middle of the switch on.
+    let in_the_way = place.run_dir().path().join(".turns/history.next");
+    let options = SwitchOptions::default();
+    let done = switch(place.run_dir(), train.tenant(), &options, &mut |_| {
+        std::fs::create_dir_all(&in_the_way).unwrap();
+    });
+    let done = done.unwrap();
+    assert_eq!([train.state(), infer.state()], [MemberState::Active, MemberState::Paused]);
+    let why = done.unrecorded.unwrap();
+    assert!(why.contains("history.next"), "{why}");
+    std::fs::remove_dir(&in_the_way).unwrap();
+    let done = switch(place.run_dir(), infer.tenant(), &options, &mut |_| {}).unwrap();
+    assert!(done.unrecorded.is_none(), "{:?}", done.unrecorded);
+    assert_eq!([train.state(), infer.state()], [MemberState::Paused, MemberState::Active]);
 }

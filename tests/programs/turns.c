@@ -12,6 +12,9 @@
  *   spin, release       a kernel that waits for a word of the block, and that word
  *   switch TENANT MS    has another tenant get its GPUs
  *   capture MODE, captured   begins a stream capture, and ends it
+ *   fork                a child, which lives until it is killed, for two minutes at most
+ *   child-ends          what the child is told when it ends a turn
+ *   start               what it otherwise begins with, where STARTS_LATER is in the environment: the first use of the driver
  *
  * usage: turns [DEVICE]
  */
@@ -152,7 +155,37 @@ static void release(void)
     printf("ok\n");
 }
 
-static void start(int device)
+static int to_child[2], from_child[2];
+
+static void fork_child(void)
+{
+    if (pipe(to_child) != 0 || pipe(from_child) != 0)
+        exit(2);
+    pid_t child = fork();
+    if (child == 0) {
+        char byte;
+        alarm(120);
+        while (read(to_child[0], &byte, 1) == 1) {
+            int code = end();
+            if (write(from_child[1], &code, sizeof code) != sizeof code)
+                _exit(2);
+        }
+        _exit(0);
+    }
+    printf("ok %d\n", (int)child);
+}
+
+static void child_ends(void)
+{
+    int code = -1;
+    if (write(to_child[1], "e", 1) != 1 || read(from_child[0], &code, sizeof code) != sizeof code)
+        exit(2);
+    printf("ok %d\n", code);
+}
+
+static int device;
+
+static void start(void)
 {
     CUcontext context = NULL;
     driver_load();
@@ -197,6 +230,12 @@ static void obey(const char *line)
         release();
     else if (is(line, "work"))
         work(first);
+    else if (is(line, "fork"))
+        fork_child();
+    else if (is(line, "child-ends"))
+        child_ends();
+    else if (is(line, "start"))
+        start();
     else if (sscanf(line, "switch %255s %u", text, &first) == 2)
         say(((int (*)(const char *, uint32_t))find_ours("sublet_switch_tenant"))(text, first));
     else
@@ -206,7 +245,11 @@ static void obey(const char *line)
 int main(int count, char **arguments)
 {
     lines_begin();
-    start(count > 1 ? atoi(arguments[1]) : 0);
+    device = count > 1 ? atoi(arguments[1]) : 0;
+    if (getenv("STARTS_LATER") == NULL)
+        start();
+    else
+        printf("ok\n");
     lines_obey(obey);
     return 0;
 }

@@ -158,6 +158,22 @@ fn two_that_want_each_others_memory_both_get_it_one_after_the_other() -> Outcome
 }
 
 #[test]
+fn one_that_was_paused_for_another_comes_back_though_the_run_directory_has_gone_since() -> Outcome {
+    let (stage, mut train, mut infer) = pair(AUTO, AUTO_LONG)?;
+    infer.do_it("allocate 14 200")?;
+    infer.do_it("begin 60000")?;
+    train.say("own 100")?;
+    until_waits(&stage, "train", "back")?;
+    until("the run directory has gone", || {
+        Ok(std::fs::remove_dir_all(stage.run_dir_path()).is_ok())
+    })?;
+    infer.do_it("end")?;
+    goes_on(&mut train)?;
+    infer.do_it("own 200")?;
+    nobody_claims(&stage)
+}
+
+#[test]
 fn one_that_waits_for_memory_can_be_paused_and_resumed_and_gets_it_in_the_end() -> Outcome {
     let (stage, mut train, mut infer) = pair(AUTO_LONG, AUTO)?;
     infer.do_it("allocate 2 200")?;
@@ -361,7 +377,8 @@ fn one_that_cannot_be_paused_is_passed_over_for_another_and_that_is_written_down
     let mut other = stage.turn_taker("other", &[], 0)?;
     other.do_it("allocate 16 3")?;
     captures.do_it("capture")?;
-    let words = ["--queue", "--wait=120s", "--timeout", "700ms"];
+    // For so long the capture is waited for. Everything else takes less on a machine however busy.
+    let words = ["--queue", "--wait=120s", "--timeout", "10s"];
     let said = resume(&stage, "wide", &words, 0)?;
     assert_eq!(said["paused"], serde_json::json!(["other"]), "{said:#}");
     let lines = stage.decisions()?;

@@ -150,7 +150,8 @@ fn one_that_cannot_be_paused_is_named_and_those_paused_before_it_run_again() -> 
     let mut captures = stage.turn_taker("captures", &[], 0)?;
     captures.do_it("allocate 16 3")?;
     captures.do_it("capture")?;
-    let said = switch(&stage, "wide", &["--timeout", "700ms"], 1)?;
+    // For so long the capture is waited for. Everything else takes less on a machine however busy.
+    let said = switch(&stage, "wide", &["--timeout", "10s"], 1)?;
     let error = said["error"].as_str().unwrap_or_default();
     assert!(error.contains("is capturing 1 stream"), "{said:#}");
     assert!(error.contains("'a-first', which are active again"), "{said:#}");
@@ -286,6 +287,70 @@ fn a_turn_that_has_lasted_its_quantum_is_taken_away_and_comes_back_by_itself() -
     infer.do_it("end")?;
     let lines = stage.decisions()?;
     assert!(lines.iter().any(|line| line.contains("and its quantum is")), "{lines:?}");
+    Ok(())
+}
+
+#[test]
+fn a_turn_and_a_wait_for_one_outlive_the_run_directory() -> Outcome {
+    let (stage, mut train, mut infer) = pair([&[], &[]])?;
+    infer.do_it("begin 60000")?;
+    infer.say("work 200")?;
+    train.do_it("begin 60000")?;
+    until("infer waits", || Ok(claims(&stage)?.1 == ["infer"]))?;
+    until("the run directory has gone", || {
+        Ok(std::fs::remove_dir_all(stage.run_dir_path()).is_ok())
+    })?;
+    // Who is first again is in its turn, also where that was not to be seen for a moment.
+    until("both have their claims again", || {
+        let (in_turn, waiting) = claims(&stage)?;
+        let mut all = [in_turn, waiting].concat();
+        all.sort();
+        Ok(all == ["infer", "train"])
+    })?;
+    train.do_it("end")?;
+    until("infer is in its turn", || Ok(claims(&stage)?.0 == ["infer"]))?;
+    infer.say("stop")?;
+    let [seed] = infer.answer()?.numbers::<1>()?;
+    infer.do_it(&format!("own {seed}"))?;
+    infer.do_it("end").map(drop)
+}
+
+#[test]
+fn a_forked_child_neither_ends_nor_keeps_the_turn_of_its_parent() -> Outcome {
+    let stage = Stage::new(&[24 * MIB])?;
+    // Begun before the process has joined its tenant.
+    let mut parent = stage.turn_taker_with("train", &[], &[("STARTS_LATER", "1")], 0)?;
+    parent.do_it("begin 60000")?;
+    let [child] = parent.do_it("fork")?.numbers::<1>()?;
+    assert_eq!(parent.do_it("child-ends")?.numbers::<1>()?, [0]);
+    assert_eq!(claims(&stage)?.0, ["train"]);
+    parent.kill()?;
+    until("its turn is over", || Ok(claims(&stage)? == (Vec::new(), Vec::new())))?;
+    let child = nix::unistd::Pid::from_raw(i32::try_from(child)?);
+    nix::sys::signal::kill(child, nix::sys::signal::Signal::SIGKILL)?;
+    Ok(())
+}
+
+#[test]
+fn a_turn_that_a_forked_child_has_ended_comes_back_when_another_had_its_memory() -> Outcome {
+    let stage = Stage::new(&[24 * MIB])?;
+    let mut train = stage.turn_taker("train", &[], 0)?;
+    train.do_it("begin 60000")?;
+    let [child] = train.do_it("fork")?.numbers::<1>()?;
+    train.do_it("allocate 14 100")?;
+    stage.pause("train")?;
+    let mut infer = stage.turn_taker("infer", &[], 0)?;
+    infer.do_it("allocate 14 200")?;
+    stage.pause("infer")?;
+    stage.resume("train")?;
+    assert_eq!(train.do_it("child-ends")?.numbers::<1>()?, [0]);
+    infer.do_it("begin 60000")?;
+    infer.do_it("end")?;
+    until("train is back", || Ok(stage.states("train")? == ["active"]))?;
+    train.do_it("own 100")?;
+    train.do_it("end")?;
+    let child = nix::unistd::Pid::from_raw(i32::try_from(child)?);
+    nix::sys::signal::kill(child, nix::sys::signal::Signal::SIGKILL)?;
     Ok(())
 }
 

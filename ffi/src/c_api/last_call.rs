@@ -128,12 +128,13 @@ pub(crate) fn swapped(outcome: Result<tenants::coordinator::Swap, SwapError>) ->
 /// [`settled`] for a tenant that was to get its GPUs.
 pub(crate) fn switched(outcome: Result<Switched, SwitchError>) -> c_int {
     match outcome {
-        Ok(Switched { had_them, victims, reasons, changes }) => {
+        Ok(Switched { had_them, victims, reasons, changes, unrecorded }) => {
             let paused: Vec<_> = victims.iter().map(TenantName::as_str).collect();
             let changes: Vec<Value> = changes.iter().map(|(_, outcome)| json_of(outcome)).collect();
             let how = if had_them { "already" } else { "completed" };
             keep_report(json!({
                 "outcome": how, "paused": paused, "reasons": reasons, "changes": changes,
+                "unrecorded": unrecorded,
             }))
         }
         Err(error) => not_switched(&error),
@@ -143,13 +144,14 @@ pub(crate) fn switched(outcome: Result<Switched, SwitchError>) -> c_int {
 /// [`settled`] for a resume that queued: its report, and beside it who was paused and why.
 pub(crate) fn resumed_in_turn(outcome: Result<Switched, SwitchError>) -> c_int {
     match outcome {
-        Ok(Switched { victims, reasons, changes, .. }) => {
+        Ok(Switched { victims, reasons, changes, unrecorded, .. }) => {
             let resumed = changes.last().map_or(Outcome::AlreadyActive, |(_, own)| own.clone());
             let mut report = json_of(&resumed);
             let paused: Vec<_> = victims.iter().map(TenantName::as_str).collect();
             if let Some(fields) = report.as_object_mut() {
                 fields.insert("paused".to_owned(), json!(paused));
                 fields.insert("reasons".to_owned(), json!(reasons));
+                fields.insert("unrecorded".to_owned(), json!(unrecorded));
             }
             keep_report(report)
         }

@@ -114,17 +114,18 @@ fn resume_in_turn(
         output.json(&Document::queued(&args.tenant, &result))?;
         let code = result.map_or_else(
             |error| ExitCode::from(switch::code_of(&error)),
-            |switched| code_of_switch(switch::outcomes(&switched)),
+            |switched| switch::code_of_done(&switched),
         );
         return Ok(traced.unwrap_or(code));
     }
     let switched = result.map_err(|error| Failure::of(&error, switch::code_of(&error)))?;
-    if switched.changes.iter().all(|(_, outcome)| matches!(outcome, Outcome::AlreadyActive)) {
+    let is_active = |(_, outcome): &(_, Outcome)| matches!(outcome, Outcome::AlreadyActive);
+    if switched.changes.iter().all(is_active) && switched.unrecorded.is_none() {
         output.line(format!("tenant '{}' is active already", args.tenant));
     } else {
         switch::render(false, &switched, output);
     }
-    Ok(traced.unwrap_or(code_of_switch(switch::outcomes(&switched))))
+    Ok(traced.unwrap_or(switch::code_of_done(&switched)))
 }
 
 /// Tries again what `result` says was short of GPU memory, for at most `wait`, and says what it waits for. Between two

@@ -34,7 +34,7 @@ impl Failure {
     }
 
     /// `error` and its causes, in one line.
-    pub(crate) fn of(error: &dyn Error, code: u8) -> Self {
+    pub(crate) fn of(error: &(dyn Error + 'static), code: u8) -> Self {
         Self::new(chain(error), code)
     }
 

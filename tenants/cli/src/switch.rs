@@ -29,6 +29,8 @@ struct Account<'a> {
     paused: Vec<&'a str>,
     reasons: &'a [String],
     changes: Vec<Document<'a>>,
+    /// It is done and not written down, and why not.
+    unrecorded: Option<&'a str>,
     error: Option<String>,
     retryable: bool,
     unchanged: bool,
@@ -55,7 +57,7 @@ pub(crate) fn switch(
     }
     let switched = result.map_err(|error| Failure::of(&error, code_of(&error)))?;
     render(args.dry_run, &switched, output);
-    Ok(change::code_of_switch(outcomes(&switched)))
+    Ok(code_of_done(&switched))
 }
 
 fn documented(
@@ -66,7 +68,7 @@ fn documented(
     let tenant = args.tenant.as_str();
     match result {
         Ok(switched) => {
-            let Switched { had_them, victims, reasons, changes } = &switched;
+            let Switched { had_them, victims, reasons, changes, unrecorded } = &switched;
             let changes: Vec<_> =
                 changes.iter().map(|(tenant, outcome)| (tenant, Ok(outcome.clone()))).collect();
             output.json(&Account {
@@ -79,11 +81,12 @@ fn documented(
                 paused: victims.iter().map(TenantName::as_str).collect(),
                 reasons,
                 changes: changes.iter().map(|(name, result)| Document::new(name, result)).collect(),
+                unrecorded: unrecorded.as_deref(),
                 error: None,
                 retryable: false,
                 unchanged: *had_them || args.dry_run,
             })?;
-            Ok(change::code_of_switch(outcomes(&switched)))
+            Ok(code_of_done(&switched))
         }
         Err(error) => {
             output.json(&Account {
@@ -92,6 +95,7 @@ fn documented(
                 paused: Vec::new(),
                 reasons: &[],
                 changes: Vec::new(),
+                unrecorded: None,
                 error: Some(chain(&error)),
                 retryable: error.is_retryable(),
                 unchanged: error.left_unchanged(),
@@ -101,8 +105,12 @@ fn documented(
     }
 }
 
-pub(crate) fn outcomes(switched: &Switched) -> impl Iterator<Item = &Outcome> {
-    switched.changes.iter().map(|(_, outcome)| outcome)
+/// The exit code of a switch that was done.
+pub(crate) fn code_of_done(switched: &Switched) -> ExitCode {
+    if switched.unrecorded.is_some() {
+        return ExitCode::from(EXIT_PARTIAL);
+    }
+    change::code_of_switch(switched.changes.iter().map(|(_, outcome)| outcome))
 }
 
 pub(crate) fn code_of(error: &SwitchError) -> u8 {
@@ -124,6 +132,9 @@ pub(crate) fn render(is_dry: bool, switched: &Switched, output: &mut Output) {
         let took = units::micros(report.wall_us);
         output.line(format!("tenant '{tenant}' {} in {took}", change::done(report.action)));
         change::remark(report, output);
+    }
+    if let Some(why) = &switched.unrecorded {
+        output.line(format!("this is done, and not written down for later switches: {why}"));
     }
 }
 
@@ -155,7 +166,7 @@ pub(crate) fn turns(
             table.add_row([
                 claim.tenant.clone(),
                 claim.class.to_string(),
-                claim.pid.to_string(),
+                claim.pid.map_or_else(|| "?".to_owned(), |pid| pid.to_string()),
                 standing_of(claim),
                 units::micros(claim.since_us),
             ]);

@@ -55,7 +55,7 @@ use crate::cut::Cut;
 use crate::host_memory::{HostFigure, HostLimit};
 use crate::identity::{FamilyName, MemberId, TenantName};
 use crate::region;
-use crate::run_dir::{self, RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
+use crate::run_dir::{RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
 use crate::state::{self, Event, InvalidTransition};
 use crate::transport::Connection;
 use crate::turns::{Class, Weight};
@@ -399,10 +399,9 @@ impl<D: Driver> Member<D> {
 
     /// For a forked child, which is no member: closes its copies of the agent's sockets, and of descriptors that
     /// hold device memory, disk space, or a conversation with a peer, where no other thread was changing them at
-    /// the fork. Blocks nowhere.
+    /// the fork. Blocks nowhere. Locks are closed by [`crate::run_dir::locks::close_in_child`], which needs no member.
     pub fn let_go_in_child(&self) {
         self.sockets.close_in_child();
-        run_dir::locks::HELD.close_in_child();
         self.descriptor_limit.put_back_in_child();
         self.pool.close_descriptors_in_child();
         if let Ok(mut peers) = self.peers.try_lock() {

@@ -75,7 +75,7 @@ pub enum RunDirError {
     #[error("no socket for this process in the run directory")]
     Listen(#[source] TransportError),
     /// The file system refused.
-    #[error("{operation} of {} failed", path.display())]
+    #[error("{operation} of {} failed{}", path.display(), next_step(source))]
     Io {
         /// What was tried.
         operation: &'static str,
@@ -85,4 +85,29 @@ pub enum RunDirError {
         #[source]
         source: io::Error,
     },
+}
+
+/// What helps where the file system is full.
+fn next_step(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT) => {
+            " (free space there, or set SUBLET_RUN_DIR to a directory on another file system)"
+        }
+        _ => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_file_system_has_a_next_step_and_other_answers_stand_alone() {
+        let of = |code: i32| {
+            let source = io::Error::from_raw_os_error(code);
+            RunDirError::Io { operation: "writing", path: "/run/x".into(), source }.to_string()
+        };
+        assert!(of(libc::ENOSPC).contains("free space there, or set SUBLET_RUN_DIR"));
+        assert_eq!(of(libc::EACCES), "writing of /run/x failed");
+    }
 }

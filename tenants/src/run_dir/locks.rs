@@ -2,36 +2,62 @@
 //! been killed.
 
 use std::fs::File;
+use std::os::fd::IntoRawFd as _;
+use std::process;
 
 use nix::fcntl::{FcntlArg, fcntl};
 
 use crate::descriptors::{Noted, Numbers};
 
-/// Threads of one process that pause or resume at once; more are not noted.
-const LOCKS_MAX: usize = 16;
+/// Threads of one process that pause, resume, or wait for memory or a turn; more are not noted.
+const LOCKS_MAX: usize = 1024;
 
 /// Those of this process.
 pub(crate) static HELD: Numbers<LOCKS_MAX> = Numbers::new();
 
-/// A lock on a file, held until dropped. A process that dies gives it up.
+/// In a forked child: closes its copies of all locks that its parent holds. Blocks nowhere.
+pub fn close_in_child() {
+    HELD.close_in_child();
+}
+
+/// A lock on a file, held until dropped. A process that dies gives it up. In a forked child it is nothing, and its end does nothing.
 #[derive(Debug)]
 pub(crate) struct FileLock {
-    /// Goes before the file does.
-    _noted: Noted,
-    file: File,
+    /// Away once it has been dropped. The number goes before the file does.
+    held: Option<(Noted, File)>,
+    /// The process that took it.
+    pid: u32,
 }
 
 impl FileLock {
     /// The lock that this process has just taken on `file`.
     pub(super) fn new(file: File) -> Self {
-        Self { _noted: HELD.note(&file), file }
+        Self { held: Some((HELD.note(&file), file)), pid: process::id() }
+    }
+
+    /// Its file; none in a forked child.
+    pub(super) fn file(&self) -> Option<&File> {
+        self.held.as_ref().filter(|_| self.is_own()).map(|(_, file)| file)
+    }
+
+    /// Did this process take it, and no parent of it?
+    pub(super) fn is_own(&self) -> bool {
+        self.pid == process::id()
     }
 }
 
 impl Drop for FileLock {
     fn drop(&mut self) {
+        let is_own = self.is_own();
+        let Some((noted, file)) = self.held.take() else { return };
+        if !is_own {
+            // The child's copy was closed at the fork: its number, and its place among those noted, may be others' by now.
+            std::mem::forget(noted);
+            let _closed = file.into_raw_fd();
+            return;
+        }
         // A child forked meanwhile shares the lock until it closes or unlocks; unlocking ends it for both.
-        if let Err(error) = self.file.unlock() {
+        if let Err(error) = file.unlock() {
             tracing::warn!(%error, "a lock of the run directory was not given up");
         }
     }
@@ -84,9 +110,21 @@ fn whole_file(kind: i32) -> libc::flock {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::IntoRawFd as _;
-
     use super::*;
+
+    #[test]
+    fn the_end_of_a_lock_in_a_forked_child_closes_and_unlocks_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("lock");
+        let file = File::create(&path).unwrap();
+        file.try_lock().unwrap();
+        let mut lock = FileLock::new(file);
+        // As its copy in a child, whose process has another number.
+        lock.pid = 0;
+        assert!(lock.file().is_none());
+        drop(lock);
+        File::open(&path).unwrap().try_lock().unwrap_err();
+    }
 
     #[test]
     fn a_child_lets_go_of_the_locks_that_are_held_and_of_no_others() {

@@ -3,27 +3,35 @@
 //! ```text
 //! <run>/.turns/
 //!   lock                held while somebody decides, and while tenants are switched
-//!   <number>.claim      one for each that waits or is in its turn: locked by its process, so that it ends with it
+//!   <number>.claim      one for each that waits or is in its turn: locked by its process, so that it ends with it. Its time of
+//!                       change is its process's last sign of life, in the clock of turns
+//!   claim.next          one that is just being made
 //!   history             what has been, for the next decision
 //!   log                 decisions, one a line; of bounded length
 //! ```
 //!
-//! Whoever holds the lock changes all of them. Claims are numbered in the order in which they were made.
+//! Whoever holds the lock changes all of them, but for lines of the log, which anybody adds, and what a claim says. Claims are numbered in the
+//! order in which they were made.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, FileTimes, OpenOptions};
 use std::io::{self, ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
+use nix::poll::{PollFd, PollFlags};
+use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::clock::now_us;
 use super::{
-    RunDir, RunDirError, entry_names, io_error, locks, open_lock_file, remove_file_if_there,
-    trusted_path, wait_for_lock,
+    RunDir, RunDirError, entry_names, holders, io_error, is_still_named, locks, open_lock_file,
+    pause_thread, remove_file_if_there, trusted_path, wait_for_lock,
 };
-use crate::descriptors::Noted;
+use crate::transport::poll_until;
 use crate::turns::scene::Wish;
 
 const NAME: &str = ".turns";
@@ -31,6 +39,8 @@ const CLAIM_EXTENSION: &str = ".claim";
 const LOG_BYTES_MAX: u64 = 256 << 10;
 /// A claim is a few words; one that says more is none of ours.
 const CLAIM_BYTES_MAX: u64 = 4 << 10;
+/// How long a watch waits when something has changed: what belongs together changes within it, and a dead process's locks go.
+const SETTLES: Duration = Duration::from_millis(2);
 
 /// The directory of the files.
 #[derive(Clone, Debug)]
@@ -49,8 +59,11 @@ pub(crate) struct TurnLock(
 pub(crate) struct Claim {
     /// Its tenant.
     pub(crate) tenant: String,
-    /// Its process.
+    /// Its process, as that knows itself,
     pub(crate) pid: u32,
+    /// and in which namespace of process ids; 0 where that is not known.
+    #[serde(default)]
+    pub(crate) pid_namespace: u64,
     /// Does it wait? Else its tenant is in its turn.
     pub(crate) waits: bool,
     /// What it is for.
@@ -64,28 +77,34 @@ pub(crate) struct Claim {
 pub(crate) struct Found {
     /// Its number: those with smaller ones came before.
     pub(crate) number: u64,
-    /// How long its process has shown no sign of life, as far as the file system's clock tells.
+    /// How long its process has shown no sign of life.
     pub(crate) silent: Duration,
+    /// Its process by its id here; none where it has none here, or the kernel does not tell.
+    pub(crate) pid: Option<u32>,
     /// What it says.
     pub(crate) claim: Claim,
 }
 
-/// A claim of this process. It ends when this is dropped.
+/// A claim of this process. It ends when this is dropped, but for a forked child's copy.
 #[derive(Debug)]
 pub(crate) struct OwnClaim {
-    _noted: Noted,
-    file: File,
+    lock: locks::FileLock,
     path: PathBuf,
     /// See [`Found::number`].
     pub(crate) number: u64,
 }
 
+/// Tells when a claim is made, ends, or says something else. Without one, where the system gives none, only time tells.
+#[derive(Debug)]
+pub(crate) struct Watch(Option<OwnedFd>);
+
 impl RunDir {
-    /// The directory of the files, created if need be.
+    /// The directory of the files, created if need be, in a run directory that may have gone: see [`RunDir::listen_again`].
     ///
     /// # Errors
     /// As [`RunDir::open`].
     pub(crate) fn turns(&self) -> Result<TurnDir, RunDirError> {
+        trusted_path::ensure(&self.path)?;
         let path = self.path.join(NAME);
         trusted_path::ensure(&path)?;
         Ok(TurnDir { path })
@@ -117,25 +136,36 @@ impl TurnDir {
         wait_for_lock(&path, deadline, open, File::try_lock, locked).map(TurnLock)
     }
 
-    /// Makes a claim that comes after all others.
+    /// Makes a claim that comes after all others, or one in the place of `number` where that is free.
     ///
     /// # Errors
     /// [`RunDirError::Io`].
-    pub(crate) fn claim(&self, _lock: &TurnLock, claim: &Claim) -> Result<OwnClaim, RunDirError> {
-        let most = self.numbers()?.last().copied().unwrap_or(0);
-        let number = most.saturating_add(1);
-        let path = self.claim_path(number);
+    pub(crate) fn claim(
+        &self,
+        _lock: &TurnLock,
+        claim: &Claim,
+        number: Option<u64>,
+    ) -> Result<OwnClaim, RunDirError> {
+        let numbers = self.numbers()?;
+        let after_all = numbers.last().copied().unwrap_or(0).saturating_add(1);
+        let number = number.filter(|number| !numbers.contains(number)).unwrap_or(after_all);
+        // Nobody looks for it by this name: it is locked, and says what it is, when it gets its own.
+        let next = self.path.join("claim.next");
+        remove_file_if_there(&next)?;
         let made = OpenOptions::new()
             .read(true)
             .write(true)
             .create_new(true)
             .mode(0o600)
             .custom_flags(libc::O_NOFOLLOW)
-            .open(&path);
-        let file = made.map_err(io_error("creation", &path))?;
-        file.lock().map_err(io_error("locking", &path))?;
-        let own = OwnClaim { _noted: locks::HELD.note(&file), file, path, number };
+            .open(&next);
+        let file = made.map_err(io_error("creation", &next))?;
+        file.lock().map_err(io_error("locking", &next))?;
+        let mut own = OwnClaim { lock: locks::FileLock::new(file), path: next, number };
         own.say(claim)?;
+        let path = self.claim_path(number);
+        fs::rename(&own.path, &path).map_err(io_error("renaming", &own.path))?;
+        own.path = path;
         Ok(own)
     }
 
@@ -157,14 +187,18 @@ impl TurnDir {
                 }
                 continue;
             }
-            let modified = file.metadata().and_then(|metadata| metadata.modified()).ok();
-            let silent = modified.and_then(|at| SystemTime::now().duration_since(at).ok());
+            let beaten = file.metadata().and_then(|metadata| metadata.modified()).ok();
+            let since_start = beaten.and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
+            let silent =
+                Duration::from_micros(now_us()).saturating_sub(since_start.unwrap_or_default());
             let mut text = String::new();
-            let read = file.take(CLAIM_BYTES_MAX).read_to_string(&mut text);
+            let read = (&file).take(CLAIM_BYTES_MAX).read_to_string(&mut text);
             read.map_err(io_error("reading", &path))?;
             // One that is just being written has no place yet.
-            if let Ok(claim) = serde_json::from_str(&text) {
-                claims.push(Found { number, silent: silent.unwrap_or_default(), claim });
+            if let Ok(claim) = serde_json::from_str::<Claim>(&text) {
+                let is_known = claim.pid_namespace == pid_namespace();
+                let pid = if is_known { Some(claim.pid) } else { holders::holders(&file).pop() };
+                claims.push(Found { number, silent, pid, claim });
             }
         }
         Ok(claims)
@@ -204,18 +238,18 @@ impl TurnDir {
         self.replace("history", text.as_bytes())
     }
 
-    /// Adds lines to the log, which keeps the later half of them when it has become long.
+    /// Adds lines to the log, of which the later half stays when it has become long: with the lock, which keeps others from adding to what goes.
     ///
     /// # Errors
     /// [`RunDirError::Io`].
-    pub(crate) fn log(&self, _lock: &TurnLock, lines: &[String]) -> Result<(), RunDirError> {
+    pub(crate) fn log(&self, lock: Option<&TurnLock>, lines: &[String]) -> Result<(), RunDirError> {
         let path = self.path.join("log");
         let at_ms = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let (at_ms, pid) = (at_ms.as_millis(), std::process::id());
         let line = |text: &String| format!("{at_ms} {pid} {}\n", text.replace('\n', " "));
         let added: String = lines.iter().map(line).collect();
         let length = fs::metadata(&path).map_or(0, |metadata| metadata.len());
-        if length + added.len() as u64 > LOG_BYTES_MAX {
+        if lock.is_some() && length + added.len() as u64 > LOG_BYTES_MAX {
             let all = self.log_lines();
             let later = all.iter().skip(all.len() / 2).map(|line| format!("{line}\n"));
             return self.replace("log", (later.collect::<String>() + &added).as_bytes());
@@ -243,10 +277,60 @@ impl TurnDir {
         fs::rename(&next, &path).map_err(io_error("renaming", &path))
     }
 
-    /// Changes when a claim is made, ends, or says something else. Takes no lock.
-    pub(crate) fn glance(&self) -> Vec<(u64, bool, bool)> {
-        let claims = self.claims(None).unwrap_or_default();
-        claims.iter().map(|found| (found.number, found.claim.waits, found.is_silent())).collect()
+    /// Watches all claims from now on.
+    pub(crate) fn watch(&self) -> Watch {
+        let events = WatchFlags::MOVED_TO
+            | WatchFlags::DELETE
+            | WatchFlags::MODIFY
+            // A process that ends closes its claims.
+            | WatchFlags::CLOSE_WRITE;
+        let watch = || -> rustix::io::Result<OwnedFd> {
+            let fd = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
+            inotify::add_watch(&fd, &self.path, events | WatchFlags::ONLYDIR)?;
+            Ok(fd)
+        };
+        Watch(watch().inspect_err(|error| tracing::debug!(%error, "turns are not watched")).ok())
+    }
+}
+
+/// Tells this process's namespace of process ids from others.
+pub(crate) fn pid_namespace() -> u64 {
+    fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino())
+}
+
+impl Watch {
+    /// Waits until a claim has changed since the last call, for `most` at most. Says whether one has.
+    pub(crate) fn wait(&self, most: Duration) -> bool {
+        let Some(fd) = &self.0 else {
+            pause_thread(most);
+            return false;
+        };
+        let deadline = Instant::now() + most;
+        loop {
+            let mut fds = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
+            if !poll_until(&mut fds, deadline).unwrap_or(false) {
+                return false;
+            }
+            if Self::clear(fd) {
+                pause_thread(SETTLES);
+                Self::clear(fd);
+                return true;
+            }
+        }
+    }
+
+    /// Reads what has happened. Says whether it was about claims.
+    fn clear(fd: &OwnedFd) -> bool {
+        let mut is_claim = false;
+        let mut bytes = [MaybeUninit::uninit(); 4096];
+        let mut events = inotify::Reader::new(fd, &mut bytes);
+        while let Ok(event) = events.next() {
+            let name = event.file_name().map(|name| name.to_string_lossy());
+            is_claim |= name.is_some_and(|name| name.ends_with(CLAIM_EXTENSION));
+            // Events are missing, or the directory is.
+            is_claim |= event.events().intersects(ReadFlags::QUEUE_OVERFLOW | ReadFlags::IGNORED);
+        }
+        is_claim
     }
 }
 
@@ -264,20 +348,29 @@ impl OwnClaim {
     /// # Errors
     /// [`RunDirError::Io`].
     pub(crate) fn say(&self, claim: &Claim) -> Result<(), RunDirError> {
+        let Some(mut file) = self.lock.file() else { return Ok(()) };
         let text = serde_json::to_string(claim).unwrap_or_default();
-        let mut file = &self.file;
         let written = file
             .seek(SeekFrom::Start(0))
             .and_then(|_| file.write_all(text.as_bytes()))
             .and_then(|()| file.set_len(text.len() as u64));
+        self.beat();
         written.map_err(io_error("writing", &self.path))
     }
 
     /// A sign of life.
     pub(crate) fn beat(&self) {
-        if let Err(error) = self.file.set_modified(SystemTime::now()) {
+        let now = SystemTime::UNIX_EPOCH + Duration::from_micros(now_us());
+        // Both times: the kernel tells watchers of a new time of change alone as of a write. A recent access keeps cleaners of old files away.
+        let times = FileTimes::new().set_accessed(SystemTime::now()).set_modified(now);
+        if let Some(Err(error)) = self.lock.file().map(|file| file.set_times(times)) {
             tracing::debug!(%error, "a claim to a turn could not be touched");
         }
+    }
+
+    /// Is it where others look for it?
+    pub(crate) fn is_there(&self) -> bool {
+        self.lock.file().is_some_and(|file| is_still_named(file, &self.path))
     }
 
     /// Its file.
@@ -288,11 +381,11 @@ impl OwnClaim {
 
 impl Drop for OwnClaim {
     fn drop(&mut self) {
-        // Its number is not given again before the file is gone.
-        let removed = remove_file_if_there(&self.path);
-        let unlocked = self.file.unlock();
-        if removed.is_err() || unlocked.is_err() {
-            tracing::warn!(?removed, ?unlocked, "a claim to a turn was not given up");
+        // Its number is not given again before the file is gone. Another one may have its name, where somebody has removed the file.
+        if self.is_there()
+            && let Err(error) = remove_file_if_there(&self.path)
+        {
+            tracing::warn!(%error, "a claim to a turn was not given up");
         }
     }
 }
@@ -303,7 +396,8 @@ mod tests {
 
     fn claim(tenant: &str) -> Claim {
         let tenant = tenant.to_owned();
-        Claim { tenant, pid: 1, waits: true, wish: Wish::Turn, since_us: 5 }
+        let (pid, pid_namespace) = (1, pid_namespace());
+        Claim { tenant, pid, pid_namespace, waits: true, wish: Wish::Turn, since_us: 5 }
     }
 
     fn dir(base: &tempfile::TempDir) -> TurnDir {
@@ -323,8 +417,8 @@ mod tests {
         let base = tempfile::tempdir().unwrap();
         let dir = dir(&base);
         let lock = dir.lock(soon()).unwrap();
-        let first = dir.claim(&lock, &claim("a")).unwrap();
-        let second = dir.claim(&lock, &claim("b")).unwrap();
+        let first = dir.claim(&lock, &claim("a"), None).unwrap();
+        let second = dir.claim(&lock, &claim("b"), None).unwrap();
         let names = |dir: &TurnDir| -> Vec<String> {
             let claims = dir.claims(None).unwrap();
             claims.into_iter().map(|found| found.claim.tenant).collect()
@@ -332,9 +426,6 @@ mod tests {
         assert_eq!(names(&dir), ["a", "b"]);
         first.say(&Claim { waits: false, ..claim("a-longer-name") }).unwrap();
         assert_eq!(names(&dir), ["a-longer-name", "b"]);
-        let before = dir.glance();
-        first.say(&claim("c")).unwrap();
-        assert_ne!(dir.glance(), before);
         drop(first);
         assert_eq!(names(&dir), ["b"]);
         // As one that was killed leaves it: there, and not locked.
@@ -348,15 +439,90 @@ mod tests {
     }
 
     #[test]
-    fn one_that_stands_still_is_silent_until_it_beats() {
+    fn one_that_stands_still_is_silent_until_it_beats_whatever_the_wall_clock_says() {
         let base = tempfile::tempdir().unwrap();
         let dir = dir(&base);
-        let own = dir.claim(&dir.lock(soon()).unwrap(), &claim("a")).unwrap();
-        let long_ago = SystemTime::now() - Duration::from_mins(1);
-        own.file.set_modified(long_ago).unwrap();
-        assert!(dir.claims(None).unwrap()[0].is_silent());
+        let own = dir.claim(&dir.lock(soon()).unwrap(), &claim("a"), None).unwrap();
+        let is_silent = || dir.claims(None).unwrap()[0].is_silent();
+        assert!(!is_silent());
+        let long_ago = Duration::from_micros(now_us()).saturating_sub(Duration::from_mins(1));
+        let file = own.lock.file().unwrap();
+        file.set_modified(SystemTime::UNIX_EPOCH + long_ago).unwrap();
+        assert!(is_silent());
         own.beat();
-        assert!(!dir.claims(None).unwrap()[0].is_silent());
+        assert!(!is_silent());
+        // The wall clock has no part in it.
+        let beaten = file.metadata().unwrap().modified().unwrap();
+        let beaten = beaten.duration_since(SystemTime::UNIX_EPOCH).unwrap();
+        assert!(beaten <= Duration::from_micros(now_us()), "{beaten:?}");
+    }
+
+    #[test]
+    fn a_claim_whose_file_has_gone_is_made_again_in_its_place_and_its_old_end_leaves_it() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let lock = dir.lock(soon()).unwrap();
+        let first = dir.claim(&lock, &claim("a"), None).unwrap();
+        let second = dir.claim(&lock, &claim("b"), None).unwrap();
+        assert!(first.is_there());
+        fs::remove_file(first.path()).unwrap();
+        assert!(!first.is_there());
+        let again = dir.claim(&lock, &claim("a"), Some(first.number)).unwrap();
+        assert_eq!(again.number, first.number);
+        drop(first);
+        assert!(again.is_there());
+        // One that has another in its place comes after all.
+        let third = dir.claim(&lock, &claim("c"), Some(second.number)).unwrap();
+        assert_eq!(third.number, second.number + 1);
+    }
+
+    #[test]
+    fn a_claim_is_locked_and_says_what_it_is_before_others_can_find_it() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let lock = dir.lock(soon()).unwrap();
+        fs::write(dir.path.join("claim.next"), "of one that died").unwrap();
+        let fd = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).unwrap();
+        inotify::add_watch(&fd, &dir.path, WatchFlags::CREATE | WatchFlags::MOVED_TO).unwrap();
+        let _own = dir.claim(&lock, &claim("a"), None).unwrap();
+        // One that looks locks what it finds unlocked for a moment, and may be stopped in it: nobody could lock it any more.
+        let mut bytes = [MaybeUninit::uninit(); 4096];
+        let mut events = inotify::Reader::new(&fd, &mut bytes);
+        let mut came = Vec::new();
+        while let Ok(event) = events.next() {
+            let name = event.file_name().unwrap().to_str().unwrap().to_owned();
+            came.push((event.events().contains(ReadFlags::CREATE), name));
+        }
+        let [(true, next), (false, own)] = &came[..] else { panic!("{came:?}") };
+        assert!(next == "claim.next" && own.ends_with(CLAIM_EXTENSION), "{came:?}");
+    }
+
+    #[test]
+    fn a_watch_wakes_when_a_claim_is_made_changed_or_ended_and_for_nothing_else() {
+        const NOT: Duration = Duration::from_millis(50);
+        let most = Duration::from_secs(60);
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let watch = dir.watch();
+        let lock = dir.lock(soon()).unwrap();
+        dir.keep_history(&lock, &vec![1]).unwrap();
+        dir.log(None, &["a line".to_owned()]).unwrap();
+        drop(lock);
+        assert!(!watch.wait(NOT));
+        let lock = dir.lock(soon()).unwrap();
+        let own = dir.claim(&lock, &claim("a"), None).unwrap();
+        assert!(watch.wait(most), "it was made");
+        own.beat();
+        assert_eq!(dir.claims(None).unwrap().len(), 1);
+        assert!(!watch.wait(NOT), "a sign of life, and a look");
+        own.say(&claim("b")).unwrap();
+        assert!(watch.wait(most), "it says something else");
+        drop(own);
+        assert!(watch.wait(most), "it has ended");
+        let _own = dir.claim(&lock, &claim("a"), None).unwrap();
+        assert!(watch.wait(most));
+        fs::remove_dir_all(&dir.path).unwrap();
+        assert!(watch.wait(most), "its directory has gone");
     }
 
     #[test]
@@ -377,7 +543,7 @@ mod tests {
         let lock = dir.lock(soon()).unwrap();
         let long = "x".repeat(1000);
         for number in 0..600 {
-            dir.log(&lock, &[format!("{number}\n{long}")]).unwrap();
+            dir.log(Some(&lock), &[format!("{number}\n{long}")]).unwrap();
         }
         let lines = dir.log_lines();
         assert!(lines.iter().map(|line| line.len() as u64 + 1).sum::<u64>() <= LOG_BYTES_MAX);

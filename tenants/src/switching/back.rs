@@ -1,12 +1,13 @@
 //! A tenant that queues comes back by itself when it was paused for another.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vmm_pool::driver::Driver;
 
-use super::turn::{AFTER_FAILURE, AFTER_FAILURE_MAX};
-use super::{Queue, SwitchOptions, gather};
+use super::gather::Displaced;
+use super::turn::{AFTER_FAILURE, AFTER_FAILURE_MAX, KEPT_EVERY};
+use super::{Queue, SwitchOptions};
 use crate::member::Member;
 use crate::turns::scene::Wish;
 use crate::wire::MemberState;
@@ -34,21 +35,30 @@ fn watch<D: Driver>(member: &Member<D>) {
     crate::member::block_signals();
     let is_paused = || member.state() == MemberState::Paused;
     let mut after_failure = AFTER_FAILURE;
+    let (run_dir, tenant) = (member.run_dir(), member.tenant());
+    // Known from the pause on, and looked at now and then: the run directory may go before anything here wants to be back.
+    let (mut away, mut look_at) = (Displaced::default(), Instant::now());
     while !member.has_left() {
         member.wait_while_active(REST);
         if !is_paused() {
             // It is on its way, or faulted.
+            (away, look_at) = (Displaced::default(), Instant::now());
             member.rest(ON_ITS_WAY);
             continue;
         }
-        if !member.has_waiting_calls() || !gather::is_displaced(member.run_dir(), member.tenant()) {
+        let wants_back = member.has_waiting_calls();
+        let is_away = (wants_back || Instant::now() >= look_at) && {
+            look_at = Instant::now() + KEPT_EVERY;
+            away.look(run_dir, tenant)
+        };
+        if !wants_back || !is_away {
             member.rest(LOOK);
             continue;
         }
         let is_over = || !is_paused() || member.has_left();
-        let (run_dir, tenant) = (member.run_dir(), member.tenant());
         let queue = Queue::enter(run_dir, tenant, Wish::Back, Duration::MAX, (None, &is_over));
         let back = queue.and_then(|mut queue| {
+            queue.displaced = away;
             queue.wait_and_go(&SwitchOptions::default(), &is_over, &mut |_| {})
         });
         if let Err(error) = back

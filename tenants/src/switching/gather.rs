@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use nix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use vmm_pool::{Contents, KeptBytes};
 
 use crate::coordinator::{Coordinator, Options, TenantStats};
 use crate::identity::TenantName;
-use crate::run_dir::turn_files::Found;
+use crate::run_dir::clock::{boot, now_us};
+use crate::run_dir::turn_files::{Found, TurnDir};
 use crate::run_dir::{RunDir, RunDirError};
 use crate::turns::history::History;
 use crate::turns::scene::{Cost, Held, Scene, Standing, Waiting, Wish};
@@ -28,7 +28,10 @@ const SILENT_MIN: Duration = Duration::from_secs(5);
 /// and for no longer than this.
 const SILENT_MAX: Duration = Duration::from_mins(1);
 
-/// Tenants that did not answer. All are asked under the lock, where everybody waits for one that does not.
+/// How long one waits to write down what the history has lost; it tries again.
+const LOCK_WAIT: Duration = Duration::from_millis(250);
+
+/// Tenants that did not answer. All are asked once more under the lock, where everybody waits for one that does not.
 #[derive(Debug, Default)]
 pub(super) struct Silent(BTreeMap<TenantName, Rest>);
 
@@ -54,15 +57,6 @@ impl Silent {
         let time = before.map_or(SILENT_MIN, |time| (time * 2).min(SILENT_MAX));
         self.0.insert(tenant.clone(), Rest { until: now + time, time });
     }
-}
-
-/// The clock of turns, in microseconds: one for all processes of the machine, which goes on from its start.
-pub(super) fn now_us() -> u64 {
-    let now =
-        clock_gettime(ClockId::CLOCK_MONOTONIC).unwrap_or(nix::sys::time::TimeSpec::new(0, 0));
-    let seconds = u64::try_from(now.tv_sec()).unwrap_or(0);
-    let nanoseconds = u64::try_from(now.tv_nsec()).unwrap_or(0);
-    seconds.saturating_mul(1_000_000).saturating_add(nanoseconds / 1_000)
 }
 
 /// The claims of those that wait and show signs of life.
@@ -97,7 +91,7 @@ pub(super) fn gather(
             scene.unheard.insert(name);
             continue;
         }
-        // All of this is under the lock: who does not answer soon is not waited for.
+        // Some of this is under the lock: who does not answer soon is not waited for.
         let options = Options { timeout: Some(ANSWER), ..Options::default() };
         let coordinator = Coordinator::new(run_dir.clone(), name.clone(), options);
         let stats = coordinator.stats();
@@ -248,8 +242,8 @@ pub struct Claimant {
     pub tenant: String,
     /// Its class.
     pub class: Class,
-    /// Its process.
-    pub pid: u32,
+    /// Its process; none where that has no id here.
+    pub pid: Option<u32>,
     /// Is its tenant in its turn? Else it waits.
     pub is_in_turn: bool,
     /// Is it a person's order?
@@ -295,12 +289,12 @@ pub fn look(run_dir: &RunDir, count: usize) -> Result<TurnsView, RunDirError> {
     let scene = gather(run_dir, &[], None, &mut Silent::default());
     let mut claims: Vec<Claimant> = found
         .into_iter()
-        .map(|Found { claim, .. }| {
+        .map(|Found { claim, pid, .. }| {
             let standing = TenantName::new(&claim.tenant).ok();
             let standing = standing.and_then(|tenant| scene.tenants.get(&tenant));
             Claimant {
                 class: standing.map(|standing| standing.class).unwrap_or_default(),
-                pid: claim.pid,
+                pid,
                 is_in_turn: !claim.waits,
                 is_order: claim.wish.is_order(),
                 wish: claim.wish.label(),
@@ -332,10 +326,53 @@ pub fn look(run_dir: &RunDir, count: usize) -> Result<TurnsView, RunDirError> {
     Ok(TurnsView { claims, decisions })
 }
 
-/// Was `tenant` paused for another by a decision, and has not come back since?
-pub(super) fn is_displaced(run_dir: &RunDir, tenant: &TenantName) -> bool {
-    let turns = run_dir.existing_turns().ok().flatten();
-    turns.is_some_and(|turns| turns.history::<History>().of(tenant).is_displaced)
+/// What has been, since the machine was started.
+pub(super) fn history_of(turns: &TurnDir) -> History {
+    turns.history::<History>().of_this_start(boot(), now_us())
+}
+
+/// Is a tenant away for another? As the history says, and where that has gone with the run directory, as it said last.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Displaced(bool);
+
+impl Displaced {
+    /// As the last look has found.
+    pub(super) fn is_so(self) -> bool {
+        self.0
+    }
+
+    /// Looks for `tenant`, which is paused, and writes down what the history has lost. Takes the lock of turns for that.
+    pub(super) fn look(&mut self, run_dir: &RunDir, tenant: &TenantName) -> bool {
+        let turns = run_dir.existing_turns().ok().flatten();
+        match turns.and_then(|turns| history_of(&turns).is_displaced(tenant)) {
+            Some(is_displaced) => self.0 = is_displaced,
+            None if self.0 => {
+                if let Err(error) = Self::write_down(run_dir, tenant) {
+                    tracing::debug!(%tenant, %error, "that it is away for another is not written down yet");
+                }
+            }
+            None => {}
+        }
+        self.0
+    }
+
+    /// As [`Displaced::look`], where the tenant was away at the last one.
+    pub(super) fn look_if_so(&mut self, run_dir: &RunDir, tenant: &TenantName) {
+        if self.0 {
+            self.look(run_dir, tenant);
+        }
+    }
+
+    fn write_down(run_dir: &RunDir, tenant: &TenantName) -> Result<(), RunDirError> {
+        let turns = run_dir.turns()?;
+        let lock = turns.lock(Instant::now() + LOCK_WAIT)?;
+        let mut history = history_of(&turns);
+        if history.is_displaced(tenant).is_none() {
+            history.is_leaving(tenant);
+            turns.keep_history(&lock, &history)?;
+        }
+        Ok(())
+    }
 }
 
 /// Do processes of `tenant` queue?

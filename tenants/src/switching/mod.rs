@@ -2,7 +2,8 @@
 //!
 //! There is no daemon. Whoever wants its tenant to have the GPUs makes a claim in the run directory (`run_dir/turn_files.rs`), and acts
 //! for itself when the decision about its claim is to go; until then it looks again whenever claims change. All decide by the same rules
-//! from the same claims, so all agree who is next, and one lock sees to it that one acts at a time. A claim ends with its process.
+//! from the same claims, so all agree who is next. Who is to go takes a lock, decides once more and acts, so that one acts at a time; who waits
+//! has no lock, and keeps nobody from anything when it is stopped. A claim ends with its process.
 //!
 //! Lock order: the lock of `.turns`, then those of tenants.
 
@@ -21,7 +22,8 @@ use crate::coordinator::{
 };
 use crate::error_text::chain;
 use crate::identity::TenantName;
-use crate::run_dir::turn_files::{Claim, OwnClaim, TurnDir, TurnLock};
+use crate::run_dir::clock::now_us;
+use crate::run_dir::turn_files::{Claim, OwnClaim, TurnDir, TurnLock, Watch, pid_namespace};
 use crate::run_dir::{RunDir, RunDirError, pause_thread};
 use crate::turns::history::History;
 use crate::turns::scene::{Scene, Waiting, Wish};
@@ -30,20 +32,24 @@ use crate::turns::{Decision, Settings, Verdict, decide};
 use acting::Acting;
 pub use back::come_back_by_itself;
 pub use gather::{Claimant, LoggedDecision, TurnsView, look};
-use gather::{Silent, gather, now_us};
+use gather::{Displaced, Silent, gather, history_of};
 pub use room::{Allocation, with_room};
 pub use turn::{Turn, TurnOptions};
 
-/// How long one look lasts while nothing changes.
+/// How long one look lasts while nothing changes, for who is the first that waits,
 const LOOK_MAX: Duration = Duration::from_millis(500);
+/// and at most for those behind, which look less often, so that many ask tenants hardly more often than few.
+const LOOK_BEHIND_MAX: Duration = Duration::from_secs(5);
 /// For how long one that may wait looks again before it believes that it fits nowhere: the driver takes seconds to clear up after a large process.
 const NEVER_MAX: Duration = Duration::from_secs(10);
-/// How often claims are glanced at meanwhile.
-const GLANCE: Duration = Duration::from_millis(10);
 /// How long somebody else may take to switch tenants, for one that does not wait.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
-/// How often one that waits for the lock shows a sign of life, and looks whether that is called off.
-const LOCK_LOOK: Duration = Duration::from_millis(250);
+/// How often one that waits, also for the lock, shows a sign of life, and looks whether that is called off.
+const SIGN_EVERY: Duration = Duration::from_millis(250);
+/// When one that waits for the lock says in the log for whom.
+const LOCK_SAID_AFTER: Duration = Duration::from_secs(10);
+/// How often in a row one may not find its own claim.
+const UNSEEN_MAX: u32 = 5;
 /// How long after its own tenant did not come, or an allocation or its switch failed, the next try is, doubled each time: memory of a process that was
 /// killed is not free at once.
 const AGAIN_AFTER: Duration = Duration::from_millis(100);
@@ -75,6 +81,8 @@ pub struct Switched {
     pub reasons: Vec<String>,
     /// How each pause and the resume went, in order.
     pub changes: Vec<(TenantName, Outcome)>,
+    /// All of this is done, and could not be written down for later decisions, and why not.
+    pub unrecorded: Option<String>,
 }
 
 /// Why a tenant did not get its GPUs. Unless it says otherwise, all are as before.
@@ -257,11 +265,11 @@ fn never() -> bool {
 /// `tenant` is to be paused by name, and so nobody brings it back but who says so: also where it is away for another already.
 pub fn stays_away(run_dir: &RunDir, tenant: &TenantName) {
     let Ok(Some(turns)) = run_dir.existing_turns() else { return };
-    if !turns.history::<History>().of(tenant).is_displaced {
+    if history_of(&turns).is_displaced(tenant) != Some(true) {
         return;
     }
     let kept = turns.lock(Instant::now() + LOCK_TIMEOUT).and_then(|lock| {
-        let mut history: History = turns.history();
+        let mut history = history_of(&turns);
         history.stays_away(tenant);
         turns.keep_history(&lock, &history)
     });
@@ -284,7 +292,7 @@ fn lives(
 fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, SwitchError> {
     let turns = run_dir.existing_turns()?;
     let claims = turns.as_ref().map_or_else(|| Ok(Vec::new()), |turns| turns.claims(None))?;
-    let history: History = turns.map(|turns| turns.history()).unwrap_or_default();
+    let history = turns.as_ref().map(history_of).unwrap_or_default();
     let mut scene = gather(run_dir, &claims, Some(tenant), &mut Silent::default());
     scene.waiting.push(Waiting { tenant: tenant.clone(), wish: Wish::Order });
     let index = scene.waiting.len() - 1;
@@ -293,7 +301,8 @@ fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, SwitchError> {
     let had_them = scene.tenants.get(tenant).is_some_and(|standing| standing.is_active);
     match decision.verdict {
         Verdict::Go(victims) => {
-            Ok(Switched { had_them, victims, reasons: decision.reasons, changes: Vec::new() })
+            let (reasons, changes) = (decision.reasons, Vec::new());
+            Ok(Switched { had_them, victims, reasons, changes, unrecorded: None })
         }
         Verdict::Wait(_) => Err(busy(tenant, &decision.reasons)),
         Verdict::Never if !scene.unheard.is_empty() => Err(busy(tenant, &decision.reasons)),
@@ -313,11 +322,23 @@ struct Queue {
     tenant: TenantName,
     wish: Wish,
     claim: OwnClaim,
+    /// As its claim says.
+    waits: bool,
     deadline: Option<Instant>,
     has_told: bool,
     /// Since when it was found, one time after the other, that it fits nowhere.
     never_since: Option<Instant>,
     silent: Silent,
+    displaced: Displaced,
+}
+
+/// What one look has shown, and what follows from it.
+struct Seen {
+    scene: Scene,
+    history: History,
+    decision: Decision,
+    /// How many wait before it.
+    before: u32,
 }
 
 impl Queue {
@@ -330,17 +351,10 @@ impl Queue {
     ) -> Result<Self, SwitchError> {
         let turns = run_dir.turns()?;
         let deadline = Instant::now().checked_add(wait);
-        let lock = lock_of(&turns, lock_deadline(&wish, deadline), || {
+        let lock = lock_of(&turns, tenant, lock_deadline(&wish, deadline), || {
             check_called_off(tenant, interrupt, is_over)
         })?;
-        let claim = Claim {
-            tenant: tenant.to_string(),
-            pid: std::process::id(),
-            waits: true,
-            wish: wish.clone(),
-            since_us: now_us(),
-        };
-        let claim = turns.claim(&lock, &claim)?;
+        let claim = turns.claim(&lock, &claim_of(tenant, &wish, true), None)?;
         let (run_dir, tenant) = (run_dir.clone(), tenant.clone());
         Ok(Self {
             run_dir,
@@ -348,21 +362,34 @@ impl Queue {
             tenant,
             wish,
             claim,
+            waits: true,
             deadline,
             has_told: false,
             never_since: None,
             silent: Silent::default(),
+            displaced: Displaced::default(),
         })
     }
 
-    fn say(&self, waits: bool) -> Result<(), RunDirError> {
-        self.claim.say(&Claim {
-            tenant: self.tenant.to_string(),
-            pid: std::process::id(),
-            waits,
-            wish: self.wish.clone(),
-            since_us: now_us(),
-        })
+    fn say(&mut self, waits: bool) -> Result<(), RunDirError> {
+        self.waits = waits;
+        self.claim.say(&claim_of(&self.tenant, &self.wish, waits))
+    }
+
+    /// Makes the claim again, in its place, where somebody has removed its file. Says whether it did.
+    fn keep_claim(
+        &mut self,
+        interrupt: Option<&Interrupt>,
+        is_over: &dyn Fn() -> bool,
+    ) -> Result<bool, SwitchError> {
+        if self.claim.is_there() {
+            return Ok(false);
+        }
+        self.turns = self.run_dir.turns()?;
+        let lock = self.lock(interrupt, is_over)?;
+        let claim = claim_of(&self.tenant, &self.wish, self.waits);
+        self.claim = self.turns.claim(&lock, &claim, Some(self.claim.number))?;
+        Ok(true)
     }
 
     /// Takes the lock. Whoever has it may be switching for long, and this one is no less alive for that.
@@ -371,7 +398,8 @@ impl Queue {
         interrupt: Option<&Interrupt>,
         is_over: &dyn Fn() -> bool,
     ) -> Result<TurnLock, SwitchError> {
-        let locked = lock_of(&self.turns, lock_deadline(&self.wish, self.deadline), || {
+        let deadline = lock_deadline(&self.wish, self.deadline);
+        let locked = lock_of(&self.turns, &self.tenant, deadline, || {
             self.claim.beat();
             self.check_called_off(interrupt, is_over)
         });
@@ -387,6 +415,30 @@ impl Queue {
         check_called_off(&self.tenant, interrupt, is_over)
     }
 
+    /// What is so now, and what this one is to do. None where its own claim is not among the others.
+    fn look(&mut self, lock: Option<&TurnLock>) -> Result<Option<Seen>, RunDirError> {
+        if lock.is_none() && !self.wish.is_order() {
+            // What the history has lost with its directory is in it again.
+            self.displaced.look_if_so(&self.run_dir, &self.tenant);
+        }
+        let claims = self.turns.claims(lock)?;
+        let mut history = history_of(&self.turns);
+        let mut scene = gather(&self.run_dir, &claims, Some(&self.tenant), &mut self.silent);
+        history.note_back(&scene);
+        if self.wish == Wish::Turn && !self.displaced.is_so() {
+            // A process that has no device memory yet is of no tenant that anybody can ask, and needs nothing.
+            scene.tenants.entry(self.tenant.clone()).or_insert_with(gather::newcomer);
+        }
+        let mut numbers = gather::waiting(&claims).map(|found| found.number);
+        let Some(before) = numbers.position(|number| number == self.claim.number) else {
+            return Ok(None);
+        };
+        let mut decisions = decide(&scene, &history, &Settings::default(), now_us());
+        let decision = decisions.swap_remove(before);
+        let before = u32::try_from(before).unwrap_or(u32::MAX);
+        Ok(Some(Seen { scene, history, decision, before }))
+    }
+
     /// Waits until the decision is to go, or never to, or it is called off; and goes.
     fn wait_and_go(
         &mut self,
@@ -394,42 +446,41 @@ impl Queue {
         is_over: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<Switched, SwitchError> {
-        let (mut again_after, mut failing_since) = (AGAIN_AFTER, None);
+        let interrupt = options.interrupt.as_ref();
+        let (mut again_after, mut failing_since, mut unseen) = (AGAIN_AFTER, None, 0);
+        let (mut watch, mut lock) = (self.turns.watch(), None);
         loop {
-            let seen = self.turns.glance();
-            let lock = self.lock(options.interrupt.as_ref(), is_over)?;
-            let claims = self.turns.claims(Some(&lock))?;
-            let mut history: History = self.turns.history();
-            if history.changed_us > now_us() {
-                // Of before the machine was started.
-                history = History::default();
+            self.claim.beat();
+            self.check_called_off(interrupt, is_over)?;
+            if lock.is_none() && self.keep_claim(interrupt, is_over)? {
+                watch = self.turns.watch();
             }
-            let mut scene = gather(&self.run_dir, &claims, Some(&self.tenant), &mut self.silent);
-            history.note_back(&scene);
-            if self.wish == Wish::Turn {
-                // A process that has no device memory yet is of no tenant that anybody can ask, and needs nothing.
-                scene.tenants.entry(self.tenant.clone()).or_insert_with(gather::newcomer);
-            }
-            let numbers: Vec<u64> = gather::waiting(&claims).map(|found| found.number).collect();
-            let decisions = decide(&scene, &history, &Settings::default(), now_us());
-            let own = numbers.iter().position(|number| *number == self.claim.number);
-            let Some(decision) = own.and_then(|own| decisions.get(own)) else {
-                return Err(RunDirError::Io {
-                    operation: "reading back",
-                    path: self.claim.path().to_owned(),
-                    source: std::io::ErrorKind::NotFound.into(),
+            let looked = self.look(lock.as_ref());
+            let Ok(Some(Seen { scene, history, decision, before })) = looked else {
+                // Its file has just gone, or it stood still for too long. Else something is wrong with it.
+                unseen += 1;
+                if unseen >= UNSEEN_MAX {
+                    looked?;
+                    return Err(self.claim_is_lost().into());
                 }
-                .into());
+                lock = None;
+                continue;
             };
+            unseen = 0;
             match &decision.verdict {
                 Verdict::Go(victims) => {
+                    let Some(held) = lock.take() else {
+                        // Decided once more: others may have acted since.
+                        lock = self.lock_unless_gone(interrupt, is_over)?;
+                        continue;
+                    };
                     let went =
-                        self.go(&lock, &scene, history, victims, decision, options, progress);
+                        self.go(&held, &scene, history, victims, &decision, options, progress);
+                    drop(held);
                     match went {
                         Err(error) if self.tries_others(&error) => {}
                         Err(error) if self.tries_again(&error, again_after, &mut failing_since) => {
-                            drop(lock);
-                            self.rest(again_after, options.interrupt.as_ref(), is_over)?;
+                            self.rest(again_after, interrupt, is_over)?;
                             again_after = (again_after * 2).min(AGAIN_AFTER_MAX);
                         }
                         went => return went,
@@ -437,22 +488,22 @@ impl Queue {
                 }
                 // What has just ended may not be free yet, and is nobody's that could give it. Nor may it be of whoever does not answer.
                 Verdict::Never if self.looks_again(!scene.unheard.is_empty()) => {
-                    drop(lock);
-                    self.look_around(&seen, LOOK_MAX, options.interrupt.as_ref(), is_over)?;
+                    lock = None;
+                    self.look_around(&watch, LOOK_MAX, interrupt, is_over)?;
                 }
                 Verdict::Never => {
-                    self.turns.log(&lock, &decision.reasons)?;
+                    self.tell(lock.as_ref(), &decision.reasons);
                     if !scene.unheard.is_empty() {
                         return Err(busy(&self.tenant, &decision.reasons));
                     }
                     return Err(SwitchError::Never { why: decision.reasons.join("; ") });
                 }
                 Verdict::Wait(until_us) => {
+                    lock = None;
                     self.never_since = None;
                     if !std::mem::replace(&mut self.has_told, true) {
-                        self.turns.log(&lock, &decision.reasons)?;
+                        self.tell(None, &decision.reasons);
                     }
-                    drop(lock);
                     let left = self
                         .deadline
                         .map(|deadline| deadline.saturating_duration_since(Instant::now()));
@@ -461,10 +512,39 @@ impl Queue {
                     }
                     let until = until_us
                         .map(|until_us| Duration::from_micros(until_us.saturating_sub(now_us())));
-                    let look = [left, until].into_iter().flatten().fold(LOOK_MAX, Duration::min);
-                    self.look_around(&seen, look, options.interrupt.as_ref(), is_over)?;
+                    let most = LOOK_MAX.saturating_mul(before.saturating_add(1));
+                    let most = most.min(LOOK_BEHIND_MAX);
+                    let look = [left, until].into_iter().flatten().fold(most, Duration::min);
+                    self.look_around(&watch, look, interrupt, is_over)?;
                 }
             }
+        }
+    }
+
+    /// Takes the lock; none where the claim has gone, perhaps with the whole directory.
+    fn lock_unless_gone(
+        &self,
+        interrupt: Option<&Interrupt>,
+        is_over: &dyn Fn() -> bool,
+    ) -> Result<Option<TurnLock>, SwitchError> {
+        match self.lock(interrupt, is_over) {
+            Err(SwitchError::RunDir(RunDirError::Io { .. })) if !self.claim.is_there() => Ok(None),
+            locked => locked.map(Some),
+        }
+    }
+
+    fn claim_is_lost(&self) -> RunDirError {
+        RunDirError::Io {
+            operation: "reading back",
+            path: self.claim.path().to_owned(),
+            source: std::io::ErrorKind::NotFound.into(),
+        }
+    }
+
+    /// Adds lines to the log. One that cannot be written keeps nobody from its turn.
+    fn tell(&self, lock: Option<&TurnLock>, lines: &[String]) {
+        if let Err(error) = self.turns.log(lock, lines) {
+            tracing::warn!(%error, ?lines, "decisions about turns are not in the log");
         }
     }
 
@@ -510,7 +590,7 @@ impl Queue {
             if left.is_zero() {
                 return Ok(());
             }
-            pause_thread(LOCK_LOOK.min(left));
+            pause_thread(SIGN_EVERY.min(left));
         }
     }
 
@@ -531,30 +611,29 @@ impl Queue {
         is_in_time && since.elapsed() < NEVER_MAX
     }
 
-    /// Waits until claims are others than `seen`, for at most `look`.
+    /// Waits until claims change, for at most `look`.
     fn look_around(
         &self,
-        seen: &[(u64, bool, bool)],
+        watch: &Watch,
         look: Duration,
         interrupt: Option<&Interrupt>,
         is_over: &dyn Fn() -> bool,
     ) -> Result<(), SwitchError> {
-        self.claim.beat();
         let end = Instant::now() + look;
         loop {
+            self.claim.beat();
             self.check_called_off(interrupt, is_over)?;
             let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() || self.turns.glance() != seen {
+            if left.is_zero() || watch.wait(SIGN_EVERY.min(left)) {
                 return Ok(());
             }
-            pause_thread(GLANCE.min(left));
         }
     }
 
     /// Pauses `victims` and resumes the own tenant, and writes down what has been.
     #[expect(clippy::too_many_arguments, reason = "one decision, and all that it was made of")]
     fn go(
-        &self,
+        &mut self,
         lock: &TurnLock,
         scene: &Scene,
         mut history: History,
@@ -593,8 +672,10 @@ impl Queue {
                     let took_us = now_us.saturating_sub(began_us);
                     lines.push(history.refused(victim, &chain(why), took_us, now_us));
                 }
-                self.turns.log(lock, &lines)?;
-                self.turns.keep_history(lock, &history)?;
+                self.tell(Some(lock), &lines);
+                if let Err(error) = self.turns.keep_history(lock, &history) {
+                    tracing::warn!(%error, "what has been is not known to later decisions about turns");
+                }
                 return Err(error);
             }
         };
@@ -609,40 +690,64 @@ impl Queue {
         } else if !victims.is_empty() {
             history.got_more(&self.tenant, scene, now_us);
         }
-        if self.wish == Wish::Turn {
+        let is_turn = self.wish == Wish::Turn;
+        if is_turn {
             let has_turn = scene.tenants.get(&self.tenant).is_some_and(|own| own.has_turn);
             history.began_turn(&self.tenant, has_turn, now_us);
-            self.say(false)?;
         }
         // One that does not answer now may be away for another.
         if let Ok(live) = self.run_dir.live_tenants() {
             history.keep_only(&live);
         }
-        self.turns.keep_history(lock, &history)?;
-        if !had_them || !victims.is_empty() {
-            self.turns.log(lock, &lines)?;
+        // It is done, whatever becomes of the account.
+        let said = if is_turn { self.say(false) } else { Ok(()) };
+        let kept = self.turns.keep_history(lock, &history);
+        let is_worth_a_line = !had_them || !victims.is_empty();
+        let logged = if is_worth_a_line { self.turns.log(Some(lock), &lines) } else { Ok(()) };
+        let unrecorded = said.and(kept).and(logged).err().map(|error| chain(&error));
+        if let Some(why) = &unrecorded {
+            tracing::warn!(tenant = %self.tenant, %why, "a switch is done, and not written down");
         }
         let victims = victims.to_vec();
-        Ok(Switched { had_them, victims, reasons: lines, changes })
+        Ok(Switched { had_them, victims, reasons: lines, changes, unrecorded })
+    }
+}
+
+/// What one that waits, or is in its turn, says.
+fn claim_of(tenant: &TenantName, wish: &Wish, waits: bool) -> Claim {
+    Claim {
+        tenant: tenant.to_string(),
+        pid: std::process::id(),
+        pid_namespace: pid_namespace(),
+        waits,
+        wish: wish.clone(),
+        since_us: now_us(),
     }
 }
 
 /// Takes the lock, waiting for its holder until `deadline`, with a look at `goes_on` every now and then.
 fn lock_of(
     turns: &TurnDir,
+    tenant: &TenantName,
     deadline: Instant,
     goes_on: impl Fn() -> Result<(), SwitchError>,
 ) -> Result<TurnLock, SwitchError> {
-    let began = Instant::now();
+    let (began, mut has_said) = (Instant::now(), false);
     loop {
-        let locked = turns.lock(deadline.min(Instant::now() + LOCK_LOOK));
+        let locked = turns.lock(deadline.min(Instant::now() + SIGN_EVERY));
         match locked {
             Err(RunDirError::Switching { holder_pids, .. }) => {
                 goes_on()?;
+                let waited_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
+                let error = RunDirError::Switching { holder_pids, waited_ms };
                 if Instant::now() >= deadline {
-                    let waited_ms = u64::try_from(began.elapsed().as_millis());
-                    let waited_ms = waited_ms.unwrap_or(u64::MAX);
-                    return Err(RunDirError::Switching { holder_pids, waited_ms }.into());
+                    return Err(error.into());
+                }
+                if began.elapsed() >= LOCK_SAID_AFTER && !std::mem::replace(&mut has_said, true) {
+                    let line = format!("'{tenant}' still waits: {error}");
+                    if let Err(error) = turns.log(None, &[line]) {
+                        tracing::debug!(%error, "a line of the log of turns was not written");
+                    }
                 }
             }
             locked => return Ok(locked?),

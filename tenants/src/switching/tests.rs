@@ -8,6 +8,10 @@ use vmm_pool::Class as Contents;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal, Driver as _};
 
+use std::mem::MaybeUninit;
+
+use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
+
 use super::*;
 use crate::identity::MemberId;
 use crate::member::{Member, MemberConfig};
@@ -35,6 +39,88 @@ fn who_has_no_place_yet_can_be_called_off_while_somebody_switches() {
     assert!(matches!(enter((Some(&soon), &never)), SwitchError::CalledOff { .. }));
     assert!(matches!(enter((None, &|| true)), SwitchError::CalledOff { .. }));
     assert!(turns.claims(None).unwrap().is_empty());
+}
+
+#[test]
+fn who_waits_decides_without_the_lock_so_that_none_is_held_by_one_that_is_stopped() {
+    let base = tempfile::tempdir().unwrap();
+    let (run_dir, tenant) = (run_dir(&base), TenantName::new("a").unwrap());
+    let enter = || {
+        let calls_off = (None, &never as &dyn Fn() -> bool);
+        Queue::enter(&run_dir, &tenant, Wish::Order, Duration::ZERO, calls_off).unwrap()
+    };
+    let mut queue = enter();
+    let _held = run_dir.turns().unwrap().lock(Instant::now()).unwrap();
+    // It has no process, and need not act to know that.
+    let error = queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {}).unwrap_err();
+    assert!(matches!(error, SwitchError::Never { .. }), "{error}");
+}
+
+/// How often somebody has opened the claim `number`, and so looked at all claims, until `end`.
+fn looks_at(turns: &std::path::Path, number: u64, end: Instant) -> u32 {
+    let fd = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).unwrap();
+    inotify::add_watch(&fd, turns, WatchFlags::OPEN).unwrap();
+    let (wanted, mut looks) = (format!("{number:016x}.claim"), 0);
+    let mut bytes = [MaybeUninit::uninit(); 4096];
+    while Instant::now() < end {
+        pause_thread(Duration::from_millis(5));
+        let mut events = inotify::Reader::new(&fd, &mut bytes);
+        while let Ok(event) = events.next() {
+            looks += u32::from(
+                event.file_name().is_some_and(|name| name.to_bytes() == wanted.as_bytes()),
+            );
+        }
+    }
+    looks
+}
+
+#[test]
+fn who_waits_looks_at_the_claims_of_others_when_they_change_and_a_few_times_a_second_at_most() {
+    const WAITERS: u32 = 4;
+    let base = tempfile::tempdir().unwrap();
+    let (run_dir, tenant) = (run_dir(&base), TenantName::new("a").unwrap());
+    let is_over = AtomicBool::new(false);
+    let wait = || {
+        let (long, over) = (Duration::from_mins(5), || is_over.load(Ordering::Relaxed));
+        let calls_off = (None, &over as &dyn Fn() -> bool);
+        let mut queue = Queue::enter(&run_dir, &tenant, Wish::Order, long, calls_off).unwrap();
+        queue.wait_and_go(&SwitchOptions::default(), &over, &mut |_| {}).unwrap_err();
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..WAITERS {
+            scope.spawn(wait);
+        }
+        let turns = run_dir.turns().unwrap();
+        let deadline = Instant::now() + Duration::from_mins(1);
+        while turns.claims(None).unwrap().len() < WAITERS as usize && Instant::now() < deadline {
+            pause_thread(Duration::from_millis(5));
+        }
+        let began = Instant::now();
+        let path = run_dir.path().join(".turns");
+        let looks = looks_at(&path, 1, began + Duration::from_secs(2));
+        let rounds = u32::try_from(began.elapsed().as_millis() / LOOK_MAX.as_millis()).unwrap();
+        is_over.store(true, Ordering::Relaxed);
+        assert!(looks >= 1, "nobody looks");
+        assert!(looks <= WAITERS * (rounds + 2), "{looks} looks in {rounds} rounds");
+    });
+}
+
+#[test]
+fn that_a_tenant_is_away_for_another_outlives_the_run_directory_and_a_pause_by_name_ends_it() {
+    let base = tempfile::tempdir().unwrap();
+    let (run_dir, tenant) = (run_dir(&base), TenantName::new("a").unwrap());
+    let mut away = Displaced::default();
+    assert!(!away.look(&run_dir, &tenant));
+    let turns = run_dir.turns().unwrap();
+    let mut history = History::default();
+    history.is_leaving(&tenant);
+    turns.keep_history(&turns.lock(Instant::now()).unwrap(), &history).unwrap();
+    assert!(away.look(&run_dir, &tenant));
+    std::fs::remove_dir_all(run_dir.path()).unwrap();
+    assert!(away.look(&run_dir, &tenant));
+    assert_eq!(history_of(&turns).is_displaced(&tenant), Some(true), "all can read it again");
+    stays_away(&run_dir, &tenant);
+    assert!(!away.look(&run_dir, &tenant));
 }
 
 #[test]

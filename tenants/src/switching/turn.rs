@@ -1,15 +1,18 @@
 //! A turn of the calling process: its tenant has its GPUs from the beginning of it to its end, but for when others have theirs.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::{Queue, SwitchError, SwitchOptions, Switched, gather, never};
+use super::gather::Displaced;
+use super::{Queue, SwitchError, SwitchOptions, Switched, never};
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
 use crate::turns::scene::Wish;
 
 /// How often a process in its turn looks whether its tenant was paused for another.
 const LOOK: Duration = Duration::from_millis(20);
+/// How often a process looks whether what it has in the run directory is still there.
+pub(super) const KEPT_EVERY: Duration = Duration::from_secs(3);
 /// How long it does nothing after it could not bring its tenant back,
 pub(super) const AFTER_FAILURE: Duration = Duration::from_secs(1);
 /// twice as long after each time that follows, up to this: others were paused for it each time.
@@ -26,10 +29,11 @@ pub struct TurnOptions {
     pub is_paused: fn() -> bool,
 }
 
-/// A turn. It ends when this is dropped, or the process.
+/// A turn. It ends when this is dropped, or the process. It is of the process that began it: in a forked child its end does nothing.
 #[derive(Debug)]
 pub struct Turn {
     shared: Arc<Shared>,
+    pid: u32,
 }
 
 #[derive(Debug)]
@@ -75,12 +79,16 @@ impl Turn {
         if let Err(error) = thread.spawn(move || watch.run(&watched)) {
             tracing::warn!(%error, "nobody brings this tenant back when others have it paused for theirs");
         }
-        Ok((Self { shared }, switched))
+        Ok((Self { shared, pid: std::process::id() }, switched))
     }
 }
 
 impl Drop for Turn {
     fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            // The thread that has the state now and then is none of the child's.
+            return;
+        }
         let queue = {
             let mut state = self.shared.state();
             state.is_over = true;
@@ -101,6 +109,7 @@ struct Watch {
 impl Watch {
     fn run(&self, shared: &Shared) {
         let (mut pause, mut after_failure) = (LOOK, AFTER_FAILURE);
+        let mut kept_at = Instant::now();
         loop {
             let state = shared.state();
             let waited = shared.changed.wait_timeout_while(state, pause, |state| !state.is_over);
@@ -109,12 +118,22 @@ impl Watch {
                 return;
             }
             pause = LOOK;
-            if !(self.options.is_paused)() {
+            let is_paused = (self.options.is_paused)();
+            let is_kept = kept_at.elapsed() < KEPT_EVERY;
+            let Some(mut queue) = state.queue.take() else { return };
+            if !is_paused {
+                queue.displaced = Displaced::default();
+            }
+            if !is_paused && is_kept {
+                state.queue = Some(queue);
                 continue;
             }
-            let Some(mut queue) = state.queue.take() else { return };
             drop(state);
-            if gather::is_displaced(&self.run_dir, &self.tenant) {
+            if !is_kept {
+                kept_at = Instant::now();
+                self.keep(&mut queue, shared);
+            }
+            if is_paused && queue.displaced.look(&self.run_dir, &self.tenant) {
                 if self.comes_back(&mut queue, shared) {
                     after_failure = AFTER_FAILURE;
                 } else {
@@ -127,6 +146,14 @@ impl Watch {
                 return;
             }
             state.queue = Some(queue);
+        }
+    }
+
+    /// Others are to see the turn, also where the run directory has gone meanwhile.
+    fn keep(&self, queue: &mut Queue, shared: &Shared) {
+        let is_over = || shared.state().is_over;
+        if let Err(error) = queue.keep_claim(None, &is_over) {
+            tracing::debug!(tenant = %self.tenant, %error, "a claim to a turn was not made again yet");
         }
     }
 

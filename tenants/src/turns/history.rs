@@ -28,6 +28,9 @@ pub struct History {
     pub tenants: BTreeMap<String, Past>,
     /// The time of the latest change, in microseconds of the clock.
     pub changed_us: u64,
+    /// Which start of the machine its times are of; empty where that is not known.
+    #[serde(default)]
+    pub boot: String,
 }
 
 /// Of one tenant. Times are in microseconds of the clock.
@@ -79,6 +82,20 @@ impl Default for Past {
 }
 
 impl History {
+    /// Nothing, where this is of before the machine was started: at `now_us` of this start, which is `boot`.
+    #[must_use]
+    pub fn of_this_start(self, boot: &str, now_us: u64) -> Self {
+        let is_of_another = !self.boot.is_empty() && !boot.is_empty() && self.boot != boot;
+        let history =
+            if is_of_another || self.changed_us > now_us { Self::default() } else { self };
+        Self { boot: boot.to_owned(), ..history }
+    }
+
+    /// Was `tenant` paused for another, and has not come back since? None where nothing is known of it.
+    pub fn is_displaced(&self, tenant: &TenantName) -> Option<bool> {
+        self.tenants.get(tenant.as_str()).map(|past| past.is_displaced)
+    }
+
     /// What is known of `tenant`.
     pub fn of(&self, tenant: &TenantName) -> Past {
         self.tenants.get(tenant.as_str()).cloned().unwrap_or_default()

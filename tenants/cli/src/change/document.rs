@@ -31,6 +31,8 @@ pub(crate) struct Document<'a> {
     /// Who was paused to make room, by a resume that queued, and why, one line each.
     paused: Vec<&'a str>,
     reasons: &'a [String],
+    /// It is done and not written down for later switches, and why not.
+    unrecorded: Option<&'a str>,
     stayed_bytes: u64,
     error: Option<String>,
     /// Who did not do its part, where that is why.
@@ -58,6 +60,7 @@ impl<'a> Document<'a> {
             report: None,
             paused: Vec::new(),
             reasons: &[],
+            unrecorded: None,
             stayed_bytes: result.as_ref().map_or(0, Outcome::stayed_bytes),
             error: None,
             failures: &[],
@@ -93,10 +96,14 @@ impl<'a> Document<'a> {
     ) -> Self {
         let mut document = Self::new(tenant, &Ok(Outcome::AlreadyActive));
         match result {
-            Ok(Switched { changes, .. })
-                if matches!(changes.last(), Some((_, Outcome::AlreadyActive))) => {}
-            Ok(Switched { victims, reasons, changes, .. }) => {
+            Ok(Switched { changes, unrecorded, .. })
+                if matches!(changes.last(), Some((_, Outcome::AlreadyActive))) =>
+            {
+                document.unrecorded = unrecorded.as_deref();
+            }
+            Ok(Switched { victims, reasons, changes, unrecorded, .. }) => {
                 document.outcome = "completed";
+                document.unrecorded = unrecorded.as_deref();
                 document.report = changes.iter().rev().find_map(|(_, outcome)| match outcome {
                     Outcome::Completed(report) => Some(&**report),
                     Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => None,

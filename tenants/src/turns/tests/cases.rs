@@ -79,6 +79,37 @@ fn what_is_in_the_way_is_paused_and_both_lines_say_why() {
 }
 
 #[test]
+fn one_tenant_that_is_in_the_way_of_two_on_two_gpus_is_paused_for_the_first_of_them_alone() {
+    let on = |index: usize, held: Held| BTreeMap::from([(gpu(index), held)]);
+    let holds = Held { copied_bytes: 80, ..Held::default() };
+    let away = Held { away_bytes: 60, ..Held::default() };
+    let both: BTreeMap<_, _> = [on(0, holds), on(1, holds)].into_iter().flatten().collect();
+    let wide = Standing { held: both, ..active(Class::Fair, 0) };
+    let first = Standing { held: on(0, away), ..paused(Class::Fair, 0) };
+    let second = Standing { held: on(1, away), ..paused(Class::Fair, 0) };
+    let tenants = [("first", first), ("second", second), ("wide", wide)];
+    let mut scene = scene(&tenants, &[waits("first"), waits("second")]);
+    scene.free_bytes = BTreeMap::from([(gpu(0), 20), (gpu(1), 20)]);
+    let decisions = decide(&scene, &History::default(), &Settings::default(), NOW);
+    assert_eq!(decisions[0].verdict, Verdict::Go(vec![name("wide")]));
+    assert_eq!(decisions[1].verdict, Verdict::Wait(None));
+    assert_eq!(decisions[1].reasons, ["'second' waits: 'wide' comes first"]);
+}
+
+#[test]
+fn what_was_written_before_the_machine_was_started_is_forgotten() {
+    let mut history = History::default();
+    history.came(&name("train"), NOW);
+    let here = history.clone().of_this_start("one", NOW + 1);
+    assert_eq!(here.of(&name("train")).came_us, Some(NOW), "its start was not known");
+    assert_eq!(here.clone().of_this_start("one", NOW + 1), here);
+    // It has run for longer since, by the same clock.
+    let empty = History { boot: "two".to_owned(), ..History::default() };
+    assert_eq!(here.clone().of_this_start("two", NOW + 1), empty);
+    assert!(here.of_this_start("", NOW - 1).tenants.is_empty());
+}
+
+#[test]
 fn a_tenant_that_fits_nowhere_is_told_so_and_nobody_is_paused() {
     let scene = scene(
         &[("train", active(Class::Fair, 20)), ("infer", paused(Class::Fair, 120))],
