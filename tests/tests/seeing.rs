@@ -7,6 +7,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::pty::{Winsize, openpty};
 use nix::sys::signal::{Signal, kill};
@@ -31,6 +32,8 @@ struct Terminal {
 impl Terminal {
     fn start(stage: &Stage, variables: &[(&str, &str)]) -> Outcome<Self> {
         let pty = openpty(&SIZE, None)?;
+        // Else the command would hold this side of its own terminal.
+        fcntl(&pty.master, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
         let mut command = stage.command(&stage.files().sublet);
         command.arg("top").env("TERM", "xterm").env_remove("NO_COLOR");
         command.envs(variables.iter().copied());
@@ -237,6 +240,35 @@ fn top_restores_the_terminal_when_it_is_ended_by_a_signal() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut top = Terminal::start(&stage, &[])?;
     top.until("other screen", |screen| screen.is_other)?;
+    kill(Pid::from_raw(i32::try_from(top.child.id())?), Signal::SIGTERM)?;
+    assert_eq!(top.left()?, Some(0));
+    Ok(())
+}
+
+#[test]
+fn top_ends_when_its_terminal_is_gone() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut top = Terminal::start(&stage, &[])?;
+    top.until_shown("no tenant is running")?;
+    // It has no other holder on this side. Without a session of its own no signal tells of it.
+    top.ours = File::open("/dev/null")?;
+    let deadline = Instant::now() + TIMEOUT;
+    while top.child.try_wait()?.is_none() {
+        assert!(Instant::now() < deadline, "it goes on without a terminal");
+        std::thread::yield_now();
+    }
+    Ok(())
+}
+
+#[test]
+fn top_is_ended_by_a_signal_also_in_the_middle_of_a_key() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut top = Terminal::start(&stage, &[])?;
+    top.until_shown("no tenant is running")?;
+    top.press("?")?;
+    top.until_shown("own memory that is on the GPU")?;
+    // An arrow of which the end does not come.
+    top.press("\x1b[")?;
     kill(Pid::from_raw(i32::try_from(top.child.id())?), Signal::SIGTERM)?;
     assert_eq!(top.left()?, Some(0));
     Ok(())

@@ -1,9 +1,11 @@
 //! `sublet top`: tenants, GPUs, switches and who waits for whom, drawn anew each second.
 
+mod keys;
 mod screen;
 mod waiting;
 
 use std::io::{self, IsTerminal as _};
+use std::mem::ManuallyDrop;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,21 +13,22 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nix::poll::PollTimeout;
 use ratatui::DefaultTerminal;
-use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGWINCH};
 use tenants::run_dir::RunDir;
 
 use crate::environment::Environment;
 use crate::failure::{EXIT_UNCHANGED, Failure};
 use crate::gpus::Gpus;
 use crate::view::View;
+use keys::{Input, Key};
 use screen::{Screen, Style};
 
 /// Between two looks.
 const REFRESH: Duration = Duration::from_secs(1);
 /// How soon a signal or a look that has come in is noticed.
-const TICK: Duration = Duration::from_millis(100);
+const TICK_MS: u8 = 100;
 /// GPUs are looked for each so many looks: the management library takes its time.
 const GPUS_EVERY: u32 = 5;
 
@@ -37,15 +40,19 @@ pub(crate) fn top(run_dir: &RunDir, environment: &Environment) -> Result<ExitCod
         let message = "`sublet top` needs a terminal, and standard input or output is none; `sublet ps` prints once what there is";
         return Err(Failure::new(message.to_owned(), EXIT_UNCHANGED));
     }
-    let ended =
-        ended_by_signal().map_err(|error| failed("signals could not be watched", &error))?;
-    // Panics restore the terminal, too.
-    let mut terminal =
+    let signals =
+        Signals::watch().map_err(|error| failed("signals could not be watched", &error))?;
+    // Panics restore the terminal, too. Its own end panics if the terminal and standard error are gone.
+    let terminal =
         ratatui::try_init().map_err(|error| failed("the terminal could not be set up", &error))?;
+    let mut terminal = ManuallyDrop::new(terminal);
     let style = Style { is_coloured: environment.get("NO_COLOR").is_none() };
-    let done = run(&mut terminal, &looks(run_dir.clone()), style, &ended);
-    ratatui::restore();
-    done.map_err(|error| failed("the terminal could not be used", &error))?;
+    let done = run(&mut terminal, &looks(run_dir.clone()), style, &signals);
+    let shown = terminal.show_cursor();
+    let restored = ratatui::try_restore();
+    done.and(shown)
+        .and(restored)
+        .map_err(|error| failed("the terminal could not be used", &error))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -53,13 +60,23 @@ fn failed(what: &str, error: &io::Error) -> Failure {
     Failure::new(format!("{what}: {error}"), EXIT_UNCHANGED)
 }
 
-/// Is raised by signals that end a program, so that it can restore the terminal first.
-fn ended_by_signal() -> io::Result<Arc<AtomicBool>> {
-    let ended = Arc::new(AtomicBool::new(false));
-    for signal in [SIGHUP, SIGINT, SIGTERM] {
-        signal_hook::flag::register(signal, Arc::clone(&ended))?;
+/// Signals that have come.
+struct Signals {
+    /// One that ends a program, which restores the terminal first.
+    ended: Arc<AtomicBool>,
+    /// The terminal has another size.
+    resized: Arc<AtomicBool>,
+}
+
+impl Signals {
+    fn watch() -> io::Result<Self> {
+        let (ended, resized) = (Arc::default(), Arc::default());
+        for signal in [SIGHUP, SIGINT, SIGTERM] {
+            signal_hook::flag::register(signal, Arc::clone(&ended))?;
+        }
+        signal_hook::flag::register(SIGWINCH, Arc::clone(&resized))?;
+        Ok(Self { ended, resized })
     }
-    Ok(ended)
 }
 
 /// Looks each second, on a thread of its own: a process that does not answer holds up the figures, and no key.
@@ -88,15 +105,16 @@ fn look_on(run_dir: &RunDir, say: &Sender<Look>) {
     }
 }
 
+/// Returns when a person leaves, a signal ends it, or the terminal is gone.
 fn run(
     terminal: &mut DefaultTerminal,
     looks: &Receiver<Look>,
     style: Style,
-    ended: &AtomicBool,
+    signals: &Signals,
 ) -> io::Result<()> {
     let mut screen = Screen::new(style);
     let mut is_new = true;
-    while !ended.load(Ordering::Relaxed) {
+    while !signals.ended.load(Ordering::Relaxed) {
         loop {
             match looks.try_recv() {
                 Ok(look) => screen.show(look),
@@ -107,35 +125,20 @@ fn run(
             }
             is_new = true;
         }
+        is_new |= signals.resized.swap(false, Ordering::Relaxed);
         if is_new || screen.is_late() {
             terminal.draw(|frame| screen.draw(frame))?;
         }
-        is_new = false;
-        if !event::poll(TICK)? {
-            continue;
-        }
-        match event::read()? {
-            Event::Key(key) if key.kind != KeyEventKind::Release => {
-                if is_end(key) {
-                    return Ok(());
-                }
-                screen.press(key.code);
-                is_new = true;
+        let Input::Keys(pressed) = keys::within(PollTimeout::from(TICK_MS), &io::stdin())? else {
+            return Ok(());
+        };
+        is_new = !pressed.is_empty();
+        for key in pressed {
+            if key == Key::Leave {
+                return Ok(());
             }
-            Event::Resize(..) => is_new = true,
-            Event::Key(_)
-            | Event::FocusGained
-            | Event::FocusLost
-            | Event::Mouse(_)
-            | Event::Paste(_) => {}
+            screen.press(key);
         }
     }
     Ok(())
-}
-
-/// In raw mode the terminal turns Ctrl-C into no signal.
-fn is_end(key: KeyEvent) -> bool {
-    let is_interrupt =
-        key.modifiers.contains(KeyModifiers::CONTROL) && key.code == KeyCode::Char('c');
-    is_interrupt || key.code == KeyCode::Char('q')
 }

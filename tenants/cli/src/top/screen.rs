@@ -4,13 +4,13 @@ use std::iter;
 use std::time::{Duration, Instant};
 
 use ratatui::Frame;
-use ratatui::crossterm::event::KeyCode;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style as Look};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Clear, Paragraph, Row, Table, TableState};
 use tenants::wire::{MemberState, MemberStats, Phase, PhaseReport};
 
+use super::keys::Key;
 use super::waiting;
 use crate::outsiders::command_of;
 use crate::view::{TenantView, View};
@@ -107,19 +107,16 @@ impl Screen {
         self.seen.elapsed() > LATE
     }
 
-    pub(super) fn press(&mut self, key: KeyCode) {
-        if key == KeyCode::Char('?') {
-            self.shows_help = !self.shows_help;
-        } else if key == KeyCode::Esc {
-            self.shows_help = false;
-        } else if key == KeyCode::Up {
-            self.choose(|index, _| index.saturating_sub(1));
-        } else if key == KeyCode::Down {
-            self.choose(|index, last| (index + 1).min(last));
-        } else if key == KeyCode::Left {
-            self.scroll = self.scroll.saturating_sub(1);
-        } else if key == KeyCode::Right {
-            self.scroll += 1;
+    pub(super) fn press(&mut self, key: Key) {
+        match key {
+            Key::Help => self.shows_help = !self.shows_help,
+            Key::Escape => self.shows_help = false,
+            Key::Up => self.choose(|index, _| index.saturating_sub(1)),
+            Key::Down => self.choose(|index, last| (index + 1).min(last)),
+            Key::Left => self.scroll = self.scroll.saturating_sub(1),
+            Key::Right => self.scroll += 1,
+            // Nothing is to be seen of it.
+            Key::Leave => {}
         }
     }
 

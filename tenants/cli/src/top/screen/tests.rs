@@ -60,12 +60,12 @@ fn everything_is_on_80_by_24() {
     let mut screen = screen(busy());
     let infer = format!("{ABOVE}{INFER}{}{FOOT}", "\n".repeat(11));
     assert_eq!(text(&mut screen), infer);
-    screen.press(KeyCode::Down);
+    screen.press(Key::Down);
     let train = format!("{ABOVE}{TRAIN}{}{FOOT}", "\n".repeat(7));
     assert_eq!(text(&mut screen), train);
-    screen.press(KeyCode::Down);
+    screen.press(Key::Down);
     assert_eq!(text(&mut screen), train, "the last tenant stays chosen");
-    screen.press(KeyCode::Up);
+    screen.press(Key::Up);
     assert_eq!(text(&mut screen), infer);
 }
 
@@ -79,21 +79,21 @@ fn long_lists_are_paged_and_end_with_their_last_line() {
         view.tenants[1].stats.members.push(more);
     }
     let mut screen = screen(view);
-    screen.press(KeyCode::Down);
+    screen.press(Key::Down);
     assert!(!text(&mut screen).contains("139 active"));
     for _ in 0..1000 {
-        screen.press(KeyCode::Right);
+        screen.press(Key::Right);
     }
     let end = text(&mut screen);
     assert!(end.contains("139 active") && end.contains("TENANT"), "{end}");
-    screen.press(KeyCode::Left);
+    screen.press(Key::Left);
     assert_ne!(text(&mut screen), end, "a page back shows something else");
 }
 
 #[test]
 fn a_tenant_that_has_gone_leaves_the_first_chosen() {
     let mut screen = screen(busy());
-    screen.press(KeyCode::Down);
+    screen.press(Key::Down);
     let mut view = busy();
     view.tenants.truncate(1);
     screen.show(Ok(view));
@@ -104,14 +104,14 @@ fn a_tenant_that_has_gone_leaves_the_first_chosen() {
 fn help_covers_the_figures_and_goes_away() {
     let mut screen = screen(busy());
     let before = text(&mut screen);
-    screen.press(KeyCode::Char('?'));
+    screen.press(Key::Help);
     let help = text(&mut screen);
     for words in
         ["choose a tenant", "IMPORTED  memory of other processes", "management library tells."]
     {
         assert!(help.contains(words), "{help}");
     }
-    screen.press(KeyCode::Char('?'));
+    screen.press(Key::Help);
     assert_eq!(text(&mut screen), before);
 }
 
@@ -144,9 +144,9 @@ fn colours_are_used_only_where_they_are_wanted() {
 fn any_size_can_be_drawn() {
     for (width, height) in [(1, 1), (10, 3), (40, 5), (300, 100)] {
         let mut screen = screen(busy());
-        screen.press(KeyCode::Char('?'));
+        screen.press(Key::Help);
         drawn(&mut screen, width, height);
-        screen.press(KeyCode::Esc);
+        screen.press(Key::Escape);
         drawn(&mut screen, width, height);
     }
 }
