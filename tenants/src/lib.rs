@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 pub mod budget;
+pub mod code;
 pub mod coordinator;
 pub mod cut;
 mod descriptors;

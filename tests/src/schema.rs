@@ -1,5 +1,6 @@
 //! Checks documents against a JSON Schema, as far as `docs/sublet.schema.json` goes: a keyword that is not known here is an
-//! error, so what the schema says is what is checked.
+//! error, so what the schema says is what is checked. The schema lets fields be added, for the programs of today to read the
+//! documents of tomorrow; here one that it does not describe is an error.
 
 use std::collections::BTreeSet;
 
@@ -121,7 +122,7 @@ impl Schema {
                         return wrong(&format!("fits none: {}", found.join("; ")));
                     }
                 }
-                "const" | "enum" | "required" | "additionalProperties" => {}
+                "const" | "enum" | "required" => {}
                 remark if REMARKS.contains(&remark) => {}
                 other => return wrong(&format!("the keyword {other} is not known here")),
             }
@@ -144,8 +145,8 @@ impl Schema {
         let required: BTreeSet<_> =
             required.into_iter().flatten().filter_map(Value::as_str).collect();
         let names: BTreeSet<_> = described.iter().map(|(name, _)| name.as_str()).collect();
-        if required != names || keywords.get("additionalProperties") != Some(&Value::Bool(false)) {
-            return wrong("the schema lets fields come and go".to_owned());
+        if required != names {
+            return wrong("the schema lets fields be left out".to_owned());
         }
         if let Some(name) = object.keys().find(|name| !names.contains(name.as_str())) {
             return wrong(format!("the schema has no field {name}"));
@@ -185,7 +186,7 @@ mod tests {
     #[test]
     fn documents_that_differ_are_refused_with_the_place() {
         let definition = json!({
-            "type": "object", "additionalProperties": false, "required": ["a", "b"],
+            "type": "object", "required": ["a", "b"],
             "properties": {
                 "a": { "type": ["array", "null"], "items": { "type": "integer" } },
                 "b": { "anyOf": [{ "const": "n" }, { "type": "string", "minLength": 3, "maxLength": 4 }] },
@@ -212,8 +213,8 @@ mod tests {
         for definition in [
             json!({ "pattern": "x" }),
             json!({ "$ref": "#/$defs/none" }),
-            json!({ "properties": { "a": true }, "required": ["a"] }),
-            json!({ "properties": { "a": true }, "required": [], "additionalProperties": false }),
+            json!({ "properties": { "a": true }, "required": ["a"], "additionalProperties": false }),
+            json!({ "properties": { "a": true }, "required": [] }),
             json!(false),
         ] {
             assert!(schema(&definition).check("x", &json!({ "a": 1 })).is_err(), "{definition}");

@@ -1,5 +1,6 @@
 //! What commands print for programs, against the schema that programs are written by.
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 use serde_json::Value;
@@ -34,6 +35,41 @@ fn gpu_of(stage: &Stage, tenant: &str) -> Outcome<Value> {
 }
 
 #[test]
+fn every_command_that_fails_says_why_in_one_word() -> Outcome {
+    let mut checked = Checked::new()?;
+    let dir = checked.stage.run_dir_path().join("saved");
+    for (kind, words) in [
+        ("failed", &["stats", "nobody"][..]),
+        ("failed", &["prepare", "nobody"]),
+        ("failed", &["save", "nobody", &dir.to_string_lossy()]),
+        ("failed", &["budget", "nobody"]),
+        ("change", &["pause", "nobody"]),
+        ("change", &["resume", "nobody"]),
+        ("change", &["resume", "nobody", "--queue"]),
+        ("switch", &["switch", "nobody"]),
+    ] {
+        let said = checked.run(kind, 1, words)?;
+        assert_eq!(said["code"], "no_such_tenant", "{words:?}: {said}");
+    }
+    let half = &checked.run("swap", 1, &["swap", "nobody", "somebody"])?["halves"][0];
+    assert_eq!(half["code"], "no_such_tenant");
+    assert_eq!(checked.run("failed", 2, &["swap", "a", "a"])?["code"], "usage");
+
+    // Others may read the run directory: no command goes near it.
+    let open = checked.stage.run_dir_path().join("open");
+    std::fs::create_dir(&open)?;
+    std::fs::set_permissions(&open, std::fs::Permissions::from_mode(0o777))?;
+    for words in [&["ps"][..], &["stats"], &["turns"], &["pause", "nobody"]] {
+        let words = [words, &["--json"]].concat();
+        let ran = checked.stage.sublet_told("SUBLET_RUN_DIR", &open.to_string_lossy(), &words)?;
+        let said = ran.exited(1)?.json()?;
+        checked.schema.check("failed", &said)?;
+        assert_eq!(said["code"], "run_dir", "{words:?}: {said}");
+    }
+    Ok(())
+}
+
+#[test]
 fn every_document_is_as_the_schema_says() -> Outcome {
     let mut checked = Checked::new()?;
     checked.run("view", 0, &["ps"])?;
@@ -51,12 +87,15 @@ fn every_document_is_as_the_schema_says() -> Outcome {
     assert!(member["member"]["id"].is_string() && member["member"]["asked"]["round"].is_string());
     let saved = checked.stage.run_dir_path().join("saved");
     checked.run("save", 0, &["save", "train", &saved.to_string_lossy()])?;
+    let again = checked.run("failed", 1, &["save", "train", &saved.to_string_lossy()])?;
+    assert_eq!(again["code"], "usage");
 
     let infer = checked
         .stage
         .connected_job(&JobOptions { tensor_mib: 80, ..JobOptions::new("infer", 1) })?;
     let refused = checked.run("change", 1, &["resume", "train"])?;
     assert_eq!(refused["shortages"][0]["uuid"], gpu_of(&checked.stage, "infer")?);
+    assert_eq!(refused["code"], "out_of_device_memory");
     let kind = &refused["failures"][0]["failure"]["kind"];
     assert!(kind["OutOfDeviceMemory"]["missing_bytes"].is_u64(), "{refused}");
     checked.run("swap", 0, &["swap", "infer", "train", "--window", "8MiB"])?;
@@ -73,7 +112,8 @@ fn every_document_is_as_the_schema_says() -> Outcome {
     infer.exit()?;
     train.ranks[0].kill()?;
     checked.run("change", 1, &["resume", "train"])?;
-    checked.run("change", 1, &["pause", "nobody"])?;
+    let nobody = checked.run("change", 1, &["pause", "nobody"])?;
+    assert_eq!(nobody["code"], "no_such_tenant");
     checked.run("doctor", 0, &["doctor"])?;
 
     let options = SpmdOptions { stuck: Some((0, 5)), ..SpmdOptions::new("data", 2, 20) };

@@ -66,6 +66,29 @@ pub(crate) enum Command {
     Doctor(JsonArgs),
 }
 
+impl Command {
+    /// Was a document for programs asked for?
+    pub(crate) fn wants_json(&self) -> bool {
+        match self {
+            Self::Ps(json) | Self::Turns(json) | Self::Doctor(json) => json.json,
+            Self::Pause(args) => args.json.json,
+            Self::Resume(args) => args.json.json,
+            Self::Swap(args) => args.json.json,
+            Self::Switch(args) => args.json.json,
+            Self::Prepare(args) => args.json.json,
+            Self::Save(args) => args.json.json,
+            Self::Budget(args) => args.json.json,
+            Self::Stats(args) => args.json.json,
+            Self::Run(_)
+            | Self::Top
+            | Self::Metrics(_)
+            | Self::Trace(_)
+            | Self::Completions(_)
+            | Self::Man(_) => false,
+        }
+    }
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
     /// Name of the tenant: letters, digits, '.', '_' and '-'
@@ -117,11 +140,11 @@ pub(crate) struct JsonArgs {
 
 #[derive(Debug, Default, Args)]
 pub(crate) struct TagArgs {
-    /// Only memory of regions with this tag, in all processes, which run on without it; may be given more than
+    /// Only memory of regions with this tag, in all processes: while it is away, they run on without it. May be given more than
     /// once
     #[arg(long = "tag", value_name = "TAG")]
     tags: Vec<String>,
-    /// Only this library's own memory, in all processes, which run on: calls into the library wait for the resume.
+    /// Only this library's own memory, in all processes: while it is away, they run on, and calls into the library wait.
     /// May be given beside tags
     #[arg(long = "library", value_name = "LIBRARY", value_parser = LIBRARY_TAGS)]
     libraries: Vec<String>,

@@ -118,7 +118,8 @@ fn resume_in_turn(
         );
         return Ok(traced.unwrap_or(code));
     }
-    let switched = result.map_err(|error| Failure::of(&error, switch::code_of(&error)))?;
+    let switched =
+        result.map_err(|error| Failure::of(&error, switch::code_of(&error)).because(&error))?;
     let is_active = |(_, outcome): &(_, Outcome)| matches!(outcome, Outcome::AlreadyActive);
     if switched.changes.iter().all(is_active) && switched.unrecorded.is_none() {
         output.line(format!("tenant '{}' is active already", args.tenant));
@@ -417,7 +418,7 @@ fn failure_of(error: &CoordinatorError) -> Failure {
             parts.push(format!("it is {}", gpu.in_words()));
         }
     }
-    Failure::new(parts.join("; "), exit_code_of(error))
+    Failure::new(parts.join("; "), exit_code_of(error)).because(error)
 }
 
 /// Prints how it went; the exit code says it once more. GPUs are looked for by `look` afterwards, when nothing is held up by

@@ -4,6 +4,8 @@ use std::error::Error;
 use std::fmt;
 use std::process::ExitCode;
 
+use serde::Serialize;
+use tenants::code::Code;
 use tenants::coordinator::{CoordinatorError, SwapError};
 use tenants::error_text::chain;
 use tenants::run_dir::RunDirError;
@@ -21,25 +23,47 @@ pub(crate) const EXIT_NOT_EXECUTABLE: u8 = 126;
 /// The command to run was not found, as shells say it.
 pub(crate) const EXIT_NOT_FOUND: u8 = 127;
 
-/// A one-line message and an exit code.
+/// A one-line message, an exit code, and a word for programs.
 #[derive(Debug)]
 pub(crate) struct Failure {
     message: String,
-    code: u8,
+    exit: u8,
+    code: Code,
+}
+
+/// A failure as programs read it.
+#[derive(Serialize)]
+pub(crate) struct Document<'a> {
+    error: &'a str,
+    code: Code,
 }
 
 impl Failure {
-    pub(crate) fn new(message: String, code: u8) -> Self {
-        Self { message, code }
+    pub(crate) fn new(message: String, exit: u8) -> Self {
+        let code = match exit {
+            EXIT_USAGE => Code::Usage,
+            EXIT_CALLED_OFF => Code::CalledOff,
+            _ => Code::Other,
+        };
+        Self { message, exit, code }
     }
 
     /// `error` and its causes, in one line.
-    pub(crate) fn of(error: &(dyn Error + 'static), code: u8) -> Self {
-        Self::new(chain(error), code)
+    pub(crate) fn of(error: &(dyn Error + 'static), exit: u8) -> Self {
+        Self::new(chain(error), exit)
+    }
+
+    /// With a word that says more than the exit code.
+    pub(crate) fn because(self, code: impl Into<Code>) -> Self {
+        Self { code: code.into(), ..self }
     }
 
     pub(crate) fn exit_code(&self) -> ExitCode {
-        ExitCode::from(self.code)
+        ExitCode::from(self.exit)
+    }
+
+    pub(crate) fn document(&self) -> Document<'_> {
+        Document { error: &self.message, code: self.code }
     }
 }
 
@@ -51,13 +75,13 @@ impl fmt::Display for Failure {
 
 impl From<RunDirError> for Failure {
     fn from(error: RunDirError) -> Self {
-        Self::of(&error, EXIT_UNCHANGED)
+        Self::of(&error, EXIT_UNCHANGED).because(&error)
     }
 }
 
 impl From<CoordinatorError> for Failure {
     fn from(error: CoordinatorError) -> Self {
-        Self::of(&error, exit_code_of(&error))
+        Self::of(&error, exit_code_of(&error)).because(&error)
     }
 }
 
@@ -67,11 +91,12 @@ impl From<SwapError> for Failure {
             SwapError::NoTarget(error) | SwapError::Pause(error) => error.into(),
             // Their messages hold their causes already.
             SwapError::WentBack { ref source, ref losses, .. } if losses.is_empty() => {
-                let code = exit_code_of(source);
-                Self::new(error.to_string(), code)
+                Self::new(error.to_string(), exit_code_of(source)).because(&**source)
             }
-            SwapError::WentBack { .. } | SwapError::NotBack { .. } | SwapError::Resume { .. } => {
-                Self::new(error.to_string(), EXIT_PARTIAL)
+            SwapError::WentBack { ref source, .. }
+            | SwapError::NotBack { ref source, .. }
+            | SwapError::Resume { ref source, .. } => {
+                Self::new(error.to_string(), EXIT_PARTIAL).because(&**source)
             }
         }
     }

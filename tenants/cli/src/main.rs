@@ -45,11 +45,17 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let environment = Environment::read();
     let mut output = Output::new();
+    let wants_json = cli.command.wants_json();
     let done = dispatch(cli.command, &environment, &mut output);
     match done.and_then(|code| output.finish().map(|()| code)) {
         Ok(code) => code,
         Err(failure) => {
             output::complain(&failure.to_string());
+            if wants_json {
+                let mut document = Output::new();
+                // Where standard output takes nothing, the line above and the exit code say it.
+                document.json(&failure.document()).and_then(|()| document.finish()).ok();
+            }
             failure.exit_code()
         }
     }

@@ -50,7 +50,7 @@ fn failure_of(error: &PrepareError) -> Failure {
         PrepareError::Tenant(error) => exit_code_of(error),
         PrepareError::Short { .. } => EXIT_UNCHANGED,
     };
-    Failure::of(error, code)
+    Failure::of(error, code).because(error)
 }
 
 /// How far all processes are, and each of them.

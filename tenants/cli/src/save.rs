@@ -43,7 +43,7 @@ fn failure_of(error: &SaveError) -> Failure {
         | SaveError::NoSpace { .. }
         | SaveError::Failed { .. } => EXIT_UNCHANGED,
     };
-    Failure::of(error, code)
+    Failure::of(error, code).because(error)
 }
 
 /// How far all processes are, and each of them.

@@ -4,6 +4,7 @@ use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
 use serde::Serialize;
+use tenants::code::Code;
 use tenants::coordinator::Outcome;
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
@@ -32,6 +33,7 @@ struct Account<'a> {
     /// It is done and not written down, and why not.
     unrecorded: Option<&'a str>,
     error: Option<String>,
+    code: Option<Code>,
     retryable: bool,
     unchanged: bool,
 }
@@ -55,7 +57,7 @@ pub(crate) fn switch(
     if args.json.json {
         return documented(args, result, output);
     }
-    let switched = result.map_err(|error| Failure::of(&error, code_of(&error)))?;
+    let switched = result.map_err(|error| Failure::of(&error, code_of(&error)).because(&error))?;
     render(args.dry_run, &switched, output);
     Ok(code_of_done(&switched))
 }
@@ -83,6 +85,7 @@ fn documented(
                 changes: changes.iter().map(|(name, result)| Document::new(name, result)).collect(),
                 unrecorded: unrecorded.as_deref(),
                 error: None,
+                code: None,
                 retryable: false,
                 unchanged: *had_them || args.dry_run,
             })?;
@@ -97,6 +100,7 @@ fn documented(
                 changes: Vec::new(),
                 unrecorded: None,
                 error: Some(chain(&error)),
+                code: Some((&error).into()),
                 retryable: error.is_retryable(),
                 unchanged: error.left_unchanged(),
             })?;

@@ -82,6 +82,7 @@ const ORDERS: [Order; 3] = [
             "requests",
             "settings",
             "switching",
+            "code",
         ],
     },
     Order {

@@ -1,6 +1,7 @@
 //! What became of tenants, for programs. `docs/sublet.schema.json` describes it.
 
 use serde::Serialize;
+use tenants::code::Code;
 use tenants::coordinator::{CoordinatorError, DeviceShortage, MemberFailure, Outcome, Report};
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
@@ -35,6 +36,8 @@ pub(crate) struct Document<'a> {
     unrecorded: Option<&'a str>,
     stayed_bytes: u64,
     error: Option<String>,
+    /// Why, in one word.
+    code: Option<Code>,
     /// Who did not do its part, where that is why.
     failures: &'a [MemberFailure],
     missing_device_bytes: Option<u64>,
@@ -63,6 +66,7 @@ impl<'a> Document<'a> {
             unrecorded: None,
             stayed_bytes: result.as_ref().map_or(0, Outcome::stayed_bytes),
             error: None,
+            code: None,
             failures: &[],
             missing_device_bytes: None,
             shortages: Vec::new(),
@@ -79,6 +83,7 @@ impl<'a> Document<'a> {
             Err(error) => {
                 document.outcome = "failed";
                 document.error = Some(chain(error));
+                document.code = Some(error.into());
                 document.failures = error.failures();
                 document.missing_device_bytes = error.missing_device_bytes();
                 document.shortages = error.shortages().iter().map(Shortage::of).collect();
@@ -115,6 +120,7 @@ impl<'a> Document<'a> {
             Err(error) => {
                 document.outcome = "failed";
                 document.error = Some(chain(error));
+                document.code = Some(error.into());
                 let cause = error.cause();
                 document.failures = cause.map_or(&[], CoordinatorError::failures);
                 document.missing_device_bytes =
