@@ -115,7 +115,9 @@ impl Scope {
 
     /// The command that resumes this of `tenant`.
     pub fn resume_command(&self, tenant: &TenantName) -> String {
-        let tags: Vec<_> = self.names().iter().map(|name| format!(" --tag {name}")).collect();
+        let option = |name: &&str| if LIBRARY_TAGS.contains(name) { "library" } else { "tag" };
+        let names = self.names();
+        let tags: Vec<_> = names.iter().map(|name| format!(" --{} {name}", option(name))).collect();
         format!("sublet resume {tenant}{}", tags.concat())
     }
 

@@ -123,6 +123,8 @@ fn every_document_is_as_the_schema_says() -> Outcome {
     job.ranks[1].stop()?;
     let shown = checked.run("view", 0, &["stats", "spmd"])?;
     assert_eq!(shown["tenants"][0]["failures"][0]["who"]["pid"], job.ranks[1].pid());
+    assert_eq!(shown["tenants"][0]["silent"][0]["pid"], job.ranks[1].pid());
+    assert_eq!(shown["tenants"][0]["silent"][0]["standing"], "stopped");
     drop(job);
     assert_eq!(checked.schema.unmet(), [""; 0], "definitions that nothing was printed for");
     Ok(())

@@ -122,6 +122,10 @@ fn where_nothing_could_leave_the_first_communicator_waits_for_the_resume() -> Ou
     assert!(waits(&mut job)?, "it was no resume of NCCL");
     assert_eq!(nccl_bytes(&stage)?[..2], [0, 0]);
     assert_eq!(stage.members("spmd")?[0]["member"]["nccl_waits"], true);
+    let shown = stage.sublet(&["ps"])?.succeeded()?.stdout;
+    assert!(shown.contains("  active (nccl away)"), "{shown}");
+    let said = stage.sublet(&["pause", "spmd", "--library", "nccl"])?.succeeded()?.stdout;
+    assert!(said.starts_with("tag 'nccl' of tenant 'spmd' is paused already"), "{said}");
     assert_eq!(resume(&stage)?["outcome"], "completed");
     assert_eq!(resume(&stage)?["outcome"], "already_active");
     assert_eq!(job.finish()?, wanted);

@@ -287,6 +287,33 @@ fn top_without_a_terminal_says_so() -> Outcome {
 }
 
 #[test]
+fn a_process_that_is_stopped_keeps_its_row_with_why_and_what_it_holds() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let job = stage.job(&JobOptions::new("train", 2))?;
+    let (stopped, other) = (job.ranks[0].pid(), job.ranks[1].pid());
+    let mut top = Terminal::start(&stage, &[])?;
+    top.until_shown(&format!("{stopped} active"))?;
+    job.ranks[0].stop()?;
+    let ran = stage.sublet_told("LD_LIBRARY_PATH", &stage.libraries_with_nvml(), &["ps"])?;
+    let shown = ran.succeeded()?.stdout;
+    let row = |pid: u32| {
+        let pid = pid.to_string();
+        let found = shown.lines().find(|line| line.split_whitespace().nth(1) == Some(&pid));
+        found.unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    assert!(row(other).contains(" active"), "{shown}");
+    let wanted = format!("train {stopped} no answer: stopped (SIGSTOP) 0 - - - ");
+    assert!(row(stopped).starts_with(&wanted) && row(stopped).contains(" MiB - - "), "{shown}");
+    top.until_shown(&format!("{stopped} no answer: stopped (SIGSTOP), had "))?;
+    job.ranks[0].signal(Signal::SIGCONT)?;
+    top.press("q")?;
+    assert_eq!(top.left()?, Some(0));
+    let stats = stage.sublet(&["stats", "train"])?.succeeded()?.stdout;
+    assert!(!stats.contains("no answer"), "{stats}");
+    job.exit()
+}
+
+#[test]
 fn metrics_are_those_of_the_tenants_on_standard_output_and_in_a_file() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let job = stage.connected_job(&JobOptions::new("train", 2))?;

@@ -45,7 +45,7 @@ pub(crate) fn pause(
     }
     let usual = options(args.timeout, &signals::watch()?);
     let early_release = args.early_release.unwrap_or(usual.early_release);
-    let options = Options { scope, early_release, ..usual };
+    let options = Options { scope: scope.clone(), early_release, ..usual };
     let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
     let result = {
         let mut progress = Progress::start();
@@ -56,7 +56,7 @@ pub(crate) fn pause(
         result.as_ref().map_or(&[][..], std::slice::from_ref),
         None,
     );
-    Ok(traced.unwrap_or(show(&args.tenant, result, args.json.json, Gpus::look, output)?))
+    Ok(traced.unwrap_or(show(&args.tenant, &scope, result, args.json.json, Gpus::look, output)?))
 }
 
 pub(crate) fn resume(
@@ -71,7 +71,8 @@ pub(crate) fn resume(
     if args.queue {
         return resume_in_turn(args, &run_dir, lost_imports, interrupt, output);
     }
-    let options = Options { lost_imports, scope, ..options(args.timeout, &interrupt) };
+    let options =
+        Options { lost_imports, scope: scope.clone(), ..options(args.timeout, &interrupt) };
     let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
     let result = {
         let mut progress = Progress::start();
@@ -84,7 +85,7 @@ pub(crate) fn resume(
         result.as_ref().map_or(&[][..], std::slice::from_ref),
         None,
     );
-    Ok(traced.unwrap_or(show(&args.tenant, result, args.json.json, Gpus::look, output)?))
+    Ok(traced.unwrap_or(show(&args.tenant, &scope, result, args.json.json, Gpus::look, output)?))
 }
 
 /// Resumes a tenant in its place among those that wait for the GPUs.
@@ -298,6 +299,8 @@ fn show_swap(
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     let json = args.json.json;
+    let out = |result| Half { tenant: &args.from, scope: args.tags.out_scope(), result };
+    let back = |result| Half { tenant: &args.to, scope: args.tags.in_scope(), result };
     let partial = |said: &str| {
         output::complain(said);
         ExitCode::from(EXIT_PARTIAL)
@@ -305,17 +308,17 @@ fn show_swap(
     match result {
         Ok(swap) => {
             let line = rates(&swap);
-            let halves = vec![(&args.from, Ok(swap.paused)), (&args.to, Ok(swap.resumed))];
+            let halves = vec![out(Ok(swap.paused)), back(Ok(swap.resumed))];
             let code = show_halves(halves, json, output)?;
             if let (Some(line), false) = (line, json) {
                 output.line(format!("\n{line}"));
             }
             Ok(code)
         }
-        Err(SwapError::NoTarget(error)) => show_halves(vec![(&args.to, Err(error))], json, output),
-        Err(SwapError::Pause(error)) => show_halves(vec![(&args.from, Err(error))], json, output),
+        Err(SwapError::NoTarget(error)) => show_halves(vec![back(Err(error))], json, output),
+        Err(SwapError::Pause(error)) => show_halves(vec![out(Err(error))], json, output),
         Err(SwapError::WentBack { tenant, left, losses, source }) => {
-            let code = show_halves(vec![(&args.to, Err(*source))], json, output)?;
+            let code = show_halves(vec![back(Err(*source))], json, output)?;
             output::complain(&format!(
                 "{} was paused for it, and is active again",
                 left.subject(&tenant)
@@ -326,7 +329,7 @@ fn show_swap(
             Ok(if losses.is_empty() { code } else { ExitCode::from(EXIT_PARTIAL) })
         }
         Err(SwapError::NotBack { tenant, left, losses, resume, source }) => {
-            let halves = vec![(&args.from, Err(*resume)), (&args.to, Err(*source))];
+            let halves = vec![out(Err(*resume)), back(Err(*source))];
             show_halves(halves, json, output)?;
             for loss in &losses {
                 output::complain(&format!("lost: {loss}"));
@@ -338,7 +341,7 @@ fn show_swap(
             )))
         }
         Err(SwapError::Resume { paused, source, paused_tenant, left }) => {
-            let halves = vec![(&args.from, Ok(*paused)), (&args.to, Err(*source))];
+            let halves = vec![out(Ok(*paused)), back(Err(*source))];
             show_halves(halves, json, output)?;
             Ok(partial(&format!("{} is paused now, too", left.subject(&paused_tenant))))
         }
@@ -371,25 +374,32 @@ fn rates(swap: &Swap) -> Option<String> {
     ))
 }
 
+/// One half of a swap.
+struct Half<'a> {
+    tenant: &'a TenantName,
+    scope: Scope,
+    result: Result<Outcome, CoordinatorError>,
+}
+
 /// Prints both halves of a swap, or the one that ended it.
 fn show_halves(
-    halves: Vec<(&TenantName, Result<Outcome, CoordinatorError>)>,
+    halves: Vec<Half<'_>>,
     json: bool,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     if json {
-        let halves = halves.iter().map(|(tenant, result)| Document::new(tenant, result)).collect();
+        let halves = halves.iter().map(|half| Document::new(half.tenant, &half.result)).collect();
         output.json(&Halves { halves })?;
     }
     let mut code = ExitCode::SUCCESS;
-    for (tenant, result) in halves {
+    for Half { tenant, scope, result } in halves {
         if let Err(error) = &result {
             code = ExitCode::from(exit_code_of(error));
         }
         let shown = if json {
             result.map(|outcome| code_of([&outcome])).map_err(Failure::from)
         } else {
-            show(tenant, result, false, Gpus::look, output)
+            show(tenant, &scope, result, false, Gpus::look, output)
         };
         match shown {
             Ok(half) if half != ExitCode::SUCCESS => code = half,
@@ -425,6 +435,7 @@ fn failure_of(error: &CoordinatorError) -> Failure {
 /// it.
 fn show(
     tenant: &TenantName,
+    scope: &Scope,
     result: Result<Outcome, CoordinatorError>,
     json: bool,
     look: fn() -> Gpus,
@@ -439,7 +450,14 @@ fn show(
     }
     let outcome = result.map_err(|error| failure_of(&error))?;
     match &outcome {
-        Outcome::Completed(report) => render(report, look, output),
+        Outcome::Completed(report) => render(scope, report, look, output),
+        Outcome::AlreadyPaused { .. } if *scope != Scope::Whole => {
+            let subject = scope.subject(tenant);
+            output.line(format!("{subject} is paused already: it has no memory on a GPU"));
+        }
+        Outcome::AlreadyActive if *scope != Scope::Whole => {
+            output.line(format!("{} is not paused", scope.subject(tenant)));
+        }
         Outcome::AlreadyPaused { stayed_bytes: stayed_bytes @ 1.. } => output.line(format!(
             "tenant '{tenant}' is paused already, and {} of its device memory should have gone and have not: resume it and \
              pause it again (`sublet ps` names the processes)",
@@ -467,19 +485,39 @@ fn partial_where(is_partial: bool) -> ExitCode {
     if is_partial { ExitCode::from(EXIT_PARTIAL) } else { ExitCode::SUCCESS }
 }
 
-fn render(report: &Report, look: fn() -> Gpus, output: &mut Output) {
-    let verb = done(report.action);
+/// What was done, and what that means for the job where it runs on without some of its memory.
+fn headline(scope: &Scope, report: &Report) -> String {
+    let (verb, took) = (done(report.action), units::micros(report.wall_us));
+    let members = report.phases.first().map_or(0, |phase| phase.members.len());
+    let word = if members == 1 { "process" } else { "processes" };
+    let (tenant, tags) = match (TenantName::new(&report.tenant), scope) {
+        (Ok(tenant), Scope::Tags { tags, .. }) => (tenant, tags),
+        (_, Scope::Whole) | (Err(_), Scope::Tags { .. }) => {
+            return format!("{verb} tenant '{}' in {took} ({members} {word})", report.tenant);
+        }
+    };
+    let moved = report.devices.iter().map(|device| device.bytes).fold(0, u64::saturating_add);
+    let (subject, moved) = (scope.subject(&tenant), units::bytes(moved));
+    if report.action == Action::Resume {
+        return format!("{verb} {subject} in {took} ({members} {word}): {moved} taken");
+    }
+    let way_on = match tags.names_nccl() {
+        (true, 0) => "; NCCL calls wait until",
+        (true, _) => " without that memory, and NCCL calls wait, until",
+        (false, _) => " without that memory until",
+    };
+    let resume = scope.resume_command(&tenant);
+    format!(
+        "{verb} {subject} in {took} ({members} {word}): {moved} freed, the job keeps running{way_on}: {resume}"
+    )
+}
+
+fn render(scope: &Scope, report: &Report, look: fn() -> Gpus, output: &mut Output) {
     let moved = match report.action {
         Action::Pause => "FREED",
         Action::Resume => "TAKEN",
     };
-    let members = report.phases.first().map_or(0, |phase| phase.members.len());
-    output.line(format!(
-        "{verb} tenant '{}' in {} ({members} {})",
-        report.tenant,
-        units::micros(report.wall_us),
-        if members == 1 { "process" } else { "processes" }
-    ));
+    output.line(headline(scope, report));
     output.line("");
     let mut phases = output::table(&["PHASE", "SLOWEST", "WALL", "BYTES"], &[1, 2, 3]);
     if let Some(cut) = &report.cut {
@@ -548,145 +586,4 @@ pub(crate) fn done(action: Action) -> &'static str {
 }
 
 #[cfg(test)]
-mod tests {
-    use tenants::coordinator::{DeviceTotal, MemberFailure, MemberPhase, PhaseSummary, Step, Who};
-    use tenants::identity::MemberId;
-    use tenants::wire::{Failure as WireFailure, FailureKind, Phase, PhaseReport};
-    use vmm_pool::KeptBytes;
-
-    use super::*;
-    use crate::gpus::tests::{UUID, h200};
-
-    fn report() -> Report {
-        let who = |pid| Who { pid: Some(pid), member: MemberId(u64::from(pid)) };
-        let member = |phase, pid, elapsed_us| MemberPhase {
-            who: who(pid),
-            report: PhaseReport {
-                elapsed_us,
-                bytes: 3 << 29,
-                kept: Some(KeptBytes {
-                    zero_bytes: 3 << 30,
-                    unchanged_bytes: 1 << 30,
-                    copied_bytes: 1 << 29,
-                })
-                .filter(|_| phase == Phase::Save),
-                ..PhaseReport::default()
-            },
-        };
-        let phase = |phase, wall_us| PhaseSummary {
-            phase,
-            wall_us,
-            members: vec![member(phase, 10, 900), member(phase, 11, 45_000)],
-        };
-        Report {
-            tenant: "train".to_owned(),
-            action: Action::Pause,
-            wall_us: 412_000,
-            cut: None,
-            drain: None,
-            phases: vec![
-                phase(Phase::Drain, 46_000),
-                phase(Phase::Save, 99_000),
-                phase(Phase::Release, 300_000),
-            ],
-            window_bytes: None,
-            handed_bytes: 0,
-            stages: Vec::new(),
-            devices: vec![DeviceTotal {
-                uuid: UUID.to_owned(),
-                bytes: 3 << 30,
-                free_bytes: 70 << 30,
-                total_bytes: 80 << 30,
-            }],
-            stayed_bytes: 0,
-            notes: vec!["process 10: 4 MiB stay".to_owned()],
-            losses: vec![MemberFailure {
-                who: who(11),
-                step: Step::Phase(Phase::Release),
-                failure: WireFailure {
-                    kind: FailureKind::PeerGone,
-                    message: "it hung up".to_owned(),
-                },
-            }],
-        }
-    }
-
-    #[test]
-    fn memory_that_should_have_gone_shows_in_the_exit_code() {
-        for (stayed_bytes, expected) in [(0, ExitCode::SUCCESS), (1, ExitCode::from(EXIT_PARTIAL))]
-        {
-            let whole = Report { losses: Vec::new(), stayed_bytes, ..report() };
-            assert_eq!(code_of([&Outcome::Completed(Box::new(whole))]), expected);
-        }
-    }
-
-    #[test]
-    fn a_report_is_two_small_tables() {
-        let mut output = Output::new();
-        let tenant = TenantName::new("train").unwrap();
-        let outcome = Outcome::Completed(Box::new(report()));
-        let code =
-            show(&tenant, Ok(outcome), false, || Gpus::of(vec![h200()]), &mut output).unwrap();
-        assert_eq!(code, ExitCode::from(EXIT_PARTIAL));
-        let expected = "\
-paused tenant 'train' in 412 ms (2 processes)
-
-PHASE           SLOWEST    WALL  BYTES
-drain             45 ms   46 ms  3 GiB
-save contents     45 ms   99 ms  3 GiB
-release memory    45 ms  300 ms  3 GiB
-
-9 GiB kept: 6 GiB zero, 2 GiB unchanged, 1 GiB copied
-
-GPU  NAME         UUID                                      FREED  FREE NOW      OF
-3    NVIDIA H200  GPU-5f00be66-6abd-452b-8111-0cecf4164a2a  3 GiB    70 GiB  80 GiB
-
-note: process 10: 4 MiB stay
-lost: process 11 in step 'release memory': it hung up
-";
-        assert_eq!(output.text(), expected);
-    }
-
-    #[test]
-    fn what_is_so_already_is_said_and_succeeds() {
-        let mut output = Output::new();
-        let tenant = TenantName::new("train").unwrap();
-        let already = |stayed_bytes| Ok(Outcome::AlreadyPaused { stayed_bytes });
-        let code = show(&tenant, already(0), false, Gpus::default, &mut output).unwrap();
-        assert_eq!(code, ExitCode::SUCCESS);
-        assert_eq!(output.text(), "tenant 'train' is paused already\n");
-        let code = show(&tenant, already(6 << 20), false, Gpus::default, &mut output).unwrap();
-        assert_eq!(code, ExitCode::from(EXIT_PARTIAL));
-        assert!(
-            output.text().contains("and 6 MiB of its device memory should have gone"),
-            "{}",
-            output.text()
-        );
-    }
-
-    #[test]
-    fn an_unknown_tenant_is_one_line_and_exit_code_1() {
-        let base = tempfile::tempdir().unwrap();
-        let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
-        let tenant = TenantName::new("train").unwrap();
-        let args = |json| PauseArgs {
-            tenant: tenant.clone(),
-            early_release: None,
-            tags: crate::args::TagArgs::default(),
-            timeout: None,
-            trace: None,
-            json: crate::args::JsonArgs { json },
-        };
-        let mut output = Output::new();
-        let failure = pause(&args(false), run_dir.clone(), &mut output).unwrap_err();
-        assert_eq!(failure.exit_code(), ExitCode::from(1));
-        assert!(!failure.to_string().contains('\n'));
-        assert!(failure.to_string().starts_with("there is no tenant 'train'"));
-
-        let code = pause(&args(true), run_dir, &mut output).unwrap();
-        assert_eq!(code, ExitCode::from(1));
-        let document: serde_json::Value = serde_json::from_str(output.text()).unwrap();
-        assert_eq!(document["outcome"], "failed");
-        assert_eq!(document["unchanged"], true);
-    }
-}
+mod tests;

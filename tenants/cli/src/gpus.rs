@@ -73,10 +73,7 @@ impl Gpus {
 
     /// As [`Gpus::look`], and nothing where the machine does not answer: whoever asks again would leave one more thread behind.
     pub(crate) fn try_look() -> Option<Self> {
-        let (say, said) = channel();
-        // A thread that hangs in the library ends with this process.
-        let started = thread::Builder::new().spawn(move || say.send(ask()).ok());
-        started.ok().and_then(|_| said.recv_timeout(TIMEOUT).ok())
+        in_time(ask)
     }
 
     #[cfg(test)]
@@ -126,6 +123,14 @@ impl Watched {
         }
         (&self.last, self.is_silent)
     }
+}
+
+/// What the management library says to `ask`; nothing if it does not answer in time.
+pub(crate) fn in_time<T: Send + 'static>(ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let (say, said) = channel();
+    // A thread that hangs in the library ends with this process.
+    let started = thread::Builder::new().spawn(move || say.send(ask()).ok());
+    started.ok().and_then(|_| said.recv_timeout(TIMEOUT).ok())
 }
 
 fn ask() -> Gpus {

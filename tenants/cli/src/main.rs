@@ -23,6 +23,7 @@ mod ps;
 mod run;
 mod save;
 mod signals;
+mod silent;
 mod stats;
 mod switch;
 mod top;

@@ -4,13 +4,15 @@ use std::process::ExitCode;
 
 use tenants::coordinator::TenantStats;
 use tenants::run_dir::RunDir;
+use tenants::scope::NCCL_TAG;
 use tenants::wire::{
-    HostProgress, HostStage, Idleness, Lent, MemberInfo, MemberState, MemberStats,
+    HostProgress, HostStage, Idleness, Lent, MemberInfo, MemberState, MemberStats, TagBytes,
 };
 use vmm_pool::{ClassBytes, Contents, Looking, PoolReport};
 
 use crate::failure::Failure;
 use crate::output::{self, Output};
+use crate::silent::Silent;
 use crate::view::{TenantView, View};
 use crate::{budget, units};
 
@@ -46,12 +48,15 @@ fn render(view: &View, output: &mut Output) {
         numbers = numbers.map(|column| column + 1);
     }
     let mut table = output::table(&header, &numbers);
-    for TenantView { stats, .. } in &view.tenants {
-        for member in &stats.members {
-            for mut row in member_rows(view, &stats.tenant, member) {
+    for TenantView { stats, silent, .. } in &view.tenants {
+        let members = stats.members.iter().map(|member| {
+            (member.member.family.as_deref(), member_rows(view, &stats.tenant, member))
+        });
+        let silent = silent.iter().map(|silent| (None, silent_rows(view, &stats.tenant, silent)));
+        for (family, rows) in members.chain(silent) {
+            for mut row in rows {
                 if has_family {
-                    let family = member.member.family.clone();
-                    row.insert(1, family.unwrap_or_else(|| "-".to_owned()));
+                    row.insert(1, family.unwrap_or("-").to_owned());
                 }
                 table.add_row(row);
             }
@@ -97,6 +102,26 @@ fn member_rows(view: &View, tenant: &str, member: &MemberStats) -> Vec<Vec<Strin
         row.extend(std::iter::repeat_with(dash).take(7));
         row.push(command);
         rows.push(row);
+    }
+    rows
+}
+
+/// One row for each GPU on which it is known to have memory, or one.
+fn silent_rows(view: &View, tenant: &str, silent: &Silent) -> Vec<Vec<String>> {
+    let row = |gpu: String, bytes: String| {
+        let dash = || "-".to_owned();
+        let state = silent.standing.label().to_owned();
+        let command = units::shortened(&silent.command, COMMAND_CHARS_MAX);
+        let (tenant, pid) = (tenant.to_owned(), silent.pid.to_string());
+        vec![tenant, pid, state, gpu, dash(), dash(), dash(), bytes, dash(), dash(), command]
+    };
+    let mut rows: Vec<_> = silent
+        .gpus
+        .iter()
+        .map(|held| row(view.gpu_label(&held.uuid), units::bytes(held.bytes)))
+        .collect();
+    if rows.is_empty() {
+        rows.push(row("-".to_owned(), "-".to_owned()));
     }
     rows
 }
@@ -194,17 +219,35 @@ fn spilled_remark(pool: &PoolReport) -> Option<String> {
     })
 }
 
-/// Where a process stands, and for how long it has done nothing where that is long: `idle` when its devices were seen to have nothing left to do, else
-/// `quiet`.
+/// Where a process stands, which tags it runs without, and for how long it has done nothing where that is long: `idle` when its devices were
+/// seen to have nothing left to do, else `quiet`.
 fn standing_label(member: &MemberStats) -> String {
     const SHOWN_FROM_US: u64 = 1_000_000;
-    let state = state_label(member.member.state);
+    let mut label = state_label(member.member.state).to_owned();
     let Idleness { quiet_us, is_drained, .. } = member.idleness;
-    if member.member.state != MemberState::Active || quiet_us < SHOWN_FROM_US {
-        return state.to_owned();
+    if member.member.state != MemberState::Active {
+        return label;
     }
-    let word = if is_drained { "idle" } else { "quiet" };
-    format!("{state}, {word} {} s", quiet_us / 1_000_000)
+    let away = tags_away(&member.member);
+    if !away.is_empty() {
+        label += &format!(" ({} away)", away.join(", "));
+    }
+    if quiet_us >= SHOWN_FROM_US {
+        let word = if is_drained { "idle" } else { "quiet" };
+        label += &format!(", {word} {} s", quiet_us / 1_000_000);
+    }
+    label
+}
+
+/// The tags of memory that a process which runs is without. NCCL's is away also if it had no memory.
+fn tags_away(member: &MemberInfo) -> Vec<&str> {
+    let is_away = |row: &&TagBytes| row.away_bytes + row.imported_away_bytes > 0;
+    let tags = member.tags.iter().filter(is_away).map(|row| row.tag.as_str());
+    let nccl = member.nccl_waits.then_some(NCCL_TAG);
+    let mut away: Vec<_> = tags.chain(nccl).collect();
+    away.sort_unstable();
+    away.dedup();
+    away
 }
 
 pub(crate) fn state_label(state: MemberState) -> &'static str {
@@ -244,6 +287,8 @@ pub(crate) mod tests {
     use super::*;
     use crate::gpus::Gpus;
     use crate::gpus::tests::{UUID, h200};
+    use crate::outsiders::Held;
+    use crate::silent::Standing;
 
     pub(crate) fn member(pid: u32, state: MemberState) -> MemberStats {
         MemberStats {
@@ -323,6 +368,13 @@ pub(crate) mod tests {
         first.pool.devices[0].classes[0].contents = Contents::Discard;
         first.pool.devices[0].classes[1].looking = Looking::Off;
         first.member.nccl_waits = true;
+        let row = |tag: &str, resident_bytes, away_bytes| TagBytes {
+            tag: tag.to_owned(),
+            resident_bytes,
+            away_bytes,
+            imported_away_bytes: 0,
+        };
+        first.member.tags = vec![row("kv", 0, 1 << 20), row("weights", 1 << 20, 0)];
         first.pool.spilled_bytes = 3 << 30;
         first.host = HostProgress {
             held_bytes: 1 << 30,
@@ -337,14 +389,24 @@ pub(crate) mod tests {
             budgets: Vec::new(),
             failures: Vec::new(),
         };
-        let tenants = vec![TenantView { stats, changed_by: Vec::new() }];
+        let silent = |pid, gpus| Silent {
+            pid,
+            command: "python train.py".to_owned(),
+            standing: Standing::Stopped,
+            gpus,
+        };
+        let held = vec![Held { uuid: UUID.to_owned(), bytes: 4 << 30 }];
+        let silent = vec![silent(12, held), silent(13, Vec::new())];
+        let tenants = vec![TenantView { stats, changed_by: Vec::new(), silent }];
         let mut output = Output::new();
         render(&View::of(tenants, &Gpus::of(vec![h200()])), &mut output);
         let expected = "\
-TENANT  PID  STATE   GPU  LIBRARY  TAG       CONTENTS        ON GPU   AWAY  IMPORTED  COMMAND
-train    10  active  3    torch    kv_cache  discard          8 GiB      -         -  python train.py
-train    10  active  3    nccl     -         keep, no look  510 MiB  2 MiB    64 MiB  python train.py
-train    11  paused  -    -        -         -                    -      -         -  python train.py
+TENANT  PID  STATE                         GPU  LIBRARY  TAG       CONTENTS        ON GPU   AWAY  IMPORTED  COMMAND
+train    10  active (kv, nccl away)        3    torch    kv_cache  discard          8 GiB      -         -  python train.py
+train    10  active (kv, nccl away)        3    nccl     -         keep, no look  510 MiB  2 MiB    64 MiB  python train.py
+train    11  paused                        -    -        -         -                    -      -         -  python train.py
+train    12  no answer: stopped (SIGSTOP)  3    -        -         -                4 GiB      -         -  python train.py
+train    13  no answer: stopped (SIGSTOP)  -    -        -         -                    -      -         -  python train.py
 
 train: calls into NCCL wait in 1 of 2 processes until: sublet resume train --library nccl
 train 10 GPU 3: 4 MiB in 2 allocations stay during a pause: registered with a network card

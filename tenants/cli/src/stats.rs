@@ -2,7 +2,6 @@
 
 use std::process::ExitCode;
 
-use tenants::coordinator::TenantStats;
 use tenants::run_dir::RunDir;
 use tenants::wire::{MemberStats, Phase, PhaseReport};
 use vmm_pool::SlabTotals;
@@ -10,7 +9,8 @@ use vmm_pool::SlabTotals;
 use crate::args::StatsArgs;
 use crate::failure::Failure;
 use crate::output::{self, Output};
-use crate::view::View;
+use crate::silent::Silent;
+use crate::view::{TenantView, View};
 use crate::{budget, ps, units};
 
 pub(crate) fn stats(
@@ -25,18 +25,26 @@ pub(crate) fn stats(
         output.line("no tenant is running");
     } else {
         for tenant in &view.tenants {
-            render(&tenant.stats, output);
+            render(&view, tenant, output);
         }
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn render(tenant: &TenantStats, output: &mut Output) {
+fn render(view: &View, TenantView { stats: tenant, silent, .. }: &TenantView, output: &mut Output) {
     for text in budget::remarks(tenant) {
         output.line(text);
     }
     for member in &tenant.members {
         render_member(&tenant.tenant, member, output);
+    }
+    for silent in silent {
+        let Silent { pid, command, standing, gpus } = silent;
+        output.line(format!("{} process {pid} ({}): {command}", tenant.tenant, standing.label()));
+        for held in gpus {
+            let (bytes, gpu) = (units::bytes(held.bytes), view.gpu_label(&held.uuid));
+            output.line(format!("  {bytes} of GPU {gpu}, as NVIDIA's management library tells"));
+        }
     }
     for failure in &tenant.failures {
         output.line(format!("{}: no answer from {failure}", tenant.tenant));

@@ -8,6 +8,8 @@ use tenants::run_dir::RunDir;
 
 use crate::failure::Failure;
 use crate::gpus::{Gpu, Gpus};
+use crate::outsiders;
+use crate::silent::Silent;
 
 /// All that is shown, as it was at one moment.
 #[derive(Debug, Serialize)]
@@ -24,15 +26,32 @@ pub(crate) struct TenantView {
     pub(crate) stats: TenantStats,
     /// Processes that pause, resume or save it now, as far as the kernel tells.
     pub(crate) changed_by: Vec<u32>,
+    /// Processes that live and did not answer.
+    pub(crate) silent: Vec<Silent>,
 }
 
 impl View {
     /// All tenants that have a live process, or the one that is named. What dead processes left behind is removed.
     pub(crate) fn gather(run_dir: &RunDir, tenant: Option<&TenantName>) -> Result<Self, Failure> {
-        Self::gather_with(run_dir, tenant, &Gpus::look())
+        let mut view = Self::gather_with(run_dir, tenant, &Gpus::look())?;
+        view.look_up_silent();
+        Ok(view)
     }
 
-    /// As [`View::gather`], with GPUs that were looked for before.
+    /// What those that did not answer have on GPUs. Where nobody is silent, nobody is asked.
+    fn look_up_silent(&mut self) {
+        let silent = || self.tenants.iter().flat_map(|tenant| &tenant.silent);
+        let pids: Vec<_> = silent().map(|silent| silent.pid).collect();
+        if pids.is_empty() {
+            return;
+        }
+        let mut held = outsiders::held_by(pids);
+        for silent in self.tenants.iter_mut().flat_map(|tenant| &mut tenant.silent) {
+            silent.gpus = held.remove(&silent.pid).unwrap_or_default();
+        }
+    }
+
+    /// As [`View::gather`], with GPUs that were looked for before, and without those of processes that do not answer.
     pub(crate) fn gather_with(
         run_dir: &RunDir,
         tenant: Option<&TenantName>,
@@ -60,7 +79,14 @@ impl View {
     pub(crate) fn of(tenants: Vec<TenantView>, gpus: &Gpus) -> Self {
         let members = tenants.iter().flat_map(|tenant| &tenant.stats.members);
         let devices = members.flat_map(|member| &member.pool.devices);
-        let gpus = gpus.with(devices.map(|device| device.uuid.as_str()));
+        let budgets = || tenants.iter().flat_map(|tenant| &tenant.stats.budgets);
+        let named = devices.map(|device| device.uuid.as_str());
+        let mut gpus = gpus.with(named.chain(budgets().map(|budget| budget.gpu.as_str())));
+        // Each GPU has one label, and a tenant that counts may know the index.
+        for gpu in gpus.iter_mut().filter(|gpu| gpu.index.is_none()) {
+            gpu.index =
+                budgets().find(|budget| budget.gpu == gpu.uuid).and_then(|budget| budget.index);
+        }
         Self { gpus, tenants }
     }
 
@@ -74,7 +100,8 @@ fn one(run_dir: &RunDir, name: &TenantName) -> Result<TenantView, CoordinatorErr
     let stats = Coordinator::new(run_dir.clone(), name.clone(), Options::default()).stats()?;
     let dir = run_dir.existing_tenant(name).ok().flatten();
     let changed_by = dir.map(|dir| dir.lock_holders()).unwrap_or_default();
-    Ok(TenantView { stats, changed_by })
+    let silent = Silent::of(&stats);
+    Ok(TenantView { stats, changed_by, silent })
 }
 
 #[cfg(test)]
@@ -135,6 +162,7 @@ pub(crate) mod tests {
                 failures: Vec::new(),
             },
             changed_by,
+            silent: Vec::new(),
         };
         View::of(
             vec![

@@ -203,10 +203,7 @@ fn budgets(view: &View, registry: &mut Registry) {
         for gpu in &stats.budgets {
             let labels = vec![
                 ("tenant", stats.tenant.clone()),
-                (
-                    "gpu",
-                    gpu.index.map_or_else(|| view.gpu_label(&gpu.gpu), |index| index.to_string()),
-                ),
+                ("gpu", view.gpu_label(&gpu.gpu)),
                 ("uuid", gpu.gpu.clone()),
             ];
             if let Some(bytes) = gpu.budget_bytes {
@@ -222,7 +219,7 @@ fn processes(view: &View, registry: &mut Registry) {
     let silent = whole(registry, "silent_processes", "Processes of a tenant that did not answer");
     let changing =
         whole(registry, "changing", "Is somebody pausing, resuming or saving the tenant? 0 or 1");
-    for TenantView { stats, changed_by } in &view.tenants {
+    for TenantView { stats, changed_by, .. } in &view.tenants {
         let tenant = || ("tenant", stats.tenant.clone());
         let mut states: BTreeMap<&str, u64> = BTreeMap::new();
         for member in &stats.members {

@@ -12,7 +12,7 @@ use tenants::wire::{MemberState, MemberStats, Phase, PhaseReport};
 
 use super::keys::Key;
 use super::waiting;
-use crate::outsiders::command_of;
+use crate::outsiders::{Held, command_of};
 use crate::view::{TenantView, View};
 use crate::{ps, units};
 
@@ -93,7 +93,10 @@ impl Screen {
     /// Takes a look in.
     pub(super) fn show(&mut self, look: Result<View, String>) {
         match look {
-            Ok(view) => {
+            Ok(mut view) => {
+                if let Some(last) = &self.view {
+                    remember(last, &mut view);
+                }
                 self.view = Some(view);
                 self.trouble = None;
             }
@@ -256,6 +259,16 @@ impl Screen {
             }
         }
         lines.extend(members.iter().flat_map(|member| self.process_lines(view, member)));
+        lines.extend(tenant.silent.iter().map(|silent| {
+            let state = Span::styled(silent.standing.label(), self.style.coloured(Color::Yellow));
+            let held = silent.gpus.iter().map(|held| {
+                let (bytes, gpu) = (units::bytes(held.bytes), view.gpu_label(&held.uuid));
+                format!(", had {bytes} on GPU {gpu}")
+            });
+            let (pid, command) = (format!("{} ", silent.pid), format!(" {}", silent.command));
+            let held = Span::raw(held.collect::<String>());
+            Line::from(vec![Span::raw(pid), state, held, Span::raw(command)])
+        }));
         let last = lines.len().saturating_sub(usize::from(area.height));
         let first = self.scroll.min(last);
         lines.drain(..first);
@@ -293,6 +306,24 @@ impl Screen {
             }
         }
         lines
+    }
+}
+
+/// What processes that do not answer now had on GPUs when they last did.
+fn remember(last: &View, view: &mut View) {
+    let members = || last.tenants.iter().flat_map(|tenant| &tenant.stats.members);
+    let silent = || last.tenants.iter().flat_map(|tenant| &tenant.silent);
+    for now in view.tenants.iter_mut().flat_map(|tenant| &mut tenant.silent) {
+        let before = members().find(|member| member.member.pid == now.pid);
+        now.gpus = if let Some(member) = before {
+            let devices = member.pool.devices.iter();
+            let held = devices
+                .map(|device| Held { uuid: device.uuid.clone(), bytes: device.resident_bytes() });
+            held.filter(|held| held.bytes > 0).collect()
+        } else {
+            let before = silent().find(|silent| silent.pid == now.pid);
+            before.map_or_else(Vec::new, |silent| silent.gpus.clone())
+        };
     }
 }
 
@@ -345,7 +376,11 @@ fn tenant_row(tenant: &TenantView) -> [String; 9] {
     };
     [
         tenant.stats.tenant.clone(),
-        state_of(members).to_owned(),
+        if members.is_empty() && !tenant.silent.is_empty() {
+            "no answer".to_owned()
+        } else {
+            state_of(members).to_owned()
+        },
         units::bytes_or_dash(resident),
         units::bytes_or_dash(own.saturating_sub(resident)),
         units::bytes_or_dash(nccl),

@@ -1,0 +1,141 @@
+//! Processes of a tenant that did not answer, as the kernel shows them: a process that is stopped says nothing itself, and
+//! holds its memory all the same.
+
+use std::fs;
+use std::path::Path;
+
+use serde::Serialize;
+use tenants::coordinator::{MemberFailure, TenantStats};
+
+use crate::outsiders::{self, Held};
+
+const PROC: &str = "/proc";
+const CONTROL_GROUPS: &str = "/sys/fs/cgroup";
+
+/// One process.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Silent {
+    pub(crate) pid: u32,
+    pub(crate) command: String,
+    pub(crate) standing: Standing,
+    /// On each GPU, as NVIDIA's management library tells; nothing where it does not.
+    pub(crate) gpus: Vec<Held>,
+}
+
+/// What keeps it from answering, as far as the kernel tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Standing {
+    Stopped,
+    Traced,
+    Frozen,
+    Uninterruptible,
+    /// Nothing that the kernel knows of.
+    Runs,
+}
+
+impl Standing {
+    /// For the column of states.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Stopped => "no answer: stopped (SIGSTOP)",
+            Self::Traced => "no answer: held by a debugger",
+            Self::Frozen => "no answer: in a frozen cgroup",
+            Self::Uninterruptible => "no answer: waits in the kernel (D)",
+            Self::Runs => "no answer",
+        }
+    }
+}
+
+impl Silent {
+    /// Those of a tenant that live, by process id. The GPUs are left out.
+    pub(crate) fn of(stats: &TenantStats) -> Vec<Self> {
+        let of = |failure: &MemberFailure| {
+            let pid = failure.who.pid?;
+            let standing = standing_of(pid, Path::new(PROC), Path::new(CONTROL_GROUPS))?;
+            let command = outsiders::command_of(pid);
+            Some(Self { pid, command, standing, gpus: Vec::new() })
+        };
+        let mut all: Vec<_> = stats.failures.iter().filter_map(of).collect();
+        all.sort_by_key(|silent| silent.pid);
+        all.dedup_by_key(|silent| silent.pid);
+        all
+    }
+}
+
+/// None of a process that has ended.
+fn standing_of(pid: u32, proc: &Path, groups: &Path) -> Option<Standing> {
+    let dir = proc.join(pid.to_string());
+    let own = state_in(&dir.join("stat")).filter(|state| !"ZX".contains(*state))?;
+    let threads = fs::read_dir(dir.join("task")).into_iter().flatten().flatten();
+    let waits = || threads.filter_map(|thread| state_in(&thread.path().join("stat")));
+    Some(match own {
+        'T' => Standing::Stopped,
+        't' => Standing::Traced,
+        _ if is_frozen(&dir, groups) => Standing::Frozen,
+        'D' => Standing::Uninterruptible,
+        // The thread that answers is not the first.
+        _ if waits().any(|state| state == 'D') => Standing::Uninterruptible,
+        _ => Standing::Runs,
+    })
+}
+
+/// The letter behind the name, which may hold anything, also brackets.
+fn state_in(stat: &Path) -> Option<char> {
+    let text = fs::read_to_string(stat).ok()?;
+    text.rsplit_once(')')?.1.trim_start().chars().next()
+}
+
+fn is_frozen(dir: &Path, groups: &Path) -> bool {
+    let membership = fs::read_to_string(dir.join("cgroup")).unwrap_or_default();
+    let holds = |path: &Path, word: &str| {
+        fs::read_to_string(path).is_ok_and(|text| text.lines().any(|line| line == word))
+    };
+    membership.lines().filter_map(|line| line.split_once(':')?.1.split_once(':')).any(
+        |(controllers, path)| {
+            let path = path.trim_start_matches('/');
+            if controllers.is_empty() {
+                return holds(&groups.join(path).join("cgroup.events"), "frozen 1");
+            }
+            let is_freezer = controllers.split(',').any(|name| name == "freezer");
+            is_freezer && holds(&groups.join("freezer").join(path).join("freezer.state"), "FROZEN")
+        },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_kernel_says_of_a_process_is_told_apart() {
+        let base = tempfile::tempdir().unwrap();
+        let (proc, groups) = (base.path().join("proc"), base.path().join("cgroup"));
+        let process = |pid: u32, letter: char, thread: char, group: &str| {
+            let dir = proc.join(pid.to_string());
+            let task = dir.join("task").join((pid + 1).to_string());
+            fs::create_dir_all(&task).unwrap();
+            fs::write(dir.join("stat"), format!("{pid} (a) b) {letter} 1 1")).unwrap();
+            fs::write(task.join("stat"), format!("{pid} (agent) {thread} 1 1")).unwrap();
+            fs::write(dir.join("cgroup"), group).unwrap();
+            standing_of(pid, &proc, &groups)
+        };
+        for (path, text) in [
+            ("cold/cgroup.events", "populated 1\nfrozen 1\n"),
+            ("warm/cgroup.events", "populated 1\nfrozen 0\n"),
+            ("freezer/old/freezer.state", "FROZEN\n"),
+        ] {
+            let path = groups.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        assert_eq!(process(10, 'T', 'T', "0::/warm"), Some(Standing::Stopped));
+        assert_eq!(process(20, 't', 't', "0::/"), Some(Standing::Traced));
+        assert_eq!(process(30, 'S', 'S', "0::/cold"), Some(Standing::Frozen));
+        assert_eq!(process(40, 'D', 'D', "4:freezer:/old\n1:cpu:/x"), Some(Standing::Frozen));
+        assert_eq!(process(50, 'S', 'D', "0::/warm"), Some(Standing::Uninterruptible));
+        assert_eq!(process(60, 'R', 'S', "0::/warm"), Some(Standing::Runs));
+        assert_eq!(process(70, 'Z', 'Z', "0::/"), None);
+        assert_eq!(standing_of(80, &proc, &groups), None);
+    }
+}
