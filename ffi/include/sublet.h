@@ -68,7 +68,8 @@ int64_t sublet_last_error_json(char *buffer, size_t size);
 int64_t sublet_last_report_json(char *buffer, size_t size);
 
 /* Pauses every process of a tenant on behalf of all of them; NULL is the caller's own. A tenant that is
- * paused already is a success. timeout_ms bounds each phase up to the point of no return; 0 keeps the defaults. */
+ * paused already is a success; so is the caller's own of which no process has device memory yet, with
+ * "outcome": "nothing". timeout_ms bounds each phase up to the point of no return; 0 keeps the defaults. */
 int sublet_pause_tenant(const char *tenant, uint32_t timeout_ms);
 
 /* Resumes every process of a tenant; as sublet_pause_tenant. */

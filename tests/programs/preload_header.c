@@ -23,10 +23,12 @@ int main(void)
     ncclGetGroupID(&group[1]);
     printf("group %d %d %d, refused %d, needs a place %d\n", group[0], group[1], set, ncclSetGroupID(-1),
            ncclGetGroupID(NULL));
-    int early = ncclPause(NULL) + ncclResume(NULL);
+    int early = ncclPause(NULL) + ncclResume(NULL) + sublet_pause_tenant(NULL, 0) + sublet_resume_tenant(NULL, 0);
+    sublet_last_report_json(text, sizeof text);
+    int is_nothing = strcmp(text, "{\"outcome\":\"nothing\"}") == 0;
     fflush(stdout);
     int nothing = ncclMemStats();
-    printf("pause before any memory %d, statistics %d\n", early, nothing);
+    printf("pause before any memory %d, said %d, statistics %d\n", early, is_nothing, nothing);
 
     driver_start();
     int begun = sublet_region_begin("weights", SUBLET_CONTENTS_DISCARD);

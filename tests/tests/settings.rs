@@ -24,6 +24,25 @@ fn run_refuses_a_wrong_setting_before_it_starts_the_job_and_warns_of_an_unknown_
 }
 
 #[test]
+fn run_says_that_its_job_joins_a_tenant_which_runs_already() -> Outcome {
+    let stage = Stage::new(&[128 * MIB])?;
+    let library = stage.files().preload.to_string_lossy();
+    let job = ["run", "--tenant", "train", "--library", &library, "--", "true"];
+    assert_eq!(stage.sublet(&job)?.succeeded()?.stderr, "");
+    let first = stage.turn_taker("train", &[], 0)?;
+    let said = stage.sublet(&job)?.succeeded()?.stderr;
+    let wanted = format!("sublet: note: tenant 'train' has a process already ({}: ", first.pid());
+    assert!(said.starts_with(&wanted) && said.contains("; this job joins it"), "{said}");
+    let _second = stage.turn_taker("train", &[], 0)?;
+    let said = stage.sublet(&job)?.succeeded()?.stderr;
+    assert!(
+        said.contains(" has 2 processes already (") && said.contains(", and 1 more)"),
+        "{said}"
+    );
+    Ok(())
+}
+
+#[test]
 fn process_that_cannot_join_ends_where_it_is_required_and_runs_on_otherwise() -> Outcome {
     let stage = Stage::new(&[128 * MIB])?;
     for (options, code) in [(&["--require"][..], 1), (&[], 0)] {

@@ -37,7 +37,10 @@ class UsageError(Error):
 
 
 class NotAttachedError(UsageError):
-    """This process is not under Sublet: start it with ``sublet run``, or call ``sublet.attach()``."""
+    """This process is not under Sublet: start it with ``sublet run``, or call ``sublet.attach()``.
+
+    Or it is, and has no device memory yet: the message says which.
+    """
 
 
 class RetryError(Error):

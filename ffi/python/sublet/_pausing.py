@@ -92,7 +92,8 @@ def pause(
             all have.
 
     Returns:
-        What was done: ``outcome`` is ``"completed"``, ``"already"``, or ``"partial"``: processes
+        What was done: ``outcome`` is ``"completed"``, ``"already"``, ``"nothing"``: no process of
+        the tenant has device memory yet, and none is paused; or ``"partial"``: processes
         were lost, or memory stays that the driver would not copy or let go (``stayed_bytes``; ``notes``
         name it, and a resume brings all back); durations end in ``_us`` (microseconds), sizes in
         ``_bytes``.
@@ -100,7 +101,7 @@ def pause(
     Raises:
         UsageError: a tag is unknown (``tags`` lists those there are), a region of it is open, or an
             argument is wrong.
-        NotAttachedError: this process is not under Sublet, or holds no device memory yet.
+        NotAttachedError: this process is not under Sublet; or, with tags, holds no device memory yet.
         RetryError: not now, for example while a CUDA graph is captured; nothing has changed.
         RefusedError: the same call would fail again; nothing has changed.
         OutOfHostMemory: the contents do not fit into host memory; nothing has changed.

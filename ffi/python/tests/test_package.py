@@ -64,8 +64,14 @@ def test_process_without_sublet_is_told_both_ways_in() -> None:
 def test_process_without_device_memory_is_told_so() -> None:
     assert sublet.attached()
     assert not sublet.paused()
-    with pytest.raises(sublet.NotAttachedError, match="no device memory"):
+    with pytest.raises(sublet.NotAttachedError, match="this process of tenant 'train' has no GPU memory yet"):
         sublet.stats()
+    for call in (sublet.pause, sublet.resume):
+        assert call() == {"outcome": "nothing"}
+        assert call(together=True) == {"outcome": "nothing"}
+    assert not sublet.paused()
+    with pytest.raises(sublet.UsageError, match="there is no tenant 'other'"):
+        sublet.Tenant("other").pause()
 
 
 @pytest.mark.parametrize("tag", ["", "x" * 129, "a\0b", "a\nb", 7, None])

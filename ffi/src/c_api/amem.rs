@@ -11,7 +11,7 @@ use tenants::wire::Action;
 use vmm_pool::PoolReport;
 
 use super::OK;
-use super::last_call::{fail_aloud, guarded, settled_already, settled_together};
+use super::last_call::{fail_aloud, guarded, settled_nothing, settled_together};
 use crate::{environment, runtime};
 
 const NCCL_SUCCESS: c_int = 0;
@@ -23,7 +23,7 @@ fn act_together(action: Action) -> c_int {
     guarded(|| {
         let Some(member) = runtime::member() else {
             // Nothing was ever allocated here, so there is nothing to pause, and no process waits for us.
-            settled_already();
+            settled_nothing();
             return NCCL_SUCCESS;
         };
         // What is not understood was noted when this process joined.

@@ -90,13 +90,18 @@ pub(crate) fn guarded_length(work: impl FnOnce() -> i64) -> i64 {
 
 /// This process has no device memory under Sublet.
 pub(crate) fn not_joined() -> c_int {
-    let message = if runtime::is_forked() {
-        "this process was forked from one that holds device memory under Sublet, and neither CUDA nor Sublet \
-         outlives a fork: start processes afresh ('spawn' in Python), or fork before CUDA is used"
-    } else {
-        "this process holds no device memory under Sublet yet"
-    };
-    say_no(NOT_JOINED, message)
+    if runtime::is_forked() {
+        return say_no(
+            NOT_JOINED,
+            "this process was forked from one that holds device memory under Sublet, and neither CUDA nor Sublet \
+             outlives a fork: start processes afresh ('spawn' in Python), or fork before CUDA is used",
+        );
+    }
+    let whose = runtime::tenant_name().map_or_else(
+        |_| "this process".to_owned(),
+        |tenant| format!("this process of tenant '{tenant}'"),
+    );
+    say_no(NOT_JOINED, &format!("{whose} has no GPU memory yet"))
 }
 
 /// Keeps the report of what was done, or the error, and returns the code.
@@ -207,9 +212,19 @@ pub(crate) fn settled_together(outcome: Result<Option<Outcome>, CoordinatorError
     }
 }
 
-/// Keeps the report that there was nothing to do.
-pub(crate) fn settled_already() -> c_int {
-    keep_report(json!({"outcome": "already"}))
+/// [`settled`] for the caller's own tenant, of which no process need have GPU memory yet.
+pub(crate) fn settled_for_own(outcome: Result<Outcome, CoordinatorError>) -> c_int {
+    match outcome {
+        Err(CoordinatorError::NoSuchTenant { .. } | CoordinatorError::NoProcess { .. }) => {
+            settled_nothing()
+        }
+        outcome => settled(outcome),
+    }
+}
+
+/// Keeps the report that there is no memory yet to do anything with.
+pub(crate) fn settled_nothing() -> c_int {
+    keep_report(json!({"outcome": "nothing"}))
 }
 
 fn keep_report(report: Value) -> c_int {

@@ -16,7 +16,8 @@ use tenants::switching::{self, SwitchOptions};
 use tenants::wire::{Action, MemberState};
 
 use super::last_call::{
-    brought_in, fail, guarded, not_joined, resumed_in_turn, say_no, settled, swapped,
+    brought_in, fail, guarded, not_joined, resumed_in_turn, say_no, settled, settled_for_own,
+    swapped,
 };
 use super::{ARGUMENT, OK, REFUSED};
 use crate::{bindings, runtime};
@@ -75,11 +76,12 @@ unsafe fn act_for_all(
     timeout_ms: u32,
 ) -> Result<c_int, c_int> {
     runtime::start_log();
+    let settle = if tenant.is_null() && scope == Scope::Whole { settled_for_own } else { settled };
     // SAFETY: as this function's caller promises.
     let tenant = unsafe { tenant_of(tenant) }?;
     let timeout = timeout_of(timeout_ms);
     let _asking = asking_for(&tenant);
-    Ok(settled(requests::act_for_all(&run_dir()?, &tenant, scope, action, timeout)))
+    Ok(settle(requests::act_for_all(&run_dir()?, &tenant, scope, action, timeout)))
 }
 
 /// Pauses every process of a tenant.

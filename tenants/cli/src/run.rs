@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use tenants::budget::BUDGET_VARIABLE;
-use tenants::identity::MemberId;
+use tenants::identity::{MemberId, TenantName};
 use tenants::region::NO_LOOK_VARIABLE;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
 use tenants::settings::REQUIRED_VARIABLE;
@@ -19,7 +19,7 @@ use crate::environment::{
     Environment, FAMILY_VARIABLE, LIBRARY_VARIABLE, PRELOAD_VARIABLE, TENANT_VARIABLE,
 };
 use crate::failure::{EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, EXIT_UNCHANGED, EXIT_USAGE, Failure};
-use crate::{budget, output};
+use crate::{budget, output, outsiders};
 
 /// File name of the preload object.
 pub(crate) const LIBRARY_NAME: &str = "libsublet.so";
@@ -39,6 +39,9 @@ pub(crate) fn run(
             output::complain(text);
         })?;
     let library = find_library(args.library.as_deref(), environment)?;
+    if let Some(note) = note_of_others(&args.tenant, run_dir) {
+        output::complain(&note);
+    }
     let preload = prepend(&library, environment.get(PRELOAD_VARIABLE))?;
     let (program, rest) = args
         .command
@@ -61,6 +64,20 @@ pub(crate) fn run(
         let message = format!("command '{shown}' could not be started: {error}");
         Failure::new(message, EXIT_NOT_EXECUTABLE)
     })
+}
+
+/// That the job joins processes which run already: the same name, given by habit, makes one tenant of two jobs.
+fn note_of_others(tenant: &TenantName, run_dir: &RunDir) -> Option<String> {
+    let others = run_dir.existing_tenant(tenant).ok().flatten()?.pids();
+    let first = others.first()?;
+    let command = outsiders::command_of(*first);
+    let (words, more) = match others.len() {
+        1 => ("a process".to_owned(), String::new()),
+        count => (format!("{count} processes"), format!(", and {} more", count - 1)),
+    };
+    Some(format!(
+        "note: tenant '{tenant}' has {words} already ({first}: {command}{more}); this job joins it, and a pause is of all"
+    ))
 }
 
 /// What options set in the environment of the command. What an outer command has set is the inner one's too, unless an option says otherwise.

@@ -110,7 +110,7 @@ fn a_c_program_has_the_calls_of_amem_and_for_the_whole_tenant() {
         "before any memory: stats -1, paused 0, error 1, changes 0\n\
          group 0 7 0, refused 4, needs a place 4\n\
          sublet: total own=0 resident=0 imported=0\n\
-         pause before any memory 0, statistics 0\n\
+         pause before any memory 0, said 1, statistics 0\n\
          region 0, wrong tag 1, wrong contents 1, another look 1, end 0, one end too many 1\n\
          stats fit 1, too short 1, tag in them 1\n\
          set group too late 1\n\
