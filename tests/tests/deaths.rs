@@ -1,6 +1,6 @@
 //! Processes that are killed at every boundary between two phases, and at random instants.
 //!
-//! Whoever is left must be told who died and what it was, within two seconds; must hang nowhere; and its
+//! Whoever is left must be told who died and what it was, when that happens and not at a deadline; must hang nowhere; and its
 //! device memory must go to another tenant by the next command.
 
 #![expect(clippy::print_stdout, reason = "a failure shows the seed and the times")]
@@ -16,8 +16,9 @@ use tenants::wire::Phase;
 const CAPACITIES: [u64; 3] = [64 * MIB; 3];
 /// What a context and the like may cost on the simulated device.
 const LEFT_BYTES: u64 = 2 * MIB;
-/// The promise, and what a busy machine adds to it.
-const TOLD_WITHIN: Duration = Duration::from_secs(2 + 4);
+/// Far below the two minutes that any phase may take here, and far above what a busy machine needs: who is told within this
+/// was told of the death, and did not wait for a deadline.
+const TOLD_WITHIN: Duration = Duration::from_secs(45);
 
 fn steps(stage: &Stage, words: &[&str]) -> Outcome<Steps> {
     Steps::start(stage, Path::new(env!("CARGO_BIN_EXE_sublet-steps")), "train", words)

@@ -3,16 +3,20 @@
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::process::{Child, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
+use signal_hook::consts::SIGINT;
 use sublet_tests::{Boundary, Job, JobOptions, MIB, Outcome, PAUSE, RESUME, Stage, Steps, Trouble};
 use tenants::wire::Phase;
 
 const CAPACITIES: [u64; 2] = [128 * MIB; 2];
-const SOON: Duration = Duration::from_secs(10);
+/// An upper bound for a busy machine; what happened is told by exit codes and words.
+const SOON: Duration = Duration::from_mins(1);
 
 fn steps(stage: &Stage, words: &[&str]) -> Outcome<Steps> {
     Steps::start(stage, Path::new(env!("CARGO_BIN_EXE_sublet-steps")), "train", words)
@@ -121,8 +125,17 @@ fn ends_while_paused(end: impl FnOnce(&mut Job) -> Outcome<std::process::ExitSta
     Ok(())
 }
 
+/// What this process starts does not ignore SIGINT, as a shell has it that started this process in the background: a signal that is
+/// handled here is as by default in a program that is started.
+fn children_take_sigint() -> Outcome {
+    let always = Arc::new(AtomicBool::new(true));
+    signal_hook::flag::register_conditional_default(SIGINT, always)?;
+    Ok(())
+}
+
 #[test]
 fn rank_that_waits_at_the_gate_dies_of_sigterm_and_sigint() -> Outcome {
+    children_take_sigint()?;
     for signal in [Signal::SIGTERM, Signal::SIGINT] {
         ends_while_paused(|job| {
             job.ranks[1].say("allocate 1048576")?;
@@ -279,7 +292,7 @@ fn ctrl_z_does_not_stop_a_command_that_has_begun() -> Outcome {
 /// As one that got SIGSTOP: it is connected, and asks for nothing.
 #[test]
 fn coordinator_that_stands_still_is_left_behind_and_says_so_when_it_goes_on() -> Outcome {
-    const HUNG_UP_WITHIN: Duration = Duration::from_secs(1 + 15 + 10);
+    const HUNG_UP_WITHIN: Duration = Duration::from_mins(2);
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
     let mut steps = steps(&stage, &["pause", "soon"])?;

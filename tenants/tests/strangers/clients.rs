@@ -1,7 +1,7 @@
 //! What a client can send to an agent, in which order, and how slowly.
 
 use std::fs::File;
-use std::io::{ErrorKind, IoSlice, Write as _};
+use std::io::{ErrorKind, IoSlice, Read as _, Write as _};
 use std::os::fd::{AsFd as _, AsRawFd as _, RawFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -186,8 +186,13 @@ fn clients_that_stand_still_hold_nobody_up_and_are_closed() {
         }
     }
     assert!(asked > 100, "the agent stopped reading after {asked} requests");
-    // Nobody else notices.
+    // Nobody else notices: the answer comes before this one's time is up.
+    let mut third = stream(&member);
+    third.write_all(&header(0, 10)[..7]).unwrap();
     answers(&member);
+    third.set_nonblocking(true).unwrap();
+    let open = third.read(&mut [0]).map_err(|error| error.kind());
+    assert_eq!(open, Err(ErrorKind::WouldBlock), "the agent was held up until it closed a client");
     pause_and_resume(&stage, "train");
     // Both are closed when their time is up.
     let deadline = Instant::now() + STALL_MAX + Duration::from_secs(15);

@@ -35,7 +35,7 @@ fn run() -> Outcome<String> {
     };
     let swaps = matches!(action.as_str(), "swap" | "hand-over");
     let hand_over = if action == "swap" { HandOver::Nothing } else { HandOver::All };
-    let timeout = Duration::from_secs(if rest.is_empty() || swaps { 20 } else { 1 });
+    let timeout = Duration::from_secs(if rest.is_empty() || swaps { 120 } else { 1 });
     let run_dir = RunDir::open(Some(run_dir.into()), None)?;
     let options = Options { timeout: Some(timeout), ..Options::default() };
     let scope = |tag: Option<&String>| tag.map_or(Scope::Whole, |tag| of_tag(tag));
