@@ -59,7 +59,7 @@ enum Command {
     Built,
     /// Run the tests of the Python package alone.
     Python,
-    /// Run all that a build must pass: `test`, clippy and the documentation, warnings denied.
+    /// Run all that a build must pass: `test`, clippy, the documentation and dependencies, warnings denied.
     Ci,
     /// Run the main job on a simulated node of four GPUs: two tenants take turns. Needs no GPU.
     Demo,

@@ -7,6 +7,9 @@ use crate::stages::{Ran, Stages};
 use crate::workspace::Workspace;
 use crate::{Outcome, bindings, book, demo, package, process, tidy};
 
+const NO_CARGO_DENY: &str = "LICENCES AND SOURCES OF DEPENDENCIES WERE NOT CHECKED: cargo-deny is not installed; \
+     `cargo install --locked cargo-deny` builds it in some minutes";
+
 /// Runs the tests, and the checks that take no time beside them.
 pub(crate) fn test(workspace: &Workspace) -> Outcome {
     let mut stages = Stages::default();
@@ -40,12 +43,25 @@ pub(crate) fn ci(workspace: &Workspace) -> Outcome {
         clippy.args(["--all-features", "--", "-D", "warnings"]);
         process::run(&mut clippy).map(|()| Ran::All)
     });
+    dependencies(workspace, &mut stages);
     tests(workspace, &mut stages);
     stages.run("documentation", |_| {
         let mut doc = workspace.cargo(&["doc", "--workspace", "--all-features", "--no-deps"]);
         process::run(doc.env("RUSTDOCFLAGS", "-D warnings")).map(|()| Ran::All)
     });
     stages.finish()
+}
+
+/// Licences, sources and bans of `deny.toml`. Advisories need a database from elsewhere, and are looked up by hand.
+fn dependencies(workspace: &Workspace, stages: &mut Stages) {
+    if process::output(&mut workspace.cargo(&["deny", "--version"])).is_err() {
+        stages.not_run(NO_CARGO_DENY.to_owned());
+        return;
+    }
+    stages.run("dependencies", |_| {
+        let check = ["deny", "check", "bans", "licenses", "sources"];
+        process::run(&mut workspace.cargo(&check)).map(|()| Ran::All)
+    });
 }
 
 fn quick_checks(workspace: &Workspace, stages: &mut Stages) {
