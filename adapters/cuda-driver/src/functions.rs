@@ -37,13 +37,30 @@ pub const fn function(symbol: &str) -> Function {
 }
 
 const fn is_same(one: &str, other: &str) -> bool {
+    one.len() == other.len() && common_bytes(one, other) == one.len()
+}
+
+/// How many bytes both begin with.
+const fn common_bytes(one: &str, other: &str) -> usize {
     let (one, other) = (one.as_bytes(), other.as_bytes());
     let mut index = 0;
     while index < one.len() && index < other.len() && one[index] == other[index] {
         index += 1;
     }
-    index == one.len() && index == other.len()
+    index
 }
+
+/// How all names of [`FUNCTIONS`] begin.
+pub const PREFIX: &str = {
+    let first = FUNCTIONS[0].symbol;
+    let (mut bytes, mut index) = (first.len(), 1);
+    while index < FUNCTIONS.len() {
+        let common = common_bytes(first, FUNCTIONS[index].symbol);
+        bytes = if common < bytes { common } else { bytes };
+        index += 1;
+    }
+    first.split_at(bytes).0
+};
 
 /// The table: first what waits at the gate, then what is answered from the pool or followed.
 pub const FUNCTIONS: &[Function] = &[
@@ -254,5 +271,6 @@ mod tests {
         let names: BTreeSet<&str> = FUNCTIONS.iter().map(|function| function.symbol).collect();
         assert_eq!(names.len(), FUNCTIONS.len());
         assert!(FUNCTIONS.iter().all(|known| function(known.symbol) == *known));
+        assert_eq!(PREFIX, "cu");
     }
 }

@@ -140,9 +140,14 @@ impl Library {
         self.description.table
     }
 
+    /// How the names of its functions begin.
+    pub(super) const fn prefix(&self) -> &'static str {
+        self.description.prefix
+    }
+
     /// The number of the function `name`.
     pub(super) fn number_of(&self, name: &CStr) -> Option<usize> {
-        if !name.to_bytes().starts_with(self.description.prefix.as_bytes()) {
+        if !name.to_bytes().starts_with(self.prefix().as_bytes()) {
             return None;
         }
         self.rows().iter().position(|row| row.name == name)

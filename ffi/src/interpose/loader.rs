@@ -121,8 +121,13 @@ pub(crate) fn function_of(address: usize) -> Option<CString> {
 
 /// Is `address` in this library?
 pub(crate) fn is_own(address: usize) -> bool {
-    let own = image_of((image_of as *const ()).addr());
-    own.is_some_and(|(own, _)| image_of(address).is_some_and(|(base, _)| base == own))
+    is_same_file(address, (is_own as *const ()).addr())
+}
+
+/// Are both addresses in one file?
+pub(crate) fn is_same_file(one: usize, other: usize) -> bool {
+    let base = |address| info_of(address).map(|info| info.dli_fbase.addr());
+    base(one).is_some_and(|one| base(other) == Some(one))
 }
 
 /// The file that holds `address`.

@@ -1,9 +1,11 @@
 //! The answers of our `dlsym`: one of our functions, or the loader's own answer.
 
-use std::ffi::CStr;
+use std::ffi::{CStr, CString, c_void};
+use std::ptr::NonNull;
 
-use super::driver::Driver;
+use super::driver::{self, Driver};
 use super::library::Library;
+use super::patch::{self, order};
 use super::{Binding, Pointer, loader};
 
 /// The answer to one question, in the two registers that the assembly of our `dlsym` looks at.
@@ -37,7 +39,7 @@ pub(super) fn decide_driver(
         return Decision::LOADER;
     }
     let found = if handle == libc::RTLD_NEXT {
-        None
+        next_driver(name, caller)
     } else if handle != libc::RTLD_DEFAULT {
         loader::dlsym(handle, name)
     } else {
@@ -61,6 +63,73 @@ pub(super) fn decide_driver(
     }
 }
 
+/// The function `name` that the loader finds behind `caller`, and whether `RTLD_GLOBAL` may lead further where there is none.
+fn next(name: &CStr, caller: usize) -> Result<NonNull<c_void>, bool> {
+    let behind = order::behind(caller);
+    let own = |file: &CString| {
+        let handle = loader::open_loaded(file)?;
+        let found = loader::dlsym(handle, name);
+        loader::close(handle);
+        // A function of a dependency comes in that one's turn.
+        let is_own = |found: &NonNull<c_void>| {
+            let holder = loader::image_of(found.as_ptr().expose_provenance());
+            holder.is_some_and(|(_, holder)| holder == *file)
+        };
+        found.filter(is_own)
+    };
+    behind.files.iter().find_map(own).ok_or(behind.goes_on)
+}
+
+/// The driver's function, or another library's in its place, that the loader finds behind `caller`. Where libraries that are
+/// in no certain order may have it, the driver's own: what passes us by is worse than what is found too often.
+fn next_driver(name: &CStr, caller: usize) -> Option<NonNull<c_void>> {
+    if loader::file_of(caller).is_some_and(|file| patch::is_original(file.as_bytes())) {
+        return None;
+    }
+    next(name, caller)
+        .or_else(|goes_on| {
+            let is_known = goes_on && driver::is_loaded();
+            is_known.then(|| driver::symbol(name)).flatten().ok_or(())
+        })
+        .ok()
+}
+
+/// The answer about function `number` of a library, asked for behind `caller`. A library that stands between us and the
+/// watched copy gets what is behind it: what we call calls on there.
+fn decide_next(
+    library: &'static Library,
+    binding: Binding,
+    number: usize,
+    caller: usize,
+) -> Decision {
+    let name = library.rows()[number].name;
+    let whole = match binding {
+        Binding::ByLoader => Some(libc::RTLD_NEXT),
+        Binding::ByAttach => loader::program(),
+    };
+    let further = |goes_on| whole.filter(|_| goes_on).and_then(|whole| loader::dlsym(whole, name));
+    let found = next(name, caller).map_or_else(further, Some);
+    let found = found.map(|found| found.as_ptr().expose_provenance());
+    let is_others =
+        |found: &usize| !loader::is_own(*found) && !loader::is_same_file(*found, caller);
+    if let Some(found) = found.filter(is_others) {
+        // The copy that all callers find without naming a library is known as that one first.
+        let _first = library.behind_us();
+        let copy = library.of_dependencies(found);
+        let watched = copy.filter(|copy| copy.is_watched() && copy.function(number) == Some(found));
+        let ours = watched.and_then(|copy| library.answer(copy, number));
+        return ours.map_or(Decision::LOADER, Decision::answer);
+    }
+    if binding == Binding::ByAttach {
+        return Decision::LOADER;
+    }
+    // Behind the caller is less than behind us: with nothing here the loader could only find us.
+    match loader::dlsym(libc::RTLD_NEXT, name) {
+        Some(_) => Decision::LOADER,
+        None => Decision::answer(0),
+    }
+}
+
 /// The answer about function `number` of a library, asked as for [`decide_driver`]. Unlike the driver, a library may
 /// be missing, or there twice: our exports must be found only where its own functions would have been.
 pub(super) fn decide_library(
@@ -72,15 +141,7 @@ pub(super) fn decide_library(
 ) -> Decision {
     let name = library.rows()[number].name;
     let copy = if handle == libc::RTLD_NEXT {
-        if binding == Binding::ByAttach {
-            // The caller came before us, and its order need not have us in it.
-            return Decision::LOADER;
-        }
-        // Behind the caller is less than behind us: with nothing here the loader could only find us.
-        return match loader::dlsym(libc::RTLD_NEXT, name) {
-            Some(_) => Decision::LOADER,
-            None => Decision::answer(0),
-        };
+        return decide_next(library, binding, number, caller);
     } else if handle == libc::RTLD_DEFAULT {
         library.behind_us().or_else(|| library.of_dependencies(caller))
     } else {

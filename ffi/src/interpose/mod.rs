@@ -25,6 +25,8 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::time::Duration;
 
+use sublet_cuda_driver::functions::PREFIX;
+
 use driver::Driver;
 use library::Library;
 use lookup::{Decision, decide_driver, decide_library};
@@ -65,6 +67,8 @@ pub(crate) struct Interposition {
     libraries: &'static [&'static Library],
     /// The loader's functions with ours in their place, those that we export first.
     loader: &'static [LoaderFunction],
+    /// The bytes that names of the driver's functions and of the libraries' begin with.
+    first_bytes: [bool; 256],
     patches: Patches,
     is_attached: AtomicBool,
     is_forked: AtomicBool,
@@ -73,6 +77,11 @@ pub(crate) struct Interposition {
     is_ours_first: AtomicU8,
     /// The process that first walked; 0 when none has.
     walker: AtomicU32,
+}
+
+/// Does `handle` name no certain library?
+fn is_pseudo(handle: Pointer) -> bool {
+    handle == libc::RTLD_NEXT || handle == libc::RTLD_DEFAULT
 }
 
 const UNASKED: u8 = 0;
@@ -103,10 +112,18 @@ impl Interposition {
         libraries: &'static [&'static Library],
         loader: &'static [LoaderFunction],
     ) -> Self {
+        let mut first_bytes = [false; 256];
+        first_bytes[PREFIX.as_bytes()[0] as usize] = true;
+        let mut next = 0;
+        while next < libraries.len() {
+            first_bytes[libraries[next].prefix().as_bytes()[0] as usize] = true;
+            next += 1;
+        }
         Self {
             driver,
             libraries,
             loader,
+            first_bytes,
             patches: Patches::new(),
             is_attached: AtomicBool::new(false),
             is_forked: AtomicBool::new(false),
@@ -278,13 +295,14 @@ impl Interposition {
     ) -> Decision {
         // The jump needs it.
         loader::REAL_DLVSYM.store(libc::dlvsym as *const () as usize, Ordering::Release);
-        let is_pseudo = handle == libc::RTLD_NEXT || handle == libc::RTLD_DEFAULT;
-        if is_pseudo || name.is_null() || version.is_null() || loader::is_looking() {
+        if is_pseudo(handle) || name.is_null() || version.is_null() {
             return Decision::LOADER;
         }
-        self.look_again();
         // SAFETY: the caller promises a terminated string.
         let name = unsafe { CStr::from_ptr(name) };
+        if !self.is_for_us(handle, name) {
+            return Decision::LOADER;
+        }
         let number = |library: &&'static Library| Some((*library, library.number_of(name)?));
         let Some((library, number)) = self.libraries.iter().find_map(number) else {
             return Decision::LOADER;
@@ -302,9 +320,38 @@ impl Interposition {
         ours.map_or(Decision::LOADER, Decision::answer)
     }
 
+    /// May `name` be one of ours? Libraries that are loaded meanwhile are patched first.
+    ///
+    /// Any other name in no certain library is told by its first bytes: sanitizers and allocators look such names up before
+    /// thread-locals work, and before memory can be had. A name in a certain library may be the first that a program asks
+    /// a library for that it has just opened, before the library itself asks for any.
+    fn is_for_us(&'static self, handle: Pointer, name: &CStr) -> bool {
+        let is_ours = self.may_have(name);
+        if !is_ours && is_pseudo(handle) && self.binding() == Binding::ByLoader {
+            return false;
+        }
+        if loader::is_looking() {
+            return false;
+        }
+        self.look_again();
+        is_ours
+    }
+
+    /// Does `name` begin as some name in a table does?
+    fn may_have(&self, name: &CStr) -> bool {
+        let name = name.to_bytes();
+        let is_first = name.first().is_some_and(|first| self.first_bytes[usize::from(*first)]);
+        is_first
+            && (name.starts_with(PREFIX.as_bytes())
+                || self
+                    .libraries
+                    .iter()
+                    .any(|library| name.starts_with(library.prefix().as_bytes())))
+    }
+
     /// Our answer to `dlsym(handle, name)`, asked from `caller` in a process bound by `binding`.
     fn decide(&self, binding: Binding, handle: Pointer, name: &CStr, caller: usize) -> Decision {
-        if name.to_bytes().starts_with(b"cu") {
+        if name.to_bytes().starts_with(PREFIX.as_bytes()) {
             return decide_driver(&self.driver, binding, handle, name, caller);
         }
         let found =
@@ -326,13 +373,14 @@ impl Interposition {
         name: *const c_char,
         caller: usize,
     ) -> Decision {
-        if loader::find_dlsym().is_none() || name.is_null() || loader::is_looking() {
+        if loader::find_dlsym().is_none() || name.is_null() {
             return Decision::LOADER;
         }
-        // A program that opens a library asks it for a symbol next, before the library itself asks for any.
-        self.look_again();
         // SAFETY: the caller promises a terminated string.
         let name = unsafe { CStr::from_ptr(name) };
+        if !self.is_for_us(handle, name) {
+            return Decision::LOADER;
+        }
         self.decide(self.binding(), handle, name, caller)
     }
 }

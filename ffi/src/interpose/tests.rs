@@ -158,6 +158,14 @@ fn further_library_is_found_replaced_and_patched_by_its_table_alone() {
     assert_eq!(ask(copy.0, c"ncclAllReduce"), Decision::LOADER, "no table of this process");
     assert_eq!(ask(libc::RTLD_NEXT, c"sublettest_work"), Decision::LOADER);
 
+    // Its calls of itself stay its own, whatever thread makes them.
+    let own = loader::dlsym(copy.0, c"sublettest_work").expect("its function");
+    let own = own.as_ptr().expose_provenance();
+    let replacing = (ours::sublettest_work as *const ()).expose_provenance();
+    let goes_to = |caller| MADE_UP.target(Function::sublettest_work as usize, caller);
+    assert_eq!(goes_to(own), Some(own));
+    assert_eq!(goes_to(here.expose_provenance()), Some(replacing));
+
     // A second copy, loaded after the walk, is told apart and gets its own calls.
     let user = Opened::new(&second_user);
     assert_eq!((user.call(c"use_work", 2), counted()), (2002, 1), "not patched yet");

@@ -1,5 +1,6 @@
 //! `dlsym` and its relatives answer as they do without us, except for the driver's functions.
 
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::stage::{Preload, Stage, preload_path, transcript};
@@ -79,6 +80,55 @@ fn a_constructor_that_runs_before_ours_may_look_up() {
     let without = run(&early.display().to_string());
     assert!(without.starts_with("early: atoi 7, driver function found 1\n"), "{without}");
     assert_eq!(run(&both), without);
+}
+
+/// A command of `program` with `libraries` preloaded in this order.
+fn preloaded(stage: &Stage, program: &Path, libraries: &[&Path]) -> Command {
+    let libraries: Vec<String> = libraries.iter().map(|path| path.display().to_string()).collect();
+    let mut command = stage.command(program, Preload::Without);
+    command.env("LD_PRELOAD", libraries.join(":"));
+    command
+}
+
+#[test]
+fn an_allocator_looks_its_successor_up_without_more_memory_than_without_us() {
+    let stage = Stage::new();
+    let allocator = stage.library("allocator");
+    let program = stage.program("loader");
+    let ours = preload_path();
+    let said = |libraries: &[&Path]| {
+        let output = preloaded(&stage, &program, libraries).arg("unrelated").output();
+        transcript(&output.expect("it starts"))
+    };
+    let without = said(&[&allocator]);
+    for both in [[&*allocator, &*ours], [&*ours, &*allocator]] {
+        assert_eq!(said(&both), without, "{both:?}");
+    }
+}
+
+/// AddressSanitizer's runtime, as the compiler brings it along.
+fn address_sanitizer() -> PathBuf {
+    let output = Command::new("cc").arg("-print-file-name=libasan.so").output();
+    let found = String::from_utf8(output.expect("a C compiler").stdout).expect("a path");
+    let found = std::fs::canonicalize(found.trim());
+    found.expect("AddressSanitizer's runtime, libasan.so: install it for this compiler (gcc brings it along)")
+}
+
+#[test]
+fn a_program_with_address_sanitizer_starts_and_is_paused() {
+    let stage = Stage::new();
+    stage.library("runtime");
+    let program = stage.program_as("attach", &["-fsanitize=address", "-g"]);
+    let words = ["runtime", "malloc", "pause", "resume", "malloc"];
+    let (sanitizer, ours) = (address_sanitizer(), preload_path());
+    for (libraries, options) in
+        [(&[&*sanitizer, &*ours][..], ""), (&[&*ours][..], "verify_asan_link_order=0")]
+    {
+        let mut command = preloaded(&stage, &program, libraries);
+        let output = command.env("ASAN_OPTIONS", options).args(words).output();
+        let said = transcript(&output.expect("it starts"));
+        assert_eq!(said, "malloc 0\npause 0\nresume 0, wrong words 0\nmalloc 0\n", "{options}");
+    }
 }
 
 #[test]

@@ -13,6 +13,7 @@ mod loader;
 mod lookup;
 mod memory;
 mod nccl;
+mod next;
 mod passed;
 mod pins;
 mod processes;

@@ -20,6 +20,7 @@
 mod kept_addresses;
 mod namespaces;
 mod object;
+pub(crate) mod order;
 mod protections;
 mod slots;
 

@@ -14,9 +14,9 @@ use std::sync::atomic::AtomicUsize;
 
 use object::LittleEndian;
 use object::elf::{
-    DT_JMPREL, DT_NULL, DT_PLTREL, DT_PLTRELSZ, DT_RELA, DT_RELASZ, DT_STRSZ, DT_STRTAB, DT_SYMTAB,
-    Dyn64, PF_R, PF_W, PT_DYNAMIC, PT_GNU_RELRO, PT_LOAD, R_X86_64_64, R_X86_64_GLOB_DAT,
-    R_X86_64_JUMP_SLOT, Rela64, SHN_UNDEF, STB_WEAK, Sym64,
+    DT_JMPREL, DT_NEEDED, DT_NULL, DT_PLTREL, DT_PLTRELSZ, DT_RELA, DT_RELASZ, DT_SONAME, DT_STRSZ,
+    DT_STRTAB, DT_SYMTAB, Dyn64, PF_R, PF_W, PT_DYNAMIC, PT_GNU_RELRO, PT_LOAD, R_X86_64_64,
+    R_X86_64_GLOB_DAT, R_X86_64_JUMP_SLOT, Rela64, SHN_UNDEF, STB_WEAK, Sym64,
 };
 
 /// Files of this byte order only: the crate is for x86-64.
@@ -186,17 +186,44 @@ impl<'walk> Object<'walk> {
         [value, biased].into_iter().find(|&address| self.contains(address))
     }
 
+    /// The values of its dynamic section under the tag `wanted`; none where the section is malformed.
+    fn values(&self, wanted: i64) -> impl Iterator<Item = usize> + use<'walk> {
+        let bytes = self.dynamic.end - self.dynamic.start;
+        let count = bytes / size_of::<Dyn64<LittleEndian>>();
+        let section = self.constant(self.dynamic.start, bytes).unwrap_or_default();
+        let entries = object::slice_from_bytes::<Dyn64<LittleEndian>>(section, count);
+        let entries = entries.map_or(&[][..], |(entries, _)| entries);
+        let used = entries.iter().take_while(|entry| entry.d_tag.get(ORDER) != DT_NULL);
+        used.filter(move |entry| entry.d_tag.get(ORDER) == wanted)
+            .filter_map(|entry| usize::try_from(entry.d_val.get(ORDER)).ok())
+    }
+
+    /// The text of its names.
+    fn names(&self) -> Option<&'walk [u8]> {
+        let (start, bytes) = (self.values(DT_STRTAB).next()?, self.values(DT_STRSZ).next()?);
+        self.constant(self.resolve(start)?, bytes)
+    }
+
+    /// The names under the tag `wanted`.
+    fn named(&self, wanted: i64) -> Vec<&'walk CStr> {
+        let names = self.names().unwrap_or_default();
+        let name = |start: usize| CStr::from_bytes_until_nul(names.get(start..)?).ok();
+        self.values(wanted).filter_map(name).collect()
+    }
+
+    /// The libraries that it depends on, in its own order.
+    pub(super) fn needed(&self) -> Vec<&'walk CStr> {
+        self.named(DT_NEEDED)
+    }
+
+    /// The name that others depend on it by, if it has one.
+    pub(super) fn soname(&self) -> Option<&'walk CStr> {
+        self.named(DT_SONAME).first().copied()
+    }
+
     /// The tables of what it imports; `None` when it has none, or they are malformed.
     pub(super) fn imports(&self) -> Option<Imports<'walk>> {
-        let bytes = self.dynamic.end - self.dynamic.start;
-        let section = self.constant(self.dynamic.start, bytes)?;
-        let count = bytes / size_of::<Dyn64<LittleEndian>>();
-        let (entries, _) = object::slice_from_bytes::<Dyn64<LittleEndian>>(section, count).ok()?;
-        let value = |wanted: i64| {
-            let used = entries.iter().take_while(|entry| entry.d_tag.get(ORDER) != DT_NULL);
-            let found = used.into_iter().find(|entry| entry.d_tag.get(ORDER) == wanted)?;
-            usize::try_from(found.d_val.get(ORDER)).ok()
-        };
+        let value = |wanted: i64| self.values(wanted).next();
         let table = |start: i64, bytes: i64| -> Option<&'walk [Rela]> {
             let (Some(start), Some(bytes)) = (value(start), value(bytes)) else {
                 return Some(&[]);
@@ -207,7 +234,7 @@ impl<'walk> Object<'walk> {
         };
         let is_rela = value(DT_PLTREL).is_none_or(|kind| i64::try_from(kind) == Ok(DT_RELA));
         let calls = if is_rela { table(DT_JMPREL, DT_PLTRELSZ)? } else { &[] };
-        let names = self.constant(self.resolve(value(DT_STRTAB)?)?, value(DT_STRSZ)?)?;
+        let names = self.names()?;
         let symbols = self.resolve(value(DT_SYMTAB)?)?;
         Some(Imports { calls, data: table(DT_RELA, DT_RELASZ)?, symbols, names })
     }

@@ -1,0 +1,196 @@
+//! The order in which the loader looks for `dlsym(RTLD_NEXT, ...)`.
+//!
+//! The loader takes its caller's place from the return address, so that nobody can ask it for somebody else. What it does
+//! (glibc, `do_sym` in `elf/dl-sym.c`) follows from its public list: a library is looked for behind its caller, among what was loaded
+//! with the program, or else among what the library depends on that brought the caller in, breadth first.
+
+#![expect(unsafe_code, reason = "asks the loader which libraries there are")]
+
+use std::collections::HashMap;
+use std::ffi::{CStr, CString, c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::object::Object;
+
+/// What is looked through behind a caller.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Behind {
+    /// Files, in order.
+    pub(crate) files: Vec<CString>,
+    /// Then libraries that were opened with `RTLD_GLOBAL` since the program was started.
+    pub(crate) goes_on: bool,
+}
+
+/// What is looked through behind the library that holds `caller`; nothing where no library does.
+pub(crate) fn behind(caller: usize) -> Behind {
+    let mut list = List { caller, loaded: Vec::new() };
+    // SAFETY: `visit` is a callback as `dl_iterate_phdr` takes it, and its data outlives the call.
+    unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut list).cast()) };
+    behind_caller(&list.loaded)
+}
+
+struct List {
+    caller: usize,
+    loaded: Vec<Loaded>,
+}
+
+/// A library of the loader's list.
+#[derive(Clone, Debug, Default)]
+struct Loaded {
+    file: CString,
+    soname: Option<CString>,
+    needed: Vec<CString>,
+    holds_caller: bool,
+}
+
+unsafe extern "C" fn visit(
+    info: *mut libc::dl_phdr_info,
+    _size: usize,
+    data: *mut c_void,
+) -> c_int {
+    let list: *mut List = data.cast();
+    // SAFETY: `behind` passes its own, which nobody else uses meanwhile.
+    let list = unsafe { &mut *list };
+    // SAFETY: the loader passes a valid structure for the time of the call.
+    let info = unsafe { &*info };
+    // SAFETY: this is the callback, and the object is dropped before it returns.
+    let object = unsafe { Object::of_loader(info) };
+    let caller = list.caller;
+    let read = catch_unwind(AssertUnwindSafe(|| object.map(|object| loaded(&object, caller))));
+    list.loaded.push(read.ok().flatten().unwrap_or_default());
+    0
+}
+
+fn loaded(object: &Object<'_>, caller: usize) -> Loaded {
+    Loaded {
+        file: object.name.to_owned(),
+        soname: object.soname().map(CStr::to_owned),
+        needed: object.needed().into_iter().map(CStr::to_owned).collect(),
+        holds_caller: object.contains(caller),
+    }
+}
+
+fn file_name(path: &CStr) -> &[u8] {
+    path.to_bytes().rsplit(|&byte| byte == b'/').next().unwrap_or_default()
+}
+
+/// What each library depends on, by number in the list.
+fn dependencies(list: &[Loaded]) -> Vec<Vec<usize>> {
+    let mut known: HashMap<&[u8], usize> = HashMap::new();
+    for (number, loaded) in list.iter().enumerate() {
+        let names = [loaded.soname.as_deref().map(CStr::to_bytes), Some(file_name(&loaded.file))];
+        for name in names.into_iter().flatten().filter(|name| !name.is_empty()) {
+            known.entry(name).or_insert(number);
+        }
+    }
+    let number = |name: &CString| known.get(file_name(name)).copied();
+    list.iter().map(|loaded| loaded.needed.iter().filter_map(number).collect()).collect()
+}
+
+/// `first` and all that it depends on, breadth first.
+fn breadth_first(dependencies: &[Vec<usize>], first: usize) -> Vec<usize> {
+    let mut order = vec![first];
+    let mut next = 0;
+    while next < order.len() {
+        for &needed in &dependencies[order[next]] {
+            if !order.contains(&needed) {
+                order.push(needed);
+            }
+        }
+        next += 1;
+    }
+    order
+}
+
+fn behind_caller(list: &[Loaded]) -> Behind {
+    let Some(caller) = list.iter().position(|loaded| loaded.holds_caller) else {
+        return Behind::default();
+    };
+    let dependencies = dependencies(list);
+    // The program comes first, and is searched with what is preloaded and all dependencies in the order of the list.
+    let (mut last_at_start, mut next) = (0, 0);
+    while next <= last_at_start {
+        last_at_start = dependencies[next].iter().copied().fold(last_at_start, usize::max);
+        next += 1;
+    }
+    let goes_on = caller <= last_at_start;
+    let order = if goes_on {
+        (caller..=last_at_start).collect()
+    } else {
+        let brings_in = |first: usize| {
+            let order = breadth_first(&dependencies, first);
+            let place = order.iter().position(|&number| number == caller)?;
+            Some(order[place..].to_vec())
+        };
+        (last_at_start + 1..=caller).find_map(brings_in).unwrap_or_default()
+    };
+    let files = order.into_iter().skip(1).map(|number| list[number].file.clone()).collect();
+    Behind { files, goes_on }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn loaded(file: &str, needed: &[&str]) -> Loaded {
+        let text = |text: &str| CString::new(text).expect("text");
+        Loaded {
+            file: text(file),
+            soname: None,
+            needed: needed.iter().map(|name| text(name)).collect(),
+            holds_caller: false,
+        }
+    }
+
+    /// A program with two preloaded libraries, of which the second needs another; then a library that was opened, with
+    /// two that came with it and one that was there.
+    fn behind_of(caller: &str) -> (Vec<String>, bool) {
+        let mut list = [
+            loaded("", &["libprog.so", "libc.so"]),
+            loaded("/a/libfirst.so", &["libc.so"]),
+            loaded("/a/libsecond.so", &["libhelp.so", "libc.so"]),
+            loaded("/b/libprog.so", &["libc.so"]),
+            loaded("/b/libc.so", &[]),
+            loaded("/b/libhelp.so", &["libc.so"]),
+            loaded("/c/libopened.so", &["libone.so", "libtwo.so", "/a/libfirst.so"]),
+            loaded("/c/libone.so", &["libtwo.so"]),
+            loaded("/c/libtwo.so", &["libc.so"]),
+            loaded("/c/libalone.so", &["libone.so"]),
+        ];
+        for loaded in &mut list {
+            loaded.holds_caller = file_name(&loaded.file) == caller.as_bytes();
+        }
+        let Behind { files, goes_on } = behind_caller(&list);
+        let name = |file: &CString| String::from_utf8_lossy(file_name(file)).into_owned();
+        (files.iter().map(name).collect(), goes_on)
+    }
+
+    #[test]
+    fn what_came_with_the_program_is_searched_in_the_order_of_the_list() {
+        let all = ["libfirst.so", "libsecond.so", "libprog.so", "libc.so", "libhelp.so"];
+        assert_eq!(behind_of(""), (all.map(str::to_owned).to_vec(), true));
+        assert_eq!(
+            behind_of("libsecond.so"),
+            (all[2..].iter().map(ToString::to_string).collect(), true)
+        );
+        assert_eq!(behind_of("libhelp.so"), (vec![], true));
+    }
+
+    #[test]
+    fn what_was_opened_is_searched_with_its_dependencies_alone() {
+        let behind = |caller| behind_of(caller).0.join(" ");
+        assert_eq!(behind("libopened.so"), "libone.so libtwo.so libfirst.so libc.so");
+        // It was brought in by the first that needs it.
+        assert_eq!(behind("libone.so"), "libtwo.so libfirst.so libc.so");
+        assert_eq!(behind("libalone.so"), "libone.so libtwo.so libc.so");
+        assert!(!behind_of("libalone.so").1);
+        assert_eq!(behind_of("libnone.so"), (vec![], false));
+    }
+
+    #[test]
+    fn this_process_is_read() {
+        let here = behind((behind as *const ()).addr());
+        assert!(here.goes_on);
+        assert!(here.files.iter().any(|file| file_name(file).starts_with(b"libc.so")), "{here:?}");
+    }
+}
