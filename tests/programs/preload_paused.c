@@ -11,13 +11,15 @@
 #include <pthread.h>
 #include <stdbool.h>
 
-enum { BYTES = 8 << 20, PAGE = 2 << 20, QUESTIONS = 10 };
+/* The driver answers no list that has one of the last three. */
+enum { BYTES = 8 << 20, PAGE = 2 << 20, LISTED = 13, QUESTIONS = 16 };
 
-/* Context, type, address, managed, device, IPC, start, size, mapped, kinds of handles. */
-static const int asked[QUESTIONS] = {1, 2, 3, 8, 9, 10, 11, 12, 13, 14};
+/* Context, type, address, managed, device, IPC, start, size, mapped, kinds of handles; synchronous copies, number, rights;
+ * tokens, number of the block, decompression. */
+static const int asked[QUESTIONS] = {1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 6, 7, 16, 5, 20, 21};
 
 typedef struct {
-    CUresult codes[QUESTIONS], list_code, access_code, range_code;
+    CUresult codes[QUESTIONS], list_code, last_code, access_code, range_code;
     uint64_t values[QUESTIONS], list[QUESTIONS], access, start;
     size_t size;
 } Answers;
@@ -34,7 +36,8 @@ static Answers ask(CUdeviceptr address)
         places[i] = &answers.list[i];
         attributes[i] = asked[i];
     }
-    answers.list_code = cuPointerGetAttributes(QUESTIONS, attributes, places, address);
+    answers.list_code = cuPointerGetAttributes(LISTED, attributes, places, address);
+    answers.last_code = cuPointerGetAttributes(1, attributes + QUESTIONS - 1, places + QUESTIONS - 1, address);
     answers.access_code = cuMemGetAccess(&answers.access, &place, address);
     answers.range_code = cuMemGetAddressRange(&answers.start, &answers.size, address);
     return answers;
@@ -68,6 +71,8 @@ static void questions(void)
     OK(cuStreamSynchronize(stream));
     for (int kind = 0; kind < KINDS; kind++)
         before[kind] = ask(addresses[kind]);
+    printf("plain memory: by IPC %llu, kinds of handles %llu\n", (unsigned long long)before[1].values[5],
+        (unsigned long long)before[1].values[9]);
     inside_pause();
     for (int kind = 0; kind < KINDS; kind++) {
         Answers now = ask(addresses[kind]);

@@ -1,11 +1,11 @@
 //! Facts about addresses: the driver's, and the ledger's where memory is away.
 //!
-//! A question never waits for memory that it is not about, and none that the ledger can answer waits at all: a process
-//! that has paused itself asks about its host memory before each copy to come. What the driver alone can say of memory
-//! that is away waits for it.
+//! No question waits for memory: a process that has paused itself asks about its host memory before each copy to come, and a
+//! thread that asks about memory that is away may be the one that would have it resumed. What neither the ledger nor the driver
+//! can say then is answered as for addresses without memory.
 
 use tenants::member::Member;
-use vmm_pool::driver::{DeviceAddress, Driver, DriverCode, Location, VaRange};
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode, Location, VaRange};
 use vmm_pool::gate::Passage;
 use vmm_pool::{Facts, Known};
 
@@ -19,6 +19,7 @@ mod attribute {
     pub(super) const MEMORY_TYPE: i32 = 2;
     pub(super) const DEVICE_POINTER: i32 = 3;
     pub(super) const HOST_POINTER: i32 = 4;
+    pub(super) const SYNC_MEMOPS: i32 = 6;
     pub(super) const BUFFER_ID: i32 = 7;
     pub(super) const IS_MANAGED: i32 = 8;
     pub(super) const DEVICE_ORDINAL: i32 = 9;
@@ -28,6 +29,7 @@ mod attribute {
     pub(super) const MAPPED: i32 = 13;
     pub(super) const HANDLE_TYPES: i32 = 14;
     pub(super) const IS_RDMA_CAPABLE: i32 = 15;
+    pub(super) const ACCESS_FLAGS: i32 = 16;
     pub(super) const MEMPOOL: i32 = 17;
     pub(super) const MAPPING_SIZE: i32 = 18;
     pub(super) const MAPPING_START: i32 = 19;
@@ -57,13 +59,20 @@ pub enum Said {
     None(Value),
     /// The driver knows it still, from the reservation; it is not 0.
     Reservation,
-    /// Nothing.
+    /// Nothing: the driver says what it says of addresses without memory.
     Unknown,
 }
 
-/// What the ledger says about `attribute` of `address`, whose memory is away.
-pub fn said(facts: &Facts, attribute: i32, address: DeviceAddress) -> Said {
+/// What the ledger says about `attribute` of `address`, whose memory is away, to a thread whose current context is of device
+/// `current`.
+pub fn said(
+    facts: &Facts,
+    attribute: i32,
+    address: DeviceAddress,
+    current: impl FnOnce() -> Option<DeviceOrdinal>,
+) -> Said {
     let device = facts.device();
+    let is_block = facts.block_bytes.is_some();
     match attribute {
         attribute::CONTEXT => {
             Said::Value(Value::Long(facts.context.map_or(0, |context| context.0)))
@@ -76,7 +85,14 @@ pub fn said(facts: &Facts, attribute: i32, address: DeviceAddress) -> Said {
         attribute::DEVICE_ORDINAL => {
             Said::Value(Value::Word(device.map_or(0, |device| device.0.unsigned_abs())))
         }
-        attribute::IS_MANAGED | attribute::IS_LEGACY_IPC_CAPABLE => Said::Value(Value::Byte(0)),
+        // New memory has it unset, and that is what comes back.
+        attribute::SYNC_MEMOPS | attribute::IS_MANAGED => Said::Value(Value::Byte(0)),
+        attribute::IS_LEGACY_IPC_CAPABLE => Said::Value(Value::Byte(u8::from(is_block))),
+        attribute::BUFFER_ID => Said::Value(Value::Long(facts.number)),
+        attribute::ACCESS_FLAGS => current().map_or(Said::Unknown, |device| {
+            let flags = rights(facts, Location::device(device));
+            Said::Value(Value::Word(u32::try_from(flags).unwrap_or(0)))
+        }),
         attribute::RANGE_START | attribute::RANGE_SIZE => {
             let block = facts.block_bytes.map(|bytes| VaRange::new(facts.mapping.start, bytes));
             match facts.reserved.or(block) {
@@ -88,6 +104,7 @@ pub fn said(facts: &Facts, attribute: i32, address: DeviceAddress) -> Said {
             }
         }
         attribute::MAPPED => Said::Value(Value::Byte(1)),
+        attribute::HANDLE_TYPES if is_block => Said::Value(Value::Word(0)),
         attribute::HANDLE_TYPES => {
             Said::Value(Value::Word(facts.prop.requested_handle_types.unsigned_abs()))
         }
@@ -102,7 +119,7 @@ pub fn said(facts: &Facts, attribute: i32, address: DeviceAddress) -> Said {
 }
 
 /// What the driver says otherwise of a block than of the plain memory that it stands for: a block is larger than was
-/// asked for, and the driver knows no context of virtual memory. And of a cell, of which it sees the slab alone, and of addresses that are
+/// asked for, the driver knows no context of virtual memory, and none of it can be shared by `cuIpcGetMemHandle`. And of a cell, of which it sees the slab alone, and of addresses that are
 /// a part of what is reserved for slabs.
 pub fn correction<D: Driver>(
     member: &Member<D>,
@@ -127,7 +144,10 @@ pub fn correction<D: Driver>(
             let cell = pool.cell_range(address)?;
             Some(Value::Long(cell.size_bytes))
         }
-        attribute::BUFFER_ID => Some(Value::Long(pool.cell_number(address)?)),
+        // The driver's own changes with each resume: who keeps what belongs to a number would take it for other memory.
+        attribute::BUFFER_ID => Some(Value::Long(pool.memory_number(address)?)),
+        attribute::IS_LEGACY_IPC_CAPABLE => pool.block_place(address).map(|_| Value::Byte(1)),
+        attribute::HANDLE_TYPES => pool.block_place(address).map(|_| Value::Word(0)),
         attribute::CONTEXT => pool.block_context(address).map(|context| Value::Long(context.0)),
         _ => None,
     }
@@ -136,9 +156,8 @@ pub fn correction<D: Driver>(
 /// An address that nobody has.
 const NOWHERE: DeviceAddress = DeviceAddress(1);
 
-/// Answers a question about `address`: by `driver` where it knows the address, by `ledger` where the memory is away.
-/// What `ledger` has no answer for waits until the memory may be asked about. Where nothing is there for the caller, but something of ours, `driver` is asked
-/// about an address that nobody has.
+/// Answers a question about `address`: by `driver` where it knows the address, by `ledger` where the memory is away, and again by `driver` where
+/// `ledger` has no answer. Where nothing is there for the caller, but something of ours, `driver` is asked about an address that nobody has.
 #[doc(alias = "cuPointerGetAttribute")]
 pub fn ask<D: Driver>(
     member: &Member<D>,
@@ -158,10 +177,7 @@ pub fn ask<D: Driver>(
                 }
             }
             Known::Away(facts) => {
-                if let Some(code) = ledger(&facts) {
-                    return code;
-                }
-                break;
+                return ledger(&facts).unwrap_or_else(|| driver(address));
             }
         }
     }
@@ -178,7 +194,7 @@ pub fn rights(facts: &Facts, place: Location) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceOrdinal, RawContext};
+    use vmm_pool::driver::{AccessDesc, AllocationProp, RawContext};
 
     use super::*;
 
@@ -189,6 +205,7 @@ mod tests {
     fn facts(block_bytes: Option<u64>) -> Facts {
         Facts {
             mapping: VaRange::new(START, 1 << 21),
+            number: 77,
             block_bytes,
             reserved: None,
             prop: AllocationProp::pinned_on(DEVICE),
@@ -199,7 +216,7 @@ mod tests {
 
     #[test]
     fn a_block_that_is_away_is_what_its_caller_asked_for() {
-        let said = |attribute| said(&facts(Some(100)), attribute, INSIDE);
+        let said = |attribute| said(&facts(Some(100)), attribute, INSIDE, || Some(DEVICE));
         assert_eq!(said(attribute::CONTEXT), Said::Value(Value::Long(9)));
         assert_eq!(said(attribute::MEMORY_TYPE), Said::Value(Value::Word(TYPE_DEVICE)));
         assert_eq!(said(attribute::DEVICE_POINTER), Said::Value(Value::Long(INSIDE.0)));
@@ -207,16 +224,22 @@ mod tests {
         assert_eq!(said(attribute::DEVICE_ORDINAL), Said::Value(Value::Word(3)));
         assert_eq!(said(attribute::RANGE_START), Said::Value(Value::Long(START.0)));
         assert_eq!(said(attribute::RANGE_SIZE), Said::Value(Value::Long(100)));
+        assert_eq!(said(attribute::IS_LEGACY_IPC_CAPABLE), Said::Value(Value::Byte(1)));
+        assert_eq!(said(attribute::HANDLE_TYPES), Said::Value(Value::Word(0)));
+        assert_eq!(said(attribute::BUFFER_ID), Said::Value(Value::Long(77)));
+        assert_eq!(said(attribute::SYNC_MEMOPS), Said::Value(Value::Byte(0)));
+        assert_eq!(said(attribute::ACCESS_FLAGS), Said::Value(Value::Word(3)));
     }
 
     #[test]
     fn what_only_the_driver_knows_is_not_made_up() {
-        // Tokens, the flag for synchronous copies, the buffer's number, rights of the current context.
-        for attribute in [5, 6, 7, 16, 20, 21, 99] {
-            assert_eq!(said(&facts(None), attribute, INSIDE), Said::Unknown, "{attribute}");
+        let said = |attribute| said(&facts(None), attribute, INSIDE, || None);
+        // Tokens, rights of no device, a number of the driver's own, an ability of the device's.
+        for attribute in [5, attribute::ACCESS_FLAGS, 20, 21, 99] {
+            assert_eq!(said(attribute), Said::Unknown, "{attribute}");
         }
         for attribute in [attribute::RANGE_START, attribute::RANGE_SIZE] {
-            assert_eq!(said(&facts(None), attribute, INSIDE), Said::Reservation, "{attribute}");
+            assert_eq!(said(attribute), Said::Reservation, "{attribute}");
         }
     }
 
@@ -224,7 +247,7 @@ mod tests {
     fn memory_that_is_away_in_a_room_lies_in_what_its_caller_was_given() {
         let reserved = Some(VaRange::new(DeviceAddress(1 << 20), 1 << 22));
         let facts = Facts { reserved, ..facts(None) };
-        let said = |attribute| said(&facts, attribute, INSIDE);
+        let said = |attribute| said(&facts, attribute, INSIDE, || None);
         assert_eq!(said(attribute::RANGE_START), Said::Value(Value::Long(1 << 20)));
         assert_eq!(said(attribute::RANGE_SIZE), Said::Value(Value::Long(1 << 22)));
         assert_eq!(said(attribute::MAPPING_START), Said::Value(Value::Long(START.0)));

@@ -25,6 +25,11 @@ fn write(data: *mut c_void, value: Value) {
     }
 }
 
+/// What the ledger says of memory that is away.
+fn said(facts: &Facts, attribute: c_int, address: Address) -> Said {
+    pointers::said(facts, attribute, DeviceAddress(address), || runtime::current_device().ok())
+}
+
 /// Facts about a pointer.
 ///
 /// # Safety
@@ -52,7 +57,7 @@ pub unsafe extern "C" fn cuPointerGetAttribute(
             }
             DriverCode(code)
         };
-        let away = |facts: &Facts| match pointers::said(facts, attribute, DeviceAddress(address)) {
+        let away = |facts: &Facts| match said(facts, attribute, address) {
             Said::Value(value) => {
                 write(data, value);
                 Some(DriverCode::SUCCESS)
@@ -106,15 +111,13 @@ pub unsafe extern "C" fn cuPointerGetAttributes(
             DriverCode(code)
         };
         let away = |facts: &Facts| {
-            let said = |attribute| pointers::said(facts, attribute, DeviceAddress(address));
-            let is_known = |attribute: &c_int| said(*attribute) != Said::Unknown;
-            if !wanted.iter().all(is_known) || places.iter().any(|place| place.is_null()) {
+            if places.iter().any(|place| place.is_null()) {
                 return None;
             }
             // Of an address whose memory is not there the driver writes what it has, and zeros.
             DriverCode(driver()).ok().ok()?;
             for (place, attribute) in places.iter().zip(wanted) {
-                match said(*attribute) {
+                match said(facts, *attribute, address) {
                     Said::Value(value) | Said::None(value) => write(*place, value),
                     // SAFETY: the driver has just written an address or a size there.
                     Said::Reservation if unsafe { place.cast::<u64>().read_unaligned() } == 0 => {

@@ -17,6 +17,7 @@ fn questions_about_any_memory_are_answered_while_the_process_is_paused() {
     assert_eq!(
         said("paused", &["questions"]),
         [
+            "plain memory: by IPC 1, kinds of handles 0",
             "host: type 1, code 0, as before",
             "plain: type 2, code 0, as before",
             "small: type 2, code 0, as before",

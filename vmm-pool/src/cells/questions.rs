@@ -26,12 +26,14 @@ impl<D: Driver> Pool<D> {
         match self.who_knows(address) {
             // The reservation is ours, and the caller's is a part of it.
             Known::Away(facts) => {
-                let mapping = match place {
-                    Place::Cell { range, .. } => range,
-                    Place::Elsewhere | Place::Alone | Place::Nothing => facts.mapping,
+                let (mapping, number) = match place {
+                    Place::Cell { range, handle } => (range, handle.raw()),
+                    Place::Elsewhere | Place::Alone | Place::Nothing => {
+                        (facts.mapping, facts.number)
+                    }
                 };
                 let access = rights.unwrap_or(facts.access);
-                Known::Away(Facts { mapping, reserved, access, ..facts })
+                Known::Away(Facts { mapping, number, reserved, access, ..facts })
             }
             known @ (Known::Elsewhere | Known::Here(_) | Known::Nobody) => known,
         }
@@ -47,11 +49,15 @@ impl<D: Driver> Pool<D> {
         self.slabs().right_at(address, place)
     }
 
-    /// A number that the cell at `address` has alone.
-    pub fn cell_number(&self, address: DeviceAddress) -> Option<u64> {
-        match self.slabs().place(address) {
+    /// A number that the memory at `address` has alone, wherever it is.
+    #[doc(alias = "CU_POINTER_ATTRIBUTE_BUFFER_ID")]
+    pub fn memory_number(&self, address: DeviceAddress) -> Option<u64> {
+        let place = self.slabs().place(address);
+        match place {
             Place::Cell { handle, .. } => Some(handle.raw()),
-            Place::Elsewhere | Place::Alone | Place::Nothing => None,
+            Place::Elsewhere | Place::Alone | Place::Nothing => {
+                self.ledger().mapped_at(address).map(|(_, row)| row.handle().raw())
+            }
         }
     }
 

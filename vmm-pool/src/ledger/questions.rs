@@ -20,6 +20,8 @@ pub struct Sight {
 pub struct Facts {
     /// The whole mapping that holds it.
     pub mapping: VaRange,
+    /// A number that the memory has alone.
+    pub number: u64,
     /// For a block: the size that its caller asked for, in bytes.
     pub block_bytes: Option<u64>,
     /// What the caller was given to map it in, where the driver has reserved more for us.
@@ -62,6 +64,7 @@ impl Ledger {
             Some(departures) => Known::Here(Sight { start: mapping.range().start.0, departures }),
             None => Known::Away(Facts {
                 mapping: mapping.range(),
+                number: row.handle().raw(),
                 block_bytes: row.block_size_bytes(),
                 reserved: None,
                 prop: *row.prop(),

@@ -29,13 +29,17 @@ fn the_driver_answers_for_what_is_here_and_the_ledger_for_what_is_away() {
     let access = vec![AccessDesc::read_write(DEVICE)];
     let mapping = VaRange::new(block, UNIT);
     let context = Some(CONTEXT);
-    let facts = Facts { mapping, block_bytes: Some(100), reserved: None, prop, access, context };
+    let number = pool.memory_number(inside).expect("a number");
+    let block_bytes = Some(100);
+    let facts = Facts { mapping, number, block_bytes, reserved: None, prop, access, context };
     assert_eq!(pool.who_knows(inside), Known::Away(facts));
     assert!(!pool.is_as_seen(inside, sight));
 
     resume(&pool);
     assert!(matches!(pool.who_knows(inside), Known::Here(_)));
     assert!(!pool.is_as_seen(inside, sight), "it was away in between");
+    assert_eq!(pool.memory_number(inside), Some(number), "it is the same memory");
+    assert_eq!(pool.memory_number(elsewhere), None);
 }
 
 #[test]
