@@ -64,15 +64,17 @@ macro_rules! waiting_function {
                     .map(|member| waiting_function!(@pass member, $symbol [ $($touched),* ]));
                 call_driver!($symbol($($arg => $ty),*))
             };
-            let mut code = call();
-            let symbol = stringify!($symbol);
-            if is_refused_copy(symbol, code) {
-                if opens_blocks() {
-                    code = call();
+            runtime::caught(|| {
+                let mut code = call();
+                let symbol = stringify!($symbol);
+                if is_refused_copy(symbol, code) {
+                    if opens_blocks() {
+                        code = call();
+                    }
+                    waiting_function!(@copy symbol, code, call [ $($copy)* ]);
                 }
-                waiting_function!(@copy symbol, code, call [ $($copy)* ]);
-            }
-            code
+                code
+            })
         }
     };
     (@copy $symbol:ident, $code:ident, $call:ident []) => {};

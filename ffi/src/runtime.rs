@@ -534,12 +534,21 @@ pub(crate) fn answered(
         Ok(Answer::Done(())) => DriverCode::SUCCESS.0,
         Ok(Answer::Refused(code)) => code.0,
         Ok(Answer::AskDriver) => driver(),
-        Err(_) => {
-            member
-                .note("a hook failed inside; the call was refused. Please report this".to_owned());
-            DriverCode::UNKNOWN.0
-        }
+        Err(_) => failed_inside(),
     }
+}
+
+/// Runs a hook that asks the driver itself. Nothing unwinds into the caller: when something of ours fails, the call is
+/// refused, once and loudly.
+pub(crate) fn caught(hook: impl FnOnce() -> c_int) -> c_int {
+    catch_unwind(AssertUnwindSafe(hook)).unwrap_or_else(|_| failed_inside())
+}
+
+fn failed_inside() -> c_int {
+    if let Some(member) = member() {
+        member.note("a hook failed inside; the call was refused. Please report this".to_owned());
+    }
+    DriverCode::UNKNOWN.0
 }
 
 /// NCCL's function whose memory it registers as windows, also where it calls it for itself, by both of its names.

@@ -1,8 +1,8 @@
 /* One process that takes and gives device memory as it is told. It obeys lines on standard input and answers each
  * with one line: `ok ...`, or `no CODE` where the driver refuses.
  *
- *   KIND DEVICE BYTES   takes memory: create, plain, async, pitch (BYTES in one row of 64 KiB each), managed, array;
- *                       answers with its number
+ *   KIND DEVICE BYTES   takes memory: create, plain, async, pitch (BYTES in one row of 64 KiB each), managed, array,
+ *                       and arrays that have none yet, sparse and deferred; answers with its number
  *   free NUMBER         gives it back
  *   info DEVICE         what cuMemGetInfo says: free and total
  *   total DEVICE        what cuDeviceTotalMem says
@@ -63,7 +63,7 @@ static CUresult make(Kept *made)
         size_t width, height, depth;
         int format;
         unsigned channels, flags;
-    } wanted = {made->bytes, 0, 0, 1, 1, 0};
+    } wanted = {made->bytes, 0, 0, 1, 1, made->kind == 's' ? 0x40 : made->kind == 'd' ? 0x80 : 0};
     prop.location.id = made->device;
     switch (made->kind) {
     case 'c': {
@@ -98,7 +98,9 @@ static CUresult give_back(Kept *gone)
         code = cuMemFreeAsync(gone->address, NULL);
         OK(cuStreamSynchronize(NULL));
         break;
-    case 'r': code = array_destroy(gone->address); break;
+    case 'r':
+    case 's':
+    case 'd': code = array_destroy(gone->address); break;
     default: code = cuMemFree(gone->address);
     }
     gone->kind = 0;
@@ -167,7 +169,7 @@ static void obey(const char *line)
     int device = 0;
     size_t size = 0, free_bytes = 0, total = 0;
     int words = sscanf(line, "%63s %d %zu", word, &device, &size);
-    const char *kinds[] = {"create", "plain", "async", "ipitch", "managed", "rarray"};
+    const char *kinds[] = {"create", "plain", "async", "ipitch", "managed", "rarray", "sparse", "deferred"};
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         const char *name = kinds[i] + (i == 3 || i == 5);
         if (words == 3 && strcmp(word, name) == 0) {

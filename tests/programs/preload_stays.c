@@ -1,5 +1,6 @@
 /* A process whose memory all stays with the driver, one word an argument: async, pool, managed, pitched, array.
  *
+ * `wide` asks for rows of all addresses there are, and `rights` gives rights to as many places; both end there. Otherwise:
  * It pauses itself, prints what it is told of itself as JSON, uses the memory after the resume, and frees it; `prefetch` also
  * asks for managed memory to be moved, which waits for the resume. */
 #include "driver.h"
@@ -64,6 +65,16 @@ int main(int count, char **words)
     OK(cuDevicePrimaryCtxRetain(&context, 0));
     OK(cuStreamCreate(&stream, 1));
     OK(cuDeviceGetDefaultMemPool(&pool, 0));
+    if (strcmp(word, "wide") == 0) {
+        printf("pitched %d\n", allocate_pitched(&data, &pitch, (size_t)-1, 1, 4));
+        return 0;
+    }
+    if (strcmp(word, "rights") == 0) {
+        CUaccess access = {{1, 0}, 3};
+        OK(cuMemAlloc(&data, BYTES));
+        printf("rights %d\n", cuMemSetAccess(data, BYTES, &access, (size_t)-1));
+        return 0;
+    }
     if (strcmp(word, "async") == 0)
         OK(cuMemAllocAsync(&data, BYTES, stream));
     else if (strcmp(word, "pool") == 0)

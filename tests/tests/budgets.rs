@@ -57,6 +57,9 @@ fn all_processes_together_hold_no_more_to_the_byte_whatever_they_ask_for() -> Ou
     for kind in ["plain", "async", "array"] {
         is_full(&mut other, kind, 1)?;
     }
+    // Such an array has no memory until some is mapped.
+    takes(&mut one, "sparse", MIB)?;
+    takes(&mut other, "deferred", MIB)?;
     // What the driver moves to and fro is on no device for good.
     takes(&mut one, "managed", 16 * MIB)?;
     // The other GPU has no bound.

@@ -90,6 +90,7 @@ macro_rules! allocate_async {
             $($arg: $ty,)*
             stream: Pointer,
         ) -> c_int {
+runtime::caught(|| {
             let _pass = pass();
             // Memory of a graph comes and goes with its launches.
             let is_counted = capture_of(stream_value(stream, stringify!($symbol))).is_none();
@@ -105,6 +106,7 @@ macro_rules! allocate_async {
                 count(address, bytes, device, stays::STREAM_ORDERED, counted);
             }
             code
+})
         }
     };
 }
@@ -124,14 +126,16 @@ pub unsafe extern "C" fn cuMemAllocManaged(
     bytes: usize,
     flags: c_uint,
 ) -> c_int {
-    let _pass = pass();
-    let code = call_driver!(cuMemAllocManaged(
-        address => *mut Address, bytes => usize, flags => c_uint
-    ));
-    if let Some(address) = made(address).filter(|_| code == SUCCESS) {
-        count(address, bytes, None, stays::MANAGED, Counted::No);
-    }
-    code
+    runtime::caught(|| {
+        let _pass = pass();
+        let code = call_driver!(cuMemAllocManaged(
+            address => *mut Address, bytes => usize, flags => c_uint
+        ));
+        if let Some(address) = made(address).filter(|_| code == SUCCESS) {
+            count(address, bytes, None, stays::MANAGED, Counted::No);
+        }
+        code
+    })
 }
 
 /// Allocates rows of memory, each padded as the device likes it.
@@ -146,22 +150,24 @@ pub unsafe extern "C" fn cuMemAllocPitch_v2(
     height: usize,
     element: c_uint,
 ) -> c_int {
-    let _pass = pass();
-    let rows_bytes = width.next_multiple_of(PITCH_BYTES).saturating_mul(height);
-    let counted = match room(rows_bytes) {
-        Ok(counted) => counted,
-        Err(code) => return code,
-    };
-    let code = call_driver!(cuMemAllocPitch_v2(
-        address => *mut Address, pitch => *mut usize, width => usize, height => usize,
-        element => c_uint
-    ));
-    if let Some(address) = made(address).filter(|_| code == SUCCESS && !pitch.is_null()) {
-        // SAFETY: the caller's out-pointer, which the driver has just written.
-        let pitch = unsafe { pitch.read_unaligned() };
-        count(address, pitch.saturating_mul(height), None, stays::PITCHED, counted);
-    }
-    code
+    runtime::caught(|| {
+        let _pass = pass();
+        let row_bytes = width.div_ceil(PITCH_BYTES).saturating_mul(PITCH_BYTES);
+        let counted = match room(row_bytes.saturating_mul(height)) {
+            Ok(counted) => counted,
+            Err(code) => return code,
+        };
+        let code = call_driver!(cuMemAllocPitch_v2(
+            address => *mut Address, pitch => *mut usize, width => usize, height => usize,
+            element => c_uint
+        ));
+        if let Some(address) = made(address).filter(|_| code == SUCCESS && !pitch.is_null()) {
+            // SAFETY: the caller's out-pointer, which the driver has just written.
+            let pitch = unsafe { pitch.read_unaligned() };
+            count(address, pitch.saturating_mul(height), None, stays::PITCHED, counted);
+        }
+        code
+    })
 }
 
 /// `CUDA_ARRAY_DESCRIPTOR`.
@@ -186,6 +192,9 @@ pub struct Array3dDescriptor {
     flags: c_uint,
 }
 
+/// `CUDA_ARRAY3D_SPARSE` and `CUDA_ARRAY3D_DEFERRED_MAPPING`: such an array has no memory until some is mapped.
+const WITHOUT_MEMORY: c_uint = 0x40 | 0x80;
+
 /// The bytes of an array's elements, without what the device adds. A height or depth of 0 is that of a lower dimension.
 fn array_bytes(sides: [usize; 3], format: c_int, channels: c_uint) -> usize {
     // `CUarray_format`: of 8, 16 and 32 bits, without and with a sign; half and float. Others are compressed or planar.
@@ -199,17 +208,17 @@ fn array_bytes(sides: [usize; 3], format: c_int, channels: c_uint) -> usize {
 }
 
 macro_rules! create_array {
-    ($symbol:ident, $descriptor:ty, |$wanted:ident| $sides:expr) => {
+    ($symbol:ident, $descriptor:ty, |$wanted:ident| $bytes:expr) => {
         /// Makes an array.
         ///
         /// # Safety
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol(array: *mut Pointer, wanted: *const $descriptor) -> c_int {
+runtime::caught(|| {
             let _pass = pass();
             // SAFETY: the caller's structure of this layout, or null.
-            let bytes = unsafe { wanted.as_ref() }
-                .map_or(0, |$wanted| array_bytes($sides, $wanted.format, $wanted.channels));
+            let bytes = unsafe { wanted.as_ref() }.map_or(0, |$wanted| $bytes);
             let counted = match room(bytes) {
                 Ok(counted) => counted,
                 Err(code) => return code,
@@ -223,16 +232,19 @@ macro_rules! create_array {
                 count(made, bytes, None, stays::ARRAYS, counted);
             }
             code
+})
         }
     };
 }
 
-create_array!(cuArrayCreate_v2, ArrayDescriptor, |wanted| [wanted.width, wanted.height, 1]);
-create_array!(cuArray3DCreate_v2, Array3dDescriptor, |wanted| [
-    wanted.width,
-    wanted.height,
-    wanted.depth
-]);
+create_array!(cuArrayCreate_v2, ArrayDescriptor, |wanted| {
+    array_bytes([wanted.width, wanted.height, 1], wanted.format, wanted.channels)
+});
+create_array!(cuArray3DCreate_v2, Array3dDescriptor, |wanted| {
+    let sides = [wanted.width, wanted.height, wanted.depth];
+    let has_memory = wanted.flags & WITHOUT_MEMORY == 0;
+    if has_memory { array_bytes(sides, wanted.format, wanted.channels) } else { 0 }
+});
 
 /// Ends an array.
 ///
@@ -240,11 +252,13 @@ create_array!(cuArray3DCreate_v2, Array3dDescriptor, |wanted| [
 /// As the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuArrayDestroy(array: Pointer) -> c_int {
-    if let Some(member) = runtime::member() {
-        // Before the driver lets the value go, which may be another array's at once.
-        member.pool().native_freed(DeviceAddress(array.addr() as u64));
-    }
-    call_driver!(cuArrayDestroy(array => Pointer))
+    runtime::caught(|| {
+        if let Some(member) = runtime::member() {
+            // Before the driver lets the value go, which may be another array's at once.
+            member.pool().native_freed(DeviceAddress(array.addr() as u64));
+        }
+        call_driver!(cuArrayDestroy(array => Pointer))
+    })
 }
 
 /// Goes in for managed memory that is to move: to a device it waits, as new memory does.
@@ -266,10 +280,12 @@ macro_rules! prefetch {
             device: c_int,
             stream: Pointer,
         ) -> c_int {
+runtime::caught(|| {
             let _pass = pass_prefetch(device != DEVICE_CPU);
             call_driver!($first(
                 address => Address, bytes => usize, device => c_int, stream => Pointer
             ))
+})
         }
 
         /// Moves managed memory.
@@ -284,11 +300,13 @@ macro_rules! prefetch {
             flags: c_uint,
             stream: Pointer,
         ) -> c_int {
+runtime::caught(|| {
             let _pass = pass_prefetch(place.kind == LocationKind::DEVICE);
             call_driver!($second(
                 address => Address, bytes => usize, place => Location, flags => c_uint,
                 stream => Pointer
             ))
+})
         }
 
         prefetch!(@batch $batch);
@@ -310,11 +328,13 @@ macro_rules! prefetch {
             flags: u64,
             stream: Pointer,
         ) -> c_int {
+runtime::caught(|| {
             let _pass = pass_prefetch(true);
             call_driver!($symbol(
                 addresses => Pointer, sizes => Pointer, count => usize, places => Pointer,
                 indices => Pointer, place_count => usize, flags => u64, stream => Pointer
             ))
+})
         }
     };
 }

@@ -191,6 +191,9 @@ pub unsafe extern "C" fn cuMemAddressFree(start: Address, size: usize) -> c_int 
     )
 }
 
+/// More places than any machine has, devices and parts of the host.
+const PLACES_MAX: usize = 4096;
+
 /// Sets who may reach a range.
 ///
 /// # Safety
@@ -209,6 +212,9 @@ pub unsafe extern "C" fn cuMemSetAccess(
     };
     if access.is_null() || count == 0 {
         return driver();
+    }
+    if count > PLACES_MAX {
+        return DriverCode::INVALID_VALUE.0;
     }
     // SAFETY: the caller's array of `count` structures of this layout.
     let access = unsafe { std::slice::from_raw_parts(access, count) };

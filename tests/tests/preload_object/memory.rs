@@ -28,6 +28,15 @@ fn questions_about_any_memory_are_answered_while_the_process_is_paused() {
 }
 
 #[test]
+fn sizes_and_counts_that_nothing_has_are_refused() {
+    assert_eq!(said("stays", &["wide"]), ["pitched 1"]);
+    let stage = Stage::new();
+    let program = stage.program("stays");
+    let output = stage.command(&program, Preload::With).arg("rights").output();
+    assert_eq!(transcript(&output.expect("it starts")), "rights 1\n");
+}
+
+#[test]
 fn memory_that_never_left_is_used_and_freed_while_the_process_is_paused() {
     assert_eq!(
         said("paused", &["teardown"]),
