@@ -3,7 +3,8 @@
  *   asks WORD...
  *   LIBRARY   this one is asked from here on; it is opened. "here" is one that is there already.
  *   =NAME     looks NAME up
- *   nccl      calls ncclAllReduce as the program finds it
+ *   nccl      calls ncclAllReduce as the program finds it, and says which file's code called NCCL then
+ *   itself    the same for a call that a thread of NCCL's makes
  */
 #define _GNU_SOURCE
 #include "attach.h"
@@ -16,9 +17,12 @@ static void *asked;
 
 static void obey(const char *word)
 {
-    if (strcmp(word, "nccl") == 0) {
+    if (strcmp(word, "nccl") == 0 || strcmp(word, "itself") == 0) {
         int (*call)(void *, void *, size_t, int, int, void *, void *) = dlsym(RTLD_DEFAULT, "ncclAllReduce");
-        printf("nccl %d\n", call(NULL, NULL, 1, 7, 0, NULL, NULL));
+        int (*itself)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "nccl_calls_itself");
+        const char *(*from)(void) = (const char *(*)(void))dlsym(RTLD_DEFAULT, "nccl_called_from");
+        int answer = word[0] == 'n' ? call(NULL, NULL, 1, 7, 0, NULL, NULL) : itself();
+        printf("%s %d from %s\n", word, answer, from());
     } else if (word[0] == '=') {
         dlerror();
         void *found = ((void *(*)(const char *))dlsym(asked, "next_of"))(word + 1);

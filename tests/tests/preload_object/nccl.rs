@@ -180,6 +180,20 @@ fn a_library_that_links_nccl_gets_ours_and_nobody_else_finds_it() {
 }
 
 #[test]
+fn calls_that_nccl_makes_of_itself_stay_its_own_on_any_thread() {
+    let stage = Stage::new();
+    let rpath = format!("-Wl,-rpath,{}", stage.path("").display());
+    let nccl = stage.nccl(1000);
+    let link = nccl.to_str().expect("UTF-8");
+    let program = stage.program_as("asks", &["-Wl,--no-as-needed", &rpath, link]);
+    let output = stage.command(&program, Preload::With).args(["nccl", "itself"]).output();
+    assert_eq!(
+        transcript(&output.expect("it starts")),
+        "nccl 1001 from libsublet.so\nitself 1000 from libnccl1000.so\n"
+    );
+}
+
+#[test]
 fn a_second_nccl_gets_its_own_calls() {
     let stage = Stage::new();
     let program = stage.program("nccl_finder");

@@ -112,6 +112,6 @@ fn a_library_between_us_and_nccl_is_called_once_and_calls_on() {
     let program = stage.program_as("asks", &["-Wl,--no-as-needed", &rpath, link]);
     let words = ["here", "=ncclAllReduce", "nccl"];
     let [without, with, _] = said(&stage, &program, Some(&before), &words);
-    assert_eq!(without, "ncclAllReduce libnccl1000.so\nnccl 101001\n");
+    assert_eq!(without, "ncclAllReduce libnccl1000.so\nnccl 101001 from libnext.so\n");
     assert_eq!(with, without);
 }
