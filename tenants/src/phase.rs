@@ -7,8 +7,8 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use vmm_pool::Copies;
 use vmm_pool::driver::AllocationFlags;
-use vmm_pool::{Copies, Stages};
 
 use crate::references::Stay;
 use crate::scope::Scope;
@@ -155,6 +155,15 @@ impl<'a> Told<'a> {
         let (copies, window) = (Copies::default(), Window::default());
         Self { scope, stays, copies, stages: Stages::Many, window }
     }
+}
+
+/// How memory goes once all is held that saving it takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Stages {
+    /// In one, by [`Phase::Release`].
+    One,
+    /// By [`Phase::ReleaseStage`], each as it comes.
+    Many,
 }
 
 /// How much one stage moves.

@@ -327,6 +327,11 @@ impl Gate {
         self.slots.mark()
     }
 
+    /// Is a pause or resume under way?
+    pub fn is_shut(&self) -> bool {
+        self.mode.load(Ordering::SeqCst) == Mode::Shut as u8
+    }
+
     /// Is the calling thread inside, or past the gate in a call of its own?
     pub fn is_inside() -> bool {
         INSIDE.get().depth > 0

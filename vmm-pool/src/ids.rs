@@ -52,7 +52,7 @@ impl AllocationId {
 /// user space, whose top 17 bits are zero), 24 bits generation, 24 bits index. The generation makes a
 /// value that is used after release an error instead of somebody else's memory. A cell's has another mark, and a number
 /// that never comes again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct VirtualHandle(u64);
 
 impl VirtualHandle {

@@ -60,6 +60,6 @@ pub use transition::{
     Activity, Arriving, Aside, Away, BroughtIn, ByDevice, Departing, Done, DrainError, Draining,
     Failed, FromOffloaded, FromOpen, Handed, HostStanding, ImportRequest, Keeper, Leaving, Left,
     Moved, NotShut, Origin, Prepared, Quiesced, Reserved, Restored, Returning, Shape, Shapes, Shut,
-    Stages, Undone,
+    Undone,
 };
 pub use waits::Waited;

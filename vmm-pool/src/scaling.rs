@@ -1,8 +1,12 @@
 //! For tests: does work on more take as much longer, or the square of that?
 
+mod idle;
+
 use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
+
+pub(crate) use idle::IdleDriver;
 
 const FEW: usize = 5_000;
 const MANY: usize = 20_000;

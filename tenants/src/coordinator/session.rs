@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use vmm_pool::{ClassBytes, Copies, Stages};
+use vmm_pool::{ClassBytes, Copies};
 
 use super::early_release;
 use super::error::silence;
@@ -14,7 +14,7 @@ use super::shortage::short_devices;
 use super::{CoordinatorError, Interrupt, LostImports, Options, TakesPart};
 use crate::host_memory::{self, HostShortage};
 use crate::identity::TenantName;
-use crate::phase::{Manner, Stage, Told};
+use crate::phase::{Manner, Stage, Stages, Told};
 use crate::references::Stay;
 use crate::run_dir::{CoordinatorLock, MemberSocket, TenantDir};
 use crate::scope::Scope;

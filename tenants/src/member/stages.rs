@@ -9,7 +9,7 @@ use std::time::Instant;
 use vmm_pool::driver::{DeviceOrdinal, Driver};
 use vmm_pool::{
     Arriving, ByDevice, Copies, Departing, Failed, Handed, Left, Moved, Selection, Shape, Shapes,
-    Stages, UninheritedFd,
+    UninheritedFd,
 };
 
 use super::Member;
@@ -19,7 +19,7 @@ use super::phases::{Resume, report};
 use super::progress::Progress;
 use crate::descriptors::{descriptor_limit, free_descriptors, out_of_the_way};
 use crate::host_memory::budget;
-use crate::phase::Window;
+use crate::phase::{Stages, Window};
 use crate::references::Stay;
 use crate::scope::Scope;
 use crate::wire::{
@@ -55,7 +55,7 @@ impl<D: Driver> Member<D> {
         self.forget_ended();
         let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
         let budget = |held_bytes| budget(held_bytes, &(self.config.host_limits)());
-        match quiesced.reserve(selection, &stays, copies, stages, budget) {
+        match quiesced.reserve(selection, &stays, copies, budget) {
             Ok((reserved, log)) => {
                 let leaving = self.by_device(self.pool.resident_bytes(reserved.selection()));
                 let devices = self.deltas(&leaving);

@@ -57,7 +57,7 @@ impl Ledger {
 
     /// Own memory of `selection` that is on its device and would leave in a pause.
     pub(crate) fn resident_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
-        self.own_bytes(|row| row.is_resident() && row.can_leave() && selection.has(row))
+        self.own_bytes(selection, |row| row.is_resident() && row.can_leave())
     }
 
     /// Memory that is on a device though a pause of `selection` lets it go: own, and others' that is imported.
@@ -71,12 +71,12 @@ impl Ledger {
 
     /// Own memory of `selection` that a pause must leave in place.
     pub(crate) fn pinned_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
-        self.own_bytes(|row| row.reason_to_stay().is_some() && selection.has(row))
+        self.own_bytes(selection, |row| row.reason_to_stay().is_some())
     }
 
     /// Own memory of `selection` that is not on its device now.
     pub(crate) fn offloaded_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
-        self.own_bytes(|row| !row.is_resident() && selection.has(row))
+        self.own_bytes(selection, |row| !row.is_resident())
     }
 
     /// Own memory whose contents a pause may save to host memory, here or away, and needed or not.
@@ -87,9 +87,14 @@ impl Ledger {
         self.rows().filter(is_kept).map(Row::size_bytes).sum()
     }
 
-    fn own_bytes(&self, choose: impl Fn(&Row) -> bool) -> BTreeMap<DeviceOrdinal, u64> {
+    /// Own memory that `choose` picks of `selection`.
+    pub(crate) fn own_bytes(
+        &self,
+        selection: &Selection,
+        choose: impl Fn(&Row) -> bool,
+    ) -> BTreeMap<DeviceOrdinal, u64> {
         let mut bytes = BTreeMap::new();
-        for row in self.rows() {
+        for row in self.rows_in(selection) {
             if let (true, Some(device)) = (row.is_own() && choose(row), row.device()) {
                 *bytes.entry(device).or_insert(0) += row.size_bytes();
             }
@@ -132,7 +137,7 @@ impl Ledger {
     /// The devices with memory of this process's own. Imports do not count: they lie on their owners' devices, and
     /// touching one of those would make a context there, which costs some 500 MiB.
     pub(crate) fn devices(&self) -> BTreeSet<DeviceOrdinal> {
-        self.rows().filter(|row| row.is_own()).filter_map(Row::device).collect()
+        self.own_on.keys().copied().collect()
     }
 
     /// The devices with memory that was left to the driver.

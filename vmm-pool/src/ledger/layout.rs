@@ -20,13 +20,10 @@ pub(crate) struct Layout {
     pub(crate) placed: Vec<Placed>,
     /// Where the last of all contents ends, old and new.
     pub(crate) end_bytes: u64,
-    /// How much of it needs a new place: behind all that lies there, it takes no more in whatever order and parts it is
-    /// saved.
-    pub(crate) new_bytes: u64,
 }
 
 /// Where the contents of one allocation will be, and what of them must be copied there.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Placed {
     pub(crate) row: VirtualHandle,
     pub(crate) saved: Saved,
@@ -74,7 +71,6 @@ impl Layout {
         let sizes = wishes.iter().enumerate().flat_map(|(index, (_, _, wish))| {
             wish.missing.iter().map(move |part| (index, part.end - part.start))
         });
-        let new_bytes = sizes.clone().map(|(_, size_bytes)| size_bytes).sum();
         let Places { places, end_bytes } = Places::find(taken, sizes);
         let mut places = places.into_iter().map(|(_, at)| at);
         let placed = wishes.into_iter().map(|(row, before, wish)| {
@@ -85,7 +81,7 @@ impl Layout {
             });
             placed(row, store, before, &new.collect::<Vec<_>>(), &wish)
         });
-        Self { placed: placed.collect(), end_bytes, new_bytes }
+        Self { placed: placed.collect(), end_bytes }
     }
 
     /// Where something is copied to, in order and apart.

@@ -30,7 +30,7 @@ impl Ledger {
         if !self.present_of(handle, |_| true).is_empty() {
             return None;
         }
-        let row = self.row_mut(handle).filter(|row| choose(row))?;
+        let row = self.row_mut(handle).filter(|row| row.is_resident() && choose(row))?;
         row.call_off_fetching();
         let export = row.take_export();
         row.change(Change::Released).map(|physical| (physical, export))

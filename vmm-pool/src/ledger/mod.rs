@@ -32,7 +32,7 @@ mod row;
 mod selection;
 mod tickets;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 
@@ -52,7 +52,7 @@ pub use selection::{LIBRARY_TAGS, Selection, Tags, Whose};
 use slab::Slab;
 pub use tickets::TicketWatch;
 
-use crate::deferred::{DescriptorFrom, Physical};
+use crate::deferred::Physical;
 use crate::driver::{
     AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverError, DriverOp, RawHandle, VaRange,
 };
@@ -71,10 +71,16 @@ pub(crate) struct Ledger {
     natives: BTreeMap<u64, Native>,
     /// Places mapped for a copy of a pause or resume, and not taken down yet. By start address.
     views: BTreeMap<u64, VaRange>,
+    /// How much own memory there is on each device that has some, in allocations.
+    own_on: BTreeMap<DeviceOrdinal, usize>,
     next_generation: u32,
     last_ticket: u64,
     /// How many tickets were watched at the last look, and those since.
     watches: usize,
+    /// Rows that had watched tickets then, or have since.
+    watched: BTreeSet<VirtualHandle>,
+    /// How many tickets more are to come before those that are watched are looked at for room.
+    next_look: usize,
     /// Nothing is given to importers: a pause has asked who holds what, or memory is away.
     is_frozen: bool,
 }
@@ -89,20 +95,6 @@ pub(crate) struct Remount {
     pub(crate) presence: Presence,
 }
 
-/// How many tickets are watched at most: each takes a descriptor.
-const WATCHES_MAX: usize = 256;
-
-/// What is to be exported for a ticket.
-#[derive(Debug)]
-pub(crate) struct ToExport {
-    pub(crate) id: AllocationId,
-    pub(crate) size_bytes: u64,
-    /// 0 for memory of another process.
-    pub(crate) serial: u64,
-    /// None where there is one, or it is another process's to give.
-    pub(crate) from: Option<DescriptorFrom>,
-}
-
 // Rows and mappings.
 impl Ledger {
     /// Enters what has just been created or imported, with one reference.
@@ -111,7 +103,10 @@ impl Ledger {
         let id = new.id;
         let vacant = self.rows.vacant_entry();
         let handle = VirtualHandle::new(vacant.key(), self.next_generation);
-        vacant.insert(Row::new(new, handle, physical));
+        let row = vacant.insert(Row::new(new, handle, physical));
+        if let (true, Some(device)) = (row.is_own(), row.device()) {
+            *self.own_on.entry(device).or_insert(0) += 1;
+        }
         // Two threads may import the same at once: the first is found by its identity.
         self.by_id.entry(id).or_insert(handle);
         handle
@@ -147,6 +142,29 @@ impl Ledger {
     /// All rows, in an order that holds as long as none comes or goes.
     pub(crate) fn rows(&self) -> impl Iterator<Item = &Row> {
         self.rows.iter().map(|(_, row)| row)
+    }
+
+    /// The rows of `selection`, in the same order. Those of a part are found without a look at the others.
+    pub(crate) fn rows_in<'a>(
+        &'a self,
+        selection: &'a Selection,
+    ) -> impl Iterator<Item = &'a Row> + use<'a> {
+        let part = selection.part_in_order();
+        let all = part.is_none().then(|| self.rows().filter(|row| selection.has(row)));
+        let part = part.into_iter().flatten().filter_map(|handle| self.row(handle));
+        part.chain(all.into_iter().flatten())
+    }
+
+    /// Has `each` change the rows of `selection`.
+    fn change_in(&mut self, selection: &Selection, mut each: impl FnMut(&mut Row)) {
+        if let Some(part) = selection.part_in_order() {
+            for handle in part {
+                self.row_mut(handle).into_iter().for_each(&mut each);
+            }
+        } else {
+            let rows = self.rows.iter_mut().map(|(_, row)| row);
+            rows.filter(|row| selection.has(row)).for_each(each);
+        }
     }
 
     /// The mapping that begins at `start`.
@@ -191,6 +209,14 @@ impl Ledger {
             return None;
         }
         let row = self.rows.remove(handle.index());
+        if let (true, Some(device)) = (row.is_own(), row.device())
+            && let Some(count) = self.own_on.get_mut(&device)
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.own_on.remove(&device);
+            }
+        }
         if self.by_id.get(&row.id()) == Some(&handle) {
             self.by_id.remove(&row.id());
         }
@@ -384,90 +410,6 @@ impl Ledger {
         self.is_frozen = is_frozen;
     }
 
-    /// Counts a ticket for `handle`. From now on it keeps the memory, whatever another thread releases.
-    ///
-    /// # Errors
-    /// [`PoolError::StaleHandle`], [`PoolError::Offloaded`].
-    pub(crate) fn begin_export(&mut self, handle: VirtualHandle) -> PoolResult<ToExport> {
-        let row = self.find(handle)?;
-        let (id, size_bytes) = (row.id(), row.size_bytes());
-        if !row.is_own() {
-            return Ok(ToExport { id, size_bytes, serial: 0, from: None });
-        }
-        let from = if row.is_exported() { None } else { row.descriptor_from() };
-        if from.is_none() && !row.is_exported() {
-            return Err(PoolError::Offloaded { tag: row.class().tag.clone() });
-        }
-        self.last_ticket += 1;
-        let serial = self.last_ticket;
-        if let Some(row) = self.row_mut(handle) {
-            row.add_ticket(serial);
-        }
-        Ok(ToExport { id, size_bytes, serial, from })
-    }
-
-    /// The ticket `serial` for `id` lasts until it is closed, which `watch` tells. Without room for one more watch it lasts
-    /// until it is redeemed, as one that is not watched.
-    pub(crate) fn watch_ticket(
-        &mut self,
-        id: AllocationId,
-        serial: u64,
-        watch: TicketWatch,
-    ) -> Vec<OwnedFd> {
-        let mut spare = Vec::new();
-        if self.watches >= WATCHES_MAX {
-            spare = self.drop_closed_tickets();
-        }
-        let has_room = self.watches < WATCHES_MAX;
-        if has_room && self.by_id_mut(id).is_some_and(|row| row.watch_ticket(serial, watch)) {
-            self.watches += 1;
-        }
-        spare
-    }
-
-    /// Drops tickets that have been closed; descriptors that were kept for them alone come out.
-    fn drop_closed_tickets(&mut self) -> Vec<OwnedFd> {
-        let mut spare = Vec::new();
-        let mut watches = 0;
-        for (_, row) in &mut self.rows {
-            spare.extend(row.drop_closed_tickets().1);
-            watches += row.watched_tickets();
-        }
-        self.watches = watches;
-        spare
-    }
-
-    pub(crate) fn has_watched_tickets(&self) -> bool {
-        self.watches > 0
-    }
-
-    /// As [`Ledger::drop_closed_tickets`]; memory that nothing else held comes out too.
-    pub(crate) fn end_closed_tickets(&mut self) -> (Vec<OwnedFd>, Vec<Row>) {
-        if self.watches == 0 {
-            return Default::default();
-        }
-        let spare = self.drop_closed_tickets();
-        let ended = self.rows().filter(|row| row.is_garbage(self.is_frozen)).map(Row::handle);
-        let ended: Vec<_> = ended.collect();
-        (spare, ended.into_iter().filter_map(|handle| self.take_garbage(handle)).collect())
-    }
-
-    /// Keeps the descriptor that the driver gave for `id`. One that nobody wants comes back.
-    pub(crate) fn keep_export(&mut self, id: AllocationId, fd: OwnedFd) -> Option<OwnedFd> {
-        match self.by_id_mut(id) {
-            Some(row) => row.keep_export(fd),
-            None => Some(fd),
-        }
-    }
-
-    /// The driver gave no descriptor for a ticket, which nobody was given then.
-    pub(crate) fn export_failed(&mut self, id: AllocationId, serial: u64) -> Option<Row> {
-        let row = self.by_id_mut(id)?;
-        row.take_ticket_back(serial);
-        let handle = row.handle();
-        self.take_garbage(handle)
-    }
-
     /// An own allocation that importers may be given now.
     ///
     /// # Errors
@@ -536,7 +478,9 @@ impl Ledger {
         for (_, row) in &mut self.rows {
             if is_import_away(row, &choose) {
                 lost = (lost.0 + 1, lost.1 + row.size_bytes());
-                let _none = row.change(Change::GivenUp);
+                if !row.is_lost() {
+                    let _none = row.change(Change::GivenUp);
+                }
             }
         }
         lost
@@ -600,11 +544,17 @@ impl Ledger {
         }
     }
 
-    /// Ranges that are mapped now, of the rows that `choose` picks.
-    pub(crate) fn present_mappings(&self, choose: impl Fn(&Row) -> bool) -> Vec<VaRange> {
-        let present = self.mappings().filter(|mapping| mapping.is_present());
-        let chosen = present.filter(|mapping| self.row(mapping.allocation()).is_some_and(&choose));
-        chosen.map(Mapping::range).collect()
+    /// Ranges that are mapped now, in order, of the rows of `selection` that `choose` picks.
+    pub(crate) fn present_mappings(
+        &self,
+        selection: &Selection,
+        choose: impl Fn(&Row) -> bool,
+    ) -> Vec<VaRange> {
+        let chosen = self.rows_in(selection).filter(|row| choose(row));
+        let present = chosen.flat_map(|row| self.mappings_of(row)).filter(|at| at.is_present());
+        let mut ranges: Vec<_> = present.map(Mapping::range).collect();
+        ranges.sort_unstable_by_key(|range| range.start);
+        ranges
     }
 
     /// Contents are saved: the copy counts from now on too. Returns where they are still mapped.
@@ -620,19 +570,21 @@ impl Ledger {
         present.map(Mapping::range).collect()
     }
 
-    /// Gives up the handles of the rows that `choose` picks and that are nowhere mapped.
-    pub(crate) fn take_unmapped(&mut self, choose: impl Fn(&Row) -> bool) -> Vec<Physical> {
-        let mappings = &self.mappings;
-        let mut handles = Vec::new();
-        for (_, row) in &mut self.rows {
-            let mut at = row.mapped_at().filter_map(|start| mappings.get(&start));
-            let is_unmapped = at.all(|mapping| !mapping.is_present());
-            drop(at);
-            if is_unmapped && choose(row) {
-                handles.extend(row.change(Change::Released));
-            }
-        }
-        handles
+    /// Gives up the handles of the rows of `selection` that `choose` picks and that are nowhere mapped.
+    pub(crate) fn take_unmapped(
+        &mut self,
+        selection: &Selection,
+        choose: impl Fn(&Row) -> bool,
+    ) -> Vec<Physical> {
+        let unmapped = self.rows_in(selection).filter(|row| {
+            let is_unmapped = self.mappings_of(row).all(|mapping| !mapping.is_present());
+            is_unmapped && row.is_resident() && choose(row)
+        });
+        let unmapped: Vec<_> = unmapped.map(Row::handle).collect();
+        let taken = unmapped
+            .into_iter()
+            .filter_map(|handle| self.row_mut(handle)?.change(Change::Released));
+        taken.collect()
     }
 
     /// It is created or imported again. A handle that is not wanted comes back.
@@ -649,17 +601,17 @@ impl Ledger {
 
     /// What was handed over by another tenant is its own from here on, as far as `selection` has it: all of it was made zero, and filled.
     pub(crate) fn are_filled(&mut self, selection: &Selection) {
-        for (_, row) in &mut self.rows {
-            if selection.has(row) {
-                row.own_physical().into_iter().for_each(Physical::is_filled);
-            }
-        }
+        self.change_in(selection, |row| {
+            row.own_physical().into_iter().for_each(Physical::is_filled);
+        });
     }
 
     /// Where memory is resident, the contents on the device are the contents, and copies are void.
     pub(crate) fn void_copies(&mut self) {
         for (_, row) in &mut self.rows {
-            let _none = row.change(Change::ContentsVoid);
+            if row.is_resident() {
+                let _none = row.change(Change::ContentsVoid);
+            }
         }
     }
 
@@ -672,16 +624,18 @@ impl Ledger {
             let mut at = row.mapped_at().filter_map(|start| mappings.get(&start));
             let is_mapped = at.all(Mapping::is_present);
             drop(at);
-            let _none = row.change(Change::Runs { is_mapped });
+            if !row.is_lost() {
+                let _none = row.change(Change::Runs { is_mapped });
+            }
         }
     }
 
     /// Importers are about to fetch what they hold of `selection`. Returns what has to be exported for that.
     pub(crate) fn begin_fetching(&mut self, selection: &Selection) -> Vec<(AllocationId, u64)> {
         let mut wanted = Vec::new();
-        for (_, row) in &mut self.rows {
-            if !(row.is_shared() && selection.has(row)) {
-                continue;
+        self.change_in(selection, |row| {
+            if !row.is_shared() {
+                return;
             }
             // Whoever still wants it asks again, and is an importer when the resume is committed.
             if row.can_leave() {
@@ -690,19 +644,25 @@ impl Ledger {
             if row.is_resident() && !row.is_exported() {
                 wanted.push((row.id(), row.size_bytes()));
             }
-        }
+        });
         wanted
     }
 
-    /// What `choose` picks is leaving: nobody fetches it, and no descriptor is kept for those who would. Those come
-    /// out.
-    pub(crate) fn call_off_fetching(&mut self, choose: impl Fn(&Row) -> bool) -> Vec<OwnedFd> {
-        let chosen = self.rows.iter_mut().map(|(_, row)| row).filter(|row| choose(row));
-        let exports = chosen.filter_map(|row| {
-            row.call_off_fetching();
-            row.take_export()
+    /// What `choose` picks of `selection` is leaving: nobody fetches it, and no descriptor is kept for those who would.
+    /// Those come out.
+    pub(crate) fn call_off_fetching(
+        &mut self,
+        selection: &Selection,
+        choose: impl Fn(&Row) -> bool,
+    ) -> Vec<OwnedFd> {
+        let mut exports = Vec::new();
+        self.change_in(selection, |row| {
+            if choose(row) {
+                row.call_off_fetching();
+                exports.extend(row.take_export());
+            }
         });
-        exports.collect()
+        exports
     }
 
     /// The end of a resume: nothing stays for the others' sake any more, and whoever has fetched memory again is its
@@ -737,7 +697,9 @@ impl Ledger {
             // Memory that is mapped twice may be in use under its other address.
             let counts = row.is_own() && row.mapped_at().len() == 1;
             let unused = parts.remove(&row.handle()).filter(|_| counts).unwrap_or_default();
-            let _none = row.change(Change::Unused(merged(unused)));
+            if row.is_at_rest() {
+                let _none = row.change(Change::Unused(merged(unused)));
+            }
         }
     }
 

@@ -67,11 +67,12 @@ pub(crate) enum Change {
 }
 
 impl Residency {
-    /// The state after `change`, with a handle that nobody in the ledger owns any more. A change that the state does
-    /// not have leaves it as it is.
-    #[must_use = "the handle must be released"]
-    pub(crate) fn next(self, change: Change) -> (Self, Option<Physical>) {
-        match (self, change) {
+    /// The state after `change`, with a handle that nobody in the ledger owns any more.
+    ///
+    /// # Errors
+    /// The state, as it was, which does not have that change.
+    pub(crate) fn next(self, change: Change) -> Result<(Self, Option<Physical>), Self> {
+        Ok(match (self, change) {
             (Self::Resident { handle, unused }, Change::Saved(saved)) => {
                 let kept = Kept { saved: Some(saved), unused, is_set_aside: false };
                 (Self::Moving { handle, kept }, None)
@@ -121,21 +122,20 @@ impl Residency {
             (Self::Offloaded { .. }, Change::GivenUp) => (Self::Lost, None),
             // It has come back meanwhile, or is gone for good.
             (state, Change::Returned(handle)) => (state, Some(handle)),
-            (state, Change::Spilled(_)) => (state, None),
-            (
+            (state, Change::Spilled(_))
+            | (
                 state @ (Self::Offloaded { .. } | Self::Lost),
-                Change::Saved(_) | Change::Released,
+                Change::Saved(_) | Change::Released | Change::ContentsVoid,
             )
-            | (state @ (Self::Offloaded { .. } | Self::Lost), Change::ContentsVoid)
             | (
                 state @ (Self::Moving { .. } | Self::Offloaded { .. } | Self::Lost),
                 Change::Unused(_),
             )
             | (state @ Self::Lost, Change::Runs { .. } | Change::GivenUp)
             | (state @ (Self::Resident { .. } | Self::Moving { .. }), Change::GivenUp) => {
-                (state, None)
+                return Err(state);
             }
-        }
+        })
     }
 
     /// Its handle, while it is on its device.
@@ -235,7 +235,7 @@ mod tests {
                 let change = change(index);
                 let came = if let Change::Returned(handle) = &change { Some(handle.raw()) } else { None };
                 let before: Vec<_> = state.handle().map(Physical::raw).into_iter().chain(came).collect();
-                let (next, out) = state.next(change);
+                let (next, out) = state.next(change).unwrap_or_else(|state| (state, None));
                 let after = next.handle().map(Physical::raw);
                 let after: Vec<_> = after.into_iter().chain(out.map(|out| out.raw())).collect();
                 prop_assert_eq!(before.len(), after.len());
@@ -310,8 +310,14 @@ mod tests {
         Seen::Offloaded { kept: kept(Some(at()), part(0), is_set_aside) }
     }
 
-    /// Each state after `change`, with the handle that comes out.
-    fn assert_after(change: impl Fn() -> Change, expected: [(Seen, Option<u64>); 6]) {
+    /// What comes of a state, with the handle that comes out.
+    type After = Option<(Seen, Option<u64>)>;
+
+    /// The state does not have the change.
+    const REFUSED: After = None;
+
+    /// What comes of each state by `change`.
+    fn assert_after(change: impl Fn() -> Change, expected: [After; 6]) {
         let before = [
             resident(),
             moving(false),
@@ -321,39 +327,31 @@ mod tests {
             Seen::Lost,
         ];
         for (before, expected) in before.into_iter().zip(expected) {
-            let (after, out) = before.state().next(change());
-            let after = (Seen::of(&after), out.map(|out| out.raw().0));
+            let after = match before.state().next(change()) {
+                Ok((after, out)) => Some((Seen::of(&after), out.map(|out| out.raw().0))),
+                Err(state) => {
+                    assert_eq!(Seen::of(&state), before, "{:?} changes nothing", change());
+                    REFUSED
+                }
+            };
             assert_eq!(after, expected, "{before:?} after {:?}", change());
         }
     }
 
     #[test]
     fn what_is_saved_is_on_its_way_and_keeps_its_handle() {
-        let moving =
-            |aside| (Seen::Moving { raw: 1, kept: kept(Some(elsewhere()), part(0), aside) }, None);
-        let expected = [
-            moving(false),
-            moving(false),
-            moving(true),
-            (offloaded(false), None),
-            (offloaded(true), None),
-            (Seen::Lost, None),
-        ];
+        let moving = |aside| {
+            Some((Seen::Moving { raw: 1, kept: kept(Some(elsewhere()), part(0), aside) }, None))
+        };
+        let expected = [moving(false), moving(false), moving(true), REFUSED, REFUSED, REFUSED];
         assert_after(|| Change::Saved(elsewhere()), expected);
     }
 
     #[test]
     fn only_saved_contents_that_are_away_lie_elsewhere_from_then_on() {
         let spilled =
-            |aside| (Seen::Offloaded { kept: kept(Some(elsewhere()), part(0), aside) }, None);
-        let expected = [
-            (resident(), None),
-            (moving(false), None),
-            (moving(true), None),
-            spilled(false),
-            spilled(true),
-            (Seen::Lost, None),
-        ];
+            |aside| Some((Seen::Offloaded { kept: kept(Some(elsewhere()), part(0), aside) }, None));
+        let expected = [REFUSED, REFUSED, REFUSED, spilled(false), spilled(true), REFUSED];
         assert_after(|| Change::Spilled(elsewhere()), expected);
     }
 
@@ -361,49 +359,51 @@ mod tests {
     fn what_is_released_gives_its_handle_out_once_and_keeps_what_is_saved() {
         let unsaved = Seen::Offloaded { kept: kept(None, part(0), false) };
         let expected = [
-            (unsaved, Some(1)),
-            (offloaded(false), Some(1)),
-            (offloaded(true), Some(1)),
-            (offloaded(false), None),
-            (offloaded(true), None),
-            (Seen::Lost, None),
+            Some((unsaved, Some(1))),
+            Some((offloaded(false), Some(1))),
+            Some((offloaded(true), Some(1))),
+            REFUSED,
+            REFUSED,
+            REFUSED,
         ];
         assert_after(|| Change::Released, expected);
     }
 
     #[test]
     fn a_handle_that_comes_back_is_taken_where_there_is_none() {
-        let back = |aside| (Seen::Moving { raw: 2, kept: kept(Some(at()), part(0), aside) }, None);
+        let back =
+            |aside| Some((Seen::Moving { raw: 2, kept: kept(Some(at()), part(0), aside) }, None));
         let expected = [
-            (resident(), Some(2)),
-            (moving(false), Some(2)),
-            (moving(true), Some(2)),
+            Some((resident(), Some(2))),
+            Some((moving(false), Some(2))),
+            Some((moving(true), Some(2))),
             back(false),
             back(true),
-            (Seen::Lost, Some(2)),
+            Some((Seen::Lost, Some(2))),
         ];
         assert_after(|| Change::Returned(handle(2)), expected);
     }
 
     #[test]
     fn copies_are_void_where_the_device_has_the_contents() {
-        let void = |aside| (Seen::Moving { raw: 1, kept: kept(None, Vec::new(), aside) }, None);
+        let void =
+            |aside| Some((Seen::Moving { raw: 1, kept: kept(None, Vec::new(), aside) }, None));
         let expected = [
-            (Seen::Resident { raw: 1, unused: Vec::new() }, None),
+            Some((Seen::Resident { raw: 1, unused: Vec::new() }, None)),
             void(false),
             void(true),
-            (offloaded(false), None),
-            (offloaded(true), None),
-            (Seen::Lost, None),
+            REFUSED,
+            REFUSED,
+            REFUSED,
         ];
         assert_after(|| Change::ContentsVoid, expected);
     }
 
     #[test]
     fn what_is_wholly_mapped_when_its_process_runs_is_resident_and_nothing_else_is_kept_of_it() {
-        let runs = || (Seen::Resident { raw: 1, unused: Vec::new() }, None);
-        let aside = || (offloaded(true), None);
-        let expected = [runs(), runs(), runs(), aside(), aside(), (Seen::Lost, None)];
+        let runs = || Some((Seen::Resident { raw: 1, unused: Vec::new() }, None));
+        let aside = || Some((offloaded(true), None));
+        let expected = [runs(), runs(), runs(), aside(), aside(), REFUSED];
         assert_after(|| Change::Runs { is_mapped: true }, expected);
     }
 
@@ -411,39 +411,27 @@ mod tests {
     fn what_is_not_wholly_mapped_when_its_process_runs_is_set_aside() {
         let unsaved = Seen::Moving { raw: 1, kept: kept(None, part(0), true) };
         let expected = [
-            (unsaved, None),
-            (moving(true), None),
-            (moving(true), None),
-            (offloaded(true), None),
-            (offloaded(true), None),
-            (Seen::Lost, None),
+            Some((unsaved, None)),
+            Some((moving(true), None)),
+            Some((moving(true), None)),
+            Some((offloaded(true), None)),
+            Some((offloaded(true), None)),
+            REFUSED,
         ];
         assert_after(|| Change::Runs { is_mapped: false }, expected);
     }
 
     #[test]
     fn parts_are_marked_unused_only_where_the_device_alone_has_the_contents() {
-        let expected = [
-            (Seen::Resident { raw: 1, unused: part(4) }, None),
-            (moving(false), None),
-            (moving(true), None),
-            (offloaded(false), None),
-            (offloaded(true), None),
-            (Seen::Lost, None),
-        ];
+        let marked = Some((Seen::Resident { raw: 1, unused: part(4) }, None));
+        let expected = [marked, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED];
         assert_after(|| Change::Unused(part(4)), expected);
     }
 
     #[test]
     fn only_what_is_away_is_given_up() {
-        let expected = [
-            (resident(), None),
-            (moving(false), None),
-            (moving(true), None),
-            (Seen::Lost, None),
-            (Seen::Lost, None),
-            (Seen::Lost, None),
-        ];
+        let lost = || Some((Seen::Lost, None));
+        let expected = [REFUSED, REFUSED, REFUSED, lost(), lost(), REFUSED];
         assert_after(|| Change::GivenUp, expected);
     }
 
@@ -466,13 +454,13 @@ mod tests {
     fn what_was_saved_of_memory_that_runs_again_is_void() {
         let saved = at();
         let state = Residency::Resident { handle: handle(1), unused: Vec::new() };
-        let (state, _) = state.next(Change::Saved(saved.clone()));
-        let (state, out) = state.next(Change::Released);
+        let (state, _) = state.next(Change::Saved(saved.clone())).unwrap();
+        let (state, out) = state.next(Change::Released).unwrap();
         assert!(out.is_some());
         assert_eq!(state.saved(), Some(&saved));
-        let (state, _) = state.next(Change::Returned(handle(2)));
+        let (state, _) = state.next(Change::Returned(handle(2))).unwrap();
         assert_eq!(state.saved(), Some(&saved), "the copy is the contents until the process runs");
-        let (state, _) = state.next(Change::Runs { is_mapped: true });
+        let (state, _) = state.next(Change::Runs { is_mapped: true }).unwrap();
         assert_eq!(state.saved(), None);
     }
 }

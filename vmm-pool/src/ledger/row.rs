@@ -391,7 +391,12 @@ impl Row {
 
     /// Takes the handle out of a row that is in the ledger no more.
     pub(crate) fn take_physical(&mut self) -> Option<Physical> {
-        self.change(Change::Released)
+        if self.is_resident() { self.change(Change::Released) } else { None }
+    }
+
+    /// Is it on its device, which alone has its contents, with no pause or resume of it under way?
+    pub(super) fn is_at_rest(&self) -> bool {
+        !self.residency.is_away_or_to_be()
     }
 
     /// Its handle, where it is own memory on its device.
@@ -409,10 +414,17 @@ impl Row {
         }
     }
 
-    /// The change of its residency, in place. A handle that comes out must be released.
+    /// The change of its residency, in place, which it must have. A handle that comes out must be released.
     pub(super) fn change(&mut self, change: Change) -> Option<Physical> {
         let before = std::mem::replace(&mut self.residency, Residency::Lost);
-        let (after, handle) = before.next(change);
+        let (after, handle) = before.next(change).unwrap_or_else(|state| {
+            debug_assert!(false, "a change that is none of {state:?}");
+            tracing::error!(
+                ?state,
+                "memory is not where a step of a pause or resume takes it to be"
+            );
+            (state, None)
+        });
         self.residency = after;
         handle
     }

@@ -78,6 +78,14 @@ impl Selection {
         }
     }
 
+    /// The allocations of a part, in the ledger's order.
+    pub(super) fn part_in_order(&self) -> Option<Vec<VirtualHandle>> {
+        let Self::Part(rows) = self else { return None };
+        let mut rows: Vec<_> = rows.iter().copied().collect();
+        rows.sort_unstable_by_key(|row| row.index());
+        Some(rows)
+    }
+
     /// Is it about tags, and not about all that is not set aside?
     pub(crate) fn is_by_tag(&self) -> bool {
         match self {

@@ -1,8 +1,10 @@
+use std::cell::Cell;
 use std::fs::File;
 use std::os::fd::{AsRawFd as _, RawFd};
 
 use proptest::prelude::*;
 
+use super::tickets::WATCHES_MAX;
 use super::*;
 use crate::driver::{AllocationProp, LocationKind};
 use crate::report::Contents;
@@ -100,16 +102,20 @@ fn only_what_is_nowhere_mapped_gives_its_handle_up() {
     mapped(&mut ledger, 3, twice);
     ledger.set_presence(range(3).start.0, Presence::Absent);
     let choose = |row: &Row| row.handle() != unchosen;
-    assert_eq!(raws(&ledger.take_unmapped(choose)), [1], "a part of the third is mapped");
+    assert_eq!(
+        raws(&ledger.take_unmapped(&Selection::Whole, choose)),
+        [1],
+        "a part of the third is mapped"
+    );
     assert!(!ledger.row(unmapped).unwrap().is_resident());
     assert!(ledger.row(unchosen).unwrap().is_resident());
     // A mapping whose rights are still to be set is one too.
     ledger.set_presence(range(1).start.0, Presence::Bare);
     ledger.set_presence(range(2).start.0, Presence::Absent);
-    assert_eq!(raws(&ledger.take_unmapped(choose)), [3]);
+    assert_eq!(raws(&ledger.take_unmapped(&Selection::Whole, choose)), [3]);
     ledger.set_presence(range(1).start.0, Presence::Absent);
-    assert_eq!(raws(&ledger.take_unmapped(choose)), [2]);
-    assert_eq!(raws(&ledger.take_unmapped(choose)), [0; 0], "each once");
+    assert_eq!(raws(&ledger.take_unmapped(&Selection::Whole, choose)), [2]);
+    assert_eq!(raws(&ledger.take_unmapped(&Selection::Whole, choose)), [0; 0], "each once");
 }
 
 #[test]
@@ -193,7 +199,7 @@ fn a_resume_that_is_called_off_keeps_the_importers_of_before() {
         assert!(ledger.keep_export(id(number), fd).is_none());
         kept
     });
-    let out = ledger.call_off_fetching(|row| row.handle() == called_off);
+    let out = ledger.call_off_fetching(&Selection::Whole, |row| row.handle() == called_off);
     assert_eq!(numbers(&out), [kept[0]], "no descriptor is kept for those who would fetch it");
     assert!(ledger.end_fetching().is_empty());
     assert_eq!(ledger.row(called_off).unwrap().importers(), [PEER]);
@@ -205,7 +211,7 @@ fn a_resume_that_is_called_off_keeps_the_importers_of_before() {
 fn what_its_application_freed_while_it_was_away_goes_when_its_importers_have_it() {
     let mut ledger = Ledger::default();
     let handle = shared(&mut ledger, 1);
-    assert_eq!(raws(&ledger.take_unmapped(|_| true)), [1]);
+    assert_eq!(raws(&ledger.take_unmapped(&Selection::Whole, |_| true)), [1]);
     assert!(ledger.drop_reference(handle).unwrap().is_none(), "an importer may want it");
     assert!(ledger.returned(handle, physical(2)).is_none());
     ledger.begin_fetching(&Selection::Whole);
@@ -359,7 +365,7 @@ fn what_is_lost_is_neither_held_again_nor_mapped_nor_asked_for() {
     });
     let choose = |theirs, owner| theirs == id(2) && owner == PEER;
     assert_eq!(ledger.give_up(choose), (0, 0), "it is there");
-    assert_eq!(raws(&ledger.take_unmapped(|row| row.handle() == lost)), [2]);
+    assert_eq!(raws(&ledger.take_unmapped(&Selection::Whole, |row| row.handle() == lost)), [2]);
     assert_eq!(ledger.imports_away(|_, _| true), (1, SIZE_BYTES));
     assert_eq!(ledger.give_up(choose), (1, SIZE_BYTES));
     assert_eq!(ledger.imports_away(|_, _| true), (0, 0));
@@ -385,7 +391,7 @@ fn a_mapping_is_refused_as_the_driver_would_refuse_it() {
     assert_eq!(code(&mut ledger, range(5), 1), Some(DriverCode::NOT_SUPPORTED));
     // While its process runs without it.
     ledger.set_presence(range(3).start.0, Presence::Absent);
-    assert_eq!(raws(&ledger.take_unmapped(|_| true)), [1]);
+    assert_eq!(raws(&ledger.take_unmapped(&Selection::Whole, |_| true)), [1]);
     assert_eq!(code(&mut ledger, range(5), 0), Some(DriverCode::NOT_READY));
     ledger.run_on();
     let refused = ledger.begin_mapping(range(5), 0, handle);
@@ -514,4 +520,67 @@ fn saved_contents_have_a_place_in_one_store() {
     assert_eq!(ledger.places_in(Store::File), vec![Range { start: 100, end: 100 + SIZE_BYTES }]);
     ledger.void_copies();
     assert!(ledger.places_in(Store::File).is_empty());
+}
+
+thread_local! {
+    /// How often it was asked whether a ticket is closed.
+    static ASKED: Cell<u64> = const { Cell::new(0) };
+}
+
+fn open_ticket(null: &File) -> TicketWatch {
+    TicketWatch {
+        fd: OwnedFd::from(null.try_clone().unwrap()).into(),
+        is_closed: |_| {
+            ASKED.set(ASKED.get() + 1);
+            false
+        },
+    }
+}
+
+/// Memory with identities of their own.
+fn insert_many(ledger: &mut Ledger, count: u64) -> Vec<AllocationId> {
+    let one = |number: u64| {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&number.to_le_bytes());
+        let (id, prop) = (AllocationId(bytes), AllocationProp::pinned_on(GPU));
+        let (class, origin) = (Class::default(), Origin::Own);
+        let new = NewRow { id, size_bytes: SIZE_BYTES, prop, origin, class };
+        ledger.insert(new, physical(number));
+        id
+    };
+    (0..count).map(one).collect()
+}
+
+fn issue(ledger: &mut Ledger, id: AllocationId, null: &File) {
+    let handle = ledger.by_id(id).unwrap().handle();
+    let serial = ledger.begin_export(handle).unwrap().serial;
+    drop(ledger.watch_ticket(id, serial, open_ticket(null)));
+}
+
+#[test]
+fn a_ticket_beyond_those_that_are_watched_asks_little_of_the_others() {
+    let null = File::open("/dev/null").unwrap();
+    let mut ledger = Ledger::default();
+    let ids = insert_many(&mut ledger, 2000);
+    for id in &ids {
+        issue(&mut ledger, *id, &null);
+    }
+    assert_eq!(ledger.watches, WATCHES_MAX);
+    let asked = ASKED.get();
+    assert!(asked > 0 && asked < 6 * ids.len() as u64, "{asked}");
+}
+
+#[test]
+fn a_ticket_among_much_memory_takes_no_longer_than_among_little() {
+    let null = File::open("/dev/null").unwrap();
+    assert_not_quadratic(|count| {
+        let mut ledger = Ledger::default();
+        let ids = insert_many(&mut ledger, count as u64);
+        let null = &null;
+        move || {
+            for id in &ids {
+                issue(&mut ledger, *id, null);
+            }
+        }
+    });
 }

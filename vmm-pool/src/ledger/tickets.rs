@@ -4,9 +4,13 @@
 //! ticket that is watched. Any other holds it until somebody has redeemed it.
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
+use super::{Ledger, Row};
+use crate::deferred::DescriptorFrom;
 use crate::descriptors::UninheritedFd;
+use crate::error::{PoolError, PoolResult};
+use crate::{AllocationId, VirtualHandle};
 
 /// Tells whether a ticket, or a lease, is open anywhere.
 #[derive(Debug)]
@@ -89,5 +93,120 @@ impl Tickets {
 
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
+    }
+}
+
+/// How many tickets are watched at most: each takes a descriptor.
+pub(super) const WATCHES_MAX: usize = 256;
+
+/// For how many tickets a look at all that are watched must have made room, or is not taken again: it is a question to the
+/// kernel for each.
+const LOOK_EVERY: usize = 64;
+
+/// What is to be exported for a ticket.
+#[derive(Debug)]
+pub(crate) struct ToExport {
+    pub(crate) id: AllocationId,
+    pub(crate) size_bytes: u64,
+    /// 0 for memory of another process.
+    pub(crate) serial: u64,
+    /// None where there is one, or it is another process's to give.
+    pub(crate) from: Option<DescriptorFrom>,
+}
+
+impl Ledger {
+    /// Counts a ticket for `handle`. From now on it keeps the memory, whatever another thread releases.
+    ///
+    /// # Errors
+    /// [`PoolError::StaleHandle`], [`PoolError::Offloaded`].
+    pub(crate) fn begin_export(&mut self, handle: VirtualHandle) -> PoolResult<ToExport> {
+        let row = self.find(handle)?;
+        let (id, size_bytes) = (row.id(), row.size_bytes());
+        if !row.is_own() {
+            return Ok(ToExport { id, size_bytes, serial: 0, from: None });
+        }
+        let from = if row.is_exported() { None } else { row.descriptor_from() };
+        if from.is_none() && !row.is_exported() {
+            return Err(PoolError::Offloaded { tag: row.class().tag.clone() });
+        }
+        self.last_ticket += 1;
+        let serial = self.last_ticket;
+        if let Some(row) = self.row_mut(handle) {
+            row.add_ticket(serial);
+        }
+        Ok(ToExport { id, size_bytes, serial, from })
+    }
+
+    /// The ticket `serial` for `id` lasts until it is closed, which `watch` tells. Without room for one more watch it lasts
+    /// until it is redeemed, as one that is not watched.
+    pub(crate) fn watch_ticket(
+        &mut self,
+        id: AllocationId,
+        serial: u64,
+        watch: TicketWatch,
+    ) -> Vec<OwnedFd> {
+        let mut spare = Vec::new();
+        if self.watches >= WATCHES_MAX {
+            self.next_look = self.next_look.saturating_sub(1);
+            if self.next_look == 0 {
+                spare = self.drop_closed_tickets();
+                self.next_look = LOOK_EVERY.saturating_sub(WATCHES_MAX - self.watches);
+            }
+        }
+        let has_room = self.watches < WATCHES_MAX;
+        let row = self.by_id_mut(id).filter(|_| has_room);
+        let watched = row.and_then(|row| row.watch_ticket(serial, watch).then(|| row.handle()));
+        if let Some(handle) = watched {
+            self.watches += 1;
+            self.watched.insert(handle);
+        }
+        spare
+    }
+
+    /// Drops tickets that have been closed; descriptors that were kept for them alone come out.
+    fn drop_closed_tickets(&mut self) -> Vec<OwnedFd> {
+        let mut spare = Vec::new();
+        self.watches = 0;
+        for handle in std::mem::take(&mut self.watched) {
+            let Some(row) = self.row_mut(handle) else { continue };
+            spare.extend(row.drop_closed_tickets().1);
+            let count = row.watched_tickets();
+            if count > 0 {
+                self.watches += count;
+                self.watched.insert(handle);
+            }
+        }
+        spare
+    }
+
+    pub(crate) fn has_watched_tickets(&self) -> bool {
+        self.watches > 0
+    }
+
+    /// As [`Ledger::drop_closed_tickets`]; memory that nothing else held comes out too.
+    pub(crate) fn end_closed_tickets(&mut self) -> (Vec<OwnedFd>, Vec<Row>) {
+        if self.watches == 0 {
+            return Default::default();
+        }
+        let spare = self.drop_closed_tickets();
+        let ended = self.rows().filter(|row| row.is_garbage(self.is_frozen)).map(Row::handle);
+        let ended: Vec<_> = ended.collect();
+        (spare, ended.into_iter().filter_map(|handle| self.take_garbage(handle)).collect())
+    }
+
+    /// Keeps the descriptor that the driver gave for `id`. One that nobody wants comes back.
+    pub(crate) fn keep_export(&mut self, id: AllocationId, fd: OwnedFd) -> Option<OwnedFd> {
+        match self.by_id_mut(id) {
+            Some(row) => row.keep_export(fd),
+            None => Some(fd),
+        }
+    }
+
+    /// The driver gave no descriptor for a ticket, which nobody was given then.
+    pub(crate) fn export_failed(&mut self, id: AllocationId, serial: u64) -> Option<Row> {
+        let row = self.by_id_mut(id)?;
+        row.take_ticket_back(serial);
+        let handle = row.handle();
+        self.take_garbage(handle)
     }
 }

@@ -136,6 +136,10 @@ impl<D: Driver> Pool<D> {
         let Some(mut arena) = self.try_arena() else {
             return Ok(0);
         };
+        // Looked at behind the lock: a pause takes its host memory under it, and has no other behind the point of no return.
+        if self.gate().is_shut() {
+            return Ok(0);
+        }
         let (end_bytes, is_file_used) = {
             let ledger = self.ledger();
             (ledger.end_in(Store::Host), ledger.end_in(Store::File) > 0)

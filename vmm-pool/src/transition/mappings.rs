@@ -29,7 +29,7 @@ impl<D: Driver> Still<'_, D> {
 
     /// Unmaps what `selection` has of imports, as many as can be; their handles are kept.
     pub(super) fn unmap_imports(&self, log: &mut StepLog, selection: &Selection) -> PoolResult<()> {
-        let ranges = self.pool.ledger().present_mappings(|row| is_import_of(row, selection));
+        let ranges = self.pool.ledger().present_mappings(selection, is_import);
         let mut first_error = Ok(());
         for range in ranges {
             first_error = first_error.and(self.unmap(log, range));
@@ -82,7 +82,7 @@ impl<D: Driver> Still<'_, D> {
     }
 }
 
-/// Is it of another process of the tenant, and leaves in a pause of `selection`?
-pub(super) fn is_import_of(row: &Row, selection: &Selection) -> bool {
-    !row.is_own() && row.can_leave() && selection.has(row)
+/// Is it of another process of the tenant, and leaves in a pause?
+pub(super) fn is_import(row: &Row) -> bool {
+    !row.is_own() && row.can_leave()
 }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::handover::{Handed, Shapes};
-use super::mappings::is_import_of;
+use super::mappings::is_import;
 use super::still::Still;
 use crate::VirtualHandle;
 use crate::deferred::Physical;
@@ -53,10 +53,10 @@ impl<D: Driver> Still<'_, D> {
     /// is left to [`Still::release_selected`], which says so.
     pub(super) fn give_back_meanwhile(&self, log: &mut StepLog, meanwhile: &mut Meanwhile<'_>) {
         let selection = meanwhile.selection;
-        let goes = |row: &Row| loses_nothing(row, selection);
+        let goes = |row: &Row| selection.has(row) && loses_nothing(row);
         if !meanwhile.has_begun {
             meanwhile.has_begun = true;
-            self.release_unmapped(log, |row| is_import_of(row, selection));
+            self.release_unmapped(log, selection, is_import);
             let ledger = self.pool.ledger();
             let rows = ledger.rows().filter(|row| row.is_own() && row.is_resident() && goes(row));
             meanwhile.ready = rows.map(Row::handle).collect();
@@ -91,7 +91,7 @@ impl<D: Driver> Still<'_, D> {
         self.pool.deferred.settle()?;
         log.timed("drop imports", |log| {
             let unmapped = self.unmap_imports(log, selection);
-            self.release_unmapped(log, |row| is_import_of(row, selection));
+            self.release_unmapped(log, selection, is_import);
             unmapped
         })?;
         Ok(log)
@@ -107,7 +107,20 @@ impl<D: Driver> Still<'_, D> {
     /// # Driver calls
     /// `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
     pub(super) fn release_selected(&self, selection: &Selection) -> PoolResult<StepLog> {
-        self.hand_over(selection, &Shapes::new()).map(|(log, _none)| log)
+        let (log, _none) = self.hand_over(selection, &Shapes::new())?;
+        self.note_used();
+        Ok(log)
+    }
+
+    /// Says how much host memory and disk space a pause has used, at its end.
+    pub(super) fn note_used(&self) {
+        let mut arena = self.pool.arena();
+        let ([in_memory, in_file], kept_bytes) = {
+            let ledger = self.pool.ledger();
+            let ends = [Store::Host, Store::File].map(|store| ledger.end_in(store));
+            (ends, ledger.kept_bytes())
+        };
+        arena.used(Used { end_bytes: in_memory, kept_bytes }, in_file > 0);
     }
 
     /// The same, and hands over as many allocations of each shape as are `wanted`.
@@ -124,11 +137,10 @@ impl<D: Driver> Still<'_, D> {
     ) -> PoolResult<(StepLog, Vec<Handed>)> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
-        let chosen = |row: &Row| loses_nothing(row, selection);
         log.timed("unmap own", |log| {
             // None, unless a step before this one failed half-way.
             self.drop_views(log);
-            let ranges = self.pool.ledger().present_mappings(chosen);
+            let ranges = self.pool.ledger().present_mappings(selection, loses_nothing);
             for range in ranges {
                 if let Err(error) = self.unmap(log, range) {
                     log.notes.push(format!("stays mapped: {error}"));
@@ -137,28 +149,25 @@ impl<D: Driver> Still<'_, D> {
             Ok(())
         })?;
         log.timed("close exports", |_| {
-            let exports = self.pool.ledger().call_off_fetching(chosen);
+            let exports = self.pool.ledger().call_off_fetching(selection, loses_nothing);
             drop(exports);
             Ok(())
         })?;
         log.timed("release imports", |log| {
-            self.release_unmapped(log, |row| is_import_of(row, selection));
+            self.release_unmapped(log, selection, is_import);
             Ok(())
         })?;
         let mut exported = log.timed("export", |log| {
-            Ok(self.export_wanted(log, wanted, |row| row.is_own() && chosen(row)))
+            let goes = |row: &Row| row.is_own() && selection.has(row) && loses_nothing(row);
+            Ok(self.export_wanted(log, wanted, goes))
         })?;
         let mut handed = Vec::new();
         log.timed("release own", |log| {
-            let handles = self.pool.ledger().take_unmapped(|row| row.is_own() && chosen(row));
+            let handles = self
+                .pool
+                .ledger()
+                .take_unmapped(selection, |row| row.is_own() && loses_nothing(row));
             log.bytes = self.release_each(log, handles, |raw| handed.extend(exported.remove(&raw)));
-            let mut arena = self.pool.arena();
-            let ([in_memory, in_file], kept_bytes) = {
-                let ledger = self.pool.ledger();
-                let ends = [Store::Host, Store::File].map(|store| ledger.end_in(store));
-                (ends, ledger.kept_bytes())
-            };
-            arena.used(Used { end_bytes: in_memory, kept_bytes }, in_file > 0);
             Ok(())
         })?;
         for device in self.pool.devices_with_any() {
@@ -170,9 +179,14 @@ impl<D: Driver> Still<'_, D> {
         Ok((log, handed))
     }
 
-    /// Releases what `choose` picks and what is nowhere mapped; returns the bytes released.
-    fn release_unmapped(&self, log: &mut StepLog, choose: impl Fn(&Row) -> bool) -> u64 {
-        let handles = self.pool.ledger().take_unmapped(choose);
+    /// Releases what `choose` picks of `selection` and what is nowhere mapped; returns the bytes released.
+    fn release_unmapped(
+        &self,
+        log: &mut StepLog,
+        selection: &Selection,
+        choose: impl Fn(&Row) -> bool,
+    ) -> u64 {
+        let handles = self.pool.ledger().take_unmapped(selection, choose);
         self.release_all(log, handles)
     }
 
@@ -205,7 +219,7 @@ impl<D: Driver> Still<'_, D> {
     }
 }
 
-/// May it leave, of `selection`, and are its contents elsewhere, or nobody's?
-fn loses_nothing(row: &Row, selection: &Selection) -> bool {
-    row.can_leave() && selection.has(row) && row.loses_nothing()
+/// May it leave, and are its contents elsewhere, or nobody's?
+fn loses_nothing(row: &Row) -> bool {
+    row.can_leave() && row.loses_nothing()
 }

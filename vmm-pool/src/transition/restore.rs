@@ -118,9 +118,8 @@ impl<D: Driver> Still<'_, D> {
             self.check_device_budget(log, selection)?;
             let wanted: Vec<_> = {
                 let ledger = self.pool.ledger();
-                let away = ledger
-                    .rows()
-                    .filter(|row| row.is_own() && !row.is_resident() && selection.has(row));
+                let away =
+                    ledger.rows_in(selection).filter(|row| row.is_own() && !row.is_resident());
                 away.map(|row| (row.handle(), row.size_bytes(), *row.prop())).collect()
             };
             let mut room = self.take_room(room, &wanted)?;
@@ -266,8 +265,7 @@ impl<D: Driver> Still<'_, D> {
     /// Own memory of `selection` that is there, and how much of it comes from the arena, by device.
     fn own_of(&self, selection: &Selection) -> (OwnRows, BTreeMap<DeviceOrdinal, u64>) {
         let ledger = self.pool.ledger();
-        let own =
-            ledger.rows().filter(|row| row.is_own() && row.is_resident() && selection.has(row));
+        let own = ledger.rows_in(selection).filter(|row| row.is_own() && row.is_resident());
         let mut bytes = BTreeMap::new();
         let mut rows = Vec::new();
         for row in own {

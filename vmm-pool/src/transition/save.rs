@@ -68,26 +68,8 @@ impl Plan {
 pub(super) enum Space {
     /// It takes what is missing, within this.
     Take(HostBudget),
-    /// [`Still::hold_space`] has taken all of it, and has laid out just this, where that is still known: it takes milliseconds
-    /// where there are a million pieces.
-    Held(Option<Box<[Layout; 2]>>),
-}
-
-impl Space {
-    /// What the next save has.
-    pub(super) fn take(&mut self) -> Self {
-        match self {
-            Self::Take(budget) => Self::Take(*budget),
-            Self::Held(laid_out) => Self::Held(laid_out.take()),
-        }
-    }
-
-    /// The same for a save of something else.
-    pub(super) fn forget_layout(&mut self) {
-        if let Self::Held(laid_out) = self {
-            *laid_out = None;
-        }
-    }
+    /// [`Still::hold_space`] has taken all of it, and has laid out this.
+    Held(Box<[Layout; 2]>),
 }
 
 /// What becomes of memory whose contents are saved, while others are still on their way.
@@ -161,8 +143,7 @@ impl<D: Driver> Still<'_, D> {
             Space::Take(budget) => {
                 self.layouts_within(log, &arena, selection, survey, copies, budget)
             }
-            Space::Held(Some(laid_out)) => Ok(*laid_out),
-            Space::Held(None) => Ok(self.pool.layouts(selection, survey, copies)),
+            Space::Held(laid_out) => Ok(*laid_out),
         })?;
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
         let reserved = if takes {

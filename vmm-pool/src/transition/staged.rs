@@ -17,8 +17,9 @@ use std::sync::Arc;
 use super::handover::{Handed, Shapes, wanted_shape};
 use super::keeper::{Origin, Shut};
 use super::links::Through;
-use super::mappings::is_import_of;
+use super::mappings::is_import;
 use super::pause::{Leaving, Undone};
+use super::queue::{Queue, Waiting, Window};
 use super::quiesced::{Done, Failed, Quiesced};
 use super::release::Meanwhile;
 use super::restore::Room;
@@ -28,26 +29,39 @@ use super::still::Still;
 use crate::driver::{DeviceOrdinal, Driver};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
-use crate::ledger::{Layout, Ledger, Row, Selection, StayReason, Survey};
+use crate::ledger::{Layout, Placed, Row, Selection, StayReason, Survey};
 use crate::pool::Pool;
-use crate::store::{Copies, HostArena, HostBudget, Store};
+use crate::store::{Copies, HostBudget, Store};
 use crate::{AllocationId, VirtualHandle};
 
 /// Bytes by device.
 pub type ByDevice = BTreeMap<DeviceOrdinal, u64>;
 
-/// What a stage saves before it releases that, and what it releases besides.
-type Picked = (HashSet<VirtualHandle>, HashSet<VirtualHandle>);
-
-/// How much of each allocation saving copies, where that is anything: the rest of what is saved is zero, or lies in host
-/// memory already.
-type Copied = HashMap<VirtualHandle, u64>;
-
-/// What [`Still::hold_space`] has taken room for.
+/// Where all that leaves is saved, by store: host memory and the file. Stages are saved there in whatever order they come,
+/// and again where one has failed.
 #[derive(Debug)]
-struct Held {
-    copied: Copied,
-    laid_out: Box<[Layout; 2]>,
+struct LaidOut([(HashMap<VirtualHandle, Placed>, u64); 2]);
+
+impl LaidOut {
+    fn new(layouts: [Layout; 2]) -> Self {
+        Self(layouts.map(|Layout { placed, end_bytes }| {
+            (placed.into_iter().map(|placed| (placed.row, placed)).collect(), end_bytes)
+        }))
+    }
+
+    /// How much of it saving copies: the rest of what is saved is zero, or lies in host memory already.
+    fn copied_bytes(&self, row: VirtualHandle) -> u64 {
+        let placed = self.0.iter().filter_map(|(placed, _)| placed.get(&row));
+        placed.map(Placed::copied_bytes).sum()
+    }
+
+    fn of(&self, rows: &[&[Waiting]]) -> Box<[Layout; 2]> {
+        Box::new(self.0.each_ref().map(|(placed, end_bytes)| {
+            let rows = rows.iter().flat_map(|rows| rows.iter());
+            let placed = rows.filter_map(|waiting| placed.get(&waiting.row).cloned()).collect();
+            Layout { placed, end_bytes: *end_bytes }
+        }))
+    }
 }
 
 /// How much [`Departing::release`] copies before it releases that, where all at once has failed.
@@ -88,22 +102,13 @@ impl Moved {
     }
 }
 
-/// How memory of a selection goes once all is held that saving it takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub enum Stages {
-    /// All of it by [`Departing::release`], as it was laid out.
-    One,
-    /// By [`Departing::release_stage`], each as it comes.
-    Many,
-}
-
 /// All host memory and disk space is held that saving a selection takes, and nothing is copied or unmapped yet: going on
 /// can be done by this process alone, and so can going back. Dropping it is going back.
 #[derive(Debug)]
 #[must_use = "dropping it undoes the pause"]
 pub struct Reserved<D: Driver> {
     leaving: Leaving<D>,
-    held: Held,
+    laid_out: LaidOut,
 }
 
 /// Memory of a selection is being released, and there is no way back but a resume. Dropping it leaves the gate shut, with
@@ -112,11 +117,8 @@ pub struct Reserved<D: Driver> {
 #[must_use = "the pause is not over: what is left holds device memory"]
 pub struct Departing<D: Driver> {
     leaving: Leaving<D>,
-    copied: Copied,
-    /// What could not be saved; it stays on its device.
-    stuck: HashSet<VirtualHandle>,
-    /// Where the next stage has its host memory from: a save that fails gives back what was held.
-    space: Space,
+    queue: Queue,
+    laid_out: LaidOut,
 }
 
 /// Memory of a selection comes back by stages. Dropping it gives that up again, contents kept.
@@ -124,14 +126,13 @@ pub struct Departing<D: Driver> {
 #[must_use = "dropping it undoes the resume"]
 pub struct Arriving<D: Driver> {
     returning: Returning<D>,
-    /// What is back, with its contents.
-    back: HashSet<VirtualHandle>,
+    /// What is not back yet.
+    queue: Queue,
 }
 
 impl<D: Driver> Quiesced<D> {
     /// Pause 3 of one by stages, or in one that releases while it saves: takes all host memory and disk space that saving
-    /// `selection` takes, pinned. By stages that is more where saved contents lie apart, since parts are laid out as they
-    /// come. `stays`, `copies` and `budget` are as in [`Quiesced::save`].
+    /// `selection` takes, pinned. `stays`, `copies` and `budget` are as in [`Quiesced::save`].
     ///
     /// # Errors
     /// As [`Quiesced::save`], with nothing moved.
@@ -143,7 +144,6 @@ impl<D: Driver> Quiesced<D> {
         selection: Selection,
         stays: &[(AllocationId, StayReason)],
         copies: Copies,
-        stages: Stages,
         budget: impl FnOnce(u64) -> HostBudget,
     ) -> Result<(Reserved<D>, StepLog), Failed<Leaving<D>>> {
         self.shut_mut().begin_pause(selection.clone());
@@ -156,10 +156,10 @@ impl<D: Driver> Quiesced<D> {
             let held_bytes = pool.arena().held_bytes();
             let budget = budget(held_bytes);
             let still = Still::drained(quiesced);
-            still.hold_space(selection, quiesced.seen(), copies, stages, budget)
+            still.hold_space(selection, quiesced.seen(), copies, budget)
         });
         match held {
-            Ok((log, held)) => Ok((Reserved { leaving, held }, log)),
+            Ok((log, laid_out)) => Ok((Reserved { leaving, laid_out }, log)),
             Err(error) => Err(Failed::new(leaving, error)),
         }
     }
@@ -179,9 +179,21 @@ impl<D: Driver> Reserved<D> {
     /// The point of no return: memory is released from here on.
     pub fn depart(mut self) -> Departing<D> {
         self.leaving.quiesced.shut_mut().stay_shut();
-        let Self { leaving, held: Held { copied, laid_out } } = self;
-        let space = Space::Held(Some(laid_out));
-        Departing { leaving, copied, stuck: HashSet::new(), space }
+        let Self { leaving, laid_out } = self;
+        let mut queue = Queue::default();
+        {
+            let ledger = leaving.pool().ledger();
+            for row in
+                ledger.rows_in(&leaving.selection).filter(|row| is_to_go(row, &leaving.selection))
+            {
+                let waiting = match laid_out.copied_bytes(row.handle()) {
+                    0 => Waiting::unlimited(row),
+                    copied_bytes => Waiting::of(row, 0, copied_bytes),
+                };
+                queue.add(if is_import(row) { waiting } else { waiting.counting(row) });
+            }
+        }
+        Departing { leaving, queue, laid_out }
     }
 
     /// As [`Leaving::undo`]: nothing was unmapped, and host memory is given back.
@@ -211,17 +223,7 @@ impl<D: Driver> Departing<D> {
 
     /// What is left, by device.
     pub fn left(&self) -> BTreeMap<DeviceOrdinal, Left> {
-        let ledger = self.pool().ledger();
-        left_of(ledger.rows().filter(|row| self.is_to_go(row)))
-    }
-
-    /// Is it own memory that is still to leave?
-    fn is_to_go(&self, row: &Row) -> bool {
-        row.is_own()
-            && row.is_resident()
-            && row.can_leave()
-            && self.leaving.selection.has(row)
-            && !self.stuck.contains(&row.handle())
+        self.queue.left()
     }
 
     /// Saves and releases own memory, of each device as much as copies what `window` says, or one allocation of which more
@@ -239,73 +241,71 @@ impl<D: Driver> Departing<D> {
         window: &ByDevice,
         wanted: &Shapes,
     ) -> PoolResult<(Moved, Vec<Handed>)> {
-        let picked = self.pick(|device| window.get(&device).copied());
-        self.release_picked(picked, wanted)
+        let (saved, others) = self.pick(|device| window.get(&device).copied());
+        let outcome = self.release_picked(&saved, &others, wanted);
+        self.put_back(&saved);
+        self.put_back(&others);
+        outcome
     }
 
     fn release_picked(
-        &mut self,
-        (saved, others): Picked,
+        &self,
+        saved: &[Waiting],
+        others: &[Waiting],
         wanted: &Shapes,
     ) -> PoolResult<(Moved, Vec<Handed>)> {
-        let all: HashSet<VirtualHandle> = saved.union(&others).copied().collect();
-        let before = self.resident_of(&all);
+        let part = part_of([saved, others]);
+        let before = self.resident_of(&part);
         let still = Still::drained(&self.leaving.quiesced);
-        let part = Selection::Part(all);
         let survey = self.leaving.quiesced.seen();
         // Which copies stay was settled when host memory was taken.
         let behind = Behind::Keeps(&part);
-        self.space.forget_layout();
-        let space = self.space.take();
-        let saved = still.save(behind, survey, Copies::All, space, Through::Engine);
-        if saved.is_err() {
-            // As much as was agreed on.
-            self.space = Space::Take(HostBudget(None));
-        }
-        let mut log = saved?;
+        let space = Space::Held(self.laid_out.of(&[saved, others]));
+        let mut log = still.save(behind, survey, Copies::All, space, Through::Engine)?;
         let copied_bytes = std::mem::take(&mut log.bytes);
         let (released, handed) = still.hand_over(&part, wanted)?;
         log.add(released);
-        let Selection::Part(all) = part else { return Ok((Moved::default(), handed)) };
-        let gone = self.gone_of(&all, before);
+        let gone = self.gone_of(&part, before);
         let moved = Moved { log, bytes: gone, copied_bytes, ..Moved::default() };
         Ok((moved, handed))
     }
 
     /// As [`Departing::release_picked`], for nobody.
-    fn release_for_good(&mut self, picked: Picked) -> PoolResult<Moved> {
-        self.release_picked(picked, &Shapes::new()).map(|(moved, _none)| moved)
+    fn release_for_good(&self, saved: &[Waiting], others: &[Waiting]) -> PoolResult<Moved> {
+        self.release_picked(saved, others, &Shapes::new()).map(|(moved, _none)| moved)
     }
 
     /// All that is left, each part of it released as soon as it is saved. What has gone when that fails is in `all` too.
     fn release_at_once(&mut self, all: &mut Moved) -> PoolResult<()> {
         let (saved, others) = self.pick(|_| Some(u64::MAX));
-        let whole: HashSet<VirtualHandle> = saved.union(&others).copied().collect();
-        let before = self.resident_of(&whole);
-        let part = Selection::Part(whole);
+        let part = part_of([&saved, &others]);
+        let before = self.resident_of(&part);
         let still = Still::drained(&self.leaving.quiesced);
         let behind = Behind::GivesBack(Meanwhile::new(&part));
         let survey = self.leaving.quiesced.seen();
-        let space = self.space.take();
+        let space = Space::Held(self.laid_out.of(&[&saved, &others]));
         let outcome = still.save(behind, survey, Copies::All, space, Through::Engine);
-        if outcome.is_err() {
-            self.space = Space::Take(HostBudget(None));
-        }
         let outcome = outcome.and_then(|mut log| {
             let copied_bytes = std::mem::take(&mut log.bytes);
             log.add(still.release_selected(&part)?);
             Ok((log, copied_bytes))
         });
-        let Selection::Part(whole) = part else { return Ok(()) };
-        let gone = self.gone_of(&whole, before);
+        let gone = self.gone_of(&part, before);
         let gone_log = StepLog { bytes: gone.values().sum(), ..StepLog::default() };
         all.add(Moved { log: gone_log, bytes: gone, ..Moved::default() });
-        let (log, copied_bytes) = outcome?;
-        let log = StepLog { bytes: 0, ..log };
-        all.add(Moved { log, copied_bytes, ..Moved::default() });
-        // What the driver would not let go is noted, and not offered again.
-        self.stuck.extend(whole);
-        Ok(())
+        match outcome {
+            // What the driver would not let go is noted, and not offered again.
+            Ok((log, copied_bytes)) => {
+                let log = StepLog { bytes: 0, ..log };
+                all.add(Moved { log, copied_bytes, ..Moved::default() });
+                Ok(())
+            }
+            Err(error) => {
+                self.put_back(&saved);
+                self.put_back(&others);
+                Err(error)
+            }
+        }
     }
 
     /// The end of a pause by stages, or of one that releases while it saves: saves and releases all that is left, and each part
@@ -331,45 +331,63 @@ impl<D: Driver> Departing<D> {
             if saved.is_empty() && others.is_empty() {
                 break;
             }
-            match self.release_for_good((saved.clone(), others.clone())) {
-                Ok(moved) => {
-                    all.add(moved);
-                    // What the driver would not let go is noted, and not offered again and again.
-                    self.stuck.extend(saved);
-                    self.stuck.extend(others);
-                }
-                Err(error) if error.poisons_context() || !self.pool().deferred.is_settled() => {
-                    return Err(Failed::new(self, error));
-                }
-                // Once more without those that need nothing saved.
-                Err(error) if self.has_unsaved(&others) => {
-                    tracing::warn!(%error, "what nobody saves is released alone");
-                    let unsaved = self.unsaved_of(&others);
-                    let before = self.resident_of(&unsaved);
-                    let part = Selection::Part(unsaved.clone());
-                    match Still::drained(&self.leaving.quiesced).release_selected(&part) {
-                        Ok(log) => all.add(Moved { log, bytes: before, ..Moved::default() }),
-                        Err(error) => return Err(Failed::new(self, error)),
-                    }
-                    self.stuck.extend(unsaved);
-                }
-                // Then without those of which something must be copied.
-                Err(error) if !saved.is_empty() && !others.is_empty() => {
-                    tracing::warn!(%error, "what needs no copy is released alone");
-                    match self.release_for_good((HashSet::new(), others.clone())) {
-                        Ok(moved) => all.add(moved),
-                        Err(error) => all.log.notes.push(stays(&error)),
-                    }
-                    self.stuck.extend(others);
-                }
+            match self.release_for_good(&saved, &others) {
+                // What the driver would not let go is noted, and not offered again and again.
+                Ok(moved) => all.add(moved),
                 Err(error) => {
-                    all.log.notes.push(stays(&error));
-                    self.stuck.extend(saved);
-                    self.stuck.extend(others);
+                    if let Err(error) = self.release_less(saved, others, error, &mut all) {
+                        return Err(Failed::new(self, error));
+                    }
                 }
             }
         }
+        Still::drained(&self.leaving.quiesced).note_used();
         Ok((self.leaving.into_released(), all))
+    }
+
+    /// These were not saved and released, for `error`: some of them alone. What is not offered again stays, and is noted.
+    fn release_less(
+        &mut self,
+        saved: Vec<Waiting>,
+        others: Vec<Waiting>,
+        error: PoolError,
+        all: &mut Moved,
+    ) -> PoolResult<()> {
+        if error.poisons_context() || !self.pool().deferred.is_settled() {
+            self.put_back(&saved);
+            self.put_back(&others);
+            return Err(error);
+        }
+        let is_unsaved = |waiting: &Waiting| {
+            self.pool().ledger().row(waiting.row).is_some_and(|row| !row.is_kept())
+        };
+        let (unsaved, kept): (Vec<_>, Vec<_>) = others.into_iter().partition(is_unsaved);
+        // Once more without those that need nothing saved.
+        if !unsaved.is_empty() {
+            tracing::warn!(%error, "what nobody saves is released alone");
+            self.put_back(&saved);
+            self.put_back(&kept);
+            let part = part_of([&unsaved, &[]]);
+            let before = self.resident_of(&part);
+            match Still::drained(&self.leaving.quiesced).release_selected(&part) {
+                Ok(log) => all.add(Moved { log, bytes: before, ..Moved::default() }),
+                Err(error) => {
+                    self.put_back(&unsaved);
+                    return Err(error);
+                }
+            }
+        // Then without those of which something must be copied.
+        } else if !saved.is_empty() && !kept.is_empty() {
+            tracing::warn!(%error, "what needs no copy is released alone");
+            self.put_back(&saved);
+            match self.release_for_good(&[], &kept) {
+                Ok(moved) => all.add(moved),
+                Err(error) => all.log.notes.push(stays(&error)),
+            }
+        } else {
+            all.log.notes.push(stays(&error));
+        }
+        Ok(())
     }
 
     /// Puts nothing back, because the context is lost, and leaves the gate shut.
@@ -377,58 +395,39 @@ impl<D: Driver> Departing<D> {
         self.leaving.abandon();
     }
 
-    /// What the next stage is about: what it saves, and what leaves without.
-    fn pick(&self, window: impl Fn(DeviceOrdinal) -> Option<u64>) -> Picked {
-        let ledger = self.pool().ledger();
-        let (mut saved, mut others) = (HashSet::new(), HashSet::new());
-        let mut taken = ByDevice::new();
-        for row in ledger.rows() {
-            let is_import = is_import_of(row, &self.leaving.selection)
-                && row.is_resident()
-                && !self.stuck.contains(&row.handle());
-            let copied_bytes = self.copied.get(&row.handle()).copied();
-            match (row.device(), copied_bytes) {
-                _ if is_import => {
-                    others.insert(row.handle());
-                }
-                _ if !self.is_to_go(row) => {}
-                (Some(device), Some(copied_bytes)) => {
-                    let Some(window_bytes) = window(device) else { continue };
-                    let taken = taken.entry(device).or_insert(0);
-                    if *taken == 0 || *taken + copied_bytes <= window_bytes {
-                        *taken += copied_bytes;
-                        saved.insert(row.handle());
-                    }
-                }
-                (Some(_) | None, _) => {
-                    others.insert(row.handle());
-                }
+    /// What the next stage is about: what it copies, and what leaves without. It waits no more.
+    fn pick(
+        &mut self,
+        window: impl Fn(DeviceOrdinal) -> Option<u64>,
+    ) -> (Vec<Waiting>, Vec<Waiting>) {
+        let Self { leaving, queue, .. } = self;
+        let ledger = leaving.pool().ledger();
+        let window = |device| window(device).map(Window::AtLeastOne);
+        queue.take(window, |row| {
+            ledger.row(row).is_some_and(|row| is_to_go(row, &leaving.selection))
+        })
+    }
+
+    /// What is on its device still waits for a further stage.
+    fn put_back(&mut self, picked: &[Waiting]) {
+        let Self { leaving, queue, .. } = self;
+        let ledger = leaving.pool().ledger();
+        for waiting in picked.iter().rev() {
+            if ledger.row(waiting.row).is_some_and(|row| is_to_go(row, &leaving.selection)) {
+                queue.put_back(*waiting);
             }
         }
-        (saved, others)
-    }
-
-    /// Those of `part` that hold nothing to be saved: imports, and memory whose contents nobody keeps.
-    fn unsaved_of(&self, part: &HashSet<VirtualHandle>) -> HashSet<VirtualHandle> {
-        let ledger = self.pool().ledger();
-        let rows = ledger.rows().filter(|row| part.contains(&row.handle()));
-        rows.filter(|row| !row.is_kept()).map(Row::handle).collect()
-    }
-
-    fn has_unsaved(&self, part: &HashSet<VirtualHandle>) -> bool {
-        !self.unsaved_of(part).is_empty()
     }
 
     /// What of `part` is on its devices no more, of what was there `before`.
-    fn gone_of(&self, part: &HashSet<VirtualHandle>, before: ByDevice) -> ByDevice {
+    fn gone_of(&self, part: &Selection, before: ByDevice) -> ByDevice {
         let after = self.resident_of(part);
         let gone = |(device, bytes)| (device, bytes - after.get(&device).copied().unwrap_or(0));
         before.into_iter().map(gone).collect()
     }
 
-    fn resident_of(&self, part: &HashSet<VirtualHandle>) -> ByDevice {
-        let ledger = self.pool().ledger();
-        own_bytes_of(&ledger, part, Row::is_resident)
+    fn resident_of(&self, part: &Selection) -> ByDevice {
+        self.pool().ledger().own_bytes(part, Row::is_resident)
     }
 }
 
@@ -439,7 +438,20 @@ impl<D: Driver, W: Origin> Shut<D, W> {
         let (mut shut, selection) = (self.into_gate(), brings.into());
         shut.pool().freeze();
         shut.begin_resume(selection.clone());
-        Arriving { returning: Returning { shut, selection, may_ask: false }, back: HashSet::new() }
+        let mut queue = Queue::default();
+        {
+            let ledger = shut.pool().ledger();
+            for row in ledger.rows_in(&selection).filter(|row| row.is_own()) {
+                queue.add(if row.is_resident() {
+                    // What has stayed on its device takes no memory.
+                    Waiting::unlimited(row)
+                } else {
+                    let rank = if is_copied(row) { FIRST } else { THEN };
+                    Waiting::of(row, rank, row.size_bytes()).counting(row)
+                });
+            }
+        }
+        Arriving { returning: Returning { shut, selection, may_ask: false }, queue }
     }
 }
 
@@ -456,10 +468,7 @@ impl<D: Driver> Arriving<D> {
 
     /// What is still away, by device.
     pub fn left(&self) -> BTreeMap<DeviceOrdinal, Left> {
-        let ledger = self.pool().ledger();
-        let selection = self.returning.selection();
-        let away = |row: &&Row| row.is_own() && !row.is_resident() && selection.has(row);
-        left_of(ledger.rows().filter(away))
+        self.queue.left()
     }
 
     /// Creates, maps and fills own memory, of each device no more than `allowed`; what has contents to put back comes
@@ -525,81 +534,85 @@ impl<D: Driver> Arriving<D> {
         handed: Vec<Handed>,
         kept: &Shapes,
     ) -> PoolResult<Moved> {
-        let still = self.returning.still();
-        let selection = self.returning.selection();
         let mut log = StepLog::default();
-        let taken = if handed.is_empty() {
-            Shapes::new()
-        } else {
-            log.timed("take over", |log| {
-                still.take_over(log, selection, handed, Room::of(selection))
-            })?
-        };
+        let taken = self.take_over(&mut log, handed)?;
         let mut bytes = ByDevice::new();
         for (shape, count) in &taken {
             *bytes.entry(shape.device).or_insert(0) += shape.size_bytes * *count as u64;
         }
-        let (part, is_rest) = self.pick(allowed, kept);
-        {
-            let ledger = self.pool().ledger();
-            for (device, created) in own_bytes_of(&ledger, &part, |row| !row.is_resident()) {
-                *bytes.entry(device).or_insert(0) += created;
-            }
+        let (part, is_rest) = self.pick(allowed, kept, &taken);
+        let (still, selection) = (self.returning.still(), self.returning.selection());
+        let created = self.pool().ledger().own_bytes(&part, |row| !row.is_resident());
+        for (device, created_bytes) in created {
+            *bytes.entry(device).or_insert(0) += created_bytes;
         }
-        let part = Selection::Part(part);
         log.add(still.create_own(&part, Room::of(selection))?);
         // What comes last has the link to itself, or soon: the others have next to nothing left to copy out.
         let through = if is_rest { Through::OneLink } else { Through::Engine };
         let mut restored = still.restore_own(&part, 0, (through, self.returning.quiet()))?;
         let copied_bytes = std::mem::take(&mut restored.bytes);
         log.add(restored);
-        if let Selection::Part(part) = part {
-            self.back.extend(part);
-        }
         Ok(Moved { log, bytes, copied_bytes, taken })
     }
 
-    /// What the next stage is about, without what is `kept` for later. Is nothing left that has contents to put back?
+    fn take_over(&self, log: &mut StepLog, handed: Vec<Handed>) -> PoolResult<Shapes> {
+        if handed.is_empty() {
+            return Ok(Shapes::new());
+        }
+        let (still, selection) = (self.returning.still(), self.returning.selection());
+        log.timed("take over", |log| still.take_over(log, selection, handed, Room::of(selection)))
+    }
+
+    /// What the next stage is about, with what was `taken` over and without what is `kept` for later. Is nothing left that has
+    /// contents to put back?
     fn pick(
-        &self,
+        &mut self,
         allowed: impl Fn(DeviceOrdinal) -> u64,
         kept: &Shapes,
-    ) -> (HashSet<VirtualHandle>, bool) {
-        let ledger = self.pool().ledger();
-        let selection = self.returning.selection();
-        let is_missing =
-            |row: &&Row| row.is_own() && selection.has(row) && !self.back.contains(&row.handle());
-        let (first, then): (Vec<&Row>, Vec<&Row>) =
-            ledger.rows().filter(is_missing).partition(|row| is_copied(row));
-        let kept_shape = |row: &Row| wanted_shape(row).filter(|shape| kept.contains_key(shape));
-        let mut spare = Shapes::new();
-        for shape in first.iter().chain(&then).filter_map(|row| kept_shape(row)) {
-            *spare.entry(shape).or_insert(0) += 1;
+        taken: &Shapes,
+    ) -> (Selection, bool) {
+        let Self { returning, queue } = self;
+        let ledger = returning.pool().ledger();
+        let mut came = HashSet::new();
+        if !taken.is_empty() {
+            let is_back = |row: &VirtualHandle| ledger.row(*row).is_some_and(Row::is_resident);
+            came.extend(queue.waiting().filter(is_back));
         }
-        for (shape, spare) in &mut spare {
-            *spare = spare.saturating_sub(kept.get(shape).copied().unwrap_or(0));
+        let came = queue.take_out(&came);
+        let mut open = kept.clone();
+        let mut later = HashSet::new();
+        if !kept.is_empty() {
+            let all: Vec<_> = queue.waiting().collect();
+            // The last ones of each shape.
+            later.extend(all.into_iter().rev().filter(|row| {
+                let shape = ledger.row(*row).and_then(wanted_shape);
+                let open = shape.and_then(|shape| open.get_mut(&shape)).filter(|open| **open > 0);
+                open.map(|open| *open -= 1).is_some()
+            }));
         }
-        let mut taken = ByDevice::new();
-        let mut part = HashSet::new();
-        for row in first.iter().copied().chain(then) {
-            // What has stayed on its device takes no memory.
-            if let (false, Some(device)) = (row.is_resident(), row.device()) {
-                let mut spare = kept_shape(row).map(|shape| spare.entry(shape).or_insert(0));
-                let taken = taken.entry(device).or_insert(0);
-                let is_kept = spare.as_ref().is_some_and(|spare| **spare == 0);
-                if is_kept || *taken + row.size_bytes() > allowed(device) {
-                    continue;
-                }
-                if let Some(spare) = &mut spare {
-                    **spare -= 1;
-                }
-                *taken += row.size_bytes();
-            }
-            part.insert(row.handle());
+        let later = queue.take_out(&later);
+        let window = |device| Some(Window::AtMost(allowed(device)));
+        let (limited, others) = queue.take(window, |row| ledger.row(row).is_some());
+        for waiting in later {
+            queue.add(waiting);
         }
-        let is_rest = first.iter().all(|row| part.contains(&row.handle()));
-        (part, is_rest)
+        let part = came.iter().chain(&limited).chain(&others).map(|waiting| waiting.row);
+        (Selection::Part(part.collect()), queue.has_none_of(FIRST))
     }
+}
+
+/// What has contents to put back.
+const FIRST: usize = 0;
+/// What has none.
+const THEN: usize = 1;
+
+/// Is it on its device, and leaves in a pause of `selection`?
+fn is_to_go(row: &Row, selection: &Selection) -> bool {
+    row.is_resident() && row.can_leave() && selection.has(row)
+}
+
+fn part_of(picked: [&[Waiting]; 2]) -> Selection {
+    Selection::Part(picked.into_iter().flatten().map(|waiting| waiting.row).collect())
 }
 
 fn stays(error: &PoolError) -> String {
@@ -611,44 +624,15 @@ fn is_copied(row: &Row) -> bool {
     row.saved().is_some_and(|saved| !saved.extents.is_empty())
 }
 
-fn left_of<'a>(rows: impl Iterator<Item = &'a Row>) -> BTreeMap<DeviceOrdinal, Left> {
-    let mut left: BTreeMap<DeviceOrdinal, Left> = BTreeMap::new();
-    for row in rows {
-        let Some(device) = row.device() else { continue };
-        let size_bytes = row.size_bytes();
-        let found = left.entry(device).or_insert(Left { bytes: 0, smallest_bytes: size_bytes });
-        found.bytes += size_bytes;
-        found.smallest_bytes = found.smallest_bytes.min(size_bytes);
-    }
-    left
-}
-
-fn own_bytes_of(
-    ledger: &Ledger,
-    part: &HashSet<VirtualHandle>,
-    choose: impl Fn(&Row) -> bool,
-) -> ByDevice {
-    let mut bytes = ByDevice::new();
-    let rows = ledger.rows().filter(|row| row.is_own() && part.contains(&row.handle()));
-    for row in rows.filter(|row| choose(row)) {
-        if let Some(device) = row.device() {
-            *bytes.entry(device).or_insert(0) += row.size_bytes();
-        }
-    }
-    bytes
-}
-
 impl<D: Driver> Still<'_, D> {
-    /// Takes all host memory and disk space that saving `selection` takes; by stages in whatever order and parts, as far as
-    /// `budget` goes.
+    /// Takes all host memory and disk space that saving `selection` takes, within `budget`, and lays out where.
     fn hold_space(
         &self,
         selection: &Selection,
         survey: &Survey,
         copies: Copies,
-        stages: Stages,
         budget: HostBudget,
-    ) -> PoolResult<(StepLog, Held)> {
+    ) -> PoolResult<(StepLog, LaidOut)> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         self.pool.deferred.check_places()?;
@@ -656,24 +640,8 @@ impl<D: Driver> Still<'_, D> {
         let [kept, filed] = log.timed("lay out", |log| {
             self.layouts_within(log, &arena, selection, survey, copies, budget)
         })?;
-        let end_in = |store| self.pool.ledger().end_in(store);
-        let end_bytes = match stages {
-            Stages::One => kept.end_bytes,
-            Stages::Many => {
-                let in_any_order = end_in(Store::Host) + kept.new_bytes;
-                let growth = arena.growth(in_any_order, filed.new_bytes > 0);
-                let fits = HostArena::<D>::check_budget(in_any_order, growth, budget).is_ok();
-                if fits { kept.end_bytes.max(in_any_order) } else { kept.end_bytes }
-            }
-        };
-        let held = log.timed("reserve disk", |_| match (stages, filed.new_bytes) {
-            (_, 0) => Ok(()),
-            (Stages::One, _) => arena.disk.reserve(&filed.copied_places()),
-            (Stages::Many, new_bytes) => {
-                let behind = end_in(Store::File);
-                arena.disk.reserve(std::slice::from_ref(&(behind..behind + new_bytes)))
-            }
-        });
+        let end_bytes = kept.end_bytes;
+        let held = log.timed("reserve disk", |_| arena.disk.reserve(&filed.copied_places()));
         let held = held.and_then(|()| {
             let devices = self.pool.devices();
             let Some(&device) = devices.first() else { return Ok(()) };
@@ -691,13 +659,14 @@ impl<D: Driver> Still<'_, D> {
             if filed.placed.is_empty() { Ok(()) } else { arena.hold_ring(&mut log) }
         });
         if let Err(error) = held {
-            arena.give_back_unused(end_in(Store::Host));
+            let live_bytes = self.pool.ledger().end_in(Store::Host);
+            arena.give_back_unused(live_bytes);
             drop(self.pool.give_disk_back(&mut arena));
             return Err(error);
         }
-        let placed = kept.placed.iter().chain(&filed.placed);
-        let copied = placed.map(|placed| (placed.row, placed.copied_bytes()));
-        let copied = copied.filter(|(_, bytes)| *bytes > 0).collect();
-        Ok((log, Held { copied, laid_out: Box::new([kept, filed]) }))
+        Ok((log, LaidOut::new([kept, filed])))
     }
 }
+
+#[cfg(test)]
+mod tests;

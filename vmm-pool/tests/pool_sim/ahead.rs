@@ -9,7 +9,7 @@ use vmm_pool::driver::{AccessDesc, DeviceOrdinal, DriverCode, DriverOp, PciAddre
 use vmm_pool::{BroughtIn, Contents, HostBudget, HostStanding, PoolError, StepLog};
 
 use crate::stage::{
-    DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, holds, kept, map, pattern,
+    DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, holds, kept, map, node, pattern,
     pause, pool, resume, write,
 };
 
@@ -244,4 +244,21 @@ fn the_node_of_each_device_is_asked_by_its_pci_address() {
     pause(&pool);
     resume(&pool);
     assert!(is_whole(&pool, DEVICE, here) && is_whole(&pool, OTHER, there));
+}
+
+#[test]
+fn what_a_pause_has_taken_for_its_contents_is_not_idle() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 1, kept());
+    let place = map(&pool, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
+    write(&pool, DEVICE, place, pattern(3));
+    pause(&pool);
+    resume(&pool);
+    pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
+    let held_bytes = pool.report().host_arena_bytes;
+    assert_eq!(pool.give_idle_chunk_back().expect("not now"), 0);
+    assert_eq!(pool.report().host_arena_bytes, held_bytes);
+    pool.remount().expect("undone");
+    drop(pool.commit_resume());
+    assert_eq!(pool.give_idle_chunk_back().expect("idle again"), held_bytes);
 }

@@ -17,7 +17,7 @@ use vmm_pool::{
     AllocationId, Arriving, Aside, Away, Borrowed, ByDevice, Class, Copies, Departing, Export,
     Failed, FromOffloaded, FromOpen, Handed, HostBudget, ImportRequest, ImportSource, Keeper,
     Leaving, Moved, Origin, Pool, PoolResult, Prepared, Quiesced, Reserved, Restored, Returning,
-    Selection, Shapes, Shut, Stages, StayReason, StepLog, Undone, VirtualHandle,
+    Selection, Shapes, Shut, StayReason, StepLog, Undone, VirtualHandle,
 };
 
 /// See the head of this module.
@@ -181,23 +181,13 @@ impl SimPool {
         }
     }
 
-    /// In place of a save, by stages.
-    pub(crate) fn reserve(&self, selection: &Selection, budget: HostBudget) -> PoolResult<StepLog> {
-        self.reserve_for(Stages::Many, selection, budget)
-    }
-
     /// In place of a save.
-    pub(crate) fn reserve_for(
-        &self,
-        stages: Stages,
-        selection: &Selection,
-        budget: HostBudget,
-    ) -> PoolResult<StepLog> {
+    pub(crate) fn reserve(&self, selection: &Selection, budget: HostBudget) -> PoolResult<StepLog> {
         let told = std::mem::take(&mut *self.told.lock().expect("no test has failed"));
         let mut quiesced = self.quiesce();
         quiesced.mark_unused(&told.unused);
         let mut seen = quiesced.survey(selection);
-        match quiesced.reserve(selection.clone(), &told.stays, Copies::All, stages, |_| budget) {
+        match quiesced.reserve(selection.clone(), &told.stays, Copies::All, |_| budget) {
             Ok((reserved, log)) => {
                 self.put(Stage::Reserved(reserved));
                 seen.add(log);

@@ -43,6 +43,55 @@ fn used_units(pool: &SimPool) -> u64 {
 }
 
 #[test]
+fn a_stage_saves_and_unmaps_what_leaves_with_it_and_nothing_else() {
+    let pool = pool(&node());
+    let contents = filled(&pool, 6);
+    pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
+    let unmapped = || pool.driver().faults().calls(DriverOp::Unmap);
+    let before = unmapped();
+    let moved = pool.release_stage(&window(2)).expect("a stage");
+    assert_eq!(moved.copied_bytes, 2 * UNIT);
+    assert_eq!(unmapped() - before, 2, "with what holds nothing that is kept");
+    let (first, others) = contents.split_first().expect("six");
+    let at = |place: VaRange| pool.driver().core().device_holds(DEVICE, place, &[0]);
+    assert!(at(first.0).is_err(), "it has left");
+    assert_holds(&pool, others);
+    pool.release_rest().expect("the rest");
+    resume(&pool);
+    assert_holds(&pool, &contents);
+}
+
+#[test]
+fn a_stage_that_fails_is_saved_to_the_same_places_when_it_is_tried_again() {
+    let pool = pool(&node());
+    let contents: Vec<_> = [Contents::Keep, Contents::File, Contents::Keep, Contents::File]
+        .into_iter()
+        .enumerate()
+        .map(|(index, contents)| {
+            let handle = create(&pool, DEVICE, 2, class(contents));
+            let place = map(&pool, handle, 2 * UNIT, &[AccessDesc::read_write(DEVICE)]);
+            write(&pool, DEVICE, place, pattern(index as u64));
+            (place, index as u64)
+        })
+        .collect();
+    pool.reserve(&WHOLE, UNLIMITED).expect("room");
+    let held = || (pool.report().host_arena_bytes, pool.report().file_bytes);
+    let before = held();
+    for _ in 0..2 {
+        let faults = pool.driver().faults();
+        faults.fail(DriverOp::CopyToHost, FaultSpan::Nth(3), DriverCode::UNKNOWN);
+        pool.release_stage(&window(8)).expect_err("a copy is refused");
+        faults.clear();
+        assert_eq!(held(), before, "nothing is taken for another try, or given back");
+    }
+    let moved = pool.release_rest().expect("all");
+    assert!(moved.log.notes.is_empty(), "{:?}", moved.log.notes);
+    assert_eq!(held(), (before.0, 4 * UNIT));
+    resume(&pool);
+    assert_holds(&pool, &contents);
+}
+
+#[test]
 fn memory_goes_and_comes_window_by_window() {
     let pool = pool(&node());
     let contents = filled(&pool, 6);

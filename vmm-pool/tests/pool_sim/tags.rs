@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
-use vmm_pool::{Class, Contents, DeviceReport, PeerId, SavedError, Selection, Stages, Tags, Whose};
+use vmm_pool::{Class, Contents, DeviceReport, PeerId, SavedError, Selection, Tags, Whose};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_bytes, holds,
@@ -92,30 +92,38 @@ fn what_is_set_aside_keeps_its_place_beside_later_pauses() {
     }
 }
 
-/// By stages parts come in any order, and their places are not known before.
+/// Where all of it goes is settled before the first part leaves.
 #[test]
-fn what_goes_in_one_stage_takes_no_host_memory_beside_the_gap_that_holds_it() {
+fn what_goes_in_any_number_of_stages_takes_no_host_memory_beside_the_gap_that_holds_it() {
     const CHUNK: u64 = 256 << 20;
-    for (stages, chunks) in [(Stages::One, 2), (Stages::Many, 3)] {
+    for stages in [0, 1, 3] {
         let pool = pool(&SimNode::private(&[4 * CHUNK]).expect("a node"));
         let [a, b] = [("a", 1), ("b", 2)].map(|(tag, seed)| {
-            let handle = create(&pool, DEVICE, CHUNK / UNIT, tagged(tag, Contents::Keep));
-            let range = map(&pool, handle, CHUNK, &[RW(DEVICE)]);
-            let first = VaRange::new(range.start, UNIT);
-            write(&pool, DEVICE, first, pattern(seed));
-            first
+            let parts = [CHUNK / UNIT - 5, 5].map(|units| {
+                let handle = create(&pool, DEVICE, units, tagged(tag, Contents::Keep));
+                let range = map(&pool, handle, units * UNIT, &[RW(DEVICE)]);
+                let first = VaRange::new(range.start, UNIT);
+                write(&pool, DEVICE, first, pattern(seed));
+                first
+            });
+            (parts, seed)
         });
         pause_tags(&pool, &["a"]);
         pause_tags(&pool, &["b"]);
         resume_tags(&pool, &["a"]);
         assert_eq!(pool.report().host_arena_bytes, 2 * CHUNK);
-        pool.reserve_for(stages, &WHOLE, UNLIMITED).expect("host memory");
-        assert_eq!(pool.report().host_arena_bytes, chunks * CHUNK);
+        pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
+        for _ in 0..stages {
+            pool.release_stage(&[(DEVICE, 5 * UNIT)].into()).expect("a stage");
+        }
         pool.release_rest().expect("all");
+        assert_eq!(pool.report().host_arena_bytes, 2 * CHUNK);
         assert_eq!(free_bytes(&pool, DEVICE), 4 * CHUNK);
         resume(&pool);
         resume_tags(&pool, &["b"]);
-        assert!(holds(&pool, DEVICE, a, pattern(1)) && holds(&pool, DEVICE, b, pattern(2)));
+        for (parts, seed) in [a, b] {
+            assert!(parts.iter().all(|part| holds(&pool, DEVICE, *part, pattern(seed))));
+        }
     }
 }
 
@@ -203,6 +211,7 @@ fn a_failed_resume_of_a_tag_leaves_new_memory_of_it_alone() {
     let handles: u64 = pool.report().devices.iter().map(DeviceReport::resident_bytes).sum();
     assert_eq!(handles, 60 * UNIT);
     pause_tags(&pool, &["kv"]);
+    pause(&pool);
     resume_selected(&pool, &Selection::Staged(names(&[])));
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
     assert!(old.size_bytes > new.size_bytes);
