@@ -2,6 +2,8 @@
 
 use std::os::fd::AsFd;
 
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+
 use super::{Bench, Case, Limits, Mapped, case_list, prop, refused};
 use crate::driver::{Driver, DriverCode};
 
@@ -9,6 +11,7 @@ case_list![
     create_takes_memory_and_release_returns_it,
     a_mapping_keeps_released_memory,
     an_exported_descriptor_keeps_memory,
+    a_program_that_is_started_has_no_exported_descriptor,
     an_import_keeps_memory,
     out_of_memory_leaves_nothing_behind,
 ];
@@ -63,6 +66,15 @@ fn an_exported_descriptor_keeps_memory<D: Driver>(driver: &D, limits: Limits) {
     assert_free(&bench, before - size_bytes, limits, "with one left");
     drop(copy);
     assert_free(&bench, before, limits, "after the last close");
+}
+
+fn a_program_that_is_started_has_no_exported_descriptor<D: Driver>(driver: &D, _: Limits) {
+    let bench = Bench::new(driver);
+    let handle = bench.create(bench.granule_bytes);
+    let fd = driver.export_fd(handle).expect("export");
+    let flags = fcntl(&fd, FcntlArg::F_GETFD).expect("an open descriptor");
+    assert!(FdFlag::from_bits_truncate(flags).contains(FdFlag::FD_CLOEXEC), "{flags}");
+    bench.release(handle);
 }
 
 fn an_import_keeps_memory<D: Driver>(driver: &D, limits: Limits) {

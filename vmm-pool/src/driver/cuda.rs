@@ -15,6 +15,8 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 mod kernel;
 
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+
 use self::kernel::Kernels;
 use super::fingerprint::PieceSlot;
 use super::{
@@ -216,9 +218,17 @@ impl CudaDriver {
         // SAFETY: `context` is a valid out-pointer for the call.
         let code = unsafe { (self.table.primary_context_retain)(&raw mut context, device.0) };
         check(DriverOp::PrimaryContextRetain, code)?;
-        // Two threads may both retain; the driver counts, and one reference more changes nothing.
-        retained.store(context, Ordering::Release);
-        Ok(context)
+        let empty = std::ptr::null_mut();
+        match retained.compare_exchange(empty, context, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => Ok(context),
+            // Another thread has retained it meanwhile. A reference too many would keep the context when it is let go.
+            Err(known) => {
+                // SAFETY: gives up the reference that was just taken, and no other.
+                let code = unsafe { (self.table.primary_context_release)(device.0) };
+                check(DriverOp::PrimaryContextRelease, code)?;
+                Ok(known)
+            }
+        }
     }
 
     /// Says that the application has reset the primary context of `device`, and with it all references to it: the next
@@ -430,7 +440,12 @@ impl Driver for CudaDriver {
         // SAFETY: the call succeeded, so it wrote the descriptor.
         let fd = unsafe { fd.assume_init() };
         // SAFETY: the descriptor is new and ours alone.
-        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        // It holds memory: a program that is started beside must not have it.
+        if let Err(errno) = fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)) {
+            tracing::warn!(%errno, "programs that are started meanwhile hold memory");
+        }
+        Ok(fd)
     }
 
     fn import_fd(&self, fd: BorrowedFd<'_>) -> DriverResult<RawHandle> {

@@ -80,6 +80,11 @@ impl Disk {
     }
 
     #[cfg(test)]
+    pub(crate) fn use_without_flush(&mut self) {
+        self.file = Some(ContentsFile::without_flush());
+    }
+
+    #[cfg(test)]
     pub(crate) fn use_full(&mut self) {
         let file = ContentsFile::full();
         // It reads as zeros without end.

@@ -427,6 +427,24 @@ fn rot(copy: std::ptr::NonNull<u8>) {
 }
 
 #[test]
+fn what_a_pause_that_was_undone_has_written_over_is_no_copy_of_what_was_there() {
+    let pool = a_pool();
+    let range = memory(&pool, "", Contents::Keep, 1);
+    fill(&pool, range, 1);
+    save(&pool, &WHOLE);
+    resume(&pool);
+    fill(&pool, range, 2);
+    pool.save(&WHOLE, UNLIMITED).expect("saved");
+    pool.remount().expect("undone");
+    drop(pool.commit_resume());
+    // As at the pause before that one.
+    fill(&pool, range, 1);
+    save(&pool, &WHOLE);
+    resume(&pool);
+    assert!(has(&pool, range, 1));
+}
+
+#[test]
 fn pieces_of_each_size_are_told_apart() {
     for kib in [16, 256, 2048] {
         let pool = a_pool();
@@ -462,9 +480,18 @@ fn memory_with_rights_to_a_part_alone_is_read_by_no_kernel() {
 struct Changing {
     pool: SimPool,
     ranges: Vec<VaRange>,
-    /// By range and piece; zero for zeros.
-    seeds: Vec<Vec<u64>>,
+    /// By range and piece, what it has held, now last; zero for zeros.
+    seeds: Vec<Vec<Vec<u64>>>,
     last_seed: u64,
+}
+
+/// What a piece is changed to.
+#[derive(Clone, Copy, Debug)]
+enum To {
+    Zeros,
+    /// What it held before: a fingerprint that is out of date knows it.
+    Before,
+    New,
 }
 
 impl Changing {
@@ -476,7 +503,7 @@ impl Changing {
         });
         let contents = [("", Contents::Keep), ("tag", Contents::Keep), ("", Contents::File)];
         let ranges: Vec<_> = contents.map(|(tag, contents)| memory(&pool, tag, contents, 2)).into();
-        let seeds = ranges.iter().map(|_| vec![0; 4]).collect();
+        let seeds = ranges.iter().map(|_| vec![vec![0]; 4]).collect();
         Self { pool, ranges, seeds, last_seed: 0 }
     }
 
@@ -485,24 +512,32 @@ impl Changing {
         VaRange::new(DeviceAddress(start), 1 << 20)
     }
 
-    /// Sets a piece to zeros, to what it held, or to something new.
-    fn change(&mut self, range: usize, piece: usize, zeros: bool) {
+    fn change(&mut self, range: usize, piece: usize, to: To) {
         self.last_seed += 1;
-        let seed = if zeros { 0 } else { self.last_seed };
-        let bytes = if zeros { [0; 16] } else { pattern(seed) };
-        write(&self.pool, DEVICE, self.piece(range, piece), bytes);
-        self.seeds[range][piece] = seed;
+        let held = &self.seeds[range][piece];
+        let before = held.iter().rev().find(|seed| held.last() != Some(seed)).copied();
+        let seed = match to {
+            To::Zeros => 0,
+            To::Before => before.unwrap_or(self.last_seed),
+            To::New => self.last_seed,
+        };
+        write(&self.pool, DEVICE, self.piece(range, piece), bytes_of(seed));
+        self.seeds[range][piece].push(seed);
     }
 
     fn check(&self, when: &str) {
         for (range, seeds) in self.seeds.iter().enumerate() {
-            for (piece, seed) in seeds.iter().enumerate() {
-                let bytes = if *seed == 0 { [0; 16] } else { pattern(*seed) };
+            for (piece, seeds) in seeds.iter().enumerate() {
+                let bytes = bytes_of(seeds.last().copied().unwrap_or(0));
                 let place = self.piece(range, piece);
                 assert!(holds(&self.pool, DEVICE, place, bytes), "{when}: {piece} of {range}");
             }
         }
     }
+}
+
+fn bytes_of(seed: u64) -> [u8; 16] {
+    if seed == 0 { [0; 16] } else { pattern(seed) }
 }
 
 /// A change, or a pause that goes one of several ways.
@@ -511,7 +546,7 @@ enum Turn {
     Change {
         range: usize,
         piece: usize,
-        zeros: bool,
+        to: To,
     },
     Cycle,
     TagCycle,
@@ -531,8 +566,8 @@ enum Turn {
 
 fn any_turn() -> impl Strategy<Value = Turn> {
     prop_oneof![
-        10 => (0..3_usize, 0..4_usize, any::<bool>())
-            .prop_map(|(range, piece, zeros)| Turn::Change { range, piece, zeros }),
+        10 => (0..3_usize, 0..4_usize, prop::sample::select(vec![To::Zeros, To::Before, To::New]))
+            .prop_map(|(range, piece, to)| Turn::Change { range, piece, to }),
         3 => Just(Turn::Cycle),
         2 => Just(Turn::TagCycle),
         3 => (1..40_u64).prop_map(|nth| Turn::FailSave { nth }),
@@ -545,7 +580,7 @@ fn any_turn() -> impl Strategy<Value = Turn> {
 impl Changing {
     fn take(&mut self, turn: &Turn) {
         match *turn {
-            Turn::Change { range, piece, zeros } => return self.change(range, piece, zeros),
+            Turn::Change { range, piece, to } => return self.change(range, piece, to),
             Turn::Cycle => {
                 pause(&self.pool);
                 resume(&self.pool);
@@ -615,7 +650,7 @@ fn any_call_of_a_second_pause_may_fail_and_the_third_is_right() {
     let mut changing = Changing::new();
     for piece in 0..4 {
         for range in 0..3 {
-            changing.change(range, piece, piece == 3);
+            changing.change(range, piece, if piece == 3 { To::Zeros } else { To::New });
         }
     }
     changing.take(&Turn::Cycle);
@@ -623,8 +658,9 @@ fn any_call_of_a_second_pause_may_fail_and_the_third_is_right() {
         for range in 0..3 {
             // One changes, one turns zero, and one turns to something.
             let piece = usize::try_from(nth).expect("small") % 4;
-            changing.change(range, piece, false);
-            changing.change(range, (piece + 1) % 4, nth % 2 == 0);
+            changing.change(range, piece, To::New);
+            let to = if nth % 2 == 0 { To::Zeros } else { To::Before };
+            changing.change(range, (piece + 1) % 4, to);
         }
         let before = changing.pool.driver().faults().fired();
         changing.take(&Turn::FailSave { nth });
