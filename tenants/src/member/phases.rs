@@ -121,9 +121,10 @@ impl<D: Driver> Member<D> {
         }
         self.take_progress().abandon();
         // What a panic has dropped has given it back too.
-        match self.pool.keeper() {
-            Some(keeper) => keeper.let_through_for_good(),
-            None => tracing::error!("calls stay held back: something is still under way"),
+        if let Some(keeper) = self.pool.keeper() {
+            keeper.let_through_for_good();
+        } else {
+            tracing::error!("calls stay held back: something is still under way");
         }
         self.let_nccl_through();
         self.cut.release();
@@ -179,10 +180,11 @@ impl<D: Driver> Member<D> {
 
     /// What something begins with that nothing else is under way for.
     fn take_keeper(&self) -> Result<Keeper<D>, Failure> {
-        match self.take_progress() {
-            Progress::Taken => self.pool.keeper().ok_or_else(|| self.out_of_turn(Progress::Taken)),
-            progress => progress.into_keeper().map_err(|other| self.out_of_turn(*other)),
+        let progress = self.take_progress();
+        if matches!(progress, Progress::Taken) {
+            return self.pool.keeper().ok_or_else(|| self.out_of_turn(progress));
         }
+        progress.into_keeper().map_err(|other| self.out_of_turn(*other))
     }
 
     /// Puts the keeper back: the gate is as it was.

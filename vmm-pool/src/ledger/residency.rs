@@ -71,7 +71,7 @@ impl Residency {
     ///
     /// # Errors
     /// The state, as it was, which does not have that change.
-    pub(crate) fn next(self, change: Change) -> Result<(Self, Option<Physical>), Self> {
+    pub(crate) fn next(self, change: Change) -> Result<(Self, Option<Physical>), Box<Self>> {
         Ok(match (self, change) {
             (Self::Resident { handle, unused }, Change::Saved(saved)) => {
                 let kept = Kept { saved: Some(saved), unused, is_set_aside: false };
@@ -133,7 +133,7 @@ impl Residency {
             )
             | (state @ Self::Lost, Change::Runs { .. } | Change::GivenUp)
             | (state @ (Self::Resident { .. } | Self::Moving { .. }), Change::GivenUp) => {
-                return Err(state);
+                return Err(Box::new(state));
             }
         })
     }
@@ -235,7 +235,7 @@ mod tests {
                 let change = change(index);
                 let came = if let Change::Returned(handle) = &change { Some(handle.raw()) } else { None };
                 let before: Vec<_> = state.handle().map(Physical::raw).into_iter().chain(came).collect();
-                let (next, out) = state.next(change).unwrap_or_else(|state| (state, None));
+                let (next, out) = state.next(change).unwrap_or_else(|state| (*state, None));
                 let after = next.handle().map(Physical::raw);
                 let after: Vec<_> = after.into_iter().chain(out.map(|out| out.raw())).collect();
                 prop_assert_eq!(before.len(), after.len());

@@ -423,7 +423,7 @@ impl Row {
                 ?state,
                 "memory is not where a step of a pause or resume takes it to be"
             );
-            (state, None)
+            (*state, None)
         });
         self.residency = after;
         handle

@@ -55,12 +55,12 @@ impl LaidOut {
         placed.map(Placed::copied_bytes).sum()
     }
 
-    fn of(&self, rows: &[&[Waiting]]) -> Box<[Layout; 2]> {
-        Box::new(self.0.each_ref().map(|(placed, end_bytes)| {
+    fn of(&self, rows: [&[Waiting]; 2]) -> [Layout; 2] {
+        self.0.each_ref().map(|(placed, end_bytes)| {
             let rows = rows.iter().flat_map(|rows| rows.iter());
             let placed = rows.filter_map(|waiting| placed.get(&waiting.row).cloned()).collect();
             Layout { placed, end_bytes: *end_bytes }
-        }))
+        })
     }
 }
 
@@ -260,7 +260,7 @@ impl<D: Driver> Departing<D> {
         let survey = self.leaving.quiesced.seen();
         // Which copies stay was settled when host memory was taken.
         let behind = Behind::Keeps(&part);
-        let space = Space::Held(self.laid_out.of(&[saved, others]));
+        let space = Space::Held(Box::new(self.laid_out.of([saved, others])));
         let mut log = still.save(behind, survey, Copies::All, space, Through::Engine)?;
         let copied_bytes = std::mem::take(&mut log.bytes);
         let (released, handed) = still.hand_over(&part, wanted)?;
@@ -283,7 +283,7 @@ impl<D: Driver> Departing<D> {
         let still = Still::drained(&self.leaving.quiesced);
         let behind = Behind::GivesBack(Meanwhile::new(&part));
         let survey = self.leaving.quiesced.seen();
-        let space = Space::Held(self.laid_out.of(&[&saved, &others]));
+        let space = Space::Held(Box::new(self.laid_out.of([&saved, &others])));
         let outcome = still.save(behind, survey, Copies::All, space, Through::Engine);
         let outcome = outcome.and_then(|mut log| {
             let copied_bytes = std::mem::take(&mut log.bytes);
@@ -335,7 +335,7 @@ impl<D: Driver> Departing<D> {
                 // What the driver would not let go is noted, and not offered again and again.
                 Ok(moved) => all.add(moved),
                 Err(error) => {
-                    if let Err(error) = self.release_less(saved, others, error, &mut all) {
+                    if let Err(error) = self.release_less(&saved, others, error, &mut all) {
                         return Err(Failed::new(self, error));
                     }
                 }
@@ -348,13 +348,13 @@ impl<D: Driver> Departing<D> {
     /// These were not saved and released, for `error`: some of them alone. What is not offered again stays, and is noted.
     fn release_less(
         &mut self,
-        saved: Vec<Waiting>,
+        saved: &[Waiting],
         others: Vec<Waiting>,
         error: PoolError,
         all: &mut Moved,
     ) -> PoolResult<()> {
         if error.poisons_context() || !self.pool().deferred.is_settled() {
-            self.put_back(&saved);
+            self.put_back(saved);
             self.put_back(&others);
             return Err(error);
         }
@@ -365,7 +365,7 @@ impl<D: Driver> Departing<D> {
         // Once more without those that need nothing saved.
         if !unsaved.is_empty() {
             tracing::warn!(%error, "what nobody saves is released alone");
-            self.put_back(&saved);
+            self.put_back(saved);
             self.put_back(&kept);
             let part = part_of([&unsaved, &[]]);
             let before = self.resident_of(&part);
@@ -379,7 +379,7 @@ impl<D: Driver> Departing<D> {
         // Then without those of which something must be copied.
         } else if !saved.is_empty() && !kept.is_empty() {
             tracing::warn!(%error, "what needs no copy is released alone");
-            self.put_back(&saved);
+            self.put_back(saved);
             match self.release_for_good(&[], &kept) {
                 Ok(moved) => all.add(moved),
                 Err(error) => all.log.notes.push(stays(&error)),

@@ -32,4 +32,5 @@ mod spill;
 mod stage;
 mod staged;
 mod tags;
+mod ways;
 mod writeout;
