@@ -223,20 +223,20 @@ fn spilled_remark(pool: &PoolReport) -> Option<String> {
 /// seen to have nothing left to do, else `quiet`.
 fn standing_label(member: &MemberStats) -> String {
     const SHOWN_FROM_US: u64 = 1_000_000;
-    let mut label = state_label(member.member.state).to_owned();
-    let Idleness { quiet_us, is_drained, .. } = member.idleness;
+    let state = state_label(member.member.state);
     if member.member.state != MemberState::Active {
-        return label;
+        return state.to_owned();
     }
-    let away = tags_away(&member.member);
-    if !away.is_empty() {
-        label += &format!(" ({} away)", away.join(", "));
+    let away = match tags_away(&member.member).join(", ") {
+        tags if tags.is_empty() => String::new(),
+        tags => format!(" ({tags} away)"),
+    };
+    let Idleness { quiet_us, is_drained, .. } = member.idleness;
+    if quiet_us < SHOWN_FROM_US {
+        return format!("{state}{away}");
     }
-    if quiet_us >= SHOWN_FROM_US {
-        let word = if is_drained { "idle" } else { "quiet" };
-        label += &format!(", {word} {} s", quiet_us / 1_000_000);
-    }
-    label
+    let word = if is_drained { "idle" } else { "quiet" };
+    format!("{state}{away}, {word} {} s", quiet_us / 1_000_000)
 }
 
 /// The tags of memory that a process which runs is without. NCCL's is away also if it had no memory.

@@ -59,7 +59,7 @@ fn keys(bytes: &[u8]) -> Vec<Key> {
                 let parameters = sequence.iter().take_while(|byte| !(0x40..0x7f).contains(*byte));
                 let end = parameters.count();
                 rest = sequence.get(end + 1..).unwrap_or_default();
-                sequence.get(end).and_then(arrow)
+                sequence.get(end).copied().and_then(arrow)
             }
             (0x1b, _) => Some(Key::Escape),
             _ => None,
@@ -68,7 +68,7 @@ fn keys(bytes: &[u8]) -> Vec<Key> {
     found
 }
 
-fn arrow(last: &u8) -> Option<Key> {
+fn arrow(last: u8) -> Option<Key> {
     match last {
         b'A' => Some(Key::Up),
         b'B' => Some(Key::Down),
