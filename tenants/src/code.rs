@@ -101,7 +101,9 @@ impl From<&CoordinatorError> for Code {
 impl From<&RunDirError> for Code {
     fn from(error: &RunDirError) -> Self {
         match error {
-            RunDirError::Locked { .. } | RunDirError::Switching { .. } => Self::Busy,
+            RunDirError::Locked { .. }
+            | RunDirError::LockGone { .. }
+            | RunDirError::Switching { .. } => Self::Busy,
             RunDirError::NotOurs { .. }
             | RunDirError::PathTooLong { .. }
             | RunDirError::TooManyMembers { .. }

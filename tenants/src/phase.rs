@@ -65,7 +65,7 @@ pub enum Phase {
 }
 
 /// What a phase is to its pause or resume.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stage {
     /// It can be undone.
     Prepare,

@@ -89,9 +89,18 @@ pub struct MemberSocket {
 
 /// The right to pause or resume a tenant, held until dropped. A process that dies gives it up.
 #[derive(Debug)]
-pub struct CoordinatorLock(
-    #[expect(dead_code, reason = "its end gives the lock up")] locks::FileLock,
-);
+pub struct CoordinatorLock {
+    lock: locks::FileLock,
+    path: PathBuf,
+}
+
+impl CoordinatorLock {
+    /// Has its file still the name by which others find it? Cleaners of old files remove it, and then the next one that
+    /// comes makes another.
+    pub(crate) fn is_named(&self) -> bool {
+        self.lock.file().is_some_and(|file| is_still_named(file, &self.path))
+    }
+}
 
 impl RunDir {
     /// Opens, and creates if need be, the run directory: `explicit` (the value of
@@ -353,7 +362,12 @@ impl TenantDir {
             holder_pids,
             waited_ms,
         };
-        wait_for_lock(&path, deadline, open, try_lock, locked).map(CoordinatorLock)
+        let lock = wait_for_lock(&path, deadline, open, try_lock, locked)?;
+        // Cleaners go by its age.
+        if let Some(Err(error)) = lock.file().map(|file| file.set_modified(SystemTime::now())) {
+            tracing::debug!(%error, "the lock's file keeps its age");
+        }
+        Ok(CoordinatorLock { lock, path })
     }
 
     fn remove_abandoned_bindings(&self) -> Result<(), RunDirError> {
@@ -639,6 +653,24 @@ mod tests {
         let second = dir.lock(Instant::now());
         assert!(matches!(second, Err(RunDirError::Locked { .. })), "{second:?}");
         drop(lock);
+    }
+
+    #[test]
+    fn a_lock_is_young_when_it_is_taken_and_knows_when_its_file_is_removed() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = run_dir(&base).tenant(&name("train")).unwrap();
+        drop(dir.lock(soon()).unwrap());
+        let path = dir.path().join(LOCK_NAME);
+        let old = SystemTime::now() - Duration::from_hours(240);
+        File::open(&path).unwrap().set_modified(old).unwrap();
+        let lock = dir.lock(soon()).unwrap();
+        let modified = fs::metadata(&path).unwrap().modified().unwrap();
+        assert!(modified > old + Duration::from_hours(200), "{modified:?}");
+        assert!(lock.is_named());
+        fs::remove_file(&path).unwrap();
+        assert!(!lock.is_named());
+        let _second = dir.lock(soon()).unwrap();
+        assert!(!lock.is_named());
     }
 
     #[test]

@@ -18,6 +18,16 @@ pub enum MemberState {
     Faulted,
 }
 
+impl MemberState {
+    /// Is it neither on its way to a pause nor to a resume?
+    pub(crate) fn rests(self) -> bool {
+        match self {
+            Self::Active | Self::Paused | Self::Faulted => true,
+            Self::Offloading | Self::Restoring => false,
+        }
+    }
+}
+
 /// What happened to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {

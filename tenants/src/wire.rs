@@ -29,7 +29,7 @@ use crate::turns::{Class, Weight};
 pub const HANDED_MAX: usize = 64;
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 21;
+pub const PROTOCOL_VERSION: u16 = 22;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,7 +50,7 @@ pub enum Request {
     AwaitConsent(AwaitConsent),
     /// Answered with [`Reply::Noted`].
     GiveUp(GiveUp),
-    /// Answered with [`Reply::Member`].
+    /// Answered with [`Reply::Told`].
     Withdraw(Withdraw),
     /// Answered with [`Reply::Fds`], and as many descriptors beside it.
     FetchFds(FetchFds),
@@ -98,6 +98,8 @@ pub enum Reply {
     Activity(Box<Activity>),
     /// To [`Request::Phase`]: this phase is complete. It is named, so that an answer given twice is not taken for the next one's.
     PhaseDone(Phase, PhaseReport),
+    /// To [`Request::Withdraw`].
+    Told(RoundEnd),
     /// To [`Request::AwaitConsent`].
     Consented,
     /// To [`Request::GiveUp`].
@@ -422,6 +424,17 @@ pub struct Asked {
     pub round: u64,
     /// The step.
     pub phase: Phase,
+}
+
+/// What one process was told of the end of a pause or resume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum RoundEnd {
+    /// Nothing: no step that commits or undoes it.
+    Open,
+    /// To commit.
+    Commit,
+    /// To undo it.
+    Abort,
 }
 
 /// What a process holds, and how its last pause and resume went.

@@ -29,8 +29,8 @@ use tenants::wire::{
     Action, AskLent, Asked, AwaitConsent, BlockShape, Borrower, DeviceDelta, Failure, FailureKind,
     FetchFds, FetchPurpose, GiveUp, Hold, HostProgress, HostStage, HostStep, Idleness, Lending,
     Lent, LookIdle, MemberInfo, MemberState, MemberStats, Needed, Needs, Order, Phase, PhaseReport,
-    Reply, Request, SaveProgress, SaveStage, SaveStep, SpillProgress, SpillStep, StageLeft,
-    StageReport, StepOn, TagBytes, TakePhase, Told, Wanted, Window, Withdraw,
+    Reply, Request, RoundEnd, SaveProgress, SaveStage, SaveStep, SpillProgress, SpillStep,
+    StageLeft, StageReport, StepOn, TagBytes, TakePhase, Told, Wanted, Window, Withdraw,
 };
 use vmm_pool::driver::{AllocationFlags, DeviceOrdinal};
 use vmm_pool::{AllocationId, Copying, Held, KeptBytes, Part, PoolReport, SlabTotals, StayReason};
@@ -155,6 +155,7 @@ fn requests() -> Vec<Request> {
         Request::Stats,
         Request::Phase(TakePhase {
             round: 1 << 40,
+            alone: false,
             order: Phase::Save
                 .order(&Told::new(&tags, &[Stay { id: ID, reason: StayReason::LetGo }])),
             timeout_ms: 120_000,
@@ -182,16 +183,19 @@ fn requests() -> Vec<Request> {
         }),
         Request::Phase(TakePhase {
             round: 7,
+            alone: false,
             order: Phase::Release.order(&Told::new(&Scope::Whole, &[])),
             timeout_ms: 1,
         }),
         Request::Phase(TakePhase {
             round: 8,
+            alone: false,
             order: Order::ReleaseStage { window: window() },
             timeout_ms: 60_000,
         }),
         Request::Phase(TakePhase {
             round: 9,
+            alone: false,
             order: Order::RestoreStage { scope: Scope::Whole, window: window() },
             timeout_ms: 60_000,
         }),
@@ -354,6 +358,7 @@ fn replies() -> Vec<Reply> {
     let kind = FailureKind::OutOfDeviceMemory { missing_bytes: u64::MAX };
     vec![
         Reply::Member(member),
+        Reply::Told(RoundEnd::Commit),
         Reply::Stats(Box::new(stats)),
         Reply::Needs(needed),
         Reply::Cut(Box::new(cut)),

@@ -2,6 +2,9 @@
  * answers each with one line, `ok ...` or `no CODE`:
  *
  *   allocate SEED          a block by cuMemAlloc, filled
+ *   tagged TAG SEED        the same in a region of that tag
+ *   spare TAG              another one, which is never looked at
+ *   away TAG | back TAG    pauses or resumes its own memory of a tag by itself
  *   create SEED            the same by cuMemCreate, which can be exported
  *   fill SEED              fills it anew
  *   own SEED               does it hold that?
@@ -85,6 +88,36 @@ static void allocate(unsigned seed)
     OK(cuMemAlloc(&own.block, BYTES));
     fill(own.block, seed);
     printf("ok\n");
+}
+
+static void *ours(const char *name)
+{
+    void *found = dlsym(RTLD_DEFAULT, name);
+    if (found == NULL)
+        exit(3);
+    return found;
+}
+
+static CUdeviceptr in_region(const char *tag)
+{
+    CUdeviceptr made = 0;
+    if (((int (*)(const char *, int))ours("sublet_region_begin"))(tag, 0) != 0)
+        exit(4);
+    OK(cuMemAlloc(&made, BYTES));
+    if (((int (*)(void))ours("sublet_region_end"))() != 0)
+        exit(4);
+    fill(made, 1);
+    return made;
+}
+
+/* By this process alone. */
+static void act_on(const char *tag, const char *what)
+{
+    int (*act)(const char *, const char *const *, size_t, int, uint32_t) = ours(what);
+    if (act(NULL, &tag, 1, 1, 30000) == 0)
+        printf("ok\n");
+    else
+        printf("no %s\n", ((const char *(*)(void))ours("sublet_last_error"))());
 }
 
 static void create(unsigned seed)
@@ -228,6 +261,14 @@ static void obey(const char *line)
     sscanf(line, "%*s %u", &seed);
     if (is(line, "allocate"))
         allocate(seed);
+    else if (sscanf(line, "tagged %255s %u", text, &seed) == 2)
+        own.block = in_region(text), fill(own.block, seed), printf("ok\n");
+    else if (sscanf(line, "spare %255s", text) == 1)
+        in_region(text), printf("ok\n");
+    else if (sscanf(line, "away %255s", text) == 1)
+        act_on(text, "sublet_pause_tags");
+    else if (sscanf(line, "back %255s", text) == 1)
+        act_on(text, "sublet_resume_tags");
     else if (is(line, "create"))
         create(seed);
     else if (is(line, "fill"))

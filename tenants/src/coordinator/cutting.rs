@@ -118,6 +118,7 @@ impl Session<'_> {
             if !undone.failures.is_empty() {
                 return Err(Stop::Failed(undone.into_failures()));
             }
+            self.begin_anew();
             summary.retries += 1;
         }
     }

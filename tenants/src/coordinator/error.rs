@@ -232,7 +232,9 @@ impl CoordinatorError {
     /// Can the same call succeed later, when others have given memory back or finished what they do?
     pub fn is_retryable(&self) -> bool {
         match self {
-            Self::RunDir(error) => matches!(error, RunDirError::Locked { .. }),
+            Self::RunDir(error) => {
+                matches!(error, RunDirError::Locked { .. } | RunDirError::LockGone { .. })
+            }
             Self::Joined { .. } => true,
             Self::Refused { failures, undo_failures, .. } => {
                 undo_failures.is_empty()

@@ -187,6 +187,7 @@ impl Ordered {
         let told = Told { window, ..session.told() };
         TakePhase {
             round: session.round(),
+            alone: session.acts_alone(),
             order: self.phase.order(&told),
             timeout_ms: millis(timeout.silence),
         }

@@ -1,6 +1,7 @@
 //! One pause or resume, from the greeting to the account.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use vmm_pool::{ClassBytes, Copies};
@@ -16,7 +17,7 @@ use crate::host_memory::{self, HostShortage};
 use crate::identity::TenantName;
 use crate::phase::{Manner, Stage, Stages, Told};
 use crate::references::Stay;
-use crate::run_dir::{CoordinatorLock, MemberSocket, TenantDir};
+use crate::run_dir::{CoordinatorLock, MemberSocket, RunDirError, TenantDir};
 use crate::scope::Scope;
 use crate::transport::has_ended;
 use crate::wire::{
@@ -54,6 +55,7 @@ const TELL_TIMEOUT: Duration = Duration::from_secs(1);
 /// The connections to a tenant's members while its lock is held.
 pub(super) struct Session<'a> {
     pub(super) dir: &'a TenantDir,
+    lock: &'a CoordinatorLock,
     pub(super) options: &'a Options,
     pub(super) progress: &'a mut dyn FnMut(Event<'_>),
     pub(super) peers: Peers,
@@ -85,6 +87,8 @@ pub(super) enum Stop {
     CalledOff,
     /// Processes have joined since the members were listed.
     Joined,
+    /// See [`RunDirError::LockGone`].
+    LockGone,
 }
 
 impl From<Vec<MemberFailure>> for Stop {
@@ -124,16 +128,17 @@ impl<'a> Session<'a> {
     /// Connects to all live members and learns who they are.
     pub(super) fn open(
         dir: &'a TenantDir,
-        lock: &CoordinatorLock,
+        lock: &'a CoordinatorLock,
         options: &'a Options,
         action: Action,
         progress: &'a mut dyn FnMut(Event<'_>),
     ) -> Result<Self, CoordinatorError> {
-        let round = getrandom::u64().unwrap_or_else(|_| u64::from(std::process::id()));
+        let round = new_round();
         let scope = options.scope.clone();
         let peers = Peers::default();
         let mut session = Self {
             dir,
+            lock,
             options,
             progress,
             peers,
@@ -182,6 +187,16 @@ impl<'a> Session<'a> {
     /// Tells this pause or resume from others.
     pub(super) fn round(&self) -> u64 {
         self.round
+    }
+
+    /// What was led is undone, and what follows is a pause or resume of its own.
+    pub(super) fn begin_anew(&mut self) {
+        self.round = new_round();
+    }
+
+    /// Does no process but one take part?
+    pub(super) fn acts_alone(&self) -> bool {
+        self.options.takes_part != TakesPart::Everybody
     }
 
     pub(super) fn tenant(&self) -> TenantName {
@@ -294,7 +309,14 @@ impl<'a> Session<'a> {
         if action == Action::Pause {
             self.wait_for_borrowers(members)?;
         }
+        self.check_lock().map_err(|_| Stop::LockGone)?;
         self.take_all(plan, members, report)
+    }
+
+    /// Is this the one that leads the tenant, as far as others can see? Looked at before a first step is taken.
+    pub(super) fn check_lock(&self) -> Result<(), CoordinatorError> {
+        let tenant = self.tenant();
+        if self.lock.is_named() { Ok(()) } else { Err(RunDirError::LockGone { tenant }.into()) }
     }
 
     /// The end of a resume by stages: all that follows them. An error is undone by the caller.
@@ -492,9 +514,10 @@ impl<'a> Session<'a> {
     ) -> CoordinatorError {
         let called_off = matches!(stop, Stop::CalledOff);
         let joined = matches!(stop, Stop::Joined);
+        let lock_is_gone = matches!(stop, Stop::LockGone);
         let mut failures = match stop {
             Stop::Failed(failures) => failures,
-            Stop::CalledOff | Stop::Joined => Vec::new(),
+            Stop::CalledOff | Stop::Joined | Stop::LockGone => Vec::new(),
         };
         self.name_absent(&mut failures);
         (self.progress)(Event::RollingBack { failures: &failures });
@@ -548,6 +571,8 @@ impl<'a> Session<'a> {
         let runs = info.is_some_and(|info| info.state == MemberState::Active);
         if joined && undo_failures.is_empty() {
             CoordinatorError::Joined { tenant }
+        } else if lock_is_gone && undo_failures.is_empty() {
+            RunDirError::LockGone { tenant }.into()
         } else if called_off {
             CoordinatorError::CalledOff { tenant, action, runs, undo_failures }
         } else {
@@ -598,7 +623,8 @@ impl<'a> Session<'a> {
 
     fn question_within(&self, phase: Phase, timeout: Duration) -> TakePhase {
         let order = phase.order(&self.told());
-        TakePhase { round: self.round, order, timeout_ms: millis(timeout) }
+        let alone = self.acts_alone();
+        TakePhase { round: self.round, alone, order, timeout_ms: millis(timeout) }
     }
 
     pub(super) fn phase_step(
@@ -735,6 +761,16 @@ impl<'a> Session<'a> {
             ));
         }
     }
+}
+
+/// A number that no other pause or resume has.
+fn new_round() -> u64 {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let counted = || {
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        (u64::from(std::process::id()) << 32) | u64::from(count)
+    };
+    getrandom::u64().unwrap_or_else(|_| counted())
 }
 
 pub(super) fn millis(duration: Duration) -> u64 {

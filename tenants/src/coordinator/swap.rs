@@ -243,6 +243,7 @@ fn overlapped(
     let shapes = leaving.take_shapes(&mut report, &leavers);
     let checked = target
         .check_room(&needs, &totals(gives.iter().flatten()))
+        .and_then(|()| coming.check_lock().map_err(SwapError::NoTarget))
         .and_then(|()| coming.check_all_alive(&comers).map_err(|dead| target.refused(dead)));
     if let Err(error) = checked {
         let why = error.in_the_way().map(|error| error.failures().to_vec()).unwrap_or_default();

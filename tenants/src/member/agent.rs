@@ -1,5 +1,7 @@
 //! The two threads of a member: one that speaks, one that works.
 
+mod leading;
+
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
@@ -24,14 +26,13 @@ use super::saving::Saving;
 use super::sockets::Noted;
 use super::{AGENT_TIMEOUT, Member};
 use crate::host_memory::Pressure;
-use crate::phase::Stage;
 use crate::run_dir::NAME_LOOK_EVERY;
 use crate::scope::Scope;
 use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
-    Action, AskLent, Asked, AwaitConsent, Failure, FailureKind, GiveUp, HANDED_MAX, Hold,
-    HostStage, HostStep, LookIdle, MemberState, Needs, Order, Phase, Reply, Request, SaveStep,
-    SpillStep, StepOn, TakePhase, Withdraw,
+    Action, AskLent, AwaitConsent, Failure, FailureKind, GiveUp, Hold, HostStage, HostStep,
+    LookIdle, MemberState, Needs, Order, Phase, Reply, Request, SaveStep, SpillStep, StepOn,
+    TakePhase, Withdraw,
 };
 
 /// No request waits longer than this, whatever it says.
@@ -84,8 +85,8 @@ struct Job {
 }
 
 enum Work {
-    /// With the descriptors that came beside it.
-    Phase(Order, Vec<UninheritedFd>),
+    /// An order of this round, or to settle it, with the descriptors that came beside it.
+    Phase(Option<u64>, Order, Vec<UninheritedFd>),
     Needs(Scope, bool),
     Cut {
         hold: Hold,
@@ -134,15 +135,6 @@ struct Watcher {
     deadline: Instant,
 }
 
-/// Who coordinates the pause or resume under way.
-struct Leader {
-    connection: u64,
-    /// When its next request is due.
-    due: Instant,
-    /// Which pause or resume it leads; none while it has asked for no step of one.
-    round: Option<u64>,
-}
-
 struct Agent<D: Driver> {
     member: Arc<Member<D>>,
     /// Goes before the listener does.
@@ -159,8 +151,8 @@ struct Agent<D: Driver> {
     pressure: Pressure,
     jobs: Sender<Job>,
     done: Receiver<Done>,
-    /// When it goes, the process settles what it led alone.
-    leader: Option<Leader>,
+    /// When the next request of whoever leads is due. When that one goes, the process settles what it led alone.
+    due: Instant,
     /// Who has asked for contents in files.
     savers: BTreeSet<u64>,
     /// Who has asked for room, and what tells the steps of it that they have gone.
@@ -193,7 +185,7 @@ pub(super) fn spawn<D: Driver>(
         pressure: Pressure::default(),
         jobs,
         done,
-        leader: None,
+        due: Instant::now(),
         savers: BTreeSet::new(),
         spillers: BTreeMap::new(),
     };
@@ -250,7 +242,7 @@ fn do_job<D: Driver>(
 ) -> Option<Reply> {
     let Job { connection, work, deadline } = job;
     Some(match work {
-        Work::Phase(order, came) => {
+        Work::Phase(round, order, came) => {
             *beside = came.into_iter().map(UninheritedFd::into_fd).collect();
             // It moves what is being written.
             *saving = None;
@@ -260,7 +252,7 @@ fn do_job<D: Driver>(
             if order.phase().opens_descriptors() {
                 member.descriptor_limit.raise();
             }
-            member.run_phase(&order, beside, deadline)
+            member.run_phase(round, &order, beside, deadline)
         }
         Work::Needs(scope, all_devices) => member.run_needs(&scope, all_devices),
         Work::Cut { hold: Hold { limits, seen, .. }, asked } => {
@@ -300,7 +292,7 @@ fn text_of(panic: &(dyn Any + Send)) -> &str {
 impl Work {
     fn phase(&self) -> Option<Phase> {
         match self {
-            Self::Phase(order, _) => Some(order.phase()),
+            Self::Phase(_, order, _) => Some(order.phase()),
             Self::Needs(..)
             | Self::Cut { .. }
             | Self::Step { .. }
@@ -330,52 +322,6 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    /// A coordinator that is connected and asks for nothing any more stands still itself, and with it this process.
-    fn hang_up_on_silence(&mut self) {
-        if let Some(&Leader { connection: number, due, .. }) = self.leader.as_ref()
-            && Instant::now() >= due
-        {
-            self.member.note(
-                "whoever led a pause or resume was silent for too long (stopped?), and was hung up on".to_owned(),
-            );
-            self.hang_up(number);
-        }
-    }
-
-    /// Closes the coordinator's connection: nothing that it may still send is acted on. Then as if it had ended.
-    fn hang_up(&mut self, number: u64) {
-        self.clients.close(number);
-        self.forget(number);
-    }
-
-    /// Somebody settles `round` without its coordinator, and goes by what we say now: no step of it may follow.
-    fn withdraw(&mut self, round: u64) {
-        let Some(number) = self.leading() else {
-            return;
-        };
-        // What the coordinator has sent before it ended counts.
-        while let Ok(Some((request, fds))) = self.clients.next_request(number) {
-            self.handle(number, request, fds);
-        }
-        // The next command may lead already, and have what was left half done settled: not by its round is this one
-        // asked for, and to hang up on it would leave this process out of all that it does.
-        let leads = |leader: &Leader| leader.connection == number && leader.round == Some(round);
-        if self.leader.as_ref().is_some_and(leads) {
-            self.hang_up(number);
-        }
-    }
-
-    /// `number` leads from now on, and its next request is due when all have had `timeout` for this one.
-    fn follow(&mut self, number: u64, round: Option<u64>, timeout: Duration) {
-        let due = Instant::now() + timeout + SILENCE_MAX;
-        self.leader = Some(Leader { connection: number, due, round });
-    }
-
-    /// The connection of whoever leads.
-    fn leading(&self) -> Option<u64> {
-        self.leader.as_ref().map(|leader| leader.connection)
-    }
-
     /// Puts the socket's name back when it has gone: nobody could reach this process any more, nor what it has saved.
     fn keep_name(&mut self) {
         let now = Instant::now();
@@ -393,7 +339,7 @@ impl<D: Driver> Agent<D> {
             self.member.begin_giving_back();
         }
         // A coordinator holds a lock that went with the directory: another one shall not find us beside it.
-        if self.leader.is_some() {
+        if self.leading().is_some() {
             return;
         }
         if self.listener.is_named() {
@@ -436,7 +382,7 @@ impl<D: Driver> Agent<D> {
     fn wait(&self) {
         let waiters = self.waiters.iter().map(|waiter| waiter.deadline);
         let waiters = waiters.chain(self.watchers.iter().map(|watcher| watcher.deadline));
-        let silence = self.leader.as_ref().map(|leader| leader.due);
+        let silence = self.leading().map(|_| self.due);
         let others = self.clients.next_stall().into_iter().chain(self.accept_after).chain(silence);
         let deadline = waiters.chain(others).min().unwrap_or(self.look_at).min(self.look_at);
         let mut fds = vec![PollFd::new(self.wakeups.0.as_fd(), PollFlags::POLLIN)];
@@ -517,8 +463,8 @@ impl<D: Driver> Agent<D> {
     /// The coordinator went away: nobody will tell us what to do, so the worker finds out when it is done
     /// with what it was told.
     fn leader_gone(&mut self) {
-        self.leader = None;
-        self.submit(NOBODY, Work::Phase(Order::Settle, Vec::new()), AGENT_TIMEOUT);
+        let round = self.member.status().rounds.end_leading();
+        self.submit(NOBODY, Work::Phase(round, Order::Settle, Vec::new()), AGENT_TIMEOUT);
     }
 
     fn submit(&self, connection: u64, work: Work, timeout: Duration) {
@@ -543,36 +489,37 @@ impl<D: Driver> Agent<D> {
                     self.submit(number, Work::Needs(scope, all_devices), wait_of(timeout_ms));
                 }
             }
-            Request::Phase(TakePhase { round, order, timeout_ms }) => {
+            Request::Phase(TakePhase { order: Order::Settle, timeout_ms, .. }) => {
                 if self.opens(number) {
-                    self.follow(number, Some(round), wait_of(timeout_ms));
-                    self.member.cut().claim(number);
-                    let phase = order.phase();
-                    if phase.stage() != Stage::Settle {
-                        self.member.status().asked = Some(Asked { round, phase });
-                    }
-                    if phase == Phase::RestoreStage {
-                        self.clients.take_fds(number, HANDED_MAX);
-                    }
-                    let work =
-                        Work::Phase(order, fds.into_iter().map(UninheritedFd::from).collect());
-                    self.submit(number, work, wait_of(timeout_ms));
+                    self.settle(number, wait_of(timeout_ms));
+                }
+            }
+            Request::Phase(request) => {
+                if self.opens(number) {
+                    self.take_phase(number, request, fds);
                 }
             }
             Request::Cut(hold) => {
                 if self.opens(number) {
                     let wait = wait_of(hold.wait_ms);
-                    self.follow(number, None, wait);
-                    let asked = self.member.cut().claim(number);
-                    self.submit(number, Work::Cut { hold, asked }, wait);
+                    if self.follow(number, wait) {
+                        let asked = self.member.cut().claim(number);
+                        self.submit(number, Work::Cut { hold, asked }, wait);
+                    } else {
+                        self.refuse(number);
+                    }
                 }
             }
             Request::Step(step) => {
                 if self.opens(number) {
                     let wait = wait_of(step.wait_ms);
-                    self.follow(number, Some(step.round), wait);
-                    let asked = self.member.cut().claim(number);
-                    self.submit(number, Work::Step { step, asked }, wait);
+                    let is_led = self.member.status().rounds.is_led(number, step.round);
+                    if is_led && self.follow(number, wait) {
+                        let asked = self.member.cut().claim(number);
+                        self.submit(number, Work::Step { step, asked }, wait);
+                    } else {
+                        self.refuse(number);
+                    }
                 }
             }
             Request::Save(step) => {
@@ -599,8 +546,8 @@ impl<D: Driver> Agent<D> {
                 }
             }
             Request::Withdraw(Withdraw { round }) => {
-                self.withdraw(round);
-                self.answer(number, &Reply::Member(self.member.info()));
+                let told = self.withdraw(round);
+                self.answer(number, &Reply::Told(told));
             }
             Request::GiveUp(GiveUp { action, why }) => {
                 self.member.give_up(action, why);
@@ -698,9 +645,8 @@ impl<D: Driver> Agent<D> {
         while let Ok(done) = self.done.try_recv() {
             let beside = done.beside.into_iter().map(UninheritedFd::into_fd).collect();
             self.clients.answer_open(done.connection, &done.reply, beside);
-            let is_over = done.phase.is_some_and(Phase::is_last);
-            if is_over && self.leading() == Some(done.connection) {
-                self.leader = None;
+            if done.phase.is_some_and(Phase::is_last) {
+                self.member.status().rounds.stop_leading(done.connection);
             }
         }
     }

@@ -202,6 +202,18 @@ impl Clients {
         client.connection.peer().pid()
     }
 
+    /// How many requests of client `number` are answered later and have not been.
+    pub(super) fn owed(&self, number: u64) -> usize {
+        let client = self.list.iter().find(|client| client.number == number);
+        client.map_or(0, |client| client.open_requests)
+    }
+
+    /// Has client `number` ended, or hung up? What it has sent before may still be unread.
+    pub(super) fn has_ended(&self, number: u64) -> bool {
+        let client = self.list.iter().find(|client| client.number == number);
+        client.is_none_or(Client::has_ended)
+    }
+
     fn find(&mut self, number: u64) -> Option<&mut Client> {
         self.list.iter_mut().find(|client| client.number == number)
     }
@@ -223,6 +235,14 @@ impl Client {
         let ready = matches!(nix::poll::poll(&mut fds, PollTimeout::ZERO), Ok(1..));
         let hung_up = fds[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP));
         ready && !hung_up
+    }
+
+    fn has_ended(&self) -> bool {
+        let mut fds = [PollFd::new(self.connection.as_fd(), PollFlags::POLLIN)];
+        let looked = nix::poll::poll(&mut fds, PollTimeout::ZERO).is_ok();
+        let hung_up = fds[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP));
+        // A child that it has forked may hold its end of the connection.
+        looked && (hung_up || self.connection.process().has_ended())
     }
 
     fn note_stall(&mut self) -> Result<(), TransportError> {

@@ -25,6 +25,7 @@ mod nccl;
 mod owners;
 mod phases;
 mod progress;
+mod rounds;
 mod saving;
 mod selection;
 mod sockets;
@@ -68,6 +69,7 @@ use lending::KnownBorrower;
 use limit::DescriptorLimit;
 use owners::Owner;
 use progress::Progress;
+use rounds::Rounds;
 use sockets::Sockets;
 use termination::CallingOff;
 use vmm_pool::gate::Gate;
@@ -202,8 +204,9 @@ pub(crate) struct Status {
     pub(crate) changes: u64,
     /// When it did last.
     pub(crate) changed_at: Instant,
-    /// The last step it was asked for.
+    /// The last step it was asked for, for people.
     pub(crate) asked: Option<Asked>,
+    pub(crate) rounds: Rounds,
     pub(crate) pauses: u64,
     /// This process is paused, and others may still be at it.
     pub(crate) is_pausing: bool,
@@ -315,6 +318,7 @@ impl<D: Driver> Member<D> {
                 changes: 0,
                 changed_at: Instant::now(),
                 asked: None,
+                rounds: Rounds::default(),
                 pauses: 0,
                 is_pausing: false,
                 resumes: 0,

@@ -31,11 +31,13 @@ use crate::wire::{
 };
 
 impl<D: Driver> Member<D> {
-    /// Takes the phase that `order` asks for, and answers for it.
+    /// Takes the phase of `round` that `order` asks for, and answers for it. To settle is to settle that round; none where
+    /// nothing is under way.
     ///
     /// Descriptors of memory that changes hands come and go `beside` it.
     pub(super) fn run_phase(
         &self,
+        round: Option<u64>,
         order: &Order,
         beside: &mut Vec<OwnedFd>,
         deadline: Instant,
@@ -60,10 +62,11 @@ impl<D: Driver> Member<D> {
             Order::ImportFromLiving => self.import_from_living(deadline),
             Order::Activate => self.activate(),
             Order::AbortResume => self.abort_resume(),
-            Order::Settle => self.settle(),
+            Order::Settle => self.settle(round),
         };
-        if phase.is_last() || phase.stage() == Stage::Settle {
+        if phase.is_last() {
             self.count_pause();
+            self.last_step_taken(round);
         }
         let elapsed_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
         match outcome {
@@ -367,6 +370,15 @@ impl<D: Driver> Member<D> {
         };
         let stayed_bytes = self.stand_released(selection, done)?;
         Ok(PhaseReport { devices: self.deltas(&before), stayed_bytes, ..report(log) })
+    }
+
+    /// The last step of `round` was taken, well or not.
+    fn last_step_taken(&self, round: Option<u64>) {
+        let mut status = self.status();
+        let rests = status.state.rests();
+        if let Some(round) = round {
+            status.rounds.last_step_taken(round, rests);
+        }
     }
 
     /// Whoever has asked for a pause together with others waits until all of them have released, which this process knows by

@@ -39,21 +39,20 @@ pub(super) enum Progress<D: Driver> {
 }
 
 /// What a process knows, without asking anybody, of how a pause or resume ends whose coordinator is gone.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Outlook {
     /// Nobody was told to commit: it has not prepared.
     Aborts,
-    /// Going on is as good as going back.
+    /// Going on is as good as going back; where it has begun to release, it was told to, and goes on.
     InDoubt,
-    /// It has begun to commit.
-    Commits,
 }
 
 impl<D: Driver> Progress<D> {
     pub(super) fn outlook(&self) -> Outlook {
         match self {
-            Self::Prepared(_) | Self::Reserved(_) | Self::Restored(_) => Outlook::InDoubt,
-            Self::Departing(..) => Outlook::Commits,
+            Self::Prepared(_) | Self::Reserved(_) | Self::Departing(..) | Self::Restored(_) => {
+                Outlook::InDoubt
+            }
             Self::Taken
             | Self::Rest(_)
             | Self::Draining(..)

@@ -7,6 +7,9 @@
 //! prepared knows that nobody was told, and aborts. One that has begun to release by stages knows that it was told, and
 //! commits: it saves and releases what is left, as it could from the moment that it was prepared.
 //!
+//! One that is silent, as a process that is stopped, counts as told nothing: it may not have prepared, or may have been
+//! told to undo what it had, and goes back when it goes on. Where it alone was told to commit, they part.
+//!
 //! The question needs a connection made after the coordinator's end was seen. Whatever the coordinator sent
 //! to the process that is asked lies in that one's socket by then, and its agent reads that first, so its answer
 //! counts it. A coordinator that was only stopped may go on at any time, though: so whoever is asked hangs up on it
@@ -21,16 +24,20 @@ use nix::poll::{PollFd, PollFlags};
 use vmm_pool::driver::Driver;
 
 use super::Member;
-use super::progress::Outlook;
+use super::rounds::{Said, Verdict, known};
 use crate::identity::MemberId;
-use crate::phase::{Action, Stage};
+use crate::phase::Action;
 use crate::run_dir::MemberSocket;
 use crate::transport::{Connection, Process, TransportError, poll_until};
-use crate::wire::{Ask as _, Asked, Failure, FailureKind, MemberState, PhaseReport, Withdraw};
+use crate::wire::{Ask as _, Failure, FailureKind, MemberState, PhaseReport, RoundEnd, Withdraw};
 
 /// How long all others together may take to say what they were told. Agents answer at once; only a stopped
 /// process does not.
 const ASK_TIMEOUT: Duration = Duration::from_secs(5);
+/// Answers that have taken longer in all are asked for again: others wait for as long for a process that is stopped,
+const ANSWERS_COUNT: Duration = Duration::from_secs(1);
+/// so often at most.
+const ASKED_TIMES_MAX: u32 = 3;
 /// Questions that are out at a time: each takes two descriptors of the application's process.
 const ASKED_AT_ONCE: usize = 64;
 /// How soon one that could not be asked is tried again: there is no event for that.
@@ -73,26 +80,13 @@ impl CallingOff {
     }
 }
 
-/// What the others said of a pause or resume whose coordinator is gone.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Verdict {
-    /// One was told to.
-    Commit,
-    /// None was told to commit.
-    Abort,
-}
-
 impl<D: Driver> Member<D> {
-    /// Brings a pause or resume under way to an end without its coordinator. Runs on the worker thread,
+    /// Brings a pause or resume under way, which is `round`, to an end without its coordinator. Runs on the worker thread,
     /// after the phase that the coordinator left behind.
-    pub(super) fn settle(&self) -> Result<PhaseReport, Failure> {
-        let (state, asked) = {
-            let status = self.status();
-            (status.state, status.asked)
-        };
-        let (action, failing) = match state {
-            MemberState::Offloading => (Action::Pause, Verdict::Commit),
-            MemberState::Restoring => (Action::Resume, Verdict::Abort),
+    pub(super) fn settle(&self, round: Option<u64>) -> Result<PhaseReport, Failure> {
+        let action = match self.state() {
+            MemberState::Offloading => Action::Pause,
+            MemberState::Restoring => Action::Resume,
             MemberState::Active => {
                 self.cut().release();
                 return Ok(PhaseReport::default());
@@ -104,13 +98,13 @@ impl<D: Driver> Member<D> {
             }
         };
         let outlook = self.progress().outlook();
-        let verdict = match (outlook, asked) {
-            (Outlook::Commits, _) => Some(Verdict::Commit),
-            (Outlook::InDoubt, Some(asked)) => self.ask_others(asked.round),
-            (Outlook::InDoubt, None) | (Outlook::Aborts, _) => Some(Verdict::Abort),
-        };
-        // Paused is safe whatever a silent one does: contents are saved, or can be, and nobody writes to them.
-        let verdict = verdict.unwrap_or(failing);
+        let told = round.map_or(RoundEnd::Open, |round| self.status().rounds.told(round));
+        let asked = || round.map_or(Verdict::Abort, |round| self.ask_others(round));
+        let verdict = known(outlook, told).unwrap_or_else(asked);
+        if let Some(round) = round {
+            // Others that ask us follow.
+            self.status().rounds.decide(round, verdict);
+        }
         let phase = match verdict {
             Verdict::Commit => action.commit(),
             Verdict::Abort => action.abort(),
@@ -119,10 +113,6 @@ impl<D: Driver> Member<D> {
             "the coordinator of a pause or resume ended half-way, and this process finished it alone \
              ({phase:?})"
         ));
-        if let Some(Asked { round, .. }) = asked {
-            // Others that ask us follow.
-            self.status().asked = Some(Asked { round, phase });
-        }
         let outcome = match (action, verdict) {
             (Action::Pause, Verdict::Commit) => self.release(),
             (Action::Pause, Verdict::Abort) => self.abort_pause(),
@@ -138,20 +128,37 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    /// Was any other process told to go beyond the point of no return of `round`? None when none of those
-    /// that answer was, and one does not answer. All are asked at once, so that one that is silent takes nobody
-    /// else's time to answer.
-    fn ask_others(&self, round: u64) -> Option<Verdict> {
-        let deadline = Instant::now() + ASK_TIMEOUT;
+    /// Was any other process told to go beyond the point of no return of `round`? One that does not say counts as one that
+    /// was told nothing: it may not even have prepared, and then goes back when it can.
+    fn ask_others(&self, round: u64) -> Verdict {
+        for _ in 0..ASKED_TIMES_MAX {
+            let began = Instant::now();
+            let verdict = self.ask_others_once(round, began + ASK_TIMEOUT);
+            let took = began.elapsed();
+            match verdict {
+                Ok(Verdict::Commit) => return Verdict::Commit,
+                // Those that answered first may have gone on since, without one that was silent for long.
+                Ok(Verdict::Abort) if took < ANSWERS_COUNT => break,
+                // Else this process was stopped itself, and the others have gone on without it.
+                Err(Silent) if took < ASK_TIMEOUT + ANSWERS_COUNT => break,
+                Ok(Verdict::Abort) | Err(Silent) => {}
+            }
+        }
+        Verdict::Abort
+    }
+
+    /// Asks all at a time, so that one that is silent takes nobody else's time to answer.
+    fn ask_others_once(&self, round: u64, deadline: Instant) -> Result<Verdict, Silent> {
         let sockets = self.dir.members().unwrap_or_default();
         if !sockets.iter().any(|socket| socket.id == self.id) {
             tracing::warn!("the tenant's directory has gone: the others cannot be asked");
-            return None;
+            return Err(Silent);
         }
         let mut to_ask: VecDeque<MemberSocket> =
             sockets.into_iter().filter(|socket| socket.id != self.id).collect();
         let mut asked: Vec<Question> = Vec::new();
         let mut all_answered = true;
+        let mut said = Said::default();
         while !(asked.is_empty() && to_ask.is_empty()) {
             let now = Instant::now();
             if now >= deadline {
@@ -159,7 +166,7 @@ impl<D: Driver> Member<D> {
                 for member in silent.chain(to_ask.iter().map(|socket| socket.id)) {
                     tracing::warn!(%member, "a peer did not say how far it was told to go");
                 }
-                return None;
+                return Err(Silent);
             }
             let mut look_again = deadline.min(now + LOOK_EVERY);
             while asked.len() < ASKED_AT_ONCE
@@ -180,10 +187,9 @@ impl<D: Driver> Member<D> {
             let mut fds: Vec<PollFd<'_>> = asked.iter().flat_map(Question::events).collect();
             if let Err(error) = poll_until(&mut fds, look_again) {
                 tracing::warn!(%error, "the others could not be waited for");
-                return None;
+                return Err(Silent);
             }
             drop(fds);
-            let (mut one_commits, mut one_aborts) = (false, false);
             asked.retain_mut(|question| match question.answer() {
                 Heard::Nothing => true,
                 Heard::Gone => false,
@@ -191,24 +197,21 @@ impl<D: Driver> Member<D> {
                     all_answered = false;
                     false
                 }
-                Heard::Told(asked) => {
-                    let asked = asked.filter(|asked| asked.round == round);
-                    one_commits |= asked.is_some_and(|asked| asked.phase.is_decided());
-                    // Whoever aborts has been told so, or has found out that nobody was told to commit.
-                    one_aborts |= asked.is_some_and(|asked| asked.phase.stage() == Stage::Abort);
+                Heard::Told(told) => {
+                    said.hear(told);
                     false
                 }
             });
-            if one_commits {
-                return Some(Verdict::Commit);
-            }
-            if one_aborts {
-                return Some(Verdict::Abort);
+            if let Some(verdict) = said.verdict() {
+                return Ok(verdict);
             }
         }
-        all_answered.then_some(Verdict::Abort)
+        if all_answered { Ok(Verdict::Abort) } else { Err(Silent) }
     }
 }
+
+/// One of the others did not say what it was told, and none of those that did was told anything.
+struct Silent;
 
 /// A question to one other process.
 struct Question {
@@ -221,8 +224,7 @@ struct Question {
 /// What came of it so far.
 enum Heard {
     Nothing,
-    /// The last step that it was asked for.
-    Told(Option<Asked>),
+    Told(RoundEnd),
     /// It has ended.
     Gone,
     Nonsense,
@@ -254,7 +256,7 @@ impl Question {
         match self.connection.try_answer(&self.asked) {
             Ok(None) if has_ended => Heard::Gone,
             Ok(None) => Heard::Nothing,
-            Ok(Some(Ok(info))) => Heard::Told(info.asked),
+            Ok(Some(Ok(told))) => Heard::Told(told),
             Err(error) if error.peer_is_gone() => Heard::Gone,
             Ok(Some(Err(_))) | Err(_) => {
                 tracing::warn!(member = %self.member, "a peer's answer makes no sense");

@@ -60,6 +60,14 @@ pub enum RunDirError {
         /// How long we waited.
         waited_ms: u64,
     },
+    /// The lock's file was removed while it was held, so that another may hold one beside it.
+    #[error(
+        "the file of the lock on tenant '{tenant}' was removed, as cleaners of old files do; nothing was changed: try again"
+    )]
+    LockGone {
+        /// The tenant.
+        tenant: TenantName,
+    },
     /// Somebody else is switching tenants.
     #[error(
         "tenants are being switched by {}, and that did not end in {waited_ms} ms; wait for it, or end it",

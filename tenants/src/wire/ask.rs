@@ -7,7 +7,7 @@ use vmm_pool::AllocationId;
 
 use super::{
     FDS_PER_MESSAGE_MAX, Failure, FetchPurpose, HostProgress, Idleness, Lending, MemberInfo,
-    MemberStats, Needed, PhaseReport, Reply, Request, SaveProgress, SpillProgress,
+    MemberStats, Needed, PhaseReport, Reply, Request, RoundEnd, SaveProgress, SpillProgress,
 };
 use crate::cut::{CutReport, Limits, Seen};
 use crate::identity::MemberId;
@@ -137,6 +137,8 @@ impl Ask for Needs {
 pub struct TakePhase {
     /// Which pause or resume it belongs to, by a random number.
     pub round: u64,
+    /// No other process takes part in that.
+    pub alone: bool,
     /// The step.
     pub order: Order,
     /// Give up, and answer so, after this long.
@@ -249,7 +251,7 @@ impl Ask for GiveUp {
 }
 
 /// The coordinator of `round` has ended, or is silent, and I settle what it began: take no step of it any more, and
-/// settle it too. What were you told in it?
+/// settle it too. What were you told of its end?
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Withdraw {
     /// Which pause or resume.
@@ -257,14 +259,14 @@ pub struct Withdraw {
 }
 
 impl Ask for Withdraw {
-    type Answer = MemberInfo;
+    type Answer = RoundEnd;
 
     fn to_request(&self) -> Request {
         Request::Withdraw(*self)
     }
 
-    fn answer_in(&self, reply: Reply, fds: Vec<OwnedFd>) -> Option<MemberInfo> {
-        Hello.answer_in(reply, fds)
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<RoundEnd> {
+        if let Reply::Told(told) = reply { Some(told) } else { None }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
-use tenants::coordinator::{Coordinator, Options};
+use tenants::coordinator::{Coordinator, Event, Options, Step};
 use tenants::identity::MemberId;
 use tenants::member::ImportError;
 use tenants::scope::Scope;
@@ -11,7 +11,7 @@ use tenants::ticket::Ticket;
 use tenants::transport::Connection;
 use tenants::wire::{
     AskLent, Borrower, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchFds, FetchPurpose, Lending,
-    Reply, Request,
+    MemberState, Phase, Reply, Request, TakePhase, Told,
 };
 use vmm_pool::AllocationId;
 
@@ -149,6 +149,94 @@ fn the_applications_own_pause_together_waits_once_and_is_told_who_holds_what() {
     lender.withdraw_consent();
     borrower.pool().enter_giving_up().release(borrowed).unwrap();
     assert_eq!(lending(&lender), Lending::default());
+    lender.leave();
+    borrower.leave();
+}
+
+fn order(round: u64, phase: Phase) -> Request {
+    let order = phase.order(&Told::new(&Scope::Whole, &[]));
+    Request::Phase(TakePhase { round, alone: true, order, timeout_ms: 600_000 })
+}
+
+fn lead(client: &mut Connection, round: u64, phases: &[Phase]) {
+    for phase in phases {
+        let (reply, _) = client.exchange(&order(round, *phase), 0, soon()).unwrap();
+        assert!(matches!(&reply, Reply::PhaseDone(done, _) if done == phase), "{reply:?}");
+    }
+}
+
+#[test]
+fn nothing_is_lent_from_the_moment_that_a_gate_is_shut_for_a_pause() {
+    let stage = Stage::new();
+    let (lender, borrower) = (stage.relative("train", RL), stage.relative("infer", RL));
+    let (ticket, _handle) = ticket_of(&lender);
+    let question = fetch(vec![ticket.allocation], borrower.id(), "infer", RL);
+    let mut client = Connection::connect(lender.socket_path(), soon()).unwrap();
+    let mut coordinator = Connection::connect(lender.socket_path(), soon()).unwrap();
+    for phase in [Phase::CloseGate, Phase::Drain] {
+        lead(&mut coordinator, 1, &[phase]);
+        let failure = refused(&mut client, &question);
+        assert_eq!(failure.kind, FailureKind::NotNow, "{failure}");
+        assert_eq!(lending(&lender), Lending::default());
+    }
+    lead(&mut coordinator, 1, &[Phase::AbortPause]);
+    let (reply, fds) = client.exchange(&question, FDS_PER_MESSAGE_MAX, soon()).unwrap();
+    assert!(matches!(reply, Reply::Fds { count: 2, .. }) && fds.len() == 2);
+    lender.leave();
+    borrower.leave();
+}
+
+#[test]
+fn what_is_lent_in_the_last_moment_ends_a_pause_before_its_devices_are_drained() {
+    let stage = Stage::new();
+    let (lender, borrower) = (stage.relative("train", RL), stage.relative("infer", RL));
+    let (ticket, _handle) = ticket_of(&lender);
+    let options = Options { timeout: Some(Duration::from_millis(200)), ..Options::default() };
+    let mut coordinator = Coordinator::new(stage.run_dir.clone(), name("train"), options);
+    let (mut borrowed, mut drains) = (None, 0);
+    let error = coordinator
+        .pause(&mut |event| match event {
+            // Behind the first look, and before the gate is shut.
+            Event::StepStarted { step: Step::Phase(Phase::CloseGate), .. } => {
+                borrowed.get_or_insert_with(|| {
+                    borrower.redeem_ticket(&borrower.pool().enter(), &ticket, "test").unwrap()
+                });
+            }
+            Event::StepStarted { step: Step::Phase(Phase::Drain), .. } => drains += 1,
+            _ => {}
+        })
+        .unwrap_err();
+    assert!(error.failures().iter().all(|member| member.failure.kind == FailureKind::Lent));
+    assert!(error.left_unchanged(), "{error}");
+    assert_eq!((borrowed.is_some(), drains), (true, 0));
+    assert_eq!(lender.state(), MemberState::Active);
+    lender.leave();
+    borrower.leave();
+}
+
+#[test]
+fn a_resume_that_waits_for_a_lender_on_its_way_ends_when_it_is_called_off() {
+    let stage = Stage::new();
+    let (lender, borrower) = (stage.relative("train", RL), stage.relative("infer", RL));
+    let (ticket, _handle) = ticket_of(&lender);
+    borrower.redeem_ticket(&borrower.pool().enter(), &ticket, "test").unwrap();
+    let mut coordinator = Connection::connect(borrower.socket_path(), soon()).unwrap();
+    let pause = [Phase::CloseGate, Phase::Drain, Phase::Save, Phase::Release, Phase::Verify];
+    lead(&mut coordinator, 1, &pause);
+    let mut on_its_way = Connection::connect(lender.socket_path(), soon()).unwrap();
+    lead(&mut on_its_way, 1, &[Phase::CloseGate]);
+    lead(&mut coordinator, 2, &[Phase::CreateOwn, Phase::Restore]);
+    // Which has ten minutes.
+    coordinator.send(&order(2, Phase::Import), &[], soon()).unwrap();
+    coordinator.send(&order(2, Phase::AbortResume), &[], soon()).unwrap();
+    let (reply, _) = coordinator.receive::<Reply>(soon()).unwrap();
+    assert!(matches!(&reply, Reply::Failed(_)), "{reply:?}");
+    let (reply, _) = coordinator.receive::<Reply>(soon()).unwrap();
+    assert!(matches!(reply, Reply::PhaseDone(Phase::AbortResume, _)), "{reply:?}");
+    assert_eq!(borrower.state(), MemberState::Paused);
+    lead(&mut on_its_way, 1, &[Phase::AbortPause]);
+    lead(&mut coordinator, 3, &[Phase::CreateOwn, Phase::Restore, Phase::Import, Phase::Activate]);
+    assert_eq!(borrower.state(), MemberState::Active);
     lender.leave();
     borrower.leave();
 }

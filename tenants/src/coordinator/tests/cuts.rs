@@ -314,6 +314,7 @@ fn a_paused_job_holds_its_launches_until_it_is_active_again() {
         for phase in [Phase::CreateOwn, Phase::AbortResume] {
             let request = Request::Phase(TakePhase {
                 round: 7,
+                alone: false,
                 order: phase.order(&Told::new(&Scope::Whole, &[])),
                 timeout_ms: 30_000,
             });

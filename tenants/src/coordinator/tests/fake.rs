@@ -16,6 +16,7 @@ use vmm_pool::{ClassBytes, Copying, DeviceReport, PoolReport};
 use crate::coordinator::{Coordinator, Event, Options};
 use crate::host_memory::HostNeed;
 use crate::identity::{MemberId, TenantName};
+use crate::references::References;
 use crate::run_dir::RunDir;
 use crate::saving::map::SaveAccount;
 use crate::stepping::{Activity, StepOrder};
@@ -23,8 +24,8 @@ use crate::transport::frame::encode;
 use crate::transport::{Connection, Listener, TransportError, poll_until};
 use crate::wire::{
     DeviceDelta, Failure, FailureKind, GiveUp, HostProgress, Idleness, MemberInfo, MemberState,
-    MemberStats, Needed, Order, Phase, PhaseReport, Reply, Request, SaveProgress, SaveStage,
-    SaveStep, StageLeft, StageReport, StepOn, TakePhase, Window,
+    MemberStats, Needed, Order, Phase, PhaseReport, Reply, Request, RoundEnd, SaveProgress,
+    SaveStage, SaveStep, StageLeft, StageReport, StepOn, TakePhase, Window,
 };
 
 pub(super) const GIB: u64 = 1 << 30;
@@ -75,6 +76,8 @@ pub(super) struct Script {
     pub(super) saved_bytes: Option<u64>,
     pub(super) host: Option<HostNeed>,
     pub(super) copying: Option<Copying>,
+    /// Whom it has lent memory to, as it says when its devices are drained.
+    pub(super) lent: Option<MemberId>,
     /// What it has on its one device, or needs there.
     pub(super) holds_bytes: u64,
     /// Of that device.
@@ -100,6 +103,7 @@ impl Script {
             saved_bytes: Some(3000),
             host: None,
             copying: None,
+            lent: None,
             holds_bytes: GIB,
             free_bytes: 5 * GIB,
             uuid: "gpu-a",
@@ -345,7 +349,8 @@ impl Agent {
 
     fn good_reply(&self, request: &Request) -> Reply {
         match request {
-            Request::Hello | Request::Withdraw(_) => Reply::Member(self.info()),
+            Request::Hello => Reply::Member(self.info()),
+            Request::Withdraw(_) => Reply::Told(RoundEnd::Open),
             Request::Stats => Reply::Stats(Box::new(MemberStats {
                 member: self.info(),
                 pool: self.pool(),
@@ -452,7 +457,9 @@ impl Agent {
             kept: None,
             host: self.script.host.clone().filter(|_| phase == Phase::Drain),
             copying: self.script.copying.filter(|_| phase == Phase::Drain),
-            references: None,
+            references: self.script.lent.filter(|_| phase == Phase::Drain).map(|borrower| {
+                Box::new(References { lent: vec![borrower], ..References::default() })
+            }),
             stage: Some(StageReport {
                 copied_bytes: bytes,
                 left: if left == 0 { Vec::new() } else { vec![self.left(left)] },

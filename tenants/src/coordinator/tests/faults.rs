@@ -435,3 +435,17 @@ fn a_resume_that_leaves_lost_imports_out_asks_for_that() {
     assert_eq!(report.phases[2].phase, Phase::ImportFromLiving);
     assert_eq!(world.states(), [MemberState::Active; 2]);
 }
+
+#[test]
+fn what_is_lent_still_when_the_devices_are_drained_ends_a_pause() {
+    let mut lender = active();
+    lender.lent = Some(MemberId(9));
+    let world = World::of(&[active(), lender]);
+    // The members name no family, so that nobody asks them before.
+    let error = world.coordinator().pause(&mut quiet).unwrap_err();
+    let kinds: Vec<_> = error.failures().iter().map(|member| member.failure.kind).collect();
+    assert_eq!(kinds, [FailureKind::Lent], "{error}");
+    assert!(error.left_unchanged(), "{error}");
+    assert_eq!(world.states(), [MemberState::Active; 2]);
+    assert!(!world.phases_of(2).contains(&Phase::Save));
+}

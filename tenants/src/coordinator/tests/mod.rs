@@ -6,8 +6,10 @@ mod fake;
 mod faults;
 mod gone;
 mod panics;
+mod rounds;
 mod saving;
 mod settling;
+mod spilling;
 mod swaps;
 mod termination;
 

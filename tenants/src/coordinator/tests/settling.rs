@@ -17,35 +17,38 @@ use crate::transport::Connection;
 use crate::wire::{Hold, Needed, Needs, StepOn};
 use vmm_pool::gate::Passage;
 
-const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Save];
-const BEFORE_ACTIVATE: [Phase; 3] = [Phase::CreateOwn, Phase::Restore, Phase::Import];
+pub(super) const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Save];
+pub(super) const BEFORE_ACTIVATE: [Phase; 3] = [Phase::CreateOwn, Phase::Restore, Phase::Import];
 const ROUND: u64 = 12;
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 
-/// A coordinator's connection to one member.
-struct Line(Connection);
+/// A coordinator's connection to one member, and the round that it leads over it.
+pub(super) struct Line(pub(super) Connection, pub(super) u64);
 
 impl Line {
-    fn to(member: &Member<SimDriver>) -> Self {
-        Self(Connection::connect(member.socket_path(), Instant::now() + SOON).unwrap())
+    pub(super) fn to(member: &Member<SimDriver>) -> Self {
+        Self(Connection::connect(member.socket_path(), Instant::now() + SOON).unwrap(), ROUND)
     }
 
-    fn ask(&mut self, request: &Request) -> Reply {
+    pub(super) fn ask(&mut self, request: &Request) -> Reply {
         self.0.send(request, &[], Instant::now() + SOON).unwrap();
         self.0.receive(Instant::now() + SOON).unwrap().0
     }
 
-    fn phase_of(&mut self, phase: Phase, scope: &Scope) -> Reply {
-        let scope = scope.clone();
-        self.ask(&Request::Phase(TakePhase {
-            round: ROUND,
-            order: phase.order(&Told::new(&scope, &[])),
-            timeout_ms: 30_000,
-        }))
+    pub(super) fn phase_of(&mut self, phase: Phase, scope: &Scope) -> Reply {
+        let request = self.order(phase, scope);
+        // What follows the last step of a round is another.
+        self.1 += u64::from(phase.is_last());
+        self.ask(&request)
+    }
+
+    pub(super) fn order(&self, phase: Phase, scope: &Scope) -> Request {
+        let order = phase.order(&Told::new(scope, &[]));
+        Request::Phase(TakePhase { round: self.1, alone: false, order, timeout_ms: 30_000 })
     }
 
     /// A step that succeeds.
-    fn lead(&mut self, phase: Phase, scope: &Scope) {
+    pub(super) fn lead(&mut self, phase: Phase, scope: &Scope) {
         let reply = self.phase_of(phase, scope);
         assert!(matches!(reply, Reply::PhaseDone(..)), "{phase:?}: {reply:?}");
     }
@@ -90,7 +93,7 @@ fn silent(job: &Job) -> impl Sized + use<> {
     job.members[0].run_dir().listen(&tenant("train"), MemberId(1)).unwrap()
 }
 
-fn is_under_way(state: MemberState) -> bool {
+pub(super) fn is_under_way(state: MemberState) -> bool {
     matches!(state, MemberState::Offloading | MemberState::Restoring)
 }
 
@@ -138,7 +141,7 @@ fn one_that_followed_a_decision_tells_it_to_those_that_ask_later() {
 }
 
 #[test]
-fn beside_a_silent_process_all_stand_paused() {
+fn beside_a_silent_process_all_go_back() {
     for (phases, is_resume) in [(BEFORE_RELEASE, false), (BEFORE_ACTIVATE, true)] {
         let job = Job::new(2);
         if is_resume {
@@ -153,7 +156,8 @@ fn beside_a_silent_process_all_stand_paused() {
         }
         drop(lines);
         until("the members to settle", || !job.states().into_iter().any(is_under_way));
-        assert_eq!(job.states(), [MemberState::Paused; 2], "is it a resume: {is_resume}");
+        let before = if is_resume { MemberState::Paused } else { MemberState::Active };
+        assert_eq!(job.states(), [before; 2], "is it a resume: {is_resume}");
     }
 }
 
@@ -304,6 +308,7 @@ fn the_next_command_stays_connected_while_processes_settle_what_was_left_half_do
     let mut next = Line::to(&job.members[0]);
     let settle = Request::Phase(TakePhase {
         round: ROUND + 1,
+        alone: false,
         order: Phase::Settle.order(&Told::new(&Scope::Whole, &[])),
         timeout_ms: 30_000,
     });

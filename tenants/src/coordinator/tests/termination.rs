@@ -29,6 +29,7 @@ impl Hand {
     fn tell_within(&mut self, index: usize, phase: Phase, timeout_ms: u64) {
         let request = Request::Phase(TakePhase {
             round: ROUND,
+            alone: false,
             order: phase.order(&Told::new(&Scope::Whole, &[])),
             timeout_ms,
         });
@@ -109,12 +110,14 @@ fn a_stage_out_of_turn_is_refused_and_changes_nothing() {
     let window = crate::wire::Window { stage: 1, ..Default::default() };
     let told = Told { window, ..Told::new(&Scope::Whole, &[]) };
     let order = Phase::ReleaseStage.order(&told);
-    let request = Request::Phase(TakePhase { round: ROUND, order, timeout_ms: 30_000 });
+    let request =
+        Request::Phase(TakePhase { round: ROUND, alone: false, order, timeout_ms: 30_000 });
     hand.connections[0].send(&request, &[], Instant::now() + SOON).unwrap();
     let (reply, _) = hand.connections[0].receive::<Reply>(Instant::now() + SOON).unwrap();
     assert!(matches!(reply, Reply::Failed(_)), "{reply:?}");
-    hand.lead(&[Phase::AbortPause]);
-    assert_eq!(job.states(), [MemberState::Active]);
+    assert_eq!(job.states(), [MemberState::Offloading]);
+    hand.lead(&[Phase::ReleaseStage, Phase::Release, Phase::Verify]);
+    assert_eq!(job.states(), [MemberState::Paused]);
 }
 
 #[test]
@@ -170,6 +173,7 @@ fn a_coordinator_that_stands_still_is_hung_up_on_and_all_go_back() {
     for index in 0..3 {
         let request = Request::Phase(TakePhase {
             round: ROUND,
+            alone: false,
             order: Phase::Release.order(&Told::new(&Scope::Whole, &[])),
             timeout_ms: 30_000,
         });
@@ -225,11 +229,30 @@ fn one_that_is_silent_takes_nobody_elses_time_to_answer() {
 }
 
 #[test]
-fn beside_one_that_is_silent_all_that_were_told_nothing_stand_paused() {
+fn beside_one_that_is_silent_all_that_were_told_nothing_go_back() {
     let job = Job::new(3);
     let _silent = silent(&job);
     let states = ended(&job, &BEFORE_RELEASE, Phase::Release, &[]);
-    assert_eq!(states, [MemberState::Paused; 3]);
+    assert_eq!(states, [MemberState::Active; 3]);
+}
+
+#[test]
+fn one_that_was_stopped_before_it_had_prepared_and_those_that_had_go_back() {
+    let job = Job::new(3);
+    let mut hand = Hand::on(&job);
+    hand.lead(&BEFORE_RELEASE[..2]);
+    // The others do not hear from the first while they settle, and it goes on afterwards.
+    let path = job.members[0].socket_path();
+    let elsewhere = path.with_extension("elsewhere");
+    std::fs::rename(path, &elsewhere).unwrap();
+    let first = hand.connections.remove(0);
+    let _silent = silent(&job);
+    hand.lead(&[Phase::Save]);
+    drop(hand);
+    until("the others to settle", || job.states()[1..] == [MemberState::Active; 2]);
+    std::fs::rename(&elsewhere, path).unwrap();
+    drop(first);
+    until("the first to settle", || job.states() == [MemberState::Active; 3]);
 }
 
 #[test]
@@ -248,6 +271,7 @@ fn what_was_told_in_another_round_counts_for_nothing() {
     for phase in BEFORE_ACTIVATE {
         let request = Request::Phase(TakePhase {
             round: ROUND + 1,
+            alone: false,
             order: phase.order(&Told::new(&Scope::Whole, &[])),
             timeout_ms: 30_000,
         });

@@ -1,0 +1,157 @@
+//! Whoever leads this process through a pause or resume: whose orders are taken, and what ends that.
+
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use vmm_pool::UninheritedFd;
+use vmm_pool::driver::Driver;
+
+use super::{AGENT_TIMEOUT, Agent, SILENCE_MAX, Work, wait_of};
+use crate::member::failures::wrong_state;
+use crate::member::rounds::{Admission, OfRound};
+use crate::wire::{Asked, HANDED_MAX, Order, Phase, PhaseReport, Reply, RoundEnd, TakePhase};
+
+impl<D: Driver> Agent<D> {
+    /// A coordinator that is connected and asks for nothing any more stands still itself, and with it this process.
+    pub(super) fn hang_up_on_silence(&mut self) {
+        if let Some(number) = self.leading()
+            && Instant::now() >= self.due
+        {
+            self.member.note(
+                "whoever led a pause or resume was silent for too long (stopped?), and was hung up on".to_owned(),
+            );
+            self.hang_up(number);
+        }
+    }
+
+    /// Closes the coordinator's connection: nothing that it may still send is acted on. Then as if it had ended.
+    fn hang_up(&mut self, number: u64) {
+        self.clients.close(number);
+        self.forget(number);
+    }
+
+    /// What whoever leads has sent counts.
+    fn hear_out(&mut self, number: u64) {
+        while let Ok(Some((request, fds))) = self.clients.next_request(number) {
+            self.handle(number, request, fds);
+        }
+    }
+
+    /// Somebody settles `round` without its coordinator, and goes by what we say now: no step of it may follow.
+    pub(super) fn withdraw(&mut self, round: u64) -> RoundEnd {
+        if let Some(number) = self.leading() {
+            self.hear_out(number);
+            // The next command may lead already, and have what was left half done settled: not by its round is this one
+            // asked for, and to hang up on it would leave this process out of all that it does.
+            let leads = self.member.status().rounds.is_led(number, round);
+            if leads {
+                self.hang_up(number);
+            }
+        }
+        self.member.status().rounds.told(round)
+    }
+
+    /// Lets `number` lead, as far as nobody else does, until its next request is due: when all have had `timeout` for
+    /// this one.
+    pub(super) fn follow(&mut self, number: u64, timeout: Duration) -> bool {
+        self.pass_by_the_dead(number);
+        let follows = self.member.status().rounds.lead(number);
+        if follows {
+            self.due = Instant::now() + timeout + SILENCE_MAX;
+        }
+        follows
+    }
+
+    /// Whoever leads and has ended leads no more, where `number` asks for something.
+    fn pass_by_the_dead(&mut self, number: u64) {
+        if let Some(leader) = self.leading()
+            && leader != number
+            && self.clients.has_ended(leader)
+        {
+            self.hear_out(leader);
+            self.hang_up(leader);
+        }
+    }
+
+    /// An order of a round.
+    pub(super) fn take_phase(&mut self, number: u64, request: TakePhase, fds: Vec<OwnedFd>) {
+        let TakePhase { round, alone, order, timeout_ms } = request;
+        let (phase, wait) = (order.phase(), wait_of(timeout_ms));
+        self.pass_by_the_dead(number);
+        let admission = {
+            let mut status = self.member.status();
+            let rests = status.state.rests();
+            let of_round = OfRound { round, alone, stage: phase.stage() };
+            let admission = status.rounds.admit(number, of_round, rests);
+            if admission == Admission::Taken {
+                status.asked = Some(Asked { round, phase });
+            }
+            admission
+        };
+        match admission {
+            Admission::Taken => {
+                self.due = Instant::now() + wait + SILENCE_MAX;
+                self.member.cut().claim(number);
+                if phase == Phase::RestoreStage {
+                    self.clients.take_fds(number, HANDED_MAX);
+                }
+                let fds = fds.into_iter().map(UninheritedFd::from).collect();
+                self.submit(number, Work::Phase(Some(round), order, fds), wait);
+            }
+            Admission::NothingToUndo => {
+                self.say(number, Reply::PhaseDone(phase, PhaseReport::default()));
+            }
+            Admission::Refused => self.refuse(number),
+        }
+    }
+
+    /// Whoever asks finds a round left half done, or does not know of the one that leads it now: its orders are taken no more.
+    pub(super) fn settle(&mut self, number: u64, timeout: Duration) {
+        if let Some(leader) = self.leading()
+            && leader != number
+        {
+            self.hear_out(leader);
+            self.hang_up(leader);
+        }
+        let round = {
+            let rounds = &mut self.member.status().rounds;
+            let round = rounds.end_leading();
+            rounds.lead(number);
+            round
+        };
+        self.due = Instant::now() + timeout + SILENCE_MAX;
+        self.member.cut().claim(number);
+        self.submit(number, Work::Phase(round, Order::Settle, Vec::new()), timeout);
+    }
+
+    /// Another one leads, or what is asked for does not follow what was.
+    pub(super) fn refuse(&mut self, number: u64) {
+        let own = std::process::id();
+        let other = self.leading().filter(|leader| *leader != number);
+        let why = other.map(|leader| match self.clients.pid_of(leader) {
+            Some(pid) => format!("process {pid}"),
+            None => "another process".to_owned(),
+        });
+        let failure = wrong_state(match why {
+            Some(leader) => format!(
+                "process {own} takes part in another pause or resume, which {leader} leads: wait for it, or end it"
+            ),
+            None => format!("process {own}: this step does not follow the one before"),
+        });
+        self.say(number, Reply::Failed(failure));
+    }
+
+    /// Answers what [`Agent::opens`] has noted: at once, or behind what the worker answers before.
+    fn say(&mut self, number: u64, reply: Reply) {
+        if self.clients.owed(number) == 1 {
+            self.clients.answer_open(number, &reply, Vec::new());
+        } else {
+            self.submit(number, Work::Say(reply), AGENT_TIMEOUT);
+        }
+    }
+
+    /// The connection of whoever leads.
+    pub(super) fn leading(&self) -> Option<u64> {
+        self.member.status().rounds.leader()
+    }
+}
