@@ -21,21 +21,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 
-use vmm_pool::driver::sim::{StreamKind, Work};
-use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream};
+use vmm_pool::driver::sim::{SimContext, StreamKind, Work};
+use vmm_pool::driver::{DriverCode, RawStream};
 
 use crate::abi::Coded;
 use crate::sim::{Sim, lock};
 
 const FIRST: u64 = 0x6300_0000;
 const STEP: u64 = 0x10;
-const MODE_GLOBAL: i32 = 0;
+pub(crate) const MODE_GLOBAL: i32 = 0;
 const MODE_THREAD_LOCAL: i32 = 1;
 const MODE_RELAXED: i32 = 2;
 const STREAM_CAPTURE_INVALIDATED: DriverCode = DriverCode(901);
 const GRAPH_EXEC_UPDATE_FAILURE: DriverCode = DriverCode(910);
 const STREAM_CAPTURE_UNMATCHED: DriverCode = DriverCode(903);
-const STREAM_CAPTURE_IMPLICIT: DriverCode = DriverCode(906);
 const STREAM_CAPTURE_WRONG_THREAD: DriverCode = DriverCode(908);
 
 thread_local! {
@@ -49,7 +48,7 @@ pub(crate) struct Capture {
     origin: RawStream,
     mode: i32,
     thread: ThreadId,
-    device: DeviceOrdinal,
+    context: SimContext,
     recorded: Mutex<Recorded>,
     ended: AtomicBool,
     invalid: AtomicBool,
@@ -151,8 +150,8 @@ impl Sim {
         if !(MODE_GLOBAL..=MODE_RELAXED).contains(&mode) {
             return Err(DriverCode::INVALID_VALUE);
         }
-        let device = self.core.stream_device(stream)?;
-        if self.core.default_stream(device)? == stream {
+        let context = self.core.stream_context(stream)?;
+        if self.core.default_stream(context)? == stream {
             return Err(DriverCode::STREAM_CAPTURE_UNSUPPORTED);
         }
         let mut captures = lock(&self.captures);
@@ -164,7 +163,7 @@ impl Sim {
             origin: stream,
             mode,
             thread: thread::current().id(),
-            device,
+            context,
             recorded: Mutex::default(),
             ended: AtomicBool::new(false),
             invalid: AtomicBool::new(false),
@@ -254,8 +253,8 @@ impl Sim {
     }
 
     /// Refuses to wait for a context while any of its streams is captured, whoever captures and in whatever mode.
-    pub(crate) fn forbid_wait_for_context(&self, device: DeviceOrdinal) -> Coded<()> {
-        self.spoil(DriverCode::STREAM_CAPTURE_UNSUPPORTED, |_, capture| capture.device == device)
+    pub(crate) fn forbid_wait_for_context(&self, context: SimContext) -> Coded<()> {
+        self.spoil(DriverCode::STREAM_CAPTURE_UNSUPPORTED, |_, capture| capture.context == context)
     }
 
     /// Refuses a call on a stream that is being captured, or that waits for such a stream.
@@ -266,13 +265,31 @@ impl Sim {
 
     /// Refuses the legacy stream while a stream that is ordered against it is captured.
     fn forbid_implicit(&self, stream: RawStream) -> Coded<()> {
-        let device = self.core.stream_device(stream)?;
-        if self.core.stream_kind(stream)? != StreamKind::Default {
-            return Ok(());
+        let is_in_the_way = self.what_the_default_waits_for(stream)?;
+        self.spoil(DriverCode::STREAM_CAPTURE_IMPLICIT, is_in_the_way)
+    }
+
+    /// The capture of `stream`, as a question: about the legacy stream it is refused as work is, and spoils nothing.
+    pub(crate) fn capture_shown_of(&self, stream: RawStream) -> Coded<Option<Arc<Capture>>> {
+        let is_in_the_way = self.what_the_default_waits_for(stream)?;
+        let captures = lock(&self.captures);
+        let mut all = captures.by_stream.iter();
+        if all.any(|(captured, capture)| is_in_the_way(RawStream(*captured), capture)) {
+            return Err(DriverCode::STREAM_CAPTURE_IMPLICIT);
         }
-        self.spoil(STREAM_CAPTURE_IMPLICIT, |captured, capture| {
-            capture.device == device
-                && self.core.stream_kind(captured).is_ok_and(|kind| kind == StreamKind::Blocking)
+        Ok(captures.by_stream.get(&stream.0).cloned())
+    }
+
+    /// Which captured streams `stream` waits for where it is a default one.
+    fn what_the_default_waits_for(
+        &self,
+        stream: RawStream,
+    ) -> Coded<impl Fn(RawStream, &Capture) -> bool> {
+        let context = self.core.stream_context(stream)?;
+        let is_default = self.core.stream_kind(stream)? == StreamKind::Default;
+        Ok(move |captured, capture: &Capture| {
+            let kind = self.core.stream_kind(captured);
+            is_default && capture.context == context && kind == Ok(StreamKind::Blocking)
         })
     }
 

@@ -3,8 +3,7 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
-use vmm_pool::driver::sim::PeerReach;
-use vmm_pool::driver::sim::StreamKind;
+use vmm_pool::driver::sim::{ContextCost, PeerReach, SimContext, StreamKind};
 use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream};
 
 use crate::abi::{Coded, is_per_thread};
@@ -20,18 +19,27 @@ const STREAM_PER_THREAD: u64 = 2;
 
 #[derive(Debug, Default)]
 pub(crate) struct Contexts {
-    /// Live contexts and the device of each.
-    live: BTreeMap<u64, DeviceOrdinal>,
+    /// Live contexts by their values.
+    live: BTreeMap<u64, Live>,
     /// How often created ones were attached to and not detached from, their creation not counted.
     attached: BTreeMap<u64, u64>,
     /// Values of created contexts that have ended, reused last in first out as the real driver does.
     ended: Vec<u64>,
     /// How many values of created contexts there have been.
     created: u64,
+    /// How many have been made by programs. No number comes twice.
+    made: u64,
     /// How often each primary context is retained, by device.
     primary: BTreeMap<i32, Primary>,
     /// Pairs of a context and a peer's context that it may reach.
     peers: BTreeSet<(u64, u64)>,
+}
+
+#[derive(Debug)]
+struct Live {
+    context: SimContext,
+    /// None of a primary one, which the device has.
+    _cost: Option<ContextCost>,
 }
 
 #[derive(Debug, Default)]
@@ -42,8 +50,8 @@ struct Primary {
 
 thread_local! {
     static STACK: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
-    /// The thread's own default stream, by device.
-    static OWN_STREAMS: RefCell<BTreeMap<i32, RawStream>> = const { RefCell::new(BTreeMap::new()) };
+    /// The thread's own default stream, by context.
+    static OWN_STREAMS: RefCell<BTreeMap<SimContext, RawStream>> = const { RefCell::new(BTreeMap::new()) };
 }
 
 /// The value of the primary context of `device`.
@@ -81,17 +89,36 @@ impl Sim {
         self.core.node_index(device).map(|_| device)
     }
 
+    /// The live context of that value.
+    pub(crate) fn context(&self, value: u64) -> Coded<SimContext> {
+        let contexts = lock(&self.contexts);
+        let live = contexts.live.get(&value).ok_or(DriverCode::INVALID_CONTEXT)?;
+        Ok(live.context)
+    }
+
+    /// The value of a live context.
+    pub(crate) fn value_of(&self, context: SimContext) -> Coded<u64> {
+        let contexts = lock(&self.contexts);
+        let mut live = contexts.live.iter().filter(|(_, live)| live.context == context);
+        live.next().map(|(value, _)| *value).ok_or(CONTEXT_IS_DESTROYED)
+    }
+
     /// The device of a live context.
     pub(crate) fn context_device(&self, context: u64) -> Coded<DeviceOrdinal> {
-        lock(&self.contexts).live.get(&context).copied().ok_or(DriverCode::INVALID_CONTEXT)
+        Ok(self.context(context)?.device)
+    }
+
+    /// The thread's current context.
+    pub(crate) fn current_context(&self) -> Coded<SimContext> {
+        match current_or_none() {
+            0 => Err(DriverCode::INVALID_CONTEXT),
+            context => self.context(context).map_err(|_| CONTEXT_IS_DESTROYED),
+        }
     }
 
     /// The device of the thread's current context.
     pub(crate) fn current_device(&self) -> Coded<DeviceOrdinal> {
-        match current_or_none() {
-            0 => Err(DriverCode::INVALID_CONTEXT),
-            context => self.context_device(context).map_err(|_| CONTEXT_IS_DESTROYED),
-        }
+        Ok(self.current_context()?.device)
     }
 
     pub(crate) fn retain_primary(&self, device: DeviceOrdinal) -> Coded<u64> {
@@ -99,7 +126,7 @@ impl Sim {
         let mut contexts = lock(&self.contexts);
         let context = primary_of(device);
         contexts.primary.entry(device.0).or_default().retained += 1;
-        contexts.live.insert(context, device);
+        contexts.live.insert(context, Live { context: device.into(), _cost: None });
         Ok(context)
     }
 
@@ -143,14 +170,16 @@ impl Sim {
 
     /// Makes a context and makes it current.
     pub(crate) fn create_context(&self, device: DeviceOrdinal) -> Coded<u64> {
-        self.core.ensure_context(device)?;
+        let cost = self.core.charge_context(device)?;
         let mut contexts = lock(&self.contexts);
         let reused = contexts.ended.pop();
-        let context = reused.unwrap_or(CREATED_FIRST + contexts.created * STEP);
+        let value = reused.unwrap_or(CREATED_FIRST + contexts.created * STEP);
         contexts.created += u64::from(reused.is_none());
-        contexts.live.insert(context, device);
-        push(context);
-        Ok(context)
+        contexts.made += 1;
+        let context = SimContext { device, number: contexts.made };
+        contexts.live.insert(value, Live { context, _cost: Some(cost) });
+        push(value);
+        Ok(value)
     }
 
     pub(crate) fn destroy_context(&self, context: u64) -> Coded<()> {
@@ -192,15 +221,21 @@ impl Sim {
         if is_last { self.destroy_context(context) } else { Ok(()) }
     }
 
-    fn end_context(&self, context: u64) -> Coded<()> {
-        let device = self.context_device(context)?;
+    fn end_context(&self, value: u64) -> Coded<()> {
+        let context = self.context(value)?;
+        let device = context.device;
         // A failure of earlier work ends with the context.
-        self.core.wait_device(device).ok();
-        self.free_all_of(context)?;
+        self.core.wait_context(context).ok();
+        self.free_all_of(value)?;
         let mut contexts = lock(&self.contexts);
-        contexts.live.remove(&context);
-        contexts.peers.retain(|(one, other)| *one != context && *other != context);
-        if !contexts.live.values().any(|other| *other == device) {
+        contexts.live.remove(&value);
+        contexts.peers.retain(|(one, other)| *one != value && *other != value);
+        if context == device.into() {
+            self.core.end_primary_context(device)?;
+        } else {
+            self.core.end_streams_of(context);
+        }
+        if !contexts.live.values().any(|other| other.context.device == device) {
             self.core.drop_context(device)?;
         }
         Ok(())
@@ -235,9 +270,9 @@ impl Sim {
     /// The stream that a caller's value means. Only a default one depends on the current context.
     pub(crate) fn stream(&self, value: u64) -> Coded<RawStream> {
         match value {
-            STREAM_PER_THREAD => self.own_stream(self.current_device()?),
-            0 if is_per_thread() => self.own_stream(self.current_device()?),
-            0 | STREAM_LEGACY => self.core.default_stream(self.current_device()?),
+            STREAM_PER_THREAD => self.own_stream(self.current_context()?),
+            0 if is_per_thread() => self.own_stream(self.current_context()?),
+            0 | STREAM_LEGACY => self.core.default_stream(self.current_context()?),
             other => {
                 let stream = RawStream(other);
                 self.core.stream_device(stream).map(|_| stream)
@@ -245,13 +280,13 @@ impl Sim {
         }
     }
 
-    fn own_stream(&self, device: DeviceOrdinal) -> Coded<RawStream> {
-        let known = OWN_STREAMS.with_borrow(|streams| streams.get(&device.0).copied());
+    fn own_stream(&self, context: SimContext) -> Coded<RawStream> {
+        let known = OWN_STREAMS.with_borrow(|streams| streams.get(&context).copied());
         if let Some(stream) = known {
             return Ok(stream);
         }
-        let stream = self.core.new_stream(device, StreamKind::Blocking)?;
-        OWN_STREAMS.with_borrow_mut(|streams| streams.insert(device.0, stream));
+        let stream = self.core.new_stream(context, StreamKind::Blocking)?;
+        OWN_STREAMS.with_borrow_mut(|streams| streams.insert(context, stream));
         Ok(stream)
     }
 }

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmm_pool::driver::sim::Core;
-use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream};
+use vmm_pool::driver::sim::{Core, SimContext};
+use vmm_pool::driver::{DriverCode, RawStream};
 
 use crate::abi::Coded;
 use crate::capture::Capture;
@@ -24,7 +24,7 @@ pub(crate) struct Events {
 
 #[derive(Debug)]
 pub(crate) struct Event {
-    device: DeviceOrdinal,
+    context: SimContext,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -50,7 +50,7 @@ impl Event {
     fn wait(&self, core: &Core, point: u64) -> Coded<()> {
         let mut state = lock(&self.state);
         while state.reached < point {
-            core.device_failure(self.device)?;
+            core.device_failure(self.context.device)?;
             if core.is_closing() {
                 return Err(DriverCode::DEINITIALIZED);
             }
@@ -64,7 +64,7 @@ impl Event {
 impl Sim {
     pub(crate) fn create_event(&self) -> Coded<u64> {
         let event = Arc::new(Event {
-            device: self.current_device()?,
+            context: self.current_context()?,
             state: Mutex::default(),
             changed: Condvar::new(),
         });
@@ -85,7 +85,7 @@ impl Sim {
 
     pub(crate) fn record_event(&self, event: u64, stream: RawStream) -> Coded<()> {
         let event = self.event(event)?;
-        if event.device != self.core.stream_device(stream)? {
+        if event.context != self.core.stream_context(stream)? {
             return Err(DriverCode::INVALID_HANDLE);
         }
         let capture = self.capture_of(stream);
@@ -125,7 +125,7 @@ impl Sim {
 
     pub(crate) fn query_event(&self, event: u64) -> Coded<()> {
         let event = self.event(event)?;
-        self.core.device_failure(event.device)?;
+        self.core.device_failure(event.context.device)?;
         let state = lock(&event.state);
         if state.reached < state.recorded {
             return Err(DriverCode::NOT_READY);
@@ -137,7 +137,7 @@ impl Sim {
         let event = self.event(event)?;
         let point = lock(&event.state).recorded;
         event.wait(&self.core, point)?;
-        self.core.device_failure(event.device)
+        self.core.device_failure(event.context.device)
     }
 
     /// Milliseconds from `start` to `end`.

@@ -93,6 +93,8 @@ driver_codes! {
     NOT_SUPPORTED = 801, "CUDA_ERROR_NOT_SUPPORTED";
     /// Not allowed while a stream is being captured.
     STREAM_CAPTURE_UNSUPPORTED = 900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED";
+    /// The default stream waits for a stream that is being captured.
+    STREAM_CAPTURE_IMPLICIT = 906, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT";
     /// The driver could not say what went wrong.
     UNKNOWN = 999, "CUDA_ERROR_UNKNOWN";
 }

@@ -2,7 +2,8 @@
 
 #![expect(unsafe_code, reason = "exports C functions")]
 
-use vmm_pool::driver::{DeviceOrdinal, DriverCode};
+use vmm_pool::driver::DriverCode;
+use vmm_pool::driver::sim::SimContext;
 
 use crate::abi::{Coded, In, Out, driver_api};
 use crate::contexts;
@@ -10,10 +11,11 @@ use crate::sim::{self, Sim};
 
 const API_VERSION: u32 = 3020;
 
-fn synchronize(sim: &Sim, device: DeviceOrdinal) -> Coded<()> {
-    sim.forbid_wait_for_context(device)?;
+/// Waits for the work of that context alone.
+fn synchronize(sim: &Sim, context: SimContext) -> Coded<()> {
+    sim.forbid_wait_for_context(context)?;
     sim.forbid_in_capture()?;
-    sim.core.wait_device(device)
+    sim.core.wait_context(context)
 }
 
 fn create(context: Out<u64>, device: i32) -> Coded<()> {
@@ -56,6 +58,10 @@ driver_api! {
         active.put(i32::from(is_active))
     }
 
+    fn cuCtxCreate = "cuCtxCreate" since 2000 (context: Out<u64>, _flags: u32, device: i32) {
+        create(context, device)
+    }
+
     fn cuCtxCreate_v2 = "cuCtxCreate" since 3020 (context: Out<u64>, _flags: u32, device: i32) {
         create(context, device)
     }
@@ -64,6 +70,10 @@ driver_api! {
         (context: Out<u64>, _params: In<u8>, _flags: u32, device: i32)
     {
         create(context, device)
+    }
+
+    fn cuCtxDestroy = "cuCtxDestroy" since 2000 (context: u64) {
+        sim::get()?.destroy_context(context)
     }
 
     fn cuCtxDestroy_v2 = "cuCtxDestroy" since 4000 (context: u64) {
@@ -135,16 +145,16 @@ driver_api! {
 
     fn cuCtxSynchronize = "cuCtxSynchronize" since 2000 () {
         let sim = sim::get()?;
-        synchronize(sim, sim.current_device()?)
+        synchronize(sim, sim.current_context()?)
     }
 
     fn cuCtxSynchronize_v2 = "cuCtxSynchronize" since 13000 (context: u64) {
         let sim = sim::get()?;
-        let device = match context {
-            0 => sim.current_device()?,
-            _ => sim.context_device(context)?,
+        let meant = match context {
+            0 => sim.current_context()?,
+            _ => sim.context(context)?,
         };
-        synchronize(sim, device)
+        synchronize(sim, meant)
     }
 
     fn cuCtxGetStreamPriorityRange = "cuCtxGetStreamPriorityRange" since 5050

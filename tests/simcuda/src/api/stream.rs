@@ -9,7 +9,7 @@ use vmm_pool::driver::sim::{StreamKind, Work};
 use vmm_pool::driver::{DriverCode, RawStream};
 
 use crate::abi::{Coded, Exchange, Out, driver_api};
-use crate::capture::{Capture, exchange_thread_mode};
+use crate::capture::{Capture, MODE_GLOBAL, exchange_thread_mode};
 use crate::sim;
 use crate::work::HostCall;
 
@@ -38,7 +38,7 @@ fn create(stream: Out<u64>, flags: u32) -> Coded<()> {
         _ => return Err(DriverCode::INVALID_VALUE),
     };
     let sim = sim::get()?;
-    stream.put(sim.core.new_stream(sim.current_device()?, kind)?.0)
+    stream.put(sim.core.new_stream(sim.current_context()?, kind)?.0)
 }
 
 driver_api! {
@@ -50,6 +50,10 @@ driver_api! {
         (stream: Out<u64>, flags: u32, _priority: i32)
     {
         create(stream, flags)
+    }
+
+    fn cuStreamDestroy = "cuStreamDestroy" since 2000 (stream: u64) {
+        sim::get()?.end_stream(RawStream(stream))
     }
 
     fn cuStreamDestroy_v2 = "cuStreamDestroy" since 4000 (stream: u64) {
@@ -83,6 +87,14 @@ driver_api! {
         sim.wait_event(sim.stream(stream)?, event)
     }
 
+    fn cuStreamGetCtx / cuStreamGetCtx_ptsz = "cuStreamGetCtx" since 9020
+        (stream: u64, context: Out<u64>)
+    {
+        let sim = sim::get()?;
+        let of_stream = sim.core.stream_context(sim.stream(stream)?)?;
+        context.put(sim.value_of(of_stream)?)
+    }
+
     fn cuStreamGetDevice = "cuStreamGetDevice" since 12080 (stream: u64, device: Out<i32>) {
         let sim = sim::get()?;
         device.put(sim.core.stream_device(sim.stream(stream)?)?.0)
@@ -110,6 +122,13 @@ driver_api! {
         sim.submit(target, work)
     }
 
+    fn cuStreamBeginCapture / cuStreamBeginCapture_ptsz = "cuStreamBeginCapture" since 10000
+        (stream: u64)
+    {
+        let sim = sim::get()?;
+        sim.begin_capture(sim.stream(stream)?, MODE_GLOBAL)
+    }
+
     fn cuStreamBeginCapture_v2 / cuStreamBeginCapture_v2_ptsz
         = "cuStreamBeginCapture" since 10010
         (stream: u64, mode: i32)
@@ -129,7 +148,7 @@ driver_api! {
         (stream: u64, status: Out<i32>)
     {
         let sim = sim::get()?;
-        let capture = sim.capture_of(sim.stream(stream)?);
+        let capture = sim.capture_shown_of(sim.stream(stream)?)?;
         status.put(status_of(capture.as_deref()))
     }
 
@@ -145,7 +164,7 @@ driver_api! {
         )
     {
         let sim = sim::get()?;
-        let capture = sim.capture_of(sim.stream(stream)?);
+        let capture = sim.capture_shown_of(sim.stream(stream)?)?;
         status.put(status_of(capture.as_deref()))?;
         id.put_if_wanted(capture.as_ref().map_or(0, |capture| capture.id));
         // A graph comes to be when its capture ends, and its nodes are not shown.
@@ -179,6 +198,10 @@ driver_api! {
 
     fn cuEventSynchronize = "cuEventSynchronize" since 2000 (event: u64) {
         sim::get()?.synchronize_event(event)
+    }
+
+    fn cuEventDestroy = "cuEventDestroy" since 2000 (event: u64) {
+        sim::get()?.destroy_event(event)
     }
 
     fn cuEventDestroy_v2 = "cuEventDestroy" since 4000 (event: u64) {

@@ -9,6 +9,7 @@ const BASIC: &str = include_str!("../../programs/basic.expected");
 const SHARE: &str = include_str!("../../programs/share.expected");
 const EDGES: &str = include_str!("../../programs/edges.expected");
 const CONTEXTS: &str = include_str!("../../programs/contexts.expected");
+const OWN_CONTEXTS: &str = include_str!("../../programs/own_contexts.expected");
 const PYTHON: &str = include_str!("../../programs/basic.py.expected");
 
 #[test]
@@ -50,6 +51,14 @@ fn contexts_matter_where_they_do_on_the_real_driver() {
     let program = stage.compile("contexts");
     let output = stage.command(&program).output().expect("it starts");
     assert_eq!(transcript(&output), CONTEXTS);
+}
+
+#[test]
+fn each_context_is_waited_for_and_paid_for_by_itself() {
+    let stage = Stage::new();
+    let program = stage.compile("own_contexts");
+    let output = stage.command(&program).env("SIMCUDA_CONTEXT_BYTES", "10485760").output();
+    assert_eq!(transcript(&output.expect("it starts")), OWN_CONTEXTS);
 }
 
 #[test]

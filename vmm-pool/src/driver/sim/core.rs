@@ -31,7 +31,7 @@ struct Device {
     index: usize,
     /// The code of the first work that failed; 0 while none did.
     failure: AtomicI32,
-    /// The memory that a context costs, once there is one.
+    /// The memory that the primary context costs, once there is one.
     context: Mutex<Context>,
     /// Are our own kernels loaded in that context?
     has_kernels: AtomicBool,
@@ -42,8 +42,12 @@ struct Device {
 #[derive(Debug)]
 enum Context {
     Absent,
-    Present { _cost: Option<Block> },
+    Present { _cost: ContextCost },
 }
+
+/// The memory that one context costs, for as long as this lives.
+#[derive(Debug)]
+pub struct ContextCost(#[expect(dead_code, reason = "held, not read")] Option<Block>);
 
 /// The simulated driver of one process. See the head of this module.
 #[derive(Debug)]
@@ -248,24 +252,30 @@ impl Core {
             .ok_or(DriverCode::INVALID_DEVICE)
     }
 
-    /// Charges the memory of a context on `device`, unless that was done before.
+    /// Charges the memory of the primary context of `device`, unless that was done before.
     ///
     /// # Errors
     /// `INVALID_DEVICE`; `OUT_OF_MEMORY`.
     pub fn ensure_context(&self, device: DeviceOrdinal) -> Coded<()> {
         let mut context = lock(&self.device(device)?.context);
         if matches!(*context, Context::Absent) {
-            let bytes = self.options.context_bytes;
-            let cost = match bytes {
-                0 => None,
-                _ => Some(self.make_block(bytes, &AllocationProp::pinned_on(device))?),
-            };
-            *context = Context::Present { _cost: cost };
+            *context = Context::Present { _cost: self.charge_context(device)? };
         }
         Ok(())
     }
 
-    /// Is there a context on `device`?
+    /// Charges the memory of one more context on `device`.
+    ///
+    /// # Errors
+    /// `INVALID_DEVICE`; `OUT_OF_MEMORY`.
+    pub fn charge_context(&self, device: DeviceOrdinal) -> Coded<ContextCost> {
+        Ok(ContextCost(match self.options.context_bytes {
+            0 => None,
+            bytes => Some(self.make_block(bytes, &AllocationProp::pinned_on(device))?),
+        }))
+    }
+
+    /// Is there a primary context of `device`?
     ///
     /// # Errors
     /// `INVALID_DEVICE`.
@@ -273,15 +283,24 @@ impl Core {
         Ok(matches!(*lock(&self.device(device)?.context), Context::Present { .. }))
     }
 
-    /// Gives back the memory of the context on `device`, and forgets its failed work and the host memory that was
-    /// registered for it.
+    /// Gives back the memory of the primary context of `device`, and what was loaded there.
+    ///
+    /// # Errors
+    /// `INVALID_DEVICE`.
+    pub fn end_primary_context(&self, device: DeviceOrdinal) -> Coded<()> {
+        let entry = self.device(device)?;
+        *lock(&entry.context) = Context::Absent;
+        entry.has_kernels.store(false, Ordering::Release);
+        Ok(())
+    }
+
+    /// The last context of `device` has ended: forgets its failed work and the host memory that was registered for it too.
     ///
     /// # Errors
     /// `INVALID_DEVICE`.
     pub fn drop_context(&self, device: DeviceOrdinal) -> Coded<()> {
+        self.end_primary_context(device)?;
         let entry = self.device(device)?;
-        *lock(&entry.context) = Context::Absent;
-        entry.has_kernels.store(false, Ordering::Release);
         entry.failure.store(0, Ordering::Release);
         self.write().host_unregister_all_of(device);
         Ok(())

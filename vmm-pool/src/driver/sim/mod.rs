@@ -28,7 +28,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-pub use self::core::{AccessGuard, Core, PublishedName, Touch};
+pub use self::core::{AccessGuard, ContextCost, Core, PublishedName, Touch};
 pub use self::faults::{FaultSpan, Faults, Hold, Latency};
 pub use self::memory::{Census, GRANULARITY_BYTES, MappingInfo};
 pub use self::node::SimNode;
@@ -51,12 +51,28 @@ pub enum PeerReach {
     Link,
 }
 
+/// A context of a device. Streams, and waits for them, are of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct SimContext {
+    /// Its device.
+    pub device: DeviceOrdinal,
+    /// Which of the device's: 0 is the primary one.
+    pub number: u64,
+}
+
+impl From<DeviceOrdinal> for SimContext {
+    /// The primary context.
+    fn from(device: DeviceOrdinal) -> Self {
+        Self { device, number: 0 }
+    }
+}
+
 /// How a simulated driver behaves in one process.
 #[derive(Clone, Debug)]
 pub struct SimOptions {
     /// Which devices of the node this process sees, in its order; `None` for all.
     pub visible: Option<Vec<usize>>,
-    /// Device memory that the first use of a device costs, in bytes.
+    /// Device memory that each context costs, in bytes.
     pub context_bytes: u64,
     /// Does the driver offer virtual memory management?
     pub virtual_memory: bool,
@@ -235,7 +251,7 @@ impl Driver for SimDriver {
     fn let_primary_context_go(&self, device: DeviceOrdinal) -> DriverResult<()> {
         self.call(DriverOp::PrimaryContextRelease, |core| {
             // Its work ends with it. That has failed, perhaps, and is over then too.
-            core.wait_device(device).ok();
+            core.wait_context(device).ok();
             core.drop_context(device)
         })
     }
@@ -255,7 +271,7 @@ impl Driver for SimDriver {
     }
 
     fn synchronize(&self) -> DriverResult<()> {
-        self.call_on_device(DriverOp::ContextSynchronize, |core, device| core.wait_device(device))
+        self.call_on_device(DriverOp::ContextSynchronize, |core, device| core.wait_context(device))
     }
 
     fn allocation_granularity(&self, prop: &AllocationProp) -> DriverResult<Granularity> {

@@ -5,13 +5,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
+use super::SimContext;
 use super::core::Core;
-use crate::driver::{DeviceOrdinal, DriverCode, RawStream};
+use crate::driver::{DriverCode, RawStream};
 
 /// A piece of work of a stream. It may run any number of times: a graph replays it.
 pub type Work = Arc<dyn Fn(&Core) -> Result<(), DriverCode> + Send + Sync>;
 
-/// How a stream relates to the default stream of its device.
+/// How a stream relates to the default stream of its context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamKind {
     /// The default stream itself: waits for all blocking streams, and they for it.
@@ -35,7 +36,7 @@ struct Queue {
 
 pub(super) struct Stream {
     pub(super) id: RawStream,
-    pub(super) device: DeviceOrdinal,
+    pub(super) context: SimContext,
     pub(super) kind: StreamKind,
     queue: Mutex<Queue>,
     changed: Condvar,
@@ -45,7 +46,7 @@ impl std::fmt::Debug for Stream {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Stream")
             .field("id", &self.id)
-            .field("device", &self.device)
+            .field("context", &self.context)
             .field("kind", &self.kind)
             .finish_non_exhaustive()
     }
@@ -56,11 +57,11 @@ impl Stream {
     pub(super) fn start(
         core: &Arc<Core>,
         id: RawStream,
-        device: DeviceOrdinal,
+        context: SimContext,
         kind: StreamKind,
     ) -> std::io::Result<(Arc<Self>, JoinHandle<()>)> {
         let stream =
-            Arc::new(Self { id, device, kind, queue: Mutex::default(), changed: Condvar::new() });
+            Arc::new(Self { id, context, kind, queue: Mutex::default(), changed: Condvar::new() });
         let (worker, core) = (stream.clone(), core.clone());
         let thread = thread::Builder::new()
             .name(format!("sim-stream-{:x}", id.0))
@@ -75,11 +76,11 @@ impl Stream {
     fn run(&self, core: &Core) {
         while let Some(work) = self.next() {
             // Nothing runs on a device whose earlier work failed.
-            if core.device_failure(self.device).is_ok() {
+            if core.device_failure(self.context.device).is_ok() {
                 let done = catch_unwind(AssertUnwindSafe(|| work(core)))
                     .unwrap_or(Err(DriverCode::LAUNCH_FAILED));
                 if let Err(code) = done {
-                    core.fail_device(self.device, code);
+                    core.fail_device(self.context.device, code);
                 }
             }
             // What the work holds goes before anybody is told that it is done.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use super::{Core, lock};
+use crate::driver::sim::SimContext;
 use crate::driver::sim::memory::Coded;
 use crate::driver::sim::stream::{Stream, StreamKind, Work};
 use crate::driver::{DeviceOrdinal, DriverCode, RawStream};
@@ -15,12 +16,12 @@ const STREAM_ID_STEP: u64 = 0x10;
 #[derive(Debug)]
 pub(super) struct Streams {
     pub(super) live: BTreeMap<u64, Arc<Stream>>,
-    /// Those that have ended before their work was done. Who waits for their device waits for it too.
+    /// Those that have ended before their work was done. Who waits for their context waits for it too.
     ending: Vec<Arc<Stream>>,
     next: u64,
     /// Values of streams that have ended, reused last in first out as the real driver does.
     ended: Vec<u64>,
-    pub(super) defaults: BTreeMap<i32, Arc<Stream>>,
+    pub(super) defaults: BTreeMap<SimContext, Arc<Stream>>,
     pub(super) threads: Vec<JoinHandle<()>>,
 }
 
@@ -38,30 +39,31 @@ impl Streams {
 }
 
 impl Core {
-    /// Makes a stream.
+    /// Makes a stream of a context, the primary one where a device is named.
     ///
     /// # Errors
     /// `INVALID_DEVICE`; `OUT_OF_MEMORY` when no thread can be started.
     pub fn new_stream(
         self: &Arc<Self>,
-        device: DeviceOrdinal,
+        context: impl Into<SimContext>,
         kind: StreamKind,
     ) -> Coded<RawStream> {
-        self.device(device)?;
+        let context = context.into();
+        self.device(context.device)?;
         let mut streams = lock(&self.streams);
-        Ok(self.start_stream(&mut streams, device, kind)?.id)
+        Ok(self.start_stream(&mut streams, context, kind)?.id)
     }
 
     fn start_stream(
         self: &Arc<Self>,
         streams: &mut Streams,
-        device: DeviceOrdinal,
+        context: SimContext,
         kind: StreamKind,
     ) -> Coded<Arc<Stream>> {
         let reused = streams.ended.last().copied();
         let id = RawStream(reused.unwrap_or(streams.next));
         let (stream, thread) =
-            Stream::start(self, id, device, kind).map_err(|_| DriverCode::OUT_OF_MEMORY)?;
+            Stream::start(self, id, context, kind).map_err(|_| DriverCode::OUT_OF_MEMORY)?;
         if reused.is_some() {
             streams.ended.pop();
         } else {
@@ -73,18 +75,19 @@ impl Core {
         Ok(stream)
     }
 
-    /// The default stream of `device`.
+    /// The default stream of a context.
     ///
     /// # Errors
     /// As [`Self::new_stream`].
-    pub fn default_stream(self: &Arc<Self>, device: DeviceOrdinal) -> Coded<RawStream> {
-        self.device(device)?;
+    pub fn default_stream(self: &Arc<Self>, context: impl Into<SimContext>) -> Coded<RawStream> {
+        let context = context.into();
+        self.device(context.device)?;
         let mut streams = lock(&self.streams);
-        if let Some(stream) = streams.defaults.get(&device.0) {
+        if let Some(stream) = streams.defaults.get(&context) {
             return Ok(stream.id);
         }
-        let stream = self.start_stream(&mut streams, device, StreamKind::Default)?;
-        streams.defaults.insert(device.0, stream.clone());
+        let stream = self.start_stream(&mut streams, context, StreamKind::Default)?;
+        streams.defaults.insert(context, stream.clone());
         Ok(stream.id)
     }
 
@@ -97,7 +100,15 @@ impl Core {
     /// # Errors
     /// `INVALID_HANDLE`.
     pub fn stream_device(&self, stream: RawStream) -> Coded<DeviceOrdinal> {
-        Ok(self.stream(stream)?.device)
+        Ok(self.stream_context(stream)?.device)
+    }
+
+    /// The context of `stream`.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE`.
+    pub fn stream_context(&self, stream: RawStream) -> Coded<SimContext> {
+        Ok(self.stream(stream)?.context)
     }
 
     /// How `stream` is ordered against others.
@@ -139,7 +150,7 @@ impl Core {
     /// `INVALID_HANDLE`; the failure of earlier work on the device.
     pub fn enqueue(&self, stream: RawStream, work: Work) -> Coded<()> {
         let entry = self.stream(stream)?;
-        self.device_failure(entry.device)?;
+        self.device_failure(entry.context.device)?;
         if entry.kind == StreamKind::NonBlocking {
             entry.submit(work);
             return Ok(());
@@ -167,7 +178,7 @@ impl Core {
         lock(&self.streams)
             .live
             .values()
-            .filter(|other| other.device == stream.device && other.kind == wanted)
+            .filter(|other| other.context == stream.context && other.kind == wanted)
             .cloned()
             .collect()
     }
@@ -181,7 +192,7 @@ impl Core {
         if let Some(point) = entry.pending() {
             entry.wait_until(point);
         }
-        self.device_failure(entry.device)
+        self.device_failure(entry.context.device)
     }
 
     /// Is the work of `stream` done?
@@ -190,7 +201,7 @@ impl Core {
     /// `INVALID_HANDLE`; the failure of earlier work on the device.
     pub fn stream_idle(&self, stream: RawStream) -> Coded<bool> {
         let entry = self.stream(stream)?;
-        self.device_failure(entry.device)?;
+        self.device_failure(entry.context.device)?;
         Ok(entry.pending().is_none())
     }
 
@@ -199,15 +210,41 @@ impl Core {
     /// # Errors
     /// `INVALID_DEVICE`; the failure of earlier work on the device.
     pub fn wait_device(&self, device: DeviceOrdinal) -> Coded<()> {
+        self.wait_for(|stream| stream.context.device == device);
+        self.device_failure(device)
+    }
+
+    /// Waits for all work submitted to a context, and to no other.
+    ///
+    /// # Errors
+    /// `INVALID_DEVICE`; the failure of earlier work on the device.
+    pub fn wait_context(&self, context: impl Into<SimContext>) -> Coded<()> {
+        let context = context.into();
+        self.wait_for(|stream| stream.context == context);
+        self.device_failure(context.device)
+    }
+
+    fn wait_for(&self, is_meant: impl Fn(&Stream) -> bool) {
         let points: Vec<_> = {
             let streams = lock(&self.streams);
-            let of_device =
-                streams.live.values().chain(&streams.ending).filter(|found| found.device == device);
-            of_device.filter_map(|stream| Some((stream.clone(), stream.pending()?))).collect()
+            let all = streams.live.values().chain(&streams.ending);
+            let meant = all.filter(|stream| is_meant(stream));
+            meant.filter_map(|stream| Some((stream.clone(), stream.pending()?))).collect()
         };
         for (stream, point) in points {
             stream.wait_until(point);
         }
-        self.device_failure(device)
+    }
+
+    /// Ends all streams of a context that ends.
+    pub fn end_streams_of(&self, context: SimContext) {
+        let mut streams = lock(&self.streams);
+        streams.defaults.remove(&context);
+        let of_context = streams.live.extract_if(.., |_, stream| stream.context == context);
+        let gone: Vec<_> = of_context.collect();
+        for (value, stream) in gone {
+            stream.end();
+            streams.ended.push(value);
+        }
     }
 }
