@@ -306,9 +306,11 @@ replacing! {
     cuArray3DCreate_v2;
     cuArrayCreate_v2;
     cuArrayDestroy;
+    cuCtxCreate;
     cuCtxCreate_v2;
     cuCtxCreate_v3;
     cuCtxCreate_v4;
+    cuCtxDestroy;
     cuCtxDestroy_v2;
     cuCtxDetach;
     cuCtxDisablePeerAccess;
@@ -382,10 +384,13 @@ replacing! {
     cuPointerGetAttributes;
     cuStreamBeginCaptureToGraph;
     cuStreamBeginCaptureToGraph_ptsz;
+    cuStreamBeginCapture;
+    cuStreamBeginCapture_ptsz;
     cuStreamBeginCapture_v2;
     cuStreamBeginRecaptureToGraph;
     cuStreamBeginRecaptureToGraph_ptsz;
     cuStreamBeginCapture_v2_ptsz;
+    cuStreamDestroy;
     cuStreamDestroy_v2;
     cuStreamEndCapture;
     cuStreamEndCapture_ptsz;

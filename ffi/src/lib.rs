@@ -25,6 +25,7 @@ pub mod attach;
 mod bindings;
 pub mod c_api;
 pub mod compat;
+mod contexts;
 mod environment;
 mod guards;
 pub mod hooks;

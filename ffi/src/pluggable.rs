@@ -12,7 +12,7 @@ use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 use crate::guards;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
-use crate::{replaced, runtime};
+use crate::{contexts, replaced, runtime};
 
 /// Runs `work` with the device's primary context current, whichever is current now. `None` without a usable
 /// driver or device.
@@ -36,7 +36,7 @@ fn allocate(size_bytes: u64, device: c_int) -> Option<DeviceAddress> {
     }
     if let Some(member) = runtime::join() {
         let accessors = runtime::accessors();
-        let (device, context) = (DeviceOrdinal(device), runtime::current_context());
+        let (device, context) = (DeviceOrdinal(device), contexts::listed_current());
         let made = blocks::allocate(member, accessors, device, context, size_bytes, caller::TORCH);
         return match made {
             Answer::Done(address) => Some(address),

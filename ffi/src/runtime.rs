@@ -3,8 +3,8 @@
 
 #![expect(unsafe_code, reason = "registers handlers for fork and exit")]
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::ffi::{CStr, c_int, c_uint};
+use std::collections::HashMap;
+use std::ffi::{CStr, c_int};
 use std::io::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -26,11 +26,18 @@ use tenants::region;
 use tenants::run_dir::{self, RunDir, locks};
 use tenants::settings::REQUIRED_VARIABLE;
 use tenants::switching;
-use vmm_pool::driver::{CudaDriver, DeviceOrdinal, DriverCode, RawContext, VaRange};
+use vmm_pool::driver::{CudaDriver, DeviceOrdinal, DriverCode, VaRange};
 
+use crate::contexts;
 use crate::environment;
 use crate::interpose::driver::{self, call_driver};
-use crate::interpose::{Pointer, loader};
+use crate::interpose::loader;
+
+pub(crate) use crate::contexts::{
+    current_context, current_device, existing_primary_context, has_primary_context,
+    let_primary_context_go, primary_context, primary_may_be_released_last, primary_was_released,
+    primary_was_reset, primary_was_retained,
+};
 
 /// How many threads bring new host memory in. More would only get in the way of the thread that pins it:
 /// with 4 processes at once on 64 cores, 4 threads each gave a first pause of 48 GB/s in all and 16 each
@@ -54,7 +61,6 @@ static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
 static GRAPHS: LazyLock<Graphs> = LazyLock::new(Graphs::default);
 static COLLECTIVES: LazyLock<Collectives> = LazyLock::new(Collectives::default);
 static REGISTRATIONS: LazyLock<Registrations> = LazyLock::new(Registrations::default);
-static OWN_CONTEXTS: Mutex<BTreeSet<RawContext>> = Mutex::new(BTreeSet::new());
 /// The tenant that an attach chose.
 static CHOSEN_TENANT: Mutex<Option<TenantName>> = Mutex::new(None);
 /// The family that a call chose.
@@ -63,9 +69,6 @@ static CHOSEN_FAMILY: Mutex<Option<FamilyName>> = Mutex::new(None);
 static CHOSEN_FILE_DIR: Mutex<Option<PathBuf>> = Mutex::new(None);
 /// Notes of an attach that came before the tenant was joined.
 static NOTES_OF_ATTACH: Mutex<Vec<String>> = Mutex::new(Vec::new());
-static PRIMARY_CONTEXTS: Mutex<BTreeMap<c_int, usize>> = Mutex::new(BTreeMap::new());
-/// How often the application retains each device's primary context. Less than nothing where it did so before an attach.
-static RETAINED_PRIMARIES: Mutex<BTreeMap<c_int, i64>> = Mutex::new(BTreeMap::new());
 static HOST_BYTES_MAX: OnceLock<Option<u64>> = OnceLock::new();
 /// The function that says which memory the application does not need.
 static UNUSED_SOURCE: Mutex<fn() -> Vec<VaRange>> = Mutex::new(Vec::new);
@@ -136,7 +139,7 @@ pub(crate) fn accessors() -> &'static Accessors {
     &ACCESSORS
 }
 
-/// Which streams are being captured.
+/// Which streams are being captured, also before the process joins.
 pub(crate) fn captures() -> &'static Captures {
     &CAPTURES
 }
@@ -154,108 +157,6 @@ pub(crate) fn collectives() -> &'static Collectives {
 /// What is registered with network cards and the like.
 pub(crate) fn registrations() -> &'static Registrations {
     &REGISTRATIONS
-}
-
-/// Contexts that the application has made for itself.
-pub(crate) fn own_contexts() -> &'static Mutex<BTreeSet<RawContext>> {
-    &OWN_CONTEXTS
-}
-
-/// The device's primary context, which torch and the CUDA runtime use. Retained when first asked for, and for
-/// good, as they do: memory in it must not go with a release of ours. Two threads may both retain it, once.
-pub(crate) fn primary_context(device: c_int) -> Option<Pointer> {
-    let known = || lock(&PRIMARY_CONTEXTS);
-    let found = known().get(&device).copied();
-    if let Some(context) = found {
-        return Some(std::ptr::with_exposed_provenance_mut(context));
-    }
-    let mut context: Pointer = std::ptr::null_mut();
-    let place = &raw mut context;
-    let code = call_driver!(cuDevicePrimaryCtxRetain(place => *mut Pointer, device => c_int));
-    DriverCode(code).ok().ok()?;
-    known().insert(device, context.expose_provenance());
-    Some(context)
-}
-
-/// The driver's current device of this thread.
-pub(crate) fn current_device() -> Result<DeviceOrdinal, DriverCode> {
-    let mut device: c_int = 0;
-    let code = call_driver!(cuCtxGetDevice(&raw mut device => *mut c_int));
-    DriverCode(code).ok().map(|()| DeviceOrdinal(device))
-}
-
-/// The driver's current context of this thread.
-pub(crate) fn current_context() -> Option<RawContext> {
-    let mut context: Pointer = std::ptr::null_mut();
-    let code = call_driver!(cuCtxGetCurrent(&raw mut context => *mut Pointer));
-    let found = DriverCode(code).ok().ok().map(|()| context)?;
-    (!found.is_null()).then(|| RawContext(found.expose_provenance() as u64))
-}
-
-/// The device's primary context where it exists already. Makes none, and retains none for good.
-pub(crate) fn existing_primary_context(device: c_int) -> Option<Pointer> {
-    if !has_primary_context(device) {
-        return None;
-    }
-    let known = lock(&PRIMARY_CONTEXTS).get(&device).copied();
-    if let Some(context) = known {
-        return Some(std::ptr::with_exposed_provenance_mut(context));
-    }
-    let mut context: Pointer = std::ptr::null_mut();
-    let place = &raw mut context;
-    let code = call_driver!(cuDevicePrimaryCtxRetain(place => *mut Pointer, device => c_int));
-    DriverCode(code).ok().ok()?;
-    // One of several references, so that this ends nothing.
-    let _released = call_driver!(cuDevicePrimaryCtxRelease_v2(device => c_int));
-    context.expose_provenance();
-    Some(context)
-}
-
-/// The application has retained the device's primary context.
-pub(crate) fn primary_was_retained(device: c_int) {
-    *lock(&RETAINED_PRIMARIES).entry(device).or_default() += 1;
-}
-
-/// May the application's next release of it be its last? It is asked where its calls have come by us.
-pub(crate) fn primary_may_be_released_last(device: c_int) -> bool {
-    lock(&RETAINED_PRIMARIES).get(&device).is_none_or(|count| *count <= 1)
-}
-
-/// Gives back our reference to the device's primary context, if there is one.
-pub(crate) fn let_primary_context_go(device: c_int) {
-    let known = lock(&PRIMARY_CONTEXTS).remove(&device);
-    if known.is_some() {
-        let code = call_driver!(cuDevicePrimaryCtxRelease_v2(device => c_int));
-        tracing::debug!(
-            device,
-            code,
-            "a primary context is given back with the application's last"
-        );
-    }
-}
-
-/// The application has released it once.
-pub(crate) fn primary_was_released(device: c_int) {
-    *lock(&RETAINED_PRIMARIES).entry(device).or_default() -= 1;
-}
-
-/// The application has reset it: nobody retains it.
-pub(crate) fn primary_was_reset(device: c_int) {
-    lock(&RETAINED_PRIMARIES).remove(&device);
-    lock(&PRIMARY_CONTEXTS).remove(&device);
-}
-
-/// True when the device's primary context exists in this process. Makes none.
-pub(crate) fn has_primary_context(device: c_int) -> bool {
-    let (mut flags, mut is_active): (c_uint, c_int) = (0, 0);
-    let code = call_driver!(cuDevicePrimaryCtxGetState(
-        device => c_int, &raw mut flags => *mut c_uint, &raw mut is_active => *mut c_int
-    ));
-    code == DriverCode::SUCCESS.0 && is_active != 0
-}
-
-fn list_own_contexts() -> Vec<RawContext> {
-    lock(&OWN_CONTEXTS).iter().copied().collect()
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -373,7 +274,8 @@ fn try_join() -> Result<Arc<Member>, String> {
     let may_kernels_copy = environment::may_kernels_copy()?;
     let is_file_cache_used = environment::file_cache()?;
     let driver = CudaDriver::from_symbols(&|name| driver::symbol(name))
-        .map_err(|error| error.to_string())?;
+        .map_err(|error| error.to_string())?
+        .with_own_contexts(contexts::own_of);
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let mut not_understood = Vec::new();
     let prepares_up_to = understood(environment::prepares_up_to(), &mut not_understood);
@@ -399,7 +301,8 @@ fn try_join() -> Result<Arc<Member>, String> {
         prepares_up_to,
         spill_dir,
         node_of: |address| numa::node_of(Path::new("/sys"), address),
-        own_contexts: list_own_contexts,
+        own_contexts: contexts::own,
+        captures: Arc::clone(captures().counts()),
         unused,
         ungated: crate::UNGATED,
         unseen_pins: crate::UNSEEN_PINS,

@@ -311,6 +311,7 @@ twins! {
     cuMemFreeAsync_ptsz = cuMemFreeAsync[_ _];
     cuStreamBeginCaptureToGraph_ptsz = cuStreamBeginCaptureToGraph[_ _ _ _ _ _];
     cuStreamBeginRecaptureToGraph_ptsz = cuStreamBeginRecaptureToGraph[_ _ _ _ _];
+    cuStreamBeginCapture_ptsz = cuStreamBeginCapture[_];
     cuStreamBeginCapture_v2_ptsz = cuStreamBeginCapture_v2[_ _];
     cuStreamEndCapture_ptsz = cuStreamEndCapture[_ _];
 }
@@ -336,6 +337,10 @@ const UNBOUND: &[(&str, &[&str])] = &[
     (
         "older forms, which the header of CUDA 12.8 has under their plain names no more",
         &[
+            "cuCtxCreate",
+            "cuCtxDestroy",
+            "cuStreamBeginCapture",
+            "cuStreamDestroy",
             "cuDevicePrimaryCtxRelease",
             "cuIpcOpenMemHandle",
             "cuDevicePrimaryCtxReset",

@@ -8,6 +8,13 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+/* Asks for a pause and says whether there was one. */
+static inline int inside_is_paused_within(uint32_t timeout_ms)
+{
+    int (*act)(const char *, uint32_t) = (int (*)(const char *, uint32_t))dlsym(RTLD_DEFAULT, "sublet_pause_tenant");
+    return act != NULL && act(NULL, timeout_ms) == 0;
+}
+
 static inline void inside_act(const char *name)
 {
     int (*act)(const char *, uint32_t) = (int (*)(const char *, uint32_t))dlsym(RTLD_DEFAULT, name);

@@ -5,9 +5,12 @@
  *   global    another thread captures in global mode, which refuses the free
  *   thread    a capture that another thread may not end goes on
  *   meets     another thread frees all the time, while captures begin and end
+ *   early     a capture is older than the process's memory, and so than its part in a tenant; older: than an attach
+ *   dropped   the stream under capture ends, by the name of CUDA 2
  *
  * It prints the same with and without Sublet. */
 #include "driver.h"
+#include "attach.h"
 #include "inside.h"
 
 #include <pthread.h>
@@ -177,9 +180,50 @@ static void meets(void)
     printf("meets: %d captures\n", CAPTURES);
 }
 
+/* A pause is refused, and leaves a capture alone that was under way before `join`. */
+static void before(const char *what, unsigned flags, void (*join)(void))
+{
+    CUgraph graph = NULL;
+    OK(cuStreamCreate(&captured, flags));
+    OK(cuStreamBeginCapture(captured, RELAXED));
+    join();
+    OK(cuMemAlloc(&kept, BYTES));
+    driver_fill(kept, 5, WORDS, captured);
+    if (inside_is_paused_within(1000)) {
+        printf("%s: paused in a capture\n", what);
+        exit(1);
+    }
+    printf("%s: capture %s\n", what, driver_error(cuStreamEndCapture(captured, &graph)));
+    inside_pause();
+    inside_resume();
+    OK(cuStreamDestroy(captured));
+}
+
+static void join_by_memory(void)
+{
+}
+
+static void join_by_attach(void)
+{
+    attach_if_asked();
+    driver_load();
+}
+
+static void dropped(void)
+{
+    CUresult (*destroy)(CUstream) = (CUresult(*)(CUstream))dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuStreamDestroy");
+    OK(cuMemAlloc(&kept, BYTES));
+    OK(cuStreamCreate(&captured, 1));
+    OK(cuStreamBeginCapture(captured, RELAXED));
+    OK(destroy(captured));
+    inside_pause();
+    inside_resume();
+    printf("dropped: free %s\n", driver_error(cuMemFree(kept)));
+}
+
 int main(int count, char **words)
 {
-    inside_deadline(20);
+    inside_deadline(120);
     driver_start();
     OK(cuDevicePrimaryCtxRetain(&context, 0));
     for (int i = 1; i < count; i++) {
@@ -191,6 +235,12 @@ int main(int count, char **words)
             global();
         else if (strcmp(words[i], "thread") == 0)
             other_thread();
+        else if (strcmp(words[i], "early") == 0)
+            before("early", 1, join_by_memory);
+        else if (strcmp(words[i], "older") == 0)
+            before("older", 0, join_by_attach);
+        else if (strcmp(words[i], "dropped") == 0)
+            dropped();
         else if (strcmp(words[i], "meets") == 0)
             meets();
     }

@@ -6,22 +6,29 @@
  *   reset     the primary context, whoever retains it
  *   paused    a context ends while the process is paused
  *   storm     contexts come and go while the process is paused and resumed
+ *   alone     a program that has a context of its own alone is paused, and gets no primary one
+ *   plain     destroy, by the names of CUDA 2
+ *   work      a kernel runs in a context that is older than an attach; plain-work: in one made by the name of CUDA 2
  *
  * It prints the same with and without Sublet. */
 #include "driver.h"
+#include "attach.h"
 #include "inside.h"
 
 #include <pthread.h>
 #include <stdbool.h>
 
-enum { BYTES = 64 << 20, WORDS = BYTES / 4 };
+enum { BYTES = 64 << 20, WORDS = BYTES / 4, WORK_BYTES = 4 << 20, WORK_WORDS = WORK_BYTES / 4 };
 
 #define CONTEXT_FUNCTIONS(X) \
     X(create, cuCtxCreate_v2, (CUcontext *, unsigned, CUdevice)) \
     X(destroy, cuCtxDestroy_v2, (CUcontext)) \
+    X(create_plain, cuCtxCreate, (CUcontext *, unsigned, CUdevice)) \
+    X(destroy_plain, cuCtxDestroy, (CUcontext)) \
     X(attach, cuCtxAttach, (CUcontext *, unsigned)) \
     X(detach, cuCtxDetach, (CUcontext)) \
-    X(reset, cuDevicePrimaryCtxReset_v2, (CUdevice))
+    X(reset, cuDevicePrimaryCtxReset_v2, (CUdevice)) \
+    X(state, cuDevicePrimaryCtxGetState, (CUdevice, unsigned *, int *))
 
 #define DECLARE_CONTEXT(name, symbol, arguments) static CUresult(*context_##name) arguments;
 CONTEXT_FUNCTIONS(DECLARE_CONTEXT)
@@ -88,6 +95,47 @@ static void destroy(void)
     make(own);
     OK(context_destroy(own));
     print_left("destroy");
+}
+
+static void plain(void)
+{
+    CUcontext own = NULL;
+    note_free_bytes();
+    OK(context_create_plain(&own, 0, 0));
+    make(own);
+    OK(context_destroy_plain(own));
+    print_left("plain");
+}
+
+/* A pause finds work in that context, and memory that the work is about to use. */
+static void work(const char *what, CUresult (*create)(CUcontext *, unsigned, CUdevice))
+{
+    CUcontext own = NULL;
+    CUstream working = NULL, other = NULL;
+    CUdeviceptr block = 0, flag = 0;
+    OK(create(&own, 0, 0));
+    attach_if_asked();
+    driver_load();
+    OK(cuMemAlloc(&block, WORK_BYTES));
+    OK(cuMemAlloc(&flag, 4));
+    OK(cuMemsetD8(flag, 0, 4));
+    OK(cuCtxSynchronize());
+    OK(cuStreamCreate(&working, 1));
+    OK(cuStreamCreate(&other, 1));
+    void *params[] = {&flag};
+    driver_launch("spin_until_nonzero", working, params);
+    driver_fill(block, 7, WORK_WORDS, working);
+    if (inside_is_paused_within(1000)) {
+        printf("%s: paused while a kernel runs\n", what);
+        exit(1);
+    }
+    OK(cuMemsetD32Async(flag, 1, 1, other));
+    inside_pause();
+    inside_resume();
+    printf("%s: sum %llu\n", what, (unsigned long long)driver_sum(block, WORK_WORDS, working));
+    OK(cuMemFree(block));
+    OK(cuMemFree(flag));
+    OK(context_destroy(own));
 }
 
 static void detach(void)
@@ -194,15 +242,55 @@ static void storm(void)
     print_freed("storm");
 }
 
+static int has_primary(void)
+{
+    unsigned flags = 0;
+    int is_active = 0;
+    OK(context_state(0, &flags, &is_active));
+    return is_active;
+}
+
+static int alone(void)
+{
+    CUcontext own = NULL;
+    CUdeviceptr block = 0;
+    uint32_t word = 0;
+    driver_load();
+    look_up();
+    OK(cuInit(0));
+    OK(context_create(&own, 0, 0));
+    OK(cuMemAlloc(&block, BYTES));
+    driver_fill(block, 7, WORDS, NULL);
+    int before = has_primary();
+    size_t free_bytes = driver_free_bytes();
+    inside_pause();
+    int paused = has_primary();
+    inside_resume();
+    OK(cuMemcpyDtoH(&word, block + BYTES - 4, 4));
+    printf("alone: primary context %d, %d, %d, word %u, %lld bytes less are free\n", before, paused, has_primary(), word,
+        (long long)free_bytes - (long long)driver_free_bytes());
+    OK(cuMemFree(block));
+    OK(context_destroy(own));
+    return 0;
+}
+
 int main(int count, char **words)
 {
-    inside_deadline(30);
+    inside_deadline(120);
+    if (count == 2 && strcmp(words[1], "alone") == 0)
+        return alone();
     driver_start();
     look_up();
     OK(cuDevicePrimaryCtxRetain(&primary, 0));
     for (int i = 1; i < count; i++) {
         if (strcmp(words[i], "destroy") == 0)
             destroy();
+        else if (strcmp(words[i], "plain") == 0)
+            plain();
+        else if (strcmp(words[i], "work") == 0)
+            work("work", context_create);
+        else if (strcmp(words[i], "plain-work") == 0)
+            work("plain-work", context_create_plain);
         else if (strcmp(words[i], "detach") == 0)
             detach();
         else if (strcmp(words[i], "release") == 0)

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 
-use crate::driver::{DeviceOrdinal, Driver, DriverError, RawContext};
+use crate::driver::{DeviceOrdinal, Driver, DriverCode, DriverError, RawContext};
 
 /// Something whose work must end before memory can leave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -29,6 +29,12 @@ impl fmt::Display for Waited {
             Self::OwnContext(context) => write!(f, "context {:#x}", context.0),
         }
     }
+}
+
+/// Does `code` say that the application has ended this context of its own? It may have done so by a call that nobody saw.
+fn is_over(place: Waited, code: DriverCode) -> bool {
+    let codes = [DriverCode::INVALID_CONTEXT, DriverCode::CONTEXT_IS_DESTROYED];
+    matches!(place, Waited::OwnContext(_)) && codes.contains(&code)
 }
 
 /// The waits of one process. Any thread may use it.
@@ -198,6 +204,8 @@ impl<D: Driver> Shared<D> {
                 Waited::OwnContext(context) => self.driver.make_own_context_current(context),
             };
             let outcome = current.and_then(|()| self.driver.synchronize()).err();
+            // One that has ended has no work left.
+            let outcome = outcome.filter(|error| !is_over(place, error.code));
             {
                 let mut table = self.table();
                 let row = table.places.entry(place).or_default();

@@ -272,6 +272,25 @@ pub fn free<D: Driver>(
     give_up(&entered, settle, || entered.block_free(address))
 }
 
+/// Frees the block at `address` later: `arrange` has [`free`] called once the work that may still use it has ended. While the
+/// memory is away no work can, and it goes now. The driver frees what no block starts at.
+#[doc(alias = "cuMemFreeAsync")]
+pub fn free_later<D: Driver>(
+    member: &Member<D>,
+    address: DeviceAddress,
+    arrange: impl FnOnce() -> DriverCode,
+) -> Answer<()> {
+    let entered = member.pool().enter_giving_up();
+    if entered.block_range(address).is_none() {
+        member.pool().native_freed(address);
+        return Answer::AskDriver;
+    }
+    if entered.is_offloaded() {
+        return give_up(&entered, || DriverCode::SUCCESS, || entered.block_free(address));
+    }
+    arrange().ok().map_or_else(Answer::Refused, Answer::Done)
+}
+
 /// Gives up, by `give`, memory that work may still use: `settle` waits for that, unless the memory is away.
 pub(crate) fn give_up<D: Driver>(
     entered: &Entered<'_, D, GiveUp>,

@@ -1,10 +1,9 @@
 //! Which streams are being captured into graphs.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use tenants::member::Member;
-use vmm_pool::driver::Driver;
+use tenants::member;
 
 /// What a capture records into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,24 +19,30 @@ pub enum Target {
 #[derive(Debug, Default)]
 pub struct Captures {
     streams: Mutex<HashMap<u64, Target>>,
+    counts: Arc<member::Captures>,
 }
 
 impl Captures {
+    /// How many there are, for the process's part in its tenant, which may join while some are under way.
+    pub fn counts(&self) -> &Arc<member::Captures> {
+        &self.counts
+    }
+
     /// A capture of `stream` has begun.
     #[doc(alias = "cuStreamBeginCapture")]
-    pub fn begun<D: Driver>(&self, member: &Member<D>, stream: u64, target: Target) {
+    pub fn begun(&self, stream: u64, target: Target) {
         let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
         if streams.insert(stream, target).is_none() {
-            member.capture_begun();
+            self.counts.begun();
         }
     }
 
     /// The capture of `stream` is over, whatever came of it. Returns what it recorded into.
     #[doc(alias = "cuStreamEndCapture")]
-    pub fn ended<D: Driver>(&self, member: &Member<D>, stream: u64) -> Option<Target> {
+    pub fn ended(&self, stream: u64) -> Option<Target> {
         let target = self.streams.lock().unwrap_or_else(PoisonError::into_inner).remove(&stream);
         if target.is_some() {
-            member.capture_ended();
+            self.counts.ended();
         }
         target
     }

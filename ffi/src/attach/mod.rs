@@ -21,7 +21,7 @@ use tenants::identity::TenantName;
 use crate::interpose::patch::{Entry, Purpose};
 use crate::interpose::{Binding, driver, loader};
 use crate::interposed::INTERPOSED;
-use crate::{environment, registrations, runtime};
+use crate::{contexts, environment, registrations, runtime};
 use cuda_state::Table;
 use report::{Device, Library, Report, State};
 
@@ -70,6 +70,9 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
     }
     let is_first = lock(&DEVICES).is_none();
     let before = if driver_is_loaded && is_first { cuda_state::devices() } else { Vec::new() };
+    if driver_is_loaded {
+        let _listed = contexts::listed_current();
+    }
     if INTERPOSED.is_bound_by_loader() {
         INTERPOSED.walk(Purpose::Patch);
         return Ok(());

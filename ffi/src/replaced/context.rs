@@ -3,7 +3,6 @@
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
 use std::ffi::{c_int, c_uint, c_void};
-use std::sync::PoisonError;
 use std::time::Duration;
 
 use sublet_cuda_driver::blocks::{self, Ending};
@@ -11,6 +10,7 @@ use vmm_pool::Waited;
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver, RawContext};
 
 use super::SUCCESS;
+use crate::contexts;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
 use crate::runtime::{self, Member};
@@ -53,14 +53,14 @@ macro_rules! create_context {
             if code == SUCCESS && !context.is_null() {
                 // SAFETY: the caller's out-pointer, which the driver has just written.
                 let made = RawContext(unsafe { context.read() }.expose_provenance() as u64);
-                let contexts = runtime::own_contexts().lock();
-                contexts.unwrap_or_else(PoisonError::into_inner).insert(made);
+                contexts::own_is_current(made);
             }
             code
         }
     };
 }
 
+create_context!(cuCtxCreate(flags: c_uint, device: c_int));
 create_context!(cuCtxCreate_v2(flags: c_uint, device: c_int));
 create_context!(cuCtxCreate_v3(affinity: Pointer, count: c_int, flags: c_uint, device: c_int));
 create_context!(cuCtxCreate_v4(parameters: Pointer, flags: c_uint, device: c_int));
@@ -86,40 +86,45 @@ fn let_waits_end(member: &Member, place: Waited) {
     }
 }
 
-fn set_own(context: RawContext, is_there: bool) -> bool {
-    let mut contexts = runtime::own_contexts().lock().unwrap_or_else(PoisonError::into_inner);
-    if is_there { contexts.insert(context) } else { contexts.remove(&context) }
-}
-
 /// Ends a context of the application's own by `end`, if it is over by that.
 fn end_own(context: Pointer, end: impl FnOnce() -> c_int, is_over: impl FnOnce() -> bool) -> c_int {
     let raw = RawContext(context.addr() as u64);
-    let mut was_own = false;
+    let mut was_own = None;
     let ending = ending(raw, |member| {
-        was_own = set_own(raw, false);
-        if let Some(member) = member.filter(|_| was_own) {
+        was_own = contexts::take_own(raw);
+        if let Some(member) = member.filter(|_| was_own.is_some()) {
             let_waits_end(member, Waited::OwnContext(raw));
         }
     });
     let code = end();
     if code == SUCCESS && is_over() {
+        if let Some(member) = runtime::member() {
+            member.pool().driver().own_context_ended(raw);
+        }
         if let Some(ending) = ending {
             ending.ended();
         }
-    } else if was_own {
-        set_own(raw, true);
+    } else if let Some(device) = was_own {
+        contexts::own_was_made(raw, device);
     }
     code
 }
 
-/// Ends a context of the application's own, with its plain memory.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxDestroy_v2(context: Pointer) -> c_int {
-    end_own(context, || call_driver!(cuCtxDestroy_v2(context => Pointer)), || true)
+macro_rules! destroy_context {
+    ($symbol:ident) => {
+        /// Ends a context of the application's own, with its plain memory.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(context: Pointer) -> c_int {
+            end_own(context, || call_driver!($symbol(context => Pointer)), || true)
+        }
+    };
 }
+
+destroy_context!(cuCtxDestroy);
+destroy_context!(cuCtxDestroy_v2);
 
 /// Gives back one reference of a context, which ends with the last.
 ///

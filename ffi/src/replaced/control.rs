@@ -90,7 +90,7 @@ fn capture_key(stream: Pointer, symbol: &str) -> u64 {
 }
 
 /// How long a capture lets waits for devices end that were left behind, and then those of other threads: see [`vmm_pool::Pool::let_waits_end`] and
-/// [`tenants::member::Member::before_capture`].
+/// [`tenants::member::Captures::before`].
 const WAITS_BEFORE_CAPTURE: Duration = Duration::from_secs(1);
 
 macro_rules! begin_capture {
@@ -100,24 +100,26 @@ macro_rules! begin_capture {
         /// # Safety
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $symbol(stream: Pointer, $($arg: $ty),*) -> c_int {
+        pub unsafe extern "C" fn $symbol(stream: Pointer $(, $arg: $ty)*) -> c_int {
             let member = runtime::member();
             let _pass = member
                 .map(|member| member.gate().pass_for(stringify!($symbol), Passage::Capture));
-            let _before = member.map(|member| {
+            if let Some(member) = member {
                 member.pool().let_waits_end(WAITS_BEFORE_CAPTURE);
-                member.before_capture(WAITS_BEFORE_CAPTURE)
-            });
-            let code = call_driver!($symbol(stream => Pointer, $($arg => $ty),*));
-            if let (Some(member), SUCCESS) = (member, code) {
-                let key = capture_key(stream, stringify!($symbol));
-                runtime::captures().begun(member, key, Target::$target);
+            }
+            let captures = runtime::captures();
+            let _before = captures.counts().before(WAITS_BEFORE_CAPTURE);
+            let code = call_driver!($symbol(stream => Pointer $(, $arg => $ty)*));
+            if code == SUCCESS {
+                captures.begun(capture_key(stream, stringify!($symbol)), Target::$target);
             }
             code
         }
     };
 }
 
+begin_capture!(cuStreamBeginCapture() into NewGraph);
+begin_capture!(cuStreamBeginCapture_ptsz() into NewGraph);
 begin_capture!(cuStreamBeginCapture_v2(mode: c_int) into NewGraph);
 begin_capture!(cuStreamBeginCapture_v2_ptsz(mode: c_int) into NewGraph);
 begin_capture!(cuStreamBeginRecaptureToGraph(
@@ -160,21 +162,26 @@ macro_rules! end_capture {
 end_capture!(cuStreamEndCapture, cuStreamIsCapturing);
 end_capture!(cuStreamEndCapture_ptsz, cuStreamIsCapturing_ptsz);
 
-/// Ends a stream, and with it a capture that began on it.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuStreamDestroy_v2(stream: Pointer) -> c_int {
-    // Before the driver lets the value go, which may be another stream's at once.
-    let key = capture_key(stream, "cuStreamDestroy_v2");
-    let member = runtime::member().filter(|member| member.captures() > 0);
-    let target = member.and_then(|member| runtime::captures().ended(member, key));
-    let code = call_driver!(cuStreamDestroy_v2(stream => Pointer));
-    if let (Some(member), Some(target)) = (member, target)
-        && code != SUCCESS
-    {
-        runtime::captures().begun(member, key, target);
-    }
-    code
+macro_rules! destroy_stream {
+    ($symbol:ident) => {
+        /// Ends a stream, and with it a capture that began on it.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(stream: Pointer) -> c_int {
+            let captures = runtime::captures();
+            // Before the driver lets the value go, which may be another stream's at once.
+            let key = capture_key(stream, stringify!($symbol));
+            let target = captures.ended(key);
+            let code = call_driver!($symbol(stream => Pointer));
+            if let Some(target) = target.filter(|_| code != SUCCESS) {
+                captures.begun(key, target);
+            }
+            code
+        }
+    };
 }
+
+destroy_stream!(cuStreamDestroy);
+destroy_stream!(cuStreamDestroy_v2);

@@ -8,7 +8,7 @@ use std::ffi::c_int;
 use vmm_pool::budget::Figure;
 use vmm_pool::driver::DeviceOrdinal;
 
-use super::{SUCCESS, size_t};
+use super::{SUCCESS, late_frees, size_t};
 use crate::environment;
 use crate::interpose::driver::call_driver;
 use crate::runtime;
@@ -30,6 +30,9 @@ fn within(device: DeviceOrdinal) -> Option<(u64, u64)> {
 /// As the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_int {
+    if runtime::member().is_some() {
+        late_frees::settle();
+    }
     let code = call_driver!(cuMemGetInfo_v2(free => *mut usize, total => *mut usize));
     if code != SUCCESS {
         return code;

@@ -34,8 +34,7 @@ const NODE_BODIES_OFFSET: usize = 32;
 /// capture is under way in the process, and never of the legacy stream, which cannot be captured and would
 /// answer with an error.
 pub(crate) fn capture_of(stream: usize) -> Option<u64> {
-    let member = runtime::member()?;
-    if member.captures() == 0 || stream <= STREAM_LEGACY {
+    if runtime::captures().counts().under_way() == 0 || stream <= STREAM_LEGACY {
         return None;
     }
     let mut status: c_int = 0;
@@ -78,9 +77,6 @@ pub(super) fn end_capture(
     is_capturing: impl FnOnce() -> bool,
     end: impl FnOnce() -> c_int,
 ) -> c_int {
-    let Some(member) = runtime::member() else {
-        return end();
-    };
     let graphs = runtime::graphs();
     let capture = graphs.is_used().then(|| capture_of(stream)).flatten();
     let code = end();
@@ -88,11 +84,13 @@ pub(super) fn end_capture(
     if code != SUCCESS && is_capturing() {
         return code;
     }
-    let target = runtime::captures().ended(member, key);
+    let target = runtime::captures().ended(key);
     if let Some(capture) = capture {
         let made = if code == SUCCESS { written(graph) } else { None };
         let had_other_work = target == Some(sublet_cuda_graph::Target::Existing);
-        if graphs.capture_ended(capture, made, had_other_work) == Counted::NotInBody {
+        if graphs.capture_ended(capture, made, had_other_work) == Counted::NotInBody
+            && let Some(member) = runtime::member()
+        {
             member.note(
                 "a collective was captured into a part of a graph that is not followed, such as the body of a conditional \
                  node: a pause in the middle of its launches may time out"

@@ -4,7 +4,8 @@
 //! driver, whose error it then is. Calls that make memory carry the caller's return address along, by
 //! which the caller's library is known.
 //!
-//! * [`vmm`]: virtual memory. [`plain`]: `cuMemAlloc` and what comes with it. [`native`]: memory that stays
+//! * [`vmm`]: virtual memory. [`plain`]: `cuMemAlloc` and what comes with it. `late_frees`: blocks that go
+//!   when a stream comes there. [`native`]: memory that stays
 //!   with the driver. [`mod@pointer`]: questions about addresses. [`context`]: contexts, peer access. [`control`]:
 //!   device attributes, stream capture. [`graph`]: graphs. `copies`:
 //!   copies that the driver refuses of ours. [`figures`]: how much memory there is.
@@ -14,6 +15,7 @@ pub mod control;
 pub(crate) mod copies;
 pub mod figures;
 pub mod graph;
+pub(crate) mod late_frees;
 pub mod native;
 pub mod plain;
 pub mod pointer;

@@ -3,7 +3,6 @@
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
-use std::sync::PoisonError;
 
 use sublet_cuda_driver::blocks::Native;
 use sublet_cuda_driver::{Answer, blocks, ipc, vmm};
@@ -11,7 +10,9 @@ use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 use vmm_pool::gate::Passage;
 
 use super::context::{device_of, pointer_of, with_current};
-use super::{Address, SUCCESS, range, with_caller, write_out};
+use super::graph::capture_of;
+use super::{Address, SUCCESS, late_frees, range, stream_value, with_caller, write_out};
+use crate::contexts;
 use crate::guards;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
@@ -21,29 +22,28 @@ use crate::runtime::{self, Member, answered, class_of_caller};
 pub(crate) fn settle(member: &Member, address: DeviceAddress) -> DriverCode {
     let (current, owner) = (runtime::current_context(), member.pool().block_context(address));
     if owner.is_some() && owner == current {
-        return DriverCode(settle_here(member));
+        return DriverCode(settle_here());
     }
     if let Some(owner) = owner {
-        let code = with_current(pointer_of(owner), || settle_here(member)).unwrap_or(SUCCESS);
+        let code = with_current(pointer_of(owner), settle_here).unwrap_or(SUCCESS);
         if code != SUCCESS {
             return DriverCode(code);
         }
     }
     let device = member.pool().block_device(address);
     match device.filter(|device| runtime::current_device() != Ok(*device)) {
-        Some(device) => settle_device(member, device),
-        None => DriverCode(settle_here(member)),
+        Some(device) => settle_device(device),
+        None => DriverCode(settle_here()),
     }
 }
 
 /// Waits for the work of every context of `device`.
-fn settle_device(member: &Member, device: DeviceOrdinal) -> DriverCode {
-    let own = runtime::own_contexts().lock().unwrap_or_else(PoisonError::into_inner).clone();
-    let own = own.into_iter().map(pointer_of);
+fn settle_device(device: DeviceOrdinal) -> DriverCode {
+    let own = contexts::own().into_iter().map(pointer_of);
     let is_used = runtime::has_primary_context(device.0);
     let primary = is_used.then(|| runtime::primary_context(device.0)).flatten();
     for context in own.filter(|context| device_of(*context) == Some(device)).chain(primary) {
-        let code = with_current(context, || settle_here(member)).unwrap_or(SUCCESS);
+        let code = with_current(context, settle_here).unwrap_or(SUCCESS);
         if code != SUCCESS {
             return DriverCode(code);
         }
@@ -52,8 +52,8 @@ fn settle_device(member: &Member, device: DeviceOrdinal) -> DriverCode {
 }
 
 /// Waits for the work of the current context.
-fn settle_here(member: &Member) -> c_int {
-    if let Some(_wait) = member.wait_for_context() {
+fn settle_here() -> c_int {
+    if let Some(_wait) = runtime::captures().counts().wait() {
         let code = call_driver!(cuCtxSynchronize());
         if DriverCode(code) != DriverCode::STREAM_CAPTURE_UNSUPPORTED {
             return code;
@@ -122,10 +122,11 @@ unsafe extern "C" fn mem_alloc(
                 // SAFETY: the call succeeded, so it wrote the address.
                 let made = DeviceAddress(unsafe { address.read() });
                 let native = Native { address: made, size_bytes: size as u64, device, reason };
-                blocks::note_native(member, native, runtime::current_context(), counted);
+                blocks::note_native(member, native, contexts::listed_current(), counted);
                 return Answer::Done(());
             }
-            let context = runtime::current_context();
+            late_frees::settle();
+            let context = contexts::listed_current();
             let made = blocks::allocate(member, accessors, device, context, size as u64, library);
             made.map(|made| write_out!(address, made.0))
         },
@@ -142,23 +143,20 @@ pub unsafe extern "C" fn cuMemFree_v2(address: Address) -> c_int {
     answered(
         runtime::member,
         // Natively the memory's context is waited for, which need not be the current one.
-        |member| free_block(member, address, || settle(member, DeviceAddress(address))),
+        |member| {
+            if late_frees::is_going(address) {
+                return Answer::Refused(DriverCode::INVALID_VALUE);
+            }
+            let address = DeviceAddress(address);
+            blocks::free(member, address, || settle(member, address))
+        },
         || call_driver!(cuMemFree_v2(address => Address)),
     )
 }
 
-fn free_block(
-    member: &Member,
-    address: Address,
-    settle: impl FnOnce() -> DriverCode,
-) -> Answer<()> {
-    blocks::free(member, DeviceAddress(address), settle)
-}
-
 macro_rules! free_async {
-    ($symbol:ident, $synchronize:ident) => {
-        /// Frees memory when a stream reaches this point. A block of the pool is freed at once, after the
-        /// stream's work.
+    ($symbol:ident, $launch:ident) => {
+        /// Frees memory when a stream reaches this point.
         ///
         /// # Safety
         /// As the driver's function of this name.
@@ -167,8 +165,14 @@ macro_rules! free_async {
             answered(
                 runtime::member,
                 |member| {
-                    free_block(member, address, || {
-                        DriverCode(call_driver!($synchronize(stream => Pointer)))
+                    // A graph frees what its own nodes have made, and that is no block.
+                    let capture = capture_of(stream_value(stream, stringify!($symbol)));
+                    late_frees::free(member, address, |function, data| match capture {
+                        Some(_) => DriverCode::INVALID_VALUE.0,
+                        None => call_driver!($launch(
+                            stream => Pointer, function => extern "C" fn(Pointer),
+                            data => Pointer
+                        )),
                     })
                 },
                 || {
@@ -181,8 +185,8 @@ macro_rules! free_async {
     };
 }
 
-free_async!(cuMemFreeAsync, cuStreamSynchronize);
-free_async!(cuMemFreeAsync_ptsz, cuStreamSynchronize_ptsz);
+free_async!(cuMemFreeAsync, cuLaunchHostFunc);
+free_async!(cuMemFreeAsync_ptsz, cuLaunchHostFunc_ptsz);
 
 /// A handle by which another process can open plain memory.
 ///
@@ -244,7 +248,7 @@ macro_rules! ipc_open {
                     let accessors = runtime::accessors();
                     let opened = ipc::open(member, accessors, &handle.0, device, "ipc");
                     opened.map(|made| {
-                        if let Some(context) = runtime::current_context() {
+                        if let Some(context) = contexts::listed_current() {
                             member.pool().set_block_context(made, context);
                         }
                         write_out!(address, made.0);

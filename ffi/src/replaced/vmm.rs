@@ -13,7 +13,8 @@ use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DriverCode, HANDLE_TYPE_POSIX_FD,
 };
 
-use super::{Address, Handle, range, with_caller, write_out};
+use super::{Address, Handle, late_frees, range, with_caller, write_out};
+use crate::contexts;
 use crate::guards;
 use crate::interpose::driver::call_driver;
 use crate::runtime::{self, Member, answered, class_of_caller};
@@ -60,6 +61,7 @@ unsafe extern "C" fn mem_create(
     answered(
         runtime::join,
         |member| {
+            late_frees::settle();
             let library = class_of_caller(caller);
             if library == caller::NCCL && member.pool().uses_slabs() {
                 spare_slabs_from_cards(member);
@@ -118,6 +120,8 @@ pub unsafe extern "C" fn cuMemMap(
     answered(
         runtime::member,
         |member| {
+            // Its work may use the memory.
+            let _listed = contexts::listed_current();
             without_flags(member, Some(handle), flags)
                 .and_then(|()| vmm::map(member, range(start, size), offset as u64, handle))
         },

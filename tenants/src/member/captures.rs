@@ -6,8 +6,9 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+/// The captures of a process, whichever of its members counts them, and waits for its contexts.
 #[derive(Debug, Default)]
-pub(super) struct Captures {
+pub struct Captures {
     counts: Mutex<Counts>,
     changed: Condvar,
 }
@@ -19,12 +20,12 @@ struct Counts {
     waits: usize,
 }
 
-/// A capture is about to begin, or has and is counted: see [`super::Member::before_capture`].
+/// A capture is about to begin, or has and is counted: see [`Captures::before`].
 #[derive(Debug)]
 #[must_use = "it is about to begin as long as this lives"]
 pub struct BeforeCapture<'a>(&'a Captures);
 
-/// A context is waited for: see [`super::Member::wait_for_context`].
+/// A context is waited for: see [`Captures::wait`].
 #[derive(Debug)]
 #[must_use = "the wait lasts as long as this lives"]
 pub struct ContextWait<'a>(&'a Captures);
@@ -34,21 +35,26 @@ impl Captures {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn under_way(&self) -> usize {
-        self.counts().under_way
+    /// How many are under way, or about to begin: one may begin before the process joins its tenant, and past the gate.
+    pub fn under_way(&self) -> usize {
+        let counts = self.counts();
+        counts.under_way + counts.about_to_begin
     }
 
-    pub(super) fn begun(&self) {
+    /// One has begun: no pause until it ends.
+    pub fn begun(&self) {
         self.counts().under_way += 1;
     }
 
-    pub(super) fn ended(&self) {
+    /// One has ended, well or badly.
+    pub fn ended(&self) {
         let mut counts = self.counts();
         // An end without a begin of ours (a capture older than the hooks) must not wrap.
         counts.under_way = counts.under_way.saturating_sub(1);
     }
 
-    pub(super) fn before(&self, limit: Duration) -> BeforeCapture<'_> {
+    /// One is about to begin, until the answer is dropped: waits for a context that are under way end first, or `limit` is over.
+    pub fn before(&self, limit: Duration) -> BeforeCapture<'_> {
         let mut counts = self.counts();
         counts.about_to_begin += 1;
         let waited = self.changed.wait_timeout_while(counts, limit, |counts| counts.waits > 0);
@@ -56,7 +62,8 @@ impl Captures {
         BeforeCapture(self)
     }
 
-    pub(super) fn wait(&self) -> Option<ContextWait<'_>> {
+    /// The calling thread is about to wait for a context, until the answer is dropped; none beside a stream capture, which the wait would spoil.
+    pub fn wait(&self) -> Option<ContextWait<'_>> {
         let mut counts = self.counts();
         if counts.under_way + counts.about_to_begin > 0 {
             return None;

@@ -46,7 +46,7 @@ use vmm_pool::support::Unsupported;
 use vmm_pool::{Pool, Selection, TagTotals, UninheritedFd};
 
 pub(crate) use agent::block_signals;
-pub use captures::{BeforeCapture, ContextWait};
+pub use captures::{BeforeCapture, Captures, ContextWait};
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use fetch::ImportError;
 pub(crate) use spilling::STEP_TIME as SPILL_STEP_TIME;
@@ -64,7 +64,6 @@ use crate::wire::{
     Action, Asked, HostProgress, MemberInfo, MemberState, MemberStats, Phase, PhaseReport, TagBytes,
 };
 use ahead::Ahead;
-use captures::Captures;
 use lending::KnownBorrower;
 use limit::DescriptorLimit;
 use owners::Owner;
@@ -108,6 +107,8 @@ pub struct MemberConfig {
     pub node_of: fn(PciAddress) -> Option<u32>,
     /// Contexts that the application has made for itself, asked at each pause: their work must end too.
     pub own_contexts: fn() -> Vec<RawContext>,
+    /// The process's stream captures: no pause begins while there are any.
+    pub captures: Arc<Captures>,
     /// Parts of own memory whose contents nobody needs, asked at each pause, while nothing of the application's
     /// can reach a device. Answers within a bounded time.
     pub unused: fn() -> Vec<VaRange>,
@@ -152,6 +153,7 @@ impl MemberConfig {
             spill_dir: None,
             node_of: |_| None,
             own_contexts: Vec::new,
+            captures: Arc::default(),
             unused: Vec::new,
             ungated: || None,
             unseen_pins: || None,
@@ -242,7 +244,6 @@ pub struct Member<D: Driver> {
     has_left: AtomicBool,
     /// When its name was last put back.
     new_name: Mutex<Option<Instant>>,
-    captures: Captures,
     peers: Mutex<HashMap<MemberId, Connection>>,
     /// Who owns what was imported, also after its end.
     owners: Mutex<HashMap<MemberId, Owner>>,
@@ -334,7 +335,6 @@ impl<D: Driver> Member<D> {
             sockets: Arc::default(),
             has_left: AtomicBool::new(false),
             new_name: Mutex::default(),
-            captures: Captures::default(),
             peers: Mutex::default(),
             owners: Mutex::default(),
             lenders: Mutex::default(),
@@ -470,22 +470,12 @@ impl<D: Driver> Member<D> {
 
     /// A stream capture has begun: no pause until it ends.
     pub fn capture_begun(&self) {
-        self.captures.begun();
-    }
-
-    /// A stream capture is about to begin, until the answer is dropped: waits for a context that are under way end first, or `limit` is over.
-    pub fn before_capture(&self, limit: Duration) -> BeforeCapture<'_> {
-        self.captures.before(limit)
-    }
-
-    /// The calling thread is about to wait for a context, until the answer is dropped; none beside a stream capture, which the wait would spoil.
-    pub fn wait_for_context(&self) -> Option<ContextWait<'_>> {
-        self.captures.wait()
+        self.config.captures.begun();
     }
 
     /// A stream capture has ended, well or badly.
     pub fn capture_ended(&self) {
-        self.captures.ended();
+        self.config.captures.ended();
     }
 
     /// For how long an allocation waits that its device has no room for, where it queues.
@@ -493,9 +483,9 @@ impl<D: Driver> Member<D> {
         self.config.queues
     }
 
-    /// How many stream captures are under way.
+    /// How many stream captures are under way, or about to begin.
     pub fn captures(&self) -> usize {
-        self.captures.under_way()
+        self.config.captures.under_way()
     }
 
     /// Where it stands.

@@ -41,7 +41,8 @@ fn every_declared_function_is_hooked_or_passed_for_a_reason() {
     let names: BTreeSet<&str> = passed.iter().copied().collect();
     assert_eq!(names.len(), passed.len(), "a function is passed for two reasons");
     let declared = declared();
-    // A function whose newer form is hooked exists under the plain name for programs of CUDA 3 alone.
+    // The header has no older forms. Those that take addresses of 32 bits are for programs of CUDA 3 alone; the others are
+    // hooked beside the newer ones.
     let is_placed = |name: &String| hooked.contains(&**name) || names.contains(&**name);
     let forgotten: Vec<_> = declared.iter().filter(|name| !is_placed(name)).collect();
     assert!(forgotten.is_empty(), "neither hooked nor passed for a reason: {forgotten:?}");

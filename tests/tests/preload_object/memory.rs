@@ -61,6 +61,26 @@ fn a_free_beside_a_capture_waits_for_the_work_and_leaves_the_capture_alone() {
 }
 
 #[test]
+fn a_free_in_the_order_of_a_stream_waits_for_nothing_and_comes_after_its_work() {
+    assert_eq!(
+        said("late_frees", &["order"]),
+        [
+            "order: freed CUDA_SUCCESS, and the work goes on: 1",
+            "order: stream CUDA_SUCCESS, 0 bytes less are free",
+        ]
+    );
+}
+
+#[test]
+fn what_a_stream_is_to_free_is_freed_once() {
+    let stage = Stage::new();
+    let mut command = stage.command(stage.program("late_frees"), Preload::With);
+    let text = transcript(&command.arg("twice").output().expect("it starts"));
+    let refused = "twice: CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_INVALID_VALUE\n";
+    assert_eq!(text, format!("{refused}twice: stream CUDA_SUCCESS, 0 bytes less are free\n"));
+}
+
+#[test]
 fn captures_begin_while_another_thread_frees() {
     assert_eq!(said("captures", &["meets"]), ["meets: 1000 captures"]);
 }
@@ -102,6 +122,24 @@ fn a_capture_that_another_thread_may_not_end_goes_on() {
     );
 }
 
+#[test]
+fn a_capture_from_before_the_process_joined_refuses_a_pause_and_goes_on() {
+    assert_eq!(said("captures", &["early"]), ["early: capture CUDA_SUCCESS"]);
+}
+
+#[test]
+fn a_capture_of_a_blocking_stream_from_before_an_attach_refuses_a_pause_and_goes_on() {
+    let stage = Stage::new();
+    let program = stage.program("captures");
+    let text = stage.same_as_without(Preload::Attached, &program, &["older"]);
+    assert_eq!(text, "older: capture CUDA_SUCCESS\n");
+}
+
+#[test]
+fn a_capture_ends_with_its_stream_by_whatever_name_that_is_destroyed() {
+    assert_eq!(said("captures", &["dropped"]), ["dropped: free CUDA_SUCCESS"]);
+}
+
 /// What is left of memory after `what`, which ends a context, but for one block of another context.
 fn lines_of_an_end(what: &str) -> Vec<String> {
     let rest = [
@@ -117,6 +155,37 @@ fn lines_of_an_end(what: &str) -> Vec<String> {
 #[test]
 fn plain_memory_ends_with_its_context() {
     assert_eq!(said("contexts", &["destroy"]), lines_of_an_end("destroy"));
+}
+
+#[test]
+fn plain_memory_ends_with_a_context_of_the_names_of_cuda_2() {
+    assert_eq!(said("contexts", &["plain"]), lines_of_an_end("plain"));
+}
+
+#[test]
+fn a_program_with_a_context_of_its_own_alone_is_paused_in_that() {
+    let stage = Stage::new();
+    let program = stage.program("contexts");
+    let said = |preload| {
+        let mut command = stage.command(&program, preload);
+        command.env("SIMCUDA_CONTEXT_BYTES", "104857600").arg("alone");
+        transcript(&command.output().expect("it starts"))
+    };
+    let text = "alone: primary context 0, 0, 0, word 7, 0 bytes less are free\n";
+    assert_eq!([Preload::Without, Preload::With].map(said), [text; 2]);
+}
+
+#[test]
+fn work_in_a_context_from_before_an_attach_is_waited_for() {
+    let stage = Stage::new();
+    let program = stage.program("contexts");
+    let text = stage.same_as_without(Preload::Attached, &program, &["work"]);
+    assert_eq!(text, "work: sum 7340032\n");
+}
+
+#[test]
+fn work_in_a_context_of_the_names_of_cuda_2_is_waited_for() {
+    assert_eq!(said("contexts", &["plain-work"]), ["plain-work: sum 7340032"]);
 }
 
 #[test]

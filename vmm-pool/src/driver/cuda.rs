@@ -11,7 +11,7 @@ use std::ffi::{CStr, c_int, c_uint, c_ulonglong, c_void};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 
 mod kernel;
 
@@ -94,6 +94,9 @@ use driver_table;
 
 type Context = *mut c_void;
 
+/// `CU_STREAM_LEGACY`.
+const STREAM_LEGACY: u64 = 1;
+
 driver_table! {
     Table;
     init: cuInit(c_uint);
@@ -108,6 +111,7 @@ driver_table! {
     context_set_current: cuCtxSetCurrent(Context);
     exchange_capture_mode: cuThreadExchangeStreamCaptureMode(*mut c_int);
     context_synchronize: cuCtxSynchronize();
+    stream_is_capturing: cuStreamIsCapturing(u64, *mut c_int);
     mem_get_info: cuMemGetInfo_v2(*mut usize, *mut usize);
     get_granularity: cuMemGetAllocationGranularity(*mut usize, *const AllocationProp, c_int);
     address_reserve: cuMemAddressReserve(*mut u64, usize, usize, u64, c_ulonglong);
@@ -142,6 +146,10 @@ pub struct CudaDriver {
     contexts: [AtomicPtr<c_void>; DEVICES_MAX],
     /// Our own kernels, in those contexts.
     kernels: Kernels,
+    /// Which context they are in, where that is not the primary one, by device.
+    kernels_in: [AtomicU64; DEVICES_MAX],
+    /// A context of the application's own to work in where a device has no primary one.
+    own_context: fn(DeviceOrdinal) -> Option<RawContext>,
     // Keeps the library open for as long as the table points into it; `None` when the process itself
     // opened it, which then never closes.
     library: Option<libloading::Library>,
@@ -187,8 +195,17 @@ impl CudaDriver {
             table: Table::look_up(find)?,
             contexts: [const { AtomicPtr::new(std::ptr::null_mut()) }; DEVICES_MAX],
             kernels: Kernels::look_up(find),
+            kernels_in: [const { AtomicU64::new(0) }; DEVICES_MAX],
+            own_context: |_| None,
             library: None,
         })
+    }
+
+    /// The same, which works in the context that `own_context` names where a device has no primary one: to make that would cost
+    /// some 500 MB of the device. It is asked often.
+    #[must_use]
+    pub fn with_own_contexts(self, own_context: fn(DeviceOrdinal) -> Option<RawContext>) -> Self {
+        Self { own_context, ..self }
     }
 
     /// Initialises the driver for this process; harmless when that has been done.
@@ -206,6 +223,36 @@ impl CudaDriver {
             DriverError { op: DriverOp::PrimaryContextRetain, code: DriverCode::INVALID_DEVICE };
         let index = usize::try_from(device.0).map_err(|_| invalid)?;
         self.contexts.get(index).ok_or(invalid)
+    }
+
+    /// The context of the application's own to work in on `device`, which has no primary one.
+    fn stand_in(&self, device: DeviceOrdinal) -> DriverResult<Option<RawContext>> {
+        if !self.retained(device)?.load(Ordering::Acquire).is_null() {
+            return Ok(None);
+        }
+        let Some(own) = (self.own_context)(device) else { return Ok(None) };
+        Ok(Some(own).filter(|_| !self.has_primary_context(device).unwrap_or(true)))
+    }
+
+    /// Kernels that are loaded in another context than the one to work in are loaded anew.
+    fn settle_kernels(&self, device: DeviceOrdinal) -> DriverResult<()> {
+        let now = self.stand_in(device)?.map_or(0, |own| own.0);
+        // The device is one of these: its context has just been looked at.
+        let known = usize::try_from(device.0).ok().and_then(|index| self.kernels_in.get(index));
+        if known.is_some_and(|known| known.swap(now, Ordering::AcqRel) != now) {
+            self.kernels.forget(device);
+        }
+        Ok(())
+    }
+
+    /// Says that the application has ended a context of its own, and with it what was loaded there.
+    #[doc(alias = "cuCtxDestroy")]
+    pub fn own_context_ended(&self, context: RawContext) {
+        for (device, known) in (0..).zip(&self.kernels_in) {
+            if known.load(Ordering::Acquire) == context.0 {
+                self.kernels.forget(DeviceOrdinal(device));
+            }
+        }
     }
 
     fn primary_context(&self, device: DeviceOrdinal) -> DriverResult<Context> {
@@ -306,6 +353,12 @@ impl Driver for CudaDriver {
     }
 
     fn make_current(&self, device: DeviceOrdinal) -> DriverResult<()> {
+        // One that has ended unseen is refused.
+        if let Some(own) = self.stand_in(device)?
+            && self.make_own_context_current(own).is_ok()
+        {
+            return Ok(());
+        }
         let context = self.primary_context(device)?;
         // SAFETY: the context was retained above and is never released; one that was reset is refused by the driver.
         check(DriverOp::ContextSetCurrent, unsafe { (self.table.context_set_current)(context) })
@@ -355,7 +408,13 @@ impl Driver for CudaDriver {
     }
 
     fn synchronize(&self) -> DriverResult<()> {
-        // SAFETY: the call has no argument.
+        let mut status = 0;
+        // SAFETY: `status` is a valid out-pointer. Beside a capture the driver refuses the question, and lets the capture be.
+        let asked = unsafe { (self.table.stream_is_capturing)(STREAM_LEGACY, &raw mut status) };
+        if DriverCode(asked) == DriverCode::STREAM_CAPTURE_IMPLICIT {
+            return check(DriverOp::ContextSynchronize, asked);
+        }
+        // SAFETY: no pointer is passed.
         check(DriverOp::ContextSynchronize, unsafe { (self.table.context_synchronize)() })
     }
 
@@ -557,6 +616,7 @@ impl Driver for CudaDriver {
         slots: NonNull<[PieceSlot]>,
         stream: RawStream,
     ) -> DriverResult<()> {
+        self.settle_kernels(device)?;
         // SAFETY: as the caller vouches.
         unsafe { self.kernels.fingerprint(device, slots, stream) }
     }
@@ -568,6 +628,7 @@ impl Driver for CudaDriver {
         source: NonNull<u8>,
         stream: RawStream,
     ) -> DriverResult<()> {
+        self.settle_kernels(device)?;
         // SAFETY: as the caller vouches.
         unsafe { self.kernels.copy_to_device(device, target, source, stream) }
     }

@@ -80,7 +80,8 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuDeviceGetUuid_v2")]
     fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<DeviceUuid>;
 
-    /// Makes the primary context of `device` current on this thread, retaining it on first use.
+    /// Makes the primary context of `device` current on this thread, retaining it on first use. Where there is none, and the
+    /// application works there in a context of its own, that is made current: it makes none.
     ///
     /// Needed before the calls below that say *context*. The thread must be one of ours: an
     /// application's thread would see its context change.
@@ -132,7 +133,9 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// Waits for all work submitted to the current context. *Context. Blocks* without limit.
     ///
     /// # Errors
-    /// What the driver returned, including the failure of earlier work.
+    /// `STREAM_CAPTURE_IMPLICIT` where a stream of the context is captured that waits for the default one: the capture goes
+    /// on. What the driver returned, including the failure of earlier work; `STREAM_CAPTURE_UNSUPPORTED` where another
+    /// stream is captured, which the wait has ended.
     #[doc(alias = "cuCtxSynchronize")]
     fn synchronize(&self) -> DriverResult<()>;
 

@@ -8,7 +8,7 @@ use crossbeam_channel::{Receiver, Select};
 
 use super::pause::Undone;
 use super::quiesced::{Failed, Quiesced, ShutGate};
-use crate::driver::{Driver, DriverError};
+use crate::driver::{Driver, DriverCode, DriverError};
 use crate::gate::{Passage, WaitingCall};
 use crate::pool::Pool;
 use crate::waits::{Answer, Question, Waited};
@@ -56,7 +56,7 @@ pub enum DrainError {
     /// The wait was called off.
     #[error("the wait for the devices was called off")]
     CalledOff,
-    /// Streams are under capture, which a wait for a device would end.
+    /// Streams are under capture, which a wait for a device would end. At least so many.
     #[error("{count} stream(s) are being captured")]
     InCapture {
         /// How many.
@@ -208,7 +208,7 @@ impl<D: Driver> Draining<D> {
     /// the last call out has begun is seen.
     ///
     /// # Errors
-    /// [`DrainError::InCapture`], with no device asked; [`DrainError::NoThread`], [`DrainError::Driver`].
+    /// [`DrainError::InCapture`], with no capture disturbed; [`DrainError::NoThread`], [`DrainError::Driver`].
     ///
     /// # Driver calls
     /// `cuCtxSynchronize` for each, on threads of their own.
@@ -245,6 +245,10 @@ impl<D: Driver> Draining<D> {
             Answer::Busy(busy) => {
                 self.question = Some(question);
                 Ok(Activity { busy, ..Activity::default() })
+            }
+            // One that is older than our part in the process, so that nobody has counted it.
+            Answer::Failed(_, source) if source.code == DriverCode::STREAM_CAPTURE_IMPLICIT => {
+                Err(DrainError::InCapture { count: 1 })
             }
             Answer::Failed(place, source) => Err(DrainError::Driver { place, source }),
         }

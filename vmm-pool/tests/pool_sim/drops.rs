@@ -1,11 +1,12 @@
 //! A proof that is dropped undoes what was begun: contents are intact, the gate is where it was, and nothing is left
 //! on a device that should not be.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use vmm_pool::driver::sim::FaultSpan;
-use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp};
+use vmm_pool::driver::sim::{FaultSpan, SimDriver, SimOptions};
+use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp, RawContext};
 use vmm_pool::gate::Passage;
 use vmm_pool::{
     Away, Contents, Copies, DrainError, Failed, FromOffloaded, FromOpen, NotShut, PoolError,
@@ -148,6 +149,33 @@ fn no_device_is_asked_while_a_capture_is_under_way_that_the_last_call_has_begun(
     assert!(waits() > before);
     drop(draining);
     assert_runs(&pair, "after it was looked at");
+}
+
+#[test]
+fn a_capture_that_only_the_driver_knows_of_is_named_as_one() {
+    let pair = Pair::new();
+    let pool = &pair.pools[0];
+    let in_capture = DriverCode::STREAM_CAPTURE_IMPLICIT;
+    pool.driver().faults().fail(DriverOp::ContextSynchronize, FaultSpan::From(1), in_capture);
+    let mut draining = pool.keeper().close().expect("it runs");
+    let refused = loop {
+        match draining.look(|| 0) {
+            Ok(_) => draining.wait_for_change(Duration::from_secs(5), &crossbeam_channel::never()),
+            Err(refused) => break refused,
+        }
+    };
+    assert!(matches!(refused, DrainError::InCapture { .. }), "{refused}");
+}
+
+#[test]
+fn a_context_that_its_application_has_ended_unseen_holds_no_pause_up() {
+    let driver = SimDriver::new(node(), SimOptions::default());
+    let gone = || vec![RawContext(0x6100_0000)];
+    let pool = SimPool::with_contexts(Arc::new(driver), 1, gone);
+    let mut draining = pool.keeper().close().expect("it runs");
+    while !draining.look(|| 0).expect("it has no work").is_idle {
+        draining.wait_for_change(Duration::from_secs(5), &crossbeam_channel::never());
+    }
 }
 
 #[test]

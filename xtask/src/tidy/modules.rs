@@ -93,6 +93,7 @@ const ORDERS: [Order; 3] = [
             "bindings",
             "environment",
             "interpose",
+            "contexts",
             "runtime",
             "replaced",
             "pluggable",

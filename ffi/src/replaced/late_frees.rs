@@ -1,0 +1,134 @@
+//! Blocks that `cuMemFreeAsync` gives up: each goes when its stream has come there, and nobody waits for that.
+//!
+//! The stream calls us back. A callback may not call the driver, so a thread of ours gives the block up. Who asks for memory next
+//! lets that thread have done first with what is due.
+//!
+//! Lock order: `TABLE` is a leaf, and never held across a driver call.
+
+use std::collections::BTreeSet;
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use sublet_cuda_driver::{Answer, blocks};
+use vmm_pool::driver::{DeviceAddress, DriverCode};
+
+use super::{Address, SUCCESS};
+use crate::interpose::Pointer;
+use crate::runtime::{self, Member};
+
+/// How long an allocation lets the thread have done: it gives up a few blocks.
+const SETTLED_WITHIN: Duration = Duration::from_secs(10);
+
+static TABLE: Mutex<Table> = Mutex::new(Table::new());
+/// A block is due, or gone.
+static CHANGED: Condvar = Condvar::new();
+/// As many as [`Table::going`] has, for callers that would find none.
+static GOING: AtomicUsize = AtomicUsize::new(0);
+
+#[derive(Debug)]
+struct Table {
+    /// Blocks that were given up and are still there.
+    going: BTreeSet<Address>,
+    /// Those of them whose stream has come there.
+    due: BTreeSet<Address>,
+    has_thread: bool,
+}
+
+impl Table {
+    const fn new() -> Self {
+        Self { going: BTreeSet::new(), due: BTreeSet::new(), has_thread: false }
+    }
+}
+
+fn table() -> MutexGuard<'static, Table> {
+    TABLE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Is the block at `address` given up already? Who frees it once more is wrong.
+pub(super) fn is_going(address: Address) -> bool {
+    GOING.load(Ordering::Relaxed) > 0 && table().going.contains(&address)
+}
+
+/// Waits until what is due is gone. It waits for no stream.
+pub(crate) fn settle() {
+    if GOING.load(Ordering::Relaxed) == 0 {
+        return;
+    }
+    let is_any_due = |table: &mut Table| !table.due.is_empty();
+    let waited = CHANGED.wait_timeout_while(table(), SETTLED_WITHIN, is_any_due);
+    drop(waited);
+}
+
+/// Gives the block at `address` up once the stream has come here that `launch` has a function called back on.
+pub(super) fn free(
+    member: &'static Member,
+    address: Address,
+    launch: impl FnOnce(extern "C" fn(*mut c_void), Pointer) -> c_int,
+) -> Answer<()> {
+    if is_going(address) {
+        return Answer::Refused(DriverCode::INVALID_VALUE);
+    }
+    blocks::free_later(member, DeviceAddress(address), || DriverCode(arrange(address, launch)))
+}
+
+fn arrange(
+    address: Address,
+    launch: impl FnOnce(extern "C" fn(*mut c_void), Pointer) -> c_int,
+) -> c_int {
+    {
+        let mut table = table();
+        if !table.has_thread {
+            let thread = std::thread::Builder::new().name("sublet-frees".to_owned());
+            if let Err(error) = thread.spawn(give_up_what_is_due) {
+                tracing::warn!(%error, "no thread for frees in the order of a stream");
+                return DriverCode::OPERATING_SYSTEM.0;
+            }
+            table.has_thread = true;
+        }
+        // Before the stream can come there.
+        table.going.insert(address);
+        GOING.store(table.going.len(), Ordering::Relaxed);
+    }
+    let data = std::ptr::without_provenance_mut(usize::try_from(address).unwrap_or(0));
+    let code = launch(is_due, data);
+    if code != SUCCESS {
+        forget(address);
+    }
+    code
+}
+
+/// Called by the driver, on a thread of its own, when the stream has come there.
+extern "C" fn is_due(data: *mut c_void) {
+    table().due.insert(data.addr() as u64);
+    CHANGED.notify_all();
+}
+
+fn forget(address: Address) {
+    let mut table = table();
+    table.due.remove(&address);
+    table.going.remove(&address);
+    GOING.store(table.going.len(), Ordering::Relaxed);
+    CHANGED.notify_all();
+}
+
+fn give_up_what_is_due() {
+    loop {
+        let address = {
+            let is_none_due = |table: &mut Table| table.due.is_empty();
+            let waited = CHANGED.wait_while(table(), is_none_due);
+            waited.unwrap_or_else(PoisonError::into_inner).due.first().copied()
+        };
+        let Some(address) = address else { continue };
+        if let Some(member) = runtime::member() {
+            // Its context may have ended meanwhile, and the block with it.
+            if let Answer::Refused(code) =
+                blocks::free(member, DeviceAddress(address), || DriverCode::SUCCESS)
+            {
+                tracing::warn!(?code, address, "a block that its stream has passed stays");
+            }
+        }
+        forget(address);
+    }
+}
