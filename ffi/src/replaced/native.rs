@@ -12,8 +12,10 @@ use vmm_pool::budget::Counted;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Location, LocationKind};
 use vmm_pool::gate::{Pass, Passage};
 
+use super::context::device_of;
 use super::graph::capture_of;
-use super::{Address, SUCCESS, stream_value};
+use super::{Address, STREAM_PER_THREAD, SUCCESS, stream_value};
+use crate::contexts;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
 use crate::runtime;
@@ -30,15 +32,19 @@ fn pass() -> Option<Pass<'static>> {
     runtime::join().map(|member| member.gate().pass(Passage::Use))
 }
 
-/// Takes room in the tenant's budget for so many bytes on the current context's device, or says what the call is to
-/// answer.
-fn room(bytes: usize) -> Result<Counted, c_int> {
-    match (runtime::member(), runtime::current_device()) {
-        (Some(member), Ok(device)) => {
+/// Takes room in the tenant's budget for so many bytes on `device`, or says what the call is to answer.
+fn room_on(device: Option<DeviceOrdinal>, bytes: usize) -> Result<Counted, c_int> {
+    match (runtime::member(), device) {
+        (Some(member), Some(device)) => {
             blocks::take_room(member, device, bytes as u64).map_err(|code| code.0)
         }
         _ => Ok(Counted::Yes(None)),
     }
+}
+
+/// As [`room_on`], of the current context's device.
+fn room(bytes: usize) -> Result<Counted, c_int> {
+    room_on(runtime::current_device().ok(), bytes)
 }
 
 /// Counts what the driver has just made.
@@ -49,14 +55,11 @@ fn count(
     reason: &'static str,
     counted: Counted,
 ) {
-    let current = runtime::current_device().ok();
-    // What was taken is of the current context's device.
-    let is_elsewhere = device.is_some() && device != current;
-    let counted = if is_elsewhere { Counted::Yes(None) } else { counted };
-    if let (Some(member), Some(device)) = (runtime::member(), device.or(current)) {
+    let device = device.or_else(|| runtime::current_device().ok());
+    if let (Some(member), Some(device)) = (runtime::member(), device) {
         let (address, size_bytes) = (DeviceAddress(address), bytes as u64);
         let native = Native { address, size_bytes, device, reason };
-        blocks::note_native(member, native, runtime::current_context(), counted);
+        blocks::note_native(member, native, contexts::listed_current(), counted);
     }
 }
 
@@ -77,8 +80,68 @@ fn device_of_memory(address: Address) -> Option<DeviceOrdinal> {
     (code == SUCCESS).then_some(DeviceOrdinal(device))
 }
 
+/// The device whose pool a stream takes memory of, whatever context is current: its own.
+fn device_of_stream(stream: usize) -> Option<DeviceOrdinal> {
+    let mut context: Pointer = std::ptr::null_mut();
+    let handle: Pointer = std::ptr::with_exposed_provenance_mut(stream);
+    let is_default = stream <= STREAM_PER_THREAD;
+    if is_default
+        || call_driver!(cuStreamGetCtx(handle => Pointer, &raw mut context => *mut Pointer))
+            != SUCCESS
+    {
+        return runtime::current_device().ok();
+    }
+    device_of(context)
+}
+
+/// Which device stream-ordered memory is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PoolOf {
+    /// The stream's.
+    Stream,
+    /// A pool's, which nobody can be asked for. So the memory is made first.
+    Caller,
+}
+
+/// Stream-ordered memory that `allocate` makes, and `free` gives back where it does not fit the budget.
+fn stream_ordered(
+    (address, bytes): (*mut Address, usize),
+    stream: usize,
+    pool: PoolOf,
+    allocate: impl FnOnce() -> c_int,
+    free: impl FnOnce(Address) -> c_int,
+) -> c_int {
+    let _pass = pass();
+    // Memory of a graph comes and goes with its launches.
+    if capture_of(stream).is_some() {
+        return allocate();
+    }
+    let known = (pool == PoolOf::Stream).then(|| device_of_stream(stream)).flatten();
+    let before = match known.map(|device| room_on(Some(device), bytes)).transpose() {
+        Ok(before) => before,
+        Err(code) => return code,
+    };
+    let code = allocate();
+    let Some(made) = made(address).filter(|_| code == SUCCESS) else {
+        return code;
+    };
+    let device = known.or_else(|| device_of_memory(made));
+    let counted = match before.map_or_else(|| room_on(device, bytes), Ok) {
+        Ok(counted) => counted,
+        Err(refused) => {
+            let code = free(made);
+            if code != SUCCESS {
+                tracing::warn!(code, "stream-ordered memory beyond the budget stays");
+            }
+            return refused;
+        }
+    };
+    count(made, bytes, device, stays::STREAM_ORDERED, counted);
+    code
+}
+
 macro_rules! allocate_async {
-    ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
+    ($symbol:ident ( $($arg:ident : $ty:ty),* ) of $pool:ident, $free:ident) => {
         /// Allocates memory in the order of a stream.
         ///
         /// # Safety
@@ -90,31 +153,24 @@ macro_rules! allocate_async {
             $($arg: $ty,)*
             stream: Pointer,
         ) -> c_int {
-runtime::caught(|| {
-            let _pass = pass();
-            // Memory of a graph comes and goes with its launches.
-            let is_counted = capture_of(stream_value(stream, stringify!($symbol))).is_none();
-            let counted = match if is_counted { room(bytes) } else { Ok(Counted::No) } {
-                Ok(counted) => counted,
-                Err(code) => return code,
+            let allocate = || {
+                call_driver!($symbol(
+                    address => *mut Address, bytes => usize, $($arg => $ty,)* stream => Pointer
+                ))
             };
-            let code = call_driver!($symbol(
-                address => *mut Address, bytes => usize, $($arg => $ty,)* stream => Pointer
-            ));
-            if let Some(address) = made(address).filter(|_| is_counted && code == SUCCESS) {
-                let device = device_of_memory(address);
-                count(address, bytes, device, stays::STREAM_ORDERED, counted);
-            }
-            code
-})
+            let free = |made| call_driver!($free(made => Address, stream => Pointer));
+            let value = stream_value(stream, stringify!($symbol));
+            runtime::caught(|| {
+                stream_ordered((address, bytes), value, PoolOf::$pool, allocate, free)
+            })
         }
     };
 }
 
-allocate_async!(cuMemAllocAsync());
-allocate_async!(cuMemAllocAsync_ptsz());
-allocate_async!(cuMemAllocFromPoolAsync(pool: Pointer));
-allocate_async!(cuMemAllocFromPoolAsync_ptsz(pool: Pointer));
+allocate_async!(cuMemAllocAsync() of Stream, cuMemFreeAsync);
+allocate_async!(cuMemAllocAsync_ptsz() of Stream, cuMemFreeAsync_ptsz);
+allocate_async!(cuMemAllocFromPoolAsync(pool: Pointer) of Caller, cuMemFreeAsync);
+allocate_async!(cuMemAllocFromPoolAsync_ptsz(pool: Pointer) of Caller, cuMemFreeAsync_ptsz);
 
 /// Allocates managed memory.
 ///

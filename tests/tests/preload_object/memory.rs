@@ -81,6 +81,23 @@ fn what_a_stream_is_to_free_is_freed_once() {
 }
 
 #[test]
+fn a_pool_of_another_device_is_counted_against_that_devices_budget() {
+    let stage = Stage::new();
+    let program = stage.program("pools");
+    let said = |budget: &str| {
+        let mut command = stage.command(&program, Preload::With);
+        transcript(&command.env("SUBLET_BUDGET", budget).output().expect("it starts"))
+    };
+    let (fits, full) = ("CUDA_SUCCESS", "CUDA_ERROR_OUT_OF_MEMORY");
+    let text = |pool: &str, stream: &str, plain: &str| {
+        format!("of the pool: {pool}\nof the stream: {stream}\nplain: {plain}\n")
+    };
+    assert_eq!(said("0=400MiB,1=16MiB"), text(full, full, fits), "the pool's device is small");
+    assert_eq!(said("0=16MiB,1=400MiB"), text(fits, fits, fits), "the current one is");
+    assert_eq!(said("0=16MiB,1=136MiB"), text(fits, fits, full), "both are counted");
+}
+
+#[test]
 fn captures_begin_while_another_thread_frees() {
     assert_eq!(said("captures", &["meets"]), ["meets: 1000 captures"]);
 }
