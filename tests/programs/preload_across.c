@@ -88,5 +88,10 @@ int main(void)
     inside_pause();
     inside_resume();
     all("after");
+    for (int device = 0; device < 2; device++) {
+        CUdeviceptr more = 0;
+        use(device);
+        printf("more memory of %d: %s\n", device, driver_error(cuMemAlloc(&more, BYTES)));
+    }
     return 0;
 }

@@ -332,7 +332,7 @@ fn copies_between_devices_are_right_where_these_do_not_reach_each_other() {
         transcript(&command.env("SIMCUDA_NO_P2P", no_p2p).output().expect("it starts"))
     };
     let expected = said(Preload::Without, "0");
-    assert_eq!(expected.lines().count(), 2 * (8 + 4 + 2), "{expected}");
+    assert_eq!(expected.lines().count(), 2 * (8 + 4 + 2) + 2, "{expected}");
     assert!(!expected.contains("ERROR"), "{expected}");
     assert_eq!(said(Preload::Without, "1"), expected, "the driver's own memory");
     assert_eq!(said(Preload::With, "0"), expected);

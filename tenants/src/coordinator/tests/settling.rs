@@ -7,7 +7,7 @@ use vmm_pool::driver::sim::{FaultSpan, GRANULARITY_BYTES, SimDriver};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal, Driver as _, DriverCode, DriverOp};
 use vmm_pool::{Class, Contents, Selection};
 
-use super::cuts::{Job, SOON, until};
+use super::cuts::{Job, SOON, patient, until};
 use super::*;
 use crate::cut::{Limits, Seen};
 use crate::member::{CONNECTIONS_MAX, Member};
@@ -110,6 +110,26 @@ fn lets_through(passage: Passage, member: &std::sync::Arc<Member<SimDriver>>) ->
         let _told = tell.send(());
     });
     hear.recv_timeout(Duration::from_secs(10)).is_ok()
+}
+
+#[test]
+fn a_capture_that_a_call_begins_behind_the_shut_gate_refuses_the_drain_and_no_device_is_asked() {
+    let job = Job::new(1);
+    let member = &job.members[0];
+    allocate(member);
+    let waits = || member.pool().driver().faults().calls(DriverOp::ContextSynchronize);
+    let before = waits();
+    let mut line = Line::to(member);
+    let call = member.gate().pass_for("cuStreamBeginCapture", Passage::Capture);
+    line.lead(Phase::CloseGate, &Scope::Whole);
+    member.capture_begun();
+    drop(call);
+    let reply = line.phase_of(Phase::Drain, &Scope::Whole);
+    let Reply::Failed(failure) = reply else { panic!("{reply:?}") };
+    assert_eq!((failure.kind, waits()), (FailureKind::InCapture, before), "{failure:?}");
+    line.lead(Phase::AbortPause, &Scope::Whole);
+    member.capture_ended();
+    report(job.coordinator(patient()).pause(&mut quiet).unwrap());
 }
 
 #[test]
