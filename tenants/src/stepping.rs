@@ -167,6 +167,8 @@ pub enum Calls {
     Ready(u32),
     /// So many calls each, whatever the devices do.
     Each(u32),
+    /// So many calls each, up to one after which the devices are idle: it may have been the last that was missing.
+    Turn(u32),
 }
 
 /// What came of a look at all of them.
@@ -286,7 +288,7 @@ impl Stepper {
         let (chosen, allowed) = if may_be_busy && (is_turn_of_busy || !candidates.contains(&true)) {
             let next = self.next_in_turn(activities, &is_behind);
             let calls = next.map_or(0, |index| self.begin_turn(index, activities));
-            ((0..activities.len()).map(|index| Some(index) == next).collect(), Calls::Each(calls))
+            ((0..activities.len()).map(|index| Some(index) == next).collect(), Calls::Turn(calls))
         } else {
             (candidates.clone(), Calls::Ready(self.budget))
         };
@@ -336,7 +338,7 @@ impl Stepper {
             }
             if activity.waiting > 0 {
                 let each = left.div_ceil(activity.waiting);
-                calls[index] = Calls::Each(u32::try_from(each).unwrap_or(FURTHER_MAX));
+                calls[index] = Calls::Turn(u32::try_from(each).unwrap_or(FURTHER_MAX));
             } else {
                 self.plan.let_on(&activity.cut);
             }

@@ -18,6 +18,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 const CALL_PATIENCE: Duration = Duration::from_millis(5);
 /// How long a device may be busy after a call before it counts as one that waits for something.
 const BUSY_PATIENCE: Duration = Duration::from_millis(2);
+/// The same in the turn of a busy process, which may be hundreds of calls.
+const TURN_PATIENCE: Duration = Duration::from_millis(1);
 /// How long threads may take from one call to the next.
 const COME_PATIENCE: Duration = Duration::from_millis(1);
 /// Waiting calls that a report lists.
@@ -65,7 +67,8 @@ impl<D: Driver> Member<D> {
         match calls {
             Calls::None => {}
             Calls::Ready(count) => self.step_ready(draining, count, watch)?,
-            Calls::Each(count) => self.step_each(draining, count, watch)?,
+            Calls::Each(count) => self.step_each(draining, (count, None), watch)?,
+            Calls::Turn(count) => self.step_each(draining, (count, Some(TURN_PATIENCE)), watch)?,
         }
         loop {
             let activity = self.activity(draining, order)?;
@@ -77,11 +80,11 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    /// Lets all that wait make `count` calls.
+    /// Lets all that wait make `count` calls; up to one after which the devices are idle in so much time, if any is given.
     fn step_each(
         &self,
         draining: &mut Draining<D>,
-        count: u32,
+        (count, idle_within): (u32, Option<Duration>),
         watch: &Watch,
     ) -> Result<(), Failure> {
         for _ in 0..count {
@@ -90,6 +93,11 @@ impl<D: Driver> Member<D> {
             }
             draining.step_all();
             self.wait_until(CALL_PATIENCE, draining, watch, Draining::is_clear);
+            if let Some(patience) = idle_within
+                && self.is_idle_soon(patience, draining, watch)?
+            {
+                break;
+            }
         }
         Ok(())
     }
@@ -108,7 +116,7 @@ impl<D: Driver> Member<D> {
             }
             let Some(slot) = draining.step_one() else { break };
             self.wait_until(CALL_PATIENCE, draining, watch, Draining::is_clear);
-            let is_idle = self.is_idle_soon(draining, watch)?;
+            let is_idle = self.is_idle_soon(BUSY_PATIENCE, draining, watch)?;
             if was_idle && !is_idle {
                 draining.note_blocked(slot);
             }
@@ -145,9 +153,14 @@ impl<D: Driver> Member<D> {
         Ok(true)
     }
 
-    /// Are the devices idle in a moment?
-    fn is_idle_soon(&self, draining: &mut Draining<D>, watch: &Watch) -> Result<bool, Failure> {
-        let until = Instant::now() + BUSY_PATIENCE;
+    /// Are the devices idle before `patience` ends?
+    fn is_idle_soon(
+        &self,
+        patience: Duration,
+        draining: &mut Draining<D>,
+        watch: &Watch,
+    ) -> Result<bool, Failure> {
+        let until = Instant::now() + patience;
         loop {
             if self.look(draining)?.is_idle {
                 return Ok(true);

@@ -18,11 +18,11 @@ fn busy_until(missing: u64, at_a_time: u32) -> (u32, [u64; 2]) {
         for (steps, calls) in steps.iter_mut().zip(calls) {
             match calls {
                 Calls::None => {}
-                Calls::Each(count) => {
+                Calls::Turn(count) => {
                     *steps += u64::from(count.min(at_a_time));
                     pace = Pace::Moving;
                 }
-                Calls::Ready(_) => panic!("no thread is ready"),
+                Calls::Ready(_) | Calls::Each(_) => panic!("{calls:?}: no thread is ready"),
             }
         }
         assert!(stepper.rounds() < 1000, "{steps:?}");
@@ -59,10 +59,10 @@ fn turns_of_busy_processes_are_one_call_again_when_a_device_becomes_idle_or_a_th
     };
     let nobody = Activity::default();
     for count in [1, 2, 4] {
-        assert_eq!(turn(&nobody), [Calls::Each(count), Calls::None]);
+        assert_eq!(turn(&nobody), [Calls::Turn(count), Calls::None]);
     }
-    assert_eq!(turn(&idle), [Calls::Each(1), Calls::None]);
-    assert_eq!(turn(&idle), [Calls::Each(2), Calls::None]);
+    assert_eq!(turn(&idle), [Calls::Turn(1), Calls::None]);
+    assert_eq!(turn(&idle), [Calls::Turn(2), Calls::None]);
     assert!(matches!(turn(&Activity { is_idle: true, ..busy(1) })[1], Calls::Ready(_)));
-    assert_eq!(turn(&idle), [Calls::Each(1), Calls::None]);
+    assert_eq!(turn(&idle), [Calls::Turn(1), Calls::None]);
 }

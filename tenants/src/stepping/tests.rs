@@ -264,13 +264,13 @@ impl Run {
     fn can_step(&self, state: &State, process: usize) -> bool {
         let stands = &state.processes[process];
         match stands.calls {
-            Calls::None | Calls::Ready(0) | Calls::Each(0) => false,
+            Calls::None | Calls::Ready(0) | Calls::Each(0) | Calls::Turn(0) => false,
             Calls::Ready(_) => {
                 let mut threads = 0..stands.threads.len();
                 self.is_idle(state, process) == stands.was_idle
                     && threads.any(|thread| self.is_ready(state, process, thread))
             }
-            Calls::Each(_) => Self::waits(state, process),
+            Calls::Each(_) | Calls::Turn(_) => Self::waits(state, process),
         }
     }
 
@@ -284,6 +284,12 @@ impl Run {
                 let stands = &mut next.processes[process];
                 stands.calls = Calls::Each(count - 1);
                 stands.threads.iter_mut().filter(|thread| thread.at == At::Gate).for_each(go);
+            }
+            Calls::Turn(count) => {
+                let stands = &mut next.processes[process];
+                stands.threads.iter_mut().filter(|thread| thread.at == At::Gate).for_each(go);
+                let is_idle = self.is_idle(next, process);
+                next.processes[process].calls = Calls::Turn(if is_idle { 0 } else { count - 1 });
             }
             Calls::Ready(count) => {
                 let mut threads = 0..state.processes[process].threads.len();
