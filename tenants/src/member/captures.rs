@@ -107,6 +107,13 @@ mod tests {
                 drop(before);
                 told.send(()).expect("heard");
             });
+            let has_come = || {
+                let counts = captures.counts();
+                counts.about_to_begin + counts.under_way > 0
+            };
+            while !has_come() {
+                thread::yield_now();
+            }
             assert!(began.recv_timeout(Duration::from_millis(50)).is_err(), "it lets the wait end");
             assert!(captures.wait().is_none(), "a capture is about to begin");
             drop(wait);
@@ -129,7 +136,12 @@ mod tests {
     #[test]
     fn a_wait_that_lasts_holds_a_capture_up_for_a_bounded_time() {
         let captures = Captures::default();
-        let _wait = captures.wait();
-        drop(captures.before(Duration::from_millis(1)));
+        let wait = captures.wait().expect("no capture");
+        let before = captures.before(Duration::from_millis(1));
+        assert_eq!(captures.counts().waits, 1, "it lasts");
+        assert!(captures.wait().is_none(), "a capture is about to begin");
+        drop(before);
+        assert!(captures.wait().is_some());
+        drop(wait);
     }
 }

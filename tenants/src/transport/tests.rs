@@ -257,7 +257,7 @@ fn silence_ends_at_the_deadline() {
     let error = a.receive::<Reply>(shortly()).unwrap_err();
     assert!(error.to_string().contains("did not answer in time"));
     assert!(started.elapsed() >= Duration::from_millis(30));
-    assert!(started.elapsed() < Duration::from_secs(4));
+    assert!(started.elapsed() < Duration::from_mins(1));
 }
 
 #[test]

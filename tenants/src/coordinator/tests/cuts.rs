@@ -388,9 +388,20 @@ fn ranks_that_wait_for_one_that_waits_for_memory_are_given_up_for_others_and_wai
     assert!(error.left_unchanged() && error.is_retryable(), "{error}");
     assert_eq!(job.states(), [MemberState::Active; 2]);
     // Its memory comes, and with it the launch.
+    let (tell, told) = crossbeam_channel::bounded(1);
     std::thread::scope(|scope| {
-        let by_name = scope.spawn(|| job.coordinator(patient()).pause(&mut quiet));
-        std::thread::park_timeout(Duration::from_millis(1500));
+        let by_name = scope.spawn(|| {
+            let mut since = None;
+            job.coordinator(patient()).pause(&mut |event: Event<'_>| {
+                // For longer than the other waited.
+                let begun = matches!(event, Event::WaitingForCut { .. })
+                    .then(|| *since.get_or_insert_with(Instant::now));
+                if begun.is_some_and(|begun| begun.elapsed() > Duration::from_millis(1500)) {
+                    tell.try_send(()).ok();
+                }
+            })
+        });
+        told.recv_timeout(SOON).expect("it waits");
         drop(waits);
         job.launch(1);
         by_name.join().unwrap().map(drop).unwrap();

@@ -205,25 +205,32 @@ fn silent(job: &Job) -> crate::transport::Listener {
     job.run_dir.listen(&tenant("train"), MemberId(0)).unwrap().1
 }
 
+const QUICK: Duration = Duration::from_secs(4);
+
+/// How long three members take of which one was told to go on, and its coordinator has ended.
+fn settle_beside_a_silent_one(told: usize, is_pause: bool) -> Duration {
+    let job = Job::new(3);
+    if !is_pause {
+        report(job.coordinator(patient()).pause(&mut quiet).unwrap());
+    }
+    let _silent = silent(&job);
+    let begin = Instant::now();
+    let (states, wanted) = if is_pause {
+        (ended(&job, &BEFORE_RELEASE, Phase::Release, &[told]), MemberState::Paused)
+    } else {
+        (ended(&job, &BEFORE_ACTIVATE, Phase::Activate, &[told]), MemberState::Active)
+    };
+    assert_eq!(states, [wanted; 3], "member {told} was told, {is_pause}");
+    begin.elapsed()
+}
+
 #[test]
 fn one_that_is_silent_takes_nobody_elses_time_to_answer() {
     for told in 0..3 {
         for is_pause in [true, false] {
-            let job = Job::new(3);
-            if !is_pause {
-                report(job.coordinator(patient()).pause(&mut quiet).unwrap());
-            }
-            let _silent = silent(&job);
-            let begin = Instant::now();
-            let (states, wanted) = if is_pause {
-                let states = ended(&job, &BEFORE_RELEASE, Phase::Release, &[told]);
-                (states, MemberState::Paused)
-            } else {
-                let states = ended(&job, &BEFORE_ACTIVATE, Phase::Activate, &[told]);
-                (states, MemberState::Active)
-            };
-            assert_eq!(states, [wanted; 3], "member {told} was told, {is_pause}");
-            assert!(begin.elapsed() < Duration::from_secs(4), "after {:?}", begin.elapsed());
+            // Who waits for the silent one takes five seconds each time; a busy machine may, now and then.
+            let is_quick = (0..10).any(|_| settle_beside_a_silent_one(told, is_pause) < QUICK);
+            assert!(is_quick, "member {told} was told, {is_pause}");
         }
     }
 }
