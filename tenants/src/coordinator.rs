@@ -16,6 +16,7 @@ mod early_release;
 mod error;
 mod exchange;
 mod hand_over;
+mod holdings;
 mod interrupt;
 mod lending;
 mod needs;
@@ -50,6 +51,7 @@ pub use report::{
 };
 
 pub use hand_over::HandOver;
+pub use holdings::Holdings;
 pub use needs::DeviceNeed;
 pub use neighbours::held_elsewhere;
 pub use saving::{SaveError, SaveReport, SaveState};
@@ -67,7 +69,7 @@ use crate::identity::{MemberId, TenantName};
 use crate::phase::Stage;
 use crate::run_dir::{CoordinatorLock, RunDir, RunDirError, TenantDir};
 use crate::scope::Scope;
-use crate::wire::{Action, Phase, Stats};
+use crate::wire::{Action, Phase};
 
 /// How long a coordinator waits, and for what.
 #[derive(Clone, Debug)]
@@ -253,38 +255,12 @@ impl Coordinator {
     /// # Errors
     /// [`CoordinatorError::NoSuchTenant`], [`CoordinatorError::NoProcess`], [`CoordinatorError::RunDir`].
     pub fn stats(&self) -> Result<TenantStats, CoordinatorError> {
-        let dir = self.dir()?;
-        let connected = self.connect_all(&dir);
-        dir.remove_stale()?;
-        let Everybody { mut peers, failures, .. } = connected?;
-        let mut stats = TenantStats {
-            tenant: self.tenant.to_string(),
-            members: Vec::new(),
-            budgets: budgets::of_dir(&dir)?,
-            failures,
-        };
-        for index in 0..peers.list.len() {
-            let timeout = self.options.contact_timeout;
-            stats.failures.extend(peers.ask(index, &Stats, timeout).err());
-        }
-        while let Some(answer) = peers.next_answer(None) {
-            let pid = peers.list[answer.peer].who.pid;
-            match answer.to(&Stats) {
-                Ok(mut member) => {
-                    // The kernel's id is in our namespace, the member's own may not be.
-                    member.member.pid = pid.unwrap_or(member.member.pid);
-                    stats.members.push(member);
-                }
-                Err(failure) => stats.failures.push(failure),
-            }
-        }
-        stats.members.sort_by_key(|stats| stats.member.pid);
-        Ok(stats)
+        Holdings::of_all(&[self]).remove(0).stats
     }
 
     /// Everybody, for a question beside pauses and resumes.
     fn connect_all(&self, dir: &TenantDir) -> Result<Everybody, CoordinatorError> {
-        Everybody::connect(dir, Step::Stats, self.options.contact_timeout)
+        Everybody::connect(dir, Step::Stats, Instant::now() + self.options.contact_timeout)
     }
 
     fn act(

@@ -403,6 +403,10 @@ fn metrics_are_scraped_by_http_until_a_signal_also_of_a_process_that_stands_stil
     assert!(found.contains("sublet_processes{tenant=\"train\",state=\"active\"} 2"), "{found}");
     job.ranks[0].stop()?;
     let found = served.scrape()?;
+    let shown = stage.sublet(&["ps"])?.succeeded()?;
+    let stopped =
+        format!("it is stopped (SIGSTOP): `kill -CONT {}` continues it", job.ranks[0].pid());
+    assert!(shown.stdout.contains(&stopped), "{shown:?}");
     job.ranks[0].signal(Signal::SIGCONT)?;
     assert!(found.contains("sublet_silent_processes{tenant=\"train\"} 1"), "{found}");
     let taken = stage.sublet(&["metrics", "--listen", &served.1])?.exited(1)?;

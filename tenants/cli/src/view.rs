@@ -2,7 +2,7 @@
 //! shows something draws from here.
 
 use serde::Serialize;
-use tenants::coordinator::{Coordinator, CoordinatorError, Options, TenantStats};
+use tenants::coordinator::{Coordinator, CoordinatorError, Holdings, Options, TenantStats};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 
@@ -57,20 +57,26 @@ impl View {
         tenant: Option<&TenantName>,
         gpus: &Gpus,
     ) -> Result<Self, Failure> {
+        let names = match tenant {
+            Some(name) => vec![name.clone()],
+            None => run_dir.tenants()?,
+        };
+        let of =
+            |name: &TenantName| Coordinator::new(run_dir.clone(), name.clone(), Options::default());
+        let all: Vec<_> = names.iter().map(of).collect();
+        let all = Holdings::of_all(&all.iter().collect::<Vec<_>>());
         let mut tenants = Vec::new();
-        match tenant {
-            Some(name) => tenants.push(one(run_dir, name)?),
-            None => {
-                for name in run_dir.tenants()? {
-                    match one(run_dir, &name) {
-                        Ok(tenant) => tenants.push(tenant),
-                        Err(
-                            CoordinatorError::NoSuchTenant { .. }
-                            | CoordinatorError::NoProcess { .. },
-                        ) => {}
-                        Err(error) => return Err(error.into()),
-                    }
+        for (name, found) in names.iter().zip(all) {
+            match found.stats {
+                Ok(stats) => {
+                    let dir = run_dir.existing_tenant(name).ok().flatten();
+                    let changed_by = dir.map(|dir| dir.lock_holders()).unwrap_or_default();
+                    let silent = Silent::of(&stats);
+                    tenants.push(TenantView { stats, changed_by, silent });
                 }
+                Err(CoordinatorError::NoSuchTenant { .. } | CoordinatorError::NoProcess { .. })
+                    if tenant.is_none() => {}
+                Err(error) => return Err(error.into()),
             }
         }
         Ok(Self::of(tenants, gpus))
@@ -94,14 +100,6 @@ impl View {
     pub(crate) fn gpu_label(&self, uuid: &str) -> String {
         self.gpus.iter().find(|gpu| gpu.uuid == uuid).map_or_else(|| uuid.to_owned(), Gpu::label)
     }
-}
-
-fn one(run_dir: &RunDir, name: &TenantName) -> Result<TenantView, CoordinatorError> {
-    let stats = Coordinator::new(run_dir.clone(), name.clone(), Options::default()).stats()?;
-    let dir = run_dir.existing_tenant(name).ok().flatten();
-    let changed_by = dir.map(|dir| dir.lock_holders()).unwrap_or_default();
-    let silent = Silent::of(&stats);
-    Ok(TenantView { stats, changed_by, silent })
 }
 
 #[cfg(test)]

@@ -134,7 +134,7 @@ impl Coordinator {
     fn greet_everybody(&self, dir: &TenantDir) -> Result<Preparing, PrepareError> {
         let timeout = self.options.contact_timeout;
         let Everybody { mut peers, mut failures, .. } =
-            Everybody::connect(dir, Step::Hello, timeout)?;
+            Everybody::connect(dir, Step::Hello, Instant::now() + timeout)?;
         failures.extend(peers.greet(timeout, self.options.interrupt.as_ref()));
         self.refuse_interrupted()?;
         let said = vec![None; peers.list.len()];

@@ -249,10 +249,9 @@ impl Everybody {
     pub(super) fn connect(
         dir: &TenantDir,
         step: Step,
-        timeout: Duration,
+        deadline: Instant,
     ) -> Result<Self, CoordinatorError> {
         let mut all = Self::default();
-        let deadline = Instant::now() + timeout;
         for socket in dir.members()? {
             match reach(&socket, deadline) {
                 Ok(Reached::Peer(peer)) => all.peers.list.push(*peer),

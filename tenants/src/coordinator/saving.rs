@@ -200,7 +200,7 @@ impl Coordinator {
     fn greet_all(&self, tenant_dir: &TenantDir) -> Result<Save, SaveError> {
         let timeout = self.options.contact_timeout;
         let Everybody { mut peers, mut failures, dead } =
-            Everybody::connect(tenant_dir, Step::Hello, timeout)?;
+            Everybody::connect(tenant_dir, Step::Hello, Instant::now() + timeout)?;
         failures.extend(peers.greet(timeout, self.options.interrupt.as_ref()));
         self.refuse_called_off()?;
         Ok(Save { peers, ended: dead, failures, ..Save::default() })

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::{Coordinator, Options, TenantStats};
+use super::{Coordinator, Holdings, Options, TenantStats};
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
 use crate::wire::{DeviceDelta, MemberState};
@@ -101,10 +101,10 @@ pub(super) fn name_holders(
     }
     let names = run_dir.tenants().unwrap_or_default();
     let options = Options { contact_timeout: HOLDER_TIMEOUT, ..Options::default() };
-    let others: Vec<TenantStats> = names
-        .into_iter()
-        .filter_map(|name| Coordinator::new(run_dir.clone(), name, options.clone()).stats().ok())
-        .collect();
+    let coordinator = |name| Coordinator::new(run_dir.clone(), name, options.clone());
+    let others: Vec<_> = names.into_iter().map(coordinator).collect();
+    let others = Holdings::of_all(&others.iter().collect::<Vec<_>>()).into_iter();
+    let others: Vec<TenantStats> = others.filter_map(|found| found.stats.ok()).collect();
     for shortage in shortages {
         let held = others.iter().filter_map(|stats| {
             let given = gives.filter(|(tenant, _)| tenant.as_str() == stats.tenant);

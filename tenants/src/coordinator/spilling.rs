@@ -125,7 +125,8 @@ impl Coordinator {
 
     fn peers_of(&self, tenant: &TenantName) -> Result<Peers, CoordinatorError> {
         let other = Self::new(self.run_dir.clone(), tenant.clone(), self.options.clone());
-        let Everybody { peers, .. } = Everybody::connect(&other.dir()?, Step::Spill, ASK_TIMEOUT)?;
+        let Everybody { peers, .. } =
+            Everybody::connect(&other.dir()?, Step::Spill, Instant::now() + ASK_TIMEOUT)?;
         Ok(peers)
     }
 

@@ -7,6 +7,7 @@
 //!                       change is its process's last sign of life, in the clock of turns
 //!   claim.next          one that is just being made
 //!   history             what has been, for the next decision
+//!   silent              who did not answer, and is not asked again for a while
 //!   log                 decisions, one a line; of bounded length
 //! ```
 //!
@@ -236,6 +237,21 @@ impl TurnDir {
             io_error("writing", &self.path)(io::Error::new(ErrorKind::InvalidData, error))
         })?;
         self.replace("history", text.as_bytes())
+    }
+
+    /// Who did not answer, as it was kept last; the default where there is nothing, or nothing that can be read.
+    pub(crate) fn silent<T: DeserializeOwned + Default>(&self) -> T {
+        let text = fs::read_to_string(self.path.join("silent")).unwrap_or_default();
+        serde_json::from_str(&text).unwrap_or_default()
+    }
+
+    /// Keeps `silent` in place of what was kept before, immediately. Takes no lock: of two that do so simultaneously one is
+    /// kept, or none that can be read, and then who decides asks again.
+    pub(crate) fn keep_silent<T: Serialize>(&self, silent: &T) {
+        let text = serde_json::to_string(silent).unwrap_or_default();
+        if let Err(error) = self.replace("silent", text.as_bytes()) {
+            tracing::debug!(%error, "who did not answer was not written down");
+        }
     }
 
     /// Adds lines to the log, of which the later half stays when it has become long: with the lock, which keeps others from adding to what goes.

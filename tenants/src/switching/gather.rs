@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use vmm_pool::{Contents, KeptBytes};
 
-use crate::coordinator::{Coordinator, Options, TenantStats};
+use crate::coordinator::{Coordinator, Holdings, Options, TenantStats};
 use crate::identity::TenantName;
 use crate::run_dir::clock::{boot, now_us};
 use crate::run_dir::turn_files::{Found, TurnDir};
@@ -18,44 +18,49 @@ use crate::wire::{Idleness, MemberState, MemberStats, Phase, PhaseReport};
 
 /// How fast contents are copied where nothing was measured, in bytes a microsecond.
 const COPY_BYTES_PER_US: u64 = 10_000;
-/// How long a process may take to say what it needs.
+/// How long a process may take to answer.
 const ANSWER: Duration = Duration::from_secs(2);
 
-/// One that has kept others waiting for so long and did not answer,
-const SILENT_AFTER: Duration = Duration::from_secs(1);
-/// is not asked again for so long, twice as long after each time that follows,
-const SILENT_MIN: Duration = Duration::from_secs(5);
+/// One that did not answer is not asked again for so long, twice as long after each time that follows,
+const SILENT_MIN_US: u64 = 5_000_000;
 /// and for no longer than this.
-const SILENT_MAX: Duration = Duration::from_mins(1);
+const SILENT_MAX_US: u64 = 60_000_000;
 
 /// How long one waits to write down what the history has lost; it tries again.
 const LOCK_WAIT: Duration = Duration::from_millis(250);
 
-/// Tenants that did not answer. All are asked once more under the lock, where everybody waits for one that does not.
-#[derive(Debug, Default)]
-pub(super) struct Silent(BTreeMap<TenantName, Rest>);
+/// Tenants that did not answer, as all that decide know it. All are asked once more under the lock, where everybody waits for one
+/// that does not.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Silent(BTreeMap<String, Rest>);
 
-/// How long one is not asked.
-#[derive(Clone, Copy, Debug)]
+/// How long one is not asked, in microseconds of the clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Rest {
-    until: Instant,
-    time: Duration,
+    until_us: u64,
+    time_us: u64,
 }
 
 impl Silent {
-    fn is_left_alone(&self, tenant: &TenantName, now: Instant) -> bool {
-        self.0.get(tenant).is_some_and(|rest| now < rest.until)
+    pub(super) fn is_left_alone(&self, tenant: &TenantName, now_us: u64) -> bool {
+        let rest = self.0.get(tenant.as_str());
+        // What was written before the machine was started is of another clock.
+        rest.is_some_and(|rest| {
+            now_us < rest.until_us && rest.until_us <= now_us.saturating_add(SILENT_MAX_US)
+        })
     }
 
-    /// One was asked, which took so long until `now`.
-    fn note(&mut self, tenant: &TenantName, has_answered: bool, took: Duration, now: Instant) {
-        if has_answered || took < SILENT_AFTER {
-            self.0.remove(tenant);
+    /// One was asked.
+    pub(super) fn note(&mut self, tenant: &TenantName, is_silent: bool, now_us: u64) {
+        if !is_silent {
+            self.0.remove(tenant.as_str());
             return;
         }
-        let before = self.0.get(tenant).map(|rest| rest.time);
-        let time = before.map_or(SILENT_MIN, |time| (time * 2).min(SILENT_MAX));
-        self.0.insert(tenant.clone(), Rest { until: now + time, time });
+        let before = self.0.get(tenant.as_str()).map(|rest| rest.time_us);
+        let time_us =
+            before.map_or(SILENT_MIN_US, |time_us| time_us.saturating_mul(2).min(SILENT_MAX_US));
+        let until_us = now_us.saturating_add(time_us);
+        self.0.insert(tenant.to_string(), Rest { until_us, time_us });
     }
 }
 
@@ -85,19 +90,21 @@ pub(super) fn gather(
     let somebody_waits = wanted.is_some() || !scene.waiting.is_empty();
     let wants_more = |waiting: &Waiting| waiting.wish.bytes().next().is_some();
     let somebody_wants_more = scene.waiting.iter().any(wants_more);
+    // All of this is under the lock: who does not answer soon is not waited for.
+    let options = Options { timeout: Some(ANSWER), contact_timeout: ANSWER, ..Options::default() };
+    let mut asked = Vec::new();
     for name in run_dir.tenants().unwrap_or_default() {
-        let began = Instant::now();
-        if wanted != Some(&name) && silent.is_left_alone(&name, began) {
+        if wanted != Some(&name) && silent.is_left_alone(&name, now_us()) {
             scene.unheard.insert(name);
-            continue;
+        } else {
+            asked.push(Coordinator::new(run_dir.clone(), name, options.clone()));
         }
-        // Some of this is under the lock: who does not answer soon is not waited for.
-        let options = Options { timeout: Some(ANSWER), ..Options::default() };
-        let coordinator = Coordinator::new(run_dir.clone(), name.clone(), options);
-        let stats = coordinator.stats();
-        let has_answered = stats.as_ref().is_ok_and(|stats| stats.failures.is_empty());
-        silent.note(&name, has_answered, began.elapsed(), Instant::now());
-        if silent.is_left_alone(&name, Instant::now()) {
+    }
+    let found = Holdings::of_all(&asked.iter().collect::<Vec<_>>());
+    for (coordinator, Holdings { stats, is_silent }) in asked.iter().zip(found) {
+        let name = coordinator.tenant().clone();
+        silent.note(&name, is_silent, now_us());
+        if is_silent {
             scene.unheard.insert(name.clone());
         }
         // One that has ended, or cannot be spoken to, makes no way for anybody.
@@ -110,7 +117,10 @@ pub(super) fn gather(
         standing.has_turn = claims.iter().any(|found| !found.claim.waits && has_claim(found));
         standing.comes_back |= claims.iter().any(has_claim);
         let waits = wanted == Some(&name) || scene.waiting.iter().any(|other| other.tenant == name);
-        if (waits && !standing.is_active) || (somebody_wants_more && standing.is_active) {
+        let is_heard = !is_silent || wanted == Some(&name);
+        if is_heard
+            && ((waits && !standing.is_active) || (somebody_wants_more && standing.is_active))
+        {
             let needs =
                 if standing.is_active { coordinator.needs_and_free() } else { coordinator.needs() };
             let needs = needs.unwrap_or_default();
@@ -125,7 +135,7 @@ pub(super) fn gather(
         if standing.is_active {
             // Nobody is looked at who has not asked for turns.
             let may_look = somebody_waits && standing.comes_back;
-            standing.idle_since_us = idle_since_us(&coordinator, &standing, &stats, may_look);
+            standing.idle_since_us = idle_since_us(coordinator, &standing, &stats, may_look);
         }
         scene.tenants.insert(name, standing);
     }
@@ -286,7 +296,7 @@ pub fn look(run_dir: &RunDir, count: usize) -> Result<TurnsView, RunDirError> {
     let Some(turns) = run_dir.existing_turns()? else { return Ok(TurnsView::default()) };
     let found = turns.claims(None)?;
     let now_us = now_us();
-    let scene = gather(run_dir, &[], None, &mut Silent::default());
+    let scene = gather(run_dir, &[], None, &mut turns.silent());
     let mut claims: Vec<Claimant> = found
         .into_iter()
         .map(|Found { claim, pid, .. }| {
@@ -388,22 +398,20 @@ mod tests {
     fn one_that_does_not_answer_is_asked_less_and_less_often_until_it_does() {
         let tenant = TenantName::new("a").unwrap();
         let mut silent = Silent::default();
-        let mut now = Instant::now();
+        let mut now_us = 7;
         let mut rests = Vec::new();
         for _ in 0..6 {
-            silent.note(&tenant, false, SILENT_AFTER, now);
-            let began = now;
-            while silent.is_left_alone(&tenant, now) {
-                now += Duration::from_secs(1);
+            silent.note(&tenant, true, now_us);
+            let began_us = now_us;
+            while silent.is_left_alone(&tenant, now_us) {
+                now_us += 1_000_000;
             }
-            rests.push((now - began).as_secs());
+            rests.push((now_us - began_us) / 1_000_000);
         }
         assert_eq!(rests, [5, 10, 20, 40, 60, 60]);
-        silent.note(&tenant, false, SILENT_AFTER, now);
-        // One that answers late is heard, and one that has ended says so at once.
-        for (has_answered, took) in [(true, SILENT_AFTER), (false, Duration::ZERO)] {
-            silent.note(&tenant, has_answered, took, now);
-            assert!(!silent.is_left_alone(&tenant, now));
-        }
+        silent.note(&tenant, true, now_us);
+        assert!(!silent.is_left_alone(&tenant, 0), "the machine was started again");
+        silent.note(&tenant, false, now_us);
+        assert!(!silent.is_left_alone(&tenant, now_us));
     }
 }

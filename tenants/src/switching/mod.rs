@@ -23,7 +23,7 @@ use crate::coordinator::{
 use crate::error_text::chain;
 use crate::identity::TenantName;
 use crate::run_dir::clock::now_us;
-use crate::run_dir::turn_files::{Claim, OwnClaim, TurnDir, TurnLock, Watch, pid_namespace};
+use crate::run_dir::turn_files::{Claim, Found, OwnClaim, TurnDir, TurnLock, Watch, pid_namespace};
 use crate::run_dir::{RunDir, RunDirError, pause_thread};
 use crate::turns::history::History;
 use crate::turns::scene::{Scene, Waiting, Wish};
@@ -293,7 +293,8 @@ fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, SwitchError> {
     let turns = run_dir.existing_turns()?;
     let claims = turns.as_ref().map_or_else(|| Ok(Vec::new()), |turns| turns.claims(None))?;
     let history = turns.as_ref().map(history_of).unwrap_or_default();
-    let mut scene = gather(run_dir, &claims, Some(tenant), &mut Silent::default());
+    let mut silent: Silent = turns.as_ref().map(TurnDir::silent).unwrap_or_default();
+    let mut scene = gather(run_dir, &claims, Some(tenant), &mut silent);
     scene.waiting.push(Waiting { tenant: tenant.clone(), wish: Wish::Order });
     let index = scene.waiting.len() - 1;
     let decisions = decide(&scene, &history, &Settings::default(), now_us());
@@ -328,7 +329,6 @@ struct Queue {
     has_told: bool,
     /// Since when it was found, one time after the other, that it fits nowhere.
     never_since: Option<Instant>,
-    silent: Silent,
     displaced: Displaced,
 }
 
@@ -366,7 +366,6 @@ impl Queue {
             deadline,
             has_told: false,
             never_since: None,
-            silent: Silent::default(),
             displaced: Displaced::default(),
         })
     }
@@ -407,6 +406,17 @@ impl Queue {
         locked
     }
 
+    /// All tenants as they are. What is found out of those that do not answer is for everybody to know.
+    fn gather(&self, claims: &[Found]) -> Scene {
+        let known: Silent = self.turns.silent();
+        let mut silent = known.clone();
+        let scene = gather(&self.run_dir, claims, Some(&self.tenant), &mut silent);
+        if silent != known {
+            self.turns.keep_silent(&silent);
+        }
+        scene
+    }
+
     fn check_called_off(
         &self,
         interrupt: Option<&Interrupt>,
@@ -423,7 +433,7 @@ impl Queue {
         }
         let claims = self.turns.claims(lock)?;
         let mut history = history_of(&self.turns);
-        let mut scene = gather(&self.run_dir, &claims, Some(&self.tenant), &mut self.silent);
+        let mut scene = self.gather(&claims);
         history.note_back(&scene);
         if self.wish == Wish::Turn && !self.displaced.is_so() {
             // A process that has no device memory yet is of no tenant that anybody can ask, and needs nothing.

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::io::IoSlice;
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -70,6 +70,8 @@ pub(super) struct Script {
     pub(super) consent: Option<Fault>,
     pub(super) hello: Option<Fault>,
     pub(super) stats: Option<Fault>,
+    /// It says what it holds once so many as the number have been asked that, for at most half a minute.
+    pub(super) stats_with: Option<(Arc<(Mutex<usize>, Condvar)>, usize)>,
     /// In place of writing on, the second time.
     pub(super) save: Option<Fault>,
     /// What it has to write; none when it runs with all its memory.
@@ -99,6 +101,7 @@ impl Script {
             consent: None,
             hello: None,
             stats: None,
+            stats_with: None,
             save: None,
             saved_bytes: Some(3000),
             host: None,
@@ -282,6 +285,13 @@ impl Agent {
 
     /// False when the member dies of it.
     fn answer(&self, connection: &mut Connection, request: &Request) -> bool {
+        if let (Request::Stats, Some((meeting, number))) = (request, &self.script.stats_with) {
+            let mut come = meeting.0.lock().unwrap();
+            *come += 1;
+            meeting.1.notify_all();
+            let limit = Duration::from_secs(30);
+            drop(meeting.1.wait_timeout_while(come, limit, |come| *come < *number).unwrap());
+        }
         let fault = match request {
             Request::Hello | Request::Withdraw(_) => self.script.hello,
             Request::Stats | Request::Count | Request::Idle(_) => self.script.stats,

@@ -316,6 +316,24 @@ fn stats_list_who_answers_and_who_does_not() {
 }
 
 #[test]
+fn all_tenants_are_asked_what_they_hold_simultaneously() {
+    // Each answers when both are asked.
+    let meeting = std::sync::Arc::default();
+    let script = || Script { stats_with: Some((std::sync::Arc::clone(&meeting), 2)), ..active() };
+    let mut world = World::of(&[script()]);
+    world.add("infer", 5, script());
+    let all = ["train", "infer"].map(|name| {
+        let patient = Options { contact_timeout: Duration::from_secs(15), ..options() };
+        Coordinator::new(world.run_dir.clone(), tenant(name), patient)
+    });
+    for found in Holdings::of_all(&all.each_ref()) {
+        let stats = found.stats.unwrap();
+        assert_eq!((stats.members.len(), stats.failures.len()), (1, 0), "{:?}", stats.failures);
+        assert!(!found.is_silent);
+    }
+}
+
+#[test]
 fn a_swap_without_overlap_pauses_one_tenant_then_resumes_the_other() {
     let mut world = World::of(&[active()]);
     world.add("infer", 5, paused());
