@@ -1,13 +1,16 @@
 //! The conformance list on the simulated driver, and what only the simulation promises.
 
+#![expect(unsafe_code, reason = "starts copies and pulls memory from under them")]
 #![expect(clippy::expect_used, reason = "a test fails by panicking, helpers of it too")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::NonNull;
 
 use vmm_pool::conformance::{Limits, cases};
 use vmm_pool::driver::sim::{FaultSpan, GRANULARITY_BYTES, SimDriver, SimNode, SimOptions, Touch};
 use vmm_pool::driver::{
-    AllocationProp, DeviceOrdinal, Driver, DriverCode, DriverOp, Location, LocationKind,
+    AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverOp, Location,
+    LocationKind, RawStream, VaRange,
 };
 
 const CAPACITY_BYTES: u64 = 512 << 20;
@@ -117,4 +120,64 @@ fn work_on_a_freed_address_is_an_illegal_access_and_not_a_crash() {
     drop(driver.access(DEVICE, &touch).expect("it is there"));
     driver.deallocate(range).expect("freed");
     assert_eq!(driver.access(DEVICE, &touch).expect_err("gone"), DriverCode::ILLEGAL_ADDRESS);
+}
+
+/// A copy to host memory, of memory that comes out with the stream.
+fn copying(driver: &SimDriver, host: &mut [u8]) -> (VaRange, RawStream) {
+    driver.make_current(DEVICE).expect("current");
+    let range = driver.allocate(DEVICE, GRANULARITY_BYTES).expect("memory");
+    let stream = driver.stream_create().expect("a stream");
+    let part = VaRange::new(range.start, host.len() as u64);
+    // SAFETY: whoever asks for it keeps the host memory until the driver is gone.
+    unsafe { driver.copy_to_host(NonNull::from(host).cast(), part, stream) }.expect("begun");
+    (range, stream)
+}
+
+#[test]
+fn memory_that_is_unmapped_before_anybody_has_waited_for_its_copy_costs_the_context() {
+    let mut host = [0; 64];
+    let driver = driver();
+    let (range, stream) = copying(&driver, &mut host);
+    driver.stream_synchronize(stream).expect("copied");
+    driver.unmap_memory(range).expect("nothing uses it");
+    driver.synchronize().expect("a context");
+
+    let (range, stream) = copying(&driver, &mut host);
+    // However fast it was here.
+    while driver.has_work(stream).expect("a stream") {
+        std::thread::yield_now();
+    }
+    driver.unmap_memory(range).expect("an unmapping waits for nothing");
+    let lost = driver.synchronize().expect_err("the context is lost");
+    assert_eq!(lost.code, DriverCode::ILLEGAL_ADDRESS);
+}
+
+#[test]
+fn two_streams_at_the_same_bytes_without_a_wait_between_cost_the_context() {
+    let mut host = [0_u8; 64];
+    let driver = driver();
+    let (range, stream) = copying(&driver, &mut host);
+    let other = driver.stream_create().expect("another");
+    let beside = VaRange::new(DeviceAddress(range.start.0 + 64), 64);
+    // SAFETY: it stays mapped.
+    unsafe { driver.fill_with_zeros(beside, other) }.expect("other bytes");
+    driver.stream_synchronize(stream).expect("no harm");
+    // SAFETY: as above.
+    unsafe { driver.fill_with_zeros(range, other) }.expect("after what was waited for");
+    // SAFETY: as above; the host memory outlives the driver.
+    unsafe { driver.copy_to_host(NonNull::from(&mut host[..]).cast(), beside, stream) }
+        .expect("begun");
+    let lost = driver.synchronize().expect_err("the context is lost");
+    assert_eq!(lost.code, DriverCode::ILLEGAL_ADDRESS);
+}
+
+#[test]
+fn new_memory_is_not_zero() {
+    let driver = driver();
+    let range = driver.allocate(DEVICE, 3 * GRANULARITY_BYTES).expect("memory");
+    for piece in 0..range.size_bytes / (64 << 10) {
+        let piece = VaRange::new(DeviceAddress(range.start.0 + piece * (64 << 10)), 64 << 10);
+        assert!(!driver.device_holds(DEVICE, piece, &[0; 16]).expect("readable"), "{piece:?}");
+        assert!(driver.is_clear(DEVICE, piece).expect("readable"), "{piece:?}");
+    }
 }

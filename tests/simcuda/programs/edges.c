@@ -76,11 +76,38 @@ static void poisoned(void)
     OK(cuMemRelease(handle));
 }
 
-int main(void)
+/* Memory goes while a kernel is queued that fills it: nobody waits for the kernel, and the context is lost. */
+static void pulled(void)
+{
+    CUprop prop = driver_prop();
+    CUhandle handle = 0;
+    CUdeviceptr flag = 0;
+    CUstream stream = NULL;
+    void *params[] = {&flag};
+    size_t granule = 0;
+    OK(cuMemGetAllocationGranularity(&granule, &prop, 0));
+    OK(cuMemCreate(&handle, granule, &prop, 0));
+    CUdeviceptr address = driver_map(handle, granule);
+    OK(cuStreamCreate(&stream, 1));
+    OK(cuMemAlloc(&flag, 4));
+    OK(cuMemsetD32Async(flag, 0, 1, stream));
+    driver_launch("spin_until_nonzero", stream, params);
+    driver_fill(address, 1, 16, stream);
+    printf("pulled: unmap %s\n", driver_error(cuMemUnmap(address, granule)));
+    printf("pulled: %s\n", driver_error(cuStreamSynchronize(stream)));
+    printf("pulled: still: %s\n", driver_error(cuMemsetD32Async(flag, 1, 1, stream)));
+}
+
+int main(int words, char **word)
 {
     int count = 0;
     CUdeviceptr address = 0;
     driver_load();
+    if (words > 1 && strcmp(word[1], "pulled") == 0) {
+        driver_start();
+        pulled();
+        return 0;
+    }
     printf("early: %s\n", driver_error(cuDeviceGetCount(&count)));
     OK(cuInit(0));
     printf("no context: %s\n", driver_error(cuMemAlloc(&address, 4)));

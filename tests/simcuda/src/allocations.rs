@@ -17,6 +17,8 @@ const PAGE_BYTES: u64 = 4096;
 pub(crate) enum Origin {
     /// `cuMemAlloc`.
     Plain,
+    /// `cuMemAllocManaged`.
+    Managed,
     /// `cuMemAllocAsync`.
     Pool,
     /// `cuIpcOpenMemHandle`, so many times.
@@ -70,6 +72,11 @@ impl Sim {
 
     /// Memory of the current device.
     pub(crate) fn allocate(&self, asked_bytes: u64) -> Coded<u64> {
+        self.allocate_as(Origin::Plain, asked_bytes)
+    }
+
+    /// The same, which comes about as `origin` says.
+    pub(crate) fn allocate_as(&self, origin: Origin, asked_bytes: u64) -> Coded<u64> {
         let device = self.current_device()?;
         let range = self.core.allocate(device, asked_bytes)?;
         Ok(self.insert(Allocation {
@@ -77,7 +84,7 @@ impl Sim {
             asked_bytes,
             device,
             context: current_or_none(),
-            origin: Origin::Plain,
+            origin,
         }))
     }
 

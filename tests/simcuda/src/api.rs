@@ -7,8 +7,11 @@ mod graph;
 mod launch;
 mod lookup;
 mod memory;
+mod older;
 mod pointer;
+mod shaped;
 mod stream;
+mod values;
 mod vmm;
 
 use crate::abi::Symbol;
@@ -24,8 +27,11 @@ fn symbols() -> Vec<Symbol> {
         launch::symbols(),
         lookup::symbols(),
         memory::symbols(),
+        older::symbols(),
         pointer::symbols(),
+        shaped::symbols(),
         stream::symbols(),
+        values::symbols(),
         vmm::symbols(),
     ]
     .into_iter()

@@ -15,6 +15,8 @@
 //!
 //! A refused call invalidates the captures that are the reason. They still have to be ended, and end with an error.
 
+mod nodes;
+
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -49,6 +51,8 @@ pub(crate) struct Capture {
     mode: i32,
     thread: ThreadId,
     context: SimContext,
+    /// The graph that its work is added to, where that was there before.
+    into: Option<u64>,
     recorded: Mutex<Recorded>,
     ended: AtomicBool,
     invalid: AtomicBool,
@@ -60,6 +64,7 @@ pub(crate) struct Capture {
 struct Recorded {
     work: Vec<Work>,
     memory: Arc<Vec<u64>>,
+    children: nodes::Children,
 }
 
 impl Recorded {
@@ -110,6 +115,7 @@ pub(crate) struct Captures {
     graphs: BTreeMap<u64, Recorded>,
     executables: BTreeMap<u64, Recorded>,
     made: u64,
+    nodes: u64,
 }
 
 impl std::fmt::Debug for Captures {
@@ -146,7 +152,13 @@ pub(crate) fn exchange_thread_mode(mode: i32) -> Coded<i32> {
 }
 
 impl Sim {
-    pub(crate) fn begin_capture(&self, stream: RawStream, mode: i32) -> Coded<()> {
+    /// Begins a capture, into a graph that is there where one is named.
+    pub(crate) fn begin_capture(
+        &self,
+        stream: RawStream,
+        mode: i32,
+        into: Option<u64>,
+    ) -> Coded<()> {
         if !(MODE_GLOBAL..=MODE_RELAXED).contains(&mode) {
             return Err(DriverCode::INVALID_VALUE);
         }
@@ -158,12 +170,16 @@ impl Sim {
         if captures.by_stream.contains_key(&stream.0) {
             return Err(DriverCode::ILLEGAL_STATE);
         }
+        if into.is_some_and(|graph| !captures.graphs.contains_key(&graph)) {
+            return Err(DriverCode::INVALID_VALUE);
+        }
         let capture = Arc::new(Capture {
             id: captures.next_capture(),
             origin: stream,
             mode,
             thread: thread::current().id(),
             context,
+            into,
             recorded: Mutex::default(),
             ended: AtomicBool::new(false),
             invalid: AtomicBool::new(false),
@@ -187,8 +203,14 @@ impl Sim {
         if capture.is_invalid() {
             return Err(STREAM_CAPTURE_INVALIDATED);
         }
-        let id = captures.next_value();
         let recorded = std::mem::take(&mut *lock(&capture.recorded));
+        if let Some(graph) = capture.into {
+            let there = captures.graphs.get_mut(&graph).ok_or(DriverCode::INVALID_VALUE)?;
+            there.work.extend(recorded.work);
+            Arc::make_mut(&mut there.memory).extend(recorded.memory.iter());
+            return Ok(graph);
+        }
+        let id = captures.next_value();
         captures.graphs.insert(id, recorded);
         Ok(id)
     }
@@ -295,7 +317,7 @@ impl Sim {
 
     pub(crate) fn instantiate(&self, graph: u64) -> Coded<u64> {
         let mut captures = lock(&self.captures);
-        let recorded = captures.graphs.get(&graph).cloned().ok_or(DriverCode::INVALID_VALUE)?;
+        let recorded = captures.all_of(graph)?;
         let id = captures.next_value();
         captures.executables.insert(id, recorded);
         Ok(id)
@@ -317,7 +339,7 @@ impl Sim {
     /// runs as it was.
     pub(crate) fn update_executable(&self, executable: u64, graph: u64) -> Coded<()> {
         let mut captures = lock(&self.captures);
-        let after = captures.graphs.get(&graph).cloned().ok_or(DriverCode::INVALID_VALUE)?;
+        let after = captures.all_of(graph)?;
         let before = captures.executables.get_mut(&executable).ok_or(DriverCode::INVALID_VALUE)?;
         if before.work.len() != after.work.len() {
             return Err(GRAPH_EXEC_UPDATE_FAILURE);
@@ -345,8 +367,9 @@ impl Sim {
     }
 
     pub(crate) fn destroy_graph(&self, graph: u64) -> Coded<()> {
-        let removed = lock(&self.captures).graphs.remove(&graph);
-        self.give_back(removed.ok_or(DriverCode::INVALID_VALUE)?);
+        for removed in lock(&self.captures).remove_graph(graph)? {
+            self.give_back(removed);
+        }
         Ok(())
     }
 

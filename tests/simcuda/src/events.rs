@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmm_pool::driver::sim::{Core, SimContext};
+use vmm_pool::driver::sim::{Core, SimContext, Work};
 use vmm_pool::driver::{DriverCode, RawStream};
 
 use crate::abi::Coded;
@@ -103,7 +103,7 @@ impl Sim {
         }
         self.core.enqueue(
             stream,
-            Arc::new(move |_| {
+            Work::new(move |_| {
                 event.reach(point);
                 Ok(())
             }),
@@ -120,7 +120,7 @@ impl Sim {
         if let Some(capture) = capture.filter(|capture| !capture.is_ended()) {
             return self.join_capture(stream, &capture);
         }
-        self.submit(stream, Arc::new(move |core| event.wait(core, point)))
+        self.submit(stream, Work::new(move |core| event.wait(core, point)))
     }
 
     pub(crate) fn query_event(&self, event: u64) -> Coded<()> {

@@ -19,7 +19,6 @@
     reason = "kernels load and store at device addresses whose access was just checked"
 )]
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -101,52 +100,64 @@ pub(crate) fn launch(
     let params = params.list(count)?;
     let wide = |index: usize| params[index].cast::<u64>().get();
     let narrow = |index: usize| params[index].cast::<u32>().get();
-    Ok(match kernel {
+    let reads = |start, count| Some((words(start, count).ok()?, Touch::Read));
+    let writes = |start, count| Some((words(start, count).ok()?, Touch::Write));
+    let (work, touched) = match kernel {
         Kernel::Fill => {
             let (dst, value, count) = (wide(0)?, narrow(1)?, wide(2)?);
-            Arc::new(move |core| fill(core, device, dst, value, count))
+            let work = Work::new(move |core| fill(core, device, dst, value, count));
+            (work, vec![writes(dst, count)])
         }
         Kernel::Add => {
             let (dst, a, b, count) = (wide(0)?, wide(1)?, wide(2)?, wide(3)?);
-            Arc::new(move |core| add(core, device, dst, [a, b], count))
+            let work = Work::new(move |core| add(core, device, dst, [a, b], count));
+            (work, vec![writes(dst, count), reads(a, count), reads(b, count)])
         }
         Kernel::Affine => {
             let (data, mul, add, count) = (wide(0)?, narrow(1)?, narrow(2)?, wide(3)?);
-            Arc::new(move |core| affine(core, device, data, (mul, add), count))
+            let work = Work::new(move |core| affine(core, device, data, (mul, add), count));
+            (work, vec![writes(data, count)])
         }
         Kernel::Sum => {
             let (out, data, count) = (wide(0)?, wide(1)?, wide(2)?);
-            Arc::new(move |core| sum(core, device, out, data, count))
+            let work = Work::new(move |core| sum(core, device, out, data, count));
+            (work, vec![writes(out, 2), reads(data, count)])
         }
         Kernel::Store => {
             let (dst, value) = (wide(0)?, narrow(1)?);
-            Arc::new(move |core| store(core, device, dst, value))
+            (Work::new(move |core| store(core, device, dst, value)), vec![writes(dst, 1)])
         }
         Kernel::Spin => {
             let flag = wide(0)?;
-            Arc::new(move |core| wait_until(core, device, flag, |value| value != 0))
+            let work = Work::new(move |core| wait_until(core, device, flag, |value| value != 0));
+            (work, vec![reads(flag, 1)])
         }
         Kernel::WaitAtLeast => {
             let (flag, least) = (wide(0)?, narrow(1)?);
-            Arc::new(move |core| wait_until(core, device, flag, |value| value >= least))
+            let is_enough = move |value| value >= least;
+            let work = Work::new(move |core| wait_until(core, device, flag, is_enough));
+            (work, vec![reads(flag, 1)])
         }
         Kernel::Copy => {
             let (dst, src, count) = (wide(0)?, wide(1)?, wide(2)?);
             let size_bytes = count.checked_mul(WORD_BYTES).ok_or(DriverCode::INVALID_VALUE)?;
-            let target = VaRange::new(DeviceAddress(dst), size_bytes);
+            let [target, source] = [dst, src].map(|at| VaRange::new(DeviceAddress(at), size_bytes));
             // SAFETY: whoever launches it keeps both sides until the stream has passed.
-            Arc::new(move |core| unsafe { core.copy_in(device, target, src) })
+            let work = Work::new(move |core| unsafe { core.copy_in(device, target, src) });
+            (work, vec![Some((target, Touch::Write)), Some((source, Touch::Read))])
         }
         Kernel::Fingerprint => {
             let slots = wide(0)?;
             let [blocks, 1, 1] = grid else { return Err(DriverCode::INVALID_VALUE) };
             let count = usize::try_from(blocks).map_err(|_| DriverCode::INVALID_VALUE)?;
-            Arc::new(move |core| {
+            let work = Work::new(move |core| {
                 // SAFETY: whoever launches it keeps the slots until the stream has passed; they are registered.
                 unsafe { core.fingerprint(device, slots, count) }
-            })
+            });
+            (work, Vec::new())
         }
-    })
+    };
+    Ok(work.touching(touched.into_iter().flatten()))
 }
 
 fn words(start: u64, count: u64) -> Coded<VaRange> {
@@ -259,25 +270,33 @@ fn store(core: &Core, device: DeviceOrdinal, dst: u64, value: u32) -> Coded<()> 
     })
 }
 
-#[expect(
-    clippy::disallowed_methods,
-    reason = "a device has nothing to wait on but the memory itself"
-)]
 fn wait_until(
     core: &Core,
     device: DeviceOrdinal,
     flag: u64,
     is_enough: impl Fn(u32) -> bool,
 ) -> Coded<()> {
-    loop {
-        let value =
-            with_atomic(core, device, flag, Touch::Read, |word| word.load(Ordering::Acquire))?;
-        if is_enough(value) {
-            return Ok(());
-        }
+    let look = |word: &AtomicU32| is_enough(word.load(Ordering::Acquire));
+    wait_for(core, device, || with_atomic(core, device, flag, Touch::Read, look))
+}
+
+/// Keeps a stream of `device` until `is_so`.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a device has nothing to wait on but the memory itself"
+)]
+pub(crate) fn wait_for(
+    core: &Core,
+    device: DeviceOrdinal,
+    is_so: impl Fn() -> Coded<bool>,
+) -> Coded<()> {
+    while !is_so()? {
         if core.is_closing() {
             return Err(DriverCode::DEINITIALIZED);
         }
+        // With its context a kernel ends.
+        core.device_failure(device)?;
         std::thread::sleep(POLL);
     }
+    Ok(())
 }

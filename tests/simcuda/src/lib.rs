@@ -17,7 +17,8 @@
 //! | `SIMCUDA_LATENCY` | `symbol:microseconds,...` |
 //! | `CUDA_VISIBLE_DEVICES` | list of device numbers |
 //!
-//! Deliberately absent: textures, arrays, unified memory, multicast, fabric handles, compilation.
+//! Deliberately absent: textures, the shape of arrays (they are bytes in a row), memory that moves by itself, multicast, fabric
+//! handles, compilation. Of the functions that Sublet hooks, `tests/tests/preload_object/hooks.rs` lists those that are absent.
 
 mod abi;
 mod allocations;

@@ -12,7 +12,8 @@ use nix::sys::resource::{Resource, setrlimit};
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, VaRange};
 use vmm_pool::{
-    Class, Contents, HostBudget, PoolError, SavedError, Selection, Tags, Whose, check_file_dir,
+    Class, Contents, HostBudget, Pieces, PoolError, SavedError, Selection, Tags, Whose,
+    check_file_dir,
 };
 
 use crate::stage::{
@@ -22,6 +23,8 @@ use crate::stage::{
 
 /// All host memory that contents in files take.
 const RING_BYTES: u64 = 256 << 20;
+/// What a pause looks at as a whole.
+const PIECE: u64 = 64 << 10;
 
 /// A pool whose file goes to a directory of its own.
 fn filing_pool(node: &SimNode) -> (SimPool, tempfile::TempDir) {
@@ -163,6 +166,55 @@ fn unused_parts_take_no_disk_and_saved_bytes_are_read_from_the_file() {
     assert!(holds(&pool, DEVICE, VaRange::new(range.start, 2 * UNIT), pattern(1)));
     let end = VaRange::new(hole.end(), 2 * UNIT);
     assert!(holds(&pool, DEVICE, end, pattern(1)));
+}
+
+#[test]
+fn zeros_of_contents_in_a_file_come_back_wherever_they_are() {
+    let (pool, _dir) = filing_pool(&node());
+    pool.set_pieces(Pieces::BOTH);
+    let piece = |range: VaRange, first: u64, count: u64| {
+        VaRange::new(DeviceAddress(range.start.0 + first * PIECE), count * PIECE)
+    };
+    let mapped = filled(&pool, DEVICE, 4, tagged("weights"), 1);
+    let handle = create(&pool, DEVICE, 4, tagged("weights"));
+    let nowhere = map(&pool, handle, 4 * UNIT, &[AccessDesc::read_write(DEVICE)]);
+    write(&pool, DEVICE, nowhere, pattern(2));
+    // At the beginning, in the middle, and at the end.
+    let zeros = [(0, 3), (40, 2), (70, 1), (120, 8)];
+    let others = [(3, 37), (42, 28), (71, 49)];
+    for (first, count) in zeros {
+        for range in [mapped, nowhere] {
+            write(&pool, DEVICE, piece(range, first, count), [0; 16]);
+        }
+    }
+    pool.unmap(nowhere).expect("unmapped");
+    pause(&pool);
+    resume(&pool);
+    pool.map(nowhere, 0, handle).expect("mapped again");
+    pool.set_access(nowhere, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    for (range, seed) in [(mapped, 1), (nowhere, 2)] {
+        for (parts, bytes) in [(&zeros[..], [0; 16]), (&others[..], pattern(seed))] {
+            for &(first, count) in parts {
+                let part = piece(range, first, count);
+                assert!(holds(&pool, DEVICE, part, bytes), "{seed}: {count} from {first} on");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_place_made_for_zeros_alone_stays_until_they_are_made() {
+    let (pool, _dir) = filing_pool(&node());
+    pool.set_pieces(Pieces::BOTH);
+    let handle = create(&pool, DEVICE, 4, tagged("weights"));
+    let nowhere = map(&pool, handle, 4 * UNIT, &[AccessDesc::read_write(DEVICE)]);
+    write(&pool, DEVICE, nowhere, [0; 16]);
+    pool.unmap(nowhere).expect("unmapped");
+    pause(&pool);
+    resume(&pool);
+    pool.map(nowhere, 0, handle).expect("mapped again");
+    pool.set_access(nowhere, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    assert!(holds(&pool, DEVICE, nowhere, [0; 16]));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use vmm_pool::{ByDevice, Contents, Handed, Moved, Pieces, Shapes, VirtualHandle}
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, GateAt, SimPool, UNIT, UNLIMITED, WHOLE, class, create, free_bytes,
-    gate_of, holds, kept, map, node, pattern, pool, resume, share, write,
+    gate_of, holds, is_clear, kept, map, node, pattern, pool, resume, share, write,
 };
 
 /// What a tenant has of each kind, unless less is enough; each is of two units.
@@ -76,9 +76,9 @@ impl Tenant {
     }
 
     /// What it finds in memory whose contents nobody keeps, when that was another's.
-    fn assert_scratch_is_zero(&self, when: &str) {
+    fn assert_scratch_is_clear(&self, when: &str) {
         for place in &self.scratch {
-            assert!(holds(&self.pool, DEVICE, *place, [0; 16]), "{when}: another's bytes");
+            assert!(is_clear(&self.pool, DEVICE, *place), "{when}: another's bytes");
         }
     }
 
@@ -147,7 +147,7 @@ fn memory_changes_hands_without_being_released_and_nobody_sees_the_others_bytes(
         here.pool.release_rest().expect("nothing is left");
         assert_eq!(free_bytes(&away.pool, DEVICE), CAPACITY_BYTES - all_bytes(EACH));
         away.assert_whole(&format!("round {round}"));
-        away.assert_scratch_is_zero(&format!("round {round}"));
+        away.assert_scratch_is_clear(&format!("round {round}"));
         for place in &away.scratch {
             write(&away.pool, DEVICE, *place, pattern(7));
         }
@@ -317,7 +317,7 @@ fn swap_with_fault(away: &Tenant, here: &Tenant, side: usize, fault: (DriverOp, 
     if came.is_ok() {
         away.pool.restore_rest(usize::MAX).unwrap_or_else(|error| panic!("{when}: {error}"));
         drop(away.pool.commit_resume());
-        away.assert_scratch_is_zero(&when);
+        away.assert_scratch_is_clear(&when);
     } else {
         away.pool.undo_resume().unwrap_or_else(|error| panic!("{when}: undo: {error}"));
         resume(&away.pool);

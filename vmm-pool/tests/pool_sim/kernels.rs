@@ -112,6 +112,47 @@ fn small_pieces_between_large_ones_are_copied_by_the_engine_beside_the_kernel() 
 }
 
 #[test]
+fn a_piece_that_is_no_whole_word_is_for_the_engine_and_the_rest_for_the_kernel() {
+    let pool = process(Some(DriverOp::CopyToDevice));
+    let all = [filled(&pool, UNITS)[0], filled(&pool, UNITS)[0]];
+    let odd_bytes = (UNITS - 1) * UNIT + UNIT / 2 + 8;
+    for (range, _) in all {
+        let unused = DeviceAddress(range.start.0 + odd_bytes);
+        pool.mark_unused(&[VaRange::new(unused, range.end().0 - unused.0)]);
+    }
+    pause(&pool);
+    let log = resumed(&pool);
+    // But for the engine's trial.
+    assert!(log.kernel_bytes >= (2 * UNITS - 9) * UNIT, "{log:?}");
+    for (range, seed) in all {
+        assert!(holds(&pool, DEVICE, VaRange::new(range.start, odd_bytes), pattern(seed)));
+    }
+}
+
+#[test]
+fn what_lanes_copy_lies_over_zeros_that_are_made_before() {
+    let pool = process(Some(DriverOp::Fill));
+    pool.set_pieces(Pieces::BOTH);
+    pool.use_kernels(Some(KernelCopies { least_bytes: 1, parcel_bytes: 64 << 10 }));
+    let rights = [AccessDesc::read_write(DEVICE)];
+    let handle = create(&pool, DEVICE, 100, class(Contents::Keep));
+    let range = map(&pool, handle, 100 * UNIT, &rights);
+    write(&pool, DEVICE, range, [0; 16]);
+    let places = [10, 50, 90, 98].map(|number| {
+        let place = VaRange::new(DeviceAddress(range.start.0 + number * UNIT), UNIT);
+        write(&pool, DEVICE, place, pattern(number));
+        (place, number)
+    });
+    for _ in 0..2 {
+        pause(&pool);
+        resume(&pool);
+        assert_holds(&pool, &places);
+        let between = VaRange::new(DeviceAddress(range.start.0 + 11 * UNIT), 39 * UNIT);
+        assert!(holds(&pool, DEVICE, between, [0; 16]));
+    }
+}
+
+#[test]
 fn little_is_for_the_engine_and_so_is_all_where_that_was_said() {
     let pool = process(Some(DriverOp::CopyToDevice));
     let all = filled(&pool, UNITS);
@@ -192,7 +233,7 @@ fn a_process_that_ran_meanwhile_is_asked_whether_its_device_is_idle() {
         let (end, ends) = channel::<()>();
         if is_busy {
             let ends = std::sync::Mutex::new(ends);
-            let work: Work = Arc::new(move |_| {
+            let work = Work::new(move |_| {
                 let limit = Duration::from_secs(20);
                 let _ended = ends.lock().map(|ends| ends.recv_timeout(limit));
                 Ok(())

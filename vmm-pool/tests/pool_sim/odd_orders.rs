@@ -704,8 +704,11 @@ impl Both {
         let unit = |world: usize| DeviceAddress(ranges[world].start.0 + at * UNIT);
         let holds = |world: usize, seed: Option<u64>| {
             let core = self.worlds[world].pools[process].driver().core();
-            let bytes = seed.map_or([0; 16], pattern);
-            edges(unit(world)).map(|edge| core.device_holds(by, edge, &bytes)) == [Ok(true); 2]
+            let is_so = |edge| match seed {
+                Some(seed) => core.device_holds(by, edge, &pattern(seed)),
+                None => core.is_clear(by, edge),
+            };
+            edges(unit(world)).map(is_so) == [Ok(true); 2]
         };
         let seeds = std::iter::once(None).chain((1..=self.written).rev().map(Some));
         let found = seeds.into_iter().find(|seed| holds(0, *seed));

@@ -24,11 +24,13 @@ fn a_pool() -> SimPool {
     pool
 }
 
-/// New memory: zeros.
+/// Memory that is zero.
 fn memory(pool: &SimPool, tag: &str, contents: Contents, units: u64) -> VaRange {
     let class = Class { library: "test", tag: tag.to_owned(), contents, ..Class::default() };
     let handle = create(pool, DEVICE, units, class);
-    map(pool, handle, units * UNIT, &[AccessDesc::read_write(DEVICE)])
+    let range = map(pool, handle, units * UNIT, &[AccessDesc::read_write(DEVICE)]);
+    write(pool, DEVICE, range, [0; 16]);
+    range
 }
 
 /// So many pieces of it, from one on.

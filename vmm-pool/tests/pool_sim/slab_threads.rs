@@ -9,7 +9,8 @@ use crate::slabs::{
     allocate, assert_nothing_left, create, free, free_range, import, objects, place, slabbed,
 };
 use crate::stage::{
-    DEVICE, OTHER, SimPool, UNIT, holds, node, pattern, pause, pool, reserve, resume, write,
+    DEVICE, OTHER, SimPool, UNIT, holds, is_clear, node, pattern, pause, pool, reserve, resume,
+    write,
 };
 
 /// What each thread does, and how often there is a pause.
@@ -35,7 +36,7 @@ fn work(pool: &SimPool, seed: u64, rounds: &AtomicU64) {
                 let range = place(pool, handle, units, DEVICE);
                 // A call at the gate, as launches are.
                 let pass = pool.enter();
-                assert!(holds(pool, DEVICE, range, [0; 16]), "{seed}: new memory is not zero");
+                assert!(is_clear(pool, DEVICE, range), "{seed}: new memory holds something");
                 let mark = seed << 32 | round;
                 write(pool, DEVICE, range, pattern(mark));
                 drop(pass);

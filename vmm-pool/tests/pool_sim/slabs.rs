@@ -9,7 +9,7 @@ use vmm_pool::{Class, ImportSource, Known, PeerId, PoolResult, VirtualHandle};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, OWNER, SimPool, UNIT, UNLIMITED, WHOLE, class, free_addresses,
-    free_bytes, holds, node, pattern, pause, pool, reserve, resume, write,
+    free_bytes, holds, is_clear, node, pattern, pause, pool, reserve, resume, write,
 };
 
 /// The first slab.
@@ -288,7 +288,7 @@ fn handles_are_mapped_at_each_others_addresses() {
     for (handle, range, seed) in [(first, of_second, 1), (second, of_nobody, 2)] {
         pool.enter().map_cell(range, 0, handle).expect("mapped");
         pool.enter().set_cell_access(range, &access).expect("access");
-        assert!(holds(&pool, DEVICE, range, [0; 16]));
+        assert!(is_clear(&pool, DEVICE, range));
         write(&pool, DEVICE, range, pattern(seed));
     }
     // And now the other way round, which copies both.

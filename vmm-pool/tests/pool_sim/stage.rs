@@ -124,6 +124,11 @@ pub(crate) fn holds(
     pool.driver().core().device_holds(device, range, &bytes.repeat(256)).expect("a readable range")
 }
 
+/// Is there nothing that anybody wrote in `range`, which is the beginning of an allocation?
+pub(crate) fn is_clear(pool: &SimPool, device: DeviceOrdinal, range: VaRange) -> bool {
+    pool.driver().core().is_clear(device, range).expect("a readable range")
+}
+
 /// Makes `importer` hold `handle` of `owner`, as through a ticket, and returns its handle there.
 pub(crate) fn share(
     owner: &SimPool,

@@ -116,6 +116,18 @@ driver_api! {
         fill_now(target, count, &[value])
     }
 
+    fn cuMemsetD16_v2 / cuMemsetD16_v2_ptds = "cuMemsetD16" since 3020
+        (target: u64, value: u16, count: u64)
+    {
+        fill_now(target, count, &value.to_le_bytes())
+    }
+
+    fn cuMemsetD16Async / cuMemsetD16Async_ptsz = "cuMemsetD16Async" since 3020
+        (target: u64, value: u16, count: u64, stream: u64)
+    {
+        fill(target, count, &value.to_le_bytes(), stream)
+    }
+
     fn cuMemsetD32_v2 / cuMemsetD32_v2_ptds = "cuMemsetD32" since 3020
         (target: u64, value: u32, count: u64)
     {

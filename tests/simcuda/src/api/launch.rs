@@ -95,4 +95,23 @@ driver_api! {
         let [grid_x, grid_y, grid_z, ..] = config.sizes;
         launch(function, [grid_x, grid_y, grid_z], config.stream, params, extra)
     }
+
+    fn cuLaunchCooperativeKernel / cuLaunchCooperativeKernel_ptsz
+        = "cuLaunchCooperativeKernel" since 9000
+        (
+            function: u64,
+            grid_x: u32,
+            grid_y: u32,
+            grid_z: u32,
+            block_x: u32,
+            block_y: u32,
+            block_z: u32,
+            _shared_bytes: u32,
+            stream: u64,
+            params: In<In<u8>>,
+        )
+    {
+        check_sizes(&[grid_x, grid_y, grid_z, block_x, block_y, block_z])?;
+        launch(function, [grid_x, grid_y, grid_z], stream, params, 0)
+    }
 }

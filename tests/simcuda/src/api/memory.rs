@@ -2,9 +2,11 @@
 
 #![expect(unsafe_code, reason = "exports C functions")]
 
+use vmm_pool::driver::sim::Work;
 use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream};
 
 use crate::abi::{Coded, In, Out, driver_api};
+use crate::allocations::Origin;
 use crate::sim;
 
 const POOL_FIRST: u64 = 0x6500_0000;
@@ -24,6 +26,13 @@ const ELEMENT_BYTES_MAX: u64 = 16;
 #[repr(C)]
 pub(crate) struct Array3d {
     sides: [u64; 3],
+}
+
+/// The same of `CUDA_ARRAY_DESCRIPTOR`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct Array2d {
+    sides: [u64; 2],
 }
 
 /// A `CUipcMemHandle`.
@@ -65,6 +74,24 @@ fn allocate_host(address: Out<u64>, bytes: u64, flags: u32) -> Coded<()> {
     address.put(sim.allocate_host(bytes)?)
 }
 
+/// Managed memory alone moves. Here it is on the device already.
+fn prefetch(address: u64, bytes: u64, stream: u64) -> Coded<()> {
+    let sim = sim::get()?;
+    sim.stream(stream)?;
+    let entry = sim.allocation_at(address).filter(|entry| entry.origin == Origin::Managed);
+    let end = address.checked_add(bytes).ok_or(DriverCode::INVALID_VALUE)?;
+    if entry.is_some_and(|entry| end <= entry.range.end().0) {
+        Ok(())
+    } else {
+        Err(DriverCode::INVALID_VALUE)
+    }
+}
+
+fn prefetch_all(addresses: In<u64>, sizes: In<u64>, count: u64, stream: u64) -> Coded<()> {
+    let parts = addresses.list(count)?.into_iter().zip(sizes.list(count)?);
+    parts.into_iter().try_for_each(|(address, bytes)| prefetch(address, bytes, stream))
+}
+
 fn open_published(address: Out<u64>, handle: IpcHandle, flags: u32) -> Coded<()> {
     // `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS` is the only flag, and must be there.
     if flags != 1 {
@@ -96,17 +123,51 @@ driver_api! {
         if !matches!(flags, 1 | 2) {
             return Err(DriverCode::INVALID_VALUE);
         }
-        address.put(sim.allocate(bytes)?)
+        address.put(sim.allocate_as(Origin::Managed, bytes)?)
     }
 
     fn cuMemPrefetchAsync / cuMemPrefetchAsync_ptsz = "cuMemPrefetchAsync" since 8000
         (address: u64, bytes: u64, _device: i32, stream: u64)
     {
-        let sim = sim::get()?;
-        sim.stream(stream)?;
-        let entry = sim.allocation_at(address).ok_or(DriverCode::INVALID_VALUE)?;
-        let end = address.checked_add(bytes).ok_or(DriverCode::INVALID_VALUE)?;
-        if end > entry.range.end().0 { Err(DriverCode::INVALID_VALUE) } else { Ok(()) }
+        prefetch(address, bytes, stream)
+    }
+
+    fn cuMemPrefetchAsync_v2 / cuMemPrefetchAsync_v2_ptsz = "cuMemPrefetchAsync" since 12_020
+        (address: u64, bytes: u64, _place: u64, _flags: u32, stream: u64)
+    {
+        prefetch(address, bytes, stream)
+    }
+
+    fn cuMemPrefetchBatchAsync / cuMemPrefetchBatchAsync_ptsz
+        = "cuMemPrefetchBatchAsync" since 13_000
+        (
+            addresses: In<u64>,
+            sizes: In<u64>,
+            count: u64,
+            _places: In<u64>,
+            _indices: In<u64>,
+            _place_count: u64,
+            _flags: u64,
+            stream: u64,
+        )
+    {
+        prefetch_all(addresses, sizes, count, stream)
+    }
+
+    fn cuMemDiscardAndPrefetchBatchAsync / cuMemDiscardAndPrefetchBatchAsync_ptsz
+        = "cuMemDiscardAndPrefetchBatchAsync" since 13_000
+        (
+            addresses: In<u64>,
+            sizes: In<u64>,
+            count: u64,
+            _places: In<u64>,
+            _indices: In<u64>,
+            _place_count: u64,
+            _flags: u64,
+            stream: u64,
+        )
+    {
+        prefetch_all(addresses, sizes, count, stream)
     }
 
     fn cuMemAllocPitch_v2 = "cuMemAllocPitch" since 3020
@@ -132,6 +193,15 @@ driver_api! {
         let elements = sides.iter().try_fold(1_u64, |all, side| all.checked_mul((*side).max(1)));
         let bytes = elements.and_then(|elements| elements.checked_mul(ELEMENT_BYTES_MAX));
         // Its value is the address of its memory, which nobody is told.
+        array.put(sim.allocate(bytes.ok_or(DriverCode::INVALID_VALUE)?)?)
+    }
+
+    fn cuArrayCreate_v2 = "cuArrayCreate" since 3020 (array: Out<u64>, wanted: In<Array2d>) {
+        let sim = sim::get()?;
+        sim.forbid_in_capture()?;
+        let sides = wanted.get()?.sides;
+        let elements = sides[0].checked_mul(sides[1].max(1));
+        let bytes = elements.and_then(|elements| elements.checked_mul(ELEMENT_BYTES_MAX));
         array.put(sim.allocate(bytes.ok_or(DriverCode::INVALID_VALUE)?)?)
     }
 
@@ -176,7 +246,7 @@ driver_api! {
         if sim.capture_of(stream).is_some() {
             return Ok(());
         }
-        sim.core.enqueue(stream, std::sync::Arc::new(move |_| sim.pool_keep(address)))
+        sim.core.enqueue(stream, Work::new(move |_| sim.pool_keep(address)))
     }
 
     fn cuDeviceGetDefaultMemPool = "cuDeviceGetDefaultMemPool" since 11020

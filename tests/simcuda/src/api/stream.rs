@@ -3,12 +3,11 @@
 #![expect(unsafe_code, reason = "exports C functions")]
 
 use std::ffi::c_void;
-use std::sync::Arc;
 
 use vmm_pool::driver::sim::{StreamKind, Work};
 use vmm_pool::driver::{DriverCode, RawStream};
 
-use crate::abi::{Coded, Exchange, Out, driver_api};
+use crate::abi::{Coded, Exchange, In, Out, driver_api};
 use crate::capture::{Capture, MODE_GLOBAL, exchange_thread_mode};
 use crate::sim;
 use crate::work::HostCall;
@@ -115,7 +114,7 @@ driver_api! {
         let callback = callback.ok_or(DriverCode::INVALID_VALUE)?;
         let target = sim.stream(stream)?;
         sim.forbid_on_captured(target)?;
-        let work: Work = Arc::new(move |_| {
+        let work = Work::new(move |_| {
             callback(stream, 0, std::ptr::with_exposed_provenance_mut(data));
             Ok(())
         });
@@ -126,7 +125,7 @@ driver_api! {
         (stream: u64)
     {
         let sim = sim::get()?;
-        sim.begin_capture(sim.stream(stream)?, MODE_GLOBAL)
+        sim.begin_capture(sim.stream(stream)?, MODE_GLOBAL, None)
     }
 
     fn cuStreamBeginCapture_v2 / cuStreamBeginCapture_v2_ptsz
@@ -134,7 +133,22 @@ driver_api! {
         (stream: u64, mode: i32)
     {
         let sim = sim::get()?;
-        sim.begin_capture(sim.stream(stream)?, mode)
+        sim.begin_capture(sim.stream(stream)?, mode, None)
+    }
+
+    fn cuStreamBeginCaptureToGraph / cuStreamBeginCaptureToGraph_ptsz
+        = "cuStreamBeginCaptureToGraph" since 12_030
+        (
+            stream: u64,
+            graph: u64,
+            _dependencies: In<u64>,
+            _data: In<u8>,
+            _count: u64,
+            mode: i32,
+        )
+    {
+        let sim = sim::get()?;
+        sim.begin_capture(sim.stream(stream)?, mode, Some(graph))
     }
 
     fn cuStreamEndCapture / cuStreamEndCapture_ptsz = "cuStreamEndCapture" since 10000

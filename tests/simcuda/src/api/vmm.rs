@@ -139,4 +139,9 @@ driver_api! {
         let fd = sim.core.export_for_dma(DeviceAddress(address))?;
         target.cast::<i32>().put(fd.into_raw_fd())
     }
+
+    fn cuMulticastCreate = "cuMulticastCreate" since 12_010 (_handle: Out<u64>, _prop: In<u8>) {
+        sim::get()?;
+        Err(DriverCode::NOT_SUPPORTED)
+    }
 }

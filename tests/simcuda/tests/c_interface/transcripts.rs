@@ -44,6 +44,18 @@ fn edges_are_as_the_real_driver_has_them() {
     assert_eq!(transcript(&output), EDGES);
 }
 
+#[test]
+fn memory_that_goes_under_queued_work_costs_the_context() {
+    let stage = Stage::new();
+    let program = stage.compile("edges");
+    let output = stage.command(&program).arg("pulled").output().expect("it starts");
+    let lost = "CUDA_ERROR_ILLEGAL_ADDRESS";
+    let lines = ["pulled: unmap CUDA_SUCCESS".to_owned()];
+    let lines =
+        lines.into_iter().chain(["", "still: "].map(|when| format!("pulled: {when}{lost}")));
+    assert_eq!(transcript(&output).lines().collect::<Vec<_>>(), lines.collect::<Vec<_>>());
+}
+
 /// Everything that it prints was seen with driver 580 on two H200.
 #[test]
 fn contexts_matter_where_they_do_on_the_real_driver() {

@@ -339,6 +339,11 @@ impl Memory {
         Ok(starts)
     }
 
+    /// Would [`Self::unmap`] be refused?
+    pub(super) fn check_unmap(&self, range: VaRange) -> Coded<()> {
+        self.whole_mappings(range).map(drop)
+    }
+
     /// Unmaps all mappings in `range`; blocks that nothing holds any more come out, to be dropped
     /// without the lock of this table.
     pub(super) fn unmap(&mut self, range: VaRange) -> Coded<Vec<Block>> {

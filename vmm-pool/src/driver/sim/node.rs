@@ -33,6 +33,12 @@ const LEDGER: &str = "ledger";
 const OWNER: &str = "owner";
 const PRIVATE_PREFIX: &str = "sublet-sim-private-";
 const VERSION_DEFAULT: DriverVersion = DriverVersion(13000);
+/// What others left in new memory.
+const SOIL: &[u8; 32] = b"what others had in here before..";
+/// It is there once in so many bytes,
+const SOILED_EVERY_BYTES: u64 = 64 << 10;
+/// and so often at most in one allocation.
+const SOILED_MAX: u64 = 4096;
 
 /// A simulated node, open in this process.
 #[derive(Clone, Debug)]
@@ -387,7 +393,23 @@ fn make_held(path: &Path, size_bytes: u64) -> io::Result<File> {
     let file = OpenOptions::new().read(true).write(true).create_new(true).open(path)?;
     file.lock_shared()?;
     file.set_len(size_bytes)?;
+    for offset in soiled_places(size_bytes) {
+        file.write_all_at(SOIL, offset)?;
+    }
     Ok(file)
+}
+
+/// The beginning of new memory, which comes again and again in allocations of up to 256 MiB.
+pub(super) fn new_memory() -> Vec<u8> {
+    let mut bytes = SOIL.to_vec();
+    bytes.resize(64 << 10, 0);
+    bytes
+}
+
+/// Where new memory has [`SOIL`] in it. All of it would be written page by page, and fill the machine.
+fn soiled_places(size_bytes: u64) -> impl Iterator<Item = u64> {
+    let apart = size_bytes.div_ceil(SOILED_MAX).next_multiple_of(SOILED_EVERY_BYTES);
+    (0..size_bytes.div_ceil(apart)).map(move |index| index * apart)
 }
 
 /// Only with the ledger locked: otherwise two callers could both find the same file unheld.

@@ -6,11 +6,88 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use super::SimContext;
-use super::core::Core;
-use crate::driver::{DriverCode, RawStream};
+use super::core::{Core, Touch};
+use crate::driver::{DriverCode, RawStream, VaRange};
+
+type Run = dyn Fn(&Core) -> Result<(), DriverCode> + Send + Sync;
+
+/// When work no longer uses what it touches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ends {
+    /// When it is done.
+    Done,
+    /// When its caller has waited for it, or asked and was told. Until then it may be under way, however fast it was here.
+    Seen,
+}
 
 /// A piece of work of a stream. It may run any number of times: a graph replays it.
-pub type Work = Arc<dyn Fn(&Core) -> Result<(), DriverCode> + Send + Sync>;
+#[derive(Clone)]
+pub struct Work {
+    run: Arc<Run>,
+    touches: Arc<[(VaRange, Touch)]>,
+    ends: Ends,
+}
+
+impl std::fmt::Debug for Work {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Work").field("touches", &self.touches).finish_non_exhaustive()
+    }
+}
+
+impl Work {
+    /// Work that says nothing of what it touches.
+    pub fn new(run: impl Fn(&Core) -> Result<(), DriverCode> + Send + Sync + 'static) -> Self {
+        Self { run: Arc::new(run), touches: Arc::new([]), ends: Ends::Done }
+    }
+
+    /// The same, which touches `ranges`: what is unmapped there before it is done is unmapped under it.
+    #[must_use]
+    pub fn touching(self, ranges: impl IntoIterator<Item = (VaRange, Touch)>) -> Self {
+        Self { touches: ranges.into_iter().collect(), ..self }
+    }
+
+    /// The same, of a caller that knows no events and no callbacks: what it has not waited for is under way. Whatever else
+    /// it queues for the same bytes on another stream meanwhile has no order with this.
+    #[must_use]
+    pub(super) fn until_seen(self) -> Self {
+        Self { ends: Ends::Seen, ..self }
+    }
+}
+
+fn meet(one: VaRange, other: VaRange) -> bool {
+    let end = |range: VaRange| range.start.0.saturating_add(range.size_bytes);
+    one.start.0 < end(other) && other.start.0 < end(one)
+}
+
+/// What a stream's work uses until the stream has come to a point.
+struct InUse {
+    point: u64,
+    touches: Arc<[(VaRange, Touch)]>,
+    ends: Ends,
+}
+
+impl InUse {
+    fn is_over(&self, queue: &Queue) -> bool {
+        self.point
+            <= match self.ends {
+                Ends::Done => queue.completed,
+                Ends::Seen => queue.seen,
+            }
+    }
+
+    fn meets(&self, range: VaRange) -> bool {
+        self.touches.iter().any(|(touched, _)| meet(*touched, range))
+    }
+
+    /// Do both use the same bytes, and one of them writes there?
+    fn conflicts(&self, work: &Work) -> bool {
+        self.touches.iter().any(|(ours, one)| {
+            work.touches.iter().any(|(theirs, other)| {
+                meet(*ours, *theirs) && (*one == Touch::Write || *other == Touch::Write)
+            })
+        })
+    }
+}
 
 /// How a stream relates to the default stream of its context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,10 +105,20 @@ struct Queue {
     work: VecDeque<Work>,
     submitted: u64,
     completed: u64,
+    /// How far the stream's caller knows it to be.
+    seen: u64,
+    in_use: Vec<InUse>,
     /// No more work comes; the worker ends when the queue is empty.
     ending: bool,
     /// The driver is going away: queued work is dropped and nobody waits any more.
     aborted: bool,
+}
+
+impl Queue {
+    fn forget_unused(&mut self) {
+        let used = std::mem::take(&mut self.in_use);
+        self.in_use = used.into_iter().filter(|used| !used.is_over(self)).collect();
+    }
 }
 
 pub(super) struct Stream {
@@ -77,7 +164,7 @@ impl Stream {
         while let Some(work) = self.next() {
             // Nothing runs on a device whose earlier work failed.
             if core.device_failure(self.context.device).is_ok() {
-                let done = catch_unwind(AssertUnwindSafe(|| work(core)))
+                let done = catch_unwind(AssertUnwindSafe(|| (work.run)(core)))
                     .unwrap_or(Err(DriverCode::LAUNCH_FAILED));
                 if let Err(code) = done {
                     core.fail_device(self.context.device, code);
@@ -109,9 +196,14 @@ impl Stream {
     /// Adds work and returns the point that the stream reaches when it is done.
     pub(super) fn submit(&self, work: Work) -> u64 {
         let mut queue = self.lock();
-        queue.work.push_back(work);
         queue.submitted += 1;
         let point = queue.submitted;
+        if !work.touches.is_empty() {
+            queue.forget_unused();
+            let touches = work.touches.clone();
+            queue.in_use.push(InUse { point, touches, ends: work.ends });
+        }
+        queue.work.push_back(work);
         drop(queue);
         self.changed.notify_all();
         point
@@ -124,10 +216,58 @@ impl Stream {
     }
 
     pub(super) fn wait_until(&self, point: u64) {
+        drop(self.reach(point));
+    }
+
+    fn reach(&self, point: u64) -> MutexGuard<'_, Queue> {
         let mut queue = self.lock();
         while queue.completed < point && !queue.aborted {
             queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
+        queue
+    }
+
+    /// So much has been submitted.
+    pub(super) fn submitted(&self) -> u64 {
+        self.lock().submitted
+    }
+
+    /// Waits as [`Self::wait_until`] does, for the stream's caller.
+    pub(super) fn show(&self, point: u64) {
+        let mut queue = self.reach(point);
+        queue.seen = queue.seen.max(point);
+    }
+
+    /// Is all done that was submitted? Asked by the stream's caller.
+    pub(super) fn show_if_idle(&self) -> bool {
+        let mut queue = self.lock();
+        let is_idle = queue.completed == queue.submitted;
+        if is_idle {
+            queue.seen = queue.submitted;
+        }
+        is_idle
+    }
+
+    /// Does its work use a part of `range`?
+    pub(super) fn uses(&self, range: VaRange) -> bool {
+        let queue = self.lock();
+        queue.in_use.iter().any(|used| !used.is_over(&queue) && used.meets(range))
+    }
+
+    /// Does its work use anything that nobody knows to be done with?
+    pub(super) fn uses_anything(&self) -> bool {
+        let queue = self.lock();
+        queue.completed < queue.submitted || queue.in_use.iter().any(|used| !used.is_over(&queue))
+    }
+
+    /// Does its work use bytes of `work`, which is for another stream and waits for none of it?
+    pub(super) fn races_with(&self, work: &Work) -> bool {
+        if work.ends == Ends::Done {
+            return false;
+        }
+        let queue = self.lock();
+        let mut used = queue.in_use.iter().filter(|used| used.ends == Ends::Seen);
+        used.any(|used| !used.is_over(&queue) && used.conflicts(work))
     }
 
     pub(super) fn end(&self) {

@@ -138,7 +138,8 @@ impl Cells {
             self.give_up(Cell { handle, range, device, pattern: 0 })?;
             return Ok(false);
         }
-        if !self.holds(device, range, 0)? {
+        let core = self.member.pool().driver().core();
+        if !core.is_clear(device, range).map_err(device_refused)? {
             return Err(Trouble::new(format!("new memory at {range:?} is not empty")));
         }
         self.list.push(Cell { handle, range, device, pattern: 0 });

@@ -125,7 +125,7 @@ fn refused(code: DriverCode) -> Trouble {
 /// Arrives at each part and waits for the others, as one kernel does for all that a group holds.
 fn kernel(table: &Table, parts: Vec<Part>, counts: Vec<u64>) -> Work {
     let (board, rank) = (Arc::clone(&table.board), table.generation.rank);
-    Arc::new(move |core| {
+    Work::new(move |core| {
         let failed = |_| DriverCode::UNKNOWN;
         for (part, count) in parts.iter().zip(&counts) {
             board.arrive(part.lane, rank, *count).map_err(failed)?;

@@ -5,7 +5,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use vmm_pool::driver::sim::{SimDriver, Work};
+use vmm_pool::driver::sim::{SimDriver, Touch, Work};
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, RawStream, VaRange};
 
 const PAGE_BYTES: usize = 4096;
@@ -107,12 +107,12 @@ pub(super) fn queue_write(
     paint: Paint,
 ) -> Result<(), DriverCode> {
     let image = Arc::new(image_of(paint, range.size_bytes));
-    let work: Work = Arc::new(move |core| {
+    let work = Work::new(move |core| {
         let source = image.as_ptr().expose_provenance() as u64;
         // SAFETY: the closure owns `image`; the target is checked by the driver.
         unsafe { core.copy((device, range.start.0), (device, source), range.size_bytes) }
     });
-    driver.core().enqueue(stream, work)
+    driver.core().enqueue(stream, work.touching([(range, Touch::Write)]))
 }
 
 /// Does `range` hold just this? An error when `device` cannot reach it.

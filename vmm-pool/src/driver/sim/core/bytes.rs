@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering;
 
 use super::Core;
 use crate::driver::sim::memory::{Coded, Memory};
+use crate::driver::sim::node::new_memory;
 use crate::driver::sim::vm;
 use crate::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, Location, VaRange};
 
@@ -181,6 +182,18 @@ impl Core {
             }
         }
         Ok(true)
+    }
+}
+
+impl Core {
+    /// Is there nothing that anybody wrote in a range, as `device` sees it: zeros, or what new memory has in it? The range
+    /// begins at a multiple of 64 KiB of an allocation, or holds zeros. Safe as [`Self::fill_device`].
+    ///
+    /// # Errors
+    /// `ILLEGAL_ADDRESS`.
+    pub fn is_clear(&self, device: DeviceOrdinal, range: VaRange) -> Coded<bool> {
+        let is_zero = self.device_holds(device, range, &[0; 4096])?;
+        Ok(is_zero || self.device_holds(device, range, &new_memory())?)
     }
 }
 

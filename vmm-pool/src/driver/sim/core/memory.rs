@@ -255,12 +255,14 @@ impl Core {
         self.write().map(range, handle)
     }
 
-    /// As [`crate::driver::Driver::unmap`], but safe: work that still uses the addresses fails with
-    /// `ILLEGAL_ADDRESS`.
+    /// As [`crate::driver::Driver::unmap`], but safe: work that still uses the addresses is not waited for. It has failed
+    /// with `ILLEGAL_ADDRESS`, and its device's context with it.
     ///
     /// # Errors
     /// As there.
     pub fn unmap_memory(&self, range: VaRange) -> Coded<()> {
+        self.read().check_unmap(range)?;
+        self.pull_from_under_work(range);
         let dead = self.write().unmap(range)?;
         drop(dead);
         Ok(())
@@ -382,11 +384,14 @@ impl Core {
         self.write().host_register(start, size_bytes, pinned_for)
     }
 
-    /// As [`crate::driver::Driver::host_unregister`].
+    /// As [`crate::driver::Driver::host_unregister`], but safe, as [`Self::unmap_memory`] is.
     ///
     /// # Errors
     /// As there.
     pub fn unregister_host(&self, start: u64) -> Coded<()> {
+        if let Some(range) = self.host_range_at(start).filter(|range| range.start.0 == start) {
+            self.pull_from_under_work(range);
+        }
         self.write().host_unregister(start)
     }
 

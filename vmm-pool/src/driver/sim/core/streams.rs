@@ -8,7 +8,7 @@ use super::{Core, lock};
 use crate::driver::sim::SimContext;
 use crate::driver::sim::memory::Coded;
 use crate::driver::sim::stream::{Stream, StreamKind, Work};
-use crate::driver::{DeviceOrdinal, DriverCode, RawStream};
+use crate::driver::{DeviceOrdinal, DriverCode, RawStream, VaRange};
 
 const STREAM_ID_FIRST: u64 = 0x5000_0000;
 const STREAM_ID_STEP: u64 = 0x10;
@@ -132,7 +132,7 @@ impl Core {
         let mut streams = lock(&self.streams);
         if let Some(ended) = streams.live.remove(&stream.0) {
             streams.ended.push(stream.0);
-            streams.ending.retain(|stream| stream.pending().is_some());
+            streams.ending.retain(|stream| stream.uses_anything());
             streams.ending.push(ended);
         }
         Ok(())
@@ -151,6 +151,16 @@ impl Core {
     pub fn enqueue(&self, stream: RawStream, work: Work) -> Coded<()> {
         let entry = self.stream(stream)?;
         self.device_failure(entry.context.device)?;
+        let mut others = self.all_streams().into_iter().filter(|other| other.id != entry.id);
+        if let Some(other) = others.find(|other| other.races_with(&work)) {
+            tracing::error!(
+                ?work,
+                ?other,
+                ?entry,
+                "two streams use the same bytes without an order"
+            );
+            self.fail_device(entry.context.device, DriverCode::ILLEGAL_ADDRESS);
+        }
         if entry.kind == StreamKind::NonBlocking {
             entry.submit(work);
             return Ok(());
@@ -158,7 +168,7 @@ impl Core {
         let _order = lock(&self.submit);
         for other in self.ordered_before(&entry) {
             if let Some(point) = other.pending() {
-                entry.submit(Arc::new(move |_| {
+                entry.submit(Work::new(move |_| {
                     other.wait_until(point);
                     Ok(())
                 }));
@@ -183,16 +193,37 @@ impl Core {
             .collect()
     }
 
+    /// Those that have ended before their work was done, or known to be, are among them.
+    fn all_streams(&self) -> Vec<Arc<Stream>> {
+        let streams = lock(&self.streams);
+        streams.live.values().chain(&streams.ending).cloned().collect()
+    }
+
+    /// Ends the context of every device that has work under way, or queued, which touches a part of `range`: what it
+    /// touches goes now, and nobody waits for it.
+    pub(super) fn pull_from_under_work(&self, range: VaRange) {
+        for stream in self.all_streams().into_iter().filter(|stream| stream.uses(range)) {
+            tracing::error!(?range, ?stream, "memory goes that work still uses");
+            self.fail_device(stream.context.device, DriverCode::ILLEGAL_ADDRESS);
+        }
+    }
+
     /// Waits for the work of `stream`.
     ///
     /// # Errors
     /// `INVALID_HANDLE`; the failure of earlier work on the device.
     pub fn wait_stream(&self, stream: RawStream) -> Coded<()> {
         let entry = self.stream(stream)?;
-        if let Some(point) = entry.pending() {
-            entry.wait_until(point);
-        }
+        entry.show(entry.submitted());
         self.device_failure(entry.context.device)
+    }
+
+    /// Is work of `stream` queued or running? For tests: nobody is told that anything is done.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE`.
+    pub fn has_work(&self, stream: RawStream) -> Coded<bool> {
+        Ok(self.stream(stream)?.pending().is_some())
     }
 
     /// Is the work of `stream` done?
@@ -202,7 +233,7 @@ impl Core {
     pub fn stream_idle(&self, stream: RawStream) -> Coded<bool> {
         let entry = self.stream(stream)?;
         self.device_failure(entry.context.device)?;
-        Ok(entry.pending().is_none())
+        Ok(entry.show_if_idle())
     }
 
     /// Waits for all work submitted to `device` by this process.
@@ -225,14 +256,10 @@ impl Core {
     }
 
     fn wait_for(&self, is_meant: impl Fn(&Stream) -> bool) {
-        let points: Vec<_> = {
-            let streams = lock(&self.streams);
-            let all = streams.live.values().chain(&streams.ending);
-            let meant = all.filter(|stream| is_meant(stream));
-            meant.filter_map(|stream| Some((stream.clone(), stream.pending()?))).collect()
-        };
-        for (stream, point) in points {
-            stream.wait_until(point);
+        let meant = self.all_streams().into_iter().filter(|stream| is_meant(stream));
+        let points: Vec<_> = meant.map(|stream| (stream.submitted(), stream)).collect();
+        for (point, stream) in points {
+            stream.show(point);
         }
     }
 
