@@ -86,8 +86,8 @@ static void missing(void)
     void *found = dlsym(driver, "cuMemCreate");
     printf("first driver function: found %d, error %d\n", found != NULL, dlerror() != NULL);
     /* A function that newer drivers have. */
-    none = dlsym(driver, "cuMemcpy3DBatchAsync_v2");
-    printf("driver lacks it: null %d, error names it %d\n", none == NULL, error_names("cuMemcpy3DBatchAsync_v2"));
+    none = dlsym(driver, "cuMemBatchDecompressAsync");
+    printf("driver lacks it: null %d, error names it %d\n", none == NULL, error_names("cuMemBatchDecompressAsync"));
     none = dlsym(driver, "cuNoSuchFunction");
     found = dlsym(driver, "cuMemRelease");
     printf("after a failure: found %d, error %d\n", none == NULL && found != NULL, dlerror() != NULL);

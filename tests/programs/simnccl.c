@@ -32,7 +32,7 @@ struct Communicator {
     Box (*further_boxes)[RANKS_MAX];
 };
 
-typedef enum { ALL_REDUCE, BROADCAST, SEND, RECEIVE, SUSPEND, RESUME, SIGNAL, WAIT } Kind;
+typedef enum { ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, SEND, RECEIVE, SUSPEND, RESUME, SIGNAL, WAIT } Kind;
 
 typedef struct {
     Kind kind;
@@ -436,6 +436,9 @@ static void run_wait(const Call *call)
         wait_and_clear(signal_flag(own, call->peer, comm->awaited[call->peer]++), call->stream);
 }
 
+static void run_reduce(Call call);
+static void run_reduce_scatter(Call call);
+
 static void run_calls(void)
 {
     for (int i = 0; i < group.count; i++) {
@@ -445,6 +448,10 @@ static void run_calls(void)
             resume(group.calls[i].comm);
         if (group.calls[i].kind == ALL_REDUCE)
             run_sum(&group.calls[i], COLLECTIVE);
+        if (group.calls[i].kind == REDUCE)
+            run_reduce(group.calls[i]);
+        if (group.calls[i].kind == REDUCE_SCATTER)
+            run_reduce_scatter(group.calls[i]);
         if (group.calls[i].kind == SIGNAL)
             run_signal(&group.calls[i]);
         if (group.calls[i].kind == WAIT)
@@ -757,3 +764,5 @@ ncclResult_t ncclCommGrow(ncclComm_t parent, int ranks, const ncclUniqueId *id, 
     *made = new_communicator(name, rank, ranks, false);
     return do_for(made, 1, join_peers, *made);
 }
+
+#include "simnccl/more.h"

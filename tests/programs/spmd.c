@@ -16,7 +16,7 @@
  *   waiting    communicators that do not block: every call is asked about until it is over
  *   rollout    ranks 0 and 1 train, 2 and 3 generate: rank 0 waits on the host for each rollout, which is
  *              ROLLOUT collectives of theirs, and they for the end of each step of training
- *   window, given, kernels, signal, experts, grow, shrink, regraph, abort, abort-group
+ *   window, given, kernels, signal, every, moved, experts, grow, shrink, regraph, abort, abort-group
  *              see spmd/others.h
  */
 #include "simnccl/simnccl.h"
@@ -470,6 +470,10 @@ static uint64_t run(void)
         return run_experts();
     if (strcmp(mode, "grow") == 0)
         return run_grow();
+    if (strcmp(mode, "moved") == 0)
+        return run_moved();
+    if (strcmp(mode, "every") == 0)
+        return run_every();
     if (strcmp(mode, "shrink") == 0)
         return run_shrink();
     if (strcmp(mode, "regraph") == 0)

@@ -51,6 +51,7 @@ fn jobs_give_the_same_under_the_preload_object() -> Outcome {
         ("waiting", 4),
         ("window", 2),
         ("signal", 3),
+        ("every", 3),
         ("experts", 3),
         ("grow", 3),
         ("shrink", 3),
@@ -143,6 +144,26 @@ fn windows_that_ranks_deregister_at_different_times_survive_pauses_at_any_instan
 #[test]
 fn signals_survive_pauses_at_any_instant() -> Outcome {
     survives_pauses("signal", 3, 2500)
+}
+
+#[test]
+fn every_collective_and_each_way_to_a_communicator_survives_pauses_at_any_instant() -> Outcome {
+    survives_pauses("every", 3, 150)
+}
+
+#[test]
+fn a_collective_captured_into_a_graph_that_was_moved_into_another_is_told_of() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let options = SpmdOptions::new("moved", 2, 6);
+    let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
+    let mut job = Spmd::start(&stage, &options)?;
+    while !job.is_done_within(Duration::from_secs(5))? {}
+    for member in stage.members("spmd")? {
+        let notes = member["notes"].to_string();
+        assert!(notes.contains("captured into a part of a graph that is not followed"), "{notes}");
+    }
+    assert_eq!(job.finish()?, wanted);
+    Ok(())
 }
 
 #[test]

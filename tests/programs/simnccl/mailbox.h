@@ -25,8 +25,10 @@ enum {
     FLAGS_OFFSET = CHANNELS * RANKS_MAX * SLOT_BYTES,
     SIGNALS_OFFSET = FLAGS_OFFSET + 2 * CHANNELS * RANKS_MAX * 4,
     FLAGS_END = SIGNALS_OFFSET + RANKS_MAX * SIGNALS_MAX * 4,
+    /* Where the owner of the box adds up what it has no other place for. */
+    SCRATCH_OFFSET = FLAGS_OFFSET + SLOT_BYTES,
 };
-_Static_assert(FLAGS_END <= BOX_BYTES, "the box is too small");
+_Static_assert(FLAGS_END <= SCRATCH_OFFSET && SCRATCH_OFFSET + SLOT_BYTES <= BOX_BYTES, "the box is too small");
 
 typedef struct {
     CUhandle handle;

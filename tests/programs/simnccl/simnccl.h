@@ -52,6 +52,38 @@ ncclResult_t ncclBroadcast(const void *send, void *receive, size_t count, ncclDa
                            ncclComm_t comm, ncclStream_t stream);
 ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, ncclDataType_t kind, ncclComm_t comm,
                           ncclStream_t stream);
+ncclResult_t ncclReduce(const void *send, void *receive, size_t count, ncclDataType_t kind, ncclRedOp_t operator, int root,
+                        ncclComm_t comm, ncclStream_t stream);
+ncclResult_t ncclReduceScatter(const void *send, void *receive, size_t count, ncclDataType_t kind, ncclRedOp_t operator,
+                               ncclComm_t comm, ncclStream_t stream);
+ncclResult_t ncclBcast(void *buffer, size_t count, ncclDataType_t kind, int root, ncclComm_t comm, ncclStream_t stream);
+ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDataType_t kind, ncclComm_t comm,
+                           ncclStream_t stream);
+ncclResult_t ncclGather(const void *send, void *receive, size_t count, ncclDataType_t kind, int root, ncclComm_t comm,
+                        ncclStream_t stream);
+ncclResult_t ncclScatter(const void *send, void *receive, size_t count, ncclDataType_t kind, int root, ncclComm_t comm,
+                         ncclStream_t stream);
+/* With settings of the call's own. */
+ncclResult_t ncclAllReduceConfig(const void *send, void *receive, size_t count, ncclDataType_t kind, ncclRedOp_t operator,
+                                 ncclComm_t comm, ncclStream_t stream, const void *config);
+ncclResult_t ncclAllGatherConfig(const void *send, void *receive, size_t count, ncclDataType_t kind, ncclComm_t comm,
+                                 ncclStream_t stream, const void *config);
+ncclResult_t ncclAlltoAllConfig(const void *send, void *receive, size_t count, ncclDataType_t kind, ncclComm_t comm,
+                                ncclStream_t stream, const void *config);
+ncclResult_t ncclBroadcastConfig(const void *send, void *receive, size_t count, ncclDataType_t kind, int root,
+                                 ncclComm_t comm, ncclStream_t stream, const void *config);
+ncclResult_t ncclGatherConfig(const void *send, void *receive, size_t count, ncclDataType_t kind, int root,
+                              ncclComm_t comm, ncclStream_t stream, const void *config);
+ncclResult_t ncclScatterConfig(const void *send, void *receive, size_t count, ncclDataType_t kind, int root,
+                               ncclComm_t comm, ncclStream_t stream, const void *config);
+ncclResult_t ncclReduceConfig(const void *send, void *receive, size_t count, ncclDataType_t kind, ncclRedOp_t operator,
+                              int root, ncclComm_t comm, ncclStream_t stream, const void *config);
+ncclResult_t ncclReduceScatterConfig(const void *send, void *receive, size_t count, ncclDataType_t kind,
+                                     ncclRedOp_t operator, ncclComm_t comm, ncclStream_t stream, const void *config);
+ncclResult_t ncclCommInitRankScalable(ncclComm_t *made, int ranks, int rank, int id_count, ncclUniqueId *ids,
+                                      ncclConfig_t *config);
+ncclResult_t ncclCommInitAll(ncclComm_t *made, int ranks, const int *devices);
+ncclResult_t ncclGroupSimulateEnd(void *info);
 ncclResult_t ncclSend(const void *send, size_t count, ncclDataType_t kind, int peer, ncclComm_t comm,
                       ncclStream_t stream);
 ncclResult_t ncclRecv(void *receive, size_t count, ncclDataType_t kind, int peer, ncclComm_t comm,

@@ -88,6 +88,98 @@ static uint64_t run_signal(void)
     return sum;
 }
 
+/* Every collective there is, each in both forms, over a communicator of one process and one of all. */
+static uint64_t run_every(void)
+{
+    ncclUniqueId id = shared_id(0);
+    ncclComm_t comm = NULL, alone = NULL;
+    CUstream stream = new_stream();
+    CUdeviceptr data = tensor(1), other = tensor(2);
+    int device = 0;
+    OK(cuCtxGetDevice(&device));
+    NCCL(ncclCommInitRankScalable(&comm, ranks, rank, 1, &id, NULL));
+    NCCL(ncclCommInitAll(&alone, 1, &device));
+    size_t part = WORDS / (size_t)ranks;
+    void *from = (void *)data, *to = (void *)other;
+    for (int step = 0; step < steps; step++) {
+        maybe_stick(step);
+        int root = step % ranks;
+        compute(data, stream);
+        NCCL(ncclReduce(from, to, WORDS, ncclUint32, ncclSum, root, comm, stream));
+        NCCL(ncclBcast(to, WORDS, ncclUint32, root, comm, stream));
+        NCCL(ncclAllGather(to, from, part, ncclUint32, comm, stream));
+        NCCL(ncclReduceScatter(from, to, part, ncclUint32, ncclSum, comm, stream));
+        NCCL(ncclGather(to, from, part, ncclUint32, root, comm, stream));
+        compute(data, stream);
+        NCCL(ncclScatter(from, to, part, ncclUint32, root, comm, stream));
+        compute(other, stream);
+        NCCL(ncclReduceConfig(to, from, WORDS, ncclUint32, ncclSum, root, comm, stream, NULL));
+        NCCL(ncclBroadcastConfig(from, from, WORDS, ncclUint32, root, comm, stream, NULL));
+        NCCL(ncclAllGatherConfig(from, to, part, ncclUint32, comm, stream, NULL));
+        NCCL(ncclReduceScatterConfig(to, from, part, ncclUint32, ncclSum, comm, stream, NULL));
+        NCCL(ncclGatherConfig(from, to, part, ncclUint32, root, comm, stream, NULL));
+        NCCL(ncclScatterConfig(to, from, part, ncclUint32, root, comm, stream, NULL));
+        NCCL(ncclAlltoAllConfig(from, to, part, ncclUint32, comm, stream, NULL));
+        NCCL(ncclAllReduceConfig(to, from, WORDS, ncclUint32, ncclSum, comm, stream, NULL));
+        all_reduce(data, alone, stream);
+        NCCL(ncclGroupStart());
+        all_reduce(data, comm, stream);
+        NCCL(ncclGroupSimulateEnd(NULL));
+        if (step % 3 == 0)
+            OK(cuStreamSynchronize(stream));
+    }
+    uint64_t sum = sum_of(data, stream) + sum_of(other, stream);
+    NCCL(ncclCommDestroy(alone));
+    NCCL(ncclCommDestroy(comm));
+    return sum;
+}
+
+static void *of_driver(const char *name)
+{
+    void *found = dlsym(dlopen("libcuda.so.1", RTLD_NOW), name);
+    if (found == NULL)
+        say("fail the driver lacks a function");
+    return found;
+}
+
+/* A graph with a collective is moved into another, and one more is captured into it there. */
+static uint64_t run_moved(void)
+{
+    struct {
+        int kind, reserved[3];
+        CUgraph child;
+        int ownership;
+        char rest[256];
+    } params = {.kind = 4, .ownership = 1};
+    CUresult (*create)(CUgraph *, unsigned) = of_driver("cuGraphCreate");
+    CUresult (*add)(void **, CUgraph, const void *, const void *, size_t, void *) = of_driver("cuGraphAddNode_v2");
+    CUresult (*begin)(CUstream, CUgraph, const void *, const void *, size_t, int) =
+        of_driver("cuStreamBeginCaptureToGraph");
+    ncclComm_t comm = world(0);
+    CUstream stream = new_stream();
+    CUdeviceptr data = tensor(1);
+    CUgraph parent = NULL;
+    CUgraphExec executable = NULL;
+    void *node = NULL;
+    OK(cuStreamBeginCapture(stream, CAPTURE_RELAXED));
+    all_reduce(data, comm, stream);
+    OK(cuStreamEndCapture(stream, &params.child));
+    OK(create(&parent, 0));
+    OK(add(&node, parent, NULL, NULL, 0, &params));
+    OK(begin(stream, params.child, NULL, NULL, 0, CAPTURE_RELAXED));
+    compute(data, stream);
+    all_reduce(data, comm, stream);
+    OK(cuStreamEndCapture(stream, &params.child));
+    OK(cuGraphInstantiate(&executable, parent, 0));
+    for (int step = 0; step < steps; step++)
+        OK(cuGraphLaunch(executable, stream));
+    uint64_t sum = sum_of(data, stream);
+    OK(cuGraphExecDestroy(executable));
+    OK(cuGraphDestroy(parent));
+    NCCL(ncclCommDestroy(comm));
+    return sum;
+}
+
 /* Exchanges between experts, also in a graph. Ranks make different numbers of handles. */
 static uint64_t run_experts(void)
 {

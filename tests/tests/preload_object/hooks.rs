@@ -7,7 +7,7 @@ use std::process::Command;
 use sublet_cuda_driver::functions::FUNCTIONS;
 
 use crate::passed::PASSED;
-use crate::stage::{exported, preload_path, root, transcript};
+use crate::stage::{exported, preload_path, root, simcuda_dir, transcript};
 
 /// The functions that NVIDIA's header declares, from the bindings that we build with.
 fn declared() -> BTreeSet<String> {
@@ -71,6 +71,30 @@ fn exports_and_table_agree() {
     let exports: BTreeSet<String> =
         exported(&preload_path()).into_iter().filter(|name| name.starts_with("cu")).collect();
     assert_eq!(exports, table);
+}
+
+/// The version that the simulated driver claims to be.
+const SIMULATED_VERSION: i32 = 13_000;
+
+/// Hooked functions that the simulated driver lacks, so that no test of several processes comes to their hooks, by reason.
+const ABSENT: &[(&str, &[&str])] = &[
+    ("for programs of before CUDA 4", &["cuLaunch", "cuLaunchGrid", "cuLaunchGridAsync"]),
+    ("one launch on several devices: deprecated", &["cuLaunchCooperativeKernelMultiDevice"]),
+    (
+        "needs hardware that unpacks",
+        &["cuMemBatchDecompressAsync", "cuMemBatchDecompressAsync_ptsz"],
+    ),
+];
+
+#[test]
+fn every_hooked_function_is_one_of_the_simulated_drivers_or_absent_for_a_reason() {
+    let simulated: BTreeSet<String> =
+        exported(&simcuda_dir().join("libcuda.so.1")).into_iter().collect();
+    let absent: BTreeSet<&str> = ABSENT.iter().flat_map(|(_, names)| *names).copied().collect();
+    let of_its_time = FUNCTIONS.iter().filter(|row| row.version <= SIMULATED_VERSION);
+    let lacks: BTreeSet<&str> =
+        of_its_time.map(|row| row.symbol).filter(|name| !simulated.contains(*name)).collect();
+    assert_eq!(lacks, absent);
 }
 
 #[test]

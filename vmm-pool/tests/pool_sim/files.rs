@@ -203,18 +203,19 @@ fn zeros_of_contents_in_a_file_come_back_wherever_they_are() {
 }
 
 #[test]
-fn a_place_made_for_zeros_alone_stays_until_they_are_made() {
+fn a_place_made_for_contents_stays_until_its_zeros_are_made_too() {
     let (pool, _dir) = filing_pool(&node());
     pool.set_pieces(Pieces::BOTH);
-    let handle = create(&pool, DEVICE, 4, tagged("weights"));
-    let nowhere = map(&pool, handle, 4 * UNIT, &[AccessDesc::read_write(DEVICE)]);
-    write(&pool, DEVICE, nowhere, [0; 16]);
-    pool.unmap(nowhere).expect("unmapped");
+    let range = filled(&pool, DEVICE, 1, tagged("weights"), 1);
+    let zeros = VaRange::new(range.start, UNIT - PIECE);
+    write(&pool, DEVICE, zeros, [0; 16]);
+    // A pause can look at it, and a resume cannot write it there.
+    let read_only = AccessDesc { flags: 1, ..AccessDesc::read_write(DEVICE) };
+    pool.set_access(range, &[read_only]).expect("access");
     pause(&pool);
     resume(&pool);
-    pool.map(nowhere, 0, handle).expect("mapped again");
-    pool.set_access(nowhere, &[AccessDesc::read_write(DEVICE)]).expect("access");
-    assert!(holds(&pool, DEVICE, nowhere, [0; 16]));
+    assert!(holds(&pool, DEVICE, zeros, [0; 16]));
+    assert!(holds(&pool, DEVICE, VaRange::new(zeros.end(), PIECE), pattern(1)));
 }
 
 #[test]

@@ -326,7 +326,10 @@ fn a_call_that_goes_on_is_over_when_nccl_says_so_or_the_application_knows() {
     assert_eq!(fake.collectives(), 1);
     STATE.store(NcclResult::IN_PROGRESS.0, Ordering::SeqCst);
     assert!(!communicator.is_finished(fake.state_of()));
+    let inside = |fake: &Fake| fake.cut.report(0).inside.into_iter().map(|call| call.what);
+    assert_eq!(inside(&fake).collect::<Vec<_>>(), ["ncclAllReduce"], "a cut waits for its launch");
     STATE.store(NcclResult::SUCCESS.0, Ordering::SeqCst);
+    assert_eq!(inside(&fake).count(), 0);
     assert!(communicator.is_finished(fake.state_of()));
     // Once the application knows, NCCL is not asked any more.
     reduce(&fake, &all, NcclResult::IN_PROGRESS);
