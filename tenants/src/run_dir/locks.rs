@@ -52,7 +52,7 @@ impl Drop for FileLock {
         let Some((noted, file)) = self.held.take() else { return };
         if !is_own {
             // The child's copy was closed at the fork: its number, and its place among those noted, may be others' by now.
-            std::mem::forget(noted);
+            let _kept = std::mem::ManuallyDrop::new(noted);
             let _closed = file.into_raw_fd();
             return;
         }
