@@ -41,6 +41,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let preposted = out.join("preposted");
     compile("programs/preposted.c", &preposted, &[], &["-ldl"])?;
     println!("cargo::rustc-env=SUBLET_PREPOSTED_PROGRAM={}", preposted.display());
+    let wander = out.join("wander");
+    compile("programs/wander.c", &wander, &[], &["-ldl"])?;
+    println!("cargo::rustc-env=SUBLET_WANDER_PROGRAM={}", wander.display());
     let family = out.join("family");
     compile("programs/family.c", &family, &[], &["-ldl"])?;
     println!("cargo::rustc-env=SUBLET_FAMILY_PROGRAM={}", family.display());

@@ -23,6 +23,8 @@ pub struct Files {
     pub handmade: PathBuf,
     /// The compiled `programs/preposted.c`.
     pub preposted: PathBuf,
+    /// The compiled `programs/wander.c`.
+    pub wander: PathBuf,
     /// The compiled `programs/family.c`.
     pub family: PathBuf,
     /// The compiled `programs/turns.c`.
@@ -65,6 +67,7 @@ impl Files {
             devices: PathBuf::from(env!("SUBLET_DEVICES_PROGRAM")),
             handmade: PathBuf::from(env!("SUBLET_HANDMADE_PROGRAM")),
             preposted: PathBuf::from(env!("SUBLET_PREPOSTED_PROGRAM")),
+            wander: PathBuf::from(env!("SUBLET_WANDER_PROGRAM")),
             family: PathBuf::from(env!("SUBLET_FAMILY_PROGRAM")),
             turns: PathBuf::from(env!("SUBLET_TURNS_PROGRAM")),
             hoard: PathBuf::from(env!("SUBLET_HOARD_PROGRAM")),

@@ -223,6 +223,18 @@ impl Stage {
         Self::connected((0..2).map(start).collect::<Outcome<Vec<_>>>()?)
     }
 
+    /// Starts `programs/wander.c` in a tenant, for so many steps, and waits until it has memory.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn wanderer(&self, tenant: &str, seed: u64, steps: u32) -> Outcome<Rank> {
+        let mut command = self.program(Some(tenant), &self.files.wander);
+        command.arg(seed.to_string()).arg(steps.to_string());
+        let mut process = Rank::start(0, &mut command)?;
+        process.answer()?;
+        Ok(process)
+    }
+
     /// `all`, which come up and then open each other's memory.
     fn connected(mut all: Vec<Rank>) -> Outcome<Vec<Rank>> {
         for rank in &mut all {

@@ -25,10 +25,11 @@ fn lead(line: &mut Connection, phase: Phase) -> Outcome {
     let scope = Scope::Tags { tags, owner: None };
     let order = phase.order(&Told::new(&scope, &[]));
     let request = Request::Phase(TakePhase { round: 7, alone: false, order, timeout_ms: 60_000 });
-    match call(line, &request)? {
-        Reply::PhaseDone(done, _) if done == phase => Ok(()),
-        reply => Err(Trouble::new(format!("{phase:?}: {reply:?}"))),
+    let reply = call(line, &request)?;
+    if matches!(reply, Reply::PhaseDone(done, _) if done == phase) {
+        return Ok(());
     }
+    Err(Trouble::new(format!("{phase:?}: {reply:?}")))
 }
 
 /// A connection to each of `ranks`, in their order.

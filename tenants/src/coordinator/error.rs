@@ -52,7 +52,7 @@ pub enum CoordinatorError {
         /// What was to be done.
         action: Action,
         /// Who.
-        failure: MemberFailure,
+        failure: Box<MemberFailure>,
         /// Why, and what to do about it.
         why: String,
     },

@@ -218,6 +218,7 @@ impl<'a> Session<'a> {
                 let (tenant, action) = (self.tenant(), self.action);
                 let is_silent = self.peers.is_overdue(index);
                 let why = if is_silent { silence(&failure) } else { failure.to_string() };
+                let failure = Box::new(failure);
                 return Err(CoordinatorError::NoGreeting { tenant, action, failure, why });
             }
         }

@@ -516,7 +516,7 @@ mod tests {
     #[test]
     fn a_watch_wakes_when_a_claim_is_made_changed_or_ended_and_for_nothing_else() {
         const NOT: Duration = Duration::from_millis(50);
-        let most = Duration::from_secs(60);
+        let most = Duration::from_mins(1);
         let base = tempfile::tempdir().unwrap();
         let dir = dir(&base);
         let watch = dir.watch();

@@ -106,7 +106,7 @@ fn an_allocator_looks_its_successor_up_without_more_memory_than_without_us() {
     }
 }
 
-/// AddressSanitizer's runtime, as the compiler brings it along.
+/// `AddressSanitizer`'s runtime, as the compiler brings it along.
 fn address_sanitizer() -> PathBuf {
     let output = Command::new("cc").arg("-print-file-name=libasan.so").output();
     let found = String::from_utf8(output.expect("a C compiler").stdout).expect("a path");

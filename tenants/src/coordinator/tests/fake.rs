@@ -62,6 +62,9 @@ pub(super) enum Line {
     CalledOff(u64),
 }
 
+/// How many have been asked, and what tells those that wait for more.
+type Meeting = Arc<(Mutex<usize>, Condvar)>;
+
 #[derive(Clone)]
 pub(super) struct Script {
     pub(super) state: MemberState,
@@ -71,7 +74,7 @@ pub(super) struct Script {
     pub(super) hello: Option<Fault>,
     pub(super) stats: Option<Fault>,
     /// It says what it holds once so many as the number have been asked that, for at most half a minute.
-    pub(super) stats_with: Option<(Arc<(Mutex<usize>, Condvar)>, usize)>,
+    pub(super) stats_with: Option<(Meeting, usize)>,
     /// In place of writing on, the second time.
     pub(super) save: Option<Fault>,
     /// What it has to write; none when it runs with all its memory.

@@ -57,10 +57,9 @@ impl Line {
     fn step(&mut self, order: u64, calls: Calls) -> Activity {
         let step = StepOrder { order, limits: None, calls };
         let request = StepOn { round: ROUND, step, wait_ms: 30_000, ..StepOn::default() };
-        match self.ask(&Request::Step(request)) {
-            Reply::Activity(activity) => *activity,
-            reply => panic!("{reply:?}"),
-        }
+        let reply = self.ask(&Request::Step(request));
+        let Reply::Activity(activity) = reply else { panic!("{reply:?}") };
+        *activity
     }
 
     /// A step that fails.

@@ -131,6 +131,7 @@ struct Coordinator {
 
 /// All of them at one instant.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact that a property asks for")]
 pub(super) struct State {
     members: Vec<Member>,
     coordinators: Vec<Coordinator>,
@@ -416,7 +417,12 @@ impl State {
         match order {
             Order::Begin | Order::Prepare if one_failed => coordinator.undo(),
             Order::Settle if one_failed => coordinator.life = Life::Over,
-            _ => {
+            Order::Begin
+            | Order::Prepare
+            | Order::Commit
+            | Order::Verify
+            | Order::Abort
+            | Order::Settle => {
                 if order == Order::Settle {
                     coordinator.takes.fill(true);
                 } else if order.stage() == Stage::Commit {
@@ -683,7 +689,7 @@ impl State {
                 member.at = match order {
                     Order::Begin => At::Begun(round),
                     Order::Prepare => At::Prepared(round),
-                    _ => At::Rest,
+                    Order::Commit | Order::Verify | Order::Abort | Order::Settle => At::Rest,
                 };
             }
             let member = &mut self.members[m];

@@ -253,9 +253,9 @@ impl Script {
 
     fn choose_way(&mut self, mishap: &Mishap) -> Way {
         match mishap {
-            Mishap::CoordinatorKilled { after, .. } => Way::ChildKilledAfter(*after),
+            Mishap::CoordinatorKilled { after, .. }
+            | Mishap::Stopped { killed: Some(after), .. } => Way::ChildKilledAfter(*after),
             Mishap::CalledOff { after } => Way::CalledOffAfter(*after),
-            Mishap::Stopped { killed: Some(after), .. } => Way::ChildKilledAfter(*after),
             Mishap::None | Mishap::Faults { .. } if self.world.random.u8(..12) == 0 => Way::Command,
             Mishap::None
             | Mishap::Faults { .. }

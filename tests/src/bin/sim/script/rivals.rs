@@ -53,14 +53,18 @@ impl Script {
         let random = &mut self.world.random;
         let action = if random.bool() { Action::Pause } else { Action::Resume };
         let after = Duration::from_micros(random.u64(..20_000));
-        match mishap {
-            _ if *scope != Scope::Whole || !tags_are_back => mishap,
-            Mishap::None if random.u8(..8) == 0 => Mishap::SecondCommand { after, action },
-            Mishap::RunDirGone { after: gone, .. } if random.bool() => {
-                Mishap::RunDirGone { after: gone, second: Some((after, action)) }
-            }
-            mishap => mishap,
+        if *scope != Scope::Whole || !tags_are_back {
+            return mishap;
         }
+        if mishap.is_none() && random.u8(..8) == 0 {
+            return Mishap::SecondCommand { after, action };
+        }
+        if let Mishap::RunDirGone { after: gone, .. } = mishap
+            && random.bool()
+        {
+            return Mishap::RunDirGone { after: gone, second: Some((after, action)) };
+        }
+        mishap
     }
 
     /// Asks, while something happens to the tenant.
@@ -82,24 +86,26 @@ impl Script {
     }
 
     fn happen(&mut self, tenant: usize, mishap: &Mishap) -> Outcome {
-        match mishap {
-            Mishap::Stopped { worker, after, lasting, .. } => {
-                let Some(worker) = self.world.worker(*worker) else { return Ok(()) };
-                let pid = Pid::from_raw(i32::try_from(worker.pid())?);
-                let_time_pass(*after);
-                kill(pid, Signal::SIGSTOP)?;
-                let_time_pass(*lasting);
-                kill(pid, Signal::SIGCONT)?;
-                Ok(())
-            }
-            Mishap::SecondCommand { after, action } => self.ask_too(tenant, *after, *action),
-            Mishap::RunDirGone { after, second } => {
-                let_time_pass(*after);
-                self.remove_run_dir()?;
-                second.map_or(Ok(()), |(after, action)| self.ask_too(tenant, after, action))
-            }
-            _ => Ok(()),
+        if let Mishap::Stopped { worker, after, lasting, .. } = mishap
+            && let Some(worker) = self.world.worker(*worker)
+        {
+            let pid = Pid::from_raw(i32::try_from(worker.pid())?);
+            let_time_pass(*after);
+            kill(pid, Signal::SIGSTOP)?;
+            let_time_pass(*lasting);
+            kill(pid, Signal::SIGCONT)?;
         }
+        if let Mishap::SecondCommand { after, action } = mishap {
+            self.ask_too(tenant, *after, *action)?;
+        }
+        if let Mishap::RunDirGone { after, second } = mishap {
+            let_time_pass(*after);
+            self.remove_run_dir()?;
+            if let Some((after, action)) = second {
+                self.ask_too(tenant, *after, *action)?;
+            }
+        }
+        Ok(())
     }
 
     fn ask_too(&mut self, tenant: usize, after: Duration, action: Action) -> Outcome {

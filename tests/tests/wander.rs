@@ -1,0 +1,66 @@
+//! Programs that do what few do, in random orders, while commands come at random instants: contexts by the driver's plain names, captures
+//! from before a process has joined, forks in turns.
+
+use std::time::{Duration, Instant};
+
+use sublet_tests::{MIB, Outcome, Rank, Stage, Trouble};
+
+const TENANTS: [&str; 2] = ["one", "two"];
+const STEPS: u32 = 300;
+/// For all steps of all programs, on a busy machine.
+const TIMEOUT: Duration = Duration::from_mins(4);
+
+/// `SUBLET_TEST_SEED` repeats a run, `SUBLET_TEST_ROUNDS` makes more of them.
+#[expect(clippy::print_stdout, reason = "a failure shows the seed that repeats it")]
+#[test]
+fn programs_that_wander_keep_their_contents_and_can_always_be_paused_in_the_end() -> Outcome {
+    let read = |name: &str| std::env::var(name).ok().and_then(|text| text.parse().ok());
+    let first = read("SUBLET_TEST_SEED").unwrap_or_else(|| fastrand::u64(0..1 << 40));
+    for seed in first..first + read("SUBLET_TEST_ROUNDS").unwrap_or(3) {
+        println!("SUBLET_TEST_SEED={seed}");
+        wander(seed)?;
+    }
+    Ok(())
+}
+
+fn wander(seed: u64) -> Outcome {
+    let stage = Stage::new(&[192 * MIB])?;
+    let mut random = fastrand::Rng::with_seed(seed);
+    let start = |tenant: &&'static str| stage.wanderer(tenant, random.u64(..1 << 40), STEPS);
+    let mut processes = TENANTS.iter().map(start).collect::<Outcome<Vec<Rank>>>()?;
+    let deadline = Instant::now() + TIMEOUT;
+    let mut is_over = [false; TENANTS.len()];
+    while is_over.contains(&false) {
+        if Instant::now() > deadline {
+            return Err(Trouble::new(format!("their steps did not end: {is_over:?}")));
+        }
+        // Who waits for a turn gets it when nobody has paused it by hand.
+        let tenant = TENANTS[random.usize(..TENANTS.len())];
+        let wait = Duration::from_millis(random.u64(..20));
+        command(&stage, &["pause", tenant])?;
+        let until = Instant::now() + wait;
+        for (process, is_over) in processes.iter_mut().zip(&mut is_over) {
+            let left = until.saturating_duration_since(Instant::now());
+            *is_over = *is_over || process.answer_if_within(left)?.is_some();
+        }
+        command(&stage, &["resume", tenant, "--queue=30s"])?;
+    }
+    for (tenant, process) in TENANTS.iter().zip(&mut processes) {
+        stage.sublet(&["pause", tenant])?.exited(0)?;
+        stage.sublet(&["resume", tenant])?.exited(0)?;
+        let ended = process.exit()?;
+        if !ended.success() {
+            return Err(Trouble::new(format!("{tenant} ended with {ended}: {}", process.stderr())));
+        }
+    }
+    Ok(())
+}
+
+/// A refusal is fine, as long as it changed nothing.
+fn command(stage: &Stage, words: &[&str]) -> Outcome {
+    let ran = stage.sublet(words)?;
+    if matches!(ran.code, Some(0 | 1)) {
+        return Ok(());
+    }
+    Err(Trouble::new(format!("{words:?}: {ran:?}")))
+}
