@@ -106,6 +106,8 @@ static bool obey(const char *line)
         command_free(second);
     else if (strcmp(first, "allocate") == 0)
         command_allocate(number);
+    else if (strcmp(first, "zeros") == 0)
+        command_zeros(number);
     else if (strcmp(first, "allocate-as-nccl") == 0)
         command_allocate_as_nccl(number);
     else if (strcmp(first, "hold") == 0)

@@ -40,7 +40,7 @@ fn hold(job: &mut Job, contents: u32, mib: u64) -> Outcome {
 fn a_mostly_zero_tenant_takes_little_host_memory_and_an_unchanged_one_copies_nothing() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 1))?;
-    job.ranks[0].do_it(&format!("allocate {}", 300 * MIB))?;
+    job.ranks[0].do_it(&format!("zeros {}", 300 * MIB))?;
     hold(&mut job, KEEP, 4)?;
     let ([zero, unchanged, copied], report) = pause(&stage)?;
     assert!(zero >= 300 * MIB && unchanged == 0 && copied > 4 * MIB, "{zero} {unchanged} {copied}");
@@ -92,7 +92,7 @@ fn what_is_left_out_can_be_switched_off_sized_and_verified() -> Outcome {
         let set = |options: JobOptions, (name, value): &(&str, &str)| options.with(name, value);
         let options = variables.iter().fold(JobOptions::new("train", 1), set);
         let mut job = stage.connected_job(&options)?;
-        job.ranks[0].do_it(&format!("allocate {}", 32 * MIB))?;
+        job.ranks[0].do_it(&format!("zeros {}", 32 * MIB))?;
         pause(&stage)?;
         stage.resume("train")?;
         let ([zero, unchanged, copied], report) = pause(&stage)?;
@@ -113,7 +113,7 @@ fn a_driver_that_refuses_the_kernel_has_all_copied_and_is_said_once() -> Outcome
     // The first one is the program's own.
     let options = JobOptions::new("train", 1).with("SIMCUDA_FAULTS", "cuModuleLoadData:2+:218");
     let mut job = stage.connected_job(&options)?;
-    job.ranks[0].do_it(&format!("allocate {}", 32 * MIB))?;
+    job.ranks[0].do_it(&format!("zeros {}", 32 * MIB))?;
     for is_first in [true, false] {
         let ([zero, unchanged, copied], report) = pause(&stage)?;
         assert!(zero == 0 && unchanged == 0 && copied > 32 * MIB, "{zero} {unchanged} {copied}");
@@ -129,7 +129,7 @@ fn a_driver_that_refuses_the_kernel_has_all_copied_and_is_said_once() -> Outcome
 fn zeros_are_saved_into_files_as_zeros() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 1))?;
-    job.ranks[0].do_it(&format!("allocate {}", 16 * MIB))?;
+    job.ranks[0].do_it(&format!("zeros {}", 16 * MIB))?;
     stage.pause("train")?;
     let dir = tempfile::tempdir()?;
     let to = dir.path().join("saved");

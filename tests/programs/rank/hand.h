@@ -69,6 +69,14 @@ static void command_allocate(unsigned long long bytes)
     answer_code(cuMemAlloc(&address, bytes));
 }
 
+/* Plain memory that is all zero. */
+static void command_zeros(unsigned long long bytes)
+{
+    CUdeviceptr address = 0;
+    CUresult code = cuMemAlloc(&address, bytes);
+    answer_code(code == CU_OK ? cuMemsetD8(address, 0, bytes) : code);
+}
+
 /* Plain memory that a library named libnccl... asks for. */
 static void command_allocate_as_nccl(unsigned long long bytes)
 {
