@@ -43,7 +43,7 @@ fn wander(seed: u64) -> Outcome {
             let left = until.saturating_duration_since(Instant::now());
             *is_over = *is_over || process.answer_if_within(left)?.is_some();
         }
-        command(&stage, &["resume", tenant, "--queue=30s"])?;
+        command(&stage, &["resume", tenant, "--queue"])?;
     }
     for (tenant, process) in TENANTS.iter().zip(&mut processes) {
         stage.sublet(&["pause", tenant])?.exited(0)?;

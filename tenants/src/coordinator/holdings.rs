@@ -19,6 +19,8 @@ pub struct Holdings {
     pub stats: Result<TenantStats, CoordinatorError>,
     /// Is there a process that lives and has said nothing?
     pub is_silent: bool,
+    /// Was one of these waited for, until the time was up?
+    pub is_overdue: bool,
 }
 
 impl Holdings {
@@ -31,7 +33,9 @@ impl Holdings {
         while let Some((position, answer)) = Peers::next_of(&mut each, None) {
             let index = answer.peer;
             let who = each[position].list[index].who;
-            found[position].is_silent |= each[position].is_overdue(index);
+            let is_overdue = each[position].is_overdue(index);
+            found[position].is_silent |= is_overdue;
+            found[position].is_overdue |= is_overdue;
             let Ok(stats) = &mut found[position].stats else { continue };
             match answer.to(&Stats) {
                 Ok(mut member) => {
@@ -53,8 +57,13 @@ impl Coordinator {
     /// Asks all that can answer.
     fn ask_stats(&self, began: Instant) -> (Peers, Holdings) {
         match self.try_ask_stats(began) {
-            Ok((peers, stats, is_silent)) => (peers, Holdings { stats: Ok(stats), is_silent }),
-            Err(error) => (Peers::default(), Holdings { stats: Err(error), is_silent: false }),
+            Ok((peers, stats, is_silent)) => {
+                (peers, Holdings { stats: Ok(stats), is_silent, is_overdue: false })
+            }
+            Err(error) => (
+                Peers::default(),
+                Holdings { stats: Err(error), is_silent: false, is_overdue: false },
+            ),
         }
     }
 

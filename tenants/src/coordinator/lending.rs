@@ -49,7 +49,8 @@ impl Patience {
     /// For one more try; none when the time is over.
     pub(super) fn next(self) -> Option<Self> {
         let again = self.tries_again && !self.is_over();
-        again.then_some(Self { look: self.look * 2, ..self })
+        // Tries that end immediately are many.
+        again.then_some(Self { look: (self.look * 2).min(WAIT), ..self })
     }
 
     fn shut(&self) -> Duration {

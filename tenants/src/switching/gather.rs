@@ -101,9 +101,10 @@ pub(super) fn gather(
         }
     }
     let found = Holdings::of_all(&asked.iter().collect::<Vec<_>>());
-    for (coordinator, Holdings { stats, is_silent }) in asked.iter().zip(found) {
+    for (coordinator, Holdings { stats, is_silent, is_overdue }) in asked.iter().zip(found) {
         let name = coordinator.tenant().clone();
-        silent.note(&name, is_silent, now_us());
+        // One that is stopped costs no time, and may be continued at any instant.
+        silent.note(&name, is_overdue, now_us());
         if is_silent {
             scene.unheard.insert(name.clone());
         }

@@ -37,7 +37,7 @@ fn run() -> Outcome<String> {
     let hand_over = if action == "swap" { HandOver::Nothing } else { HandOver::All };
     let timeout = Duration::from_secs(if rest.is_empty() || swaps { 120 } else { 1 });
     let run_dir = RunDir::open(Some(run_dir.into()), None)?;
-    let options = Options { timeout: Some(timeout), ..Options::default() };
+    let options = Options { timeout: Some(timeout), finish_timeout: timeout, ..Options::default() };
     let scope = |tag: Option<&String>| tag.map_or(Scope::Whole, |tag| of_tag(tag));
     let of = |name: &str, scope| -> Outcome<Coordinator> {
         let options = Options { scope, ..options.clone() };
