@@ -49,6 +49,12 @@ impl LaidOut {
         }))
     }
 
+    /// What goes to host memory and is not there yet as it is.
+    fn changing(&self) -> impl Iterator<Item = VirtualHandle> + '_ {
+        let [(kept, _), _] = &self.0;
+        kept.values().filter(|placed| !placed.is_same).map(|placed| placed.row)
+    }
+
     /// How much of it saving copies: the rest of what is saved is zero, or lies in host memory already.
     fn copied_bytes(&self, row: VirtualHandle) -> u64 {
         let placed = self.0.iter().filter_map(|(placed, _)| placed.get(&row));
@@ -182,7 +188,11 @@ impl<D: Driver> Reserved<D> {
         let Self { leaving, laid_out } = self;
         let mut queue = Queue::default();
         {
-            let ledger = leaving.pool().ledger();
+            let mut ledger = leaving.pool().ledger();
+            // From here on a copy counts only if nothing of it changes: a stage may write where that of a later one lies.
+            for row in laid_out.changing() {
+                ledger.forget_copy(row);
+            }
             for row in
                 ledger.rows_in(&leaving.selection).filter(|row| is_to_go(row, &leaving.selection))
             {
@@ -540,19 +550,34 @@ impl<D: Driver> Arriving<D> {
         for (shape, count) in &taken {
             *bytes.entry(shape.device).or_insert(0) += shape.size_bytes * *count as u64;
         }
-        let (part, is_rest) = self.pick(allowed, kept, &taken);
-        let (still, selection) = (self.returning.still(), self.returning.selection());
+        let (picked, is_rest) = self.pick(allowed, kept, &taken);
+        let part = part_of([&picked, &[]]);
         let created = self.pool().ledger().own_bytes(&part, |row| !row.is_resident());
         for (device, created_bytes) in created {
             *bytes.entry(device).or_insert(0) += created_bytes;
         }
-        log.add(still.create_own(&part, Room::of(selection))?);
+        match self.fill(&mut log, &part, is_rest) {
+            Ok(copied_bytes) => Ok(Moved { log, bytes, copied_bytes, taken }),
+            Err(error) => {
+                // Whatever comes next must not take it for back.
+                for waiting in picked.into_iter().rev() {
+                    self.queue.put_back(waiting);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Creates what is missing of `part`, and puts its contents back. Says how much was copied, in bytes.
+    fn fill(&self, log: &mut StepLog, part: &Selection, is_rest: bool) -> PoolResult<u64> {
+        let (still, selection) = (self.returning.still(), self.returning.selection());
+        log.add(still.create_own(part, Room::of(selection))?);
         // What comes last has the link to itself, or soon: the others have next to nothing left to copy out.
         let through = if is_rest { Through::OneLink } else { Through::Engine };
-        let mut restored = still.restore_own(&part, 0, (through, self.returning.quiet()))?;
+        let mut restored = still.restore_own(part, 0, (through, self.returning.quiet()))?;
         let copied_bytes = std::mem::take(&mut restored.bytes);
         log.add(restored);
-        Ok(Moved { log, bytes, copied_bytes, taken })
+        Ok(copied_bytes)
     }
 
     fn take_over(&self, log: &mut StepLog, handed: Vec<Handed>) -> PoolResult<Shapes> {
@@ -570,7 +595,7 @@ impl<D: Driver> Arriving<D> {
         allowed: impl Fn(DeviceOrdinal) -> u64,
         kept: &Shapes,
         taken: &Shapes,
-    ) -> (Selection, bool) {
+    ) -> (Vec<Waiting>, bool) {
         let Self { returning, queue } = self;
         let ledger = returning.pool().ledger();
         let mut came = HashSet::new();
@@ -596,8 +621,8 @@ impl<D: Driver> Arriving<D> {
         for waiting in later {
             queue.add(waiting);
         }
-        let part = came.iter().chain(&limited).chain(&others).map(|waiting| waiting.row);
-        (Selection::Part(part.collect()), queue.has_none_of(FIRST))
+        let picked = came.into_iter().chain(limited).chain(others).collect();
+        (picked, queue.has_none_of(FIRST))
     }
 }
 

@@ -189,6 +189,7 @@ fn memory_that_is_not_looked_at_costs_no_look_and_is_copied_each_time() {
         let (written, empty) =
             (unlooked(&pool, tag, contents, 4), unlooked(&pool, tag, contents, 1));
         fill(&pool, written, 1);
+        pool.driver().core().fill_device(DEVICE, empty, &[0]).expect("mapped");
         for _ in 0..3 {
             // Not even what is zero is left out.
             assert_eq!(kept(&save(&pool, &tagged(tag))), (0, 0, 5 * 32), "{contents:?}");

@@ -103,9 +103,14 @@ impl World {
         let handle = create(&self.pool, device, size_bytes / UNIT, class);
         let rights = [AccessDesc::read_write(device)];
         let count = if random.one_in(5) { 2 } else { 1 };
-        let places = (0..count).map(|_| map(&self.pool, handle, size_bytes, &rights)).collect();
+        let places: Vec<_> =
+            (0..count).map(|_| map(&self.pool, handle, size_bytes, &rights)).collect();
         let pieces = usize::try_from(size_bytes / PIECE).expect("small");
-        let seeds = vec![vec![Some(0)]; pieces];
+        let is_cleared = random.one_in(2);
+        if is_cleared {
+            write(&self.pool, device, places[0], bytes_of(0));
+        }
+        let seeds = vec![vec![is_cleared.then_some(0)]; pieces];
         self.log
             .push(format!("create {handle:?} {tag:?} {contents:?} of {size_bytes} on {device}"));
         let is_away = false;
