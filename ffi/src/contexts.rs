@@ -25,13 +25,15 @@ static RETAINED_PRIMARIES: Mutex<BTreeMap<c_int, i64>> = Mutex::new(BTreeMap::ne
 struct Listed {
     /// It waits for each. With their devices.
     own: BTreeMap<RawContext, DeviceOrdinal>,
+    /// The one of a device that ours works in, while it is listed: a change in the middle of a step would leave streams behind.
+    chosen: BTreeMap<i32, RawContext>,
     /// A wait for the device's primary context is one for these: that itself, and green contexts.
     covered: BTreeSet<RawContext>,
 }
 
 impl Listed {
     const fn new() -> Self {
-        Self { own: BTreeMap::new(), covered: BTreeSet::new() }
+        Self { own: BTreeMap::new(), chosen: BTreeMap::new(), covered: BTreeSet::new() }
     }
 }
 
@@ -40,11 +42,17 @@ pub(crate) fn own() -> Vec<RawContext> {
     lock(&LISTED).own.keys().copied().collect()
 }
 
-/// One of them that is of `device`.
+/// One of them that is of `device`, the same as long as it lives.
 pub(crate) fn own_of(device: DeviceOrdinal) -> Option<RawContext> {
-    let listed = lock(&LISTED);
+    let mut listed = lock(&LISTED);
+    let chosen = listed.chosen.get(&device.0).filter(|chosen| listed.own.contains_key(chosen));
+    if let Some(chosen) = chosen {
+        return Some(*chosen);
+    }
     let mut of_device = listed.own.iter().filter(|(_, known)| **known == device);
-    of_device.next().map(|(context, _)| *context)
+    let first = of_device.next().map(|(context, _)| *context)?;
+    listed.chosen.insert(device.0, first);
+    Some(first)
 }
 
 /// The application has made a context for itself.

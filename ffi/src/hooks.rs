@@ -64,17 +64,16 @@ macro_rules! waiting_function {
                     .map(|member| waiting_function!(@pass member, $symbol [ $($touched),* ]));
                 call_driver!($symbol($($arg => $ty),*))
             };
-            runtime::caught(|| {
-                let mut code = call();
-                let symbol = stringify!($symbol);
-                if is_refused_copy(symbol, code) {
-                    if opens_blocks() {
-                        code = call();
-                    }
-                    waiting_function!(@copy symbol, code, call [ $($copy)* ]);
+            // No net for panics: a thread that is cancelled while it waits unwinds through here, and must not be caught.
+            let mut code = call();
+            let symbol = stringify!($symbol);
+            if is_refused_copy(symbol, code) {
+                if opens_blocks() {
+                    code = call();
                 }
-                code
-            })
+                waiting_function!(@copy symbol, code, call [ $($copy)* ]);
+            }
+            code
         }
     };
     (@copy $symbol:ident, $code:ident, $call:ident []) => {};

@@ -7,12 +7,14 @@
 
 use std::collections::BTreeSet;
 use std::ffi::{c_int, c_void};
+use std::panic::catch_unwind;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use sublet_cuda_driver::{Answer, blocks};
-use vmm_pool::driver::{DeviceAddress, DriverCode};
+use vmm_pool::driver::{DeviceAddress, Driver as _, DriverCode};
+use vmm_pool::gate::Gate;
 
 use super::{Address, SUCCESS};
 use crate::interpose::Pointer;
@@ -54,6 +56,10 @@ pub(super) fn is_going(address: Address) -> bool {
 /// Waits until what is due is gone. It waits for no stream.
 pub(crate) fn settle() {
     if GOING.load(Ordering::Relaxed) == 0 {
+        return;
+    }
+    // Behind a shut gate that thread waits, and a caller that is inside would be waited for.
+    if Gate::is_inside() || runtime::member().is_none_or(|member| member.gate().is_shut()) {
         return;
     }
     let is_any_due = |table: &mut Table| !table.due.is_empty();
@@ -114,6 +120,12 @@ fn forget(address: Address) {
 }
 
 fn give_up_what_is_due() {
+    // A free in the order of a stream disturbs no capture of another.
+    if let Some(member) = runtime::member()
+        && let Err(error) = member.pool().driver().stand_beside_captures()
+    {
+        tracing::warn!(%error, "frees in the order of a stream may disturb captures");
+    }
     loop {
         let address = {
             let is_none_due = |table: &mut Table| table.due.is_empty();
@@ -121,14 +133,20 @@ fn give_up_what_is_due() {
             waited.unwrap_or_else(PoisonError::into_inner).due.first().copied()
         };
         let Some(address) = address else { continue };
-        if let Some(member) = runtime::member() {
-            // Its context may have ended meanwhile, and the block with it.
-            if let Answer::Refused(code) =
-                blocks::free(member, DeviceAddress(address), || DriverCode::SUCCESS)
-            {
-                tracing::warn!(?code, address, "a block that its stream has passed stays");
-            }
+        // The next ones go, whatever becomes of this one.
+        if catch_unwind(|| give_up(address)).is_err() {
+            tracing::error!(address, "a block that its stream has passed stays: a panic");
         }
         forget(address);
+    }
+}
+
+fn give_up(address: Address) {
+    let Some(member) = runtime::member() else { return };
+    // Its context may have ended meanwhile, and the block with it.
+    if let Answer::Refused(code) =
+        blocks::free(member, DeviceAddress(address), || DriverCode::SUCCESS)
+    {
+        tracing::warn!(?code, address, "a block that its stream has passed stays");
     }
 }

@@ -206,6 +206,12 @@ fn work_in_a_context_of_the_names_of_cuda_2_is_waited_for() {
 }
 
 #[test]
+fn a_thread_that_is_cancelled_while_its_call_waits_ends_and_not_its_process() {
+    assert_eq!(said("cancel", &["deferred"]), ["cancelled"]);
+    assert_eq!(said("cancel", &["asynchronous"]), ["cancelled"]);
+}
+
+#[test]
 fn plain_memory_ends_with_the_last_reference_to_its_context() {
     let attached = "attached: 136314880 bytes less are free".to_owned();
     let lines: Vec<_> = std::iter::once(attached).chain(lines_of_an_end("detach")).collect();

@@ -148,6 +148,8 @@ pub struct CudaDriver {
     kernels: Kernels,
     /// Which context they are in, where that is not the primary one, by device.
     kernels_in: [AtomicU64; DEVICES_MAX],
+    /// The application's own context that is worked in on each device; 0 for none.
+    stands_in: [AtomicU64; DEVICES_MAX],
     /// A context of the application's own to work in where a device has no primary one.
     own_context: fn(DeviceOrdinal) -> Option<RawContext>,
     // Keeps the library open for as long as the table points into it; `None` when the process itself
@@ -196,6 +198,7 @@ impl CudaDriver {
             contexts: [const { AtomicPtr::new(std::ptr::null_mut()) }; DEVICES_MAX],
             kernels: Kernels::look_up(find),
             kernels_in: [const { AtomicU64::new(0) }; DEVICES_MAX],
+            stands_in: [const { AtomicU64::new(0) }; DEVICES_MAX],
             own_context: |_| None,
             library: None,
         })
@@ -231,7 +234,16 @@ impl CudaDriver {
             return Ok(None);
         }
         let Some(own) = (self.own_context)(device) else { return Ok(None) };
-        Ok(Some(own).filter(|_| !self.has_primary_context(device).unwrap_or(true)))
+        let place = usize::try_from(device.0).ok().and_then(|index| self.stands_in.get(index));
+        // Streams of a step are of the context that it began in, also if there is a primary one by now.
+        let is_used = place.is_some_and(|place| place.load(Ordering::Acquire) == own.0);
+        if !is_used && self.has_primary_context(device).unwrap_or(true) {
+            return Ok(None);
+        }
+        if let Some(place) = place {
+            place.store(own.0, Ordering::Release);
+        }
+        Ok(Some(own))
     }
 
     /// Kernels that are loaded in another context than the one to work in are loaded anew.
