@@ -34,6 +34,13 @@ impl<const MOST: usize> Numbers<MOST> {
         Noted(self.0.iter().find(takes))
     }
 
+    /// Is the number of `file` noted?
+    #[cfg(test)]
+    pub(crate) fn has(&self, file: &impl AsFd) -> bool {
+        let number = file.as_fd().as_raw_fd();
+        self.0.iter().any(|place| place.load(Ordering::Relaxed) == number)
+    }
+
     /// Closes them all, in a forked child: there, no thread has any further use for them.
     pub(crate) fn close_in_child(&self) {
         for place in &self.0 {

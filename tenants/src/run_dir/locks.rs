@@ -1,5 +1,5 @@
 //! Locks that this process holds. A forked child closes them: a child that keeps one keeps it locked when this process has
-//! been killed.
+//! been killed. It closes watches of claims with them.
 
 use std::fs::File;
 use std::os::fd::IntoRawFd as _;

@@ -32,6 +32,7 @@ use super::{
     RunDir, RunDirError, entry_names, holders, io_error, is_still_named, locks, open_lock_file,
     pause_thread, remove_file_if_there, trusted_path, wait_for_lock,
 };
+use crate::descriptors::Noted;
 use crate::transport::poll_until;
 use crate::turns::scene::Wish;
 
@@ -95,9 +96,10 @@ pub(crate) struct OwnClaim {
     pub(crate) number: u64,
 }
 
-/// Tells when a claim is made, ends, or says something else. Without one, where the system gives none, only time tells.
+/// Tells when a claim is made, ends, or says something else. Without one, where the system gives none, only time tells. A forked child
+/// closes it: the number goes before the descriptor does.
 #[derive(Debug)]
-pub(crate) struct Watch(Option<OwnedFd>);
+pub(crate) struct Watch(Option<(Noted, OwnedFd)>);
 
 impl RunDir {
     /// The directory of the files, created if need be, in a run directory that may have gone: see [`RunDir::listen_again`].
@@ -300,10 +302,10 @@ impl TurnDir {
             | WatchFlags::MODIFY
             // A process that ends closes its claims.
             | WatchFlags::CLOSE_WRITE;
-        let watch = || -> rustix::io::Result<OwnedFd> {
+        let watch = || -> rustix::io::Result<(Noted, OwnedFd)> {
             let fd = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
             inotify::add_watch(&fd, &self.path, events | WatchFlags::ONLYDIR)?;
-            Ok(fd)
+            Ok((locks::HELD.note(&fd), fd))
         };
         Watch(watch().inspect_err(|error| tracing::debug!(%error, "turns are not watched")).ok())
     }
@@ -317,7 +319,7 @@ pub(crate) fn pid_namespace() -> u64 {
 impl Watch {
     /// Waits until a claim has changed since the last call, for `most` at most. Says whether one has.
     pub(crate) fn wait(&self, most: Duration) -> bool {
-        let Some(fd) = &self.0 else {
+        let Some((_, fd)) = &self.0 else {
             pause_thread(most);
             return false;
         };
@@ -539,6 +541,14 @@ mod tests {
         assert!(watch.wait(most));
         fs::remove_dir_all(&dir.path).unwrap();
         assert!(watch.wait(most), "its directory has gone");
+    }
+
+    #[test]
+    fn a_forked_child_closes_a_watch_of_its_parent() {
+        let base = tempfile::tempdir().unwrap();
+        let watch = dir(&base).watch();
+        let (_, fd) = watch.0.as_ref().unwrap();
+        assert!(locks::HELD.has(fd));
     }
 
     #[test]

@@ -1,12 +1,13 @@
 //! What follows from a decision: pauses, and a resume.
 
-use super::{SwitchError, SwitchOptions};
+use super::{SwitchError, SwitchOptions, busy};
 use crate::coordinator::{
     Coordinator, CoordinatorError, Event, Interrupt, LostImports, Options, Outcome, SwapError,
     SwapOptions, swap,
 };
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
+use crate::turns::scene::Scene;
 
 /// The pauses and the resume of one decision.
 pub(super) struct Acting<'a> {
@@ -30,6 +31,14 @@ pub(super) fn coordinator(
         ..Options::default()
     };
     Coordinator::new(run_dir.clone(), tenant.clone(), options)
+}
+
+/// What somebody holds who does not answer is not known, so nothing is refused for good.
+pub(super) fn fits_nowhere(tenant: &TenantName, scene: &Scene, reasons: &[String]) -> SwitchError {
+    if scene.unheard.is_empty() {
+        return SwitchError::Never { why: reasons.join("; ") };
+    }
+    busy(tenant, reasons)
 }
 
 impl Acting<'_> {

@@ -29,8 +29,8 @@ const SILENT_MAX_US: u64 = 60_000_000;
 /// How long one waits to write down what the history has lost; it tries again.
 const LOCK_WAIT: Duration = Duration::from_millis(250);
 
-/// Tenants that did not answer, as all that decide know it. All are asked once more under the lock, where everybody waits for one
-/// that does not.
+/// Tenants that did not answer, as all that decide know it. Each rests: nobody asks it for a while, also under the lock, where everybody
+/// waits for one that does not answer. Only who would give up because of them asks once more, without the lock.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Silent(BTreeMap<String, Rest>);
 
@@ -48,6 +48,12 @@ impl Silent {
         rest.is_some_and(|rest| {
             now_us < rest.until_us && rest.until_us <= now_us.saturating_add(SILENT_MAX_US)
         })
+    }
+
+    /// The same, when all rests are over. One that does not answer then rests for twice as long.
+    pub(super) fn rested(&self) -> Self {
+        let over = |rest: &Rest| Rest { until_us: 0, ..*rest };
+        Self(self.0.iter().map(|(tenant, rest)| (tenant.clone(), over(rest))).collect())
     }
 
     /// One was asked.
@@ -166,9 +172,19 @@ fn idle_since_us(
     Some(now_us().saturating_sub(quiet_us))
 }
 
-/// A tenant that holds nothing so far.
-pub(super) fn newcomer() -> Standing {
-    Standing { is_active: true, ..Standing::default() }
+/// Adds `tenant`, which wants a turn, where it was not found. `is_away`: it has memory, and is paused.
+pub(super) fn complete(scene: &mut Scene, tenant: &TenantName, is_away: bool) {
+    if scene.tenants.contains_key(tenant) {
+        return;
+    }
+    if is_away {
+        // Its socket has gone, and comes again.
+        scene.unheard.insert(tenant.clone());
+    } else {
+        // A process that has no device memory yet is of no tenant that anybody can ask, and needs nothing.
+        let newcomer = Standing { is_active: true, ..Standing::default() };
+        scene.tenants.insert(tenant.clone(), newcomer);
+    }
 }
 
 /// One tenant, but for its turn.
@@ -367,9 +383,9 @@ impl Displaced {
         self.0
     }
 
-    /// As [`Displaced::look`], where the tenant was away at the last one.
-    pub(super) fn look_if_so(&mut self, run_dir: &RunDir, tenant: &TenantName) {
-        if self.0 {
+    /// As [`Displaced::look`], where the tenant was away at the last one, or is paused.
+    pub(super) fn look_if_so(&mut self, run_dir: &RunDir, tenant: &TenantName, is_paused: bool) {
+        if self.0 || is_paused {
             self.look(run_dir, tenant);
         }
     }

@@ -29,7 +29,7 @@ use crate::turns::history::History;
 use crate::turns::scene::{Scene, Waiting, Wish};
 use crate::turns::{Decision, Settings, Verdict, decide};
 
-use acting::Acting;
+use acting::{Acting, fits_nowhere};
 pub use back::come_back_by_itself;
 pub use gather::{Claimant, LoggedDecision, TurnsView, look};
 use gather::{Displaced, Silent, gather, history_of};
@@ -293,8 +293,7 @@ fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, SwitchError> {
     let turns = run_dir.existing_turns()?;
     let claims = turns.as_ref().map_or_else(|| Ok(Vec::new()), |turns| turns.claims(None))?;
     let history = turns.as_ref().map(history_of).unwrap_or_default();
-    let mut silent: Silent = turns.as_ref().map(TurnDir::silent).unwrap_or_default();
-    let mut scene = gather(run_dir, &claims, Some(tenant), &mut silent);
+    let mut scene = gather(run_dir, &claims, Some(tenant), &mut Silent::default());
     scene.waiting.push(Waiting { tenant: tenant.clone(), wish: Wish::Order });
     let index = scene.waiting.len() - 1;
     let decisions = decide(&scene, &history, &Settings::default(), now_us());
@@ -306,8 +305,7 @@ fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, SwitchError> {
             Ok(Switched { had_them, victims, reasons, changes, unrecorded: None })
         }
         Verdict::Wait(_) => Err(busy(tenant, &decision.reasons)),
-        Verdict::Never if !scene.unheard.is_empty() => Err(busy(tenant, &decision.reasons)),
-        Verdict::Never => Err(SwitchError::Never { why: decision.reasons.join("; ") }),
+        Verdict::Never => Err(fits_nowhere(tenant, &scene, &decision.reasons)),
     }
 }
 
@@ -330,6 +328,8 @@ struct Queue {
     /// Since when it was found, one time after the other, that it fits nowhere.
     never_since: Option<Instant>,
     displaced: Displaced,
+    /// See [`TurnOptions::is_paused`].
+    is_paused: fn() -> bool,
 }
 
 /// What one look has shown, and what follows from it.
@@ -367,6 +367,7 @@ impl Queue {
             has_told: false,
             never_since: None,
             displaced: Displaced::default(),
+            is_paused: never,
         })
     }
 
@@ -406,10 +407,10 @@ impl Queue {
         locked
     }
 
-    /// All tenants as they are. What is found out of those that do not answer is for everybody to know.
-    fn gather(&self, claims: &[Found]) -> Scene {
+    /// All tenants as they are. What is found out of those that do not answer is for everybody to know. `asks_all`: also those that rest.
+    fn gather(&self, claims: &[Found], asks_all: bool) -> Scene {
         let known: Silent = self.turns.silent();
-        let mut silent = known.clone();
+        let mut silent = if asks_all { known.rested() } else { known.clone() };
         let scene = gather(&self.run_dir, claims, Some(&self.tenant), &mut silent);
         if silent != known {
             self.turns.keep_silent(&silent);
@@ -426,18 +427,22 @@ impl Queue {
     }
 
     /// What is so now, and what this one is to do. None where its own claim is not among the others.
-    fn look(&mut self, lock: Option<&TurnLock>) -> Result<Option<Seen>, RunDirError> {
+    fn look(
+        &mut self,
+        lock: Option<&TurnLock>,
+        asks_all: bool,
+    ) -> Result<Option<Seen>, RunDirError> {
         if lock.is_none() && !self.wish.is_order() {
             // What the history has lost with its directory is in it again.
-            self.displaced.look_if_so(&self.run_dir, &self.tenant);
+            self.displaced.look_if_so(&self.run_dir, &self.tenant, (self.is_paused)());
         }
         let claims = self.turns.claims(lock)?;
         let mut history = history_of(&self.turns);
-        let mut scene = self.gather(&claims);
+        let mut scene = self.gather(&claims, asks_all);
         history.note_back(&scene);
-        if self.wish == Wish::Turn && !self.displaced.is_so() {
-            // A process that has no device memory yet is of no tenant that anybody can ask, and needs nothing.
-            scene.tenants.entry(self.tenant.clone()).or_insert_with(gather::newcomer);
+        if self.wish == Wish::Turn {
+            let is_away = self.displaced.is_so() || (self.is_paused)();
+            gather::complete(&mut scene, &self.tenant, is_away);
         }
         let mut numbers = gather::waiting(&claims).map(|found| found.number);
         let Some(before) = numbers.position(|number| number == self.claim.number) else {
@@ -459,13 +464,14 @@ impl Queue {
         let interrupt = options.interrupt.as_ref();
         let (mut again_after, mut failing_since, mut unseen) = (AGAIN_AFTER, None, 0);
         let (mut watch, mut lock) = (self.turns.watch(), None);
+        let (mut asks_all, mut has_asked_all) = (false, false);
         loop {
             self.claim.beat();
             self.check_called_off(interrupt, is_over)?;
             if lock.is_none() && self.keep_claim(interrupt, is_over)? {
                 watch = self.turns.watch();
             }
-            let looked = self.look(lock.as_ref());
+            let looked = self.look(lock.as_ref(), std::mem::take(&mut asks_all));
             let Ok(Some(Seen { scene, history, decision, before })) = looked else {
                 // Its file has just gone, or it stood still for too long. Else something is wrong with it.
                 unseen += 1;
@@ -501,12 +507,13 @@ impl Queue {
                     lock = None;
                     self.look_around(&watch, LOOK_MAX, interrupt, is_over)?;
                 }
+                // Who rests may answer by now.
+                Verdict::Never if !scene.unheard.is_empty() && !has_asked_all => {
+                    (lock, asks_all, has_asked_all) = (None, true, true);
+                }
                 Verdict::Never => {
                     self.tell(lock.as_ref(), &decision.reasons);
-                    if !scene.unheard.is_empty() {
-                        return Err(busy(&self.tenant, &decision.reasons));
-                    }
-                    return Err(SwitchError::Never { why: decision.reasons.join("; ") });
+                    return Err(fits_nowhere(&self.tenant, &scene, &decision.reasons));
                 }
                 Verdict::Wait(until_us) => {
                     lock = None;

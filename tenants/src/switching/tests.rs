@@ -183,7 +183,7 @@ fn one_that_did_not_answer_another_is_not_asked_for_a_while() {
     let tenant = TenantName::new("a").unwrap();
     let enter =
         || Queue::enter(&run_dir, &tenant, Wish::Turn, Duration::ZERO, (None, &never)).unwrap();
-    let decide = |queue: &Queue| queue.gather(&[]).unheard.contains(&stopped);
+    let decide = |queue: &Queue| queue.gather(&[], false).unheard.contains(&stopped);
     let (one, other) = (enter(), enter());
     let mut noted = Silent::default();
     noted.note(&stopped, true, now_us() + 50_000_000);
@@ -232,5 +232,55 @@ fn who_does_not_answer_may_hold_what_is_missing_so_nothing_is_refused_for_good()
     queue.wait_anew(Instant::now() + Duration::from_mins(1));
     let error = queue.wait_and_go(&options, &never, &mut |_| {}).unwrap_err();
     assert!(matches!(error, SwitchError::Never { .. }), "{error}");
+    member.leave();
+}
+
+#[test]
+fn a_paused_process_that_nobody_sees_for_a_moment_gets_no_turn_and_stays_away_for_another() {
+    let base = tempfile::tempdir().unwrap();
+    let (run_dir, tenant) = (run_dir(&base), TenantName::new("a").unwrap());
+    let mut queue =
+        Queue::enter(&run_dir, &tenant, Wish::Turn, Duration::ZERO, (None, &never)).unwrap();
+    queue.is_paused = || true;
+    let mut go = || queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {});
+    let is_displaced = || history_of(&run_dir.turns().unwrap()).is_displaced(&tenant);
+    // Its socket has gone with the run directory.
+    let error = go().unwrap_err();
+    assert!(matches!(error, SwitchError::Busy { .. }) && error.is_retryable(), "{error}");
+    assert!(error.to_string().contains("'a' does not answer"), "{error}");
+    assert_eq!(is_displaced(), None);
+    let turns = run_dir.turns().unwrap();
+    let mut history = History::default();
+    history.is_leaving(&tenant);
+    turns.keep_history(&turns.lock(Instant::now()).unwrap(), &history).unwrap();
+    go().unwrap_err();
+    std::fs::remove_dir_all(run_dir.path()).unwrap();
+    go().unwrap_err();
+    assert_eq!(is_displaced(), Some(true), "others would take it for paused by name");
+    // One that has no memory yet needs nothing.
+    queue.is_paused = never;
+    queue.displaced = Displaced::default();
+    queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {}).unwrap();
+}
+
+#[test]
+fn who_would_give_up_because_of_one_that_rests_asks_it_once_more() {
+    let base = tempfile::tempdir().unwrap();
+    let run_dir = run_dir(&base);
+    let (rests, ended) = (TenantName::new("rests").unwrap(), TenantName::new("ended").unwrap());
+    let turns = run_dir.turns().unwrap();
+    let config = MemberConfig::new(run_dir.clone(), rests.clone(), "python train.py", "0.1.0");
+    let node = SimNode::private(&[64 * MIB]).unwrap();
+    let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
+    let member = Member::join(config, driver).unwrap();
+    let mut noted = Silent::default();
+    noted.note(&rests, true, now_us() + 50_000_000);
+    turns.keep_silent(&noted);
+    let mut queue =
+        Queue::enter(&run_dir, &ended, Wish::Order, Duration::ZERO, (None, &never)).unwrap();
+    let error = queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {}).unwrap_err();
+    // It answers, so that all is known.
+    assert!(matches!(error, SwitchError::Never { .. }), "{error}");
+    assert_eq!(turns_of(&run_dir), Silent::default());
     member.leave();
 }

@@ -69,6 +69,7 @@ impl Turn {
         options: TurnOptions,
     ) -> Result<(Self, Switched), SwitchError> {
         let mut queue = Queue::enter(run_dir, tenant, Wish::Turn, options.wait, (None, &never))?;
+        queue.is_paused = options.is_paused;
         let switched = queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {})?;
         queue.deadline = std::time::Instant::now().checked_add(FOREVER);
         let state = Mutex::new(State { is_over: false, queue: Some(queue) });
